@@ -56,6 +56,11 @@ void sweep(int64_t leaves, const int64_t* sizes, Real** p, const Real** g, Real*
   }
 }
 
+template <class Real>
+void count(int64_t leaves, Real** steps) {
+  for (int64_t i = 0; i < leaves; ++i) *steps[i] += 1;
+}
+
 }  // namespace
 
 #define EXPORT(name, Real)                                                                                           \
@@ -67,3 +72,6 @@ void sweep(int64_t leaves, const int64_t* sizes, Real** p, const Real** g, Real*
   }
 EXPORT(sweep_float, float)
 EXPORT(sweep_double, double)
+
+extern "C" void count_float(int64_t leaves, float** steps) { count(leaves, steps); }
+extern "C" void count_double(int64_t leaves, double** steps) { count(leaves, steps); }

@@ -20,15 +20,16 @@ Compiled at its first use and kept, or came with the wheel (:mod:`bayesopt_chain
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bayesopt_chain.fused.sweep_cpu import Pointers
+from bayesopt_chain._torch import foreach_add_
+from bayesopt_chain.fused.sweep_cpu import Pointers, pointers
 from bayesopt_chain.random import compiled
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
@@ -53,16 +54,27 @@ class Coefficients(NamedTuple):
     current: float
 
 
+class _Kernels(NamedTuple):
+    """The kernels of one dtype."""
+
+    sweep: Any
+    count: Any
+
+
 @cache
-def _kernels() -> dict[torch.dtype, Any] | None:
+def _kernels() -> dict[torch.dtype, _Kernels] | None:
     try:
         library = compiled.load(_SOURCE)
     except (compiled.CompileError, OSError):  # tensor operations do the same, more slowly
         return None
-    kernels = {torch.float32: library.sweep_float, torch.float64: library.sweep_double}
-    for kernel in kernels.values():
-        kernel.restype = None
-        kernel.argtypes = [ctypes.c_int, ctypes.c_int64, *[ctypes.c_void_p] * 8, ctypes.c_int]
+    kernels = {
+        torch.float32: _Kernels(library.sweep_float, library.count_float),
+        torch.float64: _Kernels(library.sweep_double, library.count_double),
+    }
+    for sweep, count in kernels.values():
+        sweep.restype = count.restype = None
+        sweep.argtypes = [ctypes.c_int, ctypes.c_int64, *[ctypes.c_void_p] * 8, ctypes.c_int]
+        count.argtypes = [ctypes.c_int64, ctypes.c_void_p]
     return kernels
 
 
@@ -97,4 +109,17 @@ def adaptive_step_(
     assert kernels is not None
     threads = torch.get_num_threads() if total > _PARALLEL else 1
     values = (ctypes.c_double * len(numbers))(*numbers)
-    kernels[fresh.dtype](kind, len(sizes), count, *places, fresh.data_ptr(), values, threads)
+    kernels[fresh.dtype].sweep(kind, len(sizes), count, *places, fresh.data_ptr(), values, threads)
+
+
+def counter(steps: list[Tensor]) -> Callable[[], None]:
+    """Make a function that adds 1 to each of these counters in one call; torch's list function makes a call for each.
+
+    Args:
+        steps: 0-d tensors. Where all are float32 or all float64 and on a CPU, their addresses are read once, here, so that the
+            function may be called only as long as they stay where they are.
+    """
+    kernels, (dtype, *others) = _kernels(), {x.dtype for x in steps}
+    if kernels is None or others or dtype not in kernels or not all([x.is_cpu and x.numel() == 1 for x in steps]):
+        return partial(foreach_add_, steps, 1)
+    return partial(kernels[dtype].count, len(steps), pointers(steps))

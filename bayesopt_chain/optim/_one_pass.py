@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesopt_chain._torch import foreach_add_
-from bayesopt_chain.fused.adaptive_cpu import Coefficients, adaptive_step_, has_kernel
+from bayesopt_chain.fused.adaptive_cpu import Coefficients, adaptive_step_, counter, has_kernel
 from bayesopt_chain.fused.sweep_cpu import pointers
 from bayesopt_chain.optim._injection import AGAIN, draw_of
 from bayesopt_chain.optim._noise import Normals
@@ -41,12 +40,12 @@ def in_one_pass(rule: Rule, normals: Normals, plan: Plan) -> bool:
         return False
     for piece in plan.pieces:
         assert piece.known is not None
-        numbers, (lists, places, _) = piece.work[0].numbers, piece.known
+        numbers, (lists, places, _, count) = piece.work[0].numbers, piece.known
         form = rule._form(numbers.group, numbers.learned_until)
         assert form is not None
         # the kernel writes by addresses, and autograd has to know that the tensors changed
         torch.autograd.graph.increment_version([x for xs in lists for x in xs])
-        foreach_add_([w.state["step"] for w in piece.work], 1)
+        count()
         if piece.is_large:
             _in_blocks(form, normals, piece, _coefficients(form, numbers))
             continue
@@ -199,7 +198,8 @@ def _fits(rule: Rule, piece: Piece) -> bool:
     places = [pointers(xs) if xs else None for xs in lists]
     if piece.last is not None:
         places[-1] = pointers([piece.last] if piece.is_large else piece.last.split(piece.sizes))
-    piece.known = lists, places, [x.data_ptr() for xs in lists for x in xs]
+    lists.append([w.state["step"] for w in piece.work])
+    piece.known = lists, places, [x.data_ptr() for xs in lists for x in xs], counter(lists[-1])
     return True
 
 

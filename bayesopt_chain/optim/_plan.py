@@ -49,6 +49,7 @@ class Rule(Protocol):
         adaptive: whether the step divides by a denominator ``D`` that it computes from the gradients.
         averages_scaled: whether the velocity averages ``g / D`` rather than ``g``.
         timeless: whether the numbers of a step depend on its group only, and not on the count of steps.
+        counters: the names in a leaf's state of the numbers that its clock is read from.
         room: the part of the noise that is left to the minibatches; ``None`` if no part is.
         param_groups, state: as in ``torch.optim.Optimizer``.
     """
@@ -57,6 +58,7 @@ class Rule(Protocol):
     adaptive: ClassVar[bool]
     averages_scaled: ClassVar[bool]
     timeless: ClassVar[bool]
+    counters: ClassVar[tuple[str, ...]]
     param_groups: list[dict[str, Any]]
     state: Any
 
@@ -317,7 +319,8 @@ class Piece:
         fill: ``fill()`` overwrites ``fresh`` with the draws of small leaves.
         fill_last: ``fill_last()`` overwrites ``last`` with the last draws of small leaves.
         known: the tensors, except gradients, that were checked for the kernel in the last step: lists of tensors, their ctypes
-            arrays of pointers, and their addresses. :meth:`Plan.holds` has made sure that the tensors are the same objects.
+            arrays of pointers, their addresses, and a function that advances the leaves' counts of updates. :meth:`Plan.holds`
+            has made sure that the tensors are the same objects.
     """
 
     work: list[Work]
@@ -327,7 +330,7 @@ class Piece:
     last: Tensor | None
     fill: Callable[[], None]
     fill_last: Callable[[], None]
-    known: tuple[list[list[Tensor]], list[Any], list[int]] | None = None
+    known: tuple[list[list[Tensor]], list[Any], list[int], Callable[[], None]] | None = None
 
 
 class Settings:
@@ -496,9 +499,10 @@ class Plan:
         for leaves in self.alike:
             numbers = leaves[0].numbers
             if not rule.timeless:  # leaves share their numbers only while they have made equally many updates
+                for name in rule.counters:
+                    if len({*map(float, [w.state.get(name, 0.0) for w in leaves])}) > 1:
+                        return False
                 numbers.clock = rule._clock(leaves[0].state)
-                if any([rule._clock(w.state) != numbers.clock for w in leaves[1:]]):
-                    return False
             route = numbers.route
             if numbers.work_out(rule, temperatures[id(numbers.group)]) != route:
                 return False

@@ -83,6 +83,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         adaptive: whether the step divides by a denominator that it computes from the gradients.
         averages_scaled: whether the velocity averages ``g / D`` rather than ``g``.
         timeless: whether the numbers of a step depend on its group only, and not on the count of steps.
+        counters: the names in a leaf's state of the numbers that its clock is read from.
         takes_room: whether the class accepts ``room_for=``.
         torch_class: the class of ``torch.optim``.
         room: the part of the noise that is left to the minibatches; ``None`` if no part is.
@@ -94,6 +95,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
     adaptive: ClassVar[bool] = False
     averages_scaled: ClassVar[bool] = False
     timeless: ClassVar[bool] = False
+    counters: ClassVar[tuple[str, ...]] = ("step",)
     takes_room: ClassVar[bool] = False
     torch_class: ClassVar[type[torch.optim.Optimizer]]
 

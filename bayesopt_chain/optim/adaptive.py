@@ -172,6 +172,8 @@ class NAdam(_TwoMoments, torch.optim.NAdam):
         0.002
     """
 
+    counters = ("step", "mu_product")
+
     def _momenta(self, group: dict[str, Any], updates: int) -> tuple[float, float]:
         """Return ``mu_t`` and ``mu_{t+1}`` at update ``t``."""
         b1, decay = float(group["betas"][0]), float(group["momentum_decay"])
