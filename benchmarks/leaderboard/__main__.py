@@ -4,6 +4,8 @@ python -m benchmarks.leaderboard --data                          # write the tab
 python -m benchmarks.leaderboard --workers 16 --record FILE      # run what the record lacks; the tasks developed on
 python -m benchmarks.leaderboard --held-out ...                  # the others, once
 python -m benchmarks.leaderboard --table --record FILE           # the table of what is there
+
+Beside the record lie ``.md``, the part for the pages, and ``.txt``, every mean score of every contestant with its differences.
 """
 
 from __future__ import annotations
@@ -60,6 +62,7 @@ def main() -> None:
 
     record = json.loads(given.record.read_text()) if given.record.exists() else {"protocol": PROTOCOL, "cells": {}}
     given.record.with_suffix(".md").write_text(markdown(record))
+    given.record.with_suffix(".txt").write_text(table(record) + "\n")
     print(table(record))
 
 
@@ -70,18 +73,18 @@ def _join(folder: Path, record: Path) -> None:
     from benchmarks.leaderboard import contestants
 
     cells = {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
+    own = ("posterior_ensemble", "deep_ensemble", "equal_ensemble", "prior_ensemble", "multiswag", "ivon")
+    peers = ("laplace_torch", "gaussian_process", "gradient_boosting", "mc_dropout")
     functions = {
-        "posterior_ensemble and its methods": contestants.ours,
-        "last_layer_laplace": contestants._laplace,
-        **{
-            n: getattr(contestants, n) for n in ("laplace_torch", "gaussian_process", "gradient_boosting", "mc_dropout")
-        },
+        **dict.fromkeys(own, contestants.ours),
+        **dict.fromkeys(("last_layer_laplace", "kronecker_laplace"), contestants._laplace),
+        **{who: getattr(contestants, who) for who in peers},
     }
     about = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "machine": platform.machine(),
-        "lines": {name: contestants.lines(function) for name, function in functions.items()},
+        "lines": {who: contestants.lines(function) for who, function in functions.items()},
     }
     record.write_text(json.dumps({"protocol": PROTOCOL, "about": about, "cells": cells}, indent=1) + "\n")
 

@@ -1,5 +1,4 @@
-"""Scores of predictions of a task: negative log likelihood, CRPS or calibration error, coverage, telling "
-"inputs from elsewhere."""
+"""Scores of predictions of a task: likelihood, CRPS or calibration error, coverage, telling inputs from elsewhere."""
 
 from __future__ import annotations
 
