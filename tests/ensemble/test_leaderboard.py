@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.leaderboard import ablations, cells, contestants
 from benchmarks.leaderboard.scores import calibration_error, scored
-from benchmarks.leaderboard.table import interval, markdown, paired, table
+from benchmarks.leaderboard.table import everyone, interval, markdown, paired, table
 from benchmarks.leaderboard.tasks import Task
 
 
@@ -98,6 +98,20 @@ def test_the_page_says_better_equal_worse_and_whether_the_goal_is_met():
     worse = markdown({"protocol": protocol, "cells": {**cells("a", -0.5), **cells("b", 0.5)}})
     assert "| worse |" in worse and "is not met" in worse
     assert markdown({"protocol": protocol, "cells": {}}).startswith("No task")
+
+
+def test_everyone_has_a_line_with_its_means_and_failures_are_told():
+    cells = {
+        "a-0": {"one": {"nll": 1.0, "coverage": 0.8, "seconds": 1.0}, "other": {"failed": "ValueError: no"}},
+        "a-1": {"one": {"nll": 3.0, "coverage": 1.0, "seconds": 2.0}},
+        "b-0": {"one": {"nll": 0.5, "ece": 0.1, "seconds": 3.5}, "other": {"nll": 0.25, "ece": 0.3, "seconds": 1.0}},
+    }
+    record = {"protocol": {"level": 0.95, "held out": []}, "about": {"lines": {"one": 4}}, "cells": cells}
+    page = everyone(record)
+    assert "| | a | b | coverage | ECE | OOD | seconds | lines |" in page
+    assert "| one | 2.000 | 0.500 | 0.90 | 0.100 |  | 2.5 | 4 |" in page
+    assert "| other |  | 0.250 |  | 0.300 |  | 1.0 |  |" in page
+    assert "a-0 other failed: ValueError: no" in table(record)
 
 
 @pytest.mark.slow
