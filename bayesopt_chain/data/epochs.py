@@ -144,15 +144,19 @@ class Epochs:
         return self._numbers(epoch, offset).to(torch.int64)
 
     def _numbers(self, epoch: int, offset: int) -> Tensor:
-        """What :meth:`rows` gives, int32 where one call draws for all chains; it may be a view of what the stream keeps."""
+        """What :meth:`rows` gives, int32 where one call draws for all chains, in memory that may be written over later."""
         if self.chains is None:
             return self.stream.rows(epoch, offset, 0)[self._mine]
         return self.stream.rows_of_chains(epoch, offset, self.chains)[:, self._mine]
 
     def ahead(self, count: int) -> list[Tensor]:
-        """The numbers of the data of the next ``count`` batches, int32 or int64, from where the iteration stands."""
+        """The numbers of the data of the next ``count`` batches, int32 or int64, from where the iteration stands.
+
+        Those of one batch may be overwritten by the next call; of several batches, each has memory of its own.
+        """
         here = self.epoch * len(self) + self.offset
-        return [self._numbers(*divmod(here + k, len(self))) for k in range(count)]
+        each = (self._numbers(*divmod(here + k, len(self))) for k in range(count))
+        return [rows.clone() for rows in each] if count > 1 else [*each]
 
     def skip(self, count: int) -> None:
         """Move on by ``count`` batches."""

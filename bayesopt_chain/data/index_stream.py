@@ -106,22 +106,28 @@ class IndexStream:
         return made[1][offset * self.batch_size : (offset + 1) * self.batch_size]
 
     def rows_of_chains(self, epoch: int, offset: int, chains: int) -> Tensor:
-        """The rows of one batch of so many chains, ``[chains, b]``: what :meth:`rows` gives, int32 where one call draws all."""
+        """The rows of one batch of so many chains, ``[chains, b]``: what :meth:`rows` gives, int32 where one call draws all.
+
+        They may lie in memory that a call for another epoch writes over.
+        """
         n, b = self.least, self.batch_size
         named = self.order in ("independent", "reshuffled", "palindrome") and len(self.kept) == 1
         if not named or n >= 2**31 or not row_numbers.available():
             return torch.stack([self.rows(epoch, offset, chain) for chain in range(chains)])
         if self.order == "independent":
-            draw = row_numbers.permutations if 4 * b > n else row_numbers.subsets
-            return self._of_kept(draw(chains, n, b, epoch * self.steps + offset, self.seed))
+            number = epoch * self.steps + offset
+            if 4 * b > n:  # so many keys modulo n would often be equal
+                return self._of_kept(row_numbers.permutations(chains, n, 1, b, number, self.seed)[0])
+            return self._of_kept(row_numbers.subsets(chains, n, b, number, self.seed))
         if self.order == "palindrome" and epoch % 2:
             offset = self.steps - 1 - offset
         name = epoch // self.period, chains
         if self._together is None or self._together[0] != name:
-            self._together = None  # its memory serves the next
-            drawn = row_numbers.permutations(chains, n, b * self.steps, name[0], self.seed)
+            memory = self._together[1] if self._together is not None and self.least == self.size else None
+            self._together = None  # until its memory holds the next
+            drawn = row_numbers.permutations(chains, n, self.steps, b, name[0], self.seed, memory)
             self._together = name, self._of_kept(drawn)
-        return self._together[1][:, offset * b : (offset + 1) * b]
+        return self._together[1][offset]
 
     def _of_kept(self, places: Tensor) -> Tensor:
         """The rows at these places among those that are not left out."""

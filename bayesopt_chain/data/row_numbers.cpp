@@ -33,7 +33,7 @@ void keys_of(uint32_t block, int n, uint32_t chain, uint64_t number, uint64_t se
 struct Room {
   std::vector<uint64_t> keys;
   std::vector<int32_t> begin;
-  std::vector<uint64_t> sorted;
+  std::vector<uint64_t> words, sorted;
 };
 
 void draw(Room& room, int64_t n, uint32_t chain, uint64_t number, uint64_t seed) {
@@ -44,38 +44,59 @@ void draw(Room& room, int64_t n, uint32_t chain, uint64_t number, uint64_t seed)
     keys_of(uint32_t(b), int(blocks - b < RUN ? blocks - b : RUN), chain, number, seed, pairs + b);
 }
 
-// the places of n keys in ascending order, the earlier of two equal ones first: into buckets by their first bits, of which
-// there are about as many as keys, and then by insertion, which finds nearly everything in its place. A place and the first
-// bits of its key are one word; where those of two keys are equal, which hardly ever happens, the whole keys decide.
-void permute(Room& room, int64_t n, uint32_t chain, uint64_t number, uint64_t seed, int32_t* out, int64_t wanted) {
+// the places of n keys in ascending order, the earlier of two equal ones first. A place and the first bits of its key are one
+// word. Words are sorted by the upper two digits of their keys, which have some bits more than n, by counting, the lower digit
+// first; then by insertion, which finds nearly everything in its place, so that no branch is hard to foresee. Where all bits
+// of two keys in their words are equal, which hardly ever happens, the whole keys decide.
+// Batch k of `size` places goes to out[k stride], k < batches.
+void permute(Room& room, int64_t n, uint32_t chain, uint64_t number, uint64_t seed, int32_t* out, int64_t batches, int64_t size,
+             int64_t stride) {
   draw(room, n, chain, number, seed);
   int bits = 1;
   while ((int64_t(1) << bits) < n) ++bits;
-  const int shift = 62 - bits;
   const uint64_t place = (uint64_t(1) << bits) - 1;
-  const uint64_t* keys = room.keys.data();
-  room.begin.assign((std::size_t(1) << bits) + 1, 0);
+  const int digit = (bits + 7) / 2;
+  const int upper = 64 - digit, lower = 64 - 2 * digit;
+  const std::size_t values = std::size_t(1) << digit;
+  const uint64_t last = values - 1;
+  room.begin.assign(2 * values, 0);
+  room.words.resize(n);
   room.sorted.resize(n);
-  int32_t* begin = room.begin.data();
-  uint64_t* s = room.sorted.data();
-  for (int64_t i = 0; i < n; ++i) ++begin[(keys[i] >> shift) + 1];
-  for (int64_t b = 1; b <= int64_t(place) + 1; ++b) begin[b] += begin[b - 1];
-  for (int64_t i = 0; i < n; ++i) s[begin[keys[i] >> shift]++] = (keys[i] << 2 & ~place) | uint64_t(i);
+  int32_t *low = room.begin.data(), *high = low + values;
+  const uint64_t* w = room.keys.data();
+  uint64_t *t = room.words.data(), *s = room.sorted.data();
+  for (int64_t i = 0; i < n; ++i) {
+    const uint64_t x = w[i] << 2;
+    ++low[x >> lower & last];
+    ++high[x >> upper];
+  }
+  for (int32_t v = 0, below = 0, above = 0; v < int32_t(values); ++v) {
+    const int32_t of_low = low[v], of_high = high[v];
+    low[v] = below;
+    high[v] = above;
+    below += of_low;
+    above += of_high;
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    const uint64_t x = (w[i] << 2 & ~place) | uint64_t(i);
+    t[low[x >> lower & last]++] = x;
+  }
+  for (int64_t i = 0; i < n; ++i) s[high[t[i] >> upper]++] = t[i];
   for (int64_t i = 1; i < n; ++i) {
     const uint64_t x = s[i];
     int64_t j = i;
     for (; j > 0 && s[j - 1] > x; --j) s[j] = s[j - 1];
     s[j] = x;
   }
-  for (int64_t i = 0; i < wanted; ++i) out[i] = int32_t(s[i] & place);
-  for (int64_t i = 1; i < n; ++i)
-    if ((s[i] & ~place) == (s[i - 1] & ~place)) {
-      std::vector<int32_t> all(n);
-      std::iota(all.begin(), all.end(), 0);
-      std::stable_sort(all.begin(), all.end(), [=](int32_t a, int32_t b) { return keys[a] < keys[b]; });
-      std::copy(all.begin(), all.begin() + wanted, out);
-      return;
-    }
+  bool equal = false;
+  for (int64_t i = 1; i < n; ++i) equal |= (s[i] & ~place) == (s[i - 1] & ~place);
+  if (equal) {
+    const uint64_t* keys = room.keys.data();
+    std::iota(s, s + n, 0);
+    std::stable_sort(s, s + n, [=](uint64_t a, uint64_t b) { return keys[a] < keys[b]; });
+  }
+  for (int64_t k = 0; k < batches; ++k)
+    for (int64_t i = 0; i < size; ++i) out[k * stride + i] = int32_t(s[k * size + i] & place);
 }
 
 // the first `wanted` different numbers of the keys modulo n
@@ -97,22 +118,23 @@ void choose(Room& room, int64_t n, uint32_t chain, uint64_t number, uint64_t see
 }
 
 template <class Of>
-void each_chain(int32_t* out, int64_t chains, int64_t wanted, int threads, Of of) {
+void each_chain(int32_t* out, int64_t chains, int64_t size, int threads, Of of) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     Room room;
 #pragma omp for schedule(static)
-    for (int64_t c = 0; c < chains; ++c) of(room, uint32_t(c), out + c * wanted);
+    for (int64_t c = 0; c < chains; ++c) of(room, uint32_t(c), out + c * size);
   }
 }
 
 }  // namespace
 
-// for every chain the first `wanted` of its permutation of n rows
-extern "C" void permutations(int32_t* out, int64_t chains, int64_t n, int64_t wanted, uint64_t number, uint64_t seed,
-                             int threads) {
-  each_chain(out, chains, wanted, threads,
-             [=](Room& room, uint32_t chain, int32_t* to) { permute(room, n, chain, number, seed, to, wanted); });
+// for every chain the first `batches` batches of `size` of its permutation of n rows: out[batches][chains][size]
+extern "C" void permutations(int32_t* out, int64_t chains, int64_t n, int64_t batches, int64_t size, uint64_t number,
+                             uint64_t seed, int threads) {
+  each_chain(out, chains, size, threads, [=](Room& room, uint32_t chain, int32_t* to) {
+    permute(room, n, chain, number, seed, to, batches, size, chains * size);
+  });
 }
 
 // for every chain `wanted` different rows of n

@@ -24,9 +24,9 @@ def _library() -> Any | None:
         found = compiled.load(_SOURCE)
     except (compiled.CompileError, OSError):
         return None
-    for kernel in (found.permutations, found.subsets):
+    for kernel, counts in ((found.permutations, 4), (found.subsets, 3)):
         kernel.restype = None
-        kernel.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, *[ctypes.c_uint64] * 2, ctypes.c_int]
+        kernel.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * counts, *[ctypes.c_uint64] * 2, ctypes.c_int]
     return found
 
 
@@ -35,17 +35,27 @@ def available() -> bool:
     return _library() is not None
 
 
-def permutations(chains: int, n: int, wanted: int, number: int, seed: int) -> Tensor:
-    """For each of so many chains the first ``wanted`` of permutation ``number`` of ``n`` rows: int32 ``[chains, wanted]``."""
-    return _filled("permutations", chains, n, wanted, number, seed)
+def permutations(
+    chains: int, n: int, batches: int, size: int, number: int, seed: int, memory: Tensor | None = None
+) -> Tensor:
+    """For each of so many chains the first batches of permutation ``number`` of ``n`` rows: int32 ``[batches, chains, size]``.
+
+    The numbers of one batch lie together, since a step reads those of all chains. They are written into ``memory``, if that
+    has their shape: memory that is new every time would cost a fifth of the time in page faults.
+    """
+    shape = (batches, chains, size)
+    out = memory if memory is not None and memory.shape == shape else torch.empty(shape, dtype=torch.int32)
+    _fill("permutations", out, chains, n, batches, size, number, seed & 2**64 - 1)
+    return out
 
 
 def subsets(chains: int, n: int, wanted: int, number: int, seed: int) -> Tensor:
     """For each of so many chains the first ``wanted`` different ones of its keys modulo ``n``: int32 ``[chains, wanted]``."""
-    return _filled("subsets", chains, n, wanted, number, seed)
-
-
-def _filled(kernel: str, chains: int, n: int, wanted: int, number: int, seed: int) -> Tensor:
-    out, threads = torch.empty(chains, wanted, dtype=torch.int32), torch.get_num_threads() if chains > 64 else 1
-    getattr(_library(), kernel)(out.data_ptr(), chains, n, wanted, number, seed & 2**64 - 1, threads)
+    out = torch.empty(chains, wanted, dtype=torch.int32)
+    _fill("subsets", out, chains, n, wanted, number, seed & 2**64 - 1)
     return out
+
+
+def _fill(kernel: str, out: Tensor, chains: int, *numbers: int) -> None:
+    """Call a kernel with several threads if there are many chains."""
+    getattr(_library(), kernel)(out.data_ptr(), chains, *numbers, torch.get_num_threads() if chains > 64 else 1)

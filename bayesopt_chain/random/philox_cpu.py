@@ -23,6 +23,7 @@ from bayesopt_chain.random import compiled
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _PARALLEL = 2**15  # normals below which threads cost more than they save
+_PARALLEL_IN_LANES = 2**13  # the same in a program whose other kernels keep the threads awake
 
 
 @cache
@@ -104,7 +105,7 @@ def normals_kernel() -> Callable[..., None] | None:
         kernel.restype = None
         kernel.argtypes = [pointer, pointer, pointer, integer, pointer, integer, pointer, ctypes.c_int]
         known = (out.data_ptr(), keys.data_ptr(), steps.data_ptr(), out.shape[1], array(lengths), len(lengths))
-        large = out.numel() > _PARALLEL
+        large = out.numel() > _PARALLEL_IN_LANES
         return lambda: kernel(*known, array(draws), torch.get_num_threads() if large else 1)
 
     fill.bound = bound  # pyright: ignore[reportFunctionMemberAccess]

@@ -143,7 +143,7 @@ class Gather:
         return gather
 
 
-_PARALLEL = 2**15  # number of elements up to which one thread is faster than several
+_PARALLEL = 2**13  # number of elements up to which one thread is faster than several
 
 
 def _threads(large: bool) -> int:

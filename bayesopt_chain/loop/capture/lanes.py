@@ -30,7 +30,8 @@ from bayesopt_chain.loop.parallel import Parallel
 # the smallest number of chains that run in lanes: with fewer, copying costs more than lanes save (1.1 times as long with 64)
 FEWEST = 256
 _LEAST = 64  # smallest number of chains in a block, so that few lanes are empty
-_CACHE = 1 << 20  # bytes of a block per thread, so that its data stay in the second-level cache of a core
+# bytes of a block per thread: few enough for the caches of a core, many enough that starting a block's kernels costs little
+_CACHE = 1 << 21
 # with this setting inductor stores values that the gradient needs again, and does not compute them twice
 _OPTIONS = {"realize_opcount_threshold": 8}
 
