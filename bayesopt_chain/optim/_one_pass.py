@@ -40,11 +40,11 @@ def in_one_pass(rule: Rule, normals: Normals, plan: Plan) -> bool:
         return False
     for piece in plan.pieces:
         assert piece.known is not None
-        numbers, (lists, places, _, count) = piece.work[0].numbers, piece.known
+        numbers, (tensors, places, _, count) = piece.work[0].numbers, piece.known
         form = rule._form(numbers.group, numbers.learned_until)
         assert form is not None
         # the kernel writes by addresses, and autograd has to know that the tensors changed
-        torch.autograd.graph.increment_version([x for xs in lists for x in xs])
+        torch.autograd.graph.increment_version(tensors)
         count()
         if piece.is_large:
             _in_blocks(form, normals, piece, _coefficients(form, numbers))
@@ -180,7 +180,7 @@ def _fits(rule: Rule, piece: Piece) -> bool:
     if not _are_plain(piece, grads):
         return False
     # the same tensors at the same addresses were checked in the last step
-    if piece.known is not None and piece.known[2] == [x.data_ptr() for xs in piece.known[0] for x in xs]:
+    if piece.known is not None and piece.known[2] == [*map(Tensor.data_ptr, piece.known[0])]:
         return True
     piece.known = None
     numbers = piece.work[0].numbers
@@ -198,8 +198,9 @@ def _fits(rule: Rule, piece: Piece) -> bool:
     places = [pointers(xs) if xs else None for xs in lists]
     if piece.last is not None:
         places[-1] = pointers([piece.last] if piece.is_large else piece.last.split(piece.sizes))
-    lists.append([w.state["step"] for w in piece.work])
-    piece.known = lists, places, [x.data_ptr() for xs in lists for x in xs], counter(lists[-1])
+    steps = [w.state["step"] for w in piece.work]
+    tensors = [x for xs in (*lists, steps) for x in xs]
+    piece.known = tensors, places, [*map(Tensor.data_ptr, tensors)], counter(steps)
     return True
 
 

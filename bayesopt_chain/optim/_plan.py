@@ -318,7 +318,7 @@ class Piece:
         last: scratch memory for the last draws, if these are made again; ``None`` if they are kept in the state.
         fill: ``fill()`` overwrites ``fresh`` with the draws of small leaves.
         fill_last: ``fill_last()`` overwrites ``last`` with the last draws of small leaves.
-        known: the tensors, except gradients, that were checked for the kernel in the last step: lists of tensors, their ctypes
+        known: the tensors, except gradients, that were checked for the kernel in the last step: all of them, the kernel's
             arrays of pointers, their addresses, and a function that advances the leaves' counts of updates. :meth:`Plan.holds`
             has made sure that the tensors are the same objects.
     """
@@ -330,7 +330,7 @@ class Piece:
     last: Tensor | None
     fill: Callable[[], None]
     fill_last: Callable[[], None]
-    known: tuple[list[list[Tensor]], list[Any], list[int], Callable[[], None]] | None = None
+    known: tuple[list[Tensor], list[Any], list[int], Callable[[], None]] | None = None
 
 
 class Settings:
