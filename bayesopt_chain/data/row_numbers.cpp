@@ -55,7 +55,7 @@ void permute(Room& room, int64_t n, uint32_t chain, uint64_t number, uint64_t se
   int bits = 1;
   while ((int64_t(1) << bits) < n) ++bits;
   const uint64_t place = (uint64_t(1) << bits) - 1;
-  const int digit = (bits + 7) / 2;
+  const int digit = std::min((bits + 7) / 2, (64 - bits) / 2);  // both digits lie above the place
   const int upper = 64 - digit, lower = 64 - 2 * digit;
   const std::size_t values = std::size_t(1) << digit;
   const uint64_t last = values - 1;
