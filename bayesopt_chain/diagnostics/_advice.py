@@ -11,10 +11,12 @@ For a chain of rate ``lr`` and momentum ``mu`` and batches of ``b`` in some orde
 
 Draws an epoch and heat both grow with the rate, so that for each momentum the largest allowed rate is the one to look at. The
 scan over rates and momenta treats directions one by one (:mod:`._direction_laws`); the rate of a row is then settled by the
-coupled equations of :mod:`.heating`. A pilot run from the last place either diverges, which halves the margin, or
-comes to a place
-that is measured in its turn: in networks the curvature at draws is some times larger than at the mode, and the noise points
-elsewhere.
+coupled equations of :mod:`.heating`. A pilot run from the last place comes to a place that is measured in its turn: in
+networks the curvature at draws is some times larger than at the mode, and the noise points elsewhere.
+
+A pilot that diverges halves the margin. Minibatches and full batches have a margin each, since minibatches may diverge by noise
+that the mode does not show: where a model fits all data, the gradients of all batches vanish at the mode, and do not at draws.
+After the first divergence of a minibatch pilot a pilot with full batches therefore goes to draws, where that noise is measured.
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
 from bayesopt_chain.diagnostics import _direction_laws as laws
-from bayesopt_chain.diagnostics._places import Loss, Place, Source, devices_of, least_passes, measure
+from bayesopt_chain.diagnostics._places import Loss, Place, Rows, Source, devices_of, least_passes, measure
 from bayesopt_chain.diagnostics._response import Group, Response, read, reread
 from bayesopt_chain.diagnostics.heating import Heating, Reduced, loop, predict, rescaled
 from bayesopt_chain.loop.step import make_step
@@ -46,6 +48,7 @@ SCORED = (0.37,)  # the same where draws of the pilot are scored on held-out dat
 SCORED_EPOCHS = 20.0  # of that pilot, where the allowance has no limit
 KEPT = 8  # draws of a pilot that are scored
 HALVINGS = 12
+LEAST_PILOT = 0.5  # of what a pilot had, for the one that follows its divergence
 
 
 class Family:
@@ -113,6 +116,22 @@ class Row:
     kappa: float
 
 
+class Margins(NamedTuple):
+    """The share of the stability limit that a rate may take, with minibatches and with full batches."""
+
+    mini: float
+    full: float
+
+    def of(self, is_full: bool) -> float:
+        """The share for full batches, or for minibatches."""
+        return self.full if is_full else self.mini
+
+    def lowered(self, row: Row, is_full: bool) -> Margins:
+        """The margins after a pilot of that row diverged; minibatches never have more than full batches."""
+        halved = min(self.of(is_full), row.lr / row.stability) / 2.0
+        return Margins(min(self.mini, halved), halved) if is_full else self._replace(mini=halved)
+
+
 @dataclass
 class Advice:
     """What the search came to; :class:`bayesopt_chain.diagnostics.suggest_chain.ChainSuggestion` shows it."""
@@ -120,7 +139,7 @@ class Advice:
     rows: list[Row]
     places: list[Place]
     params: Tree
-    margin: float
+    margins: Margins
     diverged: int
     passes: float
     seconds: dict[int, float] = field(default_factory=dict)
@@ -153,9 +172,9 @@ class Search:
 
     def _run(self, params: Tree) -> Advice:
         self._require_allowance()
-        at, margin, diverged, spent, epochs = params, self.margin, 0, 0.0, 0.0
+        at, margins, diverged, spent, epochs = params, Margins(self.margin, self.margin), 0, 0.0, 0.0
         places = [self._measure(at)]
-        rows = self.rows(places, margin, only_best=True)
+        rows = self.rows(places, margins, only_best=True)
         seconds: dict[int, float] = {}
         kept: list[Tree] = []
         for pilot, share in enumerate(self.pilots):
@@ -164,26 +183,32 @@ class Search:
                 length = SCORED_EPOCHS
             while True:
                 kept = []
-                passes, came_to, took = self._pilot(rows[0], at, places[0], length, pilot, kept)
+                row = rows[0]
+                is_full = row.batch == self.source.size
+                passes, came_to, took = self._pilot(row, at, places[0], length, pilot, kept)
                 spent += passes
-                seconds[rows[0].batch] = took
+                # What diverging took is taken from the next trial, which keeps a part to be seen to run away in.
+                length = max(length - passes, LEAST_PILOT * length)
+                seconds[row.batch] = took
                 if came_to is not None:
                     break
                 diverged += 1
                 if diverged > HALVINGS:
                     raise ValueError(
-                        f"{self.name}: chains run away from params at every learning rate down to {rows[0].lr:.3g}; go "
-                        "to a mode "
-                        "first, and look at the loss"
+                        f"{self.name}: chains run away from params at every learning rate down to {row.lr:.3g}; go "
+                        "to a mode first, and look at the loss"
                     )
-                margin = min(margin, rows[0].lr / rows[0].stability) / 2.0
-                rows = self.rows(places, margin, only_best=True)
+                if not is_full and len(places) == 1 and isinstance(self.source, Rows) and diverged == 1:
+                    rows = replace(self, choices=[(self.source.size, "full")]).rows(places, margins, only_best=True)
+                    continue
+                margins = margins.lowered(row, is_full)
+                rows = self.rows(places, margins, only_best=True)
             epochs += 0.75 * passes if pilot == len(self.pilots) - 1 else passes
             at = came_to
             places.append(self._measure(at))
-            rows = self.rows(places, margin, only_best=pilot < len(self.pilots) - 1)
+            rows = self.rows(places, margins, only_best=pilot < len(self.pilots) - 1)
         spent += sum(place.passes for place in places)
-        return Advice(rows, places, at, margin, diverged, spent, seconds, kept, epochs)
+        return Advice(rows, places, at, margins, diverged, spent, seconds, kept, epochs)
 
     def timed(self, row: Row, params: Tree, batch: int) -> float:
         """Seconds of a step with batches of that size: the best of two, after one that is not counted."""
@@ -260,15 +285,19 @@ class Search:
             return steps / K, None, (time.perf_counter() - began) / steps
         return steps / K, params, (time.perf_counter() - began) / steps
 
-    def rows(self, places: list[Place], margin: float, only_best: bool = False) -> list[Row]:
+    def rows(self, places: list[Place], margins: Margins, only_best: bool = False) -> list[Row]:
         """The best rate and momentum for each batch size and order, most draws an epoch first; or of all of them the best.
 
         Raises:
             ValueError: no rate is small enough for any of them.
         """
-        scan = [Scan(self.family, i, places, margin) for i in range(len(self.family.momenta))]
+        scans = {
+            margin: [Scan(self.family, i, places, margin) for i in range(len(self.family.momenta))]
+            for margin in {margins.of(batch == self.source.size) for batch, _ in self.choices}
+        }
         found = []
         for batch, order in self.choices:
+            scan = scans[margins.of(batch == self.source.size)]
             best = max(
                 (s.best(batch, order, self.source.size / batch, self.tolerance) for s in scan), key=lambda x: x[0]
             )
@@ -282,7 +311,10 @@ class Search:
         if only_best:
             found = [max(found, key=lambda x: x[0][0])]
         exact = max(self.exact, 0.05) if only_best else self.exact
-        rows = [self._settle(best[1], best[2], batch, order, places, margin, exact) for best, batch, order in found]
+        rows = [
+            self._settle(best[1], best[2], batch, order, places, margins.of(batch == self.source.size), exact)
+            for best, batch, order in found
+        ]
         return sorted(rows, key=lambda row: -row.draws)
 
     def _settle(

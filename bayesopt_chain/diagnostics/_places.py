@@ -30,6 +30,7 @@ FEWEST = 8  # data in a product with the Hessian, where there are so many
 FEWEST_BATCHES = 4
 PROBES = 4  # random vectors for the trace of the Hessian
 FORWARD = 1 / 3  # of the passes of a gradient
+SUM_WITH_PRIOR = 0.25  # how far a sum over twice the data may be from twice the value
 CHUNK = 1024  # data in one product with the Hessian, at most
 
 
@@ -55,6 +56,11 @@ class Rows:
         each = epochs(self.data, rows // parts, seed=self.seed)
         return [each.batch(0, k) for k in range(parts)]
 
+    def halves(self) -> tuple[Any, list[Any], int] | None:
+        """A batch, its two halves, and how many data it has; ``None`` where it has one datum."""
+        half = min(self.base, self.size) // 2
+        return _cut(epochs(self.data, 2 * half, seed=self.seed).batch(0, 0), half) if half else None
+
     def batches(self, size: int, order: Order | Rule, seed: int = 0) -> Any:
         """Batches for :func:`bayesopt_chain.sample`."""
         return [self.data] if size == self.size else epochs(self.data, size, order=order, seed=seed)
@@ -79,6 +85,14 @@ class Listed:
     def share(self, share: float) -> list[Any]:
         """That share of the batches."""
         return self.made[: max(1, round(share * len(self.made)))]
+
+    def halves(self) -> tuple[Any, list[Any], int] | None:
+        """The first batch, its two halves, and how many data they have; ``None`` where no axis 0 can be cut."""
+        whole = self.made[0]
+        sizes = {len(x) if torch.is_tensor(x) and x.ndim else 0 for x in batch_trees.flatten(whole)[0]}
+        if len(sizes) != 1 or not (half := sizes.pop() // 2):
+            return None
+        return _cut(batch_trees.tree_map(lambda x: x[: 2 * half], whole), half)
 
     def batches(self, size: int, order: Order | Rule, seed: int = 0) -> Any:
         """Batches for :func:`bayesopt_chain.sample`."""
@@ -166,17 +180,23 @@ def least_passes(source: Source, rank: int, only_full: bool) -> float:
     return noise + min(1.0, FEWEST / source.size) * 2.0 * (6 * rank + PROBES) + FORWARD
 
 
-def require_mean(name: str, loss: Loss, params: Tree, source: Rows) -> None:
+def require_mean(name: str, loss: Loss, params: Tree, source: Source, *, sums_only: bool = False) -> None:
     """Refuse a loss whose value on a batch is not the mean of its values on two halves of it, unless it draws.
+
+    Args:
+        name: who asks, in messages.
+        loss, params: the loss, and where it is called.
+        source: of batches; one whose tensors cannot be cut in two halves is not looked at.
+        sums_only: refuse a sum alone. With one batch size alone it does not matter whether the data of a batch act on each
+            other.
 
     Raises:
         ValueError: it is a sum, or the data of a batch act on each other.
     """
-    half = min(source.base, source.size) // 2
-    if half < 1:
+    halves = source.halves()
+    if halves is None:
         return
-    whole = epochs(source.data, 2 * half, seed=source.seed).batch(0, 0)
-    parts = [batch_trees.tree_map(lambda x, at=at: x[at], whole) for at in (slice(0, half), slice(half, 2 * half))]
+    whole, parts, count = halves
     with torch.no_grad(), torch.random.fork_rng(devices=devices_of(params)):
         values = [float(scalar(loss, params, batch)) for batch in (whole, whole, *parts)]
     if values[0] != values[1]:
@@ -185,18 +205,27 @@ def require_mean(name: str, loss: Loss, params: Tree, source: Rows) -> None:
     near = 1e-3 * max(abs(values[2]), abs(values[3]), abs(values[0]))
     if abs(values[0] - mean) <= near:
         return
-    if abs(values[0] - 2 * mean) <= 1e-3 * abs(values[0]):
+    # a prior beside the sum does not double with the data
+    if abs(values[0] - 2 * mean) <= (SUM_WITH_PRIOR if sums_only else 1e-3) * abs(values[0]):
         raise ValueError(
-            f"{name}: the loss is a sum over the batch ({values[0]:.4g} on {2 * half} data, {values[2]:.4g} and "
+            f"{name}: the loss is a sum over the batch ({values[0]:.4g} on {count} data, {values[2]:.4g} and "
             f"{values[3]:.4g} "
             "on its halves); divide it by the number of data in the batch, and give the chain temperature 1 / N"
         )
+    if sums_only:
+        return
     raise ValueError(
         f"{name}: the loss of a batch ({values[0]:.6g}) is not the mean of those of its halves ({values[2]:.6g}, "
         f"{values[3]:.6g}), "
         "so that its noise at other batch sizes cannot be told: in train mode BatchNorm mixes the data of a batch (put such "
         "layers into eval mode), and class weights divide by their own sum (divide by the number of data instead)"
     )
+
+
+def _cut(whole: Any, half: int) -> tuple[Any, list[Any], int]:
+    """A batch, its two halves of that many data, and how many data it has."""
+    slices = (slice(0, half), slice(half, 2 * half))
+    return whole, [batch_trees.tree_map(lambda x, at=at: x[at], whole) for at in slices], 2 * half
 
 
 def _without_batches(loss: Loss, params: Tree, data: Any, rank: int) -> GradientNoise:

@@ -49,6 +49,7 @@ SHARE = 0.1  # of the passes of a run that suggesting may cost
 BASE = 64  # data in the batches whose noise is measured, at most
 COLDER = (1.0, 0.3, 0.1, 0.03, 0.01)  # times the chain's temperature
 FEW = 10.0  # draws of a run below which it is said to be short
+NO_MODE = 0.1  # of the rise T P / 2 of a loss above its mode: a fall of that size is none of a mode
 FAR = 3.0  # times more draws from which on another way is worth a sentence
 
 
@@ -302,9 +303,8 @@ def suggest_chain(
     known = tuple(orders or known_order or ("reshuffled", "independent"))
     require_law(name, known)
     smaller = [b for b in sizes if b < source.size]
-    if smaller:
-        require_mean(name, loss, params, source)
-    made = maker(make_tx)
+    require_mean(name, loss, params, source, sums_only=not smaller)
+    made = maker(name, make_tx, 2)
     search = Search(
         name,
         loss,
@@ -335,7 +335,7 @@ def suggest_chain(
     if factor < 1:
         family = Family(
             name,
-            maker(partial(make_tx, temperature=factor * search.family.temperature)),
+            maker(name, partial(make_tx, temperature=factor * search.family.temperature), 2),
             tuple(momenta),
             params,
             None,
@@ -345,7 +345,7 @@ def suggest_chain(
         advice.params = params
     if others:
         advice.params, *others = others
-    advice.rows = final.rows(advice.places, advice.margin)
+    advice.rows = final.rows(advice.places, advice.margins)
     return suggested(
         final,
         advice,
@@ -407,7 +407,8 @@ def suggested(
     settings = []
     for row in advice.rows:
         momentum = search.family.momenta[row.momentum]
-        by = "batch noise" if row.heating <= advice.margin * row.stability else "stability"
+        margin = advice.margins.of(row.batch == size)
+        by = "batch noise" if row.heating <= margin * row.stability else "stability"
         settings.append(
             Setting(
                 "full" if row.batch == size else row.order,
@@ -535,7 +536,7 @@ def _sentences(
         )
     if best.limited_by == "batch noise":
         looser = replace(search, tolerance=4 * search.tolerance, choices=[(row.batch, row.order)])
-        same = looser.rows(advice.places, advice.margin)[0]
+        same = looser.rows(advice.places, advice.margins)[0]
         if same.draws > 1.2 * row.draws:
             out.append(
                 f"A tolerance of {4 * search.tolerance:.0%} would buy {same.draws / row.draws:.2g} times the draws, "
@@ -554,8 +555,21 @@ def _sentences(
             "1 / N has no exact meaning with it. Put the module into eval mode to sample its posterior."
         )
     if advice.diverged:
+        lowered = [
+            f"{share:.2g} with {what}"
+            for share, what in ((advice.margins.mini, "minibatches"), (advice.margins.full, "full batches"))
+            if share < search.margin
+        ]
+        then = f", and their rates are at most {' and '.join(lowered)} of the stability limit" if lowered else ""
+        out.append(f"Pilots that ran away: {advice.diverged}{then}.")
+    fell = advice.places[0].level - min(place.level for place in advice.places[1:])
+    # At a mode the loss can only rise, by T / 2 for each direction that the pilots had time to explore.
+    if fell > NO_MODE * T * advice.places[0].moving / 2.0:
         out.append(
-            f"{advice.diverged} pilots ran away, and the margin of the stability limit was lowered to {advice.margin:.2g}."
+            f"params is no mode: the loss fell by {fell:.3g} from {advice.places[0].level:.4g} during the pilots, and the "
+            "chain will go on training. Train to a mode first. Where training was stopped early because it predicts better so, "
+            "the prior is too wide for the data, and draws will forget the stop: narrow it first "
+            "(bc.fitting.train_by_evidence finds its precision)."
         )
     share = "" if run is None else f", {passes / run:.1%} of the run"
     out.append(f"Suggesting took {passes:.3g} passes over the data{share}; temperature {T:.3g}.")
@@ -578,15 +592,32 @@ def require_law(name: str, orders: Sequence[Any]) -> None:
             )
 
 
-def maker(make_tx: Callable[..., Any]) -> Callable[[float, Any], Any]:
+def maker(name: str, make_tx: Callable[..., Any], count: int) -> Callable[[float, Any], Any]:
     """``make(lr, momentum)`` that returns a chain, from a function or from a class of ``bc.optim``; ``momentum`` may
     be ``None``.
 
+    Args:
+        name: who asks, in messages.
+        make_tx: the function or the class.
+        count: how many of ``lr`` and ``momentum`` a function is given.
+
     Raises:
-        TypeError: no chain is known that does what this optimizer does.
+        TypeError: a function that cannot be called so, or an optimizer whose chain is not known.
     """
     of_class = make_tx.func if isinstance(make_tx, partial) else make_tx
     is_class = inspect.isclass(of_class) and issubclass(of_class, torch.optim.Optimizer)
+    names = ("lr", "momentum")[:count]
+    arguments, keywords = (([],), dict.fromkeys(names, 0.0)) if is_class else (names, {})
+    try:
+        inspect.signature(make_tx).bind(*arguments, **keywords)
+    except ValueError:  # a callable that tells nothing of its arguments
+        pass
+    except TypeError as err:
+        form = (
+            f"{of_class.__name__}(params, {', '.join(f'{x}=' for x in names)})" if is_class else f"({', '.join(names)})"
+        )
+        hint = "; bc.suggest_lr chooses the rate alone" if count == 2 else ""
+        raise TypeError(f"{name}: make_tx cannot be called as {form}: {err}; pass one that takes them{hint}") from None
 
     def make(lr: float, momentum: Any) -> Any:
         rest = () if momentum is None else (momentum,)
@@ -656,7 +687,10 @@ def of_data(name: str, data: Any) -> tuple[Any, int, set[int] | None, tuple[Any,
     if not isinstance(data, Epochs):
         whole = epochs(data, 1)
         if whole.leaves is None:
-            raise TypeError(f"{name}: data must be a tree of tensors with one entry a datum, or bc.epochs of one")
+            hint = ""
+            if isinstance(data, torch.utils.data.DataLoader | torch.utils.data.Dataset):
+                hint = "; of a TensorDataset pass dataset.tensors, of another one tensors of all its data"
+            raise TypeError(f"{name}: data must be a tree of tensors with one entry a datum, or bc.epochs of one{hint}")
         return data, whole.size, None, None
     if data.leaves is None or data.chains is not None or data.ranks > 1 or data.left_out:
         raise ValueError(

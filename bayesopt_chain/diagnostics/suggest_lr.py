@@ -114,10 +114,9 @@ def suggest_lr(
     source, batch, known = _source(name, batches, max_batches, steps_per_epoch, seed)
     if batch < source.size:
         require_law(name, [order or known])
-    if isinstance(source, Rows) and batch < source.size:
-        require_mean(name, loss, params, source)
+    require_mean(name, loss, params, source, sums_only=batch == source.size or isinstance(source, Listed))
     allowance = math.inf if epochs is None else SHARE * epochs
-    family = Family(name, maker(make_tx), (None,), params, state)
+    family = Family(name, maker(name, make_tx, 1), (None,), params, state)
     choice = (batch, order or known)
     search = Search(name, loss, source, family, [choice], tolerance, margin, 1e-4, rank, allowance, seed)
     advice = search.run(params)
@@ -151,7 +150,7 @@ def _elsewhere(search: Search, advice: Advice, params: Any) -> list[str]:
     other.base = family.base  # what was measured is in this chain's coordinates
     size = search.source.size
     choices = dict.fromkeys([(row.batch, row.order), (size, "full")])
-    rows = replace(search, family=other, choices=list(choices), exact=0.05).rows(advice.places, advice.margin)
+    rows = replace(search, family=other, choices=list(choices), exact=0.05).rows(advice.places, advice.margins)
     out = []
     for found in rows:
         times = found.draws / row.draws

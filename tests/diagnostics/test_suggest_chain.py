@@ -233,3 +233,86 @@ def test_the_same_seed_suggests_the_same():
     assert [row.lr for row in found[0]] == [row.lr for row in found[1]]
     assert torch.equal(found[0].params, found[1].params)
     assert not math.isnan(found[0].report.worst)
+
+
+def test_minibatches_that_run_away_from_an_interpolating_mode_do_not_slow_full_batches_down():
+    """At the mode of more features than rows no batch has noise, so that a first pilot with minibatches runs away. Full batches
+    keep the rate that they get where they are asked for alone, and are ranked first."""
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(40, 500, generator=g)
+    y = x[:, :5].sum(1) + 0.1 * torch.randn(40, generator=g)
+
+    def ridge(w, batch):
+        return (batch[0] @ w - batch[1]).square().mean() / (2 * 0.01) + w.square().sum() / 80
+
+    mode = torch.linalg.solve(x.T @ x / 0.4 + torch.eye(500) / 40, x.T @ y / 0.4)
+    make = lambda lr, momentum: bc.sghmc(lr, momentum, temperature=1 / 40)  # noqa: E731
+    found = bc.suggest_chain(make, ridge, mode, (x, y))
+    alone = bc.suggest_chain(make, ridge, mode, (x, y), batch_sizes=[40])
+    assert found.diverged >= 1 and found.best.order == "full"
+    assert 0.5 * alone.lr < found.lr < 2 * alone.lr
+    assert "ran away" in str(found)
+
+
+def test_suggesting_stays_within_a_tenth_of_the_run_where_pilots_run_away():
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(40, 500, generator=g)
+    y = x[:, :5].sum(1) + 0.1 * torch.randn(40, generator=g)
+
+    def ridge(w, batch):
+        return (batch[0] @ w - batch[1]).square().mean() / (2 * 0.01) + w.square().sum() / 80
+
+    mode = torch.linalg.solve(x.T @ x / 0.4 + torch.eye(500) / 40, x.T @ y / 0.4)
+    make = lambda lr, momentum: bc.sghmc(lr, momentum, temperature=1 / 40)  # noqa: E731
+    found = bc.suggest_chain(make, ridge, mode, (x, y), epochs=2000)
+    assert found.diverged >= 1 and found.passes <= 200
+
+
+def test_a_sum_is_refused_with_full_batches_and_with_a_loader_too():
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 3, generator=g)
+    y = x.sum(1) + torch.randn(60, generator=g)
+
+    def summed(w, batch):  # the prior beside it is no sum over the batch
+        return (batch[0] @ w - batch[1]).square().sum() / 2 + w.square().sum() / 120
+
+    make = lambda lr, momentum=0.9: bc.sghmc(lr, momentum, temperature=1 / 60)  # noqa: E731
+    with pytest.raises(ValueError, match="suggest_chain: the loss is a sum over the batch"):
+        bc.suggest_chain(make, summed, torch.ones(3), (x, y), batch_sizes=[60])
+    for batches in ((x, y), [(x[:20], y[:20]), (x[20:40], y[20:40]), (x[40:], y[40:])]):
+        with pytest.raises(ValueError, match="suggest_lr: the loss is a sum over the batch"):
+            bc.suggest_lr(make, summed, torch.ones(3), batches)
+
+
+def test_losses_that_are_no_mean_of_data_may_have_full_batches():
+    """A weighted mean divides by its own weights: minibatches of it are refused, full batches are not."""
+    g = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(60, 3, generator=g), torch.rand(60, generator=g)
+    y = x.sum(1) + torch.randn(60, generator=g)
+
+    def weighted(w, batch):
+        return ((batch[0] @ w - batch[1]).square() * batch[2]).sum() / (2 * batch[2].sum())
+
+    make = lambda lr, momentum: bc.sghmc(lr, momentum, temperature=1 / 60)  # noqa: E731
+    with pytest.raises(ValueError, match="is not the mean of those of its halves"):
+        bc.suggest_chain(make, weighted, torch.ones(3), (x, y, weight))
+    assert bc.suggest_chain(make, weighted, torch.ones(3), (x, y, weight), batch_sizes=[60]).best.order == "full"
+
+
+def test_a_start_that_is_no_mode_is_named_and_a_mode_is_not():
+    data, mode = narrow()
+    make = lambda lr, momentum: bc.sghmc(lr, momentum, temperature=1 / 2000)  # noqa: E731
+    options = {"batch_sizes": (100,), "momenta": (0.9,)}
+    assert "params is no mode" not in str(bc.suggest_chain(make, loss, mode, data, **options))
+    assert "params is no mode" in str(bc.suggest_chain(make, loss, mode + 0.3, data, **options))
+
+
+def test_a_chain_that_cannot_be_made_is_refused_with_what_it_is_called_with():
+    data, mode = narrow()
+    with pytest.raises(TypeError, match=r"make_tx cannot be called as \(lr, momentum\).*bc.suggest_lr"):
+        bc.suggest_chain(lambda lr: bc.sghmc(lr, temperature=1 / 2000), loss, mode, data)
+    with pytest.raises(TypeError, match=r"make_tx cannot be called as Adam\(params, lr=, momentum=\)"):
+        bc.suggest_chain(partial(bc.optim.Adam, temperature=1 / 2000), loss, mode, data)
+    with pytest.raises(TypeError, match=r"pass dataset\.tensors"):
+        make = lambda lr, momentum: bc.sghmc(lr, momentum, temperature=1 / 2000)  # noqa: E731
+        bc.suggest_chain(make, loss, mode, torch.utils.data.TensorDataset(*data))
