@@ -18,10 +18,10 @@ the first members of the ensemble, and go on from each with a chain at ``COLD / 
 documentation says, with the setting, steps, burn-in and thinning that are suggested, and the draws of all chains together
 predict. What is compared is the negative log-likelihood of the averaged predictions on test data, for each of ``BUDGETS``. A
 task is *worse* where the mean difference over the seeds is above two of its standard errors, *better* where it is below minus
-two. A last column has the ensemble that nobody tuned: the usual weight decay of ``1 / N``.
+two. A last column has an ensemble of five whose prior nobody chose: the usual weight decay of ``1 / N``.
 
-``COLD``, the budgets, the share of networks and the prior were chosen on the tasks of ``SEEN`` with other seeds (100 to 103).
-Those of ``FRESH`` were run once, after that.
+``COLD``, the budgets, the share of networks and the prior were chosen on the tasks of ``SEEN`` with other seeds (100 to 103, and
+on seed 0 of six of them estimates of the evidence were seen to be too few). Those of ``FRESH`` were run once, after that.
 
 ``linear`` and ``logistic`` rows compare the predicted heat with a measured one: variances along the hottest direction of
 64 long chains with the batches of a setting, over those of 64 chains with full batches. An earlier form of this command, whose
@@ -49,7 +49,8 @@ from benchmarks.cells import work_out
 
 EPOCHS, BATCH = 60, 32
 BUDGETS = {5: 2, 10: 5}  # members of the ensemble, and networks that are trained where suggest_chain is followed
-EPOCHS_OF_PRIOR, EVERY = 40, 8  # of the search for the prior, and between its estimates
+EPOCHS_OF_PRIOR, EVERY = 40, 4  # of the search for the prior, and between its estimates
+FIRST_SEED = 10  # earlier ones were looked at
 COLD = 0.1  # times 1 / N: the temperature of the chains
 BATCH_OF_HEAT = 15  # in the rows that measure heat
 SEEN = ("digits", "sunspots", "cancer", "diabetes", "wage", "co2", "boston", "spam", "salaries", "pima", "elnino")
@@ -332,7 +333,8 @@ def run(cell: Cell) -> dict[str, Any]:
     torch.manual_seed(100 + seed)
     most = max(BUDGETS)
     fresh, orders = [target.fresh() for _ in range(most)], range(10 * seed, 10 * seed + most)
-    members, untuned = (trained(one.loss, fresh, of.train, orders) for one in (target, usual))
+    members = trained(target.loss, fresh, of.train, orders)
+    untuned = trained(usual.loss, fresh[: min(BUDGETS)], of.train, orders)
     by_budget = {}
     for count, networks in BUDGETS.items():
         starts, epochs = members[:networks], float(count * EPOCHS)
@@ -343,7 +345,7 @@ def run(cell: Cell) -> dict[str, Any]:
             "ensemble": nll(members[:count]),
             "starts": nll(starts),
             "one network": nll(members[:1]),
-            "ensemble under N(0, 1)": nll(untuned[:count]),
+            "ensemble under N(0, 1)": nll(untuned),
             "draws": len(draws),
             "predicted excess": found.best.excess,
             "order": found.best.order,
@@ -527,7 +529,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "suggest_chain.json")
     args = parser.parse_args()
     seeds = {name: min(args.seeds, 2) if name in EXCESS else args.seeds for name in args.tasks}
-    cells = [Cell(name, seed) for seed in range(args.seeds) for name in args.tasks if seed < seeds[name]]
+    cells = [Cell(name, FIRST_SEED + seed) for seed in range(args.seeds) for name in args.tasks if seed < seeds[name]]
     rows = work_out(run, cells, args.out, workers=args.workers, summary=summary)
     args.out.with_suffix(".md").write_text(table(summary(rows)))
     print(args.out.with_suffix(".md").read_text())
