@@ -20,8 +20,8 @@ predict. What is compared is the negative log-likelihood of the averaged predict
 task is *worse* where the mean difference over the seeds is above two of its standard errors, *better* where it is below minus
 two. A last column has an ensemble of five whose prior nobody chose: the usual weight decay of ``1 / N``.
 
-``COLD``, the budgets, the share of networks and the prior were chosen on the tasks of ``SEEN`` with other seeds (100 to 103, and
-on seed 0 of six of them estimates of the evidence were seen to be too few). Those of ``FRESH`` were run once, after that.
+``COLD``, the budgets, the share of networks and the prior were chosen on the tasks of ``SEEN`` with other seeds (100 to 103;
+and seed 0 of six of them showed that five estimates of the evidence are too few). Those of ``FRESH`` were run once, after that.
 
 ``linear`` and ``logistic`` rows compare the predicted heat with a measured one: variances along the hottest direction of
 64 long chains with the batches of a setting, over those of 64 chains with full batches. An earlier form of this command, whose
