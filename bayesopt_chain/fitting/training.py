@@ -88,7 +88,8 @@ def train_by_evidence(
         epochs: how many. Default 300.
         every: epochs between estimates of the evidence. Default 5.
         burn_in: epochs before the first one. Default 0.
-        structure: of the posterior, as for :func:`bayesopt_chain.fit_laplace`; not "low_rank".
+        structure: of the posterior, as for :func:`bayesopt_chain.fit_laplace`; not "low_rank". "dense" and "root" find one
+            precision for all parameters, the others one for each parameter tensor.
         subset: which parameters are trained and uncertain, as there. Default "all". With "last_layer" the features of a
             linear last layer are computed once, and the layer alone is trained.
         prior_precision: where it starts, positive. Default 1.

@@ -210,3 +210,26 @@ def test_bad_arguments_are_refused_by_name():
         train_by_evidence(module(), gaussian, iter(data))
     with pytest.raises(TypeError, match=r"not an nn\.Module: with a forward function"):
         train_by_evidence(lambda p, b: b[0], gaussian, data)
+
+
+def test_dense_and_root_find_one_precision_for_all_parameters_and_the_same_one():
+    """Both have the exact eigenvalues of the whole curvature; a Kronecker structure has one precision for each tensor."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 3, generator=g, dtype=torch.float64)
+    y = (2 * x[:, :1]).sin() + 0.3 * torch.randn(40, 1, generator=g, dtype=torch.float64)
+    found = {}
+    for structure in ("dense", "root", "kronecker"):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        training = train_by_evidence(
+            module,
+            bc.likelihoods.gaussian(),
+            [(x, y)],
+            optimizer=lambda parameters: torch.optim.Adam(parameters, 0.02),
+            epochs=40,
+            every=10,
+            structure=structure,
+        )
+        found[structure] = {float(p) for p in training.fitted.prior_precision.values()}
+    assert len(found["dense"]) == len(found["root"]) == 1 and len(found["kronecker"]) == 4
+    assert found["dense"].pop() == pytest.approx(found["root"].pop(), rel=1e-6)
