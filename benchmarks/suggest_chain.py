@@ -334,7 +334,7 @@ def run(cell: Cell) -> dict[str, Any]:
     most = max(BUDGETS)
     fresh, orders = [target.fresh() for _ in range(most)], range(10 * seed, 10 * seed + most)
     members = trained(target.loss, fresh, of.train, orders)
-    untuned = trained(usual.loss, fresh[: min(BUDGETS)], of.train, orders)
+    untuned = trained(usual.loss, fresh[: min(BUDGETS)], of.train, orders[: min(BUDGETS)])
     by_budget = {}
     for count, networks in BUDGETS.items():
         starts, epochs = members[:networks], float(count * EPOCHS)
