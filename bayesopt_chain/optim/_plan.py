@@ -3,9 +3,9 @@
 A leaf is one parameter. The switches in the parameter groups, the presence of gradients and the tensors of the state decide
 which leaves there are, which of them share their numbers, and where their noise is added. A :class:`Plan` is kept while none
 of these change. :meth:`Plan.holds` compares them by identity before every step, so that a replaced tensor of the state, a
-missing gradient or a changed switch leads to a new plan. The numbers (learning rate, momentum, temperature, numbers of the
-last step) are in :class:`Numbers`, one object for all leaves that share them. :meth:`Plan.renew` computes them again if they
-may have changed.
+gradient that is missing or has come back, or a changed switch leads to a new plan. The numbers (learning rate, momentum,
+temperature, numbers of the last step) are in :class:`Numbers`, one object for all leaves that share them.
+:meth:`Plan.renew` computes them again if they may have changed.
 """
 
 from __future__ import annotations
@@ -450,9 +450,9 @@ class Plan:
                 *([route.velocity] if route.velocity else []),
             ]
             self.remembered.append((w.param, w.state, w.numbers, names, [w.state.get(name) for name in names]))
-        # parameters without a gradient, whose next gradient needs a new plan
-        mine, groups = {id(w.param) for w in self.work}, {id(w.group) for w in self.work}
-        self.absent = [p for g in rule.param_groups if id(g) in groups for p in g["params"] if id(p) not in mine]
+        # parameters of any group without a gradient, also of one at temperature 0: the calls that move the others leave them
+        # out, so that their next gradient needs a new plan
+        self.absent = [p for group in rule.param_groups for p in group["params"] if p.grad is None]
 
     def holds(self, rule: Rule) -> bool:
         """Return whether the plan is right for the next step.
@@ -474,7 +474,7 @@ class Plan:
                     return False
         except KeyError:  # a number was removed from the state
             return False
-        return not (self.absent and any(p.grad is not None for p in self.absent))
+        return all([p.grad is None for p in self.absent])
 
     def renew(self, rule: Rule) -> bool:
         """Compute the numbers of the next step, unless they are those of the last one.

@@ -505,6 +505,11 @@ class Sampling(OnRanks, torch.optim.Optimizer):
 
     def _work(self, group: dict[str, Any], numbers: list[int], temperature: float) -> list[Work]:
         """List the leaves of one group that have a gradient. Leaves with equal numbers share one :class:`Numbers`."""
+        if len(group["params"]) > len(numbers):  # a list that was appended to; its last parameters have no numbers
+            raise ValueError(
+                f"{self._name}: {len(group['params']) - len(numbers)} parameters were appended to group['params'], and would "
+                "move without noise; take them out again and give them to add_param_group"
+            )
         out: list[Work] = []
         alike: dict[tuple[Any, ...], Numbers] = {}
         for p, number in zip(group["params"], numbers):
