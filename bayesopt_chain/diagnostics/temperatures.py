@@ -515,7 +515,8 @@ def forces_of(tx: Any, params: Any, temperature: float | None = None) -> Forces:
     """Temperatures and forces of a chain, or of an optimizer by its groups as they are now.
 
     Args:
-        tx: a chain, perhaps inside :func:`bayesopt_chain.skip_nonfinite`, or an optimizer of :mod:`bayesopt_chain.optim`.
+        tx: a chain, perhaps inside :func:`bayesopt_chain.skip_nonfinite`, or an optimizer of :mod:`bayesopt_chain.optim`. One
+            without names has those of the model that :func:`bayesopt_chain.collect` was given with it.
         params: parameters as it has them.
         temperature: in the place of its own.
 
@@ -528,7 +529,9 @@ def forces_of(tx: Any, params: Any, temperature: float | None = None) -> Forces:
         with torch.random.fork_rng(devices=[]):
             state = chain.init(params)
         return Forces(_levels(chain, state, temperature), partial(with_decay, chain, state))
-    leaves, names = tx.thermal_leaves(), names_of(paths_of(params))
+    from bayesopt_chain.runs.collect import with_names
+
+    leaves, names = with_names(tx).thermal_leaves(), names_of(paths_of(params))
     if not any(path in leaves for path in names):
         raise ValueError(
             f"temperatures: the draws have the leaves {', '.join(names[:3])}, the optimizer gives noise to "

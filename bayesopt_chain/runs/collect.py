@@ -32,6 +32,7 @@ from bayesopt_chain.runs.writing import held_by_one, write_part
 
 _COUNTING = kinds.Kind(lambda x: hasattr(x, "global_step"), "what a trainer gives its callbacks, with global_step")
 MOVING = ("lr", "initial_lr")  # hyperparameters that a loop changes as it goes
+_models: weakref.WeakKeyDictionary[Any, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()  # by optimizer
 
 
 class Collector:
@@ -55,6 +56,7 @@ class Collector:
         if path is not None and self.collects:
             self._continue(path, optimizer)
         if optimizer is not None:
+            _models[optimizer] = weakref.ref(model)
             mine = weakref.ref(self)
 
             def stepped(*_: Any) -> None:
@@ -289,6 +291,33 @@ class Collector:
     def on_train_end(self, *rest: Any, **more: Any) -> None:
         """Write what is held."""
         self.flush()
+
+
+def with_names(optimizer: Any) -> Any:
+    """An optimizer for reading, whose groups know the names of their parameters.
+
+    An optimizer of ``model.parameters()`` has no names; the draws have those that the model has for the same tensors.
+
+    Args:
+        optimizer: any.
+
+    Returns:
+        The optimizer itself where it has names, or where no collector was made with it that is of its model; else a view of
+        it, which shares its state. The optimizer is not changed, so that its state dict and its noise stay as they are.
+    """
+    reference = _models.get(optimizer)
+    model = None if reference is None else reference()
+    if model is None or all("param_names" in group for group in optimizer.param_groups):
+        return optimizer
+    names = {id(p): name for name, p in model.named_parameters()}
+    if any(id(p) not in names for group in optimizer.param_groups for p in group["params"]):
+        return optimizer
+    view = object.__new__(type(optimizer))
+    view.__dict__.update(optimizer.__dict__)
+    view.param_groups = [
+        {**group, "param_names": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups
+    ]
+    return view
 
 
 def _kind() -> type[Collector]:
