@@ -54,6 +54,7 @@ class Readings(NamedTuple):
         directions: ``"all parameters"`` and the stiffest directions.
         energy: the loss of all data with the chain's weight decay, not divided by the temperature.
         decay: by the leaf's path, the prior's pull ``weight_decay * theta^2`` over the temperature, mean of an element.
+        size: by the leaf's path, ``theta^2`` at the same draws, mean of an element.
     """
 
     leaves: Mapping[str, Tensor]
@@ -61,6 +62,7 @@ class Readings(NamedTuple):
     directions: Mapping[str, Tensor]
     energy: Tensor
     decay: Mapping[str, Tensor]
+    size: Mapping[str, Tensor]
 
 
 def data_of(batches: Sequence[Any]) -> int | None:
@@ -149,7 +151,7 @@ def readings(
     half = len(each) // 2
     centres = [_centres(part, pooled) for part in (each[half:], each[:half])]
     stiff = _stiffest(loss, each[-1][0], batches, directions)
-    leaves, data, decay = ({p: torch.zeros(len(each), n).double() for p in paths} for _ in range(3))
+    leaves, data, decay, size = ({p: torch.zeros(len(each), n).double() for p in paths} for _ in range(4))
     along = {"all parameters": torch.zeros(len(each), n).double()}
     along |= {f"stiffest direction {i + 1}": torch.zeros(len(each), n).double() for i in range(len(stiff))}
     energy = torch.zeros(len(each), n).double()
@@ -169,14 +171,14 @@ def readings(
                 leaves[path][k, c] = float((a * f.double()).mean()) / level
                 data[path][k, c] = float((a * g.double()).mean()) / level
                 decay[path][k, c] = float((d * p).mean()) / level
+                size[path][k, c] = float(p.square().mean())
             a, f = (torch.cat([x.reshape(-1).double() for x in xs]) for xs in (away, total))
             along["all parameters"][k, c] = float(a @ f) / len(a) / T
             for i, u in enumerate(stiff):
                 along[f"stiffest direction {i + 1}"][k, c] = float(u @ a) * float(u @ f) / T
     held = [p for p in paths if p in levels]
-    return Readings(
-        {p: leaves[p] for p in held}, {p: data[p] for p in held}, along, energy, {p: decay[p] for p in held}
-    )
+    whole, of_data, pulls, sizes = ({p: part[p] for p in held} for part in (leaves, data, decay, size))
+    return Readings(whole, of_data, along, energy, pulls, sizes)
 
 
 def _centres(rows: list[list[Any]], pooled: bool) -> list[list[Tensor]]:
@@ -289,14 +291,21 @@ def prior(
     """Leaves that the prior and the data disagree about, that the loss does not use, and that the prior alone determines."""
     out: list[Finding] = []
     far: list[tuple[float, str, float]] = []
+    narrow: list[tuple[float, str, float, float]] = []
     for path in found.leaves:
         declared = (prior_sd or {}).get(path)
         square = float(sizes[path].double().square().mean())
-        in_sd = square / declared**2 if declared else float(found.decay[path].mean())
+        pull = float(found.decay[path].mean())
+        in_sd = square / declared**2 if declared else pull
         if in_sd > 0:
             numbers[f"draws in prior standard deviations, {path}"] = math.sqrt(in_sd)
             if math.sqrt(in_sd) > FAR:
                 far.append((math.sqrt(in_sd), path, math.sqrt(square / in_sd)))
+        if declared and pull > 0:
+            own = math.sqrt(float(found.size[path].mean()) / pull)
+            numbers[f"prior by weight_decay / declared, {path}"] = own / declared
+            if own < declared / OFF:
+                narrow.append((own / declared, path, own, declared))
     if far:
         times, path, sd = max(far)
         out.append(
@@ -304,6 +313,15 @@ def prior(
                 "prior",
                 f"Draws of {path} lie {times:.1f} prior standard deviations ({sd:.2g}) from zero: data and prior disagree.",
                 "The prior is probably narrower than meant: a standard deviation s is weight_decay = 1 / (N s^2).",
+            )
+        )
+    if narrow:
+        _, path, own, declared = min(narrow)
+        out.append(
+            Finding(
+                "prior",
+                f"The weight decay alone gives {path} a prior standard deviation of {own:.2g}, and {declared:.2g} is declared.",
+                "A standard deviation s is weight_decay = T / s^2, which is 1 / (N s^2) for a mean over N data.",
             )
         )
     flat = [p for p, x in found.data.items() if float(x.abs().max()) < 1e-12]

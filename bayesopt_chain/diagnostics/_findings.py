@@ -10,7 +10,8 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.diagnostics._agreement import agreement, mean_and_error
+from bayesopt_chain.diagnostics._agreement import agreement, drift
+from bayesopt_chain.diagnostics._shared_noise import shared_noise
 
 if TYPE_CHECKING:
     from bayesopt_chain.runs.draws import Draws
@@ -19,6 +20,8 @@ DISAGREE = 1.05  # R-hat that disagreement must reach besides being no accident
 STUCK = 0.05  # share of the other chains' variance below which a chain hardly moves
 FEW = 4.0  # effective draws a chain below which a run is short
 GROWTH = 10.0  # by how much the loss, over its spread at first, must have grown to call a run diverging
+DRIFTED = 0.5  # standard deviations from the first to the last third that a drift must reach besides being no accident
+FIRST = 10.0  # standard deviations above the later losses at which the first draws were made on the way there
 MOST = 1000  # elements of all leaves together that agreement is judged on
 
 
@@ -26,7 +29,7 @@ class Finding(NamedTuple):
     """One fault of a run.
 
     Attributes:
-        kind: diverged, nonfinite, scale, duplicate, dead, heated, prior, burn-in, cold, modes, mixing or short.
+        kind: diverged, nonfinite, scale, duplicate, dead, heated, together, prior, burn-in, cold, modes, mixing or short.
         says: what was seen, a sentence with its number.
         do: what to do about it, a sentence.
     """
@@ -44,6 +47,7 @@ RANK = (
     "duplicate",
     "dead",
     "heated",
+    "together",
     "prior",
     "burn-in",
     "cold",
@@ -141,6 +145,33 @@ def duplicates(draws: Draws) -> list[Finding]:
     return []
 
 
+def together(values: Tensor, numbers: dict[str, float]) -> list[Finding]:
+    """Chains that are not bitwise equal, but move by the same noise."""
+    found = shared_noise(values)
+    if found is None:
+        return []
+    (i, j), behind = found.chains, abs(found.lag)
+    numbers["correlation of chains' noise"] = found.correlation
+    lag = f", {behind} draw{'s' * (behind > 1)} apart" if behind else ""
+    if found.is_same:
+        return [
+            Finding(
+                "duplicate",
+                f"Chains {i} and {j} move by the same noise (correlation {found.correlation:.3f} of what is new in each "
+                f"draw{lag}): they count as one, and R-hat and effective draws mean nothing.",
+                "Give every chain its own key, as bc.parallel does; one seed from several starts, or a copy, is one chain.",
+            )
+        ]
+    return [
+        Finding(
+            "together",
+            f"Chains {i} and {j} share noise: what is new in their draws has correlation {found.correlation:.2f}{lag}, so that "
+            "effective draws are counted more than once.",
+            "Give every chain its own key and, where the noise of minibatches is large, its own batches.",
+        )
+    ]
+
+
 def immobile(draws: Draws) -> list[Finding]:
     """Leaves whose draws are all one, and chains that hardly move."""
     out: list[Finding] = []
@@ -236,21 +267,57 @@ def unmixed(
     return []
 
 
-def unfinished(losses: Tensor | None, numbers: dict[str, float]) -> list[Finding]:
-    """A loss whose first and last third differ: burn-in that was too short."""
-    if losses is None or len(losses) < 12 or float(losses.std()) == 0.0:
+def drifting(values: Tensor, numbers: dict[str, float], level: float, independent: bool) -> list[Finding]:
+    """Chains that drift together, which R-hat with the autocorrelation of the same draws cannot tell from slow ones."""
+    if len(values) < 12 or not values.shape[-1]:
         return []
-    third = len(losses) // 3
-    (first, e1), (last, e2) = mean_and_error(losses[:third]), mean_and_error(losses[-third:])
-    error, spread = math.hypot(e1, e2), float(losses[-third:].std())
-    moved = abs(first - last)
-    numbers["loss, first to last third, in errors"] = moved / max(error, 1e-300)
-    if moved <= 4 * error or moved <= 0.5 * spread:
+    found = drift(values, independent=independent)
+    size = float(found.size[found.worst])
+    numbers["drift, first to last third"] = size
+    numbers["drift, probability"] = found.p_value
+    if found.p_value >= level or abs(size) <= DRIFTED:
         return []
     return [
         Finding(
-            "burn-in",
-            f"The loss still moves: its first and last third differ by {moved / error:.1f} standard errors.",
-            "Lengthen burn_in until it does not; draws from before lie where the chain started, not where it samples.",
+            "mixing",
+            f"The draws drift: from the first to the last third a number moves by {abs(size):.2f} standard deviations in "
+            f"all chains alike, by chance with probability {found.p_value:.1g}.",
+            "Run longer, and lengthen burn_in until it stops; look whether lr, the temperature or the data change on the way.",
         )
     ]
+
+
+class Trend(NamedTuple):
+    """Whether the energy of the draws falls or rises, and what is reported of it."""
+
+    findings: list[Finding]
+    falls: bool
+
+
+def unfinished(losses: Tensor | None, numbers: dict[str, float], level: float, independent: bool) -> Trend:
+    """A loss whose first and last third differ, or whose first draws stand out: burn-in that was too short.
+
+    The first draws (one, and the first 2, 5 and 10 %) are compared with the second half, in standard deviations of its mean
+    over the chains. Losses of a posterior have exponential tails, so that 10 of these are exceeded by chance less than once
+    in 1000 runs.
+    """
+    if losses is None or len(losses) < 12 or float(losses.std()) == 0.0:
+        return Trend([], False)
+    mean = losses.mean(1)
+    later = mean[len(mean) // 2 :]
+    spread = float(later.std().clamp(min=1e-6 * float(later.abs().mean()) + 1e-300))
+    counts = sorted({max(1, len(mean) // share) for share in (len(mean), 50, 20, 10)})
+    above = max((float(mean[:k].mean() - later.mean()) / spread for k in counts), key=abs)
+    found = drift(losses[..., None], independent=independent)
+    size = float(found.size[0])
+    numbers["loss, first draws, in deviations"] = above
+    numbers["loss, drift, probability"] = found.p_value
+    do = "Lengthen burn_in until it does not; draws from before lie where the chain started, not where it samples."
+    if found.p_value < level and abs(size) > DRIFTED:
+        how = f"from the first to the last third it {'rises' if size > 0 else 'falls'} by {abs(size):.2f} standard deviations"
+        says = f"The loss still moves: {how}, by chance with probability {found.p_value:.1g}."
+        return Trend([Finding("burn-in", says, do)], size < 0)
+    if above > FIRST:
+        says = f"The loss falls at first: the first draws lie {above:.3g} standard deviations above those of the second half."
+        return Trend([Finding("burn-in", says, "Lengthen burn_in: these draws lie where the chain started.")], True)
+    return Trend([], False)

@@ -4,8 +4,11 @@ Every finding rests on a number that is shown, and is made only where chance doe
 F-test that knows their autocorrelation (:mod:`bayesopt_chain.diagnostics._agreement`), their temperature by the virial theorem
 along the directions that mix first (:mod:`bayesopt_chain.diagnostics._against_loss`), the scale of the loss exactly.
 
-What cannot be seen: a prior written into the loss with another strength than meant, which is simply another posterior (declare
-``prior_sd`` to have it compared), and modes that no chain has visited.
+What cannot be seen: a prior written into the loss with another strength than meant, which is simply another posterior, and
+modes that no chain has visited. A declared ``prior_sd`` is compared from one side only: draws of a leaf that lie several of
+these from zero are reported. Draws that are narrower are what data do as well as too strong a prior, and which of the two it
+was needs the curvature of the likelihood without its prior. So that side is judged only where the prior is weight decay, whose
+strength is known.
 """
 
 from __future__ import annotations
@@ -27,6 +30,15 @@ if TYPE_CHECKING:
     from bayesopt_chain.runs.draws import Draws
 
 HOT = 0.1  # excess of temperature above which a run is reported
+PRIOR_UNSEEN = (
+    "Not seen: whether a prior that is written into the loss has the strength that was meant; one that is too strong or "
+    "too weak is another posterior, sampled well."
+)
+PRIOR_HALF_SEEN = (
+    "Half seen: prior_sd tells of draws much wider than it; draws that are narrower, as too strong a prior in the loss makes "
+    "them, look like those that the data have told much about, so that they are not reported."
+)
+UNTOLD = "Not told: the temperature of the draws, since they are still on their way."
 
 
 class Diagnosis(NamedTuple):
@@ -37,12 +49,14 @@ class Diagnosis(NamedTuple):
         numbers: what was looked at, by name.
         traces: the series that :meth:`plot` draws, ``[draws, chains]`` each, by name.
         temperatures: those that were read, or ``None``.
+        unseen: what could not be looked at, a sentence each.
     """
 
     findings: tuple[Finding, ...]
     numbers: dict[str, float]
     traces: dict[str, Tensor]
     temperatures: Temperatures | None
+    unseen: tuple[str, ...] = ()
 
     @property
     def is_healthy(self) -> bool:
@@ -60,6 +74,7 @@ class Diagnosis(NamedTuple):
         ]
         for finding in self.findings:
             lines += ["", f"* {finding.says}", f"  {finding.do}"]
+        lines += [line for sentence in self.unseen for line in ("", sentence)]
         lines += ["", "What was looked at:", *(f"  {name:<28} {value:.4g}" for name, value in self.numbers.items())]
         if self.temperatures is not None:
             lines += ["", str(self.temperatures)]
@@ -104,6 +119,7 @@ class Diagnosis(NamedTuple):
     draws=kinds.SAMPLED,
     tx=kinds.TX_OR_OPTIMIZER,
     thermometer=kinds.THERMOMETER,
+    batches=kinds.BATCH_OR_BATCHES,
     heating=kinds.instance(Heating, "a report of bc.diagnostics.heating, or None"),
     of=kinds.FUNCTION,
     mode=kinds.PLACE,
@@ -143,7 +159,8 @@ def doctor(
         draws: of :func:`bayesopt_chain.sample`, with several chains if at all possible.
         tx: the chain, or the optimizer of :mod:`bayesopt_chain.optim`.
         loss: as the step had it.
-        batches: all data, in batches of one size; gone through once for each of up to 60 draws of every chain.
+        batches: all data, in batches of one size, such as a list or a DataLoader; or all data as one batch: a tensor, a tuple
+            with a tensor in it, or a dictionary. Gone through once for each of up to 60 draws of every chain.
         thermometer: the callback that watched the run.
         heating: what :func:`bayesopt_chain.diagnostics.heating` predicted.
         of: what must have mixed, a function of one draw of one chain, such as predictions at some inputs. The weights of a
@@ -152,7 +169,8 @@ def doctor(
         mode: the parameters at the minimum of the loss with its prior, to compare energies with.
         posterior_temperature: the temperature meant, in units of the posterior's; other than 1 for tempered posteriors.
         prior_sd: the standard deviation of the prior that was meant, by the path of the leaf (``"layer/weight"``), where the
-            prior stands in the loss. Weight decay of the chain is read from it.
+            prior stands in the loss; leaves that are not named are not compared. Draws much wider than it are reported. Draws
+            that are narrower are not, since data do that too; only weight decay that is stronger than declared is.
         level: probability at which chains that agree may be called different.
         directions: along how many of the stiffest directions the temperature is read.
 
@@ -160,7 +178,8 @@ def doctor(
         :class:`Diagnosis`; ``print`` it, or ``.plot().savefig(...)``.
 
     Raises:
-        ValueError: ``loss`` without ``tx`` and ``batches``; batches without any.
+        ValueError: ``loss`` without ``tx`` and ``batches``; batches without any; ``prior_sd`` of a leaf that is not in the
+            draws.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -180,29 +199,60 @@ def doctor(
         raise ValueError("doctor: with loss= it needs tx= and batches= as well")
     if draws.is_weighted:
         raise ValueError("doctor: these draws have weights, and it counts all the same; pass draws.equally_weighted()")
+    known = dict(_findings.named(draws))
+    if unknown := [name for name in prior_sd or {} if name not in known]:
+        raise ValueError(
+            f"doctor: prior_sd names {', '.join(map(repr, unknown[:4]))}, and the draws have the leaves {', '.join(known)}"
+        )
     numbers, traces = {"draws": float(len(draws)), "chains": float(draws.chains or 1)}, dict[str, Tensor]()
     losses = _findings.losses_of(draws)
     if losses is not None:
         traces["loss"] = losses
     if findings := _findings.broken(draws, losses, numbers):
         return Diagnosis(_ranked(findings), numbers, traces, None)
-    findings = [*_findings.duplicates(draws), *_findings.immobile(draws)]
-    findings += _findings.unmixed(_findings.watched(draws, of), numbers, traces, level, of is not None)
-    findings += _findings.unfinished(losses, numbers)
+    values = _findings.watched(draws, of)
+    findings = [*_findings.duplicates(draws), *_findings.together(values, numbers)]
+    independent = not findings
+    findings += _findings.immobile(draws)
+    drifts = _findings.drifting(values, numbers, level, independent)
+    findings += [*drifts, *_findings.unmixed(values, numbers, traces, level, of is not None)]
+    trend = _findings.unfinished(losses, numbers, level, independent)
+    findings += trend.findings
     read = None if thermometer is None else temperatures(thermometer=thermometer)
     if read is not None and thermometer is not None:
         findings += _kinetic(read, thermometer, {f.kind for f in findings})
     if loss is not None and batches is not None and len(draws) >= 4:
-        known = {finding.kind for finding in findings}
+        known_kinds = {finding.kind for finding in findings}
         # the mean of chains in several modes is in none of them
-        pooled = of is None and draws.chains is not None and "modes" not in known
-        more, read = _with_loss(
-            draws, tx, loss, list(batches), read, numbers, pooled, mode, posterior_temperature, prior_sd, directions
+        pooled = of is None and draws.chains is not None and "modes" not in known_kinds
+        more, read, energy = _with_loss(
+            draws, tx, loss, _listed(batches), read, numbers, pooled, mode, posterior_temperature, prior_sd, directions
         )
-        # draws that have hardly moved have the temperature of their start, and a lower rate is the last thing they need
-        findings += [finding for finding in more if not ("short" in known and finding.kind == "heated")]
-    findings += _audited(heating)
-    return Diagnosis(_ranked(findings), numbers, traces, read)
+        findings += more
+        if not trend.findings:
+            trend = _findings.unfinished(energy, numbers, level, independent)
+            findings += trend.findings
+    unseen = [] if loss is None else [PRIOR_HALF_SEEN if prior_sd else PRIOR_UNSEEN]
+    # Draws that are still on their way, or have hardly moved, have the temperature of their start. What they will have cannot
+    # be told, and a lower rate is the last thing they need. Energy that rises is what heat does, so that heat is reported then.
+    kinds_found = {finding.kind for finding in findings}
+    is_untold = trend.falls or (not trend.findings and bool(drifts or "short" in kinds_found))
+    if is_untold and "heated" in kinds_found:
+        unseen.append(UNTOLD)
+        findings = [finding for finding in findings if finding.kind != "heated"]
+    if not trend.falls:
+        findings += _audited(heating)
+    if trend.findings:  # the same fault, seen in the energy
+        findings = [finding for finding in findings if finding not in drifts]
+    return Diagnosis(_ranked(findings), numbers, traces, read, tuple(unseen))
+
+
+def _listed(batches: Any) -> list[Any]:
+    """Batches as a list: a tensor, a dictionary and a tuple with tensors are all data in one batch."""
+    is_batch = isinstance(batches, (Tensor, Mapping)) or (
+        isinstance(batches, tuple) and any(isinstance(x, Tensor) for x in batches)
+    )
+    return [batches] if is_batch or not hasattr(batches, "__iter__") else list(batches)
 
 
 def _ranked(findings: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -225,8 +275,8 @@ def _with_loss(
     posterior_temperature: float,
     prior_sd: Mapping[str, float] | None,
     directions: int,
-) -> tuple[list[Finding], Temperatures]:
-    """What the loss adds: scale, temperatures, prior and energy."""
+) -> tuple[list[Finding], Temperatures, Tensor]:
+    """What the loss adds: scale, temperatures, prior and energy, and the energy of each draw."""
     if not batches:
         raise ValueError("doctor: batches is empty")
     last = draws[len(draws) - 1]
@@ -243,7 +293,7 @@ def _with_loss(
         size = sum(x.numel() for x in optree.tree_leaves(mode))
         findings += _against_loss.energy(found, _against_loss.energy_at(judge, loss, mode, batches), T, size, numbers)
     configurational, data = ({k: estimate(x) for k, x in part.items()} for part in (found.leaves, found.data))
-    return findings, Temperatures({} if read is None else read.kinetic, configurational, data)
+    return findings, Temperatures({} if read is None else read.kinetic, configurational, data), found.energy
 
 
 def _kinetic(read: Temperatures, thermometer: Thermometer, known: set[str]) -> list[Finding]:

@@ -1,6 +1,7 @@
 """The doctor names the fault of a sick run, and finds none in healthy ones."""
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -198,3 +199,101 @@ def test_it_draws_one_figure(tmp_path):
 def test_a_loss_without_its_data_is_refused():
     with pytest.raises(ValueError, match="needs tx= and batches="):
         bc.diagnostics.doctor(run(bc.sghmc(0.1, temperature=T), steps=320)[0], loss=regression)
+
+
+def far_away(steps, burn_in):
+    far = {name: 20 + x for name, x in start(4).items()}
+    tx = bc.sghmc(0.1, temperature=T)
+    return run(tx, steps=steps, burn_in=burn_in, thinning=1, params=far, meter=False)[0], tx
+
+
+@pytest.mark.parametrize("steps", [40, 150])
+def test_a_far_start_is_burn_in_and_no_heat(steps):
+    """Full batches: nothing heats. The first draws lie thousands of deviations away, so that chance has no part in it."""
+    draws, tx = far_away(steps, 0)
+    found = bc.diagnostics.doctor(draws, tx, regression, [(X, Y)], posterior_temperature=200 * T)
+    assert found.findings[0].kind == "burn-in" and "heated" not in found.kinds
+    assert "Lower lr" not in str(found) and "Not told: the temperature" in str(found)
+
+
+def test_an_audit_does_not_ask_for_a_lower_rate_before_burn_in_is_over():
+    draws, tx = far_away(40, 0)
+    rows = torch.cat([torch.ones(200, 1), X], 1).double()
+    mode = {"w": torch.tensor([1.0, -2.0, 0.5]), "b": torch.tensor(0.0)}
+    noise = bc.diagnostics.gradient_noise(regression, mode, bc.epochs((X, 10 * Y), 5))
+    audit = bc.diagnostics.heating(tx, noise, order="independent", curvature=rows.T @ rows / 200)
+    assert audit.worst > 0.1 and "Lower lr" not in str(bc.diagnostics.doctor(draws, heating=audit))
+
+
+def test_the_energy_of_draws_without_losses_tells_of_burn_in():
+    draws, tx = far_away(150, 0)
+    bare = bc.Draws.from_trees([draws[i] for i in range(len(draws))], chains=4)
+    found = bc.diagnostics.doctor(bare, tx, regression, [(X, Y)], posterior_temperature=200 * T)
+    assert "burn-in" in found.kinds and "heated" not in found.kinds
+
+
+def short_run(tx, chains=2):
+    return run(tx, steps=130, burn_in=50, thinning=4, chains=chains, meter=False)[0]
+
+
+def test_all_data_may_come_as_a_tuple_or_a_list_of_one_batch():
+    tx = bc.sghmc(0.1, temperature=T)
+    draws = short_run(tx)
+    whole, listed = (
+        bc.diagnostics.doctor(draws, tx, regression, batches, posterior_temperature=200 * T)
+        for batches in ((X, Y), [(X, Y)])
+    )
+    assert whole.numbers == listed.numbers and whole.numbers["data N"] == 200
+
+
+def test_a_prior_of_a_leaf_that_does_not_exist_is_refused_with_the_names_that_do():
+    with pytest.raises(ValueError, match="prior_sd names 'nonsense', and the draws have the leaves b, w"):
+        bc.diagnostics.doctor(short_run(bc.sghmc(0.1, temperature=T)), prior_sd={"nonsense": 1.0})
+
+
+def test_weight_decay_that_is_stronger_than_the_declared_prior_is_named():
+    """No chance in it: a decay of 0.1 at the temperature 0.05 is a standard deviation of 0.7, by arithmetic."""
+    tx = bc.sgd(0.1, momentum=0.9, weight_decay=0.1, temperature=T)
+    draws = short_run(tx)
+    told, right = (
+        bc.diagnostics.doctor(draws, tx, regression, (X, Y), prior_sd={"b": sd}, posterior_temperature=200 * T)
+        for sd in (12.0, 0.5**0.5)
+    )
+    assert "weight decay alone gives b a prior standard deviation of 0.71, and 12 is declared" in str(told)
+    assert "prior" not in right.kinds
+
+
+def test_the_report_says_what_it_cannot_see_of_the_prior():
+    tx = bc.sghmc(0.1, temperature=T)
+    draws = short_run(tx)
+    blind = bc.diagnostics.doctor(draws, tx, regression, (X, Y), posterior_temperature=200 * T)
+    told = bc.diagnostics.doctor(draws, tx, regression, (X, Y), prior_sd={"w": 1.0}, posterior_temperature=200 * T)
+    assert "Not seen: whether a prior" in str(blind) and "Half seen: prior_sd" in str(told)
+    assert not bc.diagnostics.doctor(draws).unseen
+
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def test_the_loop_of_the_readme_can_be_shown_to_the_doctor():
+    """Its optimizer has no names: they are those that the collector's model has for the same tensors."""
+    lines = README.read_text().split("```python")[1].split("```")[0].splitlines()
+    loop = "\n".join(line[4:] for line in lines if line.startswith((">>> ", "... ")))
+    names: dict = {}
+    exec(loop, names)
+    model, optimizer, x, y = (names[name] for name in ("model", "optimizer", "x", "y"))
+
+    def said(p):
+        return torch.func.functional_call(model, p, (x,))
+
+    def loss(p, batch):
+        return -names["likelihood"].log_prob(torch.func.functional_call(model, p, (batch[0],)), batch[1]).mean()
+
+    before = {key: value for key, value in optimizer.state_dict()["param_groups"][0].items() if key != "params"}
+    found = bc.diagnostics.doctor(names["keep"].draws, optimizer, loss, (x, y), of=said)
+    assert found.temperatures is not None and set(found.temperatures.configurational) == {
+        "0.weight", "0.bias", "2.weight", "2.bias"
+    }  # fmt: skip
+    assert not found.kinds & {"scale", "dead", "prior", "nonfinite"}
+    after = optimizer.state_dict()["param_groups"][0]
+    assert "param_names" not in after and all(after[key] == value for key, value in before.items())
