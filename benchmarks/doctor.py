@@ -3,12 +3,14 @@
     python -m benchmarks.doctor --workers 2        # about ten core-minutes; goes on where it stopped
     python -m benchmarks.doctor --only network     # those whose name has this word
 
-Right runs: exact independent draws, seven samplers on linear regression, logistic regression, a network of 20 units on
-scikit-learn's diabetes with full batches and with reshuffled ones that the momentum remembers for an epoch, and one of 16
-units that classifies its wines (networks are judged by their predictions). Wrong runs: rates that heat, losses that are
-sums, temperatures 1/b and 1, chains that are too short, stand still, are one chain twice, start far away, sit in two modes,
-do not leave the mode, hold NaN, run away, and priors a thousand times too strong. A wrong run counts as found where the
-doctor names one of the kinds that it has. Runs of an odd number were held out: no constant of the doctor was changed for one.
+Right runs: exact independent draws, slow chains with ten to twenty effective draws each, a far start whose burn-in was long
+enough, seven samplers on linear regression, logistic regression, a network of 20 units on scikit-learn's diabetes with full
+batches and with reshuffled ones that the momentum remembers for an epoch, and one of 16 units that classifies its wines
+(networks are judged by their predictions). Wrong runs: rates that heat, losses that are sums, temperatures 1/b and 1, chains
+that are too short, stand still, are one chain twice (bit for bit, some draws behind, or by one seed from different starts),
+drift together, start far away, sit in two modes, do not leave the mode, hold NaN, run away, and priors a thousand times too
+strong. A wrong run counts as found where the doctor names one of the kinds that it has. Runs of an odd number were held out:
+no constant of the doctor was changed for one.
 """
 
 from __future__ import annotations
@@ -123,6 +125,12 @@ def sampled(
         return bc.sample(step, params, step.init(tx, params), batches, steps=steps, burn_in=burn_in, thinning=thinning)
 
 
+def far(seed):
+    """Starts a hundred posterior standard deviations away and more, for four chains of the linear regression."""
+    g = torch.Generator().manual_seed(seed)
+    return {"w": 50 + torch.randn(4, 4, generator=g), "b": torch.randn(4, generator=g)}
+
+
 def judged(draws, tx, problem, *, loss=None, **kwargs):
     of = {"of": problem[3]} if len(problem) > 3 else {}
     data = problem[0]
@@ -140,6 +148,20 @@ def right() -> dict[str, Callable]:
             return bc.diagnostics.doctor(bc.Draws.from_trees([{"w": t} for t in x], chains=4))
 
         out[f"independent draws {seed}"] = independent
+    for seed in range(4):
+
+        def slow(seed=seed):
+            g = torch.Generator().manual_seed(seed)
+            x, forgets = [torch.randn(4, 5, generator=g)], 0.9
+            for _ in range(400 - 100 * (seed % 2)):
+                x.append(forgets * x[-1] + (1 - forgets**2) ** 0.5 * torch.randn(4, 5, generator=g))
+            return bc.diagnostics.doctor(bc.Draws.from_trees([{"w": t} for t in x], chains=4))
+
+        out[f"few effective draws {seed}"] = slow
+    for seed in range(2):
+        out[f"linear, far start, finished burn-in {seed}"] = lambda seed=seed: (
+            lambda p, tx: judged(sampled(p, tx, params=far(seed), steps=2000, burn_in=600), tx, p)
+        )(regression(seed), bc.sghmc(0.1, temperature=T))
     samplers = {
         "sgld": lambda: bc.sgld(0.5, temperature=T),
         "sghmc": lambda: bc.sghmc(0.1, temperature=T),
@@ -214,19 +236,49 @@ def wrong() -> dict[str, tuple[Expected, Callable]]:
         add(f"linear, lr beyond the limit {seed}", {"diverged", "nonfinite"}, p, lambda: bc.sghmc(9.0, temperature=T),
             steps=400, burn_in=0)  # fmt: skip
 
-    def far(seed):
-        g = torch.Generator().manual_seed(seed)
-        return {"w": 50 + torch.randn(4, 4, generator=g), "b": torch.randn(4, generator=g)}
-
     for seed in range(2):
         p = lambda s=seed: regression(s)  # noqa: E731
-        add(f"linear, far start {seed}", {"burn-in", "mixing", "heated", "modes"}, p, lambda: bc.sgld(0.004, temperature=T),
+        add(f"linear, far start {seed}", {"burn-in", "mixing", "modes"}, p, lambda: bc.sgld(0.004, temperature=T),
             params=far(seed), steps=2000, burn_in=0)  # fmt: skip
+        add(f"linear, far start with momentum {seed}", {"burn-in"}, p, lambda: bc.sghmc(0.1, temperature=T),
+            params=far(seed), steps=800, burn_in=0)  # fmt: skip
         add(f"linear, eight draws {seed}", {"short", "mixing", "burn-in", "modes"}, p, lambda: bc.sghmc(0.01, temperature=T),
             steps=80, burn_in=0, thinning=10)  # fmt: skip
         strong = lambda s=seed: regression(s, decay=1.0)  # noqa: E731
         add(f"linear, decay a thousand times too strong {seed}", {"prior"}, strong,
             lambda: bc.sgd(0.005, momentum=0.9, weight_decay=1000 / N, temperature=T), steps=4000)  # fmt: skip
+
+    def one_seed(seed):
+        problem, tx = regression(seed), bc.sghmc(0.1, temperature=T)
+        runs = []
+        for i in range(4):
+            torch.manual_seed(7)
+            w = {"w": torch.full((4,), float(i)), "b": torch.tensor(0.0)}
+            step = bc.make_step(problem[1], tx)
+            runs.append(bc.sample(step, w, tx.init(w), [problem[0]], steps=1500, burn_in=500, thinning=5))
+        trees = [optree.tree_map(lambda *x: torch.stack(x), *(r[i] for r in runs)) for i in range(len(runs[0]))]
+        return judged(bc.Draws.from_trees(trees, chains=4), tx, problem)
+
+    def behind(seed):
+        problem, tx = regression(seed), bc.sghmc(0.1, temperature=T)
+        draws = sampled(problem, tx)
+        trees = [optree.tree_map(torch.clone, draws[i]) for i in range(len(draws))]
+        for t, late in zip(trees[:-3], trees[3:]):
+            for k, x in late.items():
+                x[1] = t[k][0]
+        return judged(bc.Draws.from_trees(trees[3:], chains=4), tx, problem)
+
+    def drifts(seed):
+        g = torch.Generator().manual_seed(seed)
+        rises = torch.linspace(0, (3.3, 16.7)[seed // 2], 400)
+        x = torch.randn(400, 4, 4, generator=g) + rises[:, None, None]
+        return bc.diagnostics.doctor(bc.Draws.from_trees([{"w": t} for t in x], chains=4))
+
+    for seed in range(2):
+        out[f"linear, one seed from four starts {seed}"] = {"duplicate"}, lambda seed=seed: one_seed(seed)
+        out[f"linear, a copy three draws behind {seed}"] = {"duplicate"}, lambda seed=seed: behind(seed)
+    for seed in range(4):
+        out[f"common drift {seed}"] = {"mixing"}, lambda seed=seed: drifts(seed)
 
     def broken(change):
         p, tx = regression(0), bc.sghmc(0.1, temperature=T)
