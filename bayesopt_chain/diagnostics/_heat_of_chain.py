@@ -45,6 +45,13 @@ def require_matched_noise(tx: Any) -> None:
         )
 
 
+def has_schedule(tx: Any) -> bool:
+    """Return whether a number of this chain is a function of the step."""
+    tx, _ = _unwrapped(tx, None)
+    links = tx.links if isinstance(tx, Chain) else ()
+    return any(callable(value) for link in links for value in getattr(link, "__dict__", {}).values())
+
+
 def rules_of(tx: Any, params: Any, state: Any) -> list[tuple[float | Tensor, float, float, float] | None]:
     """For each leaf ``sqrt(lr_eff P / 2 T)``, ``T``, the momentum and the share of the first step; ``None`` without noise.
 
@@ -71,11 +78,16 @@ def rules_of(tx: Any, params: Any, state: Any) -> list[tuple[float | Tensor, flo
     return out
 
 
-def leaves_of(rules: list[Any], params: Any, grads: Any) -> list[Leaf]:
-    """The gradients that noise goes with, of leaves that are plain tensors."""
+def leaves_of(rules: list[Any], params: Any, grads: Any, *, changing: bool = False) -> list[Leaf]:
+    """The gradients that noise goes with, of leaves that are plain tensors; ``changing``: rates change at every step."""
     trees: list[list[Any]] = [optree.tree_leaves(tree, none_is_leaf=True) for tree in (params, grads)]
     return [
-        Leaf(g, p, *rule, number=j)
+        Leaf(g, p, *rule, number=j, rate=_square(rule[0]) * 2.0 * rule[1] if changing else 1.0)
         for j, (rule, p, g) in enumerate(zip(rules, *trees))
         if rule is not None and g is not None and g.layout is torch.strided and not is_dtensor(g)
     ]
+
+
+def _square(scale: float | Tensor) -> float:
+    """Return the mean square."""
+    return float(scale.square().mean()) if isinstance(scale, Tensor) else scale * scale

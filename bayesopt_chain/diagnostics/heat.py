@@ -20,6 +20,12 @@ With ``y = lr k`` for the curvature ``k``, what it adds to the variance depends 
 * independent batches: ``rho / (1 - y / (2 (1 + mu)))``, relative to ``T / k``;
 * reshuffled epochs of ``K`` steps, whose noise sums to zero: less, :func:`reshuffled_excess`.
 
+Where the rate changes from step to step, all gradients of a window keep the scale of its first step, and ``C`` is assumed to
+be the same throughout. ``rho`` is linear in the rate. A direction of curvature ``k`` obeys, at the rate ``r(t) = lr_eff``,
+``Var' = -2 r k Var + 2 r T + r^2 C``. If it forgets slowly against a window, the excess is that of the mean of the rates
+weighted by the rates, ``rho = <r^2> C / (2 <r T>)``: steps at a small rate hardly move the chain. Where a schedule is slow
+against the chain, each window reads the heat of its own time.
+
 Nothing like a gradient is stored: a window of consecutive steps keeps ``S g`` and ``S theta``, where ``S`` gives each element
 a random sign and adds up elements in 256 buckets, so that inner products come out right in the mean (Charikar, Chen and
 Farach-Colton, 2002). Directions and ``H`` come from three quarters of the window and are judged in the fourth, in turn, so
@@ -39,7 +45,9 @@ from torch import Tensor
 
 BUCKETS = 256
 CHUNK = 2**16  # elements that are signed at a time: what the signed copy needs stays in cache
+DEFERRED = 2**11  # elements of a model up to which a step stores them all
 FOLDS = 4  # quarters of a window
+LAGS = (3, 4, 5)  # at which second differences of white noise are uncorrelated
 DIRECTIONS = 2  # of the noisiest, and of those in which the gradient changes most
 
 
@@ -54,6 +62,9 @@ class Leaf(NamedTuple):
         momentum: ``mu`` of the chain.
         first: ``f``, the share of ``lr_eff`` that a gradient moves in its own step; ``None``: ``1 - mu``.
         number: by which the leaf is known in the next step; ``None``: its parameter is the same object then.
+        rate: ``lr_eff`` without ``P``, in any unit that stays the same from step to step.
+        lr: the learning rate, for the advice; ``None`` where it is not known.
+        group: the parameter group that the leaf belongs to.
     """
 
     gradient: Tensor
@@ -63,6 +74,9 @@ class Leaf(NamedTuple):
     momentum: float
     first: float | None = None
     number: int | None = None
+    rate: float = 1.0
+    lr: float | None = None
+    group: int = 0
 
     @property
     def known_by(self) -> int:
@@ -80,7 +94,10 @@ class Heat(NamedTuple):
         curvature: ``y = lr k`` in that direction, as far as the window knows it; 0 where it does not.
         excess: what the batches add to the variance in that direction, relative to ``T / k``.
         order: the law that ``excess`` follows, ``"independent"`` or ``"reshuffled"``.
-        same_norm: share of steps whose gradient has the median norm, to a relative 1e-5: a clip that always acts.
+        same_norm: share of steps whose gradient has the median norm, as by a clip that always acts: of all parameters, of one
+            group or of one parameter, whichever is the largest.
+        ringing: autocorrelations of the differences of what is left at lags 3, 4 and 5, in absolute value, added up. The noise
+            of batches has none but for chance; an oscillation of the chain that the Hessian of the window does not explain has.
     """
 
     rho: float
@@ -90,6 +107,7 @@ class Heat(NamedTuple):
     excess: float
     order: str
     same_norm: float
+    ringing: float = 0.0
 
 
 def reshuffled_excess(rho: float, steps_per_epoch: int, momentum: float, curvature: float | None = None) -> float:
@@ -151,6 +169,8 @@ def read_heat(
     first: float | None = None,
     steps_per_epoch: int | None = None,
     order: str = "reshuffled",
+    rates: Tensor | None = None,
+    temperatures: Tensor | None = None,
 ) -> Heat:
     """What a window of consecutive gradients says of the batches' heat.
 
@@ -163,6 +183,8 @@ def read_heat(
             differ, so that the chain's noise cannot be told from its displacements.
         steps_per_epoch: where known, the law of reshuffled epochs is used for ``excess``.
         order: of the batches, ``"reshuffled"`` or ``"independent"``.
+        rates: ``[steps]``: ``lr_eff`` of each step over that in ``s``; ``None``: constant.
+        temperatures: likewise of ``T``.
 
     Returns:
         :class:`Heat`, without ``same_norm``.
@@ -173,26 +195,38 @@ def read_heat(
         >>> 0.5 < read_heat(noise, still, 0.9).rho < 1.5  # noise alone, of variance 1 in every direction
         True
     """
-    rho, error, own, curvatures = _worst(gradients, positions, momentum, 1.0 - momentum if first is None else first)
+    first = 1.0 - momentum if first is None else first
+    rho, error, own, curvatures, ringing = _worst(gradients, positions, momentum, first, rates)
+    if rates is not None:
+        budget = rates if temperatures is None else rates * temperatures
+        mean, weighted = float(rates.mean()), float(rates.square().mean())
+        rho, error, own = (x * weighted / float(budget.mean()) for x in (rho, error, own))
+        curvatures = [y * weighted / mean for y in curvatures]
     heat, limit = max(rho, 0.0), 2.0 * (1.0 + momentum)
     least, middle = (min(max(y, 0.0), 0.95 * limit) for y in (min(curvatures), statistics.median(curvatures)))
     # near the stability limit the law of independent batches amplifies what a fold errs by, that of epochs does nowhere
     y = least if order == "independent" or steps_per_epoch is None else middle
     if order == "independent" or steps_per_epoch is None:
-        return Heat(rho, error, own, y, heat / (1.0 - y / limit), "independent", 0.0)
+        return Heat(rho, error, own, y, heat / (1.0 - y / limit), "independent", 0.0, ringing)
     specified = 2.0 * heat * (1.0 - momentum) / max(steps_per_epoch, 1)
     excess = reshuffled_excess(heat, steps_per_epoch, momentum, max(y, specified))
-    return Heat(rho, error, own, y, excess, "reshuffled", 0.0)
+    return Heat(rho, error, own, y, excess, "reshuffled", 0.0, ringing)
 
 
-def _worst(G: Tensor, X: Tensor, mu: float, first: float) -> tuple[float, float, float, list[float]]:
-    """``rho``, its standard error, the chain's own move, and ``y`` of every fold.
+def _worst(
+    G: Tensor, X: Tensor, mu: float, first: float, rates: Tensor | None = None
+) -> tuple[float, float, float, list[float], float]:
+    """``rho``, its standard error, the chain's own move, ``y`` of every fold, and the ringing.
 
     Directions and Hessian come from all folds but one, and are judged on that one, in turn.
     """
     d, D = X.diff(dim=0), G.diff(dim=0)
     noise = torch.zeros_like(d)
-    noise[1:] = mu * d[:-1] - d[1:] - first * G[1:-1] - (1 - mu - first) * G[:-2]
+    if rates is None:
+        noise[1:] = mu * d[:-1] - d[1:] - first * G[1:-1] - (1 - mu - first) * G[:-2]
+    else:
+        now, before = rates[1:-1, None], rates[:-2, None]
+        noise[1:] = now / before * mu * d[:-1] - d[1:] - now * (first * G[1:-1] + (1 - mu - first) * G[:-2])
     known = [d.roll(1, 0), d.roll(2, 0) if math.isnan(first) else noise]  # what knows nothing of n_t and n_{t+1}
     cuts = [round(len(D) * i / FOLDS) for i in range(FOLDS + 1)]
     rest, own, curvatures = list[Tensor](), list[Tensor](), list[float]()
@@ -209,7 +243,11 @@ def _worst(G: Tensor, X: Tensor, mu: float, first: float) -> tuple[float, float,
     # where the rest is the noise of batches and little else, its variance is the sharper reading
     series = zero if float(one.mean()) > 0.7 * float(zero.mean()) else one
     chunks = series[: len(series) // 8 * 8].reshape(8, -1).mean(1)
-    return float(series.mean()), float(chunks.std()) / math.sqrt(8), float(torch.cat(own).mean()), curvatures
+    again = [r.diff() for r in rest]  # in which a slow swing, which hides heat and makes none, is small
+    square = max(float(torch.cat(again).square().mean()), 1e-300)
+    ringing = sum(abs(float(torch.cat([r[k:] * r[:-k] for r in again]).mean())) for k in LAGS) / square
+    error = float(chunks.std()) / math.sqrt(8)
+    return float(series.mean()), error, float(torch.cat(own).mean()), curvatures, ringing
 
 
 def _directions(differences: Sequence[Tensor]) -> Tensor:
@@ -257,12 +295,16 @@ def _signs(n: int, leaf: int, device: torch.device) -> Tensor:
 
 
 class Sketch:
-    """``S``: random signs, one byte an element while a window is open, and 256 buckets."""
+    """``S``: random signs, one byte an element while a window is open, and 256 buckets.
+
+    Of a small model a step stores all elements, which are signed and added up when the window closes: that asks for far fewer
+    operations a step, whose overhead is what a small model costs.
+    """
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
         self.signs = [_signs(leaf.gradient.numel(), i, leaf.gradient.device) for i, leaf in enumerate(leaves)]
-        # small leaves are laid end to end, so that a step asks for few operations
-        small = [i for i, signs in enumerate(self.signs) if len(signs) < CHUNK // 16]
+        # leaves are laid end to end, so that a step asks for few operations
+        small = [i for i, signs in enumerate(self.signs) if len(signs) < CHUNK // 2]
         self.packs = [[i] for i in range(len(leaves)) if i not in {*small}]
         for i in small:
             last = self.packs[-1] if self.packs and self.packs[-1][0] in small else None
@@ -271,26 +313,44 @@ class Sketch:
             else:
                 last.append(i)
         self.packed = [torch.cat([self.signs[i] for i in pack]) if len(pack) > 1 else None for pack in self.packs]
+        devices = {signs.device for signs in self.signs}
+        self.is_deferred = len(devices) == 1 and sum(map(len, self.signs)) <= DEFERRED
 
     def __call__(self, leaves: Sequence[Leaf]) -> tuple[Tensor, Tensor]:
-        """``S s g`` and ``S theta / (2 T s)`` of all leaves together, ``[buckets]`` each."""
+        """``S s g`` and ``S theta / (2 T s)`` of all leaves together, ``[buckets]`` each; all elements of a small model."""
+        sizes = [0.5 / (leaf.temperature * abs(leaf.scale)) for leaf in leaves]
+        if self.is_deferred:
+            gradient = _laid([leaf.gradient for leaf in leaves], [leaf.scale for leaf in leaves])
+            return gradient, _laid([leaf.param for leaf in leaves], sizes)
         g, x = list[Tensor](), list[Tensor]()
         for pack, signs in zip(self.packs, self.packed):
             mine = [leaves[i] for i in pack]
             g.append(
                 _added([leaf.gradient for leaf in mine], [leaf.scale for leaf in mine], signs, self.signs[pack[0]])
             )
-            size = [0.5 / (leaf.temperature * abs(leaf.scale)) for leaf in mine]
-            x.append(_added([leaf.param for leaf in mine], size, signs, self.signs[pack[0]]))
+            x.append(_added([leaf.param for leaf in mine], [sizes[i] for i in pack], signs, self.signs[pack[0]]))
         return sum(g[1:], g[0]), sum(x[1:], x[0])
+
+    def finished(self, rows: Tensor) -> Tensor:
+        """The sketches of all steps, ``[steps, buckets]``, from what the steps stored."""
+        return _folded(rows * torch.cat(self.signs)) if self.is_deferred else rows
+
+
+def _laid(tensors: list[Tensor], scales: list[float | Tensor]) -> Tensor:
+    """Scale, and lay end to end."""
+    if all(not isinstance(s, Tensor) and s == scales[0] for s in scales):
+        flat = torch.cat([x.detach().flatten() for x in tensors]) * scales[0]
+    else:
+        flat = torch.cat([(x.detach() * s).flatten() for x, s in zip(tensors, scales)])
+    return flat if flat.dtype == torch.float64 else flat.float()
 
 
 def _added(tensors: list[Tensor], scales: list[float | Tensor], packed: Tensor | None, signs: Tensor) -> Tensor:
     """Scale, sign, and add up by buckets."""
     if packed is not None:
-        flat = [x.detach().reshape(-1) for x in tensors]
+        flat = [x.detach().flatten() for x in tensors]
         equal = all(not isinstance(s, Tensor) and s == scales[0] for s in scales)
-        flat = flat if equal else [x * (s.reshape(-1) if isinstance(s, Tensor) else s) for x, s in zip(flat, scales)]
+        flat = flat if equal else [x * (s.flatten() if isinstance(s, Tensor) else s) for x, s in zip(flat, scales)]
         total = _folded(torch.cat(flat) * packed)
         return total * scales[0] if equal else total
     x, scale = tensors[0].detach().reshape(-1), scales[0]
@@ -303,6 +363,6 @@ def _added(tensors: list[Tensor], scales: list[float | Tensor], packed: Tensor |
 
 
 def _folded(x: Tensor) -> Tensor:
-    """``[n]`` added up by ``n mod 256``."""
+    """``[..., n]`` added up by ``n mod 256``."""
     x = x if x.dtype == torch.float64 else x.float()
-    return torch.nn.functional.pad(x, (0, -len(x) % BUCKETS)).view(-1, BUCKETS).sum(0)
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % BUCKETS)).unflatten(-1, (-1, BUCKETS)).sum(-2)

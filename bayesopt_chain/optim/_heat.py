@@ -38,10 +38,11 @@ def leaves_of(rule: Rule) -> Iterator[Leaf]:
     An adaptive rule yields its gradients from the second step on, since it has no preconditioner before. Sparse gradients and
     DTensors are left out.
     """
-    for group in rule.param_groups:
+    for number, group in enumerate(rule.param_groups):
         temperature = temperature_of(rule._name, group)
         if temperature == 0.0:
             continue
+        lr = float(group["lr"])
         for p in group["params"]:
             g = p.grad
             if g is None or g.layout is not torch.strided or is_dtensor(g):
@@ -61,4 +62,11 @@ def leaves_of(rule: Rule) -> Iterator[Leaf]:
                 # the denominator of the last update, since torch's step has not been made yet
                 learned_until = min(clock.updates - 1, group.get("freeze_after") or clock.updates)
                 scale = scale * rule._denominator(group, learned_until, state.__getitem__).rsqrt()
-            yield Leaf(g, p, -scale if group.get("maximize") else scale, temperature, linear.momentum, first)
+            scale = -scale if group.get("maximize") else scale
+            yield Leaf(g, p, scale, temperature, linear.momentum, first, rate=effective, lr=lr, group=number)
+
+
+def rate_of(rule: Rule) -> float:
+    """Return the largest learning rate of all parameter groups."""
+    groups = rule.param_groups
+    return float(groups[0]["lr"]) if len(groups) == 1 else max([float(group["lr"]) for group in groups])

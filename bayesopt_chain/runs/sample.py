@@ -162,7 +162,7 @@ def sample(
         require_callable("sample", "callbacks", callback, "a sequence of functions of an Iteration")
     for callback in callbacks:
         if (attached := getattr(callback, "attached", None)) is not None:
-            step = attached(step)
+            step = attached(step, batches)
     if chains is not None:
         require_whole("sample", "chains", chains, 1)
     seconds: Any = checkpoint_seconds
