@@ -49,7 +49,8 @@ def test_one_line_changes_and_at_temperature_0_nothing_else(title, tmp_path, mon
         pytest.importorskip(package)
     code = EXAMPLES[title]
     cold, cooled = re.subn(r"^T = .*$", "T = 0.0", code, flags=re.M)
-    torchs, replaced = re.subn(r"bc\.optim\.SGHMC\((.*), temperature=T\)", r"torch.optim.SGD(\1, momentum=0.9)", code)
+    ours = r"bc\.optim\.SGHMC\((.*), temperature=T(?:, steps_per_epoch=len\(loader\))?\)"
+    torchs, replaced = re.subn(ours, r"torch.optim.SGD(\1, momentum=0.9)", code)
     assert cooled == replaced == 1
     hot, space = run(code, tmp_path, monkeypatch)
     zero, _ = run(cold, tmp_path, monkeypatch)
