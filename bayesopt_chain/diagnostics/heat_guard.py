@@ -28,9 +28,7 @@ from bayesopt_chain.loop.step import Step
 
 SURE = 3.0  # standard errors of two windows together
 BENT = 1.5  # times the chain's own move: a Hessian known from one window may leave that much of it
-RINGS = (
-    0.75  # ringing of two windows from which what is left is an oscillation of the chain; by chance it is 0.3 +- 0.15
-)
+RINGS = 0.75  # ringing of two windows from which what is left is an oscillation; by chance it is 0.3 +- 0.15
 TOTAL = 20.0  # rho from which the loss may be a sum over the batch, as far as nothing else is known
 UNSPECIFIED = 5.0  # times the heat that a well-specified model has at its curvature: from there on too
 LONG = 30.0  # steps that the momentum remembers, from which reshuffled epochs may cancel most of the noise
@@ -41,12 +39,10 @@ GIVE_UP = 4 / 3  # times the share of the time at which a window is given up
 FUTILE = 16  # windows in a row that came to nothing, after which it says so
 CORNER = 16  # elements of each gradient that tell whether it changes at all
 LEAST = 5e-4  # seconds to spend, below which no window is thought of
-LOOK, PLAIN, LEARNED, ELEMENT = (
-    1e-4,
-    1.5e-5,
-    8e-5,
-    4e-9,
-)  # seconds a look, for a leaf, with a preconditioner, an element
+LOOK = 1e-4  # seconds that a look takes, besides
+PLAIN = 1.5e-5  # for each leaf,
+LEARNED = 8e-5  # for each leaf with a learned preconditioner, and
+ELEMENT = 4e-9  # for each element
 JUMP = 3.0  # two windows whose rates differ by more are not read together
 
 

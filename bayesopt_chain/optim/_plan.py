@@ -474,7 +474,7 @@ class Plan:
                     return False
         except KeyError:  # a number was removed from the state
             return False
-        return all([p.grad is None for p in self.absent])
+        return not self.absent or all([p.grad is None for p in self.absent])
 
     def renew(self, rule: Rule) -> bool:
         """Compute the numbers of the next step, unless they are those of the last one.
