@@ -289,12 +289,13 @@ def prepared(case: Case, is_asked: bool) -> Prepared:
     return Prepared(module, (x, y), lr, *found)
 
 
-def run(case: Case, truths: dict[str, tuple[float, float]]) -> dict[str, Any]:
-    """One loop with its guard, and its truth, which is asked where ``truths`` does not know it."""
+def run(case: Case, truths: dict[str, tuple[float, float]] | None = None) -> dict[str, Any]:
+    """One loop with its guard, and its truth, which long chains find where ``truths`` does not have it."""
     alike = case._replace(feature="" if case.feature in SAME_CHAIN else case.feature)
-    known = prepared(alike, str(case) not in truths)
-    if str(case) in truths:
-        known = known._replace(truth=truths[str(case)][0], error=truths[str(case)][1])
+    told = (truths or {}).get(str(case))
+    known = prepared(alike, told is None)
+    if told is not None:
+        known = known._replace(truth=told[0], error=told[1])
     module, (x, y), n = copy.deepcopy(known.module), known.data, len(known.data[0])
     torch.manual_seed(case.seed + 1)
     K = n // case.batch if case.batch and case.order == "reshuffled" and case.feature != "untold" else None
