@@ -235,9 +235,8 @@ def test_the_same_seed_suggests_the_same():
     assert not math.isnan(found[0].report.worst)
 
 
-def test_minibatches_that_run_away_from_an_interpolating_mode_do_not_slow_full_batches_down():
-    """At the mode of more features than rows no batch has noise, so that a first pilot with minibatches runs away. Full batches
-    keep the rate that they get where they are asked for alone, and are ranked first."""
+def interpolating():
+    """A chain, a loss, its mode and data of 40 rows and 500 features: at the mode no batch has noise."""
     g = torch.Generator().manual_seed(1)
     x = torch.randn(40, 500, generator=g)
     y = x[:, :5].sum(1) + 0.1 * torch.randn(40, generator=g)
@@ -246,25 +245,23 @@ def test_minibatches_that_run_away_from_an_interpolating_mode_do_not_slow_full_b
         return (batch[0] @ w - batch[1]).square().mean() / (2 * 0.01) + w.square().sum() / 80
 
     mode = torch.linalg.solve(x.T @ x / 0.4 + torch.eye(500) / 40, x.T @ y / 0.4)
-    make = lambda lr, momentum: bc.sghmc(lr, momentum, temperature=1 / 40)  # noqa: E731
-    found = bc.suggest_chain(make, ridge, mode, (x, y))
-    alone = bc.suggest_chain(make, ridge, mode, (x, y), batch_sizes=[40])
+    return lambda lr, momentum: bc.sghmc(lr, momentum, temperature=1 / 40), ridge, mode, (x, y)
+
+
+def test_minibatches_that_run_away_from_an_interpolating_mode_do_not_slow_full_batches_down():
+    """At the mode of more features than rows no batch has noise, so that a first pilot with minibatches runs away. Full batches
+    keep the rate that they get where they are asked for alone, and are ranked first."""
+    make, ridge, mode, data = interpolating()
+    found = bc.suggest_chain(make, ridge, mode, data)
+    alone = bc.suggest_chain(make, ridge, mode, data, batch_sizes=[40])
     assert found.diverged >= 1 and found.best.order == "full"
     assert 0.5 * alone.lr < found.lr < 2 * alone.lr
     assert "ran away" in str(found)
 
 
 def test_suggesting_stays_within_a_tenth_of_the_run_where_pilots_run_away():
-    g = torch.Generator().manual_seed(1)
-    x = torch.randn(40, 500, generator=g)
-    y = x[:, :5].sum(1) + 0.1 * torch.randn(40, generator=g)
-
-    def ridge(w, batch):
-        return (batch[0] @ w - batch[1]).square().mean() / (2 * 0.01) + w.square().sum() / 80
-
-    mode = torch.linalg.solve(x.T @ x / 0.4 + torch.eye(500) / 40, x.T @ y / 0.4)
-    make = lambda lr, momentum: bc.sghmc(lr, momentum, temperature=1 / 40)  # noqa: E731
-    found = bc.suggest_chain(make, ridge, mode, (x, y), epochs=2000)
+    make, ridge, mode, data = interpolating()
+    found = bc.suggest_chain(make, ridge, mode, data, epochs=2000)
     assert found.diverged >= 1 and found.passes <= 200
 
 
