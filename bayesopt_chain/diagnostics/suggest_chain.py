@@ -7,7 +7,8 @@ known for a chain on a quadratic loss (:mod:`bayesopt_chain.diagnostics._directi
 gradient noise, is measured where the chain goes:
 
     at ``params``    curvature and noise, a first ranking
-    a pilot run      of the best setting, at a tenth of its stability limit at most; one that runs away halves that share
+    a pilot run      of the best setting, at a tenth of its stability limit at most; after one that runs away comes one with
+                     full batches, and from then on each halves that share
     at its end       curvature and noise again, and a second pilot; the largest curvature and the worst heat of all places count
 
 Effective draws are those of ``theta^2`` in the slower of two directions: one of the curvature that most parameters have
@@ -242,7 +243,8 @@ def suggest_chain(
         temperatures: to choose from by the held-out rows, times that of the chain, in (0, 1]. One below 1 is a cold posterior:
             another model than the loss says, to be reported as such.
         tolerance: by how much the batches may widen the variance of any direction, mean over an epoch; 0.05 is 5 %.
-        margin: share of the stability limit that the rate may take at most; halved whenever a pilot runs away.
+        margin: share of the stability limit that the rate may take at most, with minibatches and with full batches; pilots
+            that run away halve their own, but for a first one with minibatches, after which full batches are tried.
         rank_by: most effective draws an ``"epoch"`` or a ``"second"`` first; seconds differ from run to run.
         rank: how many directions to look at, of the noise and of the curvature each.
         seed: of the pilots and of the batches.

@@ -85,20 +85,20 @@ def suggest_lr(
         steps_per_epoch: ``K = N / b``; default: that of the ``epochs``, and the number of batches for another iterable.
         state: the state of the chain, where a preconditioner learns.
         epochs: how many passes over the data the run may take; a tenth of them at most goes into suggesting. Default: no limit.
-        margin: share of the stability limit that the rate may take at most; halved whenever a pilot runs away.
+        margin: share of the stability limit that the rate may take at most, with minibatches and with full batches; pilots
+            that run away halve their own, but for a first one with minibatches, after which full batches are tried.
         rank: number of directions looked at, of the noise and of the curvature each.
         max_batches: of an iterable, use at most so many.
         seed: of the pilots and of the batches.
 
     Returns:
         :class:`~bayesopt_chain.diagnostics.ChainSuggestion` with one setting; ``.lr`` is the rate, ``print`` says
-        what limits it
-        and what would buy more.
+        what limits it and what would buy more.
 
     Raises:
         TypeError: a class whose chain is not known.
-        ValueError: a chain without noise, or one that is not linear; a loss without positive curvature here; chains that run
-            away at every rate; a tolerance that is not positive.
+        ValueError: a chain without noise, or one that is not linear; a loss that is a sum over the batch; a loss without
+            positive curvature here; chains that run away at every rate; a tolerance that is not positive.
 
     Example:
         >>> import torch, bayesopt_chain as bc

@@ -281,50 +281,46 @@ def test_a_gradient_that_does_not_change_is_no_clip():
 # its time
 
 
-def test_guards_of_a_thread_have_one_share(monkeypatch):
+class Clock:
+    """A clock of which each look takes a microsecond; tests add what else takes time to ``now``."""
+
     now = 0.0
 
-    def clock():
-        nonlocal now
-        now += 1e-6
-        return now
+    def __call__(self):
+        self.now += 1e-6
+        return self.now
 
+
+def test_guards_of_a_thread_have_one_share(monkeypatch):
+    clock = Clock()
     monkeypatch.setattr(heat_guard.time, "thread_time", clock)
     guards = [bc.diagnostics.HeatGuard() for _ in range(10)]
 
     def leaves():
-        nonlocal now
-        now += 2e-4
+        clock.now += 2e-4
         return [Leaf(torch.ones(10), torch.ones(10), 1.0, 1.0, 0.9, number=0)]
 
     for _ in range(8000):
-        now += 2e-3
+        clock.now += 2e-3
         for guard in guards:
             guard.look(leaves, 0.1)
-    assert 0 < sum(guard._spent for guard in guards) <= 4 / 3 * 0.015 * now
+    assert 0 < sum(guard._spent for guard in guards) <= 4 / 3 * 0.015 * clock.now
     assert sum(len(guard.readings) for guard in guards) > 1
 
 
 def test_a_window_that_is_dearer_than_foreseen_is_given_up(monkeypatch):
-    now = 0.0
-
-    def clock():
-        nonlocal now
-        now += 1e-6
-        return now
-
+    clock = Clock()
     monkeypatch.setattr(heat_guard.time, "thread_time", clock)
     guard = bc.diagnostics.HeatGuard()
 
     def leaves():
-        nonlocal now
-        now += 5e-3  # 40 times what was guessed
+        clock.now += 5e-3  # 40 times what was guessed
         return [Leaf(torch.ones(10), torch.ones(10), 1.0, 1.0, 0.9, number=0)]
 
     for _ in range(3000):
-        now += 1e-3
+        clock.now += 1e-3
         guard.look(leaves, 0.1)
-        assert guard._spent <= 4 / 3 * 0.015 * now + 2 * 5e-3
+        assert guard._spent <= 4 / 3 * 0.015 * clock.now + 2 * 5e-3
     assert not guard.readings and guard._cost > 0.1
 
 
