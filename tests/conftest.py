@@ -10,11 +10,6 @@ settings.register_profile(
 settings.load_profile("tests")
 
 
-@pytest.fixture(autouse=True)
-def _fixed_seed():
-    torch.manual_seed(0)
-
-
 def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
         for item in items:
