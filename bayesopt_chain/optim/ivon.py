@@ -2,12 +2,16 @@ r"""IVON as a ``torch.optim.Optimizer``: a diagonal Gaussian posterior at the co
 
 The method is algorithm 1 of Shen et al. (2024), "Variational learning is effective for large deep networks"
 (https://arxiv.org/abs/2402.17641), with ``lambda = 1 / T``. The gradient ``g`` of the mean loss per datum is taken at the draw
-``theta = m + sigma eps`` with ``sigma^2 = T / (h + delta)`` and ``eps`` standard normal. At step ``t``, with the initial
-Hessian ``h_0``,
+``theta = m + sigma eps`` with ``sigma^2 = T / (h + delta)`` and ``eps`` standard normal. At the update ``t`` of a parameter,
+with the initial Hessian ``h_0``,
 
     v <- beta1 v + (1 - beta1) g                          v-bar = v / (1 - beta1^t)
     h <- beta2 h + (1 - beta2) h-hat + (1 - beta2)^2 (h - h-hat)^2 / (2 (h + delta)),          h-hat = g eps / sigma
     m <- m - lr (h_0 + delta) (v-bar + delta m) / (h + delta)
+
+A step updates the parameters that have a gradient, and ``t`` counts the updates of each by itself. A parameter that is frozen
+(``requires_grad`` is ``False``) before its first update is a constant: its posterior is the point ``m``, with ``sigma = 0``. If
+it is frozen later, it keeps the posterior that it has learned, and is drawn from it.
 
 All operations are elementwise, and ``eps`` is a function of (key, leaf, element, step). A rank that holds some elements of a
 DTensor (``fully_shard``, tensor parallelism) therefore updates these without messages to other ranks.
@@ -59,8 +63,8 @@ class IVON(OnRanks, torch.optim.Optimizer):
         generator: source of the key of the draws (default: torch's global generator). On several ranks each needs
             ``bc.distributed.generator(seed)``.
 
-    The state of a parameter is two tensors of its shape and layout, ``momentum`` (``v``) and ``hessian`` (``h``). Inside of
-    :meth:`sampled` a copy of the means is kept too.
+    The state of a parameter is two tensors of its shape and layout, ``momentum`` (``v``) and ``hessian`` (``h``), and ``step``,
+    the number of its updates. Inside of :meth:`sampled` a copy of the means is kept too.
 
     Raises:
         TypeError: an argument of a wrong type.
@@ -146,11 +150,14 @@ class IVON(OnRanks, torch.optim.Optimizer):
             self.state[p] = {
                 "momentum": torch.zeros_like(p, requires_grad=False),
                 "hessian": torch.full_like(p, group["init_hessian"], requires_grad=False),
+                "step": torch.tensor(0.0),
             }
 
     @contextmanager
     def sampled(self, draw: int | None = None) -> Iterator[None]:
         """Replace the parameters by a draw from the posterior inside of a ``with`` block, and restore the means at its end.
+
+        Parameters that were frozen before their first update are constants, and stay as they are.
 
         Args:
             draw: the number of a draw for predictions, counted from 0. The same number gives the same ``eps`` at any time.
@@ -177,6 +184,8 @@ class IVON(OnRanks, torch.optim.Optimizer):
         try:
             with torch.no_grad():
                 for group, p, number in self._leaves():
+                    if _is_constant(p, self.state[p]):
+                        continue
                     x, h = _local(p.detach()), _local(self.state[p]["hessian"])
                     self._means.append((x, x.clone()))
                     count = group["noise_count"] if draw is None else _POSTERIOR + draw
@@ -238,20 +247,23 @@ class IVON(OnRanks, torch.optim.Optimizer):
 
     def _move(self, group: dict[str, Any], p: Any, number: int) -> None:
         """Update ``v``, ``h`` and ``m`` of one leaf in place, by the equations of the module."""
-        m, g = _local(p.detach()), _gradient(p)
-        v, h = (_local(self.state[p][name]) for name in ("momentum", "hessian"))
+        m, g, state = _local(p.detach()), _gradient(p), self.state[p]
+        v, h = (_local(state[name]) for name in ("momentum", "hessian"))
+        state["step"] += 1
         (beta1, beta2), delta, lr = group["betas"], group["weight_decay"], float(group["lr"])
         v.mul_(beta1).add_(g, alpha=1.0 - beta1)
         # h - h-hat; the same eps as in the draw at which g was taken
         gap = h - g * _eps(group, p, m, number, group["noise_count"]) / _sigma(group, h)
         rho = 1.0 - beta2
         h.add_(0.5 * rho**2 * gap.square() / (h + delta) - rho * gap)
-        force = v / (1.0 - beta1 ** (group["noise_count"] + 1)) + delta * m
+        force = v / (1.0 - beta1 ** int(state["step"])) + delta * m
         scale = group["init_hessian"] + delta if group["rescale_lr"] else 1.0
         m.add_((force / (h + delta)).clamp_(-group["clip_radius"], group["clip_radius"]), alpha=-lr * scale)
 
     def variances(self) -> dict[str, Tensor]:
-        """Return the variance of every element of the parameters, ``sigma^2 = T / (h + delta)``.
+        """Return the variance of every element of the parameters, ``sigma^2 = T / (h + delta)``; 0 for constants.
+
+        Parameters that were frozen before their first update are constants.
 
         Returns:
             By name, or by index if parameters have no names, tensors with the shapes and the layout of the parameters.
@@ -264,7 +276,10 @@ class IVON(OnRanks, torch.optim.Optimizer):
         """
         params = [(group, p) for group in self.param_groups for p in group["params"]]
         with torch.no_grad():
-            values = [g["temperature"] / (self.state[p]["hessian"] + g["weight_decay"]) for g, p in params]
+            values = [
+                torch.zeros_like(p) if _is_constant(p, self.state[p]) else _sigma(g, self.state[p]["hessian"]).square()
+                for g, p in params
+            ]
         return dict(zip(self._names(), values))
 
     def _leaves(self) -> Iterator[tuple[dict[str, Any], Any, int]]:
@@ -308,6 +323,11 @@ def _gradient(p: Any) -> Tensor:
             "bc.optim.IVON: a parameter is a DTensor, its gradient a plain tensor; make it by loss.backward()"
         )
     return local_of(g if g.placements == p.placements else g.redistribute(p.device_mesh, p.placements))
+
+
+def _is_constant(p: Tensor, state: dict[str, Any]) -> bool:
+    """Return whether a parameter was frozen before its first update, so that nothing is known of its variance."""
+    return not p.requires_grad and int(state["step"]) == 0
 
 
 def _sigma(group: dict[str, Any], h: Tensor) -> Tensor:

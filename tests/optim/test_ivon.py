@@ -97,3 +97,55 @@ def test_a_saved_state_goes_on_bit_for_bit():
 def test_numbers_out_of_range_are_refused(settings, words):
     with pytest.raises(ValueError, match=words):
         made([torch.zeros(2, requires_grad=True)], **settings)
+
+
+def test_an_update_of_a_parameter_is_corrected_by_the_count_of_its_own():
+    """A parameter whose gradients begin at the sixth step moves as one whose steps begin there, at the same draws."""
+    theta, late = (torch.zeros(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    optimizer = made([theta, late], betas=(0.9, 0.99))
+    for _ in range(5):
+        step(optimizer, theta)
+    assert torch.equal(late, torch.zeros(3)) and optimizer.state[late]["step"] == 0
+
+    m, h, v = torch.zeros(3).double(), torch.ones(3).double(), torch.zeros(3).double()
+    for t in range(1, 6):
+        point = step(optimizer, late)
+        g, sigma2 = K * (point - 1.0), 0.01 / h
+        estimate = g * (point - m) / sigma2
+        v = 0.9 * v + 0.1 * g
+        h = 0.99 * h + 0.01 * estimate + 0.5 * 0.01**2 * (h - estimate).square() / h
+        m = m - 0.1 * v / (1 - 0.9**t) / h
+        torch.testing.assert_close(late.detach(), m, rtol=0, atol=1e-12)
+
+
+def test_what_is_frozen_before_its_first_update_is_a_constant_and_begins_when_it_is_released():
+    body, head = torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)
+    body.requires_grad_(False)
+    optimizer = made([("body", body), ("head", head)])
+    for draw in (None, 0):
+        with optimizer.sampled(draw=draw):
+            assert torch.equal(body, torch.ones(4)) and not torch.equal(head, torch.ones(4))
+            if draw is None:
+                (body * head).square().sum().backward()
+    optimizer.step()
+    assert torch.equal(optimizer.variances()["body"], torch.zeros(4)) and optimizer.variances()["head"].gt(0).all()
+
+    body.requires_grad_(True)
+    with optimizer.sampled():
+        assert not torch.equal(body, torch.ones(4))
+        (body * head).square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(body, torch.ones(4)) and optimizer.variances()["body"].gt(0).all()
+
+
+def test_what_is_frozen_after_updates_keeps_its_posterior():
+    """So do all parameters of a model that is switched to inference by ``requires_grad_(False)``."""
+    theta = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    optimizer = made([theta])
+    step(optimizer, theta)
+    variances, mean = optimizer.variances()["0"], theta.detach().clone()
+    theta.requires_grad_(False)
+    assert torch.equal(optimizer.variances()["0"], variances)
+    with optimizer.sampled(draw=0):
+        assert not torch.equal(theta, mean)
+    assert torch.equal(theta, mean)
