@@ -479,8 +479,8 @@ CALLS = {
     "fit_laplace": (
         lambda **k: bc.fit_laplace(**k) and None,
         lambda: {"module_or_forward": MODEL, "likelihood": LIKELIHOOD, "loader": PAIRS, "params": None, "structure": "diagonal",
-                 "subset": "last_layer", "tune": None, "tune_noise": True, "prior_precision": 1.0, "validation": None,
-                 "inputs": None},
+                 "subset": "last_layer", "tune": None, "tune_noise": True, "prior_precision": 1.0, "prior_structure": None,
+                 "validation": None, "inputs": None},
     ),
     "FittedLaplace.predict": (
         lambda **k: fitted().predict(**k), lambda: {"data": DATA, "method": "probit", "samples": 3, "generator": None}

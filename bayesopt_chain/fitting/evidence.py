@@ -13,6 +13,16 @@ it the parameters are taken for that maximum (MacKay, 1992).
 
 For Gaussian noise ``log p_s = -s R / 2 + m log(s) / 2 + const`` with the whitened residual sum of squares R and m target
 entries. A trial costs one pass over the eigenvalues of all groups.
+
+A scalar prior has one delta for all groups, and the derivative by it is the sum of the groups' derivatives,
+
+    2 d log Z / d delta = sum_g [ p_g / delta - |m_g|^2 - sum_i 1 / (s lambda_gi + delta) ],
+    m_gi = t_gi - (s g_gi + delta t_gi) / (s lambda_gi + delta),
+
+with i over all p_g eigenvalues, zeros included, and m the maximum of the expansion (t itself without the last sum of log Z). It
+vanishes where ``delta = sum_g gamma_g / sum_g |m_g|^2``, for ``gamma_g = sum_i s lambda_gi / (s lambda_gi + delta)`` the number
+of well determined parameters of a group (MacKay, 1992): numerator and denominator are summed over the groups, where a prior of
+one delta for each tensor has the ratio of each.
 """
 
 from __future__ import annotations
@@ -28,6 +38,9 @@ from torch import Tensor
 from bayesopt_chain.posterior.tuning import tune_by_evidence
 from bayesopt_chain.precision import Block, Dense, Diagonal, Eigenbasis, Kronecker, Precision, Root
 from bayesopt_chain.trees import Tree, common_dtype, flatten, gram, project, size
+
+SCALAR, LAYERWISE = "scalar", "layerwise"  # structures of a prior
+WHOLE = ("dense", "root")  # structures of a posterior with one basis for all leaves
 
 LOWEST, HIGHEST = 1e-10, 1e10  # of hyperparameters: an evidence may rise towards 0 or infinity without end
 
@@ -138,6 +151,17 @@ class Tuned(NamedTuple):
     log_evidence: Tensor
 
 
+def require_prior_structure(name: str, prior_structure: str | None, structure: str) -> None:
+    """Refuse an unknown structure of a prior, or one that the posterior's structure has no evidence for."""
+    if prior_structure not in (SCALAR, LAYERWISE, None):
+        raise ValueError(f"{name}: prior_structure={prior_structure!r}: pass 'scalar', 'layerwise' or None")
+    if prior_structure == LAYERWISE and structure in WHOLE:
+        raise ValueError(
+            f"{name}: prior_structure='layerwise' with structure={structure!r}, whose basis mixes the layers: it has one "
+            "precision for all parameters: pass 'scalar', or structure 'kronecker', 'diagonal' or 'block'"
+        )
+
+
 def tune_prior_and_noise(
     precision: Precision,
     params: Tree,
@@ -146,8 +170,9 @@ def tune_prior_and_noise(
     residual: Residual | None = None,
     gradient: Tree | None = None,
     start: float = 1.0,
+    prior_structure: str | None = None,
 ) -> Tuned:
-    """Maximise the evidence over the prior precision (one a leaf, where the structure can) and the Gaussian noise.
+    """Maximise the evidence over the prior precision and the Gaussian noise.
 
     Args:
         precision: the data part: the sum of the increments, without a prior.
@@ -157,6 +182,7 @@ def tune_prior_and_noise(
         gradient: of the summed negative log-likelihood at ``params``: the maximum a posteriori is then solved for again at
             every trial. ``None`` takes ``params`` for it.
         start: the first prior precision.
+        prior_structure: "scalar" has one precision for all leaves; otherwise there is one for each group of ``spectra``.
 
     Returns:
         The hyperparameters, between 1e-10 and 1e10, and the log evidence. Towards infinity the evidence may rise without end,
@@ -171,17 +197,21 @@ def tune_prior_and_noise(
             f"tune='evidence': a precision of class {type(precision).__name__} has no basis in which data and prior are both "
             "diagonal: use structure 'kronecker', 'dense', 'root', 'diagonal' or 'block', or tune='validation'"
         )
-    evidence = _evidence(groups, params, log_likelihood, residual, gradient)
+    of_groups = _evidence(groups, params, log_likelihood, residual, gradient)
     device = groups[0].values.device
-    first: dict[str, Tensor] = {
-        "prior": torch.full((len(groups),), float(start), dtype=torch.float64, device=device),
-    }
+    count = 1 if prior_structure == SCALAR else len(groups)
+
+    def evidence(h: Any) -> Tensor:
+        return of_groups({**h, "prior": h["prior"].expand(len(groups))})
+
+    first: dict[str, Tensor] = {"prior": torch.full((count,), float(start), dtype=torch.float64, device=device)}
     if residual is not None:
         variance = (residual.squares / residual.entries).to(torch.float64)
         first["scale"] = 1 / variance.clamp(torch.finfo(torch.float32).eps, 0.1 * HIGHEST)
     best = tune_by_evidence(evidence, first)
     leaves, structure = optree.tree_flatten(params)
-    by_leaf = {i: best["prior"][n].to(leaves[i].dtype) for n, group in enumerate(groups) for i in group.leaves}
+    each = best["prior"].expand(len(groups))
+    by_leaf = {i: each[n].to(leaves[i].dtype) for n, group in enumerate(groups) for i in group.leaves}
     prior = optree.tree_unflatten(structure, [by_leaf[i] for i in range(len(leaves))])
     scale = best.get("scale", torch.ones((), dtype=torch.float64, device=device))
     return Tuned(prior, scale, evidence(best))

@@ -26,7 +26,7 @@ from bayesopt_chain import checks, kinds
 from bayesopt_chain.curvature import STRUCTURES
 from bayesopt_chain.curvature._plan import part
 from bayesopt_chain.fitting.batches import peeked
-from bayesopt_chain.fitting.evidence import Residual, tune_prior_and_noise
+from bayesopt_chain.fitting.evidence import Residual, require_prior_structure, tune_prior_and_noise
 from bayesopt_chain.fitting.model import ESTIMATORS, How, Model, Pass, both, make_model
 from bayesopt_chain.fitting.predictions import Method, Outputs, Prediction, batches_of, joined, method_for, predicted
 from bayesopt_chain.fitting.subnetwork import Subnetwork
@@ -379,6 +379,7 @@ SUBSET = kinds.Kind(
     tune=kinds.TEXT.or_none(),
     tune_noise=kinds.BOOL,
     prior_precision=kinds.ANY,
+    prior_structure=kinds.TEXT.or_none(),
     validation=kinds.BATCHES,
     inputs=kinds.INPUTS,
     outputs=kinds.INPUTS,
@@ -396,6 +397,7 @@ def fit_laplace(
     tune: Literal["evidence", "validation"] | None = "evidence",
     tune_noise: bool = True,
     prior_precision: Any = 1.0,
+    prior_structure: Literal["scalar", "layerwise"] | None = None,
     validation: Iterable | None = None,
     inputs: str | Callable[[Any], Any] | None = None,
     outputs: str | Callable[[Any], Any] | None = None,
@@ -418,15 +420,17 @@ def fit_laplace(
             last: a head, or several heads whose outputs are put together), "all", or names, a function of a name, or a tree of
             booleans as for :func:`bayesopt_chain.curvature.subset`; or single entries by
             :func:`bayesopt_chain.fitting.subnetwork`. A parameter named ``all`` or ``last_layer`` is chosen by ``["all"]``.
-        tune: "evidence" (default) maximises the evidence over the prior precision, one for each kept parameter tensor where the
-            structure has a basis of its own for each, and the Gaussian noise; "validation" takes the prior precision of
-            ``10^-4 ... 10^4`` whose predictions of ``validation`` are best; ``None`` keeps ``prior_precision``.
+        tune: "evidence" (default) maximises the evidence over the prior precision and the Gaussian noise; "validation" takes
+            the prior precision of ``10^-4 ... 10^4`` whose predictions of ``validation`` are best; ``None`` keeps
+            ``prior_precision``.
         tune_noise: whether the evidence tunes Gaussian noise too. Default True. With many uncertain layers the evidence is only
             as good as the structure: on a network of 2,701 parameters with noise of variance 4e-4 (three seeds) "root" over
             all layers found 3.1e-4 to 4.8e-4 and the last layer, in any structure, 2.8e-4 to 4.3e-4, but "kronecker" over all
             layers 2.0e-3 to 2.4e-3 and "diagonal" 3. Take the variance from one of the first two and keep it with False.
         prior_precision: of a zero-mean Gaussian prior, per parameter: a positive number, or a tree for ``tune=None``. Where
             tuning by the evidence starts.
+        prior_structure: for ``tune="evidence"``: "scalar" has one precision for all kept parameters, "layerwise" one for each
+            tensor. Default: "scalar" where the structure is "dense" or "root", "layerwise" for the others.
         validation: an iterable of batches, for ``tune="validation"``, read once.
         inputs: from a batch ``(inputs, targets)`` to what a module is called with, as for
             :func:`bayesopt_chain.make_functional`. Default: the inputs; of a mapping all but its labels.
@@ -477,6 +481,11 @@ def fit_laplace(
         isinstance(prior_precision, (int, float)) and math.isfinite(prior_precision) and prior_precision > 0
     ):
         raise ValueError(f"fit_laplace: prior_precision must be a positive, finite number, got {prior_precision!r}")
+    require_prior_structure("fit_laplace", prior_structure, structure)
+    if prior_structure is not None and tune != "evidence":
+        raise ValueError(
+            f"fit_laplace: prior_structure={prior_structure!r} is for tune='evidence': leave it out with tune={tune!r}"
+        )
     batches = peeked(loader)
     if curvature not in ESTIMATORS:
         raise ValueError(f"fit_laplace: curvature={curvature!r}: pass one of {', '.join(map(repr, ESTIMATORS))}")
@@ -525,6 +534,7 @@ def fit_laplace(
         residual=residual,
         gradient=seen.gradient,
         start=float(prior_precision),
+        prior_structure=prior_structure,
     )
     fitted = at(model, seen, best.prior_precision, best.likelihood_scale)
     _warn_where_worse(fitted, first)

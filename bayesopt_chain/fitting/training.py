@@ -3,11 +3,11 @@
     theta    epochs of any optimizer on    L(theta) = mean nll + sum_l delta_l |theta_l - mu_l|^2 / (2 N s)
     h        log Z(delta, s) at theta is maximised (``evidence.py``); log delta and log s move towards it by at most 1
 
-for N data, a prior of mean mu (0 by default) and one precision delta a parameter tensor, and Gaussian noise of variance
-``variance / s`` (s = 1 for other likelihoods). L is the negative log joint over N s, so that a learning rate keeps its meaning
-as the noise is found. The bound on the step keeps a poor first fit from choosing a prior that it never leaves. Kept are the
-parameters with the highest evidence (Immer et al., 2021, "Scalable marginal likelihood estimation for model selection in deep
-learning", algorithm 1).
+for N data, a prior of mean mu (0 by default) with one precision delta for each parameter tensor or one for all, and Gaussian
+noise of variance ``variance / s`` (s = 1 for other likelihoods). L is the negative log joint over N s, so that a learning rate
+keeps its meaning as the noise is found. The bound on the step keeps a poor first fit from choosing a prior that it never
+leaves. Kept are the parameters with the highest evidence (Immer et al., 2021, "Scalable marginal likelihood estimation for
+model selection in deep learning", algorithm 1).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import optree
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from bayesopt_chain.curvature import STRUCTURES
 from bayesopt_chain.fitting.batches import as_pair, logits_of, peeked, with_progress
 from bayesopt_chain.fitting.cache import CachedFeatures, cache_features
-from bayesopt_chain.fitting.evidence import Residual, tune_prior_and_noise
+from bayesopt_chain.fitting.evidence import Residual, require_prior_structure, tune_prior_and_noise
 from bayesopt_chain.fitting.laplace import FittedLaplace, at
 from bayesopt_chain.fitting.model import How, Model, make_model
 from bayesopt_chain.likelihoods import Likelihood
@@ -73,11 +73,12 @@ def train_by_evidence(
     subset: str | Sequence[str] | Callable[[str], bool] = "all",
     prior_precision: float = 1.0,
     prior_mean: Any = 0.0,
+    prior_structure: Literal["scalar", "layerwise"] | None = None,
     tune_noise: bool = True,
     progress: bool = False,
     **options: Any,
 ) -> EvidenceTraining:
-    """Train a module while the evidence chooses the prior precision of every layer and the noise; no validation set.
+    """Train a module while the evidence chooses the prior's precision and the noise; no validation set.
 
     Args:
         module: trained in place, in the modes that its layers have (``module.train()`` before, for dropout and batch norm); it
@@ -88,14 +89,15 @@ def train_by_evidence(
         epochs: how many. Default 300.
         every: epochs between estimates of the evidence. Default 5.
         burn_in: epochs before the first one. Default 0.
-        structure: of the posterior, as for :func:`bayesopt_chain.fit_laplace`; not "low_rank". "dense" and "root" find one
-            precision for all parameters, the others one for each parameter tensor.
+        structure: of the posterior, as for :func:`bayesopt_chain.fit_laplace`; not "low_rank".
         subset: which parameters are trained and uncertain, as there. Default "all". With "last_layer" the features of a
             linear last layer are computed once, and the layer alone is trained.
         prior_precision: where it starts, positive. Default 1.
         prior_mean: of the Gaussian prior: a number, or a tree like the kept parameters, which is copied. Default 0. The initial
             weights, ``dict(module.named_parameters())``, are worth trying with a few dozen data: those of a wide layer,
             which so few data leave where they are, count as evidence for a wide prior around 0.
+        prior_structure: "scalar" has one precision for all parameters, "layerwise" one for each parameter tensor. Default:
+            "scalar" where the structure is "dense" or "root", which have no evidence for another, "layerwise" for the others.
         tune_noise: whether the evidence chooses Gaussian noise too. Default True; :func:`bayesopt_chain.fit_laplace` says
             which structures judge it well.
         progress: show a progress bar (needs tqdm).
@@ -121,6 +123,7 @@ def train_by_evidence(
         True
     """
     _require(module, loader, epochs, every, burn_in, structure, prior_precision)
+    require_prior_structure("train_by_evidence", prior_structure, structure)
     prior_mean = optree.tree_map(lambda m: m.detach().clone() if isinstance(m, Tensor) else m, prior_mean)
     modes = {layer: layer.training for layer in module.modules()}
     module.eval()
@@ -153,7 +156,7 @@ def train_by_evidence(
             continue
         module.eval()
         now = replace(model, params={name: p.detach().clone() for name, p in chosen.items()})
-        fitted, hyper = _estimated(now, data, hyper, tune_noise)
+        fitted, hyper = _estimated(now, data, hyper, tune_noise, prior_structure)
         evidences.append(fitted.log_evidence.item())
         if best is None or fitted.log_evidence > best[0].log_evidence:
             best = fitted, {name: b.detach().clone() for name, b in module.named_buffers()}
@@ -235,7 +238,9 @@ def _called(module: nn.Module, batch: Any) -> Tensor:
     return logits_of(module(*arguments, **keywords))
 
 
-def _estimated(model: Model, data: Iterable, hyper: Hyper, tune_noise: bool) -> tuple[FittedLaplace, Hyper]:
+def _estimated(
+    model: Model, data: Iterable, hyper: Hyper, tune_noise: bool, prior_structure: str | None
+) -> tuple[FittedLaplace, Hyper]:
     """The fit at the parameters, its prior and noise moved towards the best."""
     seen = model.run_over(data)
     require_finite(seen.precision.diag(), "train_by_evidence: the curvature")
@@ -246,6 +251,7 @@ def _estimated(model: Model, data: Iterable, hyper: Hyper, tune_noise: bool) -> 
         seen.log_likelihood,
         residual=Residual(seen.squares, seen.entries) if has_scale and tune_noise else None,
         gradient=seen.gradient,
+        prior_structure=prior_structure,
     )
     prior = {name: moved(hyper.prior[name], best.prior_precision[name]) for name in hyper.prior}
     hyper = Hyper(prior, moved(hyper.scale, best.likelihood_scale))

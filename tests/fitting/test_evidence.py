@@ -95,6 +95,67 @@ def test_with_the_maximum_solved_for_the_evidence_is_the_gaussian_processes_wher
         torch.testing.assert_close(best.log_evidence, gp(*leaves).detach(), rtol=1e-8, atol=1e-8)
 
 
+def expanded(structure, likelihood, targets):
+    """A random place of the network: its curvature, the summed log-likelihood and the gradient of its negative there."""
+    x = torch.randn(N, 3)
+    params, batch = start(), (x, targets(x))
+    total = bc.curvature.ggn(network, likelihood, structure)(params, batch)
+    nll = lambda p: likelihood.nll(network(p, batch), batch[1]).sum()  # noqa: E731
+    return params, total, -nll(params), torch.func.grad(nll)(params), batch
+
+
+@pytest.mark.parametrize("solved", [False, True], ids=["at the parameters", "at the maximum of the joint"])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_scalar_prior_is_the_best_of_a_grid_and_its_fixed_point(structure, solved):
+    """delta = sum_g gamma_g / sum_g |m_g|^2 from the groups' eigenvalues, to 1e-7; of a grid from a hundredth to a
+    hundred times as much it has the most evidence."""
+    params, total, log_likelihood, gradient, _ = expanded(
+        structure, bc.likelihoods.categorical(), lambda x: (x.sum(1) > 0).long()
+    )
+    best = tune_prior_and_noise(
+        total, params, log_likelihood, gradient=gradient if solved else None, prior_structure="scalar"
+    )
+    leaves = optree.tree_leaves(best.prior_precision)
+    assert len({leaf.item() for leaf in leaves}) == 1
+    delta, groups = leaves[0], spectra(total)
+    evidence = _evidence(groups, params, log_likelihood, None, gradient if solved else None)
+    grid = delta * torch.logspace(-2, 2, 401, dtype=torch.float64)
+    values = torch.stack([evidence({"prior": d.expand(len(groups))}) for d in grid])
+    assert values.max() <= best.log_evidence + 1e-9 and values.argmax() == 200
+
+    determined = squares = 0.0
+    for group in groups:
+        mine = [optree.tree_leaves(params)[i] for i in group.leaves]
+        slopes = [optree.tree_leaves(gradient)[i] for i in group.leaves]
+        determined += (group.values / (group.values + delta)).sum()
+        t, g = group.coordinates(mine), group.coordinates(slopes)
+        # across the eigenvectors the data say nothing, and the maximum is at -gradient / delta
+        across = sum(x.square().sum() for x in slopes) - g.square().sum()
+        m = t - (g + delta * t) / (group.values + delta)
+        squares += m.square().sum() + across / delta**2 if solved else sum(x.square().sum() for x in mine)
+    torch.testing.assert_close(delta, determined / squares, rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_scalar_prior_and_the_noise_are_the_stationary_point_of_the_posteriors_own_evidence(structure):
+    """By autograd through ``laplace.log_evidence``, whose derivatives by log delta and log s vanish there, to 1e-6; a layerwise
+    prior has at least as much evidence."""
+    likelihood = bc.likelihoods.gaussian(0.7)
+    params, total, log_likelihood, _, batch = expanded(structure, likelihood, lambda x: 2 * x[:, :2])
+    residual = Residual(((network(params, batch) - batch[1]).square() / 0.7).sum(), torch.tensor(2.0 * N))
+    best = tune_prior_and_noise(total, params, log_likelihood, residual=residual, prior_structure="scalar")
+    tx, state = accumulated(params, batch, structure, likelihood)
+    logs = [torch.log(x).detach().requires_grad_() for x in (best.prior_precision["w"], best.likelihood_scale)]
+    prior, scale = (x.exp() for x in logs)
+    joint = log_likelihood + residual.gain(scale)
+    value = tx.log_evidence(state, params, joint, prior_precision=prior, likelihood_scale=scale)
+    assert max(slope.abs() for slope in torch.autograd.grad(value, logs)) < 1e-6
+    torch.testing.assert_close(value.detach(), best.log_evidence, rtol=1e-9, atol=1e-9)
+    freer = tune_prior_and_noise(total, params, log_likelihood, residual=residual)
+    assert freer.log_evidence >= best.log_evidence - 1e-9
+    assert structure not in ("dense", "root") or torch.equal(freer.log_evidence, best.log_evidence)
+
+
 def test_degenerate_eigenvalues_give_finite_gradients():
     """Repeated and zero eigenvalues (dead inputs): the gradient by the noise's scale is that of the formula."""
     params = {"w": torch.ones(4, 3)}

@@ -201,6 +201,8 @@ def test_bad_arguments_are_refused_by_name():
         ({"burn_in": -1}, "burn_in=-1: pass at least 0"),
         ({"structure": "low_rank"}, "structure='low_rank': pass one of dense"),
         ({"prior_precision": 0.0}, "prior_precision=0.0: pass a positive"),
+        ({"prior_structure": "one"}, "prior_structure='one': pass 'scalar', 'layerwise' or None"),
+        ({"prior_structure": "layerwise", "structure": "root"}, "'layerwise' with structure='root'.*pass 'scalar'"),
         ({"optimizer": lambda p: torch.optim.SGD(p, 0.1, weight_decay=0.1)}, "the optimizer has weight decay"),
         ({"optimizer": lambda p: torch.optim.SGD(p, 1e9), "epochs": 50}, "lower the learning rate"),
     ):
@@ -218,7 +220,7 @@ def test_dense_and_root_find_one_precision_for_all_parameters_and_the_same_one()
     x = torch.randn(40, 3, generator=g, dtype=torch.float64)
     y = (2 * x[:, :1]).sin() + 0.3 * torch.randn(40, 1, generator=g, dtype=torch.float64)
     found = {}
-    for structure in ("dense", "root", "kronecker"):
+    for structure, prior in (("dense", None), ("root", None), ("kronecker", None), ("kronecker", "scalar")):
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double()
         training = train_by_evidence(
@@ -229,7 +231,31 @@ def test_dense_and_root_find_one_precision_for_all_parameters_and_the_same_one()
             epochs=40,
             every=10,
             structure=structure,
+            prior_structure=prior,
         )
-        found[structure] = {float(p) for p in training.fitted.prior_precision.values()}
-    assert len(found["dense"]) == len(found["root"]) == 1 and len(found["kronecker"]) == 4
-    assert found["dense"].pop() == pytest.approx(found["root"].pop(), rel=1e-6)
+        found[structure, prior] = {float(p) for p in training.fitted.prior_precision.values()}
+    assert [len(precisions) for precisions in found.values()] == [1, 1, 4, 1]
+    assert found["dense", None].pop() == pytest.approx(found["root", None].pop(), rel=1e-6)
+
+
+@pytest.mark.parametrize("structure", ["kronecker", "diagonal", "block"])
+def test_a_scalar_prior_of_training_is_that_of_the_fit_where_it_ends(structure):
+    """Of a last layer, whose evidence has settled: the same precision of all tensors, which ``fit_laplace`` finds at once."""
+    model, data = module(), [regression()]
+    options = {"subset": "last_layer", "structure": structure, "prior_structure": "scalar"}
+    training = train_by_evidence(model, bc.likelihoods.gaussian(), data, epochs=15, every=1, **options)
+    fitted = bc.fit_laplace(model, bc.likelihoods.gaussian(), data, **options)
+    found = [p for fit in (training.fitted, fitted) for p in fit.prior_precision.values()]
+    assert len(found) == 4 and found[0] == found[1] and found[2] == found[3]
+    torch.testing.assert_close(found[0], found[2], rtol=1e-3, atol=0)
+
+
+def test_the_prior_structure_of_a_fit_is_refused_by_name():
+    model, data, gaussian = module().eval(), [regression()], bc.likelihoods.gaussian()
+    for options, words in (
+        ({"prior_structure": "one"}, "fit_laplace: prior_structure='one': pass 'scalar', 'layerwise' or None"),
+        ({"prior_structure": "layerwise", "structure": "dense"}, "'layerwise' with structure='dense'.*pass 'scalar'"),
+        ({"prior_structure": "scalar", "tune": None}, "'scalar' is for tune='evidence'.*tune=None"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            bc.fit_laplace(model, gaussian, data, **options)
