@@ -430,6 +430,26 @@ def cost(leaves: int, width: int, rule: str, optimizers: int, work: int, rounds:
     }
 
 
+def first_warning(seed: int) -> dict[str, Any]:
+    """When an optimizer's own guard warns in a plain loop that is hot: a linear model of five inputs, batches of 32."""
+    source = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
+    x = torch.randn(1000, 5, generator=source)
+    y, model = x.sum(1) + torch.randn(1000, generator=source), nn.Linear(5, 1)
+    optimizer = bc.optim.SGHMC(model.parameters(), lr=0.1, temperature=1 / 1000)
+    began = time.thread_time()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(20_000):
+            rows = torch.randint(1000, (32,), generator=source)
+            optimizer.zero_grad()
+            ((model(x[rows])[:, 0] - y[rows]).square().mean() / 2).backward()
+            optimizer.step()
+            if caught:
+                return {"seed": seed, "steps": step + 1, "seconds": round(time.thread_time() - began, 2)}
+    return {"seed": seed, "steps": None, "seconds": round(time.thread_time() - began, 2)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.heat_guard", description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=2)
@@ -450,7 +470,10 @@ def main() -> None:
             rows.append(cost(*each))
             print(rows[-1], flush=True)
         out = args.out.with_name("heat_guard_cost.json")
-        out.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+        firsts = [first_warning(seed) for seed in range(5)]
+        print(firsts)
+        whole = {"environment": environment(), "rows": rows, "first warning": firsts}
+        out.write_text(json.dumps(whole, indent=1) + "\n")
         return
     wanted = [c for c in cases(args.seeds, args.first_seed) if c.kind in args.kinds]
     wanted = [c for c in wanted if not (args.without_trainers and c.feature in TRAINERS)]

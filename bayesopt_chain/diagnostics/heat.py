@@ -43,6 +43,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bayesopt_chain._torch import foreach_norm
+
 BUCKETS = 256
 CHUNK = 2**16  # elements that are signed at a time: what the signed copy needs stays in cache
 DEFERRED = 2**11  # elements of a model up to which a step stores them all
@@ -218,7 +220,8 @@ def _worst(
 ) -> tuple[float, float, float, list[float], float]:
     """``rho``, its standard error, the chain's own move, ``y`` of every fold, and the ringing.
 
-    Directions and Hessian come from all folds but one, and are judged on that one, in turn.
+    Directions and Hessian come from all folds but one, and are judged on that one, in turn. All folds are worked out in one
+    batch, in which a fold knows its rows by weights of 0 and 1: ``[folds, rows]``.
     """
     d, D = X.diff(dim=0), G.diff(dim=0)
     noise = torch.zeros_like(d)
@@ -227,57 +230,89 @@ def _worst(
     else:
         now, before = rates[1:-1, None], rates[:-2, None]
         noise[1:] = now / before * mu * d[:-1] - d[1:] - now * (first * G[1:-1] + (1 - mu - first) * G[:-2])
-    known = [d.roll(1, 0), d.roll(2, 0) if math.isnan(first) else noise]  # what knows nothing of n_t and n_{t+1}
+    # the instruments, which n_t and n_{t+1} do not touch
+    last, injected = d.roll(1, 0), d.roll(2, 0) if math.isnan(first) else noise
     cuts = [round(len(D) * i / FOLDS) for i in range(FOLDS + 1)]
-    rest, own, curvatures = list[Tensor](), list[Tensor](), list[float]()
-    for begin, end in pairwise(cuts):
-        parts = [part for part in (slice(2, max(begin - 1, 2)), slice(end + 1, len(D))) if part.stop - part.start > 6]
-        Q = _directions([D[part] for part in parts])
-        H = _hessian(*[torch.cat([x[part] @ Q for part in parts]) for x in (D, d, *known)])
-        q = _noisiest([D[part] @ Q - d[part] @ Q @ H.T for part in parts], 1)[:, 0]
-        move = d[begin:end] @ Q @ H.T @ q
-        rest.append(D[begin:end] @ Q @ q - move)
-        own.append(move * move / 2)
-        curvatures.append(float(q @ H @ q) * (1 - mu))
-    zero, one = torch.cat([r * r / 2 for r in rest]), torch.cat([-r[1:] * r[:-1] for r in rest])
+    weights, beside = _others(cuts)
+    Q, has = _directions(D, weights, beside)
+    Dq, dq = D @ Q, d @ Q  # [folds, rows, directions]
+    H = _hessians(Dq, dq, torch.cat([last @ Q, injected @ Q], 2), weights, has)
+    left = Dq - dq @ H.mT
+    q = _noisiest(left, beside, 1, has)
+    move, rest = (dq @ H.mT @ q)[..., 0], (left @ q)[..., 0]
+    judged = [slice(begin, end) for begin, end in pairwise(cuts)]
+    parts = [rest[i, fold] for i, fold in enumerate(judged)]
+    own = torch.cat([move[i, fold] for i, fold in enumerate(judged)]).square().mean() / 2
+    curvatures = ((q.mT @ H @ q).flatten() * (1 - mu)).tolist()
+    zero, one = torch.cat([r * r / 2 for r in parts]), torch.cat([-r[1:] * r[:-1] for r in parts])
     # where the rest is the noise of batches and little else, its variance is the sharper reading
     series = zero if float(one.mean()) > 0.7 * float(zero.mean()) else one
     chunks = series[: len(series) // 8 * 8].reshape(8, -1).mean(1)
-    again = [r.diff() for r in rest]  # in which a slow swing, which hides heat and makes none, is small
+    again = [r.diff() for r in parts]  # in which a slow swing, which hides heat and makes none, is small
     square = max(float(torch.cat(again).square().mean()), 1e-300)
     ringing = sum(abs(float(torch.cat([r[k:] * r[:-k] for r in again]).mean())) for k in LAGS) / square
-    error = float(chunks.std()) / math.sqrt(8)
-    return float(series.mean()), error, float(torch.cat(own).mean()), curvatures, ringing
+    return float(series.mean()), float(chunks.std()) / math.sqrt(8), float(own), curvatures, ringing
 
 
-def _directions(differences: Sequence[Tensor]) -> Tensor:
-    """A basis ``[buckets, m]`` of the directions with the largest ``- <D_t D_{t+1}>`` and the largest ``<D_t^2>``."""
-    largest = torch.linalg.svd(torch.cat([*differences]), full_matrices=False)[2][:DIRECTIONS].T
-    both = torch.cat([_noisiest(differences, DIRECTIONS), largest], 1)
-    basis, sizes, _ = torch.linalg.svd(both, full_matrices=False)
-    return basis[:, sizes > 0.1]
+def _others(cuts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The rows outside of each fold, and the pairs of consecutive ones: weights of 0 and 1, ``[folds, rows]``, one row less.
+
+    The first two rows have no instruments, and a row beside the fold shares a gradient with it.
+    """
+    weights = torch.zeros(len(cuts) - 1, cuts[-1], dtype=torch.float64)
+    for fold, (begin, end) in enumerate(pairwise(cuts)):
+        for part in (slice(2, max(begin - 1, 2)), slice(end + 1, cuts[-1])):
+            if part.stop - part.start > 6:
+                weights[fold, part] = 1.0
+    return weights, weights[:, 1:] * weights[:, :-1]
 
 
-def _noisiest(parts: Sequence[Tensor], n: int) -> Tensor:
-    """The ``n`` directions with the largest ``- <r_t r_{t+1}>``, the largest first: ``[buckets, n]``."""
-    span = torch.linalg.qr(torch.cat([*parts]).T)[0]
-    lagged = sum((x[:-1] @ span).T @ (x[1:] @ span) for x in parts)
-    assert isinstance(lagged, Tensor)
-    return span @ torch.linalg.eigh(-(lagged + lagged.T))[1][:, -n:].flip(1)
+def _directions(D: Tensor, weights: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
+    """A basis of the directions with the largest ``- <D_t D_{t+1}>`` and the largest ``<D_t^2>``, by the rows of each fold.
+
+    Returns:
+        ``[folds, buckets, m]``, and ``[folds, m]``: whether a direction is one; those that are none are zero.
+    """
+    span = torch.linalg.qr(D.T)[0] if D.shape[1] > D.shape[0] else None  # which holds all differences
+    rows = (D if span is None else D @ span) * weights[..., None]
+    noisiest = _noisiest(rows, beside, DIRECTIONS)
+    largest = torch.linalg.eigh(rows.mT @ rows)[1][..., -DIRECTIONS:].flip(-1)
+    basis, sizes, _ = torch.linalg.svd(torch.cat([noisiest, largest], 2), full_matrices=False)
+    has = sizes > 0.1
+    basis = basis * has[:, None]
+    return basis if span is None else span @ basis, has
 
 
-def _hessian(D: Tensor, d: Tensor, *known: Tensor) -> Tensor:
+def _noisiest(r: Tensor, beside: Tensor, n: int, has: Tensor | None = None) -> Tensor:
+    """The ``n`` directions with the largest ``- <r_t r_{t+1}>``, the largest first: ``[folds, m, n]``.
+
+    Args:
+        r: ``[folds, rows, m]``.
+        beside: which pairs of consecutive rows count.
+        n: how many.
+        has: ``[folds, m]``: the coordinates that may be looked at; ``None``: all.
+    """
+    lagged = (r[:, :-1] * beside[..., None]).mT @ r[:, 1:]
+    lagged = lagged + lagged.mT
+    if has is not None:
+        lagged = lagged + torch.diag_embed((~has).double() * (1.0 + lagged.abs().sum((1, 2), keepdim=True)[..., 0]))
+    return torch.linalg.eigh(lagged)[1][..., :n]
+
+
+def _hessians(D: Tensor, d: Tensor, known: Tensor, weights: Tensor, has: Tensor) -> Tensor:
     """``H`` of ``D_t = H d_t + ...``, by two-stage least squares with instruments that know nothing of the batches' noise.
 
     Where the instruments say little of ``d_t``, it is made of the batches' noise, which the second stage would take for
     curvature: ``H`` is shrunk by the F statistic of the first.
     """
-    Z = torch.cat(known, 1)
-    fitted = Z @ torch.linalg.lstsq(Z, d, driver="gelsd").solution
-    explained, left = float(fitted.square().sum()), float((d - fitted).square().sum())
-    strength = explained * max(len(d) - Z.shape[1], 1) / max(left * Z.shape[1], 1e-300)
-    H = torch.linalg.lstsq(fitted, D, driver="gelsd").solution.T
-    return H * min(max((strength - 1.0) / 3.0, 0.0), 1.0)
+    D, d, known = (x * weights[..., None] for x in (D, d, known))
+    fitted = known @ torch.linalg.lstsq(known, d, driver="gelsd").solution
+    explained, left = fitted.square().sum((1, 2)), (d - fitted).square().sum((1, 2))
+    instruments = 2.0 * has.sum(1)
+    freedom = (weights.sum(1) - instruments).clamp(min=1.0)
+    strength = explained * freedom / (left * instruments).clamp(min=1e-300)
+    H = torch.linalg.lstsq(fitted, D, driver="gelsd").solution.mT
+    return H * ((strength - 1.0) / 3.0).clamp(0.0, 1.0)[:, None, None]
 
 
 def _signs(n: int, leaf: int, device: torch.device) -> Tensor:
@@ -294,11 +329,29 @@ def _signs(n: int, leaf: int, device: torch.device) -> Tensor:
     return out
 
 
+class Row(NamedTuple):
+    """What a window keeps of one step.
+
+    Attributes:
+        gradient: ``S s g``, ``[buckets]``; of a small model all elements of ``g``.
+        param: ``S theta / (2 T s)``; of a small model all elements of ``theta``.
+        norms: of the gradient of each leaf; ``None`` where all elements are kept.
+        scales: of each leaf ``s``, where all elements are kept.
+        sizes: of each leaf ``1 / (2 T s)``, likewise.
+    """
+
+    gradient: Tensor
+    param: Tensor
+    norms: Tensor | None
+    scales: list[float | Tensor] = []  # noqa: RUF012
+    sizes: list[float | Tensor] = []  # noqa: RUF012
+
+
 class Sketch:
     """``S``: random signs, one byte an element while a window is open, and 256 buckets.
 
-    Of a small model a step stores all elements, which are signed and added up when the window closes: that asks for far fewer
-    operations a step, whose overhead is what a small model costs.
+    Of a small model a step stores all elements, which are scaled, signed and added up when the window closes: that asks for
+    far fewer operations a step, whose overhead is what a small model costs.
     """
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
@@ -316,33 +369,60 @@ class Sketch:
         devices = {signs.device for signs in self.signs}
         self.is_deferred = len(devices) == 1 and sum(map(len, self.signs)) <= DEFERRED
 
-    def __call__(self, leaves: Sequence[Leaf]) -> tuple[Tensor, Tensor]:
-        """``S s g`` and ``S theta / (2 T s)`` of all leaves together, ``[buckets]`` each; all elements of a small model."""
+    def __call__(self, leaves: Sequence[Leaf]) -> Row:
+        """What a window keeps of one step.
+
+        Args:
+            leaves: those that the sketch was made for, in this order.
+        """
+        gradients, params = [leaf.gradient for leaf in leaves], [leaf.param for leaf in leaves]
+        scales = [leaf.scale for leaf in leaves]
         sizes = [0.5 / (leaf.temperature * abs(leaf.scale)) for leaf in leaves]
         if self.is_deferred:
-            gradient = _laid([leaf.gradient for leaf in leaves], [leaf.scale for leaf in leaves])
-            return gradient, _laid([leaf.param for leaf in leaves], sizes)
+            return Row(_laid(gradients), _laid(params), None, scales, sizes)
         g, x = list[Tensor](), list[Tensor]()
         for pack, signs in zip(self.packs, self.packed):
-            mine = [leaves[i] for i in pack]
-            g.append(
-                _added([leaf.gradient for leaf in mine], [leaf.scale for leaf in mine], signs, self.signs[pack[0]])
-            )
-            x.append(_added([leaf.param for leaf in mine], [sizes[i] for i in pack], signs, self.signs[pack[0]]))
-        return sum(g[1:], g[0]), sum(x[1:], x[0])
+            first = self.signs[pack[0]]
+            g.append(_added([gradients[i] for i in pack], [scales[i] for i in pack], signs, first))
+            x.append(_added([params[i] for i in pack], [sizes[i] for i in pack], signs, first))
+        return Row(sum(g[1:], g[0]), sum(x[1:], x[0]), torch.stack(foreach_norm(gradients)))
 
-    def finished(self, rows: Tensor) -> Tensor:
-        """The sketches of all steps, ``[steps, buckets]``, from what the steps stored."""
-        return _folded(rows * torch.cat(self.signs)) if self.is_deferred else rows
+    def finished(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor, Tensor]:
+        """What the rows of a window say, in float64 on the CPU.
+
+        Returns:
+            ``S s g`` and ``S theta / (2 T s)``, ``[steps, buckets]``; the norm of each leaf's gradient, ``[steps, leaves]``.
+        """
+        g, x = (torch.stack(tensors).double().cpu() for tensors in zip(*[(row.gradient, row.param) for row in rows]))
+        if not self.is_deferred:
+            return g, x, torch.stack([row.norms for row in rows if row.norms is not None]).double().cpu()
+        signs = torch.cat(self.signs).cpu()
+        norms = torch.stack([part.norm(dim=1) for part in g.split([*map(len, self.signs)], 1)], 1)
+        return (
+            _folded(g * self._spread([row.scales for row in rows]) * signs),
+            _folded(x * self._spread([row.sizes for row in rows]) * signs),
+            norms,
+        )
+
+    def _spread(self, scales: Sequence[list[float | Tensor]]) -> Tensor:
+        """The factors of each step's leaves, laid out as the elements are: ``[steps, elements]``, or one row for all steps."""
+        counts = [*map(len, self.signs)]
+        if any(isinstance(scale, Tensor) for step in scales for scale in step):
+            return torch.stack(
+                [torch.cat([_of_elements(*leaf) for leaf in zip(step, counts)]) for step in scales]
+            ).double()
+        distinct = scales if any(step != scales[0] for step in scales) else scales[:1]
+        return torch.tensor(distinct, dtype=torch.float64).repeat_interleave(torch.tensor(counts), dim=1)
 
 
-def _laid(tensors: list[Tensor], scales: list[float | Tensor]) -> Tensor:
-    """Scale, and lay end to end."""
-    if all(not isinstance(s, Tensor) and s == scales[0] for s in scales):
-        flat = torch.cat([x.detach().flatten() for x in tensors]) * scales[0]
-    else:
-        flat = torch.cat([(x.detach() * s).flatten() for x, s in zip(tensors, scales)])
-    return flat if flat.dtype == torch.float64 else flat.float()
+def _of_elements(scale: float | Tensor, n: int) -> Tensor:
+    """A factor for each of ``n`` elements."""
+    return torch.as_tensor(scale).detach().cpu().flatten().expand(n)
+
+
+def _laid(tensors: list[Tensor]) -> Tensor:
+    """A copy of all elements, laid end to end."""
+    return torch.cat([x.detach().flatten() for x in tensors])
 
 
 def _added(tensors: list[Tensor], scales: list[float | Tensor], packed: Tensor | None, signs: Tensor) -> Tensor:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import kinds, tracing
-from bayesopt_chain._torch import foreach_norm, is_dtensor
+from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.checks import short
 from bayesopt_chain.diagnostics import _heat_of_chain as of_chain
-from bayesopt_chain.diagnostics.heat import BUCKETS, DEFERRED, Heat, Leaf, Sketch, read_heat
+from bayesopt_chain.diagnostics.heat import BUCKETS, DEFERRED, Heat, Leaf, Row, Sketch, read_heat
 from bayesopt_chain.loop.sources import Watched
 from bayesopt_chain.loop.step import Step
 
@@ -39,7 +39,8 @@ GIVE_UP = 4 / 3  # times the share of the time at which a window is given up
 FUTILE = 16  # windows in a row that came to nothing, after which it says so
 CORNER = 16  # elements of each gradient that tell whether it changes at all
 LEAST = 5e-4  # seconds to spend, below which no window is thought of
-LOOK = 1e-4  # seconds that a look takes, besides
+STORED = 5e-5  # seconds that a look takes which stores all elements,
+SKETCHED = 2.5e-4  # or one that adds them up in buckets, and besides
 PLAIN = 1.5e-5  # for each leaf,
 LEARNED = 8e-5  # for each leaf with a learned preconditioner, and
 ELEMENT = 4e-9  # for each element
@@ -156,7 +157,7 @@ class HeatGuard:
         self._close()
 
     def _close(self) -> None:
-        self._rows: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._rows: list[Row] = []
         self._rates: list[tuple[float, float, float]] = []  # of each row: rate and temperature over the first, lr
         self._sketch: Sketch | None = None
         self._rules: list[Any] | None = None  # how a chain's gradients are scaled, in a window
@@ -389,17 +390,15 @@ class HeatGuard:
         if absent:
             return self._miss(absent)
         seen = self._at_first_scale([here[i] for i in self._seen], lr)
-        norms = torch.stack(foreach_norm([leaf.gradient for leaf in seen]))
-        self._rows.append((*self._sketch(seen), norms))
+        self._rows.append(self._sketch(seen))
         if len(self._rows) <= self.window:
             return None
         began = time.thread_time()
-        g, x, norms = (torch.stack(rows) for rows in zip(*self._rows))
-        gradients, positions = (self._sketch.finished(rows).double().cpu() for rows in (g, x))
+        gradients, positions, norms = self._sketch.finished(self._rows)
         self._absent, self._futile = set[int](), 0
         is_sound = bool(torch.isfinite(gradients).all() and torch.isfinite(positions).all() and gradients.any())
         if is_sound:
-            self._read(gradients, positions, norms.double().cpu(), seen)
+            self._read(gradients, positions, norms, seen)
         self._cost = self._paid + time.thread_time() - began
         is_open = self._last is not None and not self.has_warned
         self._next = self._steps + 1 if is_open or not is_sound else 4 * self._steps
@@ -479,7 +478,7 @@ class HeatGuard:
         self._judge(heat._replace(same_norm=same))
 
     def _same_norm(self, norms: Tensor, gradients: Tensor, seen: list[Leaf]) -> tuple[float, str]:
-        """The largest share of steps with one norm: of all parameters, a group or a parameter; and of which."""
+        """The largest share of steps with one norm: of all parameters, a group, a part or a parameter; and of which."""
         moved = [
             float((leaf.gradient.detach().flatten()[:CORNER] - corner).norm() / corner.norm().clamp(min=1e-30))
             for leaf, corner in zip(seen, self._corners)
@@ -490,6 +489,8 @@ class HeatGuard:
         parts = {"": [*range(len(seen))], **{f" of parameter group {number}": x for number, x in groups.items()}}
         candidates = [*parts.items()]
         candidates += [(" of one parameter", [i]) for i, leaf in enumerate(seen) if leaf.gradient.numel() > 1]
+        if part := _clipped_together(norms.square()):
+            candidates.append((f" of a part of the parameters ({len(part)} of {len(seen)})", part))
         still = (gradients.diff(dim=0).norm(dim=1) <= SAME_NORM * gradients.norm(dim=1)[1:]).double().mean()
         best, which = 0.0, ""
         for name, part in candidates:
@@ -583,14 +584,38 @@ def _mean_first(is_total: bool) -> str:
     )
 
 
+def _clipped_together(squares: Tensor) -> list[int]:
+    """The leaves that may have been clipped together, by their norms alone; empty where nothing can be said.
+
+    Clipped together, the squared norms ``a_tj`` of a set of leaves ``j`` add up to one number in every step ``t``: their
+    indicator is in the null space of the centred ``a``. Twice it is looked for anew in the half of the steps that
+    fit best, for the clip need not act in all of them.
+
+    Args:
+        squares: ``[steps, leaves]``.
+    """
+    steps, leaves = squares.shape
+    if not 2 < leaves <= steps // 4:
+        return []
+    rows, found = squares, squares.new_zeros(leaves)
+    for _ in range(3):
+        centred = rows - rows.mean(0)
+        sizes = centred.norm(dim=0).clamp(min=1e-30)
+        found = torch.linalg.svd(centred / sizes, full_matrices=False)[2][-1] / sizes
+        left = (squares @ found - (squares @ found).median()).abs()
+        rows = squares[left.argsort()[: steps // 2]]
+    found = found / found[found.abs().argmax()]
+    return [j for j, weight in enumerate(found.tolist()) if weight > 0.5]
+
+
 def _guess(leaves: list[Leaf], window: int) -> float:
     """Seconds that a window may cost, before one has been paid for."""
     elements = sum([leaf.gradient.numel() for leaf in leaves])
     each = sum([LEARNED if isinstance(leaf.scale, Tensor) else PLAIN for leaf in leaves])
-    look = LOOK if elements <= DEFERRED else 2.5 * LOOK
+    look = STORED if elements <= DEFERRED else SKETCHED
     return (window + 1) * (look + each + ELEMENT * elements) + _algebra(elements)
 
 
 def _algebra(elements: int) -> float:
     """Seconds of the algebra of one window."""
-    return 6e-3 + 7e-5 * min(elements, BUCKETS)
+    return 2.5e-3 + 5e-5 * min(elements, BUCKETS)

@@ -13,7 +13,7 @@ from torch import nn
 import bayesopt_chain as bc
 from bayesopt_chain.diagnostics import _heat_of_chain as of_chain
 from bayesopt_chain.diagnostics import heat_guard
-from bayesopt_chain.diagnostics.heat import Heat, Leaf, read_heat, reshuffled_excess
+from bayesopt_chain.diagnostics.heat import Heat, Leaf, Sketch, read_heat, reshuffled_excess
 from bayesopt_chain.optim import _heat as optimizers
 
 N, WIDTH = 1000, 5
@@ -106,6 +106,92 @@ def test_batch_noise_is_read_within_a_factor_of_two(rho, mu):
     rows = [chain([1.0, 0.3, 0.1], lr, mu, rho * 2 * (1 - mu) / lr, 400, s) for s in range(5)]
     read = sorted(read_heat(*r, mu).rho for r in rows)[2]
     assert rho / 2 < read < rho * 2
+
+
+def noisiest(parts, n):
+    """The ``n`` directions with the largest ``- <r_t r_{t+1}>`` over some stretches of consecutive rows."""
+    lagged = sum(r[:-1].T @ r[1:] for r in parts)
+    return torch.linalg.eigh(-(lagged + lagged.T))[1].flip(1)[:, :n]
+
+
+def rho_fold_by_fold(gradients, positions, mu):
+    """The heat of a window and ``y`` of each fold, written without batches: the definition in the module's docstring."""
+    d, D = positions.diff(dim=0), gradients.diff(dim=0)
+    noise = torch.zeros_like(d)
+    noise[1:] = mu * d[:-1] - d[1:] - (1 - mu) * gradients[1:-1]
+    last = torch.cat([torch.zeros_like(d[:1]), d[:-1]])
+    quarter, rest, curvatures = len(D) // 4, [], []
+    for fold in range(4):
+        begin, end = fold * quarter, (fold + 1) * quarter
+        stretches = [s for s in (slice(2, begin - 1), slice(end + 1, len(D))) if s.stop > s.start]
+        parts = [D[s] for s in stretches]
+        largest = torch.linalg.svd(torch.cat(parts), full_matrices=False)[2][:2].T
+        basis, sizes, _ = torch.linalg.svd(torch.cat([noisiest(parts, 2), largest], 1), full_matrices=False)
+        basis = basis[:, sizes > 0.1]
+        rows = torch.cat([torch.arange(len(D))[s] for s in stretches])
+        instruments = torch.cat([last[rows] @ basis, noise[rows] @ basis], 1)
+        moves = d[rows] @ basis
+        explained = instruments @ torch.linalg.pinv(instruments) @ moves
+        freedom = len(rows) - instruments.shape[1]
+        strength = explained.square().sum() / instruments.shape[1] / ((moves - explained).square().sum() / freedom)
+        H = (torch.linalg.pinv(explained) @ D[rows] @ basis).T * min(max((float(strength) - 1) / 3, 0), 1)
+        q = noisiest([(D[s] - d[s] @ basis @ H.T @ basis.T) @ basis for s in stretches], 1)[:, 0]
+        rest.append((D[begin:end] @ basis - d[begin:end] @ basis @ H.T) @ q)
+        curvatures.append(float(q @ H @ q) * (1 - mu))
+    variance, lagged = torch.cat([r * r / 2 for r in rest]).mean(), torch.cat([-r[1:] * r[:-1] for r in rest]).mean()
+    return float(variance if lagged > 0.7 * variance else lagged), curvatures
+
+
+@pytest.mark.parametrize("mu", [0.0, 0.9])
+@pytest.mark.parametrize("width", [1, 3, 20, 130])
+def test_all_folds_in_one_batch_are_the_folds_one_by_one(width, mu):
+    source = torch.Generator().manual_seed(width)
+
+    def draw():
+        return torch.randn(width, generator=source, dtype=torch.float64)
+
+    x, v, gradients, positions = 0.1 * draw(), torch.zeros(width).double(), [], []
+    curvatures = torch.logspace(0, -1.5, width, dtype=torch.float64)
+    for _ in range(97):
+        gradients.append(8 * curvatures * x + curvatures.sqrt() * draw())
+        positions.append(x)
+        v = mu * v + 0.05 * (1 - mu) * (gradients[-1] + draw())
+        x = x - v
+    gradients, positions = torch.stack(gradients), torch.stack(positions)
+    rho, by_fold = rho_fold_by_fold(gradients, positions, mu)
+    heat = read_heat(gradients, positions, mu)
+    assert heat.rho == pytest.approx(rho, rel=1e-8)
+    assert heat.curvature == pytest.approx(min(max(min(by_fold), 0.0), 1.9 * (1 + mu)), rel=1e-7, abs=1e-10)
+
+
+@pytest.mark.parametrize("width", [4, 3000])
+def test_the_sketch_of_a_window_is_that_of_its_scaled_gradients(width):
+    """Few elements are stored, and scaled when the window closes; many are added up in every step."""
+    source = torch.Generator().manual_seed(0)
+    rows = []
+    for step in range(3):
+        g, x = (torch.randn(width, generator=source) for _ in range(2))
+        scales = [0.5 + step, torch.rand(3, generator=source) + 0.5]
+        tail = torch.randn(3, generator=source)
+        rows.append([Leaf(g, x, scales[0], 2.0, 0.9), Leaf(tail, -tail, scales[1], 0.5, 0.9)])
+    sketch = Sketch(rows[0])
+    assert sketch.is_deferred == (width == 4)
+    got = sketch.finished([sketch(leaves) for leaves in rows])
+    for step, leaves in enumerate(rows):
+        signed = [
+            torch.cat([s.double() * part(leaf) for s, leaf in zip(sketch.signs, leaves)])
+            for part in (
+                lambda leaf: leaf.scale * leaf.gradient.double(),
+                lambda leaf: leaf.param.double() / (2 * leaf.temperature * leaf.scale),
+            )
+        ]
+        if width != 4:  # each leaf begins at the first bucket of its pack; both share one here
+            assert len(sketch.packs) == 1
+        for found, elements in zip(got, signed):
+            wanted = torch.zeros(256).double().index_add_(0, torch.arange(len(elements)) % 256, elements)
+            torch.testing.assert_close(found[step], wanted, rtol=1e-5, atol=1e-5)
+        norms = torch.stack([leaf.gradient.double().norm() for leaf in leaves])
+        torch.testing.assert_close(got[2][step], norms, rtol=1e-6, atol=0)
 
 
 def test_where_the_epoch_is_told_the_excess_is_that_of_the_curvature_in_the_window():

@@ -269,6 +269,29 @@ def test_a_clip_of_a_part_is_named(part):
     assert len(said) == 1 and ("of parameter group 0" if part == "group" else "of one parameter") in said[0]
 
 
+@pytest.mark.parametrize("rarely", [False, True])
+def test_a_clip_of_some_parameters_of_a_group_is_named(rarely):
+    """The body of a network in one group with its head; also where the clip rests at every tenth step."""
+
+    def change(t, model, optimizer):
+        body = [*model[0].parameters(), model[2].weight]
+        nn.utils.clip_grad_norm_(body, 10.0 if rarely and t % 10 == 0 else 0.01)
+
+    said, _ = loop(200, 0.001, model=network(), change=change)
+    assert len(said) == 1 and "of a part of the parameters (3 of 4)" in said[0]
+
+
+def test_norms_without_a_clip_have_no_part_with_one_norm():
+    """The set that fits best is a candidate, whose norm changes; 50 windows of white and of slowly growing gradients."""
+    source = torch.Generator().manual_seed(0)
+    for trial in range(50):
+        growth = torch.linspace(1, 2, 97).double()[:, None] if trial % 2 else 1.0
+        norms = growth * (torch.randn(97, 4 + trial % 9, generator=source).double().abs() + 1)
+        part = heat_guard._clipped_together(norms.square())
+        together = norms[:, part].norm(dim=1)
+        assert ((together - together.median()).abs() < 1e-3).double().mean() < 0.2
+
+
 def test_a_gradient_that_does_not_change_is_no_clip():
     guard = eager()
     with warnings.catch_warnings():
