@@ -299,8 +299,18 @@ class HeatGuard:
 
     # of every loop
 
-    def _sleeps(self) -> bool:
-        """Whether nothing is to be done in this step, which is counted then; the rate is looked at in every 16th."""
+    def sleeps(self) -> bool:
+        """Count a step in which nothing is to be looked at; a loop that asks this first saves the call of :meth:`look`.
+
+        Returns:
+            Whether the step was counted; if not, :meth:`look` has to be called. In every 16th step it has to be, so that the
+            guard sees the learning rate.
+
+        Example:
+            >>> guard = HeatGuard()
+            >>> guard.sleeps()  # the first step starts its clock
+            False
+        """
         if self._sketch is not None or self._began is None or self._steps + 1 >= self._next or self._steps % 16 == 0:
             return False
         self._steps += 1
@@ -313,6 +323,13 @@ class HeatGuard:
             leaves: gives the gradients of this step; called inside windows only.
             lr: the largest learning rate: where it rises to twice that of all windows so far, the guard looks again soon.
                 ``None`` where it is not known.
+
+        Example:
+            >>> import torch
+            >>> guard = HeatGuard()
+            >>> guard.look(lambda: [Leaf(torch.ones(3), torch.zeros(3), 1.0, 0.1, 0.9)], lr=0.1)
+            >>> guard.readings
+            []
         """
         self._steps += 1
         if self._sketch is None and self._began is not None:

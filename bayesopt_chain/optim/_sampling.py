@@ -423,7 +423,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
     @uncompiled
     def _noisy_step(self) -> None:
         """Make torch's step and add the noise, on this rank's local tensors if the parameters are DTensors."""
-        if self.heat_guard is not None and not self.heat_guard._sleeps():
+        if self.heat_guard is not None and not self.heat_guard.sleeps():
             self.heat_guard.look(partial(_heat.leaves_of, self), _heat.rate_of(self))
         cache = self._cache
         if cache.plan is None:
