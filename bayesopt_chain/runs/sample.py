@@ -17,6 +17,7 @@ import optree
 from torch import Tensor
 
 from bayesopt_chain import kinds
+from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.loop.capture.captured import Captured
 from bayesopt_chain.loop.parallel import Parallel
 from bayesopt_chain.runs.advance import go
@@ -150,6 +151,7 @@ def sample(
         (5, torch.Size([5, 2]))
     """
     _check(step, steps, burn_in, thinning)
+    _require_axis_of_chains(step, batches)
     both: Any = (params, state)
     if wrong := [n for n, x in zip(optree.tree_paths(both), optree.tree_leaves(both)) if _is_meta(x)]:
         where = "/".join(map(str, wrong[0]))
@@ -219,6 +221,19 @@ def _innermost(step: Any) -> Any:
 
 def _is_meta(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_meta
+
+
+def _require_axis_of_chains(step: Any, batches: Any) -> None:
+    """Refuse batches of :func:`bayesopt_chain.epochs` with an axis of chains that the step does not know, or the reverse.
+
+    A loss that is given the batches of all chains at once would often run, on a batch as many times larger.
+    """
+    if isinstance(step, Parallel) and isinstance(batches, Epochs):
+        if (step.batch_dim is None) != (batches.chains is None):
+            raise ValueError(
+                f"sample: the step has batch_dim={step.batch_dim!r}, and {batches!r} gives other batches; take "
+                f"bc.parallel(step, {step.n}, batch_dim=0) with bc.epochs(..., chains={step.n}), or neither of the two arguments"
+            )
 
 
 def _check(step: Any, steps: int, burn_in: int, thinning: int) -> None:

@@ -156,3 +156,13 @@ def test_a_log_likelihood_with_folded_chains_is_refused():
     draws = bc.Draws.from_trees([{"w": torch.randn(2, 3)} for _ in range(5)], chains=2)
     with pytest.raises(ValueError, match=r"need \[5, 2, N\]: unfold the chains"):
         draws.to_arviz(log_likelihood=torch.randn(10, 7))
+
+
+@pytest.mark.parametrize("batch_dim, count", [(None, 3), (0, None)])
+def test_batches_of_every_chain_and_a_step_that_gives_all_chains_one_batch_are_refused(batch_dim, count):
+    """All chains would take the batches of all, 6 data in the place of 2, and nothing would look wrong."""
+    tx = bc.sghmc(0.1, temperature=0.1)
+    chains = bc.parallel(bc.make_step(lambda w, x: (w - x).square().mean(), tx), 3, batch_dim=batch_dim)
+    data, start = bc.epochs(torch.randn(6), 2, chains=count), torch.zeros(3)
+    with pytest.raises(ValueError, match=r"bc\.parallel\(step, 3, batch_dim=0\) with bc\.epochs\(\.\.\., chains=3\)"):
+        bc.sample(chains, start, chains.init(tx, start), data, steps=3)
