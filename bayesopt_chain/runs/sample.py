@@ -228,12 +228,13 @@ def _require_axis_of_chains(step: Any, batches: Any) -> None:
 
     A loss that is given the batches of all chains at once would often run, on a batch as many times larger.
     """
-    if isinstance(step, Parallel) and isinstance(batches, Epochs):
-        if (step.batch_dim is None) != (batches.chains is None):
-            raise ValueError(
-                f"sample: the step has batch_dim={step.batch_dim!r}, and {batches!r} gives other batches; take "
-                f"bc.parallel(step, {step.n}, batch_dim=0) with bc.epochs(..., chains={step.n}), or neither of the two arguments"
-            )
+    if not isinstance(step, Parallel) or not isinstance(batches, Epochs):
+        return
+    if (step.batch_dim is None) != (batches.chains is None):
+        raise ValueError(
+            f"sample: the step has batch_dim={step.batch_dim!r}, and {batches!r} gives other batches; take "
+            f"bc.parallel(step, {step.n}, batch_dim=0) with bc.epochs(..., chains={step.n}), or neither of the two arguments"
+        )
 
 
 def _check(step: Any, steps: int, burn_in: int, thinning: int) -> None:
