@@ -1,6 +1,6 @@
 """What learning task after task with a Laplace prior loses against all data at once, where the model is not linear.
 
-    python -m benchmarks.continual
+    python -m benchmarks.continual > benchmarks/results/continual.md
 
 A network reads digits; a LoRA adapter of rank 2 then learns two further tasks, the same digits negated and upside down, of 200
 images each. Printed is the mean negative log-likelihood of 500 test images of each task: all data at once, task after task

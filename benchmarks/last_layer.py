@@ -1,6 +1,6 @@
 """How far Laplace's Gaussian of a last layer is from the exact posterior, on scikit-learn's digits.
 
-    python -m benchmarks.last_layer        # a minute or two on one core; prints a table
+    python -m benchmarks.last_layer > benchmarks/results/last_layer.md        # a minute or two on one core
 
 A convolutional network (that of `examples/digits.py`) is trained on 1,000 digits; given its features the last layer is a
 logistic regression of 650 parameters, whose posterior under the prior N(0, 1) can be sampled exactly: Hamiltonian Monte Carlo
@@ -145,7 +145,7 @@ def main() -> None:
         params, state, _ = step(params, state, seen)
     row("VI, mean field", bc.unstack(tx.posterior(state, params).sample((150,))))
 
-    print(f"prior precision {PRIOR}, {len(centre)} parameters, HMC accepted {accepted:.2f}")
+    print(f"prior precision {PRIOR}, {len(centre)} parameters, HMC accepted {accepted:.2f}\n")
     print("| | accuracy | NLL | calibration error | training NLL |\n| --- | --- | --- | --- | --- |")
     for name, p, believed in rows:
         m = bc.predict.classification_metrics(p.log(), test[1])
