@@ -151,7 +151,8 @@ def sample(
         (5, torch.Size([5, 2]))
     """
     _check(step, steps, burn_in, thinning)
-    _require_axis_of_chains(step, batches)
+    if isinstance(step, Parallel) and isinstance(batches, Epochs):
+        _require_axis_of_chains(step, batches)
     both: Any = (params, state)
     if wrong := [n for n, x in zip(optree.tree_paths(both), optree.tree_leaves(both)) if _is_meta(x)]:
         where = "/".join(map(str, wrong[0]))
@@ -223,13 +224,11 @@ def _is_meta(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_meta
 
 
-def _require_axis_of_chains(step: Any, batches: Any) -> None:
+def _require_axis_of_chains(step: Parallel, batches: Epochs) -> None:
     """Refuse batches of :func:`bayesopt_chain.epochs` with an axis of chains that the step does not know, or the reverse.
 
     A loss that is given the batches of all chains at once would often run, on a batch as many times larger.
     """
-    if not isinstance(step, Parallel) or not isinstance(batches, Epochs):
-        return
     if (step.batch_dim is None) != (batches.chains is None):
         raise ValueError(
             f"sample: the step has batch_dim={step.batch_dim!r}, and {batches!r} gives other batches; take "
