@@ -1,4 +1,4 @@
-"""Every test and every doctest begins with the same seed; rooms that need a library which is not installed are not collected."""
+"""Tests and doctests begin with one seed; rooms that need a library which is not installed are not collected."""
 
 from importlib.util import find_spec
 
