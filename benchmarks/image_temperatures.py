@@ -11,32 +11,31 @@ as many; burn-in and thinning are in proportion. The negative log-likelihood on 
 from __future__ import annotations
 
 import argparse
-import math
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
 
 import bayesopt_chain as bc
 from benchmarks.cells import work_out
-from benchmarks.suggest_chain import BUDGETS, COLD, EPOCHS, mean_of, posterior, precision_by_evidence, task, trained
+from benchmarks.suggest_chain import (
+    BUDGETS,
+    EPOCHS,
+    Cell,
+    mean_of,
+    posterior,
+    precision_by_evidence,
+    score,
+    suggested,
+    task,
+    trained,
+)
 
 TASKS = ("digits", "mnist", "mfeat")
 SEEDS = (100, 101)
 TEMPERATURES = (0.0, 0.01, 0.1, 1.0)  # times 1 / N
 LENGTHS = (1, 10)  # times the steps that are suggested
-
-
-class Cell(NamedTuple):
-    """One task and seed."""
-
-    task: str
-    seed: int
-
-    def __str__(self) -> str:
-        return f"{self.task} {self.seed}"
 
 
 def run(cell: Cell) -> dict[str, Any]:
@@ -50,23 +49,7 @@ def run(cell: Cell) -> dict[str, Any]:
     torch.manual_seed(100 + seed)
     fresh = [target.fresh() for _ in range(count)]
     networks = trained(target.loss, fresh, of.train, range(10 * seed, 10 * seed + count))
-
-    def nll(rows: list[Any]) -> float:
-        with torch.no_grad():
-            each = torch.stack([target.log_prob(params, of.test) for params in rows])
-        return -float((each.logsumexp(0) - math.log(len(rows))).mean())
-
-    found = bc.suggest_chain(
-        partial(bc.sghmc, temperature=COLD / n),
-        target.loss,
-        networks[0],
-        of.train,
-        starts=networks[1:],
-        epochs=float(members * EPOCHS),
-        spent=count * EPOCHS + passes,
-        seed=seed,
-    )
-    assert found.steps is not None and found.burn_in is not None and found.thinning is not None
+    found = suggested(of, target, networks, seed, float(members * EPOCHS), count * EPOCHS + passes)
     scores = {}
     for temperature in TEMPERATURES:
         options: Any = found.best.options
@@ -79,8 +62,8 @@ def run(cell: Cell) -> dict[str, Any]:
             for network in networks:
                 chain = bc.sample(step, network, tx.init(network), found.batches, **times)
                 rows += [optree.tree_map(lambda t, i=i: t[i], chain.params) for i in range(len(chain))]
-            scores[f"{temperature:g} x{length}"] = nll(rows)
-    return {"networks": nll(networks), "scores": scores, "order": found.best.order, "says": str(scores)}
+            scores[f"{temperature:g} x{length}"] = score(of, target, rows)
+    return {"networks": score(of, target, networks), "scores": scores, "order": found.best.order, "says": str(scores)}
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -12,26 +12,16 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from benchmarks.cells import work_out
-from benchmarks.suggest_chain import mean_of, precision_by_evidence, task
+from benchmarks.suggest_chain import Cell, mean_of, precision_by_evidence, task
 
 TASKS = ("diabetes", "boston", "spam", "co2", "digits", "mnist")
 STRUCTURES = ("dense", "kronecker", "diagonal")
 SEEDS = (100, 101, 102)
-
-
-class Cell(NamedTuple):
-    """One network."""
-
-    task: str
-    seed: int
-
-    def __str__(self) -> str:
-        return f"{self.task} {self.seed}"
 
 
 def run(cell: Cell) -> dict[str, Any]:

@@ -342,13 +342,17 @@ def trained(loss: Callable[[Any, Any], Tensor], networks: list[Any], data: Any, 
     return [spec.unflatten([p.detach()[i].clone() for p in leaves]) for i in range(len(networks))]
 
 
-def followed(
-    of: Task, target: Posterior, starts: list[Any], seed: int, epochs: float, spent: float
-) -> tuple[list[Any], Any, float]:
-    """The draws of ``bc.suggest_chain`` followed without thought, what it said, and the share of the epochs that was taken."""
-    n = len(of.train[1])
+def score(of: Task, target: Posterior, rows: list[Any]) -> float:
+    """The negative log-likelihood of a test datum under the averaged predictions of some networks."""
+    with torch.no_grad():
+        each = torch.stack([target.log_prob(params, of.test) for params in rows])
+    return -float((each.logsumexp(0) - math.log(len(rows))).mean())
+
+
+def suggested(of: Task, target: Posterior, starts: list[Any], seed: int, epochs: float, spent: float) -> Any:
+    """What ``bc.suggest_chain`` says of chains from these networks at ``COLD / N``."""
     found = bc.suggest_chain(
-        partial(bc.sghmc, temperature=COLD / n),
+        partial(bc.sghmc, temperature=COLD / len(of.train[1])),
         target.loss,
         starts[0],
         of.train,
@@ -358,6 +362,15 @@ def followed(
         seed=seed,
     )
     assert found.steps is not None and found.burn_in is not None and found.thinning is not None
+    return found
+
+
+def followed(
+    of: Task, target: Posterior, starts: list[Any], seed: int, epochs: float, spent: float
+) -> tuple[list[Any], Any, float]:
+    """The draws of ``bc.suggest_chain`` followed without thought, what it said, and the share of the epochs that was taken."""
+    n = len(of.train[1])
+    found = suggested(of, target, starts, seed, epochs, spent)
     step = bc.make_step(target.loss, found.tx)
     draws = [
         bc.sample(
@@ -388,9 +401,7 @@ def run(cell: Cell) -> dict[str, Any]:
     target, usual = posterior(of, precision), posterior(of, 1.0)
 
     def nll(rows: list[Any]) -> float:
-        with torch.no_grad():
-            each = torch.stack([target.log_prob(params, of.test) for params in rows])
-        return -float((each.logsumexp(0) - math.log(len(rows))).mean())
+        return score(of, target, rows)
 
     torch.manual_seed(100 + seed)
     most = max(BUDGETS)

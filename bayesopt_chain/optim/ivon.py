@@ -277,7 +277,7 @@ class IVON(OnRanks, torch.optim.Optimizer):
         params = [(group, p) for group in self.param_groups for p in group["params"]]
         with torch.no_grad():
             values = [
-                torch.zeros_like(p) if _is_constant(p, self.state[p]) else _sigma(g, self.state[p]["hessian"]).square()
+                torch.zeros_like(p) if _is_constant(p, self.state[p]) else _variance(g, self.state[p]["hessian"])
                 for g, p in params
             ]
         return dict(zip(self._names(), values))
@@ -330,9 +330,14 @@ def _is_constant(p: Tensor, state: dict[str, Any]) -> bool:
     return not p.requires_grad and int(state["step"]) == 0
 
 
+def _variance(group: dict[str, Any], h: Tensor) -> Tensor:
+    """Return the variance ``T / (h + delta)``."""
+    return group["temperature"] / (h + group["weight_decay"])
+
+
 def _sigma(group: dict[str, Any], h: Tensor) -> Tensor:
     """Return the standard deviation ``(T / (h + delta))^(1/2)``."""
-    return (group["temperature"] / (h + group["weight_decay"])).sqrt()
+    return _variance(group, h).sqrt()
 
 
 def _eps(group: dict[str, Any], p: Any, x: Tensor, number: int, count: int) -> Tensor:
