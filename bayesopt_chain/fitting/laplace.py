@@ -26,6 +26,7 @@ from bayesopt_chain import checks, kinds
 from bayesopt_chain.curvature import STRUCTURES
 from bayesopt_chain.curvature._plan import part
 from bayesopt_chain.fitting.batches import peeked
+from bayesopt_chain.fitting.dispersion import dispersion
 from bayesopt_chain.fitting.evidence import Residual, require_prior_structure, tune_prior_and_noise
 from bayesopt_chain.fitting.model import ESTIMATORS, How, Model, Pass, both, make_model
 from bayesopt_chain.fitting.predictions import Method, Outputs, Prediction, batches_of, joined, method_for, predicted
@@ -251,6 +252,39 @@ class FittedLaplace:
                 f"log_evidence_at: a {self.model.likelihood.name} likelihood has no noise to scale: leave it out"
             )
         return self._posterior_and_evidence(prior_precision, likelihood_scale)[1]
+
+    @kinds.takes(data=kinds.DATA)
+    def dispersion(self, data: Any) -> float:
+        """How noisy the targets are, as a multiple of what the likelihood says of them.
+
+        About 1 where the targets scatter around the model's predictions as the likelihood expects; .2 or .3 for images without
+        doubtful labels, whose classes the network is less sure of than they are. Averages over draws predict such labels worse
+        the warmer the draws are; :mod:`bayesopt_chain.fitting.dispersion` has the estimator and how much that costs.
+
+        Args:
+            data: what the fit was made from, with targets: as for :func:`fit_laplace`.
+
+        Returns:
+            A positive number: squared gradients of the loss in the outputs over the Fisher information, corrected for the
+            parameters that the data determine. Of Gaussian noise that ``tune_noise`` found it is near 1 by construction.
+
+        Raises:
+            ValueError: no batches, or no targets; as many determined parameters as target entries; outputs that are certain of
+                every target.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> _ = torch.manual_seed(0)
+            >>> x = torch.randn(200, 2)
+            >>> module = torch.nn.Linear(2, 1).eval()
+            >>> y = module(x).detach() + 0.1 * torch.randn(200, 1)
+            >>> fitted = bc.fit_laplace(module, bc.likelihoods.gaussian(0.02), [(x, y)], structure="dense", tune=None)
+            >>> fitted.dispersion([(x, y)])  # the noise has half of the variance that the likelihood says
+            0.5
+        """
+        self.model.require_seen(data)
+        with kinds.blaming("FittedLaplace.dispersion", "data"):
+            return dispersion(self, map(self.model.seen_by_head, batches_of(data)))
 
     def _posterior_and_evidence(self, prior_precision: Any, likelihood_scale: Any) -> tuple[Gaussian, Tensor]:
         scale = torch.as_tensor(likelihood_scale, dtype=torch.float64, device=self.seen.log_likelihood.device)
