@@ -278,9 +278,7 @@ class LangevinInjection:
         if not self.link.is_static:
             checks.at_this_step("temperature", temperature)
         by_input: list[Any] = [
-            _coefficients(
-                noise_input, temperature, state.conditions[0][torch.tensor(rows, device=state.key.device)], rates
-            )
+            _coefficients(noise_input, temperature, _taken(state.conditions[0], rows), rates)
             if noise_input.changes
             else ([None] * len(rows), None, None)
             for noise_input, rows in zip(self.noise_inputs, self.rows)
@@ -333,9 +331,8 @@ class LangevinInjection:
                 if new:
                     (memory[rows[n]],) = op.put([kept], [torch.stack(new) if len(new) > 1 else new[0].unsqueeze(0)])
             if after is not None:
-                at = torch.tensor([rows[n] for n in live], dtype=torch.int64, device=after.device)
-                after = after if len(live) == len(rows) else after[live]
-                conditions = op.put(conditions, [conditions[0].index_copy(0, at, after)])
+                at = [rows[n] for n in live]
+                conditions = op.put(conditions, [_written(conditions[0], at, _taken(after, live))])
                 scale = None if scale is None else [scale[n] for n in live]
             out.append(Injected(noise_input, [noise_input.leaves[n] for n in live], e, scale, is_positive_temperature))  # pyright: ignore[reportArgumentType]
         return out, LangevinNoiseState(key, op.next_count(step), tuple(memory), tuple(conditions))
@@ -385,6 +382,30 @@ def _rounds_away(j: int, leaf: Tensor, step: float) -> bool:
         stacklevel=4,
     )
     return True
+
+
+def _runs(rows: Sequence[int]) -> list[tuple[int, int]]:
+    """The first row of each run of consecutive rows, and the row after its last.
+
+    Rows are read and written in slices. A tensor of row numbers would be copied from the host, which a CUDA graph refuses.
+    """
+    starts = [k for k, row in enumerate(rows) if k == 0 or row != rows[k - 1] + 1]
+    return [(rows[a], rows[b - 1] + 1) for a, b in zip(starts, [*starts[1:], len(rows)])]
+
+
+def _taken(x: Tensor, rows: Sequence[int]) -> Tensor:
+    """The rows of a tensor ``[leaves, 5]``, in this order."""
+    parts = [x[a:b] for a, b in _runs(rows)]
+    return parts[0] if len(parts) == 1 else torch.cat([x[:0], *parts])
+
+
+def _written(x: Tensor, rows: Sequence[int], values: Tensor) -> Tensor:
+    """A new tensor ``[leaves, 5]`` that is ``x`` with other values in some rows."""
+    start = 0
+    for a, b in _runs(rows):
+        x = x.slice_scatter(values[start : start + b - a], 0, a, b)
+        start += b - a
+    return x
 
 
 def _coefficients(noise_input: NoiseInput, temperature: Any, before: Tensor, rates: Rates) -> Any:
