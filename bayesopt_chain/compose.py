@@ -97,7 +97,7 @@ def _schedule(link: GradientTransformation, cells: Mapping[str, Any]) -> Sequenc
 
 def _flip(link: GradientTransformation, cells: Mapping[str, Any]) -> Sequence[Link]:
     # nothing in the closure says whether it maximises, but a gradient of 1 at parameters of 0 shows it
-    params, gradient = [torch.zeros(())], [torch.ones(())]
+    params, gradient = [torch.zeros((), device="cpu")], [torch.ones((), device="cpu")]
     (moved,), _ = link.update(gradient, link.init(params), params=params, inplace=False)
     return flip_sign_and_add_weight_decay(cells.get("weight_decay", 0.0), maximize=bool(moved < 0)).links
 

@@ -81,7 +81,7 @@ class LinearizedModel(Model):
     ) -> None:
         super().__init__()
         self._forward_of, self._gaussian, self._features = forward, posterior.factorised(), features
-        self._noise = None if noise is None else torch.as_tensor(noise)
+        self._noise = torch.tensor(noise, device="cpu") if isinstance(noise, (int, float)) else noise
         self._seen: tuple[Tensor, Tensor, Tensor] | None = None  # inputs, targets and noise that it was conditioned on
         if input_transform is not None:
             self.input_transform = input_transform

@@ -79,6 +79,7 @@ def diagonal_by_backward(
     if probes is not None and (isinstance(probes, bool) or not isinstance(probes, int) or probes < 1):
         raise ValueError(f"diagonal_by_backward: probes must be a whole number of at least 1, or None, got {probes!r}")
     passes = BackwardPasses(model, mesh, "diagonal_by_backward")
+    drawn_on = torch.device("cpu") if generator is None else generator.device
 
     def estimate(batch: Any) -> Diagonal:
         with passes:
@@ -104,7 +105,10 @@ def diagonal_by_backward(
 
             if probes is not None:
                 for _ in range(probes):
-                    square(lambda n, k: torch.randint(2, (n, k), generator=generator) * 2.0 - 1.0, 1.0 / probes)
+                    square(
+                        lambda n, k: torch.randint(2, (n, k), generator=generator, device=drawn_on) * 2.0 - 1.0,
+                        1.0 / probes,
+                    )
             else:
                 # All ranks take part in every pass: while the datum is one rank's, the others pull zeros back.
                 for rank, (data, each) in enumerate(sizes):
@@ -232,7 +236,7 @@ class BackwardPasses:
 
 
 def _one(n: int, columns: int, b: int, k: int) -> Tensor:
-    weights = torch.zeros(n, columns)
+    weights = torch.zeros(n, columns, device="cpu")
     weights[b, k] = 1.0
     return weights
 

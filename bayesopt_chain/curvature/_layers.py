@@ -187,7 +187,7 @@ def _factors(
     if passes.mesh is None:
         return own
     templates = {name: _template(passes.params[name]) for name in names}
-    return LayersOnRanks(own, templates, torch.tensor([of_leaf[i] for i in range(len(names))]), count)
+    return LayersOnRanks(own, templates, torch.tensor([of_leaf[i] for i in range(len(names))], device="cpu"), count)
 
 
 def _run(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bayesopt_chain import batches
 from bayesopt_chain.curvature._estimators import Estimate, empirical_fisher, hessian
 from bayesopt_chain.curvature._plan import batch_size
 from bayesopt_chain.likelihoods import Likelihood, OutputRoot
@@ -140,7 +141,8 @@ def of_log_density(f: Callable[[Tree, Any], Tensor]) -> LogDensity:
 
 
 def _no_targets(batch: Any) -> Tensor:
-    return torch.zeros(batch_size(batch))
+    device = next(x.device for x in batches.flatten(batch)[0] if isinstance(x, Tensor) and x.ndim)
+    return torch.zeros(batch_size(batch), device=device)
 
 
 class _Itself(Likelihood):

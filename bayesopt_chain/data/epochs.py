@@ -69,7 +69,7 @@ class Epochs:
         self.left_out = leave_out
         self.rank, self.ranks = place
         self.with_rows = with_rows
-        device = None if self.leaves is None else self.leaves[0].device
+        device = torch.device("cpu") if self.leaves is None else self.leaves[0].device
         self.stream = IndexStream(self.size, batch_size, order, seed, leave_out, device, table)  # pyright: ignore[reportArgumentType]
         self.epoch = 0
         self.offset = 0
@@ -463,7 +463,7 @@ def _left_out(leave_out: Tensor | Sequence[Tensor] | None, size: int, chains: in
             raise ValueError(
                 f"epochs: leave_out must hold row numbers, int64 [m] from 0 to {size - 1}, got {rows.dtype} {list(rows.shape)}"
             )
-    return [rows.unique() for rows in each]
+    return [rows.cpu().unique() for rows in each]
 
 
 def _columns(data: Any) -> tuple[list[Tensor] | None, Any, int]:

@@ -58,13 +58,13 @@ class IndexStream:
         order: Order | Rule,
         seed: int,
         leave_out: Sequence[Tensor] = (),
-        device: torch.device | None = None,
+        device: torch.device | str = "cpu",
         table: Tensor | None = None,
     ) -> None:
         self.size, self.batch_size, self.order, self.seed = size, batch_size, order, seed
         self.table = None if table is None else table.detach().to("cpu", torch.float64)
         everything = torch.arange(size, device="cpu")
-        self.kept = [everything[~torch.isin(everything, rows)] for rows in leave_out] or [everything]
+        self.kept = [everything[~torch.isin(everything, rows.cpu())] for rows in leave_out] or [everything]
         self.least = min(len(rows) for rows in self.kept)  # data that the chain with the fewest goes through
         # constants of a program; an arange inside of one is computed in 32 bits by torch's compiler, and Philox needs 64
         self._blocks = torch.arange(max(size, _CANDIDATES * batch_size) // 2 + 1, device=device)

@@ -44,14 +44,16 @@ def permutations(
     has their shape: memory that is new every time would cost a fifth of the time in page faults.
     """
     shape = (batches, chains, size)
-    out = memory if memory is not None and memory.shape == shape else torch.empty(shape, dtype=torch.int32)
+    out = (
+        memory if memory is not None and memory.shape == shape else torch.empty(shape, dtype=torch.int32, device="cpu")
+    )
     _fill("permutations", out, chains, n, batches, size, number, seed & 2**64 - 1)
     return out
 
 
 def subsets(chains: int, n: int, wanted: int, number: int, seed: int) -> Tensor:
     """For each of so many chains the first ``wanted`` different ones of its keys modulo ``n``: int32 ``[chains, wanted]``."""
-    out = torch.empty(chains, wanted, dtype=torch.int32)
+    out = torch.empty(chains, wanted, dtype=torch.int32, device="cpu")
     _fill("subsets", out, chains, n, wanted, number, seed & 2**64 - 1)
     return out
 

@@ -72,7 +72,10 @@ def reliability(axes: Axes, sure: Sure) -> None:
     """Accuracy against confidence of the seen classes, over all seeds, in bins that hold as many inputs each."""
     axes.plot([0, 1], [0, 1], color="#6B6B6B", linestyle=":", linewidth=1)
     for name, runs in sure.items():
-        pairs = [torch.tensor([r["confidence"][: int(r["seen"][0])], r["right"][: int(r["seen"][0])]]) for r in runs]
+        pairs = [
+            torch.tensor([r["confidence"][: int(r["seen"][0])], r["right"][: int(r["seen"][0])]], device="cpu")
+            for r in runs
+        ]
         both = torch.cat(pairs, 1)
         both = both[:, both[0].argsort()]
         points = torch.stack([part.mean(1) for part in both.chunk(BINS, 1)])
@@ -82,11 +85,16 @@ def reliability(axes: Axes, sure: Sure) -> None:
 
 def refusals(axes: Axes, sure: Sure) -> None:
     """The share of wrong answers among those kept, seen and unseen classes together, averaged over the seeds."""
-    shares = torch.linspace(0, 0.6, 61)
+    shares = torch.linspace(0, 0.6, 61, device="cpu")
     for name, runs in sure.items():
         curves = []
         for r in runs:
-            wrong = 1 - torch.tensor(r["right"])[torch.tensor(r["confidence"]).argsort(descending=True)]
+            wrong = (
+                1
+                - torch.tensor(r["right"], device="cpu")[
+                    torch.tensor(r["confidence"], device="cpu").argsort(descending=True)
+                ]
+            )
             kept = ((1 - shares) * len(wrong)).long().clamp_min(1)
             curves.append(wrong.cumsum(0)[kept - 1] / kept)
         axes.plot(100 * shares, torch.stack(curves).mean(0), color=COLORS[name], label=name)

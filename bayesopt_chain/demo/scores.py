@@ -34,7 +34,7 @@ def scores(task: Task, prediction: Any, elsewhere: Any) -> dict[str, float]:
     found |= {"error": float((p.argmax(1) != y).double().mean()), "miscovered": calibration_error(p, y)}
     if len(task.unseen):
         entropies = torch.cat([prediction.entropy, elsewhere.entropy])
-        unseen = torch.arange(len(entropies)) >= len(y)
+        unseen = torch.arange(len(entropies), device="cpu") >= len(y)
         found["unseen"] = float(roc_auc_score(unseen.numpy(), entropies.numpy()))
     return found
 
@@ -52,12 +52,12 @@ def calibration_error(p: Tensor, y: Tensor, bins: int = BINS) -> float:
     confidence, guess = p.double().max(1)
     gap = (guess == y).double() - confidence
     which = (confidence * bins).long().clamp_max(bins - 1)
-    return float(torch.zeros(bins, dtype=torch.float64).index_add(0, which, gap).abs().sum() / len(y))
+    return float(torch.zeros(bins, dtype=torch.float64, device=p.device).index_add(0, which, gap).abs().sum() / len(y))
 
 
 def sureness(task: Task, prediction: Any, elsewhere: Any) -> dict[str, list[float]]:
     """Of a task with unseen classes what the figure draws: of every test input, those unseen last, the largest probability and
     whether the class was right, which of an unseen one it never is."""
     p, q = prediction.probabilities, elsewhere.probabilities
-    right = torch.cat([p.argmax(1) == task.test[1], torch.zeros(len(q), dtype=torch.bool)])
+    right = torch.cat([p.argmax(1) == task.test[1], torch.zeros(len(q), dtype=torch.bool, device=q.device)])
     return {"confidence": torch.cat([p, q]).amax(1).tolist(), "right": right.double().tolist(), "seen": [len(p)]}

@@ -50,9 +50,9 @@ NAMES = tuple(LOADED)
 def load(name: str, seed: int) -> Task:
     """One of ``NAMES`` as seed ``seed`` splits it."""
     arrays: tuple[Any, Any] = LOADED[name](return_X_y=True)  # pyright: ignore[reportAssignmentType]
-    x, y = torch.as_tensor(arrays[0]).float(), torch.as_tensor(arrays[1])
+    x, y = torch.as_tensor(arrays[0], device="cpu").float(), torch.as_tensor(arrays[1], device="cpu")
     g = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(x), generator=g)
+    order = torch.randperm(len(x), generator=g, device="cpu")
     x, y = x[order], y[order]
     unseen, half = x[:0], len(x) // 2
     if LOADED[name] is load_digits:
@@ -65,6 +65,6 @@ def load(name: str, seed: int) -> Task:
         return Task(name, 0, (x[:half], y[:half]), (x[half:], y[half:]), unseen)
     classes, given = int(y.max()) + 1, y[:half].clone()
     if name == "mislabelled digits":
-        wrong = torch.rand(half, generator=g) < WRONG
-        given[wrong] = torch.randint(classes, (int(wrong.sum()),), generator=g)
+        wrong = torch.rand(half, generator=g, device="cpu") < WRONG
+        given[wrong] = torch.randint(classes, (int(wrong.sum()),), generator=g, device="cpu")
     return Task(name, classes, (x[:half], given), (x[half:], y[half:]), unseen)

@@ -365,7 +365,7 @@ class Scan:
         self.y_top = float(max(place.top for place in places))
         most_y = limit(group)
         most = margin * most_y / (self.y_top * family.ratio(i, 1.0))
-        self.lr = most * torch.logspace(-6, 0, RATES, dtype=torch.float64)
+        self.lr = most * torch.logspace(-6, 0, RATES, dtype=torch.float64, device="cpu")
         self.ratio = family.ratio(i, self.lr)[:, None]
         self.of = laws.directions(group, self.ratio * y, most_y)
         self.variance = laws.variance(self.of)
@@ -391,7 +391,7 @@ def limit(group: Group) -> float:
     """The curvature in coordinates of gain one from which on the chain diverges, to 1e-6 of it."""
     low, high = 1e-6, 1e4
     for _ in range(8):
-        y = torch.logspace(math.log10(low), math.log10(high), 24, dtype=torch.float64)
+        y = torch.logspace(math.log10(low), math.log10(high), 24, dtype=torch.float64, device="cpu")
         stable = laws.directions(group, y).stable.tolist()
         first = next((n for n, ok in enumerate(stable) if not ok), len(stable))
         if first in (0, len(stable)):
@@ -452,5 +452,7 @@ def _directions_of(place: Place) -> tuple[Tensor, Tensor, Tensor]:
 
 def _forgetting(group: Group, places: list[Place], ratio: Any, limit: float | None = None) -> Tensor:
     """Steps between effective draws: the slower of the average and of the stiffest direction."""
-    slow = torch.tensor([sorted(place.slow for place in places)[len(places) // 2], max(p.top for p in places)])
+    slow = torch.tensor(
+        [sorted(place.slow for place in places)[len(places) // 2], max(p.top for p in places)], device="cpu"
+    )
     return laws.forgetting(laws.directions(group, slow.double() * ratio, limit)).amax(-1)

@@ -151,10 +151,12 @@ def readings(
     half = len(each) // 2
     centres = [_centres(part, pooled) for part in (each[half:], each[:half])]
     stiff = _stiffest(loss, each[-1][0], batches, directions)
-    leaves, data, decay, size = ({p: torch.zeros(len(each), n).double() for p in paths} for _ in range(4))
-    along = {"all parameters": torch.zeros(len(each), n).double()}
-    along |= {f"stiffest direction {i + 1}": torch.zeros(len(each), n).double() for i in range(len(stiff))}
-    energy = torch.zeros(len(each), n).double()
+    leaves, data, decay, size = ({p: torch.zeros(len(each), n, device="cpu").double() for p in paths} for _ in range(4))
+    along = {"all parameters": torch.zeros(len(each), n, device="cpu").double()}
+    along |= {
+        f"stiffest direction {i + 1}": torch.zeros(len(each), n, device="cpu").double() for i in range(len(stiff))
+    }
+    energy = torch.zeros(len(each), n, device="cpu").double()
     for k, row in enumerate(each):
         for c, params in enumerate(row):
             flat = [p.detach().double() for p in optree.tree_leaves(params)]

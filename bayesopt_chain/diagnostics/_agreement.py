@@ -61,7 +61,7 @@ def agreement(x: Tensor) -> Agreement:
     effective = (h / tau).clamp(min=1.01)
     r_hat = ((h - 1) / h + between / within).sqrt()
     ratio = between * effective / within
-    p = torch.as_tensor(f.sf(ratio.numpy(), m - 1, (m * (effective - 1)).clamp(min=1.0).numpy()))
+    p = torch.as_tensor(f.sf(ratio.numpy(), m - 1, (m * (effective - 1)).clamp(min=1.0).numpy()), device="cpu")
     return Agreement(r_hat, CAUTION * m * effective, _of_all(p), int(p.argmin()))
 
 
@@ -102,12 +102,12 @@ def drift(x: Tensor, *, independent: bool = True) -> Drift:
     size = means[2].mean(0) - means[0].mean(0)
     variance = torch.stack([mean.var(0) for mean in means]).mean(0)
     ratio = size.abs() / (2 * variance / effective).sqrt().clamp(min=1e-300)
-    p = 2 * torch.as_tensor(student.sf(ratio.numpy(), (effective - 1).clamp(min=1.0).numpy()))
+    p = 2 * torch.as_tensor(student.sf(ratio.numpy(), (effective - 1).clamp(min=1.0).numpy()), device="cpu")
     found = [torch.where(effective >= ENOUGH, p, torch.ones_like(p))]
     if chains >= 3 and independent:
         each = last.mean(0) - first.mean(0)
         ratio = size.abs() * chains**0.5 / each.std(0).clamp(min=1e-300)
-        found.append(2 * torch.as_tensor(student.sf(ratio.numpy(), chains - 1)))
+        found.append(2 * torch.as_tensor(student.sf(ratio.numpy(), chains - 1), device="cpu"))
     clearest = min(found, key=_of_all)
     return Drift(size, min(1.0, len(found) * _of_all(clearest)), int(clearest.argmin()))
 
@@ -133,7 +133,7 @@ def autocorrelation_time(x: Tensor) -> Tensor:
     spectrum = torch.fft.rfft(x - x.mean(0), 2 * n, dim=0)
     covariance = torch.fft.irfft(spectrum.abs() ** 2, dim=0)[:n].sum(1)
     correlation = covariance / covariance[:1].clamp(min=1e-300)
-    correlation = correlation + torch.arange(n)[:, None] / n / n
+    correlation = correlation + torch.arange(n, device=x.device)[:, None] / n / n
     pairs = correlation[0 : n - 1 : 2][: n // 2] + correlation[1:n:2][: n // 2]
     pairs = torch.cummin(pairs, 0).values
     return (2 * (pairs * (pairs > 0).cumprod(0)).sum(0) - 1).clamp(1 / CAUTION, n)

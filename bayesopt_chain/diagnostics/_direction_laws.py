@@ -49,7 +49,7 @@ def directions(group: Group, y: Tensor, limit: float | None = None) -> Direction
     With a ``limit`` those below it count as stable; without one the eigenvalues are asked.
     """
     s = len(group.b)
-    M = torch.zeros(*y.shape, 1 + s, 1 + s, dtype=torch.float64)
+    M = torch.zeros(*y.shape, 1 + s, 1 + s, dtype=torch.float64, device=y.device)
     M[..., 0, 0] = 1.0 - group.d * y
     M[..., 0, 1:] = group.c
     M[..., 1:, 0] = group.b * y[..., None]
@@ -68,7 +68,7 @@ def forgetting(of: Directions) -> Tensor:
     """The integrated autocorrelation time of the parameter's square, in steps; infinite where it diverges."""
     S = _lyapunov(of.M, of.F @ of.F.T)
     rho = S[..., :, 0] / S[..., :1, 0]
-    seen = torch.zeros(of.M.shape[-1], of.M.shape[-1], dtype=torch.float64)
+    seen = torch.zeros(of.M.shape[-1], of.M.shape[-1], dtype=torch.float64, device=of.M.device)
     seen[0, 0] = 1.0
     X = _lyapunov(of.M.mT, seen)
     times = 2.0 * torch.einsum("...i,...ij,...j->...", rho, X, rho) - 1.0
@@ -86,7 +86,7 @@ def unit_excess(of: Directions, steps: float, reshuffled: bool) -> Tensor:
         return _lyapunov(of.M, noise)[..., 0, 0] * (1.0 - 1.0 / steps)
     n = of.M.shape[-1]
     square, one = n * n, 2 * n * n + n  # the places of R R^T, and of the number 1, behind those of S
-    step = torch.zeros(*of.M.shape[:-2], one + 2, one + 2, dtype=torch.float64)
+    step = torch.zeros(*of.M.shape[:-2], one + 2, one + 2, dtype=torch.float64, device=of.M.device)
     both = _kron(of.M)
     R_with_gamma = torch.einsum("...ij,k->...ikj", of.M, of.Gamma).reshape(*of.M.shape[:-2], square, n)
     gamma_with_R = torch.einsum("...ij,k->...kij", of.M, of.Gamma).reshape(*of.M.shape[:-2], square, n)
@@ -120,5 +120,5 @@ def _lyapunov(M: Tensor, Q: Tensor) -> Tensor:
     """``X = M X M^T + Q`` for many small ``M``."""
     n = M.shape[-1]
     Q = Q.expand(*M.shape[:-2], n, n)
-    eye = torch.eye(n * n, dtype=torch.float64)
+    eye = torch.eye(n * n, dtype=torch.float64, device=M.device)
     return torch.linalg.solve(eye - _kron(M), Q.reshape(*M.shape[:-2], n * n)).reshape(Q.shape)

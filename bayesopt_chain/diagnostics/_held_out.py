@@ -97,7 +97,7 @@ def split(name: str, data: Any, size: int, held_out: Any) -> tuple[Any, Any, int
         ValueError: rows that do not exist or stand there twice, fewer than two, or so many that fewer than two are left.
     """
     try:
-        rows = torch.as_tensor(held_out)
+        rows = torch.as_tensor(held_out, device="cpu")
     except (TypeError, ValueError, RuntimeError) as err:
         raise TypeError(f"{name}: held_out must be a list or tensor of row numbers, got {held_out!r:.60}") from err
     if rows.dtype not in (torch.int16, torch.int32, torch.int64, torch.uint8) or rows.ndim != 1:
@@ -111,7 +111,7 @@ def split(name: str, data: Any, size: int, held_out: Any) -> tuple[Any, Any, int
         )
     if len(rows.unique()) < len(rows):
         raise ValueError(f"{name}: held_out must name each row once")
-    kept = torch.ones(size, dtype=torch.bool)
+    kept = torch.ones(size, dtype=torch.bool, device="cpu")
     kept[rows] = False
     left = kept.nonzero()[:, 0]
 

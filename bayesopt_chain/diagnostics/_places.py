@@ -237,7 +237,9 @@ def _without_batches(loss: Loss, params: Tree, data: Any, rank: int) -> Gradient
     same = all(torch.equal(x, y) for x, y in zip(*pair))
     draws = None if same else spec.unflatten([(x - y)[None] / math.sqrt(2.0) for x, y in zip(*pair)])
     mean = spec.unflatten([(x + y) / 2 for x, y in zip(*pair)])
-    return GradientNoise(rows, draws, mean, torch.zeros(rank, dtype=torch.float64), 0.0, 1, 1.0, "independent")
+    return GradientNoise(
+        rows, draws, mean, torch.zeros(rank, dtype=torch.float64, device="cpu"), 0.0, 1, 1.0, "independent"
+    )
 
 
 def _trace(product: Callable[[Tree], Tree], params: Tree, response: Response) -> float:
@@ -246,7 +248,7 @@ def _trace(product: Callable[[Tree], Tree], params: Tree, response: Response) ->
     spec, total = optree.tree_structure(params), 0.0
     for _ in range(PROBES):
         v = [
-            torch.randint(0, 2, leaf.shape, generator=generator).to(leaf) * 2.0 - 1.0
+            torch.randint(0, 2, leaf.shape, generator=generator, device="cpu").to(leaf) * 2.0 - 1.0
             for leaf in optree.tree_leaves(params)
         ]
         v = [x * gain.to(x).sqrt() for x, (gain, _) in zip(v, _gains(response, params))]

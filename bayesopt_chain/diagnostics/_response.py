@@ -58,7 +58,7 @@ class Group(NamedTuple):
 
     def _warmth(self, curvature: float) -> float:
         k = len(self.b)
-        M = torch.zeros(k + 1, k + 1, dtype=torch.float64)
+        M = torch.zeros(k + 1, k + 1, dtype=torch.float64, device="cpu")
         M[0, 0] = 1.0 - self.d * curvature - self.w
         M[0, 1:], M[1:, 0], M[1:, 1:] = self.c, self.b * curvature + self.u, self.A
         noise = torch.cat([self.f[None], self.E])
@@ -177,11 +177,11 @@ class _Probe(OneUpdate):
         if kind != "noise":
             generator = torch.Generator().manual_seed(seed)
             for x in heights:
-                x.mul_((1.0 + torch.rand(x.shape, generator=generator, dtype=torch.float64)).to(x.device))
+                x.mul_((1.0 + torch.rand(x.shape, generator=generator, dtype=torch.float64, device="cpu")).to(x.device))
         impulse: dict[str, Any] = {
             "gradient": {"gradient": heights},
             "parameter": {"theta": heights},
-            "noise": {"normals": torch.full((self.draws,), size, dtype=torch.float64)},
+            "noise": {"normals": torch.full((self.draws,), size, dtype=torch.float64, device="cpu")},
         }[kind]
         rows: list[list[Tensor]] = [[] for _ in self.params]
         moves, change = self(**impulse)
@@ -238,11 +238,15 @@ class _Probe(OneUpdate):
         def column(**pulse: Any) -> tuple[Tensor, Tensor]:
             moves, after = self(**pulse)
             s = [float(after[i].view(-1)[n]) / IMPULSE for i, n in places]
-            return torch.tensor(_first(moves[j]) / IMPULSE, dtype=torch.float64), torch.tensor(s, dtype=torch.float64)
+            return torch.tensor(_first(moves[j]) / IMPULSE, dtype=torch.float64, device="cpu"), torch.tensor(
+                s, dtype=torch.float64, device="cpu"
+            )
 
         def matrix(columns: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
             if not columns:
-                return torch.zeros(0, dtype=torch.float64), torch.zeros(len(places), 0, dtype=torch.float64)
+                return torch.zeros(0, dtype=torch.float64, device="cpu"), torch.zeros(
+                    len(places), 0, dtype=torch.float64, device="cpu"
+                )
             return torch.stack([move for move, _ in columns]), torch.stack([s for _, s in columns], dim=1)
 
         c, A = matrix([column(numbers=self._change(*place)) for place in places])
@@ -270,7 +274,7 @@ class _Probe(OneUpdate):
         return change
 
     def _draws(self, chosen: Sequence[int]) -> dict[str, Any]:
-        xi = torch.zeros(self.draws, dtype=torch.float64)
+        xi = torch.zeros(self.draws, dtype=torch.float64, device="cpu")
         xi[list(chosen)] = IMPULSE
         return {"normals": xi}
 
@@ -278,8 +282,8 @@ class _Probe(OneUpdate):
         """Which of a step's normal numbers move an element, by bisection; their heights differ so that no two cancel."""
         if not among:
             return []
-        xi = torch.zeros(self.draws, dtype=torch.float64)
-        xi[among.start : among.stop] = IMPULSE * torch.linspace(1.0, 2.0, len(among), dtype=torch.float64)
+        xi = torch.zeros(self.draws, dtype=torch.float64, device="cpu")
+        xi[among.start : among.stop] = IMPULSE * torch.linspace(1.0, 2.0, len(among), dtype=torch.float64, device="cpu")
         if not moves({"normals": xi}):
             return []
         if len(among) == 1:
@@ -323,4 +327,4 @@ def _first(x: Tensor) -> float:
 
 
 def _eye(A: Tensor) -> Tensor:
-    return torch.eye(len(A), dtype=A.dtype)
+    return torch.eye(len(A), dtype=A.dtype, device=A.device)

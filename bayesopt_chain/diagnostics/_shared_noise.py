@@ -66,7 +66,7 @@ def shared_noise(x: Tensor, level: float = LEVEL) -> SharedNoise | None:
     x = x[..., :: max(1, -(-x.shape[2] // ELEMENTS))]
     new = _residuals(x)
     n, chains, elements = new.shape
-    lags = torch.arange(-(n // 2), n // 2 + 1)
+    lags = torch.arange(-(n // 2), n // 2 + 1, device="cpu")
     spectrum = torch.fft.rfft(new, 2 * n, dim=0)
     own = torch.fft.irfft(spectrum.abs() ** 2, 2 * n, dim=0)[1 : LAGS + 1].mean(1) / n
     overlap = (n - lags.abs()).double()
@@ -95,10 +95,10 @@ def _residuals(x: Tensor) -> Tensor:
     """Normal scores over time of what each draw does not owe to a line and the two draws before."""
     n = len(x) - 2
     y = (x - x.mean(0)) / x.std(0).clamp(min=1e-300)
-    line = torch.linspace(-1, 1, n).double().expand(*y.shape[1:], n)
+    line = torch.linspace(-1, 1, n, device="cpu").double().expand(*y.shape[1:], n)
     known = torch.stack([torch.ones_like(line), line, *(y[j : n + j].permute(1, 2, 0) for j in (1, 0))], -1)
     now = y[2:].permute(1, 2, 0)[..., None]
-    gram = known.mT @ known + 1e-9 * n * torch.eye(4).double()
+    gram = known.mT @ known + 1e-9 * n * torch.eye(4, device="cpu").double()
     left = now - known @ torch.linalg.solve(gram, known.mT @ now)
     scores = normal_scores(left[..., 0].permute(2, 0, 1))
     return scores / scores.square().mean(0).sqrt().clamp(min=1e-300)

@@ -75,9 +75,9 @@ def extrapolate_batch_size(values: Mapping[int, Tensor], size: int) -> Extrapola
     w = {b: (size - b) / (b * max(size - 1, 1)) for b in values}
     c = {b: math.prod(w[j] / (w[j] - w[b]) for j in w if j != b) for b in w}
     by_chain = {b: f.detach().to(torch.float64).mean(0) for b, f in values.items()}
-    mean = sum((c[b] * f.mean(0) for b, f in by_chain.items()), torch.zeros((), dtype=torch.float64))
+    mean = sum((c[b] * f.mean(0) for b, f in by_chain.items()), torch.zeros((), dtype=torch.float64, device="cpu"))
     variance = sum(
         (c[b] ** 2 * (f.var(0) if len(f) > 1 else f[0] * math.nan) / len(f) for b, f in by_chain.items()),
-        torch.zeros((), dtype=torch.float64),
+        torch.zeros((), dtype=torch.float64, device="cpu"),
     )
     return Extrapolation(mean, variance.sqrt(), c, sum(x**2 for x in c.values()))

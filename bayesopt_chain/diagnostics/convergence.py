@@ -127,6 +127,6 @@ def _each(draws: Any, who: str, statistic: Callable[[Any], Any]) -> Any:
 
     def found(x: Tensor) -> Tensor:
         rows = x.to(torch.float64).permute(2, 1, 0).contiguous()
-        return torch.as_tensor(statistic(rows.cpu().numpy()))
+        return torch.as_tensor(statistic(rows.cpu().numpy()), device="cpu")
 
     return optree.tree_map(one, tree)

@@ -196,5 +196,5 @@ def weighted_gram(rows: list[Tensor], gains: Any) -> Tensor:
     """``R G R^T`` in float64."""
     return sum(
         (gram(row.double() * gain.to(row.device).sqrt()).cpu() for row, gain in zip(rows, gains)),
-        torch.zeros(len(rows[0]), len(rows[0]), dtype=torch.float64),
+        torch.zeros(len(rows[0]), len(rows[0]), dtype=torch.float64, device="cpu"),
     )

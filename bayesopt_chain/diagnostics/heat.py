@@ -152,10 +152,12 @@ def reshuffled_excess(rho: float, steps_per_epoch: int, momentum: float, curvatu
         own = tuple(s + push * e for s, e in zip(moved(*own), (1.0, -1.0, 1.0)))
         x, v = a * x + b * v - 1.0, c * x + d * v + 1.0
         added.append((own[0] - push * x * x / K, own[1] - push * x * v / K, own[2] - push * v * v / K))
-    step = torch.tensor([[a, b], [c, d]], dtype=torch.float64)
+    step = torch.tensor([[a, b], [c, d]], dtype=torch.float64, device="cpu")
     epoch = torch.linalg.matrix_power(step, K)
-    last = torch.tensor([[added[-1][0], added[-1][1]], [added[-1][1], added[-1][2]]], dtype=torch.float64)
-    start = torch.linalg.solve(torch.eye(4, dtype=torch.float64) - torch.kron(epoch, epoch), last.reshape(4))
+    last = torch.tensor([[added[-1][0], added[-1][1]], [added[-1][1], added[-1][2]]], dtype=torch.float64, device="cpu")
+    start = torch.linalg.solve(
+        torch.eye(4, dtype=torch.float64, device="cpu") - torch.kron(epoch, epoch), last.reshape(4)
+    )
     held, total = (float(start[0]), float(start[1]), float(start[3])), 0.0
     for more in added:
         held = moved(*held)
@@ -259,7 +261,7 @@ def _others(cuts: Sequence[int]) -> tuple[Tensor, Tensor]:
 
     The first two rows have no instruments, and a row beside the fold shares a gradient with it.
     """
-    weights = torch.zeros(len(cuts) - 1, cuts[-1], dtype=torch.float64)
+    weights = torch.zeros(len(cuts) - 1, cuts[-1], dtype=torch.float64, device="cpu")
     for fold, (begin, end) in enumerate(pairwise(cuts)):
         for part in (slice(2, max(begin - 1, 2)), slice(end + 1, cuts[-1])):
             if part.stop - part.start > 6:
@@ -412,12 +414,14 @@ class Sketch:
                 [torch.cat([_of_elements(*leaf) for leaf in zip(step, counts)]) for step in scales]
             ).double()
         distinct = scales if any(step != scales[0] for step in scales) else scales[:1]
-        return torch.tensor(distinct, dtype=torch.float64).repeat_interleave(torch.tensor(counts), dim=1)
+        return torch.tensor(distinct, dtype=torch.float64, device="cpu").repeat_interleave(
+            torch.tensor(counts, device="cpu"), dim=1
+        )
 
 
 def _of_elements(scale: float | Tensor, n: int) -> Tensor:
     """A factor for each of ``n`` elements."""
-    return torch.as_tensor(scale).detach().cpu().flatten().expand(n)
+    return torch.as_tensor(scale, device="cpu").detach().flatten().expand(n)
 
 
 def _laid(tensors: list[Tensor]) -> Tensor:

@@ -469,7 +469,7 @@ class HeatGuard:
         rules = {(leaf.momentum, 1.0 - leaf.momentum if leaf.first is None else leaf.first) for leaf in seen}
         momentum, first = min(rules)
         self._momentum = momentum
-        rates, temperatures, lrs = (torch.tensor(x, dtype=torch.float64) for x in zip(*self._rates))
+        rates, temperatures, lrs = (torch.tensor(x, dtype=torch.float64, device="cpu") for x in zip(*self._rates))
         changed = bool((rates != 1.0).any() or (temperatures != 1.0).any())
         heat = read_heat(
             gradients[:, filled],

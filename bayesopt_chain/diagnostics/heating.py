@@ -272,7 +272,7 @@ def _room(system: Reduced, report: Heating, tx: Any, again: GradientNoise | None
     kept = values.clamp(min=0.0)
     E = (vectors * kept) @ vectors.T
     half = variance.sqrt()
-    left = (E * own + heat) / half / half[:, None] - torch.eye(r, dtype=torch.float64)
+    left = (E * own + heat) / half / half[:, None] - torch.eye(r, dtype=torch.float64, device="cpu")
     m, P = torch.linalg.eigh(half[:, None] * (heat + torch.diag(variance)) * half)
     basis = closed.V.T.to(system.bases[0]) @ torch.cat(system.bases)
     directions = tuple(optree.tree_leaves(unflatten(basis, system.like)))
@@ -280,7 +280,7 @@ def _room(system: Reduced, report: Heating, tx: Any, again: GradientNoise | None
     return Room(
         directions=directions,
         root=root,
-        missing=(torch.eye(r, dtype=torch.float64) - root).to(directions[0]),
+        missing=(torch.eye(r, dtype=torch.float64, device="cpu") - root).to(directions[0]),
         cooling=half[:, None] * ((P / m.sqrt()) @ P.T) * half,
         scales=tuple([gain.sqrt() for gain in system.response.gains]),
         left=float(torch.linalg.eigvalsh(left).abs().amax()),
@@ -307,7 +307,7 @@ def _by_pairs(group: Group, curvatures: Tensor) -> Tensor:
     F = torch.cat([group.f[None], group.E])
     n, size = len(F), len(F) ** 2
     pairs = torch.einsum("iab,jcd->ijacbd", M, M).reshape(len(k), len(k), size, size)
-    system = torch.eye(size, dtype=torch.float64) - pairs
+    system = torch.eye(size, dtype=torch.float64, device=M.device) - pairs
     return torch.linalg.solve(system, (F @ F.T).reshape(size, 1)).reshape(len(k), len(k), n, n)[..., 0, 0]
 
 
@@ -366,7 +366,7 @@ def reduce(
     sizes = [leaf.numel() for leaf in optree.tree_leaves(like)]
     owner = torch.cat(
         [
-            torch.full((n,), next((i for i, g in enumerate(response.groups) if j in g.leaves), -1))
+            torch.full((n,), next((i for i, g in enumerate(response.groups) if j in g.leaves), -1), device="cpu")
             for j, n in enumerate(sizes)
         ]
     )
@@ -377,13 +377,13 @@ def reduce(
             groups.append(group)
             bases.append(basis)
     Q = torch.cat(bases)
-    inside = (Q @ rows.T).double()
-    within = (Q @ draws.T).double()
+    inside = (Q @ rows.T).double().cpu()
+    within = (Q @ draws.T).double().cpu()
     D = within @ within.T
     C = _positive(inside @ inside.T - D / 2)
     if curve is not None:
         images = torch.stack([curved(q) for q in Q])
-        H = _positive((Q @ images.T).double())
+        H = _positive((Q @ images.T).double().cpu())
     else:
         temperatures = {round(g.temperature, 12) for g in groups}
         if max(temperatures) - min(temperatures) > 1e-6 * max(temperatures):
@@ -403,7 +403,7 @@ def rescaled(system: Reduced, response: Response) -> Reduced:
         j = group.leaves[0]
         ratio = float((response.gains[j] / system.response.gains[j]).reshape(-1)[0])
         groups.append(next(g for g in response.groups if j in g.leaves))
-        scale.append(torch.full((len(basis),), ratio**0.5, dtype=torch.float64))
+        scale.append(torch.full((len(basis),), ratio**0.5, dtype=torch.float64, device="cpu"))
     s = torch.cat(scale)
     outer = s[:, None] * s
     return replace(system, groups=tuple(groups), H=system.H * outer, C=system.C * outer, D=system.D * outer)
@@ -433,7 +433,7 @@ def loop(system: Reduced) -> Loop:
     def spread(of: Callable[[Group], Tensor]) -> Tensor:
         """Block-diagonal, a block ``of(group) x 1`` for each group."""
         return torch.block_diag(
-            *(torch.kron(of(g), torch.eye(n, dtype=torch.float64)) for g, n in zip(system.groups, sizes))
+            *(torch.kron(of(g), torch.eye(n, dtype=torch.float64, device="cpu")) for g, n in zip(system.groups, sizes))
         )
 
     A, b, u, E = (
@@ -443,12 +443,12 @@ def loop(system: Reduced) -> Loop:
         spread(lambda g: g.E),
     )
     c, d, w, f = (spread(lambda g, name=name: getattr(g, name).reshape(1, -1)) for name in ("c", "d", "w", "f"))
-    prior = spread(lambda g: torch.tensor([[g.prior]], dtype=torch.float64))
+    prior = spread(lambda g: torch.tensor([[g.prior]], dtype=torch.float64, device="cpu"))
     values, V = torch.linalg.eigh(system.H + prior)
     V = V[:, values > SMALL * values.amax().clamp(min=1e-300)].flip(1)
     M = torch.cat(
         [
-            torch.cat([V.T @ (torch.eye(q, dtype=torch.float64) - d @ system.H - w) @ V, V.T @ c], dim=1),
+            torch.cat([V.T @ (torch.eye(q, dtype=torch.float64, device="cpu") - d @ system.H - w) @ V, V.T @ c], dim=1),
             torch.cat([(b @ system.H + u) @ V, A], dim=1),
         ]
     )
@@ -503,7 +503,7 @@ def added(closed: Loop, C: Tensor, D: Tensor, order: Order, steps: float) -> tup
         sums.append((S, R))
     added_by = [S - R @ C @ R.T / steps for S, R in sums[1:]]
     if order == "fixed":
-        W = torch.linalg.inv(torch.eye(len(M), dtype=M.dtype) - torch.linalg.matrix_power(M, L))
+        W = torch.linalg.inv(torch.eye(len(M), dtype=M.dtype, device=M.device) - torch.linalg.matrix_power(M, L))
         X = W @ added_by[-1] @ W.T + own
         return X, X
     if order == "palindrome":

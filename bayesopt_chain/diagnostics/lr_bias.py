@@ -68,7 +68,7 @@ class LrBias(NamedTuple):
     def is_seen(self) -> bool:
         """Whether some element of the difference stands above three standard errors, corrected for the number of elements."""
         level = math.erfc(Z / math.sqrt(2.0)) / max(1, self.difference.numel())
-        limit = math.sqrt(2.0) * float(torch.erfinv(torch.tensor(1.0 - level, dtype=torch.float64)))
+        limit = math.sqrt(2.0) * float(torch.erfinv(torch.tensor(1.0 - level, dtype=torch.float64, device="cpu")))
         return bool((self.difference.abs() > limit * self.standard_error).any())
 
     def __str__(self) -> str:
@@ -149,7 +149,7 @@ def _means(
     step = parallel(make_step(loss, tx), chains)
     stacked = stack([optree.tree_map(lambda p: p.detach().clone(), params) for _ in range(chains)])
     of_all = None if statistic is None else torch.vmap(statistic)
-    total, count = torch.zeros((), dtype=torch.float64), 0
+    total, count = torch.zeros((), dtype=torch.float64, device="cpu"), 0
     state = step.init(tx, stacked)
     for it in iterate(step, stacked, state, batches, steps=steps, burn_in=burn_in, thinning=thinning):
         if it.is_draw:

@@ -471,8 +471,8 @@ def _seconds(search: Search, advice: Advice) -> tuple[Callable[[int], float], fl
         for batch in {least, int(max(least, min(size, 8 * least, size // 8)))} - known.keys():
             known[batch] = search.timed(row, advice.params, batch)
             spent += 3 * batch / size
-    b = torch.tensor(sorted(known), dtype=torch.float64)
-    t = torch.tensor([known[int(x)] for x in b], dtype=torch.float64)
+    b = torch.tensor(sorted(known), dtype=torch.float64, device="cpu")
+    t = torch.tensor([known[int(x)] for x in b], dtype=torch.float64, device="cpu")
     if len(b) == 1:
         return (lambda batch: float(t[0])), spent
     slope = ((b - b.mean()) * (t - t.mean())).sum() / (b - b.mean()).square().sum()
@@ -625,7 +625,7 @@ def maker(name: str, make_tx: Callable[..., Any], count: int) -> Callable[[float
         rest = () if momentum is None else (momentum,)
         if is_class:
             names = {"lr": lr} if momentum is None else {"lr": lr, "momentum": momentum}
-            return as_chain(make_tx([torch.zeros(1, requires_grad=True)], **names))
+            return as_chain(make_tx([torch.zeros(1, requires_grad=True, device="cpu")], **names))
         made = make_tx(lr, *rest)
         return as_chain(made) if isinstance(made, torch.optim.Optimizer) else made
 

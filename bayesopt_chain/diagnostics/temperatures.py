@@ -211,7 +211,7 @@ def temperatures(
             rows.append(_virial(judge, params, centre, loss, batches))
         for out, k in ((total, 0), (data, 1)):
             for name, level in judge.levels.items():
-                out.setdefault(name, []).append(torch.tensor([row[k][name] / level for row in rows]))
+                out.setdefault(name, []).append(torch.tensor([row[k][name] / level for row in rows], device="cpu"))
     found = [{name: estimate(torch.stack(x)) for name, x in part.items()} for part in (total, data)]
     return Temperatures(kinetic, *found)
 
@@ -346,7 +346,7 @@ class Thermometer:
                     f"Thermometer: the optimizer's parameters are named {', '.join(list(known)[:3])}, those of the step "
                     f"{', '.join(self._paths[:3])}; build the optimizer with model.named_parameters()"
                 )
-            self._scales = [[None if x is None else torch.as_tensor(x.gain * x.temperature).double() for x in at]]
+            self._scales = [[None if x is None else _number(x.gain * x.temperature) for x in at]]
             self._white = [1.0 if x is None else x.white for x in at]
             kept = [None if x is None else x.clone() for x in optree.tree_leaves(it.params, none_is_leaf=True)]
             self._before = it.step, [kept]
@@ -384,7 +384,7 @@ class Thermometer:
                 rows.setdefault(path, []).append(ratio / -white if white < 0 else 1 + (ratio - 1) / white)
         for path, row in rows.items():
             if len(row) == len(kept):
-                self.series.setdefault(path, []).append(torch.tensor(row, dtype=torch.float64))
+                self.series.setdefault(path, []).append(torch.tensor(row, dtype=torch.float64, device="cpu"))
 
     def _stacked(self, it: Iteration) -> bool:
         assert self._before is not None
@@ -411,7 +411,8 @@ def gains(tx: Chain, params: Any, state: Any) -> list[Tensor | None]:
     one = OneUpdate(tx, params, State(entries, state.layout))
     generator = torch.Generator().manual_seed(0)
     uneven = [
-        IMPULSE * (1 + torch.rand(x.shape, generator=generator, dtype=torch.float64).to(x.device)) for x in one.params
+        IMPULSE * (1 + torch.rand(x.shape, generator=generator, dtype=torch.float64, device="cpu").to(x.device))
+        for x in one.params
     ]
     even = [torch.full_like(x, IMPULSE) for x in one.params]
     found: list[Tensor] = []
@@ -448,6 +449,11 @@ def _scales(tx: Chain, params: Any, state: Any) -> list[Tensor | None]:
         None if g is None or name not in levels else shards.like(x, g * levels[name])
         for name, x, g in zip(names_of(state.layout.paths), leaves, gains(tx, params, state))
     ]
+
+
+def _number(x: float | Tensor) -> Tensor:
+    """A number or a tensor in float64."""
+    return x.double() if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64, device="cpu")
 
 
 def _mean(x: Tensor) -> float:

@@ -86,10 +86,10 @@ def lanczos(
     generator = torch.Generator().manual_seed(0)
     n, most = like.numel(), min(like.numel(), max_products)
     basis = like.new_zeros(most, n)
-    T = torch.zeros(most + 1, most + 1, dtype=torch.float64)
+    T = torch.zeros(most + 1, most + 1, dtype=torch.float64, device="cpu")
 
     def fresh(k: int) -> Tensor:
-        start = torch.randn(n, generator=generator, dtype=torch.float64).to(like)
+        start = torch.randn(n, generator=generator, dtype=torch.float64, device="cpu").to(like)
         return _unit(_orthogonal(start, basis[:k]))
 
     q, values, vectors = fresh(0), T[0, :0], T[:0, :0]

@@ -173,7 +173,7 @@ def posterior_ensemble(
     networks = members_of(make_model, members, seed, device)
     _require_targets(networks, held, likelihood)
     trained = training_likelihood(likelihood, held.targets)
-    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed), device="cpu")
     pair = [order[:fold].sort().values, order[fold : 2 * fold].sort().values]
     for rows in pair:
         _require_scores(likelihood, held.take(rows)[1])
@@ -254,7 +254,7 @@ def _require_scores(likelihood: Likelihood, targets: Any) -> None:
 
 def _require_targets(networks: Any, held: Any, likelihood: Likelihood) -> None:
     """Raise for outputs and targets that do not belong together, before anything is trained."""
-    inputs, _ = held.take(torch.arange(min(2, held.size)))
+    inputs, _ = held.take(torch.arange(min(2, held.size), device="cpu"))
     params, buffers = ({k: x[0] for k, x in t.items()} for t in (networks.params, networks.buffers))
     kinds = {x.dtype for x in batches.flatten(inputs)[0] if x.is_floating_point()}
     own = {p.dtype for p in params.values() if p.is_floating_point()}

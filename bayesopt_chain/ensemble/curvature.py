@@ -32,10 +32,10 @@ def top(
 ) -> tuple[Tensor, Tensors, float]:
     """The largest curvatures ``[M]``, the vectors that were reached, and the passes."""
     n = problem.data_of(held_out)
-    rows = problem.rows(held_out) or [torch.arange(n)] * problem.count
+    rows = problem.rows(held_out) or [torch.arange(n, device="cpu")] * problem.count
     used = min(n, ROWS)
     # one draw of rows for all members: a large data set may be sorted
-    picked = torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:used].sort().values
+    picked = torch.randperm(n, generator=torch.Generator().manual_seed(seed), device="cpu")[:used].sort().values
     data = problem.data.take(torch.stack([mine[picked] for mine in rows]))
     loss = problem.loss(n, likelihood, still=True)
     carries = problem.carries(True)
@@ -74,7 +74,7 @@ def top(
         return {k: torch.stack([x[k] for x in each]) for k in u}
 
     generator = torch.Generator().manual_seed(seed)
-    u = start or {k: torch.randn(x.shape, generator=generator).to(x) for k, x in params.items()}
+    u = start or {k: torch.randn(x.shape, generator=generator, device="cpu").to(x) for k, x in params.items()}
 
     def norms(tree: Tensors) -> Tensor:
         return torch.stack([x.flatten(1).square().sum(1) for x in tree.values()]).sum(0).sqrt()

@@ -99,7 +99,7 @@ def _of_epochs(data: Epochs) -> Any:
         raise ValueError(
             "posterior_ensemble: these epochs leave out other data for each chain: pass the data; held_out= leaves folds out"
         )
-    kept = torch.ones(data.size, dtype=torch.bool)
+    kept = torch.ones(data.size, dtype=torch.bool, device="cpu")
     for rows in data.left_out:
         kept[rows] = False
     return batches.tree_map(lambda x: x[kept.to(x.device)], data.data)

@@ -91,7 +91,7 @@ class Ensemble:
     def log_weights(self) -> Tensor:
         """Of every draw of every member, in the order of :meth:`draws`, ``[S]``; their exponentials sum to 1."""
         sizes = [len(level.loss) * level.loss.shape[1] for level in self.levels]
-        return torch.cat([torch.full((n,), float(w) / n).log() for n, w in zip(sizes, self.weights)])
+        return torch.cat([torch.full((n,), float(w) / n, device="cpu").log() for n, w in zip(sizes, self.weights)])
 
     @kinds.takes(level=kinds.INDEX)
     def draws(self, level: int = -1) -> Draws:
@@ -154,7 +154,7 @@ class Ensemble:
         problem, last = self.problem, self.levels[-1]
         if not problem.data.size:
             raise ValueError("more: this ensemble was opened without its data: Ensemble.open(..., data=data)")
-        rates, mu = torch.tensor(self.report.chosen["rates"]), self.report.chosen["momentum"]
+        rates, mu = torch.tensor(self.report.chosen["rates"], device="cpu"), self.report.chosen["momentum"]
         rest = round(3 / (1 - mu))
         if steps <= rest:
             raise ValueError(

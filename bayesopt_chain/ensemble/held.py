@@ -43,7 +43,9 @@ class Held:
         groups: dict[tuple[int, ...], list[int]] = {}
         for i, fold in enumerate(problem.folds):
             groups.setdefault(tuple(fold.tolist()), []).append(i)
-        return cls(problem, [(problem.data.take(torch.tensor(rows)), who) for rows, who in groups.items()])
+        return cls(
+            problem, [(problem.data.take(torch.tensor(rows, device="cpu")), who) for rows, who in groups.items()]
+        )
 
     def outputs(self, level: Level) -> list[Tensor]:
         """Of each fold, outputs ``[S m, n, *event]`` of the draws of the m members that left it out."""

@@ -74,6 +74,6 @@ def variational(plan: Plan, held_out: bool, name: str) -> dict[str, Any]:
     return {
         "params": draws_of_members(drawn, tx.posterior, problem, DRAWS),
         "buffers": {k: x.expand(DRAWS, *x.shape).clone() for k, x in buffers.items()},
-        "loss": torch.full((DRAWS, problem.count), float("nan")),
+        "loss": torch.full((DRAWS, problem.count), float("nan"), device="cpu"),
         "passes": {name: passes(plan.steps, b, problem.data.size)},
     }

@@ -86,7 +86,7 @@ def ladder(
     at_mode = firsts(_energies(problem, params, buffers, likelihood, held_out), problem.mesh)
     cost = passes(1, n, problem.data.size, FORWARD)
     levels, about = [], []
-    halved, sharpest = torch.ones(problem.count), torch.zeros(problem.count)
+    halved, sharpest = torch.ones(problem.count, device="cpu"), torch.zeros(problem.count, device="cpu")
     for i, t in enumerate(temperatures[:most]):
         if excess(t, size, problem.data.size) > LIMIT:
             break
@@ -174,7 +174,11 @@ def guarded(
     for number in range(HALVINGS):
         drawn = attempt(largest * halved, number)
         made += steps if drawn.complete else (int(drawn.steps[-1]) if len(drawn) else steps // 3)
-        loss = torch.as_tensor(drawn.loss[:]).mean(0).cpu() if len(drawn) else torch.full_like(allowed, math.inf)
+        loss = (
+            torch.as_tensor(drawn.loss[:], device="cpu").mean(0).cpu()
+            if len(drawn)
+            else torch.full_like(allowed, math.inf)
+        )
         high = ~(loss <= allowed)
         kept = drawn.complete and not bool(high.any())
         found = Attempt(drawn, halved, loss, made, kept)

@@ -54,7 +54,7 @@ class LaplaceEnsemble(Ensemble):
             outputs.append(torch.cat([nodes for nodes, _ in parts], 1))
             logs.append(parts[0][1])
             noises.append(fit.likelihood_scale)
-        logs = [x.to(outputs[0]) - torch.tensor(float(len(self.fits))).log() for x in logs]
+        logs = [x.to(outputs[0]) - torch.tensor(float(len(self.fits)), device="cpu").log() for x in logs]
         scale = float(torch.stack([x.reshape(()) for x in noises]).mean())
         likelihood = self.fits[0].model.likelihood.scaled(scale) if self.likelihood.has_noise_scale else self.likelihood
         return EnsemblePrediction.of(likelihood, torch.cat(outputs), torch.cat(logs))

@@ -70,13 +70,13 @@ def rate(problem: Problem, lr: float | None, steps: int) -> dict[str, Any]:
     tried = max(10, steps // 10)
     names = (problem.members.params, problem.members.buffers)
     params, buffers = ({k: x[:1].expand(len(RATES), *x.shape[1:]).clone() for k, x in t.items()} for t in names)
-    rates = torch.tensor(RATES)
+    rates = torch.tensor(RATES, device="cpu")
 
     def tx(lr: Any) -> Any:
         return adam(lr)
 
     drawn = problem.run(tx, params, buffers, held_out=False, steps=tried, each={"lr": rates}, seed=1)
-    trace = torch.as_tensor(drawn.loss[:]).double()  # [steps, rates]; fewer where a rate diverged
+    trace = torch.as_tensor(drawn.loss[:], device="cpu").double()  # [steps, rates]; fewer where a rate diverged
     first, last = trace[0].mean(), trace[-max(1, len(trace) // 3) :].mean(0).nan_to_num(math.inf, math.inf, math.inf)
     if not bool(last.isfinite().any()):
         raise ValueError(

@@ -49,7 +49,7 @@ class Level(NamedTuple):
 
     def of(self, members: Sequence[int]) -> Level:
         """Those of some members."""
-        index = torch.tensor(list(members))
+        index = torch.tensor(list(members), device="cpu")
         params, buffers = ({k: x[:, index.to(x.device)] for k, x in t.items()} for t in (self.params, self.buffers))
         return Level(params, buffers, self.loss[:, index])
 
@@ -104,7 +104,7 @@ class Problem:
         """The rows that each member sees, ``None`` for all of them."""
         if not held_out:
             return None
-        every = torch.arange(self.data.size)
+        every = torch.arange(self.data.size, device="cpu")
         return [every[~torch.isin(every, fold)] for fold in self.folds]
 
     @staticmethod
@@ -230,7 +230,9 @@ class Problem:
         state = started(chains, tx, self.members.params, self.members.buffers, 0)
         try:
             chains(self.members.params, state, pick)
-            one = self.data.take(torch.arange(1))[0]  # what draws gradients by a fallback may refuse to predict
+            one = self.data.take(torch.arange(1, device="cpu"))[
+                0
+            ]  # what draws gradients by a fallback may refuse to predict
             outputs_of(self.members.still, self.members.params, self.members.buffers, one, False)
         except RuntimeError:
             return replace(self, loop=True)
@@ -252,11 +254,11 @@ def started(chains: Parallel, tx: Any, params: Any, buffers: Tensors, seed: int)
 
 def level_of(draws: Draws, buffers: Tensors) -> Level:
     """The draws of a run as tensors; of a run that carries no buffers each draw has those it began with."""
-    params = {k: torch.as_tensor(x[:]) for k, x in draws.params.items()}
-    own = {k: torch.as_tensor(x[:]) for k, x in draws.buffers.items()}
+    params = {k: x[:] for k, x in draws.params.items()}
+    own = {k: x[:] for k, x in draws.buffers.items()}
     size = len(draws)
     own = own or {k: x.expand(size, *x.shape).clone() for k, x in buffers.items()}
-    return Level(params, own, torch.as_tensor(draws.loss[:]))
+    return Level(params, own, draws.loss[:])
 
 
 def last_of(draws: Draws, buffers: Tensors) -> tuple[Tensors, Tensors]:

@@ -56,7 +56,7 @@ def firsts(value: T, mesh: Any) -> T:
     if is_first(mesh):
         torch.save(value, held)
     (size, *_) = gather_objects(held.tell(), mesh)
-    raw = torch.zeros(size, dtype=torch.uint8)
+    raw = torch.zeros(size, dtype=torch.uint8, device="cpu")
     if is_first(mesh):
         raw = torch.frombuffer(bytearray(held.getvalue()), dtype=torch.uint8)
     raw = raw.to(device)

@@ -95,7 +95,7 @@ def train(plan: Plan) -> tuple[Plan, Trained]:
     at_modes = Level(
         {k: x[None] for k, x in done["params"].items()},
         {k: x[None] for k, x in done["buffers"].items()},
-        torch.full((1, problem.count), float("nan")),
+        torch.full((1, problem.count), float("nan"), device="cpu"),
     )
     likelihood = problem.likelihood
     if likelihood.has_noise_scale:
@@ -199,7 +199,7 @@ def finished(
     held, problem = found.held, plan.problem
     gaussian = problem.likelihood.has_noise_scale
     factor = found.stopped["factor"] if gaussian else 1.0
-    weights = torch.full((len(scored),), 1 / len(scored), dtype=torch.float64)
+    weights = torch.full((len(scored),), 1 / len(scored), dtype=torch.float64, device="cpu")
     if len(scored) > 1:
         counts = held.weights.flatten()
         for _ in range(ROUNDS if gaussian else 1):

@@ -20,8 +20,10 @@ from bayesopt_chain.ensemble.held import Held, z_of
 from bayesopt_chain.ensemble.plan import NOISE
 from bayesopt_chain.likelihoods import Likelihood
 
-NOISES = torch.logspace(-5, 1, 80, dtype=torch.float64) / NOISE  # variances from 1e-5 to 10 of the targets'
-SCALES = torch.logspace(-0.5, 1, 40, dtype=torch.float64)
+NOISES = (
+    torch.logspace(-5, 1, 80, dtype=torch.float64, device="cpu") / NOISE
+)  # variances from 1e-5 to 10 of the targets'
+SCALES = torch.logspace(-0.5, 1, 40, dtype=torch.float64, device="cpu")
 SURE = 2.0  # standard errors
 COARSE = 8  # every eighth of the grid is tried, then those around the best: the score has one maximum, or nearly
 
@@ -30,7 +32,7 @@ def grid_for(held: Held) -> Tensor:
     """The factors that are tried; 1 alone where the likelihood has no width."""
     likelihood = held.problem.likelihood
     if not likelihood.has_width:
-        return torch.ones(1, dtype=torch.float64)
+        return torch.ones(1, dtype=torch.float64, device="cpu")
     return NOISES if likelihood.has_noise_scale else SCALES
 
 
@@ -40,7 +42,7 @@ def best(held: Held, levels: Sequence[list[Tensor]], weights: Tensor) -> float:
 
     def objective(c: float) -> float:
         fit = float(held.score(levels, weights, c).mean())
-        return fit if gaussian else fit - torch.tensor(c).log().item() ** 2 / (4 * held.size)
+        return fit if gaussian else fit - torch.tensor(c, device="cpu").log().item() ** 2 / (4 * held.size)
 
     grid = grid_for(held).tolist()
     coarse = max(range(0, len(grid), COARSE), key=lambda i: objective(grid[i]))

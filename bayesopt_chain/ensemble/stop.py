@@ -11,7 +11,7 @@ from bayesopt_chain.ensemble.problem import Level
 from bayesopt_chain.ensemble.scale import best
 
 SURE = 3.0
-ONE = torch.ones(1, dtype=torch.float64)
+ONE = torch.ones(1, dtype=torch.float64, device="cpu")
 
 
 def stop(held: Held, checkpoints: Level, steps: list[int]) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def walk(plan: Plan, start: Level, likelihood: Any, held_out: bool, name: str) -
     return {
         "params": draws_of_members(drawn, tx.link.posterior, problem, DRAWS),
         "buffers": {n: x.expand(DRAWS, *x.shape).clone() for n, x in buffers.items()},
-        "loss": torch.full((DRAWS, problem.count), float("nan")),
+        "loss": torch.full((DRAWS, problem.count), float("nan"), device="cpu"),
         "passes": {name: cost + passes(steps, b, problem.data.size)},
     }
 

@@ -41,7 +41,7 @@ from bayesopt_chain.tracing import is_plain, is_transformed
 BLOCK = 2**20  # elements; two float32 blocks fit a third-level cache, and smaller ones cost calls
 _KINDS = frozenset((Tensor, torch.nn.Parameter))
 _DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
-_ONE = {dtype: torch.ones((), dtype=dtype) for dtype in (torch.float32, torch.float64)}
+_ONE = {dtype: torch.ones((), dtype=dtype, device="cpu") for dtype in (torch.float32, torch.float64)}
 
 
 @dataclass(frozen=True)

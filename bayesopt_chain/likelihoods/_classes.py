@@ -295,7 +295,7 @@ def categorical(
         tensor([16.])
     """
     checks.number("categorical: label_smoothing", label_smoothing, "[0, 1)")
-    if weight is not None and not bool((torch.as_tensor(weight) >= 0).all()):
+    if weight is not None and not bool((torch.as_tensor(weight, device="cpu") >= 0).all()):
         raise ValueError(f"categorical: weight={weight}: pass numbers that are not negative, one a class")
     return Categorical(weight, ignore_index, float(label_smoothing))
 

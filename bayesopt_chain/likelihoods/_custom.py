@@ -109,7 +109,7 @@ class FromDistribution(Likelihood):
             return self.distribution(outputs)
 
     def grouping(self, event: torch.Size) -> Grouping:
-        seen = self.at(torch.zeros(1, *event))
+        seen = self.at(torch.zeros(1, *event, device="cpu"))
         shape = tuple(seen.batch_shape[1:])
         if seen.event_shape or shape not in (tuple(event), tuple(event[:-1])):
             raise ValueError(

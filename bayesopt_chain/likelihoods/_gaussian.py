@@ -102,7 +102,7 @@ class LearnedGaussian(Likelihood):
                 "variances, [B, *, 2 C]"
             )
         half = event[-1] // 2
-        index = torch.arange(event.numel()).reshape(*event)
+        index = torch.arange(event.numel(), device="cpu").reshape(*event)
         order = torch.stack([index[..., :half], index[..., half:]], -1).reshape(-1)
         return Grouping((*event[:-1], half), 2, order)
 
@@ -201,7 +201,7 @@ class StudentT(Likelihood):
 
     def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
         t = ((values - outputs) / self._scale(outputs)).to(torch.float64)
-        half, df = torch.tensor(0.5), torch.tensor(float(self.df))
+        half, df = torch.tensor(0.5, device=outputs.device), torch.tensor(float(self.df), device=outputs.device)
         tail = incomplete_beta(df / 2, half, df / (df + t.square())) / 2
         return torch.where(t > 0, 1 - tail, tail).to(outputs.dtype)
 
@@ -293,5 +293,5 @@ def _absolute_mean(mean: Tensor, variance: Tensor) -> Tensor:
 
 
 def _require_positive(name: str, value: float | Tensor) -> None:
-    if not bool(torch.as_tensor(value > 0).all()):
+    if not bool(torch.as_tensor(value > 0, device="cpu").all()):
         raise ValueError(f"{name}={value}: pass positive {name}s")

@@ -28,7 +28,7 @@ def incomplete_beta(a: Tensor, b: Tensor, x: Tensor) -> Tensor:
         >>> incomplete_beta(torch.tensor(2.0), torch.tensor(3.0), torch.tensor(0.5))
         tensor(0.6875, dtype=torch.float64)
     """
-    a, b, x = torch.broadcast_tensors(*(torch.as_tensor(v).to(torch.float64) for v in (a, b, x)))
+    a, b, x = torch.broadcast_tensors(*(v.to(x.device, torch.float64) for v in (a, b, x)))
     is_far = x > (a + 1) / (a + b + 2)
     a, b = torch.where(is_far, b, a), torch.where(is_far, a, b)
     near = torch.where(is_far, 1 - x, x)

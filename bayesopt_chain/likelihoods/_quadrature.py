@@ -52,7 +52,7 @@ def constant(make: Table) -> Table:
 @constant
 def fine_grid(points: int = FEW) -> tuple[Tensor, Tensor]:
     """Nodes and weights ``[points]``, float64, for means over a standard normal."""
-    z = torch.linspace(-REACH, REACH, points, dtype=torch.float64)
+    z = torch.linspace(-REACH, REACH, points, dtype=torch.float64, device="cpu")
     w = torch.exp(-z.square() / 2)
     return z, w / w.sum()
 
@@ -67,7 +67,7 @@ def points_for(deviation_over_width: float) -> int:
 @constant
 def gauss_hermite(nodes: int) -> tuple[Tensor, Tensor]:
     """Nodes and weights, ``[nodes]`` each, for means over a standard normal (Golub and Welsch, 1969)."""
-    off = torch.arange(1, nodes, dtype=torch.float64).sqrt()
+    off = torch.arange(1, nodes, dtype=torch.float64, device="cpu").sqrt()
     values, vectors = torch.linalg.eigh(torch.diag(off, 1) + torch.diag(off, -1))
     return values, vectors[0].square()
 
@@ -75,7 +75,7 @@ def gauss_hermite(nodes: int) -> tuple[Tensor, Tensor]:
 @constant
 def gauss_legendre(nodes: int) -> tuple[Tensor, Tensor]:
     """Nodes and weights, ``[nodes]`` each, for integrals over [0, 1]."""
-    k = torch.arange(1, nodes, dtype=torch.float64)
+    k = torch.arange(1, nodes, dtype=torch.float64, device="cpu")
     off = k / (4 * k.square() - 1).sqrt()
     values, vectors = torch.linalg.eigh(torch.diag(off, 1) + torch.diag(off, -1))
     return (values + 1) / 2, vectors[0].square()
@@ -86,8 +86,10 @@ def cubature(dimensions: int) -> tuple[Tensor, Tensor]:
     """Nodes ``[N, dimensions]`` and positive weights ``[N]`` for means over standard normals, exact to third order at least."""
     per_axis = min(int(BUDGET ** (1 / dimensions) + 1e-9), 32)
     if per_axis < 3:
-        eye = math.sqrt(dimensions) * torch.eye(dimensions, dtype=torch.float64)
-        return torch.cat([eye, -eye]), torch.full((2 * dimensions,), 0.5 / dimensions, dtype=torch.float64)
+        eye = math.sqrt(dimensions) * torch.eye(dimensions, dtype=torch.float64, device="cpu")
+        return torch.cat([eye, -eye]), torch.full(
+            (2 * dimensions,), 0.5 / dimensions, dtype=torch.float64, device="cpu"
+        )
     nodes, weights = gauss_hermite(per_axis)
     every = torch.cartesian_prod(*[nodes] * dimensions).reshape(-1, dimensions)
     return every, torch.cartesian_prod(*[weights] * dimensions).reshape(-1, dimensions).prod(-1)
@@ -101,7 +103,9 @@ def sobol_normals(dimensions: int, pairs: int = PAIRS) -> Tensor:
     rest = dimensions - normal.shape[1]
     if rest > 0:  # torch has no Sobol sequence of so many dimensions
         generator = torch.Generator().manual_seed(1)
-        normal = torch.cat([normal, torch.randn(pairs, rest, dtype=torch.float64, generator=generator)], 1)
+        normal = torch.cat(
+            [normal, torch.randn(pairs, rest, dtype=torch.float64, generator=generator, device="cpu")], 1
+        )
     return normal
 
 

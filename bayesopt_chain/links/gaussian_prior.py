@@ -204,7 +204,9 @@ class AddGaussianPrior(Prior):
 def _alike(mine: Any, theirs: Any) -> bool:
     """Whether two trees of numbers and tensors have the same structure and entries."""
     (a, spec_a), (b, spec_b) = flattened(mine), flattened(theirs)
-    return spec_a == spec_b and all(torch.equal(torch.as_tensor(x), torch.as_tensor(y)) for x, y in zip(a, b))
+    return spec_a == spec_b and all(
+        torch.equal(torch.as_tensor(x, device="cpu"), torch.as_tensor(y, device="cpu")) for x, y in zip(a, b)
+    )
 
 
 def _params(context: LinkContext, op: TensorOps) -> list[Tensor]:

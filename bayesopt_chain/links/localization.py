@@ -47,7 +47,9 @@ class AddLocalization(Link):
             return NotImplemented
         (a, spec_a), (b, spec_b) = (optree.tree_flatten(x.center) for x in (self, other))
         alike = spec_a == spec_b and self.strength == other.strength and self.masks == other.masks
-        return alike and all(torch.equal(torch.as_tensor(x), torch.as_tensor(y)) for x, y in zip(a, b))
+        return alike and all(
+            torch.equal(torch.as_tensor(x, device="cpu"), torch.as_tensor(y, device="cpu")) for x, y in zip(a, b)
+        )
 
     __hash__ = Link.__hash__
 

@@ -112,7 +112,9 @@ class ScaleByPreconditioner(Link):
         if not isinstance(other, ScaleByPreconditioner) or self.masks != other.masks:
             return NotImplemented if not isinstance(other, ScaleByPreconditioner) else False
         (a, spec_a), (b, spec_b) = (optree.tree_flatten(x.tree) for x in (self, other))
-        return spec_a == spec_b and all(torch.equal(torch.as_tensor(x), torch.as_tensor(y)) for x, y in zip(a, b))
+        return spec_a == spec_b and all(
+            torch.equal(torch.as_tensor(x, device="cpu"), torch.as_tensor(y, device="cpu")) for x, y in zip(a, b)
+        )
 
     __hash__ = Link.__hash__
 

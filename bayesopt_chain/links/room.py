@@ -138,7 +138,7 @@ class Room:
         centred = [x - x.mean(0) for x in leaves]
         inside: Tensor = project(list(self.directions), [x / s.to(x) for x, s in zip(centred, self.scales)])
         # Outside of the span nothing changes: the map is I + Q^T (A - I) Q.
-        change = self.cooling - torch.eye(len(self.cooling), dtype=torch.float64)
+        change = self.cooling - torch.eye(len(self.cooling), dtype=torch.float64, device=self.cooling.device)
         moved = combine(inside @ change.to(inside), list(self.directions))
         return structure.unflatten([x + s.to(x) * y.to(x) for x, s, y in zip(leaves, self.scales, moved)])
 

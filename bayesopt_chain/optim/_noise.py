@@ -146,7 +146,9 @@ class Normals:
     def row(self, out: Tensor, leaves: list[Work], branch: int, key: int, count: int) -> None:
         """Overwrite a vector with Philox's draws of several leaves, one after the other. Only on a CPU."""
         elements = whole_leaves([w.param.numel() for w in leaves], [draw_number(w.number, branch) for w in leaves])
-        torch.cat(draw_elements(self._key(key, out.device), torch.tensor(count), elements, out.dtype), out=out)
+        torch.cat(
+            draw_elements(self._key(key, out.device), torch.tensor(count, device="cpu"), elements, out.dtype), out=out
+        )
 
     def by_generator(self, w: Work) -> bool:
         """Whether torch's generator draws a whole leaf: it does on a CPU, unless the group asks for Philox."""

@@ -119,7 +119,7 @@ def _pieces(rule: Rule, normals: Normals, plan: Plan) -> list[Piece]:
         return []
     # all pieces share one scratch memory; edges_of makes a last block longer than BLOCK by up to 15 elements
     size = min(BLOCK + 16, sum([w.param.numel() for w in plan.noisy]))
-    fresh = torch.empty(size, dtype=dtypes.pop())
+    fresh = torch.empty(size, dtype=dtypes.pop(), device="cpu")
     last = torch.zeros_like(fresh) if plan.redrawn else None
     pieces: list[Piece] = []
     small: dict[tuple[object, ...], list[list[Work]]] = {}

@@ -150,7 +150,7 @@ class IVON(OnRanks, torch.optim.Optimizer):
             self.state[p] = {
                 "momentum": torch.zeros_like(p, requires_grad=False),
                 "hessian": torch.full_like(p, group["init_hessian"], requires_grad=False),
-                "step": torch.tensor(0.0),
+                "step": torch.tensor(0.0, device="cpu"),
             }
 
     @contextmanager

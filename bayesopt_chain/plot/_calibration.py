@@ -111,7 +111,7 @@ def coverage(prediction: Any, targets: Tensor, *, label: str | None = None, ax: 
             f"plot.coverage: {'no targets' if not len(inside) else 'the prediction or the targets hold NaN'}"
         )
     needed = inside.sort().values
-    shares = torch.arange(1, len(needed) + 1, dtype=torch.float64) / len(needed)
+    shares = torch.arange(1, len(needed) + 1, dtype=torch.float64, device="cpu") / len(needed)
 
     ax = axes_or_new("coverage", ax)
     _diagonal(ax, "probability of the interval", "share of targets inside")

@@ -76,8 +76,10 @@ def tune_by_evidence(log_evidence: Callable[[Tree], Tensor], start: Tree, *, ste
         3.0
     """
     given, structure = optree.tree_flatten(start)
-    values = [torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64) for value in given]
-    values = [value.detach() for value in values]
+    values = [
+        value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64, device="cpu")
+        for value in given
+    ]
     if any(not bool((value.isfinite() & (value > 0)).all()) for value in values):
         raise ValueError(
             f"start has values that are not positive and finite (it is {[value.tolist() for value in values]}): "

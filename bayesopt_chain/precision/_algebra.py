@@ -375,7 +375,7 @@ def require_positive(values: Tensor, name: str) -> None:
         )
 
 
-def as_count(count: float | Tensor, device: torch.device | None = None) -> Tensor:
+def as_count(count: float | Tensor, device: torch.device) -> Tensor:
     """Return a datum count as a 0-d float64 tensor, which holds any number of data exactly."""
     if isinstance(count, Tensor):
         return count

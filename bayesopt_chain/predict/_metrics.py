@@ -90,7 +90,9 @@ def regression_metrics(mean: Tensor, variance: Tensor, targets: Tensor, *, level
         raise ValueError(
             f"regression_metrics: variance must not be negative, its smallest is {float(variance.min()):.3g}"
         )
-    half = torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)).item() * variance.sqrt()
+    half = (
+        torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64, device="cpu")).item() * variance.sqrt()
+    )
     return {
         "rmse": (mean - targets).square().mean().sqrt().item(),
         "nll": torch.nn.functional.gaussian_nll_loss(mean, targets, variance, full=True, eps=1e-30).item(),
@@ -126,5 +128,5 @@ def detection_auroc(known: Tensor, unknown: Tensor) -> float:
             )
     from sklearn.metrics import roc_auc_score
 
-    labels = torch.cat([torch.zeros(len(known)), torch.ones(len(unknown))])
+    labels = torch.cat([torch.zeros(len(known), device="cpu"), torch.ones(len(unknown), device="cpu")])
     return float(roc_auc_score(labels.numpy(), torch.cat([known, unknown]).detach().cpu().numpy()))

@@ -57,7 +57,7 @@ def _lazy(stored: Mapping[str, StoredTensor], chains: int | None) -> Any:
         def __init__(self, x: StoredTensor) -> None:
             self.x = x
             self.shape = (chains or 1, len(x), *x.shape[1 if chains is None else 2 :])
-            self.dtype = torch.empty(0, dtype=x.dtype).numpy().dtype
+            self.dtype = torch.empty(0, dtype=x.dtype, device="cpu").numpy().dtype
 
         def __getitem__(self, key: Any) -> Any:
             return indexing.explicit_indexing_adapter(key, self.shape, indexing.IndexingSupport.BASIC, self.picked)

@@ -313,7 +313,7 @@ class Store:
         if grows:
             state = self.run.step.grown() if self.place.sharded else state  # type: ignore[attr-defined]
             known = checkpoint.flat(state)[0]
-            below = {n.removeprefix(STATE): torch.empty(0) for n in names if n.startswith(STATE)}
+            below = {n.removeprefix(STATE): torch.empty(0, device="cpu") for n in names if n.startswith(STATE)}
             state = checkpoint.merged(state, {n: x for n, x in below.items() if n not in known})
         target: Any = (self.run.params, state)
         like = checkpoint.flat(target)[0]

@@ -146,7 +146,7 @@ class Files:
                     mine[lead + d] = [list(run) for run in axis]
         if shape and rows is not None:
             mine[0] = [[low, high - low]]
-        device = local(like).device if sharded else None
+        device = local(like).device if sharded else torch.device("cpu")
         out = torch.empty([sum(n for _, n in axis) for axis in mine], dtype=DTYPES[dtype], device=device)
         filled = 0
         for i, part in enumerate(self.parts):

@@ -93,7 +93,7 @@ def step_growth(
 
     here = [leaves[i].detach() for i in moving]
     generator = torch.Generator().manual_seed(0) if generator is None else generator
-    dx = [torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device) for x in here]
+    dx = [torch.randn(x.shape, generator=generator, dtype=x.dtype, device=generator.device).to(x.device) for x in here]
     logs = []
     for _ in range(steps):
         pair: Any = torch.func.jvp(step, (here,), (dx,))

@@ -51,7 +51,7 @@ def assert_composes(
         >>> assert_composes(lambda: bc.sghmc(0.05, temperature=0.3), 0.3)["clip behind"]
         'refused'
     """
-    curvature = torch.tensor([[1.0, 0.3], [0.3, 0.6]], dtype=torch.float64)
+    curvature = torch.tensor([[1.0, 0.3], [0.3, 0.6]], dtype=torch.float64, device="cpu")
     out: dict[str, str] = {}
     for name, link in NEIGHBOURS.items():
         for where in ("before", "behind"):
@@ -63,13 +63,13 @@ def assert_composes(
 def _what_happens(
     tx: Any, curvature: Tensor, temperature: float, tolerance: float, burn_in: int, name: str, where: str
 ) -> str:
-    theta = torch.tensor([1.0, -2.0], dtype=torch.float64)
+    theta = torch.tensor([1.0, -2.0], dtype=torch.float64, device="cpu")
     try:
         state = tx.init(theta)
     except ValueError:
         return "refused"
     for k in range(burn_in):
-        wobble = torch.sin(torch.arange(2.0, dtype=torch.float64) + k)
+        wobble = torch.sin(torch.arange(2.0, dtype=torch.float64, device="cpu") + k)
         updates, state = tx.update(curvature @ theta + wobble, state, params=theta, inplace=False)
         theta = theta + updates
     try:

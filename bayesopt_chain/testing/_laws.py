@@ -192,7 +192,8 @@ def updates_can_be_differentiated(build: Build) -> None:
     updates, _ = tx.update(grads, state, params=params, inplace=False)
     generator = torch.Generator().manual_seed(2)  # random weights, since updates may well add up to zero
     weighted = [
-        (u * torch.randn(u.shape, generator=generator, dtype=u.dtype)).sum() for u in optree.tree_leaves(updates)
+        (u * torch.randn(u.shape, generator=generator, dtype=u.dtype, device="cpu")).sum()
+        for u in optree.tree_leaves(updates)
     ]
     total = torch.stack(weighted).sum()
     for g in torch.autograd.grad(total, optree.tree_leaves(grads)):
@@ -230,19 +231,21 @@ def derivatives_agree_with_differences(build: Build) -> None:
         return  # central differences need float64
     leaves, spec = optree.tree_flatten(smooth_gradient(params))
     generator = torch.Generator().manual_seed(1)
-    direction, weight = ([torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in leaves] for _ in range(2))
+    direction, weight = (
+        [torch.randn(x.shape, generator=generator, dtype=x.dtype, device="cpu") for x in leaves] for _ in range(2)
+    )
 
     def value(h: torch.Tensor) -> torch.Tensor:
-        now, total = state, torch.zeros((), dtype=torch.float64)
+        now, total = state, torch.zeros((), dtype=torch.float64, device="cpu")
         for _ in range(2):
             grads = optree.tree_unflatten(spec, [x + h * d for x, d in zip(leaves, direction)])
             updates, now = tx.update(grads, now, params=params, inplace=False)
             total = total + torch.stack([(u * w).sum() for u, w in zip(optree.tree_leaves(updates), weight)]).sum()
         return total
 
-    h = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    h = torch.zeros((), dtype=torch.float64, requires_grad=True, device="cpu")
     (slope,) = torch.autograd.grad(value(h), h)
-    eps = torch.tensor(1e-6, dtype=torch.float64)
+    eps = torch.tensor(1e-6, dtype=torch.float64, device="cpu")
     with torch.no_grad():
         high, low = value(eps), value(-eps)
     rounding = 1e-9 * high.abs().item()  # of the difference of two such numbers, over 2 eps

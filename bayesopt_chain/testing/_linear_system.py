@@ -57,7 +57,7 @@ class NormalProbe(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name in NORMALS:
             n = out.numel()
-            fresh = torch.zeros(n) if self.values is None else self.values[self.drawn : self.drawn + n]
+            fresh = out.new_zeros(n) if self.values is None else self.values[self.drawn : self.drawn + n].to(out.device)
             self.drawn += n
             mean, std = (_argument(func, args, kwargs or {}, *default) for default in (("mean", 0.0), ("std", 1.0)))
             out.copy_(mean + std * fresh.reshape(out.shape))
@@ -221,25 +221,25 @@ def closed_loop(
         return new
 
     n = sum(sizes)
-    B = torch.zeros(n, one.draws, dtype=torch.float64)
+    B = torch.zeros(n, one.draws, dtype=torch.float64, device=curvature.device)
     for k in range(one.draws):
-        B[:, k] = respond(None, torch.eye(one.draws, dtype=torch.float64)[k])
-    A = torch.zeros(n, n, dtype=torch.float64)
+        B[:, k] = respond(None, torch.eye(one.draws, dtype=torch.float64, device=curvature.device)[k])
+    A = torch.zeros(n, n, dtype=torch.float64, device=curvature.device)
     varies = (B != 0).any(dim=1)
     if varied is not None:
         varies = varies | varied
     probed = torch.zeros_like(varies)
     while bool((varies & ~probed).any()):
         for k in (varies & ~probed).nonzero().squeeze(1):
-            impulse = torch.zeros(n, dtype=torch.float64)
+            impulse = torch.zeros(n, dtype=torch.float64, device=curvature.device)
             impulse[k] = 1.0
             A[:, k] = respond(impulse, None)
             probed[k] = True
         varies = varies | (A != 0).any(dim=1)
 
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(n, generator=generator, dtype=torch.float64) * varies
-    xi = torch.randn(one.draws, generator=generator, dtype=torch.float64)
+    x = torch.randn(n, generator=generator, dtype=torch.float64, device=curvature.device) * varies
+    xi = torch.randn(one.draws, generator=generator, dtype=torch.float64, device=curvature.device)
     linear = (A @ x + B @ xi)[varies]
     # At noise of size one everywhere the sum of the impulses' responses must be the response to all of them.
     if not (respond(x, xi)[varies] - linear).norm() <= tolerance * linear.norm():  # NaN counts as far

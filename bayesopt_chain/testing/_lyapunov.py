@@ -49,7 +49,7 @@ def stationary_covariance(
     """
     curvature = curvature.to(torch.float64)
     d = len(curvature)
-    params = torch.zeros(d, dtype=torch.float64) if params is None else params
+    params = torch.zeros(d, dtype=torch.float64, device=curvature.device) if params is None else params
     size = sum(p.numel() for p in optree.tree_leaves(params))
     if size != d:
         raise ValueError(f"stationary_covariance: curvature is for {d} parameters, params has {size}")
@@ -102,11 +102,11 @@ def variance_along(
     """
     curvature = curvature.to(torch.float64)
     d = len(curvature)
-    params = torch.zeros(d, dtype=torch.float64) if params is None else params
+    params = torch.zeros(d, dtype=torch.float64, device=curvature.device) if params is None else params
     size = sum(p.numel() for p in optree.tree_leaves(params))
     if size != d:
         raise ValueError(f"variance_along: curvature is for {d} parameters, params has {size}")
-    at_rest = optree.tree_map(lambda p: torch.zeros(p.shape, dtype=torch.float64), params)
+    at_rest = optree.tree_map(lambda p: torch.zeros(p.shape, dtype=torch.float64, device=p.device), params)
     if state is None:
         with torch.random.fork_rng(devices=[]):
             state = tx.init(at_rest)

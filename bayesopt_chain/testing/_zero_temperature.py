@@ -61,7 +61,9 @@ def example_params(dtype: torch.dtype = torch.float64) -> Any:
     """A small tree with a matrix, a vector and a 0-d leaf."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"bias": (3,), "scale": (), "weight": (2, 3)}
-    return {k: torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for k, s in shapes.items()}
+    return {
+        k: torch.randn(s, generator=generator, dtype=torch.float64, device="cpu").to(dtype) for k, s in shapes.items()
+    }
 
 
 def run(tx: Any, params: Any, gradient: Callable, steps: int, inplace: bool = False, seed: int = 0) -> tuple[Any, Any]:
@@ -118,7 +120,7 @@ def assert_zero_temperature_limit(
         _, got = run(build(0.0), params, gradient, steps, inplace)
         assert torch.equal(before, torch.random.get_rng_state()), "temperature=0.0 drew a random number"
         assert_bitwise_equal(got, want, f"updates at temperature=0.0 (inplace={inplace})")
-        _, got = run(build(torch.zeros((), dtype=torch.float64)), params, gradient, steps, inplace)
+        _, got = run(build(torch.zeros((), dtype=torch.float64, device="cpu")), params, gradient, steps, inplace)
         for x, y in zip(optree.tree_leaves(got), optree.tree_leaves(want)):
             assert torch.equal(x, y), f"updates at temperature=tensor(0.) differ in value (inplace={inplace})"
 

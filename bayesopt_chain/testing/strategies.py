@@ -34,8 +34,8 @@ schedules = st.one_of(
 def tensors(dtype: torch.dtype, seed: int, shape: tuple[int, ...]) -> torch.Tensor:
     """A normal tensor; every seventh entry is a zero of either sign."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=generator, dtype=torch.float64)
-    mask = torch.randint(14, shape, generator=generator)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+    mask = torch.randint(14, shape, generator=generator, device="cpu")
     x = torch.where(mask == 0, torch.zeros_like(x), torch.where(mask == 1, -torch.zeros_like(x), x))
     return x.to(dtype)
 

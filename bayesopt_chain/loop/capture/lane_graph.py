@@ -186,7 +186,7 @@ def lift_gathers(graph: GraphModule, rows: Rows) -> tuple[list[Tensor], list[tup
             continue
         if places not in made:
             value = node.meta["val"]
-            room = in_lanes(torch.empty(value.shape, dtype=value.dtype), rows.chains)
+            room = in_lanes(torch.empty(value.shape, dtype=value.dtype, device="cpu"), rows.chains)
             made[places] = new_input(graph, f"rows_{len(made)}", node.meta), room
         node.replace_all_uses_with(made[places][0])
         graph.graph.erase_node(node)
@@ -212,7 +212,7 @@ def lift_normals(
         args: Any = node.args
         *keyed, _, lengths, draws, dtype = args
         key, step = (static[rows.place(x) or 0] for x in keyed)
-        room = in_lanes(torch.empty(node.meta["val"].shape, dtype=dtype), rows.chains)
+        room = in_lanes(torch.empty(node.meta["val"].shape, dtype=dtype, device="cpu"), rows.chains)
         kernel: Any = normals_kernel()
         fills.append(kernel.in_lanes(room.movedim(0, -1), key, step, tuple(lengths), tuple(draws)))
         node.replace_all_uses_with(new_input(graph, f"draw_{len(rooms)}", node.meta))

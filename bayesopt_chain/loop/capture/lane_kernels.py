@@ -96,7 +96,7 @@ class Rows:
     """
 
     def __init__(self, like: Tensor) -> None:
-        self.lanes = torch.empty((*like.shape[1:], len(like)), dtype=torch.int32)
+        self.lanes = torch.empty((*like.shape[1:], len(like)), dtype=torch.int32, device="cpu")
         self.low = self.high = 0
 
     def read(self, rows: Tensor) -> None:

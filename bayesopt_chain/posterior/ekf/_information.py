@@ -272,7 +272,7 @@ def _observation(
 def _variance(value: Any, who: str) -> Any:
     if not isinstance(value, (int, float, Tensor)) or isinstance(value, bool):
         raise TypeError(f"{who}: likelihood must be one of bc.likelihoods or a variance, got {type(value).__name__}")
-    if not bool(torch.as_tensor(value > 0).all()):
+    if not bool(torch.as_tensor(value > 0, device="cpu").all()):
         raise ValueError(f"{who}: variance must be positive, got {value}")
     return value
 

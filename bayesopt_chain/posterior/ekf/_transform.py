@@ -162,7 +162,7 @@ class Filter(Link):
                     "pass positive, finite numbers"
                 )
         tree = optree.tree_unflatten(optree.tree_structure(params), values)
-        return Diagonal(tree, torch.zeros((), dtype=torch.float64))
+        return Diagonal(tree, torch.zeros((), dtype=torch.float64, device=values[0].device))
 
     def motion(
         self, noise: Any, updates: Tensor, params: Any, context: LinkContext | None = None

@@ -240,7 +240,9 @@ class LowRank(Family):
 
     def _covariance(self, scale: Scale) -> LowRankCovariance:
         rows, log_d = _halves(scale)
-        return low_rank_covariance([(2 * d).exp() for d in log_d], list(rows), torch.ones((), dtype=torch.float64))
+        return low_rank_covariance(
+            [(2 * d).exp() for d in log_d], list(rows), torch.ones((), dtype=torch.float64, device="cpu")
+        )
 
 
 @dataclass(frozen=True)
@@ -289,8 +291,8 @@ class Kronecker(Family):
 
     def entropy_gradient(self, scale):
         lefts, rights = _halves(scale)
-        by_left = [len(v) * torch.eye(len(u)).to(u) for u, v in zip(lefts, rights)]
-        return (*by_left, *(len(u) * torch.eye(len(v)).to(v) for u, v in zip(lefts, rights)))
+        by_left = [len(v) * torch.eye(len(u), dtype=u.dtype, device=u.device) for u, v in zip(lefts, rights)]
+        return (*by_left, *(len(u) * torch.eye(len(v), dtype=v.dtype, device=v.device) for u, v in zip(lefts, rights)))
 
     def only(self, gradient, leaves, moves):
         return [x if m else None for x, m in zip(gradient, [*moves, *moves])]

@@ -210,7 +210,7 @@ class Variational(Drawing):
         family = self.family
         samples = along_samples(g, leaves, self.n_samples, family.name)
         moves = [x is not None for x in samples]
-        filled = [torch.zeros((self.n_samples, *p.shape)).to(p) if x is None else x for x, p in zip(samples, leaves)]
+        filled = [p.new_zeros((self.n_samples, *p.shape)) if x is None else x for x, p in zip(samples, leaves)]
         temperature = now(self.temperature, state.step - 1)
         if self.weight_decay:
             theta = [p + x for p, x in zip(leaves, family.displace(state.scale, noise, leaves))]
