@@ -39,6 +39,8 @@ from bayesopt_chain.trees import Tree, size
 if TYPE_CHECKING:
     from bayesopt_chain.fitting.laplace import FittedLaplace
 
+ROUNDING = 1e-6  # of the degrees of freedom that are left, as a share
+
 
 def effective_parameters(fitted: FittedLaplace) -> Tensor:
     """gamma, the number of parameters that the data determine, 0-d float64: between 0 and the number of kept parameters."""
@@ -78,12 +80,13 @@ def dispersion(fitted: FittedLaplace, batches: Iterable) -> float:
         raise ValueError("dispersion: data has no batches")
     squares, information, independent = (float(torch.stack(x).sum()) for x in (observed, expected, entries))
     if not information > 0:
-        raise ValueError("dispersion: the outputs leave the targets no variance at all: the model is certain of every one")
+        raise ValueError(
+            "dispersion: the outputs leave the targets no variance at all: the model is certain of every one"
+        )
     gamma = float(effective_parameters(fitted))
-    if not independent > gamma:
+    if not independent - gamma > ROUNDING * independent:
         raise ValueError(
             f"dispersion: the fit determines {gamma:.4g} parameters by {independent:.4g} entries of the targets, so that no "
             "residual tells their noise: pass a prior precision above 0, or more data"
         )
     return squares / information * independent / (independent - gamma)
-
