@@ -1,27 +1,27 @@
 r"""How noisy the targets are, against what the likelihood says: the dispersion of a fit.
 
-For the loss ``l_n = -log p(y_n | f_n)`` of datum n with outputs f_n, its gradient g_n in the outputs has the covariance F_n, the
-Fisher information of the outputs, if the targets are distributed as the likelihood says. The dispersion is the factor by which
-the squares of the gradients differ from that,
+For the loss ``l_n = -log p(y_n | f_n)`` of datum n with outputs f_n, its gradient g_n in the outputs has the covariance F_n,
+the Fisher information of the outputs, if the targets are distributed as the likelihood says. The dispersion is the factor by
+which the squares of the gradients differ from that,
 
     phi = sum_n |g_n|^2 / sum_n tr F_n  *  D / (D - gamma),      gamma = tr (Lambda^-1 J^T F J) = sum_i (1 - delta_i Sigma_ii),
 
 with D the number of independent entries of all targets (one a regression's output, C - 1 a label of C classes), Lambda the
-posterior's precision, Sigma its inverse, delta the prior precision and J the Jacobian of all outputs. The second factor is that
-of an unbiased variance: a fit of gamma well determined parameters takes gamma of D residuals. Of a regression phi is the residual
-sum of squares over ``variance (D - gamma)``, of classes the sum of ``|y - p|^2`` over that of ``1 - |p|^2``, corrected so.
-phi below 1 says that labels are cleaner than the model's probabilities or its noise variance, as in data sets from which doubtful
-cases were taken out; phi above 1 that they are noisier (McCullagh and Nelder, "Generalized Linear Models", 1989, chapter 9; for
-|g|^2 against F: White, "Maximum likelihood estimation of misspecified models", 1982).
+posterior's precision, Sigma its inverse, delta the prior precision and J the Jacobian of all outputs. The second factor is
+that of an unbiased variance: a fit of gamma well determined parameters takes gamma of D residuals. Of a regression phi is the
+residual sum of squares over ``variance (D - gamma)``, of classes the sum of ``|y - p|^2`` over that of ``1 - |p|^2``,
+corrected so. phi below 1 says that labels are cleaner than the model's probabilities or its noise variance, as in data sets
+from which doubtful cases were taken out; phi above 1 that they are noisier (McCullagh and Nelder, "Generalized Linear
+Models", 1989, chapter 9; for |g|^2 against F: White, "Maximum likelihood estimation of misspecified models", 1982).
 
 What it says of draws. Since ``(d^2 p / df^2) / p = g g^T - d^2 l / df^2``, outputs ``f_n + e`` with ``e ~ N(0, t S_n)`` have
 
     log E_e p(y_n | f_n + e) - log p(y_n | f_n) = t / 2 tr S_n (g_n g_n^T - d^2 l_n / df^2) + O(t^2).
 
-Where the outputs' covariance S is that of the posterior at temperature 1 / N and t is N T, ``sum_n tr S_n F_n = gamma``: averaging
-over draws at temperature T changes the log score of N new data by ``N T gamma (phi_new - 1) / 2`` to first order, with phi_new
-their dispersion around the mode's outputs. Averages over warm draws gain where targets are noisier than the mode says, and lose
-where they are cleaner.
+Where the outputs' covariance S is that of the posterior at temperature 1 / N and t is N T, ``sum_n tr S_n F_n = gamma``:
+averaging over draws at temperature T changes the log score of N new data by ``N T gamma (phi_new - 1) / 2`` to first order,
+with phi_new their dispersion around the mode's outputs. Averages over warm draws gain where targets are noisier than the mode
+says, and lose where they are cleaner.
 """
 
 from __future__ import annotations

@@ -147,9 +147,8 @@ def test_what_it_cannot_tell_is_refused():
         fitted.dispersion([])
     with pytest.raises((ValueError, TypeError), match="targets"):
         fitted.dispersion(x)
-    sure = nn.Linear(2, 2).double().eval()
-    sure.weight.data.zero_(), sure.bias.data.copy_(torch.tensor([1e4, -1e4]))
-    data = [(x, torch.zeros(5, dtype=torch.long))]
-    fitted = bc.fit_laplace(sure, bc.likelihoods.categorical(), data, structure="dense", tune=None)
+    labels = torch.zeros(5, dtype=torch.long)
+    fitted = bc.fit_laplace(network(2, 2), bc.likelihoods.categorical(), [(x, labels)], structure="dense", tune=None)
+    fitted.posterior.mean["2.bias"].copy_(torch.tensor([1e4, -1e4]))
     with pytest.raises(ValueError, match="certain of every one"):
-        fitted.dispersion(data)
+        fitted.dispersion([(x, labels)])
