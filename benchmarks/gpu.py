@@ -52,19 +52,22 @@ def five_thousand_chains(chains: int = 5000, steps: int = 2000, size: int = 32) 
     x, y = (t.cuda() for t in regression_data())
     tx = bc.sghmc(0.05, 0.9, temperature=1 / N)
 
-    def loss(params, batch):
-        rows = torch.randint(N, (size,), device="cuda")
+    def loss(params, rows):
         return logistic(params, (x[rows], y[rows]))
 
-    many = bc.parallel(bc.make_step(loss, tx), chains)
+    many = bc.parallel(bc.make_step(loss, tx), chains, batch_dim=0)
     params = torch.zeros(chains, D, device="cuda")
     state = many.init(tx, params)
-    fast = bc.capture(many, params, state, (), steps=10)
+
+    def rows():
+        return torch.randint(N, (10, chains, size), device="cuda")
+
+    fast = bc.capture(many, params, state, rows(), steps=10, batch_dim=0)
 
     def ours():
         now = params, state
         for _ in range(steps // 10):
-            *now, _ = fast(*now, ())
+            *now, _ = fast(*now, rows())
 
     p, v, kept = (torch.zeros(chains, D, device="cuda") for _ in range(3))
     level = (0.1 / (2 * 0.05 * N)) ** 0.5

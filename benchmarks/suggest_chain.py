@@ -19,11 +19,11 @@ evidence.
 
 The road is that of ``docs/choosing.md``. On one more network, ``EPOCHS_OF_PRIOR`` epochs of ``bc.fitting.train_by_evidence``
 find the precision ``delta`` of a prior ``N(0, 1 / delta)`` on every weight and bias, and the dispersion phi of the targets.
-Networks and chains have the weight decay ``phi delta / N`` of the quasi-posterior, and the chains the temperature
-``COLD phi^2 / N``. Those who follow ``bc.suggest_chain`` have the gradients of an ensemble of ``members`` networks, each trained
-for ``EPOCHS`` epochs of Adam with a cosine schedule, finding prior and dispersion included: they train half as many networks
-and go on from each with a chain; :func:`followed` does what the documentation says, with the setting, steps, burn-in and
-thinning that are suggested, and the draws of all chains together predict.
+Networks and chains have the weight decay ``phi delta / N`` of the quasi-posterior, and the chains the temperature ``COLD
+phi^2 / N``. Those who follow ``bc.suggest_chain`` have the gradients of an ensemble of ``members`` networks, each trained for
+``EPOCHS`` epochs of Adam with a cosine schedule, finding prior and dispersion included: they train half as many networks and
+go on from each with a chain; :func:`followed` does what the documentation says, with the setting, steps, burn-in and thinning
+that are suggested, and the draws of all chains together predict.
 
 They are compared, by the negative log-likelihood of the averaged predictions on test data, with two ensembles of ``members``
 networks, for each of ``BUDGETS``: the *usual* one, whose weight decay nobody chose (``1 / N``), and one that is given weight

@@ -67,9 +67,9 @@ def no_draws(draws: Draws) -> Finding:
 
 
 def losses_of(draws: Draws) -> Tensor | None:
-    """The recorded losses, ``[draws, chains]`` in float64; ``None`` where none were."""
+    """The recorded losses, ``[draws, chains]`` in float64 on the CPU; ``None`` where none were."""
     try:
-        x = draws.loss.double()
+        x = draws.loss.double().cpu()
     except KeyError:
         return None
     return x[:, None] if x.ndim == 1 else x

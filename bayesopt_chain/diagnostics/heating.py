@@ -282,7 +282,7 @@ def _room(system: Reduced, report: Heating, tx: Any, again: GradientNoise | None
         root=root,
         missing=(torch.eye(r, dtype=torch.float64, device="cpu") - root).to(directions[0]),
         cooling=half[:, None] * ((P / m.sqrt()) @ P.T) * half,
-        scales=tuple([gain.sqrt() for gain in system.response.gains]),
+        scales=tuple([gain.sqrt().to(leaf.device) for gain, leaf in zip(system.response.gains, directions)]),
         left=float(torch.linalg.eigvalsh(left).abs().amax()),
         overlap=None if again is None else _overlap(system, again),
         excess=report.worst,
@@ -349,8 +349,9 @@ def reduce(
     like = noise.mean
     roots = flatten(optree.tree_unflatten(optree.tree_structure(like), [g.sqrt() for g in response.gains]), like)
     dtype = torch.float64 if sum(x.numel() for x in optree.tree_leaves(like)) < 4096 else common_dtype(like)
-    roots = roots.to(dtype)
-    rows = flatten(noise.rows, like).to(dtype) * roots
+    rows = flatten(noise.rows, like).to(dtype)
+    roots = roots.to(rows)  # the gains are on the CPU, where they were found
+    rows = rows * roots
     draws = rows[:0] if noise.draws is None else flatten(noise.draws, like).to(dtype) * roots
     total = torch.cat([rows, draws / 2**0.5])
     values, vectors = torch.linalg.eigh((total @ total.T).double())
