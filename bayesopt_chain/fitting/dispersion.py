@@ -28,42 +28,55 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.trees import Tree, size
-
-if TYPE_CHECKING:
-    from bayesopt_chain.fitting.laplace import FittedLaplace
+from bayesopt_chain.fitting.model import Model
+from bayesopt_chain.likelihoods import Likelihood
+from bayesopt_chain.posterior.gaussian import Gaussian
+from bayesopt_chain.trees import size
 
 ROUNDING = 1e-6  # of the degrees of freedom that are left, as a share
 
 
-def effective_parameters(fitted: FittedLaplace) -> Tensor:
-    """gamma, the number of parameters that the data determine, 0-d float64: between 0 and the number of kept parameters."""
-    posterior, temperature = fitted.posterior, fitted.model.how.temperature
+def effective_parameters(posterior: Gaussian, prior_precision: Any, temperature: float | None = None) -> Tensor:
+    """gamma, the number of parameters that the data determine, 0-d float64: between 0 and the number of kept parameters.
+
+    A temperature is that of the posterior, whose covariance it multiplies; ``None`` for 1.
+    """
     variance = optree.tree_leaves(posterior.marginal_variance)
-    prior = optree.tree_leaves(optree.tree_broadcast_prefix(fitted.prior_precision, fitted.model.params))
+    prior = optree.tree_leaves(optree.tree_broadcast_prefix(prior_precision, posterior.mean))
     free = [
         (v.to(torch.float64) * torch.as_tensor(d, dtype=torch.float64, device=v.device)).sum()
         for v, d in zip(variance, prior)
     ]
-    return size(fitted.model.params) - torch.stack(free).sum() / (1.0 if temperature is None else temperature)
+    return size(posterior.mean) - torch.stack(free).sum() / (1.0 if temperature is None else temperature)
 
 
-def dispersion(fitted: FittedLaplace, batches: Iterable) -> float:
-    """phi of the data that the fit has seen; see the module. ``batches``: as the model's head sees them, with targets."""
-    model, likelihood = fitted.model, fitted.likelihood
-    params: Tree = fitted.posterior.mean
+def dispersion(
+    model: Model, likelihood: Likelihood, posterior: Gaussian, prior_precision: Any, batches: Iterable
+) -> float:
+    """phi of the data that the posterior is of; see the module.
+
+    Args:
+        model: of the kept parameters.
+        likelihood: with the noise in force.
+        posterior: of the fit; its mean is where the outputs are taken.
+        prior_precision: in force.
+        batches: as the model sees them, with targets.
+
+    Raises:
+        ValueError: as :meth:`bayesopt_chain.FittedLaplace.dispersion`.
+    """
     observed: list[Tensor] = []
     expected: list[Tensor] = []
     entries: list[Tensor] = []
     for batch in batches:
         with torch.no_grad():
-            outputs: Tensor = model.forward(params, batch).detach()
+            outputs: Tensor = model.forward(posterior.mean, batch).detach()
         targets: Any = batch[1]
         likelihood.require(outputs, targets, wait=True)
         root, grouping = likelihood.root(outputs, targets), likelihood.grouping(outputs.shape[1:])
@@ -83,7 +96,7 @@ def dispersion(fitted: FittedLaplace, batches: Iterable) -> float:
         raise ValueError(
             "dispersion: the outputs leave the targets no variance at all: the model is certain of every one"
         )
-    gamma = float(effective_parameters(fitted))
+    gamma = float(effective_parameters(posterior, prior_precision, model.how.temperature))
     if not independent - gamma > ROUNDING * independent:
         raise ValueError(
             f"dispersion: the fit determines {gamma:.4g} parameters by {independent:.4g} entries of the targets, so that no "

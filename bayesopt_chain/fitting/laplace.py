@@ -284,7 +284,8 @@ class FittedLaplace:
         """
         self.model.require_seen(data)
         with kinds.blaming("FittedLaplace.dispersion", "data"):
-            return dispersion(self, map(self.model.seen_by_head, batches_of(data)))
+            batches = map(self.model.seen_by_head, batches_of(data))
+            return dispersion(self.model, self.likelihood, self.posterior, self.prior_precision, batches)
 
     def _posterior_and_evidence(self, prior_precision: Any, likelihood_scale: Any) -> tuple[Gaussian, Tensor]:
         scale = torch.as_tensor(likelihood_scale, dtype=torch.float64, device=self.seen.log_likelihood.device)

@@ -39,7 +39,7 @@ def test_a_regression_has_its_residual_sum_of_squares_over_the_degrees_of_freedo
         **options,
     )
     covariance = fitted.posterior.marginal_variance
-    gamma = float(effective_parameters(fitted))
+    gamma = float(effective_parameters(fitted.posterior, fitted.prior_precision))
     count = sum(p.numel() for p in module.parameters())
     assert gamma == pytest.approx(count - prior * sum(float(v.sum()) for v in covariance.values()))
     if structure in ("dense", "root"):  # the others leave something out of the curvature
@@ -59,7 +59,7 @@ def test_of_classes_it_is_the_distance_from_the_probabilities():
     )
     p = module(x).softmax(1).detach()
     ratio = float((p - nn.functional.one_hot(y, 3)).square().sum() / (1 - p.square().sum(1)).sum())
-    gamma = float(effective_parameters(fitted))
+    gamma = float(effective_parameters(fitted.posterior, fitted.prior_precision))
     assert fitted.dispersion([(x, y)]) == pytest.approx(ratio * 80 / (80 - gamma), rel=1e-10)
 
 
