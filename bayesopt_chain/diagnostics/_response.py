@@ -135,7 +135,7 @@ def read(tx: Any, params: Any, state: Any = None) -> Response:
                 "elements of one leaf differ by more than a gain, as weight decay in front of a preconditioner makes them; put "
                 "that prior into the loss, so that its curvature is measured with the rest"
             )
-        gains[j] = peak.reshape(gains[j].shape)
+        gains[j] = peak.reshape(gains[j].shape).to(gains[j].device)
         for known, leaves in groups:
             if not _differ(shape[:, 0], known):
                 leaves.append(j)

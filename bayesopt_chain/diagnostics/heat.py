@@ -200,6 +200,8 @@ def read_heat(
         True
     """
     first = 1.0 - momentum if first is None else first
+    gradients, positions = gradients.cpu(), positions.cpu()
+    rates, temperatures = (None if x is None else x.cpu() for x in (rates, temperatures))
     rho, error, own, curvatures, ringing = _worst(gradients, positions, momentum, first, rates)
     if rates is not None:
         budget = rates if temperatures is None else rates * temperatures

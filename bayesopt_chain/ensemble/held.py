@@ -64,11 +64,11 @@ class Held:
 
     @property
     def weights(self) -> Tensor:
-        """Of the targets, ``[n, P]`` over both folds."""
-        return torch.cat([_weights(self.problem.likelihood, fold[1]) for fold, _ in self.folds])
+        """Of the targets, ``[n, P]`` over both folds, on the CPU."""
+        return torch.cat([_weights(self.problem.likelihood, fold[1]) for fold, _ in self.folds]).cpu()
 
     def levels(self, levels: Sequence[list[Tensor]], factor: float, likelihood: Likelihood | None = None) -> Tensor:
-        """Log scores ``[J, n, P]`` of J levels, for P targets of a datum."""
+        """Log scores ``[J, n, P]`` of J levels, for P targets of a datum, on the CPU."""
         lik = self.problem.likelihood if likelihood is None else likelihood
         rows = []
         for outputs in levels:
@@ -76,7 +76,7 @@ class Held:
             for (fold, _), f in zip(self.folds, outputs):
                 scores = log_scores(lik, f.double(), fold[1], factor)
                 parts.append(scores.logsumexp(0) - math.log(len(scores)))
-            rows.append(torch.cat(parts))
+            rows.append(torch.cat(parts).cpu())
         return torch.stack(rows)
 
     def score(self, levels: Sequence[list[Tensor]], weights: Tensor, factor: float) -> Tensor:

@@ -44,7 +44,7 @@ def inference_data(
 def _laid_out(x: Tensor, chains: int | None) -> Any:
     x = loaded(x)
     x = x[:, None] if chains is None else x
-    return x.transpose(0, 1).contiguous().to(torch.float64).numpy()
+    return x.detach().transpose(0, 1).to("cpu", torch.float64).contiguous().numpy()
 
 
 def _lazy(stored: Mapping[str, StoredTensor], chains: int | None) -> Any:
