@@ -5,6 +5,7 @@ A command that is stopped goes on where it stopped: cells that the record holds 
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -71,6 +72,25 @@ def work_out(
                 add(asked[done], done.result())
     keep()
     return rows()
+
+
+def command(
+    name: str,
+    doc: str | None,
+    run: Callable[[Any], dict[str, Any]],
+    cells: Sequence[Any],
+    *,
+    summary: Callable[[list[dict[str, Any]]], Any],
+    table: Callable[[Any], str],
+) -> None:
+    """``python -m benchmarks.<name> [--workers N] [--out PATH]``: work out all cells, write and print the table in Markdown."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=(doc or "").split("\n")[0])
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / f"{name}.json")
+    args = parser.parse_args()
+    written = table(summary(work_out(run, cells, args.out, workers=args.workers, summary=summary)))
+    args.out.with_suffix(".md").write_text(written)
+    print(written)
 
 
 def _one_thread() -> None:

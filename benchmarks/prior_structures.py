@@ -9,14 +9,12 @@ whole training, with ten estimates of the evidence.
 
 from __future__ import annotations
 
-import argparse
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.cells import work_out
+from benchmarks.cells import command
 from benchmarks.suggest_chain import Cell, by_evidence, mean_of, task
 
 TASKS = ("diabetes", "boston", "spam", "co2", "digits", "mnist")
@@ -69,18 +67,6 @@ def table(of: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, ""])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.prior_structures", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "prior_structures.json")
-    args = parser.parse_args()
-    cells = [Cell(name, seed) for name in TASKS for seed in SEEDS]
-    rows = work_out(run, cells, args.out, workers=args.workers, summary=summary)
-    args.out.with_suffix(".md").write_text(table(summary(rows)))
-    print(args.out.with_suffix(".md").read_text())
-
-
 if __name__ == "__main__":
-    main()
+    cells = [Cell(name, seed) for name in TASKS for seed in SEEDS]
+    command("prior_structures", __doc__, run, cells, summary=summary, table=table)

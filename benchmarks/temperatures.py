@@ -11,15 +11,13 @@ networks.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 import optree
 import torch
 
 import bayesopt_chain as bc
-from benchmarks.cells import work_out
+from benchmarks.cells import command
 from benchmarks.suggest_chain import (
     BUDGETS,
     COLD,
@@ -90,17 +88,6 @@ def table(of: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, ""])
 
 
-def main() -> None:
-    description = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.temperatures", description=description)
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "temperatures.json")
-    args = parser.parse_args()
-    cells = [Cell(name, seed) for seed in SEEDS for name in SEEN]
-    rows = work_out(run, cells, args.out, workers=args.workers, summary=summary)
-    args.out.with_suffix(".md").write_text(table(summary(rows)))
-    print(args.out.with_suffix(".md").read_text())
-
-
 if __name__ == "__main__":
-    main()
+    cells = [Cell(name, seed) for seed in SEEDS for name in SEEN]
+    command("temperatures", __doc__, run, cells, summary=summary, table=table)

@@ -141,8 +141,9 @@ def of_log_density(f: Callable[[Tree, Any], Tensor]) -> LogDensity:
 
 
 def _no_targets(batch: Any) -> Tensor:
+    size = batch_size(batch)
     device = next(x.device for x in batches.flatten(batch)[0] if isinstance(x, Tensor) and x.ndim)
-    return torch.zeros(batch_size(batch), device=device)
+    return torch.zeros(size, device=device)
 
 
 class _Itself(Likelihood):

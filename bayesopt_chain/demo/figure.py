@@ -89,12 +89,8 @@ def refusals(axes: Axes, sure: Sure) -> None:
     for name, runs in sure.items():
         curves = []
         for r in runs:
-            wrong = (
-                1
-                - torch.tensor(r["right"], device="cpu")[
-                    torch.tensor(r["confidence"], device="cpu").argsort(descending=True)
-                ]
-            )
+            surest = torch.tensor(r["confidence"], device="cpu").argsort(descending=True)
+            wrong = 1 - torch.tensor(r["right"], device="cpu")[surest]
             kept = ((1 - shares) * len(wrong)).long().clamp_min(1)
             curves.append(wrong.cumsum(0)[kept - 1] / kept)
         axes.plot(100 * shares, torch.stack(curves).mean(0), color=COLORS[name], label=name)

@@ -238,15 +238,13 @@ class _Probe(OneUpdate):
         def column(**pulse: Any) -> tuple[Tensor, Tensor]:
             moves, after = self(**pulse)
             s = [float(after[i].view(-1)[n]) / IMPULSE for i, n in places]
-            return torch.tensor(_first(moves[j]) / IMPULSE, dtype=torch.float64, device="cpu"), torch.tensor(
-                s, dtype=torch.float64, device="cpu"
-            )
+            move = torch.tensor(_first(moves[j]) / IMPULSE, dtype=torch.float64, device="cpu")
+            return move, torch.tensor(s, dtype=torch.float64, device="cpu")
 
         def matrix(columns: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
             if not columns:
-                return torch.zeros(0, dtype=torch.float64, device="cpu"), torch.zeros(
-                    len(places), 0, dtype=torch.float64, device="cpu"
-                )
+                nothing = torch.zeros(len(places) + 1, 0, dtype=torch.float64, device="cpu")
+                return nothing[0], nothing[1:]
             return torch.stack([move for move, _ in columns]), torch.stack([s for _, s in columns], dim=1)
 
         c, A = matrix([column(numbers=self._change(*place)) for place in places])

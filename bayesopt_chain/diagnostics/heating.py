@@ -350,7 +350,7 @@ def reduce(
     roots = flatten(optree.tree_unflatten(optree.tree_structure(like), [g.sqrt() for g in response.gains]), like)
     dtype = torch.float64 if sum(x.numel() for x in optree.tree_leaves(like)) < 4096 else common_dtype(like)
     rows = flatten(noise.rows, like).to(dtype)
-    roots = roots.to(rows)  # the gains are on the CPU, where they were found
+    roots = roots.to(rows)
     rows = rows * roots
     draws = rows[:0] if noise.draws is None else flatten(noise.draws, like).to(dtype) * roots
     total = torch.cat([rows, draws / 2**0.5])

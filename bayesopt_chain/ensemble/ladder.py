@@ -174,11 +174,7 @@ def guarded(
     for number in range(HALVINGS):
         drawn = attempt(largest * halved, number)
         made += steps if drawn.complete else (int(drawn.steps[-1]) if len(drawn) else steps // 3)
-        loss = (
-            torch.as_tensor(drawn.loss[:], device="cpu").mean(0).cpu()
-            if len(drawn)
-            else torch.full_like(allowed, math.inf)
-        )
+        loss = drawn.loss[:].mean(0).cpu() if len(drawn) else torch.full_like(allowed, math.inf)
         high = ~(loss <= allowed)
         kept = drawn.complete and not bool(high.any())
         found = Attempt(drawn, halved, loss, made, kept)

@@ -230,9 +230,8 @@ class Problem:
         state = started(chains, tx, self.members.params, self.members.buffers, 0)
         try:
             chains(self.members.params, state, pick)
-            one = self.data.take(torch.arange(1, device="cpu"))[
-                0
-            ]  # what draws gradients by a fallback may refuse to predict
+            # what draws gradients by a fallback may refuse to predict
+            one = self.data.take(torch.arange(1, device="cpu"))[0]
             outputs_of(self.members.still, self.members.params, self.members.buffers, one, False)
         except RuntimeError:
             return replace(self, loop=True)

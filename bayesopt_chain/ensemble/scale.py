@@ -20,9 +20,8 @@ from bayesopt_chain.ensemble.held import Held, z_of
 from bayesopt_chain.ensemble.plan import NOISE
 from bayesopt_chain.likelihoods import Likelihood
 
-NOISES = (
-    torch.logspace(-5, 1, 80, dtype=torch.float64, device="cpu") / NOISE
-)  # variances from 1e-5 to 10 of the targets'
+# Variances from 1e-5 to 10 of the targets'.
+NOISES = torch.logspace(-5, 1, 80, dtype=torch.float64, device="cpu") / NOISE
 SCALES = torch.logspace(-0.5, 1, 40, dtype=torch.float64, device="cpu")
 SURE = 2.0  # standard errors
 COARSE = 8  # every eighth of the grid is tried, then those around the best: the score has one maximum, or nearly
