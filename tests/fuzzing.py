@@ -493,6 +493,7 @@ CALLS = {
     "FittedLaplace.functional_samples": (
         lambda **k: fitted().functional_samples(**k), lambda: {"data": DATA, "samples": 2, "generator": None}
     ),
+    "FittedLaplace.dispersion": (lambda **k: regressed().dispersion(**k), lambda: {"data": [(DATA, DATA[:, :1])]}),
     "FittedLaplace.log_evidence_at": (
         lambda **k: regressed().log_evidence_at(**k), lambda: {"prior_precision": 1.0, "likelihood_scale": 1.0}
     ),

@@ -384,28 +384,24 @@ def _rounds_away(j: int, leaf: Tensor, step: float) -> bool:
     return True
 
 
-def _runs(rows: Sequence[int]) -> list[tuple[int, int]]:
-    """The first row of each run of consecutive rows, and the row after its last.
+def _taken(x: Tensor, rows: Sequence[int]) -> Tensor:
+    """The rows of a tensor ``[leaves, 5]``, in this order.
 
-    Rows are read and written in slices. A tensor of row numbers would be copied from the host, which a CUDA graph refuses.
+    They are read in slices. A tensor of row numbers would be copied from the host, which a CUDA graph refuses.
     """
     starts = [k for k, row in enumerate(rows) if k == 0 or row != rows[k - 1] + 1]
-    return [(rows[a], rows[b - 1] + 1) for a, b in zip(starts, [*starts[1:], len(rows)])]
-
-
-def _taken(x: Tensor, rows: Sequence[int]) -> Tensor:
-    """The rows of a tensor ``[leaves, 5]``, in this order."""
-    parts = [x[a:b] for a, b in _runs(rows)]
+    parts = [x[rows[a] : rows[b - 1] + 1] for a, b in zip(starts, [*starts[1:], len(rows)])]
     return parts[0] if len(parts) == 1 else torch.cat([x[:0], *parts])
 
 
 def _written(x: Tensor, rows: Sequence[int], values: Tensor) -> Tensor:
-    """A new tensor ``[leaves, 5]`` that is ``x`` with other values in some rows."""
-    start = 0
-    for a, b in _runs(rows):
-        x = x.slice_scatter(values[start : start + b - a], 0, a, b)
-        start += b - a
-    return x
+    """A tensor ``[leaves, 5]`` that is ``x`` with other values in some rows."""
+    if not rows:
+        return x
+    if [*rows] == [*range(len(x))]:
+        return values
+    new = {row: len(x) + n for n, row in enumerate(rows)}
+    return _taken(torch.cat([x, values]), [new.get(k, k) for k in range(len(x))])
 
 
 def _coefficients(noise_input: NoiseInput, temperature: Any, before: Tensor, rates: Rates) -> Any:
