@@ -113,8 +113,7 @@ class Problem:
         return sum(p.square().sum() for p in params.values())
 
     def loss(self, n: int, likelihood: Likelihood | None = None, *, still: bool, prior: bool = True) -> Callable:
-        """The energy per datum, of ``(params, batch)`` or ``(params, batch, buffers)``; ``prior=False`` leaves the "
-        "prior out."""
+        """The energy per datum, of ``(params, batch)`` or ``(params, batch, buffers)``, with the prior or without."""
         likelihood = self.likelihood if likelihood is None else likelihood
         forward = self.members.still if still else self.members.training
         precision = self.prior_precision / (2 * n) if prior else 0.0

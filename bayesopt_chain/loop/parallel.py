@@ -80,6 +80,8 @@ class Parallel:
     def init(self, tx: Any, params: Any, *, seed: int | None = None) -> Any:
         """Make the states of this rank's chains, each with a key of its own.
 
+        The values of ``each`` are moved to the parameters' device.
+
         Args:
             tx: the transformation; with ``each``, a function of its keywords that returns the transformation of a chain.
             params: the parameters of this rank's chains, stacked on axis 0.
@@ -111,6 +113,8 @@ class Parallel:
             raise ValueError(
                 f"parallel: init takes params with the {self.n} chains of this rank on axis 0, got a leaf of {list(wrong[0])}"
             )
+        device = optree.tree_leaves(params)[0].device
+        self.each = {name: value.to(device) for name, value in self.each.items()}
         states = []
         drawing = chain_draws(self, seed)
         for i in range(self.n):

@@ -5,21 +5,11 @@ from pathlib import Path
 
 import bayesopt_chain as bc
 
-FACTORIES = {
-    "zeros",
-    "ones",
-    "empty",
-    "full",
-    "eye",
-    "arange",
-    "linspace",
-    "logspace",
-    "rand",
-    "randn",
-    "randint",
-    "randperm",
-}
-FACTORIES |= {"tensor", "scalar_tensor"}
+NAMES = (
+    "arange as_tensor asarray empty empty_permuted empty_strided eye full linspace logspace ones rand randint randn randperm "
+    "scalar_tensor sparse_coo_tensor sparse_csr_tensor tensor tril_indices triu_indices zeros"
+)
+FACTORIES = {*NAMES.split()}
 
 
 def without_device(source: str) -> list[int]:

@@ -129,6 +129,13 @@ def test_the_coldest_chain_is_the_optimizer():
     torch.testing.assert_close(params["w"][0], want["w"], rtol=1e-6, atol=1e-8)
 
 
+def test_values_of_each_are_moved_to_the_parameters():
+    each = {"lr": torch.tensor([0.1, 0.2]), "temperature": torch.tensor([0.0, 1.0])}
+    chains = bc.parallel(tempered_step, 2, each=each)
+    chains.init(tempered, {k: p.to("meta") for k, p in stacked(2).items()})
+    assert all(value.is_meta for value in chains.each.values())
+
+
 @pytest.mark.parametrize("kind", ["branch", "in place"])
 def test_what_vmap_refuses_runs_in_a_loop(kind):
     torch.manual_seed(0)

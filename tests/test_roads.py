@@ -1,0 +1,143 @@
+"""What users do from end to end, once on the CPU and once with everything on a CUDA device.
+
+The CPU runs show that the roads are sound; on a device, any tensor that the package leaves behind on the host is an error of
+torch. Single methods are tested elsewhere; here short runs need only end, stay on their device and give finite numbers.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import bayesopt_chain as bc
+from bayesopt_chain.fitting import train_by_evidence
+
+N = 64
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(params=["cpu", CUDA])
+def device(request):
+    torch.manual_seed(0)
+    return torch.device(request.param)
+
+
+def regression(device):
+    x = torch.linspace(-1, 1, N, device=device)[:, None]
+    return x, torch.sin(3 * x) + 0.1 * torch.randn(N, 1, device=device)
+
+
+def classes(device):
+    x = torch.randn(N, 2, device=device)
+    return x, (x[:, 0] > 0).long()
+
+
+def network(device, inputs=1, outputs=1):
+    return nn.Sequential(nn.Linear(inputs, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, outputs)).to(
+        device
+    )
+
+
+def loss(params, batch):
+    x, y = batch
+    return (torch.tanh(x @ params["a"]) @ params["b"] - y).square().mean() / 0.02 + params["a"].square().sum() / (2 * N)
+
+
+def start(device):
+    return {"a": torch.randn(1, 4, device=device), "b": torch.randn(4, 1, device=device)}
+
+
+def require_on(device, *trees):
+    for tree in trees:
+        leaves = [x for x in tree.values() if isinstance(x, torch.Tensor)]
+        assert leaves and all(x.device.type == device.type and bool(x.isfinite().all()) for x in leaves)
+
+
+# loops of torch
+
+
+@pytest.mark.parametrize("name", ["SGHMC", "Adam"])
+def test_a_loop_that_collects_and_predicts(name, device):
+    x, y = regression(device)
+    model, likelihood = network(device), bc.likelihoods.gaussian(0.01)
+    optimizer = getattr(bc.optim, name)(model.parameters(), lr=1e-3, temperature=1 / N, weight_decay=1 / N)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 64)
+    keep = bc.collect(model, optimizer, every=8, after=16)
+    for _ in range(16):
+        for rows in torch.randperm(N, device=device).split(16):
+            optimizer.zero_grad()
+            (-likelihood.log_prob(model(x[rows]), y[rows]).mean()).backward()
+            optimizer.step()
+            schedule.step()
+    require_on(device, dict(model.named_parameters()), dict(model.named_buffers()))
+    mixture = likelihood.mixture(keep.predict([x], reduce="stack"))
+    low, high = mixture.interval(0.9)
+    assert bool((low < high).all()) and bool(mixture.crps(y.to(low.device)).isfinite().all())
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+# functional loops
+
+
+def test_chains_on_disk_go_on_and_are_judged(device, tmp_path):
+    x, y = regression(device)
+    chain = partial(bc.sghmc, temperature=1 / N)
+    chains = bc.parallel(lambda lr: bc.make_step(loss, chain(lr)), 2, each={"lr": torch.tensor([1e-3, 1e-3])})
+    params = bc.stack([start(device), start(device)])
+    state = chains.init(chain, params, seed=0)
+    draw = partial(bc.sample, chains, params, state, bc.epochs((x, y), 16, seed=0), burn_in=40, path=tmp_path / "draws")
+    meter = bc.diagnostics.Thermometer(chain(1e-3), warn_above=float("inf"))
+    first, whole = draw(steps=60), draw(steps=120, callbacks=[meter])
+    assert len(whole) > len(first) and whole.complete
+    require_on(device, {name: leaf[:] for name, leaf in whole.params.items()})
+    opened = bc.Draws.open(tmp_path / "draws")
+    for name, leaf in whole.params.items():
+        torch.testing.assert_close(opened.params[name][:].cpu(), leaf[:].cpu(), rtol=0, atol=0)
+    found = bc.diagnostics.doctor(
+        whole, chain(1e-3), loss, [(x, y)], thermometer=meter, mode=start(device), posterior_temperature=1 / N
+    )
+    assert isinstance(found.is_healthy, bool)
+    assert all(bool(value.isfinite().all()) for value in bc.diagnostics.r_hat(whole).values())
+
+
+def test_what_suggests_a_chain(device):
+    data, params = regression(device), start(device)
+    chain = partial(bc.sghmc, temperature=1 / N)
+    found = bc.suggest_chain(chain, loss, params, data, batch_sizes=(16,), momenta=(0.9,), rank=2)
+    assert found.best.lr > 0
+    noise = bc.diagnostics.gradient_noise(loss, params, bc.epochs(data, 16, seed=0), rank=2)
+    assert bc.diagnostics.heating(chain(1e-5), noise).worst > 0
+
+
+# one call
+
+
+@pytest.mark.parametrize("method", ["sghmc", "swag", "laplace", "ivon"])
+def test_the_posterior_in_one_call(method, device, tmp_path):
+    x, y = classes(device)
+    ensemble = bc.posterior_ensemble(
+        lambda: network(device, 2, 2), (x, y), bc.likelihoods.categorical(), members=2, steps=40, lr=0.05, batch_size=16,
+        prior_precision=1.0, method=method, progress=False, path=tmp_path,
+    )  # fmt: skip
+    prediction = ensemble.predict(x)
+    assert prediction.log_prob(y).shape == (N,) and bool(prediction.log_prob(y).isfinite().all())
+
+
+# Gaussian posteriors
+
+
+@pytest.mark.parametrize("structure", ["diagonal", "kronecker", "dense"])
+def test_laplace_after_training(structure, device):
+    x, y = classes(device)
+    model, likelihood = network(device, 2, 2).eval(), bc.likelihoods.categorical()
+    fitted = bc.fit_laplace(model, likelihood, [(x, y)], structure=structure, subset="all")
+    probabilities = fitted.predict(x)
+    assert probabilities.device.type == device.type and fitted.dispersion([(x, y)]) > 0
+    fitted.load_state_dict(fitted.state_dict())
+    torch.testing.assert_close(fitted.predict(x), probabilities)
+
+
+def test_training_by_the_evidence(device):
+    training = train_by_evidence(network(device), bc.likelihoods.gaussian(), [regression(device)], epochs=4, every=2)
+    assert bool(torch.as_tensor(training.log_evidence).isfinite().all())
