@@ -198,14 +198,14 @@ def sample(
     return _in_store(run, place, checkpoint_seconds)
 
 
-def _in_store(run: Run, place: Place | None, interval: float) -> Draws:
+def _in_store(run: Run, place: Place | None, interval: float, outer: Path | None = None) -> Draws:
     """A run in its store; first, chains that are behind the others catch up, each group in a folder of its own."""
-    with Store(run, place, interval) as store:
+    with Store(run, place, interval, outer) as store:
         front, behind = store.behind()
         for chains in behind:
             assert place is not None and place.chains is not None
             rows = slice(chains.start - place.chains.start, chains.stop - place.chains.start)
-            caught_up = _in_store(run.some(rows, front), place.of(chains), interval)
+            caught_up = _in_store(run.some(rows, front), place.of(chains), interval, place.folder)
             if not caught_up.complete:
                 return Draws(
                     store.shards(), store.spec, store.names, chains=run.chains, complete=False, why=caught_up.why

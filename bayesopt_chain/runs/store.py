@@ -74,10 +74,11 @@ class Store:
         place: where a run on disk is; ``None`` in memory.
         size: the number of draws that are held in memory.
         writes: whether this rank writes draws.
+        outer: where chains catch up, the folder of all chains of this rank, which this run holds already.
     """
 
-    def __init__(self, run: Run, place: Place | None = None, interval: float = 30.0) -> None:
-        self.run, self.place, self.interval = run, place, interval
+    def __init__(self, run: Run, place: Place | None = None, interval: float = 30.0, outer: Path | None = None) -> None:
+        self.run, self.place, self.interval, self.outer = run, place, interval, outer
         self.like = checkpoint.flat(run.params)[0]
         self.names, self.spec = list(self.like), optree.tree_structure(run.params, none_is_leaf=True)
         self.held: dict[str, list[Tensor]] = {}
@@ -292,7 +293,7 @@ class Store:
         for group in groups:
             w = group.newest
             assert w is not None and w.saved is not None
-            if w.folder != self.path:
+            if w.folder not in (self.path, self.outer):
                 require_unwritten(w)
             w.saved.require()
             rows = (

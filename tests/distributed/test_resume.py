@@ -112,6 +112,17 @@ def test_chains_that_are_behind_catch_up_and_all_are_the_uninterrupted_run(size,
     require_the_uninterrupted_run(path, run(ranked, size, tmp_path, path, STEPS, N, 0), burn_in=0)
 
 
+def test_a_chain_that_is_behind_catches_up_from_the_folder_that_its_own_rank_goes_on_with(tmp_path):
+    """One process, then two ranks of which one is killed before it commits, then one process, which finds its own folder."""
+    path = tmp_path / "draws"
+    alone(path, steps=6)
+    run(ranked, 2, tmp_path, path, 9)
+    for file in (path / "chains-00003-00006").glob("*"):
+        file.unlink()
+    draws, want = alone(path), alone()
+    assert same(draws.params, want.params) and torch.equal(draws.loss, want.loss) and draws.complete
+
+
 def test_a_part_that_was_never_committed_is_run_from_its_start(tmp_path):
     path = tmp_path / "draws"
     run(ranked, 2, tmp_path, path, 9)
