@@ -20,7 +20,7 @@ from benchmarks.measure import environment
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument("--gpu", action="store_true", help="the CUDA rows (needs a CUDA device)")
-    parser.add_argument("--quick", action="store_true", help="50 steps of the 5,000 chains")
+    parser.add_argument("--quick", action="store_true", help="100 steps of the 5,000 chains")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--only", help="the name of a row, a function of benchmarks/cpu.py, to measure again alone")
     args = parser.parse_args()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import nn
 
 import bayesopt_chain as bc
 from benchmarks import contestants as c
@@ -101,6 +102,29 @@ def five_thousand_chains(chains: int = 5000, steps: int = 2000, size: int = 32) 
     return Row(f"{chains} chains x {steps} steps", times, {("captured parallel", "captured by hand"): 1.1})
 
 
+def guarded_loop(width: int, steps: int = 1000) -> Row:
+    """The default heat guard in a user's loop of 1,000 steps: a network of three layers, batches of 64."""
+    x, y = torch.randn(N, 32, device="cuda"), torch.randn(N, 1, device="cuda")
+
+    def loop(guard: str | None) -> Callable:
+        model = nn.Sequential(
+            nn.Linear(32, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1)
+        ).cuda()
+
+        def run():
+            optimizer = bc.optim.SGHMC(model.parameters(), lr=1e-5, temperature=1 / N, heat_guard=guard)
+            for _ in range(steps):
+                rows = torch.randint(N, (64,), device="cuda")
+                optimizer.zero_grad()
+                (model(x[rows]) - y[rows]).square().mean().backward()
+                optimizer.step()
+
+        return _timed(run)
+
+    times = take_turns({"guarded": loop("warn"), "unguarded": loop(None)}, rounds=9)
+    return Row(f"{steps} steps of a loop, network of width {width}", times, {("guarded", "unguarded"): 1.02})
+
+
 def rows(quick: bool) -> dict[str, Callable[[], Row]]:
     """The rows by name, each measured when called."""
     if not torch.cuda.is_available():
@@ -108,5 +132,7 @@ def rows(quick: bool) -> dict[str, Callable[[], Row]]:
     return {
         "small_model": small_model,
         "five_thousand_chains": partial(five_thousand_chains, steps=100 if quick else 2000),
+        "guarded_loop": partial(guarded_loop, 64),
+        "guarded_wide_loop": partial(guarded_loop, 2048),
         "bandwidth": partial(bandwidth, 2**26 if quick else 2**28),
     }
