@@ -193,6 +193,13 @@ def _is_dense(x: Any) -> bool:
     return isinstance(x, Tensor) and not x.is_meta and not x.is_complex() and x.layout is torch.strided
 
 
+def _is_device(x: Any) -> bool:
+    try:
+        return isinstance(x, str) and isinstance(torch.device(x), torch.device)
+    except RuntimeError:
+        return False
+
+
 def _is_place(x: Any) -> bool:
     leaves = optree.tree_leaves(x)
     return _is_real_tree(x) and all(is_hidden(y) or is_finite(y) for y in leaves) and any(y.numel() for y in leaves)
@@ -217,6 +224,7 @@ BOOL = Kind(lambda x: isinstance(x, bool), "True or False")
 FUNCTION = Kind(lambda x: callable(x) and not isinstance(x, type), "a function")
 GENERATOR = Kind(lambda x: isinstance(x, torch.Generator), "a torch.Generator").or_none()
 INPUTS = Kind(lambda x: isinstance(x, str) or FUNCTION.fits(x), "a key of the batch, or a function of it").or_none()
+DEVICE = Kind(lambda x: isinstance(x, torch.device) or _is_device(x), "a device of torch, such as 'cpu'")
 PREFIX = Kind(lambda x: not isinstance(x, type), "a tree like the parameters, a prefix of one, or a function to one")
 BATCHES = Kind(_is_iterable, "batches, such as a list or a DataLoader")
 BATCH = Kind(

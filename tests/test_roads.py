@@ -1,4 +1,4 @@
-"""What users do from end to end, once on the CPU and once with everything on a CUDA device.
+"""What users do from end to end, with everything on the CPU, on a CUDA device, and on one that refuses what CUDA refuses.
 
 The CPU runs show that the roads are sound; on a device, any tensor that the package leaves behind on the host is an error of
 torch. Single methods are tested elsewhere; here short runs need only end, stay on their device and give finite numbers.
@@ -12,15 +12,22 @@ from torch import nn
 
 import bayesopt_chain as bc
 from bayesopt_chain.fitting import train_by_evidence
+from bayesopt_chain.optim import _refusals
+from tests import pretended
 
 N = 64
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
-@pytest.fixture(params=["cpu", CUDA])
-def device(request):
+@pytest.fixture(params=["cpu", "pretended", CUDA])
+def device(request, monkeypatch):
     torch.manual_seed(0)
-    return torch.device(request.param)
+    if request.param != "pretended":
+        yield torch.device(request.param)
+        return
+    monkeypatch.setattr(_refusals, "Tensor", pretended.Pretended)  # else its parameters are of a type that is refused
+    with pretended.Here():
+        yield pretended.DEVICE
 
 
 def regression(device):
@@ -39,9 +46,12 @@ def network(device, inputs=1, outputs=1):
     )
 
 
+def outputs(params, batch):
+    return torch.tanh(batch[0] @ params["a"]) @ params["b"]
+
+
 def loss(params, batch):
-    x, y = batch
-    return (torch.tanh(x @ params["a"]) @ params["b"] - y).square().mean() / 0.02 + params["a"].square().sum() / (2 * N)
+    return (outputs(params, batch) - batch[1]).square().mean() / 0.02 + params["a"].square().sum() / (2 * N)
 
 
 def start(device):
@@ -90,10 +100,12 @@ def test_chains_on_disk_go_on_and_are_judged(device, tmp_path):
     meter = bc.diagnostics.Thermometer(chain(1e-3), warn_above=float("inf"))
     first, whole = draw(steps=60), draw(steps=120, callbacks=[meter])
     assert len(whole) > len(first) and whole.complete
-    require_on(device, {name: leaf[:] for name, leaf in whole.params.items()})
+    require_on(device, whole.params, {"loss": whole.loss})
     opened = bc.Draws.open(tmp_path / "draws")
     for name, leaf in whole.params.items():
-        torch.testing.assert_close(opened.params[name][:].cpu(), leaf[:].cpu(), rtol=0, atol=0)
+        torch.testing.assert_close(opened.params[name], leaf.cpu(), rtol=0, atol=0)
+    for there in (opened.to(device), bc.Draws.open(tmp_path / "draws", like=params)):
+        require_on(device, there.params, {"predicted": there.predict(outputs, [(x, y)])})
     found = bc.diagnostics.doctor(
         whole, chain(1e-3), loss, [(x, y)], thermometer=meter, mode=start(device), posterior_temperature=1 / N
     )
@@ -121,7 +133,16 @@ def test_the_posterior_in_one_call(method, device, tmp_path):
         prior_precision=1.0, method=method, progress=False, path=tmp_path,
     )  # fmt: skip
     prediction = ensemble.predict(x)
-    assert prediction.log_prob(y).shape == (N,) and bool(prediction.log_prob(y).isfinite().all())
+    require_on(device, {"scores": prediction.log_prob(y), "samples": prediction.sample(4), "mean": prediction.mean})
+    if method == "laplace":
+        return
+    ensemble.save(tmp_path / "saved.pt")
+    again = bc.ensemble.Ensemble.open(
+        tmp_path / "saved.pt", lambda: network(device, 2, 2), bc.likelihoods.categorical(), data=(x, y)
+    )
+    torch.testing.assert_close(again.predict(x).mean, prediction.mean)
+    if method == "sghmc":
+        require_on(device, {"more": again.more(60).predict(x).mean})
 
 
 # Gaussian posteriors

@@ -207,7 +207,7 @@ def posterior_ensemble(
         require_ranks(mesh, members, about)
     elif path is not None and world().size > 1:
         path = Path(path) / f"rank-{world().rank:05d}-of-{world().size:05d}"
-    stages = Stages(path, about, mesh)
+    stages = Stages(path, about, device, mesh)
     bar = Progress(foreseen, progress and is_first(mesh))
     problem = Problem(
         held, trained, networks, members, size, precision, folds, seed, bar, mesh=mesh, captured=capture

@@ -244,7 +244,8 @@ class Ensemble:
             path: of the file.
             make_model: as the call had it.
             likelihood: as the call had it.
-            data: as the call had them, for :meth:`more`. Default: none.
+            data: as the call had them, for :meth:`more`, on the device to work on. Default: none, and the networks stay on the
+                device that ``make_model`` makes them on.
 
         Returns:
             An :class:`Ensemble`.
@@ -261,15 +262,17 @@ class Ensemble:
         """
         if not os.path.isfile(path):
             raise FileNotFoundError(f"Ensemble.open: path {str(path)!r} is no file; pass what save wrote")
-        state = read_or_refuse(Path(path), loaded, "save it again")
+        state = read_or_refuse(Path(path), lambda file: loaded(file, torch.device("cpu")), "save it again")
         if not isinstance(state, dict) or "format" not in state:
             raise ValueError(f"Ensemble.open: {path} was not written by Ensemble.save")
         if state["format"] != FORMAT:
             raise ValueError(f"Ensemble.open: {path} has format {state.get('format')!r}, this version reads {FORMAT}")
         levels = [Level(**level) for level in state["levels"]]
         count = levels[0].loss.shape[1]
-        device = next(iter(levels[0].params.values())).device
+        held = Data(None, None, 0) if data is None else read(data)[0]
+        device = None if data is None else flatten(held.inputs)[0][0].device
         members = members_of(make_model, count, state["seed"], device)
+        levels = [level.to(next(iter(members.params.values())).device) for level in levels]
         mine = {k: tuple(x.shape[1:]) for k, x in members.params.items()}
         theirs = {k: tuple(x.shape[2:]) for k, x in levels[0].params.items()}
         if mine != theirs:
@@ -289,7 +292,6 @@ class Ensemble:
                 )
         if state["noise"] is not None:
             likelihood = likelihood.scaled(_noise(likelihood) / state["noise"])
-        held = Data(None, None, 0) if data is None else read(data)[0]
         problem = Problem(
             held,
             likelihood,

@@ -53,13 +53,14 @@ def described(module: nn.Module) -> dict[str, Any]:
 
 
 def members_of(make_model: nn.Module | Callable[[], nn.Module], members: int, seed: int, device: Any) -> Members:
-    """Make the members; torch's global generator is left as it was.
+    """Make the members, on a device, or where ``make_model`` makes them; torch's global generator is left as it was.
 
     Raises:
         TypeError: neither a module nor a function that returns one.
         ValueError: starts that are equal, or frozen parameters that differ.
     """
-    networks = [_made(make_model, 1000 * seed + i).to(device) for i in range(members)]
+    networks = [_made(make_model, 1000 * seed + i) for i in range(members)]
+    networks = networks if device is None else [network.to(device) for network in networks]
     parts = [make_functional(network) for network in networks]
     frozen = [{n: p.detach() for n, p in network.named_parameters() if not p.requires_grad} for network in networks]
     for i, other in enumerate(parts[1:], 1):

@@ -113,7 +113,7 @@ class EnsemblePrediction(Predictive):
 
         Args:
             samples: how many. Default 100.
-            generator: source of randomness, on the CPU. Default: torch's global generator.
+            generator: source of randomness, on the device of the predictions. Default: torch's global generator.
 
         Returns:
             ``[samples, N, *positions]``.
@@ -128,6 +128,6 @@ class EnsemblePrediction(Predictive):
             >>> p.sample(4).shape
             torch.Size([4, 3, 1])
         """
-        index = torch.multinomial(self.log_weights.exp().cpu(), samples, replacement=True, generator=generator)
-        labels = self.asked.draw(self.raw[index.to(self.raw.device)].flatten(0, 1), generator)
+        index = torch.multinomial(self.log_weights.exp().to(self.raw.device), samples, True, generator=generator)
+        labels = self.asked.draw(self.raw[index].flatten(0, 1), generator)
         return labels.reshape(samples, self.raw.shape[1], *labels.shape[1:])

@@ -41,7 +41,7 @@ FORWARDS = 2**24  # numbers of inputs and parameters that one batched forward ma
 
 
 class Level(NamedTuple):
-    """Draws of all members: parameters and buffers ``[S, M, *]`` by name, and the batch's loss ``[S, M]``."""
+    """Draws of all members: parameters and buffers ``[S, M, *]`` by name, and the batch's loss ``[S, M]`` on the CPU."""
 
     params: Tensors
     buffers: Tensors
@@ -61,6 +61,11 @@ class Level(NamedTuple):
         """Draw ``i`` alone."""
         params, buffers = ({k: x[i : i + 1] for k, x in t.items()} for t in (self.params, self.buffers))
         return Level(params, buffers, self.loss[i : i + 1])
+
+    def to(self, device: torch.device) -> Level:
+        """With parameters and buffers on a device."""
+        params, buffers = ({k: x.to(device) for k, x in t.items()} for t in (self.params, self.buffers))
+        return Level(params, buffers, self.loss)
 
     def saved(self) -> dict[str, Any]:
         """As plain containers."""
@@ -256,7 +261,7 @@ def level_of(draws: Draws, buffers: Tensors) -> Level:
     own = {k: x[:] for k, x in draws.buffers.items()}
     size = len(draws)
     own = own or {k: x.expand(size, *x.shape).clone() for k, x in buffers.items()}
-    return Level(params, own, draws.loss[:])
+    return Level(params, own, draws.loss[:].cpu())
 
 
 def last_of(draws: Draws, buffers: Tensors) -> tuple[Tensors, Tensors]:
@@ -291,13 +296,14 @@ def outputs_of(forward: Any, params: Tensors, buffers: Tensors, inputs: Any, loo
 
 
 def draws_of_members(drawn: Draws, posterior: Callable[[Any, Tensors], Any], problem: Problem, count: int) -> Tensors:
-    """Draws of the Gaussian that each member's state carries where a run ended, ``[count, M, *]``."""
+    """Draws of the Gaussian that each member's state carries where a run ended, ``[count, M, *]``; made on the CPU."""
     assert drawn.last is not None
     ended, state = drawn.last
     state = state.inner if isinstance(state, ModuleState) else state
     generator = torch.Generator().manual_seed(problem.seed)
     each = []
     for m in range(problem.count):
-        mine: Any = optree.tree_map(lambda x, m=m: x[m], state)
-        each.append(posterior(mine, {name: x[m] for name, x in ended.items()}).sample((count,), generator=generator))
-    return {name: torch.stack([draw[name] for draw in each], 1) for name in ended}
+        mine: Any = optree.tree_map(lambda x, m=m: x[m].cpu(), state)
+        mean = {name: x[m].cpu() for name, x in ended.items()}
+        each.append(posterior(mine, mean).sample((count,), generator=generator))
+    return {name: torch.stack([draw[name] for draw in each], 1).to(x.device) for name, x in ended.items()}

@@ -9,6 +9,7 @@ cannot part.
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import optree
@@ -47,11 +48,16 @@ def is_first(mesh: Any) -> bool:
     return mesh is None or mesh.get_local_rank() == 0
 
 
+def elsewhere(device: torch.device) -> Callable[[Any, str], Any]:
+    """For ``torch.load``: what was not on the CPU comes to a device, which need not be the one it was on."""
+    return lambda storage, place: storage if place == "cpu" else storage.to(device=device)
+
+
 def firsts(value: T, mesh: Any) -> T:
     """The first rank's value, on every rank: tensors, numbers, and containers of them."""
     if mesh is None:
         return value
-    device = "cpu" if mesh.device_type != "cuda" else torch.device("cuda", torch.cuda.current_device())
+    device = torch.device("cpu") if mesh.device_type != "cuda" else torch.device("cuda", torch.cuda.current_device())
     held = io.BytesIO()
     if is_first(mesh):
         torch.save(value, held)
@@ -61,7 +67,7 @@ def firsts(value: T, mesh: Any) -> T:
         raw = torch.frombuffer(bytearray(held.getvalue()), dtype=torch.uint8)
     raw = raw.to(device)
     dist.broadcast(raw, group=mesh.get_group(), group_src=0)
-    return torch.load(io.BytesIO(raw.cpu().numpy().tobytes()), map_location=device, weights_only=True)
+    return torch.load(io.BytesIO(raw.cpu().numpy().tobytes()), map_location=elsewhere(device), weights_only=True)
 
 
 def of_all_members(drawn: Draws, mesh: Any) -> Draws:

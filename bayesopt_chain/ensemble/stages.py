@@ -20,16 +20,18 @@ from torch import Tensor
 from bayesopt_chain import batches
 from bayesopt_chain.checks import short
 from bayesopt_chain.distributed.ranks import together
-from bayesopt_chain.ensemble.ranks import firsts, is_first
+from bayesopt_chain.ensemble.ranks import elsewhere, firsts, is_first
 from bayesopt_chain.runs.describe import difference
 
 
 class Stages:
     """The stages of one call; in memory without a path. Of several ranks the first writes, and all take what it has."""
 
-    def __init__(self, path: str | Path | None, about: Mapping[str, Any], mesh: Any = None) -> None:
+    def __init__(
+        self, path: str | Path | None, about: Mapping[str, Any], device: torch.device, mesh: Any = None
+    ) -> None:
         self.path = None if path is None else Path(path)
-        self.mesh = mesh
+        self.device, self.mesh = device, mesh
         self._of_first(lambda: self._claim(about))
 
     def _of_first(self, what: Callable[[], Any]) -> None:
@@ -71,17 +73,20 @@ class Stages:
 
             self._of_first(keep)
         read: list[dict[str, Any]] = [{}]
-        self._of_first(lambda: read.append(read_or_refuse(file, loaded)))
+        self._of_first(lambda: read.append(read_or_refuse(file, self._read)))
         return firsts(read[-1], self.mesh)
+
+    def _read(self, file: Path) -> Any:
+        return loaded(file, self.device)
 
     def folder(self, stage: str, run: str = "run") -> Path | None:
         """Where a run of a stage keeps its draws until the stage is done."""
         return None if self.path is None else self.path / "runs" / stage / run
 
 
-def loaded(file: Path) -> Any:
-    """The tensors, numbers and containers that a file holds."""
-    return torch.load(file, weights_only=True)
+def loaded(file: Path, device: torch.device) -> Any:
+    """The tensors, numbers and containers that a file holds; what was not on the CPU comes to a device."""
+    return torch.load(file, weights_only=True, map_location=elsewhere(device))
 
 
 def read_or_refuse(file: Path, read: Callable[[Path], Any], instead: str = "delete it, and it is made anew") -> Any:

@@ -33,12 +33,26 @@ class Cell(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """Consecutive draws: leaves ``[S, ...]`` by name, or cells of the table, which stand side by side on axis 1."""
+    """Consecutive draws: leaves ``[S, ...]`` by name, or cells of the table, which stand side by side on axis 1.
+
+    What is read out of cells comes to ``device``, except for the steps.
+    """
 
     size: int
     leaves: Mapping[str, Tensor] | None
     cells: tuple[Cell, ...] = ()
     like: Mapping[str, Any] | None = None
+    device: torch.device = torch.device("cpu")
+
+    def to(self, device: torch.device) -> Shard:
+        """The same draws on a device."""
+        if self.leaves is None:
+            return self._replace(device=device)
+        return self._replace(leaves={name: x if name == STEP else x.to(device) for name, x in self.leaves.items()})
+
+    def place(self, name: str) -> torch.device:
+        """The device of a column."""
+        return self.device if self.leaves is None else self.leaves[name].device
 
     def names(self) -> list[str]:
         """The names of its columns."""
@@ -70,7 +84,7 @@ class Shard(NamedTuple):
                 return x
             x = x if cell.chains is None else x[:, cell.chains]
             parts.append(x if cell.stacked or len(self.cells) == 1 else x[:, None])
-        return laid_out(parts[0] if len(parts) == 1 else torch.cat(parts, 1), like)
+        return laid_out((parts[0] if len(parts) == 1 else torch.cat(parts, 1)).to(self.device), like)
 
     def read_elements(self, name: str, rows: slice, low: int, high: int) -> Tensor:
         """Elements ``low`` to ``high`` of consecutive rows, each taken as flat: ``[rows, high - low]``."""
@@ -78,7 +92,7 @@ class Shard(NamedTuple):
         if alone is not None and alone.chains is None and alone.files.parts[0]["boxes"] is None:
             a, b, _ = rows.indices(self.size)
             start = alone.rows.start or 0
-            return alone.files.part(0).read_columns(name, slice(start + a, start + b), low, high)
+            return alone.files.part(0).read_columns(name, slice(start + a, start + b), low, high).to(self.device)
         x = self.read(name, rows)
         return x.reshape(len(x), -1)[:, low:high]
 
@@ -89,12 +103,16 @@ def _length(cell: Cell, shape: Sequence[int]) -> int:
 
 
 def side_by_side(
-    groups: Sequence[Group], like: Mapping[str, Any] | None = None, without: Sequence[Files] = ()
+    groups: Sequence[Group],
+    device: torch.device,
+    like: Mapping[str, Any] | None = None,
+    without: Sequence[Files] = (),
 ) -> list[Shard]:
     """The draws that all groups have, cut wherever one of them begins another file.
 
     Args:
         groups: of chains.
+        device: to which what is read comes.
         like: parameters as which DTensors are to come.
         without: files whose draws are left out.
     """
@@ -113,7 +131,7 @@ def side_by_side(
                 chains = None
             cells.append(Cell(segment.files, slice(a - e[k], b - e[k]), chains, g.stacked))
         if not any(id(cell.files) in wrong for cell in cells):
-            out.append(Shard(b - a, None, tuple(cells), like))
+            out.append(Shard(b - a, None, tuple(cells), like, device))
     return out
 
 
@@ -130,13 +148,14 @@ class Column:
         shards: of all draws.
         rows: the numbers of the draws that are wanted, over all shards.
         name: of the column.
-        dtype, shape: of the column of these draws.
+        dtype, shape, device: of the column of these draws.
     """
 
     def __init__(self, shards: Sequence[Shard], rows: Sequence[int], name: str) -> None:
         self.shards, self.rows, self.name = shards, rows, name
         self.ends = list(itertools.accumulate(s.size for s in shards))
         self.dtype, row = shards[0].kind(name)
+        self.device = shards[0].place(name)
         self.shape = (len(rows), *row)
         self.row_bytes = math.prod(row) * self.dtype.itemsize
 
@@ -177,7 +196,7 @@ class Column:
             x = x if wanted is None else x[wanted]
             parts.append(x[(slice(None), *then)].clone() if then else x)  # a view would hold all that was read
         if not parts:
-            return torch.empty(self.shape, dtype=self.dtype, device="cpu")[(slice(None), *then)]
+            return torch.empty(self.shape, dtype=self.dtype, device=self.device)[(slice(None), *then)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def read_elements(self, low: int, high: int) -> Tensor:
@@ -186,7 +205,7 @@ class Column:
         for shard, rows, wanted in self.spans():
             x = shard.read_elements(self.name, rows, low, high)
             parts.append(x if wanted is None else x[wanted])
-        return torch.cat(parts) if parts else torch.empty(0, high - low, dtype=self.dtype, device="cpu")
+        return torch.cat(parts) if parts else torch.empty(0, high - low, dtype=self.dtype, device=self.device)
 
 
 class StoredTensor(Tensor):
@@ -208,7 +227,8 @@ class StoredTensor(Tensor):
 
     @staticmethod
     def __new__(cls, column: Column) -> StoredTensor:
-        self = Tensor._make_wrapper_subclass(cls, column.shape, dtype=column.dtype)  # type: ignore[attr-defined]
+        make: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        self = make(cls, column.shape, dtype=column.dtype, device=column.device)
         self.column = column
         return self
 

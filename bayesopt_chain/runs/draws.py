@@ -147,8 +147,9 @@ class Draws:
 
         Args:
             path: the directory; a list of them, or a pattern such as ``"runs/job-*"``, opens the chains of several runs as one.
-            like: the parameters, for their structure. Without it the tree is a nested dictionary of the names in the paths.
-                Draws of DTensors come sharded as these parameters are, and whole where these are plain tensors, or without it.
+            like: the parameters, for their structure and device. Without it the tree is a nested dictionary of the names in
+                the paths, on the CPU. Draws of DTensors come sharded as these parameters are, and whole where these are plain
+                tensors, or without it.
             segment: the name of draws that were made with ``sample(segment=)``; ``None``: those without one.
             damaged: ``"refuse"`` raises an error that names the damaged file when its draws are read; ``"skip"`` reads
                 every file now, and leaves out the draws of damaged ones, with a warning that names each.
@@ -220,6 +221,36 @@ class Draws:
             blocks = [c.at(c.rows[start : start + some]).read() for c in columns]
             for i in range(min(some, len(self) - start)):
                 yield self._tree([block[i] for block in blocks])
+
+    def to(self, device: torch.device | str) -> Draws:
+        """These draws on a device; what is on disk comes there when it is read. Their steps stay on the CPU.
+
+        Those of :func:`bayesopt_chain.sample` are on the device of the parameters that it ran, those of :meth:`open` on that of
+        ``like``.
+
+        Args:
+            device: of torch, such as ``"cpu"``.
+
+        Returns:
+            Draws that share what they hold with these where it is there already.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> bc.Draws.from_trees([{"w": torch.zeros(2)}]).to("cpu").params["w"].device
+            device(type='cpu')
+        """
+        kinds.require("Draws.to", device=(device, kinds.DEVICE))
+        shards = [shard.to(torch.device(device)) for shard in self._shards]
+        return Draws(
+            shards,
+            self._spec,
+            self._names,
+            chains=self.chains,
+            rows=self._rows,
+            complete=self.complete,
+            why=self.why,
+            last=self.last,
+        )
 
     def thin(self, every: int) -> Draws:
         """Every ``every``-th draw, the first among them.
@@ -492,7 +523,8 @@ class Draws:
                 called with the inputs of a batch. Where the draws hold buffers: a module in ``eval`` mode, the function that
                 :func:`bayesopt_chain.make_functional` made of it, or a function of ``(params, batch, buffers)``.
             batches: batches to go through once, such as a DataLoader or a list; the results are concatenated along the data. A
-                tensor, a tuple such as ``(inputs, targets)`` or a mapping is one batch.
+                tensor, a tuple such as ``(inputs, targets)`` or a mapping is one batch. They are on the device of the draws, to
+                which :meth:`to` takes these.
             transform: applied to the outputs of each draw, such as ``lambda x: x.softmax(-1)`` or, with
                 ``reduce="log_mean_exp"``, ``lambda x: x.log_softmax(-1)``.
             reduce: ``"mean"``; ``"log_mean_exp"``, the logarithm of the mean of exponentials, for log probabilities; or

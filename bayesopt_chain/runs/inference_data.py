@@ -66,8 +66,8 @@ def _lazy(stored: Mapping[str, StoredTensor], chains: int | None) -> Any:
             chain, draw, *rest = key
             if chains is not None:
                 x = self.x[(draw, chain, *rest)]
-                return (x if isinstance(chain, int) or isinstance(draw, int) else x.transpose(0, 1)).numpy()
-            x = loaded(self.x[(draw, *rest)] if rest else self.x[draw])
+                return (x if isinstance(chain, int) or isinstance(draw, int) else x.transpose(0, 1)).cpu().numpy()
+            x = loaded(self.x[(draw, *rest)] if rest else self.x[draw]).cpu()
             return x.numpy() if isinstance(chain, int) else x[None].numpy()
 
     variables = {}

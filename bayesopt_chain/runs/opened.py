@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import optree
+import torch
 
+from bayesopt_chain.distributed.shards import local
 from bayesopt_chain.runs import checkpoint
 from bayesopt_chain.runs.columns import Shard, side_by_side
 from bayesopt_chain.runs.rescued import writers_of
@@ -31,7 +33,8 @@ def opened(paths: Sequence[Path], like: Any, skip: bool) -> Opened:
 
     Args:
         paths: of runs.
-        like: the parameters, for their structure and the layout of DTensors; ``None``: nested dictionaries.
+        like: the parameters, for their structure, their device and the layout of DTensors; ``None``: nested dictionaries, on
+            the CPU.
         skip: whether damaged files are left out, with a warning; all files are read then.
 
     Raises:
@@ -58,7 +61,9 @@ def opened(paths: Sequence[Path], like: Any, skip: bool) -> Opened:
         each.require()
     _require_chains_of_their_own(groups, damaged)
     spec, names = _leaves(every[0], like)
-    shards = side_by_side(groups, None if like is None else checkpoint.flat(like)[0], damaged)
+    leaves = {} if like is None else checkpoint.flat(like)[0]
+    device = next((local(x).device for x in leaves.values() if not x.is_meta), torch.device("cpu"))
+    shards = side_by_side(groups, device, None if like is None else leaves, damaged)
     newest = [g.newest for g in groups if g.newest is not None]
     even = len({sum(s.draws for s, _ in g.segments) for g in groups}) == 1
     complete = even and not damaged and all(w.index["complete"] for w in newest)

@@ -110,6 +110,11 @@ class Store:
         self.ask_at = self.asked_at = 0  # steps
 
     @property
+    def device(self) -> torch.device:
+        """Of the parameters, to which draws come that are read."""
+        return next((local(x).device for x in self.like.values()), torch.device("cpu"))
+
+    @property
     def path(self) -> Path:
         """The writer's folder."""
         assert self.place is not None
@@ -145,7 +150,7 @@ class Store:
         if self.place is not None:
             own = [Writer(self.path, read_index(self.path))] if (self.path / INDEX).exists() else []
             groups = self._groups([*own, *[w for w in self._writers() if w.folder != self.path]])
-            out = side_by_side(groups, self.like if self.place.sharded else None)
+            out = side_by_side(groups, self.device, self.like if self.place.sharded else None)
         return [*out, Shard(self.size, self._stacked())] if self.size else out
 
     def losses(self, done: int) -> Tensor | None:

@@ -238,8 +238,8 @@ def closed_loop(
         varies = varies | (A != 0).any(dim=1)
 
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(n, generator=generator, dtype=torch.float64, device=curvature.device) * varies
-    xi = torch.randn(one.draws, generator=generator, dtype=torch.float64, device=curvature.device)
+    x = torch.randn(n, generator=generator, dtype=torch.float64, device="cpu").to(curvature.device) * varies
+    xi = torch.randn(one.draws, generator=generator, dtype=torch.float64, device="cpu").to(curvature.device)
     linear = (A @ x + B @ xi)[varies]
     # At noise of size one everywhere the sum of the impulses' responses must be the response to all of them.
     if not (respond(x, xi)[varies] - linear).norm() <= tolerance * linear.norm():  # NaN counts as far

@@ -212,7 +212,7 @@ def test_a_prior_is_strengthened_where_targets_are_noise_and_left_where_they_are
     for signal in (False, True):
         p = noisy(signal)
         held, start = Held.of(p), ridge(p, 1.0)
-        found = strengthen(p, held, start, start, lr=0.05, steps=400, stages=Stages(None, {}))
+        found = strengthen(p, held, start, start, lr=0.05, steps=400, stages=Stages(None, {}, torch.device("cpu")))
         assert found["moved"] != signal and (found["precision"] == 1.0) == signal
         scores = [score for _, score in found["tried"]]
         if not signal:
@@ -226,5 +226,5 @@ def test_a_prior_that_is_no_better_than_an_early_stop_is_left():
     p = noisy(False)
     held = Held.of(p)
     early = ridge(p, 1.0, held_out=False)  # knows the folds: no prior is as good
-    found = strengthen(p, held, ridge(p, 1.0), early, lr=0.05, steps=200, stages=Stages(None, {}))
+    found = strengthen(p, held, ridge(p, 1.0), early, lr=0.05, steps=200, stages=Stages(None, {}, torch.device("cpu")))
     assert len(found["tried"]) > 2 and not found["moved"]

@@ -1,0 +1,59 @@
+"""The device of :mod:`tests.pretended` refuses what CUDA refuses, and computes what the CPU computes."""
+
+import pytest
+import torch
+
+from tests.pretended import DEVICE, Here
+
+
+@pytest.fixture(autouse=True)
+def _here():
+    torch.manual_seed(0)
+    with Here():
+        yield
+
+
+@pytest.mark.parametrize(
+    "mixed",
+    [
+        lambda x: x + torch.ones(3),
+        lambda x: torch.where(torch.ones(3) > 0, x, x),
+        lambda x: torch.stack([x, torch.ones(3)]),
+        lambda x: torch.arange(3)[x.long()],
+        lambda x: x.new_zeros(3).normal_(generator=torch.Generator()),
+        lambda x: torch.randn(3, device=DEVICE, generator=torch.Generator()),
+        lambda x: torch.vmap(lambda a, b: a * b)(x, torch.ones(3)),
+    ],
+)
+def test_what_is_refused(mixed):
+    with pytest.raises(RuntimeError, match=r"same device|device type for generator"):
+        mixed(torch.rand(3, device=DEVICE))
+
+
+def test_what_is_allowed():
+    x = torch.rand(3, device=DEVICE)
+    y = (x + torch.ones(()))[torch.tensor([0, 2])]
+    y[torch.tensor([0])] = 1.0
+    assert y.device == DEVICE and (x.cpu() + torch.ones(3)).is_cpu
+    assert torch.tensor([1.0], device=DEVICE).device == torch.zeros(3).to(x).device == DEVICE
+    x.copy_(torch.ones(3))
+    assert x.tolist() == [1.0] * 3
+    with pytest.raises(TypeError, match="numpy"):
+        x.numpy()
+
+
+def test_derivatives_are_those_of_the_cpu():
+    w, v = torch.rand(2, 3), torch.rand(2, 3)
+
+    def f(w):
+        return (w.tanh() ** 2).sum() * torch.ones((), device=w.device)
+
+    def products(w, v):
+        return torch.vmap(lambda w, v: torch.func.jvp(torch.func.grad(f), (w,), (v,))[1])(w, v)
+
+    there = products(w.to(DEVICE), v.to(DEVICE))
+    assert there.device == DEVICE
+    torch.testing.assert_close(there.cpu(), products(w, v))
+    leaf = w.to(DEVICE).requires_grad_()
+    f(leaf).backward()
+    torch.testing.assert_close(leaf.grad.cpu(), torch.func.grad(f)(w))
