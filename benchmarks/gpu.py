@@ -121,7 +121,7 @@ def guarded_loop(width: int, steps: int = 1000) -> Row:
 
         return _timed(run)
 
-    times = take_turns({"guarded": loop("warn"), "unguarded": loop(None)}, rounds=9)
+    times = take_turns({"guarded": loop("warn"), "unguarded": loop(None)}, rounds=7)
     return Row(f"{steps} steps of a loop, network of width {width}", times, {("guarded", "unguarded"): 1.02})
 
 

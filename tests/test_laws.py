@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 import optree
 import pytest
+import torch
 from torchopt.base import GradientTransformation
 
 import bayesopt_chain as bc
 from bayesopt_chain.core.link import Link, Traits
 from bayesopt_chain.testing import LAWS, assert_laws, assert_zero_temperature_limit
+from tests import pretended
 from tests.registry import TRANSFORMS
 
 T = 0.01
@@ -36,6 +38,19 @@ def test_it_obeys_the_law(row, law):
 @pytest.mark.parametrize("row", LIMITED, ids=str)
 def test_it_obeys_the_law_at_temperature_zero(row, law):
     holds(row, law, lambda: (row.cold or row.build)(0.0))
+
+
+@pytest.mark.parametrize("row", TRANSFORMS, ids=str)
+def test_it_leaves_nothing_on_the_host(row):
+    """Parameters on a device that refuses what CUDA refuses, three updates; they stay there."""
+    torch.manual_seed(0)
+    with pretended.Here():
+        tx, params = row.build(T), {name: torch.rand(n, device=pretended.DEVICE) for name, n in (("a", 3), ("b", 4))}
+        state = tx.init(params)
+        for _ in range(3):
+            updates, state = tx.update(optree.tree_map(lambda p: p / 2, params), state, params=params, inplace=False)
+            params = optree.tree_map(torch.add, params, updates)
+    assert all(p.device == pretended.DEVICE and bool(p.isfinite().all()) for p in params.values())
 
 
 @pytest.mark.slow

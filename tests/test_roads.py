@@ -122,6 +122,83 @@ def test_what_suggests_a_chain(device):
     assert bc.diagnostics.heating(chain(1e-5), noise).worst > 0
 
 
+def at_temperature(lr):
+    return bc.sghmc(lr, temperature=1 / N)
+
+
+def thermal(params, data, device):
+    meter = bc.diagnostics.Thermometer(at_temperature(1e-4))
+    step, tx = bc.make_step(loss, at_temperature(1e-4)), at_temperature(1e-4)
+    draws = bc.sample(step, params, tx.init(params), data, steps=120, thinning=4, callbacks=[meter])
+    return bc.diagnostics.temperatures(draws, tx, loss, list(zip(*(x.split(16) for x in data.data))), thermometer=meter)
+
+
+def with_guard(params, data, device):
+    guard = bc.diagnostics.HeatGuard(share=float("inf"), steps_per_epoch=4)
+    step, tx = bc.make_step(loss, at_temperature(1e-5), heat_guard=guard), at_temperature(1e-5)
+    bc.sample(step, params, tx.init(params), data, steps=240)
+    assert guard.readings
+    return guard
+
+
+def less_noise(params, data, device):
+    batches = list(zip(*(x.split(16) for x in data.data)))
+    for gradients in (bc.gradients.svrg(loss, batches), bc.gradients.control_variates(loss, batches, params)):
+        step = bc.make_step(gradients, bc.sgld(1e-4, temperature=1 / N))
+        p, state = params, step.init(params)
+        state = step.refresh(p, state) if hasattr(step, "refresh") else state
+        for batch in batches:
+            p, state, _ = step(p, state, batch)
+        require_on(device, p)
+    return p
+
+
+# Of parameters, batches that are reshuffled, and a device.
+CALLS = {
+    "suggest_lr": lambda p, d, _: bc.suggest_lr(at_temperature, loss, p, d, rank=2, max_batches=4),
+    "lr_bias": lambda p, d, _: bc.diagnostics.lr_bias(
+        at_temperature, loss, p, d, lr=1e-4, statistic=lambda p: p["a"].square().sum(), steps=20, burn_in=5, chains=4
+    ),
+    "local_learning_coefficient": lambda p, d, _: bc.diagnostics.local_learning_coefficient(
+        loss, p, d, temperature=1 / N, lr=1e-4, strength=0.1, steps=20, burn_in=5, chains=2
+    ),
+    "tune_mclmc": lambda p, d, _: bc.diagnostics.tune_mclmc(loss, p, d.data, temperature=1 / N, steps=30),
+    "ksd": lambda p, d, _: bc.diagnostics.ksd(p["b"].expand(8, 4, 1)[..., 0] * 1.0, lambda w: -w),
+    "extrapolate_batch_size": lambda p, d, _: bc.diagnostics.extrapolate_batch_size(
+        {16: torch.ones(20, 2, device=p["a"].device), 8: torch.full((20, 2), 2.0, device=p["a"].device)}, N
+    ),
+    "temperatures": thermal,
+    "heat guard": with_guard,
+    "control variates": less_noise,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_other_calls_on_parameters_of_a_device(name, device):
+    assert CALLS[name](start(device), bc.epochs(regression(device), 16, seed=0), device) is not None
+
+
+def test_what_is_saved_comes_back_where_it_was(device, tmp_path):
+    params = start(device)
+    bc.save(tmp_path / "params.safetensors", params)
+    again = bc.load(tmp_path / "params.safetensors", like=params)
+    require_on(device, again)
+    torch.testing.assert_close(again, params)
+
+
+@pytest.mark.parametrize("name", ["SGD", "SGLD", "AdamW", "RMSprop", "NAdam", "RAdam", "Adagrad", "Adamax"])
+def test_optimizer_classes(name, device):
+    x, y = regression(device)
+    model = network(device)
+    optimizer = getattr(bc.optim, name)(model.parameters(), lr=1e-4, temperature=1 / N)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    require_on(device, dict(model.named_parameters()))
+
+
 # one call
 
 

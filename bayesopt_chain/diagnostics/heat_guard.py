@@ -23,7 +23,6 @@ from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.checks import short
 from bayesopt_chain.diagnostics import _heat_of_chain as of_chain
 from bayesopt_chain.diagnostics.heat import BUCKETS, DEFERRED, Heat, Leaf, Row, Sketch, read_heat
-from bayesopt_chain.loop.sources import Watched
 from bayesopt_chain.loop.step import Step
 
 SURE = 3.0  # standard errors of two windows together
@@ -268,7 +267,7 @@ class HeatGuard:
         self.require(step.tx)
         if self.steps_per_epoch is None and getattr(batches, "order", None) == self.order == "reshuffled":
             self.steps_per_epoch = round(batches.steps_per_epoch)
-        return replace(step, source=Watched(step.source, self, step.tx))
+        return replace(step, heat_guard=self)
 
     def __call__(self, it: Any) -> None:
         """Nothing: the step that it is attached to shows it what it looks at."""

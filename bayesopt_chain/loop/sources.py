@@ -14,7 +14,6 @@ further wraps a source of the lines above it:
           AtDraws           the gradient at draws that a link asks for (variational inference)
           AtParticles       the gradient at each of the particles that a link moves together
             Inside          for a transformation inside of wrappers, such as ``skip_nonfinite``
-              Watched       the same gradient, which a heat guard reads
 """
 
 from __future__ import annotations
@@ -253,21 +252,6 @@ class HeatWatch(Protocol):
     def watch(self, tx: Any, params: Any, state: Any, grads: Any) -> None:
         """Read the gradients of a step, before anything moves."""
         ...
-
-
-@dataclass(frozen=True)
-class Watched:
-    """A source whose gradients a heat guard reads before anything moves."""
-
-    source: GradientSource
-    guard: HeatWatch
-    tx: GradientTransformation
-
-    def __call__(self, params: Any, state: Any, batch: Any, carried: Any) -> Evaluation:
-        """Evaluate the source, and pass its gradient to the guard."""
-        found = self.source(params, state, batch, carried)
-        self.guard.watch(self.tx, params, state, found.grads)
-        return found
 
 
 def source_of(

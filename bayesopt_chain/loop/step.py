@@ -57,6 +57,7 @@ class Step:
         monitor: whether the norm of the gradient and the temperature are reported.
         ranks: the ranks that share this chain, or ``None``.
         loss: the loss or estimator that :func:`make_step` was given. A run on disk compares it with that of the run it resumes.
+        heat_guard: reads the gradient of each step before anything moves, or ``None``.
     """
 
     source: GradientSource
@@ -68,11 +69,7 @@ class Step:
     monitor: bool = False
     ranks: DataParallel | None = None
     loss: Any = field(default=None, compare=False)
-
-    @property
-    def heat_guard(self) -> sources.HeatWatch | None:
-        """The heat guard that reads the gradients of this step, or ``None``."""
-        return self.source.guard if isinstance(self.source, sources.Watched) else None
+    heat_guard: sources.HeatWatch | None = None
 
     def init(self, params: Any, *, like: Any = None, tx: Any = None, generator: torch.Generator | None = None) -> Any:
         """Make the state to start from.
@@ -171,6 +168,8 @@ class Step:
             inner, carried = state.inner, state.carried
         with model_draws(stream_of(state)):
             found = self.source(params, inner, batch, carried)
+        if self.heat_guard is not None:
+            self.heat_guard.watch(self.tx, params, inner, found.grads)
         if self.finite is not None:
             finite = self.finite(params, state, batch, found.grads, found.info.loss)
             found = found._replace(info=found.info._replace(finite=finite))
@@ -372,7 +371,7 @@ def make_step(
     # a class of its own, so that the steps of all other chains need not ask
     weighted = any([isinstance(link, Weighted) for link in getattr(chain, "links", ())])
     return (WeightedStep if weighted else Step)(
-        source if heat_guard is None else sources.Watched(source, heat_guard, tx),
+        source,
         tx,
         inplace,
         fused.recognise(tx) if inplace else None,
@@ -381,6 +380,7 @@ def make_step(
         monitor,
         ranks,
         loss,
+        heat_guard,
     )
 
 

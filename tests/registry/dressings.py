@@ -57,7 +57,8 @@ def unit_diagonal(grads, params):
 def unit_rows(grads, params):
     """A row for each parameter, so that no row mixes leaves."""
     leaves, spec = optree.tree_flatten(params)
-    rows = torch.eye(sum(p.numel() for p in leaves), dtype=leaves[0].dtype).split([p.numel() for p in leaves], 1)
+    size = sum(p.numel() for p in leaves)
+    rows = torch.eye(size, dtype=leaves[0].dtype, device=leaves[0].device).split([p.numel() for p in leaves], 1)
     shaped = [row.reshape(-1, *p.shape).to(p.dtype) for row, p in zip(rows, leaves)]
     return Root(optree.tree_unflatten(spec, shaped), torch.tensor(4.0, dtype=torch.float64))
 
@@ -85,7 +86,7 @@ def like_params(value: float):
 def identity_matrix(updates, params):
     """The identity of the dimension of all parameters together."""
     leaves = optree.tree_leaves(updates)
-    return torch.eye(sum(x.numel() for x in leaves), dtype=leaves[0].dtype)
+    return torch.eye(sum(x.numel() for x in leaves), dtype=leaves[0].dtype, device=leaves[0].device)
 
 
 def stacked_losses(updates, params):
