@@ -202,10 +202,9 @@ class Step:
         try:
             # ``advanced`` compares the numbers of skipped steps before and after this step; in place the old one is lost
             skipped = inner.skipped.clone() if self.memory is not None and isinstance(inner, SkipState) else None
-            swept = None
             # one sweep that returns new parameters saves the updates and a pass over memory
-            if not self.inplace and not extra and isinstance(self.tx, Chain):
-                swept = lower.moved(self.tx, params, grads, inner)
+            chain = self.tx if isinstance(self.tx, Chain) and not (self.inplace or extra) else None
+            swept = None if chain is None else lower.moved(chain, params, grads, inner)
             if swept is not None:
                 params, after = swept
             elif after is None:

@@ -148,16 +148,20 @@ class Column:
         shards: of all draws.
         rows: the numbers of the draws that are wanted, over all shards.
         name: of the column.
-        dtype, shape, device: of the column of these draws.
+        dtype, shape: of the column of these draws.
     """
 
     def __init__(self, shards: Sequence[Shard], rows: Sequence[int], name: str) -> None:
         self.shards, self.rows, self.name = shards, rows, name
         self.ends = list(itertools.accumulate(s.size for s in shards))
         self.dtype, row = shards[0].kind(name)
-        self.device = shards[0].place(name)
         self.shape = (len(rows), *row)
         self.row_bytes = math.prod(row) * self.dtype.itemsize
+
+    @property
+    def device(self) -> torch.device:
+        """To which its rows come."""
+        return self.shards[0].place(self.name)
 
     @property
     def nbytes(self) -> int:

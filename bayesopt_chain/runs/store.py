@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import optree
 import torch
@@ -72,18 +72,21 @@ class Store:
 
     Attributes:
         place: where a run on disk is; ``None`` in memory.
+        device: of the parameters, to which draws come that are read.
         size: the number of draws that are held in memory.
         writes: whether this rank writes draws.
         outer: where chains catch up, the folder of all chains of this rank, which this run holds already.
     """
 
+    lock: IO[str] | None = None  # of the folder, while this run holds it
+
     def __init__(self, run: Run, place: Place | None = None, interval: float = 30.0, outer: Path | None = None) -> None:
         self.run, self.place, self.interval, self.outer = run, place, interval, outer
         self.like = checkpoint.flat(run.params)[0]
+        self.device = next((local(x).device for x in self.like.values()), torch.device("cpu"))
         self.names, self.spec = list(self.like), optree.tree_structure(run.params, none_is_leaf=True)
         self.held: dict[str, list[Tensor]] = {}
         self.size = 0
-        self.lock = None
         self.writes = place is not None and (place.sharded or place.is_first)
         if place is None:
             return
@@ -108,11 +111,6 @@ class Store:
         self.bytes = max(1, sum(local(x).nbytes for x in self.like.values()))
         self.committed = self.asked = time.monotonic()
         self.ask_at = self.asked_at = 0  # steps
-
-    @property
-    def device(self) -> torch.device:
-        """Of the parameters, to which draws come that are read."""
-        return next((local(x).device for x in self.like.values()), torch.device("cpu"))
 
     @property
     def path(self) -> Path:
