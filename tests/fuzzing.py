@@ -372,6 +372,7 @@ CALLS = {
     "Draws.thin": (DRAWS.thin, lambda: {"every": 2}),
     "Draws.merge": (lambda other: DRAWS.merge(other), lambda: {"other": DRAWS}),
     "Draws.stack_chains": (lambda other: DRAWS.stack_chains(other), lambda: {"other": OTHER}),
+    "Draws.to": (DRAWS.to, lambda: {"device": "cpu"}),
     "Draws.gather": (DRAWS.gather, lambda: {"mesh": None}),
     "Draws.predict": (
         DRAWS.predict,
