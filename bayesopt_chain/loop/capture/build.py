@@ -4,7 +4,8 @@ The step is traced once with fake tensors into a graph of ATen operations. Every
 learning rate, a model's buffers, data) becomes an input of the graph, so that the next replay sees a change made in place.
 New parameters and states are copied into the static buffers at the end of the graph. What is replayed depends on the device:
 
-* On a CUDA device the step is recorded as a CUDA graph.
+* On a CUDA device the step is recorded as a CUDA graph. 256 chains or more of small matrices are compiled by inductor first,
+  since a step of theirs is many small operations on the device; so is any step with ``backend="inductor"``.
 * On a CPU inductor compiles the graph of one step, and fuses update and copy into the kernels of the step. The noise is drawn
   into further buffers. A call with several steps calls the program once for each. 256 chains or more of small matrices run in
   blocks, with the chains as the last axis in memory (:mod:`bayesopt_chain.loop.capture.lanes`).
@@ -27,13 +28,13 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.fused import sgd as fused
 from bayesopt_chain.links.foreign import Foreign
-from bayesopt_chain.loop.capture import lanes
+from bayesopt_chain.loop.capture import lane_graph, lanes
 from bayesopt_chain.loop.capture.buffers import Body
 from bayesopt_chain.loop.capture.captured import Backend, Captured, Program
 from bayesopt_chain.loop.capture.graph import check_devices, overwritten, trace
 from bayesopt_chain.loop.capture.lanes import Lanes
 from bayesopt_chain.loop.capture.modes import Modes
-from bayesopt_chain.loop.capture.replays import Compiled, CudaGraph, Interpreted, compiler_found
+from bayesopt_chain.loop.capture.replays import Compiled, CudaGraph, Eager, Interpreted, compiler_found
 from bayesopt_chain.loop.capture.source import by_rows, rows_ahead
 from bayesopt_chain.loop.step import Step
 
@@ -79,7 +80,7 @@ def capture(
         clone: return copies. By default params and state *are static buffers, which the next call overwrites*, and only the
             thread that calls the step first may call it.
         backend: ``"cuda"``, ``"inductor"`` or ``"eager"``. Default: the first of these that this machine and the device of the
-            parameters allow.
+            parameters allow. On a CUDA device ``"inductor"`` compiles the step, and a CUDA graph records the compiled program.
         signatures: the number of shapes of batches that may be recorded, each at its first call: 2 for a loader whose last
             batch of an epoch is short. All programs use the same static buffers. Default 1: other shapes are refused.
 
@@ -126,6 +127,7 @@ def capture(
         step, batch, batch_dim = by_rows(_pure(step), data), rows_ahead(data, steps), 0 if steps > 1 else None
     body = Body(_pure(step), params, state, batch, steps, batch_dim, draws)
     chosen = backend or _fastest_backend(body)
+    graphed = chosen == "cuda" or (chosen == "inductor" and _is_on_cuda(body))
 
     def recorded(body: Body) -> Program:
         """Trace the step for one shape of batches, and make its replay."""
@@ -137,11 +139,15 @@ def capture(
             return Program(together, modes, Lanes(together, graph))
         if together is not body:  # no lanes: the chunks save memory after all
             graph, closed_over = trace(body)
-        if chosen == "cuda":
-            check_devices(graph, body)
-            return Program(body, modes, CudaGraph(body, closed_over, overwritten(graph, closed_over), _in_place(step)))
-        replay = Compiled if chosen == "inductor" else Interpreted
-        return Program(body, modes, replay(body, graph, closed_over))
+        if not graphed:
+            replay = Compiled if chosen == "inductor" else Interpreted
+            return Program(body, modes, replay(body, graph, closed_over))
+        check_devices(graph, body)
+        written, small = overwritten(graph, closed_over), lanes.are_small(body, graph)
+        if small:
+            lane_graph.products(graph)
+        program = Compiled(body, graph, closed_over) if small or chosen == "inductor" else Eager(body, _in_place(step))
+        return Program(body, modes, CudaGraph(body, program, closed_over, written))
 
     return Captured(given, recorded(body), chosen, clone, recorded, signatures, data)
 
@@ -164,9 +170,13 @@ def _in_place(step: Any) -> Callable:
     return replace(step, inplace=True, fused=fused.recognise(step.tx))
 
 
+def _is_on_cuda(body: Body) -> bool:
+    return bool(body.static) and body.static[0].device.type == "cuda"
+
+
 def _fastest_backend(body: Body) -> Backend:
     """Return the fastest backend for the device of the parameters; warn once if there is no C++ compiler."""
-    if body.static and body.static[0].device.type == "cuda":
+    if _is_on_cuda(body):
         return "cuda"
     if compiler_found():
         return "inductor"

@@ -82,33 +82,35 @@ class Rows:
 
 
 def suits(graph: GraphModule, chains: int, own: Sequence[bool]) -> bool:
-    """Whether a step is faster in lanes, and safe there.
+    """Whether a step with small products is safe in lanes.
 
-    It is faster if it has products of matrices, one for each chain, that are all small. It is safe if every other operation is
-    one that inductor computes in any layout, and that cannot fail for a value: blocks of chains run one after the other, and a
-    failure in a later block would leave the earlier blocks moved.
+    It is safe if every other operation is one that inductor computes in any layout, and that cannot fail for a value: blocks of
+    chains run one after the other, and a failure in a later block would leave the earlier blocks moved.
 
     Args:
         graph: the graph of one step of all chains.
         chains: the number of chains.
         own: for each input of the graph, whether its axis 0 is that of the chains.
     """
-    rows, products = Rows(graph, chains, own), 0
+    rows = Rows(graph, chains, own)
     if any(own[i] and node.meta["val"].element_size() > 8 for node, i in rows.places.items()):
         return False
     for node in graph.graph.nodes:
         if node.op != "call_function" or not (node.users or node.is_impure()):  # inductor removes such a node
             continue
-        if node.target is aten.bmm.default:
-            products += 1
-            if not _is_small(node, chains):
-                return False
-        elif node.target is _normals:
+        if node.target is _normals:
             if normals_kernel() is None or node.args[2] or any(rows.place(x) is None for x in node.args[:2]):
                 return False
         elif rows.found(node) is None and not _is_known(node):
             return False
-    return products > 0
+    return True
+
+
+def products_are_small(graph: GraphModule, chains: int) -> bool:
+    """Whether the graph of one step of all chains has products of matrices, one for each chain, that are all small."""
+    found = graph.graph.find_nodes(op="call_function", target=aten.bmm.default)
+    used = [node for node in found if node.users]
+    return bool(used) and all([_is_small(node, chains) for node in used])
 
 
 def bytes_of_a_chain(graph: GraphModule, chains: int, own: Sequence[bool]) -> int:

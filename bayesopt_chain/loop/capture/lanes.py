@@ -48,12 +48,18 @@ def unchunked(body: Body) -> Body:
 
 def suits(body: Body, graph: torch.fx.GraphModule) -> bool:
     """Whether a step, given its graph, has many small chains and is faster in lanes."""
-    step = body.step
-    if not (isinstance(step, Parallel) and step.is_stacked and step.n >= FEWEST and lane_kernels.library() is not None):
+    if not are_small(body, graph) or lane_kernels.library() is None:
         return False
     if not all([x.is_contiguous() and x.element_size() <= 8 and x.device.type == "cpu" for x in body.static]):
         return False
-    return lane_graph.suits(graph, step.n, _own(body, graph))
+    return lane_graph.suits(graph, body.step.n, _own(body, graph))
+
+
+def are_small(body: Body, graph: torch.fx.GraphModule) -> bool:
+    """Whether a step, given its graph, has many chains, and products of matrices for each chain that are all small."""
+    step = body.step
+    many = isinstance(step, Parallel) and step.is_stacked and step.n >= FEWEST
+    return many and lane_graph.products_are_small(graph, step.n)
 
 
 def _own(body: Body, graph: torch.fx.GraphModule) -> list[bool]:

@@ -26,8 +26,10 @@ class Compiled:
     """The graph of one step, compiled by inductor, and called once for each step.
 
     Inductor generates a function of the graph's inputs, possibly in another order. torch wraps it in functions for views,
-    aliases and gradients, which take longer than a small step. The first call goes through the wrappers and records what they
-    do. If they passed the inputs and the results on unchanged, later calls call the generated function directly.
+    aliases and gradients, which take longer than a small step. On a CPU the first call goes through the wrappers and records
+    what they do. If they passed the inputs and the results on unchanged, later calls call the generated function directly. On
+    a CUDA device every call goes through them, since they copy an input whose address kernels cannot read; a CUDA graph, which
+    records the call once, has no such costs.
 
     Args:
         body: the step on flat lists of tensors.
@@ -71,7 +73,8 @@ class Compiled:
         checked = {"size_asserts": False, "alignment_asserts": False}
         with torch.no_grad(), inductor.patch({**checked, **(options or {})}), keyed_cache() as fakes:
             self.compiled: Any = compile_fx(graph, fakes(self.inputs), inner_compile=remember)
-        self.program = self._first
+        on_cpu = all([x.device.type == "cpu" for x in self.inputs])
+        self.program = self._first if on_cpu else self._wrapped
 
     def __call__(self, batch: list[Tensor]) -> Sequence[Tensor]:
         """Make all steps of a call, and return the tensors of the report."""
@@ -102,9 +105,13 @@ class Compiled:
             fill()
         return self.program(args)
 
+    def _wrapped(self, args: list[Tensor]) -> Sequence[Tensor]:
+        """Call the program through torch's wrappers."""
+        return self.compiled(*args)
+
     def _first(self, args: list[Tensor]) -> Sequence[Tensor]:
         """Make the first call, through torch's wrappers, and choose the program of later calls."""
-        self.program = lambda args: self.compiled(*args)
+        self.program = self._wrapped
         made: Any = self.generated[0] if len(self.generated) == 1 else None
         function: Any = getattr(made, "current_callable", None)
         if function is None:
@@ -186,17 +193,23 @@ class CudaGraph:
 
     Args:
         body: the step on flat lists of tensors.
+        program: what to record: a function of the tensors of a batch that makes all steps of a call, moves the static buffers
+            and returns the tensors of the report.
         closed_over: the tensors that the step closes over.
         overwritten: those of them that the step writes, which are restored after the warm-up.
-        step: the step to record, which may move the static buffers in place.
         warmups: the number of runs before the recording. Default 3.
     """
 
     def __init__(
-        self, body: Body, closed_over: list[Tensor], overwritten: list[Tensor], step: Callable, warmups: int = 3
+        self,
+        body: Body,
+        program: Eager | Compiled,
+        closed_over: list[Tensor],
+        overwritten: list[Tensor],
+        warmups: int = 3,
     ) -> None:
         self.batch = [x.detach().clone() for x in body.batch.tensors]
-        self.program = Eager(body, step)
+        self.program = program
         self.read = [x.detach() for x in closed_over]
         touched = [*body.static, *overwritten]
         before = [t.clone() for t in touched]

@@ -134,7 +134,7 @@ def test_several_steps_a_call_with_every_draw(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_temperature_and_learning_rate_change_betweenreplays(backend):
+def test_temperature_and_learning_rate_change_between_replays(backend):
     params, batch = setup()
     temperature, lr = torch.tensor(0.05), torch.tensor(0.05)
     tx = bc.with_stream(bc.sghmc(lr, temperature=temperature), "philox")
@@ -455,16 +455,17 @@ def test_the_laws_hold_for_captured_updates(law, name):
 def rehearsed(monkeypatch):
     """CUDA graphs rehearsed on the CPU: what is recorded runs again at every replay, and recording leaves no trace."""
     last: list = []
-    run = replays.Eager.__call__
+    programs = replays.Eager, replays.Compiled
+    runs = {kind: kind.__call__ for kind in programs}
 
     def remembered(self, batch):
         last[:] = [self, batch]
-        return run(self, batch)
+        return runs[type(self)](self, batch)
 
     class Graph:
         def replay(self):
             program, batch, info = self.recorded
-            for mine, x in zip(info, run(program, batch), strict=True):
+            for mine, x in zip(info, runs[type(program)](program, batch), strict=True):
                 mine.copy_(x)
 
     @contextlib.contextmanager
@@ -472,12 +473,14 @@ def rehearsed(monkeypatch):
         program, batch = last
         before = [t.clone() for t in program.body.static]
         info: list = []
-        monkeypatch.setattr(replays.Eager, "__call__", lambda self, batch: info.extend(run(self, batch)) or info)
+        for kind, run in runs.items():
+            monkeypatch.setattr(kind, "__call__", lambda self, batch, run=run: info.extend(run(self, batch)) or info)
         yield
         graph.recorded = program, batch, info
         for t, old in zip(program.body.static, before):
             t.copy_(old)
-        monkeypatch.setattr(replays.Eager, "__call__", remembered)
+        for kind in programs:
+            monkeypatch.setattr(kind, "__call__", remembered)
 
     class Stream:
         def __init__(self, device=None):
@@ -486,7 +489,8 @@ def rehearsed(monkeypatch):
         def wait_stream(self, other):
             pass
 
-    monkeypatch.setattr(replays.Eager, "__call__", remembered)
+    for kind in programs:
+        monkeypatch.setattr(kind, "__call__", remembered)
     for name, fake in {
         "CUDAGraph": Graph,
         "graph": record,
@@ -635,6 +639,47 @@ def test_absent_parameters_keep_their_places_on_the_host(rehearsed, monkeypatch)
     assert_close(fast(params, state, ())[0]["w"], step(params, state, ())[0]["w"])
 
 
+def many_chains(n=300, device="cpu"):
+    """Regressions on rows of their own, and batches of rows for three calls of two steps."""
+    g = torch.Generator().manual_seed(0)
+    x, y = torch.randn(50, 7, generator=g).to(device), torch.randn(50, generator=g).to(device)
+    tx = bc.with_stream(bc.sghmc(0.05, temperature=0.01), "philox")
+    step = bc.make_step(lambda p, rows: ((x[rows] @ p["w"] - y[rows]) ** 2).mean(), tx)
+    chains, params = bc.parallel(step, n, batch_dim=0), {"w": torch.randn(n, 7, generator=g).to(device)}
+    return chains, params, chains.init(tx, params, seed=1), torch.randint(50, (3, 2, n, 5), generator=g).to(device)
+
+
+def follow(chains, params, state, rows, fast):
+    """The calls of a captured step are two steps each."""
+    eager = mine = (params, state)
+    for two in rows:
+        losses = []
+        for one in two:
+            *eager, info = chains(*eager, one)
+            losses.append(info.loss)
+        *mine, info = fast(*mine, two)
+        assert_close(mine, eager)
+        assert_close(info.loss, torch.stack(losses))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not replays.compiler_found(), reason="needs a C++ compiler")
+def test_many_small_chains_are_compiled_before_a_cuda_graph_records_them(rehearsed):
+    """Few chains, or chains whose products are large, are recorded as they are."""
+    chains, params, state, rows = many_chains()
+    fast = bc.capture(chains, params, state, rows[0], steps=2, batch_dim=0, backend="cuda")
+    assert fast.backend == "cuda" and isinstance(fast._program.replay.program, replays.Compiled)
+    follow(chains, params, state, rows, fast)
+    few, params, state, rows = many_chains(200)
+    fast = bc.capture(few, params, state, rows[0], steps=2, batch_dim=0, backend="cuda")
+    assert isinstance(fast._program.replay.program, replays.Eager)
+    wide = {"w": torch.zeros(300, 300)}
+    step = bc.make_step(lambda p, batch: (batch @ p["w"]).square().mean(), bc.sgd(0.1))
+    chains = bc.parallel(step, 300)
+    fast = bc.capture(chains, wide, chains.init(bc.sgd(0.1), wide), torch.ones(5, 300), backend="cuda")
+    assert isinstance(fast._program.replay.program, replays.Eager)
+
+
 def gpu(tree):
     return optree.tree_map(lambda x: x.cuda() if torch.is_tensor(x) else x, tree)
 
@@ -658,7 +703,7 @@ def test_a_cuda_graph_equals_eager(name, steps):
 
 
 @pytest.mark.gpu
-def testreplays_draw_fresh_noise_and_resume_exactly():
+def test_replays_draw_fresh_noise_and_resume_exactly():
     params, batch = gpu(setup())
     tx = bc.sghmc(0.05, temperature=0.05)
     step, state = bc.make_step(loss, tx), tx.init(params)
@@ -671,7 +716,7 @@ def testreplays_draw_fresh_noise_and_resume_exactly():
 
 
 @pytest.mark.gpu
-def test_schedules_and_temperature_change_betweenreplays_of_a_cuda_graph():
+def test_schedules_and_temperature_change_between_replays_of_a_cuda_graph():
     params, batch = gpu(setup())
     temperature = torch.tensor(0.05, device="cuda")
     tx = bc.sghmc(lambda c: 0.05 / (1 + 0.1 * c), temperature=temperature)
@@ -701,7 +746,35 @@ def test_chains_under_vmap_inside_a_cuda_graph():
 
 
 @pytest.mark.gpu
-def test_memory_does_not_grow_over_ten_thousandreplays():
+def test_many_small_chains_inside_a_cuda_graph():
+    chains, params, state, rows = many_chains(device="cuda")
+    fast = bc.capture(chains, params, state, rows[0], steps=2, batch_dim=0)
+    assert isinstance(fast._program.replay, replays.CudaGraph)
+    assert isinstance(fast._program.replay.program, replays.Compiled)
+    follow(chains, params, state, rows, fast)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["sgd", "sghmc, philox", "schedules"])
+def test_a_cuda_graph_of_a_compiled_step_equals_eager(name):
+    """Slices of a batch for several steps start anywhere in memory: here 60 bytes behind one another, no multiple of 16."""
+    params, _ = gpu(setup())
+    tx = CHAINS[name]() if name != "schedules" else bc.sghmc(lambda c: 0.05 / (1 + 0.1 * c), temperature=0.05)
+    step = bc.make_step(lambda p, batch: ((batch @ p["w"][:3] + p["b"]) ** 2).mean(), tx)
+    state = tx.init(params)
+    batch = torch.randn(3, 5, 3, device="cuda")
+    fast = bc.capture(step, params, state, batch, steps=3, batch_dim=0, backend="inductor")
+    assert isinstance(fast._program.replay, replays.CudaGraph)
+    eager = mine = (params, state)
+    for k in range(3):
+        for one in batch + k:
+            *eager, _ = step(*eager, one)
+        *mine, _ = fast(*mine, batch + k)
+        assert_close(mine, eager)
+
+
+@pytest.mark.gpu
+def test_memory_does_not_grow_over_ten_thousand_replays():
     params, batch = gpu(setup())
     tx = bc.sghmc(0.05, temperature=0.05)
     step, state = bc.make_step(loss, tx), tx.init(params)
