@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import bayesopt_chain as bc
+from bayesopt_chain.loop.capture.captured import Backend
 from benchmarks import contestants as c
 from benchmarks.cpu import D, N, Row, logistic, posteriors_step, regression_data
 from benchmarks.measure import take_turns
@@ -63,12 +64,15 @@ def five_thousand_chains(chains: int = 5000, steps: int = 2000, size: int = 32) 
     def rows():
         return torch.randint(N, (10, chains, size), device="cuda")
 
-    fast = bc.capture(many, params, state, rows(), steps=10, batch_dim=0)
+    def ours(backend: Backend | None) -> Callable:
+        fast = bc.capture(many, params, state, rows(), steps=10, batch_dim=0, backend=backend)
 
-    def ours():
-        now = params, state
-        for _ in range(steps // 10):
-            *now, _ = fast(*now, rows())
+        def run():
+            now = params, state
+            for _ in range(steps // 10):
+                *now, _ = fast(*now, rows())
+
+        return _timed(run)
 
     p, v, kept = (torch.zeros(chains, D, device="cuda") for _ in range(3))
     level = (0.1 / (2 * 0.05 * N)) ** 0.5
@@ -98,8 +102,9 @@ def five_thousand_chains(chains: int = 5000, steps: int = 2000, size: int = 32) 
         for _ in range(steps // 10):
             graph.replay()
 
-    times = take_turns({"captured parallel": _timed(ours), "captured by hand": _timed(by_hand)}, rounds=5)
-    return Row(f"{chains} chains x {steps} steps", times, {("captured parallel", "captured by hand"): 1.1})
+    programs: dict[str, Backend | None] = {"captured parallel": None, "captured parallel, inductor": "inductor"}
+    times = take_turns({**{k: ours(v) for k, v in programs.items()}, "captured by hand": _timed(by_hand)}, rounds=5)
+    return Row(f"{chains} chains x {steps} steps", times, {(k, "captured by hand"): 1.1 for k in programs})
 
 
 def guarded_loop(width: int = 64, steps: int = 1000) -> Row:

@@ -4,8 +4,8 @@ The step is traced once with fake tensors into a graph of ATen operations. Every
 learning rate, a model's buffers, data) becomes an input of the graph, so that the next replay sees a change made in place.
 New parameters and states are copied into the static buffers at the end of the graph. What is replayed depends on the device:
 
-* On a CUDA device the step is recorded as a CUDA graph. 256 chains or more of small matrices are compiled by inductor first,
-  since a step of theirs is many small operations on the device; so is any step with ``backend="inductor"``.
+* On a CUDA device the step is recorded as a CUDA graph. With ``backend="inductor"`` the graph of one step is compiled first,
+  which pays for long runs of many small chains: their step is many small operations, of which few kernels are left.
 * On a CPU inductor compiles the graph of one step, and fuses update and copy into the kernels of the step. The noise is drawn
   into further buffers. A call with several steps calls the program once for each. 256 chains or more of small matrices run in
   blocks, with the chains as the last axis in memory (:mod:`bayesopt_chain.loop.capture.lanes`).
@@ -15,7 +15,7 @@ New parameters and states are copied into the static buffers at the end of the g
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -80,7 +80,8 @@ def capture(
         clone: return copies. By default params and state *are static buffers, which the next call overwrites*, and only the
             thread that calls the step first may call it.
         backend: ``"cuda"``, ``"inductor"`` or ``"eager"``. Default: the first of these that this machine and the device of the
-            parameters allow. On a CUDA device ``"inductor"`` compiles the step, and a CUDA graph records the compiled program.
+            parameters allow. On a CUDA device ``"inductor"`` compiles the step, and a CUDA graph records the compiled program:
+            the capture can take a minute, and pays for long runs of many small chains.
         signatures: the number of shapes of batches that may be recorded, each at its first call: 2 for a loader whose last
             batch of an epoch is short. All programs use the same static buffers. Default 1: other shapes are refused.
 
@@ -139,15 +140,19 @@ def capture(
             return Program(together, modes, Lanes(together, graph))
         if together is not body:  # no lanes: the chunks save memory after all
             graph, closed_over = trace(body)
-        if not graphed:
-            replay = Compiled if chosen == "inductor" else Interpreted
-            return Program(body, modes, replay(body, graph, closed_over))
-        check_devices(graph, body)
-        written, small = overwritten(graph, closed_over), lanes.are_small(body, graph)
-        if small:
-            lane_graph.products(graph)
-        program = Compiled(body, graph, closed_over) if small or chosen == "inductor" else Eager(body, _in_place(step))
-        return Program(body, modes, CudaGraph(body, program, closed_over, written))
+        if graphed:
+            check_devices(graph, body)
+        written = overwritten(graph, closed_over)
+        program: Callable[[list[Tensor]], Sequence[Tensor]]
+        if chosen == "inductor":
+            if graphed and lanes.are_small(body, graph):
+                lane_graph.products(graph)
+            program = Compiled(body, graph, closed_over)
+        elif chosen == "cuda":
+            program = Eager(body, _in_place(step))
+        else:
+            program = Interpreted(body, graph, closed_over)
+        return Program(body, modes, CudaGraph(body, program, closed_over, written) if graphed else program)
 
     return Captured(given, recorded(body), chosen, clone, recorded, signatures, data)
 

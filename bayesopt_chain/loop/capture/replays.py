@@ -203,7 +203,7 @@ class CudaGraph:
     def __init__(
         self,
         body: Body,
-        program: Eager | Compiled,
+        program: Callable[[list[Tensor]], Sequence[Tensor]],
         closed_over: list[Tensor],
         overwritten: list[Tensor],
         warmups: int = 3,

@@ -639,13 +639,13 @@ def test_absent_parameters_keep_their_places_on_the_host(rehearsed, monkeypatch)
     assert_close(fast(params, state, ())[0]["w"], step(params, state, ())[0]["w"])
 
 
-def many_chains(n=300, device="cpu"):
+def many_chains(n=300, width=7, device="cpu"):
     """Regressions on rows of their own, and batches of rows for three calls of two steps."""
     g = torch.Generator().manual_seed(0)
-    x, y = torch.randn(50, 7, generator=g).to(device), torch.randn(50, generator=g).to(device)
+    x, y = torch.randn(50, width, generator=g).to(device) / width**0.5, torch.randn(50, generator=g).to(device)
     tx = bc.with_stream(bc.sghmc(0.05, temperature=0.01), "philox")
     step = bc.make_step(lambda p, rows: ((x[rows] @ p["w"] - y[rows]) ** 2).mean(), tx)
-    chains, params = bc.parallel(step, n, batch_dim=0), {"w": torch.randn(n, 7, generator=g).to(device)}
+    chains, params = bc.parallel(step, n, batch_dim=0), {"w": torch.randn(n, width, generator=g).to(device)}
     return chains, params, chains.init(tx, params, seed=1), torch.randint(50, (3, 2, n, 5), generator=g).to(device)
 
 
@@ -664,20 +664,19 @@ def follow(chains, params, state, rows, fast):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not replays.compiler_found(), reason="needs a C++ compiler")
-def test_many_small_chains_are_compiled_before_a_cuda_graph_records_them(rehearsed):
-    """Few chains, or chains whose products are large, are recorded as they are."""
-    chains, params, state, rows = many_chains()
-    fast = bc.capture(chains, params, state, rows[0], steps=2, batch_dim=0, backend="cuda")
-    assert fast.backend == "cuda" and isinstance(fast._program.replay.program, replays.Compiled)
-    follow(chains, params, state, rows, fast)
-    few, params, state, rows = many_chains(200)
-    fast = bc.capture(few, params, state, rows[0], steps=2, batch_dim=0, backend="cuda")
-    assert isinstance(fast._program.replay.program, replays.Eager)
-    wide = {"w": torch.zeros(300, 300)}
-    step = bc.make_step(lambda p, batch: (batch @ p["w"]).square().mean(), bc.sgd(0.1))
-    chains = bc.parallel(step, 300)
-    fast = bc.capture(chains, wide, chains.init(bc.sgd(0.1), wide), torch.ones(5, 300), backend="cuda")
-    assert isinstance(fast._program.replay.program, replays.Eager)
+def test_a_cuda_graph_of_compiled_chains_is_their_steps(rehearsed, monkeypatch):
+    """On a device small products are fused with what surrounds them; large ones, and those of few chains, stay products."""
+    monkeypatch.setattr(capture_module, "_is_on_cuda", lambda body: True)
+    monkeypatch.setattr(capture_module.lanes, "suits", lambda body, graph: False)
+    fused = []
+    products = capture_module.lane_graph.products
+    monkeypatch.setattr(capture_module.lane_graph, "products", lambda graph: fused.append(products(graph)))
+    for n, width, times in ((300, 7, 1), (200, 7, 0), (300, 300, 0)):
+        fused.clear()
+        chains, params, state, rows = many_chains(n, width)
+        fast = bc.capture(chains, params, state, rows[0], steps=2, batch_dim=0, backend="inductor")
+        assert isinstance(fast._program.replay, replays.CudaGraph) and len(fused) == times
+        follow(chains, params, state, rows, fast)
 
 
 def gpu(tree):
@@ -746,11 +745,10 @@ def test_chains_under_vmap_inside_a_cuda_graph():
 
 
 @pytest.mark.gpu
-def test_many_small_chains_inside_a_cuda_graph():
+def test_many_small_chains_compiled_inside_a_cuda_graph():
     chains, params, state, rows = many_chains(device="cuda")
-    fast = bc.capture(chains, params, state, rows[0], steps=2, batch_dim=0)
+    fast = bc.capture(chains, params, state, rows[0], steps=2, batch_dim=0, backend="inductor")
     assert isinstance(fast._program.replay, replays.CudaGraph)
-    assert isinstance(fast._program.replay.program, replays.Compiled)
     follow(chains, params, state, rows, fast)
 
 
