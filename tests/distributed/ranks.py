@@ -21,12 +21,9 @@ PATIENCE = 500.0  # seconds; a test takes a few of them where the machine is fre
 
 
 def server():
-    """Starts processes that have imported torch already."""
+    """Starts processes that have imported torch and the package already."""
     context = multiprocessing.get_context("forkserver")
-    rooms = ("device_mesh", "tensor.debug", "tensor.parallel", "fsdp", "checkpoint", "checkpoint.state_dict")
-    context.set_forkserver_preload(
-        ["torch", *[f"torch.distributed.{room}" for room in rooms], "bayesopt_chain", "pytest"]
-    )
+    context.set_forkserver_preload(["tests.distributed.preloaded"])
     return context
 
 
