@@ -38,10 +38,10 @@ example: $(VENV)/.installed
 	$(BIN)/python examples/digits.py > docs/howto/digits_table.md
 
 test: $(VENV)/.installed lint types
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 quick: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
