@@ -11,4 +11,6 @@ import torch.distributed.tensor.parallel  # noqa: F401
 
 import bayesopt_chain as bc
 
-EVERY_NAME = [getattr(bc, name) for name in bc.__all__]  # the package imports a file when a name in it is first asked for
+EVERY_NAME = [
+    getattr(bc, name) for name in bc.__all__
+]  # the package imports a file when a name in it is first asked for
