@@ -42,12 +42,21 @@ def test_a_program_is_found_again_with_the_same_bits_and_not_for_another_process
             change(patch)
             assert cache.tag() != mine
     new, newer = uuid.uuid4(), uuid.uuid4()  # whatever the folder holds already
-    monkeypatch.setattr(cache, "tag", lambda: f"{mine} {new}")
+    monkeypatch.setattr(cache, "tag", lambda on_cpu: f"{mine} {new}")
     (first, *compiled), (again, *found) = captured(), captured()
     assert compiled == [0, 1] and found == [1, 0] and torch.equal(first, again)
-    monkeypatch.setattr(cache, "tag", lambda: f"{mine} {newer}")
+    monkeypatch.setattr(cache, "tag", lambda on_cpu: f"{mine} {newer}")
     other, *compiled = captured()
     assert compiled == [0, 1] and torch.equal(first, other)
+
+
+def test_a_program_on_a_device_does_not_ask_for_the_instructions_of_the_processor(monkeypatch):
+    """torch finds them by compiling programs, which takes 17 s on two cores where none of them is on disk."""
+    asked = []
+    monkeypatch.setattr("torch._inductor.cpu_vec_isa.pick_vec_isa", lambda: asked.append(1))
+    assert cache.tag(on_cpu=False) == cache.tag(on_cpu=False) and not asked
+    cache.tag()
+    assert asked
 
 
 def test_the_benchmark_of_captures_gives_the_same_bits_each_time():

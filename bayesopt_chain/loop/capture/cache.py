@@ -26,8 +26,11 @@ from bayesopt_chain.version import __version__
 
 
 @contextmanager
-def keyed_cache() -> Iterator[Callable[[Sequence[Tensor]], list[Tensor]]]:
+def keyed_cache(on_cpu: bool = True) -> Iterator[Callable[[Sequence[Tensor]], list[Tensor]]]:
     """Make a context in which ``compile_fx`` finds and keeps programs by a hash that contains :func:`tag`.
+
+    Args:
+        on_cpu: whether the program runs on a CPU.
 
     Yields:
         A function that makes the inputs to compile with: fake tensors of the same shapes, strides and devices.
@@ -41,13 +44,19 @@ def keyed_cache() -> Iterator[Callable[[Sequence[Tensor]], list[Tensor]]]:
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     config: Any = compiler
     wrapped: Any = wrappers
-    tagged = config.patch(cache_key_tag=f"{config.cache_key_tag} {tag()}")
+    tagged = config.patch(cache_key_tag=f"{config.cache_key_tag} {tag(on_cpu)}")
     with tagged, wrapped.patch(enable_autograd_cache=False), tracing(TracingContext(mode)):
         yield lambda inputs: [mode.from_tensor(x, static_shapes=True) for x in inputs]
 
 
-def tag() -> str:
+def tag(on_cpu: bool = True) -> str:
     """Return a string of everything on which a compiled program depends besides its graph: processor, threads, versions.
+
+    Only a program on a CPU depends on the instruction set. To find it, torch compiles and runs small programs, which can take
+    longer than to compile the step. The properties of a CUDA device are in torch's own hash.
+
+    Args:
+        on_cpu: whether the program runs on a CPU.
 
     Example:
         >>> tag() == tag()
@@ -55,6 +64,7 @@ def tag() -> str:
     """
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
-    processor = platform.machine(), torch.backends.cpu.get_cpu_capability(), str(pick_vec_isa())
+    instructions = str(pick_vec_isa()) if on_cpu else ""
+    processor = platform.machine(), torch.backends.cpu.get_cpu_capability(), instructions
     versions = sys.version.split()[0], torch.__version__, __version__
     return " ".join(["bayesopt_chain", *processor, f"{torch.get_num_threads()} threads", *versions])

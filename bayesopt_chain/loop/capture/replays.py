@@ -70,10 +70,10 @@ class Compiled:
         self.batch_at = [(len(body.static) + i,) for i in range(len(example))]
         inductor: Any = config
         # every call comes with our own buffers, and with batches whose strides ``Batch`` has checked
-        checked = {"size_asserts": False, "alignment_asserts": False}
-        with torch.no_grad(), inductor.patch({**checked, **(options or {})}), keyed_cache() as fakes:
-            self.compiled: Any = compile_fx(graph, fakes(self.inputs), inner_compile=remember)
+        settings = {"size_asserts": False, "alignment_asserts": False, **(options or {})}
         on_cpu = all([x.device.type == "cpu" for x in self.inputs])
+        with torch.no_grad(), inductor.patch(settings), keyed_cache(on_cpu) as fakes:
+            self.compiled: Any = compile_fx(graph, fakes(self.inputs), inner_compile=remember)
         self.program = self._first if on_cpu else self._wrapped
 
     def __call__(self, batch: list[Tensor]) -> Sequence[Tensor]:
