@@ -65,13 +65,15 @@ class Compiled:
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
             for x in body.batch.of_step(body.batch.tensors, 0)
         ]
-        lifted, self.fills = lift_draws(graph, body.static)
-        self.inputs = [*body.static, *example, *closed_over, *lifted]
+        self.inputs, self.fills = [*body.static, *example, *closed_over], list[Callable[[], None]]()
+        on_cpu = all([x.device.type == "cpu" for x in self.inputs])
+        if on_cpu:  # a CUDA graph keeps the memory of its draws, and nothing outside of it runs at a replay
+            lifted, self.fills = lift_draws(graph, body.static)
+            self.inputs += lifted
         self.batch_at = [(len(body.static) + i,) for i in range(len(example))]
         inductor: Any = config
         # every call comes with our own buffers, and with batches whose strides ``Batch`` has checked
         settings = {"size_asserts": False, "alignment_asserts": False, **(options or {})}
-        on_cpu = all([x.device.type == "cpu" for x in self.inputs])
         with torch.no_grad(), inductor.patch(settings), keyed_cache(on_cpu) as fakes:
             self.compiled: Any = compile_fx(graph, fakes(self.inputs), inner_compile=remember)
         self.program = self._first if on_cpu else self._wrapped
