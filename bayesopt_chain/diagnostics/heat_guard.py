@@ -37,7 +37,6 @@ MISSED = 0.1  # share of a window's steps in which a parameter may be without gr
 GIVE_UP = 4 / 3  # times the share of the time at which a window is given up
 FUTILE = 16  # windows in a row that came to nothing, after which it says so
 CORNER = 16  # elements of each gradient that tell whether it changes at all
-LEAST = 5e-4  # seconds to spend, below which no window is thought of
 STORED = 5e-5  # seconds that a look takes which stores all elements,
 SKETCHED = 2.5e-4  # or one that adds them up in buckets, and besides
 PLAIN = 1.5e-5  # for each leaf,
@@ -129,7 +128,7 @@ class HeatGuard:
         order: str = "reshuffled",
         *,
         above: float = 0.7,
-        share: float = 0.015,
+        share: float = 0.0125,
         window: int = 96,
         who: str = "bayesopt_chain",
     ) -> None:
@@ -148,6 +147,7 @@ class HeatGuard:
 
     def _restart(self) -> None:
         self._steps, self._next, self._last = 0, 32, None
+        self._awake = 0  # the step from which on sleeps() says no
         self._began: float | None = None
         self._spent = self._before = 0.0
         self._cost: float | None = None  # of a window, once one has been paid for
@@ -214,6 +214,8 @@ class HeatGuard:
             >>> len(guard.readings)
             1
         """
+        if tracing.is_plain() and self.sleeps():
+            return
         tensors: list[Any] = optree.tree_leaves(grads)
         if not all([isinstance(x, Tensor) for x in tensors]):
             raise TypeError(f"HeatGuard.watch: grads must be a tree of tensors like params, got {short(grads)}")
@@ -302,17 +304,18 @@ class HeatGuard:
         """Count a step in which nothing is to be looked at; a loop that asks this first saves the call of :meth:`look`.
 
         Returns:
-            Whether the step was counted; if not, :meth:`look` has to be called. In every 16th step it has to be, so that the
-            guard sees the learning rate.
+            Whether the step was counted; if not, :meth:`look` has to be called. After the first window that is in every 16th
+            step at least, so that the guard sees the learning rate.
 
         Example:
             >>> guard = HeatGuard()
             >>> guard.sleeps()  # the first step starts its clock
             False
         """
-        if self._sketch is not None or self._began is None or self._steps + 1 >= self._next or self._steps % 16 == 0:
+        step = self._steps + 1
+        if step >= self._awake:
             return False
-        self._steps += 1
+        self._steps = step
         return True
 
     def look(self, leaves: Callable[[], Iterable[Leaf]], lr: float | None) -> None:
@@ -331,11 +334,23 @@ class HeatGuard:
             []
         """
         self._steps += 1
-        if self._sketch is None and self._began is not None:
-            if lr is not None and lr > 2.0 * self._most:
-                self._most, self._next = lr, min(self._next, self._steps + 32)
-            if self._steps < self._next:
-                return
+        if self._is_idle and lr is not None and lr > 2.0 * self._most:
+            self._most, self._next = lr, min(self._next, self._steps + 32)
+        if not self._is_idle or self._steps >= self._next:
+            self._spend(leaves, lr)
+        if not self._is_idle:
+            self._awake = 0
+        else:  # a rate is compared with those of windows
+            is_compared = lr is not None and not math.isinf(self._most)
+            self._awake = min(self._next, self._steps + 16) if is_compared else self._next
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether its clock runs and no window is open."""
+        return self._sketch is None and self._began is not None
+
+    def _spend(self, leaves: Callable[[], Iterable[Leaf]], lr: float | None) -> None:
+        """Start the clock, open a window if it can be afforded, or take a step of the window that is open."""
         now = time.thread_time()
         if self._began is None:
             self._began, self._before = now, _PURSE.spent
@@ -375,10 +390,10 @@ class HeatGuard:
         """The gradients of this step if a window can be afforded now, which it opens; otherwise ``None``."""
         assert self._began is not None
         left = self.share * (now - self._began) - (_PURSE.spent - self._before)
-        self._next = self._steps + 1 + self._steps // 32  # looking at the clock costs too
+        self._next = self._steps + 1 + self._steps // 16  # looking at the clock costs too
         found: list[Leaf] | None = None
         if self._cost is None:
-            if left < LEAST:
+            if left < _guess([], self.window):  # nor is it asked what there is to see, which costs too
                 return None
             found = [*leaves()]
             self._cost = _guess(found, self.window)

@@ -319,7 +319,7 @@ def test_it_takes_its_share_of_the_time_and_no_more(monkeypatch):
         return now
 
     monkeypatch.setattr(heat_guard.time, "thread_time", clock)
-    guard, looked = bc.diagnostics.HeatGuard(share=0.015), 0
+    guard, looked = bc.diagnostics.HeatGuard(share=0.0125), 0
 
     def leaves():
         nonlocal looked, now
@@ -330,7 +330,7 @@ def test_it_takes_its_share_of_the_time_and_no_more(monkeypatch):
     for _ in range(40_000):
         now += 5e-4
         guard.look(leaves, 0.1)
-    assert looked > 97 and guard._spent <= 0.015 * now
+    assert looked > 97 and guard._spent <= 0.0125 * now
 
 
 def test_windows_of_rates_that_differ_much_are_not_read_together():
