@@ -91,6 +91,7 @@ def test_a_loop_that_collects_and_predicts(name, device):
 
 
 def test_chains_on_disk_go_on_and_are_judged(device, tmp_path):
+    pytest.importorskip("arviz_stats")
     x, y = regression(device)
     chain = partial(bc.sghmc, temperature=1 / N)
     chains = bc.parallel(lambda lr: bc.make_step(loss, chain(lr)), 2, each={"lr": torch.tensor([1e-3, 1e-3])})
