@@ -81,7 +81,8 @@ def capture(
             thread that calls the step first may call it.
         backend: ``"cuda"``, ``"inductor"`` or ``"eager"``. Default: the first of these that this machine and the device of the
             parameters allow. On a CUDA device ``"inductor"`` compiles the step, and a CUDA graph records the compiled program:
-            the capture takes 5 to 70 seconds, and pays for long runs of many small chains.
+            the capture can take a minute, and pays for long runs of many small chains. Inductor times its kernels to choose
+            among them, so nothing else should run on the device meanwhile.
         signatures: the number of shapes of batches that may be recorded, each at its first call: 2 for a loader whose last
             batch of an epoch is short. All programs use the same static buffers. Default 1: other shapes are refused.
 
