@@ -32,7 +32,8 @@ TOTAL = 20.0  # rho from which the loss may be a sum over the batch, as far as n
 UNSPECIFIED = 5.0  # times the heat that a well-specified model has at its curvature: from there on too
 LONG = 30.0  # steps that the momentum remembers, from which reshuffled epochs may cancel most of the noise
 SAME_NORM = 1e-5  # relative difference below which two gradient norms are one: clipped
-CLIP_SLACK = 3e-6  # the same as a difference: torch divides by the norm and 1e-6
+CLIP_SLACK = 1.1e-6  # the same as a difference: torch divides by the norm plus 1e-6
+CLIP_LEAST = 2e-4  # the norm below which that is too coarse: noise in many directions has nearly one norm
 MISSED = 0.1  # share of a window's steps in which a parameter may be without gradient
 GIVE_UP = 4 / 3  # times the share of the time at which a window is given up
 FUTILE = 16  # windows in a row that came to nothing, after which it says so
@@ -384,7 +385,7 @@ class HeatGuard:
         assert self._sketch is not None
         further = len(self._rows) - 1
         each = (self._paid - self._first) / further if further >= 3 else 0.0
-        return self._first + self.window * each + _algebra(sum(map(len, self._sketch.signs)))
+        return self._first + self.window * each + _algebra(sum(map(len, self._sketch.signs)), len(self._seen))
 
     def _opened(self, leaves: Callable[[], Iterable[Leaf]], now: float) -> list[Leaf] | None:
         """The gradients of this step if a window can be afforded now, which it opens; otherwise ``None``."""
@@ -520,17 +521,16 @@ class HeatGuard:
         parts = {"": [*range(len(seen))], **{f" of parameter group {number}": x for number, x in groups.items()}}
         candidates = [*parts.items()]
         candidates += [(" of one parameter", [i]) for i, leaf in enumerate(seen) if leaf.gradient.numel() > 1]
-        if part := _clipped_together(norms.square()):
-            candidates.append((f" of a part of the parameters ({len(part)} of {len(seen)})", part))
+        if run := _clipped_run(norms.square()):
+            candidates.append((f" of a part of the parameters ({len(run)} of {len(seen)})", [*run]))
         still = (gradients.diff(dim=0).norm(dim=1) <= SAME_NORM * gradients.norm(dim=1)[1:]).double().mean()
         best, which = 0.0, ""
         for name, part in candidates:
             norm = norms[:, part].norm(dim=1)
-            middle = float(norm.median())
-            tolerance = max(SAME_NORM * middle, CLIP_SLACK)
-            share = float(((norm - middle).abs() < tolerance).double().mean())
+            share, middle = float(_share_of_one(norm)), float(norm.median())
             # a gradient that hardly changes has one norm without a clip
-            turns = max(moved[i] for i in part) > 10 * tolerance / max(middle, 1e-30) and float(still) < 0.5
+            room = max(SAME_NORM, CLIP_SLACK / max(middle, CLIP_LEAST))
+            turns = max(moved[i] for i in part) > 10 * room and float(still) < 0.5
             if share > best and turns:
                 best, which = share, name
         return best, which
@@ -615,28 +615,34 @@ def _mean_first(is_total: bool) -> str:
     )
 
 
-def _clipped_together(squares: Tensor) -> list[int]:
-    """The leaves that may have been clipped together, by their norms alone; empty where nothing can be said.
-
-    Clipped together, the squared norms ``a_tj`` of a set of leaves ``j`` add up to one number in every step ``t``: their
-    indicator is in the null space of the centred ``a``. Twice it is looked for anew in the half of the steps that
-    fit best, for the clip need not act in all of them.
+def _share_of_one(norms: Tensor) -> Tensor:
+    """The share of the steps in which a norm is its median, as far as a clip makes them one.
 
     Args:
-        squares: ``[steps, leaves]``.
+        norms: ``[steps]`` or ``[steps, parts]``.
+
+    Returns:
+        ``[]`` or ``[parts]``; 0 where the median is so small that it cannot be said.
     """
-    steps, leaves = squares.shape
-    if not 2 < leaves <= steps // 4:
-        return []
-    rows, found = squares, squares.new_zeros(leaves)
-    for _ in range(3):
-        centred = rows - rows.mean(0)
-        sizes = centred.norm(dim=0).clamp(min=1e-30)
-        found = torch.linalg.svd(centred / sizes, full_matrices=False)[2][-1] / sizes
-        left = (squares @ found - (squares @ found).median()).abs()
-        rows = squares[left.argsort()[: steps // 2]]
-    found = found / found[found.abs().argmax()]
-    return [j for j, weight in enumerate(found.tolist()) if weight > 0.5]
+    middle = norms.median(0).values
+    tolerance = (SAME_NORM * middle).clamp(min=CLIP_SLACK)
+    return ((norms - middle).abs() < tolerance).double().mean(0) * (middle > CLIP_LEAST)
+
+
+def _clipped_run(squares: Tensor) -> range:
+    """The neighbouring leaves, such as those of one layer, whose common norm is one number in most steps; often none.
+
+    Args:
+        squares: squared norms ``[steps, leaves]``.
+    """
+    leaves = squares.shape[1]
+    up_to = torch.nn.functional.pad(squares.cumsum(1), (1, 0))
+    most, run = 0.5, range(0)
+    for first in range(leaves - 1):
+        shares = _share_of_one((up_to[:, first + 2 :] - up_to[:, first, None]).clamp(min=0.0).sqrt())
+        if (share := float(shares.max())) > most:
+            most, run = share, range(first, first + 2 + int(shares.argmax()))
+    return run
 
 
 def _guess(leaves: list[Leaf], window: int) -> float:
@@ -644,9 +650,9 @@ def _guess(leaves: list[Leaf], window: int) -> float:
     elements = sum([leaf.gradient.numel() for leaf in leaves])
     each = sum([LEARNED if isinstance(leaf.scale, Tensor) else PLAIN for leaf in leaves])
     look = STORED if elements <= DEFERRED else SKETCHED
-    return (window + 1) * (look + each + ELEMENT * elements) + _algebra(elements)
+    return (window + 1) * (look + each + ELEMENT * elements) + _algebra(elements, len(leaves))
 
 
-def _algebra(elements: int) -> float:
+def _algebra(elements: int, leaves: int) -> float:
     """Seconds of the algebra of one window."""
-    return 2.5e-3 + 5e-5 * min(elements, BUCKETS)
+    return 2.5e-3 + 5e-5 * min(elements, BUCKETS) + 1e-6 * leaves**2
