@@ -10,6 +10,9 @@ with many parameters the largest of them always does. The variance between the m
 ``2 E`` (Bonferroni, for both ways of looking), and four times their median is a p-value under any dependence of the
 elements (Rüger, 1978): whichever is smaller.
 
+**One chain among many** hardly changes R-hat. The mean of each chain is compared with that of the other ``m - 1`` by Student's
+test with ``n / tau - 1`` degrees of freedom, the smallest p-value times the number of chains and elements.
+
 **A drift that all chains share** makes tau as long as the run, so that this test cannot see it. For it the last third of
 the draws is compared with the first (Geweke, 1992). Let ``D_c`` be the difference of their means in chain ``c``, ``D`` the mean
 of all ``D_c``, and ``h`` the draws of a third. Two tests need no tau of the whole run:
@@ -63,6 +66,41 @@ def agreement(x: Tensor) -> Agreement:
     ratio = between * effective / within
     p = torch.as_tensor(f.sf(ratio.numpy(), m - 1, (m * (effective - 1)).clamp(min=1.0).numpy()), device="cpu")
     return Agreement(r_hat, CAUTION * m * effective, _of_all(p), int(p.argmin()))
+
+
+class Apart(NamedTuple):
+    """The chain whose mean is clearest away from that of the others.
+
+    Attributes:
+        chain: its number.
+        size: how far it lies, in standard deviations of the draws within chains.
+        p_value: of all chains and elements together.
+    """
+
+    chain: int
+    size: float
+    p_value: float
+
+
+def apart(x: Tensor) -> Apart | None:
+    """One chain among many that is elsewhere, which R-hat, a mean over chains, does not show; ``None`` of one chain.
+
+    Args:
+        x: draws ``[draws, chains, elements]``, float64, none of them constant.
+    """
+    from scipy.stats import t as student
+
+    n, chains, _ = x.shape
+    if chains < 2:
+        return None
+    tau = autocorrelation_time(rank_normalised(x))
+    effective = (n / (CAUTION * torch.maximum(tau, tau.median()))).clamp(min=1.01)
+    means, within = x.mean(0), x.var(0).mean(0).sqrt().clamp(min=1e-300)
+    size = (means - (means.sum(0) - means) / (chains - 1)).abs() / within
+    ratio = size * (effective * (chains - 1) / chains).sqrt()
+    p = torch.as_tensor(2 * student.sf(ratio.numpy(), (effective - 1).expand_as(ratio).numpy()), device="cpu")
+    chain, element = divmod(int(p.argmin()), p.shape[1])
+    return Apart(chain, float(size[chain, element]), min(1.0, p.numel() * float(p.min())))
 
 
 def _of_all(p: Tensor) -> float:
@@ -139,10 +177,14 @@ def autocorrelation_time(x: Tensor) -> Tensor:
     return (2 * (pairs * (pairs > 0).cumprod(0)).sum(0) - 1).clamp(1 / CAUTION, n)
 
 
+def effective(x: Tensor) -> float:
+    """How many independent numbers ``[draws, chains]`` are worth."""
+    return x.numel() / max(float(autocorrelation_time(x[..., None])[0]), 1.0)
+
+
 def mean_and_error(x: Tensor) -> tuple[float, float]:
     """Mean of ``[draws, chains]`` and its standard error, the larger of what autocorrelation and what the chains say."""
-    tau = max(float(autocorrelation_time(x[..., None])[0]), 1.0)
-    error = float(x.std()) * (tau / x.numel()) ** 0.5
+    error = float(x.std()) / effective(x) ** 0.5
     if x.shape[1] > 3:
         error = max(error, float(x.mean(0).std()) / x.shape[1] ** 0.5)
     return float(x.mean()), error

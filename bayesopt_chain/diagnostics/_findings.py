@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.diagnostics._agreement import agreement, drift
+from bayesopt_chain.diagnostics._agreement import agreement, apart, drift
 from bayesopt_chain.diagnostics._shared_noise import shared_noise
+from bayesopt_chain.diagnostics.temperatures import names_of
+from bayesopt_chain.trees import paths_of
 
 if TYPE_CHECKING:
     from bayesopt_chain.runs.draws import Draws
@@ -19,6 +22,10 @@ if TYPE_CHECKING:
 DISAGREE = 1.05  # R-hat that disagreement must reach besides being no accident
 STUCK = 0.05  # share of the other chains' variance below which a chain hardly moves
 FEW = 4.0  # effective draws a chain below which a run is short
+LARGE = 1.5  # R-hat from which that many of them do not tell agreement from chance:
+UNTOLD = 8.0  # effective draws a chain
+APART = 2.0  # standard deviations of the draws by which one chain must differ from the others besides being no accident
+STILL = 1e-3  # probability of as many equal draws in a row, by how often a chain repeats itself otherwise
 GROWTH = 10.0  # by how much the loss, over its spread at first, must have grown to call a run diverging
 DRIFTED = 0.5  # standard deviations from the first to the last third that a drift must reach besides being no accident
 FIRST = 10.0  # standard deviations above the later losses at which the first draws were made on the way there
@@ -77,8 +84,8 @@ def losses_of(draws: Draws) -> Tensor | None:
 
 def named(draws: Draws) -> Sequence[tuple[str, Tensor]]:
     """Every leaf with its path."""
-    paths, leaves, _ = optree.tree_flatten_with_path(draws.params)
-    return [("/".join(map(str, path)) or "tensor", x) for path, x in zip(paths, leaves)]
+    tree = draws.params
+    return [*zip(names_of(paths_of(tree)), optree.tree_leaves(tree))]
 
 
 def broken(draws: Draws, losses: Tensor | None, numbers: dict[str, float]) -> list[Finding]:
@@ -107,6 +114,15 @@ def broken(draws: Draws, losses: Tensor | None, numbers: dict[str, float]) -> li
         out.append(
             Finding("diverged", f"The run diverged: {says}.", "Lower lr; bc.suggest_chain gives one that is stable.")
         )
+    elif losses is not None and not bad and not bool(torch.isfinite(losses).all()):
+        count = int((~torch.isfinite(losses)).any(1).sum())
+        out.append(
+            Finding(
+                "nonfinite",
+                f"The recorded losses of {count} of {len(losses)} draws are NaN or infinite, and the draws are finite.",
+                "Look for NaN in the data or the loss: bc.make_step(..., check_finite=True) names the step and leaf.",
+            )
+        )
     if losses is not None:
         numbers["loss, last quarter"] = float(losses[-max(1, len(losses) // 4) :].mean())
     return out
@@ -118,9 +134,15 @@ def _exploded(losses: Tensor) -> bool:
 
 
 def _grown(losses: Tensor | None) -> bool:
-    """Whether the loss ends many times its first spread above where it began."""
-    if losses is None or len(losses) < 4 or not bool(torch.isfinite(losses).all()):
-        return losses is not None and not bool(torch.isfinite(losses).all())
+    """Whether the loss ends at infinity, or many times its first spread above where it began."""
+    if losses is None:
+        return False
+    finite = torch.isfinite(losses).all(1)
+    if not bool(finite[-1]):
+        return True
+    losses = losses[finite]
+    if len(losses) < 4:
+        return False
     quarter = len(losses) // 4
     first, last = losses[:quarter], losses[-quarter:]
     spread = float(first.std()) if first.numel() > 1 else 0.0
@@ -172,21 +194,28 @@ def together(values: Tensor, numbers: dict[str, float]) -> list[Finding]:
     ]
 
 
-def immobile(draws: Draws) -> list[Finding]:
-    """Leaves whose draws are all one, and chains that hardly move."""
+def immobile(draws: Draws, noiseless: Collection[str] = ()) -> list[Finding]:
+    """Leaves whose draws are all one, and chains that hardly move or stop.
+
+    Args:
+        noiseless: names of leaves that the chain does not sample; they may stand still.
+    """
     out: list[Finding] = []
     leaves = named(draws)
-    still = [name for name, x in leaves if len(x) > 1 and x.numel() and bool((x == x[:1]).all())]
-    if still:
+    still = still_leaves(draws)
+    if missed := [name for name in still if name not in noiseless]:
         out.append(
             Finding(
                 "dead",
-                f"{', '.join(still[:4])} did not move in {len(draws)} draws.",
+                f"{', '.join(missed[:4])} did not move in {len(draws)} draws.",
                 "It gets neither gradient nor noise: look at masks and partitions, lr, and bfloat16 parameters.",
             )
         )
-    if (draws.chains or 1) > 2 and len(draws) >= 8:
-        variance = torch.cat([x.double().var(0).reshape(x.shape[1], -1) for name, x in leaves if name not in still], 1)
+    moving = [x.reshape(len(draws), draws.chains or 1, -1) for name, x in leaves if name not in still]
+    if not moving or len(draws) < 8:
+        return out
+    if (draws.chains or 1) > 2:
+        variance = torch.cat([x.double().var(0) for x in moving], 1)
         share = (variance / variance.median(0).values.clamp(min=1e-300)).median(1).values
         stuck = [i for i in range(len(share)) if float(share[i]) < STUCK]
         if stuck:
@@ -197,16 +226,36 @@ def immobile(draws: Draws) -> list[Finding]:
                     "It sits in a narrow place, or lost its noise: look at its loss, and start it elsewhere.",
                 )
             )
+    same = torch.stack([(x[1:] == x[:-1]).all(-1) for x in moving]).all(0)  # [draws - 1, chains]
+    for chain, repeats in enumerate(same.T.tolist()):
+        longest = max(len(list(run)) if equal else 0 for equal, run in itertools.groupby(repeats))
+        rest = len(repeats) - longest
+        # the probability with which it repeats a draw otherwise, as chains do that reject proposals
+        often = (sum(repeats) - longest + 1) / (rest + 2)
+        if longest >= 2 and len(repeats) * often**longest < STILL:
+            out.append(
+                Finding(
+                    "dead",
+                    f"Chain {chain} stood still for {longest + 1} draws in a row, bit for bit.",
+                    "It lost its noise, or its step was skipped: look at its gradients and at what was written at those steps.",
+                )
+            )
+            break
     return out
+
+
+def still_leaves(draws: Draws) -> list[str]:
+    """Names of the leaves whose draws are all one."""
+    return [name for name, x in named(draws) if len(x) > 1 and x.numel() and bool((x == x[:1]).all())]
 
 
 def watched(draws: Draws, of: Callable[[Any], Tensor] | None) -> Tensor:
     """What must have mixed, ``[draws, chains, elements]``, without elements that never move."""
     n = draws.chains or 1
     if of is None:
-        columns = [x.double().reshape(len(draws), n, -1) for _, x in named(draws)]
+        columns = [x.reshape(len(draws), n, -1) for _, x in named(draws)]
         stride = max(1, math.ceil(sum(x.shape[-1] for x in columns) / MOST))
-        values = torch.cat([x[..., ::stride] for x in columns], -1)
+        values = torch.cat([x[..., ::stride].double() for x in columns], -1)
     else:
         rows: list[Tensor] = []
         for draw in draws:
@@ -237,6 +286,7 @@ def unmixed(
     numbers["R-hat, probability"] = found.p_value
     numbers["effective draws, least"] = float(found.effective.min())
     few = float(found.effective.min()) < FEW * chains
+    untold = torch.where(found.effective < UNTOLD * chains, found.r_hat, 0.0)
     if found.p_value < level and worst > DISAGREE:
         alone = [agreement(values[:, [c], w : w + 1]) for c in range(chains)]
         if chains > 1 and all(one.p_value >= level or float(one.r_hat) <= 1.1 for one in alone) and not few:
@@ -264,6 +314,27 @@ def unmixed(
                 "Run longer: means then have an error of a standard deviation over the root of that number.",
             )
         ]
+    if len(values) >= 16 and float(untold.max()) > LARGE:
+        count = float(found.effective[untold.argmax()])
+        return [
+            Finding(
+                "mixing",
+                f"The draws have not mixed: R-hat {float(untold.max()):.2f}, with about {count:.0f} independent draws, too few "
+                "to tell it from chance.",
+                "Run longer. Where a chain jumped once from one place to another, it has to jump many times.",
+            )
+        ]
+    if alone := apart(values):
+        numbers["chain furthest from the others, in deviations"] = alone.size
+        if alone.p_value < level and alone.size > APART:
+            return [
+                Finding(
+                    "modes",
+                    f"Chain {alone.chain} is elsewhere: its mean lies {alone.size:.1f} standard deviations from that of the "
+                    f"others, by chance with probability {alone.p_value:.1g}.",
+                    "Look at its loss. If it is that of the others it is in another mode: average predictions over all chains.",
+                )
+            ]
     return []
 
 

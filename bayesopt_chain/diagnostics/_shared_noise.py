@@ -9,7 +9,7 @@ before it (Haugh, 1976): the residual of
 
 for each element of each chain. Residuals of independent chains are uncorrelated at every lag, however slow the chains are and
 whatever line they share. For two chains and the lag ``k`` let ``r`` be the correlation of the ranks' normal scores over the
-``n - k`` draws that overlap. Then
+``n - k`` draws that overlap, of which there must be 12. Then
 
     t = r sqrt(d / (1 - r^2)) ~ Student(d),    d = (n - k) / (1 + 2 sum_j rho_j^2) - 6,
 
@@ -34,6 +34,7 @@ SAME = 0.995  # correlation of the later draws, of most elements, from which cha
 ELEMENTS = 16  # that are compared
 LAGS = 20  # over which the residuals' own autocorrelation is summed
 FEWEST = 16  # draws below which nothing is compared
+LEAST = 12  # residuals of both chains that a lag leaves to compare
 
 
 class SharedNoise(NamedTuple):
@@ -66,16 +67,20 @@ def shared_noise(x: Tensor, level: float = LEVEL) -> SharedNoise | None:
     x = x[..., :: max(1, -(-x.shape[2] // ELEMENTS))]
     new = _residuals(x)
     n, chains, elements = new.shape
-    lags = torch.arange(-(n // 2), n // 2 + 1, device="cpu")
+    most = min(n // 2, n - LEAST)
+    lags = torch.arange(-most, most + 1, device="cpu")
     spectrum = torch.fft.rfft(new, 2 * n, dim=0)
     own = torch.fft.irfft(spectrum.abs() ** 2, 2 * n, dim=0)[1 : LAGS + 1].mean(1) / n
     overlap = (n - lags.abs()).double()
     freedom = (overlap[:, None] / (1 + 2 * own.square().sum(0)) - 6).clamp(min=1.0)
+    (sum_1, square_1), (sum_2, square_2) = (_sums_of_overlap(new, at) for at in (lags, -lags))
     tried = elements * len(lags) * chains * (chains - 1) / 2
     best: tuple[float, SharedNoise | None] = (level, None)
     for i in range(chains - 1):
         cross = torch.fft.irfft(spectrum[:, i, None].conj() * spectrum[:, i + 1 :], 2 * n, dim=0)[lags]
-        r = (cross / overlap[:, None, None]).clamp(max=1 - 1e-12)
+        covariance = cross - sum_1[:, i, None] * sum_2[:, i + 1 :] / overlap[:, None, None]
+        r = covariance / (square_1[:, i, None] * square_2[:, i + 1 :]).sqrt().clamp(min=1e-300)
+        r = r.clamp(-1 + 1e-12, 1 - 1e-12)
         t = r * (freedom[:, None] / (1 - r.square()).clamp(min=1e-12)).sqrt()
         k, c, e = (int(v) for v in torch.unravel_index(t.argmax(), t.shape))
         p = tried * float(student.sf(float(t[k, c, e]), float(freedom[k, e])))
@@ -102,6 +107,19 @@ def _residuals(x: Tensor) -> Tensor:
     left = now - known @ torch.linalg.solve(gram, known.mT @ now)
     scores = normal_scores(left[..., 0].permute(2, 0, 1))
     return scores / scores.square().mean(0).sqrt().clamp(min=1e-300)
+
+
+def _sums_of_overlap(x: Tensor, lags: Tensor) -> tuple[Tensor, Tensor]:
+    """Of ``[n, chains, elements]``, for each lag ``k`` over the ``t`` with ``0 <= t + k < n``: sum and squares about the mean.
+
+    Returns:
+        Two tensors ``[lags, chains, elements]``.
+    """
+    n = len(x)
+    first, end = (-lags).clamp(min=0), n - lags.clamp(min=0)
+    up_to, squares = (torch.nn.functional.pad(y.cumsum(0), (0, 0, 0, 0, 1, 0)) for y in (x, x.square()))
+    total = up_to[end] - up_to[first]
+    return total, squares[end] - squares[first] - total.square() / (end - first)[:, None, None]
 
 
 def _overlap(x: Tensor, y: Tensor, lag: int) -> tuple[Tensor, Tensor]:

@@ -18,13 +18,26 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optree
+import torch
 from torch import Tensor
 
 from bayesopt_chain import kinds
+from bayesopt_chain.checks import short
 from bayesopt_chain.diagnostics import _against_loss, _findings
 from bayesopt_chain.diagnostics._findings import RANK, Finding
+from bayesopt_chain.diagnostics.gradient_noise import scalar
 from bayesopt_chain.diagnostics.heating import Heating
-from bayesopt_chain.diagnostics.temperatures import MARGIN, Temperatures, Thermometer, estimate, forces_of, temperatures
+from bayesopt_chain.diagnostics.temperatures import (
+    MARGIN,
+    Estimate,
+    Forces,
+    Temperatures,
+    Thermometer,
+    estimate,
+    forces_of,
+    temperatures,
+)
+from bayesopt_chain.trees import paths_of
 
 if TYPE_CHECKING:
     from bayesopt_chain.runs.draws import Draws
@@ -39,6 +52,13 @@ PRIOR_HALF_SEEN = (
     "them, look like those that the data have told much about, so that they are not reported."
 )
 UNTOLD = "Not told: the temperature of the draws, since they are still on their way."
+NO_LOSS = "Not looked at: scale and temperature, which need tx=, loss= and batches=."
+NO_TEMPERATURE = (
+    "Not told: scale and temperature, since tx gives no leaf noise of a temperature above 0 that could be read; where it is a "
+    "sampler of another kind, pass temperature=."
+)
+TOO_FEW = "Not told: the temperature of the draws, which takes four of them at least."
+ONE_CHAIN = "Not seen: other modes. One chain cannot show them; run several from different starts."
 
 
 class Diagnosis(NamedTuple):
@@ -49,7 +69,7 @@ class Diagnosis(NamedTuple):
         numbers: what was looked at, by name.
         traces: the series that :meth:`plot` draws, ``[draws, chains]`` each, by name.
         temperatures: those that were read, or ``None``.
-        unseen: what could not be looked at, a sentence each.
+        unseen: what could not be looked at or was taken for granted, a sentence each.
     """
 
     findings: tuple[Finding, ...]
@@ -123,7 +143,9 @@ class Diagnosis(NamedTuple):
     heating=kinds.instance(Heating, "a report of bc.diagnostics.heating, or None"),
     of=kinds.FUNCTION,
     mode=kinds.PLACE,
+    temperature=kinds.POSITIVE,
     posterior_temperature=kinds.POSITIVE,
+    data_size=kinds.WHOLE,
     prior_sd=kinds.Kind(
         lambda x: isinstance(x, Mapping) and all(map(kinds.POSITIVE.fits, x.values())),
         "a dictionary of positive numbers by the leaves' names",
@@ -141,7 +163,9 @@ def doctor(
     heating: Heating | None = None,
     of: Callable[[Any], Tensor] | None = None,
     mode: Any = None,
+    temperature: float | None = None,
     posterior_temperature: float = 1.0,
+    data_size: int | None = None,
     prior_sd: Mapping[str, float] | None = None,
     level: float = 0.01,
     directions: int = 4,
@@ -155,19 +179,25 @@ def doctor(
     start; with ``tx``, ``loss`` and ``batches`` whether loss and temperature have the scale of a posterior, the temperature of
     the draws, leaves that the loss or the prior does not determine; with a thermometer or an audit what the minibatches do.
 
+    The state of random number generators is restored. The loss is called many times; what it writes stays written, such as the
+    running statistics of a BatchNorm that is in training mode.
+
     Args:
         draws: of :func:`bayesopt_chain.sample`, with several chains if at all possible.
         tx: the chain, or the optimizer of :mod:`bayesopt_chain.optim`.
         loss: as the step had it.
-        batches: all data, in batches of one size, such as a list or a DataLoader; or all data as one batch: a tensor, a tuple
-            with a tensor in it, or a dictionary. Gone through once for each of up to 60 draws of every chain.
+        batches: all data, in batches, such as a list or a DataLoader; or all data as one batch: a tensor, a tuple with a tensor
+            in it, or a dictionary. Gone through once for each of up to 60 draws of every chain.
         thermometer: the callback that watched the run.
         heating: what :func:`bayesopt_chain.diagnostics.heating` predicted.
         of: what must have mixed, a function of one draw of one chain, such as predictions at some inputs. The weights of a
             network never mix, since its units can be exchanged; what it says can. Default: the parameters (a selection where
             there are many).
         mode: the parameters at the minimum of the loss with its prior, to compare energies with.
+        temperature: of the chain, where it cannot be read off ``tx``. One that follows a schedule is read at the last draw.
         posterior_temperature: the temperature meant, in units of the posterior's; other than 1 for tempered posteriors.
+        data_size: the number of data that the loss is a mean over, as of tokens that are not ignored. Default: the length of
+            the batches along axis 0.
         prior_sd: the standard deviation of the prior that was meant, by the path of the leaf (``"layer/weight"``), where the
             prior stands in the loss; leaves that are not named are not compared. Draws much wider than it are reported. Draws
             that are narrower are not, since data do that too; only weight decay that is stronger than declared is.
@@ -178,8 +208,8 @@ def doctor(
         :class:`Diagnosis`; ``print`` it, or ``.plot().savefig(...)``.
 
     Raises:
-        ValueError: ``loss`` without ``tx`` and ``batches``; batches without any; ``prior_sd`` of a leaf that is not in the
-            draws.
+        ValueError: ``loss`` without ``tx`` and ``batches``; batches without any, or that the loss cannot take; ``prior_sd`` of
+            a leaf that is not in the draws; ``mode`` of other leaves than the draws.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -213,7 +243,11 @@ def doctor(
     values = _findings.watched(draws, of)
     findings = [*_findings.duplicates(draws), *_findings.together(values, numbers)]
     independent = not findings
-    findings += _findings.immobile(draws)
+    judge = None if loss is None else _judge(draws, tx, temperature)
+    noiseless = (
+        {name for name, _ in _findings.named(draws) if name not in judge.levels} if judge and judge.levels else set()
+    )
+    findings += _findings.immobile(draws, noiseless)
     drifts = _findings.drifting(values, numbers, level, independent)
     findings += [*drifts, *_findings.unmixed(values, numbers, traces, level, of is not None)]
     trend = _findings.unfinished(losses, numbers, level, independent)
@@ -221,18 +255,24 @@ def doctor(
     read = None if thermometer is None else temperatures(thermometer=thermometer)
     if read is not None and thermometer is not None:
         findings += _kinetic(read, thermometer, {f.kind for f in findings})
-    if loss is not None and batches is not None and len(draws) >= 4:
-        known_kinds = {finding.kind for finding in findings}
+    unseen = [] if draws.chains and draws.chains > 1 else [ONE_CHAIN]
+    if loss is None or batches is None or judge is None:
+        unseen.append(NO_LOSS)
+    elif not judge.levels:
+        unseen.append(NO_TEMPERATURE)
+    else:
         # the mean of chains in several modes is in none of them
-        pooled = of is None and draws.chains is not None and "modes" not in known_kinds
-        more, read, energy = _with_loss(
-            draws, tx, loss, _listed(batches), read, numbers, pooled, mode, posterior_temperature, prior_sd, directions
+        pooled = of is None and draws.chains is not None and "modes" not in {finding.kind for finding in findings}
+        scale = _Scale(posterior_temperature, data_size, prior_sd)
+        more, configurational, energy = _with_loss(
+            draws, judge, loss, _listed(batches), numbers, unseen, pooled, mode, scale, directions
         )
         findings += more
+        read = Temperatures({} if read is None else read.kinetic, *configurational)
         if not trend.findings:
             trend = _findings.unfinished(energy, numbers, level, independent)
             findings += trend.findings
-    unseen = [] if loss is None else [PRIOR_HALF_SEEN if prior_sd else PRIOR_UNSEEN]
+        unseen.append(PRIOR_HALF_SEEN if prior_sd else PRIOR_UNSEEN)
     # Draws that are still on their way, or have hardly moved, have the temperature of their start. What they will have cannot
     # be told, and a lower rate is the last thing they need. Energy that rises is what heat does, so that heat is reported then.
     kinds_found = {finding.kind for finding in findings}
@@ -256,44 +296,95 @@ def _listed(batches: Any) -> list[Any]:
 
 
 def _ranked(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """What costs most first, one finding of a kind."""
-    first: dict[str, Finding] = {}
+    """What costs most first. Of each kind one finding; of those that name leaves, all."""
+    first: dict[Any, Finding] = {}
     for finding in findings:
-        first.setdefault(finding.kind, finding)
+        first.setdefault(finding if finding.kind in ("dead", "prior") else finding.kind, finding)
     return tuple(sorted(first.values(), key=lambda finding: RANK.index(finding.kind)))
+
+
+class _Scale(NamedTuple):
+    """What was meant: the temperature in units of the posterior's, the number of data, the prior's standard deviations."""
+
+    posterior_temperature: float
+    data_size: int | None
+    prior_sd: Mapping[str, float] | None
+
+
+def _one(draws: Draws) -> Any:
+    """The last draw of the first chain."""
+    last = draws[len(draws) - 1]
+    return last if draws.chains is None else optree.tree_map(lambda x: x[0], last)
+
+
+def _judge(draws: Draws, tx: Any, temperature: float | None) -> Forces:
+    """Temperatures and forces of the chain, by its schedule at the last draw."""
+    try:
+        step = int(draws.steps[-1]) - 1
+    except KeyError:
+        step = None
+    return forces_of(tx, _one(draws), temperature, step)
 
 
 def _with_loss(
     draws: Draws,
-    tx: Any,
+    judge: Forces,
     loss: Callable[[Any, Any], Any],
     batches: list[Any],
-    read: Temperatures | None,
     numbers: dict[str, float],
+    unseen: list[str],
     pooled: bool,
     mode: Any,
-    posterior_temperature: float,
-    prior_sd: Mapping[str, float] | None,
+    scale: _Scale,
     directions: int,
-) -> tuple[list[Finding], Temperatures, Tensor]:
-    """What the loss adds: scale, temperatures, prior and energy, and the energy of each draw."""
+) -> tuple[list[Finding], tuple[dict[str, Estimate], dict[str, Estimate]], Tensor | None]:
+    """What the loss adds: scale, temperatures, prior and energy.
+
+    Returns:
+        Findings; the configurational temperatures of the loss with the prior, and of the loss alone; the energy of each draw.
+    """
+    params = _one(draws)
     if not batches:
         raise ValueError("doctor: batches is empty")
-    last = draws[len(draws) - 1]
-    params = last if draws.chains is None else optree.tree_map(lambda x: x[0], last)
-    judge = forces_of(tx, params)
-    levels = judge.levels
-    T = max(levels.values())
-    findings = _against_loss.off_scale(loss, params, batches, T, posterior_temperature, numbers)
-    found = _against_loss.readings(judge, draws, loss, batches, levels, directions=directions, pooled=pooled)
-    sizes = dict(_findings.named(draws))
-    findings += _against_loss.temperature(found, numbers)
-    findings += _against_loss.prior(found, sizes, prior_sd, numbers)
     if mode is not None:
-        size = sum(x.numel() for x in optree.tree_leaves(mode))
-        findings += _against_loss.energy(found, _against_loss.energy_at(judge, loss, mode, batches), T, size, numbers)
-    configurational, data = ({k: estimate(x) for k, x in part.items()} for part in (found.leaves, found.data))
-    return findings, Temperatures({} if read is None else read.kinetic, configurational, data), found.energy
+        _require_like(mode, params)
+    with torch.random.fork_rng(devices=sorted({x.get_device() for x in optree.tree_leaves(params) if x.is_cuda})):
+        for i, batch in enumerate(batches):
+            try:
+                with torch.no_grad():
+                    scalar(loss, params, batch)
+            except Exception as err:
+                raise ValueError(
+                    f"doctor: the loss cannot take batch {i + 1} of {len(batches)}, {short(batch)}: {err}. batches= takes all "
+                    "data as one batch, which is a tuple, a dictionary or a tensor, or a list or loader of batches"
+                ) from err
+        data = _against_loss.data_in(batches, scale.data_size)
+        T = max(judge.levels.values())
+        findings = _against_loss.off_scale(loss, params, data, T, scale.posterior_temperature, numbers, unseen)
+        if len(draws) < 4:
+            unseen.append(TOO_FEW)
+            return findings, ({}, {}), None
+        still = _findings.still_leaves(draws)
+        if not judge.levels.keys() - still:
+            return findings, ({}, {}), None
+        found = _against_loss.readings(judge, draws, loss, data, still, unseen, directions=directions, pooled=pooled)
+        findings += _against_loss.temperature(found, numbers)
+        elements = {name: x.numel() for (name, _), x in zip(_findings.named(draws), optree.tree_leaves(params))}
+        findings += _against_loss.prior(found, dict(_findings.named(draws)), elements, scale.prior_sd, data.n, numbers)
+        if mode is not None:
+            size = sum(elements[name] for name in found.leaves)
+            findings += _against_loss.energy(found, _against_loss.energy_at(judge, loss, mode, data), T, size, numbers)
+    configurational, of_data = ({k: estimate(x) for k, x in part.items()} for part in (found.leaves, found.data))
+    return findings, (configurational, of_data), found.energy
+
+
+def _require_like(mode: Any, params: Any) -> None:
+    """Raise ValueError unless ``mode`` has the leaves of a draw."""
+    shapes = [{p: tuple(x.shape) for p, x in zip(paths_of(tree), optree.tree_leaves(tree))} for tree in (mode, params)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"doctor: mode must have the leaves of one draw of one chain, {short(params)}, got {short(mode)}"
+        )
 
 
 def _kinetic(read: Temperatures, thermometer: Thermometer, known: set[str]) -> list[Finding]:

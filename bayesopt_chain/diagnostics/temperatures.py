@@ -461,12 +461,13 @@ def _mean(x: Tensor) -> float:
     return float(shards.whole(x.sum())) / x.numel()
 
 
-def _levels(tx: Chain, state: Any, temperature: float | None) -> dict[str, float]:
-    """The temperature of each leaf that noise enters."""
+def _levels(tx: Chain, state: Any, temperature: float | None, step: int | None = None) -> dict[str, float]:
+    """The temperature of each leaf that noise enters, at a step or at that of the state."""
     plan, out, names = tx.plan(state), dict[str, float](), names_of(state.layout.paths)
     for i, noise in plan.noise.items():
         link: Any = tx.links[i]
-        level = float(now(link.temperature, state[i].step)) if temperature is None else temperature
+        at = state[i].step if step is None else torch.full_like(state[i].step, step)
+        level = float(now(link.temperature, at)) if temperature is None else temperature
         out |= {names[j]: level for j in noise.leaves if level > 0}
     if not out and temperature is not None:
         out = dict.fromkeys(names, temperature)
@@ -517,7 +518,7 @@ class Forces(NamedTuple):
     of: Callable[[Any, Sequence[Any]], list[Any]]
 
 
-def forces_of(tx: Any, params: Any, temperature: float | None = None) -> Forces:
+def forces_of(tx: Any, params: Any, temperature: float | None = None, step: int | None = None) -> Forces:
     """Temperatures and forces of a chain, or of an optimizer by its groups as they are now.
 
     Args:
@@ -525,6 +526,7 @@ def forces_of(tx: Any, params: Any, temperature: float | None = None) -> Forces:
             without names has those of the model that :func:`bayesopt_chain.collect` was given with it.
         params: parameters as it has them.
         temperature: in the place of its own.
+        step: the number of steps at which a chain's schedule of temperatures is read. Default: its first step.
 
     Raises:
         ValueError: parameters of other names than the optimizer's; when forces are asked for, a prior that is no part of the
@@ -532,9 +534,13 @@ def forces_of(tx: Any, params: Any, temperature: float | None = None) -> Forces:
     """
     if not isinstance(tx, Thermal):
         chain, _ = _unwrapped(tx, None)
+        own = [x for link in chain.links if isinstance(x := getattr(link, "generator", None), torch.Generator)]
+        before = [generator.get_state() for generator in own]
         with torch.random.fork_rng(devices=[]):
             state = chain.init(params)
-        return Forces(_levels(chain, state, temperature), partial(with_decay, chain, state))
+        for generator, was in zip(own, before):
+            generator.set_state(was)
+        return Forces(_levels(chain, state, temperature, step), partial(with_decay, chain, state))
     from bayesopt_chain.runs.collect import with_names
 
     leaves, names = with_names(tx).thermal_leaves(), names_of(paths_of(params))
