@@ -12,7 +12,9 @@ chain injected into ``d_t`` knows nothing of ``n_t`` and ``n_{t+1}``, nor does t
 
     r_t = D_t - H d_t,        C = - <r_t r_{t+1}> = <r_t^2> / 2,
 
-so that a full batch reads no heat at any stable learning rate, without a second gradient or an epoch.
+so that a full batch reads no heat at any stable learning rate, without a second gradient or an epoch. Where noise in many
+directions drowns the chain's own move, the window's ``H`` is made of that noise: if ``H d_t`` leaves no less of the differences
+of rows that it was not learned from, it is not taken out.
 
 Heat is ``rho = lr_eff C / (2 T)``, ``lr_eff = F(1)``: the share of the noise budget ``2 T / lr_eff`` that the batches spend.
 With ``y = lr k`` for the curvature ``k``, what it adds to the variance depends on the order of the batches:
@@ -27,9 +29,13 @@ weighted by the rates, ``rho = <r^2> C / (2 <r T>)``: steps at a small rate hard
 against the chain, each window reads the heat of its own time.
 
 Nothing like a gradient is stored: a window of consecutive steps keeps ``S g`` and ``S theta``, where ``S`` gives each element
-a random sign and adds up elements in 256 buckets, so that inner products come out right in the mean (Charikar, Chen and
-Farach-Colton, 2002). Directions and ``H`` come from three quarters of the window and are judged in the fourth, in turn, so
-that chance is not taken for heat.
+a random sign and adds up elements in ``B = 256`` buckets, so that inner products come out right in the mean (Charikar, Chen and
+Farach-Colton, 2002). The variance along a direction of buckets has a share of all others: of ``n`` elements
+
+    E[q' S C S' q] = variance along q + (1 - B / n) tr(C) / B,
+
+and ``tr(C)`` is minus the sum over all buckets of ``<D_t D_{t+1}>``. Directions and ``H`` come from three quarters of the
+window and are judged in the fourth, in turn, so that chance is not taken for heat.
 """
 
 from __future__ import annotations
@@ -175,6 +181,7 @@ def read_heat(
     order: str = "reshuffled",
     rates: Tensor | None = None,
     temperatures: Tensor | None = None,
+    elements: int | None = None,
 ) -> Heat:
     """What a window of consecutive gradients says of the batches' heat.
 
@@ -189,6 +196,7 @@ def read_heat(
         order: of the batches, ``"reshuffled"`` or ``"independent"``.
         rates: ``[steps]``: ``lr_eff`` of each step over that in ``s``; ``None``: constant.
         temperatures: likewise of ``T``.
+        elements: how many elements of the parameters were added up in the buckets; ``None``: one in each.
 
     Returns:
         :class:`Heat`, without ``same_norm``.
@@ -203,6 +211,11 @@ def read_heat(
     gradients, positions = gradients.cpu(), positions.cpu()
     rates, temperatures = (None if x is None else x.cpu() for x in (rates, temperatures))
     rho, error, own, curvatures, ringing = _worst(gradients, positions, momentum, first, rates)
+    buckets = gradients.shape[1]
+    if elements is not None and elements > buckets:
+        D = gradients.diff(dim=0)
+        trace = -float((D[1:] * D[:-1]).sum(1).mean())
+        rho -= max(trace, 0.0) * (1.0 / buckets - 1.0 / elements)
     if rates is not None:
         budget = rates if temperatures is None else rates * temperatures
         mean, weighted = float(rates.mean()), float(rates.square().mean())
@@ -241,10 +254,15 @@ def _worst(
     Q, has = _directions(D, weights, beside)
     Dq, dq = D @ Q, d @ Q  # [folds, rows, directions]
     H = _hessians(Dq, dq, torch.cat([last @ Q, injected @ Q], 2), weights, has)
+    judged = [slice(begin, end) for begin, end in pairwise(cuts)]
+    left = Dq - dq @ H.mT
+    sizes = torch.tensor(
+        [[float(x[i, fold].square().sum()) for x in (left, Dq)] for i, fold in enumerate(judged)], device="cpu"
+    )
+    H = H * (sizes[:, 0] < sizes[:, 1])[:, None, None]
     left = Dq - dq @ H.mT
     q = _noisiest(left, beside, 1, has)
     move, rest = (dq @ H.mT @ q)[..., 0], (left @ q)[..., 0]
-    judged = [slice(begin, end) for begin, end in pairwise(cuts)]
     parts = [rest[i, fold] for i, fold in enumerate(judged)]
     own = torch.cat([move[i, fold] for i, fold in enumerate(judged)]).square().mean() / 2
     curvatures = ((q.mT @ H @ q).flatten() * (1 - mu)).tolist()
@@ -371,7 +389,8 @@ class Sketch:
                 last.append(i)
         self.packed = [torch.cat([self.signs[i] for i in pack]) if len(pack) > 1 else None for pack in self.packs]
         devices = {signs.device for signs in self.signs}
-        self.is_deferred = len(devices) == 1 and sum(map(len, self.signs)) <= DEFERRED
+        self.elements = sum(map(len, self.signs))
+        self.is_deferred = len(devices) == 1 and self.elements <= DEFERRED
 
     def __call__(self, leaves: Sequence[Leaf]) -> Row:
         """What a window keeps of one step.

@@ -33,7 +33,7 @@ UNSPECIFIED = 5.0  # times the heat that a well-specified model has at its curva
 LONG = 30.0  # steps that the momentum remembers, from which reshuffled epochs may cancel most of the noise
 SAME_NORM = 1e-5  # relative difference below which two gradient norms are one: clipped
 CLIP_SLACK = 1.1e-6  # the same as a difference: torch divides by the norm plus 1e-6
-CLIP_LEAST = 2e-4  # the norm below which that is too coarse: noise in many directions has nearly one norm
+CLIP_LEAST = 4e-4  # the norm below which that is too coarse: noise in many directions has nearly one norm
 MISSED = 0.1  # share of a window's steps in which a parameter may be without gradient
 GIVE_UP = 4 / 3  # times the share of the time at which a window is given up
 FUTILE = 16  # windows in a row that came to nothing, after which it says so
@@ -137,6 +137,7 @@ class HeatGuard:
         self.window, self.who = window, who
         self.readings: list[Heat] = []
         self.has_warned = False
+        self.has_left_out = False  # whether it was said that some gradients are not looked at
         self._last: Heat | None = None  # the last window, if it may have been hot
         self._last_rate = math.nan  # the mean rate of the last window
         self._most = math.inf  # the largest mean lr of a window
@@ -151,6 +152,8 @@ class HeatGuard:
         self._awake = 0  # the step from which on sleeps() says no
         self._began: float | None = None
         self._spent = self._before = 0.0
+        self._thread = 0  # that the clock belongs to
+        self._elapsed = self._taken = 0.0  # on this clock and of this thread's purse, when it was last looked at
         self._cost: float | None = None  # of a window, once one has been paid for
         self._absent = set[int]()  # parameters that are left out of the next window
         self._futile = 0  # windows in a row that came to nothing
@@ -351,11 +354,21 @@ class HeatGuard:
         return self._sketch is None and self._began is not None
 
     def _spend(self, leaves: Callable[[], Iterable[Leaf]], lr: float | None) -> None:
-        """Start the clock, open a window if it can be afforded, or take a step of the window that is open."""
-        now = time.thread_time()
+        """Start the clock, or look at this step."""
+        now, thread = time.thread_time(), threading.get_ident()
         if self._began is None:
-            self._began, self._before = now, _PURSE.spent
+            self._began, self._before, self._thread = now, _PURSE.spent, thread
             return
+        if (
+            thread != self._thread or now - self._began < self._elapsed
+        ):  # another thread, whose clock and purse are others
+            self._began, self._before, self._thread = now - self._elapsed, _PURSE.spent - self._taken, thread
+            self._held = 0.0
+        self._look(leaves, lr, now)
+        self._elapsed, self._taken = now - self._began, _PURSE.spent - self._before
+
+    def _look(self, leaves: Callable[[], Iterable[Leaf]], lr: float | None, now: float) -> None:
+        """Open a window if it can be afforded, or take a step of the window that is open."""
         here: list[Leaf] | None = None
         if self._sketch is None and (here := self._opened(leaves, now)) is None:
             return
@@ -385,7 +398,7 @@ class HeatGuard:
         assert self._sketch is not None
         further = len(self._rows) - 1
         each = (self._paid - self._first) / further if further >= 3 else 0.0
-        return self._first + self.window * each + _algebra(sum(map(len, self._sketch.signs)), len(self._seen))
+        return self._first + self.window * each + _algebra(self._sketch.elements, len(self._seen))
 
     def _opened(self, leaves: Callable[[], Iterable[Leaf]], now: float) -> list[Leaf] | None:
         """The gradients of this step if a window can be afforded now, which it opens; otherwise ``None``."""
@@ -480,6 +493,7 @@ class HeatGuard:
 
     def _read(self, gradients: Tensor, positions: Tensor, norms: Tensor, seen: list[Leaf]) -> None:
         """Read a window that is complete."""
+        assert self._sketch is not None
         filled = (gradients != 0).any(0)  # small models fill few buckets
         rules = {(leaf.momentum, 1.0 - leaf.momentum if leaf.first is None else leaf.first) for leaf in seen}
         momentum, first = min(rules)
@@ -495,6 +509,7 @@ class HeatGuard:
             order=self.order,
             rates=rates if changed else None,
             temperatures=temperatures if changed else None,
+            elements=self._sketch.elements,
         )
         self._most = max(float(lrs.mean()), 0.0 if math.isinf(self._most) else self._most)
         self._advice = () if changed else tuple({leaf.lr for leaf in seen if leaf.lr is not None})
@@ -578,6 +593,11 @@ class HeatGuard:
                 "; as for independent batches, the worst case. Epochs reshuffled as by a DataLoader heat less, and "
                 f"far less where the momentum, here of {memory:.3g} steps, remembers an epoch: steps_per_epoch= counts that"
             )
+            if self.order == "reshuffled":
+                law += (
+                    ". Full batches without dropout have no such noise; there the chain jumps where the curvature is too large "
+                    "for its rate"
+                )
         elif heat.order == "independent":
             law = "; for independent batches"
         else:

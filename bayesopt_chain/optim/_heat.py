@@ -32,6 +32,18 @@ def warn_unwatched(rule: Rule) -> None:
     )
 
 
+def warn_sparse(rule: Any) -> None:
+    """Warn once that the heat guard does not look at sparse gradients."""
+    if rule.heat_guard.has_left_out:
+        return
+    rule.heat_guard.has_left_out = True
+    warnings.warn(
+        f"{rule._name}: the heat guard does not look at sparse gradients, as those of Embedding(sparse=True). Run the loop "
+        "with sparse=False first, or ask bc.diagnostics.heating; heat_guard=None silences this",
+        stacklevel=7,
+    )
+
+
 def leaves_of(rule: Rule) -> Iterator[Leaf]:
     """Yield the gradients of this step that get noise.
 
@@ -45,7 +57,10 @@ def leaves_of(rule: Rule) -> Iterator[Leaf]:
         lr = float(group["lr"])
         for p in group["params"]:
             g = p.grad
-            if g is None or g.layout is not torch.strided or is_dtensor(g):
+            if g is None or is_dtensor(g):
+                continue
+            if g.layout is not torch.strided:
+                warn_sparse(rule)
                 continue
             state: dict[str, Any] = rule.state.get(p, {})
             if rule.adaptive and "step" not in state:

@@ -298,7 +298,8 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         self._compare_anew()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **({} if self.room is None else {"room": self.room})}
+        own = {"room": self.room, "heat_guard": self.heat_guard}
+        return {**super().__getstate__(), **{name: value for name, value in own.items() if value is not None}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -1,6 +1,9 @@
 """The heat guard in loops of users: schedules, absent gradients, groups, sums, long memories, clips, and its time."""
 
+import copy
 import math
+import pickle
+import threading
 import time
 import warnings
 
@@ -323,6 +326,53 @@ def test_a_gradient_that_does_not_change_is_no_clip():
         for _ in range(300):
             guard.look(lambda: [Leaf(torch.ones(10), torch.zeros(10), 1.0, 1.0, 0.9)], 0.1)
     assert guard.readings and guard.readings[0].same_norm == 0
+
+
+# what it is not shown
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_sparse_gradients_are_said_to_be_left_out(beside):
+    table, dense = nn.Embedding(20, 1, sparse=True), nn.Parameter(torch.zeros(1))
+    params = [table.weight, dense] if beside else [table.weight]
+    optimizer = bc.optim.SGLD(params, 0.1, temperature=0.01, heat_guard=eager())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for t in range(200):
+            optimizer.zero_grad()
+            (table(torch.tensor([t % 20])).sum() + dense.square().sum()).backward()
+            optimizer.step()
+    said = [str(w.message) for w in caught if "sparse" in str(w.message)]
+    assert len(said) == 1 and "Embedding(sparse=True)" in said[0]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_of_an_optimizer_keeps_its_guard(copied):
+    model = nn.Linear(2, 1)
+    optimizer = bc.optim.SGHMC(model.parameters(), 0.1, temperature=0.01, steps_per_epoch=30)
+    assert copied(optimizer).heat_guard.steps_per_epoch == 30
+    assert copied(bc.optim.SGHMC(model.parameters(), 0.1, temperature=0.01, heat_guard=None)).heat_guard is None
+
+
+def test_a_loop_that_goes_on_in_another_thread_is_watched():
+    """Each thread has a clock that begins at 0: the guard goes on from the time that it has counted."""
+    guard = eager()
+    guard.share = 0.5
+    source, param = torch.Generator().manual_seed(0), torch.zeros(10)
+
+    def steps():
+        for _ in range(400):
+            torch.randn(300, 300) @ torch.randn(300, 300)  # the loop's own work
+            guard.look(lambda: [Leaf(torch.randn(10, generator=source), param, 2.0, 1.0, 0.9)], lr=0.1)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            thread = threading.Thread(target=steps)
+            thread.start()
+            thread.join()
+            assert guard._elapsed > 0 and guard._taken < 0.8 * guard._elapsed
+    assert len(guard.readings) >= 2 and len(caught) == 1
 
 
 # its time
