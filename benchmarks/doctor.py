@@ -10,7 +10,9 @@ batches and with reshuffled ones that the momentum remembers for an epoch, and o
 that are too short, stand still, are one chain twice (bit for bit, some draws behind, or by one seed from different starts),
 drift together, start far away, sit in two modes, do not leave the mode, hold NaN, run away, and priors a thousand times too
 strong. A wrong run counts as found where the doctor names one of the kinds that it has. Runs of an odd number were held out:
-no constant of the doctor was changed for one.
+no constant of the doctor was changed for one. ``exact`` runs came later: independent draws of a linear regression that are few,
+of more parameters than data, in batches of which the last is short, beside a frozen leaf; and draws that jump once, stop, lie
+elsewhere in one chain, or have twice or half of the temperature.
 """
 
 from __future__ import annotations
@@ -125,6 +127,66 @@ def sampled(
         return bc.sample(step, params, step.init(tx, params), batches, steps=steps, burn_in=burn_in, thinning=thinning)
 
 
+class Exact:
+    """Independent draws of the posterior of a linear regression with noise and prior of variance 1.
+
+    Args:
+        draws, chains: how many.
+        P, n: parameters and data.
+        times: the temperature that the draws have, over that of the posterior.
+    """
+
+    def __init__(self, seed: int, draws: int, chains: int, P: int = 4, n: int = N, times: float = 1.0):
+        g = torch.Generator().manual_seed(1000 + seed)
+        x = torch.randn(n, P, generator=g) / (P / 4) ** 0.5
+        y = x @ torch.randn(P, generator=g) + torch.randn(n, generator=g)
+        precision = (x.T @ x + torch.eye(P)).double()
+        root = torch.linalg.cholesky(torch.linalg.inv(precision) * times)
+        mean = torch.linalg.solve(precision, (x.T @ y).double())
+        self.w = (mean + torch.randn(draws, chains, P, generator=g).double() @ root.T).float()
+        self.x, self.y, self.n = x, y, n
+
+    def judged(self, batch: int | None = None, frozen: bool = False):
+        """What the doctor says of these draws, with the prior as weight decay.
+
+        Args:
+            batch: data in a batch; ``None``: all.
+            frozen: put a leaf that is not sampled beside them.
+        """
+        tx = bc.sgd(0.1, momentum=0.9, weight_decay=1 / self.n, temperature=1 / self.n)
+
+        def loss(p, rows):
+            pinned = 50 * (p["still"] - 1).square().sum() if frozen else 0.0
+            return (rows[0] @ p["w"] - rows[1]).square().mean() / 2 + pinned
+
+        chains = self.w.shape[1]
+        still = {"still": torch.ones(chains, 2)} if frozen else {}
+        if frozen:
+            tx = bc.partition({True: tx, False: bc.sgd(0.0)}, {"w": True, "still": False})
+        draws = bc.Draws.from_trees([{"w": w, **still} for w in self.w], chains=chains)
+        return bc.diagnostics.doctor(
+            draws, tx, loss, [*zip(self.x.split(batch or self.n), self.y.split(batch or self.n))]
+        )
+
+    def jumped(self):
+        """Each chain jumps once, by thirty standard deviations, to one side or the other."""
+        half, chains = len(self.w) // 2, self.w.shape[1]
+        self.w[half:, : (chains + 1) // 2] += 2.0
+        self.w[:half, (chains + 1) // 2 :] += 2.0
+        return self.judged()
+
+    def elsewhere(self):
+        """One chain is thirty standard deviations away."""
+        self.w[:, 3] += 2.0
+        return self.judged()
+
+    def stopped(self):
+        """One chain repeats a draw from the middle on."""
+        half = len(self.w) // 2
+        self.w[half:, 0] = self.w[half, 0]
+        return self.judged()
+
+
 def far(seed):
     """Starts a hundred posterior standard deviations away and more, for four chains of the linear regression."""
     g = torch.Generator().manual_seed(seed)
@@ -162,6 +224,12 @@ def right() -> dict[str, Callable]:
         out[f"linear, far start, finished burn-in {seed}"] = lambda seed=seed: (
             lambda p, tx: judged(sampled(p, tx, params=far(seed), steps=2000, burn_in=600), tx, p)
         )(regression(seed), bc.sghmc(0.1, temperature=T))
+    for seed in range(6):
+        out[f"exact, 12 draws of 2 chains {seed}"] = lambda seed=seed: Exact(seed, 12, 2).judged()
+        out[f"exact, 20 draws of 20 chains {seed}"] = lambda seed=seed: Exact(seed, 20, 20).judged()
+        out[f"exact, 400 parameters, 30 data {seed}"] = lambda seed=seed: Exact(seed, 60, 4, P=400, n=30).judged()
+        out[f"exact, a short last batch {seed}"] = lambda seed=seed: Exact(seed, 60, 4).judged(batch=92)
+        out[f"exact, beside a frozen leaf {seed}"] = lambda seed=seed: Exact(seed, 60, 4).judged(frozen=True)
     samplers = {
         "sgld": lambda: bc.sgld(0.5, temperature=T),
         "sghmc": lambda: bc.sghmc(0.1, temperature=T),
@@ -307,6 +375,19 @@ def wrong() -> dict[str, tuple[Expected, Callable]]:
     def frozen(trees):
         for t in trees:
             t["b"][:] = trees[0]["b"]
+
+    for seed in range(6):
+        out[f"exact, one jump {seed}"] = {"mixing", "short"}, lambda seed=seed: Exact(seed, 60, 4).jumped()
+        out[f"exact, one of 50 chains elsewhere {seed}"] = {"modes"}, lambda seed=seed: Exact(seed, 60, 50).elsewhere()
+        out[f"exact, a chain that stops {seed}"] = {"dead"}, lambda seed=seed: Exact(seed, 60, 2).stopped()
+        out[f"exact, at twice the temperature {seed}"] = (
+            {"heated"},
+            lambda seed=seed: Exact(seed, 60, 4, times=2.0).judged(),
+        )
+        out[f"exact, at half the temperature {seed}"] = (
+            {"cold"},
+            lambda seed=seed: Exact(seed, 60, 4, times=0.5).judged(),
+        )
 
     changes = {"nonfinite": nan, "duplicate": twice, "dead": still, "modes": modes}
     for kind, change in changes.items():

@@ -2,8 +2,8 @@ r"""The search that :func:`bayesopt_chain.suggest_chain` and :func:`bayesopt_cha
 
 For a chain of rate ``lr`` and momentum ``mu`` and batches of ``b`` in some order, at the places measured,
 
-    draws an epoch      K / tau,   K = N / b,   tau the larger forgetting time of theta^2 of two directions: the curvature that
-                        most parameters have, and the largest
+    draws an epoch      K / tau,   K = N / b,   tau the larger forgetting time of theta^2 of two directions: one of the mean
+                        curvature tr(H) / P, and the stiffest
     heat                the largest relative variance that the batches add, over directions and places
     stability           the rate at which the stiffest direction of any place diverges
 
@@ -17,22 +17,36 @@ networks the curvature at draws is some times larger than at the mode, and the n
 A pilot that diverges halves the margin. Minibatches and full batches have a margin each, since minibatches may diverge by noise
 that the mode does not show: where a model fits all data, the gradients of all batches vanish at the mode, and do not at draws.
 After the first divergence of a minibatch pilot a pilot with full batches therefore goes to draws, where that noise is measured.
+
+Of an allowance each stage takes what it needs from what is left when the later ones have theirs: the places still to be
+measured, the shortest pilots, the timing of steps. Where the best batches are too large for a pilot that is left so much, the
+best of the smaller ones go in their place.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import optree
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bayesopt_chain.diagnostics import _direction_laws as laws
-from bayesopt_chain.diagnostics._places import Loss, Place, Rows, Source, devices_of, least_passes, measure
+from bayesopt_chain.diagnostics._places import (
+    Loss,
+    Place,
+    Rows,
+    Source,
+    devices_of,
+    least_passes,
+    measure,
+    passes_of,
+)
 from bayesopt_chain.diagnostics._response import Group, Response, read, reread
 from bayesopt_chain.diagnostics.heating import Heating, Reduced, loop, predict, rescaled
 from bayesopt_chain.loop.step import make_step
@@ -49,6 +63,26 @@ SCORED_EPOCHS = 20.0  # of that pilot, where the allowance has no limit
 KEPT = 8  # draws of a pilot that are scored
 HALVINGS = 12
 LEAST_PILOT = 0.5  # of what a pilot had, for the one that follows its divergence
+LEAST_STEPS = 4  # of a pilot
+TIMED = 3  # steps that are taken to time one batch size
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def keeps_generators(advise: Callable[P, R]) -> Callable[P, R]:
+    """An adviser that draws from its own seed and leaves torch's generators as they were."""
+
+    @functools.wraps(advise)
+    def advised(*args: P.args, **options: P.kwargs) -> R:
+        params: Any = options.get("params", args[2] if len(args) > 2 else ())
+        tree = list(params.parameters()) if isinstance(params, nn.Module) else params
+        seed: Any = options.get("seed", 0)
+        with torch.random.fork_rng(devices=devices_of(tree)):
+            torch.manual_seed(seed)
+            return advise(*args, **options)
+
+    return advised
 
 
 class Family:
@@ -59,12 +93,24 @@ class Family:
     """
 
     def __init__(self, name: str, make: Callable[[float, Any], Any], momenta: Sequence[Any], params: Tree, state: Any):
-        self.make, self.momenta = make, list(momenta)
+        self.make, self.momenta, self.state = make, list(momenta), state
         middle = self.momenta[len(self.momenta) // 2]
-        base = read(make(FIRST, middle), params, state)
-        if not any(group.temperature > 0 for group in base.groups):
+        first = make(FIRST, middle)
+        self.generators = [(generator, generator.get_state()) for generator in _generators(first)]
+        try:
+            self._read(name, first, middle, params, state)
+        finally:
+            self.restore()
+
+    def _read(self, name: str, first: Any, middle: Any, params: Tree, state: Any) -> None:
+        make = self.make
+        base = read(first, params, state)
+        silent = sum(not group.temperature > 0 for group in base.groups)
+        if silent:
+            which = f" in {silent} of its {len(base.groups)} groups" if silent < len(base.groups) else ""
             raise ValueError(
-                f"{name}: the chain draws no noise to compare that of the batches with; give it a temperature above 0"
+                f"{name}: the chain draws no noise{which} to compare that of the batches with; give it a temperature above 0"
+                + (" in every group" if which else "")
             )
         self.base = base
         self.readings = [
@@ -80,6 +126,17 @@ class Family:
                     "in every group"
                 )
         self.temperature = max(group.temperature for group in base.groups)
+
+    def start(self, tx: Any, params: Tree) -> Any:
+        """The state that a chain starts from: a copy of the one that was given, or its own."""
+        if self.state is None:
+            return tx.init(params)
+        return optree.tree_map(lambda x: x.clone() if torch.is_tensor(x) else x, self.state)
+
+    def restore(self) -> None:
+        """Put the generators that ``make`` handed to the chain back to where they were."""
+        for generator, at in self.generators:
+            generator.set_state(at)
 
     def group(self, i: int) -> Group:
         """The system of the largest group at the i-th momentum."""
@@ -163,29 +220,36 @@ class Search:
     allowance: float  # of passes over the data
     seed: int
     pilots: tuple[float, ...] = PILOTS
+    later: float = 0.0  # passes that the caller needs after the search
 
     def run(self, params: Tree) -> Advice:
         """Measure, try, measure where the trial came to, and search again; torch's generators stay as they are."""
         with torch.random.fork_rng(devices=devices_of(params)):
             torch.manual_seed(self.seed)  # of the pilots' keys
-            return self._run(params)
+            try:
+                return self._run(params)
+            finally:
+                self.family.restore()
 
     def _run(self, params: Tree) -> Advice:
         self._require_allowance()
         at, margins, diverged, spent, epochs = params, Margins(self.margin, self.margin), 0, 0.0, 0.0
         places = [self._measure(at)]
-        rows = self.rows(places, margins, only_best=True)
         seconds: dict[int, float] = {}
         kept: list[Tree] = []
         for pilot, share in enumerate(self.pilots):
             length = share * self.allowance
             if self.pilots == SCORED and math.isinf(length):
                 length = SCORED_EPOCHS
+            passes, came_to, to_draws = 0.0, None, False
             while True:
-                kept = []
-                row = rows[0]
+                left = self._left(spent, places, pilot)
+                row = self._affordable(places, margins, left, to_draws)
+                if row is None:
+                    break
+                kept, to_draws = [], False
                 is_full = row.batch == self.source.size
-                passes, came_to, took = self._pilot(row, at, places[0], length, pilot, kept)
+                passes, came_to, took = self._pilot(row, at, places[0], min(length, left), pilot, kept)
                 spent += passes
                 # What diverging took is taken from the next trial, which keeps a part to be seen to run away in.
                 length = max(length - passes, LEAST_PILOT * length)
@@ -198,29 +262,77 @@ class Search:
                         f"{self.name}: chains run away from params at every learning rate down to {row.lr:.3g}; go "
                         "to a mode first, and look at the loss"
                     )
-                if not is_full and len(places) == 1 and isinstance(self.source, Rows) and diverged == 1:
-                    rows = replace(self, choices=[(self.source.size, "full")]).rows(places, margins, only_best=True)
-                    continue
-                margins = margins.lowered(row, is_full)
-                rows = self.rows(places, margins, only_best=True)
+                to_draws = not is_full and len(places) == 1 and isinstance(self.source, Rows) and diverged == 1
+                to_draws = to_draws and self._left(spent, places, pilot) >= LEAST_STEPS
+                if not to_draws:
+                    margins = margins.lowered(row, is_full)
+            if came_to is None:
+                break
             epochs += 0.75 * passes if pilot == len(self.pilots) - 1 else passes
             at = came_to
             places.append(self._measure(at))
-            rows = self.rows(places, margins, only_best=pilot < len(self.pilots) - 1)
+        if len(places) == 1:
+            ran = f" after {diverged} that ran away" if diverged else ""
+            raise ValueError(
+                f"{self.name}: epochs: of a tenth of them, {self.allowance:.3g} passes over the data, too little is left for a "
+                f"pilot run{ran}; give more, or leave epochs out"
+            )
+        rows = self.rows(places, margins)
         spent += sum(place.passes for place in places)
         return Advice(rows, places, at, margins, diverged, spent, seconds, kept, epochs)
 
     def timed(self, row: Row, params: Tree, batch: int) -> float:
         """Seconds of a step with batches of that size: the best of two, after one that is not counted."""
         tx = self.family.make(row.lr, self.family.momenta[row.momentum])
-        step, state = make_step(self.loss, tx), tx.init(params)
+        step, state = make_step(self.loss, tx), self.family.start(tx, params)
         data, best = next(self.source.run(batch, "independent", self.seed)), math.inf
-        for n in range(3):
+        for n in range(TIMED):
             began = time.perf_counter()
             params, state, info = step(params, state, data)
             float(info.loss)
             best = min(best, time.perf_counter() - began) if n else best
+        self.family.restore()
         return best
+
+    @property
+    def to_time(self) -> set[int]:
+        """The batch sizes whose steps are timed apart from pilots."""
+        if not isinstance(self.source, Rows):
+            return set()
+        size, least = self.source.size, min(batch for batch, _ in self.choices)
+        return {least, int(max(least, min(size, 8 * least, size // 8)))}
+
+    @property
+    def afterwards(self) -> float:
+        """Passes that are needed once the last place is measured."""
+        sizes = {batch for batch, _ in self.choices}
+        known = sizes if len(sizes) == 1 else set()  # from the pilots
+        return TIMED * sum(self.to_time - known) / self.source.size + self.later
+
+    @property
+    def _least_pilot(self) -> float:
+        return LEAST_STEPS * min(batch for batch, _ in self.choices) / self.source.size
+
+    def _left(self, spent: float, places: list[Place], pilot: int) -> float:
+        """Passes that a pilot may take, after what its predecessors took and what has to follow."""
+        each = [place.passes for place in places]
+        follow = len(self.pilots) - pilot
+        return (
+            self.allowance - spent - sum(each) - follow * max(each) - (follow - 1) * self._least_pilot - self.afterwards
+        )
+
+    def _affordable(self, places: list[Place], margins: Margins, left: float, full: bool) -> Row | None:
+        """The best row, or that of full batches, whose shortest pilot takes no more passes; ``None`` where there is none."""
+        choices = [(self.source.size, "full")] if full else self.choices
+        cheap = [choice for choice in choices if LEAST_STEPS * choice[0] / self.source.size <= left]
+        if not cheap:
+            return None
+        try:
+            return replace(self, choices=cheap).rows(places, margins, only_best=True)[0]
+        except ValueError:
+            if len(cheap) == len(choices):
+                raise
+            return None
 
     @property
     def _only_full(self) -> bool:
@@ -228,7 +340,8 @@ class Search:
 
     def _require_allowance(self) -> None:
         """Refuse an allowance in which nothing can be measured."""
-        least = least_passes(self.source, self.rank, self._only_full) / PLACE
+        place = least_passes(self.source, self.rank, self._only_full)
+        least = max(place / PLACE, self._needed(0.0))
         if least > self.allowance:
             raise ValueError(
                 f"{self.name}: epochs: a tenth of them, {self.allowance:.3g} passes over the data, is too little to "
@@ -236,6 +349,20 @@ class Search:
                 f"and noise at {len(self.pilots) + 1} places and to try a chain, which takes {least:.3g}; give "
                 f"{math.ceil(10 * least)} or more, or leave epochs out"
             )
+
+    def _needed(self, place: float) -> float:
+        """Passes of all stages with the shortest pilots, where each place is measured with that allowance."""
+        tries = len(self.pilots)
+        measured = (tries + 1) * passes_of(self.source, self.rank, self._only_full, place)
+        return measured + tries * self._least_pilot + self.afterwards
+
+    @functools.cached_property
+    def _place(self) -> float:
+        """The allowance for each place: its share, or what leaves the shortest pilots theirs."""
+        place = PLACE * self.allowance
+        while math.isfinite(place) and place > 1e-6 and self._needed(place) > self.allowance:
+            place *= 0.95
+        return place
 
     def _measure(self, params: Tree) -> Place:
         try:
@@ -245,11 +372,22 @@ class Search:
                 self.source,
                 self.family.base,
                 rank=self.rank,
-                allowance=PLACE * self.allowance,
+                allowance=self._place,
                 only_full=self._only_full,
             )
         except ValueError as err:
             raise ValueError(f"{self.name}: {err}") from err
+        except NotImplementedError as err:
+            reason = str(err).strip().split("\n")[0]
+            raise ValueError(
+                f"{self.name}: loss must have dense gradients and products with its Hessian, which torch lacks for a part of "
+                f"it: {reason:.160}; of nn.Embedding take sparse=False, and for nn.EmbeddingBag the mean of an nn.Embedding"
+            ) from err
+        except torch.linalg.LinAlgError as err:  # pyright: ignore[reportPrivateImportUsage]
+            raise ValueError(
+                f"{self.name}: loss has second derivatives at params that are not finite; look for NaN in params and data, and "
+                "for roots and norms at zero"
+            ) from err
 
     def _pilot(
         self, row: Row, params: Tree, mode: Place, allowance: float, seed: int, kept: list[Tree]
@@ -259,13 +397,13 @@ class Search:
         Draws of its second half are appended to ``kept``.
         """
         K = self.source.size / row.batch
-        steps = int(min(200, max(20, 40 * K))) if math.isinf(allowance) else max(4, int(allowance * K))
+        steps = int(min(200, max(20, 40 * K))) if math.isinf(allowance) else max(LEAST_STEPS, int(allowance * K))
         tx = self.family.make(row.lr, self.family.momenta[row.momentum])
-        step, state = make_step(self.loss, tx), tx.init(params)
+        step, state = make_step(self.loss, tx), self.family.start(tx, params)
         batches = self.source.run(row.batch, row.order, self.seed + seed)
         # a Gaussian of P directions lies T P / 2 above its mode
         most = mode.level + 2.0 * self.family.temperature * mode.moving
-        most += 0.1 * abs(most)
+        most += 0.1 * abs(most) + 4.0 * mode.level_error
         losses: list[Tensor] = []
         began = time.perf_counter()
         for n in range(1, steps + 1):
@@ -427,12 +565,34 @@ def largest(allowed: Callable[[float], bool], start: float, most: float, exact: 
     return low
 
 
+def _generators(made: Any) -> Iterator[torch.Generator]:
+    """The generators that a chain holds."""
+    if isinstance(made, torch.Generator):
+        yield made
+        return
+    parts: Any = getattr(made, "links", ())
+    if isinstance(made, Mapping):
+        parts = made.values()
+    elif is_dataclass(made) and not isinstance(made, type):
+        parts = [getattr(made, x.name) for x in fields(made)]
+    elif isinstance(made, list | tuple) and not parts:
+        parts = made
+    for part in parts:
+        yield from _generators(part)
+
+
 def report(search: Search, advice: Advice, row: Row) -> Heating:
     """What :func:`bayesopt_chain.diagnostics.heating` says of a row at the place where it is hottest."""
     K = search.source.size / row.batch
     order = _known(row.order) if K > 1 else "independent"
     systems = [search.family.at(row.momentum, row.lr, place, row.batch) for place in advice.places]
     return max((predict(system, order, K) for system in systems), key=lambda heating: heating.worst)
+
+
+def draws_along(search: Search, row: Row, curvatures: Tensor) -> Tensor:
+    """Effective draws of theta^2 an epoch that a row makes along directions of these curvatures, prior included."""
+    y = curvatures.double() * search.family.ratio(row.momentum, row.lr)
+    return search.source.size / row.batch / laws.forgetting(laws.directions(search.family.group(row.momentum), y))
 
 
 def _known(order: Any) -> Any:
@@ -451,7 +611,7 @@ def _directions_of(place: Place) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _forgetting(group: Group, places: list[Place], ratio: Any, limit: float | None = None) -> Tensor:
-    """Steps between effective draws: the slower of the average and of the stiffest direction."""
+    """Steps between effective draws: the slower of a direction of the mean curvature and of the stiffest one."""
     slow = torch.tensor(
         [sorted(place.slow for place in places)[len(places) // 2], max(p.top for p in places)], device="cpu"
     )

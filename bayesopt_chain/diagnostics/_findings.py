@@ -226,6 +226,7 @@ def immobile(draws: Draws, noiseless: Collection[str] = ()) -> list[Finding]:
                     "It sits in a narrow place, or lost its noise: look at its loss, and start it elsewhere.",
                 )
             )
+            return out
     same = torch.stack([(x[1:] == x[:-1]).all(-1) for x in moving]).all(0)  # [draws - 1, chains]
     for chain, repeats in enumerate(same.T.tolist()):
         longest = max(len(list(run)) if equal else 0 for equal, run in itertools.groupby(repeats))
@@ -336,6 +337,12 @@ def unmixed(
                 )
             ]
     return []
+
+
+def is_untold(numbers: dict[str, float]) -> bool:
+    """Whether the draws have a large R-hat and so few independent draws that it may be chance."""
+    few = UNTOLD * numbers["chains"]
+    return numbers.get("R-hat, worst", 1.0) > LARGE and numbers["effective draws, least"] < few
 
 
 def drifting(values: Tensor, numbers: dict[str, float], level: float, independent: bool) -> list[Finding]:

@@ -100,14 +100,20 @@ def split(name: str, data: Any, size: int, held_out: Any) -> tuple[Any, Any, int
         rows = torch.as_tensor(held_out, device="cpu")
     except (TypeError, ValueError, RuntimeError) as err:
         raise TypeError(f"{name}: held_out must be a list or tensor of row numbers, got {held_out!r:.60}") from err
-    if rows.dtype not in (torch.int16, torch.int32, torch.int64, torch.uint8) or rows.ndim != 1:
+    if (
+        (rows.numel() and rows.dtype not in (torch.int16, torch.int32, torch.int64, torch.uint8))
+        or rows.ndim > 1
+        or not rows.ndim
+    ):
         raise TypeError(
             f"{name}: held_out must be a list or a 1-d tensor of row numbers, got {rows.dtype} of shape {tuple(rows.shape)}"
         )
     rows = rows.long().cpu()
-    if len(rows) < 2 or len(rows) > size - 2 or int(rows.min()) < 0 or int(rows.max()) >= size:
+    beyond = rows[(rows < 0) | (rows >= size)]
+    if len(rows) < 2 or len(rows) > size - 2 or len(beyond):
+        came = f"row {int(beyond[0])}" if len(beyond) else f"{len(rows)} rows"
         raise ValueError(
-            f"{name}: held_out must be 2 to {size - 2} rows of the {size} data, in [0, {size}), got {len(rows)} rows"
+            f"{name}: held_out must be 2 to {size - 2} rows of the {size} data, in [0, {size}), got {came}"
         )
     if len(rows.unique()) < len(rows):
         raise ValueError(f"{name}: held_out must name each row once")

@@ -274,9 +274,11 @@ def doctor(
             findings += trend.findings
         unseen.append(PRIOR_HALF_SEEN if prior_sd else PRIOR_UNSEEN)
     # Draws that are still on their way, or have hardly moved, have the temperature of their start. What they will have cannot
-    # be told, and a lower rate is the last thing they need. Energy that rises is what heat does, so that heat is reported then.
+    # be told, and a lower rate is the last thing they need. Energy that rises is what heat does, so that heat is reported then,
+    # unless the draws jumped so rarely that their spread is that of the jumps.
     kinds_found = {finding.kind for finding in findings}
     is_untold = trend.falls or (not trend.findings and bool(drifts or "short" in kinds_found))
+    is_untold |= _findings.is_untold(numbers)
     if is_untold and "heated" in kinds_found:
         unseen.append(UNTOLD)
         findings = [finding for finding in findings if finding.kind != "heated"]

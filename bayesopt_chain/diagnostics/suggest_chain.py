@@ -11,9 +11,11 @@ gradient noise, is measured where the chain goes:
                      full batches, and from then on each halves that share
     at its end       curvature and noise again, and a second pilot; the largest curvature and the worst heat of all places count
 
-Effective draws are those of ``theta^2`` in the slower of two directions: one of the curvature that most parameters have
-(``tr(H) / P``), and the stiffest one. Gradient noise as heat: Mandt, Hoffman and Blei (2017); the sum of an epoch's noise is
-zero, which momentum with a memory of an epoch or more can use: ``docs/minibatches.md``.
+Effective draws are those of ``theta^2`` in the slower of two directions: one of the mean curvature ``tr(H) / P``, and the
+stiffest one. In an ill-conditioned problem a few stiff directions make up the trace, and most are softer and forget more
+slowly: what the softest one gets that Lanczos' method saw, and about how many get too little, is said in words. Gradient
+noise as heat: Mandt, Hoffman and Blei (2017); the sum of an epoch's noise is zero, which momentum with a memory of an epoch
+or more can use: ``docs/minibatches.md``.
 
 Where a network's draws at the chain's temperature predict worse than its mode, held-out data say so: with ``held_out`` the
 pilot's draws are scored on rows that ``params`` was trained without, as they are and pulled towards the mode as a colder
@@ -38,9 +40,20 @@ from torch import nn
 from bayesopt_chain import checks, kinds
 from bayesopt_chain.data.epochs import Epochs, epochs
 from bayesopt_chain.data.index_stream import Order, Rule
-from bayesopt_chain.diagnostics._advice import PILOTS, SCORED, Advice, Family, Row, Search, report
+from bayesopt_chain.diagnostics._advice import (
+    PILOTS,
+    SCORED,
+    TIMED,
+    Advice,
+    Family,
+    Row,
+    Search,
+    draws_along,
+    keeps_generators,
+    report,
+)
 from bayesopt_chain.diagnostics._held_out import HeldOutScore, chosen, scores, split, widening
-from bayesopt_chain.diagnostics._places import FORWARD, Rows, require_mean
+from bayesopt_chain.diagnostics._places import FLAT, FORWARD, Place, Rows, require_mean
 from bayesopt_chain.diagnostics.heating import Heating
 from bayesopt_chain.optimizers.functional import sgd
 
@@ -63,7 +76,8 @@ class Setting:
         batch_size: number of data in a batch.
         lr, momentum: of the chain; ``momentum`` is ``None`` where ``make_tx`` takes none.
         draws_per_epoch: effective draws that one pass over the data makes, in the slower of two directions (see the module).
-        excess: predicted share by which the batches widen the variance of the worst direction, mean over an epoch; 0.05 is 5 %.
+        excess: estimated share by which the batches widen the variance of the worst direction, mean over an epoch; 0.05 is 5 %.
+            It comes from few gradients at few places, and is no bound.
         seconds_per_epoch: from timed steps on this machine.
         kappa: relaxations an epoch of the stiffest direction, ``K lr_eff k``.
         limited_by: ``"stability"`` or ``"batch noise"``.
@@ -191,6 +205,7 @@ PLACE_OR_MODULE = kinds.Kind(
     margin=kinds.real("(0, 1]"),
     rank_by=kinds.one_of("epoch", "second"),
 )
+@keeps_generators
 def suggest_chain(
     make_tx: Callable[..., Any],
     loss: Callable[[Any, Any], Any],
@@ -232,8 +247,9 @@ def suggest_chain(
         orders: of the batches, to choose from. Default: ``"reshuffled"`` and ``"independent"``.
         momenta: to choose from, between 0 and 1. Default: twelve from 0.5 to 0.999.
         epochs: how many passes over the data the run may take, all chains together. A tenth of them at most goes into
-            suggesting; the fewer they are, the less certain the answer. Default: no limit on suggesting.
-        spent: how many of these passes training the starts took.
+            suggesting, by the count of ``passes``; the fewer they are, the less certain the answer, and pilots that cannot be
+            paid with the best batches go with smaller ones. Default: no limit on suggesting.
+        spent: how many of these passes training the starts took; with ``epochs`` alone.
         starts: further modes, each like ``params``, from other initial values: each gets a chain of its own, all of one length.
             With ``held_out`` they are trained on all rows, and the run is theirs alone: ``params`` lacks the rows.
         held_out: numbers of rows of the data that ``params`` was trained without, say a fifth of them; of a series, the last.
@@ -253,11 +269,13 @@ def suggest_chain(
         :class:`ChainSuggestion`; ``print`` it.
 
     Raises:
-        TypeError: a class whose chain is not known, data that are no tree of tensors.
+        TypeError: a class whose chain is not known, data that are no tree of tensors; with ``held_out`` a ``make_tx`` that
+            takes no temperature.
         ValueError: ``held_out`` without ``log_prob`` or the other way round; rows that do not exist; a start unlike
             ``params``; ``spent`` that leaves nothing; a chain without noise or one that is not linear; a loss that is a sum
             or in which the data of a batch act on each other (BatchNorm in train mode); no positive curvature; chains that
-            run away at every rate; ``epochs`` too few for a tenth of them to say anything.
+            run away at every rate; ``epochs`` too few for a tenth of them to say anything; data with row numbers; a loss that
+            torch cannot differentiate twice.
 
     Example:
         >>> import functools, torch, bayesopt_chain as bc
@@ -291,6 +309,10 @@ def suggest_chain(
     if (held_out is None) != (log_prob is None):
         lacks = "log_prob" if log_prob is None else "held_out"
         raise ValueError(f"{name}: {lacks} is missing: held_out and log_prob are given together")
+    if held_out is not None and min(temperatures) < 1:
+        _require_temperature(name, make_tx)
+    if epochs is None and spent:
+        raise ValueError(f"{name}: spent is a part of epochs, got {spent:g} without epochs; give both or neither")
     if epochs is not None and spent >= (1 - SHARE) * epochs:
         raise ValueError(f"{name}: spent must leave a part of the {epochs:g} epochs to the run, got {spent:g}")
     tree, size, known_batch, known_order = of_data(name, data)
@@ -307,11 +329,20 @@ def suggest_chain(
     smaller = [b for b in sizes if b < source.size]
     require_mean(name, loss, params, source, sums_only=not smaller)
     made = maker(name, make_tx, 2)
+    try:
+        family = Family(name, made, tuple(momenta), params, None)
+    except ValueError as err:
+        if "state=" not in str(err):
+            raise
+        raise ValueError(
+            f"{name}: {err}; {name} has no state= and takes chains that are the same from their first step on: "
+            "bc.suggest_lr takes a state"
+        ) from err
     search = Search(
         name,
         loss,
         source,
-        Family(name, made, tuple(momenta), params, None),
+        family,
         [*((b, order) for b in smaller for order in known), (source.size, "full")],
         tolerance,
         margin,
@@ -320,6 +351,7 @@ def suggest_chain(
         math.inf if epochs is None else SHARE * epochs,
         seed,
         PILOTS if held_out is None else SCORED,
+        0.0 if held_out is None else FORWARD * count / size * (1 + len(temperatures)),
     )
     advice = search.run(params)
     if log_prob is None:
@@ -328,7 +360,7 @@ def suggest_chain(
     predicts, _, _ = of_module(name, log_prob, given)
     wider = widening(advice.rows[0].draws, left, advice.piloted)
     each = FORWARD * len(temperatures) * count / size  # passes for one draw
-    afford = 0.95 * search.allowance - advice.passes
+    afford = min(0.95 * search.allowance, search.allowance - search.afterwards + each) - advice.passes
     kept = advice.draws if math.isinf(afford) else advice.draws[-max(1, int(afford / each)) :]
     seen = scores(name, predicts, params, kept, held, count, temperatures, wider)
     advice.passes += FORWARD * count / size + each * len(kept)
@@ -359,6 +391,19 @@ def suggest_chain(
         others=tuple(others),
         seen=seen,
     )
+
+
+def _require_temperature(name: str, make_tx: Callable[..., Any]) -> None:
+    """Refuse a function that takes no ``temperature=``, which a colder chain is made with."""
+    try:
+        takes = inspect.signature(make_tx).parameters
+    except ValueError:  # a callable that tells nothing of its arguments
+        return
+    if "temperature" not in takes and not any(x.kind is inspect.Parameter.VAR_KEYWORD for x in takes.values()):
+        raise TypeError(
+            f"{name}: with held_out make_tx must take temperature=, as functools.partial(bc.sghmc, temperature=1 / N) does, "
+            f"got one that takes {', '.join(takes) or 'nothing'}; or keep the temperature, temperatures=(1.0,)"
+        )
 
 
 def _start(name: str, i: int, start: Any, given: Any, params: Any) -> Any:
@@ -466,11 +511,9 @@ def _seconds(search: Search, advice: Advice) -> tuple[Callable[[int], float], fl
     """Seconds of a step as a function of the batch size, and the passes over the data that timing took."""
     size, known = search.source.size, dict(advice.seconds)
     row, spent = advice.rows[-1], 0.0
-    if isinstance(search.source, Rows):
-        least = min(batch for batch, _ in search.choices)
-        for batch in {least, int(max(least, min(size, 8 * least, size // 8)))} - known.keys():
-            known[batch] = search.timed(row, advice.params, batch)
-            spent += 3 * batch / size
+    for batch in search.to_time - known.keys():
+        known[batch] = search.timed(row, advice.params, batch)
+        spent += TIMED * batch / size
     b = torch.tensor(sorted(known), dtype=torch.float64, device="cpu")
     t = torch.tensor([known[int(x)] for x in b], dtype=torch.float64, device="cpu")
     if len(b) == 1:
@@ -493,7 +536,7 @@ def _sentences(
 ) -> list[str]:
     """What limits the best setting, what would buy more, and what was noticed."""
     (best, row), size, T = pairs[0], search.source.size, search.family.temperature
-    top, slow = max(p.top for p in advice.places), sorted(p.slow for p in advice.places)[len(advice.places) // 2]
+    softest = min(advice.places, key=lambda place: place.soft)
     stiff = max(p.top for p in advice.places[1:]) / advice.places[0].top
     out = []
     if best.limited_by == "stability":
@@ -517,6 +560,7 @@ def _sentences(
             "average curvature."
             + (" That is short: it stays near where it starts." if total < FEW * (1 + others) else "")
         )
+    out.append(_of_softest(search, row, softest, None if run is None else run - spent - passes, 1 + others))
     mini = [setting for setting, _ in pairs if setting.order != "full"]
     full = next((setting for setting, _ in pairs if setting.order == "full"), None)
     if full is not None and full is best and mini and full.draws_per_epoch > FAR * mini[0].draws_per_epoch:
@@ -544,10 +588,10 @@ def _sentences(
                 f"A tolerance of {4 * search.tolerance:.0%} would buy {same.draws / row.draws:.2g} times the draws, "
                 "larger batches more."
             )
-    if top > 100.0 * slow:
+    if softest.top > 100.0 * softest.soft:
         out.append(
-            f"The stiffest direction is {top / slow:.2g} times as stiff as the average one: a preconditioner would buy most "
-            "(bc.scale_by_preconditioner, or a posterior of fit_laplace as its precision)."
+            f"The stiffest direction is {softest.top / softest.soft:.2g} times as stiff as the softest one seen: a "
+            "preconditioner would buy most there (bc.scale_by_preconditioner, or a posterior of fit_laplace as its precision)."
         )
     if stiff > 1.5 or stiff < 0.67:
         out.append(f"The largest curvature at the pilots' draws is {stiff:.2g} times that at params.")
@@ -573,9 +617,38 @@ def _sentences(
             "the prior is too wide for the data, and draws will forget the stop: narrow it first "
             "(bc.fitting.train_by_evidence finds its precision)."
         )
+    gradients = sum(place.gradients for place in advice.places)
+    if gradients and any(setting.order != "full" for setting, _ in pairs):
+        out.append(
+            f"The excess is an estimate from {gradients} gradients of batches at {len(advice.places)} places, no bound; "
+            "bc.diagnostics.heating at draws of the run measures it again."
+        )
     share = "" if run is None else f", {passes / run:.1%} of the run"
     out.append(f"Suggesting took {passes:.3g} passes over the data{share}; temperature {T:.3g}.")
     return out
+
+
+def _of_softest(search: Search, row: Row, place: Place, rest: float | None, chains: int) -> str:
+    """What the softest direction seen gets, and about how many get too little."""
+    soft = torch.tensor([place.soft], dtype=torch.float64, device="cpu")
+    each = float(draws_along(search, row, soft))
+    text = f"The softest direction seen, of {place.soft / place.top:.2g} of the largest curvature, makes about "
+    if rest is None:
+        text += f"{each:.2g} effective draws an epoch: {FEW:g} of them take {FEW / max(each, 1e-300):.2g} epochs."
+    else:
+        few = FEW * chains
+        text += f"{each * rest:.2g} effective draws in the run."
+        grid = place.top * torch.logspace(-9, 0, 400, dtype=torch.float64, device="cpu")
+        enough = draws_along(search, row, grid) * rest >= few
+        least = float(grid[int(enough.double().argmax())]) if bool(enough.any()) else math.inf
+        share = place.softer(least)
+        if share > 0:
+            below = "All directions" if math.isinf(least) else f"Directions softer than {least / place.top:.2g} of it"
+            about = f", about {share:.0%} of all," if share < 0.995 and not math.isinf(least) else ""
+            text += f" {below}{about} make fewer than {few:g}, too few to show their variance."
+    if place.softer(FLAT * place.top) > 0:
+        text += f" Less than {FLAT:g} of it was seen too: directions that are softer still, flat, or curve downwards."
+    return text
 
 
 def require_law(name: str, orders: Sequence[Any]) -> None:
@@ -641,6 +714,11 @@ def as_chain(optimizer: torch.optim.Optimizer) -> Any:
             f"the chain of {type(optimizer).__name__} with {len(groups)} groups is not known; give bc.optim.SGD, SGHMC or SGLD "
             "with one group, or a function that returns a chain (bc.sghmc, bc.partition)"
         )
+    if groups[0].get("maximize"):
+        raise ValueError(
+            f"the chain of {type(optimizer).__name__} with maximize=True climbs its loss; negate the loss and leave maximize "
+            "out"
+        )
     return sgd(**{key: groups[0][key] for key in known})
 
 
@@ -687,7 +765,10 @@ def of_data(name: str, data: Any) -> tuple[Any, int, set[int] | None, tuple[Any,
         ValueError: batches of several chains or ranks, or that leave data out.
     """
     if not isinstance(data, Epochs):
-        whole = epochs(data, 1)
+        try:
+            whole = epochs(data, 1)
+        except (TypeError, ValueError) as err:
+            raise type(err)(f"{name}: {str(err).removeprefix('epochs: ')}") from err
         if whole.leaves is None:
             hint = ""
             if isinstance(data, torch.utils.data.DataLoader | torch.utils.data.Dataset):
@@ -698,6 +779,11 @@ def of_data(name: str, data: Any) -> tuple[Any, int, set[int] | None, tuple[Any,
         raise ValueError(
             f"{name}: data must be bc.epochs of a tree of tensors, for one chain and one rank, that leaves nothing "
             f"out, got {data!r}"
+        )
+    if data.with_rows:
+        raise ValueError(
+            f"{name}: data must be bc.epochs without with_rows=True, since trials take batches of other sizes and orders, got "
+            f"{data!r}; make the row numbers a part of the data, bc.epochs((data, torch.arange({data.size})), ...)"
         )
     order = (data.order,) if data.batch_size < data.size else None
     return data.data, data.size, {data.batch_size}, order

@@ -15,17 +15,18 @@ How gradient noise sets the variance of a run is due to Mandt, Hoffman and Blei 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
 import torch
+from torch.utils.data import DataLoader, SequentialSampler
 
 from bayesopt_chain import batches as batch_trees
 from bayesopt_chain import kinds
 from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.data.index_stream import Order
-from bayesopt_chain.diagnostics._advice import Advice, Family, Search
+from bayesopt_chain.diagnostics._advice import Advice, Family, Search, keeps_generators
 from bayesopt_chain.diagnostics._places import Listed, Rows, Source, require_mean
 from bayesopt_chain.diagnostics.gradient_noise import take
 from bayesopt_chain.diagnostics.suggest_chain import (
@@ -54,6 +55,7 @@ from bayesopt_chain.optimizers.functional import sgd
     epochs=kinds.POSITIVE,
     margin=kinds.real("(0, 1]"),
 )
+@keeps_generators
 def suggest_lr(
     make_tx: Callable[..., Any],
     loss: Callable[[Any, Any], Any],
@@ -78,17 +80,17 @@ def suggest_lr(
         loss: as for :func:`bayesopt_chain.make_step`; of a module, ``loss(module, batch)``.
         params: where the chain will sample: near a mode, not the initial values. A tree, or a module.
         batches: ``bc.epochs(...)``; all data as one batch (a tensor, tuple or dictionary); or an iterable of batches
-            of one size that
-            share no datum, such as a list or a DataLoader.
+            of one size that share no datum and can be gone through again, such as a list or a DataLoader: pilots take them
+            all, in a new order each epoch where it is a list, and the answer's ``batches`` are these.
         tolerance: how much the variance of any direction may grow, on average over the steps of an epoch; 0.05 is 5 %.
         order: of the batches; default: that of the ``epochs``, and ``"reshuffled"`` for another iterable.
         steps_per_epoch: ``K = N / b``; default: that of the ``epochs``, and the number of batches for another iterable.
-        state: the state of the chain, where a preconditioner learns.
+        state: the state of the chain, where a preconditioner learns; pilots start from it. Start the run from it too.
         epochs: how many passes over the data the run may take; a tenth of them at most goes into suggesting. Default: no limit.
         margin: share of the stability limit that the rate may take at most, with minibatches and with full batches; pilots
             that run away halve their own, but for a first one with minibatches, after which full batches are tried.
         rank: number of directions looked at, of the noise and of the curvature each.
-        max_batches: of an iterable, use at most so many.
+        max_batches: of an iterable, measure at most so many; pilots and the run take all.
         seed: of the pilots and of the batches.
 
     Returns:
@@ -96,9 +98,10 @@ def suggest_lr(
         what limits it and what would buy more.
 
     Raises:
-        TypeError: a class whose chain is not known.
-        ValueError: a chain without noise, or one that is not linear; a loss that is a sum over the batch; a loss without
-            positive curvature here; chains that run away at every rate; a tolerance that is not positive.
+        TypeError: a class whose chain is not known; batches that can be gone through once, such as a generator.
+        ValueError: batches without a length, where ``steps_per_epoch`` is not given; a chain without noise, or one that is
+            not linear; a loss that is a sum over the batch; a loss without positive curvature here, or one that torch cannot
+            differentiate twice; chains that run away at every rate; a tolerance that is not positive.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -120,7 +123,8 @@ def suggest_lr(
     choice = (batch, order or known)
     search = Search(name, loss, source, family, [choice], tolerance, margin, 1e-4, rank, allowance, seed)
     advice = search.run(params)
-    return suggested(search, advice, epochs, "epoch", draws, _elsewhere(search, advice, params))
+    notes = [*_elsewhere(search, advice, params), *_of_order(batches, choice[1])]
+    return suggested(search, advice, epochs, "epoch", draws, notes)
 
 
 def _source(name: str, batches: Any, most: int, steps: float | None, seed: int) -> tuple[Source, int, Order | Any]:
@@ -131,13 +135,42 @@ def _source(name: str, batches: Any, most: int, steps: float | None, seed: int) 
         batch = next(iter(known_size)) if known_size else size
         base = max(1, min(BASE, batch, size // 2))
         return Rows(tree, size, base, seed), batch, order[0] if order else "full"
-    made = take(batches, most)[0][0]
+    if isinstance(batches, Iterator):
+        raise TypeError(
+            f"{name}: batches must be something that can be gone through again, as the pilots and the run do, got "
+            f"{type(batches).__name__}; pass a list, a DataLoader or bc.epochs(...)"
+        )
+    try:
+        count = len(batches)
+    except TypeError:
+        count = None
+    if count is None and steps is None:
+        raise ValueError(
+            f"{name}: batches has no length, so that the steps of an epoch are not known, got {type(batches).__name__}; pass "
+            "steps_per_epoch=, a list, a DataLoader with a length or bc.epochs(...)"
+        )
+    if isinstance(batches, Sequence) and len(batches) > most:  # any of them: the first may be unlike the rest
+        generator = torch.Generator().manual_seed(seed)
+        made = [batches[k] for k in torch.randperm(len(batches), generator=generator, device="cpu")[:most].tolist()]
+    else:
+        made = take(batches, most)[0][0]
     if not made:
         raise ValueError(f"{name}: batches is empty")
     leaves = [leaf for leaf in batch_trees.flatten(made[0])[0] if torch.is_tensor(leaf) and leaf.ndim]
     b = len(leaves[0]) if leaves else 1
-    count = len(batches) if hasattr(batches, "__len__") else len(made)
-    return Listed(made, b * (steps or float(count)), b), b, "reshuffled"
+    return Listed(made, b * (steps or float(count or len(made))), b, batches, len(made) == count), b, "reshuffled"
+
+
+def _of_order(batches: Any, order: Any) -> list[str]:
+    """That batches come in the same order every epoch, where the law of another order was asked for."""
+    loader = isinstance(batches, DataLoader) and isinstance(batches.sampler, SequentialSampler)
+    if order == "fixed" or not (loader or (isinstance(batches, list) and len(batches) > 1)):
+        return []
+    return [
+        f"These batches come in the same order every epoch, which adds a bias; the row is of {order} ones: pass "
+        f"{'shuffle=True to the DataLoader' if loader else 'bc.epochs(data, batch size) in place of the list'}, or ask for "
+        "order='fixed'."
+    ]
 
 
 def _elsewhere(search: Search, advice: Advice, params: Any) -> list[str]:

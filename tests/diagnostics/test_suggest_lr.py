@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import bayesopt_chain as bc
+from bayesopt_chain.diagnostics import _advice
 from tests.diagnostics.oracle import DOUBLE, affine, lyapunov
 
 T = 0.001
@@ -188,3 +189,79 @@ def test_networks_neither_diverge_nor_heat_at_the_suggested_rate(kind):
     error = more.std().item() / 10**0.5
     assert bool(torch.isfinite(batched).all()) and more.mean().item() < 0.05 * reference + 4 * error
     assert 4 * error < 0.3 * reference  # the comparison could have failed
+
+
+def ordered(N=800, b=20):
+    """Regression data in batches as they are on disk: the targets drift."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.cat([torch.randn(N, 2, generator=g), torch.ones(N, 1)], 1)
+    y = x.sum(1) + torch.randn(N, generator=g) + torch.linspace(-1, 1, N)
+    return [(x[i : i + b], y[i : i + b]) for i in range(0, N, b)], torch.linalg.lstsq(x, y).solution
+
+
+def squares(w, batch):
+    return (batch[0] @ w - batch[1]).square().mean() / 2
+
+
+def test_all_batches_of_a_long_list_are_tried_and_handed_back():
+    """40 batches of which 10 are measured: the pilots see the others too, and the answer's batches are all of them."""
+    batches, mode = ordered()
+    seen = set()
+
+    def loss(w, batch):
+        if len(batch[1]) == 20:  # not a half of one
+            seen.add(float(batch[1][0]))
+        return squares(w, batch)
+
+    found = bc.suggest_lr(lambda lr: bc.sghmc(lr, temperature=1 / 800), loss, mode, batches, max_batches=10)
+    assert found.batches is batches and found.report.steps_per_epoch == 40 and len(seen) == 40
+    assert "come in the same order every epoch" in str(found)
+
+
+def test_a_loader_is_handed_back_and_its_order_looked_at():
+    batches, mode = ordered()
+    dataset = torch.utils.data.TensorDataset(*(torch.cat(x) for x in zip(*batches)))
+    for shuffle in (False, True):
+        loader = torch.utils.data.DataLoader(dataset, 20, shuffle=shuffle)
+        found = bc.suggest_lr(lambda lr: bc.sghmc(lr, temperature=1 / 800), squares, mode, loader, max_batches=10)
+        assert found.batches is loader and ("same order every epoch" in str(found)) == (not shuffle)
+
+
+def test_batches_that_cannot_be_gone_through_again_are_refused():
+    batches, mode = ordered()
+
+    class Endless:
+        def __iter__(self):
+            return iter(batches)
+
+    make = lambda lr: bc.sghmc(lr, temperature=1 / 800)  # noqa: E731
+    with pytest.raises(TypeError, match=r"gone through again.*got generator"):
+        bc.suggest_lr(make, squares, mode, (batch for batch in batches))
+    with pytest.raises(ValueError, match=r"batches has no length.*got Endless"):
+        bc.suggest_lr(make, squares, mode, Endless())
+    assert bc.suggest_lr(make, squares, mode, Endless(), steps_per_epoch=40).report.steps_per_epoch == 40
+
+
+def test_pilots_start_from_the_state_that_is_given(monkeypatch):
+    batches, mode = ordered()
+    data = bc.epochs(tuple(torch.cat(x) for x in zip(*batches)), 20)
+    make = lambda lr: bc.rmsprop(lr, temperature=1 / 800, freeze_after=20)  # noqa: E731
+    tx, firsts = make(1e-5), []
+    _, state = bc.sample(bc.make_step(squares, tx), mode, tx.init(mode), data, steps=60).last
+    given = [x.clone() for x in torch.utils._pytree.tree_leaves(state)]
+
+    def watched(loss, tx):
+        step, calls = bc.make_step(loss, tx), []
+
+        def first_of(params, state, batch):
+            if not calls:
+                firsts.append([x.clone() for x in torch.utils._pytree.tree_leaves(state)])
+            calls.append(batch)
+            return step(params, state, batch)
+
+        return first_of
+
+    monkeypatch.setattr(_advice, "make_step", watched)
+    bc.suggest_lr(make, squares, mode, data, state=state)
+    assert firsts and all(torch.equal(x, y) for first in firsts for x, y in zip(first, given, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(torch.utils._pytree.tree_leaves(state), given, strict=True))
