@@ -46,6 +46,7 @@ from bayesopt_chain.diagnostics._places import (
     least_passes,
     measure,
     passes_of,
+    seed_all,
 )
 from bayesopt_chain.diagnostics._response import Group, Response, read, reread
 from bayesopt_chain.diagnostics.heating import Heating, Reduced, loop, predict, rescaled
@@ -79,7 +80,7 @@ def keeps_generators(advise: Callable[P, R]) -> Callable[P, R]:
         tree = list(params.parameters()) if isinstance(params, nn.Module) else params
         seed: Any = options.get("seed", 0)
         with torch.random.fork_rng(devices=devices_of(tree)):
-            torch.manual_seed(seed)
+            seed_all(seed, devices_of(tree))
             return advise(*args, **options)
 
     return advised
@@ -225,7 +226,7 @@ class Search:
     def run(self, params: Tree) -> Advice:
         """Measure, try, measure where the trial came to, and search again; torch's generators stay as they are."""
         with torch.random.fork_rng(devices=devices_of(params)):
-            torch.manual_seed(self.seed)  # of the pilots' keys
+            seed_all(self.seed, devices_of(params))  # of the pilots' keys
             try:
                 return self._run(params)
             finally:

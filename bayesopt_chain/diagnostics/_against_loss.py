@@ -28,6 +28,7 @@ from torch import Tensor
 
 from bayesopt_chain.diagnostics._agreement import effective, mean_and_error
 from bayesopt_chain.diagnostics._findings import Finding
+from bayesopt_chain.diagnostics._places import initialised_devices, seed_all
 from bayesopt_chain.diagnostics.gradient_noise import gradients, scalar
 from bayesopt_chain.diagnostics.temperatures import MARGIN, Estimate, estimate, names_of
 from bayesopt_chain.diagnostics.top_curvature import hessian_product, lanczos
@@ -138,7 +139,7 @@ def is_sum(loss: Callable[[Any, Any], Any], params: Any, data: Data, numbers: di
     def values(of: Any, seeds: range) -> Tensor:
         found: list[float] = []
         for seed in seeds:
-            torch.manual_seed(seed)
+            seed_all(seed, initialised_devices())
             with torch.no_grad():
                 found.append(float(scalar(loss, params, of)))
         return torch.tensor(found, device="cpu").double()
@@ -226,7 +227,6 @@ def readings(
     first = one if draws.chains is None else optree.tree_map(lambda x: x[0], one)
     paths = names_of(paths_of(first))
     levels = {path: level for path, level in judge.levels.items() if path not in still}
-    T = max(levels.values())
     trees = [chosen[i] for i in range(len(chosen))]
     each = [[t] if draws.chains is None else [optree.tree_map(lambda x, c=c: x[c], t) for c in range(n)] for t in trees]
     half = len(each) // 2
@@ -260,13 +260,16 @@ def readings(
                 of_data[path][k, c] = float((a * g.double()).mean()) / level
                 decay[path][k, c] = float((d * p).mean()) / level
                 size[path][k, c] = float(p.square().mean())
+            # in these units every leaf has temperature 1
             a, f = (
-                torch.cat([x.reshape(-1).double() for path, x in zip(paths, xs) if path in levels])
+                torch.cat(
+                    [x.reshape(-1).double() / levels[path] ** 0.5 for path, x in zip(paths, xs) if path in levels]
+                )
                 for xs in (away, total)
             )
-            along["all parameters"][k, c] = float(a @ f) / len(a) / T
+            along["all parameters"][k, c] = float(a @ f) / len(a)
             for i, u in enumerate(stiff):
-                along[f"stiffest direction {i + 1}"][k, c] = float(u @ a) * float(u @ f) / T
+                along[f"stiffest direction {i + 1}"][k, c] = float(u @ a) * float(u @ f)
     held = [p for p in paths if p in levels]
     whole, of_loss, pulls, sizes = ({p: part[p] for p in held} for part in (leaves, of_data, decay, size))
     return Readings(whole, of_loss, along, energy, pulls, sizes)
@@ -319,6 +322,8 @@ def _stiffest(
         if not bool(torch.isfinite(along(torch.ones_like(like))).all()):
             return None
         values, vectors = lanczos(along, like, min(most, like.numel()), max_products=25)
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError:  # of autograd, where an operation has no second derivative, or of a decomposition
         return None
     return [u.double() for k, u in zip(values, vectors) if float(k) > 1e-6 * float(values.abs().max())]
@@ -374,14 +379,13 @@ def energy_at(judge: Any, loss: Callable[[Any, Any], Any], params: Any, data: Da
     return value + 0.5 * sum(float((f * p).sum()) for f, p in zip(pull, optree.tree_leaves(params)))
 
 
-def energy(found: Readings, at_mode: float, T: float, size: int, numbers: dict[str, float]) -> list[Finding]:
-    """Energy above the mode, against ``T P / 2``.
+def energy(found: Readings, at_mode: float, unit: float, numbers: dict[str, float]) -> list[Finding]:
+    """Energy above the mode, against ``T P / 2``, the ``unit``.
 
     Losses that are far from quadratic, as those with heavy tails, lie further above it at the right temperature. Nothing is
     reported where the virial theorem, which holds for every loss, says that the temperature is below ``ENERGY``.
     """
     value, error = mean_and_error(found.energy)
-    unit = T * size / 2
     ratio = (value - at_mode) / unit
     numbers["energy above the mode / (T P / 2)"] = ratio
     virial, its_error = mean_and_error(found.directions["all parameters"])

@@ -134,11 +134,11 @@ def _exploded(losses: Tensor) -> bool:
 
 
 def _grown(losses: Tensor | None) -> bool:
-    """Whether the loss ends at infinity, or many times its first spread above where it began."""
+    """Whether the last losses are infinite, or the loss ends many times its first spread above where it began."""
     if losses is None:
         return False
     finite = torch.isfinite(losses).all(1)
-    if not bool(finite[-1]):
+    if not bool(finite[-2:].any()):
         return True
     losses = losses[finite]
     if len(losses) < 4:

@@ -367,6 +367,18 @@ def _gains(response: Response, params: Tree) -> list[tuple[Any, Any]]:
     return list(zip(response.gains, optree.tree_leaves(params)))
 
 
+def initialised_devices() -> list[int]:
+    """All CUDA devices, if CUDA is in use."""
+    return [*range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
+
+
+def seed_all(seed: int, devices: Iterable[int]) -> None:
+    """Seed torch's generators of the processor and of these CUDA devices, and no others."""
+    torch.default_generator.manual_seed(seed)
+    for device in devices:
+        torch.cuda.default_generators[device].manual_seed(seed)
+
+
 def devices_of(params: Tree) -> list[int]:
     """The CUDA devices that the parameters are on."""
     return sorted({leaf.device.index or 0 for leaf in optree.tree_leaves(params) if leaf.is_cuda})

@@ -25,6 +25,7 @@ from bayesopt_chain import kinds
 from bayesopt_chain.checks import short
 from bayesopt_chain.diagnostics import _against_loss, _findings
 from bayesopt_chain.diagnostics._findings import RANK, Finding
+from bayesopt_chain.diagnostics._places import initialised_devices
 from bayesopt_chain.diagnostics.gradient_noise import scalar
 from bayesopt_chain.diagnostics.heating import Heating
 from bayesopt_chain.diagnostics.temperatures import (
@@ -115,8 +116,9 @@ class Diagnosis(NamedTuple):
         from matplotlib.figure import Figure
 
         read = self.temperatures
-        figure = Figure(figsize=(9, 3 * (len(self.traces) + (read is not None))), layout="constrained")
-        axes = figure.subplots(len(self.traces) + (read is not None), 1, squeeze=False)[:, 0]
+        rows = max(1, len(self.traces) + (read is not None))
+        figure = Figure(figsize=(9, 3 * rows), layout="constrained")
+        axes = figure.subplots(rows, 1, squeeze=False)[:, 0]
         for axis, (name, series) in zip(axes, self.traces.items()):
             axis.plot(series.cpu().numpy(), linewidth=0.8)
             axis.set(title=name, xlabel="draw")
@@ -131,7 +133,8 @@ class Diagnosis(NamedTuple):
             axes[-1].axhline(1.0, linewidth=0.8)
             axes[-1].set(title="temperature over the one asked for")
             axes[-1].tick_params(axis="x", rotation=30)
-            axes[-1].legend()
+            if axes[-1].get_legend_handles_labels()[0]:
+                axes[-1].legend()
         return figure
 
 
@@ -223,6 +226,28 @@ def doctor(
         >>> bc.diagnostics.doctor(draws, of=lambda w: w + 0).findings
         ()
     """
+    with torch.random.fork_rng(devices=initialised_devices()):
+        return _judged(
+            draws, tx, loss, batches, thermometer, heating, of, mode, temperature, directions, level,
+            _Scale(posterior_temperature, data_size, prior_sd),
+        )  # fmt: skip
+
+
+def _judged(
+    draws: Draws,
+    tx: Any,
+    loss: Callable[[Any, Any], Any] | None,
+    batches: Iterable[Any] | None,
+    thermometer: Thermometer | None,
+    heating: Heating | None,
+    of: Callable[[Any], Tensor] | None,
+    mode: Any,
+    temperature: float | None,
+    directions: int,
+    level: float,
+    scale: _Scale,
+) -> Diagnosis:
+    """What :func:`doctor` returns."""
     if not len(draws):
         return Diagnosis((_findings.no_draws(draws),), {"draws": 0.0}, {}, None)
     if loss is not None and (tx is None or batches is None):
@@ -230,7 +255,7 @@ def doctor(
     if draws.is_weighted:
         raise ValueError("doctor: these draws have weights, and it counts all the same; pass draws.equally_weighted()")
     known = dict(_findings.named(draws))
-    if unknown := [name for name in prior_sd or {} if name not in known]:
+    if unknown := [name for name in scale.prior_sd or {} if name not in known]:
         raise ValueError(
             f"doctor: prior_sd names {', '.join(map(repr, unknown[:4]))}, and the draws have the leaves {', '.join(known)}"
         )
@@ -243,7 +268,7 @@ def doctor(
     values = _findings.watched(draws, of)
     findings = [*_findings.duplicates(draws), *_findings.together(values, numbers)]
     independent = not findings
-    judge = None if loss is None else _judge(draws, tx, temperature)
+    judge = _judge(draws, tx, temperature, is_needed=loss is not None)
     noiseless = (
         {name for name, _ in _findings.named(draws) if name not in judge.levels} if judge and judge.levels else set()
     )
@@ -263,7 +288,6 @@ def doctor(
     else:
         # the mean of chains in several modes is in none of them
         pooled = of is None and draws.chains is not None and "modes" not in {finding.kind for finding in findings}
-        scale = _Scale(posterior_temperature, data_size, prior_sd)
         more, configurational, energy = _with_loss(
             draws, judge, loss, _listed(batches), numbers, unseen, pooled, mode, scale, directions
         )
@@ -272,7 +296,7 @@ def doctor(
         if not trend.findings:
             trend = _findings.unfinished(energy, numbers, level, independent)
             findings += trend.findings
-        unseen.append(PRIOR_HALF_SEEN if prior_sd else PRIOR_UNSEEN)
+        unseen.append(PRIOR_HALF_SEEN if scale.prior_sd else PRIOR_UNSEEN)
     # Draws that are still on their way, or have hardly moved, have the temperature of their start. What they will have cannot
     # be told, and a lower rate is the last thing they need. Energy that rises is what heat does, so that heat is reported then,
     # unless the draws jumped so rarely that their spread is that of the jumps.
@@ -319,13 +343,18 @@ def _one(draws: Draws) -> Any:
     return last if draws.chains is None else optree.tree_map(lambda x: x[0], last)
 
 
-def _judge(draws: Draws, tx: Any, temperature: float | None) -> Forces:
-    """Temperatures and forces of the chain, by its schedule at the last draw."""
+def _judge(draws: Draws, tx: Any, temperature: float | None, *, is_needed: bool) -> Forces | None:
+    """Temperatures and forces of the chain, by its schedule at the last draw; ``None`` without one."""
     try:
         step = int(draws.steps[-1]) - 1
     except KeyError:
         step = None
-    return forces_of(tx, _one(draws), temperature, step)
+    try:
+        return None if tx is None else forces_of(tx, _one(draws), temperature, step)
+    except (TypeError, ValueError):  # it is asked for names of leaves alone, which an optimizer may lack
+        if is_needed:
+            raise
+        return None
 
 
 def _with_loss(
@@ -350,32 +379,31 @@ def _with_loss(
         raise ValueError("doctor: batches is empty")
     if mode is not None:
         _require_like(mode, params)
-    with torch.random.fork_rng(devices=sorted({x.get_device() for x in optree.tree_leaves(params) if x.is_cuda})):
-        for i, batch in enumerate(batches):
-            try:
-                with torch.no_grad():
-                    scalar(loss, params, batch)
-            except Exception as err:
-                raise ValueError(
-                    f"doctor: the loss cannot take batch {i + 1} of {len(batches)}, {short(batch)}: {err}. batches= takes all "
-                    "data as one batch, which is a tuple, a dictionary or a tensor, or a list or loader of batches"
-                ) from err
-        data = _against_loss.data_in(batches, scale.data_size)
-        T = max(judge.levels.values())
-        findings = _against_loss.off_scale(loss, params, data, T, scale.posterior_temperature, numbers, unseen)
-        if len(draws) < 4:
-            unseen.append(TOO_FEW)
-            return findings, ({}, {}), None
-        still = _findings.still_leaves(draws)
-        if not judge.levels.keys() - still:
-            return findings, ({}, {}), None
-        found = _against_loss.readings(judge, draws, loss, data, still, unseen, directions=directions, pooled=pooled)
-        findings += _against_loss.temperature(found, numbers)
-        elements = {name: x.numel() for (name, _), x in zip(_findings.named(draws), optree.tree_leaves(params))}
-        findings += _against_loss.prior(found, dict(_findings.named(draws)), elements, scale.prior_sd, data.n, numbers)
-        if mode is not None:
-            size = sum(elements[name] for name in found.leaves)
-            findings += _against_loss.energy(found, _against_loss.energy_at(judge, loss, mode, data), T, size, numbers)
+    for i, batch in enumerate(batches):
+        try:
+            with torch.no_grad():
+                scalar(loss, params, batch)
+        except Exception as err:
+            raise ValueError(
+                f"doctor: the loss cannot take batch {i + 1} of {len(batches)}, {short(batch)}: {err}. batches= takes all "
+                "data as one batch, which is a tuple, a dictionary or a tensor, or a list or loader of batches"
+            ) from err
+    data = _against_loss.data_in(batches, scale.data_size)
+    T = max(judge.levels.values())
+    findings = _against_loss.off_scale(loss, params, data, T, scale.posterior_temperature, numbers, unseen)
+    if len(draws) < 4:
+        unseen.append(TOO_FEW)
+        return findings, ({}, {}), None
+    still = _findings.still_leaves(draws)
+    if not judge.levels.keys() - still:
+        return findings, ({}, {}), None
+    found = _against_loss.readings(judge, draws, loss, data, still, unseen, directions=directions, pooled=pooled)
+    findings += _against_loss.temperature(found, numbers)
+    elements = {name: x.numel() for (name, _), x in zip(_findings.named(draws), optree.tree_leaves(params))}
+    findings += _against_loss.prior(found, dict(_findings.named(draws)), elements, scale.prior_sd, data.n, numbers)
+    if mode is not None:
+        unit = sum(judge.levels[name] * elements[name] for name in found.leaves) / 2
+        findings += _against_loss.energy(found, _against_loss.energy_at(judge, loss, mode, data), unit, numbers)
     configurational, of_data = ({k: estimate(x) for k, x in part.items()} for part in (found.leaves, found.data))
     return findings, (configurational, of_data), found.energy
 

@@ -34,7 +34,8 @@ Farach-Colton, 2002). The variance along a direction of buckets has a share of a
 
     E[q' S C S' q] = variance along q + (1 - B / n) tr(C) / B,
 
-and ``tr(C)`` is minus the sum over all buckets of ``<D_t D_{t+1}>``. Directions and ``H`` come from three quarters of the
+and ``tr(C)`` is minus the sum over all buckets of ``<D_t D_{t+1}>``. Where ``tr(C) / n``, the mean over all directions, is more
+than what is left, it is the reading. Directions and ``H`` come from three quarters of the
 window and are judged in the fourth, in turn, so that chance is not taken for heat.
 """
 
@@ -196,7 +197,7 @@ def read_heat(
         order: of the batches, ``"reshuffled"`` or ``"independent"``.
         rates: ``[steps]``: ``lr_eff`` of each step over that in ``s``; ``None``: constant.
         temperatures: likewise of ``T``.
-        elements: how many elements of the parameters were added up in the buckets; ``None``: one in each.
+        elements: how many elements that are not zero were added up in 256 buckets; ``None``: at most one in each.
 
     Returns:
         :class:`Heat`, without ``same_norm``.
@@ -211,11 +212,13 @@ def read_heat(
     gradients, positions = gradients.cpu(), positions.cpu()
     rates, temperatures = (None if x is None else x.cpu() for x in (rates, temperatures))
     rho, error, own, curvatures, ringing = _worst(gradients, positions, momentum, first, rates)
-    buckets = gradients.shape[1]
-    if elements is not None and elements > buckets:
+    if elements is not None and elements > BUCKETS:
         D = gradients.diff(dim=0)
-        trace = -float((D[1:] * D[:-1]).sum(1).mean())
-        rho -= max(trace, 0.0) * (1.0 / buckets - 1.0 / elements)
+        totals = -(D[1:] * D[:-1]).sum(1)  # of the noise in all directions
+        mean, its_error = (x / elements for x in _mean_and_error(totals))
+        rho -= max(float(totals.mean()), 0.0) * (1.0 / BUCKETS - 1.0 / elements)
+        if mean > rho:  # the worst direction has at least the mean of all
+            rho, error = mean, its_error
     if rates is not None:
         budget = rates if temperatures is None else rates * temperatures
         mean, weighted = float(rates.mean()), float(rates.square().mean())
@@ -269,11 +272,16 @@ def _worst(
     zero, one = torch.cat([r * r / 2 for r in parts]), torch.cat([-r[1:] * r[:-1] for r in parts])
     # where the rest is the noise of batches and little else, its variance is the sharper reading
     series = zero if float(one.mean()) > 0.7 * float(zero.mean()) else one
-    chunks = series[: len(series) // 8 * 8].reshape(8, -1).mean(1)
     again = [r.diff() for r in parts]  # in which a slow swing, which hides heat and makes none, is small
     square = max(float(torch.cat(again).square().mean()), 1e-300)
     ringing = sum(abs(float(torch.cat([r[k:] * r[:-k] for r in again]).mean())) for k in LAGS) / square
-    return float(series.mean()), float(chunks.std()) / math.sqrt(8), float(own), curvatures, ringing
+    return *_mean_and_error(series), float(own), curvatures, ringing
+
+
+def _mean_and_error(series: Tensor) -> tuple[float, float]:
+    """The mean, and its standard error from eight parts."""
+    chunks = series[: len(series) // 8 * 8].reshape(8, -1).mean(1)
+    return float(series.mean()), float(chunks.std()) / math.sqrt(8)
 
 
 def _others(cuts: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -389,8 +397,7 @@ class Sketch:
                 last.append(i)
         self.packed = [torch.cat([self.signs[i] for i in pack]) if len(pack) > 1 else None for pack in self.packs]
         devices = {signs.device for signs in self.signs}
-        self.elements = sum(map(len, self.signs))
-        self.is_deferred = len(devices) == 1 and self.elements <= DEFERRED
+        self.is_deferred = len(devices) == 1 and sum(map(len, self.signs)) <= DEFERRED
 
     def __call__(self, leaves: Sequence[Leaf]) -> Row:
         """What a window keeps of one step.

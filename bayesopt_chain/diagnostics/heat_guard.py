@@ -176,7 +176,9 @@ class HeatGuard:
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or a guard that comes out of a file, begins anew: its window and its clock are those of another loop."""
         copy = object.__new__(HeatGuard)
-        copy.__dict__.update(self.__dict__, readings=[*self.readings], _held=0.0)
+        copy.__dict__.update(
+            self.__dict__, readings=[], has_warned=False, has_left_out=False, _most=math.inf, _held=0.0
+        )
         copy._restart()
         return copy.__dict__
 
@@ -398,7 +400,7 @@ class HeatGuard:
         assert self._sketch is not None
         further = len(self._rows) - 1
         each = (self._paid - self._first) / further if further >= 3 else 0.0
-        return self._first + self.window * each + _algebra(self._sketch.elements, len(self._seen))
+        return self._first + self.window * each + _algebra(sum(map(len, self._sketch.signs)), len(self._seen))
 
     def _opened(self, leaves: Callable[[], Iterable[Leaf]], now: float) -> list[Leaf] | None:
         """The gradients of this step if a window can be afforded now, which it opens; otherwise ``None``."""
@@ -493,7 +495,6 @@ class HeatGuard:
 
     def _read(self, gradients: Tensor, positions: Tensor, norms: Tensor, seen: list[Leaf]) -> None:
         """Read a window that is complete."""
-        assert self._sketch is not None
         filled = (gradients != 0).any(0)  # small models fill few buckets
         rules = {(leaf.momentum, 1.0 - leaf.momentum if leaf.first is None else leaf.first) for leaf in seen}
         momentum, first = min(rules)
@@ -509,7 +510,7 @@ class HeatGuard:
             order=self.order,
             rates=rates if changed else None,
             temperatures=temperatures if changed else None,
-            elements=self._sketch.elements,
+            elements=sum(int(leaf.gradient.count_nonzero()) for leaf in seen),
         )
         self._most = max(float(lrs.mean()), 0.0 if math.isinf(self._most) else self._most)
         self._advice = () if changed else tuple({leaf.lr for leaf in seen if leaf.lr is not None})

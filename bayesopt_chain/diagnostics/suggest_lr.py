@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 import torch
-from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from bayesopt_chain import batches as batch_trees
 from bayesopt_chain import kinds
@@ -163,7 +163,11 @@ def _source(name: str, batches: Any, most: int, steps: float | None, seed: int) 
 
 def _of_order(batches: Any, order: Any) -> list[str]:
     """That batches come in the same order every epoch, where the law of another order was asked for."""
-    loader = isinstance(batches, DataLoader) and isinstance(batches.sampler, SequentialSampler)
+    loader = (
+        isinstance(batches, DataLoader)
+        and type(batches.batch_sampler) is BatchSampler  # one of the user's own may shuffle
+        and isinstance(batches.batch_sampler.sampler, SequentialSampler)
+    )
     if order == "fixed" or not (loader or (isinstance(batches, list) and len(batches) > 1)):
         return []
     return [

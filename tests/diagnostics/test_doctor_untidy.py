@@ -132,6 +132,7 @@ def test_leaves_that_are_not_sampled_may_stand_still():
         return run.loss({"w": p["w"]}, batch) + 50 * (p["scale"] - 1).square().sum()
 
     assert doctor(draws, tx, loss, run.data).is_healthy
+    assert doctor(draws, tx).is_healthy
     assert doctor(draws, run.tx, loss, run.data).kinds == {"dead"}  # a chain that should move it
 
 
@@ -277,6 +278,25 @@ def test_a_loss_without_a_hessian_is_judged_all_the_same():
     assert "temperature, all parameters" in found.numbers and "temperature, stiffest direction 1" not in found.numbers
 
 
+def test_leaves_of_different_temperatures_are_each_judged_by_their_own():
+    """Exact draws of two models that know nothing of each other, one at a hundred times the temperature."""
+    one, two = Exact(0, 100, 4), Exact(1, 100, 4)
+    mean = two.w.mean((0, 1))
+    draws = bc.Draws.from_trees([{"a": a, "b": mean + 10 * (b - mean)} for a, b in zip(one.w, two.w)], chains=4)
+    tx = bc.partition(
+        {1: bc.sghmc(0.1, temperature=1 / N), 100: bc.sghmc(0.1, temperature=100 / N)}, {"a": 1, "b": 100}
+    )
+
+    def loss(p, batch):
+        return one.loss({"w": p["a"]}, batch[:2]) + two.loss({"w": p["b"]}, batch[2:])
+
+    found = doctor(
+        draws, tx, loss, (*one.data, *two.data), posterior_temperature=100.0, mode={"a": one.w.mean((0, 1)), "b": mean}
+    )
+    assert found.is_healthy and abs(found.numbers["temperature, all parameters"] - 1) < 0.2
+    assert 0.7 < found.numbers["energy above the mode / (T P / 2)"] < 1.3
+
+
 # what it leaves behind, and what it refuses
 
 
@@ -288,7 +308,8 @@ def test_random_numbers_stay_where_they_were():
     def loss(p, batch):
         return run.loss(p, (nn.functional.dropout(batch[0], 0.1), batch[1]))
 
-    doctor(run.draws, tx, loss, run.data)
+    shuffled = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*run.data), 50, shuffle=True)
+    doctor(run.draws, tx, loss, shuffled, of=lambda p: nn.functional.dropout(p["w"], 0.1))
     assert torch.equal(torch.get_rng_state(), before[0]) and torch.equal(own.get_state(), before[1])
 
 
@@ -298,6 +319,8 @@ def test_losses_that_are_not_finite_once_are_no_divergence():
     losses[20] = torch.inf
     (found,) = broken(draws, losses, {})
     assert found.kind == "nonfinite" and "of 1 of 60 draws" in found.says
+    losses[-1] = torch.nan
+    assert broken(draws, losses, {})[0].kind == "nonfinite"
     losses[40:] = torch.inf
     assert broken(draws, losses, {})[0].kind == "diverged"
 
@@ -315,6 +338,11 @@ def test_a_mode_of_other_leaves_is_refused():
     run = Exact(0, 12, 2)
     with pytest.raises(ValueError, match="doctor: mode must have the leaves of one draw"):
         doctor(run.draws, run.tx, run.loss, run.data, mode={"w": torch.zeros(2, 4)})
+
+
+def test_a_report_without_traces_has_a_figure():
+    pytest.importorskip("matplotlib")
+    assert len(doctor(Exact(0, 5, 2).draws).plot().axes) == 1
 
 
 def test_names_with_quotes_are_names():

@@ -182,6 +182,24 @@ def test_noise_in_many_more_directions_than_buckets_is_read_by_one_of_them(n):
     assert guard.readings and all(abs(heat.rho) < 0.6 for heat in guard.readings)
 
 
+@pytest.mark.parametrize("live, n", [(48, 1000), (1, 20_000), (300, 1000), (5000, 5000)])
+def test_heat_is_seen_among_elements_without_gradient_and_in_many_directions(live, n):
+    """White noise of variance 4 in some elements, which is four times what the sampler injects; none in the others."""
+    source, guard = torch.Generator().manual_seed(0), eager()
+    param = torch.zeros(n)
+
+    def leaf():
+        gradient = torch.zeros(n)
+        gradient[:live] = 2.0 * torch.randn(live, generator=source)
+        return [Leaf(gradient, param, 1.0, 1.0, 0.9)]
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(400):
+            guard.look(leaf, lr=0.1)
+    assert len(caught) == 1 and all(heat.rho > 2.5 for heat in guard.readings)
+
+
 @pytest.mark.parametrize("mu", [0.0, 0.9])
 @pytest.mark.parametrize("width", [1, 3, 20, 130])
 def test_all_folds_in_one_batch_are_the_folds_one_by_one(width, mu):
