@@ -90,6 +90,7 @@ def test_a_loop_that_collects_and_predicts(name, device):
 # functional loops
 
 
+@pytest.mark.slow
 def test_chains_on_disk_go_on_and_are_judged(device, tmp_path):
     pytest.importorskip("arviz_stats")
     x, y = regression(device)
@@ -114,6 +115,7 @@ def test_chains_on_disk_go_on_and_are_judged(device, tmp_path):
     assert all(bool(value.isfinite().all()) for value in bc.diagnostics.r_hat(whole).values())
 
 
+@pytest.mark.slow
 def test_what_suggests_a_chain(device):
     data, params = regression(device), start(device)
     chain = partial(bc.sghmc, temperature=1 / N)
@@ -203,6 +205,7 @@ def test_optimizer_classes(name, device):
 # one call
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["sghmc", "swag", "laplace", "ivon"])
 def test_the_posterior_in_one_call(method, device, tmp_path):
     x, y = classes(device)

@@ -215,6 +215,7 @@ def test_three_draws_tell_the_scale():
 # temperatures
 
 
+@pytest.mark.slow
 def test_a_temperature_that_fell_is_read_at_the_draws():
     run = Exact(0, 1, 4)
     tx = bc.sghmc(0.1, temperature=lambda count: (1 + 99 * torch.exp(-count.double() / 50)) / N)

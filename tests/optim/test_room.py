@@ -134,6 +134,7 @@ def test_it_is_the_chain_with_room_step_by_step():
     torch.testing.assert_close(paths[0], paths[1], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_leaves_of_any_size_leave_room_with_both_streams():
     """A leaf of more elements than are usually treated together is treated whole."""
     n = 2**18 + 3
