@@ -85,7 +85,8 @@ def losses_of(draws: Draws) -> Tensor | None:
 def named(draws: Draws) -> Sequence[tuple[str, Tensor]]:
     """Every leaf with its path."""
     tree = draws.params
-    return [*zip(names_of(paths_of(tree)), optree.tree_leaves(tree))]
+    leaves = optree.tree_leaves(tree, none_is_leaf=True)  # as the names count them
+    return [(name, x) for name, x in zip(names_of(paths_of(tree)), leaves) if x is not None]
 
 
 def broken(draws: Draws, losses: Tensor | None, numbers: dict[str, float]) -> list[Finding]:

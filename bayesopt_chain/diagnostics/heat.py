@@ -35,8 +35,8 @@ Farach-Colton, 2002). The variance along a direction of buckets has a share of a
     E[q' S C S' q] = variance along q + (1 - B / n) tr(C) / B,
 
 and ``tr(C)`` is minus the sum over all buckets of ``<D_t D_{t+1}>``. Where ``tr(C) / n``, the mean over all directions, is more
-than what is left, it is the reading. Directions and ``H`` come from three quarters of the
-window and are judged in the fourth, in turn, so that chance is not taken for heat.
+than what is left, it is the reading. Directions and ``H`` come from three quarters of the window and are judged in the fourth,
+in turn, so that chance is not taken for heat.
 """
 
 from __future__ import annotations

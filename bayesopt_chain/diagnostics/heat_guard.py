@@ -361,9 +361,8 @@ class HeatGuard:
         if self._began is None:
             self._began, self._before, self._thread = now, _PURSE.spent, thread
             return
-        if (
-            thread != self._thread or now - self._began < self._elapsed
-        ):  # another thread, whose clock and purse are others
+        if thread != self._thread or now - self._began < self._elapsed:
+            # another thread, whose clock and purse are others
             self._began, self._before, self._thread = now - self._elapsed, _PURSE.spent - self._taken, thread
             self._held = 0.0
         self._look(leaves, lr, now)
