@@ -171,6 +171,7 @@ def posterior_ensemble(
     epochs = steps * size / n
     device = batches.flatten(held.inputs)[0][0].device
     networks = members_of(make_model, members, seed, device)
+    held, moved = held.of(networks.still.module)
     _require_targets(networks, held, likelihood)
     trained = training_likelihood(likelihood, held.targets)
     order = torch.randperm(n, generator=torch.Generator().manual_seed(seed), device="cpu")
@@ -190,6 +191,7 @@ def posterior_ensemble(
         "held_out": held_out,
         "temperatures": levels,
         "seed": seed,
+        **({"labels": "those of the next token"} if moved else {}),
     }
     about = {
         **chosen,

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, Subset
 
 from bayesopt_chain import batches
 from bayesopt_chain.data.epochs import Epochs
-from bayesopt_chain.fitting.batches import as_pair
+from bayesopt_chain.fitting.batches import Reader, as_pair
 
 AT_ONCE = 1024  # data of a Dataset that are read together
 LEAST = 8
@@ -27,6 +27,16 @@ class Data(NamedTuple):
     inputs: Any
     targets: Any
     size: int
+    raw: Any = None  # the mapping that they were read from, if it was one
+
+    def of(self, module: nn.Module) -> tuple[Data, bool]:
+        """The data as this module is to see them, and whether its labels had to be moved to the next token's
+        (:class:`bayesopt_chain.fitting.batches.Reader`)."""
+        if self.raw is None:
+            return self, False
+        read = Reader(module)
+        _, targets = read(self.raw)
+        return self._replace(targets=targets, raw=None), read.own == "moves"
 
     def take(self, rows: Tensor | None) -> tuple[Any, Any]:
         """``(inputs, targets)`` of these rows, int64 ``[n]`` or ``[M, n]``; of all of them for ``None``."""
@@ -76,7 +86,7 @@ def read(data: Any) -> tuple[Data, int | None]:
     if n < LEAST:
         raise ValueError(f"posterior_ensemble: {n} data are too few to leave some out: at least {LEAST}")
     require_inputs("posterior_ensemble", inputs)
-    return Data(inputs, targets, n), size
+    return Data(inputs, targets, n, data if isinstance(data, Mapping) else None), size
 
 
 def require_inputs(who: str, inputs: Any) -> None:

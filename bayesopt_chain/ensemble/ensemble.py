@@ -272,6 +272,7 @@ class Ensemble:
         held = Data(None, None, 0) if data is None else read(data)[0]
         device = None if data is None else flatten(held.inputs)[0][0].device
         members = members_of(make_model, count, state["seed"], device)
+        held, _ = held.of(members.still.module)
         levels = [level.to(next(iter(members.params.values())).device) for level in levels]
         mine = {k: tuple(x.shape[1:]) for k, x in members.params.items()}
         theirs = {k: tuple(x.shape[2:]) for k, x in levels[0].params.items()}

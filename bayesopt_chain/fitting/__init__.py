@@ -1,6 +1,6 @@
 """One call from a trained model to its posterior and predictions; features kept; training by the evidence."""
 
-from bayesopt_chain.fitting.batches import pairs
+from bayesopt_chain.fitting.batches import next_labels, pairs
 from bayesopt_chain.fitting.cache import CachedFeatures, cache_features
 from bayesopt_chain.fitting.laplace import FittedLaplace, fit_laplace
 from bayesopt_chain.fitting.predictions import Outputs, Prediction
@@ -16,6 +16,7 @@ __all__ = [
     "Prediction",
     "cache_features",
     "fit_laplace",
+    "next_labels",
     "pairs",
     "subnetwork",
     "train_by_evidence",

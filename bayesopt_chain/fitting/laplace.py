@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from bayesopt_chain import checks, kinds
 from bayesopt_chain.curvature import STRUCTURES
 from bayesopt_chain.curvature._plan import part
-from bayesopt_chain.fitting.batches import peeked
+from bayesopt_chain.fitting.batches import Reader, peeked
 from bayesopt_chain.fitting.dispersion import dispersion
 from bayesopt_chain.fitting.evidence import Residual, require_prior_structure, tune_prior_and_noise
 from bayesopt_chain.fitting.model import ESTIMATORS, How, Model, Pass, both, make_model
@@ -136,7 +136,7 @@ class FittedLaplace:
                     generator,
                     self.model.checks,
                 )
-                for batch in batches_of(data)
+                for batch in batches_of(data, self.model.how.read)
             ]
         if not parts:
             raise ValueError("predict: data has no batches")
@@ -187,7 +187,7 @@ class FittedLaplace:
         with kinds.blaming("FittedLaplace.outputs", "data"):
             parts = [
                 linearized_by(self.model.checks, self.model.forward, posterior, self.model.seen_by_head(batch), joint)
-                for batch in batches_of(data)
+                for batch in batches_of(data, self.model.how.read)
             ]
         if not parts or (joint and len(parts) > 1):
             raise ValueError(f"outputs: data has {len(parts)} batches: pass {'one' if joint else 'at least one'}")
@@ -210,7 +210,7 @@ class FittedLaplace:
         Raises:
             ValueError: fewer than one sample; several batches.
         """
-        batches = list(batches_of(data))
+        batches = list(batches_of(data, self.model.how.read))
         if len(batches) != 1:
             raise ValueError(f"functional_samples: data has {len(batches)} batches: pass one")
         batch = self.model.seen_by_head(batches[0])
@@ -284,7 +284,7 @@ class FittedLaplace:
         """
         self.model.require_seen(data)
         with kinds.blaming("FittedLaplace.dispersion", "data"):
-            batches = map(self.model.seen_by_head, batches_of(data))
+            batches = map(self.model.seen_by_head, batches_of(data, self.model.how.read))
             return dispersion(self.model, self.likelihood, self.posterior, self.prior_precision, batches)
 
     def _posterior_and_evidence(self, prior_precision: Any, likelihood_scale: Any) -> tuple[Gaussian, Tensor]:
@@ -344,7 +344,7 @@ class FittedLaplace:
             A new fit; this one stays as it is.
         """
         self.model.require_seen(loader)
-        batches = peeked(loader)
+        batches = peeked(loader, read=self.model.how.read)
         new = self.model.run_over(batches.from_first(batches.first), progress, batches.total)
         return at(self.model, both(self.seen, new), self.prior_precision, self.likelihood_scale)
 
@@ -448,7 +448,9 @@ def fit_laplace(
         module_or_forward: a trained ``nn.Module`` in ``eval`` mode, or ``forward(params, batch) -> outputs [B, *event]``.
         likelihood: of :mod:`bayesopt_chain.likelihoods`. With ``gaussian()``, its variance is a start; the evidence tunes it.
         loader: an iterable of batches ``(inputs, targets)``, or of mappings with ``"labels"`` such as a tokenizer's, read
-            once; or, where several fits look at one last layer, :func:`bayesopt_chain.fitting.cache_features` of it.
+            once. Labels of a causal language model, which its own loss moves to the next token, are moved too
+            (:func:`bayesopt_chain.fitting.next_labels`). Where several fits look at one last layer,
+            :func:`bayesopt_chain.fitting.cache_features` of the loader.
         params: the trained parameters; needed for a forward function, for a module its own by default.
         structure: of the posterior: "kronecker" (default), "dense", "root", "diagonal", "block" or "low_rank".
         subset: which parameters are uncertain: "last_layer" (default; of a module the layer whose output reaches the output
@@ -521,7 +523,8 @@ def fit_laplace(
         raise ValueError(
             f"fit_laplace: prior_structure={prior_structure!r} is for tune='evidence': leave it out with tune={tune!r}"
         )
-    batches = peeked(loader)
+    read = Reader(module_or_forward)
+    batches = peeked(loader, read=read)
     if curvature not in ESTIMATORS:
         raise ValueError(f"fit_laplace: curvature={curvature!r}: pass one of {', '.join(map(repr, ESTIMATORS))}")
     variance = None
@@ -544,7 +547,9 @@ def fit_laplace(
             outputs=outputs,
         )
         variance = whole.posterior.marginal_variance
-    how = How(likelihood, subset, structure, options, inputs, outputs, curvature, prior_mean, temperature, variance)
+    how = How(
+        likelihood, subset, structure, options, inputs, outputs, curvature, prior_mean, temperature, variance, read
+    )
     model, first = make_model(module_or_forward, params, loader, batches.first, how)
     require_finite(model.params, "fit_laplace: a parameter")
     seen = model.run_over(batches.from_first(first), progress, batches.total)
@@ -602,7 +607,7 @@ def _warn_where_worse(fitted: FittedLaplace, batch: Any) -> None:
 
 def _validated(model: Model, seen: Pass, scale: Tensor, validation: Any) -> FittedLaplace:
     model.require_seen(validation)
-    held_out = [(model.seen_by_head(batch), batch[1]) for batch in batches_of(validation)]
+    held_out = [(model.seen_by_head(batch), batch[1]) for batch in batches_of(validation, model.how.read)]
     if not held_out or any(targets is None for _, targets in held_out):
         raise ValueError("fit_laplace: validation= must be batches (inputs, targets), at least one, each with targets")
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bayesopt_chain.curvature import empirical_fisher, entries, fisher, ggn, subset
 from bayesopt_chain.curvature._checks import Checks
 from bayesopt_chain.curvature._estimators import Estimator
-from bayesopt_chain.fitting.batches import logits_of, require_eval, with_progress
+from bayesopt_chain.fitting.batches import as_pair, logits_of, require_eval, with_progress
 from bayesopt_chain.fitting.cache import CachedFeatures, require_body
 from bayesopt_chain.fitting.last_layer import Body, Features, HeadBatch, LastLayer, body_of, find_last_layer, head
 from bayesopt_chain.fitting.subnetwork import Subnetwork
@@ -39,6 +39,7 @@ class How(NamedTuple):
     prior_mean: Any = 0.0
     temperature: float | None = None
     variance: Any = None  # of all parameters, where a subnetwork is chosen by it
+    read: Callable[[Any], Any] = as_pair  # a batch as a pair (inputs, targets)
 
     @property
     def keeps_last_layer(self) -> bool:

@@ -254,15 +254,15 @@ def drawn_outputs(mean: Tensor, covariance: Tensor, samples: int, generator: tor
     return mean + torch.einsum("bij,sbj->sbi", root, noise).reshape(samples, *mean.shape)
 
 
-def batches_of(data: Any) -> Iterable:
-    """Batches ``(inputs, targets)`` of a tensor of inputs, of one batch (a tuple or a mapping), or of an iterable of them."""
+def batches_of(data: Any, read: Callable[[Any], Any] = as_pair) -> Iterable:
+    """Batches ``(inputs, targets)`` of a tensor of inputs, of one batch (a tuple or a mapping), or of an iterable of them;
+    ``read`` makes a pair of each."""
     if isinstance(data, (Tensor, tuple, Mapping)):
-        return [_with_data(data)]
-    return (_with_data(batch) for batch in data)
+        return [_with_data(read(data))]
+    return (_with_data(read(batch)) for batch in data)
 
 
-def _with_data(batch: Any) -> Any:
-    pair = as_pair(batch)
+def _with_data(pair: Any) -> Any:
     if any(isinstance(leaf, Tensor) and leaf.ndim and not leaf.shape[0] for leaf in flatten(pair)[0]):
         raise ValueError("predict: the batch is empty: pass at least one datum")
     return pair

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesopt_chain.curvature import STRUCTURES
-from bayesopt_chain.fitting.batches import as_pair, logits_of, peeked, with_progress
+from bayesopt_chain.fitting.batches import Reader, logits_of, peeked, with_progress
 from bayesopt_chain.fitting.cache import CachedFeatures, cache_features
 from bayesopt_chain.fitting.evidence import Residual, require_prior_structure, tune_prior_and_noise
 from bayesopt_chain.fitting.laplace import FittedLaplace, at
@@ -128,10 +128,13 @@ def train_by_evidence(
     modes = {layer: layer.training for layer in module.modules()}
     module.eval()
     data, model = _prepared(
-        module, likelihood, loader, How(likelihood, subset, structure, options, prior_mean=prior_mean)
+        module,
+        likelihood,
+        loader,
+        How(likelihood, subset, structure, options, prior_mean=prior_mean, read=Reader(module)),
     )
     means: Any = model.prior_means()
-    count = sum(_length(batch) for batch in map(as_pair, data))
+    count = sum(_length(batch) for batch in map(model.how.read, data))
     own = dict(module.named_parameters())
     chosen = {name: own[name] for name in model.params}
     stepper = optimizer(list(chosen.values()))
@@ -189,7 +192,7 @@ def _require(
 
 def _prepared(module: nn.Module, likelihood: Likelihood, loader: Any, how: How) -> tuple[Iterable, Model]:
     """The data, as features where the kept parameters are a linear last layer, and the model."""
-    model, _ = make_model(module, None, loader, peeked(loader, "train_by_evidence").first, how)
+    model, _ = make_model(module, None, loader, peeked(loader, "train_by_evidence", how.read).first, how)
     if model.features_of is None or isinstance(loader, CachedFeatures):
         return loader, model
     cache = cache_features(module, loader)
@@ -218,7 +221,7 @@ def _epoch(
 ) -> float:
     """One pass of the optimizer over the data; returns the mean loss per datum."""
     total, parameters = 0.0, list(chosen.values())
-    for batch in map(as_pair, data):
+    for batch in map(model.how.read, data):
         outputs = _called(module, batch) if model.features_of is None else model.forward(chosen, batch)
         squares = torch.stack(
             [d * (chosen[name] - means[name]).square().sum() for name, d in hyper.prior.items()]

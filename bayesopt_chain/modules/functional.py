@@ -124,12 +124,13 @@ def arguments_of(module: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[
     ``forward`` has no arguments of those names, whole."""
     if isinstance(inputs, tuple):
         return inputs, {}
-    if isinstance(inputs, Mapping) and _takes_keywords(module, inputs):
+    if isinstance(inputs, Mapping) and takes_keywords(module, inputs):
         return (), dict(inputs)
     return (inputs,), {}
 
 
-def _takes_keywords(module: nn.Module, names: Mapping[str, Any]) -> bool:
+def takes_keywords(module: nn.Module, names: Mapping[str, Any]) -> bool:
+    """Whether ``forward`` has arguments of all these names."""
     try:
         arguments = inspect.signature(module.forward).parameters
     except (TypeError, ValueError):  # a scripted or foreign module, which does not say

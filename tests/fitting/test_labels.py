@@ -1,0 +1,105 @@
+"""Labels of language models: a likelihood compares position by position, so that labels of the next token are moved once."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import bayesopt_chain as bc
+from bayesopt_chain.fitting.batches import Reader
+
+transformers = pytest.importorskip("transformers")
+SMALL = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+VOCABULARY = 11
+
+
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, max_position_embeddings=16, **SMALL)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def adapted() -> nn.Module:
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")).eval()
+
+
+def tokens_classified() -> nn.Module:
+    config = transformers.BertConfig(vocab_size=VOCABULARY, num_labels=3, **SMALL)
+    return transformers.BertForTokenClassification(config).eval()
+
+
+def masked() -> nn.Module:
+    return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=VOCABULARY, **SMALL)).eval()
+
+
+def sequence_to_sequence() -> nn.Module:
+    sizes = {"d_model": 8, "d_ff": 16, "d_kv": 4, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=VOCABULARY, **sizes)).eval()
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """Six sequences, half of them with a padded end that does not count."""
+    ids = torch.randint(1, VOCABULARY, (6, 7), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[:3, 5:] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+@pytest.mark.parametrize(
+    ("make", "moved"),
+    [(llama, True), (adapted, True), (tokens_classified, False), (masked, False), (sequence_to_sequence, False)],
+)
+def test_labels_are_moved_where_the_models_own_loss_moves_them(make, moved):
+    model, data = make(), batch()
+    if make is tokens_classified:
+        data["labels"] = data["labels"] % 3
+    model.train()
+    inputs, targets = Reader(model)(data)
+    assert set(inputs) == {"input_ids"} and model.training
+    right = torch.cat([data["labels"][:, 1:], torch.full((6, 1), -100)], 1) if moved else data["labels"]
+    assert torch.equal(targets, right)
+
+
+def test_targets_of_a_causal_model_have_the_models_own_loss():
+    model, data = llama(), batch()
+    _, targets = Reader(model)(data)
+    logits = model(input_ids=data["input_ids"]).logits
+    own = cross_entropy(logits.flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(own, model(**data).loss)
+
+
+def test_a_laplace_fit_is_of_the_next_token():
+    model, data = llama(), batch()
+    moved = torch.cat([data["labels"][:, 1:], torch.full((6, 1), -100)], 1)
+    settings = {"structure": "diagonal", "subset": ["lm_head.weight"], "tune": None, "curvature": "empirical_fisher"}
+    by_key, by_hand = (
+        bc.fit_laplace(model, bc.likelihoods.categorical(), [one], **settings)
+        for one in (data, ({"input_ids": data["input_ids"]}, moved))
+    )
+    assert torch.equal(by_key.log_evidence, by_hand.log_evidence)
+    assert by_key.dispersion([data]) == by_hand.dispersion([({"input_ids": data["input_ids"]}, moved)])
+
+
+def test_the_one_call_learns_the_next_token_and_says_so():
+    ids = (torch.arange(7) + torch.arange(60)[:, None]) % VOCABULARY  # each token is followed by the next number
+    data = {"input_ids": ids, "labels": ids}
+    found = bc.posterior_ensemble(
+        llama, data, bc.likelihoods.categorical(), method="ensemble", members=2, steps=80, lr=0.02, progress=False
+    )
+    follows = found.predict({"input_ids": ids[:5]}).mean[:, :-1].argmax(-1)
+    assert (follows == ids[:5, 1:]).double().mean() > 0.9
+    assert found.report.chosen["labels"] == "those of the next token"
+
+
+class Wrapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = llama()
+
+    def forward(self, input_ids):
+        return self.inner(input_ids=input_ids).logits
+
+
+def test_labels_that_are_the_inputs_are_refused_where_nothing_moves_them():
+    with pytest.raises(ValueError, match=r"copying its inputs[\s\S]*next_labels"):
+        bc.fit_laplace(Wrapped().eval(), bc.likelihoods.categorical(), [batch()], subset="all", structure="diagonal")
