@@ -447,11 +447,12 @@ def _without_wrong_taps(some: Tensor, pulled: list[Tensor], linear: Linearised, 
     got: dict[int, Tensor] = {}
     for leaf, uses in pairs.items():
         for use, x in uses:
-            x, g = _of_last(x, 0, b), torch.tensordot(weights, _of_last(pulled[use.tap], 1, b), 1)[None]
+            g = _of_last(pulled[use.tap], 1, b)  # of its layer's dtype, which need not be that of the outputs
+            x, g = _of_last(x, 0, b), torch.tensordot(weights.to(g.dtype), g, 1)[None]
             rows = use.kind.rows(_widened(use.canonical.x(x, 1)), _widened(use.canonical.g(x, g, 1)))
             rows = rows.reshape(wanted[leaf].shape)
             got[leaf] = got[leaf] + rows if leaf in got else rows
-    return plan.untap({leaf: WRONG_TAP for leaf in unlike(got, wanted, check)})
+    return plan.untap({leaf: WRONG_TAP for leaf in unlike(got, wanted, plan.eps, check)})
 
 
 def _are_right(rows: list[Tensor], some: Tensor, plan: TapPlan, check: Check) -> bool:
@@ -461,7 +462,7 @@ def _are_right(rows: list[Tensor], some: Tensor, plan: TapPlan, check: Check) ->
     weights = _weights(some)
     wanted = plan.direct(torch.tensordot(weights, some[:, -1:], 1))
     got = {i: torch.tensordot(weights.to(row.dtype), row[:, -1], 1) for i, row in zip(plan.generic, rows)}
-    return not unlike(got, wanted, check)
+    return not unlike(got, wanted, plan.eps, check)
 
 
 def _weights(some: Tensor) -> Tensor:

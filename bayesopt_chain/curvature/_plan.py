@@ -43,6 +43,8 @@ class TapPlan(NamedTuple):
             that needs no check.
         one_by_one: whether the generic leaves are done datum by datum instead of vmapped.
         columns: how many columns the output root of a datum has; 0 where that is not yet known.
+        eps: the rounding unit of the coarsest dtype that the forward pass computes with. That of a layer's own dtype is too
+            small where a frozen base is in bfloat16 and its adapters are in float32.
     """
 
     names: list[str]
@@ -55,6 +57,7 @@ class TapPlan(NamedTuple):
     direct: Callable[[Tensor], list[Tensor]] | None
     one_by_one: bool = False
     columns: int = 0
+    eps: float = 0.0
 
     def untap(self, leaves: dict[int, str]) -> TapPlan:
         """The plan in which these leaves, given with their reasons, are not tapped."""
@@ -130,6 +133,7 @@ def make_plan(forward: Forward, params: Tree, batch: Any) -> TapPlan:
         taps.outputs,
         outputs.detach(),
         direct if is_open else None,
+        eps=max([taps.eps, *(torch.finfo(x.dtype).eps for x in (outputs, *floating))]),
     )
 
 
@@ -137,7 +141,8 @@ def _affine_plan(forward: Affine, params: Any, datum: Any) -> TapPlan:
     """The plan of a model whose uses are known: there is nothing to watch and nothing to compare."""
     outputs = forward(params, datum)
     uses, _ = forward.uses(params, datum[0])
-    return TapPlan(paths(params), uses, [], {}, [(outputs.shape, outputs.dtype)], [outputs], outputs, None)
+    eps = torch.finfo(outputs.dtype).eps
+    return TapPlan(paths(params), uses, [], {}, [(outputs.shape, outputs.dtype)], [outputs], outputs, None, eps=eps)
 
 
 def require_separate(forward: Forward, params: Tree, batch: Any, plan: TapPlan) -> None:
@@ -156,7 +161,7 @@ def require_same_outputs(outputs: Tensor, plan: TapPlan) -> None:
     if is_hidden(outputs):
         return
     scale = outputs.abs().max()
-    if bool((outputs[-1] - plan.probe[0]).abs().max() > _tolerance(outputs) * scale):
+    if bool((outputs[-1] - plan.probe[0]).abs().max() > plan.eps**0.5 * scale):
         raise ValueError(
             "the outputs of one datum depend on the rest of the batch, or are random, so that the loss is no sum over "
             "data: remove cross-sample operations, and call model.eval() for dropout and batch norm"
@@ -172,30 +177,25 @@ def misplaced(uses: list[Use], outputs: list[Tensor], plan: TapPlan) -> dict[int
             wrong.add(tap)
         elif not is_hidden(got) and wanted.numel():
             difference, scale = (got - wanted).abs().max(), wanted.abs().max()
-            if bool(difference > _tolerance(got) * scale):
+            if bool(difference > plan.eps**0.5 * scale):
                 wrong.add(tap)
     return {use.leaf: "its layer does not keep the data on the first axis" for use in uses if use.tap in wrong}
 
 
-def _tolerance(tensor: Tensor) -> float:
-    return torch.finfo(tensor.dtype).eps ** 0.5
-
-
-def unlike(got: dict[int, Tensor], wanted: list[Tensor], check: Check) -> list[int]:
-    """Find the leaves whose gradients are not the wanted ones.
+def unlike(got: dict[int, Tensor], wanted: list[Tensor], eps: float, check: Check) -> list[int]:
+    """Find the leaves whose gradients are not the wanted ones, up to the rounding of a pass whose coarsest unit is ``eps``.
 
     Where a wanted gradient is zero or not finite the comparison proves nothing, and ``check.could_fail`` becomes False.
     """
     leaves = [leaf for leaf in got if wanted[leaf].numel()]
     if not leaves:
         return []
-    eps = max(torch.finfo(wanted[leaf].dtype).eps for leaf in leaves)
     differences = torch.stack([(got[leaf] - wanted[leaf]).abs().max().double() for leaf in leaves])
     scales = torch.stack([wanted[leaf].abs().max().double() for leaf in leaves])
     finite = scales.isfinite()  # others cannot be compared; they show in the precision itself
     check.could_fail &= bool((finite & (scales > 0)).all())
-    largest = torch.where(finite, scales, 0).max()
-    within = (differences <= eps ** (1 / 3) * scales + 1e3 * eps * largest) | ~finite
+    largest, relative = torch.where(finite, scales, 0).max(), eps ** (1 / 3)
+    within = (differences <= relative * scales + min(1e3 * eps, relative) * largest) | ~finite
     return [leaf for leaf, is_within in zip(leaves, within.tolist()) if not is_within]
 
 

@@ -85,6 +85,7 @@ class Taps(TorchFunctionMode):
         shapes: the shapes and dtypes of the tapped outputs.
         untapped: a reason for every leaf used in a way that has no tap.
         program: the functions that were called, with their arguments apart from the tensors.
+        eps: the largest rounding unit of the tensors that the functions were called with.
     """
 
     def __init__(self, leaves: list[Tensor], data: int, zeros: list[Tensor] | None = None):
@@ -97,12 +98,16 @@ class Taps(TorchFunctionMode):
         self.shapes: list[tuple[torch.Size, torch.dtype]] = []
         self.untapped: dict[int, str] = {}
         self.program: Program = []
+        self.eps = 0.0
         self._alive: list[Tensor] = []
         self._results: list[weakref.ref[Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         self.program.append((func, constants(args), constants(kwargs)))
+        for x in args:
+            if isinstance(x, Tensor) and x.is_floating_point():
+                self.eps = max(self.eps, torch.finfo(x.dtype).eps)
         if func is F.batch_norm and _bound(F.batch_norm, args, kwargs)["training"]:
             raise ValueError(
                 "batch norm in train mode makes every output depend on the whole batch: call model.eval() before "

@@ -1,4 +1,6 @@
-"""Labels of language models: a likelihood compares position by position, so that labels of the next token are moved once."""
+"""Language models: labels of the next token are moved once, and a base in bfloat16 carries adapters in float32."""
+
+import copy
 
 import pytest
 import torch
@@ -103,3 +105,23 @@ class Wrapped(nn.Module):
 def test_labels_that_are_the_inputs_are_refused_where_nothing_moves_them():
     with pytest.raises(ValueError, match=r"copying its inputs[\s\S]*next_labels"):
         bc.fit_laplace(Wrapped().eval(), bc.likelihoods.categorical(), [batch()], subset="all", structure="diagonal")
+
+
+@pytest.mark.parametrize("structure", ["dense", "kronecker", "diagonal", "block"])
+def test_adapters_in_float32_on_a_base_in_bfloat16_have_the_posterior_of_a_base_in_float32(structure):
+    """The base's weights are the same numbers in both; what is left is the rounding of its activations, eps = 1/128."""
+    peft = pytest.importorskip("peft")
+    model = llama().to(torch.bfloat16)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"])).eval()
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            p.data.normal_(0, 0.3)
+    variances = [
+        bc.fit_laplace(
+            m, bc.likelihoods.categorical(), [batch()], subset="all", structure=structure, tune=None
+        ).posterior.marginal_variance
+        for m in (model, copy.deepcopy(model).float())
+    ]
+    for name, narrow in variances[0].items():
+        assert narrow.dtype == torch.float32
+        torch.testing.assert_close(narrow, variances[1][name], rtol=0.05, atol=0)
