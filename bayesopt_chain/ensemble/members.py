@@ -1,6 +1,7 @@
 """The networks of the members: made by a function, or by drawing one module's weights anew.
 
-A module stays the place of its frozen parameters, which all members share. Drawn anew are those that are trained, by the
+Frozen parameters are neither copied nor drawn: all members, and the module that was passed, share the same tensors, so that an
+ensemble of adapters holds their base once. Drawn anew are those that are trained, by the
 ``reset_parameters`` of the layer that holds them (of a LoRA layer ``reset_lora_parameters``); a layer that has trained
 parameters and no such method is refused, for starts that are equal are no ensemble.
 """
@@ -40,7 +41,7 @@ class Members(NamedTuple):
 
     def frozen(self) -> dict[str, Tensor]:
         """The parameters that all members share, by name."""
-        return {n: p.detach() for n, p in self.still.module.named_parameters() if not p.requires_grad}
+        return {n: p.detach() for n, p in _frozen(self.still.module).items()}
 
 
 def described(module: nn.Module) -> dict[str, Any]:
@@ -59,30 +60,51 @@ def members_of(make_model: nn.Module | Callable[[], nn.Module], members: int, se
         TypeError: neither a module nor a function that returns one.
         ValueError: starts that are equal, or frozen parameters that differ.
     """
-    networks = [_made(make_model, 1000 * seed + i) for i in range(members)]
-    networks = networks if device is None else [network.to(device) for network in networks]
-    parts = [make_functional(network) for network in networks]
-    frozen = [{n: p.detach() for n, p in network.named_parameters() if not p.requires_grad} for network in networks]
-    for i, other in enumerate(parts[1:], 1):
-        if {n: p.shape for n, p in other.params.items()} != {n: p.shape for n, p in parts[0].params.items()}:
+    first, parts = _placed(_made(make_model, 1000 * seed), device), []
+    frozen = _frozen(first)
+    for i in range(members):
+        network = _placed(_made(make_model, 1000 * seed + i), device) if i else first
+        part = make_functional(network)
+        parts.append((part.params, part.buffers))  # a base that make_model made again goes with its network
+        if not i:
+            continue
+        if {n: p.shape for n, p in part.params.items()} != {n: p.shape for n, p in parts[0][0].items()}:
             raise ValueError(
                 f"posterior_ensemble: make_model returned other parameters for member {i} than for member 0"
             )
-        if any(not torch.equal(x, frozen[i][n]) for n, x in frozen[0].items()):
+        own = _frozen(network)
+        if any(x is not own[n] and not torch.equal(x, own[n]) for n, x in frozen.items()):
             raise ValueError(
                 "posterior_ensemble: the members' frozen parameters differ, but they share one network: load the same "
                 "pretrained weights in every call of make_model"
             )
-        if all(torch.equal(x, other.params[n]) for n, x in parts[0].params.items()):
+        if all(torch.equal(x, part.params[n]) for n, x in parts[0][0].items()):
             raise ValueError(
                 "posterior_ensemble: member 0 and another start from the same weights: make_model must draw new ones "
                 "(return a new module), or pass one module, whose weights are drawn anew"
             )
-    training, still = copy.deepcopy(networks[0]).train(), copy.deepcopy(networks[0]).eval()
+    training, still = _copied(first).train(), _copied(first).eval()
     forwards = [make_functional(network, outputs=logits_of).forward for network in (training, still)]
     draws = any(isinstance(layer, DRAWING) or getattr(layer, "dropout", 0) for layer in training.modules())
-    buffers = stack([part.buffers for part in parts]) if parts[0].buffers else {}
-    return Members(stack([part.params for part in parts]), buffers, forwards[0], forwards[1], draws)
+    params, buffers = (stack(list(trees)) if trees[0] else {} for trees in zip(*parts))
+    return Members(params, buffers, forwards[0], forwards[1], draws)
+
+
+def _frozen(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p for name, p in module.named_parameters() if not p.requires_grad}
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """A copy that shares the frozen parameters."""
+    return copy.deepcopy(module, {id(p): p for p in _frozen(module).values()})
+
+
+def _placed(module: nn.Module, device: Any) -> nn.Module:
+    """The module on a device; one that shares frozen parameters with a user's module leaves that one where it is."""
+    if device is None:
+        return module
+    elsewhere = any(p.device != torch.device(device) for p in _frozen(module).values())
+    return (copy.deepcopy(module) if elsewhere else module).to(device)
 
 
 def _made(make_model: Any, seed: int) -> nn.Module:
@@ -101,7 +123,7 @@ def _made(make_model: Any, seed: int) -> nn.Module:
 
 
 def _drawn_anew(module: nn.Module) -> nn.Module:
-    module = copy.deepcopy(module)
+    module = _copied(module)
     done: set[str] = set()
     for name, layer in module.named_modules():
         own = {n: p for n, p in layer.named_parameters(recurse=False) if p.requires_grad}
