@@ -67,8 +67,9 @@ def posterior_ensemble(
 
     Args:
         make_model: a function that returns a new module; or one module, whose trained weights are drawn anew for each member
-            (frozen ones are shared with it, not copied: leave them as they are while the result is in use). Outputs are ``[B, *event]``, or have them as ``logits``. Dropout and BatchNorm work: chains at a
-            temperature run in ``eval`` mode.
+            (frozen ones are shared with it, not copied: leave them as they are while the result is in use). Outputs are
+            ``[B, *event]``, or have them as ``logits``. Dropout and BatchNorm work: chains at a temperature run in ``eval``
+            mode.
         data: tensors ``(inputs, targets)`` with one entry a datum on axis 0, a Dataset, a DataLoader, a list of batches, or
             ``bc.epochs``. They are read once and kept in memory. Standardise them: the prior is on the weights.
         likelihood: of :mod:`bayesopt_chain.likelihoods`. Of ``gaussian`` noise of a known variance the number given is not
