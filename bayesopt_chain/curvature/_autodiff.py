@@ -44,6 +44,21 @@ def plain_kernels() -> Iterator[None]:
 
 
 @contextmanager
+def double_backward() -> Iterator[None]:
+    """Use plain kernels, and name what is missing where torch cannot differentiate an operation twice even so."""
+    with plain_kernels():
+        try:
+            yield
+        except UNSUPPORTED as error:
+            if "not implemented" not in str(error):
+                raise
+            raise RuntimeError(
+                f"curvature: an operation of the model has no second derivative in torch ({error}); write it with operations "
+                "that have one, such as nn.Embedding and a mean for nn.EmbeddingBag, or a sum of squares for torch.cdist"
+            ) from error
+
+
+@contextmanager
 def _plain_recurrence() -> Iterator[None]:
     backends: list[Any] = [torch.backends.mkldnn, torch.backends.cudnn]
     kept = [backend.enabled for backend in backends]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.batches import picked
-from bayesopt_chain.curvature._autodiff import UNSUPPORTED, plain_kernels, vjp, without_fused_recurrence
+from bayesopt_chain.curvature._autodiff import UNSUPPORTED, double_backward, vjp, without_fused_recurrence
 from bayesopt_chain.curvature._checks import Check, Checks
 from bayesopt_chain.curvature._chunks import BatchPullback, RootOf
 from bayesopt_chain.curvature._memory import require_dense_fits
@@ -384,12 +384,14 @@ def _hessian_products(
         _, pull = vjp(torch.func.grad(loss), flatten(params, like))
         return lambda vectors: torch.vmap(lambda v: pull(v)[0])(vectors)
 
+    zero = torch.zeros(1, size(like), dtype=common_dtype(params), device=_device(params))
     products = linearise()
     try:
-        products(torch.zeros(1, size(like), dtype=common_dtype(params), device=_device(params)))
+        products(zero)
     except UNSUPPORTED:
-        with plain_kernels():
-            return linearise()
+        with double_backward():
+            products = linearise()
+            products(zero)
     return products
 
 

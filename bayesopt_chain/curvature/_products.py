@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import batches
-from bayesopt_chain.curvature._autodiff import UNSUPPORTED, plain_kernels, vjp, without_fused_recurrence
+from bayesopt_chain.curvature._autodiff import UNSUPPORTED, double_backward, vjp, without_fused_recurrence
 from bayesopt_chain.curvature._plan import batch_size, part
 from bayesopt_chain.trees import Tree, flatten, shape_only, size, unflatten
 
@@ -36,7 +36,8 @@ def jvp(f: Callable[..., Any], primals: tuple, tangents: tuple) -> tuple[Any, An
         ``(f(*primals), product)``, the product a tree like the outputs.
 
     Raises:
-        RuntimeError: torch's, for tangents that are not like the primals, or an operation without a derivative.
+        RuntimeError: torch's, for tangents that are not like the primals; an operation of ``f`` that has neither forward mode
+            nor a second derivative.
 
     Example:
         >>> import torch
@@ -47,7 +48,7 @@ def jvp(f: Callable[..., Any], primals: tuple, tangents: tuple) -> tuple[Any, An
     try:
         return _forward_mode(f, primals, tangents)
     except UNSUPPORTED:
-        with plain_kernels():
+        with double_backward():
             try:
                 return _forward_mode(f, primals, tangents)
             except UNSUPPORTED:
@@ -372,6 +373,7 @@ def _working(linearise: Any, params: Tree, like: Tree) -> Callable[[Tensor], Ten
     try:
         product(torch.zeros_like(flatten(params, like)))
     except UNSUPPORTED:
-        with plain_kernels():
-            return linearise(params, like)
+        with double_backward():
+            product = linearise(params, like)
+            product(torch.zeros_like(flatten(params, like)))
     return product

@@ -7,12 +7,14 @@ A bound from below, which the third of the stability limit that is taken of it m
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bayesopt_chain import batches
+from bayesopt_chain.curvature import hvp
 from bayesopt_chain.ensemble.cost import PRODUCT, passes
 from bayesopt_chain.ensemble.problem import Problem, Tensors
 
@@ -44,7 +46,7 @@ def top(
         return loss(p, batch, b)[0] if carries else loss(p, batch)
 
     def product(p: Any, b: Any, u: Any, batch: Any) -> Any:
-        return torch.func.jvp(torch.func.grad(lambda q: energy(q, b, batch)), (p,), (u,))[1]
+        return hvp(lambda q: energy(q, b, batch), (p,), (u,))[1]
 
     def slope(p: Any, b: Any, batch: Any) -> Any:
         leaves = {k: x.detach().requires_grad_() for k, x in p.items()}
@@ -64,9 +66,10 @@ def top(
 
     def every(u: Tensors) -> Tensors:
         if not problem.loop:
-            return torch.vmap(lambda p, b, v, *x: product(p, b, v, spec.unflatten(list(x))))(
-                params, buffers, u, *leaves
-            )
+            with suppress(RuntimeError):  # an operation may lack second derivatives
+                return torch.vmap(lambda p, b, v, *x: product(p, b, v, spec.unflatten(list(x))))(
+                    params, buffers, u, *leaves
+                )
         each = []
         for i in range(problem.count):
             p, b, v = ({k: x[i] for k, x in t.items()} for t in (params, buffers, u))

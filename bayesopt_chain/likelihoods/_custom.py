@@ -321,7 +321,8 @@ def _hessian_of(nll: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Te
             def loss(entries: Tensor) -> Tensor:
                 return nll(entries.reshape((1, *output.shape)), target[None]).sum()
 
-            return torch.func.hessian(loss)(output.reshape(-1))
+            # torch.func.hessian takes forward mode, which not every operation has
+            return torch.func.jacrev(torch.func.grad(loss))(output.reshape(-1))
 
         return torch.vmap(one)(outputs, targets)
 

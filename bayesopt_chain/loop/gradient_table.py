@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import batches
+from bayesopt_chain.curvature import jvp
 from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.loop.loss import Loss, gradient, value
 from bayesopt_chain.trees import combine, flatten, gram, unflatten, wide
@@ -60,7 +61,7 @@ def gradient_table(
     Raises:
         TypeError: ``data`` are not ``bc.epochs(...)`` over tensors.
         ValueError: the data differ from chain to chain; ``rank`` is below 1; the directions are not independent.
-        RuntimeError: from torch, if the model draws (dropout), or if one of its operations has no forward-mode derivative.
+        RuntimeError: from torch, if the model draws (dropout), or if one of its operations has no derivative.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -116,7 +117,7 @@ def _derivatives_along(loss: Loss, batch: Any, reference: Any, directions: Any) 
         return torch.vmap(one)(*leaves)
 
     tangents = zip(*optree.tree_leaves(directions))
-    return torch.stack([torch.func.jvp(losses, tuple(points), along)[1] for along in tangents], dim=1)
+    return torch.stack([jvp(losses, tuple(points), along)[1] for along in tangents], dim=1)
 
 
 def _largest_noise_directions(loss: Loss, data: Epochs, reference: Any, rank: int, most: int) -> Any:

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import batches, kinds
+from bayesopt_chain.curvature import jvp
+from bayesopt_chain.curvature._autodiff import double_backward
 from bayesopt_chain.curvature._plan import batch_size, part
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.tracing import is_transformed
@@ -65,7 +67,8 @@ def jacobian(forward: Callable[[Tree, Any], Tensor], params: Tree, batch: Any) -
     def one(*datum: Tensor) -> Tree:
         given = iter(datum)
         whole = structure.unflatten([next(given)[None] if chosen else x for x, chosen in zip(leaves, is_datum)])
-        return torch.func.jacrev(lambda p: forward(p, whole)[0])(params)
+        with double_backward():  # autograd goes through these rows once more
+            return torch.func.jacrev(lambda p: forward(p, whole)[0])(params)
 
     try:
         rows = torch.vmap(one)(*data)
@@ -120,8 +123,8 @@ def functional_samples(
     moves = precision.sqrt_solve(noise)
 
     def along(move: Tree) -> Tensor:
-        both: Any = torch.func.jvp(lambda p: forward(p, batch), (posterior.mean,), (move,))
-        return both[0] + both[1]
+        value, change = jvp(lambda p: forward(p, batch), (posterior.mean,), (move,))
+        return value + change
 
     with torch.set_grad_enabled(needs_graph(batch, posterior.precision)):
         try:

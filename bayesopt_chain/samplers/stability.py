@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 from torchopt.base import GradientTransformation
 
+from bayesopt_chain.curvature import jvp
+
 
 def step_growth(
     loss: Callable[[Any, Any], Any],
@@ -96,8 +98,7 @@ def step_growth(
     dx = [torch.randn(x.shape, generator=generator, dtype=x.dtype, device=generator.device).to(x.device) for x in here]
     logs = []
     for _ in range(steps):
-        pair: Any = torch.func.jvp(step, (here,), (dx,))
-        dx = pair[1]
+        dx = jvp(step, (here,), (dx,))[1]
         size = math.sqrt(sum(float(x.double().square().sum()) for x in dx))
         if not 0.0 < size < math.inf:
             return 0.0 if size == 0.0 else math.inf
