@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from functools import cache
+from importlib.util import find_spec
 from numbers import Integral, Real
 from typing import Any, NoReturn
 
@@ -93,6 +95,32 @@ def interval(within: str) -> tuple[float, float, bool, bool]:
     """Both ends, and whether each is included."""
     low, high = within[1:-1].split(",")
     return float(low), float(high), within[0] == "[", within[-1] == "]"
+
+
+def installed(who: str, extra: str, *packages: str) -> None:
+    """Refuse a call that needs packages which are not installed, before it does anything else.
+
+    Args:
+        who: the call, with which the message begins.
+        extra: the extra of this library that brings the packages.
+        packages: names as they are imported.
+
+    Raises:
+        ModuleNotFoundError: a package is missing; the message has the line that installs it.
+
+    Example:
+        >>> installed("r_hat", "diagnostics", "torch")
+        >>> installed("r_hat", "diagnostics", "torch", "no_such_package")
+        Traceback (most recent call last):
+        ModuleNotFoundError: r_hat needs no_such_package: pip install 'bayesopt_chain[diagnostics]'
+    """
+    for package in packages:
+        try:
+            missing = sys.modules.get(package) is None and find_spec(package) is None
+        except ModuleNotFoundError:
+            missing = True
+        if missing:
+            raise ModuleNotFoundError(f"{who} needs {package}: pip install 'bayesopt_chain[{extra}]'", name=package)
 
 
 def short(value: Any) -> str:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.batches import picked
+from bayesopt_chain.checks import installed
 from bayesopt_chain.curvature._autodiff import vjp
 from bayesopt_chain.curvature._plan import pair_targets
 from bayesopt_chain.curvature._products import hvp, jvp
@@ -70,10 +71,9 @@ def linear_operator(
         raise ValueError(f"linear_operator: kind={kind!r}: pass one of {', '.join(map(repr, KINDS))}")
     if iter(batches) is batches:
         raise ValueError("linear_operator: the batches can be read only once: pass a list of them, or a DataLoader")
-    try:
-        from curvlinops._torch_base import PyTorchLinearOperator  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise ImportError("linear_operator needs curvlinops: pip install 'bayesopt_chain[curvlinops]'") from None
+    installed("linear_operator", "curvlinops", "curvlinops")
+    from curvlinops._torch_base import PyTorchLinearOperator  # pyright: ignore[reportMissingImports]
+
     leaves, structure = optree.tree_flatten(params)
     labels_of = picked(targets, pair_targets)
 

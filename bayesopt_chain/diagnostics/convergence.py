@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import kinds
+from bayesopt_chain.checks import installed
 
 if TYPE_CHECKING:
     from bayesopt_chain.runs.draws import Draws
@@ -42,6 +43,7 @@ def r_hat(draws: Draws | Any, *, superchains: Sequence[int] | None = None) -> An
         >>> bc.diagnostics.r_hat({"w": x})["w"].round(decimals=2)
         tensor([1., 1.], dtype=torch.float64)
     """
+    installed("r_hat", "diagnostics", "arviz_stats")
     from arviz_stats.base.array import array_stats
 
     if superchains is None:
@@ -81,6 +83,7 @@ def ess(draws: Draws | Any, *, kind: Literal["bulk", "tail"] = "bulk") -> Any:
         >>> bool(bc.diagnostics.ess({"w": x})["w"] > 1000)
         True
     """
+    installed("ess", "diagnostics", "arviz_stats")
     from arviz_stats.base.array import array_stats
 
     prob = (0.05, 0.95) if kind == "tail" else None

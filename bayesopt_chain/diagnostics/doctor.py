@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import kinds
-from bayesopt_chain.checks import short
+from bayesopt_chain.checks import installed, short
 from bayesopt_chain.diagnostics import _against_loss, _findings
 from bayesopt_chain.diagnostics._findings import RANK, Finding
 from bayesopt_chain.diagnostics._places import initialised_devices
@@ -113,6 +113,7 @@ class Diagnosis(NamedTuple):
             >>> len(Diagnosis((), {}, {"loss": torch.zeros(10, 2)}, None).plot().axes)
             1
         """
+        installed("plot", "plot", "matplotlib")
         from matplotlib.figure import Figure
 
         read = self.temperatures
@@ -226,6 +227,7 @@ def doctor(
         >>> bc.diagnostics.doctor(draws, of=lambda w: w + 0).findings
         ()
     """
+    installed("doctor", "diagnostics", "arviz_stats", "scipy")
     with torch.random.fork_rng(devices=initialised_devices()):
         return _judged(
             draws, tx, loss, batches, thermometer, heating, of, mode, temperature, directions, level,

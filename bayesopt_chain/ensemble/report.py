@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from bayesopt_chain.checks import installed
+
 CAVEAT = (
     "Draws of a short run at T > 0 are an ensemble around each mode, not an equilibrated posterior, unless "
     "bc.diagnostics.doctor agrees."
@@ -82,6 +84,7 @@ class Report:
             >>> len(Report("ensemble", {}, [], {"pilot": 1.0}, 1.0).plot().axes)
             3
         """
+        installed("plot", "plot", "matplotlib")
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(12, 3.2), layout="constrained")

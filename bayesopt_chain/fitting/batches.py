@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesopt_chain import batches
+from bayesopt_chain.checks import installed
 from bayesopt_chain.modules.functional import LABELS, batch_inputs, takes_keywords
 
 LEFT_OUT = -100  # transformers' label of a position that does not count
@@ -216,10 +217,9 @@ def with_progress(all_batches: Iterable, progress: bool, total: int | None = Non
     """The same, with a progress bar where it is asked for."""
     if not progress:
         return all_batches
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:
-        raise ImportError("progress=True needs tqdm: pip install tqdm, or leave it out") from None
+    installed("progress=True", "runs", "tqdm")
+    from tqdm.auto import tqdm
+
     return tqdm(all_batches, unit=unit, total=total)
 
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from bayesopt_chain.checks import installed
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -17,11 +19,10 @@ def axes_or_new(who: str, ax: Any) -> Axes:
         ModuleNotFoundError: no matplotlib.
         TypeError: not axes.
     """
-    try:
-        from matplotlib.axes import Axes
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError(f"plot.{who} needs matplotlib: pip install 'bayesopt_chain[plot]'") from None
+    installed(f"plot.{who}", "plot", "matplotlib")
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
     if ax is None:
         return Figure(figsize=(6, 4), layout="constrained").subplots()
     if not isinstance(ax, Axes):

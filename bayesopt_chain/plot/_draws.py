@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bayesopt_chain import kinds
+from bayesopt_chain.checks import installed
 
 
 @kinds.takes(draws=kinds.ANY, names=kinds.SEQUENCE)
@@ -34,10 +35,10 @@ def traces(draws: Any, names: list[str] | None = None, *, thinning: int = 1) -> 
     """
     if not hasattr(draws, "to_arviz"):
         raise TypeError(f"plot.traces: draws must be a bc.Draws, got {type(draws).__name__}")
-    try:
-        import arviz
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError("plot.traces needs ArviZ: pip install 'bayesopt_chain[diagnostics]'") from None
+    installed("plot.traces", "plot", "matplotlib")
+    installed("plot.traces", "diagnostics", "arviz")
+    import arviz
+
     data = draws.to_arviz()
     known = list(data.posterior.data_vars)
     if unknown := [name for name in names or () if name not in known]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import kinds
+from bayesopt_chain.checks import installed
 
 
 @kinds.takes(log_probabilities=kinds.REALS, targets=kinds.NUMBERS_OF_CLASSES, bins=kinds.WHOLE)
@@ -34,6 +35,7 @@ def classification_metrics(log_probabilities: Tensor, targets: Tensor, *, bins: 
         >>> metrics["accuracy"], round(metrics["brier"], 3)
         (1.0, 0.05)
     """
+    installed("classification_metrics", "metrics", "torchmetrics")
     from torchmetrics.functional.classification import multiclass_accuracy, multiclass_calibration_error
 
     if log_probabilities.ndim != 2 or targets.shape != log_probabilities.shape[:1] or not log_probabilities.numel():
@@ -121,6 +123,7 @@ def detection_auroc(known: Tensor, unknown: Tensor) -> float:
         >>> predict.detection_auroc(torch.tensor([0.1, 0.2]), torch.tensor([0.15, 0.9]))
         0.75
     """
+    installed("detection_auroc", "metrics", "sklearn")
     for name, scores in (("known", known), ("unknown", unknown)):
         if scores.ndim != 1 or not scores.numel() or not scores.isfinite().all():
             raise ValueError(

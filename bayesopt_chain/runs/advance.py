@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import optree
 import torch
 
+from bayesopt_chain.checks import installed
 from bayesopt_chain.runs.divergence import Divergence
 from bayesopt_chain.runs.draws import Draws
 from bayesopt_chain.runs.interrupts import Interrupts, interrupts
@@ -51,6 +52,7 @@ class Progress:
         self.looked, self.mixed = 0.0, dict[str, str]()
         self.bar: Any = None
         if run.progress:
+            installed("progress=True", "runs", "tqdm")
             from tqdm.auto import tqdm
 
             self.bar = tqdm(total=run.steps, initial=done, unit="step")

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesopt_chain import kinds
+from bayesopt_chain.checks import installed
 from bayesopt_chain.distributed.ranks import gather_objects, gather_tensors
 from bayesopt_chain.distributed.shards import are_spread
 from bayesopt_chain.modules.functional import make_functional
@@ -608,6 +609,7 @@ class Draws:
             >>> data.posterior["w"].dims  # doctest: +SKIP
             ('chain', 'draw', 'w_dim_0')
         """
+        installed("to_arviz", "diagnostics", "arviz")
         if self.is_weighted:
             raise ValueError(
                 "to_arviz: these draws have weights, which ArviZ does not know; take draws.equally_weighted()"

@@ -25,6 +25,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
+from bayesopt_chain.checks import installed
 from bayesopt_chain.version import __version__
 
 FORMAT = "bayesopt_chain/2"
@@ -73,6 +74,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], said: Mapping[str, Any]) ->
     Raises:
         OSError: the file cannot be written; what stood there is untouched.
     """
+    installed("writing draws", "runs", "safetensors")
     from safetensors.torch import save_file
 
     held: dict[str, Tensor] = {}

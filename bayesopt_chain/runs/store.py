@@ -19,6 +19,7 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain.checks import installed
 from bayesopt_chain.distributed.layout import axes_of
 from bayesopt_chain.distributed.ranks import broadcast, gather_objects, together
 from bayesopt_chain.distributed.shards import local
@@ -90,6 +91,7 @@ class Store:
         self.writes = place is not None and (place.sharded or place.is_first)
         if place is None:
             return
+        installed("path=", "runs", "safetensors")
         self.identity = identity_of(run, place.total if place.chains is not None else run.chains)
         self.since = 0  # the step behind which the draws that are held come
         self.index: dict[str, Any] = {
