@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from functools import cache
-from importlib.util import find_spec
+from importlib import import_module
 from numbers import Integral, Real
 from typing import Any, NoReturn
 
@@ -116,11 +115,10 @@ def installed(who: str, extra: str, *packages: str) -> None:
     """
     for package in packages:
         try:
-            missing = sys.modules.get(package) is None and find_spec(package) is None
+            import_module(package)
         except ModuleNotFoundError:
-            missing = True
-        if missing:
-            raise ModuleNotFoundError(f"{who} needs {package}: pip install 'bayesopt_chain[{extra}]'", name=package)
+            line = f"{who} needs {package}: pip install 'bayesopt_chain[{extra}]'"
+            raise ModuleNotFoundError(line, name=package) from None
 
 
 def short(value: Any) -> str:

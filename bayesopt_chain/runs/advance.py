@@ -205,12 +205,5 @@ def _rescue(store: Store, said: _Ended, common: bool) -> None:
 
 def draws_of(run: Run, store: Store, said: _Ended, complete: bool) -> Draws:
     """All draws of a run, those on disk and those that are held."""
-    return Draws(
-        store.shards(),
-        store.spec,
-        store.names,
-        chains=run.chains,
-        complete=complete,
-        why=said.why,
-        last=said.last,
-    )
+    names = store.spec, store.names
+    return Draws(store.shards(), *names, chains=run.chains, complete=complete, why=said.why, last=said.last)

@@ -25,7 +25,6 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from bayesopt_chain.checks import installed
 from bayesopt_chain.version import __version__
 
 FORMAT = "bayesopt_chain/2"
@@ -74,24 +73,21 @@ def write(path: Path, tensors: Mapping[str, Tensor], said: Mapping[str, Any]) ->
     Raises:
         OSError: the file cannot be written; what stood there is untouched.
     """
-    installed("writing draws", "runs", "safetensors")
     from safetensors.torch import save_file
 
-    held: dict[str, Tensor] = {}
-    seen: set[int] = set()
+    held, seen = dict[str, Tensor](), set[int]()
     for name, x in tensors.items():
         x = x.detach().contiguous()
-        if (
-            x.untyped_storage().data_ptr() in seen or x.untyped_storage().nbytes() != x.nbytes
-        ):  # the format has no views
+        # the format has no views
+        if x.untyped_storage().data_ptr() in seen or x.untyped_storage().nbytes() != x.nbytes:
             x = x.clone()
         seen.add(x.untyped_storage().data_ptr())
         held[name] = x.cpu()
     sums = {name: checksums(name, x) for name, x in held.items()}
     about = json.dumps({"format": FORMAT, "version": __version__, "sums": sums, "said": dict(said)})
-    metadata = {"bayesopt_chain": about, "crc": str(crc_of(about))}
-    _replace(path, lambda temporary: save_file(held, temporary, metadata=metadata))
-    return crc_of(about)
+    crc = crc_of(about)
+    _replace(path, lambda to: save_file(held, to, metadata={"bayesopt_chain": about, "crc": str(crc)}))
+    return crc
 
 
 def write_text(path: Path, text: str) -> None:

@@ -87,13 +87,12 @@ class Store:
         self.device = next((local(x).device for x in self.like.values()), torch.device("cpu"))
         self.names, self.spec = list(self.like), optree.tree_structure(run.params, none_is_leaf=True)
         self.held: dict[str, list[Tensor]] = {}
-        self.size = 0
+        self.size = self.since = 0  # draws that are held, and the step behind which they come
         self.writes = place is not None and (place.sharded or place.is_first)
         if place is None:
             return
         installed("path=", "runs", "safetensors")
         self.identity = identity_of(run, place.total if place.chains is not None else run.chains)
-        self.since = 0  # the step behind which the draws that are held come
         self.index: dict[str, Any] = {
             "format": FORMAT,
             "identity": self.identity,
