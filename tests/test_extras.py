@@ -129,6 +129,7 @@ def test_every_import_of_an_extra_is_checked_first():
     """A function or module that imports one calls ``installed`` with its name, or goes on without it on purpose."""
     elsewhere = {  # their callers check
         "botorch/_models.py": {"botorch", "gpytorch", "linear_operator"},
+        "runs/files.py": {"safetensors"},
         "runs/inference_data.py": {"arviz", "xarray"},
         "diagnostics/_agreement.py": {"scipy"},
         "diagnostics/_shared_noise.py": {"scipy"},
