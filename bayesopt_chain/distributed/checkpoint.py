@@ -8,6 +8,11 @@ checkpoint. Examples of names in the table:
     state/0.Momentum.trace['layer.weight']
     chain 3/params/w                       with ``chains``, one tensor for each chain, by the global number of the chain
 
+DCP stores no checksums. So a file beside the table has the SHA-256 of every other file; the ranks share the work of comparing
+them before a checkpoint is read. The pieces of a tensor must cover each of its elements once. With the indicator function
+``1_B`` of a box ``B`` this is ``sum_B 1_B = 1_whole``, and equivalently the same for the mixed differences of these functions,
+which are ``+1`` or ``-1`` at the corners of the boxes and zero elsewhere, so that it takes a count of corners.
+
 Three properties of DCP would lose data without a message, and are refused here. It takes plain tensors of one name on several
 ranks for replicas and keeps one of them, even if they differ. It stores values that are not tensors for one rank only. When
 it reads, it fills the tensors that both the checkpoint and the reader have, and leaves all others as they were.
@@ -15,12 +20,18 @@ it reads, it fills the tensors that both the checkpoint and the reader have, and
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import json
+import os
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from bayesopt_chain._torch import is_dtensor
@@ -29,12 +40,15 @@ from bayesopt_chain.distributed.ranks import digest, gather_objects, together, w
 from bayesopt_chain.distributed.shards import local
 
 TABLE = ".metadata"  # the file of DCP's table of contents
+DIGESTS = ".sha256.json"  # the digests of all other files, written behind the table
+MOST_CORNERS = 1 << 22  # of pieces of one tensor
 
 
 def save(path: str | Path, tree: Mapping[str, Any], *, chains: range | None = None) -> None:
     """Write the tensors of all ranks into a directory. Call it on every rank, with the same ``path``.
 
-    A checkpoint that is not complete has no table of contents, and :func:`load` refuses it.
+    A checkpoint that is not complete has no table of contents, and :func:`load` refuses it. One that was cut off behind its
+    table has no digests, and :func:`load` says so.
 
     Args:
         path: a directory on storage that all ranks see. Every step that is saved needs a directory of its own.
@@ -81,15 +95,69 @@ def save(path: str | Path, tree: Mapping[str, Any], *, chains: range | None = No
     with _alone_without_a_warning() as alone:
         write(tensors, checkpoint_id=str(path), no_dist=alone)
 
+    def mine() -> dict[str, str]:
+        files = list(Path(path).glob(f"__{world().rank}_*.distcp")) + [Path(path) / TABLE] * (world().rank == 0)
+        return {file.name: _sha256(file) for file in files}
+
+    every_file = gather_objects(together(None, mine), None)
+    together(None, lambda: _write_digests(Path(path), every_file) if world().rank == 0 else None)
+
+
+def _sha256(file: Path) -> str:
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _write_digests(folder: Path, of_ranks: list[dict[str, str]]) -> None:
+    """Write the digests of all files at once, behind the files themselves."""
+    temporary = folder / f"{DIGESTS}.tmp"
+    with open(temporary, "w") as file:
+        json.dump({name: digest for digests in of_ranks for name, digest in digests.items()}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, folder / DIGESTS)
+
+
+def _require_digests(folder: Path, rank: int, size: int) -> bool:
+    """Compare the table, and every ``size``-th of the other files, with their digests.
+
+    Returns:
+        Whether there are digests to compare with.
+
+    Raises:
+        ValueError: naming a file that differs.
+    """
+    if not (folder / DIGESTS).exists():
+        return False
+    wrong = DIGESTS
+    try:
+        if (folder / DIGESTS).is_file() and (folder / DIGESTS).stat().st_size < 1 << 26:
+            digests = json.loads((folder / DIGESTS).read_text())
+            names = sorted({*digests, *(file.name for file in folder.glob("*.distcp"))} - {TABLE})
+            differ = [x for x in (TABLE, *names[rank::size]) if not _is(folder / x, digests.get(x))]
+            wrong = differ[0] if differ else ""
+    except (ValueError, TypeError, AttributeError, RecursionError):  # no dictionary of names and digests
+        pass
+    if wrong:
+        raise ValueError(
+            f"load: {wrong} of the checkpoint in {folder} is damaged: it is not the file that was saved; load an earlier "
+            "checkpoint"
+        )
+    return True
+
+
+def _is(file: Path, digest: Any) -> bool:
+    return file.is_file() and _sha256(file) == digest
+
 
 def load(path: str | Path, tree: Mapping[str, Any], *, chains: range | None = None) -> None:
     """Read a checkpoint into the tensors of a tree. Call it on every rank.
 
     The number of ranks and the layout of the tensors may differ from those with which the checkpoint was saved. If anything is
-    refused, no tensor was changed.
+    refused, no tensor was changed. Every file is compared with its digest first.
 
     Args:
-        path: a directory that :func:`save` wrote.
+        path: a directory that :func:`save` wrote, or ``torch.distributed.checkpoint.save`` itself, whose files have no digests.
         tree: dictionaries of tensors, as for :func:`save`. The tensors are overwritten in place.
         chains: the global numbers of the chains of this rank, which may differ from those with which it saved.
 
@@ -97,8 +165,11 @@ def load(path: str | Path, tree: Mapping[str, Any], *, chains: range | None = No
         FileNotFoundError: the directory has no complete checkpoint.
         TypeError: a leaf that is not a tensor.
         ValueError: a tensor is only in the tree or only in the checkpoint, or has another shape or dtype; a saved chain is
-            loaded by no rank; the table of contents has anything but descriptions of tensors, in which case no code that it
-            names is run.
+            loaded by no rank; a file differs from its digest; pieces of a tensor do not cover each of its elements once; the
+            table of contents has anything but descriptions of tensors, in which case no code that it names is run.
+
+    Warns:
+        RuntimeWarning: there are no digests, so that damage cannot be seen.
 
     Example:
         >>> import tempfile, torch, bayesopt_chain as bc
@@ -109,31 +180,49 @@ def load(path: str | Path, tree: Mapping[str, Any], *, chains: range | None = No
         >>> w
         tensor([1., 1.])
     """
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load as read
 
     from bayesopt_chain.distributed.restricted import RestrictedReader
 
-    def checked() -> tuple[dict[str, Tensor], list[int], set[int]]:
+    def checked() -> tuple[dict[str, Tensor], list[int], set[int], bool]:
         if not (Path(path) / TABLE).exists():
             raise FileNotFoundError(
                 f"load: there is no checkpoint in {path}, or it was not written to its end; load an earlier one"
             )
         tensors = _named("load", tree, chains)
+        compared = _require_digests(Path(path), world().rank, world().size)
         table = RestrictedReader(str(path)).read_metadata().state_dict_metadata
         saved = {number for name in table if (number := _chain_of(name)) is not None}
         here = {None, *(chains or ())}
         _require_fit(path, tensors, {name: about for name, about in table.items() if _chain_of(name) in here})
-        return tensors, list(chains or ()), saved
+        return tensors, list(chains or ()), saved, compared
 
     # Nothing is read before every rank has passed its checks, so that a refusal leaves all tensors as they were.
-    tensors, mine, saved = together(None, checked)
+    tensors, mine, saved, compared = together(None, checked)
     if left := saved - {number for theirs in gather_objects(mine, None) for number in theirs}:
         raise ValueError(
             f"load: {path} holds chains {sorted(saved)[:8]}{'...' if len(saved) > 8 else ''}, and no rank loads "
             f"{sorted(left)[:8]}: run as many chains as were saved"
         )
-    with _alone_without_a_warning() as alone:
-        read(tensors, storage_reader=RestrictedReader(str(path)), no_dist=alone)
+    if not compared:
+        warnings.warn(
+            f"load: {path} has no digests, so that damage is not checked for: bc.distributed.save has not written it, or not "
+            "to its end",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    # Reading what was not compared can end in the middle.
+    into = tensors if compared else {name: torch.empty_like(x) for name, x in tensors.items()}
+    try:
+        with _alone_without_a_warning() as alone:
+            read(into, storage_reader=RestrictedReader(str(path)), no_dist=alone)
+    except CheckpointException as error:
+        why = next(iter(error.failures.values()))[0]
+        raise ValueError(f"load: {path} cannot be read: {type(why).__name__}: {why}") from error
+    if not compared:
+        for name, x in tensors.items():
+            x.copy_(into[name])
 
 
 def _is_cut(x: Tensor) -> bool:
@@ -210,6 +299,20 @@ def _chain_of(name: str) -> int | None:
     return int(number) if rest and number != first and number.isdigit() else None
 
 
+def _covers_once(about: Any) -> bool:
+    """Whether each element of a tensor lies in one of its pieces (see the top of this file)."""
+    whole = ((0,) * len(about.size), tuple(about.size))
+    boxes = {(tuple(piece.offsets), tuple(piece.sizes)) for piece in about.chunks}
+    cut = [d for d in range(len(about.size)) if any((at[d], n[d]) != (0, about.size[d]) for at, n in boxes)]
+    if len(boxes) << len(cut) > MOST_CORNERS:
+        return False
+    corners: Counter[tuple[int, ...]] = Counter()
+    for sign, (at, n) in ((-1, whole), *((1, box) for box in boxes)):
+        for ends in itertools.product((0, 1), repeat=len(cut)):
+            corners[tuple(at[d] + n[d] * end for d, end in zip(cut, ends))] += sign * (-1) ** sum(ends)
+    return not any(corners.values())
+
+
 def _require_fit(path: Any, tensors: Mapping[str, Tensor], table: Mapping[str, Any]) -> None:
     """Refuse a checkpoint whose tensors differ in names, shapes or dtypes from the tensors that are to be overwritten.
 
@@ -231,6 +334,8 @@ def _require_fit(path: Any, tensors: Mapping[str, Tensor], table: Mapping[str, A
         if dtype != x.dtype or tuple(about.size) != tuple(x.shape):
             size = tuple(getattr(about, "size", ()))
             wrong.append(f"{name} is {dtype} {size}, expected {x.dtype} {tuple(x.shape)}")
+        elif not _covers_once(about):
+            wrong.append(f"the pieces of {name} do not cover each of its elements once")
     if wrong:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise ValueError(f"load: the checkpoint in {path} does not fit: {'; '.join(wrong[:5])}{more}")

@@ -1,20 +1,24 @@
 """Read a checkpoint of ``torch.distributed.checkpoint`` without running code that somebody wrote into it.
 
 The table of contents of a checkpoint is a pickle, which torch reads without restrictions: it can run code, and it can name any
-file of the machine. The reader of this module accepts torch's own descriptions of tensors, and files in the folder of the
-checkpoint, and nothing else.
+file of the machine. The reader of this module accepts torch's own descriptions of tensors, and regular files in the folder of
+the checkpoint, and nothing else. The files hold one zip archive for each piece of a tensor, which must not be compressed: a
+small file cannot ask for much memory.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
 import re
-from typing import Any
+import zipfile
+from pathlib import Path
+from typing import IO, Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 # By module, the classes and functions that a table of contents of tensors needs.
 DESCRIPTIONS = {
@@ -36,9 +40,14 @@ DESCRIPTIONS = {
     "pathlib._local": ("Path", "PosixPath", "PurePosixPath"),
 }
 FILE = re.compile(r"__\d+_\d+\.distcp")  # the files that DCP writes, which have no folder in their names
+TABLE_BYTES = 1 << 28  # the largest table of contents that is read
 
 
-class _Unpickler(pickle.Unpickler):
+# The unpickler that is written in Python. The one in C allocates as much memory as a damaged file asks for.
+_InPython: Any = vars(pickle)["_Unpickler"]
+
+
+class _Unpickler(_InPython):
     """Loads the names of :data:`DESCRIPTIONS` and torch's dtypes, and refuses all others."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -47,6 +56,14 @@ class _Unpickler(pickle.Unpickler):
         if name in DESCRIPTIONS.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which describes no tensor")
+
+    def load_build(self) -> None:
+        """Set the attributes of an object, and never those of a class, which would outlive the reading."""
+        if isinstance(self.stack[-2], type):
+            raise pickle.UnpicklingError(f"it changes {self.stack[-2].__name__}")
+        super().load_build()
+
+    dispatch: ClassVar[dict[int, Any]] = {**_InPython.dispatch, pickle.BUILD[0]: load_build}
 
 
 class RestrictedReader(FileSystemReader):
@@ -58,20 +75,40 @@ class RestrictedReader(FileSystemReader):
         Raises:
             ValueError: it is damaged, or has anything but descriptions of tensors; the message names what it has.
         """
-        path = self._get_metadata_path(kwargs.get("rank"))
+        path = Path(self._get_metadata_path(kwargs.get("rank")))
         try:
-            with open(path, "rb") as file:
-                table = _Unpickler(file).load()
-            _require_tensors(table)
-        except (pickle.UnpicklingError, ValueError, EOFError, AttributeError, TypeError, KeyError, IndexError) as err:
-            raise ValueError(f"load: {path} is damaged, or was made to do harm: {err}; nothing was read") from None
+            if not path.is_file() or path.stat().st_size > TABLE_BYTES:
+                raise ValueError(f"it is no regular file of at most {TABLE_BYTES >> 20} MB")
+            table = _Unpickler(io.BytesIO(path.read_bytes())).load()
+            _require_tensors(path.parent, table)
+        except Exception as err:  # a damaged pickle can end in any of them
+            raise ValueError(
+                f"load: {path} is damaged, or was made to do harm: {type(err).__name__}: {err}; nothing was read"
+            ) from None
         # As torch's own method does behind reading.
         table.storage_meta = metadata.StorageMeta(load_id=self.load_id)
         return table
 
+    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
+        """Return the part of a file that holds one piece of a tensor.
 
-def _require_tensors(table: Any) -> None:
-    """Refuse a table of contents with entries that are not tensors, or with files outside of the folder.
+        Raises:
+            ValueError: it is no zip archive, or one that is larger than it takes on the disk.
+        """
+        piece = io.BytesIO(super()._slice_file(file, sinfo).read())
+        entries = zipfile.ZipFile(piece).infolist()
+        if any(x.compress_type for x in entries) or sum(x.file_size for x in entries) > sinfo.length:
+            raise ValueError(f"{sinfo.relative_path} is compressed, which DCP never does")
+        piece.seek(0)
+        return piece
+
+
+def _require_tensors(folder: Path, table: Any) -> None:
+    """Refuse a table of contents with entries that are not tensors, or whose pieces or files are not there.
+
+    Args:
+        folder: of the checkpoint.
+        table: what was read.
 
     Raises:
         ValueError: naming the entry.
@@ -81,7 +118,17 @@ def _require_tensors(table: Any) -> None:
     for name, about in table.state_dict_metadata.items():
         if not isinstance(name, str) or not isinstance(about, TensorStorageMetadata):
             raise ValueError(f"{name!r} is no tensor, and would be unpickled")
+        for piece in about.chunks:
+            offsets, sizes = piece.offsets, piece.sizes
+            whole = isinstance(piece, ChunkStorageMetadata) and len(offsets) == len(sizes) == len(about.size) <= 64
+            if not whole or min((*offsets, *sizes, *about.size), default=0) < 0:
+                raise ValueError(f"{name!r} has a piece of shape {sizes} at {offsets}")
+            if MetadataIndex(name, offsets) not in table.storage_data:
+                raise ValueError(f"the piece of {name!r} at {tuple(offsets)} is nowhere")
     for place in table.storage_data.values():
         inside = isinstance(place, filesystem._StorageInfo) and FILE.fullmatch(str(place.relative_path)) is not None
         if not inside or place.transform_descriptors:
             raise ValueError(f"it names the file {getattr(place, 'relative_path', place)!r}")
+    for file in sorted({place.relative_path for place in table.storage_data.values()}):
+        if not (folder / file).is_file():
+            raise ValueError(f"{file} is not there, or is no regular file")
