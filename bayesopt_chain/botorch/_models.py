@@ -105,10 +105,6 @@ class LinearizedModel(Model):
         Raises:
             ValueError: a precision that is not positive definite.
         """
-        noise = None
-        if fitted.likelihood.has_noise_scale:
-            like = optree.tree_leaves(fitted.posterior.mean)[0]
-            noise = fitted.likelihood.variance(like.new_zeros(1))
 
         def features(x: Tensor) -> Any:
             return fitted.model.seen_by_head((x, None))
@@ -117,7 +113,7 @@ class LinearizedModel(Model):
             fitted.model.forward,
             fitted.posterior,
             num_outputs=num_outputs,
-            noise=noise,
+            noise=fitted.likelihood.noise_variance,
             features=features,
             **transforms,
         )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from bayesopt_chain.fitting.batches import Reader, logits_of, peeked, require_eval, with_progress
-from bayesopt_chain.fitting.last_layer import Body, Features, HeadBatch, LastLayer, body_of, find_last_layer
+from bayesopt_chain.fitting.last_layer import Body, Features, HeadBatch, LastLayer, body_of, find_last_layer, unwrapped
 from bayesopt_chain.modules.functional import make_functional
 
 
@@ -87,6 +87,7 @@ def cache_features(
         >>> fits[0].predict(cache).shape
         torch.Size([60, 3])
     """
+    module = unwrapped(module)
     require_eval(module, "cache_features")
     batches = peeked(loader, "cache_features", Reader(module))
     forward, own, _ = make_functional(module, outputs=logits_of)

@@ -45,7 +45,7 @@ CANDIDATES = tuple(10.0**k for k in range(-4, 5))  # prior precisions that valid
 FEW_DATA, LEAST_DATA, SMALL_WORK, WORSE = 64, 4, 2**26, 0.5  # nats a target, at which predictions are much worse
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FittedLaplace:
     """What :func:`fit_laplace` returns.
 
@@ -82,6 +82,13 @@ class FittedLaplace:
         >>> again = fitted.load_state_dict(more.state_dict())
         >>> torch.equal(again.predict(x, method="linearized").mean, more.predictive(x).mean)
         True
+
+        Three lines say what was fitted, of which parameters:
+
+        >>> bc.fit_laplace(module, bc.likelihoods.gaussian(0.5), [(x, torch.sin(3 * x))], tune=None)
+        Laplace posterior of 9 parameters (2.bias, 2.weight), kronecker structure, ggn
+        gaussian likelihood, noise variance 0.5, prior precision 1
+        20 data, log evidence -20.11 nats
     """
 
     posterior: Gaussian
@@ -90,6 +97,18 @@ class FittedLaplace:
     log_evidence: Tensor
     model: Model
     seen: Pass
+
+    def __repr__(self) -> str:
+        names, how = paths(self.model.params), self.model.how
+        some = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        fixed = f"; behind them {', '.join(self.model.fixed)} stay as they are" if self.model.fixed else ""
+        variance = self.likelihood.noise_variance
+        noise = "" if variance is None else f", noise variance {_range(variance)}"
+        return (
+            f"Laplace posterior of {size(self.model.params)} parameters ({some}{fixed}), {how.structure} structure, "
+            f"{how.curvature}\n{self.likelihood.name} likelihood{noise}, prior precision {_range(self.prior_precision)}\n"
+            f"{self.seen.precision.count:.0f} data, log evidence {float(self.log_evidence):.4g} nats"
+        )
 
     @kinds.takes(data=kinds.DATA, method=kinds.TEXT)
     def predict(
@@ -347,6 +366,13 @@ class FittedLaplace:
         batches = peeked(loader, read=self.model.how.read)
         new = self.model.run_over(batches.from_first(batches.first), progress, batches.total)
         return at(self.model, both(self.seen, new), self.prior_precision, self.likelihood_scale)
+
+
+def _range(numbers: Any) -> str:
+    """The least and the largest of a tree of numbers, or the one that there is."""
+    every = torch.cat([torch.as_tensor(x, dtype=torch.float64).reshape(-1).cpu() for x in optree.tree_leaves(numbers)])
+    low, high = (f"{float(x):.4g}" for x in every.aminmax())
+    return low if low == high else f"{low} to {high}"
 
 
 def at(model: Model, seen: Pass, prior_precision: Any, scale: Tensor) -> FittedLaplace:

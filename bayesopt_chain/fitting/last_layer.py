@@ -1,8 +1,11 @@
 """The last layer of a module: which parameters it has, and the features it sees.
 
-It is found from the graph of a real forward pass: going back from the output, the first modules without submodules (and with
-trained parameters) whose outputs are met. One head is one layer; heads whose outputs are put together, such as those of a
-mean and of a variance, are the last layer together. A head that ran but does not reach the output is none.
+It is found from the graph of a real forward pass: going back from the output, the first modules with a trained matrix (and no
+submodule with parameters) whose outputs are met. One head is one layer; heads whose outputs are put together, such as those of
+a mean and of a variance, are the last layer together. A head that ran but does not reach the output is none. Parametrizations
+(``torch.nn.utils.parametrize``) belong to the module whose tensors they make. Parameters without a matrix behind the layer
+stay as they are, such as a scale or a norm, but for a bias that no such module owns: one that is added to the output,
+``(d f / d b)^T v = sum v`` for every v, is the layer's.
 
 A linear last layer makes the model linear in its parameters, ``f = W phi(x) + b``; the features ``phi(x)`` do not depend on
 them, so that neither curvature nor predictions have to go through the body more than once.
@@ -10,6 +13,7 @@ them, so that neither curvature nor predictions have to go through the body more
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,6 +27,8 @@ from bayesopt_chain.curvature._plan import batch_size, part
 from bayesopt_chain.modules.functional import Forward
 from bayesopt_chain.predict._joint import needs_graph
 
+NORMS = (nn.LayerNorm, nn.RMSNorm)  # their weights may have two axes and scale entry by entry
+
 Body = Mapping[str, tuple[Tensor, int]]
 
 
@@ -34,10 +40,11 @@ class HeadBatch(NamedTuple):
 
 
 class LastLayer(NamedTuple):
-    """The parameters of the last layer, by name; its first module; whether that is a linear layer whose output is the model's;
-    what it saw of the batch."""
+    """The parameters of the last layer, by name; those behind it that stay as they are; its first module; whether that is a
+    linear layer whose output is the model's; what it saw of the batch."""
 
     names: tuple[str, ...]
+    behind: tuple[str, ...]
     module: nn.Module
     is_head: bool
     inputs: tuple[Any, ...]
@@ -52,11 +59,34 @@ class Call(NamedTuple):
     nodes: list[Any]
 
 
-def find_last_layer(forward: Forward, params: Mapping[str, Tensor], batch: Any) -> LastLayer:
-    """The layers with trained parameters whose outputs reach the module's output through no other such layer.
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module that ``torch.compile`` or ``DataParallel`` wrapped, whose layers can be watched; any other as it is.
 
     Raises:
-        ValueError: there is none; parameters that act behind it; a module whose outputs are random, or mix data.
+        ValueError: a compiled module within another; a script module.
+    """
+    module = getattr(module, "_orig_mod", module)
+    module = module.module if isinstance(module, nn.DataParallel) else module
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(
+            "fit_laplace: the layers of a script module cannot be watched: pass the module it was made from"
+        )
+    inner = [name for name, layer in module.named_modules() if hasattr(layer, "_orig_mod")]
+    if inner:
+        raise ValueError(
+            f"fit_laplace: {inner[0]} was compiled by torch.compile, so that its layers cannot be watched: put the module "
+            f"itself, {inner[0]}._orig_mod, in its place, or compile the whole model"
+        )
+    return module
+
+
+def find_last_layer(forward: Forward, params: Mapping[str, Tensor], batch: Any) -> LastLayer:
+    """The layers with trained matrices whose outputs reach the module's output through no other such layer.
+
+    A model without a matrix has the layers whose outputs are met first, and a warning.
+
+    Raises:
+        ValueError: there is none; matrices that act behind it; a module whose outputs are random, or mix data.
     """
     own = _owners(forward.module, params)
     chosen = {name: p.detach().requires_grad_(p.is_floating_point()) for name, p in params.items()}
@@ -66,35 +96,83 @@ def find_last_layer(forward: Forward, params: Mapping[str, Tensor], batch: Any) 
             f"fit_laplace: the module returns {type(output).__name__}, not a tensor: pass outputs=, the key of its outputs or "
             "a function from it to them"
         )
-    reached, behind = _reached(output, calls, chosen)
-    if behind:
+    with_matrix = {
+        name
+        for name, names in own.items()
+        if any(map(_is_matrix, (params[n] for n in names if n in params)))
+        and not isinstance(forward.module.get_submodule(name), NORMS)
+    }
+    reached, behind = _reached(output, [call for call in calls if call.name in with_matrix], chosen)
+    if matrices := [name for name in behind if _is_matrix(chosen[name]) and _owner(name) not in own]:
         raise ValueError(
-            f"fit_laplace: the output depends on {', '.join(sorted(behind))} behind every layer, so that there is no last "
+            f"fit_laplace: the output depends on {', '.join(sorted(matrices))} behind every layer, so that there is no last "
             "layer that is a module of its own: pass subset= the names to keep, or subset='all'"
         )
     if not reached:
-        raise ValueError(
-            "fit_laplace: no layer of the module with trained parameters of its own reaches the output, so that there is no "
-            f"last layer: pass subset= the names to keep, of {sorted(params)[:8]}, or subset='all'"
+        reached, behind = _reached(output, calls, chosen)
+        if not reached:
+            raise ValueError(
+                "fit_laplace: no layer of the module with trained parameters of its own reaches the output, so that there is "
+                f"no last layer: pass subset= the names to keep, of {sorted(params)[:8]}, or subset='all'"
+            )
+        warnings.warn(
+            f"fit_laplace: no layer with a matrix reaches the output, so that the last layer is {reached[0].name}, "
+            "whose parameters are numbers and vectors alone: pass subset= the names to keep, or subset='all'",
+            stacklevel=4,
         )
     require_still(forward, params, batch)
-    names = tuple(dict.fromkeys(name for call in reached for name in own[call.name] if name in params))
+    names = list(dict.fromkeys(name for call in reached for name in own[call.name] if name in params))
+    behind = [name for name in behind if name not in names]
+    added = [name for name in behind if _owner(name) not in own and _is_added(chosen[name], output)]
     first = reached[0]
     layer = forward.module.get_submodule(first.name)
     runs = sum(not set(own[call.name]).isdisjoint(names) for call in calls)
-    is_alone = len(reached) == 1 and runs == 1 and len(own[first.name]) == len(names) and len(first.inputs) == 1
-    is_head = is_alone and type(layer) is nn.Linear and first.output is output and first.nodes == [output.grad_fn]
-    return LastLayer(names, layer, is_head, tuple(map(_detached, first.inputs)))
+    is_alone = not added and len(reached) == 1 and runs == 1 and len(first.inputs) == 1
+    is_head = is_alone and type(layer) is nn.Linear and _is_affine(layer, names, params, first, output)
+    behind = [name for name in behind if name not in added]
+    return LastLayer((*names, *added), tuple(behind), layer, is_head, tuple(map(_detached, first.inputs)))
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0].partition(".parametrizations")[0]
+
+
+def _is_matrix(parameter: Tensor) -> bool:
+    """Whether a parameter mixes entries: it has two axes, and not of three or more all but one of length 1."""
+    return parameter.ndim == 2 or (parameter.ndim > 2 and parameter.numel() > max(parameter.shape))
+
+
+def _is_added(parameter: Tensor, output: Tensor) -> bool:
+    """Whether a parameter is a bias of the output: its pullback of random numbers is their sum over what it is added to."""
+    if output.ndim < 2 or parameter.shape != output.shape[max(1, output.ndim - parameter.ndim) :]:
+        return False
+    v = torch.linspace(0.5, 1.5, output.numel(), dtype=output.dtype, device=output.device).reshape(output.shape)
+    (pulled,) = torch.autograd.grad(output, parameter, v, retain_graph=True)
+    return torch.allclose(pulled, v.sum_to_size(parameter.shape), rtol=1e-3)
+
+
+def _is_affine(layer: nn.Linear, names: list[str], params: Mapping[str, Tensor], call: Call, output: Tensor) -> bool:
+    """Whether the output is that of the layer's trained weight and bias at its input, whatever hooks it has."""
+    wanted = ["weight"] if layer.bias is None else ["bias", "weight"]
+    if sorted(name.rpartition(".")[2] for name in names) != wanted or call.inputs[0].shape[:-1] != output.shape[:-1]:
+        return False
+    with torch.no_grad():
+        again = head(tuple(names))(params, call.inputs)
+    return again.dtype == output.dtype and torch.allclose(again, output, rtol=torch.finfo(again.dtype).eps ** 0.5)
 
 
 def _owners(module: nn.Module, params: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """The parameters of every module that has trained ones and no submodule with any, by the name each was given first."""
+    """The parameters of every module that has trained ones and no submodule with any, by the name each was given first.
+
+    What its parametrizations hold counts as the module's own.
+    """
     first_names = {id(parameter): name for name, parameter in module.named_parameters()}
     out = {}
     for name, layer in module.named_modules():
-        mine = [first_names[id(p)] for p in layer.parameters(recurse=False)]
-        below = [p for child in layer.children() for p in child.parameters()]
-        if any(n in params for n in mine) and not below:
+        kept = getattr(layer, "parametrizations", nn.Module())
+        mine = [first_names[id(p)] for p in (*layer.parameters(recurse=False), *kept.parameters())]
+        below = [p for child in layer.children() if child is not kept for p in child.parameters()]
+        if any(n in params for n in mine) and not below and ".parametrizations" not in f".{name}":
             out[name] = mine
     return out
 
@@ -123,10 +201,7 @@ def _watched(
 
 
 def _reached(output: Tensor, calls: list[Call], params: Mapping[str, Tensor]) -> tuple[list[Call], list[str]]:
-    """The calls met first from the output on, in the order in which they ran; matrices that are met outside of any call.
-
-    Numbers and vectors that act behind the last layer, such as a logit scale or a shift of the output, stay as they are.
-    """
+    """The calls met first from the output on, in the order in which they ran; parameters that are met outside of any call."""
     call_of = {node: i for i, call in enumerate(calls) for node in call.nodes}
     name_of = {id(p): name for name, p in params.items()}
     met: set[int] = set()
@@ -141,7 +216,7 @@ def _reached(output: Tensor, calls: list[Call], params: Mapping[str, Tensor]) ->
             met.add(call_of[node])
             continue
         leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) in name_of and leaf.ndim >= 2:
+        if leaf is not None and id(leaf) in name_of:
             behind.append(name_of[id(leaf)])
         stack.extend(following for following, _ in node.next_functions)
     return [calls[i] for i in sorted(met)], behind

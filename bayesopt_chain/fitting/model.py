@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, cast
 
@@ -16,7 +16,16 @@ from bayesopt_chain.curvature._checks import Checks
 from bayesopt_chain.curvature._estimators import Estimator
 from bayesopt_chain.fitting.batches import as_pair, logits_of, require_eval, with_progress
 from bayesopt_chain.fitting.cache import CachedFeatures, require_body
-from bayesopt_chain.fitting.last_layer import Body, Features, HeadBatch, LastLayer, body_of, find_last_layer, head
+from bayesopt_chain.fitting.last_layer import (
+    Body,
+    Features,
+    HeadBatch,
+    LastLayer,
+    body_of,
+    find_last_layer,
+    head,
+    unwrapped,
+)
 from bayesopt_chain.fitting.subnetwork import Subnetwork
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.modules.functional import Forward, make_functional
@@ -75,6 +84,7 @@ class Model:
     params: Tree
     how: How
     features_of: Features | None = None
+    fixed: tuple[str, ...] = ()  # parameters behind the last layer
     checks: Checks = field(default_factory=Checks, compare=False, repr=False)  # of predictions
 
     @property
@@ -183,6 +193,7 @@ def make_model(source: Any, params: Tree | None, data: Any, first: Any, how: How
 
 
 def _of_module(module: nn.Module, params: Any, data: Any, first: Any, how: How) -> tuple[Model, Any]:
+    module = unwrapped(module)
     require_eval(module)
     forward, own, _ = make_functional(module, inputs=how.inputs, outputs=how.outputs or logits_of)
     chosen = own if params is None else params
@@ -199,7 +210,7 @@ def _of_module(module: nn.Module, params: Any, data: Any, first: Any, how: How) 
     if last.is_head:
         body = body_of(module, params, last.names)
         return _of_head(forward, chosen, last, body, how), HeadBatch(last.inputs[0].detach(), first[1])
-    return _of_function(forward, chosen, how._replace(keep=list(last.names))), first
+    return replace(_of_function(forward, chosen, how._replace(keep=list(last.names))), fixed=last.behind), first
 
 
 def _of_head(forward: Forward, params: Any, last: LastLayer, body: Body, how: How) -> Model:

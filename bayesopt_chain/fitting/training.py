@@ -26,6 +26,7 @@ from bayesopt_chain.fitting.batches import Reader, logits_of, peeked, with_progr
 from bayesopt_chain.fitting.cache import CachedFeatures, cache_features
 from bayesopt_chain.fitting.evidence import Residual, require_prior_structure, tune_prior_and_noise
 from bayesopt_chain.fitting.laplace import FittedLaplace, at
+from bayesopt_chain.fitting.last_layer import unwrapped
 from bayesopt_chain.fitting.model import How, Model, make_model
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.modules.functional import arguments_of, batch_inputs, write_back
@@ -123,6 +124,7 @@ def train_by_evidence(
         True
     """
     _require(module, loader, epochs, every, burn_in, structure, prior_precision)
+    module = unwrapped(module)
     require_prior_structure("train_by_evidence", prior_structure, structure)
     prior_mean = optree.tree_map(lambda m: m.detach().clone() if isinstance(m, Tensor) else m, prior_mean)
     modes = {layer: layer.training for layer in module.modules()}

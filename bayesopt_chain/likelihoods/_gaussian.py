@@ -61,8 +61,8 @@ class Gaussian(Likelihood):
         return ndtr((values - outputs) * self._variance(outputs).rsqrt())
 
     @property
-    def has_noise_scale(self) -> bool:
-        return True
+    def noise_variance(self) -> Any:
+        return self.variance_of_noise
 
     def scaled(self, scale: Tensor | float) -> Likelihood:
         return Gaussian(self.variance_of_noise / scale)

@@ -339,9 +339,14 @@ class Likelihood(ABC):
         return -self.log_prob(outputs, labels)
 
     @property
+    def noise_variance(self) -> Any:
+        """Of Gaussian noise, a number or ``[*event]``, in squared units of the target; ``None`` for other likelihoods."""
+        return None
+
+    @property
     def has_noise_scale(self) -> bool:
-        """Whether the noise is additive and Gaussian with a known variance, which evidence can scale."""
-        return False
+        """Whether it has Gaussian noise of known variance, which :meth:`scaled` changes."""
+        return self.noise_variance is not None
 
     def scaled(self, scale: Tensor | float) -> Likelihood:
         """The same likelihood with Gaussian noise of ``variance / scale``.

@@ -42,8 +42,8 @@ class Weighted(Likelihood):
         return self.inner.default_method
 
     @property
-    def has_noise_scale(self) -> bool:
-        return self.inner.has_noise_scale
+    def noise_variance(self) -> Any:
+        return self.inner.noise_variance
 
     @property
     def has_straight_line(self) -> bool:

@@ -1,5 +1,7 @@
 """Models of BoTorch: joint posteriors against explicit Jacobians, conditioning against the exact Gaussian, optimisation."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -15,6 +17,7 @@ from botorch.optim import optimize_acqf
 from botorch.sampling import SobolQMCNormalSampler
 
 from bayesopt_chain.botorch import DrawsModel, LinearizedModel
+from bayesopt_chain.likelihoods import gaussian
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
@@ -51,6 +54,10 @@ def test_the_posterior_of_q_points_is_joint_and_has_the_jacobians_covariance(sub
     noisy = model.posterior(x, observation_noise=True)
     torch.testing.assert_close(noisy.variance, posterior.variance + 0.05, rtol=1e-8, atol=1e-10)
     if outputs == 2:
+        each = torch.tensor([0.05, 0.2])
+        fitted = replace(fitted, model=replace(fitted.model, how=fitted.model.how._replace(likelihood=gaussian(each))))
+        noisy = LinearizedModel.of(fitted, num_outputs=2).posterior(x, observation_noise=True)
+        torch.testing.assert_close(noisy.variance, posterior.variance + each, rtol=1e-8, atol=1e-10)
         one = model.posterior(x, output_indices=[1])
         torch.testing.assert_close(one.mean[..., 0], posterior.mean[..., 1])
         torch.testing.assert_close(one.variance[..., 0], posterior.variance[..., 1])

@@ -45,7 +45,6 @@ AFTER = {
         {"head", "other"},
     ),
     "a logit scale": (lambda n, f, h: n.scale * f, {"scale": nn.Parameter(torch.tensor(2.0))}, {"head"}),
-    "an output bias": (lambda n, f, h: f + n.shift, {"shift": nn.Parameter(torch.zeros(3))}, {"head"}),
     "a token in front": (
         lambda n, f, h: n.head(h + n.token[:, 0]),
         {"token": nn.Parameter(torch.randn(1, 1, 5))},
