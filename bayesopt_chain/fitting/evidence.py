@@ -3,30 +3,26 @@ r"""The evidence of a Laplace approximation as a function of prior and noise, wi
 Where the data part of the precision is diagonal in a basis, F = sum_i lambda_i v_i v_i^T group by group, and the prior of each
 group is isotropic, then for a likelihood scaled by s (for Gaussian noise ``variance / s``) and prior precisions delta
 
-    log Z(delta, s) = log p_s(D | t) + sum_g [ p_g log delta_g - delta_g |t_g|^2 ] / 2 - sum_gi log(s lambda_gi + delta_g) / 2
-                      + sum_gi (s g_gi + delta_g t_gi)^2 / (s lambda_gi + delta_g) / 2,
+    log Z(delta, s) = log p_s(D | t) + sum_g [ p_g log delta_g - delta_g |t_g|^2 ] / 2 - sum_gi log(s lambda_gi + delta_g) / 2,
 
-with t the parameters and g the gradient of the summed negative log-likelihood there, both in that basis. The last sum is the
-gain from t to the maximum of the joint's quadratic expansion: with it the evidence of a linear Gaussian model is exact wherever
-the expansion is made, and the hyperparameters are tuned with the maximum a posteriori solved for again at every trial. Without
-it the parameters are taken for that maximum (MacKay, 1992).
+with t the parameters, taken for the maximum of the joint (MacKay, 1992). A linear last layer with Gaussian noise need not be
+there: ``regression.py`` has its evidence.
 
 For Gaussian noise ``log p_s = -s R / 2 + m log(s) / 2 + const`` with the whitened residual sum of squares R and m target
 entries. A trial costs one pass over the eigenvalues of all groups.
 
 A scalar prior has one delta for all groups, and the derivative by it is the sum of the groups' derivatives,
 
-    2 d log Z / d delta = sum_g [ p_g / delta - |m_g|^2 - sum_i 1 / (s lambda_gi + delta) ],
-    m_gi = t_gi - (s g_gi + delta t_gi) / (s lambda_gi + delta),
+    2 d log Z / d delta = sum_g [ p_g / delta - |t_g|^2 - sum_i 1 / (s lambda_gi + delta) ],
 
-with i over all p_g eigenvalues, zeros included, and m the maximum of the expansion (t itself without the last sum of log Z). It
-vanishes where ``delta = sum_g gamma_g / sum_g |m_g|^2``, for ``gamma_g = sum_i s lambda_gi / (s lambda_gi + delta)`` the number
-of well determined parameters of a group (MacKay, 1992): numerator and denominator are summed over the groups, where a prior of
-one delta for each tensor has the ratio of each.
+with i over all p_g eigenvalues, zeros included. It vanishes where ``delta = sum_g gamma_g / sum_g |t_g|^2``, for
+``gamma_g = sum_i s lambda_gi / (s lambda_gi + delta)`` the number of well determined parameters of a group (MacKay, 1992):
+numerator and denominator are summed over the groups, where a prior of one delta for each tensor has the ratio of each.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import singledispatch
 from typing import Any, NamedTuple
@@ -35,9 +31,11 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain.fitting.model import Model, Pass
+from bayesopt_chain.fitting.regression import LEAST, Regression
 from bayesopt_chain.posterior.tuning import tune_by_evidence
 from bayesopt_chain.precision import Block, Dense, Diagonal, Eigenbasis, Kronecker, Precision, Root
-from bayesopt_chain.trees import Tree, common_dtype, flatten, gram, project, size
+from bayesopt_chain.trees import Tree, common_dtype, gram, size
 
 SCALAR, LAYERWISE = "scalar", "layerwise"  # structures of a prior
 WHOLE = ("dense", "root")  # structures of a posterior with one basis for all leaves
@@ -51,13 +49,11 @@ class Spectrum(NamedTuple):
     Attributes:
         leaves: their numbers, in optree order.
         values: the eigenvalues of the data part that are not known to be zero, ``[k]``.
-        coordinates: from the group's leaves to their coordinates along those eigenvectors, ``[k]``.
         entries: the number of parameters; the other ``entries - k`` eigenvalues are zero.
     """
 
     leaves: tuple[int, ...]
     values: Tensor
-    coordinates: Callable[[list[Tensor]], Tensor]
     entries: int
 
 
@@ -69,55 +65,37 @@ def spectra(precision: Any) -> list[Spectrum] | None:
 
 @spectra.register
 def _(precision: Dense) -> list[Spectrum]:
-    values, vectors = torch.linalg.eigh(precision.matrix)
     like = optree.tree_leaves(precision.like)
-
-    def coordinates(leaves: list[Tensor]) -> Tensor:
-        return vectors.mT @ flatten(leaves, like).to(vectors.dtype)
-
-    return [Spectrum(tuple(range(len(like))), values.clamp_min(0), coordinates, size(precision.like))]
+    values = torch.linalg.eigvalsh(precision.matrix)
+    return [Spectrum(tuple(range(len(like))), values.clamp_min(0), size(precision.like))]
 
 
 @spectra.register
 def _(precision: Root) -> list[Spectrum]:
     rows = optree.tree_leaves(precision.rows)
-    dtype = common_dtype(rows)
-    rows = [row.to(dtype) for row in rows]
-    values, vectors = torch.linalg.eigh(gram(rows))
-    kept = values > torch.finfo(dtype).eps * values.shape[0] * values.max()
-    values, vectors = values[kept], vectors[:, kept]
-
-    def coordinates(leaves: list[Tensor]) -> Tensor:
-        return vectors.mT @ project(rows, [leaf.to(dtype) for leaf in leaves]) / values.sqrt()
-
-    return [Spectrum(tuple(range(len(rows))), values, coordinates, sum(row[0].numel() for row in rows))]
+    values = torch.linalg.eigvalsh(gram([row.to(common_dtype(rows)) for row in rows]))
+    entries = sum(row[0].numel() for row in rows)
+    return [Spectrum(tuple(range(len(rows))), values[-entries:].clamp_min(0), entries)]
 
 
 @spectra.register
 def _(precision: Diagonal) -> list[Spectrum]:
-    return [
-        Spectrum((i,), leaf.reshape(-1).clamp_min(0), lambda leaves: leaves[0].reshape(-1), leaf.numel())
-        for i, leaf in enumerate(optree.tree_leaves(precision.values))
-    ]
+    return _by_leaf(precision.values)
 
 
 @spectra.register
-def _(precision: Kronecker) -> list[Spectrum] | None:
-    return spectra(precision.eigenbasis())
+def _(precision: Kronecker) -> list[Spectrum]:
+    return _by_leaf(precision.eigenbasis().values)
 
 
 @spectra.register
 def _(precision: Eigenbasis) -> list[Spectrum]:
-    out = []
-    for i, (u, v, values) in enumerate(zip(*(optree.tree_leaves(tree) for tree in precision[:3]))):
+    return _by_leaf(precision.values)
 
-        def coordinates(leaves: list[Tensor], u: Tensor = u, v: Tensor = v) -> Tensor:
-            matrix = leaves[0].to(u.dtype).reshape(u.shape[0], v.shape[0])
-            matrix = matrix if u.ndim == 1 else u.mT @ matrix
-            return (matrix if v.ndim == 1 else matrix @ v).reshape(-1)
 
-        out.append(Spectrum((i,), values.reshape(-1).clamp_min(0), coordinates, values.numel()))
-    return out
+def _by_leaf(values: Tree) -> list[Spectrum]:
+    leaves = optree.tree_leaves(values)
+    return [Spectrum((i,), leaf.reshape(-1).clamp_min(0), leaf.numel()) for i, leaf in enumerate(leaves)]
 
 
 @spectra.register
@@ -151,15 +129,19 @@ class Tuned(NamedTuple):
     log_evidence: Tensor
 
 
-def require_prior_structure(name: str, prior_structure: str | None, structure: str) -> None:
-    """Refuse an unknown structure of a prior, or one that the posterior's structure has no evidence for."""
+def require_prior_structure(name: str, prior_structure: str | None, structure: str | None) -> str | None:
+    """The structure of a prior, "scalar" by default for a posterior whose basis mixes the layers; refuse an unknown one, or one
+    that the posterior's structure has no evidence for."""
     if prior_structure not in (SCALAR, LAYERWISE, None):
         raise ValueError(f"{name}: prior_structure={prior_structure!r}: pass 'scalar', 'layerwise' or None")
-    if prior_structure == LAYERWISE and structure in WHOLE:
+    if structure not in WHOLE:
+        return prior_structure
+    if prior_structure == LAYERWISE:
         raise ValueError(
             f"{name}: prior_structure='layerwise' with structure={structure!r}, whose basis mixes the layers: it has one "
             "precision for all parameters: pass 'scalar', or structure 'kronecker', 'diagonal' or 'block'"
         )
+    return SCALAR
 
 
 def tune_prior_and_noise(
@@ -168,7 +150,6 @@ def tune_prior_and_noise(
     log_likelihood: Tensor,
     *,
     residual: Residual | None = None,
-    gradient: Tree | None = None,
     start: float = 1.0,
     prior_structure: str | None = None,
 ) -> Tuned:
@@ -176,11 +157,9 @@ def tune_prior_and_noise(
 
     Args:
         precision: the data part: the sum of the increments, without a prior.
-        params: where the curvature was taken.
+        params: where the curvature was taken, less the prior's mean.
         log_likelihood: summed and normalised, there, 0-d.
         residual: of a Gaussian likelihood, whose scale is then tuned too; ``None`` keeps it at 1.
-        gradient: of the summed negative log-likelihood at ``params``: the maximum a posteriori is then solved for again at
-            every trial. ``None`` takes ``params`` for it.
         start: the first prior precision.
         prior_structure: "scalar" has one precision for all leaves; otherwise there is one for each group of ``spectra``.
 
@@ -197,7 +176,7 @@ def tune_prior_and_noise(
             f"tune='evidence': a precision of class {type(precision).__name__} has no basis in which data and prior are both "
             "diagonal: use structure 'kronecker', 'dense', 'root', 'diagonal' or 'block', or tune='validation'"
         )
-    of_groups = _evidence(groups, params, log_likelihood, residual, gradient)
+    of_groups = _evidence(groups, params, log_likelihood, residual)
     device = groups[0].values.device
     count = 1 if prior_structure == SCALAR else len(groups)
 
@@ -217,36 +196,75 @@ def tune_prior_and_noise(
     return Tuned(prior, scale, evidence(best))
 
 
+def tuned(
+    model: Model, seen: Pass, *, tune_noise: bool, start: float = 1.0, prior_structure: str | None = None
+) -> Tuned:
+    """The best prior and noise of a pass over the data, and the evidence there."""
+    if seen.regression is not None:
+        return _tune_layer(model, seen.regression, tune_noise, prior_structure)
+    is_tuned = model.likelihood.has_noise_scale and tune_noise
+    return tune_prior_and_noise(
+        seen.decomposed,
+        model.from_prior_mean(),
+        seen.log_likelihood,
+        residual=Residual(seen.squares, seen.entries) if is_tuned else None,
+        start=start,
+        prior_structure=prior_structure,
+    )
+
+
+def _tune_layer(model: Model, regression: Regression, tune_noise: bool, prior_structure: str | None) -> Tuned:
+    """By the exact evidence of a linear last layer with Gaussian noise, from the best point of a coarse grid on."""
+    of_weights, of_biases, noise = regression.units()
+    least, one = regression.least_noise(), torch.ones_like(noise)
+    together = prior_structure == SCALAR or not regression.has_bias
+    units = of_weights[None] if together else torch.stack([of_weights, of_biases])
+
+    def evidence(h: Any) -> Tensor:
+        if bool(((h["prior"] < LOWEST) | (h["prior"] > HIGHEST)).any()):
+            raise ValueError(f"a prior precision is outside {LOWEST:g} ... {HIGHEST:g} of its unit")
+        prior = h["prior"] * units
+        return regression.at(prior[0], prior[-1], 1 / (least + h["noise"] * noise) if tune_noise else one)[0]
+
+    scales = [10.0**k for k in range(-6, 7, 2)]
+    starts = [
+        {"prior": torch.full_like(units, d), **({"noise": one * v} if tune_noise else {})}
+        for d in scales
+        for v in (scales[:4] if tune_noise else scales[:1])
+    ]
+    best = tune_by_evidence(evidence, max(starts, key=lambda h: float(evidence(h))))
+    prior = best["prior"] * units
+    scale = 1 / (least + best["noise"] * noise) if tune_noise else one
+    if tune_noise and best["noise"] * noise < least:
+        warnings.warn(
+            f"fit_laplace: the features of the last layer explain the targets but for {LEAST:g} of their variance, the least "
+            "that is taken for noise: give the noise (likelihoods.gaussian(variance), tune_noise=False) if it is known",
+            stacklevel=4,
+        )
+    forward: Any = model.forward
+    names = {forward.weight: prior[0]} if forward.bias is None else {forward.weight: prior[0], forward.bias: prior[-1]}
+    return Tuned(names, scale, evidence(best))
+
+
 def _evidence(
-    groups: list[Spectrum], params: Tree, log_likelihood: Tensor, residual: Residual | None, gradient: Tree | None
+    groups: list[Spectrum], params: Tree, log_likelihood: Tensor, residual: Residual | None
 ) -> Callable[[Any], Tensor]:
     leaves = optree.tree_leaves(params)
-    slopes = None if gradient is None else optree.tree_leaves(gradient)
     device = groups[0].values.device
     eigenvalues = _Eigenvalues([group.values.to(torch.float64) for group in groups])
-    entries = torch.tensor([group.entries for group in groups], dtype=torch.float64, device=device)
-    zeros = entries - torch.tensor(eigenvalues.sizes, dtype=torch.float64, device=device)
-    norms, pulls = [], []
-    for group in groups:
-        mine = [leaves[i].detach().to(torch.float64) for i in group.leaves]
-        norms.append(torch.stack([x.square().sum() for x in mine]).sum())
-        if slopes is not None:
-            along = group.coordinates(mine).to(torch.float64)
-            down = [slopes[i].detach().to(torch.float64) for i in group.leaves]
-            pulls.append(_pull(group.coordinates(down).to(torch.float64), down, along, mine))
-    squares, log_likelihood = torch.stack(norms), log_likelihood.to(torch.float64)
+    entries = torch.tensor(eigenvalues.sizes, dtype=torch.float64, device=device)
+    squares = torch.stack(
+        [torch.stack([leaves[i].detach().to(torch.float64).square().sum() for i in g.leaves]).sum() for g in groups]
+    )
+    log_likelihood = log_likelihood.to(torch.float64)
 
     def evidence(h: Any) -> Tensor:
         if any(bool(((x < LOWEST) | (x > HIGHEST)).any()) for x in h.values()):
             raise ValueError(f"a hyperparameter is outside {LOWEST:g} ... {HIGHEST:g}")
         delta, scale = h["prior"], h.get("scale", torch.ones((), dtype=torch.float64, device=device))
-        total = log_likelihood + 0.5 * ((entries - zeros) * delta.log() - delta * squares).sum()
+        total = log_likelihood + 0.5 * (entries * delta.log() - delta * squares).sum()
         total = total - 0.5 * eigenvalues.log_sum(scale, delta)
-        if residual is not None:
-            total = total + residual.gain(scale)
-        for d, values, pull in zip(delta if pulls else (), eigenvalues.values.split(eigenvalues.sizes), pulls):
-            total = total + 0.5 * pull.gain(d, scale, values)
-        return total
+        return total if residual is None else total + residual.gain(scale)
 
     return evidence
 
@@ -281,31 +299,3 @@ class _LogSum(torch.autograd.Function):
         inverse = stiff.reciprocal()
         of_scale = grads[0] * (values @ inverse) if ctx.needs_input_grad[0] else None
         return of_scale, grads[0] * torch.stack([part.sum() for part in inverse.split(ctx.sizes)]), None, None
-
-
-class _Pull(NamedTuple):
-    """What the maximum gains over the parameters in one group.
-
-    ``gradient`` and ``params``: along the eigenvectors; ``gradients``, ``products``, ``squares``: across them, the gradient's
-    square, its product with the parameters, and the parameters' square.
-    """
-
-    gradient: Tensor
-    params: Tensor
-    gradients: Tensor
-    products: Tensor
-    squares: Tensor
-
-    def gain(self, delta: Tensor, scale: Tensor, values: Tensor) -> Tensor:
-        """``b^T Lambda^-1 b`` for the gradient b of the log joint."""
-        along = ((scale * self.gradient + delta * self.params).square() / (scale * values + delta)).sum()
-        return along + scale**2 * self.gradients / delta + 2 * scale * self.products + delta * self.squares
-
-
-def _pull(down: Tensor, gradient: list[Tensor], along: Tensor, params: list[Tensor]) -> _Pull:
-    across = down.numel() < sum(x.numel() for x in params)  # without, what is left is rounding
-    squares = torch.stack([x.square().sum() for x in gradient]).sum() - down.square().sum()
-    product = torch.stack([(x * y).sum() for x, y in zip(gradient, params)]).sum() - down @ along
-    rest = torch.stack([x.square().sum() for x in params]).sum() - along.square().sum()
-    zero = torch.zeros_like(squares)
-    return _Pull(down, along, *((squares.clamp_min(0), product, rest) if across else (zero, zero, zero)))

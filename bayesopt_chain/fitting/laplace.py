@@ -6,8 +6,8 @@
 It puts together what can also be had one by one: :func:`bayesopt_chain.make_functional`, an estimator of
 :mod:`bayesopt_chain.curvature`, :func:`bayesopt_chain.laplace`, :mod:`bayesopt_chain.fitting.evidence` and
 :mod:`bayesopt_chain.predict`. Of a linear last layer the features are computed once, and where the likelihood is Gaussian too
-the model is linear in what is kept: prior and noise are then tuned with the maximum a posteriori solved for at every trial, and
-the posterior's mean is that maximum.
+the model is linear in what is kept: evidence and mode are then exact, in float64 (:mod:`bayesopt_chain.fitting.regression`),
+and the posterior's mean is that mode.
 """
 
 from __future__ import annotations
@@ -27,9 +27,19 @@ from bayesopt_chain.curvature import STRUCTURES
 from bayesopt_chain.curvature._plan import part
 from bayesopt_chain.fitting.batches import Reader, peeked
 from bayesopt_chain.fitting.dispersion import dispersion
-from bayesopt_chain.fitting.evidence import Residual, require_prior_structure, tune_prior_and_noise
+from bayesopt_chain.fitting.evidence import Residual, require_prior_structure, tuned
 from bayesopt_chain.fitting.model import ESTIMATORS, How, Model, Pass, both, make_model
-from bayesopt_chain.fitting.predictions import Method, Outputs, Prediction, batches_of, joined, method_for, predicted
+from bayesopt_chain.fitting.predictions import (
+    Method,
+    Outputs,
+    Prediction,
+    batches_of,
+    joined,
+    linearized,
+    method_for,
+    predicted,
+)
+from bayesopt_chain.fitting.regression import Regression
 from bayesopt_chain.fitting.subnetwork import Subnetwork
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.posterior.gaussian import Gaussian
@@ -38,8 +48,7 @@ from bayesopt_chain.posterior.state import require_finite
 from bayesopt_chain.posterior.tuning import tune_by_validation
 from bayesopt_chain.precision import Kronecker
 from bayesopt_chain.predict._joint import functional_samples
-from bayesopt_chain.predict._linearized import linearized_by
-from bayesopt_chain.trees import Tree, paths, require_like, size
+from bayesopt_chain.trees import Tree, paths, require_like, size, spread
 
 CANDIDATES = tuple(10.0**k for k in range(-4, 5))  # prior precisions that validation tries
 FEW_DATA, LEAST_DATA, SMALL_WORK, WORSE = 64, 4, 2**26, 0.5  # nats a target, at which predictions are much worse
@@ -145,16 +154,7 @@ class FittedLaplace:
         how = method_for(method, likelihood)
         with kinds.blaming("FittedLaplace.predict", "data"):
             parts = [
-                predicted(
-                    self.model.forward,
-                    self.posterior,
-                    self.model.seen_by_head(batch),
-                    likelihood,
-                    how,
-                    samples,
-                    generator,
-                    self.model.checks,
-                )
+                predicted(self.model, self.posterior, batch, likelihood, how, samples, generator)
                 for batch in batches_of(data, self.model.how.read)
             ]
         if not parts:
@@ -204,10 +204,7 @@ class FittedLaplace:
             scale = self.likelihood_scale if likelihood_scale is None else likelihood_scale
             posterior = self._posterior_and_evidence(prior, scale)[0]
         with kinds.blaming("FittedLaplace.outputs", "data"):
-            parts = [
-                linearized_by(self.model.checks, self.model.forward, posterior, self.model.seen_by_head(batch), joint)
-                for batch in batches_of(data, self.model.how.read)
-            ]
+            parts = [linearized(self.model, posterior, batch, joint) for batch in batches_of(data, self.model.how.read)]
         if not parts or (joint and len(parts) > 1):
             raise ValueError(f"outputs: data has {len(parts)} batches: pass {'one' if joint else 'at least one'}")
         mean, covariance = zip(*parts)
@@ -233,7 +230,8 @@ class FittedLaplace:
         if len(batches) != 1:
             raise ValueError(f"functional_samples: data has {len(batches)} batches: pass one")
         batch = self.model.seen_by_head(batches[0])
-        return functional_samples(self.model.forward, self.posterior, batch, samples=samples, generator=generator)
+        drawn = functional_samples(self.model.forward, self.posterior, batch, samples=samples, generator=generator)
+        return drawn.to(self.model.dtype)
 
     def predictive(self, data: Any) -> Prediction:
         """The predictive distribution of new targets, for any likelihood: ``predict(data, method="linearized")``.
@@ -321,7 +319,7 @@ class FittedLaplace:
         return {
             "params": self.model.params,
             "precision": seen.precision,
-            "gradient": seen.gradient,
+            "rows": seen.rows,
             "log_likelihood": seen.log_likelihood,
             "squares": seen.squares,
             "entries": seen.entries,
@@ -348,7 +346,7 @@ class FittedLaplace:
             raise ValueError(f"load_state_dict: the state has no {', '.join(missing)}: pass what state_dict returned")
         require_like(state["params"], self.model.params, "state['params']")
         model = replace(self.model, params=state["params"])
-        seen = Pass(*(state[name] for name in ("precision", "gradient", "log_likelihood", "squares", "entries")))
+        seen = Pass(*(state[name] for name in ("precision", "rows", "log_likelihood", "squares", "entries")))
         return at(model, seen, state["prior_precision"], state["likelihood_scale"])
 
     @kinds.takes(loader=kinds.DATA)
@@ -389,10 +387,10 @@ def posterior_and_evidence(model: Model, seen: Pass, prior_precision: Any, scale
     joint = seen.log_likelihood + log_prior(model.params, prior_precision, model.how.prior_mean).to(torch.float64)
     if model.likelihood.has_noise_scale:
         joint = joint + Residual(seen.squares, seen.entries).gain(scale)
-    if model.is_linear_gaussian:
-        posterior, gain = solved(posterior, seen.gradient, prior_precision, scale, model.from_prior_mean())
-        joint = joint + gain
     evidence = posterior.log_evidence(joint)
+    if seen.regression is not None:
+        mean, evidence = solved(model, seen.regression, prior_precision, scale)
+        posterior = posterior._replace(mean=mean)
     if model.how.temperature is not None:
         posterior = posterior_of(
             seen.decomposed,
@@ -404,24 +402,16 @@ def posterior_and_evidence(model: Model, seen: Pass, prior_precision: Any, scale
     return posterior, evidence
 
 
-def solved(
-    posterior: Gaussian, gradient: Tree, prior_precision: Any, scale: Tensor, from_prior_mean: Tree
-) -> tuple[Gaussian, Tensor]:
-    """The Gaussian around the maximum of the joint's quadratic expansion, and what the joint gains there.
-
-    With b the gradient of the log joint at the mean m, the maximum is ``m + Lambda^-1 b``, higher by ``b^T Lambda^-1 b / 2``.
-    """
-    leaves, structure = optree.tree_flatten(posterior.mean)
-    prior = optree.tree_leaves(optree.tree_broadcast_prefix(prior_precision, posterior.mean))
-    up = [
-        -(scale.to(g) * g).to(m.dtype) - m * torch.as_tensor(d, dtype=m.dtype, device=m.device)
-        for g, m, d in zip(optree.tree_leaves(gradient), optree.tree_leaves(from_prior_mean), prior)
-    ]
-    move = posterior.precision.solve(optree.tree_unflatten(structure, up))
-    moves = optree.tree_leaves(move)
-    gain = 0.5 * torch.stack([(x.double() * y.double()).sum() for x, y in zip(up, moves)]).sum()
-    mean = optree.tree_unflatten(structure, [m + x for m, x in zip(leaves, moves)])
-    return posterior._replace(mean=mean), gain
+def solved(model: Model, regression: Regression, prior_precision: Any, scale: Tensor) -> tuple[Tree, Tensor]:
+    """The mode of a linear last layer with Gaussian noise under a prior and a noise, and the log evidence there."""
+    layer: Any = model.forward
+    leaves, structure = optree.tree_flatten(model.params)
+    prior = [d.to(p) for d, p in zip(spread(prior_precision, model.params, "prior_precision"), leaves)]
+    of: Any = optree.tree_unflatten(structure, prior)
+    of_bias = None if layer.bias is None else of[layer.bias]
+    evidence, weight, bias = regression.solved(of[layer.weight], of_bias, scale)
+    move = {layer.weight: weight} if layer.bias is None else {layer.weight: weight, layer.bias: bias}
+    return optree.tree_map(lambda x, m, p: m + x.to(p), move, model.prior_means(), model.params), evidence
 
 
 SUBSET = kinds.Kind(
@@ -435,7 +425,7 @@ SUBSET = kinds.Kind(
     likelihood=kinds.ANY,
     loader=kinds.BATCHES,
     params=kinds.TREE,
-    structure=kinds.TEXT,
+    structure=kinds.TEXT.or_none(),
     subset=SUBSET,
     tune=kinds.TEXT.or_none(),
     tune_noise=kinds.BOOL,
@@ -453,7 +443,7 @@ def fit_laplace(
     loader: Iterable,
     *,
     params: Tree | None = None,
-    structure: str = "kronecker",
+    structure: str | None = None,
     subset: str | Sequence[str] | Callable[[str], bool] | Any = "last_layer",
     tune: Literal["evidence", "validation"] | None = "evidence",
     tune_noise: bool = True,
@@ -478,7 +468,10 @@ def fit_laplace(
             (:func:`bayesopt_chain.fitting.next_labels`). Where several fits look at one last layer,
             :func:`bayesopt_chain.fitting.cache_features` of the loader.
         params: the trained parameters; needed for a forward function, for a module its own by default.
-        structure: of the posterior: "kronecker" (default), "dense", "root", "diagonal", "block" or "low_rank".
+        structure: of the posterior: "kronecker", "dense", "root", "diagonal", "block" or "low_rank". Default: "dense" for a
+            linear last layer with Gaussian noise of at most 2,048 parameters, "kronecker" otherwise. Such a layer's mode and
+            evidence are exact in every structure (``regression.py``); "kronecker", "block" and "diagonal" leave the
+            covariance of weights and biases out of the predictions' variance.
         subset: which parameters are uncertain: "last_layer" (default; of a module the layer whose output reaches the output
             last: a head, or several heads whose outputs are put together), "all", or names, a function of a name, or a tree of
             booleans as for :func:`bayesopt_chain.curvature.subset`; or single entries by
@@ -493,7 +486,7 @@ def fit_laplace(
         prior_precision: of a zero-mean Gaussian prior, per parameter: a positive number, or a tree for ``tune=None``. Where
             tuning by the evidence starts.
         prior_structure: for ``tune="evidence"``: "scalar" has one precision for all kept parameters, "layerwise" one for each
-            tensor. Default: "scalar" where the structure is "dense" or "root", "layerwise" for the others.
+            tensor. Default: "scalar" where "dense" or "root" is asked for, "layerwise" otherwise.
         validation: an iterable of batches, for ``tune="validation"``, read once.
         inputs: from a batch ``(inputs, targets)`` to what a module is called with, as for
             :func:`bayesopt_chain.make_functional`. Default: the inputs; of a mapping all but its labels.
@@ -534,7 +527,7 @@ def fit_laplace(
         raise TypeError(
             f"fit_laplace: params of a module must be a dictionary by its parameters' names, got {checks.short(params)}"
         )
-    if structure not in STRUCTURES:
+    if structure is not None and structure not in STRUCTURES:
         raise ValueError(f"fit_laplace: structure={structure!r}: pass one of {', '.join(STRUCTURES)}")
     if tune not in ("evidence", "validation", None):
         raise ValueError(f"fit_laplace: tune={tune!r}: pass 'evidence', 'validation' or None")
@@ -544,7 +537,7 @@ def fit_laplace(
         isinstance(prior_precision, (int, float)) and math.isfinite(prior_precision) and prior_precision > 0
     ):
         raise ValueError(f"fit_laplace: prior_precision must be a positive, finite number, got {prior_precision!r}")
-    require_prior_structure("fit_laplace", prior_structure, structure)
+    of_prior = require_prior_structure("fit_laplace", prior_structure, structure)
     if prior_structure is not None and tune != "evidence":
         raise ValueError(
             f"fit_laplace: prior_structure={prior_structure!r} is for tune='evidence': leave it out with tune={tune!r}"
@@ -592,16 +585,7 @@ def fit_laplace(
     if tune == "validation":
         return _validated(model, seen, one, validation)
     require_finite(seen.precision.diag(), "fit_laplace: the curvature")
-    residual = Residual(seen.squares, seen.entries) if likelihood.has_noise_scale and tune_noise else None
-    best = tune_prior_and_noise(
-        seen.decomposed,
-        model.from_prior_mean(),
-        seen.log_likelihood,
-        residual=residual,
-        gradient=seen.gradient,
-        start=float(prior_precision),
-        prior_structure=prior_structure,
-    )
+    best = tuned(model, seen, tune_noise=tune_noise, start=float(prior_precision), prior_structure=of_prior)
     fitted = at(model, seen, best.prior_precision, best.likelihood_scale)
     _warn_where_worse(fitted, first)
     return fitted

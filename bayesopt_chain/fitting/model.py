@@ -26,12 +26,14 @@ from bayesopt_chain.fitting.last_layer import (
     head,
     unwrapped,
 )
+from bayesopt_chain.fitting.regression import Regression, Rows, rows_of
 from bayesopt_chain.fitting.subnetwork import Subnetwork
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.modules.functional import Forward, make_functional
 from bayesopt_chain.precision import Kronecker, Precision
-from bayesopt_chain.trees import Tree, spread
+from bayesopt_chain.trees import Tree, common_dtype, size, spread, wide
 
+DENSE = 2048  # parameters of a linear last layer with Gaussian noise up to which its posterior is dense by default
 ESTIMATORS: dict[str, Any] = {"ggn": ggn, "fisher": fisher, "empirical_fisher": empirical_fisher}
 
 
@@ -40,7 +42,7 @@ class How(NamedTuple):
 
     likelihood: Likelihood
     keep: Any
-    structure: str
+    structure: str | None
     options: dict[str, Any]
     inputs: Any = None
     outputs: Any = None
@@ -59,13 +61,13 @@ class How(NamedTuple):
 class Pass:
     """What one pass over the data says at the parameters.
 
-    ``precision``: the sum of the increments; ``gradient``: of the summed negative log-likelihood, where the model is linear
-    with Gaussian noise, else None; ``log_likelihood``: summed, 0-d; ``squares``: twice its excess over a perfect fit, 0-d (for
-    Gaussian noise of known variance the whitened residual sum of squares); ``entries``: the sum of the targets' weights, 0-d.
+    ``precision``: the sum of the increments; ``rows``: of a model that is linear with Gaussian noise, else None;
+    ``log_likelihood``: summed, 0-d; ``squares``: twice its excess over a perfect fit, 0-d (for Gaussian noise of known
+    variance the whitened residual sum of squares); ``entries``: the sum of the targets' weights, 0-d.
     """
 
     precision: Any
-    gradient: Any
+    rows: Rows | None
     log_likelihood: Tensor
     squares: Tensor
     entries: Tensor
@@ -74,6 +76,11 @@ class Pass:
     def decomposed(self) -> Any:
         """The precision, Kronecker factors in their eigenbasis: decomposed once for every prior and noise."""
         return self.precision.eigenbasis() if isinstance(self.precision, Kronecker) else self.precision
+
+    @cached_property
+    def regression(self) -> Regression | None:
+        """The rows, decomposed once too."""
+        return None if self.rows is None else Regression(self.rows)
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,12 @@ class Model:
     @property
     def likelihood(self) -> Likelihood:
         return self.how.likelihood
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of predictions: a last layer with Gaussian noise is solved in float64, whatever the module computes in."""
+        held = self.params if self.features_of is None else self.features_of.params
+        return wide(common_dtype(held))
 
     @property
     def is_linear_gaussian(self) -> bool:
@@ -110,7 +123,8 @@ class Model:
     def seen_by_head(self, batch: Any) -> Any:
         """The batch as ``forward`` takes it: ``(features, targets)`` for a linear last layer."""
         if self.features_of is not None:
-            return self.features_of(batch)
+            features, targets = self.features_of(batch)
+            return HeadBatch(features.to(optree.tree_leaves(self.params)[0].dtype), targets)
         if isinstance(batch, HeadBatch):
             raise ValueError(
                 "cached features are those of a linear last layer, which this fit does not have: pass the inputs"
@@ -134,12 +148,12 @@ class Model:
         return total
 
     def _looked_at(self, batch: Any, estimate: Callable[[Any, Any], Precision]) -> Pass:
-        gradient = None
-        if self.is_linear_gaussian or not isinstance(estimate, Estimator):
-            precision = estimate(self.params, batch)
-            outputs, gradient = self._differentiated(batch)
-        else:
+        if isinstance(estimate, Estimator):
             precision, outputs = estimate.with_outputs(self.params, batch)
+        else:
+            precision = estimate(self.params, batch)
+            with torch.no_grad():
+                outputs = self.forward(self.params, batch)
         with torch.no_grad():
             self.likelihood.require(outputs, batch[1], wait=True)
             loss = self.likelihood.nll(outputs, batch[1]).sum().to(torch.float64)
@@ -147,27 +161,18 @@ class Model:
             entries = loss.new_full((), outputs.numel()) if weights is None else weights.to(torch.float64).sum()
             if self.likelihood.has_noise_scale:
                 squares = self.likelihood.whitened(outputs, batch[1]).to(torch.float64).square().sum()
-        return Pass(precision, gradient, -loss, squares, entries)
-
-    def _differentiated(self, batch: Any) -> tuple[Tensor, Tree | None]:
-        """The outputs, and for a linear Gaussian model the gradient of the summed negative log-likelihood."""
-        if not self.is_linear_gaussian:
-            with torch.no_grad():
-                return self.forward(self.params, batch), None
-        leaves, structure = optree.tree_flatten(self.params)
-        chosen = [leaf.detach().requires_grad_() for leaf in leaves]
-        with torch.enable_grad():
-            outputs = self.forward(optree.tree_unflatten(structure, chosen), batch)
-            loss = self.likelihood.nll(outputs, batch[1]).sum()
-        slopes = torch.autograd.grad(loss, chosen, materialize_grads=True)
-        return outputs.detach(), optree.tree_unflatten(structure, [x.to(torch.float64) for x in slopes])
+            rows = None
+            if self.is_linear_gaussian:
+                means = optree.tree_map(lambda m, p: m.to(torch.float64).expand_as(p), self.prior_means(), self.params)
+                rows = rows_of(self.likelihood, cast(Any, self.forward), means, *batch)
+        return Pass(precision, rows, -loss, squares, entries)
 
 
 def both(a: Pass, b: Pass) -> Pass:
     """Two passes over different data as one."""
     return Pass(
         a.precision.add(b.precision),
-        None if a.gradient is None else optree.tree_map(torch.add, a.gradient, b.gradient),
+        None if a.rows is None or b.rows is None else a.rows.add(b.rows),
         a.log_likelihood + b.log_likelihood,
         a.squares + b.squares,
         a.entries + b.entries,
@@ -215,11 +220,17 @@ def _of_module(module: nn.Module, params: Any, data: Any, first: Any, how: How) 
 
 def _of_head(forward: Forward, params: Any, last: LastLayer, body: Body, how: How) -> Model:
     kept = {name: params[name] for name in last.names}
-    features = Features(forward, params, last.module, body)
-    return Model(head(last.names), kept, how, features)
+    wanted, how = how, how._replace(structure=how.structure or "kronecker")
+    model = Model(head(last.names), kept, how, Features(forward, params, last.module, body))
+    if not model.is_linear_gaussian:
+        return model
+    structure = "dense" if wanted.structure is None and size(kept) <= DENSE else how.structure
+    kept = {name: x.to(torch.float64) for name, x in kept.items()}  # in which the mode is solved for
+    return replace(model, params=kept, how=how._replace(structure=structure))
 
 
 def _of_function(forward: Callable[[Tree, Any], Tensor], params: Tree, how: How) -> Model:
+    how = how._replace(structure=how.structure or "kronecker")
     if isinstance(how.keep, str) and how.keep == "all":
         return Model(forward, params, how)
     if isinstance(how.keep, Subnetwork):

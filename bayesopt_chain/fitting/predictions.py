@@ -18,8 +18,8 @@ from torch import Tensor
 
 from bayesopt_chain import kinds, predict
 from bayesopt_chain.batches import flatten
-from bayesopt_chain.curvature._checks import Checks
 from bayesopt_chain.fitting.batches import as_pair
+from bayesopt_chain.fitting.model import Model
 from bayesopt_chain.likelihoods import Likelihood, Predictive
 from bayesopt_chain.likelihoods._quadrature import root_by_eigenvectors
 from bayesopt_chain.posterior.gaussian import Gaussian
@@ -224,24 +224,30 @@ def method_for(method: str | None, likelihood: Likelihood) -> str:
 
 
 def predicted(
-    forward: Callable[[Any, Any], Tensor],
+    model: Model,
     posterior: Gaussian,
     batch: Any,
     likelihood: Likelihood,
     method: str,
     samples: int,
     generator: torch.Generator | None,
-    checks: Checks,
 ) -> Tensor | Prediction:
     """One batch's predictions."""
     if method == "mc":
-        outputs = predict.monte_carlo(forward, posterior, batch, samples=samples, generator=generator)
-        return likelihood.mean(outputs).mean(0)
-    outputs = Outputs(*linearized_by(checks, forward, posterior, batch))
+        seen = model.seen_by_head(batch)
+        outputs = predict.monte_carlo(model.forward, posterior, seen, samples=samples, generator=generator)
+        return likelihood.mean(outputs.to(model.dtype)).mean(0)
+    outputs = linearized(model, posterior, batch)
     if method == "linearized_mc":
         return likelihood.mean(drawn_outputs(*outputs, samples, generator)).mean(0)
     prediction = Prediction(outputs, likelihood)
     return prediction if method == "linearized" else prediction.expected_mean(method)
+
+
+def linearized(model: Model, posterior: Gaussian, batch: Any, joint: bool = False) -> Outputs:
+    """One batch's outputs, in the module's precision."""
+    found = linearized_by(model.checks, model.forward, posterior, model.seen_by_head(batch), joint)
+    return Outputs(*(x.to(model.dtype) for x in found))
 
 
 def drawn_outputs(mean: Tensor, covariance: Tensor, samples: int, generator: torch.Generator | None) -> Tensor:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from bayesopt_chain.curvature import STRUCTURES
 from bayesopt_chain.fitting.batches import Reader, logits_of, peeked, with_progress
 from bayesopt_chain.fitting.cache import CachedFeatures, cache_features
-from bayesopt_chain.fitting.evidence import Residual, require_prior_structure, tune_prior_and_noise
+from bayesopt_chain.fitting.evidence import require_prior_structure, tuned
 from bayesopt_chain.fitting.laplace import FittedLaplace, at
 from bayesopt_chain.fitting.last_layer import unwrapped
 from bayesopt_chain.fitting.model import How, Model, make_model
@@ -125,7 +125,7 @@ def train_by_evidence(
     """
     _require(module, loader, epochs, every, burn_in, structure, prior_precision)
     module = unwrapped(module)
-    require_prior_structure("train_by_evidence", prior_structure, structure)
+    of_prior = require_prior_structure("train_by_evidence", prior_structure, structure)
     prior_mean = optree.tree_map(lambda m: m.detach().clone() if isinstance(m, Tensor) else m, prior_mean)
     modes = {layer: layer.training for layer in module.modules()}
     module.eval()
@@ -160,8 +160,9 @@ def train_by_evidence(
         if epoch != epochs and (epoch <= burn_in or (epoch - burn_in) % every):
             continue
         module.eval()
-        now = replace(model, params={name: p.detach().clone() for name, p in chosen.items()})
-        fitted, hyper = _estimated(now, data, hyper, tune_noise, prior_structure)
+        held = {name: p.detach().to(model.params[name].dtype, copy=True) for name, p in chosen.items()}
+        now = replace(model, params=held)
+        fitted, hyper = _estimated(now, data, hyper, tune_noise, of_prior)
         evidences.append(fitted.log_evidence.item())
         if best is None or fitted.log_evidence > best[0].log_evidence:
             best = fitted, {name: b.detach().clone() for name, b in module.named_buffers()}
@@ -249,15 +250,7 @@ def _estimated(
     """The fit at the parameters, its prior and noise moved towards the best."""
     seen = model.run_over(data)
     require_finite(seen.precision.diag(), "train_by_evidence: the curvature")
-    has_scale = model.likelihood.has_noise_scale
-    best = tune_prior_and_noise(
-        seen.decomposed,
-        model.from_prior_mean(),
-        seen.log_likelihood,
-        residual=Residual(seen.squares, seen.entries) if has_scale and tune_noise else None,
-        gradient=seen.gradient,
-        prior_structure=prior_structure,
-    )
+    best = tuned(model, seen, tune_noise=tune_noise, prior_structure=prior_structure)
     prior = {name: moved(hyper.prior[name], best.prior_precision[name]) for name in hyper.prior}
     hyper = Hyper(prior, moved(hyper.scale, best.likelihood_scale))
     return at(model, seen, prior, hyper.scale), hyper
