@@ -1,10 +1,11 @@
 # Two commands: `make demo` and `make test`. Each builds the virtual environment on a machine that has only Python.
-# Beside them: `make quick` (four minutes), `make lint`, `make types`, `make processors`, `make package`, `make clean`.
+# Beside them: `make quick` (two minutes), `make doctests`, `make lint`, `make types`, `make processors`, `make package`,
+# `make clean`.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo example test quick docs lint types processors package clean
+.PHONY: demo example test quick doctests docs lint types processors package clean
 
 PYRIGHT := $(BIN)/pyright --pythonpath $(BIN)/python
 
@@ -37,11 +38,18 @@ demo: $(VENV)/.demo
 example: $(VENV)/.installed
 	$(BIN)/python examples/digits.py > docs/howto/digits_table.md
 
-test: $(VENV)/.installed lint types
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
+test: $(VENV)/.installed lint types doctests
+	$(PYTEST) tests
+
+# What `pytest` alone runs.
 quick: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest
+
+# Every example of a docstring and of the pages.
+doctests: $(VENV)/.installed
+	$(PYTEST) --doctest-modules --doctest-glob=*.md bayesopt_chain README.md docs
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -1,5 +1,11 @@
-"""Tests and doctests begin with one seed; rooms that need a library which is not installed are not collected."""
+"""Two tiers, and every test begins with one seed.
 
+``pytest`` alone runs the quick tier, in two processes where pytest-xdist is installed; ``pytest PATHS`` runs all of what it is
+given, in one. ``-m`` and ``-n`` take the place of either default. Doctests are asked for by ``--doctest-modules``.
+"""
+
+import gc
+import os
 from importlib.util import find_spec
 
 import pytest
@@ -8,6 +14,30 @@ import torch
 NEEDS = {"bayesopt_chain/botorch": "botorch", "bayesopt_chain/sklearn.py": "sklearn"}
 
 collect_ignore = [room for room, library in NEEDS.items() if not find_spec(library)]
+
+# One thread in each process, and in those that tests start: two processes share two cores, and tests are small.
+torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
+    config.option.markexpr = config.option.markexpr or "not slow"
+    if getattr(config.option, "numprocesses", 0) is None and not config.option.usepdb:
+        config.option.numprocesses = 2
+        config.option.dist = "worksteal"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collecting makes objects that stay: the collector of garbage would walk through them again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""The suite as other processors run it: ``python -m tests.processors [pytest's arguments]``.
+"""The suite as other processors run it: ``python -m tests.processors [pytest's arguments, by default tests]``.
 
 torch picks its kernels by what the processor can do and MKL its own; both can be told to pretend. Each of the capabilities
 that this processor has runs with one thread and with two. What torch compiles is kept apart for each: its cache does not know
@@ -34,7 +34,7 @@ def run(capability: str, threads: int, cache: str, arguments: list[str]) -> tupl
     own = {"OMP_NUM_THREADS": str(threads), "TORCHINDUCTOR_CACHE_DIR": cache}
     environment = {**os.environ, **KERNELS[capability], **own}
     workers = max(1, (os.cpu_count() or 1) // threads)
-    command = [sys.executable, "-m", "pytest", "-q", "-n", str(workers), *arguments]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", str(workers), *(arguments or ["tests"])]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         print(done.stdout)
