@@ -100,7 +100,7 @@ def local_learning_coefficient(
     Raises:
         ValueError: a temperature that is not positive; a chain that diverged, or that was unstable where its loss was highest:
             in singular models the curvature away from ``params`` is many times larger than there; a standard error above a
-            fifth of the value (and above a half).
+            fifth of the value (and above a tenth).
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -144,7 +144,7 @@ def local_learning_coefficient(
             f"{reference:.4g} at params) a step multiplies a displacement along the stiffest direction by {growth:.3g}, "
             f"at {MARGIN} times the curvature there; above 1 it grows. Lower lr to a half, or raise strength ({result})"
         )
-    if result.standard_error > max(LARGEST_ERROR * abs(result.value), 0.5):
+    if result.standard_error > max(LARGEST_ERROR * abs(result.value), 0.1):
         raise ValueError(
             f"local_learning_coefficient: the standard error is too large to say anything: {result}. Take more steps or "
             "chains, or lower lr if chains differ (by_chain: "
