@@ -2,11 +2,11 @@
 
     python examples/with_and_without.py            # writes docs/with_and_without.png
 
-Sixty points of a sine with noise of standard deviation 0.1 and a gap in the middle, and
-a network of one hidden layer. All data are in every step, so that nothing but the
-chain's own noise moves it. SGD ends at one network, whose interval is that of the noise
-alone, in the gap and beyond the data as well. With a temperature of 1 / 60 the same loop
-draws networks from the posterior, and the interval is as wide as they disagree.
+A hundred points of two moons and a network of one hidden layer. All data are in every
+step, so that nothing but the chain's own noise moves it. SGD ends at one network, which
+is certain of a class nearly everywhere, also far from all data. With a temperature of
+1 / 100 the same loop draws networks from the posterior; their mean is certain near the
+data, and undecided where the networks disagree.
 """
 
 import sys
@@ -17,65 +17,83 @@ from matplotlib.figure import Figure
 
 import bayesopt_chain as bc
 
-STEPS, BURN_IN, EVERY = 20_000, 5_000, 75
+STEPS, BURN_IN, EVERY = 20_000, 4_000, 100
 
 
 def data():
-    x = torch.cat([torch.linspace(-1.0, -0.35, 30), torch.linspace(0.45, 1.0, 30)])[
-        :, None
-    ]
-    return x, torch.sin(4 * x) + 0.1 * torch.randn(60, 1)
+    angle = torch.rand(100) * torch.pi
+    label = torch.arange(100) % 2
+    moons = [angle.cos() + label, (1 - 2 * label) * angle.sin() + 0.5 * label]
+    return torch.stack(moons, 1) + 0.15 * torch.randn(100, 2), label
 
 
-def predictions(x, y, new, temperature, steps=STEPS):
-    """The predictive distribution at ``new``, after one training loop."""
-    likelihood = bc.likelihoods.gaussian(0.1**2)
+def probabilities(x, label, new, temperature, steps=STEPS):
+    """The probability of each class at ``new``, after one training loop."""
+    torch.manual_seed(1)
     model = torch.nn.Sequential(
-        torch.nn.Linear(1, 50), torch.nn.Tanh(), torch.nn.Linear(50, 1)
+        torch.nn.Linear(2, 32), torch.nn.Tanh(), torch.nn.Linear(32, 2)
     )
-    settings = {"lr": 0.001, "momentum": 0.9, "weight_decay": 0.3 / len(x)}
+    settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1 / len(x)}
+    keep = None
     if temperature:
         optimizer = bc.optim.SGHMC(
             model.parameters(), temperature=temperature, **settings
         )
+        after = BURN_IN * steps // STEPS
+        keep = bc.collect(model, optimizer, every=EVERY, after=after)
     else:
         optimizer = torch.optim.SGD(model.parameters(), **settings)
-    keep = bc.collect(
-        model,
-        optimizer,
-        every=EVERY,
-        after=BURN_IN * steps // STEPS if temperature else steps - EVERY,
-    )
     for _ in range(steps):
         optimizer.zero_grad()
-        loss = -likelihood.log_prob(model(x), y).mean()
-        loss.backward()
+        torch.nn.functional.cross_entropy(model(x), label).backward()
         optimizer.step()
-    return likelihood.mixture(keep.predict([new], reduce="stack"))
+    if keep is None:
+        return model(new).detach().softmax(-1)
+    return keep.predict([new], transform=lambda logits: logits.softmax(-1))
 
 
-def picture(x, y, new, panels):
-    figure = Figure(figsize=(10, 3.6), layout="constrained", dpi=150)
-    for (title, prediction), ax in zip(
-        panels.items(), figure.subplots(1, 2, sharey=True)
-    ):
-        bc.plot.bands(new, prediction, data=(x, y), ax=ax)
-        ax.set(title=title, ylim=(-3.5, 3.5))
+def grid(size=120):
+    """The places of the picture, ``[size^2, 2]``."""
+    axes = torch.linspace(-4, 5, size), torch.linspace(-4, 4, size)
+    return torch.stack(torch.meshgrid(*axes, indexing="xy"), -1).reshape(-1, 2)
+
+
+def picture(x, label, new, panels):
+    """One panel for each title: the probability of the second class, and the data."""
+    figure = Figure(figsize=(10, 4), layout="constrained", dpi=150)
+    size = round(len(new) ** 0.5)
+    first, second, shape = new[:, 0], new[:, 1], (size, size)
+    shown = None
+    for (title, p), ax in zip(panels.items(), figure.subplots(1, 2, sharey=True)):
+        shown = ax.contourf(
+            first.reshape(shape),
+            second.reshape(shape),
+            p[:, 1].reshape(shape),
+            levels=[k / 10 for k in range(11)],
+            cmap="coolwarm",
+        )
+        for k, colour in enumerate(("tab:blue", "tab:red")):
+            mine = x[label == k]
+            ax.scatter(mine[:, 0], mine[:, 1], s=14, c=colour, edgecolors="black")
+        ax.set_title(title)
+    figure.colorbar(shown, ax=figure.axes, label="probability of the red class")
     return figure
 
 
 if __name__ == "__main__":
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    x, y = data()
-    new = torch.linspace(-1.6, 1.6, 200)[:, None]
+    x, label = data()
+    new = grid()
     panels = {
-        "torch.optim.SGD": predictions(x, y, new, 0),
-        "bc.optim.SGHMC, temperature=1 / 60": predictions(x, y, new, 1 / 60),
+        "torch.optim.SGD: one network": probabilities(x, label, new, 0),
+        "bc.optim.SGHMC, temperature=1 / 100: the posterior": probabilities(
+            x, label, new, 1 / 100
+        ),
     }
     where = (
         Path(sys.argv[1])
         if sys.argv[1:]
         else Path(__file__).parents[1] / "docs" / "with_and_without.png"
     )
-    picture(x, y, new, panels).savefig(where)
+    picture(x, label, new, panels).savefig(where)

@@ -48,11 +48,11 @@ def test_the_picture_of_the_readme_is_wider_where_there_are_no_data(tmp_path):
     import torch
 
     example = runpy.run_path(str(ROOT / "examples" / "with_and_without.py"))
-    x, y = example["data"]()
-    new = torch.tensor([[0.6], [0.0], [3.0]])
-    sampled = example["predictions"](x, y, new, 1 / 60, steps=3000)
-    trained = example["predictions"](x, y, new, 0, steps=600)
-    widths = [(high - low).flatten() for low, high in (sampled.interval(0.9), trained.interval(0.9))]
-    assert widths[0][0] < widths[0][1] < widths[0][2]
-    torch.testing.assert_close(widths[1], widths[1][:1].expand(3), rtol=1e-3, atol=0)
-    example["picture"](x, y, new, {"sampled": sampled, "trained": trained}).savefig(tmp_path / "picture.png")
+    x, label = example["data"]()
+    new = torch.tensor([[0.0, 1.0], [-2.0, -2.0], [4.0, 3.0], [2.0, 0.0]])
+    sampled = example["probabilities"](x, label, new, 1 / 100, steps=3000)
+    trained = example["probabilities"](x, label, new, 0, steps=2000)
+    sure = [p.max(-1).values for p in (sampled, trained)]
+    assert sampled[0, 0] > 0.9 and trained[0, 0] > 0.9  # at the data both are right
+    assert (sure[0][1:3] < sure[1][1:3]).all()  # far from them the posterior is the less certain one
+    example["picture"](x, label, new, {"sampled": sampled, "trained": trained}).savefig(tmp_path / "picture.png")
