@@ -40,6 +40,10 @@ def pytest_collection():
         gc.enable()
 
 
+def pytest_unconfigure():
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def _fixed_seed():
     torch.manual_seed(0)

@@ -1,17 +1,32 @@
-"""Hypothesis runs the same examples every time, and as many as the two-minute tier allows."""
+"""Marks of the tiers; Hypothesis runs the same examples every time, a third of them in the quick tier."""
+
+from collections import defaultdict
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-settings.register_profile(
-    "tests", deadline=None, derandomize=True, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("tests")
+for name, examples in {"quick": 20, "full": 60}.items():
+    settings.register_profile(
+        name, deadline=None, derandomize=True, max_examples=examples, suppress_health_check=[HealthCheck.too_slow]
+    )
 
 
+def pytest_configure(config):
+    settings.load_profile("quick" if config.option.markexpr == "not slow" else "full")
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    if not torch.cuda.is_available():
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    swept = defaultdict(list)
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if mark := item.get_closest_marker("sweep"):
+            swept[item.nodeid.partition("[")[0], *mark.args].append(item)
+    for (_, quick), rows in swept.items():
+        rows.sort(key=lambda item: [*item.callspec.indices.values()])  # in whatever order the tests run
+        chosen = {i * len(rows) // quick for i in range(quick)}
+        for i, item in enumerate(rows):
+            if i not in chosen:
+                item.add_marker(pytest.mark.slow)

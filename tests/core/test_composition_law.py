@@ -33,6 +33,7 @@ APPROXIMATE = {  # how far each is from exact alone; a neighbour must not take i
 OWN_NOISE = ("ubu", "sghmc_euler", "sgfs", "lattice_walk", "sgnht", "badodab")
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", EXACT)
 def test_an_exact_sampler_stays_exact_or_refuses(name):
     what = assert_composes(EXACT[name], T)

@@ -3,6 +3,8 @@
 import ast
 from pathlib import Path
 
+import pytest
+
 import bayesopt_chain as bc
 
 NAMES = (
@@ -20,6 +22,7 @@ def without_device(source: str) -> list[int]:
     return [call.lineno for call in of_torch if not {k.arg for k in call.keywords} & {"device", None}]
 
 
+@pytest.mark.slow
 def test_every_tensor_names_its_device():
     room = Path(bc.__file__).parent
     lines = [

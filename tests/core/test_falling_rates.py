@@ -33,6 +33,7 @@ def of_the_limit(mu: float) -> list[float]:
     return [fraction * 2 * (1 + mu) / 0.1 for fraction in (0.03, 0.1, 0.3, 0.6, 0.9)]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("mu", [0.0, 0.9])
 @pytest.mark.parametrize("schedule", ["StepLR", "zero in the middle and last"])
 def test_momentum_is_exact_along_a_fall(schedule, mu):
@@ -80,6 +81,7 @@ def test_chains_of_all_kinds_are_exact_along_a_fall(name, schedule):
     assert error(build(FALLS[schedule]), [0.2, 8.0], prior) < 1e-9
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("mu", [0.0, 0.5, 0.9])
 def test_a_rate_in_front_of_the_momentum_is_exact_too_and_leaves_the_velocity_alone_on_the_way(mu):
     def build(schedule):
@@ -97,6 +99,7 @@ def test_a_rate_in_front_of_the_momentum_is_exact_too_and_leaves_the_velocity_al
         assert (a - b).abs().max() < 1e-12
 
 
+@pytest.mark.slow
 def test_correlated_parameters_and_groups_with_rates_of_their_own_are_exact():
     curvature = torch.tensor([[2.0, 0.6, 0.1], [0.6, 1.0, 0.0], [0.1, 0.0, 3.0]], dtype=torch.float64)
     tx = bc.partition(

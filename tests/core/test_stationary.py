@@ -59,6 +59,7 @@ def build(parts, lr, temperature, noise_at, lr_at, order=2):
     return bc.chain(*links), torch.diag(prior)
 
 
+@pytest.mark.slow
 @given(
     parts=st.lists(st.one_of(momenta, diagonals, scalars, decays), max_size=5).filter(
         lambda parts: sum(p[0] == "momentum" for p in parts) <= 1
@@ -79,6 +80,7 @@ def test_any_chain_with_one_momentum_samples_exactly_in_any_order(parts, lr, tem
     assert relative(got, temperature * torch.linalg.inv(curvature + prior)) < 1e-10
 
 
+@pytest.mark.slow
 @given(
     parts=st.lists(st.one_of(momenta, scalars), min_size=2, max_size=3),
     lr=st.floats(0.01, 0.2),
@@ -153,6 +155,7 @@ SCHEDULED = {
 PRIORS = {"decoupled decay": 0.03, "nesterov and decay": 0.03, "mixed decay": 0.03, "declared, a zero at the end": 0.03}
 
 
+@pytest.mark.sweep(17)
 @pytest.mark.parametrize("name", SCHEDULED)
 @pytest.mark.parametrize(
     "lr", [lambda c: torch.tensor(0.1, dtype=torch.float64), torch.tensor(0.1, dtype=torch.float64), 0.1]
@@ -241,6 +244,7 @@ def burnt_in(tx, curvature, steps):
     return state
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ADAPTIVE)
 def test_adaptive_chains_sample_exactly_once_frozen(name):
     tx, curvature = ADAPTIVE[name](), spd(13)
@@ -271,6 +275,7 @@ def test_noise_never_reaches_the_second_moment():
     assert not torch.equal(bc.adam(0.1, temperature=1.0).init([torch.zeros(4)])[1].key, torch.tensor(0))
 
 
+@pytest.mark.slow
 @given(
     momentum=st.one_of(st.just(0.0), st.floats(0.1, 0.95)), temperature=st.floats(1e-6, 1e4), seed=st.integers(0, 100)
 )
@@ -330,6 +335,7 @@ def test_under_cosine_restarts_nesterov_stays_within_the_stated_bounds(mu):
     assert error.square().mean().sqrt() < 0.07
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mu", [0.0, 0.9])
 def test_a_temperature_that_falls_or_rises_moves_the_variance_there_without_turning(mu):
     """Cold exploration and then sampling: the variance reaches T / curvature, whatever came before."""

@@ -116,6 +116,7 @@ def warm(tx: Any) -> Any:
     return state
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", EXACT)
 def test_along_a_rate_that_falls_it_is_exact_at_every_step(name):
     tx = EXACT[name](S.piecewise([WARM + 2, WARM + 5], [0.05, 0.02, 0.003]))
@@ -124,6 +125,7 @@ def test_along_a_rate_that_falls_it_is_exact_at_every_step(name):
     assert (path * CURVATURES / T - torch.eye(3)).abs().max() < 1e-9
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", FOLLOWS)
 @pytest.mark.parametrize("temperatures", [[1.0, 0.4, 0.1], [0.1, 0.4, 1.0]], ids=["falls", "rises"])
 def test_along_a_temperature_the_variance_goes_from_one_to_the_other(name, temperatures):

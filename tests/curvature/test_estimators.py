@@ -102,6 +102,7 @@ def assert_close(a, b, tolerance=1e-12):
     assert (a - b).abs().max() <= tolerance * scale, (a - b).abs().max()
 
 
+@pytest.mark.sweep(8)
 @models
 @pytest.mark.parametrize("chunk_bytes", [None, 1, 3000], ids=["one chunk", "one datum, one factor", "small chunks"])
 def test_every_exact_structure_is_the_naive_construction(model, chunk_bytes):

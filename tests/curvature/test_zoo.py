@@ -364,11 +364,13 @@ def test_every_layer_of_torch_has_an_entry():
     assert layers - losses - NO_LAYERS == {name for name in [*RIGHT, *REFUSED] if " " not in name}
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("layer", [*RIGHT, *WAYS])
 def test_the_curvature_of_a_layer_is_that_of_its_jacobians(layer):
     check({**RIGHT, **WAYS}[layer])
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("layer", ["RNN", "LSTM", "GRU", "LSTM of two layers", "PReLU", "Conv2d", "MultiheadAttention"])
 def test_the_kernels_of_float32_are_as_right(layer):
     check({**RIGHT, **WAYS}[layer], torch.float32, 2e-4)

@@ -125,6 +125,7 @@ def test_at_end_is_the_end_of_what_sums_to_zero(order):
     assert ends == [(k + 1) % period == 0 for k in range(12)]
 
 
+@pytest.mark.slow
 def test_chains_have_orders_of_their_own_that_do_not_depend_on_their_number():
     x = torch.arange(12.0)
     one, three, five = (bc.epochs({"x": x}, 4, seed=3, chains=n) for n in (None, 3, 5))
@@ -223,6 +224,7 @@ def test_a_position_is_the_same_on_any_number_of_ranks():
     assert next(iter(three)).tolist() == bc.epochs(torch.arange(24), 6, seed=3).rows(0, 2)[4:].tolist()
 
 
+@pytest.mark.slow
 def test_of_sorted_data_the_mean_of_all_ranks_batches_is_as_noisy_as_that_of_one_process():
     """Parts in one order: 4 times the variance. 150 epochs of 25 batches; the ratio's standard error is 2.3 %."""
     x = torch.linspace(-1, 1, 400).double()

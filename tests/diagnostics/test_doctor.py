@@ -136,12 +136,14 @@ def test_chains_in_different_modes_are_named():
     assert same.is_healthy, str(same)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_too_short_has_not_mixed():
     far = {name: 5 + x for name, x in start(4).items()}
     draws, meter = run(bc.sgld(1e-3, temperature=T), steps=300, burn_in=0, thinning=5, params=far)
     assert bc.diagnostics.doctor(draws, thermometer=meter).kinds == {"burn-in", "short"}
 
 
+@pytest.mark.slow
 def test_draws_that_have_hardly_moved_from_a_hot_start_are_not_called_heated():
     tx = bc.sghmc(1e-4, temperature=T)  # a lower rate is the last thing that they need
     draws, _ = run(tx, steps=300, burn_in=0, thinning=10, meter=False)
@@ -175,6 +177,7 @@ def test_a_prior_that_dominates_is_named():
     assert found.kinds == {"prior"}
 
 
+@pytest.mark.slow
 def test_nan_is_told_from_divergence():
     calls = iter(range(10**6))
 
@@ -196,6 +199,7 @@ def test_it_draws_one_figure(tmp_path):
     assert (tmp_path / "doctor.png").stat().st_size > 5000
 
 
+@pytest.mark.slow
 def test_a_loss_without_its_data_is_refused():
     with pytest.raises(ValueError, match="needs tx= and batches="):
         bc.diagnostics.doctor(run(bc.sghmc(0.1, temperature=T), steps=320)[0], loss=regression)
@@ -225,6 +229,7 @@ def test_an_audit_does_not_ask_for_a_lower_rate_before_burn_in_is_over():
     assert audit.worst > 0.1 and "Lower lr" not in str(bc.diagnostics.doctor(draws, heating=audit))
 
 
+@pytest.mark.slow
 def test_the_energy_of_draws_without_losses_tells_of_burn_in():
     draws, tx = far_away(150, 0)
     bare = bc.Draws.from_trees([draws[i] for i in range(len(draws))], chains=4)
@@ -276,6 +281,7 @@ def test_the_report_says_what_it_cannot_see_of_the_prior():
 FRONT = Path(__file__).parents[2] / "docs" / "index.md"
 
 
+@pytest.mark.slow
 def test_the_loop_of_the_front_page_can_be_shown_to_the_doctor():
     """Its optimizer has no names: they are those that the collector's model has for the same tensors."""
     lines = FRONT.read_text().split("```python")[1].split("```")[0].splitlines()

@@ -61,6 +61,7 @@ def test_chains_that_share_much_of_their_noise_are_told_from_one_chain():
     assert diagnosed(own + 0.5 * common).is_healthy  # a fifth of the noise
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("forgets", [0.0, 0.9, 0.99])
 def test_independent_chains_are_not_called_one_however_slow_they_are(forgets):
     """At the level 0.05, 30 runs: over 6 alarms have probability 4e-4 at most; at the level of the doctor, one has 0.003."""
@@ -81,6 +82,7 @@ def test_a_line_much_steeper_than_the_noise_is_a_drift():
     assert found.findings[0].kind == "mixing" and found.numbers["drift, probability"] < 1e-3
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("chains", [1, 4])
 @pytest.mark.parametrize("forgets", [0.0, 0.9, 0.97])
 def test_chains_at_rest_do_not_drift_however_slow_they_are(chains, forgets):

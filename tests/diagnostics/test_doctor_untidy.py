@@ -46,6 +46,7 @@ class Exact:
 # what chance explains
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("draws, chains", [(16, 2), (20, 20), (40, 4)])
 def test_independent_draws_share_no_noise(draws, chains):
     """Level 1e-4 a set; lags that leave less than 12 residuals once read a correlation above 1."""
@@ -53,6 +54,7 @@ def test_independent_draws_share_no_noise(draws, chains):
     assert not any(shared_noise(torch.randn(draws, chains, 5, generator=g).double()) for _ in range(50))
 
 
+@pytest.mark.slow
 def test_a_few_exact_draws_are_not_called_cold_or_unmixed():
     """40 sets of 12 independent draws of one chain; the level of each test is 0.01, of which six are made."""
     found = [doctor((run := Exact(s, 12, 1)).draws, run.tx, run.loss, run.data).kinds for s in range(40)]
@@ -199,6 +201,7 @@ def test_dropout_does_not_make_a_sum_of_a_mean(total):
         assert "scale" not in found.kinds
 
 
+@pytest.mark.slow
 def test_batches_of_different_sizes_count_by_their_data():
     """Exact draws stay right where the last batch has one datum, which is not a quarter of all."""
     for seed in range(5):
@@ -237,6 +240,7 @@ def test_without_a_temperature_it_says_so_and_takes_one():
     )
 
 
+@pytest.mark.slow
 def test_a_prior_that_must_dominate_is_no_fault():
     """400 parameters and 30 data, which can determine 30 of them."""
     for seed in range(3):

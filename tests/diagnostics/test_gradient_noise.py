@@ -72,6 +72,7 @@ def test_a_preconditioner_weighs_the_gram_matrix():
     assert torch.allclose(noise.eigenvalues, torch.linalg.eigvalsh(exact).flip(0), rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_learned_preconditioner_is_taken_from_the_state():
     x, y = data()
     tx, p = bc.adam(0.1, temperature=0.01, freeze_after=400), params()
@@ -109,6 +110,7 @@ def test_dropout_is_gradient_noise_and_kept_apart_from_that_of_the_data():
     assert noise.eigenvalues[0].item() == pytest.approx(C + D, rel=1e-9)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("order", ["reshuffled", "palindrome", "independent"])
 def test_short_epochs_are_pooled(order):
     """120 epochs of 4 batches, 360 degrees of freedom: a trace errs by at most sqrt(2 / 360), 4 times over."""

@@ -90,6 +90,7 @@ def chain(curvatures, lr, mu, noise, steps, seed):
     return torch.stack(rows)[-97:] * scale, torch.stack(places)[-97:] / (2 * scale)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("mu", [0.9, 0.99])
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.6, 0.9])
 def test_a_full_batch_reads_no_heat_at_any_stable_rate(share, mu):
@@ -98,6 +99,7 @@ def test_a_full_batch_reads_no_heat_at_any_stable_rate(share, mu):
     assert sorted(max(0.0, heat.rho) for heat in read)[2] < 0.5, read
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("mu", [0.0, 0.9, 0.99])
 @pytest.mark.parametrize("rho", [1.0, 4.0, 16.0])
 def test_batch_noise_is_read_within_a_factor_of_two(rho, mu):
@@ -145,6 +147,7 @@ def rho_fold_by_fold(gradients, positions, mu):
     return float(variance if lagged > 0.7 * variance else lagged), curvatures
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "lr, features, hot", [(0.1, 60, True), (0.02, 60, True), (0.02, 150, True), (0.002, 60, False)]
 )
@@ -324,11 +327,13 @@ def test_two_windows_have_to_say_it_together_and_the_second_must_not_contradict(
     assert guard.has_warned == is_warned
 
 
+@pytest.mark.slow
 def test_full_batches_and_cool_ones_are_silent():
     for batch, lr, K in ((N, 0.1, None), (N, 0.6 * 3.8 * LIMIT, None), (100, 0.002, 10)):
         assert not loop(700, batch, lr, heat_guard=eager(K))[1]
 
 
+@pytest.mark.slow
 def test_what_reshuffling_takes_away_is_taken_into_account_where_the_steps_of_an_epoch_are_known():
     """The same loop, told and untold: at lr 0.003 independent batches of 32 would double the variance."""
     _, _, untold = loop(700, 32, 0.003, heat_guard=eager())
@@ -462,6 +467,7 @@ def test_a_step_and_a_run_are_watched_as_an_optimizer_is():
     assert as_callback.has_warned and len(draws) == 400 and set(as_callback.postfix()) == {"heat"}
 
 
+@pytest.mark.slow
 def test_a_cold_chain_is_silent_and_draws_what_an_unwatched_one_draws():
     tx, params = bc.chain(bc.scale_by_preconditioner(0.5), bc.sghmc(0.2, 0.9, temperature=1 / N)), at_the_mode()
     state = tx.init(params)
@@ -525,11 +531,13 @@ def heads(guard, batch=32, steps=700, poison=None):
     return guard
 
 
+@pytest.mark.slow
 def test_heads_that_take_turns_are_left_out_and_the_rest_is_read():
     guard = heads(eager())
     assert guard.readings and all(math.isfinite(heat.rho) for heat in guard.readings)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_spoils_its_window_alone():
     guard = heads(eager(), steps=900, poison=60)
     assert guard.readings and all(math.isfinite(heat.rho) for heat in guard.readings)

@@ -66,6 +66,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_hot_loop_is_warned_of_under_rates_that_change_at_every_step(name):
     said, guard = loop(700, 0.1, schedule=SCHEDULES[name])
@@ -73,6 +74,7 @@ def test_a_hot_loop_is_warned_of_under_rates_that_change_at_every_step(name):
     assert "Multiply every learning rate by" in said[0] or name == "warmup from 0"
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("batch", [32, N])
 def test_a_cold_loop_is_silent_under_rates_that_change_at_every_step(name, batch):
@@ -114,6 +116,7 @@ def test_it_looks_again_soon_where_the_rate_rises():
     assert len(guard.readings) >= 2
 
 
+@pytest.mark.slow
 def test_a_chain_with_a_schedule_is_read_at_its_rates():
     params = {"w": torch.zeros(5, 1)}
     found = []
@@ -129,6 +132,7 @@ def test_a_chain_with_a_schedule_is_read_at_its_rates():
 # steps and parameters that are missing
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("when", ["once", "every 40", "temperature"])
 def test_steps_without_gradients_or_temperature_do_not_blind_it(when):
     def change(t, model, optimizer):
@@ -155,6 +159,7 @@ def test_a_parameter_that_is_rarely_missing_is_read_and_one_that_often_is_left_o
     assert guard._sketch is not None and len(guard._seen) == 3
 
 
+@pytest.mark.slow
 def test_what_no_window_can_look_at_is_said_once():
     def change(t, model, optimizer):
         optimizer.param_groups[0]["temperature"] = 1 / N if t % 3 else 0.0
@@ -228,6 +233,7 @@ def test_a_run_on_epochs_tells_its_guard_of_them():
 # full batches that oscillate
 
 
+@pytest.mark.slow
 def test_full_batches_of_a_network_near_its_stability_limit_are_silent():
     for seed in range(2):
         torch.manual_seed(seed)
@@ -354,6 +360,7 @@ def test_a_copy_of_an_optimizer_keeps_its_guard(copied):
     assert copied(bc.optim.SGHMC(model.parameters(), 0.1, temperature=0.01, heat_guard=None)).heat_guard is None
 
 
+@pytest.mark.slow
 def test_a_loop_that_goes_on_in_another_thread_is_watched():
     """Each thread has a clock that begins at 0: the guard goes on from the time that it has counted."""
     guard = eager()

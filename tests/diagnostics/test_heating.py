@@ -57,6 +57,7 @@ CHAINS = {
 }
 
 
+@pytest.mark.sweep(7)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("chain", CHAINS)
 def test_every_law_is_that_of_all_orders_enumerated(chain, order):
@@ -101,6 +102,7 @@ def test_permutations_of_the_data_cut_into_batches(order, n, b):
     assert report.at_end.item() == pytest.approx((X[0, 0] / lyapunov(M, F @ F.T)[0, 0]).item(), rel=1e-10)
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("mu", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("y", [0.01, 0.3, 1.5])
 def test_law_1_in_closed_form(mu, y):
@@ -209,6 +211,7 @@ GROUPED = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("order", ("independent", "reshuffled"))
 @pytest.mark.parametrize("chain", GROUPED)
 def test_groups_and_preconditioners_are_solved_together(chain, order):

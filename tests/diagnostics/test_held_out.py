@@ -126,6 +126,7 @@ def test_modules_are_starts_and_predict():
     assert torch.equal(found.params["weight"][0], mode)
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [

@@ -33,6 +33,7 @@ def by_definition(x, kernel, h, diagonal=True):
     return total / (len(x) ** 2 if diagonal else len(x) * (len(x) - 1))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("kernel", ["imq", "gaussian"])
 @pytest.mark.parametrize("block", [3, 100])
 def test_it_is_its_definition(kernel, block):

@@ -52,6 +52,7 @@ def report_of(tx, order, batches=4, strength=0.3, **more):
     return heating(tx, noise, order=order, steps_per_epoch=batches, curvature=H, **{"again": noise, **more})
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("order", ["independent", "reshuffled", "palindrome"])
 @pytest.mark.parametrize(("name", "batches"), [*((name, 4) for name in CHAINS), ("sghmc", 5)])
 def test_with_room_the_covariance_is_that_of_full_gradients_under_every_order(name, order, batches):

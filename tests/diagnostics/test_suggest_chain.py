@@ -120,6 +120,7 @@ def test_the_excess_of_a_chosen_setting_is_the_one_predicted_by_the_exact_equati
     assert row.limited_by == "batch noise" and "limited by" in str(found)
 
 
+@pytest.mark.slow
 def test_forty_rows_of_500_features_do_not_run_away():
     """At the mode of more features than rows the batches have no noise; the pilots see what they have at draws."""
     g = torch.Generator().manual_seed(0)
@@ -145,6 +146,7 @@ def narrow(N=2000):
     return (x, y), torch.linalg.lstsq(x, y).solution
 
 
+@pytest.mark.slow
 def test_full_batches_are_advised_where_no_minibatch_samples():
     """Accumulation is offered, with the number of parts; and the one rate of given minibatches, which is more than ten times
     slower, says so."""
@@ -187,6 +189,7 @@ def test_classes_of_optim_modules_and_epochs_are_taken():
     bc.optim.SGHMC(module.parameters(), temperature=T, **found.best.options)
 
 
+@pytest.mark.slow
 def test_dropout_is_said_and_counted():
     data, mode = regression()
     plain = bc.suggest_chain(chain, loss, mode, data, **QUICK)
@@ -228,6 +231,7 @@ def test_batch_norm_in_train_mode_is_refused_by_its_name():
         bc.suggest_chain(chain, lambda m, b: m(b[0]).square().mean(), module, regression()[0])
 
 
+@pytest.mark.slow
 def test_the_same_seed_suggests_the_same():
     data, mode = regression()
     torch.manual_seed(0)
@@ -250,6 +254,7 @@ def interpolating():
     return lambda lr, momentum: bc.sghmc(lr, momentum, temperature=1 / 40), ridge, mode, (x, y)
 
 
+@pytest.mark.slow
 def test_minibatches_that_run_away_from_an_interpolating_mode_do_not_slow_full_batches_down():
     """At the mode of more features than rows no batch has noise, so that a first pilot with minibatches runs away. Full batches
     keep the rate that they get where they are asked for alone, and are ranked first."""
@@ -261,6 +266,7 @@ def test_minibatches_that_run_away_from_an_interpolating_mode_do_not_slow_full_b
     assert "ran away" in str(found)
 
 
+@pytest.mark.slow
 def test_suggesting_stays_within_a_tenth_of_the_run_where_pilots_run_away():
     make, ridge, mode, data = interpolating()
     found = bc.suggest_chain(make, ridge, mode, data, epochs=2000)
@@ -298,6 +304,7 @@ def test_losses_that_are_no_mean_of_data_may_have_full_batches():
     assert bc.suggest_chain(make, weighted, torch.ones(3), (x, y, weight), batch_sizes=[60]).best.order == "full"
 
 
+@pytest.mark.slow
 def test_a_start_that_is_no_mode_is_named_and_a_mode_is_not():
     data, mode = narrow()
     make = lambda lr, momentum: bc.sghmc(lr, momentum, temperature=1 / 2000)  # noqa: E731
@@ -333,6 +340,7 @@ def heat_of(found, x, y):
     return bc.diagnostics.heating(found.tx, noise, curvature=H).worst
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_feature_that_few_rows_have_heats_though_the_products_with_the_hessian_do_not_see_it(seed):
     """One of five features is nonzero in about 20 of 2,000 rows, and 43 rows are all that a product has. Left out, its
@@ -373,6 +381,7 @@ def test_what_the_softest_direction_gets_is_said():
     assert "make fewer than" not in str(bc.suggest_chain(chain, loss, mode, plain, epochs=400, **QUICK))
 
 
+@pytest.mark.slow
 def test_the_excess_is_said_to_be_an_estimate_and_from_how_many_gradients():
     data, mode = regression()
     assert re.search(
@@ -380,6 +389,7 @@ def test_the_excess_is_said_to_be_an_estimate_and_from_how_many_gradients():
     )
 
 
+@pytest.mark.slow
 def test_the_tenth_holds_from_the_fewest_epochs_on():
     """The fewest epochs that the refusal names are taken, and they and half as many again pay for the advice."""
     data, mode = narrow()
@@ -397,6 +407,7 @@ def test_the_tenth_holds_from_the_fewest_epochs_on():
             assert ask(epochs).passes <= epochs / 10
 
 
+@pytest.mark.slow
 def test_the_generators_stay_and_decide_nothing():
     data, mode = regression()
     own = torch.Generator().manual_seed(3)

@@ -70,6 +70,7 @@ def test_both_limits_on_quadratics(chain, condition, order):
     assert found.report.worst == pytest.approx(0.05, rel=0.05)
 
 
+@pytest.mark.slow
 def test_groups_are_advised_together():
     """One lr for two groups at a ratio of 10, with a preconditioner in one: the loop diverges where the whole state's does."""
     H, noises = quadratic(20.0)
@@ -203,6 +204,7 @@ def squares(w, batch):
     return (batch[0] @ w - batch[1]).square().mean() / 2
 
 
+@pytest.mark.slow
 def test_all_batches_of_a_long_list_are_tried_and_handed_back():
     """40 batches of which 10 are measured: the pilots see the others too, and the answer's batches are all of them."""
     batches, mode = ordered()
@@ -218,6 +220,7 @@ def test_all_batches_of_a_long_list_are_tried_and_handed_back():
     assert "come in the same order every epoch" in str(found)
 
 
+@pytest.mark.slow
 def test_a_loader_is_handed_back_and_its_order_looked_at():
     batches, mode = ordered()
     dataset = torch.utils.data.TensorDataset(*(torch.cat(x) for x in zip(*batches)))
@@ -227,6 +230,7 @@ def test_a_loader_is_handed_back_and_its_order_looked_at():
         assert found.batches is loader and ("same order every epoch" in str(found)) == (not shuffle)
 
 
+@pytest.mark.slow
 def test_batches_that_cannot_be_gone_through_again_are_refused():
     batches, mode = ordered()
 
@@ -242,6 +246,7 @@ def test_batches_that_cannot_be_gone_through_again_are_refused():
     assert bc.suggest_lr(make, squares, mode, Endless(), steps_per_epoch=40).report.steps_per_epoch == 40
 
 
+@pytest.mark.slow
 def test_pilots_start_from_the_state_that_is_given(monkeypatch):
     batches, mode = ordered()
     data = bc.epochs(tuple(torch.cat(x) for x in zip(*batches)), 20)

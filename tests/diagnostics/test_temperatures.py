@@ -101,6 +101,7 @@ def readings(tx, K, **noise):
     return after.diagonal()[:3] / scale / T, (K @ theta).diagonal() / T
 
 
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("curvature", CURVATURES)
 @pytest.mark.parametrize("dial", [T, DIAL], ids=["number", "tensor"])
 @pytest.mark.parametrize("chain", CHAINS)
@@ -227,6 +228,7 @@ def noisy(w, batch):
     return quadratic(w, None) + 5.0 * ((w["b"] * torch.randn(400)).sum() + (w["a"] * torch.randn(2, 400)).sum())
 
 
+@pytest.mark.slow
 def test_a_run_that_the_data_heat_warns_once_and_says_where():
     """``rho = 25 * 0.02 / (2 * 0.7 * 0.1)`` = 3.57 with lr 0.002 and momentum 0.9."""
     torch.manual_seed(0)
@@ -242,6 +244,7 @@ def test_a_run_that_the_data_heat_warns_once_and_says_where():
         run(tx, loss=noisy, steps=400, meter=bc.diagnostics.Thermometer(tx, order="palindrome"))
 
 
+@pytest.mark.slow
 def test_what_the_loss_contributes_is_told_from_the_prior():
     torch.manual_seed(0)
     tx = bc.sgd(LR, momentum=0.9, weight_decay=0.5, temperature=T)

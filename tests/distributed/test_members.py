@@ -22,6 +22,7 @@ def same(mine, alone):
     torch.testing.assert_close(mine, alone, **CLOSE, equal_nan=True)  # modes have no loss
 
 
+@pytest.mark.slow
 def test_uneven_members_over_forked_ranks_are_those_of_one_process(tmp_path):
     alone = members.result(members.call())
     ranks = run(members.over_ranks, 2, tmp_path)

@@ -68,6 +68,7 @@ def test_every_likelihood_goes_from_a_module_to_a_prediction(case):
     assert p.sample(3, generator=torch.Generator().manual_seed(0)).shape == (3, *y.shape)
 
 
+@pytest.mark.slow
 def test_targets_of_weight_zero_may_be_missing():
     x = inputs()
     y = x[:, :1].clone()
@@ -120,6 +121,7 @@ def test_data_of_every_kind_are_the_same_data():
         torch.testing.assert_close(mean, means["tensors"], msg=name)
 
 
+@pytest.mark.slow
 def test_a_call_is_a_function_of_its_seed_and_leaves_the_global_generator_alone(fitted):
     x = inputs()
     torch.manual_seed(1)
@@ -169,6 +171,7 @@ class Words(nn.Module):
         return self.out(self.lstm(self.embedding(tokens))[0][:, -1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", slow_unless((Normed,), [Normed, Pictures, Words]))
 def test_modules_of_every_kind_work_by_a_maker_and_as_one_module(module):
     x = inputs()
@@ -297,6 +300,7 @@ def test_targets_far_from_unit_scale_are_advised_about_by_name():
     assert "standardise" in e.report.advice
 
 
+@pytest.mark.slow
 def test_an_ensemble_goes_on_is_saved_and_opened(tmp_path, fitted):
     x = inputs()
     y = x[:, :1]

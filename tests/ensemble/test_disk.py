@@ -114,6 +114,7 @@ def test_damaged_files_are_named(tmp_path):
         call(tmp_path, method="ensemble")
 
 
+@pytest.mark.slow
 def test_a_complete_call_returns_at_once(tmp_path, monkeypatch):
     first = call(tmp_path)
     from bayesopt_chain.ensemble.problem import Problem

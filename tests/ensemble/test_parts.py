@@ -208,6 +208,7 @@ def ridge(p, precision, held_out=True):
     return Level({"weight": torch.stack(weights)[None], "bias": torch.stack(biases)[None]}, {}, torch.zeros(1, 4))
 
 
+@pytest.mark.slow
 def test_a_prior_is_strengthened_where_targets_are_noise_and_left_where_they_are_not():
     for signal in (False, True):
         p = noisy(signal)

@@ -24,6 +24,7 @@ def data():
     return x, 50 + 100 * x[:, 0] + rng.normal(size=80)
 
 
+@pytest.mark.slow
 def test_a_regressor_predicts_in_the_units_of_its_targets():
     x, y = data()
     model = PosteriorRegressor((10,), **{**TINY, "steps": 200}).fit(x, y)
@@ -49,6 +50,7 @@ def test_a_classifier_has_probabilities_of_its_labels_and_goes_through_pickle():
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(model)).predict_proba(x), p)
 
 
+@pytest.mark.slow
 def test_a_network_of_ones_own_is_searched_over():
     from torch import nn
 

@@ -65,6 +65,7 @@ def expanded(structure, likelihood, targets):
     return params, total, -likelihood.nll(network(params, batch), batch[1]).sum(), batch
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_a_scalar_prior_is_the_best_of_a_grid_and_its_fixed_point(structure):
     """delta = sum_g gamma_g / sum_g |t_g|^2 from the groups' eigenvalues, to 1e-7; of a grid from a hundredth to a

@@ -73,6 +73,7 @@ def test_a_last_layer_with_gaussian_noise_is_bayesian_linear_regression_on_its_f
     torch.testing.assert_close(again.predict(new).mean, got.mean, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("structure", ["kronecker", "dense", "diagonal", "root", "block"])
 @pytest.mark.parametrize("subset", ["last_layer", "all", ["0.weight", "2"]])
 def test_it_is_what_its_pieces_make(structure, subset):

@@ -107,6 +107,7 @@ def test_a_subnetworks_precision_is_the_block_of_the_whole(rule, structure):
     torch.testing.assert_close(fitted.outputs(x[:3], joint=True).covariance, wanted, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_an_overfitted_network_is_named_in_a_warning():
     """40 rows learned by heart: the predictive's negative log-likelihood of training data is .7 above the network's. A network
     that was stopped early, and one whose prior validation has chosen, pass without a word."""

@@ -49,6 +49,7 @@ def differences(function, at, step=1e-5):
     return torch.stack(out, -1).reshape(*out[0].shape, *at.shape)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("structure, subset", WAYS)
 def test_joint_outputs_are_the_jacobians_and_have_exact_derivatives(structure, subset):
     """Covariance to 1e-10 of ``J Lambda^-1 J^T``; derivatives in the inputs, the prior and the noise to 1e-8 of differences."""

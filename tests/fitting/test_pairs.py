@@ -26,6 +26,7 @@ def module():
     return torch.nn.Sequential(torch.nn.Linear(3, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2)).eval()
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", [lambda x, y: {"x": x, "y": y}, lambda x, y: UserDict(x=x, y=y), Batch])
 @pytest.mark.parametrize("tune", ["evidence", "validation"])
 def test_a_fit_of_other_batches_is_that_of_the_pairs(kind, tune):

@@ -46,6 +46,7 @@ def test_a_linear_gaussian_last_layer_reaches_the_evidence_of_its_closed_form():
     torch.testing.assert_close(training.fitted.likelihood_scale, want.likelihood_scale, rtol=1e-3, atol=0)
 
 
+@pytest.mark.slow
 def test_a_last_layer_of_classes_ends_at_a_mode_under_its_own_prior():
     """The gradient of the log joint falls below a hundredth of the start's; the prior is the evidence's choice there; the body
     is as it was."""
@@ -74,6 +75,7 @@ def test_a_last_layer_of_classes_ends_at_a_mode_under_its_own_prior():
     torch.testing.assert_close(again.log_evidence, fitted.log_evidence, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_whole_network_finds_its_noise_and_a_better_evidence_than_a_prior_of_one():
     """Noise of variance 0.09, 60 data: the estimate has a relative standard deviation of about sqrt(2 / 60) = 0.18; the bound
     is a factor of 2. Training under the prior 1 and noise 1 has an evidence lower by more than 10 nats."""
@@ -238,6 +240,7 @@ def test_dense_and_root_find_one_precision_for_all_parameters_and_the_same_one()
     assert found["dense", None].pop() == pytest.approx(found["root", None].pop(), rel=1e-6)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("structure", ["kronecker", "diagonal", "block"])
 def test_a_scalar_prior_of_training_is_that_of_the_fit_where_it_ends(structure):
     """Of a last layer, whose evidence has settled: the same precision of all tensors, which ``fit_laplace`` finds at once."""

@@ -62,6 +62,7 @@ def walk(tx, params, gradients, inplace):
     return out
 
 
+@pytest.mark.slow
 @given(
     name=st.sampled_from(sorted(CHAINS)),
     shapes=st.lists(st.sampled_from(SHAPES), min_size=1, max_size=5),

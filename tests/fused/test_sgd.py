@@ -68,6 +68,7 @@ def test_random_chains_move_as_their_links_do(
     assert_alike(*both_ways(tx, params), TOLERANCE[dtype])
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("stream", [None, "philox"])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_leaves_larger_than_a_block_draw_the_same_stream(momentum, stream):

@@ -55,6 +55,7 @@ def test_density_and_moments_are_integrals_over_the_outputs(name):
     torch.testing.assert_close(predictive.log_prob(y)[:, 0], wanted, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.sweep(1)
 @one_output
 def test_quantiles_invert_the_distribution_function(name):
     likelihood, (f, w) = ONE_OUTPUT[name], fine()
@@ -72,6 +73,7 @@ def test_quantiles_invert_the_distribution_function(name):
     torch.testing.assert_close((low, high), (predictive.quantile(0.05), predictive.quantile(0.95)))
 
 
+@pytest.mark.sweep(1)
 @one_output
 def test_scores_are_integrals_of_the_squared_distance_of_distribution_functions(name):
     """Against the trapezoidal rule on 401 points, which errs at the target by its spacing (a sum for counts, to 1e-6)."""
@@ -118,6 +120,7 @@ def test_a_learned_variance_is_integrated_with_its_mean():
             assert math.isclose(predictive.noise[n, c].item(), (variance - covariance[n, c, c]).item(), rel_tol=1e-8)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("classes, deviation", [(3, 3.0), (10, 1.0), (100, 3.0)])
 def test_sobol_points_are_closer_to_the_mean_of_a_softmax_than_probit(classes, deviation):
     """Four random Gaussians; 80,000 draws have a standard error below 0.0018, the bound is 0.01 and six of those."""

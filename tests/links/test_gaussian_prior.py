@@ -146,6 +146,7 @@ def test_the_posterior_of_one_task_as_the_prior_of_the_next_is_the_joint_fit(str
     assert not torch.allclose(learn(structure, (x[12:], Y[12:]), 2.0).mean["w"], joint.mean["w"], atol=1e-3)
 
 
+@pytest.mark.slow
 def test_plain_gradient_descent_finds_the_joint_mean_too():
     joint, first = learn("dense", (X, Y), 2.0), learn("dense", (X[:10], Y[:10]), 2.0)
     second = learn("dense", (X[10:], Y[10:]), first, lr=0.02)
@@ -281,6 +282,7 @@ def test_fan_in_counts_the_inputs_of_a_unit():
         bc.links.fan_in(torch.ones(2))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "layer", [torch.nn.Linear(9, 4000), torch.nn.Conv1d(3, 4000, 3), torch.nn.ConvTranspose1d(6, 4000, 3, stride=2)]
 )

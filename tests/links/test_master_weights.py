@@ -36,6 +36,7 @@ def rounded(params, dtype):
     return {name: p if name == "wide" else p.to(dtype) for name, p in params.items()}
 
 
+@pytest.mark.sweep(15)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("name", CHAINS)

@@ -78,6 +78,7 @@ def test_steps_of_make_step_are_those_of_update(name, inplace):
 INDUCTOR = [pytest.mark.slow, pytest.mark.skipif(not replays.compiler_found(), reason="needs a C++ compiler")]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "name, backend",
     [

@@ -92,6 +92,7 @@ def run(tx, epochs=4, inplace=False, curvature=root):
     return params, state, losses
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", METHODS)
 def test_one_loop_serves_every_method(name):
     """Each learns, and each that carries a posterior gives the same type of Gaussian, with covariance across parameters."""
@@ -125,6 +126,7 @@ def test_prediction_never_asks_which_method_it_was(name):
     assert outputs.shape == (7, 5)
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", METHODS)
 def test_in_place_the_loop_is_the_same(name):
     """Parameters and losses bit for bit, but for the chains that then run fused: those to rounding, in float64."""
@@ -139,6 +141,7 @@ def test_in_place_the_loop_is_the_same(name):
         torch.testing.assert_close(params, inplace, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_is_captured(name):
     """Where a value is traced nobody looks at it. Only states that grow are refused, by name."""

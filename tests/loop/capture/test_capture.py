@@ -565,6 +565,7 @@ def test_warming_up_puts_back_what_the_step_overwrites_and_nothing_else(rehearse
     assert not any(t.requires_grad for t in fast._program.replay.batch)
 
 
+@pytest.mark.slow
 def test_another_librarys_link_may_keep_the_parameters(rehearsed):
     """A graph would move them in place under it, so that such a chain is recorded as it is written."""
 
@@ -621,6 +622,7 @@ def test_a_cuda_graph_refuses_what_it_would_read_once(rehearsed, monkeypatch):
         bc.capture(step, params, state, batch, backend="cuda")
 
 
+@pytest.mark.slow
 def test_absent_parameters_keep_their_places_on_the_host(rehearsed, monkeypatch):
     """Their states are tensors that no step touches."""
     graph_of = capture_module.trace

@@ -140,6 +140,7 @@ def test_numbers_and_names_stay_as_captured_and_tensors_are_read(backend):
     assert torch.equal(fast(params, state, ())[0], torch.full((3,), -6.0))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN], ids=lambda layer: layer.__name__)
 def test_recurrent_layers_are_captured(layer, backend):
@@ -178,6 +179,7 @@ class Attention(nn.Module):
         return self.head(self.block(x).mean(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_attention_is_captured_with_its_noise_and_a_short_last_batch(backend):
     """Batches of 4, 4 and 2 sequences, the last of which is recorded when it comes; every step is the eager step's."""
