@@ -57,7 +57,12 @@ def effective_parameters(posterior: Gaussian, prior_precision: Any, temperature:
 
 
 def dispersion(
-    model: Model, likelihood: Likelihood, posterior: Gaussian, prior_precision: Any, batches: Iterable
+    model: Model,
+    likelihood: Likelihood,
+    posterior: Gaussian,
+    prior_precision: Any,
+    batches: Iterable,
+    temperature: float | None = None,
 ) -> float:
     """phi of the data that the posterior is of; see the module.
 
@@ -67,6 +72,7 @@ def dispersion(
         posterior: of the fit; its mean is where the outputs are taken.
         prior_precision: in force.
         batches: as the model sees them, with targets.
+        temperature: of the posterior, as in :func:`effective_parameters`.
 
     Raises:
         ValueError: as :meth:`bayesopt_chain.FittedLaplace.dispersion`.
@@ -96,7 +102,7 @@ def dispersion(
         raise ValueError(
             "dispersion: the outputs leave the targets no variance at all: the model is certain of every one"
         )
-    gamma = float(effective_parameters(posterior, prior_precision, model.how.temperature))
+    gamma = float(effective_parameters(posterior, prior_precision, temperature))
     if not independent - gamma > ROUNDING * independent:
         raise ValueError(
             f"dispersion: the fit determines {gamma:.4g} parameters by {independent:.4g} entries of the targets, so that no "

@@ -302,7 +302,9 @@ class FittedLaplace:
         self.model.require_seen(data)
         with kinds.blaming("FittedLaplace.dispersion", "data"):
             batches = map(self.model.seen_by_head, batches_of(data, self.model.how.read))
-            return dispersion(self.model, self.likelihood, self.posterior, self.prior_precision, batches)
+            T = self.model.how.temperature
+            scale = None if T is None else T * float(self.seen.decomposed.count)  # of the covariance
+            return dispersion(self.model, self.likelihood, self.posterior, self.prior_precision, batches, scale)
 
     def _posterior_and_evidence(self, prior_precision: Any, likelihood_scale: Any) -> tuple[Gaussian, Tensor]:
         scale = torch.as_tensor(likelihood_scale, dtype=torch.float64, device=self.seen.log_likelihood.device)

@@ -562,3 +562,13 @@ def test_bad_arguments_are_named():
         bc.optim.SGLD(p, 0.1, temperature=1.0, heat_guard=None, steps_per_epoch=3)
     with pytest.raises(ValueError, match="window must be a whole number, at least 32"):
         bc.diagnostics.HeatGuard(window=3)
+
+
+@pytest.mark.parametrize("excess, warns", [(0.66, False), (0.74, True)])
+def test_two_windows_warn_from_seven_tenths_of_excess_on(excess, warns):
+    guard = heat_guard.HeatGuard()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            guard._judge(Heat(excess, 0.01, 0.0, 0.0, excess, "independent", 0.0))
+    assert bool(caught) is warns

@@ -18,7 +18,7 @@ from bayesopt_chain.ensemble.progress import Progress
 from bayesopt_chain.ensemble.scale import best, for_all_members, grid_for, squared_error
 from bayesopt_chain.ensemble.stack import stack_weights
 from bayesopt_chain.ensemble.stages import Stages
-from bayesopt_chain.ensemble.stop import ONE
+from bayesopt_chain.ensemble.stop import ONE, stop
 
 
 def problem(members=4, n=40, likelihood=None, seed=0):
@@ -229,3 +229,22 @@ def test_a_prior_that_is_no_better_than_an_early_stop_is_left():
     early = ridge(p, 1.0, held_out=False)  # knows the folds: no prior is as good
     found = strengthen(p, held, ridge(p, 1.0), early, lr=0.05, steps=200, stages=Stages(None, {}, torch.device("cpu")))
     assert len(found["tried"]) > 2 and not found["moved"]
+
+
+@pytest.mark.parametrize("errors, wanted", [(2.7, 2), (3.3, 1), (-2.0, 2)])
+def test_an_earlier_checkpoint_is_taken_if_it_is_better_by_three_standard_errors(errors, wanted):
+    difference = torch.randn(50, generator=torch.Generator().manual_seed(0)).double()
+    difference = (difference - difference.mean()) / difference.std() / 50**0.5 + errors / 50  # of mean errors / 50
+    last = torch.randn(50, generator=torch.Generator().manual_seed(1)).double()
+    tables = [last - 1.0, last + difference, last]
+
+    class Scored:
+        problem = type("Problem", (), {"likelihood": bc.likelihoods.categorical()})
+        outputs = staticmethod(lambda i: i)
+        score = staticmethod(lambda outputs, weights, factor: tables[outputs[0]])
+        cost = staticmethod(lambda n: 0.0)
+
+    found = stop(Scored(), type("Checkpoints", (), {"at": staticmethod(lambda i: i)}), [10, 20, 30])
+    assert found["checkpoint"] == wanted and found["early"] is (wanted == 1)
+    if errors > 0:
+        assert found["z"] == pytest.approx(errors, rel=1e-6)

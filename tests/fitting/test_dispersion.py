@@ -51,6 +51,25 @@ def test_a_regression_has_its_residual_sum_of_squares_over_the_degrees_of_freedo
     assert fitted.dispersion([(x[:7], y[:7]), (x[7:], y[7:])]) == pytest.approx(phi, rel=1e-12)
 
 
+def test_the_temperature_of_the_posterior_changes_no_dispersion():
+    """Its covariance is that many times larger, and the data determine as many parameters as before."""
+    x, y = torch.randn(30, 2).double(), torch.randn(30, 1).double()
+    phi = []
+    for temperature in (None, 1 / 30, 0.25 / 30, 2.0 / 30):  # 1 / N is the posterior itself
+        fitted = bc.fit_laplace(
+            network(2, 1),
+            bc.likelihoods.gaussian(0.7),
+            [(x, y)],
+            structure="dense",
+            subset="all",
+            tune=None,
+            prior_precision=1.3,
+            temperature=temperature,
+        )
+        phi.append(fitted.dispersion([(x, y)]))
+    assert phi[1:] == pytest.approx(phi[:1] * 3, rel=1e-9)
+
+
 def test_of_classes_it_is_the_distance_from_the_probabilities():
     x, y = torch.randn(40, 2).double(), torch.randint(3, (40,))
     module = network(2, 3)

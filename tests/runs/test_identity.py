@@ -277,3 +277,22 @@ def test_descriptions_of_the_named_samplers_change_only_with_their_version():
     ]
     assert difference(describe(functools.partial(max, 1)), describe(functools.partial(max, 2)))
     assert not difference({"function": "f", "code": {"3.9": "a"}}, {"function": "f", "code": {"3.10": "b"}})
+
+
+def run_of_chains(path, each):
+    torch.manual_seed(0)
+
+    def tempered(temperature):
+        return bc.sghmc(0.1, temperature=temperature)
+
+    chains = bc.parallel(lambda temperature: bc.make_step(loss, tempered(temperature)), 2, each=each)
+    params = {"w": torch.zeros(2, 3)}
+    return bc.sample(chains, params, chains.init(tempered, params), data(), steps=6, path=path)
+
+
+def test_chains_with_other_hyperparameters_of_their_own_are_another_run(tmp_path):
+    one, other = ({"temperature": torch.tensor([0.01, x])} for x in (0.02, 0.03))
+    want = run_of_chains(tmp_path, one)
+    with pytest.raises(ValueError, match=r"holds another run: each\S*1\S*temperature is 0\.0199.*, here 0\.0299"):
+        run_of_chains(tmp_path, other)
+    assert torch.equal(run_of_chains(tmp_path, one).params["w"], want.params["w"])

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import stat
 import time
 
 import optree
@@ -327,3 +328,45 @@ def kill_and_resume(tmp_path, kills: int, seed: int) -> int:
 @pytest.mark.slow
 def test_a_run_that_is_killed_at_random_moments_ends_as_the_uninterrupted_one(tmp_path):
     assert kill_and_resume(tmp_path, 4, 0) >= 2
+
+
+def test_a_second_ctrl_c_inside_a_commit_waits_for_its_end(tmp_path, monkeypatch):
+    """Both come while the first file is pushed to the disk, where an exception would leave a commit half made."""
+    real, pushed = os.fsync, []
+
+    def interrupted(fd):
+        pushed.append(fd)
+        if len(pushed) == 1:
+            for _ in range(3):
+                os.kill(os.getpid(), signal.SIGINT)
+        return real(fd)
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    draws = bc.sample(bc.make_step(loss, TX), *start(), batches(), steps=20, path=tmp_path, checkpoint_seconds=0.0)
+    assert pushed and not draws.complete and draws.why.startswith("interrupted after step")
+    monkeypatch.undo()
+    assert same(draws, by_hand(int(draws.why.split()[-1]), 0, 1))
+    assert same(bc.sample(bc.make_step(loss, TX), *start(), batches(), steps=20, path=tmp_path), by_hand(20, 0, 1))
+
+
+def test_a_file_that_is_put_in_place_is_pushed_to_the_disk_and_then_its_folder(tmp_path, monkeypatch):
+    """Without the folder's own fsync a power loss forgets the new name."""
+    done, fsync, replace = [], os.fsync, os.replace
+
+    def pushed(fd):
+        found = os.fstat(fd)
+        done.append(("folder" if stat.S_ISDIR(found.st_mode) else "file", found.st_ino))
+        return fsync(fd)
+
+    def put(source, to, **more):
+        done.append(("put", os.stat(source).st_ino))
+        return replace(source, to, **more)
+
+    monkeypatch.setattr(os, "fsync", pushed)
+    monkeypatch.setattr(os, "replace", put)
+    bc.sample(bc.make_step(loss, TX), *start(), batches(), steps=4, path=tmp_path)
+    places = [i for i, (what, _) in enumerate(done) if what == "put"]
+    assert places
+    for i in places:
+        assert ("file", done[i][1]) in done[:i]
+        assert ("folder", tmp_path.stat().st_ino) in done[i:]
