@@ -394,6 +394,13 @@ CALLS = {
         lambda **k: watching().on_step_end(**k),
         lambda: {"args": None, "state": SimpleNamespace(global_step=1), "control": None},
     ),
+    "Collector.on_train_begin": (
+        lambda **k: watching().on_train_begin(**k),
+        lambda: {"args": None, "state": SimpleNamespace(global_step=1), "control": None},
+    ),
+    "Collector.on_train_start": (
+        lambda **k: watching().on_train_start(**k), lambda: {"trainer": SimpleNamespace(global_step=1)}
+    ),
     "Collector.on_train_batch_end": (
         lambda **k: watching().on_train_batch_end(**k), lambda: {"trainer": SimpleNamespace(global_step=1)}
     ),

@@ -106,7 +106,8 @@ class Collector:
         if step is None and not self.known:
             raise ValueError(
                 f"collect: {self.path} holds draws up to step {self.step}: say where this loop goes on, with "
-                "keep.load_state_dict(saved) of what keep.state_dict() gave, or keep.load_state_dict({'step': n})"
+                "keep.load_state_dict(saved) of what keep.state_dict() gave, or keep.load_state_dict({'step': n}); a "
+                "trainer says it to its callbacks: callbacks=[keep]"
             )
         step = self.step + 1 if step is None else step
         if step - 1 != self.step:
@@ -260,6 +261,18 @@ class Collector:
         if not self.counts and trainer.global_step != self.step:
             self(trainer.global_step)
 
+    def on_train_start(self, trainer: Any, *rest: Any) -> None:
+        """Learn where the training goes on, before the optimizer's first step.
+
+        Args:
+            trainer: Lightning's, whose ``global_step`` counts the steps of the optimizer.
+            rest: what Lightning gives besides, which is not looked at.
+
+        Raises:
+            TypeError: something that counts no steps.
+        """
+        self.on_train_begin(None, trainer, None)
+
     def on_fit_end(self, *rest: Any) -> None:
         """Write what is held."""
         self.flush()
@@ -269,6 +282,21 @@ class Collector:
         self.flush()
 
     # transformers
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Learn where the training goes on, before the optimizer's first step.
+
+        Args:
+            args, control: of the trainer, which are not looked at; nor is ``more``.
+            state: the trainer's, whose ``global_step`` counts the steps of the optimizer.
+
+        Raises:
+            TypeError: something that counts no steps.
+        """
+        kinds.require("collect", state=(state, _COUNTING))
+        # a training that starts anew counts from 0 and does not say what becomes of the draws that are there
+        if self.counts and (state.global_step > self.step or (state.global_step and not self.known)):
+            self.load_state_dict({"step": state.global_step})
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Look at the model after a step.

@@ -165,10 +165,39 @@ def test_it_is_a_callback_of_lightning_over_a_restart(tmp_path):
     assert torch.equal(again.buffers["net.1.running_mean"], whole.buffers["net.1.running_mean"])
 
 
+@pytest.mark.parametrize("hook", ["on_train_begin", "on_train_start"])
+def test_a_trainer_says_where_its_optimizer_goes_on(hook, tmp_path):
+    """Its optimizer steps before the trainer's own count of steps is told."""
+    from types import SimpleNamespace
+
+    def at(step):
+        told = SimpleNamespace(global_step=step)
+        return (None, told, None) if hook == "on_train_begin" else (told, None)
+
+    def trained(path, start, stop):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        optimizer = bc.optim.SGHMC(model.parameters(), lr=0.01, temperature=1e-3)
+        keep = bc.collect(model, optimizer, every=2, after=1, path=path)
+        getattr(keep, hook)(*at(start))
+        for _ in range(start, stop):
+            model(torch.ones(4, 3)).square().mean().backward()
+            optimizer.step()
+        keep.on_train_end()
+        return keep.draws.steps.tolist()
+
+    assert trained(tmp_path, 0, 8) == [3, 5, 7]
+    assert trained(tmp_path, 6, 12) == [3, 5, 7, 9, 11]
+    with pytest.raises(ValueError, match=r"say where this loop goes on.*callbacks=\[keep\]"):
+        trained(tmp_path, 0, 2)  # a new training in the folder of an old one
+    assert trained(None, 6, 12) == [7, 9, 11]  # in memory: counted by the trainer too
+
+
 @pytest.mark.peers
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_it_is_a_callback_of_transformers_over_a_restart(tmp_path):
+@pytest.mark.parametrize("hooked", [False, True])
+def test_it_is_a_callback_of_transformers_over_a_restart(hooked, tmp_path):
     transformers = pytest.importorskip("transformers")
     data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(11, (32, 8))]
 
@@ -178,7 +207,7 @@ def test_it_is_a_callback_of_transformers_over_a_restart(tmp_path):
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
         g = torch.Generator().manual_seed(1)
         optimizer = bc.optim.SGHMC(model.parameters(), lr=0.01, temperature=1e-4, generator=g)
-        keep = bc.collect(model, every=2, after=1, path=path)
+        keep = bc.collect(model, *[optimizer] * hooked, every=2, after=1, path=path)
         arguments = transformers.TrainingArguments(
             str(tmp_path / "run"), max_steps=steps, per_device_train_batch_size=8, max_grad_norm=0.0, save_steps=6,
             lr_scheduler_type="constant", use_cpu=True, report_to="none", disable_tqdm=True,

@@ -332,18 +332,19 @@ def test_a_run_that_is_killed_at_random_moments_ends_as_the_uninterrupted_one(tm
 
 def test_a_second_ctrl_c_inside_a_commit_waits_for_its_end(tmp_path, monkeypatch):
     """Both come while the first file is pushed to the disk, where an exception would leave a commit half made."""
-    real, pushed = os.fsync, []
+    real, pushed, goes_on = os.fsync, [], []
 
     def interrupted(fd):
         pushed.append(fd)
         if len(pushed) == 1:
             for _ in range(3):
                 os.kill(os.getpid(), signal.SIGINT)
+            goes_on.append(True)
         return real(fd)
 
     monkeypatch.setattr(os, "fsync", interrupted)
     draws = bc.sample(bc.make_step(loss, TX), *start(), batches(), steps=20, path=tmp_path, checkpoint_seconds=0.0)
-    assert pushed and not draws.complete and draws.why.startswith("interrupted after step")
+    assert goes_on and not draws.complete and draws.why.startswith("interrupted after step")
     monkeypatch.undo()
     assert same(draws, by_hand(int(draws.why.split()[-1]), 0, 1))
     assert same(bc.sample(bc.make_step(loss, TX), *start(), batches(), steps=20, path=tmp_path), by_hand(20, 0, 1))
