@@ -9,7 +9,7 @@ import os
 
 from benchmarks.experiments.common import SCALES, Experiment, averaged, keep, record
 
-NAMES = ("why_bayes", "double_well", "pima", "mnist", "imdb", "lora", "llama", "heat")
+NAMES = ("why_bayes", "double_well", "pima", "mnist", "imdb", "lora", "llama", "adapters", "heat")
 
 
 def experiment(name: str) -> Experiment:

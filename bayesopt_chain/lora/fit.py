@@ -1,0 +1,438 @@
+r"""A posterior over the adapters of a language model, in one call.
+
+The loss is the mean over the ``N`` tokens that count (:mod:`bayesopt_chain.lora.loss`), the temperature ``T = 1 / N``, and the
+prior of an adapter's tensor normal of mean 0 and precision ``lambda``, that is weight decay ``lambda / N``:
+
+    exp(-N L(theta) - sum_j lambda_j |theta_j|^2 / 2)
+
+An adapter computes ``(alpha / r) B A x``. PEFT starts ``A`` uniform of variance ``1 / (3 fan_in)`` and ``B`` at 0, so that a
+precision of 1 on both is 3 fan_in times wider than where ``A`` begins. Which prior holds is decided by held-out data: every
+candidate of :data:`PRIORS` trains one adapter, half as long as a member, on four fifths of the sequences; the smallest loss on
+the rest wins.
+
+Each method takes the same number of minibatch gradients in all, those of the candidates among them:
+
+    ensemble   members adapters, each from a start of its own, trained by Adam
+    sghmc      members chains: half of a member's gradients by Adam, half by SGHMC at T, whose draws are kept
+    ivon       one diagonal Gaussian (Shen et al., 2024), and draws from it
+    laplace    one adapter by Adam, and draws of its Kronecker-factored Laplace posterior, linearised
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from bayesopt_chain import checks, likelihoods, optim
+from bayesopt_chain.ensemble.data import Data, read
+from bayesopt_chain.ensemble.stages import checksum
+from bayesopt_chain.fitting.batches import LEFT_OUT
+from bayesopt_chain.fitting.laplace import fit_laplace
+from bayesopt_chain.lora.adapters import (
+    ABOUT,
+    Adapters,
+    AnswerReader,
+    adapters,
+    holding,
+    logits_over,
+    read_adapter,
+    write_adapter,
+)
+from bayesopt_chain.lora.loss import summed_loss
+from bayesopt_chain.modules.functional import arguments_of
+
+METHODS = ("ensemble", "sghmc", "ivon", "laplace")
+EPOCHS = 4  # of each member, where the gradients are not given
+HELD_OUT = 5  # a fifth of the sequences decides on the prior
+LEARNING_RATES = {"ensemble": 3e-3, "sghmc": 0.05, "ivon": 0.3, "laplace": 3e-3}
+
+
+class Prior(NamedTuple):
+    """Precisions of the factors of an adapter: ``a`` in units of one over the variance that ``A`` starts with, or absolute."""
+
+    a: float
+    b: float
+    of_start: bool = True
+
+    def precision(self, name: str, p: Tensor) -> float:
+        """Of a parameter; one that belongs to no adapter has ``b``."""
+        if "lora_A" not in name and "lora_embedding_A" not in name:
+            return self.b
+        return self.a * 3 * p.shape[-1] if self.of_start else self.a
+
+
+PRIORS = {
+    "1 on both": Prior(1.0, 1.0, of_start=False),
+    "A as it starts, 1 on B": Prior(1.0, 1.0),
+    "A as it starts, 100 on B": Prior(1.0, 100.0),
+}
+
+
+def bayesian_lora(
+    model: nn.Module,
+    data: Any,
+    *,
+    method: str = "ensemble",
+    members: int = 4,
+    draws: int = 8,
+    steps: int | None = None,
+    batch_size: int = 16,
+    lr: float | None = None,
+    prior_precision: float | str = "held out",
+    answers: list[int] | None = None,
+    path: str | Path | None = None,
+    seed: int = 0,
+) -> Adapters:
+    """Sample the adapters of a model; the base is neither copied nor cast, and the model ends as it was.
+
+    Args:
+        model: of PEFT, with a causal language model as its base. Everything that asks for gradients is sampled.
+        data: a mapping of tensors ``[S, T]`` with ``labels`` (unshifted, -100 where a token does not count), a Dataset, a
+            DataLoader or a list of such batches, padded to one length.
+        method: "ensemble" (default), "sghmc", "ivon" or "laplace".
+        members: adapters of the ensemble, or chains. Default 4.
+        draws: of all chains together, or of the Gaussian of "ivon" and "laplace". Default 8. An ensemble has one a member.
+        steps: minibatch gradients in all, those that decide on the prior included. Default: four epochs for each member.
+        batch_size: sequences in a minibatch. Default 16.
+        lr: of Adam ("ensemble", "laplace"; default 0.003), of SGHMC (0.05; its first half is Adam's) or of IVON (0.3).
+        prior_precision: of all sampled parameters, a number; by default decided by held-out sequences (see the module).
+        answers: the tokens that are possible answers, at least two. Then only targets among them count, and predictions are
+            over them alone: multiple choice. Default: every token.
+        path: a folder in which finished draws are kept as adapters of PEFT; the same call goes on there after a kill, and one
+            with other arguments or data is refused.
+        seed: of starts, batches and noise. Default 0.
+
+    Returns:
+        :class:`Adapters`: ``predict``, ``nll``, ``save_adapters``, and ``report`` with what was chosen and what it cost.
+
+    Raises:
+        TypeError: no module.
+        ValueError: arguments out of range; no trained parameters; fewer than ten sequences for a prior that held-out ones
+            decide on; a folder of another call.
+
+    Example:
+        >>> import torch; from bayesopt_chain import lora
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5))  # in the place of a PEFT model
+        >>> tokens = torch.arange(60).reshape(12, 5) % 5
+        >>> data = {"input": tokens, "labels": (tokens + 1) % 5}   # targets by position: this model moves no labels
+        >>> lora.bayesian_lora(model, data, method="sghmc", members=2, draws=6, steps=40)
+        Adapters(6 draws of 3 tensors; method=sghmc, prior=..., gradients=..., tokens=60, T=1/60)
+    """
+    problem = _problem(model, data, answers, batch_size, seed)
+    if method not in METHODS:
+        raise ValueError(f"bayesian_lora: method={method!r}: pass one of {', '.join(map(repr, METHODS))}")
+    for name, number in (("members", members), ("draws", draws), ("batch_size", batch_size)):
+        checks.number(f"bayesian_lora: {name}", number, "[1, inf)", integer=True)
+    count = members if method in ("ensemble", "sghmc") else 1
+    steps = EPOCHS * count * -(-problem.size // problem.batch_size) if steps is None else steps
+    checks.number("bayesian_lora: steps", steps, "[1, inf)", integer=True)
+    decides = prior_precision == "held out"
+    if not decides:
+        checks.positive("bayesian_lora: prior_precision", prior_precision)
+    elif problem.size < 2 * HELD_OUT:
+        raise ValueError(
+            f"bayesian_lora: {problem.size} sequences are too few to decide on the prior: pass prior_precision=, a number"
+        )
+    given: dict[str, Any] = {"method": method, "members": count, "draws": draws, "steps": steps, "seed": seed, "lr": lr}
+    given |= {"batch_size": problem.batch_size, "prior_precision": prior_precision, "data": problem.checksum}
+    kept = _Kept(problem, path, given)
+    if kept.is_done:
+        return kept.result()
+    # a candidate takes half as many gradients as a member
+    each = max(2, int(steps / (count + len(PRIORS) / 2))) if decides else max(2, steps // count)
+    losses = kept.once("losses", lambda: problem.held_out_losses(each // 2)) if decides else {}
+    name = min(losses, key=losses.get) if losses else f"{prior_precision} on both"  # pyright: ignore[reportCallIssue, reportArgumentType]
+    prior = PRIORS[name] if losses else Prior(float(prior_precision), float(prior_precision), of_start=False)
+    lr = LEARNING_RATES[method] if lr is None else lr
+    with holding(model, {}):
+        if method in ("ensemble", "sghmc"):
+            per = 1 if method == "ensemble" else -(-draws // members)
+            for k in range(members):
+                kept.member(k, per, lambda k=k: problem.member(method, k, each, per, lr, prior))
+        else:
+            kept.member(0, draws, lambda: problem.gaussian(method, each, draws, lr, prior))
+    gradients = each * count + (each // 2) * len(losses)
+    return kept.finish(
+        {
+            "method": method,
+            "prior": name,
+            "held-out losses": losses,
+            "gradients": gradients,
+            "tokens": problem.tokens,
+            "T": f"1/{problem.tokens}",
+        }
+    )
+
+
+def _problem(model: Any, data: Any, answers: Any, batch_size: int, seed: int) -> _Problem:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"bayesian_lora: model is {type(model).__name__}, not a torch.nn.Module")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(
+            "bayesian_lora: no parameter of the model asks for a gradient: pass a PEFT model with its adapter on"
+        )
+    if answers is not None and not (
+        isinstance(answers, (list, tuple))
+        and len(set(answers)) == len(answers) >= 2
+        and all(isinstance(a, int) for a in answers)
+    ):
+        raise ValueError(f"bayesian_lora: answers={answers!r:.60}: pass a list of at least two different tokens")
+    checks.number("bayesian_lora: batch_size", batch_size, "[1, inf)", integer=True)
+    held, _ = read(data)
+    if held.raw is None:
+        raise ValueError("bayesian_lora: data has no labels: pass mappings with input_ids and labels")
+    possible = None if answers is None else list(answers)
+    inputs, targets = AnswerReader(model, possible)(held.raw)
+    if not bool((targets != LEFT_OUT).any()):
+        raise ValueError("bayesian_lora: no label of data counts: all are -100, the first of a sequence, or no answer")
+    return _Problem(model, Data(inputs, targets, held.size), possible, min(batch_size, held.size), seed)
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """Model and data, and how an adapter is trained or sampled; :meth:`member` and :meth:`gaussian` give draws ``[k, *]``."""
+
+    model: nn.Module
+    data: Data
+    answers: list[int] | None
+    batch_size: int
+    seed: int
+
+    @property
+    def size(self) -> int:
+        return self.data.size
+
+    @cached_property
+    def tokens(self) -> int:
+        return int((self.data.targets != LEFT_OUT).sum())
+
+    @cached_property
+    def checksum(self) -> int:
+        return checksum((self.data.inputs, self.data.targets))
+
+    @cached_property
+    def named(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def params(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self.named.items()}
+
+    def begin(self, k: int) -> None:
+        """Draw the start of member ``k``: what PEFT draws; parameters outside of adapters begin where the model has them."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1000 * self.seed + k)
+            for layer in self.model.modules():
+                reset: Any = getattr(layer, "reset_lora_parameters", None)
+                for name in layer.lora_A if callable(reset) else ():  # pyright: ignore[reportGeneralTypeIssues]
+                    reset(name, True)
+
+    def groups(self, prior: Prior) -> list[dict[str, Any]]:
+        """Parameter groups with the prior as weight decay."""
+        return [
+            {"params": [(name, p)], "weight_decay": prior.precision(name, p) / self.tokens}
+            for name, p in self.named.items()
+        ]
+
+    def batches(self, rows: Tensor, k: int) -> Iterator[Tensor]:
+        """Rows of minibatches, in reshuffled epochs without end."""
+        generator, b = torch.Generator().manual_seed(1000 * self.seed + k), min(self.batch_size, len(rows))
+        while True:
+            order = rows[torch.randperm(len(rows), generator=generator)]
+            yield from order[: len(order) // b * b].split(b)
+
+    def loss(self, rows: Tensor, mean_tokens: float) -> Tensor:
+        """Of a minibatch, as :mod:`bayesopt_chain.lora.loss` defines it."""
+        inputs, targets = self.data.take(rows)
+        arguments, keywords = arguments_of(self.model, inputs)
+        logits = logits_over(self.answers)(self.model(*arguments, **keywords))
+        return summed_loss(logits, targets) / (len(rows) * mean_tokens)
+
+    def run(
+        self,
+        optimizer: Any,
+        batches: Iterator[Tensor],
+        steps: int,
+        mean_tokens: float,
+        *,
+        cycle: bool = True,
+        then: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Take steps; ``cycle``: along a one-cycle rate; ``then(step)`` is called behind each, counted from 1."""
+        schedule = None
+        if cycle:
+            highest = [group["lr"] for group in optimizer.param_groups]
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, highest, max(2, steps), cycle_momentum=False)
+        sampled: Any = getattr(optimizer, "sampled", nullcontext)
+        modes = {layer: layer.training for layer in self.model.modules()}
+        self.model.train()
+        try:
+            for step in range(1, steps + 1):
+                optimizer.zero_grad()
+                with sampled():
+                    self.loss(next(batches), mean_tokens).backward()
+                optimizer.step()
+                if schedule is not None and step < steps:
+                    schedule.step()
+                then(step)
+        finally:
+            optimizer.zero_grad()
+            for layer, mode in modes.items():
+                layer.training = mode
+
+    def train(self, k: int, steps: int, lr: float, prior: Prior, rows: Tensor) -> Iterator[Tensor]:
+        """Train member ``k`` by Adam on these rows, in the model; returns the batches that come next."""
+        self.begin(k)
+        batches = self.batches(rows, k)
+        self.run(optim.Adam(self.groups(prior), lr, temperature=0.0), batches, steps, self.tokens / self.size)
+        return batches
+
+    def held_out_losses(self, steps: int) -> dict[str, float]:
+        """By candidate prior: the loss of held-out sequences, nats a token, of an adapter trained without them."""
+        order = torch.randperm(self.size, generator=torch.Generator().manual_seed(self.seed))
+        held, rest = order[: self.size // HELD_OUT], order[self.size // HELD_OUT :]
+        losses = {}
+        with holding(self.model, {}):
+            for name, prior in PRIORS.items():
+                self.train(0, steps, LEARNING_RATES["ensemble"], prior, rest)
+                one = {n: x[None] for n, x in self.params().items()}
+                losses[name] = Adapters(self.model, one, answers=self.answers).nll_of(*self.data.take(held))
+        return losses
+
+    def member(self, method: str, k: int, steps: int, count: int, lr: float, prior: Prior) -> dict[str, Tensor]:
+        """The draws of one member: its trained adapter, or what its chain leaves."""
+        every = torch.arange(self.size)
+        if method == "ensemble":
+            self.train(k, steps, lr, prior, every)
+            return {name: x[None] for name, x in self.params().items()}
+        batches = self.train(k, steps - steps // 2, LEARNING_RATES["ensemble"], prior, every)
+        generator = torch.Generator().manual_seed(1000 * self.seed + k)
+        chain = optim.SGHMC(self.groups(prior), lr, temperature=1 / self.tokens, generator=generator)
+        apart, found = max(1, steps // 2 // count), []
+        keep = lambda step: found.append(self.params()) if step % apart == 0 else None  # noqa: E731
+        self.run(chain, batches, apart * count, self.tokens / self.size, cycle=False, then=keep)
+        return {name: torch.stack([one[name] for one in found]) for name in found[0]}
+
+    def gaussian(self, method: str, steps: int, count: int, lr: float, prior: Prior) -> dict[str, Any]:
+        """Draws of one Gaussian: of IVON, or of the Laplace posterior around a trained adapter (with its ``mean``)."""
+        every, generator = torch.arange(self.size), torch.Generator().manual_seed(self.seed)
+        if method == "ivon":
+            self.begin(0)
+            settings = {"betas": (0.9, 1 - min(0.5, 5 / steps)), "init_hessian": 0.1, "clip_radius": 0.01}
+            ivon = optim.IVON(self.groups(prior), lr, temperature=1 / self.tokens, generator=generator, **settings)
+            self.run(ivon, self.batches(every, 0), steps, self.tokens / self.size)
+            found = []
+            for k in range(count):
+                with ivon.sampled(draw=k):
+                    found.append(self.params())
+            return {name: torch.stack([one[name] for one in found]) for name in found[0]}
+        self.train(0, steps, lr, prior, every)
+        mean = self.params()
+        modes = {layer: layer.training for layer in self.model.modules()}
+        self.model.eval()
+        try:
+            data = [self.data.take(rows) for rows in every.split(self.batch_size)]
+            fitted = fit_laplace(
+                self.model,
+                likelihoods.categorical(),
+                data,
+                subset="all",
+                structure="kronecker",
+                curvature="ggn" if self.answers else "fisher",
+                tune=None,
+                prior_precision={n: p.new_tensor(prior.precision(n, p)) for n, p in mean.items()},
+                outputs=logits_over(self.answers),
+            )
+        finally:
+            for layer, mode in modes.items():
+                layer.training = mode
+        return {"mean": mean, **fitted.posterior.sample((count,), generator=generator)}
+
+
+class _Kept:
+    """Draws as they are made, in memory or in a folder in which the same call goes on.
+
+    The folder has ``call.json`` (the arguments and a checksum of the data), ``losses.json`` once the prior is decided, an
+    adapter of PEFT for each draw, and at the end what :func:`bayesopt_chain.lora.adapters` reads.
+    """
+
+    def __init__(self, problem: _Problem, path: str | Path | None, given: Mapping[str, Any]) -> None:
+        self.problem, self.path = problem, None if path is None else Path(path)
+        self.draws: list[dict[str, Tensor]] = []
+        self.mean: dict[str, Tensor] | None = None
+        if self.path is None:
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        call, text = self.path / "call.json", json.dumps(given, indent=1) + "\n"
+        if call.exists():
+            before = json.loads(call.read_text(encoding="utf-8"))
+            if wrong := [k for k in given if before.get(k) != given[k]]:
+                raise ValueError(
+                    f"bayesian_lora: path {str(path)!r} is of another call: {wrong[0]} was {before.get(wrong[0])!r} there "
+                    f"and is {given[wrong[0]]!r} here; pass another folder"
+                )
+        elif any(self.path.iterdir()):
+            raise ValueError(f"bayesian_lora: path {str(path)!r} holds other files: pass a folder of its own")
+        else:
+            _replace(call, text)
+
+    @property
+    def is_done(self) -> bool:
+        return self.path is not None and (self.path / ABOUT).exists()
+
+    def result(self) -> Adapters:
+        """What a finished call left."""
+        assert self.path is not None
+        return adapters(self.path, self.problem.model)
+
+    def once(self, name: str, make: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """Numbers, made once."""
+        if self.path is None:
+            return make()
+        file = self.path / f"{name}.json"
+        if not file.exists():
+            _replace(file, json.dumps(make()))
+        return json.loads(file.read_text(encoding="utf-8"))
+
+    def member(self, k: int, count: int, make: Callable[[], dict[str, Any]]) -> None:
+        """The draws of member ``k``, made unless all of them are there."""
+        folders = [] if self.path is None else [self.path / f"draw-{k * count + i:03d}" for i in range(count)]
+        model = self.problem.model
+        if folders and all(folder.is_dir() for folder in folders):
+            self.draws += [read_adapter(model, folder) for folder in folders]
+            self.mean = (
+                read_adapter(model, folders[0].with_name("mean")) if (folders[0].with_name("mean")).is_dir() else None
+            )
+            return
+        made = make()
+        self.mean = made.pop("mean", None)
+        self.draws += [{name: x[i] for name, x in made.items()} for i in range(count)]
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        if folders and self.mean is not None:
+            write_adapter(model, self.mean, folders[0].with_name("mean"))
+        for folder, draw in zip(folders, self.draws[-count:]):
+            write_adapter(model, draw, folder)
+
+    def finish(self, report: Mapping[str, Any]) -> Adapters:
+        """All draws together."""
+        stacked = {name: torch.stack([draw[name] for draw in self.draws]) for name in self.draws[0]}
+        found = Adapters(self.problem.model, stacked, mean=self.mean, report=report, answers=self.problem.answers)
+        if self.path is not None:
+            _replace(self.path / ABOUT, json.dumps(found.about(), indent=1) + "\n")
+        return found
+
+
+def _replace(file: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    partial = file.with_name(file.name + ".part")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(file)

@@ -1,0 +1,200 @@
+"""Posteriors over adapters: what is trained and predicted, against explicit computations; and files that PEFT reads."""
+
+import itertools
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import bayesopt_chain as bc
+from bayesopt_chain import lora
+from bayesopt_chain.lora import fit
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+METHODS = ("ensemble", "sghmc", "ivon", "laplace")
+SHORT = {"steps": 24, "members": 2, "draws": 4, "batch_size": 8, "prior_precision": 1.0}
+
+
+def base():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=11,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def model():
+    return peft.get_peft_model(
+        base(), peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    )
+
+
+@pytest.fixture(scope="module")
+def data():
+    ids = (torch.arange(8) + 3 * torch.arange(24)[:, None]) % 11
+    labels = ids.clone()
+    labels[:8, 4:] = -100
+    return {"input_ids": ids, "attention_mask": (labels != -100).long(), "labels": labels}
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def found(request, data, tmp_path_factory):
+    """A finished call of each method, its model and its folder."""
+    own = model()
+    path = tmp_path_factory.mktemp(request.param) / "draws"
+    return lora.bayesian_lora(own, data, method=request.param, path=path, **SHORT), own, path
+
+
+def test_the_model_ends_as_it_was_and_its_base_is_shared(found, data):
+    result, own, _ = found
+    for (name, p), (_, q) in zip(own.named_parameters(), model().named_parameters()):
+        assert torch.equal(p, q), name
+    assert all("lora_" in name for name in result.draws) and result._forward.module is own
+    assert all(x.dtype == torch.float32 for x in result.draws.values())
+
+
+def test_predictions_are_those_of_the_draws_one_by_one(found, data):
+    result, own, _ = found
+    own.eval()
+    forward = bc.make_functional(own, outputs="logits").forward
+    inputs = ({k: data[k] for k in ("input_ids", "attention_mask")}, None)
+    logits = []
+    for k in range(len(result)):
+        draw = result.draw(k)
+        if result.mean is None:
+            logits.append(forward(draw, inputs).detach())
+            continue
+        step = {n: x - result.mean[n] for n, x in draw.items()}  # linearised: a central difference along the step
+        ahead, behind = ({n: m + h * step[n] for n, m in result.mean.items()} for h in (1e-2, -1e-2))
+        slope = (forward(ahead, inputs) - forward(behind, inputs)) / 2e-2
+        logits.append((forward(result.mean, inputs) + slope).detach())
+    p = torch.stack(logits).softmax(-1)
+    tolerance = {"rtol": 0, "atol": 1e-5 if result.mean is None else 2e-3}
+    got = result.predict(data)
+    torch.testing.assert_close(got.probabilities, p.mean(0), **tolerance)
+    entropy = torch.special.entr(p.mean(0)).sum(-1)
+    torch.testing.assert_close(got.entropy, entropy, **tolerance)
+    torch.testing.assert_close(got.mutual_information, entropy - torch.special.entr(p).sum(-1).mean(0), **tolerance)
+    assert result.predict(data, probabilities=False).probabilities is None
+    own_mask = data["attention_mask"].bool()
+    torch.testing.assert_close(got.by_sequence()[0][0], got.entropy[0][own_mask[0]].mean())
+    targets = torch.cat([data["labels"][:, 1:], torch.full((24, 1), -100)], 1)
+    nll = cross_entropy(p.mean(0).log().flatten(0, 1), targets.flatten(), ignore_index=-100)
+    assert result.nll(data) == pytest.approx(nll.item(), abs=tolerance["atol"])
+
+
+def test_every_draw_is_an_adapter_of_its_library_and_comes_back(found, data, tmp_path):
+    result, _, path = found
+    result.save_adapters(tmp_path / "copy")
+    for folder in (path, tmp_path / "copy"):
+        back = lora.adapters(folder, model())
+        assert torch.equal(back.predict(data).probabilities, result.predict(data).probabilities)
+        assert back.report == result.report
+    loaded = peft.PeftModel.from_pretrained(base(), path / "draw-001").eval()
+    forward = bc.make_functional(model().eval(), outputs="logits").forward
+    ids = data["input_ids"]
+    here = forward(result.draw(1), ({"input_ids": ids}, None))
+    assert torch.equal(loaded(input_ids=ids).logits, here)
+    torch.testing.assert_close(loaded.merge_and_unload()(input_ids=ids).logits, here, rtol=0, atol=1e-5)
+    with pytest.raises(FileExistsError, match="holds draws already"):
+        result.save_adapters(path)
+
+
+def test_a_call_that_was_killed_goes_on_where_it_was(data, tmp_path, monkeypatch):
+    given = {**SHORT, "prior_precision": "held out", "steps": 30, "method": "sghmc"}
+    whole = lora.bayesian_lora(model(), data, **given)
+    trained = fit._Problem.member
+
+    def killed(self, method, k, *rest):
+        if k == 1:
+            raise KeyboardInterrupt
+        return trained(self, method, k, *rest)
+
+    own = model()
+    with monkeypatch.context() as patch:
+        patch.setattr(fit._Problem, "member", killed)
+        with pytest.raises(KeyboardInterrupt):
+            lora.bayesian_lora(own, data, path=tmp_path / "draws", **given)
+    assert all(torch.equal(p, q) for p, q in zip(own.parameters(), model().parameters()))
+    calls = []
+    monkeypatch.setattr(
+        fit._Problem, "member", lambda self, method, k, *rest: calls.append(k) or trained(self, method, k, *rest)
+    )
+    monkeypatch.setattr(fit._Problem, "held_out_losses", lambda *_: pytest.fail("the prior was decided already"))
+    again = lora.bayesian_lora(own, data, path=tmp_path / "draws", **given)
+    assert calls == [1] and again.report == whole.report
+    assert all(torch.equal(x, again.draws[name]) for name, x in whole.draws.items())
+    with pytest.raises(ValueError, match="steps was 30 there and is 31 here"):
+        lora.bayesian_lora(own, data, path=tmp_path / "draws", **{**given, "steps": 31})
+
+
+def test_the_prior_with_the_smallest_held_out_loss_is_taken(data):
+    result = lora.bayesian_lora(model(), data, steps=40, members=2)
+    losses = result.report["held-out losses"]
+    assert set(losses) == set(fit.PRIORS) and result.report["prior"] == min(losses, key=losses.get)
+    assert result.report["gradients"] <= 40 and result.report["tokens"] == 8 * 3 + 16 * 7
+
+
+def test_answers_are_predicted_among_themselves(data):
+    result = lora.bayesian_lora(model(), data, method="laplace", answers=[2, 5, 9], **SHORT)
+    got = result.predict(data).probabilities
+    assert got.shape == (24, 8, 3)
+    torch.testing.assert_close(got.sum(-1), torch.ones(24, 8))
+    counted = sum(int((data["labels"][:, 1:] == token).sum()) for token in (2, 5, 9))
+    assert result.report["tokens"] == counted
+
+
+def test_the_mean_over_all_batches_of_the_loss_has_the_gradient_of_the_mean_over_tokens(data):
+    """All 28 batches of two of eight sequences, half of them short; the batches' own means are another loss."""
+    labels = data["labels"][4:12]
+    logits = torch.randn(8, 8, 11, generator=torch.Generator().manual_seed(1), dtype=torch.float64, requires_grad=True)
+    loss = lora.TokenLoss(labels)
+    batches = [list(rows) for rows in itertools.combinations(range(8), 2)]
+    targets = torch.cat([labels[:, 1:], torch.full((8, 1), -100)], 1)
+
+    def mean(rows):
+        return cross_entropy(logits[rows].flatten(0, 1), targets[rows].flatten(), ignore_index=-100)
+
+    ours = sum(loss(logits[rows], labels[rows]) for rows in batches) / len(batches)
+    own = sum(mean(rows) for rows in batches) / len(batches)
+    right, here, usual = (torch.autograd.grad(x, logits)[0] for x in (mean(slice(None)), ours, own))
+    torch.testing.assert_close(here, right, rtol=1e-12, atol=1e-15)
+    assert (usual - right).norm() > 0.1 * right.norm()
+    twice = lora.TokenLoss(labels, accumulation_steps=2)
+    torch.testing.assert_close(2 * twice(logits, labels), loss(logits, labels))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"method": "magic"}, ValueError, "method='magic'"),
+        ({"members": 0}, ValueError, "members"),
+        ({"draws": 1.5}, (TypeError, ValueError), "draws"),
+        ({"steps": -1}, ValueError, "steps"),
+        ({"prior_precision": 0}, ValueError, "prior_precision"),
+        ({"answers": [3]}, ValueError, r"answers=\[3\]"),
+        ({"answers": [3, 3]}, ValueError, "answers"),
+        ({"model": 3}, TypeError, "model is int"),
+    ],
+)
+def test_bad_arguments_are_named(data, change, error, says):
+    given = {"model": model(), "data": data, **change}
+    with pytest.raises(error, match=says):
+        lora.bayesian_lora(**given)
+
+
+def test_data_that_nothing_can_be_learned_from_are_named(data):
+    with pytest.raises(ValueError, match="labels"):
+        lora.bayesian_lora(model(), {"input_ids": data["input_ids"]})
+    with pytest.raises(ValueError, match="no label of data counts"):
+        lora.bayesian_lora(model(), {**data, "labels": torch.full_like(data["labels"], -100)})
+    frozen = base().requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter of the model asks for a gradient"):
+        lora.bayesian_lora(frozen, data)
