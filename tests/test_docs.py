@@ -9,7 +9,8 @@ DOCS = Path(__file__).parents[1] / "docs"
 PAGES = [DOCS / f"{name}.md" for name in ("choosing", "coming_from", "methods", "speed", "temperature")]
 PAGES += [page for page in sorted((DOCS / "howto").glob("*.md")) if page.stem not in ("index", "digits_table")]
 MADE = ("api/index", "results")  # written when the site is built
-RUN_ELSEWHERE = {"lightning", "hugging_face", "pyro"}  # whole programs, by tests/optim/test_trainers.py
+# whole programs, by tests/optim/test_trainers.py and tests/lora
+RUN_ELSEWHERE = {"lightning", "hugging_face", "pyro", "adapters"}
 LOOKED_UP = {"architecture", "theory"}  # a drawing of all rooms, and a proof
 TWO_SCREENS = 120  # lines of source
 

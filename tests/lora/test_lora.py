@@ -1,6 +1,7 @@
 """Posteriors over adapters: what is trained and predicted, against explicit computations; and files that PEFT reads."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -198,3 +199,11 @@ def test_data_that_nothing_can_be_learned_from_are_named(data):
     frozen = base().requires_grad_(False)
     with pytest.raises(ValueError, match="no parameter of the model asks for a gradient"):
         lora.bayesian_lora(frozen, data)
+
+
+def test_the_program_of_the_page_runs_as_pasted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = Path(__file__).parents[2] / "docs" / "howto" / "adapters.md"
+    names = {}
+    exec(page.read_text().split("```python\n")[1].split("```")[0], names)
+    assert names["prediction"].probabilities.shape == (48, 8, 11) and len(names["again"]) == 4
