@@ -41,6 +41,7 @@ def test_it_runs_and_prints_a_row_for_each_method():
     assert min(accuracy[k] for k in METHODS if k != "IVON") > 0.8  # of ten classes, after four epochs
 
 
+@pytest.mark.slow
 def test_the_picture_of_the_readme_is_wider_where_there_are_no_data(tmp_path):
     """The example's own functions, with fewer steps than the picture."""
     import runpy

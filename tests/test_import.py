@@ -24,6 +24,7 @@ def test_importing_the_package_loads_no_room_of_it():
     }
 
 
+@pytest.mark.slow
 def test_a_training_loop_loads_neither_torchs_tensors_over_ranks_nor_a_compiler():
     heavy = ("torch.distributed.tensor", "torch._dynamo", "torch._inductor", "sympy", "arviz", "sklearn", "pandas")
     every = imported_by("import bayesopt_chain as bc; bc.optim.SGHMC; bc.sample; bc.fit_laplace; bc.diagnostics.doctor")
@@ -39,11 +40,13 @@ def test_all_names_can_be_listed_before_they_are_loaded():
     assert {*bc.__all__, "__version__"} <= {*dir(bc)}
 
 
+@pytest.mark.slow
 def test_a_chain_that_is_the_first_name_asked_for_updates_and_nests():
     made = "import bayesopt_chain as bc; tx = bc.links.add_momentum(0.9)"
     imported_by(f"{made}; p = torch.zeros(2); s = tx.init(p); tx.update(p, s, params=p); tx.chain(tx)")
 
 
+@pytest.mark.slow
 def test_the_room_of_fits_is_there_before_anything_of_it_is_asked_for():
     imported_by("import bayesopt_chain as bc; bc.fitting.train_by_evidence")
 
@@ -56,6 +59,7 @@ def test_the_record_of_the_imports_time_is_within_three_tenths_of_a_second():
     assert rows["import bayesopt_chain"]["cold"]["wall"][1] < 0.3
 
 
+@pytest.mark.slow
 def test_an_import_that_is_timed_without_compiled_files_compiles_the_package_anew(tmp_path):
     statement = "import bayesopt_chain"
     imports.seconds(statement, tmp_path)

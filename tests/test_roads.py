@@ -67,6 +67,7 @@ def require_on(device, *trees):
 # loops of torch
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["SGHMC", "Adam"])
 def test_a_loop_that_collects_and_predicts(name, device):
     x, y = regression(device)
@@ -176,6 +177,7 @@ CALLS = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", CALLS)
 def test_other_calls_on_parameters_of_a_device(name, device):
     assert CALLS[name](start(device), bc.epochs(regression(device), 16, seed=0), device) is not None

@@ -72,6 +72,7 @@ def test_chains_that_do_not_divide_by_the_ranks_are_shared_out_and_gathered(tmp_
     assert all(same(params, alone[1]) for _, params, *_ in three)
 
 
+@pytest.mark.slow
 def test_without_a_seed_the_first_rank_draws_one_for_all(tmp_path):
     ranks = run(sampled, 2, tmp_path, "philox", {"loop": True}, None, 14, None, True)
     (alone,) = run(sampled, 1, tmp_path, "philox", {"loop": True}, None, 14, None, True)
@@ -123,6 +124,7 @@ def hyper():
     return params
 
 
+@pytest.mark.slow
 def test_every_chain_keeps_its_own_temperature(tmp_path):
     (alone,), two = (run(hyper, size, tmp_path) for size in (1, 2))
     assert torch.equal(torch.cat([params["w"] for params in two]), alone["w"])
@@ -158,6 +160,7 @@ def test_ranks_write_their_own_folders_and_the_draws_are_opened_together(tmp_pat
     assert same(bc.Draws.open(path, like=starts()).params, ranks[0][1])
 
 
+@pytest.mark.slow
 def test_a_run_of_ranks_goes_on_where_it_stopped(tmp_path):
     path = tmp_path / "draws"
     run(sampled, 2, tmp_path, "philox", {"loop": True}, path, 9)

@@ -86,6 +86,7 @@ def loaded_chains(path, n):
     return params["w"]
 
 
+@pytest.mark.slow
 def test_chains_on_two_ranks_are_loaded_by_three_and_by_one(tmp_path):
     path, n = tmp_path / "step", 6
     run(saved_chains, 2, tmp_path, path, n)
@@ -239,6 +240,7 @@ def sampled(folder, before):
     return draws.params["w"].full_tensor()
 
 
+@pytest.mark.slow
 def test_checkpoints_of_a_chain_on_shards_are_saved_from_a_callback(tmp_path):
     straight = run(sampled, 2, tmp_path, tmp_path, None)
     resumed = run(sampled, 2, tmp_path, tmp_path, "3")

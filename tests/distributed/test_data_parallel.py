@@ -284,6 +284,7 @@ def another_run(path):
     return message_of(to_disk, path, 14), message_of(to_disk, path, 7)
 
 
+@pytest.mark.slow
 def test_a_directory_that_is_refused_is_refused_on_every_rank(tmp_path):
     run(to_disk, 2, tmp_path, tmp_path / "draws", 14)
     for longer, shorter in run(another_run, 2, tmp_path, tmp_path / "draws"):

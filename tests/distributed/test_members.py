@@ -61,6 +61,7 @@ def test_a_call_that_is_killed_goes_on_on_another_number_of_ranks(tmp_path):
     same(one["log_prob"], alone["log_prob"])
 
 
+@pytest.mark.slow
 def test_what_ranks_cannot_share_out_is_refused_on_every_rank(tmp_path):
     members.call(method="ensemble", path=tmp_path / "kept")
     for few, data, seed, text, path in run(members.refused, 2, tmp_path, tmp_path / "kept"):

@@ -167,6 +167,7 @@ def test_a_chain_that_catches_up_takes_its_own_rows_of_a_batch(tmp_path):
     assert torch.equal(rows_of_their_own(path, 8), rows_of_their_own(None, 8))
 
 
+@pytest.mark.slow
 def test_no_draw_yet_is_no_draw_to_lose(tmp_path):
     path = tmp_path / "draws"
     run(stopped_before_the_first_draw, 2, tmp_path, path)
@@ -232,6 +233,7 @@ def _holding(lock):
         time.sleep(120)
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_chains_catch_up_keeps_what_there_is(tmp_path):
     path = tmp_path / "draws"
     run(ranked, 2, tmp_path, path, [12, 5], N, 0)
@@ -260,6 +262,7 @@ def messages_of_chains(path):
     return counted.get_total_counts()
 
 
+@pytest.mark.slow
 def test_chains_over_ranks_send_no_message(tmp_path):
     assert run(messages_of_chains, 2, tmp_path, tmp_path / "draws") == [0, 0]
 
@@ -293,6 +296,7 @@ def spread(path, steps, fn=column, loader=False, seconds=30.0, total=24):
     return draws.params["w"], draws.steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 3)])
 def test_one_chain_goes_on_with_its_data_split_otherwise(sizes, tmp_path):
     path = tmp_path / "draws"
@@ -305,6 +309,7 @@ def test_one_chain_goes_on_with_its_data_split_otherwise(sizes, tmp_path):
     torch.testing.assert_close(bc.Draws.open(path).params["w"], want, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:epochs")
 def test_the_place_in_the_epochs_of_two_ranks_is_a_place_in_those_of_three_and_of_one(tmp_path):
     path = tmp_path / "draws"

@@ -52,6 +52,7 @@ def alone(path):
     return [(params["w"], state[0].trace[0], state[1].key)]
 
 
+@pytest.mark.slow
 def test_chains_that_two_ranks_saved_are_loaded_by_one_process_and_by_three_ranks(tmp_path):
     path = tmp_path / "run.safetensors"
     run(ranked, 2, tmp_path, "save", path)

@@ -30,6 +30,7 @@ def contents(folder, leaves):
     return (folder / ".metadata").stat().st_size
 
 
+@pytest.mark.slow
 def test_the_table_of_contents_takes_as_many_bytes_a_shard_as_the_page_says(tmp_path):
     (said,) = re.findall(r"table of contents takes (\d+) bytes a shard", PAGE)
     two, four = (run(contents, size, tmp_path, tmp_path / f"{size}", 60)[0] for size in (2, 4))

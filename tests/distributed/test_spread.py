@@ -81,6 +81,7 @@ def require_the_run_of_one_process(path, ranks):
     assert all(torch.equal(x, want.params[name]) for name, x in opened.params.items())
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("inplace", [False, True])
 def test_draws_on_disk_are_those_of_one_process_in_memory(inplace, tmp_path):
     path = tmp_path / "draws"
@@ -91,6 +92,7 @@ def test_draws_on_disk_are_those_of_one_process_in_memory(inplace, tmp_path):
     require_the_run_of_one_process(path, run(ranked, 2, tmp_path, path, "fsdp", STEPS, inplace))  # complete: at once
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_goes_on_in_another_layout(tmp_path):
     path = tmp_path / "draws"
     run(ranked, 2, tmp_path, path, "fsdp", 7)
@@ -183,6 +185,7 @@ def refusals(path):
     return said
 
 
+@pytest.mark.slow
 def test_another_run_is_refused_on_every_rank(tmp_path):
     path = tmp_path / "draws"
     run(ranked, 2, tmp_path, path, "fsdp", 9)
@@ -292,6 +295,7 @@ def cut_off(path, where):
     return whole(draws[:7].params), str(getattr(caught.value, "__notes__", "on disk"))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:sample")
 @pytest.mark.parametrize("where", ["all", 0])
 def test_draws_of_ranks_that_an_error_cut_off_are_on_disk(where, tmp_path):
@@ -318,6 +322,7 @@ def exploding(path):
     return len(draws), draws.complete, draws.why
 
 
+@pytest.mark.slow
 def test_a_loss_of_dtensors_that_explodes_ends_the_run_where_that_of_one_process_ends(tmp_path):
     want = exploding(None)
     assert 10 < want[0] < 190 and "T P / 2" in want[2]
@@ -468,6 +473,7 @@ def interrupted(path, victim):
     return len(draws), draws.complete, draws.why
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_ctrl_c_on_one_rank_ends_all_after_the_same_step_and_loses_nothing(victim, tmp_path):
     path = tmp_path / "draws"

@@ -286,6 +286,7 @@ def test_six_hundred_thousand_particles_agree(mu):
     assert np.abs(variance * curvature - 1).max() < 0.01
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("temperatures", [(1.0, 0.1), (0.1, 1.0), (1.0, 0.5)])
 @pytest.mark.parametrize("mu", [0.0, 0.5, 0.9])
 def test_behind_a_change_of_temperature_the_variance_goes_to_the_new_one_without_turning(mu, temperatures):

@@ -167,6 +167,7 @@ def noisy_walk(case, scenario):
     return walk(maker(case, 0.3), SCENARIOS[scenario])
 
 
+@pytest.mark.sweep(5)
 @of_classes
 def test_at_temperature_0_every_step_is_torchs_bit_for_bit(case):
     """A temperature that is a tensor takes the path of noisy steps, with a plan that is kept."""
@@ -185,6 +186,7 @@ def test_a_group_at_temperature_0_beside_a_noisy_one_is_torchs_bit_for_bit(case)
         assert torch.equal(mine["z"], theirs["z"]) and not torch.equal(mine["x"], theirs["x"]), title
 
 
+@pytest.mark.sweep(3)
 @of_noisy_classes
 def test_with_noise_the_steps_are_those_that_are_planned_anew(case):
     for title, scenario in SCENARIOS.items():
@@ -194,6 +196,7 @@ def test_with_noise_the_steps_are_those_that_are_planned_anew(case):
             assert torch.equal(mine[name], want[name]), (title, name)
 
 
+@pytest.mark.sweep(5)
 @of_noisy_classes
 def test_a_group_that_was_away_steps_as_one_that_is_alone_and_never_was(case):
     """To rounding: the fused kernels, which move all groups or none, differ from torch's loop in the last place."""
@@ -232,6 +235,7 @@ def assert_is_normal(x, variance):
     assert abs(float(x.var()) / variance - 1.0) < 6 * (2 / len(x)) ** 0.5
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     "case", ["SGHMC", "SGLD", "Nesterov", "SGHMC, draws made again", "Adam, frozen", "RMSprop, frozen"]
 )

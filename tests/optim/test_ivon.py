@@ -44,6 +44,7 @@ def test_a_step_is_that_of_the_paper():
         torch.testing.assert_close(optimizer.state[theta]["hessian"], h, rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_it_finds_mean_and_variance_of_a_quadratic_posterior():
     """Closed form: mean k / (k + delta), variance T / (k + delta). 4,000 steps, beta2 0.999: relative error of h about 3 %."""
     theta = torch.zeros(3, dtype=torch.float64, requires_grad=True)

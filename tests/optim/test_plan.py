@@ -105,6 +105,7 @@ def walk(change, keep, **kwargs):
     return [*params, *(v for s in states for v in s.values() if torch.is_tensor(v))], kept
 
 
+@pytest.mark.sweep(37)
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize("change", CHANGES)
 def test_whatever_changes_the_steps_are_those_that_are_planned_anew(name, change):
@@ -222,6 +223,7 @@ def test_step_and_noise_in_one_pass_are_torchs_step_and_then_the_noise(case, str
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "RMSprop"])
 def test_one_pass_on_two_threads_gives_the_bits_of_one(name, monkeypatch):
     monkeypatch.setattr("bayesopt_chain.fused.adaptive_cpu._PARALLEL", 100)

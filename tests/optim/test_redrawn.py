@@ -138,6 +138,7 @@ def test_torchs_generator_cannot_draw_again_in_pieces_and_is_refused():
     assert all(torch.equal(a, b) for a, b in zip(params, leaves()))
 
 
+@pytest.mark.slow
 def test_the_benchmark_counts_one_number_a_parameter_for_two_and_the_page_has_its_ratios():
     from benchmarks.redrawn import RESULTS, compared
 

@@ -81,6 +81,7 @@ def affine(make, H, params, order=None):
     return M, gamma, F
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("order", ["independent", "reshuffled", "palindrome"])
 @pytest.mark.parametrize("rule", RULES)
 def test_with_room_an_optimizer_has_the_covariance_of_full_gradients_under_every_order(rule, order):

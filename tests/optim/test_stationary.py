@@ -36,6 +36,7 @@ def test_sgd_samples_T_over_curvature_whatever_lr_momentum_dampening_and_decay(l
     )
 
 
+@pytest.mark.slow
 @given(st.floats(0.01, 0.3), st.sampled_from([0.05, 0.5, 0.9, 0.97]), st.sampled_from([0.0, 0.5]))
 def test_nesterov_is_exact(lr, momentum, decay):
     prior = decay * torch.eye(2, dtype=torch.float64)
@@ -79,6 +80,7 @@ def frozen(cls, freeze_after=8, **kwargs):
     return lambda curvature: Probed(make, curvature, warmup=700)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("case", ADAPTIVE)
 def test_a_frozen_preconditioner_samples_exactly(case):
     kwargs = ADAPTIVE[case]
@@ -89,6 +91,7 @@ def test_a_frozen_preconditioner_samples_exactly(case):
     )
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "cls, kwargs",
     [
@@ -156,6 +159,7 @@ SCHEDULERS = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9, 0.99])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_along_every_falling_scheduler_the_variance_is_exact_at_every_step(scheduler, momentum):
@@ -176,6 +180,7 @@ def test_nesterov_dampening_and_decay_are_exact_along_a_fall(kwargs):
     assert (ratio * (curvature + prior) / curvature - 1.0).abs().max() < 1e-9
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "change", [{"momentum": 0.9}, {"momentum": 0.0, "lr": 0.1}, {"momentum": 0.0, "lr": 0.02}], ids=str
 )

@@ -71,6 +71,7 @@ def test_copied_params_and_state_go_on_bit_for_bit_in_another_model(name, schedu
     assert torch.equal(flat(params), expected) and torch.equal(info.loss, last)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("schedule", SCHEDULERS)
 @pytest.mark.parametrize("name", MAKE)
 def test_a_run_on_disk_goes_on_in_another_process_with_a_fresh_optimizer(name, schedule, tmp_path):

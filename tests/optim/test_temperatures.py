@@ -21,6 +21,7 @@ CLASSES = {
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("curvature", [0.05, 1.0, 2.5])
 @pytest.mark.parametrize("kind", CLASSES)
 def test_the_kinetic_temperature_is_exactly_the_one_asked_for(kind, curvature):
@@ -85,6 +86,7 @@ def test_a_thermometer_reads_one_on_a_run(kind):
             assert abs(e.value - 1) < 5 * e.standard_error + 0.005 and e.standard_error < sharp
 
 
+@pytest.mark.slow
 def test_a_run_that_the_data_heat_warns():
     """``rho = 25 * 0.02 / (2 * 0.7)`` = 0.36 with lr 0.002 and momentum 0.9."""
     torch.manual_seed(0)
@@ -109,6 +111,7 @@ def test_a_moving_lr_is_followed():
         assert abs(e.value - 1) < 5 * e.standard_error + 0.01 and e.standard_error < 0.03
 
 
+@pytest.mark.slow
 def test_what_cannot_be_read_is_refused():
     model = Bowl()
     nameless = bc.optim.SGHMC(model.parameters(), 0.1, temperature=T)

@@ -77,6 +77,7 @@ def train(cls, groups_lr, accumulate, scheduler, steps=8, clip=None, **kwargs):
     return torch.cat([p.detach().flatten() for p in model.parameters()]), optimizer
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", CLASSES)
 @settings(max_examples=12)
 @given(data=st.data())

@@ -36,6 +36,7 @@ def trajectory(tx, params, draws, inplace):
     return out
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("row", COMPARED, ids=str)
 @given(data=st.data())
 def test_functions_equal_torchopts_bitwise(row, data):

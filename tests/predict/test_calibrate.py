@@ -14,6 +14,7 @@ def gaussian(n, variance):
     return likelihoods.gaussian(variance).predictive(zeros, zeros[..., None])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variance", (0.1, 1.0, 9.0))
 def test_conformal_intervals_hold_a_new_target_as_often_as_its_rank_says(variance):
     """19 held-out data and level 0.85: rank 17 of 20. In 4,000 repetitions four standard deviations are 0.023: a false alarm

@@ -140,6 +140,7 @@ def softmax_by_quadrature(mean, covariance):
     return (logits.softmax(-1) * weights[:, None]).sum(0)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("deviation, bound", [(0.3, 0.01), (1.0, 0.07), (3.0, 0.14)])
 def test_probit_for_classes_is_within_its_bound_of_quadrature(deviation, bound):
     """The docstring's bounds, on 30 random means and covariances; it is closer than scaling each logit by its own
@@ -216,6 +217,7 @@ def test_ten_classes_are_within_the_docstrings_bounds_of_monte_carlo(deviation, 
     assert max(errors) < bound + 0.015, max(errors)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("low, high, bound", [(1, 10, 0.06), (3, 30, 0.02), (10, 100, 0.008)])
 def test_the_bridge_is_within_its_bound_of_quadrature(low, high, bound):
     """For the Gaussians that Dirichlets have in the softmax basis, on 30 random concentrations."""

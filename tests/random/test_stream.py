@@ -73,6 +73,7 @@ def test_philox_elements_do_not_depend_on_the_size_of_the_leaf():
     torch.testing.assert_close(single.double(), long, rtol=0, atol=1e-6)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.skipif(normals_kernel() is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.float64, 1e-12)])

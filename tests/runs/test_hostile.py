@@ -148,6 +148,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.sweep(14)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_index_with_a_right_checksum_ends_in_an_error_that_names_it(name, tmp_path):
     sampled(tmp_path)

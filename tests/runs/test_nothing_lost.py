@@ -122,6 +122,7 @@ def test_a_loss_that_explodes_ends_the_run(tmp_path, on_disk):
         assert bc.Draws.open(tmp_path).why == draws.why and len(bc.Draws.open(tmp_path)) == len(draws)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.filterwarnings("ignore:sample")
 @pytest.mark.parametrize("chains", [None, 3])
 @pytest.mark.parametrize("before", [1, 2, 40])

@@ -42,6 +42,7 @@ def example(d=7, seed=0):
     return u / u.norm(), 3 * g
 
 
+@pytest.mark.slow
 def test_a_kick_is_the_exact_flow_of_the_direction():
     u, g = example()
     e, steep = PLAIN.downhill([g])
@@ -138,6 +139,7 @@ def test_it_samples_a_gaussian_and_minibatches_only_turn_it():
     assert (total * k).mean() == pytest.approx(1.0, abs=0.03) and (total * k - 1).abs().max() < 0.12
 
 
+@pytest.mark.slow
 def test_tuning_meets_the_energy_it_was_asked_for_and_the_length_rule():
     generator = torch.Generator().manual_seed(0)
     loss = lambda w, batch: w["a"].square().sum() / 2 + 2 * w["b"].square().sum()  # noqa: E731

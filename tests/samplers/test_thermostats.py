@@ -61,6 +61,7 @@ def test_badodab_is_its_splitting_step_by_step():
         torch.testing.assert_close(state[0].friction[0], xi, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_the_temperature_is_right_at_small_lr_and_strong_friction():
     want, lr = target_moment(QUARTIC, 1.0), 0.002
     probe = thermostat_probe(samplers.sgnht(lr, 0.5, temperature=1.0, per_parameter=True))

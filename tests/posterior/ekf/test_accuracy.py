@@ -1,5 +1,6 @@
 """What float32 leaves of a covariance of condition 1e6 after 2,000 updates, in four forms of the same filter."""
 
+import pytest
 import torch
 
 import bayesopt_chain as bc
@@ -62,6 +63,7 @@ def by_covariance(rows, prior, joseph):
     return p
 
 
+@pytest.mark.slow
 def test_roots_keep_the_covariance_that_other_forms_lose():
     """Relative errors of the covariance: roots under 1e-3 (1.5e-4 when written); dense increments (8e-3), information summed
     as a matrix (2e-2) and the covariance form (1.3e-2) each more than ten times that; Joseph's form (2.1e-4) holds too."""

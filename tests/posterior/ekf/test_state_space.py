@@ -172,6 +172,7 @@ def grid_filter(rounds, scale):
     return mean, math.sqrt(density @ (grid - mean) ** 2), np.mean(losses)
 
 
+@pytest.mark.slow
 def test_two_players_agree_with_the_exact_filter_on_a_grid():
     """The difference of two skills is one number, whose exact posterior a grid gives. The filter linearises: its error, in
     exact deviations, vanishes with the skills' scale, and at full scale its forecasts lose under 0.01 nats a match."""
@@ -196,6 +197,7 @@ def test_two_players_agree_with_the_exact_filter_on_a_grid():
     assert errors[2][0] < 0.002 and errors[2][1] < 0.002
 
 
+@pytest.mark.slow
 def test_skills_are_tracked_with_the_uncertainty_they_claim():
     """Chi-squared with 6 R degrees of freedom, six standard deviations, although the filter linearises. And the ratings
     foretell matches better than ratings that stand still."""

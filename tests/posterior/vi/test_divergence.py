@@ -25,6 +25,7 @@ def network():
     return forward, params, (x, torch.sin(3 * x) + 0.05 * torch.randn_like(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1.0, 100.0, 10_000.0])
 def test_ivon_at_the_settings_of_the_documentation_learns_whatever_the_noise(scale):
     """``scale`` is one over the noise variance. The last losses are below half of the first; without the trust radius the two

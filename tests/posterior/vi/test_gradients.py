@@ -88,6 +88,7 @@ def some_prior():
     return Gaussian(parameters(), Cholesky(root, shape_only(parameters()), torch.tensor(1.0)))
 
 
+@pytest.mark.sweep(30)
 @pytest.mark.parametrize("decay", [0.0, 0.7, "prior"])
 @pytest.mark.parametrize("samples", [1, 4])
 @pytest.mark.parametrize("sticks", [True, False])

@@ -130,6 +130,7 @@ def test_ivons_step_is_clipped():
     torch.testing.assert_close(updates, torch.tensor([-0.25, 0.1]))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("structure", ["dense", "root", "low_rank", "block", "kronecker", "diagonal"])
 def test_one_full_step_of_von_solves_a_regression_in_every_structure(structure):
     """lr 1, betas (0, 0), one antithetic pair: mean and posterior are exact to 1e-10 (the structure's own part of it)."""

@@ -150,6 +150,7 @@ def test_the_mean_fields_optimum_has_the_variance_one_over_lambda_ii():
     assert min(x.min() for x in by_scale) > 1e-4  # and not zero elsewhere
 
 
+@pytest.mark.slow
 def test_the_mean_field_gets_there():
     """500 steps of descent on exact expectations (all sign patterns as draws): mean and 1 / Lambda_ii to 1e-8."""
     data = problem()

@@ -206,6 +206,7 @@ def test_the_elbo_of_the_posterior_is_the_log_evidence_without_error():
     assert abs(elbo.value * N + evidence) < 1e-10 and elbo.standard_error < 1e-12
 
 
+@pytest.mark.slow
 def test_the_elbo_of_another_gaussian_is_lower_by_the_divergence():
     """Within four standard errors of the KL divergence (false alarms 6e-5, the seed is fixed), which the mean field of the
     right variances has to the correlated posterior."""
