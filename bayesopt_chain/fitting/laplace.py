@@ -370,7 +370,8 @@ class FittedLaplace:
 
 def _range(numbers: Any) -> str:
     """The least and the largest of a tree of numbers, or the one that there is."""
-    every = torch.cat([torch.as_tensor(x, dtype=torch.float64).reshape(-1).cpu() for x in optree.tree_leaves(numbers)])
+    leaves = optree.tree_leaves(numbers)
+    every = torch.cat([torch.as_tensor(x, dtype=torch.float64, device="cpu").reshape(-1) for x in leaves])
     low, high = (f"{float(x):.4g}" for x in every.aminmax())
     return low if low == high else f"{low} to {high}"
 

@@ -80,7 +80,7 @@ def rows_of(likelihood: Likelihood, layer: Affine, means: Any, features: Tensor,
     weights = likelihood.weights(targets)
     w = torch.ones_like(t) if weights is None else weights.to(t).reshape(t.shape)
     constant = -0.5 * (w * (2 * math.pi * noise).log()).sum()
-    if weights is None and torch.as_tensor(likelihood.noise_variance).ndim <= 1:
+    if weights is None and torch.as_tensor(likelihood.noise_variance, device=t.device).ndim <= 1:
         return Rows(torch.cat([design, t], 1)[None], noise[:1], w.sum(0)[None], constant, width)
     both = torch.cat([design.expand(t.shape[1], *design.shape), t.mT[..., None]], 2)
     rows = (w / noise).sqrt().mT[..., None] * both
