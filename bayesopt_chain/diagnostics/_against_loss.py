@@ -49,6 +49,10 @@ SCALE_UNSEEN = (
     "Not seen: whether loss and temperature have the scale of a posterior, since the data could not be counted or the loss "
     "does not take a batch twice; data_size= gives their number."
 )
+MULTIPLE_UNSEEN = (
+    "Not seen: the scale of the loss, beyond that it is no sum over its batch. A multiple of the mean, such as N times it, "
+    "looks like the mean of a sharper likelihood; at temperature 1/N it must be the mean itself."
+)
 TOKENS = (
     "They were counted along the first axis, and the batches hold whole numbers of several dimensions: where the loss is a "
     "mean over tokens, pass their number as data_size=."
@@ -172,6 +176,8 @@ def off_scale(
     if count is None or total is None:
         notes.append(SCALE_UNSEEN)
         return []
+    if not total:
+        notes.append(MULTIPLE_UNSEEN)
     numbers["data N"] = float(count)
     times = temperature if total else count * temperature
     numbers["temperature / the posterior's"] = times / wanted

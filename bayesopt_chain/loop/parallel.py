@@ -6,6 +6,8 @@ Each chain has a noise key of its own. The module also has the functions that st
 from __future__ import annotations
 
 import copy
+import itertools
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol, TypeVar, cast
@@ -25,6 +27,7 @@ from bayesopt_chain.random import stream as keyed_stream
 from bayesopt_chain.tracing import is_readable
 from bayesopt_chain.trees import paths_of
 
+CALL_SCHEDULES = ("bayesopt_chain.schedules", "bayesopt_chain.links.learning_rate")  # files that call a user's schedule
 Gathered = TypeVar("Gathered", bound="Gatherable")
 
 
@@ -289,13 +292,23 @@ def _stacked(chains: Parallel, params, state, batch, dims: list, start: int, sto
     except RuntimeError as err:
         if not tracing.is_plain(optree.tree_leaves(params)[0]):  # capture's own error names the line of the model
             raise
-        raise RuntimeError(_vmap_message(str(err))) from err
+        raise RuntimeError(_vmap_message(err)) from err
     return joined(tensors, rest)
 
 
-def _vmap_message(why: str) -> str:
+def _vmap_message(error: RuntimeError) -> str:
     """Return the message for an error under vmap: the cause, and what to do instead."""
-    why = why.strip().splitlines()[0][:400]
+    why = str(error).strip().splitlines()[0][:400]
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for caller, called in itertools.pairwise(frames):
+        at, of = (frame.f_globals.get("__name__", "") for frame in (caller, called))
+        if at in CALL_SCHEDULES and not of.startswith(("bayesopt_chain.", "torch.")):
+            code = called.f_code
+            return (
+                f"parallel: the schedule {code.co_name} ({code.co_filename}:{code.co_firstlineno}) fails on the counts of "
+                f"several chains at once ({why}). Compute it by torch (torch.cos in place of math.cos, torch.where in place of "
+                "if), or take one of bc.schedules; bc.parallel(step, n, loop=True) runs the chains one after the other"
+            )
     if "randomness error mode" in why:
         return (
             "parallel: the model draws random numbers that no chain's key governs, so that a chain's draws would depend on the "

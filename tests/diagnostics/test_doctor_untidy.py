@@ -218,6 +218,13 @@ def test_three_draws_tell_the_scale():
 # temperatures
 
 
+def test_that_the_loss_may_be_a_multiple_of_the_mean_is_among_what_is_not_seen():
+    """N times the mean at temperature 1/N is a thousand times too cold, and looks like a sharper likelihood."""
+    run = Exact(0, 12, 2)
+    found = doctor(run.draws, run.tx, lambda p, batch: run.n * run.loss(p, batch), run.data)
+    assert any("the scale of the loss" in text and "N times it" in text for text in found.unseen)
+
+
 @pytest.mark.slow
 def test_a_temperature_that_fell_is_read_at_the_draws():
     run = Exact(0, 1, 4)

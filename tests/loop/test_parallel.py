@@ -1,5 +1,7 @@
 """Many chains at once are the chains one by one."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -229,3 +231,24 @@ def test_chains_in_place_may_have_one_gradient_for_two_leaves(tx, function):
             mine, state, _ = chains(mine, state, None)
         moved.append(mine)
     torch.testing.assert_close(*moved, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("of", ["temperature", "lr"])
+def test_a_schedule_in_python_math_is_named(of):
+    """vmap hides the counts of several chains behind one tensor, from which no Python number can be read."""
+
+    def warm(count):
+        return 0.1 * (1 + math.cos(float(count))) / 2
+
+    tx = bc.sghmc(warm if of == "lr" else 0.1, temperature=warm if of == "temperature" else 0.01)
+    params = stacked(2)
+    for loop in (False, True):
+        chains = bc.parallel(bc.make_step(loss, tx), 2, loop=loop)
+        state, data = chains.init(tx, params), torch.randn(5, 3, dtype=torch.float64)
+        if loop:
+            assert chains(params, state, data)[2].loss.shape == (2,)
+            continue
+        with pytest.raises(
+            RuntimeError, match=r"the schedule warm \(.*test_parallel.*torch\.cos in place of math\.cos"
+        ):
+            chains(params, state, data)
