@@ -27,14 +27,12 @@ says, and lose where they are cleaner.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.fitting.model import Model
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.trees import size
@@ -42,10 +40,44 @@ from bayesopt_chain.trees import size
 ROUNDING = 1e-6  # of the degrees of freedom that are left, as a share
 
 
-def effective_parameters(posterior: Gaussian, prior_precision: Any, temperature: float | None = None) -> Tensor:
+class Scatter(NamedTuple):
+    """Sums over targets, 0-d float64: squares of the gradients in the outputs, Fisher information, independent entries D."""
+
+    squares: Tensor
+    information: Tensor
+    independent: Tensor
+
+    def add(self, other: Scatter) -> Scatter:
+        """Of the data of both."""
+        return Scatter(*(a + b for a, b in zip(self, other)))
+
+    def dispersion(self, gamma: Tensor) -> Tensor:
+        """phi where the data determine ``gamma`` parameters, 0-d."""
+        left = (self.independent - gamma).clamp_min(ROUNDING * self.independent)
+        return self.squares / self.information * self.independent / left
+
+
+def scatter_of(likelihood: Likelihood, outputs: Tensor, targets: Any) -> Scatter:
+    """The sums of a batch."""
+    outputs = outputs.detach()
+    root, grouping = likelihood.root(outputs, targets), likelihood.grouping(outputs.shape[1:])
+    weights, count = likelihood.weights(targets), math.prod(grouping.positions)
+    if weights is None:
+        weights = outputs.new_ones((outputs.shape[0], *grouping.positions))
+    # a target of weight w counts w times: its gradient is w times that of one, its information too
+    own = grouping.over_outputs(weights.to(outputs.dtype), outputs.shape)
+    slopes = likelihood.gradient(outputs, targets).detach() / own.clamp_min(torch.finfo(own.dtype).tiny).sqrt()
+    return Scatter(
+        slopes.to(torch.float64).square().sum(),
+        root.diagonal().detach().to(torch.float64).sum(),
+        weights.to(torch.float64).sum() * root.columns / count,
+    )
+
+
+def effective_parameters(posterior: Gaussian, prior_precision: Any, factor: float = 1.0) -> Tensor:
     """gamma, the number of parameters that the data determine, 0-d float64: between 0 and the number of kept parameters.
 
-    A temperature is that of the posterior, whose covariance it multiplies; ``None`` for 1.
+    ``factor`` is what the covariance was multiplied by.
     """
     variance = optree.tree_leaves(posterior.marginal_variance)
     prior = optree.tree_leaves(optree.tree_broadcast_prefix(prior_precision, posterior.mean))
@@ -53,59 +85,22 @@ def effective_parameters(posterior: Gaussian, prior_precision: Any, temperature:
         (v.to(torch.float64) * torch.as_tensor(d, dtype=torch.float64, device=v.device)).sum()
         for v, d in zip(variance, prior)
     ]
-    return size(posterior.mean) - torch.stack(free).sum() / (1.0 if temperature is None else temperature)
+    return size(posterior.mean) - torch.stack(free).sum() / factor
 
 
-def dispersion(
-    model: Model,
-    likelihood: Likelihood,
-    posterior: Gaussian,
-    prior_precision: Any,
-    batches: Iterable,
-    temperature: float | None = None,
-) -> float:
-    """phi of the data that the posterior is of; see the module.
-
-    Args:
-        model: of the kept parameters.
-        likelihood: with the noise in force.
-        posterior: of the fit; its mean is where the outputs are taken.
-        prior_precision: in force.
-        batches: as the model sees them, with targets.
-        temperature: of the posterior, as in :func:`effective_parameters`.
+def dispersion(total: Scatter, gamma: Tensor) -> float:
+    """phi.
 
     Raises:
         ValueError: as :meth:`bayesopt_chain.FittedLaplace.dispersion`.
     """
-    observed: list[Tensor] = []
-    expected: list[Tensor] = []
-    entries: list[Tensor] = []
-    for batch in batches:
-        with torch.no_grad():
-            outputs: Tensor = model.forward(posterior.mean, batch).detach()
-        targets: Any = batch[1]
-        likelihood.require(outputs, targets, wait=True)
-        root, grouping = likelihood.root(outputs, targets), likelihood.grouping(outputs.shape[1:])
-        weights, count = likelihood.weights(targets), math.prod(grouping.positions)
-        if weights is None:
-            weights = outputs.new_ones((outputs.shape[0], *grouping.positions))
-        # a target of weight w counts w times: its gradient is w times that of one, its information too
-        own = grouping.over_outputs(weights.to(outputs.dtype), outputs.shape)
-        slopes = likelihood.gradient(outputs, targets).detach() / own.clamp_min(torch.finfo(own.dtype).tiny).sqrt()
-        observed.append(slopes.to(torch.float64).square().sum())
-        expected.append(root.diagonal().detach().to(torch.float64).sum())
-        entries.append(weights.to(torch.float64).sum() * root.columns / count)
-    if not observed:
-        raise ValueError("dispersion: data has no batches")
-    squares, information, independent = (float(torch.stack(x).sum()) for x in (observed, expected, entries))
-    if not information > 0:
+    if not total.information > 0:
         raise ValueError(
             "dispersion: the outputs leave the targets no variance at all: the model is certain of every one"
         )
-    gamma = float(effective_parameters(posterior, prior_precision, temperature))
-    if not independent - gamma > ROUNDING * independent:
+    if not total.independent - gamma > ROUNDING * total.independent:
         raise ValueError(
-            f"dispersion: the fit determines {gamma:.4g} parameters by {independent:.4g} entries of the targets, so that no "
-            "residual tells their noise: pass a prior precision above 0, or more data"
+            f"dispersion: the fit determines {gamma:.4g} parameters by {total.independent:.4g} entries of the targets, so that "
+            "no residual tells their noise: pass a prior precision above 0, or more data"
         )
-    return squares / information * independent / (independent - gamma)
+    return float(total.dispersion(gamma))

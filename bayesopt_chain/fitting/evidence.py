@@ -22,7 +22,6 @@ numerator and denominator are summed over the groups, where a prior of one delta
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import singledispatch
 from typing import Any, NamedTuple
@@ -32,7 +31,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.fitting.model import Model, Pass
-from bayesopt_chain.fitting.regression import LEAST, Regression
+from bayesopt_chain.fitting.regression import Regression
 from bayesopt_chain.posterior.tuning import tune_by_evidence
 from bayesopt_chain.precision import Block, Dense, Diagonal, Eigenbasis, Kronecker, Precision, Root
 from bayesopt_chain.trees import Tree, common_dtype, gram, size
@@ -150,6 +149,7 @@ def tune_prior_and_noise(
     log_likelihood: Tensor,
     *,
     residual: Residual | None = None,
+    scale: Tensor | None = None,
     start: float = 1.0,
     prior_structure: str | None = None,
 ) -> Tuned:
@@ -160,6 +160,7 @@ def tune_prior_and_noise(
         params: where the curvature was taken, less the prior's mean.
         log_likelihood: summed and normalised, there, 0-d.
         residual: of a Gaussian likelihood, whose scale is then tuned too; ``None`` keeps it at 1.
+        scale: of the likelihood where it is not tuned: its logarithm and the curvature are multiplied by it. Default 1.
         start: the first prior precision.
         prior_structure: "scalar" has one precision for all leaves; otherwise there is one for each group of ``spectra``.
 
@@ -176,7 +177,7 @@ def tune_prior_and_noise(
             f"tune='evidence': a precision of class {type(precision).__name__} has no basis in which data and prior are both "
             "diagonal: use structure 'kronecker', 'dense', 'root', 'diagonal' or 'block', or tune='validation'"
         )
-    of_groups = _evidence(groups, params, log_likelihood, residual)
+    of_groups = _evidence(groups, params, log_likelihood, residual, scale)
     device = groups[0].values.device
     count = 1 if prior_structure == SCALAR else len(groups)
 
@@ -192,62 +193,71 @@ def tune_prior_and_noise(
     each = best["prior"].expand(len(groups))
     by_leaf = {i: each[n].to(leaves[i].dtype) for n, group in enumerate(groups) for i in group.leaves}
     prior = optree.tree_unflatten(structure, [by_leaf[i] for i in range(len(leaves))])
-    scale = best.get("scale", torch.ones((), dtype=torch.float64, device=device))
-    return Tuned(prior, scale, evidence(best))
+    one = torch.ones((), dtype=torch.float64, device=device)
+    return Tuned(prior, best.get("scale", one if scale is None else scale), evidence(best))
 
 
 def tuned(
-    model: Model, seen: Pass, *, tune_noise: bool, start: float = 1.0, prior_structure: str | None = None
+    model: Model,
+    seen: Pass,
+    *,
+    scale: Tensor | None = None,
+    start: float = 1.0,
+    prior_structure: str | None = None,
 ) -> Tuned:
-    """The best prior and noise of a pass over the data, and the evidence there."""
+    """The best prior of a pass over the data, at a scale of the likelihood or together with the best one, and the evidence."""
     if seen.regression is not None:
-        return _tune_layer(model, seen.regression, tune_noise, prior_structure)
-    is_tuned = model.likelihood.has_noise_scale and tune_noise
+        return tune_layer(model, seen.regression, prior_structure, scale)
+    residual = Residual(seen.squares, seen.entries) if model.likelihood.has_noise_scale else None
+    likelihood = seen.log_likelihood
+    if residual is not None and scale is not None:
+        likelihood = (likelihood + residual.gain(scale)) / scale
     return tune_prior_and_noise(
         seen.decomposed,
         model.from_prior_mean(),
-        seen.log_likelihood,
-        residual=Residual(seen.squares, seen.entries) if is_tuned else None,
+        likelihood,
+        residual=residual if scale is None else None,
+        scale=scale,
         start=start,
         prior_structure=prior_structure,
     )
 
 
-def _tune_layer(model: Model, regression: Regression, tune_noise: bool, prior_structure: str | None) -> Tuned:
+def tune_layer(model: Model, regression: Regression, prior_structure: str | None, scale: Tensor | None = None) -> Tuned:
     """By the exact evidence of a linear last layer with Gaussian noise, from the best point of a coarse grid on."""
     of_weights, of_biases, noise = regression.units()
     least, one = regression.least_noise(), torch.ones_like(noise)
     together = prior_structure == SCALAR or not regression.has_bias
     units = of_weights[None] if together else torch.stack([of_weights, of_biases])
 
+    def scale_at(h: Any) -> Tensor:
+        return 1 / (least + h["noise"] * noise) if scale is None else scale
+
     def evidence(h: Any) -> Tensor:
         if bool(((h["prior"] < LOWEST) | (h["prior"] > HIGHEST)).any()):
             raise ValueError(f"a prior precision is outside {LOWEST:g} ... {HIGHEST:g} of its unit")
         prior = h["prior"] * units
-        return regression.at(prior[0], prior[-1], 1 / (least + h["noise"] * noise) if tune_noise else one)[0]
+        return regression.at(prior[0], prior[-1], scale_at(h))[0]
 
-    scales = [10.0**k for k in range(-6, 7, 2)]
+    powers = [10.0**k for k in range(-6, 7, 2)]
     starts = [
-        {"prior": torch.full_like(units, d), **({"noise": one * v} if tune_noise else {})}
-        for d in scales
-        for v in (scales[:4] if tune_noise else scales[:1])
+        {"prior": torch.full_like(units, d), **({"noise": one * v} if scale is None else {})}
+        for d in powers
+        for v in (powers[:4] if scale is None else powers[:1])
     ]
     best = tune_by_evidence(evidence, max(starts, key=lambda h: float(evidence(h))))
     prior = best["prior"] * units
-    scale = 1 / (least + best["noise"] * noise) if tune_noise else one
-    if tune_noise and best["noise"] * noise < least:
-        warnings.warn(
-            f"fit_laplace: the features of the last layer explain the targets but for {LEAST:g} of their variance, the least "
-            "that is taken for noise: give the noise (likelihoods.gaussian(variance), tune_noise=False) if it is known",
-            stacklevel=4,
-        )
-    forward: Any = model.forward
-    names = {forward.weight: prior[0]} if forward.bias is None else {forward.weight: prior[0], forward.bias: prior[-1]}
-    return Tuned(names, scale, evidence(best))
+    layer: Any = model.forward
+    names = {layer.weight: prior[0]} if layer.bias is None else {layer.weight: prior[0], layer.bias: prior[-1]}
+    return Tuned(names, scale_at(best), evidence(best))
 
 
 def _evidence(
-    groups: list[Spectrum], params: Tree, log_likelihood: Tensor, residual: Residual | None
+    groups: list[Spectrum],
+    params: Tree,
+    log_likelihood: Tensor,
+    residual: Residual | None,
+    scale: Tensor | None = None,
 ) -> Callable[[Any], Tensor]:
     leaves = optree.tree_leaves(params)
     device = groups[0].values.device
@@ -256,12 +266,13 @@ def _evidence(
     squares = torch.stack(
         [torch.stack([leaves[i].detach().to(torch.float64).square().sum() for i in g.leaves]).sum() for g in groups]
     )
-    log_likelihood = log_likelihood.to(torch.float64)
+    fixed = torch.ones((), dtype=torch.float64, device=device) if scale is None else scale
+    log_likelihood = log_likelihood.to(torch.float64) * fixed
 
     def evidence(h: Any) -> Tensor:
         if any(bool(((x < LOWEST) | (x > HIGHEST)).any()) for x in h.values()):
             raise ValueError(f"a hyperparameter is outside {LOWEST:g} ... {HIGHEST:g}")
-        delta, scale = h["prior"], h.get("scale", torch.ones((), dtype=torch.float64, device=device))
+        delta, scale = h["prior"], h.get("scale", fixed)
         total = log_likelihood + 0.5 * (entries * delta.log() - delta * squares).sum()
         total = total - 0.5 * eigenvalues.log_sum(scale, delta)
         return total if residual is None else total + residual.gain(scale)

@@ -26,9 +26,10 @@ from bayesopt_chain import checks, kinds
 from bayesopt_chain.curvature import STRUCTURES
 from bayesopt_chain.curvature._plan import part
 from bayesopt_chain.fitting.batches import Reader, peeked
-from bayesopt_chain.fitting.dispersion import dispersion
-from bayesopt_chain.fitting.evidence import Residual, require_prior_structure, tuned
-from bayesopt_chain.fitting.model import ESTIMATORS, How, Model, Pass, both, make_model
+from bayesopt_chain.fitting.dispersion import Scatter, dispersion, effective_parameters, scatter_of
+from bayesopt_chain.fitting.evidence import Residual, require_prior_structure, spectra, tuned
+from bayesopt_chain.fitting.last_layer import HeadBatch
+from bayesopt_chain.fitting.model import ESTIMATORS, How, Kept, Model, Pass, both, make_model
 from bayesopt_chain.fitting.predictions import (
     Method,
     Outputs,
@@ -39,7 +40,8 @@ from bayesopt_chain.fitting.predictions import (
     method_for,
     predicted,
 )
-from bayesopt_chain.fitting.regression import Regression
+from bayesopt_chain.fitting.regression import LEAST, TINY, Regression
+from bayesopt_chain.fitting.rule import by_dispersion, by_network_noise, data_for, within_budget
 from bayesopt_chain.fitting.subnetwork import Subnetwork
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.posterior.gaussian import Gaussian
@@ -51,7 +53,8 @@ from bayesopt_chain.predict._joint import functional_samples
 from bayesopt_chain.trees import Tree, paths, require_like, size, spread
 
 CANDIDATES = tuple(10.0**k for k in range(-4, 5))  # prior precisions that validation tries
-FEW_DATA, LEAST_DATA, SMALL_WORK, WORSE = 64, 4, 2**26, 0.5  # nats a target, at which predictions are much worse
+FEW_DATA, LEAST_DATA, SMALL_WORK = 64, 4, 2**26
+WORSE = 0.05  # nats a target, beside as much as the network has itself up to half a nat, at which predictions are much worse
 
 
 @dataclass(frozen=True, repr=False)
@@ -61,10 +64,13 @@ class FittedLaplace:
     Attributes:
         posterior: the Gaussian over the kept parameters.
         prior_precision: in force, a tree of 0-d tensors like the kept parameters, or what was given.
-        likelihood_scale: in force, 0-d: Gaussian noise has ``variance / likelihood_scale``.
-        log_evidence: 0-d, in nats; NaN for a prior precision of 0.
+        likelihood_scale: in force, 0-d: Gaussian noise has ``variance / likelihood_scale``; of other likelihoods it is one
+            over the dispersion, and multiplies the curvature.
+        log_evidence: 0-d, in nats; NaN for a prior precision of 0. Of a likelihood without a noise scale it is that of the
+            likelihood to the power ``likelihood_scale``.
         model: the pieces it was made from.
         seen: the data so far.
+        covariance_scale: what the budget of the default allows of the covariance, up to 1 (``fitting/rule.py``).
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -106,13 +112,16 @@ class FittedLaplace:
     log_evidence: Tensor
     model: Model
     seen: Pass
+    covariance_scale: float = 1.0
 
     def __repr__(self) -> str:
         names, how = paths(self.model.params), self.model.how
         some = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         fixed = f"; behind them {', '.join(self.model.fixed)} stay as they are" if self.model.fixed else ""
         variance = self.likelihood.noise_variance
-        noise = "" if variance is None else f", noise variance {_range(variance)}"
+        noise = f", dispersion {1 / float(self.likelihood_scale):.4g}, covariance times {self.covariance_scale:.4g}"
+        if variance is not None:
+            noise = f", noise variance {_range(variance)}"
         return (
             f"Laplace posterior of {size(self.model.params)} parameters ({some}{fixed}), {how.structure} structure, "
             f"{how.curvature}\n{self.likelihood.name} likelihood{noise}, prior precision {_range(self.prior_precision)}\n"
@@ -165,7 +174,8 @@ class FittedLaplace:
     @property
     def likelihood(self) -> Likelihood:
         """Of targets given outputs, with the noise in force."""
-        return self.model.likelihood.scaled(self.likelihood_scale)
+        own = self.model.likelihood
+        return own.scaled(self.likelihood_scale) if own.has_noise_scale else own
 
     @kinds.takes(data=kinds.DATA, joint=kinds.BOOL, prior_precision=kinds.ANY, likelihood_scale=kinds.SCALAR)
     def outputs(
@@ -255,19 +265,15 @@ class FittedLaplace:
 
         Args:
             prior_precision: a positive number, a 0-d tensor or a tree of them like the kept parameters.
-            likelihood_scale: Gaussian noise of ``variance / likelihood_scale``. Default 1, which other likelihoods have.
+            likelihood_scale: Gaussian noise of ``variance / likelihood_scale``; of other likelihoods one over the dispersion.
+                Default 1.
 
         Returns:
             0-d, in nats, differentiable in both.
 
         Raises:
-            ValueError: a prior or a scale that is not positive; a scale of a likelihood that is not Gaussian.
+            ValueError: a prior or a scale that is not positive.
         """
-        is_one = isinstance(likelihood_scale, (int, float)) and likelihood_scale == 1
-        if not (self.model.likelihood.has_noise_scale or is_one):
-            raise ValueError(
-                f"log_evidence_at: a {self.model.likelihood.name} likelihood has no noise to scale: leave it out"
-            )
         return self._posterior_and_evidence(prior_precision, likelihood_scale)[1]
 
     @kinds.takes(data=kinds.DATA)
@@ -302,13 +308,26 @@ class FittedLaplace:
         self.model.require_seen(data)
         with kinds.blaming("FittedLaplace.dispersion", "data"):
             batches = map(self.model.seen_by_head, batches_of(data, self.model.how.read))
-            T = self.model.how.temperature
-            scale = None if T is None else T * float(self.seen.decomposed.count)  # of the covariance
-            return dispersion(self.model, self.likelihood, self.posterior, self.prior_precision, batches, scale)
+            total: Scatter | None = None
+            for batch in batches:
+                with torch.no_grad():
+                    outputs = self.model.forward(self.posterior.mean, batch)
+                self.likelihood.require(outputs, batch[1], wait=True)
+                one = scatter_of(self.likelihood, outputs, batch[1])
+                total = one if total is None else total.add(one)
+            if total is None:
+                raise ValueError("dispersion: data has no batches")
+            return dispersion(total, effective_parameters(self.posterior, self.prior_precision, self._heat))
 
     def _posterior_and_evidence(self, prior_precision: Any, likelihood_scale: Any) -> tuple[Gaussian, Tensor]:
         scale = torch.as_tensor(likelihood_scale, dtype=torch.float64, device=self.seen.log_likelihood.device)
-        return posterior_and_evidence(self.model, self.seen, prior_precision, scale)
+        return posterior_and_evidence(self.model, self.seen, prior_precision, scale, self.covariance_scale)
+
+    @property
+    def _heat(self) -> float:
+        """What the covariance of Bayes' posterior is multiplied by."""
+        temperature = self.model.how.temperature
+        return self.covariance_scale if temperature is None else temperature * float(self.seen.precision.count)
 
     def state_dict(self) -> dict[str, Any]:
         """What the fit learned, as a tree of tensors: for ``bc.save``, or ``torch.save``. The module is not in it.
@@ -325,8 +344,10 @@ class FittedLaplace:
             "log_likelihood": seen.log_likelihood,
             "squares": seen.squares,
             "entries": seen.entries,
+            "scatter": seen.scatter,
             "prior_precision": self.prior_precision,
             "likelihood_scale": self.likelihood_scale,
+            "covariance_scale": torch.tensor(self.covariance_scale, dtype=torch.float64, device="cpu"),
         }
 
     @kinds.takes(state=kinds.MAPPING)
@@ -348,8 +369,9 @@ class FittedLaplace:
             raise ValueError(f"load_state_dict: the state has no {', '.join(missing)}: pass what state_dict returned")
         require_like(state["params"], self.model.params, "state['params']")
         model = replace(self.model, params=state["params"])
-        seen = Pass(*(state[name] for name in ("precision", "rows", "log_likelihood", "squares", "entries")))
-        return at(model, seen, state["prior_precision"], state["likelihood_scale"])
+        names = ("precision", "rows", "log_likelihood", "squares", "entries", "scatter")
+        seen, share = Pass(*(state[name] for name in names)), float(state["covariance_scale"])
+        return at(model, seen, state["prior_precision"], state["likelihood_scale"], share)
 
     @kinds.takes(loader=kinds.DATA)
     def refit(self, loader: Iterable, *, progress: bool = False) -> FittedLaplace:
@@ -365,7 +387,8 @@ class FittedLaplace:
         self.model.require_seen(loader)
         batches = peeked(loader, read=self.model.how.read)
         new = self.model.run_over(batches.from_first(batches.first), progress, batches.total)
-        return at(self.model, both(self.seen, new), self.prior_precision, self.likelihood_scale)
+        seen = both(self.seen, new)
+        return at(self.model, seen, self.prior_precision, self.likelihood_scale, self.covariance_scale)
 
 
 def _range(numbers: Any) -> str:
@@ -376,31 +399,37 @@ def _range(numbers: Any) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def at(model: Model, seen: Pass, prior_precision: Any, scale: Tensor) -> FittedLaplace:
-    """The posterior of a pass over the data under a prior and a noise."""
-    posterior, evidence = posterior_and_evidence(model, seen, prior_precision, scale)
-    return FittedLaplace(posterior, prior_precision, scale, evidence.detach(), model, seen)
+def at(model: Model, seen: Pass, prior_precision: Any, scale: Tensor, share: float = 1.0) -> FittedLaplace:
+    """The posterior of a pass over the data under a prior and a noise, its covariance times ``share``."""
+    posterior, evidence = posterior_and_evidence(model, seen, prior_precision, scale, share)
+    return FittedLaplace(posterior, prior_precision, scale, evidence.detach(), model, seen, share)
 
 
-def posterior_and_evidence(model: Model, seen: Pass, prior_precision: Any, scale: Tensor) -> tuple[Gaussian, Tensor]:
+def posterior_and_evidence(
+    model: Model, seen: Pass, prior_precision: Any, scale: Tensor, share: float = 1.0
+) -> tuple[Gaussian, Tensor]:
     """The same without the pieces, differentiable in the prior and the noise. A temperature changes the posterior alone."""
     posterior = posterior_of(seen.decomposed, model.params, prior_precision=prior_precision, likelihood_scale=scale)
     if isinstance(seen.precision, Kronecker):
         posterior = posterior._replace(undecomposed=seen.precision.scale(scale).add_diagonal(prior_precision))
-    joint = seen.log_likelihood + log_prior(model.params, prior_precision, model.how.prior_mean).to(torch.float64)
+    joint = seen.log_likelihood * (1 if model.likelihood.has_noise_scale else scale)
+    joint = joint + log_prior(model.params, prior_precision, model.how.prior_mean).to(torch.float64)
     if model.likelihood.has_noise_scale:
         joint = joint + Residual(seen.squares, seen.entries).gain(scale)
     evidence = posterior.log_evidence(joint)
     if seen.regression is not None:
         mean, evidence = solved(model, seen.regression, prior_precision, scale)
         posterior = posterior._replace(mean=mean)
-    if model.how.temperature is not None:
+    temperature = model.how.temperature
+    if share < 1:
+        temperature = share / float(seen.precision.count)
+    if temperature is not None:
         posterior = posterior_of(
             seen.decomposed,
             model.params,
             prior_precision=prior_precision,
             likelihood_scale=scale,
-            temperature=model.how.temperature,
+            temperature=temperature,
         )
     return posterior, evidence
 
@@ -431,7 +460,9 @@ SUBSET = kinds.Kind(
     structure=kinds.TEXT.or_none(),
     subset=SUBSET,
     tune=kinds.TEXT.or_none(),
-    tune_noise=kinds.BOOL,
+    tune_noise=kinds.Kind(
+        lambda x: isinstance(x, bool) or (isinstance(x, str) and x == "evidence"), "a bool or 'evidence'"
+    ),
     prior_precision=kinds.ANY,
     prior_structure=kinds.TEXT.or_none(),
     validation=kinds.BATCHES,
@@ -449,7 +480,7 @@ def fit_laplace(
     structure: str | None = None,
     subset: str | Sequence[str] | Callable[[str], bool] | Any = "last_layer",
     tune: Literal["evidence", "validation"] | None = "evidence",
-    tune_noise: bool = True,
+    tune_noise: bool | Literal["evidence"] = True,
     prior_precision: Any = 1.0,
     prior_structure: Literal["scalar", "layerwise"] | None = None,
     validation: Iterable | None = None,
@@ -479,13 +510,17 @@ def fit_laplace(
             last: a head, or several heads whose outputs are put together), "all", or names, a function of a name, or a tree of
             booleans as for :func:`bayesopt_chain.curvature.subset`; or single entries by
             :func:`bayesopt_chain.fitting.subnetwork`. A parameter named ``all`` or ``last_layer`` is chosen by ``["all"]``.
-        tune: "evidence" (default) maximises the evidence over the prior precision and the Gaussian noise; "validation" takes
-            the prior precision of ``10^-4 ... 10^4`` whose predictions of ``validation`` are best; ``None`` keeps
-            ``prior_precision``.
-        tune_noise: whether the evidence tunes Gaussian noise too. Default True. With many uncertain layers the evidence is only
-            as good as the structure: on a network of 2,701 parameters with noise of variance 4e-4 (three seeds) "root" over
-            all layers found 3.1e-4 to 4.8e-4 and the last layer, in any structure, 2.8e-4 to 4.3e-4, but "kronecker" over all
-            layers 2.0e-3 to 2.4e-3 and "diagonal" 3. Take the variance from one of the first two and keep it with False.
+        tune: "evidence" (default) maximises the evidence over the prior precision; "validation" takes what predicts
+            ``validation`` best: of Gaussian noise the variance, with the prior by the evidence at each, of other likelihoods
+            the prior precision of ``10^-4 ... 10^4``; ``None`` keeps ``prior_precision``.
+        tune_noise: how sure the likelihood is of targets. True (default) takes the noise of a linear last layer with Gaussian
+            noise from the residuals and degrees of freedom of the whole network, and the dispersion of other likelihoods by
+            turns with the prior, with a budget for what averaging may change (:mod:`bayesopt_chain.fitting.rule`: a good
+            network stays good). "evidence" maximises the evidence over Gaussian noise too, in the kept parameters alone, and
+            takes other likelihoods at their word; False takes all at their word. Where other layers than a linear last one are
+            kept, True is "evidence" for Gaussian noise, which is only as good as the structure: on a network of 2,701
+            parameters with noise of variance 4e-4 (three seeds) "root" over all layers found 3.1e-4 to 4.8e-4, but "kronecker"
+            over all layers 2.0e-3 to 2.4e-3 and "diagonal" 3.
         prior_precision: of a zero-mean Gaussian prior, per parameter: a positive number, or a tree for ``tune=None``. Where
             tuning by the evidence starts.
         prior_structure: for ``tune="evidence"``: "scalar" has one precision for all kept parameters, "layerwise" one for each
@@ -574,7 +609,8 @@ def fit_laplace(
     )
     model, first = make_model(module_or_forward, params, loader, batches.first, how)
     require_finite(model.params, "fit_laplace: a parameter")
-    seen = model.run_over(batches.from_first(first), progress, batches.total)
+    keep = Kept(data_for(model))
+    seen = model.run_over(batches.from_first(first), progress, batches.total, keep)
     if not any(bool(leaf.any()) for leaf in optree.tree_leaves(seen.precision.diag())):
         if seen.entries == 0:
             raise ValueError("fit_laplace: every target is left out, by its label or its weight: pass some that count")
@@ -586,12 +622,36 @@ def fit_laplace(
     if tune is None:
         return at(model, seen, prior_precision, one)
     if tune == "validation":
-        return _validated(model, seen, one, validation)
+        return _validated(model, seen, one if not tune_noise else None, validation, of_prior)
     require_finite(seen.precision.diag(), "fit_laplace: the curvature")
-    best = tuned(model, seen, tune_noise=tune_noise, start=float(prior_precision), prior_structure=of_prior)
-    fitted = at(model, seen, best.prior_precision, best.likelihood_scale)
+    start, scale, share = float(prior_precision), None if likelihood.has_noise_scale and tune_noise else one, 1.0
+    if seen.regression is not None and tune_noise is True:
+        if not isinstance(batches.first, HeadBatch):
+            keep.batches[0] = part(batches.first, 0, keep.most)  # as the body sees it
+        best = by_network_noise(model, seen, keep.batches, of_prior)
+        _warn_of_least_noise(seen.regression, best.likelihood_scale)
+    elif (
+        likelihood.has_noise_scale
+        or tune_noise is not True
+        or curvature == "empirical_fisher"
+        or temperature is not None
+    ):
+        best = tuned(model, seen, scale=scale, start=start, prior_structure=of_prior)
+    else:
+        best = by_dispersion(model, seen, start, of_prior)
+        share = within_budget(model, at(model, seen, *best[:2]).posterior, keep.batches, seen)
+    fitted = at(model, seen, *best[:2], share)
     _warn_where_worse(fitted, first)
     return fitted
+
+
+def _warn_of_least_noise(regression: Regression, scale: Tensor) -> None:
+    if 1 / scale < 2 * regression.least_noise():
+        warnings.warn(
+            f"fit_laplace: the features of the last layer explain the targets but for {LEAST:g} of their variance, the least "
+            "that is taken for noise: give the noise (likelihoods.gaussian(variance), tune_noise=False) if it is known",
+            stacklevel=4,
+        )
 
 
 def _warn_where_worse(fitted: FittedLaplace, batch: Any) -> None:
@@ -609,25 +669,37 @@ def _warn_where_worse(fitted: FittedLaplace, batch: Any) -> None:
         mean, covariance = fitted.outputs([some])
         under = fitted.likelihood.predictive(mean, covariance).log_prob(some[1]).mean().item()
         own = fitted.likelihood.log_prob(outputs[:data], targets).mean().item()
-    if own - under > WORSE:
+    if own - under > WORSE + min(0.5, abs(own)):
         warnings.warn(
             f"fit_laplace: on training data the predictive density has a negative log-likelihood of {-under:.2f} a target, "
-            f"the network itself {-own:.2f}: the evidence has chosen a posterior far wider than the data ask for, as for an "
-            "overfitted network or few data. Choose the prior by held-out data (tune='validation'), or set it (tune=None)",
+            f"the network itself {-own:.2f}: the posterior is far wider than the data ask for, as for an overfitted network or "
+            "few data. Tune by held-out data (tune='validation'), set the prior (tune=None), or sample the network "
+            "(bc.posterior_ensemble)",
             stacklevel=3,
         )
 
 
-def _validated(model: Model, seen: Pass, scale: Tensor, validation: Any) -> FittedLaplace:
+def _validated(
+    model: Model, seen: Pass, scale: Tensor | None, validation: Any, prior_structure: str | None
+) -> FittedLaplace:
+    """By held-out predictive density: Gaussian noise, with the prior by the evidence at each, or the prior alone."""
     model.require_seen(validation)
     held_out = [(model.seen_by_head(batch), batch[1]) for batch in batches_of(validation, model.how.read)]
     if not held_out or any(targets is None for _, targets in held_out):
         raise ValueError("fit_laplace: validation= must be batches (inputs, targets), at least one, each with targets")
+    one = torch.ones_like(seen.log_likelihood)
+    of_noise = model.likelihood.has_noise_scale and scale is None and spectra(seen.decomposed) is not None
 
-    def loss(prior: float) -> float:
-        fitted = at(model, seen, prior, scale)
-        parts = [-fitted.predictive([batch]).log_prob(targets).sum() for batch, targets in held_out]
+    def fitted(candidate: float) -> FittedLaplace:
+        if not of_noise:
+            return at(model, seen, candidate, one)
+        return at(model, seen, *tuned(model, seen, scale=one * candidate, prior_structure=prior_structure)[:2])
+
+    def loss(candidate: float) -> float:
+        found = fitted(candidate)
+        parts = [-found.predictive([batch]).log_prob(targets).sum() for batch, targets in held_out]
         return float(torch.stack(parts).sum())
 
-    best, _ = tune_by_validation(loss, CANDIDATES)
-    return at(model, seen, best, scale)
+    inverse = float(seen.entries / seen.squares.clamp_min(TINY))
+    candidates = [inverse * 10.0 ** (k / 4) for k in range(-8, 17)] if of_noise else CANDIDATES
+    return fitted(tune_by_validation(loss, candidates)[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,8 +15,10 @@ from torch import Tensor, nn
 from bayesopt_chain.curvature import empirical_fisher, entries, fisher, ggn, subset
 from bayesopt_chain.curvature._checks import Checks
 from bayesopt_chain.curvature._estimators import Estimator
+from bayesopt_chain.curvature._plan import batch_size, part
 from bayesopt_chain.fitting.batches import as_pair, logits_of, require_eval, with_progress
 from bayesopt_chain.fitting.cache import CachedFeatures, require_body
+from bayesopt_chain.fitting.dispersion import Scatter, scatter_of
 from bayesopt_chain.fitting.last_layer import (
     Body,
     Features,
@@ -63,7 +66,8 @@ class Pass:
 
     ``precision``: the sum of the increments; ``rows``: of a model that is linear with Gaussian noise, else None;
     ``log_likelihood``: summed, 0-d; ``squares``: twice its excess over a perfect fit, 0-d (for Gaussian noise of known
-    variance the whitened residual sum of squares); ``entries``: the sum of the targets' weights, 0-d.
+    variance the whitened residual sum of squares); ``entries``: the sum of the targets' weights, 0-d; ``scatter``: of the
+    gradients in the outputs, None for Gaussian noise of known variance.
     """
 
     precision: Any
@@ -71,6 +75,7 @@ class Pass:
     log_likelihood: Tensor
     squares: Tensor
     entries: Tensor
+    scatter: Scatter | None
 
     @cached_property
     def decomposed(self) -> Any:
@@ -81,6 +86,19 @@ class Pass:
     def regression(self) -> Regression | None:
         """The rows, decomposed once too."""
         return None if self.rows is None else Regression(self.rows)
+
+
+class Kept:
+    """The first ``most`` data of a pass, by batches."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.count, self.batches = most, 0, []
+
+    def take(self, batch: Any) -> None:
+        """Keep what of a batch is still wanted."""
+        if self.count < self.most:
+            self.batches.append(part(batch, 0, self.most - self.count))
+            self.count += batch_size(batch)
 
 
 @dataclass(frozen=True)
@@ -136,12 +154,17 @@ class Model:
         if isinstance(data, CachedFeatures) and self.features_of is not None:
             require_body(data, self.features_of.body)
 
-    def run_over(self, batches: Iterable, progress: bool = False, total_batches: int | None = None) -> Pass:
+    def run_over(
+        self, batches: Iterable, progress: bool = False, total_batches: int | None = None, keep: Kept | None = None
+    ) -> Pass:
         """One pass over the data."""
         estimate = ESTIMATORS[self.how.curvature](self.forward, self.likelihood, self.how.structure, **self.how.options)
         total: Pass | None = None
         for batch in with_progress(batches, progress, total_batches):
-            one = self._looked_at(self.seen_by_head(batch), estimate)
+            seen = self.seen_by_head(batch)
+            one = self._looked_at(seen, estimate)
+            if keep is not None:
+                keep.take(batch if self.is_linear_gaussian else seen)
             total = one if total is None else both(total, one)
         if total is None:
             raise ValueError("fit_laplace: the loader has no batches")
@@ -158,14 +181,16 @@ class Model:
             self.likelihood.require(outputs, batch[1], wait=True)
             loss = self.likelihood.nll(outputs, batch[1]).sum().to(torch.float64)
             squares, weights = loss.new_zeros(()), self.likelihood.weights(batch[1])
-            entries = loss.new_full((), outputs.numel()) if weights is None else weights.to(torch.float64).sum()
+            entries = loss.new_full((), len(outputs) * math.prod(self.likelihood.grouping(outputs.shape[1:]).positions))
+            entries = entries if weights is None else weights.to(torch.float64).sum()
             if self.likelihood.has_noise_scale:
                 squares = self.likelihood.whitened(outputs, batch[1]).to(torch.float64).square().sum()
             rows = None
             if self.is_linear_gaussian:
                 means = optree.tree_map(lambda m, p: m.to(torch.float64).expand_as(p), self.prior_means(), self.params)
                 rows = rows_of(self.likelihood, cast(Any, self.forward), means, *batch)
-        return Pass(precision, rows, -loss, squares, entries)
+        scatter = None if self.likelihood.has_noise_scale else scatter_of(self.likelihood, outputs, batch[1])
+        return Pass(precision, rows, -loss, squares, entries, scatter)
 
 
 def both(a: Pass, b: Pass) -> Pass:
@@ -176,6 +201,7 @@ def both(a: Pass, b: Pass) -> Pass:
         a.log_likelihood + b.log_likelihood,
         a.squares + b.squares,
         a.entries + b.entries,
+        None if a.scatter is None or b.scatter is None else a.scatter.add(b.scatter),
     )
 
 

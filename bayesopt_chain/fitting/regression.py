@@ -163,3 +163,14 @@ class Regression:
         each = delta.expand(self.data.noise.numel(), int(self.data.features))
         evidence, weights, bias = Regression(self.data.with_prior(each)).at(delta.new_ones(()), of_bias, scale)
         return evidence, weights * each.rsqrt(), bias
+
+    def residual(self, delta: Tensor, of_bias: Tensor | None, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """At the mode, 0-d: the sum of squares in units of the likelihood's variance, and the determined parameters."""
+        _, weights, bias = self.at(delta, of_bias, scale)
+        move = torch.cat([bias[:, None], weights], 1) if self.has_bias else weights
+        outputs = self.data.noise.shape[1]
+        design, targets = self.data.rows.split([move.shape[1], outputs], 2)
+        left = targets - design @ move.reshape(len(design), outputs, -1).mT
+        e = self.s.square()[..., None] * scale / self.data.noise[:, None]
+        gamma = (e / (e + delta)).sum() + (self.data.noise.numel() if self.has_bias else 0)
+        return (left.square().sum(1) / self.data.noise).sum(), gamma

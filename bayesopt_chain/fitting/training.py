@@ -250,7 +250,8 @@ def _estimated(
     """The fit at the parameters, its prior and noise moved towards the best."""
     seen = model.run_over(data)
     require_finite(seen.precision.diag(), "train_by_evidence: the curvature")
-    best = tuned(model, seen, tune_noise=tune_noise, prior_structure=prior_structure)
+    scale = None if tune_noise else torch.ones_like(seen.log_likelihood)
+    best = tuned(model, seen, scale=scale, prior_structure=prior_structure)
     prior = {name: moved(hyper.prior[name], best.prior_precision[name]) for name in hyper.prior}
     hyper = Hyper(prior, moved(hyper.scale, best.likelihood_scale))
     return at(model, seen, prior, hyper.scale), hyper

@@ -45,7 +45,7 @@ class Bernoulli(Likelihood):
 
     def gradient(self, outputs: Tensor, targets: Any) -> Tensor:
         self._require_once(outputs, targets)
-        return outputs.sigmoid() - targets
+        return outputs.sigmoid() - targets.to(outputs.dtype)  # yes or no, maybe as booleans
 
     def information(self, outputs: Tensor) -> Tensor:
         return outputs.sigmoid() * (-outputs).sigmoid()

@@ -172,7 +172,7 @@ class TiedHead(nn.Module):
 
 def test_a_head_tied_to_the_embedding_is_the_last_layer_with_both_of_its_uses():
     model, data = TiedHead().eval(), [(torch.randint(0, 3, (20, 5)), torch.randint(0, 3, (20,)))]
-    fitted = bc.fit_laplace(model, CLASSES, data, structure="dense")
+    fitted = bc.fit_laplace(model, CLASSES, data, structure="dense", tune_noise="evidence")
     assert set(fitted.posterior.mean) == {"table.weight"} and fitted.model.features_of is None
     forward, params, _ = bc.make_functional(model)
     some, kept = bc.curvature.subset(forward, params, "table.weight")

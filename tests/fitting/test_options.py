@@ -38,7 +38,8 @@ def test_a_prior_mean_moves_the_linear_gaussian_posterior_and_its_evidence():
     precision = phi.T @ phi / 0.4 + 0.8 * torch.eye(7)
     solution = torch.linalg.solve(precision, phi.T @ y / 0.4 + 0.8 * m0)
     torch.testing.assert_close(fitted.posterior.mean["2.weight"].T, solution[1:], rtol=1e-8, atol=1e-9)
-    tuned = bc.fit_laplace(module, bc.likelihoods.gaussian(0.4), [(x, y)], structure="dense", prior_mean=mean)
+    options = {"structure": "dense", "prior_mean": mean, "tune_noise": "evidence"}
+    tuned = bc.fit_laplace(module, bc.likelihoods.gaussian(0.4), [(x, y)], **options)
     prior = next(iter(tuned.prior_precision.values()))
     for factor in (0.9, 1.1):
         assert tuned.log_evidence_at(prior * factor, tuned.likelihood_scale) < tuned.log_evidence
@@ -133,7 +134,7 @@ def test_an_overfitted_network_is_named_in_a_warning():
         bc.fit_laplace(module.eval(), likelihood, [(x, y)])
     train(1500)
     with pytest.warns(UserWarning, match=r"on training data the predictive density .* the network itself 0\.00"):
-        bc.fit_laplace(module, likelihood, [(x, y)], subset="all")
+        bc.fit_laplace(module, likelihood, [(x, y)], subset="all", tune_noise=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         bc.fit_laplace(module, likelihood, [(x, y)], subset="all", tune="validation", validation=[held])

@@ -70,7 +70,7 @@ def test_a_last_layer_of_classes_ends_at_a_mode_under_its_own_prior():
         return max(slope.abs().max() for slope in torch.autograd.grad(joint, list(head.values())))
 
     assert slope(head) < 0.01 * slope({name: torch.zeros_like(p).requires_grad_() for name, p in head.items()})
-    again = bc.fit_laplace(model, likelihood, data, structure="dense")
+    again = bc.fit_laplace(model, likelihood, data, structure="dense", tune_noise="evidence")
     torch.testing.assert_close(again.prior_precision["2.bias"], prior, rtol=2e-2, atol=0)
     torch.testing.assert_close(again.log_evidence, fitted.log_evidence, rtol=1e-4, atol=1e-3)
 
@@ -247,7 +247,7 @@ def test_a_scalar_prior_of_training_is_that_of_the_fit_where_it_ends(structure):
     model, data = module(), [regression()]
     options = {"subset": "last_layer", "structure": structure, "prior_structure": "scalar"}
     training = train_by_evidence(model, bc.likelihoods.gaussian(), data, epochs=15, every=1, **options)
-    fitted = bc.fit_laplace(model, bc.likelihoods.gaussian(), data, **options)
+    fitted = bc.fit_laplace(model, bc.likelihoods.gaussian(), data, tune_noise="evidence", **options)
     found = [p for fit in (training.fitted, fitted) for p in fit.prior_precision.values()]
     assert len(found) == 4 and found[0] == found[1] and found[2] == found[3]
     torch.testing.assert_close(found[0], found[2], rtol=1e-3, atol=0)

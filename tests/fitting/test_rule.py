@@ -1,0 +1,119 @@
+"""The default's dispersion, budget and network noise against their definitions, computed densely in float64."""
+
+import pytest
+import torch
+from torch import nn
+
+import bayesopt_chain as bc
+from bayesopt_chain import likelihoods
+
+N = 60
+
+
+@pytest.fixture(autouse=True)
+def double_precision():
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def trained(outputs, likelihood, x, y, steps, lr=0.02):
+    net = nn.Sequential(nn.Linear(2, 12), nn.Tanh(), nn.Linear(12, outputs))
+    optimizer = torch.optim.Adam(net.parameters(), lr=lr)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        likelihood.nll(net(x), y).mean().backward()
+        optimizer.step()
+    return net.eval()
+
+
+def classes(steps=300):
+    x = torch.randn(N, 2)
+    y = (x[:, 0] + x[:, 1] > 0).long() + (x[:, 0] > 1).long()
+    return trained(3, likelihoods.categorical(), x, y, steps), x, y
+
+
+@pytest.mark.parametrize("structure", ["dense", "root", "kronecker", "diagonal", "block"])
+def test_dispersion_and_prior_are_the_fixed_point_of_their_equations(structure):
+    """phi to the 1 % at which the rounds end, by its definition; the prior is the maximum of the evidence at that phi, to
+    1e-4 in its logarithm."""
+    net, x, y = classes()
+    fitted = bc.fit_laplace(net, likelihoods.categorical(), [(x[:25], y[:25]), (x[25:], y[25:])], structure=structure)
+    phi = 1 / float(fitted.likelihood_scale)
+    assert phi < 0.7  # clean labels
+    assert fitted.dispersion([(x, y)]) == pytest.approx(phi, rel=1.5e-2)
+    prior = {name: p.clone().requires_grad_() for name, p in fitted.prior_precision.items()}
+    evidence = fitted.log_evidence_at(prior, fitted.likelihood_scale)
+    torch.testing.assert_close(evidence.detach(), fitted.log_evidence)
+    slopes = torch.autograd.grad(evidence, list(prior.values()))
+    each = [slope * p for slope, p in zip(slopes, prior.values())]
+    total = [sum(each)] if structure in ("dense", "root") else each
+    assert max(abs(float(t)) for t in total) < 1e-4
+
+
+@pytest.mark.parametrize("steps", [30, 2000], ids=["learning", "overtrained"])
+def test_averages_stay_within_the_budget_and_use_it_up_where_it_binds(steps):
+    net, x, y = classes(steps)
+    fitted = bc.fit_laplace(net, likelihoods.categorical(), [(x, y)])
+    p = net(x).detach().softmax(1)
+    q = fitted.predict(x)
+    cost, loss = (p * (p / q).log()).sum(1).mean(), nn.functional.nll_loss(p.log(), y)
+    share = cost / (0.1 * (loss + 1e-3))
+    assert share <= 1 + 1e-6 and (fitted.covariance_scale == 1 or share > 0.99)
+    whole = bc.fit_laplace(net, likelihoods.categorical(), [(x, y)], tune=None, prior_precision=fitted.prior_precision)
+    assert fitted.covariance_scale < 1 or torch.equal(fitted.outputs(x).mean, whole.outputs(x).mean)
+    again = fitted.load_state_dict(fitted.state_dict())
+    torch.testing.assert_close(again.predict(x), q)
+    more = fitted.refit([(x, y)])
+    assert more.covariance_scale == fitted.covariance_scale
+    assert (
+        more.outputs(x).covariance.diagonal(dim1=1, dim2=2) < fitted.outputs(x).covariance.diagonal(dim1=1, dim2=2)
+    ).all()
+
+
+def test_counts_have_a_dispersion_too():
+    x = torch.randn(N, 2)
+    for spread, low, high in ((0.0, 0.4, 2.0), (4.0, 2.0, 40.0)):
+        rate = (1 + x[:, :1]).exp() * torch.exp(spread**0.5 * torch.randn(N, 1) / 2)
+        y = torch.poisson(rate)
+        net = trained(1, likelihoods.poisson(), x, y, 60)
+        fitted = bc.fit_laplace(net, likelihoods.poisson(), [(x, y)])
+        assert low < 1 / float(fitted.likelihood_scale) < high and "dispersion" in repr(fitted)
+
+
+@pytest.mark.parametrize("batches", [1, 4])
+def test_the_noise_of_a_regression_is_that_of_the_whole_networks_degrees_of_freedom(batches):
+    """v = |y - f|^2 / (N - gamma), gamma of the dense Jacobian of all parameters, delta = gamma / |theta|^2: to 1e-8."""
+    x = torch.randn(N, 2)
+    y = torch.sin(2 * x[:, :1]) + 0.3 * torch.randn(N, 1)
+    net = trained(1, likelihoods.gaussian(), x, y, 300)
+    fitted = bc.fit_laplace(net, likelihoods.gaussian(2.0), list(zip(x.chunk(batches), y.chunk(batches))))
+    params = {n: p.detach() for n, p in net.named_parameters()}
+    rows = torch.func.jacrev(lambda p: torch.func.functional_call(net, p, (x,))[:, 0])(params)
+    w = torch.linalg.svdvals(torch.cat([r.flatten(1) for r in rows.values()], 1)) ** 2
+    v, squares = 1 / fitted.likelihood_scale * 2.0, (net(x) - y).detach().square().sum()
+    norm, delta = sum(p.square().sum() for p in params.values()), torch.ones(())
+    for _ in range(500):
+        delta = (w / (w + v * delta)).sum() / norm
+    gamma = (w / (w + v * delta)).sum()
+    assert 5 < gamma < N / 2
+    torch.testing.assert_close(v, squares / (N - gamma), rtol=1e-8, atol=0)
+    wanted = bc.fit_laplace(net, likelihoods.gaussian(float(v)), [(x, y)], tune_noise=False)
+    torch.testing.assert_close(fitted.log_evidence, wanted.log_evidence, rtol=1e-8, atol=1e-8)
+
+
+def test_validation_takes_the_noise_that_predicts_best():
+    x, new = torch.randn(N, 2), torch.randn(200, 2)
+    y, held = (torch.sin(2 * z[:, :1]) + 0.3 * torch.randn(len(z), 1) for z in (x, new))
+    net = trained(1, likelihoods.gaussian(), x, y, 3000)
+    by = {
+        name: bc.fit_laplace(net, likelihoods.gaussian(), [(x, y)], **options)
+        for name, options in {
+            "validation": {"tune": "validation", "validation": [(new, held)]},
+            "evidence": {"tune_noise": "evidence"},
+            "network": {},
+        }.items()
+    }
+    score = {name: float(fit.predictive(new).log_prob(held).mean()) for name, fit in by.items()}
+    assert score["validation"] >= max(score.values()) - 0.02 and score["network"] > score["evidence"]
