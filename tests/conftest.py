@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        if mark := item.get_closest_marker("sweep"):
+        elif mark := item.get_closest_marker("sweep"):
             swept[item.nodeid.partition("[")[0], *mark.args].append(item)
     for (_, quick), rows in swept.items():
         rows.sort(key=lambda item: [*item.callspec.indices.values()])  # in whatever order the tests run

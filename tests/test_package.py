@@ -80,7 +80,8 @@ def test_the_wheel_and_the_source_archive_are_complete_and_the_archive_passes_te
     tracked = set(subprocess.check_output(["git", "ls-files"], cwd=clone, text=True).split())
     missing = {name for name in tracked if not (unpacked / name).exists() and not name.startswith(".")}
     assert not missing, f"not in the source archive: {sorted(missing)[:5]}"
-    passed = run("-m", "pytest", "-q", "-n", "0", "tests/random/test_stream.py", "README.md", cwd=unpacked)
+    tests = ("tests/random/test_stream.py", "--doctest-glob=*.md", "README.md")
+    passed = run("-m", "pytest", "-q", "-n", "0", *tests, cwd=unpacked)
     assert passed.returncode == 0, passed.stdout[-2000:]
 
 
