@@ -15,7 +15,7 @@ from bayesopt_chain import (
     schedules,
     testing,
 )
-from bayesopt_chain.compose import chain, masked, partition, with_response, with_stream
+from bayesopt_chain.compose import chain, masked, partition, with_response
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.data.epochs import epochs
 from bayesopt_chain.diagnostics.suggest_chain import suggest_chain
@@ -125,6 +125,5 @@ __all__ = [
     "vi",
     "with_master_weights",
     "with_response",
-    "with_stream",
     "write_back",
 ]

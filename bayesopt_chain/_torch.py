@@ -160,6 +160,9 @@ def _shifted(placement: Any, axes: int) -> Any:
 # the mode in which ``make_fx`` records the operations, or None
 recording_mode: Callable[[], Any] = partial(_C._get_dispatch_mode, _C._TorchDispatchModeKey.PROXY)
 
+# how many modes see every operation of tensors before it runs
+dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
+
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """What ``torch.compiler.disable`` makes of a function, without the import of torch's compiler, which takes longer than that
@@ -208,6 +211,7 @@ def storage_of(x: Tensor) -> int:
 
 
 # for lists of tensors: x += alpha y;  x += value y z;  x += value y / z;  x *= factor, a number or a 0-d tensor;  x <- y
+foreach_add: Callable[..., Any] = _functions._foreach_add
 foreach_add_: Callable[..., None] = _functions._foreach_add_
 foreach_addcmul_: Callable[..., None] = _functions._foreach_addcmul_
 foreach_addcdiv_: Callable[..., None] = _functions._foreach_addcdiv_

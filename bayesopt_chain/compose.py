@@ -16,14 +16,11 @@ from torchopt.base import ChainedGradientTransformation, GradientTransformation,
 from bayesopt_chain import kinds
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Link
-from bayesopt_chain.fused.lower import lower
 from bayesopt_chain.links.foreign import Foreign, keywords_of
-from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.links.learning_rate import Scale
 from bayesopt_chain.links.momentum import add_momentum
 from bayesopt_chain.links.weight_decay import AddDecayedWeights, flip_sign_and_add_weight_decay
 from bayesopt_chain.matching.response import Decay, Linear, Nonlinear, Response
-from bayesopt_chain.random.stream import STREAMS, Stream
 from bayesopt_chain.trees import broadcast_prefix
 
 
@@ -58,7 +55,6 @@ def chain(*links: GradientTransformation) -> Chain:
     return Chain([x for n, link in enumerate(links) for x in _links_of(link, n)])
 
 
-Chain._compose, Chain._lower = staticmethod(chain), staticmethod(lower)
 chain.flat = chain  # pyright: ignore[reportFunctionMemberAccess]  # TorchOpt's name for the same on flat lists, as ours always is
 
 
@@ -178,41 +174,6 @@ def with_response(
             f"with_response: {response} needs finite coefficients, at least one each in b and a, and a[0] != 0"
         )
     return Chain([Foreign(link, response, name or "declared link", keywords_of(link), rescale)])
-
-
-def with_stream(tx: GradientTransformation, stream: Stream) -> Chain:
-    """The same transformation with every draw of it from a named stream.
-
-    ``"philox"`` is what to give to :func:`bayesopt_chain.capture` and :func:`bayesopt_chain.parallel`: on a CPU the noise costs
-    about a third of torch's generator, thousands of chains need no generator each, and the noise of a leaf depends on its path
-    alone, so that freezing one leaf leaves the others' as it is.
-
-    Args:
-        tx: any chain, sampler, optimizer or posterior of this library.
-        stream: ``"philox"``, or ``"generator"`` (CPU only; keeps 32 bits of each step's seed).
-
-    Returns:
-        A transformation of the same kind, with the same methods.
-
-    Raises:
-        ValueError: an unknown stream.
-
-    Example:
-        >>> import bayesopt_chain as bc
-        >>> bc.with_stream(bc.sgld(0.1, temperature=0.5), "philox")
-        chain(
-            inject_langevin_noise(0.5, stream='philox'),  # acts here, matched to F = 0.1
-            scale_by_neg_lr(0.1),
-        )
-    """
-    kinds.require("with_stream", stream=(stream, kinds.one_of(*STREAMS)))
-
-    def switched(link: Link) -> Link:
-        inner = {name: with_stream(x, stream) for name, x in vars(link).items() if isinstance(x, Chain)}
-        return replace(link, **({"stream": stream} if isinstance(link, Keyed) else {}), **inner)
-
-    tx = tx if isinstance(tx, Chain) else chain(tx)
-    return type(tx)([switched(x) for x in tx.links])
 
 
 def masked(link: GradientTransformation, mask: Any) -> Chain:

@@ -349,3 +349,14 @@ class join:
         for boundary, schedule in zip(self.boundaries, self.schedules[1:]):
             out = torch.where(t >= boundary, scalar(schedule((t - boundary).clamp(min=0)), t.device), out)
         return out
+
+
+def is_elementwise(schedule: Any) -> bool:
+    """Whether a schedule has the same bits at one count and at many at once; torch rounds powers otherwise in vectors."""
+    if type(schedule) is join:
+        return all(map(is_elementwise, schedule.schedules))
+    if type(schedule) is polynomial:
+        return schedule.power in (1.0, 2.0)
+    if type(schedule) is cosine_restarts:
+        return schedule.decay == 1.0
+    return type(schedule) in (constant, cosine, piecewise)

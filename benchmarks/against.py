@@ -80,6 +80,43 @@ def optim(name: str, sizes: list[int], **options: Any) -> Callable[[Any], Callab
     return case
 
 
+def given(
+    lr: Callable[[Any], Any], shape: tuple[int, ...], count: int, form: str
+) -> Callable[[Any], Callable[[], None]]:
+    """``sghmc`` on gradients that are at hand: ``update`` and ``apply_updates``, or ``make_step``."""
+
+    def case(bc: Any) -> Callable[[], None]:
+        import torchopt
+
+        tx, params = bc.sghmc(lr(bc), temperature=1e-4), [torch.randn(shape) for _ in range(count)]
+        grads = [torch.randn(shape) for _ in range(count)]
+        now = [params, tx.init(params)]
+        run_step = bc.make_step(lambda p, batch: p[0].sum(), tx, inplace=form == "in place")
+        object.__setattr__(run_step, "source", _at_hand(bc, grads))
+
+        def update() -> None:
+            updates, now[1] = tx.update(grads, now[1], params=params, inplace=False)
+            torchopt.apply_updates(params, updates, inplace=True)
+
+        def move() -> None:
+            now[0], now[1], _ = run_step(now[0], now[1], None)
+
+        return update if form == "update" else move
+
+    return case
+
+
+def _at_hand(bc: Any, grads: list[torch.Tensor]) -> Any:
+    from bayesopt_chain.loop.loss import Evaluation, Info
+
+    found = Evaluation(grads, Info(torch.zeros(()), None), {}, None)
+    return lambda *args: found
+
+
+RATES = {"constant": lambda bc: 1e-3, "cosine": lambda bc: bc.schedules.cosine(1e-3, 10**6)}
+SIZES = {"3 x 16x16": ((16, 16), 3), "30 x 64x64": ((64, 64), 30), "2 x 1e6": ((10**6,), 2)}
+
+
 def captured(make: Callable[[Any], Any], sizes: list[int]) -> Callable[[Any], Callable[[], None]]:
     """``make_step`` on a quadratic loss as one program."""
 
@@ -139,6 +176,12 @@ CASES: dict[str, Callable[[Any], Callable[[], None]]] = {
     ),
     "sghmc, pure step, 1 leaf of 10": step(lambda bc: bc.sghmc(1e-3, temperature=1e-4), [10], False),
     "sgd, pure step, 1 leaf of 10": step(lambda bc: bc.sgd(1e-3, 0.9), [10], False),
+    **{
+        f"sghmc {rate}, {form}, {size}": given(lr, *leaves_of, form)
+        for size, leaves_of in SIZES.items()
+        for rate, lr in RATES.items()
+        for form in ("update", "pure", "in place")
+    },
 }
 
 
@@ -185,6 +228,13 @@ class Worker:
         self.process.wait()
 
 
+def commit(path: Path) -> str:
+    """The commit of a checkout."""
+    return subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=path, capture_output=True, text=True
+    ).stdout.strip()
+
+
 def main() -> None:
     from benchmarks.measure import environment
 
@@ -211,11 +261,6 @@ def main() -> None:
         about = {"case": name, "processes": arguments.processes, "rounds": arguments.rounds}
         rows.append({**about, "ratio": median, "low": low, "high": high, "of_shortest": shortest})
         print(f"{name:52} {median:.3f} ({low:.3f} to {high:.3f}), shortest {shortest:.3f}")
-
-    def commit(path: Path) -> str:
-        return subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=path, capture_output=True, text=True
-        ).stdout.strip()
 
     both = {"this": commit(Path(__file__).parent), "other": commit(arguments.other)}
     if arguments.only:  # cases measured again take their places among the others of the same two commits

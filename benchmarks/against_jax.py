@@ -88,7 +88,7 @@ def five_thousand_chains(clock: str, chains: int = 5000, steps: int = 500, round
 
 def _chains(clock: str, chains: int, steps: int, rounds: int) -> Row:
     data = x, y = regression_data()
-    tx = bc.with_stream(bc.sghmc(LR, MOMENTUM, temperature=1 / N), "philox")
+    tx = bc.sghmc(LR, MOMENTUM, temperature=1 / N)
     params = torch.zeros(chains, D)
 
     def own_rows(params, batch):
@@ -126,7 +126,7 @@ def _chains(clock: str, chains: int, steps: int, rounds: int) -> Row:
 def one_chain(steps: int = 500) -> Row:
     """The shape of Pima: 768 data of 8 numbers, every step all of them."""
     batch, params = regression_data(), torch.zeros(D)
-    tx = bc.with_stream(bc.sghmc(LR, MOMENTUM, temperature=1 / N), "philox")
+    tx = bc.sghmc(LR, MOMENTUM, temperature=1 / N)
     step, state = bc.make_step(logistic, tx), tx.init(params)
     fast: Any = bc.capture(step, params, state, batch, steps=steps)
     now = params, state

@@ -11,8 +11,7 @@ import torch
 import torchopt
 
 import bayesopt_chain as bc
-from bayesopt_chain.fused import sgd as sweep
-from bayesopt_chain.random.stream import seeded_generator
+from bayesopt_chain.engine.engine import moved
 
 LR, MOMENTUM, TEMPERATURE = 1e-6, 0.9, 1e-6
 
@@ -46,10 +45,10 @@ def torch_optim(params, grads, **how) -> Callable:
 
 def fused(tx, params, grads) -> Callable:
     """What ``make_step(..., inplace=True)`` does once it has its gradients."""
-    state, form = tx.init(params), sweep.recognise(tx)
+    state = tx.init(params)
     with torch.no_grad():
-        assert form is not None and form.move(params, grads, state) is not None
-        return lambda: form.move(params, grads, state)
+        assert moved(tx.plan(state), params, grads, state, True) is not None
+        return lambda: moved(tx.plan(state), params, grads, state, True)
 
 
 def captured(tx, params, grads) -> Callable:
@@ -196,6 +195,6 @@ def draw_alone(kind: str) -> Callable[[], None]:
 
     def draw() -> None:
         count[0] += 1
-        flat.normal_(generator=seeded_generator(1, count[0]))
+        flat.normal_(generator=torch.Generator().manual_seed(count[0]))
 
     return draw

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 
 import bayesopt_chain as bc
 from bayesopt_chain.random.philox import in_tensors, whole_leaves
-from bayesopt_chain.random.stream import _seeded
 from benchmarks import contestants as c
 from benchmarks.measure import ratio, take_turns
 
@@ -59,8 +58,8 @@ def sampler() -> Row:
     times = take_turns(
         {
             "fused": c.fused(tx, params, grads),
-            "fused, Philox": c.fused(bc.with_stream(tx, "philox"), params, grads),
-            "captured, Philox": c.captured(bc.with_stream(tx, "philox"), params, grads),
+            "fused, Philox": c.fused(tx, params, grads),
+            "captured, Philox": c.captured(tx, params, grads),
             "normal_ + torch.optim fused": c.normal_and_fused(params, grads),
             "posteriors": c.posteriors_sghmc(params, grads),
         },
@@ -94,9 +93,9 @@ def sixty_leaves() -> Row:
     times = take_turns(
         {
             "fused": c.fused(tx, params, grads),
-            "fused, Philox": c.fused(bc.with_stream(tx, "philox"), params, grads),
+            "fused, Philox": c.fused(tx, params, grads),
             "update + apply": c.update_and_apply(tx, params, grads),
-            "captured, Philox": c.captured(bc.with_stream(tx, "philox"), params, grads),
+            "captured, Philox": c.captured(tx, params, grads),
             "normal_ + torch.optim fused": c.normal_and_fused(params, grads),
             "posteriors": c.posteriors_sghmc(params, grads),
         },
@@ -125,7 +124,7 @@ def adam(work: str, shapes: list[tuple[int, ...]]) -> Row:
             "bc.optim.Adam": c.adaptive(lambda p: optim.Adam(p, c.LR, **hot), shapes),
             "bc.optim.AdamW": c.adaptive(lambda p: optim.AdamW(p, c.LR, **hot), shapes),
             "bc.optim.RMSprop": c.adaptive(lambda p: optim.RMSprop(p, c.LR, **hot), shapes),
-            "bc.optim.Adam, Philox": c.adaptive(lambda p: optim.Adam(p, c.LR, stream="philox", **hot), shapes),
+            "bc.optim.Adam, Philox": c.adaptive(lambda p: optim.Adam(p, c.LR, **hot), shapes),
             "bc.optim.Adam, torch's loop": c.adaptive(lambda p: optim.Adam(p, c.LR, foreach=False, **hot), shapes),
         },
         rounds=41,
@@ -159,7 +158,7 @@ def logistic(params, batch):
 
 def small_model() -> Row:
     batch, params = regression_data(), torch.zeros(D)
-    tx = bc.with_stream(bc.sghmc(0.05, 0.9, temperature=1 / N), "philox")
+    tx = bc.sghmc(0.05, 0.9, temperature=1 / N)
     step, state = bc.make_step(logistic, tx), tx.init(params)
     one = _running(bc.capture(step, params, state, batch), params, state, batch)
     several = _running(bc.capture(step, params, state, batch, steps=STEPS, draws=True), params, state, batch)
@@ -252,7 +251,7 @@ def jax_sghmc(batch) -> tuple[Callable, Callable]:
 
 def five_thousand_chains(chains: int = 5000, steps: int = 2000, size: int = 32, rounds: int = 2) -> Row:
     x, y = regression_data()
-    tx = bc.with_stream(bc.sghmc(0.05, 0.9, temperature=1 / N), "philox")
+    tx = bc.sghmc(0.05, 0.9, temperature=1 / N)
 
     def loss(params, batch):
         x, y, rows = batch
@@ -295,10 +294,6 @@ def noise(n: int = 1_000_000) -> Row:
             "Philox kernel": lambda: torch.ops.bayesopt_chain.philox_normals_(out, key, step, [], [n], [0]),
             "Philox by tensor operations": lambda: in_tensors(key, step, whole_leaves([n], [0]), torch.float32),
             "normal_": lambda: out.normal_(generator=generator),
-            **{
-                f"generator, {kind}": partial(_seeded, 7, 3, 0, n, torch.float32, kind, 1.0)
-                for kind in ("three_point", "rademacher")
-            },
         },
         rounds=31,
     )

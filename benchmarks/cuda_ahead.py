@@ -55,7 +55,7 @@ class Kernel(NamedTuple):
 
 def kernels() -> dict[str, Kernel]:
     """The library's kernels by name."""
-    from bayesopt_chain.fused import langevin_cuda
+    from bayesopt_chain.engine import langevin_cuda
     from bayesopt_chain.random import philox_cuda
 
     floats = ("lr", "weight_decay", "keep", "momentum", "level", "deferred")

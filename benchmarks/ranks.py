@@ -97,9 +97,9 @@ def small(blocks: int, leaves: int = 100) -> dict[str, Any]:
         for p in params:
             p.grad = tensor()
         generator = bc.distributed.generator(0)
-        optimizers[name] = bc.optim.SGHMC(params, 1e-3, temperature=1e-5, generator=generator, stream="philox").step
+        optimizers[name] = bc.optim.SGHMC(params, 1e-3, temperature=1e-5, generator=generator).step
         sampler = bc.sghmc(1e-3, temperature=1e-5, generator=bc.distributed.generator(0))
-        tx = bc.with_stream(sampler, "philox")
+        tx = sampler
         for inplace in (True, False):
             theta = [tensor() for _ in range(leaves)]
             kept = [tx.init(theta)]

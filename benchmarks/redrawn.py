@@ -30,7 +30,7 @@ def optimizer(parameters: int, keep_draws: bool) -> torch.optim.Optimizer:
     leaves = [torch.nn.Parameter(torch.randn(parameters // LEAVES)) for _ in range(LEAVES)]
     for leaf in leaves:
         leaf.grad = torch.randn_like(leaf)
-    options: dict[str, Any] = {"momentum": 0.9, "temperature": 1e-3, "stream": "philox", "heat_guard": None}
+    options: dict[str, Any] = {"momentum": 0.9, "temperature": 1e-3, "heat_guard": None}
     return bc.optim.SGHMC(leaves, lr=1e-3, keep_draws=keep_draws, **options)
 
 

@@ -45,7 +45,7 @@ def git(*arguments: str) -> str:
 def files_of(revision: str) -> dict[str, str]:
     """The text of every source file of the package, by its path below the package."""
     paths = git("ls-tree", "-r", "--name-only", revision, PACKAGE).split()
-    kept = [p for p in paths if PurePosixPath(p).suffix in (".py", ".cpp", ".cu", ".cuh", ".h")]
+    kept = [p for p in paths if PurePosixPath(p).suffix in (".py", ".cpp", ".hpp", ".cu", ".cuh", ".h")]
     return {p.removeprefix(PACKAGE + "/"): git("show", f"{revision}:{p}") for p in kept}
 
 

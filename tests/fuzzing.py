@@ -482,7 +482,6 @@ CALLS = {
         bc.with_master_weights(bc.sgd(0.1)).masters,
         lambda: {"state": bc.with_master_weights(bc.sgd(0.1)).init(params()), "params": params()},
     ),
-    "with_stream": (lambda **k: bc.with_stream(**k) and None, lambda: {"tx": TX, "stream": "philox"}),
     # Gaussian posteriors
     "fit_laplace": (
         lambda **k: bc.fit_laplace(**k) and None,

@@ -25,7 +25,7 @@ CHECKOUT = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a chec
 DRAW = """
 import torch, bayesopt_chain as bc
 torch.manual_seed(0)
-tx, p = bc.with_stream(bc.sghmc(0.1, 0.9, temperature=1.0), "philox"), [torch.zeros(1000)]
+tx, p = bc.sghmc(0.1, 0.9, temperature=1.0), [torch.zeros(1000)]
 state = tx.init(p)
 for _ in range(3):
     updates, state = tx.update(p, state, params=p)
@@ -54,7 +54,7 @@ def test_the_wheel_and_the_source_archive_are_complete_and_the_archive_passes_te
     ours = {
         str(f.relative_to(clone))
         for f in (clone / "bayesopt_chain").rglob("*")
-        if f.suffix in (".py", ".pyi", ".typed", ".cpp")
+        if f.suffix in (".py", ".pyi", ".typed", ".cpp", ".hpp")
     }
     assert ours <= names, f"not in the wheel: {sorted(ours - names)[:5]}"
     assert not [name for name in names if name.startswith(("tests", "benchmarks"))]

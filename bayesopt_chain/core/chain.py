@@ -7,10 +7,10 @@ links by ``init``, for the leaves that it sees; how an update runs stands in :mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import optree
 from torchopt.base import EmptyState, GradientTransformation, IdentityGradientTransformation
@@ -21,7 +21,7 @@ from bayesopt_chain.arguments import check_link
 from bayesopt_chain.core.link import ANY, Link, LinkContext
 from bayesopt_chain.core.op import IN_PLACE, PURE, owned
 from bayesopt_chain.core.state import Layout, State, selected, unshared, warm_start
-from bayesopt_chain.core.update import Lower, Plan, Update
+from bayesopt_chain.core.update import Plan, Update
 from bayesopt_chain.distributed import shards
 from bayesopt_chain.matching.noise_inputs import note
 from bayesopt_chain.matching.response import Noise
@@ -41,11 +41,6 @@ class Chain(GradientTransformation):
         True
     """
 
-    # Set by ``bayesopt_chain.compose``, a layer above this one: ``_compose`` knows TorchOpt's transformations, and ``_lower``
-    # knows the kernels that run several links at once.
-    _compose: ClassVar[Callable[..., Chain]]
-    _lower: ClassVar[Lower]
-
     def __new__(cls, links: Sequence[Link]) -> Self:
         def init(params: Any, **options: Any) -> Any:
             return shards.start(self._start, params, **options)
@@ -60,8 +55,6 @@ class Chain(GradientTransformation):
         return self
 
     def __init__(self, links: Sequence[Link]) -> None:
-        # sets _compose and _lower, whichever name of the package was asked for first
-        import_module("bayesopt_chain.compose")
         self.links = tuple(links)
         self.kinds = tuple([type(x).__name__ for x in self.links])
         self.extra_kwargs = frozenset[str]().union(*(x.extra_kwargs for x in self.links))
@@ -95,7 +88,8 @@ class Chain(GradientTransformation):
             >>> bc.add_momentum(0.9).chain(bc.scale_by_neg_lr(0.1)) == bc.chain(bc.add_momentum(0.9), bc.scale_by_neg_lr(0.1))
             True
         """
-        return self._compose(self, next)
+        # a layer above this one, which knows TorchOpt's transformations
+        return import_module("bayesopt_chain.compose").chain(self, next)
 
     def _replace(self, **kwargs: Any) -> GradientTransformation:  # pyright: ignore[reportIncompatibleMethodOverride]
         return GradientTransformation(self.init, self.update)._replace(**kwargs)
@@ -156,7 +150,7 @@ class Chain(GradientTransformation):
                 "to go on from it, as from an optimizer's, call init(params, like=state) of this chain"
             )
         if layout not in self.plans:
-            self.plans[layout] = Plan(self.links, layout, type(self)._lower)
+            self.plans[layout] = Plan(self.links, layout)
         self.last = (layout, self.plans[layout])
         return self.plans[layout]
 

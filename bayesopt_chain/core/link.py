@@ -22,6 +22,7 @@ from bayesopt_chain.checks import short
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.core.state import Layout, edited
 from bayesopt_chain.distributed.shards import Sharding
+from bayesopt_chain.engine.parts import Part
 from bayesopt_chain.matching.response import Response
 from bayesopt_chain.random.stream import leaf_numbers
 from bayesopt_chain.trees import broadcast_prefix, paths_of
@@ -287,6 +288,11 @@ class Link:
     @property
     def response(self) -> Response | None:
         """What the link does to the gradient as a filter; with ``None`` no noise can be matched to the link."""
+        return None
+
+    @property
+    def part(self) -> Part | None:
+        """What an engine has to know to act in the link's place; with ``None`` the link acts by itself."""
         return None
 
     @property

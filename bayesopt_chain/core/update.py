@@ -21,16 +21,13 @@ from bayesopt_chain.core.link import Link, LinkContext, LinkScope
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.core.state import Layout, is_by_leaf, replaced
 from bayesopt_chain.distributed.shards import Sharding
+from bayesopt_chain.engine.engine import Engine
+from bayesopt_chain.engine.runs import engines
 from bayesopt_chain.matching.noise_inputs import NoiseInput, match
 from bayesopt_chain.matching.response import Noise, Preconditioner
 from bayesopt_chain.random.stream import leaf_numbers
 from bayesopt_chain.trees import paths_of
 
-# One turn in an update: the numbers of the links that act, and the link that does it, which for several numbers is a kernel
-# that stands for all of them.
-Stage = tuple[tuple[int, ...], Link]
-# Finds runs of links that one kernel can do, as a dictionary by the number of a run's first link.
-Lower = Callable[[Sequence[Link], "Plan"], dict[int, Stage]]
 Rates = Callable[[int, Sequence[int]], Tensor]  # the gain of a link in this step, for each of these leaves
 
 
@@ -43,6 +40,7 @@ class Injected(NamedTuple):
     scale: Sequence[Tensor | float] | None  # what the velocity is multiplied by before the step
     # where False (the temperature is 0 now) no noise is added, and the gradients keep their bits
     is_positive_temperature: Tensor | None
+    has_entered: bool = False
 
 
 class Injection(Protocol):
@@ -86,7 +84,7 @@ class NoiseLink(Protocol):
 class Plan:
     """What a chain needs in every update of one layout: the order of the links, the noise, and which leaves are checked."""
 
-    def __init__(self, links: Sequence[Link], layout: Layout, lower: Lower) -> None:
+    def __init__(self, links: Sequence[Link], layout: Layout) -> None:
         self.links, self.layout, self.paths, self.where = links, layout, layout.paths, layout.where
         self.numbers = leaf_numbers(layout.paths)
         self.shards = None if layout.pieces is None else Sharding(layout, links)
@@ -104,24 +102,17 @@ class Plan:
         checked = [w for x, w in zip(links, self.where) if x.traits.checks_gradients]
         self.exact = sorted({*self.noisy, *(j for w in checked for j in w)})  # leaves whose gradients are checked
         self.sampled = {j for x, w in zip(links, self.where) if x.traits.samples > 1 for j in w}
-        self.stages = self.staged(lower(links, self))
-        lowered = {k for run, _ in self.stages if len(run) > 1 for k in run}
-        self.drawn = sorted(self.noise.keys() - lowered)  # a lowered run draws its noise itself
+        found = {} if self.shards is not None else engines(links, self)
+        inside = {k for engine in found.values() for k in engine.run if k not in found}
+        # the turns of an update: numbers of links, and engines that act in the place of several
+        self.turns: list[int | Engine] = [
+            found.get(i, i)
+            for i in range(len(links))
+            if i not in inside and (i in found or i not in self.noise or i in self.entering)
+        ]
+        self.engine = next((x for x in found.values() if x.is_whole), None)  # where the chain is one engine
         # the structure of the last tree of updates whose paths were compared, so that the next like it is not compared again
         self.spec: optree.PyTreeSpec | None = None
-
-    def staged(self, runs: dict[int, Stage]) -> list[Stage]:
-        """The turns of an update. A run of links becomes one kernel if they have the same leaves and no noise enters inside."""
-        stages, taken = list[Stage](), set[int]()
-        for i, link in enumerate(self.links):
-            if i in taken or (i in self.noise and i not in self.entering):
-                continue
-            run, lowered = runs.get(i, ((i,), link))
-            if any(self.where[k] != self.where[i] or k in self.entering for k in run[1:]):
-                run, lowered = (i,), link
-            taken |= set(run)
-            stages.append((run, lowered))
-        return stages
 
     def check(self, spec: optree.PyTreeSpec, g: list[Any], params: Any) -> list[Any] | None:
         """Check that updates and parameters fit the state, and return the leaves of the parameters.
@@ -195,11 +186,19 @@ class Update:
     noises: list[Injected] = field(default_factory=list[Injected])
 
     def run(self) -> None:
-        """Run the update: draw the noise, rescale velocities, then let link after link act."""
-        if self.plan.drawn:
-            self.draw()
-        for run, link in self.plan.stages:
-            self.take(run, link)
+        """Run the update: read all numbers, draw the noise, rescale velocities, then let one after the other act."""
+        numbers = {turn: turn.numbers(self.entries, self.g) for turn in self.plan.turns if isinstance(turn, Engine)}
+        inside = {turn.noise for turn, found in numbers.items() if found is not None}  # an engine draws by itself
+        if waiting := [i for i in self.plan.noise if i not in inside]:
+            self.draw(waiting)
+        for turn in self.plan.turns:
+            if isinstance(turn, int):
+                self.take(turn)
+            elif not ((found := numbers[turn]) and turn.act(self, found)):
+                if found and turn.noise is not None:
+                    self.draw([turn.noise])
+                for i in turn.run:
+                    self.take(i)
         dtypes = self.plan.layout.dtypes
         for j in self.plan.noisy:  # a 0-d leaf times a coefficient of a wider dtype has the wider dtype
             if (x := self.g[j]) is not None and x.dtype != dtypes[j]:
@@ -212,13 +211,15 @@ class Update:
             checks.at_this_step("lr", value)
         return torch.stack([every[k].to(torch.float64) for k in self.positions(i, leaves)])
 
-    def draw(self) -> None:
-        """Draw the noise of this step, and rescale velocities whose variance belongs to another learning rate."""
-        drawn = {i: (noise := self.plan.noise[i], noise.strength(self.entries[i], self.rates)) for i in self.plan.drawn}
+    def draw(self, links: Sequence[int]) -> None:
+        """Draw the noise of these links, and rescale velocities whose variance belongs to another learning rate."""
+        drawn = {i: (noise := self.plan.noise[i], noise.strength(self.entries[i], self.rates)) for i in links}
+        new = list[Injected]()
         for i, (noise, strength) in drawn.items():
-            new, self.entries[i] = noise.draw(self.entries[i], strength, self.g, self.op)
-            self.noises += new
-        for x in self.noises:
+            mine, self.entries[i] = noise.draw(self.entries[i], strength, self.g, self.op)
+            new += mine
+        self.noises += new
+        for x in new:
             if x.scale is not None and x.leaves and (i := x.noise_input.transfer.pole_link) is not None:
                 dtypes = self.plan.layout.dtypes
                 factors = [
@@ -228,28 +229,31 @@ class Update:
                 at = self.positions(i, x.leaves)
                 self.entries[i] = self.plan.links[i].rescaled(self.entries[i], at, factors, self.op)
 
-    def take(self, run: tuple[int, ...], link: Link) -> None:
-        """Let a link or a lowered run take its turn: noise enters, it acts, and its velocity keeps the deferred noise."""
-        i, where, alone, learns = run[0], self.plan.where[run[0]], len(run) == 1, run[0] in self.plan.learning
+    def take(self, i: int) -> None:
+        """Let a link take its turn: noise enters, it acts, and its velocity keeps the deferred noise."""
+        link, where, learns = self.plan.links[i], self.plan.where[i], i in self.plan.learning
         some = self.missing and not link.traits.all_leaves  # a gradient is missing, and the link does not see that leaf
         present = tuple([j for j in where if self.g[j] is not None]) if some else where
         if not present:
             return
         if self.noises and not learns:
             self.enter(i)
-        states = [self.part(k, present) if some else self.entries[k] for k in run]
-        g = [self.g[j] for j in present]
-        new, after = link.update(g, states[0] if alone else states, self.op, self.at(i, present))
-        for k, entry in zip(run, [after] if alone else after):
-            self.entries[k] = self.whole(k, present, entry) if some else entry
+        state = self.part(i, present) if some else self.entries[i]
+        new, after = link.update([self.g[j] for j in present], state, self.op, self.at(i, present))
+        self.entries[i] = self.whole(i, present, after) if some else after
         for j, y in zip(present, new):
             self.g[j] = y
-        for x in self.noises:  # once a noise has entered, ``x.noise`` holds it only if the velocity has to keep a part
-            if learns and x.noise_input.entry_link == i and x.noise:
+        for x in self.noises:
+            if learns and x.noise_input.entry_link == i and x.noise and not x.has_entered:
                 raise ValueError(
                     f"{link.shown}: it learns, so its update must ask for the noise: context.with_noise(denominators)"
                 )
-            if x.noise_input.deferred_gain and x.noise_input.transfer.pole_link == i:
+        self.carry(i)
+
+    def carry(self, i: int) -> None:
+        """Let the velocity of link ``i`` keep the part of the noise that acts in the next step."""
+        for x in self.noises:
+            if x.noise and x.noise_input.deferred_gain and x.noise_input.transfer.pole_link == i:
                 waits, at = [e * x.noise_input.deferred_gain for e in x.noise], self.positions(i, x.leaves)
                 self.entries[i] = self.plan.links[i].carrying(self.entries[i], at, waits, self.op)
 
@@ -267,14 +271,14 @@ class Update:
     def enter(self, i: int, denominators: Mapping[int, Tensor] | None = None) -> None:
         """Shape and add the noise that enters before link ``i``, or inside it, which has learned ``1 / P`` of each leaf."""
         for n, x in enumerate(self.noises):
-            if x.noise_input.entry_link != i or not x.noise:
+            if x.noise_input.entry_link != i or x.has_entered or not x.noise:
                 continue
             e = self.apply_powers(x.noise_input, x.leaves, x.noise, denominators)
             if x.is_positive_temperature is not None:  # x + (-0.0) has the bits of x, also for x = -0.0
                 e = [torch.where(x.is_positive_temperature, y, -0.0) for y in e]
             for j, y in zip(x.leaves, self.op.add([self.g[j] for j in x.leaves], e)):
                 self.g[j] = y
-            self.noises[n] = x._replace(noise=e if x.noise_input.deferred_gain else [])
+            self.noises[n] = x._replace(noise=e if x.noise_input.deferred_gain else [], has_entered=True)
 
     def apply_powers(
         self,
@@ -309,5 +313,4 @@ class Update:
 
     def positions(self, i: int, leaves: Sequence[int]) -> list[int]:
         """The places of these leaves among those of link ``i``."""
-        position = self.plan.position[i]
-        return [position[j] for j in leaves]
+        return [self.plan.position[i][j] for j in leaves]

@@ -4,29 +4,19 @@
 #include <numeric>
 #include <vector>
 
+#include "../random/philox.hpp"
+
 // The rows of many chains' batches: the orders of index_stream.py, integer for integer.
 
 namespace {
 
-constexpr int RUN = 64;
-
 // keys 2 block and 2 block + 1 of the stream (seed, number, chain), 62 bits each, of n neighbouring blocks
 void keys_of(uint32_t block, int n, uint32_t chain, uint64_t number, uint64_t seed, uint64_t (*keys)[2]) {
-#pragma omp simd
+  uint32_t words[4][RUN];
+  philox(block, n, {chain, {uint32_t(number), uint32_t(number >> 32)}, {uint32_t(seed), uint32_t(seed >> 32)}}, words);
   for (int r = 0; r < n; ++r) {
-    uint32_t c0 = block + r, c1 = chain, c2 = uint32_t(number), c3 = uint32_t(number >> 32);
-    uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
-    for (int i = 0; i < 10; ++i) {
-      const uint64_t p0 = uint64_t(0xD2511F53) * c0, p1 = uint64_t(0xCD9E8D57) * c2;
-      c0 = uint32_t(p1 >> 32) ^ c1 ^ k0;
-      c1 = uint32_t(p1);
-      c2 = uint32_t(p0 >> 32) ^ c3 ^ k1;
-      c3 = uint32_t(p0);
-      k0 += 0x9E3779B9;
-      k1 += 0xBB67AE85;
-    }
-    keys[r][0] = uint64_t(c0 >> 1) << 31 | c1 >> 1;
-    keys[r][1] = uint64_t(c2 >> 1) << 31 | c3 >> 1;
+    keys[r][0] = uint64_t(words[0][r] >> 1) << 31 | words[1][r] >> 1;
+    keys[r][1] = uint64_t(words[2][r] >> 1) << 31 | words[3][r] >> 1;
   }
 }
 

@@ -151,7 +151,7 @@ def flat_shards(module: nn.Module) -> dict[str, Any]:
     """Find the elements of each parameter that a rank holds under FSDP1 (``FullyShardedDataParallel``).
 
     With ``use_orig_params=True`` a leaf is a parameter of the model, so that the noise on any number of ranks is that of one
-    process with ``stream="philox"``. Without it a leaf is a flattened parameter, and the noise is the same on any number of
+    process. Without it a leaf is a flattened parameter, and the noise is the same on any number of
     ranks if the modules are wrapped in the same way.
 
     Args:

@@ -96,7 +96,7 @@ class Sharding:
     """
 
     def __init__(self, layout: Any, links: Sequence[Any]) -> None:
-        """Refuse links that need whole leaves, and random streams that do not number the elements of a leaf.
+        """Refuse links that need whole leaves.
 
         Raises:
             ValueError: there is such a link; the message names the link, and a leaf.
@@ -114,11 +114,6 @@ class Sharding:
                     f"chain: {link} needs whole leaves, and {checks.name(self.paths[here[0]])} is a DTensor, of which each "
                     f"rank has a part{link.traits.refusal_hint}. Keep whole parameters on every rank and spread the data "
                     "(bc.make_step(loss, tx, mesh=mesh)), or mask the link to leaves that are whole"
-                )
-            if here and getattr(link, "stream", None) == "generator":
-                raise ValueError(
-                    f"chain: {link} draws with torch's generator, one element after the other, so that ranks with shards of "
-                    'a leaf would all draw the first ones; leave stream= out, or take stream="philox"'
                 )
 
     def seen(self, leaves: Sequence[Any], what: str) -> None:

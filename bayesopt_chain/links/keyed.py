@@ -24,14 +24,11 @@ class Keyed(Link):
 
     Attributes:
         generator: the source of the key; ``None`` for torch's global generator.
-        stream: the stream of :mod:`bayesopt_chain.random.stream` that turns key and step into draws; ``None`` for the default
-            of the device.
     """
 
     traits = Traits(on_shards="elementwise", checks_gradients=True)
 
     generator: torch.Generator | None = field(default=None, kw_only=True, hash=False, compare=False, repr=False)
-    stream: keyed_stream.Stream | None = field(default=None, kw_only=True)
 
     def start(self, leaves: Sequence[Tensor], context: LinkContext) -> tuple[Tensor, Tensor]:
         """Make the key and the step count of a new state.
@@ -70,12 +67,7 @@ class Keyed(Link):
         """
         checks.own_key(state.key, g)
         given, scope = dict(zip(context.present, g)), context.scope
-        # In a stream in which leaves draw one after the other, a leaf without a gradient must still take its draws. Otherwise
-        # the draws of the leaves behind it would change. Its tensor is expanded, so that it needs no memory.
-        like = [
-            given[j] if j in given else torch.empty((), dtype=dtype, device=state.key.device).expand(shape)
-            for j, dtype, shape in zip(scope.index, scope.dtypes, scope.shapes)
-        ]
-        variables = keyed_stream.Variables(scope.numbers, (draws,) * len(like), kind, self.stream, runs=scope.pieces)
-        xi = variables.draw(state.key, state.step, [x.unsqueeze(0) for x in like])
+        every = tuple([draws * (j in given) for j in scope.index])  # a leaf without a gradient draws nothing
+        like = [given.get(j, state.key).unsqueeze(0) for j in scope.index]
+        xi = keyed_stream.Variables(scope.numbers, every, kind, runs=scope.pieces).draw(state.key, state.step, like)
         return [x for j, x in zip(context.index, xi) if j in given]

@@ -12,6 +12,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -34,7 +35,6 @@ from bayesopt_chain.matching.filters import Conditions, Filtered, Process, pick
 from bayesopt_chain.matching.noise_inputs import NoiseInput
 from bayesopt_chain.matching.response import Linear, Noise, Response, SelfContainedSampler
 from bayesopt_chain.random import stream as keyed_stream
-from bayesopt_chain.random.stream import STREAMS, Stream
 from bayesopt_chain.schedules import ScalarOrSchedule, is_zero
 from bayesopt_chain.schedules import now as value_at
 from bayesopt_chain.tracing import is_plain, is_readable
@@ -149,7 +149,6 @@ def _shown(link: LangevinNoise | ExplicitLangevinNoise, order: int, *more: str) 
     """The ``repr`` of a noise link, with the arguments that differ from their defaults."""
     words = [checks.show(link.temperature), *([f"order={order}"] if order != 2 else []), *more]
     words += [f"noise={link.noise!r}"] if link.noise != "gaussian" else []
-    words += [f"stream={link.stream!r}"] if link.stream is not None else []
     return f"inject_langevin_noise({', '.join(words)})"
 
 
@@ -238,7 +237,20 @@ class LangevinInjection:
         lone = noise_inputs[0].process if len(noise_inputs) == 1 and not noise_inputs[0].changes else None
         self.level = lone.c[0] if isinstance(lone, Filtered) and not lone.memory else None
         scale = 1.0 if self.level is None else self.level
-        self.variables = keyed_stream.Variables(numbers, each, link.noise, link.stream, scale, runs)
+        self.variables = keyed_stream.Variables(numbers, each, link.noise, scale, runs)
+
+    @cached_property
+    def drawn_by_kernel(self) -> Process | None:
+        """The process whose noise an engine makes of draws in its own pass; ``None`` where :meth:`draw` has to make it."""
+        if self.link.noise != "gaussian" or self.link.room is not None:
+            return None
+        (noise_input, *more), process = self.noise_inputs, self.noise_inputs[0].process
+        if more or self.variables.runs is not None or self.variables.numbers is None:
+            return None
+        if isinstance(process, Filtered):
+            c = process.c
+            return process if not noise_input.changes and process.d == (1.0,) and c in ((c[0],), (c[0], c[0])) else None
+        return process if len(process.branches) == 1 else None
 
     def start(self, params: Sequence[Any]) -> LangevinNoiseState:
         """Make the first state, with a new key.
@@ -493,7 +505,6 @@ def inject_langevin_noise(
     momentum: float | None = None,
     generator: torch.Generator | None = None,
     noise: str = "gaussian",
-    stream: Stream | None = None,
     room_for: Any = None,
 ) -> Chain:
     r"""Inject the noise that makes the chain sample ``exp(-loss / temperature)``.
@@ -520,12 +531,6 @@ def inject_langevin_noise(
         noise: the distribution of the draws. ``"gaussian"`` (default); ``"three_point"``, the values 0 and +-sqrt(3), which
             keeps order 2; or ``"rademacher"``, the values +-1, which is the cheapest and keeps order 1. With ``order=2`` it
             keeps the exact mean and covariance on quadratic losses.
-        stream: how the draws follow from key and step (default: ``"generator"`` on a CPU, ``"philox"`` elsewhere).
-            ``"philox"`` is counter-based: a draw depends on the key, the step and the path of the leaf, and is the same on
-            every device and in eager, compiled, captured and stacked steps. Gaussian draws take about a third of the time of
-            torch's generator if there is a C++ compiler, and many times as long if there is none. ``"generator"`` is torch's
-            generator, on a CPU only. Its leaves draw one after the other, and it uses 32 bits of each step's seed: among a
-            million steps of all chains together, about a hundred pairs of steps have the same draws.
         room_for: a report of :func:`bayesopt_chain.diagnostics.heating` that was made for this chain without ``room_for``.
             The noise is then reduced by the noise of the minibatches, so that the variance in the directions of the report is
             that of full gradients. This takes ``4 r P`` operations a step for ``r`` directions and ``P`` parameters. The
@@ -567,9 +572,6 @@ def inject_langevin_noise(
         checks.momentum("inject_langevin_noise: momentum", momentum)
     elif momentum is not None:
         raise ValueError("inject_langevin_noise: momentum= goes with lr=, both for plain torchopt.chain only")
-    known_stream = isinstance(stream, str) and stream in STREAMS  # pyright: ignore[reportUnnecessaryIsInstance]
-    if stream is not None and not known_stream:
-        raise ValueError(f"inject_langevin_noise: stream must be one of {STREAMS} or None, got {stream!r}")
     room = room_of(room_for)
     if room is not None and lr is not None:
         raise ValueError(
@@ -578,11 +580,9 @@ def inject_langevin_noise(
     if isinstance(temperature, Real):
         temperature = float(temperature)
     if lr is None or momentum is None:
-        return Chain((LangevinNoise(temperature, order, noise, room, generator=generator, stream=stream),))
+        return Chain((LangevinNoise(temperature, order, noise, room, generator=generator),))
     if is_zero(temperature):
         return Chain(())
     c, _ = law.noise_filter(law.spectrum((lr,), (1.0, -momentum)), (lr,), order)
-    link = ExplicitLangevinNoise(
-        temperature, c[:1], c[1:], noise=noise, lr=lr, momentum=momentum, generator=generator, stream=stream
-    )
+    link = ExplicitLangevinNoise(temperature, c[:1], c[1:], noise=noise, lr=lr, momentum=momentum, generator=generator)
     return Chain((link,))

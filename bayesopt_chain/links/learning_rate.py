@@ -20,6 +20,7 @@ from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import ELEMENTWISE, Link, LinkContext
 from bayesopt_chain.core.op import Leaves, TensorOps
+from bayesopt_chain.engine.parts import Part, Scales
 from bayesopt_chain.links.leaves import new_counts
 from bayesopt_chain.matching.response import Linear, Rate, Response
 from bayesopt_chain.schedules import ScalarOrSchedule, by_count, is_schedule, returned, scalar
@@ -55,6 +56,10 @@ class Scale(Link):
         if callable(self.step_size) or isinstance(self.step_size, Tensor):
             return Rate(self.sign)
         return Linear((float(self.sign * self.step_size),))
+
+    @property
+    def part(self) -> Part | None:
+        return Scales(self.step_size, self.sign)
 
     def init(self, leaves: Leaves, context: LinkContext) -> Any:
         return ScaleByScheduleState(new_counts(leaves)) if is_schedule(self.step_size) else EmptyState()

@@ -20,6 +20,7 @@ from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
+from bayesopt_chain.engine.parts import Decays, Part
 from bayesopt_chain.matching.response import Decay, Response
 
 
@@ -56,6 +57,10 @@ class AddLocalization(Link):
     @property
     def response(self) -> Response:
         return Decay(self.strength)
+
+    @property
+    def part(self) -> Part | None:
+        return Decays(self.strength, centre="center")
 
     def init(self, leaves: Leaves, context: LinkContext) -> LocalizationState:
         centre = context.broadcast(self.center, "add_localization: center")

@@ -23,6 +23,7 @@ from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
+from bayesopt_chain.engine.parts import Accumulates, Part
 from bayesopt_chain.links.leaves import new_counts, zeros
 from bayesopt_chain.matching.response import Linear, Response
 
@@ -53,6 +54,10 @@ class Momentum(Link):
     def response(self) -> Response:
         mu = float(self.momentum)
         return Linear((1.0 + mu, -mu) if self.nesterov else (1.0 - self.dampening,), (1.0, -mu))
+
+    @property
+    def part(self) -> Part | None:
+        return None if self.dampening or self.moment_requires_grad else Accumulates(self.momentum, self.nesterov)
 
     def init(self, leaves: Leaves, context: LinkContext) -> TraceState:
         count = new_counts(leaves) if self.dampening else ()

@@ -14,6 +14,7 @@ from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import ELEMENTWISE, Link, LinkContext, Traits
 from bayesopt_chain.core.op import IN_PLACE, Leaves, TensorOps
+from bayesopt_chain.engine.parts import Decays, Part
 from bayesopt_chain.matching.response import Decay, Linear, Response
 
 
@@ -33,6 +34,10 @@ class AddDecayedWeights(Link):
     @property
     def response(self) -> Response:
         return Decay(self.weight_decay)
+
+    @property
+    def part(self) -> Part | None:
+        return Decays(self.weight_decay, self.flip)
 
     def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:
         g = op.mul(g, -1) if self.flip else g
@@ -59,6 +64,10 @@ class FlipSign(Link):
     def response(self) -> Response:
         # The noise is matched to the descent of the negated loss, with respect to which this link changes nothing.
         return Linear()
+
+    @property
+    def part(self) -> Part | None:
+        return Decays(0.0, flips=True)
 
     def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:
         return op.mul(g, -1), state

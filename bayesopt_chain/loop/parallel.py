@@ -393,8 +393,7 @@ def parallel(
 
     Returns:
         A function like the step, of parameters and states stacked on axis 0, with ``init(tx, params)`` for the states. Every
-        chain draws the noise that it would draw alone. With ``"philox"`` (:func:`with_stream`) the noise of all chains is drawn
-        in one call.
+        chain draws the noise that it would draw alone. The noise of all chains is drawn in one call.
 
     Raises:
         RuntimeError: at a call, vmap refuses the step, or the step draws random numbers without a key.
@@ -404,7 +403,7 @@ def parallel(
     Example:
         >>> import torch, bayesopt_chain as bc
         >>> def tx(temperature):
-        ...     return bc.with_stream(bc.sghmc(0.1, temperature=temperature), "philox")
+        ...     return bc.sghmc(0.1, temperature=temperature)
         >>> def step(temperature):
         ...     return bc.make_step(lambda params, batch: (params**2).sum(), tx(temperature))
         >>> chains = bc.parallel(step, 3, each={"temperature": torch.tensor([0.0, 0.5, 1.0])})

@@ -27,8 +27,7 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.op import owned
 from bayesopt_chain.distributed import shards
 from bayesopt_chain.distributed.ranks import DataParallel
-from bayesopt_chain.fused import lower
-from bayesopt_chain.fused import sgd as fused
+from bayesopt_chain.engine.engine import moved
 from bayesopt_chain.links.master_weights import MasterState
 from bayesopt_chain.links.skip_nonfinite import SkipState
 from bayesopt_chain.links.weighted import Weighted, weight_of
@@ -51,7 +50,6 @@ class Step:
         source: computes the gradient and the further keywords that the transformation asks for.
         tx: the transformation.
         inplace: whether parameters and state are overwritten.
-        fused: the kernels that run this chain in place; ``None`` if there are none.
         finite: the check of ``check_finite=True``, or ``None``.
         memory: makes the state of a step that holds buffers or the memory of an estimator, or ``None``.
         monitor: whether the norm of the gradient and the temperature are reported.
@@ -63,7 +61,6 @@ class Step:
     source: GradientSource
     tx: GradientTransformation
     inplace: bool = False
-    fused: fused.FusedSGD | None = None
     finite: FiniteCheck | None = None
     memory: Memory | None = None
     monitor: bool = False
@@ -193,21 +190,18 @@ class Step:
             ``(params, state, Info)`` after the step.
         """
         grads, info, extra, carried = found
-        # the fused kernels return None if they cannot take these tensors; then the chain's own update runs
-        after = None if self.fused is None else self.fused.move(params, grads, inner)
-        if after is not None and self.memory is None:
-            return params, after, info
         was_enabled = torch.is_grad_enabled()
         _torch.set_grad_enabled(False)
         try:
             # ``advanced`` compares the numbers of skipped steps before and after this step; in place the old one is lost
             skipped = inner.skipped.clone() if self.memory is not None and isinstance(inner, SkipState) else None
-            # one sweep that returns new parameters saves the updates and a pass over memory
-            chain = self.tx if isinstance(self.tx, Chain) and not (self.inplace or extra) else None
-            swept = None if chain is None else lower.moved(chain, params, grads, inner)
+            # one sweep that moves the parameters saves the updates and a pass over memory
+            swept = None
+            if isinstance(self.tx, Chain) and not extra:
+                swept = moved(self.tx.plan(inner), params, grads, inner, self.inplace)
             if swept is not None:
                 params, after = swept
-            elif after is None:
+            else:
                 if self.inplace:
                     grads = _writable(grads)
                 updates, after = self.tx.update(grads, inner, params=params, inplace=self.inplace, **extra)
@@ -288,7 +282,7 @@ def make_step(
         inplace: overwrite ``params`` and ``state`` instead of returning new ones. The tensors stay the same objects, except
             in the states of posteriors that accumulate (Laplace, SWAG, the filters), which are new at every step. The
             common chains (SGD, momentum, Nesterov, weight decay, matched noise, all of constant lr and temperature) then
-            run fused; their values agree with ``update`` to one unit in the last place for each operation. Ctrl-C waits
+            run in one pass, with the bits of ``update``. Ctrl-C waits
             for the end of the writes, but not of the gradient. Default: False.
         check_finite: raise before anything is written if the loss or the gradient is not finite. If values cannot be
             read (in captured steps and under :func:`parallel`) nothing is raised, and ``info.finite`` holds the result. On an
@@ -373,7 +367,6 @@ def make_step(
         source,
         tx,
         inplace,
-        fused.recognise(tx) if inplace else None,
         FiniteCheck() if check_finite else None,
         memory,
         monitor,

@@ -64,7 +64,6 @@ _KINDS = {
     "Adafactor.eps": PAIR,
     "line_search_fn": kinds.one_of("strong_wolfe").or_none(),
     "adjust_lr_fn": Kind(lambda x: x is None or isinstance(x, str), "the name of a rule, or None"),
-    "stream": Kind(lambda x: x is None or isinstance(x, str), "the name of a stream, or None"),
     "heat_guard": Kind(
         lambda x: x is None or isinstance(x, (str, HeatGuard)), "'warn', None or a bc.diagnostics.HeatGuard"
     ),

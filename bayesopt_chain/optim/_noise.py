@@ -1,28 +1,27 @@
 """The standard normal draws of :mod:`bayesopt_chain.optim`, as a function of (key, leaf number, count of steps).
 
 A leaf's number is a hash of its parameter's name, or of its index if the optimizer was given tensors without names. With
-names, freezing, regrouping or leaving out one parameter does not change the draws of the others. torch's generator is
-reseeded for each leaf and step with ``splitmix64`` of key, number and count. Philox takes the three numbers as its arguments.
+names, freezing, regrouping or leaving out one parameter does not change the draws of the others. Philox takes key, number and
+count as its arguments, so that any part of a draw can be made by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bayesopt_chain._torch import is_dtensor
+from bayesopt_chain._torch import dispatch_modes, is_dtensor
+from bayesopt_chain.core.op import WIDE
 from bayesopt_chain.distributed.shards import agreed_key
 from bayesopt_chain.optim._plan import Work
 from bayesopt_chain.random.philox import Runs, draw_elements, parts_of_leaves, whole_leaves
-from bayesopt_chain.random.stream import STREAMS, draw_number, leaf_numbers, new_key, splitmix64
+from bayesopt_chain.random.philox_cpu import normals_kernel
+from bayesopt_chain.random.stream import draw_number, leaf_numbers, new_key, splitmix64
 
-Stream = Literal["generator", "philox"]
-
-__all__ = ["STREAMS", "Normals", "Stream", "fresh_key", "leaf_numbers", "shared_key", "step_seed"]
+__all__ = ["Normals", "fresh_key", "leaf_numbers", "shared_key", "step_seed"]
 
 
 def fresh_key(generator: torch.Generator | None = None) -> int:
@@ -40,13 +39,6 @@ def shared_key(generator: torch.Generator | None, groups: list[dict[str, Any]]) 
 def step_seed(key: int, count: int) -> int:
     """Hash a key and a count to a seed."""
     return splitmix64(splitmix64(key) + count)
-
-
-def fill_by_generator(draws: list[Tensor], generator: torch.Generator, seeds: list[int], group: dict[str, Any]) -> None:
-    """Overwrite the draws of a group's leaves with those of this step, by a generator that is reseeded for each leaf."""
-    for draw, seed in zip(draws, seeds):
-        generator.manual_seed(splitmix64(seed + group["noise_count"]))
-        draw.normal_(generator=generator)
 
 
 def cut(runs: Runs) -> Generator[Runs, int, None]:
@@ -74,7 +66,7 @@ def cut(runs: Runs) -> Generator[Runs, int, None]:
 class Normals:
     """Fills tensors with the standard normals of (key, leaf number, count).
 
-    It caches a generator and the keys on each device, and has no state that changes the draws.
+    It caches the keys on each device, and has no state that changes the draws.
 
     Attributes:
         runs: by tensor, the elements of the whole parameter that this rank holds, as ranges; ``None`` if every tensor is a
@@ -83,43 +75,30 @@ class Normals:
 
     def __init__(self) -> None:
         self.runs: Mapping[Tensor, Runs] | None = None
-        self._generator = torch.Generator()
         self._keys: dict[tuple[int, torch.device], Tensor] = {}
 
     def splits(self, w: Work) -> bool:
-        """Whether a leaf's draw may be made piece by piece, one after the other, with the result of a draw of the whole leaf.
+        """Whether a leaf's draw is made piece by piece, one after the other, with the result of a draw of the whole leaf."""
+        return self.runs is not None or w.redraws or w.param.device.type == "cpu"
 
-        Philox by elements can do that, and torch's generator on a CPU.
-        """
-        return self.runs is not None or w.redraws or self.by_generator(w)
-
-    def of(self, w: Work, branch: int = 0, last: bool = False, in_pieces: bool = False) -> Callable[[Tensor], object]:
+    def of(self, w: Work, branch: int = 0, last: bool = False) -> Callable[[Tensor], object]:
         """Make ``fill(out)`` for one leaf.
 
         Args:
             w: the leaf. If it :meth:`splits`, ``fill`` may be called for one piece after the other, else for the whole leaf.
             branch: 0 for the noise of the momentum branch, 1 for that of the direct branch.
             last: make the leaf's last draw again, instead of the one of this step.
-            in_pieces: ``fill`` will be called piece by piece, also for a leaf that Philox draws as a whole otherwise. Only
-                on a CPU.
-
-        Returns:
-            The function. With torch's generator it may be used only until this method is called again, since all functions
-            share one generator.
         """
         key, count, leaf = w.group["noise_key"], w.group["noise_count"], draw_number(w.number, branch)
         if last:  # the state remembers the key and the count of the last draw
             of, at = (("noise_of", "noise_at"), ("noise_direct_of", "noise_direct_at"))[branch]
             key, count = w.state[of], w.state[at]
         # Philox by elements gives the same numbers however a leaf is cut, on all ranks and in all blocks
-        if self.runs is not None or w.redraws or (in_pieces and not self.by_generator(w)):
+        if self.splits(w):
             rest = cut(((0, w.param.numel()),) if self.runs is None else self.runs[w.param])
             next(rest)
-            return lambda out: self._philox([out], key, [leaf], count, [rest.send(out.numel())])
-        if self.by_generator(w):
-            self._generator.manual_seed(splitmix64(splitmix64(key + leaf) + count))
-            return lambda out: out.normal_(generator=self._generator)
-        return lambda out: self._philox([out], key, [leaf], count)
+            return lambda out: self._philox([out], self._key(key, out.device), [leaf], count, [rest.send(out.numel())])
+        return lambda out: self._philox([out], self._key(key, out.device), [leaf], count)
 
     def filler(self, draws: list[Tensor], leaves: list[Work], branch: int) -> Callable[[], None]:
         """Make ``fill()``, which overwrites the draws of several leaves with those of the group's current step.
@@ -130,41 +109,39 @@ class Normals:
             branch: 0 for the noise of the momentum branch, 1 for that of the direct branch.
         """
         group, numbers = leaves[0].group, [draw_number(w.number, branch) for w in leaves]
-        key = group["noise_key"]
-        if self.runs is None and self.by_generator(leaves[0]):
-            # the part of the seeds that does not depend on the count of steps is hashed only once
-            seeds = [splitmix64(key + leaf) for leaf in numbers]
-            return partial(fill_by_generator, draws, self._generator, seeds, group)
+        key = self._key(group["noise_key"], leaves[0].param.device)
         runs = None if self.runs is None else [self.runs[w.param] for w in leaves]
         return lambda: self._philox(draws, key, numbers, group["noise_count"], runs)
 
     def again(self, draws: list[Tensor], leaves: list[Work], branch: int, key: int, count: int) -> None:
         """Overwrite the draws of several leaves with Philox's draws of a key and a count."""
         runs = None if self.runs is None else [self.runs[w.param] for w in leaves]
-        self._philox(draws, key, [draw_number(w.number, branch) for w in leaves], count, runs)
+        key_here = self._key(key, draws[0].device)
+        self._philox(draws, key_here, [draw_number(w.number, branch) for w in leaves], count, runs)
 
     def row(self, out: Tensor, leaves: list[Work], branch: int, key: int, count: int) -> None:
         """Overwrite a vector with Philox's draws of several leaves, one after the other. Only on a CPU."""
         elements = whole_leaves([w.param.numel() for w in leaves], [draw_number(w.number, branch) for w in leaves])
-        torch.cat(
-            draw_elements(self._key(key, out.device), torch.tensor(count, device="cpu"), elements, out.dtype), out=out
-        )
-
-    def by_generator(self, w: Work) -> bool:
-        """Whether torch's generator draws a whole leaf: it does on a CPU, unless the group asks for Philox."""
-        return w.param.device.type == "cpu" and w.group["noise_stream"] != "philox"
+        step = torch.tensor(count, device="cpu")
+        torch.ops.bayesopt_chain.philox_normals_(out, self._key(key, out.device), step, *elements[:3])
 
     def _philox(
-        self, draws: list[Tensor], key: int, leaves: list[int], count: int, runs: list[Runs] | None = None
+        self, draws: list[Tensor], key: Tensor, leaves: list[int], count: int, runs: list[Runs] | None = None
     ) -> None:
         """Overwrite draws with those of Philox; ``runs`` are the elements of each leaf, ``None`` for whole leaves."""
         device = draws[0].device
         step = torch.full((), count, dtype=torch.int64, device=device)
+        kernel = normals_kernel() if device.type == "cpu" and not dispatch_modes() else None
+        if kernel is not None and draws[0].dtype in WIDE and all(map(Tensor.is_contiguous, draws)):
+            for k, (draw, leaf) in enumerate(zip(draws, leaves)):  # into its place, one after the other
+                starts, lengths = zip(*runs[k]) if runs is not None and runs[k] else ((), (draw.numel(),))
+                kernel(draw.view(-1), key, step, starts, lengths, (leaf,) * len(lengths))
+            return
         if runs is None:
             elements = whole_leaves([x.numel() for x in draws], leaves)
         else:
             elements = parts_of_leaves(tuple(runs), tuple(leaves))
-        pieces = draw_elements(self._key(key, device), step, elements, draws[0].dtype)
+        pieces = draw_elements(key, step, elements, draws[0].dtype)
         for draw, piece in zip(draws, pieces):
             draw.copy_(piece.view(draw.shape))
 

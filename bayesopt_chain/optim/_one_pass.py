@@ -1,4 +1,4 @@
-"""Make torch's adaptive step and add its noise in one pass over memory, by :mod:`bayesopt_chain.fused.adaptive_cpu`.
+"""Make torch's adaptive step and add its noise in one pass over memory, by :mod:`bayesopt_chain.engine.adaptive_cpu`.
 
 Otherwise torch's step is one pass over memory, and the noise two or three more: ``D`` is computed again, the last draw is
 added, and then the new draw. The kernel does all of this in one pass, given the draws. If ``D`` is frozen, the same pass leaves
@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesopt_chain.fused.adaptive_cpu import Coefficients, adaptive_step_, counter, has_kernel
-from bayesopt_chain.fused.sweep_cpu import pointers
+from bayesopt_chain.engine.adaptive_cpu import Coefficients, adaptive_step_, counter, has_kernel
+from bayesopt_chain.engine.sweep_cpu import pointers
 from bayesopt_chain.optim._injection import AGAIN, draw_of
 from bayesopt_chain.optim._noise import Normals
 from bayesopt_chain.optim._plan import BLOCK, Form, Numbers, Piece, Plan, Rule, Work, edges_of
@@ -62,7 +62,7 @@ def _in_blocks(form: Form, normals: Normals, piece: Piece, numbers: Coefficients
     """Move one large leaf block by block, so that the draws of a block are still in cache when they are used."""
     (w,) = piece.work
     assert piece.known is not None and w.param.grad is not None
-    fill, fill_last = normals.of(w, in_pieces=True), None
+    fill, fill_last = normals.of(w), None
     if piece.last is not None and _last_key_and_count(w)[1] >= 0:
         fill_last = normals.of(w, last=True)
     theta, *kept = [places[0] if places else 0 for places in piece.known[1]]
@@ -147,10 +147,7 @@ def _together(normals: Normals, work: list[Work], fresh: Tensor, last: Tensor | 
     """Make a piece of small leaves, whose draws lie one after the other in scratch memory."""
     sizes, redraws = tuple([w.param.numel() for w in work]), work[0].redraws
     fresh, last = fresh[: sum(sizes)], last[: sum(sizes)] if last is not None and redraws else None
-    if normals.by_generator(work[0]):
-        fill = normals.filler(list(fresh.split(sizes)), work, 0)
-    else:
-        fill = partial(_draw, normals, work, fresh)
+    fill = partial(_draw, normals, work, fresh)
     fill_last = _no_draws if last is None else partial(_redraw, normals, work, last)
     return Piece(work, sizes, False, fresh, last, fill, fill_last)
 

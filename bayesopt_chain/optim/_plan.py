@@ -291,7 +291,7 @@ class FusedMove(NamedTuple):
 
 
 class Form(NamedTuple):
-    """The step of an adaptive rule in the form that :mod:`bayesopt_chain.fused.adaptive_cpu` takes.
+    """The step of an adaptive rule in the form that :mod:`bayesopt_chain.engine.adaptive_cpu` takes.
 
     Attributes:
         kind: the kernel's number for the kind of step.

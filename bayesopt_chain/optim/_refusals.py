@@ -65,11 +65,10 @@ def check_group(who: str, group: dict[str, Any], adaptive: bool, refusal: str | 
             f"{who}: capturable=True at temperature > 0: the noise counts steps on the host. "
             "Set capturable=False, or use bc.make_step with bc.capture"
         )
-    if spread and (group.get("noise_stream") == "generator" or group.get("differentiable")):
-        what = "differentiable=True" if group.get("differentiable") else 'stream="generator"'
+    if spread and group.get("differentiable"):
         raise ValueError(
-            f"{who}: {what} with parameters that are DTensors or parts of leaves at temperature > 0: their noise is numbered "
-            "by the elements of the whole parameter and drawn on this rank's part; leave it out"
+            f"{who}: differentiable=True with parameters that are DTensors or parts of leaves at temperature > 0: their noise "
+            "is numbered by the elements of the whole parameter and drawn on this rank's part; leave it out"
         )
     if group.get("differentiable"):
         moving = [name for name in ("lr", "weight_decay") if getattr(group.get(name), "requires_grad", False)]

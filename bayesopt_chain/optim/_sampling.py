@@ -13,7 +13,7 @@ added to the velocity and the parameter, and never to the averages from which ``
 The optimizer keeps what the noise depends on in two places:
 
 * The parameter group holds ``temperature``, ``noise_key`` (drawn once), ``noise_count`` (the number of steps that drew) and
-  ``noise_stream``. ``load_state_dict`` leaves the entries of a group as they are, while it casts tensors in ``state[p]`` to the
+  ``noise_kept``. ``load_state_dict`` leaves the entries of a group as they are, while it casts tensors in ``state[p]`` to the
   dtype of the parameter, which would change a 64-bit key.
 * ``state[p]`` holds the last draw, ``noise``, of unit variance, or with ``keep_draws=False`` the count and the key from which
   the draw is made again. It also holds the numbers of the last step, each as a Python float.
@@ -50,7 +50,7 @@ from bayesopt_chain.optim._rule import Before, Linear, Noise, noise_of
 from bayesopt_chain.optim._thermal import leaves_of
 
 # entries of a group that a state dict of torch's class lacks, and that then keep the values of this optimizer
-_OURS = ("temperature", "noise_key", "noise_count", "noise_stream", "noise_kept", "noise_room", "freeze_after")
+_OURS = ("temperature", "noise_key", "noise_count", "noise_kept", "noise_room", "freeze_after")
 _HAS_RANKS = dist.is_available()
 
 
@@ -118,7 +118,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             cls.__signature__ = own.replace(parameters=list(own.parameters.values())[1:], return_annotation=own.empty)
             return
         theirs = list(inspect.signature(bases[0]).parameters.values())
-        names = ["temperature", "generator", "stream", "keep_draws", *(["freeze_after"] if cls.adaptive else [])]
+        names = ["temperature", "generator", "keep_draws", *(["freeze_after"] if cls.adaptive else [])]
         names += ["heat_guard", "steps_per_epoch", *(["room_for"] if cls.takes_room else [])]
         mine = inspect.signature(Sampling.__init__).parameters
         cls.__signature__ = inspect.Signature([*theirs, *(mine[name] for name in names)])
@@ -129,7 +129,6 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         *args: Any,
         temperature: float | Tensor = 0.0,
         generator: torch.Generator | None = None,
-        stream: _noise.Stream | None = None,
         keep_draws: bool = True,
         freeze_after: int | None = None,
         heat_guard: Literal["warn"] | HeatGuard | None = "warn",
@@ -140,15 +139,12 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         ours: dict[str, Any] = {
             "temperature": temperature,
             "generator": generator,
-            "stream": stream,
             "keep_draws": keep_draws,
         }
         ours |= {"freeze_after": freeze_after, "heat_guard": heat_guard, "steps_per_epoch": steps_per_epoch}
         with _arguments.with_call(lambda: f"{self._name}()"):
             given = inspect.signature(super().__init__).bind(params, *args, **kwargs).arguments
         _arguments.require(self._name, {**given, **ours})
-        if stream is not None and stream not in _noise.STREAMS:
-            raise ValueError(f"{self._name}: stream must be one of {_noise.STREAMS} or None, got {stream!r}")
         if freeze_after is not None and not self.adaptive:
             raise TypeError(f"{self._name}: nothing here learns a preconditioner, so freeze_after= has no meaning")
         if freeze_after is not None and (isinstance(freeze_after, bool) or int(freeze_after) < 1):
@@ -179,15 +175,10 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         elif steps_per_epoch is not None:
             raise ValueError(f"{self._name}: steps_per_epoch= is for heat_guard='warn'; a HeatGuard takes its own")
         self.heat_guard = heat_guard
-        if not keep_draws and stream == "generator":
-            raise ValueError(
-                f'{self._name}: keep_draws=False asks for stream="philox", whose draws can be made again in pieces'
-            )
         learns = {"freeze_after": freeze_after} if self.adaptive else {}
         rooms = {} if self.room is None else {"noise_room": self.room.fingerprint}
         self._noise_defaults = {
             "temperature": temperature,
-            "noise_stream": stream,
             "noise_kept": keep_draws,
             **learns,
             **rooms,
@@ -306,7 +297,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         self._cache = Cache()
         # state dicts and pickles of torch's class, or of an older version of this one, lack some entries
         for group in self.param_groups:
-            for name in ("temperature", "noise_stream", "noise_kept", "freeze_after"):
+            for name in ("temperature", "noise_kept", "freeze_after"):
                 if name in self.defaults:
                     group.setdefault(name, self.defaults[name])
             group.setdefault("noise_key", None)
@@ -315,7 +306,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, and with it its noise, or a state dict of the class of ``torch.optim``.
 
-        A state dict of ``torch.optim`` sets velocities, moments and hyperparameters. Temperature, stream and key stay those of
+        A state dict of ``torch.optim`` sets velocities, moments and hyperparameters. Temperature and key stay those of
         this optimizer, so that a model can be trained with ``torch.optim`` and then sampled. As everywhere in torch, the lr
         and momentum are the saved ones. If the temperature of this optimizer is a tensor, that tensor is filled with the
         saved value and stays the same object.
@@ -521,11 +512,6 @@ class Sampling(OnRanks, torch.optim.Optimizer):
                 if not has_drawn(state):
                     _refusals.check_leaf(self._name, p, group)
                 before = last_step(self._name, state)
-                if not group["noise_kept"] and not self._draws_by_element(p, group):
-                    raise ValueError(
-                        f'{self._name}: keep_draws=False on a CPU asks for stream="philox", whose draws can be made '
-                        "again in pieces"
-                    )
             clock, has_velocity = self._clock(state), "momentum_buffer" in state
             shared = alike.get((clock, before, has_velocity))
             if shared is None:
@@ -533,10 +519,6 @@ class Sampling(OnRanks, torch.optim.Optimizer):
                 shared.work_out(self, temperature)
             out.append(Work(shared, p, state, number))
         return out
-
-    def _draws_by_element(self, p: Tensor, group: dict[str, Any]) -> bool:
-        """Whether Philox draws the noise of a leaf, so that any part of it can be drawn by itself."""
-        return self._cache.normals.runs is not None or p.device.type != "cpu" or group["noise_stream"] == "philox"
 
     def _noise(self, linear: Linear, temperature: float, before: Before | None) -> Noise:
         """Return the coefficients of the noise of a step; raise ValueError if there are none."""

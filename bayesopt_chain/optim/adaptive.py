@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesopt_chain.fused.adaptive_cpu import MOMENT, SCALED, SCALED_MOMENTUM
+from bayesopt_chain.engine.adaptive_cpu import MOMENT, SCALED, SCALED_MOMENTUM
 from bayesopt_chain.optim._plan import Clock, Form
 from bayesopt_chain.optim._refusals import momentum_of
 from bayesopt_chain.optim._rule import Linear
@@ -46,7 +46,7 @@ _COMMON = """
         params: as in torch: tensors, ``named_parameters()``, or dicts (groups).
         temperature: a number or a 0-d tensor (read at every step). With a loss that is a mean over ``N`` data, ``1 / N``
             samples the posterior. Default 0.
-        generator, stream, keep_draws, heat_guard, steps_per_epoch: see :class:`SGD`.
+        generator, keep_draws, heat_guard, steps_per_epoch: see :class:`SGD`.
         freeze_after: the number of updates after which ``P`` no longer learns, which makes sampling exact.
             Default: never.
         others: torch's arguments, in torch's order.

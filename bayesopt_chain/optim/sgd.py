@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain._torch import fused_sgd_
-from bayesopt_chain.optim import _noise
 from bayesopt_chain.optim._plan import Clock, FusedMove, Plan
 from bayesopt_chain.optim._refusals import momentum_of
 from bayesopt_chain.optim._rule import Linear
@@ -54,12 +53,8 @@ class SGD(Sampling, torch.optim.SGD):
             ``1 / N`` samples the posterior. Default 0.
         generator: source of the key of the noise, used once, when the optimizer is made. Default: torch's global generator,
             used when a temperature is first above 0.
-        stream: ``"generator"`` (default on a CPU) is torch's generator, reseeded with 32 bits for every leaf and step:
-            among ``n`` draws of a leaf at a step about ``n^2 / 2^33`` pairs are equal. ``"philox"`` (always used on other
-            devices) has no equal draws; on a CPU it is faster for leaves of 10^4 elements and more, if a C++ compiler is found.
         keep_draws: ``False`` makes the last draw again in every step, bit for bit, instead of keeping it. This saves 4 bytes
-            per parameter in float32, and costs a second draw per step. It needs Philox: ``stream="philox"`` on a CPU, the
-            default on other devices. Default: True.
+            per parameter in float32, and costs a second draw per step. Default: True.
         heat_guard: ``"warn"`` (default) or a :class:`bayesopt_chain.diagnostics.HeatGuard` warns if the noise of minibatches
             raises the temperature (docs/minibatches.md). ``None``: no guard.
         steps_per_epoch: the number of steps in an epoch, for the default guard. Default: unknown.
@@ -73,9 +68,8 @@ class SGD(Sampling, torch.optim.SGD):
 
     Raises:
         ValueError: at T > 0: momentum outside [0, 1), dampening of 1 or more, a negative lr, ``differentiable`` with an
-            lr or weight decay that requires grad, complex parameters, or ``stream="generator"`` for parameters that are
-            sharded over ranks; a negative or infinite temperature; ``room_for`` of another chain, order, dtype or parameters.
-            Nothing has moved then.
+            lr or weight decay that requires grad, complex parameters; a negative or infinite temperature;
+            ``room_for`` of another chain, order, dtype or parameters. Nothing has moved then.
 
     The key of the noise does not seed the model's own random numbers: dropout uses torch's global generator. :func:`as_step`
     seeds that one too.
@@ -163,7 +157,7 @@ class SGHMC(SGD):
         lr: learning rate, a number or a 0-d tensor.
         momentum: in [0, 1). Default 0.9.
         temperature: a number or a 0-d tensor; ``1 / N`` for the posterior if the loss is a mean over ``N`` data.
-        generator, stream: as in :class:`SGD`.
+        generator: as in :class:`SGD`.
         kwargs: further arguments of :class:`SGD`.
 
     Example:
@@ -184,10 +178,9 @@ class SGHMC(SGD):
         *,
         temperature: float | Tensor,
         generator: torch.Generator | None = None,
-        stream: _noise.Stream | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(params, lr, momentum, temperature=temperature, generator=generator, stream=stream, **kwargs)
+        super().__init__(params, lr, momentum, temperature=temperature, generator=generator, **kwargs)
 
 
 class SGLD(SGD):
@@ -201,7 +194,7 @@ class SGLD(SGD):
         params: as in :class:`SGD`.
         lr: learning rate, a number or a 0-d tensor.
         temperature: a number or a 0-d tensor; ``1 / N`` for the posterior if the loss is a mean over ``N`` data.
-        generator, stream: as in :class:`SGD`.
+        generator: as in :class:`SGD`.
         kwargs: further arguments of :class:`SGD`.
 
     Example:
@@ -221,7 +214,6 @@ class SGLD(SGD):
         *,
         temperature: float | Tensor,
         generator: torch.Generator | None = None,
-        stream: _noise.Stream | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(params, lr, temperature=temperature, generator=generator, stream=stream, **kwargs)
+        super().__init__(params, lr, temperature=temperature, generator=generator, **kwargs)

@@ -53,18 +53,17 @@ def standard_normals(
     names: Sequence[str],
     samples: int,
     antithetic: bool = False,
-    stream: keyed_stream.Stream | None = None,
     parts: Sequence[shards.Part | None] | None = None,
 ) -> tuple[Tensor, ...]:
     """``[samples, *template.shape]`` for each template; antithetic draws come as ``(z, -z)``.
 
-    ``names`` tell the templates from each other where the stream is counter-based: the paths of leaves, or other words.
+    ``names`` tell the templates from each other: the paths of leaves, or other words.
     ``parts`` say of which elements of a leaf a template is, where ranks hold parts of it.
     """
     drawn = samples // 2 if antithetic else samples
     shapes = [t.new_empty(()).expand(1, drawn, *t.shape) for t in templates]
     runs = None if parts is None else tuple([None if part is None else part.repeated(drawn) for part in parts])
-    variables = keyed_stream.Variables(keyed_stream.leaf_numbers(tuple(names)), stream=stream, runs=runs)
+    variables = keyed_stream.Variables(keyed_stream.leaf_numbers(tuple(names)), runs=runs)
     noise = [z for (z,) in variables.draw(key, count, shapes)]
     return tuple(torch.cat([z, -z]) for z in noise) if antithetic else tuple(noise)
 
@@ -107,7 +106,7 @@ class Drawing(Keyed):
         return self.draw(state, params, context.paths)
 
     def draw(self, state: Any, leaves: Leaves, names: Sequence[str]) -> Draw:
-        """A draw for parameters given as leaves, which a counter-based stream knows by their names."""
+        """A draw for parameters given as leaves, which the random stream knows by their names."""
         if self.is_deterministic:
             same = [p if self.n_samples == 1 else p.expand(self.n_samples, *p.shape) for p in leaves]
             return Draw(same, (), state.key, state.step)

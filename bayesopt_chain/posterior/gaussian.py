@@ -157,7 +157,7 @@ def _white(mean: Tree, shape: tuple[int, ...], generator: torch.Generator | None
     here = [shards.local(x) for x in leaves]
     key = shards.agreed_key(new_key(generator, here[0].device), leaves)
     runs = tuple([shards.Part.of(x).repeated(n) if is_dtensor(x) else None for x in leaves])
-    variables = Variables(leaf_numbers(tuple(paths(mean))), stream="philox", runs=runs)
+    variables = Variables(leaf_numbers(tuple(paths(mean))), runs=runs)
     drawn = variables.draw(key, torch.zeros_like(key), [x.new_empty(()).expand(1, n, *x.shape) for x in here])
     whole = [
         dtensor_of(z.reshape(*shape, *mine.shape), stacked_spec(spec_of(x), z.reshape(*shape, *mine.shape), len(shape)))

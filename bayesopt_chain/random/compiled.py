@@ -22,6 +22,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import stat
@@ -38,8 +39,8 @@ _OPTIONAL = (("-march=native", "-fopenmp"), ("-fopenmp",), ())
 # The processors that wheels are made for, the least able first, by torch's names, so that ATEN_CPU_CAPABILITY holds here too.
 LEVELS: dict[str, tuple[str, ...]] = {
     "default": (),
-    "avx2": ("-mavx2",),
-    "avx512": ("-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mprefer-vector-width=512"),
+    "avx2": ("-mavx2", "-mfma"),
+    "avx512": ("-mfma", "-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mprefer-vector-width=512"),
 }
 
 
@@ -51,8 +52,8 @@ def load(source: Path) -> ctypes.CDLL:
     """The shared library of a C++ source.
 
     Args:
-        source: one C++ file with ``extern "C"`` functions. A library that is compiled here is named after it, with a digest
-            of source, compiler and processor.
+        source: a C++ file with ``extern "C"`` functions, and headers beside it. A library that is compiled here is named after
+            it, with a digest of source, compiler and processor.
 
     Raises:
         CompileError: no library came with the wheel, and there is no compiler (``$CXX``, ``g++``, ``clang++`` or ``c++``), or
@@ -65,6 +66,15 @@ def load(source: Path) -> ctypes.CDLL:
         except OSError:  # made for another system: try the next level, and the compiler when none is left
             continue
     return _load_compiled(source)
+
+
+def text_of(source: Path) -> str:
+    """The text of a source, with that of the headers beside it in the place of their ``#include``.
+
+    Raises:
+        OSError: one of them cannot be read.
+    """
+    return re.sub(r'^#include "(.+)"$', lambda m: text_of(source.parent / m[1]), source.read_text(), flags=re.M)
 
 
 def prebuilt(source: Path) -> list[Path]:
@@ -89,11 +99,11 @@ def prebuild(source: Path, level: str, library: Path) -> None:
     Raises:
         CompileError: no compiler, or one that does not take the level's flags.
     """
-    build(source.read_text(), find_compiler(), library, optional=[("-fopenmp", *LEVELS[level])])
+    build(text_of(source), find_compiler(), library, optional=[("-fopenmp", *LEVELS[level])])
 
 
 def _load_compiled(source: Path) -> ctypes.CDLL:
-    compiler, text = find_compiler(), source.read_text()
+    compiler, text = find_compiler(), text_of(source)
     try:
         folder, kept = cache_folder(), True
     except OSError as err:

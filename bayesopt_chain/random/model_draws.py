@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from bayesopt_chain import tracing
 from bayesopt_chain.random.philox import draw_elements, whole_leaves
-from bayesopt_chain.random.stream import draw_number, seeded_generator, splitmix64
+from bayesopt_chain.random.stream import draw_number, splitmix64
 
 SALT = 0x6D6F64656C  # keeps the model's draws apart from the noise of the same key
 SELU_SCALE = 1.7580993408473766  # of alpha dropout: minus the limit of SELU towards minus infinity
@@ -120,7 +120,7 @@ class Keyed(TorchFunctionMode):
 @torch.library.custom_op("bayesopt_chain::seeded_state", mutates_args=())
 def seeded_state(key: Tensor, count: Tensor) -> Tensor:
     """The state, as bytes, of the generator with which :class:`Seeded` starts a model."""
-    return seeded_generator(int(key), int(count), SALT).get_state()
+    return torch.Generator().manual_seed(splitmix64(splitmix64(int(key) + SALT) + int(count))).get_state()
 
 
 @seeded_state.register_fake  # pyright: ignore[reportUnknownMemberType]

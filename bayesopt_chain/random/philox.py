@@ -17,8 +17,8 @@ depends on how many there are. A block's number has 32 bits, so that elements fr
 Normals are one operation, ``torch.ops.bayesopt_chain.philox_normals``: on a CPU a C++ kernel
 (:mod:`bayesopt_chain.random.philox_cpu`), on a CUDA device a Triton kernel (:mod:`bayesopt_chain.random.philox_cuda`) for
 float32. Where neither is to be had, tensor operations do the same (:func:`in_tensors`). Other variables are these tensor
-operations everywhere; a compiled graph calls them as one operation too (``philox_others``), since torch's compiler
-vectorises their integers wrongly on some processors.
+operations everywhere, and one operation for compiled graphs too (``philox_others``), since torch's compiler vectorises their
+integers wrongly on some processors.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def require_in_range(size: int, what: str = "params: a leaf") -> None:
     if size > LARGEST:
         raise ValueError(
             f"{what} has {size} elements, and the counter-based stream numbers 2^34: the noise of further ones would "
-            'repeat that of the first. Split the leaf, or take stream="generator"'
+            "repeat that of the first. Split the leaf"
         )
 
 
@@ -136,16 +136,12 @@ def draw_elements(
     if kind == "gaussian" and traced and not starts and _goes_into_the_graph(key, real):
         each = [Elements((), (n,), (draw,), (n,)) for n, draw in zip(elements.lengths, elements.draws)]
         return [in_tensors(key, step, one, real).to(dtype) for one in each]
-    if kind != "gaussian" and not traced:
-        flat = in_tensors(key, step, elements, real, kind)
-    else:
-        ops, numbers = torch.ops.bayesopt_chain, (starts, elements.lengths, elements.draws)
-        normal = kind == "gaussian"
-        flat: Tensor = (
-            ops.philox_normals(key, step, *numbers, real)
-            if normal
-            else ops.philox_others(key, step, *numbers, real, kind)
-        )
+    ops, numbers = torch.ops.bayesopt_chain, (starts, elements.lengths, elements.draws)
+    flat: Tensor = (
+        ops.philox_normals(key, step, *numbers, real)
+        if kind == "gaussian"
+        else ops.philox_others(key, step, *numbers, real, kind)
+    )
     flat = flat.to(dtype)
     parts: Sequence[Tensor] = (flat,) if len(elements.sizes) == 1 else _functions.split(flat, elements.sizes, -1)
     return [x.clone() for x in parts] if traced else [*parts]  # in a graph a write to one would rewrite them all

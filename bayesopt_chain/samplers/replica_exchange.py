@@ -122,7 +122,7 @@ class ReplicaExchange(Keyed):
         """Which chain each temperature continues, ``[n]``, and the counts of accepted and proposed swaps."""
         n = len(self.temperatures)
         uniform = torch.empty(1, n - 1, dtype=torch.float64, device=loss.device)
-        variables = keyed_stream.Variables(kind="uniform", stream=self.stream)
+        variables = keyed_stream.Variables(kind="uniform")
         ((u,),) = variables.draw(state.key ^ _SWAP_STREAM, state.step, [uniform])
         pair = torch.arange(n - 1, device=loss.device)
         turn = torch.div(state.step, self.swap_every, rounding_mode="floor") % 2

@@ -14,7 +14,6 @@ import optree
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bayesopt_chain.compose import with_stream
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.state import State
 from bayesopt_chain.loop.parallel import stack
@@ -104,8 +103,11 @@ def init_starts_afresh(build: Build) -> None:
 
 
 def tree_structure_does_not_matter(build: Build) -> None:
-    """A dict, a list, a nested tuple and TorchOpt's flat tuple of the same leaves move alike; Philox knows leaves by path."""
-    if _draws_by_path(build()):
+    """A dict, a list, a nested tuple and TorchOpt's flat tuple of the same leaves move alike where nothing is drawn.
+
+    Draws know a leaf by its path.
+    """
+    if _draws(build):
         return
     params = example_params()
     want = optree.tree_leaves(run(build(), params, smooth_gradient, 4)[0])
@@ -118,8 +120,8 @@ def tree_structure_does_not_matter(build: Build) -> None:
 
 
 def a_bare_tensor_is_a_tree(build: Build) -> None:
-    """One tensor works like a tree of one leaf; Philox knows leaves by path."""
-    if _draws_by_path(build()):
+    """One tensor works like a tree of one leaf, where nothing is drawn."""
+    if _draws(build):
         return
     p = example_params()["weight"]
     assert_bitwise_equal(
@@ -253,13 +255,12 @@ def derivatives_agree_with_differences(build: Build) -> None:
 
 
 def the_stream_reaches_every_draw(build: Build) -> None:
-    """No draw comes from a generator once the stream is Philox, and torch's global generator is never touched."""
+    """No draw comes from a generator: a state's key and count decide all of them."""
     tx, params, state = _underway(build)
     before = torch.random.get_rng_state()
     tx.update(smooth_gradient(params), state, params=params, inplace=False)
     assert torch.equal(before, torch.random.get_rng_state()), "an update drew from torch's global generator"
     if isinstance(tx, Chain):
-        tx = with_stream(tx, "philox")
         with _NoGenerator():
             tx.update(smooth_gradient(params), state, params=params, inplace=False)
 
@@ -297,7 +298,7 @@ def a_part_of_a_leaf_moves_as_in_the_whole(build: Build) -> None:
     tx = build()
     if not isinstance(tx, Chain) or any(link.traits.on_shards != "elementwise" for link in tx.links):
         return
-    tx, params, state = _underway(lambda: with_stream(build(), "philox"))
+    tx, params, state = _underway(build)
     leaves, spec = optree.tree_flatten(params)
     runs = tuple([_rows(p)[1] for p in leaves])
     shapes = tuple([_rows(p)[0].shape for p in leaves])
@@ -390,8 +391,10 @@ def assert_laws(build: Build, *, skip: Iterable[Callable] = ()) -> None:
                 raise AssertionError(f"{law.__name__}: {err}") from None
 
 
-def _draws_by_path(tx: Any) -> bool:
-    return isinstance(tx, Chain) and any(getattr(link, "stream", None) == "philox" for link in tx.links)
+def _draws(build: Build) -> bool:
+    """Whether a state holds a key, so that its draws depend on the paths of the leaves."""
+    entries = optree.tree_leaves(build().init(example_params()), is_leaf=lambda x: hasattr(x, "key"))
+    return any([hasattr(x, "key") for x in entries])
 
 
 def _underway(build: Build, steps: int = 2):

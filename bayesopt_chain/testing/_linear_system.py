@@ -22,8 +22,8 @@ from bayesopt_chain.core.state import State
 # A power of two, so that multiplying and dividing by it does not round.
 IMPULSE = 2.0**-26
 
-NORMALS = ("normal_", "normal", "randn", "randn_like", "normal_functional", "philox_normals")
-OTHER_DRAWS = ("rand", "rand_like", "uniform_", "bernoulli", "bernoulli_", "randint", "random_")
+NORMALS = ("normal_", "normal", "randn", "randn_like", "normal_functional", "philox_normals", "philox_normals_")
+OTHER_DRAWS = ("rand", "rand_like", "uniform_", "bernoulli", "bernoulli_", "randint", "random_", "philox_others")
 
 
 class NormalProbe(TorchDispatchMode):
@@ -56,11 +56,14 @@ class NormalProbe(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if name in NORMALS:
-            n = out.numel()
-            fresh = out.new_zeros(n) if self.values is None else self.values[self.drawn : self.drawn + n].to(out.device)
+            drawn = args[0] if out is None else out  # an operation in place may return nothing
+            n = drawn.numel()
+            fresh = (
+                drawn.new_zeros(n) if self.values is None else self.values[self.drawn : self.drawn + n].to(drawn.device)
+            )
             self.drawn += n
             mean, std = (_argument(func, args, kwargs or {}, *default) for default in (("mean", 0.0), ("std", 1.0)))
-            out.copy_(mean + std * fresh.reshape(out.shape))
+            drawn.copy_(mean + std * fresh.reshape(drawn.shape))
         elif name in OTHER_DRAWS:
             raise TypeError(
                 f"NormalProbe: the update draws {name}, which is not a normal; only Gaussian noise can be probed"

@@ -121,7 +121,7 @@ class Ours(NamedTuple):
     ) -> tuple[Tensor, float]:
         """One chain on the full batch, captured."""
         n, block = len(self.p.x), 100
-        tx = bc.with_stream(bc.sghmc(share * self.limit, MOMENTUM, temperature=1 / n, order=order), "philox")
+        tx = bc.sghmc(share * self.limit, MOMENTUM, temperature=1 / n, order=order)
         w, data = self.p.mode.to(dtype, copy=True), (self.p.x.to(dtype), self.p.y.to(dtype))
         state = tx.init(w)
         step = bc.capture(bc.make_step(self.loss, tx), w, state, data, steps=block, draws=True)
@@ -147,7 +147,7 @@ class Ours(NamedTuple):
     def parallel(self, s: Mapping[str, Any]) -> tuple[Tensor, float]:
         """Many chains from the mode, captured; their last positions."""
         n, k, block = len(self.p.x), s["chains"], 10
-        tx = bc.with_stream(bc.sghmc(SHARE * self.limit, MOMENTUM, temperature=1 / n), "philox")
+        tx = bc.sghmc(SHARE * self.limit, MOMENTUM, temperature=1 / n)
         w, chains, data = (
             self.p.mode.expand(k, 9).clone(),
             bc.parallel(bc.make_step(self.loss, tx), k),

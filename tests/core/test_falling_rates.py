@@ -153,7 +153,7 @@ def test_pure_and_in_place_steps_move_alike_along_a_fall_with_a_stop(kwargs):
 @pytest.mark.parametrize("kwargs", [dict(momentum=0.0), dict(momentum=0.9), dict(momentum=0.9, nesterov=True)], ids=str)
 def test_stacked_chains_take_the_numbers_of_each_alone(kwargs):
     """Under vmap the rule runs on tensors, alone on numbers."""
-    tx = bc.with_stream(bc.sgd(FALLS["zero in the middle and last"], **kwargs, temperature=T), "philox")
+    tx = bc.sgd(FALLS["zero in the middle and last"], **kwargs, temperature=T)
     p = torch.linspace(-1.0, 1.0, 4, dtype=torch.float64)
     torch.manual_seed(0)
     singles = [tx.init(p), tx.init(p)]

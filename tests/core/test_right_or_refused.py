@@ -205,18 +205,8 @@ def test_tied_leaves_are_refused_where_they_would_get_noise_twice():
     bc.sghmc(0.1, temperature=T).init(list(flat.split(3)))  # neighbours in memory are two
 
 
-def test_with_stream_reaches_every_draw_and_keeps_the_transformations_methods():
-    tx = bc.with_stream(bc.vi.ivon(0.1, temperature=0.1), "philox")
-    assert type(tx) is type(bc.vi.ivon(0.1, temperature=0.1)) and tx.sample and tx.posterior
-    for build in OWN_NOISE.values():
-        keyed = [x for x in bc.with_stream(build(), "philox").links if hasattr(x, "stream")]
-        assert keyed and all(x.stream == "philox" for x in keyed)
-    with pytest.raises(ValueError, match="stream must be 'generator' or 'philox'"):
-        bc.with_stream(bc.sgd(0.1), "mersenne")
-
-
 def test_freezing_a_leaf_leaves_the_noise_of_the_others_alone():
-    tx = bc.with_stream(bc.sgld(0.1, temperature=T), "philox")
+    tx = bc.sgld(0.1, temperature=T)
     params = {"a": torch.zeros(5), "b": torch.zeros(7)}
     only = {"b": torch.zeros(7)}
     torch.manual_seed(0)
@@ -366,11 +356,6 @@ def test_a_loss_that_never_touches_params_is_refused(vmapped):
             step(params, tx.init(params), batch)
     used = bc.make_step(lambda p, b: torch.func.functional_call(module, p, (b,)).square().mean(), tx)
     used(params, tx.init(params), batch)
-
-
-def test_the_generator_stream_says_that_it_keeps_32_bits():
-    assert "32 bits of each step's seed" in bc.inject_langevin_noise.__doc__
-    assert "32 bits" in bc.with_stream.__doc__
 
 
 def test_the_empty_chain_is_torchopts_identity_and_chain_flat_exists():

@@ -1,4 +1,4 @@
-"""What a reader has to go through to know what a call does: budgets of files, functions, lines run, and of statements.
+"""What a reader has to go through to know what a call does: budgets of files, functions and statements.
 
 Air, comments and docstrings are free. ``python -m benchmarks.route`` prints the figures, and which functions they are of.
 """
@@ -14,21 +14,20 @@ from benchmarks import size
 from benchmarks.route import CALLS, measured
 
 PACKAGE = Path(bc.__file__).parent
-BUDGETS = {  # files, functions, lines run
-    "update": (8, 30, 129),
-    "make_step": (11, 43, 171),
-    "sample": (43, 266, 1028),
-    "optim": (7, 20, 106),  # one file is the heat guard
+BUDGETS = {  # files, functions
+    "update": (8, 31),
+    "make_step": (11, 42),
+    "sample": (43, 266),
+    "optim": (7, 20),  # one file is the heat guard
 }
 
 
 @pytest.mark.parametrize("name", BUDGETS)
 def test_a_call_stays_within_its_budget(name):
     found = measured(name)
-    files, functions, lines = BUDGETS[name]
+    files, functions = BUDGETS[name]
     assert len(found.files) <= files, found.files
     assert len(found.functions) <= functions, found.functions
-    assert len(found.lines) <= lines
 
 
 def test_every_budget_is_of_a_call_that_the_table_shows():

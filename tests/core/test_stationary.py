@@ -395,7 +395,9 @@ def test_the_velocity_carries_half_of_the_noise(dampening, mask):
     key, (b, c) = state[1].key, (1 - dampening, math.sqrt(temperature * (1 - mu) / (2 * lr * (1 - dampening))))
     want, v, before = theta, torch.zeros(20, dtype=torch.float64), torch.zeros(20, dtype=torch.float64)
     for t in range(6):
-        [[xi]] = keyed_stream.Variables().draw(key, torch.tensor(t), [theta.unsqueeze(0)])
+        [[xi]] = keyed_stream.Variables(keyed_stream.leaf_numbers(("",))).draw(
+            key, torch.tensor(t), [theta.unsqueeze(0)]
+        )
         v = mu * v + (1.0 if t == 0 else b) * (torch.sin(want) + c * (xi + before))
         want, before = want - lr * v, xi
         updates, state = tx.update(torch.sin(theta), state, params=theta, inplace=False)

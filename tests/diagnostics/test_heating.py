@@ -53,7 +53,7 @@ CHAINS = {
     "scheduled": lambda lr: bc.sgd(lambda count: lr, 0.9, temperature=T),
     "clipped far away": lambda lr: bc.chain(torchopt.clip_grad_norm(10.0), bc.sghmc(lr, temperature=T)),
     "splitting": lambda lr: bc.samplers.ubu(lr**0.5, 1.0, temperature=T),
-    "Philox": lambda lr: bc.with_stream(bc.sghmc(lr, temperature=T), "philox"),
+    "Philox": lambda lr: bc.sghmc(lr, temperature=T),
 }
 
 
@@ -307,7 +307,7 @@ def test_chains_on_reshuffled_batches_are_as_hot_as_predicted():
     K, mu = n // b, 0.9
     lr = (1 - mu) / K
     C = g.square().sum() / (n - 1) / b
-    tx = bc.with_stream(bc.sghmc(lr, mu, temperature=float(C) / K), "philox")  # C = K T H
+    tx = bc.sghmc(lr, mu, temperature=float(C) / K)  # C = K T H
     report = heating(tx, noise_of(C.reshape(1, 1)), order="reshuffled", steps_per_epoch=K)
     many = bc.parallel(bc.make_step(loss, tx), chains, batch_dim=0)
     data = bc.epochs((x, y), b, chains=chains)

@@ -25,7 +25,7 @@ CHAINS = {
         bc.scale_by_preconditioner(torch.tensor([0.5, 2.0, 1.0], dtype=DOUBLE)),
         bc.sghmc(0.1, temperature=T, room_for=room),
     ),
-    "Philox": lambda room: bc.with_stream(bc.sghmc(0.2, momentum=0.8, temperature=T, room_for=room), "philox"),
+    "Philox": lambda room: bc.sghmc(0.2, momentum=0.8, temperature=T, room_for=room),
 }
 
 
@@ -83,7 +83,7 @@ def test_cooled_draws_have_the_covariance_of_full_gradients():
 
 def test_in_update_make_step_parallel_capture_and_an_optimizer_it_is_one_chain():
     H, _, loss, noise = problem(like=[torch.zeros(2, dtype=DOUBLE), torch.zeros((), dtype=DOUBLE)])
-    make = lambda room=None: bc.with_stream(bc.sghmc(0.2, temperature=T, room_for=room), "philox")  # noqa: E731
+    make = lambda room=None: bc.sghmc(0.2, temperature=T, room_for=room)  # noqa: E731
     report = heating(make(), noise, order="reshuffled", steps_per_epoch=4, curvature=H, again=noise)
     tx, batch = make(report), torch.ones(1, D, dtype=DOUBLE)
     assert make(copy.deepcopy(report)) == tx == pickle.loads(pickle.dumps(tx)) != make()

@@ -176,7 +176,7 @@ def test_networks_neither_diverge_nor_heat_at_the_suggested_rate(kind):
 
     def losses(batches):
         torch.manual_seed(7)  # the same noise in both runs
-        p, tx = params, bc.with_stream(make(found.lr), "philox")
+        p, tx = params, make(found.lr)
         step, state, seen = bc.make_step(loss, tx), tx.init(params), []
         for k in range(1500):
             p, state, _ = step(p, state, batches.batch(*divmod(k, len(batches))))

@@ -27,14 +27,14 @@ def starts():
     return {"w": torch.randn(N, 3, generator=g), "b": torch.randn(N, generator=g)}
 
 
-def make(stream):
-    return bc.with_stream(bc.sghmc(0.1, temperature=0.05), stream)
+def make():
+    return bc.sghmc(0.1, temperature=0.05)
 
 
-def sampled(stream, options, path=None, steps=14, seed=5, unseeded=False):
+def sampled(options, path=None, steps=14, seed=5, unseeded=False):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(dist.get_rank() if unseeded else 0)  # ranks that were seeded in any way
-    tx = make(stream)
+    tx = make()
     chains = bc.parallel(bc.make_step(loss, tx), N, mesh=mesh, **options)
     params = chains.mine(starts())
     draws = bc.sample(chains, params, chains.init(tx, params, seed=seed), data(), steps=steps, burn_in=4, path=path)
@@ -47,9 +47,9 @@ def same(a, b):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stream, options", [("generator", {"loop": True}), ("philox", {"chunk": 2})])
-def test_eight_chains_on_one_two_and_four_ranks_are_the_same_bit_for_bit(stream, options, tmp_path):
-    (alone,), two, four = (run(sampled, size, tmp_path, stream, options) for size in (1, 2, 4))
+@pytest.mark.parametrize("options", [{"loop": True}, {"chunk": 2}])
+def test_eight_chains_on_one_two_and_four_ranks_are_the_same_bit_for_bit(options, tmp_path):
+    (alone,), two, four = (run(sampled, size, tmp_path, options) for size in (1, 2, 4))
     assert alone[1]["w"].shape == (10, N, 3) and len({tuple(x) for x in alone[1]["w"][-1].tolist()}) == N
     for ranks in (two, four):
         assert [n for numbers, *_ in ranks for n in numbers] == list(range(N))
@@ -61,21 +61,21 @@ def test_eight_chains_on_one_two_and_four_ranks_are_the_same_bit_for_bit(stream,
 
 @pytest.mark.slow
 def test_chains_all_at_once_differ_by_the_rounding_of_their_matrix_products_alone(tmp_path):
-    (alone,), two = (run(sampled, size, tmp_path, "philox", {}) for size in (1, 2))
+    (alone,), two = (run(sampled, size, tmp_path, {}) for size in (1, 2))
     for _, params, *_ in two:
         torch.testing.assert_close(params["w"], alone[1]["w"], rtol=0, atol=1e-5)
 
 
 def test_chains_that_do_not_divide_by_the_ranks_are_shared_out_and_gathered(tmp_path):
-    (alone,), three = (run(sampled, size, tmp_path, "philox", {"loop": True}) for size in (1, 3))
+    (alone,), three = (run(sampled, size, tmp_path, {"loop": True}) for size in (1, 3))
     assert [len(numbers) for numbers, *_ in three] == [3, 3, 2]
     assert all(same(params, alone[1]) for _, params, *_ in three)
 
 
 @pytest.mark.slow
 def test_without_a_seed_the_first_rank_draws_one_for_all(tmp_path):
-    ranks = run(sampled, 2, tmp_path, "philox", {"loop": True}, None, 14, None, True)
-    (alone,) = run(sampled, 1, tmp_path, "philox", {"loop": True}, None, 14, None, True)
+    ranks = run(sampled, 2, tmp_path, {"loop": True}, None, 14, None, True)
+    (alone,) = run(sampled, 1, tmp_path, {"loop": True}, None, 14, None, True)
     assert same(ranks[0][1], alone[1]) and same(ranks[1][1], alone[1])
 
 
@@ -84,7 +84,7 @@ def test_a_seed_gives_the_same_chains_without_a_mesh(tmp_path):
     chains = bc.parallel(bc.make_step(loss, tx), N, loop=True)
     state = chains.init(tx, starts(), seed=5)
     draws = bc.sample(chains, starts(), state, data(), steps=14, burn_in=4)
-    (alone,) = run(sampled, 1, tmp_path, "philox", {"loop": True})
+    (alone,) = run(sampled, 1, tmp_path, {"loop": True})
     assert same(draws.params, alone[1])
 
 
@@ -109,7 +109,7 @@ def test_a_generator_in_the_chain_is_refused_beside_a_seed():
 def hyper():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     temperatures = torch.linspace(0.0, 0.7, N)
-    tx = lambda temperature: bc.with_stream(bc.sghmc(0.1, temperature=temperature), "philox")  # noqa: E731
+    tx = lambda temperature: bc.sghmc(0.1, temperature=temperature)  # noqa: E731
     chains = bc.parallel(
         lambda temperature: bc.make_step(loss, tx(temperature)),
         N,
@@ -152,7 +152,7 @@ def test_what_cannot_be_shared_out_is_refused(tmp_path):
 
 def test_ranks_write_their_own_folders_and_the_draws_are_opened_together(tmp_path):
     path = tmp_path / "draws"
-    ranks = run(sampled, 2, tmp_path, "philox", {"loop": True}, path)
+    ranks = run(sampled, 2, tmp_path, {"loop": True}, path)
     assert sorted(p.name for p in path.iterdir()) == ["chains-00000-00004", "chains-00004-00008"]
     opened = bc.Draws.open(path)
     assert opened.complete and opened.chains == N and same(opened.params, ranks[0][1])
@@ -163,15 +163,15 @@ def test_ranks_write_their_own_folders_and_the_draws_are_opened_together(tmp_pat
 @pytest.mark.slow
 def test_a_run_of_ranks_goes_on_where_it_stopped(tmp_path):
     path = tmp_path / "draws"
-    run(sampled, 2, tmp_path, "philox", {"loop": True}, path, 9)
-    ranks = run(sampled, 2, tmp_path, "philox", {"loop": True}, path, 14)
-    (alone,) = run(sampled, 1, tmp_path, "philox", {"loop": True})
+    run(sampled, 2, tmp_path, {"loop": True}, path, 9)
+    ranks = run(sampled, 2, tmp_path, {"loop": True}, path, 14)
+    (alone,) = run(sampled, 1, tmp_path, {"loop": True})
     assert same(ranks[0][1], alone[1])
 
 
 def test_a_missing_part_is_named(tmp_path):
     path = tmp_path / "draws"
-    run(sampled, 2, tmp_path, "philox", {"loop": True}, path)
+    run(sampled, 2, tmp_path, {"loop": True}, path)
     (path / "chains-00004-00008").rename(tmp_path / "elsewhere")
     with pytest.raises(FileNotFoundError, match="no draws of chains 4 to 7 of 8"):
         bc.Draws.open(path)

@@ -35,7 +35,7 @@ def batches(steps=12, size=12, dtype=torch.float64):
 
 CHAINS = {
     "sghmc": lambda: bc.sghmc(0.05, temperature=0.01),
-    "philox": lambda: bc.with_stream(bc.sghmc(0.05, temperature=0.01), "philox"),
+    "philox": lambda: bc.sghmc(0.05, temperature=0.01),
     "adam": lambda: bc.adam(0.01, temperature=0.001),
     "skip": lambda: bc.skip_nonfinite(bc.sgld(0.05, temperature=0.01)),
     "vi": lambda: bc.vi.mean_field(bc.sgd(0.01), temperature=0.01),

@@ -33,7 +33,7 @@ def loss(params, batch):
 
 
 def chains_of(n, mesh=None, fn=loss):
-    tx = bc.with_stream(bc.sghmc(0.1, temperature=0.05), "philox")
+    tx = bc.sghmc(0.1, temperature=0.05)
     chains = bc.parallel(bc.make_step(fn, tx), n, mesh=mesh, loop=True)
     params = chains.mine(starts(n)) if mesh is not None else starts(n)
     return chains, params, chains.init(tx, params, seed=5)
@@ -151,7 +151,7 @@ def test_other_batches_are_refused_when_chains_go_on_elsewhere(tmp_path):
 def rows_of_their_own(path, steps, sizes=None):
     """Every chain has its own data: axis 1 of the inputs counts chains."""
     mesh = None if sizes is None else init_device_mesh("cpu", (dist.get_world_size(),))
-    tx = bc.with_stream(bc.sgld(0.1, temperature=0.05), "philox")
+    tx = bc.sgld(0.1, temperature=0.05)
     step = bc.make_step(lambda p, batch: (p["w"] - batch[0]).square().mean() + batch[1] * p["w"].sum(), tx)
     chains = bc.parallel(step, 4, mesh=mesh, loop=True, batch_dim=(1, None))
     inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(2))

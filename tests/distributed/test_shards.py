@@ -1,7 +1,5 @@
 """Chains on parameters that are spread over ranks: the trajectory of one process, in every layout, or a refusal by name."""
 
-from contextlib import contextmanager
-
 import optree
 import pytest
 import torch
@@ -15,7 +13,6 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import bayesopt_chain as bc
-from bayesopt_chain.random import stream as keyed_stream
 from tests.distributed.layouts import layouts, leaves, local, parts, spread
 from tests.distributed.ranks import run
 from tests.registry import POSTERIORS, TRANSFORMS
@@ -31,14 +28,6 @@ REFUSED = {  # rows with a link that mixes elements, or asks for the shape of a 
     "samplers.replica_exchange",
     *[str(row) for row in POSTERIORS if not str(row).startswith(("vi.mean_field", "vi.ivon", "laplace"))],
 } - {"ekf.diagonal, mixed rows"}  # that of the other row of the filter has plain rows
-
-
-@contextmanager
-def philox():
-    """One process draws as many do: by counters."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keyed_stream.Variables, "is_counter_based", True)
-        yield
 
 
 def trajectory(tx, params, inplace, batches, seed):
@@ -60,8 +49,7 @@ def compared(inplace, chosen):
     for row in TRANSFORMS:
         tx = row.build(0.1)
         if str(row) not in REFUSED:
-            with philox():
-                whole, _ = trajectory(tx, leaves(0), inplace, batches, 3)
+            whole, _ = trajectory(tx, leaves(0), inplace, batches, 3)
         for name, layout in known.items():
             try:  # the ranks are seeded as it happens: the first one's key is all ranks'
                 got, state = trajectory(tx, spread(leaves(0), layout), inplace, here[name], 3 + dist.get_rank())
@@ -139,20 +127,20 @@ OPTIMIZERS = {
 }
 
 
-def optimizer_of(name, model, stream):
+def optimizer_of(name, model):
     generator = bc.distributed.generator(0)
     if name == "Optimizer":
         return bc.optim.Optimizer(
             model.parameters(),
-            lambda group: bc.with_stream(bc.sghmc(0.05, temperature=0.01, generator=generator), "philox"),
+            lambda group: bc.sghmc(0.05, temperature=0.01, generator=generator),
         )
     make = getattr(bc.optim, name)
-    return make(model.named_parameters(), temperature=0.01, generator=generator, stream=stream, **OPTIMIZERS[name])
+    return make(model.named_parameters(), temperature=0.01, generator=generator, **OPTIMIZERS[name])
 
 
-def trained(name, model, stream):
+def trained(name, model):
     """The optimizer after six steps of the model, with the temperature changed on the way."""
-    optimizer = optimizer_of(name, model, stream)
+    optimizer = optimizer_of(name, model)
     x = torch.linspace(-1, 1, 60, dtype=torch.float64).view(12, 5)
     for step in range(6):
         if step == 4:
@@ -169,11 +157,11 @@ def optimized():
     found = {}
     for name in OPTIMIZERS:
         alone = network()
-        trained(name, alone, "philox")
+        trained(name, alone)
         for way in WAYS:
             model = network()
             way(model)
-            optimizer = trained(name, model, None)
+            optimizer = trained(name, model)
             mine = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
             found[name, way.__name__] = max((a - b).abs().max().item() for a, b in zip(alone.parameters(), mine))
             for p, state in optimizer.state.items():
@@ -199,9 +187,8 @@ def loss(params, batch):
     return (hidden**2).mean() + (params["bias"] ** 2).sum() * params["scale"] + params["head"].sin().mean()
 
 
-def chain_of(kind, stream):
+def chain_of(kind):
     sampler = bc.sghmc(0.05, temperature=0.01, generator=bc.distributed.generator(1))
-    sampler = bc.with_stream(sampler, stream) if stream else sampler
     if kind == "clipped":  # below the norm of every step's gradient
         return bc.chain(torchopt.clip_grad_norm(0.1), sampler)
     return bc.skip_nonfinite(sampler) if kind == "skipping" else sampler
@@ -212,14 +199,14 @@ def stepped():
     found, batch = {}, torch.linspace(-1, 1, 72, dtype=torch.float64).view(12, 6)
     for kind, inplace in [("plain", True), ("plain", False), ("clipped", True), ("clipped", False), ("skipping", True)]:
         options = {"inplace": inplace, "monitor": True, "check_finite": True}
-        step, params = bc.make_step(loss, tx := chain_of(kind, "philox"), **options), leaves(0)
+        step, params = bc.make_step(loss, tx := chain_of(kind), **options), leaves(0)
         state = tx.init(params)
         for _ in range(4):
             params, state, info = step(params, state, batch)
         for name, (mesh, placements) in layouts().items():
             whole = [Replicate()] * mesh.ndim
             layout = mesh, {leaf: whole if p is None else p for leaf, p in placements.items()}
-            step, mine = bc.make_step(loss, tx := chain_of(kind, None), **options), spread(leaves(0), layout)
+            step, mine = bc.make_step(loss, tx := chain_of(kind), **options), spread(leaves(0), layout)
             state = tx.init(mine)
             seen = DTensor.from_local(batch, mesh, whole, run_check=False)
             for _ in range(4):

@@ -31,7 +31,7 @@ def loss(params, batch):
     return 0.5 * ((params["w"] - batch) ** 2).sum() + 0.5 * (params["b"] ** 2).sum()
 
 
-TX = bc.with_stream(bc.sghmc(0.1, temperature=0.05), "philox")
+TX = bc.sghmc(0.1, temperature=0.05)
 LAYOUTS = {
     "fsdp": lambda size: (init_device_mesh("cpu", (size,)), [Shard(0)]),
     "columns": lambda size: (init_device_mesh("cpu", (size,)), [Shard(1)]),
@@ -314,7 +314,7 @@ def test_draws_of_ranks_that_an_error_cut_off_are_on_disk(where, tmp_path):
 
 def exploding(path):
     """A run beyond its limit of stability."""
-    tx = bc.with_stream(bc.sgld(2.1, temperature=1e-3), "philox")
+    tx = bc.sgld(2.1, temperature=1e-3)
     torch.manual_seed(7)
     params = spread("fsdp") if dist.is_initialized() else start()
     with pytest.warns(UserWarning, match="diverged"):
@@ -350,8 +350,8 @@ def test_chains_on_meshes_of_their_own_are_not_taken_for_replicas(tmp_path):
 
 CHAINS = {
     "sghmc": TX,
-    "decay": bc.with_stream(bc.sgd(0.1, 0.9, weight_decay=0.2, temperature=0.05), "philox"),
-    "Adam": bc.with_stream(bc.adam(0.02, temperature=0.05), "philox"),
+    "decay": bc.sgd(0.1, 0.9, weight_decay=0.2, temperature=0.05),
+    "Adam": bc.adam(0.02, temperature=0.05),
 }
 
 
@@ -386,7 +386,7 @@ def fully_sharded(path, steps):
     if dist.is_initialized():
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = bc.optim.SGHMC(
-        model.named_parameters(), lr=0.05, temperature=0.01, generator=bc.distributed.generator(0), stream="philox"
+        model.named_parameters(), lr=0.05, temperature=0.01, generator=bc.distributed.generator(0)
     )
     rows = slice(dist.get_rank(), None, dist.get_world_size()) if dist.is_initialized() else slice(None)
     data = torch.linspace(-1, 1, 32, dtype=torch.float64).view(8, 4)[rows]

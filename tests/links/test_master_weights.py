@@ -13,7 +13,7 @@ from bayesopt_chain.testing import assert_bitwise_equal
 CHAINS = {
     "sgd": lambda: bc.sgd(1e-3, 0.9, weight_decay=0.1),
     "sghmc": lambda: bc.sghmc(1e-3, 0.9, temperature=1e-4),
-    "sghmc, philox": lambda: bc.with_stream(bc.sghmc(1e-3, 0.9, temperature=1e-4), "philox"),
+    "sghmc, philox": lambda: bc.sghmc(1e-3, 0.9, temperature=1e-4),
     "schedule": lambda: bc.sghmc(lambda count: 1e-3 / (1 + count), 0.9, temperature=1e-4),
     "adamw": lambda: bc.adamw(1e-3, temperature=1e-4),
     "psgld": lambda: bc.samplers.psgld(1e-3, temperature=1e-4),
@@ -118,7 +118,7 @@ def test_a_parameter_changed_from_outside_is_where_the_chain_goes_on():
 
 
 def test_it_goes_through_captures_stacks_pickles_and_skipped_steps():
-    tx = bc.with_master_weights(bc.with_stream(bc.sghmc(1e-3, 0.9, temperature=1e-4), "philox"))
+    tx = bc.with_master_weights(bc.sghmc(1e-3, 0.9, temperature=1e-4))
     step, params, batch = bc.make_step(loss, tx), start(), torch.tensor(0.5)
     state = step.init(params)
     fast = bc.capture(step, params, state, batch, backend="eager")

@@ -29,7 +29,7 @@ def chain(name, lr=0.1):
         count = torch.as_tensor(count)
         return lr * 0.9 ** count.double() * torch.where(count < 3, 1.0, torch.where(count < 7, 0.1, 0.01))
 
-    return bc.with_stream(CHAINS[name](schedule), "philox")
+    return CHAINS[name](schedule)
 
 
 def loss(params, batch):

@@ -206,7 +206,7 @@ def test_wrong_hyperparameters_and_blocks_are_refused():
 
 
 def test_counter_based_chains_draw_what_each_draws_alone():
-    tx = bc.with_stream(bc.sghmc(0.1, temperature=1.0), "philox")
+    tx = bc.sghmc(0.1, temperature=1.0)
     step = bc.make_step(lambda p, b: (p**2).sum(), tx)
     chains, params = bc.parallel(step, 3), torch.zeros(3, 300)
     state = chains.init(tx, params)

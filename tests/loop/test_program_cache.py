@@ -21,7 +21,7 @@ def captured():
     from torch._dynamo.utils import counters
 
     before = counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]
-    tx, params = bc.with_stream(bc.sghmc(0.1, temperature=0.1), "philox"), {"w": torch.ones(33)}
+    tx, params = bc.sghmc(0.1, temperature=0.1), {"w": torch.ones(33)}
     torch.manual_seed(0)
     step, state = bc.make_step(lambda p, batch: (p["w"] * batch).tanh().square().sum(), tx), tx.init(params)
     fast = bc.capture(step, params, state, torch.linspace(-1, 1, 33), backend="inductor")

@@ -87,9 +87,9 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
 NOISY = CLASSES | {
     "SGLD": ("SGLD", {}),
     "SGHMC": ("SGHMC", {}),
-    "SGHMC, draws made again": ("SGHMC", {"stream": "philox", "keep_draws": False}),
+    "SGHMC, draws made again": ("SGHMC", {"keep_draws": False}),
     "Adam, frozen": ("Adam", {"freeze_after": 4}),
-    "AdamW, draws made again": ("AdamW", {"stream": "philox", "keep_draws": False}),
+    "AdamW, draws made again": ("AdamW", {"keep_draws": False}),
     "RMSprop, frozen": ("RMSprop", {"momentum": 0.8, "freeze_after": 4}),
 }
 of_classes = pytest.mark.parametrize("case", CLASSES)

@@ -79,7 +79,7 @@ MAKE = {
     "momentum": dict(momentum=0.9),
     "none": dict(momentum=0.0),
     "nesterov": dict(momentum=0.9, nesterov=True),
-    "philox": dict(momentum=0.9, stream="philox"),
+    "philox": dict(momentum=0.9),
     "torch's loop": dict(momentum=0.9, foreach=False),
 }
 
@@ -166,14 +166,13 @@ def test_a_preconditioner_that_freezes_takes_another_plan():
         assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("stream", ["generator", "philox"])
-def test_torchs_fused_kernel_moves_as_torchs_loop_does(stream):
+def test_torchs_fused_kernel_moves_as_torchs_loop_does():
     """To one unit in the last place of each operation, at each of ten steps."""
     walks = []
     for how in ({}, {"foreach": False}):
         params = [torch.linspace(-1, 1, 40, dtype=torch.float64, requires_grad=True)]
         generator = torch.Generator().manual_seed(1)
-        optimizer = bc.optim.SGHMC(params, 0.1, temperature=0.3, generator=generator, stream=stream, **how)
+        optimizer = bc.optim.SGHMC(params, 0.1, temperature=0.3, generator=generator, **how)
         for _ in range(10):
             params[0].grad = params[0].detach().clone()
             optimizer.step()
@@ -193,11 +192,11 @@ ONE_PASS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def walk_of_one_pass(name, kwargs, stream, dtype=torch.float64, sizes=((40,), (3, 5), (3000,)), scheduled=True):
+def walk_of_one_pass(name, kwargs, dtype=torch.float64, sizes=((40,), (3, 5), (3000,)), scheduled=True):
     """Ten steps along an lr that falls and rises: parameters, state, and how many steps took the one pass."""
     params = [torch.linspace(-1, 1, math.prod(s), dtype=dtype).view(s).requires_grad_() for s in sizes]
     generator = torch.Generator().manual_seed(1)
-    optimizer = getattr(bc.optim, name)(params, 0.01, temperature=0.3, generator=generator, stream=stream, **kwargs)
+    optimizer = getattr(bc.optim, name)(params, 0.01, temperature=0.3, generator=generator, **kwargs)
     one_pass = 0
     for step in range(10):
         for p in params:
@@ -210,14 +209,13 @@ def walk_of_one_pass(name, kwargs, stream, dtype=torch.float64, sizes=((40,), (3
     return [p.detach() for p in params] + tensors, one_pass
 
 
-@pytest.mark.parametrize("stream", ["generator", "philox"])
 @pytest.mark.parametrize("case", ONE_PASS)
-def test_step_and_noise_in_one_pass_are_torchs_step_and_then_the_noise(case, stream, monkeypatch):
+def test_step_and_noise_in_one_pass_are_torchs_step_and_then_the_noise(case, monkeypatch):
     """To a few units in the last place of each operation, at each of ten steps, large leaves block by block."""
     monkeypatch.setattr("bayesopt_chain.optim._one_pass.BLOCK", 1024)
     name, kwargs = ONE_PASS[case]
-    mine, one_pass = walk_of_one_pass(name, kwargs, stream)
-    theirs, none = walk_of_one_pass(name, kwargs | {"foreach": False}, stream)
+    mine, one_pass = walk_of_one_pass(name, kwargs)
+    theirs, none = walk_of_one_pass(name, kwargs | {"foreach": False})
     assert (one_pass, none) == (9, 0)
     for x, y in zip(mine, theirs, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-13)
@@ -226,12 +224,12 @@ def test_step_and_noise_in_one_pass_are_torchs_step_and_then_the_noise(case, str
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "RMSprop"])
 def test_one_pass_on_two_threads_gives_the_bits_of_one(name, monkeypatch):
-    monkeypatch.setattr("bayesopt_chain.fused.adaptive_cpu._PARALLEL", 100)
+    monkeypatch.setattr("bayesopt_chain.engine.adaptive_cpu._PARALLEL", 100)
     walks, threads = [], torch.get_num_threads()
     try:
         for n in (1, 2):
             torch.set_num_threads(n)
-            walks.append(walk_of_one_pass(name, {}, "philox", torch.float32, ((40_000,), (7,), (17_000,))))
+            walks.append(walk_of_one_pass(name, {}, torch.float32, ((40_000,), (7,), (17_000,))))
     finally:
         torch.set_num_threads(threads)
     assert walks[0][1] == walks[1][1] == 9
@@ -245,7 +243,7 @@ def test_one_pass_on_two_threads_gives_the_bits_of_one(name, monkeypatch):
     ids=str,
 )
 def test_what_the_one_pass_does_not_know_takes_torchs_step(kwargs):
-    assert walk_of_one_pass("Adam", kwargs, "philox")[1] == 0
+    assert walk_of_one_pass("Adam", kwargs)[1] == 0
 
 
 @pytest.mark.parametrize("what", ["gradient of other strides", "a temperature of 0 elsewhere", "a replaced square"])

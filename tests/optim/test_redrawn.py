@@ -26,7 +26,7 @@ def leaves(large=False, dtype=torch.float32):
 
 def made(rule, params, keep):
     generator = torch.Generator().manual_seed(3)
-    return RULES[rule](params, temperature=0.1, generator=generator, stream="philox", keep_draws=keep)
+    return RULES[rule](params, temperature=0.1, generator=generator, keep_draws=keep)
 
 
 def steps(optimizer, params, n, missing=(), first=0):
@@ -123,19 +123,9 @@ def test_parts_of_leaves_are_redrawn_by_their_elements():
     tail = torch.zeros(6, requires_grad=True)
     for params in ([("w", whole)], bc.distributed.part([("tail", tail)], {"tail": ("w", 4)})):
         generator = torch.Generator().manual_seed(0)
-        optimizer = bc.optim.SGHMC(params, 0.1, temperature=1.0, generator=generator, stream="philox", keep_draws=False)
+        optimizer = bc.optim.SGHMC(params, 0.1, temperature=1.0, generator=generator, keep_draws=False)
         steps(optimizer, [p for _, p in params], 5)
     torch.testing.assert_close(whole[4:], tail)  # vector kernels round their remainders otherwise
-
-
-def test_torchs_generator_cannot_draw_again_in_pieces_and_is_refused():
-    with pytest.raises(ValueError, match='keep_draws=False asks for stream="philox"'):
-        bc.optim.SGHMC(leaves(), 0.1, temperature=0.1, stream="generator", keep_draws=False)
-    params = leaves()
-    optimizer = bc.optim.SGHMC(params, 0.1, temperature=0.1, keep_draws=False)
-    with pytest.raises(ValueError, match='on a CPU asks for stream="philox"'):
-        steps(optimizer, params, 1)
-    assert all(torch.equal(a, b) for a, b in zip(params, leaves()))
 
 
 @pytest.mark.slow

@@ -146,18 +146,17 @@ def test_leaves_of_any_size_leave_room_with_both_streams():
     chain = bc.sghmc(0.2, 0.8, temperature=T)
     known = {"order": "independent", "steps_per_epoch": 8, "curvature": curvature, "again": noise, "tolerance": 1e3}
     report = heating(chain, noise, **known)
-    for stream in ("generator", "philox"):
-        draws = []
-        for room in (report, None):
-            (w,) = leaves(n, dtype=torch.float32)
-            torch.manual_seed(1)
-            optimizer = sghmc([w], room, stream=stream, heat_guard=None)
-            for _ in range(2):
-                w.grad = torch.zeros(n)
-                optimizer.step()
-            draws.append(optimizer.state[w]["noise"])
-        torch.testing.assert_close(draws[0], report.room.leave([draws[1]])[0])
-        assert not torch.equal(*draws)
+    draws = []
+    for room in (report, None):
+        (w,) = leaves(n, dtype=torch.float32)
+        torch.manual_seed(1)
+        optimizer = sghmc([w], room, heat_guard=None)
+        for _ in range(2):
+            w.grad = torch.zeros(n)
+            optimizer.step()
+        draws.append(optimizer.state[w]["noise"])
+    torch.testing.assert_close(draws[0], report.room.leave([draws[1]])[0])
+    assert not torch.equal(*draws)
 
 
 def test_at_temperature_zero_it_is_torchs_sgd_to_the_last_bit():
@@ -183,7 +182,7 @@ def stepped(optimizer, steps=3):
 def test_a_state_dict_goes_on_to_the_last_bit_and_knows_its_room():
     report = report_of()
     (w,) = leaves(D)
-    optimizer = sghmc([w], report, stream="philox")
+    optimizer = sghmc([w], report)
     stepped(optimizer)
     for load in (copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))):
         twin = load(optimizer)
@@ -192,7 +191,7 @@ def test_a_state_dict_goes_on_to_the_last_bit_and_knows_its_room():
     (expected,) = stepped(optimizer)
     (again,) = stepped(twin)
     assert_bitwise_equal(again, expected)
-    other = sghmc([at.requires_grad_()], copy.deepcopy(report), stream="philox")
+    other = sghmc([at.requires_grad_()], copy.deepcopy(report))
     other.load_state_dict(saved)
     (got,) = stepped(other)
     assert_bitwise_equal(got, expected)
@@ -251,7 +250,7 @@ def test_as_a_step_it_samples_and_refuses_batches_of_another_order_or_size():
         ({"lr": torch.tensor(0.2)}, "that is a tensor may change"),
         ({"temperature": torch.tensor(T)}, "that is a tensor may change"),
         ({"nesterov": True}, "Nesterov's step has two noises here"),
-        ({"keep_draws": False, "stream": "philox"}, "keep_draws=False makes draws again piece by piece"),
+        ({"keep_draws": False}, "keep_draws=False makes draws again piece by piece"),
         ({"heat_guard": bc.diagnostics.HeatGuard()}, "heat_guard would take the noise"),
         ({"steps_per_epoch": 5}, "steps_per_epoch=5, and the report of room_for= is of 4 an epoch"),
     ],

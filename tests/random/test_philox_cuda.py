@@ -93,7 +93,7 @@ def test_stacked_chains_draw_on_the_device_what_each_draws_on_the_host():
 @pytest.mark.gpu
 def test_a_leaf_of_more_than_two_to_the_31_entries():
     """What 32 bits cannot address still gets its own normals, and its own place."""
-    from bayesopt_chain.fused.langevin_cuda import langevin_step_
+    from bayesopt_chain.engine.langevin_cuda import langevin_step_
 
     n = 2**31 + 1024
     if torch.cuda.mem_get_info()[0] < 3 * 4 * n + 2**30:

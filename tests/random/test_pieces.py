@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from bayesopt_chain.random import philox as philox_module
 from bayesopt_chain.random.philox import in_tensors, parts_of_leaves
-from bayesopt_chain.random.stream import KINDS, Variables
+from bayesopt_chain.random.stream import KINDS
 from tests.random.draws import cut, leaf, leaf_in_tensors, parts
 
 KEY, STEP = torch.tensor(7692698082559361259), torch.tensor(3 + (5 << 33))
@@ -102,11 +102,6 @@ def test_elements_past_the_counter_are_refused():
 def test_whole_leaves_past_the_counter_are_refused_before_anything_is_allocated(draw):
     with pytest.raises(ValueError, match="Split the leaf"):
         draw(2**34 + 1)
-
-
-def test_the_generator_stream_refuses_shards():
-    with pytest.raises(ValueError, match="with_stream"):
-        Variables(stream="generator", runs=(((3, 4),),)).draw(KEY, STEP, [torch.empty(1, 4)])
 
 
 @pytest.mark.parametrize("runs", [((5, 2), (4, 3)), ((0, 0),), ((-1, 3),)])

@@ -48,14 +48,11 @@ def test_normals_have_the_shape_and_number_asked_for():
 
 
 @pytest.mark.parametrize("n", [20_000])
-@pytest.mark.parametrize("kind", ["generator", "philox"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_both_streams_are_normal_and_uncorrelated_between_steps_leaves_and_keys(n, kind, dtype):
+def test_draws_are_normal_and_uncorrelated_between_steps_leaves_and_keys(n, dtype):
     """Kolmogorov-Smirnov and correlation tests at a false-alarm rate of 1e-4 each, on fixed keys."""
 
     def sample(key, step, i):
-        if kind == "philox":
-            return leaf(torch.tensor(key), torch.tensor(step), n, i, dtype)
         return draw(key, step, ((n,), (n,)), (1, 1), dtype)[i][0]
 
     base = sample(7, 3, 0)
@@ -118,7 +115,7 @@ def test_philox_under_vmap_draws_for_each_key_and_step_what_it_draws_alone(n, co
 
 
 def test_counter_based_noise_can_be_probed():
-    tx = bc.with_stream(bc.sghmc(0.1, 0.9, temperature=0.5), "philox")
+    tx = bc.sghmc(0.1, 0.9, temperature=0.5)
     curvature = torch.tensor([[2.0, 0.3], [0.3, 1.0]], dtype=torch.float64)
     covariance = bc.testing.stationary_covariance(tx, curvature)
     torch.testing.assert_close(covariance, 0.5 * torch.linalg.inv(curvature), rtol=1e-10, atol=0)
@@ -158,12 +155,10 @@ def test_leaves_are_numbered_in_tree_order_whatever_the_dict_says():
     assert torch.equal(out[0]["a"], out[1]["a"]) and torch.equal(out[0]["b"], out[1]["b"])
 
 
-def test_philox_chains_draw_from_it_on_a_cpu_and_nowhere_else():
+def test_a_chain_draws_from_the_stream_and_nowhere_else():
     """The noise of a flat loss, read off the update, is the stream's: leaf by leaf, step by step, in any group or mask."""
     params = {"a": torch.zeros(70), "b": torch.zeros(3)}
-    plain = bc.partition({"all": bc.sgld(0.5, temperature=1.0, order=1)}, "all")
-    tx = bc.with_stream(plain, "philox")
-    assert bc.with_stream(tx, "philox") == tx != plain
+    tx = bc.partition({"all": bc.sgld(0.5, temperature=1.0, order=1)}, "all")
     state = tx.init(params)
     key = next(s.key for s in state if hasattr(s, "key"))
     for count in range(3):
@@ -199,11 +194,6 @@ def test_box_muller_covers_the_plane_evenly_and_finitely():
         )
 
 
-def test_an_unknown_stream_is_refused():
-    with pytest.raises(ValueError, match="stream"):
-        bc.inject_langevin_noise(1.0, stream="mersenne")
-
-
 def test_leaves_are_numbered_by_their_paths_and_collisions_are_refused(monkeypatch):
     a, b = leaf_numbers(("['a']", "['b']"))
     assert leaf_numbers(("['b']",)) == (b,) != (a,)
@@ -221,8 +211,8 @@ def test_a_draw_that_would_be_another_leafs_is_refused_however_late_it_comes(apa
         draw_numbers(leaves, long)
     templates = [torch.empty(1, 4)] * 3
     with pytest.raises(ValueError, match="would be one of leaf"):
-        Variables(leaves, long, stream="philox").draw(torch.tensor(1), torch.tensor(0), templates)
-    drawn = Variables(leaves, short, stream="philox").draw(torch.tensor(1), torch.tensor(0), templates)
+        Variables(leaves, long).draw(torch.tensor(1), torch.tensor(0), templates)
+    drawn = Variables(leaves, short).draw(torch.tensor(1), torch.tensor(0), templates)
     assert len(set(map(tuple, torch.stack([x for xs in drawn for x in xs]).tolist()))) == 3 * abs(apart)
 
 

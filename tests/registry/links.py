@@ -140,7 +140,4 @@ LINKS = (
         lambda: bc.partition({True: torchopt.sgd(0.1, momentum=0.9), False: torchopt.adam(0.1)}, matrices),
         cold=lambda t: bc.partition({True: bc.sghmc(0.1, temperature=t), False: bc.adam(0.1, temperature=t)}, matrices),
     ),
-    Transform(
-        "with_stream", lambda t: bc.with_stream(bc.sghmc(0.1, temperature=t), "philox"), lambda: torchopt.sgd(0.1, 0.9)
-    ),
 )

@@ -24,9 +24,9 @@ def data(seed=0):
     return torch.randn(12, 3, generator=g), torch.randn(12, generator=g)
 
 
-def run(path, lr=0.1, momentum=0.9, temperature=0.01, stream="generator", fn=loss, batches=None, **more):
+def run(path, lr=0.1, momentum=0.9, temperature=0.01, fn=loss, batches=None, **more):
     torch.manual_seed(0)
-    tx = bc.with_stream(bc.sghmc(lr, momentum, temperature=temperature), stream)
+    tx = bc.sghmc(lr, momentum, temperature=temperature)
     params = {"w": torch.zeros(3)}
     batches = data() if batches is None else batches
     return bc.sample(bc.make_step(fn, tx), params, tx.init(params), batches, **{"steps": 6, "path": path, **more})
@@ -36,7 +36,6 @@ OTHERS = {
     "temperature": ({"temperature": 0.02}, r"LangevinNoise\.temperature is 0\.01, here 0\.02"),
     "lr": ({"lr": 0.05}, r"step_size is 0\.1, here 0\.05"),
     "momentum": ({"momentum": 0.8}, r"Momentum.* (is|absent)"),
-    "stream": ({"stream": "philox"}, r"stream is"),
     "schedule": ({"lr": bc.schedules.cosine(0.1, 100)}, r"step_size is 0\.1, here \['cosine'"),
     "loss": ({"fn": other_loss}, r"loss is .*\.loss, here .*\.other_loss"),
     "data": ({"batches": data(1)}, r"data.checksum of some is"),

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
-from bayesopt_chain.fused import sweep_cpu
+from bayesopt_chain.engine import sweep_cpu
 from bayesopt_chain.random import compiled, philox_cpu
 
 TX = bc.sghmc(0.1, temperature=0.1)
@@ -49,7 +49,7 @@ def test_without_a_compiler_the_warning_says_what_to_do_even_as_an_error(monkeyp
     kernels = (philox_cpu.normals_kernel, sweep_cpu.sweep_kernel)
     for kernel in kernels:
         kernel.cache_clear()
-    tx, params = bc.with_stream(TX, "philox"), {"w": torch.zeros(300)}
+    tx, params = TX, {"w": torch.zeros(300)}
     with pytest.raises(UserWarning, match=r"no C.. compiler found.*set CXX"):
         bc.sample(bc.make_step(loss, tx), params, tx.init(params), None, steps=2)
     for kernel in kernels:
@@ -108,8 +108,7 @@ def test_tensors_on_the_device_meta_are_refused_before_the_run():
 
 
 ALWAYS = {
-    "generator": lambda: TX,
-    "philox": lambda: bc.with_stream(TX, "philox"),
+    "constant": lambda: TX,
     "signs": lambda: bc.chain(bc.inject_langevin_noise(0.1, noise="rademacher"), bc.scale_by_neg_lr(0.1)),
     "schedule": lambda: bc.sghmc(bc.schedules.cosine(0.1, 10), temperature=0.1),
     "cyclical": lambda: bc.samplers.cyclical(0.1, temperature=0.1, cycle=3, burn_in=1),

@@ -77,7 +77,7 @@ def test_an_unknown_kind_is_refused():
 @pytest.mark.parametrize("kind", ["rademacher", "three_point"])
 def test_a_normal_probe_says_that_it_cannot_probe_other_draws(kind):
     tx = bc.chain(bc.inject_langevin_noise(1.0, noise=kind), bc.scale_by_neg_lr(0.1))
-    with pytest.raises(TypeError, match="draws random_, which is not a normal"):
+    with pytest.raises(TypeError, match="draws philox_others, which is not a normal"):
         stationary_covariance(tx, torch.eye(1, dtype=torch.float64))
 
 

@@ -83,10 +83,10 @@ def test_a_swap_exchanges_positions_and_brings_velocities_to_temperature():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             keyed_stream,
-            "_seeded",
-            lambda key, step, salt, size, dtype, kind, scale: torch.full(
-                (size,), 0.5 if kind == "uniform" else 0.0, dtype=dtype
-            ),
+            "draw_elements",
+            lambda key, step, elements, dtype, kind: [
+                torch.full((n,), 0.5 if kind == "uniform" else 0.0, dtype=dtype) for n in elements.sizes
+            ],
         )
         updates, after = tx.update(zeros, state, params=p, loss=losses, inplace=False)
     want = 0.5 * torch.stack([v[1] / 2, v[0] * 2])
@@ -110,9 +110,7 @@ def test_the_cold_replica_keeps_its_law_while_swaps_carry_it_across_the_barrier(
     """
     temperatures, pairs = (0.15, 0.6), 1000
     variance = 0.05**2 if noisy else 0.0
-    tx = bc.with_stream(
-        bc.samplers.replica_exchange(0.01, 0.5, temperatures=temperatures, loss_variance=variance), "philox"
-    )
+    tx = bc.samplers.replica_exchange(0.01, 0.5, temperatures=temperatures, loss_variance=variance)
     start = torch.stack([exact_draws(WELLS, T, pairs, i) for i, T in enumerate(temperatures)], 1)
     x, crossed = start, torch.zeros(pairs, dtype=torch.bool)
     state = with_keys_of_their_own(tx.init(x[0]), pairs)
@@ -247,7 +245,7 @@ def test_contour_chains_keep_the_law_that_they_have_learned(name):
         0.01, low, high, temperature=temperature, bins=bins, omega=bc.schedules.constant(omega)
     )
     grid, masses, law = learned(make(0.2), potential)
-    tx, chains = bc.with_stream(make(0.0), "philox"), 1000
+    tx, chains = make(0.0), 1000
     u = torch.rand(chains, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x = torch.as_tensor(np.interp(u.numpy(), law.cumsum(0).numpy(), grid.numpy()))
     plain, generator, crossings = (

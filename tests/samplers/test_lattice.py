@@ -13,7 +13,7 @@ def up_probability(tx, x: torch.Tensor, monkeypatch) -> torch.Tensor:
     """The share of 2,000 equally spaced uniforms for which the code steps up: its probability, to 1/4000."""
     n = 2000
     u = ((torch.arange(n, dtype=torch.float64) + 0.5) / n).repeat(len(x), 1)
-    monkeypatch.setattr(keyed_stream, "_seeded", lambda key, step, salt, size, dtype, kind, scale: u.reshape(-1))
+    monkeypatch.setattr(keyed_stream, "draw_elements", lambda *args: [u.reshape(-1)])
     theta = x[:, None].expand(-1, n).clone()
     updates, _ = tx.update(QUARTIC.gradient(theta), tx.init(theta), params=theta, inplace=False)
     return (updates > 0).double().mean(1)

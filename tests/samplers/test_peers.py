@@ -44,7 +44,7 @@ def test_the_lattice_walk_is_posteriors_sglrw(monkeypatch):
     state, other = tx.init(theta), theirs.init(theta)
     for _ in range(20):
         u = torch.rand(3, dtype=torch.float64)
-        monkeypatch.setattr(keyed_stream, "_seeded", lambda *args, u=u: u)
+        monkeypatch.setattr(keyed_stream, "draw_elements", lambda *args, u=u: [u])
         monkeypatch.setattr(torch, "rand_like", lambda p, u=u: u)
         updates, state = tx.update(gradient(theta), state, params=theta, inplace=False)
         theta = theta + updates

@@ -27,14 +27,16 @@ from bayesopt_chain.testing import NormalProbe
 @contextlib.contextmanager
 def every_draw_as_a_normal():
     """Cheap variables are drawn as normals, which a :class:`NormalProbe` replaces by the values it is given."""
-    original = keyed_stream._seeded
-    keyed_stream._seeded = lambda key, step, salt, size, dtype, kind, scale: torch.empty(size, dtype=dtype).normal_(
-        0, scale
-    )
+    original = keyed_stream.draw_elements
+
+    def drawn(key, step, elements, dtype, kind="gaussian"):
+        return original(key, step, elements, dtype)
+
+    keyed_stream.draw_elements = drawn
     try:
         yield
     finally:
-        keyed_stream._seeded = original
+        keyed_stream.draw_elements = original
 
 
 class Potential(NamedTuple):

@@ -26,7 +26,6 @@ from torch import Tensor
 from bayesopt_chain import kinds
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.data.epochs import Epochs
-from bayesopt_chain.fused import sgd as fused
 from bayesopt_chain.links.foreign import Foreign
 from bayesopt_chain.loop.capture import lane_graph, lanes
 from bayesopt_chain.loop.capture.buffers import Body
@@ -59,8 +58,7 @@ def capture(
     """Record a step as a program with the same arguments and results, which runs without the step's Python code.
 
     Results agree with those of the step to rounding (one unit in the last place for each operation; sums over a batch may be
-    ordered differently), and the random numbers are the same. On a CPU the noise of a chain :func:`with_stream` ``"philox"``
-    takes about a third of the time that torch's generator takes.
+    ordered differently), and the random numbers are the same.
 
     The recording fixes Python numbers and branches on them, the tensor objects that names refer to, the mode of modules (a
     replay in another mode is refused), autocast and the default dtype. The values of tensors are read at every replay: to
@@ -99,7 +97,7 @@ def capture(
 
     Example:
         >>> import torch, bayesopt_chain as bc
-        >>> tx, params = bc.with_stream(bc.sghmc(0.1, temperature=0.01), "philox"), {"w": torch.ones(2)}
+        >>> tx, params = bc.sghmc(0.1, temperature=0.01), {"w": torch.ones(2)}
         >>> step, state = bc.make_step(lambda params, batch: (params["w"] ** 2).sum(), tx), tx.init(params)
         >>> fast = bc.capture(step, params, state, (), steps=4, draws=True, backend="eager")
         >>> params, state, info = fast(params, state, ())
@@ -160,11 +158,11 @@ def capture(
 
 def _pure(step: Any) -> Callable:
     """Return the step without in-place updates, since the program itself copies new values into the static buffers."""
-    return replace(step, inplace=False, fused=None) if isinstance(step, Step) and step.inplace else step
+    return replace(step, inplace=False) if isinstance(step, Step) and step.inplace else step
 
 
 def _in_place(step: Any) -> Callable:
-    """Return the step that updates the static buffers in place, by fused kernels if there are some.
+    """Return the step that updates the static buffers in place.
 
     If a link is not of this library, the pure step is returned: such a link may have kept the parameters that it got, which an
     update in place would change.
@@ -173,7 +171,7 @@ def _in_place(step: Any) -> Callable:
         return _pure(step)
     if any(isinstance(link, Foreign) for link in step.tx.links):
         return _pure(step)
-    return replace(step, inplace=True, fused=fused.recognise(step.tx))
+    return replace(step, inplace=True)
 
 
 def _is_on_cuda(body: Body) -> bool:

@@ -14,7 +14,6 @@ from bayesopt_chain.loop.capture.buffers import Body
 from bayesopt_chain.loop.capture.errors import CaptureError, describe, first_line, is_about_values, users_line
 from bayesopt_chain.loop.module_state import keyed
 from bayesopt_chain.random.philox_cpu import normals_kernel
-from bayesopt_chain.random.stream import seeded_fill
 
 
 def trace(body: Body) -> tuple[torch.fx.GraphModule, list[Tensor]]:
@@ -181,15 +180,6 @@ def lift_draws(graph: torch.fx.GraphModule, static: list[Tensor]) -> tuple[list[
             with graph.graph.inserting_before(node):
                 graph.graph.call_function(ops.philox_normals_.default, (place, *about))
         graph.graph.erase_node(node)
-    for node in graph.graph.find_nodes(op="call_function", target=ops.seeded_draw.default):
-        _, _, salt, _, dtype, kind, scale = node.args
-        known = key_and_count(node)
-        # draws of several chains, of other distributions, or by a computed count stay in the graph
-        if kind == "gaussian" and len(known) == 2 and all(x.ndim == 0 for x in known):
-            buffer, _ = lifted(node, dtype)
-            key, count = known
-            fills.append(seeded_fill(buffer, key, count, salt, scale))
-            graph.graph.erase_node(node)
     graph.recompile()
     return buffers, fills
 

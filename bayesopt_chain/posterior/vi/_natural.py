@@ -174,7 +174,7 @@ class Natural(Drawing):
         names: Sequence[str],
         parts: Sequence[shards.Part | None] | None = None,
     ) -> tuple[tuple, list]:
-        known = self.n_samples, self.antithetic, self.stream, parts
+        known = self.n_samples, self.antithetic, parts
         noise = standard_normals(state.key, state.step, leaves, names, *known)
         return noise, self.displace(state, noise, leaves)
 

@@ -143,7 +143,7 @@ class Variational(Drawing):
 
         # These are the normals of count 0, so that the first draw, at count 1, is independent of phi's start.
         def normals(n: int) -> tuple[Tensor, ...]:
-            return standard_normals(key, zero, leaves, context.paths, n, stream=self.stream)
+            return standard_normals(key, zero, leaves, context.paths, n)
 
         require_prior(self.prior, params, self.family.name)
         if not self.is_deterministic:
@@ -176,7 +176,7 @@ class Variational(Drawing):
         parts: Sequence[shards.Part | None] | None = None,
     ) -> tuple[tuple, list]:
         like, names = self.family.noise_like(leaves), self.family.noise_names(names)
-        known = self.n_samples, self.antithetic, self.stream, parts
+        known = self.n_samples, self.antithetic, parts
         noise = standard_normals(state.key, state.step, like, names, *known)
         return noise, self.family.displace(state.scale, noise, leaves)
 

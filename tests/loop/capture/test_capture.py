@@ -54,18 +54,17 @@ def assert_close(mine, other, tolerance=2e-5):
 TEMPERATURE = torch.tensor(0.05)
 CHAINS = {
     "sgd": lambda: bc.sgd(0.05, 0.9, weight_decay=0.1),
-    "sghmc, generator": lambda: bc.sghmc(0.05, temperature=0.05),
-    "sghmc, philox": lambda: bc.with_stream(bc.sghmc(0.05, temperature=0.05), "philox"),
-    "nesterov": lambda: bc.with_stream(bc.sgd(0.05, 0.9, nesterov=True, temperature=0.05), "philox"),
-    "schedules": lambda: bc.with_stream(bc.sghmc(lambda c: 0.05 / (1 + 0.1 * c), temperature=TEMPERATURE), "philox"),
-    "adam": lambda: bc.with_stream(bc.adam(0.01, temperature=0.01), "philox"),
+    "sghmc": lambda: bc.sghmc(0.05, temperature=0.05),
+    "nesterov": lambda: bc.sgd(0.05, 0.9, nesterov=True, temperature=0.05),
+    "schedules": lambda: bc.sghmc(lambda c: 0.05 / (1 + 0.1 * c), temperature=TEMPERATURE),
+    "adam": lambda: bc.adam(0.01, temperature=0.01),
 }
 
 
 @pytest.mark.parametrize(
     "name, backend",
     [(name, EAGER) for name in CHAINS]
-    + [pytest.param(name, *INDUCTOR.values, marks=INDUCTOR.marks) for name in ("sghmc, generator", "nesterov", "adam")],
+    + [pytest.param(name, *INDUCTOR.values, marks=INDUCTOR.marks) for name in ("sghmc", "nesterov", "adam")],
 )
 def test_captured_equals_eager(name, backend):
     params, batch = setup()
@@ -90,7 +89,7 @@ def test_captured_equals_eager(name, backend):
 def test_leaves_of_many_sizes_and_two_dtypes_under_schedules(backend):
     """More than a run of normals a leaf, two groups of leaves, and a temperature that changes between the calls."""
     temperature, g = torch.tensor(0.05), torch.Generator().manual_seed(1)
-    tx = bc.with_stream(bc.sghmc(lambda c: 0.05 / (1 + 0.1 * c), temperature=lambda c: temperature * (1 + c)), "philox")
+    tx = bc.sghmc(lambda c: 0.05 / (1 + 0.1 * c), temperature=lambda c: temperature * (1 + c))
     sizes = {"a": (3, 100), "b": (7,), "c": (257,), "d": ()}
     params = {k: torch.randn(s, generator=g, dtype=torch.float64 if k > "b" else None) for k, s in sizes.items()}
 
@@ -112,7 +111,7 @@ def test_leaves_of_many_sizes_and_two_dtypes_under_schedules(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_several_steps_a_call_with_every_draw(backend):
     params, batch = setup()
-    tx = bc.with_stream(bc.sghmc(0.05, temperature=0.05), "philox")
+    tx = bc.sghmc(0.05, temperature=0.05)
     step, state = bc.make_step(loss, tx), tx.init(params)
     many = tuple(torch.stack([x, x + 1, x - 1]) for x in batch)
     fast = bc.capture(step, params, state, many, steps=3, batch_dim=0, draws=True, backend=backend)
@@ -137,7 +136,7 @@ def test_several_steps_a_call_with_every_draw(backend):
 def test_temperature_and_learning_rate_change_between_replays(backend):
     params, batch = setup()
     temperature, lr = torch.tensor(0.05), torch.tensor(0.05)
-    tx = bc.with_stream(bc.sghmc(lr, temperature=temperature), "philox")
+    tx = bc.sghmc(lr, temperature=temperature)
     step, state = bc.make_step(loss, tx), tx.init(params)
     fast = bc.capture(step, params, state, batch, backend=backend)
     eager = mine = (params, state)
@@ -179,7 +178,7 @@ def test_many_chains_are_captured_with_their_own_temperatures(backend, loop):
     each = {"temperature": torch.tensor([0.0, 0.1, 0.3])}
 
     def tx(temperature):
-        return bc.with_stream(bc.sghmc(0.05, temperature=temperature), "philox")
+        return bc.sghmc(0.05, temperature=temperature)
 
     def numeric(params, batch):
         return loss(params, batch)[0]
@@ -207,7 +206,7 @@ def test_many_chains_are_captured_with_their_own_temperatures(backend, loop):
 )
 def test_it_resumes_exactly_here_and_in_the_eager_step(backend, dtype):
     params, batch = setup(dtype)
-    tx = bc.with_stream(bc.sghmc(0.05, temperature=0.05), "philox")
+    tx = bc.sghmc(0.05, temperature=0.05)
     step, state = bc.make_step(loss, tx), tx.init(params)
     fast = bc.capture(step, params, state, batch, backend=backend, clone=True)
     for _ in range(3):
@@ -347,7 +346,7 @@ def test_a_batch_that_is_the_returned_parameters(backend):
 
 
 def test_an_update_with_gradients_as_its_batch_is_captured_too():
-    tx = bc.with_stream(bc.sghmc(0.05, temperature=0.05), "philox")
+    tx = bc.sghmc(0.05, temperature=0.05)
 
     def update(params, state, grads):
         updates, state = tx.update(grads, state, params=params, inplace=False)
@@ -645,7 +644,7 @@ def many_chains(n=300, width=7, device="cpu"):
     """Regressions on rows of their own, and batches of rows for three calls of two steps."""
     g = torch.Generator().manual_seed(0)
     x, y = torch.randn(50, width, generator=g).to(device) / width**0.5, torch.randn(50, generator=g).to(device)
-    tx = bc.with_stream(bc.sghmc(0.05, temperature=0.01), "philox")
+    tx = bc.sghmc(0.05, temperature=0.01)
     step = bc.make_step(lambda p, rows: ((x[rows] @ p["w"] - y[rows]) ** 2).mean(), tx)
     chains, params = bc.parallel(step, n, batch_dim=0), {"w": torch.randn(n, width, generator=g).to(device)}
     return chains, params, chains.init(tx, params, seed=1), torch.randint(50, (3, 2, n, 5), generator=g).to(device)
@@ -687,7 +686,7 @@ def gpu(tree):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("steps", [1, 4])
-@pytest.mark.parametrize("name", [n for n in CHAINS if "generator" not in n and n != "schedules"])
+@pytest.mark.parametrize("name", [n for n in CHAINS if n != "schedules"])
 def test_a_cuda_graph_equals_eager(name, steps):
     params, batch = gpu(setup())
     tx = CHAINS[name]()
@@ -826,7 +825,7 @@ def test_a_short_last_batch_is_recorded_when_it_comes_first(backend):
     """Every step is the step's own, in three epochs of batches of 4, 4 and 2 data; both programs move one state."""
     torch.manual_seed(0)
     x = torch.randn(10, 3)
-    tx, params = bc.with_stream(bc.sghmc(0.1, temperature=0.01), "philox"), {"w": torch.zeros(3)}
+    tx, params = bc.sghmc(0.1, temperature=0.01), {"w": torch.zeros(3)}
     step = bc.make_step(lambda p, batch: (batch @ p["w"] - 1.0).square().mean(), tx)
     state = tx.init(params)
     fast = bc.capture(step, params, state, x[:4], backend=backend, signatures=2)
@@ -850,11 +849,10 @@ def test_the_number_of_signatures_is_a_whole_one(signatures):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stream", ["philox", "generator"])
 @pytest.mark.skipif(not replays.compiler_found(), reason="needs a C++ compiler")
-def test_normals_are_drawn_before_the_program_where_key_and_count_stay_where_they_are(stream):
+def test_normals_are_drawn_before_the_program_where_key_and_count_stay_where_they_are():
     """The noise of the step itself. What chains side by side draw, and by a count that the step makes, stays in the graph."""
-    tx = bc.with_stream(bc.sghmc(0.1, temperature=1.0), stream)
+    tx = bc.sghmc(0.1, temperature=1.0)
     step = bc.make_step(lambda w, batch: 0.0 * w.sum(), tx)
     torch.manual_seed(0)
     alone = torch.zeros(37)

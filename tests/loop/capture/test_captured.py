@@ -24,7 +24,7 @@ def quadratic(params, batch):
 
 
 def captured(backend="eager", **options):
-    tx, params = bc.with_stream(bc.sghmc(0.1, temperature=0.1), "philox"), {"w": torch.zeros(50)}
+    tx, params = bc.sghmc(0.1, temperature=0.1), {"w": torch.zeros(50)}
     step, state = bc.make_step(quadratic, tx), tx.init(params)
     return step, bc.capture(step, params, state, torch.ones(50), backend=backend, **options), params, state
 
@@ -190,7 +190,7 @@ def test_attention_is_captured_with_its_noise_and_a_short_last_batch(backend):
     def loss(params, batch):
         return nn.functional.cross_entropy(forward(params, batch), batch[1])
 
-    tx = bc.with_stream(bc.sghmc(0.1, temperature=1e-3), "philox")
+    tx = bc.sghmc(0.1, temperature=1e-3)
     step, state = bc.make_step(loss, tx), tx.init(params)
     fast = bc.capture(step, params, state, (x[:4], y[:4]), backend=backend, signatures=2)
     eager = mine = (params, state)
@@ -209,7 +209,7 @@ def test_attention_that_drops_inside_its_operation_is_refused():
         drop = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return drop(q * params, q, q, batch)[0].square().mean()
 
-    tx, params = bc.with_stream(bc.sghmc(0.1, temperature=0.1), "philox"), torch.ones(())
+    tx, params = bc.sghmc(0.1, temperature=0.1), torch.ones(())
     step, state = bc.make_step(loss, tx), tx.init(params)
     bc.capture(step, params, state, 0.0, backend="eager")
     with pytest.raises(bc.CaptureError, match="flash_attention"):

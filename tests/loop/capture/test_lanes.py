@@ -35,7 +35,7 @@ def loss(params, batch):
 
 
 def make(n, tx=None, **options):
-    tx = tx or bc.with_stream(bc.sghmc(0.1, temperature=1 / N), "philox")
+    tx = tx or bc.sghmc(0.1, temperature=1 / N)
     chains = bc.parallel(bc.make_step(loss, tx), n, batch_dim=(None, None, 0), **options)
     g = torch.Generator().manual_seed(1)
     params = {"w": torch.randn(n, D, generator=g), "b": torch.randn(n, generator=g)}
@@ -71,7 +71,7 @@ def small_blocks(monkeypatch):
 @pytest.mark.parametrize("temperature", [1 / N, 0.0])
 def test_ragged_blocks_equal_stacked_chains_and_results_are_contiguous(small_blocks, temperature):
     n = 150  # three blocks of 64, of which the last one shares 42 chains with the second
-    chains, params, state = make(n, bc.with_stream(bc.sghmc(0.1, temperature=temperature), "philox"))
+    chains, params, state = make(n, bc.sghmc(0.1, temperature=temperature))
     x, y = data()
     fast = bc.capture(chains, params, state, (x, y, rows_of(n, 1)[0]))
     assert isinstance(fast._program.replay, Lanes) and fast._program.replay.block == 64
@@ -108,7 +108,7 @@ def test_several_steps_with_temperatures_of_their_own_and_draws(small_blocks):
     temperature = torch.linspace(0.0, 0.1, n)
 
     def tx(temperature):
-        return bc.with_stream(bc.sghmc(0.1, temperature=temperature), "philox")
+        return bc.sghmc(0.1, temperature=temperature)
 
     def step(temperature):
         return bc.make_step(loss, tx(temperature))
@@ -140,7 +140,7 @@ def test_tables_are_read_where_and_as_they_are_now(small_blocks):
     def closed(params, rows):
         return loss(params, (table, y, rows))
 
-    tx = bc.with_stream(bc.sghmc(0.1, temperature=1 / N), "philox")
+    tx = bc.sghmc(0.1, temperature=1 / N)
     chains = bc.parallel(bc.make_step(closed, tx), n, batch_dim=0)
     _, params, _ = make(n)
     state, rows = chains.init(tx, params, seed=5), rows_of(n, 1)[0]
@@ -163,7 +163,7 @@ def network(width, n=64):
     params = {"a": torch.randn(n, 6, width, generator=g), "b": torch.zeros(n, width)}
     params["c"] = torch.randn(n, width, 1, generator=g) / width**0.5
     batch = torch.randn(n, 7, 6, generator=g), torch.randn(n, 7, generator=g)
-    tx = bc.with_stream(bc.sghmc(0.05, temperature=1e-3), "philox")
+    tx = bc.sghmc(0.05, temperature=1e-3)
     chains = bc.parallel(bc.make_step(loss, tx), n, batch_dim=0)
     return chains, params, chains.init(tx, params, seed=7), batch
 
@@ -193,7 +193,7 @@ def test_large_products_stay_stacked(uncompiled):
 @pytest.mark.parametrize("steps", [1, 3])
 def test_a_captured_step_takes_the_batches_of_its_chains_from_epochs_and_moves_their_position(small_blocks, steps):
     n = 70
-    tx = bc.with_stream(bc.sghmc(0.1, temperature=1 / N), "philox")
+    tx = bc.sghmc(0.1, temperature=1 / N)
 
     def regression(params, batch):
         x, y = batch
@@ -220,12 +220,11 @@ def test_a_captured_step_takes_the_batches_of_its_chains_from_epochs_and_moves_t
         fast(params, state, bc.epochs(data(), SIZE, seed=3, chains=n))
 
 
-@pytest.mark.parametrize("why", ["few chains", "generator", "loop", "rows of another operation"])
+@pytest.mark.parametrize("why", ["few chains", "loop", "rows of another operation"])
 def test_what_lanes_cannot_do_keeps_the_old_way(why, uncompiled, monkeypatch):
     monkeypatch.setattr(lanes, "FEWEST", 4)
     n = 3 if why == "few chains" else 4
-    tx = bc.sghmc(0.1, temperature=1 / N) if why == "generator" else None
-    chains, params, state = make(n, tx, loop=why == "loop")
+    chains, params, state = make(n, None, loop=why == "loop")
     step = chains
     if why == "rows of another operation":  # which fails for a row out of range, after a block has moved
 
@@ -234,7 +233,7 @@ def test_what_lanes_cannot_do_keeps_the_old_way(why, uncompiled, monkeypatch):
             return loss(params, (nn.functional.embedding(rows, x), y[rows], torch.arange(SIZE)))
 
         step = bc.parallel(
-            bc.make_step(embedded, bc.with_stream(bc.sghmc(0.1, temperature=1 / N), "philox")),
+            bc.make_step(embedded, bc.sghmc(0.1, temperature=1 / N)),
             n,
             batch_dim=(None, None, 0),
         )
@@ -254,7 +253,7 @@ def test_the_variance_of_linear_regression_is_the_posteriors():
     def square(params, rows):
         return (x[rows] @ params - y[rows]).square().mean() / 2
 
-    tx = bc.with_stream(bc.sghmc(0.3, 0.8, temperature=temperature), "philox")
+    tx = bc.sghmc(0.3, 0.8, temperature=temperature)
     chains = bc.parallel(bc.make_step(square, tx), n, batch_dim=0)
     params = torch.zeros(n, d)
     state = chains.init(tx, params, seed=9)
@@ -286,7 +285,7 @@ def test_a_chain_sees_its_own_part_of_any_leaf():
 def lanes_of(n: int, mesh: Any = None) -> tuple[list[int], Any, str]:
     """Numbers, parameters after three captured steps, and the way they were made: of ``n`` chains, or of this rank's."""
     lanes.FEWEST, lanes._CACHE = 64, 1  # on a rank, in a process of its own; elsewhere the fixtures put them back
-    tx = bc.with_stream(bc.sghmc(0.1, temperature=1 / N), "philox")
+    tx = bc.sghmc(0.1, temperature=1 / N)
     chains = bc.parallel(bc.make_step(loss, tx), n, batch_dim=(None, None, 0), mesh=mesh)
     g = torch.Generator().manual_seed(1)
     every = {"w": torch.randn(n, D, generator=g), "b": torch.randn(n, generator=g)}
@@ -346,7 +345,7 @@ def test_the_variances_of_five_thousand_chains_are_those_of_jax():
     x, y = cpu.regression_data()
     theirs = against_jax.jax_chains((x, y), n, steps, integrate=heavy_ball_of_jax)()
     theirs = torch.tensor(theirs.tolist(), dtype=torch.float64)
-    tx = bc.with_stream(bc.sghmc(against_jax.LR, against_jax.MOMENTUM, temperature=1 / cpu.N), "philox")
+    tx = bc.sghmc(against_jax.LR, against_jax.MOMENTUM, temperature=1 / cpu.N)
 
     def of_rows(params, batch):
         x, y, rows = batch

@@ -1,4 +1,4 @@
-"""Every draw of variational inference comes from the stream that the transformation was given."""
+"""Every draw of variational inference comes from the counter-based stream."""
 
 import pytest
 import torch
@@ -21,13 +21,13 @@ by_leaf = pytest.mark.parametrize("name", [name for name in MAKERS if name != "d
 
 def philox(state, path, shape, draws=1):
     like = torch.empty(1, draws, *shape, dtype=torch.float64)
-    ((z,),) = Variables(leaf_numbers((path,)), stream="philox").draw(state.key, state.step, [like])
+    ((z,),) = Variables(leaf_numbers((path,))).draw(state.key, state.step, [like])
     return z
 
 
 @by_leaf
 def test_the_counter_based_noise_of_a_leaf_is_a_function_of_its_path(name):
-    tx = bc.with_stream(MAKERS[name](), "philox")
+    tx = MAKERS[name]()
     state = tx.init(params)
     noise = tx.sample(state, params).noise
     for z, (key, p) in zip(noise, params.items()):
@@ -36,7 +36,7 @@ def test_the_counter_based_noise_of_a_leaf_is_a_function_of_its_path(name):
 
 @by_leaf
 def test_behind_a_mask_the_path_counts_from_the_root(name):
-    link = bc.with_stream(MAKERS[name](), "philox")
+    link = MAKERS[name]()
     tx = bc.chain(bc.masked(link, {"b": False, "w": True}))
     state = tx.init(params)
     (z, *_) = link.sample(state, {"w": params["w"]}).noise
@@ -45,7 +45,7 @@ def test_behind_a_mask_the_path_counts_from_the_root(name):
 
 @pytest.mark.parametrize("name", ["mean_field", "low_rank", "ivon"])
 def test_behind_a_mask_a_step_takes_its_gradient_at_the_draw_of_sample(name):
-    link = bc.with_stream(MAKERS[name](), "philox")
+    link = MAKERS[name]()
     tx, seen = bc.chain(bc.masked(link, {"b": False, "w": True})), []
 
     def loss(p, batch):
@@ -58,19 +58,12 @@ def test_behind_a_mask_a_step_takes_its_gradient_at_the_draw_of_sample(name):
     assert torch.equal(seen[0], draw.params["w"])
 
 
-@pytest.mark.parametrize("name", MAKERS)
-def test_the_first_directions_and_all_draws_follow_the_stream(name):
-    """One seed, two streams: other draws, and for the low-rank family other first directions."""
-    states = [
-        bc.with_stream(MAKERS[name](generator=torch.Generator().manual_seed(0)), stream).init(params)[0]
-        for stream in ("generator", "philox")
-    ]
-    assert torch.equal(states[0].key, states[1].key)
-    if name == "low_rank":
-        assert not torch.equal(states[0].scale[1], states[1].scale[1])
-        zero = states[1]._replace(step=torch.zeros((), dtype=torch.int64))
-        ratio = states[1].scale[1] / philox(zero, "['w']", (2, 3), 2)
-        torch.testing.assert_close(ratio, ratio.flatten()[0].expand_as(ratio))
+def test_the_first_directions_follow_the_stream():
+    """Those of the low-rank family are the draws of count 0."""
+    state = MAKERS["low_rank"]().init(params)[0]
+    zero = state._replace(step=torch.zeros((), dtype=torch.int64))
+    ratio = state.scale[1] / philox(zero, "['w']", (2, 3), 2)
+    torch.testing.assert_close(ratio, ratio.flatten()[0].expand_as(ratio))
 
 
 def test_one_key_for_all_lanes_of_vmap_is_refused():

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain._torch import foreach_add_
-from bayesopt_chain.fused.sweep_cpu import Pointers, pointers
+from bayesopt_chain.engine.sweep_cpu import Pointers, pointers
 from bayesopt_chain.random import compiled
 
 _SOURCE = Path(__file__).with_suffix(".cpp")

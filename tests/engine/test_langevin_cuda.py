@@ -16,20 +16,24 @@ pytest.importorskip("triton")
 PROGRAM = """
 import copy, sys, torch
 import bayesopt_chain as bc
-from bayesopt_chain.fused import sgd as fused
+from bayesopt_chain.engine import engine
 
 device = sys.argv[1]
 if device == "cpu":
-    fused.has_kernel = lambda g: True  # the interpreter takes tensors on the CPU
-taken, launch = [], fused._OnDevice.__call__
-fused._OnDevice.__call__ = lambda *args: (taken.append(args), launch(*args))[1]
+    engine._has_device_kernel = lambda x: True  # the interpreter takes tensors on the CPU
+taken, launch = [], engine.Engine._moves_on_device
+def move(*args):
+    moves = launch(*args)
+    taken.extend([args] * moves)
+    return moves
+engine.Engine._moves_on_device = move
 
 def loss(params, batch):
     return sum(torch.cos(p).sum() for p in params if p is not None)
 
 def compare(sizes, links, lr=0.1):
     torch.manual_seed(sum(sizes))
-    tx = bc.with_stream(bc.chain(*links, bc.scale_by_neg_lr(lr)), "philox")
+    tx = bc.chain(*links, bc.scale_by_neg_lr(lr))
     params = [torch.randn(n, device=device) if n else None for n in sizes]
     state = tx.init(params)
     mine, other = copy.deepcopy((params, state)), (params, state)
@@ -67,7 +71,7 @@ def test_places_behind_two_to_the_thirty_one_elements_do_not_wrap_around(tmp_pat
     program = tmp_path / "places.py"
     program.write_text("""
 import torch, triton, triton.language as tl
-from bayesopt_chain.fused.langevin_cuda import first_element
+from bayesopt_chain.engine.langevin_cuda import first_element
 
 @triton.jit
 def places(out, first):
@@ -86,7 +90,7 @@ assert out.tolist() == [2**31 + 256 + i for i in range(64)], out
 def test_the_kernel_moves_twenty_bytes_a_parameter_sixteen_at_a_time():
     """Compiled for Hopper, without a device: a thread's 16 parameters take 12 loads and 8 stores of four floats each, and
     neither the approximate sine, cosine and logarithm, whose errors exceed 1e-6, nor scratch memory."""
-    from bayesopt_chain.fused.langevin_cuda import _kernel
+    from bayesopt_chain.engine.langevin_cuda import _kernel
 
     floats = ("lr", "weight_decay", "keep", "momentum", "level", "deferred")
     types = {**dict.fromkeys(("theta", "g", "s"), "*fp32"), **dict.fromkeys(("key", "count"), "*i64")}
@@ -114,7 +118,7 @@ def test_the_kernel_is_the_chain_on_the_device():
 @pytest.mark.slow
 def test_what_the_kernel_cannot_take_is_refused():
     program = (
-        "import torch\nfrom bayesopt_chain.fused.langevin_cuda import langevin_step_ as f\n"
+        "import torch\nfrom bayesopt_chain.engine.langevin_cuda import langevin_step_ as f\n"
         "x, k = torch.zeros(4), torch.tensor(0)\n"
         "numbers = dict(lr=0.1, keep=0.9, momentum=1.0, level=0.1, deferred=1.1)\n"
         "for bad, kw in ((x.double(), {}), (torch.zeros(2, 4).t(), {}), (x, {'blocks': 100})):\n"

@@ -1,0 +1,551 @@
+"""One step of SGD, SGLD, heavy-ball and Nesterov momentum with weight decay: its numbers, and the pass over memory.
+
+Neighbouring links that say what part they play (:mod:`bayesopt_chain.engine.parts`) and the matched noise that enters them are
+one :class:`Engine`. A step has two halves. :meth:`Engine.numbers` reads the numbers of this step, a :class:`Move`, from links,
+schedules and state, and changes nothing. :meth:`Engine.step` hands them with the tensors to the kernel of
+:mod:`bayesopt_chain.engine.sweep_cpu`, which draws and moves. Each half may decline, with nothing changed; then the links act
+one by one, with the same bits. One engine serves ``tx.update`` (updates in the place of gradients) and ``make_step``
+(parameters moved, in place or not).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import lru_cache
+from operator import attrgetter, is_
+from types import NoneType
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from bayesopt_chain import checks, schedules
+from bayesopt_chain._torch import dispatch_modes, foreach_add
+from bayesopt_chain.engine.parts import Accumulates, Decays, Scales
+from bayesopt_chain.engine.sweep_cpu import (
+    ADDS,
+    AFTER,
+    DECAYS,
+    DRAWS,
+    FLAGS,
+    FLIPS,
+    INPLACE,
+    MOVES,
+    NESTEROV,
+    NUMBERS,
+    PARALLEL,
+    STRIDE,
+    THREADS,
+    Job,
+    integers,
+    pointers,
+    sweep_kernel,
+)
+from bayesopt_chain.matching.filters import Filtered
+from bayesopt_chain.random.philox import has_triton
+from bayesopt_chain.random.stream import draw_numbers
+from bayesopt_chain.tracing import is_traced, is_transformed
+
+_KINDS = frozenset((Tensor, torch.nn.Parameter))  # subclasses may keep their numbers elsewhere
+_DTYPES = (torch.float32, torch.float64)
+_LAYOUT, _GRAD, _SHAPE = attrgetter("dtype", "is_cpu"), attrgetter("requires_grad"), attrgetter("shape")
+_COUNTERS = {(torch.int64, True)}
+_IS_CPU = attrgetter("is_cpu")
+_FUSES = torch.backends.cpu.get_cpu_capability() != "DEFAULT"  # whether torch's add with alpha rounds once
+_BLOCK = 1024  # counts at which a schedule is evaluated at once
+_address = ctypes.addressof
+
+
+class Move(NamedTuple):
+    """The numbers of one step of one leaf, in the order of the kernel (the formulas: :mod:`bayesopt_chain.engine.sweep_cpu`).
+
+    Attributes:
+        factor: ``f``, the signed learning rate.
+        momentum: ``mu``.
+        decay: of the parameters, in front.
+        current, previous: the factors of this draw and of what is remembered of the last one.
+        head: the factor of their sum.
+        deferred: the part of the noise that the velocity keeps for the next step.
+        velocity_scale: what the velocity is multiplied by before the step.
+        remembers: 0 for ``current xi``, 1 for ``xi``, 2 for what was remembered before.
+    """
+
+    factor: float
+    momentum: float = 0.0
+    decay: float = 0.0
+    current: float = 0.0
+    previous: float = 0.0
+    head: float = 1.0
+    deferred: float = 0.0
+    velocity_scale: float = 1.0
+    remembers: float = 0.0
+
+
+class Numbers(NamedTuple):
+    """The numbers of one step.
+
+    Attributes:
+        moves: a :class:`Move` as doubles, one for all leaves or one for each.
+        stride: 0 for all, 1 for each.
+        adds: whether the noise is added to the gradient; false where the temperature is 0 now.
+        after: the conditions that the noise has to remember, as doubles ``[leaves, 5]``; ``None`` if nothing changes with time.
+        wide: whether the rate is a float64 tensor, by which torch multiplies a narrower 0-d leaf in float64.
+    """
+
+    moves: Any
+    stride: int = 0
+    adds: bool = True
+    after: Any = None
+    wide: bool = False
+
+
+class _Tensors(NamedTuple):
+    """What a step reads besides the gradients, a tensor for each leaf or none: parameters and the state of the links."""
+
+    theta: Sequence[Any]
+    trace: Sequence[Tensor]
+    memory: Sequence[Tensor]
+    centre: Sequence[Tensor]
+    counts: Sequence[Tensor]
+    keys: tuple[Tensor, ...]  # key and step of the noise
+    conditions: tuple[Tensor, ...]
+
+
+class _Known(NamedTuple):
+    """The job of a step in place, and the tensors that it was made for and found fit."""
+
+    tensors: tuple[Tensor, ...]
+    views: list[Tensor]  # of the same memory, which show whether a ``.data`` was replaced
+    present: Sequence[int] | None
+    moves: bool
+    written: list[Tensor]
+    job: Any
+    arrays: Sequence[Any]  # of addresses, which the job holds
+
+
+class Engine:
+    """Neighbouring links that act as one.
+
+    Attributes:
+        run: the numbers of the links, in the order in which they act.
+        where: the numbers of their leaves.
+        noise: the number of the noise link whose draws the engine makes, or ``None``.
+        is_whole: whether there is nothing else in the chain, so that a step may move the parameters at once.
+    """
+
+    # places in the state; none of them is read where there is no such link
+    noise: Any
+    velocity: Any = None
+    rate: Any
+
+    def __init__(self, links: Sequence[Any], plan: Any, run: Sequence[int], noise: int | None) -> None:
+        layout = plan.layout
+        self.run, self.noise, self.where = tuple(run), noise, plan.where[run[-1]]
+        self.shapes = tuple([layout.shapes[j] for j in self.where])
+        self.sizes = tuple([shape.numel() for shape in self.shapes])
+        dtypes = {layout.dtypes[j] for j in self.where}
+        self.dtype = dtypes.pop() if len(dtypes) == 1 else None
+        self.is_everything = self.where == tuple(range(len(layout.shapes)))
+        self.is_whole = self.is_everything and {*run, *([noise] if noise is not None else [])} == {*range(len(links))}
+        self.has_scalars = any(not shape for shape in self.shapes)
+        self.centre: tuple[int, str] | None = None
+        self.flags, given = 0, dict[str, float]()
+        for i in run:
+            match links[i].part:
+                case Decays(weight_decay, flips, centre):
+                    self.flags |= DECAYS * (weight_decay != 0) | FLIPS * flips
+                    self.centre, given["decay"] = (i, centre) if centre else None, float(weight_decay)
+                case Accumulates(momentum, nesterov):
+                    self.flags |= NESTEROV * nesterov
+                    self.velocity, given["momentum"] = i, float(momentum)
+                case Scales(step_size, sign):
+                    self.rate, self.step_size, self.sign = i, step_size, sign
+                case _:  # the noise, which enters here
+                    pass
+        self.is_counted = schedules.is_schedule(self.step_size)
+        self.is_table = self.is_counted and schedules.is_elementwise(self.step_size)
+        self.remembers = self.changes = False
+        if noise is not None:
+            self._take_noise(plan.noise[noise], given)
+        is_number = isinstance(self.step_size, (int, float))
+        self.move = Move(self.sign * self.step_size if is_number else 0.0, **given)
+        self.constant = Numbers(_packed([self.move])) if is_number and not self.changes else None
+        self.is_large = sum(self.sizes) > PARALLEL[noise is not None]
+        self.known: _Known | None = None
+
+    def _take_noise(self, injection: Any, given: dict[str, float]) -> None:
+        (noise_input,), process = injection.noise_inputs, injection.drawn_by_kernel
+        self.flags |= DRAWS
+        self.draws = integers(draw_numbers(injection.variables.numbers, (1,) * len(self.where)))
+        self.remembers, self.changes = process.memory > 0, noise_input.changes
+        self.temperature = injection.link.temperature
+        if isinstance(process, Filtered):
+            given |= {"current": process.c[0], "previous": float(self.remembers), "deferred": noise_input.deferred_gain}
+            return
+        ((gain, mu),), is_behind = process.branches, float(noise_input.rates[1] != ())
+        rule = (self.sign, given.get("momentum", 0.0), given.get("decay", 0.0), gain, mu)
+        self.rule = (ctypes.c_double * 9)(*rule, process.head, process.decay, process.order, is_behind)
+
+    # the numbers of one step
+
+    def numbers(self, entries: Sequence[Any], gradients: Sequence[Any]) -> Numbers | None:
+        """The numbers of this step; nothing is changed.
+
+        Args:
+            entries: the state of every link of the chain.
+            gradients: of all leaves of the chain, ``None`` for a missing one.
+
+        Returns:
+            The numbers, or ``None`` where the kernel cannot act or one of the numbers cannot be read now.
+
+        Raises:
+            ValueError: a learning rate or temperature that is negative or not finite.
+        """
+        kernel = sweep_kernel()
+        if kernel is None or self.dtype not in _DTYPES or is_transformed() or is_traced() or dispatch_modes():
+            return None  # a mode that watches operations must see them
+        if self.flags & (DECAYS | NESTEROV) and kernel.fuses != _FUSES:
+            return None
+        present = _present(gradients if self.is_everything else [gradients[j] for j in self.where])
+        if self.constant is not None or present == []:
+            return self.constant if present != [] else None
+        rates, wide = self._rates(entries, present)
+        if not rates or (wide and self.has_scalars and self.dtype != torch.float64):
+            return None
+        n = len(self.where)
+        if not self.changes:
+            factors = rates if len(rates) == 1 or present is None else _spread(rates, present, n)
+            return Numbers(
+                _packed([self.move._replace(factor=self.sign * x) for x in factors]), int(len(factors) > 1), wide=wide
+            )
+        state = entries[self.noise]
+        if not state.conditions or tuple(state.conditions[0].shape) != (n, 5):
+            return None
+        last: Tensor = state.conditions[0]
+        if not (_is_readable(last) and last.is_contiguous() and last.dtype == torch.float64):
+            return None
+        temperature: Any = self.temperature
+        if not isinstance(temperature, float):
+            temperature = self._value(temperature, state.step)[0]
+            if temperature is None:
+                return None
+            checks.at_this_step("temperature", temperature)
+        for rate in rates:
+            if not 0.0 <= rate < torch.inf:
+                checks.at_this_step("lr", rate)
+        moves, after = (ctypes.c_double * (9 * n))(), (ctypes.c_double * (5 * n))()
+        live = None if present is None else bytes([k in present for k in range(n)])
+        every = rates if len(rates) == 1 or present is None else _spread(rates, present, n)
+        given = (ctypes.c_double * len(every))(*every)
+        kernel.numbers(self.rule, n, live, given, int(len(every) > 1), temperature, last.data_ptr(), moves, after)
+        return Numbers(moves, 1, isinstance(self.temperature, float) or temperature != 0, after, wide)
+
+    def _rates(self, entries: Sequence[Any], present: Sequence[int] | None) -> tuple[list[float], bool]:
+        """The learning rate of each leaf that is present, or one for all; none if it cannot be read. And whether it is wide."""
+        if not self.is_counted:
+            value, wide = self._value(self.step_size, None)
+            return ([] if value is None else [value]), wide
+        counts: Sequence[Tensor] = entries[self.rate].count
+        here = counts if present is None else [counts[k] for k in present]
+        if not all(map(_IS_CPU, here)):
+            return [], False
+        at: list[Any] = [*map(Tensor.item, here)]
+        if self.is_table and len({*at}) == 1:
+            return [_values(self.step_size, at[0] // _BLOCK)[at[0] % _BLOCK]], True
+        known = {n: self._value(self.step_size, c, n) for n, c in zip(at, here)}
+        if any([value is None for value, _ in known.values()]):
+            return [], False
+        values: Any = [known[n][0] for n in (at if len(known) > 1 else at[:1])]
+        return values, any([wide for _, wide in known.values()])
+
+    def _value(self, value: Any, count: Tensor | None, n: Any = None) -> tuple[float | None, bool]:
+        """A hyperparameter as a number, and whether it is a float64 tensor; ``None`` where it cannot be read."""
+        if isinstance(value, (int, float)):
+            return float(value), False
+        if not isinstance(value, Tensor):
+            assert count is not None
+            if schedules.is_elementwise(value):
+                n = count.item() if n is None else n
+                return _values(value, n // _BLOCK)[n % _BLOCK], True
+            value = value(count)
+            if not isinstance(value, Tensor):
+                return float(schedules.returned(value)), False
+        if value.ndim or value.is_complex() or value.requires_grad or not _is_readable(value):
+            return None, False
+        return float(value), value.dtype == torch.float64
+
+    # the pass over memory
+
+    def act(self, update: Any, numbers: Numbers) -> bool:
+        """Take the turn of the links in an update, or decline: then only the noise of other links has entered."""
+        if update.noises:
+            update.enter(self.run[0])
+        g = update.g if self.is_everything else [update.g[j] for j in self.where]
+        p = None if update.params is None else [update.params[j] for j in self.where]
+        if (new := self.step(g, p, update.entries, numbers, update.op.inplace, moves=False)) is None:
+            return False
+        for j, y in zip(self.where, new):
+            update.g[j] = y
+        for i in self.run if update.noises else ():
+            update.carry(i)
+        return True
+
+    def step(
+        self, g: list[Any], p: Sequence[Any] | None, entries: list[Any], numbers: Numbers, inplace: bool, moves: bool
+    ) -> list[Any] | None:
+        """Make the step.
+
+        Args:
+            g: gradients of the leaves, ``None`` for a missing one. They are overwritten by the updates, if ``inplace`` and not
+                ``moves``.
+            p: parameters, needed for ``moves`` and weight decay.
+            entries: the state of every link, of which those of the engine's links are replaced.
+            numbers: what :meth:`numbers` returned for this state.
+            inplace: whether the state is overwritten, and with ``moves`` the parameters.
+            moves: whether the parameters are moved, rather than the updates returned.
+
+        Returns:
+            Updates or parameters; ``None``, with nothing changed, where the kernel cannot take these tensors.
+        """
+        found = self._tensors(p, entries, moves)
+        if found.theta and moves and inplace and self._moves_on_device(g, found, numbers):
+            return list(found.theta)
+        present = _present(g)
+        if (moves or self.flags & DECAYS) and not found.theta:
+            return None
+        if not (self._fits(g, present) or (moves and self._fits(g := _dense(g), present))):
+            return None
+        tensors = tuple([x for xs in found for x in xs]) if inplace else ()
+        known = self.known if inplace and self._are_known(tensors, present, moves) else None
+        if known is None and not self._fit(found, present, inplace or not torch.is_grad_enabled()):
+            return None
+        flags = self.flags | MOVES * moves | ADDS * numbers.adds | INPLACE * inplace
+        if not inplace:
+            return self._into_new(g, found, entries, numbers, flags)
+        if known is None:
+            known = self.known = self._known(tensors, g, found, present, moves)
+        known.arrays[0][:] = [0 if x is None else x.data_ptr() for x in g]
+        overwritten = () if moves else g if present is None else [g[k] for k in present]
+        torch.autograd.graph.increment_version([*known.written, *overwritten])
+        self._run(known.job, numbers, flags)
+        return list(found.theta) if moves else g
+
+    def _tensors(self, p: Sequence[Any] | None, entries: Sequence[Any], moves: bool) -> _Tensors:
+        noise = None if self.noise is None else entries[self.noise]
+        return _Tensors(
+            theta=p or () if moves or self.flags & DECAYS else (),
+            trace=() if self.velocity is None else entries[self.velocity].trace,
+            memory=noise.memory if noise is not None and self.remembers else (),
+            centre=() if self.centre is None else getattr(entries[self.centre[0]], self.centre[1]),
+            counts=entries[self.rate].count if self.is_counted else (),
+            keys=() if noise is None else (noise.key, noise.step),
+            conditions=() if noise is None else noise.conditions,
+        )
+
+    def _are_known(self, tensors: tuple[Tensor, ...], present: Sequence[int] | None, moves: bool) -> bool:
+        """Whether a step in place gets the tensors of the last one, and nobody has replaced a ``.data``."""
+        known = self.known
+        return (
+            known is not None
+            and len(tensors) == len(known.tensors)
+            and all(map(is_, tensors, known.tensors))
+            and (present, moves) == known[2:4]
+            and all(map(Tensor.is_set_to, tensors, known.views))
+        )
+
+    def _fit(self, found: _Tensors, present: Sequence[int] | None, own: bool) -> bool:
+        """Whether the kernel may run over the memory of all tensors but the gradients."""
+        states = (found.trace, 0), (found.memory, 1), (found.centre, 0)
+        fit = [not xs or self._fits(xs, present, inner=inner) for xs, inner in states]
+        return (
+            {*map(_LAYOUT, (*found.counts, *found.keys))} <= _COUNTERS
+            and all(fit)
+            and (not found.theta or self._fits(found.theta, present, own))
+        )
+
+    def _known(
+        self, tensors: tuple[Tensor, ...], g: Sequence[Any], found: _Tensors, present: Sequence[int] | None, moves: bool
+    ) -> _Known:
+        """The job of a step in place, which the next step uses again if its tensors are the same."""
+        at, p, s, m, c = (pointers(xs) if xs else None for xs in (g, *found[:4]))
+        counts = pointers([None if x is None else y for x, y in zip(g, found.counts)]) if found.counts else None
+        job = self._job(p, at, s, m, c, p if moves else at, s, m, counts, found.keys, found.conditions)
+        written = [*(found.theta if moves else ()), *found.trace, *found.memory, *found.counts, *found.conditions]
+        written += found.keys[1:]
+        return _Known(tensors, [x.detach() for x in tensors], present, moves, written, job, (at, p, s, m, c, counts))
+
+    def _into_new(
+        self, g: Sequence[Any], found: _Tensors, entries: list[Any], numbers: Numbers, flags: int
+    ) -> list[Any]:
+        """The step with its results in new tensors; a leaf without a gradient keeps its own."""
+        olds: tuple[Sequence[Any], ...] = found.theta if flags & MOVES else g, found.trace, found.memory
+        out, trace, memory = (_like(ys, g) for ys in olds)
+        conditions = found.conditions if numbers.after is None else [torch.empty_like(x) for x in found.conditions]
+        arrays: Any = [pointers(xs) if xs else None for xs in (found.theta, g, *found[1:4], out, trace, memory)]
+        self._run(self._job(*arrays, counts=None, keys=found.keys, conditions=conditions), numbers, flags)
+        if trace:
+            entries[self.velocity] = entries[self.velocity]._replace(trace=tuple(trace))
+        if found.counts:
+            new = iter(foreach_add([c for c, x in zip(found.counts, g) if x is not None], 1))
+            count = tuple([c if x is None else next(new) for c, x in zip(found.counts, g)])
+            entries[self.rate] = entries[self.rate]._replace(count=count)
+        if self.noise is not None:
+            given = {"memory": tuple(memory)} if memory else {}
+            step = found.keys[1] + 1
+            entries[self.noise] = entries[self.noise]._replace(step=step, conditions=tuple(conditions), **given)
+        return out
+
+    def _job(
+        self,
+        p: Any,
+        g: Any,
+        s: Any,
+        m: Any,
+        c: Any,
+        u: Any,
+        t: Any,
+        w: Any,
+        counts: Any,
+        keys: Sequence[Tensor],
+        conditions: Sequence[Tensor],
+    ) -> Any:
+        """A job without the numbers of the step."""
+        lists = [0 if x is None else _address(x) for x in (p, g, s, m, c, u, t, w, counts)]
+        keyed = (keys[0].data_ptr(), _address(self.draws), keys[1].data_ptr()) if keys else (0, 0, 0)
+        kept = conditions[0].data_ptr() if conditions else 0
+        return Job(len(self.sizes), _address(integers(self.sizes)), *lists[:8], 0, 0, *keyed, lists[8], 0, kept, 0, 1)
+
+    def _run(self, job: Any, numbers: Numbers, flags: int) -> None:
+        """Do a job with the numbers of this step."""
+        job[NUMBERS], job[STRIDE], job[FLAGS] = _address(numbers.moves), numbers.stride, flags
+        job[AFTER] = 0 if numbers.after is None else _address(numbers.after)
+        job[THREADS] = torch.get_num_threads() if self.is_large else 1
+        kernel: Any = sweep_kernel()
+        kernel.sweep[self.dtype](job)
+
+    def _moves_on_device(self, g: Sequence[Any], found: _Tensors, numbers: Numbers) -> bool:
+        """Move parameters and state in place by the Triton kernel, if it knows this step and these tensors."""
+        if not _has_device_kernel(found.theta[0]) or not found.keys or numbers is not self.constant:
+            return False
+        if found.centre or self.flags & (NESTEROV | FLIPS):
+            return False
+        (key, step), move = found.keys, self.move
+        kept = found.trace or [m[0] for m in found.memory]
+        places = [k for k, x in enumerate(g) if x is not None]
+        lists = [[xs[k] for k in places] for xs in (found.theta, g, kept)] if len(kept) == len(g) else [[]]
+        if not lists[0] or not all([_has_device_kernel(x) for xs in lists for x in xs]):
+            return False
+        from bayesopt_chain.engine.langevin_cuda import langevin_step_  # here, since it needs Triton
+
+        keep, momentum = (1.0, 0.0) if self.velocity is None else (move.momentum, 1.0)
+        given: dict[str, Any] = {
+            "lr": -move.factor,
+            "weight_decay": move.decay,
+            "keep": keep,
+            "momentum": momentum,
+            "level": move.current,
+        }
+        given["deferred"] = 1.0 if self.velocity is None else move.deferred
+        with torch.cuda.device_of(key):
+            for k, x, y, s in zip(places, *lists):
+                draw = self.draws[k]  # Triton takes the 32 bits as a signed number
+                langevin_step_(x.detach(), y, s, key, step, draw=draw - (draw >> 31 << 32), **given)
+        step.add_(1)
+        return True
+
+    def _fits(self, xs: Sequence[Any], present: Sequence[int] | None, own: bool = False, inner: int = 0) -> bool:
+        """Whether the kernel, which checks nothing, may run over the memory of these tensors.
+
+        Args:
+            xs: a tensor for each leaf.
+            present: the leaves that count.
+            own: whether tensors that require gradients are taken.
+            inner: the number of axes in front of the leaf's.
+        """
+        shapes = self.shapes
+        if present is not None:
+            xs, shapes = [xs[k] for k in present], tuple([shapes[k] for k in present])
+        if not _KINDS.issuperset(map(type, xs)) or {*map(_LAYOUT, xs)} != {(self.dtype, True)}:
+            return False
+        if (not own and any(map(_GRAD, xs))) or not all(map(Tensor.is_contiguous, xs)):
+            return False
+        return tuple([x.shape[inner:] for x in xs] if inner else map(_SHAPE, xs)) == shapes
+
+
+def _present(g: Sequence[Any]) -> list[int] | None:
+    """Which leaves have a gradient; ``None`` for all."""
+    return [k for k, x in enumerate(g) if x is not None] if NoneType in map(type, g) else None
+
+
+def _is_readable(x: Tensor) -> bool:
+    """Whether a tensor has numbers in the host's memory, where nothing is being traced."""
+    return type(x) in _KINDS and x.is_cpu
+
+
+def _dense(g: Sequence[Any]) -> list[Any]:
+    """The gradients, those that are strided made contiguous."""
+    return [x.contiguous() if isinstance(x, Tensor) and x.layout is torch.strided else x for x in g]
+
+
+def _like(xs: Sequence[Any], g: Sequence[Any]) -> list[Any]:
+    """A new tensor for each of these; a leaf without a gradient keeps its own."""
+    if NoneType in map(type, g):
+        return [x if y is None else torch.empty_like(x) for x, y in zip(xs, g)]
+    return [*map(torch.empty_like, xs)]
+
+
+def _has_device_kernel(x: Any) -> bool:
+    """Whether :mod:`bayesopt_chain.engine.langevin_cuda` takes this tensor."""
+    return isinstance(x, Tensor) and x.is_cuda and x.dtype == torch.float32 and x.is_contiguous() and has_triton()
+
+
+def _spread(values: Sequence[float], present: Sequence[int], n: int) -> list[float]:
+    """Values of the leaves that are present, among ``n`` leaves."""
+    every = [0.0] * n
+    for k, value in zip(present, values):
+        every[k] = value
+    return every
+
+
+def _packed(moves: Sequence[Move]) -> Any:
+    return (ctypes.c_double * (9 * len(moves)))(*[x for move in moves for x in move])
+
+
+@lru_cache(maxsize=64)
+def _values(schedule: Any, block: int) -> list[float]:
+    """The values of an elementwise schedule at ``_BLOCK`` counts, with the bits of one count at a time."""
+    return schedule(torch.arange(block * _BLOCK, (block + 1) * _BLOCK, device="cpu")).tolist()
+
+
+def moved(plan: Any, params: Any, grads: Any, state: Any, inplace: bool) -> tuple[Any, Any] | None:
+    """Move parameters in one pass over memory, with the bits of ``update`` and ``apply_updates``.
+
+    Args:
+        plan: of the chain, for this state.
+        params, grads: trees of one structure; gradients may be missing, and are left alone.
+        state: of the chain.
+        inplace: whether parameters and state are overwritten.
+
+    Returns:
+        Parameters and state; ``None``, with nothing done, where the chain is more than one engine knows, or the kernel cannot
+        take these tensors.
+    """
+    engine, spec, entries = plan.engine, plan.spec, list(state)
+    if engine is None or spec is None:
+        return None
+    try:
+        p, g = spec.flatten_up_to(params), spec.flatten_up_to(grads)
+    except ValueError:
+        return None
+    if not inplace and optree.tree_structure(params, none_is_leaf=True) != spec:
+        return None
+    numbers = engine.numbers(entries, g)
+    if numbers is None or (new := engine.step(g, p, entries, numbers, inplace, moves=True)) is None:
+        return None
+    if inplace:
+        return params, state
+    if (n := engine.noise) is not None:  # a key of its own: whoever overwrites one state must not change the other
+        entries[n] = entries[n]._replace(key=entries[n].key.clone())
+    return spec.unflatten(new), type(state)(entries, state.layout)

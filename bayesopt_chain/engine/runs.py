@@ -1,0 +1,65 @@
+"""Which neighbouring links of a chain an engine stands for: [decay] [momentum] [noise] scale, all on the same leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bayesopt_chain.engine.engine import Engine
+from bayesopt_chain.engine.parts import Accumulates, Decays, Scales
+
+_TURN = {Decays: 0, Accumulates: 1, Scales: 3}  # noise without a momentum enters between the last two
+
+
+def engines(links: Sequence[Any], plan: Any) -> dict[int, Engine]:
+    """Find the engines of a chain.
+
+    Args:
+        links: the links of the chain.
+        plan: its plan, of which layout, order and noise are read.
+
+    Returns:
+        The engines, each by the number of its first link.
+    """
+    found, taken = dict[int, Engine](), set[int]()
+    for last in plan.order:
+        if not isinstance(links[last].part, Scales) or not plan.where[last] or last in plan.entering:
+            continue
+        if None in [plan.layout.shapes[j] for j in plan.where[last]]:
+            continue
+        run, noise = _run(links, plan, last, taken)
+        engine = Engine(links, plan, run, noise)
+        if len(run) > 1 or engine.is_whole:
+            found[run[0]] = engine
+            taken |= {*run}
+    return found
+
+
+def _run(links: Sequence[Any], plan: Any, last: int, taken: set[int]) -> tuple[list[int], int | None]:
+    """The run that ends with the scale ``last``, and the noise link whose draws the engine makes."""
+    where, run, turn, noise = plan.where[last], [last], 3, None
+    for i in sorted({*plan.order, *plan.entering}, reverse=True):
+        if i >= last or set(plan.where[i]).isdisjoint(where):
+            continue
+        mine = 2 if i in plan.noise else _TURN.get(type(links[i].part), 4)
+        if plan.where[i] != where or i in taken or mine >= turn:
+            break
+        entering = [n for n, x in plan.noise.items() if any(y.entry_link == i for y in x.noise_inputs)]
+        drawn = [n for n in entering if mine in (1, 2) and _is_drawn(plan, n, [i, *run])]
+        if i in plan.noise and not drawn:  # its link adds it to what the run is given
+            break
+        run.insert(0, i)
+        if entering and not drawn:
+            break
+        turn, noise = mine, drawn[0] if drawn else noise
+    return run, noise
+
+
+def _is_drawn(plan: Any, n: int, run: Sequence[int]) -> bool:
+    """Whether an engine can draw noise ``n``: of this chain's rates it depends on the engine's own alone."""
+    if getattr(plan.noise[n], "drawn_by_kernel", None) is None:
+        return False
+    (x,) = plan.noise[n].noise_inputs
+    front, behind = x.rates
+    has_pole = x.transfer.pole_link is None or x.transfer.pole_link in run
+    return x.leaves == plan.where[run[-1]] and not front and {*behind} <= {run[-1]} and not x.powers and has_pole

@@ -1,0 +1,240 @@
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "../random/philox.hpp"
+
+namespace {
+
+// what a step does, one bit each; see bayesopt_chain.engine.sweep_cpu
+enum : int { MOVES = 1, DECAYS = 2, FLIPS = 4, ADDS = 8, DRAWS = 16, NESTEROV = 32, INPLACE = 64 };
+
+// the numbers of a step of a leaf, in the order of bayesopt_chain.engine.engine.Move
+struct Move {
+  double factor, momentum, decay, current, previous, head, deferred, velocity_scale, remembers;
+};
+
+// what of a run's numbers does not change, in the order of bayesopt_chain.engine.engine.Rule
+struct Rule {
+  double sign, momentum, decay, gain, mu, head, noise_decay, order, behind;
+};
+
+// what the noise of a leaf remembers of the last step: LangevinNoiseState.conditions
+struct Conditions {
+  double temperature, rate, front, surplus, other;
+};
+
+struct Job {
+  int64_t leaves;
+  const int64_t* sizes;
+  const void **p, **g, **s, **m, **c;
+  void **u, **t, **w;
+  const Move* numbers;
+  int64_t stride;
+  const int64_t *key, *draws;
+  int64_t* step;
+  int64_t** counts;  // of the rate, one a leaf, null for a leaf without a gradient
+  const Conditions* after;
+  Conditions* conditions;
+  int64_t flags, threads;
+};
+
+// a + k b as torch's add(a, b, alpha=k) rounds it
+template <class Real>
+inline Real plus(Real a, Real k, Real b) {
+#ifdef __FMA__
+  return std::fma(k, b, a);
+#else
+  return a + k * b;
+#endif
+}
+
+// VELOCITY: 0 none, 1 heavy ball, 2 Nesterov; NOISE: 0 none, 1 this draw alone, 2 with the last one, which memory holds
+template <int VELOCITY, int NOISE, class Real>
+void run(int64_t n, const Real* p, const Real* g, const Real* s, const Real* m, const Real* c, const Real* xi, Real* u, Real* t,
+         Real* w, const Move& k, int64_t flags) {
+  const bool moves = flags & MOVES, decays = flags & DECAYS, flips = flags & FLIPS, adds = flags & ADDS, pulls = c;
+  const bool raw = k.remembers == 1, leaves = k.remembers == 2, defers = k.deferred != 0;
+  const Real f(k.factor), mu(k.momentum), decay(k.decay), current(k.current), previous(k.previous), head(k.head),
+      deferred(k.deferred), scale(k.velocity_scale);
+  if (!p) p = g;  // read, and not used
+  if (!c) c = g;
+#pragma omp simd
+  for (int64_t j = 0; j < n; ++j) {
+    const Real at = p[j];
+    Real x = flips ? -g[j] : g[j];
+    if (decays) x = plus(x, decay, pulls ? at - c[j] : at);
+    Real noise = 0;
+    if constexpr (NOISE > 0) {
+      const Real a = current * xi[j];
+      noise = a;
+      if constexpr (NOISE == 2) {
+        const Real last = m[j];
+        noise = a + previous * last;
+        w[j] = leaves ? last : raw ? xi[j] : a;
+      }
+      noise = head * noise;
+      x = adds ? x + noise : x;
+    }
+    Real y = x;
+    if constexpr (VELOCITY > 0) {
+      const Real v = mu * (scale * s[j]) + x;
+      y = VELOCITY == 2 ? plus(x, mu, v) : v;
+      t[j] = NOISE == 1 && defers ? v + deferred * noise : v;
+    }
+    y = f * y;
+    u[j] = moves ? at + y : y;
+  }
+}
+
+template <class Real>
+using Kernel = void (*)(int64_t, const Real*, const Real*, const Real*, const Real*, const Real*, const Real*, Real*, Real*,
+                        Real*, const Move&, int64_t);
+
+template <class To>
+inline To* from(To* const* places, int64_t i, int64_t a) {
+  return places ? places[i] + a : nullptr;
+}
+
+template <class Real>
+void sweep(const Job& job) {
+  static const Kernel<Real> table[3][3] = {{run<0, 0, Real>, run<0, 1, Real>, run<0, 2, Real>},
+                                           {run<1, 0, Real>, run<1, 1, Real>, run<1, 2, Real>},
+                                           {run<2, 0, Real>, run<2, 1, Real>, run<2, 2, Real>}};
+  const bool draws = job.flags & DRAWS;
+  const Kernel<Real> kernel =
+      table[job.s ? (job.flags & NESTEROV ? 2 : 1) : 0][draws ? (job.m ? 2 : 1) : 0];
+  const auto p = reinterpret_cast<const Real* const*>(job.p), g = reinterpret_cast<const Real* const*>(job.g),
+             s = reinterpret_cast<const Real* const*>(job.s), m = reinterpret_cast<const Real* const*>(job.m),
+             c = reinterpret_cast<const Real* const*>(job.c);
+  const auto u = reinterpret_cast<Real* const*>(job.u), t = reinterpret_cast<Real* const*>(job.t),
+             w = reinterpret_cast<Real* const*>(job.w);
+  constexpr int64_t BLOCK = 1 << 14;
+  const int64_t row_size = draws ? 4 * RUN : BLOCK;  // a row of draws lies in first-level cache while it is used
+#pragma omp parallel num_threads(int(job.threads)) if (job.threads > 1)
+  for (int64_t i = 0; i < job.leaves; ++i) {
+    if (!g[i]) continue;
+    const int64_t size = job.sizes[i], blocks = (size + BLOCK - 1) / BLOCK;
+    Stream stream = {};
+    if (draws) {
+      const uint64_t key = *job.key, step = *job.step;
+      stream = {uint32_t(job.draws[i]), {uint32_t(step), uint32_t(step >> 32)}, {uint32_t(key), uint32_t(key >> 32)}};
+    }
+#pragma omp for schedule(static) nowait
+    for (int64_t b = 0; b < blocks; ++b) {
+      const int64_t end = b * BLOCK + BLOCK < size ? b * BLOCK + BLOCK : size;
+      Real xi[4 * RUN];
+      for (int64_t a = b * BLOCK; a < end; a += row_size) {
+        const int64_t n = end - a < row_size ? end - a : row_size;
+        if (draws) row(a / (4 * RUN), 0, int(n), stream, xi);
+        kernel(n, from(p, i, a), g[i] + a, from(s, i, a), from(m, i, a), from(c, i, a), xi, u[i] + a, from(t, i, a),
+               from(w, i, a), job.numbers[i * job.stride], job.flags);
+      }
+    }
+  }
+  if (job.conditions && job.after) std::memcpy(job.conditions, job.after, sizeof(Conditions) * job.leaves);
+  if (!(job.flags & INPLACE)) return;
+  if (draws) ++*job.step;
+  for (int64_t i = 0; job.counts && i < job.leaves; ++i)
+    if (job.counts[i]) ++*job.counts[i];
+}
+
+// The arithmetic of bayesopt_chain.matching: law.py and filters.Scheduled of one branch, on doubles, operation for operation.
+
+struct Level {
+  double temperature, half, arrives, momentum;
+};
+
+struct Coefficients {
+  double current, previous, velocity, surplus;
+};
+
+double root(double x) { return x == 0 ? 0.0 : std::pow(x, 0.5); }
+
+Level level(double rate, double momentum, double temperature, double decay) {
+  return {temperature, 0.5 * ((1.0 - momentum) / rate + decay), 0.5 * ((1.0 + momentum) / rate - decay), momentum};
+}
+
+Coefficients scheduled_noise(const Level& now, const Level& before, double surplus, double momentum) {
+  const double alpha2 = before.temperature * before.half, a2 = alpha2 + surplus;
+  const double share = alpha2 / (a2 > 0 ? a2 : 1.0), b = share * root(a2), s = surplus * share;
+  const double least_variance = before.temperature * before.arrives - s, growth = now.arrives - before.arrives;
+  const double c_own = before.temperature * growth + s, mu = before.momentum, d = (momentum - mu) / (1.0 - mu);
+  const double c_optimizer = c_own - d * (d * alpha2 + (2.0 - d) * s);
+  const bool fits = c_optimizer >= 0 && (alpha2 > 0 || momentum == mu);
+  const double g = root(c_own < 0 ? before.temperature * now.arrives / least_variance : 1.0);
+  const double excess = now.temperature < before.temperature ? (before.temperature - now.temperature) * growth : 0.0;
+  double c = (fits ? c_optimizer : c_own) - excess;
+  c = c > 0 ? c : 0.0;
+  return {root(now.temperature * now.half + c), (fits ? 1.0 - d : g) * b, fits ? momentum : g * mu, c};
+}
+
+Coefficients white_noise(const Level& now, const Level& before, double momentum) {
+  const double variance = 2.0 / (1.0 - momentum) * now.half, last_variance = 2.0 / (1.0 - momentum) * before.half;
+  const bool rises = last_variance > 0 && variance < momentum * momentum * last_variance;
+  const double k = rises ? root(variance / last_variance) : momentum + 0.0 * variance;
+  const double e = 2.0 / (1.0 + momentum) * (now.temperature * variance - k * k * before.temperature * last_variance);
+  return {root(e > 0 ? e : 0.0), 0.0 * e, k, 0.0 * e};
+}
+
+// the numbers of a leaf for the rate of this step, and what its noise has to remember
+Move move_of(const Rule& rule, double rate_now, double now_temperature, const Conditions& last, Conditions& after) {
+  const double behind = rule.behind ? rate_now : 1.0, last_moved = std::fabs(last.rate);
+  const bool moves = behind != 0, last_moves = last.rate >= 0;
+  const double now = moves ? behind : last_moved;
+  const bool runs = now != 0, began = last_moved != 0, has_velocity = rule.mu > 0;
+  const double rate = runs ? now : 1.0, temperature = runs ? now_temperature : 0.0;
+  const double before = began ? last_moved : rate, before_temperature = began ? last.temperature : temperature;
+  const double last_front = began ? last.front : 1.0;
+  const bool moved = began ? last_moves : true;
+  Level level_now = level(rate * rule.gain, rule.mu, temperature, rule.noise_decay);
+  Level level_before = level(before * rule.gain, rule.mu, before_temperature, rule.noise_decay);
+  const double own = rule.mu * last_front;
+  double c = last.surplus;
+  Coefficients k;
+  if (rule.order == 1) {
+    level_before.half = began ? level_before.half : 0.0;
+    k = white_noise(level_now, level_before, rule.mu);
+  } else {
+    if (rule.mu != 0) {
+      level_now.half = moves ? level_now.half : 0.0;
+      level_before.half = moved ? level_before.half : 0.0;
+      level_before.momentum = moved ? rule.mu + 0.0 * rate : -1.0;
+    }
+    c = began ? c : 0.0;
+    k = scheduled_noise(level_now, level_before, c, own);
+  }
+  double scale = 1.0;
+  if (rule.mu != 0) {
+    const double front = 1.0 / (last_front > 0 ? last_front : 1.0);
+    scale = k.velocity == own ? 1.0 + 0.0 * front : k.velocity / rule.mu * front;
+    if (now_temperature == 0 && last.temperature == 0) scale = 1.0;
+  }
+  after = {now_temperature, moves ? now : -now, 1.0, rule.mu != 0 ? k.surplus : (moves ? k.surplus : c), last.other};
+  const double factor = rule.sign * rate_now, previous = began ? k.previous : 0.0;
+  if (rule.order == 1) return {factor, rule.momentum, rule.decay, rule.head * k.current, 0.0, 1.0, 0.0, scale, 0.0};
+  return {factor, rule.momentum, rule.decay, k.current, previous, rule.head, 0.0, scale, has_velocity || moves ? 1.0 : 2.0};
+}
+
+}  // namespace
+
+extern "C" void sweep_float(const Job* job) { sweep<float>(*job); }
+extern "C" void sweep_double(const Job* job) { sweep<double>(*job); }
+
+// whether torch's add with alpha, as this library has it, rounds once
+extern "C" int fuses() {
+#ifdef __FMA__
+  return 1;
+#else
+  return 0;
+#endif
+}
+
+// the numbers of all leaves; a leaf that is not live remembers what it did
+extern "C" void numbers(const Rule* rule, int64_t leaves, const uint8_t* live, const double* rates, int64_t stride,
+                        double temperature, const Conditions* last, Move* moves, Conditions* after) {
+  for (int64_t i = 0; i < leaves; ++i) {
+    after[i] = last[i];
+    if (!live || live[i]) moves[i] = move_of(*rule, rates[i * stride], temperature, last[i], after[i]);
+  }
+}

@@ -1,0 +1,106 @@
+// The counter-based stream of philox.py: ten rounds of Philox-4x32 for 64 neighbouring blocks, and their normals.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+constexpr int RUN = 64;
+
+struct Stream {
+  uint32_t draw, step[2], key[2];
+};
+
+template <class To, class From>
+To bits(From x) {
+  To y;
+  std::memcpy(&y, &x, sizeof y);
+  return y;
+}
+
+// u = 2^k (1 + f) with 1 + f in [sqrt(1/2), sqrt(2)); log(1 + f) = f - f^2/2 + s (f^2/2 + r(s^2)), s = f / (2 + f)
+float log_of(float u) {
+  const int32_t i = bits<int32_t>(u) + (0x3f800000 - 0x3f3504f3);
+  const float k = float((i >> 23) - 127), f = bits<float>((i & 0x7fffff) + 0x3f3504f3) - 1.0f;
+  const float s = f / (2.0f + f), z = s * s, half = 0.5f * f * f;
+  const float r = z * (0.66666662693f + z * (0.40000972152f + z * (0.28498786688f + z * 0.24279078841f)));
+  return k * 6.9313812256e-1f - ((half - (s * (half + r) + k * 9.0580006145e-6f)) - f);
+}
+
+// on [-pi/4, pi/4]
+float cos_of(float x) {
+  const float z = x * x;
+  return 1.0f - 0.5f * z + z * z * (4.166664568e-2f + z * (-1.388731626e-3f + z * 2.443315712e-5f));
+}
+
+float sin_of(float x) {
+  const float z = x * x;
+  return x + x * z * (-1.6666654611e-1f + z * (8.3321608736e-3f - z * 1.9515295891e-4f));
+}
+
+double log_of(double u) { return std::log(u); }
+double cos_of(double x) { return std::cos(x); }
+double sin_of(double x) { return std::sin(x); }
+
+// ten rounds for n counters; of(r, c0, c1, c2, c3, k0, k1) says which counter, under which key
+template <class Of>
+inline void philox(int n, uint32_t (*words)[RUN], Of of) {
+#pragma omp simd
+  for (int r = 0; r < n; ++r) {
+    uint32_t c0, c1, c2, c3, k0, k1;
+    of(r, c0, c1, c2, c3, k0, k1);
+    for (int i = 0; i < 10; ++i) {
+      const uint64_t p0 = uint64_t(0xD2511F53) * c0, p1 = uint64_t(0xCD9E8D57) * c2;
+      c0 = uint32_t(p1 >> 32) ^ c1 ^ k0;
+      c1 = uint32_t(p1);
+      c2 = uint32_t(p0 >> 32) ^ c3 ^ k1;
+      c3 = uint32_t(p0);
+      k0 += 0x9E3779B9;
+      k1 += 0xBB67AE85;
+    }
+    words[0][r] = c0;
+    words[1][r] = c1;
+    words[2][r] = c2;
+    words[3][r] = c3;
+  }
+}
+
+// neighbouring blocks of one draw
+void philox(uint32_t block, int n, const Stream& s, uint32_t (*words)[RUN]) {
+  philox(n, words, [=](int r, uint32_t& c0, uint32_t& c1, uint32_t& c2, uint32_t& c3, uint32_t& k0, uint32_t& k1) {
+    c0 = block + r, c1 = s.draw, c2 = s.step[0], c3 = s.step[1], k0 = s.key[0], k1 = s.key[1];
+  });
+}
+
+template <class Real>
+void box_muller(const uint32_t* first, const uint32_t* second, int n, Real* x, Real* y) {
+#pragma omp simd
+  for (int r = 0; r < n; ++r) {
+    const Real u = (Real(int32_t(first[r] >> 9)) + Real(0.5)) * Real(1.1920928955078125e-7);
+    const Real angle = (Real(int32_t((second[r] & 0x3FFFFFFF) >> 7)) - Real(4194303.5)) * Real(1.8725351414619535e-7);
+    const Real length = std::sqrt(Real(-2) * log_of(u)), radius = second[r] >> 31 ? -length : length;
+    const Real c = radius * cos_of(angle), s = radius * sin_of(angle);
+    const bool odd = second[r] >> 30 & 1;
+    x[r] = odd ? -s : c;
+    y[r] = odd ? c : s;
+  }
+}
+
+// elements first to first + n - 1 of the 256 that come from blocks 64 q to 64 q + 63; n is at least 1
+template <class Real>
+void row(int64_t q, int first, int n, const Stream& s, Real* out) {
+  uint32_t words[4][RUN];
+  Real z[4 * RUN];
+  const int last = first + n - 1;
+  const bool all = n == 4 * RUN;
+  const bool within = first / RUN == last / RUN;  // one lane: these blocks and no others
+  const int from = within ? first % RUN : 0, blocks = within ? n : RUN;
+  Real* to = all ? out : z;
+  philox(uint32_t(RUN * q + from), blocks, s, words);
+  if (first < 2 * RUN) box_muller(words[0], words[1], blocks, to + from, to + RUN + from);
+  if (last >= 2 * RUN) box_muller(words[2], words[3], blocks, to + 2 * RUN + from, to + 3 * RUN + from);
+  if (!all) std::memcpy(out, z + first, sizeof(Real) * n);
+}
+
+}  // namespace

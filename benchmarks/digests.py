@@ -1,0 +1,192 @@
+"""``python -m benchmarks.digests OTHER_CHECKOUT``: do two commits make the same steps, bit for bit, on this machine?
+
+For every chain, learning rate, temperature and form (``update`` and ``make_step``, pure and in place) each commit hashes the
+parameters and the state after five steps; a refusal is hashed as its type. Leaves, missing gradients and dtypes take turns.
+``results/digests.json`` keeps how many of the digests agree and which do not, and by how much the parameters then differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results" / "digests.json"
+STEPS = 5
+
+
+def _chain(bc: Any, *links: Any) -> Callable[[Any, Any], Any]:
+    """A chain of links in front of the learning rate; ``None`` stands for the noise."""
+
+    def make(lr: Any, temperature: Any) -> Any:
+        return bc.chain(
+            *[bc.inject_langevin_noise(temperature) if x is None else x for x in links], bc.scale_by_neg_lr(lr)
+        )
+
+    return make
+
+
+def chains(bc: Any) -> dict[str, Callable[[Any, Any], Any]]:
+    """What is compared: functions of learning rate and temperature."""
+    decay, momentum = bc.links.add_decayed_weights(0.1), bc.add_momentum(0.9)
+    flipped = bc.links.flip_sign_and_add_weight_decay(0.1, maximize=True)
+    made: dict[str, Callable[[Any, Any], Any]] = {
+        "sgd": lambda lr, t: bc.sgd(lr),
+        "sgd momentum": lambda lr, t: bc.sgd(lr, 0.9),
+        "sgd dampened": lambda lr, t: bc.sgd(lr, 0.9, dampening=0.3, temperature=t),
+        "sgd decayed, nesterov": lambda lr, t: bc.sgd(lr, 0.9, weight_decay=0.1, nesterov=True),
+        "sgd maximised": lambda lr, t: bc.sgd(lr, 0.9, weight_decay=0.1, maximize=True),
+        "sgld": lambda lr, t: bc.sgld(lr, temperature=t),
+        "sghmc": lambda lr, t: bc.sghmc(lr, temperature=t),
+        "little momentum": lambda lr, t: bc.sghmc(lr, 0.03, temperature=t),
+        "nesterov": lambda lr, t: bc.sgd(lr, 0.9, nesterov=True, temperature=t),
+        "white": lambda lr, t: bc.chain(momentum, bc.inject_langevin_noise(t, order=1), bc.scale_by_neg_lr(lr)),
+        "signs": lambda lr, t: bc.chain(
+            momentum, bc.inject_langevin_noise(t, noise="rademacher"), bc.scale_by_neg_lr(lr)
+        ),
+        "decay, sgld": _chain(bc, decay, None),
+        "decay, sghmc": _chain(bc, decay, momentum, None),
+        "maximised, sghmc": _chain(bc, flipped, None, momentum),
+        "decay behind momentum": _chain(bc, momentum, None, decay),
+        "localised, sghmc": _chain(bc, bc.links.add_localization(0.5, 0.2), momentum, None),
+        "rate in front": lambda lr, t: bc.chain(
+            bc.inject_langevin_noise(t), bc.scale_by_neg_lr(lr), bc.add_momentum(0.9)
+        ),
+    }
+    return made
+
+
+def rates(bc: Any) -> dict[str, Any]:
+    """Kinds of learning rate."""
+    s = bc.schedules
+    return {
+        "number": 0.05,
+        "tensor": torch.tensor(0.05),
+        "float64 tensor": torch.tensor(0.05, dtype=torch.float64),
+        "cosine": s.cosine(0.05, 8),
+        "with a stop": s.piecewise((2, 3), (0.05, 0.0, 0.025)),
+        "rising function": lambda k: 0.01 * (1.0 + k),
+    }
+
+
+def temperatures(bc: Any) -> dict[str, Any]:
+    """Kinds of temperature."""
+    return {
+        "0": 0.0,
+        "number": 0.3,
+        "tensor": torch.tensor(0.3),
+        "cosine": bc.schedules.cosine(0.3, 8),
+        "tensor of 0": torch.tensor(0.0),
+    }
+
+
+FORMS = ("update", "update in place", "step", "step in place")
+
+
+def cases(bc: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Names, and functions that return parameters and state."""
+    product = itertools.product(chains(bc).items(), rates(bc).items(), temperatures(bc).items(), FORMS)
+    for n, ((chain, make), (rate, lr), (heat, t), form) in enumerate(product):
+        dtype, kind = (torch.float32, torch.float64)[(n // 2 + n // 4) % 2], n // 4 % 3
+        name = f"{chain}; {rate}; {heat}; {form}; {dtype}; {('leaves', 'a missing gradient', '0-d')[kind]}"
+        yield (
+            name,
+            lambda make=make, lr=lr, t=t, form=form, dtype=dtype, kind=kind: walk(bc, make(lr, t), form, dtype, kind),
+        )
+
+
+def walk(bc: Any, tx: Any, form: str, dtype: torch.dtype, kind: int) -> Any:
+    """Parameters and state after some steps from one seed."""
+    import torchopt
+
+    torch.manual_seed(0)
+    if hasattr(bc, "with_stream"):  # a commit with two streams draws by the one that is left
+        tx = bc.with_stream(tx, "philox")
+    shapes = [(), (3,), ()] if kind == 2 else [(300,), (2, 3), (7,)]
+    params = [torch.randn(shape, dtype=dtype) for shape in shapes]
+    grads = [[torch.randn(p.shape, dtype=dtype) for p in params] for _ in range(STEPS)]
+    if kind == 1:
+        grads[1][0] = grads[2][0] = grads[3][2] = None
+    inplace, state = form.endswith("in place"), tx.init(params)
+    for g in grads:
+        if form.startswith("update"):
+            u, state = tx.update(g, state, params=params, inplace=inplace)
+            params = torchopt.apply_updates(params, u, inplace=inplace)
+        else:
+            step = bc.make_step(
+                lambda p, batch: sum((x * y).sum() for x, y in zip(p, batch) if y is not None), tx, inplace=inplace
+            )
+            params, state, _ = step(params, state, g)
+    return params, state
+
+
+def work(out: Path) -> None:
+    """Write the digests of one commit, and the parameters they are of."""
+    import optree
+
+    import bayesopt_chain as bc
+
+    torch.set_num_threads(1)
+    found: dict[str, tuple[str, list[float]]] = {}
+    for name, case in cases(bc):
+        try:
+            done = case()
+        except Exception as err:
+            found[name] = f"{type(err).__name__}", []
+            continue
+        digest = hashlib.sha256()
+        for x in optree.tree_leaves(done):
+            digest.update(f"{x.dtype} {tuple(x.shape)}".encode() + x.detach().contiguous().numpy().tobytes())
+        found[name] = digest.hexdigest(), torch.cat([p.flatten().double() for p in done[0]]).tolist()
+    out.write_text(json.dumps(found))
+
+
+def digests(checkout: Path, out: Path) -> dict[str, Any]:
+    """The digests with the package of a checkout."""
+    environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [sys.executable, "-W", "ignore", __file__, "--work", str(out)], cwd=checkout, env=environment, check=True
+    )
+    return json.loads(out.read_text())
+
+
+def main() -> None:
+    import tempfile
+
+    from benchmarks.against import commit
+    from benchmarks.measure import environment
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("other", type=Path, help="a checkout of the other commit")
+    other = parser.parse_args().other.resolve()
+    here = Path(__file__).parents[1]
+    with tempfile.TemporaryDirectory() as folder:
+        mine, theirs = (digests(x, Path(folder) / f"{n}.json") for n, x in enumerate((here, other)))
+    differ = {}
+    for name, (digest, params) in mine.items():
+        digest_there, params_there = theirs[name]
+        if digest != digest_there:
+            alike = len(params) == len(params_there) > 0
+            differ[name] = (
+                max(abs(a - b) for a, b in zip(params, params_there)) if alike else f"{digest} / {digest_there}"
+            )
+    print(f"{len(mine) - len(differ)} of {len(mine)} digests agree")
+    for name, by in differ.items():
+        print(f"  {name}: {by}")
+    refused = sum(not params for _, params in mine.values())
+    record = {"commits": {"this": commit(here), "other": commit(other)}, "environment": environment()}
+    record |= {"cases": len(mine), "refused": refused, "differ": differ}
+    RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    work(Path(sys.argv[2])) if "--work" in sys.argv else main()
