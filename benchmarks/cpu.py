@@ -58,20 +58,17 @@ def sampler() -> Row:
     times = take_turns(
         {
             "fused": c.fused(tx, params, grads),
-            "fused, Philox": c.fused(tx, params, grads),
-            "captured, Philox": c.captured(tx, params, grads),
+            "captured": c.captured(tx, params, grads),
             "normal_ + torch.optim fused": c.normal_and_fused(params, grads),
             "posteriors": c.posteriors_sghmc(params, grads),
         },
         rounds=25,
     )
     targets = {
-        ("fused", "normal_ + torch.optim fused"): 1.10,
-        ("fused", "posteriors"): 0.75,
-        ("fused, Philox", "posteriors"): 0.5,
-        ("fused, Philox", "normal_ + torch.optim fused"): 1.0,
-        ("captured, Philox", "posteriors"): 0.5,
-        ("captured, Philox", "normal_ + torch.optim fused"): 1.0,
+        ("fused", "normal_ + torch.optim fused"): 1.0,
+        ("fused", "posteriors"): 0.5,
+        ("captured", "posteriors"): 0.5,
+        ("captured", "normal_ + torch.optim fused"): 1.0,
     }
     return Row("SGHMC of order 2, 1e7 parameters in 10 leaves, update only", times, targets)
 
@@ -83,7 +80,7 @@ def sampler_on_all_threads() -> Row:
         row = sampler()
     finally:
         torch.set_num_threads(one)
-    targets = {("fused, Philox", "posteriors"): 0.5, ("captured, Philox", "posteriors"): 0.5}
+    targets = {("fused", "posteriors"): 0.5, ("captured", "posteriors"): 0.5}
     return Row("SGHMC of order 2, 1e7 parameters in 10 leaves, update only, two threads", row.times, targets)
 
 
@@ -93,9 +90,8 @@ def sixty_leaves() -> Row:
     times = take_turns(
         {
             "fused": c.fused(tx, params, grads),
-            "fused, Philox": c.fused(tx, params, grads),
             "update + apply": c.update_and_apply(tx, params, grads),
-            "captured, Philox": c.captured(tx, params, grads),
+            "captured": c.captured(tx, params, grads),
             "normal_ + torch.optim fused": c.normal_and_fused(params, grads),
             "posteriors": c.posteriors_sghmc(params, grads),
         },
@@ -105,7 +101,7 @@ def sixty_leaves() -> Row:
         ("update + apply", "posteriors"): 0.4,
         ("fused", "normal_ + torch.optim fused"): 1.3,
         ("fused", "posteriors"): 0.35,
-        ("captured, Philox", "fused"): 1.0,
+        ("captured", "fused"): 1.0,
     }
     return Row("SGHMC, 60 leaves, 1e5 parameters, update only", times, targets)
 
@@ -124,13 +120,12 @@ def adam(work: str, shapes: list[tuple[int, ...]]) -> Row:
             "bc.optim.Adam": c.adaptive(lambda p: optim.Adam(p, c.LR, **hot), shapes),
             "bc.optim.AdamW": c.adaptive(lambda p: optim.AdamW(p, c.LR, **hot), shapes),
             "bc.optim.RMSprop": c.adaptive(lambda p: optim.RMSprop(p, c.LR, **hot), shapes),
-            "bc.optim.Adam, Philox": c.adaptive(lambda p: optim.Adam(p, c.LR, **hot), shapes),
             "bc.optim.Adam, torch's loop": c.adaptive(lambda p: optim.Adam(p, c.LR, foreach=False, **hot), shapes),
         },
         rounds=41,
         clock=time.process_time,
     )
-    ours = ("bc.optim.Adam", "bc.optim.AdamW", "bc.optim.RMSprop", "bc.optim.Adam, Philox")
+    ours = ("bc.optim.Adam", "bc.optim.AdamW", "bc.optim.RMSprop")
     return Row(f"{work}, update only", times, {(name, "torch.optim.Adam fused + draw"): 1.1 for name in ours})
 
 

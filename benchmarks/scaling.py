@@ -36,10 +36,6 @@ AXES = {
 }
 
 
-def philox(tx):
-    return tx
-
-
 def update(n: int, leaves: int, make: Callable) -> Callable[[], None]:
     """An update of ``n`` parameters in so many leaves, by ``make(tx, params, grads)``."""
     tensors = [c.tensors(leaves, n // leaves) for _ in range(2)]
@@ -48,7 +44,6 @@ def update(n: int, leaves: int, make: Callable) -> Callable[[], None]:
 
 UPDATES: dict[str, Callable] = {
     "fused": c.fused,
-    "fused, Philox": lambda tx, params, grads: c.fused(philox(tx), params, grads),
     "update + apply": c.update_and_apply,
     "normal_ + torch.optim fused": lambda tx, params, grads: c.normal_and_fused(params, grads),
     "posteriors": lambda tx, params, grads: c.posteriors_sghmc(params, grads),
@@ -56,12 +51,12 @@ UPDATES: dict[str, Callable] = {
 }
 
 
-def chains(n: int, stream: Callable, captured: bool) -> Callable[[], None]:
+def chains(n: int, captured: bool) -> Callable[[], None]:
     """A step of ``n`` chains, whose parameters are a leaf ``[n, 8]``."""
     from benchmarks.cpu import D, N, logistic, regression_data
 
     batch, params = regression_data(), torch.zeros(n, D)
-    tx = stream(bc.sghmc(0.05, 0.9, temperature=1 / N))
+    tx = bc.sghmc(0.05, 0.9, temperature=1 / N)
     step = bc.parallel(bc.make_step(logistic, tx), n)
     state = step.init(tx, params)
     run = bc.capture(step, params, state, batch) if captured else step
@@ -74,9 +69,8 @@ def chains(n: int, stream: Callable, captured: bool) -> Callable[[], None]:
 
 
 CHAINS: dict[str, Callable] = {
-    "parallel": lambda n: chains(n, lambda tx: tx, captured=False),
-    "parallel, Philox": lambda n: chains(n, philox, captured=False),
-    "captured, Philox": lambda n: chains(n, philox, captured=True),
+    "parallel": lambda n: chains(n, captured=False),
+    "captured": lambda n: chains(n, captured=True),
 }
 
 

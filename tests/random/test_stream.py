@@ -6,7 +6,6 @@ from scipy import stats
 
 import bayesopt_chain as bc
 from bayesopt_chain.random import philox as philox_module
-from bayesopt_chain.random import stream
 from bayesopt_chain.random.philox import box_muller, draw_elements, philox, whole_leaves
 from bayesopt_chain.random.philox_cpu import normals_kernel
 from bayesopt_chain.random.stream import Variables, draw_number, draw_numbers, leaf_numbers, new_key, splitmix64
@@ -214,14 +213,3 @@ def test_a_draw_that_would_be_another_leafs_is_refused_however_late_it_comes(apa
         Variables(leaves, long).draw(torch.tensor(1), torch.tensor(0), templates)
     drawn = Variables(leaves, short).draw(torch.tensor(1), torch.tensor(0), templates)
     assert len(set(map(tuple, torch.stack([x for xs in drawn for x in xs]).tolist()))) == 3 * abs(apart)
-
-
-def test_a_captured_fill_has_the_stream_of_its_group_of_leaves():
-    """Leaves of a second dtype are drawn with salt 1; one seed for all groups would give both the same noise."""
-    key, step, wanted = torch.tensor(7), torch.tensor(3), []
-    for salt in (0, 1, 2):
-        buffer = torch.zeros(50, dtype=torch.float64)
-        stream.seeded_fill(buffer, key, step, salt, 0.3)()
-        want = stream._seeded(7, 3, salt, 50, torch.float64, "gaussian", 0.3)
-        assert torch.equal(buffer, want) and not any(torch.equal(buffer, other) for other in wanted)
-        wanted.append(want)
