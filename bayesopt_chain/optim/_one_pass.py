@@ -70,7 +70,7 @@ def _in_blocks(form: Form, normals: Normals, piece: Piece, numbers: Coefficients
     for a, b in pairwise(edges_of(piece.sizes[0], BLOCK)):
         # scratch memory is written from its beginning for each block, and everything else from the block's own address
         fill(piece.fresh[: b - a])
-        places = [(ctypes.c_void_p * 1)(start + item * a) if start else None for start in starts]
+        places = [(ctypes.c_int64 * 1)(start + item * a) if start else None for start in starts]
         if piece.last is not None:
             places[-1] = pointers([piece.last])
             if fill_last is not None:

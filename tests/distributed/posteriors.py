@@ -47,12 +47,11 @@ def off(whole, mine, layout):
     return max([(a - b).abs().max().item() for a, b in pairs if a.numel()], default=0.0)
 
 
-def compared(philox):
+def compared():
     """By family and layout: differences of means and variances to one process, and the messages of draws and updates."""
     found = {}
     for name, tx in families().items():
-        with philox():
-            params, state, draw = inferred(tx, leaves(0))
+        params, state, draw = inferred(tx, leaves(0))
         variance = tx.posterior(state, params).marginal_variance
         for way, layout in layouts().items():
             if way not in ("Shard(0), uneven and empty", "FSDP x TP") and name not in ("mean field", "ivon"):

@@ -80,7 +80,7 @@ def test_without_a_seed_the_first_rank_draws_one_for_all(tmp_path):
 
 
 def test_a_seed_gives_the_same_chains_without_a_mesh(tmp_path):
-    tx = make("philox")
+    tx = make()
     chains = bc.parallel(bc.make_step(loss, tx), N, loop=True)
     state = chains.init(tx, starts(), seed=5)
     draws = bc.sample(chains, starts(), state, data(), steps=14, burn_in=4)
@@ -94,7 +94,7 @@ def test_the_keys_of_many_chains_differ_between_chains_and_seeds():
 
 
 def test_a_seed_leaves_torchs_generator_as_it_was():
-    tx = make("philox")
+    tx = make()
     before = torch.get_rng_state()
     bc.parallel(bc.make_step(loss, tx), N).init(tx, starts(), seed=3)
     assert torch.equal(torch.get_rng_state(), before)
@@ -133,7 +133,7 @@ def test_every_chain_keeps_its_own_temperature(tmp_path):
 def refused():
     mesh = init_device_mesh("cpu", (2,))
     square = init_device_mesh("cpu", (2, 1), mesh_dim_names=("chains", "data"))
-    step = bc.make_step(loss, make("philox"))
+    step = bc.make_step(loss, make())
     return [
         message_of(lambda: bc.parallel(step, 1, mesh=mesh)),
         message_of(lambda: bc.parallel(step, 4, mesh=square)),

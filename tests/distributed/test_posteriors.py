@@ -5,7 +5,6 @@ import torch
 
 from tests.distributed import posteriors
 from tests.distributed.ranks import run
-from tests.distributed.test_shards import philox
 
 pytestmark = pytest.mark.slow
 
@@ -13,7 +12,7 @@ pytestmark = pytest.mark.slow
 def every():
     """All cases, on this rank."""
     return {
-        "families": posteriors.compared(philox),
+        "families": posteriors.compared(),
         "laplace": posteriors.curved(),
         "refused": posteriors.refused(),
         "line": posteriors.line(sharded=True),
