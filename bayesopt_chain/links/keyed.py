@@ -68,6 +68,7 @@ class Keyed(Link):
         checks.own_key(state.key, g)
         given, scope = dict(zip(context.present, g)), context.scope
         every = tuple([draws * (j in given) for j in scope.index])  # a leaf without a gradient draws nothing
-        like = [(given[j] if j in given else state.key).unsqueeze(0) for j in scope.index]
-        xi = keyed_stream.Variables(scope.numbers, every, kind, runs=scope.pieces).draw(state.key, state.step, like)
+        key: Tensor = state.key
+        like = [given.get(j, key).unsqueeze(0) for j in scope.index]
+        xi = keyed_stream.Variables(scope.numbers, every, kind, runs=scope.pieces).draw(key, state.step, like)
         return [x for j, x in zip(context.index, xi) if j in given]
