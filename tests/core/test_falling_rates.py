@@ -33,15 +33,8 @@ def of_the_limit(mu: float) -> list[float]:
     return [fraction * 2 * (1 + mu) / 0.1 for fraction in (0.03, 0.1, 0.3, 0.6, 0.9)]
 
 
-@pytest.mark.sweep(1)
-@pytest.mark.parametrize("mu", [0.0, 0.9])
-@pytest.mark.parametrize("schedule", ["StepLR", "zero in the middle and last"])
-def test_momentum_is_exact_along_a_fall(schedule, mu):
-    assert error(bc.sgd(FALLS[schedule], mu, temperature=T), [1.0, 0.9 * 20 * (1 + mu)]) < 1e-9
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mu", [0.0, 0.5, 0.9, 0.99])
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("mu", [0.0, 0.9, 0.99])
 @pytest.mark.parametrize("schedule", FALLS)
 def test_momentum_is_exact_along_every_fall(schedule, mu):
     assert error(bc.sgd(FALLS[schedule], mu, temperature=T), of_the_limit(mu)) < 1e-9
