@@ -119,13 +119,15 @@ def local_learning_coefficient(
     step = parallel(make_step(loss, tx), chains)
     before = stack([optree.tree_map(lambda p: p.detach().clone(), params) for _ in range(chains)])
     state, losses = step.init(tx, before), list[Tensor]()
-    highest, worst = -math.inf, None
+    highest: float = -math.inf
+    worst: Any = before, state
     for it in iterate(step, before, state, batches, steps=steps, burn_in=burn_in):
         if it.is_draw:
             losses.append(it.info.loss.double())
             if float(losses[-1].max()) > highest:  # the loss of a step is that of the parameters before it
                 highest, i = float(losses[-1].max()), int(losses[-1].argmax())
-                worst = optree.tree_map(lambda x, i=i: x[i].clone(), (before, it.state))
+                worst = before, it.state
+                worst = optree.tree_map(lambda x, i=i: x[i].clone(), worst)
         before = it.params
     cut = len(losses) < steps - burn_in  # iterate has stopped in front of a draw that is not finite
     if cut or not all(bool(loss.isfinite().all()) for loss in losses):
@@ -136,8 +138,7 @@ def local_learning_coefficient(
     scaled = (found - reference) / temperature
     mean = estimate(scaled)
     result = LearningCoefficient(mean.value, mean.standard_error, scaled.mean(0), found, reference)
-    assert worst is not None
-    growth = _growth(loss, tx, *worst, every)
+    growth = _growth(loss, tx, worst, every)
     if growth > 1.0 + 3.0 / PRODUCTS:
         raise ValueError(
             f"local_learning_coefficient: lr={lr:.3g} is too large: where the loss was highest ({highest:.4g}, against "
@@ -169,12 +170,13 @@ def _over_all_rows(loss: Callable[[Any, Any], Any], params: Any, batches: Any) -
     return total / count
 
 
-def _growth(loss: Callable[[Any, Any], Any], tx: Chain, params: Any, state: Any, batches: Any) -> float:
+def _growth(loss: Callable[[Any, Any], Any], tx: Chain, at: tuple[Any, Any], batches: Any) -> float:
     """The factor by which a step multiplies a displacement along the direction of largest curvature.
 
     The chain is followed on a quadratic of this one direction, so that the negative curvature of other directions, which makes
     displacements grow slowly and is no instability of the step, does not count.
     """
+    params, state = at
     product = hessian_product(loss, params, batches, max_batches=10)
     values, vectors = lanczos(
         lambda v: flatten(product(unflatten(v, params)), params), flatten(params, params), 1, max_products=PRODUCTS

@@ -122,7 +122,9 @@ def quartic(lr, momentum, sampler=None, chains=4):
 
 def test_a_rate_that_is_unstable_where_the_chains_go_is_refused():
     """At the minimum of a quartic there is no curvature at all; where the chains go 3 x^2 exceeds 2 / lr."""
-    with pytest.raises(ValueError, match=r"a step multiplies a displacement along the stiffest direction by 1\.[2-9]"):
+    with pytest.raises(
+        ValueError, match=r"a step multiplies a displacement along the stiffest direction by [1-9]\.[0-9]+, at 1\.25"
+    ):
         quartic(0.16, 0.0)
     for momentum, sampler in ((0.0, None), (0.9, bc.sgd(0.016, 0.9, nesterov=True, temperature=1.0))):
         found = quartic(0.016, momentum, sampler)
