@@ -148,7 +148,8 @@ class Engine:
         dtypes = {layout.dtypes[j] for j in self.where}
         self.dtype = dtypes.pop() if len(dtypes) == 1 else None
         self.is_everything = self.where == tuple(range(len(layout.shapes)))
-        self.is_whole = self.is_everything and {*run, *([noise] if noise is not None else [])} == {*range(len(links))}
+        leaves = tuple([j for j, shape in enumerate(layout.shapes) if shape is not None])
+        self.is_whole = self.where == leaves and {*run, *([noise] if noise is not None else [])} == {*range(len(links))}
         self.has_scalars = any(not shape for shape in self.shapes)
         self.centre: tuple[int, str] | None = None
         self.flags, given = 0, dict[str, float]()
@@ -542,10 +543,13 @@ def moved(plan: Any, params: Any, grads: Any, state: Any, inplace: bool) -> tupl
     if not inplace and optree.tree_structure(params, none_is_leaf=True) != spec:
         return None
     numbers = engine.numbers(entries, g)
-    if numbers is None or (new := engine.step(g, p, entries, numbers, inplace, moves=True)) is None:
+    here = [[xs[j] for j in engine.where] for xs in (g, p)]
+    if numbers is None or (new := engine.step(*here, entries, numbers, inplace, moves=True)) is None:
         return None
     if inplace:
         return params, state
+    for j, x in zip(engine.where, new):
+        p[j] = x
     if (n := engine.noise) is not None:  # a key of its own: whoever overwrites one state must not change the other
         entries[n] = entries[n]._replace(key=entries[n].key.clone())
-    return spec.unflatten(new), type(state)(entries, state.layout)
+    return spec.unflatten(p), type(state)(entries, state.layout)

@@ -209,6 +209,21 @@ def test_what_the_kernel_cannot_take_is_left_to_tensor_operations(monkeypatch):
     assert len(calls) == 1 and others[1].requires_grad and all(torch.equal(x, want) for x in others)
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+def test_an_absent_parameter_is_passed_over_in_one_pass(inplace):
+    params, g = (
+        {"a": torch.randn(5), "b": None, "c": torch.randn(32)},
+        {"a": torch.ones(5), "b": None, "c": torch.ones(32)},
+    )
+    tx = bc.sghmc(RATES["cosine"], temperature=0.1)
+    state = tx.init(params)
+    u, want = tx.update(g, state, params=params, inplace=False)
+    want = torchopt.apply_updates(params, u, inplace=False), want
+    mine = engine_module.moved(tx.plan(state), copy.deepcopy(params), g, copy.deepcopy(state), inplace)
+    assert mine is not None and mine[0]["b"] is None
+    assert all(map(torch.equal, optree.tree_leaves(mine), optree.tree_leaves(want)))
+
+
 def test_autograd_is_told_of_what_the_kernel_writes():
     """A gradient that a graph has saved, overwritten in place, is an error in backward and not a wrong derivative."""
     g, w = [torch.ones(3), torch.ones(2)], torch.ones(3, requires_grad=True)
