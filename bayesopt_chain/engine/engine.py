@@ -543,7 +543,7 @@ def moved(plan: Any, params: Any, grads: Any, state: Any, inplace: bool) -> tupl
     if not inplace and optree.tree_structure(params, none_is_leaf=True) != spec:
         return None
     numbers = engine.numbers(entries, g)
-    here = [[xs[j] for j in engine.where] for xs in (g, p)]
+    here = (g, p) if engine.is_everything else [[xs[j] for j in engine.where] for xs in (g, p)]
     if numbers is None or (new := engine.step(*here, entries, numbers, inplace, moves=True)) is None:
         return None
     if inplace:
