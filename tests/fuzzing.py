@@ -306,7 +306,7 @@ def stepping():
 
 @functools.cache
 def cooled():
-    """A report with room for the heat of the batches."""
+    """A report whose draws can be cooled."""
     product = bc.diagnostics.hessian_product(loss, params(), BATCHES)
     tx = bc.sghmc(0.001, 0.5, temperature=0.1)
     return bc.diagnostics.heating(tx, noise(), order="independent", steps_per_epoch=4, curvature=product, again=noise())
@@ -643,11 +643,7 @@ CALLS = {
     "diagnostics.heating": (
         bc.diagnostics.heating,
         lambda: {"tx": TX, "noise": noise(), "order": "independent", "steps_per_epoch": 4, "curvature": None, "state": None,
-                 "again": None, "tolerance": 0.05},
-    ),
-    "diagnostics.extrapolate_batch_size": (
-        bc.diagnostics.extrapolate_batch_size,
-        lambda: {"values": {8: torch.randn(40, 2), 16: torch.randn(40, 2)}, "size": 64},
+                 "again": None},
     ),
     "diagnostics.tune_mclmc": (
         bc.diagnostics.tune_mclmc,

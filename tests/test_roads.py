@@ -168,9 +168,6 @@ CALLS = {
     ),
     "tune_mclmc": lambda p, d, _: bc.diagnostics.tune_mclmc(loss, p, d.data, temperature=1 / N, steps=30),
     "ksd": lambda p, d, _: bc.diagnostics.ksd(p["b"].expand(8, 4, 1)[..., 0] * 1.0, lambda w: -w),
-    "extrapolate_batch_size": lambda p, d, _: bc.diagnostics.extrapolate_batch_size(
-        {16: torch.ones(20, 2, device=p["a"].device), 8: torch.full((20, 2), 2.0, device=p["a"].device)}, N
-    ),
     "temperatures": thermal,
     "heat guard": with_guard,
     "control variates": less_noise,

@@ -8,8 +8,6 @@ b``, ``s^2`` the covariance of one datum's gradient; :func:`bayesopt_chain.diagn
                    most of its effect on directions that relax slowly (fewer than one relaxation an epoch)
     palindrome     a permutation forward, then the same one backward (symmetric minibatch splitting; Paulin, Whalley, Chada
                    and Leimkuhler, 2024)
-    herded         a new permutation every epoch, put in an order in which the gradients of neighbouring data, as they were at a
-                   reference, cancel: the noise sums to nearly zero over a few batches already (GraB; Lu, Guo and De Sa, 2022)
     fixed          the order of the data, every epoch the same: a bias of the mean that no number of epochs averages away
 
 The row numbers come from :mod:`bayesopt_chain.data.index_stream`; the position is two integers.
@@ -58,7 +56,6 @@ class Epochs:
         leave_out: Sequence[Tensor],
         place: tuple[int, int],
         with_rows: bool,
-        table: Tensor | None = None,
     ) -> None:
         self.data = data
         self.batch_size = batch_size
@@ -70,7 +67,7 @@ class Epochs:
         self.rank, self.ranks = place
         self.with_rows = with_rows
         device = torch.device("cpu") if self.leaves is None else self.leaves[0].device
-        self.stream = IndexStream(self.size, batch_size, order, seed, leave_out, device, table)  # pyright: ignore[reportArgumentType]
+        self.stream = IndexStream(self.size, batch_size, order, seed, leave_out, device)  # pyright: ignore[reportArgumentType]
         self.epoch = 0
         self.offset = 0
         self.at_end = False
@@ -278,8 +275,6 @@ class Epochs:
 
     def _identity(self) -> dict[str, Any]:
         same = {name: getattr(self, name) for name in ("order", "seed", "batch_size", "size", "chains")}
-        if self.stream.table is not None:
-            same["table"] = [*self.stream.table.shape, float(self.stream.table.abs().sum())]
         return {**same, "left_out": [[len(rows), int(rows.sum())] for rows in self.left_out]} if self.left_out else same
 
     def __repr__(self) -> str:
@@ -328,7 +323,6 @@ def epochs(
     leave_out: Tensor | Sequence[Tensor] | None = None,
     mesh: Mesh | None = None,
     with_rows: bool = False,
-    table: Any = None,
 ) -> Epochs:
     """Minibatches of ``data``, in an order that resumes anywhere.
 
@@ -337,7 +331,7 @@ def epochs(
             with a length, such as a ``Dataset``.
         batch_size: ``b``, from 1 to the number of data ``N``. The ``N mod b`` data that fill no batch sit out that
             epoch.
-        order: ``"reshuffled"`` (default), ``"independent"``, ``"palindrome"``, ``"herded"`` or ``"fixed"``; see the module.
+        order: ``"reshuffled"`` (default), ``"independent"``, ``"palindrome"`` or ``"fixed"``; see the module.
             ``"fixed"`` warns. Or a function ``order(rows, seed, epoch, chain)`` that returns ``rows``, int64 ``[n]``, permuted;
             it must give the same for the same arguments.
         seed: of the order, an integer.
@@ -351,10 +345,7 @@ def epochs(
             :func:`bayesopt_chain.distributed.world`. All of them are given *the whole data* and one seed; each gets its
             part of every batch, ``batch_size / ranks`` data, and the parts together are the batch of one process. Ranks
             that run chains of their own take no ``mesh``.
-        with_rows: give ``(batch, rows)`` with the numbers of the batch's data, int64 ``[b]`` or ``[chains, b]``, as stored
-            control variates need.
-        table: for ``order="herded"``: of :func:`bayesopt_chain.gradients.gradient_table`, or numbers ``[N, r]``. Ordering takes
-            about 70 ms an epoch for 1,000 data and 8 numbers of each, on one core.
+        with_rows: give ``(batch, rows)`` with the numbers of the batch's data, int64 ``[b]`` or ``[chains, b]``.
 
     Returns:
         :class:`Epochs`: iterable, an epoch a pass; ``state_dict``, ``load_state_dict`` and ``seek`` move its position.
@@ -363,7 +354,7 @@ def epochs(
         TypeError: ``data`` is neither a tree of tensors nor something with a length.
         ValueError: leaves of different lengths, a batch size outside 1 to ``N`` or that the ranks cannot share equally, an
             unknown order, ``order="fixed"`` with a batch size that does not divide ``N`` (the last data would never be
-            used), rows to leave out that are no rows of the data, or a table that is missing, of other data, or not asked for.
+            used), or rows to leave out that are no rows of the data.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -402,7 +393,6 @@ def epochs(
             f"epochs: a batch of {batch_size} cannot be shared equally by {place[1]} ranks, and a rank with fewer data would "
             f"count as much as the others; take a batch_size of {near or place[1]} or {near + place[1]}"
         )
-    table = _table(getattr(table, "numbers", table), order, size)
     if order == "fixed":
         if left := least % batch_size:
             raise ValueError(
@@ -414,24 +404,7 @@ def epochs(
             "5 % of the variance at one relaxation an epoch, 20 % at two); order='reshuffled' has no such bias",
             stacklevel=2,
         )
-    return Epochs(data, batch_size, order, operator.index(seed), chains, left_out, place, with_rows, table)
-
-
-def _table(table: Any, order: Order | Rule, size: int) -> Tensor | None:
-    """The numbers of each datum by which a herded order goes."""
-    if (table is None) != (order != "herded"):
-        raise ValueError(
-            f"epochs: order={order!r} {'needs' if table is None else 'takes no'} table=; a herded order goes by "
-            "bc.gradients.gradient_table(loss, data, params)"
-        )
-    if table is not None and not (torch.is_tensor(table) and table.ndim == 2 and len(table) == size):
-        came = list(table.shape) if torch.is_tensor(table) else type(table).__name__
-        raise ValueError(f"epochs: table must hold numbers [{size}, r] for each of the data, got {came}")
-    if table is not None and not bool(table.isfinite().all()):
-        raise ValueError(
-            "epochs: table has entries that are not finite; make it at parameters where the loss is finite"
-        )
-    return table
+    return Epochs(data, batch_size, order, operator.index(seed), chains, left_out, place, with_rows)
 
 
 def _place(mesh: Mesh | None) -> tuple[int, int]:

@@ -28,11 +28,10 @@ from bayesopt_chain.data import row_numbers
 from bayesopt_chain.random.philox import philox
 from bayesopt_chain.tracing import is_transformed
 
-Order = Literal["independent", "reshuffled", "palindrome", "herded", "fixed"]
+Order = Literal["independent", "reshuffled", "palindrome", "fixed"]
 Rule = Callable[[Tensor, int, int, int], Tensor]  # (rows, seed, epoch, chain): the rows in the order of that epoch
 
 _FOLDS = 2**62  # the number of the permutation that folds are cut from; no epoch has it
-_PASSES = 4  # over the rows of a herded order; each makes the sums shorter
 _CANDIDATES = (
     8  # times b: among so many numbers below 4 b and more fewer than b are distinct with probability below 1e-13
 )
@@ -48,7 +47,6 @@ class IndexStream:
         seed: of the permutations.
         leave_out: the rows that each chain leaves out; one entry for all chains, or one for each.
         device: where :meth:`rows_at` works.
-        table: for the order "herded", numbers of each datum, ``[size, r]``.
     """
 
     def __init__(
@@ -59,10 +57,8 @@ class IndexStream:
         seed: int,
         leave_out: Sequence[Tensor] = (),
         device: torch.device | str = "cpu",
-        table: Tensor | None = None,
     ) -> None:
         self.size, self.batch_size, self.order, self.seed = size, batch_size, order, seed
-        self.table = None if table is None else table.detach().to("cpu", torch.float64)
         everything = torch.arange(size, device="cpu")
         self.kept = [everything[~torch.isin(everything, rows.cpu())] for rows in leave_out] or [everything]
         self.least = min(len(rows) for rows in self.kept)  # data that the chain with the fewest goes through
@@ -143,8 +139,7 @@ class IndexStream:
         if self.order == "fixed":
             return kept
         if not callable(self.order):
-            shuffled = kept[_permutation(self.seed, epoch // self.period, chain, len(kept))]
-            return shuffled if self.table is None else herded(shuffled, self.table)
+            return kept[_permutation(self.seed, epoch // self.period, chain, len(kept))]
         given = self.order(kept, self.seed, epoch, chain)
         found = isinstance(given, Tensor) and given.dtype == torch.int64 and given.shape == kept.shape
         if not (found and torch.equal(given.sort().values, kept)):
@@ -162,9 +157,9 @@ class IndexStream:
         Raises:
             ValueError: an order that is a function of one's own.
         """
-        if callable(self.order) or self.table is not None:
+        if callable(self.order):
             raise ValueError(
-                "epochs: a herded order, or one of one's own, is made outside of the program; take another named one, or "
+                "epochs: an order that is a function is computed outside of the program; take a named order, or "
                 "rows(epoch, offset)"
             )
         if step.device.type == "cpu" and not is_transformed():
@@ -189,35 +184,6 @@ class IndexStream:
             return kept[places]
         number = torch.div(epoch, self.period, rounding_mode="floor")
         return kept[_keys_of(self._blocks, self.seed, number, chain, n).argsort(stable=True)[places]]
-
-
-def herded(rows: Tensor, table: Tensor) -> Tensor:
-    """Reorder rows so that every sum of neighbouring entries of the table stays small.
-
-    Going through the rows, each is added to or subtracted from a running sum, whichever keeps it shorter; those added
-    come first and in their order, those subtracted last and in the reverse one (Lu, Guo and De Sa, 2022). Four times over.
-
-    Args:
-        rows: int64 ``[n]``.
-        table: float64 ``[N, r]``, of mean zero over the rows, else the mean is taken away.
-
-    Returns:
-        The rows in another order.
-    """
-    centred = table - table[rows].mean(0)
-    for _ in range(_PASSES):
-        total, front, back = [0.0] * table.shape[1], list[int](), list[int]()
-        numbers: list[int] = rows.tolist()
-        entries: list[list[float]] = centred[rows].tolist()
-        for i, z in zip(numbers, entries):
-            if sum([a * b for a, b in zip(total, z)]) <= 0.0:
-                front.append(i)
-                total = [a + b for a, b in zip(total, z)]
-            else:
-                back.append(i)
-                total = [a - b for a, b in zip(total, z)]
-        rows = torch.tensor(front + back[::-1], device="cpu")
-    return rows
 
 
 _streams: WeakValueDictionary[int, IndexStream] = WeakValueDictionary()

@@ -1,6 +1,5 @@
 """Can this run be trusted: mixing, discrepancy, temperatures, and what the minibatches do."""
 
-from bayesopt_chain.diagnostics.batch_sizes import Extrapolation, extrapolate_batch_size
 from bayesopt_chain.diagnostics.convergence import ess, r_hat
 from bayesopt_chain.diagnostics.doctor import Diagnosis, Finding, doctor
 from bayesopt_chain.diagnostics.gradient_noise import GradientNoise, gradient_noise
@@ -24,7 +23,6 @@ __all__ = [
     "ChainSuggestion",
     "Diagnosis",
     "Estimate",
-    "Extrapolation",
     "Finding",
     "GradientNoise",
     "Heat",
@@ -39,7 +37,6 @@ __all__ = [
     "Thermometer",
     "doctor",
     "ess",
-    "extrapolate_batch_size",
     "gradient_noise",
     "heating",
     "hessian_product",

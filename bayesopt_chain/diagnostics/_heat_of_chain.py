@@ -17,7 +17,6 @@ from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.diagnostics.heat import Leaf
 from bayesopt_chain.diagnostics.temperatures import _levels, _unwrapped, gains, names_of
-from bayesopt_chain.links.room import room_in
 from bayesopt_chain.matching import law
 from bayesopt_chain.matching.response import Linear, Noise, Preconditioner, SelfContainedSampler
 
@@ -38,10 +37,6 @@ def require_matched_noise(tx: Any) -> None:
         raise ValueError(
             f"heat_guard: {what} has no matched noise that the batches' could be compared with; leave heat_guard out, or "
             "take a chain such as bc.sghmc(...)"
-        )
-    if (room := room_in(links)) is not None:
-        raise ValueError(
-            f"heat_guard: this chain leaves {room!r}, whose noise the guard would take for heat; leave heat_guard out"
         )
 
 

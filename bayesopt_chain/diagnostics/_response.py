@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import kinds
-from bayesopt_chain.links.room import room_in
 from bayesopt_chain.testing._linear_system import IMPULSE, OneUpdate
 from bayesopt_chain.testing._lyapunov import solve_lyapunov
 
@@ -92,11 +91,6 @@ def read(tx: Any, params: Any, state: Any = None) -> Response:
             f"of the same hyperparameters, such as bc.sgd({', '.join(f'{k}={v!r}' for k, v in group.items())})"
         )
     kinds.require("the diagnostics of a chain", tx=(tx, kinds.TX))
-    if room_in(getattr(tx, "links", ())) is not None:
-        raise ValueError(
-            "the chain leaves room for the noise of its batches already; pass the same chain without room_for=, of which the "
-            "report was made"
-        )
     probe = _Probe(tx, params, state)
     first, second = probe.response("gradient", 0), probe.response("gradient", 1)
     decay, other_decay = probe.response("parameter", 2), probe.response("parameter", 3)

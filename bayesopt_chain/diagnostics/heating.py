@@ -23,16 +23,9 @@ alone, without ``B = C (1 - 1/K)`` for one and ``-C / K`` between two, and nothi
 ``N``. In the book-keeping of one batch's own covariance ``B`` that is ``B K/(K-1) (delta_ij - 1/K)``. The model's own
 draws (dropout) are independent in every order.
 
-**Room.** In the eigenvectors of ``H`` two directions ``i`` and ``j`` of one group meet in the noise alone. With ``M_i`` the map
-of one direction, ``g_ij`` the first entry of the solution of ``G = M_i G M_j^T + F F^T`` and ``X_ij`` what the batches add, the
-covariance of the draws under which the chain has the covariance of full gradients is
-
-    E_ij = (delta_ij g_ii - X_ij) / g_ij,
-
-feasible where ``E >= 0``; else its negative part is cut, and ``left`` says how far off the covariance then is. For one
-direction it is ``E = 1 - excess``. ``bc.inject_langevin_noise(T, room_for=report)`` draws so; :meth:`Heating.cool` maps
-draws of the chain as it is by the optimal transport ``A = S (S (X + S^2) S)^(-1/2) S`` between the two Gaussians, ``S^2 =
-diag(g_ii)``.
+**Cooling.** :meth:`Heating.cool` maps draws of the chain, in coordinates of gain one, by the optimal transport from their
+covariance ``X + S^2`` to that of full gradients, ``A = S (S (X + S^2) S)^(-1/2) S``. In the eigenvectors of ``H`` the chain of
+one group moves each direction alone, so that ``S^2`` is diagonal: its entries are the variances under full gradients.
 
 One group of parameters without preconditioner needs no more than each curvature alone. Several groups are coupled by
 ``H``: the equations are then solved in the span of the largest eigenvectors of ``H`` and ``C``, split into the groups,
@@ -60,15 +53,13 @@ from torch import Tensor
 
 from bayesopt_chain import kinds
 from bayesopt_chain.checks import short
-from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.data.index_stream import Order
 from bayesopt_chain.diagnostics._response import Group, Response, read
 from bayesopt_chain.diagnostics.gradient_noise import GradientNoise
 from bayesopt_chain.diagnostics.top_curvature import lanczos
-from bayesopt_chain.links.room import Room
 from bayesopt_chain.precision._algebra import Precision
 from bayesopt_chain.testing._lyapunov import Unstable, solve_lyapunov
-from bayesopt_chain.trees import Tree, common_dtype, flatten, paths_of, unflatten
+from bayesopt_chain.trees import Tree, combine, common_dtype, flatten, project, unflatten
 
 SMALL = 1e-7  # relative size below which eigenvalues count as zero
 
@@ -89,8 +80,7 @@ class Heating:
         order, steps_per_epoch: as given.
         assumed: whether the curvature was not given but taken from the noise, ``C = K T H``, as a well-specified model
             has it.
-        room: what draws have to leave to the batches, for ``bc.inject_langevin_noise(T, room_for=report)``; or why that is not
-            known.
+        cooling: the map of :meth:`cool`; or a sentence that says why there is none.
     """
 
     excess: Tensor
@@ -102,35 +92,30 @@ class Heating:
     order: str
     steps_per_epoch: float
     assumed: bool
-    room: Room | str = field(default="this report was not made by bc.diagnostics.heating", repr=False)
-
-    @property
-    def left(self) -> float:
-        """How far off variances are, relative, where the draws leave room: the worst; NaN where that is not known."""
-        return self.room.left if isinstance(self.room, Room) else math.nan
+    cooling: Cooling | str = field(default="this report was not made by bc.diagnostics.heating", repr=False)
 
     @property
     def overlap(self) -> float:
-        """Share of the noise at the second place (``again=``) in the directions of the first; NaN where that is not known."""
-        known = isinstance(self.room, Room) and self.room.overlap is not None
-        return self.room.overlap if known else math.nan  # pyright: ignore
+        """Share of the noise at the second draw (``again=``) in the directions of the first; NaN where it is not known."""
+        return math.nan if isinstance(self.cooling, str) else self.cooling.overlap
 
     @kinds.takes()
     def cool(self, draws: Any) -> Any:
-        """Take the heat of the batches out of draws that are there already, by an affine map about their mean.
+        """Correct the covariance of draws for the heat of the batches, by an affine map about their mean.
 
         It is exact where the posterior is Gaussian and the batches' noise the same everywhere.
 
         Args:
-            draws: of the chain without ``room_for``, a tree like the parameters of leaves ``[n, *leaf.shape]``, such as
+            draws: of the chain, a tree like the parameters of leaves ``[n, *leaf.shape]``, such as
                 ``draws.params`` of one chain.
 
         Returns:
             Such a tree, whose covariance in the span looked at is that of full gradients.
 
         Raises:
-            ValueError: a report without room, directions that change between two draws, a variance more than five times too
-                large (an excess above 4), or draws of other shapes.
+            ValueError: a report whose ``cooling`` says why there is no map; no second draw, or less than 80 % of its noise
+                in the directions of the first; a variance more than five times too large (an excess above 4); draws of other
+                shapes.
 
         Example:
             >>> import torch, bayesopt_chain as bc
@@ -145,22 +130,32 @@ class Heating:
             >>> torch.allclose(ratio, 1 / (1 + report.excess[0].float()))
             True
         """
-        if isinstance(self.room, str):
-            raise ValueError(f"cool: {self.room}")
-        self.room.require_steady("cool")
-        if self.room.excess > 4.0:
+        if isinstance(self.cooling, str):
+            raise ValueError(f"cool: {self.cooling}")
+        if math.isnan(self.overlap):
             raise ValueError(
-                f"cool: the variance is {1 + self.room.excess:.3g} times too large in some direction, and a chain so hot has "
-                "been where the loss is no quadratic; run it with what bc.suggest_chain advises"
+                "cool: whether the directions of the batches' noise change between draws is not known; measure the noise at a "
+                "second draw: heating(tx, noise, again=gradient_noise(loss, draw, batches), ...)"
+            )
+        if self.overlap < 0.8:
+            raise ValueError(
+                f"cool: at the second draw {self.overlap:.0%} of the batches' noise lie in the directions of the first, less "
+                "than 80 %, so that the map would correct directions that are not heated; take a smaller learning rate or "
+                "larger batches"
+            )
+        if self.worst > 4.0:
+            raise ValueError(
+                f"cool: the variance is {1 + self.worst:.3g} times too large in some direction, and a chain so hot has "
+                "been where the loss is no quadratic; run it at a smaller learning rate (bc.suggest_lr)"
             )
         if not kinds.TREE.fits(draws) or not all(x.ndim and x.is_floating_point() for x in optree.tree_leaves(draws)):
             raise TypeError(f"cool: draws must be a tree of real tensors [n, *leaf.shape], got {short(draws)}")
         shapes = [tuple(x.shape[1:]) for x in optree.tree_leaves(draws)]
-        if shapes != [tuple(rows.shape[1:]) for rows in self.room.directions]:
+        if shapes != [tuple(rows.shape[1:]) for rows in self.cooling.directions]:
             raise ValueError(
                 f"cool: draws must be leaves [n, *leaf.shape], got {shapes} behind the first axis; of several chains pass one"
             )
-        return self.room.cool(draws)
+        return self.cooling.apply(draws)
 
     def __str__(self) -> str:
         source = "assumed: C = K T H, a well-specified model" if self.assumed else "given"
@@ -172,6 +167,31 @@ class Heating:
         for row in zip(self.kappa.tolist(), self.rho.tolist(), self.excess.tolist(), self.at_end.tolist()):
             lines.append("  {:<9.3g} {:<9.3g} {:<+9.1%} {:<+9.1%}".format(*row))
         return "\n".join(lines)
+
+
+@dataclass(frozen=True, eq=False)
+class Cooling:
+    """The map of :meth:`Heating.cool`.
+
+    Attributes:
+        directions: orthonormal directions in coordinates of gain one, for each leaf the rows ``[r, *leaf.shape]``.
+        change: ``A - I``, float64 ``[r, r]``.
+        scales: the root of the gain of each element, of the shape of each leaf.
+        overlap: the share of the noise at a second draw that lies in the span; NaN if it was not measured.
+    """
+
+    directions: tuple[Tensor, ...]
+    change: Tensor
+    scales: tuple[Tensor, ...]
+    overlap: float
+
+    def apply(self, draws: Any) -> Any:
+        """Map draws, a tree of leaves ``[n, *leaf.shape]``, by ``A`` about their mean."""
+        leaves, structure = optree.tree_flatten(draws)
+        scaled = [(x - x.mean(0)) / s.to(x) for x, s in zip(leaves, self.scales)]
+        inside: Tensor = project(list(self.directions), scaled)
+        moved = combine(inside @ self.change.to(inside), list(self.directions))
+        return structure.unflatten([x + s.to(x) * y.to(x) for x, s, y in zip(leaves, self.scales, moved)])
 
 
 CURVATURE = kinds.Kind(
@@ -197,7 +217,6 @@ def heating(
     curvature: Any = None,
     state: Any = None,
     again: GradientNoise | None = None,
-    tolerance: float = 0.05,
 ) -> Heating:
     """Predict how far minibatches heat the chain ``tx``.
 
@@ -212,9 +231,8 @@ def heating(
             data, or a product ``v -> H v`` on trees, such as :func:`hessian_product`. Negative curvature is left out.
             Default: assume ``C = K T H``, and say so.
         state: the state of ``tx``, where a preconditioner learns (default: that of ``init``).
-        again: the noise at another draw, without which no room is left for it: ``overlap`` says how much of it lies in the
+        again: the noise at another draw, which :meth:`Heating.cool` needs: ``overlap`` says how much of it lies in the
             directions of the first.
-        tolerance: how far off variances may be, relative, where the draws leave room for the batches.
 
     Returns:
         :class:`Heating`; ``print`` it.
@@ -245,74 +263,41 @@ def heating(
         )
     system = reduce(response, noise, product(curvature, noise.mean), steps)
     report = predict(system, order, steps)
-    return replace(report, room=_room(system, report, tx, again, tolerance))
+    return replace(report, cooling=_cooling(system, report, again))
 
 
-def _room(system: Reduced, report: Heating, tx: Any, again: GradientNoise | None, tolerance: float) -> Room | str:
-    """What the draws have to leave to the batches, or why that is not known."""
+def _cooling(system: Reduced, report: Heating, again: GradientNoise | None) -> Cooling | str:
+    """The map of :meth:`Heating.cool`, or why there is none."""
     if report.assumed:
         return (
             "the curvature was assumed; pass curvature=bc.diagnostics.hessian_product(loss, params, batches) to heating"
         )
     if report.order == "fixed":
-        return "batches of a fixed order shift the mean, which no draw can undo; reshuffle them"
+        return "batches of a fixed order shift the mean, which no map of the draws can undo; reshuffle them"
     if len(system.response.groups) != 1:
         return (
-            f"the report is of {len(system.response.groups)} groups of parameters with momenta or decays of their own, and "
-            "room is solved for one"
+            f"the report is of {len(system.response.groups)} groups of parameters with momenta or decays of their own, and the "
+            "map is known for one"
         )
-    if not isinstance(tx, Chain):
-        return f"the report is of {type(tx).__name__}; make it for a bc.chain(...)"
     closed = loop(system)
-    r, (group,) = closed.V.shape[1], system.groups
+    r = closed.V.shape[1]
     heat = added(closed, system.C, system.D, report.order, report.steps_per_epoch)[0][:r, :r]  # pyright: ignore
-    own = _by_pairs(group, (closed.V.T @ system.H @ closed.V).diagonal())
-    variance = own.diagonal()
-    values, vectors = torch.linalg.eigh((torch.diag(variance) - heat) / own)
-    kept = values.clamp(min=0.0)
-    E = (vectors * kept) @ vectors.T
+    variance = solve_lyapunov(closed.M, closed.F @ closed.F.T)[:r, :r].diagonal()
     half = variance.sqrt()
-    left = (E * own + heat) / half / half[:, None] - torch.eye(r, dtype=torch.float64, device="cpu")
     m, P = torch.linalg.eigh(half[:, None] * (heat + torch.diag(variance)) * half)
+    transport = half[:, None] * ((P / m.sqrt()) @ P.T) * half
     basis = closed.V.T.to(system.bases[0]) @ torch.cat(system.bases)
     directions = tuple(optree.tree_leaves(unflatten(basis, system.like)))
-    root = (vectors * kept.sqrt()) @ vectors.T
-    return Room(
+    return Cooling(
         directions=directions,
-        root=root,
-        missing=(torch.eye(r, dtype=torch.float64, device="cpu") - root).to(directions[0]),
-        cooling=half[:, None] * ((P / m.sqrt()) @ P.T) * half,
+        change=(transport - torch.eye(r, dtype=torch.float64, device="cpu")).to(directions[0].device),
         scales=tuple([gain.sqrt().to(leaf.device) for gain, leaf in zip(system.response.gains, directions)]),
-        left=float(torch.linalg.eigvalsh(left).abs().amax()),
-        overlap=None if again is None else _overlap(system, again),
-        excess=report.worst,
-        order=report.order,
-        steps_per_epoch=report.steps_per_epoch,
-        tolerance=tolerance,
-        links=tx.links,
-        paths=paths_of(system.like),
+        overlap=math.nan if again is None else _overlap(system, again),
     )
-
-
-def _by_pairs(group: Group, curvatures: Tensor) -> Tensor:
-    """``g_ij``: the covariance of the parameters in two directions of these curvatures that share their draws, ``[r, r]``."""
-    k = curvatures[:, None, None]
-    M = torch.cat(
-        [
-            torch.cat([(1.0 - group.d * k - group.w), group.c.expand(len(k), 1, -1)], 2),
-            torch.cat([group.b[:, None] * k + group.u[:, None], group.A.expand(len(k), -1, -1)], 2),
-        ],
-        1,
-    )
-    F = torch.cat([group.f[None], group.E])
-    n, size = len(F), len(F) ** 2
-    pairs = torch.einsum("iab,jcd->ijacbd", M, M).reshape(len(k), len(k), size, size)
-    system = torch.eye(size, dtype=torch.float64, device=M.device) - pairs
-    return torch.linalg.solve(system, (F @ F.T).reshape(size, 1)).reshape(len(k), len(k), n, n)[..., 0, 0]
 
 
 def _overlap(system: Reduced, again: GradientNoise) -> float:
-    """The share of the largest directions of another place's noise that lies in the span."""
+    """The share of the largest directions of the noise at another draw that lies in the span."""
     roots = flatten(
         optree.tree_unflatten(optree.tree_structure(system.like), [g.sqrt() for g in system.response.gains]),
         system.like,
@@ -620,11 +605,6 @@ def _order(order: str | None, steps: float | None) -> tuple[Order, float]:
     known = next((name for name in get_args(Order) if name == order), None)
     if known is None:
         raise ValueError(f"heating: order must be one of {', '.join(get_args(Order))}, got {order!r}")
-    if known == "herded":
-        raise ValueError(
-            "heating: how much herded batches heat depends on their table; order='reshuffled' is an upper bound where the "
-            "table is of these parameters"
-        )
     if steps is None or not steps >= 1:
         raise ValueError(f"heating: steps_per_epoch must be at least 1, N / batch size, got {steps}")
     if steps == float("inf") and order != "independent":

@@ -652,7 +652,7 @@ def _of_softest(search: Search, row: Row, place: Place, rest: float | None, chai
 
 
 def require_law(name: str, orders: Sequence[Any]) -> None:
-    """Refuse orders that are unknown, or whose heat no law tells.
+    """Refuse orders that are unknown.
 
     Raises:
         ValueError: naming the order.
@@ -660,11 +660,6 @@ def require_law(name: str, orders: Sequence[Any]) -> None:
     for order in orders:
         if not callable(order) and order not in get_args(Order):
             raise ValueError(f"{name}: orders must be among {', '.join(get_args(Order))}, got {order!r}")
-        if order == "herded":
-            raise ValueError(
-                f"{name}: how much herded batches heat depends on their table; ask for 'reshuffled', which heats no "
-                "less where the table fits, and herd the batches in the run"
-            )
 
 
 def maker(name: str, make_tx: Callable[..., Any], count: int) -> Callable[[float, Any], Any]:

@@ -29,7 +29,6 @@ from bayesopt_chain.core.state import Layout
 from bayesopt_chain.core.update import Injected, Injection, Rates, Update
 from bayesopt_chain.links.filtered_noise import FilteredNoise, FilteredNoiseState
 from bayesopt_chain.links.keyed import Keyed
-from bayesopt_chain.links.room import Room, room_of
 from bayesopt_chain.matching import law
 from bayesopt_chain.matching.filters import Conditions, Filtered, Process, pick
 from bayesopt_chain.matching.noise_inputs import NoiseInput
@@ -74,13 +73,11 @@ class LangevinNoise(Keyed):
         temperature: the temperature, in units of the loss.
         order: 2 for matched noise, 1 for white noise.
         noise: the distribution of the draws: ``"gaussian"``, ``"three_point"`` or ``"rademacher"``.
-        room: the part of the noise that is left to the minibatches; ``None`` for none.
     """
 
     temperature: ScalarOrSchedule
     order: int = 2
     noise: str = "gaussian"
-    room: Room | None = None
 
     @property
     def is_static(self) -> bool:
@@ -101,48 +98,11 @@ class LangevinNoise(Keyed):
             noise_inputs: where in the chain this noise enters.
             layout: the leaves of the chain.
             links: the links of the chain.
-
-        Raises:
-            ValueError: the noise leaves room for minibatches, and the report was made for another chain or other parameters.
         """
-        if self.room is not None:
-            _check_room(self.room, self, noise_inputs, layout, links)
         return LangevinInjection(self, noise_inputs, layout)
 
     def __str__(self) -> str:
-        return _shown(self, self.order, *([f"room_for={self.room.order} batches"] if self.room else []))
-
-
-def _check_room(
-    room: Room, link: LangevinNoise, noise_inputs: Sequence[NoiseInput], layout: Layout, links: Sequence[Any]
-) -> None:
-    """Refuse a chain or parameters for which the noise of minibatches was not measured.
-
-    Args:
-        room: the part of the noise that is left to the minibatches.
-        link: the noise link.
-        noise_inputs: where in the chain the noise enters.
-        layout: the leaves of the chain.
-        links: the links of the chain.
-
-    Raises:
-        ValueError: the chain or the parameters are others than those of the report.
-    """
-    who = "inject_langevin_noise: room_for"
-    if any(noise_input.changes for noise_input in noise_inputs):
-        raise ValueError(
-            f"{who}: a learning rate or temperature that is a schedule or a tensor changes how much room there is; give "
-            "numbers, and make a report for them"
-        )
-    room.require_of(links, link)
-    if len(noise_inputs) != 1 or len(noise_inputs[0].leaves) != len(layout.shapes):
-        raise ValueError(
-            f"{who}: noise enters at {len(noise_inputs)} places or not in all leaves, and a report is of one place: one "
-            "learning rate and momentum for all parameters, weight decay in front of the momentum"
-        )
-    if layout.pieces is not None:
-        raise ValueError(f"{who}: its directions are of whole parameters, and these are sharded: leave room_for out")
-    room.require_leaves(who, layout.paths, list(zip(layout.shapes, layout.dtypes)))
+        return _shown(self, self.order)
 
 
 def _shown(link: LangevinNoise | ExplicitLangevinNoise, order: int, *more: str) -> str:
@@ -242,7 +202,7 @@ class LangevinInjection:
     @cached_property
     def drawn_by_kernel(self) -> Process | None:
         """The process whose noise an engine makes of draws in its own pass; ``None`` where :meth:`draw` has to make it."""
-        if self.link.noise != "gaussian" or self.link.room is not None:
+        if self.link.noise != "gaussian":
             return None
         (noise_input, *more), process = self.noise_inputs, self.noise_inputs[0].process
         if more or self.variables.runs is not None or self.variables.numbers is None:
@@ -313,20 +273,11 @@ class LangevinInjection:
             The noise, and the next state.
 
         Raises:
-            ValueError: a missing gradient although the noise leaves room for minibatches; gradients with an axis of ``vmap``
-                that the key lacks.
+            ValueError: gradients with an axis of ``vmap`` that the key lacks.
         """
         key, step = state.key, state.step
         checks.own_key(key, [x for x in g if x is not None])
         xi = self.variables.draw(key, step, state.memory)
-        if self.link.room is not None:
-            if any([x is None for x in g]):
-                raise ValueError(
-                    "inject_langevin_noise: with room_for= every leaf needs a gradient, since the directions of the batches' "
-                    "noise couple them"
-                )
-            # ``leave`` takes one draw of all leaves, while ``xi`` has for each leaf all of its draws.
-            xi = [list(draws) for draws in zip(*[self.link.room.leave(draw) for draw in zip(*xi)])]
         is_positive_temperature = None if isinstance(strength.temperature, float) else strength.temperature != 0
         out: list[Injected] = []
         memory, conditions = list(state.memory), list(state.conditions)
@@ -505,7 +456,6 @@ def inject_langevin_noise(
     momentum: float | None = None,
     generator: torch.Generator | None = None,
     noise: str = "gaussian",
-    room_for: Any = None,
 ) -> Chain:
     r"""Inject the noise that makes the chain sample ``exp(-loss / temperature)``.
 
@@ -531,11 +481,6 @@ def inject_langevin_noise(
         noise: the distribution of the draws. ``"gaussian"`` (default); ``"three_point"``, the values 0 and +-sqrt(3), which
             keeps order 2; or ``"rademacher"``, the values +-1, which is the cheapest and keeps order 1. With ``order=2`` it
             keeps the exact mean and covariance on quadratic losses.
-        room_for: a report of :func:`bayesopt_chain.diagnostics.heating` that was made for this chain without ``room_for``.
-            The noise is then reduced by the noise of the minibatches, so that the variance in the directions of the report is
-            that of full gradients. This takes ``4 r P`` operations a step for ``r`` directions and ``P`` parameters. The
-            batches must have the order and size of the report, since otherwise the variance is wrong. At the temperature 0 the
-            report is not used.
 
     Returns:
         A link. With ``order=2`` its state has one draw for each parameter. It has none if heavy-ball momentum of at least 1/16
@@ -543,10 +488,8 @@ def inject_langevin_noise(
         the next step.
 
     Raises:
-        TypeError: ``room_for`` is not a report.
-        ValueError: a temperature that is negative or not finite; an order other than 1 or 2; a report in which the minibatches
-            alone bring too much noise, or noise whose directions change between two draws. At ``init`` with ``room_for``, a
-            report for another chain, a learning rate or temperature that is not a number, or groups of parameters.
+        ValueError: a temperature that is negative or not finite; an order other than 1 or 2; ``lr`` without ``momentum`` or the
+            reverse; an unknown distribution.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -572,15 +515,10 @@ def inject_langevin_noise(
         checks.momentum("inject_langevin_noise: momentum", momentum)
     elif momentum is not None:
         raise ValueError("inject_langevin_noise: momentum= goes with lr=, both for plain torchopt.chain only")
-    room = room_of(room_for)
-    if room is not None and lr is not None:
-        raise ValueError(
-            "inject_langevin_noise: room_for goes with bc.chain, where the noise sees its neighbours, not with lr="
-        )
     if isinstance(temperature, Real):
         temperature = float(temperature)
     if lr is None or momentum is None:
-        return Chain((LangevinNoise(temperature, order, noise, room, generator=generator),))
+        return Chain((LangevinNoise(temperature, order, noise, generator=generator),))
     if is_zero(temperature):
         return Chain(())
     c, _ = law.noise_filter(law.spectrum((lr,), (1.0, -momentum)), (lr,), order)

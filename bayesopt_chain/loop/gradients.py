@@ -7,8 +7,6 @@ so that the estimate ``g - c`` is unbiased:
   ``theta*``, which is found once by optimising. A step takes two gradients of the batch.
 * **SVRG** (Johnson and Zhang, 2013; for Langevin dynamics Dubey et al., 2016): the same at a snapshot ``theta*`` of the chain,
   which is renewed now and then. A step takes two gradients of the batch.
-* **Stored control variates** (:mod:`bayesopt_chain.loop.gradient_table`): projections of single-datum gradients at ``theta*``
-  are kept in a table. A step takes one gradient of the batch.
 
 A correction reduces the noise if the gradients of a batch at ``theta`` and at ``theta*`` are correlated, as they are for a loss
 near a quadratic. For a network they may not be, and then the correction *adds* noise. The change of the noise, ::
@@ -33,19 +31,15 @@ from torch import Tensor
 from bayesopt_chain import batches as any_batch
 from bayesopt_chain import tracing
 from bayesopt_chain.data.epochs import Epochs
-from bayesopt_chain.loop.gradient_table import GradientTable, gradient_table, gradient_table_correction
 from bayesopt_chain.loop.loss import Info, Loss, gradient
 from bayesopt_chain.trees import inner
 
 __all__ = [
     "GradientEstimator",
-    "GradientTable",
     "check_noise",
     "control_variates",
-    "gradient_table",
     "mean_gradient",
     "noise_left",
-    "stored_control_variates",
     "svrg",
 ]
 
@@ -393,65 +387,6 @@ def svrg(loss: Loss, data: Iterable[Any]) -> GradientEstimator:
         lambda params, state, batch: _corrected(loss, params, state, batch),
         lambda params, state: _reference(params, full_gradient),
     )
-
-
-def stored_control_variates(
-    loss: Loss, table: GradientTable, *, data: Iterable[Any] | None = None, at: Sequence[Any] = ()
-) -> GradientEstimator:
-    r"""Estimate gradients with control variates from a table of single-datum gradients at a reference.
-
-    For a batch of the data ``b`` the estimate is ``grad_batch(theta) - Q (mean_{i in b} z_i - mean z)``, with the directions
-    ``Q`` and the numbers ``z`` of :func:`gradient_table`. It needs no gradient at the reference. In the span of ``Q`` the
-    remaining noise is that of control variates at the reference, and outside of the span it is the noise of the batch. In
-    linear regression with 1,000 data and 5 parameters, batches of 32, learning rate 0.1 and momentum 0.9, the variance of the
-    draws is 18 times too large without corrections, and less than 1.15 times with five directions.
-
-    Args:
-        loss: ``loss(params, batch)``, a mean over the batch that contains the prior.
-        table: from :func:`gradient_table`.
-        data: ``bc.epochs(..., with_rows=True)``, with which the remaining noise is measured before the run. Default: it is
-            measured during the run only.
-        at: draws from a short run at which to measure, in addition to the parameters given to ``init``. Default: none.
-
-    Returns:
-        A :class:`GradientEstimator` for :func:`bayesopt_chain.make_step`. The batches of the step are the pairs
-        ``(batch, rows)`` of ``bc.epochs(..., with_rows=True)``. It costs one gradient of the batch and ``2 r`` operations per
-        parameter.
-
-    Raises:
-        ValueError: at ``init``, the parameters have another structure or other shapes than those of the table, or the noise is
-            not reduced; at a step, the corrections add noise.
-        TypeError: at a step, the batch is no pair of data and their numbers.
-
-    Example:
-        >>> import torch, bayesopt_chain as bc
-        >>> x = torch.randn(100, 3, generator=torch.Generator().manual_seed(0))
-        >>> loss = lambda w, x: ((x @ w - 1) ** 2).mean() / 2
-        >>> data, mode = bc.epochs(x, 10, with_rows=True), torch.linalg.lstsq(x, torch.ones(100)).solution
-        >>> table = bc.gradients.gradient_table(loss, data, mode, rank=3)
-        >>> estimator = bc.gradients.stored_control_variates(loss, table, data=data)
-        >>> step = bc.make_step(estimator, bc.sghmc(0.1, temperature=1 / 100))
-        >>> params, state = mode, step.init(mode)
-        >>> for batch_and_rows in data:
-        ...     params, state, info = step(params, state, batch_and_rows)
-    """
-
-    def init(params: Any) -> tuple[()]:
-        _require_like(params, optree.tree_map(lambda rows: rows[0], table.directions), "stored_control_variates: table")
-        return ()
-
-    def estimate(params: Any, memory: Any, batch: Any) -> tuple[Any, Info, Any]:
-        if not (isinstance(batch, tuple) and len(batch) == 2 and getattr(batch[1], "dtype", None) == torch.int64):
-            raise TypeError(
-                "stored_control_variates: a batch must be the pair (batch, rows) with the numbers of its data, int64 [b], got "
-                f"{type(batch).__name__}; make the batches with bc.epochs(data, b, with_rows=True)"
-            )
-        grads, info = gradient(loss, params, batch[0])
-        correction = gradient_table_correction(table, batch[1])
-        return optree.tree_map(torch.sub, grads, correction), info, correction
-
-    estimator = GradientEstimator(init, estimate, _keep)
-    return estimator if data is None else _with_measured_init(estimator, data, at)
 
 
 def mean_gradient(loss: Loss, data: Iterable[Any]) -> Callable[[Any], Any]:

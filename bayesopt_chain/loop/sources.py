@@ -32,7 +32,6 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import ANY
 from bayesopt_chain.distributed.ranks import DataParallel
 from bayesopt_chain.links.foreign import keywords_of
-from bayesopt_chain.links.room import room_in
 from bayesopt_chain.links.wrapper import state_inside
 from bayesopt_chain.loop.gradients import GradientEstimator, add_to_watch
 from bayesopt_chain.loop.loss import (
@@ -286,11 +285,6 @@ def source_of(
     draws = [i for i, link in enumerate(links) if link.traits.samples]
     particles = any(link.traits.acts_on_particles for link in links)
     per_datum = "per_sample_gradients" in accepts
-    if isinstance(loss, GradientEstimator) and room_in(links) is not None:
-        raise ValueError(
-            "make_step: room_for= leaves room for the noise of plain gradients of batches, and this estimator makes another "
-            "noise, so that the chain would be too cold; pass the loss, or leave room_for out"
-        )
     if len(draws) > 1:
         raise ValueError(f"make_step: {len(draws)} links of this chain draw; one step takes gradients at one draw")
     if particles and (draws or per_datum or functions):

@@ -40,7 +40,6 @@ from bayesopt_chain.optim._plan import (
     has_drawn,
 )
 from bayesopt_chain.optim._refusals import warn_of_rounding
-from bayesopt_chain.optim._room import fill_with_room
 
 # names in ``optimizer.state[p]``, by branch (0 momentum, 1 direct): of the last draw, and of its key and count
 _DRAW = ("noise", "noise_direct")
@@ -144,8 +143,6 @@ def _batch(rule: Rule, normals: Normals, work: list[Work], branch: int) -> Batch
         _warn_once(rule, w)
     tensors = Tensors([w.param for w in work], velocities, [], draws)
     fill: Callable[[], None] = normals.filler(draws, work, branch)
-    if rule.room is not None:
-        fill = fill_with_room(rule.room, work[0].group, fill, draws)
     return Batch(work, work[0].numbers, branch, tensors, fill)
 
 

@@ -20,7 +20,6 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from bayesopt_chain.links.room import Room
 from bayesopt_chain.optim._rule import Before, Linear, Noise
 
 BLOCK = 2**18  # elements of a block of a large leaf, few enough for a block and its draws to stay in a CPU's cache
@@ -50,11 +49,9 @@ class Rule(Protocol):
         averages_scaled: whether the velocity averages ``g / D`` rather than ``g``.
         timeless: whether the numbers of a step depend on its group only, and not on the count of steps.
         counters: the names in a leaf's state of the numbers that its clock is read from.
-        room: the part of the noise that is left to the minibatches; ``None`` if no part is.
         param_groups, state: as in ``torch.optim.Optimizer``.
     """
 
-    room: Room | None
     adaptive: ClassVar[bool]
     averages_scaled: ClassVar[bool]
     timeless: ClassVar[bool]
@@ -259,13 +256,12 @@ class Place:
 
     Args:
         branches: for each branch, the leaves that get its noise here.
-        most: the largest number of elements of a small leaf.
     """
 
-    def __init__(self, *branches: list[Work], most: float) -> None:
-        self.large = [(branch, w) for branch, leaves in enumerate(branches) for w in leaves if w.param.numel() > most]
+    def __init__(self, *branches: list[Work]) -> None:
+        self.large = [(branch, w) for branch, leaves in enumerate(branches) for w in leaves if w.param.numel() > BLOCK]
         self.small = [
-            (branch, [w for w in leaves if w.param.numel() <= most]) for branch, leaves in enumerate(branches)
+            (branch, [w for w in leaves if w.param.numel() <= BLOCK]) for branch, leaves in enumerate(branches)
         ]
         self.batches: list[Batch] | None = None
 
@@ -390,7 +386,6 @@ class Plan:
 
     Args:
         work: the leaves.
-        together: whether all draws are made together, so that no leaf counts as large. Default: False.
 
     Attributes:
         work: the leaves.
@@ -406,7 +401,7 @@ class Plan:
         rescaled, discarding: lists of leaves whose velocities are multiplied before torch's step, or moved along after it.
     """
 
-    def __init__(self, work: list[Work], together: bool = False) -> None:
+    def __init__(self, work: list[Work]) -> None:
         self.work = work
         alike: dict[int, list[Work]] = {}
         for w in work:
@@ -417,12 +412,10 @@ class Plan:
         self.frozen = [w for w in work if w.numbers.route.is_frozen]
         self.groups = list({id(w.group): w.group for w in noisy}.values())
         self.redrawn = [w for w in noisy if w.redraws]
-        most = math.inf if together else BLOCK
-        self.before_step = Place([w for w in noisy if w.numbers.route.is_early], most=most)
+        self.before_step = Place([w for w in noisy if w.numbers.route.is_early])
         self.after_step = Place(
             [w for w in noisy if w.numbers.route.is_late],
             [w for w in noisy if w.numbers.route.has_direct],
-            most=most,
         )
         self.moves: list[FusedMove] | None = None
         self.pieces: list[Piece] | None = None

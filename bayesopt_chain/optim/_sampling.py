@@ -38,19 +38,17 @@ from bayesopt_chain.distributed.parts import elements_of, place_of
 from bayesopt_chain.distributed.ranks import require_named_chain
 from bayesopt_chain.distributed.shards import are_spread
 from bayesopt_chain.distributed.witness import Claim
-from bayesopt_chain.links.room import Room, room_of
 from bayesopt_chain.optim import _arguments, _heat, _noise, _refusals, _shards
 from bayesopt_chain.optim._frozen import move_frozen, without_gradients
 from bayesopt_chain.optim._injection import add_after_step, add_before_step, remember
 from bayesopt_chain.optim._one_pass import in_one_pass
 from bayesopt_chain.optim._plan import REMEMBERED, Clock, Form, Numbers, Plan, Work, has_drawn, last_step
 from bayesopt_chain.optim._ranks import OnRanks
-from bayesopt_chain.optim._room import require_all_noisy, require_room, require_saved
 from bayesopt_chain.optim._rule import Before, Linear, Noise, noise_of
 from bayesopt_chain.optim._thermal import leaves_of
 
 # entries of a group that a state dict of torch's class lacks, and that then keep the values of this optimizer
-_OURS = ("temperature", "noise_key", "noise_count", "noise_kept", "noise_room", "freeze_after")
+_OURS = ("temperature", "noise_key", "noise_count", "noise_kept", "freeze_after")
 _HAS_RANKS = dist.is_available()
 
 
@@ -84,9 +82,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         averages_scaled: whether the velocity averages ``g / D`` rather than ``g``.
         timeless: whether the numbers of a step depend on its group only, and not on the count of steps.
         counters: the names in a leaf's state of the numbers that its clock is read from.
-        takes_room: whether the class accepts ``room_for=``.
         torch_class: the class of ``torch.optim``.
-        room: the part of the noise that is left to the minibatches; ``None`` if no part is.
         heat_guard: compares the variance of the gradients with that of the noise, and warns of heating; ``None`` without a
             guard.
     """
@@ -96,7 +92,6 @@ class Sampling(OnRanks, torch.optim.Optimizer):
     averages_scaled: ClassVar[bool] = False
     timeless: ClassVar[bool] = False
     counters: ClassVar[tuple[str, ...]] = ("step",)
-    takes_room: ClassVar[bool] = False
     torch_class: ClassVar[type[torch.optim.Optimizer]]
 
     # defaults on the class: torch's constructor calls add_param_group, and torch's __getstate__ drops all of these
@@ -105,7 +100,6 @@ class Sampling(OnRanks, torch.optim.Optimizer):
     _generator: torch.Generator | None = None
     _scales_in_kernel: bool = False
     heat_guard: HeatGuard | None = None
-    room: Room | None = None
     _cache: Cache
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -119,7 +113,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             return
         theirs = list(inspect.signature(bases[0]).parameters.values())
         names = ["temperature", "generator", "keep_draws", *(["freeze_after"] if cls.adaptive else [])]
-        names += ["heat_guard", "steps_per_epoch", *(["room_for"] if cls.takes_room else [])]
+        names += ["heat_guard", "steps_per_epoch"]
         mine = inspect.signature(Sampling.__init__).parameters
         cls.__signature__ = inspect.Signature([*theirs, *(mine[name] for name in names)])
 
@@ -133,7 +127,6 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         freeze_after: int | None = None,
         heat_guard: Literal["warn"] | HeatGuard | None = "warn",
         steps_per_epoch: int | None = None,
-        room_for: Any = None,
         **kwargs: Any,
     ) -> None:
         ours: dict[str, Any] = {
@@ -149,23 +142,6 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             raise TypeError(f"{self._name}: nothing here learns a preconditioner, so freeze_after= has no meaning")
         if freeze_after is not None and (isinstance(freeze_after, bool) or int(freeze_after) < 1):
             raise ValueError(f"{self._name}: freeze_after must be a positive number of updates, got {freeze_after!r}")
-        if room_for is not None and not self.takes_room:
-            raise TypeError(
-                f"{self._name}: its preconditioner learns, and how much room there is was measured at one, so room_for= has "
-                "no meaning; bc.optim.SGD, SGHMC and SGLD take it"
-            )
-        if (room := room_of(room_for, self._name)) is not None:
-            self.room = room
-            if isinstance(heat_guard, HeatGuard):
-                raise ValueError(
-                    f"{self._name}: heat_guard would take the noise that room_for= leaves room for as heat; leave it out"
-                )
-            if steps_per_epoch is not None and abs(steps_per_epoch - room.steps_per_epoch) >= 1.0:
-                raise ValueError(
-                    f"{self._name}: steps_per_epoch={steps_per_epoch}, and the report of room_for= is of "
-                    f"{room.steps_per_epoch:.6g} an epoch; make another report"
-                )
-            heat_guard = steps_per_epoch = None
         if heat_guard == "warn":
             heat_guard = HeatGuard(steps_per_epoch, who=self._name)
         elif heat_guard is not None and not isinstance(heat_guard, HeatGuard):
@@ -176,12 +152,10 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             raise ValueError(f"{self._name}: steps_per_epoch= is for heat_guard='warn'; a HeatGuard takes its own")
         self.heat_guard = heat_guard
         learns = {"freeze_after": freeze_after} if self.adaptive else {}
-        rooms = {} if self.room is None else {"noise_room": self.room.fingerprint}
         self._noise_defaults = {
             "temperature": temperature,
             "noise_kept": keep_draws,
             **learns,
-            **rooms,
         }
         # torch's constructor calls add_param_group, which needs both
         self._is_constructing, self._generator = True, generator
@@ -192,9 +166,6 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         if generator is not None:  # at temperature 0 too: the generator is not kept until the temperature is raised
             self._draw_key()
         self._is_constructing, self._generator = False, None
-        if self.room is not None:  # the report is compared with all groups at once, which exist only now
-            for group in self.param_groups:
-                self._temperature(group)
 
     # groups and state
 
@@ -206,8 +177,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
 
         Raises:
             TypeError: ``param_group`` is no group, or an option has a wrong type.
-            ValueError: at T > 0, options for which no noise is known, or a parameter that is given twice; with ``room_for=``,
-                any further group.
+            ValueError: at T > 0, options for which no noise is known, or a parameter that is given twice.
 
         Example:
             >>> import torch, bayesopt_chain as bc
@@ -218,10 +188,6 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             [0.5, 0.0]
         """
         _arguments.require_group(f"{self._name}.add_param_group", param_group)
-        if self.room is not None and not self._is_constructing:
-            raise ValueError(
-                f"{self._name}.add_param_group: room_for= is of the parameters that are there; make another report"
-            )
         # torch fills a group with the defaults, which its constructor made of its own arguments only
         for name, value in self._noise_defaults.items():
             self.defaults.setdefault(name, value)
@@ -289,8 +255,8 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         self._compare_anew()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"room": self.room, "heat_guard": self.heat_guard}
-        return {**super().__getstate__(), **{name: value for name, value in own.items() if value is not None}}
+        guard = {} if self.heat_guard is None else {"heat_guard": self.heat_guard}
+        return {**super().__getstate__(), **guard}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -316,7 +282,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
 
         Raises:
             TypeError: ``state_dict`` is no state dict of an optimizer.
-            ValueError: as in torch, groups of other sizes; a run with another ``room_for=``.
+            ValueError: as in torch, groups of other sizes.
 
         Example:
             >>> import torch, bayesopt_chain as bc
@@ -329,7 +295,6 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         """
         _arguments.require_state_dict(f"{self._name}.load_state_dict", state_dict)
         saved = [dict(group) for group in state_dict["param_groups"]]
-        require_saved(self._name, self.room, saved)
         dials = [g["temperature"] if torch.is_tensor(g["temperature"]) else None for g in self.param_groups]
         for mine, theirs in zip(self.param_groups, saved):
             for name in _OURS:
@@ -490,10 +455,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
                         self.state.get(p, {}).pop(name, None)
             if temperature > 0.0 or group.get("freeze_after") is not None:
                 work += self._work(group, numbers, temperature)
-        plan = Plan(work, together=self.room is not None)
-        if self.room is not None and plan.noisy:
-            require_all_noisy(self._name, plan, self.param_groups[0])
-        return plan
+        return Plan(work)
 
     def _work(self, group: dict[str, Any], numbers: list[int], temperature: float) -> list[Work]:
         """List the leaves of one group that have a gradient. Leaves with equal numbers share one :class:`Numbers`."""
@@ -562,11 +524,9 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         return out
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        """Raise ValueError if no noise is known for the options of a group, or if ``room_for=`` is of other groups."""
+        """Raise ValueError if no noise is known for the options of a group."""
         spread = "_cache" in self.__dict__ and self._cache.normals.runs is not None
         _refusals.check_group(self._name, group, self.adaptive, self.refusal, spread)
-        if self.room is not None and not self._is_constructing:
-            require_room(self._name, self.room, self.param_groups)
 
     # the methods of bayesopt_chain.optim._plan.Rule that a subclass overrides
 

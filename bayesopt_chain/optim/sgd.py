@@ -58,18 +58,13 @@ class SGD(Sampling, torch.optim.SGD):
         heat_guard: ``"warn"`` (default) or a :class:`bayesopt_chain.diagnostics.HeatGuard` warns if the noise of minibatches
             raises the temperature (docs/minibatches.md). ``None``: no guard.
         steps_per_epoch: the number of steps in an epoch, for the default guard. Default: unknown.
-        room_for: a report of :func:`bayesopt_chain.diagnostics.heating`, made for the chain of these numbers (``bc.sgd``,
-            ``bc.sghmc``, ``bc.sgld``) at ``dict(model.named_parameters())`` or at the list of parameters. The draws are then
-            reduced by the noise that minibatches bring, as in :func:`bayesopt_chain.inject_langevin_noise`. It needs one group
-            of plain parameters, constant numbers without Nesterov's momentum, and a gradient of every parameter in every
-            step. State dicts hold the identity of the report, and there is no heat guard. Default: none.
 
     The state takes, in float32, 8 bytes per parameter with momentum (velocity and last draw), 4 without, 12 with Nesterov.
 
     Raises:
         ValueError: at T > 0: momentum outside [0, 1), dampening of 1 or more, a negative lr, ``differentiable`` with an
-            lr or weight decay that requires grad, complex parameters; a negative or infinite temperature;
-            ``room_for`` of another chain, order, dtype or parameters. Nothing has moved then.
+            lr or weight decay that requires grad, complex parameters; a negative or infinite temperature.
+            Nothing has moved then.
 
     The key of the noise does not seed the model's own random numbers: dropout uses torch's global generator. :func:`as_step`
     seeds that one too.
@@ -82,19 +77,9 @@ class SGD(Sampling, torch.optim.SGD):
         >>> optimizer.step()
         >>> sorted(name for name, x in optimizer.state[model.weight].items() if torch.is_tensor(x))
         ['momentum_buffer', 'noise']
-
-        One that leaves room for the noise of its batches:
-
-        >>> loss = lambda w, batch: (w["w"] - batch).square().mean() / 2
-        >>> data, w = bc.epochs(torch.linspace(-3**0.5, 3**0.5, 1000), 20), torch.zeros((), requires_grad=True)
-        >>> noise = bc.diagnostics.gradient_noise(loss, {"w": w.detach()}, data)
-        >>> tx = bc.sgd(0.001, momentum=0.9, temperature=1e-3)
-        >>> report = bc.diagnostics.heating(tx, noise, curvature=torch.ones(1, 1), again=noise)
-        >>> optimizer = bc.optim.SGD([("w", w)], 0.001, momentum=0.9, temperature=1e-3, room_for=report)
     """
 
     timeless = True
-    takes_room = True
 
     def _clock(self, state: dict[str, Any]) -> Clock:
         return _ALWAYS

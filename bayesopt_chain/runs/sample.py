@@ -176,8 +176,6 @@ def sample(
         state = seeded(state, seed, getattr(step, "numbers", None))
     alone = _innermost(step)
     for owner in (*getattr(getattr(alone, "tx", None), "links", ()), getattr(alone, "optimizer", None)):
-        if (room := getattr(owner, "room", None)) is not None:
-            room.require_batches(batches)
         wanted = getattr(owner, "batch_order", None)
         if wanted is not None and getattr(batches, "order", wanted) != wanted:
             raise ValueError(

@@ -19,8 +19,6 @@ temperature ``T (1 - eps T beta / (2 alpha))``.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from bayesopt_chain import checks
@@ -40,7 +38,6 @@ def sgld(
     temperature: ScalarOrSchedule,
     order: int = 2,
     generator: torch.Generator | None = None,
-    room_for: Any = None,
 ) -> Chain:
     """Stochastic gradient Langevin dynamics (Welling and Teh, 2011). At ``temperature=0`` it is SGD.
 
@@ -51,7 +48,6 @@ def sgld(
             change of it the variance goes to the new value without turning; with ``order=1`` it may turn on its way.
         order: 2 (Leimkuhler-Matthews) or 1 (classical).
         generator: source of the random key (default: torch's global generator).
-        room_for: as in :func:`sghmc`.
 
     Returns:
         A chain; its state holds one tensor for each parameter (order 2) or none (order 1).
@@ -67,7 +63,7 @@ def sgld(
             scale_by_neg_lr(0.1),
         )
     """
-    noise = inject_langevin_noise(temperature, order=order, generator=generator, room_for=room_for)
+    noise = inject_langevin_noise(temperature, order=order, generator=generator)
     return chain(noise, scale_by_neg_lr(lr))
 
 
@@ -79,7 +75,6 @@ def sghmc(
     temperature: ScalarOrSchedule,
     order: int = 2,
     generator: torch.Generator | None = None,
-    room_for: Any = None,
 ) -> Chain:
     """Stochastic gradient Hamiltonian Monte Carlo (Chen, Fox and Guestrin, 2014). At ``temperature=0`` it is SGD with momentum.
 
@@ -91,8 +86,6 @@ def sghmc(
             change of it the variance goes to the new value without turning; with ``order=1`` it may turn on its way.
         order: 2 (BAOA, exact on quadratics) or 1 (classical).
         generator: source of the random key (default: torch's global generator).
-        room_for: a report of :func:`bayesopt_chain.diagnostics.heating` for this chain, so that the noise leaves room for that
-            of the batches; see :func:`bayesopt_chain.inject_langevin_noise`.
 
     Returns:
         A chain; its state holds one tensor for each parameter: at constant lr and temperature the velocity carries the half of
@@ -108,7 +101,7 @@ def sghmc(
     """
     return chain(
         add_momentum(momentum),
-        inject_langevin_noise(temperature, order=order, generator=generator, room_for=room_for),
+        inject_langevin_noise(temperature, order=order, generator=generator),
         scale_by_neg_lr(lr),
     )
 

@@ -62,9 +62,6 @@ METHODS = (
     "reshuffled, long memory",
     "palindrome",
     "palindrome, long memory",
-    "herded",
-    "room for the batches",
-    "stored control variates",
     "control variates",
     "svrg",
     "mclmc",
@@ -206,11 +203,8 @@ def settings_of(task: Task, method: str, s: Mapping[str, Any], reference: Tensor
     lr = min(kappa * friction / (steps * curvature), 1.0 / curvature)
     if memory:
         lr = min(lr, 1.0 / (steps**2 * curvature))  # K sqrt(lr k) of 1
-    order: Any = {"independent": "independent", "palindrome": "palindrome", "herded": "herded"}.get(
-        method.split(",")[0], "reshuffled"
-    )
-    one = bc.epochs(task.data, b, with_rows=True)
-    make = lambda **more: bc.sghmc(lr, 1 - friction, temperature=T, **more)  # noqa: E731
+    order: Any = {"independent": "independent", "palindrome": "palindrome"}.get(method.split(",")[0], "reshuffled")
+    make = lambda: bc.sghmc(lr, 1 - friction, temperature=T)  # noqa: E731
     if method == "full batch":
         lr = 0.3 / curvature
         return Setting(make(), task.loss, [task.data], steps, steps=max(round(steps), 1))
@@ -226,15 +220,9 @@ def settings_of(task: Task, method: str, s: Mapping[str, Any], reference: Tensor
         if "full batch" in method:
             return Setting(tx, task.loss, [task.data], steps, steps=max(round(steps), 1))
         return Setting(tx, task.loss, bc.epochs(task.data, b, chains=chains), 1.0)
-    table: Any = None
-    rows = False
-    if method in ("herded", "stored control variates"):
-        table = bc.gradients.gradient_table(task.loss, one, task.start, rank=s["rank"])
-    if method == "stored control variates":
-        estimate = bc.gradients.stored_control_variates(task.loss, table, data=one)
-        left, rows, gradients = bc.gradients.noise_left(estimate, reference[-1], one, memory=()), True, 1.0
-    elif method in ("control variates", "svrg"):
-        some = [one.batch(0, k)[0] for k in range(len(one))]
+    if method in ("control variates", "svrg"):
+        one = bc.epochs(task.data, b)
+        some = [one.batch(0, k) for k in range(len(one))]
         about_the_mode = method == "control variates"
         estimate = (
             bc.gradients.control_variates(task.loss, some, task.start)
@@ -245,24 +233,13 @@ def settings_of(task: Task, method: str, s: Mapping[str, Any], reference: Tensor
         left, gradients = bc.gradients.noise_left(estimate, reference[-1], some, memory=estimate.init(place)), 2.0
     else:
         estimate, left, gradients = task.loss, None, 1.0
-    room = law = None
-    if method == "room for the batches":
-        noise, again = (
-            bc.diagnostics.gradient_noise(task.loss, w, bc.epochs(task.data, b), rank=s["rank"])
-            for w in reference[:: len(reference) // 2][:2]
-        )
-        product = bc.diagnostics.hessian_product(task.loss, reference[0], bc.epochs(task.data, b))
-        room = bc.diagnostics.heating(make(), noise, curvature=product, again=again)
-    data = bc.epochs(
-        task.data, b, order=order, chains=chains, with_rows=rows, **({"table": table} if order == "herded" else {})
-    )
-    if s["paired"] and estimate is task.loss and order != "herded" and room is None:
+    law = None
+    data = bc.epochs(task.data, b, order=order, chains=chains)
+    if s["paired"] and estimate is task.loss:
         noise = bc.diagnostics.gradient_noise(task.loss, task.start, bc.epochs(task.data, b), rank=s["rank"])
         product = bc.diagnostics.hessian_product(task.loss, task.start, [task.data])
         law = float(bc.diagnostics.heating(make(), noise, order=order, curvature=product).excess[0])
-    return Setting(
-        make(room_for=room), estimate, data, gradients, left, paired=make() if s["paired"] else None, law=law
-    )
+    return Setting(make(), estimate, data, gradients, left, paired=make() if s["paired"] else None, law=law)
 
 
 def draws_of(setting: Setting, s: Mapping[str, Any], reference: Tensor) -> Tensor:
@@ -464,21 +441,20 @@ def squared_error(w: Tensor, batch: Any) -> Tensor:
 
 
 def linear() -> Table:
-    """The README's regression, solved exactly: plain, and with stored control variates of rank 1, 2 and 5."""
+    """The regression of docs/minibatches.md, solved exactly: plain, and with control variates at the mode."""
     n, d, b = 1000, 5, 32
     g = torch.Generator().manual_seed(0)
     x = torch.randn(n, d, generator=g, dtype=torch.float64)
     y = x.sum(1) + torch.randn(n, generator=g, dtype=torch.float64)
     mode = torch.linalg.lstsq(x, y[:, None]).solution[:, 0]
-    each, table = x * (x @ mode - y)[:, None], {}
-    for rank in (0, 1, 2, 5):
-        left = each
-        if rank:
-            made = bc.gradients.gradient_table(squared_error, bc.epochs((x, y), b), mode, rank=rank)
-            left = each - made.numbers @ made.directions
-        name = f"linear: stored control variates, {rank} directions" if rank else "linear: independent"
-        table[name] = {"gradients": 1.0, "stiffest": float(variance(x, 0.1, 0.9, b, left).trace() / d) - 1}
-    return table
+    each = x * (x @ mode - y)[:, None]
+    return {
+        f"linear: {name}": {"gradients": gradients, "stiffest": float(variance(x, 0.1, 0.9, b, left).trace() / d) - 1}
+        for name, gradients, left in (
+            ("independent", 1.0, each),
+            ("control variates", 2.0, torch.zeros_like(each)),
+        )
+    }
 
 
 KAPPAS = (0.3, 1.0, 1.8, 5.0)
@@ -505,22 +481,17 @@ def laws() -> Table:
     worst = lambda ratio: far(torch.linalg.eigvals(ratio).real - 1)  # noqa: E731
     table: Table = {}
     for kappa in KAPPAS:
-        lr, known = kappa * (1 - mu) * b / n, {"curvature": H, "again": of_size(b)}
+        lr = kappa * (1 - mu) * b / n
         tx = bc.sghmc(lr, mu, temperature=1 / n)
         reports = {
-            order: bc.diagnostics.heating(tx, of_size(b), order=order, steps_per_epoch=n / b, **known)
+            order: bc.diagnostics.heating(tx, of_size(b), order=order, steps_per_epoch=n / b, curvature=H)
             for order in ("independent", "reshuffled", "palindrome")
         }
-        plain, half = (variance(x, lr, mu, size, each) for size in (b, b // 2))
-        w, w_half = ((n - size) / size for size in (b, b // 2))
         rows = {
-            "independent": worst(plain),
+            "independent": worst(variance(x, lr, mu, b, each)),
             "reshuffled": far(reports["reshuffled"].excess),
             "reshuffled, epoch ends": far(reports["reshuffled"].at_end),
             "palindrome": far(reports["palindrome"].excess),
-            "independent, room for the batches": reports["independent"].left,
-            "reshuffled, room for the batches": reports["reshuffled"].left,
-            "batch sizes, 2 chains": worst((w_half * plain - w * half) / (w_half - w)),
             "control variates": worst(variance(x, lr, mu, b, torch.zeros_like(each))),
         }
         for name, error in rows.items():
@@ -552,10 +523,7 @@ def run(settings: Mapping[str, Any], seed: int) -> Table:
 
 def says(table: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
     """One sentence on what came out."""
-    plain, stored = (
-        table[f"linear: {name}"]["stiffest"]["mean"] + 1
-        for name in ("independent", "stored control variates, 5 directions")
-    )
+    plain, varied = (table[f"linear: {name}"]["stiffest"]["mean"] + 1 for name in ("independent", "control variates"))
     refused = [name for name, row in table.items() if "refused" in row]
     paired = [
         f"{name.removeprefix('pima: ')} {row['batches']['mean']:+.1%} +- {row['batches s.e.']['mean']:.1%} at "
@@ -564,7 +532,7 @@ def says(table: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
         if "batches" in row
     ]
     return (
-        f"In the regression a variance {plain:.3g} times too large comes down to {stored:.3g} times at one gradient a step. "
+        f"In the regression a variance {plain:.3g} times too large comes down to {varied:.3g} times with control variates. "
         f"What batches add to the variance of the stiffest direction of pima, at so many gradients a step: "
         f"{', '.join(paired) or 'not in this record'}. "
         f"Refused by the library after measuring: {', '.join(refused) or 'nothing'}."
@@ -590,7 +558,7 @@ def scale(**more: Any) -> dict[str, Any]:
 def smoke() -> dict[str, Any]:
     tiny = {"epochs": 3, "burn_in": 1, "hmc_chains": 2, "hmc_draws": 20, "leaps": 3, "chains": 2, "sequences": 2}
     small = scale(tune=20)
-    few = ["independent", "room for the batches", "stored control variates", "svrg", "mclmc"]
+    few = ["independent", "control variates", "svrg", "mclmc"]
     return {
         **small,
         "methods": few,

@@ -212,7 +212,6 @@ def test_dropout_is_said_and_counted():
         ({"batch_sizes": (401,)}, ValueError, "batch_sizes"),
         ({"momenta": (1.0,)}, ValueError, "momenta"),
         ({"tolerance": 0.0}, ValueError, "tolerance"),
-        ({"orders": ("herded",)}, ValueError, "herded batches heat"),
         ({"orders": ("alphabetical",)}, ValueError, "orders must be among"),
         ({"rank_by": "hour"}, ValueError, "rank_by"),
         ({"data": [1, 2, 3]}, TypeError, "tree of tensors"),

@@ -302,31 +302,6 @@ def test_ivon_brings_a_group_that_was_away_to_its_mean_and_variance(away):
         assert abs(float(variance.mean()) / 0.01 - 1.0) < 0.1
 
 
-def test_with_room_for_batches_a_step_without_gradients_changes_nothing_that_follows():
-    def loss(w, batch):
-        return (w["w"] - batch).square().mean() / 2
-
-    data = bc.epochs(torch.linspace(-(3**0.5), 3**0.5, 1000), 20)
-    noise = bc.diagnostics.gradient_noise(loss, {"w": torch.zeros(())}, data)
-    tx = bc.sgd(0.001, momentum=0.9, temperature=1e-3)
-    report = bc.diagnostics.heating(tx, noise, curvature=torch.ones(1, 1), again=noise)
-    ends = []
-    for empty in ((), (0, 5)):
-        w = torch.ones((), requires_grad=True)
-        optimizer = bc.optim.SGD(
-            [("w", w)], 0.001, 0.9, temperature=1e-3, room_for=report, generator=torch.Generator().manual_seed(1)
-        )
-        for step in range(10):
-            if step in empty:
-                w.grad = None
-                optimizer.step()
-            w.grad = w.detach().clone()
-            optimizer.step()
-        assert optimizer.param_groups[0]["noise_count"] == 10
-        ends.append(w.detach())
-    assert torch.equal(*ends)
-
-
 @pytest.mark.parametrize("name", ["SGHMC", "SGLD", "Adam"])
 def test_a_parameter_that_is_appended_to_a_list_of_parameters_is_refused_before_anything_moves(name):
     params = [torch.ones(3, requires_grad=True) for _ in range(2)]
