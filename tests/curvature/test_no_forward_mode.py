@@ -89,20 +89,6 @@ def test_the_variance_of_outputs_has_gradients_in_the_inputs(name):
     assert (slope * along).sum().item() == pytest.approx((up - down).item() / 2e-5, rel=1e-5, abs=1e-8)
 
 
-@without_lstm
-def test_the_table_has_the_gradients_of_single_data(name):
-    case = Case(name)
-    table = bc.gradients.gradient_table(case.loss, bc.epochs(case.data, 2), case.params, rank=2)
-    want = []
-    for n in range(6):
-        leaves = {k: p.clone().requires_grad_() for k, p in case.params.items()}
-        value = case.loss(leaves, tuple(x[n : n + 1] for x in case.data))
-        rows = torch.autograd.grad(value, list(leaves.values()))
-        want.append(sum((table.directions[k] * row).flatten(1).sum(1) for k, row in zip(leaves, rows)))
-    want = torch.stack(want)
-    torch.testing.assert_close(table.numbers, want - want.mean(0))
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_the_growth_of_a_step_is_that_of_the_dense_hessian(name):
     case, lr = Case(name), 0.1
