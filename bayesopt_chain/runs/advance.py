@@ -109,16 +109,16 @@ def go(run: Run, store: Store) -> Draws:
         try:
             _steps(run, store, said, watch, sigint, progress)
             if said.rescue:
-                _rescue(store, said, common=True)
+                _rescue(store, said)
             else:
                 store.finish(*said.last, said.done, run.batches, said.done >= run.steps, said.why)
         except KeyboardInterrupt:
             said.why = f"interrupted after step {said.done}"
-            _rescue(store, said, common=False)
+            _rescue(store, said)
         except BaseException as err:
             sigint.raises = False
             said.why = f"{type(err).__name__} in step {said.done + 1}"
-            failed = store.rescue(said.done, said.why, common=False)
+            failed = store.rescue(said.done, said.why)
             with suppress(OSError, ValueError, TypeError, AttributeError):  # what ended the run says more
                 err.draws = draws_of(run, store, said, complete=False)  # type: ignore[attr-defined]
                 where = "in the attribute draws of this exception" + (
@@ -196,14 +196,21 @@ def _beside_its_weight(it: Iteration, params: Any, state: Any) -> Iteration:
     return it._replace(params=params, state=state)
 
 
-def _rescue(store: Store, said: _Ended, common: bool) -> None:
+def _rescue(store: Store, said: _Ended) -> None:
     """Keep the draws of a run that ended in the middle of a step, or with one that is no draw."""
     said.rescue = True
-    if (failed := store.rescue(said.done, said.why, common)) and store.size:
+    if (failed := store.rescue(said.done, said.why)) and store.size:
         warnings.warn(f"sample: the last {store.size} draws are in memory only: {failed}", stacklevel=4)
 
 
 def draws_of(run: Run, store: Store, said: _Ended, complete: bool) -> Draws:
     """All draws of a run, those on disk and those that are held."""
-    names = store.spec, store.names
-    return Draws(store.shards(), *names, chains=run.chains, complete=complete, why=said.why, last=said.last)
+    return Draws(
+        store.pieces(),
+        store.spec,
+        store.names,
+        chains=run.chains,
+        complete=complete,
+        why=said.why,
+        last=said.last,
+    )

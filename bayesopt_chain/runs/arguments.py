@@ -53,7 +53,7 @@ def require_iterable(who: str, name: str, value: Any, what: str) -> Iterable[Any
 
 
 def paths_of(who: str, name: str, value: Any) -> list[Path]:
-    """The directories that a path, a pattern, or a list of them names.
+    """The directories that a path, a pattern, or a list of them names; the name of what is there is no pattern.
 
     Raises:
         TypeError: what is no path.
@@ -64,4 +64,5 @@ def paths_of(who: str, name: str, value: Any) -> list[Path]:
             raise TypeError(
                 f"{who}: {name} must be a directory, a pattern, or a list of them, got {type(one).__name__}"
             )
-    return [Path(p) for g in map(str, given) for p in (sorted(glob.glob(g)) if glob.has_magic(g) else [g])]
+    named = [[g] if os.path.lexists(g) or not glob.has_magic(g) else sorted(glob.glob(g)) for g in map(str, given)]
+    return [Path(p) for paths in named for p in paths]

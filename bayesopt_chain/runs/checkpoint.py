@@ -7,7 +7,7 @@ and strings among the leaves, the chain, the library's version and checksums of 
 Of several ranks each writes a file of its own, without a message, and the first one an index of them:
 
     run.rank-00000-of-00004.safetensors ...     what each rank saved
-    run.safetensors.index.json                  which files belong together: those of the newest save
+    run.index.safetensors                       which files belong together: those of the newest save
 
 As many ranks load what each of them saved. Another number of ranks loads files that are alike (replicas), or the chains that
 each of them has of states stacked on axis 0 (:func:`bayesopt_chain.parallel` with a mesh), in the order of the ranks.
@@ -65,7 +65,7 @@ def save(path: str | os.PathLike, tree: Any, *, tx: Any = None) -> None:
     Args:
         path: the file. It is replaced in one step; a crash leaves the old file or the new one. Under ``torchrun`` call
             it on every rank: each writes a file of its own, ``run.rank-00001-of-00004.safetensors`` for
-            ``run.safetensors``, and the first one ``run.safetensors.index.json``.
+            ``run.safetensors``, and the first one ``run.index.safetensors``.
         tree: any tree of tensors, numbers and strings, such as ``(params, state)``.
         tx: the chain whose state is in the tree. Its text is kept, and :func:`load` compares it.
 
@@ -96,7 +96,7 @@ def save(path: str | os.PathLike, tree: Any, *, tx: Any = None) -> None:
     files.write(mine[rank], tensors, header)
     index = _index_of(Path(path))
     if rank == 0 and (size > 1 or index.exists()):
-        files.write_text(index, json.dumps({"format": files.FORMAT, "files": [file.name for file in mine]}, indent=1))
+        files.write(index, {}, {"files": [file.name for file in mine]})
 
 
 def load(path: str | os.PathLike, *, like: Any, tx: Any = None) -> Any:
@@ -146,7 +146,7 @@ def _files(path: Path, size: int) -> list[Path]:
 
 
 def _index_of(path: Path) -> Path:
-    return path.with_name(f"{path.name}.index.json")
+    return path.with_name(f"{path.stem}.index{path.suffix}")
 
 
 def _streams(tree: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -170,10 +170,10 @@ def _found(path: Path, like: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     rank, size = world()
     index, own = _index_of(path), _files(path, size)[rank]
     if index.exists():
-        try:
-            saved = [path.with_name(name) for name in json.loads(index.read_text())["files"]]
-        except (ValueError, KeyError, TypeError) as err:
-            raise ValueError(f"load: {index} is damaged: {err}") from None
+        names = File(index).metadata.get("files")
+        if not isinstance(names, list) or not names or names != [p.name for p in _files(path, len(names))]:
+            raise ValueError(f"load: {index} is damaged: it names {str(names)[:100]}")
+        saved = [path.with_name(name) for name in names]
     else:
         saved = [own if own.exists() else path]
     if own in saved:
@@ -183,7 +183,7 @@ def _found(path: Path, like: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
             f"load: {len(saved)} ranks saved {path}, and {missing[0]} is missing: save on every rank, or restore it"
         )
     opened = {file: File(file) for file in saved}
-    headers = {file: x.said for file, x in opened.items()}
+    headers = {file: x.metadata for file, x in opened.items()}
     sums = {file: tuple(x.entries[name].sums for name in sorted(x.entries)) for file, x in opened.items()}
     kinds = {(sums[file], _rest(about)): file for file, about in reversed(headers.items())}
     distinct = [file for file in saved if file in kinds.values()]
@@ -265,7 +265,7 @@ def require_whole(who: str, tensors: Mapping[str, Tensor]) -> None:
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of a file, and what was said of them."""
     file = File(path)
-    return {name: file.read(name) for name in file.entries}, file.said
+    return {name: file.read(name) for name in file.entries}, file.metadata
 
 
 def nested(flat: Mapping[str, Any]) -> Any:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -22,16 +24,16 @@ from bayesopt_chain.runs.arguments import require_whole
 from bayesopt_chain.runs.averages import Reduce
 from bayesopt_chain.runs.describe import describe_optimizer
 from bayesopt_chain.runs.draws import Draws
-from bayesopt_chain.runs.identity import identity_of, require_same
+from bayesopt_chain.runs.folder import STEP, drawn
+from bayesopt_chain.runs.identity import require_same
 from bayesopt_chain.runs.place import Place
 from bayesopt_chain.runs.resumable_batches import ResumableBatches
 from bayesopt_chain.runs.run import Iteration, Run
-from bayesopt_chain.runs.store import SHARD_BYTES, Store
-from bayesopt_chain.runs.table import INDEX, STEP, drawn, read_index, segment_of
-from bayesopt_chain.runs.writing import held_by_one, write_part
+from bayesopt_chain.runs.store import SHARD_BYTES, Store, gathered
+from bayesopt_chain.runs.writer import Folder
 
 _COUNTING = kinds.Kind(lambda x: hasattr(x, "global_step"), "what a trainer gives its callbacks, with global_step")
-MOVING = ("lr", "initial_lr")  # hyperparameters that a loop changes as it goes
+AGAIN = 1.0  # seconds after which draws that could not be written are tried again, at least
 _models: weakref.WeakKeyDictionary[Any, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()  # by optimizer
 
 
@@ -50,11 +52,12 @@ class Collector:
         self.step: int = 0
         self.collects = world().rank == 0
         self.counts = optimizer is not None  # whether the optimizer tells of its steps
-        self.known = path is None  # whether it is known where the loop stands
+        self.known = path is None or not self.collects  # whether it is known where the loop stands
         run = Run(None, self._params(), (), ResumableBatches(None), 0, after, every, None, (), False)  # type: ignore[arg-type]
         self.store = Store(run, None if path is None or not self.collects else Place(path, path), seconds)
+        self.folder: Folder | None = None
         if path is not None and self.collects:
-            self._continue(path, optimizer)
+            self.folder = self._continue(path, optimizer)
         if optimizer is not None:
             _models[optimizer] = weakref.ref(model)
             mine = weakref.ref(self)
@@ -66,26 +69,32 @@ class Collector:
 
             self.hook = optimizer.register_step_post_hook(stepped)
 
-    def _continue(self, path: Path, optimizer: Any) -> None:
-        """Take over the draws that an earlier process left."""
-        identity = identity_of(self.store.run, None)
-        identity["chain"] = None if optimizer is None else describe_optimizer(optimizer, MOVING)
-        path.mkdir(parents=True, exist_ok=True)
-        self.store.identity = self.store.index["identity"] = identity
-        if (path / INDEX).exists():
-            index = read_index(path)
-            require_same(path, index["identity"], identity, "one process")
-            self.store.index = index
-        self.store.since = self.step = self.store.index["step"]
+    def _continue(self, path: Path, optimizer: Any) -> Folder:
+        """Take over the draws that an earlier process left; the lock is given back until the next draws are written."""
+        store = self.store
+        # A scheduler keeps the rate that it began with; whole tensors are written, whatever the module's are.
+        store.identity["chain"] = None if optimizer is None else describe_optimizer(optimizer, ("initial_lr",))
+        store.identity["sharded"] = False
+        folder = Folder(path)
+        try:
+            if folder.head is None:
+                folder.set_head(store.metadata(folder, None, 0, None, {}, False, ""), {})
+            assert folder.head is not None
+            require_same(path, folder.head.metadata["identity"], store.identity, "one process")
+        finally:
+            folder.close()
+        store.folders = [folder]
+        self.step = folder.step
         self.known = self.step == 0
         mine = weakref.ref(self)
 
         def at_end() -> None:
             collector = mine()
             if collector is not None:
-                collector.flush()
+                collector.try_to_flush()
 
         atexit.register(at_end)
+        return folder
 
     def _params(self) -> dict[str, Tensor]:
         return {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
@@ -101,8 +110,6 @@ class Collector:
             ValueError: in a directory that holds draws, a loop that does not say where it goes on, or that left some out.
         """
         kinds.require("collect", step=(step, kinds.WHOLE.or_none()))
-        if not self.collects:
-            return
         if step is None and not self.known:
             raise ValueError(
                 f"collect: {self.path} holds draws up to step {self.step}: say where this loop goes on, with "
@@ -113,39 +120,52 @@ class Collector:
         if step - 1 != self.step:
             self.load_state_dict({"step": step - 1})
         self.step, self.known = step, True
-        run, store = self.store.run, self.store
-        if not run.is_draw(step):
+        store, params = self.store, self._params()
+        if not store.run.is_draw(step):
+            return
+        if are_spread(params):  # every rank takes part, also of a module that was sharded after the call
+            params = gathered(params, self.collects)
+        if not self.collects:
             return
         buffers = {name: b.detach() for name, b in self.model.named_buffers()}
-        store.add(Iteration(step, self._params(), ModuleState((), buffers, ()), None, True))  # type: ignore[arg-type]
-        late = store.place is not None and time.monotonic() - store.committed > self.seconds
-        if store.place is not None and (late or store.size * store.bytes >= SHARD_BYTES):
+        store.add(Iteration(step, params, ModuleState((), buffers, ()), None, True))  # type: ignore[arg-type]
+        if self.folder is None:
+            return
+        since = time.monotonic() - store.committed
+        if since > self.seconds or (store.size * store.bytes >= SHARD_BYTES and since > AGAIN):
+            self.try_to_flush()
+
+    def try_to_flush(self) -> None:
+        """Write the draws that are held, or warn why they stay in memory: a full disk ends no training."""
+        try:
             self.flush()
+        except (OSError, RuntimeError, ValueError) as err:
+            self.store.committed = time.monotonic()
+            warnings.warn(
+                f"collect: the last {self.store.size} draws are in memory only, and are written when that is possible: {err}",
+                stacklevel=4,
+            )
 
     def flush(self) -> None:
-        """Write the draws that are held in memory to ``path``; without one, nothing."""
-        if self.store.place is None:
-            return
-        with held_by_one(self.store.path):
-            self._require_ours()
-            index = self.store.with_draws(self.step, rescued=False)
-            index = self.store.compacted(index)
-            self.store.publish({**index, "step": self.step, "complete": True})
-        self.store.since = self.step
-
-    def _require_ours(self) -> None:
-        """Refuse a folder that another collector has written to meanwhile.
+        """Write the draws that are held in memory to ``path``; without one, nothing.
 
         Raises:
-            RuntimeError: with the step that the other one has reached.
+            OSError: the directory cannot be written, was removed, or somebody else has written to it.
+            RuntimeError: another process is writing to it.
         """
-        path = self.store.path
-        there = read_index(path) if (path / INDEX).exists() else None
-        if there is not None and (there["next"], there["step"]) != (self.store.index["next"], self.store.index["step"]):
-            raise RuntimeError(
-                f"collect: somebody else has written to {path}, up to step {there['step']}; give each loop a "
-                f"directory of its own"
-            )
+        store, folder = self.store, self.folder
+        if folder is None or os.getpid() != folder.pid or (not store.size and folder.step == self.step):
+            return  # a forked child has copies of its parent's draws
+        folder.open()
+        try:
+            if store.size:
+                folder.add(self.step, store.stacked())
+            assert folder.head is not None
+            folder.set_head({**folder.head.metadata, "step": self.step, "complete": True}, {})
+            store.forget()
+            folder.tidy()
+        finally:
+            folder.close()
 
     def state_dict(self) -> dict[str, int]:
         """Where the loop stands, for its checkpoint; the draws so far are written to ``path``.
@@ -153,7 +173,7 @@ class Collector:
         Returns:
             ``{"step": number of steps}``.
         """
-        self.flush()
+        self.try_to_flush()
         return {"step": self.step}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -169,40 +189,28 @@ class Collector:
             raise ValueError(
                 f"collect: state must be what state_dict gave, {{'step': number of steps}}, got {state!r:.100}"
             )
-        step, store = state["step"], self.store
+        step, store, folder = state["step"], self.store, self.folder
         self.known = True
-        if store.place is None:
+        if folder is None:
             kept = [i for i, x in enumerate(store.held.get(STEP, [])) if int(x) <= step]
             store.held = {name: [rows[i] for i in kept] for name, rows in store.held.items()}
             store.size, self.step = len(kept), step
             return
         self.flush()
-        if drawn(store.index, step) > drawn(store.index, self.step):
+        assert folder.head is not None
+        if drawn(folder.head.metadata, step) > drawn(folder.head.metadata, self.step):
             raise ValueError(
                 f"collect: {self.path} holds the draws up to step {self.step}, and the loop goes on after step {step}: those "
                 "between are missing. Save keep.state_dict() with the loop's checkpoints, or collect from here on "
                 f"(after={step}) into a directory of its own"
             )
         if step < self.step:
-            self._drop(step)
-        self.step = store.since = step
-
-    def _drop(self, step: int) -> None:
-        """Leave out the draws on disk that were made after a step."""
-        store = self.store
-        index = {**store.index, "shards": []}
-        for entry in store.index["shards"]:
-            if entry["step"] <= step:
-                index["shards"].append(entry)
-            elif entry["since"] < step:
-                segment = segment_of(store.path, store.index, entry)
-                some = slice(0, drawn(index, step) - drawn(index, entry["since"]))
-                rows = {name: segment.files.column(name, rows=some) for name in segment.files.columns}
-                if len(rows[STEP]):
-                    part = write_part(store.path, f"draws-{index['next']:06d}.safetensors", rows, {}, None)
-                    index["shards"].append({**entry, "step": step, "parts": [part]})
-                    index["next"] += 1
-        store.publish({**index, "step": step})
+            folder.open()
+            try:
+                folder.cut(step)
+            finally:
+                folder.close()
+        self.step = step
 
     @property
     def draws(self) -> Draws:
@@ -211,7 +219,7 @@ class Collector:
         Returns:
             :class:`Draws`; on ranks other than the first, which collects nothing, none.
         """
-        return Draws(self.store.shards(), self.store.spec, self.store.names)
+        return Draws(self.store.pieces(), self.store.spec, self.store.names)
 
     def predict(
         self,
@@ -275,11 +283,11 @@ class Collector:
 
     def on_fit_end(self, *rest: Any) -> None:
         """Write what is held."""
-        self.flush()
+        self.try_to_flush()
 
     def on_exception(self, *rest: Any) -> None:
         """Write what is held."""
-        self.flush()
+        self.try_to_flush()
 
     # transformers
 
@@ -314,11 +322,11 @@ class Collector:
 
     def on_save(self, *rest: Any, **more: Any) -> None:
         """Write what is held, before the trainer's checkpoint counts."""
-        self.flush()
+        self.try_to_flush()
 
     def on_train_end(self, *rest: Any, **more: Any) -> None:
         """Write what is held."""
-        self.flush()
+        self.try_to_flush()
 
 
 def with_names(optimizer: Any) -> Any:
@@ -368,15 +376,16 @@ def collect(
     """Keep draws of a model that some loop samples: its trained parameters, and its buffers (BatchNorm's statistics).
 
     Args:
-        model: the module; nothing of it is changed.
+        model: the module; nothing of it is changed. Of DTensors, as of ``fully_shard``, every rank calls this: they are
+            gathered for the first rank, which alone keeps draws.
         optimizer: any ``torch.optim.Optimizer``: after each of its steps the model is looked at. Without one call
             ``keep()`` after every step, or hand ``keep`` to a trainer: it is a callback of ``lightning.Trainer`` and of
             ``transformers.Trainer``, whichever was imported before.
         every: a draw is kept every so many optimizer steps.
         after: first steps of which nothing is kept.
-        path: a directory for the draws, which an index of its own describes; by default they stay in memory. After a
-            restart the trainers say at which step they go on; a plain loop calls ``keep.load_state_dict`` with what
-            ``keep.state_dict()`` gave when it saved its checkpoint.
+        path: a directory for the draws; by default they stay in memory. Where it cannot be written a warning says so, and the
+            draws wait in memory. After a restart the trainers say at which step they go on; a plain loop calls
+            ``keep.load_state_dict`` with what ``keep.state_dict()`` gave when it saved its checkpoint.
         checkpoint_seconds: with ``path``, how often draws are written.
 
     Returns:
@@ -384,7 +393,7 @@ def collect(
 
     Raises:
         TypeError: a model that is no module, or an optimizer that has no hooks.
-        ValueError: counts out of range; a model of DTensors; a directory with draws of another model or optimizer.
+        ValueError: counts out of range; a directory with draws of another model or optimizer.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -404,11 +413,6 @@ def collect(
         raise TypeError(f"collect: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     for name, value, least in (("every", every, 1), ("after", after, 0)):
         require_whole("collect", name, value, least)
-    if are_spread(dict(model.named_parameters())):
-        raise ValueError(
-            "collect: the model's parameters are DTensors, of which this rank holds a part: sample with "
-            "bc.sample(bc.optim.as_step(model, optimizer, loss), ...), which writes every rank's part"
-        )
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("collect: no parameter of model requires a gradient; nothing would be kept")
     return _kind()(model, optimizer, every, after, None if path is None else Path(path), checkpoint_seconds)

@@ -2,16 +2,19 @@
 
     predictive   p(y | x, D) = 1/S sum_s p(y | f(theta_s, x))        a mean of probabilities, not of outputs
 
-A run on disk is a directory: ``index.json`` names the shards, safetensors files with a few draws each, in order. The index
-is written last, so that a directory always holds whole draws.
+A run on disk is a directory of safetensors files with a few draws each (:mod:`bayesopt_chain.runs.folder`). They are read when
+they are asked for: ``draws[i:j]`` and iterating read the draws that are meant, :meth:`Draws.column` some rows of one leaf, and
+``draws.params`` all of them.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, overload
 
 import optree
 import torch
@@ -20,17 +23,17 @@ from torch import Tensor, nn
 from bayesopt_chain import kinds
 from bayesopt_chain.checks import installed
 from bayesopt_chain.distributed.ranks import gather_objects, gather_tensors
-from bayesopt_chain.distributed.shards import are_spread
 from bayesopt_chain.modules.functional import make_functional
 from bayesopt_chain.runs import checkpoint
 from bayesopt_chain.runs.arguments import paths_of, require_callable, require_iterable, require_one_of, require_whole
 from bayesopt_chain.runs.averages import Average, Forward, Reduce, buffered_forward, warn_of_moving_buffers
-from bayesopt_chain.runs.columns import LAZY, Column, Shard, StoredTensor, loaded
-from bayesopt_chain.runs.inference_data import inference_data
+from bayesopt_chain.runs.folder import BUFFER, LEAF, LOSS, SEGMENT, STEP, WEIGHT, folder_of_segment
+from bayesopt_chain.runs.inference_data import Stored, inference_data
 from bayesopt_chain.runs.opened import opened
-from bayesopt_chain.runs.table import BUFFER, LEAF, LOSS, SEGMENT, STEP, WEIGHT, folder_of_segment
+from bayesopt_chain.runs.pieces import Piece, row_bytes, rows_of
 
 AT_ONCE = 1 << 24  # bytes of draws on disk that iterating holds
+LAZY = 1 << 20  # bytes of a column on disk that ArviZ reads when it looks at it
 
 
 class Draws:
@@ -40,17 +43,19 @@ class Draws:
     with the draws they come from.
 
     Args:
-        shards: where consecutive draws lie, in memory or on disk.
+        pieces: where consecutive draws lie, in memory or on disk.
         spec: the structure of the tree of parameters.
         names: the leaves' paths, in the order of ``spec``.
-        rows: the numbers of the draws that are meant, over all shards. Default: all of them.
-        chains, complete, why, last: the attributes.
+        rows: the numbers of the draws that are meant, over all pieces. Default: all of them.
+        chains, complete, why, last, identity: the attributes.
 
     Attributes:
         chains: number of chains stacked on axis 1 of every leaf, or ``None`` for a single chain without that axis.
         complete: whether the run reached its last step.
         why: why it stopped, if it is not complete.
         last: ``(params, state)`` after the last step, or ``None``.
+        identity: of draws that were opened, what is known of their run and compared when it goes on: chain, data, loss, seed.
+            What is ``None`` or ``"unknown"`` there is not compared.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -61,7 +66,7 @@ class Draws:
 
     def __init__(
         self,
-        shards: Sequence[Shard],
+        pieces: Sequence[Piece],
         spec: Any,
         names: Sequence[str],
         *,
@@ -70,15 +75,17 @@ class Draws:
         complete: bool = True,
         why: str = "",
         last: tuple[Any, Any] | None = None,
+        identity: Mapping[str, Any] | None = None,
     ) -> None:
-        self._shards = list(shards)
+        self._pieces = list(pieces)
         self._spec = spec
         self._names = list(names)
-        self._rows = range(sum(s.size for s in self._shards)) if rows is None else rows
+        self._rows = range(sum(s.size for s in self._pieces)) if rows is None else rows
         self.chains = chains
         self.complete = complete
         self.why = why
         self.last = last
+        self.identity = identity
 
     @classmethod
     def from_trees(cls, trees: Iterable[Any], *, chains: int | None = None) -> Draws:
@@ -131,7 +138,7 @@ class Draws:
             buffers = [dict(m.named_buffers()) for m in modules if m is not None]
             leaves |= {BUFFER + name: torch.stack([b[name].detach() for b in buffers]) for name in buffers[0]}
         leaves[STEP] = torch.arange(1, len(flat) + 1, device="cpu")
-        return cls([Shard(len(flat), leaves)], spec, list(flat[0]), chains=chains)
+        return cls([Piece(len(flat), leaves)], spec, list(flat[0]), chains=chains)
 
     @classmethod
     def open(
@@ -148,6 +155,7 @@ class Draws:
 
         Args:
             path: the directory; a list of them, or a pattern such as ``"runs/job-*"``, opens the chains of several runs as one.
+                The name of a directory that is there is no pattern.
             like: the parameters, for their structure and device. Without it the tree is a nested dictionary of the names in
                 the paths, on the CPU. Draws of DTensors come sharded as these parameters are, and whole where these are plain
                 tensors, or without it.
@@ -156,11 +164,11 @@ class Draws:
                 every file now, and leaves out the draws of damaged ones, with a warning that names each.
 
         Returns:
-            The draws. Leaves of ``draws.params`` that are larger than 1 MiB are read when they are indexed or computed with.
+            The draws.
 
         Raises:
-            FileNotFoundError: no run, or a shard of it is missing.
-            ValueError: a damaged index, or other parameters than ``like``; parts of several ranks that drew the same noise.
+            FileNotFoundError: no run, or a file of it is missing.
+            ValueError: a damaged file, or other parameters than ``like``; parts of several ranks that drew the same noise.
 
         Example:
             >>> import tempfile, torch, bayesopt_chain as bc
@@ -174,7 +182,8 @@ class Draws:
         kinds.require("Draws.open", like=(like, kinds.TREE.or_none()))
         paths = paths_of("Draws.open", "path", path)
         found = opened([folder_of_segment(p, segment) for p in paths], like, damaged == "skip")
-        return cls(found.shards, found.spec, found.names, chains=found.chains, complete=found.complete, why=found.why)
+        about = {"chains": found.chains, "complete": found.complete, "why": found.why, "identity": found.identity}
+        return cls(found.pieces, found.spec, found.names, **about)
 
     @staticmethod
     def segments(path: str | Path) -> list[str]:
@@ -216,10 +225,10 @@ class Draws:
 
     def __iter__(self) -> Iterator[Any]:
         """The draws one by one; of draws on disk a few are read at a time."""
-        columns = [self._column_of(LEAF + name) for name in self._names] if len(self) else []
-        some = max(1, AT_ONCE // max(1, sum(c.row_bytes for c in columns)))
+        names = [LEAF + name for name in self._names] if len(self) else []
+        some = max(1, AT_ONCE // max(1, sum(row_bytes(self._pieces, name) for name in names)))
         for start in range(0, len(self), some):
-            blocks = [c.at(c.rows[start : start + some]).read() for c in columns]
+            blocks = [rows_of(self._pieces, self._rows[start : start + some], name) for name in names]
             for i in range(min(some, len(self) - start)):
                 yield self._tree([block[i] for block in blocks])
 
@@ -241,17 +250,7 @@ class Draws:
             device(type='cpu')
         """
         kinds.require("Draws.to", device=(device, kinds.DEVICE))
-        shards = [shard.to(torch.device(device)) for shard in self._shards]
-        return Draws(
-            shards,
-            self._spec,
-            self._names,
-            chains=self.chains,
-            rows=self._rows,
-            complete=self.complete,
-            why=self.why,
-            last=self.last,
-        )
+        return self._with(self._rows, [piece.to(torch.device(device)) for piece in self._pieces], self.last)
 
     def thin(self, every: int) -> Draws:
         """Every ``every``-th draw, the first among them.
@@ -275,8 +274,60 @@ class Draws:
 
     @property
     def params(self) -> Any:
-        """The tree of parameters with all draws stacked on axis 0 (read into memory if on disk)."""
+        """The tree of parameters with all draws stacked on axis 0, read into memory if on disk.
+
+        Raises:
+            ValueError: there are no draws, or those on disk are larger than half of the machine's memory.
+        """
+        if self._is_stored and (size := self._bytes()) > largest():
+            raise ValueError(
+                f"Draws.params: {len(self)} draws on disk are {size / 2**30:.3g} GiB, more than half of this machine's memory: "
+                "take some of them (draws[i:j], draws.thin(n)), iterate, or read one leaf, draws.column('params/...', rows)"
+            )
         return self._tree([self._column(LEAF + name) for name in self._names])
+
+    def _bytes(self) -> int:
+        return len(self) * sum(row_bytes(self._pieces, LEAF + name) for name in self._names if len(self))
+
+    @property
+    def _is_stored(self) -> bool:
+        return any(piece.leaves is None for piece in self._pieces)
+
+    def column(self, name: str, rows: slice = slice(None), elements: slice | None = None) -> Tensor:
+        """Some rows of one column, or some elements of them; of draws on disk only their blocks are read.
+
+        Args:
+            name: ``"params/..."`` with a leaf's path, ``"buffers/..."``, ``"_step"``, ``"_loss"`` or ``"_weight"``.
+            rows: which of the draws.
+            elements: which elements of each draw, taken as flat; consecutive ones.
+
+        Returns:
+            ``[S, ...]``, or ``[S, elements]``.
+
+        Raises:
+            ValueError: there is no such column, no draw, or elements that are not consecutive; a damaged file.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> draws = bc.Draws.from_trees([{"w": torch.arange(4.0) + i} for i in range(3)])
+            >>> draws.column("params/w", slice(1, 3), slice(0, 2))
+            tensor([[1., 2.],
+                    [2., 3.]])
+        """
+        if not isinstance(rows, slice) or not isinstance(elements, (slice, type(None))):
+            raise TypeError("Draws.column: rows and elements must be slices")
+        if not len(self):
+            raise ValueError("Draws: there are none; run longer, or with a shorter burn-in")
+        if not isinstance(name, str) or not self._has(name):
+            raise ValueError(
+                f"Draws.column: name is {' or '.join(sorted(self._pieces[0].names())[:8])}, got {name!r:.100}"
+            )
+        if elements is None:
+            return rows_of(self._pieces, self._rows[rows], name)
+        low, high, step = elements.indices(math.prod(self._pieces[0].kind(name)[1]))
+        if step != 1:
+            raise ValueError(f"Draws.column: elements must be consecutive, got {elements}")
+        return rows_of(self._pieces, self._rows[rows], name, (low, max(low, high)))
 
     @property
     def buffers(self) -> dict[str, Tensor]:
@@ -374,8 +425,8 @@ class Draws:
             tensor([1., 2., 1.])
         """
         _require_draws("merge", others)
-        shards, rows = list(self._shards), list(self._rows)
-        size = sum(s.size for s in shards)
+        pieces, rows = list(self._pieces), list(self._rows)
+        size = sum(p.size for p in pieces)
         for other in others:
             mine, theirs = ((sorted(x._names), x._buffer_names, x.chains) for x in (self, other))
             if mine != theirs:
@@ -383,10 +434,10 @@ class Draws:
             if len(self) and len(other) and self.is_weighted != other.is_weighted:
                 raise ValueError("Draws.merge: some of these have weights; merge draws.equally_weighted() of those")
             rows += [size + i for i in other._rows]
-            shards += other._shards
-            size += sum(s.size for s in other._shards)
+            pieces += other._pieces
+            size += sum(s.size for s in other._pieces)
         complete = self.complete and all(other.complete for other in others)
-        return Draws(shards, self._spec, self._names, chains=self.chains, rows=rows, complete=complete, why=self.why)
+        return Draws(pieces, self._spec, self._names, chains=self.chains, rows=rows, complete=complete, why=self.why)
 
     def stack_chains(self, *others: Draws) -> Draws:
         """These draws and those of other chains at the same steps, side by side on the axis of chains, in memory.
@@ -476,7 +527,7 @@ class Draws:
             >>> sorted(bc.Draws.from_trees([{"w": torch.zeros(2)}]).columns())
             ['_step', 'params/w']
         """
-        return {name: self._column_of(name).read() for name in (self._shards[0].names() if len(self) else ())}
+        return {name: self._column(name) for name in (self._pieces[0].names() if len(self) else ())}
 
     def with_columns(self, columns: dict[str, Tensor], *, chains: int | None, complete: bool, why: str) -> Draws:
         """Draws of the same parameters that hold these columns.
@@ -504,8 +555,8 @@ class Draws:
         missing = {STEP, *[LEAF + name for name in self._names]} - given.keys() if given else set[str]()
         if missing or not all(isinstance(x, Tensor) for x in given.values()):
             raise TypeError("Draws.with_columns: columns must be tensors by name, as columns() gives them")
-        shards = [Shard(len(columns[STEP]), columns)] if columns else []
-        return Draws(shards, self._spec, self._names, chains=chains, complete=complete, why=why)
+        pieces = [Piece(len(columns[STEP]), columns)] if columns else []
+        return Draws(pieces, self._spec, self._names, chains=chains, complete=complete, why=why)
 
     @torch.no_grad()
     def predict(
@@ -628,51 +679,61 @@ class Draws:
                 + (f": unfold the chains, log_likelihood.unflatten(0, ({size}, {n}))" if folded else "")
             )
 
-        params = {names.get(name, name.replace("/", ".")): self._column(LEAF + name) for name in self._names}
+        params = {names.get(name, name.replace("/", ".")): self._for_arviz(LEAF + name) for name in self._names}
         stats = {"step": self.steps if self.chains is None else self.steps[:, None].expand(-1, self.chains)}
         if self._has(LOSS):
             stats["loss"] = self.loss
         return inference_data(params, stats, log_likelihood, self.chains)
 
     def verify(self) -> None:
-        """Compare every shard on disk with its checksum.
+        """Compare every file of draws with its checksums.
 
         Raises:
-            FileNotFoundError: a shard is gone.
-            ValueError: the first damaged shard, by name.
+            ValueError: the first file that is damaged or gone, by name.
 
         Example:
             >>> import torch, bayesopt_chain as bc
             >>> bc.Draws.from_trees([{"w": torch.zeros(2)}]).verify()  # nothing on disk
         """
-        for files in {id(cell.files): cell.files for shard in self._shards for cell in shard.cells}.values():
-            files.verify()
+        for file in {part.file.path: part.file for piece in self._pieces for part in piece.parts}.values():
+            file.verify()
 
-    def _with(self, rows: Sequence[int]) -> Draws:
+    def _with(
+        self, rows: Sequence[int], pieces: list[Piece] | None = None, last: tuple[Any, Any] | None = None
+    ) -> Draws:
         return Draws(
-            self._shards, self._spec, self._names, chains=self.chains, rows=rows, complete=self.complete, why=self.why
+            self._pieces if pieces is None else pieces,
+            self._spec,
+            self._names,
+            chains=self.chains,
+            rows=rows,
+            complete=self.complete,
+            why=self.why,
+            last=last,
+            identity=self.identity,
         )
 
     def _tree(self, leaves: list[Tensor]) -> Any:
         return optree.tree_unflatten(self._spec, leaves)
 
-    def _column_of(self, name: str) -> Column:
+    def _column(self, name: str) -> Tensor:
         if not len(self):
             raise ValueError("Draws: there are none; run longer, or with a shorter burn-in")
-        return Column(self._shards, self._rows, name)
+        return rows_of(self._pieces, self._rows, name)
 
-    def _column(self, name: str) -> Tensor:
-        """A column; read now unless it is large, on disk, and of plain tensors."""
-        column = self._column_of(name)
-        stored = any(s.leaves is None for s in self._shards) and not are_spread([s.like for s in self._shards])
-        return StoredTensor(column) if stored and column.nbytes > LAZY else column.read()
+    def _for_arviz(self, name: str) -> Any:
+        """A column; one that is large and on disk as something that is read when it is looked at."""
+        dtype, row = self._pieces[0].kind(name) if len(self) else (None, ())
+        if dtype is None or not self._is_stored or len(self) * row_bytes(self._pieces, name) <= LAZY:
+            return self._column(name)
+        return Stored((len(self), *row), dtype, lambda rows: rows_of(self._pieces, self._rows[rows], name))
 
     def _has(self, name: str) -> bool:
-        return all(name in shard.names() for shard in self._shards)
+        return all(name in piece.names() for piece in self._pieces)
 
     @property
     def _buffer_names(self) -> list[str]:
-        names = self._shards[0].names() if self._shards else []
+        names = self._pieces[0].names() if self._pieces else []
         return sorted(name.removeprefix(BUFFER) for name in names if name.startswith(BUFFER))
 
     def with_buffers(self, buffers: Mapping[str, Tensor]) -> Draws:
@@ -706,10 +767,7 @@ class Draws:
         leaves = {LEAF + name: self._column(LEAF + name) for name in self._names}
         leaves |= {BUFFER + name: x for name, x in buffers.items()}
         leaves |= {name: self._column(name) for name in (STEP, LOSS, WEIGHT) if self._has(name)}
-        shard = Shard(len(self), leaves)
-        return Draws(
-            [shard], self._spec, self._names, chains=self.chains, complete=self.complete, why=self.why, last=self.last
-        )
+        return self._with(range(len(self)), [Piece(len(self), leaves)], self.last)
 
     def _blocks(self, chunk: int) -> Iterator[tuple[Any, dict[str, Tensor]]]:
         """Trees with at most ``chunk`` draws (of single chains) on axis 0, and the buffers that belong to them."""
@@ -718,10 +776,15 @@ class Draws:
         step = max(1, chunk // (self.chains or 1))
         for start in range(0, len(self), step):
             some = self[start : start + step]
-            block: Any = optree.tree_map(loaded, cast(Any, (some.params, some.buffers)))
+            block: Any = (some.params, some.buffers)
             if self.chains is not None:
                 block = optree.tree_map(lambda x: x.flatten(0, 1), block)
             yield block
+
+
+def largest() -> int:
+    """Bytes of draws on disk up to which all of them are read at once: half of the machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def _require_draws(method: str, others: Sequence[Any]) -> None:

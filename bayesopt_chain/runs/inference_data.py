@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bayesopt_chain.runs.columns import StoredTensor, loaded
+
+class Stored(NamedTuple):
+    """A column on disk: shape ``[S, ...]``, dtype, and a function that reads rows of it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[slice], Tensor]
 
 
 def inference_data(
-    params: Mapping[str, Tensor], stats: Mapping[str, Tensor], likelihood: Tensor | None, chains: int | None
+    params: Mapping[str, Tensor | Stored], stats: Mapping[str, Tensor], likelihood: Tensor | None, chains: int | None
 ) -> Any:
     """``arviz.InferenceData`` of leaves ``[S, ...]``, or ``[S, chains, ...]``; stored ones stay where they are.
 
@@ -24,8 +30,8 @@ def inference_data(
     """
     import arviz
 
-    held = {name: _laid_out(x, chains) for name, x in params.items() if not isinstance(x, StoredTensor)}
-    stored = {name: x for name, x in params.items() if isinstance(x, StoredTensor)}
+    held = {name: _laid_out(x, chains) for name, x in params.items() if not isinstance(x, Stored)}
+    stored = {name: x for name, x in params.items() if isinstance(x, Stored)}
     groups: dict[str, Any] = {"sample_stats": {name: _laid_out(x, chains) for name, x in stats.items()}}
     if held:
         groups["posterior"] = held
@@ -42,21 +48,20 @@ def inference_data(
 
 
 def _laid_out(x: Tensor, chains: int | None) -> Any:
-    x = loaded(x)
     x = x[:, None] if chains is None else x
     return x.detach().transpose(0, 1).to("cpu", torch.float64).contiguous().numpy()
 
 
-def _lazy(stored: Mapping[str, StoredTensor], chains: int | None) -> Any:
+def _lazy(stored: Mapping[str, Stored], chains: int | None) -> Any:
     """An ``xarray.Dataset`` whose variables are read when they are looked at, in the precision in which they were sampled."""
     import xarray
     from xarray.backends import BackendArray
     from xarray.core import indexing
 
-    class Stored(BackendArray):
-        def __init__(self, x: StoredTensor) -> None:
+    class OnDisk(BackendArray):
+        def __init__(self, x: Stored) -> None:
             self.x = x
-            self.shape = (chains or 1, len(x), *x.shape[1 if chains is None else 2 :])
+            self.shape = (chains or 1, x.shape[0], *x.shape[1 if chains is None else 2 :])
             self.dtype = torch.empty(0, dtype=x.dtype, device="cpu").numpy().dtype
 
         def __getitem__(self, key: Any) -> Any:
@@ -64,15 +69,14 @@ def _lazy(stored: Mapping[str, StoredTensor], chains: int | None) -> Any:
 
         def picked(self, key: Any) -> Any:
             chain, draw, *rest = key
-            if chains is not None:
-                x = self.x[(draw, chain, *rest)]
-                return (x if isinstance(chain, int) or isinstance(draw, int) else x.transpose(0, 1)).cpu().numpy()
-            x = loaded(self.x[(draw, *rest)] if rest else self.x[draw]).cpu()
-            return x.numpy() if isinstance(chain, int) else x[None].numpy()
+            rows = slice(draw, draw + 1) if isinstance(draw, int) else draw
+            x = self.x.read(rows).cpu()
+            x = x[:, None] if chains is None else x
+            return x.transpose(0, 1).numpy()[(chain, 0 if isinstance(draw, int) else slice(None), *rest)]
 
     variables = {}
     for name, x in stored.items():
-        array = Stored(x)
+        array = OnDisk(x)
         dims = ["chain", "draw", *[f"{name}_dim_{i}" for i in range(len(array.shape) - 2)]]
         variables[name] = xarray.Variable(dims, indexing.LazilyIndexedArray(array))
     first = next(iter(variables.values()))

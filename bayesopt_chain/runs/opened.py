@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,24 +11,50 @@ import torch
 
 from bayesopt_chain.distributed.shards import local
 from bayesopt_chain.runs import checkpoint
-from bayesopt_chain.runs.columns import Shard, side_by_side
-from bayesopt_chain.runs.rescued import writers_of
-from bayesopt_chain.runs.table import LEAF, Files, Group, Writer, grouped, read_index
+from bayesopt_chain.runs.files import File
+from bayesopt_chain.runs.folder import HEAD, LEAF, SEGMENT, Tile, folders_of, head_of, tiles_of
+from bayesopt_chain.runs.pieces import Piece, side_by_side
 
 
 class Opened(NamedTuple):
     """What :class:`Draws` is made of."""
 
-    shards: list[Shard]
+    pieces: list[Piece]
     spec: Any
     names: list[str]
     chains: int | None
     complete: bool
     why: str
+    identity: dict[str, Any]
+
+
+class Chains(NamedTuple):
+    """A folder that is read: some chains of a run."""
+
+    folder: Path
+    head: dict[str, Any]
+    tiles: list[Tile]
+
+    @property
+    def step(self) -> int:
+        """The last step of which a draw is there."""
+        return self.tiles[-1].step if self.tiles else 0
+
+    @property
+    def size(self) -> int:
+        """The number of draws, which damaged files may interrupt."""
+        return sum(t.draws for t in self.tiles)
+
+    @property
+    def why(self) -> str:
+        """Why there are not all draws."""
+        if self.step > self.head["step"]:
+            return self.tiles[-1].file.metadata["why"] or f"it was cut off after step {self.step}"
+        return self.head["why"] or ("" if self.head["complete"] else f"it was cut off after step {self.head['step']}")
 
 
 def opened(paths: Sequence[Path], like: Any, skip: bool) -> Opened:
-    """The draws of all writers of these runs, side by side.
+    """The draws of all folders of these runs, side by side.
 
     Args:
         paths: of runs.
@@ -43,129 +68,93 @@ def opened(paths: Sequence[Path], like: Any, skip: bool) -> Opened:
     """
     if not paths:
         raise FileNotFoundError("Draws.open: no directory is named, or none fits the pattern")
-    groups, every = list[Group](), list[Writer]()
-    for path in paths:
-        writers = writers_of(path)
-        if not writers:
-            _refuse_empty(path)
-        groups += _groups_of(path, writers)
-        every += writers
-    first = every[0].index["identity"]
-    for w in every:
-        differing = [k for k in ("burn_in", "thinning", "tree") if w.index["identity"][k] != first[k]]
+    every = [one for path in paths for one in _run(path, skip)]
+    first = every[0].head["identity"]
+    for one in every:
+        differing = [k for k in ("burn_in", "thinning", "tree") if one.head["identity"][k] != first[k]]
         if differing:
-            raise ValueError(f"Draws.open: {w.folder} and {every[0].folder} hold runs with another {differing[0]}")
-    files = list({id(s.files): s.files for g in groups for s, _ in g.segments}.values())
-    damaged = _damaged(files) if skip else []
-    for each in files if not skip else []:
-        each.require()
-    _require_chains_of_their_own(groups, damaged)
-    spec, names = _leaves(every[0], like)
-    leaves = {} if like is None else checkpoint.flat(like)[0]
-    device = next((local(x).device for x in leaves.values() if not x.is_meta), torch.device("cpu"))
-    shards = side_by_side(groups, device, None if like is None else leaves, damaged)
-    newest = [g.newest for g in groups if g.newest is not None]
-    even = len({sum(s.draws for s, _ in g.segments) for g in groups}) == 1
-    complete = even and not damaged and all(w.index["complete"] for w in newest)
-    why = next((w.index["why"] for w in newest if w.index["why"]), "")
-    why = why or ("some of the chains have more draws" if not even else "")
-    why = f"{len(damaged)} damaged files are left out" if damaged else why
-    stacked = len(groups) > 1 or groups[0].stacked
-    chains = sum(
-        len(g.chains) if g.newest is None or g.newest.chains is not None else g.newest.index["chains"] or 1
-        for g in groups
-    )
-    return Opened(shards, spec, names, chains if stacked else None, complete, why)
+            raise ValueError(f"Draws.open: {one.folder} and {every[0].folder} hold runs with another {differing[0]}")
+    _require_chains_of_their_own(every)
+    names = every[0].head["leaves"]
+    tree = checkpoint.nested(dict.fromkeys(names, 0)) if like is None else like
+    mine = list(checkpoint.flat(tree)[like is None])
+    if sorted(mine) != sorted(names):
+        raise ValueError(f"Draws.open: {paths[0]} holds leaves {sorted(names)}, like has {sorted(mine)}")
+    leaves = None if like is None else checkpoint.flat(like)[0]
+    device = next((local(x).device for x in (leaves or {}).values() if not x.is_meta), torch.device("cpu"))
+    pieces = side_by_side([one.tiles for one in every], device, leaves)
+    even = len({one.size for one in every}) == 1
+    why = next((one.why for one in every if one.why), "" if even else "some of the chains have more draws")
+    if any(sum(t.draws for t in one.tiles) < _reach(one) for one in every):
+        why = "damaged files are left out"
+    stacked = len(every) > 1 or every[0].head["chains"] is not None
+    chains = sum(one.head["chains"] or 1 for one in every) if stacked else None
+    spec = optree.tree_structure(tree, none_is_leaf=True)
+    return Opened(pieces, spec, mine, chains, not why, why, first)
 
 
-def _refuse_empty(path: Path) -> None:
-    """Say why there is nothing in a directory.
-
-    Raises:
-        FileNotFoundError, ValueError: always.
-    """
-    if any(path.glob("*/lock")):
-        begun = sorted(p.name.removeprefix("segment-") for p in path.glob("segment-*"))
-        if begun:
-            raise FileNotFoundError(
-                f"Draws.open: {path} holds no run but the segments {', '.join(begun)}: Draws.open(path, segment={begun[0]!r})"
-            )
-        raise FileNotFoundError(f"Draws.open: none of the ranks that began a run in {path} has committed a draw yet")
-    read_index(path)
+def _reach(one: Chains) -> int:
+    """How many draws there would be if no file were left out."""
+    step = max(one.step, one.head["step"])
+    return max(0, (step - one.head["burn_in"]) // one.head["thinning"])
 
 
-def _damaged(files: Sequence[Files]) -> list[Files]:
-    """Those that do not match their checksums, of which a warning names each."""
-    out = []
-    for each in files:
-        try:
-            each.verify()
-        except (OSError, ValueError) as err:
-            warnings.warn(f"Draws.open: left out: {err}", stacklevel=5)
-            out.append(each)
-    return out
-
-
-def _groups_of(path: Path, writers: Sequence[Writer]) -> list[Group]:
-    """All chains of a run.
+def _run(path: Path, skip: bool) -> list[Chains]:
+    """All chains of one run, in the order of their numbers.
 
     Raises:
-        FileNotFoundError: nobody holds some of them.
+        FileNotFoundError: there is no run, or a folder of it is gone.
     """
-    if any(w.chains is None for w in writers):
-        size = writers[0].index["rank"][1]
-        if len(writers) < size:
-            raise FileNotFoundError(
-                f"Draws.open: {path} holds runs of {len(writers)} of {size} ranks; restore the others"
-            )
-        return [grouped([w], range(1))[0] for w in writers]
-    total = writers[0].index["identity"]["total"]
-    groups = grouped(writers, range(total))
-    if missing := [group.chains for group in groups if group.newest is None]:
+    found = [(folder, head) for folder in folders_of(path) if (head := head_of(folder)) is not None]
+    if not found:
+        raise _nothing(path)
+    numbers = sorted(head.metadata["numbers"] for _, head in found if head.metadata["numbers"] is not None)
+    total, ranks = found[0][1].metadata["identity"]["total"], found[0][1].metadata["rank"][1]
+    at = 0
+    for a, b in numbers:
+        at = b if a == at else at
+    if len(numbers) == len(found) and at != total:
         raise FileNotFoundError(
-            f"Draws.open: {path} holds no draws of {_shown(missing[0])} of {total}; restore the folder "
-            "of the rank that ran them, or go on with the run"
+            f"Draws.open: {path} holds no draws of chain {at} of {total}; restore its folder, or go on with the run"
         )
-    return groups
+    if not numbers and len(found) != ranks:
+        raise FileNotFoundError(f"Draws.open: {path} holds runs of {len(found)} of {ranks} ranks; restore the others")
+    if 0 < len(numbers) < len(found):
+        raise ValueError(f"Draws.open: {path} holds folders of two runs; restore it, or give each run a directory")
+    found.sort(key=lambda x: x[1].metadata["numbers"] or [])
+    return [_chains(folder, head, skip) for folder, head in found]
 
 
-def _require_chains_of_their_own(groups: Sequence[Group], damaged: Sequence[Files]) -> None:
-    """Refuse chains that drew the same noise: they have a key in common, or the same first draw.
+def _chains(folder: Path, head: File, skip: bool) -> Chains:
+    return Chains(folder, head.metadata, tiles_of(folder, head, skip))
+
+
+def _nothing(path: Path) -> FileNotFoundError:
+    """Why there is nothing in a directory."""
+    begun = sorted(p.name.removeprefix(SEGMENT) for p in path.glob(f"{SEGMENT}*")) if path.is_dir() else []
+    if begun:
+        return FileNotFoundError(
+            f"Draws.open: {path} holds no run but the segments {', '.join(begun)}: Draws.open(path, segment={begun[0]!r})"
+        )
+    return FileNotFoundError(f"Draws.open: there is no run in {path}: it has no {HEAD}")
+
+
+def _require_chains_of_their_own(every: Sequence[Chains]) -> None:
+    """Refuse chains that drew the same noise: they have a key in common, or the same first draws.
 
     Raises:
         ValueError: naming two of them.
     """
-    seen: dict[Any, Group] = {}
-    for g in groups:
-        if g.newest is None:
-            continue
-        alone = g.newest.chains is None or len(g.newest.chains) == g.size
-        told: list[Any] = list(g.newest.index["keys"]) if alone else []
-        first = next((s.files for s, _ in g.segments if not any(s.files is x for x in damaged)), None)
-        if first is not None and g.newest.chains is None:
-            told.append(tuple(x.sums for n, x in sorted(first.part(0).entries.items()) if n.startswith(LEAF)))
+    seen = dict[Any, Chains]()
+    for one in every:
+        told = list[Any](one.head["keys"])
+        if one.head["numbers"] is None and one.tiles:
+            entries = one.tiles[0].file.entries
+            told.append(tuple(x.sums for n, x in sorted(entries.items()) if n.startswith(LEAF)))
         for key in told:
-            other = seen.setdefault(key, g)
-            if other is not g and other.newest is not g.newest and other.newest is not None:
+            if (other := seen.setdefault(key, one)) is not one:
                 raise ValueError(
-                    f"Draws.open: {other.newest.folder.name} and {g.newest.folder.name} drew the same noise, since their ranks "
+                    f"Draws.open: {other.folder.name} and {one.folder.name} drew the same noise, since their ranks "
                     "were seeded alike: they are one chain, not two. Make the chains with bc.parallel(step, n, mesh=mesh), or "
                     "seed each rank differently"
                 )
-
-
-def _leaves(writer: Writer, like: Any) -> tuple[Any, list[str]]:
-    """Structure and names of the parameters, after ``like`` or the names in the paths."""
-    names = writer.index["leaves"]
-    if like is None:
-        tree = checkpoint.nested(dict.fromkeys(names, 0))
-        return optree.tree_structure(tree, none_is_leaf=True), list(checkpoint.flat(tree)[1])
-    mine = list(checkpoint.flat(like)[0])
-    if sorted(mine) != sorted(names):
-        raise ValueError(f"Draws.open: {writer.folder} holds leaves {sorted(names)}, like has {sorted(mine)}")
-    return optree.tree_structure(like, none_is_leaf=True), mine
-
-
-def _shown(chains: range) -> str:
-    """Consecutive chains in words."""
-    return f"chain {chains.start}" if len(chains) == 1 else f"chains {chains.start} to {chains.stop - 1}"

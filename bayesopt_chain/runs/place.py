@@ -11,6 +11,9 @@ from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.distributed.ranks import World, world
 from bayesopt_chain.distributed.replicated import is_replicated
 from bayesopt_chain.distributed.shards import are_spread
+from bayesopt_chain.runs.folder import folders_of
+
+MOST_BLOCKS = 256  # folders of one run
 
 
 class Place(NamedTuple):
@@ -18,12 +21,13 @@ class Place(NamedTuple):
 
     Attributes:
         root: the directory of the run.
-        folder: the writer's, in it.
-        sharded: whether the parameters or the state hold DTensors, of which each rank writes what it alone holds.
+        folder: of these chains, in it; those of a mesh have one for each block of them, see :func:`blocks_of`.
+        sharded: whether the parameters or the state hold DTensors, which are gathered for the rank that writes.
         mesh: the ranks that share these chains, with one axis; ``None``: all ranks of sharded chains, else this one alone.
         chains: the writer's chains by their global numbers, if they have such.
         total: the number of chains of all writers, if they have global numbers.
-        rank: which of how many ranks with unnumbered chains of their own it is.
+        rank: which of how many ranks with chains of their own it is.
+        in_blocks: whether a mesh shares the chains out.
     """
 
     root: Path
@@ -33,6 +37,7 @@ class Place(NamedTuple):
     chains: range | None = None
     total: int | None = None
     rank: World = World(0, 1)
+    in_blocks: bool = False
 
     @property
     def alone(self) -> bool:
@@ -54,15 +59,38 @@ class Place(NamedTuple):
         """How many ranks share these chains."""
         return 1 if self.alone else world().size if self.mesh is None else self.mesh.size()
 
-    def of(self, chains: range) -> Place:
-        """The place of these chains alone."""
-        return self._replace(folder=_folder_of(self.root, chains, self.total, self.rank), chains=chains)
 
+def blocks_of(place: Place) -> list[tuple[Path, slice | None]]:
+    """The folders of these chains, and which of them each has; ``None``: all.
 
-def _folder_of(root: Path, chains: range | None, total: int | None, rank: World) -> Path:
-    if chains is None:
-        return root if rank.size == 1 else root / f"rank-{rank.rank:05d}-of-{rank.size:05d}"
-    return root if len(chains) == total else root / f"chains-{chains.start:05d}-{chains.stop:05d}"
+    Chains that a mesh shares out, now or when the run began, are kept in blocks, one chain each up to 256 of them.
+
+    Raises:
+        ValueError: the directory holds a run of another layout; chains of this rank that are no whole blocks.
+    """
+    root, chains, total = place.root, place.chains, place.total
+    there = folders_of(root)
+    blocks = place.in_blocks or any(path.name.startswith("chains-") for path in there if path != root)
+    ranks = {int(path.name[-5:]) for path in there if path.name.startswith("rank-") and path != root}
+    ranks |= {1} if root in there else set()
+    wanted = set[int]() if blocks else {place.rank.size if chains is None else 1}
+    if ranks - wanted or (blocks and (chains is None or total is None)):
+        held = "chains over ranks" if not ranks else "one process" if max(ranks) == 1 else f"{max(ranks)} ranks"
+        raise ValueError(
+            f"sample: {root} holds a run of {held}, and {place.rank.size} run now in another layout: go on as it began, or "
+            "give this run a directory of its own. Chains of bc.parallel(step, n, mesh=mesh) go on on any number of ranks, "
+            "and without a mesh in one process"
+        )
+    if not blocks or chains is None or total is None:
+        return [(place.folder, None)]
+    width = -(-total // MOST_BLOCKS)
+    if chains.start % width or (chains.stop % width and chains.stop != total):
+        raise ValueError(
+            f"sample: {total} chains are kept on disk in blocks of {width}, and this rank runs {chains.start} to "
+            f"{chains.stop - 1}: take a number of chains that {width} times the number of ranks divides"
+        )
+    ends = [(a, min(a + width, chains.stop)) for a in range(chains.start, chains.stop, width)]
+    return [(root / f"chains-{a:05d}-{b:05d}", slice(a - chains.start, b - chains.start)) for a, b in ends]
 
 
 def place_of(path: Path, step: Any, tree: Any) -> Place:
@@ -98,7 +126,9 @@ def place_of(path: Path, step: Any, tree: Any) -> Place:
     numbered = chains is not None or rank.size == 1
     numbers, total = (getattr(step, "numbers", None), getattr(step, "total", None)) if numbered else (None, None)
     mesh = shared if shared is not None and (sharded or shared.size() > 1) else None
-    return Place(path, _folder_of(path, numbers, total, rank), sharded, mesh, numbers, total, rank)
+    of_rank = f"rank-{rank.rank:05d}-of-{rank.size:05d}"
+    folder = path if numbers is not None or rank.size == 1 else path / of_rank
+    return Place(path, folder, sharded, mesh, numbers, total, rank, chains is not None)
 
 
 def mesh_in_memory(step: Any, tree: Any) -> Any:

@@ -1,8 +1,8 @@
 """Running a sampler: burn-in, thinning, draws in memory or on disk, and going on after an interruption.
 
 A run of ``steps`` steps draws after steps ``burn_in + thinning``, ``burn_in + 2 thinning``, ... . On disk a run is a directory,
-:mod:`bayesopt_chain.runs.table`. Whenever the process dies, its index names whole files, and steps after the checkpoint are
-run again. The state of a chain determines its noise, so they give the same draws, bit for bit, on the same machine with the
+:mod:`bayesopt_chain.runs.folder`. Whenever the process dies, its files are whole, and steps after the checkpoint are run
+again. The state of a chain determines its noise, so they give the same draws, bit for bit, on the same machine with the
 same versions and threads.
 """
 
@@ -24,12 +24,12 @@ from bayesopt_chain.runs.advance import go
 from bayesopt_chain.runs.arguments import require_callable, require_iterable, require_whole
 from bayesopt_chain.runs.divergence import Divergence
 from bayesopt_chain.runs.draws import Draws
-from bayesopt_chain.runs.place import Place, mesh_in_memory, place_of
+from bayesopt_chain.runs.folder import folder_of_segment
+from bayesopt_chain.runs.place import mesh_in_memory, place_of
 from bayesopt_chain.runs.resumable_batches import ResumableBatches
 from bayesopt_chain.runs.run import Iteration, Run
 from bayesopt_chain.runs.seeds import seeded
 from bayesopt_chain.runs.store import Store
-from bayesopt_chain.runs.table import folder_of_segment
 
 
 def iterate(
@@ -110,8 +110,8 @@ def sample(
         steps: number of all steps, burn-in included.
         burn_in: first steps whose parameters are not kept.
         thinning: a draw is kept every so many steps.
-        path: a directory for the draws; under ``torchrun`` each rank that runs chains of its own has a folder in it, of ranks
-            that share a chain the first one writes, and of DTensors every rank what it alone holds. Called again with the
+        path: a directory for the draws; under ``torchrun`` each rank that runs chains of its own has folders in it, of ranks
+            that share a chain the first one writes, for which DTensors are gathered leaf by leaf. Called again with the
             same arguments it goes on from its last checkpoint, and returns at once when the run is complete; with more
             ``steps`` it makes the run longer. Another number of ranks goes on with chains of
             ``bc.parallel(step, n, mesh=mesh)``, with one chain that ranks share, and with DTensors, in any layout.
@@ -188,27 +188,24 @@ def sample(
     if path is None:
         if (mesh := mesh_in_memory(step, (params, state))) is not None:
             run.batches.share(mesh)
-        return _in_store(run, None, 0.0)
+        return _in_store(Store(run))
     place = place_of(folder_of_segment(Path(path), segment), step, (params, state))
     getattr(step, "_keep_apart", bool)(place.alone and place.rank.size > 1)
     if not place.alone:
         run.batches.share(place.mesh)
-    return _in_store(run, place, checkpoint_seconds)
+    return _in_store(Store(run, place, checkpoint_seconds))
 
 
-def _in_store(run: Run, place: Place | None, interval: float, outer: Path | None = None) -> Draws:
-    """A run in its store; first, chains that are behind the others catch up, each group in a folder of its own."""
-    with Store(run, place, interval, outer) as store:
+def _in_store(store: Store) -> Draws:
+    """A run in its store; first, blocks of chains that are behind the others catch up."""
+    with store:
         front, behind = store.behind()
-        for chains in behind:
-            assert place is not None and place.chains is not None
-            rows = slice(chains.start - place.chains.start, chains.stop - place.chains.start)
-            caught_up = _in_store(run.some(rows, front), place.of(chains), interval, place.folder)
+        for blocks in behind:
+            caught_up = _in_store(store.some(blocks, front))
             if not caught_up.complete:
-                return Draws(
-                    store.shards(), store.spec, store.names, chains=run.chains, complete=False, why=caught_up.why
-                )
-        return go(run, store)
+                chains, why = store.run.chains, caught_up.why
+                return Draws(store.pieces(), store.spec, store.names, chains=chains, complete=False, why=why)
+        return go(store.run, store)
 
 
 def _innermost(step: Any) -> Any:

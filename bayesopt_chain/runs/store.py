@@ -1,140 +1,95 @@
-"""Where the draws of a run are kept: in memory, or in a folder with checkpoints; by one process or by ranks that share it.
+"""Where the draws of a run are kept: in memory, or in folders with checkpoints; by one process or by ranks that share it.
 
-Ranks with chains of their own have each a store, and send no message. Ranks that share chains have one together: of plain
-tensors the first one writes all, and tells the others where to go on; of DTensors each writes what nobody before it holds, all
-after the same step. A commit writes draws, then the checkpoint, then the index that makes them count, then deletes what
-the index no longer names.
+Ranks with chains of their own have each folders of their own, and send no message. Of ranks that share chains the first one
+writes. DTensors are gathered leaf by leaf for it, at every draw and every checkpoint, so that a run of DTensors is on disk what
+a run of whole tensors is, and any layout goes on with it. What a rank of a mesh of chains writes is cut into blocks of
+chains, whose numbers depend on the number of all chains alone: another number of ranks owns other blocks.
 """
 
 from __future__ import annotations
 
-import json
-import math
+import itertools
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.checks import installed
-from bayesopt_chain.distributed.layout import axes_of
-from bayesopt_chain.distributed.ranks import broadcast, gather_objects, together
+from bayesopt_chain._torch import is_dtensor
+from bayesopt_chain.distributed.ranks import broadcast, digest, gather_objects, together
 from bayesopt_chain.distributed.shards import local
 from bayesopt_chain.loop.module_state import buffers_of
-from bayesopt_chain.runs import checkpoint, files
-from bayesopt_chain.runs.columns import Shard, side_by_side
-from bayesopt_chain.runs.files import checksums
+from bayesopt_chain.runs import checkpoint
+from bayesopt_chain.runs.files import File
+from bayesopt_chain.runs.folder import BUFFER, HEAD, LEAF, LOSS, STEP, WEIGHT, Tile, folders_of, head_of, tiles_of
 from bayesopt_chain.runs.identity import STATE, identity_of, keys_of, losses_of, require_same
-from bayesopt_chain.runs.place import Place
-from bayesopt_chain.runs.rescued import index_of, write_alone, writers_of
+from bayesopt_chain.runs.pieces import Piece, shard_of, side_by_side
+from bayesopt_chain.runs.place import Place, blocks_of
 from bayesopt_chain.runs.resumable_batches import ResumableBatches
 from bayesopt_chain.runs.run import Iteration, Run
-from bayesopt_chain.runs.table import (
-    BUFFER,
-    FORMAT,
-    INDEX,
-    LEAF,
-    LOSS,
-    STEP,
-    WEIGHT,
-    Files,
-    Group,
-    Writer,
-    grouped,
-    laid_out,
-    read_index,
-    sealed,
-)
-from bayesopt_chain.runs.writing import (
-    LARGE,
-    clear,
-    held_by_one,
-    kind_of,
-    merged_entry,
-    merged_part,
-    require_unwritten,
-    runs_of_small,
-    write_part,
-)
+from bayesopt_chain.runs.writer import Folder
 
 T = TypeVar("T")
 
 SHARD_BYTES = 1 << 26  # draws on disk are committed when they have grown to this size, or after the interval
-SMALL_FILES = 64  # so many small files of draws are made few
 ASKED_EACH = 0.1  # of the interval between two commits: how often ranks ask the first one whether it is time
 GENERATOR = "_generator/"
 
 
 class Store:
-    """Draws, copied as they come; with a place, committed to its folder.
+    """Draws, copied as they come; with a place, committed to its folders.
 
     Attributes:
         place: where a run on disk is; ``None`` in memory.
         device: of the parameters, to which draws come that are read.
         size: the number of draws that are held in memory.
-        writes: whether this rank writes draws.
-        outer: where chains catch up, the folder of all chains of this rank, which this run holds already.
+        writes: whether this rank writes.
+        folders: those that this rank writes.
+        blocks: the folders of these chains, on every rank that shares them, and which of the run's chains each has.
+        owns: whether this store has taken the folders' locks.
     """
 
-    lock: IO[str] | None = None  # of the folder, while this run holds it
-
-    def __init__(self, run: Run, place: Place | None = None, interval: float = 30.0, outer: Path | None = None) -> None:
-        self.run, self.place, self.interval, self.outer = run, place, interval, outer
+    def __init__(self, run: Run, place: Place | None = None, interval: float = 30.0) -> None:
+        self.run, self.place, self.interval = run, place, interval
         self.like = checkpoint.flat(run.params)[0]
         self.device = next((local(x).device for x in self.like.values()), torch.device("cpu"))
         self.names, self.spec = list(self.like), optree.tree_structure(run.params, none_is_leaf=True)
         self.held: dict[str, list[Tensor]] = {}
-        self.size = self.since = 0  # draws that are held, and the step behind which they come
-        self.writes = place is not None and (place.sharded or place.is_first)
+        self.size = 0
+        self.writes = place is not None and place.is_first
+        self.folders, self.owns = list[Folder](), True
+        self.blocks: list[tuple[Path, slice | None]] = []
         if place is None:
             return
-        installed("path=", "runs", "safetensors")
         self.identity = identity_of(run, place.total if place.chains is not None else run.chains)
-        self.index: dict[str, Any] = {
-            "format": FORMAT,
-            "identity": self.identity,
-            "numbers": None if place.chains is None else [place.chains.start, place.chains.stop],
-            "chains": run.chains,
-            "rank": list(place.rank),
-            "leaves": self.names,
-            "columns": {},
-            "keys": keys_of(run.state),
-            "next": 0,
-            "shards": [],
-            "checkpoint": None,
-            "step": 0,
-            "complete": False,
-            "why": "",
-        }
-        self.bytes = max(1, sum(local(x).nbytes for x in self.like.values()))
+        self.bytes = max(1, sum(x.nbytes for x in self.like.values()))
         self.committed = self.asked = time.monotonic()
         self.ask_at = self.asked_at = 0  # steps
-
-    @property
-    def path(self) -> Path:
-        """The writer's folder."""
-        assert self.place is not None
-        return self.place.folder
 
     # draws
 
     def add(self, it: Iteration, loss: Tensor | None = None) -> None:
-        """Copy a draw, with its loss on all ranks that share the chain."""
-        if self.place is not None and not self.writes:
+        """Copy a draw; every rank that shares the chains does, since DTensors are gathered."""
+        sharded = self.place is not None and self.place.sharded
+        if self.place is not None and not self.writes and not sharded:
             return
         leaves, spec = optree.tree_flatten(it.params, none_is_leaf=True)
         # The names are those of the first parameters: making them anew is half of what a small draw costs.
         names = self.names if spec == self.spec else list(checkpoint.flat(it.params)[0])
-        row = {LEAF + name: x.detach().clone() for name, x in zip(names, filter(torch.is_tensor, leaves), strict=True)}
-        row |= {BUFFER + name: x.detach().clone() for name, x in buffers_of(it.state).items()}
+        row: dict[str, Any] = {LEAF + n: x for n, x in zip(names, filter(torch.is_tensor, leaves), strict=True)}
+        row |= {BUFFER + name: x for name, x in buffers_of(it.state).items()}
+        if torch.is_tensor(getattr(it.info, "weight", None)):
+            row[WEIGHT] = it.info.weight
+        row = gathered(row, self.writes) if sharded else {name: x.detach().clone() for name, x in row.items()}
+        if self.place is not None and not self.writes:
+            return
         row[STEP] = torch.tensor(it.step, device="cpu")
         if loss is not None:
             row[LOSS] = loss
-        if torch.is_tensor(getattr(it.info, "weight", None)):
-            row[WEIGHT] = it.info.weight.detach().clone()
         if self.held and row.keys() != self.held.keys():
             raise ValueError(
                 f"sample: the draw of step {it.step} holds {sorted(row)}, those before it {sorted(self.held)}"
@@ -143,27 +98,36 @@ class Store:
             self.held.setdefault(name, []).append(x)
         self.size += 1
 
-    def shards(self) -> list[Shard]:
+    def pieces(self) -> list[Piece]:
         """All draws of these chains: those that are committed, and those that are held."""
-        out: list[Shard] = []
+        like = self.like if self.place is not None and self.place.sharded else None
+        out = list[Piece]()
         if self.place is not None:
-            own = [Writer(self.path, read_index(self.path))] if (self.path / INDEX).exists() else []
-            groups = self._groups([*own, *[w for w in self._writers() if w.folder != self.path]])
-            out = side_by_side(groups, self.device, self.like if self.place.sharded else None)
-        return [*out, Shard(self.size, self._stacked())] if self.size else out
+            every = [folder.tiles for folder in self.folders] or [_tiles(path) for path, _ in self.blocks]
+            out = side_by_side(every, self.device, like)
+        held = self.stacked()
+        if self.folders and held:  # an interrupted commit may have written some of them
+            new = held[STEP] > min(folder.since for folder in self.folders)
+            held = held if bool(new.all()) else {n: x[new.to(x.device)] for n, x in held.items()}
+        return [*out, Piece(len(held[STEP]), held, (), self.device, like)] if held and len(held[STEP]) else out
 
     def losses(self, done: int) -> Tensor | None:
         """The losses of the draws up to a step, ``[S, chains]``; ``None`` where none were kept."""
 
         def read() -> Tensor | None:
-            shards = [s for s in self.shards() if LOSS in s.names()]
-            rows = [s.read(LOSS)[s.read(STEP) <= done] for s in shards]
-            return torch.cat([x.reshape(len(x), math.prod(x.shape[1:])) for x in rows]) if rows else None
+            pieces = [p for p in self.pieces() if LOSS in p.names()]
+            rows = [p.read(LOSS)[p.read(STEP) <= done] for p in pieces]
+            return torch.cat([x.reshape(len(x), -1) for x in rows if len(x)]) if any(map(len, rows)) else None
 
         return self.told(read) if self.place is not None and done else None
 
-    def _stacked(self) -> dict[str, Tensor]:
-        return {name: torch.stack(rows) for name, rows in self.held.items()}
+    def stacked(self) -> dict[str, Tensor]:
+        """The draws that are held, by column."""
+        return {name: torch.stack(rows) for name, rows in self.held.items()} if self.size else {}
+
+    def forget(self) -> None:
+        """Let go of the draws that are held: they are on disk."""
+        self.held, self.size, self.committed = {}, 0, time.monotonic()
 
     # among ranks
 
@@ -182,182 +146,148 @@ class Store:
         return self.gathered(value)[0]
 
     def __enter__(self) -> Store:
-        if self.place is not None:
-            if self.place.sharded and len(named := {str(p) for p in self.gathered(self.path.absolute())}) > 1:
+        if self.place is not None and self.owns:
+            root = self.place.root.absolute()
+            if self.place.sharded and len(named := {*map(str, self.gathered(root))}) > 1:
                 raise ValueError(
                     f"sample: the ranks name {len(named)} directories ({sorted(named)[0]}, ...), and a run of DTensors is one "
                     "run of all ranks: give the same path= everywhere; chains on meshes of their own are told apart by "
                     'bc.parallel(step, n, loop=True, mesh=mesh["chains"])'
                 )
-            first = self.place.is_first
-            self.lock = self.together(lambda: held_by_one(self.path) if first else None)
+            self.blocks = self.told(self._open)
         return self
 
+    def _open(self) -> list[tuple[Path, slice | None]]:
+        """Take the locks of these chains' folders, unless the directory is another run's."""
+        assert self.place is not None
+        blocks = blocks_of(self.place)
+        mine = {path for path, _ in blocks}
+        for path in folders_of(self.place.root):
+            if (self.place.chains is not None or path in mine) and (head := head_of(path)) is not None:
+                ranks = head.metadata["rank"][1]
+                by = "one process" if ranks == 1 else f"{ranks} ranks"
+                require_same(path, head.metadata["identity"], self.identity, by)
+        try:
+            for path, _ in blocks:
+                self.folders.append(Folder(path))
+        except BaseException:
+            self.__exit__()
+            raise
+        return blocks
+
     def __exit__(self, *error: object) -> None:
-        if self.lock is not None:
-            self.lock.close()
+        for folder in self.folders if self.owns else ():
+            folder.close()
 
     # going on
 
-    def _writers(self) -> list[Writer]:
-        """All writers of the run; this one alone, where its chains have no numbers."""
-        assert self.place is not None
-        if self.place.chains is None and self.path != self.place.root:
-            return [Writer(self.path, index_of(self.path))] if (self.path / INDEX).exists() else []
-        return writers_of(self.place.root)
-
-    def _groups(self, writers: list[Writer], files: bool = True) -> list[Group]:
-        assert self.place is not None
-        return grouped(writers, range(1) if self.place.chains is None else self.place.chains, files)
-
     def behind(self) -> tuple[int, list[range]]:
-        """The newest step of any of the chains, and the chains that have not come so far.
+        """The newest step of any block of chains, and the blocks that have not come so far, those of one step together.
 
         Raises:
-            ValueError: the folder is another run's.
+            ValueError: the directory is another run's.
         """
         return (0, []) if self.place is None else self.told(self._behind)
 
     def _behind(self) -> tuple[int, list[range]]:
-        assert self.place is not None
-        place, size = self.place, self.place.rank.size
-        writers = writers_of(place.root)
-        ranks = {w.index["rank"][1] for w in writers if w.chains is None}
-        mine = 0 if place.chains is not None else size
-        if writers and (ranks or mine) and ranks != {mine} and not (ranks <= {0, 1} and mine <= 1):
-            held = f"{max(ranks)} ranks" if ranks and max(ranks) > 1 else "one process"
+        if late := [folder for folder in self.folders if folder.step > self.run.steps]:
             raise ValueError(
-                f"sample: {place.root} holds a run of {held}, and {size} run now, and its chains are not "
-                "numbered over the ranks: resume with as many, or give this run a directory of its own. Chains of "
-                "bc.parallel(step, n, mesh=mesh) go on on any number of ranks"
+                f"sample: {late[0].path} has made {late[0].step} steps already, more than steps={self.run.steps}"
             )
-        if mine > 1:
-            writers = [w for w in writers if w.folder == self.path]
-        for w in writers:
-            by = w.index["rank"][1]
-            require_same(w.folder, w.index["identity"], self.identity, "one process" if by == 1 else f"{by} ranks")
-            apart = (
-                place.chains is not None
-                and w.chains is not None
-                and not (max(w.chains.start, place.chains.start) < min(w.chains.stop, place.chains.stop))
-            )
-            if w.step > self.run.steps and not apart:
-                raise ValueError(
-                    f"sample: {w.folder} has made {w.step} steps already, more than steps={self.run.steps}"
-                )
-        groups = self._groups(writers, files=False)
-        front = max(group.step for group in groups)
-        return front, [group.chains for group in groups if group.step < front]
+        front = max(folder.step for folder in self.folders)
+        behind = itertools.groupby(range(len(self.folders)), lambda i: self.folders[i].step)
+        return front, [range(at[0], at[-1] + 1) for step, group in behind if step < front and (at := list(group))]
+
+    def some(self, blocks: range, steps: int) -> Store:
+        """The store of a run of some blocks of these chains, up to a step."""
+        assert self.place is not None and self.place.chains is not None
+        some = [(path, rows) for path, rows in self.blocks[blocks.start : blocks.stop] if rows is not None]
+        first, stop, chains = some[0][1].start, some[-1][1].stop, self.place.chains
+        place = self.place._replace(chains=chains[first:stop])
+        out = Store(self.run.some(slice(first, stop), steps), place, self.interval)
+        out.blocks = [(path, slice(rows.start - first, rows.stop - first)) for path, rows in some]
+        out.folders, out.owns = self.folders[blocks.start : blocks.stop], False
+        return out
 
     def restore(self, run: Run) -> tuple[Any, Any, int]:
-        """Parameters, state and number of the last step that was committed, by one writer or by several."""
+        """Parameters, state and number of the last step that was committed."""
         if self.place is None:
             return run.params, run.state, 0
-        found, index = self.told(lambda: (self._found(), self.index))
-        self.index = index if self.place.sharded else self.index
-        if not found:
-            self.together(run.batches.rewind)
-            return run.params, run.state, 0
-        step = self.since = found[0][2]
+        step = self.told(lambda: self.folders[0].step)
         self.ask_at = self.asked_at = step
-        held = [(Files(folder, about["columns"], about["parts"]), rows) for folder, about, _, rows in found]
+        if not step:
+            self.together(run.batches.rewind)
+            self.together(self._claim)
+            return run.params, run.state, 0
+        place = self.place
         grows, inplace = getattr(run.step, "grows", False), getattr(run.step, "inplace", False)
-        said: dict[str, Any] = {}
+        # Of DTensors every rank reads what it holds; of plain tensors the first one reads all, and sends it.
+        reads = place.is_first or place.sharded
+        heads = self.together(lambda: [_head(path) for path, _ in self.blocks] if reads else [])
         params, state = run.params, run.state
-        if self.writes:
-            said = held[0][0].part(0).said
-            params, state = self._read(held, said, grows)
-        if not self.place.alone and not self.place.sharded:
-            together(self.place.mesh, lambda: None)
+        if reads:
+            params, state = self._read(heads, grows)
+        if not place.alone and not place.sharded:
+            together(place.mesh, lambda: None)
             if grows:  # only the writer's state has what an optimizer makes in its first step
                 leaves, spec = optree.tree_flatten(state)
                 about, theirs = self.gathered(([(x.shape, x.dtype, x.device.type) for x in leaves], spec))[0]
                 empty = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in about]
                 state = state if self.writes else theirs.unflatten(empty)
-            params, state = broadcast((params, state), self.place.mesh)
+            params, state = broadcast((params, state), place.mesh)
         if step < run.steps:
-            self._go_on(run.batches, said, held[0][0])
+            self._go_on(run.batches, heads)
         if inplace and not grows:
             params, state = copied((run.params, run.state), (params, state))
         return params, state, step
 
-    def _found(self) -> list[tuple[Path, dict[str, Any], int, slice | None]]:
-        """The newest checkpoints of these chains: folder, files, step, and which of its chains."""
-        mine = None
-        if (self.path / INDEX).exists():
-            mine = index_of(self.path)
-            for segment in Writer(self.path, mine).segments():
-                segment.files.require()
-            self.index = {**mine, "identity": losses_of(mine["identity"], self.identity)}
-        clear(self.path, mine)
-        groups = self._groups(self._writers())
-        if not any(group.step for group in groups):
-            return []
-        out = []
-        for group in groups:
-            w = group.newest
-            assert w is not None and w.saved is not None
-            if w.folder not in (self.path, self.outer):
-                require_unwritten(w)
-            w.saved.require()
-            rows = (
-                None
-                if w.chains is None or len(w.chains) == group.size
-                else slice(group.chains.start - w.chains.start, group.chains.stop - w.chains.start)
-            )
-            out.append((w.folder, w.index["checkpoint"], w.step, rows))
-        return out
+    def _claim(self) -> None:
+        """Write heads of step 0, before the first step: from then on the folders are this run's."""
+        for folder, (_, rows) in zip(self.folders, self.blocks):
+            if folder.head is None:
+                folder.set_head(self.metadata(folder, rows, 0, None, {}, False, ""), {})
 
-    def _read(self, held: list[tuple[Files, slice | None]], said: Mapping[str, Any], grows: bool) -> tuple[Any, Any]:
-        """Parameters and state out of checkpoints, of which each holds some of the chains."""
+    def _read(self, heads: list[File], grows: bool) -> tuple[Any, Any]:
+        """Parameters and state out of the heads of all blocks."""
         assert self.place is not None
-        if any(saved.part(0).said["scalars"] != said["scalars"] for saved, _ in held):
+        if any(head.metadata["scalars"] != heads[0].metadata["scalars"] for head in heads):
             raise ValueError(f"sample: the chains in {self.place.root} do not have the same numbers in their states")
-        names = [name for name in held[0][0].columns if not name.startswith(GENERATOR)]
-        state = self.run.state
-        if grows:
-            state = self.run.step.grown() if self.place.sharded else state  # type: ignore[attr-defined]
-            known = checkpoint.flat(state)[0]
-            below = {n.removeprefix(STATE): torch.empty(0, device="cpu") for n in names if n.startswith(STATE)}
-            state = checkpoint.merged(state, {n: x for n, x in below.items() if n not in known})
-        target: Any = (self.run.params, state)
-        like = checkpoint.flat(target)[0]
-        tensors = {}
+        names = [name for name in heads[0].entries if not name.startswith(GENERATOR)]
+        wanted: dict[str, Any] = checkpoint.flat((self.run.params, self.run.state))[0]
+        tensors = dict[str, Tensor]()
         for name in names:
-            rows = [saved.column(name, like.get(name), cut) for saved, cut in held]
-            x = torch.cat(rows) if rows[1:] else rows[0]
-            tensors[name] = laid_out(x.to(local(like[name]).device), like[name]) if name in like else x
+            rows = [head.read(name) for head in heads]
+            x = rows[0] if len(rows) == 1 else torch.cat(rows)
+            tensors[name] = shard_of(x, wanted[name]) if is_dtensor(wanted.get(name)) else x
+        target: Any = (self.run.params, self.run.state)
         if grows:  # a state that grows takes the shapes that were saved
             fresh = {n.removeprefix(STATE): x for n, x in tensors.items() if n.startswith(STATE)}
-            target = (self.run.params, checkpoint.merged(state, fresh))
-        return checkpoint.filled(target, tensors, said["scalars"], str(self.path))
+            target = (self.run.params, checkpoint.merged(self.run.state, fresh))
+        return checkpoint.filled(target, tensors, heads[0].metadata["scalars"], str(self.place.root))
 
-    def _go_on(self, batches: ResumableBatches, said: Mapping[str, Any], saved: Files) -> None:
+    def _go_on(self, batches: ResumableBatches, heads: list[File]) -> None:
         """Batches and generators: of as many ranks each its own, of another number those that the first one began."""
         assert self.place is not None
         place = self.place
         if place.alone:
-            batches.seek(said["batches"])
-            set_generators(saved, "")
+            batches.seek(heads[0].metadata["batches"])
+            set_generators(heads[0], 0)
             return
         if not place.sharded:
             if place.is_first:
-                batches.seek(said["batches"])
-                set_generators(saved, "")
+                batches.seek(heads[0].metadata["batches"])
+                set_generators(heads[0], 0)
             first = self.gathered(batches.state())[0]
             self.together(lambda: None if place.is_first else batches.follow(first))
             return
-        size = place.size
 
         def go_on() -> None:
-            first, alike = said["batches"], said["ranks"] == size
-            if not alike and _as_many(
-                batches.state()["loader"], first["loader"]
-            ):  # each rank's batches are what they were
-                first = {**first, "whole": batches.whole}
+            first = heads[0].metadata["batches"]
+            alike = first["whole"]["ranks"] == batches.whole["ranks"]
+            if not alike and _as_many(batches.state()["loader"], first["loader"]):
+                first = {**first, "whole": batches.whole}  # each rank's batches are what they were
             (batches.seek if place.is_first or first["whole"] != batches.whole else batches.follow)(first)
-            if alike:
-                set_generators(saved, f"{place.number}/")
+            set_generators(heads[0], place.number if heads[0].metadata["sharing"] == place.size else -1)
 
         self.together(go_on)
 
@@ -374,7 +304,7 @@ class Store:
         Returns:
             Whether ranks that share DTensors end after this step, since one of them was asked to.
         """
-        if self.place is None or not self.writes or it.step < self.ask_at:
+        if self.place is None or not (self.writes or self.place.sharded) or it.step < self.ask_at:
             return False
         now, full = time.monotonic(), max(1, SHARD_BYTES // self.bytes)  # draws
         late, ends = now - self.committed > self.interval or self.size >= full, False
@@ -389,144 +319,142 @@ class Store:
         return ends
 
     def finish(self, params: Any, state: Any, step: int, batches: ResumableBatches, complete: bool, why: str) -> None:
-        """Commit after the last step that was made."""
-        if self.writes and (
-            step > self.index["step"] or complete != self.index["complete"] or why != self.index["why"]
-        ):
+        """Commit after the last step that was made, unless that has been done."""
+        if self.place is None:
+            return
+        done = {"step": step, "complete": complete, "why": why}
+        is_new = any(f.head is None or any(f.head.metadata[k] != v for k, v in done.items()) for f in self.folders)
+        if self.gathered(is_new)[0] if self.place.sharded else self.writes and is_new:
             self._commit(params, state, step, batches, complete, why)
 
-    def rescue(self, step: int, why: str, common: bool) -> str:
-        """Commit draws alone, where nothing is known of a half-made step: the run goes on from its checkpoint, and makes
-        them again.
-
-        Args:
-            step: the last one that was made.
-            why: the run ended.
-            common: whether all ranks that share the chains rescue after this step.
+    def rescue(self, step: int, why: str) -> str:
+        """Write draws alone, behind the checkpoint: the run goes on from that, and makes them again. No message is sent.
 
         Returns:
             Why the draws are in memory only; nothing where they are on disk.
         """
-        if self.place is None or not self.writes:
-            return ""
-        alone = self.place.sharded and not common
         try:
-            index = {**self.index, "complete": False, "why": why}
-            kept = any(s["rescued"] and s["step"] >= step for s in self.index["shards"])
-            if alone:
-                if self.size and not kept:
-                    self._write_alone(index, step)
-                return ""
-            if self.size and not kept:  # else an earlier interruption left as many of these draws, or more
-                index |= self.with_draws(step, rescued=True)
-            if kept or self.size or self.index["checkpoint"] is not None:
-                self.publish({**index, "complete": False, "why": why})
+            for folder, (_, rows) in zip(self.folders, self.blocks):
+                if self.size and folder.ahead < step:  # else an earlier interruption left as many of them, or more
+                    folder.add(step, chains_of(self.stacked(), rows), why)
+                    folder.ahead = step
+                elif not self.size:
+                    self._tell(folder, why)
         except (OSError, ValueError) as err:
             return str(err)
         return ""
 
-    def _write_alone(self, index: dict[str, Any], step: int) -> None:
-        """Write what this rank holds of the draws, where it was cut off alone and can wait for nobody."""
-        assert self.place is not None
-        index["shards"] = [s for s in index["shards"] if not s["rescued"]]
-        write_alone(self.path, index, self.since, step, self._stacked(), self.place.number, self.place.size)
+    def _tell(self, folder: Folder, why: str) -> None:
+        """Say in a head why the run ended; the rest of it stays."""
+        head = folder.head
+        assert head is not None
+        folder.set_head({**head.metadata, "complete": False, "why": why}, {n: head.read(n) for n in head.entries})
 
     def _commit(self, params: Any, state: Any, step: int, batches: ResumableBatches, complete: bool, why: str) -> None:
         assert self.place is not None
-        index = self.with_draws(step, rescued=False)
-        if index["checkpoint"] is None or step != index["step"]:
-            tensors, scalars = checkpoint.flat((params, state))
-            said = {"scalars": scalars, "batches": batches.state(), "ranks": self.place.size}
-            parts = self._write(f"checkpoint-{step:012d}", tensors, said, generators=True)
-            index["checkpoint"] = parts
-        index = self.compacted(index)
-        self.publish({**index, "step": step, "complete": complete, "why": why})
-        self.since = step
+        tensors, scalars = checkpoint.flat((params, state))
+        generators = [generator_states()]
+        if self.place.sharded:
+            require_alike(tensors, self.gathered)
+            tensors, generators = gathered(tensors, self.writes), self.gathered(generators[0])
+        more = {f"{GENERATOR}{i}/{n}": x for i, states in enumerate(generators) for n, x in states.items()}
 
-    def with_draws(self, step: int, rescued: bool) -> dict[str, Any]:
-        """The index with the draws that are held, which are written."""
-        assert self.place is not None
-        index = {**self.index, "shards": [s for s in self.index["shards"] if not s["rescued"]]}
-        if self.size:
-            columns = self._stacked()
-            written = self._write(f"draws-{index['next']:06d}", columns, {})
-            kinds = {n: [dtype, shape[1:]] for n, (dtype, shape) in written["columns"].items()}
-            if index["columns"] not in ({}, kinds):
-                wrong = sorted(n for n in {*kinds, *index["columns"]} if kinds.get(n) != index["columns"].get(n))
-                raise ValueError(
-                    f"sample: {self.path} holds draws of other columns than this run's: {', '.join(wrong[:4])}; give this "
-                    "run a directory of its own"
-                )
-            entry = {"since": self.since, "step": step, "rescued": rescued, "parts": written["parts"]}
-            index |= {"columns": kinds, "shards": [*index["shards"], entry], "next": index["next"] + 1}
-        return index
+        def write() -> None:
+            columns = self.stacked()
+            for folder, (_, rows) in zip(self.folders, self.blocks):
+                if columns:
+                    folder.add(step, chains_of(columns, rows))
+                mine = tensors if rows is None else {n: x[rows] for n, x in tensors.items()}
+                folder.set_head(self.metadata(folder, rows, step, batches, scalars, complete, why), {**mine, **more})
 
-    def compacted(self, index: dict[str, Any]) -> dict[str, Any]:
-        """The index with small files of draws made few, each rank's by itself, where there are many."""
-        small = [s for s in index["shards"] if 2 * max(p["bytes"] for p in s["parts"]) <= LARGE]
-        if len(small) < SMALL_FILES:
-            return index
-        index, shards = dict(index), list[dict[str, Any]]()
-        for group in runs_of_small(index, LARGE):
-            if len(group) < 2:
-                shards += group
-                continue
-            stem = f"draws-{index['next']:06d}"
-            names = [part["file"].partition("/")[2] for part in group[0]["parts"]]
-            mine = [i for i, name in enumerate(names) if name in ("", self._own_file())]
-            made = self.together(lambda g=group, s=stem, m=mine: [merged_part(self.path, index, g, i, s) for i in m])
-            shards.append(merged_entry(group, [part for parts in self.gathered(made) for part in parts]))
-            index["next"] += 1
-        return {**index, "shards": shards}
+        self.together(write) if self.place.sharded else write()
+        self.forget()
+        for folder in self.folders:
+            folder.tidy()
 
-    def _own_file(self) -> str:
-        assert self.place is not None
-        return f"rank-{self.place.number:05d}.safetensors"
-
-    def _write(
-        self, stem: str, tensors: dict[str, Tensor], said: dict[str, Any], generators: bool = False
+    def metadata(
+        self,
+        folder: Folder,
+        rows: slice | None,
+        step: int,
+        batches: ResumableBatches | None,
+        scalars: Any,
+        complete: bool,
+        why: str,
     ) -> dict[str, Any]:
-        """Write tensors in one file, or what each rank alone holds in one of its own; what the index says of them."""
+        """What a head says."""
         assert self.place is not None
-        place = self.place
-        own = f"{GENERATOR}{place.number}/" if place.sharded else GENERATOR
-        more = {own + name: x for name, x in generator_states().items()} if generators else {}
-        columns = {n: kind_of(x) for n, x in {**tensors, **more}.items()}
-        if not place.sharded:
-            part = write_part(self.path, f"{stem}.safetensors", {**tensors, **more}, said, None)
-            return {"columns": columns, "parts": [part]}
-        boxes = {n: [[list(run) for run in axis] for axis in axes_of(x)] for n, x in tensors.items()}
-        sums = {(n, json.dumps(boxes[n])): checksums(n, local(x)) for n, x in tensors.items() if local(x).numel()}
-        every = self.gathered(sums)
-        wrong = sorted({at[0] for at, crc in sums.items() for theirs in every if theirs.get(at, crc) != crc})
-        if wrong:
-            raise ValueError(
-                f"save: {', '.join(wrong[:4])} differ from rank to rank, and one of them would be kept: "
-                "bc.distributed.broadcast for replicas that have drifted apart, DTensors for shards"
-            )
-        before = {at for theirs in every[: place.number] for at in theirs}  # what an earlier rank writes
-        mine = {n: local(tensors[n]) for n, box in sums if (n, box) not in before}
-        where = {n: boxes[n] if mine[n].shape != tensors[n].shape else None for n in mine} | dict.fromkeys(more)
-        file = f"{stem}/{self._own_file()}"
-        part = self.together(lambda: write_part(self.path, file, {**mine, **more}, said, where))
+        place, old = self.place, None if folder.head is None else folder.head.metadata
+        chains, numbers, state = (
+            self.run.chains,
+            place.chains and [place.chains.start, place.chains.stop],
+            self.run.state,
+        )
+        if rows is not None and numbers is not None:
+            chains, numbers = rows.stop - rows.start, [numbers[0] + rows.start, numbers[0] + rows.stop]
+            state = optree.tree_map(lambda x: x[rows], state)
         return {
-            "columns": {n: kind for theirs in self.gathered(columns) for n, kind in theirs.items()},
-            "parts": self.gathered(part),
+            "run": os.urandom(16).hex() if old is None else old["run"],
+            "identity": self.identity if old is None else losses_of(old["identity"], self.identity),
+            "burn_in": self.run.burn_in,
+            "thinning": self.run.thinning,
+            "chains": chains,
+            "numbers": numbers,
+            "rank": list(place.rank),
+            "leaves": self.names,
+            "keys": keys_of(state) if old is None else old["keys"],
+            "step": step,
+            "complete": complete,
+            "why": why[:5000],
+            "cuts": [] if old is None else old["cuts"],
+            "scalars": scalars,
+            "batches": None if batches is None else batches.state(),
+            "sharing": place.size,
+            "callbacks": {},
         }
 
-    def publish(self, index: dict[str, Any]) -> None:
-        """Write the index, which makes files count; delete what it no longer names."""
-        assert self.place is not None
-        first = self.place.is_first
 
-        def publish() -> None:
-            if first:
-                files.write_text(self.path / INDEX, sealed(index))
-                clear(self.path, index)
+def chains_of(columns: Mapping[str, Tensor], rows: slice | None) -> Mapping[str, Tensor]:
+    """The draws of some of the chains, which axis 1 counts."""
+    return columns if rows is None else {n: x if n == STEP else x[:, rows] for n, x in columns.items()}
 
-        self.together(publish) if self.place.sharded else publish()
-        self.index, self.committed = index, time.monotonic()
-        self.held, self.size = {}, 0
+
+def _tiles(path: Path) -> list[Tile]:
+    return tiles_of(path, _head(path))
+
+
+def _head(path: Path) -> File:
+    """The head of a folder of which the first rank has said that it has one."""
+    head = head_of(path)
+    if head is None:
+        raise FileNotFoundError(f"sample: {path} has no {HEAD} here: all ranks have to see the directory of the run")
+    return head
+
+
+def gathered(tensors: Mapping[str, Any], keep: bool) -> dict[str, Tensor]:
+    """Whole leaves of DTensors, copied to the CPU of the ranks that keep them; one leaf at a time is whole on the others."""
+    out = dict[str, Tensor]()
+    for name, x in tensors.items():
+        x = x.detach()
+        x = x.full_tensor() if is_dtensor(x) else x
+        if keep:
+            out[name] = x.to("cpu", copy=True)
+    return out
+
+
+def require_alike(tensors: Mapping[str, Any], gather: Callable[[Any], list[Any]]) -> None:
+    """Refuse plain tensors that differ from rank to rank, of which one would be kept.
+
+    Raises:
+        ValueError: naming them.
+    """
+    mine = {name: digest(x) for name, x in tensors.items() if not is_dtensor(x)}
+    every = gather(mine)
+    if wrong := sorted(name for name, x in mine.items() if any(theirs.get(name, x) != x for theirs in every)):
+        raise ValueError(
+            f"save: {', '.join(wrong[:4])} differ from rank to rank, and one of them would be kept: "
+            "bc.distributed.broadcast for replicas that have drifted apart, DTensors for shards"
+        )
 
 
 def copied(old: Any, new: Any) -> Any:
@@ -543,13 +471,14 @@ def generator_states() -> dict[str, Tensor]:
     return out
 
 
-def set_generators(saved: Files, stem: str) -> None:
-    """Put torch's global generators back to the states in a checkpoint: those of one rank, where it has them of several."""
-    names = [n for n in saved.columns if n.startswith(GENERATOR + stem)]
-    torch.set_rng_state(saved.column(f"{GENERATOR}{stem}cpu"))
-    rest = [saved.column(n) for n in sorted(names) if "cuda" in n]
-    if rest and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(rest)
+def set_generators(head: File, rank: int) -> None:
+    """Put torch's global generators back to the states that one rank had, if a checkpoint has them."""
+    names = [n for n in head.entries if n.startswith(f"{GENERATOR}{rank}/")]
+    if names:
+        torch.set_rng_state(head.read(f"{GENERATOR}{rank}/cpu"))
+        cuda = [head.read(n) for n in sorted(names) if "cuda" in n]
+        if cuda and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(cuda)
 
 
 def _as_many(mine: Any, theirs: Any) -> bool:

@@ -1,6 +1,5 @@
 """One chain on several ranks, each with a part of every batch."""
 
-import json
 import os
 
 import pytest
@@ -12,6 +11,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 import bayesopt_chain as bc
+from bayesopt_chain.runs.files import File
 from tests.distributed.ranks import message_of, run
 
 
@@ -274,7 +274,7 @@ def test_a_killed_rank_ends_all_and_a_relaunch_makes_the_run_that_it_would_have_
     path = tmp_path / "draws"
     with pytest.raises(AssertionError):
         run(dying, 2, tmp_path, path, step, rank)
-    assert json.loads((path / "index.json").read_text())["step"] == step - 1
+    assert File(path / "head.safetensors").metadata["step"] == step - 1
     ranks = run(to_disk, 2, tmp_path, path, 14)
     straight = run(to_disk, 2, tmp_path, tmp_path / "straight", 14)
     assert torch.equal(ranks[0][0], straight[0][0]) and torch.equal(ranks[1][2], straight[0][2])

@@ -1,15 +1,17 @@
 """What others wrote: damaged files are named, hostile ones run no code, allocate nothing, and leave the folder alone."""
 
 import json
+import multiprocessing
 import os
 import pickle
+import zlib
 
 import pytest
 import torch
 
 import bayesopt_chain as bc
 from bayesopt_chain.runs.files import BLOCK
-from bayesopt_chain.runs.table import read_index, sealed
+from tests.runs import children
 
 TX = bc.sghmc(0.1, temperature=0.05)
 
@@ -54,7 +56,7 @@ def every_damage_is_seen(folder, trials, seed=0):
     nothing."""
     sampled(folder / "run")
     want = everything(folder / "run")
-    files = sorted(p for p in (folder / "run").iterdir() if p.suffix in (".json", ".safetensors"))
+    files = sorted(p for p in (folder / "run").iterdir() if p.suffix == ".safetensors")
     g = torch.Generator().manual_seed(seed)
     wrong = unnamed = 0
     for i in range(trials):
@@ -114,68 +116,156 @@ class Exploit:
         return os.system, (f"touch {self.mark}",)
 
 
-HOSTILE = {
-    "a name above the folder": lambda x: x["shards"][0]["parts"][0].update(file="../outside/x.safetensors"),
-    "an absolute name": lambda x: x["shards"][0]["parts"][0].update(file="/etc/passwd"),
-    "a directory": lambda x: x["shards"][0]["parts"][0].update(file="draws-000000"),
-    "a checkpoint among the draws": lambda x: x["shards"][0].update(parts=x["checkpoint"]["parts"]),
-    "draws without end": lambda x: x["shards"][-1].update(step=10**12),
-    "steps backward": lambda x: x["shards"][1].update(since=5, step=2),
-    "a negative step": lambda x: x["shards"][0].update(since=-1),
-    "a step that is true": lambda x: x.update(step=True),
-    "no shards": lambda x: x.update(shards=None),
-    "shards of numbers": lambda x: x.update(shards=[3]),
-    "no parts": lambda x: x["shards"][0].update(parts=[]),
-    "a huge shape": lambda x: x["columns"].update({"params/w": ["F32", [10**9, 10**9]]}),
-    "another dtype": lambda x: x["columns"].update({"params/w": ["F64", [5]]}),
-    "a dtype that is none": lambda x: x["columns"].update({"params/w": ["os.system", [5]]}),
-    "no columns": lambda x: x.update(columns={}),
-    "a leaf that is not there": lambda x: x.update(leaves=["w", "v"]),
-    "a leaf of 10,000 levels": lambda x: x.update(leaves=["/".join("a" * 10000)]),
-    "leaves of numbers": lambda x: x.update(leaves=[3]),
-    "chains that are not there": lambda x: x.update(chains=7),
-    "numbers of nothing": lambda x: x.update(numbers=[4, 2]),
-    "a rank of nothing": lambda x: x.update(rank=[1]),
-    "no thinning": lambda x: x["identity"].update(thinning=0),
-    "no identity": lambda x: x.pop("identity"),
-    "an identity of text": lambda x: x.update(identity="x"),
-    "a box outside": lambda x: x["shards"][0]["parts"][0].update(boxes={"params/w": [[[0, 1]], [[3, 9]]]}),
-    "a box of text": lambda x: x["shards"][0]["parts"][0].update(boxes={"params/w": "x"}),
-    "boxes of nothing": lambda x: x["shards"][0]["parts"][0].update(boxes={"params/v": None}),
-    "keys of text": lambda x: x.update(keys=["x"]),
-    "a checkpoint of text": lambda x: x.update(checkpoint="x"),
-    "another format": lambda x: x.update(format="bayesopt_chain/run/1"),
+def crafted(file, change):
+    """Change what a file says, and seal it again, as somebody would who knows the format."""
+    raw = file.read_bytes()
+    n = int.from_bytes(raw[:8], "little")
+    entries = json.loads(raw[8 : 8 + n])
+    about = json.loads(entries.pop("__metadata__")["bayesopt_chain"])
+    change(entries, about)
+    text = json.dumps(about)
+    crc = f"{zlib.crc32((json.dumps(entries) + text).encode()):08x}"
+    header = json.dumps({"__metadata__": {"bayesopt_chain": text, "crc": crc}, **entries}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + raw[8 + n :])
+
+
+def says(**more):
+    return lambda entries, about: about["metadata"].update(more)
+
+
+def entry(**more):
+    return lambda entries, about: entries["params/w"].update(more)
+
+
+HEADS = {
+    "a step that is true": says(step=True),
+    "a negative step": says(step=-1),
+    "steps without end": says(step=10**12),
+    "no thinning": says(thinning=0),
+    "another thinning": says(thinning=2),
+    "no identity": says(identity=None),
+    "an identity of text": says(identity="x"),
+    "a leaf that is not there": says(leaves=["w", "v"]),
+    "a leaf of 10,000 levels": says(leaves=["/".join("a" * 10000)]),
+    "leaves of numbers": says(leaves=[3]),
+    "chains that are not there": says(chains=7),
+    "numbers of nothing": says(numbers=[4, 2]),
+    "a rank of nothing": says(rank=[1]),
+    "keys of text": says(keys=["x"]),
+    "cuts of text": says(cuts=["x"]),
+    "another run": says(run="x"),
+    "no scalars": says(scalars=3),
+    "batches of nothing": says(batches={}),
+    "another format": lambda entries, about: about.update(format="bayesopt_chain/2"),
+    "metadata of text": lambda entries, about: about.update(metadata="x"),
+    "no sums": lambda entries, about: about.pop("sums"),
+    "sums of numbers": lambda entries, about: about.update(sums=dict.fromkeys(about["sums"], 3)),
+}
+DRAWS = {
+    "another place": says(since=1),
+    "steps backward": says(step=0),
+    "more steps than rows": says(step=10),
+    "a course to come": says(course=1),
+    "not the file before": says(prev="x"),
+    "another number of chains": says(chains=5),
+    "no steps": lambda entries, about: (entries.pop("_step"), about["sums"].pop("_step")),
+    "a huge shape": entry(shape=[10**9, 10**9]),
+    "a product beyond 2^63": entry(shape=[2**33, 2**33]),
+    "as many axes as a shape has bytes": entry(shape=[1] * 65),
+    "a negative length": entry(shape=[-1, -5]),
+    "another dtype": entry(dtype="F64"),
+    "a dtype that is none": entry(dtype="os.system"),
+    "a place outside": entry(data_offsets=[10**9, 10**9 + 20]),
+    "two tensors in one place": lambda entries, about: entries["params/w"].update(data_offsets=[8, 28]),
+    "an entry of text": lambda entries, about: entries.update({"params/w": "x"}),
 }
 
 
 @pytest.mark.sweep(14)
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_index_with_a_right_checksum_ends_in_an_error_that_names_it(name, tmp_path):
+@pytest.mark.parametrize("name", [*HEADS, *DRAWS])
+def test_a_crafted_file_with_right_checksums_ends_in_an_error_that_names_it(name, tmp_path):
     sampled(tmp_path)
-    index = read_index(tmp_path)
-    HOSTILE[name](index)
-    (tmp_path / "index.json").write_text(sealed(index))
-    for read in (everything, lambda path: sampled(path).params):
-        with pytest.raises((ValueError, FileNotFoundError), match=r"index\.json|draws-\d+|" + tmp_path.name):
-            read(tmp_path)
-
-
-def test_a_directory_in_the_place_of_an_index_and_a_path_without_a_name_are_refused(tmp_path):
-    (tmp_path / "index.json").mkdir()
+    file = tmp_path / ("head.safetensors" if name in HEADS else "draws-0000000000000002.safetensors")
+    crafted(file, {**HEADS, **DRAWS}[name])
     for read in (everything, sampled):
-        with pytest.raises(ValueError, match=r"index\.json is damaged"):
+        with pytest.raises((ValueError, FileNotFoundError), match=r"head\.safetensors|draws-\d+|" + tmp_path.name):
             read(tmp_path)
+
+
+def raw(header):
+    return len(header).to_bytes(8, "little") + header + b" " * 64
+
+
+ODD = {
+    "a pipe": lambda file: os.mkfifo(file),
+    "a device without end": lambda file: file.symlink_to("/dev/zero"),
+    "a directory": lambda file: file.mkdir(),
+    "a link to itself": lambda file: file.symlink_to(file),
+    "nothing": lambda file: file.write_bytes(b""),
+    "deep JSON": lambda file: file.write_bytes(raw(b"[" * 10**5)),
+    "long JSON": lambda file: file.write_bytes(raw(b"[" + b"1," * (2 << 20) + b"1]")),
+    "a header of exabytes": lambda file: file.write_bytes(b"\xff" * 64),
+    "a sparse file": lambda file: (file.write_bytes(raw(b"{}")), os.truncate(file, 1 << 40)),
+    "no metadata": lambda file: file.write_bytes(raw(b"{}")),
+}
+
+
+def reads_odd_files(folder, connection):
+    """Put something odd in the place of each file of a run, and read it, where 500 MB more memory are all there is."""
+    import resource
+
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + (500 << 20),) * 2)
+    sampled(folder, seconds=1e9)
+    head, draws, lock = sorted(folder.iterdir(), key=lambda file: ("head", "draw", "lock").index(file.name[:4]))
+    tried = [(file, name, read) for file in (head, draws) for name in ODD for read in (bc.Draws.open, sampled)]
+    tried += [(lock, name, sampled) for name in list(ODD)[:4]]
+    for file, name, read in tried:
+        before = file.read_bytes()
+        file.unlink()
+        ODD[name](file)
+        said = "no error"
+        try:
+            read(folder)
+        except (ValueError, OSError) as err:
+            said = f"{type(err).__name__}: {err}"
+        if folder.name not in said:
+            connection.send((name, file.name, read.__name__, said))
+        (file.rmdir if file.is_dir() and not file.is_symlink() else file.unlink)()
+        file.write_bytes(before)
+    connection.send(None)
+
+
+def test_pipes_devices_and_headers_without_end_are_named_in_bounded_time_and_memory(tmp_path):
+    mine, theirs = multiprocessing.Pipe()
+    process = children.started(reads_odd_files, tmp_path / "run", theirs)
+    children.until_it_ends(process, seconds=30.0)
+    assert mine.recv() is None
+
+
+def test_a_path_without_a_name_is_refused():
     with pytest.raises((TypeError, ValueError), match="path must be the path of a directory"):
         sampled("")
 
 
-def test_what_the_ranks_kept_alone_is_not_believed_either(tmp_path):
-    want = sampled(tmp_path).params["w"]
-    folder = tmp_path / f"draws-{read_index(tmp_path)['next']:06d}"
-    folder.mkdir()
-    (folder / "rank-00000.safetensors").write_bytes(b"junk")
-    with pytest.warns(UserWarning, match=f"draws that the ranks kept in .*{folder.name}"):
-        assert torch.equal(bc.Draws.open(tmp_path).params["w"], want)
+def test_what_is_not_ours_stays_in_the_folder(tmp_path):
+    others = [".notes.tmp", "draws-1.safetensors", "index.json", "draws-000000", ".head.safetensors.tmp"]
+    for name in others:
+        (tmp_path / name).write_text("mine")
+    ours = [".head.safetensors.17.tmp", ".draws-0000000000000003.safetensors.17.tmp"]
+    sampled(tmp_path)
+    for name in ours:
+        (tmp_path / name).write_text("left by a process that was killed")
+    sampled(tmp_path, steps=9)
+    assert {*others} <= {p.name for p in tmp_path.iterdir()} and not {*ours} & {p.name for p in tmp_path.iterdir()}
+
+
+def test_any_reader_of_safetensors_opens_the_files(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    want = sampled(tmp_path, seconds=1e9)
+    got = safetensors.load_file(tmp_path / "draws-0000000000000000.safetensors")
+    assert torch.equal(got["params/w"], want.params["w"]) and got["_step"].tolist() == want.steps.tolist()
 
 
 def test_a_file_of_another_run_under_the_right_name_is_refused(tmp_path):
@@ -234,14 +324,14 @@ def test_a_slice_reads_its_blocks_alone(tmp_path):
     write(tmp_path / "x", {"w": w}, {})
     file = File(tmp_path / "x")
     before = read_so_far()
-    assert torch.equal(file.read("w", slice(10, 12)), w[10:12])
+    assert torch.equal(file.read("w", 10, 12), w[10:12])
     assert read_so_far() - before <= 8 * BLOCK
     data = bytearray((tmp_path / "x").read_bytes())
     data[-1] ^= 1
     (tmp_path / "x").write_bytes(data)
-    assert torch.equal(file.read("w", slice(0, 63)), w[:63])
+    assert torch.equal(file.read("w", 0, 63), w[:63])
     with pytest.raises(ValueError, match=r"w in .* does not match its checksum"):
-        file.read("w", slice(63, 64))
+        file.read("w", 63, 64)
 
 
 def read_so_far():
@@ -262,6 +352,9 @@ def test_blocks_that_change_places_are_noticed(tmp_path):
 
 
 def test_the_names_of_an_index_of_files_stay_in_the_folder(tmp_path):
-    (tmp_path / "run.safetensors.index.json").write_text(json.dumps({"files": ["../x"]}))
-    with pytest.raises(ValueError, match=r"index\.json is damaged"):
-        bc.load(tmp_path / "run.safetensors", like={"w": torch.zeros(2)})
+    from bayesopt_chain.runs.files import write
+
+    for names in (["../x"], [], ["run.rank-00000-of-00003.safetensors"], 3):
+        write(tmp_path / "run.index.safetensors", {}, {"files": names})
+        with pytest.raises(ValueError, match=r"run\.index\.safetensors is damaged"):
+            bc.load(tmp_path / "run.safetensors", like={"w": torch.zeros(2)})
