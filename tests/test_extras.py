@@ -39,12 +39,6 @@ def a_run(**options):
     return bc.sample(step, w, tx.init(w), None, steps=2, **options)
 
 
-def a_collection(tmp_path):
-    model = torch.nn.Linear(2, 1)
-    optimizer = bc.optim.SGHMC(model.parameters(), lr=0.1, temperature=0.1)
-    return bc.collect(model, optimizer, every=1, path=tmp_path / "c")
-
-
 class Lazy:
     """Batches of which no more than the first may be looked at."""
 
@@ -60,8 +54,6 @@ def a_fit():
 DRAWS = bc.Draws.from_trees([{"w": torch.randn(2)} for _ in range(8)])
 PROBABILITIES = torch.tensor([[0.9, 0.1]]).log()
 CALLS = {
-    ("safetensors", "runs", "sample"): lambda tmp_path: a_run(path=tmp_path / "r"),
-    ("safetensors", "runs", "collect"): a_collection,
     ("tqdm", "runs", "sample"): lambda _: a_run(progress=True),
     ("tqdm", "runs", "fit_laplace"): lambda _: a_fit(),
     ("arviz_stats", "diagnostics", "r_hat"): lambda _: bc.diagnostics.r_hat(DRAWS),
@@ -130,7 +122,6 @@ def test_every_import_of_an_extra_is_checked_first():
     elsewhere = {  # their callers check
         "lora/adapters.py": {"peft"},  # the model that is given is one of peft's
         "botorch/_models.py": {"botorch", "gpytorch", "linear_operator"},
-        "runs/files.py": {"safetensors"},
         "runs/inference_data.py": {"arviz", "xarray"},
         "diagnostics/_agreement.py": {"scipy"},
         "diagnostics/_shared_noise.py": {"scipy"},

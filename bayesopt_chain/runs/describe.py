@@ -25,7 +25,7 @@ from torchopt.base import GradientTransformation
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.distributed.shards import local
 
-VERSION = 2
+VERSION = 3
 UNKNOWN = "unknown"
 CHOSEN = 1 << 32  # a seed below it was chosen, one above it was drawn: by torch, or by a hash of a rank's number
 FEW, DEEP = 16, 12  # numbers of a tensor that are written out; levels of nesting
@@ -132,7 +132,7 @@ def describe_callable(f: Any, depth: int = 0) -> Any:
     digest = hashlib.sha256(" ".join(map(code_digest, codes)).encode()).hexdigest()[:16]
     return {
         "function": f"{kind.__module__}.{kind.__qualname__}",
-        "code": {".".join(map(str, sys.version_info[:2])): digest},
+        "code": {_python(): digest},
         "sees": {"self": _attributes(f, held)},
     }
 
@@ -171,23 +171,32 @@ def _tensor(x: Tensor) -> Any:
 
 
 def _function(f: Any, inner: Callable[[Any], Any]) -> Any:
-    """The name of a function, its code, its defaults, what it closes over, and the numbers among its globals."""
+    """The name of a function, its code, its defaults, what it closes over, and what it reads from its module: numbers,
+    tensors, and the code of functions that are of the same module."""
     f = inspect.unwrap(f)
     f = getattr(f, "__func__", f)
     if not isinstance(f, types.FunctionType):
         return UNKNOWN
     closed = inspect.getclosurevars(f)
-    numbers = {n: v for n, v in closed.globals.items() if isinstance(v, (bool, int, float, str))}
+    seen = {n: inner(v) for n, v in closed.globals.items() if isinstance(v, (bool, int, float, str, Tensor))}
+    helpers = {n: v for n, v in closed.globals.items() if getattr(v, "__module__", None) == f.__module__}
+    code = {n: code_digest(v.__code__) for n, v in helpers.items() if isinstance(v, types.FunctionType)}
     cells = {} if f.__closure__ is None else dict(zip(f.__code__.co_freevars, f.__closure__))
     return {
         "function": f"{f.__module__}.{f.__qualname__}",
-        "code": {".".join(map(str, sys.version_info[:2])): code_digest(f.__code__)},
+        "code": {_python(): code_digest(f.__code__)},
         "sees": {
-            **{n: inner(v) for n, v in numbers.items()},
+            **seen,
+            **{n: {"code": {_python(): digest}} for n, digest in code.items()},
             **{n: _cell(c, inner) for n, c in cells.items()},
             "defaults": inner([*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()]),
         },
     }
+
+
+def _python() -> str:
+    """The version of Python, whose byte code alone compares."""
+    return ".".join(map(str, sys.version_info[:2]))
 
 
 def _cell(cell: Any, inner: Callable[[Any], Any]) -> Any:

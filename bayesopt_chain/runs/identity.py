@@ -1,9 +1,9 @@
 """What a run is of: enough to refuse another one under the same path.
 
 Known: burn-in and thinning; shapes and dtypes; the chain with every hyperparameter, its stream and its schedules, or an
-optimizer with its groups; the data, by their number, shapes and the checksum of some of them; order and seed of the epochs;
-the name and the code of the loss, a function or an object that is called, and what it sees; a seed, where one was given. What
-cannot be known is ``None`` or "unknown", and is not compared.
+optimizer with its groups; the data, by their number, shapes and the checksum of all that are tensors in memory; order and
+seed of the epochs; the name and the code of the loss, a function or an object that is called, and what it sees; a seed, where
+one was given. What cannot be known, such as the data of a stream, is ``None`` or "unknown", and is not compared.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bayesopt_chain.runs import checkpoint
 from bayesopt_chain.runs.describe import UNKNOWN, VERSION, describe, difference
 from bayesopt_chain.runs.run import Run
 
-STATE, ROWS = "1/", 64  # the paths of a state begin with it in a file of ``(params, state)``; data that are looked at
+STATE = "1/"  # the paths of a state begin with it in a file of ``(params, state)``
 INSTEAD = "give this run a directory of its own, or keep both here: segment='a name' starts draws that are kept apart"
 
 
@@ -74,8 +74,8 @@ def each_of(step: Any) -> dict[str, Any]:
 
 
 def data_of(run: Run) -> dict[str, Any] | None:
-    """Number and shapes of the data, and a checksum of some of them; ``None`` where each chain has its own, or nothing is
-    known."""
+    """Number and shapes of the data, and a checksum of all that are tensors in memory; ``None`` where each chain has its own,
+    or nothing is known."""
     batches = run.batches.batches
     if batches is None or getattr(run.step, "batch_dim", None) is not None:
         return None
@@ -92,24 +92,18 @@ def data_of(run: Run) -> dict[str, Any] | None:
     about["ranks"] = run.batches.whole["ranks"]
     if isinstance(held, (Tensor, tuple, list, Mapping)):
         leaves = [x for x in optree.tree_leaves(cast(Any, held)) if isinstance(x, Tensor)]
-        about["tensors"] = [[str(x.dtype), list(x.shape)] for x in leaves[:ROWS]]
-        about["checksum of some"] = _checksum(leaves[:ROWS])
+        about["tensors"] = [[str(x.dtype), list(x.shape)] for x in leaves]
+        about["checksum"] = _checksum(leaves)
     return about
 
 
 def _checksum(leaves: list[Tensor]) -> Any:
-    """The CRC-32 of ``ROWS`` rows of each of these tensors."""
+    """The CRC-32 of all of these tensors, so that one label that was mended is seen."""
     crc = 0
     try:
         for x in leaves:
             x = local(x.detach())
-            if x.ndim and len(x) > ROWS:
-                x = x[torch.linspace(0, len(x) - 1, ROWS, device=x.device).long()]
-            crc = (
-                zlib.crc32(x.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), crc)
-                if x.numel()
-                else crc
-            )
+            crc = zlib.crc32(x.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, crc) if x.numel() else crc
     except (RuntimeError, TypeError, ValueError):  # sparse, quantised, on no device
         return UNKNOWN
     return crc

@@ -1,4 +1,4 @@
-"""Faults of runs on disk that still stand, each with the right answer; the issue "Runs" removes the marks."""
+"""Faults that runs on disk had, each with the right answer."""
 
 import contextlib
 import os
@@ -14,7 +14,6 @@ from torch import nn
 
 import bayesopt_chain as bc
 
-stands = pytest.mark.xfail(strict=True, reason="issue Runs: the store is to be replaced")
 FACTOR = torch.ones(5)
 
 
@@ -58,7 +57,6 @@ def collector(path):
     return keep, steps
 
 
-@stands
 @pytest.mark.parametrize(
     "loss, name, value", [(with_a_tensor, "FACTOR", 5 * torch.ones(5)), (with_a_function, "scaled", scaled_otherwise)]
 )
@@ -71,7 +69,6 @@ def test_what_a_loss_reads_from_its_module_is_compared(loss, name, value, tmp_pa
             run(tmp_path, loss, steps=40)
 
 
-@stands
 @pytest.mark.parametrize("epochs", [False, True])
 def test_one_label_that_was_mended_makes_other_data(epochs, tmp_path):
     """Wherever it stands: all data in memory are compared, not some rows of them."""
@@ -90,7 +87,6 @@ def test_one_label_that_was_mended_makes_other_data(epochs, tmp_path):
         run(tmp_path, loss, data(mended), steps=40)
 
 
-@stands
 def test_draws_are_neither_doubled_nor_lost_by_a_write_that_fails(tmp_path, monkeypatch):
     real, wrong = os.fsync, []
     for at in range(1, 8):
@@ -119,7 +115,6 @@ def test_draws_are_neither_doubled_nor_lost_by_a_write_that_fails(tmp_path, monk
     assert not wrong
 
 
-@stands
 def test_a_folder_that_was_removed_is_named(tmp_path):
     keep, steps = collector(tmp_path / "draws")
     steps(10)
@@ -130,7 +125,6 @@ def test_a_folder_that_was_removed_is_named(tmp_path):
         keep.flush()
 
 
-@stands
 @pytest.mark.parametrize("what", ["fifo", "endless"])
 def test_what_is_no_regular_file_is_refused_at_once(what, tmp_path):
     """In a process of its own, which has 500 MB and ends after 2 seconds."""
@@ -153,13 +147,11 @@ def test_what_is_no_regular_file_is_refused_at_once(what, tmp_path):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-@stands
 def test_a_folder_with_brackets_in_its_name_is_read(tmp_path):
     made = run(tmp_path / "run[1]")
     assert len(bc.Draws.open(tmp_path / "run[1]")) == len(made)
 
 
-@stands
 def test_files_of_others_stay_where_they_are(tmp_path):
     (tmp_path / ".notes.tmp").write_text("mine")
     run(tmp_path)

@@ -329,12 +329,12 @@ def test_a_run_that_is_killed_at_random_moments_ends_as_the_uninterrupted_one(tm
 
 
 def test_a_second_ctrl_c_inside_a_commit_waits_for_its_end(tmp_path, monkeypatch):
-    """Both come while the first file is pushed to the disk, where an exception would leave a commit half made."""
+    """Both come while the first draws are pushed to the disk, where an exception would leave a commit half made."""
     real, pushed, goes_on = os.fsync, [], []
 
     def interrupted(fd):
         pushed.append(fd)
-        if len(pushed) == 1:
+        if len(pushed) == 3:
             for _ in range(3):
                 os.kill(os.getpid(), signal.SIGINT)
             goes_on.append(True)
