@@ -180,7 +180,7 @@ def _compare_losses(folder: Any, theirs: Mapping[str, Any], mine: Mapping[str, A
     warnings.warn(
         f"sample: {folder} was sampled with a loss {a['function']} that was another one: {difference(a, b)}. If they compute "
         f"different things, its draws are of another posterior: {INSTEAD}",
-        stacklevel=7,
+        stacklevel=10,
     )
 
 
