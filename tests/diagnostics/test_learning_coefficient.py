@@ -66,7 +66,7 @@ def test_a_deep_linear_network_has_its_known_value():
     """Reduced-rank regression, 3 -> 2 -> 3, of a truth of rank 2: 4, not half of its 12 parameters (Aoyagi and Watanabe, 2005).
 
     The loss does not change along the orbits of GL(2), which have four dimensions: (12 - 4) / 2. White-noise SGLD at the
-    two thirds of the larger learning rate is off by more than 30 %.
+    larger learning rate is off by more than 20 %.
     """
     torch.manual_seed(0)
     eye = torch.eye(3, dtype=torch.float64)
@@ -81,10 +81,10 @@ def test_a_deep_linear_network_has_its_known_value():
             sampler=sampler,
         )  # fmt: skip
 
-    for found in (coefficient(0.1, 0.9), coefficient(0.5, 0.0)):
+    for found in (coefficient(0.1, 0.9), coefficient(0.3, 0.0)):
         assert found.value == pytest.approx(4.0, abs=5 * found.standard_error + 0.02), found
         assert found.standard_error < 0.05
-    assert coefficient(0.35, 0.0, order=1).value > 1.3 * 4.0
+    assert coefficient(0.3, 0.0, order=1).value > 1.2 * 4.0
 
 
 def test_minibatches_and_their_full_loss_are_used():
