@@ -34,7 +34,7 @@ from bayesopt_chain.fitting.model import Model, Pass
 from bayesopt_chain.fitting.regression import Regression
 from bayesopt_chain.posterior.tuning import tune_by_evidence
 from bayesopt_chain.precision import Block, Dense, Diagonal, Eigenbasis, Kronecker, Precision, Root
-from bayesopt_chain.trees import Tree, common_dtype, gram, size
+from bayesopt_chain.trees import Tree, common_dtype, gram
 
 SCALAR, LAYERWISE = "scalar", "layerwise"  # structures of a prior
 WHOLE = ("dense", "root")  # structures of a posterior with one basis for all leaves
@@ -48,12 +48,10 @@ class Spectrum(NamedTuple):
     Attributes:
         leaves: their numbers, in optree order.
         values: the eigenvalues of the data part that are not known to be zero, ``[k]``.
-        entries: the number of parameters; the other ``entries - k`` eigenvalues are zero.
     """
 
     leaves: tuple[int, ...]
     values: Tensor
-    entries: int
 
 
 @singledispatch
@@ -66,7 +64,7 @@ def spectra(precision: Any) -> list[Spectrum] | None:
 def _(precision: Dense) -> list[Spectrum]:
     like = optree.tree_leaves(precision.like)
     values = torch.linalg.eigvalsh(precision.matrix)
-    return [Spectrum(tuple(range(len(like))), values.clamp_min(0), size(precision.like))]
+    return [Spectrum(tuple(range(len(like))), values.clamp_min(0))]
 
 
 @spectra.register
@@ -74,7 +72,7 @@ def _(precision: Root) -> list[Spectrum]:
     rows = optree.tree_leaves(precision.rows)
     values = torch.linalg.eigvalsh(gram([row.to(common_dtype(rows)) for row in rows]))
     entries = sum(row[0].numel() for row in rows)
-    return [Spectrum(tuple(range(len(rows))), values[-entries:].clamp_min(0), entries)]
+    return [Spectrum(tuple(range(len(rows))), values[-entries:].clamp_min(0))]
 
 
 @spectra.register
@@ -94,7 +92,7 @@ def _(precision: Eigenbasis) -> list[Spectrum]:
 
 def _by_leaf(values: Tree) -> list[Spectrum]:
     leaves = optree.tree_leaves(values)
-    return [Spectrum((i,), leaf.reshape(-1).clamp_min(0), leaf.numel()) for i, leaf in enumerate(leaves)]
+    return [Spectrum((i,), leaf.reshape(-1).clamp_min(0)) for i, leaf in enumerate(leaves)]
 
 
 @spectra.register

@@ -442,7 +442,7 @@ def solved(model: Model, regression: Regression, prior_precision: Any, scale: Te
     of: Any = optree.tree_unflatten(structure, prior)
     of_bias = None if layer.bias is None else of[layer.bias]
     evidence, weight, bias = regression.solved(of[layer.weight], of_bias, scale)
-    move = {layer.weight: weight} if layer.bias is None else {layer.weight: weight, layer.bias: bias}
+    move: Any = {layer.weight: weight} if layer.bias is None else {layer.weight: weight, layer.bias: bias}
     return optree.tree_map(lambda x, m, p: m + x.to(p), move, model.prior_means(), model.params), evidence
 
 

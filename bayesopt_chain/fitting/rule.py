@@ -162,7 +162,7 @@ def _network_noise(model: Model, seen: Pass, batches: list[Any]) -> Tensor | Non
     if body is None or count < min(float(seen.precision.count), LEAST_DATA):
         return None
     params, estimate = dict(body.params), ggn(body.forward, model.likelihood, "root")
-    root = reduce(lambda a, b: a.add(b), [estimate(params, batch) for batch in raw])
+    root: Any = reduce(lambda a, b: a.add(b), [estimate(params, batch) for batch in raw])
     values = torch.linalg.eigvalsh(gram([leaf.to(torch.float64) for leaf in optree.tree_leaves(root.rows)]))
     values = values.clamp_min(0) * (seen.precision.count / count)
     norm = sum(p.to(torch.float64).square().sum() for p in params.values())
