@@ -124,7 +124,7 @@ ARGUMENTS: dict[str, Rule] = {
     **dict.fromkeys(("alpha", "rho", "decay"), _MEMORY),
     **dict.fromkeys(("weight_decay", "low", "high"), FINITE),
     **dict.fromkeys(("eps", "eps_root", "lr_decay", "initial_scale", "initial_accumulator_value"), _NOT_NEGATIVE),
-    **dict.fromkeys(("friction", "loss_variance", "correction_factor"), _NOT_NEGATIVE),
+    **dict.fromkeys(("friction", "loss_variance", "correction_factor", "strength"), _NOT_NEGATIVE),
     **dict.fromkeys(("init_hessian", "variance_floor"), POSITIVE),
     "dampening": Range("(-inf, 1)"),
     "thermostat_mass": Range("(0, inf)", none=True),

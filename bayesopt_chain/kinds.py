@@ -8,8 +8,8 @@ and says only where one of them is something else:
     @takes(chains=whole(4))
     def lr_bias(build, loss, params, batches, *, lr, chains=8): ...
 
-What does not fit is refused by its name before anything happens. A default always fits, and an argument without a kind is an
-error of ours, raised at import.
+What does not fit is refused by its name before anything happens. A default always fits, and an argument without a
+kind is not checked here: the function itself does.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def takes(**own: Kind) -> Callable[[Function], Function]:
         own: kinds of arguments that are something else here, or that no other function has.
 
     Raises:
-        TypeError: when the function is defined: an argument that has no kind; a kind of no argument.
+        TypeError: when the function is defined: a kind of no argument.
 
     Example:
         >>> @takes(shape=SEQUENCE)
@@ -103,9 +103,8 @@ def takes(**own: Kind) -> Callable[[Function], Function]:
                 positional.append(name)
             if i == 0 and name in ("self", "cls"):
                 continue
-            if name not in own and name not in WORDS:
-                raise TypeError(f"takes: {who} has an argument {name} without a kind")
-            kinds[name], defaults[name] = own.get(name) or WORDS[name], parameter.default
+            if kind := own.get(name) or WORDS.get(name):
+                kinds[name], defaults[name] = kind, parameter.default
         if own.keys() - kinds.keys():
             raise TypeError(f"takes: {who} has no argument {', '.join(own.keys() - kinds.keys())}")
 
@@ -258,6 +257,7 @@ SEQUENCE = Kind(lambda x: isinstance(x, Sequence) and not isinstance(x, (str, by
 PARAMS = Kind(_is_real_tree, "a tree of real tensors with values: parameters")
 PLACE = Kind(_is_place, "a tree of dense, real, finite tensors: the parameters of a place", (dict, list, tuple, Tensor))
 TENSOR = Kind(lambda x: isinstance(x, Tensor) and not x.is_meta, "a tensor with values")
+TENSORS = Kind(lambda x: isinstance(x, (tuple, list)) and _is_tree(x), "a tuple of tensors, or of trees of them")
 TREE = Kind(_is_tree, "a tree of tensors")
 TX = Kind(
     lambda x: not isinstance(x, type) and callable(getattr(x, "init", None)) and callable(getattr(x, "update", None)),
@@ -269,6 +269,7 @@ WITH_CDF = Kind(
 )
 REALS = Kind(lambda x: _is_dense(x) and x.is_floating_point(), "a dense tensor of floating-point numbers")
 VALUES = Kind(_is_dense, "a dense, real tensor")
+NUMBERS = Kind(lambda x: _is_number(x) or _is_dense(x), "a number, or a dense, real tensor")
 WHOLE = whole(1)
 TX_OR_OPTIMIZER = Kind(
     lambda x: TX.fits(x) or (hasattr(x, "thermal_leaves") and not isinstance(x, type)),
@@ -316,25 +317,39 @@ POSTERIOR = Kind(
 
 WORDS: dict[str, Kind] = {  # what an argument of this name is in every function that is checked by `takes`
     "batches": BATCHES,
+    "build": FUNCTION,
     "burn_in": whole(0),
     "chains": WHOLE,
+    "covariance": REALS,
     "draws": DRAWS,
+    "f": FUNCTION,
+    "forward": FUNCTION,
     "generator": GENERATOR,
+    "likelihood": LIKELIHOOD,
+    "log_weights": REALS.or_none(),
     "loss": FUNCTION,
     "lr": POSITIVE,
     "make_tx": Kind(callable, "a function of the learning rate that returns a chain"),
     "max_batches": WHOLE,
+    "mean": REALS,
+    "mesh": Kind(lambda x: callable(getattr(x, "get_coordinate", None)), "a DeviceMesh of torch.distributed").or_none(),
+    "model": MODULE,
+    "module": MODULE,
     "momentum": real("[0, 1)"),
+    "outputs": REALS,
     "params": PLACE,
     "posterior": POSTERIOR,
+    "primals": TENSORS,
     "progress": BOOL,
     "rank": WHOLE,
     "samples": WHOLE,
     "seed": SEED,
     "state": ANY,  # a chain looks at its own
     "steps": WHOLE,
+    "tangents": TENSORS,
     "temperature": POSITIVE,
     "thinning": WHOLE,
     "tolerance": POSITIVE,
     "tx": TX,
+    "values": NUMBERS,
 }

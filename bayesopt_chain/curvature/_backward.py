@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bayesopt_chain import kinds
 from bayesopt_chain._torch import dtensor_of, is_dtensor, local_of, reshard, spec_of, stacked_spec
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.precision import Diagonal
@@ -30,6 +31,7 @@ from bayesopt_chain.precision._algebra import as_count
 from bayesopt_chain.trees import wide
 
 
+@kinds.takes()
 def diagonal_by_backward(
     model: torch.nn.Module,
     likelihood: Likelihood,

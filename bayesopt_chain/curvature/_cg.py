@@ -16,6 +16,7 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain import kinds
 from bayesopt_chain.trees import Tree, require_like, size
 
 
@@ -33,6 +34,15 @@ class CGInfo(NamedTuple):
     converged: Tensor
 
 
+@kinds.takes(
+    product=kinds.FUNCTION,
+    b=kinds.TREE,
+    preconditioner=kinds.FUNCTION.or_none(),
+    rtol=kinds.NUMBER,
+    atol=kinds.NUMBER,
+    maxiter=kinds.WHOLE.or_none(),
+    batch_ndim=kinds.whole(0),
+)
 def cg(
     product: Callable[[Tree], Tree],
     b: Tree,

@@ -23,6 +23,7 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain import kinds
 from bayesopt_chain.batches import picked
 from bayesopt_chain.curvature._autodiff import UNSUPPORTED, double_backward, vjp, without_fused_recurrence
 from bayesopt_chain.curvature._checks import Check, Checks
@@ -53,6 +54,7 @@ PRODUCT_BYTES = 2**25  # the default bound on what Hessian products and probes h
 STRUCTURES = tuple(MAKERS)
 
 
+@kinds.takes(structure=kinds.TEXT, targets=kinds.FUNCTION, probes=kinds.WHOLE.or_none())
 def ggn(
     forward: Forward,
     likelihood: Likelihood,
@@ -116,6 +118,7 @@ def ggn(
     )
 
 
+@kinds.takes(structure=kinds.TEXT, targets=kinds.FUNCTION, samples=kinds.WHOLE)
 def fisher(
     forward: Forward,
     likelihood: Likelihood,
@@ -162,6 +165,7 @@ def fisher(
     return Estimator(forward, root_of, structure, chunk_bytes, options, targets, likelihood, draws=True)
 
 
+@kinds.takes(structure=kinds.TEXT, targets=kinds.FUNCTION)
 def empirical_fisher(
     forward: Forward,
     likelihood: Likelihood,
@@ -201,6 +205,7 @@ def empirical_fisher(
     return Estimator(forward, root_of, structure, chunk_bytes, Options(rank, sharing, basis), targets, likelihood)
 
 
+@kinds.takes(structure=kinds.TEXT, targets=kinds.FUNCTION, probes=kinds.WHOLE.or_none())
 def hessian(
     forward: Forward,
     likelihood: Likelihood,

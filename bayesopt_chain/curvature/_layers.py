@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bayesopt_chain import kinds
 from bayesopt_chain._torch import dtensor_of, is_dtensor, local_of, reshard, spec_of, stacked_spec
 from bayesopt_chain.curvature._backward import BackwardPasses
 from bayesopt_chain.curvature._chunks import Chunk, Gradient, Linearised, Pulled, _gradients
@@ -42,6 +43,7 @@ from bayesopt_chain.precision._layers_on_ranks import collect, kronecker_of_own,
 WHO = "kronecker_by_backward"
 
 
+@kinds.takes()
 def kronecker_by_backward(
     model: torch.nn.Module, likelihood: Likelihood, *, mesh: Any = None, sharing: str = "expand"
 ) -> Callable[[Any], LayersOnRanks | Kronecker]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from bayesopt_chain import kinds
 from bayesopt_chain.fitting.batches import Reader, logits_of, peeked, require_eval, with_progress
 from bayesopt_chain.fitting.last_layer import Body, Features, HeadBatch, LastLayer, body_of, find_last_layer, unwrapped
 from bayesopt_chain.modules.functional import make_functional
@@ -55,6 +56,7 @@ def _same(a: tuple[Tensor, int] | None, b: tuple[Tensor, int] | None) -> bool:
     return a is not None and b is not None and a[0] is b[0] and a[1] == b[1]
 
 
+@kinds.takes(params=kinds.TREE.or_none(), loader=kinds.BATCHES)
 def cache_features(
     module: nn.Module, loader: Iterable, *, params: Mapping[str, Tensor] | None = None, progress: bool = False
 ) -> CachedFeatures:

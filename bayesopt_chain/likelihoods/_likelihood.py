@@ -19,6 +19,7 @@ A new target at Gaussian outputs ``f ~ N(m, S)`` has the density ``E_f p(y | f)`
 
 from __future__ import annotations
 
+import inspect
 import math
 import weakref
 from abc import ABC, abstractmethod
@@ -28,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bayesopt_chain import kinds
 from bayesopt_chain.checks import short
 from bayesopt_chain.likelihoods._predictive import Predictive
 from bayesopt_chain.likelihoods._quadrature import fine_grid, normal_nodes, points_for
@@ -100,6 +102,22 @@ class Likelihood(ABC):
     filler: float = 0.0
 
     # What a subclass says.
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Check what the methods of a likelihood are called with, a user's own too."""
+        super().__init_subclass__(**kwargs)
+        for name in vars(cls).keys() & {
+            "log_prob",
+            "mean",
+            "variance",
+            "draw",
+            "cdf",
+            "mixture",
+            "predictive",
+            "expected_mean",
+        }:
+            if inspect.isfunction(vars(cls)[name]):
+                setattr(cls, name, kinds.takes()(vars(cls)[name]))
 
     @abstractmethod
     def log_prob(self, outputs: Tensor, targets: Any) -> Tensor:
@@ -442,6 +460,7 @@ class Likelihood(ABC):
             self.require(outputs, targets)
             _checked = weakref.ref(self), weakref.ref(targets), what
 
+    @kinds.takes()
     def losses(self, outputs: Tensor, targets: Any) -> Tensor:
         """The weighted loss of every target; :meth:`nll` is its sum over a datum.
 
@@ -610,6 +629,7 @@ class Likelihood(ABC):
         factors = torch.stack(draws) / samples**0.5
         return factors if scale is None else factors * scale
 
+    @kinds.takes()
     def predictive(self, mean: Tensor, covariance: Tensor) -> Predictive:
         """The distribution of new targets at Gaussian outputs, target by target.
 
@@ -630,6 +650,7 @@ class Likelihood(ABC):
         nodes, log_weights = self.nodes(mean, covariance)
         return Predictive(self, nodes, log_weights)
 
+    @kinds.takes()
     def mixture(self, outputs: Tensor, log_weights: Tensor | None = None) -> Predictive:
         """The distribution of new targets as a mixture over outputs, such as those of the draws of a run.
 
@@ -703,6 +724,7 @@ class Likelihood(ABC):
         nodes, log_weights = normal_nodes(m, s, points) if points else normal_nodes(m, s)
         return grouping.join(nodes, mean.shape[1:]), log_weights
 
+    @kinds.takes()
     def expected_mean(self, mean: Tensor, covariance: Tensor, method: str | None = None) -> Tensor:
         """``E[y]`` at Gaussian outputs: probabilities of classes, the mean of any other target.
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import batches as any_batch
-from bayesopt_chain import tracing
+from bayesopt_chain import kinds, tracing
 from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.loop.loss import Info, Loss, gradient
 from bayesopt_chain.trees import inner
@@ -224,6 +224,7 @@ def check_noise(state: EstimatedState) -> Tensor:
     return watch[..., 1] / watch[..., 2]
 
 
+@kinds.takes(estimator=kinds.instance(GradientEstimator, "one of bc.gradients, such as svrg(loss, data)"))
 def noise_left(estimator: GradientEstimator, params: Any, batches: Iterable[Any], *, memory: Any = None) -> float:
     r"""Measure the ratio of the minibatch noise of an estimator at ``params`` to that of the plain gradient.
 
@@ -304,6 +305,7 @@ def _with_measured_init(
     return estimator._replace(init=init)
 
 
+@kinds.takes(mode=kinds.TREE)
 def control_variates(loss: Loss, data: Iterable[Any], mode: Any, *, at: Sequence[Any] = ()) -> GradientEstimator:
     """Estimate gradients with control variates: the gradients of the same batch at a mode of the loss.
 

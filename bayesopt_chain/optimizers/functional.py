@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from bayesopt_chain.arguments import checked
+from bayesopt_chain.checks import number, short
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.links.adam import scale_by_adam, scale_by_adamax, scale_by_radam
@@ -441,11 +442,15 @@ def _noise(temperature: ScalarOrSchedule) -> tuple[Chain, ...]:
 
 
 def _betas(betas: tuple[float, float]) -> None:
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise TypeError(f"betas must be two numbers, got {short(betas)}")
     for i, beta in enumerate(betas):
+        number(f"betas[{i}]", beta, None, tensor=True)
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"Invalid beta parameter at index {i}: {beta}; it must lie in [0, 1)")
 
 
 def _nonnegative(name: str, value: float) -> None:
+    number(name, value, None, tensor=True)
     if not value >= 0.0:
         raise ValueError(f"Invalid {name} value: {value}; it must not be negative")

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bayesopt_chain import checks, schedules
+from bayesopt_chain import checks, kinds, schedules
 from bayesopt_chain.arguments import FINITE, Range, checked, checked_as
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
@@ -212,6 +212,7 @@ def contour_sgld(
     )
 
 
+@kinds.takes(loss=kinds.VALUES)
 def contour_weight(tx: Chain, state: tuple, loss: Tensor) -> Tensor:
     """Importance weight ``Psi(loss)^zeta`` of a sample with this loss, 0-d; only ratios of weights mean anything.
 

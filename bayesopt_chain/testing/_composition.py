@@ -14,6 +14,7 @@ import torch
 import torchopt
 from torch import Tensor
 
+from bayesopt_chain import kinds
 from bayesopt_chain.compose import chain
 from bayesopt_chain.links.learning_rate import scale
 from bayesopt_chain.links.momentum import add_momentum
@@ -28,6 +29,7 @@ NEIGHBOURS: dict[str, Callable[[], Any]] = {
 }
 
 
+@kinds.takes()
 def assert_composes(
     build: Callable[[], Any], temperature: float, *, tolerance: float = 1e-8, burn_in: int = 40
 ) -> dict[str, str]:

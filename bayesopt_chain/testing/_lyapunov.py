@@ -14,6 +14,7 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain import kinds
 from bayesopt_chain.testing._linear_system import NormalProbe, closed_loop
 
 
@@ -21,6 +22,7 @@ class Unstable(ValueError):
     """The sampler has no stationary distribution on this loss."""
 
 
+@kinds.takes(params=kinds.TREE.or_none(), curvature=kinds.REALS, warmup=kinds.whole(0))
 def stationary_covariance(
     tx: Any, curvature: Tensor, params: Any = None, *, state: Any = None, warmup: int = 2, tolerance: float = 1e-9
 ) -> Tensor:
@@ -61,6 +63,7 @@ def stationary_covariance(
     return full[:d, :d]
 
 
+@kinds.takes(params=kinds.TREE.or_none(), curvature=kinds.REALS, settle=kinds.whole(0))
 def variance_along(
     tx: Any,
     curvature: Tensor,

@@ -19,6 +19,8 @@ import torch
 import torchopt
 from torch import Tensor
 
+from bayesopt_chain import kinds
+
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -80,6 +82,7 @@ def run(tx: Any, params: Any, gradient: Callable, steps: int, inplace: bool = Fa
     return params, history
 
 
+@kinds.takes(params=kinds.ANY, reference=kinds.TX, gradient=kinds.FUNCTION)
 def assert_zero_temperature_limit(
     build: Callable[[Any], Any],
     reference: Any,

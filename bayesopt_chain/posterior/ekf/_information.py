@@ -18,6 +18,7 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain import kinds
 from bayesopt_chain._torch import gradients_of_columns
 from bayesopt_chain.core.link import LinkContext
 from bayesopt_chain.curvature._autodiff import vjp
@@ -147,6 +148,7 @@ def observe(
     return estimate
 
 
+@kinds.takes(likelihood=kinds.ANY)
 def observe_by_backward(
     model: torch.nn.Module,
     likelihood: Likelihood | float | Tensor = 1.0,

@@ -1,0 +1,738 @@
+"""Calls of everything public with ordinary wrong arguments: each is accepted, or refused by the name of the argument.
+
+The calls are made from the signatures of what the namespaces export. Every argument that has no default is given what
+:data:`SOUND` holds for its name; then each argument in turn takes each of :data:`VALUES`. Methods are called on the objects of
+:data:`OBJECTS`. An outcome is *named* if the call returns, without NaN where none was given, or raises an error
+that names the argument, one of its :data:`SYNONYMS`, or the user's function that was passed. An error that starts in a function
+or a module of the user's own is theirs.
+
+    python -m tests.fuzz                 all values; prints the share of outcomes without a name, by callable
+    python -m tests.fuzz samplers. sgd   only callables whose names begin so
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import io
+import itertools
+import math
+import os
+import re
+import signal
+import sys
+import tempfile
+import traceback
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optree
+import torch
+from torch import nn
+from torchopt.base import GradientTransformation
+
+import bayesopt_chain as bc
+from bayesopt_chain.likelihoods import gaussian
+
+HOME = str(Path(bc.__file__).parent)
+SECONDS = 60  # after which a call counts as one without an end
+VALUES: list[Any] = [
+    None, True, False, 0, -1, 3, 2.5, -0.5, 1e30, 10**400, math.nan, math.inf, 1j, "x", "", (), [], {}, [1.0, 2.0], (0.9, 2.0),
+    ("a", "b"), [None], {"w": 1.0}, {"w": None}, set(), object(), Path("x"), np.ones(3), np.float32(1.0), torch.float32,
+    torch.tensor(1.0), torch.tensor(math.nan), torch.tensor(2), torch.tensor(True), torch.ones(3), torch.ones(2, 3),
+    torch.zeros(0), torch.full((3,), math.nan), torch.ones(3, dtype=torch.int64), torch.ones(3, dtype=torch.float16),
+    torch.ones(3, dtype=torch.complex64), torch.ones(3, device="meta"), torch.ones(3).to_sparse(),
+    torch.ones(3, requires_grad=True), {"w": torch.ones(5)}, {"w": torch.full((2,), math.nan)}, {"v": torch.ones(2)},
+    [torch.ones(2)], nn.ReLU(), torch.Generator(), int, len, lambda: None, lambda *_: "x", lambda *_: math.nan,
+]  # fmt: skip
+SYNONYMS = {  # what a message may call an argument, or the part of it that is at fault
+    "params": ("leaf", "leaves", "tree"),
+    "state": ("leaf", "leaves", "tree"),
+    "updates": ("leaf", "gradient"),
+    "batches": ("batch", "loader", "data"),
+    "loader": ("batch", "batches", "data"),
+    "data": ("batch", "batches", "leaf"),
+    "inputs": ("batch",),
+    "trees": ("leaf", "leaves", "tree"),
+    "tree": ("leaf", "leaves"),
+    "tx": ("transformation", "chain", "link"),
+    "link": ("transformation",),
+    "links": ("transformation", "link"),
+    "make_tx": ("transformation", "chain"),
+    "build": ("transformation", "chain"),
+    "make_model": ("module", "model"),
+    "betas": ("b1", "b2"),
+    "lr": ("learning rate",),
+    "eps": ("epsilon",),
+    "targets": ("values",),
+    "like": ("tree", "params"),
+    "names": ("leaf",),
+    "grads": ("gradients",),
+    "module_or_forward": ("module", "forward"),
+}
+
+
+def loss(params, batch):
+    return (params["w"] ** 2).sum() if batch is None else ((params["w"] - batch) ** 2).mean()
+
+
+def params():
+    return {"w": torch.tensor([0.5, -0.2])}
+
+
+def forward(params, batch):
+    return batch[0] @ params["w"][:, None] if isinstance(batch, tuple) else batch @ params["w"][:, None]
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).eval()
+
+
+def optimizer(kind=bc.optim.SGHMC):
+    return kind(MODEL.parameters(), lr=0.1, temperature=0.1)
+
+
+torch.manual_seed(0)
+DATA = torch.linspace(-1.0, 1.0, 24).reshape(12, 2)
+PAIRS = [(DATA[:6], DATA[:6, :1]), (DATA[6:], DATA[6:, :1])]
+MODEL, TX = model(), bc.sghmc(0.1, 0.5, temperature=0.1)
+STEP = bc.make_step(loss, TX)
+NORMED = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+HELD = nn.ParameterDict(params())
+MASTERS = bc.with_master_weights(bc.sgd(0.1))
+CONTOUR = bc.samplers.contour_sgld(0.1, temperature=0.1, low=-1.0, high=100.0)
+REFERRING = bc.make_step(bc.gradients.svrg(loss, list(DATA.split(3))), TX)
+PARALLEL = bc.parallel(STEP, 2)
+DRAWS = bc.Draws.from_trees([{"w": torch.sin(torch.arange(2.0) * i + i)} for i in range(16)])
+VI, EKF = bc.vi.mean_field(bc.adam(0.1), temperature=0.1), bc.ekf.dense()
+ESTIMATE = bc.curvature.ggn(forward, gaussian(), "dense")
+INCREMENT = ESTIMATE(params(), PAIRS[0])
+
+
+def after(tx, steps=3, **extra):
+    """The state of a transformation some steps on."""
+    state = tx.init(params())
+    for k in range(steps):
+        given = {"draw": tx.sample(state, params())} if hasattr(tx, "sample") else {}
+        move = {"w": torch.arange(2.0) * (k + 1)}
+        state = tx.update(move, state, params=params(), inplace=False, **given, **extra)[1]
+    return state
+
+
+def history():
+    state = EKF.init(params())
+    return [(params(), state), EKF.predict(state, params())[::-1]][:1]
+
+
+@functools.cache
+def fitted():
+    return bc.fit_laplace(MODEL, gaussian(), PAIRS, tune=None)
+
+
+@functools.cache
+def several():
+    """A small ensemble with draws."""
+    data = (DATA, DATA[:, :1])
+    return bc.posterior_ensemble(model(), data, gaussian(), members=2, steps=20, lr=0.01, progress=False)
+
+
+@functools.cache
+def noise():
+    return bc.diagnostics.gradient_noise(loss, params(), list(DATA.split(3)), max_batches=4)
+
+
+@functools.cache
+def captured():
+    return bc.capture(STEP, params(), TX.init(params()), DATA[0], backend="eager", clone=True)
+
+
+def heating():
+    product = bc.diagnostics.hessian_product(loss, params(), list(DATA.split(3)))
+    tx = bc.sghmc(0.001, 0.5, temperature=0.1)
+    given = {"order": "independent", "steps_per_epoch": 4, "curvature": product, "again": noise()}
+    return bc.diagnostics.heating(tx, noise(), **given)
+
+
+def saved():
+    path = Path(tempfile.mkdtemp()) / "x"
+    bc.save(path, params())
+    return path
+
+
+def model_step():
+    net = model()
+    made = bc.optim.SGHMC(net.parameters(), lr=0.1, temperature=0.1)
+    return bc.optim.as_step(net, made, lambda m, x: m(x).square().mean())
+
+
+def kept():
+    path = Path(tempfile.mkdtemp()) / "x"
+    several().save(path)
+    return path
+
+
+def normal():
+    return VI.posterior(VI.init(params()), params())
+
+
+def scalar(x):
+    return x.square().sum()
+
+
+def BUILD(temperature=0.1):
+    return bc.sgld(0.1, temperature=temperature)
+
+
+VECTOR, PRODUCTS = (torch.ones(3),), ("fvp", "ggnvp", "hvp", "jvp")
+LOG_PROBS = torch.randn(6, 2).log_softmax(-1)
+CUBE = torch.eye(3).expand(2, 3, 3) + 0.1
+SOUND: dict[str, Callable[[], Any]] = {  # by the name of an argument, or of a callable and its argument
+    "params": params,
+    "loss": lambda: loss,
+    "batches": lambda: list(DATA.split(3)),
+    "batch": lambda: DATA[0],
+    "step": lambda: STEP,
+    "tx": lambda: TX,
+    "state": lambda: TX.init(params()),
+    "module": model,
+    "model": model,
+    "optimizer": optimizer,
+    "likelihood": gaussian,
+    "loader": lambda: PAIRS,
+    "forward": lambda: forward,
+    "module_or_forward": model,
+    "make_model": model,
+    "draws": lambda: DRAWS,
+    "data": lambda: DATA,
+    "lr": lambda: 0.01,
+    "momentum": lambda: 0.5,
+    "temperature": lambda: 0.1,
+    "step_size": lambda: 0.01,
+    "friction": lambda: 1.0,
+    "alpha": lambda: 0.1,
+    "low": lambda: -1.0,
+    "high": lambda: 100.0,
+    "burn_in": lambda: 1,
+    "freeze_after": lambda: 2,
+    "cycle": lambda: 3,
+    "batch_size": lambda: 4,
+    "steps": lambda: 4,
+    "n": lambda: 2,
+    "rank": lambda: 2,
+    "size": lambda: 3,
+    "seed": lambda: 0,
+    "level": lambda: 0.5,
+    "samples": lambda: 2,
+    "temperatures": lambda: (0.1, 0.2),
+    "preconditioner": lambda: 0.5,
+    "precision": lambda: INCREMENT.add_diagonal(1.0),
+    "step_size_fn": lambda: lambda count: 0.1 / (1 + count),
+    "length": lambda: 1.0,
+    "strength": lambda: 1.0,
+    "gradient_scale": lambda: 1.0,
+    "center": params,
+    "value": lambda: 0.1,
+    "init": lambda: 0.1,
+    "gamma": lambda: 0.5,
+    "mask": lambda: {"w": True},
+    "link": lambda: bc.sgd(0.1),
+    "response": lambda: bc.add_momentum(0.9).links[0].response,
+    "stream": lambda: "philox",
+    "path": saved,
+    "like": params,
+    "tree": params,
+    "trees": lambda: [params(), params()],
+    "tensors": lambda: bc.state_dict(TX.init(params())),
+    "every": lambda: 2,
+    "make_chain": lambda: lambda group: bc.sgd(0.1),
+    "make_tx": lambda: lambda lr, momentum=0.5: bc.sghmc(lr, momentum, temperature=0.1),
+    "posterior": lambda: fitted().posterior,
+    "build": lambda: lambda lr: bc.sgld(lr, temperature=0.1),
+    "noise": noise,
+    "targets": lambda: DATA[:, :1],
+    "prediction": lambda: several().predict(DATA),
+    "mean": lambda: torch.ones(2, 3),
+    "covariance": lambda: CUBE,
+    "variance": lambda: torch.ones(2, 3),
+    "score": lambda: lambda p: {"w": -p["w"]},
+    "other": lambda: DRAWS,
+    "it": lambda: next(iter(bc.iterate(STEP, params(), TX.init(params()), None, steps=1))),
+    "shape": lambda: (2,),
+    "grads": params,
+    "updates": params,
+    "closure": lambda: None,
+    "state_dict": lambda: optimizer().state_dict(),
+    "param_group": lambda: {"params": [nn.Parameter(torch.ones(3))]},
+    "epoch": lambda: 1,
+    "offset": lambda: 2,
+    "known": lambda: torch.randn(4),
+    "unknown": lambda: torch.randn(5),
+    "logits": lambda: torch.randn(6, 2),
+    "log_probabilities": lambda: LOG_PROBS,
+    "probabilities": lambda: torch.full((4, 2, 3), 1 / 3),
+    "means": lambda: torch.ones(4, 2),
+    "variances": lambda: torch.tensor(0.5),
+    "outputs": lambda: torch.zeros(12, 1),
+    "values": lambda: DATA[:, :1],
+    "log_evidence": lambda: lambda h: h.log() - h / 3,
+    "candidates": lambda: [1.0, 2.0],
+    "start": lambda: torch.tensor(1.0, dtype=torch.float64),
+    "thresholds": lambda: (0.0, 1.0),
+    "report": heating,
+    "log_likelihood": lambda: torch.tensor(-1.0),
+    "log_joint": lambda: 1.0,
+    "device": lambda: "cpu",
+    "f": lambda: lambda p: p["w"].square().sum(),
+    "primals": params,
+    "tangents": params,
+    "product": lambda: lambda v: {"w": 2 * v["w"]},
+    "b": params,
+    "keep": lambda: {"w": True},
+    "method": lambda: None,
+    "mode": params,
+    "prior": lambda: 1.0,
+    "rule": lambda: "largest_norm",
+    "x": lambda: DATA[:, 0],
+    "vector": lambda: DATA[0],
+    "estimator": lambda: bc.gradients.svrg(loss, list(DATA.split(3))),
+    "reference": params,
+    "buffers": lambda: {"b": torch.ones(16)},
+    "log_weights": lambda: torch.full((2,), 0.5).log(),
+    "curvature": lambda: torch.eye(2).double(),
+    "history": history,
+    "diagonal": lambda: torch.ones(4),
+    "rows": lambda: torch.ones(2, 4),
+    "count": lambda: 3,
+    "prior_precision": lambda: 1.0,
+    "leaves": lambda: list,
+    "ours": params,
+    "theirs": params,
+    "transformations": lambda: {"a": bc.sgd(0.1)},
+    "labels": lambda: {"w": "a"},
+    "seconds": lambda: 1.0,
+    "schedules": lambda: [lambda t: 0.1, lambda t: 0.2],
+    "boundaries": lambda: [3],
+    "args": lambda: None,
+    "control": lambda: None,
+    "trainer": lambda: None,
+    "curvature.entries.mask": lambda: {"w": torch.tensor([True, False])},
+    "gradients.check_noise.state": lambda: REFERRING.init(params()),
+    "diagnostics.lr_bias.steps": lambda: 12,
+    "testing.assert_zero_temperature_limit.build": lambda: (
+        lambda temperature: bc.sghmc(0.1, 0.0, temperature=temperature)
+    ),
+    "diagnostics.lr_bias.burn_in": lambda: 2,
+    "diagnostics.local_learning_coefficient.burn_in": lambda: 2,
+    "diagnostics.tune_mclmc.steps": lambda: 20,
+    "swag.rank": lambda: 2,
+    "refresh_batch_norm.module": lambda: NORMED,
+    "write_back.module": lambda: HELD,
+    "refresh_batch_norm.draws": lambda: bc.Draws.from_trees([NORMED] * 2),
+    "refresh_batch_norm.loader": lambda: [torch.randn(4, 2)],
+    **{f"curvature.{name}.{word}": lambda: VECTOR for name in PRODUCTS for word in ("primals", "tangents")},
+    "curvature.fvp.f": lambda: torch.square,
+    "curvature.jvp.f": lambda: torch.square,
+    "curvature.hvp.f": lambda: scalar,
+    "curvature.ggnvp.forward": lambda: torch.square,
+    "curvature.ggnvp.loss": lambda: torch.sum,
+    "diagnostics.extrapolate_batch_size.values": lambda: {8: torch.randn(40, 2), 16: torch.randn(40, 2)},
+    "diagnostics.extrapolate_batch_size.size": lambda: 64,
+    "diagnostics.heating.order": lambda: "independent",
+    "diagnostics.heating.steps_per_epoch": lambda: 4,
+    "diagnostics.temperatures.draws": lambda: DRAWS,
+    "diagnostics.temperatures.tx": lambda: TX,
+    "diagnostics.temperatures.loss": lambda: loss,
+    "diagnostics.temperatures.batches": lambda: list(DATA.split(3)),
+    "ekf.low_rank.rank": lambda: 2,
+    "diagnostics.local_learning_coefficient.steps": lambda: 60,
+    "diagnostics.local_learning_coefficient.chains": lambda: 8,
+    "fitting.next_labels.labels": lambda: torch.zeros(2, 3).long(),
+    "fitting.pairs.inputs": lambda: None,
+    "fitting.subnetwork.rule": lambda: "random",
+    "fitting.tune_by_validation.loss": lambda: lambda c: torch.tensor(float(c)) ** 2,
+    "gradients.gradient_table.data": lambda: bc.epochs(DATA, 4),
+    "gradients.stored_control_variates.table": lambda: bc.gradients.gradient_table(
+        loss, bc.epochs(DATA, 4), params(), directions=None
+    ),
+    "likelihoods.custom.nll": lambda: lambda outputs, targets: (outputs - targets).square().sum(-1),
+    "plot.reliability.probabilities": lambda: torch.full((6, 2), 0.5),
+    "plot.reliability.targets": lambda: torch.arange(6) % 2,
+    "predict.classification_metrics.targets": lambda: torch.arange(6) % 2,
+    "predict.temperature_scaling.targets": lambda: torch.arange(6) % 2,
+    **{f"predict.{name}.posterior": normal for name in ("functional_samples", "linearized", "monte_carlo")},
+    **{f"predict.{name}.batch": lambda: DATA for name in ("functional_samples", "linearized", "monte_carlo")},
+    "predict.regression_metrics.targets": lambda: torch.zeros(2, 3),
+    "vi.negative_elbo.posterior": normal,
+    "samplers.contour_weight.tx": lambda: CONTOUR,
+    "vi.low_rank.rank": lambda: 2,
+    "Laplace.posterior.prior_precision": lambda: 1.0,
+    "Laplace.log_evidence.prior_precision": lambda: 1.0,
+    "samplers.contour_weight.loss": lambda: torch.tensor(1.0),
+    "samplers.contour_weight.state": lambda: after(CONTOUR, loss=torch.tensor(1.0)),
+    "schedules.piecewise.values": lambda: [0.1, 0.2],
+    "testing.assert_composes.build": lambda: BUILD,
+    "testing.assert_laws.build": lambda: BUILD,
+    **{f"vi.{name}.optimizer": lambda: bc.adam(0.01) for name in ("dense", "kronecker", "low_rank", "mean_field")},
+    "Step.refresh.state": lambda: REFERRING.init(params()),
+    "Parallel.__call__.params": lambda: bc.stack([params()] * 2),
+    "Parallel.__call__.state": lambda: PARALLEL.init(TX, bc.stack([params()] * 2)),
+    "Parallel.init.params": lambda: bc.stack([params()] * 2),
+    "Draws.gather.mesh": lambda: None,
+    "Epochs.batch_at.step": lambda: torch.tensor(5),
+    "Epochs.load_state_dict.state": lambda: bc.epochs(DATA, 4).state_dict(),
+    "Epochs.seek.step": lambda: 2,
+    "Collector.load_state_dict.state": lambda: {"step": 3},
+    "FittedLaplace.dispersion.data": lambda: PAIRS,
+    "FittedLaplace.load_state_dict.state": lambda: fitted().state_dict(),
+    "Gaussian.log_prob.tree": lambda: fitted().posterior.mean,
+    "Ensemble.more.steps": lambda: 60,
+    "Ensemble.open.path": kept,
+    "EnsemblePrediction.average.values": lambda: several().predict(DATA).outputs,
+    "EnsemblePrediction.of.outputs": lambda: torch.ones(2, 3, 1),
+    **{
+        f"Laplace.{name}.state": lambda: after(bc.laplace(), 1, curvature=INCREMENT)
+        for name in ("log_evidence", "posterior")
+    },
+    **{f"Swag.{name}.state": lambda: after(bc.swag(2)) for name in ("mean", "posterior")},
+    **{
+        f"VariationalTransform.{name}.state": lambda: VI.init(params())
+        for name in ("negative_elbo", "posterior", "sample")
+    },
+    "VariationalTransform.negative_elbo.loss": lambda: torch.tensor(1.0),
+    "VariationalTransform.negative_elbo.draw": lambda: VI.sample(VI.init(params()), params()),
+    **{f"KalmanFilter.{name}.state": lambda: EKF.init(params()) for name in ("log_evidence", "posterior", "predict")},
+    "optim.ModelStep.__call__.state": lambda: model_step().state,
+    "optim.ModelStep.__call__.params": lambda: model_step().params,
+    "Heating.cool.draws": lambda: {"w": torch.randn(8, 2)},
+    "MasterWeights.masters.state": lambda: MASTERS.init(params()),
+    "optim.Optimizer.load_state_dict.state_dict": lambda: OBJECTS["optim.Optimizer"]().state_dict(),
+    "optim.IVON.load_state_dict.state_dict": lambda: OBJECTS["optim.IVON"]().state_dict(),
+    "Gaussian likelihood.scaled.scale": lambda: 1.0,
+    **{
+        f"Gaussian likelihood.{name}.outputs": lambda: DATA[:, :1]
+        for name in ("cdf", "draw", "log_prob", "mixture", "nll", "mean")
+    },
+    **{f"testing.{name}.reference": lambda: bc.sgd(0.1) for name in ("assert_zero_temperature_limit",)},
+    "capture.backend": lambda: "eager",
+    "posterior_ensemble.steps": lambda: 20,
+    "posterior_ensemble.members": lambda: 2,
+    "posterior_ensemble.lr": lambda: 0.01,
+    "posterior_ensemble.data": lambda: (DATA, DATA[:, :1]),
+}
+OBJECTS: dict[str, Callable[[], Any]] = {  # whose methods are called
+    "Chain": lambda: TX,
+    "Step": lambda: STEP,
+    "Parallel": lambda: PARALLEL,
+    "Captured": captured,
+    "Draws": lambda: DRAWS,
+    "Epochs": lambda: bc.epochs(DATA, 4),
+    "Collector": lambda: bc.collect(MODEL, optimizer(), every=1),
+    "FittedLaplace": fitted,
+    "Prediction": lambda: fitted().predictive(DATA),
+    "Gaussian": lambda: fitted().posterior,
+    "Ensemble": several,
+    "EnsemblePrediction": lambda: several().predict(DATA),
+    "Laplace": bc.laplace,
+    "Swag": lambda: bc.swag(2),
+    "VariationalTransform": lambda: VI,
+    "KalmanFilter": lambda: EKF,
+    "optim.SGHMC": optimizer,
+    "optim.IVON": lambda: optimizer(bc.optim.IVON),
+    "optim.ModelStep": model_step,
+    "optim.Optimizer": lambda: bc.optim.Optimizer(MODEL.parameters(), lambda group: bc.sgd(0.1)),
+    "Thermometer": lambda: bc.diagnostics.Thermometer(TX),
+    "Heating": heating,
+    "Gaussian likelihood": gaussian,
+    "HeatGuard": lambda: bc.diagnostics.HeatGuard(share=math.inf),
+    "LrBias": lambda: bc.diagnostics.LrBias(*[torch.ones(2)] * 4),
+    "MasterWeights": lambda: MASTERS,
+}
+
+
+# Methods that one part of the library, or torch, calls on another.
+INNER = {
+    *(
+        "at",
+        "chain",
+        "lower",
+        "plan",
+        "one",
+        "some",
+        "mapped",
+        "of_any",
+        "chain_axes",
+        "ahead",
+        "of_rows",
+        "skip",
+        "join_hook",
+    ),
+    *(
+        "grouping",
+        "labels",
+        "require",
+        "require_values",
+        "nodes",
+        "straight_line",
+        "widened",
+        "smoothed",
+        "root",
+        "exact_root",
+    ),
+    *(
+        "on_exception",
+        "on_fit_end",
+        "on_save",
+        "on_step_end",
+        "on_train_batch_end",
+        "on_train_end",
+        "on_train_begin",
+        "on_train_start",
+        "with_columns",
+        "grown",
+        "thermal_leaves",
+        "scaled",
+    ),
+    *("information", "whitened", "losses", "factors", "empirical_factors", "sampled_factors", "gradient", "weights"),
+}
+NOT_CALLED = {
+    "curvature.linear_operator",  # of an extra
+    "gradients.check_noise",  # answers NaN where there is nothing to see
+    *("gradients.gradient_table", "gradients.stored_control_variates", "samplers.replica_exchange", "vi.Draw"),
+    *(
+        "Step.refresh",
+        "Draws.gather",
+        "Draws.open",
+        "Collector.predict",
+        "optim.IVON.step",
+        "optim.IVON",
+        "EnsemblePrediction.of",
+        "testing.assert_bitwise_equal",
+    ),
+    "likelihoods.Likelihood",  # abstract
+    "optim.SparseAdam",  # of sparse gradients
+    "schedules.robbins_monro",  # a class
+    "links.inject_langevin_noise",
+}
+KNOWN = {  # arguments of which some values have no name yet
+    *("Gaussian likelihood.log_prob.targets", "curvature.cg.damping", "gradients.noise_left.memory"),
+    *("likelihoods.categorical.weight", "likelihoods.gaussian.variance", "likelihoods.ordinal.thresholds"),
+    *("precision.low_rank_covariance.diagonal", "precision.shape_only.tree", "precision.unflatten.vector"),
+    *("precision.unflatten.like", "samplers.sghmc_from_friction.beta"),
+}
+# A call takes seconds.
+SLOW = (
+    "posterior_ensemble",
+    "suggest_chain",
+    "capture",
+    "diagnostics.doctor",
+    "Draws.to_arviz",
+    "Ensemble.more",
+    "suggest_lr",
+    "fitting.train_by_evidence",
+    "fit_laplace",
+    "diagnostics.lr_bias",
+    "diagnostics.local_learning_coefficient",
+    "diagnostics.tune_mclmc",
+    "plot.bands",
+    "testing.assert_laws",
+    "testing.assert_composes",
+    "fitting.subnetwork",
+)
+# What a function of the user's own looks at first.
+THEIRS = {"batch", "batches", "data", "loader", "inputs", "params", "starts", "start", "b", "candidates"}
+
+
+def namespaces() -> Iterator[tuple[str, Any]]:
+    """The package and its public namespaces, behind the prefix of their names."""
+    yield "", bc
+    yield from ((f"{name}.", space) for name in bc.__all__ if inspect.ismodule(space := getattr(bc, name)))
+
+
+@functools.cache
+def rows() -> dict[str, tuple[Callable[[], Any], dict[str, Callable[[], Any]]]]:
+    """By the name of each callable a function that returns it, bound to a new object, and its arguments by their names."""
+    found: dict[str, Any] = {}
+    for prefix, space in namespaces():
+        for name in space.__all__:
+            thing = getattr(space, name)
+            known = {f"{prefix}{name}"} if any(thing is function for function, _ in found.values()) else set()
+            is_result = inspect.isclass(thing) and not (hasattr(thing, "step") or name in ("HeatGuard", "Thermometer"))
+            if (
+                callable(thing)
+                and not is_result
+                and hasattr(thing, "__name__")
+                and f"{prefix}{name}" not in NOT_CALLED | known
+            ):
+                found[f"{prefix}{name}"] = thing, None
+    for of, make in OBJECTS.items():
+        for name, method in inspect.getmembers(type(make()), inspect.isroutine):
+            public = name == "__call__" or not name.startswith("_")
+            if (
+                public
+                and name not in INNER
+                and f"{of}.{name}" not in NOT_CALLED
+                and "bayesopt_chain" in (getattr(method, "__module__", None) or "")
+            ):
+                found[f"{of}.{name}"] = method, make
+    return found
+
+
+def parameters(name: str) -> dict[str, inspect.Parameter]:
+    """The parameters of a callable, without ``self``, ``*`` and ``**``."""
+    given = inspect.signature(rows()[name][0]).parameters
+    return {
+        k: p for k, p in given.items() if k not in ("self", "cls") and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    }
+
+
+def sound(name: str) -> dict[str, Any]:
+    """New arguments with which a callable can be called."""
+    given, is_class = {}, inspect.isclass(rows()[name][0])  # an optimizer
+    for word, parameter in parameters(name).items():
+        make = SOUND.get(f"{name}.{word}") or (SOUND.get(word) if parameter.default is parameter.empty else None)
+        if make is not None:
+            given[word] = [nn.Parameter(torch.full((4, 4), 0.5))] if word == "params" and is_class else make()
+    return given
+
+
+def call(name: str, given: dict[str, Any]) -> Any:
+    """Call it; make three steps of a transformation, one of an optimizer, ten items of an iterator, and one of a step."""
+    thing, make = rows()[name]
+    thing = thing if make is None else getattr(make(), name.rpartition(".")[2])
+    out = thing(**given)
+    if name == "inject_langevin_noise":
+        out = bc.chain(out, bc.scale_by_neg_lr(0.1))
+    if isinstance(out, GradientTransformation):
+        return steps(out)
+    if isinstance(out, torch.optim.Optimizer) or hasattr(out, "zero_grad"):
+        return moved(out)
+    return list(itertools.islice(out, 3)) if isinstance(out, Iterator) else out
+
+
+KEYWORDS: dict[str, Callable[[], Any]] = {  # of updates, for chains that ask for them
+    "loss": lambda: torch.tensor(1.0),
+    "curvature": lambda: INCREMENT,
+    "hessian_diagonal": lambda: {"w": torch.ones(2)},
+    "per_sample_gradients": lambda: {"w": torch.tensor([[1.0, 1.0], [-1.0, 0.0], [2.0, 1.0]])},
+    "gradient_variance": lambda: {"w": torch.ones(2)},
+    "gradient_covariance": lambda: torch.eye(2),
+}
+
+
+def steps(tx: GradientTransformation) -> Any:
+    """Parameters behind three steps down a parabola, of two chains where the transformation is of several."""
+    p = params()
+    state = tx.init(p)
+    for _ in range(3):
+        extra = {k: make() for k, make in KEYWORDS.items() if k in getattr(tx, "extra_kwargs", ())}
+        extra |= {"draw": tx.sample(state, p)} if hasattr(tx, "sample") else {}
+        updates, state = tx.update({"w": p["w"].clone()}, state, params=p, inplace=False, **extra)
+        p = {"w": p["w"] + updates["w"]}
+    return p
+
+
+def moved(made: Any) -> None:
+    """Make one step of an optimizer."""
+    groups = [group["params"] if isinstance(group, dict) else group for group in made.param_groups]
+    weights = [p for p in optree.tree_leaves(groups) if isinstance(p, torch.Tensor)]
+    for p in weights:
+        p.grad = torch.full_like(p, 0.25)
+    made.step(*([lambda: weights[0].square().sum()] * ("LBFGS" in type(made).__name__)))
+
+
+def complaint(err: BaseException, argument: str, value: Any) -> str:
+    """What is wrong with an error; nothing if it says what is at fault."""
+    if not argument:
+        return f"the sound call ends with {err!r}"
+    words = [
+        argument,
+        argument.rstrip("s"),
+        *SYNONYMS.get(argument, ()),
+        getattr(value, "__name__", type(value).__name__),
+    ]
+    if isinstance(err, (TypeError, ValueError, RuntimeError, LookupError, OSError)) and any(
+        re.search(rf"(?<![a-z]){re.escape(word.lower())}(?![a-z])", str(err).lower()) for word in words
+    ):
+        return ""
+    frames = traceback.extract_tb(err.__traceback__)
+    if err.__cause__ is not None and str(err.__cause__) in str(err) and not complaint(err.__cause__, argument, value):
+        return ""  # said again, with what to do
+    inside = next((i for i, x in enumerate(frames) if x.filename.startswith(HOME)), len(frames))
+    if argument in THEIRS and any(x.filename == __file__ or "torch/nn/modules" in x.filename for x in frames[inside:]):
+        return ""
+    where = "/".join(frames[-1].filename.split("/")[-3:])
+    return f"{type(err).__name__} from {where}:{frames[-1].lineno}: {err}"
+
+
+def has_nan(out: Any, also_large: bool = False) -> bool:
+    """Whether a result holds NaN; with ``also_large`` also infinite or huge numbers, or functions, from which NaN may come."""
+    leaves = [torch.as_tensor(x) for x in optree.tree_leaves(out) if isinstance(x, (float, torch.Tensor))]
+    real = [x for x in leaves if x.is_floating_point() and not x.is_meta and not x.is_sparse]
+    return (also_large and callable(out)) or any(
+        bool((x.isnan() | ((x.abs() >= 1e30) & also_large)).any()) for x in real
+    )
+
+
+def fresh(value: Any) -> Any:
+    """A copy of a value that a call might change."""
+    return copy.deepcopy(value) if isinstance(value, (list, dict, set, torch.Tensor)) else value
+
+
+def wrong_of(name: str, argument: str, value: Any) -> str:
+    """What is wrong with the outcome of one call; nothing if it is sound, or says what is at fault."""
+    given = sound(name)
+    torch.manual_seed(0)
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.alarm(SECONDS)
+        try:
+            out = call(name, {**given, argument: fresh(value)} if argument else given)
+        except AssertionError as err:  # is what functions of bc.testing answer with
+            return "" if name.startswith("testing.") else complaint(err, argument, value)
+        except Exception as err:
+            return complaint(err, argument, value)
+        except KeyboardInterrupt:
+            return f"no end within {SECONDS} s"
+        finally:
+            signal.alarm(0)
+    return "NaN without a word" if has_nan(out) and not has_nan(value, True) and not name.startswith("links.") else ""
+
+
+def sweep(name: str, few: int | None = None) -> tuple[list[str], int]:
+    """Outcomes without a name, and the number of calls; with ``few`` that many values for each argument, always the same."""
+    found, calls = [], 0
+    for argument in parameters(name):
+        first = zlib.crc32(f"{name}.{argument}".encode())
+        values = VALUES if few is None else [VALUES[(first + 17 * k) % len(VALUES)] for k in range(few)]
+        for value in values:
+            calls += 1
+            if wrong := wrong_of(name, argument, value):
+                found.append(f"{name}({argument}={value!r:.60}): {wrong}"[:300].replace("\n", " "))
+    return found, calls
+
+
+def main(*prefixes: str, few: int | None = None) -> None:
+    """Print what has no name, callable by callable, and the share."""
+    torch.set_num_threads(1)
+    os.chdir(tempfile.mkdtemp())  # where files called x may be written
+    wrong, calls = 0, 0
+    for name in rows():
+        if prefixes and not name.startswith(prefixes):
+            continue
+        found, made = sweep(name, 3 if name in SLOW else few)
+        wrong, calls = wrong + len(found), calls + made
+        if found:
+            print(f"{name}: {len(found)} of {made}", *found, sep="\n    ", flush=True)
+    print(f"{wrong} of {calls} outcomes of {len(rows())} callables have no name: {100 * wrong / calls:.2f} %")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
