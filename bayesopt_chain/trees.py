@@ -15,6 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain import kinds
 from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.tracing import is_traced, is_transformed
 
@@ -134,6 +135,7 @@ def flatten(tree: Tree, like: Tree) -> Tensor:
     return torch.cat(pieces, dim=-1)
 
 
+@kinds.takes(vector=kinds.instance(Tensor, "a tensor [*lead, P]"))
 def unflatten(vector: Tensor, like: Tree) -> Tree:
     """Cut ``[*lead, P]`` into leaves ``[*lead, *leaf.shape]`` in the dtypes of ``like``: the inverse of flatten.
 

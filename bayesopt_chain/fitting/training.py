@@ -62,7 +62,7 @@ def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=1e-3)
 
 
-@kinds.takes()
+@kinds.takes(every=kinds.WHOLE, epochs=kinds.WHOLE)
 def train_by_evidence(
     module: nn.Module,
     likelihood: Likelihood,

@@ -293,5 +293,5 @@ def _absolute_mean(mean: Tensor, variance: Tensor) -> Tensor:
 
 
 def _require_positive(name: str, value: float | Tensor) -> None:
-    if not bool(torch.as_tensor(value > 0, device="cpu").all()):
+    if callable(value) or not bool(torch.as_tensor(value > 0, device="cpu").all()):
         raise ValueError(f"{name}={value}: pass positive {name}s")
