@@ -21,7 +21,6 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from bayesopt_chain import kinds
 from bayesopt_chain.curvature import STRUCTURES
 from bayesopt_chain.fitting.batches import Reader, logits_of, peeked, with_progress
 from bayesopt_chain.fitting.cache import CachedFeatures, cache_features
@@ -62,7 +61,6 @@ def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=1e-3)
 
 
-@kinds.takes(every=kinds.WHOLE, epochs=kinds.WHOLE)
 def train_by_evidence(
     module: nn.Module,
     likelihood: Likelihood,
