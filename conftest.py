@@ -21,8 +21,8 @@ torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
-    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
-        return
+    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS or hasattr(config, "workerinput"):
+        return  # pytest-xdist calls this in its workers too, which must start none of their own
     config.option.markexpr = config.option.markexpr or "not slow"
     if getattr(config.option, "numprocesses", 0) is None and not config.option.usepdb:
         config.option.numprocesses = 2
