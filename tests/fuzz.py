@@ -384,6 +384,7 @@ SOUND: dict[str, Callable[[], Any]] = {  # by the name of an argument, or of a c
     "Parallel.__call__.params": lambda: bc.stack([params()] * 2),
     "Parallel.__call__.state": lambda: PARALLEL.init(TX, bc.stack([params()] * 2)),
     "Parallel.init.params": lambda: bc.stack([params()] * 2),
+    "Draws.column.name": lambda: next(iter(DRAWS.columns())),
     "Draws.gather.mesh": lambda: None,
     "Epochs.batch_at.step": lambda: torch.tensor(5),
     "Epochs.load_state_dict.state": lambda: bc.epochs(DATA, 4).state_dict(),
