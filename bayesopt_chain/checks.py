@@ -212,15 +212,56 @@ def samplable(leaves: Sequence[Any], paths: Sequence[str]) -> None:
         TypeError, ValueError: naming the leaves.
     """
     parameters(leaves, paths)
-    seen: dict[tuple[int, int], str] = {}
-    for leaf, path in zip(leaves, paths):
-        if is_plain(leaf) and leaf.numel() and leaf.layout is torch.strided:
-            place = (leaf.data_ptr(), leaf.numel())
-            if place[0] and seen.setdefault(place, path) != path:
-                raise ValueError(
-                    f"params: {seen[place]} and {path} are one tensor; each would get noise of its own, and together they "
-                    "would sample at twice the temperature. Pass the tensor once, and let the loss use it twice"
-                )
+    if (pair := sharing(leaves)) is not None:
+        first, second = (paths[i] for i in sorted(pair))
+        raise ValueError(
+            f"params: {first} and {second} share memory; each would get noise of its own, and together they would sample at "
+            "a higher temperature. Pass the tensor once, and let the loss use it twice"
+        )
+
+
+def sharing(tensors: Sequence[Any]) -> tuple[int, int] | None:
+    """Find two tensors that have an element of memory in common.
+
+    Args:
+        tensors: of any shapes and strides. Entries whose memory cannot be read (traced, sparse, empty or no tensors) are
+            left out.
+
+    Returns:
+        Their indices; ``None`` if there are no two.
+
+    Example:
+        >>> import torch
+        >>> x = torch.zeros(4, 4)
+        >>> sharing([x[:, :2], x[:, 2:]]), sharing([x[0], x[:, 0]])
+        (None, (0, 1))
+    """
+    ranges = sorted(
+        [
+            (x.data_ptr(), x.data_ptr() + x.element_size() * (1 + _last_offset(x)), i)
+            for i, x in enumerate(tensors)
+            if isinstance(x, Tensor) and is_plain(x) and x.layout is torch.strided and x.numel() and x.data_ptr()
+        ]
+    )
+    for k, (_, end, i) in enumerate(ranges):
+        for start, _, j in ranges[k + 1 :]:
+            if start >= end:
+                break
+            x, y = tensors[i], tensors[j]
+            if (x.is_contiguous() and y.is_contiguous()) or torch.isin(_addresses(x), _addresses(y)).any():
+                return i, j
+    return None
+
+
+def _last_offset(x: Tensor) -> int:
+    """The offset of the last element of a tensor from its first, in elements."""
+    return sum([(n - 1) * stride for n, stride in zip(x.shape, x.stride())])
+
+
+def _addresses(x: Tensor) -> Tensor:
+    """The address of every element of a tensor."""
+    offsets = torch.arange(_last_offset(x) + 1, device="cpu").as_strided(x.shape, x.stride())
+    return x.data_ptr() + x.element_size() * offsets.flatten()
 
 
 def own_key(key: Tensor, g: Sequence[Tensor]) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 from functools import partial
 from itertools import pairwise
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,10 +20,7 @@ from bayesopt_chain.engine.adaptive_cpu import Coefficients, adaptive_step_, cou
 from bayesopt_chain.engine.sweep_cpu import pointers
 from bayesopt_chain.optim._injection import AGAIN, draw_of
 from bayesopt_chain.optim._noise import Normals
-from bayesopt_chain.optim._plan import BLOCK, Form, Numbers, Piece, Plan, Rule, Work, edges_of
-
-_DTYPES = (torch.float32, torch.float64)
-_LAYOUT = attrgetter("dtype", "is_cpu", "layout")
+from bayesopt_chain.optim._plan import BLOCK, KERNEL_DTYPES, Form, Numbers, Piece, Plan, Rule, Work, are_plain, edges_of
 
 
 def in_one_pass(rule: Rule, normals: Normals, plan: Plan) -> bool:
@@ -40,7 +36,7 @@ def in_one_pass(rule: Rule, normals: Normals, plan: Plan) -> bool:
         return False
     for piece in plan.pieces:
         assert piece.known is not None
-        numbers, (tensors, places, _, count) = piece.work[0].numbers, piece.known
+        numbers, (tensors, places, count) = piece.work[0].numbers, piece.known
         form = rule._form(numbers.group, numbers.learned_until)
         assert form is not None
         # the kernel writes by addresses, and autograd has to know that the tensors changed
@@ -115,7 +111,7 @@ def _pieces(rule: Rule, normals: Normals, plan: Plan) -> list[Piece]:
         if asked or not w.numbers.route.is_late or rule._form(group, w.numbers.learned_until) is None:
             return []
     dtypes = {w.param.dtype for w in plan.noisy}
-    if len(dtypes) != 1 or not dtypes.issubset(_DTYPES) or not all([w.param.is_cpu for w in plan.noisy]):
+    if len(dtypes) != 1 or not dtypes.issubset(KERNEL_DTYPES) or not all([w.param.is_cpu for w in plan.noisy]):
         return []
     # all pieces share one scratch memory; edges_of makes a last block longer than BLOCK by up to 15 elements
     size = min(BLOCK + 16, sum([w.param.numel() for w in plan.noisy]))
@@ -173,13 +169,12 @@ def _no_draws() -> None:
 
 def _fits(rule: Rule, piece: Piece) -> bool:
     """Return whether the kernel can take the tensors of a piece, and store their addresses in ``piece.known`` if it can."""
+    dtype, shapes = piece.fresh.dtype, [w.param.shape for w in piece.work]
     grads: list[Any] = [w.param.grad for w in piece.work]
-    if not _are_plain(piece, grads):
+    if not are_plain(grads, dtype, shapes):
         return False
-    # the same tensors at the same addresses were checked in the last step
-    if piece.known is not None and piece.known[2] == [*map(Tensor.data_ptr, piece.known[0])]:
+    if piece.known is not None:
         return True
-    piece.known = None
     numbers = piece.work[0].numbers
     velocity, form = numbers.linear.velocity, rule._form(numbers.group, numbers.learned_until)
     if form is None or not all([form.square in w.state for w in piece.work]):  # torch makes its state in the first step
@@ -190,23 +185,11 @@ def _fits(rule: Rule, piece: Piece) -> bool:
         [w.state[form.square] for w in piece.work],
         [draw_of(rule, w, 0) for w in piece.work] if piece.last is None else [],
     ]
-    if not all([_are_plain(piece, xs) for xs in lists if xs]):
+    if not all([are_plain(xs, dtype, shapes) for xs in lists if xs]):
         return False
     places = [pointers(xs) if xs else None for xs in lists]
     if piece.last is not None:
         places[-1] = pointers([piece.last] if piece.is_large else piece.last.split(piece.sizes))
     steps = [w.state["step"] for w in piece.work]
-    tensors = [x for xs in (*lists, steps) for x in xs]
-    piece.known = tensors, places, [*map(Tensor.data_ptr, tensors)], counter(steps)
+    piece.known = [x for xs in (*lists, steps) for x in xs], places, counter(steps)
     return True
-
-
-def _are_plain(piece: Piece, xs: list[Tensor]) -> bool:
-    """Whether tensors are dense and contiguous, on a CPU, and have the dtype and the sizes of the leaves of a piece."""
-    layout = (piece.fresh.dtype, True, torch.strided)
-    return {*map(_LAYOUT, xs)} == {layout} and all(map(Tensor.is_contiguous, xs)) and _sizes(xs) == piece.sizes
-
-
-def _sizes(xs: list[Tensor]) -> tuple[int, ...]:
-    """Return the number of elements of each tensor."""
-    return tuple(map(Tensor.numel, xs))

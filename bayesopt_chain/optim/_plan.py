@@ -11,7 +11,7 @@ temperature, numbers of the last step) are in :class:`Numbers`, one object for a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter, is_, itemgetter
@@ -22,6 +22,9 @@ from torch import Tensor
 
 from bayesopt_chain.optim._rule import Before, Linear, Noise
 
+_KINDS = (Tensor, torch.nn.Parameter)
+KERNEL_DTYPES = (torch.float32, torch.float64)
+_SHAPE, _LAYOUT = attrgetter("shape"), attrgetter("dtype", "is_cpu", "layout")
 BLOCK = 2**18  # elements of a block of a large leaf, few enough for a block and its draws to stay in a CPU's cache
 # names in ``optimizer.state[p]`` under which the numbers of the last step are kept
 BEFORE = tuple([f"noise_{name}" for name in Before._fields])
@@ -266,24 +269,41 @@ class Place:
         self.batches: list[Batch] | None = None
 
 
-class FusedMove(NamedTuple):
-    """The tensors of one group for torch's fused SGD kernel, which checks none of its arguments."""
+class FusedMove:
+    """The tensors of one group for torch's fused SGD kernel, which checks none of its arguments.
 
-    group: dict[str, Any]
-    params: list[Tensor]
-    velocities: list[Tensor]
+    Attributes:
+        params, velocities: the parameters, and their velocities; no velocities without momentum. :meth:`Plan.holds` compares
+            their memory before every step.
+        group: their parameter group.
+        fit: whether the kernel can take these tensors.
+    """
 
-    def gradients(self) -> list[Any] | None:
-        """Return the gradients, or ``None`` if the kernel cannot take them.
+    def __init__(self, group: dict[str, Any], params: list[Tensor], velocities: list[Tensor]) -> None:
+        self.group, self.params, self.velocities = group, params, velocities
+        self._shapes, self._dtype = [*map(_SHAPE, params)], params[0].dtype
+        self.fit = self._dtype in KERNEL_DTYPES and all(
+            [are_plain(xs, self._dtype, self._shapes) for xs in (params, velocities) if xs]
+        )
 
-        It needs dense, contiguous tensors on a CPU, all of them float32 or all float64.
-        """
-        dtype, grads = self.params[0].dtype, list(map(_gradient, self.params))
-        fit = [
-            x is not None and x.layout is torch.strided and x.dtype is dtype and x.is_cpu and x.is_contiguous()
-            for x in (*self.params, *grads, *self.velocities)
-        ]
-        return grads if dtype in (torch.float32, torch.float64) and all(fit) else None
+    def gradients(self) -> list[Tensor] | None:
+        """Return the gradients, or ``None`` if the kernel cannot take them: it checks neither their sizes nor their dtypes."""
+        grads: list[Any] = [*map(_gradient, self.params)]
+        return grads if self.fit and are_plain(grads, self._dtype, self._shapes) else None
+
+
+def are_plain(tensors: Sequence[Tensor], dtype: torch.dtype, shapes: Sequence[torch.Size]) -> bool:
+    """Whether a kernel that checks nothing may read tensors by their addresses.
+
+    Args:
+        tensors: at least one tensor.
+        dtype, shapes: what the kernel expects of them.
+
+    Returns:
+        Whether all are dense and contiguous, on a CPU, of this dtype and of these shapes.
+    """
+    plain = {*map(_LAYOUT, tensors)} == {(dtype, True, torch.strided)} and all(map(Tensor.is_contiguous, tensors))
+    return plain and [*map(_SHAPE, tensors)] == shapes
 
 
 class Form(NamedTuple):
@@ -314,9 +334,9 @@ class Piece:
         last: scratch memory for the last draws, if these are made again; ``None`` if they are kept in the state.
         fill: ``fill()`` overwrites ``fresh`` with the draws of small leaves.
         fill_last: ``fill_last()`` overwrites ``last`` with the last draws of small leaves.
-        known: the tensors, except gradients, that were checked for the kernel in the last step: all of them, the kernel's
-            arrays of pointers, their addresses, and a function that advances the leaves' counts of updates. :meth:`Plan.holds`
-            has made sure that the tensors are the same objects.
+        known: the tensors, except gradients, that were checked for the kernel in an earlier step: all of them, the kernel's
+            arrays of pointers, and a function that advances the leaves' counts of updates. :meth:`Plan.holds` has made sure
+            that the tensors are the same objects, at the same places in memory.
     """
 
     work: list[Work]
@@ -326,7 +346,7 @@ class Piece:
     last: Tensor | None
     fill: Callable[[], None]
     fill_last: Callable[[], None]
-    known: tuple[list[Tensor], list[Any], list[int], Callable[[], None]] | None = None
+    known: tuple[list[Tensor], list[Any], Callable[[], None]] | None = None
 
 
 class Settings:
@@ -441,8 +461,13 @@ class Plan:
                 *([form.square] if form is not None else []),
                 *(["noise_direct"] if route.has_direct else []),
                 *([route.velocity] if route.velocity else []),
+                *([] if rule.timeless else rule.counters),
             ]
             self.remembered.append((w.param, w.state, w.numbers, names, [w.state.get(name) for name in names]))
+        # views tell whether ``.data`` of a tensor was replaced or resized since, which kernels that take addresses do not see
+        held = [x for p, *_, values in self.remembered for x in (p, *values)]
+        self.tensors = [x for x in held if type(x) in _KINDS and x.device.type in ("cpu", "cuda")]
+        self.views = [x.detach() for x in self.tensors]
         # parameters of any group without a gradient, also of one at temperature 0: the calls that move the others leave them
         # out, so that their next gradient needs a new plan
         self.absent = [p for group in rule.param_groups for p in group["params"] if p.grad is None]
@@ -450,14 +475,16 @@ class Plan:
     def holds(self, rule: Rule) -> bool:
         """Return whether the plan is right for the next step.
 
-        It is right if the leaves, tensors and switches are the same objects, and if the state of every leaf still holds the
-        numbers of the last step that this plan wrote there.
+        It is right if the leaves, tensors and switches are the same objects, if no tensor has other memory or another shape
+        than before, and if the state of every leaf still holds the numbers of the last step that this plan wrote there.
         """
         groups, state, entries = rule.param_groups, rule.state, self.entries
         # the whole state is compared at once, since looking up each parameter would hash it, which is slower
         if state is not self.state or not (_same(state, entries) and _same(state.values(), entries.values())):
             return False
         if len(groups) != len(self.settings) or not all(map(Settings.are_of, self.settings, groups)):
+            return False
+        if not all(map(Tensor.is_set_to, self.tensors, self.views)):
             return False
         try:
             for p, state, numbers, names, values in self.remembered:

@@ -12,7 +12,8 @@ the optimizer as well.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import optree
 import torch
@@ -22,12 +23,20 @@ from torch import Tensor
 from bayesopt_chain import kinds
 from bayesopt_chain.distributed.parts import place_of
 from bayesopt_chain.distributed.witness import Witness
+from bayesopt_chain.optim import _refusals
 
 
 class OnRanks:
-    """A mixin for a ``torch.optim.Optimizer`` that compares ranks and supports torch's ``Join``."""
+    """A mixin for a ``torch.optim.Optimizer`` that compares ranks and supports torch's ``Join``.
 
+    Attributes:
+        counters: the names in a parameter's state of entries that are numbers; all others have the parameter's shape.
+    """
+
+    counters: ClassVar[tuple[str, ...]] = ("step",)
+    defaults: dict[str, Any]
     param_groups: list[dict[str, Any]]
+    state: Any
     _join_config: Any  # set by torch's Join
 
     @property
@@ -64,6 +73,41 @@ class OnRanks:
         if "_compared" not in self.__dict__:
             self.__dict__["_compared"] = Witness(self._name)
         return self.__dict__["_compared"]
+
+    def _check_saved(self, state_dict: Mapping[str, Any], with_shapes: bool) -> None:
+        """Check a state dict before it is loaded.
+
+        Args:
+            state_dict: the state dict.
+            with_shapes: whether velocities, averages and draws must have the shapes of their parameters.
+
+        Raises:
+            ValueError: it was saved by another class, whose groups lack a hyperparameter of this one; another shape.
+        """
+        who, groups = f"{self._name}.load_state_dict", state_dict["param_groups"]
+        for name, value in self.defaults.items():
+            if isinstance(value, (float, int, tuple, Tensor)) and not all([name in group for group in groups]):
+                raise ValueError(
+                    f"{who}: a group of the state dict has no {name!r}, only {sorted({*groups[0]} - {'params'})}; it is of "
+                    f"another class, so load it into an optimizer of that class"
+                )
+        params = [p for group in self.param_groups for p in group["params"]]
+        saved = [state_dict["state"].get(i, {}) for group in groups for i in group["params"]]
+        for p, entry in zip(params, saved if with_shapes else ()):
+            _refusals.check_state(who, p, entry, self.counters)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict by copying it: torch keeps the tensors of the given one where nothing has to be converted.
+
+        Two chains that load one live state dict would move one velocity, and so would the optimizer that it came from.
+        """
+        given = {id(x) for x in optree.tree_leaves(state_dict["state"])}
+        super().load_state_dict(state_dict)  # pyright: ignore[reportAttributeAccessIssue]
+        for p, entry in self.state.items():
+            self.state[p] = optree.tree_map(
+                lambda x: x.clone() if id(x) in given and isinstance(x, Tensor) else x, entry
+            )
+        self._compare_anew()
 
     def _compare_anew(self) -> None:
         """Begin the comparison of ranks again, since key, state or parameters were replaced."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bayesopt_chain.checks import sharing
 from bayesopt_chain.optim._plan import Rule, Work
 from bayesopt_chain.optim._rule import Linear
 
@@ -94,6 +96,43 @@ def check_leaf(who: str, p: Tensor, group: dict[str, Any]) -> None:
         raise ValueError(
             f"{who}: a parameter of type {type(p).__name__} at temperature > 0: noise on the pieces of a wrapped "
             "tensor would not be independent; sample plain tensors, or DTensors"
+        )
+
+
+def check_state(who: str, p: Tensor, state: Mapping[str, Any], counters: Collection[str]) -> None:
+    """Check that velocities, averages and draws have the shape of their parameter.
+
+    Torch's kernels do not check it: they would write past the end of a tensor that is too small.
+
+    Args:
+        who: the name of the optimizer in messages.
+        p: the parameter.
+        state: its entry of the optimizer's state.
+        counters: the names of entries that are numbers.
+
+    Raises:
+        ValueError: one of them has another shape, as in the checkpoint of a layer of another width.
+    """
+    for name, x in state.items():
+        if isinstance(x, Tensor) and name not in counters and x.shape != p.shape:
+            raise ValueError(
+                f"{who}: {name} has the shape {tuple(x.shape)} and its parameter {tuple(p.shape)}. Was the state saved for "
+                "a layer of another width, or the parameter resized by .data? Remove the entry (del optimizer.state[p]), or "
+                "make a new optimizer"
+            )
+
+
+def check_memory(who: str, names: Sequence[str], params: Sequence[Tensor]) -> None:
+    """Check that no two parameters share memory: each would get a noise of its own, and their sum is too hot.
+
+    Raises:
+        ValueError: two do; the message names them.
+    """
+    if (pair := sharing(params)) is not None:
+        first, second = (names[i] for i in sorted(pair))
+        raise ValueError(
+            f"{who}: parameters {first} and {second} share memory, so that at temperature > 0 it would get the noise of both; "
+            "tie weights by one Parameter (b.weight = a.weight), which is given to the optimizer once"
         )
 
 

@@ -38,6 +38,7 @@ from bayesopt_chain.distributed.parts import elements_of, place_of
 from bayesopt_chain.distributed.ranks import require_named_chain
 from bayesopt_chain.distributed.shards import are_spread
 from bayesopt_chain.distributed.witness import Claim
+from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.optim import _arguments, _heat, _noise, _refusals, _shards
 from bayesopt_chain.optim._frozen import move_frozen, without_gradients
 from bayesopt_chain.optim._injection import add_after_step, add_before_step, remember
@@ -275,14 +276,15 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         A state dict of ``torch.optim`` sets velocities, moments and hyperparameters. Temperature and key stay those of
         this optimizer, so that a model can be trained with ``torch.optim`` and then sampled. As everywhere in torch, the lr
         and momentum are the saved ones. If the temperature of this optimizer is a tensor, that tensor is filled with the
-        saved value and stays the same object.
+        saved value and stays the same object. Other tensors are copied.
 
         Args:
             state_dict: from an optimizer of this class, or of the class of ``torch.optim`` that it extends.
 
         Raises:
             TypeError: ``state_dict`` is no state dict of an optimizer.
-            ValueError: as in torch, groups of other sizes.
+            ValueError: as in torch, groups of other sizes; a state dict of another class, whose groups lack a hyperparameter;
+                at T > 0, velocities, averages or draws of other shapes than the parameters. Nothing has changed then.
 
         Example:
             >>> import torch, bayesopt_chain as bc
@@ -300,12 +302,14 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             for name in _OURS:
                 if name in mine:
                     theirs.setdefault(name, mine[name])
-        super().load_state_dict({**state_dict, "param_groups": saved})
+        noisy = any([_refusals.temperature_of(self._name, group) > 0.0 for group in self.param_groups])
+        state_dict = {**state_dict, "param_groups": saved}
+        self._check_saved(state_dict, with_shapes=noisy)
+        super().load_state_dict(state_dict)
         for group, dial in zip(self.param_groups, dials):
             if dial is not None:
                 dial.fill_(float(group["temperature"]))
                 group["temperature"] = dial
-        self._compare_anew()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -364,16 +368,16 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             >>> bool(theta.all())
             True
         """
-        if not any(map(_asks_for_more, self.param_groups)):
-            if closure is not None:
-                _arguments.require_closure(self._name, closure)
-            return self._torch_step(closure)
         loss = None
         if closure is not None:
             _arguments.require_closure(self._name, closure)
+        if not any(map(_asks_for_more, self.param_groups)):
+            return self._torch_step(closure)
+        if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.set_grad_enabled(bool(self.defaults.get("differentiable", False))):
+        # Ctrl-C between two writes would leave parameters, velocities and the count of draws of different steps
+        with torch.set_grad_enabled(bool(self.defaults.get("differentiable", False))), uninterrupted():
             self._noisy_step()  # pyright: ignore[reportAttributeAccessIssue]
         return loss
 
@@ -455,7 +459,11 @@ class Sampling(OnRanks, torch.optim.Optimizer):
                         self.state.get(p, {}).pop(name, None)
             if temperature > 0.0 or group.get("freeze_after") is not None:
                 work += self._work(group, numbers, temperature)
-        return Plan(work)
+        plan = Plan(work)
+        if plan.noisy:
+            params = [p if p.grad is not None else None for group in self.param_groups for p in group["params"]]
+            _refusals.check_memory(self._name, self._cache.names, params)
+        return plan
 
     def _work(self, group: dict[str, Any], numbers: list[int], temperature: float) -> list[Work]:
         """List the leaves of one group that have a gradient. Leaves with equal numbers share one :class:`Numbers`."""
@@ -470,6 +478,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             if p.grad is None:
                 continue
             state, before = self.state[p], None
+            _refusals.check_state(self._name, p, state, self.counters)
             if temperature > 0.0:
                 if not has_drawn(state):
                     _refusals.check_leaf(self._name, p, group)

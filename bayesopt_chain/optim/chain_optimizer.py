@@ -22,6 +22,7 @@ from bayesopt_chain.distributed.shards import add, cut_like, local
 from bayesopt_chain.distributed.witness import Claim
 from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.links.weighted import Weighted
+from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.optim import _arguments
 from bayesopt_chain.optim._ranks import OnRanks
 
@@ -128,7 +129,10 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
             built.check(group)
         first = local(self.param_groups[0]["params"][0])
         self._witness.look(self._claims, first)
-        with torch.no_grad():
+        with (
+            torch.no_grad(),
+            uninterrupted(),
+        ):  # Ctrl-C between two writes would leave parameters and state of different steps
             for group, built in zip(self.param_groups, self._chains):
                 built.step(group["params"])
         self._witness.stepped(first)
@@ -204,7 +208,6 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
                 tensor.fill_(float(group[name]))
                 group[name] = tensor
             built.load(state)
-        self._compare_anew()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_make_chain": self._make_chain, "_chains": self._chains}

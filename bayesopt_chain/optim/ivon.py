@@ -32,6 +32,7 @@ from bayesopt_chain._torch import is_dtensor, local_of
 from bayesopt_chain.distributed.parts import elements_of
 from bayesopt_chain.distributed.ranks import require_named_chain
 from bayesopt_chain.distributed.witness import Claim
+from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.optim import _arguments, _noise
 from bayesopt_chain.optim._ranks import OnRanks
 from bayesopt_chain.random.philox import draw_elements, parts_of_leaves
@@ -193,7 +194,7 @@ class IVON(OnRanks, torch.optim.Optimizer):
             self._has_draw = self._has_draw or draw is None
             yield
         finally:  # after an error too
-            with torch.no_grad():
+            with torch.no_grad(), uninterrupted():
                 for x, mean in self._means:
                     x.copy_(mean)
             self._means = None
@@ -236,13 +237,14 @@ class IVON(OnRanks, torch.optim.Optimizer):
         moving = [(group, p, number) for group, p, number in self._leaves() if p.grad is not None]
         if moving:
             self._witness.look(lambda: [_claim(*leaf) for leaf in moving], _local(moving[0][1].detach()))
-        for group, p, number in moving:
-            self._move(group, p, number)
-        if moving:
-            self._witness.stepped(_local(moving[0][1].detach()))
-        for group in self.param_groups:
-            group["noise_count"] += 1
-        self._has_draw = False
+        with uninterrupted():  # Ctrl-C between two writes would leave means, precisions and counts of different steps
+            for group, p, number in moving:
+                self._move(group, p, number)
+            if moving:
+                self._witness.stepped(_local(moving[0][1].detach()))
+            for group in self.param_groups:
+                group["noise_count"] += 1
+            self._has_draw = False
         return loss
 
     def _move(self, group: dict[str, Any], p: Any, number: int) -> None:
@@ -294,18 +296,19 @@ class IVON(OnRanks, torch.optim.Optimizer):
         self._means, self._has_draw = None, False
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class. The draws go on as they would have in the saved run.
+        """Load a state dict of this class by copying it. The draws go on as they would have in the saved run.
 
         Args:
             state_dict: a result of ``state_dict()``.
 
         Raises:
             TypeError: ``state_dict`` is no state dict of an optimizer.
+            ValueError: it is of another class, or of parameters of other shapes. Nothing has changed then.
         """
         _arguments.require_state_dict(f"{self._name}.load_state_dict", state_dict)
+        self._check_saved(state_dict, with_shapes=True)
         super().load_state_dict(state_dict)
         self._has_draw = False
-        self._compare_anew()
 
 
 def _local(x: Any) -> Tensor:

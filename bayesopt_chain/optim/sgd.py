@@ -7,6 +7,7 @@ at every stable learning rate.
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -18,8 +19,7 @@ from bayesopt_chain.optim._refusals import momentum_of
 from bayesopt_chain.optim._rule import Linear
 from bayesopt_chain.optim._sampling import Sampling
 
-# the options of a group that torch's fused kernel takes, with their types
-_OPTIONS = (("lr", float), ("momentum", float), ("weight_decay", float), ("nesterov", bool), ("maximize", bool))
+_NUMBERS, _FLAGS = itemgetter("lr", "momentum", "weight_decay"), itemgetter("nesterov", "maximize")
 _ALWAYS = Clock(1)  # one clock for all steps, since no number of SGD's step depends on the count of steps
 
 
@@ -88,12 +88,14 @@ class SGD(Sampling, torch.optim.SGD):
         """Make torch's step for every parameter, by torch's fused kernel if it can."""
         if plan.moves is None:
             plan.moves = self._fused_moves(plan)
-        grads = list(map(FusedMove.gradients, plan.moves))
+        grads = [*map(FusedMove.gradients, plan.moves)]
         # the kernel moves all groups or none, since torch's own step moves all of them
         if not plan.moves or None in grads:
             return self._torch_step(None)
         for move, g in zip(plan.moves, grads):
-            fused_sgd_(move.params, g, move.velocities, **{name: kind(move.group[name]) for name, kind in _OPTIONS})
+            lr, mu, decay = map(float, _NUMBERS(move.group))
+            flags = dict(zip(("nesterov", "maximize"), map(bool, _FLAGS(move.group))))
+            fused_sgd_(move.params, g, move.velocities, lr=lr, momentum=mu, weight_decay=decay, **flags)
 
     def _fused_moves(self, plan: Plan) -> list[FusedMove]:
         """List the calls of torch's fused kernel that make the step.
