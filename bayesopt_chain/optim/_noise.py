@@ -8,15 +8,15 @@ count as its arguments, so that any part of a draw can be made by itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bayesopt_chain._torch import dispatch_modes, is_dtensor
+from bayesopt_chain._torch import dispatch_modes, foreach_copy_, is_dtensor
 from bayesopt_chain.core.op import WIDE
 from bayesopt_chain.distributed.shards import agreed_key
-from bayesopt_chain.optim._plan import Work
+from bayesopt_chain.optim._plan import BLOCK, Work
 from bayesopt_chain.random.philox import Runs, draw_elements, parts_of_leaves, whole_leaves
 from bayesopt_chain.random.philox_cpu import normals_kernel
 from bayesopt_chain.random.stream import draw_number, leaf_numbers, new_key, splitmix64
@@ -97,8 +97,8 @@ class Normals:
         if self.splits(w):
             rest = cut(((0, w.param.numel()),) if self.runs is None else self.runs[w.param])
             next(rest)
-            return lambda out: self._philox([out], self._key(key, out.device), [leaf], count, [rest.send(out.numel())])
-        return lambda out: self._philox([out], self._key(key, out.device), [leaf], count)
+            return lambda out: filling([out], [leaf], [rest.send(out.numel())])(self._key(key, out.device), count)
+        return lambda out: filling([out], [leaf])(self._key(key, out.device), count)
 
     def filler(self, draws: list[Tensor], leaves: list[Work], branch: int) -> Callable[[], None]:
         """Make ``fill()``, which overwrites the draws of several leaves with those of the group's current step.
@@ -111,13 +111,16 @@ class Normals:
         group, numbers = leaves[0].group, [draw_number(w.number, branch) for w in leaves]
         key = self._key(group["noise_key"], leaves[0].param.device)
         runs = None if self.runs is None else [self.runs[w.param] for w in leaves]
-        return lambda: self._philox(draws, key, numbers, group["noise_count"], runs)
+        if not draws:  # they are not kept: :meth:`again` makes them
+            return lambda: None
+        fill = filling(draws, numbers, runs)
+        return lambda: fill(key, group["noise_count"])
 
     def again(self, draws: list[Tensor], leaves: list[Work], branch: int, key: int, count: int) -> None:
         """Overwrite the draws of several leaves with Philox's draws of a key and a count."""
         runs = None if self.runs is None else [self.runs[w.param] for w in leaves]
         key_here = self._key(key, draws[0].device)
-        self._philox(draws, key_here, [draw_number(w.number, branch) for w in leaves], count, runs)
+        filling(draws, [draw_number(w.number, branch) for w in leaves], runs)(key_here, count)
 
     def row(self, out: Tensor, leaves: list[Work], branch: int, key: int, count: int) -> None:
         """Overwrite a vector with Philox's draws of several leaves, one after the other. Only on a CPU."""
@@ -125,28 +128,77 @@ class Normals:
         step = torch.tensor(count, device="cpu")
         torch.ops.bayesopt_chain.philox_normals_(out, self._key(key, out.device), step, *elements[:3])
 
-    def _philox(
-        self, draws: list[Tensor], key: Tensor, leaves: list[int], count: int, runs: list[Runs] | None = None
-    ) -> None:
-        """Overwrite draws with those of Philox; ``runs`` are the elements of each leaf, ``None`` for whole leaves."""
-        device = draws[0].device
-        step = torch.full((), count, dtype=torch.int64, device=device)
-        kernel = normals_kernel() if device.type == "cpu" and not dispatch_modes() else None
-        if kernel is not None and draws[0].dtype in WIDE and all(map(Tensor.is_contiguous, draws)):
-            for k, (draw, leaf) in enumerate(zip(draws, leaves)):  # into its place, one after the other
-                starts, lengths = zip(*runs[k]) if runs is not None and runs[k] else ((), (draw.numel(),))
-                kernel(draw.view(-1), key, step, starts, lengths, (leaf,) * len(lengths))
-            return
-        if runs is None:
-            elements = whole_leaves([x.numel() for x in draws], leaves)
-        else:
-            elements = parts_of_leaves(tuple(runs), tuple(leaves))
-        pieces = draw_elements(key, step, elements, draws[0].dtype)
-        for draw, piece in zip(draws, pieces):
-            draw.copy_(piece.view(draw.shape))
-
     def _key(self, key: int, device: torch.device) -> Tensor:
         """Return a key as a 0-d tensor on a device; it is cached, which saves a copy to the device at each step."""
         if (key, device) not in self._keys:
             self._keys[key, device] = torch.tensor(key, device=device)
         return self._keys[key, device]
+
+
+class Chunk(NamedTuple):
+    """Leaves that one call of the kernel draws: one in its place, or several in scratch memory, to be copied from there."""
+
+    out: Tensor
+    elements: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # starts, lengths and leaf numbers
+    draws: list[Tensor]
+    views: list[Tensor]
+
+
+def filling(draws: list[Tensor], leaves: list[int], runs: list[Runs] | None = None) -> Callable[[Tensor, int], None]:
+    """Make ``fill(key, count)``, which overwrites draws with those of Philox.
+
+    Args:
+        draws: the tensors to overwrite, of one device and dtype.
+        leaves: their numbers.
+        runs: the elements of each leaf that its tensor holds, as ranges; default: whole leaves.
+    """
+    device, dtype = draws[0].device, draws[0].dtype
+    kernel = normals_kernel() if device.type == "cpu" and dtype in WIDE else None
+    direct = kernel is not None and all(map(Tensor.is_contiguous, draws))
+    chunks = _chunks(draws, leaves, runs) if direct else []
+
+    def fill(key: Tensor, count: int) -> None:
+        step = torch.full((), count, dtype=torch.int64, device=device)
+        if kernel is not None and direct and not dispatch_modes():
+            for out, elements, into, views in chunks:
+                kernel(out, key, step, *elements)
+                if views:
+                    foreach_copy_(into, views)
+            return
+        if runs is None:
+            elements = whole_leaves([x.numel() for x in draws], leaves)
+        else:
+            elements = parts_of_leaves(tuple(runs), tuple(leaves))
+        for draw, piece in zip(draws, draw_elements(key, step, elements, dtype)):
+            draw.copy_(piece.view(draw.shape))
+
+    return fill
+
+
+def _chunks(draws: list[Tensor], leaves: list[int], runs: list[Runs] | None) -> list[Chunk]:
+    """Small leaves go together, up to ``BLOCK`` elements: a call of the kernel costs as much as some thousand elements."""
+    groups: list[list[int]] = []
+    size = 0
+    for k, draw in enumerate(draws):
+        size += draw.numel()
+        if not groups or size > BLOCK:
+            groups.append([])
+            size = draw.numel()
+        groups[-1].append(k)
+    chunks: list[Chunk] = []
+    for group in groups:
+        ranges = [
+            (a, n, leaves[k])
+            for k in group
+            for a, n in (runs[k] if runs is not None else ()) or ((0, draws[k].numel()),)
+        ]
+        starts, lengths, numbers = zip(*ranges)
+        elements = (starts, lengths, numbers)
+        into = [draws[k] for k in group]
+        if len(group) == 1:
+            chunks.append(Chunk(into[0].view(-1), elements, into, []))
+            continue
+        out = torch.empty(sum(x.numel() for x in into), dtype=into[0].dtype, device="cpu")
+        views = [x.view(d.shape) for x, d in zip(out.split([d.numel() for d in into]), into)]
+        chunks.append(Chunk(out, elements, into, views))
+    return chunks
