@@ -21,10 +21,11 @@ torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
-    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS or hasattr(config, "workerinput"):
-        return  # pytest-xdist calls this in its workers too, which must start none of their own
+    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
     config.option.markexpr = config.option.markexpr or "not slow"
-    if getattr(config.option, "numprocesses", 0) is None and not config.option.usepdb:
+    is_worker = hasattr(config, "workerinput")  # pytest-xdist calls this in workers too: they start none of their own
+    if not is_worker and getattr(config.option, "numprocesses", 0) is None and not config.option.usepdb:
         config.option.numprocesses = 2
         config.option.dist = "worksteal"
 
