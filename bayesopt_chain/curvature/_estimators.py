@@ -54,7 +54,7 @@ PRODUCT_BYTES = 2**25  # the default bound on what Hessian products and probes h
 STRUCTURES = tuple(MAKERS)
 
 
-@kinds.takes(structure=kinds.TEXT, targets=kinds.FUNCTION, probes=kinds.WHOLE.or_none())
+@kinds.takes(structure=kinds.TEXT, targets=kinds.INPUTS, probes=kinds.WHOLE.or_none())
 def ggn(
     forward: Forward,
     likelihood: Likelihood,
@@ -118,7 +118,7 @@ def ggn(
     )
 
 
-@kinds.takes(structure=kinds.TEXT, targets=kinds.FUNCTION, samples=kinds.WHOLE)
+@kinds.takes(structure=kinds.TEXT, targets=kinds.INPUTS, samples=kinds.WHOLE)
 def fisher(
     forward: Forward,
     likelihood: Likelihood,
@@ -165,7 +165,7 @@ def fisher(
     return Estimator(forward, root_of, structure, chunk_bytes, options, targets, likelihood, draws=True)
 
 
-@kinds.takes(structure=kinds.TEXT, targets=kinds.FUNCTION)
+@kinds.takes(structure=kinds.TEXT, targets=kinds.INPUTS)
 def empirical_fisher(
     forward: Forward,
     likelihood: Likelihood,
@@ -205,7 +205,7 @@ def empirical_fisher(
     return Estimator(forward, root_of, structure, chunk_bytes, Options(rank, sharing, basis), targets, likelihood)
 
 
-@kinds.takes(structure=kinds.TEXT, targets=kinds.FUNCTION, probes=kinds.WHOLE.or_none())
+@kinds.takes(structure=kinds.TEXT, targets=kinds.INPUTS, probes=kinds.WHOLE.or_none())
 def hessian(
     forward: Forward,
     likelihood: Likelihood,

@@ -378,7 +378,9 @@ class Search:
             )
         except ValueError as err:
             raise ValueError(f"{self.name}: {err}") from err
-        except NotImplementedError as err:
+        except RuntimeError as err:
+            if not isinstance(err, NotImplementedError) and "no second derivative" not in str(err):
+                raise
             reason = str(err).strip().split("\n")[0]
             raise ValueError(
                 f"{self.name}: loss must have dense gradients and products with its Hessian, which torch lacks for a part of "

@@ -305,7 +305,6 @@ def _with_measured_init(
     return estimator._replace(init=init)
 
 
-@kinds.takes(mode=kinds.TREE)
 def control_variates(loss: Loss, data: Iterable[Any], mode: Any, *, at: Sequence[Any] = ()) -> GradientEstimator:
     """Estimate gradients with control variates: the gradients of the same batch at a mode of the loss.
 

@@ -29,7 +29,7 @@ NEIGHBOURS: dict[str, Callable[[], Any]] = {
 }
 
 
-@kinds.takes()
+@kinds.takes(tolerance=kinds.real("[0, inf)"))
 def assert_composes(
     build: Callable[[], Any], temperature: float, *, tolerance: float = 1e-8, burn_in: int = 40
 ) -> dict[str, str]:

@@ -82,7 +82,7 @@ def run(tx: Any, params: Any, gradient: Callable, steps: int, inplace: bool = Fa
     return params, history
 
 
-@kinds.takes(params=kinds.ANY, reference=kinds.TX, gradient=kinds.FUNCTION)
+@kinds.takes(params=kinds.ANY, gradient=kinds.FUNCTION)
 def assert_zero_temperature_limit(
     build: Callable[[Any], Any],
     reference: Any,
