@@ -122,7 +122,7 @@ def check_state(who: str, p: Tensor, state: Mapping[str, Any], counters: Collect
             )
 
 
-def check_memory(who: str, names: Sequence[str], params: Sequence[Tensor]) -> None:
+def check_memory(who: str, names: Sequence[str], params: Sequence[Tensor | None]) -> None:
     """Check that no two parameters share memory: each would get a noise of its own, and their sum is too hot.
 
     Raises:
