@@ -101,9 +101,9 @@ class FittedLaplace:
         Three lines say what was fitted, of which parameters:
 
         >>> bc.fit_laplace(module, bc.likelihoods.gaussian(0.5), [(x, torch.sin(3 * x))], tune=None)
-        Laplace posterior of 9 parameters (2.bias, 2.weight), kronecker structure, ggn
+        Laplace posterior of 9 parameters (2.bias, 2.weight), dense structure, ggn
         gaussian likelihood, noise variance 0.5, prior precision 1
-        20 data, log evidence -20.11 nats
+        20 data, log evidence -19.1 nats
     """
 
     posterior: Gaussian

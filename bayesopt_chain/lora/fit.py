@@ -246,7 +246,7 @@ class _Problem:
         """Rows of minibatches, in reshuffled epochs without end."""
         generator, b = torch.Generator().manual_seed(1000 * self.seed + k), min(self.batch_size, len(rows))
         while True:
-            order = rows[torch.randperm(len(rows), generator=generator)]
+            order = rows[torch.randperm(len(rows), generator=generator, device="cpu")]
             yield from order[: len(order) // b * b].split(b)
 
     def loss(self, rows: Tensor, mean_tokens: float) -> Tensor:
@@ -297,7 +297,7 @@ class _Problem:
 
     def held_out_losses(self, steps: int) -> dict[str, float]:
         """By candidate prior: the loss of held-out sequences, nats a token, of an adapter trained without them."""
-        order = torch.randperm(self.size, generator=torch.Generator().manual_seed(self.seed))
+        order = torch.randperm(self.size, generator=torch.Generator().manual_seed(self.seed), device="cpu")
         held, rest = order[: self.size // HELD_OUT], order[self.size // HELD_OUT :]
         losses = {}
         with holding(self.model, {}):
@@ -309,7 +309,7 @@ class _Problem:
 
     def member(self, method: str, k: int, steps: int, count: int, lr: float, prior: Prior) -> dict[str, Tensor]:
         """The draws of one member: its trained adapter, or what its chain leaves."""
-        every = torch.arange(self.size)
+        every = torch.arange(self.size, device="cpu")
         if method == "ensemble":
             self.train(k, steps, lr, prior, every)
             return {name: x[None] for name, x in self.params().items()}
@@ -323,7 +323,7 @@ class _Problem:
 
     def gaussian(self, method: str, steps: int, count: int, lr: float, prior: Prior) -> dict[str, Any]:
         """Draws of one Gaussian: of IVON, or of the Laplace posterior around a trained adapter (with its ``mean``)."""
-        every, generator = torch.arange(self.size), torch.Generator().manual_seed(self.seed)
+        every, generator = torch.arange(self.size, device="cpu"), torch.Generator().manual_seed(self.seed)
         if method == "ivon":
             self.begin(0)
             settings = {"betas": (0.9, 1 - min(0.5, 5 / steps)), "init_hessian": 0.1, "clip_radius": 0.01}

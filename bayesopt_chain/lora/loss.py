@@ -57,7 +57,7 @@ class TokenLoss:
     """
 
     def __init__(self, labels: Any, *, accumulation_steps: int = 1) -> None:
-        rows = [torch.as_tensor(row).reshape(-1) for row in labels]
+        rows = [torch.as_tensor(row, device="cpu").reshape(-1) for row in labels]
         self.tokens = sum(int((row[1:] != LEFT_OUT).sum()) for row in rows)
         if not self.tokens:
             raise ValueError("TokenLoss: labels has no token that counts behind the first of its sequence")

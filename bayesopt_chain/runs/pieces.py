@@ -102,7 +102,9 @@ def shard_of(x: Tensor, like: Any) -> Any:
     lead = x.ndim - like.ndim
     for d, axis in enumerate(axes_of(like)):
         if axis != ((0, like.shape[d]),):
-            x = x.index_select(lead + d, torch.cat([torch.arange(start, start + n) for start, n in axis] or [_NONE]))
+            x = x.index_select(
+                lead + d, torch.cat([torch.arange(start, start + n, device="cpu") for start, n in axis] or [_NONE])
+            )
     x = x.to(local(like).device)
     return dtensor_of(x, stacked_spec(spec_of(like), x, lead))
 
