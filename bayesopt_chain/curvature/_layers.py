@@ -251,7 +251,8 @@ def _plan(names: list[str], taps: Taps, outputs: Any, foreign: set[str]) -> TapP
             reasons[i] = "its layer computes with a DTensor, as under tensor parallelism"
         elif i not in used:
             reasons.setdefault(i, UNUSED)
-    return TapPlan(names, taps.uses, sorted(reasons), reasons, taps.shapes, taps.outputs, outputs.detach(), direct=None)
+    eps = max(taps.eps, torch.finfo(outputs.dtype).eps)
+    return TapPlan(names, taps.uses, sorted(reasons), reasons, taps.shapes, taps.outputs, outputs.detach(), None, eps)
 
 
 def _require_described(plan: TapPlan) -> None:

@@ -41,10 +41,10 @@ class TapPlan(NamedTuple):
         probe: the model's outputs for the last datum alone, ``[1, *event]``.
         direct: the pullback of a direct backward pass through the last datum; None inside a transform, and for a plan
             that needs no check.
-        one_by_one: whether the generic leaves are done datum by datum instead of vmapped.
-        columns: how many columns the output root of a datum has; 0 where that is not yet known.
         eps: the rounding unit of the coarsest dtype that the forward pass computes with. That of a layer's own dtype is too
             small where a frozen base is in bfloat16 and its adapters are in float32.
+        one_by_one: whether the generic leaves are done datum by datum instead of vmapped.
+        columns: how many columns the output root of a datum has; 0 where that is not yet known.
     """
 
     names: list[str]
@@ -55,9 +55,9 @@ class TapPlan(NamedTuple):
     probe_outputs: list[Tensor]
     probe: Tensor
     direct: Callable[[Tensor], list[Tensor]] | None
+    eps: float
     one_by_one: bool = False
     columns: int = 0
-    eps: float = 0.0
 
     def untap(self, leaves: dict[int, str]) -> TapPlan:
         """The plan in which these leaves, given with their reasons, are not tapped."""

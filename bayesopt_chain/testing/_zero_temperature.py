@@ -82,7 +82,12 @@ def run(tx: Any, params: Any, gradient: Callable, steps: int, inplace: bool = Fa
     return params, history
 
 
-@kinds.takes(params=kinds.ANY, gradient=kinds.FUNCTION)
+REFERENCE = kinds.Kind(
+    lambda x: callable(x) or callable(getattr(x, "init", None)), "an optimizer of TorchOpt, or a function that returns one"
+)
+
+
+@kinds.takes(params=kinds.ANY, gradient=kinds.FUNCTION, reference=REFERENCE)
 def assert_zero_temperature_limit(
     build: Callable[[Any], Any],
     reference: Any,

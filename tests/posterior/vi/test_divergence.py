@@ -28,10 +28,11 @@ def network():
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", [1.0, 100.0, 10_000.0])
 def test_ivon_at_the_settings_of_the_documentation_learns_whatever_the_noise(scale):
-    """``scale`` is one over the noise variance. The last losses are below half of the first; without the trust radius the two
-    largest scales end above it."""
+    """``scale`` is one over the noise variance. The mean of the last 20 losses is below .8 of that of the first 20, below half
+    where the noise is smaller; one loss alone is that of one draw, and varies sevenfold. Without the trust radius the two largest
+    scales end twice as high."""
     forward, params, batch = network()
-    steps, ends = 500, {}
+    steps, begun, ends = 500, {}, {}
     for radius in (None, math.inf):
         tx = bc.vi.ivon(
             lambda count: 0.1 * (1 - count / steps),
@@ -47,8 +48,8 @@ def test_ivon_at_the_settings_of_the_documentation_learns_whatever_the_noise(sca
         for _ in range(steps):
             mean, state, info = step(mean, state, batch)
             losses.append(info.loss.item())
-        ends[radius] = sum(losses[-20:]) / 20 / losses[0]
-    assert ends[None] < (0.8 if scale == 1 else 0.5), ends
+        begun[radius], ends[radius] = sum(losses[:20]), sum(losses[-20:])
+    assert ends[None] < (0.8 if scale == 1 else 0.5) * begun[None], (begun, ends)
     if scale > 1:
         assert not ends[math.inf] < 2 * ends[None], ends
 
