@@ -9,15 +9,18 @@ user. Hence the folder is ``$XDG_CACHE_HOME/bayesopt_chain`` or ``~/.cache/bayes
 
 * it is a folder of this user's that nobody else can read or write, and no folder above it can be changed by another user
   than root (a folder in which everybody may only touch files of their own, like ``/tmp``, passes);
-* the library in it is a regular file of this user's that nobody else can write to.
+* the library in it is a regular file of this user's that nobody else can write to, and whose name holds its own SHA-256: the
+  dynamic loader maps a file that was cut short without a look, and the process dies at the first page that is missing.
 
 A library that fails the second check is compiled again and replaced. Where the folder fails the first, a fresh private one is
-made, used once and removed, with a warning. Files are written under another name and renamed, so that a reader sees a whole
-library or none. Paths are arguments of the compiler, never words of a shell.
+made for this process and removed at its end, with a warning. Files are written under another name, flushed to the disk and
+renamed, so that a reader sees a whole library or none. Paths are arguments of the compiler, never words of a shell. The
+libraries of a wheel have no digest of ours: installers compare every file of a wheel with the list in it.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import os
@@ -30,6 +33,7 @@ import subprocess
 import tempfile
 import warnings
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
@@ -103,20 +107,40 @@ def prebuild(source: Path, level: str, library: Path) -> None:
 
 
 def _load_compiled(source: Path) -> ctypes.CDLL:
-    compiler, text = find_compiler(), text_of(source)
+    compiler, text, folder = find_compiler(), text_of(source), private_folder()
+    name = f"{source.stem}-{_digest(text, compiler)}"
+    for library in folder.glob(f"{name}-*.so"):
+        if is_own_file(library) and library.stem == f"{name}-{_content(library)}":
+            return ctypes.CDLL(str(library))
+        library.unlink()  # a process that has loaded it keeps what it has mapped
+    with tempfile.TemporaryDirectory(prefix="kept-", dir=folder) as scratch:
+        made = Path(scratch) / "library.so"
+        build(text, compiler, made)
+        library = folder / f"{name}-{_content(made)}.so"
+        os.replace(made, library)
+    return ctypes.CDLL(str(library))
+
+
+def _content(library: Path) -> str:
+    """A hash of the bytes of a library."""
+    return hashlib.sha256(library.read_bytes()).hexdigest()[:32]
+
+
+def private_folder() -> Path:
+    """The folder for compiled programs: :func:`cache_folder`, or, with a warning, one of this process alone."""
     try:
-        folder, kept = cache_folder(), True
+        return cache_folder()
     except OSError as err:
         warnings.warn(f"{err}; compiling into a private temporary folder, in every process anew", stacklevel=5)
-        folder, kept = Path(tempfile.mkdtemp(prefix="bayesopt_chain-")), False
-    try:
-        library = folder / f"{source.stem}-{_digest(text, compiler)}.so"
-        if not is_own_file(library):
-            build(text, compiler, library)
-        return ctypes.CDLL(str(library))
-    finally:
-        if not kept:
-            shutil.rmtree(folder, ignore_errors=True)
+        return _temporary()
+
+
+@cache
+def _temporary() -> Path:
+    """A fresh folder that nobody else can read or write, removed when the process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="bayesopt_chain-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def find_compiler() -> list[str]:
@@ -184,6 +208,8 @@ def build(source: str, compiler: Sequence[str], library: Path, optional: Sequenc
                 raise CompileError(f"{compiler[0]}: {err}") from err
             if done.returncode == 0:
                 made.chmod(0o700)
+                with open(made, "rb") as file:
+                    os.fsync(file.fileno())
                 os.replace(made, library)
                 return
             lines = done.stderr.strip().splitlines()

@@ -83,7 +83,8 @@ def run(tx: Any, params: Any, gradient: Callable, steps: int, inplace: bool = Fa
 
 
 REFERENCE = kinds.Kind(
-    lambda x: callable(x) or callable(getattr(x, "init", None)), "an optimizer of TorchOpt, or a function that returns one"
+    lambda x: callable(x) or callable(getattr(x, "init", None)),
+    "an optimizer of TorchOpt, or a function that returns one",
 )
 
 

@@ -76,9 +76,11 @@ def load_in_a_process(source: Path, marker: Path) -> int:
     return int(done.stdout)
 
 
-def plant(library: Path) -> None:
-    """Another library in its place, which leaves a mark when it is loaded."""
+def plant(library: Path) -> Path:
+    """Another library in its place, under the name that its content has to have, which leaves a mark when it is loaded."""
     compiled.build(FOREIGN, compiled.find_compiler(), library)
+    key = library.stem.rpartition("-")[0]
+    return library.rename(library.with_stem(f"{key}-{compiled._content(library)}"))
 
 
 @pytest.mark.slow
@@ -90,7 +92,7 @@ def test_a_foreign_file_in_the_cache_is_not_run(cache, private, source, how):
     compiled.load(source)
     library, marker = the_library(cache), private / "marker"
     library.unlink()
-    plant(library)
+    library = plant(library)
     if how == "another owner":
         os.chown(library, 12345, 12345)
     elif how == "writable by all":
@@ -102,8 +104,32 @@ def test_a_foreign_file_in_the_cache_is_not_run(cache, private, source, how):
     assert (answer, marker.exists()) == ((13, True) if how == "nothing" else (42, False))
     if how != "nothing":
         assert (
-            compiled.is_own_file(library) and load_in_a_process(source, marker) == 42
+            compiled.is_own_file(the_library(cache)) and load_in_a_process(source, marker) == 42
         )  # replaced, and found the next time
+
+
+@pytest.mark.parametrize("how", ["cut short", "one bit", "empty", "another library"])
+def test_a_damaged_library_is_built_again(cache, source, how):
+    """Loaded as it is, a library that was cut short kills the process."""
+    compiled.load(source)
+    library = the_library(cache)
+    raw = library.read_bytes()
+    flipped = bytes([raw[len(raw) // 2] ^ 1])
+    others = {
+        "cut short": raw[:5000],
+        "empty": b"",
+        "one bit": raw[: len(raw) // 2] + flipped + raw[len(raw) // 2 + 1 :],
+    }
+    library.unlink()  # this process has mapped the old file, and keeps it
+    if how == "another library":
+        compiled.build(FOREIGN, compiled.find_compiler(), library)
+    else:
+        library.write_bytes(others[how])
+        library.chmod(0o700)
+    damaged = library.stat().st_ino
+    assert compiled.load(source).answer() == 42
+    kept = the_library(cache)
+    assert kept.stat().st_ino != damaged and kept.stem.endswith(compiled._content(kept))
 
 
 @pytest.mark.parametrize("how", ["open to others", "another owner", "a link", "an open folder above"])
@@ -126,9 +152,18 @@ def test_a_folder_that_others_can_change_is_not_used(cache, private, how, monkey
 def test_without_a_cache_it_compiles_into_a_private_folder_and_says_so(cache, source, tmp_path, monkeypatch):
     cache.mkdir(mode=0o755)
     monkeypatch.setattr(compiled.tempfile, "tempdir", str(tmp_path))
-    with pytest.warns(UserWarning, match=r"not a folder of this user's alone.*in every process anew"):
-        assert compiled.load(source).answer() == 42
-    assert not list(cache.iterdir()) and not list(tmp_path.iterdir())
+    at_exit = []
+    monkeypatch.setattr(compiled.atexit, "register", lambda f, *a, **k: at_exit.append(lambda: f(*a, **k)))
+    compiled._temporary.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match=r"not a folder of this user's alone.*in every process anew"):
+            assert compiled.load(source).answer() == 42
+    finally:
+        compiled._temporary.cache_clear()
+    (folder,) = tmp_path.iterdir()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and not list(cache.iterdir())
+    at_exit.pop()()
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_folder_and_its_files_are_this_users_alone(cache, source):
@@ -221,3 +256,32 @@ def test_the_first_draw_does_without_torchs_compiler():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("named", ["nothing", "by torch", "by the user"])
+def test_captured_programs_are_kept_where_nobody_else_can_put_one(cache, private, tmp_path, named, monkeypatch):
+    """torch's own folder is known to everybody, in a folder where everybody can make it first."""
+    from torch._inductor.codecache import CacheBase
+
+    from bayesopt_chain.loop.capture.cache import keyed_cache
+
+    names = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+    shared = tmp_path / "torchinductor_someone"
+    shared.mkdir()
+    shared.chmod(0o777)
+    monkeypatch.setenv("LOGNAME", "someone")
+    monkeypatch.setattr(compiled.tempfile, "tempdir", str(tmp_path))
+    for name, inside in zip(names, ("", "/triton/0")):
+        monkeypatch.setenv(name, str(shared if named == "by torch" else private / "mine") + inside)
+        if named == "nothing":
+            monkeypatch.delenv(name)
+    CacheBase.get_local_cache_path.cache_clear()
+    remembered = CacheBase.get_local_cache_path() if named == "by torch" else shared
+    with keyed_cache(on_cpu=False):
+        used = [os.environ.get(name, "") for name in names]
+        assert CacheBase.get_local_cache_path() != remembered
+    CacheBase.get_local_cache_path.cache_clear()
+    where = {"nothing": [cache / "inductor", ""], "by torch": [cache / "inductor", cache / "inductor/triton"]}
+    assert used == [*map(str, where.get(named, [private / "mine", private / "mine/triton/0"]))]
+    assert not list(shared.rglob("*.*"))
