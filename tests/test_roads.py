@@ -174,7 +174,7 @@ CALLS = {
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", CALLS)
 def test_other_calls_on_parameters_of_a_device(name, device):
     assert CALLS[name](start(device), bc.epochs(regression(device), 16, seed=0), device) is not None
@@ -228,6 +228,7 @@ def test_the_posterior_in_one_call(method, device, tmp_path):
 # Gaussian posteriors
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("structure", ["diagonal", "kronecker", "dense"])
 def test_laplace_after_training(structure, device):
     x, y = classes(device)

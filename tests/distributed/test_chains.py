@@ -66,6 +66,7 @@ def test_chains_all_at_once_differ_by_the_rounding_of_their_matrix_products_alon
         torch.testing.assert_close(params["w"], alone[1]["w"], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_chains_that_do_not_divide_by_the_ranks_are_shared_out_and_gathered(tmp_path):
     (alone,), three = (run(sampled, size, tmp_path, {"loop": True}) for size in (1, 3))
     assert [len(numbers) for numbers, *_ in three] == [3, 3, 2]

@@ -60,9 +60,7 @@ def test_a_call_killed_before_or_behind_every_stage_goes_on_bit_for_bit(tmp_path
         assert torch.equal(call(path).predict(data()[0]).log_prob(data()[1]), wanted), stage
 
 
-@pytest.mark.parametrize(
-    "at", [10, 22, pytest.param(26, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("at", [10, *(pytest.param(at, marks=pytest.mark.slow) for at in (22, 26, 50))])
 def test_a_call_killed_within_a_stage_goes_on_bit_for_bit(tmp_path, monkeypatch, wanted, at):
     """Steps 10 (pilots), 22 (the prior), 26 (the next prior, or the modes) and 50 (a level)."""
     from bayesopt_chain.ensemble import progress

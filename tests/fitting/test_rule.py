@@ -103,6 +103,7 @@ def test_the_noise_of_a_regression_is_that_of_the_whole_networks_degrees_of_free
     torch.testing.assert_close(fitted.log_evidence, wanted.log_evidence, rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_validation_takes_the_noise_that_predicts_best():
     x, new = torch.randn(N, 2), torch.randn(200, 2)
     y, held = (torch.sin(2 * z[:, :1]) + 0.3 * torch.randn(len(z), 1) for z in (x, new))
