@@ -216,9 +216,9 @@ def test_the_posterior_in_one_call(method, device, tmp_path):
     require_on(device, {"scores": prediction.log_prob(y), "samples": prediction.sample(4), "mean": prediction.mean})
     if method == "laplace":
         return
-    ensemble.save(tmp_path / "saved.pt")
+    ensemble.save(tmp_path / "saved.safetensors")
     again = bc.ensemble.Ensemble.open(
-        tmp_path / "saved.pt", lambda: network(device, 2, 2), bc.likelihoods.categorical(), data=(x, y)
+        tmp_path / "saved.safetensors", lambda: network(device, 2, 2), bc.likelihoods.categorical(), data=(x, y)
     )
     torch.testing.assert_close(again.predict(x).mean, prediction.mean)
     if method == "sghmc":

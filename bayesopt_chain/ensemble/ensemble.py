@@ -21,10 +21,11 @@ from bayesopt_chain.ensemble.predict import EnsemblePrediction
 from bayesopt_chain.ensemble.problem import FEW, Level, Problem, level_of
 from bayesopt_chain.ensemble.progress import Progress
 from bayesopt_chain.ensemble.report import Report
-from bayesopt_chain.ensemble.stages import checksum, loaded, read_or_refuse
+from bayesopt_chain.ensemble.stages import checksum, read_or_refuse
 from bayesopt_chain.fitting.batches import as_pair
 from bayesopt_chain.fitting.predictions import batches_of
 from bayesopt_chain.likelihoods import Likelihood
+from bayesopt_chain.runs import files
 from bayesopt_chain.runs.describe import describe, difference
 from bayesopt_chain.runs.draws import Draws
 
@@ -188,7 +189,7 @@ class Ensemble:
 
     @kinds.takes(path=kinds.PATH)
     def save(self, path: str | Path) -> None:
-        """Write the ensemble to one file, without module, likelihood and data.
+        """Write the ensemble to one safetensors file with checksums, without module, likelihood and data.
 
         Args:
             path: of the file; it is replaced in one move.
@@ -204,8 +205,8 @@ class Ensemble:
             >>> e = bc.posterior_ensemble(torch.nn.Linear(1, 1), (x, 2 * x), noise, method="ensemble", **kept)
             >>> import tempfile, pathlib
             >>> with tempfile.TemporaryDirectory() as folder:
-            ...     e.save(pathlib.Path(folder) / "ensemble.pt")
-            ...     again = bc.ensemble.Ensemble.open(pathlib.Path(folder) / "ensemble.pt", torch.nn.Linear(1, 1), noise)
+            ...     e.save(pathlib.Path(folder) / "e.safetensors")
+            ...     again = bc.ensemble.Ensemble.open(pathlib.Path(folder) / "e.safetensors", torch.nn.Linear(1, 1), noise)
             >>> torch.equal(again.predict(x).mean, e.predict(x).mean)
             True
         """
@@ -224,9 +225,7 @@ class Ensemble:
             "network": described(self.problem.members.still.module),
             "frozen": checksum(self.problem.members.frozen()),
         }
-        temporary = f"{path}.{os.getpid()}"
-        torch.save(state, temporary)
-        os.replace(temporary, path)
+        files.write_tree(Path(path), state)
 
     @classmethod
     @kinds.takes(path=kinds.PATH, make_model=kinds.NETWORKS, likelihood=kinds.LIKELIHOOD, data=kinds.ANY)
@@ -256,18 +255,20 @@ class Ensemble:
 
         Example:
             >>> import bayesopt_chain as bc
-            >>> bc.ensemble.Ensemble.open("nowhere.pt", lambda: None, bc.likelihoods.gaussian())  # see save
+            >>> bc.ensemble.Ensemble.open("nowhere.safetensors", lambda: None, bc.likelihoods.gaussian())  # see save
             Traceback (most recent call last):
             FileNotFoundError: ...
         """
         if not os.path.isfile(path):
             raise FileNotFoundError(f"Ensemble.open: path {str(path)!r} is no file; pass what save wrote")
-        state = read_or_refuse(Path(path), lambda file: loaded(file, torch.device("cpu")), "save it again")
+        state = read_or_refuse(Path(path), lambda file: files.read_tree(file, torch.device("cpu")), "save it again")
         if not isinstance(state, dict) or "format" not in state:
             raise ValueError(f"Ensemble.open: {path} was not written by Ensemble.save")
         if state["format"] != FORMAT:
             raise ValueError(f"Ensemble.open: {path} has format {state.get('format')!r}, this version reads {FORMAT}")
-        levels = [Level(**level) for level in state["levels"]]
+        levels, weights = [Level(**level) for level in state["levels"]], state["weights"]
+        if weights.shape != (len(levels),) or not (weights >= 0).all() or not abs(float(weights.sum()) - 1) < 1e-3:
+            raise ValueError(f"Ensemble.open: {path} has weights {short(weights.tolist())} for {len(levels)} levels")
         count = levels[0].loss.shape[1]
         held = Data(None, None, 0) if data is None else read(data)[0]
         device = None if data is None else flatten(held.inputs)[0][0].device
@@ -306,7 +307,7 @@ class Ensemble:
         )
         problem = problem if data is None else problem.vmappable()
         report = Report(**state["report"])
-        return cls(levels, state["weights"], state["factor"], likelihood, report, problem)
+        return cls(levels, weights, state["factor"], likelihood, report, problem)
 
     @kinds.takes(level=kinds.INDEX)
     def to_arviz(self, level: int = -1, **names: Any) -> Any:

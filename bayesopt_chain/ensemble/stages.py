@@ -1,13 +1,12 @@
 """Stages on disk: each is done once, and after a kill the call goes on in the stage that was under way.
 
-A stage that is done is one file, written under another name and moved; one that runs has the folder of its run
-(:func:`bayesopt_chain.sample`), from which it goes on bit for bit. ``call.json`` says of which call they are.
+A stage that is done is one file with checksums (:mod:`bayesopt_chain.runs.files`); one that runs has the folder of its run
+(:func:`bayesopt_chain.sample`), from which it goes on bit for bit. ``call.safetensors`` says of which call they are.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import zlib
 from collections.abc import Callable, Mapping
@@ -18,10 +17,11 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import batches
-from bayesopt_chain.checks import short
 from bayesopt_chain.distributed.ranks import together
-from bayesopt_chain.ensemble.ranks import elsewhere, firsts, is_first
+from bayesopt_chain.ensemble.ranks import firsts, is_first
+from bayesopt_chain.runs import files
 from bayesopt_chain.runs.describe import difference
+from bayesopt_chain.runs.files import File
 
 
 class Stages:
@@ -50,43 +50,35 @@ class Stages:
         if self.path is None:
             return
         self.path.mkdir(parents=True, exist_ok=True)
-        file, mine = self.path / "call.json", json.loads(json.dumps(dict(about)))
+        file, mine = self.path / "call.safetensors", json.loads(json.dumps(dict(about)))
         if file.exists():
-            if what := difference(read_or_refuse(file, lambda f: json.loads(f.read_text())), mine):
+            if what := difference(read_or_refuse(file, lambda f: File(f).metadata), mine):
                 raise ValueError(
                     f"posterior_ensemble: {self.path} holds another call: {what}; give this one a directory of its own"
                 )
         else:
-            _write(file, lambda name: Path(name).write_text(json.dumps(mine, indent=1)))
+            files.write(file, {}, mine)
 
     def once(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What the stage made: tensors, numbers, and containers of them."""
         if self.path is None:
             return firsts(make(), self.mesh)
-        file, path = self.path / f"{name}.pt", self.path
+        file, path = self.path / f"{name}.safetensors", self.path
         if not firsts(file.exists(), self.mesh):
             made = make()
 
             def keep() -> None:
-                _write(file, lambda temporary: torch.save(made, temporary))
+                files.write_tree(file, made)
                 shutil.rmtree(path / "runs" / name, ignore_errors=True)
 
             self._of_first(keep)
         read: list[dict[str, Any]] = [{}]
-        self._of_first(lambda: read.append(read_or_refuse(file, self._read)))
+        self._of_first(lambda: read.append(read_or_refuse(file, lambda f: files.read_tree(f, self.device))))
         return firsts(read[-1], self.mesh)
-
-    def _read(self, file: Path) -> Any:
-        return loaded(file, self.device)
 
     def folder(self, stage: str, run: str = "run") -> Path | None:
         """Where a run of a stage keeps its draws until the stage is done."""
         return None if self.path is None else self.path / "runs" / stage / run
-
-
-def loaded(file: Path, device: torch.device) -> Any:
-    """The tensors, numbers and containers that a file holds; what was not on the CPU comes to a device."""
-    return torch.load(file, weights_only=True, map_location=elsewhere(device))
 
 
 def read_or_refuse(file: Path, read: Callable[[Path], Any], instead: str = "delete it, and it is made anew") -> Any:
@@ -97,10 +89,8 @@ def read_or_refuse(file: Path, read: Callable[[Path], Any], instead: str = "dele
     """
     try:
         return read(file)
-    except OSError:
-        raise
-    except Exception as err:
-        raise ValueError(f"posterior_ensemble: {file} is damaged ({short(str(err))}): {instead}") from err
+    except ValueError as err:
+        raise ValueError(f"posterior_ensemble: {str(err).removeprefix('load: ')}; {instead}") from err
 
 
 def checksum(tree: Any) -> int:
@@ -110,9 +100,3 @@ def checksum(tree: Any) -> int:
         if isinstance(x, Tensor) and x.numel():
             crc = zlib.crc32(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), crc)
     return crc
-
-
-def _write(file: Path, write: Callable[[Path], Any]) -> None:
-    temporary = file.with_suffix(f".{os.getpid()}")
-    write(temporary)
-    os.replace(temporary, file)

@@ -120,6 +120,58 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
+def write_tree(path: Path, tree: Any) -> None:
+    """Write tensors, numbers, strings, and dicts, lists and tuples of them, in a file of this format.
+
+    Raises:
+        TypeError: something else in the tree. OSError: the file cannot be written.
+    """
+    tensors = dict[str, Tensor]()
+    metadata = {"tree": _packed(tree, tensors)}
+    write(path, tensors, metadata)
+
+
+def read_tree(path: Path, device: torch.device) -> Any:
+    """What :func:`write_tree` wrote. Tensors that were not on a CPU come to ``device``.
+
+    Raises:
+        FileNotFoundError: there is no file. ValueError: it is damaged, or holds no such tree.
+    """
+    file = File(path)
+    tensors = {name: file.read(name) for name in file.entries}
+    try:
+        return _unpacked(file.metadata["tree"], tensors, device)
+    except (KeyError, TypeError, IndexError, ValueError, RecursionError):
+        raise ValueError(f"load: {path} was written by another function") from None
+
+
+def _packed(x: Any, tensors: dict[str, Tensor]) -> Any:
+    """A tree as JSON: lists and plain values as they are, the rest as a pair of its kind and what it holds."""
+    if isinstance(x, Tensor):
+        tensors[name := str(len(tensors))] = x
+        return {"tensor" if x.is_cpu else "elsewhere": name}
+    if isinstance(x, dict):
+        return {"dict": [[_packed(k, tensors), _packed(v, tensors)] for k, v in x.items()]}
+    if isinstance(x, (list, tuple)):
+        items = [_packed(v, tensors) for v in x]
+        return {"tuple": items} if isinstance(x, tuple) else items
+    if x is None or isinstance(x, (bool, int, float, str)):
+        return x
+    raise TypeError(f"save: {type(x).__name__} cannot be saved; tensors, numbers, strings and containers of them can")
+
+
+def _unpacked(x: Any, tensors: Mapping[str, Tensor], device: torch.device) -> Any:
+    if isinstance(x, list):
+        return [_unpacked(v, tensors, device) for v in x]
+    if not isinstance(x, dict):
+        return x
+    ((kind, held),) = x.items()
+    if kind in ("tensor", "elsewhere"):
+        return tensors[held] if kind == "tensor" else tensors[held].to(device)
+    items = _unpacked(held, tensors, device)
+    return {"dict": dict, "tuple": tuple}[kind](items)
+
+
 def open_regular(path: Path) -> int:
     """A descriptor of a regular file, for reading; a pipe or a device is refused instead of waited for.
 

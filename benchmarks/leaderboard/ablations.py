@@ -153,7 +153,7 @@ def _shared(recipe: Path, mine: Path, since: str) -> None:
     """Copy the recipe's stages before one of them."""
     mine.mkdir(parents=True)
     for stage in STAGES[: STAGES.index(since)]:
-        shutil.copy(recipe / f"{stage}.pt", mine / f"{stage}.pt")
+        shutil.copy(recipe / f"{stage}.safetensors", mine / f"{stage}.safetensors")
 
 
 def run(task: Any, seed: int, variant: Variant, place: Path, **options: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import bayesopt_chain as bc
 from bayesopt_chain.ensemble import recipe
 from bayesopt_chain.ensemble.data import read
 from bayesopt_chain.ensemble.members import members_of
+from bayesopt_chain.runs import files
 
 N = 48
 SMALL = {"members": 2, "steps": 20, "lr": 0.01, "progress": False}
@@ -307,14 +308,14 @@ def test_an_ensemble_goes_on_is_saved_and_opened(tmp_path, fitted):
     make, likelihood, e = maker(), bc.likelihoods.gaussian(), fitted
     longer = e.more(60)
     assert len(longer.levels[-1].loss) > len(e.levels[-1].loss)
-    e.save(tmp_path / "ensemble.pt")
-    opened = bc.ensemble.Ensemble.open(tmp_path / "ensemble.pt", make, likelihood, data=(x, y))
+    e.save(tmp_path / "ensemble.safetensors")
+    opened = bc.ensemble.Ensemble.open(tmp_path / "ensemble.safetensors", make, likelihood, data=(x, y))
     assert torch.equal(opened.predict(x).log_prob(y), e.predict(x).log_prob(y))
     assert torch.equal(opened.more(60).predict(x).mean, longer.predict(x).mean)
     with pytest.raises(ValueError, match="without its data"):
-        bc.ensemble.Ensemble.open(tmp_path / "ensemble.pt", make, likelihood).more(60)
+        bc.ensemble.Ensemble.open(tmp_path / "ensemble.safetensors", make, likelihood).more(60)
     with pytest.raises(ValueError, match="other parameters"):
-        bc.ensemble.Ensemble.open(tmp_path / "ensemble.pt", lambda: nn.Linear(2, 1), likelihood)
+        bc.ensemble.Ensemble.open(tmp_path / "ensemble.safetensors", lambda: nn.Linear(2, 1), likelihood)
     assert e.to_arviz().posterior.sizes["chain"] == 2
 
 
@@ -412,18 +413,40 @@ def test_arguments_of_another_kind_are_refused_by_name(change, says):
 
 
 def test_a_file_is_opened_with_what_it_was_made_with_alone(tmp_path, fitted):
-    file, gaussian, opening = tmp_path / "e.pt", bc.likelihoods.gaussian(), bc.ensemble.Ensemble.open
+    file, gaussian, opening = tmp_path / "e.safetensors", bc.likelihoods.gaussian(), bc.ensemble.Ensemble.open
     fitted.save(file)
     with pytest.raises(ValueError, match="not the likelihood that was saved"):
         opening(file, maker(), bc.likelihoods.student_t())
     with pytest.raises(ValueError, match=r"not the network that was saved: .*Tanh, here ReLU"):
         opening(file, lambda: nn.Sequential(nn.Linear(2, 6), nn.ReLU(), nn.Linear(6, 1)), gaussian)
     file.write_bytes(file.read_bytes()[:200])
-    with pytest.raises(ValueError, match=r"e\.pt is damaged"):
+    with pytest.raises(ValueError, match=r"e\.safetensors is truncated or damaged.*save it again"):
         opening(file, maker(), gaussian)
     torch.save([1], file)
+    with pytest.raises(ValueError, match=r"e\.safetensors is truncated or damaged"):
+        opening(file, maker(), gaussian)
+    bc.save(file, {"w": torch.ones(2)})
+    with pytest.raises(ValueError, match="was written by another function"):
+        opening(file, maker(), gaussian)
+    files.write_tree(file, {"levels": []})
     with pytest.raises(ValueError, match=r"was not written by Ensemble\.save"):
         opening(file, maker(), gaussian)
+
+
+def test_a_bit_that_flips_in_a_file_is_noticed_and_so_are_weights_that_are_none(tmp_path, fitted):
+    file, gaussian = tmp_path / "e.safetensors", bc.likelihoods.gaussian()
+    fitted.save(file)
+    raw = file.read_bytes()
+    for at in range(5, len(raw), len(raw) // 60):
+        file.write_bytes(raw[:at] + bytes([raw[at] ^ 64]) + raw[at + 1 :])
+        with pytest.raises(ValueError, match=r"e\.safetensors.* damaged.*save it again"):
+            bc.ensemble.Ensemble.open(file, maker(), gaussian)
+    file.write_bytes(raw)
+    state, n = files.read_tree(file, torch.device("cpu")), len(fitted.levels)
+    for wrong in ([float("nan")] * n, [2.0, *[-1.0 / max(1, n - 1)] * (n - 1)], [1.0 / (n + 1)] * (n + 1)):
+        files.write_tree(file, {**state, "weights": torch.tensor(wrong)})
+        with pytest.raises(ValueError, match="has weights"):
+            bc.ensemble.Ensemble.open(file, maker(), gaussian)
 
 
 def test_frozen_weights_of_another_network_are_refused(tmp_path):
@@ -436,8 +459,8 @@ def test_frozen_weights_of_another_network_are_refused(tmp_path):
 
     module = frozen()
     e = bc.posterior_ensemble(module, (x, x[:, :1]), gaussian, method="ensemble", **SMALL)
-    e.save(tmp_path / "e.pt")
-    again = bc.ensemble.Ensemble.open(tmp_path / "e.pt", module, gaussian)
+    e.save(tmp_path / "e.safetensors")
+    again = bc.ensemble.Ensemble.open(tmp_path / "e.safetensors", module, gaussian)
     assert torch.equal(again.predict(x).mean, e.predict(x).mean)
     with pytest.raises(ValueError, match="frozen parameters differ"):
-        bc.ensemble.Ensemble.open(tmp_path / "e.pt", frozen(), gaussian)
+        bc.ensemble.Ensemble.open(tmp_path / "e.safetensors", frozen(), gaussian)

@@ -358,3 +358,31 @@ def test_the_names_of_an_index_of_files_stay_in_the_folder(tmp_path):
         write(tmp_path / "run.index.safetensors", {}, {"files": names})
         with pytest.raises(ValueError, match=r"run\.index\.safetensors is damaged"):
             bc.load(tmp_path / "run.safetensors", like={"w": torch.zeros(2)})
+
+
+def test_a_tree_comes_back_as_it_was_or_is_refused_if_a_bit_of_its_file_flips(tmp_path):
+    """Structure, kinds of containers and numbers are exact; no flip, at every seventh byte, is read as something else."""
+    from bayesopt_chain.runs.files import read_tree, write_tree
+
+    file, cpu = tmp_path / "x", torch.device("cpu")
+    tree = {"a": [torch.arange(3), None, (1, 0.1, float("inf"))], 7: {"tensor": torch.ones(()), "b": True, "": "text"}}
+    write_tree(file, tree)
+    raw, known = file.read_bytes(), repr(tree)
+    assert repr(read_tree(file, cpu)) == known
+    for at in range(0, len(raw), 7):
+        file.write_bytes(raw[:at] + bytes([raw[at] ^ 1 << at % 8]) + raw[at + 1 :])
+        try:
+            assert repr(read_tree(file, cpu)) == known
+        except ValueError as err:
+            assert str(file) in str(err)
+    with pytest.raises(TypeError, match="Path cannot be saved"):
+        write_tree(file, {"a": tmp_path})
+
+
+def test_a_file_of_another_kind_or_a_crafted_tree_is_no_tree(tmp_path):
+    from bayesopt_chain.runs.files import read_tree, write
+
+    for metadata in ({}, {"tree": {"tensor": "1"}}, {"tree": {"set": []}}, {"tree": {}}, {"tree": {"dict": [1]}}):
+        write(tmp_path / "x", {"0": torch.ones(2)}, metadata)
+        with pytest.raises(ValueError, match="another function"):
+            read_tree(tmp_path / "x", torch.device("cpu"))

@@ -72,7 +72,7 @@ def leave_the_shared_folder() -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
     clear_caches()  # paths that torch remembers, such as those of compiled headers
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
-    if os.path.abspath(named["TRITON_CACHE_DIR"]).startswith(shared):  # torch derives it from the other
+    if os.path.abspath(named["TRITON_CACHE_DIR"]).startswith(shared):  # or unset: torch derives it from the other
         os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
 
 
