@@ -208,9 +208,16 @@ def _cell(cell: Any, inner: Callable[[Any], Any]) -> Any:
 
 def code_digest(code: types.CodeType) -> str:
     """16 hexadecimal digits of a hash of byte code, its constants and names; not of line numbers."""
-    constants = [code_digest(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
+    constants = [_constant(c) for c in code.co_consts]
     text = " ".join([code.co_code.hex(), *constants, *code.co_names])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _constant(c: Any) -> str:
+    """A constant of byte code; the order of a set is another in every process."""
+    if isinstance(c, types.CodeType):
+        return code_digest(c)
+    return repr(sorted(map(repr, c)) if isinstance(c, frozenset) else c)
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer, without: tuple[str, ...] = ()) -> Any:

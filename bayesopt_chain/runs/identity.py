@@ -170,11 +170,13 @@ def _tree_difference(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str:
 
 
 def _compare_losses(folder: Any, theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
-    """Refuse a loss of another name; warn of one of the same name whose code, or what it sees, has changed."""
+    """Refuse a loss of another name and a lambda of other code; warn of other changes in code and in what it sees."""
     a, b = theirs.get("loss"), mine["loss"]
     if not isinstance(a, dict) or not isinstance(b, dict):
         return
     _refuse(folder, difference(a.get("function"), b["function"], "loss"))
+    if str(b["function"]).endswith("<lambda>"):  # a name that says nothing: all that is known of it is its code
+        _refuse(folder, difference(a.get("code"), b["code"], "loss.code"))
     if any(not difference(known, b) for known in [a, *theirs.get("losses", [])]):
         return
     warnings.warn(

@@ -2,6 +2,9 @@
 
 import dataclasses
 import functools
+import os
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -84,6 +87,43 @@ def test_a_loss_of_the_same_name_and_other_code_warns_once_and_is_recorded(tmp_p
         warnings.simplefilter("error")
         run(tmp_path, fn=made(True), steps=9)
         run(tmp_path, fn=made(False), steps=9)
+
+
+def test_a_lambda_of_other_code_is_refused_since_its_name_says_nothing(tmp_path):
+    def made(scale):
+        return lambda p, batch: scale * (p["w"] ** 2).sum()
+
+    def bound(scale):
+        return functools.partial(lambda scale, p, batch: scale * (p["w"] ** 4).sum(), scale)
+
+    run(tmp_path, fn=lambda p, batch: (p["w"] ** 2).sum())
+    run(tmp_path, fn=lambda p, batch: (p["w"] ** 2).sum())  # elsewhere in the source: the same
+    for other in (lambda p, batch: (p["w"] ** 4).sum(), lambda p, batch: p["w"].abs().sum()):
+        with pytest.raises(ValueError, match=r"another run: loss\.code.* is .*segment="):
+            run(tmp_path, fn=other, steps=8)
+    for which in (made, bound):
+        run(tmp_path / which.__name__, fn=which(1.0))
+        with pytest.warns(UserWarning, match=r"is 1\.0, here 2\.0"):  # the same code, that sees something else
+            run(tmp_path / which.__name__, fn=which(2.0), steps=8)
+
+
+def test_the_code_of_a_set_is_the_same_in_every_process():
+    """Strings hash to other numbers in every process, so that a set has another order."""
+    program = (
+        "from bayesopt_chain.runs.describe import code_digest\n"
+        "print(code_digest((lambda x: x in {'momentum', 'lr', 'a', 'b', 'c'}).__code__))"
+    )
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in "123"
+    }
+    assert len(digests) == 1
 
 
 class Scaled:
