@@ -30,8 +30,8 @@ from bayesopt_chain import checks
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
-from bayesopt_chain.links.weight_decay import add_decayed_weights
-from bayesopt_chain.matching.response import Linear, Preconditioner, Rate, Refused, Response, SelfContainedSampler
+from bayesopt_chain.links.weight_decay import AddDecayedWeights, require_first
+from bayesopt_chain.matching.response import Linear, Response
 from bayesopt_chain.precision import Diagonal, Precision, Woodbury
 from bayesopt_chain.trees import flattened, paths_of
 
@@ -93,21 +93,6 @@ class Prior(Link):
 
     __hash__ = Link.__hash__
 
-    def require_first(self, context: LinkContext) -> None:
-        """Refuse a place behind a link that scales or accumulates gradients, since it would change the prior.
-
-        Raises:
-            ValueError: such a link stands in front; the message names it.
-        """
-        for link in context.scope.before:
-            response = link.response
-            changes = isinstance(response, (Preconditioner, Rate, SelfContainedSampler, Refused))
-            if changes or (isinstance(response, Linear) and response != Linear()):
-                raise ValueError(
-                    f"add_gaussian_prior: {link.shown} stands before it, so that another prior than this would act; write "
-                    "add_gaussian_prior first"
-                )
-
 
 @dataclass(frozen=True)
 class AddDiagonalPrior(Prior):
@@ -117,7 +102,7 @@ class AddDiagonalPrior(Prior):
     __hash__ = Link.__hash__
 
     def init(self, leaves: Leaves, context: LinkContext) -> PriorState:
-        self.require_first(context)
+        require_first(context)
         mean, precision = (
             tuple([x.clone() for x in context.broadcast(tree, f"add_gaussian_prior: the {what}")])
             for tree, what in ((self.mean, "mean"), (self.precision, "precision"))
@@ -150,7 +135,7 @@ class AddFanInPrior(Prior):
     __hash__ = Link.__hash__
 
     def init(self, leaves: Leaves, context: LinkContext) -> PriorState:
-        self.require_first(context)
+        require_first(context)
         fans = [float(leaf.numel() // leaf.shape[0]) if leaf.ndim > 1 and leaf.numel() else 1.0 for leaf in leaves]
         mean = tuple([leaf.new_zeros(()) for leaf in leaves])
         return PriorState(mean, tuple([leaf.new_full((), self.precision * fan) for leaf, fan in zip(leaves, fans)]))
@@ -177,7 +162,7 @@ class AddGaussianPrior(Prior):
     __hash__ = Link.__hash__
 
     def init(self, leaves: Leaves, context: LinkContext) -> Any:
-        self.require_first(context)
+        require_first(context)
         names, mine = context.paths, paths_of(self.mean)
         shapes, known = ([tuple(x.shape) for x in xs] for xs in (leaves, optree.tree_leaves(self.mean)))
         if mine != names or shapes != known:
@@ -330,7 +315,7 @@ def add_gaussian_prior(prior: Any, *, n: float, scale: Literal["fan_in"] | None 
     # The link of weight decay, so that both chains compare equal and are fused alike.
     if isinstance(prior, (int, float)):
         checks.number("add_gaussian_prior: prior", prior, "[0, inf)")
-        return add_decayed_weights(float(prior) / n)
+        return Chain((AddDecayedWeights(float(prior) / n, is_prior=True),)) if prior else Chain(())
     for leaf in optree.tree_leaves(prior, none_is_leaf=True):
         real = isinstance(leaf, Tensor) and leaf.is_floating_point()
         if not real and (isinstance(leaf, bool) or not isinstance(leaf, Real)):

@@ -7,7 +7,7 @@ sampled exactly, because the noise is matched to the weight decay, too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from bayesopt_chain.arguments import checked_types
@@ -15,7 +15,31 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import ELEMENTWISE, Link, LinkContext, Traits
 from bayesopt_chain.core.op import IN_PLACE, Leaves, TensorOps
 from bayesopt_chain.engine.parts import Decays, Part
-from bayesopt_chain.matching.response import Decay, Linear, Response
+from bayesopt_chain.matching.response import (
+    Decay,
+    Linear,
+    Preconditioner,
+    Rate,
+    Refused,
+    Response,
+    SelfContainedSampler,
+)
+
+
+def require_first(context: LinkContext) -> None:
+    """Refuse a prior behind a link that scales or accumulates gradients, since it would change the prior.
+
+    Raises:
+        ValueError: such a link stands in front; the message names it.
+    """
+    for link in context.scope.before:
+        response = link.response
+        changes = response is None or isinstance(response, (Preconditioner, Rate, SelfContainedSampler, Refused))
+        if changes or (isinstance(response, Linear) and response != Linear()):
+            raise ValueError(
+                f"add_gaussian_prior: {link.shown} stands before it, so that another prior than this would act; write "
+                "add_gaussian_prior first"
+            )
 
 
 @dataclass(frozen=True)
@@ -25,10 +49,12 @@ class AddDecayedWeights(Link):
     Attributes:
         weight_decay: the factor of the parameters.
         flip: whether the gradient is negated first, which TorchOpt's optimizers call ``maximize``.
+        is_prior: whether it was asked for as a Gaussian prior, which stands in front of every link that would change it.
     """
 
     weight_decay: float
     flip: bool = False
+    is_prior: bool = field(default=False, compare=False)
     traits = Traits(on_shards="elementwise", needs_params=True)
 
     @property
@@ -38,6 +64,11 @@ class AddDecayedWeights(Link):
     @property
     def part(self) -> Part | None:
         return Decays(self.weight_decay, self.flip)
+
+    def init(self, leaves: Leaves, context: LinkContext) -> Any:
+        if self.is_prior:
+            require_first(context)
+        return super().init(leaves, context)
 
     def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:
         g = op.mul(g, -1) if self.flip else g

@@ -211,10 +211,17 @@ def test_links_compare_hash_pickle_and_say_what_they_are():
     )
 
 
-def test_clipping_may_stand_before_it_and_nothing_that_changes_gradients():
+PRIORS = {"a number": 2.0, "a tree": torch.full((2,), 2.0, dtype=D), "a Gaussian": None}
+
+
+@pytest.mark.parametrize("form", PRIORS)
+def test_clipping_may_stand_before_it_and_nothing_that_changes_gradients(form):
     import torchopt
 
-    p, prior = torch.ones(2, dtype=D), bc.links.add_gaussian_prior(coupled(), n=2)
+    p, prior = (
+        torch.ones(2, dtype=D),
+        bc.links.add_gaussian_prior(coupled() if form == "a Gaussian" else PRIORS[form], n=2),
+    )
     bc.chain(torchopt.clip_grad_norm(1.0), prior, bc.sghmc(0.1, temperature=0.1)).init(p)
     bc.chain(bc.links.add_decayed_weights(0.1), prior, bc.sgd(0.1)).init(p)
     for link in (
@@ -222,9 +229,11 @@ def test_clipping_may_stand_before_it_and_nothing_that_changes_gradients():
         bc.scale_by_preconditioner(2.0),
         bc.scale_by_neg_lr(lambda c: 0.1),
         bc.links.scale_by_rms(),
+        torchopt.transform.scale_by_adam(),
     ):
-        with pytest.raises(ValueError, match=r"stands before it.*write add_gaussian_prior first"):
-            bc.chain(link, prior, bc.scale_by_neg_lr(0.1)).init(p)
+        for behind in (bc.chain(prior), bc.masked(prior, True)):
+            with pytest.raises(ValueError, match=r"stands before it.*write add_gaussian_prior first"):
+                bc.chain(link, behind, bc.scale_by_neg_lr(0.1)).init(p)
     with pytest.raises(ValueError, match=r"behind it would change what it samples|stands before it"):
         bc.chain(bc.samplers.sgnht(0.1, temperature=0.1), prior).init(p)
 
