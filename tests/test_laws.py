@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import optree
 import pytest
 import torch
+import torchopt
 from torchopt.base import GradientTransformation
 
 import bayesopt_chain as bc
@@ -123,6 +124,54 @@ def test_a_link_that_couples_elements_is_not_elementwise():
 
 def test_a_link_that_does_not_say_what_it_does_with_shards_refuses_them():
     assert Link().traits.on_shards == "refused"
+
+
+FALSE = [
+    (torchopt.transform.scale(0.5), bc.response.Linear((2.0,))),
+    (torchopt.transform.trace(0.9), bc.response.Linear((1.0,), (1.0, -0.8))),
+    (torchopt.transform.trace(0.9), bc.response.Nonlinear()),
+    (torchopt.transform.add_decayed_weights(0.1), bc.response.Decay(0.2)),
+]
+TRUE = [
+    (torchopt.transform.scale(0.5), bc.response.Linear((0.5,))),
+    (torchopt.transform.trace(0.9), bc.response.Linear((1.0,), (1.0, -0.9))),
+    (torchopt.clip_grad_norm(0.1), bc.response.Nonlinear()),
+    (torchopt.transform.add_decayed_weights(0.1), bc.response.Decay(0.1)),
+]
+
+
+def declaring(made, declared):
+    link = bc.with_response(made, declared, name="mine")
+    return bc.chain(link, bc.inject_langevin_noise(1e-3), bc.scale_by_neg_lr(0.2))
+
+
+@pytest.mark.parametrize(("made", "declared"), FALSE)
+def test_a_false_response_breaks_a_law(made, declared):
+    assert testing.responses_are_as_declared in LAWS
+    with pytest.raises(AssertionError, match="mine declares"):
+        testing.responses_are_as_declared(lambda: declaring(made, declared))
+
+
+@pytest.mark.parametrize(("made", "declared"), TRUE)
+def test_a_true_response_breaks_no_law_and_the_state_stays_in_its_tensors(made, declared):
+    testing.responses_are_as_declared(lambda: declaring(made, declared))
+    testing.in_place_equals_pure(lambda: declaring(made, declared))
+    tx, params, state = testing._underway(lambda: declaring(made, declared))
+    before = [t.data_ptr() for t in optree.tree_leaves(state)]
+    _, state = tx.update(testing.smooth_gradient(params), state, params=params, inplace=True)
+    assert before == [t.data_ptr() for t in optree.tree_leaves(state)]
+
+
+def test_the_law_of_states_names_the_link_that_replaces_a_tensor():
+    class Replaces(Link):
+        def init(self, leaves, context):
+            return tuple(map(torch.clone, leaves))
+
+        def update(self, g, state, op, context):
+            return g, tuple(x + 1 for x in state)
+
+    with pytest.raises(AssertionError, match=r"replaced the tensor \(0,\) of the state of .*Replaces.*copy_"):
+        testing.in_place_keeps_the_state_tensors(lambda: bc.Chain((Replaces(),)))
 
 
 def test_a_link_that_breaks_a_law_is_found():

@@ -27,7 +27,7 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.leaves import new_counts, zeros
-from bayesopt_chain.links.rms import averaged, frozen_note, require_decay, require_settings
+from bayesopt_chain.links.rms import averaged, frozen_note, require_decay, require_settings, root
 from bayesopt_chain.matching.response import Preconditioner, Response
 from bayesopt_chain.schedules import by_count
 from bayesopt_chain.tracing import is_readable
@@ -156,7 +156,7 @@ class ScaleByAdam(TwoMoments):
 
     def scales(self, nu: Sequence[Tensor], count: Sequence[Tensor], op: TensorOps) -> list[Tensor]:
         correct = by_count(lambda c: 1 - pow(self.b2, self.learned_updates(c)), count)
-        roots = [n.div(c).add_(self.eps_root).sqrt_() for n, c in zip(nu, correct)]
+        roots = [root(n.div(c).add_(self.eps_root), inplace=True) for n, c in zip(nu, correct)]
         # a new tensor of each leaf costs more than the arithmetic; the derivative of a root needs the root as it is
         return [x.add_(self.eps) if op.inplace else x.add(self.eps) for x in roots]
 
@@ -216,7 +216,7 @@ class ScaleByRAdam(TwoMoments):
 
     def scales(self, nu: Sequence[Tensor], count: Sequence[Tensor], op: TensorOps) -> list[Any]:
         factors = by_count(self._factors, count)
-        return [(n.sqrt().add(self.eps), f) for n, f in zip(nu, factors)]
+        return [(root(n).add(self.eps), f) for n, f in zip(nu, factors)]
 
     def denominators(self, scales: Sequence[Any]) -> list[Tensor]:
         start = 0.0 if self.rectifies else 1.0  # noise of covariance Psi / P vanishes where 1 / P is 0

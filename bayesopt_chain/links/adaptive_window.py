@@ -21,6 +21,7 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import ELEMENTWISE, Link, LinkContext
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.leaves import new_counts, zeros
+from bayesopt_chain.links.rms import root
 from bayesopt_chain.matching.response import Preconditioner, Response
 
 
@@ -69,7 +70,7 @@ class AdaptiveWindow(Link):
             mean.append(torch.where(learns, new_mean, m))
             square.append(torch.where(learns, new_square, v))
         held = tuple(op.put(state.square, square))
-        d = [v.sqrt().add(self.eps) for v in held]
+        d = [root(v).add(self.eps) for v in held]
         moves = op.div(context.with_noise(lambda: d), d)
         window, average = tuple(op.put(state.tau, tau)), tuple(op.put(state.mean, mean))
         return moves, AdaptiveWindowState(window, average, held, op.count(state.count))

@@ -55,11 +55,13 @@ class Foreign(Link):
 
     def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:
         params = context.tree(context.params) if context.has_params else None
-        new, state = self.transformation.update(
+        new, later = self.transformation.update(
             context.tree(g), state, params=params, inplace=op.inplace, **context.extra
         )
         # The updates may be tensors of the transformation's own state, which later links must not overwrite in place.
-        return _copied(g, context.leaves(new), op), state
+        new = _copied(g, context.leaves(new), op)
+        # In place the state stays in its tensors, although TorchOpt's own transformations make new ones.
+        return new, op.keep(state, later)
 
     def rescaled(self, state: Any, at: Sequence[int], factors: Leaves, op: TensorOps) -> Any:
         factor = factors[0]  # one for the whole state, because it is not known which tensor of it belongs to which leaf

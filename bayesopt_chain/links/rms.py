@@ -36,6 +36,7 @@ from bayesopt_chain.core.link import ELEMENTWISE, Link, LinkContext
 from bayesopt_chain.core.op import PURE, Leaves, TensorOps
 from bayesopt_chain.links.leaves import new_counts, zeros
 from bayesopt_chain.matching.response import Preconditioner, Refused, Response
+from bayesopt_chain.tracing import is_transformed
 
 
 class RunningScaleState(NamedTuple):
@@ -152,9 +153,9 @@ class RunningScale(Link):
     def denominators(self, state: RunningScaleState) -> list[Tensor]:
         """``1 / P`` for each leaf."""
         if not self.centred:
-            return [n.sqrt().add(self.eps) for n in state.nu]
+            return [root(n).add(self.eps) for n in state.nu]
         # Rounding errors can make the difference negative, whose root would be NaN (as it is in TorchOpt).
-        return [n.addcmul(m, m, value=-1.0).clamp(min=0.0).sqrt().add(self.eps) for n, m in zip(state.nu, state.mu)]
+        return [root(n.addcmul(m, m, value=-1.0).clamp(min=0.0)).add(self.eps) for n, m in zip(state.nu, state.mu)]
 
     def update(
         self, g: Leaves, state: RunningScaleState, op: TensorOps, context: LinkContext
@@ -196,7 +197,7 @@ class RootSumOfSquares(Link):
     ) -> tuple[Leaves, ScaleByRssState]:
         old = state.sum_of_squares
         nu = averaged(old, lambda op: op.average(old, 1.0, g, 1, True), state.count, self.freeze_after, op)
-        d = [n.sqrt().add(self.eps) for n in nu]
+        d = [root(n).add(self.eps) for n in nu]
         moves = [torch.where(n == 0.0, 0.0, x) for x, n in zip(op.div(context.with_noise(lambda: d), d), nu)]
         return moves, ScaleByRssState(nu, op.count(state.count))
 
@@ -379,3 +380,10 @@ def scale_by_adadelta(rho: float = 0.9, eps: float = 1e-6, moment_requires_grad:
     require_decay("rho", rho)
     require_settings(eps, None)
     return Chain((AdaDelta(rho, eps, moment_requires_grad),))
+
+
+def root(x: Tensor, inplace: bool = False) -> Tensor:
+    """``sqrt(x)``, with the derivative 0 at 0, where that of the root is infinite and times a derivative of 0 would be NaN."""
+    if not (torch.is_grad_enabled() and (x.requires_grad or is_transformed())):
+        return x.sqrt_() if inplace else x.sqrt()
+    return torch.where(x == 0.0, 0.0, torch.where(x == 0.0, 1.0, x).sqrt())

@@ -15,8 +15,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.link import Link
 from bayesopt_chain.core.state import State
 from bayesopt_chain.loop.parallel import stack
+from bayesopt_chain.matching.response import Decay, Linear, Nonlinear
 from bayesopt_chain.testing._zero_temperature import assert_bitwise_equal, example_params, run, smooth_gradient
 
 Build = Callable[[], Any]
@@ -74,11 +76,16 @@ def in_place_equals_pure(build: Build) -> None:
 def in_place_keeps_the_state_tensors(build: Build) -> None:
     """``inplace=True`` writes into the tensors of the state and never replaces them, a missing gradient or not."""
     tx, params, state = _underway(build)
-    before = [t.data_ptr() for t in optree.tree_leaves(state) if t.numel()]
-    assert len(set(before)) == len(before), "two entries of the state share one tensor"
+    before = [t.data_ptr() for t in optree.tree_leaves(state)]
+    filled = [address for address in before if address]
+    assert len(set(filled)) == len(filled), "two entries of the state share one tensor"
     for missing in ({}, {"scale": None}):
         _, state = tx.update({**smooth_gradient(params), **missing}, state, params=params, inplace=True)
-        assert before == [t.data_ptr() for t in optree.tree_leaves(state) if t.numel()], "a state tensor was replaced"
+        for path, t, address in zip(optree.tree_paths(state), optree.tree_leaves(state), before, strict=True):
+            assert t.data_ptr() == address, (
+                f"an update in place replaced the tensor {path[1:]} of the state of {_link_at(tx, path)}; write into it "
+                "instead, old.copy_(new)"
+            )
 
 
 def copies_and_pickles_continue_exactly(build: Build) -> None:
@@ -344,6 +351,61 @@ def _part_of(tx: Chain, state: State, leaves: list[torch.Tensor]) -> list[Any]:
     return out
 
 
+def responses_are_as_declared(build: Build) -> None:
+    """A filter answers an impulse by its coefficients, a function of the gradient alone forgets it, a decay adds its share."""
+    params = example_params()
+    moved = optree.tree_map(lambda p: p + 0.25, params)
+    for link in getattr(build(), "links", ()):
+        declared = link.response
+        if type(declared) not in (Linear, Nonlinear, Decay) or link.extra_kwargs:
+            continue
+        want = _impulse(declared) if isinstance(declared, Linear) else [1.0, 0.0, 0.0]
+        sign = -1.0 if getattr(link.part, "flips", False) else 1.0  # noise is matched to the loss that is descended
+        still, struck = (_answers(link, params, params, height) for height in (0.0, 0.5))
+        for i, value in enumerate([sign * (y - x) / 0.5 for x, y in zip(still, struck)]):
+            untouched = torch.full_like(value, i == 0) if link.masks else value.new_tensor(torch.nan)
+            wrong = value[((value - want[i]).abs() > 1e-9) & ~((value - untouched).abs() < 1e-9)]
+            assert not len(wrong) or (i == 0 and isinstance(declared, Nonlinear)), (
+                f"{link.shown} declares {declared}, which answers a gradient of 1 after {i} steps with {want[i]:g}, but the "
+                f"link answers with {wrong[0].item():g}"
+            )
+        if isinstance(declared, Decay):
+            share = (_answers(link, params, moved, 0.0)[0] - still[0]) / 0.25
+            wrong = share[((share - declared.weight_decay).abs() > 1e-9) & ~(bool(link.masks) & (share.abs() < 1e-9))]
+            assert not len(wrong), (
+                f"{link.shown} declares {declared}, but adds {wrong[0].item():g} times the parameters to the gradient"
+            )
+
+
+def _impulse(filter: Linear, steps: int = 3) -> list[float]:
+    """What a filter answers to an impulse of 1: ``a_0 h_i = b_i - a_1 h_(i-1) - a_2 h_(i-2) - ...``."""
+    h = list[float]()
+    for i in range(steps):
+        past = sum(a * x for a, x in zip(filter.a[1:], reversed(h)))
+        h.append(((filter.b[i] if i < len(filter.b) else 0.0) - past) / filter.a[0])
+    return h
+
+
+def _answers(link: Link, start: Any, params: Any, height: float, steps: int = 3) -> list[torch.Tensor]:
+    """The updates of a link alone at fixed parameters, from the second step on, when the gradient is raised once.
+
+    The first step fills a memory, in torch's momentum without the dampening of all others.
+    """
+    tx, g = Chain([link]), smooth_gradient(start)
+    state, out = tx.init(start), list[torch.Tensor]()
+    for i in range(steps + 1):
+        grads = optree.tree_map(torch.add, g, optree.tree_map(lambda x, h=height * (i == 1): torch.full_like(x, h), g))
+        updates, state = tx.update(grads, state, params=params, inplace=False)
+        out.append(torch.cat([u.detach().flatten() for u in optree.tree_leaves(updates)]))
+    return out[1:]
+
+
+def _link_at(tx: Any, path: tuple[Any, ...]) -> str:
+    """The link whose state lies at this path of the chain's."""
+    links = getattr(tx, "links", ())
+    return links[path[0]].shown if path and path[0] in range(len(links)) else "the transformation"
+
+
 LAWS: tuple[Callable[[Build], None], ...] = (
     updates_keep_dtype_and_shape,
     states_hold_only_tensors,
@@ -366,6 +428,7 @@ LAWS: tuple[Callable[[Build], None], ...] = (
     the_stream_reaches_every_draw,
     foreign_states_are_refused,
     a_part_of_a_leaf_moves_as_in_the_whole,
+    responses_are_as_declared,
 )
 
 

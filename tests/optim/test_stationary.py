@@ -325,3 +325,19 @@ def test_a_temperature_that_rises_from_zero_and_falls_again_is_followed():
     probed.optimizer.param_groups[0]["temperature"] = 0.0
     assert probed.step() == 0
     assert sorted(probed.optimizer.state[probed.theta]) == ["momentum_buffer"]
+
+
+@pytest.mark.parametrize(("first", "then", "worst"), [(0.9, 0.95, 0.0), (0.5, 0.9, 0.13), (0.1, 0.9, 0.46)])
+def test_what_a_rise_of_nesterovs_momentum_costs_is_what_the_docstring_says(first, then, worst):
+    """100,000 chains at ``lr k = 1``: 2 % are 4.5 standard deviations of a variance, a false alarm in 1,000 at most."""
+    torch.manual_seed(0)
+    p = torch.nn.Parameter(torch.randn(100_000))
+    made = bc.optim.SGD([p], lr=1.0, momentum=first, nesterov=True, temperature=1.0, heat_guard=None)
+    errors = []
+    for t in range(130):
+        made.param_groups[0]["momentum"] = first if t < 90 else then
+        p.grad = p.detach().clone()
+        made.step()
+        errors.append(p.detach().var().item() - 1)
+    assert max(errors[80:90], key=abs) == pytest.approx(0.0, abs=0.02)
+    assert max(errors[90:]) == pytest.approx(worst, abs=0.02) and min(errors[90:]) > -0.02

@@ -1,0 +1,53 @@
+"""A unit whose gradient is always 0 leaves derivatives through the optimizer finite; those of the other units stay exact."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad, vmap
+
+import bayesopt_chain as bc
+
+MAKES = {
+    "adam": lambda: bc.adam(0.1, eps=1e-3),
+    "adamw": lambda: bc.adamw(0.1, eps=1e-3),
+    "radam": lambda: bc.radam(0.1, eps=1e-3),
+    "rmsprop": lambda: bc.rmsprop(0.1, eps=1e-3),
+    "centred": lambda: bc.rmsprop(0.1, eps=1e-3, centered=True),
+    "adagrad": lambda: bc.adagrad(0.1, eps=1e-3),
+}
+
+
+def descended(make, w: Tensor, start: Tensor) -> Tensor:
+    """The sum of the parameters after three steps down ``w theta^2 / 2``."""
+    tx, p = make(), start
+    state = tx.init(start)
+    for _ in range(3):
+        updates, state = tx.update(w * p, state, params=p, inplace=False)
+        p = p + updates
+    return p.sum()
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_derivatives_are_finite_and_those_of_living_units_those_of_differences(name):
+    make, start = MAKES[name], torch.tensor([1.0, 0.0], dtype=torch.float64)
+    w = torch.tensor([0.7, 2.0], dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(descended(make, w, start), w)
+    step = torch.tensor([1e-6, 0.0], dtype=torch.float64)
+    want = (descended(make, w + step, start) - descended(make, w - step, start)).detach() / 2e-6
+    torch.testing.assert_close(slope, torch.stack([want, torch.zeros_like(want)]), rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(grad(lambda w: descended(make, w, start))(w.detach()), slope)
+    many = grad(lambda w: vmap(lambda s: descended(make, w, s))(torch.stack([start, start])).sum())(w.detach())
+    torch.testing.assert_close(many, 2 * slope)
+
+
+def test_meta_adam_learns_through_a_dead_unit():
+    net = torch.nn.Sequential(torch.nn.Linear(1, 2), torch.nn.ReLU(), torch.nn.Linear(2, 1))
+    with torch.no_grad():
+        net[0].weight.fill_(1.0)
+        net[0].bias.copy_(torch.tensor([0.0, -9.0]))  # the second unit is dead
+    scale, x = torch.tensor(1.0, requires_grad=True), torch.rand(8, 1, generator=torch.Generator().manual_seed(0))
+    inner = bc.meta.MetaAdam(net, lr=0.1)
+    for _ in range(2):
+        inner.step((scale * net(x) - 1).square().mean())
+    (slope,) = torch.autograd.grad((net(x) - 1).square().mean(), scale)
+    assert bool(slope.isfinite()) and float(slope) != 0
