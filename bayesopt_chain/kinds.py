@@ -209,6 +209,11 @@ def is_finite(x: Tensor) -> bool:
     return x.layout is torch.strided and bool(torch.isfinite(x).all())
 
 
+def _is_vector(x: Any) -> bool:
+    entries = x.tolist() if getattr(x, "ndim", 0) == 1 and (not isinstance(x, Tensor) or _is_dense(x)) else x
+    return isinstance(entries, Sequence) and not isinstance(entries, (str, bytes)) and all(map(SCALAR.fits, entries))
+
+
 def _is_stack(x: Any) -> bool:
     if hasattr(x, "chains") and hasattr(x, "params"):
         return True
@@ -250,6 +255,12 @@ NETWORKS = Kind(
 )
 NUMBER = Kind(_is_number, "a finite number", (int, float))
 POSITIVE = Kind(lambda x: _is_number(x) and x > 0, "a positive, finite number", (int, float))
+POSITIVES = Kind(
+    lambda x: POSITIVE.fits(x) or (_is_dense(x) and (is_hidden(x) or bool((x > 0).all()))),
+    "a positive number, or a dense tensor of positive numbers",
+    (int, float, Tensor),
+)
+VECTOR = Kind(_is_vector, "a list of numbers, or a tensor of one axis", (list, tuple, Tensor))
 PATH = Kind(lambda x: isinstance(x, (str, os.PathLike)) and str(x) not in ("", "."), "the path of a file")
 FOLDER = Kind(lambda x: isinstance(x, (str, os.PathLike)) and str(x) != "", "the path of a directory")
 SEED = whole(0)

@@ -59,6 +59,7 @@ def size(tree: Tree) -> int:
     return sum(leaf.numel() for leaf in optree.tree_leaves(tree))
 
 
+@kinds.takes(tree=kinds.TREE)
 def shape_only(tree: Tree) -> Tree:
     """Return zeros of the leaves' shapes that share one element of storage: a template that costs no memory.
 
@@ -135,7 +136,7 @@ def flatten(tree: Tree, like: Tree) -> Tensor:
     return torch.cat(pieces, dim=-1)
 
 
-@kinds.takes(vector=kinds.instance(Tensor, "a tensor [*lead, P]"))
+@kinds.takes(vector=kinds.instance(Tensor, "a tensor [*lead, P]"), like=kinds.TREE)
 def unflatten(vector: Tensor, like: Tree) -> Tree:
     """Cut ``[*lead, P]`` into leaves ``[*lead, *leaf.shape]`` in the dtypes of ``like``: the inverse of flatten.
 

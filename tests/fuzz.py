@@ -521,12 +521,7 @@ NOT_CALLED = {
     "schedules.robbins_monro",  # a class
     "links.inject_langevin_noise",
 }
-KNOWN = {  # arguments of which some values have no name yet
-    *("Gaussian likelihood.log_prob.targets", "curvature.cg.damping", "gradients.noise_left.memory"),
-    *("likelihoods.categorical.weight", "likelihoods.gaussian.variance", "likelihoods.ordinal.thresholds"),
-    *("precision.low_rank_covariance.diagonal", "precision.shape_only.tree", "precision.unflatten.vector"),
-    *("precision.unflatten.like", "samplers.sghmc_from_friction.beta"),
-}
+KNOWN = {"Gaussian likelihood.log_prob.targets"}  # arguments of which some values have no name yet
 # A call takes seconds.
 SLOW = (
     "posterior_ensemble",

@@ -53,9 +53,6 @@ def test_every_callable_is_sound_as_it_is_called(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(
-    strict=True, reason="125 of 15,339 outcomes, .8 %, have no name: some checks of arguments are still to be written"
-)
 def test_less_than_one_outcome_in_two_hundred_has_no_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     swept = [fuzz.sweep(name, 1 if name in fuzz.SLOW else 12) for name in fuzz.rows()]

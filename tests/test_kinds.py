@@ -5,6 +5,7 @@ import inspect
 import pytest
 import torch
 
+import bayesopt_chain as bc
 from bayesopt_chain import kinds
 
 
@@ -41,6 +42,39 @@ def test_what_does_not_fit_is_refused_with_its_name_and_what_came(given, words):
     with pytest.raises((TypeError, ValueError)) as refusal:
         walked(**{"loss": print, "params": W, **given})
     assert str(refusal.value).startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda: bc.likelihoods.gaussian([0.0025, 1.0]),
+            "gaussian: variance must be a positive number, or a dense tensor",
+        ),
+        (lambda: bc.likelihoods.gaussian("learnt"), "gaussian: variance must be"),
+        (lambda: bc.likelihoods.gaussian(torch.tensor([1.0, 0.0])), "gaussian: variance must be"),
+        (lambda: bc.likelihoods.student_t(scale=()), "student_t: scale must be a positive number"),
+        (lambda: bc.likelihoods.ordinal(thresholds=[None]), "ordinal: thresholds must be a list of numbers"),
+        (lambda: bc.likelihoods.ordinal(thresholds="12"), "ordinal: thresholds must be a list of numbers"),
+        (lambda: bc.likelihoods.categorical(weight=[None]), "categorical: weight must be a list of numbers"),
+        (lambda: bc.Chain(links=0), "Chain: links must be a list of links"),
+        (lambda: bc.samplers.contour_weight(bc.sgd(0.1), "x", torch.tensor(1.0)), "contour_weight: state must be"),
+        (lambda: bc.adam(0.1, betas=0.9), "betas must be two numbers"),
+        (lambda: bc.adagrad(0.1, eps="x"), "eps must"),
+        (lambda: bc.adadelta(0.1, rho="x"), "rho must"),
+    ],
+)
+def test_ordinary_wrong_arguments_are_refused_by_their_names(call, words):
+    with pytest.raises((TypeError, ValueError)) as refusal:
+        call()
+    assert words in str(refusal.value)
+
+
+def test_lists_and_tensors_of_numbers_are_the_same_thresholds_and_weights():
+    for cuts in ([-1.0, 1.0], torch.tensor([-1.0, 1.0]), [torch.tensor(-1.0), 1]):
+        assert bc.likelihoods.ordinal(cuts).mean(torch.zeros(1)).shape == (1, 3)
+    for weight in ([1.0, 2.0], torch.tensor([1.0, 2.0]), (1.0, 2.0)):
+        assert bc.likelihoods.categorical(weight=weight).nll(torch.zeros(1, 2), torch.tensor([1])).ndim == 1
 
 
 def test_arguments_by_position_are_checked_too():

@@ -15,7 +15,7 @@ from typing import Any, Self
 import optree
 from torchopt.base import EmptyState, GradientTransformation, IdentityGradientTransformation
 
-from bayesopt_chain import checks
+from bayesopt_chain import checks, kinds
 from bayesopt_chain._torch import is_compiling, run_uncompiled
 from bayesopt_chain.arguments import check_link
 from bayesopt_chain.core.link import ANY, Link, LinkContext
@@ -54,6 +54,7 @@ class Chain(GradientTransformation):
         self = super().__new__(cls, init, update)
         return self
 
+    @kinds.takes(links=kinds.Kind(kinds.SEQUENCE.fits, "a list of links, such as those of another chain, tx.links"))
     def __init__(self, links: Sequence[Link]) -> None:
         self.links = tuple(links)
         self.kinds = tuple([type(x).__name__ for x in self.links])

@@ -37,6 +37,7 @@ class CGInfo(NamedTuple):
 @kinds.takes(
     product=kinds.FUNCTION,
     b=kinds.TREE,
+    damping=kinds.SCALAR,
     preconditioner=kinds.FUNCTION.or_none(),
     rtol=kinds.NUMBER,
     atol=kinds.NUMBER,

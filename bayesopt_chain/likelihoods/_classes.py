@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
-from bayesopt_chain import checks
+from bayesopt_chain import checks, kinds
 from bayesopt_chain.likelihoods._likelihood import FLOOR, Grouping, Likelihood, Support
 from bayesopt_chain.likelihoods._quadrature import cubature
 from bayesopt_chain.likelihoods._roots import Softmax
@@ -264,6 +264,7 @@ def bernoulli() -> Likelihood:
     return Bernoulli()
 
 
+@kinds.takes(weight=kinds.VECTOR.or_none())
 def categorical(
     *, weight: Sequence[float] | Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> Likelihood:
@@ -300,6 +301,7 @@ def categorical(
     return Categorical(weight, ignore_index, float(label_smoothing))
 
 
+@kinds.takes(thresholds=kinds.VECTOR)
 def ordinal(thresholds: Sequence[float] | Tensor) -> Likelihood:
     """One of C classes in order, from one output: the cumulative logit model, ``P(y <= k) = sigmoid(c_k - f)``.
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.special import ndtr
 
-from bayesopt_chain import checks
+from bayesopt_chain import kinds
 from bayesopt_chain.likelihoods._draws import standard_gamma
 from bayesopt_chain.likelihoods._incomplete_beta import incomplete_beta
 from bayesopt_chain.likelihoods._likelihood import Grouping, Likelihood, weights_of_draws
@@ -212,6 +212,13 @@ class StudentT(Likelihood):
         return as_tensor(self.scale, outputs.dtype, outputs.device)
 
 
+@kinds.takes(
+    variance=kinds.Kind(
+        lambda x: (isinstance(x, str) and x == "learned") or kinds.POSITIVES.fits(x),
+        f"{kinds.POSITIVES.words}, or 'learned'",
+        (str, *kinds.POSITIVES.of),
+    )
+)
 def gaussian(variance: float | Tensor | Literal["learned"] = 1.0) -> Likelihood:
     """Independent Gaussian noise on every output.
 
@@ -235,14 +242,10 @@ def gaussian(variance: float | Tensor | Literal["learned"] = 1.0) -> Likelihood:
         >>> likelihoods.gaussian(0.25).factors(torch.zeros(2, 1), torch.zeros(2, 1)).flatten()
         tensor([2., 2.])
     """
-    if isinstance(variance, str):
-        if variance != "learned":
-            raise ValueError(f"variance={variance!r}: pass a number, a tensor or 'learned'")
-        return LearnedGaussian()
-    _require_positive("variance", variance)
-    return Gaussian(variance)
+    return LearnedGaussian() if isinstance(variance, str) else Gaussian(variance)
 
 
+@kinds.takes(df=kinds.POSITIVE, scale=kinds.POSITIVES)
 def student_t(df: float = 4.0, scale: float | Tensor = 1.0) -> Likelihood:
     """Regression that outliers do not drag along: Student's t around every output.
 
@@ -265,8 +268,6 @@ def student_t(df: float = 4.0, scale: float | Tensor = 1.0) -> Likelihood:
         >>> likelihoods.student_t(df=3.0).nll(torch.zeros(2, 1), torch.tensor([[0.0], [10.0]]))
         tensor([1.0009, 8.0731])
     """
-    checks.positive("student_t: df", df)
-    _require_positive("scale", scale)
     return StudentT(float(df), scale)
 
 
@@ -290,8 +291,3 @@ def _absolute_mean(mean: Tensor, variance: Tensor) -> Tensor:
     z = mean / deviation
     density = (-z.square() / 2).exp() / math.sqrt(2 * math.pi)
     return 2 * deviation * density + mean * (2 * ndtr(z) - 1)
-
-
-def _require_positive(name: str, value: float | Tensor) -> None:
-    if callable(value) or not bool(torch.as_tensor(value > 0, device="cpu").all()):
-        raise ValueError(f"{name}={value}: pass positive {name}s")

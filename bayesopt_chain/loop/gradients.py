@@ -224,7 +224,10 @@ def check_noise(state: EstimatedState) -> Tensor:
     return watch[..., 1] / watch[..., 2]
 
 
-@kinds.takes(estimator=kinds.instance(GradientEstimator, "one of bc.gradients, such as svrg(loss, data)"))
+@kinds.takes(
+    estimator=kinds.instance(GradientEstimator, "one of bc.gradients, such as svrg(loss, data)"),
+    memory=kinds.Kind(lambda x: hasattr(x, "_fields"), "the memory of the estimator: estimator.init(params)").or_none(),
+)
 def noise_left(estimator: GradientEstimator, params: Any, batches: Iterable[Any], *, memory: Any = None) -> float:
     r"""Measure the ratio of the minibatch noise of an estimator at ``params`` to that of the plain gradient.
 

@@ -15,10 +15,12 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain import kinds
 from bayesopt_chain.precision._algebra import Precision, require_positive
 from bayesopt_chain.trees import Tree, combine, flatten, gram, inner, paths, project, require_like, scaled
 
 
+@kinds.takes(diagonal=kinds.TREE, rows=kinds.TREE)
 def low_rank_covariance(diagonal: Tree, rows: Tree, count: Tensor) -> LowRankCovariance:
     """Return the precision whose inverse is ``diag(diagonal) + rows^T rows``.
 

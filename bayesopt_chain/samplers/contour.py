@@ -212,7 +212,7 @@ def contour_sgld(
     )
 
 
-@kinds.takes(loss=kinds.VALUES)
+@kinds.takes(loss=kinds.VALUES, state=kinds.instance(tuple, "the state of tx"))
 def contour_weight(tx: Chain, state: tuple, loss: Tensor) -> Tensor:
     """Importance weight ``Psi(loss)^zeta`` of a sample with this loss, 0-d; only ratios of weights mean anything.
 

@@ -132,6 +132,7 @@ def sghmc_from_friction(
     """
     for name, value in (("lr", lr), ("alpha", alpha), ("sigma", sigma), ("temperature", temperature)):
         checks.positive(f"sghmc_from_friction: {name}", value)
+    checks.number("sghmc_from_friction: beta", beta)
     momentum = 1.0 - lr * alpha / sigma**2
     if momentum < -1e-12:
         raise ValueError(

@@ -140,7 +140,7 @@ def test_a_custom_loss_that_is_averaged_is_refused():
 
 
 def test_bad_arguments_say_what_to_pass():
-    with pytest.raises(ValueError, match="positive variances"):
+    with pytest.raises(ValueError, match="variance must be a positive number"):
         likelihoods.gaussian(0.0)
     with pytest.raises(ValueError, match="'learned'"):
         likelihoods.gaussian("known")
