@@ -41,9 +41,9 @@ class SGD(Sampling, torch.optim.SGD):
     step on), whose result differs by one unit in the last place.
 
     Everything in a parameter group is read at every step, ``temperature`` included. While lr falls or momentum rises, the
-    variance stays exact at every step (:mod:`bayesopt_chain.optim._rule`). With Nesterov's it does not when momentum rises far:
+    variance stays exact at every step (:mod:`bayesopt_chain.optim._rule`), but for Nesterov's momentum where it rises:
     behind a jump from .1 to .9 at one lr it is off by -6 % to +46 % while ``lr * curvature <= 1``, from .5 to .9 by -2 % to
-    +13 %; from .9 to .95 it is exact. Momentum 0 is refused there. When lr rises it is not exact either: under cosine
+    +13 %; from .9 to .95 by less than 2 %. Momentum 0 is refused there. When lr rises it is not exact either: under cosine
     cycles with restarts it is off by -21 % to +36 % at the restart, at most 7 % RMS, while ``lr * curvature <= 0.3``. After
     a change of temperature the variance goes to its new value without overshooting. ``lr = 0`` moves nothing.
 
