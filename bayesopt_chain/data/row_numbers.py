@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.random import compiled
+from bayesopt_chain.random.compiled import require_memory
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 
@@ -58,6 +59,15 @@ def subsets(chains: int, n: int, wanted: int, number: int, seed: int) -> Tensor:
     return out
 
 
-def _fill(kernel: str, out: Tensor, chains: int, *numbers: int) -> None:
-    """Call a kernel with several threads if there are many chains."""
-    getattr(_library(), kernel)(out.data_ptr(), chains, *numbers, torch.get_num_threads() if chains > 64 else 1)
+def _fill(kernel: str, out: Tensor, chains: int, n: int, *numbers: int) -> None:
+    """Call a kernel with several threads if there are many chains.
+
+    Raises:
+        ValueError: more rows of a chain than there are, or memory of another kind.
+    """
+    if not out.numel() <= chains * n < chains * 2**31:
+        raise ValueError(
+            f"row_numbers: {out.numel() // max(1, chains)} of {n} rows cannot be had, nor those of 2^31 or more"
+        )
+    require_memory("row_numbers", torch.device("cpu"), {"memory": (out, torch.int32, out.numel())})
+    getattr(_library(), kernel)(out.data_ptr(), chains, n, *numbers, torch.get_num_threads() if chains > 64 else 1)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.random._triton import Value, constexpr, jit, tl
+from bayesopt_chain.random.compiled import require_memory
 from bayesopt_chain.random.philox_cuda import RUN, first_element, four_normals
 
 
@@ -100,14 +101,14 @@ def langevin_step_(
             128 threads moves four neighbours at a time.
 
     Raises:
-        ValueError: tensors of another dtype, not contiguous, or of several sizes; ``blocks`` that is no multiple of 64.
+        ValueError: tensors of another dtype or device, not contiguous, of several sizes, or that share memory; ``blocks`` that
+            is no multiple of 64.
     """
-    for name, x in (("theta", theta), ("g", g), ("s", s)):
-        if x.dtype != torch.float32 or not x.is_contiguous() or x.numel() != theta.numel():
-            raise ValueError(f"langevin_step_: {name} must be contiguous float32 with {theta.numel()} entries")
+    tensors, n = {"theta": theta, "g": g, "s": s}, theta.numel()
+    memory = {name: (x, torch.float32, n) for name, x in tensors.items()}
+    require_memory("langevin_step_", theta.device, memory, key=(key, ((),)), count=(count, ((),)))
     if blocks % RUN:
         raise ValueError(f"langevin_step_: blocks must be a multiple of {RUN}, got {blocks}")
-    n = theta.numel()
     needed = n if n <= RUN else RUN * -(-n // (4 * RUN))
     if n:
         _kernel[(-(-needed // blocks),)](

@@ -32,9 +32,11 @@ import stat
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
 # added to them: the first of these that the compiler takes
@@ -215,6 +217,41 @@ def build(source: str, compiler: Sequence[str], library: Path, optional: Sequenc
             lines = done.stderr.strip().splitlines()
             said = next((line for line in lines if "error" in line), lines[0] if lines else "it failed without a word")
         raise CompileError(f"{compiler[0]}: {said[:300]}")
+
+
+def require_memory(
+    who: str, device: Any, dense: Mapping[str, tuple[Any, Any, int]], **numbers: tuple[Any, tuple[tuple[int, ...], ...]]
+) -> None:
+    """Refuse tensors whose memory is not what a kernel, which checks nothing, reads and writes through their addresses.
+
+    Args:
+        who: the kernel, for the message.
+        device: where it runs.
+        dense: by name a tensor, its dtype, and the number of its elements. They have to be contiguous and to share no memory.
+        numbers: by name an int64 tensor of any strides, and the shapes that it may have.
+
+    Raises:
+        ValueError: naming the first that does not fit.
+    """
+    for name, (x, dtype, size) in dense.items():
+        if x.dtype != dtype or x.numel() != size or x.device != device or not x.is_contiguous():
+            raise ValueError(
+                f"{who}: {name} must be contiguous {dtype} with {size} entries on {device}, got {_told(x)}"
+            )
+    for name, (x, shapes) in numbers.items():
+        if x.element_size() != 8 or x.is_floating_point() or x.device != device or x.shape not in shapes:
+            either = " or ".join(map(str, shapes))
+            raise ValueError(f"{who}: {name} must be int64 of shape {either} on {device}, got {_told(x)}")
+    if len(dense) < 2:
+        return
+    spans = sorted([(x.data_ptr(), x.data_ptr() + x.nbytes, name) for name, (x, *_) in dense.items()])
+    for (_, end, a), (start, _, b) in pairwise(spans):
+        if start < end:
+            raise ValueError(f"{who}: {a} and {b} share memory; clone one of them")
+
+
+def _told(x: Any) -> str:
+    return f"{x.dtype} of shape {tuple(x.shape)} and strides {x.stride()} on {x.device}"
 
 
 def _digest(source: str, compiler: Sequence[str]) -> str:

@@ -20,10 +20,24 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.random import compiled
+from bayesopt_chain.random.compiled import require_memory
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
+_CPU = torch.device("cpu")
 _PARALLEL = 2**15  # normals below which threads cost more than they save
 _PARALLEL_IN_LANES = 2**13  # the same in a program whose other kernels keep the threads awake
+
+
+@cache
+def total_of(starts: tuple[int, ...], lengths: tuple[int, ...], draws: tuple[int, ...]) -> int:
+    """The elements of all runs of a draw.
+
+    Raises:
+        ValueError: runs without a number of their draw, or negative ones.
+    """
+    if len(lengths) != len(draws) or len(starts) not in (0, len(lengths)) or min((*starts, *lengths), default=0) < 0:
+        raise ValueError(f"philox: each run has a start, a length and a draw, got {starts}, {lengths} and {draws}")
+    return sum(lengths)
 
 
 @cache
@@ -56,6 +70,24 @@ def normals_kernel() -> Callable[..., None] | None:
         """The numbers as C takes them, made once: a step draws the same elements as the one before."""
         return (integer * len(numbers))(*numbers) if numbers else None
 
+    def call_of(
+        out: Tensor,
+        keys: Tensor,
+        steps: Tensor,
+        starts: tuple[int, ...],
+        lengths: tuple[int, ...],
+        draws: tuple[int, ...],
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """The kernel and its arguments, once all of them fit each other."""
+        rows = out.shape[:-1].numel()
+        dtype = out.dtype if out.dtype in kernels else torch.float32
+        memory, shapes = {"out": (out, dtype, rows * total_of(starts, lengths, draws))}, ((), (rows,))
+        require_memory("philox", _CPU, memory, keys=(keys, shapes), steps=(steps, shapes))
+        keyed = keys.data_ptr(), keys.stride(0) if keys.ndim else 0
+        stepped = steps.data_ptr(), steps.stride(0) if steps.ndim else 0
+        known = out.data_ptr(), *keyed, *stepped, rows, array(starts), array(lengths), len(lengths), array(draws)
+        return kernels[dtype], known
+
     def fill(
         out: Tensor,
         keys: Tensor,
@@ -64,34 +96,25 @@ def normals_kernel() -> Callable[..., None] | None:
         lengths: tuple[int, ...],
         draws: tuple[int, ...],
     ) -> None:
+        if keys.ndim or steps.ndim or out.ndim != 1:
+            kernel, known = call_of(out, keys, steps, starts, lengths, draws)
+            kernel(*known, torch.get_num_threads() if out.numel() > _PARALLEL else 1)
+            return
+        total = total_of(
+            starts, lengths, draws
+        )  # one chain, in every step: what call_of compares, at a fifth of its time
+        cpu = out.is_cpu and keys.is_cpu and steps.is_cpu and out.is_contiguous()
+        if not cpu or out.dtype not in kernels or out.numel() != total or not keys.dtype == steps.dtype == torch.int64:
+            call_of(out, keys, steps, starts, lengths, draws)  # says what does not fit
         kernels[out.dtype](
-            out.data_ptr(),
-            keys.data_ptr(),
-            keys.stride(0) if keys.ndim else 0,
-            steps.data_ptr(),
-            steps.stride(0) if steps.ndim else 0,
-            out.shape[:-1].numel(),
-            array(starts),
-            array(lengths),
-            len(lengths),
-            array(draws),
-            torch.get_num_threads() if out.numel() > _PARALLEL else 1,
+            *(out.data_ptr(), keys.data_ptr(), 0, steps.data_ptr(), 0, 1),
+            *(array(starts), array(lengths), len(lengths), array(draws)),
+            torch.get_num_threads() if total > _PARALLEL else 1,
         )
 
-    def bound(
-        out: Tensor,
-        keys: Tensor,
-        steps: Tensor,
-        starts: tuple[int, ...],
-        lengths: tuple[int, ...],
-        draws: tuple[int, ...],
-    ) -> Callable[[], None]:
+    def bound(out: Tensor, *about: Any) -> Callable[[], None]:
         """A function without arguments that fills these very tensors, whose memory must stay where it is."""
-        kernel, large = kernels[out.dtype], out.numel() > _PARALLEL
-        keyed = keys.data_ptr(), keys.stride(0) if keys.ndim else 0
-        stepped = steps.data_ptr(), steps.stride(0) if steps.ndim else 0
-        rows = out.shape[:-1].numel()
-        known = (out.data_ptr(), *keyed, *stepped, rows, array(starts), array(lengths), len(lengths), array(draws))
+        (kernel, known), large = call_of(out, *about), out.numel() > _PARALLEL
         return lambda: kernel(*known, torch.get_num_threads() if large else 1)
 
     def in_lanes(
@@ -101,10 +124,17 @@ def normals_kernel() -> Callable[..., None] | None:
 
         ``out`` is ``[sum(lengths), chains]``: the same element of all chains lies together, for vector units.
         """
-        kernel = {torch.float32: library.lanes_float, torch.float64: library.lanes_double}[out.dtype]
+        dtype, chains = out.dtype if out.dtype in kernels else torch.float32, out.shape[-1]
+        memory = {
+            "out": (out, dtype, total_of((), lengths, draws) * chains),
+            "keys": (keys, torch.int64, chains),
+            "steps": (steps, torch.int64, chains),
+        }
+        require_memory("philox in lanes", _CPU, memory)
+        kernel = {torch.float32: library.lanes_float, torch.float64: library.lanes_double}[dtype]
         kernel.restype = None
         kernel.argtypes = [pointer, pointer, pointer, integer, pointer, integer, pointer, ctypes.c_int]
-        known = (out.data_ptr(), keys.data_ptr(), steps.data_ptr(), out.shape[1], array(lengths), len(lengths))
+        known = (out.data_ptr(), keys.data_ptr(), steps.data_ptr(), chains, array(lengths), len(lengths))
         large = out.numel() > _PARALLEL_IN_LANES
         return lambda: kernel(*known, array(draws), torch.get_num_threads() if large else 1)
 

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.random._triton import Value, constexpr, jit, tl
+from bayesopt_chain.random.compiled import require_memory
+from bayesopt_chain.random.philox_cpu import total_of
 
 RUN = 64  # neighbouring elements that come from neighbouring blocks, as in bayesopt_chain.random.philox
 
@@ -112,6 +114,9 @@ def fill(
     ``keys`` and ``steps`` are int64, 0-d or one for each row of ``out``. Without ``starts`` every run begins at element 0.
     """
     chains = out.shape[:-1].numel()
+    total = total_of(starts, lengths, draws)
+    memory, shapes = {"out": (out, torch.float32, chains * total)}, ((), (chains,))
+    require_memory("philox", out.device, memory, keys=(keys, shapes), steps=(steps, shapes))
     key_stride, step_stride = (x.stride(0) if x.ndim else 0 for x in (keys, steps))
     with torch.cuda.device_of(out):
         for table, groups in _tables(starts, lengths, draws, out.device):
@@ -125,7 +130,7 @@ def fill(
                     table,
                     key_stride,
                     step_stride,
-                    out.shape[-1],
+                    total,
                     len(table),
                     programs,
                     BLOCKS=blocks,

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.random import compiled
+from bayesopt_chain.random.compiled import require_memory
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
+_CPU = torch.device("cpu")
 _pointer, _integer, _small = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
@@ -68,22 +70,31 @@ class Move:
 
     def __init__(self, own: Sequence[Tensor], lanes: Sequence[Tensor]) -> None:
         self.own, self.lanes = list(own), list(lanes)
+        of_lanes = {
+            f"leaf {i} in lanes": (y.movedim(0, -1), x.dtype, x[0].numel() * len(y))
+            for i, (x, y) in enumerate(zip(own, lanes, strict=True))
+        }
+        require_memory("lanes", _CPU, of_lanes)
+        for i, x in enumerate(own):  # one by one, since a batch may hold one tensor twice
+            require_memory("lanes", _CPU, {f"a chain of leaf {i}": (x[0], x.dtype, x[0].numel())})
         rows = [
             _Leaf(x.data_ptr(), y.data_ptr(), x.stride(0), x[0].numel(), x.element_size()) for x, y in zip(own, lanes)
         ]
         self.leaves, self.n = (_Leaf * len(rows))(*rows), len(rows)
-        self.chains = len(lanes[0]) if rows else 0
+        self.chains, self.all = (len(lanes[0]), min(map(len, own))) if rows else (0, 0)
         self.large = sum([x.numel() for x in lanes]) > _PARALLEL
         self.kernels: Any = library()
 
     def load(self, start: int) -> None:
         """Copy the block of chains that begins at chain ``start`` into the lanes."""
         if self.n:
+            _require_block(start, self.chains, self.all)
             self.kernels.load_lanes(self.leaves, self.n, start, self.chains, _threads(self.large))
 
     def store(self, start: int, skip: int) -> None:
         """Copy the lanes back to the block of chains that begins at ``start``, except to its first ``skip`` chains."""
         if self.n:
+            _require_block(start, self.chains, self.all)
             self.kernels.store_lanes(self.leaves, self.n, start, skip, self.chains, _threads(self.large))
 
 
@@ -103,6 +114,12 @@ class Rows:
         """Read the numbers from a tensor ``[chains, ...]`` of int32 or int64."""
         # the kernel reads contiguous numbers of each chain, and any stride between chains
         rows, kernels = rows if rows[0].is_contiguous() else rows.contiguous(), library()
+        wanted = (self.lanes.shape[-1], *self.lanes.shape[:-1])
+        if rows.shape != wanted or rows.dtype not in (torch.int32, torch.int64) or not rows.is_cpu:
+            raise ValueError(
+                f"lanes: row numbers must be int32 or int64 of shape {tuple(wanted)} on the CPU, got {rows.dtype} of shape "
+                f"{tuple(rows.shape)} on {rows.device}"
+            )
         given = (_integer * 2)(0, 0)
         wide, (size, stride) = rows.dtype == torch.int64, (rows[0].numel(), rows.stride(0))
         threads = _threads(rows.numel() > _PARALLEL)
@@ -131,6 +148,10 @@ class Gather:
         if rows.low < -length or rows.high >= length:  # negative numbers count from the end, as in torch
             wrong = rows.low if rows.low < -length else rows.high
             raise IndexError(f"capture: row {wrong} of the batch is out of range for a table of {length} rows")
+        block = {"table": (table, self.lanes.dtype, table.numel())}
+        elements = len(self.lanes) * (rows.lanes.numel() // rows.lanes.shape[-1]) * table[0].numel()
+        block["result"] = (self.lanes.movedim(0, -1), self.lanes.dtype, elements)
+        require_memory("lanes", _CPU, block)
         addresses = (table.data_ptr(), rows.lanes.data_ptr(), self.lanes.data_ptr())
         size, total = table[0].numel(), rows.lanes.shape[-1]
         entry = _Gather(*addresses, length, size, table.element_size(), rows.lanes.numel() // total, total)
@@ -138,12 +159,19 @@ class Gather:
 
         # the default keeps both tensors alive, whose addresses are in ``entry``
         def gather(start: int, kept: tuple[Tensor, Rows] = (table, rows)) -> None:
+            _require_block(start, chains, total)
             self.kernels.gather_lanes(ctypes.byref(entry), 1, start, chains, threads)
 
         return gather
 
 
 _PARALLEL = 2**13  # number of elements up to which one thread is faster than several
+
+
+def _require_block(start: int, chains: int, total: int) -> None:
+    """Refuse a block that reaches beyond the chains."""
+    if not 0 <= start <= total - chains:
+        raise ValueError(f"lanes: chains {start} to {start + chains} are not among {total}")
 
 
 def _threads(large: bool) -> int:
