@@ -10,6 +10,7 @@ from bayesopt_chain.ensemble import recipe
 from bayesopt_chain.ensemble.data import read
 from bayesopt_chain.ensemble.members import members_of
 from bayesopt_chain.runs import files
+from tests.runs.test_hostile import every_damage_is_refused
 
 N = 48
 SMALL = {"members": 2, "steps": 20, "lr": 0.01, "progress": False}
@@ -447,6 +448,13 @@ def test_a_bit_that_flips_in_a_file_is_noticed_and_so_are_weights_that_are_none(
         files.write_tree(file, {**state, "weights": torch.tensor(wrong)})
         with pytest.raises(ValueError, match="has weights"):
             bc.ensemble.Ensemble.open(file, maker(), gaussian)
+
+
+@pytest.mark.slow
+def test_five_hundred_damaged_ensembles_are_refused_by_name_in_bounded_memory(tmp_path, fitted):
+    file = tmp_path / "e.safetensors"
+    fitted.save(file)
+    every_damage_is_refused(file, lambda: bc.ensemble.Ensemble.open(file, maker(), bc.likelihoods.gaussian()), 500)
 
 
 def test_frozen_weights_of_another_network_are_refused(tmp_path):

@@ -4,6 +4,8 @@ import json
 import multiprocessing
 import os
 import pickle
+import re
+import resource
 import zlib
 
 import pytest
@@ -77,6 +79,26 @@ def every_damage_is_seen(folder, trials, seed=0):
                 other.unlink()
         file.write_bytes(before)
     return wrong, unnamed
+
+
+def every_damage_is_refused(file, read, trials, seed=0):
+    """Damage a file anywhere, in four ways: ``read`` raises an error that names it, and takes less than 500 MB."""
+    whole, generator = file.read_bytes(), torch.Generator().manual_seed(seed)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for i in range(trials):
+        at = float(torch.rand((), generator=generator))
+        file.write_bytes(wrong := damaged(whole, ("flip", "zero", "cut", "grow")[i % 4], at))
+        if wrong != whole:
+            with pytest.raises(ValueError, match=re.escape(file.name)):
+                read()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # KiB
+
+
+@pytest.mark.slow
+def test_five_hundred_damaged_checkpoints_are_refused_by_name_in_bounded_memory(tmp_path):
+    tree, file = {"a": torch.randn(40, 3), "b": [torch.arange(7), True, 2.5], "c": "text"}, tmp_path / "saved"
+    bc.save(file, tree)
+    every_damage_is_refused(file, lambda: bc.load(file, like=tree), 500)
 
 
 def test_damaged_files_are_named_and_never_believed(tmp_path):
