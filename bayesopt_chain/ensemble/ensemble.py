@@ -30,6 +30,9 @@ from bayesopt_chain.runs.describe import describe, difference
 from bayesopt_chain.runs.draws import Draws
 
 FORMAT = 2
+# what a file has
+KEYS = {"levels", "weights", "factor", "report", "noise", "prior_precision", "batch_size", "seed"}
+KEYS |= {"format", "likelihood", "network", "frozen"}
 
 WHAT = {"likelihood": "likelihood", "network": "network", "frozen": "network, its frozen parameters differ,"}
 
@@ -262,7 +265,7 @@ class Ensemble:
         if not os.path.isfile(path):
             raise FileNotFoundError(f"Ensemble.open: path {str(path)!r} is no file; pass what save wrote")
         state = read_or_refuse(Path(path), lambda file: files.read_tree(file, torch.device("cpu")), "save it again")
-        if not isinstance(state, dict) or "format" not in state:
+        if not isinstance(state, dict) or not state.keys() >= KEYS:
             raise ValueError(f"Ensemble.open: {path} was not written by Ensemble.save")
         if state["format"] != FORMAT:
             raise ValueError(f"Ensemble.open: {path} has format {state.get('format')!r}, this version reads {FORMAT}")

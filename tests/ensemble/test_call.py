@@ -448,6 +448,10 @@ def test_a_bit_that_flips_in_a_file_is_noticed_and_so_are_weights_that_are_none(
         files.write_tree(file, {**state, "weights": torch.tensor(wrong)})
         with pytest.raises(ValueError, match="has weights"):
             bc.ensemble.Ensemble.open(file, maker(), gaussian)
+    for key in state:
+        files.write_tree(file, {name: x for name, x in state.items() if name != key})
+        with pytest.raises(ValueError, match="not written by Ensemble"):
+            bc.ensemble.Ensemble.open(file, maker(), gaussian)
 
 
 @pytest.mark.slow

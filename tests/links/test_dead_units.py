@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 import bayesopt_chain as bc
+from bayesopt_chain.links.adaptive_window import scale_by_adaptive_window
 
 MAKES = {
     "adam": lambda: bc.adam(0.1, eps=1e-3),
@@ -14,6 +15,7 @@ MAKES = {
     "rmsprop": lambda: bc.rmsprop(0.1, eps=1e-3),
     "centred": lambda: bc.rmsprop(0.1, eps=1e-3, centered=True),
     "adagrad": lambda: bc.adagrad(0.1, eps=1e-3),
+    "window": lambda: bc.chain(scale_by_adaptive_window(100, eps=1e-3), bc.scale_by_neg_lr(0.1)),
 }
 
 
