@@ -104,14 +104,21 @@ class TensorOps:
         return tuple([self._add(c, 1) for c in counts])
 
     def keep(self, old: Any, new: Any) -> Any:
-        """The state ``new``, in the tensors of ``old`` where all shapes and dtypes are the same, else in tensors of its own."""
+        """The state ``new``, in the tensors of ``old`` where all shapes and dtypes are the same, else in tensors of its own.
+
+        Leaves that are no tensors, such as a number that a transformation of TorchOpt counts in, are those of ``new``.
+        """
         if not self.inplace:
             return new
         olds, structure = optree.tree_flatten(old)
         news, grown = optree.tree_flatten(new)
-        if structure != grown or any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(olds, news)):
-            return optree.tree_map(torch.clone, new)
-        return structure.unflatten([a if a is b else a.copy_(b) for a, b in zip(olds, news)])
+        if structure != grown or any(
+            getattr(a, of, None) != getattr(b, of, None) for a, b in zip(olds, news) for of in ("shape", "dtype")
+        ):
+            return grown.unflatten([b.clone() if isinstance(b, Tensor) else b for b in news])
+        return structure.unflatten(
+            [a.copy_(b) if isinstance(b, Tensor) and a is not b else b for a, b in zip(olds, news)]
+        )
 
 
 PURE, IN_PLACE = TensorOps(inplace=False), TensorOps(inplace=True)
