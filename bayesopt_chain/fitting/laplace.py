@@ -24,12 +24,23 @@ from torch import Tensor, nn
 
 from bayesopt_chain import checks, kinds
 from bayesopt_chain.curvature import STRUCTURES
-from bayesopt_chain.curvature._plan import part
+from bayesopt_chain.curvature._plan import batch_size, part
 from bayesopt_chain.fitting.batches import Reader, peeked
 from bayesopt_chain.fitting.dispersion import Scatter, dispersion, effective_parameters, scatter_of
 from bayesopt_chain.fitting.evidence import Residual, require_prior_structure, spectra, tuned
 from bayesopt_chain.fitting.last_layer import HeadBatch
-from bayesopt_chain.fitting.model import ESTIMATORS, How, Kept, Model, Pass, both, make_model
+from bayesopt_chain.fitting.model import (
+    ESTIMATORS,
+    MANY,
+    How,
+    Kept,
+    Model,
+    Pass,
+    both,
+    make_model,
+    matrix_size,
+    with_estimator,
+)
 from bayesopt_chain.fitting.predictions import (
     Method,
     Outputs,
@@ -54,6 +65,7 @@ from bayesopt_chain.trees import Tree, paths, require_like, size, spread
 
 CANDIDATES = tuple(10.0**k for k in range(-4, 5))  # prior precisions that validation tries
 FEW_DATA, LEAST_DATA, SMALL_WORK = 64, 4, 2**26
+DRAWS = 32  # of functions that held-out data are scored by, where a datum has many outputs
 WORSE = 0.05  # nats a target, beside as much as the network has itself up to half a nat, at which predictions are much worse
 
 
@@ -118,13 +130,15 @@ class FittedLaplace:
         names, how = paths(self.model.params), self.model.how
         some = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         fixed = f"; behind them {', '.join(self.model.fixed)} stay as they are" if self.model.fixed else ""
+        sampled = f" from {how.options['samples']} sampled labels a datum" if "samples" in how.options else ""
         variance = self.likelihood.noise_variance
         noise = f", dispersion {1 / float(self.likelihood_scale):.4g}, covariance times {self.covariance_scale:.4g}"
         if variance is not None:
             noise = f", noise variance {_range(variance)}"
         return (
             f"Laplace posterior of {size(self.model.params)} parameters ({some}{fixed}), {how.structure} structure, "
-            f"{how.curvature}\n{self.likelihood.name} likelihood{noise}, prior precision {_range(self.prior_precision)}\n"
+            f"{how.curvature}{sampled}\n"
+            f"{self.likelihood.name} likelihood{noise}, prior precision {_range(self.prior_precision)}\n"
             f"{self.seen.precision.count:.0f} data, log evidence {float(self.log_evidence):.4g} nats"
         )
 
@@ -486,7 +500,7 @@ def fit_laplace(
     validation: Iterable | None = None,
     inputs: str | Callable[[Any], Any] | None = None,
     outputs: str | Callable[[Any], Any] | None = None,
-    curvature: Literal["ggn", "fisher", "empirical_fisher"] = "ggn",
+    curvature: Literal["default", "ggn", "fisher", "empirical_fisher"] = "default",
     prior_mean: Any = 0.0,
     temperature: float | None = None,
     progress: bool = False,
@@ -530,8 +544,11 @@ def fit_laplace(
             :func:`bayesopt_chain.make_functional`. Default: the inputs; of a mapping all but its labels.
         outputs: from what a module returns to the outputs that the likelihood takes, or its key. Default: a tensor itself, of
             anything else its ``logits``.
-        curvature: "ggn" (default), "fisher" (at labels drawn from the model) or "empirical_fisher" (at those observed, which is
-            the Fisher information of a model that is right alone), estimators of :mod:`bayesopt_chain.curvature`.
+        curvature: "ggn" (exact), "fisher" (at labels drawn from the model) or "empirical_fisher" (at those observed, which is
+            the Fisher information of a model that is right alone), estimators of :mod:`bayesopt_chain.curvature`. Default:
+            "ggn", and "fisher" where a datum has more than 1,000 outputs, as a sequence of tokens has; the ``repr`` of the fit
+            says which. Of "fisher", ``samples`` labels are drawn for a datum from torch's global generator (or
+            ``generator=``). Default: one; of "dense", "root" and "block" as many as make four rows for each parameter.
         prior_mean: of the Gaussian prior: a number, or a tree like the kept parameters. Default 0.
         temperature: per datum, as everywhere: the covariance times ``temperature * N``, prior included; below ``1 / N`` it is a
             cold posterior. The evidence is Bayes' all the same. Default: Bayes, ``1 / N``.
@@ -582,7 +599,7 @@ def fit_laplace(
         )
     read = Reader(module_or_forward)
     batches = peeked(loader, read=read)
-    if curvature not in ESTIMATORS:
+    if curvature not in ("default", *ESTIMATORS):
         raise ValueError(f"fit_laplace: curvature={curvature!r}: pass one of {', '.join(map(repr, ESTIMATORS))}")
     variance = None
     if isinstance(subset, Subnetwork) and subset.rule == "largest_variance":
@@ -609,6 +626,7 @@ def fit_laplace(
     )
     model, first = make_model(module_or_forward, params, loader, batches.first, how)
     require_finite(model.params, "fit_laplace: a parameter")
+    model = with_estimator(model, first, (batches.total or 1) * batch_size(batches.first))
     keep = Kept(data_for(model))
     seen = model.run_over(batches.from_first(first), progress, batches.total, keep)
     if not any(bool(leaf.any()) for leaf in optree.tree_leaves(seen.precision.diag())):
@@ -618,6 +636,7 @@ def fit_laplace(
             f"fit_laplace: the outputs do not depend on the kept parameters ({', '.join(paths(model.params)[:4])}), whose "
             "curvature is zero: pass subset= parameters that the outputs are computed with"
         )
+    _warn_of_low_rank(model, float(seen.precision.count))
     one = torch.ones((), dtype=torch.float64, device=seen.log_likelihood.device)
     if tune is None:
         return at(model, seen, prior_precision, one)
@@ -633,7 +652,7 @@ def fit_laplace(
     elif (
         likelihood.has_noise_scale
         or tune_noise is not True
-        or curvature == "empirical_fisher"
+        or model.how.curvature == "empirical_fisher"
         or temperature is not None
     ):
         best = tuned(model, seen, scale=scale, start=start, prior_structure=of_prior)
@@ -650,6 +669,17 @@ def _warn_of_least_noise(regression: Regression, scale: Tensor) -> None:
         warnings.warn(
             f"fit_laplace: the features of the last layer explain the targets but for {LEAST:g} of their variance, the least "
             "that is taken for noise: give the noise (likelihoods.gaussian(variance), tune_noise=False) if it is known",
+            stacklevel=4,
+        )
+
+
+def _warn_of_low_rank(model: Model, data: float) -> None:
+    parameters, samples = matrix_size(model), model.how.options.get("samples", 1)
+    if model.how.curvature != "ggn" and data * samples < parameters:
+        warnings.warn(
+            f"fit_laplace: {data:.0f} data and {samples} labels for each make a curvature of rank {data * samples:.0f} at "
+            f"most, of {parameters} parameters: the posterior is as wide as the prior in all other directions. Pass "
+            f"curvature='ggn', which is exact, 'fisher' with samples={math.ceil(parameters / data)} or more, or structure='kronecker'",
             stacklevel=4,
         )
 
@@ -679,6 +709,19 @@ def _warn_where_worse(fitted: FittedLaplace, batch: Any) -> None:
         )
 
 
+def _log_density(fitted: FittedLaplace, batch: Any, targets: Any) -> Tensor:
+    """Summed over held-out targets, 0-d; where a datum's outputs are too many for their covariance, by draws of functions."""
+    model, likelihood = fitted.model, fitted.likelihood
+    with torch.no_grad():
+        if model.forward(model.params, part(batch, 0, 1)).numel() <= MANY:
+            return fitted.predictive([batch]).log_prob(targets).sum()
+        generator = torch.Generator(optree.tree_leaves(model.params)[0].device).manual_seed(0)
+        drawn = functional_samples(model.forward, fitted.posterior, batch, samples=DRAWS, generator=generator)
+        logs = likelihood.log_prob(drawn, likelihood.labels(targets)).logsumexp(0) - math.log(DRAWS)
+        weights = likelihood.weights(targets)
+        return (logs if weights is None else logs * weights).sum()
+
+
 def _validated(
     model: Model, seen: Pass, scale: Tensor | None, validation: Any, prior_structure: str | None
 ) -> FittedLaplace:
@@ -697,8 +740,7 @@ def _validated(
 
     def loss(candidate: float) -> float:
         found = fitted(candidate)
-        parts = [-found.predictive([batch]).log_prob(targets).sum() for batch, targets in held_out]
-        return float(torch.stack(parts).sum())
+        return -float(torch.stack([_log_density(found, *batch) for batch in held_out]).sum())
 
     inverse = float(seen.entries / seen.squares.clamp_min(TINY))
     candidates = [inverse * 10.0 ** (k / 4) for k in range(-8, 17)] if of_noise else CANDIDATES

@@ -37,6 +37,8 @@ from bayesopt_chain.precision import Kronecker, Precision
 from bayesopt_chain.trees import Tree, common_dtype, size, spread, wide
 
 DENSE = 2048  # parameters of a linear last layer with Gaussian noise up to which its posterior is dense by default
+MANY = 1000  # outputs of a datum up to which the default curvature is exact, which costs a backward pass for each
+SAMPLED = 4  # rows that are sampled for every parameter of a matrix, whose inverse is then 4/3 of what it should be
 ESTIMATORS: dict[str, Any] = {"ggn": ggn, "fisher": fisher, "empirical_fisher": empirical_fisher}
 
 
@@ -49,7 +51,7 @@ class How(NamedTuple):
     options: dict[str, Any]
     inputs: Any = None
     outputs: Any = None
-    curvature: str = "ggn"
+    curvature: str = "ggn"  # or "default" until the model is known
     prior_mean: Any = 0.0
     temperature: float | None = None
     variance: Any = None  # of all parameters, where a subnetwork is chosen by it
@@ -125,7 +127,7 @@ class Model:
     @property
     def is_linear_gaussian(self) -> bool:
         """Whether the joint is quadratic in the kept parameters, and its curvature exact."""
-        exact = self.how.curvature == "ggn" and self.how.temperature is None
+        exact = self.how.curvature in ("ggn", "default") and self.how.temperature is None
         return exact and self.features_of is not None and self.likelihood.has_noise_scale
 
     def prior_means(self) -> Tree:
@@ -221,6 +223,33 @@ def make_model(source: Any, params: Tree | None, data: Any, first: Any, how: How
             "fit_laplace: of a forward function the last layer is not known: pass subset= its parameters' names, or 'all'"
         )
     return _of_function(cast(Any, source), params, how), first
+
+
+def with_estimator(model: Model, first: Any, data: int) -> Model:
+    """The model with the default curvature decided, and with as many sampled labels as the structure asks for.
+
+    The curvature is exact for up to :data:`MANY` outputs a datum. A sum of ``data`` times ``samples`` outer products has no
+    larger rank, so that a matrix of ``P`` parameters takes ``SAMPLED P / data`` of them for a datum, and at most as many as it
+    has outputs.
+    """
+    how, options = model.how, dict(model.how.options)
+    whole = matrix_size(model)
+    if model.is_linear_gaussian or how.curvature in ("ggn", "empirical_fisher") or ("samples" in options and not whole):
+        return model if how.curvature != "default" else replace(model, how=how._replace(curvature="ggn"))
+    with torch.no_grad():
+        outputs = model.forward(model.params, part(first, 0, 1)).numel()
+    if how.curvature == "default":
+        sampled = "samples" in options or (outputs > MANY and "probes" not in options)
+        how = how._replace(curvature="fisher" if sampled else "ggn")
+    if how.curvature == "fisher":
+        options.setdefault("samples", min(outputs, -(-SAMPLED * whole // data)) if whole else 1)
+    return replace(model, how=how._replace(options=options))
+
+
+def matrix_size(model: Model) -> int:
+    """The number of parameters of the largest matrix that is held as a sum over data; 0 where there is none."""
+    sizes = [leaf.numel() for leaf in optree.tree_leaves(model.params)]
+    return {"dense": sum(sizes), "root": sum(sizes), "block": max(sizes)}.get(model.how.structure or "", 0)
 
 
 def _of_module(module: nn.Module, params: Any, data: Any, first: Any, how: How) -> tuple[Model, Any]:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -227,8 +227,8 @@ class IVON(OnRanks, torch.optim.Optimizer):
         if closure is not None:
             _arguments.require_closure(self._name, closure)
         loss = None
-        if closure is not None:
-            with self.sampled(), torch.enable_grad():
+        if closure is not None:  # a trainer's callback may have made the draw already, and ends it within the closure
+            with nullcontext() if self._means is not None else self.sampled(), torch.enable_grad():
                 loss = closure()
         if self._means is not None or not self._has_draw:
             raise ValueError(
@@ -261,6 +261,28 @@ class IVON(OnRanks, torch.optim.Optimizer):
         force = v / (1.0 - beta1 ** int(state["step"])) + delta * m
         scale = group["init_hessian"] + delta if group["rescale_lr"] else 1.0
         m.add_((force / (h + delta)).clamp_(-group["clip_radius"], group["clip_radius"]), alpha=-lr * scale)
+
+    def callback(self) -> Any:
+        """Make a callback of the trainers that own the loop: every step then takes its gradients at a draw.
+
+        Returns:
+            For ``callbacks=[...]`` of ``transformers.Trainer`` or ``lightning.Trainer``, whichever was imported before. The
+            batches of one step, where a trainer accumulates gradients, have one draw; evaluation and checkpoints have the mean.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> theta = torch.zeros(2, requires_grad=True)
+            >>> each = bc.optim.IVON([theta], 0.1, temperature=0.01).callback()
+            >>> each.on_step_begin()                    # as a trainer does before the gradients of a step
+            >>> bool((theta != 0.0).all())
+            True
+            >>> each.on_pre_optimizer_step()
+            >>> bool((theta == 0.0).all())
+            True
+        """
+        from bayesopt_chain.runs.collect import callback_kind
+
+        return callback_kind(StepsAtDraws)(self)
 
     def variances(self) -> dict[str, Tensor]:
         """Return the variance of every element of the parameters, ``sigma^2 = T / (h + delta)``; 0 for constants.
@@ -309,6 +331,26 @@ class IVON(OnRanks, torch.optim.Optimizer):
         self._check_saved(state_dict, with_shapes=True)
         super().load_state_dict(state_dict)
         self._has_draw = False
+
+
+class StepsAtDraws:
+    """What :meth:`IVON.callback` returns: a draw from before the gradients of a step until the optimizer makes it.
+
+    A draw that is left and made again before the optimizer's step is the same one.
+    """
+
+    def __init__(self, optimizer: IVON) -> None:
+        self.optimizer, self._draw = optimizer, ExitStack()
+
+    def _enter(self, *_: Any, **more: Any) -> None:
+        if self.optimizer._means is None:
+            self._draw.enter_context(self.optimizer.sampled())
+
+    def _leave(self, *_: Any, **more: Any) -> None:
+        self._draw.close()
+
+    on_step_begin = on_train_batch_start = _enter  # of transformers and of Lightning
+    on_pre_optimizer_step = on_train_end = on_before_optimizer_step = on_train_batch_end = on_exception = _leave
 
 
 def _local(x: Any) -> Tensor:

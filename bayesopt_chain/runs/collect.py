@@ -9,6 +9,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from bayesopt_chain import kinds
 from bayesopt_chain.distributed.ranks import world
 from bayesopt_chain.distributed.shards import are_spread
+from bayesopt_chain.fitting.batches import logits_of
 from bayesopt_chain.loop.module_state import ModuleState
 from bayesopt_chain.modules.functional import make_functional
 from bayesopt_chain.runs.arguments import require_whole
@@ -62,10 +64,10 @@ class Collector:
             _models[optimizer] = weakref.ref(model)
             mine = weakref.ref(self)
 
-            def stepped(*_: Any) -> None:
+            def stepped(optimizer: Any, *_: Any) -> None:
                 collector = mine()
                 if collector is not None:
-                    collector()
+                    collector(optimizer=optimizer)
 
             self.hook = optimizer.register_step_post_hook(stepped)
 
@@ -99,12 +101,14 @@ class Collector:
     def _params(self) -> dict[str, Tensor]:
         return {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
 
-    def __call__(self, step: int | None = None) -> None:
+    def __call__(self, step: int | None = None, optimizer: Any = None) -> None:
         """Look at the model after a step of the optimizer, and keep a copy if it is a draw.
 
         Args:
             step: the number of the step, from 1, where the loop knows it; by default one more than the last. A number that was
                 seen before means that the loop goes on from an earlier checkpoint: draws from there on are made again.
+            optimizer: that has made the step, where the collector was made without one. Of one whose parameters are the mean of
+                a posterior (:class:`bayesopt_chain.optim.IVON`) a draw from it is kept, number ``step`` of its draws.
 
         Raises:
             ValueError: in a directory that holds draws, a loop that does not say where it goes on, or that left some out.
@@ -120,15 +124,21 @@ class Collector:
         if step - 1 != self.step:
             self.load_state_dict({"step": step - 1})
         self.step, self.known = step, True
-        store, params = self.store, self._params()
+        store = self.store
         if not store.run.is_draw(step):
             return
-        if are_spread(params):  # every rank takes part, also of a module that was sharded after the call
-            params = gathered(params, self.collects)
+        sampled = getattr(
+            getattr(optimizer, "optimizer", optimizer), "sampled", None
+        )  # of accelerate's wrapper what it wraps
+        with nullcontext() if sampled is None else sampled(draw=step):
+            params = self._params()
+            if are_spread(params):  # every rank takes part, also of a module that was sharded after the call
+                params = gathered(params, self.collects)
+            if self.collects:
+                buffers = {name: b.detach() for name, b in self.model.named_buffers()}
+                store.add(Iteration(step, params, ModuleState((), buffers, ()), None, True))  # type: ignore[arg-type]
         if not self.collects:
             return
-        buffers = {name: b.detach() for name, b in self.model.named_buffers()}
-        store.add(Iteration(step, params, ModuleState((), buffers, ()), None, True))  # type: ignore[arg-type]
         if self.folder is None:
             return
         since = time.monotonic() - store.committed
@@ -234,7 +244,8 @@ class Collector:
 
         Args:
             batches: as for :meth:`Draws.predict`.
-            inputs: what of a batch the model takes, as for :func:`make_functional`.
+            inputs: what of a batch the model takes, as for :func:`make_functional`. Of outputs that are no tensor their
+                ``logits`` are taken.
             transform, reduce, chunk: as for :meth:`Draws.predict`.
 
         Returns:
@@ -247,7 +258,7 @@ class Collector:
         modes = {module: module.training for module in self.model.modules()}
         self.model.eval()
         try:
-            forward = make_functional(self.model, inputs=inputs).forward
+            forward = make_functional(self.model, inputs=inputs, outputs=logits_of).forward
             return self.draws.predict(forward, batches, transform=transform, reduce=reduce, chunk=chunk)
         finally:
             for module, training in modes.items():
@@ -267,7 +278,7 @@ class Collector:
         """
         kinds.require("collect", trainer=(trainer, _COUNTING))
         if not self.counts and trainer.global_step != self.step:
-            self(trainer.global_step)
+            self(trainer.global_step, trainer.optimizers[0] if len(trainer.optimizers) == 1 else None)
 
     def on_train_start(self, trainer: Any, *rest: Any) -> None:
         """Learn where the training goes on, before the optimizer's first step.
@@ -310,15 +321,16 @@ class Collector:
         """Look at the model after a step.
 
         Args:
-            args, control: of the trainer, which are not looked at; nor is ``more``.
+            args, control: of the trainer, which are not looked at.
             state: the trainer's, whose ``global_step`` counts the steps of the optimizer.
+            more: the trainer's ``optimizer`` among what else it has.
 
         Raises:
             TypeError: something that counts no steps.
         """
         kinds.require("collect", state=(state, _COUNTING))
         if not self.counts:
-            self(state.global_step)
+            self(state.global_step, more.get("optimizer"))
 
     def on_save(self, *rest: Any, **more: Any) -> None:
         """Write what is held, before the trainer's checkpoint counts."""
@@ -356,12 +368,12 @@ def with_names(optimizer: Any) -> Any:
     return view
 
 
-def _kind() -> type[Collector]:
-    """A collector that is a callback of the trainers that have been imported: they ask for their own classes."""
+def callback_kind(of: type[Any]) -> type[Any]:
+    """The class as one of callbacks of the trainers that have been imported: they ask for their own classes."""
     names = (("lightning.pytorch", "Callback"), ("pytorch_lightning", "Callback"), ("transformers", "TrainerCallback"))
     found = [getattr(sys.modules[module], name, None) for module, name in names if module in sys.modules]
     bases = tuple(dict.fromkeys(base for base in found if isinstance(base, type)))
-    return type("Collector", (Collector, *bases), {"__doc__": Collector.__doc__}) if bases else Collector
+    return type(of.__name__, (of, *bases), {"__doc__": of.__doc__}) if bases else of
 
 
 def collect(
@@ -378,7 +390,8 @@ def collect(
     Args:
         model: the module; nothing of it is changed. Of DTensors, as of ``fully_shard``, every rank calls this: they are
             gathered for the first rank, which alone keeps draws.
-        optimizer: any ``torch.optim.Optimizer``: after each of its steps the model is looked at. Without one call
+        optimizer: any ``torch.optim.Optimizer``: after each of its steps the model is looked at. Of
+            :class:`bayesopt_chain.optim.IVON`, whose parameters are a mean, draws of its posterior are kept. Without one call
             ``keep()`` after every step, or hand ``keep`` to a trainer: it is a callback of ``lightning.Trainer`` and of
             ``transformers.Trainer``, whichever was imported before.
         every: a draw is kept every so many optimizer steps.
@@ -415,4 +428,6 @@ def collect(
         require_whole("collect", name, value, least)
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("collect: no parameter of model requires a gradient; nothing would be kept")
-    return _kind()(model, optimizer, every, after, None if path is None else Path(path), checkpoint_seconds)
+    return callback_kind(Collector)(
+        model, optimizer, every, after, None if path is None else Path(path), checkpoint_seconds
+    )

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from bayesopt_chain import kinds
 from bayesopt_chain.checks import installed
 from bayesopt_chain.distributed.ranks import gather_objects, gather_tensors
+from bayesopt_chain.fitting.batches import logits_of
 from bayesopt_chain.modules.functional import make_functional
 from bayesopt_chain.runs import checkpoint
 from bayesopt_chain.runs.arguments import paths_of, require_callable, require_iterable, require_one_of, require_whole
@@ -572,8 +573,9 @@ class Draws:
 
         Args:
             forward: ``forward(params, batch) -> outputs [B, *event]``, with parameters of one draw of one chain; or a module,
-                called with the inputs of a batch. Where the draws hold buffers: a module in ``eval`` mode, the function that
-                :func:`bayesopt_chain.make_functional` made of it, or a function of ``(params, batch, buffers)``.
+                called with the inputs of a batch (of outputs that are no tensor the ``logits`` are taken). Where the draws hold
+                buffers: a module in ``eval`` mode, the function that :func:`bayesopt_chain.make_functional` made of it, or a
+                function of ``(params, batch, buffers)``.
             batches: batches to go through once, such as a DataLoader or a list; the results are concatenated along the data. A
                 tensor, a tuple such as ``(inputs, targets)`` or a mapping is one batch. They are on the device of the draws, to
                 which :meth:`to` takes these.
@@ -606,7 +608,7 @@ class Draws:
             same = self.equally_weighted()
             return same.predict(forward, batches, transform=transform, reduce=reduce, chunk=chunk)
         if isinstance(forward, nn.Module):
-            forward = make_functional(forward).forward
+            forward = make_functional(forward, outputs=logits_of).forward
         if not self._buffer_names:
             warn_of_moving_buffers(forward)
         run = Forward(buffered_forward(forward) if self._buffer_names else lambda p, batch, _: forward(p, batch))

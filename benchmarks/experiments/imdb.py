@@ -42,6 +42,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,9 +76,15 @@ def read(words: int) -> tuple[Reviews, Reviews]:
     return (x, y), (x_test, y_test)
 
 
+@cache
+def vocabulary(folder: Path) -> list[str]:
+    """The words by their ids."""
+    return verified(folder / "imdb" / "vocab_20k.txt", WORDS_SHA256).read_text(encoding="utf-8").split("\n")
+
+
 def spelled(ids: Tensor) -> str:
     """The words of one review."""
-    words = verified(data_folder() / "imdb" / "vocab_20k.txt", WORDS_SHA256).read_text(encoding="utf-8").split("\n")
+    words = vocabulary(data_folder())
     return " ".join(words[i] for i in ids.tolist() if words[i] not in ("<pad>", "<start>"))
 
 

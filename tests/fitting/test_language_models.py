@@ -1,6 +1,7 @@
 """Language models: labels of the next token are moved once, and a base in bfloat16 carries adapters in float32."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import bayesopt_chain as bc
+from bayesopt_chain.fitting import laplace
 from bayesopt_chain.fitting.batches import Reader
 
 transformers = pytest.importorskip("transformers")
@@ -125,3 +127,59 @@ def test_adapters_in_float32_on_a_base_in_bfloat16_have_the_posterior_of_a_base_
     for name, narrow in variances[0].items():
         assert narrow.dtype == torch.float32
         torch.testing.assert_close(narrow, variances[1][name], rtol=0.05, atol=0)
+
+
+def many_outputs(rows=6, positions=8):
+    """Classes at positions of a sequence, from 128 parameters: 6 data of 8 x 16 outputs."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 16, bias=False)).double().eval()
+    x = torch.randn(rows, positions, 8, dtype=torch.float64)
+    return module, (x, torch.randint(16, (rows, positions)))
+
+
+def test_a_matrix_of_few_sampled_labels_is_of_low_rank_and_says_so_and_the_default_takes_more():
+    """Against the explicit sum of J^T H J. With ``samples=1`` six rows are all that there is of 128 directions."""
+    module, (x, y) = many_outputs()
+    given = {"structure": "dense", "subset": "all", "tune": None, "prior_precision": 1.0}
+    p = module(x).softmax(-1).detach()
+    hessian = torch.diag_embed(p) - p[..., None] * p[..., None, :]  # [6, 8, 16, 16]
+    exact = torch.einsum("btkl,bti,btj->kilj", hessian, x, x).reshape(128, 128) + torch.eye(128)
+    variance = torch.linalg.inv(exact).diagonal()
+
+    def wider(**more):
+        fitted = bc.fit_laplace(module, bc.likelihoods.categorical(), [(x, y)], **given, **more)
+        found = fitted.posterior.marginal_variance["0.weight"].flatten()
+        return float(found.sum() / variance.sum()), fitted
+
+    with pytest.warns(UserWarning, match="rank 6 at most, of 128 parameters.*samples=22 or more"):
+        few, _ = wider(curvature="fisher", samples=1)
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        enough, fitted = wider(curvature="fisher")
+        exactly, _ = wider()
+    assert fitted.model.how.options["samples"] == -(-4 * 128 // 6) and "sampled labels" in repr(fitted)
+    assert exactly == pytest.approx(1) and few > 2 and enough < 1.5
+
+
+@pytest.mark.parametrize("structure", ["kronecker", "diagonal"])
+def test_many_outputs_a_datum_take_sampled_labels_and_are_validated_by_draws(structure):
+    """1,024 outputs a datum; the covariance of one datum's outputs is never made."""
+    module, batch = many_outputs(rows=16, positions=64)
+    given = {"structure": structure, "subset": "all", "tune": "validation", "validation": [batch]}
+    fitted = bc.fit_laplace(module, bc.likelihoods.categorical(), [batch], **given)
+    assert fitted.model.how.curvature == "fisher" and "fisher from 1 sampled labels a datum" in repr(fitted)
+    few = many_outputs(rows=16, positions=62)[1]
+    small = bc.fit_laplace(module, bc.likelihoods.categorical(), [few], structure=structure, subset="all", tune=None)
+    assert small.model.how.curvature == "ggn" and "sampled" not in repr(small)
+
+
+def test_the_density_of_held_out_targets_by_draws_is_that_of_the_covariance(monkeypatch):
+    module, batch = many_outputs(rows=4)
+    batch[1][0, 3:] = -100
+    likelihood = bc.likelihoods.categorical()
+    fitted = bc.fit_laplace(module, likelihood, [batch], subset="all", tune=None, prior_precision=30.0)
+    exact = laplace._log_density(fitted, batch, batch[1])
+    monkeypatch.setattr(laplace, "MANY", 0)
+    monkeypatch.setattr(laplace, "DRAWS", 4000)
+    torch.testing.assert_close(laplace._log_density(fitted, batch, batch[1]), exact, rtol=0, atol=0.2)

@@ -137,3 +137,71 @@ def test_transformers_resumes_from_its_checkpoint_bit_for_bit(tmp_path, monkeypa
     resumed, space = run(again, tmp_path, monkeypatch)
     assert torch.equal(resumed, expected)
     assert space["optimizer"].param_groups[0]["noise_count"] == 12
+
+
+class Fit(nn.Module):
+    """A linear model and its loss, called as transformers' models are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(3, 1)
+
+    def forward(self, x, y):
+        return {"loss": 0.5 * nn.functional.mse_loss(self.net(x), y)}
+
+
+def ivon(model):
+    g = torch.Generator().manual_seed(1)
+    return bc.optim.IVON(model.named_parameters(), 0.1, temperature=0.01, betas=(0.9, 0.9), generator=g)
+
+
+@pytest.mark.peers
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("trainer", ["transformers", "lightning", "lightning without the callback"])
+def test_a_trainer_takes_the_gradients_of_every_step_at_its_draw(trainer, tmp_path):
+    """Two equal batches a step. Lightning calls a closure, and so has a draw for one batch a step without the callback too."""
+    library = pytest.importorskip(trainer.split()[0])
+    data = [{"x": torch.tensor([1.0, 2.0, -1.0]), "y": torch.tensor([3.0])}] * 16
+    batch, several = torch.utils.data.default_collate(data[:4]), 1 if "without" in trainer else 2
+    plain = Fit()
+    optimizer = ivon(plain)
+    for _ in range(16 // 4 // several * 3):
+        optimizer.zero_grad()
+        with optimizer.sampled():
+            plain(**batch)["loss"].backward()
+        optimizer.step()
+
+    model = Fit()
+    own = ivon(model)
+    if trainer == "transformers":
+        arguments = library.TrainingArguments(
+            str(tmp_path), num_train_epochs=3, per_device_train_batch_size=4, gradient_accumulation_steps=2,
+            max_grad_norm=0.0, lr_scheduler_type="constant", use_cpu=True, report_to="none", disable_tqdm=True,
+            save_strategy="no",
+        )  # fmt: skip
+        callbacks = [own.callback()]
+        library.Trainer(model, arguments, train_dataset=data, optimizers=(own, None), callbacks=callbacks).train()
+    else:
+
+        class Module(library.LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.inner = model
+
+            def training_step(self, batch, index):
+                return self.inner(**batch)["loss"]
+
+            def configure_optimizers(self):
+                return own
+
+        quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+        callbacks = [own.callback()] if several == 2 else []
+        fit = library.Trainer(
+            max_epochs=3, accelerator="cpu", accumulate_grad_batches=several, callbacks=callbacks, **quiet
+        )
+        fit.fit(Module(), torch.utils.data.DataLoader(data, 4))
+    assert own.param_groups[0]["noise_count"] == optimizer.param_groups[0]["noise_count"]
+    for mine, theirs in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(mine, theirs)
