@@ -679,7 +679,8 @@ def _warn_of_low_rank(model: Model, data: float) -> None:
         warnings.warn(
             f"fit_laplace: {data:.0f} data and {samples} labels for each make a curvature of rank {data * samples:.0f} at "
             f"most, of {parameters} parameters: the posterior is as wide as the prior in all other directions. Pass "
-            f"curvature='ggn', which is exact, 'fisher' with samples={math.ceil(parameters / data)} or more, or structure='kronecker'",
+            f"curvature='ggn', which is exact, 'fisher' with "
+            f"samples={math.ceil(parameters / data)} or more, or structure='kronecker'",
             stacklevel=4,
         )
 
