@@ -218,8 +218,3 @@ foreach_addcdiv_: Callable[..., None] = _functions._foreach_addcdiv_
 foreach_mul_: Callable[[list[Tensor], float | Tensor], None] = _functions._foreach_mul_
 foreach_norm: Callable[[list[Tensor]], list[Tensor]] = _functions._foreach_norm
 foreach_copy_: Callable[[list[Tensor], list[Tensor]], None] = _functions._foreach_copy_
-
-
-# torch's fused SGD step without dampening, for velocities that were started before (an empty list without momentum):
-# fused_sgd_(params, grads, velocities, lr=, momentum=, weight_decay=, nesterov=, maximize=)
-fused_sgd_: Callable[..., None] = partial(_functions._fused_sgd_, dampening=0.0, is_first_step=False)

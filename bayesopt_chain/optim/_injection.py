@@ -46,10 +46,19 @@ _DRAW = ("noise", "noise_direct")
 AGAIN = (("noise_of", "noise_at"), ("noise_direct_of", "noise_direct_at"))
 
 
+def rescale(plan: Plan) -> None:
+    """Multiply velocities by their scales; this comes first, since momentum and noise are of the rescaled velocity."""
+    for leaves in plan.rescaled:
+        scale, name = leaves[0].numbers.noise.velocity_scale, leaves[0].numbers.linear.velocity or ""
+        lists: dict[tuple[object, ...], list[Tensor]] = {}
+        for velocity in [w.state[name] for w in leaves if w.state.get(name) is not None]:
+            lists.setdefault((velocity.dtype, velocity.device), []).append(velocity)
+        for velocities in lists.values():
+            foreach_mul_(velocities, scale)
+
+
 def add_before_step(rule: Rule, normals: Normals, plan: Plan) -> None:
-    """Before torch's step, rescale velocities, and add ``e / mu`` to those whose noise goes through the velocity."""
-    for leaves in plan.rescaled:  # first, since torch's momentum and the noise are of the rescaled velocity
-        _rescale(leaves, leaves[0].numbers.noise.velocity_scale)
+    """Before torch's step, add ``e / mu`` to the velocities whose noise goes through the velocity."""
     _add_all(rule, normals, plan.before_step)
 
 
@@ -79,16 +88,6 @@ def _add_all(rule: Rule, normals: Normals, place: Place) -> None:
         _add_batch(rule, normals, batch)
     for branch, w in place.large:
         _add_blocks(rule, normals, w, branch)
-
-
-def _rescale(leaves: list[Work], scale: float) -> None:
-    """Multiply the velocities of leaves by a scale, in one call for each dtype and device."""
-    name = leaves[0].numbers.linear.velocity or ""
-    lists: dict[tuple[object, ...], list[Tensor]] = {}
-    for velocity in [w.state[name] for w in leaves if w.state.get(name) is not None]:
-        lists.setdefault((velocity.dtype, velocity.device), []).append(velocity)
-    for velocities in lists.values():
-        foreach_mul_(velocities, scale)
 
 
 def _move_by_discarded(leaves: list[Work], discarded: float) -> None:

@@ -122,12 +122,6 @@ class Normals:
         key_here = self._key(key, draws[0].device)
         filling(draws, [draw_number(w.number, branch) for w in leaves], runs)(key_here, count)
 
-    def row(self, out: Tensor, leaves: list[Work], branch: int, key: int, count: int) -> None:
-        """Overwrite a vector with Philox's draws of several leaves, one after the other. Only on a CPU."""
-        elements = whole_leaves([w.param.numel() for w in leaves], [draw_number(w.number, branch) for w in leaves])
-        step = torch.tensor(count, device="cpu")
-        torch.ops.bayesopt_chain.philox_normals_(out, self._key(key, out.device), step, *elements[:3])
-
     def _key(self, key: int, device: torch.device) -> Tensor:
         """Return a key as a 0-d tensor on a device; it is cached, which saves a copy to the device at each step."""
         if (key, device) not in self._keys:

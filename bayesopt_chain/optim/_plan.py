@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import attrgetter, is_, itemgetter
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -24,6 +24,7 @@ from bayesopt_chain.optim._rule import Before, Linear, Noise
 
 _KINDS = (Tensor, torch.nn.Parameter)
 KERNEL_DTYPES = (torch.float32, torch.float64)
+_gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 _SHAPE, _LAYOUT = attrgetter("shape"), attrgetter("dtype", "is_cpu", "layout")
 BLOCK = 2**18  # elements of a block of a large leaf, few enough for a block and its draws to stay in a CPU's cache
 # names in ``optimizer.state[p]`` under which the numbers of the last step are kept
@@ -31,8 +32,7 @@ BEFORE = tuple([f"noise_{name}" for name in Before._fields])
 _AGAIN = ("noise_at", "noise_of", "noise_direct_at", "noise_direct_of")  # count and key from which a draw is made again
 REMEMBERED = ("noise", "noise_direct", *_AGAIN, *BEFORE)
 _NOT_SETTINGS = ("params", "param_names", "noise_count")  # entries of a group on which no plan depends
-# numbers whose change needs a new plan: fillers of draws hold the key, and torch's fused kernel needs a dampening of 0
-_SWITCHES = ("noise_key", "dampening")
+_SWITCHES = ("noise_key",)  # numbers whose change needs a new plan: fillers of draws hold the key
 _SWITCH_TYPES = (bool, str, type(None))
 LEAST_MOMENTUM = 1 / 16  # below it noise is not added before torch's step, where it is divided by the momentum
 
@@ -94,7 +94,7 @@ class Rule(Protocol):
         ...
 
     def _form(self, group: dict[str, Any], updates: int) -> Form | None:
-        """Return the step in the form that the kernel of adaptive rules takes; ``None`` if the kernel cannot make it.
+        """Return the step in the form that the kernel of one pass takes; ``None`` if the kernel cannot make it.
 
         Args:
             group: the leaf's parameter group.
@@ -269,29 +269,6 @@ class Place:
         self.batches: list[Batch] | None = None
 
 
-class FusedMove:
-    """The tensors of one group for torch's fused SGD kernel, which checks none of its arguments.
-
-    Attributes:
-        params, velocities: the parameters, and their velocities; no velocities without momentum. :meth:`Plan.holds` compares
-            their memory before every step.
-        group: their parameter group.
-        fit: whether the kernel can take these tensors.
-    """
-
-    def __init__(self, group: dict[str, Any], params: list[Tensor], velocities: list[Tensor]) -> None:
-        self.group, self.params, self.velocities = group, params, velocities
-        self._shapes, self._dtype = [*map(_SHAPE, params)], params[0].dtype
-        self.fit = self._dtype in KERNEL_DTYPES and all(
-            [are_plain(xs, self._dtype, self._shapes) for xs in (params, velocities) if xs]
-        )
-
-    def gradients(self) -> list[Tensor] | None:
-        """Return the gradients, or ``None`` if the kernel cannot take them: it checks neither their sizes nor their dtypes."""
-        grads: list[Any] = [*map(_gradient, self.params)]
-        return grads if self.fit and are_plain(grads, self._dtype, self._shapes) else None
-
-
 def are_plain(tensors: Sequence[Tensor], dtype: torch.dtype, shapes: Sequence[torch.Size]) -> bool:
     """Whether a kernel that checks nothing may read tensors by their addresses.
 
@@ -307,46 +284,50 @@ def are_plain(tensors: Sequence[Tensor], dtype: torch.dtype, shapes: Sequence[to
 
 
 class Form(NamedTuple):
-    """The step of an adaptive rule in the form that :mod:`bayesopt_chain.engine.adaptive_cpu` takes.
+    """The step of a rule in the form that :mod:`bayesopt_chain.engine.optimizer_cpu` takes.
 
     Attributes:
         kind: the kernel's number for the kind of step.
-        square: the name of the averaged squared gradient in the leaf's state.
+        square: the name of the averaged squared gradient in the leaf's state; ``None`` for SGD.
         square_decay: the decay of that average.
         correction: the factor of the root of the average that corrects its bias in the first updates.
     """
 
     kind: int
-    square: str
-    square_decay: float
+    square: str | None = None
+    square_decay: float = 0.0
     correction: float = 1.0
 
 
 @dataclass(eq=False)
 class Piece:
-    """Small leaves that the kernel moves in one call, or one large leaf that it moves block by block.
+    """Leaves that the kernel moves in one call.
 
     Attributes:
         work: the leaves.
-        sizes: the number of elements of each leaf.
-        is_large: whether this is one large leaf.
-        fresh: scratch memory for the draws of this step: of all small leaves, or of one block of the large leaf.
-        last: scratch memory for the last draws, if these are made again; ``None`` if they are kept in the state.
-        fill: ``fill()`` overwrites ``fresh`` with the draws of small leaves.
-        fill_last: ``fill_last()`` overwrites ``last`` with the last draws of small leaves.
-        known: the tensors, except gradients, that were checked for the kernel in an earlier step: all of them, the kernel's
-            arrays of pointers, and a function that advances the leaves' counts of updates. :meth:`Plan.holds` has made sure
-            that the tensors are the same objects, at the same places in memory.
+        dtype, shapes, sizes: of their parameters.
+        tensors: all tensors that the kernel writes. :meth:`Plan.holds` makes sure that they are the same objects, at the same
+            places in memory.
+        places: the kernel's arrays of their addresses.
+        count: advances the leaves' counts of updates; ``None`` if they have none.
+        coefficients: the kernel's coefficients of the last step.
+        gradients: of this step.
     """
 
     work: list[Work]
+    dtype: torch.dtype
+    shapes: list[torch.Size]
     sizes: tuple[int, ...]
-    is_large: bool
-    fresh: Tensor
-    last: Tensor | None
-    fill: Callable[[], None]
-    fill_last: Callable[[], None]
-    known: tuple[list[Tensor], list[Any], Callable[[], None]] | None = None
+    tensors: list[Tensor]
+    places: list[Any]
+    count: Callable[[], None] | None
+    coefficients: Any = None
+    gradients: list[Any] = field(default_factory=list[Any])
+
+    def has_gradients(self) -> bool:
+        """Read the gradients of this step, and return whether the kernel can take them."""
+        self.gradients = [*map(_gradient, [w.param for w in self.work])]
+        return are_plain(self.gradients, self.dtype, self.shapes)
 
 
 class Settings:
@@ -388,7 +369,6 @@ class Settings:
 
 
 _are_stale: Callable[[Settings], bool] = attrgetter("are_stale")
-_gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 
 
 def _same(xs: Collection[Any], ys: Collection[Any]) -> bool:
@@ -413,8 +393,7 @@ class Plan:
         noisy, frozen, redrawn: the leaves that get noise, whose denominator no longer learns, whose last draw is made again.
         groups: the parameter groups of the noisy leaves.
         before_step, after_step: the leaves that get noise before torch's step, and after it.
-        moves: the calls of torch's fused SGD kernel; ``None`` until a step makes them.
-        pieces: the calls of the kernel for adaptive rules; ``None`` until a step makes them.
+        pieces: the calls of the kernel that makes a whole step; ``None`` until a step makes them.
         one_pass: whether that kernel made the last step.
         settled: whether, at equal numbers in the groups, the next step has the coefficients of the last one.
         repeats: whether this step has the coefficients of the last one.
@@ -437,7 +416,6 @@ class Plan:
             [w for w in noisy if w.numbers.route.is_late],
             [w for w in noisy if w.numbers.route.has_direct],
         )
-        self.moves: list[FusedMove] | None = None
         self.pieces: list[Piece] | None = None
         self.one_pass = False
         self.kept = self.settled = self.repeats = False
@@ -458,7 +436,7 @@ class Plan:
             route, form = w.numbers.route, rule._form(w.group, w.numbers.learned_until)
             names = [
                 "noise",
-                *([form.square] if form is not None else []),
+                *([form.square] if form is not None and form.square else []),
                 *(["noise_direct"] if route.has_direct else []),
                 *([route.velocity] if route.velocity else []),
                 *([] if rule.timeless else rule.counters),

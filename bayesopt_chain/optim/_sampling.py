@@ -41,7 +41,7 @@ from bayesopt_chain.distributed.witness import Claim
 from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.optim import _arguments, _heat, _noise, _refusals, _shards
 from bayesopt_chain.optim._frozen import move_frozen, without_gradients
-from bayesopt_chain.optim._injection import add_after_step, add_before_step, remember
+from bayesopt_chain.optim._injection import add_after_step, add_before_step, remember, rescale
 from bayesopt_chain.optim._one_pass import in_one_pass
 from bayesopt_chain.optim._plan import REMEMBERED, Clock, Form, Numbers, Plan, Work, has_drawn, last_step
 from bayesopt_chain.optim._ranks import OnRanks
@@ -408,14 +408,15 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         witness = self._witness if plan.noisy and _HAS_RANKS and dist.is_initialized() else None
         if witness is not None:
             witness.look(lambda: self._claims(plan.noisy), plan.noisy[0].param)
-        add_before_step(self, cache.normals, plan)
-        if not (self.adaptive and in_one_pass(self, cache.normals, plan)):
+        rescale(plan)
+        if not in_one_pass(self, cache.normals, plan):
+            add_before_step(self, cache.normals, plan)
             if plan.frozen:
                 with without_gradients([w.param for w in plan.frozen]):
                     self._torch_step(None)
                 move_frozen(self, plan.frozen)
             else:
-                self._move(plan)
+                self._torch_step(None)
             add_after_step(self, cache.normals, plan)
         # a step that repeats the last one leaves all numbers in the state as they are, except counts of draws
         if plan.redrawn or not plan.repeats:
@@ -434,10 +435,6 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         while getattr(step, "hooked", False):
             step = step.__wrapped__
         return step(self, closure)
-
-    def _move(self, plan: Plan) -> None:
-        """Make torch's step for every parameter."""
-        self._torch_step(None)
 
     # the plan of a step
 

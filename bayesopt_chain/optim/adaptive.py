@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesopt_chain.engine.adaptive_cpu import MOMENT, SCALED, SCALED_MOMENTUM
+from bayesopt_chain.engine.optimizer_cpu import MOMENT, SCALED, SCALED_MOMENTUM
 from bayesopt_chain.optim._plan import Clock, Form
 from bayesopt_chain.optim._refusals import momentum_of
 from bayesopt_chain.optim._rule import Linear

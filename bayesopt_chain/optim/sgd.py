@@ -7,19 +7,18 @@ at every stable learning rate.
 
 from __future__ import annotations
 
-from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bayesopt_chain._torch import fused_sgd_
-from bayesopt_chain.optim._plan import Clock, FusedMove, Plan
+from bayesopt_chain.engine.optimizer_cpu import MOMENTUM, PLAIN
+from bayesopt_chain.optim._plan import Clock, Form
 from bayesopt_chain.optim._refusals import momentum_of
 from bayesopt_chain.optim._rule import Linear
 from bayesopt_chain.optim._sampling import Sampling
 
-_NUMBERS, _FLAGS = itemgetter("lr", "momentum", "weight_decay"), itemgetter("nesterov", "maximize")
+_FORMS = Form(PLAIN), Form(MOMENTUM)
 _ALWAYS = Clock(1)  # one clock for all steps, since no number of SGD's step depends on the count of steps
 
 
@@ -36,9 +35,9 @@ class SGD(Sampling, torch.optim.SGD):
 
     With Nesterov's momentum the step is ``theta <- theta - lr g - lr mu V``, which has two branches with a noise each; the
     second branch has the step size ``lr mu``. Weight decay is part of the gradient, and is an exact Gaussian prior of
-    precision ``weight_decay / T``. ``maximize`` samples ``exp(+loss / T)``. If neither ``foreach`` nor ``fused`` is given,
-    the step at ``T > 0`` uses torch's fused kernel (on a CPU, in float32 and float64, without dampening, from the second
-    step on), whose result differs by one unit in the last place.
+    precision ``weight_decay / T``. ``maximize`` samples ``exp(+loss / T)``. On a CPU, in float32 and float64, the step at
+    ``T > 0`` and its noise are one pass over memory, whose result differs from torch's in the last place; ``foreach`` or
+    ``fused=False`` ask for torch's own step.
 
     Everything in a parameter group is read at every step, ``temperature`` included. While lr falls or momentum rises, the
     variance stays exact at every step (:mod:`bayesopt_chain.optim._rule`), but for Nesterov's momentum where it rises:
@@ -86,37 +85,8 @@ class SGD(Sampling, torch.optim.SGD):
     def _clock(self, state: dict[str, Any]) -> Clock:
         return _ALWAYS
 
-    def _move(self, plan: Plan) -> None:
-        """Make torch's step for every parameter, by torch's fused kernel if it can."""
-        if plan.moves is None:
-            plan.moves = self._fused_moves(plan)
-        grads = [*map(FusedMove.gradients, plan.moves)]
-        # the kernel moves all groups or none, since torch's own step moves all of them
-        if not plan.moves or None in grads:
-            return self._torch_step(None)
-        for move, g in zip(plan.moves, grads):
-            lr, mu, decay = map(float, _NUMBERS(move.group))
-            flags = dict(zip(("nesterov", "maximize"), map(bool, _FLAGS(move.group))))
-            fused_sgd_(move.params, g, move.velocities, lr=lr, momentum=mu, weight_decay=decay, **flags)
-
-    def _fused_moves(self, plan: Plan) -> list[FusedMove]:
-        """List the calls of torch's fused kernel that make the step.
-
-        The list is empty if the kernel cannot be used: a group asks for another implementation or has dampening, or a leaf gets
-        no noise or has no velocity yet.
-        """
-        moves: list[FusedMove] = []
-        for group in self.param_groups:
-            work = [w for w in plan.noisy if w.group is group]
-            asked = group.get("foreach") is not None or group.get("fused") is not None or group.get("differentiable")
-            if asked or group["dampening"] or len(work) != sum([p.grad is not None for p in group["params"]]):
-                return []
-            velocities = [w.state.get("momentum_buffer") for w in work] if group["momentum"] else []
-            if any([v is None for v in velocities]):
-                return []
-            if work:
-                moves.append(FusedMove(group, [w.param for w in work], velocities))  # pyright: ignore[reportArgumentType]
-        return moves
+    def _form(self, group: dict[str, Any], updates: int) -> Form | None:
+        return _FORMS[bool(group["momentum"])]
 
     def _linear(self, group: dict[str, Any], clock: Clock) -> Linear:
         """Return the numbers of SGD's step; raise ValueError for numbers that no noise is known for."""

@@ -1,19 +1,22 @@
-"""A step of Adam, AdamW or RMSprop and the noise behind it as one C++ pass over many leaves on a CPU.
+"""A step of SGD, Adam, AdamW or RMSprop with its draws and its noise as one C++ pass over all leaves on a CPU.
 
 For every element, ``g`` the gradient, ``x`` the last draw, ``y`` that of this step, ``V`` the velocity, ``v`` the square:
 
     g' = sign g + decay theta,     v <- square_decay v + square_gain g'^2,     D = correction v^(1/2) + eps
     e = previous x + current y,    x <- y
 
+    SGD                            u = g' + e
+    SGD with momentum              V <- momentum V + gain g' + e,             u = V
     Adam, AdamW                    V <- momentum V + gain g' + D^(1/2) e,     u = V / D
     RMSprop                        u = (g' + D^(1/2) e) / D
     RMSprop with momentum          V <- momentum V + (g' + D^(1/2) e) / D,     u = V
 
     theta <- keep theta - step_size u
 
-Noise of ``D^(1/2) e`` in the velocity and ``D^(-1/2) e`` in the displacement is thus one square root more than the step alone.
-``D`` is made of the clean gradient; ``square_decay = 1`` and ``square_gain = 0`` leave it as it is. The results are those of
-the operations one by one, up to rounding.
+With Nesterov's momentum ``theta`` moves by ``-direct (g' + e_1)`` too, where ``e_1`` is of draws of its own. Noise of
+``D^(1/2) e`` in the velocity and ``D^(-1/2) e`` in the displacement is one square root more than the step alone. ``D`` is made
+of the clean gradient; ``square_decay = 1`` and ``square_gain = 0`` leave it as it is. The results are those of the operations
+one by one, up to rounding. Draws are made by Philox in rows of 256 elements that stay in first-level cache.
 Compiled at its first use and kept, or came with the wheel (:mod:`bayesopt_chain.random.compiled`).
 """
 
@@ -29,12 +32,14 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain._torch import foreach_add_
-from bayesopt_chain.engine.sweep_cpu import Pointers, pointers
+from bayesopt_chain.engine.sweep_cpu import Pointers, integers, pointers
 from bayesopt_chain.random import compiled
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
-_PARALLEL = 2**17  # elements below which threads cost more than they save
-MOMENT, SCALED, SCALED_MOMENTUM = 0, 1, 2  # the three ways to move, in the order of the note above
+_PARALLEL = 2**15  # elements below which threads cost more than they save
+MOMENT, SCALED, SCALED_MOMENTUM, PLAIN, MOMENTUM = range(5)  # the ways to move: Adam, RMSprop (two), SGD (two)
+_Job: Any = ctypes.c_int64 * 19
+_address = ctypes.addressof
 
 
 class Coefficients(NamedTuple):
@@ -52,12 +57,15 @@ class Coefficients(NamedTuple):
     step_size: float
     previous: float
     current: float
+    direct: float = 0.0
+    direct_previous: float = 0.0
+    direct_current: float = 0.0
 
 
 class _Kernels(NamedTuple):
     """The kernels of one dtype."""
 
-    sweep: Any
+    step: Any
     count: Any
 
 
@@ -68,13 +76,12 @@ def _kernels() -> dict[torch.dtype, _Kernels] | None:
     except (compiled.CompileError, OSError):  # tensor operations do the same, more slowly
         return None
     kernels = {
-        torch.float32: _Kernels(library.sweep_float, library.count_float),
-        torch.float64: _Kernels(library.sweep_double, library.count_double),
+        torch.float32: _Kernels(library.step_float, library.count_float),
+        torch.float64: _Kernels(library.step_double, library.count_double),
     }
-    for sweep, count in kernels.values():
-        sweep.restype = count.restype = None
-        sweep.argtypes = [ctypes.c_int, ctypes.c_int64, *[ctypes.c_void_p] * 8, ctypes.c_int]
-        count.argtypes = [ctypes.c_int64, ctypes.c_void_p]
+    for step, count in kernels.values():
+        step.restype = count.restype = None
+        step.argtypes, count.argtypes = [ctypes.c_void_p], [ctypes.c_int64, ctypes.c_void_p]
     return kernels
 
 
@@ -83,33 +90,37 @@ def has_kernel() -> bool:
     return _kernels() is not None
 
 
-@cache
-def _integers(sizes: tuple[int, ...]) -> tuple[ctypes.Array[ctypes.c_int64], int]:
-    return (ctypes.c_int64 * len(sizes))(*sizes), sum(sizes)
-
-
-def adaptive_step_(
+def step_(
     kind: int,
+    dtype: torch.dtype,
     sizes: tuple[int, ...],
     places: Sequence[Pointers | None],
-    fresh: Tensor,
     numbers: Coefficients,
+    now: tuple[int, int],
+    again: Sequence[tuple[int, int]],
 ) -> None:
     """Move parameters and their state in place. Nothing is checked; :func:`has_kernel` comes first.
 
     Args:
-        kind: ``MOMENT``, ``SCALED`` or ``SCALED_MOMENTUM``.
+        kind: one of the ways to move of this module.
+        dtype: float32 or float64, of all tensors.
         sizes: elements of every leaf.
-        places: addresses of parameters, gradients, velocities (``None`` for ``SCALED``), squares and last draws, contiguous
-            tensors of the dtype of ``fresh`` and of these sizes. The draws of this step are written over the last ones.
-        fresh: the draws of this step, leaf behind leaf, float32 or float64.
+        places: addresses, ``None`` for what is not there: of parameters, gradients, velocities, squares, and the last draws
+            of the two branches, all contiguous; then the leaves' numbers in the random stream, for each branch. The draws of
+            this step are written over the last ones.
         numbers: of the step.
+        now: key and count of the draws of this step.
+        again: for each branch, key and count of the last draws, which are made again where there is no place for them; a
+            negative count if there are none.
     """
-    kernels, (count, total) = _kernels(), _integers(sizes)
+    kernels = _kernels()
     assert kernels is not None
-    threads = torch.get_num_threads() if total > _PARALLEL else 1
-    values = (ctypes.c_double * len(numbers))(*numbers)
-    kernels[fresh.dtype].sweep(kind, len(sizes), count, *places, fresh.data_ptr(), values, threads)
+    threads = torch.get_num_threads() if sum(sizes) > _PARALLEL else 1
+    count, values = integers(sizes), (ctypes.c_double * len(numbers))(*numbers)
+    addresses = [0 if x is None else _address(x) for x in (count, *places, values)]
+    (key, at), (direct_key, direct_at) = again
+    job = _Job(kind, len(sizes), *addresses, *now, key, at, direct_key, direct_at, threads)  # alive during the call
+    kernels[dtype].step(_address(job))
 
 
 def counter(steps: list[Tensor]) -> Callable[[], None]:
