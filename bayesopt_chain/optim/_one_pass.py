@@ -82,11 +82,11 @@ def _coefficients(form: Form, numbers: Numbers) -> Coefficients:
     )
 
 
-def _pieces(rule: Rule, normals: Normals, plan: Plan) -> list[Piece]:
+def _pieces(rule: Rule, normals: Normals, plan: Plan) -> list[Piece] | None:
     """Group the leaves into pieces for the kernel, of equal numbers, dtype, and key and count of their last draws.
 
-    The list is empty if the kernel cannot make the step: a group asks for another implementation, a leaf gets no noise or has
-    no velocity or square yet, or one of the tensors is not contiguous, not on a CPU or neither float32 nor float64.
+    The list is empty if the kernel cannot make the step: a group asks for another implementation, a leaf gets no noise, or one of the tensors is not contiguous, not on a CPU or neither float32 nor float64. It
+    is ``None`` if a velocity or square is not there yet.
     """
     mine = {id(w.param) for w in plan.noisy}
     present = [p for group in rule.param_groups for p in group["params"] if p.grad is not None]
@@ -98,9 +98,9 @@ def _pieces(rule: Rule, normals: Normals, plan: Plan) -> list[Piece]:
         asked = group.get("foreach") is not None or group.get("fused") is False or group.get("differentiable")
         if asked or form is None or not (route.is_early or route.is_late) or w.param.dtype not in KERNEL_DTYPES:
             return []
-        # torch makes its state in the first step
+        # torch makes its state in the first step, and the plan of that step may hold for the next ones
         if not all([name in w.state for name in (route.velocity, form.square) if name is not None]):
-            return []
+            return None
         together.setdefault((id(w.numbers), w.param.dtype, *_last_drawn(w)), []).append(w)
     pieces = [_piece(rule, work) for work in together.values()]
     return [] if None in pieces else pieces  # pyright: ignore[reportReturnType]
