@@ -85,8 +85,9 @@ def _coefficients(form: Form, numbers: Numbers) -> Coefficients:
 def _pieces(rule: Rule, normals: Normals, plan: Plan) -> list[Piece] | None:
     """Group the leaves into pieces for the kernel, of equal numbers, dtype, and key and count of their last draws.
 
-    The list is empty if the kernel cannot make the step: a group asks for another implementation, a leaf gets no noise, or one of the tensors is not contiguous, not on a CPU or neither float32 nor float64. It
-    is ``None`` if a velocity or square is not there yet.
+    The list is empty if the kernel cannot make the step: a group asks for another implementation, a leaf gets no noise, or one
+    of the tensors is not contiguous, not on a CPU or neither float32 nor float64. It is ``None`` if a velocity or square is not
+    there yet.
     """
     mine = {id(w.param) for w in plan.noisy}
     present = [p for group in rule.param_groups for p in group["params"] if p.grad is not None]
