@@ -32,13 +32,14 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain._torch import foreach_add_
-from bayesopt_chain.engine.sweep_cpu import Pointers, integers, pointers
+from bayesopt_chain.engine.sweep_cpu import integers, pointers
 from bayesopt_chain.random import compiled
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _PARALLEL = 2**15  # elements below which threads cost more than they save
 MOMENT, SCALED, SCALED_MOMENTUM, PLAIN, MOMENTUM = range(5)  # the ways to move: Adam, RMSprop (two), SGD (two)
-_Job: Any = ctypes.c_int64 * 19
+_Job: Any = ctypes.c_int64 * 19  # ``Job`` of the source
+_NOW, _AGAIN, _THREADS = 12, 14, 18  # key and count of the draws, key and count of the last draws of both branches
 _address = ctypes.addressof
 
 
@@ -90,37 +91,51 @@ def has_kernel() -> bool:
     return _kernels() is not None
 
 
-def step_(
-    kind: int,
-    dtype: torch.dtype,
-    sizes: tuple[int, ...],
-    places: Sequence[Pointers | None],
-    numbers: Coefficients,
-    now: tuple[int, int],
-    again: Sequence[tuple[int, int]],
-) -> None:
-    """Move parameters and their state in place. Nothing is checked; :func:`has_kernel` comes first.
+class Job:
+    """A call of the kernel, made once for its leaves and given new numbers and gradients at every step. It checks nothing.
 
     Args:
         kind: one of the ways to move of this module.
         dtype: float32 or float64, of all tensors.
         sizes: elements of every leaf.
-        places: addresses, ``None`` for what is not there: of parameters, gradients, velocities, squares, and the last draws
-            of the two branches, all contiguous; then the leaves' numbers in the random stream, for each branch. The draws of
-            this step are written over the last ones.
-        numbers: of the step.
-        now: key and count of the draws of this step.
-        again: for each branch, key and count of the last draws, which are made again where there is no place for them; a
-            negative count if there are none.
+        tensors: lists of contiguous tensors, empty for what is not there: parameters, velocities, squares, and the last draws
+            of the two branches, over which those of a step are written. They have to stay where they are in memory.
+        draws: the leaves' numbers in the random stream, for each branch; empty for a branch that is not there.
     """
-    kernels = _kernels()
-    assert kernels is not None
-    threads = torch.get_num_threads() if sum(sizes) > _PARALLEL else 1
-    count, values = integers(sizes), (ctypes.c_double * len(numbers))(*numbers)
-    addresses = [0 if x is None else _address(x) for x in (count, *places, values)]
-    (key, at), (direct_key, direct_at) = again
-    job = _Job(kind, len(sizes), *addresses, *now, key, at, direct_key, direct_at, threads)  # alive during the call
-    kernels[dtype].step(_address(job))
+
+    def __init__(
+        self,
+        kind: int,
+        dtype: torch.dtype,
+        sizes: tuple[int, ...],
+        tensors: Sequence[Sequence[Tensor]],
+        draws: Sequence[tuple[int, ...]],
+    ) -> None:
+        kernels = _kernels()
+        assert kernels is not None
+        self.dtype, self._step, self._is_large = dtype, kernels[dtype].step, sum(sizes) > _PARALLEL
+        self._gradients = (ctypes.c_int64 * len(sizes))()
+        self._numbers = (ctypes.c_double * len(Coefficients._fields))()
+        theta, *state = (pointers(xs) if xs else None for xs in tensors)
+        # alive as long as the job, which holds their addresses
+        self._arrays = (integers(sizes), theta, self._gradients, *state, *(integers(x) if x else None for x in draws))
+        addresses = [0 if x is None else _address(x) for x in (*self._arrays, self._numbers)]
+        self._job = _Job(kind, len(sizes), *addresses, 0, 0, *(-1, -1) * 2, 1)
+
+    def set_numbers(self, numbers: Coefficients) -> None:
+        """Set the numbers of the next step."""
+        self._numbers[:] = numbers
+
+    def set_last_drawn(self, last: tuple[int, int], direct: tuple[int, int]) -> None:
+        """Set key and count of each branch's last draws, if these are made again; a negative count if there are none."""
+        self._job[_AGAIN : _AGAIN + 4] = (*last, *direct)
+
+    def run(self, gradients: Sequence[Tensor], key: int, count: int) -> None:
+        """Move parameters and state in place by these contiguous gradients, with the draws of a key and a count."""
+        self._gradients[:] = [*map(Tensor.data_ptr, gradients)]
+        self._job[_NOW : _NOW + 2] = key, count
+        self._job[_THREADS] = torch.get_num_threads() if self._is_large else 1
+        self._step(self._job)
 
 
 def counter(steps: list[Tensor]) -> Callable[[], None]:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import torch
 
 from bayesopt_chain._torch import dispatch_modes
-from bayesopt_chain.engine.optimizer_cpu import Coefficients, counter, has_kernel, step_
-from bayesopt_chain.engine.sweep_cpu import integers, pointers
+from bayesopt_chain.engine.optimizer_cpu import Coefficients, Job, counter, has_kernel
 from bayesopt_chain.optim._injection import AGAIN, draw_of
 from bayesopt_chain.optim._noise import Normals
-from bayesopt_chain.optim._plan import KERNEL_DTYPES, Form, Numbers, Piece, Plan, Rule, Work, are_plain
+from bayesopt_chain.optim._plan import KERNEL_DTYPES, Numbers, Piece, Plan, Rule, Work, are_plain
 from bayesopt_chain.random.stream import draw_number
 
 _KEPT = [(-1, -1)] * 2  # key and count of a last draw that is kept, for each branch
@@ -26,41 +25,31 @@ def in_one_pass(rule: Rule, normals: Normals, plan: Plan) -> bool:
     Returns:
         Whether the step was made. If not, nothing has moved.
     """
-    plan.one_pass = False
+    has_numbers, plan.one_pass = plan.one_pass and plan.repeats, False
     if plan.pieces is None:
         plan.pieces = _pieces(rule, normals, plan)
     if not plan.pieces or plan.discarding or dispatch_modes() or not all(map(Piece.has_gradients, plan.pieces)):
         return False
     for piece in plan.pieces:
-        w = piece.work[0]
-        numbers, group = w.numbers, w.group
-        form = rule._form(group, numbers.learned_until)
-        assert form is not None
+        group = piece.numbers.group
+        if not has_numbers:
+            piece.job.set_numbers(_coefficients(rule, piece.numbers))
+        if plan.redrawn:
+            piece.job.set_last_drawn(*_last_drawn(piece.work[0]))
         # the kernel writes by addresses, and autograd has to know that the tensors changed
         torch.autograd.graph.increment_version(piece.tensors)
         if piece.count is not None:
             piece.count()
-        theta, *kept = piece.places
-        coefficients = piece.coefficients if plan.repeats else None
-        if coefficients is None:
-            coefficients = piece.coefficients = _coefficients(form, numbers)
-        now = (group["noise_key"], group["noise_count"])
-        step_(
-            form.kind,
-            piece.dtype,
-            piece.sizes,
-            [theta, pointers(piece.gradients), *kept],
-            coefficients,
-            now,
-            _last_drawn(w),
-        )
+        piece.job.run(piece.gradients, group["noise_key"], group["noise_count"])
     plan.one_pass = True
     return True
 
 
-def _coefficients(form: Form, numbers: Numbers) -> Coefficients:
+def _coefficients(rule: Rule, numbers: Numbers) -> Coefficients:
     """Return the kernel's coefficients of a step."""
     group, linear, noise = numbers.group, numbers.linear, numbers.noise
+    form = rule._form(group, numbers.learned_until)
+    assert form is not None
     learns = not numbers.route.is_frozen
     return Coefficients(
         sign=-1.0 if group["maximize"] else 1.0,
@@ -123,10 +112,8 @@ def _piece(rule: Rule, work: list[Work]) -> Piece | None:
     lists += [[draw_of(rule, w, c) for w in work] if c in branches and not w.redraws else [] for c in (0, 1)]
     if not all([are_plain(xs, dtype, shapes) for xs in lists if xs]):
         return None
-    places = [pointers(xs) if xs else None for xs in lists]
-    places += [integers(tuple([draw_number(w.number, c) for w in work])) if c in branches else None for c in (0, 1)]
+    numbers = [tuple([draw_number(w.number, c) for w in work]) if c in branches else () for c in (0, 1)]
     steps = [] if rule.timeless else [w.state["step"] for w in work]
     tensors = [x for xs in (*lists, steps) for x in xs]
-    return Piece(
-        work, dtype, shapes, tuple([p.numel() for p in params]), tensors, places, counter(steps) if steps else None
-    )
+    job = Job(form.kind, dtype, tuple([p.numel() for p in params]), lists, numbers)
+    return Piece(work, w.numbers, params, shapes, tensors, job, counter(steps) if steps else None)

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from bayesopt_chain.engine.optimizer_cpu import Job
 from bayesopt_chain.optim._rule import Before, Linear, Noise
 
 _KINDS = (Tensor, torch.nn.Parameter)
@@ -305,29 +306,28 @@ class Piece:
 
     Attributes:
         work: the leaves.
-        dtype, shapes, sizes: of their parameters.
+        numbers: of their step.
+        params, shapes: their parameters, and the shapes of these.
         tensors: all tensors that the kernel writes. :meth:`Plan.holds` makes sure that they are the same objects, at the same
             places in memory.
-        places: the kernel's arrays of their addresses.
+        job: the call of the kernel.
         count: advances the leaves' counts of updates; ``None`` if they have none.
-        coefficients: the kernel's coefficients of the last step.
         gradients: of this step.
     """
 
     work: list[Work]
-    dtype: torch.dtype
+    numbers: Numbers
+    params: list[Tensor]
     shapes: list[torch.Size]
-    sizes: tuple[int, ...]
     tensors: list[Tensor]
-    places: list[Any]
+    job: Job
     count: Callable[[], None] | None
-    coefficients: Any = None
     gradients: list[Any] = field(default_factory=list[Any])
 
     def has_gradients(self) -> bool:
         """Read the gradients of this step, and return whether the kernel can take them."""
-        self.gradients = [*map(_gradient, [w.param for w in self.work])]
-        return are_plain(self.gradients, self.dtype, self.shapes)
+        self.gradients = [*map(_gradient, self.params)]
+        return are_plain(self.gradients, self.job.dtype, self.shapes)
 
 
 class Settings:

@@ -408,7 +408,8 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         witness = self._witness if plan.noisy and _HAS_RANKS and dist.is_initialized() else None
         if witness is not None:
             witness.look(lambda: self._claims(plan.noisy), plan.noisy[0].param)
-        rescale(plan)
+        if plan.rescaled:
+            rescale(plan)
         if not in_one_pass(self, cache.normals, plan):
             add_before_step(self, cache.normals, plan)
             if plan.frozen:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
-from bayesopt_chain.optim import ivon, sgd
+from bayesopt_chain.engine import optimizer_cpu
+from bayesopt_chain.optim import ivon
 
 T = {"lr": 0.01, "temperature": 1e-6}
 MAKERS = {
@@ -152,7 +153,7 @@ def test_views_of_one_storage_without_a_common_element_are_sampled(how):
 def test_ctrl_c_in_the_middle_of_a_step_comes_behind_it(name, monkeypatch):
     p, optimizer = made(name, 8)
     step(p, optimizer)
-    owner, middle = (sgd.SGHMC, "_move") if name == "SGHMC" else (ivon.IVON, "_move")
+    owner, middle = (optimizer_cpu.Job, "run") if name == "SGHMC" else (ivon.IVON, "_move")
     inner, count = getattr(owner, middle), optimizer.param_groups[0]["noise_count"]
 
     def interrupted(self, *args):
