@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from bayesopt_chain import likelihoods
 from bayesopt_chain.ensemble.call import posterior_ensemble
-from bayesopt_chain.ensemble.predict import EnsemblePrediction
+from bayesopt_chain.likelihoods import Predictive
 
 __all__ = ["PosteriorClassifier", "PosteriorRegressor"]
 
@@ -91,7 +91,7 @@ class _Posterior(BaseEstimator):
     def _inputs(self, X: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray((X - self.center_) / self.scale_))
 
-    def _prediction(self, X: Any) -> EnsemblePrediction:
+    def _prediction(self, X: Any) -> Predictive:
         check_is_fitted(self)
         X = validate_data(self, X, dtype=np.float64, reset=False)
         return self.ensemble_.predict(self._inputs(X))

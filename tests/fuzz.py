@@ -395,8 +395,6 @@ SOUND: dict[str, Callable[[], Any]] = {  # by the name of an argument, or of a c
     "Gaussian.log_prob.tree": lambda: fitted().posterior.mean,
     "Ensemble.more.steps": lambda: 60,
     "Ensemble.open.path": kept,
-    "EnsemblePrediction.average.values": lambda: several().predict(DATA).outputs,
-    "EnsemblePrediction.of.outputs": lambda: torch.ones(2, 3, 1),
     **{
         f"Laplace.{name}.state": lambda: after(bc.laplace(), 1, curvature=INCREMENT)
         for name in ("log_evidence", "posterior")
@@ -436,10 +434,10 @@ OBJECTS: dict[str, Callable[[], Any]] = {  # whose methods are called
     "Epochs": lambda: bc.epochs(DATA, 4),
     "Collector": lambda: bc.collect(MODEL, optimizer(), every=1),
     "FittedLaplace": fitted,
-    "Prediction": lambda: fitted().predictive(DATA),
+    "Predictive": lambda: fitted().predictive(DATA),
     "Gaussian": lambda: fitted().posterior,
     "Ensemble": several,
-    "EnsemblePrediction": lambda: several().predict(DATA),
+    "Predictive of draws": lambda: several().predict(DATA),
     "Laplace": bc.laplace,
     "Swag": lambda: bc.swag(2),
     "VariationalTransform": lambda: VI,
@@ -479,6 +477,7 @@ INNER = {
         "labels",
         "require",
         "require_values",
+        "mixed",
         "nodes",
         "straight_line",
         "widened",
@@ -513,7 +512,6 @@ NOT_CALLED = {
         "Collector.predict",
         "optim.IVON.step",
         "optim.IVON",
-        "EnsemblePrediction.of",
         "testing.assert_bitwise_equal",
     ),
     "likelihoods.Likelihood",  # abstract

@@ -26,7 +26,7 @@ MEMBERS = 4
 class Contestant(NamedTuple):
     """From inputs ``[N, D]`` to a predictive distribution, and what it cost, in gradients of a network for each datum."""
 
-    predict: Callable[[Tensor], bc.ensemble.EnsemblePrediction]
+    predict: Callable[[Tensor], bc.likelihoods.Predictive]
     cost: float
 
 

@@ -2,7 +2,6 @@
 
 from bayesopt_chain.ensemble.call import posterior_ensemble
 from bayesopt_chain.ensemble.ensemble import Ensemble
-from bayesopt_chain.ensemble.predict import EnsemblePrediction
 from bayesopt_chain.ensemble.report import Report
 
-__all__ = ["Ensemble", "EnsemblePrediction", "Report", "posterior_ensemble"]
+__all__ = ["Ensemble", "Report", "posterior_ensemble"]

@@ -17,14 +17,13 @@ from bayesopt_chain.checks import short
 from bayesopt_chain.ensemble.data import Data, read, require_inputs
 from bayesopt_chain.ensemble.ladder import Sghmc
 from bayesopt_chain.ensemble.members import described, members_of
-from bayesopt_chain.ensemble.predict import EnsemblePrediction
 from bayesopt_chain.ensemble.problem import FEW, Level, Problem, level_of
 from bayesopt_chain.ensemble.progress import Progress
 from bayesopt_chain.ensemble.report import Report
 from bayesopt_chain.ensemble.stages import checksum, read_or_refuse
 from bayesopt_chain.fitting.batches import as_pair
 from bayesopt_chain.fitting.predictions import batches_of
-from bayesopt_chain.likelihoods import Likelihood
+from bayesopt_chain.likelihoods import Likelihood, Predictive
 from bayesopt_chain.runs import files
 from bayesopt_chain.runs.describe import describe, difference
 from bayesopt_chain.runs.draws import Draws
@@ -58,7 +57,7 @@ class Ensemble:
     problem: Problem
 
     @kinds.takes(data=kinds.DATA)
-    def predict(self, data: Any) -> EnsemblePrediction:
+    def predict(self, data: Any) -> Predictive:
         """The predictive distribution of new targets.
 
         Args:
@@ -66,8 +65,8 @@ class Ensemble:
                 batches, such as a DataLoader. Targets are not read.
 
         Returns:
-            :class:`EnsemblePrediction`: mean, variance, quantile, interval, probabilities, log_prob, crps, aleatoric,
-            epistemic.
+            :class:`bayesopt_chain.likelihoods.Predictive`: mean, variance, quantile, interval, probabilities, log_prob, crps,
+            aleatoric, epistemic.
 
         Raises:
             ValueError: no batches.
@@ -89,7 +88,7 @@ class Ensemble:
         likelihood = self.likelihood
         if self.factor != 1:
             likelihood, outputs = likelihood.widened(outputs, self.factor)
-        return EnsemblePrediction.of(likelihood, outputs, self.log_weights.to(outputs.device))
+        return likelihood.mixture(outputs, self.log_weights.to(outputs.device))
 
     @property
     def log_weights(self) -> Tensor:

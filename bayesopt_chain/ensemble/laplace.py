@@ -18,10 +18,10 @@ import torch
 from bayesopt_chain import batches
 from bayesopt_chain.ensemble.cost import FORWARD, passes
 from bayesopt_chain.ensemble.ensemble import Ensemble
-from bayesopt_chain.ensemble.predict import EnsemblePrediction
 from bayesopt_chain.ensemble.recipe import Plan, finished, held_of, train
 from bayesopt_chain.fitting import FittedLaplace, fit_laplace
 from bayesopt_chain.fitting.predictions import batches_of
+from bayesopt_chain.likelihoods import Predictive
 from bayesopt_chain.modules.functional import write_back
 
 AT_ONCE = 1000
@@ -39,7 +39,7 @@ class LaplaceEnsemble(Ensemble):
     fits: tuple[FittedLaplace, ...] = ()
     modes: Ensemble | None = None
 
-    def predict(self, data: Any) -> EnsemblePrediction:
+    def predict(self, data: Any) -> Predictive:
         """The predictive distribution of new targets; see :meth:`Ensemble.predict`."""
         given = list(batches_of(data))
         if not given:
@@ -57,7 +57,7 @@ class LaplaceEnsemble(Ensemble):
         logs = [x.to(outputs[0]) - torch.tensor(float(len(self.fits)), device="cpu").log() for x in logs]
         scale = float(torch.stack([x.reshape(()) for x in noises]).mean())
         likelihood = self.fits[0].model.likelihood.scaled(scale) if self.likelihood.has_noise_scale else self.likelihood
-        return EnsemblePrediction.of(likelihood, torch.cat(outputs), torch.cat(logs))
+        return likelihood.mixture(torch.cat(outputs), torch.cat(logs))
 
     def save(self, path: str | Path) -> None:
         """Refused: write the fits themselves.

@@ -43,10 +43,7 @@ from bayesopt_chain.fitting.model import (
 )
 from bayesopt_chain.fitting.predictions import (
     Method,
-    Outputs,
-    Prediction,
     batches_of,
-    joined,
     linearized,
     method_for,
     predicted,
@@ -54,7 +51,7 @@ from bayesopt_chain.fitting.predictions import (
 from bayesopt_chain.fitting.regression import LEAST, TINY, Regression
 from bayesopt_chain.fitting.rule import by_dispersion, by_network_noise, data_for, within_budget
 from bayesopt_chain.fitting.subnetwork import Subnetwork
-from bayesopt_chain.likelihoods import Likelihood
+from bayesopt_chain.likelihoods import Likelihood, Outputs, Predictive
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.laplace import log_prior, posterior_of
 from bayesopt_chain.posterior.state import require_finite
@@ -150,7 +147,7 @@ class FittedLaplace:
         method: Method | None = None,
         samples: int = 100,
         generator: torch.Generator | None = None,
-    ) -> Tensor | Prediction:
+    ) -> Tensor | Predictive:
         """Predictions for new inputs.
 
         Args:
@@ -165,8 +162,9 @@ class FittedLaplace:
             generator: their source of randomness. Default: torch's global generator.
 
         Returns:
-            Means of the targets: probabilities ``[N, *, C]`` of classes, ``[N, *event]`` otherwise; a :class:`Prediction` for
-            "linearized", with mean, variance, quantiles, intervals, densities, scores and draws of new targets.
+            Means of the targets: probabilities ``[N, *, C]`` of classes, ``[N, *event]`` otherwise; for "linearized" a
+            :class:`bayesopt_chain.likelihoods.Predictive` with mean, variance, quantiles, intervals, densities, scores and
+            draws of new targets.
 
         Raises:
             ValueError: a method that the likelihood has no use for, or a likelihood without a known mean ("linearized" always
@@ -175,6 +173,8 @@ class FittedLaplace:
         self.model.require_seen(data)
         likelihood = self.likelihood
         how = method_for(method, likelihood)
+        if how == "linearized":
+            return self.predictive(data)
         with kinds.blaming("FittedLaplace.predict", "data"):
             parts = [
                 predicted(self.model, self.posterior, batch, likelihood, how, samples, generator)
@@ -182,8 +182,7 @@ class FittedLaplace:
             ]
         if not parts:
             raise ValueError("predict: data has no batches")
-        tensors = [part for part in parts if isinstance(part, Tensor)]
-        return torch.cat(tensors) if tensors else joined([part for part in parts if isinstance(part, Prediction)])
+        return torch.cat(parts)
 
     @property
     def likelihood(self) -> Likelihood:
@@ -257,21 +256,21 @@ class FittedLaplace:
         drawn = functional_samples(self.model.forward, self.posterior, batch, samples=samples, generator=generator)
         return drawn.to(self.model.dtype)
 
-    def predictive(self, data: Any) -> Prediction:
+    @kinds.takes(data=kinds.DATA, joint=kinds.BOOL)
+    def predictive(self, data: Any, *, joint: bool = False) -> Predictive:
         """The predictive distribution of new targets, for any likelihood: ``predict(data, method="linearized")``.
 
         Args:
             data: as for :meth:`predict`.
+            joint: whether draws and covariances are those of all data together; then data must be one batch. Default False.
 
         Returns:
-            A :class:`Prediction`.
+            A :class:`bayesopt_chain.likelihoods.Predictive`.
 
         Raises:
-            ValueError: as :meth:`predict`.
+            ValueError: as :meth:`outputs`.
         """
-        found = self.predict(data, method="linearized")
-        assert isinstance(found, Prediction)
-        return found
+        return Predictive(self.likelihood, self.outputs(data, joint=joint))
 
     @kinds.takes(prior_precision=kinds.ANY, likelihood_scale=kinds.SCALAR)
     def log_evidence_at(self, prior_precision: Any, likelihood_scale: Any = 1.0) -> Tensor:

@@ -6,7 +6,7 @@ from bayesopt_chain.likelihoods._counts import negative_binomial, poisson
 from bayesopt_chain.likelihoods._custom import custom
 from bayesopt_chain.likelihoods._gaussian import gaussian, student_t
 from bayesopt_chain.likelihoods._likelihood import Grouping, Likelihood, Support
-from bayesopt_chain.likelihoods._predictive import Predictive
+from bayesopt_chain.likelihoods._predictive import Outputs, Predictive
 from bayesopt_chain.likelihoods._roots import OutputRoot
 from bayesopt_chain.likelihoods._weighted import weighted
 
@@ -14,6 +14,7 @@ __all__ = [
     "Grouping",
     "Likelihood",
     "OutputRoot",
+    "Outputs",
     "Predictive",
     "Support",
     "bernoulli",

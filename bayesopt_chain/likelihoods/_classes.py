@@ -39,6 +39,7 @@ class Bernoulli(Likelihood):
     support = Support(0.0, 1.0, True)
     methods = ("quadrature", "probit")
     default_method = "quadrature"
+    has_classes = True
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return targets * outputs - softplus(outputs)
@@ -83,6 +84,7 @@ class Categorical(Likelihood):
     support = None
     methods = ("sobol", "probit", "bridge")
     default_method = "sobol"
+    has_classes = True
 
     def grouping(self, event: torch.Size) -> Grouping:
         if not event or event[-1] < 2:
@@ -298,6 +300,9 @@ def categorical(
     checks.number("categorical: label_smoothing", label_smoothing, "[0, 1)")
     if weight is not None and not bool((torch.as_tensor(weight, device="cpu") >= 0).all()):
         raise ValueError(f"categorical: weight={weight}: pass numbers that are not negative, one a class")
+    if weight is not None:
+        weight = torch.as_tensor(weight)
+        weight = weight if weight.is_floating_point() else weight.to(torch.get_default_dtype())
     return Categorical(weight, ignore_index, float(label_smoothing))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from bayesopt_chain.likelihoods._likelihood import REAL, Grouping, Likelihood, Support
-from bayesopt_chain.likelihoods._predictive import Predictive
+from bayesopt_chain.likelihoods._mixture import Mixture
+from bayesopt_chain.likelihoods._predictive import Outputs
 from bayesopt_chain.likelihoods._quadrature import normal_nodes
 from bayesopt_chain.likelihoods._roots import Elementwise, Explicit, OutputRoot
 from bayesopt_chain.tracing import is_hidden, unwrapped
@@ -79,20 +80,20 @@ class FromLoss(Likelihood):
     def has_straight_line(self) -> bool:
         return False
 
-    def predictive(self, mean: Tensor, covariance: Tensor) -> Predictive:
-        return _LoopedPredictive(self, *self.nodes(mean, covariance))
+    def mixed(self, outputs: Outputs | Tensor, log_weights: Tensor | None = None) -> Mixture:
+        looped = _Looped(*(getattr(self, f.name) for f in fields(self)))
+        return replace(super().mixed(outputs, log_weights), likelihood=looped)
 
     def nodes(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
         nodes, log_weights = normal_nodes(mean.reshape(len(mean), -1), covariance)
         return nodes.reshape(-1, *mean.shape), log_weights
 
 
-class _LoopedPredictive(Predictive):
-    """Of a loss that takes one batch of outputs at a time."""
+class _Looped(FromLoss):
+    """The same at the nodes of a mixture, ``[S, N, *event]``: the loss takes one batch of outputs at a time."""
 
-    def log_prob(self, targets: Any) -> Tensor:
-        each = torch.stack([self.likelihood.log_prob(f, targets) for f in self.outputs])
-        return (each + self.log_weights.to(each)[:, None]).logsumexp(0)
+    def log_prob(self, outputs: Tensor, targets: Any) -> Tensor:
+        return -torch.stack([self.loss(f, targets) for f in outputs])
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,11 +206,9 @@ class FromDistribution(Likelihood):
         nodes, log_weights = normal_nodes(m, s, points) if points else normal_nodes(m, s)
         return grouping.join(nodes, mean.shape[1:]), log_weights
 
-    def predictive(self, mean: Tensor, covariance: Tensor) -> Predictive:
-        nodes, log_weights = self.nodes(mean, covariance)
-        return Predictive(
-            _WithSupport(self.distribution, self.output_hessian, self.support_at(mean)), nodes, log_weights
-        )
+    def mixed(self, outputs: Outputs | Tensor, log_weights: Tensor | None = None) -> Mixture:
+        known = _WithSupport(self.distribution, self.output_hessian, self.support_at(outputs[0]))
+        return replace(super().mixed(outputs, log_weights), likelihood=known)
 
     @property
     def has_straight_line(self) -> bool:

@@ -12,7 +12,7 @@ At outputs ``f ~ N(m, S)`` a target with known variance is ``N(m, S + v)``. With
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -23,7 +23,8 @@ from bayesopt_chain import kinds
 from bayesopt_chain.likelihoods._draws import standard_gamma
 from bayesopt_chain.likelihoods._incomplete_beta import incomplete_beta
 from bayesopt_chain.likelihoods._likelihood import Grouping, Likelihood, weights_of_draws
-from bayesopt_chain.likelihoods._predictive import Predictive
+from bayesopt_chain.likelihoods._mixture import Mixture
+from bayesopt_chain.likelihoods._predictive import Outputs
 from bayesopt_chain.likelihoods._quadrature import normal_nodes
 from bayesopt_chain.likelihoods._roots import Elementwise
 from bayesopt_chain.trees import as_tensor
@@ -71,16 +72,13 @@ class Gaussian(Likelihood):
         self._require_once(outputs, targets)
         return (targets - outputs) * self._variance(outputs).rsqrt()
 
-    def predictive(self, mean: Tensor, covariance: Tensor) -> Predictive:
-        noise = self._variance(mean).expand_as(mean)
-        total = covariance.diagonal(dim1=-2, dim2=-1).reshape(mean.shape) + noise
-        stacked = torch.stack([mean, total.log()], -1)[None]
-        return Predictive(_Stacked(), stacked, mean.new_zeros(1), of=self, noise=noise)
-
-    def mixture(self, outputs: Tensor, log_weights: Tensor | None = None) -> Predictive:
-        log_weights = weights_of_draws(outputs, log_weights)
-        log_variance = self._variance(outputs).log().expand_as(outputs)
-        return Predictive(_Stacked(), torch.stack([outputs, log_variance], -1), log_weights, of=self)
+    def mixed(self, outputs: Outputs | Tensor, log_weights: Tensor | None = None) -> Mixture:
+        noise = within = self._variance(outputs[0]).expand_as(outputs[0])
+        if isinstance(outputs, Outputs):
+            spread = outputs.covariance.diagonal(dim1=-2, dim2=-1).reshape(noise.shape)
+            outputs, log_weights, noise = outputs.mean[None], outputs.mean.new_zeros(1), noise + spread
+        stacked = torch.stack([outputs, noise.log().expand_as(outputs)], -1)
+        return Mixture(_Stacked(), stacked, weights_of_draws(outputs, log_weights), within)
 
     def widened(self, outputs: Tensor, factor: float) -> tuple[Likelihood, Tensor]:
         return Gaussian(self.variance_of_noise * factor), outputs
@@ -134,10 +132,13 @@ class LearnedGaussian(Likelihood):
         mean, log_variance = self.pair(outputs)
         return ndtr((values - mean) * (-log_variance / 2).exp())
 
-    def predictive(self, mean: Tensor, covariance: Tensor) -> Predictive:
-        _, log_variance = self.pair(mean)
-        spread = self.pair(covariance.diagonal(dim1=-2, dim2=-1).reshape(mean.shape))[1]
-        return Predictive(self, *self.nodes(mean, covariance), noise=(log_variance + spread / 2).exp())
+    def mixed(self, outputs: Outputs | Tensor, log_weights: Tensor | None = None) -> Mixture:
+        found = super().mixed(outputs, log_weights)
+        if not isinstance(outputs, Outputs):
+            return found
+        _, log_variance = self.pair(outputs.mean)
+        spread = self.pair(outputs.covariance.diagonal(dim1=-2, dim2=-1).reshape(outputs.mean.shape))[1]
+        return replace(found, within=(log_variance + spread / 2).exp())
 
     def widened(self, outputs: Tensor, factor: float) -> tuple[Likelihood, Tensor]:
         mean, log_variance = self.pair(outputs)

@@ -31,7 +31,8 @@ from torch import Tensor
 
 from bayesopt_chain import kinds
 from bayesopt_chain.checks import short
-from bayesopt_chain.likelihoods._predictive import Predictive
+from bayesopt_chain.likelihoods._mixture import Mixture
+from bayesopt_chain.likelihoods._predictive import Outputs, Predictive
 from bayesopt_chain.likelihoods._quadrature import fine_grid, normal_nodes, points_for
 from bayesopt_chain.likelihoods._roots import Elementwise, OutputRoot
 from bayesopt_chain.tracing import is_hidden, is_readable, is_transformed
@@ -71,6 +72,7 @@ class Likelihood(ABC):
         support: where targets lie, ``None`` for values without an order. Default: the real line.
         default_method: how :meth:`bayesopt_chain.FittedLaplace.predict` averages over outputs if nobody says: one of
             ``methods``, or "linearized", which gives the whole predictive distribution.
+        has_classes: whether targets are classes without an order, or yes and no, whose uncertainty is an entropy.
         methods: the closed forms or rules by which :meth:`expected_mean` works.
         filler: a value that a target may have; it stands in for targets of weight 0.
 
@@ -99,6 +101,7 @@ class Likelihood(ABC):
     support: Support | None = REAL
     methods: tuple[str, ...] = ("quadrature",)
     default_method: str = "linearized"
+    has_classes: bool = False
     filler: float = 0.0
 
     # What a subclass says.
@@ -635,7 +638,7 @@ class Likelihood(ABC):
 
         Args:
             mean: of the outputs, ``[N, *event]``.
-            covariance: of one datum's E outputs, ``[N, E, E]``.
+            covariance: of one datum's E outputs, ``[N, E, E]``, or joint over data, ``[N E, N E]``.
 
         Returns:
             A :class:`Predictive`.
@@ -647,8 +650,7 @@ class Likelihood(ABC):
             >>> predictive.variance, predictive.quantile(0.975)
             (tensor([[1.]]), tensor([[1.9600]]))
         """
-        nodes, log_weights = self.nodes(mean, covariance)
-        return Predictive(self, nodes, log_weights)
+        return Predictive(self, Outputs(mean, covariance))
 
     @kinds.takes()
     def mixture(self, outputs: Tensor, log_weights: Tensor | None = None) -> Predictive:
@@ -672,6 +674,26 @@ class Likelihood(ABC):
             tensor([[1.5000]])
         """
         return Predictive(self, outputs, weights_of_draws(outputs, log_weights))
+
+    def mixed(self, outputs: Outputs | Tensor, log_weights: Tensor | None = None) -> Mixture:
+        """The mixture that a :class:`Predictive` computes with; a likelihood with closed forms has its own.
+
+        Args:
+            outputs: Gaussian :class:`Outputs` of data apart, or draws ``[S, N, *event]``.
+            log_weights: of draws, ``[S]``.
+
+        Returns:
+            Nodes and their weights, by default those of :meth:`nodes`, and the likelihood of a target at them.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> likelihoods.poisson().mixed(torch.zeros(2, 1, 1)).mean  # over two draws
+            tensor([[1.]])
+        """
+        if isinstance(outputs, Outputs):
+            return Mixture(self, *self.nodes(*outputs))
+        return Mixture(self, outputs, weights_of_draws(outputs, log_weights))
 
     def widened(self, outputs: Tensor, factor: float) -> tuple[Likelihood, Tensor]:
         """A likelihood and outputs whose predictions are wider (``factor`` above 1) or narrower: noise of ``factor`` times the

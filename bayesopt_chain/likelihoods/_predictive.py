@@ -1,145 +1,249 @@
-r"""The distribution of a new target: a likelihood averaged over nodes of its outputs.
+r"""The predictive distribution of new targets, and every question that it answers: what every method of this library returns.
 
-    p(y) = sum_s w_s p(y | f_s),      E y = sum_s w_s E[y | f_s],      F(y) = sum_s w_s P(Y <= y | f_s)
-    Var y = sum_s w_s { Var[y | f_s] + (E[y | f_s] - E y)^2 }
-    CRPS(F, y) = integral (F(x) - 1{x >= y})^2 dx                    (Gneiting and Raftery, 2007)
+The outputs f of a model are known as a Gaussian (linearised models: Laplace, filters) or as draws with weights (chains,
+ensembles), and a target follows them by its likelihood:
 
-Quantiles are found by bisection. The score is in closed form for mixtures of Gaussians, a sum for counts and classes in order,
-and otherwise an integral on each side of y.
+    p(y) = E_f p(y | f)
+    numbers    Var y = E Var[y | f]  (aleatoric)  +  Var E[y | f]   (epistemic)
+    classes    H[E p] = E H[p]       (aleatoric)  +  the mutual information of label and outputs (epistemic)
+
+Which part more data could remove is Depeweg, Hernandez-Lobato, Doshi-Velez and Udluft (2018). Of Gaussian outputs the
+likelihood says by which nodes, or in closed form, they are integrated over (``_mixture.py`` computes with these).
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
 from bayesopt_chain import kinds
-from bayesopt_chain.likelihoods._quadrature import gauss_legendre
+from bayesopt_chain.likelihoods._mixture import Mixture
+from bayesopt_chain.likelihoods._quadrature import root_by_eigenvectors
 
-NODES = 200  # of each of the two integrals of a score
-STRETCH = 14.0  # they reach sinh(14) = 600,000 quartile distances out
-DOUBLINGS, BISECTIONS = 200, 64
-MOST_COUNTS = 10**6
-LOWEST, HIGHEST = float("-inf"), float("inf")
+NUMBERS_AT_ONCE = 2**24  # of outputs at nodes; data beyond that are taken in parts
 
 
-class Conditional(Protocol):
-    """What is asked of a likelihood here; see :class:`bayesopt_chain.likelihoods.Likelihood`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def support(self) -> Any: ...
-    def grouping(self, event: torch.Size) -> Any: ...
-    def log_prob(self, outputs: Tensor, targets: Any) -> Tensor: ...
-    def mean(self, outputs: Tensor) -> Tensor: ...
-    def variance(self, outputs: Tensor) -> Tensor: ...
-    def cdf(self, outputs: Tensor, values: Tensor) -> Tensor: ...
-    def labels(self, targets: Any) -> Any: ...
-    def weights(self, targets: Any) -> Tensor | None: ...
-
-
-class Predictive:
-    """A mixture of ``likelihood`` over ``outputs``, ``[S, N, *event]``, with ``log_weights``, ``[S]``, target by target.
-
-    Made by :meth:`bayesopt_chain.likelihoods.Likelihood.predictive`.
+class Outputs(NamedTuple):
+    """Outputs of a model that are Gaussian.
 
     Attributes:
-        likelihood: of a target given the outputs at a node.
-        outputs: the nodes, ``[S, N, *event]``.
-        log_weights: of the nodes, ``[S]``; their exponentials sum to 1.
-        of: the likelihood whose targets these are, which knows their weights.
-        noise: ``E Var[y | f]``, shaped like the mean: the part of the variance that no data remove.
+        mean: ``[N, *event]``.
+        covariance: for the parameters' uncertainty, ``[N, E, E]`` for E outputs of a datum; joint over data ``[N E, N E]``,
+            data first.
+    """
+
+    mean: Tensor
+    covariance: Tensor
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether the covariance is that of all data together."""
+        return self.covariance.ndim == 2
+
+    @property
+    def blocks(self) -> Tensor:
+        """The covariance of each datum's own outputs, ``[N, E, E]``."""
+        if not self.is_joint:
+            return self.covariance
+        data = len(self.mean)
+        entries = self.covariance.shape[0] // max(1, data)
+        return self.covariance.reshape(data, entries, data, entries).diagonal(dim1=0, dim2=2).movedim(-1, 0)
+
+    def draw(self, samples: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws of the outputs, together for all data where the covariance is joint; it may be singular.
+
+        Args:
+            samples: how many.
+            generator: source of randomness. Default: torch's global generator.
+
+        Returns:
+            ``[samples, N, *event]``.
+
+        Raises:
+            ValueError: fewer than one sample.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain.likelihoods import Outputs
+            >>> same = Outputs(torch.zeros(2, 1), torch.ones(2, 2)).draw(3)  # two data that are perfectly correlated
+            >>> torch.allclose(same[:, 0], same[:, 1])
+            True
+        """
+        if samples < 1:
+            raise ValueError(f"samples={samples}: pass at least 1")
+        root = root_by_eigenvectors(self.covariance)
+        shape = (samples, *self.covariance.shape[:-1])
+        noise = torch.randn(shape, dtype=self.mean.dtype, device=self.mean.device, generator=generator)
+        return self.mean + (root @ noise[..., None]).reshape(samples, *self.mean.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Predictive:
+    """New targets ``p(y) = E_f p(y | f)``, made by :meth:`bayesopt_chain.FittedLaplace.predictive`, by the ``predict`` of an
+    ensemble, and for outputs of your own by ``likelihood.predictive`` and ``likelihood.mixture``.
+
+    N data have targets at positions ``[N, *positions]``: one for each output, or one for each group of outputs (the classes of
+    a token, a mean with its log variance).
+
+    Attributes:
+        likelihood: of targets given outputs, with its noise.
+        outputs: a Gaussian, :class:`Outputs`, or draws ``[S, N, *event]``.
+        log_weights: of the draws, ``[S]``, whose exponentials sum to 1; ``None`` for a Gaussian.
 
     Example:
         >>> import torch
         >>> from bayesopt_chain import likelihoods
-        >>> predictive = likelihoods.poisson().predictive(torch.zeros(1, 1), torch.full((1, 1, 1), 0.5))
-        >>> predictive.mean, predictive.variance  # exp(1/4), and that plus exp(1/2) (exp(1/2) - 1)
-        (tensor([[1.2840]]), tensor([[2.3536]]))
+        >>> p = likelihoods.gaussian(0.25).predictive(torch.zeros(1, 1), torch.full((1, 1, 1), 0.75))
+        >>> p.variance, p.aleatoric, p.epistemic
+        (tensor([[1.]]), tensor([[0.2500]]), tensor([[0.7500]]))
+        >>> target = torch.ones(1, 1)
+        >>> p.log_prob(target), p.quantile(0.5), p.crps(target)
+        (tensor([[-1.4189]]), tensor([[0.]]), tensor([[0.6024]]))
+        >>> p.sample(5, generator=torch.Generator().manual_seed(0)).shape
+        torch.Size([5, 1, 1])
+
+        A mixture over draws answers the same questions:
+
+        >>> q = likelihoods.bernoulli().mixture(torch.tensor([-9.0, 9.0])[:, None, None])
+        >>> q.probabilities, q.epistemic  # the draws are sure and disagree: log 2
+        (tensor([[0.5000]]), tensor([[0.6920]]))
     """
 
-    def __init__(
-        self,
-        likelihood: Conditional,
-        outputs: Tensor,
-        log_weights: Tensor,
-        *,
-        of: Conditional | None = None,
-        noise: Tensor | None = None,
-    ) -> None:
-        self.likelihood, self.outputs, self.log_weights = likelihood, outputs, log_weights
-        self._noise = noise  # where the variance at a node holds more than the noise
-        self.of = likelihood if of is None else of  # whose targets these are: their weights, labels and checks
+    likelihood: Any
+    outputs: Outputs | Tensor
+    log_weights: Tensor | None = None
 
-    @kinds.takes(values=kinds.VALUES)
-    def average(self, values: Tensor) -> Tensor:
-        """The weighted mean over the nodes, ``sum_s w_s values_s``.
+    @property
+    def mean(self) -> Tensor:
+        """``E y``, ``[N, *positions]``; for classes their probabilities, ``[N, *positions, C]``."""
+        return self._of(lambda p: p.mean)
+
+    @property
+    def variance(self) -> Tensor:
+        """``Var y``, noise included, in squared units of the target, shaped like :attr:`mean`."""
+        return self._of(lambda p: p.variance)
+
+    @kinds.takes(joint=kinds.BOOL)
+    def covariance(self, joint: bool = False) -> Tensor:
+        """The covariance of the numbers that a target's mean has, noise included.
+
+        It is known for draws, and for Gaussian outputs with Gaussian noise of known variance.
 
         Args:
-            values: ``[S, *]``.
+            joint: that of all data together, for which Gaussian outputs must be joint themselves. Default False.
 
         Returns:
-            ``[*]``.
+            ``[N, P, P]`` for P numbers of a datum, or ``[N P, N P]``, data first.
 
         Raises:
-            ValueError: values without a row for each node, or no real numbers.
+            ValueError: Gaussian outputs that are not joint, or with another likelihood (pass draws of them to
+                ``likelihood.mixture``).
 
         Example:
             >>> import torch
             >>> from bayesopt_chain import likelihoods
-            >>> predictive = likelihoods.poisson().predictive(torch.ones(1, 1), torch.full((1, 1, 1), 0.5))
-            >>> predictive.average(predictive.outputs)
-            tensor([[1.]])
+            >>> p = likelihoods.gaussian(0.5).mixture(torch.tensor([[[0.0], [1.0]], [[2.0], [3.0]]]))
+            >>> p.covariance(joint=True)
+            tensor([[1.5000, 1.0000],
+                    [1.0000, 1.5000]])
         """
-        if values.shape[:1] != self.log_weights.shape or not values.is_floating_point():
+        noise = self._of(lambda p: p.noise)
+        noise = noise.reshape(len(noise), -1)
+        if isinstance(self.outputs, Outputs):
+            if self.likelihood.noise_variance is None:
+                raise ValueError(
+                    f"covariance: of a {self.likelihood.name} likelihood at Gaussian outputs only the variance is known: draw "
+                    "outputs (predictive.outputs.draw(samples)) and pass them to likelihood.mixture"
+                )
+            if joint and not self.outputs.is_joint:
+                raise ValueError("covariance: these outputs are of each datum alone: predict with joint=True")
+            between = self.outputs.covariance if joint else self.outputs.blocks
+        else:
+            means = self.likelihood.mean(self.outputs).reshape(len(self.outputs), len(noise), -1)
+            weights = self._weights.to(means)
+            means = means - torch.tensordot(weights, means, dims=1)
+            means = means.reshape(len(means), 1, -1) if joint else means
+            between = torch.einsum("s,sni,snj->nij", weights, means, means)
+            between = between[0] if joint else between
+        return between + torch.diag_embed(noise.reshape(-1) if joint else noise)
+
+    @property
+    def probabilities(self) -> Tensor:
+        """Of the classes, ``[N, *positions, C]``; of yes-or-no targets that of yes, ``[N, *positions]``.
+
+        Raises:
+            ValueError: targets that are no classes.
+        """
+        if not self.likelihood.has_classes:
             raise ValueError(
-                f"average: values must be {len(self.log_weights)} rows of real numbers, one a node, got shape "
-                f"{tuple(values.shape)}, {values.dtype}"
+                f"probabilities: targets of a {self.likelihood.name} likelihood are no classes: use mean, quantile or cdf"
             )
-        return torch.tensordot(self.log_weights.to(values.dtype).exp(), values, dims=1)
+        return self.mean
 
     @property
-    def mean(self) -> Tensor:
-        """Of a new target, ``[N, *positions]``; for classes their probabilities, ``[N, *positions, C]``."""
-        return self.average(self.likelihood.mean(self.outputs))
+    def entropy(self) -> Tensor:
+        """Of the label, of classes ``[N, *positions]``, in nats."""
+        return self._entropy(self.probabilities)
 
     @property
-    def noise(self) -> Tensor:
-        """``E Var[y | f]``, shaped like the mean: the part of the variance that no data remove."""
-        return self._within if self._noise is None else self._noise
+    def aleatoric(self) -> Tensor:
+        """What no data remove: of classes the mean entropy in nats, ``[N, *positions]``, otherwise the noise's variance."""
+        if not self.likelihood.has_classes:
+            return self._of(lambda p: p.noise)
+        return self._of(lambda p: p.average(self._entropy(p.likelihood.mean(p.outputs))))
 
     @property
-    def variance(self) -> Tensor:
-        """Of a new target: the noise, and the variance of its mean."""
-        means = self.likelihood.mean(self.outputs)
-        return self._within + self.average((means - self.average(means)).square())
-
-    @property
-    def _within(self) -> Tensor:
-        return self.average(self.likelihood.variance(self.outputs))
+    def epistemic(self) -> Tensor:
+        """What more data could remove, shaped like :attr:`aleatoric`: of classes the mutual information of label and outputs in
+        nats, otherwise the variance of the mean."""
+        whole = self.entropy if self.likelihood.has_classes else self.variance
+        return (whole - self.aleatoric).clamp_min(0)
 
     def log_prob(self, targets: Any) -> Tensor:
-        """The log density of targets.
+        """The log density of new targets.
 
         Args:
             targets: as the likelihood takes them, ``[N, *positions]``.
 
         Returns:
-            ``[N, *positions]``, in nats, times the targets' weights; differentiable.
+            ``[N, *positions]``, in nats, times the targets' weights; differentiable. Minus its mean is the negative log
+            predictive density.
+
+        Raises:
+            ValueError: targets of another shape, or values that they cannot have.
+        """
+        return self._scored(lambda p, y: p.log_prob(y), targets)
+
+    def crps(self, targets: Any) -> Tensor:
+        """The continuous ranked probability score: how far the predicted distribution is from what came.
+
+        Of a Gaussian it is in closed form, of counts and classes in order a sum (their ranked probability score), of others an
+        integral, to about 1e-6 of the predictive's width.
+
+        Args:
+            targets: ``[N, *positions]``.
+
+        Returns:
+            Like the targets, in their units, times their weights; smaller is better. Differentiable for Gaussian noise.
+
+        Raises:
+            ValueError: targets without an order, such as classes; a likelihood without ``cdf``; counts beyond a million; as
+                :meth:`log_prob`.
 
         Example:
             >>> import torch
             >>> from bayesopt_chain import likelihoods
-            >>> likelihoods.gaussian(0.5).predictive(torch.zeros(1, 1), torch.full((1, 1, 1), 0.5)).log_prob(torch.zeros(1, 1))
-            tensor([[-0.9189]])
+            >>> p = likelihoods.gaussian(0.5).predictive(torch.zeros(1, 1), torch.full((1, 1, 1), 0.5))
+            >>> p.crps(torch.zeros(1, 1))  # (sqrt(2) - 1) / sqrt(pi)
+            tensor([[0.2337]])
         """
-        labels, weights = self.of.labels(targets), self.of.weights(targets)
-        each = self.likelihood.log_prob(self.outputs, labels)
-        logs = (each + self.log_weights.to(each).reshape(-1, *[1] * (each.ndim - 1))).logsumexp(0)
-        return logs if weights is None else logs * weights.to(logs.dtype)
+        self._require_values("crps", "targets", self.likelihood.labels(targets))
+        return self._scored(lambda p, y: p.crps(y), targets)
 
     def cdf(self, values: Tensor) -> Tensor:
         """The distribution function of a new target, ``P(y <= value)``.
@@ -160,12 +264,11 @@ class Predictive:
             tensor([[0.5000]])
         """
         self._require_values("cdf", "values", values)
-        return self.average(self.likelihood.cdf(self.outputs, values).to(self.outputs.dtype))
+        return self._of(lambda p, x: p.cdf(x), values.expand(self._shape))
 
-    @torch.no_grad()
     @kinds.takes(level=kinds.real("(0, 1)"))
     def quantile(self, level: float) -> Tensor:
-        """The smallest value y with ``P(Y <= y) >= level``, ``[N, *positions]``; not differentiated.
+        """The smallest value y with ``P(Y <= y) >= level``, ``[N, *positions]``, in the targets' units; not differentiated.
 
         Args:
             level: between 0 and 1, both excluded.
@@ -182,25 +285,11 @@ class Predictive:
             >>> likelihoods.poisson().predictive(torch.zeros(1, 1), torch.full((1, 1, 1), 1e-6)).quantile(0.9)
             tensor([[2.]])
         """
-        support = self._ordered("quantile")
-        low, high = self._bracket(level)
-        if support.is_discrete:
-            for _ in range(BISECTIONS):
-                if not bool((high - low > 1).any()):
-                    break
-                middle = ((low + high) / 2).floor()
-                reached = self.cdf(middle) >= level
-                low, high = torch.where(reached, low, middle), torch.where(reached, middle, high)
-            return high
-        for _ in range(BISECTIONS):
-            middle = (low + high) / 2
-            reached = self.cdf(middle) >= level
-            low, high = torch.where(reached, low, middle), torch.where(reached, middle, high)
-        return (low + high) / 2
+        return self._of(lambda p: p.quantile(level))
 
     @kinds.takes(level=kinds.real("(0, 1)"))
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """The central interval that holds a target with probability ``level`` (of counts: at least).
+        """The central interval that holds a new target with probability ``level`` (counts: at least).
 
         Args:
             level: between 0 and 1. Default 0.9.
@@ -214,131 +303,97 @@ class Predictive:
         Example:
             >>> import torch
             >>> from bayesopt_chain import likelihoods
-            >>> predictive = likelihoods.gaussian(0.5).predictive(torch.zeros(1, 1), torch.full((1, 1, 1), 0.5))
-            >>> predictive.interval(0.95)
+            >>> p = likelihoods.gaussian(0.5).predictive(torch.zeros(1, 1), torch.full((1, 1, 1), 0.5))
+            >>> p.interval(0.95)
             (tensor([[-1.9600]]), tensor([[1.9600]]))
         """
         return self.quantile((1 - level) / 2), self.quantile((1 + level) / 2)
 
-    def crps(self, targets: Tensor) -> Tensor:
-        """The continuous ranked probability score of targets, ``[N, *positions]``, in their units; smaller is better.
+    @kinds.takes()
+    def sample(self, samples: int = 100, *, generator: torch.Generator | None = None) -> Tensor:
+        """Draws of new targets.
 
-        Of a Gaussian it is in closed form, of counts and classes in order a sum (their ranked probability score), of others an
-        integral, to about 1e-6 of the predictive's width.
+        Those of one draw of the outputs, and of joint outputs, belong together across data; different data of Gaussian outputs
+        that are not joint are independent.
 
         Args:
-            targets: ``[N, *positions]``.
+            samples: how many. Default 100.
+            generator: source of randomness, on the device of the outputs. Default: torch's global generator.
 
         Returns:
-            Like the targets, times their weights; differentiable for Gaussian noise.
+            ``[samples, N, *positions]``.
 
         Raises:
-            ValueError: targets without an order, such as classes; a likelihood without ``cdf``; counts beyond a million.
+            ValueError: fewer than one sample; a custom likelihood that cannot draw.
 
         Example:
             >>> import torch
             >>> from bayesopt_chain import likelihoods
-            >>> predictive = likelihoods.gaussian(0.5).predictive(torch.zeros(1, 1), torch.full((1, 1, 1), 0.5))
-            >>> predictive.crps(torch.zeros(1, 1))  # (sqrt(2) - 1) / sqrt(pi)
-            tensor([[0.2337]])
+            >>> likelihoods.gaussian(0.5).mixture(torch.zeros(2, 3, 1)).sample(4).shape
+            torch.Size([4, 3, 1])
         """
-        support = self._ordered("crps")
-        labels, weights = self.of.labels(targets), self.of.weights(targets)
-        self._require_values("crps", "targets", labels)
-        labels = labels.to(self.outputs.dtype) if labels.is_floating_point() else labels
-        closed = getattr(self.likelihood, "mixture_crps", None)
-        if closed is not None:
-            score = closed(self.outputs, self.log_weights, labels)
-        elif support.is_discrete:
-            score = self._summed_score(labels, support)
+        if isinstance(self.outputs, Outputs):
+            drawn = self.outputs.draw(samples, generator)
         else:
-            score = self._integrated_score(labels, support)
-        return score if weights is None else score * weights.to(score.dtype)
+            weights = self._weights.to(self.outputs.device)
+            drawn = self.outputs[torch.multinomial(weights, samples, True, generator=generator)]
+        labels = self.likelihood.draw(drawn.flatten(0, 1), generator)
+        return labels.reshape(*drawn.shape[:2], *labels.shape[1:])
 
-    def _require_values(self, who: str, name: str, values: Any) -> None:
-        """Refuse what is no value for every target."""
-        kinds.require(who, **{name: (values, kinds.VALUES)})
-        if (
-            values.dtype == torch.bool
-            or any(a not in (1, b) for a, b in zip(values.shape[::-1], self._shape[::-1]))
-            or values.ndim > len(self._shape)
-        ):
-            raise ValueError(
-                f"{who}: {name} must be numbers of shape {self._shape}, got shape {tuple(values.shape)}, {values.dtype}"
-            )
+    @property
+    def _weights(self) -> Tensor:
+        assert self.log_weights is not None
+        return self.log_weights.exp()
 
-    def _ordered(self, what: str) -> Any:
-        if self.likelihood.support is None:
-            raise ValueError(
-                f"{what}: targets of a {self.likelihood.name} likelihood have no order: use log_prob, or the "
-                "probabilities in mean"
-            )
-        return self.likelihood.support
-
-    def _bracket(self, level: float) -> tuple[Tensor, Tensor]:
-        """Values below and at or above the quantile, found by doubling the distance from 0 or the support's end."""
-        support = self.likelihood.support
-        like = self.cdf(torch.zeros_like(self._centre()))
-        if support.is_discrete:
-            low, high = torch.full_like(like, support.low - 1), torch.full_like(like, support.low)
-        else:
-            centre = self._centre()
-            low = torch.full_like(like, support.low) if support.low > LOWEST else centre - 1
-            high = torch.full_like(like, support.high) if support.high < HIGHEST else centre + 1
-        step = torch.ones_like(like)
-        for _ in range(DOUBLINGS):
-            short = self.cdf(high) < level
-            long = self.cdf(low) >= level if support.low == LOWEST else torch.zeros_like(short)
-            if not bool((short | long).any()):
-                break
-            step = torch.where(short | long, 2 * step, step)
-            high, low = (
-                torch.where(short, (high + step).clamp_max(support.high), torch.where(long, low, high)),
-                torch.where(long, low - step, torch.where(short, high, low)),
-            )
-        return low, high
+    @property
+    def _first(self) -> Tensor:
+        """One set of outputs, ``[N, *event]``."""
+        return self.outputs.mean if isinstance(self.outputs, Outputs) else self.outputs[0]
 
     @property
     def _shape(self) -> tuple[int, ...]:
         """Of the targets, ``[N, *positions]``."""
-        return (self.outputs.shape[1], *self.likelihood.grouping(self.outputs.shape[2:]).positions)
+        return (len(self._first), *self.likelihood.grouping(self._first.shape[1:]).positions)
 
-    def _centre(self) -> Tensor:
-        """A value for every target near which the search begins, 0 where the support has an end."""
-        if self.likelihood.support == (LOWEST, HIGHEST, False):
-            return self.average(self.likelihood.mean(self.outputs))
-        return torch.zeros(self._shape, dtype=self.outputs.dtype, device=self.outputs.device)
+    def _of(self, question: Callable[..., Tensor], *trees: Any) -> Tensor:
+        """The mixture's answer, for as many data at once as fit; ``trees`` have a row a datum."""
+        parts = []
+        for some, mixture in self._mixtures():
+            cut = [optree.tree_map(lambda x, some=some: x[some], tree) for tree in trees]
+            parts.append(question(mixture, *cut))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _summed_score(self, y: Tensor, support: Any) -> Tensor:
-        high = support.high
-        if high == HIGHEST:
-            high = max(float(self.quantile(1 - 1e-9).max()), float(y.max()))
-        if not high < MOST_COUNTS:
-            raise ValueError(f"crps: counts up to {high:g} would have to be added up; use log_prob")
-        total = torch.zeros_like(self._centre())
-        for k in range(int(support.low), int(high) + 1):
-            at = torch.full_like(total, k)
-            total = total + (self.cdf(at) - (at >= y).to(total.dtype)).square()
-        return total
+    def _mixtures(self) -> Iterator[tuple[slice, Mixture]]:
+        if not isinstance(self.outputs, Outputs):
+            yield slice(None), self.likelihood.mixed(self.outputs, self.log_weights)
+            return
+        mean, covariance = self.outputs.mean, self.outputs.blocks
+        first: Mixture = self.likelihood.mixed(Outputs(mean[:1], covariance[:1]))
+        at_once = max(1, NUMBERS_AT_ONCE // max(1, first.outputs.numel()))
+        for start in range(0, max(1, len(mean)), at_once):
+            some = slice(start, start + at_once)
+            yield some, self.likelihood.mixed(Outputs(mean[some], covariance[some]))
 
-    def _integrated_score(self, y: Tensor, support: Any) -> Tensor:
-        nodes, weights = (x.to(self.outputs) for x in gauss_legendre(NODES))
-        at = nodes.reshape(-1, *[1] * y.ndim)
-        middle, width, u = y, y, y
-        if support.low == LOWEST or support.high == HIGHEST:
-            # x = middle + width sinh(u): fine near the middle, wide far out; u runs from y to each end
-            middle, width = self.quantile(0.5), (self.quantile(0.75) - self.quantile(0.25)) / 2
-            u = torch.asinh((y - middle) / width)
-        if support.low > LOWEST:
-            below, size_below = support.low + at * (y - support.low), y - support.low
-        else:
-            down = u - at * (u + STRETCH)
-            below, size_below = middle + width * down.sinh(), (u + STRETCH) * width * down.cosh()
-        if support.high < HIGHEST:
-            above, size_above = y + at * (support.high - y), support.high - y
-        else:
-            up = u + at * (STRETCH - u)
-            above, size_above = middle + width * up.sinh(), (STRETCH - u) * width * up.cosh()
-        under = torch.stack([self.cdf(x).square() for x in below]) * size_below
-        over = torch.stack([(1 - self.cdf(x)).square() for x in above]) * size_above
-        return torch.tensordot(weights, under + over, dims=1)
+    def _scored(self, question: Callable[[Mixture, Any], Tensor], targets: Any) -> Tensor:
+        self.likelihood.require(self._first, targets, wait=True)
+        found = self._of(question, self.likelihood.labels(targets))
+        weights = self.likelihood.weights(targets)
+        return found if weights is None else found * weights.to(found.dtype)
+
+    def _entropy(self, p: Tensor) -> Tensor:
+        if self.likelihood.support is None:
+            return torch.special.entr(p).sum(-1)
+        return torch.special.entr(p) + torch.special.entr(1 - p)
+
+    def _require_values(self, who: str, name: str, values: Any) -> None:
+        """Refuse what is no number for every target."""
+        kinds.require(who, **{name: (values, kinds.VALUES)})
+        shape = self._shape
+        if (
+            values.dtype == torch.bool
+            or values.ndim > len(shape)
+            or any(a not in (1, b) for a, b in zip(values.shape[::-1], shape[::-1]))
+        ):
+            raise ValueError(
+                f"{who}: {name} must be numbers of shape {shape}, got shape {tuple(values.shape)}, {values.dtype}"
+            )

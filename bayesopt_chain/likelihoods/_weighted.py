@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.likelihoods._likelihood import Grouping, Likelihood
-from bayesopt_chain.likelihoods._predictive import Predictive
+from bayesopt_chain.likelihoods._mixture import Mixture
+from bayesopt_chain.likelihoods._predictive import Outputs
 from bayesopt_chain.likelihoods._roots import OutputRoot
 from bayesopt_chain.tracing import is_readable
 
@@ -36,6 +37,10 @@ class Weighted(Likelihood):
     @property
     def methods(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.inner.methods
+
+    @property
+    def has_classes(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.inner.has_classes
 
     @property
     def default_method(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -113,13 +118,8 @@ class Weighted(Likelihood):
         assert weights is not None
         return self.inner.whitened(outputs, self.labels(targets)) * weights.to(outputs.dtype).sqrt()
 
-    def predictive(self, mean: Tensor, covariance: Tensor) -> Predictive:
-        plain = self.inner.predictive(mean, covariance)
-        return Predictive(plain.likelihood, plain.outputs, plain.log_weights, of=self, noise=plain._noise)
-
-    def mixture(self, outputs: Tensor, log_weights: Tensor | None = None) -> Predictive:
-        plain = self.inner.mixture(outputs, log_weights)
-        return Predictive(plain.likelihood, plain.outputs, plain.log_weights, of=self, noise=plain._noise)
+    def mixed(self, outputs: Outputs | Tensor, log_weights: Tensor | None = None) -> Mixture:
+        return self.inner.mixed(outputs, log_weights)
 
     def widened(self, outputs: Tensor, factor: float) -> tuple[Likelihood, Tensor]:
         wider, outputs = self.inner.widened(outputs, factor)

@@ -1,6 +1,4 @@
-"""Predictions from posteriors: linearised and Monte Carlo, their approximations for classes, and what the
-uncertainty is.
-"""
+"""Predictions from posteriors: linearised and Monte Carlo, their approximations for classes, and how good they are."""
 
 from bayesopt_chain.likelihoods._softmax import laplace_bridge, probit, probit_bernoulli, softmax_mean
 from bayesopt_chain.predict._calibrate import conformal_level, temperature_scaling
@@ -8,13 +6,10 @@ from bayesopt_chain.predict._joint import functional_samples
 from bayesopt_chain.predict._linearized import linearized
 from bayesopt_chain.predict._metrics import classification_metrics, detection_auroc, regression_metrics
 from bayesopt_chain.predict._monte_carlo import monte_carlo
-from bayesopt_chain.predict._running import RunningMoments, RunningPredictive
-from bayesopt_chain.predict._uncertainty import Uncertainty, uncertainty_of_classes, uncertainty_of_moments
+from bayesopt_chain.predict._running import RunningMoments
 
 __all__ = [
     "RunningMoments",
-    "RunningPredictive",
-    "Uncertainty",
     "classification_metrics",
     "conformal_level",
     "detection_auroc",
@@ -27,6 +22,4 @@ __all__ = [
     "regression_metrics",
     "softmax_mean",
     "temperature_scaling",
-    "uncertainty_of_classes",
-    "uncertainty_of_moments",
 ]

@@ -1,13 +1,12 @@
-r"""Averages over draws that are not kept: moments of the parameters, and predictions, updated draw by draw.
+r"""Averages over draws that are not kept: moments of the parameters, or of predictions, updated draw by draw.
 
     mean_s = mean_{s-1} + (theta_s - mean_{s-1}) / s,      M_s = M_{s-1} + (theta_s - mean_{s-1}) (theta_s - mean_s)
 
-and the variance is ``M_s / (s - 1)`` (Welford, 1962); the predictive is a running log-mean-exp.
+and the variance is ``M_s / (s - 1)`` (Welford, 1962).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +16,13 @@ from torch import Tensor
 
 
 class RunningMoments:
-    """Mean and variance of the parameters over the draws of a run, in float64, without keeping a draw.
+    """Mean and variance over the draws of a run, in float64, without keeping a draw.
 
     Pass it to ``bc.sample(callbacks=[...])``, or call :meth:`add` with a tree.
+
+    Args:
+        of: a function from the parameters of a draw to a tensor or a tree of them, whose moments are taken: probabilities at
+            fixed inputs have the predictive probabilities for their mean. Default: the parameters themselves.
 
     Attributes:
         count: number of draws so far.
@@ -33,10 +36,19 @@ class RunningMoments:
         ...     moments.add({"w": torch.tensor([value])})
         >>> moments.mean["w"].item(), moments.variance["w"].item()
         (3.0, 7.0)
+
+        The predictive probabilities at some inputs:
+
+        >>> x = torch.ones(1)
+        >>> predictive = RunningMoments(lambda w: torch.stack([x * w, -x * w], -1).softmax(-1))
+        >>> for w in (2.0, -2.0):
+        ...     predictive.add(torch.tensor(w))
+        >>> predictive.mean
+        tensor([[0.5000, 0.5000]], dtype=torch.float64)
     """
 
-    def __init__(self) -> None:
-        self.count = 0
+    def __init__(self, of: Callable[[Any], Any] = lambda params: params) -> None:
+        self.of, self.count = of, 0
         self.mean: Any = None
         self._squares: Any = None
 
@@ -53,7 +65,7 @@ class RunningMoments:
             params: its parameters, a tree of leaves ``[*leaf.shape]``, the same for every draw.
         """
         self.count += 1
-        params = optree.tree_map(lambda p: p.detach().to(torch.float64), params)
+        params = optree.tree_map(lambda p: p.detach().to(torch.float64), self.of(params))
         if self.mean is None:
             self.mean = optree.tree_map(torch.clone, params)
             self._squares = optree.tree_map(torch.zeros_like, params)
@@ -69,59 +81,6 @@ class RunningMoments:
         if self.count < 2:
             raise ValueError(f"RunningMoments: a variance needs at least 2 draws, there are {self.count}")
         return optree.tree_map(lambda squares: squares / (self.count - 1), self._squares)
-
-
-class RunningPredictive:
-    """The posterior predictive of one fixed batch, averaged over the draws of a run, without keeping a draw.
-
-    Args:
-        forward: ``forward(params, batch) -> outputs [B, *event]``.
-        batch: what to predict.
-        log_prob: from outputs to log probabilities of the same leading shape (default: a log-softmax over the last axis).
-
-    Example:
-        >>> import torch
-        >>> from bayesopt_chain.predict import RunningPredictive
-        >>> predictive = RunningPredictive(lambda w, x: torch.stack([x * w, -x * w], -1), torch.ones(1))
-        >>> for w in (2.0, -2.0):
-        ...     predictive.add(torch.tensor(w))
-        >>> predictive.log_probabilities.exp()
-        tensor([[0.5000, 0.5000]])
-    """
-
-    def __init__(
-        self,
-        forward: Callable[[Any, Any], Tensor],
-        batch: Any,
-        *,
-        log_prob: Callable[[Tensor], Tensor] = lambda outputs: outputs.log_softmax(-1),
-    ) -> None:
-        self.forward, self.batch, self.log_prob = forward, batch, log_prob
-        self.count = 0
-        self._total: Tensor | None = None
-
-    def __call__(self, iteration: Any) -> None:
-        if iteration.is_draw:
-            _require_equal_weights(type(self).__name__, iteration.info)
-            self.add(iteration.params)
-
-    @torch.no_grad()
-    def add(self, params: Any) -> None:
-        """Add one draw, which costs one forward pass.
-
-        Args:
-            params: its parameters, a tree as ``forward`` takes it.
-        """
-        value = self.log_prob(self.forward(params, self.batch))
-        self._total = value if self._total is None else torch.logaddexp(self._total, value)
-        self.count += 1
-
-    @property
-    def log_probabilities(self) -> Tensor:
-        """The logarithm of the mean probability over the draws so far."""
-        if self._total is None:
-            raise ValueError("RunningPredictive: there is no draw yet")
-        return self._total - math.log(self.count)
 
 
 def _require_equal_weights(who: str, info: Any) -> None:

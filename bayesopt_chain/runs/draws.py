@@ -24,6 +24,7 @@ from bayesopt_chain import kinds
 from bayesopt_chain.checks import installed
 from bayesopt_chain.distributed.ranks import gather_objects, gather_tensors
 from bayesopt_chain.fitting.batches import logits_of
+from bayesopt_chain.likelihoods import Likelihood, Predictive
 from bayesopt_chain.modules.functional import make_functional
 from bayesopt_chain.runs import checkpoint
 from bayesopt_chain.runs.arguments import paths_of, require_callable, require_iterable, require_one_of, require_whole
@@ -636,6 +637,38 @@ class Draws:
                 "predict: batches is empty; an iterator can be gone through only once, pass a list or a loader"
             )
         return torch.cat(out, 1 if reduce == "stack" else 0)
+
+    def predictive(
+        self,
+        forward: Callable[[Any, Any], Tensor] | nn.Module,
+        batches: Any,
+        likelihood: Likelihood,
+        *,
+        chunk: int = 32,
+    ) -> Predictive:
+        """The predictive distribution of new targets, a mixture over draws and chains.
+
+        Args:
+            forward: as for :meth:`predict`.
+            batches: as for :meth:`predict`; targets are not read.
+            likelihood: of :mod:`bayesopt_chain.likelihoods`, of targets given the outputs.
+            chunk: as for :meth:`predict`.
+
+        Returns:
+            A :class:`bayesopt_chain.likelihoods.Predictive`, which holds the outputs of all draws.
+
+        Raises:
+            ValueError: as :meth:`predict`.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> draws = bc.Draws.from_trees([torch.tensor([0.0]), torch.tensor([2.0])])
+            >>> p = draws.predictive(lambda w, x: x * w, torch.ones(1, 1), bc.likelihoods.gaussian(0.5))
+            >>> p.mean, p.variance
+            (tensor([[1.]]), tensor([[1.5000]]))
+        """
+        kinds.require("predictive", likelihood=(likelihood, kinds.LIKELIHOOD))
+        return likelihood.mixture(self.predict(forward, batches, reduce="stack", chunk=chunk))
 
     def to_arviz(self, *, log_likelihood: Tensor | None = None, **names: str) -> Any:
         """The draws as ArviZ inference data: posterior, sample statistics, and the log likelihood if given.

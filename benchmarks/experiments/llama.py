@@ -74,10 +74,10 @@ class Scores(NamedTuple):
 
 def scores(log_p: Tensor, targets: Tensor) -> Scores:
     """Of log probabilities ``[S, L, C]`` of tokens ``[L]``."""
-    u = bc.predict.uncertainty_of_classes(log_p.exp())
+    u = bc.likelihoods.categorical().mixture(log_p)
     mean = log_p.logsumexp(0) - torch.tensor(float(len(log_p))).log()
     chosen = mean.gather(-1, targets[..., None]).squeeze(-1)
-    return Scores(u.total, u.epistemic, -chosen, mean.argmax(-1) != targets)
+    return Scores(u.entropy, u.epistemic, -chosen, mean.argmax(-1) != targets)
 
 
 class Work(NamedTuple):
@@ -160,8 +160,8 @@ class Work(NamedTuple):
         total, epistemic = [], []
         for _ in range(self.s["continued"]):
             last = torch.stack([p[:, -1] for p in self.each(members, rows)], 1)
-            u = bc.predict.uncertainty_of_classes(last.exp())
-            total.append(u.total)
+            u = bc.likelihoods.categorical().mixture(last)
+            total.append(u.entropy)
             epistemic.append(u.epistemic)
             rows = [[*row, guess] for row, guess in zip(rows, last.logsumexp(0).argmax(-1).tolist())]
         return torch.stack(total).mean(0), torch.stack(epistemic).mean(0)

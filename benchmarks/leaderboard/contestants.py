@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import bayesopt_chain as bc
-from bayesopt_chain.ensemble import EnsemblePrediction
+from bayesopt_chain.likelihoods import Predictive
 from benchmarks.leaderboard.tasks import Task
 
 WIDTH, GP_MOST = 50, 2000
@@ -44,11 +44,11 @@ def likelihood(task: Task) -> bc.likelihoods.Likelihood:
     return bc.likelihoods.categorical() if task.classes else bc.likelihoods.gaussian()
 
 
-def normal(mean: Any, variance: Any) -> EnsemblePrediction:
+def normal(mean: Any, variance: Any) -> Predictive:
     """A Gaussian prediction, as ours are."""
     mean, variance = (torch.as_tensor(np.asarray(a)).float().reshape(-1, 1) for a in (mean, variance))
     outputs = torch.cat([mean, variance.clamp_min(1e-10).log()], 1)[None]
-    return EnsemblePrediction.of(bc.likelihoods.gaussian("learned"), outputs, torch.zeros(1))
+    return bc.likelihoods.gaussian("learned").mixture(outputs)
 
 
 def ours(task: Task, seed: int, **options: Any) -> Result:
@@ -105,10 +105,10 @@ def mc_dropout(task: Task, seed: int) -> Result:
     bc.write_back(module, {k: p[-1, 0] for k, p in fitted.draws(0).params.items()})
     lik = fitted.likelihood
 
-    def predict(x: Tensor) -> EnsemblePrediction:
+    def predict(x: Tensor) -> Predictive:
         with torch.no_grad():
             wider, outputs = lik.widened(torch.stack([module(x) for _ in range(50)]), fitted.factor)
-        return EnsemblePrediction.of(wider, outputs, torch.full((50,), 1 / 50).log())
+        return wider.mixture(outputs)
 
     return Result(predict)
 
@@ -163,7 +163,7 @@ def laplace_torch(task: Task, module: nn.Module) -> Result | None:
         (-la.log_marginal_likelihood(log_prior.exp(), log_sigma.exp())).backward()
         adam.step()
 
-    def predict(x: Tensor) -> EnsemblePrediction:
+    def predict(x: Tensor) -> Predictive:
         mean, variance = la(x)
         return normal(mean.detach(), variance.detach().reshape(-1) + la.sigma_noise.item() ** 2)
 
@@ -182,7 +182,7 @@ def gaussian_process(task: Task, seed: int) -> Result | None:
         warnings.simplefilter("ignore")
         gp.fit(task.x.numpy(), task.y[:, 0].numpy())
 
-    def predict(x: Tensor) -> EnsemblePrediction:
+    def predict(x: Tensor) -> Predictive:
         mean, deviation = gp.predict(x.numpy(), return_std=True)
         return normal(mean, deviation**2)
 

@@ -15,7 +15,6 @@ import bayesopt_chain as bc
 from bayesopt_chain.demo import command, table, tasks
 from bayesopt_chain.demo.contestants import ENSEMBLE, METHODS, NETWORK, POSTERIOR
 from bayesopt_chain.demo.scores import calibration_error, scores
-from bayesopt_chain.ensemble import EnsemblePrediction
 
 
 @pytest.mark.parametrize("name", ["digits", "mislabelled digits"])
@@ -50,7 +49,7 @@ def test_scores_of_known_probabilities_are_those_worked_out_by_hand():
     p = torch.tensor([[0.8, 0.2], [0.6, 0.4]])  # the second is wrong
 
     def of(p):
-        return EnsemblePrediction.of(bc.likelihoods.categorical(), p.log()[None], torch.zeros(1))
+        return bc.likelihoods.categorical().mixture(p.log()[None])
 
     found = scores(task, of(p), of(torch.tensor([[0.5, 0.5]])))
     assert found["nll"] == pytest.approx(-(math.log(0.8) + math.log(0.4)) / 2)
@@ -61,7 +60,7 @@ def test_scores_of_known_probabilities_are_those_worked_out_by_hand():
 def test_an_interval_of_numbers_that_hold_nine_tenths_misses_nothing():
     y = torch.linspace(-0.9, 0.9, 10)[:, None]
     task = tasks.Task("line", 0, (y, y), (y, y), y[:0])
-    wide = EnsemblePrediction.of(bc.likelihoods.gaussian(100.0), torch.zeros(1, 10, 1), torch.zeros(1))
+    wide = bc.likelihoods.gaussian(100.0).mixture(torch.zeros(1, 10, 1))
     assert scores(task, wide, None)["miscovered"] == pytest.approx(0.1)  # all inside, where nine tenths should be
 
 

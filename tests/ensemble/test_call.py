@@ -62,7 +62,7 @@ def test_every_likelihood_goes_from_a_module_to_a_prediction(case):
     assert p.log_prob(y).isfinite().all() and p.log_prob(y).shape == y.shape
     assert bool((p.epistemic >= 0).all()) and p.aleatoric.shape == p.epistemic.shape
     assert len(ensemble.levels) == 2 and float(ensemble.log_weights.exp().sum()) == pytest.approx(1, abs=1e-5)
-    if p.has_classes:
+    if p.likelihood.has_classes:
         assert bool(((p.probabilities >= 0) & (p.probabilities <= 1)).all())
     else:
         low, high = p.interval(0.9)

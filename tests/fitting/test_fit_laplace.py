@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import bayesopt_chain as bc
-from bayesopt_chain.fitting import Prediction
 from bayesopt_chain.fitting.laplace import CANDIDATES
+from bayesopt_chain.likelihoods import Predictive
 from bayesopt_chain.trees import flatten
 
 N = 60
@@ -63,7 +63,7 @@ def test_a_last_layer_with_gaussian_noise_is_bayesian_linear_regression_on_its_f
     mean = torch.linalg.solve(precision, scale * phi.T @ y)[:, 0]
     torch.testing.assert_close(flatten(fitted.posterior.mean, fitted.posterior.mean), mean, rtol=1e-8, atol=1e-8)
     got, at = fitted.predict(new), features_of(model, new)
-    assert isinstance(got, Prediction)
+    assert isinstance(got, Predictive)
     torch.testing.assert_close(got.mean[:, 0], at @ mean, rtol=1e-8, atol=1e-8)
     wanted = ((at @ torch.linalg.inv(precision)) * at).sum(1) + 1 / scale
     torch.testing.assert_close(got.variance[:, 0], wanted, rtol=1e-8, atol=1e-10)

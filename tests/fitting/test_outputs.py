@@ -93,7 +93,7 @@ def test_predictions_have_derivatives_in_the_inputs(method):
     torch.testing.assert_close(torch.func.jacrev(value, chunk_size=None)(x), slopes, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("question", ["mean", "variance", "noise"])
+@pytest.mark.parametrize("question", ["mean", "variance", "aleatoric"])
 def test_moments_of_new_targets_have_derivatives_too(question):
     fit, x = fitted("dense", "all"), torch.randn(2, 3)
     value = lambda z: getattr(fit.predictive(z), question) + 0 * z[:, :1]  # noqa: E731

@@ -67,7 +67,7 @@ def test_the_variance_is_a_new_targets(name):
         drawn = predictive.sample(200_000, generator=torch.Generator().manual_seed(1))
         torch.testing.assert_close(predictive.variance, drawn.var(0), rtol=0.12, atol=0)
         torch.testing.assert_close(predictive.mean, drawn.mean(0), rtol=0.05, atol=0.02)
-    assert (predictive.noise > 0).all() and (predictive.noise <= predictive.variance).all()
+    assert (predictive.aleatoric > 0).all() and (predictive.aleatoric <= predictive.variance).all()
 
 
 def tokens():

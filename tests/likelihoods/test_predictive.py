@@ -49,7 +49,9 @@ def test_density_and_moments_are_integrals_over_the_outputs(name):
     around = (likelihood.mean(f).movedim(1, -1) - means[..., None]).square() @ w
     torch.testing.assert_close(predictive.mean.reshape(means.shape), means, rtol=1e-7, atol=1e-9)
     torch.testing.assert_close(predictive.variance.reshape(means.shape), spreads + around, rtol=1e-7, atol=1e-9)
-    torch.testing.assert_close(predictive.noise.reshape(means.shape), spreads, rtol=1e-7, atol=1e-9)
+    entropies = -(f.sigmoid() * f.sigmoid().log() + (-f).sigmoid() * (-f).sigmoid().log())[:, None] @ w
+    wanted = entropies.reshape(means.shape) if likelihood.has_classes else spreads
+    torch.testing.assert_close(predictive.aleatoric.reshape(means.shape), wanted, rtol=1e-7, atol=1e-9)
     y = likelihood.draw(MEAN, torch.Generator().manual_seed(3))
     wanted = (likelihood.log_prob(f, y.expand_as(f)) + w.log()).logsumexp(-1)
     torch.testing.assert_close(predictive.log_prob(y)[:, 0], wanted, rtol=1e-9, atol=1e-9)
@@ -117,7 +119,9 @@ def test_a_learned_variance_is_integrated_with_its_mean():
             assert math.isclose(predictive.log_prob(y)[n, c].item(), density.log().item(), rel_tol=1e-8, abs_tol=1e-8)
             variance = covariance[n, c, c] + (mean[n, c + 2] + covariance[n, c + 2, c + 2] / 2).exp()
             assert math.isclose(predictive.variance[n, c].item(), variance.item(), rel_tol=1e-8)
-            assert math.isclose(predictive.noise[n, c].item(), (variance - covariance[n, c, c]).item(), rel_tol=1e-8)
+            assert math.isclose(
+                predictive.aleatoric[n, c].item(), (variance - covariance[n, c, c]).item(), rel_tol=1e-8
+            )
 
 
 @pytest.mark.sweep(1)
@@ -220,3 +224,73 @@ def test_tables_that_are_first_asked_for_inside_something_serve_outside(name, in
     (values() * factor).square().sum().backward()  # what autograd saves may be no inference tensor
     torch.testing.assert_close(factor.grad, 2 * wanted.square().sum())
     assert torch.equal(values(), wanted)
+
+
+CUSTOM = {
+    "classes": likelihoods.categorical(weight=(1, 2, 1)),
+    "distribution": likelihoods.custom(
+        distribution=lambda f: torch.distributions.Gamma(torch.full_like(f, 2.0), (-f).exp())
+    ),
+    "loss": likelihoods.custom(lambda f, y: (f - y).square().sum(-1), mean=lambda f: f),
+    "weighted": likelihoods.weighted(likelihoods.gaussian(torch.tensor([0.5, 1.0, 2.0]))),
+}
+
+
+@pytest.mark.parametrize("name", [*ONE_OUTPUT, *CUSTOM])
+def test_draws_of_gaussian_outputs_answer_as_their_gaussian_does(name):
+    """Of nodes with weights, which are what the likelihood integrates over: mean, density and distribution function agree.
+
+    A closed form (Gaussian noise) is that of infinitely many nodes; its nodes here are of 1,025 points.
+    """
+    likelihood = (ONE_OUTPUT | CUSTOM)[name]
+    mean, covariance = torch.tensor([[0.3, -1.0, 0.5]]), torch.diag_embed(torch.tensor([[0.4, 0.2, 0.1]]))
+    own = likelihood.predictive(mean, covariance)
+    nodes, log_weights = likelihood.nodes(mean, covariance)
+    drawn = likelihood.mixture(nodes, log_weights)
+    draw = likelihood.draw if name != "loss" else lambda f, g: f + 1
+    y = draw(mean, torch.Generator().manual_seed(3))
+    targets = (y, torch.full_like(y, 0.5)) if name == "weighted" else y
+    torch.testing.assert_close(drawn.log_prob(targets), own.log_prob(targets), rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(drawn.mean, own.mean, rtol=1e-7, atol=1e-9)
+    assert own.likelihood.has_classes == (name in ("bernoulli", "classes"))
+    if name in ("classes", "loss"):
+        with pytest.raises(ValueError, match="have no order"):
+            drawn.quantile(0.5)
+        return
+    torch.testing.assert_close(drawn.cdf(y), own.cdf(y), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(drawn.quantile(0.7), own.quantile(0.7), rtol=1e-6, atol=1e-6)
+
+
+def test_parts_of_the_data_have_the_answers_of_the_whole(monkeypatch):
+    likelihood, mean = likelihoods.categorical(), torch.randn(7, 3)
+    root = torch.randn(7, 3, 3)
+    predictive, y = likelihood.predictive(mean, root @ root.mT), torch.arange(7) % 3
+    whole = predictive.mean, predictive.log_prob(y), predictive.epistemic
+    monkeypatch.setattr("bayesopt_chain.likelihoods._predictive.NUMBERS_AT_ONCE", 3000)
+    for got, wanted in zip((predictive.mean, predictive.log_prob(y), predictive.epistemic), whole):
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-14)
+
+
+def test_covariances_are_of_draws_and_of_joint_gaussians():
+    """Of draws the law of total covariance; of a joint Gaussian its own with the noise; a sample has it (10 deviations)."""
+    noise, outputs, log_weights = torch.tensor([0.5, 2.0]), torch.randn(5, 3, 2), torch.randn(5).log_softmax(-1)
+    drawn = likelihoods.gaussian(noise).mixture(outputs, log_weights)
+    wanted = torch.cov(outputs.reshape(5, 6).T, correction=0, aweights=log_weights.exp()) + torch.diag(noise.repeat(3))
+    torch.testing.assert_close(drawn.covariance(joint=True), wanted)
+    torch.testing.assert_close(drawn.covariance()[1], wanted[2:4, 2:4])
+    torch.testing.assert_close(drawn.covariance().diagonal(dim1=-2, dim2=-1), drawn.variance)
+    root = torch.randn(6, 6)
+    joint = likelihoods.gaussian(noise).predictive(torch.randn(3, 2), root @ root.T)
+    wanted = root @ root.T + torch.diag(noise.repeat(3))
+    torch.testing.assert_close(joint.covariance(joint=True), wanted)
+    torch.testing.assert_close(joint.covariance()[2], wanted[4:, 4:])
+    torch.testing.assert_close(joint.variance.reshape(-1), wanted.diagonal())
+    sample = joint.sample(40_000, generator=torch.Generator().manual_seed(0)).reshape(-1, 6)
+    scale = wanted.diagonal().sqrt()
+    assert ((torch.cov(sample.T) - wanted) / (scale * scale[:, None])).abs().max() < 10 * (2 / 40_000) ** 0.5
+    for predictive, words in (
+        (likelihoods.gaussian().predictive(MEAN, COVARIANCE), "joint=True"),
+        (likelihoods.poisson().predictive(MEAN, COVARIANCE), "likelihood.mixture"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            predictive.covariance(joint=True)

@@ -228,16 +228,20 @@ def test_the_bridge_is_within_its_bound_of_quadrature(low, high, bound):
 
 
 def test_uncertainty_splits_add_up_and_have_their_limits():
-    probabilities = torch.rand(20, 5, 3).softmax(-1)
-    total, aleatoric, epistemic = predict.uncertainty_of_classes(probabilities)
-    assert torch.allclose(total, aleatoric + epistemic) and (epistemic > 0).all()
-    agreed = predict.uncertainty_of_classes(probabilities[:1].expand(4, 5, 3))
-    assert agreed.epistemic.abs().max() < 1e-12
-    sure = predict.uncertainty_of_classes(torch.eye(3)[:, None])
+    mixture = likelihoods.categorical().mixture
+    p = torch.rand(20, 5, 3).softmax(-1)
+    drawn = mixture(p.log())
+    assert torch.allclose(drawn.aleatoric, -(p * p.log()).sum(-1).mean(0))
+    assert torch.allclose(drawn.entropy, drawn.aleatoric + drawn.epistemic) and (drawn.epistemic > 0).all()
+    assert mixture(p[:1].log().expand(4, 5, 3)).epistemic.abs().max() < 1e-12
+    sure = mixture(torch.eye(3)[:, None].mul(1e4))
     assert math.isclose(sure.epistemic.item(), math.log(3)) and sure.aleatoric == 0
     means, variances = torch.randn(50, 4), torch.rand(50, 4)
-    split = predict.uncertainty_of_moments(means, variances)
-    assert torch.allclose(split.total, variances.mean(0) + means.var(0, correction=0))
+    split = likelihoods.gaussian("learned").mixture(torch.cat([means, variances.log()], -1)[:, None])
+    assert torch.allclose(split.variance, variances.mean(0) + means.var(0, correction=0))
+    assert torch.allclose(split.aleatoric, variances.mean(0)) and torch.allclose(
+        split.epistemic, means.var(0, correction=0)
+    )
 
 
 def test_bad_input_says_what_to_pass():

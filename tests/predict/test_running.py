@@ -20,7 +20,7 @@ def test_running_averages_equal_those_over_the_kept_draws():
         return torch.stack([x * params["w"].sum(), x], -1)
 
     x, moments = torch.linspace(-1, 1, 5), predict.RunningMoments()
-    predictive = predict.RunningPredictive(forward, x)
+    predictive = predict.RunningMoments(lambda p: forward(p, x).softmax(-1))
     params = {"w": torch.ones(2)}
     draws = bc.sample(
         bc.make_step(loss, TX, inplace=True), params, TX.init(params), None,
@@ -30,15 +30,13 @@ def test_running_averages_equal_those_over_the_kept_draws():
     assert moments.count == predictive.count == len(draws) == 10
     torch.testing.assert_close(moments.mean["w"], w.mean(0))
     torch.testing.assert_close(moments.variance["w"], w.var(0))
-    want = draws.predict(forward, [x], transform=lambda y: y.log_softmax(-1), reduce="log_mean_exp")
-    torch.testing.assert_close(predictive.log_probabilities, want)
+    want = draws.predictive(forward, [x], bc.likelihoods.categorical())
+    torch.testing.assert_close(predictive.mean.float(), want.probabilities)
 
 
 def test_averages_over_nothing_are_refused():
     with pytest.raises(ValueError, match="at least 2 draws"):
         _ = predict.RunningMoments().variance
-    with pytest.raises(ValueError, match="no draw yet"):
-        _ = predict.RunningPredictive(lambda p, x: x, torch.ones(1)).log_probabilities
 
 
 def test_class_metrics_are_their_definitions():
