@@ -127,7 +127,7 @@ def write_tree(path: Path, tree: Any) -> None:
         TypeError: something else in the tree. OSError: the file cannot be written.
     """
     tensors = dict[str, Tensor]()
-    metadata = {"tree": _packed(tree, tensors)}
+    metadata = {"tree": packed(tree, tensors)}
     write(path, tensors, metadata)
 
 
@@ -138,26 +138,44 @@ def read_tree(path: Path, device: torch.device) -> Any:
         FileNotFoundError: there is no file. ValueError: it is damaged, or holds no such tree.
     """
     file = File(path)
-    tensors = {name: file.read(name) for name in file.entries}
-    try:
-        return _unpacked(file.metadata["tree"], tensors, device)
-    except (KeyError, TypeError, IndexError, ValueError, RecursionError):
-        raise ValueError(f"load: {path} was written by another function") from None
+    return unpacked(file.metadata.get("tree", {}), file, device)
 
 
-def _packed(x: Any, tensors: dict[str, Tensor]) -> Any:
-    """A tree as JSON: lists and plain values as they are, the rest as a pair of its kind and what it holds."""
+def packed(x: Any, tensors: dict[str, Tensor], prefix: str = "") -> Any:
+    """A tree as JSON: lists and plain values as they are, the rest as a pair of its kind and what it holds.
+
+    Args:
+        x: the tree.
+        tensors: to which its tensors are added by name.
+        prefix: with which their names begin.
+
+    Raises:
+        TypeError: something that a file cannot hold.
+    """
     if isinstance(x, Tensor):
-        tensors[name := str(len(tensors))] = x
+        tensors[name := f"{prefix}{len(tensors)}"] = x
         return {"tensor" if x.is_cpu else "elsewhere": name}
     if isinstance(x, dict):
-        return {"dict": [[_packed(k, tensors), _packed(v, tensors)] for k, v in x.items()]}
+        return {"dict": [[packed(k, tensors, prefix), packed(v, tensors, prefix)] for k, v in x.items()]}
     if isinstance(x, (list, tuple)):
-        items = [_packed(v, tensors) for v in x]
+        items = [packed(v, tensors, prefix) for v in x]
         return {"tuple": items} if isinstance(x, tuple) else items
     if x is None or isinstance(x, (bool, int, float, str)):
         return x
     raise TypeError(f"save: {type(x).__name__} cannot be saved; tensors, numbers, strings and containers of them can")
+
+
+def unpacked(x: Any, file: File, device: torch.device, prefix: str = "") -> Any:
+    """What :func:`packed` was given, with the tensors of a file; those that were not on a CPU come to ``device``.
+
+    Raises:
+        ValueError: this is no such tree, or a tensor of it is damaged or absent.
+    """
+    tensors = {name: file.read(name) for name in file.entries if name.startswith(prefix)}
+    try:
+        return _unpacked(x, tensors, device)
+    except (KeyError, TypeError, IndexError, ValueError, RecursionError):
+        raise ValueError(f"load: {file.path} was written by another function") from None
 
 
 def _unpacked(x: Any, tensors: Mapping[str, Tensor], device: torch.device) -> Any:

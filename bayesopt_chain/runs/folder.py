@@ -224,6 +224,11 @@ def _is_leaves(x: Any) -> bool:
     )
 
 
+def _is_seen(x: Any) -> bool:
+    of, states = (x.get("of"), x.get("states")) if isinstance(x, dict) else (None, None)
+    return isinstance(of, list) and all(map(_is_text, of)) and isinstance(states, list) and len(states) == len(of)
+
+
 def _is_identity(x: Any) -> bool:
     wanted = {"burn_in", "thinning", "total", "sharded", "tree", "version"}
     total = x.get("total", 0) if isinstance(x, dict) else 0
@@ -256,5 +261,5 @@ _HEAD = {
     "cuts": lambda x: isinstance(x, list) and all(map(is_count, x)),
     "scalars": lambda x: isinstance(x, dict),
     "batches": lambda x: x is None or (isinstance(x, dict) and {"position", "loader", "whole"} <= x.keys()),
-    "callbacks": lambda x: isinstance(x, dict),
+    "callbacks": lambda x: x == {} or _is_seen(x),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import optree
 
@@ -23,6 +23,26 @@ class Iteration(NamedTuple):
     is_draw: bool
 
 
+@runtime_checkable
+class Stateful(Protocol):
+    """A callback that has a state, which goes into every checkpoint: a run that goes on hands it back.
+
+    So it sees every step once: after an interruption the steps behind the checkpoint are made again, and it is called again.
+    """
+
+    def __call__(self, it: Iteration, /) -> Any:
+        """Look at a step."""
+        ...
+
+    def state_dict(self) -> Any:
+        """Tensors, numbers, strings, and dictionaries, lists and tuples of them."""
+        ...
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Go on from what :meth:`state_dict` gave."""
+        ...
+
+
 class Run(NamedTuple):
     """What :func:`sample` was asked for, with its arguments' names."""
 
@@ -37,6 +57,11 @@ class Run(NamedTuple):
     callbacks: Sequence[Callable[[Iteration], Any]]
     progress: bool
     seed: int | None = None
+
+    @property
+    def stateful(self) -> list[Stateful]:
+        """Those of the callbacks that have a state."""
+        return [x for x in self.callbacks if isinstance(x, Stateful)]
 
     def is_draw(self, step: int) -> bool:
         """Whether the parameters after this step are kept."""

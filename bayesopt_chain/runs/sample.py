@@ -124,7 +124,8 @@ def sample(
         seed: a whole number: the keys of all random streams in ``state`` become functions of it and of each chain's global
             number, so that the run is the same whenever it is started; by default they are those of ``state``.
         chains: number of chains on axis 0 of every leaf; known from the step where ``parallel`` made it.
-        callbacks: called with every :class:`Iteration`; one that returns ``True`` ends the run. A
+        callbacks: called with every :class:`Iteration`; one that returns ``True`` ends the run. What one with ``state_dict``
+            and ``load_state_dict`` has seen goes into every checkpoint, and is handed back to it when the run goes on. A
             :class:`bayesopt_chain.diagnostics.Thermometer` among them shows its temperature in the progress bar, and a warning
             is given when the run ends if it says that the data heat the chain. A
             :class:`bayesopt_chain.diagnostics.HeatGuard` looks at the gradients of one plain chain, and warns on the way.
@@ -137,7 +138,8 @@ def sample(
         draws in a row that lie further above the median of the run than 100 times ``T P / 2`` and its spread.
 
     Raises:
-        ValueError: arguments that make no run; a directory with another run, naming what differs; a damaged file.
+        ValueError: arguments that make no run; a directory with another run, naming what differs; callbacks with a state
+            that have not seen its steps; a damaged file.
         RuntimeError: another process writes to ``path``, or to the folder of a chain that goes on here.
         OSError: the disk is full or read-only; what was committed stays whole. This and any other exception in the middle of
             a run carries all finished draws in its attribute ``draws``.

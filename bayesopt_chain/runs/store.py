@@ -23,7 +23,7 @@ from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.distributed.ranks import broadcast, digest, gather_objects, together
 from bayesopt_chain.distributed.shards import local
 from bayesopt_chain.loop.module_state import buffers_of
-from bayesopt_chain.runs import checkpoint
+from bayesopt_chain.runs import checkpoint, files
 from bayesopt_chain.runs.files import File
 from bayesopt_chain.runs.folder import BUFFER, HEAD, LEAF, LOSS, STEP, WEIGHT, Tile, folders_of, head_of, tiles_of
 from bayesopt_chain.runs.identity import STATE, identity_of, keys_of, losses_of, require_same
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 SHARD_BYTES = 1 << 26  # draws on disk are committed when they have grown to this size, or after the interval
 ASKED_EACH = 0.1  # of the interval between two commits: how often ranks ask the first one whether it is time
-GENERATOR = "_generator/"
+GENERATOR, CALLBACK = "_generator/", "_callback/"
 
 
 class Store:
@@ -235,6 +235,7 @@ class Store:
                 empty = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in about]
                 state = state if self.writes else theirs.unflatten(empty)
             params, state = broadcast((params, state), place.mesh)
+        self.together(lambda: self._hand_back(heads, step))
         if step < run.steps:
             self._go_on(run.batches, heads)
         if inplace and not grows:
@@ -247,12 +248,44 @@ class Store:
             if folder.head is None:
                 folder.set_head(self.metadata(folder, rows, 0, None, {}, False, ""), {})
 
+    def _hand_back(self, heads: list[File], step: int) -> None:
+        """Give the callbacks the state that they had after the step of the checkpoint; all ranks get the first one's.
+
+        Raises:
+            ValueError: other callbacks, or callbacks of other chains: what they saw would be lost, or they missed steps.
+        """
+        assert self.place is not None
+        mine = [type(x).__qualname__ for x in self.run.stateful]
+        heads = heads or [_head(path) for path, _ in self.blocks]
+        # Blocks of chains that have caught up had no callbacks: those that did not have to hold what they saw.
+        head = next((x for x in heads if x.metadata["callbacks"]), heads[0])
+        saved = {"of": [], "chains": self._numbers, "states": [], **head.metadata["callbacks"]}
+        if not self.owns or (step == self.run.steps and not mine):
+            return  # blocks that catch up have no callbacks, and a complete run calls none
+        if saved["of"] != mine or saved["chains"] != self._numbers:
+            told = ", ".join(saved["of"]) or "none", ", ".join(mine) or "none"
+            raise ValueError(
+                f"sample: {self.place.root} was run for {step} steps with callbacks that have a state ({told[0]}; chains "
+                f"{saved['chains']}), and these are {told[1]} (chains {self._numbers}): give the same ones in the same order, "
+                "on as many ranks, since others have not seen those steps, or give this run a directory of its own"
+            )
+        for callback, state in zip(
+            self.run.stateful, files.unpacked(saved["states"], head, self.device, CALLBACK), strict=True
+        ):
+            callback.load_state_dict(state)
+
+    @property
+    def _numbers(self) -> list[int] | None:
+        """The chains that the callbacks of this rank see, by their numbers."""
+        chains = None if self.place is None else self.place.chains
+        return None if chains is None else [chains.start, chains.stop]
+
     def _read(self, heads: list[File], grows: bool) -> tuple[Any, Any]:
         """Parameters and state out of the heads of all blocks."""
         assert self.place is not None
         if any(head.metadata["scalars"] != heads[0].metadata["scalars"] for head in heads):
             raise ValueError(f"sample: the chains in {self.place.root} do not have the same numbers in their states")
-        names = [name for name in heads[0].entries if not name.startswith(GENERATOR)]
+        names = [name for name in heads[0].entries if not name.startswith((GENERATOR, CALLBACK))]
         wanted: dict[str, Any] = checkpoint.flat((self.run.params, self.run.state))[0]
         tensors = dict[str, Tensor]()
         for name in names:
@@ -358,6 +391,7 @@ class Store:
             require_alike(tensors, self.gathered)
             tensors, generators = gathered(tensors, self.writes), self.gathered(generators[0])
         more = {f"{GENERATOR}{i}/{n}": x for i, states in enumerate(generators) for n, x in states.items()}
+        callbacks, seen = self._callbacks()
 
         def write() -> None:
             columns = self.stacked()
@@ -365,12 +399,22 @@ class Store:
                 if columns:
                     folder.add(step, chains_of(columns, rows))
                 mine = tensors if rows is None else {n: x[rows] for n, x in tensors.items()}
-                folder.set_head(self.metadata(folder, rows, step, batches, scalars, complete, why), {**mine, **more})
+                said = self.metadata(folder, rows, step, batches, scalars, complete, why)
+                folder.set_head({**said, "callbacks": callbacks}, {**mine, **more, **seen})
 
         self.together(write) if self.place.sharded else write()
         self.forget()
         for folder in self.folders:
             folder.tidy()
+
+    def _callbacks(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What the callbacks have seen: what a head says of it, and its tensors."""
+        tensors = dict[str, Tensor]()
+        if not self.writes or not self.run.stateful:
+            return {}, tensors
+        states = files.packed([x.state_dict() for x in self.run.stateful], tensors, CALLBACK)
+        of = [type(x).__qualname__ for x in self.run.stateful]
+        return {"of": of, "chains": self._numbers, "states": states}, tensors
 
     def metadata(
         self,

@@ -1,0 +1,121 @@
+"""Callbacks with a state: it is in every checkpoint, so that a run that goes on ends with what an unbroken one has seen."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import bayesopt_chain as bc
+from bayesopt_chain.runs.writer import Folder
+from tests.runs.test_nothing_lost import loss, started
+
+TX = bc.sghmc(0.1, temperature=0.05)
+
+
+class Sums:
+    """Sums over all steps, as an observable keeps them."""
+
+    def __init__(self, stop=None):
+        self.stop, self.n, self.total = stop, 0, torch.zeros(())
+
+    def __call__(self, it):
+        self.n, self.total = self.n + 1, self.total + it.params["w"].double().sum()
+        return it.step == self.stop
+
+    def state_dict(self):
+        return {"n": self.n, "sums": (self.total, ["words", 1.5, None])}
+
+    def load_state_dict(self, state):
+        self.n, (self.total, rest) = state["n"], state["sums"]
+        assert rest == ["words", 1.5, None]
+
+
+class Fails(Sums):
+    def __call__(self, it):
+        super().__call__(it)
+        if it.step == self.stop:
+            raise ZeroDivisionError
+
+
+Fails.__qualname__ = "Sums"
+
+
+def run(path, callbacks, steps=40, seconds=0.0):
+    return bc.sample(*started(), steps=steps, path=path, callbacks=callbacks, checkpoint_seconds=seconds)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e9], ids=["each step", "at the end"])
+@pytest.mark.parametrize("first", [Sums, Fails], ids=["ended", "failed"])
+@pytest.mark.parametrize("stop", [1, 17, 40])
+def test_a_run_that_goes_on_has_seen_every_step_once(tmp_path, first, stop, seconds):
+    unbroken, broken, resumed, again = Sums(), first(stop), Sums(), Sums()
+    run(None, [unbroken])
+    if first is Fails:
+        with pytest.raises(ZeroDivisionError):
+            run(tmp_path, [broken], seconds=seconds)
+    else:
+        run(tmp_path, [broken], seconds=seconds)
+    draws = run(tmp_path, [resumed])
+    assert draws.complete and (resumed.n, resumed.total) == (40, unbroken.total)
+    run(tmp_path, [again])  # a run that is complete says what was seen
+    assert (again.n, again.total) == (40, unbroken.total)
+    run(tmp_path, [again], steps=50)
+    assert again.n == 50
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ([Sums(5)], [], r"for 5 steps with callbacks that have a state \(Sums; .* these are none"),
+        ([Sums(5)], [Sums(), Sums()], "these are Sums, Sums"),
+        ([lambda it: it.step == 5], [Sums()], r"\(none; .* these are Sums .* have not seen those steps"),
+    ],
+    ids=["left out", "another one", "added later"],
+)
+def test_callbacks_that_missed_steps_are_refused(tmp_path, before, after, said):
+    run(tmp_path, before)
+    with pytest.raises(ValueError, match=said):
+        run(tmp_path, after)
+    assert len(bc.Draws.open(tmp_path)) == 5
+
+
+def test_what_no_file_can_hold_is_refused_and_the_draws_are_kept(tmp_path):
+    class Holds(Sums):
+        def state_dict(self):
+            return {"f": loss}
+
+    with pytest.raises(TypeError, match="function cannot be saved") as caught:
+        run(tmp_path, [Holds()])
+    assert len(caught.value.draws) == len(bc.Draws.open(tmp_path)) == 1
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_blocks_of_chains_that_catch_up_leave_what_was_seen(tmp_path, mesh, monkeypatch):
+    """A commit that ended between two blocks of chains: those behind make their steps again, without the callbacks."""
+    step = bc.parallel(bc.make_step(loss, TX), 3, mesh=mesh)
+
+    def chains(path, callbacks):
+        params = {"w": torch.ones(3, 3)}
+        state = step.init(TX, params, seed=3)
+        return bc.sample(step, params, state, None, steps=12, path=path, callbacks=callbacks, checkpoint_seconds=0.0)
+
+    unbroken, resumed, write = Sums(), Sums(), Folder.set_head
+    want = chains(None, [unbroken])
+
+    def cut(folder, metadata, tensors):
+        if metadata["step"] == 7 and metadata["numbers"] == [1, 2]:
+            raise OSError("cut off")
+        write(folder, metadata, tensors)
+
+    monkeypatch.setattr(Folder, "set_head", cut)
+    with pytest.raises(OSError, match="cut off"):
+        chains(tmp_path / "run", [Sums()])
+    monkeypatch.undo()
+    got = chains(tmp_path / "run", [resumed])
+    assert torch.equal(got.params["w"], want.params["w"]) and (resumed.n, resumed.total) == (12, unbroken.total)
