@@ -215,7 +215,7 @@ def _is_vector(x: Any) -> bool:
 
 
 def _is_stack(x: Any) -> bool:
-    if hasattr(x, "chains") and hasattr(x, "params"):
+    if hasattr(x, "chains") and hasattr(type(x), "params"):
         return True
     return _is_tree(x) and all(
         leaf.ndim and not leaf.is_complex() and not leaf.is_meta and leaf.layout is torch.strided

@@ -105,31 +105,31 @@ def _chains_of(draws: Any) -> int:
 
 
 def _each(draws: Any, who: str, statistic: Callable[[Any], Any]) -> Any:
-    """A statistic of arrays ``[elements, chains, draws]`` for every leaf."""
-    stacked = hasattr(draws, "chains") and draws.chains is None
-    tree = draws.params if hasattr(draws, "params") else draws
+    """A statistic of arrays ``[elements, chains, draws]`` for every leaf; of draws on disk some elements are read at a time."""
 
-    def one(x: Tensor) -> Tensor:
-        n = 1 if stacked else x.shape[1] if x.ndim > 1 else 0
-        if not n or len(x) < 4:
+    def found(shape: Sequence[int], chained: bool, read: Callable[[int, int], Tensor]) -> Tensor:
+        size, n = shape[0], (shape[1] if len(shape) > 1 else 0) if chained else 1
+        if not n or size < 4:
             raise ValueError(
-                f"{who}: needs leaves [draws, chains, ...] with at least 4 draws, got shape {tuple(x.shape)}; run longer"
+                f"{who}: needs leaves [draws, chains, ...] with at least 4 draws, got shape {tuple(shape)}; run longer"
             )
-        shape = x.shape[1 if stacked else 2 :]
-        elements = getattr(x, "elements", None)
-        if elements is None:
-            return found(x.detach().reshape(len(x), n, -1)).reshape(shape)
-        # On disk: some elements at a time, all draws and chains of each.
-        width = shape.numel()
-        some = max(1, AT_ONCE // (8 * len(x) * n))
-        parts = []
+        event = torch.Size(shape[2 if chained else 1 :])
+        width, parts = event.numel(), list[Tensor]()
+        some = max(1, AT_ONCE // (8 * size * n))
         for low in range(0, width, some):
             high = min(low + some, width)
-            parts.append(found(torch.stack([elements(c * width + low, c * width + high) for c in range(n)], 1)))
-        return torch.cat(parts).reshape(shape)
+            x = torch.stack([read(c * width + low, c * width + high) for c in range(n)], 1)  # [draws, chains, elements]
+            rows = x.detach().to(torch.float64).permute(2, 1, 0).contiguous()
+            parts.append(torch.as_tensor(statistic(rows.cpu().numpy()), device="cpu"))
+        return torch.cat(parts).reshape(event) if parts else torch.zeros(event, dtype=torch.float64, device="cpu")
 
-    def found(x: Tensor) -> Tensor:
-        rows = x.to(torch.float64).permute(2, 1, 0).contiguous()
-        return torch.as_tensor(statistic(rows.cpu().numpy()), device="cpu")
+    if not hasattr(draws, "shapes"):
+        return optree.tree_map(lambda x: found(x.shape, True, lambda a, b: x.reshape(len(x), -1)[:, a:b]), draws)
+    if not len(draws):
+        raise ValueError(f"{who}: needs at least 4 draws, got none; run longer")
 
-    return optree.tree_map(one, tree)
+    def column(name: str) -> Callable[[int, int], Tensor]:
+        return lambda low, high: draws.column(f"params/{name}", elements=slice(low, high))
+
+    chained = draws.chains is not None
+    return draws.tree({n: found((len(draws), *shape), chained, column(n)) for n, shape in draws.shapes.items()})

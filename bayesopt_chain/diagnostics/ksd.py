@@ -68,7 +68,7 @@ def ksd(
         >>> right < 0.2 < shifted
         True
     """
-    tree: Any = draws.params if hasattr(draws, "params") else draws
+    tree: Any = draws.params if hasattr(type(draws), "params") else draws
     if getattr(draws, "chains", None) is not None:
         tree = optree.tree_map(lambda x: x.flatten(0, 1), tree)
     size = optree.tree_leaves(tree)[0].shape[0]

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -406,6 +407,22 @@ def together(mesh: Mesh | None, what: Callable[[], T]) -> T:
     if other := next(((rank, text) for rank, text in enumerate(messages) if text is not None), None):
         raise RuntimeError(f"rank {other[0]} failed: {other[1]}")
     return value
+
+
+def name_the_first(error: BaseException, who: str) -> None:
+    """Say in a note of an error which rank failed first, where that was another one: its peers see broken connections.
+
+    Args:
+        error: of this rank.
+        who: the first words of the note.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    mine = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"[:1000]
+    with suppress(Exception):  # the process that held the store may have ended
+        first = dist.distributed_c10d._get_default_store().compare_set("bayesopt_chain/failed", "", mine).decode()
+        if first != mine and hasattr(error, "add_note"):
+            error.add_note(f"{who}: the first rank that failed was {first}")
 
 
 class DataParallel:

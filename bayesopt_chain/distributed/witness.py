@@ -1,22 +1,27 @@
 r"""A check that ranks with plain parameter tensors do not share noise where they must not.
 
 A plain tensor does not tell whether it is a whole parameter, of which other ranks hold replicas, or a part of a parameter. The
-noise is a function of the key, the leaf, the element and the step. Five mistakes therefore give wrong noise without an error:
+noise is a function of the key, the leaf, the element and the step. Six mistakes therefore give a wrong chain without an error:
 
     parts         with FSDP1, ZeroRedundancyOptimizer or pipeline stages, ranks hold different parameters under one key and leaf
     drift         replicas that started differently, or had different data, hold different parameters under one key and leaf
     counts        replicas made different numbers of steps (``DistributedDataParallel.join``)
     two keys      replicas follow one averaged gradient (DistributedDataParallel), but each with a key of its own
     one chain     ranks are replicas of one chain, and a run on disk would keep each of them as a chain of its own
+    numbers       ranks step a leaf under one key with another rate, temperature, momentum or decay, shards of it also
 
 At some steps each rank writes records of its parameters and its key, its claims, into the rendezvous store of the process
 group, and reads the records of other ranks. There is no collective operation, and no rank waits for another. The names of the
 records are made of the key or of the gradients:
 
-    key/<key>            {leaf and elements: (hash of the parameter's bits, number of steps that drew)} of the first rank there
+    numbers/<key>        [(hyperparameters of a group, its leaves)] of the first rank there
+    key/<key>            {leaf: (hash of the parameter's bits, number of steps that drew)} of the first rank there
+    key/<key>/<hash>     the same for parts of leaves, of the first rank there that holds these parts
     gradient/<hash>      (key, hash of the parameters) of the first rank there with these gradients
 
-so that a rank reads one record for each key, whatever the number of ranks. A rank that finds a contradiction writes a refusal,
+Leaves that the first rank with a key does not have are compared with the next record of that key, and from the fourth on in
+a record for each leaf. So the number of records that a rank reads does not grow with the number of ranks, and shards that
+nobody else holds are compared with nothing. A rank that finds a contradiction writes a refusal,
 and every rank, including that one, raises it at the step after its comparison. In this way no rank is left alone in a
 collective operation that the others make. Gradients that are zero everywhere are ignored, because they are equal without an
 average.
@@ -31,7 +36,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +46,7 @@ from torch import Tensor
 from bayesopt_chain.distributed.ranks import hash_of_bits
 from bayesopt_chain.random.philox import Runs
 
+_IN_ONE = 3  # so many records of whole leaves a rank reads under one key, before there is one for each leaf
 _STEPS = frozenset([0, 1, *(4**i - 1 for i in range(1, 31))])  # the steps since a start at which ranks compare
 # How many witnesses this process has made. Ranks that run one program make them in one order, so that equal numbers belong
 # to the same optimizer.
@@ -61,6 +67,10 @@ _TWO_KEYS = (
     "DistributedDataParallel are one chain: give every rank generator=bc.distributed.generator(seed), with one seed and one "
     "chain. For chains of their own leave DistributedDataParallel out"
 )
+_NUMBERS = (
+    "ranks {} and {} step {!r} under one key, and so as one chain, with {} = {} and {}. Give all ranks of a chain the same "
+    "hyperparameters and schedulers; a chain on each rank: generator=bc.distributed.generator(seed, chain=rank)"
+)
 _ONE_CHAIN = (
     "ranks {} and {} hold equal values of {!r} under one key, so that they run one chain, and this run would keep it as two. "
     "Replicas: give bc.optim.as_step the module under DistributedDataParallel, and its loss takes that. A chain on each rank: "
@@ -79,6 +89,7 @@ class Claim(NamedTuple):
         drawn: how many steps have drawn noise for the leaf before.
         param: the parameter tensor.
         gradient: its gradient; ``None`` if it is sparse or absent.
+        group: the parameter group, whose hyperparameters move the leaf.
     """
 
     name: str
@@ -88,6 +99,7 @@ class Claim(NamedTuple):
     drawn: int
     param: Tensor
     gradient: Tensor | None
+    group: Mapping[str, Any]
 
 
 class Witness:
@@ -176,7 +188,7 @@ class Witness:
         if self.refusal is not None or claims is None:
             return
         self.written.append([])
-        found = self._contradiction(store, [c for c in claims() if c.param.numel()], f"{top}/{step}", step > 0)
+        found = self._contradiction(store, claims(), f"{top}/{step}", step > 0)
         if found is not None:
             store.compare_set(f"{top}/refusal", "", found)
         # The few records of the steps of a start stay, for ranks that come much later. Of the others the last two are kept,
@@ -201,11 +213,19 @@ class Witness:
             The message of a refusal; ``None`` without a contradiction.
         """
         rank = dist.get_rank()
-        bits = hashes([c.param for c in claims])
         refusal = None
         for key in dict.fromkeys(claim.key for claim in claims):
+            refusal = refusal or self._compare_numbers(
+                store, f"{top}/numbers/{key}", [c for c in claims if c.key == key], rank
+            )
+        claims = [c for c in claims if c.param.numel()]  # a rank may hold nothing of a shard
+        bits = hashes([c.param for c in claims])
+        for key in dict.fromkeys(claim.key for claim in claims):
             mine = {_place(c): [*c.param.shape, b, c.drawn, c.name] for c, b in zip(claims, bits) if c.key == key}
-            refusal = refusal or self._compare_key(store, f"{top}/key/{key}", mine, rank)
+            parts = {place: value for place, value in mine.items() if ":" in place}
+            whole = {place: value for place, value in mine.items() if ":" not in place}
+            for slot, held in ((key, whole), (f"{key}/{_combined(parts)}", parts)):
+                refusal = refusal or self._compare_key(store, f"{top}/key/{slot}", held, rank)
         gradients = [(c, c.gradient, b) for c, b in zip(claims, bits) if c.gradient is not None]
         nonzero = _read([g.any() for _, g, _ in gradients])
         gradients = [x for x, there in zip(gradients, nonzero) if there]
@@ -225,11 +245,36 @@ class Witness:
             self.written[-1].append(name)
         return there
 
+    def _compare_numbers(self, store: Any, slot: str, claims: list[Claim], rank: int) -> str | None:
+        """Compare the hyperparameters of the leaves of one key with those of the first rank that has the key.
+
+        Args:
+            store: the rendezvous store.
+            slot: the name of the record.
+            claims: this rank's claims with this key; at least one.
+            rank: this rank.
+
+        Returns:
+            The message of a refusal; ``None`` without a contradiction.
+        """
+        names, groups = {c.number: c.name for c in claims}, dict[int, tuple[Mapping[str, Any], list[int]]]()
+        for c in claims:
+            groups.setdefault(id(c.group), (_numbers(c.group), []))[1].append(c.number)
+        mine = list(groups.values())
+        other, theirs = self._first(store, slot, [rank, mine])
+        for (here, leaves), (there, others) in ((a, b) for a in mine for b in theirs if other != rank):
+            shared = set(leaves).intersection(others)
+            wrong = [k for k in here if k in there and here[k] != there[k]]
+            if shared and wrong:
+                (a, x), (b, y) = sorted([(rank, here[wrong[0]]), (other, there[wrong[0]])])
+                return _NUMBERS.format(a, b, names[min(shared)], wrong[0], x, y)
+        return None
+
     def _compare_key(self, store: Any, slot: str, mine: dict[str, list[Any]], rank: int) -> str | None:
         """Compare the claims of one key with those of other ranks.
 
         They are compared with those of the first rank that has the key; claims for leaves that it does not have are compared
-        with those of the next rank in the same way.
+        with those of the next rank in the same way, and those that the first few do not have leaf by leaf.
 
         Args:
             store: the rendezvous store.
@@ -240,23 +285,26 @@ class Witness:
         Returns:
             The message of a refusal; ``None`` without a contradiction.
         """
-        number = 0
+        records = iter(range(_IN_ONE))
         while mine:
-            other, theirs = self._first(store, f"{slot}/{number}", [rank, mine])
+            number = next(records, None)
+            name, of = (
+                (f"{slot}/{number}", mine) if number is not None else (f"{slot}/{(x := min(mine))}", {x: mine[x]})
+            )
+            other, theirs = self._first(store, name, [rank, of])
             for place in mine.keys() & theirs.keys():
-                *held, count, name = mine[place]
+                *held, count, leaf = mine[place]
                 *holds, counted, _ = theirs[place]
                 # Sorted, so that the message is the same whichever of the two ranks finds the contradiction.
                 (a, draws_a), (b, draws_b) = sorted([(rank, count), (other, counted)])
                 if held != holds:
                     after = f" after {draws_a} and {draws_b} draws" if draws_a != draws_b else ""
-                    return _SHARED.format(a, b, name, after)
+                    return _SHARED.format(a, b, leaf, after)
                 if draws_a != draws_b:
                     return _COUNTS.format(a, b, draws_a, draws_b)
                 if self.apart and other != rank:
-                    return _ONE_CHAIN.format(a, b, name)
+                    return _ONE_CHAIN.format(a, b, leaf)
             mine = {place: value for place, value in mine.items() if place not in theirs}
-            number += 1
         return None
 
 
@@ -264,6 +312,12 @@ def _place(claim: Claim) -> str:
     """The leaf and its elements as text. Two ranks with equal keys draw the same noise for equal places."""
     whole = claim.runs is None or claim.runs == ((0, claim.param.numel()),)
     return f"{claim.number:x}" if whole else f"{claim.number:x}:{_combined(claim.runs or ())}"
+
+
+def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a group: rate, temperature, momentum, decay and whatever else is a number there."""
+    told = {k: v for k, v in group.items() if isinstance(v, (bool, int, float)) and not k.startswith("noise_")}
+    return told | {k: float(v) for k, v in group.items() if isinstance(v, Tensor) and v.numel() == 1}
 
 
 def _combined(values: Iterable[Any]) -> str:

@@ -28,9 +28,22 @@ BatchNorm = nn.modules.batchnorm._BatchNorm
 
 @torch.no_grad()
 def statistics(
-    module: nn.Module, params: Any, buffers: Any, loader: Iterable[Any], inputs: str | Callable[[Any], Any] | None
+    module: nn.Module,
+    size: int,
+    read: Callable[[int, int], Tensors],
+    buffers: Any,
+    loader: Iterable[Any],
+    inputs: str | Callable[[Any], Any] | None,
+    some: int,
 ) -> Tensors:
-    """Buffers ``[S, ...]`` with fresh statistics for parameters ``[S, ...]``, by one pass over the data.
+    """Buffers ``[S, ...]`` with fresh statistics for each of ``S`` draws, by one pass over the data.
+
+    Args:
+        module, loader, inputs: as in :func:`bayesopt_chain.refresh_batch_norm`.
+        size: the number of draws, ``S``.
+        read: the parameters of the draws from one number to another, stacked on axis 0.
+        buffers: those that the draws have, ``[S, ...]``.
+        some: how many draws are read together.
 
     Raises:
         ValueError: no layer keeps statistics, or no batches.
@@ -46,7 +59,6 @@ def statistics(
         layer.reset_running_stats()
     fresh = {name: b for name, b in module.named_buffers() if name.rpartition(".")[0] in layers}
     forward, _, own = make_functional(module, inputs=inputs)
-    size = next(iter(params.values())).shape[0]
     found = {name: b.expand(size, *b.shape).clone() for name, b in own.items()}
     found |= {name: b for name, b in buffers.items() if name not in fresh}
 
@@ -59,7 +71,11 @@ def statistics(
         seen += n
         for layer in layers.values():
             layer.momentum = n / seen  # torch's is the weight of the new statistics
-        found = _mapped(one, params, found, batch, size)
+        for low in range(0, size, some):
+            high = min(low + some, size)
+            own = {name: x[low:high] for name, x in found.items()}
+            for name, x in _mapped(one, read(low, high), own, batch, high - low).items():
+                found[name] = x if high - low == size else found[name].slice_scatter(x, 0, low, high)
     if not seen:
         raise ValueError("refresh_batch_norm: the loader has no batches; an iterator can be gone through only once")
     return found

@@ -527,7 +527,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             gradient = None if w.param.grad is None or w.param.grad.is_sparse else w.param.grad
             here = None if runs is None else runs[w.param]
             key, count = w.group["noise_key"], w.group["noise_count"]
-            out.append(Claim(names[w.number], key, w.number, here, count, w.param, gradient))
+            out.append(Claim(names[w.number], key, w.number, here, count, w.param, gradient, w.group))
         return out
 
     def _check_group(self, group: dict[str, Any]) -> None:

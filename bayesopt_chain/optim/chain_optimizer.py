@@ -152,9 +152,8 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
                     if p.grad is not None:
                         gradient = None if p.grad.is_sparse else local(p.grad)
                         count = int(getattr(entry, "step", 0))
-                        out.append(
-                            Claim(f"{i}.{j}", int(entry.key), j, elements_of(p), count, local(p.detach()), gradient)
-                        )
+                        here = local(p.detach())
+                        out.append(Claim(f"{i}.{j}", int(entry.key), j, elements_of(p), count, here, gradient, group))
         return out
 
     def state_dict(self) -> dict[str, Any]:

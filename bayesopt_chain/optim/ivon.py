@@ -395,6 +395,5 @@ def _eps(group: dict[str, Any], p: Any, x: Tensor, number: int, count: int) -> T
 def _claim(group: dict[str, Any], p: Any, number: int) -> Claim:
     """Describe the noise that a leaf gets in this step, so that ranks can compare it."""
     gradient = None if p.grad is None or p.grad.is_sparse else _gradient(p)
-    return Claim(
-        str(number), group["noise_key"], number, elements_of(p), group["noise_count"], _local(p.detach()), gradient
-    )
+    key, count = group["noise_key"], group["noise_count"]
+    return Claim(str(number), key, number, elements_of(p), count, _local(p.detach()), gradient, group)

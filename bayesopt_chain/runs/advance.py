@@ -12,6 +12,7 @@ import optree
 import torch
 
 from bayesopt_chain.checks import installed
+from bayesopt_chain.distributed.ranks import name_the_first
 from bayesopt_chain.runs.divergence import Divergence
 from bayesopt_chain.runs.draws import Draws
 from bayesopt_chain.runs.interrupts import Interrupts, interrupts
@@ -118,6 +119,7 @@ def go(run: Run, store: Store) -> Draws:
         except BaseException as err:
             sigint.raises = False
             said.why = f"{type(err).__name__} in step {said.done + 1}"
+            name_the_first(err, "sample")
             failed = store.rescue(said.done, said.why)
             with suppress(OSError, ValueError, TypeError, AttributeError):  # what ended the run says more
                 err.draws = draws_of(run, store, said, complete=False)  # type: ignore[attr-defined]

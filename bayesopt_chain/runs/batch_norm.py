@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import optree
 from torch import Tensor, nn
 
 from bayesopt_chain import kinds
@@ -67,13 +66,12 @@ def refresh_batch_norm(
         if sorted(draws) != (names := sorted(name for name, _ in module.named_parameters())):
             raise ValueError(f"refresh_batch_norm: draws has the parameters {sorted(draws)}, and the module {names}")
         single = {name: p[None] for name, p in draws.items()}
-        return {name: b[0] for name, b in statistics(module, single, {}, loader, inputs).items()}
-    stacked: Any = (draws.params, draws.buffers)
+        found = statistics(module, 1, lambda low, high: single, {}, loader, inputs, 1)
+        return {name: b[0] for name, b in found.items()}
+    chains = draws.chains or 1
+    read = lambda low, high: draws[low // chains : high // chains].unchained()[0]  # noqa: E731
+    own = {name: x if draws.chains is None else x.flatten(0, 1) for name, x in draws.buffers.items()}
+    found = statistics(module, len(draws) * chains, read, own, loader, inputs, draws.at_once() * chains)
     if draws.chains is not None:
-        stacked = optree.tree_map(lambda x: x.flatten(0, 1), stacked)
-    params, buffers = stacked
-    found = statistics(module, params, buffers, loader, inputs)
-    if draws.chains is not None:
-        lead = (len(draws), draws.chains)
-        found = {name: x.unflatten(0, lead) for name, x in found.items()}
+        found = {name: x.unflatten(0, (len(draws), chains)) for name, x in found.items()}
     return draws.with_buffers(found)

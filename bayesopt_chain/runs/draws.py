@@ -228,11 +228,21 @@ class Draws:
     def __iter__(self) -> Iterator[Any]:
         """The draws one by one; of draws on disk a few are read at a time."""
         names = [LEAF + name for name in self._names] if len(self) else []
-        some = max(1, AT_ONCE // max(1, sum(row_bytes(self._pieces, name) for name in names)))
+        some = self.at_once()
         for start in range(0, len(self), some):
             blocks = [rows_of(self._pieces, self._rows[start : start + some], name) for name in names]
             for i in range(min(some, len(self) - start)):
                 yield self._tree([block[i] for block in blocks])
+
+    def at_once(self) -> int:
+        """How many draws are read together by what goes through them: of those on disk some 16 MB, at least one.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> bc.Draws.from_trees([{"w": torch.zeros(2**20)}] * 9).at_once()
+            4
+        """
+        return max(1, AT_ONCE * len(self) // max(1, self._bytes()))
 
     def to(self, device: torch.device | str) -> Draws:
         """These draws on a device; what is on disk comes there when it is read. Their steps stay on the CPU.
@@ -292,8 +302,36 @@ class Draws:
         return len(self) * sum(row_bytes(self._pieces, LEAF + name) for name in self._names if len(self))
 
     @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each leaf of one draw by its path, ``[...]`` or ``[chains, ...]``; nothing is read.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> bc.Draws.from_trees([{"w": torch.zeros(2, 3)}]).shapes
+            {'w': (2, 3)}
+        """
+        return {name: self._pieces[0].kind(LEAF + name)[1] for name in self._names} if self._pieces else {}
+
+    def tree(self, leaves: Mapping[str, Any]) -> Any:
+        """A tree like the parameters with something in the place of each leaf.
+
+        Args:
+            leaves: by the paths that :attr:`shapes` gives.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> draws = bc.Draws.from_trees([{"w": torch.zeros(2, 3)}])
+            >>> draws.tree({name: len(shape) for name, shape in draws.shapes.items()})
+            {'w': 2}
+        """
+        kinds.require("Draws.tree", leaves=(leaves, kinds.MAPPING))
+        if missing := [name for name in self._names if name not in leaves]:
+            raise ValueError(f"Draws.tree: leaves lacks {', '.join(missing[:4])}")
+        return self._tree([leaves[name] for name in self._names])
+
+    @property
     def _is_stored(self) -> bool:
-        return any(piece.leaves is None for piece in self._pieces)
+        return any(piece.parts for piece in self._pieces)
 
     def column(self, name: str, rows: slice = slice(None), elements: slice | None = None) -> Tensor:
         """Some rows of one column, or some elements of them; of draws on disk only their blocks are read.
@@ -778,7 +816,7 @@ class Draws:
             buffers: tensors ``[S, ...]``, or ``[S, chains, ...]``, by their names in the module.
 
         Returns:
-            Draws in memory.
+            Draws that share with these what they hold besides, in memory or on disk.
 
         Raises:
             TypeError: no tensors by name.
@@ -799,22 +837,35 @@ class Draws:
                 raise ValueError(
                     f"Draws.with_buffers: buffers[{name!r}] must begin with {lead}, draws and chains, got {shown}"
                 )
-        leaves = {LEAF + name: self._column(LEAF + name) for name in self._names}
-        leaves |= {BUFFER + name: x for name, x in buffers.items()}
-        leaves |= {name: self._column(name) for name in (STEP, LOSS, WEIGHT) if self._has(name)}
-        return self._with(range(len(self)), [Piece(len(self), leaves)], self.last)
+        pieces, at = list[Piece](), 0
+        total, rows = sum(piece.size for piece in self._pieces), torch.as_tensor(list(self._rows), device="cpu")
+        # of every draw that is held, those that are not meant too
+        every = {n: x.new_zeros((total, *x.shape[1:])).index_copy(0, rows.to(x.device), x) for n, x in buffers.items()}
+        for piece in self._pieces:
+            own = {n: x for n, x in piece.leaves.items() if not n.startswith(BUFFER)}
+            own |= {BUFFER + name: x[at : at + piece.size] for name, x in every.items()}
+            pieces.append(piece._replace(leaves=own, hidden=BUFFER))
+            at += piece.size
+        return self._with(self._rows, pieces, self.last)
 
     def _blocks(self, chunk: int) -> Iterator[tuple[Any, dict[str, Tensor]]]:
         """Trees with at most ``chunk`` draws (of single chains) on axis 0, and the buffers that belong to them."""
-        if chunk < 1:
-            raise ValueError(f"predict: chunk must be at least 1, got {chunk}")
         step = max(1, chunk // (self.chains or 1))
         for start in range(0, len(self), step):
-            some = self[start : start + step]
-            block: Any = (some.params, some.buffers)
-            if self.chains is not None:
-                block = optree.tree_map(lambda x: x.flatten(0, 1), block)
-            yield block
+            yield self[start : start + step].unchained()
+
+    def unchained(self) -> tuple[Any, dict[str, Tensor]]:
+        """Parameters and buffers of all draws of all chains on axis 0, in memory: ``[S * chains, ...]``.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> draws = bc.Draws.from_trees([{"w": torch.zeros(4, 2)}] * 3, chains=4)
+            >>> draws.unchained()[0]["w"].shape
+            torch.Size([12, 2])
+        """
+        block: Any = (self.params, self.buffers)
+        flat: Any = block if self.chains is None else optree.tree_map(lambda x: x.flatten(0, 1), block)
+        return flat
 
 
 def largest() -> int:

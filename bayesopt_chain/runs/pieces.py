@@ -33,35 +33,39 @@ class Part(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Consecutive draws: leaves ``[S, ...]`` by name, or parts of files that stand side by side on axis 1.
+    """Consecutive draws: leaves ``[S, ...]`` by name, and the others in parts of files that stand side by side on axis 1.
 
     Attributes:
         size: the number of draws.
         leaves: in memory.
-        parts: on disk.
+        parts: on disk, where there are any.
         device: to which columns come that are read, except for the steps.
         like: parameters by name, as whose DTensors whole leaves are to come.
+        hidden: how the names of columns on disk begin that do not count, if any.
     """
 
     size: int
-    leaves: Mapping[str, Tensor] | None
+    leaves: Mapping[str, Tensor]
     parts: tuple[Part, ...] = ()
     device: torch.device = torch.device("cpu")
     like: Mapping[str, Any] | None = None
+    hidden: str | None = None
 
     def to(self, device: torch.device) -> Piece:
         """The same draws on a device."""
-        if self.leaves is None:
-            return self._replace(device=device)
-        return self._replace(leaves={name: x if name == STEP else x.to(device) for name, x in self.leaves.items()})
+        held = {name: x if name == STEP else x.to(device) for name, x in self.leaves.items()}
+        return self._replace(leaves=held, device=device)
 
     def names(self) -> list[str]:
         """The names of its columns."""
-        return list(self.leaves if self.leaves is not None else self.parts[0].file.entries)
+        stored = self.parts[0].file.entries if self.parts else ()
+        return list(
+            dict.fromkeys([*[n for n in stored if not self.hidden or not n.startswith(self.hidden)], *self.leaves])
+        )
 
     def kind(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """Dtype of a column, and shape of one of its rows."""
-        if self.leaves is not None:
+        if name in self.leaves:
             return self.leaves[name].dtype, tuple(self.leaves[name].shape[1:])
         every = [part.file.entries[name] for part in self.parts]
         _, *shape = every[0].shape
@@ -73,18 +77,29 @@ class Piece(NamedTuple):
     def read(self, name: str, low: int = 0, high: int | None = None, elements: tuple[int, int] | None = None) -> Tensor:
         """Rows ``low`` to ``high`` of a column, or elements of each of them, taken as flat."""
         high = self.size if high is None else high
-        if self.leaves is not None:
+        if name in self.leaves or not self.parts:
             x = self.leaves[name] if (low, high) == (0, self.size) else self.leaves[name][low:high]
-        elif elements is not None and len(self.parts) == 1:
-            part = self.parts[0]
-            return part.file.elements(name, range(part.first + low, part.first + high), *elements).to(self.device)
+            x = x if name == STEP or self.like is None else x.to(self.device)
+        elif elements is not None and name != STEP:
+            return self._elements(name, low, high, *elements).to(self.device)
         else:
             x = self._side_by_side(name, low, high)
-        x = x if name == STEP or (self.leaves is not None and self.like is None) else x.to(self.device)
+            x = x if name == STEP else x.to(self.device)
         if elements is not None:
             return x.reshape(len(x), -1)[:, slice(*elements)]
         like = (self.like or {}).get(name.removeprefix(LEAF))
         return shard_of(x, like) if is_dtensor(like) and not is_dtensor(x) else x
+
+    def _elements(self, name: str, low: int, high: int, first: int, stop: int) -> Tensor:
+        """Elements of rows, of which each part holds consecutive ones: those of its chains."""
+        out, at = list[Tensor](), 0
+        for part in self.parts:
+            n = math.prod(part.file.entries[name].shape[1:])
+            a, b = max(first - at, 0), min(stop - at, n)
+            if a < b or not n:
+                out.append(part.file.elements(name, range(part.first + low, part.first + high), a, max(a, b)))
+            at += n
+        return torch.cat(out, 1) if out else self._side_by_side(name, low, high).flatten(1)[:, :0]
 
     def _side_by_side(self, name: str, low: int, high: int) -> Tensor:
         parts = self.parts[:1] if name == STEP else self.parts
@@ -129,7 +144,7 @@ def side_by_side(
         found = [tiles[bisect.bisect_right(f, a) - 1] for tiles, f in zip(every, first) if tiles and f[0] <= a]
         if len(found) == len(every) and all(a < t.first + t.draws for t in found):
             parts = [Part(t.file, a - t.first, t.file.metadata["chains"] is not None) for t in found]
-            out.append(Piece(b - a, None, tuple(parts), device, like))
+            out.append(Piece(b - a, {}, tuple(parts), device, like))
     return out
 
 

@@ -6,6 +6,7 @@ import pickle
 import optree
 import pytest
 import torch
+from torch import nn
 
 import bayesopt_chain as bc
 
@@ -97,3 +98,54 @@ def test_errors_say_what_to_do():
         draws.predict(forward, [])
     with pytest.raises(ValueError, match="no trees"):
         bc.Draws.from_trees([])
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """Draws of two chains on disk in folders of their own, in several files, and the same in memory."""
+    path = tmp_path_factory.mktemp("runs")
+    for name in ("a", "b"):
+        torch.manual_seed(ord(name))
+        params = {"w": torch.randn(3, 4), "b": torch.randn(())}
+        step = bc.make_step(lambda p, batch: p["w"].square().sum() + p["b"].square(), bc.sghmc(0.1, temperature=0.1))
+        bc.sample(step, params, step.tx.init(params), None, steps=30, path=path / name, checkpoint_seconds=0.0)
+    draws = bc.Draws.open([path / "a", path / "b"])
+    return draws, draws.with_columns(draws.columns(), chains=2, complete=True, why="")
+
+
+def test_elements_are_read_out_of_the_chains_that_hold_them(stored):
+    memory = stored[1]
+    for low, high in ((0, 24), (10, 14), (0, 3), (12, 24), (23, 24), (5, 5)):
+        mine, theirs = (x.column("params/w", slice(4, 20), slice(low, high)) for x in stored)
+        assert torch.equal(mine, theirs) and torch.equal(theirs, memory.params["w"][4:20].flatten(1)[:, low:high])
+
+
+def test_diagnostics_of_draws_on_disk_read_a_part_at_a_time(stored, monkeypatch):
+    disk, memory = stored
+    want = [statistic(memory) for statistic in (bc.diagnostics.r_hat, bc.diagnostics.ess)]
+    monkeypatch.setattr("bayesopt_chain.diagnostics.convergence.AT_ONCE", 8 * 30 * 2 * 5)  # five elements
+    monkeypatch.setattr("bayesopt_chain.runs.draws.largest", lambda: 1)  # a run larger than the memory
+    with pytest.raises(ValueError, match="more than half of this machine's memory"):
+        _ = disk.params
+    got = [statistic(disk) for statistic in (bc.diagnostics.r_hat, bc.diagnostics.ess)]
+    for a, b in zip(got, want):
+        assert torch.equal(a["w"], b["w"]) and torch.equal(a["b"], b["b"])
+
+
+def test_statistics_of_draws_on_disk_are_computed_a_block_at_a_time(tmp_path, monkeypatch):
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double().eval()
+    forward, params, _ = bc.make_functional(module)
+    x = torch.randn(20, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    step = bc.make_step(lambda p, batch: sum(v.square().sum() for v in p.values()), bc.sghmc(0.1, temperature=0.1))
+    bc.sample(step, params, step.tx.init(params), None, steps=20, path=tmp_path, checkpoint_seconds=0.0)
+    disk = bc.Draws.open(tmp_path)
+    memory = disk.with_columns(disk.columns(), chains=None, complete=True, why="")
+    want = bc.refresh_batch_norm(module, memory, [x[:12], x[12:]])
+    monkeypatch.setattr("bayesopt_chain.runs.draws.AT_ONCE", 3 * sum(p.nbytes for p in params.values()))
+    monkeypatch.setattr("bayesopt_chain.runs.draws.largest", lambda: 8 * sum(p.nbytes for p in params.values()))
+    some = disk[2:19]
+    got = bc.refresh_batch_norm(module, some, iter([x[:12], x[12:]]))
+    for name, b in want.buffers.items():
+        torch.testing.assert_close(got.buffers[name], b[2:19], rtol=1e-12, atol=1e-12)
+    assert got._pieces[0].parts and torch.equal(got.steps, some.steps)
+    torch.testing.assert_close(got.predict(forward, [x], chunk=4), want[2:19].predict(forward, [x]))

@@ -1,0 +1,143 @@
+"""Ranks that compare what they are about to draw, in one process: each of them has its turn before the store."""
+
+import datetime
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import bayesopt_chain as bc
+from bayesopt_chain.distributed import witness
+from bayesopt_chain.distributed.witness import Claim, Witness
+from tests.distributed.ranks import run as launched
+
+GROUP = {"lr": 0.1, "temperature": 0.01, "momentum": 0.9, "weight_decay": 0.0, "noise_key": 7, "noise_count": 0}
+
+
+class Store(dict):
+    """The rendezvous store of torch, which counts the records of others that are read."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = 0
+
+    def compare_set(self, name, expected, desired):
+        there = self.setdefault(name, desired.encode())
+        self.read += there != desired.encode()
+        return there
+
+    def check(self, names):
+        return all(name in self for name in names)
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """Runs steps of so many ranks, one after the other; returns the errors by rank, and the most records that one read."""
+    store = Store()
+    monkeypatch.setattr(witness, "_store", lambda: store)
+
+    def run(claims, steps=2):
+        store.clear()
+        every, errors, most = [Witness("test") for _ in claims], {}, 0
+        for each in every:
+            each.number = 0
+        for _ in range(steps):
+            for rank, (watching, mine) in enumerate(zip(every, claims)):
+                monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+                store.read = 0
+                try:
+                    watching.look(lambda mine=mine: mine, torch.zeros(()))
+                except ValueError as err:
+                    errors[rank] = str(err)
+                most = max(most, store.read)
+        return errors, most
+
+    return run
+
+
+def leaf(number, value=1.0, runs=None, key=7, **numbers):
+    x = torch.full((3,), value)
+    return Claim(f"leaf {number}", key, number, runs, 0, x, x + number, {**GROUP, "noise_key": key, **numbers})
+
+
+def replicas(n):
+    return [[leaf(i) for i in range(5)] for _ in range(n)]
+
+
+def shards(n, **numbers):
+    return [[leaf(i, r, ((3 * r, 3),), **(numbers if r == n - 1 else {})) for i in range(5)] for r in range(n)]
+
+
+def stages(n):
+    return [[leaf(5 * r + i) for i in range(5)] for r in range(n)]
+
+
+def stages_beside(n):
+    """Each rank of a pipeline has a replica."""
+    return [claims for claims in stages(n // 2) for _ in range(2)]
+
+
+@pytest.mark.parametrize("made", [replicas, shards, stages, stages_beside])
+def test_what_a_rank_reads_does_not_grow_with_the_ranks(ranks, made):
+    few, more, many = (ranks(made(n)) for n in (8, 16, 64))
+    assert few[0] == more[0] == many[0] == {}
+    assert few[1] == more[1] == many[1] <= 10  # five leaves
+
+
+@pytest.mark.parametrize("at", [1, 4, 9])
+@pytest.mark.parametrize("made", [stages_beside, lambda n: [x for x in shards(n // 2) for _ in range(2)]])
+def test_replicas_of_stages_and_of_shards_that_drift_are_refused(ranks, made, at):
+    claims = made(10)
+    claims[at] = [claims[at][0]._replace(param=torch.full((3,), 5.0)), *claims[at][1:]]
+    errors, _ = ranks(claims)
+    assert errors and all("hold other values of" in said for said in errors.values())
+
+
+@pytest.mark.parametrize("name", ["lr", "temperature", "momentum", "weight_decay"])
+@pytest.mark.parametrize("made", [replicas, shards])
+def test_other_numbers_on_a_rank_are_refused_by_name(ranks, made, name):
+    claims = made(4)
+    claims[2] = [c._replace(group={**GROUP, name: 0.25}) for c in claims[2]]
+    errors, _ = ranks(claims)
+    assert set(errors) == {0, 1, 2, 3}
+    assert all(
+        f"ranks 0 and 2 step 'leaf 0' under one key, and so as one chain, with {name} =" in x for x in errors.values()
+    )
+
+
+def test_chains_and_stages_may_have_numbers_of_their_own(ranks):
+    assert not ranks([[leaf(0, key=r, lr=0.1 * r)._replace(gradient=torch.ones(3) * r)] for r in range(1, 4)])[0]
+    assert not ranks([[leaf(r, lr=0.1 * r)] for r in range(1, 4)])[0]
+
+
+def test_a_rank_without_a_part_of_a_shard_takes_the_same_numbers(ranks):
+    claims = shards(3)
+    claims[2] = [c._replace(param=c.param[:0], gradient=None, group={**GROUP, "lr": 0.2}) for c in claims[2]]
+    assert set(ranks(claims)[0]) == {0, 1, 2}
+
+
+def fails_on_the_second_rank(path):
+    """What each rank is told where the second one fails in its third step, and ends."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=3))  # so long the first one waits for the second
+    mesh, calls = DeviceMesh.from_group(group, "cpu", mesh=torch.arange(2)), itertools.count(1)
+
+    def loss(params, batch):
+        if next(calls) == 3 and dist.get_rank() == 1:
+            raise ZeroDivisionError("a datum of zero")
+        return params["w"].square().sum()
+
+    tx, params = bc.sghmc(0.1, temperature=0.01), {"w": torch.ones(2)}
+    torch.manual_seed(0)
+    step, state = bc.make_step(loss, tx, mesh=mesh), tx.init(params)
+    try:
+        bc.sample(step, params, state, torch.ones(4), steps=9, path=path)
+    except (ZeroDivisionError, RuntimeError) as err:
+        return [type(err).__name__, *getattr(err, "__notes__", [])]
+
+
+def test_a_rank_that_raises_is_named_by_the_others(tmp_path):
+    other, own = launched(fails_on_the_second_rank, 2, tmp_path, tmp_path / "run")
+    assert own[0] == "ZeroDivisionError" and "the first rank that failed" not in " ".join(own)
+    assert "the first rank that failed was rank 1: ZeroDivisionError: a datum of zero" in " ".join(other)
