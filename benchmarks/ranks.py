@@ -1,6 +1,7 @@
-"""What parameters spread over two ranks cost: noise on a step of 10^7 parameters, and many small leaves against local ones.
+"""What parameters spread over ranks cost: noise on a step of 10^7 parameters, a draw of them, many small leaves.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.ranks
+    python -m torch.distributed.run --standalone --nproc-per-node 4 -m benchmarks.ranks --draws-only
 
 Times are a rank's own (CPU time of its process), medians of blocks in turn, the slower rank's; each ratio is the median
 over the blocks' paired ratios, with quartiles. Results go to ``benchmarks/results/ranks.json``.
@@ -81,6 +82,32 @@ def large(blocks: int, batch: int) -> dict[str, Any]:
     }
 
 
+def draws(blocks: int, batch: int) -> dict[str, Any]:
+    """A draw of ten layers of 1000 x 1000 under ``fully_shard``, gathered leaf by leaf for the first rank, against a step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(1000, 1000) for _ in range(10)])
+    for layer in [*model, model]:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = bc.optim.SGD(
+        model.parameters(), 1e-3, momentum=0.9, temperature=1e-5, generator=bc.distributed.generator(0)
+    )
+    keep, x = bc.collect(model, every=1), torch.randn(batch, 1000)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    def draw() -> None:
+        keep()
+        keep.load_state_dict({"step": 0})  # forget it
+
+    step()
+    draw()
+    found = figures(turns({"a draw": draw, "a step": step}, blocks, 2), "a draw", "a step")
+    return {"parameters": 10_010_000, "batch": batch, "ranks": dist.get_world_size(), **found}
+
+
 def small(blocks: int, leaves: int = 100) -> dict[str, Any]:
     """A step over many leaves of 32 x 32, spread, against one over local tensors as large as a part, with the same noise."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -125,14 +152,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", type=int, default=15)
     parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--draws-only", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    found = {
-        "environment": environment(),
-        "ranks": dist.get_world_size(),
-        "large": large(arguments.blocks, arguments.batch),
-        "small": small(arguments.blocks),
-    }
+    found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    kept = {**found.get("draws", {}), str(dist.get_world_size()): draws(arguments.blocks, arguments.batch)}
+    if not arguments.draws_only:
+        found = {
+            "environment": environment(),
+            "ranks": dist.get_world_size(),
+            "large": large(arguments.blocks, arguments.batch),
+            "small": small(arguments.blocks),
+        }
+    found["draws"] = kept
     if dist.get_rank() == 0:
         print(json.dumps(found, indent=1))
         RESULTS.write_text(json.dumps(found, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""What ``bc.sample`` costs: memory over a long run to disk, and time over the bare loop for a step of a small CNN.
+"""What ``bc.sample`` costs: time over the bare loop for a step of a small CNN, memory of a long run, many small draws.
 
     python -m benchmarks.runs
 
@@ -139,6 +139,29 @@ def overhead(blocks: int, steps: int) -> dict[str, Any]:
     }
 
 
+def many(draws: int, rounds: int) -> dict[str, Any]:
+    """Seconds of a run of many small draws, to disk and in memory in turn, and of reading them all."""
+    tx, params = bc.sgld(0.1, temperature=0.1), {"w": torch.zeros(10)}
+    step = bc.make_step(lambda p, batch: (p["w"] ** 2).sum(), tx)
+    took: dict[str, list[float]] = {"memory": [], "disk": []}
+    with tempfile.TemporaryDirectory() as scratch:
+        for i in range(rounds + 1):
+            for name in took:
+                path = f"{scratch}/{i}" if name == "disk" else None
+                begin = time.perf_counter()
+                read = bc.sample(step, params, tx.init(params), None, steps=draws, path=path).params["w"]
+                if i:  # the first round warms up
+                    took[name].append(time.perf_counter() - begin)
+                if len(read) != draws:
+                    raise RuntimeError(f"{len(read)} of {draws} draws are there")
+    ratios = [a / b for a, b in zip(took["disk"], took["memory"])]
+    return {
+        "draws": draws,
+        "seconds": {name: statistics.median(x) for name, x in took.items()},
+        "disk over memory": {"median": statistics.median(ratios), "quartiles": statistics.quantiles(ratios)},
+    }
+
+
 def resident() -> float:
     """Resident memory of this process that no file backs, in MiB."""
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -185,11 +208,13 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=15)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--long", type=int, default=20_000)
+    parser.add_argument("--draws", type=int, default=10_000)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for name, figures in (
         ("overhead", overhead(arguments.blocks, arguments.steps)),
         ("memory", growth(arguments.long, 20)),
+        ("many small draws", many(arguments.draws, 7)),
     ):
         record(name, figures)
         print(name, json.dumps(figures, indent=1), flush=True)
