@@ -132,4 +132,4 @@ def _each(draws: Any, who: str, statistic: Callable[[Any], Any]) -> Any:
         return lambda low, high: draws.column(f"params/{name}", elements=slice(low, high))
 
     chained = draws.chains is not None
-    return draws.tree({n: found((len(draws), *shape), chained, column(n)) for n, shape in draws.shapes.items()})
+    return draws._tree([found((len(draws), *shape), chained, column(n)) for n, shape in draws.shapes.items()])

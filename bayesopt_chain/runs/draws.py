@@ -312,23 +312,6 @@ class Draws:
         """
         return {name: self._pieces[0].kind(LEAF + name)[1] for name in self._names} if self._pieces else {}
 
-    def tree(self, leaves: Mapping[str, Any]) -> Any:
-        """A tree like the parameters with something in the place of each leaf.
-
-        Args:
-            leaves: by the paths that :attr:`shapes` gives.
-
-        Example:
-            >>> import torch, bayesopt_chain as bc
-            >>> draws = bc.Draws.from_trees([{"w": torch.zeros(2, 3)}])
-            >>> draws.tree({name: len(shape) for name, shape in draws.shapes.items()})
-            {'w': 2}
-        """
-        kinds.require("Draws.tree", leaves=(leaves, kinds.MAPPING))
-        if missing := [name for name in self._names if name not in leaves]:
-            raise ValueError(f"Draws.tree: leaves lacks {', '.join(missing[:4])}")
-        return self._tree([leaves[name] for name in self._names])
-
     @property
     def _is_stored(self) -> bool:
         return any(piece.parts for piece in self._pieces)
