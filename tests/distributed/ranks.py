@@ -3,8 +3,11 @@
 import collections
 import datetime
 import functools
+import importlib
+import inspect
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +15,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,20 +31,16 @@ def server():
     return context
 
 
-def run(function, size, folder, *args):
-    """``function(*args)`` in ``size`` processes at once; the list of what they returned, by rank.
+def run(function, size, folder, *args, **options):
+    """``function(*args, **options)`` in ``size`` processes at once; the list of what they returned, by rank.
+
+    Without ``size``: the one of this process.
 
     The processes are forked from a server that has imported torch already. Raises what the first of them raised, as text.
     """
-    context = server()
-    meeting = folder / f"meeting-{time.monotonic_ns()}"
-    files = [folder / f"{meeting.name}-{rank}.pt" for rank in range(size)]
-    processes = [
-        context.Process(target=_one, args=(function, rank, size, meeting, files[rank], args), daemon=True)
-        for rank in range(size)
-    ]
-    for process in processes:
-        process.start()
+    if not size:
+        return [function(*args, **options)]
+    files, processes = _begun(function, size, folder, args, options)
     end = time.monotonic() + PATIENCE
     try:
         while any(process.is_alive() for process in processes) and time.monotonic() < end:
@@ -56,23 +56,85 @@ def run(function, size, folder, *args):
     return [value for _, value in results]
 
 
+def killed(function, size, folder, victim, *args, **options):
+    """Launch ranks; when the first one is dead, kill the others as ``torchrun`` does. Whether the victim killed itself."""
+    _, processes = _begun(function, size, folder, args, options)
+    end = time.monotonic() + 120
+    # a rank that has finished leaves the others to run on
+    while time.monotonic() < end and None in (codes := [process.exitcode for process in processes]) and not any(codes):
+        time.sleep(0.002)
+    processes[victim].join(5)  # the end of another rank, which lost its connection, may be known first
+    died = processes[victim].exitcode == -signal.SIGKILL
+    for process in processes:
+        process.kill()
+        process.join()
+    return died
+
+
+def _begun(function, size, folder, args, options):
+    meeting, start = folder / f"meeting-{time.monotonic_ns()}", server().Process
+    files = [folder / f"{meeting.name}-{rank}.pt" for rank in range(size)]
+    processes = [
+        start(target=_one, args=(function, r, size, meeting, files[r], args, options), daemon=True) for r in range(size)
+    ]
+    for process in processes:
+        process.start()
+    return files, processes
+
+
 def _failed(file):
     return file.exists() and torch.load(file, weights_only=False)[0] != ""
 
 
-def _one(function, rank, size, meeting, file, args):
+def _one(function, rank, size, meeting, file, args, options):
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
             "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=120)
         )
-        result = ("", function(*args))
+        result = ("", function(*args, **options))
         dist.barrier()
     except BaseException:
         result = (f"rank {rank}:\n{traceback.format_exc()}", None)
     torch.save(result, f"{file}.part")
     os.replace(f"{file}.part", file)
     os._exit(0)  # whatever threads of the group are left
+
+
+def on(*sizes):
+    """The body of a test runs on every rank of a launch of each size: asserts hold there, and values are picklable."""
+
+    def decorate(body):
+        asked = inspect.signature(body).parameters
+
+        def test(tmp_path, size, **given):
+            given |= {name: value for name, value in (("tmp_path", tmp_path), ("size", size)) if name in asked}
+            run(_body, size, tmp_path, body.__module__, body.__name__, given)
+
+        functools.update_wrapper(test, body).body = body
+        fixtures = {
+            **asked,
+            **{name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("tmp_path", "size")},
+        }
+        test.__signature__ = inspect.Signature([x.replace(kind=x.KEYWORD_ONLY) for x in fixtures.values()])
+        return pytest.mark.parametrize("size", sizes)(test)
+
+    return decorate
+
+
+def _body(module, name, given):
+    getattr(importlib.import_module(module), name).body(**given)
+
+
+def world():
+    """This rank, and how many there are."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def everywhere(value):
+    """What every rank has, by rank."""
+    dist.all_gather_object(every := [None] * world()[1], value)
+    return every
 
 
 @functools.cache

@@ -1,0 +1,454 @@
+"""Runs on disk that several ranks share go on, on any number of ranks, as if nothing had happened."""
+
+import fcntl
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.debug import CommDebugMode
+
+import bayesopt_chain as bc
+from bayesopt_chain.runs import files, writer
+from tests.distributed import toys
+from tests.distributed.ranks import killed, message_of, on, run, server, world
+from tests.distributed.toys import (
+    ROUNDING,
+    STEPS,
+    TX,
+    N,
+    data,
+    dies,
+    elementwise,
+    loss,
+    matrices,
+    sampled,
+    spread,
+    whole,
+)
+
+SQUARE, FIXED, EPOCHS = {"shape": (2, 2)}, {"order": "fixed"}, {"order": True}
+COLUMNS, OWN = {"layout": "columns"}, {"order": "own", "inplace": True, "thinning": 2}
+
+# The kind of a run, and its launches: ranks (None: this process), the step at which it or each rank stops, what else is given.
+LAUNCHES = {
+    "one process goes on with chains of ranks": ("chains", (2, 9), (None, STEPS)),
+    "chains from four ranks to two to one and to four": ("chains", (4, 6), (2, 9), (1, 11), (4, STEPS)),
+    "chains of three ranks that are behind": ("chains", (3, [5, 9, 7]), (2, STEPS)),
+    "chains of which some are far behind": ("chains", (2, [12, 5]), (1, STEPS)),
+    "chains that are behind, on more ranks": ("chains", (2, [6, 11]), (3, STEPS)),
+    "chains of which some are complete": ("chains", (2, [STEPS, 8]), (1, STEPS)),
+    "chains with the batches of their step": ("chains", (2, [7, 5], EPOCHS), (None, STEPS, EPOCHS)),
+    "chains with rows of their own": ("rows", (2, [6, 9]), (None, STEPS)),
+    "data split otherwise": ("one", (2, 7), (1, STEPS)),
+    "data split over more ranks": ("one", (1, 7), (3, STEPS)),
+    "batches that ranks share": ("one", (4, 8, {"order": "shared"}), (2, STEPS, {"order": "shared"})),
+    "the place in the epochs": ("one", (2, 6, FIXED), (3, 9, FIXED), (None, STEPS, FIXED)),
+    "chains by data": (
+        "chains", (4, [5, 5, 6, 6], SQUARE), (None, 8), (4, [12, 12, 10, 10], SQUARE), (3, STEPS, {"shape": (1, 3)})
+    ),
+    "shards in one piece, each draw committed": ("shards", (2, STEPS, {"seconds": 0.0}),),
+    "shards in one piece, in place": ("shards", (2, STEPS, {"seconds": 0.0, "inplace": True}),),
+    "shards on one rank": ("shards", (2, 7), (1, 10, {**COLUMNS, "inplace": True}), (2, STEPS, COLUMNS)),
+    "shards as replicas": ("shards", (3, 6, COLUMNS), (4, 11, {"layout": "hsdp"}), (2, STEPS)),
+    "shards of two axes": ("shards", (3, 6, COLUMNS), (4, 11, {"layout": "both"}), (2, STEPS)),
+    "shards and the place in the batches": ("shards", (2, 5, EPOCHS), (1, STEPS, EPOCHS)),
+    "chains by shards": ("chains_of_shards", (4, 6, SQUARE), (2, STEPS, {"shape": (1, 2)})),
+    "a module": ("module", (2, 5), (1, 6), (2, STEPS)),
+}  # fmt: skip
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.filterwarnings("ignore:epochs")
+@pytest.mark.parametrize("case", LAUNCHES)
+def test_a_run_goes_on_on_any_number_of_ranks_as_that_of_one_process(case, tmp_path):
+    (kind, *launches), path = LAUNCHES[case], tmp_path / "draws"
+    for size, steps, *options in launches:
+        parts = run(sampled, size, tmp_path, kind, path, steps, **dict(*options))
+    want = sampled(kind, order=options[0]["order"]) if options and "order" in options[0] else sampled(kind)
+    rounding = ROUNDING.get(kind, 1e-12 if case == "chains by data" else 0.0)
+    for part in parts:
+        part.must_be(want, rounding)
+        assert part.spread == (size is not None and kind in ("shards", "chains_of_shards", "module"))
+    opened, folders = bc.Draws.open(path), sorted(p.name for p in path.iterdir())
+    assert opened.complete and torch.equal(opened.steps, want.steps)
+    torch.testing.assert_close(dict(opened.params), want.params, rtol=0, atol=rounding)
+    if want.numbers:
+        assert opened.chains == len(want.numbers) and {i for part in parts for i in part.numbers} == {*want.numbers}
+        assert size is None or [name for name in folders if name.startswith("chains-")] == [
+            f"chains-{i:05d}-{i + 1:05d}" for i in want.numbers
+        ]
+    if "committed" in case:
+        assert [files.File(p).metadata["step"] for p in sorted(path.glob("draws-*"))] == list(range(5, STEPS + 1))
+    if len(launches) in (1, 4):  # a complete run returns at once, from where it lies
+        for part in run(sampled, size, tmp_path, kind, path, STEPS, **dict(*options)):
+            part.must_be(want, rounding)
+        assert sorted(p.name for p in path.iterdir()) == folders
+
+
+# What is begun (kind, ranks, steps, options), with what it is to go on (ranks, steps, options), and what is said on each rank.
+REFUSED = {
+    "a run of one process": (
+        ("chains", None, 8), (3, STEPS), "run of one process, and 3 run now in another layout: go on as it began"
+    ),
+    "other batches": (("chains", 2, 7, EPOCHS), (None, STEPS, {**EPOCHS, "seed": 4}), "seed is 3, here 4"),
+    "another number of chains": (("chains", 2, 9), (None, STEPS, {"n": 5}), "6 chains by 2 ranks, and 5 are to be run now"),
+    "another thinning": (("chains", 2, 9), (None, STEPS, {"thinning": 2}), "thinning is 1, here 2"),
+    "fewer steps": (("chains", 2, 9), (None, 8), "has made 9 steps already"),
+    "fewer steps of one chain": (("one", 2, STEPS, OWN), (2, 7, OWN), "has made 14 steps already"),
+    "other data": (
+        ("one", 2, 6, FIXED), (None, 9, {**FIXED, "total": 30}), "the batches of 2 ranks were together of data=24 (here 30)"
+    ),
+    "another thinning of shards": (("shards", 2, 9), (2, STEPS, {"thinning": 2}), "thinning is 1, here 2"),
+    "fewer steps of shards": (("shards", 2, 9), (2, 6), "has made 9 steps already"),
+    "other batches of shards": (("shards", 2, 6, EPOCHS), (2, 9, {**EPOCHS, "seed": 4}), "data.seed is 3, here 4"),
+    "plain tensors": (("shards", 2, 9), (None, STEPS), "a run of DTensors, and plain tensors are given"),
+}  # fmt: skip
+
+
+def refusal(*args, **options):
+    return message_of(lambda: sampled(*args, **options))
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.filterwarnings("ignore:epochs")
+@pytest.mark.parametrize("case", REFUSED)
+def test_another_run_is_refused_on_every_rank_and_nothing_is_written(case, tmp_path):
+    (kind, size, steps, *options), (ranks, then, *other), words = REFUSED[case]
+    path = tmp_path / "draws"
+    run(sampled, size, tmp_path, kind, path, steps, **dict(*options))
+    before = {p: p.stat().st_mtime_ns for p in path.rglob("*.safetensors")}
+    assert all(words in said for said in run(refusal, ranks, tmp_path, kind, path, then, **dict(*other)))
+    assert {p: p.stat().st_mtime_ns for p in path.rglob("*.safetensors")} == before
+
+
+def test_a_part_that_is_missing_is_named_and_run_from_its_start(tmp_path):
+    path = tmp_path / "draws"
+    run(sampled, 2, tmp_path, "chains", path, 9)
+    for file in path.glob("chains-0000[345]*/*"):
+        file.unlink()
+    with pytest.raises(FileNotFoundError, match=f"no draws of chain 3 of {N}"):
+        bc.Draws.open(path)
+    sampled("chains", path).must_be(sampled("chains"))
+
+
+@pytest.mark.slow
+def test_no_draw_yet_is_no_draw_to_lose(tmp_path):
+    path = tmp_path / "draws"
+    run(sampled, 2, tmp_path, "chains", path, callbacks=[stops])
+    assert len(bc.Draws.open(path)) == 0
+    sampled("chains", path).must_be(sampled("chains"))
+
+
+def stops(it):
+    return it.step == 2
+
+
+def test_a_rank_of_the_earlier_launch_that_still_writes_is_noticed(tmp_path):
+    path = tmp_path / "draws"
+    run(sampled, 2, tmp_path, "chains", path, 9)
+    child = server().Process(target=_holding, args=(path / "chains-00003-00004" / "lock",), daemon=True)
+    child.start()
+    try:
+        end = time.monotonic() + 60
+        while not (path / "held").exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        with pytest.raises(RuntimeError, match=r"another process is writing to .*chains-00003-00004"):
+            sampled("chains", path)
+    finally:
+        child.kill()
+        child.join()
+    sampled("chains", path).must_be(sampled("chains"))
+
+
+def _holding(lock):
+    with open(lock, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        (lock.parents[1] / "held").touch()
+        time.sleep(120)
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_chains_catch_up_keeps_what_there_is(tmp_path):
+    path = tmp_path / "draws"
+    run(sampled, 2, tmp_path, "chains", path, [12, 5], 0)
+    part = sampled(
+        "chains", path, STEPS, 0, fn=dies(loss, 0, 9, signal.SIGINT)
+    )  # within the third step of three chains
+    assert not part.complete and part.why == "interrupted after step 8"
+    assert torch.equal(part.params["w"], sampled("chains", None, 8, 0).params["w"])
+    sampled("chains", path, STEPS, 0).must_be(sampled("chains", None, STEPS, 0))
+
+
+@pytest.mark.slow
+@on(2)
+def test_chains_over_ranks_send_no_message(tmp_path):
+    with CommDebugMode() as counted:
+        sampled("chains", tmp_path / "draws", 6, seconds=0.0)
+        sampled("chains", None, 6)
+    assert counted.get_total_counts() == 0
+
+
+# ranks without a mesh
+
+
+def on_its_own(path, seed=None):
+    torch.manual_seed(world()[0] if seed is None else seed)
+    params = {"w": torch.zeros(3).double(), "b": torch.zeros(()).double()}
+    state, file = TX.init(params), path.with_suffix(".safetensors")
+    bc.save(file, (params, state), tx=TX)
+    loaded = bc.load(file, like=(params, state), tx=TX)
+    draws = bc.sample(bc.make_step(loss, TX), params, state, data(), steps=20, path=path)
+    return draws.params["w"], state[1].key, loaded[1][1].key
+
+
+def test_ranks_without_a_mesh_are_chains_of_their_own_on_the_disk(tmp_path):
+    path = tmp_path / "draws"
+    ranks, opened = run(on_its_own, 2, tmp_path, path), bc.Draws.open(path)
+    assert opened.chains == 2 and ranks[0][1] != ranks[1][1]
+    for i, (w, key, loaded) in enumerate(ranks):
+        assert torch.equal(opened.params["w"][:, i], w) and key == loaded
+    files = sorted(p.name for p in tmp_path.glob("draws.rank*.safetensors"))
+    assert files == ["draws.rank-00000-of-00002.safetensors", "draws.rank-00001-of-00002.safetensors"]
+    with pytest.raises(ValueError, match="neither alike nor of different chains"):
+        bc.load(path.with_suffix(".safetensors"), like={"w": torch.zeros(3)})
+    (said,) = run(refusal_on_its_own, 1, tmp_path, path)
+    assert "a run of 2 ranks, and 1 run now" in said and "bc.parallel(step, n, mesh=mesh)" in said
+
+
+def refusal_on_its_own(path):
+    return message_of(lambda: on_its_own(path))
+
+
+def test_ranks_that_were_seeded_alike_are_found_out_when_their_draws_are_opened(tmp_path):
+    run(on_its_own, 2, tmp_path, tmp_path / "draws", 3)
+    with pytest.raises(ValueError, match="drew the same noise"):
+        bc.Draws.open(tmp_path / "draws")
+
+
+# one chain on several ranks
+
+
+@on(2)
+def test_parts_of_the_data_in_one_order_are_refused_on_every_rank(tmp_path):
+    step, params, state, *_ = toys.one()
+    parts = bc.epochs(tuple(x[world()[0] :: 2] for x in data()), 8)
+    said = message_of(lambda: bc.sample(step, params, state, parts, steps=4, path=tmp_path / "draws"))
+    assert "with one seed, 0" in said and "mesh=" in said
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize(
+    "kind, victim, calls", [("one", None, 9), ("one", 0, 5), ("one", 1, 10), ("shards", 0, 10), ("shards", 1, 10)]
+)
+def test_a_killed_rank_ends_all_and_a_relaunch_makes_the_run_that_it_would_have_been(kind, victim, calls, tmp_path):
+    path, options = tmp_path / "draws", OWN if kind == "one" else {}
+    if victim is None:
+        run(sampled, 2, tmp_path, kind, path, calls - 1, 0, **options)
+    else:
+        assert killed(toys.fatal, 2, tmp_path, victim, kind, path, STEPS, victim, calls, seconds=0.0, **options)
+    lost = calls - files.File(path / "head.safetensors").metadata["step"]
+    assert lost == 1 or (lost == 2 and victim == 1), "the first rank, which commits, may not have come to its last step"
+    resumed = run(sampled, 2, tmp_path, kind, path, STEPS, 0, **options)
+    straight = run(sampled, 2, tmp_path, kind, tmp_path / "straight", STEPS, 0, **options)
+    for mine, want in zip(resumed, straight):
+        mine.must_be(want)
+        assert torch.equal(mine.params["w"], resumed[0].params["w"])
+    assert torch.equal(bc.Draws.open(path).params["w"], straight[0].params["w"]) and not list(path.glob("*-00*/"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, rounding", [("chains", 0.0), ("one", 1e-6)])
+def test_a_run_killed_twenty_times_on_changing_numbers_of_ranks_is_the_uninterrupted_run(kind, rounding, tmp_path):
+    """On 1, 2 or 4 ranks, never on as many as before, each killed at a random step of a random rank.
+
+    Every launch has at least six steps to go, so that every one is killed.
+    """
+    path, g, size = tmp_path / "draws", torch.Generator().manual_seed(11), 1
+    options = {"n": 4} if kind == "chains" else {}
+    for launch in range(1, 21):
+        size = [s for s in (1, 2, 4) if s != size][int(torch.randint(2, (), generator=g))]
+        victim, calls = int(torch.randint(size, (), generator=g)), int(torch.randint(1, 7, (), generator=g))
+        given = kind, path, 6 * launch, victim, calls
+        assert killed(toys.fatal, size, tmp_path, victim, *given, seconds=0.004, **options)
+    assert kind == "one" or len(list(path.glob("chains-*/head.safetensors"))) >= 4
+    want = sampled(kind, None, 130, 0, **options)
+    for part in run(sampled, 2, tmp_path, kind, path, 130, 0, **options):
+        part.must_be(want, rounding)
+
+
+# shards
+
+
+def opened(path):
+    """What each rank reads in another layout, and one rank alone."""
+    params = spread(matrices(), "columns")
+    draws = bc.Draws.open(path, like=params)
+    assert world()[0] or bc.Draws.open(path).params["w"].shape == (STEPS - 4, 6, 5), "one rank may read alone"
+    assert draws.params["w"].placements == tuple(Shard(p.dim + 1) for p in params["w"].placements)
+    return whole(draws[3]), draws.params["w"].full_tensor()
+
+
+@pytest.mark.slow
+def test_draws_are_opened_in_any_layout_and_by_one_rank_alone(tmp_path):
+    path, want = tmp_path / "draws", sampled("shards")
+    run(sampled, 2, tmp_path, "shards", path)
+    for third, every in run(opened, 2, tmp_path, path):
+        assert torch.equal(every, want.params["w"]) and all(torch.equal(x, want.params[k][3]) for k, x in third.items())
+    draws = bc.Draws.open(path)
+    assert torch.equal(draws.thin(2).params["w"], want.params["w"][::2]) and [*draws[2:4].steps] == [7, 8]
+    predicted = draws.predict(lambda p, x: p["w"] @ x, [torch.ones(5, dtype=torch.float64)])
+    torch.testing.assert_close(predicted, want.params["w"].sum(-1).mean(0))
+    draws.verify()
+
+
+def removed(file):
+    """Removed by the first rank, while the others wait."""
+    dist.barrier()
+    if world()[0] == 0:
+        file.unlink()
+    dist.barrier()
+
+
+@pytest.mark.slow
+@on(2)
+def test_what_ranks_cannot_go_on_with_is_refused_on_every_rank(tmp_path):
+    path, rank = tmp_path / "draws", world()[0]
+    said = message_of(lambda: sampled("shards", tmp_path / f"rank-{rank}"))
+    assert "the ranks name 2 directories" in said and not (tmp_path / f"rank-{rank}").exists()
+    sampled("shards", path, 9)
+    only = {"w": spread(matrices(), "fsdp")["w"]}
+    step = bc.make_step(lambda p, batch: 0.5 * ((p["w"] - batch) ** 2).sum(), TX)
+    settings = {"steps": STEPS, "burn_in": 4, "path": path}
+    said = message_of(lambda: bc.sample(step, only, TX.init(only), [torch.tensor(1.0)], **settings))
+    assert "holds another run: tree" in said
+    removed(path / "draws-0000000000000000.safetensors")
+    said = message_of(lambda: bc.Draws.open(path).params)
+    assert "lacks the draws after steps 1 to 9: restore draws-0000000000000000" in said
+    removed(path / "head.safetensors")
+    path = tmp_path / "headless"
+    sampled("shards", path, 6)
+    removed(path / "head.safetensors")
+    assert "holds draws but no head.safetensors" in refusal("shards", path)
+
+
+@pytest.mark.filterwarnings("ignore:sample")
+@on(2)
+def test_a_loss_that_is_not_finite_on_one_rank_ends_the_run_on_all():
+    bad = lambda p, x: elementwise(p, x) * (float("nan") if world()[0] and x == 2.0 else 1.0)  # noqa: E731
+    with pytest.warns(UserWarning, match="diverged"):
+        part = sampled("shards", None, burn_in=0, fn=bad)
+    assert not part.complete and len(part.steps) == 2
+
+
+def cut_off(path, where):
+    """A run that an error ends: in a step of all ranks, or behind a step of one of them, whose loss the other waits for."""
+    rank = world()[0]
+
+    def fails(params, batch):
+        if batch == 3.0 and where in ("all", 1 - rank):  # steps 4 and 9
+            raise ZeroDivisionError("in the loss")
+        return elementwise(params, batch)
+
+    def callback(it):
+        if where == rank and it.step == 8:
+            raise ZeroDivisionError("in a callback")
+
+    sampled("shards", path, 4, 0)
+    fails.__qualname__, fails.__module__ = elementwise.__qualname__, elementwise.__module__
+    with pytest.raises(ZeroDivisionError) as caught:
+        sampled("shards", path, STEPS, 0, fn=fails, callbacks=[callback])
+    made = len(caught.value.draws)
+    assert made == 8 if rank == 0 else 4 <= made <= 8
+    assert "on disk" in str(getattr(caught.value, "__notes__", "on disk"))
+
+
+def interrupted(path, victim):
+    """Ctrl-C on one rank alone, in the middle of the run."""
+
+    def ask(it):
+        if it.step == 6 and world()[0] == victim:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    part = sampled("shards", path, burn_in=0, seconds=0.02, callbacks=[ask])
+    return len(part.steps), part.complete, part.why
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:sample")
+@pytest.mark.parametrize(
+    "how, where", [(cut_off, "all"), (cut_off, 0), (cut_off, 1), (interrupted, 0), (interrupted, 1)]
+)
+def test_what_ranks_drew_before_an_error_or_ctrl_c_is_on_disk_and_they_go_on(how, where, tmp_path):
+    path, want = tmp_path / "draws", sampled("shards", burn_in=0)
+    said, other = run(how, 2, tmp_path, path, where)
+    kept = bc.Draws.open(path)
+    if how is interrupted:
+        made, complete, why = said
+        assert other == said and not complete and made >= 6 and why.startswith("interrupted after step")
+    assert not kept.complete and kept.steps.tolist() == list(range(1, 1 + (8 if how is cut_off else made)))
+    kept.verify()
+    assert all(torch.equal(kept.params[name], x[: len(kept)]) for name, x in want.params.items())
+    for size in (3, 1):
+        for part in run(sampled, size, tmp_path, "shards", path, burn_in=0):
+            part.must_be(want)
+
+
+def exploding(path):
+    """A run beyond its limit of stability."""
+    tx, params = bc.sgld(2.1, temperature=1e-3), spread(matrices(), "fsdp")
+    torch.manual_seed(7)
+    step = bc.make_step(elementwise, tx)
+    with pytest.warns(UserWarning, match="diverged"):
+        draws = bc.sample(step, params, tx.init(params), torch.tensor(0.0), steps=200, path=path)
+    return len(draws), draws.complete, draws.why
+
+
+@pytest.mark.slow
+def test_a_loss_of_dtensors_that_explodes_ends_the_run_where_that_of_one_process_ends(tmp_path):
+    want = exploding(None)
+    assert 10 < want[0] < 190 and "T P / 2" in want[2]
+    assert run(exploding, 2, tmp_path, tmp_path / "draws") == [want] * 2
+    assert bc.Draws.open(tmp_path / "draws").why == want[2]
+
+
+TEMPERED = {
+    "sghmc": TX,
+    "decay": bc.sgd(0.1, 0.9, weight_decay=0.2, temperature=0.05),
+    "Adam": bc.adam(0.02, temperature=0.05),
+}
+
+
+def read(name):
+    """Kinetic and configurational temperatures of a run, on ranks or in one process."""
+    tx, params, batches = TEMPERED[name], spread(matrices(), "fsdp"), [torch.tensor(1.0)]
+    meter = bc.diagnostics.Thermometer(tx)
+    torch.manual_seed(7)
+    step, state = bc.make_step(elementwise, tx), tx.init(params)
+    draws = bc.sample(step, params, state, batches, steps=40, thinning=4, callbacks=[meter])
+    if name == "Adam":
+        return [meter.estimates[leaf].value for leaf in "wb"]
+    report = bc.diagnostics.temperatures(draws, tx, elementwise, batches, thermometer=meter)
+    return [part[leaf].value for part in report for leaf in "wb"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:sample")
+@pytest.mark.parametrize("name", TEMPERED)
+def test_temperatures_are_those_of_one_process(name, tmp_path):
+    for values in run(read, 2, tmp_path, name):
+        assert values == pytest.approx(read(name), rel=1e-10)
+
+
+@pytest.mark.slow
+def test_draws_of_dtensors_are_compacted_by_the_run_and_by_one_process(tmp_path):
+    path, want = tmp_path / "draws", sampled("shards")
+    run(sampled, 2, tmp_path, "shards", path, seconds=0.0, small=4)
+    assert len(list(path.glob("draws-*"))) < 8
+    writer.compact(path)
+    assert len(list(path.glob("draws-*"))) == 1
+    for part in run(sampled, 2, tmp_path, "shards", path, **COLUMNS):
+        part.must_be(want)

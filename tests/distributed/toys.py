@@ -1,0 +1,209 @@
+"""Runs that ranks share in every way, on small problems: those that launches begin, stop and go on with."""
+
+import functools
+import os
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import bayesopt_chain as bc
+from bayesopt_chain.runs import writer
+from tests.distributed.ranks import world
+
+N, STEPS = 6, 14
+TX = bc.sghmc(0.1, temperature=0.05)
+
+
+def data(n=24):
+    g = torch.Generator().manual_seed(0)
+    return torch.randn(n, 3, generator=g).double(), torch.randn(n, generator=g).double()
+
+
+def start(*n):
+    g = torch.Generator().manual_seed(1)
+    return {"w": torch.randn(*n, 3, generator=g).double(), "b": torch.randn(n, generator=g).double()}
+
+
+def loss(params, batch):
+    x, y = batch
+    return ((torch.tanh(x @ params["w"] + params["b"]) - y) ** 2).mean() / 2 + 0.01 * (params["w"] ** 2).sum()
+
+
+def matrices():
+    g = torch.Generator().manual_seed(1)
+    return {"w": torch.randn(6, 5, generator=g).double(), "b": torch.randn(3, generator=g).double()}
+
+
+def elementwise(params, batch):
+    """Its gradient has the same bits in every layout."""
+    return 0.5 * ((params["w"] - batch) ** 2).sum() + 0.5 * (params["b"] ** 2).sum()
+
+
+def whole(tree):
+    return {name: x.full_tensor() if isinstance(x, DTensor) else x.detach() for name, x in tree.items()}
+
+
+# runs: a step, parameters, state, batches, and the numbers of this rank's chains where there are several
+
+
+def chains(n=N, fn=loss, shape=None, order=None, seed=3, tx=TX, **options):
+    """Chains over the first axis of a mesh, on the data of the second one; ``order``: batches by epochs."""
+    mesh, within = None, None
+    if dist.is_initialized():
+        shape = shape or (world()[1],)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("chains", "data")[: len(shape)])
+        within = mesh["data"] if len(shape) > 1 else None
+    rows = slice(within.get_local_rank(), None, within.size()) if within else slice(None)
+    batches = tuple(x[rows] for x in data())
+    made = bc.parallel(bc.make_step(fn, tx, mesh=within), n, mesh=mesh and mesh["chains"], **{"loop": True, **options})
+    params = made.mine(start(n))
+    batches = bc.epochs(batches, 5, seed=seed) if order else batches
+    return made, params, made.init(tx, params, seed=5), batches, list(made.numbers)
+
+
+def rows():
+    """Every chain has its own data: axis 1 of the inputs counts chains."""
+    mesh = init_device_mesh("cpu", (world()[1],)) if dist.is_initialized() else None
+    step = bc.make_step(lambda p, batch: (p["w"] - batch[0]).square().mean() + batch[1] * p["w"].sum(), TX)
+    made = bc.parallel(step, 4, mesh=mesh, loop=True, batch_dim=(1, None))
+    inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(2))
+    params, batch = {"w": torch.zeros(made.n, 3)}, (inputs[:, list(made.numbers)], torch.tensor(0.1))
+    return made, params, made.init(TX, params, seed=1), batch, list(made.numbers)
+
+
+def one(fn=loss, order=None, total=24, inplace=False):
+    """One chain on the data of all ranks: all of each rank's, or ``order`` of batches: shared, of its part, of its own seed."""
+    (rank, size), every = world(), data(total)
+    mesh = init_device_mesh("cpu", (size,)) if size > 1 else None
+    mine = tuple(x[rank::size] for x in every)
+    batches = {
+        None: lambda: mine,
+        "shared": lambda: bc.epochs(every, 8, seed=5, mesh=mesh),
+        "fixed": lambda: bc.epochs(mine, 6 // size, order="fixed"),
+        "own": lambda: bc.epochs(mine, 8, seed=rank),
+    }[order]()
+    torch.manual_seed(3)
+    params = start()
+    return bc.make_step(fn, TX, mesh=mesh, inplace=inplace), params, TX.init(params), batches, None
+
+
+LAYOUTS = {
+    "fsdp": lambda size: (init_device_mesh("cpu", (size,)), [Shard(0)]),
+    "columns": lambda size: (init_device_mesh("cpu", (size,)), [Shard(1)]),
+    "hsdp": lambda size: (init_device_mesh("cpu", (2, size // 2)), [Replicate(), Shard(0)]),
+    "both": lambda size: (init_device_mesh("cpu", (2, size // 2)), [Shard(0), Shard(1)]),
+}
+
+
+def spread(tree, layout):
+    """Every matrix in a layout, and the vectors on every rank; the tree itself in one process."""
+    if not dist.is_initialized():
+        return tree
+    mesh, placements = LAYOUTS[layout](world()[1])
+    everywhere = [Replicate()] * mesh.ndim
+    return {name: distribute_tensor(x, mesh, placements if x.ndim == 2 else everywhere) for name, x in tree.items()}
+
+
+def shards(layout="fsdp", fn=elementwise, inplace=False, order=None, seed=3):
+    """One chain of DTensors; ``order``: over epochs of data that every rank has."""
+    params, batches = spread(matrices(), layout), [torch.tensor(float(i)) for i in range(5)]
+    if order:
+        batches = bc.epochs(torch.arange(12.0).double(), 3, seed=seed)
+        fn = lambda p, batch: elementwise(p, batch.mean())  # noqa: E731
+    torch.manual_seed(7)
+    return bc.make_step(fn, TX, inplace=inplace), params, TX.init(params), batches, None
+
+
+def chains_of_shards(shape=None):
+    """Chains on ranks of their own, each of DTensors on the ranks of its row."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("chains", "shards")) if shape else None
+    made = bc.parallel(bc.make_step(elementwise, TX), 4, loop=True, mesh=mesh and mesh["chains"])
+    params = bc.stack([matrices()] * made.n)
+    if mesh:
+        cut = {"w": Shard(1), "b": Replicate()}
+        params = {name: distribute_tensor(x, mesh["shards"], [cut[name]]) for name, x in params.items()}
+    return made, params, made.init(TX, params, seed=3), torch.tensor(0.5), list(made.numbers)
+
+
+def module():
+    """A module under ``fully_shard``, each rank with its part of the data."""
+    rank, size = world()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    if dist.is_initialized():
+        fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+    generator = bc.distributed.generator(0)
+    optimizer = bc.optim.SGHMC(model.named_parameters(), lr=0.05, temperature=0.01, generator=generator)
+    torch.manual_seed(3 + rank)  # the first rank's key is everyone's
+    step = bc.optim.as_step(model, optimizer, lambda m, x: m(x).square().mean())
+    batch = torch.linspace(-1, 1, 32, dtype=torch.float64).view(8, 4)[rank::size]
+    return step, step.params, step.state, batch, None
+
+
+KINDS = {f.__name__: f for f in (chains, rows, one, shards, chains_of_shards, module)}
+ROUNDING = {"one": 1e-12, "module": 1e-10}  # of sums over ranks; the other kinds are bit for bit
+
+
+@dataclass
+class Part:
+    """What a rank has of a run in the end."""
+
+    numbers: Any
+    params: dict
+    loss: torch.Tensor
+    steps: torch.Tensor
+    complete: bool
+    why: str
+    velocity: Any
+    spread: bool
+
+    def must_be(self, want, rounding=0.0):
+        assert self.complete == want.complete and torch.equal(self.steps, want.steps)
+        mine = slice(None) if self.numbers is None else (slice(None), self.numbers)
+        close = functools.partial(torch.testing.assert_close, rtol=0, atol=rounding)
+        close(self.params, {name: x[mine] for name, x in want.params.items()})
+        torch.testing.assert_close(self.loss, want.loss[mine], rtol=1e-12 + rounding, atol=0)
+        if self.velocity is not None:
+            close(self.velocity, want.velocity if self.numbers is None else want.velocity[self.numbers])
+
+
+def sampled(kind, path=None, steps=STEPS, burn_in=4, thinning=1, seconds=30.0, callbacks=(), small=None, **options):
+    """A run of this kind, or this rank's part of it; ``steps`` may say how far each rank gets."""
+    if small:
+        writer.SMALL_FILES = small
+    step, params, state, batches, numbers = KINDS[kind](**options)
+    draws = bc.sample(
+        step, params, state, batches, steps=steps if isinstance(steps, int) else steps[world()[0]], burn_in=burn_in,
+        thinning=thinning, path=path, checkpoint_seconds=seconds, callbacks=callbacks,
+    )  # fmt: skip
+    if not len(draws):
+        return None
+    lies = any(isinstance(x, DTensor) for x in draws.params.values())
+    velocity = None if lies or kind == "module" or draws.last is None else draws.last[1][0].trace[0]
+    return Part(numbers, whole(draws.params), draws.loss, draws.steps, draws.complete, draws.why, velocity, lies)
+
+
+def dies(fn, victim, calls, way=signal.SIGKILL):
+    """The loss ``fn``, under its own name, whose evaluation number ``calls`` ends the rank ``victim``."""
+    count = iter(range(1, 10**6))
+
+    @functools.wraps(fn)
+    def fatal(params, batch):
+        if next(count) == calls and world()[0] == victim:
+            os.kill(os.getpid(), way)
+        return fn(params, batch)
+
+    return fatal
+
+
+def fatal(kind, path, steps, victim, calls, **options):
+    """A run whose rank ``victim`` is killed in the evaluation ``calls`` of its loss."""
+    fn = elementwise if kind == "shards" else loss
+    sampled(kind, path, steps, 0, fn=dies(fn, victim, calls), **options)
