@@ -3,14 +3,13 @@ from bayesopt_chain import (
     diagnostics,
     distributed,
     ensemble,
-    fitting,
     likelihoods,
     links,
     meta,
     optim,
     plot,
+    posterior,
     precision,
-    predict,
     samplers,
     schedules,
     testing,
@@ -21,7 +20,6 @@ from bayesopt_chain.data.epochs import epochs
 from bayesopt_chain.diagnostics.suggest_chain import suggest_chain
 from bayesopt_chain.diagnostics.suggest_lr import suggest_lr
 from bayesopt_chain.ensemble.call import posterior_ensemble
-from bayesopt_chain.fitting import fit_laplace
 from bayesopt_chain.links.langevin_noise import inject_langevin_noise
 from bayesopt_chain.links.learning_rate import scale_by_neg_lr
 from bayesopt_chain.links.master_weights import with_master_weights
@@ -39,6 +37,7 @@ from bayesopt_chain.modules.functional import make_functional, write_back
 from bayesopt_chain.optimizers.classes import SGD, AdaDelta, AdaGrad, Adam, AdaMax, AdamW, RAdam, RMSProp
 from bayesopt_chain.optimizers.functional import adadelta, adagrad, adam, adamax, adamw, radam, rmsprop, sgd
 from bayesopt_chain.posterior import ekf, vi
+from bayesopt_chain.posterior.fit import fit_laplace
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.laplace import laplace
 from bayesopt_chain.posterior.swag import swag
@@ -80,7 +79,6 @@ __all__ = [
     "ensemble",
     "epochs",
     "fit_laplace",
-    "fitting",
     "fork",
     "gradients",
     "inject_langevin_noise",
@@ -98,9 +96,9 @@ __all__ = [
     "parallel",
     "partition",
     "plot",
+    "posterior",
     "posterior_ensemble",
     "precision",
-    "predict",
     "radam",
     "refresh_batch_norm",
     "response",

@@ -59,7 +59,7 @@ from torch import Tensor, nn
 
 import bayesopt_chain as bc
 from bayesopt_chain.botorch import DrawsModel, LinearizedModel
-from bayesopt_chain.fitting import train_by_evidence
+from bayesopt_chain.posterior import train_by_evidence
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.precision import Diagonal
 from benchmarks.measure import environment

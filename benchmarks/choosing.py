@@ -46,7 +46,7 @@ def data():
 def measures(draws, forward, test) -> str:
     """Accuracy, NLL, calibration error."""
     log_p = draws.predict(forward, [test], transform=lambda f: f.log_softmax(-1), reduce="log_mean_exp")
-    m = bc.predict.classification_metrics(log_p, test[1])
+    m = bc.posterior.classification_metrics(log_p, test[1])
     return f"{m['accuracy']:.3f} | {m['nll']:.3f} | {m['ece']:.3f}"
 
 

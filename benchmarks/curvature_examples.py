@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import bayesopt_chain as bc
-from bayesopt_chain.fitting import train_by_evidence
+from bayesopt_chain.posterior import train_by_evidence
 from benchmarks.curvature import machine, versions
 
 RESULTS = Path(__file__).parent / "results"
@@ -147,7 +147,7 @@ def lines(function: Callable) -> int:
 
 
 def of_classes(p: Tensor, y: Tensor) -> Numbers:
-    measures = bc.predict.classification_metrics(p.clamp_min(1e-30).log(), y)
+    measures = bc.posterior.classification_metrics(p.clamp_min(1e-30).log(), y)
     return {name: float(measures[name]) for name in ("nll", "ece", "accuracy")}
 
 

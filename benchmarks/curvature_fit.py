@@ -42,8 +42,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import bayesopt_chain as bc
-from bayesopt_chain.fitting.evidence import tune_prior_and_noise
-from bayesopt_chain.fitting.laplace import FittedLaplace, at
+from bayesopt_chain.posterior.evidence import tune_prior_and_noise
+from bayesopt_chain.posterior.fit import FittedLaplace, at
 from bayesopt_chain.precision import Zero
 from benchmarks.curvature import ResNet, at_most, machine, mlp, peak_bytes, versions
 

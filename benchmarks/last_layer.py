@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import bayesopt_chain as bc
-from bayesopt_chain.fitting import cache_features
+from bayesopt_chain.posterior import cache_features
 
 N, PRIOR = 1000, 1.0
 Head = dict[str, Tensor]
@@ -148,7 +148,7 @@ def main() -> None:
     print(f"prior precision {PRIOR}, {len(centre)} parameters, HMC accepted {accepted:.2f}\n")
     print("| | accuracy | NLL | calibration error | training NLL |\n| --- | --- | --- | --- | --- |")
     for name, p, believed in rows:
-        m = bc.predict.classification_metrics(p.log(), test[1])
+        m = bc.posterior.classification_metrics(p.log(), test[1])
         print(f"| {name} | {m['accuracy']:.3f} | {m['nll']:.3f} | {m['ece']:.3f} | {believed:.3f} |")
 
 

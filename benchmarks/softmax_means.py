@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from bayesopt_chain import predict
+import bayesopt_chain as bc
 
 CASES = 12
 
@@ -22,7 +22,7 @@ def scaled_logits(mean: torch.Tensor, covariance: torch.Tensor) -> torch.Tensor:
     return (mean / (1 + math.pi / 8 * variance).sqrt()).softmax(-1)
 
 
-RULES = {"sobol": predict.softmax_mean, "probit": predict.probit, "scaled logits": scaled_logits}
+RULES = {"sobol": bc.posterior.softmax_mean, "probit": bc.posterior.probit, "scaled logits": scaled_logits}
 
 
 def main() -> None:

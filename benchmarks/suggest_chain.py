@@ -19,7 +19,7 @@ where it is looked for); the made-up lines of MNIST-1D (``pip install --no-deps 
 against other pictures, and squares of bricks, grass and gravel (``pip install --no-deps scikit-image==0.26.0``). The networks
 of images other than scikit-learn's have 1,298 to 2,426 parameters, few enough for a dense evidence.
 
-The road is that of ``docs/choosing.md``. On one more network, ``EPOCHS_OF_PRIOR`` epochs of ``bc.fitting.train_by_evidence``
+The road is that of ``docs/choosing.md``. On one more network, ``EPOCHS_OF_PRIOR`` epochs of ``bc.posterior.train_by_evidence``
 find the precision ``delta`` of a prior ``N(0, 1 / delta)`` on every weight and bias, and the dispersion phi of the targets.
 Networks and chains have the weight decay ``phi delta / N`` of the quasi-posterior, and the chains the temperature ``COLD
 phi^2 / N``. Those who follow ``bc.suggest_chain`` have the gradients of an ensemble of ``members`` networks, each trained for
@@ -435,7 +435,7 @@ def by_evidence(of: Task, seed: int, structure: str = "dense") -> Found:
     gaussian = of.variance is not None
     likelihood = bc.likelihoods.gaussian(of.variance) if gaussian else bc.likelihoods.categorical()
     data = (x, y[:, None] if gaussian else y)
-    found = bc.fitting.train_by_evidence(
+    found = bc.posterior.train_by_evidence(
         network,
         likelihood,
         bc.epochs(data, BATCH, seed=seed),

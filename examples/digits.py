@@ -75,5 +75,5 @@ for name, draws in runs.items():
     found[name] = draws.predict(forward, [test], transform=lambda f: f.softmax(-1))
 print("| | accuracy | NLL | calibration error |\n| --- | --- | --- | --- |")
 for name, p in found.items():
-    m = bc.predict.classification_metrics(p.log(), test[1])
+    m = bc.posterior.classification_metrics(p.log(), test[1])
     print(f"| {name} | {m['accuracy']:.3f} | {m['nll']:.3f} | {m['ece']:.3f} |")

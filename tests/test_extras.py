@@ -67,10 +67,10 @@ CALLS = {
         (), {}, {"loss": torch.zeros(10, 2)}, None
     ).plot(),
     ("matplotlib", "plot", "report"): lambda _: bc.ensemble.Report("ensemble", {}, [], {"pilot": 1.0}, 1.0).plot(),
-    ("torchmetrics", "metrics", "classes"): lambda _: bc.predict.classification_metrics(
+    ("torchmetrics", "metrics", "classes"): lambda _: bc.posterior.classification_metrics(
         PROBABILITIES, torch.tensor([0])
     ),
-    ("sklearn", "metrics", "auroc"): lambda _: bc.predict.detection_auroc(torch.zeros(2), torch.ones(2)),
+    ("sklearn", "metrics", "auroc"): lambda _: bc.posterior.detection_auroc(torch.zeros(2), torch.ones(2)),
     ("curvlinops", "curvlinops", "operator"): lambda _: bc.curvature.linear_operator(
         never, bc.likelihoods.gaussian(1.0), torch.zeros(2), [torch.zeros(1)]
     ),

@@ -48,7 +48,7 @@ def test_a_chain_that_is_the_first_name_asked_for_updates_and_nests():
 
 @pytest.mark.slow
 def test_the_room_of_fits_is_there_before_anything_of_it_is_asked_for():
-    imported_by("import bayesopt_chain as bc; bc.fitting.train_by_evidence")
+    imported_by("import bayesopt_chain as bc; bc.posterior.train_by_evidence")
 
 
 def test_the_record_of_the_imports_time_is_within_three_tenths_of_a_second():

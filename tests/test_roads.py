@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import bayesopt_chain as bc
-from bayesopt_chain.fitting import train_by_evidence
 from bayesopt_chain.optim import _refusals
+from bayesopt_chain.posterior import train_by_evidence
 from tests import pretended
 
 N = 64

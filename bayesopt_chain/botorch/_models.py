@@ -27,9 +27,9 @@ from linear_operator import to_linear_operator
 from torch import Tensor
 
 from bayesopt_chain.ensemble import Ensemble
-from bayesopt_chain.fitting import FittedLaplace
+from bayesopt_chain.posterior import FittedLaplace
+from bayesopt_chain.posterior._joint import jacobian
 from bayesopt_chain.posterior.gaussian import Gaussian
-from bayesopt_chain.predict._joint import jacobian
 from bayesopt_chain.trees import Tree, flatten
 
 Forward = Callable[[Tree, Any], Tensor]

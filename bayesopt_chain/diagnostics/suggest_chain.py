@@ -615,7 +615,7 @@ def _sentences(
             f"params is no mode: the loss fell by {fell:.3g} from {advice.places[0].level:.4g} during the pilots, and the "
             "chain will go on training. Train to a mode first. Where training was stopped early because it predicts better so, "
             "the prior is too wide for the data, and draws will forget the stop: narrow it first "
-            "(bc.fitting.train_by_evidence finds its precision)."
+            "(bc.posterior.train_by_evidence finds its precision)."
         )
     gradients = sum(place.gradients for place in advice.places)
     if gradients and any(setting.order != "full" for setting, _ in pairs):

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from bayesopt_chain import batches
 from bayesopt_chain.data.epochs import Epochs
-from bayesopt_chain.fitting.batches import Reader, as_pair
+from bayesopt_chain.posterior.batches import Reader, as_pair
 
 AT_ONCE = 1024  # data of a Dataset that are read together
 LEAST = 8
@@ -31,7 +31,7 @@ class Data(NamedTuple):
 
     def of(self, module: nn.Module) -> tuple[Data, bool]:
         """The data as this module is to see them, and whether its labels had to be moved to the next token's
-        (:class:`bayesopt_chain.fitting.batches.Reader`)."""
+        (:class:`bayesopt_chain.posterior.batches.Reader`)."""
         if self.raw is None:
             return self, False
         read = Reader(module)

@@ -21,9 +21,9 @@ from bayesopt_chain.ensemble.problem import FEW, Level, Problem, level_of
 from bayesopt_chain.ensemble.progress import Progress
 from bayesopt_chain.ensemble.report import Report
 from bayesopt_chain.ensemble.stages import checksum, read_or_refuse
-from bayesopt_chain.fitting.batches import as_pair
-from bayesopt_chain.fitting.predictions import batches_of
 from bayesopt_chain.likelihoods import Likelihood, Predictive
+from bayesopt_chain.posterior.batches import as_pair
+from bayesopt_chain.posterior.predictions import batches_of
 from bayesopt_chain.runs import files
 from bayesopt_chain.runs.describe import describe, difference
 from bayesopt_chain.runs.draws import Draws

@@ -19,10 +19,10 @@ from bayesopt_chain import batches
 from bayesopt_chain.ensemble.cost import FORWARD, passes
 from bayesopt_chain.ensemble.ensemble import Ensemble
 from bayesopt_chain.ensemble.recipe import Plan, finished, held_of, train
-from bayesopt_chain.fitting import FittedLaplace, fit_laplace
-from bayesopt_chain.fitting.predictions import batches_of
 from bayesopt_chain.likelihoods import Predictive
 from bayesopt_chain.modules.functional import write_back
+from bayesopt_chain.posterior import FittedLaplace, fit_laplace
+from bayesopt_chain.posterior.predictions import batches_of
 
 AT_ONCE = 1000
 

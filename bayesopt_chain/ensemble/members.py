@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bayesopt_chain.fitting.batches import logits_of
 from bayesopt_chain.loop.parallel import stack
 from bayesopt_chain.modules.functional import Forward, make_functional
+from bayesopt_chain.posterior.batches import logits_of
 from bayesopt_chain.runs.describe import describe
 
 DRAWING = (nn.modules.dropout._DropoutNd,)

@@ -58,8 +58,8 @@ def probit_bernoulli(mean: Tensor, variance: Tensor) -> Tensor:
 
     Example:
         >>> import torch
-        >>> from bayesopt_chain import predict
-        >>> predict.probit_bernoulli(torch.tensor(1.0), torch.tensor(0.0))
+        >>> import bayesopt_chain as bc
+        >>> bc.posterior.probit_bernoulli(torch.tensor(1.0), torch.tensor(0.0))
         tensor(0.7311)
     """
     _require_variance(variance)
@@ -74,7 +74,7 @@ def probit(mean: Tensor, covariance: Tensor) -> Tensor:
 
     Args:
         mean: ``[*, C]``.
-        covariance: ``[*, C, C]``, as from :func:`bayesopt_chain.predict.linearized`.
+        covariance: ``[*, C, C]``, as from :func:`bayesopt_chain.posterior.linearized`.
 
     Returns:
         Probabilities ``[*, C]``. For two classes it is :func:`probit_bernoulli` of the difference; for three it errs by
@@ -86,8 +86,8 @@ def probit(mean: Tensor, covariance: Tensor) -> Tensor:
 
     Example:
         >>> import torch
-        >>> from bayesopt_chain import predict
-        >>> predict.probit(torch.tensor([1.0, 0.0]), torch.zeros(2, 2))
+        >>> import bayesopt_chain as bc
+        >>> bc.posterior.probit(torch.tensor([1.0, 0.0]), torch.zeros(2, 2))
         tensor([0.7311, 0.2689])
     """
     _require_shapes(mean, covariance)
@@ -119,8 +119,8 @@ def softmax_mean(mean: Tensor, covariance: Tensor, *, pairs: int = 128) -> Tenso
 
     Example:
         >>> import torch
-        >>> from bayesopt_chain import predict
-        >>> predict.softmax_mean(torch.tensor([1.0, 0.0]), torch.zeros(2, 2))
+        >>> import bayesopt_chain as bc
+        >>> bc.posterior.softmax_mean(torch.tensor([1.0, 0.0]), torch.zeros(2, 2))
         tensor([0.7311, 0.2689])
     """
     _require_shapes(mean, covariance)
@@ -154,8 +154,8 @@ def laplace_bridge(mean: Tensor, covariance: Tensor) -> Tensor:
 
     Example:
         >>> import torch
-        >>> from bayesopt_chain import predict
-        >>> predict.laplace_bridge(torch.zeros(2), torch.eye(2))  # given sum f = 0 each variance is 1/2
+        >>> import bayesopt_chain as bc
+        >>> bc.posterior.laplace_bridge(torch.zeros(2), torch.eye(2))  # given sum f = 0 each variance is 1/2
         tensor([1., 1.])
     """
     _require_shapes(mean, covariance)

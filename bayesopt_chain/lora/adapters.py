@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from bayesopt_chain.curvature._products import jvp
-from bayesopt_chain.fitting.batches import LEFT_OUT, Reader, logits_of
 from bayesopt_chain.modules.functional import make_functional, write_back
+from bayesopt_chain.posterior.batches import LEFT_OUT, Reader, logits_of
 
 ABOUT = "posterior.json"
 ROWS = 16  # sequences that run through the model together

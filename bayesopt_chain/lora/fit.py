@@ -35,8 +35,6 @@ from torch import Tensor, nn
 from bayesopt_chain import checks, likelihoods, optim
 from bayesopt_chain.ensemble.data import Data, read
 from bayesopt_chain.ensemble.stages import checksum
-from bayesopt_chain.fitting.batches import LEFT_OUT
-from bayesopt_chain.fitting.laplace import fit_laplace
 from bayesopt_chain.lora.adapters import (
     ABOUT,
     Adapters,
@@ -49,6 +47,8 @@ from bayesopt_chain.lora.adapters import (
 )
 from bayesopt_chain.lora.loss import summed_loss
 from bayesopt_chain.modules.functional import arguments_of
+from bayesopt_chain.posterior.batches import LEFT_OUT
+from bayesopt_chain.posterior.fit import fit_laplace
 
 METHODS = ("ensemble", "sghmc", "ivon", "laplace")
 EPOCHS = 4  # of each member, where the gradients are not given

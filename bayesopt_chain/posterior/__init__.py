@@ -1,1 +1,10 @@
-"""Transforms that carry a Gaussian posterior in their state: Laplace, SWAG, variational inference, Kalman filters."""
+"""Gaussian posteriors: fitted to a trained model, carried by transformations, and what they predict.
+
+fit.py            fit_laplace: from a trained model to its posterior in one call (model, last_layer, evidence, rule, ...)
+laplace.py, swag.py, vi/, ekf/    transformations that carry a posterior in their state; gaussian.py is the posterior
+predictions.py    outputs and targets under a posterior; _metrics.py and _calibrate.py say how good they are
+"""
+
+from bayesopt_chain import _lazy
+
+__getattr__, __dir__, __all__ = _lazy.attach(globals())  # the names are listed in __init__.pyi

@@ -71,7 +71,7 @@ def tune_by_evidence(log_evidence: Callable[[Tree], Tensor], start: Tree, *, ste
 
     Example:
         >>> import torch, bayesopt_chain as bc
-        >>> best = bc.fitting.tune_by_evidence(lambda h: h.log() - h / 3, torch.tensor(1.0, dtype=torch.float64))
+        >>> best = bc.posterior.tune_by_evidence(lambda h: h.log() - h / 3, torch.tensor(1.0, dtype=torch.float64))
         >>> round(best.item(), 6)
         3.0
     """
@@ -254,7 +254,7 @@ def tune_by_validation(loss: Callable[[Any], Any], candidates: Sequence[Any]) ->
 
     Example:
         >>> import bayesopt_chain as bc
-        >>> bc.fitting.tune_by_validation(lambda h: (h - 2) ** 2, [1, 2, 4])
+        >>> bc.posterior.tune_by_validation(lambda h: (h - 2) ** 2, [1, 2, 4])
         (2, [1.0, 0.0, 4.0])
     """
     kinds.require("tune_by_validation", loss=(loss, kinds.FUNCTION), candidates=(candidates, kinds.SEQUENCE))

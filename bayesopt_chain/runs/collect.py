@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from bayesopt_chain import kinds
 from bayesopt_chain.distributed.ranks import world
 from bayesopt_chain.distributed.shards import are_spread
-from bayesopt_chain.fitting.batches import logits_of
 from bayesopt_chain.loop.module_state import ModuleState
 from bayesopt_chain.modules.functional import make_functional
+from bayesopt_chain.posterior.batches import logits_of
 from bayesopt_chain.runs.arguments import require_whole
 from bayesopt_chain.runs.averages import Reduce
 from bayesopt_chain.runs.describe import describe_optimizer

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from bayesopt_chain import kinds
 from bayesopt_chain.checks import installed
 from bayesopt_chain.distributed.ranks import gather_objects, gather_tensors
-from bayesopt_chain.fitting.batches import logits_of
 from bayesopt_chain.likelihoods import Likelihood, Predictive
 from bayesopt_chain.modules.functional import make_functional
+from bayesopt_chain.posterior.batches import logits_of
 from bayesopt_chain.runs import checkpoint
 from bayesopt_chain.runs.arguments import paths_of, require_callable, require_iterable, require_one_of, require_whole
 from bayesopt_chain.runs.averages import Average, Forward, Reduce, buffered_forward, warn_of_moving_buffers

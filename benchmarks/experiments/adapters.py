@@ -100,9 +100,9 @@ def measured(found: Adapters, held_out: Mapping[str, Tensor], llama: Base, s: Ma
         for texts in statements()
     )
     out = {"NLL": found.nll(held_out), "ECE": float(torch.stack(gaps).sum() / len(sure))}
-    out["entropy"] = bc.predict.detection_auroc(known[0], foreign[0])
+    out["entropy"] = bc.posterior.detection_auroc(known[0], foreign[0])
     if len(found) > 1:
-        out["information"] = bc.predict.detection_auroc(known[1], foreign[1])
+        out["information"] = bc.posterior.detection_auroc(known[1], foreign[1])
     return out
 
 

@@ -291,7 +291,7 @@ class Work(NamedTuple):
         """Draws of the logits of the network linearised at a Gaussian's mean."""
         out, generator = [], self.generator("logits", name)
         for ids in self.test[0].split(AT_ONCE):
-            mean, covariance = bc.predict.linearized(self.forward, posterior.factorised(), (ids, None))
+            mean, covariance = bc.posterior.linearized(self.forward, posterior.factorised(), (ids, None))
             values, vectors = torch.linalg.eigh(covariance.double())
             root = vectors * values.clamp(min=0).sqrt()[:, None]
             z = torch.randn(self.s["logit_draws"], len(ids), 2, 1, generator=generator, dtype=torch.float64)
@@ -321,7 +321,7 @@ class Work(NamedTuple):
             path = self.predictions(name)
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.save(log_p, path)
-            found = bc.predict.classification_metrics(log_p, self.test[1])
+            found = bc.posterior.classification_metrics(log_p, self.test[1])
             return {measure: found[measure] for measure in ("nll", "accuracy", "ece")} | more
 
         return kept(self.folder, name, make)

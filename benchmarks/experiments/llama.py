@@ -186,17 +186,17 @@ class Work(NamedTuple):
         out |= {name: torch.cat([x.nll for x in these]).mean().item() for name, these in read.items()}
         for name in ("Samoan", "shuffled"):
             surprise = [torch.stack([x.nll.mean() for x in read[which]]) for which in ("English", name)]
-            out[f"{name} surprise"] = bc.predict.detection_auroc(*surprise)
+            out[f"{name} surprise"] = bc.posterior.detection_auroc(*surprise)
         kinds: dict[str, Callable[[Scores], Tensor]] = {"TU": lambda x: x.total, "EU": lambda x: x.epistemic}
         for k, (kind, of) in enumerate(kinds.items()):
             if kind == "EU" and not several:
                 continue
             by_text = {name: torch.stack([of(x).mean() for x in these]) for name, these in read.items()}
             for name in ("Samoan", "shuffled"):
-                out[f"{name} {kind}"] = bc.predict.detection_auroc(by_text["English"], by_text[name])
-                out[f"{name} {kind}, next"] = bc.predict.detection_auroc(went_on["English"][k], went_on[name][k])
+                out[f"{name} {kind}"] = bc.posterior.detection_auroc(by_text["English"], by_text[name])
+                out[f"{name} {kind}, next"] = bc.posterior.detection_auroc(went_on["English"][k], went_on[name][k])
             values, wrong = (torch.cat([part(x) for x in read["English"]]) for part in (of, lambda x: x.wrong))
-            out[f"errors {kind}"] = bc.predict.detection_auroc(values[~wrong], values[wrong])
+            out[f"errors {kind}"] = bc.posterior.detection_auroc(values[~wrong], values[wrong])
         return out
 
     def heating(self, share: float, members: Members) -> dict[str, float]:

@@ -177,9 +177,9 @@ def measures(task: Task, log_p: Tensor) -> dict[str, float]:
     """Of log probabilities ``[S, T, C]``."""
     mean = log_p.logsumexp(0) - torch.tensor(float(len(log_p))).log()
     known, unknown = mean[: len(task.test[0])], mean[len(task.test[0]) :]
-    out = bc.predict.classification_metrics(known, task.test[1])
+    out = bc.posterior.classification_metrics(known, task.test[1])
     entropy = [torch.special.entr(p.exp()).sum(-1) for p in (known, unknown)]
-    return {name: out[name] for name in ("accuracy", "nll", "ece")} | {"auroc": bc.predict.detection_auroc(*entropy)}
+    return {name: out[name] for name in ("accuracy", "nll", "ece")} | {"auroc": bc.posterior.detection_auroc(*entropy)}
 
 
 def run(settings: Mapping[str, Any], seed: int) -> Table:

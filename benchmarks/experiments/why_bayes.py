@@ -108,7 +108,7 @@ def linearized(posterior: bc.Gaussian, draws: int) -> Predictive:
     posterior = posterior.factorised()
 
     def predictive(x: Tensor) -> Tensor:
-        mean, covariance = bc.predict.linearized(forward, posterior, (x, None))
+        mean, covariance = bc.posterior.linearized(forward, posterior, (x, None))
         return mean + covariance.diagonal(dim1=-2, dim2=-1).sqrt() * torch.randn(draws, *mean.shape)
 
     return predictive

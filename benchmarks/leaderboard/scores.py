@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesopt_chain.predict import detection_auroc
+from bayesopt_chain.posterior import detection_auroc
 from benchmarks.leaderboard.tasks import Task, shifted
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from bayesopt_chain import curvature, likelihoods, predict
+import bayesopt_chain as bc
+from bayesopt_chain import curvature, likelihoods
 from bayesopt_chain.curvature._affine import Affine
 from bayesopt_chain.posterior.gaussian import Gaussian
 
@@ -30,7 +31,7 @@ def test_its_curvature_and_predictions_are_those_that_taps_find(structure, bias,
     pair = [curvature.ggn(f, likelihoods.categorical(), structure)(params, batch) for f in (forward, watched(forward))]
     torch.testing.assert_close(pair[0].to_dense(), pair[1].to_dense(), rtol=1e-12, atol=1e-12)
     posterior = Gaussian(params, pair[1].add_diagonal(0.7))
-    (mean, covariance), (m, c) = (predict.linearized(f, posterior, batch) for f in (forward, watched(forward)))
+    (mean, covariance), (m, c) = (bc.posterior.linearized(f, posterior, batch) for f in (forward, watched(forward)))
     torch.testing.assert_close(mean, m, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(covariance, c, rtol=1e-12, atol=1e-12)
 
@@ -45,7 +46,7 @@ def test_a_dense_precision_and_its_predictions_are_those_of_explicit_rows():
     flat = torch.cat([jacobian[name].flatten(2) for name in sorted(params)], 2)
     wanted = flat @ torch.linalg.inv(posterior.precision.to_dense()) @ flat.mT
     for chunk_bytes in (None, 1):
-        _, covariance = predict.linearized(forward, posterior, batch, chunk_bytes=chunk_bytes)
+        _, covariance = bc.posterior.linearized(forward, posterior, batch, chunk_bytes=chunk_bytes)
         torch.testing.assert_close(covariance, wanted, rtol=1e-12, atol=1e-12)
 
 
@@ -70,6 +71,8 @@ def test_features_in_bfloat16_are_summed_in_float32():
     half = {name: p.to(torch.bfloat16) for name, p in params.items()}
     precision = curvature.ggn(forward, likelihoods.categorical(), "kronecker")(half, (x.to(torch.bfloat16), y))
     assert precision.left["10.weight"].dtype == torch.float32
-    _, covariance = predict.linearized(forward, Gaussian(half, precision.add_diagonal(1.0)), (x.to(torch.bfloat16), y))
+    _, covariance = bc.posterior.linearized(
+        forward, Gaussian(half, precision.add_diagonal(1.0)), (x.to(torch.bfloat16), y)
+    )
     wanted = linear(x.to(torch.bfloat16), half["10.weight"], half["10.bias"])
     assert covariance.dtype == torch.float32 and covariance.shape == (*wanted.shape, 3)

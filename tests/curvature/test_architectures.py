@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bayesopt_chain import curvature, likelihoods, predict
+import bayesopt_chain as bc
+from bayesopt_chain import curvature, likelihoods
 from bayesopt_chain.posterior.laplace import laplace
 from bayesopt_chain.precision import flatten
 from tests.curvature.conftest import naive, of_module
@@ -103,7 +104,7 @@ def test_dense_diagonal_and_prediction_are_the_naive_construction(model):
     tx = laplace()
     _, state = tx.update(params, tx.init(params), curvature=dense)
     posterior = tx.posterior(state, params, prior_precision=1.0)
-    _, covariance = predict.linearized(forward, posterior, batch)
+    _, covariance = bc.posterior.linearized(forward, posterior, batch)
     rows = naive(forward, params, batch, lambda f, y: torch.eye(3)[:, None, :].expand(3, 4, 3))
     trace = (torch.linalg.inv(expected + torch.eye(len(expected))) * rows).sum()
     assert torch.allclose(covariance.diagonal(dim1=1, dim2=2).sum(), trace, rtol=1e-9)
@@ -207,5 +208,5 @@ def test_a_hugging_face_transformer_with_a_lora_adapter():
     tx = laplace()
     _, state = tx.update(kept, tx.init(kept), curvature=dense)
     posterior = tx.posterior(state, kept, prior_precision=1.0)
-    mean, covariance = predict.linearized(adapter, posterior, batch)
+    mean, covariance = bc.posterior.linearized(adapter, posterior, batch)
     assert mean.shape == (4, 3) and (torch.linalg.eigvalsh(covariance) > 0).all()

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bayesopt_chain import curvature, likelihoods, predict
+import bayesopt_chain as bc
+from bayesopt_chain import curvature, likelihoods
 from bayesopt_chain.posterior.gaussian import Gaussian
 from tests.curvature.conftest import of_module
 
@@ -272,7 +273,7 @@ def test_ekfac_and_predictions_of_these_layers_are_those_of_the_dense_block(laye
     basis = torch.kron(ekfac.left["weight"].contiguous(), ekfac.right["weight"].contiguous())
     torch.testing.assert_close(ekfac.values["weight"].reshape(-1), (basis.T @ exact @ basis).diagonal())
     posterior = Gaussian(params, ekfac.add_diagonal(0.5))
-    _, covariance = predict.linearized(flat, posterior, batch)
+    _, covariance = bc.posterior.linearized(flat, posterior, batch)
     weight = params["weight"].clone().requires_grad_()
     outputs = flat({"weight": weight}, batch)
     rows = torch.stack([torch.autograd.grad(f, weight, retain_graph=True)[0].flatten() for f in outputs.flatten()])

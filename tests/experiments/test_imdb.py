@@ -97,7 +97,7 @@ def test_linearised_probabilities_are_those_of_the_logits_gaussian(reviews, tmp_
     mode = w.start(0)
     precision = bc.precision.Diagonal({name: torch.full_like(p, 400.0) for name, p in mode.items()}, torch.tensor(1.0))
     posterior = bc.Gaussian(mode, precision)
-    mean, covariance = bc.predict.linearized(w.forward, posterior, (w.test[0], None))
+    mean, covariance = bc.posterior.linearized(w.forward, posterior, (w.test[0], None))
     contrast = torch.tensor([-1.0, 1.0])
     m, v = mean @ contrast, contrast @ covariance @ contrast
     z = torch.linspace(-8, 8, 2001)

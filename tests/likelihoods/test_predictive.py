@@ -6,7 +6,8 @@ import pickle
 import pytest
 import torch
 
-from bayesopt_chain import likelihoods, predict
+import bayesopt_chain as bc
+from bayesopt_chain import likelihoods
 from bayesopt_chain.likelihoods import _quadrature
 from bayesopt_chain.likelihoods._incomplete_beta import incomplete_beta
 
@@ -133,8 +134,8 @@ def test_sobol_points_are_closer_to_the_mean_of_a_softmax_than_probit(classes, d
         mean, covariance = 1.5 * torch.randn(classes), root @ root.T
         noise = torch.randn(40_000, classes) @ root.T
         exact = torch.cat([mean + noise, mean - noise]).softmax(-1).mean(0)
-        error = (predict.softmax_mean(mean, covariance) - exact).abs().max()
-        assert error < 0.01 + 0.011 and error < (predict.probit(mean, covariance) - exact).abs().max()
+        error = (bc.posterior.softmax_mean(mean, covariance) - exact).abs().max()
+        assert error < 0.01 + 0.011 and error < (bc.posterior.probit(mean, covariance) - exact).abs().max()
 
 
 def test_sobol_means_have_the_derivatives_of_their_values():
@@ -143,15 +144,15 @@ def test_sobol_means_have_the_derivatives_of_their_values():
     mean = torch.randn(4, requires_grad=True)
     for start in (root @ root.T, torch.eye(4)):
         covariance = start.clone().requires_grad_()
-        out = predict.softmax_mean(mean, covariance)[0]
+        out = bc.posterior.softmax_mean(mean, covariance)[0]
         slopes = torch.autograd.grad(out, (mean, covariance))
         direction = torch.randn(4, 4)
         direction = direction + direction.T
         step = 1e-5
-        ends = [predict.softmax_mean(mean.detach(), start + s * direction)[0] for s in (step, -step)]
+        ends = [bc.posterior.softmax_mean(mean.detach(), start + s * direction)[0] for s in (step, -step)]
         assert abs((slopes[1] * direction).sum() - (ends[0] - ends[1]) / (2 * step)) < 1e-8
         unit = torch.eye(4)[1]
-        moved = [predict.softmax_mean(mean.detach() + s * unit, start)[0] for s in (1e-5, -1e-5)]
+        moved = [bc.posterior.softmax_mean(mean.detach() + s * unit, start)[0] for s in (1e-5, -1e-5)]
         assert abs(slopes[0][1] - (moved[0] - moved[1]) / 2e-5) < 1e-9
 
 

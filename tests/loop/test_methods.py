@@ -115,13 +115,13 @@ def test_prediction_never_asks_which_method_it_was(name):
     params, state, _ = run(tx)
     posterior = link.posterior(state, params, **({"prior_precision": 1.0} if name == "laplace" else {}))
     inputs = data()[0][:5]
-    mean, covariance = bc.predict.linearized(forward, posterior, (inputs, None))
+    mean, covariance = bc.posterior.linearized(forward, posterior, (inputs, None))
     jacobian = torch.func.jacrev(lambda p: forward(p, (inputs, None)))(posterior.mean)
     jacobian = torch.cat([jacobian[k].reshape(5, -1) for k in sorted(jacobian)], 1)
     dense = torch.linalg.inv(posterior.precision.to_dense())
     torch.testing.assert_close(mean, forward(posterior.mean, (inputs, None)))
     torch.testing.assert_close(covariance.reshape(5), ((jacobian @ dense) * jacobian).sum(1), rtol=1e-8, atol=1e-10)
-    outputs = bc.predict.monte_carlo(forward, posterior, (inputs, None), samples=7)
+    outputs = bc.posterior.monte_carlo(forward, posterior, (inputs, None), samples=7)
     assert outputs.shape == (7, 5)
 
 

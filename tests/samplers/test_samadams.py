@@ -296,7 +296,7 @@ def test_what_counts_all_draws_the_same_refuses_weights():
         draws.to_arviz()
     with pytest.raises(ValueError, match=r"merge: some of these have weights"):
         draws.merge(draws.equally_weighted())
-    for running in (bc.predict.RunningMoments(), bc.predict.RunningMoments(lambda p: p["a"])):
+    for running in (bc.posterior.RunningMoments(), bc.posterior.RunningMoments(lambda p: p["a"])):
         with pytest.raises(ValueError, match=r"Running\w+: the draws of this chain have weights"):
             sampled(callbacks=[running])
     tx, params = problem()

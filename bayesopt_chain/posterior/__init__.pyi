@@ -1,0 +1,40 @@
+from bayesopt_chain.likelihoods._softmax import laplace_bridge, probit, probit_bernoulli, softmax_mean
+from bayesopt_chain.posterior._calibrate import conformal_level, temperature_scaling
+from bayesopt_chain.posterior._joint import functional_samples
+from bayesopt_chain.posterior._linearized import linearized
+from bayesopt_chain.posterior._metrics import classification_metrics, detection_auroc, regression_metrics
+from bayesopt_chain.posterior._monte_carlo import monte_carlo
+from bayesopt_chain.posterior._running import RunningMoments
+from bayesopt_chain.posterior._subnetwork import subnetwork
+from bayesopt_chain.posterior.batches import next_labels, pairs
+from bayesopt_chain.posterior.cache import CachedFeatures, cache_features
+from bayesopt_chain.posterior.fit import FittedLaplace, fit_laplace
+from bayesopt_chain.posterior.training import EvidenceTraining, train_by_evidence
+from bayesopt_chain.posterior.tuning import tune_by_evidence, tune_by_validation
+
+__all__ = [
+    "CachedFeatures",
+    "EvidenceTraining",
+    "FittedLaplace",
+    "RunningMoments",
+    "cache_features",
+    "classification_metrics",
+    "conformal_level",
+    "detection_auroc",
+    "fit_laplace",
+    "functional_samples",
+    "laplace_bridge",
+    "linearized",
+    "monte_carlo",
+    "next_labels",
+    "pairs",
+    "probit",
+    "probit_bernoulli",
+    "regression_metrics",
+    "softmax_mean",
+    "subnetwork",
+    "temperature_scaling",
+    "train_by_evidence",
+    "tune_by_evidence",
+    "tune_by_validation",
+]

@@ -1,0 +1,310 @@
+r"""The evidence of a Laplace approximation as a function of prior and noise, with the data part decomposed once.
+
+Where the data part of the precision is diagonal in a basis, F = sum_i lambda_i v_i v_i^T group by group, and the prior of each
+group is isotropic, then for a likelihood scaled by s (for Gaussian noise ``variance / s``) and prior precisions delta
+
+    log Z(delta, s) = log p_s(D | t) + sum_g [ p_g log delta_g - delta_g |t_g|^2 ] / 2 - sum_gi log(s lambda_gi + delta_g) / 2,
+
+with t the parameters, taken for the maximum of the joint (MacKay, 1992). A linear last layer with Gaussian noise need not be
+there: ``regression.py`` has its evidence.
+
+For Gaussian noise ``log p_s = -s R / 2 + m log(s) / 2 + const`` with the whitened residual sum of squares R and m target
+entries. A trial costs one pass over the eigenvalues of all groups.
+
+A scalar prior has one delta for all groups, and the derivative by it is the sum of the groups' derivatives,
+
+    2 d log Z / d delta = sum_g [ p_g / delta - |t_g|^2 - sum_i 1 / (s lambda_gi + delta) ],
+
+with i over all p_g eigenvalues, zeros included. It vanishes where ``delta = sum_g gamma_g / sum_g |t_g|^2``, for
+``gamma_g = sum_i s lambda_gi / (s lambda_gi + delta)`` the number of well determined parameters of a group (MacKay, 1992):
+numerator and denominator are summed over the groups, where a prior of one delta for each tensor has the ratio of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import singledispatch
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from bayesopt_chain.posterior.model import Model, Pass
+from bayesopt_chain.posterior.regression import Regression
+from bayesopt_chain.posterior.tuning import tune_by_evidence
+from bayesopt_chain.precision import Block, Dense, Diagonal, Eigenbasis, Kronecker, Precision, Root
+from bayesopt_chain.trees import Tree, common_dtype, gram
+
+SCALAR, LAYERWISE = "scalar", "layerwise"  # structures of a prior
+WHOLE = ("dense", "root")  # structures of a posterior with one basis for all leaves
+
+LOWEST, HIGHEST = 1e-10, 1e10  # of hyperparameters: an evidence may rise towards 0 or infinity without end
+
+
+class Spectrum(NamedTuple):
+    """One group of leaves with a prior precision in common.
+
+    Attributes:
+        leaves: their numbers, in optree order.
+        values: the eigenvalues of the data part that are not known to be zero, ``[k]``.
+    """
+
+    leaves: tuple[int, ...]
+    values: Tensor
+
+
+@singledispatch
+def spectra(precision: Any) -> list[Spectrum] | None:
+    """The groups of a precision summed over data, or ``None`` for a structure without a common basis (low rank)."""
+    return None
+
+
+@spectra.register
+def _(precision: Dense) -> list[Spectrum]:
+    like = optree.tree_leaves(precision.like)
+    values = torch.linalg.eigvalsh(precision.matrix)
+    return [Spectrum(tuple(range(len(like))), values.clamp_min(0))]
+
+
+@spectra.register
+def _(precision: Root) -> list[Spectrum]:
+    rows = optree.tree_leaves(precision.rows)
+    values = torch.linalg.eigvalsh(gram([row.to(common_dtype(rows)) for row in rows]))
+    entries = sum(row[0].numel() for row in rows)
+    return [Spectrum(tuple(range(len(rows))), values[-entries:].clamp_min(0))]
+
+
+@spectra.register
+def _(precision: Diagonal) -> list[Spectrum]:
+    return _by_leaf(precision.values)
+
+
+@spectra.register
+def _(precision: Kronecker) -> list[Spectrum]:
+    return _by_leaf(precision.eigenbasis().values)
+
+
+@spectra.register
+def _(precision: Eigenbasis) -> list[Spectrum]:
+    return _by_leaf(precision.values)
+
+
+def _by_leaf(values: Tree) -> list[Spectrum]:
+    leaves = optree.tree_leaves(values)
+    return [Spectrum((i,), leaf.reshape(-1).clamp_min(0)) for i, leaf in enumerate(leaves)]
+
+
+@spectra.register
+def _(precision: Block) -> list[Spectrum] | None:
+    out = []
+    blocks = optree.tree_leaves(precision.blocks, is_leaf=lambda node: isinstance(node, Precision))
+    for i, block in enumerate(blocks):
+        mine = spectra(block)
+        if mine is None or len(mine) != 1:
+            return None
+        out.append(mine[0]._replace(leaves=(i,)))
+    return out
+
+
+class Residual(NamedTuple):
+    """Gaussian noise: the whitened residual sum of squares R and the number m of targets (the sum of their weights), 0-d."""
+
+    squares: Tensor
+    entries: Tensor
+
+    def gain(self, scale: Tensor) -> Tensor:
+        """What the log likelihood gains, in nats, by a noise of ``variance / scale`` in place of ``variance``, 0-d."""
+        return 0.5 * (self.squares.to(torch.float64) * (1 - scale) + self.entries * scale.log())
+
+
+class Tuned(NamedTuple):
+    """What was chosen: a prior precision for each leaf (0-d), the likelihood's scale (0-d), the log evidence there (0-d)."""
+
+    prior_precision: Tree
+    likelihood_scale: Tensor
+    log_evidence: Tensor
+
+
+def require_prior_structure(name: str, prior_structure: str | None, structure: str | None) -> str | None:
+    """The structure of a prior, "scalar" by default for a posterior whose basis mixes the layers; refuse an unknown one, or one
+    that the posterior's structure has no evidence for."""
+    if prior_structure not in (SCALAR, LAYERWISE, None):
+        raise ValueError(f"{name}: prior_structure={prior_structure!r}: pass 'scalar', 'layerwise' or None")
+    if structure not in WHOLE:
+        return prior_structure
+    if prior_structure == LAYERWISE:
+        raise ValueError(
+            f"{name}: prior_structure='layerwise' with structure={structure!r}, whose basis mixes the layers: it has one "
+            "precision for all parameters: pass 'scalar', or structure 'kronecker', 'diagonal' or 'block'"
+        )
+    return SCALAR
+
+
+def tune_prior_and_noise(
+    precision: Precision,
+    params: Tree,
+    log_likelihood: Tensor,
+    *,
+    residual: Residual | None = None,
+    scale: Tensor | None = None,
+    start: float = 1.0,
+    prior_structure: str | None = None,
+) -> Tuned:
+    """Maximise the evidence over the prior precision and the Gaussian noise.
+
+    Args:
+        precision: the data part: the sum of the increments, without a prior.
+        params: where the curvature was taken, less the prior's mean.
+        log_likelihood: summed and normalised, there, 0-d.
+        residual: of a Gaussian likelihood, whose scale is then tuned too; ``None`` keeps it at 1.
+        scale: of the likelihood where it is not tuned: its logarithm and the curvature are multiplied by it. Default 1.
+        start: the first prior precision.
+        prior_structure: "scalar" has one precision for all leaves; otherwise there is one for each group of ``spectra``.
+
+    Returns:
+        The hyperparameters, between 1e-10 and 1e10, and the log evidence. Towards infinity the evidence may rise without end,
+        for parameters that the data would rather have at zero.
+
+    Raises:
+        ValueError: a low-rank structure, which has no common basis; an evidence that is not finite.
+    """
+    groups = spectra(precision)
+    if groups is None:
+        raise ValueError(
+            f"tune='evidence': a precision of class {type(precision).__name__} has no basis in which data and prior are both "
+            "diagonal: use structure 'kronecker', 'dense', 'root', 'diagonal' or 'block', or tune='validation'"
+        )
+    of_groups = _evidence(groups, params, log_likelihood, residual, scale)
+    device = groups[0].values.device
+    count = 1 if prior_structure == SCALAR else len(groups)
+
+    def evidence(h: Any) -> Tensor:
+        return of_groups({**h, "prior": h["prior"].expand(len(groups))})
+
+    first: dict[str, Tensor] = {"prior": torch.full((count,), float(start), dtype=torch.float64, device=device)}
+    if residual is not None:
+        variance = (residual.squares / residual.entries).to(torch.float64)
+        first["scale"] = 1 / variance.clamp(torch.finfo(torch.float32).eps, 0.1 * HIGHEST)
+    best = tune_by_evidence(evidence, first)
+    leaves, structure = optree.tree_flatten(params)
+    each = best["prior"].expand(len(groups))
+    by_leaf = {i: each[n].to(leaves[i].dtype) for n, group in enumerate(groups) for i in group.leaves}
+    prior = optree.tree_unflatten(structure, [by_leaf[i] for i in range(len(leaves))])
+    one = torch.ones((), dtype=torch.float64, device=device)
+    return Tuned(prior, best.get("scale", one if scale is None else scale), evidence(best))
+
+
+def tuned(
+    model: Model,
+    seen: Pass,
+    *,
+    scale: Tensor | None = None,
+    start: float = 1.0,
+    prior_structure: str | None = None,
+) -> Tuned:
+    """The best prior of a pass over the data, at a scale of the likelihood or together with the best one, and the evidence."""
+    if seen.regression is not None:
+        return tune_layer(model, seen.regression, prior_structure, scale)
+    residual = Residual(seen.squares, seen.entries) if model.likelihood.has_noise_scale else None
+    likelihood = seen.log_likelihood
+    if residual is not None and scale is not None:
+        likelihood = (likelihood + residual.gain(scale)) / scale
+    return tune_prior_and_noise(
+        seen.decomposed,
+        model.from_prior_mean(),
+        likelihood,
+        residual=residual if scale is None else None,
+        scale=scale,
+        start=start,
+        prior_structure=prior_structure,
+    )
+
+
+def tune_layer(model: Model, regression: Regression, prior_structure: str | None, scale: Tensor | None = None) -> Tuned:
+    """By the exact evidence of a linear last layer with Gaussian noise, from the best point of a coarse grid on."""
+    of_weights, of_biases, noise = regression.units()
+    least, one = regression.least_noise(), torch.ones_like(noise)
+    together = prior_structure == SCALAR or not regression.has_bias
+    units = of_weights[None] if together else torch.stack([of_weights, of_biases])
+
+    def scale_at(h: Any) -> Tensor:
+        return 1 / (least + h["noise"] * noise) if scale is None else scale
+
+    def evidence(h: Any) -> Tensor:
+        if bool(((h["prior"] < LOWEST) | (h["prior"] > HIGHEST)).any()):
+            raise ValueError(f"a prior precision is outside {LOWEST:g} ... {HIGHEST:g} of its unit")
+        prior = h["prior"] * units
+        return regression.at(prior[0], prior[-1], scale_at(h))[0]
+
+    powers = [10.0**k for k in range(-6, 7, 2)]
+    starts = [
+        {"prior": torch.full_like(units, d), **({"noise": one * v} if scale is None else {})}
+        for d in powers
+        for v in (powers[:4] if scale is None else powers[:1])
+    ]
+    best = tune_by_evidence(evidence, max(starts, key=lambda h: float(evidence(h))))
+    prior = best["prior"] * units
+    layer: Any = model.forward
+    names = {layer.weight: prior[0]} if layer.bias is None else {layer.weight: prior[0], layer.bias: prior[-1]}
+    return Tuned(names, scale_at(best), evidence(best))
+
+
+def _evidence(
+    groups: list[Spectrum],
+    params: Tree,
+    log_likelihood: Tensor,
+    residual: Residual | None,
+    scale: Tensor | None = None,
+) -> Callable[[Any], Tensor]:
+    leaves = optree.tree_leaves(params)
+    device = groups[0].values.device
+    eigenvalues = _Eigenvalues([group.values.to(torch.float64) for group in groups])
+    entries = torch.tensor(eigenvalues.sizes, dtype=torch.float64, device=device)
+    squares = torch.stack(
+        [torch.stack([leaves[i].detach().to(torch.float64).square().sum() for i in g.leaves]).sum() for g in groups]
+    )
+    fixed = torch.ones((), dtype=torch.float64, device=device) if scale is None else scale
+    log_likelihood = log_likelihood.to(torch.float64) * fixed
+
+    def evidence(h: Any) -> Tensor:
+        if any(bool(((x < LOWEST) | (x > HIGHEST)).any()) for x in h.values()):
+            raise ValueError(f"a hyperparameter is outside {LOWEST:g} ... {HIGHEST:g}")
+        delta, scale = h["prior"], h.get("scale", fixed)
+        total = log_likelihood + 0.5 * (entries * delta.log() - delta * squares).sum()
+        total = total - 0.5 * eigenvalues.log_sum(scale, delta)
+        return total if residual is None else total + residual.gain(scale)
+
+    return evidence
+
+
+class _Eigenvalues:
+    """The eigenvalues of all groups in one vector, so that a trial costs the same few operations for any number of them."""
+
+    def __init__(self, groups: list[Tensor]) -> None:
+        self.sizes = [group.numel() for group in groups]
+        self.values = torch.cat(groups)
+
+    def log_sum(self, scale: Tensor, delta: Tensor) -> Tensor:
+        """``sum_gi log(scale values_gi + delta_g)``, 0-d, for ``delta`` ``[groups]``; differentiable in both."""
+        result: Any = _LogSum.apply(scale, delta, self.values, self.sizes)
+        return result
+
+
+class _LogSum(torch.autograd.Function):
+    """See :meth:`_Eigenvalues.log_sum`; a group's derivative is one sum, where indexing would add up entry by entry."""
+
+    @staticmethod
+    def forward(ctx: Any, scale: Tensor, delta: Tensor, values: Tensor, sizes: list[int]) -> Tensor:
+        each = torch.cat([d.expand(n) for d, n in zip(delta, sizes)])
+        stiff = each.addcmul_(values, scale)
+        ctx.save_for_backward(stiff, values)
+        ctx.sizes = sizes
+        return stiff.log().sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        stiff, values = ctx.saved_tensors
+        inverse = stiff.reciprocal()
+        of_scale = grads[0] * (values @ inverse) if ctx.needs_input_grad[0] else None
+        return of_scale, grads[0] * torch.stack([part.sum() for part in inverse.split(ctx.sizes)]), None, None

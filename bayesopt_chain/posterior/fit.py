@@ -1,0 +1,747 @@
+"""A Laplace posterior of a trained model in one call: curvature, prior, noise and predictions.
+
+    fitted = bc.fit_laplace(module, bc.likelihoods.categorical(), loader)
+    probabilities = fitted.predict(test_loader)
+
+It puts together what can also be had one by one: :func:`bayesopt_chain.make_functional`, an estimator of
+:mod:`bayesopt_chain.curvature`, :func:`bayesopt_chain.laplace`, :mod:`bayesopt_chain.posterior.evidence` and
+:mod:`bayesopt_chain.posterior`. Of a linear last layer the features are computed once, and where the likelihood is Gaussian too
+the model is linear in what is kept: evidence and mode are then exact, in float64 (:mod:`bayesopt_chain.posterior.regression`),
+and the posterior's mean is that mode. (MacKay, 1992; Daxberger et al., "Laplace redux", 2021.)
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from bayesopt_chain import checks, kinds
+from bayesopt_chain.curvature import STRUCTURES
+from bayesopt_chain.curvature._plan import batch_size, part
+from bayesopt_chain.likelihoods import Likelihood, Outputs, Predictive
+from bayesopt_chain.posterior._joint import functional_samples
+from bayesopt_chain.posterior._subnetwork import Subnetwork
+from bayesopt_chain.posterior.batches import Reader, peeked
+from bayesopt_chain.posterior.dispersion import Scatter, dispersion, effective_parameters, scatter_of
+from bayesopt_chain.posterior.evidence import Residual, require_prior_structure, spectra, tuned
+from bayesopt_chain.posterior.gaussian import Gaussian
+from bayesopt_chain.posterior.laplace import log_prior, posterior_of
+from bayesopt_chain.posterior.last_layer import HeadBatch
+from bayesopt_chain.posterior.model import (
+    ESTIMATORS,
+    MANY,
+    How,
+    Kept,
+    Model,
+    Pass,
+    both,
+    make_model,
+    matrix_size,
+    with_estimator,
+)
+from bayesopt_chain.posterior.predictions import (
+    Method,
+    batches_of,
+    linearized,
+    method_for,
+    predicted,
+)
+from bayesopt_chain.posterior.regression import LEAST, TINY, Regression
+from bayesopt_chain.posterior.rule import by_dispersion, by_network_noise, data_for, within_budget
+from bayesopt_chain.posterior.state import require_finite
+from bayesopt_chain.posterior.tuning import tune_by_validation
+from bayesopt_chain.precision import Kronecker
+from bayesopt_chain.trees import Tree, paths, require_like, size, spread
+
+CANDIDATES = tuple(10.0**k for k in range(-4, 5))  # prior precisions that validation tries
+FEW_DATA, LEAST_DATA, SMALL_WORK = 64, 4, 2**26
+DRAWS = 32  # of functions that held-out data are scored by, where a datum has many outputs
+WORSE = 0.05  # nats a target, beside as much as the network has itself up to half a nat, at which predictions are much worse
+
+
+@dataclass(frozen=True, repr=False)
+class FittedLaplace:
+    """What :func:`fit_laplace` returns.
+
+    Attributes:
+        posterior: the Gaussian over the kept parameters.
+        prior_precision: in force, a tree of 0-d tensors like the kept parameters, or what was given.
+        likelihood_scale: in force, 0-d: Gaussian noise has ``variance / likelihood_scale``; of other likelihoods it is one
+            over the dispersion, and multiplies the curvature.
+        log_evidence: 0-d, in nats; NaN for a prior precision of 0. Of a likelihood without a noise scale it is that of the
+            likelihood to the power ``likelihood_scale``.
+        model: the pieces it was made from.
+        seen: the data so far.
+        covariance_scale: what the budget of the default allows of the covariance, up to 1 (``posterior/rule.py``).
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> _ = torch.manual_seed(0)
+        >>> x = torch.linspace(-1, 1, 20)[:, None]
+        >>> module = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).eval()
+        >>> fitted = bc.fit_laplace(module, bc.likelihoods.gaussian(), [(x, torch.sin(3 * x))])
+
+        The distribution of new targets, and draws of whole functions:
+
+        >>> fitted.predictive(x).interval(0.9)[0].shape, fitted.functional_samples(x, samples=3).shape
+        (torch.Size([20, 1]), torch.Size([3, 20, 1]))
+
+        The evidence is at its maximum; further data sharpen the posterior at this prior and noise:
+
+        >>> bool(fitted.log_evidence_at(1.0) < fitted.log_evidence)
+        True
+        >>> more = fitted.refit([(x, torch.sin(3 * x))])
+        >>> bool((more.outputs(x).covariance < fitted.outputs(x).covariance).all())
+        True
+
+        The state without the module goes into a file, and back into a fit of the same module:
+
+        >>> again = fitted.load_state_dict(more.state_dict())
+        >>> torch.equal(again.predict(x, method="linearized").mean, more.predictive(x).mean)
+        True
+
+        Three lines say what was fitted, of which parameters:
+
+        >>> bc.fit_laplace(module, bc.likelihoods.gaussian(0.5), [(x, torch.sin(3 * x))], tune=None)
+        Laplace posterior of 9 parameters (2.bias, 2.weight), dense structure, ggn
+        gaussian likelihood, noise variance 0.5, prior precision 1
+        20 data, log evidence -19.1 nats
+    """
+
+    posterior: Gaussian
+    prior_precision: Any
+    likelihood_scale: Tensor
+    log_evidence: Tensor
+    model: Model
+    seen: Pass
+    covariance_scale: float = 1.0
+
+    def __repr__(self) -> str:
+        names, how = paths(self.model.params), self.model.how
+        some = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        fixed = f"; behind them {', '.join(self.model.fixed)} stay as they are" if self.model.fixed else ""
+        sampled = f" from {how.options['samples']} sampled labels a datum" if "samples" in how.options else ""
+        variance = self.likelihood.noise_variance
+        noise = f", dispersion {1 / float(self.likelihood_scale):.4g}, covariance times {self.covariance_scale:.4g}"
+        if variance is not None:
+            noise = f", noise variance {_range(variance)}"
+        return (
+            f"Laplace posterior of {size(self.model.params)} parameters ({some}{fixed}), {how.structure} structure, "
+            f"{how.curvature}{sampled}\n"
+            f"{self.likelihood.name} likelihood{noise}, prior precision {_range(self.prior_precision)}\n"
+            f"{self.seen.precision.count:.0f} data, log evidence {float(self.log_evidence):.4g} nats"
+        )
+
+    @kinds.takes(data=kinds.DATA, method=kinds.TEXT)
+    def predict(
+        self,
+        data: Any,
+        *,
+        method: Method | None = None,
+        samples: int = 100,
+        generator: torch.Generator | None = None,
+    ) -> Tensor | Predictive:
+        """Predictions for new inputs.
+
+        Args:
+            data: a tensor of inputs; one batch, a tuple ``(inputs, targets)`` or a mapping such as a tokenizer gives, whose
+                labels are left out; an iterable of batches or inputs such as a ``DataLoader`` or a list; or
+                :func:`bayesopt_chain.posterior.cache_features` of one.
+            method: "sobol" (the default for classes), "probit" and "bridge" (classes), "quadrature" (the default for yes-or-no
+                and classes in order) turn the linearised outputs into means of the targets without chance; "linearized_mc"
+                averages over draws of the outputs, "mc" over draws of the parameters; "linearized", the default for all other
+                likelihoods, gives the whole predictive distribution.
+            samples: draws for the two Monte Carlo methods. Default 100.
+            generator: their source of randomness. Default: torch's global generator.
+
+        Returns:
+            Means of the targets: probabilities ``[N, *, C]`` of classes, ``[N, *event]`` otherwise; for "linearized" a
+            :class:`bayesopt_chain.likelihoods.Predictive` with mean, variance, quantiles, intervals, densities, scores and
+            draws of new targets.
+
+        Raises:
+            ValueError: a method that the likelihood has no use for, or a likelihood without a known mean ("linearized" always
+                works); a sample count below 1.
+        """
+        self.model.require_seen(data)
+        likelihood = self.likelihood
+        how = method_for(method, likelihood)
+        if how == "linearized":
+            return self.predictive(data)
+        with kinds.blaming("FittedLaplace.predict", "data"):
+            parts = [
+                predicted(self.model, self.posterior, batch, likelihood, how, samples, generator)
+                for batch in batches_of(data, self.model.how.read)
+            ]
+        if not parts:
+            raise ValueError("predict: data has no batches")
+        return torch.cat(parts)
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """Of targets given outputs, with the noise in force."""
+        own = self.model.likelihood
+        return own.scaled(self.likelihood_scale) if own.has_noise_scale else own
+
+    @kinds.takes(data=kinds.DATA, joint=kinds.BOOL, prior_precision=kinds.ANY, likelihood_scale=kinds.SCALAR)
+    def outputs(
+        self, data: Any, *, joint: bool = False, prior_precision: Any = None, likelihood_scale: Any = None
+    ) -> Outputs:
+        """The model's outputs under the linearised posterior, with gradients.
+
+        Args:
+            data: as for :meth:`predict`. Where its tensors ask for gradients, or inside ``torch.func``, mean and covariance
+                have gradients in them; so they have for the next two arguments.
+            joint: whether the covariance is that of all data together; then data must be one batch. Default False.
+            prior_precision: another one than that in force, a number or a tree as for :meth:`log_evidence_at`.
+            likelihood_scale: likewise.
+
+        Returns:
+            :class:`Outputs`: mean ``[N, *event]``, covariance ``[N, E, E]``, or ``[N E, N E]`` where it is joint.
+
+        Raises:
+            ValueError: no batches; several where the covariance is to be joint.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> _ = torch.manual_seed(0)
+            >>> module = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).eval()
+            >>> x = torch.linspace(-1, 1, 20)[:, None]
+            >>> fitted = bc.fit_laplace(module, bc.likelihoods.gaussian(), [(x, torch.sin(3 * x))])
+            >>> new = torch.tensor([[0.5], [2.0]], requires_grad=True)
+            >>> outputs = fitted.outputs(new, joint=True)
+            >>> outputs.covariance.shape, torch.autograd.grad(outputs.covariance[1, 1], new)[0].shape
+            (torch.Size([2, 2]), torch.Size([2, 1]))
+        """
+        self.model.require_seen(data)
+        posterior = self.posterior
+        if prior_precision is not None or likelihood_scale is not None:
+            prior = self.prior_precision if prior_precision is None else prior_precision
+            scale = self.likelihood_scale if likelihood_scale is None else likelihood_scale
+            posterior = self._posterior_and_evidence(prior, scale)[0]
+        with kinds.blaming("FittedLaplace.outputs", "data"):
+            parts = [linearized(self.model, posterior, batch, joint) for batch in batches_of(data, self.model.how.read)]
+        if not parts or (joint and len(parts) > 1):
+            raise ValueError(f"outputs: data has {len(parts)} batches: pass {'one' if joint else 'at least one'}")
+        mean, covariance = zip(*parts)
+        return Outputs(torch.cat(mean), torch.cat(covariance))
+
+    @kinds.takes(data=kinds.DATA)
+    def functional_samples(self, data: Any, *, samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
+        """Draws of whole functions from the linearised posterior, at new inputs.
+
+        Args:
+            data: one batch, as for :meth:`predict`.
+            samples: how many functions. Default 100.
+            generator: source of randomness; one of the same seed gives the same functions at other inputs, as Thompson
+                sampling needs. Default: torch's global generator.
+
+        Returns:
+            Outputs ``[samples, N, *event]``, with gradients in the inputs that ask for them.
+
+        Raises:
+            ValueError: fewer than one sample; several batches.
+        """
+        batches = list(batches_of(data, self.model.how.read))
+        if len(batches) != 1:
+            raise ValueError(f"functional_samples: data has {len(batches)} batches: pass one")
+        batch = self.model.seen_by_head(batches[0])
+        drawn = functional_samples(self.model.forward, self.posterior, batch, samples=samples, generator=generator)
+        return drawn.to(self.model.dtype)
+
+    @kinds.takes(data=kinds.DATA, joint=kinds.BOOL)
+    def predictive(self, data: Any, *, joint: bool = False) -> Predictive:
+        """The predictive distribution of new targets, for any likelihood: ``predict(data, method="linearized")``.
+
+        Args:
+            data: as for :meth:`predict`.
+            joint: whether draws and covariances are those of all data together; then data must be one batch. Default False.
+
+        Returns:
+            A :class:`bayesopt_chain.likelihoods.Predictive`.
+
+        Raises:
+            ValueError: as :meth:`outputs`.
+        """
+        return Predictive(self.likelihood, self.outputs(data, joint=joint))
+
+    @kinds.takes(prior_precision=kinds.ANY, likelihood_scale=kinds.SCALAR)
+    def log_evidence_at(self, prior_precision: Any, likelihood_scale: Any = 1.0) -> Tensor:
+        """The log evidence under another prior and noise, for a search or a prior of your own.
+
+        Args:
+            prior_precision: a positive number, a 0-d tensor or a tree of them like the kept parameters.
+            likelihood_scale: Gaussian noise of ``variance / likelihood_scale``; of other likelihoods one over the dispersion.
+                Default 1.
+
+        Returns:
+            0-d, in nats, differentiable in both.
+
+        Raises:
+            ValueError: a prior or a scale that is not positive.
+        """
+        return self._posterior_and_evidence(prior_precision, likelihood_scale)[1]
+
+    @kinds.takes(data=kinds.DATA)
+    def dispersion(self, data: Any) -> float:
+        """How noisy the targets are, as a multiple of what the likelihood says of them.
+
+        About 1 where the targets scatter around the model's predictions as the likelihood expects; .2 or .3 for images without
+        doubtful labels, whose classes the network is less sure of than they are. Averages over draws predict such labels worse
+        the warmer the draws are; :mod:`bayesopt_chain.posterior.dispersion` has the estimator and how much that costs.
+
+        Args:
+            data: what the fit was made from, with targets: as for :func:`fit_laplace`.
+
+        Returns:
+            A positive number: squared gradients of the loss in the outputs over the Fisher information, corrected for the
+            parameters that the data determine. Of Gaussian noise that ``tune_noise`` found it is near 1 by construction.
+
+        Raises:
+            ValueError: no batches, or no targets; as many determined parameters as target entries; outputs that are certain of
+                every target.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> _ = torch.manual_seed(0)
+            >>> x = torch.randn(200, 2)
+            >>> module = torch.nn.Linear(2, 1).eval()
+            >>> y = module(x).detach() + 0.1 * torch.randn(200, 1)
+            >>> fitted = bc.fit_laplace(module, bc.likelihoods.gaussian(0.02), [(x, y)], structure="dense", tune=None)
+            >>> fitted.dispersion([(x, y)])  # the noise has half of the variance that the likelihood says
+            0.5
+        """
+        self.model.require_seen(data)
+        with kinds.blaming("FittedLaplace.dispersion", "data"):
+            batches = map(self.model.seen_by_head, batches_of(data, self.model.how.read))
+            total: Scatter | None = None
+            for batch in batches:
+                with torch.no_grad():
+                    outputs = self.model.forward(self.posterior.mean, batch)
+                self.likelihood.require(outputs, batch[1], wait=True)
+                one = scatter_of(self.likelihood, outputs, batch[1])
+                total = one if total is None else total.add(one)
+            if total is None:
+                raise ValueError("dispersion: data has no batches")
+            return dispersion(total, effective_parameters(self.posterior, self.prior_precision, self._heat))
+
+    def _posterior_and_evidence(self, prior_precision: Any, likelihood_scale: Any) -> tuple[Gaussian, Tensor]:
+        scale = torch.as_tensor(likelihood_scale, dtype=torch.float64, device=self.seen.log_likelihood.device)
+        return posterior_and_evidence(self.model, self.seen, prior_precision, scale, self.covariance_scale)
+
+    @property
+    def _heat(self) -> float:
+        """What the covariance of Bayes' posterior is multiplied by."""
+        temperature = self.model.how.temperature
+        return self.covariance_scale if temperature is None else temperature * float(self.seen.precision.count)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the fit learned, as a tree of tensors: for ``bc.save``, or ``torch.save``. The module is not in it.
+
+        Returns:
+            A dictionary, which :meth:`load_state_dict` of a fit of the same module takes. (A fit can be pickled too, module and
+            all, where its likelihood and its functions can.)
+        """
+        seen = self.seen
+        return {
+            "params": self.model.params,
+            "precision": seen.precision,
+            "rows": seen.rows,
+            "log_likelihood": seen.log_likelihood,
+            "squares": seen.squares,
+            "entries": seen.entries,
+            "scatter": seen.scatter,
+            "prior_precision": self.prior_precision,
+            "likelihood_scale": self.likelihood_scale,
+            "covariance_scale": torch.tensor(self.covariance_scale, dtype=torch.float64, device="cpu"),
+        }
+
+    @kinds.takes(state=kinds.MAPPING)
+    def load_state_dict(self, state: Mapping[str, Any]) -> FittedLaplace:
+        """The fit with this state; this one, which says the module, subset, structure and likelihood, stays as it is.
+
+        Args:
+            state: of :meth:`state_dict`. A file is read by ``bc.load(path, like=fitted.state_dict())`` of any fit of the same
+                module, structure and subset, such as one of a single batch with ``tune=None``.
+
+        Returns:
+            A new fit.
+
+        Raises:
+            ValueError: a state that lacks an entry, or is over other parameters.
+        """
+        missing = sorted(self.state_dict().keys() - state.keys())
+        if missing:
+            raise ValueError(f"load_state_dict: the state has no {', '.join(missing)}: pass what state_dict returned")
+        require_like(state["params"], self.model.params, "state['params']")
+        model = replace(self.model, params=state["params"])
+        names = ("precision", "rows", "log_likelihood", "squares", "entries", "scatter")
+        seen, share = Pass(*(state[name] for name in names)), float(state["covariance_scale"])
+        return at(model, seen, state["prior_precision"], state["likelihood_scale"], share)
+
+    @kinds.takes(loader=kinds.DATA)
+    def refit(self, loader: Iterable, *, progress: bool = False) -> FittedLaplace:
+        """The posterior of the data so far and new data, at the same parameters, prior and noise (online Laplace).
+
+        Args:
+            loader: the new data, or :func:`bayesopt_chain.posterior.cache_features` of them.
+            progress: show a progress bar (needs tqdm).
+
+        Returns:
+            A new fit; this one stays as it is.
+        """
+        self.model.require_seen(loader)
+        batches = peeked(loader, read=self.model.how.read)
+        new = self.model.run_over(batches.from_first(batches.first), progress, batches.total)
+        seen = both(self.seen, new)
+        return at(self.model, seen, self.prior_precision, self.likelihood_scale, self.covariance_scale)
+
+
+def _range(numbers: Any) -> str:
+    """The least and the largest of a tree of numbers, or the one that there is."""
+    leaves = optree.tree_leaves(numbers)
+    every = torch.cat([torch.as_tensor(x, dtype=torch.float64, device="cpu").reshape(-1) for x in leaves])
+    low, high = (f"{float(x):.4g}" for x in every.aminmax())
+    return low if low == high else f"{low} to {high}"
+
+
+def at(model: Model, seen: Pass, prior_precision: Any, scale: Tensor, share: float = 1.0) -> FittedLaplace:
+    """The posterior of a pass over the data under a prior and a noise, its covariance times ``share``."""
+    posterior, evidence = posterior_and_evidence(model, seen, prior_precision, scale, share)
+    return FittedLaplace(posterior, prior_precision, scale, evidence.detach(), model, seen, share)
+
+
+def posterior_and_evidence(
+    model: Model, seen: Pass, prior_precision: Any, scale: Tensor, share: float = 1.0
+) -> tuple[Gaussian, Tensor]:
+    """The same without the pieces, differentiable in the prior and the noise. A temperature changes the posterior alone."""
+    posterior = posterior_of(seen.decomposed, model.params, prior_precision=prior_precision, likelihood_scale=scale)
+    if isinstance(seen.precision, Kronecker):
+        posterior = posterior._replace(undecomposed=seen.precision.scale(scale).add_diagonal(prior_precision))
+    joint = seen.log_likelihood * (1 if model.likelihood.has_noise_scale else scale)
+    joint = joint + log_prior(model.params, prior_precision, model.how.prior_mean).to(torch.float64)
+    if model.likelihood.has_noise_scale:
+        joint = joint + Residual(seen.squares, seen.entries).gain(scale)
+    evidence = posterior.log_evidence(joint)
+    if seen.regression is not None:
+        mean, evidence = solved(model, seen.regression, prior_precision, scale)
+        posterior = posterior._replace(mean=mean)
+    temperature = model.how.temperature
+    if share < 1:
+        temperature = share / float(seen.precision.count)
+    if temperature is not None:
+        posterior = posterior_of(
+            seen.decomposed,
+            model.params,
+            prior_precision=prior_precision,
+            likelihood_scale=scale,
+            temperature=temperature,
+        )
+    return posterior, evidence
+
+
+def solved(model: Model, regression: Regression, prior_precision: Any, scale: Tensor) -> tuple[Tree, Tensor]:
+    """The mode of a linear last layer with Gaussian noise under a prior and a noise, and the log evidence there."""
+    layer: Any = model.forward
+    leaves, structure = optree.tree_flatten(model.params)
+    prior = [d.to(p) for d, p in zip(spread(prior_precision, model.params, "prior_precision"), leaves)]
+    of: Any = optree.tree_unflatten(structure, prior)
+    of_bias = None if layer.bias is None else of[layer.bias]
+    evidence, weight, bias = regression.solved(of[layer.weight], of_bias, scale)
+    move: Any = {layer.weight: weight} if layer.bias is None else {layer.weight: weight, layer.bias: bias}
+    return optree.tree_map(lambda x, m, p: m + x.to(p), move, model.prior_means(), model.params), evidence
+
+
+SUBSET = kinds.Kind(
+    lambda x: not isinstance(x, (type, Tensor)) and not hasattr(x, "__array__"),
+    "'all', 'last_layer', a list of names, a function of a name, or bc.posterior.subnetwork(...)",
+)
+
+
+@kinds.takes(
+    module_or_forward=kinds.ANY,
+    likelihood=kinds.ANY,
+    loader=kinds.BATCHES,
+    params=kinds.TREE,
+    structure=kinds.TEXT.or_none(),
+    subset=SUBSET,
+    tune=kinds.TEXT.or_none(),
+    tune_noise=kinds.Kind(
+        lambda x: isinstance(x, bool) or (isinstance(x, str) and x == "evidence"), "a bool or 'evidence'"
+    ),
+    prior_precision=kinds.ANY,
+    prior_structure=kinds.TEXT.or_none(),
+    validation=kinds.BATCHES,
+    inputs=kinds.INPUTS,
+    outputs=kinds.INPUTS,
+    curvature=kinds.TEXT,
+    prior_mean=kinds.ANY,
+)
+def fit_laplace(
+    module_or_forward: nn.Module | Callable[[Tree, Any], Tensor],
+    likelihood: Likelihood,
+    loader: Iterable,
+    *,
+    params: Tree | None = None,
+    structure: str | None = None,
+    subset: str | Sequence[str] | Callable[[str], bool] | Any = "last_layer",
+    tune: Literal["evidence", "validation"] | None = "evidence",
+    tune_noise: bool | Literal["evidence"] = True,
+    prior_precision: Any = 1.0,
+    prior_structure: Literal["scalar", "layerwise"] | None = None,
+    validation: Iterable | None = None,
+    inputs: str | Callable[[Any], Any] | None = None,
+    outputs: str | Callable[[Any], Any] | None = None,
+    curvature: Literal["default", "ggn", "fisher", "empirical_fisher"] = "default",
+    prior_mean: Any = 0.0,
+    temperature: float | None = None,
+    progress: bool = False,
+    **options: Any,
+) -> FittedLaplace:
+    """The Laplace posterior of a trained model, its prior and noise tuned, ready to predict.
+
+    Args:
+        module_or_forward: a trained ``nn.Module`` in ``eval`` mode, or ``forward(params, batch) -> outputs [B, *event]``.
+        likelihood: of :mod:`bayesopt_chain.likelihoods`. With ``gaussian()``, its variance is a start; the evidence tunes it.
+        loader: an iterable of batches ``(inputs, targets)``, or of mappings with ``"labels"`` such as a tokenizer's, read
+            once. Labels of a causal language model, which its own loss moves to the next token, are moved too
+            (:func:`bayesopt_chain.posterior.next_labels`). Where several fits look at one last layer,
+            :func:`bayesopt_chain.posterior.cache_features` of the loader.
+        params: the trained parameters; needed for a forward function, for a module its own by default.
+        structure: of the posterior: "kronecker", "dense", "root", "diagonal", "block" or "low_rank". Default: "dense" for a
+            linear last layer with Gaussian noise of at most 2,048 parameters, "kronecker" otherwise. Such a layer's mode and
+            evidence are exact in every structure (``regression.py``); "kronecker", "block" and "diagonal" leave the
+            covariance of weights and biases out of the predictions' variance.
+        subset: which parameters are uncertain: "last_layer" (default; of a module the layer whose output reaches the output
+            last: a head, or several heads whose outputs are put together), "all", or names, a function of a name, or a tree of
+            booleans as for :func:`bayesopt_chain.curvature.subset`; or single entries by
+            :func:`bayesopt_chain.posterior.subnetwork`. A parameter named ``all`` or ``last_layer`` is chosen by ``["all"]``.
+        tune: "evidence" (default) maximises the evidence over the prior precision; "validation" takes what predicts
+            ``validation`` best: of Gaussian noise the variance, with the prior by the evidence at each, of other likelihoods
+            the prior precision of ``10^-4 ... 10^4``; ``None`` keeps ``prior_precision``.
+        tune_noise: how sure the likelihood is of targets. True (default) takes the noise of a linear last layer with Gaussian
+            noise from the residuals and degrees of freedom of the whole network, and the dispersion of other likelihoods by
+            turns with the prior, with a budget for what averaging may change (:mod:`bayesopt_chain.posterior.rule`: a good
+            network stays good). "evidence" maximises the evidence over Gaussian noise too, in the kept parameters alone, and
+            takes other likelihoods at their word; False takes all at their word. Where other layers than a linear last one are
+            kept, True is "evidence" for Gaussian noise, which is only as good as the structure: on a network of 2,701
+            parameters with noise of variance 4e-4 (three seeds) "root" over all layers found 3.1e-4 to 4.8e-4, but "kronecker"
+            over all layers 2.0e-3 to 2.4e-3 and "diagonal" 3.
+        prior_precision: of a zero-mean Gaussian prior, per parameter: a positive number, or a tree for ``tune=None``. Where
+            tuning by the evidence starts.
+        prior_structure: for ``tune="evidence"``: "scalar" has one precision for all kept parameters, "layerwise" one for each
+            tensor. Default: "scalar" where "dense" or "root" is asked for, "layerwise" otherwise.
+        validation: an iterable of batches, for ``tune="validation"``, read once.
+        inputs: from a batch ``(inputs, targets)`` to what a module is called with, as for
+            :func:`bayesopt_chain.make_functional`. Default: the inputs; of a mapping all but its labels.
+        outputs: from what a module returns to the outputs that the likelihood takes, or its key. Default: a tensor itself, of
+            anything else its ``logits``.
+        curvature: "ggn" (exact), "fisher" (at labels drawn from the model) or "empirical_fisher" (at those observed, which is
+            the Fisher information of a model that is right alone), estimators of :mod:`bayesopt_chain.curvature`. Default:
+            "ggn", and "fisher" where a datum has more than 1,000 outputs, as a sequence of tokens has; the ``repr`` of the fit
+            says which. Of "fisher", ``samples`` labels are drawn for a datum from torch's global generator (or
+            ``generator=``). Default: one; of "dense", "root" and "block" as many as make four rows for each parameter.
+        prior_mean: of the Gaussian prior: a number, or a tree like the kept parameters. Default 0.
+        temperature: per datum, as everywhere: the covariance times ``temperature * N``, prior included; below ``1 / N`` it is a
+            cold posterior. The evidence is Bayes' all the same. Default: Bayes, ``1 / N``.
+        progress: show a progress bar (needs tqdm).
+        **options: of the estimator, such as ``rank``.
+
+    Returns:
+        A :class:`FittedLaplace`, with ``predict``, ``posterior``, ``log_evidence`` and ``refit``. Where its predictions of
+        training data are much worse than the network's own (an overfitted network's curvature says little), it warns.
+
+    Raises:
+        ValueError: arguments out of range or at odds; a module in training mode with layers that it changes; no batches; NaN.
+        TypeError: neither a module nor a function.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> _ = torch.manual_seed(0)
+        >>> module = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).eval()
+        >>> data = torch.utils.data.TensorDataset(torch.randn(60, 2), torch.randint(0, 3, (60,)))
+        >>> fitted = bc.fit_laplace(module, bc.likelihoods.categorical(), torch.utils.data.DataLoader(data, 20))
+        >>> fitted.predict(torch.zeros(4, 2)).shape
+        torch.Size([4, 3])
+    """
+    checks.recording("fit_laplace")
+    if not isinstance(likelihood, Likelihood):
+        raise TypeError(
+            f"fit_laplace: likelihood is {getattr(likelihood, '__name__', type(likelihood).__name__)}, not a likelihood: pass "
+            "one of bc.likelihoods, called, such as bc.likelihoods.categorical(); of a loss bc.likelihoods.custom(...)"
+        )
+    if isinstance(module_or_forward, torch.nn.Module) and not (params is None or isinstance(params, Mapping)):
+        raise TypeError(
+            f"fit_laplace: params of a module must be a dictionary by its parameters' names, got {checks.short(params)}"
+        )
+    if structure is not None and structure not in STRUCTURES:
+        raise ValueError(f"fit_laplace: structure={structure!r}: pass one of {', '.join(STRUCTURES)}")
+    if tune not in ("evidence", "validation", None):
+        raise ValueError(f"fit_laplace: tune={tune!r}: pass 'evidence', 'validation' or None")
+    if (tune == "validation") != (validation is not None):
+        raise ValueError("fit_laplace: tune='validation' and validation= (a loader) go together")
+    if tune is not None and not (
+        isinstance(prior_precision, (int, float)) and math.isfinite(prior_precision) and prior_precision > 0
+    ):
+        raise ValueError(f"fit_laplace: prior_precision must be a positive, finite number, got {prior_precision!r}")
+    of_prior = require_prior_structure("fit_laplace", prior_structure, structure)
+    if prior_structure is not None and tune != "evidence":
+        raise ValueError(
+            f"fit_laplace: prior_structure={prior_structure!r} is for tune='evidence': leave it out with tune={tune!r}"
+        )
+    read = Reader(module_or_forward)
+    batches = peeked(loader, read=read)
+    if curvature not in ("default", *ESTIMATORS):
+        raise ValueError(f"fit_laplace: curvature={curvature!r}: pass one of {', '.join(map(repr, ESTIMATORS))}")
+    variance = None
+    if isinstance(subset, Subnetwork) and subset.rule == "largest_variance":
+        if iter(loader) is loader:
+            raise ValueError(
+                "fit_laplace: a subnetwork of the largest variance reads the loader twice, and this one can be read only once: "
+                "pass a list of its batches, or a DataLoader"
+            )
+        whole = fit_laplace(
+            module_or_forward,
+            likelihood,
+            loader,
+            params=params,
+            structure="diagonal",
+            subset="all",
+            tune=None,
+            prior_precision=prior_precision,
+            inputs=inputs,
+            outputs=outputs,
+        )
+        variance = whole.posterior.marginal_variance
+    how = How(
+        likelihood, subset, structure, options, inputs, outputs, curvature, prior_mean, temperature, variance, read
+    )
+    model, first = make_model(module_or_forward, params, loader, batches.first, how)
+    require_finite(model.params, "fit_laplace: a parameter")
+    model = with_estimator(model, first, (batches.total or 1) * batch_size(batches.first))
+    keep = Kept(data_for(model))
+    seen = model.run_over(batches.from_first(first), progress, batches.total, keep)
+    if not any(bool(leaf.any()) for leaf in optree.tree_leaves(seen.precision.diag())):
+        if seen.entries == 0:
+            raise ValueError("fit_laplace: every target is left out, by its label or its weight: pass some that count")
+        raise ValueError(
+            f"fit_laplace: the outputs do not depend on the kept parameters ({', '.join(paths(model.params)[:4])}), whose "
+            "curvature is zero: pass subset= parameters that the outputs are computed with"
+        )
+    _warn_of_low_rank(model, float(seen.precision.count))
+    one = torch.ones((), dtype=torch.float64, device=seen.log_likelihood.device)
+    if tune is None:
+        return at(model, seen, prior_precision, one)
+    if tune == "validation":
+        return _validated(model, seen, one if not tune_noise else None, validation, of_prior)
+    require_finite(seen.precision.diag(), "fit_laplace: the curvature")
+    start, scale, share = float(prior_precision), None if likelihood.has_noise_scale and tune_noise else one, 1.0
+    if seen.regression is not None and tune_noise is True:
+        if not isinstance(batches.first, HeadBatch):
+            keep.batches[0] = part(batches.first, 0, keep.most)  # as the body sees it
+        best = by_network_noise(model, seen, keep.batches, of_prior)
+        _warn_of_least_noise(seen.regression, best.likelihood_scale)
+    elif (
+        likelihood.has_noise_scale
+        or tune_noise is not True
+        or model.how.curvature == "empirical_fisher"
+        or temperature is not None
+    ):
+        best = tuned(model, seen, scale=scale, start=start, prior_structure=of_prior)
+    else:
+        best = by_dispersion(model, seen, start, of_prior)
+        share = within_budget(model, at(model, seen, *best[:2]).posterior, keep.batches, seen)
+    fitted = at(model, seen, *best[:2], share)
+    _warn_where_worse(fitted, first)
+    return fitted
+
+
+def _warn_of_least_noise(regression: Regression, scale: Tensor) -> None:
+    if 1 / scale < 2 * regression.least_noise():
+        warnings.warn(
+            f"fit_laplace: the features of the last layer explain the targets but for {LEAST:g} of their variance, the least "
+            "that is taken for noise: give the noise (likelihoods.gaussian(variance), tune_noise=False) if it is known",
+            stacklevel=4,
+        )
+
+
+def _warn_of_low_rank(model: Model, data: float) -> None:
+    parameters, samples = matrix_size(model), model.how.options.get("samples", 1)
+    if model.how.curvature != "ggn" and data * samples < parameters:
+        warnings.warn(
+            f"fit_laplace: {data:.0f} data and {samples} labels for each make a curvature of rank {data * samples:.0f} at "
+            f"most, of {parameters} parameters: the posterior is as wide as the prior in all other directions. Pass "
+            f"curvature='ggn', which is exact, 'fisher' with "
+            f"samples={math.ceil(parameters / data)} or more, or structure='kronecker'",
+            stacklevel=4,
+        )
+
+
+def _warn_where_worse(fitted: FittedLaplace, batch: Any) -> None:
+    """Compare the predictive density of some training data with the network's own, where that costs little."""
+    seen = fitted.model.seen_by_head(batch)
+    some = part(seen, 0, FEW_DATA)
+    with torch.no_grad():
+        outputs = fitted.model.forward(fitted.model.params, some)
+        entries = outputs.shape[1:].numel()
+        data = min(len(outputs), SMALL_WORK // (entries * size(fitted.model.params)))
+        if data < LEAST_DATA or entries > FEW_DATA:
+            return
+        some = part(some, 0, data)
+        targets = fitted.likelihood.labels(some[1])
+        mean, covariance = fitted.outputs([some])
+        under = fitted.likelihood.predictive(mean, covariance).log_prob(some[1]).mean().item()
+        own = fitted.likelihood.log_prob(outputs[:data], targets).mean().item()
+    if own - under > WORSE + min(0.5, abs(own)):
+        warnings.warn(
+            f"fit_laplace: on training data the predictive density has a negative log-likelihood of {-under:.2f} a target, "
+            f"the network itself {-own:.2f}: the posterior is far wider than the data ask for, as for an overfitted network or "
+            "few data. Tune by held-out data (tune='validation'), set the prior (tune=None), or sample the network "
+            "(bc.posterior_ensemble)",
+            stacklevel=3,
+        )
+
+
+def _log_density(fitted: FittedLaplace, batch: Any, targets: Any) -> Tensor:
+    """Summed over held-out targets, 0-d; where a datum's outputs are too many for their covariance, by draws of functions."""
+    model, likelihood = fitted.model, fitted.likelihood
+    with torch.no_grad():
+        if model.forward(model.params, part(batch, 0, 1)).numel() <= MANY:
+            return fitted.predictive([batch]).log_prob(targets).sum()
+        generator = torch.Generator(optree.tree_leaves(model.params)[0].device).manual_seed(0)
+        drawn = functional_samples(model.forward, fitted.posterior, batch, samples=DRAWS, generator=generator)
+        logs = likelihood.log_prob(drawn, likelihood.labels(targets)).logsumexp(0) - math.log(DRAWS)
+        weights = likelihood.weights(targets)
+        return (logs if weights is None else logs * weights).sum()
+
+
+def _validated(
+    model: Model, seen: Pass, scale: Tensor | None, validation: Any, prior_structure: str | None
+) -> FittedLaplace:
+    """By held-out predictive density: Gaussian noise, with the prior by the evidence at each, or the prior alone."""
+    model.require_seen(validation)
+    held_out = [(model.seen_by_head(batch), batch[1]) for batch in batches_of(validation, model.how.read)]
+    if not held_out or any(targets is None for _, targets in held_out):
+        raise ValueError("fit_laplace: validation= must be batches (inputs, targets), at least one, each with targets")
+    one = torch.ones_like(seen.log_likelihood)
+    of_noise = model.likelihood.has_noise_scale and scale is None and spectra(seen.decomposed) is not None
+
+    def fitted(candidate: float) -> FittedLaplace:
+        if not of_noise:
+            return at(model, seen, candidate, one)
+        return at(model, seen, *tuned(model, seen, scale=one * candidate, prior_structure=prior_structure)[:2])
+
+    def loss(candidate: float) -> float:
+        found = fitted(candidate)
+        return -float(torch.stack([_log_density(found, *batch) for batch in held_out]).sum())
+
+    inverse = float(seen.entries / seen.squares.clamp_min(TINY))
+    candidates = [inverse * 10.0 ** (k / 4) for k in range(-8, 17)] if of_noise else CANDIDATES
+    return fitted(tune_by_validation(loss, candidates)[0])

@@ -1,0 +1,289 @@
+"""The last layer of a module: which parameters it has, and the features it sees.
+
+It is found from the graph of a real forward pass: going back from the output, the first modules with a trained matrix (and no
+submodule with parameters) whose outputs are met. One head is one layer; heads whose outputs are put together, such as those of
+a mean and of a variance, are the last layer together. A head that ran but does not reach the output is none. Parametrizations
+(``torch.nn.utils.parametrize``) belong to the module whose tensors they make. Parameters without a matrix behind the layer
+stay as they are, such as a scale or a norm, but for a bias that no such module owns: one that is added to the output,
+``(d f / d b)^T v = sum v`` for every v, is the layer's.
+
+A linear last layer makes the model linear in its parameters, ``f = W phi(x) + b``; the features ``phi(x)`` do not depend on
+them, so that neither curvature nor predictions have to go through the body more than once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from bayesopt_chain.curvature._affine import Affine
+from bayesopt_chain.curvature._plan import batch_size, part
+from bayesopt_chain.modules.functional import Forward
+from bayesopt_chain.posterior._joint import needs_graph
+
+NORMS = (nn.LayerNorm, nn.RMSNorm)  # their weights may have two axes and scale entry by entry
+
+Body = Mapping[str, tuple[Tensor, int]]
+
+
+class HeadBatch(NamedTuple):
+    """A batch as a linear last layer sees it: features ``[B, *, D]`` and targets."""
+
+    features: Tensor
+    targets: Any
+
+
+class LastLayer(NamedTuple):
+    """The parameters of the last layer, by name; those behind it that stay as they are; its first module; whether that is a
+    linear layer whose output is the model's; what it saw of the batch."""
+
+    names: tuple[str, ...]
+    behind: tuple[str, ...]
+    module: nn.Module
+    is_head: bool
+    inputs: tuple[Any, ...]
+
+
+class Call(NamedTuple):
+    """One run of a layer: its name, what it was called with, what it returned, and the graph's nodes of that, by then."""
+
+    name: str
+    inputs: tuple[Any, ...]
+    output: Any
+    nodes: list[Any]
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module that ``torch.compile`` or ``DataParallel`` wrapped, whose layers can be watched; any other as it is.
+
+    Raises:
+        ValueError: a compiled module within another; a script module.
+    """
+    module = getattr(module, "_orig_mod", module)
+    module = module.module if isinstance(module, nn.DataParallel) else module
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(
+            "fit_laplace: the layers of a script module cannot be watched: pass the module it was made from"
+        )
+    inner = [name for name, layer in module.named_modules() if hasattr(layer, "_orig_mod")]
+    if inner:
+        raise ValueError(
+            f"fit_laplace: {inner[0]} was compiled by torch.compile, so that its layers cannot be watched: put the module "
+            f"itself, {inner[0]}._orig_mod, in its place, or compile the whole model"
+        )
+    return module
+
+
+def find_last_layer(forward: Forward, params: Mapping[str, Tensor], batch: Any) -> LastLayer:
+    """The layers with trained matrices whose outputs reach the module's output through no other such layer.
+
+    A model without a matrix has the layers whose outputs are met first, and a warning.
+
+    Raises:
+        ValueError: there is none; matrices that act behind it; a module whose outputs are random, or mix data.
+    """
+    own = _owners(forward.module, params)
+    chosen = {name: p.detach().requires_grad_(p.is_floating_point()) for name, p in params.items()}
+    output, calls = _watched(forward, chosen, batch, own)
+    if not isinstance(output, Tensor):
+        raise ValueError(
+            f"fit_laplace: the module returns {type(output).__name__}, not a tensor: pass outputs=, the key of its outputs or "
+            "a function from it to them"
+        )
+    with_matrix = {
+        name
+        for name, names in own.items()
+        if any(map(_is_matrix, (params[n] for n in names if n in params)))
+        and not isinstance(forward.module.get_submodule(name), NORMS)
+    }
+    reached, behind = _reached(output, [call for call in calls if call.name in with_matrix], chosen)
+    if matrices := [name for name in behind if _is_matrix(chosen[name]) and _owner(name) not in own]:
+        raise ValueError(
+            f"fit_laplace: the output depends on {', '.join(sorted(matrices))} behind every layer, so that there is no last "
+            "layer that is a module of its own: pass subset= the names to keep, or subset='all'"
+        )
+    if not reached:
+        reached, behind = _reached(output, calls, chosen)
+        if not reached:
+            raise ValueError(
+                "fit_laplace: no layer of the module with trained parameters of its own reaches the output, so that there is "
+                f"no last layer: pass subset= the names to keep, of {sorted(params)[:8]}, or subset='all'"
+            )
+        warnings.warn(
+            f"fit_laplace: no layer with a matrix reaches the output, so that the last layer is {reached[0].name}, "
+            "whose parameters are numbers and vectors alone: pass subset= the names to keep, or subset='all'",
+            stacklevel=4,
+        )
+    require_still(forward, params, batch)
+    names = list(dict.fromkeys(name for call in reached for name in own[call.name] if name in params))
+    behind = [name for name in behind if name not in names]
+    added = [name for name in behind if _owner(name) not in own and _is_added(chosen[name], output)]
+    first = reached[0]
+    layer = forward.module.get_submodule(first.name)
+    runs = sum(not set(own[call.name]).isdisjoint(names) for call in calls)
+    is_alone = not added and len(reached) == 1 and runs == 1 and len(first.inputs) == 1
+    is_head = is_alone and type(layer) is nn.Linear and _is_affine(layer, names, params, first, output)
+    behind = [name for name in behind if name not in added]
+    return LastLayer((*names, *added), tuple(behind), layer, is_head, tuple(map(_detached, first.inputs)))
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0].partition(".parametrizations")[0]
+
+
+def _is_matrix(parameter: Tensor) -> bool:
+    """Whether a parameter mixes entries: it has two axes, and not of three or more all but one of length 1."""
+    return parameter.ndim == 2 or (parameter.ndim > 2 and parameter.numel() > max(parameter.shape))
+
+
+def _is_added(parameter: Tensor, output: Tensor) -> bool:
+    """Whether a parameter is a bias of the output: its pullback of random numbers is their sum over what it is added to."""
+    if output.ndim < 2 or parameter.shape != output.shape[max(1, output.ndim - parameter.ndim) :]:
+        return False
+    v = torch.linspace(0.5, 1.5, output.numel(), dtype=output.dtype, device=output.device).reshape(output.shape)
+    (pulled,) = torch.autograd.grad(output, parameter, v, retain_graph=True)
+    return torch.allclose(pulled, v.sum_to_size(parameter.shape), rtol=1e-3)
+
+
+def _is_affine(layer: nn.Linear, names: list[str], params: Mapping[str, Tensor], call: Call, output: Tensor) -> bool:
+    """Whether the output is that of the layer's trained weight and bias at its input, whatever hooks it has."""
+    wanted = ["weight"] if layer.bias is None else ["bias", "weight"]
+    if sorted(name.rpartition(".")[2] for name in names) != wanted or call.inputs[0].shape[:-1] != output.shape[:-1]:
+        return False
+    with torch.no_grad():
+        again = head(tuple(names))(params, call.inputs)
+    return again.dtype == output.dtype and torch.allclose(again, output, rtol=torch.finfo(again.dtype).eps ** 0.5)
+
+
+def _owners(module: nn.Module, params: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """The parameters of every module that has trained ones and no submodule with any, by the name each was given first.
+
+    What its parametrizations hold counts as the module's own.
+    """
+    first_names = {id(parameter): name for name, parameter in module.named_parameters()}
+    out = {}
+    for name, layer in module.named_modules():
+        kept = getattr(layer, "parametrizations", nn.Module())
+        mine = [first_names[id(p)] for p in (*layer.parameters(recurse=False), *kept.parameters())]
+        below = [p for child in layer.children() if child is not kept for p in child.parameters()]
+        if any(n in params for n in mine) and not below and ".parametrizations" not in f".{name}":
+            out[name] = mine
+    return out
+
+
+def _watched(
+    forward: Forward, params: Mapping[str, Tensor], batch: Any, own: Mapping[str, list[str]]
+) -> tuple[Any, list[Call]]:
+    """The output with its graph, and the calls of the layers."""
+    calls: list[Call] = []
+
+    def remember(name: str) -> Any:
+        def hook(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            # now: what changes the output in place afterwards is another node
+            nodes = [x.grad_fn for x in optree.tree_leaves(output) if isinstance(x, Tensor) and x.grad_fn is not None]
+            calls.append(Call(name, inputs, output, nodes))
+
+        return hook
+
+    handles = [forward.module.get_submodule(name).register_forward_hook(remember(name)) for name in own]
+    try:
+        with torch.enable_grad():
+            return forward(params, batch), calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _reached(output: Tensor, calls: list[Call], params: Mapping[str, Tensor]) -> tuple[list[Call], list[str]]:
+    """The calls met first from the output on, in the order in which they ran; parameters that are met outside of any call."""
+    call_of = {node: i for i, call in enumerate(calls) for node in call.nodes}
+    name_of = {id(p): name for name, p in params.items()}
+    met: set[int] = set()
+    behind: list[str] = []
+    seen, stack = set(), [output.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node in call_of:
+            met.add(call_of[node])
+            continue
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) in name_of:
+            behind.append(name_of[id(leaf)])
+        stack.extend(following for following, _ in node.next_functions)
+    return [calls[i] for i in sorted(met)], behind
+
+
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) else x
+
+
+@torch.no_grad()
+def require_still(forward: Forward, params: Mapping[str, Tensor], batch: Any) -> None:
+    """Raise unless two data have the same outputs twice, and the first of them alone.
+
+    Raises:
+        ValueError: outputs that are random, or that depend on the rest of the batch.
+    """
+    size, two = batch_size(batch), part(batch, 0, 2)
+    once, again = forward(params, two), forward(params, two)
+    scale = torch.finfo(once.dtype).eps ** 0.5 * (1 + once.abs().amax())
+    if bool((once - again).abs().amax() > scale):
+        raise ValueError(
+            "fit_laplace: the outputs are random, others for the same inputs and parameters at every call (dropout?): call "
+            "module.eval() first, or make the layer deterministic"
+        )
+    if size > 1:
+        alone = forward(params, part(batch, 0, 1))
+        if alone.shape[1:] != once.shape[1:] or bool((once[:1] - alone).abs().amax() > scale):
+            raise ValueError(
+                "fit_laplace: the outputs of a datum depend on the rest of its batch (batch statistics?): call module.eval() "
+                "first, or leave that layer out"
+            )
+
+
+def body_of(module: nn.Module, params: Mapping[str, Tensor] | None, names: Iterable[str]) -> Body:
+    """All tensors that the features depend on, which are all but the last layer's, each with its version."""
+    own = {**dict(module.named_parameters()), **dict(module.named_buffers()), **(params or {})}
+    last = set(names)
+    return {name: (tensor, tensor._version) for name, tensor in own.items() if name not in last}
+
+
+@dataclass(frozen=True)
+class Features:
+    """``features(batch)``: what the last layer sees of a batch; a :class:`HeadBatch` is handed through.
+
+    They have a graph where somebody may differentiate them by the inputs.
+    """
+
+    forward: Forward
+    params: Mapping[str, Tensor]
+    layer: nn.Module
+    body: Body
+
+    def __call__(self, batch: Any) -> HeadBatch:
+        if isinstance(batch, HeadBatch):
+            return batch
+        seen: list[Tensor] = []
+        graph = needs_graph(batch)
+        handle = self.layer.register_forward_hook(lambda _, inputs, output: seen.append(inputs[0]))
+        try:
+            with torch.set_grad_enabled(graph):
+                self.forward(self.params, batch)
+        finally:
+            handle.remove()
+        return HeadBatch(seen[-1] if graph else seen[-1].detach(), batch[1])
+
+
+def head(names: tuple[str, ...]) -> Affine:
+    """The linear layer whose parameters have these names: ``head(params, (features, targets)) -> outputs``."""
+    weight = next(name for name in names if name.rpartition(".")[2] == "weight")
+    return Affine(weight, next((name for name in names if name.rpartition(".")[2] == "bias"), None))

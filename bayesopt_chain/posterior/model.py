@@ -1,0 +1,293 @@
+"""What a fit looks at: a model of its uncertain parameters, and one pass of it over the data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple, cast
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from bayesopt_chain.curvature import empirical_fisher, entries, fisher, ggn, subset
+from bayesopt_chain.curvature._checks import Checks
+from bayesopt_chain.curvature._estimators import Estimator
+from bayesopt_chain.curvature._plan import batch_size, part
+from bayesopt_chain.likelihoods import Likelihood
+from bayesopt_chain.modules.functional import Forward, make_functional
+from bayesopt_chain.posterior._subnetwork import Subnetwork
+from bayesopt_chain.posterior.batches import as_pair, logits_of, require_eval, with_progress
+from bayesopt_chain.posterior.cache import CachedFeatures, require_body
+from bayesopt_chain.posterior.dispersion import Scatter, scatter_of
+from bayesopt_chain.posterior.last_layer import (
+    Body,
+    Features,
+    HeadBatch,
+    LastLayer,
+    body_of,
+    find_last_layer,
+    head,
+    unwrapped,
+)
+from bayesopt_chain.posterior.regression import Regression, Rows, rows_of
+from bayesopt_chain.precision import Kronecker, Precision
+from bayesopt_chain.trees import Tree, common_dtype, size, spread, wide
+
+DENSE = 2048  # parameters of a linear last layer with Gaussian noise up to which its posterior is dense by default
+MANY = 1000  # outputs of a datum up to which the default curvature is exact, which costs a backward pass for each
+SAMPLED = 4  # rows that are sampled for every parameter of a matrix, whose inverse is then 4/3 of what it should be
+ESTIMATORS: dict[str, Any] = {"ggn": ggn, "fisher": fisher, "empirical_fisher": empirical_fisher}
+
+
+class How(NamedTuple):
+    """What a fit was told: likelihood, parameters to keep, structure with its options, how to call the module, the prior."""
+
+    likelihood: Likelihood
+    keep: Any
+    structure: str | None
+    options: dict[str, Any]
+    inputs: Any = None
+    outputs: Any = None
+    curvature: str = "ggn"  # or "default" until the model is known
+    prior_mean: Any = 0.0
+    temperature: float | None = None
+    variance: Any = None  # of all parameters, where a subnetwork is chosen by it
+    read: Callable[[Any], Any] = as_pair  # a batch as a pair (inputs, targets)
+
+    @property
+    def keeps_last_layer(self) -> bool:
+        return isinstance(self.keep, str) and self.keep == "last_layer"
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one pass over the data says at the parameters.
+
+    ``precision``: the sum of the increments; ``rows``: of a model that is linear with Gaussian noise, else None;
+    ``log_likelihood``: summed, 0-d; ``squares``: twice its excess over a perfect fit, 0-d (for Gaussian noise of known
+    variance the whitened residual sum of squares); ``entries``: the sum of the targets' weights, 0-d; ``scatter``: of the
+    gradients in the outputs, None for Gaussian noise of known variance.
+    """
+
+    precision: Any
+    rows: Rows | None
+    log_likelihood: Tensor
+    squares: Tensor
+    entries: Tensor
+    scatter: Scatter | None
+
+    @cached_property
+    def decomposed(self) -> Any:
+        """The precision, Kronecker factors in their eigenbasis: decomposed once for every prior and noise."""
+        return self.precision.eigenbasis() if isinstance(self.precision, Kronecker) else self.precision
+
+    @cached_property
+    def regression(self) -> Regression | None:
+        """The rows, decomposed once too."""
+        return None if self.rows is None else Regression(self.rows)
+
+
+class Kept:
+    """The first ``most`` data of a pass, by batches."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.count, self.batches = most, 0, []
+
+    def take(self, batch: Any) -> None:
+        """Keep what of a batch is still wanted."""
+        if self.count < self.most:
+            self.batches.append(part(batch, 0, self.most - self.count))
+            self.count += batch_size(batch)
+
+
+@dataclass(frozen=True)
+class Model:
+    """The pieces of a fit: how outputs follow from the kept parameters, and how curvature is estimated."""
+
+    forward: Callable[[Tree, Any], Tensor]
+    params: Tree
+    how: How
+    features_of: Features | None = None
+    fixed: tuple[str, ...] = ()  # parameters behind the last layer
+    checks: Checks = field(default_factory=Checks, compare=False, repr=False)  # of predictions
+
+    @property
+    def likelihood(self) -> Likelihood:
+        return self.how.likelihood
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of predictions: a last layer with Gaussian noise is solved in float64, whatever the module computes in."""
+        held = self.params if self.features_of is None else self.features_of.params
+        return wide(common_dtype(held))
+
+    @property
+    def is_linear_gaussian(self) -> bool:
+        """Whether the joint is quadratic in the kept parameters, and its curvature exact."""
+        exact = self.how.curvature in ("ggn", "default") and self.how.temperature is None
+        return exact and self.features_of is not None and self.likelihood.has_noise_scale
+
+    def prior_means(self) -> Tree:
+        """The prior's mean, a tree of tensors that broadcast with the parameters."""
+        means = spread(self.how.prior_mean, self.params, "prior_mean")
+        leaves, structure = optree.tree_flatten(self.params)
+        return optree.tree_unflatten(structure, [m.to(p.dtype) for p, m in zip(leaves, means)])
+
+    def from_prior_mean(self) -> Tree:
+        """The parameters less the prior's mean."""
+        return optree.tree_map(torch.sub, self.params, self.prior_means())
+
+    def seen_by_head(self, batch: Any) -> Any:
+        """The batch as ``forward`` takes it: ``(features, targets)`` for a linear last layer."""
+        if self.features_of is not None:
+            features, targets = self.features_of(batch)
+            return HeadBatch(features.to(optree.tree_leaves(self.params)[0].dtype), targets)
+        if isinstance(batch, HeadBatch):
+            raise ValueError(
+                "cached features are those of a linear last layer, which this fit does not have: pass the inputs"
+            )
+        return batch
+
+    def require_seen(self, data: Any) -> None:
+        """Raise for cached features of another body."""
+        if isinstance(data, CachedFeatures) and self.features_of is not None:
+            require_body(data, self.features_of.body)
+
+    def run_over(
+        self, batches: Iterable, progress: bool = False, total_batches: int | None = None, keep: Kept | None = None
+    ) -> Pass:
+        """One pass over the data."""
+        estimate = ESTIMATORS[self.how.curvature](self.forward, self.likelihood, self.how.structure, **self.how.options)
+        total: Pass | None = None
+        for batch in with_progress(batches, progress, total_batches):
+            seen = self.seen_by_head(batch)
+            one = self._looked_at(seen, estimate)
+            if keep is not None:
+                keep.take(batch if self.is_linear_gaussian else seen)
+            total = one if total is None else both(total, one)
+        if total is None:
+            raise ValueError("fit_laplace: the loader has no batches")
+        return total
+
+    def _looked_at(self, batch: Any, estimate: Callable[[Any, Any], Precision]) -> Pass:
+        if isinstance(estimate, Estimator):
+            precision, outputs = estimate.with_outputs(self.params, batch)
+        else:
+            precision = estimate(self.params, batch)
+            with torch.no_grad():
+                outputs = self.forward(self.params, batch)
+        with torch.no_grad():
+            self.likelihood.require(outputs, batch[1], wait=True)
+            loss = self.likelihood.nll(outputs, batch[1]).sum().to(torch.float64)
+            squares, weights = loss.new_zeros(()), self.likelihood.weights(batch[1])
+            entries = loss.new_full((), len(outputs) * math.prod(self.likelihood.grouping(outputs.shape[1:]).positions))
+            entries = entries if weights is None else weights.to(torch.float64).sum()
+            if self.likelihood.has_noise_scale:
+                squares = self.likelihood.whitened(outputs, batch[1]).to(torch.float64).square().sum()
+            rows = None
+            if self.is_linear_gaussian:
+                means = optree.tree_map(lambda m, p: m.to(torch.float64).expand_as(p), self.prior_means(), self.params)
+                rows = rows_of(self.likelihood, cast(Any, self.forward), means, *batch)
+        scatter = None if self.likelihood.has_noise_scale else scatter_of(self.likelihood, outputs, batch[1])
+        return Pass(precision, rows, -loss, squares, entries, scatter)
+
+
+def both(a: Pass, b: Pass) -> Pass:
+    """Two passes over different data as one."""
+    return Pass(
+        a.precision.add(b.precision),
+        None if a.rows is None or b.rows is None else a.rows.add(b.rows),
+        a.log_likelihood + b.log_likelihood,
+        a.squares + b.squares,
+        a.entries + b.entries,
+        None if a.scatter is None or b.scatter is None else a.scatter.add(b.scatter),
+    )
+
+
+def make_model(source: Any, params: Tree | None, data: Any, first: Any, how: How) -> tuple[Model, Any]:
+    """The model of the kept parameters of a module or a forward function, and the first batch as it sees it.
+
+    ``data`` is the loader, ``first`` its first batch, which shows which layer is the last.
+    """
+    if isinstance(source, nn.Module):
+        return _of_module(source, params, data, first, how)
+    if not callable(source):
+        raise TypeError(f"fit_laplace: {type(source).__name__} is neither an nn.Module nor a function")
+    if params is None:
+        raise ValueError("fit_laplace: a forward function needs params=, the trained parameters")
+    if how.keeps_last_layer:
+        raise ValueError(
+            "fit_laplace: of a forward function the last layer is not known: pass subset= its parameters' names, or 'all'"
+        )
+    return _of_function(cast(Any, source), params, how), first
+
+
+def with_estimator(model: Model, first: Any, data: int) -> Model:
+    """The model with the default curvature decided, and with as many sampled labels as the structure asks for.
+
+    The curvature is exact for up to :data:`MANY` outputs a datum. A sum of ``data`` times ``samples`` outer products has no
+    larger rank, so that a matrix of ``P`` parameters takes ``SAMPLED P / data`` of them for a datum, and at most as many as it
+    has outputs.
+    """
+    how, options = model.how, dict(model.how.options)
+    whole = matrix_size(model)
+    if model.is_linear_gaussian or how.curvature in ("ggn", "empirical_fisher") or ("samples" in options and not whole):
+        return model if how.curvature != "default" else replace(model, how=how._replace(curvature="ggn"))
+    with torch.no_grad():
+        outputs = model.forward(model.params, part(first, 0, 1)).numel()
+    if how.curvature == "default":
+        sampled = "samples" in options or (outputs > MANY and "probes" not in options)
+        how = how._replace(curvature="fisher" if sampled else "ggn")
+    if how.curvature == "fisher":
+        options.setdefault("samples", min(outputs, -(-SAMPLED * whole // data)) if whole else 1)
+    return replace(model, how=how._replace(options=options))
+
+
+def matrix_size(model: Model) -> int:
+    """The number of parameters of the largest matrix that is held as a sum over data; 0 where there is none."""
+    sizes = [leaf.numel() for leaf in optree.tree_leaves(model.params)]
+    return {"dense": sum(sizes), "root": sum(sizes), "block": max(sizes)}.get(model.how.structure or "", 0)
+
+
+def _of_module(module: nn.Module, params: Any, data: Any, first: Any, how: How) -> tuple[Model, Any]:
+    module = unwrapped(module)
+    require_eval(module)
+    forward, own, _ = make_functional(module, inputs=how.inputs, outputs=how.outputs or logits_of)
+    chosen = own if params is None else params
+    if isinstance(data, CachedFeatures):
+        if not how.keeps_last_layer:
+            raise ValueError(
+                "fit_laplace: cached features go with subset='last_layer': for other parameters pass the loader"
+            )
+        require_body(data, body_of(module, params, data.last.names))
+        return _of_head(forward, chosen, data.last, data.body, how), first
+    if not how.keeps_last_layer:
+        return _of_function(forward, chosen, how), first
+    last = find_last_layer(forward, chosen, first)
+    if last.is_head:
+        body = body_of(module, params, last.names)
+        return _of_head(forward, chosen, last, body, how), HeadBatch(last.inputs[0].detach(), first[1])
+    return replace(_of_function(forward, chosen, how._replace(keep=list(last.names))), fixed=last.behind), first
+
+
+def _of_head(forward: Forward, params: Any, last: LastLayer, body: Body, how: How) -> Model:
+    kept = {name: params[name] for name in last.names}
+    wanted, how = how, how._replace(structure=how.structure or "kronecker")
+    model = Model(head(last.names), kept, how, Features(forward, params, last.module, body))
+    if not model.is_linear_gaussian:
+        return model
+    structure = "dense" if wanted.structure is None and size(kept) <= DENSE else how.structure
+    kept = {name: x.to(torch.float64) for name, x in kept.items()}  # in which the mode is solved for
+    return replace(model, params=kept, how=how._replace(structure=structure))
+
+
+def _of_function(forward: Callable[[Tree, Any], Tensor], params: Tree, how: How) -> Model:
+    how = how._replace(structure=how.structure or "kronecker")
+    if isinstance(how.keep, str) and how.keep == "all":
+        return Model(forward, params, how)
+    if isinstance(how.keep, Subnetwork):
+        return Model(*entries(forward, params, how.keep.mask(params, how.variance)), how)
+    return Model(*subset(forward, params, how.keep), how)

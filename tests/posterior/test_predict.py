@@ -1,0 +1,261 @@
+"""Linearised predictions against the naive Jacobian, class approximations against quadrature."""
+
+import math
+
+import numpy as np
+import optree
+import pytest
+import torch
+from torch import nn
+
+import bayesopt_chain as bc
+from bayesopt_chain import curvature, likelihoods
+from bayesopt_chain.posterior.gaussian import Gaussian
+from bayesopt_chain.posterior.laplace import laplace
+from bayesopt_chain.precision import Diagonal, flatten
+from tests.curvature.conftest import convolutional, of_module
+
+
+@pytest.fixture(autouse=True)
+def double_precision():
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def mlp():
+    params = {"w": torch.randn(3, 4), "head": [torch.randn(2, 4), torch.randn(2)], "s": torch.tensor(1.2)}
+
+    def forward(p, batch):
+        return p["s"] * nn.functional.linear(torch.tanh(batch[0] @ p["w"]), *p["head"])
+
+    return forward, params, torch.randn(7, 3)
+
+
+def conv():
+    return (*of_module(convolutional()), torch.randn(7, 2, 6, 6))
+
+
+def posterior_of(forward, params, inputs, structure):
+    targets = torch.zeros_like(forward(params, (inputs, None)))
+    increment = curvature.ggn(forward, likelihoods.gaussian(0.5), structure)(params, (inputs, targets))
+    tx = laplace()
+    _, state = tx.update(params, tx.init(params), curvature=increment)
+    return tx.posterior(state, params, prior_precision=0.6)
+
+
+@pytest.mark.parametrize("model", [mlp, conv], ids=["mlp", "conv"])
+@pytest.mark.parametrize("structure", curvature.STRUCTURES)
+def test_the_linearised_covariance_is_the_naive_one_in_every_structure(model, structure):
+    forward, params, inputs = model()
+    posterior = posterior_of(forward, params, inputs, structure)
+    leaves, tree = optree.tree_flatten(params)
+    new = torch.randn(5, *inputs.shape[1:])
+    jacobians = torch.func.jacrev(
+        lambda *leaves: forward(optree.tree_unflatten(tree, leaves), (new, None)), tuple(range(len(leaves)))
+    )(*leaves)
+    jacobian = torch.cat([j.reshape(5, j.shape[1], -1) for j in jacobians], -1)
+    expected = jacobian @ torch.linalg.inv(posterior.precision.to_dense()) @ jacobian.mT
+    for chunk_bytes in (None, 1, 10_000):
+        mean, covariance = bc.posterior.linearized(forward, posterior, (new, None), chunk_bytes=chunk_bytes)
+        assert torch.allclose(mean, forward(params, (new, None)), atol=1e-13)
+        assert torch.allclose(covariance, expected, rtol=1e-9, atol=1e-11)
+
+
+def test_ekfac_tables_and_shared_weights_predict_as_their_dense_matrices():
+    net = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2))
+    token, params = of_module(net)
+    forward = lambda p, batch: token(p, batch).mean(1)  # noqa: E731
+    batch = (torch.randint(0, 5, (6, 4)), torch.randn(6, 2))
+    kfac = curvature.ggn(forward, likelihoods.gaussian(), "kronecker")(params, batch)
+    ekfac = curvature.ggn(forward, likelihoods.gaussian(), "kronecker", basis=kfac)(params, batch)
+    for precision in (kfac.add_diagonal(1.0), ekfac.add_diagonal(1.0)):
+        posterior = Gaussian(params, precision)
+        rows = torch.func.jacrev(lambda p: forward(p, batch))(params)
+        flat = torch.cat([rows[name].reshape(6, 2, -1) for name in sorted(rows)], -1)
+        expected = flat @ torch.linalg.inv(precision.to_dense()) @ flat.mT
+        assert torch.allclose(bc.posterior.linearized(forward, posterior, batch)[1], expected, rtol=1e-9)
+
+
+def test_outputs_without_an_event_axis_have_one_output():
+    forward = lambda p, batch: batch[0] @ p  # noqa: E731
+    posterior = Gaussian(torch.ones(2), Diagonal(torch.tensor([1.0, 4.0]), torch.tensor(1.0)))
+    mean, covariance = bc.posterior.linearized(forward, posterior, (torch.eye(2), None))
+    assert mean.tolist() == [1, 1] and covariance.flatten().tolist() == [1, 0.25]
+
+
+@pytest.mark.slow
+def test_monte_carlo_on_a_linear_model_has_the_linearised_moments():
+    """20,000 draws; standardised errors of 2 means and 3 second moments beyond 5.5 with probability below 2e-7."""
+    forward, params, inputs = mlp()
+    head, kept = curvature.subset(forward, params, "head")
+    posterior = posterior_of(head, kept, inputs, "dense")
+    new, n = (inputs[:1], None), 20_000
+    mean, covariance = bc.posterior.linearized(head, posterior, new)
+    outputs = bc.posterior.monte_carlo(head, posterior, new, samples=n, generator=torch.Generator().manual_seed(1))[
+        :, 0
+    ]
+    assert outputs.shape == (n, 2)
+    c = covariance[0]
+    assert ((outputs.mean(0) - mean[0]) / (c.diagonal() / n).sqrt()).abs().max() < 5.5
+    centred = outputs - mean[0]
+    deviation = ((c.square() + torch.outer(c.diagonal(), c.diagonal())) / n).sqrt()
+    assert ((centred.T @ centred / n - c) / deviation).abs().max() < 5.5
+
+
+def test_monte_carlo_takes_a_chains_draws_and_checks_them():
+    forward = lambda p, batch: batch[0] * p["a"] + p["b"]  # noqa: E731
+    draws = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([0.0, 1.0])}
+    assert bc.posterior.monte_carlo(forward, draws, (torch.ones(3), None)).tolist() == [[1, 1, 1], [3, 3, 3]]
+    with pytest.raises(ValueError, match=r"lengths \[1, 2\]"):
+        bc.posterior.monte_carlo(forward, {"a": torch.ones(2), "b": torch.ones(1)}, (torch.ones(3), None))
+    with pytest.raises(ValueError, match="at least 1"):
+        bc.posterior.monte_carlo(
+            forward, Gaussian(draws, Diagonal(draws, torch.tensor(1.0))), (torch.ones(3), None), samples=0
+        )
+
+
+@pytest.mark.slow
+def test_probit_for_two_outcomes_is_within_its_bound_of_quadrature():
+    """The trapezoid rule on 4001 points of +-12 standard deviations integrates this analytic function to rounding
+    error.
+    """
+    z = torch.linspace(-12, 12, 4001)
+    weights = torch.exp(-z.square() / 2)
+    weights = weights / weights.sum()
+    mean, deviation = torch.meshgrid(torch.linspace(0, 30, 121), torch.logspace(-1, 2, 61), indexing="ij")
+    exact = (torch.sigmoid(mean[..., None] + deviation[..., None] * z) * weights).sum(-1)
+    error = (bc.posterior.probit_bernoulli(mean, deviation.square()) - exact).abs()
+    assert error.max() < 0.019
+    assert error[:, 0].max() < 1e-4  # nearly exact for small variance
+
+
+def softmax_by_quadrature(mean, covariance):
+    """E softmax(f) for three classes by a Gauss-Hermite product rule of 40^3 nodes, good to 1e-4 here."""
+    values, vectors = torch.linalg.eigh(covariance)
+    nodes, weights = map(torch.tensor, np.polynomial.hermite_e.hermegauss(40))
+    grid, weights = (
+        torch.cartesian_prod(nodes, nodes, nodes),
+        torch.cartesian_prod(*[weights / weights.sum()] * 3).prod(1),
+    )
+    logits = mean + grid @ (vectors * values.clamp_min(0).sqrt()).T
+    return (logits.softmax(-1) * weights[:, None]).sum(0)
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("deviation, bound", [(0.3, 0.01), (1.0, 0.07), (3.0, 0.14)])
+def test_probit_for_classes_is_within_its_bound_of_quadrature(deviation, bound):
+    """The docstring's bounds, on 30 random means and covariances; it is closer than scaling each logit by its own
+    variance.
+    """
+    errors, simple = [], []
+    for _ in range(30):
+        mean, root = 2 * torch.randn(3), torch.randn(3, 3)
+        covariance = root @ root.T
+        covariance = covariance / covariance.diagonal().max() * deviation**2
+        exact = softmax_by_quadrature(mean, covariance)
+        errors.append((bc.posterior.probit(mean, covariance) - exact).abs().max().item())
+        scaled = (mean / (1 + math.pi / 8 * covariance.diagonal()).sqrt()).softmax(-1)
+        simple.append((scaled - exact).abs().max().item())
+    assert max(errors) < bound
+    assert sum(errors) < sum(simple)
+
+
+def test_probit_is_exact_without_variance_and_sees_only_differences():
+    mean, root = torch.randn(4, 3), torch.randn(4, 3, 3)
+    covariance = root @ root.mT
+    assert torch.allclose(bc.posterior.probit(mean, torch.zeros(4, 3, 3)), mean.softmax(-1))
+    shifted = bc.posterior.probit(mean + 5, covariance + 7 * torch.ones(3, 3))
+    assert torch.allclose(bc.posterior.probit(mean, covariance), shifted)
+    two = bc.posterior.probit(mean[:, :2], covariance[:, :2, :2])
+    c = covariance
+    variance = c[:, 0, 0] + c[:, 1, 1] - 2 * c[:, 0, 1]
+    assert torch.allclose(two[:, 0], bc.posterior.probit_bernoulli(mean[:, 0] - mean[:, 1], variance))
+
+
+def dirichlets_gaussian(a):
+    """Mode and covariance of log p - mean log p under Dirichlet(a), by Laplace's method (MacKay 1998):
+    diag(1/a) - (1/a 1^T + 1 1/a^T) / K + sum(1/a) / K^2, which sums to zero; a constant shift of all logits adds to it.
+    """
+    classes, inverse = a.shape[-1], 1 / a
+    covariance = (
+        torch.diag_embed(inverse)
+        - (inverse[..., :, None] + inverse[..., None, :]) / classes
+        + inverse.sum(-1)[..., None, None] / classes**2
+    )
+    return a.log() - a.log().mean(-1, keepdim=True), covariance
+
+
+def test_the_bridge_has_the_total_of_the_dirichlet_behind_a_gaussian():
+    for classes in (2, 3, 7):
+        a = torch.rand(5, classes) * 10 + 0.1
+        mean, covariance = dirichlets_gaussian(a)
+        found = bc.posterior.laplace_bridge(mean, covariance + 0.3)
+        assert torch.allclose(found.sum(-1), a.sum(-1), rtol=1e-9)
+
+
+def by_monte_carlo(mean, covariance, n=40_000):
+    """E softmax(f), each entry to 0.0025 (one standard error at most)."""
+    root = torch.linalg.cholesky(covariance + 1e-12 * torch.eye(len(mean)))
+    return (mean + torch.randn(n, len(mean)) @ root.T).softmax(-1).mean(0)
+
+
+def random_gaussian(classes, deviation):
+    mean, root = 2 * torch.randn(classes), torch.randn(classes, classes)
+    covariance = root @ root.T
+    return mean, covariance / covariance.diagonal().max() * deviation**2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deviation, bound", [(0.3, 0.01), (1.0, 0.07), (3.0, 0.17)])
+def test_ten_classes_are_within_the_docstrings_bounds_of_monte_carlo(deviation, bound):
+    """The bounds hold for the bridge and for probit. Six standard errors, 0.015, are far less likely than 1e-7."""
+    errors = []
+    for _ in range(20):
+        mean, covariance = random_gaussian(10, deviation)
+        a = bc.posterior.laplace_bridge(mean, covariance)
+        errors.append((a / a.sum() - by_monte_carlo(mean, covariance)).abs().max().item())
+        assert torch.allclose(a / a.sum(), bc.posterior.probit(mean, covariance))
+    assert max(errors) < bound + 0.015, max(errors)
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("low, high, bound", [(1, 10, 0.06), (3, 30, 0.02), (10, 100, 0.008)])
+def test_the_bridge_is_within_its_bound_of_quadrature(low, high, bound):
+    """For the Gaussians that Dirichlets have in the softmax basis, on 30 random concentrations."""
+    for _ in range(30):
+        mean, covariance = dirichlets_gaussian(low + (high - low) * torch.rand(3))
+        bridge = bc.posterior.laplace_bridge(mean, covariance + 0.2)
+        assert (bridge / bridge.sum() - softmax_by_quadrature(mean, covariance)).abs().max() < bound
+
+
+def test_uncertainty_splits_add_up_and_have_their_limits():
+    mixture = likelihoods.categorical().mixture
+    p = torch.rand(20, 5, 3).softmax(-1)
+    drawn = mixture(p.log())
+    assert torch.allclose(drawn.aleatoric, -(p * p.log()).sum(-1).mean(0))
+    assert torch.allclose(drawn.entropy, drawn.aleatoric + drawn.epistemic) and (drawn.epistemic > 0).all()
+    assert mixture(p[:1].log().expand(4, 5, 3)).epistemic.abs().max() < 1e-12
+    sure = mixture(torch.eye(3)[:, None].mul(1e4))
+    assert math.isclose(sure.epistemic.item(), math.log(3)) and sure.aleatoric == 0
+    means, variances = torch.randn(50, 4), torch.rand(50, 4)
+    split = likelihoods.gaussian("learned").mixture(torch.cat([means, variances.log()], -1)[:, None])
+    assert torch.allclose(split.variance, variances.mean(0) + means.var(0, correction=0))
+    assert torch.allclose(split.aleatoric, variances.mean(0)) and torch.allclose(
+        split.epistemic, means.var(0, correction=0)
+    )
+
+
+def test_bad_input_says_what_to_pass():
+    with pytest.raises(ValueError, match=r"\[\*, C, C\]"):
+        bc.posterior.probit(torch.zeros(3), torch.zeros(3))
+    with pytest.raises(ValueError, match="negative"):
+        bc.posterior.probit_bernoulli(torch.zeros(1), torch.tensor([-1.0]))
+    with pytest.raises(ValueError, match="negative"):
+        bc.posterior.laplace_bridge(torch.zeros(2), -torch.eye(2))
+    forward, params, inputs = mlp()
+    singular = Gaussian(params, Diagonal(optree.tree_map(torch.zeros_like, params), torch.tensor(1.0)))
+    with pytest.raises(ValueError, match="singular"):
+        bc.posterior.linearized(forward, singular, (inputs, None))
+    assert flatten(params, params).numel() == 23

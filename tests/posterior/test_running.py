@@ -1,0 +1,75 @@
+"""Averages that keep no draws equal those over kept draws; metrics agree with their definitions."""
+
+import math
+
+import pytest
+import torch
+
+import bayesopt_chain as bc
+
+TX = bc.sghmc(0.1, temperature=0.05)
+
+
+def loss(params, batch):
+    return (params["w"] ** 2).sum()
+
+
+def test_running_averages_equal_those_over_the_kept_draws():
+    def forward(params, x):
+        return torch.stack([x * params["w"].sum(), x], -1)
+
+    x, moments = torch.linspace(-1, 1, 5), bc.posterior.RunningMoments()
+    predictive = bc.posterior.RunningMoments(lambda p: forward(p, x).softmax(-1))
+    params = {"w": torch.ones(2)}
+    draws = bc.sample(
+        bc.make_step(loss, TX, inplace=True), params, TX.init(params), None,
+        steps=50, burn_in=10, thinning=4, callbacks=[moments, predictive],
+    )  # fmt: skip
+    w = draws.params["w"].double()
+    assert moments.count == predictive.count == len(draws) == 10
+    torch.testing.assert_close(moments.mean["w"], w.mean(0))
+    torch.testing.assert_close(moments.variance["w"], w.var(0))
+    want = draws.predictive(forward, [x], bc.likelihoods.categorical())
+    torch.testing.assert_close(predictive.mean.float(), want.probabilities)
+
+
+def test_averages_over_nothing_are_refused():
+    with pytest.raises(ValueError, match="at least 2 draws"):
+        _ = bc.posterior.RunningMoments().variance
+
+
+def test_class_metrics_are_their_definitions():
+    g = torch.Generator().manual_seed(0)
+    logits, targets = torch.randn(200, 4, generator=g), torch.randint(4, (200,), generator=g)
+    log_p = logits.log_softmax(-1)
+    got = bc.posterior.classification_metrics(log_p, targets, bins=10)
+    p, hit = log_p.exp().max(-1).values, log_p.argmax(-1) == targets
+    bins = (p * 10).long().clamp(max=9)
+    ece = sum(
+        (bins == b).double().mean() * (hit[bins == b].double().mean() - p[bins == b].double().mean()).abs()
+        for b in range(10)
+        if (bins == b).any()
+    )
+    assert got["accuracy"] == pytest.approx(hit.double().mean().item())
+    assert got["nll"] == pytest.approx(-log_p[torch.arange(200), targets].mean().item(), rel=1e-5)
+    assert got["ece"] == pytest.approx(float(ece), rel=1e-4)
+    assert got["brier"] == pytest.approx(
+        sum(((log_p[i].exp() - torch.eye(4)[targets[i]]) ** 2).sum().item() for i in range(200)) / 200, rel=1e-5
+    )
+
+
+def test_calibrated_gaussians_cover_as_often_as_they_say():
+    g = torch.Generator().manual_seed(1)
+    y = torch.randn(20000, generator=g, dtype=torch.float64) * 2
+    got = bc.posterior.regression_metrics(torch.zeros_like(y), torch.full_like(y, 4.0), y, level=0.8)
+    assert got["coverage"] == pytest.approx(0.8, abs=4 * math.sqrt(0.8 * 0.2 / 20000))  # false alarm 6e-5
+    assert got["nll"] == pytest.approx((0.5 * math.log(2 * math.pi * 4) + (y**2).mean() / 8).item(), rel=1e-6)
+
+
+def test_wrong_shapes_and_unnormalised_rows_are_refused():
+    with pytest.raises(ValueError, match=r"\[N, C\]"):
+        bc.posterior.classification_metrics(torch.zeros(3), torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="not 1"):
+        bc.posterior.classification_metrics(torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="one shape"):
+        bc.posterior.regression_metrics(torch.zeros(3), torch.ones(2), torch.zeros(3))

@@ -1,0 +1,264 @@
+"""Training by the marginal likelihood against closed forms, its own stationary point, and training without it."""
+
+import pytest
+import torch
+from torch import nn
+
+import bayesopt_chain as bc
+from bayesopt_chain.posterior import cache_features, train_by_evidence
+from bayesopt_chain.posterior.training import moved
+
+N = 60
+
+
+@pytest.fixture(autouse=True)
+def double_precision():
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def adam(lr):
+    return lambda parameters: torch.optim.Adam(parameters, lr=lr)
+
+
+def module(outputs=1, *between):
+    return nn.Sequential(nn.Linear(2, 6), *between, nn.Tanh(), nn.Linear(6, outputs))
+
+
+def regression(noise=0.1):
+    x = torch.randn(N, 2)
+    return x, torch.sin(2 * x[:, :1]) + noise * torch.randn(N, 1)
+
+
+def test_a_linear_gaussian_last_layer_reaches_the_evidence_of_its_closed_form():
+    """The hyperparameters move by a factor of e at most, so that 12 estimates cover any factor below 1e5."""
+    model, data = module(), [regression()]
+    with torch.no_grad():
+        data[0][1].mul_(0.1)  # noise far from the start
+    want = bc.fit_laplace(model.eval(), bc.likelihoods.gaussian(), data, structure="dense")
+    training = train_by_evidence(
+        model, bc.likelihoods.gaussian(), data, subset="last_layer", structure="dense", epochs=15, every=1
+    )
+    assert training.log_evidence[0] < training.log_evidence[-1] - 10
+    torch.testing.assert_close(training.fitted.log_evidence, want.log_evidence, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(training.fitted.likelihood_scale, want.likelihood_scale, rtol=1e-3, atol=0)
+
+
+@pytest.mark.slow
+def test_a_last_layer_of_classes_ends_at_a_mode_under_its_own_prior():
+    """The gradient of the log joint falls below a hundredth of the start's; the prior is the evidence's choice there; the body
+    is as it was."""
+    x = torch.randn(N, 2)
+    model, data = module(3), [(x, (x[:, 0] + torch.randn(N) > 0).long() + (x[:, 1] + torch.randn(N) > 0.5).long())]
+    body = model[0].weight.detach().clone()
+    likelihood = bc.likelihoods.categorical()
+    training = train_by_evidence(
+        model, likelihood, data, subset="last_layer", structure="dense", epochs=800, every=10, optimizer=adam(0.02)
+    )
+    fitted = training.fitted
+    assert torch.equal(model[0].weight, body) and not model.training
+    assert torch.equal(model[2].weight, fitted.model.params["2.weight"])
+    prior = fitted.prior_precision["2.bias"]
+    head = {name: p.detach().clone().requires_grad_() for name, p in fitted.model.params.items()}
+    phi = torch.tanh(model[0](x)).detach()
+
+    def slope(head):
+        joint = likelihood.nll(phi @ head["2.weight"].T + head["2.bias"], data[0][1]).sum()
+        joint = joint + prior / 2 * sum(p.square().sum() for p in head.values())
+        return max(slope.abs().max() for slope in torch.autograd.grad(joint, list(head.values())))
+
+    assert slope(head) < 0.01 * slope({name: torch.zeros_like(p).requires_grad_() for name, p in head.items()})
+    again = bc.fit_laplace(model, likelihood, data, structure="dense", tune_noise="evidence")
+    torch.testing.assert_close(again.prior_precision["2.bias"], prior, rtol=2e-2, atol=0)
+    torch.testing.assert_close(again.log_evidence, fitted.log_evidence, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_a_whole_network_finds_its_noise_and_a_better_evidence_than_a_prior_of_one():
+    """Noise of variance 0.09, 60 data: the estimate has a relative standard deviation of about sqrt(2 / 60) = 0.18; the bound
+    is a factor of 2. Training under the prior 1 and noise 1 has an evidence lower by more than 10 nats."""
+    model, data = module(), [regression(0.3)]
+    training = train_by_evidence(
+        model,
+        bc.likelihoods.gaussian(),
+        data,
+        structure="dense",
+        epochs=400,
+        every=10,
+        burn_in=50,
+        optimizer=adam(0.02),
+    )
+    assert len(training.loss) == 400 and len(training.log_evidence) == 35
+    assert training.fitted.log_evidence == max(training.log_evidence)
+    assert 0.045 < 1 / training.fitted.likelihood_scale < 0.18
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, training.fitted.model.params[name])
+    got = training.fitted.predict(data[0][0])
+    assert (got.mean - model(data[0][0])).abs().max() < 1e-12
+
+    torch.manual_seed(0)
+    plain = module()
+    optimizer = torch.optim.Adam(plain.parameters(), 0.02, weight_decay=1 / N)
+    for _ in range(400):
+        optimizer.zero_grad()
+        bc.likelihoods.gaussian().nll(plain(data[0][0]), data[0][1]).mean().backward()
+        optimizer.step()
+    fitted = bc.fit_laplace(plain.eval(), bc.likelihoods.gaussian(), data, structure="dense", subset="all", tune=None)
+    assert fitted.log_evidence < training.fitted.log_evidence - 10
+
+
+def test_a_prior_around_the_initial_weights_stays_there_and_pulls_the_mode_to_them():
+    """Of a linear model with Gaussian noise the mode is (X^T X / v + delta I)^-1 (X^T y / v + delta mu)."""
+    model, (x, y), variance = nn.Linear(2, 1, bias=False), regression(), 0.5
+    initial = model.weight.detach().clone()
+    options = {"prior_mean": dict(model.named_parameters()), "subset": "all", "structure": "dense", "tune_noise": False}
+    training = train_by_evidence(
+        model, bc.likelihoods.gaussian(variance), [(x, y)], optimizer=adam(0.02), epochs=300, every=30, **options
+    )
+    delta = training.fitted.prior_precision["weight"]
+    wanted = torch.linalg.solve(x.mT @ x / variance + delta * torch.eye(2), x.mT @ y / variance + delta * initial.mT)
+    torch.testing.assert_close(model.weight.detach().mT, wanted, rtol=1e-4, atol=1e-5)
+    marginal = torch.distributions.MultivariateNormal(
+        (x @ initial.mT)[:, 0], x @ x.mT / delta + variance * torch.eye(N)
+    )
+    torch.testing.assert_close(training.fitted.log_evidence, marginal.log_prob(y[:, 0]), rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match="prior_mean"):
+        train_by_evidence(model, bc.likelihoods.gaussian(), [(x, y)], prior_mean={"w": initial})
+
+
+def test_the_layers_keep_their_modes_in_training_and_end_in_eval():
+    """Batch norm trains in train mode: the buffers move, and the best ones come back with the parameters."""
+    model, data = module(1, nn.BatchNorm1d(6), nn.Dropout(0.1)).train(), [regression()]
+    model[2].eval()
+    modes = []
+    model[1].register_forward_hook(lambda layer, *_: modes.append((layer.training, model[2].training)))
+    training = train_by_evidence(
+        model, bc.likelihoods.gaussian(), data, structure="diagonal", tune_noise=False, epochs=3, every=1
+    )
+    assert modes.count((True, False)) == 3 and (False, False) in modes and (True, True) not in modes
+    assert not model.training and not model[1].training
+    assert model[1].running_mean.abs().max() > 0
+    again = bc.fit_laplace(model, bc.likelihoods.gaussian(), data, structure="diagonal", subset="all", tune=None)
+    wanted = training.fitted.seen.log_likelihood
+    torch.testing.assert_close(again.seen.log_likelihood, wanted)
+
+
+def test_only_the_kept_parameters_are_trained():
+    model, data = module(), [regression()]
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    train_by_evidence(model, bc.likelihoods.gaussian(), data, subset=["0"], structure="diagonal", epochs=2, every=1)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]) == name.startswith("2")
+        assert parameter.grad is None
+
+
+def test_the_body_runs_once_where_the_last_layer_is_trained():
+    model, (x, y) = module(), regression()
+    data = [(x[:30], y[:30]), (x[30:], y[30:])]
+    calls = []
+    model[0].register_forward_hook(lambda _, inputs, out: calls.append(1) if len(out) > 2 else None)
+    train_by_evidence(model, bc.likelihoods.gaussian(), data, subset="last_layer", epochs=10, every=5)
+    assert len(calls) == 3  # the batches, and the one that shows which layer is the last
+    cache = cache_features(model, data)
+    train_by_evidence(model, bc.likelihoods.gaussian(), cache, subset="last_layer", epochs=10, every=5)
+    assert len(calls) == 5
+
+
+class Summed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, a, b):
+        return self.layer(a + b)
+
+
+@pytest.mark.parametrize("kind", ["keywords", "arguments"])
+def test_inputs_may_be_keywords_or_several_arguments(kind):
+    """The same numbers as for one input, the sum."""
+    x, y = regression()
+    inputs = {"a": x / 2, "b": x / 2} if kind == "keywords" else (x / 2, x / 2)
+    torch.manual_seed(0)
+    several, one = Summed(), nn.Linear(2, 1)
+    one.load_state_dict(several.layer.state_dict())
+    options = {"structure": "dense", "epochs": 20, "every": 5, "optimizer": adam(0.02)}
+    got = train_by_evidence(several, bc.likelihoods.gaussian(), [(inputs, y)], **options)
+    want = train_by_evidence(one, bc.likelihoods.gaussian(), [(x, y)], **options)
+    assert got.log_evidence == pytest.approx(want.log_evidence)
+
+
+def test_hyperparameters_move_by_a_factor_of_e_at_most():
+    now = torch.tensor([1.0, 1.0, 1.0])
+    wanted = torch.tensor([torch.e, 1.5, 1 / torch.e])
+    torch.testing.assert_close(moved(now, torch.tensor([100.0, 1.5, 1e-9])), wanted)
+
+
+def test_bad_arguments_are_refused_by_name():
+    data, gaussian = [regression()], bc.likelihoods.gaussian()
+    for options, words in (
+        ({"epochs": 0}, "epochs=0: pass at least 1"),
+        ({"every": 0}, "every=0: pass at least 1"),
+        ({"burn_in": -1}, "burn_in=-1: pass at least 0"),
+        ({"structure": "low_rank"}, "structure='low_rank': pass one of dense"),
+        ({"prior_precision": 0.0}, "prior_precision=0.0: pass a positive"),
+        ({"prior_structure": "one"}, "prior_structure='one': pass 'scalar', 'layerwise' or None"),
+        ({"prior_structure": "layerwise", "structure": "root"}, "'layerwise' with structure='root'.*pass 'scalar'"),
+        ({"optimizer": lambda p: torch.optim.SGD(p, 0.1, weight_decay=0.1)}, "the optimizer has weight decay"),
+        ({"optimizer": lambda p: torch.optim.SGD(p, 1e9), "epochs": 50}, "lower the learning rate"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            train_by_evidence(module(), gaussian, data, **options)
+    with pytest.raises(ValueError, match="the loader can be read only once"):
+        train_by_evidence(module(), gaussian, iter(data))
+    with pytest.raises(TypeError, match=r"not an nn\.Module: with a forward function"):
+        train_by_evidence(lambda p, b: b[0], gaussian, data)
+
+
+def test_dense_and_root_find_one_precision_for_all_parameters_and_the_same_one():
+    """Both have the exact eigenvalues of the whole curvature; a Kronecker structure has one precision for each tensor."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 3, generator=g, dtype=torch.float64)
+    y = (2 * x[:, :1]).sin() + 0.3 * torch.randn(40, 1, generator=g, dtype=torch.float64)
+    found = {}
+    for structure, prior in (("dense", None), ("root", None), ("kronecker", None), ("kronecker", "scalar")):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        training = train_by_evidence(
+            module,
+            bc.likelihoods.gaussian(),
+            [(x, y)],
+            optimizer=lambda parameters: torch.optim.Adam(parameters, 0.02),
+            epochs=40,
+            every=10,
+            structure=structure,
+            prior_structure=prior,
+        )
+        found[structure, prior] = {float(p) for p in training.fitted.prior_precision.values()}
+    assert [len(precisions) for precisions in found.values()] == [1, 1, 4, 1]
+    assert found["dense", None].pop() == pytest.approx(found["root", None].pop(), rel=1e-6)
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("structure", ["kronecker", "diagonal", "block"])
+def test_a_scalar_prior_of_training_is_that_of_the_fit_where_it_ends(structure):
+    """Of a last layer, whose evidence has settled: the same precision of all tensors, which ``fit_laplace`` finds at once."""
+    model, data = module(), [regression()]
+    options = {"subset": "last_layer", "structure": structure, "prior_structure": "scalar"}
+    training = train_by_evidence(model, bc.likelihoods.gaussian(), data, epochs=15, every=1, **options)
+    fitted = bc.fit_laplace(model, bc.likelihoods.gaussian(), data, tune_noise="evidence", **options)
+    found = [p for fit in (training.fitted, fitted) for p in fit.prior_precision.values()]
+    assert len(found) == 4 and found[0] == found[1] and found[2] == found[3]
+    torch.testing.assert_close(found[0], found[2], rtol=1e-3, atol=0)
+
+
+def test_the_prior_structure_of_a_fit_is_refused_by_name():
+    model, data, gaussian = module().eval(), [regression()], bc.likelihoods.gaussian()
+    for options, words in (
+        ({"prior_structure": "one"}, "fit_laplace: prior_structure='one': pass 'scalar', 'layerwise' or None"),
+        ({"prior_structure": "layerwise", "structure": "dense"}, "'layerwise' with structure='dense'.*pass 'scalar'"),
+        ({"prior_structure": "scalar", "tune": None}, "'scalar' is for tune='evidence'.*tune=None"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            bc.fit_laplace(model, gaussian, data, **options)
