@@ -237,6 +237,9 @@ class Draws:
     def at_once(self) -> int:
         """How many draws are read together by what goes through them: of those on disk some 16 MB, at least one.
 
+        Returns:
+            A number of draws.
+
         Example:
             >>> import torch, bayesopt_chain as bc
             >>> bc.Draws.from_trees([{"w": torch.zeros(2**20)}] * 9).at_once()
@@ -839,6 +842,9 @@ class Draws:
 
     def unchained(self) -> tuple[Any, dict[str, Tensor]]:
         """Parameters and buffers of all draws of all chains on axis 0, in memory: ``[S * chains, ...]``.
+
+        Returns:
+            The tree of parameters and the dictionary of buffers.
 
         Example:
             >>> import torch, bayesopt_chain as bc
