@@ -4,20 +4,19 @@ A file holds ``{path: tensor}`` and, in its header, what it is a file of: every 
 and strings among the leaves, the chain, the library's version and checksums of the data (:mod:`bayesopt_chain.runs.files`).
 :func:`load` compares all of it with the tree it is to fill and names what differs.
 
-Of several ranks each writes a file of its own, without a message, and the first one an index of them:
+Of several ranks each writes a file of its own, without a message:
 
     run.rank-00000-of-00004.safetensors ...     what each rank saved
-    run.index.safetensors                       which files belong together: those of the newest save
 
-As many ranks load what each of them saved. Another number of ranks loads files that are alike (replicas), or the chains that
-each of them has of states stacked on axis 0 (:func:`bayesopt_chain.parallel` with a mesh), in the order of the ranks.
+and as many ranks load what each of them saved. What one process saved is loaded by any number of them, each the whole. Shards
+of DTensors, and another number of ranks: :func:`bayesopt_chain.distributed.save`.
 """
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,7 @@ from torch import Tensor
 
 from bayesopt_chain import kinds
 from bayesopt_chain._torch import is_dtensor
-from bayesopt_chain.distributed.ranks import share_of, world
-from bayesopt_chain.loop.module_state import keyed
+from bayesopt_chain.distributed.ranks import world
 from bayesopt_chain.runs import files
 from bayesopt_chain.runs.files import File
 
@@ -65,7 +63,7 @@ def save(path: str | os.PathLike, tree: Any, *, tx: Any = None) -> None:
     Args:
         path: the file. It is replaced in one step; a crash leaves the old file or the new one. Under ``torchrun`` call
             it on every rank: each writes a file of its own, ``run.rank-00001-of-00004.safetensors`` for
-            ``run.safetensors``, and the first one ``run.index.safetensors``.
+            ``run.safetensors``.
         tree: any tree of tensors, numbers and strings, such as ``(params, state)``.
         tx: the chain whose state is in the tree. Its text is kept, and :func:`load` compares it.
 
@@ -90,22 +88,15 @@ def save(path: str | os.PathLike, tree: Any, *, tx: Any = None) -> None:
         raise TypeError(
             f"save: leaf {wrong[0]} is sparse, or on the device meta without values: x.to_dense(), or leave it out"
         )
-    rank, size = world()
-    mine = _files(Path(path), size)
-    header = {"scalars": scalars, "chain": None if tx is None else repr(tx), **_streams(tree, tensors)}
-    files.write(mine[rank], tensors, header)
-    index = _index_of(Path(path))
-    if rank == 0 and (size > 1 or index.exists()):
-        files.write(index, {}, {"files": [file.name for file in mine]})
+    header = {"scalars": scalars, "chain": None if tx is None else repr(tx)}
+    files.write(_mine(Path(path), *world()), tensors, header)
 
 
 def load(path: str | os.PathLike, *, like: Any, tx: Any = None) -> Any:
     """Read a tree that :func:`save` wrote.
 
     Args:
-        path: the file that was given to :func:`save`. What several ranks saved is loaded by as many, each its own; by
-            another number of them if all saved the same, or if they saved chains: parameters and states stacked on axis
-            0, of which each rank takes those that ``bc.parallel(step, n, mesh=mesh)`` gives it.
+        path: the file that was given to :func:`save`. What several ranks saved is loaded by as many, each its own.
         like: a tree of the structure, shapes and dtypes to expect; its values do not matter and it is not changed. The
             tensors come back on the devices of this tree.
         tx: the chain, if :func:`save` was given one: a file of another chain is refused.
@@ -116,7 +107,7 @@ def load(path: str | os.PathLike, *, like: Any, tx: Any = None) -> Any:
     Raises:
         FileNotFoundError: no such file.
         ValueError: a truncated or damaged file, one that something else wrote, or one of another tree or chain; the
-            message names what differs. Files of another number of ranks that are neither replicas nor chains.
+            message names what differs. Files of another number of ranks, or of several.
 
     Example:
         >>> import tempfile, torch, bayesopt_chain as bc
@@ -130,94 +121,45 @@ def load(path: str | os.PathLike, *, like: Any, tx: Any = None) -> Any:
         flat(like)
     except TypeError as err:
         raise TypeError(f"load: like must be a tree of tensors, numbers and strings: {err}") from None
-    tensors, header = _found(Path(path), like)
+    tensors, header = _read(_saved(Path(path), *world()))
     if tx is not None and header.get("chain") not in (None, repr(tx)):
         raise ValueError(f"load: {path} holds the state of another chain:\n{header['chain']}\nnot of\n{tx!r}")
     return filled(like, tensors, header.get("scalars", {}), str(path))
 
 
-def _files(path: Path, size: int) -> list[Path]:
-    """The files that so many ranks write where a user asked for ``path``."""
-    return (
-        [path]
-        if size == 1
-        else [path.with_name(f"{path.stem}.rank-{r:05d}-of-{size:05d}{path.suffix}") for r in range(size)]
-    )
+def _mine(path: Path, rank: int, size: int) -> Path:
+    """The file that a rank writes where a user asked for ``path``."""
+    return path if size == 1 else path.with_name(f"{path.stem}.rank-{rank:05d}-of-{size:05d}{path.suffix}")
 
 
-def _index_of(path: Path) -> Path:
-    return path.with_name(f"{path.stem}.index{path.suffix}")
-
-
-def _streams(tree: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """How many chains are stacked on axis 0 of a tree, where its random streams tell, and the streams' keys."""
-    keys = [entry.key for entry in keyed(tree)]
-    lengths = {len(x) if x.ndim else None for x in tensors.values()}
-    stacked = bool(keys) and all(key.ndim == 1 for key in keys) and len(lengths) == 1
-    return {
-        "chains": lengths.pop() if stacked else None,
-        "keys": sorted({int(k) for key in keys for k in key.reshape(-1) if k}),
-    }
-
-
-def _found(path: Path, like: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What this rank is to load: of its own file, or of those that another number of ranks wrote.
+def _saved(path: Path, rank: int, size: int) -> Path:
+    """The file that this rank is to load.
 
     Raises:
-        FileNotFoundError: there is no file, or not all of the index.
-        ValueError: files of other ranks that are neither replicas nor chains.
+        FileNotFoundError: there is none, or this rank's is missing among the others.
+        ValueError: another number of ranks saved, or several numbers of them did.
     """
-    rank, size = world()
-    index, own = _index_of(path), _files(path, size)[rank]
-    if index.exists():
-        names = File(index).metadata.get("files")
-        if not isinstance(names, list) or not names or names != [p.name for p in _files(path, len(names))]:
-            raise ValueError(f"load: {index} is damaged: it names {str(names)[:100]}")
-        saved = [path.with_name(name) for name in names]
-    else:
-        saved = [own if own.exists() else path]
-    if own in saved:
-        return _read(own)
-    if len(saved) > 1 and (missing := [file.name for file in saved if not file.exists()]):
-        raise FileNotFoundError(
-            f"load: {len(saved)} ranks saved {path}, and {missing[0]} is missing: save on every rank, or restore it"
-        )
-    opened = {file: File(file) for file in saved}
-    headers = {file: x.metadata for file, x in opened.items()}
-    sums = {file: tuple(x.entries[name].sums for name in sorted(x.entries)) for file, x in opened.items()}
-    kinds = {(sums[file], _rest(about)): file for file, about in reversed(headers.items())}
-    distinct = [file for file in saved if file in kinds.values()]
-    chains = [headers[file].get("chains") for file in distinct]
-    if len(distinct) == 1 and chains == [None]:
-        return _read(distinct[0])
-    told = [key for file in distinct for key in headers[file]["keys"]]
-    if None in chains or len(set(told)) < len(told) or len({_rest(headers[file]) for file in distinct}) > 1:
+    ranked = re.compile(re.escape(path.stem) + r"\.rank-\d{5}-of-(\d{5})" + re.escape(path.suffix))
+    found = [match for file in path.parent.glob("*") if (match := ranked.fullmatch(file.name))]
+    sizes = sorted({int(match[1]) for match in found} | ({1} if path.exists() else set()))
+    if len(sizes) > 1:
         raise ValueError(
-            f"load: {len(saved)} ranks saved {path}, and {size} load it: their files are neither alike nor of different chains "
-            f"stacked on axis 0. Load it with {len(saved)} ranks, or one of the files by its name, such as {saved[0].name}"
+            f"load: {path} was saved by {' and by '.join(map(str, sizes))} ranks, and which is newer no file says: remove "
+            f"the files of the older, such as {found[0][0]}"
         )
-    return _rows(distinct, chains, like, rank, size), headers[distinct[0]]
-
-
-def _rest(header: Mapping[str, Any]) -> str:
-    """What of a tree is no tensor, and whose state it is."""
-    return json.dumps([header.get("scalars"), header.get("chain")], sort_keys=True)
-
-
-def _rows(files: Sequence[Path], chains: Sequence[Any], like: Any, rank: int, size: int) -> dict[str, Tensor]:
-    """This rank's chains of those in the files: all of them where ``like`` has as many."""
-    total = sum(chains)
-    leaf = next(iter(flat(like)[0].values()))
-    mine = range(total) if leaf.ndim and len(leaf) == total else share_of(total, rank, size)
-    rows: list[dict[str, Tensor]] = []
-    start = 0
-    for file, n in zip(files, chains):
-        first, stop = max(mine.start, start), min(mine.stop, start + n)
-        if first < stop:
-            tensors, _ = _read(file)
-            rows.append({name: x[first - start : stop - start] for name, x in tensors.items()})
-        start += n
-    return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+    if sizes in ([], [1]):
+        return path
+    if sizes != [size]:
+        raise ValueError(
+            f"load: {sizes[0]} ranks saved {path}, and {size} load it: load it with {sizes[0]}, or one rank's by its "
+            f"name, such as {found[0][0]}. bc.distributed.save(folder, tree) writes what any number of ranks reads"
+        )
+    own = _mine(path, rank, size)
+    if not own.exists():
+        raise FileNotFoundError(
+            f"load: {size} ranks saved {path}, and {own.name} is missing: save on every rank, or restore it"
+        )
+    return own
 
 
 def filled(like: Any, tensors: Mapping[str, Tensor], scalars: Mapping[str, Scalar], where: str) -> Any:
