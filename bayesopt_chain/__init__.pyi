@@ -37,6 +37,7 @@ from bayesopt_chain.modules.functional import make_functional, write_back
 from bayesopt_chain.optimizers.classes import SGD, AdaDelta, AdaGrad, Adam, AdaMax, AdamW, RAdam, RMSProp
 from bayesopt_chain.optimizers.functional import adadelta, adagrad, adam, adamax, adamw, radam, rmsprop, sgd
 from bayesopt_chain.posterior import ekf, vi
+from bayesopt_chain.posterior._influence import influence
 from bayesopt_chain.posterior.fit import fit_laplace
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.laplace import laplace
@@ -81,6 +82,7 @@ __all__ = [
     "fit_laplace",
     "fork",
     "gradients",
+    "influence",
     "inject_langevin_noise",
     "iterate",
     "laplace",

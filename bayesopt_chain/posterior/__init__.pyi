@@ -1,5 +1,6 @@
 from bayesopt_chain.likelihoods._softmax import laplace_bridge, probit, probit_bernoulli, softmax_mean
 from bayesopt_chain.posterior._calibrate import conformal_level, temperature_scaling
+from bayesopt_chain.posterior._influence import influence_of_draws, leave_one_out
 from bayesopt_chain.posterior._joint import functional_samples
 from bayesopt_chain.posterior._linearized import linearized
 from bayesopt_chain.posterior._metrics import classification_metrics, detection_auroc, regression_metrics
@@ -23,7 +24,9 @@ __all__ = [
     "detection_auroc",
     "fit_laplace",
     "functional_samples",
+    "influence_of_draws",
     "laplace_bridge",
+    "leave_one_out",
     "linearized",
     "monte_carlo",
     "next_labels",

@@ -1,0 +1,268 @@
+r"""What a training datum does to predictions: the fit without it, from the fit with it.
+
+The objective is ``sum_n l_n(f_n) + theta^T delta theta / 2`` with outputs f_n of datum n, slopes ``l'_n`` and Hessians ``H_n``
+of its loss in them. At its minimum, where the posterior's precision is ``Lambda = sum_n J_n^T H_n J_n + delta``, one Newton
+step without datum n goes to
+
+    theta_-n = theta + (Lambda - J_n^T H_n J_n)^-1 J_n^T l'_n = theta + Lambda^-1 J_n^T a_n,
+    a_n = (1 - H_n C_n)^-1 l'_n,        C_n = J_n Lambda^-1 J_n^T,
+
+so that a scalar m of the outputs at x moves by ``m'^T J(x) Lambda^-1 J_n^T a_n``, and datum n itself is predicted without
+having been seen by
+
+    f_-n = f_n + C_n a_n,               C_-n = C_n (1 - H_n C_n)^-1.
+
+For a linear model with Gaussian noise and a dense precision both are exact. Without the leverage ``H_n C_n`` (``a_n = l'_n``)
+it is the influence function (Cook and Weisberg, 1982; Koh and Liang, 2017); from Kronecker factors and their eigenbasis it is
+that of Grosse et al. (2023). Of draws the influence is a covariance: a posterior without the loss l_n has
+
+    E_-n m - E m  ~  Cov(l_n, m)                                               (Giordano, Broderick and Jordan, 2018)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from bayesopt_chain import kinds
+from bayesopt_chain.curvature import per_sample
+from bayesopt_chain.curvature._plan import batch_size, part
+from bayesopt_chain.likelihoods import Outputs, Predictive
+from bayesopt_chain.likelihoods._likelihood import slope
+from bayesopt_chain.posterior._joint import ROW_BYTES
+from bayesopt_chain.posterior._linearized import linearized_by
+from bayesopt_chain.posterior.fit import FittedLaplace, posterior_and_evidence
+from bayesopt_chain.posterior.gaussian import Gaussian
+from bayesopt_chain.posterior.predictions import batches_of
+from bayesopt_chain.precision import flatten
+from bayesopt_chain.trees import Tree, size
+
+FITTED = kinds.instance(FittedLaplace, "what bc.fit_laplace returned")
+OF = kinds.FUNCTION.or_none()
+
+
+@kinds.takes(fitted=FITTED, train=kinds.DATA, query=kinds.DATA, of=OF, leverage=kinds.BOOL)
+def influence(
+    fitted: FittedLaplace,
+    train: Any,
+    query: Any,
+    *,
+    of: Callable[[Tensor, Any], Tensor] | None = None,
+    leverage: bool = True,
+) -> Tensor:
+    """How much a scalar of each prediction would change if a training datum were left out and the model fitted again.
+
+    Of several data left out together the changes add up, to first order.
+
+    Args:
+        fitted: of ``bc.fit_laplace``, in any structure; "kronecker" with ``basis=`` is EKFAC. Only the kept parameters move:
+            with ``subset="last_layer"`` the features stay. Give it the prior that training had, as ``prior_precision`` with
+            ``tune=None`` (the sum of losses, so N times a weight decay on their mean).
+        train: the training data with targets, as for ``bc.fit_laplace``; read once.
+        query: inputs, and targets where ``of`` needs them, as for ``fitted.predict``.
+        of: ``of(outputs [Q, *event], targets) -> [Q]``, a differentiable scalar of each datum's prediction; a sum of several
+            outputs will do. Default: the loss, in nats.
+        leverage: whether a datum's own share of the precision is taken out. Default True, a Newton step, exact for linear
+            models with Gaussian noise and a dense precision; False is the influence function, which needs no ``C_n``.
+
+    Returns:
+        ``[Q, N]``, in units of ``of``. A positive change of the loss: the training datum helps. Held at once are the gradients
+        of all queries, Q P numbers, and of up to 256 MiB of training data.
+
+    Raises:
+        ValueError: data without targets where they are needed; ``of`` that returns another shape; with ``leverage`` a datum
+            that the precision holds less of than its own curvature, as approximations can have it.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> x, y = torch.tensor([[0.0], [1.0], [2.0]]), torch.tensor([[0.0], [1.0], [4.0]])
+        >>> noise = bc.likelihoods.gaussian(1.0)
+        >>> module = torch.nn.Linear(1, 1).eval()
+        >>> fitted = bc.fit_laplace(module, noise, [(x, y)], structure="dense", tune=None)
+        >>> without = bc.fit_laplace(module, noise, [(x[:2], y[:2])], structure="dense", tune=None)
+        >>> change = bc.influence(fitted, (x, y), torch.tensor([[3.0]]), of=lambda f, _: f[:, 0])
+        >>> more = without.outputs(torch.tensor([[3.0]])).mean - fitted.outputs(torch.tensor([[3.0]])).mean
+        >>> torch.allclose(change[:, 2], more[:, 0])
+        True
+    """
+    scalar = of or (lambda outputs, targets: fitted.model.likelihood.nll(outputs, targets))
+    posterior = _bayes(fitted)
+    moves = []
+    with kinds.blaming("influence", "query"):
+        for batch in _batches(fitted, query, "query", targets=of is None):
+            for some in _parts(batch, size(posterior.mean), posterior):
+                moves.append(
+                    flatten(posterior.precision.solve(_seeded(fitted, posterior, some, scalar)), posterior.mean)
+                )
+    if not moves:
+        raise ValueError("influence: query has no batches: pass at least one")
+    along, found = torch.cat(moves), []
+    with kinds.blaming("influence", "train"):
+        for batch in _batches(fitted, train, "train", targets=True):
+            for some in _parts(batch, size(posterior.mean), posterior):
+                pull = _without(fitted, posterior, some)[0] if leverage else _slopes(fitted, posterior, some)
+                found.append(along @ flatten(_rows(fitted, posterior, some, pull), posterior.mean).to(along).mT)
+    if not found:
+        raise ValueError("influence: train has no batches: pass the training data")
+    return torch.cat(found, 1).to(fitted.model.dtype)
+
+
+@kinds.takes(fitted=FITTED, train=kinds.DATA)
+def leave_one_out(fitted: FittedLaplace, train: Any) -> Predictive:
+    """Each training datum as the fit to all others predicts it; ``leave_one_out(fitted, train).log_prob(y).mean()`` is the
+    leave-one-out estimate of the predictive density.
+
+    Prior and noise are those in force; exact for a linear model with Gaussian noise and a dense precision.
+
+    Args:
+        fitted: of ``bc.fit_laplace``, in any structure.
+        train: the training data with targets, as for ``bc.fit_laplace``.
+
+    Returns:
+        A :class:`bayesopt_chain.likelihoods.Predictive` of N data.
+
+    Raises:
+        ValueError: data without targets; a datum that the precision holds less of than its own curvature.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> x, y = torch.tensor([[0.0], [1.0], [2.0]]), torch.tensor([[0.0], [1.0], [4.0]])
+        >>> module = torch.nn.Linear(1, 1).eval()
+        >>> fitted = bc.fit_laplace(module, bc.likelihoods.gaussian(1.0), [(x, y)], structure="dense", tune=None)
+        >>> bc.posterior.leave_one_out(fitted, (x, y)).mean
+        tensor([[0.3333],
+                [1.8182],
+                [1.0000]])
+    """
+    posterior, parts = _bayes(fitted), []
+    with kinds.blaming("leave_one_out", "train"):
+        for batch in _batches(fitted, train, "train", targets=True):
+            parts.append(_without(fitted, posterior, batch)[1])
+    if not parts:
+        raise ValueError("leave_one_out: train has no batches: pass the training data")
+    mean, covariance = (torch.cat(x).to(fitted.model.dtype) for x in zip(*parts))
+    return Predictive(fitted.likelihood, Outputs(mean, covariance * fitted._heat))
+
+
+@kinds.takes(train_losses=kinds.REALS, values=kinds.REALS)
+def influence_of_draws(train_losses: Tensor, values: Tensor, log_weights: Tensor | None = None) -> Tensor:
+    """The same from draws: how much the mean of each value would change without a training datum, to first order.
+
+    Args:
+        train_losses: ``[S, N]``: the loss of every training datum, in nats and not averaged, at S draws of the Bayesian
+            posterior (temperature 1 / N of a mean loss).
+        values: ``[S, Q]``: of every query at the same draws.
+        log_weights: of the draws, ``[S]``. Default: all alike.
+
+    Returns:
+        ``[Q, N]``, in units of the values: the covariance over draws of value and loss.
+
+    Raises:
+        ValueError: tensors of other shapes, or fewer than two draws.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> loss, value = torch.tensor([[0.0], [2.0]]), torch.tensor([[1.0], [5.0]])
+        >>> bc.posterior.influence_of_draws(loss, value)
+        tensor([[2.]])
+    """
+    shapes = [tuple(x.shape) for x in (train_losses, values)]
+    if any(len(shape) != 2 for shape in shapes) or shapes[0][0] != shapes[1][0] or shapes[0][0] < 2:
+        raise ValueError(
+            f"influence_of_draws: train_losses and values must be [S, N] and [S, Q] of the same draws, at least two, got "
+            f"{shapes[0]} and {shapes[1]}"
+        )
+    equal = values.new_zeros(len(values)) if log_weights is None else log_weights
+    if equal.shape != values.shape[:1]:
+        raise ValueError(
+            f"influence_of_draws: log_weights must be one for each of {len(values)} draws, got {equal.shape}"
+        )
+    weights = equal.to(values.dtype).softmax(0)[:, None]
+    losses = train_losses.to(values.dtype)
+    return (weights * (values - (weights * values).sum(0))).mT @ (losses - (weights * losses).sum(0))
+
+
+def _bayes(fitted: FittedLaplace) -> Gaussian:
+    """The posterior whose precision is the objective's Hessian, whatever temperature or budget the fit has, decomposed."""
+    model = replace(fitted.model, how=fitted.model.how._replace(temperature=None))
+    found = posterior_and_evidence(model, fitted.seen, fitted.prior_precision, fitted.likelihood_scale)[0]
+    return found.factorised()
+
+
+def _batches(fitted: FittedLaplace, data: Any, name: str, *, targets: bool) -> Iterator[Any]:
+    fitted.model.require_seen(data)
+    for batch in batches_of(data, fitted.model.how.read):
+        if targets and batch[1] is None:
+            raise ValueError(f"{name} has no targets: pass batches (inputs, targets)" + " or of=" * (name == "query"))
+        yield fitted.model.seen_by_head(batch)
+
+
+def _parts(batch: Any, numbers: int, posterior: Gaussian) -> Iterator[Any]:
+    """Data of a batch, as many at a time as have gradients of :data:`ROW_BYTES`."""
+    at_once = max(1, ROW_BYTES // (numbers * optree.tree_leaves(posterior.mean)[0].element_size()))
+    count = batch_size(batch)
+    return (part(batch, start, min(count, start + at_once)) for start in range(0, count, at_once))
+
+
+def _seeded(fitted: FittedLaplace, posterior: Gaussian, batch: Any, scalar: Callable[[Tensor, Any], Tensor]) -> Tree:
+    """The gradient of every datum's scalar, leaves ``[Q, *leaf.shape]``."""
+    outputs = _outputs(fitted, posterior, batch)
+
+    def total(f: Tensor) -> Tensor:
+        found = scalar(f, batch[1])
+        if not isinstance(found, Tensor) or found.shape != f.shape[:1]:
+            got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise ValueError(f"influence: of must return one number a datum, {tuple(f.shape[:1])}, got {got}")
+        return found.sum()
+
+    return _rows(fitted, posterior, batch, slope(total, outputs))
+
+
+def _outputs(fitted: FittedLaplace, posterior: Gaussian, batch: Any) -> Tensor:
+    with torch.no_grad():
+        return fitted.model.forward(posterior.mean, batch)
+
+
+def _rows(fitted: FittedLaplace, posterior: Gaussian, batch: Any, pull: Tensor) -> Tree:
+    """``J_n^T pull_n`` of every datum, leaves ``[B, *leaf.shape]``."""
+
+    def along(params: Tree, pair: Any) -> Tensor:
+        return (fitted.model.forward(params, pair[0]) * pair[1]).sum()
+
+    return per_sample(torch.func.grad(along))(posterior.mean, (batch, pull))
+
+
+def _slopes(fitted: FittedLaplace, posterior: Gaussian, batch: Any) -> Tensor:
+    """``l'_n`` ``[B, *event]``, with the noise and the dispersion in force."""
+    found = fitted.likelihood.gradient(_outputs(fitted, posterior, batch), batch[1])
+    return found if fitted.likelihood.has_noise_scale else found * fitted.likelihood_scale.to(found)
+
+
+def _without(fitted: FittedLaplace, posterior: Gaussian, batch: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """``a_n`` ``[B, *event]``; outputs and their covariance, of each datum without itself.
+
+    With a root ``H = S S^T`` the leverage is the symmetric ``R = S^T C S``, and ``(1 - H C)^-1 = 1 + S (1 - R)^-1 S^T C``.
+    """
+    mean, covariance = linearized_by(fitted.model.checks, fitted.model.forward, posterior, batch)
+    slopes = _slopes(fitted, posterior, batch).to(covariance)
+    with torch.no_grad():
+        s = fitted.likelihood.factors(mean, batch[1]).flatten(2).permute(1, 2, 0)  # [B, E, K]
+        s = s if fitted.likelihood.has_noise_scale else s * fitted.likelihood_scale.to(s).sqrt()
+        with_s = s.mT @ covariance
+        rest = torch.eye(s.shape[2], dtype=s.dtype, device=s.device) - with_s @ s
+        factor, failed = torch.linalg.cholesky_ex((rest + rest.mT) / 2)
+        if bool(failed.any()):
+            raise ValueError(
+                f"{int((failed > 0).sum())} of {len(s)} data have a leverage of 1 or more, number {int(failed.nonzero()[0])} "
+                "first: the precision holds less than their own curvature, as approximations and data that were not in the fit "
+                "can have it: pass leverage=False, or fit with structure='dense'"
+            )
+        a = slopes.flatten(1) + (s @ torch.cholesky_solve(with_s @ slopes.flatten(1)[..., None], factor))[..., 0]
+        left = covariance + with_s.mT @ torch.cholesky_solve(with_s, factor)
+        moved = mean + (covariance @ a[..., None])[..., 0].reshape(mean.shape)
+    return a.reshape(mean.shape), (moved, left)
