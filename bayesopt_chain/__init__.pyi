@@ -46,6 +46,7 @@ from bayesopt_chain.runs.batch_norm import refresh_batch_norm
 from bayesopt_chain.runs.checkpoint import load, save
 from bayesopt_chain.runs.collect import collect
 from bayesopt_chain.runs.draws import Draws
+from bayesopt_chain.runs.log import log_to
 from bayesopt_chain.runs.sample import iterate, sample
 from bayesopt_chain.samplers.langevin import sghmc, sgld
 from bayesopt_chain.version import __version__
@@ -90,6 +91,7 @@ __all__ = [
     "links",
     "load",
     "load_state_dict",
+    "log_to",
     "make_functional",
     "make_step",
     "masked",

@@ -10,7 +10,7 @@ from bayesopt_chain.checks import installed
 
 @kinds.takes(draws=kinds.ANY, names=kinds.SEQUENCE)
 def traces(draws: Any, names: list[str] | None = None, *, thinning: int = 1) -> Any:
-    """The density and the trace of each parameter, a line for each chain, as ``arviz.plot_trace`` draws them.
+    """The density and the trace of each parameter, a line for each chain, as ArviZ draws them.
 
     Args:
         draws: a :class:`bayesopt_chain.Draws`, or any that ``to_arviz()`` turns into inference data.
@@ -19,7 +19,7 @@ def traces(draws: Any, names: list[str] | None = None, *, thinning: int = 1) -> 
         thinning: show every so many draws.
 
     Returns:
-        The array of axes that ArviZ returns, ``[leaves, 2]``.
+        What ArviZ returns: an array of axes, ``[leaves, 2]``, and from ArviZ 1 on its collection of plots.
 
     Raises:
         ModuleNotFoundError: no ArviZ or no matplotlib.
@@ -43,4 +43,5 @@ def traces(draws: Any, names: list[str] | None = None, *, thinning: int = 1) -> 
     known = list(data.posterior.data_vars)
     if unknown := [name for name in names or () if name not in known]:
         raise ValueError(f"plot.traces: no leaf is called {unknown[0]!r}; there are {', '.join(known[:12])}")
-    return arviz.plot_trace(data.sel(draw=slice(None, None, thinning)), var_names=names)
+    plot: Any = getattr(arviz, "plot_trace_dist", arviz.plot_trace)  # its name from ArviZ 1 on
+    return plot(data.sel(draw=slice(None, None, thinning)), var_names=names)

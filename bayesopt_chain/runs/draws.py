@@ -694,19 +694,75 @@ class Draws:
         kinds.require("predictive", likelihood=(likelihood, kinds.LIKELIHOOD))
         return likelihood.mixture(self.predict(forward, batches, reduce="stack", chunk=chunk))
 
+    @torch.no_grad()
+    def log_likelihood(
+        self,
+        forward: Callable[[Any, Any], Tensor] | nn.Module,
+        batches: Any,
+        likelihood: Likelihood,
+        *,
+        chunk: int = 32,
+    ) -> Tensor:
+        """The log likelihood of every datum under every draw: what leave-one-out cross-validation is made of.
+
+        Args:
+            forward: as for :meth:`predict`.
+            batches: of ``(inputs, targets)``, gone through once, in the order of the data; or one such pair.
+            likelihood: of targets given the outputs, as in the loss that was sampled.
+            chunk: as for :meth:`predict`.
+
+        Returns:
+            ``[S, N]``, or ``[S, chains, N]``, as :meth:`to_arviz` takes it.
+
+        Raises:
+            TypeError: batches that are no pairs.
+            ValueError: as :meth:`predict`; draws with weights.
+
+        Source:
+            Vehtari, Gelman and Gabry (2017), Practical Bayesian model evaluation using leave-one-out cross-validation and WAIC.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> draws = bc.Draws.from_trees([torch.tensor([0.0]), torch.tensor([2.0])])
+            >>> data = (torch.ones(3, 1), torch.zeros(3, 1))
+            >>> draws.log_likelihood(lambda w, x: x * w, data, bc.likelihoods.gaussian(1.0)).shape
+            torch.Size([2, 3])
+        """
+        kinds.require("log_likelihood", likelihood=(likelihood, kinds.LIKELIHOOD))
+        if self.is_weighted:
+            raise ValueError("log_likelihood: these draws have weights; take draws.equally_weighted()")
+        one = isinstance(batches, tuple) or (
+            isinstance(batches, list) and list(map(torch.is_tensor, batches)) == [True, True]
+        )
+        said = []
+        for batch in [batches] if one else require_iterable("log_likelihood", "batches", batches, "batches of a pair"):
+            if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+                raise TypeError(
+                    f"log_likelihood: batches must be pairs (inputs, targets), got {type(batch).__name__}: "
+                    "((x['input'], x['label']) for x in batches) makes them"
+                )
+            outputs = self.predict(forward, [batch[0]], reduce="stack", chunk=chunk)  # [S * chains, B, *event]
+            said.append(torch.stack([likelihood.log_prob(f, batch[1]) for f in outputs]))
+        if not said:
+            raise ValueError("log_likelihood: batches is empty; an iterator can be gone through only once")
+        every = torch.cat(said, 1)
+        if every.ndim > 2:
+            every = every.flatten(2).sum(2)
+        return every if self.chains is None else every.unflatten(0, (len(self), self.chains))
+
     def to_arviz(self, *, log_likelihood: Tensor | None = None, **names: str) -> Any:
-        """The draws as ArviZ inference data: posterior, sample statistics, and the log likelihood if given.
+        """The draws as ArviZ takes them: posterior, sample statistics, and the log likelihood if given.
 
         ArviZ knows no weights: of draws that have some pass ``draws.equally_weighted()``.
 
         Args:
-            log_likelihood: of every datum under every draw, ``[S, N]`` or ``[S, chains, N]``; with it ``arviz.loo`` and
-                ``arviz.waic`` work.
+            log_likelihood: of every datum under every draw, ``[S, N]`` or ``[S, chains, N]``, from :meth:`log_likelihood`; with
+                it ``arviz.loo`` works.
             names: a name for a leaf's path, as ``names={"layer/weight": "w"}``.
 
         Returns:
-            ``arviz.InferenceData``; variables are the leaves' paths with dots, dimensions (chain, draw, ...). Large leaves on
-            disk are read when ArviZ looks at them.
+            ``arviz.InferenceData``, and from ArviZ 1 on an ``xarray.DataTree``; variables are the leaves' paths with dots,
+            dimensions (chain, draw, ...). Large leaves on disk are read when ArviZ looks at them.
 
         Raises:
             TypeError: a log likelihood that is no tensor.
@@ -719,25 +775,24 @@ class Draws:
             >>> data.posterior["w"].dims  # doctest: +SKIP
             ('chain', 'draw', 'w_dim_0')
         """
-        installed("to_arviz", "diagnostics", "arviz")
+        installed("to_arviz", "diagnostics", "arviz", "xarray")
         if self.is_weighted:
             raise ValueError(
                 "to_arviz: these draws have weights, which ArviZ does not know; take draws.equally_weighted()"
             )
         if log_likelihood is not None and not isinstance(log_likelihood, Tensor):
             raise TypeError(f"to_arviz: log_likelihood must be a tensor, got {type(log_likelihood).__name__}")
-        size, n = len(self), self.chains or 1
-        if (
-            log_likelihood is not None
-            and log_likelihood.shape[: 1 + (self.chains is not None)] != (size, n)[: 1 + (self.chains is not None)]
-        ):
-            wanted = f"[{size}, N]" if self.chains is None else f"[{size}, {n}, N]"
-            folded = self.chains is not None and len(log_likelihood) == size * n
+        lead = (len(self),) if self.chains is None else (len(self), self.chains)
+        if log_likelihood is not None and log_likelihood.shape[: len(lead)] != lead:
+            wanted = ", ".join(map(str, lead))
             raise ValueError(
-                f"to_arviz: log_likelihood has shape {tuple(log_likelihood.shape)}, and these draws need {wanted}"
-                + (f": unfold the chains, log_likelihood.unflatten(0, ({size}, {n}))" if folded else "")
+                f"to_arviz: log_likelihood has shape {tuple(log_likelihood.shape)}, and these draws need [{wanted}, N]"
+                + (
+                    f": unfold the chains, log_likelihood.unflatten(0, {lead})"
+                    if len(log_likelihood) == math.prod(lead)
+                    else ""
+                )
             )
-
         params = {names.get(name, name.replace("/", ".")): self._for_arviz(LEAF + name) for name in self._names}
         stats = {"step": self.steps if self.chains is None else self.steps[:, None].expand(-1, self.chains)}
         if self._has(LOSS):

@@ -1,4 +1,4 @@
-"""Draws as ArviZ inference data: in memory, or read from the disk when ArviZ asks for them."""
+"""Draws as ArviZ takes them: data sets of xarray, in memory, or read from the disk when ArviZ asks for them."""
 
 from __future__ import annotations
 
@@ -20,40 +20,32 @@ class Stored(NamedTuple):
 def inference_data(
     params: Mapping[str, Tensor | Stored], stats: Mapping[str, Tensor], likelihood: Tensor | None, chains: int | None
 ) -> Any:
-    """``arviz.InferenceData`` of leaves ``[S, ...]``, or ``[S, chains, ...]``; stored ones stay where they are.
+    """Leaves ``[S, ...]``, or ``[S, chains, ...]``, as the installed ArviZ takes them; stored ones stay where they are.
 
     Args:
         params: leaves by their names.
         stats: sample statistics, likewise.
         likelihood: of every datum under every draw.
         chains: the number of chains on axis 1; ``None``: there is no such axis.
+
+    Returns:
+        ``arviz.InferenceData`` before ArviZ 1, an ``xarray.DataTree`` since.
     """
     import arviz
+    import xarray
 
-    held = {name: _laid_out(x, chains) for name, x in params.items() if not isinstance(x, Stored)}
-    stored = {name: x for name, x in params.items() if isinstance(x, Stored)}
-    groups: dict[str, Any] = {"sample_stats": {name: _laid_out(x, chains) for name, x in stats.items()}}
-    if held:
-        groups["posterior"] = held
-    if likelihood is not None:
-        groups["log_likelihood"] = {"y": _laid_out(likelihood, chains)}
-    out: Any = arviz.from_dict(**groups)
-    if stored:
-        lazy = _lazy(stored, chains)
-        if held:
-            out.posterior = out.posterior.assign(lazy)
-        else:
-            out.add_groups(posterior=lazy)
-    return out
+    groups = {
+        "posterior": params,
+        "sample_stats": stats,
+        "log_likelihood": {} if likelihood is None else {"y": likelihood},
+    }
+    sets = {name: _data_set(columns, chains) for name, columns in groups.items() if columns}
+    kept: Callable[..., Any] | None = getattr(arviz, "InferenceData", None)
+    return xarray.DataTree.from_dict(sets) if kept is None else kept(**sets)
 
 
-def _laid_out(x: Tensor, chains: int | None) -> Any:
-    x = x[:, None] if chains is None else x
-    return x.detach().transpose(0, 1).to("cpu", torch.float64).contiguous().numpy()
-
-
-def _lazy(stored: Mapping[str, Stored], chains: int | None) -> Any:
-    """An ``xarray.Dataset`` whose variables are read when they are looked at, in the precision in which they were sampled."""
+def _data_set(columns: Mapping[str, Tensor | Stored], chains: int | None) -> Any:
+    """An ``xarray.Dataset`` with dimensions chain, draw and those of a draw. What is stored keeps its precision."""
     import xarray
     from xarray.backends import BackendArray
     from xarray.core import indexing
@@ -70,14 +62,20 @@ def _lazy(stored: Mapping[str, Stored], chains: int | None) -> Any:
         def picked(self, key: Any) -> Any:
             chain, draw, *rest = key
             rows = slice(draw, draw + 1) if isinstance(draw, int) else draw
-            x = self.x.read(rows).cpu()
-            x = x[:, None] if chains is None else x
-            return x.transpose(0, 1).numpy()[(chain, 0 if isinstance(draw, int) else slice(None), *rest)]
+            x = _chains_first(self.x.read(rows).cpu(), chains).numpy()
+            return x[(chain, 0 if isinstance(draw, int) else slice(None), *rest)]
 
     variables = {}
-    for name, x in stored.items():
-        array = OnDisk(x)
+    for name, x in columns.items():
+        if isinstance(x, Stored):
+            array: Any = indexing.LazilyIndexedArray(OnDisk(x))
+        else:
+            array = _chains_first(x.detach(), chains).to("cpu", torch.float64).contiguous().numpy()
         dims = ["chain", "draw", *[f"{name}_dim_{i}" for i in range(len(array.shape) - 2)]]
-        variables[name] = xarray.Variable(dims, indexing.LazilyIndexedArray(array))
-    first = next(iter(variables.values()))
-    return xarray.Dataset(variables, {"chain": range(first.shape[0]), "draw": range(first.shape[1])})
+        variables[name] = xarray.Variable(dims, array)
+    sizes = next(iter(variables.values())).sizes
+    return xarray.Dataset(variables, {"chain": range(sizes["chain"]), "draw": range(sizes["draw"])})
+
+
+def _chains_first(x: Tensor, chains: int | None) -> Tensor:
+    return (x[:, None] if chains is None else x).transpose(0, 1)

@@ -90,6 +90,37 @@ def test_arviz_sees_chains_then_draws():
     assert math.isfinite(arviz.loo(data).elpd_loo)
 
 
+def test_arviz_1_gets_the_same_numbers_as_a_tree_of_data_sets(monkeypatch):
+    """ArviZ 1 has no InferenceData: its functions, which arviz-stats holds, take trees of xarray."""
+    arviz = pytest.importorskip("arviz")
+    pytest.importorskip("arviz_stats")
+    pytest.importorskip("arviz_base")
+    from arviz_stats.loo import loo
+
+    _, draws = made(50, chains=3)
+    log_likelihood = torch.randn(50, 3, 7)
+    old = draws.to_arviz(log_likelihood=log_likelihood)
+    monkeypatch.delattr(arviz, "InferenceData")
+    new = draws.to_arviz(log_likelihood=log_likelihood)
+    assert new.posterior["a.w"].equals(old.posterior["a.w"]) and set(new.children) == {*old.groups()}
+    assert loo(new).elpd == pytest.approx(arviz.loo(old).elpd_loo, rel=1e-6)
+
+
+@pytest.mark.parametrize("chains", [None, 2])
+def test_the_log_likelihood_is_that_of_every_datum_under_every_draw(chains):
+    trees, draws = made(6, chains=chains)
+    x, y, noise = torch.randn(5, 3), torch.randn(5), bc.likelihoods.gaussian(0.7)
+    said = draws.log_likelihood(forward, [(x[:2], y[:2]), (x[2:], y[2:])], noise)
+    flat = trees if chains is None else [optree.tree_map(lambda v, c=c: v[c], t) for t in trees for c in range(chains)]
+    squares = torch.stack([(y - forward(t, x)).square() for t in flat])
+    want = -(squares / 0.7 + math.log(2 * math.pi * 0.7)) / 2
+    want = want if chains is None else want.reshape(6, 2, 5)
+    torch.testing.assert_close(said, want)
+    torch.testing.assert_close(draws.log_likelihood(forward, (x, y), noise), want)
+    with pytest.raises(TypeError, match=r"pairs \(inputs, targets\), got Tensor"):
+        draws.log_likelihood(forward, [x], noise)
+
+
 def test_errors_say_what_to_do():
     _, draws = made()
     with pytest.raises(ValueError, match="reduce is"):
