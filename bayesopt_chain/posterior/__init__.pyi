@@ -1,4 +1,5 @@
 from bayesopt_chain.likelihoods._softmax import laplace_bridge, probit, probit_bernoulli, softmax_mean
+from bayesopt_chain.posterior._acquisition import Acquired, batch_bald, d_optimal, epig
 from bayesopt_chain.posterior._calibrate import conformal_level, temperature_scaling
 from bayesopt_chain.posterior._influence import influence_of_draws, leave_one_out
 from bayesopt_chain.posterior._joint import functional_samples
@@ -14,14 +15,18 @@ from bayesopt_chain.posterior.training import EvidenceTraining, train_by_evidenc
 from bayesopt_chain.posterior.tuning import tune_by_evidence, tune_by_validation
 
 __all__ = [
+    "Acquired",
     "CachedFeatures",
     "EvidenceTraining",
     "FittedLaplace",
     "RunningMoments",
+    "batch_bald",
     "cache_features",
     "classification_metrics",
     "conformal_level",
+    "d_optimal",
     "detection_auroc",
+    "epig",
     "fit_laplace",
     "functional_samples",
     "influence_of_draws",
