@@ -34,6 +34,7 @@ from bayesopt_chain.loop.state_dict import load_state_dict, state_dict
 from bayesopt_chain.loop.step import make_step
 from bayesopt_chain.matching import response
 from bayesopt_chain.modules.functional import make_functional, write_back
+from bayesopt_chain.observables.restrict import restrict
 from bayesopt_chain.optimizers.classes import SGD, AdaDelta, AdaGrad, Adam, AdaMax, AdamW, RAdam, RMSProp
 from bayesopt_chain.optimizers.functional import adadelta, adagrad, adam, adamax, adamw, radam, rmsprop, sgd
 from bayesopt_chain.posterior import ekf, vi
@@ -106,6 +107,7 @@ __all__ = [
     "radam",
     "refresh_batch_norm",
     "response",
+    "restrict",
     "rmsprop",
     "sample",
     "samplers",

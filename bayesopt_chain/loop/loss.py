@@ -48,6 +48,7 @@ class Info(NamedTuple):
             sample; else ``()``.
         weight: the weight, in means over draws, of the parameters that the step started from, 0-d, for a chain whose draws
             have weights (:func:`bayesopt_chain.samplers.samadams`); ``()`` if all draws have equal weights.
+        observed: the result of ``make_step(..., observe=)``, detached; else ``()``.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -62,6 +63,7 @@ class Info(NamedTuple):
     gradient_norm: Any = ()
     temperature: Any = ()
     weight: Any = ()
+    observed: Any = ()
 
 
 class Evaluation(NamedTuple):

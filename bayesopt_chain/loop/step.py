@@ -36,7 +36,7 @@ from bayesopt_chain.loop import sources
 from bayesopt_chain.loop.finite import FiniteCheck
 from bayesopt_chain.loop.gradients import EstimatedState, EstimatorMemory, GradientEstimator
 from bayesopt_chain.loop.interrupts import uninterrupted
-from bayesopt_chain.loop.loss import PLAIN, Evaluation, GradientSource, Info, Loss
+from bayesopt_chain.loop.loss import PLAIN, Evaluation, GradientSource, Info, Loss, detach
 from bayesopt_chain.loop.module_state import Memory, ModuleMemory, ModuleState
 from bayesopt_chain.loop.monitor import monitored
 from bayesopt_chain.random.model_draws import model_draws
@@ -56,6 +56,7 @@ class Step:
         ranks: the ranks that share this chain, or ``None``.
         loss: the loss or estimator that :func:`make_step` was given. A run on disk compares it with that of the run it resumes.
         heat_guard: reads the gradient of each step before anything moves, or ``None``.
+        observe: a function of (params, grads, batch), whose result is reported, or ``None``.
     """
 
     source: GradientSource
@@ -67,6 +68,7 @@ class Step:
     ranks: DataParallel | None = None
     loss: Any = field(default=None, compare=False)
     heat_guard: sources.HeatWatch | None = None
+    observe: Callable[[Any, Any, Any], Any] | None = field(default=None, compare=False)
 
     def init(self, params: Any, *, like: Any = None, tx: Any = None, generator: torch.Generator | None = None) -> Any:
         """Make the state to start from.
@@ -172,6 +174,10 @@ class Step:
             found = found._replace(info=found.info._replace(finite=finite))
         if self.monitor:
             found = found._replace(info=monitored(found.info, found.grads, self.tx, inner))
+        if self.observe is not None:
+            with torch.no_grad():
+                seen = detach(self.observe(params, found.grads, batch))
+            found = found._replace(info=found.info._replace(observed=seen))
         if not self.inplace:
             return self._move(params, state, inner, found)
         with uninterrupted():  # Ctrl-C between two writes would leave parameters and state of different steps
@@ -249,6 +255,7 @@ def make_step(
     check_finite: bool = False,
     monitor: bool = False,
     heat_guard: sources.HeatWatch | None = None,
+    observe: Callable[[Any, Any, Any], Any] | None = None,
     mesh: Any = None,
 ) -> Step:
     """Make one training or sampling step: loss, gradient, chain and update as one function of (params, state, batch).
@@ -293,6 +300,9 @@ def make_step(
         heat_guard: a :class:`bayesopt_chain.diagnostics.HeatGuard`, which reads the gradients of each step and warns once if
             the noise of minibatches raises the temperature. It cannot be used with captured steps or :func:`parallel`.
             Default: none.
+        observe: ``observe(params, grads, batch)``, whose result, a tree of tensors, is ``info.observed``: observables of the
+            parameters that the step started from, at no second gradient. ``grads`` is the gradient that the transformation
+            gets, and must not be written to. Default: none.
         mesh: a DeviceMesh of one axis whose ranks share this chain and call the step with different data. The gradient and the
             loss are averaged over all data, by one message per step. Every tensor of the batch has the data on axis 0.
             All ranks have to start from the same parameters and state (:func:`bayesopt_chain.distributed.broadcast`), which
@@ -333,6 +343,7 @@ def make_step(
         monitor=(monitor, kinds.BOOL),
         keywords=(keywords, _KEYWORDS),
         buffers=(buffers, _BUFFERS),
+        observe=(observe, kinds.FUNCTION.or_none()),
     )
     if not isinstance(tx, GradientTransformation):
         raise TypeError(f"make_step: tx is {tx!r}, not a gradient transformation")
@@ -373,6 +384,7 @@ def make_step(
         ranks,
         loss,
         heat_guard,
+        observe,
     )
 
 

@@ -166,7 +166,7 @@ def _steps(run: Run, store: Store, said: _Ended, watch: Divergence, sigint: Inte
             warnings.warn(f"sample: {wrong}; the run has diverged and ends here. Lower lr", stacklevel=4)
             said.why, said.rescue = wrong, True
             return
-        if it.is_draw:
+        if it.is_draw and run.keep:
             store.add(_beside_its_weight(it, *start), loss)
         said.last, said.done = (params, state), n
         progress.update(it)

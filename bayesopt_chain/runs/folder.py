@@ -55,13 +55,14 @@ def tile(file: File, step: int) -> Tile:
 
 
 def drawn(about: Mapping[str, Any], step: int) -> int:
-    """How many draws a run has made after so many steps.
+    """How many draws a run has made after so many steps: none where it keeps none.
 
     Example:
         >>> drawn({"burn_in": 10, "thinning": 5}, 24)
         2
     """
-    return max(0, (step - about["burn_in"]) // about["thinning"])
+    keep = about.get("identity", {}).get("keep", True)
+    return max(0, (step - about["burn_in"]) // about["thinning"]) * keep
 
 
 def draws_name(since: int) -> str:

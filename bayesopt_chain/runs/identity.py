@@ -34,6 +34,7 @@ def identity_of(run: Run, total: int | None) -> dict[str, Any]:
         "version": VERSION,
         "burn_in": run.burn_in,
         "thinning": run.thinning,
+        "keep": run.keep,
         "total": total,
         "sharded": are_spread((run.params, run.state)),
         "tree": shapes_of(run),
@@ -135,6 +136,7 @@ def require_same(folder: Any, theirs: Mapping[str, Any], mine: Mapping[str, Any]
         )
     for key in ("burn_in", "thinning"):
         _refuse(folder, difference(theirs[key], mine[key], key))
+    _refuse(folder, difference(theirs.get("keep", True), mine["keep"], "keep"))
     known = theirs.get("version") == VERSION  # else it was described by other rules
     if known and theirs.get("chain") is not None and mine["chain"] is not None:
         _refuse(folder, difference(theirs["chain"], mine["chain"]))

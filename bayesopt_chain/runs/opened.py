@@ -12,7 +12,7 @@ import torch
 from bayesopt_chain.distributed.shards import local
 from bayesopt_chain.runs import checkpoint
 from bayesopt_chain.runs.files import File
-from bayesopt_chain.runs.folder import HEAD, LEAF, SEGMENT, Tile, folders_of, head_of, tiles_of
+from bayesopt_chain.runs.folder import HEAD, LEAF, SEGMENT, Tile, drawn, folders_of, head_of, tiles_of
 from bayesopt_chain.runs.pieces import Piece, side_by_side
 
 
@@ -95,8 +95,7 @@ def opened(paths: Sequence[Path], like: Any, skip: bool) -> Opened:
 
 def _reach(one: Chains) -> int:
     """How many draws there would be if no file were left out."""
-    step = max(one.step, one.head["step"])
-    return max(0, (step - one.head["burn_in"]) // one.head["thinning"])
+    return drawn(one.head, max(one.step, one.head["step"]))
 
 
 def _run(path: Path, skip: bool) -> list[Chains]:

@@ -57,6 +57,7 @@ class Run(NamedTuple):
     callbacks: Sequence[Callable[[Iteration], Any]]
     progress: bool
     seed: int | None = None
+    keep: bool = True
 
     @property
     def stateful(self) -> list[Stateful]:

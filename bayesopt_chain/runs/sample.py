@@ -95,6 +95,7 @@ def sample(
     seed: int | None = None,
     chains: int | None = None,
     callbacks: Sequence[Callable[[Iteration], Any]] = (),
+    keep: bool = True,
     progress: bool = False,
 ) -> Draws:
     """Run a sampler and keep its draws; with ``path``, on disk, going on where an earlier call stopped.
@@ -129,6 +130,8 @@ def sample(
             :class:`bayesopt_chain.diagnostics.Thermometer` among them shows its temperature in the progress bar, and a warning
             is given when the run ends if it says that the data heat the chain. A
             :class:`bayesopt_chain.diagnostics.HeatGuard` looks at the gradients of one plain chain, and warns on the way.
+        keep: ``False`` keeps no draw, in memory or on disk: what the callbacks made of them is all there is. ``Draws.last`` and
+            checkpoints are the same. Default: True.
         progress: show a progress bar with steps per second, loss, temperature, the number of draws, and the effective sample
             size and R-hat of the loss so far (needs tqdm; the last two the extra ``diagnostics``).
 
@@ -162,7 +165,7 @@ def sample(
             f"sample: leaf {where} of (params, state) is on the device meta, and has no values: call init under "
             "torch.device('cpu'), or another default device than meta"
         )
-    kinds.require("sample", path=(path, kinds.FOLDER.or_none()))
+    kinds.require("sample", path=(path, kinds.FOLDER.or_none()), keep=(keep, kinds.BOOL))
     for callback in require_iterable("sample", "callbacks", callbacks, "a sequence of functions of an Iteration"):
         require_callable("sample", "callbacks", callback, "a sequence of functions of an Iteration")
     for callback in callbacks:
@@ -185,7 +188,18 @@ def sample(
                 f"bc.epochs(..., order={wanted!r}), or bc.samplers.ubu, which takes any"
             )
     run = Run(
-        step, params, state, ResumableBatches(batches), steps, burn_in, thinning, chains, callbacks, progress, seed
+        step,
+        params,
+        state,
+        ResumableBatches(batches),
+        steps,
+        burn_in,
+        thinning,
+        chains,
+        callbacks,
+        progress,
+        seed,
+        keep,
     )
     if path is None:
         if (mesh := mesh_in_memory(step, (params, state))) is not None:

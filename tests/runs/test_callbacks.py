@@ -119,3 +119,26 @@ def test_blocks_of_chains_that_catch_up_leave_what_was_seen(tmp_path, mesh, monk
     monkeypatch.undo()
     got = chains(tmp_path / "run", [resumed])
     assert torch.equal(got.params["w"], want.params["w"]) and (resumed.n, resumed.total) == (12, unbroken.total)
+
+
+def test_a_run_that_keeps_no_draw_hands_each_to_its_callbacks_and_goes_on(tmp_path):
+    """``keep=False``: sums alone, the same bits, and a directory that holds no draw."""
+
+    class Means(Sums):
+        def __call__(self, it):
+            return super().__call__(it) if it.is_draw else None
+
+    def without(path, callback, steps=40, **more):
+        return bc.sample(
+            *started(), steps=steps, burn_in=10, thinning=3, path=path, keep=False, callbacks=[callback], **more
+        )
+
+    unbroken, broken, resumed = Means(), Means(19), Means()
+    draws = bc.sample(*started(), steps=40, burn_in=10, thinning=3, callbacks=[unbroken])
+    assert not without(tmp_path, broken, checkpoint_seconds=0.0).complete
+    found = without(tmp_path, resumed)
+    assert found.complete and len(found) == len(bc.Draws.open(tmp_path)) == 0
+    assert (resumed.n, resumed.total) == (10, unbroken.total)
+    assert torch.equal(found.last[0]["w"], draws.last[0]["w"])
+    with pytest.raises(ValueError, match="keep is False, here True"):
+        bc.sample(*started(), steps=40, burn_in=10, thinning=3, path=tmp_path, callbacks=[Means()])

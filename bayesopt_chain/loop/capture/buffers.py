@@ -32,6 +32,7 @@ class Steps(NamedTuple):
         negative_elbo: the negative evidence lower bound of a variational step.
         gradient_norm, temperature: with ``make_step(..., monitor=True)``.
         weight: the weights of the parameters that the steps started from, if the draws of the chain have weights.
+        observed: with ``make_step(..., observe=)``.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -47,6 +48,7 @@ class Steps(NamedTuple):
     gradient_norm: Any = ()
     temperature: Any = ()
     weight: Any = ()
+    observed: Any = ()
 
 
 class Slots:

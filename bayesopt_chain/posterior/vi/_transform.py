@@ -84,7 +84,7 @@ class VariationalInfo(NamedTuple):
         loss: the mean over the draws, 0-d.
         aux: the loss's auxiliary output; with several samples each of its tensors has them on axis 0.
         negative_elbo: per datum, in nats, 0-d.
-        finite, gradient_norm, temperature: as in :class:`bayesopt_chain.Info`.
+        finite, gradient_norm, temperature, observed: as in :class:`bayesopt_chain.Info`.
     """
 
     loss: Tensor
@@ -93,6 +93,7 @@ class VariationalInfo(NamedTuple):
     finite: Any = ()
     gradient_norm: Any = ()
     temperature: Any = ()
+    observed: Any = ()
 
 
 @dataclass(frozen=True)
