@@ -17,6 +17,7 @@ from bayesopt_chain import (
 from bayesopt_chain.compose import chain, masked, partition, with_response
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.data.epochs import epochs
+from bayesopt_chain.diagnostics.observables.restrict import restrict
 from bayesopt_chain.diagnostics.suggest_chain import suggest_chain
 from bayesopt_chain.diagnostics.suggest_lr import suggest_lr
 from bayesopt_chain.ensemble.call import posterior_ensemble
@@ -34,7 +35,6 @@ from bayesopt_chain.loop.state_dict import load_state_dict, state_dict
 from bayesopt_chain.loop.step import make_step
 from bayesopt_chain.matching import response
 from bayesopt_chain.modules.functional import make_functional, write_back
-from bayesopt_chain.observables.restrict import restrict
 from bayesopt_chain.optimizers.classes import SGD, AdaDelta, AdaGrad, Adam, AdaMax, AdamW, RAdam, RMSProp
 from bayesopt_chain.optimizers.functional import adadelta, adagrad, adam, adamax, adamw, radam, rmsprop, sgd
 from bayesopt_chain.posterior import ekf, vi
