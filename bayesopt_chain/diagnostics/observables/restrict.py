@@ -2,6 +2,7 @@
 
 The free entries ``x`` are tensors of their own, and ``fill(x)`` puts them among the others. So a chain on ``x`` spends
 no gradient, noise or state on an entry that stays, and the number of free entries is the number of dimensions of its target.
+Learning coefficients of such a part are the refined ones of Wang et al. (2024, arXiv:2410.02984).
 """
 
 from __future__ import annotations
