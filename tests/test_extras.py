@@ -86,7 +86,13 @@ def test_a_missing_package_is_named_before_anything_runs(package, extra, call, m
 
 
 @pytest.mark.parametrize(
-    "module, package", [("sklearn", "sklearn"), ("testing.strategies", "hypothesis"), ("botorch", "botorch")]
+    "module, package",
+    [
+        ("sklearn", "sklearn"),
+        ("testing.strategies", "hypothesis"),
+        ("testing.fixtures", "pytest"),
+        ("botorch", "botorch"),
+    ],
 )
 def test_a_module_that_needs_a_package_names_it(module, package, monkeypatch):
     for name in [name for name in sys.modules if name.startswith(f"bayesopt_chain.{module}")]:

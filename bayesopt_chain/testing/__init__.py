@@ -2,7 +2,8 @@
 
 ``assert_laws`` runs every law a link must obey; ``assert_zero_temperature_limit`` checks that a sampler is its optimizer at
 T = 0 and moves away from it as the square root of T; ``stationary_covariance`` solves exactly for what a linear sampler
-samples, and ``variance_along`` for what it samples at every step of a schedule; :mod:`bayesopt_chain.testing.strategies` draws
+samples, and ``variance_along`` for what it samples at every step of a schedule; ``sbc`` asks simulated data whether a posterior
+is right; :mod:`bayesopt_chain.testing.strategies` draws
 trees, gradients and hyperparameters for Hypothesis.
 """
 
@@ -10,16 +11,19 @@ from bayesopt_chain.testing._composition import assert_composes
 from bayesopt_chain.testing._laws import LAWS, assert_laws
 from bayesopt_chain.testing._linear_system import NormalProbe
 from bayesopt_chain.testing._lyapunov import Unstable, stationary_covariance, variance_along
+from bayesopt_chain.testing._simulated import Calibration, sbc
 from bayesopt_chain.testing._zero_temperature import assert_bitwise_equal, assert_zero_temperature_limit
 
 __all__ = [
     "LAWS",
+    "Calibration",
     "NormalProbe",
     "Unstable",
     "assert_bitwise_equal",
     "assert_composes",
     "assert_laws",
     "assert_zero_temperature_limit",
+    "sbc",
     "stationary_covariance",
     "variance_along",
 ]
