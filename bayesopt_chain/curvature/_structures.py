@@ -211,7 +211,7 @@ class TappedSum(Structure):
             which = "; ".join(f"{plan.names[leaf]}: {plan.reasons[leaf]}" for leaf in without)
             raise ValueError(
                 f"a Kronecker precision cannot describe {len(without)} of {len(plan.names)} parameters ({which}): "
-                "leave them out with curvature.subset, or use structure='diagonal', 'block' or 'low_rank'"
+                "leave them out with curvature.subset, or use structure='dense', 'root', 'diagonal', 'block' or 'low_rank'"
             )
 
 

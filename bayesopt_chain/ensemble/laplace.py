@@ -55,7 +55,7 @@ class LaplaceEnsemble(Ensemble):
             logs.append(parts[0][1])
             noises.append(fit.likelihood_scale)
         logs = [x.to(outputs[0]) - torch.tensor(float(len(self.fits)), device="cpu").log() for x in logs]
-        scale = float(torch.stack([x.reshape(()) for x in noises]).mean())
+        scale = torch.stack(noises).mean(0)
         likelihood = self.fits[0].model.likelihood.scaled(scale) if self.likelihood.has_noise_scale else self.likelihood
         return likelihood.mixture(torch.cat(outputs), torch.cat(logs))
 

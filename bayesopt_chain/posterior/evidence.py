@@ -33,7 +33,7 @@ from torch import Tensor
 from bayesopt_chain.posterior.model import Model, Pass
 from bayesopt_chain.posterior.regression import Regression
 from bayesopt_chain.posterior.tuning import tune_by_evidence
-from bayesopt_chain.precision import Block, Dense, Diagonal, Eigenbasis, Kronecker, Precision, Root
+from bayesopt_chain.precision import Block, Dense, Diagonal, Eigenbasis, Kronecker, LowRank, Precision, Root
 from bayesopt_chain.trees import Tree, common_dtype, gram
 
 SCALAR, LAYERWISE = "scalar", "layerwise"  # structures of a prior
@@ -107,19 +107,62 @@ def _(precision: Block) -> list[Spectrum] | None:
     return out
 
 
+@singledispatch
+def by_output(precision: Any, roots: Tree) -> Any:
+    """``S Lambda S`` for the diagonal matrix S of ``roots``, one number for each row of a leaf: the data part of a linear layer
+    in which the noise of each output has a scale of its own, of which S has the root."""
+    raise TypeError(f"a precision of class {type(precision).__name__} cannot be scaled output by output")
+
+
+@by_output.register
+def _(precision: Dense, roots: Tree) -> Dense:
+    flat = torch.cat([r.expand_as(x).reshape(-1) for r, x in zip(*map(optree.tree_leaves, (roots, precision.like)))])
+    return precision._replace(matrix=flat[:, None] * precision.matrix * flat)
+
+
+@by_output.register
+def _(precision: Root, roots: Tree) -> Root:
+    return precision._replace(rows=optree.tree_map(torch.mul, precision.rows, roots))
+
+
+@by_output.register
+def _(precision: LowRank, roots: Tree) -> LowRank:
+    diagonal = optree.tree_map(lambda x, r: x * r.square(), precision.diagonal, roots)
+    return precision._replace(diagonal=diagonal, rows=optree.tree_map(torch.mul, precision.rows, roots))
+
+
+@by_output.register
+def _(precision: Diagonal, roots: Tree) -> Diagonal:
+    return precision._replace(values=optree.tree_map(lambda x, r: x * r.square(), precision.values, roots))
+
+
+@by_output.register
+def _(precision: Block, roots: Tree) -> Block:
+    return precision._replace(blocks=optree.tree_map(lambda r, b: by_output(b, r), roots, precision.blocks))
+
+
+@by_output.register
+def _(precision: Kronecker, roots: Tree) -> Kronecker:
+    def leaf(left: Tensor, r: Tensor) -> Tensor:
+        return r.reshape(-1, 1) * left * r.reshape(-1)
+
+    return precision._replace(left=optree.tree_map(leaf, precision.left, roots))
+
+
 class Residual(NamedTuple):
-    """Gaussian noise: the whitened residual sum of squares R and the number m of targets (the sum of their weights), 0-d."""
+    """Gaussian noise: the whitened residual sum of squares R and the number m of targets (the sum of their weights)."""
 
     squares: Tensor
     entries: Tensor
 
     def gain(self, scale: Tensor) -> Tensor:
         """What the log likelihood gains, in nats, by a noise of ``variance / scale`` in place of ``variance``, 0-d."""
-        return 0.5 * (self.squares.to(torch.float64) * (1 - scale) + self.entries * scale.log())
+        return 0.5 * (self.squares.to(torch.float64) * (1 - scale) + self.entries * scale.log()).sum()
 
 
 class Tuned(NamedTuple):
-    """What was chosen: a prior precision for each leaf (0-d), the likelihood's scale (0-d), the log evidence there (0-d)."""
+    """What was chosen: a prior precision for each leaf (0-d), the likelihood's scale (0-d, or ``[E]`` for a linear layer with
+    Gaussian noise of several outputs), the log evidence there (0-d)."""
 
     prior_precision: Tree
     likelihood_scale: Tensor
@@ -225,11 +268,12 @@ def tune_layer(model: Model, regression: Regression, prior_structure: str | None
     """By the exact evidence of a linear last layer with Gaussian noise, from the best point of a coarse grid on."""
     of_weights, of_biases, noise = regression.units()
     least, one = regression.least_noise(), torch.ones_like(noise)
+    several = one.shape if len(one) > 1 else ()
     together = prior_structure == SCALAR or not regression.has_bias
     units = of_weights[None] if together else torch.stack([of_weights, of_biases])
 
     def scale_at(h: Any) -> Tensor:
-        return 1 / (least + h["noise"] * noise) if scale is None else scale
+        return (1 / (least + h["noise"] * noise)).reshape(several) if scale is None else scale
 
     def evidence(h: Any) -> Tensor:
         if bool(((h["prior"] < LOWEST) | (h["prior"] > HIGHEST)).any()):

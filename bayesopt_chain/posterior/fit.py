@@ -30,7 +30,7 @@ from bayesopt_chain.posterior._joint import functional_samples
 from bayesopt_chain.posterior._subnetwork import Subnetwork
 from bayesopt_chain.posterior.batches import Reader, peeked
 from bayesopt_chain.posterior.dispersion import Scatter, dispersion, effective_parameters, scatter_of
-from bayesopt_chain.posterior.evidence import Residual, require_prior_structure, spectra, tuned
+from bayesopt_chain.posterior.evidence import Residual, by_output, require_prior_structure, spectra, tuned
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.laplace import log_prior, posterior_of
 from bayesopt_chain.posterior.last_layer import HeadBatch
@@ -62,6 +62,7 @@ from bayesopt_chain.trees import Tree, paths, require_like, size, spread
 
 CANDIDATES = tuple(10.0**k for k in range(-4, 5))  # prior precisions that validation tries
 FEW_DATA, LEAST_DATA, SMALL_WORK = 64, 4, 2**26
+SCALE = kinds.POSITIVES
 DRAWS = 32  # of functions that held-out data are scored by, where a datum has many outputs
 WORSE = 0.05  # nats a target, beside as much as the network has itself up to half a nat, at which predictions are much worse
 
@@ -73,8 +74,8 @@ class FittedLaplace:
     Attributes:
         posterior: the Gaussian over the kept parameters.
         prior_precision: in force, a tree of 0-d tensors like the kept parameters, or what was given.
-        likelihood_scale: in force, 0-d: Gaussian noise has ``variance / likelihood_scale``; of other likelihoods it is one
-            over the dispersion, and multiplies the curvature.
+        likelihood_scale: in force, 0-d: Gaussian noise has ``variance / likelihood_scale``, of a linear last layer with several
+            outputs ``[E]``, one for each; of other likelihoods it is one over the dispersion, and multiplies the curvature.
         log_evidence: 0-d, in nats; NaN for a prior precision of 0. Of a likelihood without a noise scale it is that of the
             likelihood to the power ``likelihood_scale``.
         model: the pieces it was made from.
@@ -129,9 +130,8 @@ class FittedLaplace:
         fixed = f"; behind them {', '.join(self.model.fixed)} stay as they are" if self.model.fixed else ""
         sampled = f" from {how.options['samples']} sampled labels a datum" if "samples" in how.options else ""
         variance = self.likelihood.noise_variance
-        noise = f", dispersion {1 / float(self.likelihood_scale):.4g}, covariance times {self.covariance_scale:.4g}"
-        if variance is not None:
-            noise = f", noise variance {_range(variance)}"
+        noise = f", dispersion {_range(1 / self.likelihood_scale)}, covariance times {self.covariance_scale:.4g}"
+        noise = noise if variance is None else f", noise variance {_range(variance)}"
         return (
             f"Laplace posterior of {size(self.model.params)} parameters ({some}{fixed}), {how.structure} structure, "
             f"{how.curvature}{sampled}\n"
@@ -190,7 +190,7 @@ class FittedLaplace:
         own = self.model.likelihood
         return own.scaled(self.likelihood_scale) if own.has_noise_scale else own
 
-    @kinds.takes(data=kinds.DATA, joint=kinds.BOOL, prior_precision=kinds.ANY, likelihood_scale=kinds.SCALAR)
+    @kinds.takes(data=kinds.DATA, joint=kinds.BOOL, prior_precision=kinds.ANY, likelihood_scale=SCALE.or_none())
     def outputs(
         self, data: Any, *, joint: bool = False, prior_precision: Any = None, likelihood_scale: Any = None
     ) -> Outputs:
@@ -272,14 +272,14 @@ class FittedLaplace:
         """
         return Predictive(self.likelihood, self.outputs(data, joint=joint))
 
-    @kinds.takes(prior_precision=kinds.ANY, likelihood_scale=kinds.SCALAR)
+    @kinds.takes(prior_precision=kinds.ANY, likelihood_scale=SCALE)
     def log_evidence_at(self, prior_precision: Any, likelihood_scale: Any = 1.0) -> Tensor:
         """The log evidence under another prior and noise, for a search or a prior of your own.
 
         Args:
             prior_precision: a positive number, a 0-d tensor or a tree of them like the kept parameters.
-            likelihood_scale: Gaussian noise of ``variance / likelihood_scale``; of other likelihoods one over the dispersion.
-                Default 1.
+            likelihood_scale: Gaussian noise of ``variance / likelihood_scale``, of a linear last layer also ``[E]``; of other
+                likelihoods one over the dispersion. Default 1.
 
         Returns:
             0-d, in nats, differentiable in both.
@@ -422,9 +422,14 @@ def posterior_and_evidence(
     model: Model, seen: Pass, prior_precision: Any, scale: Tensor, share: float = 1.0
 ) -> tuple[Gaussian, Tensor]:
     """The same without the pieces, differentiable in the prior and the noise. A temperature changes the posterior alone."""
-    posterior = posterior_of(seen.decomposed, model.params, prior_precision=prior_precision, likelihood_scale=scale)
-    if isinstance(seen.precision, Kronecker):
-        posterior = posterior._replace(undecomposed=seen.precision.scale(scale).add_diagonal(prior_precision))
+    summed, data, factor = seen.precision, seen.decomposed, scale
+    if scale.ndim:
+        roots = optree.tree_map(lambda p: scale.sqrt().to(p).reshape(-1, *[1] * (p.ndim - 1)), model.params)
+        summed = data = by_output(summed, roots)
+        factor = torch.ones_like(seen.log_likelihood)
+    posterior = posterior_of(data, model.params, prior_precision=prior_precision, likelihood_scale=factor)
+    if isinstance(summed, Kronecker):
+        posterior = posterior._replace(undecomposed=summed.scale(factor).add_diagonal(prior_precision))
     joint = seen.log_likelihood * (1 if model.likelihood.has_noise_scale else scale)
     joint = joint + log_prior(model.params, prior_precision, model.how.prior_mean).to(torch.float64)
     if model.likelihood.has_noise_scale:
@@ -438,10 +443,10 @@ def posterior_and_evidence(
         temperature = share / float(seen.precision.count)
     if temperature is not None:
         posterior = posterior_of(
-            seen.decomposed,
+            data,
             model.params,
             prior_precision=prior_precision,
-            likelihood_scale=scale,
+            likelihood_scale=factor,
             temperature=temperature,
         )
     return posterior, evidence
@@ -516,9 +521,10 @@ def fit_laplace(
             :func:`bayesopt_chain.posterior.cache_features` of the loader.
         params: the trained parameters; needed for a forward function, for a module its own by default.
         structure: of the posterior: "kronecker", "dense", "root", "diagonal", "block" or "low_rank". Default: "dense" for a
-            linear last layer with Gaussian noise of at most 2,048 parameters, "kronecker" otherwise. Such a layer's mode and
-            evidence are exact in every structure (``regression.py``); "kronecker", "block" and "diagonal" leave the
-            covariance of weights and biases out of the predictions' variance.
+            linear last layer with Gaussian noise of at most 2,048 parameters, "kronecker" otherwise; where that cannot
+            describe a parameter (an orthogonal parametrization) "dense" up to 2,048 parameters, "diagonal" beyond. A linear
+            layer's mode and evidence under Gaussian noise are exact in every structure (``regression.py``); "kronecker",
+            "block" and "diagonal" leave the covariance of weights and biases out of the predictions' variance.
         subset: which parameters are uncertain: "last_layer" (default; of a module the layer whose output reaches the output
             last: a head, or several heads whose outputs are put together), "all", or names, a function of a name, or a tree of
             booleans as for :func:`bayesopt_chain.curvature.subset`; or single entries by
@@ -629,14 +635,14 @@ def fit_laplace(
     keep = Kept(data_for(model))
     seen = model.run_over(batches.from_first(first), progress, batches.total, keep)
     if not any(bool(leaf.any()) for leaf in optree.tree_leaves(seen.precision.diag())):
-        if seen.entries == 0:
+        if not seen.entries.any():
             raise ValueError("fit_laplace: every target is left out, by its label or its weight: pass some that count")
         raise ValueError(
             f"fit_laplace: the outputs do not depend on the kept parameters ({', '.join(paths(model.params)[:4])}), whose "
             "curvature is zero: pass subset= parameters that the outputs are computed with"
         )
     _warn_of_low_rank(model, float(seen.precision.count))
-    one = torch.ones((), dtype=torch.float64, device=seen.log_likelihood.device)
+    one = torch.ones_like(seen.entries)
     if tune is None:
         return at(model, seen, prior_precision, one)
     if tune == "validation":
@@ -664,7 +670,7 @@ def fit_laplace(
 
 
 def _warn_of_least_noise(regression: Regression, scale: Tensor) -> None:
-    if 1 / scale < 2 * regression.least_noise():
+    if bool((1 / scale < 2 * regression.least_noise()).any()):
         warnings.warn(
             f"fit_laplace: the features of the last layer explain the targets but for {LEAST:g} of their variance, the least "
             "that is taken for noise: give the noise (likelihoods.gaussian(variance), tune_noise=False) if it is known",
@@ -730,18 +736,18 @@ def _validated(
     held_out = [(model.seen_by_head(batch), batch[1]) for batch in batches_of(validation, model.how.read)]
     if not held_out or any(targets is None for _, targets in held_out):
         raise ValueError("fit_laplace: validation= must be batches (inputs, targets), at least one, each with targets")
-    one = torch.ones_like(seen.log_likelihood)
+    one = torch.ones_like(seen.entries)
     of_noise = model.likelihood.has_noise_scale and scale is None and spectra(seen.decomposed) is not None
 
-    def fitted(candidate: float) -> FittedLaplace:
+    def fitted(candidate: Any) -> FittedLaplace:
         if not of_noise:
             return at(model, seen, candidate, one)
         return at(model, seen, *tuned(model, seen, scale=one * candidate, prior_structure=prior_structure)[:2])
 
-    def loss(candidate: float) -> float:
+    def loss(candidate: Any) -> float:
         found = fitted(candidate)
         return -float(torch.stack([_log_density(found, *batch) for batch in held_out]).sum())
 
-    inverse = float(seen.entries / seen.squares.clamp_min(TINY))
+    inverse = seen.entries / seen.squares.clamp_min(TINY)
     candidates = [inverse * 10.0 ** (k / 4) for k in range(-8, 17)] if of_noise else CANDIDATES
     return fitted(tune_by_validation(loss, candidates)[0])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from bayesopt_chain.curvature import empirical_fisher, entries, fisher, ggn, subset
 from bayesopt_chain.curvature._checks import Checks
 from bayesopt_chain.curvature._estimators import Estimator
-from bayesopt_chain.curvature._plan import batch_size, part
+from bayesopt_chain.curvature._plan import UNUSED, batch_size, make_plan, part
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.modules.functional import Forward, make_functional
 from bayesopt_chain.posterior._subnetwork import Subnetwork
@@ -36,7 +36,9 @@ from bayesopt_chain.posterior.regression import Regression, Rows, rows_of
 from bayesopt_chain.precision import Kronecker, Precision
 from bayesopt_chain.trees import Tree, common_dtype, size, spread, wide
 
-DENSE = 2048  # parameters of a linear last layer with Gaussian noise up to which its posterior is dense by default
+DENSE = (
+    2048  # parameters up to which a posterior is dense by default, where Kronecker factors leave out what can be had
+)
 MANY = 1000  # outputs of a datum up to which the default curvature is exact, which costs a backward pass for each
 SAMPLED = 4  # rows that are sampled for every parameter of a matrix, whose inverse is then 4/3 of what it should be
 ESTIMATORS: dict[str, Any] = {"ggn": ggn, "fisher": fisher, "empirical_fisher": empirical_fisher}
@@ -67,9 +69,9 @@ class Pass:
     """What one pass over the data says at the parameters.
 
     ``precision``: the sum of the increments; ``rows``: of a model that is linear with Gaussian noise, else None;
-    ``log_likelihood``: summed, 0-d; ``squares``: twice its excess over a perfect fit, 0-d (for Gaussian noise of known
-    variance the whitened residual sum of squares); ``entries``: the sum of the targets' weights, 0-d; ``scatter``: of the
-    gradients in the outputs, None for Gaussian noise of known variance.
+    ``log_likelihood``: summed, 0-d; ``squares``: for Gaussian noise of known variance the whitened residual sum of squares;
+    ``entries``: the sum of the targets' weights; both 0-d, of a linear model of several outputs ``[E]``, one for each;
+    ``scatter``: of the gradients in the outputs, None for Gaussian noise of known variance.
     """
 
     precision: Any
@@ -186,11 +188,14 @@ class Model:
             entries = loss.new_full((), len(outputs) * math.prod(self.likelihood.grouping(outputs.shape[1:]).positions))
             entries = entries if weights is None else weights.to(torch.float64).sum()
             if self.likelihood.has_noise_scale:
-                squares = self.likelihood.whitened(outputs, batch[1]).to(torch.float64).square().sum()
+                squares = self.likelihood.whitened(outputs, batch[1]).to(torch.float64).square()
+                squares = squares.flatten(0, -2).sum(0) if self.is_linear_gaussian else squares.sum()
             rows = None
             if self.is_linear_gaussian:
                 means = optree.tree_map(lambda m, p: m.to(torch.float64).expand_as(p), self.prior_means(), self.params)
                 rows = rows_of(self.likelihood, cast(Any, self.forward), means, *batch)
+                shape = squares.shape if len(squares) > 1 else ()
+                squares, entries = squares.reshape(shape), rows.entries.reshape(shape)
         scatter = None if self.likelihood.has_noise_scale else scatter_of(self.likelihood, outputs, batch[1])
         return Pass(precision, rows, -loss, squares, entries, scatter)
 
@@ -222,7 +227,7 @@ def make_model(source: Any, params: Tree | None, data: Any, first: Any, how: How
         raise ValueError(
             "fit_laplace: of a forward function the last layer is not known: pass subset= its parameters' names, or 'all'"
         )
-    return _of_function(cast(Any, source), params, how), first
+    return _of_function(cast(Any, source), params, how, first), first
 
 
 def with_estimator(model: Model, first: Any, data: int) -> Model:
@@ -265,12 +270,12 @@ def _of_module(module: nn.Module, params: Any, data: Any, first: Any, how: How) 
         require_body(data, body_of(module, params, data.last.names))
         return _of_head(forward, chosen, data.last, data.body, how), first
     if not how.keeps_last_layer:
-        return _of_function(forward, chosen, how), first
+        return _of_function(forward, chosen, how, first), first
     last = find_last_layer(forward, chosen, first)
     if last.is_head:
         body = body_of(module, params, last.names)
         return _of_head(forward, chosen, last, body, how), HeadBatch(last.inputs[0].detach(), first[1])
-    return replace(_of_function(forward, chosen, how._replace(keep=list(last.names))), fixed=last.behind), first
+    return replace(_of_function(forward, chosen, how._replace(keep=list(last.names)), first), fixed=last.behind), first
 
 
 def _of_head(forward: Forward, params: Any, last: LastLayer, body: Body, how: How) -> Model:
@@ -284,10 +289,18 @@ def _of_head(forward: Forward, params: Any, last: LastLayer, body: Body, how: Ho
     return replace(model, params=kept, how=how._replace(structure=structure))
 
 
-def _of_function(forward: Callable[[Tree, Any], Tensor], params: Tree, how: How) -> Model:
-    how = how._replace(structure=how.structure or "kronecker")
-    if isinstance(how.keep, str) and how.keep == "all":
-        return Model(forward, params, how)
+def _of_function(forward: Callable[[Tree, Any], Tensor], params: Tree, how: How, first: Any) -> Model:
     if isinstance(how.keep, Subnetwork):
-        return Model(*entries(forward, params, how.keep.mask(params, how.variance)), how)
-    return Model(*subset(forward, params, how.keep), how)
+        forward, params = entries(forward, params, how.keep.mask(params, how.variance))
+    elif not (isinstance(how.keep, str) and how.keep == "all"):
+        forward, params = subset(forward, params, how.keep)
+    structure = how.structure or _structure(forward, params, first)
+    return Model(forward, params, how._replace(structure=structure))
+
+
+def _structure(forward: Callable[[Tree, Any], Tensor], params: Tree, first: Any) -> str:
+    """Kronecker factors where every matrix has them."""
+    plan, leaves = make_plan(forward, params, first), optree.tree_leaves(params)
+    if all(leaves[i].ndim < 2 or plan.reasons[i] == UNUSED for i in plan.generic):
+        return "kronecker"
+    return "dense" if size(params) <= DENSE else "diagonal"

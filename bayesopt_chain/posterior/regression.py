@@ -112,22 +112,22 @@ class Regression:
         self.across = torch.zeros_like(self.mean) if across is None else across
 
     def least_noise(self) -> Tensor:
-        """The lower limit of the noise, in units of the likelihood's variance, 0-d: a share of the targets' variance, or the
-        rounding of float32 targets."""
+        """The lower limit of each output's noise, in units of the likelihood's variance, ``[E]``: a share of the targets'
+        variance, or the rounding of float32 targets."""
         norm = self.data.noise * self.data.entries.clamp_min(1)
         rounding = torch.finfo(torch.float32).eps ** 2 * (self.tau.square() if self.has_bias else self.total)
-        return ((LEAST * self.total + rounding) / norm).mean().clamp_min(TINY)
+        return ((LEAST * self.total + rounding) / norm).clamp_min(TINY).reshape(-1)
 
     def units(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Where a search starts, 0-d: prior precisions of weights and biases with which features explain targets of this size,
-        and the noise, in units of the likelihood's, that explains all of them."""
+        """Where a search starts: prior precisions of weights and biases with which features explain targets of this size, 0-d,
+        and the noise of each output, in units of the likelihood's, that explains all of them, ``[E]``."""
         count = self.data.entries.sum().clamp_min(1)
         squares = self.total.sum() / count
         whole = squares + (self.tau.square().sum() / count if self.has_bias else 0)
         small = torch.finfo(torch.float32).eps ** 2 * whole + TINY
         spread = self.s.square().sum() / count * self.u.shape[2]
-        noise = (self.total / self.data.noise).sum() / count
-        return spread.clamp_min(TINY) / (squares + small), 1 / (whole + small), noise.clamp_min(self.least_noise())
+        noise = (self.total / self.data.noise / self.data.entries.clamp_min(1)).reshape(-1)
+        return spread.clamp_min(TINY) / (squares + small), 1 / (whole + small), noise.maximum(self.least_noise())
 
     def at(self, delta: Tensor, of_bias: Tensor | None, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The log evidence (0-d) and the mode less the prior's mean: weights ``[E, D]``, biases ``[E]``.
@@ -135,9 +135,9 @@ class Regression:
         Args:
             delta: prior precision of the weights, 0-d.
             of_bias: of the biases, 0-d or ``[E]``; None for a layer without.
-            scale: noise of ``noise / scale``, 0-d.
+            scale: noise of ``noise / scale``, 0-d or ``[E]``.
         """
-        v = self.data.noise / scale
+        v = self.data.noise / self._by_group(scale)
         e = self.s.square()[..., None] / v[:, None]
         share = self.u / v[:, None] / (e + delta)
         fit = (self.u * share).sum(1) * delta
@@ -153,7 +153,7 @@ class Regression:
             move = (self.along[..., None] / (e + delta)).mT @ self.vt + (self.across / delta.clamp_min(TINY))[:, None]
             weights = weights + move * (gap / q)[..., None]
             bias = self.root / of_bias * gap / q
-        evidence = self.data.constant + 0.5 * (self.data.entries.sum() * scale.log() - lost.sum())
+        evidence = self.data.constant + 0.5 * ((self.data.entries * self._by_group(scale).log()).sum() - lost.sum())
         return evidence, weights.reshape(v.numel(), -1), bias.reshape(-1)
 
     def solved(self, delta: Tensor, of_bias: Tensor | None, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -165,12 +165,15 @@ class Regression:
         return evidence, weights * each.rsqrt(), bias
 
     def residual(self, delta: Tensor, of_bias: Tensor | None, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """At the mode, 0-d: the sum of squares in units of the likelihood's variance, and the determined parameters."""
+        """Of each output at the mode, ``[E]``: squares in units of the likelihood's variance, and determined parameters."""
         _, weights, bias = self.at(delta, of_bias, scale)
         move = torch.cat([bias[:, None], weights], 1) if self.has_bias else weights
         outputs = self.data.noise.shape[1]
         design, targets = self.data.rows.split([move.shape[1], outputs], 2)
         left = targets - design @ move.reshape(len(design), outputs, -1).mT
-        e = self.s.square()[..., None] * scale / self.data.noise[:, None]
-        gamma = (e / (e + delta)).sum() + (self.data.noise.numel() if self.has_bias else 0)
-        return (left.square().sum(1) / self.data.noise).sum(), gamma
+        e = self.s.square()[..., None] * (self._by_group(scale) / self.data.noise)[:, None]
+        gamma = (e / (e + delta)).sum(1) + int(self.has_bias)
+        return (left.square().sum(1) / self.data.noise).reshape(-1), gamma.reshape(-1)
+
+    def _by_group(self, scale: Tensor) -> Tensor:
+        return scale.reshape(self.data.noise.shape) if scale.ndim else scale

@@ -21,10 +21,10 @@ fitted the targets too. With w_i the eigenvalues of ``J J^T`` for the Jacobian o
 
     v = |y - f|^2 / (N - gamma),      gamma = sum_i w_i / (w_i + v delta),      delta = gamma / |theta|^2,
 
-a fixed point (MacKay, 1992). The prior of the layer is tuned at this noise. Only where the layer was not trained, so that the
-network explains less than half of the targets' variance and the layer's mode leaves a quarter of its residual or less, degrees
-of freedom counted, is the noise left to the layer's evidence. Of more data than fit, the first stand for all: their eigenvalues
-are multiplied by the ratio of the numbers.
+a fixed point (MacKay, 1992), of several outputs for each by itself, with the Jacobian of that output. The prior of the layer
+is tuned at this noise. Only where the layer was not trained, so that the network explains less than half of the targets'
+variance and the layer's mode leaves a quarter of its residual or less, degrees of freedom counted, is the noise left to the
+layer's evidence. Of more data than fit, the first stand for all: their eigenvalues are multiplied by the ratio of the numbers.
 
 Both rules were chosen on 22 networks; ``benchmarks/laplace_default.py`` has them and further ones.
 """
@@ -32,16 +32,15 @@ Both rules were chosen on 22 networks; ``benchmarks/laplace_default.py`` has the
 from __future__ import annotations
 
 import math
-from functools import reduce
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.curvature import ggn
 from bayesopt_chain.curvature._plan import batch_size, part
 from bayesopt_chain.likelihoods import Likelihood
+from bayesopt_chain.posterior._joint import jacobian
 from bayesopt_chain.posterior.evidence import Tuned, spectra, tune_layer, tuned
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.last_layer import HeadBatch
@@ -135,12 +134,13 @@ def by_network_noise(model: Model, seen: Pass, batches: list[Any], prior_structu
     if noise is None:
         return own
     squares, gamma = seen.regression.residual(*_of_layer(model, own.prior_precision), own.likelihood_scale)
-    total = (seen.regression.total / seen.regression.data.noise).sum()
-    is_poor = seen.squares > total / 2
-    if is_poor and seen.squares / seen.entries > UNTRAINED * squares / (seen.entries - gamma).clamp_min(1):
+    total = (seen.regression.total / seen.regression.data.noise).reshape(-1)
+    of_layer = squares / (seen.entries - gamma).clamp_min(1)
+    is_untrained = (seen.squares > total / 2) & (seen.squares / seen.entries > UNTRAINED * of_layer)
+    if bool(is_untrained.all()):
         return own
-    least = seen.regression.least_noise()
-    return tune_layer(model, seen.regression, prior_structure, scale=1 / noise.clamp_min(least))
+    scale = torch.where(is_untrained, own.likelihood_scale, 1 / noise.maximum(seen.regression.least_noise()))
+    return tune_layer(model, seen.regression, prior_structure, scale=scale.reshape(seen.squares.shape))
 
 
 def _of_layer(model: Model, prior: Any) -> tuple[Tensor, Tensor | None]:
@@ -154,20 +154,31 @@ def data_for(model: Model) -> int:
     return min(ROWS, NUMBERS // size(dict(body.params))) if model.is_linear_gaussian and body else OF_BUDGET
 
 
+def _whitened(likelihood: Likelihood, forward: Any, params: Any, batch: Any) -> list[Tensor]:
+    """Each leaf's rows of the Jacobian over the noise's root, times that of the targets' weights, ``[B E, *leaf.shape]``."""
+    weights, variance = likelihood.weights(batch[1]), likelihood.variance(forward(params, batch))
+    factor = (variance.reciprocal() if weights is None else weights / variance).sqrt().reshape(-1)
+    leaves = optree.tree_leaves(jacobian(forward, params, batch))
+    return [x.flatten(1).to(torch.float64) * factor[:, None].to(torch.float64) for x in leaves]
+
+
+@torch.no_grad()
 def _network_noise(model: Model, seen: Pass, batches: list[Any]) -> Tensor | None:
-    """In units of the likelihood's variance, 0-d; ``None`` where the inputs are not there or too few of them fit."""
+    """Of each output, in units of the likelihood's variance, ``[E]``; ``None`` where the inputs are not there or too few of
+    them fit."""
     body = model.features_of
     raw = [batch for batch in batches if not isinstance(batch, HeadBatch)]
     count = sum(map(batch_size, raw))
     if body is None or count < min(float(seen.precision.count), LEAST_DATA):
         return None
-    params, estimate = dict(body.params), ggn(body.forward, model.likelihood, "root")
-    root: Any = reduce(lambda a, b: a.add(b), [estimate(params, batch) for batch in raw])
-    values = torch.linalg.eigvalsh(gram([leaf.to(torch.float64) for leaf in optree.tree_leaves(root.rows)]))
-    values = values.clamp_min(0) * (seen.precision.count / count)
+    params, outputs = dict(body.params), seen.squares.numel()
+    rows = [torch.cat(leaves) for leaves in zip(*(_whitened(model.likelihood, body.forward, params, b) for b in raw))]
+    spectrum = [torch.linalg.eigvalsh(gram([leaf[o::outputs] for leaf in rows])) for o in range(outputs)]
+    values = torch.stack(spectrum).clamp_min(0) * (seen.precision.count / count)
     norm = sum(p.to(torch.float64).square().sum() for p in params.values())
-    noise, delta = seen.squares / seen.entries, torch.ones_like(seen.squares)
+    squares, entries = seen.squares.reshape(-1), seen.entries.reshape(-1)
+    noise, delta = squares / entries, torch.ones_like(squares)
     for _ in range(200):
-        gamma = (values / (values + noise * delta)).sum().clamp_max((1 - LEAST_FREE) * seen.entries)
-        noise, delta = seen.squares / (seen.entries - gamma), gamma / norm
+        gamma = (values / (values + (noise * delta)[:, None])).sum(1).minimum((1 - LEAST_FREE) * entries)
+        noise, delta = squares / (entries - gamma), gamma / norm
     return noise

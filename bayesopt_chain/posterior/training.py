@@ -4,8 +4,9 @@
     h        log Z(delta, s) at theta is maximised (``evidence.py``); log delta and log s move towards it by at most 1
 
 for N data, a prior of mean mu (0 by default) with one precision delta for each parameter tensor or one for all, and Gaussian
-noise of variance ``variance / s`` (s = 1 for other likelihoods). L is the negative log joint over N s, so that a learning rate
-keeps its meaning as the noise is found. The bound on the step keeps a poor first fit from choosing a prior that it never
+noise of variance ``variance / s`` (s = 1 for other likelihoods; of a linear layer alone with several outputs one for each, of
+which L has the geometric mean and nll the ratios to it). L is the negative log joint over N s, so that a learning rate keeps
+its meaning as the noise is found. The bound on the step keeps a poor first fit from choosing a prior that it never
 leaves. Kept are the parameters with the highest evidence (Immer et al., 2021, "Scalable marginal likelihood estimation for
 model selection in deep learning", algorithm 1).
 """
@@ -223,13 +224,17 @@ def _epoch(
     count: int,
 ) -> float:
     """One pass of the optimizer over the data; returns the mean loss per datum."""
-    total, parameters = 0.0, list(chosen.values())
+    total, parameters, likelihood = 0.0, list(chosen.values()), model.likelihood
+    mean_scale = hyper.scale.log().mean().exp()
+    if hyper.scale.ndim:  # outputs with noises of their own
+        likelihood = likelihood.scaled(hyper.scale / mean_scale)
     for batch in map(model.how.read, data):
         outputs = _called(module, batch) if model.features_of is None else model.forward(chosen, batch)
         squares = torch.stack(
             [d * (chosen[name] - means[name]).square().sum() for name, d in hyper.prior.items()]
         ).sum()
-        loss = model.likelihood.nll(outputs, batch[1]).mean() + squares / (2 * count * hyper.scale.to(squares))
+        nll = likelihood.nll(outputs, batch[1]).mean()
+        loss = nll + squares / (2 * count * mean_scale.to(squares))
         for parameter, slope in zip(parameters, torch.autograd.grad(loss, parameters, materialize_grads=True)):
             parameter.grad = slope
         stepper.step()

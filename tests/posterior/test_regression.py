@@ -42,7 +42,8 @@ def problem(seed):
     )
     prior = normal(3).exp()
     of_weights = prior[0] if seed % 4 else normal(outputs, features).exp()
-    return layer, likelihood, means, x, y, w, of_weights, prior[1], prior[2]
+    scale = prior[2] if seed % 2 else normal(outputs).exp()
+    return layer, likelihood, means, x, y, w, of_weights, prior[1], scale
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -136,6 +137,20 @@ def test_every_structure_has_the_evidence_and_the_mode_of_the_model(structure):
     torch.testing.assert_close(fitted.log_evidence, dense.log_evidence, rtol=1e-12, atol=0)
     torch.testing.assert_close(fitted.predictive(x).mean, dense.predictive(x).mean)
     assert fitted.predictive(x).variance.isfinite().all()
+
+
+@pytest.mark.parametrize("structure", ["dense", "root", "kronecker", "block", "diagonal", "low_rank"])
+def test_a_scale_for_each_output_is_a_likelihood_with_a_variance_for_each(structure):
+    net, scale = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 3)).double().eval(), torch.tensor([0.5, 1, 40])
+    x, y = torch.randn(30, 2, **F64), torch.randn(30, 3, **F64)
+    options = {"tune": None, "prior_precision": 0.7, "structure": structure}
+    options |= {"rank": 21} if structure == "low_rank" else {}
+    one, each = (bc.fit_laplace(net, gaussian(v), [(x, y)], **options) for v in (0.1, 0.1 / scale.double()))
+    assert one.likelihood_scale.shape == (3,)
+    torch.testing.assert_close(one.log_evidence_at(0.7, scale), each.log_evidence, rtol=1e-12, atol=0)
+    got, wanted = one.outputs(x, likelihood_scale=scale), each.outputs(x)
+    torch.testing.assert_close(got.mean, wanted.mean, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(got.covariance, wanted.covariance, rtol=1e-8, atol=1e-12)
 
 
 def test_noise_that_the_features_leave_nothing_for_has_a_lower_limit_that_is_said():

@@ -82,24 +82,28 @@ def test_counts_have_a_dispersion_too():
         assert low < 1 / float(fitted.likelihood_scale) < high and "dispersion" in repr(fitted)
 
 
-@pytest.mark.parametrize("batches", [1, 4])
-def test_the_noise_of_a_regression_is_that_of_the_whole_networks_degrees_of_freedom(batches):
-    """v = |y - f|^2 / (N - gamma), gamma of the dense Jacobian of all parameters, delta = gamma / |theta|^2: to 1e-8."""
-    x = torch.randn(N, 2)
-    y = torch.sin(2 * x[:, :1]) + 0.3 * torch.randn(N, 1)
-    net = trained(1, likelihoods.gaussian(), x, y, 300)
+@pytest.mark.parametrize(("batches", "outputs"), [(1, 1), (4, 2)])
+def test_the_noise_of_a_regression_is_that_of_the_whole_networks_degrees_of_freedom(batches, outputs):
+    """v = |y - f|^2 / (N - gamma), gamma of the dense Jacobian of all parameters, delta = gamma / |theta|^2: to 1e-8, and for
+    each output by itself."""
+    x, unit = torch.randn(N, 2), torch.tensor([1.0, 5.0])[:outputs]
+    y = unit * (torch.sin(2 * x) + 0.3 * torch.randn(N, 2))[:, :outputs]
+    net = trained(outputs, likelihoods.gaussian(unit.square()), x, y, 300)
     fitted = bc.fit_laplace(net, likelihoods.gaussian(2.0), list(zip(x.chunk(batches), y.chunk(batches))))
     params = {n: p.detach() for n, p in net.named_parameters()}
-    rows = torch.func.jacrev(lambda p: torch.func.functional_call(net, p, (x,))[:, 0])(params)
-    w = torch.linalg.svdvals(torch.cat([r.flatten(1) for r in rows.values()], 1)) ** 2
-    v, squares = 1 / fitted.likelihood_scale * 2.0, (net(x) - y).detach().square().sum()
-    norm, delta = sum(p.square().sum() for p in params.values()), torch.ones(())
-    for _ in range(500):
-        delta = (w / (w + v * delta)).sum() / norm
-    gamma = (w / (w + v * delta)).sum()
-    assert 5 < gamma < N / 2
-    torch.testing.assert_close(v, squares / (N - gamma), rtol=1e-8, atol=0)
-    wanted = bc.fit_laplace(net, likelihoods.gaussian(float(v)), [(x, y)], tune_noise=False)
+    rows = torch.func.jacrev(lambda p: torch.func.functional_call(net, p, (x,)))(params)
+    rows = torch.cat([r.flatten(2) for r in rows.values()], 2)
+    every, squares = 1 / fitted.likelihood_scale * 2.0, (net(x) - y).detach().square().sum(0)
+    assert every.shape == ((2,) if outputs == 2 else ())
+    for o, v in enumerate(every.reshape(-1)):
+        w = torch.linalg.svdvals(rows[:, o]) ** 2
+        norm, delta = sum(p.square().sum() for p in params.values()), torch.ones(())
+        for _ in range(500):
+            delta = (w / (w + v * delta)).sum() / norm
+        gamma = (w / (w + v * delta)).sum()
+        assert 5 < gamma < N / 2
+        torch.testing.assert_close(v, squares[o] / (N - gamma), rtol=1e-8, atol=0)
+    wanted = bc.fit_laplace(net, likelihoods.gaussian(every), [(x, y)], tune_noise=False)
     torch.testing.assert_close(fitted.log_evidence, wanted.log_evidence, rtol=1e-8, atol=1e-8)
 
 

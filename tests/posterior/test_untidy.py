@@ -202,6 +202,8 @@ def test_the_last_layer_of_an_untidy_module_has_the_dense_posterior_or_is_refuse
     batches = [(X[:13], y[:13].round().abs()), (X[13:], y[13:].round().abs())]
     fitted = bc.fit_laplace(module, bc.likelihoods.poisson(), batches, **options)
     assert set(fitted.posterior.mean) == wanted
+    if name == "orthogonal":  # Kronecker factors cannot describe it
+        assert bc.fit_laplace(module, bc.likelihoods.poisson(), batches).model.how.structure == "dense"
     plain = getattr(module, "_orig_mod", module.module if isinstance(module, nn.DataParallel) else module)
     params = {n: p.detach() for n, p in plain.named_parameters()}
 
