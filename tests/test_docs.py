@@ -9,7 +9,7 @@ PAGES += [page for page in sorted((DOCS / "howto").glob("*.md")) if page.stem no
 MADE = ("api/index", "results")  # written when the site is built
 # whole programs, by tests/optim/test_trainers.py and tests/lora
 RUN_ELSEWHERE = {"lightning", "hugging_face", "pyro", "adapters"}
-LOOKED_UP = {"architecture", "theory"}  # a drawing of all rooms, and a proof
+LOOKED_UP = {"architecture", "theory", "from_posteriors"}  # a drawing of all rooms, a proof, a list of names
 TWO_SCREENS = 120  # lines of source
 
 
