@@ -18,7 +18,6 @@ from bayesopt_chain.compose import chain, masked, partition, with_response
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.data.epochs import epochs
 from bayesopt_chain.diagnostics.observables.restrict import restrict
-from bayesopt_chain.diagnostics.suggest_chain import suggest_chain
 from bayesopt_chain.diagnostics.suggest_lr import suggest_lr
 from bayesopt_chain.ensemble.call import posterior_ensemble
 from bayesopt_chain.links.langevin_noise import inject_langevin_noise
@@ -121,7 +120,6 @@ __all__ = [
     "skip_nonfinite",
     "stack",
     "state_dict",
-    "suggest_chain",
     "suggest_lr",
     "swag",
     "testing",

@@ -2,7 +2,7 @@
 
     python -m benchmarks.prior_structures        # three minutes on one core; writes results/prior_structures.json and .md
 
-Networks of ``benchmarks.suggest_chain``, trained by ``bc.posterior.train_by_evidence`` as there, with one precision for all
+Networks of ``benchmarks.suggest_lr``, trained by ``bc.posterior.train_by_evidence`` as there, with one precision for all
 parameters (``prior_structure="scalar"``). The dense structure has the exact eigenvalues of the curvature. Seconds are of the
 whole training, with ten estimates of the evidence.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.cells import command
-from benchmarks.suggest_chain import Cell, by_evidence, mean_of, task
+from benchmarks.suggest_lr import Cell, by_evidence, mean_of, task
 
 TASKS = ("diabetes", "boston", "spam", "co2", "digits", "mnist")
 STRUCTURES = ("dense", "kronecker", "diagonal")

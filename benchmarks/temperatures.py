@@ -2,8 +2,9 @@
 
     python -m benchmarks.temperatures --workers 2     # twenty minutes on two cores; writes results/temperatures.json and .md
 
-On the tasks that ``benchmarks.suggest_chain`` was set on, with seeds that its table does not have: the prior, the dispersion,
-ten networks and, for chains from five of them at ``COLD / N``, the setting of ``bc.suggest_chain`` are found as there with the
+On the tasks that ``benchmarks.suggest_lr`` was set on, with seeds that its table does not have: the prior, the dispersion,
+ten networks and, for chains from five of them at ``COLD / N``, the setting of ``bc.suggest_lr`` (in the record: of an
+earlier adviser) are found as there with the
 gradients of ten. Then a chain goes from each of the five at the same learning rate and momentum with several temperatures, at 0
 by ``bc.sgd``. What is compared is the negative log-likelihood on test data of all draws together, less that of the ten
 networks.
@@ -18,7 +19,7 @@ import torch
 
 import bayesopt_chain as bc
 from benchmarks.cells import command
-from benchmarks.suggest_chain import (
+from benchmarks.suggest_lr import (
     BUDGETS,
     COLD,
     EPOCHS,
@@ -49,11 +50,11 @@ def run(cell: Cell) -> dict[str, Any]:
     fresh = [target.fresh() for _ in range(members)]
     networks = trained(target.loss, fresh, of.train, range(10 * seed, 10 * seed + members))
     starts, epochs = networks[:count], float(members * EPOCHS)
-    found = suggested(of, target, COLD / n, starts, seed, epochs, count * EPOCHS + passes)
-    times = {"steps": found.steps, "burn_in": found.burn_in, "thinning": found.thinning}
+    found, steps, burn_in, thinning = suggested(of, target, COLD / n, starts, seed, epochs, count * EPOCHS + passes)
+    times = {"steps": steps, "burn_in": burn_in, "thinning": thinning}
     scores = {}
     for temperature in TEMPERATURES:
-        options: Any = found.best.options
+        options: Any = {"lr": found.lr, "momentum": found.momentum}
         tx = bc.sghmc(**options, temperature=temperature / n) if temperature else bc.sgd(**options)
         step, rows = bc.make_step(target.loss, tx), []
         for start in starts:

@@ -50,7 +50,7 @@ gaussians = [swag.posterior(state.inner, params) for params, state in members]
 swags = [draw for g in gaussians for draw in bc.unstack(g.sample((4,)))]
 
 # Parallel SGHMC: that chain at a temperature, from the ensemble's ends. At this rate
-# batches heat it beyond T = 0.1 / N: bc.suggest_chain finds one at which they do not.
+# batches heat it beyond T = 0.1 / N: bc.suggest_lr finds one at which they do not.
 tx = bc.sgd(0.05, 0.9, weight_decay=1 / N, temperature=0.1 / N)
 chains = bc.parallel(bc.make_step(loss, tx, buffers=buffers), 5)
 params, state = ensemble.last[0], chains.init(tx, ensemble.last[0])

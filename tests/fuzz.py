@@ -348,8 +348,6 @@ SOUND: dict[str, Callable[[], Any]] = {  # by the name of an argument, or of a c
     "curvature.hvp.f": lambda: scalar,
     "curvature.ggnvp.forward": lambda: torch.square,
     "curvature.ggnvp.loss": lambda: torch.sum,
-    "diagnostics.extrapolate_batch_size.values": lambda: {8: torch.randn(40, 2), 16: torch.randn(40, 2)},
-    "diagnostics.extrapolate_batch_size.size": lambda: 64,
     "diagnostics.heating.order": lambda: "independent",
     "diagnostics.heating.steps_per_epoch": lambda: 4,
     "diagnostics.temperatures.draws": lambda: DRAWS,
@@ -369,10 +367,6 @@ SOUND: dict[str, Callable[[], Any]] = {  # by the name of an argument, or of a c
     "posterior.pairs.inputs": lambda: None,
     "posterior.subnetwork.rule": lambda: "random",
     "posterior.tune_by_validation.loss": lambda: lambda c: torch.tensor(float(c)) ** 2,
-    "gradients.gradient_table.data": lambda: bc.epochs(DATA, 4),
-    "gradients.stored_control_variates.table": lambda: bc.gradients.gradient_table(
-        loss, bc.epochs(DATA, 4), params(), directions=None
-    ),
     "likelihoods.custom.nll": lambda: lambda outputs, targets: (outputs - targets).square().sum(-1),
     "plot.reliability.probabilities": lambda: torch.full((6, 2), 0.5),
     "plot.reliability.targets": lambda: torch.arange(6) % 2,
@@ -516,7 +510,7 @@ INNER = {
 NOT_CALLED = {
     "curvature.linear_operator",  # of an extra
     "gradients.check_noise",  # answers NaN where there is nothing to see
-    *("gradients.gradient_table", "gradients.stored_control_variates", "samplers.replica_exchange", "vi.Draw"),
+    *("samplers.replica_exchange", "vi.Draw"),
     *(
         "Step.refresh",
         "Draws.gather",
@@ -535,7 +529,6 @@ KNOWN = {"Gaussian likelihood.log_prob.targets"}  # arguments of which some valu
 # A call takes seconds.
 SLOW = (
     "posterior_ensemble",
-    "suggest_chain",
     "capture",
     "diagnostics.doctor",
     "Draws.to_arviz",

@@ -120,8 +120,8 @@ def test_chains_on_disk_go_on_and_are_judged(device, tmp_path):
 def test_what_suggests_a_chain(device):
     data, params = regression(device), start(device)
     chain = partial(bc.sghmc, temperature=1 / N)
-    found = bc.suggest_chain(chain, loss, params, data, batch_sizes=(16,), momenta=(0.9,), rank=2)
-    assert found.best.lr > 0
+    found = bc.suggest_lr(chain, loss, params, data, epochs=50)
+    assert found.lr > 0
     noise = bc.diagnostics.gradient_noise(loss, params, bc.epochs(data, 16, seed=0), rank=2)
     assert bc.diagnostics.heating(chain(1e-5), noise).worst > 0
 
@@ -159,7 +159,7 @@ def less_noise(params, data, device):
 
 # Of parameters, batches that are reshuffled, and a device.
 CALLS = {
-    "suggest_lr": lambda p, d, _: bc.suggest_lr(at_temperature, loss, p, d, rank=2, max_batches=4),
+    "suggest_lr": lambda p, d, _: bc.suggest_lr(at_temperature, loss, p, d, epochs=50),
     "lr_bias": lambda p, d, _: bc.diagnostics.lr_bias(
         at_temperature, loss, p, d, lr=1e-4, statistic=lambda p: p["a"].square().sum(), steps=20, burn_in=5, chains=4
     ),

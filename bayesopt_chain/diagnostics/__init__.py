@@ -8,7 +8,7 @@ from bayesopt_chain.diagnostics.heating import Heating, heating
 from bayesopt_chain.diagnostics.ksd import ksd
 from bayesopt_chain.diagnostics.learning_coefficient import LearningCoefficient, local_learning_coefficient
 from bayesopt_chain.diagnostics.lr_bias import LrBias, lr_bias
-from bayesopt_chain.diagnostics.suggest_chain import ChainSuggestion, Setting
+from bayesopt_chain.diagnostics.suggest_lr import Suggestion
 from bayesopt_chain.diagnostics.temperatures import (
     Estimate,
     Temperatures,
@@ -20,7 +20,6 @@ from bayesopt_chain.diagnostics.top_curvature import hessian_product
 from bayesopt_chain.diagnostics.tune_mclmc import MclmcTuning, tune_mclmc
 
 __all__ = [
-    "ChainSuggestion",
     "Diagnosis",
     "Estimate",
     "Finding",
@@ -31,7 +30,7 @@ __all__ = [
     "LearningCoefficient",
     "LrBias",
     "MclmcTuning",
-    "Setting",
+    "Suggestion",
     "Temperatures",
     "ThermalLeaf",
     "Thermometer",

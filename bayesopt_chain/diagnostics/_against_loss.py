@@ -28,7 +28,7 @@ from torch import Tensor
 
 from bayesopt_chain.diagnostics._agreement import effective, mean_and_error
 from bayesopt_chain.diagnostics._findings import Finding
-from bayesopt_chain.diagnostics._places import initialised_devices, seed_all
+from bayesopt_chain.diagnostics._seeds import initialised_devices, seed_all
 from bayesopt_chain.diagnostics.gradient_noise import gradients, scalar
 from bayesopt_chain.diagnostics.temperatures import MARGIN, Estimate, estimate, names_of
 from bayesopt_chain.diagnostics.top_curvature import hessian_product, lanczos

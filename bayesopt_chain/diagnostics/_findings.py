@@ -113,7 +113,7 @@ def broken(draws: Draws, losses: Tensor | None, numbers: dict[str, float]) -> li
     elif stopped or _grown(losses):
         says = draws.why if stopped else "the loss grows without end"
         out.append(
-            Finding("diverged", f"The run diverged: {says}.", "Lower lr; bc.suggest_chain gives one that is stable.")
+            Finding("diverged", f"The run diverged: {says}.", "Lower lr; bc.suggest_lr gives one that is stable.")
         )
     elif losses is not None and not bad and not bool(torch.isfinite(losses).all()):
         count = int((~torch.isfinite(losses)).any(1).sum())

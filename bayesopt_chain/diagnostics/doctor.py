@@ -25,7 +25,7 @@ from bayesopt_chain import kinds
 from bayesopt_chain.checks import installed, short
 from bayesopt_chain.diagnostics import _against_loss, _findings
 from bayesopt_chain.diagnostics._findings import RANK, Finding
-from bayesopt_chain.diagnostics._places import initialised_devices
+from bayesopt_chain.diagnostics._seeds import initialised_devices
 from bayesopt_chain.diagnostics.gradient_noise import scalar
 from bayesopt_chain.diagnostics.heating import Heating
 from bayesopt_chain.diagnostics.temperatures import (

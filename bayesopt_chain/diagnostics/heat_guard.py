@@ -613,8 +613,8 @@ class HeatGuard:
         return (
             f"{self.who}:{_mean_first(self._is_total(heat))} {what}. In the worst direction it samples about "
             f"{1 + heat.excess:.2g} times the variance asked for (that noise is {size}{law}). "
-            f"{rate}, larger batches, or all data; bc.suggest_chain chooses rate, momentum, batch size and order so that "
-            "they heat little. heat_guard=None silences this."
+            f"{rate}, larger batches, or all data; bc.suggest_lr chooses rate, momentum and batch size so that they "
+            "heat little. heat_guard=None silences this."
         )
 
     def _is_total(self, heat: Heat) -> bool:

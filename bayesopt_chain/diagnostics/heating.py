@@ -45,7 +45,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import optree
 import torch
@@ -321,16 +321,6 @@ class Reduced:
     D: Tensor
     like: Any
     assumed: bool
-    spectrum: Spectrum | None = None  # of the whole curvature, as it was measured
-    reach: Tensor | None = None  # (Q H^2 Q^T)^1/2 likewise, with H the whole curvature: zero along v only where H v is
-
-
-class Spectrum(NamedTuple):
-    """What Lanczos' method saw of all eigenvalues: its own (the smallest is an upper bound of the smallest there is), and the
-    share of directions that each of them stands for."""
-
-    values: Tensor
-    shares: Tensor
 
 
 def reduce(
@@ -339,13 +329,8 @@ def reduce(
     curve: Callable[[Tree], Tree] | None,
     steps: float,
     max_products: int = 120,
-    softest: int = 0,
 ) -> Reduced:
-    """Project curvature and noise onto the span of their largest directions, the curvature's found in so many products.
-
-    Those that are left over, ``softest`` at most, go into a second look at the smallest eigenvalues where they reach further
-    down than the first.
-    """
+    """Project curvature and noise onto the span of their largest directions, the curvature's found in so many products."""
     like = noise.mean
     roots = flatten(optree.tree_unflatten(optree.tree_structure(like), [g.sqrt() for g in response.gains]), like)
     dtype = torch.float64 if sum(x.numel() for x in optree.tree_leaves(like)) < 4096 else common_dtype(like)
@@ -362,16 +347,8 @@ def reduce(
         assert curve is not None
         return roots * flatten(curve(unflatten(roots * v, like)), like).to(dtype)
 
-    spectrum = reach = None
     if curve is not None:
-        seen = _Tridiagonal(curved)
-        span = torch.cat([span, lanczos(seen, roots, noise.rank, max_products=max_products)[1]])
-        used = len(seen.diagonal)
-        more = min(roots.numel(), max_products - used, softest)
-        if more > used:
-            seen = _Tridiagonal(curved)
-            lanczos(seen, roots, more, max_products=more)
-        spectrum = seen.spectrum()
+        span = torch.cat([span, lanczos(curved, roots, noise.rank, max_products=max_products)[1]])
     sizes = [leaf.numel() for leaf in optree.tree_leaves(like)]
     owner = torch.cat(
         [
@@ -391,10 +368,7 @@ def reduce(
     D = within @ within.T
     C = _positive(inside @ inside.T - D / 2)
     if curve is not None:
-        images = torch.stack([curved(q) for q in Q])
-        H = _positive((Q @ images.T).double().cpu())
-        values, vectors = torch.linalg.eigh((images @ images.T).double().cpu())
-        reach = (vectors * values.clamp(min=0.0).sqrt()) @ vectors.T
+        H = _positive((Q @ torch.stack([curved(q) for q in Q]).T).double().cpu())
     else:
         temperatures = {round(g.temperature, 12) for g in groups}
         if max(temperatures) - min(temperatures) > 1e-6 * max(temperatures):
@@ -403,33 +377,7 @@ def reduce(
                 "from the noise; pass curvature=bc.diagnostics.hessian_product(loss, params, batches)"
             )
         H = C / (steps * groups[0].temperature)
-    return Reduced(response, tuple(groups), tuple(bases), H, C, D, like, curve is None, spectrum, reach)
-
-
-class _Tridiagonal:
-    """A product whose use by Lanczos' method is watched: the vectors are orthonormal and each comes from the image of the one
-    before, so that the method's matrix follows from two inner products a call."""
-
-    def __init__(self, product: Callable[[Tensor], Tensor]) -> None:
-        self.product = product
-        self.diagonal: list[float] = []
-        self.beside: list[float] = []
-        self.before: Tensor | None = None
-
-    def __call__(self, v: Tensor) -> Tensor:
-        image = self.product(v)
-        if self.before is not None:
-            self.beside.append(float(v @ self.before))
-        self.diagonal.append(float(v @ image))
-        self.before = image
-        return image
-
-    def spectrum(self) -> Spectrum:
-        """Gauss quadrature from the first vector, which is random."""
-        T = torch.diag(torch.tensor(self.diagonal, dtype=torch.float64, device="cpu"))
-        off = torch.diag(torch.tensor(self.beside, dtype=torch.float64, device="cpu"), 1)
-        values, vectors = torch.linalg.eigh(T + off + off.T)
-        return Spectrum(values, vectors[0].square())
+    return Reduced(response, tuple(groups), tuple(bases), H, C, D, like, curve is None)
 
 
 def rescaled(system: Reduced, response: Response) -> Reduced:

@@ -1,201 +1,594 @@
-r"""``suggest_lr``: the learning rate of a chain whose momentum, batch size and order are given.
+r"""``suggest_lr``: learning rate of a chain at a temperature, and momentum and batch size where they are left open.
 
-:func:`bayesopt_chain.suggest_chain` with one choice of each: the same laws, the same pilot runs, and the same
-answer, which also says what the
-choices cost. Two limits decide, both asked of the chain itself (:mod:`bayesopt_chain.diagnostics.heating` has the equations):
+The rate is the smaller of two limits, both from the chain's own linear response (:mod:`._response`) and the equations of
+:mod:`.heating`:
 
-    stability    the largest lr at which the closed loop of chain and curvature has spectral radius below 1 (``lr k = 2 (1 +
-                 mu)`` for momentum, ``2 (1 + mu) / (1 + 2 mu)`` for Nesterov); a tenth of it is used at most
-    heating      the largest lr at which the noise of the batches adds no more than ``tolerance`` to the variance in any
-                 direction
+    stability    MARGIN times the largest lr at which the closed loop of chain and curvature has spectral radius below 1
+                 (``lr k = 2 (1 + mu)`` for momentum, ``2 (1 + mu) / (1 + 2 mu)`` for Nesterov)
+    heat         the largest lr at which the noise of the batches adds no more than ``tolerance`` to the variance of any
+                 direction, on average over an epoch
 
-How gradient noise sets the variance of a run is due to Mandt, Hoffman and Blei (2017).
+Curvature and noise are measured at ``params`` and at the end of a short trial run: in networks the curvature at draws is some
+times larger than at the mode, and the gradients of all batches may vanish at a mode that fits all data, and nowhere else.
+
+Where momentum or batch size are open, each pair of a short table gets its own rate, and the pair with the most effective draws
+an epoch wins,
+
+    K / max(tau(tr H / P), tau(k_max)),     tau(k) = 1 + 2 sum_t rho_t(k)^2,
+
+the integrated autocorrelation time of ``theta^2`` along a direction of curvature ``k``: with ``S`` the stationary covariance of
+the loop ``x' = M x + F xi`` and ``v = S e_0 / S_00`` it is ``rho_t = (M^t v)_0``, and ``tau = 2 X_00 - 1`` for
+``X = M X M^T + v v^T``.
+
+That gradient noise widens what a chain samples is due to Mandt, Hoffman and Blei (2017).
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any, get_args
+from dataclasses import dataclass, replace
+from itertools import chain, islice, repeat
+from typing import Any, NamedTuple
 
+import optree
 import torch
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch import Tensor, nn
+from torch.utils.data import SequentialSampler
 
 from bayesopt_chain import batches as batch_trees
 from bayesopt_chain import kinds
-from bayesopt_chain.data.epochs import Epochs
-from bayesopt_chain.data.index_stream import Order
-from bayesopt_chain.diagnostics._advice import Advice, Family, Search, keeps_generators
-from bayesopt_chain.diagnostics._places import Listed, Rows, Source, require_mean
-from bayesopt_chain.diagnostics.gradient_noise import take
-from bayesopt_chain.diagnostics.suggest_chain import (
-    BASE,
-    FAR,
-    MARGIN,
-    MOMENTA,
-    PLACE_OR_MODULE,
-    SHARE,
-    ChainSuggestion,
-    maker,
-    of_data,
-    of_module,
-    require_law,
-    suggested,
-)
-from bayesopt_chain.optimizers.functional import sgd
+from bayesopt_chain.data.epochs import Epochs, epochs
+from bayesopt_chain.diagnostics._response import Response, read, reread
+from bayesopt_chain.diagnostics.gradient_noise import gradient_noise, scalar
+from bayesopt_chain.diagnostics.heating import Heating, Reduced, loop, predict, reduce, rescaled
+from bayesopt_chain.diagnostics.top_curvature import hessian_product
+from bayesopt_chain.loop.step import make_step
+from bayesopt_chain.testing._lyapunov import Unstable, solve_lyapunov
+
+MOMENTA = (0.5, 0.9, 0.97, 0.99, 0.997)  # tried where the momentum is open
+PARTS = (1, 10, 40)  # batches an epoch, tried where the batch size is open
+MARGIN = 0.1  # share of the stability limit
+SHARE = 0.1  # of the passes of a run that suggesting may cost
+RANK, PROBES = 4, 4  # directions of noise and of curvature each; random vectors for the trace
+PRODUCTS = 2 * RANK + 3 * RANK + PROBES  # with the Hessian, at one place
+FEWEST, MOST, BASE = 4, 40, 64  # batches that are measured at one place, and data in each at most
+STEPS = (4, 200)  # of the trial run
+FIRST = 1e-3  # the rate at which the chain is read; curvature and noise are in its coordinates
+HALVINGS = 12  # of the margin, after trial runs that diverge
+FAR = 3.0  # times more draws with full batches that are worth a sentence
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """What :func:`suggest_lr` suggests; ``print`` it.
+
+    Attributes:
+        lr: learning rate.
+        momentum: of the table, or ``None`` where ``make_tx`` takes none.
+        batch_size: number of data in a batch.
+        tx: the chain at these.
+        batches: of that size, for :func:`bayesopt_chain.sample`.
+        stability: the rate from which on the chain diverges.
+        heating: the largest rate within the tolerance; infinite where every stable one is.
+        draws_per_epoch: effective draws that a pass over the data makes, in the slower of two directions: of the mean
+            curvature, and of the largest.
+        report: what :func:`bayesopt_chain.diagnostics.heating` says of the suggestion where it is hotter, at ``params`` or at
+            the end of the trial run.
+        passes: over the data that suggesting took; a product with the Hessian counts as two.
+        diverged: how many trial runs diverged; each halved the share of the stability limit.
+        notes: what limits the rate and what would buy more, a sentence each.
+    """
+
+    lr: float
+    momentum: float | None
+    batch_size: int
+    tx: Any
+    batches: Any
+    stability: float
+    heating: float
+    draws_per_epoch: float
+    report: Heating
+    passes: float
+    diverged: int
+    notes: tuple[str, ...]
+
+    @property
+    def excess(self) -> float:
+        """Share by which the batches widen the variance of the worst direction, an estimate from few gradients."""
+        return self.report.worst
+
+    def __str__(self) -> str:
+        momentum = "" if self.momentum is None else f", momentum {self.momentum:g}"
+        head = f"lr {self.lr:.3g}{momentum}, batches of {self.batch_size}: {self.draws_per_epoch:.2g} effective draws an epoch"
+        return "\n".join([f"{head}, {self.excess:.1%} of heat.", *self.notes])
+
+
+class Source(NamedTuple):
+    """Where batches come from.
+
+    Attributes:
+        size: number of data.
+        measured: from about so many data, the number of data in a batch, batches, and the same data in at most four larger ones
+            for products with the Hessian.
+        sizes: batch sizes to choose from.
+        order: of the batches.
+        batches: of a size, for :func:`bayesopt_chain.sample`.
+    """
+
+    size: float
+    measured: Callable[[float], tuple[int, list[Any], list[Any]]]
+    sizes: tuple[int, ...]
+    order: Any
+    batches: Callable[[int], Any]
+
+
+class Place(NamedTuple):
+    """Curvature and noise of one datum's gradient at some parameters, in the coordinates of the chain at ``FIRST``.
+
+    Attributes:
+        system: both, in the span that is looked at.
+        mean: the mean curvature, ``tr(H) / P``.
+        top: the largest curvature.
+        level: mean loss over the batches measured, and its standard error.
+        moving: number of parameters that move.
+    """
+
+    system: Reduced
+    mean: float
+    top: float
+    level: tuple[float, float]
+    moving: int
+
+
+class Row(NamedTuple):
+    """A pair of momentum and batch size, its rate, and the effective draws an epoch."""
+
+    draws: float
+    lr: float
+    momentum: float | None
+    batch_size: int
+    stability: float
 
 
 @kinds.takes(
-    params=PLACE_OR_MODULE,
-    batches=kinds.BATCH_OR_BATCHES,
-    max_batches=kinds.whole(2),
-    order=kinds.one_of(*get_args(Order)),
-    steps_per_epoch=kinds.real("[1, inf]"),
+    params=kinds.Kind(lambda x: kinds.MODULE.fits(x) or kinds.PLACE.fits(x), f"{kinds.PLACE.words}, or a module"),
+    data=kinds.ANY,
     epochs=kinds.POSITIVE,
-    margin=kinds.real("(0, 1]"),
 )
-@keeps_generators
 def suggest_lr(
     make_tx: Callable[..., Any],
     loss: Callable[[Any, Any], Any],
     params: Any,
-    batches: Iterable[Any] | Any,
+    data: Any,
     *,
     tolerance: float = 0.05,
-    order: Order | None = None,
-    steps_per_epoch: float | None = None,
-    state: Any = None,
     epochs: float | None = None,
-    margin: float = MARGIN,
-    rank: int = 8,
-    max_batches: int = 100,
+    state: Any = None,
     seed: int = 0,
-) -> ChainSuggestion:
-    """Suggest a learning rate for a chain at a temperature.
+) -> Suggestion:
+    """Suggest learning rate, momentum and batch size for a chain at a temperature.
 
     Args:
-        make_tx: ``make_tx(lr)`` returns the chain, such as ``lambda lr: bc.sghmc(lr, temperature=1 / N)``; or a class of
-            ``bc.optim`` with its other arguments, as for :func:`bayesopt_chain.suggest_chain`.
-        loss: as for :func:`bayesopt_chain.make_step`; of a module, ``loss(module, batch)``.
-        params: where the chain will sample: near a mode, not the initial values. A tree, or a module.
-        batches: ``bc.epochs(...)``; all data as one batch (a tensor, tuple or dictionary); or an iterable of batches
-            of one size that share no datum and can be gone through again, such as a list or a DataLoader: pilots take them
-            all, in a new order each epoch where it is a list, and the answer's ``batches`` are these.
-        tolerance: how much the variance of any direction may grow, on average over the steps of an epoch; 0.05 is 5 %.
-        order: of the batches; default: that of the ``epochs``, and ``"reshuffled"`` for another iterable.
-        steps_per_epoch: ``K = N / b``; default: that of the ``epochs``, and the number of batches for another iterable.
-        state: the state of the chain, where a preconditioner learns; pilots start from it. Start the run from it too.
-        epochs: how many passes over the data the run may take; a tenth of them at most goes into suggesting. Default: no limit.
-        margin: share of the stability limit that the rate may take at most, with minibatches and with full batches; pilots
-            that run away halve their own, but for a first one with minibatches, after which full batches are tried.
-        rank: number of directions looked at, of the noise and of the curvature each.
-        max_batches: of an iterable, measure at most so many; pilots and the run take all.
-        seed: of the pilots and of the batches.
+        make_tx: ``make_tx(lr)`` returns the chain, such as ``lambda lr: bc.sghmc(lr, 0.9, temperature=1 / N)``; or
+            ``make_tx(lr, momentum)``, such as ``functools.partial(bc.sghmc, temperature=1 / N)``, which leaves the momentum
+            open.
+        loss: as for :func:`bayesopt_chain.make_step`: the mean over the batch, prior included. Of a module,
+            ``loss(module, batch)``.
+        params: a mode, near which the chain will sample, not the initial values. A tree of tensors, or a module, which stays
+            as it is.
+        data: ``bc.epochs(...)``, whose batch size and order are taken; all data as a tree of tensors with one entry a datum,
+            which leaves the batch size open; or batches of one size that share no datum and can be gone through again, such as
+            a list, which is a fixed order, or a DataLoader.
+        tolerance: by how much the batches may widen the variance of any direction, mean over an epoch; 0.05 is 5 %.
+        epochs: passes over the data that the run may take, a tenth of which or so pays for suggesting; the fewer they are, the
+            less certain the answer. Default: what a good answer needs.
+        state: of the chain, where a preconditioner learns; start the run from it too.
+        seed: of the trial run and of the batches.
 
     Returns:
-        :class:`~bayesopt_chain.diagnostics.ChainSuggestion` with one setting; ``.lr`` is the rate, ``print`` says
-        what limits it and what would buy more.
+        :class:`~bayesopt_chain.diagnostics.Suggestion`.
 
     Raises:
-        TypeError: a class whose chain is not known; batches that can be gone through once, such as a generator.
-        ValueError: batches without a length, where ``steps_per_epoch`` is not given; a chain without noise, or one that is
-            not linear; a loss that is a sum over the batch; a loss without positive curvature here, or one that torch cannot
-            differentiate twice; chains that run away at every rate; a tolerance that is not positive.
+        TypeError: a ``make_tx`` that takes something else; data that can be gone through once, such as a generator.
+        ValueError: a chain without noise, one that is not linear, or whose steps are not proportional to ``lr``; a loss that is
+            a sum over the batch, or in which the data of a batch act on each other (BatchNorm in train mode); no positive
+            curvature; second derivatives that torch lacks; trial runs that diverge at every rate.
 
     Example:
         >>> import torch, bayesopt_chain as bc
         >>> def loss(w, batch):
         ...     return (w - batch).square().mean() / 2
-        >>> data = bc.epochs(torch.linspace(-3**0.5, 3**0.5, 1000), 20)
-        >>> found = bc.suggest_lr(lambda lr: bc.sghmc(lr, temperature=1 / 1000), loss, torch.tensor(0.0), data)
-        >>> round(found.best.stability, 2), bool(0.0005 < found.lr < 0.003)               # 2 (1 + 0.9) / curvature
+        >>> data = torch.linspace(-3**0.5, 3**0.5, 1000)
+        >>> found = bc.suggest_lr(lambda lr: bc.sghmc(lr, temperature=1 / 1000), loss, torch.tensor(0.0), bc.epochs(data, 20))
+        >>> round(found.stability, 2), bool(0.0005 < found.lr < 0.003)                    # 2 (1 + 0.9) / curvature
         (3.8, True)
+
+        With momentum and batch size left open:
+
+        >>> from functools import partial
+        >>> found = bc.suggest_lr(partial(bc.sghmc, temperature=1 / 1000), loss, torch.tensor(0.0), data)
+        >>> found.batch_size, found.momentum
+        (1000, 0.5)
     """
-    name = "suggest_lr"
-    loss, params, draws = of_module(name, loss, params)
-    source, batch, known = _source(name, batches, max_batches, steps_per_epoch, seed)
-    if batch < source.size:
-        require_law(name, [order or known])
-    require_mean(name, loss, params, source, sums_only=batch == source.size or isinstance(source, Listed))
-    allowance = math.inf if epochs is None else SHARE * epochs
-    family = Family(name, maker(name, make_tx, 1), (None,), params, state)
-    choice = (batch, order or known)
-    search = Search(name, loss, source, family, [choice], tolerance, margin, 1e-4, rank, allowance, seed)
-    advice = search.run(params)
-    notes = [*_elsewhere(search, advice, params), *_of_order(batches, choice[1])]
-    return suggested(search, advice, epochs, "epoch", draws, notes)
+    loss, params = _of_module(loss, params)
+    devices = sorted({leaf.device.index or 0 for leaf in optree.tree_leaves(params) if leaf.is_cuda})
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        momenta = _momenta(make_tx)
+        source = _source(data, seed)
+        _require_mean(loss, params, source)
+        search = _Search(make_tx, loss, params, source, momenta, tolerance, state, epochs)
+        return search.run()
 
 
-def _source(name: str, batches: Any, most: int, steps: float | None, seed: int) -> tuple[Source, int, Order | Any]:
-    """Where batches come from, how many data one has, and their order."""
-    whole = torch.is_tensor(batches) or not hasattr(batches, "__iter__") or isinstance(batches, (tuple, dict))
-    if isinstance(batches, Epochs) or whole:
-        tree, size, known_size, order = of_data(name, batches)
-        batch = next(iter(known_size)) if known_size else size
-        base = max(1, min(BASE, batch, size // 2))
-        return Rows(tree, size, base, seed), batch, order[0] if order else "full"
-    if isinstance(batches, Iterator):
-        raise TypeError(
-            f"{name}: batches must be something that can be gone through again, as the pilots and the run do, got "
-            f"{type(batches).__name__}; pass a list, a DataLoader or bc.epochs(...)"
+class _Search:
+    """Measure, try, measure where the trial came to, and answer."""
+
+    def __init__(
+        self,
+        make_tx: Callable[..., Any],
+        loss: Callable[[Any, Any], Any],
+        params: Any,
+        source: Source,
+        momenta: tuple[float | None, ...],
+        tolerance: float,
+        state: Any,
+        epochs: float | None,
+    ) -> None:
+        self.loss, self.params, self.source, self.tolerance, self.state = loss, params, source, tolerance, state
+        self.make = lambda lr, momentum: make_tx(lr) if momentum is None else make_tx(lr, momentum)
+        self.response = read(self.make(FIRST, momenta[0]), params, state)
+        if not all(group.temperature > 0 for group in self.response.groups):
+            raise ValueError(
+                "suggest_lr: the chain draws no noise, at least in some group, to compare that of the batches with; give it a "
+                "temperature above 0"
+            )
+        self.temperature = max(group.temperature for group in self.response.groups)
+        self.readings = {m: reread(self.response, self.make(FIRST, m), params, state) for m in momenta}
+        doubled = reread(self.response, self.make(2 * FIRST, momenta[0]), params, state)
+        for once, twice in zip(self.response.gains, doubled.gains):
+            if not torch.allclose(twice, 2 * once, rtol=1e-4, atol=0.0):
+                raise ValueError(
+                    "suggest_lr: twice the lr does not move the parameters twice as far; make_tx must use the lr that it is "
+                    "given, in every group"
+                )
+        # a place costs as many passes as the share of the data that is measured times 1 + 2 PRODUCTS
+        allowed = math.inf if epochs is None else SHARE * epochs
+        self.base, self.measured, self.joined = source.measured(0.35 * allowed / (1 + 2 * PRODUCTS) * source.size)
+        self.trial = 0.3 * allowed
+        self.passes = 0.0
+
+    def run(self) -> Suggestion:
+        """The answer."""
+        places, margin, diverged = [self._measure(self.params)], MARGIN, 0
+        while (end := self._ends(max(self._rows(places, margin)), places[0])) is None:
+            diverged, margin = diverged + 1, margin / 2
+            if diverged == HALVINGS:
+                raise ValueError(
+                    "suggest_lr: trial runs from params diverge at every learning rate; go to a mode first, and look at "
+                    "the loss"
+                )
+        places.append(self._measure(end))
+        rows = self._rows(places, margin)
+        best = max(rows)
+        steps = self.source.size / best.batch_size
+        order = self.source.order if steps > 1 else "independent"
+        heating = self._largest(lambda lr: self._heat(places, best, lr) <= self.tolerance, 0.999 * best.stability)
+        reports = [predict(self._at(place, best, best.lr), order, steps) for place in places]
+        return Suggestion(
+            best.lr,
+            best.momentum,
+            best.batch_size,
+            self.make(best.lr, best.momentum),
+            self.source.batches(best.batch_size),
+            best.stability,
+            heating if heating < 0.99 * best.stability else math.inf,
+            best.draws,
+            max(reports, key=lambda report: report.worst),
+            self.passes,
+            diverged,
+            tuple(self._notes(best, places, margin)),
         )
+
+    def _measure(self, params: Any) -> Place:
+        loss, base, response = self.loss, self.base, self.response
+        product = hessian_product(loss, params, self.joined, max_batches=MOST)
+        try:
+            noise = gradient_noise(loss, params, self.measured, rank=RANK, max_batches=MOST)
+            system = reduce(response, noise, product, self.source.size / base, max_products=3 * RANK)
+            trace, moving = _trace(product, params, response)
+        except RuntimeError as err:
+            if not isinstance(err, NotImplementedError) and "no second derivative" not in str(err):
+                raise
+            raise ValueError(
+                "suggest_lr: loss must have dense gradients and products with its Hessian, which torch lacks for a part of it: "
+                f"{str(err).strip().splitlines()[0]:.160}; of nn.Embedding take sparse=False, and for nn.EmbeddingBag the mean "
+                "of an nn.Embedding"
+            ) from err
+        with torch.no_grad():
+            levels = torch.stack([scalar(loss, params, batch).double().cpu() for batch in self.measured])
+        level = (float(levels.mean()), float(levels.std(correction=0)) / math.sqrt(len(levels)))
+        prior = min(group.prior for group in response.groups)
+        top = float(torch.linalg.eigvalsh(system.H)[-1]) if len(system.H) else 0.0
+        if not top + prior > 0:
+            raise ValueError("suggest_lr: the loss has no positive curvature at params; go to a mode first")
+        self.passes += len(self.measured) * base / self.source.size * (1 + 2 * PRODUCTS)
+        mean = max(trace / moving, 1e-5 * top)
+        return Place(replace(system, C=system.C * base, D=system.D * base), mean, top, level, moving)
+
+    def _at(self, place: Place, row: Row, lr: float) -> Reduced:
+        """Curvature and noise of batches in the coordinates of the chain at this rate."""
+        ratio, reading = lr / FIRST, self.readings[row.momentum]
+        # weight decay is a curvature, and grows with the rate as every other one does
+        groups = tuple(g._replace(u=g.u * ratio, w=g.w * ratio) for g in reading.groups)
+        system = replace(place.system, C=place.system.C / row.batch_size, D=place.system.D / row.batch_size)
+        return rescaled(system, Response(tuple(gain * ratio for gain in reading.gains), groups))
+
+    def _heat(self, places: Sequence[Place], row: Row, lr: float) -> float:
+        """The worst excess over places; infinite where the chain diverges."""
+        steps = self.source.size / row.batch_size
+        order = self.source.order if steps > 1 else "independent"
+        try:
+            return max(predict(self._at(place, row, lr), order, steps).worst for place in places)
+        except (ValueError, Unstable):
+            return math.inf
+
+    def _rows(self, places: Sequence[Place], margin: float) -> list[Row]:
+        """Each pair of momentum and batch size at the largest rate that both limits allow."""
+        rows = []
+        for momentum in self.readings:
+            start = Row(0.0, 0.0, momentum, 1, 0.0)
+            stability = self._largest(
+                lambda lr, row=start: all(loop(self._at(place, row, lr)).radius < 1 + 1e-6 for place in places), 1e12
+            )
+            for size in self.source.sizes:
+                row = start._replace(batch_size=size, stability=stability)
+                lr = self._largest(
+                    lambda lr, row=row: self._heat(places, row, lr) <= self.tolerance, margin * stability
+                )
+                rows.append(row._replace(lr=lr, draws=self._draws(places[-1], row, lr)))
+        return rows
+
+    def _largest(self, allowed: Callable[[float], bool], most: float) -> float:
+        """The largest number that is allowed, ``most`` at most, to a hundredth."""
+        low = high = most
+        while not allowed(low):
+            low, high = low / 4, low
+            if low < 1e-30:
+                raise ValueError(
+                    "suggest_lr: no learning rate is small enough for stability and tolerance; look at the noise of the "
+                    "gradients first, and for NaN in loss and batches"
+                )
+        while high > 1.01 * low:
+            middle = math.sqrt(low * high)
+            low, high = (middle, high) if allowed(middle) else (low, middle)
+        return low
+
+    def _draws(self, place: Place, row: Row, lr: float) -> float:
+        """Effective draws an epoch in the slower of the mean and the largest curvature."""
+        group = max(self.response.groups, key=lambda g: len(g.leaves))
+        times = []
+        for curvature in (place.mean, place.top):
+            H, alone = torch.tensor([[curvature]], dtype=torch.float64, device="cpu"), torch.ones(1, 1, device="cpu")
+            system = replace(place.system, groups=(group,), bases=(alone,), H=H, C=0 * H, D=0 * H)
+            closed = loop(self._at(place._replace(system=system), row, lr))
+            S = solve_lyapunov(closed.M, closed.F @ closed.F.T)
+            v = S[:, 0] / S[0, 0]
+            times.append(2 * float(solve_lyapunov(closed.M, torch.outer(v, v))[0, 0]) - 1)
+        return self.source.size / row.batch_size / max(times)
+
+    def _ends(self, row: Row, mode: Place) -> Any:
+        """Where a trial run from ``params`` comes to; ``None`` where it diverges."""
+        steps_per_epoch = self.source.size / row.batch_size
+        fewest, most = STEPS
+        steps = int(max(fewest, min(most, self.trial * steps_per_epoch, max(20, 40 * steps_per_epoch))))
+        tx, params, losses = self.make(row.lr, row.momentum), self.params, []
+        step = make_step(self.loss, tx)
+        copied = optree.tree_map(lambda x: x.clone() if torch.is_tensor(x) else x, self.state)
+        state = tx.init(params) if self.state is None else copied
+        for batch in islice(chain.from_iterable(repeat(self.source.batches(row.batch_size))), steps):
+            params, state, info = step(params, state, batch)
+            losses.append(info.loss)
+        self.passes += steps / steps_per_epoch
+        level, error = mode.level
+        # a Gaussian of P directions lies T P / 2 above its mode
+        highest = level + 2 * self.temperature * mode.moving + 0.1 * abs(level) + 4 * error
+        last = float(torch.stack(losses[-max(1, steps // 4) :]).double().mean())
+        finite = all(bool(x.isfinite().all()) for x in optree.tree_leaves(params))
+        return params if finite and last <= highest else None
+
+    def _notes(self, best: Row, places: Sequence[Place], margin: float) -> Iterator[str]:
+        """What limits the rate, what would buy more, and what was noticed."""
+        if best.lr > 0.99 * margin * best.stability:
+            yield f"The rate is limited by stability: from {best.stability:.3g} on the stiffest direction diverges."
+        else:
+            yield (
+                f"The rate is limited by the noise of the batches: above it some direction widens by more than "
+                f"{self.tolerance:.0%}; from {best.stability:.3g} on the chain diverges."
+            )
+        size = int(self.source.size)
+        if best.batch_size < size:
+            lr = margin * best.stability
+            full = self._draws(places[-1], best._replace(batch_size=size), lr)
+            if full > FAR * best.draws:
+                yield (
+                    f"Full batches would make {full / best.draws:.2g} times the effective draws an epoch, at lr {lr:.2g}; "
+                    f"where memory does not hold them, accumulate: bc.make_step(..., microbatches="
+                    f"{math.ceil(size / best.batch_size)})."
+                )
+        if any(place.system.D.any() for place in places):
+            yield (
+                "The loss draws (dropout): its noise is counted, and heats at full batches too; put the module into eval mode "
+                "to sample its posterior."
+            )
+        fell = places[0].level[0] - places[1].level[0]
+        # at a mode the loss can only rise, by T / 2 for each direction that the trial explored
+        if fell > 0.05 * self.temperature * places[0].moving + 4 * places[0].level[1] * (len(self.measured) < 8):
+            yield f"params is no mode: the loss fell by {fell:.3g} in the trial run. Train to a mode first."
+
+
+def _momenta(make_tx: Callable[..., Any]) -> tuple[float | None, ...]:
+    """The momenta to choose from; ``None`` where ``make_tx`` takes the rate alone."""
     try:
-        count = len(batches)
-    except TypeError:
-        count = None
-    if count is None and steps is None:
-        raise ValueError(
-            f"{name}: batches has no length, so that the steps of an epoch are not known, got {type(batches).__name__}; pass "
-            "steps_per_epoch=, a list, a DataLoader with a length or bc.epochs(...)"
+        signature = inspect.signature(make_tx)
+        taken = signature.parameters.get("momentum")
+        is_open = taken is not None and taken.kind is not inspect.Parameter.KEYWORD_ONLY
+        signature.bind(*(0.0, 0.0) if is_open else (0.0,))
+    except (TypeError, ValueError) as err:
+        raise TypeError(
+            f"suggest_lr: make_tx must be a function of lr, or of lr and momentum, that returns a chain ({err}), such as "
+            "functools.partial(bc.sghmc, temperature=1 / N)"
+        ) from None
+    return MOMENTA if is_open else (None,)
+
+
+def _source(data: Any, seed: int) -> Source:
+    """Where batches come from."""
+    if isinstance(data, Epochs):
+        if data.leaves is None or data.chains is not None or data.ranks > 1 or data.left_out or data.with_rows:
+            raise ValueError(
+                "suggest_lr: data must be bc.epochs of a tree of tensors, for one chain and one rank, that leaves nothing out "
+                f"and has no row numbers, got {data!r}"
+            )
+        return _of_rows(data.data, data.size, (data.batch_size,), data.order, seed)
+    if torch.is_tensor(data) or isinstance(data, tuple | dict) or not isinstance(data, Iterable):
+        try:
+            whole = epochs(data, 1)
+        except (TypeError, ValueError) as err:
+            raise type(err)(f"suggest_lr: {str(err).removeprefix('epochs: ')}") from err
+        if whole.leaves is None:
+            raise TypeError(
+                "suggest_lr: data must be a tree of tensors with one entry a datum, bc.epochs of one, or batches; of a "
+                "TensorDataset pass dataset.tensors"
+            )
+        sizes = tuple(dict.fromkeys(max(1, whole.size // part) for part in PARTS))
+        return _of_rows(data, whole.size, sizes, "reshuffled", seed)
+    if isinstance(data, Iterator) or not hasattr(data, "__len__"):
+        raise TypeError(
+            "suggest_lr: data must have a length and be something that can be gone through again, got "
+            f"{type(data).__name__}; pass a list, a DataLoader or bc.epochs(...)"
         )
-    if isinstance(batches, Sequence) and len(batches) > most:  # any of them: the first may be unlike the rest
-        generator = torch.Generator().manual_seed(seed)
-        made = [batches[k] for k in torch.randperm(len(batches), generator=generator, device="cpu")[:most].tolist()]
-    else:
-        made = take(batches, most)[0][0]
-    if not made:
-        raise ValueError(f"{name}: batches is empty")
-    leaves = [leaf for leaf in batch_trees.flatten(made[0])[0] if torch.is_tensor(leaf) and leaf.ndim]
-    b = len(leaves[0]) if leaves else 1
-    return Listed(made, b * (steps or float(count or len(made))), b, batches, len(made) == count), b, "reshuffled"
+    count = len(data)  # pyright: ignore[reportArgumentType]
+    first = next(iter(data), None)
+    if first is None:
+        raise ValueError("suggest_lr: data is empty; pass at least one batch")
+    sizes = [len(leaf) for leaf in batch_trees.flatten(first)[0] if torch.is_tensor(leaf) and leaf.ndim]
+    base = sizes[0] if sizes else 1
+    is_fixed = isinstance(data, Sequence) or isinstance(getattr(data, "sampler", None), SequentialSampler)
+
+    def measured(most: float) -> tuple[int, list[Any], list[Any]]:
+        m = int(min(MOST, max(FEWEST, most / base)))
+        spread = data[:: math.ceil(count / m)] if isinstance(data, Sequence) else islice(data, m)
+        made = list(spread)  # the first of a list may be unlike the rest
+        return base, (made if len(made) > 1 else 2 * made), made
+
+    return Source(base * count, measured, (base,), "fixed" if is_fixed else "reshuffled", lambda size: data)
 
 
-def _of_order(batches: Any, order: Any) -> list[str]:
-    """That batches come in the same order every epoch, where the law of another order was asked for."""
-    loader = (
-        isinstance(batches, DataLoader)
-        and type(batches.batch_sampler) is BatchSampler  # one of the user's own may shuffle
-        and isinstance(batches.batch_sampler.sampler, SequentialSampler)
-    )
-    if order == "fixed" or not (loader or (isinstance(batches, list) and len(batches) > 1)):
-        return []
-    return [
-        f"These batches come in the same order every epoch, which adds a bias; the row is of {order} ones: pass "
-        f"{'shuffle=True to the DataLoader' if loader else 'bc.epochs(data, batch size) in place of the list'}, or ask for "
-        "order='fixed'."
+def _of_rows(tree: Any, size: int, sizes: tuple[int, ...], order: Any, seed: int) -> Source:
+    """Batches of a tree of tensors; those that are measured are small, so that few data make many of them."""
+
+    def measured(most: float) -> tuple[int, list[Any], list[Any]]:
+        base = max(1, min(BASE, int(min(most, size) / MOST), *sizes))
+        small = epochs(tree, base, seed=seed)
+        m = int(min(MOST, len(small), max(FEWEST, most / base)))
+        made = [small.batch(0, k) for k in range(m)]
+        each = m // 4 if m % 4 == 0 else m
+        parts = [made[i : i + each] for i in range(0, m, each)]
+        joined = [optree.tree_map(lambda *x: torch.cat(x), *part) for part in parts]
+        return base, (made if m > 1 else 2 * made), joined
+
+    def batches(b: int) -> Any:
+        return [tree] if b == size else epochs(tree, b, order=order, seed=seed)
+
+    return Source(size, measured, sizes, order if isinstance(order, str) else "reshuffled", batches)
+
+
+def _require_mean(loss: Callable[[Any, Any], Any], params: Any, source: Source) -> None:
+    """Refuse a loss whose value on a batch is not the mean of its values on two halves of it.
+
+    Raises:
+        ValueError: it is a sum, or the data of a batch act on each other.
+    """
+    batch = next(iter(source.batches(max(source.sizes))))
+    sizes = {len(x) if torch.is_tensor(x) and x.ndim else 0 for x in batch_trees.flatten(batch)[0]}
+    half = min(8, sizes.pop() // 2) if len(sizes) == 1 else 0
+    if not half:
+        return
+    parts = [
+        batch_trees.tree_map(lambda x, at=at: x[at], batch)
+        for at in (slice(2 * half), slice(half), slice(half, 2 * half))
     ]
 
+    def values() -> Tensor:
+        return torch.tensor([float(scalar(loss, params, part)) for part in parts], dtype=torch.float64, device="cpu")
 
-def _elsewhere(search: Search, advice: Advice, params: Any) -> list[str]:
-    """What other momenta and full batches would buy, where the chain moves all parameters alike."""
-    family, row = search.family, advice.rows[0]
-    gains = torch.cat([gain.flatten() for gain in family.base.gains])
-    if len(family.base.groups) > 1 or not bool((gains == gains[0]).all()) or not isinstance(search.source, Rows):
-        return []
-    other = Family(search.name, lambda lr, mu: sgd(lr, mu, temperature=family.temperature), MOMENTA, params, None)
-    other.base = family.base  # what was measured is in this chain's coordinates
-    size = search.source.size
-    choices = dict.fromkeys([(row.batch, row.order), (size, "full")])
-    rows = replace(search, family=other, choices=list(choices), exact=0.05).rows(advice.places, advice.margins)
-    out = []
-    for found in rows:
-        times = found.draws / row.draws
-        if times > FAR:
-            what = "full batches" if found.batch == size else "the same batches"
-            out.append(
-                f"With {what} and momentum {MOMENTA[found.momentum]:.4g} heavy ball would make {times:.2g} times the "
-                "draws an epoch: "
-                "bc.suggest_chain chooses momentum, order and batch size too."
-            )
-    return out[:1]
+    with torch.no_grad():
+        one, two = values(), values()
+        draws = bool((one != two).any())
+        whole, *halves = torch.stack([values() for _ in range(16 if draws else 1)]).mean(0).tolist()
+    both = sum(halves)
+    # of a mean the whole is half of both together, of a sum with a prior beside it nearly all
+    if whole * both > 0 and min(x * both for x in halves) > 0 and 0.75 < whole / both < 1.25:
+        raise ValueError(
+            f"suggest_lr: the loss is a sum over the batch ({whole:.4g} on {2 * half} data, {halves[0]:.4g} and "
+            f"{halves[1]:.4g} on its halves); divide it by the number of data in the batch, a prior beside it by the number of "
+            "all data, and give the chain temperature 1 / N"
+        )
+    is_mean = abs(whole - both / 2) <= 1e-3 * max(map(abs, (whole, *halves)))
+    if not draws and not is_mean and source.sizes != (int(source.size),):
+        raise ValueError(
+            f"suggest_lr: the loss of a batch ({whole:.6g}) is not the mean of those of its halves ({halves[0]:.6g}, "
+            f"{halves[1]:.6g}), so that the noise of other batch sizes cannot be told: in train mode BatchNorm mixes the data "
+            "of a batch (put such layers into eval mode), class weights divide by their own sum and ignore_index by the labels "
+            "that are left (divide by the number of data instead)"
+        )
+
+
+def _of_module(loss: Callable[[Any, Any], Any], params: Any) -> tuple[Callable[[Any, Any], Any], Any]:
+    """Loss and parameters of a module as a function of a tree, and the tree.
+
+    Raises:
+        ValueError: a module with BatchNorm in train mode.
+    """
+    if not isinstance(params, nn.Module):
+        return loss, params
+    norms = [key for key, x in params.named_modules() if isinstance(x, nn.modules.batchnorm._BatchNorm) and x.training]
+    if norms:
+        raise ValueError(
+            f"suggest_lr: {', '.join(norms[:3])} is a BatchNorm in train mode, in which the data of a batch act on each other; "
+            "put these layers into eval mode, in the run too"
+        )
+
+    class Bound(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = params
+
+        def forward(self, batch: Any) -> Any:
+            return loss(self.module, batch)
+
+    bound = Bound()
+    buffers = {f"module.{key}": b.detach().clone() for key, b in params.named_buffers()}
+
+    def functional(tree: Any, batch: Any) -> Any:
+        values = {f"module.{key}": p for key, p in tree.items()}
+        return torch.func.functional_call(bound, {**buffers, **values}, (batch,))
+
+    return functional, {key: p.detach().clone() for key, p in params.named_parameters() if p.requires_grad}
+
+
+def _trace(product: Callable[[Any], Any], params: Any, response: Response) -> tuple[float, int]:
+    """``tr(G^1/2 H G^1/2)`` from random signs (Hutchinson), and the number of parameters that move."""
+    generator = torch.Generator().manual_seed(0)
+    leaves, spec = optree.tree_flatten(params)
+    roots = [gain.to(leaf).sqrt() for gain, leaf in zip(response.gains, leaves)]
+    total = 0.0
+    for _ in range(PROBES):
+        signs = [torch.randint(0, 2, x.shape, generator=generator, device="cpu").to(x) * 2 - 1 for x in leaves]
+        v = [sign * root for sign, root in zip(signs, roots)]
+        total += sum(float((x * y).sum()) for x, y in zip(v, optree.tree_leaves(product(spec.unflatten(v)))))
+    moving = sum(int((root > 0).sum()) * (leaf.numel() // root.numel()) for root, leaf in zip(roots, leaves))
+    return total / PROBES, moving

@@ -298,7 +298,7 @@ def test_the_change_of_one_line_in_a_minibatch_loop_is_warned_about_once_with_nu
     assert len(said) == 1
     assert "times the variance asked for" in said[0] and "Use lr" in said[0] and "larger batches" in said[0]
     # it was not told of epochs, and knows how long the momentum remembers
-    assert "the worst case" in said[0] and "here of 10 steps" in said[0] and "suggest_chain" in said[0]
+    assert "the worst case" in said[0] and "here of 10 steps" in said[0] and "suggest_lr" in said[0]
 
 
 HOT, COLD = Heat(2.2, 0.3, 0.2, 0.0, 2.2, "independent", 0.0), Heat(0.1, 0.1, 0.1, 0.0, 0.1, "independent", 0.0)
