@@ -1,13 +1,14 @@
 """``posterior_ensemble`` as estimators of scikit-learn: ``PosteriorRegressor`` and ``PosteriorClassifier``.
 
-They standardise inputs, and targets that are numbers, make a network of hidden layers of ReLU units (or take yours), and
-compute in double precision. Needs scikit-learn: the extra ``sklearn``.
+They make a network of hidden layers of ReLU units (or take yours), and compute in double precision. Networks that predict
+held-out data worse than a constant give a warning here, not an error. Needs scikit-learn: the extra ``sklearn``.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from bayesopt_chain.checks import installed
 
@@ -22,14 +23,14 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
 from bayesopt_chain import likelihoods
-from bayesopt_chain.ensemble.call import posterior_ensemble
+from bayesopt_chain.ensemble.call import EnsembleError, posterior_ensemble
 from bayesopt_chain.likelihoods import Predictive
 
 __all__ = ["PosteriorClassifier", "PosteriorRegressor"]
 
 
 class _Posterior(BaseEstimator):
-    """What both have in common: the arguments, the network, the scale of the inputs."""
+    """What both have in common: the arguments, the network and the call."""
 
     def __init__(
         self,
@@ -40,10 +41,9 @@ class _Posterior(BaseEstimator):
         steps: int | None = None,
         batch_size: int | None = None,
         lr: float | None = None,
-        prior_precision: float | Literal["held out"] | None = None,
+        prior_precision: float | None = None,
         held_out: float = 0.15,
-        temperatures: Sequence[float] = (1.0,),
-        method: str = "sghmc",
+        minutes: float | None = None,
         random_state: Any = None,
     ) -> None:
         self.hidden = hidden
@@ -54,14 +54,10 @@ class _Posterior(BaseEstimator):
         self.lr = lr
         self.prior_precision = prior_precision
         self.held_out = held_out
-        self.temperatures = temperatures
-        self.method = method
+        self.minutes = minutes
         self.random_state = random_state
 
     def _fit(self, X: np.ndarray, targets: Tensor, outputs: int, likelihood: likelihoods.Likelihood) -> None:
-        self.center_ = X.mean(0)
-        deviation = X.std(0)
-        self.scale_ = np.where(deviation > 0, deviation, 1.0)
         width, make = X.shape[1], self.make_model
         seed = self.random_state
         if not isinstance(seed, (int, np.integer)):
@@ -71,30 +67,30 @@ class _Posterior(BaseEstimator):
             made = _network(width, self.hidden, outputs) if make is None else make(width, outputs)
             return made.double()
 
-        self.ensemble_ = posterior_ensemble(
-            network,
-            (self._inputs(X), targets),
-            likelihood,
-            members=self.members,
-            steps=self.steps,
-            batch_size=self.batch_size,
-            lr=self.lr,
-            prior_precision=self.prior_precision,  # pyright: ignore[reportArgumentType]
-            held_out=self.held_out,
-            temperatures=self.temperatures,
-            method=self.method,  # pyright: ignore[reportArgumentType]
-            seed=int(seed),
-            progress=False,
-        )
+        try:
+            self.ensemble_ = posterior_ensemble(
+                network,
+                (torch.from_numpy(np.ascontiguousarray(X)), targets),
+                likelihood,
+                members=self.members,
+                steps=self.steps,
+                minutes=self.minutes,
+                batch_size=self.batch_size,
+                lr=self.lr,
+                prior_precision=self.prior_precision,
+                held_out=self.held_out,
+                seed=int(seed),
+                progress=False,
+            )
+        except EnsembleError as err:
+            warnings.warn(str(err), stacklevel=3)
+            self.ensemble_ = err.ensemble
         self.report_ = self.ensemble_.report
-
-    def _inputs(self, X: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray((X - self.center_) / self.scale_))
 
     def _prediction(self, X: Any) -> Predictive:
         check_is_fitted(self)
         X = validate_data(self, X, dtype=np.float64, reset=False)
-        return self.ensemble_.predict(self._inputs(X))
+        return self.ensemble_.predict(torch.from_numpy(np.ascontiguousarray(X)))
 
 
 class PosteriorRegressor(RegressorMixin, _Posterior):
@@ -103,19 +99,19 @@ class PosteriorRegressor(RegressorMixin, _Posterior):
     Args:
         hidden: units of the hidden layers. Default ``(50, 50)``.
         make_model: from the numbers of inputs and outputs to a module, in the place of ``hidden``. Default: none.
-        members, steps, batch_size, lr, prior_precision, held_out, temperatures, method: of
+        members, steps, batch_size, lr, prior_precision, held_out, minutes: of
             :func:`bayesopt_chain.posterior_ensemble`, with the same defaults.
         random_state: a whole number, a ``RandomState``, or ``None`` (default) for numpy's global one.
 
     Attributes:
-        ensemble_: the :class:`bayesopt_chain.ensemble.Ensemble`, of standardised inputs and targets.
+        ensemble_: the :class:`bayesopt_chain.ensemble.Ensemble`.
         report_: what was done and what would help; ``print`` it.
 
     Example:
         >>> import numpy as np
         >>> from bayesopt_chain.sklearn import PosteriorRegressor
         >>> x = np.linspace(-1, 1, 40)[:, None]
-        >>> model = PosteriorRegressor((8,), members=2, steps=60, lr=0.01, method="ensemble", random_state=0)
+        >>> model = PosteriorRegressor((8,), members=2, steps=100, lr=0.05, random_state=0)
         >>> mean, deviation = model.fit(x, 100 * x[:, 0]).predict(x, return_std=True)
         >>> mean.shape, bool((deviation > 0).all())
         ((40,), True)
@@ -138,11 +134,7 @@ class PosteriorRegressor(RegressorMixin, _Posterior):
         _require_size(X)
         columns = np.asarray(y, dtype=np.float64).reshape(len(X), -1)
         self.single_ = np.ndim(y) == 1
-        self.y_center_ = columns.mean(0)
-        deviation = columns.std(0)
-        self.y_scale_ = np.where(deviation > 0, deviation, 1.0)
-        targets = torch.from_numpy((columns - self.y_center_) / self.y_scale_)
-        self._fit(X, targets, columns.shape[1], likelihoods.gaussian())
+        self._fit(X, torch.from_numpy(columns), columns.shape[1], likelihoods.gaussian())
         return self
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
@@ -159,10 +151,8 @@ class PosteriorRegressor(RegressorMixin, _Posterior):
             NotFittedError: before :meth:`fit`.
         """
         found = self._prediction(X)
-        mean = self._shaped(found.mean.numpy() * self.y_scale_ + self.y_center_)
-        if not return_std:
-            return mean
-        return mean, self._shaped(found.variance.sqrt().numpy() * self.y_scale_)
+        mean = self._shaped(found.mean.numpy())
+        return (mean, self._shaped(found.variance.sqrt().numpy())) if return_std else mean
 
     def predict_quantile(self, X: Any, level: float) -> Any:
         """The value below which a new target lies with a probability.
@@ -177,7 +167,7 @@ class PosteriorRegressor(RegressorMixin, _Posterior):
         Raises:
             ValueError: a level out of range.
         """
-        return self._shaped(self._prediction(X).quantile(level).numpy() * self.y_scale_ + self.y_center_)
+        return self._shaped(self._prediction(X).quantile(level).numpy())
 
     def predict_interval(self, X: Any, level: float = 0.9) -> tuple[Any, Any]:
         """The central interval that holds a new target with a probability.
@@ -212,13 +202,13 @@ class PosteriorClassifier(ClassifierMixin, _Posterior):
     Args:
         hidden: units of the hidden layers. Default ``(50, 50)``.
         make_model: from the numbers of inputs and classes to a module that returns logits, in the place of ``hidden``.
-        members, steps, batch_size, lr, prior_precision, held_out, temperatures, method: of
+        members, steps, batch_size, lr, prior_precision, held_out, minutes: of
             :func:`bayesopt_chain.posterior_ensemble`, with the same defaults.
         random_state: a whole number, a ``RandomState``, or ``None`` (default) for numpy's global one.
 
     Attributes:
         classes_: the labels.
-        ensemble_: the :class:`bayesopt_chain.ensemble.Ensemble`, of standardised inputs.
+        ensemble_: the :class:`bayesopt_chain.ensemble.Ensemble`.
         report_: what was done and what would help; ``print`` it.
 
     Example:
@@ -226,7 +216,7 @@ class PosteriorClassifier(ClassifierMixin, _Posterior):
         >>> from bayesopt_chain.sklearn import PosteriorClassifier
         >>> x = np.linspace(-1, 1, 40)[:, None]
         >>> y = np.where(x[:, 0] > 0, "yes", "no")
-        >>> model = PosteriorClassifier((8,), members=2, steps=60, lr=0.01, method="ensemble", random_state=0)
+        >>> model = PosteriorClassifier((8,), members=2, steps=100, lr=0.05, random_state=0)
         >>> model.fit(x, y).predict_proba(x).shape
         (40, 2)
     """

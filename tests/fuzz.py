@@ -142,7 +142,7 @@ def fitted():
 def several():
     """A small ensemble with draws."""
     data = (DATA, DATA[:, :1])
-    return bc.posterior_ensemble(model(), data, gaussian(), members=2, steps=20, lr=0.01, progress=False)
+    return bc.posterior_ensemble(model(), data, gaussian(), members=2, steps=100, lr=0.05, progress=False)
 
 
 @functools.cache
@@ -399,7 +399,6 @@ SOUND: dict[str, Callable[[], Any]] = {  # by the name of an argument, or of a c
     "FittedLaplace.dispersion.data": lambda: PAIRS,
     "FittedLaplace.load_state_dict.state": lambda: fitted().state_dict(),
     "Gaussian.log_prob.tree": lambda: fitted().posterior.mean,
-    "Ensemble.more.steps": lambda: 60,
     "Ensemble.open.path": kept,
     **{
         f"Laplace.{name}.state": lambda: after(bc.laplace(), 1, curvature=INCREMENT)
@@ -426,9 +425,9 @@ SOUND: dict[str, Callable[[], Any]] = {  # by the name of an argument, or of a c
     },
     **{f"testing.{name}.reference": lambda: bc.sgd(0.1) for name in ("assert_zero_temperature_limit",)},
     "capture.backend": lambda: "eager",
-    "posterior_ensemble.steps": lambda: 20,
+    "posterior_ensemble.steps": lambda: 100,
     "posterior_ensemble.members": lambda: 2,
-    "posterior_ensemble.lr": lambda: 0.01,
+    "posterior_ensemble.lr": lambda: 0.05,
     "posterior_ensemble.data": lambda: (DATA, DATA[:, :1]),
 }
 OBJECTS: dict[str, Callable[[], Any]] = {  # whose methods are called
@@ -532,7 +531,6 @@ SLOW = (
     "capture",
     "diagnostics.doctor",
     "Draws.to_arviz",
-    "Ensemble.more",
     "suggest_lr",
     "posterior.train_by_evidence",
     "fit_laplace",

@@ -66,7 +66,6 @@ CALLS = {
     ("matplotlib", "plot", "doctor"): lambda _: bc.diagnostics.Diagnosis(
         (), {}, {"loss": torch.zeros(10, 2)}, None
     ).plot(),
-    ("matplotlib", "plot", "report"): lambda _: bc.ensemble.Report("ensemble", {}, [], {"pilot": 1.0}, 1.0).plot(),
     ("torchmetrics", "metrics", "classes"): lambda _: bc.posterior.classification_metrics(
         PROBABILITIES, torch.tensor([0])
     ),

@@ -205,24 +205,19 @@ def test_optimizer_classes(name, device):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["sghmc", "swag", "laplace", "ivon"])
-def test_the_posterior_in_one_call(method, device, tmp_path):
+def test_the_posterior_in_one_call(device, tmp_path):
     x, y = classes(device)
     ensemble = bc.posterior_ensemble(
-        lambda: network(device, 2, 2), (x, y), bc.likelihoods.categorical(), members=2, steps=40, lr=0.05, batch_size=16,
-        prior_precision=1.0, method=method, progress=False, path=tmp_path,
+        lambda: network(device, 2, 2), (x, y), bc.likelihoods.categorical(), members=2, steps=100, lr=0.05, batch_size=16,
+        progress=False, path=tmp_path,
     )  # fmt: skip
     prediction = ensemble.predict(x)
     require_on(device, {"scores": prediction.log_prob(y), "samples": prediction.sample(4), "mean": prediction.mean})
-    if method == "laplace":
-        return
     ensemble.save(tmp_path / "saved.safetensors")
     again = bc.ensemble.Ensemble.open(
-        tmp_path / "saved.safetensors", lambda: network(device, 2, 2), bc.likelihoods.categorical(), data=(x, y)
+        tmp_path / "saved.safetensors", lambda: network(device, 2, 2), bc.likelihoods.categorical()
     )
     torch.testing.assert_close(again.predict(x).mean, prediction.mean)
-    if method == "sghmc":
-        require_on(device, {"more": again.more(60).predict(x).mean})
 
 
 # Gaussian posteriors

@@ -370,40 +370,30 @@ class DrawsModel(EnsembleModel):
         """The model of what :func:`bayesopt_chain.posterior_ensemble` returned, its draws with their weights.
 
         Args:
-            ensemble: of any method but "laplace", whose fits :meth:`LinearizedModel.of` takes.
+            ensemble: the networks, or draws of them.
             **transforms: ``input_transform`` and ``outcome_transform``, as for the constructor.
 
         Returns:
             A :class:`DrawsModel` of the networks' outputs, without the noise.
 
-        Raises:
-            ValueError: a Laplace ensemble.
-
         Example:
             >>> import torch, bayesopt_chain as bc
             >>> from bayesopt_chain.botorch import DrawsModel
             >>> x = torch.linspace(-1, 1, 20)[:, None]
-            >>> cheap = {"method": "ensemble", "members": 2, "steps": 20, "lr": 0.01, "progress": False}
+            >>> cheap = {"members": 2, "steps": 100, "lr": 0.05, "progress": False}
             >>> ensemble = bc.posterior_ensemble(torch.nn.Linear(1, 1), (x, 2 * x), bc.likelihoods.gaussian(), **cheap)
             >>> model = DrawsModel.of(ensemble)
             >>> torch.allclose(model.posterior(x).mean, ensemble.predict(x).mean)
             True
         """
-        if hasattr(ensemble, "fits"):
-            raise ValueError(
-                "DrawsModel.of: a Laplace ensemble has no draws: make LinearizedModel.of(fit) of one of ensemble.fits"
-            )
-        forward = ensemble.problem.members.still
-        kept: list[Any] = [
-            {"params": level.params, "buffers": level.buffers} if level.buffers else {"params": level.params}
-            for level in ensemble.levels
-        ]
-        draws: Any = optree.tree_map(lambda *parts: torch.cat([x.flatten(0, 1) for x in parts]), *kept)
+        forward = ensemble.members.still
+        kept = {"params": ensemble.params, "buffers": ensemble.buffers}
+        draws: Any = {k: {n: x.flatten(0, 1) for n, x in tree.items()} for k, tree in kept.items() if tree}
 
         def outputs(member: Any, batch: Any) -> Tensor:
             return forward.with_buffers(member["params"], batch, member.get("buffers", {}))[0]
 
-        return cls(outputs, draws, weights=ensemble.log_weights.exp(), **transforms)
+        return cls(outputs, draws, **transforms)
 
     @property
     def batch_shape(self) -> torch.Size:

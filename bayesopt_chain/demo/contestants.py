@@ -1,22 +1,22 @@
 """The contestants, each by one call: what a user has today, and the posterior.
 
-All are networks of two hidden layers of 50 units, trained by Adam in the same batches at a rate found in the same way, with a
-stop and a scale of noise or logits that held-out data choose. Cost is counted in gradients of a network for each datum. The
-posterior goes first; the ensemble, whose members also get the Laplace posteriors, then trains as much longer as makes its cost
-the same. The single network is trained once.
+All are networks of two hidden layers of 50 units, trained by Adam in the same batches at a rate found in the same way, for as
+many steps, with a scale of noise or logits that held-out data choose. Cost is counted in gradients of a network for each datum.
+The members of the ensemble also get the Laplace posteriors; the single network is trained once.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 import bayesopt_chain as bc
 from bayesopt_chain.demo.tasks import Task
-from bayesopt_chain.ensemble.laplace import LaplaceEnsemble
 
 METHODS: tuple[str, ...] = ("one network", "last-layer Laplace", "deep ensemble", "posterior")
 NETWORK, LAPLACE, ENSEMBLE, POSTERIOR = METHODS
@@ -40,20 +40,33 @@ def contestants(task: Task, seed: int, steps: int) -> dict[str, Contestant]:
 
     same = {"seed": seed, "progress": False}
     posterior = bc.posterior_ensemble(make_model, task.train, likelihood, members=MEMBERS, steps=steps, **same)
-    spent = posterior.report.passes
-    once = sum(spent.get(stage, 0.0) for stage in ("rate", "pilot", "scores", "modes"))
-    longer = math.ceil(steps * sum(spent.values()) / once)
-    laplace = bc.posterior_ensemble(
-        make_model, task.train, likelihood, members=MEMBERS, steps=longer, method="laplace", **same
+    plain = bc.posterior_ensemble(
+        make_model, task.train, likelihood, members=MEMBERS, steps=steps, prior_precision=1.0, **same
     )
-    assert isinstance(laplace, LaplaceEnsemble) and laplace.modes is not None
     network = bc.posterior_ensemble(
-        make_model, task.train, likelihood, members=1, steps=steps, method="ensemble", **same
+        make_model, task.train, likelihood, members=1, steps=steps, prior_precision=1.0, **same
     )
+    laplace = [fit_of(module, likelihood, task) for module in plain.modules()]
+    laplace_cost = MEMBERS * (sum(plain.report.passes.values()) + 1 / 3)
+
+    def mixed(x: Tensor) -> bc.likelihoods.Predictive:
+        """Of the Laplace posteriors of all members, each by the nodes that its likelihood has for Gaussian outputs."""
+        nodes, logs = zip(*(fit.likelihood.nodes(*fit.outputs([(x, None)])) for fit in laplace))
+        scale = sum(float(fit.likelihood_scale) for fit in laplace) / len(laplace)
+        used = laplace[0].model.likelihood.scaled(scale) if likelihood.has_noise_scale else likelihood
+        weights = torch.cat([log - math.log(len(laplace)) for log in logs])
+        return used.mixture(torch.cat(nodes), weights)
+
     return {
         NETWORK: Contestant(network.predict, sum(network.report.passes.values())),
-        **{
-            name: Contestant(fitted.predict, MEMBERS * sum(fitted.report.passes.values()))
-            for name, fitted in ((LAPLACE, laplace), (ENSEMBLE, laplace.modes), (POSTERIOR, posterior))
-        },
+        LAPLACE: Contestant(mixed, laplace_cost),
+        ENSEMBLE: Contestant(plain.predict, MEMBERS * sum(plain.report.passes.values())),
+        POSTERIOR: Contestant(posterior.predict, MEMBERS * sum(posterior.report.passes.values())),
     }
+
+
+def fit_of(module: nn.Module, likelihood: bc.likelihoods.Likelihood, task: Task) -> bc.FittedLaplace:
+    """The last-layer Laplace posterior of a network, its prior and noise by the evidence."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fit_laplace: on training data")
+        return bc.fit_laplace(module, likelihood, [task.train])

@@ -1,7 +1,7 @@
-"""One call from a module to a posterior: :func:`posterior_ensemble`, its stages a file each, and what it returns."""
+"""One call from a module to an ensemble that knows what it does not know: :func:`posterior_ensemble`, and what it returns."""
 
-from bayesopt_chain.ensemble.call import posterior_ensemble
-from bayesopt_chain.ensemble.ensemble import Ensemble
+from bayesopt_chain.ensemble.call import EnsembleError, posterior_ensemble
+from bayesopt_chain.ensemble.ensemble import Ensemble, Scaled
 from bayesopt_chain.ensemble.report import Report
 
-__all__ = ["Ensemble", "Report", "posterior_ensemble"]
+__all__ = ["Ensemble", "EnsembleError", "Report", "Scaled", "posterior_ensemble"]

@@ -1,42 +1,44 @@
-"""``posterior_ensemble``: one call from a module to a posterior."""
+"""``posterior_ensemble``: one call from a module to networks that know what they do not know."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from bayesopt_chain import batches, checks, kinds
-from bayesopt_chain.distributed.ranks import world
-from bayesopt_chain.ensemble.data import read
+from bayesopt_chain.ensemble import held
+from bayesopt_chain.ensemble.data import LEAST_SCORED, Data, Scale, moments, read
 from bayesopt_chain.ensemble.ensemble import Ensemble
-from bayesopt_chain.ensemble.ivon import ivon
-from bayesopt_chain.ensemble.laplace import laplace
-from bayesopt_chain.ensemble.members import described, members_of
-from bayesopt_chain.ensemble.plan import batch_size_for, rate, steps_for, training_likelihood
-from bayesopt_chain.ensemble.problem import Problem
-from bayesopt_chain.ensemble.progress import Progress
-from bayesopt_chain.ensemble.ranks import is_first, require_ranks
-from bayesopt_chain.ensemble.recipe import Plan, ensemble, sghmc
+from bayesopt_chain.ensemble.members import Members, described, members_of
+from bayesopt_chain.ensemble.recipe import FAN_IN, MORE, RATES, TRIAL, USUAL, Trained, Training, score_of
+from bayesopt_chain.ensemble.report import Progress, Report
 from bayesopt_chain.ensemble.stages import Stages, checksum
-from bayesopt_chain.ensemble.swag import swag
-from bayesopt_chain.likelihoods import Likelihood
+from bayesopt_chain.ensemble.training import Problem, vmappable
+from bayesopt_chain.likelihoods import Likelihood, gaussian, weighted
 from bayesopt_chain.runs.describe import describe
 
-Method = Literal["sghmc", "ensemble", "swag", "laplace", "ivon"]
-LEAST_SCORED = 4  # data of a fold
-MOST = 2**53  # of whole numbers
+WHO = "posterior_ensemble: "
 MOST_PRECISE = 1e12  # of priors
-METHODS: dict[str, Callable[[Plan], Ensemble]] = {
-    "sghmc": sghmc,
-    "ensemble": ensemble,
-    "swag": swag,
-    "laplace": laplace,
-    "ivon": ivon,
-}
+LONG = 300.0  # seconds that a default call says it takes longer than
+WORSE = -3.0  # standard errors by which a constant may be better
+
+
+class EnsembleError(ValueError):
+    """A result that should not be used as it is.
+
+    Attributes:
+        ensemble: the fitted :class:`Ensemble`.
+    """
+
+    def __init__(self, message: str, ensemble: Ensemble) -> None:
+        super().__init__(message)
+        self.ensemble = ensemble
 
 
 def posterior_ensemble(
@@ -46,66 +48,64 @@ def posterior_ensemble(
     *,
     members: int = 4,
     steps: int | None = None,
+    minutes: float | None = None,
     batch_size: int | None = None,
     lr: float | None = None,
-    prior_precision: float | Literal["held out"] | None = None,
+    prior_precision: float | None = None,
     held_out: float = 0.15,
-    temperatures: Sequence[float] = (1.0,),
+    standardize: bool | None = None,
     seed: int = 0,
     path: str | Path | None = None,
     progress: bool = True,
-    method: Method = "sghmc",
     mesh: Any = None,
-    capture: bool = False,
 ) -> Ensemble:
     """From a module to networks that know what they do not know, in one call.
 
-    Members train, each without one of two folds; the folds say where to stop, how large the noise is and how much each level
-    counts; short chains at rising temperatures start from modes of all data. ``print(ensemble.report)`` says what was chosen
-    and why, and what it cost. Short draws at T > 0 are an ensemble around each mode, not an equilibrated posterior, unless
-    :func:`bayesopt_chain.diagnostics.doctor` agrees.
+    Members train, each without one of two folds; half of them with the usual prior, half with one of precision fan-in and
+    noise that held-out data renew. The folds say which prior is better and how large the noise is, and all members train on
+    with all data. ``print(ensemble.report)`` says what was chosen and why, and what it cost.
 
     Args:
         make_model: a function that returns a new module; or one module, whose trained weights are drawn anew for each member
             (frozen ones are shared with it, not copied: leave them as they are while the result is in use). Outputs are
-            ``[B, *event]``, or have them as ``logits``. Dropout and BatchNorm work: chains at a temperature run in ``eval``
-            mode.
+            ``[B, *event]``, or have them as ``logits``. Dropout and BatchNorm work, and lazy layers are made.
         data: tensors ``(inputs, targets)`` with one entry a datum on axis 0, a Dataset, a DataLoader, a list of batches, or
-            ``bc.epochs``. They are read once and kept in memory. Standardise them: the prior is on the weights.
+            ``bc.epochs``. They are read once and kept in memory. Data with equal inputs are left out together.
         likelihood: of :mod:`bayesopt_chain.likelihoods`. Of ``gaussian`` noise of a known variance the number given is not
-            used: training takes 0.02 of the targets' variance, and the variance of predictions is found on held-out data.
+            used: the noise of each output is found on held-out data.
         members: how many networks, at least 1. Default 4.
-        steps: of the first training of each member. Default: 300 passes over the data, from 4,000 to 20,000 steps.
+        steps: of training, before 0.3 of them more with all data. Default: 300 passes over the data, from 4,000 to 20,000
+            steps; or as many as fit into ``minutes``.
+        minutes: how long the call may take. What it will cost is said before anything trains. Default: no limit.
         batch_size: of training. Default: that of a loader or ``bc.epochs``; else all data up to 128, and beyond that the power
             of two nearest to N / 16, from 32 to 256.
         lr: of Adam. Default: the largest of 0.01, 0.003 and 0.001 that is within 5 % of the best descent in a trial on one
             network for a tenth of the steps.
-        prior_precision: of each trained weight, of a Gaussian prior about 0, in all (not per datum). "held out": members
-            begin with 1, and train on with stronger priors while held-out data ask for it. Default: "held out" for
-            ``method="sghmc"``, 1 for the others.
+        prior_precision: of each trained weight, of a Gaussian prior about 0, in all (not per datum). Default: half of the
+            members with 1, half with the fan-in of the weight, and held-out data choose; of classes 1.
         held_out: share of the data in each of the two folds, above 0 and at most 0.4. Default 0.15.
-        temperatures: of the levels above the mode, in units of the posterior's, ``1 / N``, ascending. Default: 1 alone.
+        standardize: whether networks see inputs with mean 0 and deviation 1, and their outputs are scaled to the targets'
+            moments. Predictions and :meth:`Ensemble.modules` are in the data's own units. Default: yes, unless the module
+            has frozen weights, which know the units that they were trained in, or all targets are equal (residuals).
         seed: of the starts, orders and streams: a whole number from 0.
         path: a directory. A call that was killed at any point goes on from there with the same results, bit for bit; a complete
             one returns at once. Another call under the same path is refused, naming what differs.
-        progress: show one bar for all stages (where tqdm is installed). Default True.
-        method: "sghmc" (default), the recipe above; "ensemble", the same without chains: a deep ensemble with held-out stop and
-            scale; "swag", MultiSWAG from the modes; "laplace", :func:`bayesopt_chain.fit_laplace` of the last layer of every
-            mode; "ivon", variational networks.
+        progress: show a bar for each stage (where tqdm is installed), or some lines where errors are not written to a
+            terminal. Default True.
         mesh: a DeviceMesh of one axis whose ranks share out the members. Every rank makes the same call with all data, and gets
             the whole ensemble. Members are those of one process to the rounding of their matrix products, and bit for bit where
             ``vmap`` refuses the network. With ``path=`` the first rank writes, and any number of ranks goes on. Default: one
             process; under ``torchrun`` each rank then makes a call of its own, with a folder of its own under ``path``.
-        capture: compile the step of every run of 5,000 steps and more (:func:`bayesopt_chain.capture`), in one process. Members
-            are the same to rounding. Default False: on a CPU a program takes some 20 to 30 seconds to compile.
 
     Returns:
-        :class:`Ensemble`, with ``predict``, ``report``, ``more``, ``save``, ``open``, ``draws`` and ``to_arviz``.
+        :class:`Ensemble`, with ``predict``, ``report``, ``modules``, ``draws``, ``save`` and ``open``.
 
     Raises:
         TypeError: neither a module nor a function; data that hold no tensors.
         ValueError: an argument out of range; layers whose weights cannot be drawn anew; targets that the likelihood cannot
             have; training that diverges; ``path`` of another call; fewer members than ranks, or ranks with other calls.
+        EnsembleError: the networks predict held-out data worse than a constant does, by three standard errors; the fitted
+            ensemble is the error's ``ensemble``.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -114,18 +114,247 @@ def posterior_ensemble(
         >>> y = (x.sum(1, keepdim=True)).sin() + 0.1 * torch.randn(60, 1)
         >>> make = lambda: torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
         >>> ensemble = bc.posterior_ensemble(
-        ...     make, (x, y), bc.likelihoods.gaussian(), members=2, steps=60, lr=0.01, progress=False
+        ...     make, (x, y), bc.likelihoods.gaussian(), members=2, steps=200, lr=0.01, progress=False
         ... )
         >>> prediction = ensemble.predict(torch.zeros(3, 2))
         >>> prediction.mean.shape, prediction.quantile(0.95).shape, bool((prediction.epistemic >= 0).all())
         (torch.Size([3, 1]), torch.Size([3, 1]), True)
     """
-    who = "posterior_ensemble: "
-    if not isinstance(method, str) or method not in METHODS:
-        raise ValueError(f"{who}method={method!r}: pass one of {', '.join(map(repr, METHODS))}")
+    _require_arguments(likelihood, members, steps, minutes, batch_size, lr, prior_precision, held_out, seed)
+    kinds.require(
+        WHO.strip(": "),
+        path=(path, kinds.FOLDER.or_none()),
+        progress=(progress, kinds.BOOL),
+        standardize=(standardize, kinds.BOOL.or_none()),
+    )
+    shown = Progress(progress)
+    raw, loaders = read(data)
+    few = raw.take(torch.arange(2, device="cpu"))[0]
+    plain = members_of(make_model, 1, seed, raw.device, inputs=few)
+    raw, moved = raw.of(plain.still.module)
+    event = _require_targets(plain, raw, likelihood)
+    variance = moments(likelihood, raw.targets)[1] if likelihood.has_noise_scale else None
+    residuals = variance is not None and not bool((variance > 0).any())
+    if standardize is None:
+        standardize = not residuals and not plain.frozen()
+    scale = Scale.of(raw, likelihood) if standardize else Scale()
+    networks = members_of(make_model, members, seed, raw.device, scale, few)
+    trained = _training_likelihood(likelihood, raw, variance, networks if residuals else None)
+    pair = raw.folds(held_out, seed)
+    for rows in pair:
+        _require_scores(likelihood, raw.take(rows)[1])
+    size = min(raw.size - len(pair[0]), batch_size or loaders or batch_size_for(raw.size))
+    chosen = {
+        "members": members,
+        "steps": steps or (None if minutes else steps_for(raw.size, size)),
+        **({"minutes": minutes} if minutes else {}),
+        "batch_size": size,
+        "prior_precision": prior_precision,
+        "held_out": held_out,
+        "standardize": standardize,
+        "seed": seed,
+        **({"labels": "those of the next token"} if moved else {}),
+    }
+    about = {
+        **chosen,
+        "lr": lr,
+        "data": checksum((raw.inputs, raw.targets)),
+        "starts": checksum(networks.params),
+        "frozen": checksum(networks.frozen()),
+        "network": described(networks.training.module),
+        "likelihood": [likelihood.name, describe(trained)],
+    }
+    stages = Stages(path, about, raw.device, mesh)
+    shown.shown = progress and stages.is_first
+    folds = [pair[m % 2] if prior_precision or likelihood.has_classes else pair[m // 2 % 2] for m in range(members)]
+    problem = Problem(raw, trained, networks, members, size, folds, seed, stages.mine)
+    problem = Problem(*[getattr(problem, f) for f in problem.__dataclass_fields__][:-1], loop=not vmappable(problem))
+    started = time.perf_counter()
+    training = Training(problem, stages, shown, event, prior_precision, not likelihood.has_classes)
+    cost = stages.once("cost", lambda: _cost(training, chosen["steps"], minutes, lr, started))
+    shown.say(cost["said"])
+    found = stages.once("rate", lambda: {"lr": lr, "passes": 0.0} if lr else training.rate(cost["steps"]))
+    done = stages.once("training", lambda: training.train(found["lr"], cost["steps"])._asdict())
+    shown.close()
+    chosen |= {"steps": cost["steps"], "lr": found["lr"]}
+    seconds = {"all": time.perf_counter() - started}
+    return _finished(problem, Trained(**done), chosen, cost, found["passes"], seconds, scale, residuals)
+
+
+def batch_size_for(size: int) -> int:
+    """The batch size for so many data.
+
+    Example:
+        >>> from bayesopt_chain.ensemble.call import batch_size_for
+        >>> [batch_size_for(n) for n in (100, 300, 1000, 50_000)]
+        [100, 32, 64, 256]
+    """
+    return size if size <= 128 else min(256, max(32, 2 ** round(math.log2(size / 16))))
+
+
+def steps_for(size: int, batch_size: int) -> int:
+    """The steps of training for so many data in such batches.
+
+    Example:
+        >>> from bayesopt_chain.ensemble.call import steps_for
+        >>> [steps_for(n, 32) for n in (100, 300, 1000, 50_000)]
+        [4000, 4000, 9300, 20000]
+    """
+    return min(20_000, max(4000, 300 * (size // batch_size)))
+
+
+def _cost(
+    training: Training, steps: int | None, minutes: float | None, lr: float | None, began: float
+) -> dict[str, Any]:
+    """Steps, and what they will cost."""
+    each, problem = training.seconds(), training.problem
+    trials = 0.0 if lr else TRIAL * -(-len(RATES) // len(problem.mine))
+    if steps is None:
+        assert minutes is not None
+        left = 60 * minutes - (time.perf_counter() - began)
+        steps = max(20, int(left / each / (1 + MORE + trials)))
+    total = steps * (1 + MORE + trials)
+    tried = 0.0 if lr else TRIAL * len(RATES) / problem.count
+    passes = steps * (1 + MORE + tried) * problem.batch_size / problem.data.size
+    said = f"{problem.count} networks, {steps} steps of {problem.batch_size} data, {passes:.4g} passes"
+    said += f", about {total * each:.3g} s"
+    if total * each > LONG and minutes is None:
+        said += "; minutes= or steps= make it shorter"
+    return {"steps": steps, "seconds": total * each, "said": said}
+
+
+def _finished(
+    problem: Problem,
+    trained: Trained,
+    chosen: dict[str, Any],
+    cost: dict[str, Any],
+    trial: float,
+    seconds: dict[str, float],
+    scale: Scale,
+    residuals: bool,
+) -> Ensemble:
+    """The noise or the scale to predict with, what a constant scores, and the report.
+
+    Raises:
+        EnsembleError: a constant scores better.
+    """
+    folds = held.folds_of(problem, trained.pilots, trained.kept)
+    scores, likelihood = score_of(problem, folds)
+    factor, said = 1.0, _said(problem, trained, chosen, scale)
+    if problem.gaussian:
+        noise, ends = held.best_noise(problem, folds)
+        likelihood = problem.likelihood.scaled(1 / noise)
+        said.append(f"noise: {_numbers(likelihood.noise_variance)}, by held-out data.")
+    else:
+        factor, ends = held.best_factor(problem.likelihood, folds)
+        scores = held.score(likelihood, folds, factor)
+        said.append(f"scale: {factor:.3g}" + ("." if factor != 1 else ": no other is better by two standard errors."))
+    said += ends
+    table, advice = {"ensemble": float(scores.mean())}, {}
+    for prior in (USUAL, FAN_IN):
+        if trained.z is not None:
+            who = [m for m, p in enumerate(trained.priors) if p == prior]
+            table[f"pilots, {prior}"] = float(score_of(problem, held.folds_of(problem, trained.pilots, who))[0].mean())
+    constant = None if residuals else held.constant_scores(problem, problem.likelihood, folds)
+    if constant is not None:
+        table["constant"] = float(constant.mean())
+    if (phi := held.dispersion(problem.likelihood, folds)) is not None:
+        said.append(f"dispersion: held-out squared errors are {phi[0]:.2f} of the variances promised, +- {phi[1]:.2f}.")
+        if phi[0] - 2 * phi[1] > 1.1:
+            advice["overdispersed"] = (
+                f"counts vary {phi[0]:.1f} times as much as the {problem.likelihood.name} likelihood promises, and intervals "
+                "are too narrow: likelihoods.negative_binomial has a dispersion"
+            )
+    size, n, steps = chosen["batch_size"], problem.data.size, chosen["steps"]
+    once = steps * size / n
+    report = Report(
+        kind=f"ensemble of {problem.count} networks" if problem.count > 1 else "one network",
+        chosen=chosen,
+        said=said,
+        passes={"rate": trial, "training": (steps + max(1, round(MORE * steps))) * size / n},
+        training=once,
+        seconds=seconds,
+        held_out=table,
+        scale=factor,
+        advice=advice,
+    )
+    params = {k: x[None] for k, x in problem.tree(trained.theta).items()}
+    buffers = {k: x[None] for k, x in trained.buffers.items()}
+    made = Ensemble(params, buffers, likelihood, factor, report, problem.members, scale, problem.loop)
+    if constant is not None and held.z_of(scores - constant) < WORSE:
+        raise EnsembleError(
+            f"{WHO}the networks predict held-out data worse than a constant does (log scores {table['ensemble']:.3f} and "
+            f"{table['constant']:.3f} nats a datum): train longer (steps=), with a smaller lr=, or with a smaller network; the "
+            "fitted ensemble is this error's .ensemble",
+            made,
+        )
+    return made
+
+
+def _said(problem: Problem, trained: Trained, chosen: dict[str, Any], scale: Scale) -> list[str]:
+    """A sentence for each choice."""
+    fold = max(len(f) for f in problem.folds)
+    said = [f"standardised: {scale.said} by their moments; predictions are in the data's units."] if scale.said else []
+    said += [
+        f"training: Adam at {chosen['lr']:g}, {chosen['steps']} steps of {chosen['batch_size']}, each member without one of "
+        f"two folds of about {fold}, and {MORE:g} of them more with all data.",
+    ]
+    if trained.z is not None:
+        taken = (
+            "each member keeps its own" if abs(trained.z) < 1 else f"all take the {FAN_IN if trained.z > 0 else USUAL}"
+        )
+        said.append(
+            f"prior: the {FAN_IN} is better than the {USUAL} by {trained.z:.1f} standard errors on held-out data: {taken}."
+        )
+    elif chosen["prior_precision"] is not None:
+        said.append(f"prior: precision {chosen['prior_precision']:g}, as given.")
+    else:
+        said.append(f"prior: the {trained.priors[0]}.")
+    return said
+
+
+def _numbers(x: Any) -> str:
+    values = torch.as_tensor(x).flatten()
+    few = ", ".join(f"{v:.3g}" for v in values[:4].tolist())
+    return f"variance {few}" + (f" and {len(values) - 4} more" if len(values) > 4 else "")
+
+
+def _training_likelihood(likelihood: Likelihood, data: Data, variance: Any, residuals: Members | None) -> Likelihood:
+    """The likelihood to train with: of Gaussian noise of a known variance, noise in the targets' units.
+
+    Of residuals, whose targets are all equal, the unit is the mean square of what untrained networks give.
+    """
+    if not likelihood.has_noise_scale:
+        return likelihood
+    if residuals is not None:
+        inputs, targets = data.take(torch.arange(min(256, data.size), device="cpu"))
+        one = ({k: x[0] for k, x in t.items()} for t in (residuals.params, residuals.buffers))
+        outputs = residuals.still.with_buffers(next(one), (inputs, None), next(one))[0].detach()
+        unit = (outputs - likelihood.labels(targets)).double().square().mean().clamp_min(1e-30)
+        variance = unit + torch.zeros_like(variance)
+    elif not bool((variance > 0).all()):
+        raise ValueError(
+            f"{WHO}an output's targets are all equal, so that there is no noise to find: leave that output out"
+        )
+    trained = gaussian(variance.to(batches.flatten(data.targets)[0][0].dtype))
+    return weighted(trained) if likelihood.weights(data.targets) is not None else trained
+
+
+def _require_arguments(
+    likelihood: Any,
+    members: Any,
+    steps: Any,
+    minutes: Any,
+    batch_size: Any,
+    lr: Any,
+    prior: Any,
+    held_out: Any,
+    seed: Any,
+) -> None:
+    """Refuse arguments out of range, by name."""
     if not isinstance(likelihood, Likelihood):
         raise TypeError(
-            f"{who}likelihood is {type(likelihood).__name__}: pass one of bc.likelihoods, such as bc.likelihoods.gaussian()"
+            f"{WHO}likelihood is {type(likelihood).__name__}: pass one of bc.likelihoods, such as bc.likelihoods.gaussian()"
         )
     for name, number, least in (
         ("members", members, 1),
@@ -133,116 +362,20 @@ def posterior_ensemble(
         ("batch_size", batch_size, 1),
         ("seed", seed, 0),
     ):
-        fits = isinstance(number, int) and not isinstance(number, bool) and least <= number <= MOST
+        fits = isinstance(number, int) and not isinstance(number, bool) and least <= number <= 2**53
         if not fits and not (number is None and name in ("steps", "batch_size")):
-            raise ValueError(f"{who}{name}={number!r:.40}: pass a whole number from {least} to 2**53")
-    kinds.require(
-        who.strip(": "),
-        path=(path, kinds.FOLDER.or_none()),
-        progress=(progress, kinds.BOOL),
-        capture=(capture, kinds.BOOL),
-    )
-    if lr is not None:
-        checks.positive(f"{who}lr", lr)
-    given = prior_precision if isinstance(prior_precision, str) else ""
-    searched = given == "held out" or (prior_precision is None and method == "sghmc")
-    if searched and method == "ivon":
+            raise ValueError(f"{WHO}{name}={number!r:.40}: pass a whole number from {least} to 2**53")
+    for name, number in (("minutes", minutes), ("lr", lr), ("prior_precision", prior)):
+        if number is not None:
+            checks.positive(f"{WHO}{name}", number)
+    if steps is not None and minutes is not None:
+        raise ValueError(f"{WHO}steps={steps} and minutes={minutes:g} are two budgets: pass one of them")
+    if prior is not None and prior > MOST_PRECISE:
         raise ValueError(
-            f"{who}prior_precision='held out' is not for method='ivon', whose prior is in its rule: pass a number"
+            f"{WHO}prior_precision={prior!r}: weights with a standard deviation below 1e-6 cannot be trained: pass less"
         )
-    if isinstance(prior_precision, str) and not searched:
-        raise ValueError(f"{who}prior_precision={prior_precision!r}: pass a positive number, 'held out', or nothing")
-    if not isinstance(prior_precision, str) and prior_precision is not None:
-        checks.positive(f"{who}prior_precision", prior_precision)
-        if prior_precision > MOST_PRECISE:
-            raise ValueError(
-                f"{who}prior_precision={prior_precision!r}: weights with a standard deviation below 1e-6 cannot be "
-                "sampled: pass a smaller one"
-            )
     if not (isinstance(held_out, (int, float)) and 0 < held_out <= 0.4):
-        raise ValueError(f"{who}held_out={held_out!r}: pass the share of a fold, above 0 and at most 0.4")
-    levels = _levels(temperatures)
-    held, loaders = read(data)
-    n = held.size
-    fold = max(LEAST_SCORED, int(held_out * n))
-    if 2 * fold >= n:
-        raise ValueError(f"{who}{n} data are too few for two folds of {fold}: pass more data")
-    size = min(n, batch_size or loaders or batch_size_for(n))
-    steps = steps or steps_for(n, size)
-    epochs = steps * size / n
-    device = batches.flatten(held.inputs)[0][0].device
-    networks = members_of(make_model, members, seed, device)
-    held, moved = held.of(networks.still.module)
-    _require_targets(networks, held, likelihood)
-    trained = training_likelihood(likelihood, held.targets)
-    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed), device="cpu")
-    pair = [order[:fold].sort().values, order[fold : 2 * fold].sort().values]
-    for rows in pair:
-        _require_scores(likelihood, held.take(rows)[1])
-    folds = [pair[0] if i < members / 2 else pair[1] for i in range(members)]
-    precision = 1.0 if searched or prior_precision is None else float(prior_precision)
-    # what the bar foresees: pilot and modes, one prior that is tried, the levels twice
-    foreseen = int((1.45 if searched else 1.3) * steps + len(levels) * 2 * max(20, 0.1 * steps))
-    size = min(size, n - fold)
-    chosen = {
-        "members": members,
-        "steps": steps,
-        "batch_size": size,
-        "prior_precision": precision,
-        "held_out": held_out,
-        "temperatures": levels,
-        "seed": seed,
-        **({"labels": "those of the next token"} if moved else {}),
-    }
-    about = {
-        **chosen,
-        "method": method,
-        "searched": searched,
-        "lr": lr,
-        "capture": capture,
-        "data": checksum((held.inputs, held.targets)),
-        "starts": checksum(networks.params),
-        "frozen": checksum(networks.frozen()),
-        "network": described(networks.training.module),
-        "likelihood": [likelihood.name, describe(trained)],
-    }
-    if mesh is not None:
-        require_ranks(mesh, members, about)
-    elif path is not None and world().size > 1:
-        path = Path(path) / f"rank-{world().rank:05d}-of-{world().size:05d}"
-    stages = Stages(path, about, device, mesh)
-    bar = Progress(foreseen, progress and is_first(mesh))
-    problem = Problem(
-        held, trained, networks, members, size, precision, folds, seed, bar, mesh=mesh, captured=capture
-    ).vmappable()
-    try:
-        found = stages.once("rate", lambda: rate(problem, lr, steps))
-        plan = Plan(
-            problem,
-            found["lr"],
-            steps,
-            epochs,
-            levels,
-            stages,
-            {**chosen, "method": method, "lr": found["lr"]},
-            dict(found["passes"]),
-            searched,
-        )
-        return METHODS[method](plan)
-    finally:
-        bar.close()
-
-
-def _levels(temperatures: Any) -> list[float]:
-    try:
-        levels = [-1.0] if isinstance(temperatures, str) else [float(t) for t in temperatures]
-    except (TypeError, ValueError, RuntimeError):  # the last of a tensor without values
-        levels = [-1.0]
-    if any(not 0 < t < float("inf") for t in levels) or levels != sorted(set(levels)):
-        raise ValueError(
-            f"posterior_ensemble: temperatures={temperatures!r}: pass positive numbers, ascending, such as (0.3, 1.0)"
-        )
-    return levels
+        raise ValueError(f"{WHO}held_out={held_out!r}: pass the share of a fold, above 0 and at most 0.4")
 
 
 def _require_scores(likelihood: Likelihood, targets: Any) -> None:
@@ -250,35 +383,33 @@ def _require_scores(likelihood: Likelihood, targets: Any) -> None:
     weights = likelihood.weights(targets)
     if weights is not None and int((weights.reshape(len(weights), -1) > 0).any(1).sum()) < LEAST_SCORED:
         raise ValueError(
-            f"posterior_ensemble: a held-out fold has fewer than {LEAST_SCORED} data whose targets count (weights above 0, "
+            f"{WHO}a held-out fold has fewer than {LEAST_SCORED} data whose targets count (weights above 0, "
             "classes that are not ignored): leave data without targets out, or pass a larger held_out="
         )
 
 
-def _require_targets(networks: Any, held: Any, likelihood: Likelihood) -> None:
-    """Raise for outputs and targets that do not belong together, before anything is trained."""
-    inputs, _ = held.take(torch.arange(min(2, held.size), device="cpu"))
-    params, buffers = ({k: x[0] for k, x in t.items()} for t in (networks.params, networks.buffers))
-    kinds = {x.dtype for x in batches.flatten(inputs)[0] if x.is_floating_point()}
+def _require_targets(networks: Members, data: Data, likelihood: Likelihood) -> torch.Size:
+    """The shape of one datum's outputs; raises for outputs and targets that do not belong together."""
+    inputs, _ = data.take(torch.arange(2, device="cpu"))
+    params = {k: x[:1] for k, x in networks.params.items()}
+    dtypes = {x.dtype for x in batches.flatten(inputs)[0] if x.is_floating_point()}
     own = {p.dtype for p in params.values() if p.is_floating_point()}
     try:
-        with torch.no_grad():
-            outputs = networks.still.with_buffers(params, (inputs, None), buffers)[0]
+        outputs: Any = networks.still.with_buffers(
+            {k: x[0] for k, x in params.items()}, (inputs, None), {k: x[0] for k, x in networks.buffers.items()}
+        )[0]
     except RuntimeError as err:
-        if kinds and own.isdisjoint(kinds):
+        if dtypes and own.isdisjoint(dtypes):
             raise TypeError(
-                f"posterior_ensemble: inputs are {kinds.pop()} and the module's weights {own.pop()}: convert the inputs, or "
-                "return module.double() from make_model"
+                f"{WHO}inputs are {dtypes.pop()} and the module's weights {own.pop()}: convert the inputs, or return "
+                "module.double() from make_model"
             ) from err
         raise
     if not isinstance(outputs, torch.Tensor):
         raise TypeError(
-            f"posterior_ensemble: the module returns {type(outputs).__name__}: it must return a tensor, or something with "
-            "logits"
+            f"{WHO}the module returns {type(outputs).__name__}: it must return a tensor, or something with logits"
         )
-    if outputs.shape[:1] != (min(2, held.size),):
-        raise ValueError(
-            f"posterior_ensemble: the module returns {tuple(outputs.shape)} for {min(2, held.size)} data: outputs are [B, "
-            "*event]"
-        )
-    likelihood.require(outputs[:1].expand(held.size, *outputs.shape[1:]), held.targets, wait=True)
+    if outputs.shape[:1] != (2,):
+        raise ValueError(f"{WHO}the module returns {tuple(outputs.shape)} for 2 data: outputs are [B, *event]")
+    likelihood.require(outputs[:1].detach().expand(data.size, *outputs.shape[1:]), data.targets, wait=True)
+    return outputs.shape[1:]

@@ -1,11 +1,12 @@
 """Reads what a user has, tensors, a Dataset, a DataLoader or ``bc.epochs``, into tensors with one datum a row.
 
-Stages leave data out, score others, take all data at once and go through them in orders of their own, so that the data are
-read once and kept. An augmentation that draws at random is therefore drawn once.
+Members leave data out and go through the others in orders of their own, so that the data are read once and kept. An
+augmentation that draws at random is therefore drawn once. :class:`Scale` standardises what a network sees and predicts.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,10 +16,14 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from bayesopt_chain import batches
 from bayesopt_chain.data.epochs import Epochs
-from bayesopt_chain.posterior.batches import Reader, as_pair
+from bayesopt_chain.likelihoods import Likelihood
+from bayesopt_chain.likelihoods._gaussian import LearnedGaussian, StudentT
+from bayesopt_chain.modules.functional import batch_inputs
+from bayesopt_chain.posterior.batches import Reader, as_pair, logits_of
 
 AT_ONCE = 1024  # data of a Dataset that are read together
 LEAST = 8
+LEAST_SCORED = 4  # data of a fold
 
 
 class Data(NamedTuple):
@@ -38,11 +43,116 @@ class Data(NamedTuple):
         _, targets = read(self.raw)
         return self._replace(targets=targets, raw=None), read.own == "moves"
 
-    def take(self, rows: Tensor | None) -> tuple[Any, Any]:
-        """``(inputs, targets)`` of these rows, int64 ``[n]`` or ``[M, n]``; of all of them for ``None``."""
-        if rows is None:
-            return self.inputs, self.targets
+    @property
+    def device(self) -> torch.device:
+        """Where the inputs are."""
+        return batches.flatten(self.inputs)[0][0].device
+
+    def take(self, rows: Tensor) -> tuple[Any, Any]:
+        """``(inputs, targets)`` of these rows, int64 ``[n]`` or ``[M, n]``."""
         return batches.tree_map(lambda x: x[rows], self.inputs), batches.tree_map(lambda x: x[rows], self.targets)
+
+    def folds(self, share: float, seed: int) -> list[Tensor]:
+        """Two folds of about a share of the data each. Data with equal inputs are in the same fold, or in none.
+
+        Raises:
+            ValueError: too few data, or too few that differ.
+        """
+        wanted = max(LEAST_SCORED, int(share * self.size))
+        if 2 * wanted >= self.size:
+            raise ValueError(
+                f"posterior_ensemble: {self.size} data are too few for two folds of {wanted}: pass more data"
+            )
+        group = self.groups()
+        found, rest = [], torch.randperm(int(group.max()) + 1, generator=torch.Generator().manual_seed(seed))
+        sizes = group.bincount()
+        for _ in range(2):
+            taken = int((sizes[rest].cumsum(0) < wanted).sum()) + 1
+            found.append(torch.isin(group, rest[:taken]).nonzero()[:, 0])
+            rest = rest[taken:]
+        if len(rest) == 0 or len(found[1]) < LEAST_SCORED:
+            raise ValueError(
+                "posterior_ensemble: nearly all data have the same inputs, so that no folds can be left out: pass data whose "
+                "inputs differ"
+            )
+        return found
+
+    def groups(self) -> Tensor:
+        """The number of each datum's group, ``[N]``: data with equal inputs have the same."""
+        columns = [x.detach().cpu().contiguous().reshape(self.size, -1) for x in batches.flatten(self.inputs)[0]]
+        first: dict[bytes, int] = {}
+        raw = [x.view(torch.uint8).reshape(self.size, -1).numpy() for x in columns if x.numel()]
+        keys = (b"".join([hashlib.blake2b(x[i].data, digest_size=16).digest() for x in raw]) for i in range(self.size))
+        return torch.tensor([first.setdefault(key, len(first)) for key in keys], device="cpu")
+
+
+class Scale(NamedTuple):
+    """The affine maps around a network: inputs ``(x - shift) / width`` in, outputs ``shift + width f`` out.
+
+    Attributes:
+        inputs: ``(shift, width)`` of each leaf of the inputs, ``None`` for one that is left as it is.
+        outputs: of the outputs, ``None`` where they are left as they are.
+        log_variance: whether the second half of the outputs are logarithms of variances.
+    """
+
+    inputs: Sequence[tuple[Tensor, Tensor] | None] = ()
+    outputs: tuple[Tensor, Tensor] | None = None
+    log_variance: bool = False
+
+    @classmethod
+    def of(cls, data: Data, likelihood: Likelihood) -> Scale:
+        """The moments of data: of inputs ``[N, D]`` of every column, of inputs with more axes of all numbers together, and of
+        targets on the real line of every output. Whole numbers, and masks of 0 and 1, are left as they are."""
+        inputs = [_moments(x) for x in batches.flatten(data.inputs)[0]]
+        inner = getattr(likelihood, "inner", likelihood)
+        learned = isinstance(inner, LearnedGaussian)
+        if not (likelihood.has_noise_scale or learned or isinstance(inner, StudentT)):
+            return cls(inputs)
+        mean, variance = moments(likelihood, data.targets)
+        return cls(inputs, (mean, torch.where(variance > 0, variance, 1.0).sqrt()), learned)
+
+    def into(self, batch: Any) -> Any:
+        """What the network is called with."""
+        leaves, spec = batches.flatten(batch_inputs(batch))
+        if len(self.inputs) != len(leaves):
+            return batch_inputs(batch)
+        pairs = zip(leaves, self.inputs)
+        return spec.unflatten([x if s is None else (x - s[0].to(x)) / s[1].to(x) for x, s in pairs])
+
+    def out(self, output: Any) -> Any:
+        """What the network's output stands for."""
+        outputs = logits_of(output)
+        if self.outputs is None:
+            return outputs
+        shift, width = (x.to(outputs) for x in self.outputs)
+        if not self.log_variance:
+            return shift + width * outputs
+        mean, log_variance = outputs.chunk(2, -1)
+        return torch.cat([shift + width * mean, log_variance + 2 * width.log()], -1)
+
+    @property
+    def said(self) -> str:
+        """Which of them are not the identity."""
+        parts = ["inputs"] * any(s is not None for s in self.inputs) + ["targets"] * (self.outputs is not None)
+        return " and ".join(parts)
+
+
+def moments(likelihood: Likelihood, targets: Any) -> tuple[Tensor, Tensor]:
+    """Mean and variance of the targets of each output, by their weights."""
+    labels, weights = likelihood.labels(targets).double(), likelihood.weights(targets)
+    w = torch.ones_like(labels) if weights is None else weights.double()
+    total = w.sum(0).clamp_min(1e-30)
+    mean = (w * labels).sum(0) / total
+    return mean, (w * (labels - mean).square()).sum(0) / total
+
+
+def _moments(x: Tensor) -> tuple[Tensor, Tensor] | None:
+    if not x.is_floating_point() or bool(((x == 0) | (x == 1)).all()):
+        return None
+    axes = [0] if x.ndim <= 2 else list(range(x.ndim))
+    deviation, mean = torch.std_mean(x.double(), axes, correction=0)
+    # a column that hardly varies is noise of rounding
+    return mean, torch.where(deviation > 1e-6 * mean.abs() + 1e-30, deviation, 1.0)
 
 
 def read(data: Any) -> tuple[Data, int | None]:

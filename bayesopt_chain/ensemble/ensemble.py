@@ -1,10 +1,11 @@
-"""What the call returns: members, draws and weights, which predict, go on, and are kept on disk."""
+"""What the call returns: networks that predict together, stand as modules or draws, and are kept on disk."""
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,47 +15,48 @@ from torch import Tensor, nn
 from bayesopt_chain import kinds
 from bayesopt_chain.batches import flatten
 from bayesopt_chain.checks import short
-from bayesopt_chain.ensemble.data import Data, read, require_inputs
-from bayesopt_chain.ensemble.ladder import Sghmc
-from bayesopt_chain.ensemble.members import described, members_of
-from bayesopt_chain.ensemble.problem import FEW, Level, Problem, level_of
-from bayesopt_chain.ensemble.progress import Progress
+from bayesopt_chain.ensemble.data import Scale, require_inputs
+from bayesopt_chain.ensemble.members import Members, described, members_of
 from bayesopt_chain.ensemble.report import Report
 from bayesopt_chain.ensemble.stages import checksum, read_or_refuse
-from bayesopt_chain.likelihoods import Likelihood, Predictive
+from bayesopt_chain.ensemble.training import Tensors, outputs_of
+from bayesopt_chain.likelihoods import Likelihood, Predictive, gaussian, weighted
+from bayesopt_chain.modules.functional import arguments_of, write_back
 from bayesopt_chain.posterior.batches import as_pair
 from bayesopt_chain.posterior.predictions import batches_of
 from bayesopt_chain.runs import files
 from bayesopt_chain.runs.describe import describe, difference
 from bayesopt_chain.runs.draws import Draws
 
-FORMAT = 2
+FORMAT = 3
 # what a file has
-KEYS = {"levels", "weights", "factor", "report", "noise", "prior_precision", "batch_size", "seed"}
+KEYS = {"params", "buffers", "factor", "report", "noise", "seed", "scale", "loop"}
 KEYS |= {"format", "likelihood", "network", "frozen"}
-
 WHAT = {"likelihood": "likelihood", "network": "network", "frozen": "network, its frozen parameters differ,"}
 
 
 @dataclass(frozen=True)
 class Ensemble:
-    """A posterior as draws of several networks, in levels with weights; made by :func:`bayesopt_chain.posterior_ensemble`.
+    """Several networks, or draws of each; made by :func:`bayesopt_chain.posterior_ensemble`.
 
     Attributes:
-        levels: draws ``[S, M, *]`` of each level: the modes first, then one level a temperature.
-        weights: of the levels, ``[J]``; draws and members of a level share its weight equally.
-        factor: on the noise's variance, or dividing the logits.
-        likelihood: of training; :meth:`predict` widens it by ``factor``.
+        params, buffers: of S draws of M networks, ``[S, M, *]`` by name; one draw each of trained networks.
+        likelihood: of new targets, with the noise that held-out data chose.
+        factor: what logits are divided by, or noise scales are multiplied by.
         report: what was done; ``print(ensemble.report)``.
-        problem: the network, the data and the energy; without data where it was opened from disk without.
+        members: the networks as functions of their parameters; ``members.still`` takes and gives the data's own units.
+        scale: the affine maps around each network.
+        loop: whether ``vmap`` refuses the network.
     """
 
-    levels: Sequence[Level]
-    weights: Tensor
-    factor: float
+    params: Tensors
+    buffers: Tensors
     likelihood: Likelihood
+    factor: float
     report: Report
-    problem: Problem
+    members: Members
+    scale: Scale
+    loop: bool = False
 
     @kinds.takes(data=kinds.DATA)
     def predict(self, data: Any) -> Predictive:
@@ -69,125 +71,72 @@ class Ensemble:
             aleatoric, epistemic.
 
         Raises:
-            ValueError: no batches.
+            ValueError: no batches, or inputs with NaN.
 
         Example:
             >>> import torch, bayesopt_chain as bc
             >>> x = torch.linspace(-1, 1, 20)[:, None]
-            >>> noise = bc.likelihoods.gaussian()
-            >>> kept = {"members": 2, "steps": 20, "lr": 0.01, "progress": False}
-            >>> e = bc.posterior_ensemble(torch.nn.Linear(1, 1), (x, 2 * x), noise, method="ensemble", **kept)
+            >>> cheap = {"members": 2, "steps": 100, "lr": 0.05, "progress": False}
+            >>> e = bc.posterior_ensemble(torch.nn.Linear(1, 1), (x, 2 * x), bc.likelihoods.gaussian(), **cheap)
             >>> e.predict(torch.zeros(3, 1)).quantile(0.9).shape
             torch.Size([3, 1])
         """
+        params, buffers = ({k: x.flatten(0, 1) for k, x in t.items()} for t in (self.params, self.buffers))
         with kinds.blaming("Ensemble.predict", "data"):
-            parts = [self._outputs(_inputs(batch)) for batch in batches_of(data)]
+            parts = [
+                outputs_of(self.members.still, params, buffers, _inputs(batch), self.loop) for batch in batches_of(data)
+            ]
         if not parts:
             raise ValueError("predict: data has no batches")
-        outputs = torch.cat(parts, 1)
-        likelihood = self.likelihood
+        outputs, likelihood = torch.cat(parts, 1), self.likelihood
         if self.factor != 1:
             likelihood, outputs = likelihood.widened(outputs, self.factor)
-        return likelihood.mixture(outputs, self.log_weights.to(outputs.device))
+        return likelihood.mixture(outputs)
 
-    @property
-    def log_weights(self) -> Tensor:
-        """Of every draw of every member, in the order of :meth:`draws`, ``[S]``; their exponentials sum to 1."""
-        sizes = [len(level.loss) * level.loss.shape[1] for level in self.levels]
-        return torch.cat([torch.full((n,), float(w) / n, device="cpu").log() for n, w in zip(sizes, self.weights)])
-
-    @kinds.takes(level=kinds.INDEX)
-    def draws(self, level: int = -1) -> Draws:
-        """The draws of one level, its members as chains, for diagnostics.
-
-        Args:
-            level: its number. Default: the hottest.
+    @kinds.takes()
+    def draws(self) -> Draws:
+        """The draws, the networks as chains, for diagnostics and ``to_arviz``.
 
         Returns:
             :class:`bayesopt_chain.Draws` in memory, ``[S, M, *]``.
 
-        Raises:
-            ValueError: there is no such level.
-
         Example:
             >>> import torch, bayesopt_chain as bc
             >>> x = torch.linspace(-1, 1, 20)[:, None]
-            >>> noise = bc.likelihoods.gaussian()
-            >>> kept = {"members": 2, "steps": 20, "lr": 0.01, "progress": False}
-            >>> e = bc.posterior_ensemble(torch.nn.Linear(1, 1), (x, 2 * x), noise, method="ensemble", **kept)
-            >>> e.draws(0).params["weight"].shape
+            >>> cheap = {"members": 2, "steps": 100, "lr": 0.05, "progress": False}
+            >>> e = bc.posterior_ensemble(torch.nn.Linear(1, 1), (x, 2 * x), bc.likelihoods.gaussian(), **cheap)
+            >>> e.draws().params["weight"].shape
             torch.Size([1, 2, 1, 1])
         """
-        if not -len(self.levels) <= level < len(self.levels):
-            raise ValueError(f"draws: level must be below {len(self.levels)}, the number of levels, got {level}")
-        mine = self.levels[level]
-        trees = [{k: x[i] for k, x in mine.params.items()} for i in range(len(mine.loss))]
-        made = Draws.from_trees(trees, chains=mine.loss.shape[1])
-        return made.with_buffers(mine.buffers) if mine.buffers else made
+        size, count = next(iter(self.params.values())).shape[:2]
+        made = Draws.from_trees([{k: x[i] for k, x in self.params.items()} for i in range(size)], chains=count)
+        return made.with_buffers(self.buffers) if self.buffers else made
 
     @kinds.takes()
-    def more(self, steps: int) -> Ensemble:
-        """More draws of the hottest level, from where its chains stand.
-
-        The chains begin with velocities at rest, and the first ``3 / (1 - momentum)`` of the steps are not kept.
-
-        Args:
-            steps: of every member, more than those.
+    def modules(self) -> list[nn.Module]:
+        """The networks of the last draw as modules in ``eval`` mode, which take and give the data's own units.
 
         Returns:
-            Another ensemble; this one stays as it is.
-
-        Raises:
-            ValueError: there are no draws at T > 0, no data (:meth:`open` with ``data=``), or too few steps.
+            One module a network. With the affine maps of ``standardize`` it is a :class:`Scaled`, whose ``module`` is the
+            network inside; without them it is the network itself.
 
         Example:
             >>> import torch, bayesopt_chain as bc
             >>> x = torch.linspace(-1, 1, 20)[:, None]
-            >>> kept = {"members": 2, "steps": 20, "lr": 0.01, "progress": False}
-            >>> e = bc.posterior_ensemble(torch.nn.Linear(1, 1), (x, 2 * x), bc.likelihoods.gaussian(), **kept)
-            >>> e.more(60).levels[-1].loss.shape > e.levels[-1].loss.shape
+            >>> cheap = {"members": 2, "steps": 100, "lr": 0.05, "progress": False}
+            >>> e = bc.posterior_ensemble(torch.nn.Linear(1, 1), (x, 2 * x), bc.likelihoods.gaussian(), **cheap)
+            >>> outputs = torch.stack([module(x) for module in e.modules()])
+            >>> torch.allclose(outputs.mean(0), e.predict(x).mean, atol=1e-5)
             True
         """
-        about = self.report.levels[-1]
-        if len(self.levels) < 2 or "lr" not in self.report.chosen:
-            raise ValueError(
-                "more: there are no draws at T > 0, so that nothing can go on: the members are a deep ensemble (see "
-                "report.advice), train longer with more steps"
-            )
-        problem, last = self.problem, self.levels[-1]
-        if not problem.data.size:
-            raise ValueError("more: this ensemble was opened without its data: Ensemble.open(..., data=data)")
-        rates, mu = torch.tensor(self.report.chosen["rates"], device="cpu"), self.report.chosen["momentum"]
-        rest = round(3 / (1 - mu))
-        if steps <= rest:
-            raise ValueError(
-                f"more: steps={steps}: pass more than {rest}, which the velocities take to come up to temperature"
-            )
-        params, buffers = last.last()
-        n = problem.data.size
-        drawn = problem.run(
-            Sghmc(mu, about["temperature"] / n),
-            params,
-            buffers,
-            held_out=False,
-            steps=steps,
-            burn_in=rest,
-            thinning=max(1, (steps - rest) // 10),
-            likelihood=self._in_force(),
-            still=True,
-            full=n <= FEW,
-            each={"lr": rates},
-            seed=1000 + len(last.loss),
-        )
-        if not drawn.complete:
-            raise ValueError(f"more: the chains diverged ({drawn.why}); the ensemble stays as it is")
-        new = level_of(drawn, buffers)
-        both = Level(
-            {k: torch.cat([x, new.params[k]]) for k, x in last.params.items()},
-            {k: torch.cat([x, new.buffers[k]]) for k, x in last.buffers.items()},
-            torch.cat([last.loss, new.loss]),
-        )
-        return replace(self, levels=[*self.levels[:-1], both])
+        base, made = self.members.still.module, list[nn.Module]()
+        shared = {id(p): p for p in base.parameters() if not p.requires_grad}
+        for m in range(next(iter(self.params.values())).shape[1]):
+            module = copy.deepcopy(base, dict(shared))
+            last = ({k: x[-1, m] for k, x in t.items()} for t in (self.params, self.buffers))
+            write_back(module, *last)
+            made.append(Scaled(module, self.scale) if self.scale.said else module)
+        return made
 
     @kinds.takes(path=kinds.PATH)
     def save(self, path: str | Path) -> None:
@@ -200,53 +149,42 @@ class Ensemble:
             OSError: it cannot be written.
 
         Example:
-            >>> import torch, bayesopt_chain as bc
+            >>> import pathlib, tempfile, torch, bayesopt_chain as bc
             >>> x = torch.linspace(-1, 1, 20)[:, None]
             >>> noise = bc.likelihoods.gaussian()
-            >>> kept = {"members": 2, "steps": 20, "lr": 0.01, "progress": False}
-            >>> e = bc.posterior_ensemble(torch.nn.Linear(1, 1), (x, 2 * x), noise, method="ensemble", **kept)
-            >>> import tempfile, pathlib
+            >>> cheap = {"members": 2, "steps": 100, "lr": 0.05, "progress": False}
+            >>> e = bc.posterior_ensemble(torch.nn.Linear(1, 1), (x, 2 * x), noise, **cheap)
             >>> with tempfile.TemporaryDirectory() as folder:
             ...     e.save(pathlib.Path(folder) / "e.safetensors")
             ...     again = bc.ensemble.Ensemble.open(pathlib.Path(folder) / "e.safetensors", torch.nn.Linear(1, 1), noise)
             >>> torch.equal(again.predict(x).mean, e.predict(x).mean)
             True
         """
-        noise = getattr(getattr(self.likelihood, "inner", self.likelihood), "variance_of_noise", None)
         state = {
             "format": FORMAT,
-            "levels": [level.saved() for level in self.levels],
-            "weights": self.weights,
+            "params": dict(self.params),
+            "buffers": dict(self.buffers),
             "factor": self.factor,
             "report": asdict(self.report),
-            "noise": noise,
-            "prior_precision": self.problem.prior_precision,
-            "batch_size": self.problem.batch_size,
-            "seed": self.problem.seed,
-            "likelihood": [self.likelihood.name, None if noise is not None else describe(self.likelihood)],
-            "network": described(self.problem.members.still.module),
-            "frozen": checksum(self.problem.members.frozen()),
+            "noise": self.likelihood.noise_variance,
+            "seed": self.report.chosen["seed"],
+            "scale": [list(self.scale.inputs), self.scale.outputs, self.scale.log_variance],
+            "loop": self.loop,
+            **_known(self.likelihood, self.members),
         }
         files.write_tree(Path(path), state)
 
     @classmethod
-    @kinds.takes(path=kinds.PATH, make_model=kinds.NETWORKS, likelihood=kinds.LIKELIHOOD, data=kinds.ANY)
+    @kinds.takes(path=kinds.PATH, make_model=kinds.NETWORKS, likelihood=kinds.LIKELIHOOD)
     def open(
-        cls,
-        path: str | Path,
-        make_model: nn.Module | Callable[[], nn.Module],
-        likelihood: Likelihood,
-        *,
-        data: Any = None,
+        cls, path: str | Path, make_model: nn.Module | Callable[[], nn.Module], likelihood: Likelihood
     ) -> Ensemble:
         """The ensemble that :meth:`save` wrote.
 
         Args:
             path: of the file.
-            make_model: as the call had it.
+            make_model: as the call had it; the networks are where it makes them.
             likelihood: as the call had it.
-            data: as the call had them, for :meth:`more`, on the device to work on. Default: none, and the networks stay on the
-                device that ``make_model`` makes them on.
 
         Returns:
             An :class:`Ensemble`.
@@ -268,80 +206,58 @@ class Ensemble:
             raise ValueError(f"Ensemble.open: {path} was not written by Ensemble.save")
         if state["format"] != FORMAT:
             raise ValueError(f"Ensemble.open: {path} has format {state.get('format')!r}, this version reads {FORMAT}")
-        levels, weights = [Level(**level) for level in state["levels"]], state["weights"]
-        if weights.shape != (len(levels),) or not (weights >= 0).all() or not abs(float(weights.sum()) - 1) < 1e-3:
-            raise ValueError(f"Ensemble.open: {path} has weights {short(weights.tolist())} for {len(levels)} levels")
-        count = levels[0].loss.shape[1]
-        held = Data(None, None, 0) if data is None else read(data)[0]
-        device = None if data is None else flatten(held.inputs)[0][0].device
-        members = members_of(make_model, count, state["seed"], device)
-        held, _ = held.of(members.still.module)
-        levels = [level.to(next(iter(members.params.values())).device) for level in levels]
-        mine = {k: tuple(x.shape[1:]) for k, x in members.params.items()}
-        theirs = {k: tuple(x.shape[2:]) for k, x in levels[0].params.items()}
-        if mine != theirs:
-            wrong = sorted(k for k in {*mine, *theirs} if mine.get(k) != theirs.get(k))
+        params, buffers = state["params"], state["buffers"]
+        scale = Scale(*state["scale"])
+        members = members_of(make_model, next(iter(params.values())).shape[1], state["seed"], None, scale)
+        wanted = {k: tuple(x.shape[1:]) for k, x in members.params.items()}
+        found = {k: tuple(x.shape[2:]) for k, x in params.items()}
+        if wanted != found:
+            wrong = sorted(k for k in {*wanted, *found} if wanted.get(k) != found.get(k))
             raise ValueError(
                 f"Ensemble.open: make_model makes other parameters than the file's: {', '.join(wrong[:4])}"
             )
-        given = {
-            "likelihood": [likelihood.name, None if state["noise"] is not None else describe(likelihood)],
-            "network": described(members.still.module),
-            "frozen": checksum(members.frozen()),
-        }
-        for name, mine in given.items():
+        for name, mine in _known(likelihood, members).items():
             if what := difference({name: state[name]}, {name: mine}):
                 raise ValueError(
                     f"Ensemble.open: this is not the {WHAT[name]} that was saved: {what}; pass what the call had"
                 )
         if state["noise"] is not None:
-            likelihood = likelihood.scaled(_noise(likelihood) / state["noise"])
-        problem = Problem(
-            held,
-            likelihood,
-            members,
-            count,
-            state["batch_size"],
-            state["prior_precision"],
-            [],
-            state["seed"],
-            Progress(0, False),
+            likelihood = (
+                weighted(gaussian(state["noise"])) if hasattr(likelihood, "inner") else gaussian(state["noise"])
+            )
+        device = next(iter(members.params.values())).device
+        params, buffers = ({k: x.to(device) for k, x in t.items()} for t in (params, buffers))
+        return cls(
+            params, buffers, likelihood, state["factor"], Report(**state["report"]), members, scale, state["loop"]
         )
-        problem = problem if data is None else problem.vmappable()
-        report = Report(**state["report"])
-        return cls(levels, weights, state["factor"], likelihood, report, problem)
 
-    @kinds.takes(level=kinds.INDEX)
-    def to_arviz(self, level: int = -1, **names: Any) -> Any:
-        """The draws of one level as ArviZ inference data, its members as chains (needs the extra ``diagnostics``).
 
-        Args:
-            level: its number. Default: the hottest.
-            names: as for :meth:`bayesopt_chain.Draws.to_arviz`, its ``log_likelihood`` included.
+class Scaled(nn.Module):
+    """A network between the affine maps of its data's moments; made by :meth:`Ensemble.modules`.
 
-        Returns:
-            ``arviz.InferenceData``.
+    Attributes:
+        module: the network inside.
+    """
 
-        Example:
-            >>> import torch, bayesopt_chain as bc
-            >>> x = torch.linspace(-1, 1, 20)[:, None]
-            >>> noise = bc.likelihoods.gaussian()
-            >>> kept = {"members": 2, "steps": 20, "lr": 0.01, "progress": False}
-            >>> e = bc.posterior_ensemble(torch.nn.Linear(1, 1), (x, 2 * x), noise, method="ensemble", **kept)
-            >>> dict(e.to_arviz(0).posterior.sizes)["chain"]
-            2
-        """
-        return self.draws(level).to_arviz(**names)
+    def __init__(self, module: nn.Module, scale: Scale) -> None:
+        super().__init__()
+        self.module, self.scale = module, scale
 
-    def _outputs(self, inputs: Any) -> Tensor:
-        problem = self.problem
-        return torch.cat([problem.outputs(level, inputs) for level in self.levels])
+    def forward(self, *inputs: Any, **named: Any) -> Tensor:
+        """Outputs in the targets' own units, for inputs in theirs."""
+        given = named or (inputs if len(inputs) > 1 else inputs[0])
+        arguments, keywords = arguments_of(self.module, self.scale.into((given, None)))
+        return self.scale.out(self.module(*arguments, **keywords))
 
-    def _in_force(self) -> Likelihood:
-        """The likelihood that the chains sample under."""
-        if not self.likelihood.has_noise_scale:
-            return self.likelihood
-        return self.likelihood.scaled(1 / self.report.chosen["noise factor"])
+
+def _known(likelihood: Likelihood, members: Members) -> dict[str, Any]:
+    """What a file says of likelihood and network, to be compared when it is opened."""
+    described_likelihood = None if likelihood.has_noise_scale else describe(likelihood)
+    return {
+        "likelihood": [likelihood.name, described_likelihood],
+        "network": described(members.still.module),
+        "frozen": checksum(members.frozen()),
+    }
 
 
 def _inputs(batch: Any) -> Any:
@@ -352,8 +268,3 @@ def _inputs(batch: Any) -> Any:
         raise TypeError(f"predict: data must be tensors with the data on axis 0, got {short(inputs)}")
     require_inputs("predict", inputs)
     return inputs
-
-
-def _noise(likelihood: Likelihood) -> Any:
-    inner: Any = getattr(likelihood, "inner", likelihood)
-    return inner.variance_of_noise

@@ -1,97 +1,88 @@
-r"""Scores on the folds that members left out.
+r"""Scores on the folds that members left out, the noise that they ask for, and what a constant scores there.
 
-Of a level, the draws s of the members that left a fold out, a target there has the log score
+Of the m members that left a fold out, a target there has the log score
 
-    l = log 1/S sum_s p(y | f_s),      of several levels with weights w      log sum_j w_j exp(l_j),
+    l = log 1/m sum_j p(y | f_j),      at least -50, so that one surprise does not decide everything,
 
-each density at least e^-50, so that one surprise does not decide everything. Scores of a datum's targets are added up, times
-their weights.
+and scores of a datum's targets are added up, times their weights. Noise stands in units c of the targets' variance, one number
+for each of E outputs, log c shrunk towards its mean over outputs as if two data more had said it. Of one member the held-out
+noise is
+
+    c_e = mean_i min(r_ie^2, (4 s_e)^2) / v_e,      s_e = 1.4826 median_i |r_ie|,
+
+so that outliers do not decide. Of the mean of m members ``MSE_m = a + b / m``, so that for all M members
+
+    c <- c - b (1 / m - 1 / M),      b = (MSE_1 - MSE_m) / (1 - 1 / m).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bayesopt_chain.ensemble.cost import FORWARD, passes
-from bayesopt_chain.ensemble.problem import Level, Problem
+from bayesopt_chain import batches
+from bayesopt_chain.ensemble.data import moments
+from bayesopt_chain.ensemble.training import Problem, grouped
 from bayesopt_chain.likelihoods import Likelihood
+from bayesopt_chain.likelihoods._gaussian import LearnedGaussian
 
 FLOOR = -50.0
+PSEUDO = 2.0  # data that say that the noise of all outputs is alike
+LEAST = 1e-6  # noise, in units of the targets' variance
+# variances in units of the targets', and what logits are divided by
+NOISES = torch.logspace(-6, 1, 100, dtype=torch.float64, device="cpu")
+SCALES = torch.logspace(-1, 1.5, 60, dtype=torch.float64, device="cpu")
+SURE = 2.0  # standard errors
+MOST_CONSTANTS = 4096  # outputs of a datum beyond which no constant is fitted
 
 
-@dataclass(frozen=True)
-class Held:
-    """Two folds, and which members left each out.
+class Fold(NamedTuple):
+    """Targets that were left out, by whom, and the outputs ``[m, n, *event]`` of those members there."""
 
-    Attributes:
-        problem: of these members.
-        folds: pairs of a fold's ``(inputs, targets)`` and of the members that left it out.
-    """
-
-    problem: Problem
-    folds: list[tuple[Any, list[int]]]
-
-    @classmethod
-    def of(cls, problem: Problem) -> Held:
-        """The folds of a problem."""
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for i, fold in enumerate(problem.folds):
-            groups.setdefault(tuple(fold.tolist()), []).append(i)
-        return cls(
-            problem, [(problem.data.take(torch.tensor(rows, device="cpu")), who) for rows, who in groups.items()]
-        )
-
-    def outputs(self, level: Level) -> list[Tensor]:
-        """Of each fold, outputs ``[S m, n, *event]`` of the draws of the m members that left it out."""
-        return [self.problem.outputs(level.of(who), fold[0]) for fold, who in self.folds]
-
-    def cost(self, draws: int) -> float:
-        """Passes of the forwards behind :meth:`outputs`."""
-        return sum(passes(draws * len(who), self.size, self.problem.data.size, FORWARD) for _, who in self.folds) / max(
-            1, self.problem.count
-        )
-
-    @property
-    def size(self) -> int:
-        """Data in a fold."""
-        return len(self.problem.folds[0])
-
-    @property
-    def weights(self) -> Tensor:
-        """Of the targets, ``[n, P]`` over both folds, on the CPU."""
-        return torch.cat([_weights(self.problem.likelihood, fold[1]) for fold, _ in self.folds]).cpu()
-
-    def levels(self, levels: Sequence[list[Tensor]], factor: float, likelihood: Likelihood | None = None) -> Tensor:
-        """Log scores ``[J, n, P]`` of J levels, for P targets of a datum, on the CPU."""
-        lik = self.problem.likelihood if likelihood is None else likelihood
-        rows = []
-        for outputs in levels:
-            parts = []
-            for (fold, _), f in zip(self.folds, outputs):
-                scores = log_scores(lik, f.double(), fold[1], factor)
-                parts.append(scores.logsumexp(0) - math.log(len(scores)))
-            rows.append(torch.cat(parts).cpu())
-        return torch.stack(rows)
-
-    def score(self, levels: Sequence[list[Tensor]], weights: Tensor, factor: float) -> Tensor:
-        """Log scores ``[n]`` of the data of both folds under a mixture of levels."""
-        each = (self.levels(levels, factor) + weights.double().log()[:, None, None]).logsumexp(0)
-        return (each * self.weights).sum(1)
+    rows: Tensor
+    targets: Any
+    who: list[int]
+    outputs: Tensor
 
 
-def log_scores(likelihood: Likelihood, outputs: Tensor, targets: Any, factor: float) -> Tensor:
-    """Log densities ``[S, n, P]`` of targets at outputs ``[S, n, *event]``, of predictions widened by a factor."""
-    labels = likelihood.labels(targets)
-    if factor != 1:
-        likelihood, outputs = likelihood.widened(outputs, factor)
-    scores = likelihood.log_prob(outputs, labels)
-    return scores.reshape(*scores.shape[:2], -1).nan_to_num(FLOOR, FLOOR, FLOOR).clamp_min(FLOOR)
+def folds_of(problem: Problem, outputs: Sequence[Tensor], who: Sequence[int] | None = None) -> list[Fold]:
+    """The folds, with the outputs of some members (default: of all)."""
+    found = []
+    for rows, left in grouped(problem.folds):
+        if some := [m for m in left if who is None or m in who]:
+            stacked = torch.stack([outputs[m] for m in some]).double()
+            found.append(Fold(rows, doubled(problem.data.take(rows)[1]), some, stacked))
+    return found
+
+
+def doubled(targets: Any) -> Any:
+    """Floating-point targets in double precision."""
+    return batches.tree_map(lambda x: x.double() if x.is_floating_point() else x, targets)
+
+
+def score(likelihood: Likelihood, folds: Sequence[Fold], factor: float = 1.0) -> Tensor:
+    """Log scores of the data of all folds, ``[n]``, on the CPU; predictions are widened by a factor."""
+    found = []
+    for fold in folds:
+        lik, outputs = likelihood.widened(fold.outputs, factor) if factor != 1 else (likelihood, fold.outputs)
+        logs = _floored(lik.log_prob(outputs, likelihood.labels(fold.targets)))
+        found.append(((logs.logsumexp(0) - math.log(len(logs))) * weights_of(likelihood, fold.targets)).sum(1))
+    return torch.cat(found).cpu()
+
+
+def _floored(logs: Tensor) -> Tensor:
+    return logs.reshape(*logs.shape[:2], -1).nan_to_num(FLOOR, FLOOR, FLOOR).clamp_min(FLOOR)
+
+
+def weights_of(likelihood: Likelihood, targets: Any) -> Tensor:
+    """Of the targets, ``[n, P]``."""
+    labels, weights = likelihood.labels(targets), likelihood.weights(targets)
+    w = torch.ones_like(labels, dtype=torch.float64) if weights is None else weights.double()
+    return w.reshape(len(w), -1)
 
 
 def z_of(difference: Tensor) -> float:
@@ -99,7 +90,131 @@ def z_of(difference: Tensor) -> float:
     return float(difference.mean() / (difference.std() / len(difference) ** 0.5 + 1e-12))
 
 
-def _weights(likelihood: Likelihood, targets: Any) -> Tensor:
-    labels, weights = likelihood.labels(targets), likelihood.weights(targets)
-    w = torch.ones_like(labels, dtype=torch.float64) if weights is None else weights.double()
-    return w.reshape(len(w), -1)
+def noise_of(problem: Problem, folds: Sequence[Fold]) -> Tensor:
+    """The held-out noise of single members, ``[*event]``, trimmed and shrunk."""
+    event = folds[0].outputs.shape[2:]
+    squares, counts = [], []
+    for fold in folds:
+        r = torch.stack([problem.likelihood.whitened(f, fold.targets) for f in fold.outputs]).flatten(2).square()
+        w = weights_of(problem.likelihood, fold.targets).expand(len(r), -1, -1)
+        squares.append(r.flatten(0, 1))
+        counts.append(w.flatten(0, 1))
+    r, w = torch.cat(squares), torch.cat(counts)
+    seen = torch.where(w > 0, r, torch.nan)
+    bound = (4 * 1.4826) ** 2 * seen.nanmedian(0).values
+    r = torch.where(bound > 0, r.minimum(bound), r)
+    return _shrunk(r.sum(0), w.sum(0)).reshape(event)
+
+
+def _shrunk(sums: Tensor, counts: Tensor) -> Tensor:
+    """Means of each output, their logarithms drawn a little to that of all outputs."""
+    logs = (sums / counts.clamp_min(1e-30)).clamp_min(LEAST).log()
+    together = logs[counts > 0].mean()
+    return ((counts * logs.where(counts > 0, 0.0) + PSEUDO * together) / (counts + PSEUDO)).exp()
+
+
+def best_noise(problem: Problem, folds: Sequence[Fold]) -> tuple[Tensor, list[str]]:
+    """The noise ``[*event]`` with which the members predict best, and what is to be said of it."""
+    lik, event = problem.likelihood, folds[0].outputs.shape[2:]
+    weights = torch.cat([weights_of(lik, fold.targets) for fold in folds])
+    table = []
+    for c in NOISES.tolist():
+        logs = [_floored(lik.scaled(1 / c).log_prob(f.outputs, lik.labels(f.targets))).logsumexp(0) for f in folds]
+        table.append((torch.cat(logs) * weights).sum(0))
+    at = torch.stack(table).argmax(0)
+    counts = weights.sum(0)
+    said = []
+    if bool((at == 0).any()) or bool((at == len(NOISES) - 1).any()):
+        ends = f"{NOISES[0]:g} and {NOISES[-1]:g}"
+        said.append(f"noise: at an end of its grid (between {ends} of the targets' variance) for an output.")
+    c = _shrunk(NOISES.to(counts)[at] * counts, counts) - _gain(problem, folds)
+    quarter = _shrunk(NOISES.to(counts)[at] * counts, counts) / 4
+    if bool((c < quarter).any()):
+        said.append(
+            "noise: cut to a quarter of that of the members that left a fold out, where all members promise less."
+        )
+    return c.maximum(quarter).reshape(event), said
+
+
+def _gain(problem: Problem, folds: Sequence[Fold]) -> Any:
+    """``b (1 / m - 1 / M)`` of each output, ``[E]``, pooled over folds that two members and more left out."""
+    gains, size = 0.0, 0
+    for fold in folds:
+        m, n = fold.outputs.shape[:2]
+        if m < 2:
+            continue
+        mean = problem.likelihood.whitened(fold.outputs.mean(0), fold.targets).reshape(n, -1).square().mean(0)
+        each = [problem.likelihood.whitened(f, fold.targets).reshape(n, -1).square().mean(0) for f in fold.outputs]
+        b = (torch.stack(each).mean(0) - mean) / (1 - 1 / m)
+        gains, size = gains + n * b * (1 / m - 1 / problem.count), size + n
+    return gains / max(1, size)
+
+
+def best_factor(likelihood: Likelihood, folds: Sequence[Fold]) -> tuple[float, list[str]]:
+    """What logits are divided by, or noise scales are widened by: 1 unless another is better by two standard errors."""
+    if not likelihood.has_width:
+        return 1.0, []
+    n = sum(len(f.rows) for f in folds)
+    table = [float(score(likelihood, folds, c).mean()) - math.log(c) ** 2 / (2 * n) for c in SCALES.tolist()]
+    i = max(range(len(table)), key=table.__getitem__)
+    c = float(SCALES[i])
+    if z_of(score(likelihood, folds, c) - score(likelihood, folds)) <= SURE:
+        return 1.0, []
+    end = i in (0, len(SCALES) - 1)
+    return c, [f"scale: at the end {c:.3g} of its grid."] if end else []
+
+
+def constant_scores(problem: Problem, likelihood: Likelihood, folds: Sequence[Fold]) -> Tensor | None:
+    """Log scores ``[n]``, on the same folds, of the best constant outputs for the other data: mean and variance of numbers,
+    frequencies of classes. ``None`` for outputs of too many numbers."""
+    if folds[0].outputs[0, 0].numel() > MOST_CONSTANTS:
+        return None
+    every, found = torch.arange(problem.data.size, device="cpu"), []
+    for fold in folds:
+        targets = doubled(problem.data.take(every[~torch.isin(every, fold.rows)])[1])
+        n, event = problem.data.size - len(fold.rows), fold.outputs.shape[2:]
+        c = _constant(likelihood, targets, n, event, fold.outputs)
+        used = likelihood
+        if likelihood.has_noise_scale:
+            squares = likelihood.whitened(c.expand(n, *event), targets).square().reshape(n, -1)
+            variance = squares.sum(0) / weights_of(likelihood, targets).sum(0).clamp_min(1e-30)
+            used = likelihood.scaled(1 / variance.clamp_min(LEAST).reshape(event))
+        found.append(score(used, [fold._replace(outputs=c.expand(1, len(fold.rows), *event))]))
+    return torch.cat(found)
+
+
+def _constant(likelihood: Likelihood, targets: Any, n: int, event: Any, like: Tensor) -> Tensor:
+    """The outputs ``[*event]`` with the largest likelihood if they are the same for all data."""
+    inner = getattr(likelihood, "inner", likelihood)
+    if likelihood.has_noise_scale or isinstance(inner, LearnedGaussian):
+        mean, variance = moments(likelihood, targets)
+        return torch.cat([mean, variance.clamp_min(1e-30).log()], -1) if isinstance(inner, LearnedGaussian) else mean
+    start = like.flatten(0, 1).mean(0).detach()
+    with torch.enable_grad():
+        c = start.clone().requires_grad_()
+        search = torch.optim.LBFGS([c], max_iter=100, tolerance_grad=1e-7, line_search_fn="strong_wolfe")
+
+        def closure() -> Tensor:
+            search.zero_grad()
+            # classes that never occur have no finite optimum
+            loss = likelihood.nll(c.expand(n, *event), targets).mean() + 1e-6 * (c - start).square().sum()
+            loss.backward()
+            return loss
+
+        search.step(closure)
+    return c.detach()
+
+
+def dispersion(likelihood: Likelihood, folds: Sequence[Fold]) -> tuple[float, float] | None:
+    """Of counts, the mean of ``(y - mean)^2 / variance`` on the folds and its standard error; ``None`` for other targets."""
+    support = likelihood.support
+    if support is None or not support.is_discrete or support.high < math.inf:
+        return None
+    parts = []
+    for fold in folds:
+        p = likelihood.mixture(fold.outputs)
+        labels = likelihood.labels(fold.targets)
+        ratio = (labels - p.mean).square() / p.variance.clamp_min(1e-12)
+        parts.append(ratio.reshape(len(ratio), -1)[weights_of(likelihood, fold.targets) > 0])
+    r = torch.cat(parts)
+    return float(r.mean()), float(r.std() / len(r) ** 0.5)

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from bayesopt_chain.ensemble.data import Scale
 from bayesopt_chain.loop.parallel import stack
-from bayesopt_chain.modules.functional import Forward, make_functional
-from bayesopt_chain.posterior.batches import logits_of
+from bayesopt_chain.modules.functional import Forward, arguments_of, make_functional
 from bayesopt_chain.runs.describe import describe
 
 DRAWING = (nn.modules.dropout._DropoutNd,)
@@ -53,17 +53,33 @@ def described(module: nn.Module) -> dict[str, Any]:
     return layers
 
 
-def members_of(make_model: nn.Module | Callable[[], nn.Module], members: int, seed: int, device: Any) -> Members:
-    """Make the members, on a device, or where ``make_model`` makes them; torch's global generator is left as it was.
+def members_of(
+    make_model: nn.Module | Callable[[], nn.Module],
+    members: int,
+    seed: int,
+    device: Any,
+    scale: Scale | None = None,
+    inputs: Any = None,
+) -> Members:
+    """Make the members; torch's global generator is left as it was.
+
+    Args:
+        make_model: a function, or a module whose weights are drawn anew.
+        members: how many.
+        seed: of their weights.
+        device: where they are to be; ``None`` for where ``make_model`` makes them.
+        scale: the affine maps around each network. Default: none.
+        inputs: two data, which make the weights of lazy layers.
 
     Raises:
         TypeError: neither a module nor a function that returns one.
         ValueError: starts that are equal, or frozen parameters that differ.
     """
-    first, parts = _placed(_made(make_model, 1000 * seed), device), []
+    scale = scale or Scale()
+    first, parts = _placed(_made(make_model, 1000 * seed, inputs), device), []
     frozen = _frozen(first)
     for i in range(members):
-        network = _placed(_made(make_model, 1000 * seed + i), device) if i else first
+        network = _placed(_made(make_model, 1000 * seed + i, inputs), device) if i else first
         part = make_functional(network)
         parts.append((part.params, part.buffers))  # a base that make_model made again goes with its network
         if not i:
@@ -84,7 +100,7 @@ def members_of(make_model: nn.Module | Callable[[], nn.Module], members: int, se
                 "(return a new module), or pass one module, whose weights are drawn anew"
             )
     training, still = _copied(first).train(), _copied(first).eval()
-    forwards = [make_functional(network, outputs=logits_of).forward for network in (training, still)]
+    forwards = [make_functional(network, inputs=scale.into, outputs=scale.out).forward for network in (training, still)]
     draws = any(isinstance(layer, DRAWING) or getattr(layer, "dropout", 0) for layer in training.modules())
     params, buffers = (stack(list(trees)) if trees[0] else {} for trees in zip(*parts))
     return Members(params, buffers, forwards[0], forwards[1], draws)
@@ -107,7 +123,7 @@ def _placed(module: nn.Module, device: Any) -> nn.Module:
     return (copy.deepcopy(module) if elsewhere else module).to(device)
 
 
-def _made(make_model: Any, seed: int) -> nn.Module:
+def _made(make_model: Any, seed: int, inputs: Any) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if isinstance(make_model, nn.Module):
@@ -119,6 +135,11 @@ def _made(make_model: Any, seed: int) -> nn.Module:
         network: Any = make_model()
     if not isinstance(network, nn.Module):
         raise TypeError(f"posterior_ensemble: make_model returned {type(network).__name__}, not a torch.nn.Module")
+    if inputs is not None and any(isinstance(p, nn.UninitializedParameter) for p in network.parameters()):
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(seed)
+            arguments, keywords = arguments_of(network, inputs)
+            network(*arguments, **keywords)
     return network
 
 

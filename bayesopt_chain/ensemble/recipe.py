@@ -1,284 +1,263 @@
-"""The stages one after the other, and the ensemble that they end in: with chains ("sghmc") or without ("ensemble")."""
+r"""The recipe: one training of all members, two priors that held-out data compare, and the noise to predict with.
+
+Each member leaves out one of two folds for ``steps`` steps, and goes on with all data for 0.3 of them at 0.3 of the rate:
+
+    Adam at  lr (1 + cos(pi t / steps)) / 2 + lr / 1000
+
+Half of the members have the usual prior, precision 1 and, of Gaussian targets, training noise of 0.02 of their variance. The
+other half have a prior whose precision is the fan-in of each weight, and training noise v0 = 0.3 of the held-out noise, which
+is renewed four times. Members that leave out one fold take it from those that leave out the other, so that no fold chooses the
+noise that it scores. Held-out noise itself contains what the network does not know yet, and would smooth too much: 0.3 is the
+share that is noise for N of some hundreds. At the end the halves are compared on the same folds, by the paired difference of
+their log scores in standard errors: the better prior is taken by all members, or, within one standard error, each keeps its
+own. Classes have the usual prior alone.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+import time
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.ensemble.ensemble import Ensemble
-from bayesopt_chain.ensemble.held import Held
-from bayesopt_chain.ensemble.ladder import LIMIT, excess, ladder, size_of
-from bayesopt_chain.ensemble.modes import modes
-from bayesopt_chain.ensemble.pilot import pilot
-from bayesopt_chain.ensemble.prior import strengthen
-from bayesopt_chain.ensemble.problem import Level, Problem
-from bayesopt_chain.ensemble.report import Report
-from bayesopt_chain.ensemble.scale import best, settled
-from bayesopt_chain.ensemble.stack import stack_weights
+from bayesopt_chain.ensemble import held
+from bayesopt_chain.ensemble.held import Fold
+from bayesopt_chain.ensemble.report import Progress
 from bayesopt_chain.ensemble.stages import Stages
-from bayesopt_chain.ensemble.stop import ONE, stop
+from bayesopt_chain.ensemble.training import (
+    Order,
+    Problem,
+    Tensors,
+    constants,
+    held_out_outputs,
+    program,
+    started,
+)
 from bayesopt_chain.likelihoods import Likelihood
+from bayesopt_chain.loop.module_state import buffers_of
+from bayesopt_chain.optimizers.functional import adam
 
-ROUNDS = 4  # of weights and noise, one after the other
-RISING = 2.0  # standard errors
-
-
-class Plan(NamedTuple):
-    """What a method is given: the problem, the rate, the steps and passes of training, the temperatures, and the stages."""
-
-    problem: Problem
-    lr: float
-    steps: int
-    epochs: float
-    temperatures: list[float]
-    stages: Stages
-    chosen: dict[str, Any]
-    spent: dict[str, float]
-    searched: bool = False  # whether held-out data choose the prior's precision
+RATES = (1e-2, 3e-3, 1e-3)
+WITHIN, TRIAL = 0.05, 0.1  # of the best descent; of the steps
+NOISE, FIRST, SHARE = 0.02, 0.1, 0.3  # usual noise and first noise, of the targets' variance; v0 of the held-out noise
+RENEWALS = (0.2, 0.4, 0.6, 0.8)  # of the steps
+MORE, RATE = 0.3, 0.3  # steps with all data, and their rate
+KEPT = 20  # times that a training under way is written to disk
+TIMED = 20  # steps that are timed
+PRIORS = USUAL, FAN_IN = "usual prior", "fan-in prior"
 
 
 class Trained(NamedTuple):
-    """Pilots, modes and what held-out data said of them.
+    """What training came to.
 
     Attributes:
-        pilots: the members without their folds, at the checkpoint that was chosen.
-        modes: the members on all data, one draw.
-        held: the folds.
-        stopped: what :func:`bayesopt_chain.ensemble.stop.stop` found.
-        likelihood: with the noise that held-out data choose for the pilots.
-        said: a sentence for each stage so far.
-        passes: what they cost.
-        checkpoints: mean held-out score by step.
+        theta, buffers: of all members, ``[M, *]``.
+        pilots: outputs of each member on the fold that it left out, before it was trained on all data.
+        priors: of each member at first.
+        kept: the members whose prior was taken.
+        precision: of each member's prior at the end, ``[M, P]``.
+        noise: of training at the end, ``[M, *event]``, in units of the targets' variance.
+        z: by how many standard errors the fan-in prior was better; ``None`` where there was nothing to compare.
     """
 
-    pilots: Level
-    modes: Level
-    held: Held
-    stopped: dict[str, Any]
-    likelihood: Likelihood
-    said: list[str]
-    passes: dict[str, float]
-    checkpoints: dict[int, float]
+    theta: Tensor
+    buffers: Tensors
+    pilots: list[Tensor]
+    priors: list[str]
+    kept: list[int]
+    precision: Tensor
+    noise: Tensor
+    z: float | None
 
 
-def train(plan: Plan) -> tuple[Plan, Trained]:
-    """Stages 1 to 4; the plan that is returned has the prior's precision of chains at a temperature."""
-    problem, stages = plan.problem, plan.stages
-    run = stages.once("pilot", lambda: pilot(problem, plan.lr, plan.steps, stages.folder("pilot")))
-    checkpoints = Level(run["params"], run["buffers"], run["loss"])
-    held = Held.of(problem)
-    found = stages.once("stop", lambda: stop(held, checkpoints, run["steps"]))
-    pilots = checkpoints.at(found["checkpoint"])
-    passes = {**plan.spent, **run["passes"], **found["passes"]}
-    said = _prepared(plan, found, held.size)
-    base = problem.prior_precision
-    if plan.searched:
-        ended = checkpoints.at(len(run["steps"]) - 1)
-        prior = stages.once(
-            "prior",
-            lambda: strengthen(problem, held, ended, pilots, lr=plan.lr, steps=plan.steps, stages=stages),
-        )
-        passes |= prior["passes"]
-        if prior["moved"]:
-            problem = replace(problem, prior_precision=prior["precision"])
-            moved = {k: {n: x[None] for n, x in prior[k].items()} for k in ("params", "buffers")}
-            pilots = Level(moved["params"], moved["buffers"], ended.loss)
-            found = {**found, "factor": prior["factor"], "early": False, "step": plan.steps}
-        said.append(_strengthened(prior))
-    done = stages.once(
-        "modes",
-        lambda: modes(problem, pilots, found["step"], lr=plan.lr, steps=plan.steps, path=stages.folder("modes")),
-    )
-    at_modes = Level(
-        {k: x[None] for k, x in done["params"].items()},
-        {k: x[None] for k, x in done["buffers"].items()},
-        torch.full((1, problem.count), float("nan"), device="cpu"),
-    )
-    likelihood = problem.likelihood
-    if likelihood.has_noise_scale:
-        likelihood = likelihood.scaled(1 / found["factor"])
-    said.append(
-        "modes: "
-        + (
-            "new members trained on all data up to there."
-            if done["anew"]
-            else "trained on with all data at 0.3 of the rate."
-        )
-    )
-    passes |= done["passes"]
-    scores = dict(zip(run["steps"], found["scores"]))
-    trained = problem.prior_precision
-    if problem.likelihood.has_noise_scale and trained != base:
-        problem = replace(problem, prior_precision=max(base, trained / found["factor"]))
-    plan = plan._replace(problem=problem, chosen={**plan.chosen, "prior_precision": problem.prior_precision})
-    return plan, Trained(pilots, at_modes, held, found, likelihood, said, passes, scores)
+def rate_at(step: int, lr: float, first: int, second: int) -> float:
+    """The rate of a step: a cosine over ``first`` steps from lr, then one over ``second`` more from 0.3 of it.
+
+    Example:
+        >>> from bayesopt_chain.ensemble.recipe import rate_at
+        >>> [round(rate_at(t, 1.0, 10, 4), 3) for t in (0, 5, 10, 12)]
+        [1.001, 0.501, 0.301, 0.151]
+    """
+    size, at = (1.0, step / first) if step < first else (RATE, (step - first) / second)
+    return lr * (size * (1 + math.cos(math.pi * min(at, 1.0))) / 2 + 1e-3)
 
 
-def _prepared(plan: Plan, found: dict[str, Any], fold: int) -> list[str]:
-    """What the first stages did, a sentence each."""
-    size = plan.problem.batch_size
-    return [
-        f"rate: Adam at {plan.lr:g}"
-        + (", the largest that descends as well as the best tried." if plan.spent else "."),
-        f"pilot: {plan.steps} steps in batches of {size}, each member without one of two folds of {fold}.",
-        f"stop: at step {found['step']}, "
-        + (f"better than the end by {found['z']:.1f} standard errors." if found["early"] else "the end of training."),
-    ]
-
-
-def _strengthened(prior: dict[str, Any]) -> str:
-    """What held-out data said of the prior, in a sentence."""
-    tried = ", ".join(f"{score:.3f} at {precision:g}" for precision, score in prior["tried"])
-    kept = "trained on with" if prior["moved"] else "left at"
-    return f"prior: {kept} precision {prior['precision']:g}; held-out scores {tried}."
-
-
-def ensemble(plan: Plan) -> Ensemble:
-    """Training and scale: a deep ensemble with held-out stop and scale."""
-    plan, found = train(plan)
-    return finished(plan, found, [held_of(found, found.pilots)], [found.modes], [], {})
-
-
-def sghmc(plan: Plan) -> Ensemble:
-    """All stages."""
-    plan, found = train(plan)
-    problem, stages = plan.problem, plan.stages
-    arguments = (found.likelihood, plan.temperatures, plan.epochs)
-
-    def climb(name: str, start: Level, held_out: bool, most: int, vectors: Any) -> dict[str, Any]:
-        def make() -> dict[str, Any]:
-            return ladder(
-                problem,
-                *start.last(),
-                *arguments,
-                held_out=held_out,
-                most=most,
-                vectors=vectors,
-                stages=stages,
-                name=name,
-            )
-
-        return stages.once(name, make)
-
-    scored = climb("ladder of pilots", found.pilots, True, len(plan.temperatures), None)
-    kept = climb("ladder of modes", found.modes, False, len(scored["levels"]), scored["vectors"])
-    count = len(kept["levels"])
-    cold, hot = [Level(**x) for x in scored["levels"][:count]], [Level(**x) for x in kept["levels"]]
-    spent = {**scored["passes"], **kept["passes"]}
-    found.said.append(_climbed(plan, count, scored["about"], kept["about"]))
-    held = [held_of(found, level) for level in (found.pilots, *cold)]
-    spent["stacking"] = sum(found.held.cost(len(level.loss)) for level in cold)
-    return finished(plan, found, held, [found.modes, *hot], kept["about"][:count], spent)
-
-
-def held_of(found: Trained, level: Level) -> list[Tensor]:
-    """Outputs of a level on the folds."""
-    return found.held.outputs(level)
-
-
-def finished(
-    plan: Plan,
-    found: Trained,
-    scored: list[list[Tensor]],
-    levels: list[Level],
-    climbed: list[dict[str, Any]],
-    spent: dict[str, float],
-) -> Ensemble:
-    """Stacking, scale, and the report.
+class Training:
+    """The one training, from its starts to all data; it goes on from where ``stages`` has it.
 
     Args:
-        plan, found: what was done.
-        scored: of every level, outputs on the folds of members that left them out.
-        levels: of every level, the draws to keep.
-        climbed: of every level above the mode, what its chains did.
-        spent: passes behind the training.
+        problem: the networks and the data.
+        stages, progress: where it is written, and shown.
+        event: the shape of one datum's outputs.
+        prior: a precision for all weights, or ``None`` for the recipe.
+        fan_in: whether half of the members try the fan-in prior.
     """
-    held, problem = found.held, plan.problem
-    gaussian = problem.likelihood.has_noise_scale
-    factor = found.stopped["factor"] if gaussian else 1.0
-    weights = torch.full((len(scored),), 1 / len(scored), dtype=torch.float64, device="cpu")
-    if len(scored) > 1:
-        counts = held.weights.flatten()
-        for _ in range(ROUNDS if gaussian else 1):
-            weights = stack_weights(held.levels(scored, factor).flatten(1), counts, weights)
-            factor = best(held, scored, weights) if gaussian else 1.0
-    factor = settled(held, scored, weights)
-    plain = settled(held, scored[:1], ONE)
-    scores = {
-        "mode alone": float(held.score(scored[:1], ONE, plain).mean()),
-        "mixture": float(held.score(scored, weights, factor).mean()),
-    }
-    said = list(found.said)
-    if len(scored) > 1:
-        said.append(
-            "stack: weights of the levels by held-out scores: " + ", ".join(f"{w:.2f}" for w in weights.tolist()) + "."
-        )
-    what = "noise variance times" if gaussian else "logits or noise scaled by"
-    said.append(
-        f"scale: {what} {factor:.3g}" + ("." if factor != 1 else ": nothing else is better by 2 standard errors.")
-    )
-    table = [{"temperature": 0.0, "weight": float(weights[0]), "excess": 0.0, "expected": 0.0}]
-    table += [
-        {"temperature": x["temperature"], "weight": float(w), "excess": x["excess"], "expected": x["expected"]}
-        for x, w in zip(climbed, weights[1:].tolist())
-    ]
-    chosen = dict(plan.chosen)
-    if gaussian:
-        chosen["noise factor"] = found.stopped["factor"]
-    if climbed:
-        last = climbed[-1]
-        chosen |= {"rates": last["lr"], "momentum": last["momentum"]}
-    report = Report(
-        method=plan.chosen["method"],
-        chosen=chosen,
-        said=said,
-        passes={**found.passes, **spent},
-        training=plan.epochs,
-        levels=table,
-        held_out=scores,
-        checkpoints=found.checkpoints,
-        scale=factor,
-        advice=_advice(plan, found, climbed),
-    )
-    return Ensemble(levels, weights, factor, problem.likelihood, report, problem)
 
+    def __init__(
+        self, problem: Problem, stages: Stages, progress: Progress, event: Any, prior: float | None, fan_in: bool
+    ) -> None:
+        self.problem, self.stages, self.progress, self.event = problem, stages, progress, event
+        theta, count = problem.theta, problem.count
+        alone = FAN_IN if count == 1 else USUAL
+        self.priors = [USUAL] * count
+        if prior is None and fan_in:
+            self.priors = [alone if count == 1 else PRIORS[m % 2] for m in range(count)]
+        usual = torch.full_like(theta[0], 1.0 if prior is None else prior)
+        self.precision_of = {USUAL: usual, FAN_IN: problem.fan_in()}
+        c = torch.tensor([NOISE if p == USUAL else FIRST for p in self.priors], dtype=torch.float64)
+        self.noise = c.reshape(count, *[1] * len(event)).expand(count, *event).clone()
+        self.order = Order(problem, True, 1)
+        buffers = stages.own(problem.members.buffers)
+        own = stages.own(theta)
+        self.params = {"theta": own}
+        self.chains = problem.stepper(adam, buffers, each=self.each(1e-3))
+        self.state = started(self.chains, adam, own, buffers, 7919 * problem.seed + 2)
+        self.run = program(self.chains, self.params, self.state, self.batch(0, self.order, self.priors, True))
 
-def _climbed(plan: Plan, count: int, scored: list[dict[str, Any]], kept: list[dict[str, Any]]) -> str:
-    """What the chains did, in a sentence."""
-    size, n = size_of(plan.problem.members.params), plan.problem.data.size
-    if count == len(plan.temperatures):
-        halved = max((1 / min(x["halved"]) for x in (*scored, *kept)), default=1.0)
-        slower = f", at rates down to 1 / {halved:g} of the first" if halved > 1 else ""
-        return f"ladder: {count} levels from every mode, within the loss that their temperature allows{slower}."
-    t = plan.temperatures[count]
-    if excess(t, size, n) > LIMIT:
-        return f"ladder: no level at T = {t:g} / N, where T P / 2 N = {excess(t, size, n):.3g} nats a datum, above {LIMIT:g}."
-    return f"ladder: no level at T = {t:g} / N: its chains left the mode at every rate that was tried."
+    def batch(self, step: int, order: Order, priors: list[str], held_out: bool) -> Any:
+        """What a step takes."""
+        return *order.batch(step), *self.constants(priors, held_out)
 
+    def constants(self, priors: list[str], held_out: bool) -> tuple[Tensor, ...]:
+        """Noise, decay and scale of this rank's members."""
+        n = self.problem.data.size - (len(self.problem.folds[0]) if held_out else 0)
+        decay = torch.stack([self.precision_of[p] for p in priors]) / n
+        return constants(self.problem, self.noise, decay)
 
-def _advice(plan: Plan, found: Trained, climbed: list[dict[str, Any]]) -> dict[str, str]:
-    given = {}
-    if found.stopped["rising"] > RISING and not found.stopped["early"]:
-        given["train longer"] = (
-            f"held-out scores still rose in the last fifth of training: steps={2 * plan.steps} or more will do better"
-        )
-    if found.stopped["early"]:
-        given["stronger prior"] = (
-            f"training stopped early at step {found.stopped['step']}: a larger prior_precision may do better"
-        )
-    if plan.chosen["method"] == "sghmc" and len(climbed) < len(plan.temperatures):
-        given["colder"] = "levels were left out; a smaller network, more data, or colder temperatures= keep them"
-    labels = plan.problem.likelihood.labels(plan.problem.data.targets)
-    if plan.problem.likelihood.has_noise_scale:
-        deviation = labels.reshape(len(labels), -1).std(0)
-        if float(deviation.max()) > 10 or float(deviation.min()) < 0.1:
-            given["standardise"] = (
-                f"targets have standard deviations from {float(deviation.min()):.2g} to {float(deviation.max()):.2g}; "
-                "weights near their prior want about 1"
+    def each(self, lr: Any) -> dict[str, Tensor]:
+        """The rate of this rank's members, one for all or one for each."""
+        theta = self.params["theta"]
+        return {"lr": torch.as_tensor(lr, dtype=theta.dtype, device=theta.device).expand(len(theta)).clone()}
+
+    def seconds(self) -> float:
+        """Of one step, measured."""
+        params, state, each = self.params, self.state, self.each(1e-3)
+        for i in range(TIMED + 2):
+            if i == 2:
+                start = time.perf_counter()
+            params, state, _ = self.run(params, state, self.batch(i, self.order, self.priors, True), each)
+        return (time.perf_counter() - start) / TIMED
+
+    def rate(self, steps: int) -> dict[str, Any]:
+        """The largest of three rates whose descent is within 5 % of the best, each tried on one network."""
+        count, tried = len(self.problem.mine), max(10, round(TRIAL * steps))
+        fixed = self.constants(self.priors, True)
+        traces: list[Tensor] = []
+        self.progress.stage("rate", -(-len(RATES) // count) * tried)
+        for at in range(0, len(RATES), count):
+            rates = torch.tensor([*RATES[at : at + count], *[RATES[-1]] * count][:count], dtype=torch.float64)
+            params, state, losses, each = self.of_first(self.params), self.state, [], self.each(rates)
+            for i in range(tried):
+                batch = self.of_first((*self.order.batch(i), *fixed))
+                params, state, loss = self.run(params, state, batch, each)
+                losses.append(loss)
+                self.progress()
+            traces.append(torch.stack(losses)[:, : len(RATES) - at])
+        trace = torch.cat(traces, 1).double().cpu()
+        first, last = trace[0].mean(), trace[-max(1, tried // 3) :].mean(0).nan_to_num(math.inf, math.inf, math.inf)
+        if not bool(last.isfinite().any()):
+            raise ValueError(
+                f"posterior_ensemble: training diverges at every rate of {RATES}: standardise the data, or pass lr="
             )
-    if plan.problem.members.draws and climbed:
-        given["dropout"] = "the network has dropout: members train with it, chains and predictions are without"
-    return given
+        close = last <= last.min() + WITHIN * (first - last.min()).abs()
+        found = next(lr for lr, good in zip(RATES, close.tolist()) if good)
+        share = len(RATES) / self.problem.count
+        return {"lr": found, "passes": share * tried * self.order.size / self.problem.data.size}
+
+    def of_first(self, tree: Any) -> Any:
+        """The first member's, for all members."""
+        return optree.tree_map(lambda x: x[:1].expand_as(x).contiguous(), tree, namespace="bayesopt_chain.batch")
+
+    def train(self, lr: float, steps: int) -> Trained:
+        """All of it."""
+        problem, stages = self.problem, self.stages
+        more = max(1, round(MORE * steps))
+        total, start, pilots, kept, z = steps + more, 0, [], list(range(problem.count)), None
+        priors, order = self.priors, self.order
+        renewals = {round(share * steps) for share in RENEWALS}
+        written = {round(i * total / KEPT) for i in range(1, KEPT)}
+        spec = optree.tree_structure((self.params, self.state))
+        if half := stages.read("training under way"):
+            start, priors, pilots, kept, z = (half[k] for k in ("step", "priors", "pilots", "kept", "z"))
+            self.noise = half["noise"]
+            self.params, self.state = spec.unflatten(stages.own(half["leaves"]))
+            order = order if start <= steps and not pilots else Order(problem, False, 3)
+        fixed = self.constants(priors, not pilots)
+        self.progress.stage("training", total)
+        self.progress(start)
+        for t in range(start, total):
+            if t in renewals and FAN_IN in priors and problem.gaussian and not (half and t == start):
+                self.renew(priors)
+                fixed = self.constants(priors, True)
+            if t == steps and not pilots:
+                theta, buffers = self.everyones()
+                pilots = held_out_outputs(problem, theta, buffers)
+                _require_finite(pilots, "training")
+                priors, kept, z = self.chosen(pilots)
+                order = Order(problem, False, 3)
+                fixed = self.constants(priors, False)
+            if t in written and stages.path is not None and not (half and t == start):
+                leaves = stages.gathered(optree.tree_leaves((self.params, self.state)))
+                under_way = {"priors": priors, "pilots": pilots, "kept": kept, "z": z, "noise": self.noise}
+                stages.write("training under way", {"step": t, "leaves": leaves, **under_way})
+            at = t if t < steps else t - steps
+            each = self.each(rate_at(t, lr, steps, more))
+            self.params, self.state, _ = self.run(self.params, self.state, (*order.batch(at), *fixed), each)
+            self.progress()
+        theta, buffers = self.everyones()
+        _require_finite([theta], "training on all data")
+        precision = torch.stack([self.precision_of[p] for p in priors])
+        return Trained(theta, buffers, pilots, self.priors, kept, precision, self.noise, z)
+
+    def everyones(self) -> tuple[Tensor, Tensors]:
+        """Parameters and buffers of all members, ``[M, *]``."""
+        own = buffers_of(self.state) or self.stages.own(self.problem.members.buffers)
+        return self.stages.gathered((self.params["theta"], own))
+
+    def renew(self, priors: list[str]) -> None:
+        """Set the noise v0 of members under the fan-in prior."""
+        outputs = held_out_outputs(self.problem, *self.everyones())
+        _require_finite(outputs, "training")
+        who = [m for m, p in enumerate(priors) if p == FAN_IN]
+        folds = held.folds_of(self.problem, outputs, who)
+        for fold in folds:
+            others = [f for f in folds if f is not fold] or [fold]
+            self.noise[fold.who] = SHARE * self.stages.firsts(held.noise_of(self.problem, others)).cpu()
+
+    def chosen(self, pilots: list[Tensor]) -> tuple[list[str], list[int], float | None]:
+        """The priors to go on with, the members that speak for them, and the z of the comparison; noise is set."""
+        problem, every = self.problem, list(range(self.problem.count))
+        if FAN_IN not in self.priors:
+            return self.priors, every, None
+        who = {p: [m for m in every if self.priors[m] == p] for p in PRIORS}
+        folds = {p: held.folds_of(problem, pilots, who[p]) for p in PRIORS if who[p]}
+        z, priors = None, self.priors
+        if len(folds) == 2:
+            shared = {int(f.rows[0]) for f in folds[USUAL]} & {int(f.rows[0]) for f in folds[FAN_IN]}
+            scores = [score_of(problem, [f for f in folds[p] if int(f.rows[0]) in shared])[0] for p in PRIORS]
+            z = self.stages.firsts(held.z_of(scores[1] - scores[0]))
+            if abs(z) >= 1:
+                priors = [FAN_IN if z > 0 else USUAL] * problem.count
+        if problem.gaussian:
+            v0 = SHARE * self.stages.firsts(held.noise_of(problem, folds[FAN_IN])).cpu()
+            for m, prior in enumerate(priors):
+                self.noise[m] = v0 if prior == FAN_IN else NOISE
+        return priors, [m for m in every if self.priors[m] in priors], z
+
+
+def score_of(problem: Problem, folds: list[Fold]) -> tuple[Tensor, Likelihood]:
+    """Held-out log scores ``[n]`` under the noise that is best there, and the likelihood with that noise."""
+    likelihood = problem.likelihood
+    if problem.gaussian:
+        likelihood = likelihood.scaled(1 / held.best_noise(problem, folds)[0])
+    return held.score(likelihood, folds), likelihood
+
+
+def _require_finite(tensors: list[Tensor], stage: str) -> None:
+    if not all(bool(x.isfinite().all()) for x in tensors):
+        raise ValueError(
+            f"posterior_ensemble: {stage} diverged: pass a smaller lr=, or look for outliers in the inputs"
+        )

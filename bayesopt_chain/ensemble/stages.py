@@ -1,45 +1,71 @@
-"""Stages on disk: each is done once, and after a kill the call goes on in the stage that was under way.
+"""Stages on disk and over ranks: each is done once, and a call that was killed goes on from where it was last written.
 
-A stage that is done is one file with checksums (:mod:`bayesopt_chain.runs.files`); one that runs has the folder of its run
-(:func:`bayesopt_chain.sample`), from which it goes on bit for bit. ``call.safetensors`` says of which call they are.
+A stage that is done is one file with checksums (:mod:`bayesopt_chain.runs.files`), and so is what a stage under way writes now
+and then. ``call.safetensors`` says of which call they are. Of several ranks each trains its share of the members; what they
+reach is gathered on every rank, the first rank writes, and where numbers decide what is done next all take the first rank's.
 """
 
 from __future__ import annotations
 
+import io
 import json
-import shutil
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import optree
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from bayesopt_chain import batches
-from bayesopt_chain.distributed.ranks import together
-from bayesopt_chain.ensemble.ranks import firsts, is_first
+from bayesopt_chain.distributed.ranks import (
+    chains_of,
+    gather_objects,
+    gather_tensors,
+    require_one_axis,
+    together,
+    world,
+)
 from bayesopt_chain.runs import files
 from bayesopt_chain.runs.describe import difference
 from bayesopt_chain.runs.files import File
 
+T = TypeVar("T")
+
 
 class Stages:
-    """The stages of one call; in memory without a path. Of several ranks the first writes, and all take what it has."""
+    """The stages of one call, in memory without a path.
 
-    def __init__(
-        self, path: str | Path | None, about: Mapping[str, Any], device: torch.device, mesh: Any = None
-    ) -> None:
+    Attributes:
+        path: the directory; of a process among several without a mesh a folder of its own.
+        mesh: the ranks, ``None`` for one process.
+        mine: the members of this rank.
+    """
+
+    def __init__(self, path: str | Path | None, about: Mapping[str, Any], device: torch.device, mesh: Any) -> None:
         self.path = None if path is None else Path(path)
-        self.device, self.mesh = device, mesh
+        self.device, self.mesh, count = device, mesh, about["members"]
+        self.mine = range(count)
+        if mesh is not None:
+            _require_ranks(mesh, count, about)
+            self.mine = chains_of(count, mesh)
+        elif self.path is not None and world().size > 1:
+            self.path = self.path / f"rank-{world().rank:05d}-of-{world().size:05d}"
         self._of_first(lambda: self._claim(about))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes and speaks for all of them."""
+        return self.mesh is None or self.mesh.get_local_rank() == 0
 
     def _of_first(self, what: Callable[[], Any]) -> None:
         """Let the first rank do it; what it raises, all raise."""
         if self.mesh is None:
             what()
         else:
-            together(self.mesh, lambda: what() if is_first(self.mesh) else None)
+            together(self.mesh, lambda: what() if self.is_first else None)
 
     def _claim(self, about: Mapping[str, Any]) -> None:
         """Say whose directory it is.
@@ -51,34 +77,91 @@ class Stages:
             return
         self.path.mkdir(parents=True, exist_ok=True)
         file, mine = self.path / "call.safetensors", json.loads(json.dumps(dict(about)))
-        if file.exists():
-            if what := difference(read_or_refuse(file, lambda f: File(f).metadata), mine):
-                raise ValueError(
-                    f"posterior_ensemble: {self.path} holds another call: {what}; give this one a directory of its own"
-                )
-        else:
+        if not file.exists():
             files.write(file, {}, mine)
+        elif what := difference(read_or_refuse(file, lambda f: File(f).metadata), mine):
+            raise ValueError(
+                f"posterior_ensemble: {self.path} holds another call: {what}; give this one a directory of its own"
+            )
 
     def once(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What the stage made: tensors, numbers, and containers of them."""
+        """What the stage made: tensors, numbers, and containers of them; equal on all ranks."""
+        if (found := self.read(name)) is None:
+            self.write(name, found := self.firsts(make()))
+        return found
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        """What was written under a name, ``None`` if nothing was."""
         if self.path is None:
-            return firsts(make(), self.mesh)
-        file, path = self.path / f"{name}.safetensors", self.path
-        if not firsts(file.exists(), self.mesh):
-            made = make()
+            return None
+        file, read = self.path / f"{name}.safetensors", dict[str, Any]()
+        self._of_first(
+            lambda: (
+                read.update(read_or_refuse(file, lambda f: files.read_tree(f, self.device))) if file.exists() else None
+            )
+        )
+        return self.firsts(read) or None
 
-            def keep() -> None:
-                files.write_tree(file, made)
-                shutil.rmtree(path / "runs" / name, ignore_errors=True)
+    def write(self, name: str, what: dict[str, Any]) -> None:
+        """Write a stage, or how far it is."""
+        if self.path is not None:
+            file = self.path / f"{name}.safetensors"
+            self._of_first(lambda: files.write_tree(file, what))
 
-            self._of_first(keep)
-        read: list[dict[str, Any]] = [{}]
-        self._of_first(lambda: read.append(read_or_refuse(file, lambda f: files.read_tree(f, self.device))))
-        return firsts(read[-1], self.mesh)
+    def gathered(self, tree: T) -> T:
+        """A tree of this rank's members ``[m, *]``, with those of all ranks ``[M, *]``."""
+        if self.mesh is None:
+            return tree
+        leaves, spec = optree.tree_flatten(tree)  # pyright: ignore[reportArgumentType]
+        parts = gather_tensors({str(i): x for i, x in enumerate(leaves)}, self.mesh)
+        return spec.unflatten([torch.cat([part[name] for part in parts]) for name in parts[0]])  # pyright: ignore
 
-    def folder(self, stage: str, run: str = "run") -> Path | None:
-        """Where a run of a stage keeps its draws until the stage is done."""
-        return None if self.path is None else self.path / "runs" / stage / run
+    def own(self, tree: T) -> T:
+        """Of a tree of all members ``[M, *]`` those of this rank."""
+        rows = slice(self.mine.start, self.mine.stop)
+        return optree.tree_map(lambda x: x[rows], tree)  # pyright: ignore[reportArgumentType, reportReturnType]
+
+    def firsts(self, value: T) -> T:
+        """The first rank's value, on every rank: tensors, numbers, and containers of them."""
+        if self.mesh is None:
+            return value
+        device = torch.device("cpu")
+        if self.mesh.device_type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        held = io.BytesIO()
+        if self.is_first:
+            torch.save(value, held)
+        (size, *_) = gather_objects(held.tell(), self.mesh)
+        raw = torch.zeros(size, dtype=torch.uint8, device="cpu")
+        if self.is_first:
+            raw = torch.frombuffer(bytearray(held.getvalue()), dtype=torch.uint8)
+        raw = raw.to(device)
+        dist.broadcast(raw, group=self.mesh.get_group(), group_src=0)
+
+        def placed(storage: Any, place: str) -> Any:
+            return storage if place == "cpu" else storage.to(device=self.device)
+
+        return torch.load(io.BytesIO(raw.cpu().numpy().tobytes()), map_location=placed, weights_only=True)
+
+
+def _require_ranks(mesh: Any, members: int, about: Mapping[str, Any]) -> None:
+    """Refuse a mesh that members cannot be shared out over, and ranks that were not given the same call.
+
+    Raises:
+        TypeError, ValueError: on every rank.
+    """
+    require_one_axis(mesh, "posterior_ensemble")
+    if members < mesh.size():
+        raise ValueError(
+            f"posterior_ensemble: members={members} on {mesh.size()} ranks leave some without one: pass members="
+            f"{mesh.size()} or more, or start fewer ranks"
+        )
+    every = gather_objects(dict(about), mesh)
+    if wrong := sorted(k for k in about if any(theirs[k] != about[k] for theirs in every)):
+        raise ValueError(
+            f"posterior_ensemble: the ranks were not given the same call: {', '.join(wrong)} differ. Every rank is given all "
+            "data and the same arguments; each trains its share of the members"
+        )
 
 
 def read_or_refuse(file: Path, read: Callable[[Path], Any], instead: str = "delete it, and it is made anew") -> Any:

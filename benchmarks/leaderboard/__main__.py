@@ -73,7 +73,7 @@ def _join(folder: Path, record: Path) -> None:
     from benchmarks.leaderboard import contestants
 
     cells = {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
-    own = ("posterior_ensemble", "deep_ensemble", "equal_ensemble", "prior_ensemble", "multiswag", "ivon")
+    own = ("posterior_ensemble", "deep_ensemble", "twice_ensemble")
     peers = ("laplace_torch", "gaussian_process", "gradient_boosting", "mc_dropout")
     functions = {
         **dict.fromkeys(own, contestants.ours),

@@ -27,22 +27,16 @@ def cell(name: str, seed: int, done: dict[str, Any], file: str, only: list[str])
             kept["module"] = c.trained(task, seed)
         return kept["module"]
 
-    def equal() -> Any:
-        return c.equal_ensemble(task, seed, done["posterior_ensemble"]["passes"], done["deep_ensemble"]["passes"])
-
     order = {
         "posterior_ensemble": lambda: c.posterior_ensemble(task, seed),
         "deep_ensemble": lambda: c.deep_ensemble(task, seed),
-        "equal_ensemble": equal,
-        "prior_ensemble": lambda: c.prior_ensemble(task, seed),
-        "multiswag": lambda: c.multiswag(task, seed),
+        "twice_ensemble": lambda: c.twice_ensemble(task, seed),
         "last_layer_laplace": lambda: c.last_layer_laplace(task, module()),
         "kronecker_laplace": lambda: c.kronecker_laplace(task, module()),
         "laplace_torch": lambda: c.laplace_torch(task, module()),
         "mc_dropout": lambda: c.mc_dropout(task, seed),
         "gaussian_process": lambda: c.gaussian_process(task, seed),
         "gradient_boosting": lambda: c.gradient_boosting(task, seed),
-        "ivon": lambda: c.ivon(task, seed),
     }
     for who, run in order.items():
         if who in done or (only and who not in only):

@@ -1,13 +1,12 @@
 """The contestants: each a function of a task and a seed that returns predictions, with the cost where it is comparable.
 
-What a user would write stands in the function; its lines are counted. Networks are the same, and so are the held-out stop, the
-noise and the scale of the ensembles.
+What a user would write stands in the function; its lines are counted. Networks are the same, and so are the noise and the scale
+of the ensembles.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -63,47 +62,23 @@ def posterior_ensemble(task: Task, seed: int) -> Result:
 
 
 def deep_ensemble(task: Task, seed: int) -> Result:
-    return ours(task, seed, method="ensemble")
+    """The same networks, steps, folds and scale, with the usual prior."""
+    return ours(task, seed, prior_precision=1.0)
 
 
-def prior_ensemble(task: Task, seed: int) -> Result:
-    """A deep ensemble whose prior held-out data choose, as the posterior ensemble's: what is left is the chains'."""
-    return ours(task, seed, method="ensemble", prior_precision="held out")
+def twice_ensemble(task: Task, seed: int) -> Result:
+    """The same with twice the steps."""
+    from bayesopt_chain.ensemble.call import batch_size_for, steps_for
 
-
-def multiswag(task: Task, seed: int) -> Result:
-    return ours(task, seed, method="swag")
-
-
-def ivon(task: Task, seed: int) -> Result:
-    return ours(task, seed, method="ivon")
-
-
-def laplace_mixture(task: Task, seed: int) -> Result:
-    return ours(task, seed, method="laplace")
-
-
-def equal_ensemble(task: Task, seed: int, passes: float, ones: float) -> Result:
-    """A deep ensemble that trains longer, until it costs what the posterior ensemble cost."""
-    from bayesopt_chain.ensemble.plan import batch_size_for, steps_for
-
-    steps = steps_for(len(task.x), batch_size_for(len(task.x)))
-    return ours(task, seed, method="ensemble", steps=math.ceil(steps * passes / ones))
+    return ours(task, seed, prior_precision=1.0, steps=2 * steps_for(len(task.x), batch_size_for(len(task.x))))
 
 
 def mc_dropout(task: Task, seed: int) -> Result:
     fitted = bc.posterior_ensemble(
-        lambda: network(task, 0.1),
-        (task.x, task.y),
-        likelihood(task),
-        members=1,
-        method="ensemble",
-        seed=seed,
+        lambda: network(task, 0.1), (task.x, task.y), likelihood(task), members=1, prior_precision=1.0, seed=seed,
         progress=False,
-    )
-    module = fitted.problem.members.training.module
-    bc.write_back(module, {k: p[-1, 0] for k, p in fitted.draws(0).params.items()})
-    lik = fitted.likelihood
+    )  # fmt: skip
+    module, lik = fitted.modules()[0].train(), fitted.likelihood
 
     def predict(x: Tensor) -> Predictive:
         with torch.no_grad():
@@ -116,17 +91,10 @@ def mc_dropout(task: Task, seed: int) -> Result:
 def trained(task: Task, seed: int) -> nn.Module:
     """One network, trained as the members are, for what starts from a trained network."""
     fitted = bc.posterior_ensemble(
-        lambda: network(task),
-        (task.x, task.y),
-        likelihood(task),
-        members=1,
-        method="ensemble",
-        seed=seed,
-        progress=False,
-    )
-    module = network(task).eval()
-    bc.write_back(module, {k: p[-1, 0] for k, p in fitted.draws(0).params.items()})
-    return module
+        lambda: network(task), (task.x, task.y), likelihood(task), members=1, prior_precision=1.0, seed=seed,
+        progress=False, standardize=False,
+    )  # fmt: skip
+    return fitted.modules()[0]
 
 
 def last_layer_laplace(task: Task, module: nn.Module) -> Result:

@@ -13,7 +13,7 @@ from typing import Any
 
 PRIMARY = {"regression": ("nll", "crps"), "series": ("nll", "crps"), "classification": ("nll",)}
 COLUMNS = ("nll", "crps", "ece", "coverage", "accuracy", "rmse", "ood", "seconds", "passes")
-REFERENCE = "equal_ensemble"
+REFERENCE = "deep_ensemble"
 
 
 def by_task(record: dict[str, Any]) -> dict[str, dict[str, dict[int, dict[str, float]]]]:

@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import bayesopt_chain as bc
-from bayesopt_chain.ensemble import progress, stages
+from bayesopt_chain.ensemble import report, stages
 
-SMALL = {"members": 3, "steps": 20, "lr": 0.01, "progress": False, "batch_size": 16}
+SMALL = {"members": 3, "steps": 60, "lr": 0.03, "progress": False, "batch_size": 16}
 
 
 def data(n=48):
@@ -43,11 +43,10 @@ def call(module=Normed, mesh=None, **changes):
 
 
 def result(e):
-    """What a call comes to: predictions, outputs of every draw, draws and losses, weights, and what the report counts."""
+    """What a call comes to: predictions, every network, and what the report counts."""
     p = e.predict(data()[0])
-    levels = [level.saved() for level in e.levels]
-    made = {"mean": p.mean, "log_prob": p.log_prob(data()[1]), "levels": levels, "weights": e.weights}
-    return {**made, "outputs": e._outputs(data()[0]), "passes": e.report.passes}
+    made = {"mean": p.mean, "log_prob": p.log_prob(data()[1]), "params": e.params, "buffers": e.buffers}
+    return {**made, "passes": e.report.passes}
 
 
 def mesh_of_all():
@@ -56,10 +55,6 @@ def mesh_of_all():
 
 def over_ranks(module=Normed, path=None, **changes):
     return result(call(module, mesh_of_all(), path=path, **changes))
-
-
-def longer():
-    return result(call(mesh=mesh_of_all(), temperatures=(1.0,)).more(60))
 
 
 class Killed(Exception):
@@ -76,12 +71,12 @@ def killed(path, stage=None, step=None, every=False):
             raise Killed(name)
         return whole(self, name, make)
 
-    def dies(self, it):
-        seen.append(it.step)
+    def dies(self, steps=1):
+        seen.append(steps)
         if len(seen) == step and (last or every):
             raise Killed(str(step))
 
-    stages.Stages.once, progress.Progress.__call__ = once, dies
+    stages.Stages.once, report.Progress.__call__ = once, dies
     try:
         call(mesh=mesh_of_all(), path=path)
     except Killed:
@@ -129,8 +124,6 @@ def main():
         "recurrent": over_ranks(Recurrent),
         "kept": over_ranks(path=folder / "kept"),
         "again": over_ranks(path=folder / "kept"),
-        "longer": longer(),
-        **{method: over_ranks(method=method) for method in ("ensemble", "swag", "ivon", "laplace")},
     }
     torch.save(made, folder / f"{rank}.pt")
     dist.barrier()

@@ -18,7 +18,7 @@ CLOSE = {
 def same(mine, alone):
     """Equal but for rounding; of parameters this is not asked, since a bias before BatchNorm is moved by rounding alone."""
     if isinstance(mine, dict):
-        mine, alone = ({k: x for k, x in tree.items() if k != "levels"} for tree in (mine, alone))
+        mine, alone = ({k: x for k, x in tree.items() if k not in ("params", "buffers")} for tree in (mine, alone))
     torch.testing.assert_close(mine, alone, **CLOSE, equal_nan=True)  # modes have no loss
 
 
@@ -28,7 +28,7 @@ def test_uneven_members_over_forked_ranks_are_those_of_one_process(tmp_path):
     ranks = run(members.over_ranks, 2, tmp_path)
     for mine in ranks:
         same(mine, alone)
-        assert [len(x["loss"][0]) for x in mine["levels"]] == [3] * len(mine["levels"])
+        assert all(x.shape[:2] == (1, 3) for x in mine["params"].values())
     torch.testing.assert_close(ranks[0], ranks[1], rtol=0, atol=0, equal_nan=True)
 
 
@@ -42,7 +42,7 @@ def test_members_that_run_one_after_the_other_are_bit_for_bit_those_of_one_proce
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kill",
-    [{"stage": "pilot", "every": True}, {"stage": "ladder of pilots", "every": True}, {"step": 12, "every": True}],
+    [{"stage": "training", "every": True}, {"step": 12, "every": True}, {"step": 70, "every": True}],
     ids=str,
 )
 def test_a_call_that_is_killed_goes_on_with_the_same_results_bit_for_bit(kill, tmp_path):
@@ -63,7 +63,7 @@ def test_a_call_that_is_killed_goes_on_on_another_number_of_ranks(tmp_path):
 
 @pytest.mark.slow
 def test_what_ranks_cannot_share_out_is_refused_on_every_rank(tmp_path):
-    members.call(method="ensemble", path=tmp_path / "kept")
+    members.call(path=tmp_path / "kept")
     for few, data, seed, text, path in run(members.refused, 2, tmp_path, tmp_path / "kept"):
         assert few.startswith("ValueError") and "members=1 on 2 ranks" in few
         assert "not given the same call: data differ" in data
@@ -74,7 +74,7 @@ def test_what_ranks_cannot_share_out_is_refused_on_every_rank(tmp_path):
 
 def test_all_ranks_say_that_training_diverges(tmp_path):
     for said in run(members.diverging, 2, tmp_path):
-        assert "training diverged" in said
+        assert "diverged" in said
 
 
 @pytest.fixture(scope="module")
@@ -91,21 +91,3 @@ def test_under_torchrun_members_and_predictions_are_those_of_one_process(launche
         torch.testing.assert_close(mine["recurrent"], bitwise, rtol=0, atol=0, equal_nan=True)
         assert torch.equal(mine["kept"]["mean"], mine["normed"]["mean"])  # a path changes nothing
         assert torch.equal(mine["again"]["mean"], mine["normed"]["mean"])  # and a complete call returns
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["ensemble", "swag", "ivon", "laplace"])
-def test_under_torchrun_other_methods_share_their_members_out_too(method, launched):
-    alone = members.result(members.call(method=method))
-    for mine in launched:
-        # Laplace's prior and noise end a search that stops where the evidence is flat, so that its modes are compared
-        what = "outputs" if method == "laplace" else "mean"
-        same(mine[method][what], alone[what])
-
-
-@pytest.mark.slow
-def test_under_torchrun_the_hottest_level_goes_on(launched):
-    alone = members.result(members.call(temperatures=(1.0,)).more(60))
-    for mine in launched:
-        assert len(mine["longer"]["levels"][-1]["loss"]) == len(alone["levels"][-1]["loss"])
-        same(mine["longer"]["mean"], alone["mean"])

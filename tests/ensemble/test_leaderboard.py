@@ -2,12 +2,11 @@
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.leaderboard import ablations, cells, contestants
+from benchmarks.leaderboard import cells, contestants
 from benchmarks.leaderboard.scores import calibration_error, scored
 from benchmarks.leaderboard.table import everyone, interval, markdown, paired, table
 from benchmarks.leaderboard.tasks import Task
@@ -30,11 +29,10 @@ def test_differences_are_paired_by_split():
     record = {
         "protocol": {"level": 0.95, "held out": []},
         "cells": {
-            f"made-{s}": {"posterior_ensemble": {"nll": s + 1.0}, "equal_ensemble": {"nll": float(s)}}
-            for s in (0, 5, 9)
+            f"made-{s}": {"posterior_ensemble": {"nll": s + 1.0}, "deep_ensemble": {"nll": float(s)}} for s in (0, 5, 9)
         },
     }
-    mean, half, reference = paired(record, "posterior_ensemble", "equal_ensemble", "nll")["made"]
+    mean, half, reference = paired(record, "posterior_ensemble", "deep_ensemble", "nll")["made"]
     assert (mean, half, reference) == (1.0, 0.0, pytest.approx(14 / 3))
     assert "+1.0000 +- 0.0000 +" in table(record)
 
@@ -81,7 +79,7 @@ def test_lines_are_those_of_the_body():
 def test_the_page_says_better_equal_worse_and_whether_the_goal_is_met():
     def cells(name, difference):
         return {
-            f"{name}-{s}": {"posterior_ensemble": {"nll": s + difference}, "equal_ensemble": {"nll": float(s)}}
+            f"{name}-{s}": {"posterior_ensemble": {"nll": s + difference}, "deep_ensemble": {"nll": float(s)}}
             for s in range(3)
         }
 
@@ -112,43 +110,3 @@ def test_everyone_has_a_line_with_its_means_and_failures_are_told():
     assert "| one | 2.000 | 0.500 | 0.90 | 0.100 |  | 2.5 | 4 |" in page
     assert "| other |  | 0.250 |  | 0.300 |  | 1.0 |  |" in page
     assert "a-0 other failed: ValueError: no" in table(record)
-
-
-@pytest.mark.slow
-def test_variants_start_from_the_recipes_stages_and_change_what_they_say(tmp_path, monkeypatch):
-    monkeypatch.setattr("benchmarks.leaderboard.tasks.split", lambda name, seed: task())
-    monkeypatch.setattr(contestants, "WIDTH", 6)
-    changed = {"prior precision 1", "prior and noise by the evidence", "prior scaled by fan-in", "no chains"}
-    changed |= {"levels .3 and 1", "levels count equally"}
-    files = {variant: str(tmp_path / f"{i}.json") for i, variant in enumerate(["recipe", *sorted(changed)])}
-    ablations.group("made", 0, files, steps=20, members=2, batch_size=16, lr=0.01)
-    found = {variant: json.loads(Path(file).read_text()) for variant, file in files.items()}
-    recipe = found.pop("recipe")
-    again = contestants.ours(task(), 0, steps=20, members=2, batch_size=16, lr=0.01)
-    assert recipe["nll"] == scored(task(), again.predict)["nll"]  # a path and shared stages change nothing
-    for variant in (
-        "prior and noise by the evidence",
-        "prior scaled by fan-in",
-        "levels count equally",
-        "levels .3 and 1",
-    ):
-        assert found[variant]["said"] != recipe["said"], variant
-    assert found["no chains"]["passes"] < recipe["passes"] < found["levels .3 and 1"]["passes"]
-    assert len(found["levels .3 and 1"]["levels"]) == 3
-
-
-def test_the_page_of_ablations_pairs_every_variant_with_its_recipe():
-    made = {
-        **{f"made/{s}/recipe": {"nll": float(s), "passes": 2.0} for s in range(2)},
-        **{f"made/{s}/no chains": {"nll": s + 0.5, "passes": 1.0} for s in range(2)},
-        "made/0/levels .3 and 1": {
-            "nll": 0.0,
-            "passes": 2.0,
-            "data": 100,
-            "levels": [{}, {"temperature": 0.5, "excess": 0.1}, {"temperature": 1.0, "excess": 0.3}],
-        },
-    }
-    page = ablations.markdown(made)
-    assert "| recipe | 1 | 0.500 +- 0.500 | |" in page
-    assert "| no chains | 0.50 | +0.500 +- 0.000 | +0.500 +- 0.000 |" in page
-    assert "probability of e^-20 at most, over the 1 splits" in page

@@ -1,169 +1,200 @@
-"""The arithmetic of the stages against closed forms."""
-
-import math
+"""The arithmetic of the recipe against closed forms."""
 
 import pytest
 import torch
+from torch import nn
 
 import bayesopt_chain as bc
-from bayesopt_chain.ensemble.curvature import top
-from bayesopt_chain.ensemble.data import Data
-from bayesopt_chain.ensemble.held import Held, log_scores
-from bayesopt_chain.ensemble.ladder import guarded
+from bayesopt_chain.ensemble import held
+from bayesopt_chain.ensemble.call import _training_likelihood
+from bayesopt_chain.ensemble.data import Data, Scale, moments
 from bayesopt_chain.ensemble.members import members_of
-from bayesopt_chain.ensemble.plan import NOISE, training_likelihood
-from bayesopt_chain.ensemble.prior import strengthen
-from bayesopt_chain.ensemble.problem import Level, Problem
-from bayesopt_chain.ensemble.progress import Progress
-from bayesopt_chain.ensemble.scale import best, for_all_members, grid_for, squared_error
-from bayesopt_chain.ensemble.stack import stack_weights
+from bayesopt_chain.ensemble.recipe import FAN_IN, SHARE, Training
+from bayesopt_chain.ensemble.report import Progress
 from bayesopt_chain.ensemble.stages import Stages
-from bayesopt_chain.ensemble.stop import ONE, stop
+from bayesopt_chain.ensemble.training import Order, Problem
+
+GAUSSIAN = bc.likelihoods.gaussian()
 
 
-def problem(members=4, n=40, likelihood=None, seed=0):
-    """A linear model with one input; folds of ten data."""
-    x = torch.randn(n, 1, generator=torch.Generator().manual_seed(seed))
-    y = 2 * x + 0.3 * torch.randn(n, 1, generator=torch.Generator().manual_seed(seed + 1))
-    likelihood = training_likelihood(bc.likelihoods.gaussian(), y) if likelihood is None else likelihood
-    folds = [torch.arange(10) if i < members / 2 else torch.arange(10, 20) for i in range(members)]
-    networks = members_of(lambda: torch.nn.Linear(1, 1), members, 0, "cpu")
-    return Problem(Data(x, y, n), likelihood, networks, members, 8, 1.0, folds, 0, Progress(0, False))
+def problem(members=4, n=40, make=lambda: nn.Linear(1, 1), x=None, y=None, batch_size=8):
+    """A linear model of one input, in double precision; folds of ten data."""
+    x = torch.randn(n, 1, generator=torch.Generator().manual_seed(0)).double() if x is None else x
+    y = 2 * x + 0.3 * torch.randn(n, 1, generator=torch.Generator().manual_seed(1)) if y is None else y
+    data = Data(x, y, len(x))
+    likelihood = _training_likelihood(GAUSSIAN, data, moments(GAUSSIAN, y)[1], None)
+    folds = [torch.arange(10) if m // 2 % 2 == 0 else torch.arange(10, 20) for m in range(members)]
+    networks = members_of(lambda: make().double(), members, 0, "cpu")
+    return Problem(data, likelihood, networks, members, batch_size, folds, 0, range(members))
 
 
-def test_weights_of_levels_that_never_predict_the_same_targets_are_their_shares():
-    """Each target has a density under one level alone: ``w_j = (n_j + 2 [j = 0]) / (n + 2)``."""
-    belongs = torch.tensor([0] * 5 + [1] * 3 + [2] * 10)
-    scores = torch.full((3, 18), -200.0)
-    scores[belongs, torch.arange(18)] = -1.0
-    wanted = torch.tensor([7.0, 3.0, 10.0], dtype=torch.float64) / 20
-    torch.testing.assert_close(stack_weights(scores), wanted, rtol=0, atol=1e-9)
-
-
-def test_a_target_of_weight_two_stacks_as_two_targets():
-    scores = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
-    twice = torch.cat([scores, scores[:, :2]], 1)
-    counts = torch.tensor([2.0, 2, 1, 1, 1, 1])
-    torch.testing.assert_close(stack_weights(scores, counts), stack_weights(twice))
-
-
-def test_every_iteration_of_the_stacking_raises_its_objective():
-    scores = torch.randn(3, 30, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    w, before = torch.full((3,), 1 / 3, dtype=torch.float64), -math.inf
-    from bayesopt_chain.ensemble import stack
-
-    rounds, stack.ITERATIONS = stack.ITERATIONS, 1
-    try:
-        for _ in range(20):
-            objective = float((scores + w.log()[:, None]).logsumexp(0).sum() + 2 * w[0].log())
-            assert objective >= before - 1e-9
-            before, w = objective, stack_weights(scores, start=w)
-    finally:
-        stack.ITERATIONS = rounds
-
-
-def test_the_noise_that_scores_best_is_the_mean_squared_error_to_the_grid():
-    p = problem(members=2)
-    held = Held.of(p)
-    outputs = [fold[1].double()[None] + 0.5 for fold, _ in held.folds]  # every error is a half
-    v = float(p.likelihood.variance_of_noise)
-    found = best(held, [outputs], ONE)
-    spacing = float(grid_for(held)[1] / grid_for(held)[0])
-    assert 0.25 / spacing <= found * v <= 0.25 * spacing
-
-
-def test_the_noise_of_all_members_is_extrapolated_from_that_of_pairs():
-    """``MSE_m = a + b / m`` by construction: members err by +-d around an error e."""
-    p = problem(members=8)
-    held = Held.of(p)
-    v = float(p.likelihood.variance_of_noise)
-    e, d = 0.5, 0.3
-    signs = torch.tensor([1.0, 1.0, -1.0, -1.0])[:, None, None]
-    outputs = [fold[1][None] + e + d * signs for fold, _ in held.folds]
-    # MSE_4 = e^2, MSE_1 = e^2 + d^2, so b = (4 / 3) d^2
-    wanted = 3.0 - 4 / 3 * d**2 * (1 / 4 - 1 / 8) / v
-    assert for_all_members(held, outputs, 3.0) == pytest.approx(wanted, rel=1e-5)
+def outputs(p, error):
+    """What each member predicts on the fold that it left out: targets and an error."""
+    return [p.data.take(fold)[1] + error(m) for m, fold in enumerate(p.folds)]
 
 
 def test_a_held_out_score_is_the_mean_density_of_the_members_that_left_the_datum_out():
-    p = problem(members=4)
-    held = Held.of(p)
-    level = [torch.randn(2, 10, 1), torch.randn(2, 10, 1)]
-    got = held.score([level], ONE, 1.5)
-    v = 1.5 * float(p.likelihood.variance_of_noise)
-    for k, (fold, who) in enumerate(held.folds):
-        assert who == [2 * k, 2 * k + 1]
-        density = torch.distributions.Normal(level[k].double(), v**0.5).log_prob(fold[1].double())
+    p = problem()
+    drawn = outputs(p, lambda m: 0.3 * m - 0.5)
+    found = held.score(p.likelihood, held.folds_of(p, drawn))
+    v = float(p.likelihood.variance_of_noise)
+    for k, who in enumerate(([0, 1], [2, 3])):
+        y = p.data.take(p.folds[who[0]])[1]
+        density = torch.stack([torch.distributions.Normal(drawn[m], v**0.5).log_prob(y) for m in who])
         wanted = density.clamp_min(-50).exp().mean(0).log()[:, 0]
-        torch.testing.assert_close(got[10 * k : 10 * k + 10], wanted, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(found[10 * k : 10 * k + 10], wanted)
 
 
 def test_a_surprise_costs_at_most_fifty_nats():
-    scores = log_scores(bc.likelihoods.gaussian(1e-6), torch.zeros(1, 2, 1), torch.tensor([[0.0], [9.0]]), 1.0)
-    assert scores[0, 1, 0] == -50
+    p = problem(members=1)
+    assert float(held.score(p.likelihood, held.folds_of(p, outputs(p, lambda m: 1e3))).min()) == -50
 
 
-def test_the_noise_to_train_with_has_the_units_of_each_output():
-    y = torch.randn(500, 2) * torch.tensor([1.0, 100.0])
-    lik = training_likelihood(bc.likelihoods.gaussian(), y)
-    torch.testing.assert_close(lik.variance_of_noise, NOISE * y.var(0, correction=0))
-
-
-def test_the_power_method_finds_the_curvature_of_a_linear_model():
-    """``H = X^T X / (n v) + prior / n`` for inputs with a column of ones."""
+def test_the_noise_of_members_is_their_mean_squared_error_without_outliers():
     p = problem(members=2)
-    params = p.members.params
-    k, _, cost = top(p, params, {}, p.likelihood, None, held_out=False, products=40, seed=0)
-    x = torch.cat([p.data.inputs, torch.ones(40, 1)], 1)
-    H = x.T @ x / (40 * p.likelihood.variance_of_noise) + torch.eye(2) / 40
-    torch.testing.assert_close(k, torch.linalg.eigvalsh(H)[-1].expand(2), rtol=1e-4, atol=0)
-    assert cost == 80  # forty products, two gradients each
+    error = torch.tensor([[1.0], [-1.0]]).repeat(5, 1).double()
+    v = float(p.likelihood.variance_of_noise)
+    folds = held.folds_of(p, outputs(p, lambda m: error))
+    assert float(held.noise_of(p, folds)) == pytest.approx(1 / v)
+    wild = error.clone()
+    wild[3] = 1e3  # counts as (4 x 1.4826)^2
+    folds = held.folds_of(p, outputs(p, lambda m: wild))
+    assert float(held.noise_of(p, folds)) == pytest.approx((9 + (4 * 1.4826) ** 2) / 10 / v)
 
 
-def test_differences_of_gradients_do_where_there_are_no_second_derivatives():
-    from dataclasses import replace
+def test_each_output_has_its_noise_and_a_little_of_that_of_the_others():
+    y = torch.randn(40, 2, generator=torch.Generator().manual_seed(0)).double()
+    p = problem(members=2, make=lambda: nn.Linear(1, 2), y=y)
+    p.data.targets[:] = y
+    size = p.likelihood.variance_of_noise.sqrt()
+    error = torch.tensor([0.1, 1.0]) * size * torch.tensor([1.0, -1.0]).repeat(5)[:, None]
+    found = held.noise_of(p, held.folds_of(p, outputs(p, lambda m: error)))
+    logs = torch.tensor([0.01, 1.0]).double().log()
+    wanted = (20 * logs + 2 * logs.mean()) / 22  # twenty squared errors, two data of the mean
+    torch.testing.assert_close(found, wanted.exp(), rtol=1e-5, atol=0)
 
+
+def test_the_noise_of_all_members_is_extrapolated_from_that_of_pairs():
+    """``MSE_m = a + b / m`` by construction: pairs err by +-d around an error e."""
+    p = problem(members=8)
+    e, d, v = 0.5, 0.3, float(p.likelihood.variance_of_noise)
+    folds = held.folds_of(p, outputs(p, lambda m: e + d * torch.tensor([1.0, 1.0, -1.0, -1.0])[[0, 2, 1, 3][m % 4]]))
+    # four members left each fold out: MSE_4 = e^2, MSE_1 = e^2 + d^2, so b = (4 / 3) d^2
+    assert float(held._gain(p, folds)) == pytest.approx(4 / 3 * d**2 * (1 / 4 - 1 / 8) / v)
+
+
+def test_the_constant_that_is_scored_has_mean_and_variance_of_the_other_data():
     p = problem(members=2)
-    exact, _, _ = top(p, p.members.params, {}, p.likelihood, None, held_out=True, products=10, seed=0)
-    apart = replace(p, loop=True)
-    near, _, _ = top(apart, p.members.params, {}, p.likelihood, None, held_out=True, products=10, seed=0)
-    torch.testing.assert_close(near, exact, rtol=1e-2, atol=0)
+    folds = held.folds_of(p, outputs(p, lambda m: 0.0))
+    y = p.data.targets[10:]
+    wanted = torch.distributions.Normal(y.mean(), y.std(correction=0)).log_prob(p.data.targets[:10])[:, 0]
+    torch.testing.assert_close(held.constant_scores(p, p.likelihood, folds), wanted)
 
 
-def test_the_guard_halves_the_rates_of_the_members_that_lie_too_high():
-    tried = []
-
-    class Run:
-        complete, steps = True, torch.tensor([10])
-
-        def __init__(self, loss):
-            self.loss = loss
-
-        def __len__(self):
-            return 1
-
-    def run(rates, number):
-        tried.append(rates.tolist())
-        return Run(torch.where(rates > 0.3, 9.0, 0.0)[None])  # too high above a rate of 0.3
-
-    found = guarded(run, torch.tensor([1.0, 0.2]), torch.ones(2), torch.tensor([1.0, 1.0]), 10)
-    assert tried == [[1.0, pytest.approx(0.2)], [0.5, pytest.approx(0.2)], [0.25, pytest.approx(0.2)]]
-    assert found.kept and found.steps == 30 and found.halved.tolist() == [0.25, 1.0]
-
-
-def test_a_member_without_its_fold_sees_all_other_rows():
+def test_the_constant_of_classes_is_their_frequencies():
+    y = torch.tensor([0] * 10 + [0] * 20 + [1] * 10)
     p = problem(members=2)
-    data, axis, n = p.batches(True, full=True)
-    assert axis == 0 and n == 30
-    torch.testing.assert_close(data[0][1], torch.cat([p.data.inputs[:10], p.data.inputs[20:]]))
+    lik = bc.likelihoods.categorical()
+    p = Problem(p.data._replace(targets=y), lik, p.members, 2, 8, p.folds, 0, p.mine)
+    folds = held.folds_of(p, [torch.zeros(10, 2), torch.zeros(10, 2)])
+    found = held.constant_scores(p, lik, folds)
+    torch.testing.assert_close(found, torch.full_like(found, 2 / 3).log(), rtol=1e-3, atol=0)
+
+
+def test_data_with_equal_inputs_are_left_out_together():
+    x = torch.arange(30.0).repeat(3)[:, None]
+    one, two = Data(x, x, 90).folds(0.2, 0)
+    assert not set(x[one, 0].tolist()) & set(x[two, 0].tolist())
+    for fold in (one, two):
+        assert len(fold) >= 18 and all((x[fold, 0] == v).sum() == 3 for v in x[fold, 0])
+    with pytest.raises(ValueError, match="the same inputs"):
+        Data(torch.ones(90, 1), torch.randn(90, 1), 90).folds(0.2, 0)
+
+
+def test_each_member_sees_every_datum_but_its_fold_once_an_epoch():
+    p = problem(members=3, batch_size=10)
+    order = Order(p, True, 0)
+    for m in range(3):
+        for epoch in range(2):
+            seen = torch.cat([order.batch(3 * epoch + i)[0][m, :, 0] for i in range(3)])
+            rest = p.data.inputs[[i for i in range(40) if i not in p.folds[m].tolist()], 0]
+            assert torch.equal(seen.sort().values, rest.sort().values)
+
+
+def test_the_energy_is_that_of_ridge_regression_and_steps_follow_its_gradient():
+    """The program repeats the step, and Adam's first step is the rate times the sign of the gradient."""
+    p = problem(members=2, batch_size=30)
+    training = Training(p, Stages(None, {"members": 2}, torch.device("cpu"), None), Progress(False), (1,), 5.0, True)
+    batch = training.batch(0, training.order, training.priors, True)
+    params, _, loss = training.run(training.params, training.state, batch, training.each(0.1))
+    w, b = training.params["theta"].T[:, :, None, None]
+    x, y = p.data.take(torch.arange(10, 40))
+    v = 0.02 * p.likelihood.variance_of_noise
+
+    def energy(w, b):
+        fit = ((y - w * x - b).square() / (2 * v) + (2 * torch.pi * v).log() / 2).mean((1, 2))
+        return 0.02 * (fit + 5 * (w.square() + b.square())[:, 0, 0] / (2 * 30))
+
+    torch.testing.assert_close(loss, energy(w, b))
+    w, b = w.clone().requires_grad_(), b.clone().requires_grad_()
+    slopes = torch.autograd.grad(energy(w, b).sum(), (w, b))
+    moved = params["theta"] - training.params["theta"]
+    torch.testing.assert_close(moved, -0.1 * torch.stack(slopes)[:, :, 0, 0].T.sign(), rtol=1e-5, atol=1e-6)
+
+
+def test_the_fan_in_prior_has_the_fan_in_of_every_weight():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.conv, self.norm = nn.Embedding(5, 4), nn.Conv2d(4, 2, 3), nn.LayerNorm(2)
+            self.out = nn.Linear(2, 3)
+
+        def forward(self, x):
+            return self.out(x[:, :1] @ torch.ones(1, 2).double())
+
+    p = problem(members=1, make=Net, y=torch.randn(40, 3).double(), x=torch.randn(40, 1).double())
+    wanted = {"words.weight": 1, "conv.weight": 36, "conv.bias": 1, "norm.weight": 1, "norm.bias": 1}
+    wanted |= {"out.weight": 2, "out.bias": 1}
+    for name, x in p.tree(p.fan_in()).items():
+        assert bool((x == wanted[name]).all()), name
+
+
+def test_noise_is_renewed_by_the_other_fold():
+    p = problem(members=4)
+    training = Training(p, Stages(None, {"members": 4}, torch.device("cpu"), None), Progress(False), (1,), None, True)
+    training.renew(training.priors)
+    drawn = held.folds_of(p, [training_outputs(p, m) for m in range(4)], [1, 3])
+    assert [training.priors[m] for m in (1, 3)] == [FAN_IN, FAN_IN]
+    for m, other in ((1, 1), (3, 0)):
+        torch.testing.assert_close(training.noise[m], SHARE * held.noise_of(p, [drawn[other]]))
+    assert float(training.noise[0]) == 0.02
+
+
+def training_outputs(p, m):
+    params = {k: x[m] for k, x in p.members.params.items()}
+    return p.members.still(params, (p.data.take(p.folds[m])[0], None))
+
+
+def test_networks_see_unit_moments_and_predict_in_the_targets_units():
+    x = torch.tensor([[1e4, 0.0], [3e4, 1.0]]).repeat(10, 1)
+    y = torch.tensor([[7.0], [9.0]]).repeat(10, 1)
+    scale = Scale.of(Data(x, y, 20), GAUSSIAN)
+    seen = scale.into((x, y))
+    torch.testing.assert_close(seen.mean(0), torch.zeros(2), atol=1e-6, rtol=0)
+    torch.testing.assert_close(seen.std(0, correction=0), torch.ones(2))
+    torch.testing.assert_close(scale.out(torch.tensor([[-1.0], [1.0]])), torch.tensor([[7.0], [9.0]]))
+    learned = Scale.of(Data(x, y, 20), bc.likelihoods.gaussian("learned"))
+    torch.testing.assert_close(learned.out(torch.tensor([[1.0, 0.3]])), torch.tensor([[9.0, 0.3]]))
+    masks = torch.tensor([0.0, 1.0]).repeat(10)[:, None, None].expand(20, 2, 2)
+    assert Scale.of(Data((masks, torch.ones(20, 3).long()), y, 20), GAUSSIAN).inputs == [None, None]
 
 
 @pytest.mark.parametrize("lik", [bc.likelihoods.gaussian("learned"), bc.likelihoods.student_t(4.0, 2.0)])
 def test_widened_noise_has_the_variance_times_the_factor(lik):
-    outputs = torch.randn(5, 2)
-    wider, moved = lik.widened(outputs, 3.0)
-    torch.testing.assert_close(wider.variance(moved), 3.0 * lik.variance(outputs))
-    torch.testing.assert_close(wider.mean(moved), lik.mean(outputs))
+    drawn = torch.randn(5, 2)
+    wider, moved = lik.widened(drawn, 3.0)
+    torch.testing.assert_close(wider.variance(moved), 3.0 * lik.variance(drawn))
+    torch.testing.assert_close(wider.mean(moved), lik.mean(drawn))
 
 
 def test_a_likelihood_of_counts_has_no_width():
@@ -173,78 +204,8 @@ def test_a_likelihood_of_counts_has_no_width():
 
 
 def test_the_mixture_of_a_gaussian_scores_as_the_average_density():
-    outputs, log_weights = torch.randn(3, 4, 1), torch.tensor([0.2, 0.3, 0.5]).log()
+    drawn, log_weights = torch.randn(3, 4, 1), torch.tensor([0.2, 0.3, 0.5]).log()
     y = torch.randn(4, 1)
-    mixed = bc.likelihoods.gaussian(0.7).mixture(outputs, log_weights)
-    each = torch.distributions.Normal(outputs, 0.7**0.5).log_prob(y)
+    mixed = bc.likelihoods.gaussian(0.7).mixture(drawn, log_weights)
+    each = torch.distributions.Normal(drawn, 0.7**0.5).log_prob(y)
     torch.testing.assert_close(mixed.log_prob(y), (each + log_weights[:, None, None]).logsumexp(0))
-
-
-def test_the_squared_error_of_missing_targets_is_that_of_the_others():
-    lik = bc.likelihoods.weighted(bc.likelihoods.gaussian(0.25))
-    y = torch.tensor([[1.0], [float("nan")], [3.0]])
-    assert float(squared_error(lik, torch.zeros(3, 1), (y, y.isfinite()))) == pytest.approx((1 + 9) / 2 / 0.25)
-
-
-def noisy(signal):
-    """Forty data of twenty inputs; the target is the first input, or noise."""
-    x = torch.randn(40, 20, generator=torch.Generator().manual_seed(0))
-    y = x[:, :1] if signal else torch.randn(40, 1, generator=torch.Generator().manual_seed(1))
-    likelihood = training_likelihood(bc.likelihoods.gaussian(), y)
-    folds = [torch.arange(10)] * 2 + [torch.arange(10, 20)] * 2
-    networks = members_of(lambda: torch.nn.Linear(20, 1), 4, 0, "cpu")
-    return Problem(Data(x, y, 40), likelihood, networks, 4, 40, 1.0, folds, 0, Progress(0, False))
-
-
-def ridge(p, precision, held_out=True):
-    """The modes of all members in closed form: ``(X^T X / v + precision)^-1 X^T y / v``, with a bias."""
-    v, weights, biases = float(p.likelihood.variance_of_noise), [], []
-    for rows in p.rows(held_out) or [None] * p.count:
-        x, y = p.data.take(rows)
-        x = torch.cat([x, torch.ones(len(x), 1)], 1).double()
-        w = torch.linalg.solve(x.T @ x / v + precision * torch.eye(21), x.T @ y.double() / v)
-        weights.append(w[:20].T.float())
-        biases.append(w[20].float())
-    return Level({"weight": torch.stack(weights)[None], "bias": torch.stack(biases)[None]}, {}, torch.zeros(1, 4))
-
-
-@pytest.mark.slow
-def test_a_prior_is_strengthened_where_targets_are_noise_and_left_where_they_are_not():
-    for signal in (False, True):
-        p = noisy(signal)
-        held, start = Held.of(p), ridge(p, 1.0)
-        found = strengthen(p, held, start, start, lr=0.05, steps=400, stages=Stages(None, {}, torch.device("cpu")))
-        assert found["moved"] != signal and (found["precision"] == 1.0) == signal
-        scores = [score for _, score in found["tried"]]
-        if not signal:
-            assert found["precision"] >= 25 and max(scores) > scores[0]
-            # the cycle arrives at the mode of the precision that it ends with
-            mode = ridge(p, found["precision"]).params["weight"][0]
-            torch.testing.assert_close(found["params"]["weight"], mode, rtol=0, atol=0.01)
-
-
-def test_a_prior_that_is_no_better_than_an_early_stop_is_left():
-    p = noisy(False)
-    held = Held.of(p)
-    early = ridge(p, 1.0, held_out=False)  # knows the folds: no prior is as good
-    found = strengthen(p, held, ridge(p, 1.0), early, lr=0.05, steps=200, stages=Stages(None, {}, torch.device("cpu")))
-    assert len(found["tried"]) > 2 and not found["moved"]
-
-
-@pytest.mark.parametrize("errors, wanted", [(2.7, 2), (3.3, 1), (-2.0, 2)])
-def test_an_earlier_checkpoint_is_taken_if_it_is_better_by_three_standard_errors(errors, wanted):
-    difference = torch.randn(50, generator=torch.Generator().manual_seed(0)).double()
-    difference = (difference - difference.mean()) / difference.std() / 50**0.5 + errors / 50  # of mean errors / 50
-    last = torch.randn(50, generator=torch.Generator().manual_seed(1)).double()
-    tables = [last - 1.0, last + difference, last]
-
-    class Scored:
-        problem = type("Problem", (), {"likelihood": bc.likelihoods.categorical()})
-        outputs = staticmethod(lambda i: i)
-        score = staticmethod(lambda outputs, weights, factor: tables[outputs[0]])
-        cost = staticmethod(lambda n: 0.0)
-
-    found = stop(Scored(), type("Checkpoints", (), {"at": staticmethod(lambda i: i)}), [10, 20, 30])
-    assert found["checkpoint"] == wanted and found["early"] is (wanted == 1)
-    if errors > 0:
-        assert found["z"] == pytest.approx(errors, rel=1e-6)

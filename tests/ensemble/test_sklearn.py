@@ -9,7 +9,7 @@ from sklearn.utils.estimator_checks import check_estimator
 
 from bayesopt_chain.sklearn import PosteriorClassifier, PosteriorRegressor
 
-TINY = {"members": 1, "steps": 20, "lr": 0.1, "batch_size": 256, "method": "ensemble", "random_state": 0}
+TINY = {"members": 1, "steps": 20, "lr": 0.1, "batch_size": 256, "random_state": 0}
 
 
 @pytest.mark.slow

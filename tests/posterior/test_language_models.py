@@ -88,7 +88,7 @@ def test_the_one_call_learns_the_next_token_and_says_so():
     ids = (torch.arange(7) + torch.arange(60)[:, None]) % VOCABULARY  # each token is followed by the next number
     data = {"input_ids": ids, "labels": ids}
     found = bc.posterior_ensemble(
-        llama, data, bc.likelihoods.categorical(), method="ensemble", members=2, steps=80, lr=0.02, progress=False
+        llama, data, bc.likelihoods.categorical(), members=2, steps=80, lr=0.02, progress=False
     )
     follows = found.predict({"input_ids": ids[:5]}).mean[:, :-1].argmax(-1)
     assert (follows == ids[:5, 1:]).double().mean() > 0.9
