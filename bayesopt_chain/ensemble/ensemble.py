@@ -237,6 +237,7 @@ class Scaled(nn.Module):
 
     Attributes:
         module: the network inside.
+        scale: the maps.
     """
 
     def __init__(self, module: nn.Module, scale: Scale) -> None:
@@ -244,7 +245,23 @@ class Scaled(nn.Module):
         self.module, self.scale = module, scale
 
     def forward(self, *inputs: Any, **named: Any) -> Tensor:
-        """Outputs in the targets' own units, for inputs in theirs."""
+        """The network's outputs in the targets' own units.
+
+        Args:
+            *inputs: what the network is called with, ``[B, *]`` each, in the data's own units.
+            **named: the same by name.
+
+        Returns:
+            ``[B, *event]``.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain.ensemble import Scaled
+            >>> from bayesopt_chain.ensemble.data import Scale
+            >>> moments = torch.tensor(5.0), torch.tensor(2.0)  # shift and width of the targets
+            >>> Scaled(torch.nn.Identity(), Scale(outputs=moments))(torch.ones(3, 1)).flatten()
+            tensor([7., 7., 7.])
+        """
         given = named or (inputs if len(inputs) > 1 else inputs[0])
         arguments, keywords = arguments_of(self.module, self.scale.into((given, None)))
         return self.scale.out(self.module(*arguments, **keywords))
