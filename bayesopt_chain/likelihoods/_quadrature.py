@@ -119,10 +119,22 @@ def square_root(covariance: Tensor) -> Tensor:
     relative = max(1e-9, 10 * torch.finfo(covariance.dtype).eps)
     least = torch.finfo(covariance.dtype).tiny ** 0.5
     added = (relative * variance.mean(-1)).clamp_min(least)[..., None].expand_as(variance)
+    if torch.compiler.is_exporting():
+        return _cholesky(covariance + torch.diag_embed(added), added[..., :1])
     lower, info = torch.linalg.cholesky_ex(covariance + torch.diag_embed(added))
     if is_hidden(info) or not bool(info.any()):
         return lower
     return torch.where((info > 0)[..., None, None], root_by_eigenvectors(covariance.detach()), lower)
+
+
+def _cholesky(matrix: Tensor, least: Tensor) -> Tensor:
+    """The Cholesky factor column by column in plain operations, for ONNX, which has no decompositions."""
+    columns = []
+    for i in range(matrix.shape[-1]):
+        column = matrix[..., i] * matrix[..., i, i, None].maximum(least).rsqrt()
+        columns.append(torch.cat([torch.zeros_like(column[..., :i]), column[..., i:]], -1))
+        matrix = matrix - columns[-1][..., :, None] * columns[-1][..., None, :]
+    return torch.stack(columns, -1)
 
 
 def root_by_eigenvectors(covariance: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from bayesopt_chain.posterior._subnetwork import Subnetwork
 from bayesopt_chain.posterior.batches import Reader, peeked
 from bayesopt_chain.posterior.dispersion import Scatter, dispersion, effective_parameters, scatter_of
 from bayesopt_chain.posterior.evidence import Residual, by_output, require_prior_structure, spectra, tuned
+from bayesopt_chain.posterior.export import LinearizedHead
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.laplace import log_prior, posterior_of
 from bayesopt_chain.posterior.last_layer import HeadBatch
@@ -271,6 +272,37 @@ class FittedLaplace:
             ValueError: as :meth:`outputs`.
         """
         return Predictive(self.likelihood, self.outputs(data, joint=joint))
+
+    def module(self) -> LinearizedHead:
+        """The predictions as an ordinary module, for ``torch.export`` and ONNX.
+
+        Returns:
+            A module that is called with the network's inputs (tensors, not batches) and returns mean and variance of the
+            targets, as :meth:`predictive` has them: ``[N, *positions]``, noise included; of classes probabilities
+            ``[N, *positions, C]`` and their variances. It holds a copy of the network.
+
+        Raises:
+            ValueError: a posterior over more than a linear last layer, or over one whose covariance does not fit.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> _ = torch.manual_seed(0)
+            >>> x = torch.linspace(-1, 1, 20)[:, None]
+            >>> network = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).eval()
+            >>> fitted = bc.fit_laplace(network, bc.likelihoods.gaussian(), [(x, torch.sin(3 * x))])
+            >>> program = torch.export.export(fitted.module(), (x,))
+            >>> mean, variance = program.module()(x)
+            >>> torch.allclose(variance, fitted.predictive(x).variance, rtol=1e-4)
+            True
+        """
+        if self.model.features_of is None:
+            raise ValueError(
+                "module: the posterior is over other parameters than a linear last layer, whose Jacobian an exported program "
+                "does not have: fit with subset='last_layer', or export draws (bc.Draws.from_trees, then Draws.module)"
+            )
+        return LinearizedHead(
+            self.model.features_of, self.model.forward, self.posterior, self.likelihood, self.model.dtype
+        )
 
     @kinds.takes(prior_precision=kinds.ANY, likelihood_scale=SCALE)
     def log_evidence_at(self, prior_precision: Any, likelihood_scale: Any = 1.0) -> Tensor:

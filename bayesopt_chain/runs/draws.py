@@ -26,6 +26,7 @@ from bayesopt_chain.distributed.ranks import gather_objects, gather_tensors
 from bayesopt_chain.likelihoods import Likelihood, Predictive
 from bayesopt_chain.modules.functional import make_functional
 from bayesopt_chain.posterior.batches import logits_of
+from bayesopt_chain.posterior.export import Members
 from bayesopt_chain.runs import checkpoint
 from bayesopt_chain.runs.arguments import paths_of, require_callable, require_iterable, require_one_of, require_whole
 from bayesopt_chain.runs.averages import Average, Forward, Reduce, buffered_forward, warn_of_moving_buffers
@@ -693,6 +694,38 @@ class Draws:
         """
         kinds.require("predictive", likelihood=(likelihood, kinds.LIKELIHOOD))
         return likelihood.mixture(self.predict(forward, batches, reduce="stack", chunk=chunk))
+
+    @kinds.takes(network=kinds.MODULE, likelihood=kinds.LIKELIHOOD)
+    def module(self, network: nn.Module, likelihood: Likelihood) -> nn.Module:
+        """The predictions of all draws and chains as an ordinary module, for ``torch.export`` and ONNX.
+
+        Args:
+            network: whose parameters were drawn. The module holds a copy for each draw: :meth:`thin` first.
+            likelihood: of targets given the outputs.
+
+        Returns:
+            A module that is called with the network's inputs (tensors, not batches) and returns mean and variance of the
+            targets, as :meth:`predictive` has them: ``[N, *positions]``, noise included; of classes probabilities
+            ``[N, *positions, C]`` and their variances.
+
+        Raises:
+            ValueError: no draws, or draws of other parameters.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> draws = bc.Draws.from_trees([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)])
+            >>> network, x = torch.nn.Linear(1, 1), torch.ones(3, 1)
+            >>> mean, variance = draws.module(network, bc.likelihoods.gaussian(0.5))(x)
+            >>> torch.allclose(mean, draws.predict(network, x))
+            True
+        """
+        if not len(self):
+            raise ValueError("module: there are no draws; run longer, or with a shorter burn-in")
+        params, buffers = self.unchained()
+        count = len(self) * (self.chains or 1)
+        draws = [({k: x[i] for k, x in params.items()}, {k: x[i] for k, x in buffers.items()}) for i in range(count)]
+        logs = self.weights.log().flatten().log_softmax(0) if self.is_weighted else None
+        return Members(network, draws, likelihood, logs)
 
     @torch.no_grad()
     def log_likelihood(
