@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from bayesopt_chain._torch import innermost_transformation
 from bayesopt_chain.curvature._autodiff import call
 from bayesopt_chain.curvature._checks import Program, constants
 from bayesopt_chain.curvature._kinds import Embedding, Grouped, Kind, Matrix, Vector
@@ -70,6 +71,12 @@ class Candidate(NamedTuple):
     features_last: bool = False
 
 
+def _level() -> int:
+    """How many ``torch.func`` transformations are running."""
+    innermost = innermost_transformation()
+    return 0 if innermost is None else innermost.level()
+
+
 class Taps(TorchFunctionMode):
     """Records how a forward pass uses the parameters.
 
@@ -99,6 +106,7 @@ class Taps(TorchFunctionMode):
         self.untapped: dict[int, str] = {}
         self.program: Program = []
         self.eps = 0.0
+        self.level = _level()
         self._alive: list[Tensor] = []
         self._results: list[weakref.ref[Tensor]] = []
 
@@ -113,8 +121,17 @@ class Taps(TorchFunctionMode):
                 "batch norm in train mode makes every output depend on the whole batch: call model.eval() before "
                 "curvature"
             )
+        if func is torch.autograd.grad and not (kwargs["create_graph"] and torch.is_grad_enabled()):
+            raise ValueError(
+                "forward takes derivatives, but with gradients off or without create_graph=True, so that its outputs have lost "
+                "their dependence on the parameters: write `with torch.enable_grad():` and create_graph=True there, or keep a "
+                "linear last layer of a module (subset='last_layer')"
+            )
         found = self._find(args) + self._find(kwargs.values())
         if not found or func in _DETACHED:
+            return call(func, args, kwargs)
+        if _level() != self.level:
+            self.untapped |= {index: "it is used inside a torch.func transformation" for _, index, _ in found}
             return call(func, args, kwargs)
         # A transposed weight is the same parameter under another identity.
         if func in _TRANSPOSES and found[0][0].ndim == 2:

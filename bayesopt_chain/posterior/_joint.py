@@ -41,7 +41,11 @@ def with_graph(
 ) -> tuple[Tensor, Tensor]:
     """Mean ``[B, *event]`` and covariance ``[B, E, E]``, or ``[B E, B E]`` where it is joint, both with their graphs."""
     precision, count = posterior.precision.factorised(), batch_size(batch)
-    mean = forward(posterior.mean, batch)
+    try:
+        mean = forward(posterior.mean, batch)
+    except RuntimeError:  # a forward function that takes derivatives itself needs gradients on
+        with torch.enable_grad():
+            mean = forward(posterior.mean, batch).detach()
     entries = mean.shape[1:].numel()
     row = 3 * size(posterior.mean) * entries * common_dtype(posterior.mean).itemsize
     at_once = count if joint else max(1, ROW_BYTES // row)
@@ -73,9 +77,22 @@ def jacobian(forward: Callable[[Tree, Any], Tensor], params: Tree, batch: Any) -
     try:
         rows = torch.vmap(one)(*data)
     except (RuntimeError, NotImplementedError):  # an operation without a batching rule, or one that looks at numbers
-        each = [one(*(x[n] for x in data)) for n in range(data[0].shape[0])]
+        try:
+            each = [one(*(x[n] for x in data)) for n in range(data[0].shape[0])]
+        except RuntimeError:  # a forward function that takes derivatives itself: rows without a graph
+            each = [plain_rows(forward, params, part(batch, n, n + 1)) for n in range(data[0].shape[0])]
         rows = optree.tree_map(lambda *xs: torch.stack(xs), *each)
     return optree.tree_map(lambda x, p: x.reshape(-1, *p.shape), rows, params)
+
+
+def plain_rows(forward: Callable[[Tree, Any], Tensor], params: Tree, datum: Any) -> Tree:
+    """Rows ``[E, *leaf.shape]`` of one datum by backward passes alone."""
+    leaves, structure = optree.tree_flatten(params)
+    with torch.enable_grad():
+        chosen = [leaf.detach().requires_grad_() for leaf in leaves]
+        outputs = forward(structure.unflatten(chosen), datum)[0].flatten()
+    each = [torch.autograd.grad(f, chosen, retain_graph=True, materialize_grads=True) for f in outputs]
+    return structure.unflatten([torch.stack(rows) for rows in zip(*each)])
 
 
 @kinds.takes(forward=kinds.FUNCTION, batch=kinds.BATCH)
@@ -130,4 +147,11 @@ def functional_samples(
         try:
             return torch.vmap(along)(moves)
         except (RuntimeError, NotImplementedError):
+            pass
+        try:
             return torch.stack([along(optree.tree_map(lambda x, s=s: x[s], moves)) for s in range(samples)])
+        except RuntimeError:  # as in jacobian
+            rows = flatten(jacobian(forward, posterior.mean, batch), posterior.mean)
+            with torch.enable_grad():
+                mean = forward(posterior.mean, batch).detach()
+            return mean + (flatten(moves, posterior.mean) @ rows.mT).reshape(samples, *mean.shape)

@@ -14,18 +14,21 @@ them, so that neither curvature nor predictions have to go through the body more
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from bayesopt_chain import batches
 from bayesopt_chain.curvature._affine import Affine
 from bayesopt_chain.curvature._plan import batch_size, part
 from bayesopt_chain.modules.functional import Forward
 from bayesopt_chain.posterior._joint import needs_graph
+from bayesopt_chain.tracing import is_transformed
 
 NORMS = (nn.LayerNorm, nn.RMSNorm)  # their weights may have two axes and scale entry by entry
 
@@ -41,13 +44,14 @@ class HeadBatch(NamedTuple):
 
 class LastLayer(NamedTuple):
     """The parameters of the last layer, by name; those behind it that stay as they are; its first module; whether that is a
-    linear layer whose output is the model's; what it saw of the batch."""
+    linear layer whose output is the model's; what it saw of the batch; whether the outputs are derivatives of its."""
 
     names: tuple[str, ...]
     behind: tuple[str, ...]
     module: nn.Module
     is_head: bool
     inputs: tuple[Any, ...]
+    is_differentiated: bool = False
 
 
 class Call(NamedTuple):
@@ -90,7 +94,8 @@ def find_last_layer(forward: Forward, params: Mapping[str, Tensor], batch: Any) 
     """
     own = _owners(forward.module, params)
     chosen = {name: p.detach().requires_grad_(p.is_floating_point()) for name, p in params.items()}
-    output, calls = _watched(forward, chosen, batch, own)
+    with Differentiated() as differentiated:  # by a forward that may ask its inputs for gradients
+        output, calls = _watched(forward, chosen, batches.tree_map(_detached, batch), own)
     if not isinstance(output, Tensor):
         raise ValueError(
             f"fit_laplace: the module returns {type(output).__name__}, not a tensor: pass outputs=, the key of its outputs or "
@@ -102,7 +107,8 @@ def find_last_layer(forward: Forward, params: Mapping[str, Tensor], batch: Any) 
         if any(map(_is_matrix, (params[n] for n in names if n in params)))
         and not isinstance(forward.module.get_submodule(name), NORMS)
     }
-    reached, behind = _reached(output, [call for call in calls if call.name in with_matrix], chosen)
+    of = output if differentiated.first is None else differentiated.first
+    reached, behind = _reached(of, [call for call in calls if call.name in with_matrix], chosen)
     if matrices := [name for name in behind if _is_matrix(chosen[name]) and _owner(name) not in own]:
         raise ValueError(
             f"fit_laplace: the output depends on {', '.join(sorted(matrices))} behind every layer, so that there is no last "
@@ -120,17 +126,51 @@ def find_last_layer(forward: Forward, params: Mapping[str, Tensor], batch: Any) 
             "whose parameters are numbers and vectors alone: pass subset= the names to keep, or subset='all'",
             stacklevel=4,
         )
-    require_still(forward, params, batch)
+    is_differentiated = differentiated.first is not None
+    require_still(with_gradients(forward) if is_differentiated else forward, params, batch)
     names = list(dict.fromkeys(name for call in reached for name in own[call.name] if name in params))
     behind = [name for name in behind if name not in names]
     added = [name for name in behind if _owner(name) not in own and _is_added(chosen[name], output)]
     first = reached[0]
     layer = forward.module.get_submodule(first.name)
     runs = sum(not set(own[call.name]).isdisjoint(names) for call in calls)
-    is_alone = not added and len(reached) == 1 and runs == 1 and len(first.inputs) == 1
+    is_alone = not is_differentiated and not added and len(reached) == 1 and runs == 1 and len(first.inputs) == 1
     is_head = is_alone and type(layer) is nn.Linear and _is_affine(layer, names, params, first, output)
     behind = [name for name in behind if name not in added]
-    return LastLayer((*names, *added), tuple(behind), layer, is_head, tuple(map(_detached, first.inputs)))
+    inputs = tuple(map(_detached, first.inputs))
+    return LastLayer((*names, *added), tuple(behind), layer, is_head, inputs, is_differentiated)
+
+
+class Differentiated(TorchFunctionMode):
+    """Records what a forward function differentiates first, by ``torch.autograd.grad``: ``first``, None where it does not.
+
+    Raises:
+        ValueError: ``torch.func`` is used there, inside of which no layer can be watched.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.autograd.grad and self.first is None:
+            if is_transformed():
+                raise ValueError(
+                    "fit_laplace: the module differentiates by torch.func, inside of which its last layer cannot be watched: "
+                    "write torch.autograd.grad there, or pass subset= the names to keep, with structure='dense'"
+                )
+            self.first = optree.tree_leaves(args[0])[0]
+        return func(*args, **(kwargs or {}))
+
+
+def with_gradients(forward: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
+    """The same function where gradients are off, for one that takes derivatives itself; data are left as they are."""
+
+    def outputs(params: Any, batch: Any) -> Tensor:
+        with torch.enable_grad():
+            return forward(params, batches.tree_map(_detached, batch)).detach()
+
+    return outputs
 
 
 def _owner(name: str) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesopt_chain.curvature import empirical_fisher, entries, fisher, ggn, subset
+from bayesopt_chain.curvature._affine import Affine
 from bayesopt_chain.curvature._checks import Checks
 from bayesopt_chain.curvature._estimators import Estimator
 from bayesopt_chain.curvature._plan import UNUSED, batch_size, make_plan, part
@@ -33,6 +34,7 @@ from bayesopt_chain.posterior.last_layer import (
     unwrapped,
 )
 from bayesopt_chain.posterior.regression import Regression, Rows, rows_of
+from bayesopt_chain.posterior.responses import Responses, respond
 from bayesopt_chain.precision import Kronecker, Precision
 from bayesopt_chain.trees import Tree, common_dtype, size, spread, wide
 
@@ -112,7 +114,7 @@ class Model:
     forward: Callable[[Tree, Any], Tensor]
     params: Tree
     how: How
-    features_of: Features | None = None
+    features_of: Features | Responses | None = None
     fixed: tuple[str, ...] = ()  # parameters behind the last layer
     checks: Checks = field(default_factory=Checks, compare=False, repr=False)  # of predictions
 
@@ -130,7 +132,7 @@ class Model:
     def is_linear_gaussian(self) -> bool:
         """Whether the joint is quadratic in the kept parameters, and its curvature exact."""
         exact = self.how.curvature in ("ggn", "default") and self.how.temperature is None
-        return exact and self.features_of is not None and self.likelihood.has_noise_scale
+        return exact and isinstance(self.forward, Affine) and self.likelihood.has_noise_scale
 
     def prior_means(self) -> Tree:
         """The prior's mean, a tree of tensors that broadcast with the parameters."""
@@ -241,8 +243,7 @@ def with_estimator(model: Model, first: Any, data: int) -> Model:
     whole = matrix_size(model)
     if model.is_linear_gaussian or how.curvature in ("ggn", "empirical_fisher") or ("samples" in options and not whole):
         return model if how.curvature != "default" else replace(model, how=how._replace(curvature="ggn"))
-    with torch.no_grad():
-        outputs = model.forward(model.params, part(first, 0, 1)).numel()
+    outputs = model.forward(model.params, part(first, 0, 1)).numel()  # which may ask its inputs for gradients
     if how.curvature == "default":
         sampled = "samples" in options or (outputs > MANY and "probes" not in options)
         how = how._replace(curvature="fisher" if sampled else "ggn")
@@ -275,7 +276,32 @@ def _of_module(module: nn.Module, params: Any, data: Any, first: Any, how: How) 
     if last.is_head:
         body = body_of(module, params, last.names)
         return _of_head(forward, chosen, last, body, how), HeadBatch(last.inputs[0].detach(), first[1])
+    if last.is_differentiated:
+        responses = Responses(forward, dict(chosen), last.names, body_of(module, params, last.names))
+        model = Model(respond, {name: chosen[name] for name in last.names}, how, responses, last.behind)
+        return require_responses(model, first), responses(first)
     return replace(_of_function(forward, chosen, how._replace(keep=list(last.names)), first), fixed=last.behind), first
+
+
+def require_responses(model: Model, first: Any) -> Model:
+    """The model of outputs that are derivatives, dense by default, once it is known to be linear in the last layer.
+
+    Raises:
+        ValueError: it is not linear there; Kronecker factors, or more parameters than a dense matrix is made of.
+    """
+    assert isinstance(model.features_of, Responses)
+    names, structure = ", ".join(model.params), model.how.structure
+    if structure == "kronecker" or size(model.params) > DENSE:
+        raise ValueError(
+            f"fit_laplace: the outputs are derivatives of the last layer's ({names}, {size(model.params)} parameters), "
+            f"whose Jacobian is no product of inputs and output gradients: pass structure='dense', for at most {DENSE}"
+        )
+    if not model.features_of.are_linear(part(first, 0, 2)):
+        raise ValueError(
+            f"fit_laplace: the outputs are derivatives and not linear in {names}: pass subset='all' or names, "
+            "with structure='dense'"
+        )
+    return replace(model, how=model.how._replace(structure=structure or "dense"))
 
 
 def _of_head(forward: Forward, params: Any, last: LastLayer, body: Body, how: How) -> Model:
