@@ -91,7 +91,7 @@ def plain_rows(forward: Callable[[Tree, Any], Tensor], params: Tree, datum: Any)
     with torch.enable_grad():
         chosen = [leaf.detach().requires_grad_() for leaf in leaves]
         outputs = forward(structure.unflatten(chosen), datum)[0].flatten()
-    each = [torch.autograd.grad(f, chosen, retain_graph=True, materialize_grads=True) for f in outputs]
+        each = [torch.autograd.grad(f, chosen, retain_graph=True, materialize_grads=True) for f in outputs]
     return structure.unflatten([torch.stack(rows) for rows in zip(*each)])
 
 

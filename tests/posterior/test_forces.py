@@ -104,21 +104,20 @@ def test_all_layers_are_right_densely_whatever_takes_the_derivative(by):
     mask = torch.ones_like(mask)
     module = Potential(by=by).eval()
     names = [name for name, _ in module.named_parameters()]
-    with torch.enable_grad():
-        fitted = bc.fit_laplace(
-            bc.make_functional(Enabled(module)).forward,
-            gaussian(VARIANCE),
-            [((positions, mask), torch.randn(5, 13))],
-            params=bc.make_functional(Enabled(module)).params,
-            subset="all",
-            structure="dense",
-            tune=None,
-        )
-    rows = [jacobian(module, names, x) for x in positions]
-    precision = torch.eye(rows[0].shape[1]) + sum(j.T @ (j / VARIANCE[:, None]) for j in rows)
-    found = fitted.outputs(((positions.detach(), mask), None))
-    for n, j in enumerate(rows):
-        torch.testing.assert_close(found.covariance[n], j @ torch.linalg.solve(precision, j.T), rtol=1e-8, atol=1e-8)
+    loader = [((positions, mask), torch.randn(5, 13))]
+    fitted = bc.fit_laplace(module, gaussian(VARIANCE), loader, subset="all", structure="dense", tune=None)
+    rows = torch.stack([jacobian(module, names, x) for x in positions])
+    precision = torch.eye(rows.shape[2]) + torch.einsum("nep,e,neq->pq", rows, 1 / VARIANCE, rows)
+    wanted = torch.einsum("nep,pq,mfq->nemf", rows, precision.inverse(), rows)
+    data = ((positions.detach().clone(), mask), None)
+    own = wanted.diagonal(dim1=0, dim2=2).movedim(-1, 0)
+    torch.testing.assert_close(fitted.outputs(data).covariance, own, rtol=1e-8, atol=1e-8)
+    joint = fitted.outputs(data, joint=True).covariance
+    torch.testing.assert_close(joint, wanted.reshape(65, 65), rtol=1e-8, atol=1e-8)
+    moves = fitted.posterior.sample((2,), generator=torch.Generator().manual_seed(0))
+    off = torch.cat([(moves[name] - fitted.posterior.mean[name]).flatten(1) for name in names], 1)
+    drawn = fitted.functional_samples(data, samples=2, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(drawn, fitted.outputs(data).mean + torch.einsum("nep,sp->sne", rows, off))
 
 
 class Enabled(nn.Module):
@@ -138,7 +137,6 @@ def test_what_is_not_right_is_refused_by_name():
     loader = [(inputs, torch.randn(5, 13))]
     for module, told, words in (
         (Potential(), {"structure": "kronecker"}, r"derivatives of the last layer's \(head.*structure='dense'"),
-        (Potential(), {"subset": "all", "structure": "dense"}, "gradients off or without create_graph"),
         (Enabled(Potential(False)), {"subset": "all", "structure": "dense"}, "gradients off or without create_graph"),
         (Enabled(Potential()), {"subset": "all"}, "cannot describe .* use structure='dense'"),
         (Potential(by="func"), {}, "differentiates by torch.func"),
