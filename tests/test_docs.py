@@ -5,7 +5,7 @@ from pathlib import Path
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = [DOCS / f"{name}.md" for name in ("choosing", "coming_from", "methods", "speed", "temperature")]
-PAGES += [page for page in sorted((DOCS / "howto").glob("*.md")) if page.stem not in ("index", "digits_table")]
+PAGES += [page for page in sorted((DOCS / "howto").glob("*.md")) if page.stem != "digits_table"]
 MADE = ("api/index", "results")  # written when the site is built
 # whole programs, by tests/optim/test_trainers.py and tests/lora
 RUN_ELSEWHERE = {"lightning", "hugging_face", "pyro", "adapters"}
@@ -26,7 +26,8 @@ def test_a_page_is_at_most_two_screens_long():
         page for page in [*DOCS.glob("*.md"), *(DOCS / "howto").glob("*.md")] if page.stem not in LOOKED_UP | {*MADE}
     ]
     assert len(pages) > 40
-    lengths = {page.stem: len(page.read_text().splitlines()) for page in pages}
+    texts = {page.stem: re.sub(r"```\{toctree\}.*?```", "", page.read_text(), flags=re.S) for page in pages}
+    lengths = {name: len(text.strip().splitlines()) for name, text in texts.items()}
     assert {name: n for name, n in lengths.items() if n > TWO_SCREENS} == {}
 
 
@@ -38,21 +39,27 @@ def test_a_page_says_what_one_gets_before_anything_else():
         assert len(words) >= 15, page.stem
 
 
-def test_every_page_in_a_table_of_contents_is_there():
-    for index in (DOCS / "index.md", DOCS / "howto" / "index.md"):
-        for toctree in re.findall(r"```\{toctree\}\n(.*?)```", index.read_text(), re.S):
-            for name in [line for line in toctree.split("\n") if line and not line.startswith(":")]:
-                if name.startswith("notebooks/"):
-                    assert (DOCS.parent / f"{name}.ipynb").exists(), name
-                elif name not in MADE:
-                    assert (index.parent / f"{name}.md").exists(), name
+def entries(page: Path) -> list[Path]:
+    """What the tables of contents of a page list, without its ending."""
+    tables = re.findall(r"```\{toctree\}\n(.*?)```", page.read_text(), re.S)
+    lines = [line for table in tables for line in table.split("\n") if line and not line.startswith(":")]
+    return [(page.parent / line).resolve() for line in lines]
 
 
-def test_every_page_stands_in_a_table_of_contents():
-    listed = (DOCS / "index.md").read_text() + (DOCS / "howto" / "index.md").read_text()
-    for page in [*DOCS.glob("*.md"), *(DOCS / "howto").glob("*.md")]:
-        if page.stem not in ("index", "results", "digits_table"):
-            assert re.search(rf"^{page.stem}$", listed, re.M), page
+def test_every_page_stands_below_the_first_one_once_and_every_entry_is_there():
+    pages = {page.with_suffix("").resolve() for page in [*DOCS.glob("*.md"), *(DOCS / "howto").glob("*.md")]}
+    notebooks = {DOCS / "notebooks" / page.stem for page in (DOCS.parent / "notebooks").glob("*.ipynb")}
+    listed, new = list[Path](), [DOCS / "index"]
+    while new:
+        listed += new
+        new = [entry for page in new if page in pages for entry in entries(page.with_suffix(".md"))]
+    assert len(listed) == len({*listed})
+    assert {*listed} - pages - notebooks == {DOCS / made for made in MADE}
+    assert (pages | notebooks) - {*listed} == {DOCS / "howto" / "digits_table"}  # which a page includes
+
+
+def test_the_sidebar_fits_on_a_screen():
+    assert len(entries(DOCS / "index.md")) <= 25
 
 
 def test_the_linked_documents_are_there():

@@ -15,7 +15,7 @@ from benchmarks.table import table, when
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 SPEED = (ROOT / "docs" / "speed.md").read_text()
-MEASURED = (ROOT / "docs" / "measured_choices.md").read_text()
+MEASURED = (ROOT / "benchmarks" / "measured_choices.md").read_text()
 
 
 def test_the_table_of_speed_is_the_measured_one():
@@ -35,7 +35,7 @@ def test_the_slope_of_a_curve_is_its_exponent_over_the_last_two_decades():
 
 def test_the_figures_of_the_page_on_choosing_are_the_measured_ones():
     assert of_mnist() in MEASURED, (
-        "run `python -m benchmarks.choosing` and put its last line into docs/measured_choices.md"
+        "run `python -m benchmarks.choosing` and put its last line into benchmarks/measured_choices.md"
     )
     temperature, start = RESULTS.read_text().strip().split("\n\n")
     assert temperature in MEASURED and start in MEASURED
