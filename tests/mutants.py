@@ -1,0 +1,157 @@
+"""Mutants by rule: the package with one expression changed, which the nearest tests have to notice.
+
+    python -m tests.mutants [--rooms core matching] [--each 10] [--seed 0]
+
+Of each room expressions are drawn at random: a sum becomes a difference, ``<`` becomes ``<=``, ``and`` becomes ``or``, a number
+grows, a sign or a ``not`` goes. Messages, annotations and imports are left alone. Each mutant is made in a copy of what is
+committed, so that the tree is never touched, and the quick tests of its room run on it until one fails. The table, with those
+that lived, goes to ``benchmarks/results/mutants.json`` after each; a second call goes on where the first one stopped.
+
+One that lives is a test that is missing, or a change that makes no difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
+TESTS = {
+    "core": ["tests/core", "tests/test_laws.py"],
+    "matching": ["tests/matching", "tests/test_laws.py"],
+    "engine": ["tests/engine", "tests/test_laws.py", "tests/samplers"],
+    "optim": ["tests/optim"],
+    "likelihoods": ["tests/likelihoods", "tests/posterior"],
+    "posterior": ["tests/posterior"],
+    "runs": ["tests/runs"],
+}
+SWAPS: dict[type, type] = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.And: ast.Or, ast.Or: ast.And,
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+}  # fmt: skip
+LEFT_ALONE = (ast.Raise, ast.JoinedStr, ast.Import, ast.ImportFrom, ast.Assert, ast.arguments, ast.AnnAssign)
+SECONDS = 600  # a mutant that runs longer than that has been noticed too
+
+
+class Site(NamedTuple):
+    """An expression that a rule changes: where it stands, and what becomes of it."""
+
+    file: str
+    number: int
+    line: int
+    change: str
+
+
+def changed(node: ast.AST) -> ast.AST | None:
+    """What the rules make of a node; ``None``: nothing."""
+    if isinstance(node, (ast.BinOp, ast.BoolOp)) and type(node.op) in SWAPS:
+        return type(node)(**{**vars(node), "op": SWAPS[type(node.op)]()})
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in SWAPS:
+        return ast.Compare(node.left, [SWAPS[type(node.ops[0])]()], node.comparators)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.Not)):
+        return node.operand
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return ast.Constant(node.value + 1)
+    if isinstance(node, ast.IfExp):
+        return ast.IfExp(node.test, node.orelse, node.body)
+    return None
+
+
+def places(tree: ast.AST) -> Iterator[tuple[ast.AST, str, int | None, ast.AST]]:
+    """Every expression that a rule changes: its parent, the field and the index there, and the node."""
+    for name, value in ast.iter_fields(tree):
+        for i, node in enumerate(value) if isinstance(value, list) else [(None, value)]:
+            if not isinstance(node, ast.AST) or isinstance(node, LEFT_ALONE) or name in ("annotation", "returns"):
+                continue
+            if isinstance(node, ast.expr) and changed(node) is not None:
+                yield tree, name, i, node
+            yield from places(node)
+
+
+def sites(file: Path, root: Path) -> list[Site]:
+    """All mutants of a file."""
+    found = enumerate(places(ast.parse(file.read_text())))
+    shown = [(k, node, ast.unparse(node), ast.unparse(changed(node))) for k, (_, _, _, node) in found]  # type: ignore[arg-type]
+    at = file.relative_to(root).as_posix()
+    return [Site(at, k, node.lineno, f"{old} -> {new}") for k, node, old, new in shown]  # type: ignore[attr-defined]
+
+
+def mutated(text: str, number: int) -> str:
+    """The text of a file with one of its expressions changed."""
+    tree = ast.parse(text)
+    parent, name, i, node = list(places(tree))[number]
+    if i is None:
+        setattr(parent, name, changed(node))
+    else:
+        getattr(parent, name)[i] = changed(node)
+    return ast.unparse(ast.fix_missing_locations(tree))
+
+
+def noticed(copy: Path, site: Site, tests: list[str]) -> str:
+    """Which test fails first on a mutant; empty where none does."""
+    file = copy / site.file
+    text = file.read_text()
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-n", "0", *tests]
+    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    try:
+        file.write_text(mutated(text, site.number))
+        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        return "runs without end"
+    finally:
+        file.write_text(text)
+    failed = [line.split(" ")[1] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return (failed or [f"pytest ended with {done.returncode}"])[0] if done.returncode else ""
+
+
+def main() -> None:
+    """Draw mutants, run the tests of each, and keep the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rooms", nargs="*", default=list(TESTS), choices=TESTS)
+    parser.add_argument("--each", type=int, default=10, help="mutants of a room")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    git = lambda *what: subprocess.run(["git", *what], cwd=ROOT, check=True, capture_output=True)  # noqa: E731
+    commit = git("rev-parse", "--short", "HEAD").stdout.decode().strip()
+    known: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if (known.get("commit"), known.get("seed")) != (commit, args.seed):
+        known = {"command": "python -m tests.mutants", "commit": commit, "seed": args.seed, "mutants": []}
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        subprocess.run(["tar", "x", "-C", folder], input=git("archive", "HEAD").stdout, check=True)
+        for room in args.rooms:
+            every = [
+                site for file in sorted((copy / "bayesopt_chain" / room).rglob("*.py")) for site in sites(file, copy)
+            ]
+            for site in random.Random(f"{room} {args.seed}").sample(every, min(args.each, len(every))):
+                where = f"{site.file}:{site.line}"
+                if any(row["where"] == where and row["change"] == site.change for row in known["mutants"]):
+                    continue
+                start = time.monotonic()
+                by = noticed(copy, site, TESTS[room])
+                row = {
+                    "where": where,
+                    "change": site.change,
+                    "noticed by": by,
+                    "seconds": round(time.monotonic() - start),
+                }
+                known["mutants"].append(row)
+                known["lived"] = sum(not row["noticed by"] for row in known["mutants"])
+                RESULTS.write_text(json.dumps(known, indent=1) + "\n")
+                print(f"{where}: {site.change}: {by or 'LIVES'}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
