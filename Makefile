@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo example test quick doctests docs lint types processors package clean
+.PHONY: demo example test quick doctests docs links lint types processors package clean
 
 PYRIGHT := $(BIN)/pyright --pythonpath $(BIN)/python
 
@@ -73,6 +73,10 @@ package: $(VENV)/.installed
 
 docs: $(VENV)/.installed
 	$(BIN)/python -m tests.site docs/_build
+
+# Every address outside, asked for; needs the internet.
+links: $(VENV)/.installed
+	$(BIN)/python -m sphinx -q -b linkcheck docs docs/_build/links
 
 # Executed in place, outputs kept, and those whose data or packages are absent named; BAYESOPT_CHAIN_SCALE=smoke for a quick look,
 # which keeps nothing, BAYESOPT_CHAIN_DATA for the data sets.

@@ -5,9 +5,6 @@ The calls are made from the signatures of what the namespaces export. Every argu
 :data:`OBJECTS`. An outcome is *named* if the call returns, without NaN where none was given, or raises an error
 that names the argument, one of its :data:`SYNONYMS`, or the user's function that was passed. An error that starts in a function
 or a module of the user's own is theirs.
-
-    python -m tests.fuzz                 all values; prints the share of outcomes without a name, by callable
-    python -m tests.fuzz samplers. sgd   only callables whose names begin so
 """
 
 from __future__ import annotations
@@ -19,10 +16,8 @@ import inspect
 import io
 import itertools
 import math
-import os
 import re
 import signal
-import sys
 import tempfile
 import traceback
 import warnings
@@ -128,11 +123,6 @@ def after(tx, steps=3, **extra):
     return state
 
 
-def history():
-    state = EKF.init(params())
-    return [(params(), state), EKF.predict(state, params())[::-1]][:1]
-
-
 @functools.cache
 def fitted():
     return bc.fit_laplace(MODEL, gaussian(), PAIRS, tune=None)
@@ -157,15 +147,18 @@ def captured():
 
 def heating():
     product = bc.diagnostics.hessian_product(loss, params(), list(DATA.split(3)))
-    tx = bc.sghmc(0.001, 0.5, temperature=0.1)
     given = {"order": "independent", "steps_per_epoch": 4, "curvature": product, "again": noise()}
-    return bc.diagnostics.heating(tx, noise(), **given)
+    return bc.diagnostics.heating(bc.sghmc(0.001, 0.5, temperature=0.1), noise(), **given)
+
+
+def written(save):
+    """The path to what a function saves there."""
+    save(path := Path(tempfile.mkdtemp()) / "x")
+    return path
 
 
 def saved():
-    path = Path(tempfile.mkdtemp()) / "x"
-    bc.save(path, params())
-    return path
+    return written(lambda path: bc.save(path, params()))
 
 
 def model_step():
@@ -175,9 +168,7 @@ def model_step():
 
 
 def kept():
-    path = Path(tempfile.mkdtemp()) / "x"
-    several().save(path)
-    return path
+    return written(several().save)
 
 
 def normal():
@@ -308,7 +299,7 @@ SOUND: dict[str, Callable[[], Any]] = {  # by the name of an argument, or of a c
     "buffers": lambda: {"b": torch.ones(16)},
     "log_weights": lambda: torch.full((2,), 0.5).log(),
     "curvature": lambda: torch.eye(2).double(),
-    "history": history,
+    "history": lambda: [(params(), EKF.init(params()))],
     "diagonal": lambda: torch.ones(4),
     "rows": lambda: torch.ones(2, 4),
     "count": lambda: 3,
@@ -714,22 +705,3 @@ def sweep(name: str, few: int | None = None) -> tuple[list[str], int]:
             if wrong := wrong_of(name, argument, value):
                 found.append(f"{name}({argument}={value!r:.60}): {wrong}"[:300].replace("\n", " "))
     return found, calls
-
-
-def main(*prefixes: str, few: int | None = None) -> None:
-    """Print what has no name, callable by callable, and the share."""
-    torch.set_num_threads(1)
-    os.chdir(tempfile.mkdtemp())  # where files called x may be written
-    wrong, calls = 0, 0
-    for name in rows():
-        if prefixes and not name.startswith(prefixes):
-            continue
-        found, made = sweep(name, 3 if name in SLOW else few)
-        wrong, calls = wrong + len(found), calls + made
-        if found:
-            print(f"{name}: {len(found)} of {made}", *found, sep="\n    ", flush=True)
-    print(f"{wrong} of {calls} outcomes of {len(rows())} callables have no name: {100 * wrong / calls:.2f} %")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,6 +1,7 @@
-"""``python -m tests.site FOLDER``: build the documentation, check its links, and photograph it.
+"""``python -m tests.site FOLDER``: build the documentation, and photograph it.
 
-The pages go to ``FOLDER/html``. Every link inside the site must lead to a page and, behind a ``#``, to an anchor of it. Where
+The pages go to ``FOLDER/html``. Sphinx refuses links inside the site that lead nowhere, and pages that no table of contents
+has; ``make links`` asks for those outside. Where
 Chromium is installed, the landing page and six others are photographed at 1,280 and at 400 pixels
 (``FOLDER/PAGE_WIDTH.png``), and no page may be wider than the window, so that nothing but code has to be scrolled sideways.
 """
@@ -15,10 +16,8 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from functools import partial
-from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 DOCS = Path(__file__).parents[1] / "docs"
 PHOTOGRAPHED = (
@@ -44,46 +43,6 @@ def build(out: Path) -> str:
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(out)]
     done = subprocess.run(command, capture_output=True, text=True)
     return done.stderr if done.returncode else ""
-
-
-class _Page(HTMLParser):
-    """The links and the anchors of a page."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.links: list[str] = []
-        self.anchors: set[str] = set()
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        for name, value in attrs:
-            if value and name in ("id", "name"):
-                self.anchors.add(value)
-            elif value and ((name == "href" and tag == "a") or (name == "src" and tag == "img")):
-                self.links.append(value)
-
-
-def broken_links(site: Path) -> list[str]:
-    """``page: link`` for every link inside the site that leads nowhere; listings of sources are Sphinx's business."""
-    made = {"_static", "_modules"}
-    pages = {path: _Page(path.read_text()) for path in site.rglob("*.html") if not made & {*path.parts}}
-    broken = []
-    for path, page in pages.items():
-        for link in page.links:
-            parts = urlsplit(link)
-            if parts.scheme or link.startswith("//"):
-                continue
-            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
-            there = target.exists() and (
-                not parts.fragment or target not in pages or _has(pages[target], parts.fragment)
-            )
-            if not there:
-                broken.append(f"{path.relative_to(site)}: {link}")
-    return broken
-
-
-def _has(page: _Page, fragment: str) -> bool:
-    return unquote(fragment) in page.anchors or fragment in ("", "top")
 
 
 def outside_links(text: str) -> set[str]:
@@ -151,7 +110,6 @@ def main() -> None:
     out = Path(sys.argv[1] if sys.argv[1:] else "site")
     site = out / "html"
     complaints = [line for line in build(site).splitlines() if line]
-    complaints += [f"broken link: {link}" for link in broken_links(site)]
     if chromium() is None:
         print("no Chromium: no pictures, and widths are not looked at")
     else:

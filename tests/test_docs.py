@@ -1,4 +1,4 @@
-"""Every page of the site shows something that runs, and is reached from the first one."""
+"""Every page of the site shows something that runs."""
 
 import re
 from pathlib import Path
@@ -39,36 +39,7 @@ def test_a_page_says_what_one_gets_before_anything_else():
         assert len(words) >= 15, page.stem
 
 
-def entries(page: Path) -> list[Path]:
-    """What the tables of contents of a page list, without its ending."""
-    tables = re.findall(r"```\{toctree\}\n(.*?)```", page.read_text(), re.S)
-    lines = [line for table in tables for line in table.split("\n") if line and not line.startswith(":")]
-    return [(page.parent / line).resolve() for line in lines]
-
-
-def test_every_page_stands_below_the_first_one_once_and_every_entry_is_there():
-    made = {DOCS / name for name in MADE}
-    pages = {page.with_suffix("").resolve() for page in [*DOCS.glob("*.md"), *(DOCS / "howto").glob("*.md")]} - made
-    notebooks = {DOCS / "notebooks" / page.stem for page in (DOCS.parent / "notebooks").glob("*.ipynb")}
-    listed, new = list[Path](), [DOCS / "index"]
-    while new:
-        listed += new
-        new = [entry for page in new if page in pages for entry in entries(page.with_suffix(".md"))]
-    assert len(listed) == len({*listed})
-    assert {*listed} - pages - notebooks == made
-    assert (pages | notebooks) - {*listed} == {DOCS / "howto" / "digits_table"}  # which a page includes
-
-
 def test_the_sidebar_fits_on_a_screen():
-    assert len(entries(DOCS / "index.md")) <= 25
-
-
-def test_the_linked_documents_are_there():
-    for page in [*DOCS.glob("*.md"), *(DOCS / "howto").glob("*.md")]:
-        for link in re.findall(r"\{doc\}`([^`<]+)`", page.read_text()):
-            target = (page.parent / link).resolve()
-            # The build of the site writes two kinds of pages: the notebooks, and the results of the benchmarks.
-            written = [DOCS.parent / "notebooks" / f"{target.name}.ipynb"]
-            written += [DOCS.parent / "benchmarks" / "RESULTS.md"] * (target == DOCS / "results")
-            places = [target.with_suffix(".md"), *written]
-            assert any(p.exists() for p in places) or "/api/" in f"/{link}", (page.name, link)
+    tables = re.findall(r"```\{toctree\}\n(.*?)```", (DOCS / "index.md").read_text(), re.S)
+    entries = [line for table in tables for line in table.split("\n") if line and not line.startswith(":")]
+    assert len(entries) <= 25

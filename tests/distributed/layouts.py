@@ -1,5 +1,6 @@
 """A tree of parameters, spread over four ranks in every way that torch knows."""
 
+import optree
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -77,3 +78,9 @@ def parts(tree, layout):
 
 def local(tree):
     return {name: x.to_local() if isinstance(x, DTensor) else x for name, x in tree.items()}
+
+
+def is_spread_as_its_leaf(state):
+    """Whether no plain tensor of a state has the shape of a whole matrix."""
+    plain = {tuple(x.shape) for x in optree.tree_leaves(state) if x.ndim > 1 and not isinstance(x, DTensor)}
+    return not plain & {(10, 6), (3, 7)}

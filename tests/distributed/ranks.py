@@ -1,27 +1,32 @@
-"""Several processes with a gloo group among them, as ``torchrun`` starts them."""
+"""Several processes with a gloo group among them: they stay, one group for each number of ranks, and run what they are sent."""
 
 import collections
 import datetime
 import functools
 import importlib
 import inspect
+import itertools
 import multiprocessing
 import os
+import pickle
 import signal
-import subprocess
-import sys
 import time
 import traceback
-from pathlib import Path
-from typing import Any
+import warnings
 
+import optree
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bayesopt_chain.distributed import witness
+
 PATIENCE = 500.0  # seconds; a test takes a few of them where the machine is free
+GROUPS = {}
+CALLS = itertools.count(1)
 
 
 def server():
@@ -31,91 +36,114 @@ def server():
     return context
 
 
-def run(function, size, folder, *args, **options):
-    """``function(*args, **options)`` in ``size`` processes at once; the list of what they returned, by rank.
+def run(function, size, *args, **options):
+    """``function(*args, **options)`` on each of ``size`` ranks; the list of what they returned, by rank.
 
-    Without ``size``: the one of this process.
-
-    The processes are forked from a server that has imported torch already. Raises what the first of them raised, as text.
+    Without ``size``: the one of this process. Raises what the first of them raised, as text, and ends the group then.
     """
     if not size:
         return [function(*args, **options)]
-    files, processes = _begun(function, size, folder, args, options)
-    end = time.monotonic() + PATIENCE
-    try:
-        while any(process.is_alive() for process in processes) and time.monotonic() < end:
-            processes[-1].join(0.05)
-            if any(_failed(file) for file in files):  # the others wait for it in vain
-                break
-    finally:
-        for process in processes:
-            process.kill()
-    results = [torch.load(file, weights_only=False) if file.exists() else ("no result", None) for file in files]
-    said = [text for text, _ in results if text]
-    assert not said, "\n".join(sorted(said, key=lambda text: text == "no result"))
-    return [value for _, value in results]
+    group = GROUPS.pop(size, None) or _begun(_serve, size)
+    call = pickle.dumps((next(CALLS), function, args, options))
+    for pipe, _ in group:
+        pipe.send_bytes(call)
+    results, end = {}, time.monotonic() + PATIENCE
+    while len(results) < size and time.monotonic() < end:
+        waiting = {pipe: rank for rank, (pipe, _) in enumerate(group) if rank not in results}
+        for pipe in multiprocessing.connection.wait([*waiting], 0.2):
+            try:
+                results[waiting[pipe]] = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                results[waiting[pipe]] = ("the process ended", None)
+        if any(said for said, _ in results.values()):
+            end = min(end, time.monotonic() + 0.5)  # the others wait for it in vain
+    said = {rank: results.get(rank, ("no result", None))[0] for rank in range(size)}
+    if any(said.values()):
+        _ended(group)
+        raise AssertionError("\n".join(f"rank {rank}: {text}" for rank, text in said.items() if text))
+    GROUPS[size] = group
+    return [results[rank][1] for rank in range(size)]
 
 
-def killed(function, size, folder, victim, *args, **options):
+def killed(function, size, victim, *args, **options):
     """Launch ranks; when the first one is dead, kill the others as ``torchrun`` does. Whether the victim killed itself."""
-    _, processes = _begun(function, size, folder, args, options)
-    end = time.monotonic() + 120
+    group, end = _begun(_once, size, function, args, options), time.monotonic() + 120
+    processes = [process for _, process in group]
     # a rank that has finished leaves the others to run on
     while time.monotonic() < end and None in (codes := [process.exitcode for process in processes]) and not any(codes):
         time.sleep(0.002)
     processes[victim].join(5)  # the end of another rank, which lost its connection, may be known first
     died = processes[victim].exitcode == -signal.SIGKILL
-    for process in processes:
-        process.kill()
-        process.join()
+    _ended(group)
     return died
 
 
-def _begun(function, size, folder, args, options):
-    meeting, start = folder / f"meeting-{time.monotonic_ns()}", server().Process
-    files = [folder / f"{meeting.name}-{rank}.pt" for rank in range(size)]
-    processes = [
-        start(target=_one, args=(function, r, size, meeting, files[r], args, options), daemon=True) for r in range(size)
-    ]
-    for process in processes:
+def _begun(target, size, *args):
+    """A pipe and a process for each rank; the store is in this process."""
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    group = []
+    for rank in range(size):
+        ours, theirs = multiprocessing.Pipe()
+        ours.store = store  # as long as somebody may send
+        process = server().Process(target=target, args=(theirs, rank, size, store.port, *args), daemon=True)
         process.start()
-    return files, processes
+        theirs.close()
+        group.append((ours, process))
+    return group
 
 
-def _failed(file):
-    return file.exists() and torch.load(file, weights_only=False)[0] != ""
+def _ended(group):
+    for _, process in group:
+        process.kill()
+        process.join()
 
 
-def _one(function, rank, size, meeting, file, args, options):
+def _joined(rank, size, port):
     torch.set_num_threads(1)
-    try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=120)
-        )
-        result = ("", function(*args, **options))
-        dist.barrier()
-    except BaseException:
-        result = (f"rank {rank}:\n{traceback.format_exc()}", None)
-    torch.save(result, f"{file}.part")
-    os.replace(f"{file}.part", file)
+    timeout = datetime.timedelta(seconds=120)
+    store = dist.TCPStore("127.0.0.1", port, None, False, timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def _once(pipe, rank, size, port, function, args, options):
+    _joined(rank, size, port)
+    function(*args, **options)
     os._exit(0)  # whatever threads of the group are left
 
 
+def _serve(pipe, rank, size, port):
+    _joined(rank, size, port)
+    while True:
+        try:
+            call, function, args, options = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            os._exit(0)
+        witness._made = 1000 * call  # as in ranks that have run one program
+        dist.distributed_c10d._get_default_store().delete_key("bayesopt_chain/failed")
+        torch.manual_seed(0)
+        dist.barrier()
+        try:
+            result = ("", function(*args, **options))
+            dist.barrier()
+        except BaseException:
+            result = (traceback.format_exc(), None)
+        pipe.send_bytes(pickle.dumps(result))
+
+
 def on(*sizes):
-    """The body of a test runs on every rank of a launch of each size: asserts hold there, and values are picklable."""
+    """The body of a test runs on every rank of a group of each size: asserts hold there, and values are picklable.
+
+    What a body asks for beside ``size``: fixtures and parameters, in this process.
+    """
 
     def decorate(body):
         asked = inspect.signature(body).parameters
 
-        def test(tmp_path, size, **given):
-            given |= {name: value for name, value in (("tmp_path", tmp_path), ("size", size)) if name in asked}
-            run(_body, size, tmp_path, body.__module__, body.__name__, given)
+        def test(size, **given):
+            run(_body, size, body.__module__, body.__name__, given | ({"size": size} if "size" in asked else {}))
 
         functools.update_wrapper(test, body).body = body
-        fixtures = {
-            **asked,
-            **{name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("tmp_path", "size")},
-        }
+        fixtures = {**asked, "size": inspect.Parameter("size", inspect.Parameter.KEYWORD_ONLY)}
         test.__signature__ = inspect.Signature([x.replace(kind=x.KEYWORD_ONLY) for x in fixtures.values()])
         return pytest.mark.parametrize("size", sizes)(test)
 
@@ -123,7 +151,9 @@ def on(*sizes):
 
 
 def _body(module, name, given):
-    getattr(importlib.import_module(module), name).body(**given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        getattr(importlib.import_module(module), name).body(**given)
 
 
 def world():
@@ -140,8 +170,13 @@ def everywhere(value):
 @functools.cache
 def mesh_of(*shape):
     """A mesh over all ranks, the same one every time: each new one of several axes makes process groups of its own."""
-    names = ("replicate", "shard", "third")[: len(shape)] if len(shape) > 1 else None
+    names = ("first", "second", "third")[: len(shape)] if len(shape) > 1 else None
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def whole(tree):
+    """The tree with its DTensors gathered."""
+    return optree.tree_map(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, tree)
 
 
 class Messages(TorchDispatchMode):
@@ -164,13 +199,3 @@ def message_of(function, *args):
     except (ValueError, TypeError, RuntimeError, FileNotFoundError) as err:
         return f"{type(err).__name__}: {err}"
     return None
-
-
-def launched(script: Path, folder: Path) -> list[Any]:
-    """What a script saved as ``folder / "RANK.pt"`` on each of two ranks under torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run([*command, script, folder], env=env, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]

@@ -1,4 +1,7 @@
-"""Checkpoints by ``torch.distributed.checkpoint``: any number of ranks, any layout, and none of its silent losses."""
+"""Checkpoints by ``torch.distributed.checkpoint``: any number of ranks, any layout, and none of its silent losses.
+
+``bc.save`` and ``bc.load``, at the end, write a file for each rank, which as many read.
+"""
 
 import os
 
@@ -8,390 +11,181 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.debug import CommDebugMode
 
 import bayesopt_chain as bc
-from tests.distributed.ranks import message_of, run
+from bayesopt_chain.runs import files
+from tests.distributed.ranks import everywhere, mesh_of, message_of, on, run, world
+from tests.distributed.toys import LAYOUTS
+
+CHAINS = {"sghmc": bc.sghmc(0.1, temperature=0.05), "adam": bc.adam(0.01, temperature=0.05)}
+TX = CHAINS["sghmc"]
 
 
 def loss(params, batch):
-    return (params["w"] ** 2).sum() / 2 + params["b"].sum()
+    return sum((x**2).sum() for x in params.values()) / 4
 
 
-def start(rows=()):
+def start(*n):
     g = torch.Generator().manual_seed(4)
-    return {"w": torch.randn(*rows, 6, 5, generator=g), "b": torch.randn(*rows, 3, generator=g)}
-
-
-TX = bc.sghmc(0.1, temperature=0.05)
-
-
-def after(steps, seed=0):
-    torch.manual_seed(seed)
-    params, step = start(), bc.make_step(loss, TX)
-    state = TX.init(params)
-    for _ in range(steps):
-        params, state, _ = step(params, state, None)
-    return params, state
+    return {"w": torch.randn(*n, 6, 5, generator=g).double(), "b": torch.randn(*n, 3, generator=g).double()}
 
 
 def tree_of(params, state):
     return {"params": params, "state": bc.state_dict(state)}
 
 
-def saved(path, steps):
-    bc.distributed.save(path, tree_of(*after(steps)))
+def step_of(n=None, shape=None, tx=TX):
+    """A step: of one chain, or of ``n`` over the first axis of a mesh."""
+    step = bc.make_step(loss, tx)
+    mesh = mesh_of(*shape) if shape else mesh_of(world()[1]) if dist.is_initialized() else None
+    return bc.parallel(step, n, loop=True, mesh=mesh["first"] if shape else mesh) if n else step
 
 
-def loaded(path):
-    params, state = after(0, seed=9)
-    bc.distributed.load(path, tree_of(params, state))
-    params, state, _ = bc.make_step(loss, TX)(params, state, None)
-    return params
+def gone_on(folder, before, after, steps, kind="sghmc", layout=None, n=None, shape=None):
+    """A launch: one chain, or ``n`` over ranks; from a checkpoint or the start, some steps, the next checkpoint.
+
+    ``layout``: matrices are DTensors over all ranks; ``shape``: over the second axis of a mesh of chains by shards.
+    """
+    tx, params = CHAINS[kind], start(*[n] if n else [])
+    step, options = step_of(n, shape, tx), {}
+    if n:
+        params, options = step.mine(params), {"chains": step.numbers}
+    if layout or shape:
+        mesh, where = LAYOUTS[layout](world()[1]) if layout else (mesh_of(*shape)["second"], [Shard(1)])
+        whole = [Replicate()] * mesh.ndim
+        params = {k: distribute_tensor(x, mesh, where if k == "w" else whole) for k, x in params.items()}
+    torch.manual_seed(12)
+    state = step.init(tx, params, seed=1) if n else tx.init(params)
+    if before:
+        params = {name: torch.zeros_like(x) for name, x in params.items()}
+        bc.distributed.load(folder / before, tree_of(params, state), **options)
+    for _ in range(steps):
+        params, state, _ = step(params, state, None)
+    if after:
+        bc.distributed.save(folder / after, tree_of(params, state), **options)
+    return {name: x for name, x in params.items() if not layout and not shape}
 
 
-def test_replicas_are_saved_once_and_go_on_exactly_on_any_number_of_ranks(tmp_path):
-    run(saved, 2, tmp_path, tmp_path / "two", 4)
-    want, _ = after(5)
-    for params in [loaded(tmp_path / "two"), *run(loaded, 3, tmp_path, tmp_path / "two")]:
-        assert all(torch.equal(params[name], want[name]) for name in want)
-    sizes = [sum(x.nbytes for x in bc.state_dict(after(0)[1]).values()) + sum(x.nbytes for x in start().values())]
-    assert sum(p.stat().st_size for p in (tmp_path / "two").glob("*.distcp")) < 2 * sizes[0] + 20_000
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CHAINS)
+def test_a_chain_goes_from_any_layout_on_any_number_of_ranks_to_any_other_and_to_one_process(kind, tmp_path):
+    run(gone_on, 2, tmp_path, None, "a", 3, kind, "fsdp")
+    for size, before, after, layout in ((4, "a", "b", "columns"), (4, "b", "c", "hsdp"), (4, "c", "d", "both")):
+        run(gone_on, size, tmp_path, before, after, 2, kind, layout)
+    found, want = gone_on(tmp_path, "d", None, 3, kind), gone_on(tmp_path, None, None, 12, kind)
+    torch.testing.assert_close(found, want, rtol=0, atol=1e-12)
 
 
-# chains over ranks
-
-
-def on_a_mesh(n):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
-    chains = bc.parallel(bc.make_step(loss, TX), n, mesh=mesh, loop=True)
-    params = chains.mine(start((n,)))
-    return chains, params, chains.init(TX, params, seed=1)
-
-
-def saved_chains(path, n):
-    chains, params, state = on_a_mesh(n)
-    params, state, _ = chains(params, state, None)
-    bc.distributed.save(path, tree_of(params, state), chains=chains.numbers)
-
-
-def loaded_chains(path, n):
-    chains, params, state = on_a_mesh(n)
-    params = {name: torch.zeros_like(x) for name, x in params.items()}
-    bc.distributed.load(path, tree_of(params, state), chains=chains.numbers)
-    params, state, _ = chains(params, state, None)
-    return params["w"]
+@pytest.mark.slow
+def test_chains_by_shards_go_on_on_another_mesh_and_in_one_process(tmp_path):
+    run(gone_on, 4, tmp_path, None, "a", 3, n=4, shape=(2, 2))
+    run(gone_on, 3, tmp_path, "a", "b", 3, n=4, shape=(1, 3))
+    found, want = gone_on(tmp_path, "b", None, 3, n=4), gone_on(tmp_path, None, None, 9, n=4)
+    torch.testing.assert_close(found, want, rtol=0, atol=1e-12)
 
 
 @pytest.mark.slow
 def test_chains_on_two_ranks_are_loaded_by_three_and_by_one(tmp_path):
-    path, n = tmp_path / "step", 6
-    run(saved_chains, 2, tmp_path, path, n)
-    chains, params, state = on_a_mesh(n)
-    for _ in range(2):
-        params, state, _ = chains(params, state, None)
-    assert torch.equal(torch.cat(run(loaded_chains, 3, tmp_path, path, n)), params["w"])
-    assert torch.equal(loaded_chains(path, n), params["w"])
+    run(gone_on, 2, tmp_path, None, "a", 1, n=6)
+    want = gone_on(tmp_path, None, None, 2, n=6)
+    ranks = run(gone_on, 3, tmp_path, "a", None, 1, n=6)
+    for found in (gone_on(tmp_path, "a", None, 1, n=6), {k: torch.cat([part[k] for part in ranks]) for k in want}):
+        assert all(torch.equal(found[name], want[name]) for name in want)
     with pytest.raises(ValueError, match=r"no rank loads \[4, 5\]: run as many chains as were saved"):
-        loaded_chains(path, 4)
+        gone_on(tmp_path, "a", None, 1, n=4)
     with pytest.raises(ValueError, match="chain 6/params/w is not there"):
-        loaded_chains(path, 7)
+        gone_on(tmp_path, "a", None, 1, n=7)
 
 
-# shards
+def test_replicas_are_saved_once_and_go_on_exactly_on_any_number_of_ranks(tmp_path):
+    run(gone_on, 2, tmp_path, None, "a", 4)
+    want = gone_on(tmp_path, None, None, 5)
+    for found in [gone_on(tmp_path, "a", None, 1), *run(gone_on, 3, tmp_path, "a", None, 1)]:
+        assert all(torch.equal(found[name], want[name]) for name in want)
+    size = sum(x.nbytes for x in [*start().values(), *bc.state_dict(TX.init(start())).values()])
+    assert sum(p.stat().st_size for p in (tmp_path / "a").glob("*.distcp")) < 2 * size + 20_000
 
 
-def layout(kind):
-    size = dist.get_world_size()
-    if kind == "fsdp":
-        return init_device_mesh("cpu", (size,)), [Shard(0)]
-    if kind == "columns":
-        return init_device_mesh("cpu", (size,)), [Shard(1)]
-    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("data", "tensor"))
-    return mesh, [Replicate(), Shard(0)] if kind == "hsdp" else [Shard(0), Shard(1)]
-
-
-def spread_out(tree, kind):
-    """The tree with every matrix in a layout, and the rest as it is."""
-    mesh, placements = layout(kind)
-    return {name: distribute_tensor(x, mesh, placements) if x.ndim == 2 else x for name, x in tree.items()}
-
-
-def saved_shards(path, kind):
-    params, state = after(4)
-    bc.distributed.save(path, {"params": spread_out(params, kind), "state": spread_out(bc.state_dict(state), kind)})
-
-
-def loaded_shards(path, kind):
-    params, state = after(0, seed=9)
-    there = {"params": spread_out(params, kind), "state": spread_out(bc.state_dict(state), kind)}
-    bc.distributed.load(path, there)
-    whole = lambda x: x.full_tensor() if hasattr(x, "full_tensor") else x  # noqa: E731
-    return {f"{part}/{name}": whole(x) for part, tree in there.items() for name, x in tree.items()}
-
-
-@pytest.mark.slow
-def test_shards_of_two_ranks_are_loaded_by_four_in_another_layout_and_by_one_process(tmp_path):
-    want = {f"{part}/{name}": x for part, tree in tree_of(*after(4)).items() for name, x in tree.items()}
-    run(saved_shards, 2, tmp_path, tmp_path / "fsdp", "fsdp")
-    for kind in ("columns", "both", "hsdp"):
-        for got in run(loaded_shards, 4, tmp_path, tmp_path / "fsdp", kind):
-            assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want), kind
-    run(saved_shards, 4, tmp_path, tmp_path / "both", "both")
-    params, _ = after(5)
-    for path in ("fsdp", "both"):
-        got = loaded(tmp_path / path)
-        assert all(torch.equal(got[name], params[name]) for name in params)
-
-
-CHAINS = {
-    "sghmc": lambda: bc.sghmc(0.1, temperature=0.05),
-    "adam": lambda: bc.adam(0.01, temperature=0.05),
-}
-KEY = 12
-
-
-def moved(kind, params, state, steps):
-    """Steps on parameters in any layout, with the gradient of a quadratic loss."""
-    tx = CHAINS[kind]()
-    for _ in range(steps):
-        updates, state = tx.update({name: 0.5 * x for name, x in params.items()}, state, params=params, inplace=False)
-        params = {name: x + updates[name] for name, x in params.items()}
-    return params, state
-
-
-def begun(kind, layout=None):
-    params = {name: x.double() for name, x in start().items()}
-    params = spread_out(params, layout) if layout else params
-    torch.manual_seed(KEY)
-    return params, CHAINS[kind]().init(params)
-
-
-def gone_on(folder, before, after, layout, steps):
-    """A launch: the chains of a checkpoint on DTensors, some steps, the next checkpoint."""
-    for kind in CHAINS:
-        params, state = begun(kind, layout)
-        if before is not None:
-            bc.distributed.load(folder / kind / before, tree_of(params, state))
-        params, state = moved(kind, params, state, steps)
-        bc.distributed.save(folder / kind / after, tree_of(params, state))
-
-
-@pytest.mark.slow
-def test_a_chain_on_shards_goes_from_fsdp_on_two_ranks_to_tensor_parallelism_on_four_to_one_process(tmp_path):
-    run(gone_on, 2, tmp_path, tmp_path, None, "a", "fsdp", 3)
-    run(gone_on, 4, tmp_path, tmp_path, "a", "b", "columns", 3)
-    run(gone_on, 4, tmp_path, tmp_path, "b", "c", "both", 3)
-    for kind in CHAINS:
-        params, state = begun(kind)
-        bc.distributed.load(tmp_path / kind / "c", tree_of(params, state))
-        got, _ = moved(kind, params, state, 3)
-        want, _ = moved(kind, *begun(kind), 12)
-        for name in want:
-            torch.testing.assert_close(got[name], want[name], rtol=0, atol=1e-12)
-
-
-def on_chains_and_shards(folder, before, after, shape):
-    """Chains over one axis of a mesh, each on shards over the other."""
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("chains", "shards")) if shape else None
-    tx, n = CHAINS["sghmc"](), 4
-    step = bc.make_step(lambda p, batch: (p["w"] ** 2).sum() / 4, tx)
-    chains = bc.parallel(step, n, loop=True, mesh=mesh and mesh["chains"])
-    one = start()["w"].double()
-    one = one if mesh is None else distribute_tensor(one, mesh["shards"], [Shard(0)])
-    params = chains.mine(bc.stack([{"w": one}] * n))
-    state = chains.init(tx, params, seed=1)
-    if before is not None:
-        bc.distributed.load(folder / before, tree_of(params, state), chains=chains.numbers)
-    for _ in range(3):
-        params, state, _ = chains(params, state, None)
-    if after is not None:
-        bc.distributed.save(folder / after, tree_of(params, state), chains=chains.numbers)
-    return params["w"] if mesh is None else None
-
-
-@pytest.mark.slow
-def test_chains_times_shards_go_on_on_another_mesh_and_in_one_process(tmp_path):
-    run(on_chains_and_shards, 4, tmp_path, tmp_path, None, "a", (2, 2))
-    run(on_chains_and_shards, 3, tmp_path, tmp_path, "a", "b", (1, 3))
-    got = on_chains_and_shards(tmp_path, "b", "c", None)
-    for before, after in ((None, "d"), ("d", "e"), ("e", None)):
-        want = on_chains_and_shards(tmp_path, before, after, None)
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
-
-
-def sampled(folder, before):
-    """Draws of a chain on shards, with a checkpoint every three steps."""
-    params, tx = spread_out({"w": start()["w"].double()}, "fsdp"), CHAINS["sghmc"]()
-    torch.manual_seed(KEY)
-    state = tx.init(params)
-    if before is not None:
-        bc.distributed.load(folder / before, tree_of(params, state))
-
-    def keep(it):
-        if it.step % 3 == 0 and before is None:
-            bc.distributed.save(folder / f"{it.step}", tree_of(it.params, it.state))
-
-    step, steps = bc.make_step(lambda p, batch: (p["w"] ** 2).sum() / 4, tx), 8 if before is None else 5
-    draws = bc.sample(step, params, state, None, steps=steps, callbacks=[keep])
-    return draws.params["w"].full_tensor()
-
-
+@on(2)
 @pytest.mark.slow
 def test_checkpoints_of_a_chain_on_shards_are_saved_from_a_callback(tmp_path):
-    straight = run(sampled, 2, tmp_path, tmp_path, None)
-    resumed = run(sampled, 2, tmp_path, tmp_path, "3")
-    for a, b in zip(straight, resumed):
-        assert len(b) == 5 and torch.equal(a[3:], b)
+    def sampled(steps, before=None):
+        params = {"w": distribute_tensor(start()["w"], mesh_of(2), [Shard(0)])}
+        torch.manual_seed(12)
+        state = TX.init(params)
+        if before:
+            bc.distributed.load(tmp_path / before, tree_of(params, state))
+
+        def keep(it):
+            if it.step == 3 and before is None:
+                bc.distributed.save(tmp_path / "3", tree_of(it.params, it.state))
+
+        draws = bc.sample(bc.make_step(loss, TX), params, state, None, steps=steps, callbacks=[keep])
+        return draws.params["w"].full_tensor()
+
+    assert torch.equal(sampled(8)[3:], sampled(5, "3"))
 
 
-def into_files(folder):
-    mesh = init_device_mesh("cpu", (2,))
-    params = {"w": distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])}
-    return message_of(lambda: bc.save(folder / "w.safetensors", params))
-
-
-def test_shards_are_not_written_into_the_files_of_one_rank(tmp_path):
-    for saving in run(into_files, 2, tmp_path, tmp_path / "out"):
-        assert "leaf w is a DTensor" in saving and "bc.distributed.save(folder, tree)" in saving
-    assert not (tmp_path / "out").exists()
-
-
-# what torch.distributed.checkpoint loses without a word
-
-
-def lost(path):
-    """What torch's own functions do with two chains on two ranks, and what is said of it here."""
-    rank = dist.get_rank()
-    torch.manual_seed(rank)
+@on(2)
+def test_what_torch_keeps_of_one_rank_alone_and_files_of_one_rank_are_refused(tmp_path):
+    rank = world()[0]
     params = {"w": torch.full((2,), float(rank)), "b": torch.zeros(1)}
-    state = TX.init(params)
-    dcp.save({"w": params["w"]}, checkpoint_id=str(path / "torch"))
-    dcp.load(there := {"w": torch.zeros(2)}, checkpoint_id=str(path / "torch"))
-    said = {
-        "one name": message_of(lambda: bc.distributed.save(path / "a", {"params": params})),
-        "tuple": message_of(lambda: bc.distributed.save(path / "b", {"opt": state})),
-        "class": message_of(lambda: bc.distributed.save(path / "c", {"opt": bc.SGD([params["w"]], 0.1).state_dict()})),
-        "nothing": message_of(lambda: bc.distributed.save(path / "d", state)),
-    }
-    return there["w"].tolist(), said, sorted(os.listdir(path))
+    state, optimizer = TX.init(params), bc.SGD([params["w"]], 0.1)
+    dcp.save({"w": params["w"]}, checkpoint_id=str(tmp_path / "torch"))
+    dcp.load(there := {"w": torch.ones(2)}, checkpoint_id=str(tmp_path / "torch"))
+    assert there["w"].tolist() == [0.0, 0.0], "of two ranks' tensors of one name torch keeps the first, for both"
+    shards = {"w": distribute_tensor(torch.ones(4, 3), mesh_of(2), [Shard(0)])}
+    for words, tree, options in (
+        (("params/w differ from rank to rank", "chains=chains.numbers"), {"params": params}, {}),
+        (("opt is State", "bc.state_dict(state)"), {"opt": state}, {}),
+        (("opt is tuple",), {"opt": optimizer.state_dict()}, {}),
+        (("tree must be a dictionary",), state, {}),
+        (("spread as (Shard(dim=0),)",), shards, {"chains": range(4)}),
+    ):
+        said = message_of(lambda tree=tree, options=options: bc.distributed.save(tmp_path / "ours", tree, **options))
+        assert all(word in said for word in words), said
+    said = message_of(lambda: bc.save(tmp_path / "w.safetensors", shards))
+    assert "leaf w is a DTensor" in said and "bc.distributed.save(folder, tree)" in said
+    dist.barrier()
+    assert os.listdir(tmp_path) == ["torch"]
 
 
-def test_what_torch_keeps_of_one_rank_alone_is_refused(tmp_path):
-    for kept, said, files in run(lost, 2, tmp_path, tmp_path / "saved"):
-        assert kept == [0.0, 0.0], "of two ranks' tensors of one name torch keeps the first, for both"
-        assert "params/w differ from rank to rank" in said["one name"] and "chains=chains.numbers" in said["one name"]
-        assert "opt is State" in said["tuple"] and "bc.state_dict(state)" in said["tuple"]
-        assert "opt is tuple" in said["class"] and "tree must be a dictionary" in said["nothing"]
-        assert files == ["torch"]
-
-
-def on_a_module(kind, seed):
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-    theta, noise = model.parameters(), {"temperature": 0.01, "generator": bc.distributed.generator(seed)}
-    if kind == "chain":
-        link = bc.inject_langevin_noise(**noise)
-        tx = bc.chain(bc.add_momentum(0.9), link, bc.scale_by_neg_lr(0.05))
-        return model, bc.optim.Optimizer(theta, lambda group: tx)
-    made = {
-        "sgld": lambda: bc.optim.SGLD(theta, 0.05, **noise),
-        "sghmc": lambda: bc.optim.SGHMC(theta, 0.05, **noise),
-        "nesterov": lambda: bc.optim.SGD(theta, 0.05, momentum=0.9, nesterov=True, **noise),
-        "adam": lambda: bc.optim.Adam(theta, 0.01, **noise),
-        "rmsprop": lambda: bc.optim.RMSprop(theta, 0.01, momentum=0.5, **noise),
-        "nadam": lambda: bc.optim.NAdam(theta, 0.01, freeze_after=3, **noise),
-    }
-    return model, made[kind]()
-
-
-def trained(model, optimizer, steps):
-    x = torch.linspace(-1, 1, 15).view(5, 3)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("kind", ["sgld", "sghmc", "nesterov", "adam", "rmsprop", "nadam", "chain"])
-def test_an_optimizer_goes_on_exactly_from_torchs_own_checkpoint_before_its_first_step(kind, tmp_path):
-    model, optimizer = on_a_module(kind, 0)
-    trained(model, optimizer, 5)
-    weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=str(tmp_path / "step"))
-    want = trained(model, optimizer, 5)
-    model, optimizer = on_a_module(kind, 1)
-    before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-    weights, state = get_state_dict(model, optimizer)
-    assert torch.equal(nn.utils.parameters_to_vector(model.parameters()), before), "asking for the state moves nothing"
-    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=str(tmp_path / "step"))
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
-    assert torch.equal(trained(model, optimizer, 5), want)
-
-
-def network(sharded, kind="sghmc"):
+def under_fsdp(kind, before, after, sharded=True):
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     if sharded:
-        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        fully_shard(model, mesh=mesh_of(world()[1]))
     noise = {"temperature": 0.01, "generator": bc.distributed.generator(0)}
-    if kind == "sghmc":
-        return model, bc.optim.SGHMC(model.parameters(), 0.05, **noise)
     tx = bc.chain(bc.add_momentum(0.9), bc.inject_langevin_noise(**noise), bc.scale_by_neg_lr(0.05))
-    return model, bc.optim.Optimizer(model.parameters(), lambda group: tx)
-
-
-def stepped(model, optimizer, steps):
-    x = torch.linspace(-1, 1, 20, dtype=torch.float64).view(4, 5)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-
-
-def under_fsdp(kind, before, after, steps, sharded=True):
-    model, optimizer = network(sharded, kind)
-    if before is not None:
+    optimizer = (
+        bc.optim.SGHMC(model.parameters(), 0.05, **noise)
+        if kind == "sghmc"
+        else bc.optim.Optimizer(model.parameters(), lambda group: tx)
+    )
+    if before:
         weights, state = get_state_dict(model, optimizer)
         dcp.load({"model": weights, "optimizer": state}, checkpoint_id=str(before))
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
-    stepped(model, optimizer, steps)
-    if after is not None:
+    for _ in range(4 if before or after else 12):
+        optimizer.zero_grad()
+        model(torch.linspace(-1, 1, 20, dtype=torch.float64).view(4, 5)).square().mean().backward()
+        optimizer.step()
+    if after:
         weights, state = get_state_dict(model, optimizer)
         dcp.save({"model": weights, "optimizer": state}, checkpoint_id=str(after))
-    return [p.detach() for p in model.parameters()] if not sharded else None
+    return [p.detach() for p in model.parameters() if not sharded]
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("kind", ["sghmc", "chain"])
 def test_an_optimizer_under_fsdp2_on_two_ranks_goes_on_under_four_and_in_one_process(kind, tmp_path):
-    run(under_fsdp, 2, tmp_path, kind, None, tmp_path / "a", 4)
-    run(under_fsdp, 4, tmp_path, kind, tmp_path / "a", tmp_path / "b", 4)
-    got, want = under_fsdp(kind, tmp_path / "b", None, 4, False), under_fsdp(kind, None, None, 12, False)
-    for a, b in zip(got, want):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
-
-
-def messages_on_shards():
-    """What noise and chains send: an optimizer's step under FSDP2, an update of a chain on DTensors."""
-    model, optimizer = network(True)
-    stepped(model, optimizer, 2)
-    params, state = begun("sghmc", "fsdp")
-    grads = {name: 0.5 * x for name, x in params.items()}
-    with CommDebugMode() as counted:
-        optimizer.step()
-        CHAINS["sghmc"]().update(grads, state, params=params)
-    return counted.get_total_counts()
-
-
-def test_noise_on_shards_sends_no_message(tmp_path):
-    assert run(messages_on_shards, 2, tmp_path) == [0, 0]
+    run(under_fsdp, 2, kind, None, tmp_path / "a")
+    run(under_fsdp, 4, kind, tmp_path / "a", tmp_path / "b")
+    found, want = under_fsdp(kind, tmp_path / "b", None, False), under_fsdp(kind, None, None, False)
+    torch.testing.assert_close(found, want, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -402,28 +196,29 @@ def test_noise_on_shards_sends_no_message(tmp_path):
     ],
 )
 def test_the_state_of_another_chain_is_refused_and_nothing_is_written(other, says, tmp_path):
-    saved(tmp_path / "step", 2)
+    gone_on(tmp_path, None, "a", 2)
     params = {name: torch.zeros_like(x) for name, x in start().items()}
     with pytest.raises(ValueError, match=says):
-        bc.distributed.load(tmp_path / "step", tree_of(params, other.init(params)))
+        bc.distributed.load(tmp_path / "a", tree_of(params, other.init(params)))
     assert not params["w"].any()
 
 
 def test_other_shapes_and_dtypes_are_refused(tmp_path):
     bc.distributed.save(tmp_path / "step", {"w": torch.ones(3), "v": torch.ones(2, dtype=torch.float64)})
-    with pytest.raises(
-        ValueError, match=r"w is torch.float32 \(3,\), expected torch.float32 \(4,\); v is torch.float64"
-    ):
+    says = r"w is torch.float32 \(3,\), expected torch.float32 \(4,\); v is torch.float64"
+    with pytest.raises(ValueError, match=says):
         bc.distributed.load(tmp_path / "step", {"w": torch.zeros(4), "v": torch.zeros(2)})
+    with pytest.raises(ValueError, match=r"w is of shape \(3,\); with chains= axis 0 .* counts the 2 chains"):
+        bc.distributed.save(tmp_path / "cut", {"w": torch.ones(3)}, chains=range(2))
 
 
 def test_a_checkpoint_is_whole_or_none_and_is_not_written_over(tmp_path):
-    saved(tmp_path / "step", 2)
+    gone_on(tmp_path, None, "a", 2)
     with pytest.raises(FileExistsError, match="holds a checkpoint already"):
-        saved(tmp_path / "step", 3)
-    (tmp_path / "step" / ".metadata").unlink()
+        gone_on(tmp_path, None, "a", 3)
+    (tmp_path / "a" / ".metadata").unlink()
     with pytest.raises(FileNotFoundError, match="not written to its end"):
-        loaded(tmp_path / "step")
+        gone_on(tmp_path, "a", None, 1)
 
 
 def test_a_row_of_many_chains_is_written_alone(tmp_path):
@@ -431,12 +226,37 @@ def test_a_row_of_many_chains_is_written_alone(tmp_path):
     assert sum(p.stat().st_size for p in (tmp_path / "step").glob("*.distcp")) < 8 * 10_000 * 4 + 8 * 4_000
 
 
-def test_with_chains_every_tensor_has_their_axis(tmp_path):
-    with pytest.raises(ValueError, match=r"w is of shape \(3,\); with chains= axis 0 .* counts the 2 chains"):
-        bc.distributed.save(tmp_path / "step", {"w": torch.ones(3)}, chains=range(2))
-    assert all("spread as (Shard(dim=0),)" in said for said in run(chains_cut, 2, tmp_path, tmp_path / "cut"))
+# files of ranks
 
 
-def chains_cut(path):
-    x = distribute_tensor(torch.ones(2, 3), init_device_mesh("cpu", (2,)), [Shard(0)])
-    return message_of(lambda: bc.distributed.save(path, {"w": x}, chains=range(2)))
+def reading(path):
+    tree = bc.load(path, like={"w": torch.zeros(3), "n": 0})
+    return tree["w"].tolist(), tree["n"]
+
+
+@on(2)
+def test_each_rank_reads_what_it_saved_and_as_many_ranks_read(tmp_path):
+    path, rank = tmp_path / "run.safetensors", world()[0]
+    names = [f"run.rank-0000{r}-of-00002.safetensors" for r in range(2)]
+    bc.save(path, {"w": torch.full((3,), 5.0) + rank, "n": rank})
+    dist.barrier()
+    assert reading(path) == ([5.0 + rank] * 3, rank) and sorted(os.listdir(tmp_path)) == names
+    everywhere(0)
+    if rank == 1:
+        (tmp_path / names[1]).rename(tmp_path / "away")
+        assert f"{names[1]} is missing: save on every rank" in message_of(reading, path)
+        files.write(tmp_path / "one.safetensors", {"w": torch.ones(3)}, {"scalars": {"n": 7}, "chain": None})
+    dist.barrier()
+    assert reading(tmp_path / "one.safetensors") == ([1.0] * 3, 7), "any rank reads a whole file"
+
+
+def test_as_many_ranks_read_as_have_saved_and_a_file_of_one_rank_by_its_name(tmp_path):
+    path, parts = tmp_path / "run.safetensors", [tmp_path / f"run.rank-0000{r}-of-00002.safetensors" for r in range(2)]
+    for n, part in enumerate(parts):
+        files.write(part, {"w": torch.ones(3)}, {"scalars": {"n": n}, "chain": None})
+    with pytest.raises(ValueError, match=r"2 ranks saved .* and 1 load it: .*run.rank-0000\d-of-00002.safetensors"):
+        reading(path)
+    assert reading(parts[1]) == ([1.0] * 3, 1)
+    bc.save(path, {"w": torch.zeros(3), "n": 0})
+    with pytest.raises(ValueError, match="by 1 and by 2 ranks, and which is newer no file says: remove"):
+        reading(path)

@@ -1,21 +1,10 @@
-"""Engines that hand plain tensors or shards to the optimizer, under torchrun: right, or refused.
-
-One launch of two ranks runs every case, a function of the rank whose asserts hold on each: ``torchrun --nproc-per-node 2
-test_engines.py FOLDER``. What a case fails with is written to the folder.
-"""
+"""Engines that hand plain tensors or shards to the optimizer: right on two ranks, or refused on both."""
 
 import copy
-import datetime
+import functools
 import os
-import statistics
-import sys
-import time
-import traceback
-import warnings
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import pairwise, product
-from pathlib import Path
 
 import optree
 import pytest
@@ -25,10 +14,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint import state_dict as dcp
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -38,31 +26,10 @@ from bayesopt_chain.core.link import Link, Traits
 from bayesopt_chain.matching.response import Nonlinear
 from bayesopt_chain.random.philox import draw_elements, whole_leaves
 from bayesopt_chain.random.stream import leaf_numbers
-from tests.distributed.ranks import everywhere, launched, message_of
+from tests.distributed.ranks import everywhere, mesh_of, message_of, on, whole, world
 
-CASES, ALONE, NEEDS = {}, {}, {"lightning_model_parallel": "lightning", "adapters": "peft"}
-WHOLE, PARTS, CHAINS = "", ("under one key", "bc.distributed.part("), ("generator(seed, chain=rank)",)
-
-
-def case(function):
-    CASES[function.__name__] = function
-    return function
-
-
-def ends(steps, *words, last=False):
-    """A case that returns steps and a refusal: after so many, in these words; ``last``: on the rank that comes last alone."""
-
-    def decorate(function):
-        def checked(rank):
-            every = everywhere(function(rank))
-            refused = [said for made, said in every if made == steps]
-            assert refused if last else len(refused) == len(every), every
-            assert all(word in said for said in refused for word in words) and (words or not any(refused)), every
-
-        CASES[function.__name__] = checked
-        return function
-
-    return decorate
+pytestmark = pytest.mark.slow
+close = functools.partial(torch.testing.assert_close, rtol=0, atol=1e-6)
 
 
 def network(seed=0, sizes=(3, 6, 5, 1)):
@@ -71,25 +38,31 @@ def network(seed=0, sizes=(3, 6, 5, 1)):
     return nn.Sequential(*layers[:-1])
 
 
-def data(rank, n=8):
+def data(rank=None, n=8):
     """Other data on each rank."""
+    rank = world()[0] if rank is None else rank
     return torch.randn(n, 3, generator=torch.Generator().manual_seed(100 + rank))
 
 
 BOTH = torch.cat([data(0), data(1)])
 
 
+def noise(chain=0, seed=0):
+    return {"temperature": 0.01, "generator": bc.distributed.generator(seed, chain=chain)}
+
+
 def sghmc(params, chain=0, seed=0):
-    return bc.optim.SGHMC(params, 0.05, temperature=0.01, generator=bc.distributed.generator(seed, chain=chain))
+    return bc.optim.SGHMC(params, 0.05, **noise(chain, seed))
 
 
 def of_a_chain(params, chain=0, seed=0):
-    tx = bc.sghmc(0.05, temperature=0.01, generator=bc.distributed.generator(seed, chain=chain))
+    tx = bc.sghmc(0.05, **noise(chain, seed))
     return bc.optim.Optimizer(params, lambda group: tx)
 
 
-def train(model, optimizer, x, steps=6, backward=None):
+def train(model, optimizer, x=None, steps=6, backward=None):
     """Steps that were made before a refusal, and what it said."""
+    x = data() if x is None else x
     for step in range(steps):
         optimizer.zero_grad()
         backward() if backward else model(x).square().mean().backward()
@@ -101,24 +74,15 @@ def train(model, optimizer, x, steps=6, backward=None):
 
 
 def weights(model):
-    full = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
-    return torch.cat([p.detach().flatten() for p in full])
+    return torch.cat([p.detach().flatten() for p in whole([*model.parameters()])])
 
 
+@functools.cache
 def alone(steps=6):
     """One process with the data of both ranks."""
     model = network()
     train(model, sghmc(model.named_parameters()), BOTH, steps)
     return weights(model)
-
-
-def require_replicas(model):
-    first, second = everywhere(weights(model))
-    assert torch.equal(first, second)
-
-
-def line():
-    return init_device_mesh("cpu", (2,))
 
 
 def under(engine, model=None):
@@ -127,40 +91,20 @@ def under(engine, model=None):
     if engine == "ddp":
         return DistributedDataParallel(model)
     if engine.startswith("fsdp1"):
-        return FullyShardedDataParallel(
-            model, device_id=torch.device("cpu"), use_orig_params=engine == "fsdp1 original"
-        )
+        cpu = torch.device("cpu")
+        return FullyShardedDataParallel(model, device_id=cpu, use_orig_params=engine == "fsdp1 original")
     if engine == "tp":
-        return parallelize_module(model, line(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards")) if engine == "hsdp" else line()
-    return fully_shard(model, mesh=mesh)
-
-
-# refused
-
-
-@ends(1, *PARTS)
-def fsdp1_flat(rank):
-    return train(model := under("fsdp1"), sghmc(model.parameters()), data(rank))
-
-
-@ends(1, *PARTS)
-def fsdp1_original(rank):
-    return train(model := under("fsdp1 original"), sghmc(model.named_parameters()), data(rank))
+        return parallelize_module(model, mesh_of(2), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return fully_shard(model, mesh=mesh_of(2, 1) if engine == "hsdp" else mesh_of(2))
 
 
 def zero_of(model):
-    noise = {"temperature": 0.01, "generator": bc.distributed.generator(0)}
-    return ZeroRedundancyOptimizer(model.parameters(), bc.optim.SGHMC, lr=0.05, **noise)
+    return ZeroRedundancyOptimizer(model.parameters(), bc.optim.SGHMC, lr=0.05, **noise())
 
 
-@ends(1, *PARTS)
-def zero(rank):
-    return train(model := under("ddp"), zero_of(model), data(rank))
-
-
-def stages(rank, names):
+def stages(names):
     """Two stages with a message between them, by hand: forward to the second, gradient back to the first."""
+    rank = world()[0]
     stage = network(rank, sizes=(3, 4, 3) if rank == 0 else (3, 4, 1))
 
     def backward():
@@ -174,82 +118,7 @@ def stages(rank, names):
             stage(came.requires_grad_()).square().mean().backward()
             dist.send(came.grad, 0)
 
-    return train(stage, sghmc(names(stage)), None, 4, backward)
-
-
-@ends(1, *PARTS)
-def pipeline(rank):
-    return stages(rank, lambda stage: stage.named_parameters())
-
-
-@ends(2, "noise of two keys", "generator=bc.distributed.generator(seed)")
-def ddp_with_two_keys(rank):
-    return train(model := under("ddp"), sghmc(model.parameters(), chain=rank), data(rank))
-
-
-@ends(2, *CHAINS, last=True)
-def forgotten_chain_keys(rank):
-    return train(model := network(), sghmc(model.parameters()), data(rank))
-
-
-@ends(1, *CHAINS, last=True)
-def forgotten_keys_of_an_optimizer_of_chains(rank):
-    return train(model := network(rank), of_a_chain(model.parameters()), data(rank))
-
-
-@case
-def a_comparison_now_and_then_finds_keys_that_part_later(rank):
-    model = under("ddp")
-    optimizer = sghmc(model.parameters())
-    optimizer.watch(every=2)
-    assert train(model, optimizer, data(rank), 3) == (3, "")
-    optimizer.param_groups[0]["noise_key"] += rank
-    assert "noise of two keys" in train(model, optimizer, data(rank))[1]
-
-
-@case
-def a_fork_asks_for_a_generator_where_several_ranks_run(rank):
-    assert "fork: 2 ranks run" in message_of(sghmc(network().parameters()).fork)
-
-
-@case
-def unequal_numbers_of_steps(rank):
-    model = under("ddp")
-    optimizer = sghmc(model.parameters())
-    with model.join():
-        train(model, optimizer, data(rank), 2 + 3 * rank)
-    assert optimizer.param_groups[0]["noise_count"] == 2 + 3 * rank
-    (made, said), (_, same) = everywhere(train(model, optimizer, data(rank), 12))
-    assert made == 1 and said == same and "have drawn 2 and 5 times" in said and "Join([model, optimizer])" in said
-
-
-@case
-def fsdp1_is_no_step_and_says_so(rank):
-    model = under("fsdp1 original")
-    said = message_of(
-        lambda: bc.optim.as_step(model, sghmc(model.named_parameters()), lambda model, x: model(x).mean())
-    )
-    assert "under FullyShardedDataParallel (FSDP1)" in said
-
-
-# right
-
-
-@case
-def replicas_stay_bit_identical(rank):
-    for engine, forks in (("ddp", False), ("hsdp", False), ("hsdp", True)):
-        model = under(engine)
-        optimizer = sghmc(model.named_parameters())
-        assert train(model, optimizer, data(rank), 4) == (4, "")
-        if forks:  # each rank with a generator of its own, and the first one's key counts
-            optimizer.fork(bc.distributed.generator(5, chain=rank))
-        assert train(model, optimizer, data(rank), 5) == (5, "")
-        require_replicas(model)
-
-
-@ends(9)
-def fsdp2(rank):
-    return train(model := under("fsdp2"), sghmc(model.named_parameters()), data(rank), 9)
+    return train(stage, sghmc(names(stage, rank)), None, 4, backward)
 
 
 class Odd(nn.Module):
@@ -268,80 +137,120 @@ class Odd(nn.Module):
         return self.last(torch.relu(self.first(self.table(words))) * self.frozen) + 0.0 * self.dead
 
 
-@ends(9)
-def chains_with_dead_leaves(rank):
-    return train(model := Odd(), sghmc(model.named_parameters(), chain=rank), data(rank), 9)
-
-
-@ends(9)
-def ddp_with_dead_leaves(rank):
-    model = DistributedDataParallel(Odd(), find_unused_parameters=True)
-    return train(model, sghmc(model.named_parameters()), data(rank), 9)
-
-
-@ends(9)
-def chains_from_one_start_on_the_same_data(rank):
-    """Their first gradients are equal, their keys are not."""
-    return train(model := network(), sghmc(model.parameters(), chain=rank), data(0), 9)
-
-
-@ends(5)
-def chains_of_an_optimizer_of_chains(rank):
-    return train(model := network(), of_a_chain(model.parameters(), chain=rank), data(0), 5)
-
-
-@ends(6)
-def one_key_on_purpose(rank):
+def on_purpose(rank):
     optimizer = sghmc((model := network(rank)).parameters())
     optimizer.watch(first=False)
-    return train(model, optimizer, data(rank))
+    return train(model, optimizer)
 
 
-@case
-def joined_replicas_go_on_from_one_state(rank):
-    model = under("ddp")
-    optimizer = sghmc(model.parameters())
-    with Join([model, optimizer]):
-        train(model, optimizer, data(rank), 2 + 3 * rank)
-    assert optimizer.param_groups[0]["noise_count"] == 5
-    assert train(model, optimizer, data(rank), 9) == (9, "")
-    require_replicas(model)
+def trains(model, make=sghmc, x=None, steps=9, names=nn.Module.parameters, **options):
+    return train(model, make(names(model), **options), x, steps)
 
 
-@case
-def parts_of_fsdp1_and_of_zero_draw_the_noise_of_one_process(rank):
+named, seen = nn.Module.named_parameters, {"find_unused_parameters": True}
+PARTS, CHAINS = ("under one key", "bc.distributed.part("), ("generator(seed, chain=rank)",)
+# After how many steps training ends, and the words it is refused in; where they begin with "last", on the rank that comes last.
+ENDS = {
+    "fsdp1": (1, PARTS, lambda rank: trains(under("fsdp1"))),
+    "fsdp1, original": (1, PARTS, lambda rank: trains(under("fsdp1 original"), names=named)),
+    "zero": (1, PARTS, lambda rank: train(model := under("ddp"), zero_of(model))),
+    "pipeline": (1, PARTS, lambda rank: stages(lambda stage, rank: named(stage))),
+    "ddp with two keys": (
+        2, ("noise of two keys", "=bc.distributed.generator(seed)"), lambda rank: trains(under("ddp"), chain=rank)
+    ),
+    "chains without keys": (2, ("last", *CHAINS), lambda rank: trains(network())),
+    "an optimizer of chains without keys": (1, ("last", *CHAINS), lambda rank: trains(network(rank), of_a_chain)),
+    "fsdp2": (9, (), lambda rank: trains(under("fsdp2"), names=named)),
+    "chains with dead leaves": (9, (), lambda rank: trains(Odd(), names=named, chain=rank)),
+    "ddp with dead leaves": (9, (), lambda rank: trains(DistributedDataParallel(Odd(), **seen), names=named)),
+    "chains from one start on the same data": (9, (), lambda rank: trains(network(), x=data(0), chain=rank)),
+    "chains of an optimizer of chains": (9, (), lambda rank: trains(network(), of_a_chain, data(0), chain=rank)),
+    "one key on purpose": (6, (), on_purpose),
+    "pipeline with parts": (
+        4, (), lambda rank: stages(lambda s, r: bc.distributed.part(named(s), lambda name, p: f"stage{r}.{name}"))
+    ),
+}  # fmt: skip
+
+
+@on(2)
+@pytest.mark.parametrize("case", ENDS)
+def test_training_under_an_engine_goes_on_or_is_refused_on_every_rank(case):
+    steps, words, make = ENDS[case]
+    last, every = "last" in words, everywhere(make(world()[0]))
+    refused = [said for made, said in every if made == steps]
+    assert refused if last else len(refused) == len(every), every
+    assert all(word in said for said in refused for word in words if word != "last"), every
+    assert words or not any(refused), every
+
+
+@on(2)
+def test_a_comparison_now_and_then_finds_keys_that_part_later():
+    optimizer = sghmc((model := under("ddp")).parameters())
+    optimizer.watch(every=2)
+    assert train(model, optimizer, steps=3) == (3, "")
+    optimizer.param_groups[0]["noise_key"] += world()[0]
+    assert "noise of two keys" in train(model, optimizer)[1]
+
+
+@on(2)
+def test_unequal_numbers_of_steps_are_refused_and_joined_replicas_go_on_from_one_state():
+    for joined in (False, True):
+        optimizer, uneven = sghmc((model := under("ddp")).parameters()), 2 + 3 * world()[0]
+        with Join([model, optimizer]) if joined else model.join():
+            train(model, optimizer, steps=uneven)
+        assert optimizer.param_groups[0]["noise_count"] == (5 if joined else uneven)
+        (made, said), other = everywhere(train(model, optimizer, steps=9))
+        assert made == (9 if joined else 1) and other[1] == said
+        assert joined or ("have drawn 2 and 5 times" in said and "Join([model, optimizer])" in said)
+        assert not joined or torch.equal(*everywhere(weights(model)))
+
+
+@on(2)
+def test_what_engines_cannot_do_says_so():
+    model, loss = under("fsdp1 original"), lambda model, x: model(x).mean()
+    said = message_of(lambda: bc.optim.as_step(model, sghmc(named(model)), loss))
+    assert "under FullyShardedDataParallel (FSDP1)" in said
+    assert "fork: 2 ranks run" in message_of(sghmc(network().parameters()).fork)
+
+
+@on(2)
+@pytest.mark.parametrize("engine, forks", [("ddp", False), ("hsdp", False), ("hsdp", True)])
+def test_replicas_stay_bit_identical(engine, forks):
+    optimizer = sghmc(named(model := under(engine)))
+    assert train(model, optimizer, steps=4) == (4, "")
+    if forks:  # each rank with a generator of its own, and the first one's key counts
+        optimizer.fork(bc.distributed.generator(5, chain=world()[0]))
+    assert train(model, optimizer, steps=5) == (5, "") and torch.equal(*everywhere(weights(model)))
+
+
+@on(2)
+def test_parts_of_fsdp1_and_of_zero_draw_the_noise_of_one_process():
     model = under("fsdp1 original")
-    mine = bc.distributed.part(model.named_parameters(), bc.distributed.flat_shards(model))
+    mine = bc.distributed.part(named(model), bc.distributed.flat_shards(model))
     assert train(model, sghmc(mine), BOTH) == (6, "")
     with FullyShardedDataParallel.summon_full_params(model):
-        torch.testing.assert_close(weights(model), ALONE[6], rtol=0, atol=1e-6)
+        close(weights(model), alone())
     model = under("ddp")
-    bc.distributed.part(model.named_parameters())
+    bc.distributed.part(named(model))
     assert train(model, zero_of(model), BOTH) == (6, "")
-    torch.testing.assert_close(weights(model), ALONE[6], rtol=0, atol=1e-6)
+    close(weights(model), alone())
 
 
-@case
-def flattened_parts_draw_neighbouring_numbers_of_one_leaf(rank):
+@on(2)
+def test_flattened_parts_draw_neighbouring_numbers_of_one_leaf():
     model = under("fsdp1")
-    ((_, mine),) = parts = bc.distributed.part(model.named_parameters(), bc.distributed.flat_shards(model))
+    ((_, mine),) = parts = bc.distributed.part(named(model), bc.distributed.flat_shards(model))
     optimizer = sghmc(parts)
-    assert train(model, optimizer, data(rank), 3) == (3, "")
+    assert train(model, optimizer, steps=3) == (3, "")
     found = torch.cat(everywhere(optimizer.state[mine]["noise"].clone()))
     key = torch.randint(2**63 - 1, (), dtype=torch.int64, generator=bc.distributed.generator(0))
-    whole = whole_leaves([found.numel()], leaf_numbers(("_flat_param",)))
-    assert torch.equal(found, draw_elements(key, torch.tensor(2), whole, torch.float32)[0])
-
-
-@ends(4)
-def pipeline_with_parts(rank):
-    return stages(rank, lambda s: bc.distributed.part(s.named_parameters(), lambda name, p: f"stage{rank}.{name}"))
+    leaves = whole_leaves([found.numel()], leaf_numbers(("_flat_param",)))
+    assert torch.equal(found, draw_elements(key, torch.tensor(2), leaves, torch.float32)[0])
 
 
 def ivon(model, x, steps=8):
     """Means and variances after steps of IVON; draws and steps send no message."""
-    noise = {"temperature": 0.01, "generator": bc.distributed.generator(0)}
-    optimizer = bc.optim.IVON(model.named_parameters(), 0.1, betas=(0.9, 0.95), weight_decay=0.1, **noise)
+    optimizer = bc.optim.IVON(named(model), 0.1, betas=(0.9, 0.95), weight_decay=0.1, **noise())
     for _ in range(steps):
         optimizer.zero_grad()
         with CommDebugMode() as drawing:
@@ -352,14 +261,14 @@ def ivon(model, x, steps=8):
             draw.__exit__(None, None, None)
             optimizer.step()
         assert drawing.get_total_counts() == stepping.get_total_counts() == 0
-    variances = optimizer.variances().values()
-    return weights(model), torch.cat([getattr(x, "full_tensor", lambda x=x: x)().detach().flatten() for x in variances])
+    return weights(model), torch.cat([x.detach().flatten() for x in whole([*optimizer.variances().values()])])
 
 
-@case
-def a_gaussian_posterior_on_shards_is_that_of_one_process_and_sends_no_message(rank):
-    for engine, batch in (("fsdp2", data(rank)), ("tp", BOTH), ("ddp", data(rank))):
-        torch.testing.assert_close(ivon(under(engine), batch), ALONE["ivon"], rtol=1e-4, atol=1e-5)
+@on(2)
+def test_a_gaussian_posterior_on_shards_is_that_of_one_process_and_sends_no_message():
+    want = ivon(network(), BOTH)
+    for engine, batch in (("fsdp2", data()), ("tp", BOTH), ("ddp", data())):
+        close(ivon(under(engine), batch), want, rtol=1e-4, atol=1e-5)
 
 
 class Dropping(nn.Module):
@@ -373,33 +282,22 @@ class Dropping(nn.Module):
         return self.norm(self.net(self.dropout(x)))
 
 
-def as_step_under_ddp(folder, steps):
-    """Draws of one chain on two ranks, each with its part of every batch, and the replica in the end."""
-    torch.manual_seed(dist.get_rank())  # as it happens
-    model = under("ddp", Dropping())
-    step = bc.optim.as_step(model, sghmc(model.parameters()), lambda model, x: model(x).square().mean())
-    batches, settings = bc.epochs(BOTH, 8, seed=3, mesh=line()), {"burn_in": 2, "checkpoint_seconds": 0.0}
-    draws = bc.sample(step, step.params, step.state, batches, steps=steps, path=folder, **settings)
-    return draws.params["net.0.weight"].clone(), weights(model)
-
-
-@case
-def one_chain_under_ddp_is_sampled_to_disk_and_goes_on_where_it_stopped(rank):
+@on(2)
+def test_one_chain_under_ddp_is_sampled_to_disk_and_goes_on_where_it_stopped(tmp_path):
     """With dropout, buffers and the batches of both ranks: replicas and draws have the bits of a run in one piece."""
-    whole, replica = as_step_under_ddp(FOLDER / "whole", 9)
-    as_step_under_ddp(FOLDER / "parts", 5)
-    (first, again), other = everywhere(as_step_under_ddp(FOLDER / "parts", 9))
-    assert len(whole) == 7 and all(torch.equal(whole, x) for x in (first, other[0]))
-    assert all(torch.equal(replica, x) for x in (again, other[1]))
 
+    def sampled(name, steps):
+        torch.manual_seed(world()[0])  # as it happens
+        model, batches = under("ddp", Dropping()), bc.epochs(BOTH, 8, seed=3, mesh=mesh_of(2))
+        step = bc.optim.as_step(model, sghmc(model.parameters()), lambda model, x: model(x).square().mean())
+        settings = {"burn_in": 2, "checkpoint_seconds": 0.0, "path": tmp_path / name}
+        draws = bc.sample(step, step.params, step.state, batches, steps=steps, **settings)
+        return draws.params["net.0.weight"].clone(), weights(model)
 
-def kept_as_chains(rank, name, averaged, chain=0):
-    """A run on disk that is about to keep replicas as chains: after how many steps it ends, and why."""
-    model, made = network(), []
-    optimizer, forward = sghmc(model.parameters(), chain=chain), averaged(model)
-    step = bc.optim.as_step(model, optimizer, lambda model, x: (made.append(1), forward(x).square().mean())[1])
-    run = lambda: bc.sample(step, step.params, step.state, [data(rank)], steps=6, path=FOLDER / name)  # noqa: E731
-    return message_of(run) or "", len(made)
+    straight = sampled("whole", 9)
+    sampled("parts", 5)
+    for other in everywhere(sampled("parts", 9)):
+        assert len(straight[0]) == 7 and all(map(torch.equal, straight, other))
 
 
 def by_hooks(model):
@@ -408,36 +306,44 @@ def by_hooks(model):
     return model
 
 
-@case
-def one_chain_that_a_run_would_keep_as_two_is_refused(rank):
+@on(2)
+def test_one_chain_that_a_run_would_keep_as_two_is_refused(tmp_path):
     """Nothing tells the run that the ranks run one chain: the average is taken inside the loss, or by hooks, or not at all."""
+
+    def kept_as_chains(name, averaged, chain=0):
+        model, made = network(), []
+        optimizer, forward = sghmc(model.parameters(), chain=chain), averaged(model)
+        step = bc.optim.as_step(model, optimizer, lambda model, x: (made.append(1), forward(x).square().mean())[1])
+        run = lambda: bc.sample(step, step.params, step.state, [data()], steps=6, path=tmp_path / name)  # noqa: E731
+        return message_of(run) or "", len(made)
+
     for name, averaged in (("inside", DistributedDataParallel), ("hooks", by_hooks)):
-        said, steps = kept_as_chains(rank, name, averaged)
+        said, steps = kept_as_chains(name, averaged)
         assert steps == 2 and "they run one chain, and this run would keep it as two" in said
-    every = everywhere(kept_as_chains(rank, "generator", lambda model: model))
+    every = everywhere(kept_as_chains("generator", lambda model: model))
     assert any(steps == 2 and "generator=bc.distributed.generator(seed, chain=rank)" in said for said, steps in every)
-    assert kept_as_chains(rank, "chains", lambda model: model, chain=rank) == ("", 6)
+    assert kept_as_chains("chains", lambda model: model, chain=world()[0]) == ("", 6)
     dist.barrier()
-    assert bc.Draws.open(FOLDER / "chains").chains == 2
+    assert bc.Draws.open(tmp_path / "chains").chains == 2
 
 
-@case
-def batches_of_ranks_are_together_those_of_one_process_and_parts_in_one_order_are_refused(rank):
-    mesh, x = line(), torch.arange(24.0)
-    batches, whole = bc.epochs(x, 8, seed=3, mesh=mesh), bc.epochs(x, 8, seed=3)
-    for *parts, both in zip(*everywhere([*batches, *batches]), [*whole, *whole], strict=True):
+@on(2)
+def test_batches_of_ranks_are_together_those_of_one_process_and_parts_in_one_order_are_refused():
+    mesh, x = mesh_of(2), torch.arange(24.0)
+    batches, every = bc.epochs(x, 8, seed=3, mesh=mesh), bc.epochs(x, 8, seed=3)
+    for *parts, both in zip(*everywhere([*batches, *batches]), [*every, *every], strict=True):
         assert torch.equal(torch.cat(parts), both)
     tx, params = bc.sghmc(0.05, temperature=0.01), {"w": torch.zeros(())}
     params, state = bc.distributed.broadcast((params, tx.init(params)), mesh)
-    step = bc.make_step(lambda p, x: (p["w"] - x).square().mean(), tx, mesh=mesh)
-    said = message_of(lambda: bc.sample(step, params, state, bc.epochs(x[rank::2], 4, seed=3), steps=4))
+    step, parts = bc.make_step(lambda p, x: (p["w"] - x).square().mean(), tx, mesh=mesh), x[world()[0] :: 2]
+    said = message_of(lambda: bc.sample(step, params, state, bc.epochs(parts, 4, seed=3), steps=4))
     assert "with one seed, 3" in said and "mesh=" in said
 
 
-@case
-def lightning_model_parallel(rank):
-    """Lightning's strategy for FSDP2, four epochs of one batch."""
-    import lightning
+@on(2)
+def test_lightnings_strategy_for_fsdp2_makes_the_steps_of_one_process():
+    """Four epochs of one batch."""
+    lightning = pytest.importorskip("lightning")
     from lightning.pytorch.strategies import ModelParallelStrategy
 
     class Module(lightning.LightningModule):
@@ -452,50 +358,56 @@ def lightning_model_parallel(rank):
             return self.net(batch[0]).square().mean()
 
         def configure_optimizers(self):
-            return sghmc(self.net.named_parameters())
+            return sghmc(named(self.net))
 
+    rank, size = world()
     every = torch.stack([data(0), data(1)], 1).flatten(0, 1)  # of which Lightning gives each rank every other row
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(every), batch_size=8)
     quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
     where = {"accelerator": "cpu", "devices": 2, "strategy": strategy, "max_steps": 4, **dict.fromkeys(quiet, False)}
-    lightning.Trainer(**where).fit(module := Module(), loader)
-    torch.testing.assert_close(weights(module.net), ALONE[4], rtol=0, atol=1e-6)
+    launch = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0}
+    launch |= {"TORCHELASTIC_RUN_ID": "test", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}  # of torchrun
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in launch.items():
+            patch.setitem(os.environ, name, str(value))
+        lightning.Trainer(**where).fit(module := Module(), loader)
+    close(weights(module.net), alone(4))
 
 
-@case
-def adapters(rank):
-    """The diagonal and Kronecker posteriors of peft's adapters under FSDP2 are those of one process."""
-    from peft import LoraConfig, get_peft_model
-
+@on(2)
+def test_posteriors_of_adapters_under_fsdp2_are_those_of_one_process():
+    """The diagonal and Kronecker posteriors of peft's adapters."""
+    peft = pytest.importorskip("peft")
     torch.manual_seed(0)
-    settings = LoraConfig(r=2, target_modules=["0", "2"], init_lora_weights=False, lora_dropout=0.5)
-    model = get_peft_model(network(sizes=(3, 6, 2)).double(), settings).eval()
+    settings = peft.LoraConfig(r=2, target_modules=["0", "2"], init_lora_weights=False, lora_dropout=0.5)
+    model = peft.get_peft_model(network(sizes=(3, 6, 2)).double(), settings).eval()
     x, y, likelihood, tx = BOTH.double(), torch.arange(16) % 2, bc.likelihoods.categorical(), bc.laplace()
-    trained = lambda: {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}  # noqa: E731
-    whole, kinds = trained(), ("diagonal", "kronecker")
+    trained = lambda: {name: p.detach().clone() for name, p in named(model) if p.requires_grad}  # noqa: E731
+    params, kinds, mesh = trained(), ("diagonal", "kronecker"), mesh_of(2)
 
     def variances(increment, params):
         _, state = tx.update(params, tx.init(params), curvature=increment, inplace=False)
-        return tx.posterior(state, params, prior_precision=2.0).marginal_variance
+        return whole(tx.posterior(state, params, prior_precision=2.0).marginal_variance)
 
     forward = lambda p, batch: torch.func.functional_call(model, p, (batch[0],))  # noqa: E731
-    wanted = [variances(bc.curvature.ggn(forward, likelihood, kind)(whole, (x, y)), whole) for kind in kinds]
-    mesh = line()
+    wanted = [variances(bc.curvature.ggn(forward, likelihood, kind)(params, (x, y)), params) for kind in kinds]
     fully_shard(model, mesh=mesh)
     for kind, want in zip(kinds, wanted):
         estimate = getattr(bc.curvature, f"{kind}_by_backward")(model, likelihood, mesh=mesh)
-        found = {name: v.full_tensor() for name, v in variances(estimate((x[rank::2], y[rank::2])), trained()).items()}
-        torch.testing.assert_close(found, want, rtol=0, atol=1e-10)
+        close(found := variances(estimate((x[world()[0] :: 2], y[world()[0] :: 2])), trained()), want, atol=1e-10)
     assert len(found) == 4 and all("lora_" in name for name in found)
 
 
 # state dicts of torch.distributed.checkpoint
 
 MADE = {
+    "SGLD": {"lr": 0.05},
     "SGHMC": {"lr": 0.05},
     "SGD": {"lr": 0.05, "momentum": 0.9, "nesterov": True},
     "Adam": {"lr": 0.01},
+    "RMSprop": {"lr": 0.01, "momentum": 0.5},
+    "NAdam": {"lr": 0.01, "freeze_after": 3},
     "Optimizer": None,
 }
 
@@ -503,30 +415,30 @@ MADE = {
 def optimizer_of(name, model, seed=0):
     """An optimizer that draws."""
     if name == "Optimizer":
-        return of_a_chain(model.named_parameters(), seed=seed)
-    noise = {"temperature": 0.01, "generator": bc.distributed.generator(seed)}
-    return getattr(bc.optim, name)(model.named_parameters(), **noise, **MADE[name])
+        return of_a_chain(named(model), seed=seed)
+    return getattr(bc.optim, name)(named(model), **noise(seed=seed), **MADE[name])
 
 
-@case
-def flattened_and_full_state_dicts_go_on_bit_for_bit(rank):
+@on(2)
+@pytest.mark.parametrize("name", MADE)
+def test_flattened_and_full_state_dicts_go_on_bit_for_bit(name):
     """Three steps behind a state dict, of an optimizer of another key, are those of one that goes on."""
-    for engine, name, flat, full in product(("fsdp2", "ddp"), MADE, (False, True), (False, True)):
-        model = under(engine)
-        optimizer = optimizer_of(name, model)
-        train(model, optimizer, data(rank), 4)
+    for engine, flat, full in [*product(["fsdp2"], (False, True), (False, True)), ("ddp", False, True)]:
+        optimizer = optimizer_of(name, model := under(engine))
+        train(model, optimizer, steps=4)
         options = dcp.StateDictOptions(flatten_optimizer_state_dict=flat, full_state_dict=full)
         saved, parameters = dcp.get_optimizer_state_dict(model, optimizer, options=options), model.state_dict()
         saved, parameters = copy.deepcopy(saved), copy.deepcopy(parameters)
-        said = train(model, optimizer, data(rank), 3)
+        said = train(model, optimizer, steps=3)
         straight, model = weights(model), under(engine)
         model.load_state_dict(parameters)
-        optimizer = optimizer_of(name, model, seed=1)
+        optimizer, before = optimizer_of(name, model, seed=1), weights(model)
         # torch 2.13 loads no state dict that is both, of its own optimizers either (KeyError: 'param_groups.0.params.0')
         options = dcp.StateDictOptions(flatten_optimizer_state_dict=flat, full_state_dict=full and not flat)
         dcp.set_optimizer_state_dict(model, optimizer, saved, options=options)
-        assert said == train(model, optimizer, data(rank), 3) == (3, "")
-        assert torch.equal(weights(model), straight), (engine, name, flat, full)
+        assert torch.equal(weights(model), before), "loading a state moves nothing"
+        assert said == train(model, optimizer, steps=3) == (3, "")
+        assert torch.equal(weights(model), straight), (engine, flat, full)
 
 
 # links of a user's own
@@ -569,106 +481,49 @@ class Sign(Unit):
 
 
 def with_a_link(link, model, x):
-    noise = bc.inject_langevin_noise(temperature=0.01, generator=bc.distributed.generator(0))
-    tx = bc.chain(bc.Chain((link(),)), noise, bc.scale_by_neg_lr(0.05))
-    assert train(model, bc.optim.Optimizer(model.named_parameters(), lambda group: tx), x) == (6, "")
+    tx = bc.chain(bc.Chain((link(),)), bc.inject_langevin_noise(**noise()), bc.scale_by_neg_lr(0.05))
+    assert train(model, bc.optim.Optimizer(named(model), lambda group: tx), x) == (6, "")
     return weights(model)
 
 
-@case
-def a_link_of_a_users_own_is_refused_on_shards_unless_it_says_that_it_takes_them(rank):
-    said = message_of(lambda: with_a_link(Unit, under("fsdp2"), data(rank)))
+@on(2)
+def test_a_link_of_a_users_own_is_refused_on_shards_unless_it_says_that_it_takes_them():
+    said = message_of(lambda: with_a_link(Unit, under("fsdp2"), data()))
     assert "unit() needs whole leaves, and [0] is a DTensor" in said
     for link in (UnitOnShards, Sign):
-        torch.testing.assert_close(with_a_link(link, under("fsdp2"), data(rank)), ALONE[link], rtol=0, atol=1e-6)
-    g = distribute_tensor(torch.tensor([0.6, 0.0, 0.0, 0.8]), line(), [Shard(0)])
+        close(with_a_link(link, under("fsdp2"), data()), with_a_link(link, network(), BOTH))
+    g = distribute_tensor(torch.tensor([0.6, 0.0, 0.0, 0.8]), mesh_of(2), [Shard(0)])
     tx = bc.chain(bc.Chain((UnitOnShards(),)), bc.scale_by_neg_lr(1.0))
     move = tx.update(g, tx.init(g), params=g)[0].full_tensor()
-    torch.testing.assert_close(move, torch.tensor([-0.6, 0.0, 0.0, -0.8]))  # over the norm of the whole leaf
-
-
-# names that wrappers put in front
-
-WRAPPERS = ("", "ddp", "checkpoint", "compile", "compile ddp", "checkpoint ddp compile", "checkpoint fsdp2")
+    close(move, torch.tensor([-0.6, 0.0, 0.0, -0.8]))  # over the norm of the whole leaf
 
 
 def noise_under(how):
-    """What the optimizer draws in its third step under these wrappers, from the inside out; the names that it is given."""
+    """What the optimizer draws in its third step under these wrappers, from the inside out; the first name it is given."""
     model = network()
     for wrapper in how.split():
         if wrapper == "checkpoint":
             model[0] = checkpoint_wrapper(model[0])
         else:
             model = torch.compile(model, backend="eager") if wrapper == "compile" else under(wrapper, model)
-    named = dict(model.named_parameters())
-    optimizer = sghmc(named.items())
+    optimizer = sghmc((leaves := dict(named(model))).items())
     assert train(model, optimizer, data(0), 3) == (3, ""), how
-    drawn = [optimizer.state[p]["noise"] for p in named.values()]
-    return [getattr(x, "full_tensor", lambda x=x: x)().clone() for x in drawn], list(named)
+    return whole([optimizer.state[p]["noise"].clone() for p in leaves.values()]), next(iter(leaves))
 
 
-@case
-def names_of_wrappers_leave_the_noise_alone(rank):
-    names = set()
-    for how in WRAPPERS:
-        drawn, (first, *_) = noise_under(how)
-        assert len(drawn) == len(ALONE["noise"]) == 6 and all(map(torch.equal, drawn, ALONE["noise"])), how
+@on(2)
+def test_names_that_wrappers_put_in_front_leave_the_noise_alone():
+    (want, _), names = noise_under(""), set()
+    for how in ("ddp", "checkpoint", "compile", "compile ddp", "checkpoint ddp compile", "checkpoint fsdp2"):
+        drawn, first = noise_under(how)
+        assert len(drawn) == len(want) == 6 and all(map(torch.equal, drawn, want)), how
         names.add(first)
     assert {"module.0.weight", "_orig_mod.module.0._checkpoint_wrapped_module.weight"} <= names
 
 
-@case
-def cost(rank):
-    """Six comparisons take less than a hundredth of the processor's time of 300 steps of a small network.
-
-    Each of the six counts as their median, since one that the operating system interrupts is longer than the others together.
-    """
-    model = under("ddp", network(sizes=(3, 512, 512, 1)))
-    optimizer = sghmc(model.parameters())
-    look, spent, clock = optimizer._witness.look, [], time.process_time
-    timed = lambda *args: spent.append(-clock() + (look(*args), clock())[1])  # noqa: E731
-    optimizer._witness.look = timed
-    start = clock()
-    train(model, optimizer, data(rank, 128), 300)
-    *rest, a, b, c, d, e, f = sorted(spent)
-    assert (sum(rest) + 6 * statistics.median((a, b, c, d, e, f))) / (clock() - start) < 0.01
-
-
-@pytest.fixture(scope="module")
-def failures(tmp_path_factory):
-    """What the cases failed with on both ranks, of one launch."""
-    return launched(Path(__file__), tmp_path_factory.mktemp("engines"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_engines_under_torchrun(name, failures):
-    if not find_spec(NEEDS.get(name, "torch")):
-        pytest.skip(f"needs {NEEDS[name]}")
-    said = [mine[name] for mine in failures if mine[name]]
-    assert not said, "\n".join(said)
-
-
-def main():
-    ALONE.update({4: alone(4), 6: alone(), "ivon": ivon(network(), BOTH), "noise": noise_under("")[0]})
-    ALONE.update({link: with_a_link(link, network(), BOTH) for link in (UnitOnShards, Sign)})
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    global FOLDER
-    rank, FOLDER, out = dist.get_rank(), Path(sys.argv[1]), {}
-    for name in sys.argv[2:] or CASES:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                out[name] = CASES[name](rank) if find_spec(NEEDS.get(name, "torch")) else None
-            except Exception:
-                out[name] = traceback.format_exc()
-        dist.barrier()
-    torch.save(out, FOLDER / f"{rank}.pt")
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # whatever threads of the groups are left
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main()
+@on(2)
+def test_what_comparisons_cost_is_six_in_three_hundred_steps():
+    optimizer, made = sghmc((model := under("ddp")).parameters()), []
+    look = optimizer._witness.look
+    optimizer._witness.look = lambda claims, of: look(lambda: (made.append(1), claims())[1], of)
+    assert train(model, optimizer, steps=300) == (300, "") and len(made) == 6

@@ -45,15 +45,19 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("shape, mesh, placements", LAYOUTS, ids=str)
-def test_the_runs_of_every_rank_are_what_the_placements_give_it(shape, mesh, placements):
-    seen = set()
+def test_the_runs_and_the_noise_of_every_rank_are_what_the_placements_give_it_of_one_process(shape, mesh, placements):
+    key, step, n, seen = torch.tensor(11), torch.tensor(4), torch.Size(shape).numel(), set()
     for coordinate in product(*map(range, mesh)):
         found = runs(shape, mesh, coordinate, placements)
-        assert sorted(expanded(found)) == sorted(held(shape, mesh, coordinate, placements))
-        assert all(length > 0 for _, length in found)
+        mine = held(shape, mesh, coordinate, placements)
+        assert sorted(expanded(found)) == sorted(mine) and all(length > 0 for _, length in found)
         assert all(a + n < b for (a, n), (b, _) in pairwise(found)), "runs that touch are one"
-        seen |= set(expanded(found))
-    assert len(seen) == torch.Size(shape).numel()
+        seen |= {*mine}
+        for kind in ("gaussian", "rademacher"):
+            whole = leaf(key, step, n, 8, torch.float64, kind)
+            (drawn,) = parts(key, step, [found], [8], torch.float64, kind=kind)
+            assert torch.equal(drawn, whole[mine].reshape(-1))
+    assert len(seen) == n
 
 
 @given(data=st.data())
@@ -65,17 +69,6 @@ def test_the_runs_are_the_placements_for_any_shape_and_mesh(data):
     placements = tuple(data.draw(plain) for _ in mesh)
     for coordinate in product(*map(range, mesh)):
         assert expanded(runs(shape, mesh, coordinate, placements)) == held(shape, mesh, coordinate, placements)
-
-
-@pytest.mark.parametrize("kind", ["gaussian", "rademacher"])
-@pytest.mark.parametrize("shape, mesh, placements", LAYOUTS, ids=str)
-def test_the_ranks_noise_put_together_is_the_noise_of_one_process(shape, mesh, placements, kind):
-    key, step, n = torch.tensor(11), torch.tensor(4), torch.Size(shape).numel()
-    whole = parts(key, step, [((0, n),) if n else ()], [8], torch.float64, kind=kind)[0]
-    assert torch.equal(whole, leaf(key, step, n, 8, torch.float64, kind))
-    for coordinate in product(*map(range, mesh)):
-        (mine,) = parts(key, step, [runs(shape, mesh, coordinate, placements)], [8], torch.float64, kind=kind)
-        assert torch.equal(mine, whole[held(shape, mesh, coordinate, placements)].reshape(-1))
 
 
 def test_a_plain_tensor_is_one_run():

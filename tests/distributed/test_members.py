@@ -1,93 +1,132 @@
-"""The one call with its members over ranks: the same members and predictions as in one process."""
-
-from pathlib import Path
+"""``bc.posterior_ensemble`` with its members over ranks: the same members and predictions as in one process."""
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
-from tests.distributed import members
-from tests.distributed.ranks import launched as under_torchrun
-from tests.distributed.ranks import run
+import bayesopt_chain as bc
+from bayesopt_chain.ensemble import report, stages
+from tests.distributed.ranks import message_of, on, run, world
+from tests.distributed.toys import line
 
-CLOSE = {
-    "rtol": 1e-4,
-    "atol": 1e-5,
-}  # 40 steps in float32, whose matrix products round as the members in one call are many
+SMALL = {"members": 3, "steps": 60, "lr": 0.03, "progress": False, "batch_size": 16}
+# 60 steps in float32, whose matrix products round as the members in one call are many
+CLOSE = {"rtol": 1e-4, "atol": 1e-5, "equal_nan": True}  # modes have no loss
+BITWISE = {"rtol": 0, "atol": 0, "equal_nan": True}
 
 
-def same(mine, alone):
-    """Equal but for rounding; of parameters this is not asked, since a bias before BatchNorm is moved by rounding alone."""
-    if isinstance(mine, dict):
-        mine, alone = ({k: x for k, x in tree.items() if k not in ("params", "buffers")} for tree in (mine, alone))
-    torch.testing.assert_close(mine, alone, **CLOSE, equal_nan=True)  # modes have no loss
+def data(n=48):
+    x = torch.randn(n, 2, generator=torch.Generator().manual_seed(0))
+    return x, x[:, :1]
+
+
+class Normed(nn.Sequential):
+    """What ``vmap`` takes: BatchNorm and dropout."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(2, 6), nn.BatchNorm1d(6), nn.Dropout(0.1), nn.Tanh(), nn.Linear(6, 1))
+
+
+class Recurrent(nn.Module):
+    """What ``vmap`` refuses, so that members run one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.out = nn.LSTM(1, 3, batch_first=True), nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.out(self.lstm(x[..., None])[0][:, -1])
+
+
+def call(module=Normed, **changes):
+    """What a call comes to: predictions, every network, and what the report counts."""
+    given = {"data": data(), "mesh": line(), **SMALL, **changes}
+    e = bc.posterior_ensemble(module, given.pop("data"), bc.likelihoods.gaussian(), **given)
+    p = e.predict(data()[0])
+    made = {"mean": p.mean, "log_prob": p.log_prob(data()[1]), "passes": e.report.passes}
+    return {**made, "params": e.params, "buffers": e.buffers}
 
 
 @pytest.mark.slow
-def test_uneven_members_over_forked_ranks_are_those_of_one_process(tmp_path):
-    alone = members.result(members.call())
-    ranks = run(members.over_ranks, 2, tmp_path)
-    for mine in ranks:
-        same(mine, alone)
-        assert all(x.shape[:2] == (1, 3) for x in mine["params"].values())
-    torch.testing.assert_close(ranks[0], ranks[1], rtol=0, atol=0, equal_nan=True)
+@pytest.mark.parametrize("module", [Normed, Recurrent])
+def test_uneven_members_over_ranks_are_those_of_one_process(module):
+    """Bit for bit where they run one after the other. Else equal but for rounding, which is not asked of parameters, since a
+    bias before BatchNorm is moved by rounding alone."""
+    want, ranks = call(module), run(call, 2, module)
+    torch.testing.assert_close(ranks[0], ranks[1], **BITWISE)
+    assert all(x.shape[:2] == (1, 3) for x in ranks[0]["params"].values())
+    names = ["mean", "log_prob", "passes"] if module is Normed else [*want]
+    how = CLOSE if module is Normed else BITWISE
+    torch.testing.assert_close([ranks[0][k] for k in names], [want[k] for k in names], **how)
 
 
+class Killed(Exception):
+    pass
+
+
+def killed(path, stage=None, step=None):
+    """A call that dies on every rank: behind a stage's run, or at a step of all runs together."""
+    once, seen = stages.Stages.once, []
+
+    def ends(self, name, make):
+        if name == stage:
+            raise Killed(name)
+        return once(self, name, make)
+
+    def dies(self, steps=1):
+        seen.append(steps)
+        if len(seen) == step:
+            raise Killed(str(step))
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(stages.Stages, "once", ends)
+        patch.setattr(report.Progress, "__call__", dies)
+        call(path=path)
+
+
+@on(2)
 @pytest.mark.slow
-def test_members_that_run_one_after_the_other_are_bit_for_bit_those_of_one_process(tmp_path):
-    alone = members.result(members.call(members.Recurrent))
-    for mine in run(members.over_ranks, 2, tmp_path, members.Recurrent):
-        torch.testing.assert_close(mine, alone, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kill",
-    [{"stage": "training", "every": True}, {"step": 12, "every": True}, {"step": 70, "every": True}],
-    ids=str,
-)
-def test_a_call_that_is_killed_goes_on_with_the_same_results_bit_for_bit(kill, tmp_path):
-    wanted = run(members.over_ranks, 2, tmp_path)
-    path = tmp_path / "kept"
-    assert run(members.killed, 2, tmp_path, path, *[kill.get(k) for k in ("stage", "step", "every")]) == ["killed"] * 2
-    went_on = run(members.over_ranks, 2, tmp_path, members.Normed, path)
-    torch.testing.assert_close(went_on, wanted, rtol=0, atol=0, equal_nan=True)
+@pytest.mark.parametrize("where", [{"stage": "training"}, {"step": 12}, {"step": 70}], ids=str)
+def test_a_call_that_is_killed_goes_on_with_the_same_results_bit_for_bit(where, tmp_path):
+    killed(tmp_path / "kept", **where)
+    dist.barrier()
+    went_on = call(path=tmp_path / "kept")
+    torch.testing.assert_close(went_on, call(), **BITWISE)
+    dist.barrier()
+    torch.testing.assert_close(call(path=tmp_path / "kept")["mean"], went_on["mean"], **BITWISE)  # complete: it returns
 
 
 @pytest.mark.slow
 def test_a_call_that_is_killed_goes_on_on_another_number_of_ranks(tmp_path):
-    alone, path = members.result(members.call()), tmp_path / "kept"
-    run(members.killed, 2, tmp_path, path, None, 12, True)
-    (one,) = run(members.over_ranks, 1, tmp_path, members.Normed, path)
-    same(one["log_prob"], alone["log_prob"])
+    run(killed, 2, tmp_path / "kept", None, 12)
+    (one,) = run(call, 1, path=tmp_path / "kept")
+    torch.testing.assert_close(one["log_prob"], call()["log_prob"], **CLOSE)
+
+
+def refused(**changes):
+    return message_of(lambda: call(**changes))
 
 
 @pytest.mark.slow
 def test_what_ranks_cannot_share_out_is_refused_on_every_rank(tmp_path):
-    members.call(path=tmp_path / "kept")
-    for few, data, seed, text, path in run(members.refused, 2, tmp_path, tmp_path / "kept"):
-        assert few.startswith("ValueError") and "members=1 on 2 ranks" in few
-        assert "not given the same call: data differ" in data
-        assert "seed" in seed and "starts differ" in seed
-        assert text.startswith("TypeError") and "mesh must be a DeviceMesh" in text
-        assert "holds another call" in path
+    call(path=tmp_path / "kept")
+    run(is_refused, 2, tmp_path / "kept")
 
 
-def test_all_ranks_say_that_training_diverges(tmp_path):
-    for said in run(members.diverging, 2, tmp_path):
-        assert "diverged" in said
+def is_refused(path):
+    (x, y), rank = data(), world()[0]
+    for words, changes in (
+        (("ValueError", "members=1 on 2 ranks"), {"members": 1}),
+        (("not given the same call: data differ",), {"data": (x + rank, y)}),
+        (("seed", "starts differ"), {"seed": rank}),
+        (("TypeError", "mesh must be a DeviceMesh"), {"mesh": "cpu"}),
+        (("holds another call",), {"path": path, "seed": 5}),
+    ):
+        said = refused(**changes)
+        assert all(word in said for word in words), said
 
 
-@pytest.fixture(scope="module")
-def launched(tmp_path_factory):
-    """What every case of ``members.py`` gave on both ranks, of one launch."""
-    return under_torchrun(Path(members.__file__), tmp_path_factory.mktemp("members"))
-
-
-@pytest.mark.slow
-def test_under_torchrun_members_and_predictions_are_those_of_one_process(launched):
-    for mine in launched:
-        same(mine["normed"]["log_prob"], members.result(members.call())["log_prob"])
-        bitwise = members.result(members.call(members.Recurrent))
-        torch.testing.assert_close(mine["recurrent"], bitwise, rtol=0, atol=0, equal_nan=True)
-        assert torch.equal(mine["kept"]["mean"], mine["normed"]["mean"])  # a path changes nothing
-        assert torch.equal(mine["again"]["mean"], mine["normed"]["mean"])  # and a complete call returns
+@on(2)
+def test_all_ranks_say_that_training_diverges():
+    assert "diverged" in refused(lr=1e30)

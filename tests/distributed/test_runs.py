@@ -3,7 +3,6 @@
 import fcntl
 import os
 import signal
-import time
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import bayesopt_chain as bc
 from bayesopt_chain.runs import files, writer
 from tests.distributed import toys
-from tests.distributed.ranks import killed, message_of, on, run, server, world
+from tests.distributed.ranks import killed, message_of, on, run, whole, world
 from tests.distributed.toys import (
     ROUNDING,
     STEPS,
@@ -25,9 +24,9 @@ from tests.distributed.toys import (
     elementwise,
     loss,
     matrices,
+    must_be,
     sampled,
     spread,
-    whole,
 )
 
 SQUARE, FIXED, EPOCHS = {"shape": (2, 2)}, {"order": "fixed"}, {"order": True}
@@ -67,11 +66,11 @@ LAUNCHES = {
 def test_a_run_goes_on_on_any_number_of_ranks_as_that_of_one_process(case, tmp_path):
     (kind, *launches), path = LAUNCHES[case], tmp_path / "draws"
     for size, steps, *options in launches:
-        parts = run(sampled, size, tmp_path, kind, path, steps, **dict(*options))
+        parts = run(sampled, size, kind, path, steps, **dict(*options))
     want = sampled(kind, order=options[0]["order"]) if options and "order" in options[0] else sampled(kind)
     rounding = ROUNDING.get(kind, 1e-12 if case == "chains by data" else 0.0)
     for part in parts:
-        part.must_be(want, rounding)
+        must_be(part, want, rounding)
         assert part.spread == (size is not None and kind in ("shards", "chains_of_shards", "module"))
     opened, folders = bc.Draws.open(path), sorted(p.name for p in path.iterdir())
     assert opened.complete and torch.equal(opened.steps, want.steps)
@@ -84,8 +83,8 @@ def test_a_run_goes_on_on_any_number_of_ranks_as_that_of_one_process(case, tmp_p
     if "committed" in case:
         assert [files.File(p).metadata["step"] for p in sorted(path.glob("draws-*"))] == list(range(5, STEPS + 1))
     if len(launches) in (1, 4):  # a complete run returns at once, from where it lies
-        for part in run(sampled, size, tmp_path, kind, path, STEPS, **dict(*options)):
-            part.must_be(want, rounding)
+        for part in run(sampled, size, kind, path, STEPS, **dict(*options)):
+            must_be(part, want, rounding)
         assert sorted(p.name for p in path.iterdir()) == folders
 
 
@@ -119,77 +118,47 @@ def refusal(*args, **options):
 def test_another_run_is_refused_on_every_rank_and_nothing_is_written(case, tmp_path):
     (kind, size, steps, *options), (ranks, then, *other), words = REFUSED[case]
     path = tmp_path / "draws"
-    run(sampled, size, tmp_path, kind, path, steps, **dict(*options))
+    run(sampled, size, kind, path, steps, **dict(*options))
     before = {p: p.stat().st_mtime_ns for p in path.rglob("*.safetensors")}
-    assert all(words in said for said in run(refusal, ranks, tmp_path, kind, path, then, **dict(*other)))
+    assert all(words in said for said in run(refusal, ranks, kind, path, then, **dict(*other)))
     assert {p: p.stat().st_mtime_ns for p in path.rglob("*.safetensors")} == before
 
 
-def test_a_part_that_is_missing_is_named_and_run_from_its_start(tmp_path):
+def test_a_part_that_is_missing_or_that_is_still_written_is_named_and_run_from_its_start(tmp_path):
     path = tmp_path / "draws"
-    run(sampled, 2, tmp_path, "chains", path, 9)
+    run(sampled, 2, "chains", path, 9)
+    with open(path / "chains-00003-00004" / "lock", "a") as file:  # as a rank of the earlier launch has it
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(RuntimeError, match=r"another process is writing to .*chains-00003-00004"):
+            sampled("chains", path)
     for file in path.glob("chains-0000[345]*/*"):
         file.unlink()
     with pytest.raises(FileNotFoundError, match=f"no draws of chain 3 of {N}"):
         bc.Draws.open(path)
-    sampled("chains", path).must_be(sampled("chains"))
+    must_be(sampled("chains", path), sampled("chains"))
 
 
+@on(2)
 @pytest.mark.slow
-def test_no_draw_yet_is_no_draw_to_lose(tmp_path):
+def test_no_draw_yet_is_no_draw_to_lose_and_chains_send_no_message(tmp_path):
     path = tmp_path / "draws"
-    run(sampled, 2, tmp_path, "chains", path, callbacks=[stops])
-    assert len(bc.Draws.open(path)) == 0
-    sampled("chains", path).must_be(sampled("chains"))
-
-
-def stops(it):
-    return it.step == 2
-
-
-def test_a_rank_of_the_earlier_launch_that_still_writes_is_noticed(tmp_path):
-    path = tmp_path / "draws"
-    run(sampled, 2, tmp_path, "chains", path, 9)
-    child = server().Process(target=_holding, args=(path / "chains-00003-00004" / "lock",), daemon=True)
-    child.start()
-    try:
-        end = time.monotonic() + 60
-        while not (path / "held").exists() and time.monotonic() < end:
-            time.sleep(0.01)
-        with pytest.raises(RuntimeError, match=r"another process is writing to .*chains-00003-00004"):
-            sampled("chains", path)
-    finally:
-        child.kill()
-        child.join()
-    sampled("chains", path).must_be(sampled("chains"))
-
-
-def _holding(lock):
-    with open(lock, "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        (lock.parents[1] / "held").touch()
-        time.sleep(120)
+    with CommDebugMode() as counted:
+        assert sampled("chains", path, callbacks=[lambda it: it.step == 2], seconds=0.0) is None
+    dist.barrier()
+    assert len(bc.Draws.open(path)) == 0 and counted.get_total_counts() == 0
+    dist.barrier()
+    must_be(sampled("chains", path)._replace(numbers=None), sampled("chains"))
 
 
 @pytest.mark.slow
 def test_ctrl_c_while_chains_catch_up_keeps_what_there_is(tmp_path):
     path = tmp_path / "draws"
-    run(sampled, 2, tmp_path, "chains", path, [12, 5], 0)
-    part = sampled(
-        "chains", path, STEPS, 0, fn=dies(loss, 0, 9, signal.SIGINT)
-    )  # within the third step of three chains
+    run(sampled, 2, "chains", path, [12, 5], 0)
+    ends = dies(loss, 0, 9, signal.SIGINT)  # within the third step of three chains
+    part = sampled("chains", path, STEPS, 0, fn=ends)
     assert not part.complete and part.why == "interrupted after step 8"
     assert torch.equal(part.params["w"], sampled("chains", None, 8, 0).params["w"])
-    sampled("chains", path, STEPS, 0).must_be(sampled("chains", None, STEPS, 0))
-
-
-@pytest.mark.slow
-@on(2)
-def test_chains_over_ranks_send_no_message(tmp_path):
-    with CommDebugMode() as counted:
-        sampled("chains", tmp_path / "draws", 6, seconds=0.0)
-        sampled("chains", None, 6)
-    assert counted.get_total_counts() == 0
+    must_be(sampled("chains", path, STEPS, 0), sampled("chains", None, STEPS, 0))
 
 
 # ranks without a mesh
@@ -207,37 +176,22 @@ def on_its_own(path, seed=None):
 
 def test_ranks_without_a_mesh_are_chains_of_their_own_on_the_disk(tmp_path):
     path = tmp_path / "draws"
-    ranks, opened = run(on_its_own, 2, tmp_path, path), bc.Draws.open(path)
+    ranks, opened = run(on_its_own, 2, path), bc.Draws.open(path)
     assert opened.chains == 2 and ranks[0][1] != ranks[1][1]
     for i, (w, key, loaded) in enumerate(ranks):
         assert torch.equal(opened.params["w"][:, i], w) and key == loaded
     files = sorted(p.name for p in tmp_path.glob("draws.rank*.safetensors"))
     assert files == ["draws.rank-00000-of-00002.safetensors", "draws.rank-00001-of-00002.safetensors"]
-    with pytest.raises(ValueError, match="neither alike nor of different chains"):
+    with pytest.raises(ValueError, match="2 ranks saved .* and 1 load it"):
         bc.load(path.with_suffix(".safetensors"), like={"w": torch.zeros(3)})
-    (said,) = run(refusal_on_its_own, 1, tmp_path, path)
+    (said,) = run(message_of, 1, on_its_own, path)
     assert "a run of 2 ranks, and 1 run now" in said and "bc.parallel(step, n, mesh=mesh)" in said
-
-
-def refusal_on_its_own(path):
-    return message_of(lambda: on_its_own(path))
-
-
-def test_ranks_that_were_seeded_alike_are_found_out_when_their_draws_are_opened(tmp_path):
-    run(on_its_own, 2, tmp_path, tmp_path / "draws", 3)
+    run(on_its_own, 2, tmp_path / "alike", 3)
     with pytest.raises(ValueError, match="drew the same noise"):
-        bc.Draws.open(tmp_path / "draws")
+        bc.Draws.open(tmp_path / "alike")
 
 
 # one chain on several ranks
-
-
-@on(2)
-def test_parts_of_the_data_in_one_order_are_refused_on_every_rank(tmp_path):
-    step, params, state, *_ = toys.one()
-    parts = bc.epochs(tuple(x[world()[0] :: 2] for x in data()), 8)
-    said = message_of(lambda: bc.sample(step, params, state, parts, steps=4, path=tmp_path / "draws"))
-    assert "with one seed, 0" in said and "mesh=" in said
 
 
 @pytest.mark.sweep(1)
@@ -247,15 +201,15 @@ def test_parts_of_the_data_in_one_order_are_refused_on_every_rank(tmp_path):
 def test_a_killed_rank_ends_all_and_a_relaunch_makes_the_run_that_it_would_have_been(kind, victim, calls, tmp_path):
     path, options = tmp_path / "draws", OWN if kind == "one" else {}
     if victim is None:
-        run(sampled, 2, tmp_path, kind, path, calls - 1, 0, **options)
+        run(sampled, 2, kind, path, calls - 1, 0, **options)
     else:
-        assert killed(toys.fatal, 2, tmp_path, victim, kind, path, STEPS, victim, calls, seconds=0.0, **options)
+        assert killed(toys.fatal, 2, victim, kind, path, STEPS, victim, calls, seconds=0.0, **options)
     lost = calls - files.File(path / "head.safetensors").metadata["step"]
     assert lost == 1 or (lost == 2 and victim == 1), "the first rank, which commits, may not have come to its last step"
-    resumed = run(sampled, 2, tmp_path, kind, path, STEPS, 0, **options)
-    straight = run(sampled, 2, tmp_path, kind, tmp_path / "straight", STEPS, 0, **options)
+    resumed = run(sampled, 2, kind, path, STEPS, 0, **options)
+    straight = run(sampled, 2, kind, tmp_path / "straight", STEPS, 0, **options)
     for mine, want in zip(resumed, straight):
-        mine.must_be(want)
+        must_be(mine, want)
         assert torch.equal(mine.params["w"], resumed[0].params["w"])
     assert torch.equal(bc.Draws.open(path).params["w"], straight[0].params["w"]) and not list(path.glob("*-00*/"))
 
@@ -273,11 +227,11 @@ def test_a_run_killed_twenty_times_on_changing_numbers_of_ranks_is_the_uninterru
         size = [s for s in (1, 2, 4) if s != size][int(torch.randint(2, (), generator=g))]
         victim, calls = int(torch.randint(size, (), generator=g)), int(torch.randint(1, 7, (), generator=g))
         given = kind, path, 6 * launch, victim, calls
-        assert killed(toys.fatal, size, tmp_path, victim, *given, seconds=0.004, **options)
+        assert killed(toys.fatal, size, victim, *given, seconds=0.004, **options)
     assert kind == "one" or len(list(path.glob("chains-*/head.safetensors"))) >= 4
     want = sampled(kind, None, 130, 0, **options)
-    for part in run(sampled, 2, tmp_path, kind, path, 130, 0, **options):
-        part.must_be(want, rounding)
+    for part in run(sampled, 2, kind, path, 130, 0, **options):
+        must_be(part, want, rounding)
 
 
 # shards
@@ -295,8 +249,8 @@ def opened(path):
 @pytest.mark.slow
 def test_draws_are_opened_in_any_layout_and_by_one_rank_alone(tmp_path):
     path, want = tmp_path / "draws", sampled("shards")
-    run(sampled, 2, tmp_path, "shards", path)
-    for third, every in run(opened, 2, tmp_path, path):
+    run(sampled, 2, "shards", path)
+    for third, every in run(opened, 2, path):
         assert torch.equal(every, want.params["w"]) and all(torch.equal(x, want.params[k][3]) for k, x in third.items())
     draws = bc.Draws.open(path)
     assert torch.equal(draws.thin(2).params["w"], want.params["w"][::2]) and [*draws[2:4].steps] == [7, 8]
@@ -384,7 +338,7 @@ def interrupted(path, victim):
 )
 def test_what_ranks_drew_before_an_error_or_ctrl_c_is_on_disk_and_they_go_on(how, where, tmp_path):
     path, want = tmp_path / "draws", sampled("shards", burn_in=0)
-    said, other = run(how, 2, tmp_path, path, where)
+    said, other = run(how, 2, path, where)
     kept = bc.Draws.open(path)
     if how is interrupted:
         made, complete, why = said
@@ -393,8 +347,8 @@ def test_what_ranks_drew_before_an_error_or_ctrl_c_is_on_disk_and_they_go_on(how
     kept.verify()
     assert all(torch.equal(kept.params[name], x[: len(kept)]) for name, x in want.params.items())
     for size in (3, 1):
-        for part in run(sampled, size, tmp_path, "shards", path, burn_in=0):
-            part.must_be(want)
+        for part in run(sampled, size, "shards", path, burn_in=0):
+            must_be(part, want)
 
 
 def exploding(path):
@@ -411,7 +365,7 @@ def exploding(path):
 def test_a_loss_of_dtensors_that_explodes_ends_the_run_where_that_of_one_process_ends(tmp_path):
     want = exploding(None)
     assert 10 < want[0] < 190 and "T P / 2" in want[2]
-    assert run(exploding, 2, tmp_path, tmp_path / "draws") == [want] * 2
+    assert run(exploding, 2, tmp_path / "draws") == [want] * 2
     assert bc.Draws.open(tmp_path / "draws").why == want[2]
 
 
@@ -438,17 +392,17 @@ def read(name):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:sample")
 @pytest.mark.parametrize("name", TEMPERED)
-def test_temperatures_are_those_of_one_process(name, tmp_path):
-    for values in run(read, 2, tmp_path, name):
+def test_temperatures_are_those_of_one_process(name):
+    for values in run(read, 2, name):
         assert values == pytest.approx(read(name), rel=1e-10)
 
 
 @pytest.mark.slow
 def test_draws_of_dtensors_are_compacted_by_the_run_and_by_one_process(tmp_path):
     path, want = tmp_path / "draws", sampled("shards")
-    run(sampled, 2, tmp_path, "shards", path, seconds=0.0, small=4)
+    run(sampled, 2, "shards", path, seconds=0.0, small=4)
     assert len(list(path.glob("draws-*"))) < 8
     writer.compact(path)
     assert len(list(path.glob("draws-*"))) == 1
-    for part in run(sampled, 2, tmp_path, "shards", path, **COLUMNS):
-        part.must_be(want)
+    for part in run(sampled, 2, "shards", path, **COLUMNS):
+        must_be(part, want)

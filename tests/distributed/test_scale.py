@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from bayesopt_chain.distributed import witness
 from bayesopt_chain.distributed.witness import Claim, Witness
-from tests.distributed.ranks import run
+from tests.distributed.ranks import mesh_of, on, run, world
+from tests.distributed.test_witness import Store
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "howto" / "scale.md").read_text()
@@ -24,8 +24,7 @@ TABLE = re.findall(r"^\| (.*?) \| (.*?) \| (.*?) \|$", PAGE.split("| at that siz
 
 def contents(folder, leaves):
     """Bytes of the table of contents of a checkpoint of so many leaves."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    spread = distribute_tensor(torch.zeros(8, 3), mesh, [Shard(0)])
+    spread = distribute_tensor(torch.zeros(8, 3), mesh_of(world()[1]), [Shard(0)])
     dcp.save({f"layers.{i}.weight": spread.clone() for i in range(leaves)}, checkpoint_id=str(folder))
     return (folder / ".metadata").stat().st_size
 
@@ -33,16 +32,17 @@ def contents(folder, leaves):
 @pytest.mark.slow
 def test_the_table_of_contents_takes_as_many_bytes_a_shard_as_the_page_says(tmp_path):
     (said,) = re.findall(r"table of contents takes (\d+) bytes a shard", PAGE)
-    two, four = (run(contents, size, tmp_path, tmp_path / f"{size}", 60)[0] for size in (2, 4))
+    two, four = (run(contents, size, tmp_path / f"{size}", 60)[0] for size in (2, 4))
     assert (four - two) / (2 * 60) == pytest.approx(int(said), rel=0.05)
 
 
-def bytes_of_a_step():
-    """Bytes that come to a rank in a step of ``fully_shard``, and those of all parameters."""
-    size = dist.get_world_size()
+@on(2, 4)
+def test_fully_shard_gathers_the_parameters_twice_a_step_and_scatters_the_gradients_once(size):
+    """Bytes that come to a rank in a step, and those of all parameters."""
     model = nn.Sequential(*[nn.Linear(a, b, bias=False) for a, b in pairwise((8, 16, 8, 4))])
+    parameters = 4 * sum(p.numel() for p in model.parameters())
     for layer in [*model, model]:
-        fully_shard(layer, mesh=init_device_mesh("cpu", (size,)))
+        fully_shard(layer, mesh=mesh_of(size))
     came, names = [], ("all_gather_single", "reduce_scatter_single", "all_gather_into_tensor", "reduce_scatter_tensor")
 
     def counted(collective):
@@ -58,29 +58,12 @@ def bytes_of_a_step():
             if hasattr(dist, name):
                 patch.setattr(dist, name, counted(getattr(dist, name)))
         model(torch.ones(2, 8)).sum().backward()
-    return sum(came), 4 * sum(p.numel() for p in model.parameters())
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_fully_shard_gathers_the_parameters_twice_a_step_and_scatters_the_gradients_once(size, tmp_path):
-    assert r"$3 (R - 1) / R \cdot P b$" in PAGE
-    for came, parameters in run(bytes_of_a_step, size, tmp_path):
-        assert came == 3 * (size - 1) / size * parameters
-
-
-class Slot(dict):
-    """A rendezvous store of one process."""
-
-    def compare_set(self, name, expected, value):
-        return self.setdefault(name, value.encode())
-
-    def check(self, names):
-        return all(name in self for name in names)
+    assert r"$3 (R - 1) / R \cdot P b$" in PAGE and sum(came) == 3 * (size - 1) / size * parameters
 
 
 def test_the_records_of_a_comparison_are_as_long_as_the_page_says(monkeypatch):
     """Of 723 leaves: one of hashes of the leaves, one of their groups' numbers, one of the gradients."""
-    slot = Slot()
+    slot = Store()
     monkeypatch.setattr(witness, "_store", lambda: slot)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     x = torch.randn(723, 3)

@@ -1,23 +1,23 @@
 """Chains on parameters that are spread over ranks: the trajectory of one process, in every layout, or a refusal by name."""
 
-import optree
+import functools
+import warnings
+
 import pytest
 import torch
-import torch.distributed as dist
 import torchopt
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import bayesopt_chain as bc
-from tests.distributed.layouts import layouts, leaves, local, parts, spread
-from tests.distributed.ranks import run
+from tests.distributed.layouts import is_spread_as_its_leaf, layouts, leaves, local, parts, spread
+from tests.distributed.ranks import everywhere, mesh_of, message_of, on, whole, world
 from tests.registry import POSTERIORS, TRANSFORMS
 
-STEPS = 4
+close = functools.partial(torch.testing.assert_close, rtol=0, atol=1e-12)
 REFUSED = {  # rows with a link that mixes elements, or asks for the shape of a whole leaf
     "links.add_gaussian_prior, fan-in",
     "samplers.mclmc",
@@ -41,50 +41,27 @@ def trajectory(tx, params, inplace, batches, seed):
     return params, state
 
 
-def compared(inplace, chosen):
-    """By row and layout: the largest difference to one process, or what the refusal says."""
-    found, batches = {}, [leaves(10 + step) for step in range(STEPS)]
-    known = {name: layout for name, layout in layouts().items() if chosen is None or name in chosen}
-    here = {name: [spread(batch, layout) for batch in batches] for name, layout in known.items()}
-    for row in TRANSFORMS:
-        tx = row.build(0.1)
-        if str(row) not in REFUSED:
-            whole, _ = trajectory(tx, leaves(0), inplace, batches, 3)
-        for name, layout in known.items():
-            try:  # the ranks are seeded as it happens: the first one's key is all ranks'
-                got, state = trajectory(tx, spread(leaves(0), layout), inplace, here[name], 3 + dist.get_rank())
-            except ValueError as err:
-                found[str(row), name] = str(err)
-                continue
-            off = [
-                (a - b).abs().max().item()
-                for a, b in zip(*map(values, (parts(whole, layout), local(got))))
-                if a.numel()
-            ]
-            found[str(row), name] = max(off)
-            sizes = {tuple(x.shape) for x in optree.tree_leaves(state) if x.ndim > 1 and not isinstance(x, DTensor)}
-            assert not sizes & {(10, 6), (3, 7)}, "memory of a leaf is spread as the leaf is"
-    return found
-
-
-def values(tree):
-    return [tree[name] for name in sorted(tree)]
-
-
+@on(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("inplace, chosen", [(True, None), (False, ["Shard(0), uneven and empty", "FSDP x TP"])])
-def test_every_transform_makes_the_steps_of_one_process_in_every_layout_or_refuses_by_name(inplace, chosen, tmp_path):
-    ranks = run(compared, 4, tmp_path, inplace, chosen)
-    for found in ranks:
-        for (row, layout), off in found.items():
-            if row in REFUSED:
-                assert isinstance(off, str) and "is a DTensor, of which each rank has a part" in off, (row, layout, off)
-            else:
-                assert off <= 1e-12, (row, layout, off)
-    assert len(ranks[0]) == len(chosen or range(5)) * len(TRANSFORMS)
+def test_every_transform_makes_the_steps_of_one_process_in_every_layout_or_refuses_by_name(inplace, chosen):
+    batches = [leaves(10 + step) for step in range(4)]
+    known = {name: layout for name, layout in layouts().items() if name in (chosen or layouts())}
+    here = {name: [spread(batch, layout) for batch in batches] for name, layout in known.items()}
+    for row in TRANSFORMS:
+        tx, refused = row.build(0.1), str(row) in REFUSED
+        want = None if refused else trajectory(tx, leaves(0), inplace, batches, 3)[0]
+        for name, layout in known.items():  # the ranks are seeded as it happens: the first one's key is all ranks'
+            go = lambda: trajectory(tx, spread(leaves(0), layout), inplace, here[name], 3 + world()[0])  # noqa: B023, E731
+            if refused:
+                assert "is a DTensor, of which each rank has a part" in message_of(go), (row, name)
+                continue
+            got, state = go()
+            assert is_spread_as_its_leaf(state), (row, name)
+            close(local(got), parts(want, layout), msg=lambda said: f"{row}, {name}: {said}")  # noqa: B023
 
 
-# torch's optimizers, under torch's own ways to spread a module
+# torch's ways to spread a module
 
 
 def network():
@@ -92,28 +69,35 @@ def network():
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
 
 
-def under_fsdp(model):
-    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+def under(way, model):
+    """The model spread over all ranks."""
+    size = world()[1]
+    mesh = mesh_of(size) if way in ("fsdp", "tp") else mesh_of(2, size // 2)
+    if way in ("tp", "both"):
+        line = mesh if way == "tp" else mesh["second"]
+        parallelize_module(model, line, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    if way != "tp":
+        fully_shard(model, mesh=mesh["first"] if way == "both" else mesh)
+    return model
 
 
-def under_hsdp(model):
-    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+@on(3, 4)
+def test_the_runs_name_the_elements_that_fsdp2_and_tensor_parallelism_leave_on_a_rank(size):
+    for way in ("fsdp", "hsdp", "tp", "both")[: 1 if size == 3 else 4]:
+        model = network()
+        for p in model.parameters():
+            p.data.copy_(torch.arange(p.numel()).view(p.shape))
+        counts = {name: p.numel() for name, p in model.named_parameters()}
+        for name, p in under(way, model).named_parameters():
+            found = [i for start, length in bc.distributed.runs_of(p) for i in range(start, start + length)]
+            held = p.to_local() if isinstance(p, DTensor) else p.detach()
+            assert held.flatten().long().tolist() == found, (way, name, p)
+            assert set().union(*everywhere(found)) == {*range(counts[name])}
 
-
-def under_tp(model):
-    parallelize_module(model, init_device_mesh("cpu", (4,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
-
-
-def under_both(model):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    fully_shard(model, mesh=mesh["data"])
-
-
-WAYS = (under_fsdp, under_hsdp, under_tp, under_both)
 
 OPTIMIZERS = {
     "SGD": {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+    "SGD, cold": {"lr": 0.05, "momentum": 0.9},
     "SGLD": {"lr": 0.05},
     "SGHMC": {"lr": 0.05},
     "Adam": {"lr": 0.01, "freeze_after": 3},
@@ -127,23 +111,18 @@ OPTIMIZERS = {
 }
 
 
-def optimizer_of(name, model):
-    generator = bc.distributed.generator(0)
-    if name == "Optimizer":
-        return bc.optim.Optimizer(
-            model.parameters(),
-            lambda group: bc.sghmc(0.05, temperature=0.01, generator=generator),
-        )
-    make = getattr(bc.optim, name)
-    return make(model.named_parameters(), temperature=0.01, generator=generator, **OPTIMIZERS[name])
-
-
 def trained(name, model):
     """The optimizer after six steps of the model, with the temperature changed on the way."""
-    optimizer = optimizer_of(name, model)
+    generator, (make, _, cold) = bc.distributed.generator(0), name.partition(", ")
+    if name == "Optimizer":
+        tx = bc.sghmc(0.05, temperature=0.01, generator=generator)
+        optimizer = bc.optim.Optimizer(model.parameters(), lambda group: tx)
+    else:
+        noise = {} if cold else {"temperature": 0.01, "generator": generator}
+        optimizer = getattr(bc.optim, make)(model.named_parameters(), **noise, **OPTIMIZERS[name])
     x = torch.linspace(-1, 1, 60, dtype=torch.float64).view(12, 5)
     for step in range(6):
-        if step == 4:
+        if step == 4 and not cold:
             for group in optimizer.param_groups:
                 group["temperature"] = 0.02
         optimizer.zero_grad()
@@ -152,31 +131,20 @@ def trained(name, model):
     return optimizer
 
 
-def optimized():
-    """By optimizer and way: the largest difference to one process."""
-    found = {}
-    for name in OPTIMIZERS:
-        alone = network()
-        trained(name, alone)
-        for way in WAYS:
-            model = network()
-            way(model)
-            optimizer = trained(name, model)
-            mine = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
-            found[name, way.__name__] = max((a - b).abs().max().item() for a, b in zip(alone.parameters(), mine))
-            for p, state in optimizer.state.items():
-                for x in state.values():
-                    assert not torch.is_tensor(x) or x.ndim == 0 or isinstance(p, DTensor) == isinstance(x, DTensor)
-                    assert not isinstance(x, DTensor) or x.placements == p.placements
-            assert all(p is q for p, q in zip(model.parameters(), optimizer.param_groups[0]["params"]))
-    return found
-
-
+@on(4)
 @pytest.mark.slow
-def test_every_optimizer_steps_under_fsdp2_and_tensor_parallelism_as_in_one_process(tmp_path):
-    for found in run(optimized, 4, tmp_path):
-        assert len(found) == len(OPTIMIZERS) * len(WAYS)
-        assert max(found.values()) <= 1e-9, found
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_steps_under_fsdp2_and_tensor_parallelism_as_in_one_process(name):
+    trained(name, alone := network())
+    atol = 1e-12 if "cold" in name else 1e-9
+    for way in ("fsdp", "hsdp", "tp", "both"):
+        optimizer = trained(name, model := under(way, network()))
+        close(whole([p.detach() for p in model.parameters()]), [p.detach() for p in alone.parameters()], atol=atol)
+        for p, state in optimizer.state.items():
+            for x in state.values():
+                assert not torch.is_tensor(x) or x.ndim == 0 or isinstance(p, DTensor) == isinstance(x, DTensor)
+                assert not isinstance(x, DTensor) or x.placements == p.placements
+        assert all(p is q for p, q in zip(model.parameters(), optimizer.param_groups[0]["params"]))
 
 
 # whole steps
@@ -187,64 +155,101 @@ def loss(params, batch):
     return (hidden**2).mean() + (params["bias"] ** 2).sum() * params["scale"] + params["head"].sin().mean()
 
 
-def chain_of(kind):
-    sampler = bc.sghmc(0.05, temperature=0.01, generator=bc.distributed.generator(1))
-    if kind == "clipped":  # below the norm of every step's gradient
-        return bc.chain(torchopt.clip_grad_norm(0.1), sampler)
-    return bc.skip_nonfinite(sampler) if kind == "skipping" else sampler
+KINDS = {
+    "plain": lambda tx: tx,
+    "clipped": lambda tx: bc.chain(torchopt.clip_grad_norm(0.1), tx),  # below the norm of every step's gradient
+    "skipping": bc.skip_nonfinite,
+}
 
 
-def stepped():
-    """By kind, layout and mode: the largest difference to one process of parameters, loss and norm; the messages of a step."""
-    found, batch = {}, torch.linspace(-1, 1, 72, dtype=torch.float64).view(12, 6)
-    for kind, inplace in [("plain", True), ("plain", False), ("clipped", True), ("clipped", False), ("skipping", True)]:
-        options = {"inplace": inplace, "monitor": True, "check_finite": True}
-        step, params = bc.make_step(loss, tx := chain_of(kind), **options), leaves(0)
-        state = tx.init(params)
-        for _ in range(4):
-            params, state, info = step(params, state, batch)
-        for name, (mesh, placements) in layouts().items():
-            whole = [Replicate()] * mesh.ndim
-            layout = mesh, {leaf: whole if p is None else p for leaf, p in placements.items()}
-            step, mine = bc.make_step(loss, tx := chain_of(kind), **options), spread(leaves(0), layout)
-            state = tx.init(mine)
-            seen = DTensor.from_local(batch, mesh, whole, run_check=False)
-            for _ in range(4):
-                mine, state, there = step(mine, state, seen)
-            off = [
-                (a - b).abs().max().item()
-                for a, b in zip(*map(values, (parts(params, layout), local(mine))))
-                if a.numel()
-            ]
-            off += [abs(info.loss - there.loss).item(), abs(info.gradient_norm - there.gradient_norm).item()]
-            found[kind, name, inplace] = max(off)
-    return found
+def stepped(kind, inplace, params, batch):
+    """Parameters, loss and norm of the gradient after some steps."""
+    tx = KINDS[kind](bc.sghmc(0.05, temperature=0.01, generator=bc.distributed.generator(1)))
+    step, state = bc.make_step(loss, tx, inplace=inplace, monitor=True, check_finite=True), tx.init(params)
+    for _ in range(4):
+        params, state, info = step(params, state, batch)
+    return params, whole([info.loss.detach(), info.gradient_norm])
 
 
+@on(4)
 @pytest.mark.slow
-def test_whole_steps_on_spread_parameters_are_those_of_one_process_clipped_by_the_norm_of_all_ranks(tmp_path):
-    for found in run(stepped, 4, tmp_path):
-        assert max(found.values()) <= 1e-12, found
+@pytest.mark.parametrize("kind, inplace", [("plain", True), ("plain", False), ("clipped", True), ("skipping", False)])
+def test_whole_steps_on_spread_parameters_are_those_of_one_process_clipped_by_the_norm_of_all_ranks(kind, inplace):
+    batch = torch.linspace(-1, 1, 72, dtype=torch.float64).view(12, 6)
+    params, said = stepped(kind, inplace, leaves(0), batch)
+    for mesh, placements in layouts().values():
+        replicated = [Replicate()] * mesh.ndim
+        layout = mesh, {leaf: replicated if p is None else p for leaf, p in placements.items()}
+        seen = DTensor.from_local(batch, mesh, replicated, run_check=False)
+        mine, there = stepped(kind, inplace, spread(leaves(0), layout), seen)
+        close((local(mine), there), (parts(params, layout), said))
 
 
-def messages():
-    """Those of five updates of a sampler, and of a step with a gradient to be summed over the ranks."""
+@on(4)
+def test_noise_on_spread_parameters_sends_nothing_and_partial_gradients_are_summed():
     layout = layouts()["FSDP x TP"]
     params, batch = spread(leaves(0), layout), spread(leaves(1), layout)
     tx = bc.sghmc(0.05, temperature=0.01, generator=bc.distributed.generator(1))
-    state = tx.init(params)
+    state, model = tx.init(params), under("fsdp", network())
+    optimizer = trained("SGHMC", model)
     with CommDebugMode() as counted:
         for _ in range(5):
-            updates, state = tx.update(batch, state, params=params, inplace=False)
-    sums = {
-        k: DTensor.from_local(torch.ones(x.shape, dtype=x.dtype), layout[0], [Partial()] * 2)
-        for k, x in leaves(0).items()
-    }
+            _, state = tx.update(batch, state, params=params, inplace=False)
+        optimizer.step()
+    assert counted.get_total_counts() == 0
+    ones = {k: torch.ones(x.shape, dtype=x.dtype) for k, x in leaves(0).items()}
+    sums = {k: DTensor.from_local(x, layout[0], [Partial()] * 2) for k, x in ones.items()}
     updates, _ = bc.sgd(1.0).update(sums, bc.sgd(1.0).init(params), params=params, inplace=False)
-    return counted.get_total_counts(), [x.to_local() for x in updates.values()]
+    assert all((x.to_local() == -4.0).all() for x in updates.values())
 
 
-def test_noise_on_spread_parameters_sends_nothing_and_partial_gradients_are_summed(tmp_path):
-    for count, moves in run(messages, 4, tmp_path):
-        assert count == 0
-        assert all((x == -4.0).all() for x in moves)
+MIXING = {
+    "sgfs": lambda: bc.samplers.sgfs(0.1, temperature=0.1, batch_size=4, dense=True),
+    "precision": lambda: bc.chain(
+        bc.scale_by_preconditioner(bc.precision.Dense(torch.eye(12), torch.tensor(1.0), {"w": torch.ones(4, 3)})),
+        bc.sghmc(0.1, temperature=0.1),
+    ),
+    "vi": lambda: bc.vi.dense(bc.sgd(0.1), temperature=0.1),
+    "swag": lambda: bc.swag(rank=2),
+    "ekf": lambda: bc.ekf.dense(lr=1.0, prior_precision=1.0),
+}
+
+
+@on(2)
+def test_what_needs_whole_parameters_refuses_dtensors_by_name_before_anything_moves():
+    mesh, cold, model = mesh_of(2), bc.sgd(0.1), nn.Linear(4, 2)
+    params, replicas = ({"w": distribute_tensor(torch.ones(4, 3), mesh, [way])} for way in (Shard(0), Replicate()))
+    for name, make in MIXING.items():
+        for given in (params, replicas):
+            said = message_of(make().init, given)
+            assert said.startswith("ValueError: chain: ") and "['w'] is a DTensor" in said, (name, said)
+    step, state = bc.make_step(lambda p, batch: (p["w"] ** 2).sum(), cold), cold.init(params)
+    stacked, chains, plain = {"w": torch.stack([params["w"]] * 2)}, bc.parallel(step, 2), {"w": torch.ones(4, 3)}
+    for act in (
+        lambda: bc.distributed.broadcast(params, mesh),
+        lambda: bc.capture(step, params, state, None),
+        lambda: step(params, cold.init(replicas), None),
+        lambda: chains(stacked, chains.init(cold, stacked), None),
+        lambda: cold.update(plain, state, params=params),
+        lambda: bc.links.add_localization(plain, 0.1).init(params),
+    ):
+        said = message_of(act)
+        assert any(word in said for word in ("DTensor", "spread", "plain tensor")), said
+    fully_shard(model, mesh=mesh)
+    functional = lambda p, x: torch.func.functional_call(model, p, (x,)).square().mean()  # noqa: E731
+    sharded = dict(model.named_parameters())
+    for act in (
+        lambda: bc.make_step(functional, cold)(sharded, cold.init(sharded), torch.ones(2, 4)),
+        lambda: bc.make_functional(model),
+    ):
+        assert "it by loss.backward() and an optimizer of bc.optim" in message_of(act)
+    model(torch.ones(2, 4)).square().mean().backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        noise = {"temperature": 0.1, "generator": bc.distributed.generator(0)}
+        optimizer = bc.optim.SGHMC(model.parameters(), 0.1, **noise)
+        for _ in range(2):
+            optimizer.step()
+    assert all(isinstance(p, DTensor) for p in optimizer.param_groups[0]["params"])
+    (said,) = [str(w.message) for w in caught if "heat guard" in str(w.message)]
+    assert "spread over ranks (DTensors)" in said

@@ -1,30 +1,30 @@
 """Steps and chains that several ranks share are those of one process; what would be silently wrong is refused."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 import bayesopt_chain as bc
 from bayesopt_chain.distributed.ranks import chain_seed
-from tests.distributed.ranks import everywhere, message_of, on, run, world
-from tests.distributed.toys import TX, chains, data, loss, start
+from tests.distributed.ranks import everywhere, mesh_of, message_of, on, run, world
+from tests.distributed.toys import TX, chains, data, line, loss, start
 
 N = 8
+close = functools.partial(torch.testing.assert_close, rtol=0)
 
 
-def drawn(path=None, steps=14, seed=5, unseeded=False, **options):
-    """Draws of this rank's chains and of all chains, of ranks that were seeded in any way."""
-    mesh = init_device_mesh("cpu", (world()[1],)) if dist.is_initialized() else None
+def drawn(seed=5, unseeded=False, **options):
+    """This rank's chains, draws of theirs and of all chains, of ranks that were seeded in any way."""
     torch.manual_seed(world()[0] if unseeded else 0)
-    made = bc.parallel(bc.make_step(loss, TX), N, mesh=mesh, **options)
+    made = bc.parallel(bc.make_step(loss, TX), N, mesh=line(), **options)
     params = made.mine(start(N))
-    draws = bc.sample(made, params, made.init(TX, params, seed=seed), data(), steps=steps, burn_in=4, path=path)
-    every = made.gather(draws) if mesh else draws
-    return list(made.numbers), draws.chains, every
+    draws = bc.sample(made, params, made.init(TX, params, seed=seed), data(), steps=14, burn_in=4)
+    return [*made.numbers], draws.chains, made.gather(draws) if line() else draws
 
 
 # Options of chains, the numbers of ranks, and how far they may be off the chains of one process.
@@ -39,33 +39,27 @@ SHARED = {
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("case", SHARED)
-def test_chains_over_ranks_are_those_of_one_rank_whatever_their_number(case, tmp_path):
+def test_chains_over_ranks_are_those_of_one_rank_whatever_their_number(case):
     options, sizes, rounding = SHARED[case]
-    ((*_, alone),) = run(drawn, 1, tmp_path, **options)
+    ((*_, alone),) = run(drawn, 1, **options)
     assert alone.params["w"].shape == (10, N, 3) and len({tuple(x) for x in alone.params["w"][-1].tolist()}) == N
     for size in sizes:
-        ranks = run(drawn, size, tmp_path, **options)
-        assert [len(numbers) for numbers, *_ in ranks] == [len(range(r, N, size)) for r in range(size)]
-        assert [n for numbers, *_ in ranks for n in numbers] == list(range(N))
-        for numbers, mine, every in ranks:
+        for rank, (numbers, mine, every) in enumerate(run(drawn, size, **options)):
+            before = sum(len(range(r, N, size)) for r in range(rank))
+            assert numbers == [*range(before, before + len(range(rank, N, size)))]
             assert (mine, every.chains, len(every)) == (len(numbers), N, 10)
-            found, want = ((draws.params, draws.loss) for draws in (every, alone))
-            torch.testing.assert_close(found, want, rtol=0, atol=rounding)
-            found, want = (bc.diagnostics.r_hat(draws) for draws in (every, alone))
-            torch.testing.assert_close(found, want, rtol=0, atol=1e6 * rounding)
-
-
-def test_a_seed_gives_the_same_chains_without_a_mesh_and_leaves_torchs_generator_as_it_was(tmp_path):
-    ((*_, alone),) = run(drawn, 1, tmp_path, loop=True)
-    assert torch.equal(drawn(loop=True)[2].params["w"], alone.params["w"])
-    before = torch.get_rng_state()
-    bc.parallel(bc.make_step(loss, TX), N).init(TX, start(N), seed=3)
-    assert torch.equal(torch.get_rng_state(), before)
+            close((every.params, every.loss), (alone.params, alone.loss), atol=rounding)
+            close(bc.diagnostics.r_hat(every), bc.diagnostics.r_hat(alone), atol=1e6 * rounding)
+    if case == "one after the other":  # a seed gives the same chains without a mesh
+        assert torch.equal(drawn(**options)[2].params["w"], alone.params["w"])
 
 
 def test_the_keys_of_many_chains_differ_between_chains_and_seeds():
     seeds = [chain_seed(seed, chain) for seed in (-1, 0, 1, 2**63) for chain in range(25_000)]
     assert len(set(seeds)) == len(seeds) and min(seeds) >= 0 and max(seeds) < 2**63
+    before = torch.get_rng_state()
+    bc.parallel(bc.make_step(loss, TX), N).init(TX, start(N), seed=3)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_generator_in_the_chain_is_refused_beside_a_seed():
@@ -75,33 +69,42 @@ def test_a_generator_in_the_chain_is_refused_beside_a_seed():
 
 
 def with_temperatures():
-    mesh = init_device_mesh("cpu", (world()[1],)) if dist.is_initialized() else None
     tx = lambda temperature: bc.sghmc(0.1, temperature=temperature)  # noqa: E731
     step, temperatures = lambda temperature: bc.make_step(loss, tx(temperature)), torch.linspace(0.0, 0.7, N)
-    made = bc.parallel(step, N, each={"temperature": temperatures}, mesh=mesh, loop=True)
-    params = made.mine(start(N))
-    state = made.init(tx, params, seed=0)
-    for _ in range(5):
-        params, state, _ = made(params, state, data())
-    return params["w"]
+    made = bc.parallel(step, N, each={"temperature": temperatures}, mesh=line(), loop=True)
+    return stepped((made, made.mine(start(N)), tx, data(), made.numbers))
+
+
+def on_a_square():
+    return stepped(chains(4, shape=(2, 2)))
+
+
+def stepped(run):
+    made, params, state, batch, numbers = run
+    state = made.init(state, params, seed=0) if callable(state) else state
+    for _ in range(6):
+        params, state, _ = made(params, state, batch)
+    return [*numbers], params["w"]
 
 
 @pytest.mark.slow
-def test_every_chain_keeps_its_own_temperature(tmp_path):
-    assert torch.equal(torch.cat(run(with_temperatures, 2, tmp_path)), with_temperatures())
+@pytest.mark.parametrize("make, size, rounding", [(with_temperatures, 2, 0.0), (on_a_square, 4, 1e-12)])
+def test_chains_of_their_own_temperatures_and_by_data_are_those_of_one_process(make, size, rounding):
+    (every, want), ranks = make(), run(make, size)
+    for rank, (numbers, mine) in enumerate(ranks):
+        assert numbers == every[len(every) // 2 * (2 * rank // size) :][: len(every) // 2]
+        close(mine, want[numbers], atol=rounding)
 
 
 @on(2)
 def test_what_cannot_be_shared_out_is_refused():
-    mesh = init_device_mesh("cpu", (2,))
-    square = init_device_mesh("cpu", (2, 1), mesh_dim_names=("chains", "data"))
     step = bc.make_step(loss, TX)
-    few, axes, text = (
-        message_of(lambda n=n, mesh=mesh: bc.parallel(step, n, mesh=mesh))
-        for n, mesh in ((1, mesh), (4, square), (4, "cpu"))
-    )
-    assert "1 chains on 2 ranks leave some without one" in few
-    assert 'mesh["chains"]' in axes and "DeviceMesh" in text
+    for words, n, mesh in (
+        ("1 chains on 2 ranks leave some without one", 1, mesh_of(2)),
+        ('mesh["first"]', 4, mesh_of(2, 1)),
+        ("DeviceMesh", 4, "cpu"),
+    ):
+        assert words in message_of(lambda n=n, mesh=mesh: bc.parallel(step, n, mesh=mesh))
 
 
 # one chain, each rank with a part of every batch
@@ -121,9 +124,8 @@ def batches(steps=12, size=12):
 
 def trajectory(kind, sizes=None, inplace=False):
     """Losses and parameters of a rank that gets ``sizes[rank]`` of the data of every batch, and the step."""
-    rank, size = world()
-    mesh = init_device_mesh("cpu", (size,)) if sizes else None
-    torch.manual_seed(rank)  # as it happens
+    (rank, _), mesh = world(), line() if sizes else None
+    torch.manual_seed(rank if sizes else 0)  # as it happens
     tx, params, losses, first = TXS[kind](), start(), [], sum((sizes or [0])[:rank])
     step, state = bc.make_step(loss, tx, mesh=mesh, inplace=inplace), tx.init(params)
     if sizes:
@@ -138,39 +140,35 @@ def trajectory(kind, sizes=None, inplace=False):
     return torch.stack(losses).detach(), {k: v.detach() for k, v in params.items()}
 
 
+@on(2)
 @pytest.mark.parametrize(
-    "kind, sizes, inplace",
-    [
-        ("sghmc", (6, 6), True),
-        ("sghmc", (5, 7), False),
-        pytest.param("sghmc", (3, 3, 6, 0), False, marks=pytest.mark.slow),
-        ("adam", (4, 8), False),
-        ("skip", (6, 6), False),
-        ("vi", (3, 9), False),
-    ],
+    "kind, first, inplace",
+    [("sghmc", 6, True), ("sghmc", 5, False), ("adam", 4, False), ("skip", 6, False), ("vi", 3, False)],
 )
-def test_ranks_with_parts_of_the_data_make_the_step_of_one_process_with_all_of_it(kind, sizes, inplace, tmp_path):
-    ranks = run(trajectory, len(sizes), tmp_path, kind, sizes, inplace)
-    for mine in ranks:
-        torch.testing.assert_close(mine, trajectory(kind), rtol=0, atol=1e-12)
-        assert all(torch.equal(x, ranks[0][1][name]) for name, x in mine[1].items()), "replicas are bit-identical"
+def test_ranks_with_parts_of_the_data_make_the_step_of_one_process_with_all_of_it(kind, first, inplace):
+    losses, params = trajectory(kind, (first, 12 - first), inplace)
+    close((losses, params), trajectory(kind), atol=1e-12)
+    assert torch.equal(*everywhere(params["w"])), "replicas are bit-identical"
+
+
+@on(4)
+def test_a_rank_without_data_makes_the_step_of_one_process():
+    close(trajectory("sghmc", (3, 3, 6, 0)), trajectory("sghmc"), atol=1e-12)
 
 
 @on(2)
 def test_gradients_keep_their_dtypes():
-    mesh = init_device_mesh("cpu", (2,))
     tx, params = bc.sgd(0.5), {"w": torch.ones(3, dtype=torch.bfloat16), "b": torch.zeros((), dtype=torch.float64)}
-    step = bc.make_step(lambda p, x: (p["w"].float() * x).sum(-1).mean() + p["b"].float(), tx, mesh=mesh)
+    step = bc.make_step(lambda p, x: (p["w"].float() * x).sum(-1).mean() + p["b"].float(), tx, mesh=line())
     params, _, info = step(params, tx.init(params), torch.full((4, 3), 1.0 + world()[0]))
     assert params["w"].dtype == torch.bfloat16 and params["b"].dtype == torch.float64
     assert params["w"].tolist() == [0.25] * 3 and params["b"] == -0.5 and info.loss == 4.5
 
 
 @on(2, 4)
-def test_a_step_sends_one_message_of_the_gradient_and_two_numbers_and_the_noise_none(size):
-    mesh = init_device_mesh("cpu", (size,))
-    step = bc.make_step(loss, TX, mesh=mesh)
-    params, state = bc.distributed.broadcast((start(), TX.init(start())), mesh)
+def test_a_step_sends_one_message_of_the_gradient_and_two_numbers_and_the_noise_none():
+    step = bc.make_step(loss, TX, mesh=line())
+    params, state = bc.distributed.broadcast((start(), TX.init(start())), line())
     params, state, _ = step(params, state, batches(1)[0])
     with CommDebugMode() as messages:
         for batch in batches(5):
@@ -186,24 +184,9 @@ def test_a_step_sends_one_message_of_the_gradient_and_two_numbers_and_the_noise_
     assert sent == [sum(x.numel() for x in params.values()) + 2] and noise.get_total_counts() == before
 
 
-def on_a_square():
-    made, params, state, batch, numbers = chains(4, shape=(2, 2) if dist.is_initialized() else None)
-    for _ in range(6):
-        params, state, _ = made(params, state, batch)
-    return numbers, params["w"]
-
-
-@pytest.mark.slow
-def test_a_mesh_of_chains_and_data_runs_the_chains_of_one_process(tmp_path):
-    ranks, (_, want) = run(on_a_square, 4, tmp_path), on_a_square()
-    assert [numbers for numbers, _ in ranks] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    for numbers, mine in ranks:
-        torch.testing.assert_close(mine, want[numbers], rtol=0, atol=1e-12)
-
-
 @on(2)
 def test_what_would_be_silently_wrong_is_refused_on_every_rank():
-    rank, mesh = world()[0], init_device_mesh("cpu", (2,))
+    rank, mesh = world()[0], line()
     torch.manual_seed(rank)
     params, batch, still = start(), batches(1)[0], bc.sgd(0.1)
     cold, stacked = ({k: p + rank for k, p in params.items()}, {k: torch.stack([p, p]) for k, p in params.items()})
@@ -232,18 +215,3 @@ def test_what_would_be_silently_wrong_is_refused_on_every_rank():
         said = message_of(act)
         assert said is not None and all(word in said for word in words), (words, said)
     bc.SGD(theta, 0.1)  # draws nothing
-
-
-@on(2)
-def test_replicas_under_ddp_stay_bit_identical_with_one_generator():
-    torch.manual_seed(3)
-    model = DistributedDataParallel(nn.Linear(3, 1))
-    torch.manual_seed(world()[0])  # as it happens
-    optimizer = bc.optim.SGHMC(model.parameters(), 0.05, temperature=0.01, generator=bc.distributed.generator(0))
-    x = torch.randn(8, 3)
-    for _ in range(10):
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-    first, second = everywhere(nn.utils.parameters_to_vector(model.parameters()).detach())
-    assert torch.equal(first, second)

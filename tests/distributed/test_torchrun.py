@@ -1,6 +1,7 @@
-"""The commands of the pages on several ranks, as they stand there."""
+"""The commands of the pages on several ranks and in jobs, as they stand there."""
 
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -13,7 +14,8 @@ import bayesopt_chain as bc
 from tests.distributed.ranks import server
 
 ROOT = Path(__file__).parents[2]
-PAGES = "\n".join(page.read_text() for page in sorted((ROOT / "docs" / "howto").glob("*.md")))
+HOWTO = {page.stem: page.read_text() for page in sorted((ROOT / "docs" / "howto").glob("*.md"))}
+PAGES = "\n".join(HOWTO.values())
 
 
 def script_of(name):
@@ -21,13 +23,31 @@ def script_of(name):
     return script
 
 
-def pasted(page):
-    """All pieces of Python of a page, one behind the other, as a reader pastes them into a file; doctests are not theirs."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "howto" / f"{page}.md").read_text(), re.S)
-    return "\n\n".join(block for block in blocks if not block.startswith(">>>"))
+def pieces(page):
+    """All pieces of Python of a page that are neither doctests nor a script's text."""
+    scripts = re.findall(r"`\w+\.py`:\n\n```python\n(.*?)```", HOWTO[page], re.S)
+    blocks = re.findall(r"```python\n(.*?)```", HOWTO[page], re.S)
+    return [block for block in blocks if not block.startswith(">>>") and block not in scripts]
 
 
-def alone(name, draws, spread=False):
+def python(folder, *arguments, **variables):
+    """What Python prints in a folder, from which it can import."""
+    path = os.pathsep.join([str(ROOT), str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **variables}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout.strip()
+
+
+def torchrun(name, size, folder, draws, script):
+    (folder / name).write_text(script)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), name]
+    return python(folder, *command, DRAWS=str(draws))
+
+
+def alone(name, draws, spread):
     """Run a script of the pages as the only rank, in a process that has imported torch already.
 
     ``spread``: it has DTensors, whose meshes torch keeps in caches of its own.
@@ -46,67 +66,45 @@ def _execute(script, draws, spread):
     assert spread or not [name for name in names if "gloo" in name]  # a thread that outlives Python aborts the process
 
 
-def torchrun(name, size, folder, draws, script=None):
-    """Run a script of the pages (default: that of this name) on so many ranks; what it prints."""
-    (folder / name).write_text(script or script_of(name))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), name]
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**os.environ, "DRAWS": str(draws), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout.strip()
+def drawn(one, many):
+    one, many = (bc.Draws.open(path).params["w"] for path in (one, many))
+    return [(one, many)]
 
 
-def shown(name):
-    """Ranks and output of the page's command for a script."""
-    ((size, said),) = re.findall(
-        rf"\$ DRAWS=draws torchrun --standalone --nproc-per-node (\d) {name}\n(.*?)\n```", PAGES
-    )
-    return int(size), said
+def loaded(one, many):
+    one, many = (torch.load(path) for path in (one, many))
+    return [(leaf, many[name]) for name, leaf in one.items()]
 
 
-@pytest.mark.slow
-def test_the_pages_command_runs_eight_chains_on_four_ranks_as_on_one(tmp_path):
-    size, said = shown("chains.py")
-    assert size == 4 and torchrun("chains.py", size, tmp_path, tmp_path / "four") == said
-    alone("chains.py", tmp_path / "one")
-    four, one = (bc.Draws.open(tmp_path / name) for name in ("four", "one"))
-    assert four.chains == one.chains == 8 and torch.equal(four.params["w"], one.params["w"])
+def of_chains(one, many):
+    one, *parts = (torch.load(f"{path}-{rank}") for path, rank in ((one, 0), (many, 0), (many, 2)))
+    return [(leaf, torch.cat([part[name] for part in parts])) for name, leaf in one.items()]
+
+
+SCRIPTS = {  # ranks, how far they may be off one process, what to compare, whether there are DTensors
+    "chains.py": (4, 0.0, drawn, False),
+    "gradients.py": (2, 1e-6, drawn, False),
+    "transformer.py": (2, 1e-6, loaded, True),
+    "mesh.py": (8, 1e-6, of_chains, True),
+}
 
 
 @pytest.mark.slow
-def test_the_pages_command_runs_one_chain_on_two_ranks_as_on_one(tmp_path):
-    size, said = shown("gradients.py")
-    assert size == 2 and torchrun("gradients.py", size, tmp_path, tmp_path / "two") == said
-    alone("gradients.py", tmp_path / "one")
-    two, one = (bc.Draws.open(tmp_path / name) for name in ("two", "one"))
-    torch.testing.assert_close(two.params["w"], one.params["w"], rtol=0, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_the_pages_command_trains_a_transformer_on_two_ranks_as_on_one(tmp_path):
-    size, said = shown("transformer.py")
-    assert size == 2 and torchrun("transformer.py", size, tmp_path, tmp_path / "two") == said
-    alone("transformer.py", tmp_path / "one", spread=True)
-    two, one = (torch.load(tmp_path / name) for name in ("two", "one"))
-    for name, leaf in one.items():
-        torch.testing.assert_close(two[name], leaf, rtol=0, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_the_pages_command_runs_chains_data_and_shards_on_eight_ranks_as_on_one(tmp_path):
-    size, said = shown("mesh.py")
-    assert size == 8 and torchrun("mesh.py", size, tmp_path, tmp_path / "eight") == said
-    alone("mesh.py", tmp_path / "one", spread=True)
-    one, first, second = (torch.load(tmp_path / name) for name in ("one-0", "eight-0", "eight-2"))
-    for name, leaf in one.items():
-        torch.testing.assert_close(torch.cat([first[name], second[name]]), leaf, rtol=0, atol=1e-6)
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_pages_command_gives_on_several_ranks_what_it_gives_on_one(name, tmp_path):
+    size, rounding, pairs, spread = SCRIPTS[name]
+    command = rf"\$ DRAWS=draws torchrun --standalone --nproc-per-node {size} {name}\n(.*?)\n```"
+    (said,) = re.findall(command, PAGES)
+    assert torchrun(name, size, tmp_path, tmp_path / "many", script_of(name)) == said
+    alone(name, tmp_path / "one", spread)
+    for one, many in pairs(tmp_path / "one", tmp_path / "many"):
+        torch.testing.assert_close(many, one, rtol=0, atol=rounding)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["sharded_posteriors", "sharded_curvature", "engines"])
 def test_the_pieces_of_a_page_run_pasted_into_one_file_on_two_ranks(page, tmp_path):
-    torchrun("page.py", 2, tmp_path, tmp_path / "draws", pasted(page))
+    torchrun("page.py", 2, tmp_path, tmp_path / "draws", "\n\n".join(pieces(page)))
 
 
 def test_where_torchrun_started_no_process_group_the_rank_is_what_it_said(monkeypatch):
@@ -114,3 +112,69 @@ def test_where_torchrun_started_no_process_group_the_rank_is_what_it_said(monkey
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "2", "WORLD_SIZE": "5"}.items():
         monkeypatch.setenv(name, value)
     assert bc.distributed.world() == (2, 5)
+
+
+# the page on jobs: one function for each chain
+
+
+def loss(params, batch):
+    return (params["w"] - batch).square().mean() / 2
+
+
+def test_a_step_that_was_pickled_makes_the_same_step():
+    tx, params = bc.sghmc(0.1, temperature=0.1), {"w": torch.zeros(3)}
+    step, state = bc.make_step(loss, tx), tx.init(params)
+    for made in (step, bc.parallel(step, 2, loop=True).step):
+        other = pickle.loads(pickle.dumps(made))
+        assert torch.equal(other(params, state, torch.ones(3))[0]["w"], step(params, state, torch.ones(3))[0]["w"])
+
+
+def called(command, folder, **variables):
+    """What a shell command calls as ``python``, with these variables: arguments, folder of the draws, number of threads."""
+    (folder / "python").write_text('#!/bin/sh\necho "$@" "$DRAWS" "$OMP_NUM_THREADS"\n')
+    (folder / "python").chmod(0o755)
+    env = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", **variables}
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=60).stdout.split()
+
+
+def test_the_pages_script_for_slurm_calls_the_function_with_the_number_of_its_job(tmp_path):
+    (script,) = re.findall(r"```bash\n(.*?)```", HOWTO["schedulers"], re.S)
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=60)
+    assert re.search(r"^#SBATCH --array=0-999$", script, re.M), "a line that Slurm reads begins with #SBATCH"
+    said = called(["bash", "-c", script], tmp_path, SLURM_ARRAY_TASK_ID="7", USER="somebody")
+    assert said == ["jobs.py", "7", "/scratch/somebody/draws", "2"]
+
+
+def test_the_pages_job_for_kubernetes_calls_the_function_with_the_number_of_its_pod(tmp_path):
+    yaml = pytest.importorskip("yaml")
+    (text,) = re.findall(r"```yaml\n(.*?)```", HOWTO["schedulers"], re.S)
+    job = yaml.safe_load(text)["spec"]
+    assert job["completionMode"] == "Indexed" and job["template"]["spec"]["restartPolicy"] == "Never"
+    (container,), (volume,) = job["template"]["spec"]["containers"], job["template"]["spec"]["volumes"]
+    (variable,), (mount,) = container["env"], container["volumeMounts"]
+    assert mount["name"] == volume["name"] and variable == {"name": "DRAWS", "value": mount["mountPath"]}
+    said = called(container["command"], tmp_path, JOB_COMPLETION_INDEX="7", DRAWS=variable["value"])
+    assert said == ["jobs.py", "7", "/draws"]
+
+
+@pytest.mark.slow
+@pytest.mark.peers
+@pytest.mark.parametrize("library, chains", [("joblib", 8), ("ray", 4)])
+def test_jobs_are_the_chains_that_one_process_makes_and_open_as_one_run(library, chains, tmp_path):
+    pytest.importorskip(library)
+    # the page's piece on a machine of two cores, with as many chains and a folder that exists here
+    (piece,) = [block for block in pieces("jobs") if f"import {library}" in block or f"from {library}" in block]
+    piece = piece.replace("range(1000)", f"range({chains})").replace("/shared/draws", str(tmp_path / "draws"))
+    if library == "ray":
+        piece = (
+            f"import ray\nray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)\n{piece}\nray.shutdown()\n"
+        )
+    piece += "\nimport os, runpy, sys\nos.environ['DRAWS'], sys.argv = 'alone', ['jobs.py', '3']\n"
+    piece += "runpy.run_path('jobs.py', run_name='__main__')\n"  # what the scripts of a scheduler call
+    (tmp_path / "jobs.py").write_text(script_of("jobs.py"))
+    (tmp_path / "main.py").write_text(piece)
+    python(tmp_path, "main.py")
+    draws = bc.Draws.open(str(tmp_path / "draws" / "chain-*"))
+    assert draws.chains == chains and bc.diagnostics.r_hat(draws)["w"].max() < 1.1
+    last, alone = (bc.Draws.open(tmp_path / folder / "chain-3").params["w"] for folder in ("draws", "alone"))
+    assert torch.equal(last, alone)

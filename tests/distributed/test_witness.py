@@ -118,7 +118,7 @@ def test_a_rank_without_a_part_of_a_shard_takes_the_same_numbers(ranks):
     assert set(ranks(claims)[0]) == {0, 1, 2}
 
 
-def fails_on_the_second_rank(path):
+def fails_on_the_second_rank():
     """What each rank is told where the second one fails in its third step, and ends."""
     group = dist.new_group(timeout=datetime.timedelta(seconds=3))  # so long the first one waits for the second
     mesh, calls = DeviceMesh.from_group(group, "cpu", mesh=torch.arange(2)), itertools.count(1)
@@ -132,12 +132,12 @@ def fails_on_the_second_rank(path):
     torch.manual_seed(0)
     step, state = bc.make_step(loss, tx, mesh=mesh), tx.init(params)
     try:
-        bc.sample(step, params, state, torch.ones(4), steps=9, path=path)
+        bc.sample(step, params, state, torch.ones(4), steps=9)
     except (ZeroDivisionError, RuntimeError) as err:
         return [type(err).__name__, *getattr(err, "__notes__", [])]
 
 
-def test_a_rank_that_raises_is_named_by_the_others(tmp_path):
-    other, own = launched(fails_on_the_second_rank, 2, tmp_path, tmp_path / "run")
+def test_a_rank_that_raises_is_named_by_the_others():
+    other, own = launched(fails_on_the_second_rank, 2)
     assert own[0] == "ZeroDivisionError" and "the first rank that failed" not in " ".join(own)
     assert "the first rank that failed was rank 1: ZeroDivisionError: a datum of zero" in " ".join(other)

@@ -1,21 +1,20 @@
 """Runs that ranks share in every way, on small problems: those that launches begin, stop and go on with."""
 
+import collections
 import functools
 import os
 import signal
-from dataclasses import dataclass
-from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import bayesopt_chain as bc
 from bayesopt_chain.runs import writer
-from tests.distributed.ranks import world
+from tests.distributed.ranks import mesh_of, whole, world
 
 N, STEPS = 6, 14
 TX = bc.sghmc(0.1, temperature=0.05)
@@ -46,8 +45,9 @@ def elementwise(params, batch):
     return 0.5 * ((params["w"] - batch) ** 2).sum() + 0.5 * (params["b"] ** 2).sum()
 
 
-def whole(tree):
-    return {name: x.full_tensor() if isinstance(x, DTensor) else x.detach() for name, x in tree.items()}
+def line():
+    """All ranks in a row; ``None`` in one process."""
+    return mesh_of(world()[1]) if dist.is_initialized() else None
 
 
 # runs: a step, parameters, state, batches, and the numbers of this rank's chains where there are several
@@ -55,14 +55,11 @@ def whole(tree):
 
 def chains(n=N, fn=loss, shape=None, order=None, seed=3, tx=TX, **options):
     """Chains over the first axis of a mesh, on the data of the second one; ``order``: batches by epochs."""
-    mesh, within = None, None
-    if dist.is_initialized():
-        shape = shape or (world()[1],)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("chains", "data")[: len(shape)])
-        within = mesh["data"] if len(shape) > 1 else None
+    square = mesh_of(*shape) if shape and dist.is_initialized() else None
+    mesh, within = (square["first"], square["second"]) if square else (line(), None)
     rows = slice(within.get_local_rank(), None, within.size()) if within else slice(None)
     batches = tuple(x[rows] for x in data())
-    made = bc.parallel(bc.make_step(fn, tx, mesh=within), n, mesh=mesh and mesh["chains"], **{"loop": True, **options})
+    made = bc.parallel(bc.make_step(fn, tx, mesh=within), n, mesh=mesh, **{"loop": True, **options})
     params = made.mine(start(n))
     batches = bc.epochs(batches, 5, seed=seed) if order else batches
     return made, params, made.init(tx, params, seed=5), batches, list(made.numbers)
@@ -70,9 +67,8 @@ def chains(n=N, fn=loss, shape=None, order=None, seed=3, tx=TX, **options):
 
 def rows():
     """Every chain has its own data: axis 1 of the inputs counts chains."""
-    mesh = init_device_mesh("cpu", (world()[1],)) if dist.is_initialized() else None
     step = bc.make_step(lambda p, batch: (p["w"] - batch[0]).square().mean() + batch[1] * p["w"].sum(), TX)
-    made = bc.parallel(step, 4, mesh=mesh, loop=True, batch_dim=(1, None))
+    made = bc.parallel(step, 4, mesh=line(), loop=True, batch_dim=(1, None))
     inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(2))
     params, batch = {"w": torch.zeros(made.n, 3)}, (inputs[:, list(made.numbers)], torch.tensor(0.1))
     return made, params, made.init(TX, params, seed=1), batch, list(made.numbers)
@@ -80,8 +76,7 @@ def rows():
 
 def one(fn=loss, order=None, total=24, inplace=False):
     """One chain on the data of all ranks: all of each rank's, or ``order`` of batches: shared, of its part, of its own seed."""
-    (rank, size), every = world(), data(total)
-    mesh = init_device_mesh("cpu", (size,)) if size > 1 else None
+    (rank, size), every, mesh = world(), data(total), line() if world()[1] > 1 else None
     mine = tuple(x[rank::size] for x in every)
     batches = {
         None: lambda: mine,
@@ -95,10 +90,10 @@ def one(fn=loss, order=None, total=24, inplace=False):
 
 
 LAYOUTS = {
-    "fsdp": lambda size: (init_device_mesh("cpu", (size,)), [Shard(0)]),
-    "columns": lambda size: (init_device_mesh("cpu", (size,)), [Shard(1)]),
-    "hsdp": lambda size: (init_device_mesh("cpu", (2, size // 2)), [Replicate(), Shard(0)]),
-    "both": lambda size: (init_device_mesh("cpu", (2, size // 2)), [Shard(0), Shard(1)]),
+    "fsdp": lambda size: (mesh_of(size), [Shard(0)]),
+    "columns": lambda size: (mesh_of(size), [Shard(1)]),
+    "hsdp": lambda size: (mesh_of(2, size // 2), [Replicate(), Shard(0)]),
+    "both": lambda size: (mesh_of(2, size // 2), [Shard(0), Shard(1)]),
 }
 
 
@@ -123,12 +118,12 @@ def shards(layout="fsdp", fn=elementwise, inplace=False, order=None, seed=3):
 
 def chains_of_shards(shape=None):
     """Chains on ranks of their own, each of DTensors on the ranks of its row."""
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("chains", "shards")) if shape else None
-    made = bc.parallel(bc.make_step(elementwise, TX), 4, loop=True, mesh=mesh and mesh["chains"])
+    mesh = mesh_of(*shape) if shape else None
+    made = bc.parallel(bc.make_step(elementwise, TX), 4, loop=True, mesh=mesh and mesh["first"])
     params = bc.stack([matrices()] * made.n)
     if mesh:
         cut = {"w": Shard(1), "b": Replicate()}
-        params = {name: distribute_tensor(x, mesh["shards"], [cut[name]]) for name, x in params.items()}
+        params = {name: distribute_tensor(x, mesh["second"], [cut[name]]) for name, x in params.items()}
     return made, params, made.init(TX, params, seed=3), torch.tensor(0.5), list(made.numbers)
 
 
@@ -138,9 +133,9 @@ def module():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
     if dist.is_initialized():
-        fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
-    generator = bc.distributed.generator(0)
-    optimizer = bc.optim.SGHMC(model.named_parameters(), lr=0.05, temperature=0.01, generator=generator)
+        fully_shard(model, mesh=line())
+    noise = {"temperature": 0.01, "generator": bc.distributed.generator(0)}
+    optimizer = bc.optim.SGHMC(model.named_parameters(), lr=0.05, **noise)
     torch.manual_seed(3 + rank)  # the first rank's key is everyone's
     step = bc.optim.as_step(model, optimizer, lambda m, x: m(x).square().mean())
     batch = torch.linspace(-1, 1, 32, dtype=torch.float64).view(8, 4)[rank::size]
@@ -150,44 +145,35 @@ def module():
 KINDS = {f.__name__: f for f in (chains, rows, one, shards, chains_of_shards, module)}
 ROUNDING = {"one": 1e-12, "module": 1e-10}  # of sums over ranks; the other kinds are bit for bit
 
-
-@dataclass
-class Part:
-    """What a rank has of a run in the end."""
-
-    numbers: Any
-    params: dict
-    loss: torch.Tensor
-    steps: torch.Tensor
-    complete: bool
-    why: str
-    velocity: Any
-    spread: bool
-
-    def must_be(self, want, rounding=0.0):
-        assert self.complete == want.complete and torch.equal(self.steps, want.steps)
-        mine = slice(None) if self.numbers is None else (slice(None), self.numbers)
-        close = functools.partial(torch.testing.assert_close, rtol=0, atol=rounding)
-        close(self.params, {name: x[mine] for name, x in want.params.items()})
-        torch.testing.assert_close(self.loss, want.loss[mine], rtol=1e-12 + rounding, atol=0)
-        if self.velocity is not None:
-            close(self.velocity, want.velocity if self.numbers is None else want.velocity[self.numbers])
+Part = collections.namedtuple("Part", "numbers params loss steps complete why velocity spread")
 
 
 def sampled(kind, path=None, steps=STEPS, burn_in=4, thinning=1, seconds=30.0, callbacks=(), small=None, **options):
-    """A run of this kind, or this rank's part of it; ``steps`` may say how far each rank gets."""
-    if small:
-        writer.SMALL_FILES = small
+    """What this rank has of a run in the end; ``steps`` may say how far each rank gets."""
     step, params, state, batches, numbers = KINDS[kind](**options)
-    draws = bc.sample(
-        step, params, state, batches, steps=steps if isinstance(steps, int) else steps[world()[0]], burn_in=burn_in,
-        thinning=thinning, path=path, checkpoint_seconds=seconds, callbacks=callbacks,
-    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer, "SMALL_FILES", small or writer.SMALL_FILES)
+        draws = bc.sample(
+            step, params, state, batches, steps=steps if isinstance(steps, int) else steps[world()[0]],
+            burn_in=burn_in, thinning=thinning, path=path, checkpoint_seconds=seconds, callbacks=callbacks,
+        )  # fmt: skip
     if not len(draws):
         return None
     lies = any(isinstance(x, DTensor) for x in draws.params.values())
     velocity = None if lies or kind == "module" or draws.last is None else draws.last[1][0].trace[0]
-    return Part(numbers, whole(draws.params), draws.loss, draws.steps, draws.complete, draws.why, velocity, lies)
+    params = {name: x.detach() for name, x in whole(dict(draws.params)).items()}
+    return Part(numbers, params, draws.loss, draws.steps, draws.complete, draws.why, velocity, lies)
+
+
+def must_be(part, want, rounding=0.0):
+    """A part of a run is what the run in one process has there."""
+    assert part.complete == want.complete and torch.equal(part.steps, want.steps)
+    mine = slice(None) if part.numbers is None else (slice(None), part.numbers)
+    close = functools.partial(torch.testing.assert_close, rtol=0, atol=rounding)
+    close(part.params, {name: x[mine] for name, x in want.params.items()})
+    close(part.loss, want.loss[mine], rtol=1e-12 + rounding)
+    if part.velocity is not None:
+        close(part.velocity, want.velocity if part.numbers is None else want.velocity[part.numbers])
 
 
 def dies(fn, victim, calls, way=signal.SIGKILL):

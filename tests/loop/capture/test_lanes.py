@@ -305,7 +305,7 @@ def lanes_on_rank(n: int) -> tuple[list[int], Any, str]:
 
 def test_chains_of_several_ranks_in_lanes_are_those_of_one_process(tmp_path):
     n = 150
-    alone, ranks = run(lanes_on_rank, 1, tmp_path, n)[0], run(lanes_on_rank, 2, tmp_path, n)
+    alone, ranks = run(lanes_on_rank, 1, n)[0], run(lanes_on_rank, 2, n)
     assert {way for *_, way in (alone, *ranks)} == {"Lanes"}
     assert [i for numbers, *_ in ranks for i in numbers] == list(range(n))
     for name, whole in alone[1].items():
