@@ -24,10 +24,9 @@ def script_of(name):
 
 
 def pieces(page):
-    """All pieces of Python of a page that are neither doctests nor a script's text."""
-    scripts = re.findall(r"`\w+\.py`:\n\n```python\n(.*?)```", HOWTO[page], re.S)
+    """All pieces of Python of a page, as a reader pastes them into a file; doctests are not theirs."""
     blocks = re.findall(r"```python\n(.*?)```", HOWTO[page], re.S)
-    return [block for block in blocks if not block.startswith(">>>") and block not in scripts]
+    return [block for block in blocks if not block.startswith(">>>")]
 
 
 def python(folder, *arguments, **variables):

@@ -155,21 +155,26 @@ def stationary_moment(
     normal = np.linspace(-12.0, 12.0, 6001)
     for mean, std in zip(means, stds):
         bases.append(Basis(mean + spread * std * normal, np.exp(-(normal**2) / 2), degree + 4))
-    indices = [i for i in itertools.product(range(degree + 1), repeat=len(bases)) if sum(i) <= degree]
+    every = itertools.product(range(degree + 1), repeat=len(bases))
+    first, *others = np.array([index for index in every if sum(index) <= degree]).T
     x = np.stack([m.ravel() for m in np.meshgrid(*(b.nodes for b in bases), indexing="ij")], axis=1)
     w = np.prod([m.ravel() for m in np.meshgrid(*(b.weights for b in bases), indexing="ij")], axis=0)
 
     def phi(points: np.ndarray) -> np.ndarray:
-        tables = [b(points[:, k], degree) for k, b in enumerate(bases)]
-        return np.stack([np.prod([t[i] for t, i in zip(tables, index)], axis=0) for index in indices])
+        out, *tables = (b(points[:, k], degree) for k, b in enumerate(bases))
+        out = out[first]
+        for table, index in zip(tables, others):
+            out *= table[index]
+        return out
 
     here = phi(x) * w
     _, draws = probe.step(torch.as_tensor(x), None)
-    a = np.zeros((len(indices), len(indices)))
+    mean = np.zeros_like(here)
     for combination in itertools.product(range(len(noise[0])), repeat=draws):
         xi = torch.tensor([noise[0][k] for k in combination], dtype=torch.float64).expand(len(x), draws)
         after, _ = probe.step(torch.as_tensor(x), xi)
-        a += np.prod([noise[1][k] for k in combination]) * here @ phi(after.numpy()).T
+        mean += np.prod([noise[1][k] for k in combination]) * phi(after.numpy())
+    a = here @ mean.T
     c = np.linalg.solve((a[1:, 1:] - np.eye(len(a) - 1)).T, -a[0, 1:])
     c = np.concatenate([[1.0], c])
     return float(c @ (here @ f(x[:, 0])))
