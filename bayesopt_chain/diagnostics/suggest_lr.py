@@ -210,7 +210,7 @@ def suggest_lr(
         >>> from functools import partial
         >>> found = bc.suggest_lr(partial(bc.sghmc, temperature=1 / 1000), loss, torch.tensor(0.0), data)
         >>> found.batch_size, found.momentum
-        (1000, 0.5)
+        (25, 0.9)
     """
     loss, params = _of_module(loss, params)
     devices = sorted({leaf.device.index or 0 for leaf in optree.tree_leaves(params) if leaf.is_cuda})
