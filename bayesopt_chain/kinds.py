@@ -319,9 +319,6 @@ PRECISION = Kind(
 )
 INDEX = Kind(lambda x: isinstance(x, int) and not isinstance(x, bool), "a whole number")
 TEXT = Kind(lambda x: isinstance(x, str), "a text")
-THERMOMETER = Kind(
-    lambda x: not isinstance(x, type) and hasattr(x, "estimates"), "a bc.diagnostics.Thermometer that watched the run"
-)
 POSTERIOR = Kind(
     lambda x: hasattr(x, "mean") and hasattr(x, "factorised") and not isinstance(x, type), "a bc.Gaussian posterior"
 )

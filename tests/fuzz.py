@@ -442,7 +442,6 @@ OBJECTS: dict[str, Callable[[], Any]] = {  # whose methods are called
     "optim.IVON": lambda: optimizer(bc.optim.IVON),
     "optim.ModelStep": model_step,
     "optim.Optimizer": lambda: bc.optim.Optimizer(MODEL.parameters(), lambda group: bc.sgd(0.1)),
-    "Thermometer": lambda: bc.diagnostics.Thermometer(TX),
     "Heating": heating,
     "Gaussian likelihood": gaussian,
     "HeatGuard": lambda: bc.diagnostics.HeatGuard(share=math.inf),
@@ -551,7 +550,7 @@ def rows() -> dict[str, tuple[Callable[[], Any], dict[str, Callable[[], Any]]]]:
         for name in space.__all__:
             thing = getattr(space, name)
             known = {f"{prefix}{name}"} if any(thing is function for function, _ in found.values()) else set()
-            is_result = inspect.isclass(thing) and not (hasattr(thing, "step") or name in ("HeatGuard", "Thermometer"))
+            is_result = inspect.isclass(thing) and not (hasattr(thing, "step") or name == "HeatGuard")
             if (
                 callable(thing)
                 and not is_result

@@ -100,8 +100,7 @@ def test_chains_on_disk_go_on_and_are_judged(device, tmp_path):
     params = bc.stack([start(device), start(device)])
     state = chains.init(chain, params, seed=0)
     draw = partial(bc.sample, chains, params, state, bc.epochs((x, y), 16, seed=0), burn_in=40, path=tmp_path / "draws")
-    meter = bc.diagnostics.Thermometer(chain(1e-3), warn_above=float("inf"))
-    first, whole = draw(steps=60), draw(steps=120, callbacks=[meter])
+    first, whole = draw(steps=60), draw(steps=120)
     assert len(whole) > len(first) and whole.complete
     require_on(device, whole.params, {"loss": whole.loss})
     opened = bc.Draws.open(tmp_path / "draws")
@@ -109,9 +108,7 @@ def test_chains_on_disk_go_on_and_are_judged(device, tmp_path):
         torch.testing.assert_close(opened.params[name], leaf.cpu(), rtol=0, atol=0)
     for there in (opened.to(device), bc.Draws.open(tmp_path / "draws", like=params)):
         require_on(device, there.params, {"predicted": there.predict(outputs, [(x, y)])})
-    found = bc.diagnostics.doctor(
-        whole, chain(1e-3), loss, [(x, y)], thermometer=meter, mode=start(device), posterior_temperature=1 / N
-    )
+    found = bc.diagnostics.doctor(whole, chain(1e-3), loss, [(x, y)], mode=start(device), posterior_temperature=1 / N)
     assert isinstance(found.is_healthy, bool)
     assert all(bool(value.isfinite().all()) for value in bc.diagnostics.r_hat(whole).values())
 
@@ -131,10 +128,9 @@ def at_temperature(lr):
 
 
 def thermal(params, data, device):
-    meter = bc.diagnostics.Thermometer(at_temperature(1e-4))
     step, tx = bc.make_step(loss, at_temperature(1e-4)), at_temperature(1e-4)
-    draws = bc.sample(step, params, tx.init(params), data, steps=120, thinning=4, callbacks=[meter])
-    return bc.diagnostics.temperatures(draws, tx, loss, list(zip(*(x.split(16) for x in data.data))), thermometer=meter)
+    draws = bc.sample(step, params, tx.init(params), data, steps=120, thinning=4)
+    return bc.diagnostics.temperatures(draws, tx, loss, list(zip(*(x.split(16) for x in data.data))))
 
 
 def with_guard(params, data, device):

@@ -13,7 +13,6 @@ from bayesopt_chain.diagnostics.temperatures import (
     Estimate,
     Temperatures,
     ThermalLeaf,
-    Thermometer,
     temperatures,
 )
 from bayesopt_chain.diagnostics.top_curvature import hessian_product
@@ -33,7 +32,6 @@ __all__ = [
     "Suggestion",
     "Temperatures",
     "ThermalLeaf",
-    "Thermometer",
     "doctor",
     "ess",
     "gradient_noise",

@@ -29,14 +29,11 @@ from bayesopt_chain.diagnostics._seeds import initialised_devices
 from bayesopt_chain.diagnostics.gradient_noise import scalar
 from bayesopt_chain.diagnostics.heating import Heating
 from bayesopt_chain.diagnostics.temperatures import (
-    MARGIN,
     Estimate,
     Forces,
     Temperatures,
-    Thermometer,
     estimate,
     forces_of,
-    temperatures,
 )
 from bayesopt_chain.trees import paths_of
 
@@ -124,25 +121,18 @@ class Diagnosis(NamedTuple):
             axis.plot(series.cpu().numpy(), linewidth=0.8)
             axis.set(title=name, xlabel="draw")
         if read is not None:
-            for marker, (label, part) in zip(
-                "os", (("kinetic", read.kinetic), ("configurational", read.configurational))
-            ):
-                if part:
-                    errors = [2 * e.standard_error if math.isfinite(e.standard_error) else 0.0 for e in part.values()]
-                    values = [e.value for e in part.values()]
-                    axes[-1].errorbar(list(part), values, errors, fmt=marker, label=label, capsize=3)
+            part = read.configurational
+            errors = [2 * e.standard_error if math.isfinite(e.standard_error) else 0.0 for e in part.values()]
+            axes[-1].errorbar(list(part), [e.value for e in part.values()], errors, fmt="o", capsize=3)
             axes[-1].axhline(1.0, linewidth=0.8)
             axes[-1].set(title="temperature over the one asked for")
             axes[-1].tick_params(axis="x", rotation=30)
-            if axes[-1].get_legend_handles_labels()[0]:
-                axes[-1].legend()
         return figure
 
 
 @kinds.takes(
     draws=kinds.SAMPLED,
     tx=kinds.TX_OR_OPTIMIZER,
-    thermometer=kinds.THERMOMETER,
     batches=kinds.BATCH_OR_BATCHES,
     heating=kinds.instance(Heating, "a report of bc.diagnostics.heating, or None"),
     of=kinds.FUNCTION,
@@ -163,7 +153,6 @@ def doctor(
     loss: Callable[[Any, Any], Any] | None = None,
     batches: Iterable[Any] | None = None,
     *,
-    thermometer: Thermometer | None = None,
     heating: Heating | None = None,
     of: Callable[[Any], Tensor] | None = None,
     mode: Any = None,
@@ -181,7 +170,7 @@ def doctor(
 
     The more it is given the more it sees: from draws alone whether they are finite, different, move, mix and have left their
     start; with ``tx``, ``loss`` and ``batches`` whether loss and temperature have the scale of a posterior, the temperature of
-    the draws, leaves that the loss or the prior does not determine; with a thermometer or an audit what the minibatches do.
+    the draws, leaves that the loss or the prior does not determine; with an audit what the minibatches do.
 
     The state of random number generators is restored. The loss is called many times; what it writes stays written, such as the
     running statistics of a BatchNorm that is in training mode.
@@ -192,7 +181,6 @@ def doctor(
         loss: as the step had it.
         batches: all data, in batches, such as a list or a DataLoader; or all data as one batch: a tensor, a tuple with a tensor
             in it, or a dictionary. Gone through once for each of up to 60 draws of every chain.
-        thermometer: the callback that watched the run.
         heating: what :func:`bayesopt_chain.diagnostics.heating` predicted.
         of: what must have mixed, a function of one draw of one chain, such as predictions at some inputs. The weights of a
             network never mix, since its units can be exchanged; what it says can. Default: the parameters (a selection where
@@ -230,7 +218,7 @@ def doctor(
     installed("doctor", "diagnostics", "arviz_stats", "scipy")
     with torch.random.fork_rng(devices=initialised_devices()):
         return _judged(
-            draws, tx, loss, batches, thermometer, heating, of, mode, temperature, directions, level,
+            draws, tx, loss, batches, heating, of, mode, temperature, directions, level,
             _Scale(posterior_temperature, data_size, prior_sd),
         )  # fmt: skip
 
@@ -240,7 +228,6 @@ def _judged(
     tx: Any,
     loss: Callable[[Any, Any], Any] | None,
     batches: Iterable[Any] | None,
-    thermometer: Thermometer | None,
     heating: Heating | None,
     of: Callable[[Any], Tensor] | None,
     mode: Any,
@@ -279,9 +266,7 @@ def _judged(
     findings += [*drifts, *_findings.unmixed(values, numbers, traces, level, of is not None)]
     trend = _findings.unfinished(losses, numbers, level, independent)
     findings += trend.findings
-    read = None if thermometer is None else temperatures(thermometer=thermometer)
-    if read is not None and thermometer is not None:
-        findings += _kinetic(read, thermometer, {f.kind for f in findings})
+    read = None
     unseen = [] if draws.chains and draws.chains > 1 else [ONE_CHAIN]
     if loss is None or batches is None or judge is None:
         unseen.append(NO_LOSS)
@@ -294,7 +279,7 @@ def _judged(
             draws, judge, loss, _listed(batches), numbers, unseen, pooled, mode, scale, directions
         )
         findings += more
-        read = Temperatures({} if read is None else read.kinetic, *configurational)
+        read = Temperatures(*configurational)
         if not trend.findings:
             trend = _findings.unfinished(energy, numbers, level, independent)
             findings += trend.findings
@@ -417,23 +402,6 @@ def _require_like(mode: Any, params: Any) -> None:
         raise ValueError(
             f"doctor: mode must have the leaves of one draw of one chain, {short(params)}, got {short(mode)}"
         )
-
-
-def _kinetic(read: Temperatures, thermometer: Thermometer, known: set[str]) -> list[Finding]:
-    """Steps that are too large, of independent batches; a drift reads hot, so that unmixed draws are not judged."""
-    if thermometer.order != "independent" or known & {"mixing", "burn-in", "short"}:
-        return []
-    sure = [(n, e) for n, e in read.kinetic.items() if e.value - MARGIN * e.standard_error > 1 + HOT]
-    if not sure:
-        return []
-    leaf, e = max(sure, key=lambda item: item[1].value)
-    return [
-        Finding(
-            "heated",
-            f"The minibatches heat the chain: the kinetic temperature of {leaf} is {e} times the one asked for.",
-            "Lower lr, enlarge the batch, or take all data; bc.diagnostics.heating predicts what each of these leaves.",
-        )
-    ]
 
 
 def _audited(heating: Heating | None) -> list[Finding]:

@@ -228,7 +228,7 @@ class HeatGuard:
         if not tracing.is_plain(*tensors) or any(map(is_dtensor, tensors)):
             raise ValueError(
                 "heat_guard: the gradients of a step that is captured, runs under vmap or is sharded cannot be looked at one "
-                "by one; run one plain chain with the guard first, or ask bc.diagnostics.heating or a Thermometer"
+                "by one; run one plain chain with the guard first, or ask bc.diagnostics.heating"
             )
 
         def leaves() -> list[Leaf]:

@@ -1,26 +1,13 @@
-r"""At what temperature does a chain run: kinetic and configurational, leaf by leaf, against the one it was given.
+r"""At what temperature a chain runs, leaf by leaf, against the one it was given: the virial theorem.
 
-Let ``theta' = theta - d`` be a step, ``d = F(z) (grad + e)`` with noise ``e`` matched to ``F``, ``F_0`` the first number of
-its response (the displacement that a unit gradient causes at once) and ``k`` a curvature. The chain answers a force by
-``chi(z) = H / (1 + k H)``, ``H = F / (z - 1)``; its spectrum is ``-T cot(w/2) Im chi``, so that the autocovariance obeys
+For a chain whose noise is matched, at every stable learning rate, curvature ``k`` and response,
 
-    C(j) - C(j + 1) = T/2 (chi_{j+1} + chi_j),      chi_0 = 0,   chi_1 = F_0 whatever the curvature.
+    <(theta - c) dU/dtheta> = k C(0) = T,          c any constant, U the loss with its decay, C(0) the variance.
 
-Two readings follow which are exactly ``T`` for every stable learning rate, every curvature and every ``F``:
+This is the configurational temperature (Rugh, 1997); it was read off samplers of neural networks by Wenzel et al. (2020).
 
-    kinetic           <d^2> / F_0 = 2 (C(0) - C(1)) / F_0           of each element, without decay or with, any momentum
-    configurational   <(theta - c) dU/dtheta> = k C(0)              c any constant, U the loss with its decay
-
-With a frozen diagonal preconditioner ``F_0`` has an entry for each element. In terms of a velocity ``v``, ``d = lr v``: for
-momentum ``<d^2> / F_0 = lr <v^2>``, for Nesterov ``F_0 = lr (1 + mu)`` and ``d = lr (grad + e + mu v)``, for Adam ``F_0 =
-lr (1 - b1) P`` and ``lr <m P m> / (1 - b1)``, without momentum ``lr <(grad + e)^2>``. Where the velocity carries half the
-noise the field ``q`` of the state has ``2 lr mu^2 <q^2> / (1 + mu) = T`` besides. The configurational temperature is the
-virial theorem's (Rugh, 1997); both were read off samplers of neural networks by Wenzel et al. (2020).
-
-White noise of variance ``B`` on the gradient adds ``B sum_j F_j^2`` to ``<d^2>``. It spends the share ``rho = B F(1) / 2T``
-of the noise budget, so that it adds ``w rho`` to the ratio ``<d^2> / (F_0 T)``, ``w = 2 sum_j F_j^2 / (F_0 F(1))``, for
-momentum ``2 / (1 + mu)``. What is reported is ``1 + (ratio - 1) / w``, which reads ``1 + rho``. With ``order=1`` all noise is
-white and the ratio itself is ``w + O(lr k)``: what is reported is ``ratio / w``.
+The gain ``F_0`` of an element is how far a unit gradient moves it in the step in which it arrives, read by an impulse through
+``tx.update``: with a frozen diagonal preconditioner there is one for each element.
 """
 
 from __future__ import annotations
@@ -29,7 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, get_args, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import optree
 import torch
@@ -40,21 +27,18 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Link
 from bayesopt_chain.core.op import PURE
 from bayesopt_chain.core.state import State
-from bayesopt_chain.data.index_stream import Order
 from bayesopt_chain.distributed import shards
 from bayesopt_chain.links.langevin_noise import LangevinNoise
 from bayesopt_chain.links.master_weights import MasterWeights
 from bayesopt_chain.links.wrapper import unwrapped
 from bayesopt_chain.loop.loss import gradient
-from bayesopt_chain.matching import law
-from bayesopt_chain.matching.response import Decay, Linear, Noise, Preconditioner, Rate, SelfContainedSampler
+from bayesopt_chain.matching.response import Decay, Linear, Noise
 from bayesopt_chain.schedules import now
 from bayesopt_chain.testing._linear_system import IMPULSE, OneUpdate
 from bayesopt_chain.trees import paths_of
 
 if TYPE_CHECKING:
     from bayesopt_chain.runs.draws import Draws
-    from bayesopt_chain.runs.run import Iteration
 
 BATCHES = 20  # into which a series is cut for its standard error
 MARGIN = 3.0  # standard errors that an excess must stand above before anybody is warned
@@ -98,26 +82,22 @@ def estimate(series: Tensor) -> Estimate:
 
 
 class ThermalLeaf(NamedTuple):
-    """What the next step of a torch optimizer does to one parameter, as the readings of this module need it.
+    """What the next step of a torch optimizer does to one parameter.
 
     Attributes:
         temperature: that of its group.
-        gain: ``F_0``, a number or a tensor like the parameter.
-        white: ``w``.
         decay: the weight decay that is a part of the loss; ``None`` where there is one that is not.
         sign: -1 where the optimizer climbs the loss.
     """
 
     temperature: float
-    gain: float | Tensor
-    white: float
     decay: float | None
     sign: float = 1.0
 
 
 @runtime_checkable
 class Thermal(Protocol):
-    """An optimizer that knows its own response: those of :mod:`bayesopt_chain.optim`."""
+    """An optimizer that describes its leaves: those of :mod:`bayesopt_chain.optim`."""
 
     def thermal_leaves(self) -> Mapping[str, ThermalLeaf]:
         """By the parameter's name, what the next step does to it; without those that get no noise."""
@@ -128,75 +108,57 @@ class Temperatures(NamedTuple):
     """Temperatures over the one that was asked for, so that 1 is right. Each is a mapping from the path of a leaf.
 
     Attributes:
-        kinetic: from the size of the steps.
         configurational: from the parameters and the gradient of the loss, weight decay included.
-        data: the part of the configurational one that the loss contributes, the rest being the chain's weight decay.
+        data: the part of it that the loss contributes, the rest being the chain's weight decay.
     """
 
-    kinetic: Mapping[str, Estimate]
     configurational: Mapping[str, Estimate]
     data: Mapping[str, Estimate]
 
     def __str__(self) -> str:
-        names = [*dict.fromkeys([*self.kinetic, *self.configurational])]
-        width = max(map(len, [*names, "leaf"]))
-        lines = [f"{'leaf':<{width}}  kinetic / T        configurational / T"]
-        for name in names:
-            cells = [str(part[name]) if name in part else "-" for part in (self.kinetic, self.configurational)]
-            lines.append(f"{name:<{width}}  {cells[0]:<18} {cells[1]}")
-        return "\n".join(lines)
+        width = max(map(len, [*self.configurational, "leaf"]))
+        lines = [f"{name:<{width}}  {estimate}" for name, estimate in self.configurational.items()]
+        return "\n".join([f"{'leaf':<{width}}  configurational / T", *lines])
 
 
-@kinds.takes(draws=kinds.SAMPLED, tx=kinds.TX_OR_OPTIMIZER, thermometer=kinds.THERMOMETER)
+@kinds.takes(draws=kinds.SAMPLED, tx=kinds.TX_OR_OPTIMIZER)
 def temperatures(
-    draws: Draws | None = None,
-    tx: Any = None,
-    loss: Callable[[Any, Any], Any] | None = None,
-    batches: Iterable[Any] | None = None,
+    draws: Draws,
+    tx: Any,
+    loss: Callable[[Any, Any], Any],
+    batches: Iterable[Any],
     *,
-    thermometer: Thermometer | None = None,
     temperature: float | None = None,
 ) -> Temperatures:
-    """Kinetic and configurational temperature of every leaf, over the chain's own.
+    """Configurational temperature of every leaf, over the chain's own.
 
     Args:
-        draws: of :func:`bayesopt_chain.sample`; with ``tx``, ``loss`` and ``batches`` they give the configurational ones.
+        draws: of :func:`bayesopt_chain.sample`.
         tx: the chain, or the optimizer of :mod:`bayesopt_chain.optim`, that made them. Weight decay and localisation at its
             head count as a part of the loss.
         loss: ``loss(params, batch)`` as the step had it.
         batches: all data, in batches of one size; gone through once for each draw.
-        thermometer: the callback that watched the run; it gives the kinetic ones.
         temperature: of the chain, if it is not a number in ``tx``.
 
     Returns:
-        :class:`Temperatures`; ``print`` it. The configurational ones are centred for each half of the draws at the mean of
-        the other half, so that no curvature of the estimate itself enters.
+        :class:`Temperatures`; ``print`` it. They are centred for each half of the draws at the mean of the other half, so that
+        no curvature of the estimate itself enters.
 
     Raises:
-        ValueError: neither draws with a loss nor a thermometer; fewer than four draws; weight decay behind a momentum or a
-            preconditioner, which is no part of the loss.
+        ValueError: fewer than four draws; no batch; weight decay behind a momentum or a preconditioner, which is no part of the
+            loss.
 
     Example:
         >>> import torch, bayesopt_chain as bc
         >>> loss = lambda w, batch: (w**2).sum() / 2
         >>> tx, w = bc.sghmc(0.2, temperature=0.5, generator=torch.Generator().manual_seed(0)), torch.zeros(200)
-        >>> meter = bc.diagnostics.Thermometer(tx)
-        >>> draws = bc.sample(
-        ...     bc.make_step(loss, tx), w, tx.init(w), None, steps=600, burn_in=200, thinning=4, callbacks=[meter]
-        ... )
-        >>> report = bc.diagnostics.temperatures(draws, tx, loss, [None], thermometer=meter)
-        >>> abs(report.kinetic["tensor"].value - 1) < 0.05, abs(report.configurational["tensor"].value - 1) < 0.1
-        (True, True)
+        >>> draws = bc.sample(bc.make_step(loss, tx), w, tx.init(w), None, steps=600, burn_in=200, thinning=4)
+        >>> report = bc.diagnostics.temperatures(draws, tx, loss, [None])
+        >>> abs(report.configurational["tensor"].value - 1) < 0.1
+        True
     """
-    kinetic = {} if thermometer is None else thermometer.estimates
-    if loss is None:
-        if thermometer is None:
-            raise ValueError("temperatures: pass draws with tx, loss and batches, or thermometer=, or both")
-        return Temperatures(kinetic, {}, {})
-    if draws is None or tx is None or batches is None:
-        raise ValueError("temperatures: the configurational ones need draws, tx, loss and batches")
     if len(draws) < 4:
-        raise ValueError(f"temperatures: needs at least 4 draws, got {len(draws)}; run longer")
+        raise ValueError(f"temperatures: draws must be at least 4, got {len(draws)}; run longer")
     batches = list(batches)
     if not batches:
         raise ValueError("temperatures: batches is empty")
@@ -212,193 +174,7 @@ def temperatures(
         for out, k in ((total, 0), (data, 1)):
             for name, level in judge.levels.items():
                 out.setdefault(name, []).append(torch.tensor([row[k][name] / level for row in rows], device="cpu"))
-    found = [{name: estimate(torch.stack(x)) for name, x in part.items()} for part in (total, data)]
-    return Temperatures(kinetic, *found)
-
-
-class Thermometer:
-    """Reads the kinetic temperature of a run, as a callback of :func:`bayesopt_chain.sample`.
-
-    It looks at the step that follows each draw, and keeps one copy of the parameters. Where learning rate, temperature or
-    preconditioner change, it reads the chain's gains once for each draw, which costs about three updates (not gradients);
-    else once in all. Of a resumed run it sees the steps that this process makes.
-
-    Args:
-        tx: the chain that the step runs: matched noise, and preconditioners that are diagonal. Or the optimizer of
-            :mod:`bayesopt_chain.optim` inside ``bc.optim.as_step``, made with ``model.named_parameters()``.
-        order: of the batches. Independent ones heat the chain by what is read here; those of ``bc.epochs`` in the order
-            ``"reshuffled"`` or ``"palindrome"`` by less, and no warning is given (:func:`heating` predicts how much).
-        warn_above: the excess over 1 above which :func:`bayesopt_chain.sample` warns when the run ends.
-
-    Raises:
-        TypeError: ``tx`` is no chain of this library.
-        ValueError: a chain without noise, or with noise that is not matched (thermostats): those have their own velocity; use
-            the configurational temperature.
-
-    Example:
-        >>> import torch, bayesopt_chain as bc
-        >>> tx, w = bc.sgld(0.2, temperature=0.5, generator=torch.Generator().manual_seed(0)), torch.zeros(1000)
-        >>> meter = bc.diagnostics.Thermometer(tx)
-        >>> step = bc.make_step(lambda w, batch: (w**2).sum() / 2, tx)
-        >>> _ = bc.sample(step, w, tx.init(w), None, steps=200, burn_in=50, callbacks=[meter])
-        >>> abs(meter.estimates["tensor"].value - 1) < 0.05
-        True
-    """
-
-    @kinds.takes(tx=kinds.ANY, order=kinds.one_of(*get_args(Order)), warn_above=kinds.real("[0, inf]"))
-    def __init__(self, tx: Any, *, order: str = "independent", warn_above: float = 0.1) -> None:
-        inner, _ = _unwrapped(tx, None)
-        self.tx, self.order, self.warn_above, self.is_constant = inner, order, warn_above, False
-        if isinstance(inner, Chain):
-            _require_matched_noise(inner)
-            changing = (isinstance(x.response, Rate) or _learns(x.response) for x in inner.links)
-            self.is_constant = not any(changing) and all(
-                x.is_static for x in inner.links if isinstance(x, LangevinNoise)
-            )
-        elif not isinstance(inner, Thermal):
-            raise TypeError(
-                f"Thermometer: tx is {type(tx).__name__}, not a chain of this library and not an optimizer of bc.optim"
-            )
-        self.series: dict[str, list[Tensor]] = {}
-        self._scales: list[list[Tensor | None]] | None = None
-        self._white: list[float] = []
-        self._paths: tuple[str, ...] = ()
-        self._before: tuple[int, list[list[Any]]] | None = None
-
-    @kinds.takes(it=kinds.Kind(lambda x: hasattr(x, "is_draw"), "a step as bc.iterate gives it"))
-    def __call__(self, it: Iteration) -> None:
-        """Look at a step."""
-        with torch.no_grad():
-            if self._before is not None and self._before[0] + 1 == it.step:
-                self._measure(it)
-            self._before = None
-            if it.is_draw:
-                self._prepare(it)
-
-    @property
-    def estimates(self) -> dict[str, Estimate]:
-        """By the path of the leaf, its kinetic temperature over the one asked for; leaves without noise are left out."""
-        return {name: estimate(torch.stack(x)) for name, x in self.series.items()}
-
-    def postfix(self) -> dict[str, str]:
-        """What a progress bar shows.
-
-        Returns:
-            ``{"T": text}``, the mean over leaves and the last 20 readings, over the temperature asked for; empty before the
-            first reading.
-
-        Example:
-            >>> import bayesopt_chain as bc
-            >>> bc.diagnostics.Thermometer(bc.sgld(0.1, temperature=0.5)).postfix()
-            {}
-        """
-        recent = [x for series in self.series.values() for x in series[-BATCHES:]]
-        return {"T": f"{float(torch.stack(recent).mean()):.3f}"} if recent else {}
-
-    def warning(self) -> str | None:
-        """What :func:`bayesopt_chain.sample` warns of when the run ends.
-
-        Returns:
-            One line if minibatches heat the chain by more than ``warn_above``, else ``None``.
-
-        Example:
-            >>> import bayesopt_chain as bc
-            >>> bc.diagnostics.Thermometer(bc.sgld(0.1, temperature=0.5)).warning() is None
-            True
-        """
-        if self.order != "independent":
-            return None
-        worst = self.hottest()
-        if worst is None:
-            return None
-        name, read = worst
-        return (
-            f"the data heat the chain: the kinetic temperature of {name} is {read} times the one asked for, more than "
-            f"{self.warn_above:.0%} above it. Lower lr, enlarge the batch, or use bc.epochs in the order 'palindrome' or "
-            "bc.gradients; bc.diagnostics.heating predicts what each of these leaves"
-        )
-
-    def hottest(self) -> tuple[str, Estimate] | None:
-        """The leaf with the highest kinetic temperature, if it is too high for certain.
-
-        Returns:
-            The leaf's path and its temperature over the one asked for; ``None`` unless that exceeds ``1 + warn_above`` by
-            three standard errors.
-
-        Example:
-            >>> import torch, bayesopt_chain as bc
-            >>> meter = bc.diagnostics.Thermometer(bc.sgld(0.1, temperature=0.5))
-            >>> meter.series["w"] = [torch.tensor(1.5)] * 40
-            >>> meter.hottest()[0]
-            'w'
-        """
-        sure = {n: e for n, e in self.estimates.items() if e.value - MARGIN * e.standard_error > 1 + self.warn_above}
-        return max(sure.items(), key=lambda item: item[1].value) if sure else None
-
-    def _prepare(self, it: Iteration) -> None:
-        """Remember where the next step starts, and what it may move."""
-        if isinstance(self.tx, Thermal):
-            known = self.tx.thermal_leaves()
-            self._paths = names_of(paths_of(it.params))
-            at = [known.get(path) for path in self._paths]
-            if known and not any(at):
-                raise ValueError(
-                    f"Thermometer: the optimizer's parameters are named {', '.join(list(known)[:3])}, those of the step "
-                    f"{', '.join(self._paths[:3])}; build the optimizer with model.named_parameters()"
-                )
-            self._scales = [[None if x is None else _number(x.gain * x.temperature) for x in at]]
-            self._white = [1.0 if x is None else x.white for x in at]
-            kept = [None if x is None else x.clone() for x in optree.tree_leaves(it.params, none_is_leaf=True)]
-            self._before = it.step, [kept]
-            return
-        _, state = _unwrapped(self.tx, it.state)
-        stacked = state.layout.shapes != tuple(
-            getattr(shards.local(p), "shape", None) for p in optree.tree_leaves(it.params, none_is_leaf=True)
-        )
-        chains = _count(it.params) if stacked else None
-        params = _chains(it.params, chains)
-        if self._scales is None or not self.is_constant:
-            states = _chains(state, chains)
-            if self.is_constant:
-                states = states[:1]
-            self._paths = names_of(paths_of(params[0]))
-            self._white = _white(self.tx, states[0])
-            self._scales = [_scales(self.tx, p, s) for p, s in zip(params, states)]
-        kept = [[None if x is None else x.clone() for x in optree.tree_leaves(p, none_is_leaf=True)] for p in params]
-        self._before = it.step, kept
-
-    def _measure(self, it: Iteration) -> None:
-        """Compare the step with what it should be."""
-        assert self._before is not None and self._scales is not None
-        kept = self._before[1]
-        params = _chains(it.params, len(kept) if len(kept) > 1 or self._stacked(it) else None)
-        rows: dict[str, list[float]] = {}
-        for n, (old, new) in enumerate(zip(kept, params)):
-            scales = self._scales[n % len(self._scales)]
-            for path, x, y, scale, white in zip(
-                self._paths, old, optree.tree_leaves(new, none_is_leaf=True), scales, self._white
-            ):
-                if scale is None or _mean((scale > 0).double()) < 1.0:
-                    continue
-                ratio = _mean((y.double() - x.double()) ** 2 / scale)
-                rows.setdefault(path, []).append(ratio / -white if white < 0 else 1 + (ratio - 1) / white)
-        for path, row in rows.items():
-            if len(row) == len(kept):
-                self.series.setdefault(path, []).append(torch.tensor(row, dtype=torch.float64, device="cpu"))
-
-    def _stacked(self, it: Iteration) -> bool:
-        assert self._before is not None
-        shapes = [getattr(x, "shape", None) for x in self._before[1][0]]
-        return shapes != [getattr(x, "shape", None) for x in optree.tree_leaves(it.params, none_is_leaf=True)]
-
-
-def _require_matched_noise(tx: Chain) -> None:
-    own = [x for x in tx.links if isinstance(x.response, SelfContainedSampler)]
-    if own or not any(isinstance(x.response, Noise) for x in tx.links):
-        raise ValueError(
-            f"Thermometer: {own[0] if own else 'this chain'} has no matched noise; the configurational temperature "
-            "(bc.diagnostics.temperatures with a loss) is what there is to read"
-        )
+    return Temperatures(*({name: estimate(torch.stack(x)) for name, x in part.items()} for part in (total, data)))
 
 
 def gains(tx: Chain, params: Any, state: Any) -> list[Tensor | None]:
@@ -421,8 +197,8 @@ def gains(tx: Chain, params: Any, state: Any) -> list[Tensor | None]:
         # An element whose gain depends on how high its neighbours' impulses are has no gain of its own.
         if bool(((gain + other / height).abs() > 1e-5 * gain.abs().amax()).any()):
             raise ValueError(
-                "Thermometer: the elements of this chain act on each other (a dense preconditioner, particles), so that no "
-                "element has a temperature of its own; use the configurational one, bc.diagnostics.temperatures with a loss"
+                "the elements of this chain act on each other (a dense preconditioner, particles), so that no element has a "
+                "gain of its own; bc.diagnostics.temperatures reads the configurational temperature"
             )
         found.append(gain)
     each = iter(found)
@@ -435,25 +211,6 @@ def _at_rest(link: Link, entry: Any) -> Any:
     if not hasattr(entry, field):
         return entry
     return entry._replace(**{field: tuple(torch.zeros_like(t) for t in getattr(entry, field))})
-
-
-def _scales(tx: Chain, params: Any, state: Any) -> list[Tensor | None]:
-    """``F_0 T`` for each element, ``None`` where no noise enters; of DTensors spread as they are."""
-    levels = _levels(tx, state, None)
-    leaves: list[Any] = optree.tree_leaves(params, none_is_leaf=True)
-    if shards.are_spread(params):  # elementwise links know no neighbours: each rank asks for its own elements
-        entries: list[Any] = [optree.tree_map(shards.local, entry) for entry in state]
-        state = State(entries, state.layout._replace(pieces=None))
-        params = optree.tree_map(shards.local, params, none_is_leaf=True)
-    return [
-        None if g is None or name not in levels else shards.like(x, g * levels[name])
-        for name, x, g in zip(names_of(state.layout.paths), leaves, gains(tx, params, state))
-    ]
-
-
-def _number(x: float | Tensor) -> Tensor:
-    """A number or a tensor in float64."""
-    return x.double() if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64, device="cpu")
 
 
 def _mean(x: Tensor) -> float:
@@ -472,38 +229,6 @@ def _levels(tx: Chain, state: Any, temperature: float | None, step: int | None =
     if not out and temperature is not None:
         out = dict.fromkeys(names, temperature)
     return out
-
-
-def _white(tx: Chain, state: Any) -> list[float]:
-    """``w`` of each leaf; its negative where the chain's own noise is white."""
-    out: list[float] = []
-    for j in range(len(state.layout.paths)):
-        b, a, white = (1.0,), (1.0,), False
-        for link, where in zip(tx.links, state.layout.where):
-            if j not in where:
-                continue
-            if isinstance(link, LangevinNoise):
-                white |= link.order == 1
-            if isinstance(x := link.response, (Linear, Preconditioner)):
-                b, a = law.multiply(b, x.b), law.multiply(a, x.a)
-        out.append(-squares(b, a) if white else squares(b, a))
-    return out
-
-
-def squares(b: Sequence[float], a: Sequence[float]) -> float:
-    """``2 sum_j F_j^2 / (F_0 F(1))`` of ``F = b / a``, by its impulse response."""
-    if not sum(b) or not b[0]:
-        return 1.0
-    past: list[float] = []
-    total, level = 0.0, sum(b) / sum(a)
-    for j in range(100_000):
-        x = (b[j] if j < len(b) else 0.0) - sum(a[i] * past[-i] for i in range(1, min(len(a), len(past) + 1)))
-        x /= a[0]
-        past = [*past, x][-len(a) :]
-        total += x * x
-        if j >= len(b) and max(map(abs, past)) < 1e-14 * abs(level):
-            break
-    return 2 * total / (b[0] / a[0] * level)
 
 
 class Forces(NamedTuple):
@@ -628,24 +353,16 @@ def names_of(paths: Sequence[str]) -> tuple[str, ...]:
     return tuple([path if often[name] > 1 else name for path, name in zip(paths, names)])
 
 
-def _learns(response: Any) -> bool:
-    return isinstance(response, Preconditioner) and response.learns
-
-
 def _unwrapped(tx: Any, state: Any) -> tuple[Any, Any]:
     """The chain inside wrappers, such as that of :func:`bayesopt_chain.skip_nonfinite`, and its state."""
     if isinstance(tx, MasterWeights):
         raise TypeError(
-            "Thermometer: tx is with_master_weights(...), whose parameters move by their rounding as well; read the "
-            "temperature of the same chain with float32 parameters"
+            "tx is with_master_weights(...), whose parameters move by their rounding as well; read the temperature of the same "
+            "chain with float32 parameters"
         )
     while hasattr(state, "inner") and not isinstance(state, State):
         state = state.inner
     return unwrapped(tx), state
-
-
-def _count(params: Any) -> int:
-    return int(next(p for p in optree.tree_leaves(params)).shape[0])
 
 
 def _chains(tree: Any, n: int | None) -> list[Any]:

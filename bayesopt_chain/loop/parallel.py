@@ -423,7 +423,7 @@ def parallel(
     if getattr(step, "heat_guard", None) is not None:
         raise ValueError(
             "parallel: a heat guard looks at one chain, and this step has one; make the step of parallel chains without "
-            "heat_guard=, and run one chain alone with it, or take a bc.diagnostics.Thermometer"
+            "heat_guard=, and run one chain alone with it"
         )
     for name, value in (each or {}).items():
         if not torch.is_tensor(value) or value.shape[:1] != (n,):

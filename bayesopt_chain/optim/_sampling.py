@@ -46,7 +46,6 @@ from bayesopt_chain.optim._one_pass import in_one_pass
 from bayesopt_chain.optim._plan import REMEMBERED, Clock, Form, Numbers, Plan, Work, has_drawn, last_step
 from bayesopt_chain.optim._ranks import OnRanks
 from bayesopt_chain.optim._rule import Before, Linear, Noise, noise_of
-from bayesopt_chain.optim._thermal import leaves_of
 
 # entries of a group that a state dict of torch's class lacks, and that then keep the values of this optimizer
 _OURS = ("temperature", "noise_key", "noise_count", "noise_kept", "freeze_after")
@@ -327,10 +326,10 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         self._scales_in_kernel = value
 
     def thermal_leaves(self) -> dict[str, ThermalLeaf]:
-        """Describe the leaves that get noise in the next step, for :class:`bayesopt_chain.diagnostics.Thermometer`.
+        """Describe the leaves that get noise in the next step, for :func:`bayesopt_chain.diagnostics.temperatures`.
 
         Returns:
-            By parameter name, the description of each leaf: its temperature, gain, noise spectrum and decay.
+            By parameter name, the temperature, decay and sign of each leaf.
 
         Raises:
             ValueError: the parameters have no names; make the optimizer with ``model.named_parameters()``.
@@ -339,10 +338,27 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             >>> import torch, bayesopt_chain as bc
             >>> model = torch.nn.Linear(2, 1)
             >>> optimizer = bc.optim.SGLD(model.named_parameters(), lr=0.1, temperature=0.5)
-            >>> optimizer.thermal_leaves()["bias"].gain
-            0.1
+            >>> optimizer.thermal_leaves()["bias"].temperature
+            0.5
         """
-        return dict(leaves_of(self))
+        out: dict[str, ThermalLeaf] = {}
+        for group in self.param_groups:
+            temperature = _refusals.temperature_of(self._name, group)
+            if temperature == 0.0:
+                continue
+            if "param_names" not in group:
+                raise ValueError(
+                    f"{self._name}: its parameters have no names to find them by; build it with model.named_parameters()"
+                )
+            decay = float(group.get("weight_decay") or 0.0)
+            # a decoupled decay is no part of the gradient
+            leaf = ThermalLeaf(
+                temperature,
+                None if decay and group.get("decoupled_weight_decay") else decay,
+                -1.0 if group.get("maximize") else 1.0,
+            )
+            out |= dict.fromkeys(group["param_names"], leaf)
+        return out
 
     # the step
 

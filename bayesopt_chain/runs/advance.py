@@ -26,7 +26,7 @@ SECONDS = 2.0  # between two looks at how well the chains have mixed, for the pr
 class Meter(Protocol):
     """A callback that has something to say: what a progress bar shows, and one line when the run ends, or ``None``.
 
-    :class:`bayesopt_chain.diagnostics.Thermometer` is one.
+    :class:`bayesopt_chain.diagnostics.HeatGuard` is one.
     """
 
     def __call__(self, it: Iteration, /) -> Any:

@@ -127,8 +127,6 @@ def sample(
         chains: number of chains on axis 0 of every leaf; known from the step where ``parallel`` made it.
         callbacks: called with every :class:`Iteration`; one that returns ``True`` ends the run. What one with ``state_dict``
             and ``load_state_dict`` has seen goes into every checkpoint, and is handed back to it when the run goes on. A
-            :class:`bayesopt_chain.diagnostics.Thermometer` among them shows its temperature in the progress bar, and a warning
-            is given when the run ends if it says that the data heat the chain. A
             :class:`bayesopt_chain.diagnostics.HeatGuard` looks at the gradients of one plain chain, and warns on the way.
         keep: ``False`` keeps no draw, in memory or on disk: what the callbacks made of them is all there is. ``Draws.last`` and
             checkpoints are the same. Default: True.
