@@ -444,7 +444,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {  # whose methods are called
     "optim.Optimizer": lambda: bc.optim.Optimizer(MODEL.parameters(), lambda group: bc.sgd(0.1)),
     "Heating": heating,
     "Gaussian likelihood": gaussian,
-    "HeatGuard": lambda: bc.diagnostics.HeatGuard(share=math.inf),
+    "HeatGuard": lambda: bc.diagnostics.HeatGuard(),
     "LrBias": lambda: bc.diagnostics.LrBias(*[torch.ones(2)] * 4),
     "MasterWeights": lambda: MASTERS,
 }

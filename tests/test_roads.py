@@ -134,7 +134,7 @@ def thermal(params, data, device):
 
 
 def with_guard(params, data, device):
-    guard = bc.diagnostics.HeatGuard(share=float("inf"), steps_per_epoch=4)
+    guard = bc.diagnostics.HeatGuard(steps_per_epoch=4)
     step, tx = bc.make_step(loss, at_temperature(1e-5), heat_guard=guard), at_temperature(1e-5)
     bc.sample(step, params, tx.init(params), data, steps=240)
     assert guard.readings

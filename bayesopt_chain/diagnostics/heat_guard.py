@@ -1,14 +1,26 @@
-"""Watches a loop for the heat of its minibatches: when it looks, what it costs, and when it warns.
+r"""Watch a loop for the heat of its minibatches, and warn once.
 
-What a window says is in :mod:`bayesopt_chain.diagnostics.heat`; what a gradient is compared with, for chains, in
-:mod:`bayesopt_chain.diagnostics._heat_of_chain`, for optimizers in :mod:`bayesopt_chain.optim`.
+The guard reads windows of consecutive steps, from step 8 and from the steps 128, 256, 512 and so on. A window begins with the
+gradients of 8 steps, and ends there if the largest eigenvalue of ``<D_t D_t'> / 2``, an upper bound of the heat, is small
+(:mod:`bayesopt_chain.diagnostics.heat`). A full one goes on with gradients and parameters of 80 steps, and warns if all of this
+holds:
+
+    excess > above + 3.4 (96 / t)^2     at step t; the noise falls while a run is far from rest, so that early windows have to
+                                        show more
+    rho > 2 standard errors
+    rho > 1.5 own                       the chain's own motion is not larger than what is left when it is taken out
+    drift < 2                           the mean gradients of its halves are not those of a run that is still on its way
+    ringing < 0.85                      what is left is noise, and no oscillation near the stability limit
+    rho > half of that of the full window before, in the same units
+
+Of a chain ``F_0``, how far a gradient moves each element in its own step, comes from an impulse through ``tx.update``; the
+response of the links, ``F = b / a``, gives ``lr_eff = F(1)`` and the momentum ``mu = -a_1 / a_0``.
 """
 
 from __future__ import annotations
 
 import math
-import threading
-import time
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -19,98 +31,59 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import kinds, tracing
-from bayesopt_chain._torch import is_dtensor
+from bayesopt_chain._torch import foreach_norm, is_dtensor
 from bayesopt_chain.checks import short
-from bayesopt_chain.diagnostics import _heat_of_chain as of_chain
-from bayesopt_chain.diagnostics.heat import BUCKETS, DEFERRED, Heat, Leaf, Row, Sketch, read_heat
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.diagnostics.heat import Heat, Leaf, Sketch, read_heat
+from bayesopt_chain.diagnostics.temperatures import _levels, _unwrapped, gains, names_of
 from bayesopt_chain.loop.step import Step
+from bayesopt_chain.matching import law
+from bayesopt_chain.matching.response import Linear, Noise, Preconditioner, SelfContainedSampler
 
-SURE = 3.0  # standard errors of two windows together
-BENT = 1.5  # times the chain's own move: a Hessian known from one window may leave that much of it
-RINGS = 0.75  # ringing of two windows from which what is left is an oscillation; by chance it is 0.3 +- 0.15
-TOTAL = 20.0  # rho from which the loss may be a sum over the batch, as far as nothing else is known
-UNSPECIFIED = 5.0  # times the heat that a well-specified model has at its curvature: from there on too
+SHORT = 8  # steps after which a window ends where nothing can be hot
+WINDOW = 80  # steps after these of a full window
+BOUND = 0.25  # the upper bound of the heat below which it ends then
+STARTS = (8, 128)  # first steps of windows; from the second on they double
+EARLY = 3.4  # what the excess must show besides at the end of the first window
+SURE = 2.0  # standard errors
+BENT = 1.5  # times the chain's own motion: a Hessian known from one window may leave that much of it
+DRIFT = 2.0  # standard deviations
+RINGS = 0.85  # autocorrelation from which what is left is an oscillation of the chain
+GIVE_UP = 4  # windows, after which it says that it has seen nothing
+SKIPPED = 0.1  # share of a window's steps that may be passed over
 LONG = 30.0  # steps that the momentum remembers, from which reshuffled epochs may cancel most of the noise
-SAME_NORM = 1e-5  # relative difference below which two gradient norms are one: clipped
-CLIP_SLACK = 1.1e-6  # the same as a difference: torch divides by the norm plus 1e-6
-CLIP_LEAST = 4e-4  # the norm below which that is too coarse: noise in many directions has nearly one norm
-MISSED = 0.1  # share of a window's steps in which a parameter may be without gradient
-GIVE_UP = 4 / 3  # times the share of the time at which a window is given up
-FUTILE = 16  # windows in a row that came to nothing, after which it says so
-CORNER = 16  # elements of each gradient that tell whether it changes at all
-STORED = 5e-5  # seconds that a look takes which stores all elements,
-SKETCHED = 2.5e-4  # or one that adds them up in buckets, and besides
-PLAIN = 1.5e-5  # for each leaf,
-LEARNED = 8e-5  # for each leaf with a learned preconditioner, and
-ELEMENT = 4e-9  # for each element
-JUMP = 3.0  # two windows whose rates differ by more are not read together
-
-
-class _Purse(threading.local):
-    """What all guards of a thread have spent, and what they hold back for windows that are open, in seconds."""
-
-    spent: float = 0.0
-
-
-_PURSE = _Purse()
-
-
-def together(first: Heat, second: Heat) -> Heat:
-    """Two windows as one: means with weights of one over the squared standard error.
-
-    Args:
-        first, second: windows of one run.
-
-    Returns:
-        Their mean, with its standard error; what is no number is that of the second.
-
-    Example:
-        >>> one = Heat(2.0, 0.3, 0.0, 0.0, 2.0, "independent", 0.0)
-        >>> round(together(one, one._replace(rho=0.5, excess=0.5, standard_error=0.9)).rho, 2)
-        1.85
-    """
-    a, b = (1.0 / max(heat.standard_error, 1e-12) ** 2 for heat in (first, second))
-    mean = {name: (a * getattr(first, name) + b * getattr(second, name)) / (a + b) for name in ("rho", "own", "excess")}
-    return second._replace(**mean, standard_error=(a + b) ** -0.5)
+TOTAL = 20.0  # rho from which the loss may be a sum over the batch
+EQUAL = 1e-6  # relative difference of two elements' gains below which they are one number
 
 
 class HeatGuard:
-    """Watches a loop for the heat of its minibatches, and warns once, by name and with numbers.
+    """Watches a loop for the heat of its minibatches, and warns once, with numbers.
 
-    :mod:`bayesopt_chain.optim` has one in every optimizer at T > 0. It looks at windows of 96 consecutive steps: the first
-    as soon as it costs less than ``share`` of the time the run has taken, the next ones ever more rarely while all is well.
-    It warns where two windows in a row say so together and the second does not contradict: the first may have been burn-in.
-    A window that turns out dearer than foreseen is given up at 4/3 of the share; all guards of a thread have one share.
-
-    Learning rates and temperatures may change at every step: gradients keep the scale of the first step of a window, and the
-    heat is that of the window's mean rate, under the assumption that the gradients' noise does not change with the rate
-    (:mod:`bayesopt_chain.diagnostics.heat`). Where groups change in different proportions the largest counts. A step in which
-    nothing has a gradient or a temperature is passed over, and a parameter that is missing in more than a tenth of a window's
-    steps is left out of the next one.
+    Every optimizer of :mod:`bayesopt_chain.optim` has one at T > 0. It reads the noise of the batches from the gradients of
+    consecutive steps, from step 8 to 95 and from the steps 128, 256, 512 and so on: 8 steps where nothing can be hot and 88
+    elsewhere. Nothing is said of a run that is still far from rest. Learning rates and temperatures may change at every step;
+    where they do, the heat is that of the window's mean rate, and parameter groups are taken to change in proportion.
 
     Args:
         steps_per_epoch: optimizer steps in a pass over the data, where they are reshuffled in every epoch: the number of
             batches, divided by that of the accumulated ones. The noise of an epoch then sums to zero, and heats less. Without
-            it batches count as independent, the worst case. Leave it out where no epoch sums the noise to zero, whose heat
-            would be understated: dropout, random augmentation, samplers with replacement.
+            it batches count as independent, the worst case. Leave it out where no epoch sums the noise to zero: dropout,
+            random augmentation, samplers with replacement.
         order: ``"reshuffled"`` or ``"independent"``.
-        above: excess of the variance, relative to the one asked for, from which it warns: 0.7, so that twice the variance is
-            not missed.
-        share: of the time that the loop's thread computes, which it may take.
-        window: steps in a window.
+        above: excess of the variance, relative to the one asked for, from which it warns.
         who: how the warning begins.
 
     Attributes:
         readings: the :class:`Heat` of every window so far, newest last.
+        has_warned: whether it has warned, after which it looks no more.
 
     Example:
-        >>> import warnings, torch, bayesopt_chain as bc
-        >>> source = torch.Generator().manual_seed(0)
-        >>> guard = HeatGuard(share=float("inf"))
+        >>> import warnings, torch
+        >>> source, guard, w = torch.Generator().manual_seed(0), HeatGuard(), torch.zeros(10)
         >>> with warnings.catch_warnings(record=True) as caught:
         ...     warnings.simplefilter("always")
-        ...     for _ in range(400):
-        ...         guard.look(lambda: [Leaf(torch.randn(10, generator=source), torch.zeros(10), 2.0, 1.0, 0.9)], lr=0.1)
+        ...     for _ in range(100):
+        ...         guard.look(lambda: [Leaf(0, 5 * torch.randn(10, generator=source), w, 1.0, 1.0, 0.9, 0.1)])
         >>> len(caught), "times the variance" in str(caught[0].message)
         (1, True)
     """
@@ -119,8 +92,6 @@ class HeatGuard:
         steps_per_epoch=kinds.WHOLE,
         order=kinds.one_of("reshuffled", "independent"),
         above=kinds.real("[0, inf]"),
-        share=kinds.real("[0, inf]"),
-        window=kinds.whole(32),
         who=kinds.TEXT,
     )
     def __init__(
@@ -128,57 +99,37 @@ class HeatGuard:
         steps_per_epoch: int | None = None,
         order: str = "reshuffled",
         *,
-        above: float = 0.7,
-        share: float = 0.0125,
-        window: int = 96,
+        above: float = 0.6,
         who: str = "bayesopt_chain",
     ) -> None:
-        self.steps_per_epoch, self.order, self.above, self.share = steps_per_epoch, order, above, share
-        self.window, self.who = window, who
-        self.readings: list[Heat] = []
-        self.has_warned = False
-        self.has_left_out = False  # whether it was said that some gradients are not looked at
-        self._last: Heat | None = None  # the last window, if it may have been hot
-        self._last_rate = math.nan  # the mean rate of the last window
-        self._most = math.inf  # the largest mean lr of a window
-        self._momentum: float | None = None
-        self._advice: tuple[float, ...] = ()  # the learning rates of the last window
-        self._clipped = ""
-        self._held = 0.0  # of the thread's purse, for the window that is open
+        self.steps_per_epoch, self.order, self.above, self.who = steps_per_epoch, order, above, who
         self._restart()
 
     def _restart(self) -> None:
-        self._steps, self._next, self._last = 0, 32, None
-        self._awake = 0  # the step from which on sleeps() says no
-        self._began: float | None = None
-        self._spent = self._before = 0.0
-        self._thread = 0  # that the clock belongs to
-        self._elapsed = self._taken = 0.0  # on this clock and of this thread's purse, when it was last looked at
-        self._cost: float | None = None  # of a window, once one has been paid for
-        self._absent = set[int]()  # parameters that are left out of the next window
-        self._futile = 0  # windows in a row that came to nothing
+        self.readings: list[Heat] = []
+        self.has_warned = self.has_left_out = False
+        self._steps, self._start, self._failed = 0, STARTS[0], 0
+        self._absent = set[int]()  # parameters that are left out
+        self._last: float | None = None  # rho of the last full window, over its rate
         self._close()
 
     def _close(self) -> None:
-        self._rows: list[Row] = []
-        self._rates: list[tuple[float, float, float]] = []  # of each row: rate and temperature over the first, lr
-        self._sketch: Sketch | None = None
-        self._rules: list[Any] | None = None  # how a chain's gradients are scaled, in a window
-        self._seen: dict[int, Leaf] = {}  # the leaves of the first step, without their tensors
-        self._corners: list[Tensor] = []  # a few elements of each gradient of the first step
-        self._missed: dict[int, int] = {}
+        self._keys: dict[int, None] = {}  # of the leaves of an open window
+        self._missed = set[int]()
+        self._positions: Sketch | None = None  # of a full one
+        self._rules: list[Any] | None = None  # of a chain
         self._skipped = 0
-        self._is_mixed = False  # whether groups change their rates in different proportions
-        self._paid = self._first = 0.0  # of all steps, of the first
-        _PURSE.spent -= self._held
-        self._held = 0.0
+        self._empty()
+
+    def _empty(self) -> None:
+        self._rows: list[tuple[Tensor, Tensor]] = []  # sketch of the gradient, and its norm
+        self._places: list[Tensor] = []  # sketches of the parameters
+        self._rates: list[tuple[float, float]] = []  # rate and temperature of the first leaf
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy, or a guard that comes out of a file, begins anew: its window and its clock are those of another loop."""
+        """A copy, or a guard that comes out of a file, begins anew: its window is that of another loop."""
         copy = object.__new__(HeatGuard)
-        copy.__dict__.update(
-            self.__dict__, readings=[], has_warned=False, has_left_out=False, _most=math.inf, _held=0.0
-        )
+        copy.__dict__.update(self.__dict__)
         copy._restart()
         return copy.__dict__
 
@@ -198,7 +149,14 @@ class HeatGuard:
             >>> import bayesopt_chain as bc
             >>> bc.diagnostics.HeatGuard().require(bc.sghmc(0.1, temperature=0.01))
         """
-        of_chain.require_matched_noise(tx)
+        links = _links(tx)
+        own = [x for x in links if isinstance(x.response, SelfContainedSampler)]
+        if own or not any(isinstance(x.response, Noise) for x in links):
+            what = own[0] if own else f"this {type(_unwrapped(tx, None)[0]).__name__}"
+            raise ValueError(
+                f"heat_guard: {what} has no matched noise that the batches' could be compared with; leave heat_guard out, or "
+                "take a chain such as bc.sghmc(...)"
+            )
 
     def watch(self, tx: Any, params: Any, state: Any, grads: Any) -> None:
         """Look at a step of a chain, before parameters move; :func:`bayesopt_chain.make_step` calls it.
@@ -212,10 +170,10 @@ class HeatGuard:
             ValueError: gradients whose numbers nobody may look at (captured, under ``vmap``), or sharded ones.
 
         Example:
-            >>> import math, torch, bayesopt_chain as bc
+            >>> import torch, bayesopt_chain as bc
             >>> tx, w = bc.sghmc(0.1, temperature=0.01), torch.zeros(3)
-            >>> guard, state = bc.diagnostics.HeatGuard(share=math.inf), tx.init(w)
-            >>> for _ in range(150):
+            >>> guard, state = bc.diagnostics.HeatGuard(), tx.init(w)
+            >>> for _ in range(100):
             ...     guard.watch(tx, w, state, torch.randn(3))
             >>> len(guard.readings)
             1
@@ -230,16 +188,14 @@ class HeatGuard:
                 "heat_guard: the gradients of a step that is captured, runs under vmap or is sharded cannot be looked at one "
                 "by one; run one plain chain with the guard first, or ask bc.diagnostics.heating"
             )
-
-        def leaves() -> list[Leaf]:
-            changing = of_chain.has_schedule(tx)
-            if self._rules is None or changing:
-                self._rules = of_chain.rules_of(tx, params, state)
-            return of_chain.leaves_of(self._rules, params, grads, changing=changing)
-
-        self.look(leaves, None)
-        if self._sketch is None:
-            self._rules = None
+        if self._rules is None or any(
+            callable(x) for link in _links(tx) for x in getattr(link, "__dict__", {}).values()
+        ):
+            self._rules = _rules(tx, params, state)
+        trees: list[list[Any]] = [optree.tree_leaves(tree, none_is_leaf=True) for tree in (grads, params)]
+        usable = [g is not None and g.layout is torch.strided for g in trees[0]]
+        each = [*enumerate(zip(self._rules, *trees, usable))]
+        self.look(lambda: [Leaf(j, g, p, *rule) for j, (rule, g, p, is_usable) in each if rule and is_usable])
 
     def attached(self, step: Any, batches: Any = None) -> Step:
         """The step that shows its gradients to this guard; :func:`bayesopt_chain.sample` calls it for its callbacks.
@@ -262,15 +218,15 @@ class HeatGuard:
             True
         """
         if not isinstance(step, Step) or step.heat_guard is not None:
-            own = isinstance(step, Step) or hasattr(step, "optimizer")
-            why = (
-                "has a heat guard of its own: leave this one out"
-                if own
-                else "shows none: run one plain chain with it first"
-            )
+            has_own = isinstance(step, Step) or hasattr(step, "optimizer")
             raise ValueError(
                 "sample: a HeatGuard among callbacks looks at the gradients of a step of make_step; this "
-                f"{type(step).__name__} {why}"
+                f"{type(step).__name__} "
+                + (
+                    "has a heat guard of its own: leave this one out"
+                    if has_own
+                    else "shows none: run one plain chain first"
+                )
             )
         self.require(step.tx)
         if self.steps_per_epoch is None and getattr(batches, "order", None) == self.order == "reshuffled":
@@ -278,7 +234,167 @@ class HeatGuard:
         return replace(step, heat_guard=self)
 
     def __call__(self, it: Any) -> None:
-        """Nothing: the step that it is attached to shows it what it looks at."""
+        """Do nothing: the step that the guard is attached to shows it the gradients."""
+
+    # of every loop
+
+    def sleeps(self) -> bool:
+        """Count a step in which nothing is looked at; a loop that asks this first saves the call of :meth:`look`.
+
+        Returns:
+            Whether the step was counted; if not, :meth:`look` has to be called.
+
+        Example:
+            >>> HeatGuard().sleeps()  # until step 8
+            True
+        """
+        if self._steps + 1 >= self._start:
+            return False
+        self._steps += 1
+        return True
+
+    @torch.no_grad()
+    def look(self, leaves: Callable[[], Iterable[Leaf]]) -> None:
+        """Look at a step, before parameters move.
+
+        Args:
+            leaves: gives the parameters with gradient and noise of this step; called inside windows only.
+
+        Example:
+            >>> import torch
+            >>> guard = HeatGuard()
+            >>> guard.look(lambda: [Leaf(0, torch.ones(3), torch.zeros(3), 1.0, 0.1, 0.9, 0.1)])
+            >>> guard.readings
+            []
+        """
+        if self.sleeps():
+            return
+        self._steps += 1
+        here = {x.key: x for x in leaves() if x.key not in self._absent}
+        if not self._keys and here:
+            self._keys, first = dict.fromkeys(here), next(iter(here.values()))
+            self._unit = first.rate, first.temperature
+            roots = [x.root() if callable(x.root) else x.root for x in here.values()]
+            self._scales = [math.sqrt(x.rate / (2.0 * x.temperature)) * root for x, root in zip(here.values(), roots)]
+            self._sizes = [0.5 / (x.temperature * abs(scale)) for x, scale in zip(here.values(), self._scales)]
+            self._gradients = Sketch([x.gradient for x in here.values()], self._scales)
+        missing = self._keys.keys() - here.keys()
+        if not here or missing:
+            return self._skip(missing)
+        seen = [here[key] for key in self._keys]
+        gradients = [x.gradient for x in seen]
+        self._rows.append((self._gradients(gradients), torch.stack(foreach_norm(gradients)).norm()))
+        self._rates.append((seen[0].rate, seen[0].temperature))
+        if self._positions is not None:
+            self._places.append(self._positions([x.param for x in seen]))
+        if len(self._rows) == (SHORT if self._positions is None else WINDOW):
+            self._read(seen)
+        return None
+
+    def _skip(self, missing: set[int]) -> None:
+        """Pass over a step; a window with too many of them is given up, and the next one leaves out what was missing."""
+        self._skipped += 1
+        self._missed |= missing
+        if self._skipped <= SKIPPED * WINDOW:
+            return
+        if len(self._missed) < len(self._keys):
+            self._absent |= self._missed
+        self._close()
+        self._failed += 1
+        if self._failed == GIVE_UP and not self.readings:
+            self._warn(
+                f"the heat of the gradients' noise was not looked at: {GIVE_UP} windows of {WINDOW} steps were begun, and in "
+                "each the parameters that have a gradient and a temperature changed too often. Look at it in a run in which "
+                "they stay the same"
+            )
+
+    def _read(self, seen: list[Leaf]) -> None:
+        """Read a window that is complete or may end."""
+        G, norms = (torch.stack(rows).double().cpu() for rows in zip(*self._rows))
+        rates, temperatures = torch.tensor(self._rates, dtype=torch.float64, device="cpu").T
+        D, momentum = G.diff(dim=0), max(x.momentum for x in seen)
+        bound = float(torch.linalg.matrix_norm(D, 2).square()) / (2 * len(D)) if bool(D.isfinite().all()) else math.nan
+        if _is_clipped(norms, seen) and float(D.square().sum()) > 1e-6 * float(G.square().sum()):
+            self._warn(
+                "most gradients have one and the same norm: a clip acts at nearly every step, and a chain that follows clipped "
+                "gradients samples another distribution. Raise max_norm until it acts rarely, or leave clipping out at "
+                "temperature > 0"
+            )
+        elif self._positions is None and bound > BOUND:  # go on
+            self._positions = Sketch([x.param for x in seen], self._sizes)
+            return self._empty()
+        elif self._positions is None and bound <= BOUND:
+            self.readings.append(Heat(bound, math.inf, 0.0, 0.0, bound, 0.0, 0.0, self._steps))
+        elif self._positions is not None and not math.isnan(bound):
+            X = torch.stack(self._places).double().cpu()
+            filled = (G != 0).any(0)  # small models fill few buckets
+            self._judge(
+                read_heat(
+                    G[:, filled],
+                    X[:, filled],
+                    momentum,
+                    seen[0].first,
+                    steps_per_epoch=self.steps_per_epoch if self.order == "reshuffled" else None,
+                    rates=rates / self._unit[0],
+                    temperatures=temperatures / self._unit[1],
+                    elements=sum(int(x.gradient.count_nonzero()) for x in seen),
+                )._replace(end=self._steps),
+                float((rates / temperatures).mean()),
+                momentum,
+                {x.lr for x in seen} if bool((rates == rates[0]).all()) else set(),
+            )
+        self._close()
+        while self._start <= self._steps:
+            self._start = max(STARTS[1], 2 * self._start)
+        return None
+
+    def _judge(self, heat: Heat, rate: float, momentum: float, lrs: set[float | None]) -> None:
+        """Warn of a full window that is hot, and remember it."""
+        self.readings.append(heat)
+        is_falling = self._last is not None and heat.rho / rate < self._last / 2
+        self._last = heat.rho / rate
+        least = self.above + EARLY * (96 / heat.end) ** 2
+        is_sure = heat.rho > max(SURE * heat.standard_error, BENT * heat.own)
+        if heat.excess > least and is_sure and max(heat.drift / DRIFT, heat.ringing / RINGS) < 1 and not is_falling:
+            self._warn(self._text(heat, momentum, lrs))
+
+    def _warn(self, text: str) -> None:
+        if not self.has_warned:
+            self.has_warned, self._start = True, sys.maxsize
+            warnings.warn(f"{self.who}: {text}. heat_guard=None silences this", stacklevel=5)
+
+    def _text(self, heat: Heat, momentum: float, lrs: set[float | None]) -> str:
+        """The warning for a reading: its number and error, and what to do."""
+        is_told, memory = self.steps_per_epoch is not None, 1.0 / max(1.0 - momentum, 1e-9)
+        size = f"{heat.rho:.2g} +- {heat.standard_error:.1g} times what the sampler itself injects"
+        what = "minibatches heat this chain" if is_told else "the noise of the gradients heats this chain"
+        lr, cooler = next(iter(lrs)) if len(lrs) == 1 else None, min(1.0, 0.1 / heat.rho)
+        rate = (
+            f"Multiply every learning rate by {cooler:.1g}"
+            if lr is None
+            else f"Use lr {cooler * lr:.1g} (now {lr:.2g})"
+        )
+        todo = f"{rate}, larger batches, or all data; bc.suggest_lr chooses a rate at which they heat little"
+        if self.order == "independent":
+            law = "independent batches"
+        elif is_told:
+            law = f"reshuffled epochs of {self.steps_per_epoch} steps"
+        else:
+            law = "independent batches, the worst case: steps_per_epoch= counts that reshuffled epochs heat less"
+            if memory > LONG:
+                todo = (
+                    f"Pass steps_per_epoch=, the optimizer steps in a pass over the data: a momentum that remembers "
+                    f"{memory:.3g} steps may cancel nearly all of that noise"
+                )
+        if heat.rho > TOTAL:
+            what = (
+                "check first that the loss is a mean over the batch: a sum over B data reads B * B times as hot at the same "
+                f"rate, and temperature 1/N belongs to a mean. If it is one, {what}"
+            )
+        return (
+            f"{what}. In the worst direction it samples about {1 + heat.excess:.2g} times the variance asked for (that noise "
+            f"is {size}; by the law of {law}). {todo}"
+        )
 
     def postfix(self) -> dict[str, str]:
         """What a progress bar shows.
@@ -304,375 +420,38 @@ class HeatGuard:
             >>> bc.diagnostics.HeatGuard().warning()
         """
 
-    # of every loop
 
-    def sleeps(self) -> bool:
-        """Count a step in which nothing is to be looked at; a loop that asks this first saves the call of :meth:`look`.
-
-        Returns:
-            Whether the step was counted; if not, :meth:`look` has to be called. After the first window that is in every 16th
-            step at least, so that the guard sees the learning rate.
-
-        Example:
-            >>> guard = HeatGuard()
-            >>> guard.sleeps()  # the first step starts its clock
-            False
-        """
-        step = self._steps + 1
-        if step >= self._awake:
-            return False
-        self._steps = step
-        return True
-
-    def look(self, leaves: Callable[[], Iterable[Leaf]], lr: float | None) -> None:
-        """Called at every step, before parameters move.
-
-        Args:
-            leaves: gives the gradients of this step; called inside windows only.
-            lr: the largest learning rate: where it rises to twice that of all windows so far, the guard looks again soon.
-                ``None`` where it is not known.
-
-        Example:
-            >>> import torch
-            >>> guard = HeatGuard()
-            >>> guard.look(lambda: [Leaf(torch.ones(3), torch.zeros(3), 1.0, 0.1, 0.9)], lr=0.1)
-            >>> guard.readings
-            []
-        """
-        self._steps += 1
-        if self._is_idle and lr is not None and lr > 2.0 * self._most:
-            self._most, self._next = lr, min(self._next, self._steps + 32)
-        if not self._is_idle or self._steps >= self._next:
-            self._spend(leaves, lr)
-        if not self._is_idle:
-            self._awake = 0
-        else:  # a rate is compared with those of windows
-            is_compared = lr is not None and not math.isinf(self._most)
-            self._awake = min(self._next, self._steps + 16) if is_compared else self._next
-
-    @property
-    def _is_idle(self) -> bool:
-        """Whether its clock runs and no window is open."""
-        return self._sketch is None and self._began is not None
-
-    def _spend(self, leaves: Callable[[], Iterable[Leaf]], lr: float | None) -> None:
-        """Start the clock, or look at this step."""
-        now, thread = time.thread_time(), threading.get_ident()
-        if self._began is None:
-            self._began, self._before, self._thread = now, _PURSE.spent, thread
-            return
-        if thread != self._thread or now - self._began < self._elapsed:
-            # another thread, whose clock and purse are others
-            self._began, self._before, self._thread = now - self._elapsed, _PURSE.spent - self._taken, thread
-            self._held = 0.0
-        self._look(leaves, lr, now)
-        self._elapsed, self._taken = now - self._began, _PURSE.spent - self._before
-
-    def _look(self, leaves: Callable[[], Iterable[Leaf]], lr: float | None, now: float) -> None:
-        """Open a window if it can be afforded, or take a step of the window that is open."""
-        here: list[Leaf] | None = None
-        if self._sketch is None and (here := self._opened(leaves, now)) is None:
-            return
-        self._take([*leaves()] if here is None else here, lr)
-        self._pay(time.thread_time() - now)
-        if self._sketch is not None and self._overruns(now):
-            self._cost = max(self._price(), 1.5 * (self._cost or 0.0))
-            self._close()
-
-    def _pay(self, seconds: float) -> None:
-        """Book the time that was spent, first from what is held back for this window."""
-        self._spent += seconds
-        self._paid += seconds
-        held = max(self._held - seconds, 0.0)
-        _PURSE.spent += seconds + held - self._held
-        self._held = held
-        if len(self._rows) == 1:
-            self._first = self._paid
-
-    def _overruns(self, now: float) -> bool:
-        """Whether the guards of this thread have spent so much more than their share that the window is given up."""
-        assert self._began is not None
-        return _PURSE.spent - self._held - self._before > GIVE_UP * self.share * (now - self._began)
-
-    def _price(self) -> float:
-        """The cost of a window, from what its steps so far have cost; the first one, which makes the signs, is no measure."""
-        assert self._sketch is not None
-        further = len(self._rows) - 1
-        each = (self._paid - self._first) / further if further >= 3 else 0.0
-        return self._first + self.window * each + _algebra(sum(map(len, self._sketch.signs)), len(self._seen))
-
-    def _opened(self, leaves: Callable[[], Iterable[Leaf]], now: float) -> list[Leaf] | None:
-        """The gradients of this step if a window can be afforded now, which it opens; otherwise ``None``."""
-        assert self._began is not None
-        left = self.share * (now - self._began) - (_PURSE.spent - self._before)
-        self._next = self._steps + 1 + self._steps // 16  # looking at the clock costs too
-        found: list[Leaf] | None = None
-        if self._cost is None:
-            if left < _guess([], self.window):  # nor is it asked what there is to see, which costs too
-                return None
-            found = [*leaves()]
-            self._cost = _guess(found, self.window)
-        if self._cost > left:
-            if found is not None:
-                self._pay(time.thread_time() - now)
-            return None
-        found = [*leaves()] if found is None else found
-        watched = [leaf for leaf in found if leaf.known_by not in self._absent] or found
-        if not watched:
-            return None
-        self._sketch = Sketch(watched)
-        self._paid, self._held = 0.0, self._cost if math.isfinite(self.share) else 0.0
-        _PURSE.spent += self._held
-        nothing = watched[0].gradient.new_empty(0)
-        self._seen = {leaf.known_by: leaf._replace(gradient=nothing, param=nothing, scale=1.0) for leaf in watched}
-        self._corners = [leaf.gradient.detach().flatten()[:CORNER].clone() for leaf in watched]
-        return found
-
-    @torch.no_grad()
-    def _take(self, leaves: list[Leaf], lr: float | None) -> None:
-        assert self._sketch is not None
-        here = {leaf.known_by: leaf for leaf in leaves}
-        absent = [i for i in self._seen if i not in here]
-        if absent:
-            return self._miss(absent)
-        seen = self._at_first_scale([here[i] for i in self._seen], lr)
-        self._rows.append(self._sketch(seen))
-        if len(self._rows) <= self.window:
-            return None
-        began = time.thread_time()
-        gradients, positions, norms = self._sketch.finished(self._rows)
-        self._absent, self._futile = set[int](), 0
-        is_sound = bool(torch.isfinite(gradients).all() and torch.isfinite(positions).all() and gradients.any())
-        if is_sound:
-            self._read(gradients, positions, norms, seen)
-        self._cost = self._paid + time.thread_time() - began
-        is_open = self._last is not None and not self.has_warned
-        self._next = self._steps + 1 if is_open or not is_sound else 4 * self._steps
-        return self._close()
-
-    def _miss(self, absent: list[int]) -> None:
-        """Pass over a step; a window with too many of them is closed, and the next one leaves out what was missing."""
-        self._skipped += 1
-        for i in absent:
-            self._missed[i] = self._missed.get(i, 0) + 1
-        allowed = MISSED * self.window
-        if self._skipped <= allowed:
-            return
-        often = {i for i, times in self._missed.items() if times > allowed / 2}
-        if len(often) < len(self._seen):
-            self._absent |= often
-        self._futile += 1
-        self._next = self._steps + 1
-        if self._futile >= FUTILE and not self.readings and not self.has_warned:
-            self.has_warned = True
-            warnings.warn(
-                f"{self.who}: the heat of the gradients' noise was not looked at: {self._futile} windows of {self.window} "
-                "steps were begun, and in each too many steps had no gradient or no temperature. Look at it in a run in which "
-                "every step has both; heat_guard=None silences this",
-                stacklevel=4,
-            )
-        return self._close()
-
-    def _at_first_scale(self, leaves: list[Leaf], lr: float | None) -> list[Leaf]:
-        """The leaves scaled as in the first step of the window; how the rate and the temperature changed is kept."""
-        out, rates, temperatures = list[Leaf](), list[float](), list[float]()
-        for leaf, first in zip(leaves, self._seen.values()):
-            if leaf.rate == first.rate and leaf.temperature == first.temperature:
-                rates.append(1.0)
-                temperatures.append(1.0)
-                out.append(leaf)
-                continue
-            rate, temperature = leaf.rate / first.rate, leaf.temperature / first.temperature
-            rates.append(rate)
-            temperatures.append(temperature)
-            scale = leaf.scale / math.sqrt(rate / temperature)
-            out.append(leaf._replace(scale=scale, temperature=first.temperature))
-        most = max(rates)
-        self._is_mixed |= most - min(rates) > 1e-3 * most
-        self._rates.append((most, min(temperatures), math.nan if lr is None else lr))
-        return out
-
-    def _read(self, gradients: Tensor, positions: Tensor, norms: Tensor, seen: list[Leaf]) -> None:
-        """Read a window that is complete."""
-        filled = (gradients != 0).any(0)  # small models fill few buckets
-        rules = {(leaf.momentum, 1.0 - leaf.momentum if leaf.first is None else leaf.first) for leaf in seen}
-        momentum, first = min(rules)
-        self._momentum = momentum
-        rates, temperatures, lrs = (torch.tensor(x, dtype=torch.float64, device="cpu") for x in zip(*self._rates))
-        changed = bool((rates != 1.0).any() or (temperatures != 1.0).any())
-        heat = read_heat(
-            gradients[:, filled],
-            positions[:, filled],
-            momentum,
-            first=first if len(rules) == 1 and not self._is_mixed else math.nan,
-            steps_per_epoch=self.steps_per_epoch,
-            order=self.order,
-            rates=rates if changed else None,
-            temperatures=temperatures if changed else None,
-            elements=sum(int(leaf.gradient.count_nonzero()) for leaf in seen),
-        )
-        self._most = max(float(lrs.mean()), 0.0 if math.isinf(self._most) else self._most)
-        self._advice = () if changed else tuple({leaf.lr for leaf in seen if leaf.lr is not None})
-        if self._is_mixed or len(self._advice) > 1 or (changed and not math.isnan(float(lrs[-1]))):
-            self._advice = (math.nan, math.nan)
-        rate = next(iter(self._seen.values())).rate * float(rates.square().mean() / rates.mean())
-        if self._last is not None and rate != self._last_rate:  # the last window at the rate of this one
-            by = rate / self._last_rate
-            scaled = {name: by * getattr(self._last, name) for name in ("rho", "standard_error", "own", "excess")}
-            self._last = self._last._replace(**scaled) if 1 / JUMP < by < JUMP else None
-        self._last_rate = rate
-        same, self._clipped = self._same_norm(norms, gradients, seen)
-        self._judge(heat._replace(same_norm=same))
-
-    def _same_norm(self, norms: Tensor, gradients: Tensor, seen: list[Leaf]) -> tuple[float, str]:
-        """The largest share of steps with one norm: of all parameters, a group, a part or a parameter; and of which."""
-        moved = [
-            float((leaf.gradient.detach().flatten()[:CORNER] - corner).norm() / corner.norm().clamp(min=1e-30))
-            for leaf, corner in zip(seen, self._corners)
-        ]
-        groups = {
-            number: [i for i, leaf in enumerate(seen) if leaf.group == number] for number in {x.group for x in seen}
-        }
-        parts = {"": [*range(len(seen))], **{f" of parameter group {number}": x for number, x in groups.items()}}
-        candidates = [*parts.items()]
-        candidates += [(" of one parameter", [i]) for i, leaf in enumerate(seen) if leaf.gradient.numel() > 1]
-        if run := _clipped_run(norms.square()):
-            candidates.append((f" of a part of the parameters ({len(run)} of {len(seen)})", [*run]))
-        still = (gradients.diff(dim=0).norm(dim=1) <= SAME_NORM * gradients.norm(dim=1)[1:]).double().mean()
-        best, which = 0.0, ""
-        for name, part in candidates:
-            norm = norms[:, part].norm(dim=1)
-            share, middle = float(_share_of_one(norm)), float(norm.median())
-            # a gradient that hardly changes has one norm without a clip
-            room = max(SAME_NORM, CLIP_SLACK / max(middle, CLIP_LEAST))
-            turns = max(moved[i] for i in part) > 10 * room and float(still) < 0.5
-            if share > best and turns:
-                best, which = share, name
-        return best, which
-
-    def _judge(self, heat: Heat) -> None:
-        self.readings.append(heat)
-        last, self._last = self._last, heat if heat.rho + 2.0 * heat.standard_error > self.above else None
-        both = None if last is None or self._last is None else together(last, heat)
-        is_sure = (
-            both is not None
-            and last is not None
-            and both.excess > self.above
-            and both.rho > max(SURE * both.standard_error, BENT * both.own)
-            and (last.ringing + heat.ringing) / 2 < RINGS
-        )
-        if self.has_warned:
-            return
-        if heat.same_norm > 0.5:
-            self.has_warned = True
-            warnings.warn(
-                f"{self.who}: {heat.same_norm:.0%} of the gradients{self._clipped} have one and the same norm: a clip acts at "
-                "nearly every step, and a chain that follows clipped gradients samples another distribution. Raise max_norm "
-                "until it acts rarely, or leave clipping out at temperature > 0",
-                stacklevel=2,
-            )
-        elif both is not None and is_sure:
-            self.has_warned = True
-            warnings.warn(self._warning(both), stacklevel=2)
-
-    def _warning(self, heat: Heat) -> str:
-        """The warning for a reading, with numbers and what to do."""
-        is_told = self.steps_per_epoch is not None
-        memory = 1.0 / max(1.0 - (self._momentum or 0.0), 1e-9)
-        size = f"{heat.rho:.2g} +- {heat.standard_error:.1g} times what the sampler itself injects"
-        if not is_told and self.order == "reshuffled" and memory > LONG:
-            return (
-                f"{self.who}: pass steps_per_epoch=, the optimizer steps in a pass over the data. The noise of the gradients "
-                f"is {size}. If batches are independent it heats this chain: about {1 + heat.excess:.2g} times the variance "
-                f"asked for. If they are reshuffled in every epoch, as by a DataLoader, a momentum that remembers {memory:.3g} "
-                "steps may cancel nearly all of it, and whether to change anything can be said only with steps_per_epoch=. "
-                f"heat_guard=None silences this.{_mean_first(self._is_total(heat))}"
-            )
-        if heat.order == "independent" and not is_told:
-            law = (
-                "; as for independent batches, the worst case. Epochs reshuffled as by a DataLoader heat less, and "
-                f"far less where the momentum, here of {memory:.3g} steps, remembers an epoch: steps_per_epoch= counts that"
-            )
-            if self.order == "reshuffled":
-                law += (
-                    ". Full batches without dropout have no such noise; there the chain jumps where the curvature is too large "
-                    "for its rate"
-                )
-        elif heat.order == "independent":
-            law = "; for independent batches"
-        else:
-            law = f"; for reshuffled epochs of {self.steps_per_epoch} steps"
-        cooler = min(1.0, 0.1 / max(heat.rho, 1e-30))
-        if len(self._advice) == 1:
-            rate = f"Use lr {cooler * self._advice[0]:.1g} (now {self._advice[0]:.2g})"
-        elif self._advice:
-            rate = f"Multiply every learning rate by {cooler:.1g}"
-        else:
-            rate = f"Use a learning rate {cooler:.1g} times this one"
-        what = "minibatches heat this chain" if is_told else "the noise of the gradients heats this chain"
-        return (
-            f"{self.who}:{_mean_first(self._is_total(heat))} {what}. In the worst direction it samples about "
-            f"{1 + heat.excess:.2g} times the variance asked for (that noise is {size}{law}). "
-            f"{rate}, larger batches, or all data; bc.suggest_lr chooses rate, momentum and batch size so that they "
-            "heat little. heat_guard=None silences this."
-        )
-
-    def _is_total(self, heat: Heat) -> bool:
-        """Whether the loss may be a sum over the batch: in a well-specified model a mean has ``rho = K lr_eff k / 2``."""
-        if self.steps_per_epoch is not None and heat.curvature > 0.01:
-            specified = self.steps_per_epoch * heat.curvature / (2.0 * (1.0 - (self._momentum or 0.0)))
-            return heat.rho > UNSPECIFIED * specified
-        return heat.rho > TOTAL
+def _is_clipped(norms: Tensor, seen: list[Leaf]) -> bool:
+    """Whether most norms are their median. torch divides by the norm plus 1e-6; half precision has few norms anyway."""
+    middle = float(norms.median())
+    alike = (norms - middle).abs() < max(1e-5 * middle, 1.1e-6)
+    return middle > 4e-4 and float(alike.double().mean()) > 0.5 and seen[0].gradient.dtype.itemsize >= 4
 
 
-def _mean_first(is_total: bool) -> str:
-    """What to look at before the rate."""
-    return (
-        " check first that the loss is a mean over the batch: a sum over B data reads B * B times as hot at the same rate, and "
-        "temperature 1/N belongs to a mean. If it is one,"
-        if is_total
-        else ""
-    )
+def _links(tx: Any) -> Iterable[Any]:
+    tx, _ = _unwrapped(tx, None)
+    return tx.links if isinstance(tx, Chain) else ()
 
 
-def _share_of_one(norms: Tensor) -> Tensor:
-    """The share of the steps in which a norm is its median, as far as a clip makes them one.
+def _rules(tx: Any, params: Any, state: Any) -> list[tuple[float, float, float, float, float | Tensor] | None]:
+    """Of each leaf ``rate``, ``temperature``, ``momentum``, ``first`` and ``root`` of :class:`Leaf`; ``None`` without noise.
 
-    Args:
-        norms: ``[steps]`` or ``[steps, parts]``.
-
-    Returns:
-        ``[]`` or ``[parts]``; 0 where the median is so small that it cannot be said.
+    Raises:
+        ValueError: the elements act on each other, as behind a dense preconditioner.
     """
-    middle = norms.median(0).values
-    tolerance = (SAME_NORM * middle).clamp(min=CLIP_SLACK)
-    return ((norms - middle).abs() < tolerance).double().mean(0) * (middle > CLIP_LEAST)
-
-
-def _clipped_run(squares: Tensor) -> range:
-    """The neighbouring leaves, such as those of one layer, whose common norm is one number in most steps; often none.
-
-    Args:
-        squares: squared norms ``[steps, leaves]``.
-    """
-    leaves = squares.shape[1]
-    up_to = torch.nn.functional.pad(squares.cumsum(1), (1, 0))
-    most, run = 0.5, range(0)
-    for first in range(leaves - 1):
-        shares = _share_of_one((up_to[:, first + 2 :] - up_to[:, first, None]).clamp(min=0.0).sqrt())
-        if (share := float(shares.max())) > most:
-            most, run = share, range(first, first + 2 + int(shares.argmax()))
-    return run
-
-
-def _guess(leaves: list[Leaf], window: int) -> float:
-    """Seconds that a window may cost, before one has been paid for."""
-    elements = sum([leaf.gradient.numel() for leaf in leaves])
-    each = sum([LEARNED if isinstance(leaf.scale, Tensor) else PLAIN for leaf in leaves])
-    look = STORED if elements <= DEFERRED else SKETCHED
-    return (window + 1) * (look + each + ELEMENT * elements) + _algebra(elements, len(leaves))
-
-
-def _algebra(elements: int, leaves: int) -> float:
-    """Seconds of the algebra of one window."""
-    return 2.5e-3 + 5e-5 * min(elements, BUCKETS) + 1e-6 * leaves**2
+    tx, state = _unwrapped(tx, state)
+    levels, names = _levels(tx, state, None), names_of(state.layout.paths)
+    out: list[tuple[float, float, float, float, float | Tensor] | None] = [None] * len(names)
+    for j, (name, gain) in enumerate(zip(names, gains(tx, params, state) if levels else ())):
+        if gain is None or name not in levels or not bool((gain > 0).all()):
+            continue
+        b, a = (1.0,), (1.0,)
+        for link, where in zip(tx.links, state.layout.where):
+            if j in where and isinstance(x := link.response, (Linear, Preconditioner)):
+                b, a = law.multiply(b, x.b), law.multiply(a, x.a)
+        first, momentum = b[0] / a[0] / (sum(b) / sum(a)), -a[1] / a[0] if len(a) > 1 else 0.0
+        each = gain / first  # lr_eff P
+        rate = float(each.mean())
+        is_one = float(each.max() - each.min()) <= EQUAL * float(each.max())
+        out[j] = rate, levels[name], momentum, first, 1.0 if is_one else (each / rate).sqrt().float()
+    return out

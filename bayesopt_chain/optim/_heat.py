@@ -1,4 +1,4 @@
-r"""The input of the heat guard from a torch optimizer: each gradient ``g`` with its factor ``sqrt(lr_eff P / (2 T))``.
+r"""The input of the heat guard from a torch optimizer: each gradient with its ``lr_eff``, ``P`` and ``T``.
 
 The heat guard (:mod:`bayesopt_chain.diagnostics.heat_guard`) estimates by how much the noise of minibatches raises the
 temperature of a chain. In the symbols of :mod:`bayesopt_chain.optim._rule`, ``lr_eff = h_1 + h b / (1 - mu)`` is the response
@@ -7,9 +7,9 @@ temperature of a chain. In the symbols of :mod:`bayesopt_chain.optim._rule`, ``l
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,11 +50,11 @@ def leaves_of(rule: Rule) -> Iterator[Leaf]:
     An adaptive rule yields its gradients from the second step on, since it has no preconditioner before. Sparse gradients and
     DTensors are left out.
     """
-    for number, group in enumerate(rule.param_groups):
+    for group in rule.param_groups:
         temperature = temperature_of(rule._name, group)
         if temperature == 0.0:
             continue
-        lr = float(group["lr"])
+        lr, last = float(group["lr"]), None
         for p in group["params"]:
             g = p.grad
             if g is None or is_dtensor(g):
@@ -66,22 +66,19 @@ def leaves_of(rule: Rule) -> Iterator[Leaf]:
             if rule.adaptive and "step" not in state:
                 continue
             clock = rule._clock(state)
-            linear = rule._linear(group, clock)
-            effective = linear.direct + linear.step_size * linear.gain / (1.0 - linear.momentum)
+            if clock != last:
+                linear, last = rule._linear(group, clock), clock
+                effective = linear.direct + linear.step_size * linear.gain / (1.0 - linear.momentum)
             if effective <= 0.0:  # a learning rate of 0
                 continue
-            scale: Any = math.sqrt(effective / (2.0 * temperature))
             # the share of F(1) that acts in the same step
             first = (linear.direct + linear.step_size * linear.gain) / effective
-            if rule.adaptive:
-                # the denominator of the last update, since torch's step has not been made yet
-                learned_until = min(clock.updates - 1, group.get("freeze_after") or clock.updates)
-                scale = scale * rule._denominator(group, learned_until, state.__getitem__).rsqrt()
-            scale = -scale if group.get("maximize") else scale
-            yield Leaf(g, p, scale, temperature, linear.momentum, first, rate=effective, lr=lr, group=number)
+            sign = -1.0 if group.get("maximize") else 1.0
+            root = partial(_root, rule, group, clock.updates, state, sign) if rule.adaptive else sign
+            yield Leaf(id(p), g, p, effective, temperature, linear.momentum, first, root, lr)
 
 
-def rate_of(rule: Rule) -> float:
-    """Return the largest learning rate of all parameter groups."""
-    groups = rule.param_groups
-    return float(groups[0]["lr"]) if len(groups) == 1 else max([float(group["lr"]) for group in groups])
+def _root(rule: Rule, group: dict[str, Any], updates: int, state: dict[str, Any], sign: float) -> torch.Tensor:
+    """Return ``sqrt(P)`` of a leaf by the denominator of the last update, since torch's step has not been made yet."""
+    learned_until = min(updates - 1, group.get("freeze_after") or updates)
+    return sign * rule._denominator(group, learned_until, state.__getitem__).rsqrt()

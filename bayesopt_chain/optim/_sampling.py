@@ -401,7 +401,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
     def _noisy_step(self) -> None:
         """Make torch's step and add the noise, on this rank's local tensors if the parameters are DTensors."""
         if self.heat_guard is not None and not self.heat_guard.sleeps():
-            self.heat_guard.look(partial(_heat.leaves_of, self), _heat.rate_of(self))
+            self.heat_guard.look(partial(_heat.leaves_of, self))
         cache = self._cache
         if cache.plan is None:
             self._leaf_numbers()  # before local tensors replace the DTensors, since numbers belong to whole parameters
