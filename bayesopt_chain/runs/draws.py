@@ -30,7 +30,7 @@ from bayesopt_chain.posterior.export import Members
 from bayesopt_chain.runs import checkpoint
 from bayesopt_chain.runs.arguments import paths_of, require_callable, require_iterable, require_one_of, require_whole
 from bayesopt_chain.runs.averages import Average, Forward, Reduce, buffered_forward, warn_of_moving_buffers
-from bayesopt_chain.runs.folder import BUFFER, LEAF, LOSS, SEGMENT, STEP, WEIGHT, folder_of_segment
+from bayesopt_chain.runs.folder import BUFFER, LEAF, LOSS, STEP, WEIGHT
 from bayesopt_chain.runs.inference_data import Stored, inference_data
 from bayesopt_chain.runs.opened import opened
 from bayesopt_chain.runs.pieces import Piece, row_bytes, rows_of
@@ -149,7 +149,6 @@ class Draws:
         path: str | Path | Sequence[str | Path],
         *,
         like: Any = None,
-        segment: str | None = None,
         damaged: Literal["refuse", "skip"] = "refuse",
     ) -> Draws:
         """Open the draws of a directory that :func:`bayesopt_chain.sample` wrote; only what is asked for is read.
@@ -162,7 +161,6 @@ class Draws:
             like: the parameters, for their structure and device. Without it the tree is a nested dictionary of the names in
                 the paths, on the CPU. Draws of DTensors come sharded as these parameters are, and whole where these are plain
                 tensors, or without it.
-            segment: the name of draws that were made with ``sample(segment=)``; ``None``: those without one.
             damaged: ``"refuse"`` raises an error that names the damaged file when its draws are read; ``"skip"`` reads
                 every file now, and leaves out the draws of damaged ones, with a warning that names each.
 
@@ -184,27 +182,9 @@ class Draws:
         require_one_of("Draws.open", "damaged", damaged, ("refuse", "skip"))
         kinds.require("Draws.open", like=(like, kinds.TREE.or_none()))
         paths = paths_of("Draws.open", "path", path)
-        found = opened([folder_of_segment(p, segment) for p in paths], like, damaged == "skip")
+        found = opened(paths, like, damaged == "skip")
         about = {"chains": found.chains, "complete": found.complete, "why": found.why, "identity": found.identity}
         return cls(found.pieces, found.spec, found.names, **about)
-
-    @staticmethod
-    def segments(path: str | Path) -> list[str]:
-        """The names of the segments that ``sample(segment=)`` made in a directory.
-
-        Args:
-            path: the directory.
-
-        Returns:
-            Names for ``open(path, segment=)``, sorted; the draws without a name are not among them.
-
-        Example:
-            >>> import tempfile, bayesopt_chain as bc
-            >>> bc.Draws.segments(tempfile.mkdtemp())
-            []
-        """
-        kinds.require("Draws.segments", path=(path, kinds.FOLDER))
-        return sorted(p.name.removeprefix(SEGMENT) for p in Path(path).glob(f"{SEGMENT}*") if p.is_dir())
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -407,17 +387,15 @@ class Draws:
 
         Example:
             >>> import torch, bayesopt_chain as bc
-            >>> draws = bc.Draws.from_trees([{"w": torch.tensor(float(i))} for i in range(4)])
-            >>> weights = torch.tensor([1.0, 0.0, 2.0, 1.0])
-            >>> weighted = draws.with_columns(
-            ...     {**draws.columns(), "_weight": weights}, chains=None, complete=True, why=""
-            ... )
-            >>> weighted.equally_weighted().params["w"]
-            tensor([0., 2., 2., 3.])
+            >>> step = bc.make_step(lambda w, batch: w**2 / 2, bc.samplers.samadams(0.1, 1.0, temperature=1.0))
+            >>> start = torch.tensor(3.0)
+            >>> draws = bc.sample(step, start, step.tx.init(start), None, steps=20)
+            >>> draws.is_weighted, draws.equally_weighted().is_weighted, len(draws.equally_weighted())
+            (True, False, 20)
         """
         if not self.is_weighted:
             return self
-        columns = self.columns()
+        columns = self._columns()
         weights = columns.pop(WEIGHT).double().reshape(len(self), -1)
         totals = weights.sum(0)
         if not bool((weights >= 0).all() and (totals > 0).all() and totals.isfinite().all()):
@@ -430,41 +408,7 @@ class Draws:
                 continue
             at = rows[0].to(x.device) if self.chains is None else rows.T.to(x.device)
             columns[name] = x[at] if self.chains is None else x[at, torch.arange(self.chains, device=x.device)]
-        return self.with_columns(columns, chains=self.chains, complete=self.complete, why=self.why)
-
-    def merge(self, *others: Draws) -> Draws:
-        """These draws followed by others of the same parameters.
-
-        Args:
-            others: draws of the same leaves, buffers and number of chains, in the order in which they are to follow.
-
-        Returns:
-            Draws that share what they hold with all of them.
-
-        Raises:
-            TypeError: what is no :class:`Draws`.
-            ValueError: other leaves or buffers, or another number of chains.
-
-        Example:
-            >>> import torch, bayesopt_chain as bc
-            >>> one, two = (bc.Draws.from_trees([{"w": torch.tensor(x)}]) for x in (1.0, 2.0))
-            >>> one.merge(two, one).params["w"]
-            tensor([1., 2., 1.])
-        """
-        _require_draws("merge", others)
-        pieces, rows = list(self._pieces), list(self._rows)
-        size = sum(p.size for p in pieces)
-        for other in others:
-            mine, theirs = ((sorted(x._names), x._buffer_names, x.chains) for x in (self, other))
-            if mine != theirs:
-                raise ValueError(f"Draws.merge: {other!r} has other leaves or chains than {self!r}")
-            if len(self) and len(other) and self.is_weighted != other.is_weighted:
-                raise ValueError("Draws.merge: some of these have weights; merge draws.equally_weighted() of those")
-            rows += [size + i for i in other._rows]
-            pieces += other._pieces
-            size += sum(s.size for s in other._pieces)
-        complete = self.complete and all(other.complete for other in others)
-        return Draws(pieces, self._spec, self._names, chains=self.chains, rows=rows, complete=complete, why=self.why)
+        return self._made(columns, chains=self.chains, complete=self.complete, why=self.why)
 
     def stack_chains(self, *others: Draws) -> Draws:
         """These draws and those of other chains at the same steps, side by side on the axis of chains, in memory.
@@ -490,7 +434,7 @@ class Draws:
         _require_draws("stack_chains", others)
         every = [self, *others]
         size = min(map(len, every))
-        columns = [draws[:size].columns() for draws in every]
+        columns = [draws[:size]._columns() for draws in every]
         if any(
             c.keys() != columns[0].keys() or (c and not torch.equal(c[STEP], columns[0][STEP])) for c in columns[1:]
         ):
@@ -508,7 +452,7 @@ class Draws:
             stacked[name] = torch.cat(rows, 1)
         complete = all(d.complete and len(d) == size for d in every)
         why = next((d.why for d in every if d.why), "" if complete else "some of the chains have more draws")
-        return self.with_columns(stacked, chains=sum(d.chains or 1 for d in every), complete=complete, why=why)
+        return self._made(stacked, chains=sum(d.chains or 1 for d in every), complete=complete, why=why)
 
     def gather(self, mesh: Any) -> Draws:
         """The draws of all ranks of a mesh, side by side on the axis of chains, in memory on every rank.
@@ -531,59 +475,17 @@ class Draws:
         """
         if not hasattr(mesh, "get_local_rank"):
             raise TypeError(f"Draws.gather: mesh must be a DeviceMesh of torch.distributed, got {type(mesh).__name__}")
-        mine = self.columns()
+        mine = self._columns()
         every = gather_objects((sorted(mine), self.chains, self.complete, self.why), mesh)
         if any(names != sorted(mine) for names, *_ in every):
             raise ValueError(
                 "gather: the ranks' draws have other leaves; run the same chains over the same parameters on each"
             )
         parts = [
-            self.with_columns(column, chains=chains, complete=complete, why=why)
+            self._made(column, chains=chains, complete=complete, why=why)
             for column, (_, chains, complete, why) in zip(gather_tensors(mine, mesh), every)
         ]
         return parts[0].stack_chains(*parts[1:])
-
-    def columns(self) -> dict[str, Tensor]:
-        """Everything that is held of the draws, by name: ``params/...``, ``buffers/...``, ``_step`` and ``_loss``.
-
-        Returns:
-            Tensors ``[S, ...]``, or ``[S, chains, ...]``, in memory; the steps are ``[S]``.
-
-        Example:
-            >>> import torch, bayesopt_chain as bc
-            >>> sorted(bc.Draws.from_trees([{"w": torch.zeros(2)}]).columns())
-            ['_step', 'params/w']
-        """
-        return {name: self._column(name) for name in (self._pieces[0].names() if len(self) else ())}
-
-    def with_columns(self, columns: dict[str, Tensor], *, chains: int | None, complete: bool, why: str) -> Draws:
-        """Draws of the same parameters that hold these columns.
-
-        Args:
-            columns: tensors ``[S, ...]``, or ``[S, chains, ...]``, by the names that :meth:`columns` gives.
-            chains: the number of chains on axis 1; ``None``: there is no such axis.
-            complete: whether these are all draws of their runs.
-            why: why not, if they are not.
-
-        Returns:
-            Draws in memory.
-
-        Raises:
-            TypeError: columns that are no tensors by name.
-
-        Example:
-            >>> import torch, bayesopt_chain as bc
-            >>> draws = bc.Draws.from_trees([{"w": torch.tensor(float(i))} for i in range(4)])
-            >>> first = {name: x[:2] for name, x in draws.columns().items()}
-            >>> draws.with_columns(first, chains=None, complete=False, why="the first two").params["w"]
-            tensor([0., 1.])
-        """
-        given = dict(columns) if isinstance(columns, Mapping) else {"": None}
-        missing = {STEP, *[LEAF + name for name in self._names]} - given.keys() if given else set[str]()
-        if missing or not all(isinstance(x, Tensor) for x in given.values()):
-            raise TypeError("Draws.with_columns: columns must be tensors by name, as columns() gives them")
-        pieces = [Piece(len(columns[STEP]), columns)] if columns else []
-        return Draws(pieces, self._spec, self._names, chains=chains, complete=complete, why=why)
 
     @torch.no_grad()
     def predict(
@@ -844,6 +746,15 @@ class Draws:
         """
         for file in {part.file.path: part.file for piece in self._pieces for part in piece.parts}.values():
             file.verify()
+
+    def _columns(self) -> dict[str, Tensor]:
+        """All columns, of parameters, buffers, steps and what else there is, in memory."""
+        return {name: self._column(name) for name in (self._pieces[0].names() if len(self) else ())}
+
+    def _made(self, columns: Mapping[str, Tensor], *, chains: int | None, complete: bool, why: str) -> Draws:
+        """Draws of the same tree with these columns."""
+        pieces = [Piece(len(columns[STEP]), columns)] if columns else []
+        return Draws(pieces, self._spec, self._names, chains=chains, complete=complete, why=why)
 
     def _with(
         self, rows: Sequence[int], pieces: list[Piece] | None = None, last: tuple[Any, Any] | None = None

@@ -5,7 +5,6 @@ r"""A folder of draws, read: the listing is the manifest.
     run/draws-0000000000000000.safetensors  the draws after the steps ``since < t <= step``; the name is ``since``
     run/chains-00003-00004/...              the same for a block of chains, where ranks share the chains out
     run/rank-00001-of-00002/...             for a rank with chains of its own that have no numbers
-    run/segment-NAME/...                    another run, whose draws are kept apart
 
 Draws tile the steps: each file begins at the step where the one before it ends, ``prev`` is the ``id`` of that file, all are of
 one run, and each has as many rows as burn-in and thinning give for its steps. So a missing, foreign or exchanged file is seen.
@@ -31,7 +30,7 @@ from typing import Any, NamedTuple
 from bayesopt_chain.runs.files import File, is_count
 
 STEP, LOSS, WEIGHT, LEAF, BUFFER = "_step", "_loss", "_weight", "params/", "buffers/"
-HEAD, SEGMENT, DEEPEST = "head.safetensors", "segment-", 100
+HEAD, DEEPEST = "head.safetensors", 100
 DRAWS = re.compile(r"draws-([0-9]{16})\.safetensors")
 FOLDER = re.compile(r"chains-[0-9]{5}-[0-9]{5}|rank-[0-9]{5}-of-[0-9]{5}")
 MERGING = 5  # so often a folder is listed again that somebody writes to meanwhile
@@ -68,19 +67,6 @@ def drawn(about: Mapping[str, Any], step: int) -> int:
 def draws_name(since: int) -> str:
     """The name of the file of the draws behind a step."""
     return f"draws-{since:016d}.safetensors"
-
-
-def folder_of_segment(path: Path, segment: str | None) -> Path:
-    """Where the draws of a segment are.
-
-    Raises:
-        ValueError: a name that is no part of a path.
-    """
-    if segment is None:
-        return path
-    if not isinstance(segment, str) or re.fullmatch(r"[A-Za-z0-9_.=-]{1,100}", segment) is None:
-        raise ValueError(f"segment must be a name of letters, digits and '_.=-', got {segment!r}")
-    return path / f"{SEGMENT}{segment}"
 
 
 def folders_of(root: Path) -> list[Path]:

@@ -25,7 +25,7 @@ from bayesopt_chain.runs.describe import UNKNOWN, VERSION, describe, difference
 from bayesopt_chain.runs.run import Run
 
 STATE = "1/"  # the paths of a state begin with it in a file of ``(params, state)``
-INSTEAD = "give this run a directory of its own, or keep both here: segment='a name' starts draws that are kept apart"
+INSTEAD = "give this run a directory of its own"
 
 
 def identity_of(run: Run, total: int | None) -> dict[str, Any]:

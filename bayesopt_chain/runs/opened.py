@@ -12,7 +12,7 @@ import torch
 from bayesopt_chain.distributed.shards import local
 from bayesopt_chain.runs import checkpoint
 from bayesopt_chain.runs.files import File
-from bayesopt_chain.runs.folder import HEAD, LEAF, SEGMENT, Tile, drawn, folders_of, head_of, tiles_of
+from bayesopt_chain.runs.folder import HEAD, LEAF, Tile, drawn, folders_of, head_of, tiles_of
 from bayesopt_chain.runs.pieces import Piece, side_by_side
 
 
@@ -106,7 +106,7 @@ def _run(path: Path, skip: bool) -> list[Chains]:
     """
     found = [(folder, head) for folder in folders_of(path) if (head := head_of(folder)) is not None]
     if not found:
-        raise _nothing(path)
+        raise FileNotFoundError(f"Draws.open: there is no run in {path}: it has no {HEAD}")
     numbers = sorted(head.metadata["numbers"] for _, head in found if head.metadata["numbers"] is not None)
     total, ranks = found[0][1].metadata["identity"]["total"], found[0][1].metadata["rank"][1]
     at = 0
@@ -126,16 +126,6 @@ def _run(path: Path, skip: bool) -> list[Chains]:
 
 def _chains(folder: Path, head: File, skip: bool) -> Chains:
     return Chains(folder, head.metadata, tiles_of(folder, head, skip))
-
-
-def _nothing(path: Path) -> FileNotFoundError:
-    """Why there is nothing in a directory."""
-    begun = sorted(p.name.removeprefix(SEGMENT) for p in path.glob(f"{SEGMENT}*")) if path.is_dir() else []
-    if begun:
-        return FileNotFoundError(
-            f"Draws.open: {path} holds no run but the segments {', '.join(begun)}: Draws.open(path, segment={begun[0]!r})"
-        )
-    return FileNotFoundError(f"Draws.open: there is no run in {path}: it has no {HEAD}")
 
 
 def _require_chains_of_their_own(every: Sequence[Chains]) -> None:

@@ -24,7 +24,6 @@ from bayesopt_chain.runs.advance import go
 from bayesopt_chain.runs.arguments import require_callable, require_iterable, require_whole
 from bayesopt_chain.runs.divergence import Divergence
 from bayesopt_chain.runs.draws import Draws
-from bayesopt_chain.runs.folder import folder_of_segment
 from bayesopt_chain.runs.place import mesh_in_memory, place_of
 from bayesopt_chain.runs.resumable_batches import ResumableBatches
 from bayesopt_chain.runs.run import Iteration, Run
@@ -90,7 +89,6 @@ def sample(
     burn_in: int = 0,
     thinning: int = 1,
     path: str | Path | None = None,
-    segment: str | None = None,
     checkpoint_seconds: float = 30.0,
     seed: int | None = None,
     chains: int | None = None,
@@ -118,9 +116,6 @@ def sample(
             ``bc.parallel(step, n, mesh=mesh)``, with one chain that ranks share, and with DTensors, in any layout.
             Another temperature, rate, stream, schedule, optimizer, data, order of epochs, loss or seed under the same path is
             refused, naming it; of what cannot be known nothing is compared.
-        segment: a name, where this run is to stand under a ``path`` that holds another one: a part of it at another
-            temperature, say. Its draws are kept apart, ``Draws.open(path, segment=name)``; it starts from ``params`` and
-            ``state``.
         checkpoint_seconds: on disk, how often draws and a checkpoint are committed. What is not is run again.
         seed: a whole number: the keys of all random streams in ``state`` become functions of it and of each chain's global
             number, so that the run is the same whenever it is started; by default they are those of ``state``.
@@ -203,7 +198,7 @@ def sample(
         if (mesh := mesh_in_memory(step, (params, state))) is not None:
             run.batches.share(mesh)
         return _in_store(Store(run))
-    place = place_of(folder_of_segment(Path(path), segment), step, (params, state))
+    place = place_of(Path(path), step, (params, state))
     getattr(step, "_keep_apart", bool)(place.alone and place.rank.size > 1)
     if not place.alone:
         run.batches.share(place.mesh)

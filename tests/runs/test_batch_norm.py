@@ -108,6 +108,3 @@ def test_what_cannot_be_refreshed_or_predicted_is_refused_by_name():
     with pytest.raises(ValueError, match="hold buffers of their own"):
         fresh.predict(lambda params, batch: batch, loader)
     assert fresh.predict(lambda params, batch, buffers: batch + buffers["1.running_mean"][:2], loader).shape == (8, 2)
-    with pytest.raises(ValueError, match="other leaves"):
-        fresh.merge(draws)
-    assert len(fresh.merge(fresh)) == 4 and fresh.merge(fresh).buffers["1.running_mean"].shape == (4, 4)

@@ -80,8 +80,8 @@ def test_a_restart_goes_on_and_makes_later_draws_again(tmp_path, stop):
     opened.verify()
     for draws in (again.keep.draws, opened):
         assert draws.steps.tolist() == whole.keep.draws.steps.tolist()
-        for name, x in whole.keep.draws.columns().items():
-            assert torch.equal(x, draws.columns()[name])
+        for name, x in whole.keep.draws._columns().items():
+            assert torch.equal(x, draws._columns()[name])
 
 
 def test_a_loop_that_does_not_say_where_it_goes_on_is_refused(tmp_path):

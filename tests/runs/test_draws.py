@@ -41,14 +41,6 @@ def test_draws_pickle_in_memory_and_on_disk(tmp_path):
             assert all(map(torch.equal, optree.tree_leaves(a), optree.tree_leaves(b)))
 
 
-def test_merging_appends_and_refuses_others():
-    one, other = made()[1], made(seed=1)[1]
-    both = one.merge(other[2:4])
-    assert len(both) == 8 and torch.equal(both.params["b"][6:], other.params["b"][2:4])
-    with pytest.raises(ValueError, match="other leaves or chains"):
-        one.merge(made(chains=2)[1])
-
-
 @pytest.mark.parametrize("chains", [None, 2])
 @pytest.mark.parametrize("chunk", [1, 3, 100])
 def test_predictions_are_averages_over_draws_and_chains(chains, chunk):
@@ -141,7 +133,7 @@ def stored(tmp_path_factory):
         step = bc.make_step(lambda p, batch: p["w"].square().sum() + p["b"].square(), bc.sghmc(0.1, temperature=0.1))
         bc.sample(step, params, step.tx.init(params), None, steps=30, path=path / name, checkpoint_seconds=0.0)
     draws = bc.Draws.open([path / "a", path / "b"])
-    return draws, draws.with_columns(draws.columns(), chains=2, complete=True, why="")
+    return draws, draws._made(draws._columns(), chains=2, complete=True, why="")
 
 
 def test_elements_are_read_out_of_the_chains_that_hold_them(stored):
@@ -170,7 +162,7 @@ def test_statistics_of_draws_on_disk_are_computed_a_block_at_a_time(tmp_path, mo
     step = bc.make_step(lambda p, batch: sum(v.square().sum() for v in p.values()), bc.sghmc(0.1, temperature=0.1))
     bc.sample(step, params, step.tx.init(params), None, steps=20, path=tmp_path, checkpoint_seconds=0.0)
     disk = bc.Draws.open(tmp_path)
-    memory = disk.with_columns(disk.columns(), chains=None, complete=True, why="")
+    memory = disk._made(disk._columns(), chains=None, complete=True, why="")
     want = bc.refresh_batch_norm(module, memory, [x[:12], x[12:]])
     monkeypatch.setattr("bayesopt_chain.runs.draws.AT_ONCE", 3 * sum(p.nbytes for p in params.values()))
     monkeypatch.setattr("bayesopt_chain.runs.draws.largest", lambda: 8 * sum(p.nbytes for p in params.values()))

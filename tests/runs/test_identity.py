@@ -51,7 +51,7 @@ def test_another_run_under_the_same_path_is_refused_by_name(name, tmp_path):
     change, says = OTHERS[name]
     run(tmp_path)
     before = {f.name: f.read_bytes() for f in tmp_path.iterdir()}
-    with pytest.raises(ValueError, match=rf"holds another run: .*{says}.*segment="):
+    with pytest.raises(ValueError, match=rf"holds another run: .*{says}.*directory of its own"):
         run(tmp_path, **change)
     assert {f.name: f.read_bytes() for f in tmp_path.iterdir()} == before
 
@@ -96,7 +96,7 @@ def test_a_lambda_of_other_code_is_refused_since_its_name_says_nothing(tmp_path)
     run(tmp_path, fn=lambda p, batch: (p["w"] ** 2).sum())
     run(tmp_path, fn=lambda p, batch: (p["w"] ** 2).sum())  # elsewhere in the source: the same
     for other in (lambda p, batch: (p["w"] ** 4).sum(), lambda p, batch: p["w"].abs().sum()):
-        with pytest.raises(ValueError, match=r"another run: loss\.code.* is .*segment="):
+        with pytest.raises(ValueError, match=r"another run: loss\.code.* is .*directory of its own"):
             run(tmp_path, fn=other, steps=8)
     for which in (made, bound):
         run(tmp_path / which.__name__, fn=which(1.0))
@@ -202,16 +202,6 @@ def test_a_lambda_schedule_is_known_by_what_it_closes_over(tmp_path):
     run(tmp_path, lr=schedule(0.1), steps=7)
     with pytest.raises(ValueError, match=r"sees\.rate is 0\.1, here 0\.2"):
         run(tmp_path, lr=schedule(0.2), steps=8)
-
-
-def test_segments_are_kept_apart(tmp_path):
-    cold, hot = run(tmp_path), run(tmp_path, temperature=1.0, segment="hot")
-    assert bc.Draws.segments(tmp_path) == ["hot"]
-    assert torch.equal(bc.Draws.open(tmp_path).params["w"], cold.params["w"])
-    assert torch.equal(bc.Draws.open(tmp_path, segment="hot").params["w"], hot.params["w"])
-    with pytest.raises(ValueError, match="segment must be a name"):
-        run(tmp_path, segment="../hot")
-    assert len(run(tmp_path, temperature=1.0, segment="hot", steps=9)) == 9 and len(bc.Draws.open(tmp_path)) == 6
 
 
 def optimizer_run(path, lr=0.01, temperature=1e-3, gamma=0.5, steps=6):

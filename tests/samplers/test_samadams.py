@@ -294,8 +294,6 @@ def test_what_counts_all_draws_the_same_refuses_weights():
         bc.diagnostics.doctor(draws)
     with pytest.raises(ValueError, match=r"to_arviz: these draws have weights"):
         draws.to_arviz()
-    with pytest.raises(ValueError, match=r"merge: some of these have weights"):
-        draws.merge(draws.equally_weighted())
     for running in (bc.posterior.RunningMoments(), bc.posterior.RunningMoments(lambda p: p["a"])):
         with pytest.raises(ValueError, match=r"Running\w+: the draws of this chain have weights"):
             sampled(callbacks=[running])
