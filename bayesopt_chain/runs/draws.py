@@ -387,11 +387,9 @@ class Draws:
 
         Example:
             >>> import torch, bayesopt_chain as bc
-            >>> step = bc.make_step(lambda w, batch: w**2 / 2, bc.samplers.samadams(0.1, 1.0, temperature=1.0))
-            >>> start = torch.tensor(3.0)
-            >>> draws = bc.sample(step, start, step.tx.init(start), None, steps=20)
-            >>> draws.is_weighted, draws.equally_weighted().is_weighted, len(draws.equally_weighted())
-            (True, False, 20)
+            >>> draws = bc.Draws.from_trees([{"w": torch.zeros(2)}] * 3)
+            >>> draws.is_weighted, draws.equally_weighted() is draws
+            (False, True)
         """
         if not self.is_weighted:
             return self
