@@ -10,6 +10,7 @@ one by one, with the same bits. One engine serves ``tx.update`` (updates in the 
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from collections.abc import Sequence
 from functools import lru_cache
@@ -137,6 +138,7 @@ class Engine:
 
     # places in the state; none of them is read where there is no such link
     noise: Any
+    of_chains: Engine | None = None  # the last result of :meth:`stacked`
     velocity: Any = None
     rate: Any
 
@@ -173,8 +175,17 @@ class Engine:
         is_number = isinstance(self.step_size, (int, float))
         self.move = Move(self.sign * self.step_size if is_number else 0.0, **given)
         self.constant = Numbers(_packed([self.move])) if is_number and not self.changes else None
-        self.is_large = sum(self.sizes) > PARALLEL[noise is not None]
+        self.chains, self.axes, self.is_large = 1, (), sum(self.sizes) > PARALLEL[noise is not None]
         self.known: _Known | None = None
+
+    def stacked(self, n: int) -> Engine:
+        """The engine of ``n`` chains with equal numbers, whose tensors are stacked on axis 0."""
+        if self.of_chains is None or self.of_chains.chains != n:
+            self.of_chains = copy.copy(self)
+            self.of_chains.chains, self.of_chains.axes, self.of_chains.known = n, (n,), None
+            self.of_chains.shapes = tuple([torch.Size((n, *shape)) for shape in self.shapes])
+            self.of_chains.is_large = n * sum(self.sizes) > PARALLEL[self.noise is not None]
+        return self.of_chains
 
     def _take_noise(self, injection: Any, given: dict[str, float]) -> None:
         (noise_input,), process = injection.noise_inputs, injection.drawn_by_kernel
@@ -222,14 +233,16 @@ class Engine:
                 _packed([self.move._replace(factor=self.sign * x) for x in factors]), int(len(factors) > 1), wide=wide
             )
         state = entries[self.noise]
-        if not state.conditions or tuple(state.conditions[0].shape) != (n, 5):
+        if not state.conditions or tuple(state.conditions[0].shape) != (*self.axes, n, 5):
             return None
         last: Tensor = state.conditions[0]
+        if self.axes and not (_are_equal(last) and _are_equal(state.step)):
+            return None
         if not (_is_readable(last) and last.is_contiguous() and last.dtype == torch.float64):
             return None
         temperature: Any = self.temperature
         if not isinstance(temperature, float):
-            temperature = self._value(temperature, state.step)[0]
+            temperature = self._value(temperature, state.step[0] if self.axes else state.step)[0]
             if temperature is None:
                 return None
             checks.at_this_step("temperature", temperature)
@@ -252,6 +265,10 @@ class Engine:
         here = counts if present is None else [counts[k] for k in present]
         if not all(map(_IS_CPU, here)):
             return [], False
+        if self.axes:
+            if not all(map(_are_equal, here)):
+                return [], False
+            here = [c[0] for c in here]
         at: list[Any] = [*map(Tensor.item, here)]
         if self.is_table and len({*at}) == 1:
             return [_values(self.step_size, at[0] // _BLOCK)[at[0] % _BLOCK]], True
@@ -362,6 +379,9 @@ class Engine:
         fit = [not xs or self._fits(xs, present, inner=inner) for xs, inner in states]
         return (
             {*map(_LAYOUT, (*found.counts, *found.keys))} <= _COUNTERS
+            and (
+                not self.axes or all([x.shape == self.axes and x.is_contiguous() for x in (*found.counts, *found.keys)])
+            )
             and all(fit)
             and (not found.theta or self._fits(found.theta, present, own))
         )
@@ -416,7 +436,8 @@ class Engine:
         lists = [0 if x is None else _address(x) for x in (p, g, s, m, c, u, t, w, counts)]
         keyed = (keys[0].data_ptr(), _address(self.draws), keys[1].data_ptr()) if keys else (0, 0, 0)
         kept = conditions[0].data_ptr() if conditions else 0
-        return Job(len(self.sizes), _address(integers(self.sizes)), *lists[:8], 0, 0, *keyed, lists[8], 0, kept, 0, 1)
+        sizes = _address(integers(self.sizes))
+        return Job(len(self.sizes), sizes, *lists[:8], 0, 0, *keyed, lists[8], 0, kept, 0, 1, self.chains)
 
     def _run(self, job: Any, numbers: Numbers, flags: int) -> None:
         """Do a job with the numbers of this step."""
@@ -463,7 +484,7 @@ class Engine:
             xs: a tensor for each leaf.
             present: the leaves that count.
             own: whether tensors that require gradients are taken.
-            inner: the number of axes in front of the leaf's.
+            inner: the number of axes in front of the leaf's, behind that of the chains.
         """
         shapes = self.shapes
         if present is not None:
@@ -472,12 +493,18 @@ class Engine:
             return False
         if (not own and any(map(_GRAD, xs))) or not all(map(Tensor.is_contiguous, xs)):
             return False
-        return tuple([x.shape[inner:] for x in xs] if inner else map(_SHAPE, xs)) == shapes
+        k = len(self.axes)
+        return tuple([x.shape[:k] + x.shape[k + inner :] for x in xs] if inner else map(_SHAPE, xs)) == shapes
 
 
 def _present(g: Sequence[Any]) -> list[int] | None:
     """Which leaves have a gradient; ``None`` for all."""
     return [k for k, x in enumerate(g) if x is not None] if NoneType in map(type, g) else None
+
+
+def _are_equal(xs: Tensor) -> bool:
+    """Whether what several chains have of a tensor is the same."""
+    return _is_readable(xs) and bool((xs == xs[:1]).all())
 
 
 def _is_readable(x: Tensor) -> bool:
@@ -520,7 +547,9 @@ def _values(schedule: Any, block: int) -> list[float]:
     return schedule(torch.arange(block * _BLOCK, (block + 1) * _BLOCK, device="cpu")).tolist()
 
 
-def moved(plan: Any, params: Any, grads: Any, state: Any, inplace: bool) -> tuple[Any, Any] | None:
+def moved(
+    plan: Any, params: Any, grads: Any, state: Any, inplace: bool, engine: Engine | None = None
+) -> tuple[Any, Any] | None:
     """Move parameters in one pass over memory, with the bits of ``update`` and ``apply_updates``.
 
     Args:
@@ -528,12 +557,13 @@ def moved(plan: Any, params: Any, grads: Any, state: Any, inplace: bool) -> tupl
         params, grads: trees of one structure; gradients may be missing, and are left alone.
         state: of the chain.
         inplace: whether parameters and state are overwritten.
+        engine: the plan's, or one of several chains (:meth:`Engine.stacked`). Default: the plan's.
 
     Returns:
         Parameters and state; ``None``, with nothing done, where the chain is more than one engine knows, or the kernel cannot
         take these tensors.
     """
-    engine, spec, entries = plan.engine, plan.spec, list(state)
+    engine, spec, entries = engine or plan.engine, plan.spec, list(state)
     if engine is None or spec is None:
         return None
     try:

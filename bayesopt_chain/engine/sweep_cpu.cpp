@@ -24,6 +24,7 @@ struct Conditions {
   double temperature, rate, front, surplus, other;
 };
 
+// all tensors have the chains on their first axis
 struct Job {
   int64_t leaves;
   const int64_t* sizes;
@@ -36,7 +37,7 @@ struct Job {
   int64_t** counts;  // of the rate, one a leaf, null for a leaf without a gradient
   const Conditions* after;
   Conditions* conditions;
-  int64_t flags, threads;
+  int64_t flags, threads, chains;
 };
 
 // a + k b as torch's add(a, b, alpha=k) rounds it
@@ -112,12 +113,13 @@ void sweep(const Job& job) {
   constexpr int64_t BLOCK = 1 << 14;
   const int64_t row_size = draws ? 4 * RUN : BLOCK;  // a row of draws lies in first-level cache while it is used
 #pragma omp parallel num_threads(int(job.threads)) if (job.threads > 1)
-  for (int64_t i = 0; i < job.leaves; ++i) {
+  for (int64_t k = 0; k < job.chains * job.leaves; ++k) {
+    const int64_t chain = k / job.leaves, i = k % job.leaves;
     if (!g[i]) continue;
     const int64_t size = job.sizes[i], blocks = (size + BLOCK - 1) / BLOCK;
     Stream stream = {};
     if (draws) {
-      const uint64_t key = *job.key, step = *job.step;
+      const uint64_t key = job.key[chain], step = job.step[chain];
       stream = {uint32_t(job.draws[i]), {uint32_t(step), uint32_t(step >> 32)}, {uint32_t(key), uint32_t(key >> 32)}};
     }
 #pragma omp for schedule(static) nowait
@@ -125,18 +127,21 @@ void sweep(const Job& job) {
       const int64_t end = b * BLOCK + BLOCK < size ? b * BLOCK + BLOCK : size;
       Real xi[4 * RUN];
       for (int64_t a = b * BLOCK; a < end; a += row_size) {
-        const int64_t n = end - a < row_size ? end - a : row_size;
+        const int64_t n = end - a < row_size ? end - a : row_size, at = chain * size + a;
         if (draws) row(a / (4 * RUN), 0, int(n), stream, xi);
-        kernel(n, from(p, i, a), g[i] + a, from(s, i, a), from(m, i, a), from(c, i, a), xi, u[i] + a, from(t, i, a),
-               from(w, i, a), job.numbers[i * job.stride], job.flags);
+        kernel(n, from(p, i, at), g[i] + at, from(s, i, at), from(m, i, at), from(c, i, at), xi, u[i] + at, from(t, i, at),
+               from(w, i, at), job.numbers[i * job.stride], job.flags);
       }
     }
   }
-  if (job.conditions && job.after) std::memcpy(job.conditions, job.after, sizeof(Conditions) * job.leaves);
-  if (!(job.flags & INPLACE)) return;
-  if (draws) ++*job.step;
-  for (int64_t i = 0; job.counts && i < job.leaves; ++i)
-    if (job.counts[i]) ++*job.counts[i];
+  for (int64_t chain = 0; chain < job.chains; ++chain) {
+    if (job.conditions && job.after)
+      std::memcpy(job.conditions + chain * job.leaves, job.after, sizeof(Conditions) * job.leaves);
+    if (!(job.flags & INPLACE)) continue;
+    if (draws) ++job.step[chain];
+    for (int64_t i = 0; job.counts && i < job.leaves; ++i)
+      if (job.counts[i]) ++job.counts[i][chain];
+  }
 }
 
 // The arithmetic of bayesopt_chain.matching: law.py and filters.Scheduled of one branch, on doubles, operation for operation.

@@ -12,8 +12,9 @@ numbers of the step are :class:`bayesopt_chain.engine.engine.Move`. The library 
 under a schedule, in the arithmetic of :mod:`bayesopt_chain.matching.law`, and it counts the step.
 
 With tensor operations every line is a pass over memory and a call for each leaf; here all leaves are one call. Results may be
-written over ``g``, ``s``, ``m`` and ``theta``, or into new tensors. A leaf without a gradient is left as it is. The kernel came
-with the wheel, or is compiled at its first use and kept (:mod:`bayesopt_chain.random.compiled`).
+written over ``g``, ``s``, ``m`` and ``theta``, or into new tensors. A leaf without a gradient is left as it is. Several chains
+whose numbers are equal are one call too: all their tensors have the chains on axis 0, and each chain has its own key and step.
+The kernel came with the wheel, or is compiled at its first use and kept (:mod:`bayesopt_chain.random.compiled`).
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ PARALLEL = {True: 2**15, False: 2**17}
 Pointers = ctypes.Array[ctypes.c_int64]
 
 # ``Job`` of the source, addresses of arrays (0 for none) and integers: leaves, sizes, p, g, s, m, c, u, t, w, numbers, stride,
-# key, draws, step, counts, after, conditions, flags, threads
-Job: Any = ctypes.c_int64 * 20
+# key, draws, step, counts, after, conditions, flags, threads, chains
+Job: Any = ctypes.c_int64 * 21
 NUMBERS, STRIDE, AFTER, FLAGS, THREADS = 10, 11, 16, 18, 19
 
 

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import batches, checks, kinds, tracing
+from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.distributed.ranks import chains_of, require_one_axis
+from bayesopt_chain.engine.engine import moved
 from bayesopt_chain.loop.chain_keys import chain_draws
-from bayesopt_chain.loop.loss import joined, split
+from bayesopt_chain.loop.loss import Info, LossGradient, detach, gradient, joined, split, value
 from bayesopt_chain.loop.module_state import is_keyed, keyed
 from bayesopt_chain.loop.step import Step
 from bayesopt_chain.modules.batch_norm import unshared_statistics
@@ -51,8 +53,8 @@ class Parallel:
         step: the step of one chain; with ``each``, a function of its keywords that returns the step.
         batch_dim, each, chunk: as in :func:`parallel`.
         run: the function that makes the step of several chains: under vmap, or one chain after the other.
-        watched: whether chains are known not to share statistics of BatchNorm. A loop over several chains tests this in its
-            first step.
+        watched: whether chains are known not to share statistics of BatchNorm, which the first step tests.
+        model_draws: whether the loss was seen to draw random numbers.
     """
 
     def __init__(
@@ -78,7 +80,8 @@ class Parallel:
         self.each = dict(each)
         self.chunk = chunk
         self.run = _loop if loop else _stacked
-        self.watched = not loop or n == 1
+        self.watched = loop and n == 1
+        self.model_draws = False
 
     def init(self, tx: Any, params: Any, *, seed: int | None = None) -> Any:
         """Make the states of this rank's chains, each with a key of its own.
@@ -288,12 +291,69 @@ def _stacked(chains: Parallel, params, state, batch, dims: list, start: int, sto
     if stop - start < chains.n:
         params, state = _take(params, rows), _take(state, rows)
     try:
+        if not hyper and (found := _at_once(chains, params, state, spec, block, dims)) is not None:
+            return found
         tensors = torch.vmap(one, in_dims=(0, 0, 0, *dims), randomness="error")(hyper, params, state, *block)
     except RuntimeError as err:
         if not tracing.is_plain(optree.tree_leaves(params)[0]):  # capture's own error names the line of the model
             raise
         raise RuntimeError(_vmap_message(err)) from err
     return joined(tensors, rest)
+
+
+def _at_once(chains: Parallel, params: Any, state: Any, spec: Any, block: list[Any], dims: list) -> Any:
+    """Make the step of stacked chains by one backward pass and one pass over memory.
+
+    Returns:
+        ``(params, state, Info)``; ``None``, with nothing done, if the step is more than the gradient of a loss and a chain that
+        is one engine (:mod:`bayesopt_chain.engine.engine`), if chains have different numbers, or if the model draws.
+    """
+    step = chains.step
+    plain = type(step) is Step and type(step.source) is LossGradient and step.memory is None and step.ranks is None
+    if not plain or step.finite is not None or step.monitor or step.inplace or chains.model_draws:
+        return None
+    points, structure = optree.tree_flatten(params, none_is_leaf=True)
+    if not isinstance(step.tx, Chain) or not tracing.is_plain(*points) or not all([type(p) is Tensor for p in points]):
+        return None
+    plan = step.tx.plan(state)
+    engine = plan.engine and plan.engine.stacked(len(points[0]))
+    if engine is None or not points[0].is_cpu or engine.numbers(state, points) is None:
+        return None
+    if plan.spec != structure:
+        plan.require_paths(paths_of(params))
+        plan.spec = structure
+    rest, seen = list[Any](), list[Any]()  # vmap returns tensors only; other results are kept here
+
+    def one(params: Any, *leaves: Any) -> tuple[Tensor, list[Tensor]]:
+        loss, aux = value(step.source.loss, params, spec.unflatten(leaves))
+        tensors, rest[:] = split(aux)
+        return loss, tensors
+
+    def total(params: Any, block: list[Any]) -> tuple[Tensor, Any]:
+        losses, tensors = torch.vmap(one, in_dims=(0, *dims), randomness="error")(params, *block)
+        return losses.sum(), (losses, tensors)
+
+    def observed(params: Any, grads: Any, *leaves: Any) -> list[Tensor]:
+        tensors, seen[:] = split(detach(step.observe(params, grads, spec.unflatten(leaves))))
+        return tensors
+
+    try:
+        with nullcontext() if chains.watched else unshared_statistics():
+            grads, info = gradient(total, params, block)
+        losses, tensors = info.aux
+        info = Info(losses, joined(tensors, rest))
+        chains.watched = True
+        with torch.no_grad():
+            if step.observe is not None:
+                given = torch.vmap(observed, in_dims=(0, 0, *dims), randomness="error")(params, grads, *block)
+                info = info._replace(observed=joined(given, seen))
+            after = moved(plan, params, grads, state, False, engine)
+    except RuntimeError as err:
+        chains.model_draws = "randomness error mode" in str(err)  # a chain's key can govern them, one chain at a time
+        if chains.model_draws:
+            return None
+        raise
+    return None if after is None else (*after, info)
 
 
 def _vmap_message(error: RuntimeError) -> str:
@@ -425,9 +485,9 @@ def parallel(
             "parallel: a heat guard looks at one chain, and this step has one; make the step of parallel chains without "
             "heat_guard=, and run one chain alone with it"
         )
-    for name, value in (each or {}).items():
-        if not torch.is_tensor(value) or value.shape[:1] != (n,):
-            raise ValueError(f"parallel: each[{name!r}] must be a tensor with {n} entries along axis 0, got {value!r}")
+    for name, given in (each or {}).items():
+        if not torch.is_tensor(given) or given.shape[:1] != (n,):
+            raise ValueError(f"parallel: each[{name!r}] must be a tensor with {n} entries along axis 0, got {given!r}")
     if mesh is None:
         return Parallel(step, n, batch_dim, each or {}, chunk, loop)
     require_one_axis(mesh, "parallel")

@@ -100,10 +100,10 @@ def unshared_statistics() -> Iterator[None]:
         yield
     finally:
         hook.remove()
-    shared = [(layer, kept) for layer, used, kept in before.values() if layer.running_mean is used]
-    for _, kept in shared:
-        for b, old in kept:
-            b.data.copy_(old)
+        shared = [(layer, kept) for layer, used, kept in before.values() if layer.running_mean is used]
+        for _, kept in shared:
+            for b, old in kept:
+                b.data.copy_(old)
     if shared:
         raise ValueError(
             f"parallel: the chains would share the statistics of {type(shared[0][0]).__name__}, which the module "

@@ -11,34 +11,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 
-from bayesopt_chain.optim._plan import Rule, Work
+from bayesopt_chain.optim._plan import Leaves
 
 
-def move_frozen(rule: Rule, work: list[Work]) -> None:
+def move_frozen(rule: Any, work: list[Leaves]) -> None:
     """Make the step of leaves whose denominator no longer learns, in place of torch's step."""
-    for w in work:
-        p, group, linear, state = w.param, w.group, w.numbers.linear, w.state
-        assert p.grad is not None
-        # as in torch: the sign of maximize first, then the coupled weight decay
-        g = -p.grad if group["maximize"] else p.grad
-        if group["weight_decay"] and not group.get("decoupled_weight_decay", False):
-            g = g.add(p, alpha=group["weight_decay"])
-        denominator = w.denominator(rule)
-        p.mul_(1.0 - linear.shrink)
-        if linear.direct:
-            p.addcdiv_(g, denominator, value=-linear.direct)
-        if linear.velocity is None:
-            p.addcdiv_(g, denominator, value=-linear.step_size)
-        elif rule.averages_scaled:
-            velocity = state[linear.velocity].mul_(linear.momentum).addcdiv_(g, denominator)
-            p.add_(velocity, alpha=-linear.step_size)
-        else:
-            velocity = state[linear.velocity].mul_(linear.momentum).add_(g, alpha=linear.gain)
-            p.addcdiv_(velocity, denominator, value=-linear.step_size)
-        rule._count_update(state, group)
+    for x in work:
+        group, linear = x.group, x.linear
+        for p, state in zip(x.params, x.states):
+            # as in torch: the sign of maximize first, then the coupled weight decay
+            g = -p.grad if group["maximize"] else p.grad
+            if group["weight_decay"] and not group.get("decoupled_weight_decay", False):
+                g = g.add(p, alpha=group["weight_decay"])
+            denominator = rule._denominator(group, x.learned_until, state.__getitem__)
+            p.mul_(1.0 - linear.shrink)
+            if linear.direct:
+                p.addcdiv_(g, denominator, value=-linear.direct)
+            if linear.velocity is None:
+                p.addcdiv_(g, denominator, value=-linear.step_size)
+            elif rule.averages_scaled:
+                velocity = state[linear.velocity].mul_(linear.momentum).addcdiv_(g, denominator)
+                p.add_(velocity, alpha=-linear.step_size)
+            else:
+                velocity = state[linear.velocity].mul_(linear.momentum).add_(g, alpha=linear.gain)
+                p.addcdiv_(velocity, denominator, value=-linear.step_size)
+            rule._count_update(state, group)
 
 
 @contextmanager

@@ -16,11 +16,10 @@ import torch
 
 from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.diagnostics.heat import Leaf
-from bayesopt_chain.optim._plan import Rule
 from bayesopt_chain.optim._refusals import temperature_of
 
 
-def warn_unwatched(rule: Rule) -> None:
+def warn_unwatched(rule: Any) -> None:
     """Warn that the heat guard does not look at parameters that are sharded over ranks; called once for an optimizer."""
     if not any(temperature_of(rule._name, group) for group in rule.param_groups):
         return
@@ -44,7 +43,7 @@ def warn_sparse(rule: Any) -> None:
     )
 
 
-def leaves_of(rule: Rule) -> Iterator[Leaf]:
+def leaves_of(rule: Any) -> Iterator[Leaf]:
     """Yield the gradients of this step that get noise.
 
     An adaptive rule yields its gradients from the second step on, since it has no preconditioner before. Sparse gradients and
@@ -78,7 +77,7 @@ def leaves_of(rule: Rule) -> Iterator[Leaf]:
             yield Leaf(id(p), g, p, effective, temperature, linear.momentum, first, root, lr)
 
 
-def _root(rule: Rule, group: dict[str, Any], updates: int, state: dict[str, Any], sign: float) -> torch.Tensor:
+def _root(rule: Any, group: dict[str, Any], updates: int, state: dict[str, Any], sign: float) -> torch.Tensor:
     """Return ``sqrt(P)`` of a leaf by the denominator of the last update, since torch's step has not been made yet."""
     learned_until = min(updates - 1, group.get("freeze_after") or updates)
     return sign * rule._denominator(group, learned_until, state.__getitem__).rsqrt()

@@ -21,9 +21,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bayesopt_chain import kinds
+from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.distributed.parts import place_of
+from bayesopt_chain.distributed.shards import agreed_key
 from bayesopt_chain.distributed.witness import Witness
 from bayesopt_chain.optim import _refusals
+from bayesopt_chain.random.stream import new_key
+
+
+def fresh_key(generator: torch.Generator | None = None) -> int:
+    """Draw a random 63-bit key from ``generator``, or from torch's global generator if that is ``None``."""
+    return int(new_key(generator, torch.device("cpu")))
+
+
+def shared_key(generator: torch.Generator | None, groups: list[dict[str, Any]]) -> int:
+    """Draw a random key. Ranks that hold parts of the same DTensors all get the key of the first of them."""
+    params = [p for group in groups for p in group["params"]]
+    device = next((p.device for p in params if is_dtensor(p)), torch.device("cpu"))
+    return int(agreed_key(torch.tensor(fresh_key(generator), device=device), params))
 
 
 class OnRanks:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.checks import sharing
-from bayesopt_chain.optim._plan import Rule, Work
 from bayesopt_chain.optim._rule import Linear
 
 
@@ -148,16 +147,21 @@ def check_lr(who: str, linear: Linear) -> None:
         )
 
 
-def warn_of_rounding(rule: Rule, w: Work) -> None:
-    """Warn if the noise of a step is smaller than half of a unit in the last place of the parameters, and so rounds away."""
-    linear, noise = w.numbers.linear, w.numbers.noise
-    size = w.param.detach().abs().float().mean()
-    step = linear.step_size * max(noise.current, noise.direct)
-    if rule.adaptive:  # the noise of the parameter is divided by D^(1/2)
-        step /= float(w.denominator(rule).float().mean().sqrt())
-    if step < torch.finfo(w.param.dtype).eps * float(size) / 2:
+def warn_of_rounding(who: str, p: Tensor, step: float, denominator: Tensor | None) -> None:
+    """Warn if the noise of a step is smaller than half of a unit in the last place of the parameters, and so rounds away.
+
+    Args:
+        who: the name of the optimizer in messages.
+        p: the parameter.
+        step: the standard deviation of the displacement by this draw, where ``D = 1``.
+        denominator: ``D`` of an adaptive rule.
+    """
+    size = p.detach().abs().float().mean()
+    if denominator is not None:  # the noise of the parameter is divided by D^(1/2)
+        step /= float(denominator.float().mean().sqrt())
+    if step < torch.finfo(p.dtype).eps * float(size) / 2:
         warnings.warn(
-            f"{rule._name}: parameters in {w.param.dtype} with entries near {float(size):.2g}, and a step's noise of about "
+            f"{who}: parameters in {p.dtype} with entries near {float(size):.2g}, and a step's noise of about "
             f"{step:.2g} rounds away; keep float32 parameters and use autocast",
             stacklevel=6,
         )

@@ -28,9 +28,17 @@ before the next step.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from bayesopt_chain.matching import law
+
+
+class Clock(NamedTuple):
+    """The number of an update, counted from 1, and the product of NAdam's momenta of all earlier updates."""
+
+    updates: int
+    mu_product: float = 1.0
 
 
 class Before(NamedTuple):
@@ -102,8 +110,9 @@ class Noise:
     before: Before | None = None
 
 
+@lru_cache(maxsize=64)
 def noise_of(linear: Linear, temperature: float, before: Before | None) -> Noise:
-    """Compute the noise of one step.
+    """Compute the noise of one step. At constant rates every step asks for the noise of the last one, which is kept.
 
     Args:
         linear: the numbers of torch's step.
@@ -111,7 +120,7 @@ def noise_of(linear: Linear, temperature: float, before: Before | None) -> Noise
         before: the numbers of the last step that drew noise; ``None`` before the first draw.
 
     Returns:
-        The coefficients of the noise.
+        The coefficients of the noise, which must not be changed.
 
     Example:
         >>> step = Linear(step_size=0.1, momentum=0.9, velocity="momentum_buffer")

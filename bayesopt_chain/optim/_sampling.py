@@ -7,7 +7,7 @@ that an adaptive rule computes from the gradient without noise (``D = 1`` for SG
     V' = mu V + b g,          theta' = (1 - s) theta - (h V' + h_1 g) / D                       (torch)
     V' += D^(1/2) e,          theta' -= D^(-1/2) (h e + h_1 e_1)                                (noise)
 
-:mod:`bayesopt_chain.optim._rule` computes ``e`` and ``e_1``, and :mod:`bayesopt_chain.optim._injection` adds them. Noise is
+:mod:`bayesopt_chain.optim._rule` computes ``e`` and ``e_1``, and :mod:`bayesopt_chain.optim._noise` adds them. Noise is
 added to the velocity and the parameter, and never to the averages from which ``D`` is computed.
 
 The optimizer keeps what the noise depends on in two places:
@@ -39,13 +39,14 @@ from bayesopt_chain.distributed.ranks import require_named_chain
 from bayesopt_chain.distributed.shards import are_spread
 from bayesopt_chain.distributed.witness import Claim
 from bayesopt_chain.loop.interrupts import uninterrupted
-from bayesopt_chain.optim import _arguments, _heat, _noise, _refusals, _shards
+from bayesopt_chain.optim import _arguments, _heat, _refusals, _shards
 from bayesopt_chain.optim._frozen import move_frozen, without_gradients
-from bayesopt_chain.optim._injection import add_after_step, add_before_step, remember, rescale
-from bayesopt_chain.optim._one_pass import in_one_pass
-from bayesopt_chain.optim._plan import REMEMBERED, Clock, Form, Numbers, Plan, Work, has_drawn, last_step
-from bayesopt_chain.optim._ranks import OnRanks
-from bayesopt_chain.optim._rule import Before, Linear, Noise, noise_of
+from bayesopt_chain.optim._noise import add_noise, in_one_pass, rescale
+from bayesopt_chain.optim._plan import NEVER, REMEMBERED, Form, Leaves, Plan, last_draws, last_step
+from bayesopt_chain.optim._ranks import OnRanks, shared_key
+from bayesopt_chain.optim._rule import Before, Clock, Linear, Noise, noise_of
+from bayesopt_chain.random.philox import Runs
+from bayesopt_chain.random.stream import leaf_numbers
 
 # entries of a group that a state dict of torch's class lacks, and that then keep the values of this optimizer
 _OURS = ("temperature", "noise_key", "noise_count", "noise_kept", "freeze_after")
@@ -58,29 +59,29 @@ class Cache:
     Attributes:
         names: the names of all parameters.
         numbers: for each group, the numbers of its parameters in the random stream; ``None`` until they are needed.
-        plan: the plan of the last step; ``None`` before the first step, and after a step that raised.
         shards: this rank's parts of the parameters; ``None`` if no parameter is a DTensor.
-        normals: the source of the draws.
+        runs: by parameter, the elements of the whole parameter that this rank holds, as ranges; ``None`` if every tensor is a
+            whole parameter.
+        plan: the plan of the last step; ``None`` before the first step, and after a step that raised.
     """
 
     def __init__(self) -> None:
         self.names: tuple[str, ...] = ()
         self.numbers: list[list[int]] | None = None
-        self.plan: Plan | None = None
         self.shards: _shards.Shards | None = None
-        self.normals = _noise.Normals()
+        self.runs: dict[Tensor, Runs] | None = None
+        self.plan: Plan | None = None
 
 
 class Sampling(OnRanks, torch.optim.Optimizer):
     """A mixin that adds noise to a class of torch.optim: ``class SGD(Sampling, torch.optim.SGD)``.
 
-    Subclasses give the numbers of torch's step in the methods of :class:`bayesopt_chain.optim._plan.Rule`.
+    Subclasses give the numbers of torch's step in ``_clock``, ``_linear``, ``_denominator`` and ``_form``.
 
     Attributes:
         refusal: the reason why no noise is known for this class; ``None`` if noise is known.
         adaptive: whether the step divides by a denominator that it computes from the gradients.
         averages_scaled: whether the velocity averages ``g / D`` rather than ``g``.
-        timeless: whether the numbers of a step depend on its group only, and not on the count of steps.
         counters: the names in a leaf's state of the numbers that its clock is read from.
         torch_class: the class of ``torch.optim``.
         heat_guard: compares the variance of the gradients with that of the noise, and warns of heating; ``None`` without a
@@ -90,7 +91,6 @@ class Sampling(OnRanks, torch.optim.Optimizer):
     refusal: ClassVar[str | None] = None
     adaptive: ClassVar[bool] = False
     averages_scaled: ClassVar[bool] = False
-    timeless: ClassVar[bool] = False
     counters: ClassVar[tuple[str, ...]] = ("step",)
     torch_class: ClassVar[type[torch.optim.Optimizer]]
 
@@ -218,7 +218,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
                 "give it" if self._is_constructing else "its temperature was raised later, so call its fork() once with"
             )
             require_named_chain(self._name, self._generator, where)
-            key = _noise.shared_key(self._generator, self.param_groups)
+            key = shared_key(self._generator, self.param_groups)
         for group in self.param_groups:
             if group["noise_key"] is None:
                 group["noise_key"] = key
@@ -249,7 +249,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         """
         _arguments.require(f"{self._name}.fork", {"generator": generator})
         require_named_chain(f"{self._name}.fork", generator)
-        key = _noise.shared_key(generator, self.param_groups)
+        key = shared_key(generator, self.param_groups)
         for group in self.param_groups:
             group["noise_key"] = key
         self._compare_anew()
@@ -403,47 +403,41 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         if self.heat_guard is not None and not self.heat_guard.sleeps():
             self.heat_guard.look(partial(_heat.leaves_of, self))
         cache = self._cache
-        if cache.plan is None:
+        if cache.numbers is None:
             self._leaf_numbers()  # before local tensors replace the DTensors, since numbers belong to whole parameters
-            if cache.shards is None and are_spread([group["params"] for group in self.param_groups]):
+            if are_spread([group["params"] for group in self.param_groups]):
                 cache.shards = _shards.Shards()
                 if self.heat_guard is not None:
                     _heat.warn_unwatched(self)
         if cache.shards is None:
             return self._run()
         with torch.no_grad(), cache.shards.entered(self):
-            cache.normals.runs = cache.shards.runs
+            cache.runs = cache.shards.runs
             return self._run()
 
     def _run(self) -> None:
-        """Make a step: by the plan of the last step with renewed numbers, or by a new plan if that one no longer holds."""
+        """Make a step: by the plan of the last step if it still holds, else by a new one."""
         cache, plan = self._cache, self._cache.plan
         cache.plan = None  # a step that raises leaves no plan
-        if plan is None or not plan.holds(self) or not plan.renew(self):
+        if plan is None or not plan.holds(self):
             plan = self._planned()
-        witness = self._witness if plan.noisy and _HAS_RANKS and dist.is_initialized() else None
+        noisy = plan.noisy
+        witness = self._witness if noisy and _HAS_RANKS and dist.is_initialized() else None
         if witness is not None:
-            witness.look(lambda: self._claims(plan.noisy), plan.noisy[0].param)
-        if plan.rescaled:
+            witness.look(lambda: self._claims(noisy), noisy[0].params[0])
+        if not in_one_pass(plan):
             rescale(plan)
-        if not in_one_pass(self, cache.normals, plan):
-            add_before_step(self, cache.normals, plan)
-            if plan.frozen:
-                with without_gradients([w.param for w in plan.frozen]):
-                    self._torch_step(None)
-                move_frozen(self, plan.frozen)
-            else:
+            frozen = [x for x in plan.work if x.is_frozen]
+            add_noise(self, noisy, cache.runs, before_step=True)
+            with without_gradients([p for x in frozen for p in x.params]):
                 self._torch_step(None)
-            add_after_step(self, cache.normals, plan)
-        # a step that repeats the last one leaves all numbers in the state as they are, except counts of draws
-        if plan.redrawn or not plan.repeats:
-            remember(self, plan)
+            move_frozen(self, frozen)
+            add_noise(self, noisy, cache.runs, before_step=False)
+        plan.keep(self)
         if witness is not None:
-            witness.stepped(plan.noisy[0].param)
+            witness.stepped(noisy[0].params[0])
         for group in plan.groups:
             group["noise_count"] += 1
-        if not plan.repeats:
-            plan.keep(self)
         cache.plan = plan
 
     def _torch_step(self, closure: Callable[[], Any] | None) -> Any:
@@ -453,57 +447,52 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             step = step.__wrapped__
         return step(self, closure)
 
-    # the plan of a step
-
     def _planned(self) -> Plan:
         """Make the plan of this step for all leaves that have a gradient.
 
         Raises:
             ValueError: options or parameters for which no noise is known. Nothing has moved then.
         """
-        work: list[Work] = []
-        for group, numbers in zip(self.param_groups, self._leaf_numbers()):
-            temperature = self._temperature(group)
-            if temperature > 0.0:
-                if group["noise_key"] is None:
-                    self._draw_key()
-            elif group["noise_count"]:  # after steps at temperature 0 an old draw must not count as the last step's
+        work: list[Leaves] = []
+        temperatures = [*map(self._temperature, self.param_groups)]
+        for group, numbers, temperature in zip(self.param_groups, self._leaf_numbers(), temperatures):
+            if len(group["params"]) > len(numbers):  # a list that was appended to; its last parameters have no numbers
+                raise ValueError(
+                    f"{self._name}: {len(group['params']) - len(numbers)} parameters were appended to group['params'], and "
+                    "would move without noise; take them out again and give them to add_param_group"
+                )
+            if temperature > 0.0 and group["noise_key"] is None:
+                self._draw_key()
+            if temperature == 0.0 and group["noise_count"]:
+                # after steps at temperature 0 an old draw must not count as the last step's
                 for p in group["params"]:
                     for name in REMEMBERED:
                         self.state.get(p, {}).pop(name, None)
             if temperature > 0.0 or group.get("freeze_after") is not None:
-                work += self._work(group, numbers, temperature)
-        plan = Plan(work)
+                work += self._alike(group, numbers, temperature > 0.0)
+        plan = Plan(self, work, temperatures)
         if plan.noisy:
             params = [p if p.grad is not None else None for group in self.param_groups for p in group["params"]]
             _refusals.check_memory(self._name, self._cache.names, params)
         return plan
 
-    def _work(self, group: dict[str, Any], numbers: list[int], temperature: float) -> list[Work]:
-        """List the leaves of one group that have a gradient. Leaves with equal numbers share one :class:`Numbers`."""
-        if len(group["params"]) > len(numbers):  # a list that was appended to; its last parameters have no numbers
-            raise ValueError(
-                f"{self._name}: {len(group['params']) - len(numbers)} parameters were appended to group['params'], and would "
-                "move without noise; take them out again and give them to add_param_group"
-            )
-        out: list[Work] = []
-        alike: dict[tuple[Any, ...], Numbers] = {}
+    def _alike(self, group: dict[str, Any], numbers: list[int], is_noisy: bool) -> list[Leaves]:
+        """List the leaves of a group that have a gradient, those with equal numbers together."""
+        alike: dict[tuple[object, ...], Leaves] = {}
         for p, number in zip(group["params"], numbers):
             if p.grad is None:
                 continue
-            state, before = self.state[p], None
+            state = self.state[p]
             _refusals.check_state(self._name, p, state, self.counters)
-            if temperature > 0.0:
-                if not has_drawn(state):
-                    _refusals.check_leaf(self._name, p, group)
-                before = last_step(self._name, state)
-            clock, has_velocity = self._clock(state), "momentum_buffer" in state
-            shared = alike.get((clock, before, has_velocity))
-            if shared is None:
-                shared = alike[clock, before, has_velocity] = Numbers(group, clock, before, has_velocity)
-                shared.work_out(self, temperature)
-            out.append(Work(shared, p, state, number))
-        return out
+            if is_noisy:
+                _refusals.check_leaf(self._name, p, group)
+            clock, before = self._clock(state), last_step(state) if is_noisy else None
+            last = NEVER if group.get("noise_kept", True) else last_draws(state)
+            x = alike.setdefault((clock, before, p.dtype, p.device, last), Leaves(group, clock, before, last))
+            x.params.append(p)
+            x.states.append(state)
+            x.numbers.append(number)
+        return [*alike.values()]
 
     def _noise(self, linear: Linear, temperature: float, before: Before | None) -> Noise:
         """Return the coefficients of the noise of a step; raise ValueError if there are none."""
@@ -529,43 +518,59 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             params = [p for group in self.param_groups for p in group["params"]]
             cache.names = self._names()
             if any(place is not None and place.runs is not None for place in map(place_of, params)):
-                cache.normals.runs = {p: elements_of(p) for p in params}
-            numbers = iter(_noise.leaf_numbers(cache.names))
+                cache.runs = {p: elements_of(p) for p in params}
+            numbers = iter(leaf_numbers(cache.names))
             cache.numbers = [[next(numbers) for _ in group["params"]] for group in self.param_groups]
         return cache.numbers
 
-    def _claims(self, noisy: list[Work]) -> list[Claim]:
+    def _claims(self, noisy: list[Leaves]) -> list[Claim]:
         """List the leaves that are about to get noise on this rank, so that ranks can compare their lists."""
         names = dict(zip([number for group in self._leaf_numbers() for number in group], self._cache.names))
-        runs = self._cache.normals.runs
+        runs = self._cache.runs
         out: list[Claim] = []
-        for w in noisy:
-            gradient = None if w.param.grad is None or w.param.grad.is_sparse else w.param.grad
-            here = None if runs is None else runs[w.param]
-            key, count = w.group["noise_key"], w.group["noise_count"]
-            out.append(Claim(names[w.number], key, w.number, here, count, w.param, gradient, w.group))
+        for x in noisy:
+            key, count = x.group["noise_key"], x.group["noise_count"]
+            for p, number in zip(x.params, x.numbers):
+                gradient = None if p.grad.is_sparse else p.grad
+                here = None if runs is None else runs[p]
+                out.append(Claim(names[number], key, number, here, count, p, gradient, x.group))
         return out
 
     def _check_group(self, group: dict[str, Any]) -> None:
         """Raise ValueError if no noise is known for the options of a group."""
-        spread = "_cache" in self.__dict__ and self._cache.normals.runs is not None
+        spread = "_cache" in self.__dict__ and self._cache.runs is not None
         _refusals.check_group(self._name, group, self.adaptive, self.refusal, spread)
 
-    # the methods of bayesopt_chain.optim._plan.Rule that a subclass overrides
+    # what a subclass says of torch's step
 
     def _clock(self, state: dict[str, Any]) -> Clock:
+        """Return the clock of a leaf's next step, from the leaf's entry of the optimizer's state."""
         return Clock(int(state["step"]) + 1 if "step" in state else 1)
 
     def _linear(self, group: dict[str, Any], clock: Clock) -> Linear:
+        """Return the numbers of torch's step for the leaves of a group at an update."""
         raise NotImplementedError
 
+    def _branches(self, group: dict[str, Any]) -> int:
+        """Return how many branches of torch's step have a noise of their own: two with Nesterov's momentum, else one."""
+        return 1
+
     def _denominator(self, group: dict[str, Any], updates: int, get: Callable[[str], Tensor]) -> Tensor:
+        """Return ``D`` as torch's step left it, in a new tensor.
+
+        Args:
+            group: the leaf's parameter group.
+            updates: the number of the last update in which ``D`` learned, counted from 1.
+            get: ``get(name)`` returns a tensor of the leaf's state.
+        """
         raise NotImplementedError
 
     def _form(self, group: dict[str, Any], updates: int) -> Form | None:
+        """Return the step in the form that the kernel of one pass takes; ``None`` if the kernel cannot make it."""
         return None
 
     def _count_update(self, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """Advance a leaf's own count of updates, after an update that torch's step did not make."""
         state["step"] += 1
 
 

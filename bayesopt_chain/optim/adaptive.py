@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.engine.optimizer_cpu import MOMENT, SCALED, SCALED_MOMENTUM
-from bayesopt_chain.optim._plan import Clock, Form
+from bayesopt_chain.optim._plan import Form
 from bayesopt_chain.optim._refusals import momentum_of
-from bayesopt_chain.optim._rule import Linear
+from bayesopt_chain.optim._rule import Clock, Linear
 from bayesopt_chain.optim._sampling import Sampling
 
 _COMMON = """
@@ -173,6 +173,9 @@ class NAdam(_TwoMoments, torch.optim.NAdam):
     """
 
     counters = ("step", "mu_product")
+
+    def _branches(self, group: dict[str, Any]) -> int:
+        return 2
 
     def _momenta(self, group: dict[str, Any], updates: int) -> tuple[float, float]:
         """Return ``mu_t`` and ``mu_{t+1}`` at update ``t``."""

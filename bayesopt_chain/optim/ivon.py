@@ -33,9 +33,10 @@ from bayesopt_chain.distributed.parts import elements_of
 from bayesopt_chain.distributed.ranks import require_named_chain
 from bayesopt_chain.distributed.witness import Claim
 from bayesopt_chain.loop.interrupts import uninterrupted
-from bayesopt_chain.optim import _arguments, _noise
-from bayesopt_chain.optim._ranks import OnRanks
+from bayesopt_chain.optim import _arguments
+from bayesopt_chain.optim._ranks import OnRanks, shared_key
 from bayesopt_chain.random.philox import draw_elements, parts_of_leaves
+from bayesopt_chain.random.stream import leaf_numbers
 
 _POSTERIOR = 2**62  # counts from here on are those of draws for predictions, which no count of steps reaches
 
@@ -118,7 +119,7 @@ class IVON(OnRanks, torch.optim.Optimizer):
         self._has_draw = False  # whether a draw was made since the last step
         with _arguments.with_call(lambda: _arguments.call_of(self._name, {"params": "...", **given})):
             super().__init__(params, {**given, "noise_count": 0})
-        key = _noise.shared_key(generator, self.param_groups)
+        key = shared_key(generator, self.param_groups)
         for group in self.param_groups:
             group["noise_key"] = key
 
@@ -309,7 +310,7 @@ class IVON(OnRanks, torch.optim.Optimizer):
     def _leaves(self) -> Iterator[tuple[dict[str, Any], Any, int]]:
         """Yield the group, the parameter and the number in the random stream of every leaf."""
         params = [(group, p) for group in self.param_groups for p in group["params"]]
-        for (group, p), number in zip(params, _noise.leaf_numbers(self._names())):
+        for (group, p), number in zip(params, leaf_numbers(self._names())):
             yield group, p, number
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.engine.optimizer_cpu import MOMENTUM, PLAIN
-from bayesopt_chain.optim._plan import Clock, Form
+from bayesopt_chain.optim._plan import Form
 from bayesopt_chain.optim._refusals import momentum_of
-from bayesopt_chain.optim._rule import Linear
+from bayesopt_chain.optim._rule import Clock, Linear
 from bayesopt_chain.optim._sampling import Sampling
 
 _FORMS = Form(PLAIN), Form(MOMENTUM)
@@ -80,10 +80,13 @@ class SGD(Sampling, torch.optim.SGD):
         ['momentum_buffer', 'noise']
     """
 
-    timeless = True
+    counters = ()
 
     def _clock(self, state: dict[str, Any]) -> Clock:
         return _ALWAYS
+
+    def _branches(self, group: dict[str, Any]) -> int:
+        return 1 + bool(group["nesterov"])
 
     def _form(self, group: dict[str, Any], updates: int) -> Form | None:
         return _FORMS[bool(group["momentum"])]

@@ -21,8 +21,8 @@ from bayesopt_chain.distributed.ranks import gather_objects, world
 from bayesopt_chain.distributed.replicated import is_replicated
 from bayesopt_chain.distributed.shards import are_spread
 from bayesopt_chain.loop.loss import Info, detach
-from bayesopt_chain.optim import _noise
-from bayesopt_chain.optim._ranks import OnRanks
+from bayesopt_chain.optim._ranks import OnRanks, fresh_key
+from bayesopt_chain.random.stream import splitmix64
 from bayesopt_chain.runs.describe import describe, describe_optimizer
 
 ModelLoss = Callable[[nn.Module, Any], Any]
@@ -54,7 +54,7 @@ class ModelStep:
         named: Any = model.module if isinstance(model, DistributedDataParallel) else model
         self._named, self._buffers = dict(named.named_parameters()), dict(named.named_buffers())
         self.params: dict[str, Tensor] = {name: p.detach() for name, p in self._named.items()}
-        self._key, self._count = _noise.fresh_key(), 0
+        self._key, self._count = fresh_key(), 0
         # the ranks of one chain need one key; on replicas _rank is added to it
         if are_spread(self.params) or replicated:
             self._key = gather_objects(self._key, None)[0]
@@ -78,7 +78,7 @@ class ModelStep:
         # the random numbers of the model are seeded from the state, and the caller's generators are restored afterwards
         devices = sorted({p.device.index or 0 for p in self._sources if p.device.type == "cuda"})
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
-            torch.manual_seed(_noise.step_seed(self._key + self._rank, self._count))
+            torch.manual_seed(splitmix64(splitmix64(self._key + self._rank) + self._count))
             out = self.loss(self.model, batch)
             loss, aux = out if isinstance(out, tuple) else (out, ())
             # checked before backward(), so that nothing has moved if this raises

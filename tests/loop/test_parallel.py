@@ -1,7 +1,10 @@
 """Many chains at once are the chains one by one."""
 
 import math
+import subprocess
+import sys
 
+import optree
 import pytest
 import torch
 from torch import nn
@@ -27,6 +30,8 @@ def stacked(n):
         bc.sgd(0.1, 0.9),
         bc.sghmc(0.1, temperature=0.1),
         bc.sghmc(lambda c: 0.1 / (1 + c), temperature=0.1),
+        bc.sghmc(lambda c: 0.1 * (1 + math.cos(float(c) / 9)), temperature=lambda c: 0.1 / (1 + c)),
+        bc.sgld(bc.schedules.cosine(0.1, 20), temperature=0.1),
         bc.adam(0.1, temperature=0.1),
     ],
 )
@@ -47,9 +52,62 @@ def test_chains_move_as_each_does_alone(tx, per_chain):
     assert info.loss.shape == (n,)
 
 
-def one(state, i):
-    import optree
+@pytest.mark.parametrize("case", ["localised", "nesterov", "decay", "cosine", "float32", "in blocks", "other counts"])
+def test_chains_at_once_have_the_noise_and_the_numbers_of_each_alone(case):
+    """On a gradient that is exact in every order of summation, bit for bit, wherever the chains take one pass over memory."""
+    dtype = torch.float32 if case == "float32" else torch.float64
+    g = torch.Generator().manual_seed(0)
+    params = {"w": torch.randn(4, 300, generator=g, dtype=dtype), "b": torch.ones(4, 2, 3, dtype=dtype)}
+    centre, datum = optree.tree_map(lambda t: t[1], params), torch.tensor(1.0, dtype=dtype)
+    momentum = bc.links.add_momentum(0.9, nesterov=case == "nesterov")
+    noise = bc.inject_langevin_noise(0.1)
+    front = {
+        "localised": [bc.links.add_localization(centre, 2.0)],
+        "decay": [bc.links.add_decayed_weights(0.5)],
+    }.get(case, [])
+    rate = bc.schedules.cosine(0.1, 20) if case in ("cosine", "other counts") else 0.01
+    tx = bc.chain(*front, momentum, noise, bc.scale_by_neg_lr(rate))
+    step = bc.make_step(lambda p, b: b * ((p["w"] ** 2).sum() + p["b"].sum()), tx)
+    chains = bc.parallel(step, 4, chunk=3 if case == "in blocks" else None)
+    state = chains.init(tx, params, seed=0)
+    if case == "other counts":  # chains of other ages have other numbers
+        _, old = step(*[optree.tree_map(lambda t: t[0], tree) for tree in (params, state)], datum)[:2]
+        state = bc.stack([old, *bc.unstack(state)[1:]])
+    alone = [(optree.tree_map(lambda t, i=i: t[i], params), one(state, i)) for i in range(4)]
+    for _ in range(3):
+        params, state, info = chains(params, state, datum)
+        alone = [step(*each[:2], datum) for each in alone]
+    want = bc.stack([each[0] for each in alone]), bc.stack([each[1] for each in alone])
+    for x, y in zip(optree.tree_leaves((params, state)), optree.tree_leaves(want), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12 if case == "other counts" else 0.0, atol=0.0)
+    assert chains.model_draws is False and info.loss.shape == (4,)
 
+
+def test_a_model_that_draws_is_seen_and_each_chain_draws_its_own():
+    module = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
+    forward, start, _ = bc.make_functional(module)
+    tx = bc.sghmc(0.1, temperature=0.1)
+    chains = bc.parallel(bc.make_step(lambda p, b: forward(p, b).square().mean(), tx), 2)
+    params = bc.stack([start, start])
+    losses = chains(params, chains.init(tx, params, seed=0), torch.ones(50, 3))[2].loss
+    assert chains.model_draws and losses[0] != losses[1]
+
+
+@pytest.mark.slow
+def test_the_first_call_imports_neither_sympy_nor_dtensors():
+    code = """
+import sys, torch, bayesopt_chain as bc
+tx = bc.sghmc(0.1, temperature=0.1)
+chains = bc.parallel(bc.make_step(lambda p, b: (p**2).sum(), tx), 2)
+params = torch.ones(2, 3)
+chains(params, chains.init(tx, params), ())
+print([name for name in ("sympy", "torch.distributed.tensor") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def one(state, i):
     return optree.tree_map(lambda t: t[i], state)
 
 
@@ -243,7 +301,7 @@ def test_a_schedule_in_python_math_is_named(of):
     tx = bc.sghmc(warm if of == "lr" else 0.1, temperature=warm if of == "temperature" else 0.01)
     params = stacked(2)
     for loop in (False, True):
-        chains = bc.parallel(bc.make_step(loss, tx), 2, loop=loop)
+        chains = bc.parallel(bc.make_step(loss, tx, monitor=True), 2, loop=loop)
         state, data = chains.init(tx, params), torch.randn(5, 3, dtype=torch.float64)
         if loop:
             assert chains(params, state, data)[2].loss.shape == (2,)

@@ -280,7 +280,7 @@ def test_decoupled_decay_beside_a_momentum_that_changes_is_off_by_no_more_than_i
     assert 4 * 0.05 * decay <= max(off) < max(5 * 0.05 * decay, 1e-9)
 
 
-def test_what_an_older_version_remembered_is_refused_by_name():
+def test_a_state_that_lacks_a_number_of_the_last_step_is_refused_by_name():
     theta = torch.zeros(2, requires_grad=True)
     optimizer = bc.optim.SGHMC([theta], 0.1, temperature=T)
     theta.grad = torch.ones(2)
