@@ -77,8 +77,9 @@ MUTANTS = [
         "tests/runs/test_sample.py",
     ),
     (
-        "equal gradients of equal starts count as an average", "distributed/witness.py",
-        'f"{top}/{step}", step > 0)', 'f"{top}/{step}", True)', f"{RANKS}engines.py -k one_start",
+        "two keys under one averaged gradient are not seen", "distributed/witness.py",
+        "if other[1] != mine[1] and other[2] != mine[2]:", "if other[1] == mine[1] and other[2] != mine[2]:",
+        f"{RANKS}engines.py -k ddp",
     ),
     (
         "the rank that failed first is not named", "distributed/ranks.py",

@@ -188,7 +188,7 @@ class Witness:
         if self.refusal is not None or claims is None:
             return
         self.written.append([])
-        found = self._contradiction(store, claims(), f"{top}/{step}", step > 0)
+        found = self._contradiction(store, claims(), f"{top}/{step}")
         if found is not None:
             store.compare_set(f"{top}/refusal", "", found)
         # The few records of the steps of a start stay, for ranks that come much later. Of the others the last two are kept,
@@ -199,15 +199,13 @@ class Witness:
             for name in self.written.pop(0):
                 store.delete_key(name)
 
-    def _contradiction(self, store: Any, claims: list[Claim], top: str, moved: bool) -> str | None:
+    def _contradiction(self, store: Any, claims: list[Claim], top: str) -> str | None:
         """Publish this rank's claims, and compare them with those of other ranks.
 
         Args:
             store: the rendezvous store.
             claims: the claims of this step.
             top: the first part of the names of the records.
-            moved: whether noise has moved the parameters since the start. Before that, gradients can be equal because of equal
-                starts, without an average.
 
         Returns:
             The message of a refusal; ``None`` without a contradiction.
@@ -229,7 +227,7 @@ class Witness:
         gradients = [(c, c.gradient, b) for c, b in zip(claims, bits) if c.gradient is not None]
         nonzero = _read([g.any() for _, g, _ in gradients])
         gradients = [x for x, there in zip(gradients, nonzero) if there]
-        if refusal is None and gradients and moved:
+        if refusal is None and gradients:
             name = _combined([(_place(c), b) for (c, _, _), b in zip(gradients, hashes([g for _, g, _ in gradients]))])
             mine = [rank, _combined([c.key for c, _, _ in gradients]), _combined([b for _, _, b in gradients])]
             other = self._first(store, f"{top}/gradient/{name}", mine)
