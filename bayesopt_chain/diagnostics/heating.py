@@ -18,6 +18,11 @@ Gamma^T M^iT`` and ``R_t = sum_{i<t} M^i Gamma``. What the batches add to the co
     fixed          (square of a bias)  X = W (S_L - R_L C R_L^T / K) W^T,     W = (1 - M^L)^-1,
                    averaged over what the order may be
 
+The mean over an epoch of reshuffled batches is
+
+    X_inf + (1/L) sum_{t=1..L} [M^t (X_0 - X_inf) M^tT - R_t C R_t^T / K],      X_inf = M X_inf M^T + Gamma C Gamma^T,
+
+by repeated squaring, so that an epoch of any length costs its binary digits. All of this holds
 since the ``L`` batches of an epoch are exchangeable with covariance ``C (delta_ij - 1/K)``: with replacement ``C``
 alone, without ``B = C (1 - 1/K)`` for one and ``-C / K`` between two, and nothing in their sum when ``b`` divides
 ``N``. In the book-keeping of one batch's own covariance ``B`` that is ``B K/(K-1) (delta_ij - 1/K)``. The model's own
@@ -480,27 +485,53 @@ def added(closed: Loop, C: Tensor, D: Tensor, order: Order, steps: float) -> tup
     if order == "independent":
         X = solve_lyapunov(M, gamma @ (C * (1.0 - 1.0 / steps)) @ gamma.T) + own
         return X, X
-    L = int(steps + 1e-9)
+    L, G, n = int(steps + 1e-9), gamma @ C @ gamma.T, len(M)
+    if order == "palindrome":
+        return _palindrome(M, gamma, C, L, steps, own)
+    S, power = _series(M, G, L)
+    # a constant gradient beside x: the second moments of its effect after t steps are R_t C R_t^T
+    constant = torch.eye(n + len(C), dtype=M.dtype, device=M.device)
+    constant[:n, :n], constant[:n, n:] = M, gamma
+    start = torch.block_diag(torch.zeros_like(M), C)
+    squares, push = _series(constant, start, L)
+    Q = S - push[:n, n:] @ C @ push[:n, n:].T / steps
+    if order == "fixed":
+        W = torch.linalg.inv(torch.eye(n, dtype=M.dtype, device=M.device) - power)
+        X = W @ Q @ W.T + own
+        return X, X
+    X, independent = solve_lyapunov(power, Q), solve_lyapunov(M, G)
+    fades = M @ _series(M, X - independent, L)[0] @ M.T
+    mean = independent + (fades - (constant @ squares @ constant.T)[:n, :n] / steps) / L
+    return mean + own, X + own
+
+
+def _series(B: Tensor, P: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """``sum_{t < count} B^t P B^tT`` and ``B^count``, in as many products as ``count`` has binary digits."""
+    total, power = torch.zeros_like(B), torch.eye(len(B), dtype=B.dtype, device=B.device)
+    for digit in f"{count:b}":
+        total, power = total + power @ total @ power.T, power @ power
+        if digit == "1":
+            total, power = P + B @ total @ B.T, B @ power
+    return total, power
+
+
+def _palindrome(M: Tensor, gamma: Tensor, C: Tensor, L: int, steps: float, own: Tensor) -> tuple[Tensor, Tensor]:
+    """What :func:`added` returns, step by step."""
     S, R = torch.zeros_like(M), torch.zeros_like(gamma)
-    sums = [(S, R)]
+    sums = []
     for _ in range(L):
         S, R = M @ S @ M.T + gamma @ C @ gamma.T, M @ R + gamma
         sums.append((S, R))
-    added_by = [S - R @ C @ R.T / steps for S, R in sums[1:]]
-    if order == "fixed":
-        W = torch.linalg.inv(torch.eye(len(M), dtype=M.dtype, device=M.device) - torch.linalg.matrix_power(M, L))
-        X = W @ added_by[-1] @ W.T + own
-        return X, X
-    if order == "palindrome":
-        power, Z = M, torch.zeros_like(M)
-        S_L, R_L = sums[L]
-        for S, R in sums[1:]:
-            # power = M^(2t-1) and Z = Z_t at the t-th step back
-            Z = M @ Z @ M.T + power @ gamma @ C @ gamma.T
-            power = M @ M @ power
-            S_L, R_L = M @ S_L @ M.T, M @ R_L
-            both = R_L + R
-            added_by.append(S_L + S + Z + Z.T - both @ C @ both.T / steps)
+    added_by = [S - R @ C @ R.T / steps for S, R in sums]
+    power, Z = M, torch.zeros_like(M)
+    S_L, R_L = sums[-1]
+    for S, R in sums:
+        # power = M^(2t-1) and Z = Z_t at the t-th step back
+        Z = M @ Z @ M.T + power @ gamma @ C @ gamma.T
+        power = M @ M @ power
+        S_L, R_L = M @ S_L @ M.T, M @ R_L
+        both = R_L + R
+        added_by.append(S_L + S + Z + Z.T - both @ C @ both.T / steps)
     X = solve_lyapunov(torch.linalg.matrix_power(M, len(added_by)), added_by[-1])
     total = torch.zeros_like(M)
     for Q in added_by:

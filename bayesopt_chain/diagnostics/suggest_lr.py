@@ -268,7 +268,7 @@ class _Search:
             if diverged == HALVINGS:
                 raise ValueError(
                     "suggest_lr: trial runs from params diverge at every learning rate; go to a mode first, and look at "
-                    "the loss"
+                    "the loss and for NaN in the data"
                 )
         places.append(self._measure(end))
         rows = self._rows(places, margin)
@@ -424,8 +424,11 @@ class _Search:
                 "to sample its posterior."
             )
         fell = places[0].level[0] - places[1].level[0]
+        has_decay = any(group.prior > 0 for group in self.response.groups)  # whose mode is none of the loss alone
         # at a mode the loss can only rise, by T / 2 for each direction that the trial explored
-        if fell > 0.05 * self.temperature * places[0].moving + 4 * places[0].level[1] * (len(self.measured) < 8):
+        if not has_decay and fell > 0.05 * self.temperature * places[0].moving + 4 * places[0].level[1] * (
+            len(self.measured) < 8
+        ):
             yield f"params is no mode: the loss fell by {fell:.3g} in the trial run. Train to a mode first."
 
 
@@ -471,10 +474,9 @@ def _source(data: Any, seed: int) -> Source:
             f"{type(data).__name__}; pass a list, a DataLoader or bc.epochs(...)"
         )
     count = len(data)  # pyright: ignore[reportArgumentType]
-    first = next(iter(data), None)
-    if first is None:
+    if not count:
         raise ValueError("suggest_lr: data is empty; pass at least one batch")
-    sizes = [len(leaf) for leaf in batch_trees.flatten(first)[0] if torch.is_tensor(leaf) and leaf.ndim]
+    sizes = [len(leaf) for leaf in batch_trees.flatten(next(iter(data)))[0] if torch.is_tensor(leaf) and leaf.ndim]
     base = sizes[0] if sizes else 1
     is_fixed = isinstance(data, Sequence) or isinstance(getattr(data, "sampler", None), SequentialSampler)
 
