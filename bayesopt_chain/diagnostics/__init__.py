@@ -6,8 +6,10 @@ from bayesopt_chain.diagnostics.gradient_noise import GradientNoise, gradient_no
 from bayesopt_chain.diagnostics.heat_guard import Heat, HeatGuard
 from bayesopt_chain.diagnostics.heating import Heating, heating
 from bayesopt_chain.diagnostics.ksd import ksd
-from bayesopt_chain.diagnostics.learning_coefficient import LearningCoefficient, local_learning_coefficient
 from bayesopt_chain.diagnostics.lr_bias import LrBias, lr_bias
+from bayesopt_chain.diagnostics.observables.learning_coefficient import LearningCoefficient, local_learning_coefficient
+from bayesopt_chain.diagnostics.observables.observe import Observed, susceptibility
+from bayesopt_chain.diagnostics.observables.restrict import Restricted, restrict
 from bayesopt_chain.diagnostics.suggest_lr import Suggestion
 from bayesopt_chain.diagnostics.temperatures import (
     Estimate,
@@ -29,6 +31,8 @@ __all__ = [
     "LearningCoefficient",
     "LrBias",
     "MclmcTuning",
+    "Observed",
+    "Restricted",
     "Suggestion",
     "Temperatures",
     "ThermalLeaf",
@@ -41,6 +45,8 @@ __all__ = [
     "local_learning_coefficient",
     "lr_bias",
     "r_hat",
+    "restrict",
+    "susceptibility",
     "temperatures",
     "tune_mclmc",
 ]

@@ -1,8 +1,8 @@
 """``restrict``: a loss as a function of some entries of the parameters, such as one attention head, while the others stay.
 
 The free entries ``x`` are tensors of their own, and ``fill(x)`` puts them among the others. So a chain on ``x`` spends
-no gradient, noise or state on an entry that stays, and the number of free entries is the number of dimensions of its target.
-Learning coefficients of such a part are the refined ones of Wang et al. (2024, arXiv:2410.02984).
+no gradient, noise or state on an entry that stays, and the number of free entries is the number of dimensions of its
+target. Learning coefficients of such a part are the refined ones of Wang et al. (2024, arXiv:2410.02984).
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def restrict(loss: Callable[..., Any], params: Any, where: Mapping[str, Tensor |
         loss: ``loss(params, batch)``, as for :func:`bayesopt_chain.make_step`; further arguments are handed on.
         params: a tree of tensors. Copies are made.
         where: the free entries, by the name of a parameter or by the beginning of names: ``{"blocks.0.attn.qkv": mask,
-            "blocks.1": None}``. A mask has the parameter's shape and is true where an entry is free; ``None`` frees all. Where
-            two names fit a parameter the longer one holds. Keys of nested trees are joined by dots; a tensor that is no tree is
-            called ``"parameters"``.
+            "blocks.1": None}``. A mask has the parameter's shape and is true where an entry is free; ``None`` frees all.
+            Where two names fit a parameter the longer one holds. Keys of nested trees are joined by dots; a tensor that is
+            no tree is called ``"parameters"``.
 
     Returns:
         :class:`Restricted`, ``(loss, free, fill)``.
@@ -68,7 +68,7 @@ def restrict(loss: Callable[..., Any], params: Any, where: Mapping[str, Tensor |
         >>> params = {"w": torch.zeros(2, 2), "b": torch.ones(2)}
         >>> def loss(p, batch):
         ...     return (p["w"] @ batch + p["b"]).square().sum()
-        >>> loss, free, fill = bc.restrict(loss, params, {"w": torch.tensor([[True, False], [False, False]])})
+        >>> loss, free, fill = bc.diagnostics.restrict(loss, params, {"w": torch.tensor([[True, False], [False, False]])})
         >>> free, fill({"w": torch.tensor([3.0])})["w"]
         ({'w': tensor([0.])}, tensor([[3., 0.],
                 [0., 0.]]))

@@ -1,0 +1,493 @@
+r"""``observe``: means and covariances of functions of the parameters along chains near a point, without keeping a draw.
+
+    target           exp(-(L + s |theta - theta*|^2 / 2) / T),   T = 1 / (n beta)
+    llc              (E[L] - L(theta*)) / T, the local learning coefficient (Lau et al., 2024)
+    bif              dE[a_i] / dw_j = -beta Cov(a_i, l_j), the Bayesian influence of datum j with loss l_j (Kreer et al.,
+    2025) susceptibility   Cov_part(phi, L - l_x) + E_part[phi] (E_part - E_full)[L - l_x],  phi = L - L(theta*) (Baker et
+    al., 2025)
+
+What is measured, and what of it has to hold: :mod:`bayesopt_chain.diagnostics.observables.target`; the errors:
+:mod:`bayesopt_chain.diagnostics.observables.sums`; the rate: :mod:`bayesopt_chain.diagnostics.observables.rate`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from bayesopt_chain import kinds
+from bayesopt_chain.checks import installed
+from bayesopt_chain.diagnostics.observables.rate import Rate, chosen
+from bayesopt_chain.diagnostics.observables.restrict import restrict
+from bayesopt_chain.diagnostics.observables.sums import BLOCKS, Estimate, Record, merged
+from bayesopt_chain.diagnostics.observables.target import Measured, Target, data_of, steepest
+from bayesopt_chain.diagnostics.observables.verdict import findings
+from bayesopt_chain.loop.step import make_step
+from bayesopt_chain.runs.describe import describe, difference
+from bayesopt_chain.runs.inference_data import inference_data
+from bayesopt_chain.runs.run import Iteration
+from bayesopt_chain.runs.sample import sample
+
+ALONE = 50_000  # free entries from which on a CPU runs one chain after the other, in its caches
+LOOK = 10  # products of the Hessian in a look at the curvature on the way
+RESERVED = ("loss", "virial", "virial by leaf", "virial of stiff", "at centre")
+
+
+class Watch:
+    """The callback that measures: its sums go into every checkpoint of the run.
+
+    Args:
+        measured: what is measured.
+        record: the sums.
+        burn_in, thinning: numbers of steps.
+        batch: where the curvature is looked at.
+        of: the observables, for their description.
+    """
+
+    def __init__(
+        self, measured: Measured, record: Record, burn_in: int, thinning: int, batch: Any, of: Mapping[str, Any]
+    ) -> None:
+        self.measured, self.record, self.batch = measured, record, batch
+        self.burn_in, self.thinning, self.step = burn_in, thinning, 0
+        self.curvature, self.spent = 0.0, 0
+        self.of = {name: describe(f) for name, f in of.items()}
+
+    def seen(self, params: Any, grads: Any, batch: Any) -> dict[str, Tensor]:
+        """What a step that starts from a draw sees."""
+        behind = self.step - self.burn_in
+        if behind < 0 or behind % self.thinning:
+            return {}
+        return self.measured(params, grads, batch, behind // self.thinning)
+
+    def __call__(self, it: Iteration) -> None:
+        """Add what the step has seen; look at the curvature after 1, 4, 16, ... steps of measuring."""
+        chains = self.measured.chains
+        self.spent += chains
+        if it.info.observed:
+            self.record.add(self.measured.with_loss(it.info.observed, it.info.aux))
+            self.spent += 0 if self.measured.target.own else chains
+        self.step = it.step
+        behind = it.step - self.burn_in
+        if behind > 0 and behind.bit_count() == 1 and behind.bit_length() % 2:
+            found = steepest(self.measured.stacked, it.params, self.batch, LOOK)
+            self.curvature = max(self.curvature, float(found.nan_to_num(math.inf, math.inf).max()))
+            self.spent += 2 * LOOK * chains
+
+    def state_dict(self) -> dict[str, Any]:
+        """Sums, and the number of the last step."""
+        own = {"step": self.step, "curvature": self.curvature, "spent": self.spent, "of": self.of}
+        return {**own, "record": self.record.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`.
+
+        Raises:
+            ValueError: it is of other observables.
+        """
+        self.record.load_state_dict(state["record"])
+        if wrong := difference(state["of"], self.of, "observable"):
+            raise ValueError(
+                f"observe: this path holds a run with another {wrong}; its sums cannot go on with it: give another path"
+            )
+        self.step, self.curvature, self.spent = state["step"], state["curvature"], state["spent"]
+
+
+@dataclass
+class Observed:
+    """What :func:`observe` returns.
+
+    Attributes:
+        temperature, strength: of the target, in units of the mean loss.
+        n: the number of data; ``None`` where it is not known.
+        free: the number of free entries, which is what the virial should be.
+        chains: the number of chains.
+        lr: the learning rate.
+        limit: the share of the stability limit that it is, at the steepest point where a chain was seen.
+        reference: the loss at the start, over all data, each once.
+        fall: by how much a step down the gradient from there lowers the loss at least, over ``temperature``.
+        gradients: of one chain that were spent, pilots and looks at the curvature included.
+        relaxation: steps in which a flat direction forgets where it was; infinite without a spring.
+        complete: whether the run reached its last step; ``why`` it did not.
+        why: as said.
+        record: the sums.
+        leaves: the number of free entries of each parameter.
+        stiff: the number of stiff directions whose virial is measured.
+        findings: what is wrong, or doubtful, in words; those that begin with ``"refused"`` leave no answer.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> def loss(w, batch):
+        ...     return (w**2).sum() / 2
+        >>> run = bc.observe(
+        ...     loss, torch.zeros(4), None, {"w": lambda w: w}, temperature=0.1, strength=0.1, steps=400, burn_in=50
+        ... )
+        >>> run.mean("w").value.shape, run.covariance("w", "w").error.shape, run.traces["w"].shape
+        (torch.Size([4]), torch.Size([4, 4]), torch.Size([8, 350, 4]))
+        >>> run.bif("w", "w", n=10).value.shape
+        torch.Size([4, 4])
+        >>> run.llc(), run.to_arviz()  # doctest: +SKIP
+    """
+
+    temperature: float
+    strength: float
+    n: int | None
+    free: int
+    chains: int
+    lr: float
+    limit: float
+    reference: float
+    fall: float
+    gradients: int
+    relaxation: float
+    complete: bool
+    why: str
+    record: Record
+    leaves: dict[str, int]
+    stiff: int
+    findings: list[str] = field(default_factory=list)
+
+    def mean(self, name: str) -> Estimate:
+        """The mean of an observable.
+
+        Args:
+            name: one of those observed, or ``"loss"``, the mean loss, or ``"virial"``.
+
+        Returns:
+            An estimate of the observable's shape.
+        """
+        return self.record.mean(name)
+
+    def covariance(self, a: str, b: str) -> Estimate:
+        """The covariance of two observables over the target.
+
+        Args:
+            a, b: names of a pair in ``covariances``, or any two of which all draws are kept.
+
+        Returns:
+            An estimate of shape ``[*shape of a, *shape of b]``.
+        """
+        return self.record.covariance(a, b)
+
+    @property
+    def traces(self) -> dict[str, Tensor]:
+        """All draws of the observables of which they are kept, by name: ``[chains, draws, *shape]``."""
+        names = self.record.kept
+        return {name: self.record.trace(name).reshape(self.chains, -1, *self.record.shapes[name]) for name in names}
+
+    def to_arviz(self) -> Any:
+        """The traces for ArviZ (needs the extra ``diagnostics``).
+
+        Returns:
+            ``arviz.InferenceData``, or an ``xarray.DataTree`` since ArviZ 1, with dimensions chain and draw.
+        """
+        installed("to_arviz", "diagnostics", "arviz", "xarray")
+        return inference_data({name: x.transpose(0, 1) for name, x in self.traces.items()}, {}, None, self.chains)
+
+    def bif(self, a: str, b: str, *, n: int | None = None) -> Estimate:
+        """The Bayesian influence of training data: the change of the mean of ``a`` with the weight of each datum.
+
+        Args:
+            a: an observable, such as the losses of probes.
+            b: an observable of the losses of training data, each by itself.
+            n: the number of training data, of which ``beta = 1 / (n temperature)`` follows. Default: that of the batches.
+
+        Returns:
+            ``dE[a_i] / dw_j = -beta Cov(a_i, b_j)``: minus it is what leaving a datum out changes, to first order.
+
+        Raises:
+            ValueError: the number of data is not known.
+        """
+        n = self.n if n is None else n
+        if n is None:
+            raise ValueError("bif: the number of training data is not known from the batches; give n=")
+        return self.covariance(a, b).scaled(-1 / (n * self.temperature))
+
+    def llc(self) -> Estimate:
+        """The local learning coefficient, ``(E[L] - L(start)) / T``.
+
+        Returns:
+            An estimate of one number. Check ``verdict`` beside it.
+
+        Raises:
+            ValueError: the run is no ground for an answer; the message says why, and what to change.
+        """
+        refused = [text for text in self.findings if text.startswith("refused")]
+        if refused:
+            raise ValueError("local learning coefficient: " + "; ".join(refused) + f" (lr={self.lr:.3g})")
+        found = self.mean("loss").scaled(1 / self.temperature, -self.reference / self.temperature)
+        found = Estimate(*[x.reshape(()) for x in found])
+        value, error = float(found.value), float(found.error)
+        if self.fall > 0.05 * abs(value) + 2 * error:
+            refused.append(
+                f"the start is no minimum: a step down its gradient lowers the loss by {self.fall:.3g} temperatures or more"
+            )
+        if value < -3 * error:
+            refused.append(f"it comes out as {found}: the loss is lower where the chains went than at the start")
+        if refused:
+            raise ValueError("local learning coefficient: " + "; ".join(refused) + "; start where training has ended")
+        return found
+
+    @property
+    def verdict(self) -> str:
+        """What is wrong or doubtful, in words; ``"no objection"`` where nothing is."""
+        return "; ".join(self.findings) or "no objection"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.chains} chains of {self.record.count} draws, {self.free} free entries, T={self.temperature:.3g}, "
+            f"strength={self.strength:.3g}, lr={self.lr:.3g}: {self.verdict}"
+        )
+
+
+_OF = kinds.Kind(
+    lambda x: x is None or (isinstance(x, Mapping) and all(callable(f) for f in x.values())),
+    "a dictionary of functions of the parameters",
+)
+_PAIRS = kinds.Kind(
+    lambda x: kinds.SEQUENCE.fits(x) and all(isinstance(p, (tuple, list)) and len(p) == 2 for p in x),
+    "a list of pairs of names",
+)
+
+
+@kinds.takes(
+    batches=kinds.BATCH_OR_BATCHES,
+    of=_OF,
+    covariances=_PAIRS,
+    strength=kinds.real("[0, inf)").or_none(),
+    lr=kinds.POSITIVE.or_none(),
+    kept=kinds.SEQUENCE,
+    path=kinds.FOLDER.or_none(),
+    at_once=kinds.WHOLE.or_none(),
+)
+def observe(
+    loss: Callable[..., Any],
+    params: Any,
+    batches: Any,
+    of: Mapping[str, Callable[[Any], Tensor]] | None = None,
+    *,
+    temperature: float,
+    strength: float | None = None,
+    covariances: Sequence[tuple[str, str]] = (),
+    kept: Sequence[str] = (),
+    where: Mapping[str, Tensor | None] | None = None,
+    lr: float | None = None,
+    momentum: float = 0.9,
+    chains: int = 8,
+    steps: int = 4000,
+    burn_in: int = 1000,
+    thinning: int = 1,
+    at_once: int | None = None,
+    seed: int = 0,
+    path: str | Path | None = None,
+    checkpoint_seconds: float = 30.0,
+) -> Observed:
+    """Run chains held near ``params`` by a spring, and measure functions of the parameters along them.
+
+    Args:
+        loss: ``loss(params, batch)``, a mean over the batch, or ``(mean, aux)``. A prior in it counts as loss, in the
+            learning coefficient too.
+        params: a tree of tensors, where the spring is fixed. They are not changed, nor is any random state of torch.
+        batches: all data as one batch; ``bc.epochs(data, batch_size)``, of which each chain has an order of its own; or a
+            list of batches, whose rows are drawn anew, independently.
+        of: functions of all parameters that return a tensor of any shape: the losses of probes, ``[m]``, those of tokens,
+            ``[m, length]``. Default: none; ``"loss"`` and ``"virial"`` are always measured.
+        temperature: ``1 / (n beta)`` for ``n`` data, in units of the mean loss.
+        strength: of the spring, ``s`` in ``s |theta - params|^2 / 2``, in units of the mean loss. Default:
+            ``temperature``, by which the spring alone would allow each entry a standard deviation of 1. It never depends
+            on ``params``.
+        covariances: pairs of names of which the covariance is wanted. Sums of it are made along the way, or all draws of
+            the two are kept where that is smaller.
+        kept: names of observables of which all draws are kept, as of all that have at most 16 entries.
+        where: the free entries, as for :func:`bayesopt_chain.diagnostics.restrict`. Default: all.
+        lr: learning rate. Default: a tenth of the stability limit where pilots go, or what the noise of the batches allows.
+        momentum: of the chains.
+        chains: their number.
+        steps: of each chain, burn-in included.
+        burn_in: first steps of which nothing is measured.
+        thinning: steps from one draw to the next.
+        at_once: how many chains run at once, a divisor of ``chains``. Default: all, and one after the other where a CPU is
+            given more than 50,000 free entries.
+        seed: of noise and batches.
+        path: a directory, from which the run goes on bit for bit if it was interrupted, and with more ``steps`` is made
+            longer. Another run there is refused.
+        checkpoint_seconds: how often sums and chains are written.
+
+    Returns:
+        :class:`Observed`.
+
+    Raises:
+        TypeError: batches that come in one order only, such as a DataLoader.
+        ValueError: arguments that make no run; a rate beyond the stability limit; an observable called like one that is
+            always measured, or a pair of unknown names; a path that holds another run.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> _ = torch.manual_seed(0)
+        >>> x, y = torch.randn(60, 2), torch.randn(60)
+        >>> def losses(w, data):
+        ...     return (data[0] @ w - data[1]).square() / 2
+        >>> w = torch.linalg.lstsq(x, y).solution
+        >>> run = bc.observe(
+        ...     lambda w, data: losses(w, data).mean(), w, (x, y), {"train": lambda w: losses(w, (x, y))},
+        ...     covariances=[("train", "train")], temperature=1 / 60, strength=0.0, steps=600, burn_in=100,
+        ... )
+        >>> run.bif("train", "train").value.shape, run.n, run.verdict
+        (torch.Size([60, 60]), 60, 'no objection')
+        >>> abs(run.llc().value - 2 / 2) < 0.2                 # half the number of parameters
+        tensor(True)
+    """
+    of = dict(of or {})
+    if steps < burn_in + thinning:
+        raise ValueError(
+            f"observe: steps={steps} ends before the first draw, after burn_in={burn_in} and thinning={thinning}"
+        )
+    known = sorted({*of, "loss", "virial"})
+    wrong = [name for name in of if name in RESERVED] + [b for pair in covariances for b in pair if b not in known]
+    if wrong:
+        raise ValueError(
+            f"observe: {wrong[0]!r} is no name for an observable here; covariances are of {known}, and names that are always "
+            f"measured ({', '.join(RESERVED)}) are taken"
+        )
+    fill: Callable[[Any], Any] = lambda x: x  # noqa: E731
+    inner, centre = loss, optree.tree_map(lambda p: p.detach().clone(), params)
+    if where is not None:
+        inner, centre, fill = restrict(loss, params, where)
+    data, n = data_of(batches)
+    strength = temperature if strength is None else strength
+    target = Target(inner, centre, fill, data, temperature, strength, momentum, seed)
+    on_cpu = all(x.device.type == "cpu" for x in target.leaves)
+    width = at_once or (1 if on_cpu and target.free > ALONE else chains)
+    if chains % width:
+        raise ValueError(f"observe: at_once={width} does not divide chains={chains}")
+    devices = list({x.device.index for x in target.leaves if x.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        reference, square = target.at_centre()
+        with torch.no_grad():
+            shift = {name: f(fill(centre)) for name, f in of.items()}
+        m = {name: x.numel() for name, x in shift.items()}
+        draws = (steps - 1 - burn_in) // thinning + 1
+        small = {  # draws of the two are fewer numbers than sums of their products
+            name
+            for a, b in covariances
+            if a in m and b in m and chains * draws * (m[a] + m[b]) < (2 * BLOCKS + chains) * m[a] * m[b]
+            for name in (a, b)
+        }
+        settings = _settings(path, target, width, max(40, burn_in // 4), lr, sorted({*kept, *small} & {*of}))
+        lr, stiff = settings["lr"], target.stiff_directions(1 if target.free > ALONE else 4)
+        about = {**shift, **{name: torch.zeros(1) for name in ("loss", "virial", "virial of stiff")}}
+        about["virial by leaf"] = torch.zeros(len(target.leaves))
+        watches, ended = list[Watch](), list[tuple[bool, str]]()
+        for number in range(chains // width):
+            record = Record(
+                {name: x.shape if name in of else (x.numel(),) for name, x in about.items()},
+                covariances,
+                settings["kept"],
+                {
+                    name: torch.tensor([reference]).double() if name == "loss" else x.reshape(-1).double()
+                    for name, x in about.items()
+                },
+            )
+            measured = Measured(target, width, of, stiff, reference, number)
+            watch = Watch(measured, record, burn_in, thinning, target.one_batch(width), of)
+            tx, start = target.chain(lr), target.start(width)
+            step = replace(make_step(measured.stacked, tx, inplace=True, observe=watch.seen), loss=loss)
+            folder = None if path is None else Path(path) / f"chains-{number * width}"
+            drawn = sample(
+                step, start, tx.init(start), target.course(width, number),
+                steps=steps, thinning=min(16, steps), keep=False, callbacks=[watch], path=folder,
+                seed=1_000_003 * seed + number, checkpoint_seconds=checkpoint_seconds,
+            )  # fmt: skip
+            watches.append(watch)
+            ended.append((drawn.complete, drawn.why))
+            if not drawn.complete:
+                break
+    whole = [w for w in watches if w.record.count == watches[0].record.count]
+    curvature = max([settings["curvature"], *[w.curvature + strength for w in watches]])
+    run = Observed(
+        temperature=temperature,
+        strength=strength,
+        n=n,
+        free=target.free,
+        chains=len(whole) * width,
+        lr=lr,
+        limit=lr * curvature / target.limit,
+        reference=reference,
+        fall=square / (2 * settings["curvature"]) / temperature,
+        gradients=settings["gradients"] + sum(w.spent for w in watches),
+        relaxation=(1 - momentum) / (lr * strength) if strength else math.inf,
+        complete=all(complete for complete, _ in ended),
+        why=next((why for _, why in ended if why), ""),
+        record=merged([w.record for w in whole]),
+        leaves={name: x.numel() for name, x in zip(target.names, target.leaves)},
+        stiff=len(stiff[0]),
+    )
+    run.findings = findings(run)
+    return run
+
+
+def _settings(
+    path: Any, target: Target, width: int, pilot: int, lr: float | None, kept: Sequence[str]
+) -> dict[str, Any]:
+    """The rate and what is kept: as a run on disk has begun with, or chosen now."""
+    file = None if path is None else Path(path) / "settings.json"
+    if file is not None and file.exists():
+        known = json.loads(file.read_text())
+        if lr is None or lr == known["lr"]:
+            return known
+    rate: Rate = chosen(target, width, pilot, lr)
+    known = {**rate._asdict(), "kept": list(kept)}
+    if file is not None and not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(".part")
+        part.write_text(json.dumps(known))
+        part.replace(file)
+    return known
+
+
+def susceptibility(part: Observed, full: Observed, train: str, probe: str) -> Estimate:
+    """The susceptibility of a part of the model to each probe (Baker et al., 2025).
+
+    Args:
+        part: a run that moves the part alone (``where=``), with the covariances ``(train, train)`` and ``(train, probe)``.
+        full: a run that moves everything, with both observables, at the same temperature and strength.
+        train: the name of the mean loss, one number.
+        probe: the name of the losses of probes, ``[m]``.
+
+    Returns:
+        ``Cov(phi, L - l_x) + E[phi] (E[L - l_x] - E_full[L - l_x])`` with ``phi = L - L(start)``, ``[m]``. The derivative
+        of the mean of ``phi`` with a weight that moves the data from ``L`` towards probe ``x`` is ``1 / temperature``
+        times the first term. The errors of its terms are added as those of independent numbers.
+
+    Raises:
+        ValueError: runs of other targets; covariances that were not measured.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> def loss(p, batch):
+        ...     return (p["a"] ** 2 + p["a"] * p["b"] + p["b"] ** 2) / 2
+        >>> of = {"L": lambda p: loss(p, None), "probes": lambda p: torch.stack([p["a"] ** 2, p["b"] ** 2])}
+        >>> about = dict(temperature=0.1, strength=1.0, steps=300, burn_in=50)
+        >>> start = {"a": torch.tensor(0.0), "b": torch.tensor(0.0)}
+        >>> part = bc.observe(loss, start, None, of, where={"a": None}, **about)
+        >>> bc.diagnostics.susceptibility(part, bc.observe(loss, start, None, of, **about), "L", "probes").value.shape
+        torch.Size([2])
+    """
+    if (part.temperature, part.strength) != (full.temperature, full.strength):
+        raise ValueError("susceptibility: the two runs have another temperature or strength; give both the same")
+    c, v = part.covariance(train, probe), part.covariance(train, train)
+    means = [(run.mean(train), run.mean(probe)) for run in (part, full)]
+    c, v = Estimate(*[x.reshape(-1) for x in c]), Estimate(*[x.reshape(()) for x in v])
+    phi = means[0][0].value.reshape(()) - part.record.shift[train].reshape(())
+    gap = (means[0][0].value - means[1][0].value).reshape(()) - (means[0][1].value - means[1][1].value).reshape(-1)
+    square = v.error**2 + c.error**2 + (gap * means[0][0].error.reshape(())) ** 2
+    square = square + phi**2 * sum(x.reshape(-1) ** 2 for pair in means for x in (pair[0].error, pair[1].error))
+    return Estimate(v.value - c.value + phi * gap, square.sqrt(), c.agree & v.agree)

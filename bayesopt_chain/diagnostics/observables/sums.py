@@ -1,0 +1,337 @@
+r"""Means and covariances of observables along chains, with their Monte Carlo errors, from sums that do not grow with the
+run.
+
+Let ``y_ct``, ``x_ct`` be two observables (vectors) at draw ``t`` of chain ``c``, minus their values at the centre of the
+run, a shift that keeps the sums accurate. Draws are summed over ``B`` successive blocks of ``L`` draws; ``B`` is between
+16 and 32, and ``L`` doubles when there would be more.
+
+    mean             sum_ct y_ct / N
+    its error        s^2 = (g_0 + 2 max(g_1, 0)) / (B C),  g_k the autocovariance of block means at a lag of k blocks
+    covariance       sum_ct (y_ct - ybar) (x_ct - xbar)^T / (N - 1),  around the mean of all chains
+    its error        the same s^2 of the block means of (y - ybar)(x - xbar)^T, which follow from the sums:
+                     P - ybar S_x^T - S_y xbar^T + L ybar xbar^T,  P the sum of products of a block, S the sums
+    between chains   s^2 = sum_c (ybar_c - ybar)^2 / (C (C - 1)); where it exceeds the one of blocks by more than chance (F
+    test, 1 %)
+                     the chains disagree, and it is the larger one that is reported
+
+Chains are independent: they share neither noise nor batches. (Flegal and Jones, 2010, on batch means.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+UNIT = 8  # draws whose products are summed by one matrix product
+BLOCKS = 16  # at least, and fewer than twice as many, once there are so many units
+SMALL = 16  # entries of an observable up to which all of its draws are kept
+
+
+class Estimate(NamedTuple):
+    """A value with its Monte Carlo error.
+
+    Attributes:
+        value: the estimate, of any shape.
+        error: its standard error, of the same shape; NaN where there are too few draws to tell.
+        agree: whether the chains agree within the errors of each, of the same shape.
+
+    Example:
+        >>> import torch
+        >>> print(Estimate(torch.tensor(3.0), torch.tensor(0.125), torch.tensor(True)))
+        3 +- 0.25
+    """
+
+    value: Tensor
+    error: Tensor
+    agree: Tensor
+
+    def __str__(self) -> str:
+        if self.value.numel() > 1:
+            known = f"median error {float(self.error.nanmedian()):.2g}"
+            return f"{list(self.value.shape)} values of rms {float(self.value.square().mean().sqrt()):.4g}, {known}"
+        return f"{float(self.value):.4g} +- {2 * float(self.error):.2g}"
+
+    def scaled(self, factor: float, shift: float = 0.0) -> Estimate:
+        """``factor * value + shift``, with its error."""
+        return Estimate(factor * self.value + shift, abs(factor) * self.error, self.agree)
+
+
+class Blocks:
+    """Sums of a tensor over blocks of successive units.
+
+    Attributes:
+        sums: ``[2 BLOCKS, ...]``, of which ``closed`` are whole.
+        part: of the block that is being filled.
+        closed, length, inside: whole blocks; units in each; units in the one that is being filled.
+    """
+
+    def __init__(self, sums: Tensor, part: Tensor, closed: int = 0, length: int = 1, inside: int = 0) -> None:
+        self.sums, self.part, self.closed, self.length, self.inside = sums, part, closed, length, inside
+
+    @classmethod
+    def like(cls, x: Tensor) -> Blocks:
+        """Empty sums of tensors like this one."""
+        return cls(x.new_zeros(2 * BLOCKS, *x.shape), torch.zeros_like(x))
+
+    def add(self, x: Tensor) -> None:
+        """Add the sum over a unit of draws."""
+        self.part += x
+        self.inside += 1
+        if self.inside == self.length:
+            self.sums[self.closed] = self.part
+            self.part.zero_()
+            self.closed, self.inside = self.closed + 1, 0
+        if self.closed == 2 * BLOCKS:
+            self.sums[:BLOCKS] = self.sums[0::2] + self.sums[1::2]
+            self.closed, self.length = BLOCKS, 2 * self.length
+
+    @property
+    def whole(self) -> Tensor:
+        """The sums of the whole blocks."""
+        return self.sums[: self.closed]
+
+    @property
+    def draws(self) -> int:
+        """Draws in a block."""
+        return self.length * UNIT
+
+    def total(self) -> Tensor:
+        """The sum over all units."""
+        return self.whole.sum(0) + self.part
+
+
+class Record:
+    """Sums, and draws where they are small, of observables of ``chains`` chains.
+
+    Args:
+        shapes: of each observable, by name.
+        pairs: of names, whose covariances are summed along the way.
+        kept: the names of those of which all draws are kept, besides those of at most 16 entries. Of these every
+            covariance is known at the end.
+        shift: the value of each at the centre, ``[m]``.
+
+    Attributes:
+        count: draws of each chain.
+        traces: for each name of which draws are kept, a list of ``[C, draws, m]``.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, Sequence[int]],
+        pairs: Sequence[tuple[str, str]],
+        kept: Sequence[str],
+        shift: Mapping[str, Tensor],
+    ) -> None:
+        self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
+        self.kept = [name for name, shape in shapes.items() if name in kept or math.prod(shape) <= SMALL]
+        self.pairs = [(a, b) for a, b in pairs if not (a in self.kept and b in self.kept)]
+        self.shift = dict(shift)
+        self.count = 0
+        self.rest: list[dict[str, Tensor]] = []  # draws that make no whole unit yet
+        self.sums: dict[str, Blocks] = {}  # [C, m]
+        self.products: dict[
+            tuple[str, str], tuple[Blocks, Tensor]
+        ] = {}  # summed over chains [m, n]; of each chain [C, m, n]
+        self.traces: dict[str, list[Tensor]] = {name: [] for name in self.kept}
+
+    def add(self, draw: Mapping[str, Tensor]) -> None:
+        """Take a draw of all chains: ``[C, m]`` by name."""
+        self.rest.append({name: x.double() - self.shift[name] for name, x in draw.items()})
+        self.count += 1
+        if len(self.rest) < UNIT:
+            return
+        unit = {name: torch.stack([y[name] for y in self.rest], 1) for name in draw}  # [C, UNIT, m]
+        self.rest.clear()
+        for name, x in unit.items():
+            self.sums.setdefault(name, Blocks.like(x[:, 0])).add(x.sum(1))
+            if name in self.traces:
+                self.traces[name].append(x)
+        for a, b in self.pairs:
+            _add_products(self.products, (a, b), unit[a], unit[b])
+
+    def trace(self, name: str) -> Tensor:
+        """All draws of an observable, ``[C, draws, m]``.
+
+        Raises:
+            ValueError: sums of it are kept alone.
+        """
+        self._require(name, self.kept, "all draws are kept")
+        rest = [torch.stack([y[name] for y in self.rest], 1)] if self.rest else []
+        return torch.cat([*self.traces[name], *rest], 1) + self.shift[name]
+
+    def _rest(self, name: str) -> Tensor:
+        """The draws of no whole unit, ``[C, draws, m]``."""
+        return torch.stack([y[name] for y in self.rest], 1)
+
+    def _total(self, name: str) -> Tensor:
+        """Sums over all draws of each chain, ``[C, m]``."""
+        parts = [self.sums[name].total()] if name in self.sums else []
+        return torch.stack([*parts, *([self._rest(name).sum(1)] if self.rest else [])]).sum(0)
+
+    def _require(self, name: str, known: Sequence[str], what: str) -> None:
+        if name not in known:
+            raise ValueError(f"observe: there is no {name!r} of which {what}; there are {', '.join(map(repr, known))}")
+        if not self.count:
+            raise ValueError("observe: the run ended before its first draw; make it longer, or burn_in shorter")
+
+    def mean(self, name: str) -> Estimate:
+        """The mean of an observable, in its shape."""
+        self._require(name, list(self.shapes), "the mean is known")
+        total = self._total(name) / self.count  # [C, m]
+        blocks = self.sums[name].whole / self.sums[name].draws if name in self.sums else total[None, :0]
+        error, agree = _error(blocks, total)
+        shape = self.shapes[name]
+        return Estimate((total.mean(0) + self.shift[name]).reshape(shape), error.reshape(shape), agree.reshape(shape))
+
+    def covariance(self, a: str, b: str) -> Estimate:
+        """The covariance of each entry of one with each entry of another, ``[*shape of a, *shape of b]``."""
+        if (a, b) not in self.pairs and (b, a) in self.pairs:
+            turned = self.covariance(b, a)
+            m = math.prod(self.shapes[b])
+            turn = [x.reshape(m, -1).mT.reshape(*self.shapes[a], *self.shapes[b]) for x in turned]
+            return Estimate(*turn)
+        if (a, b) not in self.pairs:
+            for name in (a, b):
+                self._require(name, self.kept, f"the covariance with {b if name == a else a!r} is known")
+        self._require(a, list(self.shapes), "draws are known")
+        products = self.products if (a, b) in self.pairs else _replayed(self.traces[a], self.traces[b], (a, b))
+        sy, sx = self._total(a), self._total(b)  # [C, m]
+        chains, n = len(sy), self.count * len(sy)
+        my, mx = sy.sum(0) / n, sx.sum(0) / n
+
+        def centred(
+            products: Tensor, y: Tensor, x: Tensor, draws: int
+        ) -> Tensor:  # mean of (y - my) (x - mx)^T over draws
+            return (products - my[:, None] * x[..., None, :] - y[..., :, None] * mx) / draws + torch.outer(my, mx)
+
+        each = products[a, b][1] if (a, b) in products else sy.new_zeros(chains, len(my), len(mx))
+        if self.rest:
+            each = each + self._rest(a).mT @ self._rest(b)
+        by_chain = centred(each, sy, sx, self.count)
+        blocks = by_chain[:0]
+        if (a, b) in products:
+            p, y, x = products[a, b][0], self.sums[a], self.sums[b]
+            blocks = centred(p.whole, y.whole.sum(1), x.whole.sum(1), p.draws * chains)
+        error, agree = _error(blocks[:, None], by_chain)
+        shape = (*self.shapes[a], *self.shapes[b])
+        value = by_chain.mean(0) * (n / max(n - 1, 1))
+        return Estimate(value.reshape(shape), error.reshape(shape), agree.reshape(shape))
+
+    def drift(self, name: str) -> float:
+        """The last third of the draws of a number against the first, in standard errors of the difference."""
+        x = self.sums[name].whole.mean((1, 2)) if name in self.sums else torch.zeros(0)
+        k = len(x) // 3
+        if k < 3:
+            return math.nan
+        return float((x[-k:].mean() - x[:k].mean()) / ((x[-k:].var() + x[:k].var()) / k).sqrt())
+
+    def state_dict(self) -> dict[str, Any]:
+        """All sums, as tensors, numbers and lists."""
+        return {
+            "shapes": {name: list(shape) for name, shape in self.shapes.items()},
+            "pairs": [list(pair) for pair in self.pairs],
+            "kept": self.kept,
+            "count": self.count,
+            "rest": self.rest,
+            "sums": {name: vars(blocks) for name, blocks in self.sums.items()},
+            "products": [[a, b, vars(p), each] for (a, b), (p, each) in self.products.items()],
+            "traces": {name: torch.cat(x, 1) for name, x in self.traces.items() if x},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`.
+
+        Raises:
+            ValueError: it is of other observables, shapes or pairs.
+        """
+        mine = self.state_dict()
+        if wrong := [key for key in ("shapes", "pairs", "kept") if state[key] != mine[key]]:
+            raise ValueError(
+                f"observe: this path holds a run whose {wrong[0]} of observables are {state[wrong[0]]}, and here they are "
+                f"{mine[wrong[0]]}; give the same observables in the same order, or another path"
+            )
+        self.count, self.rest = state["count"], list(state["rest"])
+        self.sums = {name: Blocks(**blocks) for name, blocks in state["sums"].items()}
+        self.products = {(a, b): (Blocks(**p), each) for a, b, p, each in state["products"]}
+        self.traces = {name: [state["traces"][name]] if name in state["traces"] else [] for name in self.kept}
+
+
+def merged(records: Sequence[Record]) -> Record:
+    """The record of all chains, from those of some chains each, of equally many draws."""
+    first = records[0]
+    if len(records) == 1:
+        return first
+    out = Record(first.shapes, first.pairs, first.kept, first.shift)
+    out.count = first.count
+    out.rest = [
+        {name: torch.cat([y[name] for y in draws]) for name in draws[0]} for draws in zip(*[r.rest for r in records])
+    ]
+
+    def joined(blocks: Sequence[Blocks], sums: Tensor, part: Tensor) -> Blocks:
+        return Blocks(sums, part, blocks[0].closed, blocks[0].length, blocks[0].inside)
+
+    for name in first.sums:
+        each = [r.sums[name] for r in records]
+        out.sums[name] = joined(each, torch.cat([b.sums for b in each], 1), torch.cat([b.part for b in each]))
+    for pair in first.products:
+        every = [r.products[pair] for r in records]
+        each = [p for p, _ in every]
+        blocks = joined(each, torch.stack([p.sums for p in each]).sum(0), torch.stack([p.part for p in each]).sum(0))
+        out.products[pair] = blocks, torch.cat([chains for _, chains in every])
+    out.traces = {
+        name: [torch.cat([torch.cat(r.traces[name], 1) for r in records])] for name, x in first.traces.items() if x
+    } | {name: [] for name, x in first.traces.items() if not x}
+    return out
+
+
+def _add_products(
+    sums: dict[tuple[str, str], tuple[Blocks, Tensor]], pair: tuple[str, str], y: Tensor, x: Tensor
+) -> None:
+    """Add the products of a unit of draws ``[C, UNIT, m]`` and ``[C, UNIT, n]``."""
+    each = y.mT @ x  # [C, m, n]
+    if pair not in sums:
+        sums[pair] = Blocks.like(each[0]), torch.zeros_like(each)
+    sums[pair][0].add(each.sum(0))
+    sums[pair][1].add_(each)
+
+
+def _replayed(
+    y: Sequence[Tensor], x: Sequence[Tensor], pair: tuple[str, str]
+) -> dict[tuple[str, str], tuple[Blocks, Tensor]]:
+    """The sums of products of two observables of which all draws are kept."""
+    sums: dict[tuple[str, str], tuple[Blocks, Tensor]] = {}
+    if y:
+        for a, b in zip(torch.cat(list(y), 1).split(UNIT, 1), torch.cat(list(x), 1).split(UNIT, 1)):
+            _add_products(sums, pair, a, b)
+    return sums
+
+
+def _error(blocks: Tensor, by_chain: Tensor) -> tuple[Tensor, Tensor]:
+    """The error of a mean over blocks and chains, and whether the chains agree.
+
+    Args:
+        blocks: block means ``[B, C, ...]``, or ``[B, 1, ...]`` of means over chains.
+        by_chain: means of each chain, ``[C, ...]``.
+
+    Returns:
+        The error, and agreement, of the shape that is left.
+    """
+    b, c = len(blocks), len(by_chain)
+    error = torch.full_like(by_chain[0], math.nan)
+    if b >= 4:
+        off = blocks - blocks.mean((0, 1))
+        g0 = off.square().sum((0, 1)) / (b * blocks.shape[1] - 1)
+        g1 = (off[1:] * off[:-1]).mean((0, 1)).clamp(min=0)
+        error = ((g0 + 2 * g1) / (b * blocks.shape[1])).sqrt()
+    agree = torch.ones_like(error, dtype=torch.bool)
+    if c > 1:
+        between = (by_chain.var(0) / c).sqrt()
+        k = c - 1
+        bound = (1 - 2 / (9 * k) + 2.326 * (2 / (9 * k)) ** 0.5) ** 3  # 99 % of chi2 / k (Wilson and Hilferty)
+        agree = ~(between.square() > bound * error.square())
+        error = torch.where(agree & ~error.isnan(), error, between)
+    return error, agree

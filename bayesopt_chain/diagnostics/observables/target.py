@@ -1,0 +1,318 @@
+r"""What chains near a point sample, and what is measured at each of their draws.
+
+The target is ``exp(-(L + s |theta - c|^2 / 2) / T)``: loss ``L``, centre ``c``, strength ``s`` of the spring. With ``delta
+= theta - c``
+
+    virial           E[delta . grad(L + s |delta|^2 / 2)] / T = d,   the number of free entries, for every loss
+    of a projection  E[(P delta) . grad(...)] / T = rank P,          so of each leaf, and of each stiff direction
+
+by integration by parts (``s > 0``, or a loss that grows). A chain that is too hot has more, one that has not spread yet
+has less, and the two may cancel in the sum: so each leaf and the stiffest directions at ``c`` are measured by themselves.
+
+Loss and gradient of a batch that does not depend on ``theta`` are unbiased: those of a step are where the batches are
+independent, or all data. Under reshuffled epochs the batches still to come are not independent of those behind, nor is
+``theta``, and what is measured is taken from batches drawn apart from the course. From minibatches the loss is
+``L_b(theta) - L_b(c) + L(c)``, of which the first difference has little noise and ``L(c)`` is over all data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import optree
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bayesopt_chain import batches
+from bayesopt_chain.compose import chain
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.data.epochs import Epochs
+from bayesopt_chain.diagnostics.top_curvature import lanczos
+from bayesopt_chain.links.localization import add_localization
+from bayesopt_chain.loop.loss import gradient, value
+from bayesopt_chain.samplers.langevin import sghmc
+from bayesopt_chain.trees import flatten, paths, unflatten
+
+PRODUCTS = 40  # of the Hessian at the centre, for its stiffest directions
+APART = 0x41504152  # keeps the batches that are measured apart from those of the course
+
+
+class Stacked:
+    """The loss of chains stacked on axis 0: the sum over them, with each chain's own as ``aux``.
+
+    The gradient of the sum is each chain's own gradient, and noise is drawn for each entry, so that one chain on stacked
+    parameters is that many chains of element-wise links.
+
+    Args:
+        loss: of one chain.
+        chains: their number.
+        of_batches: whether batches have the chains on axis 0 too, else all chains share one.
+    """
+
+    def __init__(self, loss: Callable[..., Any], chains: int, of_batches: bool) -> None:
+        self.loss, self.chains, self.of_batches = loss, chains, of_batches
+
+    def __call__(self, params: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        each = self.each(params, batch)
+        return each.sum(), each
+
+    def each(self, params: Any, batch: Any, same_params: bool = False) -> Tensor:
+        """The loss of each chain, ``[C]``; with ``same_params`` at one place, of each chain's batch."""
+        rows, spec = batches.flatten(batch)
+        rows = rows if self.of_batches else []
+
+        def one(params: Any, *rows: Tensor) -> Tensor:
+            return value(self.loss, params, spec.unflatten(rows) if self.of_batches else batch)[0]
+
+        return over_chains(one, self.chains, None if same_params else params, params, *rows)
+
+
+def over_chains(f: Callable[..., Any], chains: int, stacked: Any, params: Any, *rows: Tensor) -> Any:
+    """``f(params, *rows)`` of each chain, on axis 0: by vmap, or plainly where there is one chain.
+
+    Args:
+        f: a function of one chain, which returns tensors.
+        chains: their number.
+        stacked: the parameters of all chains; ``None``: ``params`` are those of every chain.
+        params: parameters.
+        rows: tensors with the chains on axis 0.
+    """
+    leaves, spec = optree.tree_flatten(params)
+    if chains == 1:
+        own = leaves if stacked is None else [x.reshape(x.shape[1:]) for x in leaves]
+        out = f(spec.unflatten(own), *[x.reshape(x.shape[1:]) for x in rows])
+        return optree.tree_map(lambda x: x.unsqueeze(0), out)
+
+    def flat(leaves: Sequence[Tensor], *rows: Tensor) -> Any:
+        return f(spec.unflatten(leaves), *rows)
+
+    if stacked is None and not rows:
+        return optree.tree_map(lambda x: x.expand(chains, *x.shape), f(params))
+    dims = (None if stacked is None else 0, *[0] * len(rows))
+    return torch.vmap(flat, in_dims=dims, randomness="different")(leaves, *rows)
+
+
+def data_of(given: Any) -> tuple[Any, int | None]:
+    """All data in one batch, or :class:`Epochs`; and their number, if it is known.
+
+    Raises:
+        TypeError: batches that can be gone through in one order only.
+        ValueError: none.
+    """
+    if isinstance(given, Epochs):
+        if given.ranks > 1:
+            raise ValueError(
+                "observe: batches are shared by ranks; run whole chains on each, with bc.epochs without mesh="
+            )
+        return given, len(given.common_rows())
+    if isinstance(given, list):
+        if not given:
+            raise ValueError("observe: batches is an empty list")
+        each = [batches.flatten(batch) for batch in given]
+        if not all(isinstance(x, Tensor) and x.ndim for x in each[0][0]):
+            raise TypeError(
+                "observe: a list of batches must be of tensors with the data on axis 0; give bc.epochs(data, size)"
+            )
+        leaves = [torch.cat([cast(Tensor, x) for x in column]) for column in zip(*[leaves for leaves, _ in each])]
+        data = each[0][1].unflatten(leaves)
+        return Epochs(data, len(each[0][0][0]), "independent", 0, None, (), (0, 1), False), len(leaves[0])
+    if given is not None and not isinstance(given, (Tensor, tuple, Mapping)) and hasattr(given, "__iter__"):
+        raise TypeError(
+            f"observe: batches of {type(given).__name__} come in one order, which heats a chain, and cannot be drawn apart "
+            "from its course: give bc.epochs(data, batch_size), or list(loader), whose rows are drawn anew"
+        )
+    sizes = {x.shape[0] if x.ndim else None for x in batches.flatten(given)[0] if isinstance(x, Tensor)}
+    return given, sizes.pop() if len(sizes) == 1 else None
+
+
+@dataclass
+class Target:
+    """What the chains sample.
+
+    Attributes:
+        loss: of the free entries.
+        centre: the free entries at the start.
+        fill: free entries to all parameters.
+        data: one batch, or :class:`Epochs`.
+        temperature, strength, momentum, seed: as for :func:`observe`.
+    """
+
+    loss: Callable[..., Any]
+    centre: Any
+    fill: Callable[[Any], Any]
+    data: Any
+    temperature: float
+    strength: float
+    momentum: float
+    seed: int
+
+    def __post_init__(self) -> None:
+        self.leaves = optree.tree_leaves(self.centre)
+        self.names = paths(self.centre)
+        self.free = sum(x.numel() for x in self.leaves)
+        self.in_batches = isinstance(self.data, Epochs)
+        self.own = not self.in_batches or self.data.order == "independent"
+        self.limit = 2 * (1 + self.momentum)  # of lr times curvature
+
+    def stacked(self, chains: int) -> Stacked:
+        """The loss of so many chains."""
+        return Stacked(self.loss, chains, self.in_batches)
+
+    def start(self, chains: int) -> Any:
+        """The centre, for so many chains."""
+        return optree.tree_map(lambda x: x.detach().expand(chains, *x.shape).clone(), self.centre)
+
+    def course(self, chains: int, number: int, apart: bool = False) -> Any:
+        """Batches for chains, each in an order of its own that no other run of them has."""
+        if not self.in_batches:
+            return self.data
+        old, order = self.data, "independent" if apart else self.data.stream.order
+        seed = old.seed + 7919 * (number + 1) + 104729 * self.seed + (APART if apart else 0)
+        return Epochs(old.data, old.batch_size, order, seed, chains, old.left_out, (0, 1), old.with_rows)
+
+    def one_batch(self, chains: int) -> Any:
+        """A batch for each of some chains, always the same."""
+        return self.course(chains, 0, True).batch(0, 0) if self.in_batches else self.data
+
+    def chain(self, lr: float) -> Chain:
+        """The transformation at a rate."""
+        noise = torch.Generator().manual_seed(self.seed)
+        spring = add_localization(self.centre, self.strength)
+        return chain(spring, sghmc(lr, self.momentum, temperature=self.temperature, generator=noise))
+
+    def at_centre(self) -> tuple[float, float]:
+        """The loss over all data, each once, and the squared norm of its gradient."""
+        parts = list(self.data.parts()) if self.in_batches else [self.data]
+        total, grads, count = 0.0, [torch.zeros_like(x, dtype=torch.float64) for x in self.leaves], 0
+        for part in parts:
+            if self.in_batches and self.data.with_rows:
+                part = (part, torch.arange(count, count + len(batches.flatten(part)[0][0])))
+            rows = [x for x in batches.flatten(part)[0] if isinstance(x, Tensor) and x.ndim]
+            size = len(rows[0]) if rows and self.in_batches else 1
+            g, info = gradient(self.loss, self.centre, part)
+            total, count = total + size * float(info.loss), count + size
+            for sum_, x in zip(grads, optree.tree_leaves(g)):
+                sum_.add_(x, alpha=size)
+        return total / count, sum(float(x.square().sum()) for x in grads) / count**2
+
+    def stiff_directions(self, most: int) -> list[Tensor]:
+        """The directions of the largest curvatures at the centre, orthonormal: for each leaf ``[m, numel]``."""
+        alone = self.stacked(1)
+        product = hessian(alone, self.start(1), self.one_batch(1))
+
+        def flat(v: Tensor) -> Tensor:
+            out = product([x.unsqueeze(0) for x in optree.tree_leaves(unflatten(v, self.centre))])
+            return flatten(optree.tree_unflatten(spec, [x.squeeze(0) for x in out]), self.centre)
+
+        spec = optree.tree_structure(self.centre)
+        like = flatten(self.centre, self.centre).detach()
+        vectors = lanczos(flat, like, min(most, self.free), max_products=PRODUCTS)[1]
+        rows: Any = unflatten(vectors, self.centre)
+        return [x.reshape(len(vectors), -1) for x in optree.tree_leaves(rows)]
+
+
+def hessian(stacked: Stacked, params: Any, batch: Any) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+    """The product with each chain's Hessian at once: a function of leaves ``[C, ...]``. (Pearlmutter, 1994.)"""
+    leaves, spec = optree.tree_flatten(params)
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
+        x = [p.detach().clone().requires_grad_() for p in leaves]
+        total = stacked(spec.unflatten(x), batch)[0]
+        g = torch.autograd.grad(total, x, create_graph=True, materialize_grads=True)
+
+    def product(v: Sequence[Tensor]) -> list[Tensor]:
+        if not any(y.requires_grad for y in g):  # a linear loss
+            return [torch.zeros_like(y) for y in v]
+        return list(torch.autograd.grad(g, x, v, retain_graph=True, materialize_grads=True))
+
+    return product
+
+
+def steepest(stacked: Stacked, params: Any, batch: Any, iterations: int = 20) -> Tensor:
+    """The largest absolute eigenvalue of the Hessian where each chain is, ``[C]``, by power iteration: from below."""
+    product = hessian(stacked, params, batch)
+    generator = torch.Generator().manual_seed(0)
+    v = [torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p) for p in optree.tree_leaves(params)]
+
+    def norm(v: Sequence[Tensor]) -> Tensor:
+        return torch.stack([x.reshape(len(x), -1).square().sum(1) for x in v]).sum(0).sqrt()
+
+    for _ in range(iterations):
+        size = norm(v).clamp_min(1e-30)
+        v = product([x / size.view(-1, *[1] * (x.ndim - 1)) for x in v])
+    return norm(v)
+
+
+class Measured:
+    """What is measured of all chains at a draw.
+
+    Args:
+        target: what they sample.
+        chains: their number.
+        of: observables, functions of all parameters of one chain.
+        stiff: as :meth:`Target.stiff_directions` gives them.
+        reference: the loss at the centre.
+        number: of these chains among several runs of them.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        chains: int,
+        of: Mapping[str, Callable[[Any], Tensor]],
+        stiff: Sequence[Tensor],
+        reference: float,
+        number: int,
+    ) -> None:
+        self.target, self.chains, self.of, self.stiff = target, chains, of, stiff
+        self.stacked, self.reference = target.stacked(chains), reference
+        self.apart = None if target.own else target.course(chains, number, apart=True)
+
+    def observables(self, params: Any) -> dict[str, Tensor]:
+        """The observables of each chain, ``[C, m]``."""
+        if not self.of:
+            return {}
+
+        def one(x: Any) -> dict[str, Tensor]:
+            full = self.target.fill(x)
+            return {name: f(full).reshape(-1) for name, f in self.of.items()}
+
+        return over_chains(one, self.chains, params, params)
+
+    def __call__(self, params: Any, grads: Any, batch: Any, draw: int) -> dict[str, Tensor]:
+        """All that is known before the loss of the step: observables, virial, and the loss where it is not the step's own.
+
+        Args:
+            params, grads, batch: of the step that starts from the draw.
+            draw: its number.
+        """
+        out, target = self.observables(params), self.target
+        if self.apart is not None:
+            batch = self.apart.batch(*divmod(draw, len(self.apart)))
+            grads, info = gradient(self.stacked, params, batch)
+            out["loss"] = info.aux
+        if target.in_batches:
+            out["at centre"] = self.stacked.each(target.centre, batch, same_params=True)
+        leaves, stiff = [], 0.0
+        for i, (p, c, g) in enumerate(zip(optree.tree_leaves(params), target.leaves, optree.tree_leaves(grads))):
+            delta = (p - c).reshape(len(p), -1)
+            force = g.reshape(delta.shape) + target.strength * delta
+            leaves.append(torch.linalg.vecdot(delta, force))
+            if self.stiff:
+                u = self.stiff[i].mT
+                stiff = stiff + torch.stack([delta @ u, force @ u])
+        out["virial by leaf"] = torch.stack(leaves, 1) / target.temperature
+        out["virial"] = out["virial by leaf"].sum(1, keepdim=True)
+        if self.stiff:  # (P delta) . force needs the inner products of both with each direction
+            out["virial of stiff"] = (stiff[0] * stiff[1]).sum(1, keepdim=True) / target.temperature
+        return out
+
+    def with_loss(self, seen: Mapping[str, Tensor], each: Tensor) -> dict[str, Tensor]:
+        """What was seen, with the loss; ``each`` is that of the step's batch."""
+        out = dict(seen)
+        loss = out.pop("loss", each).double()
+        if "at centre" in out:
+            loss = loss - out.pop("at centre").double() + self.reference
+        return {**out, "loss": loss.reshape(-1, 1)}

@@ -1,0 +1,494 @@
+"""Learning coefficients of models whose value is known, at default settings, beside devinterp.
+
+    python -m benchmarks.learning_coefficient              # all rows that results/learning_coefficient.json lacks;
+    resumable python -m benchmarks.learning_coefficient --speed      # the rows of speed
+    python -m benchmarks.learning_coefficient --table      # the record as Markdown, from the file alone
+
+Each model is sampled with ``bc.diagnostics.local_learning_coefficient(loss, start, data, temperature=T)`` and nothing else:
+full
+batches, and ``bc.epochs(data, 100)`` where it has data. ``T`` is Watanabe's ``log(n) / n`` for ``n = 1000``, and the
+spring has its default strength. What is right is the value at that temperature and spring, not the limit (the RLCT beside
+it): in closed form, by quadrature on a grid of two or three parameters, or by Hamiltonian Monte Carlo with Metropolis
+steps (64 chains, all data).
+
+    answered    an answer within 5 % of the value, or within two errors of the difference, and an error of at most 5 %
+    refused     an error that names what to change
+    wrong       any other answer
+
+devinterp 2.0.1 (where it is installed) gets as many gradients as ours took, pilots included, for 8 chains on all data or
+the same batches, the same temperature and spring. Its value is the mean over all steps, as ``compute_llc`` has it.
+"Default" is the rate .01 of ``SGMCMC.sgld``. "Best of grid" is that of seven rates whose value comes closest to the right
+one: what somebody who knows the answer would choose.
+
+Rules and defaults were fixed on seeds 0 and 1 of the models that are not marked as held out. Those, and the seeds 10 and
+11 of all models, were run once, at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+import bayesopt_chain as bc
+from benchmarks.measure import environment, take_turns
+
+RESULTS = Path(__file__).parent / "results" / "learning_coefficient.json"
+N, BATCH = 1000, 100
+T = math.log(N) / N
+SEEDS, HELD_OUT_SEEDS = (0, 1), (10, 11)
+GRID = (1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+F64 = torch.float64
+
+
+@dataclass
+class Model:
+    """A loss with a minimum, and how its value is known.
+
+    Attributes:
+        loss: ``loss(params, data)``.
+        start: the minimum.
+        data: all of them, or ``None``.
+        rlct: the limit at ``T = 0`` without a spring, as the literature has it.
+        truth: ``"closed form"``, ``"quadrature"`` or ``"HMC"``.
+        held_out: whether it was left alone until the end.
+        value: the closed form.
+    """
+
+    loss: Callable[[Any, Any], Tensor]
+    start: dict[str, Tensor]
+    data: Any
+    rlct: float | None
+    truth: str
+    held_out: bool = False
+    value: float | None = None
+
+
+def generator(seed: int) -> torch.Generator:
+    """Random numbers of a model's data, always the same."""
+    return torch.Generator().manual_seed(seed)
+
+
+def monomial(powers: dict[str, int], centre: float = 0.0, target: float = 0.0) -> tuple[Any, dict[str, Tensor]]:
+    """The square of a product of powers minus its value at the centre."""
+
+    def loss(p: Any, data: Any) -> Tensor:
+        out = torch.ones((), dtype=F64)
+        for name, power in powers.items():
+            out = out * p[name] ** power
+        return (out - target).square()
+
+    return loss, {name: torch.full((), centre, dtype=F64) for name in powers}
+
+
+def linear_network(widths: list[int], rank: int, seed: int) -> tuple[Any, dict[str, Tensor], Tensor]:
+    """Regression by a product of matrices whose truth has a given rank; all weights have the singular values 1 and 0."""
+    g = generator(seed)
+    x = torch.randn(N, widths[0], generator=g, dtype=F64)
+    start = {}
+    for i, (a, b) in enumerate(itertools.pairwise(widths)):
+        start[f"w{i}"] = torch.zeros(b, a, dtype=F64)
+        start[f"w{i}"][:rank, :rank] = torch.eye(rank, dtype=F64)
+
+    def product(p: Any, x: Tensor) -> Tensor:
+        for name in start:
+            x = x @ p[name].mT
+        return x
+
+    y = product(start, x)
+
+    def loss(p: Any, data: Any) -> Tensor:
+        return (product(p, data[0]) - data[1]).square().sum(-1).mean() / 2
+
+    return loss, start, (x, y)  # type: ignore[return-value]
+
+
+def regular() -> Model:
+    """Linear regression: half of ``sum k / (k + s)``."""
+    g = generator(1)
+    x = torch.randn(N, 12, generator=g, dtype=F64) * torch.logspace(-1.5, 0.5, 12, dtype=F64)
+    y = x.sum(1) + 0.5 * torch.randn(N, generator=g, dtype=F64)
+    k = torch.linalg.eigvalsh(x.T @ x / N)
+
+    def loss(p: Any, data: Any) -> Tensor:
+        return (data[0] @ p["w"] - data[1]).square().mean() / 2
+
+    return Model(
+        loss, {"w": torch.linalg.lstsq(x, y).solution}, (x, y), 6.0, "closed form", value=float((k / (k + T)).sum() / 2)
+    )
+
+
+def relu_pair() -> Model:
+    """``y = a relu(b x) + noise`` where the truth is no signal: one of the two weights is free, RLCT 1/2."""
+    g = generator(2)
+    x = torch.randn(N, generator=g, dtype=F64)
+    noise = 0.3 * torch.randn(N, generator=g, dtype=F64)
+    for side in (x.clamp(min=0), x.clamp(max=0)):  # so that 0 is a minimum of the loss of these data
+        noise = noise - side * (noise @ side) / (side @ side)
+
+    def loss(p: Any, data: Any) -> Tensor:
+        return (p["a"] * torch.relu(p["b"] * data[0]) - data[1]).square().mean() / 2
+
+    zero = torch.zeros((), dtype=F64)
+    return Model(loss, {"a": zero, "b": zero.clone()}, (x, noise), 0.5, "quadrature")
+
+
+def factorisation() -> Model:
+    """A symmetric matrix of rank 1 as ``U U^T``, 6 x 3."""
+    truth = torch.zeros(6, 6, dtype=F64)
+    truth[0, 0] = 1.0
+    start = torch.zeros(6, 3, dtype=F64)
+    start[0, 0] = 1.0
+
+    def loss(p: Any, data: Any) -> Tensor:
+        return (p["u"] @ p["u"].mT - truth).square().sum() / 2
+
+    return Model(loss, {"u": start}, None, None, "HMC", held_out=True)
+
+
+def models() -> dict[str, Model]:
+    """All of them, by name."""
+    out: dict[str, Model] = {"linear regression, 12": regular()}
+    for name, powers, centre, target, rlct in (
+        ("w1^2 w2^2", {"a": 1, "b": 1}, 0.0, 0.0, 0.5),
+        ("w1^2 w2^4", {"a": 1, "b": 2}, 0.0, 0.0, 0.25),
+        ("w1^2 w2^2 w3^2", {"a": 1, "b": 1, "c": 1}, 0.0, 0.0, 0.5),
+        ("(w1 w2 - 1)^2", {"a": 1, "b": 1}, 1.0, 1.0, 0.5),
+    ):
+        loss, start = monomial(powers, centre, target)
+        out[name] = Model(loss, start, None, rlct, "quadrature")
+    out["ReLU pair"] = relu_pair()
+    for name, widths, rank, rlct, held_out in (
+        ("reduced rank 6-5-6, rank 2", [6, 5, 6], 2, 15.0, False),
+        ("linear 5-5-5-5, rank 2", [5, 5, 5, 5], 2, 11.0, False),
+        ("linear 4-4-4-4-4, rank 1", [4] * 5, 1, None, True),
+        ("linear 3 x 6 layers, rank 1", [3] * 7, 1, None, True),
+        ("reduced rank 8-3-8, rank 3", [8, 3, 8], 3, 19.5, False),
+    ):
+        loss, start, data = linear_network(widths, rank, 3)
+        out[name] = Model(loss, start, data, rlct, "HMC", held_out)
+    out["U U^T, 6 x 3, rank 1"] = factorisation()
+    return out
+
+
+def quadrature(model: Model) -> tuple[float, float]:
+    """The value on a grid of two or three parameters, and how much a coarser grid changes it."""
+
+    def at(points: int) -> float:
+        d = len(model.start)
+        grids = [torch.linspace(-6.5, 6.5, points, dtype=F64) + c for c in model.start.values()]
+        p = dict(zip(model.start, torch.meshgrid(*grids, indexing="ij")))
+        if model.data is None:
+            energy = model.loss(p, None)
+        else:  # a relu(b x), by the two sides of x
+            x, y = model.data
+            up, down = x.clamp(min=0).square().mean(), x.clamp(max=0).square().mean()
+            energy = p["a"].square() * p["b"].square() * torch.where(p["b"] > 0, up, down) / 2 + y.square().mean() / 2
+        spring = sum((p[name] - c).square() for name, c in model.start.items()) * T / 2
+        least = float(model.loss(model.start, model.data))
+        density = (-(energy - least + spring) / T).exp()
+        assert d in (2, 3)
+        return float(((energy - least) * density).sum() / density.sum() / T)
+
+    fine, coarse = (4001, 2001) if len(model.start) == 2 else (401, 321)
+    value = at(fine)
+    return value, abs(value - at(coarse))
+
+
+def hmc(model: Model, chains: int = 64, warm: int = 600, steps: int = 2500, length: float = 1.5) -> tuple[float, float]:
+    """The value by Hamiltonian Monte Carlo with Metropolis steps, and its error from the means of the chains."""
+    g = generator(17)
+    leaves, spec = optree.tree_flatten(model.start)
+    sizes = [x.numel() for x in leaves]
+    centre = torch.cat([x.reshape(-1) for x in leaves])
+    data = model.data
+    if data is not None:  # a product of matrices has a loss that depends on the second moments of the data alone
+        data = tuple(torch.linalg.cholesky(data[0].T @ data[0] / N).T * N**0.5 for _ in (0,))
+        target = data[0]
+        for name in model.start:
+            target = target @ model.start[name].mT
+        data = (data[0], target)
+
+    def energy(x: Tensor) -> Tensor:
+        p = spec.unflatten([y.reshape(-1, *leaf.shape) for y, leaf in zip(x.split(sizes, 1), leaves)])
+        loss = torch.vmap(lambda p: model.loss(p, data))(p)
+        return loss * (1 if data is None else len(data[0]) / N)
+
+    def gradient(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x = x.detach().requires_grad_()
+        e = energy(x)
+        u = (e + T * (x - centre).square().sum(1) / 2) / T
+        return e.detach(), u.detach(), torch.autograd.grad(u.sum(), x)[0]
+
+    x = centre.repeat(chains, 1)
+    e, u, force = gradient(x)
+    size, sums, count = 0.02, torch.zeros(chains, dtype=F64), 0
+    for t in range(warm + steps):
+        v = torch.randn(x.shape, generator=g, dtype=F64)
+        h = size * (0.8 + 0.4 * float(torch.rand((), generator=g)))
+        moves = max(1, min(60, int(length * (0.3 + 0.7 * float(torch.rand((), generator=g))) / size)))
+        y, w, ey, uy, f = x, v, e, u, force
+        for _ in range(moves):
+            w = w - h / 2 * f
+            y = y + h * w
+            ey, uy, f = gradient(y)
+            w = w - h / 2 * f
+        ratio = (u + v.square().sum(1) / 2 - uy - w.square().sum(1) / 2).nan_to_num(-math.inf)
+        take = torch.rand(chains, generator=g, dtype=F64).log() < ratio
+        x, force = torch.where(take[:, None], y, x), torch.where(take[:, None], f, force)
+        e, u = torch.where(take, ey, e), torch.where(take, uy, u)
+        if t < warm:
+            size *= math.exp(0.1 * (float(take.double().mean()) - 0.8))
+        else:
+            sums, count = sums + e, count + 1
+    each = sums / count / T
+    return float(each.mean()), float(each.std() / chains**0.5)
+
+
+def right(model: Model) -> dict[str, float]:
+    """The value at this temperature and spring, and its error."""
+    if model.value is not None:
+        return {"value": model.value, "error": 0.0}
+    value, error = quadrature(model) if model.truth == "quadrature" else hmc(model)
+    return {"value": value, "error": error}
+
+
+def ours(model: Model, batches: Any, seed: int) -> dict[str, Any]:
+    """Ours at default settings."""
+    begun = time.process_time()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = bc.diagnostics.local_learning_coefficient(
+                model.loss, model.start, batches, temperature=T, seed=seed
+            )
+    except ValueError as err:
+        return {"refused": str(err), "seconds": time.process_time() - begun}
+    run = found.run
+    return {
+        "value": found.value,
+        "error": found.standard_error,
+        "verdict": found.verdict,
+        "lr": run.lr,
+        "limit": run.limit,
+        "gradients": run.gradients,
+        "seconds": time.process_time() - begun,
+    }
+
+
+def theirs(model: Model, batches: Any, lr: float, steps: int, seed: int, chains: int = 8) -> float:
+    """devinterp's mean over all steps of 8 chains, whose parameters are stacked: what it does is element by element."""
+    from devinterp.optim.sgmcmc import SGMCMC
+
+    torch.manual_seed(seed)
+    leaves, spec = optree.tree_flatten(model.start)
+    stacked = [x.expand(chains, *x.shape).clone().requires_grad_() for x in leaves]
+    optimizer = SGMCMC.sgld(stacked, lr=lr, nbeta=1 / T, localization=1.0)
+    least, total, count = float(model.loss(model.start, model.data)), 0.0, 0
+    each = torch.vmap(model.loss, in_dims=(0, None))
+    while count < steps:
+        for batch in [batches] if not isinstance(batches, bc.epochs(torch.zeros(1), 1).__class__) else batches:
+            optimizer.zero_grad()
+            loss = each(spec.unflatten(stacked), batch)
+            loss.sum().backward()
+            optimizer.step()
+            total, count = total + float(loss.mean()), count + 1
+            if count == steps or not math.isfinite(total):
+                return (total / count - least) / T
+    return (total / count - least) / T
+
+
+def judged(found: dict[str, Any], truth: dict[str, float]) -> str:
+    """``answered``, ``refused`` or ``wrong``."""
+    if "refused" in found:
+        return "refused"
+    off = abs(found["value"] - truth["value"])
+    both = math.hypot(found["error"], truth["error"])
+    if found["error"] > 0.05 * abs(found["value"]):
+        return "too wide"
+    return "answered" if off <= max(0.05 * truth["value"], 2 * both) else "wrong"
+
+
+def league(record: dict[str, Any], seeds: tuple[int, ...], held_out: bool, peer: bool) -> None:
+    """Fill in what the record lacks."""
+    for name, model in models().items():
+        if model.held_out and not held_out:
+            continue
+        row = record["models"].setdefault(name, {"truth": model.truth, "rlct": model.rlct, "held_out": model.held_out})
+        if "right" not in row:
+            row["right"] = right(model)
+            save(record)
+        for kind in ("full", *(["minibatch"] if model.data is not None else [])):
+            for seed in seeds:
+                key = f"{kind}, seed {seed}"
+                batches = model.data if kind == "full" else bc.epochs(model.data, BATCH)
+                if key not in row:
+                    row[key] = ours(model, batches, seed)
+                    row[key]["judged"] = judged(row[key], row["right"])
+                    print(name, key, row["right"], row[key], flush=True)
+                    save(record)
+                if peer and seed == seeds[0] and "devinterp" not in row[key] and "gradients" in row[key]:
+                    steps = row[key]["gradients"] // 8
+                    row[key]["devinterp"] = {str(lr): theirs(model, batches, lr, steps, seed) for lr in GRID}
+                    print(name, key, "devinterp", row[key]["devinterp"], flush=True)
+                    save(record)
+
+
+def speed(rounds: int = 7) -> dict[str, Any]:
+    """Process time of a chain-step of ours over that of devinterp, in turns."""
+    from devinterp.optim.sgmcmc import SGMCMC
+
+    out = {}
+    for name, module, batch, chains in _networks():
+        forward, params, _ = bc.make_functional(module)
+        inputs, targets = batch
+
+        def loss(p: Any, batch: Any, forward: Any = forward) -> Tensor:
+            outputs = forward(p, (batch[0], None))
+            return torch.nn.functional.mse_loss(outputs, batch[1])
+
+        optimizer = SGMCMC.sgld(module.parameters(), lr=1e-6, nbeta=100.0, localization=1.0)
+
+        def peer(optimizer: Any = optimizer, module: Any = module, x: Tensor = inputs, y: Tensor = targets) -> None:
+            for _ in range(10):
+                optimizer.zero_grad()
+                torch.nn.functional.mse_loss(module(x), y).backward()
+                optimizer.step()
+
+        from bayesopt_chain.diagnostics.observables import observe as room
+        from bayesopt_chain.diagnostics.observables.target import Measured, Target
+
+        target = Target(loss, params, lambda p: p, batch, 0.01, 0.01, 0.9, 0)
+        tx, start = target.chain(1e-6), target.start(chains)
+        measured = Measured(target, chains, {}, target.stiff_directions(1), 0.0, 0)
+        sizes = {"loss": 1, "virial": 1, "virial of stiff": 1, "virial by leaf": len(params)}
+        zeros = {n: torch.zeros(m).double() for n, m in sizes.items()}
+        record = room.Record({n: (m,) for n, m in sizes.items()}, [], [], zeros)
+        watch = room.Watch(measured, record, 0, 1, batch, {})
+        step = bc.make_step(measured.stacked, tx, inplace=True, observe=watch.seen)
+        state = {"at": (start, tx.init(start)), "n": 5}
+
+        def own(step: Any = step, state: Any = state, watch: Any = watch, batch: Any = batch) -> None:
+            for _ in range(10):
+                params, inner, info = step(*state["at"], batch)
+                state["at"] = params, inner
+                watch(_iteration(5, params, inner, info))  # 5: no look at the curvature
+
+        times = take_turns({"ours": own, "theirs": peer}, rounds=rounds, seconds=0.5, clock=time.process_time)
+        each = sorted(a / chains / b for a, b in zip(times["ours"], times["theirs"]))
+        out[name] = {
+            "chains": chains,
+            "weights": sum(x.numel() for x in params.values()),
+            "ours_ms": 100 * min(times["ours"]) / chains,
+            "theirs_ms": 100 * min(times["theirs"]),
+            "ratio": each[len(each) // 2],
+            "of_shortest": min(times["ours"]) / chains / min(times["theirs"]),
+        }
+        print(name, out[name], flush=True)
+    return out
+
+
+def _iteration(n: int, params: Any, state: Any, info: Any) -> Any:
+    from bayesopt_chain.runs.run import Iteration
+
+    return Iteration(n, params, state, info, True)
+
+
+class Attention(torch.nn.Module):
+    """One layer of attention and a feed-forward layer on continuous inputs."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        make = torch.nn.TransformerEncoderLayer
+        self.layers = torch.nn.ModuleList(
+            [make(width, 4, 4 * width, dropout=0.0, batch_first=True) for _ in range(layers)]
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _networks() -> list[tuple[str, torch.nn.Module, tuple[Tensor, Tensor], int]]:
+    """Networks of about 60, 85,000, 50,000 and 800,000 weights, a batch of each, and how many chains run at once."""
+    torch.manual_seed(0)
+    nn = torch.nn
+    rrr = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Linear(5, 6, bias=False))
+    mlp = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 10))
+    return [
+        ("reduced rank regression", rrr, (torch.randn(60, 6), torch.randn(60, 6)), 64),
+        ("MLP", mlp, (torch.randn(64, 64), torch.randn(64, 10)), 1),
+        ("attention, small", Attention(64, 1), (torch.randn(8, 16, 64), torch.randn(8, 16, 64)), 1),
+        ("attention, large", Attention(128, 4), (torch.randn(8, 32, 128), torch.randn(8, 32, 128)), 1),
+    ]
+
+
+def save(record: dict[str, Any]) -> None:
+    """Write the record."""
+    part = RESULTS.with_suffix(".part")
+    part.write_text(json.dumps(record, indent=1) + "\n")
+    part.replace(RESULTS)
+
+
+def table(record: dict[str, Any]) -> str:
+    """The record as Markdown."""
+    lines = [
+        "| model | batches | right | ours (+- 2 errors) | seeds answered | devinterp default | best of grid |",
+        "|" + " --- |" * 7,
+    ]
+    for name, row in record["models"].items():
+        for kind in ("full", "minibatch"):
+            found = {k: v for k, v in row.items() if k.startswith(kind)}
+            if not found:
+                continue
+            first = next(iter(found.values()))
+            told = "refused" if "refused" in first else f"{first['value']:.3g} +- {2 * first['error']:.2g}"
+            answered = sum(v["judged"] == "answered" for v in found.values())
+            wrong = sum(v["judged"] == "wrong" for v in found.values())
+            grid = next((v["devinterp"] for v in found.values() if "devinterp" in v), {})
+            truth = row["right"]["value"]
+            best = min((v for v in grid.values() if math.isfinite(v)), key=lambda v: abs(v - truth), default=math.nan)
+            shown = [f"{v:.3g}" if math.isfinite(v) else "-" for v in (grid.get("0.01", math.nan), best)]
+            mark = " (held out)" if row["held_out"] else ""
+            lines.append(
+                f"| {name}{mark} | {kind} | {truth:.4g} | {told} | {answered} of {len(found)}, {wrong} wrong | "
+                f"{shown[0]} | {shown[1]} |"
+            )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--final", action="store_true", help="held-out models and seeds too")
+    parser.add_argument("--no-peer", action="store_true")
+    arguments = parser.parse_args()
+    record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"models": {}}
+    if arguments.table:
+        print(table(record))
+        return
+    torch.set_num_threads(1)
+    record["environment"] = environment()
+    if arguments.speed:
+        record["speed"] = speed()
+    else:
+        seeds = HELD_OUT_SEEDS if arguments.final else SEEDS
+        league(record, seeds, arguments.final, not arguments.no_peer)
+    save(record)
+
+
+if __name__ == "__main__":
+    main()

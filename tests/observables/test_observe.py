@@ -1,0 +1,347 @@
+"""Learning coefficients, influence and susceptibilities along chains, against closed forms and quadrature."""
+
+import copy
+import math
+
+import optree
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import bayesopt_chain as bc
+from bayesopt_chain.diagnostics import susceptibility
+from bayesopt_chain.diagnostics.observables import observe as module
+
+N, D = 60, 6
+G = torch.Generator().manual_seed(0)
+X = torch.randn(N, D, generator=G, dtype=torch.float64)
+Y = X @ torch.randn(D, generator=G, dtype=torch.float64) + torch.randn(N, generator=G, dtype=torch.float64)
+PROBE = torch.randn(25, D, generator=G, dtype=torch.float64), torch.randn(25, generator=G, dtype=torch.float64)
+BEST = torch.linalg.lstsq(X, Y).solution
+
+
+def losses(w, data):
+    return (data[0] @ w["w"] - data[1]).square() / 2
+
+
+def loss(w, data):
+    return losses(w, data).mean()
+
+
+OF = {"probe": lambda w: losses(w, PROBE), "train": lambda w: losses(w, (X, Y))}
+
+
+def measured(batches=(X, Y), of=OF, **more):
+    about = {"temperature": 1 / N, "strength": 1 / N, "steps": 2400, "burn_in": 200, "lr": 0.3} | more
+    pairs = about.pop("covariances", [("probe", "train")] if of else [])
+    return bc.observe(loss, {"w": BEST}, batches, of, covariances=pairs, **about)
+
+
+def closed_form(strength, free):
+    """Covariance of squared residuals ``r^2 / 2`` and of the loss under the Gaussian posterior with a spring: for residuals
+    ``r = a + u, u ~ N(0, S)``, ``Cov(r_i^2 / 2, r_j^2 / 2) = S_ij^2 / 2 + a_i a_j S_ij``."""
+    H = (X.T @ X / N)[free][:, free]
+    cov = torch.linalg.inv(H + strength * torch.eye(len(H), dtype=torch.float64)) / N
+    S = PROBE[0][:, free] @ cov @ X[:, free].T
+    a, b = PROBE[0] @ BEST - PROBE[1], X @ BEST - Y
+    return S**2 / 2 + a[:, None] * b * S, float((H * cov).sum() / 2 * N)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("gamma", "free"), [(0.0, range(6)), (1.0, range(6)), (30.0, range(6)), (1.0, (1, 4))])
+def test_influence_and_learning_coefficient_of_linear_regression_have_their_closed_forms(gamma, free):
+    """With a spring, and with some weights alone: 1,500 entries with errors that are right within 30 % of themselves (few
+    directions are behind all of them, so that their z are dependent), and the coefficient within 4 errors (1 in 16,000)."""
+    mask = torch.zeros(D, dtype=torch.bool)
+    mask[list(free)] = True
+    where = None if len(free) == D else {"w": mask}
+    run = measured(strength=gamma / N, where=where, lr=0.3 / (1 + gamma / N))
+    wanted, llc = closed_form(gamma / N, list(free))
+    bif = run.bif("probe", "train")
+    z = (bif.value + wanted) / bif.error
+    assert z.square().mean().sqrt() == pytest.approx(1.0, abs=0.35)
+    assert torch.corrcoef(torch.stack([bif.value.flatten(), -wanted.flatten()]))[0, 1] > 0.995
+    found = run.llc()
+    assert abs(float(found.value) - llc) < 4 * float(found.error) and float(found.error) < 0.05 * llc
+    assert run.free == len(free) and run.n == N and run.verdict == "no objection"
+    virial = run.mean("virial")
+    assert abs(float(virial.value) - len(free)) < 4 * float(virial.error)
+
+
+@pytest.mark.slow
+def test_influence_predicts_what_leaving_a_datum_out_does_to_ridge_regression():
+    """Exact retraining without each datum: the change of the mean probe loss is minus the influence, to first order."""
+    run = measured(strength=0.3, lr=0.2)
+    change = []
+    for j in range(N):
+        keep = torch.arange(N) != j
+        H, g = X[keep].T @ X[keep] / N, X[keep].T @ Y[keep] / N
+        w = BEST + torch.linalg.solve(H + 0.3 * torch.eye(D, dtype=torch.float64), g - H @ BEST)
+        change.append(losses({"w": w}, PROBE).mean())
+    influence = run.bif("probe", "train").value.mean(0)
+    assert torch.corrcoef(torch.stack([torch.stack(change), -influence]))[0, 1] > 0.95
+
+
+def singular(p, batch):
+    return (p["a"] ** 2 * p["b"] ** 2 + 0.3 * (p["a"] - p["b"]) ** 2) / 2
+
+
+def expectation(f, temperature, strength, weight=0.0, extra=None, only_a=False):
+    """``E f`` by quadrature on a grid of both parameters, or of ``a`` alone."""
+    grid = torch.linspace(-6, 6, 1201, dtype=torch.float64)
+    a, b = torch.meshgrid(grid, torch.zeros(1, dtype=torch.float64) if only_a else grid, indexing="ij")
+    p = {"a": a, "b": b}
+    energy = singular(p, None) + strength * (a**2 + b**2) / 2 + (0 if extra is None else weight * extra(p))
+    density = (-(energy - energy.min()) / temperature).exp()
+    return float((f(p) * density).sum() / density.sum())
+
+
+@pytest.mark.slow
+def test_susceptibilities_are_the_derivatives_of_a_reweighted_loss():
+    """By quadrature: the whole expression, and its first term as a finite difference of the loss reweighted towards a probe."""
+    T, s, zero = 0.5, 0.2, torch.zeros((), dtype=torch.float64)
+    probes = [lambda p: p["a"] ** 2, lambda p: (p["a"] - p["b"] - 1.0) ** 2]
+    of = {"L": lambda p: singular(p, None), "probe": lambda p: torch.stack([f(p) for f in probes])}
+    about = {"temperature": T, "strength": s, "steps": 6000, "burn_in": 500, "chains": 16}
+    start = {"a": zero, "b": zero}
+    part, full = (bc.observe(singular, start, None, of, where=w, **about) for w in ({"a": None}, None))
+    found = susceptibility(part, full, "L", "probe")
+    for x, probe in enumerate(probes):
+        gap = [expectation(lambda p, f=probe: singular(p, None) - f(p), T, s, only_a=alone) for alone in (True, False)]
+        phi = expectation(lambda p: singular(p, None), T, s, only_a=True)
+        ends = [
+            expectation(lambda p: singular(p, None), T, s, h, lambda p, f=probe: singular(p, None) - f(p), only_a=True)
+            for h in (-1e-4, 1e-4)
+        ]
+        wanted = -T * (ends[1] - ends[0]) / 2e-4 + phi * (gap[0] - gap[1])
+        assert abs(float(found.value[x]) - wanted) < 4 * float(found.error[x])
+        assert float(found.error[x]) < 0.1 * abs(wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["independent", "reshuffled"])
+def test_what_is_measured_of_minibatches_is_that_of_all_data_at_the_same_draws(order):
+    """At one relaxation an epoch: losses of reshuffled steps themselves would say 1.5 to 1.9 times too much."""
+    run = measured(
+        bc.epochs((X, Y), 10, order=order), {"all": lambda w: loss(w, (X, Y))[None]}, covariances=[],
+        temperature=1.0, strength=0.0, lr=0.15, momentum=0.0, steps=3000, chains=16,
+    )  # fmt: skip
+    seen, whole = run.mean("loss"), run.mean("all")
+    assert abs(float(seen.value - whole.value)) < 4 * float(seen.error.square().add(whole.error.square()).sqrt())
+    assert float(seen.error) < 0.05 * float(seen.value - run.reference)
+    assert run.reference == pytest.approx(float(loss({"w": BEST}, (X, Y))), rel=1e-14)
+
+
+@pytest.mark.slow
+def test_the_chosen_rate_keeps_the_heat_of_batches_small_and_a_large_one_is_refused():
+    cool = measured(bc.epochs((X, Y), 10, order="independent"), None, lr=None, steps=6000, chains=16)
+    assert abs(float(cool.mean("virial").value) - D) < 0.04 * D + 4 * float(cool.mean("virial").error)
+    assert float(cool.llc().error) < 0.06 * float(cool.llc().value)
+    hot = measured(bc.epochs((X, Y), 10, order="independent"), None, lr=0.05)
+    with pytest.raises(ValueError, match=r"refused: too hot, virial .* of 6; take half the lr, or larger batches"):
+        hot.llc()
+
+
+@pytest.mark.slow
+def test_heat_that_missing_spread_hides_is_seen_in_the_stiff_directions():
+    """A chain that noise of the loss heats along one direction, while another is far from spread: the sum says nothing."""
+    g = torch.Generator().manual_seed(1)
+    data = torch.randn(400, 1, generator=g, dtype=torch.float64)
+    data = data - data.mean(0)
+    k = torch.tensor([1.0] + [0.0] * 12, dtype=torch.float64)
+
+    def rough(w, batch):
+        return (k * w.square()).sum() / 2 + (batch.mean() * w[0])
+
+    run = bc.observe(
+        rough, torch.zeros(13, dtype=torch.float64), bc.epochs(data, 1, order="independent"), temperature=0.05,
+        strength=0.001, lr=0.3, momentum=0.0, steps=1200, burn_in=100, chains=16,
+    )  # fmt: skip
+    assert float(run.mean("virial").value) < 13 and "stiffest directions are" in run.verdict
+
+
+def quartic(w, batch):
+    return (w**4).sum() / 4
+
+
+def test_the_rate_comes_from_where_the_chains_go_and_the_value_by_quadrature():
+    """A quartic has no curvature at its minimum: 1/4 a dimension without a spring, within 4 errors."""
+    found = bc.diagnostics.local_learning_coefficient(
+        quartic, torch.zeros(40, dtype=torch.float64), None, temperature=1.0, strength=0.0, steps=1500, burn_in=300
+    )
+    assert abs(found.value - 10.0) < 4 * found.standard_error < 0.4 and found.verdict == "no objection"
+    assert 0.02 < found.run.limit < 0.4 and "local learning coefficient" in str(found)
+
+
+@pytest.mark.filterwarnings("ignore:sample")
+@pytest.mark.parametrize(
+    ("lr", "momentum", "said"), [(0.2, 0.0, "limit where|ended|too hot"), (1e3, 0.9, "at the start")]
+)
+def test_a_rate_beyond_the_limit_is_refused(lr, momentum, said):
+    """At the centre of a quartic with a weak spring there is nearly no curvature; where the chains go 3 x^2 exceeds 2 / lr."""
+    about = {"temperature": 1.0, "strength": 0.1, "lr": lr, "momentum": momentum, "steps": 500, "burn_in": 100}
+    with pytest.raises(ValueError, match=said):
+        bc.diagnostics.local_learning_coefficient(quartic, torch.zeros(40, dtype=torch.float64), None, **about)
+
+
+def test_what_has_not_spread_is_said_beside_an_answer_and_what_starts_beside_a_minimum_is_refused():
+    k = torch.cat([torch.ones(10), torch.zeros(20)])
+
+    def flat(w, batch):
+        return (k * w.square()).sum() / 2
+
+    about = {"temperature": 0.01, "strength": 1e-4, "steps": 800, "burn_in": 200}
+    found = bc.diagnostics.local_learning_coefficient(flat, torch.zeros(30), None, **about)
+    assert "flat directions have not spread: virial" in found.verdict and "steps: run" in found.verdict
+    assert abs(found.value - 5.0) < 4 * found.standard_error
+    with pytest.raises(ValueError, match="the start is no minimum: a step down its gradient lowers the loss by"):
+        bc.diagnostics.local_learning_coefficient(flat, torch.ones(30), None, **about)
+
+
+@pytest.mark.slow
+def test_one_chain_after_the_other_and_all_at_once_measure_the_same():
+    """Other noise, the same law: means within 4 errors of their difference, and the same numbers of everything."""
+    apart, once = measured(at_once=1, chains=4, steps=1200), measured(at_once=4, chains=4, steps=1200)
+    for a, b in ((apart.mean("probe"), once.mean("probe")), (apart.llc(), once.llc())):
+        z = (a.value - b.value) / (a.error**2 + b.error**2).sqrt()
+        assert z.abs().max() < 4.5
+    assert apart.traces["loss"].shape == once.traces["loss"].shape == (4, 1000, 1)
+    assert apart.chains == 4 and apart.to_arviz()["posterior"]["loss"].shape == (4, 1000, 1)
+
+
+def test_what_is_per_token_keeps_its_shape():
+    def tokens(w):
+        return losses(w, PROBE).reshape(5, 5)
+
+    run = measured(of={"t": tokens, "n": lambda w: w["w"].sum()}, covariances=[("t", "n"), ("t", "t")], steps=400)
+    assert run.covariance("t", "n").value.shape == (5, 5) and run.covariance("t", "t").value.shape == (5, 5, 5, 5)
+    assert run.mean("n").value.shape == () and run.traces["n"].shape == (8, 200)
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("at_once", [1, 4])
+@pytest.mark.parametrize("order", ["one batch", "independent", "reshuffled"])
+def test_a_kill_loses_nothing_and_changes_no_bit(tmp_path, monkeypatch, order, at_once):
+    """Killed in the middle, and gone on with from the files; then made longer: every sum is that of an unbroken run."""
+    batches = (X, Y) if order == "one batch" else bc.epochs((X, Y), 10, order=order)
+
+    def run(path, steps=150):
+        return measured(
+            batches,
+            chains=4,
+            at_once=at_once,
+            steps=steps,
+            burn_in=20,
+            thinning=3,
+            lr=None,
+            path=path,
+            checkpoint_seconds=0.0,
+        )
+
+    whole, look = run(None), module.Watch.__call__
+    calls = 0
+
+    def killed(self, it):
+        nonlocal calls
+        calls += 1
+        if calls == 97:
+            raise Stop
+        look(self, it)
+
+    monkeypatch.setattr(module.Watch, "__call__", killed)
+    with pytest.raises(Stop):
+        run(tmp_path)
+    monkeypatch.undo()
+    for got, want in ((run(tmp_path), whole), (run(tmp_path, 210), run(None, 210))):
+        for a, b in zip(got.bif("probe", "train"), want.bif("probe", "train")):
+            assert torch.equal(a, b)
+        assert torch.equal(got.traces["loss"], want.traces["loss"])
+        assert (got.lr, got.gradients, got.limit) == (want.lr, want.gradients, want.limit)
+
+
+def test_another_run_under_the_same_path_is_refused_by_what_differs(tmp_path):
+    about = {"steps": 40, "burn_in": 5, "path": tmp_path}
+    measured(**about)
+
+    def other(w, data):
+        return losses(w, data).square().mean()
+
+    for change, said in (
+        ({"batches": (X, Y + 1)}, "data.checksum"),
+        ({"temperature": 0.5}, "another run"),
+        ({"strength": 0.5}, "another run"),
+        ({"seed": 3}, "generator is 0, here 3"),
+        ({"of": OF | {"probe": lambda w: losses(w, PROBE) * 2}}, "another observable"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            measured(**(about | change))
+    with pytest.raises(ValueError, match="another run: loss"):
+        bc.observe(other, {"w": BEST}, (X, Y), OF, covariances=[("probe", "train")], temperature=1 / N, strength=1 / N,
+                   lr=0.3, **about)  # fmt: skip
+
+
+def test_neither_parameters_nor_batches_nor_random_states_are_changed():
+    params, batches = {"w": BEST.clone().requires_grad_()}, bc.epochs((X, Y), 10)
+    before = copy.deepcopy(params), batches.state_dict(), torch.get_rng_state()
+
+    def noisy(w, data):
+        return loss({"w": torch.nn.functional.dropout(w["w"], 0.1)}, data)
+
+    bc.observe(
+        noisy, params, batches, {"r": lambda w: w["w"].sum() + torch.rand(())}, temperature=0.1, steps=30, burn_in=2
+    )
+    assert torch.equal(params["w"], before[0]["w"]) and params["w"].grad is None
+    assert batches.state_dict() == before[1] and torch.equal(torch.get_rng_state(), before[2])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        (
+            {"batches": DataLoader(TensorDataset(X, Y), 10)},
+            TypeError,
+            "DataLoader come in one order.*or list\\(loader\\)",
+        ),
+        ({"batches": []}, ValueError, "empty list"),
+        ({"covariances": [("probe", "trains")]}, ValueError, "'trains' is no name"),
+        ({"of": {"loss": loss}, "covariances": []}, ValueError, "'loss' is no name"),
+        ({"steps": 200}, ValueError, "ends before the first draw"),
+        ({"at_once": 3}, ValueError, "at_once=3 does not divide chains=8"),
+        ({"temperature": 0.0}, ValueError, "temperature must be"),
+        ({"where": {"v": None}}, ValueError, "no parameter is called 'v'"),
+    ],
+)
+def test_what_makes_no_run_is_refused_by_name(change, error, said):
+    with pytest.raises(error, match=said):
+        measured(**change)
+
+
+def test_a_list_of_batches_is_drawn_anew_and_the_number_of_data_sets_the_temperature():
+    batches = [(X[i : i + 16], Y[i : i + 16]) for i in range(0, N, 16)]  # the last one is of what remains
+    found = bc.diagnostics.local_learning_coefficient(loss, {"w": BEST}, batches, steps=300, burn_in=50)
+    assert found.temperature == math.log(N) / N == found.strength
+    assert found.run.reference == pytest.approx(float(loss({"w": BEST}, (X, Y))), rel=1e-14)
+    with pytest.raises(ValueError, match="number of data is not known from the batches; give temperature="):
+        bc.diagnostics.local_learning_coefficient(lambda w, b: w.square().sum(), torch.zeros(2), None)
+    with pytest.raises(ValueError, match="bif: the number of training data is not known"):
+        bc.observe(quartic, torch.zeros(2), None, {"w": torch.Tensor.clone}, temperature=0.1, steps=40, burn_in=2).bif(
+            "w", "w"
+        )
+
+
+def test_the_state_of_a_watch_is_plain():
+    """Everything that a checkpoint holds is a tensor, a number, a text, or a list or dictionary of them."""
+    seen = []
+    look = module.Watch.state_dict
+    try:
+        module.Watch.state_dict = lambda self: seen.append(look(self)) or seen[-1]
+        import tempfile
+
+        measured(steps=60, burn_in=3, path=tempfile.mkdtemp())
+    finally:
+        module.Watch.state_dict = look
+    kinds = {type(x) for x in optree.tree_leaves(seen[-1], none_is_leaf=True)}
+    assert kinds <= {torch.Tensor, int, float, str, type(None)}
