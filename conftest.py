@@ -6,6 +6,7 @@ given, in one. ``-m`` and ``-n`` take the place of either default. Doctests are 
 
 import gc
 import os
+import signal
 from importlib.util import find_spec
 
 import pytest
@@ -17,6 +18,10 @@ collect_ignore = [room for room, library in NEEDS.items() if not find_spec(libra
 
 # One thread in each process, and in those that tests start: two processes share two cores, and tests are small.
 torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+
+# A shell starts what runs in the background (``&``, ``nohup``) with Ctrl-C ignored.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -24,6 +24,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -383,6 +384,12 @@ SOUND: dict[str, Callable[[], Any]] = {  # by the name of an argument, or of a c
     "Parallel.init.params": lambda: bc.stack([params()] * 2),
     "Draws.column.name": lambda: next(iter(DRAWS._columns())),
     "Draws.gather.mesh": lambda: None,
+    "Draws.log_likelihood.batches": lambda: PAIRS,
+    "writer": lambda: SimpleNamespace(add_scalar=lambda name, value, step: None),
+    "testing.sbc.make_posterior": lambda: lambda data: data / 2 + torch.linspace(-1.0, 1.0, 19),
+    "testing.sbc.prior": lambda: lambda generator: torch.randn((), generator=generator),
+    "testing.sbc.simulator": lambda: lambda mean, generator: mean + torch.randn((), generator=generator),
+    "testing.sbc.simulations": lambda: 20,
     "Epochs.batch_at.step": lambda: torch.tensor(5),
     "Epochs.load_state_dict.state": lambda: bc.epochs(DATA, 4).state_dict(),
     "Epochs.seek.step": lambda: 2,

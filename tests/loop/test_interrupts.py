@@ -17,14 +17,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(autouse=True)
-def _heard():
-    """Python's own handler, which a run in the background (``nohup``, ``&``) is started without."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 class InterruptAt(TorchDispatchMode):
     """Ctrl-C during operation ``n``; counts them."""
 
@@ -53,14 +45,6 @@ CHAINS = {
 
 def same(a, b):
     return all(torch.equal(x, y) for x, y in zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True))
-
-
-@pytest.fixture(autouse=True)
-def python_handles_ctrl_c():
-    """A shell starts background jobs with ``SIGINT`` ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("name", CHAINS)
