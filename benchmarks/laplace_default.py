@@ -274,14 +274,20 @@ def own(task: Task) -> float:
 
 
 def row(
-    name: str, of_seed: Callable[[int], dict[str, Callable[[], Task]]], seeds: int, fit: Callable
+    name: str, of_seed: Callable[[int], dict[str, Callable[[], Task]]], seeds: int, fit: Callable, nets: Path | None
 ) -> dict[str, Any]:
     """One network over the seeds."""
     changes, owns, covered, seconds = [], [], [], []
     for seed in range(seeds):
         torch.manual_seed(seed)
         task = of_seed(seed)[name]()
-        trained(task)
+        kept = None if nets is None else nets / f"{name}, {seed}.pt"
+        if kept is not None and kept.exists():
+            task.net.eval().load_state_dict(torch.load(kept))
+        else:
+            trained(task)
+            if kept is not None:
+                torch.save(task.net.state_dict(), kept)
         start = time.process_time()
         try:
             loss, coverage = fit(task)
@@ -304,6 +310,7 @@ def main() -> None:
     parser.add_argument("--further", action="store_true")
     parser.add_argument("--peer", action="store_true")
     parser.add_argument("--name", default="default")
+    parser.add_argument("--nets", type=Path, help="a folder that keeps the trained networks, for several fits of them")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -312,14 +319,14 @@ def main() -> None:
     table = {}
     for network in of_seed(0):
         if chosen.only in network:
-            table[network] = found = row(network, of_seed, chosen.seeds, fit)
+            table[network] = found = row(network, of_seed, chosen.seeds, fit, chosen.nets)
             covered = "" if found["coverage"] is None else f", covers {found['coverage']:.2f}"
             print(
                 f"{network:26s} network {found['network']:7.3f}, {name} {found['change']:+.3f} "
                 f"(worst {found['worst']:+.3f}){covered}, {found['seconds']:.2f} s",
                 flush=True,
             )
-    if not chosen.only and chosen.seeds >= 5:
+    if not chosen.only and chosen.seeds >= 3:
         record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
         RESULTS.write_text(json.dumps({**record, name: table}, indent=1) + "\n")
 
