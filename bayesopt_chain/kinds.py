@@ -6,7 +6,7 @@ and ``steps`` are one :class:`Kind` each, listed in :data:`WORDS`. So a function
 and says only where one of them is something else:
 
     @takes(chains=whole(4))
-    def lr_bias(build, loss, params, batches, *, lr, chains=8): ...
+    def observe(loss, params, data, *, lr=None, chains=8): ...
 
 What does not fit is refused by its name before anything happens. A default always fits, and an argument without a
 kind is not checked here: the function itself does.

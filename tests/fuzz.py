@@ -322,11 +322,9 @@ SOUND: dict[str, Callable[[], Any]] = {  # by the name of an argument, or of a c
     "trainer": lambda: None,
     "curvature.entries.mask": lambda: {"w": torch.tensor([True, False])},
     "gradients.check_noise.state": lambda: REFERRING.init(params()),
-    "diagnostics.lr_bias.steps": lambda: 12,
     "testing.assert_zero_temperature_limit.build": lambda: (
         lambda temperature: bc.sghmc(0.1, 0.0, temperature=temperature)
     ),
-    "diagnostics.lr_bias.burn_in": lambda: 2,
     "diagnostics.local_learning_coefficient.burn_in": lambda: 2,
     "diagnostics.tune_mclmc.steps": lambda: 20,
     "swag.rank": lambda: 2,
@@ -452,7 +450,6 @@ OBJECTS: dict[str, Callable[[], Any]] = {  # whose methods are called
     "Heating": heating,
     "Gaussian likelihood": gaussian,
     "HeatGuard": lambda: bc.diagnostics.HeatGuard(),
-    "LrBias": lambda: bc.diagnostics.LrBias(*[torch.ones(2)] * 4),
     "MasterWeights": lambda: MASTERS,
 }
 
@@ -530,7 +527,6 @@ SLOW = (
     "suggest_lr",
     "posterior.train_by_evidence",
     "fit_laplace",
-    "diagnostics.lr_bias",
     "diagnostics.local_learning_coefficient",
     "diagnostics.tune_mclmc",
     "plot.bands",

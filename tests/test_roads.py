@@ -156,20 +156,6 @@ def less_noise(params, data, device):
 # Of parameters, batches that are reshuffled, and a device.
 CALLS = {
     "suggest_lr": lambda p, d, _: bc.suggest_lr(at_temperature, loss, p, d, epochs=50),
-    "lr_bias": lambda p, d, _: bc.diagnostics.lr_bias(
-        at_temperature, loss, p, d, lr=1e-4, statistic=lambda p: p["a"].square().sum(), steps=20, burn_in=5, chains=4
-    ),
-    "observe": lambda p, d, _: bc.observe(
-        loss,
-        p,
-        d,
-        {"loss of all": lambda p: loss(p, d.data)},
-        temperature=1 / N,
-        lr=1e-4,
-        steps=20,
-        burn_in=5,
-        chains=2,
-    ),
     "tune_mclmc": lambda p, d, _: bc.diagnostics.tune_mclmc(loss, p, d.data, temperature=1 / N, steps=30),
     "ksd": lambda p, d, _: bc.diagnostics.ksd(p["b"].expand(8, 4, 1)[..., 0] * 1.0, lambda w: -w),
     "temperatures": thermal,

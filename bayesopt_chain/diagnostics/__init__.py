@@ -6,7 +6,6 @@ from bayesopt_chain.diagnostics.gradient_noise import GradientNoise, gradient_no
 from bayesopt_chain.diagnostics.heat_guard import Heat, HeatGuard
 from bayesopt_chain.diagnostics.heating import Heating, heating
 from bayesopt_chain.diagnostics.ksd import ksd
-from bayesopt_chain.diagnostics.lr_bias import LrBias, lr_bias
 from bayesopt_chain.diagnostics.observables.learning_coefficient import LearningCoefficient, local_learning_coefficient
 from bayesopt_chain.diagnostics.observables.observe import Observed, susceptibility
 from bayesopt_chain.diagnostics.observables.restrict import Restricted, restrict
@@ -29,7 +28,6 @@ __all__ = [
     "HeatGuard",
     "Heating",
     "LearningCoefficient",
-    "LrBias",
     "MclmcTuning",
     "Observed",
     "Restricted",
@@ -43,7 +41,6 @@ __all__ = [
     "hessian_product",
     "ksd",
     "local_learning_coefficient",
-    "lr_bias",
     "r_hat",
     "restrict",
     "susceptibility",
