@@ -59,15 +59,6 @@ def test_every_file_that_the_readme_links_to_is_there():
     assert links and all((ROOT / link).exists() for link in links), links
 
 
-def test_the_ratios_of_the_readme_are_the_measured_ones():
-    """Each is in a row of the page on speed that names the same contestants."""
-    rows = [row.split("|") for row in README.splitlines() if row.startswith("|")][3:]
-    assert len(rows) == 3
-    for _, what, ours, theirs, _ in rows:
-        peer = "posteriors" if "posteriors" in theirs else "torch.optim.SGD + draw"
-        assert f"/ {peer} | {ours.strip()} (" in SPEED, what
-
-
 def test_the_excess_that_the_readme_states_is_that_of_white_noise():
     excess = {}
     for order in (2, 1):
