@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import bayesopt_chain as bc
-from bayesopt_chain.optim import _refusals
+from bayesopt_chain.optim import _checks
 from bayesopt_chain.posterior import train_by_evidence
 from tests import pretended
 
@@ -25,7 +25,8 @@ def device(request, monkeypatch):
     if request.param != "pretended":
         yield torch.device(request.param)
         return
-    monkeypatch.setattr(_refusals, "Tensor", pretended.Pretended)  # else its parameters are of a type that is refused
+    # else its parameters are of a type that is refused
+    monkeypatch.setattr(_checks, "KINDS", {*_checks.KINDS, pretended.Pretended})
     with pretended.Here():
         yield pretended.DEVICE
 

@@ -16,7 +16,7 @@ import torch
 
 from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.diagnostics.heat import Leaf
-from bayesopt_chain.optim._refusals import temperature_of
+from bayesopt_chain.optim._checks import temperature_of
 
 
 def warn_unwatched(rule: Any) -> None:

@@ -12,11 +12,18 @@ Philox makes it again, bit for bit, from its key ``state[p]["noise_of"]`` and it
 
 On a CPU :mod:`bayesopt_chain.engine.optimizer_cpu` makes torch's step, draws and noise in one pass, with the same draws. A draw
 is a function of key, leaf number, element and count, so that it does not depend on how leaves are cut into blocks.
+
+A denominator ``D`` that no longer learns makes the step momentum with a fixed preconditioner, which torch does not have:
+
+    V' = mu V + b g,        theta' = (1 - s) theta - (h V' + h_1 g) / D
+
+or, if the velocity averages ``g / D`` (RMSprop), ``V' = mu V + g / D`` and ``theta' = theta - h V'``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Any
@@ -34,8 +41,8 @@ from bayesopt_chain._torch import (
 )
 from bayesopt_chain.engine import optimizer_cpu
 from bayesopt_chain.engine.optimizer_cpu import Coefficients, Job, counter
+from bayesopt_chain.optim._checks import warn_of_rounding
 from bayesopt_chain.optim._plan import KINDS, NEVER, Leaves, Plan
-from bayesopt_chain.optim._refusals import warn_of_rounding
 from bayesopt_chain.random.philox import Runs, parts_of_leaves
 from bayesopt_chain.random.stream import draw_number
 
@@ -281,3 +288,40 @@ def _cut(runs: Runs, n: int) -> list[Runs]:
             pieces[-1].append((start, taken))
             start, length, room = start + taken, length - taken, room - taken
     return [tuple(piece) for piece in pieces]
+
+
+def move_frozen(rule: Any, work: list[Leaves]) -> None:
+    """Make the step of leaves whose denominator no longer learns, in place of torch's step."""
+    for x in work:
+        group, linear = x.group, x.linear
+        for p, state in zip(x.params, x.states):
+            # as in torch: the sign of maximize first, then the coupled weight decay
+            g = -p.grad if group["maximize"] else p.grad
+            if group["weight_decay"] and not group.get("decoupled_weight_decay", False):
+                g = g.add(p, alpha=group["weight_decay"])
+            denominator = rule._denominator(group, x.learned_until, state.__getitem__)
+            p.mul_(1.0 - linear.shrink)
+            if linear.direct:
+                p.addcdiv_(g, denominator, value=-linear.direct)
+            if linear.velocity is None:
+                p.addcdiv_(g, denominator, value=-linear.step_size)
+            elif rule.averages_scaled:
+                velocity = state[linear.velocity].mul_(linear.momentum).addcdiv_(g, denominator)
+                p.add_(velocity, alpha=-linear.step_size)
+            else:
+                velocity = state[linear.velocity].mul_(linear.momentum).add_(g, alpha=linear.gain)
+                p.addcdiv_(velocity, denominator, value=-linear.step_size)
+            rule._count_update(state, group)
+
+
+@contextmanager
+def without_gradients(params: list[Tensor]) -> Iterator[None]:
+    """Set the gradients of some parameters to ``None`` for a while, so that torch's step leaves these parameters out."""
+    grads = [p.grad for p in params]
+    for p in params:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, grad in zip(params, grads):
+            p.grad = grad

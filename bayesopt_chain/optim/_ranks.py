@@ -25,7 +25,7 @@ from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.distributed.parts import place_of
 from bayesopt_chain.distributed.shards import agreed_key
 from bayesopt_chain.distributed.witness import Witness
-from bayesopt_chain.optim import _refusals
+from bayesopt_chain.optim import _checks
 from bayesopt_chain.random.stream import new_key
 
 
@@ -109,7 +109,7 @@ class OnRanks:
         params = [p for group in self.param_groups for p in group["params"]]
         saved = [state_dict["state"].get(i, {}) for group in groups for i in group["params"]]
         for p, entry in zip(params, saved if with_shapes else ()):
-            _refusals.check_state(who, p, entry, self.counters)
+            _checks.check_state(who, p, entry, self.counters)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict by copying it: torch keeps the tensors of the given one where nothing has to be converted.

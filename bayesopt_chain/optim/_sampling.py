@@ -39,9 +39,8 @@ from bayesopt_chain.distributed.ranks import require_named_chain
 from bayesopt_chain.distributed.shards import are_spread
 from bayesopt_chain.distributed.witness import Claim
 from bayesopt_chain.loop.interrupts import uninterrupted
-from bayesopt_chain.optim import _arguments, _heat, _refusals, _shards
-from bayesopt_chain.optim._frozen import move_frozen, without_gradients
-from bayesopt_chain.optim._noise import add_noise, in_one_pass, rescale
+from bayesopt_chain.optim import _checks, _heat, _shards
+from bayesopt_chain.optim._noise import add_noise, in_one_pass, move_frozen, rescale, without_gradients
 from bayesopt_chain.optim._plan import NEVER, REMEMBERED, Form, Leaves, Plan, last_draws, last_step
 from bayesopt_chain.optim._ranks import OnRanks, shared_key
 from bayesopt_chain.optim._rule import Before, Clock, Linear, Noise, noise_of
@@ -135,9 +134,9 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             "keep_draws": keep_draws,
         }
         ours |= {"freeze_after": freeze_after, "heat_guard": heat_guard, "steps_per_epoch": steps_per_epoch}
-        with _arguments.with_call(lambda: f"{self._name}()"):
+        with _checks.with_call(lambda: f"{self._name}()"):
             given = inspect.signature(super().__init__).bind(params, *args, **kwargs).arguments
-        _arguments.require(self._name, {**given, **ours})
+        _checks.require(self._name, {**given, **ours})
         if freeze_after is not None and not self.adaptive:
             raise TypeError(f"{self._name}: nothing here learns a preconditioner, so freeze_after= has no meaning")
         if freeze_after is not None and (isinstance(freeze_after, bool) or int(freeze_after) < 1):
@@ -161,7 +160,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         self._is_constructing, self._generator = True, generator
         self._seed = None if generator is None else generator.initial_seed()  # a run on disk compares it
         shown = {k: v for k, v in given.items() if k != "params"}
-        with _arguments.with_call(lambda: _arguments.call_of(self._name, {"params": "...", **shown})):
+        with _checks.with_call(lambda: _checks.call_of(self._name, {"params": "...", **shown})):
             super().__init__(params, *args, **kwargs)
         if generator is not None:  # at temperature 0 too: the generator is not kept until the temperature is raised
             self._draw_key()
@@ -187,16 +186,16 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             >>> [group["temperature"] for group in optimizer.param_groups]
             [0.5, 0.0]
         """
-        _arguments.require_group(f"{self._name}.add_param_group", param_group)
+        _checks.require_group(f"{self._name}.add_param_group", param_group)
         # torch fills a group with the defaults, which its constructor made of its own arguments only
         for name, value in self._noise_defaults.items():
             self.defaults.setdefault(name, value)
         options = {**self.defaults, **param_group}
-        is_noisy = _refusals.temperature_of(self._name, options) > 0.0
+        is_noisy = _checks.temperature_of(self._name, options) > 0.0
         if is_noisy:
             self._check_group(options)
-        _arguments.require_moves(self._name, options)
-        with _arguments.with_call(lambda: f"{self._name}.add_param_group(param_group)"):
+        _checks.require_moves(self._name, options)
+        with _checks.with_call(lambda: f"{self._name}.add_param_group(param_group)"):
             super().add_param_group(param_group)
         group = self.param_groups[-1]
         group.setdefault("noise_key", next((g["noise_key"] for g in self.param_groups[:-1]), None))
@@ -247,7 +246,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             >>> optimizer.param_groups[0]["noise_key"] == before
             False
         """
-        _arguments.require(f"{self._name}.fork", {"generator": generator})
+        _checks.require(f"{self._name}.fork", {"generator": generator})
         require_named_chain(f"{self._name}.fork", generator)
         key = shared_key(generator, self.param_groups)
         for group in self.param_groups:
@@ -294,14 +293,14 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             >>> optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["temperature"]
             (0.05, 0.5)
         """
-        _arguments.require_state_dict(f"{self._name}.load_state_dict", state_dict)
+        _checks.require_state_dict(f"{self._name}.load_state_dict", state_dict)
         saved = [dict(group) for group in state_dict["param_groups"]]
         dials = [g["temperature"] if torch.is_tensor(g["temperature"]) else None for g in self.param_groups]
         for mine, theirs in zip(self.param_groups, saved):
             for name in _OURS:
                 if name in mine:
                     theirs.setdefault(name, mine[name])
-        noisy = any([_refusals.temperature_of(self._name, group) > 0.0 for group in self.param_groups])
+        noisy = any([_checks.temperature_of(self._name, group) > 0.0 for group in self.param_groups])
         state_dict = {**state_dict, "param_groups": saved}
         self._check_saved(state_dict, with_shapes=noisy)
         super().load_state_dict(state_dict)
@@ -317,7 +316,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         It may not at T > 0: the kernel would leave out its own step where gradients are infinite, but not the noise.
         """
         return self._scales_in_kernel and not any(
-            _refusals.temperature_of(self._name, group) > 0.0 for group in self.param_groups
+            _checks.temperature_of(self._name, group) > 0.0 for group in self.param_groups
         )
 
     @_step_supports_amp_scaling.setter
@@ -343,7 +342,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         """
         out: dict[str, ThermalLeaf] = {}
         for group in self.param_groups:
-            temperature = _refusals.temperature_of(self._name, group)
+            temperature = _checks.temperature_of(self._name, group)
             if temperature == 0.0:
                 continue
             if "param_names" not in group:
@@ -386,7 +385,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         """
         loss = None
         if closure is not None:
-            _arguments.require_closure(self._name, closure)
+            _checks.require_closure(self._name, closure)
         if not any(map(_asks_for_more, self.param_groups)):
             return self._torch_step(closure)
         if closure is not None:
@@ -473,7 +472,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         plan = Plan(self, work, temperatures)
         if plan.noisy:
             params = [p if p.grad is not None else None for group in self.param_groups for p in group["params"]]
-            _refusals.check_memory(self._name, self._cache.names, params)
+            _checks.check_memory(self._name, self._cache.names, params)
         return plan
 
     def _alike(self, group: dict[str, Any], numbers: list[int], is_noisy: bool) -> list[Leaves]:
@@ -483,9 +482,9 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             if p.grad is None:
                 continue
             state = self.state[p]
-            _refusals.check_state(self._name, p, state, self.counters)
+            _checks.check_state(self._name, p, state, self.counters)
             if is_noisy:
-                _refusals.check_leaf(self._name, p, group)
+                _checks.check_leaf(self._name, p, group)
             clock, before = self._clock(state), last_step(state) if is_noisy else None
             last = NEVER if group.get("noise_kept", True) else last_draws(state)
             x = alike.setdefault((clock, before, p.dtype, p.device, last), Leaves(group, clock, before, last))
@@ -496,7 +495,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
 
     def _noise(self, linear: Linear, temperature: float, before: Before | None) -> Noise:
         """Return the coefficients of the noise of a step; raise ValueError if there are none."""
-        _refusals.check_lr(self._name, linear)
+        _checks.check_lr(self._name, linear)
         noise = noise_of(linear, temperature, before)
         if noise.discarded and self.adaptive:
             raise ValueError(
@@ -506,7 +505,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
 
     def _temperature(self, group: dict[str, Any]) -> float:
         """Return the temperature of a group, and check the options of the group if it is above 0."""
-        temperature = _refusals.temperature_of(self._name, group)
+        temperature = _checks.temperature_of(self._name, group)
         if temperature > 0.0:
             self._check_group(group)
         return temperature
@@ -539,7 +538,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         """Raise ValueError if no noise is known for the options of a group."""
         spread = "_cache" in self.__dict__ and self._cache.runs is not None
-        _refusals.check_group(self._name, group, self.adaptive, self.refusal, spread)
+        _checks.check_group(self._name, group, self.adaptive, self.refusal, spread)
 
     # what a subclass says of torch's step
 

@@ -23,7 +23,7 @@ from bayesopt_chain.distributed.witness import Claim
 from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.links.weighted import Weighted
 from bayesopt_chain.loop.interrupts import uninterrupted
-from bayesopt_chain.optim import _arguments
+from bayesopt_chain.optim import _checks
 from bayesopt_chain.optim._ranks import OnRanks
 
 MakeChain = Callable[[dict[str, Any]], GradientTransformation]
@@ -57,10 +57,10 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
     """
 
     def __init__(self, params: Any, make_chain: MakeChain, **defaults: Any) -> None:
-        _arguments.require(self._name, {"params": params, "make_chain": make_chain, **defaults})
+        _checks.require(self._name, {"params": params, "make_chain": make_chain, **defaults})
         self._make_chain = make_chain
         self._chains: list[_Built] = []
-        with _arguments.with_call(lambda: _arguments.call_of(self._name, {"params": "...", **defaults})):
+        with _checks.with_call(lambda: _checks.call_of(self._name, {"params": "...", **defaults})):
             super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -77,7 +77,7 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
             >>> [group["lr"] for group in optimizer.param_groups]
             [0.1, 0.01]
         """
-        _arguments.require_group(f"{self._name}.add_param_group", param_group)
+        _checks.require_group(f"{self._name}.add_param_group", param_group)
         super().add_param_group(param_group)
         try:
             self._chains.append(_Built(self._make_chain, self.param_groups[-1]))
@@ -120,7 +120,7 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
             tensor([0.9000, 0.9000])
         """
         if closure is not None:
-            _arguments.require_closure("bc.optim.Optimizer", closure)
+            _checks.require_closure("bc.optim.Optimizer", closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -192,7 +192,7 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
         """
         # torch.distributed.checkpoint leaves an empty "state" out of a full state dict
         state_dict = {"state": {}, **state_dict} if isinstance(state_dict, dict) else state_dict
-        _arguments.require_state_dict(f"{self._name}.load_state_dict", state_dict)
+        _checks.require_state_dict(f"{self._name}.load_state_dict", state_dict)
         saved = [dict(group) for group in state_dict["param_groups"]]
         states = [group.pop("chain_state", None) for group in saved]
         if len(states) == len(self._chains):

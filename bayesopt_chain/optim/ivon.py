@@ -33,7 +33,7 @@ from bayesopt_chain.distributed.parts import elements_of
 from bayesopt_chain.distributed.ranks import require_named_chain
 from bayesopt_chain.distributed.witness import Claim
 from bayesopt_chain.loop.interrupts import uninterrupted
-from bayesopt_chain.optim import _arguments
+from bayesopt_chain.optim import _checks
 from bayesopt_chain.optim._ranks import OnRanks, shared_key
 from bayesopt_chain.random.philox import draw_elements, parts_of_leaves
 from bayesopt_chain.random.stream import leaf_numbers
@@ -103,7 +103,7 @@ class IVON(OnRanks, torch.optim.Optimizer):
     ) -> None:
         given: dict[str, Any] = {"lr": lr, "temperature": temperature, "betas": betas, "weight_decay": weight_decay}
         given |= {"init_hessian": init_hessian, "rescale_lr": rescale_lr, "clip_radius": clip_radius}
-        _arguments.require(self._name, {"params": params, "generator": generator, **given})
+        _checks.require(self._name, {"params": params, "generator": generator, **given})
         for name, value in (("temperature", temperature), ("init_hessian", init_hessian), ("clip_radius", clip_radius)):
             if not value > 0.0:
                 raise ValueError(f"{self._name}: {name} must be positive, got {value}")
@@ -117,7 +117,7 @@ class IVON(OnRanks, torch.optim.Optimizer):
         # pairs of a local parameter and its mean while the parameters hold a draw, else None
         self._means: list[tuple[Tensor, Tensor]] | None = None
         self._has_draw = False  # whether a draw was made since the last step
-        with _arguments.with_call(lambda: _arguments.call_of(self._name, {"params": "...", **given})):
+        with _checks.with_call(lambda: _checks.call_of(self._name, {"params": "...", **given})):
             super().__init__(params, {**given, "noise_count": 0})
         key = shared_key(generator, self.param_groups)
         for group in self.param_groups:
@@ -140,7 +140,7 @@ class IVON(OnRanks, torch.optim.Optimizer):
             >>> optimizer.state[b]["hessian"].shape
             torch.Size([3])
         """
-        _arguments.require_group(f"{self._name}.add_param_group", param_group)
+        _checks.require_group(f"{self._name}.add_param_group", param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         # in the constructor there is no key yet; a group that is added later takes part in the draws of the others
@@ -226,7 +226,7 @@ class IVON(OnRanks, torch.optim.Optimizer):
             True
         """
         if closure is not None:
-            _arguments.require_closure(self._name, closure)
+            _checks.require_closure(self._name, closure)
         loss = None
         if closure is not None:  # a trainer's callback may have made the draw already, and ends it within the closure
             with nullcontext() if self._means is not None else self.sampled(), torch.enable_grad():
@@ -328,7 +328,7 @@ class IVON(OnRanks, torch.optim.Optimizer):
             TypeError: ``state_dict`` is no state dict of an optimizer.
             ValueError: it is of another class, or of parameters of other shapes. Nothing has changed then.
         """
-        _arguments.require_state_dict(f"{self._name}.load_state_dict", state_dict)
+        _checks.require_state_dict(f"{self._name}.load_state_dict", state_dict)
         self._check_saved(state_dict, with_shapes=True)
         super().load_state_dict(state_dict)
         self._has_draw = False

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.engine.optimizer_cpu import MOMENTUM, PLAIN
+from bayesopt_chain.optim._checks import momentum_of
 from bayesopt_chain.optim._plan import Form
-from bayesopt_chain.optim._refusals import momentum_of
 from bayesopt_chain.optim._rule import Clock, Linear
 from bayesopt_chain.optim._sampling import Sampling
 
