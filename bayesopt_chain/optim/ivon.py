@@ -35,6 +35,7 @@ from bayesopt_chain.distributed.witness import Claim
 from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.optim import _checks
 from bayesopt_chain.optim._ranks import OnRanks, shared_key
+from bayesopt_chain.posterior.vi._natural import averaged, newton
 from bayesopt_chain.random.philox import draw_elements, parts_of_leaves
 from bayesopt_chain.random.stream import leaf_numbers
 
@@ -255,13 +256,11 @@ class IVON(OnRanks, torch.optim.Optimizer):
         state["step"] += 1
         (beta1, beta2), delta, lr = group["betas"], group["weight_decay"], float(group["lr"])
         v.mul_(beta1).add_(g, alpha=1.0 - beta1)
-        # h - h-hat; the same eps as in the draw at which g was taken
-        gap = h - g * _eps(group, p, m, number, group["noise_count"]) / _sigma(group, h)
-        rho = 1.0 - beta2
-        h.add_(0.5 * rho**2 * gap.square() / (h + delta) - rho * gap)
+        # the same eps as in the draw at which g was taken
+        h.copy_(averaged(h, g * _eps(group, p, m, number, group["noise_count"]) / _sigma(group, h), delta, beta2))
         force = v / (1.0 - beta1 ** int(state["step"])) + delta * m
         scale = group["init_hessian"] + delta if group["rescale_lr"] else 1.0
-        m.add_((force / (h + delta)).clamp_(-group["clip_radius"], group["clip_radius"]), alpha=-lr * scale)
+        m.add_(newton(force, h, delta, lr, scale, group["clip_radius"]))
 
     def callback(self) -> Any:
         """Make a callback of the trainers that own the loop: every step then takes its gradients at a draw.

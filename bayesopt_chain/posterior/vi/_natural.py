@@ -228,6 +228,17 @@ class Natural(Drawing):
         return f"{self.name}({', '.join(words)})"
 
 
+def averaged(h: Tensor, estimate: Tensor, delta: Any, beta: float) -> Tensor:
+    """IVON's next average of the Hessian, which stays positive; ``bc.optim.IVON`` has it from here too."""
+    rho, gap = 1 - beta, h - estimate
+    return h if rho == 0 else h + (0.5 * rho**2 * gap.square() / (h + delta) - rho * gap)
+
+
+def newton(force: Tensor, h: Tensor, delta: Any, lr: float | Tensor, scale: Any, radius: float) -> Tensor:
+    """IVON's move of the mean, ``-lr scale (force / (h + delta))``, the quotient within ``radius``."""
+    return times((force / (h + delta)).clamp(-radius, radius) * scale, -lr)
+
+
 @dataclass(frozen=True)
 class IVON(Natural):
     rescale_lr: bool = True
@@ -267,13 +278,15 @@ class IVON(Natural):
             ]
             is_positive_temperature = scalar(now(self.temperature, state.step), state.key.device) > 0
             hessian = tuple(
-                h if x is None else torch.where(is_positive_temperature, self._averaged(h, x, d), h)
+                h if x is None else torch.where(is_positive_temperature, averaged(h, x, d, self.betas[1]), h)
                 for x, h, d in zip(estimates, state.hessian, self.decay(state))
             )
         force, momentum = self._force(means, state, leaves)
         lr = now(self.lr, state.step)
         steps = [
-            None if f is None else -self._scaled((f / (h + d)).clamp(-self.clip_radius, self.clip_radius), lr, d)
+            None
+            if f is None
+            else newton(f, h, d, lr, self.init_hessian + d if self.rescale_lr else 1, self.clip_radius)
             for f, h, d in zip(force, hessian, self.decay(state))
         ]
         new = NaturalState(momentum, hessian, state.key, state.step + 1)
@@ -285,20 +298,6 @@ class IVON(Natural):
                 for x, b in zip(steps, bounds)
             ]
         return steps, op.keep(state, new)
-
-    def _scaled(self, x: Tensor, lr: float | Tensor, decay: Any) -> Tensor:
-        """``x`` times lr, and times ``h_0 + delta`` with ``rescale_lr``."""
-        if not self.rescale_lr:
-            return times(x, lr)
-        first = self.init_hessian + decay
-        return times(x * first, lr) if self.prior is not None else times(x, lr * first)
-
-    def _averaged(self, h: Tensor, estimate: Tensor, decay: Any) -> Tensor:
-        rho = 1 - self.betas[1]
-        if rho == 0:
-            return h
-        gap = h - estimate
-        return self.betas[1] * h + rho * estimate + 0.5 * rho**2 * gap.square() / (h + decay)
 
     def precision(self, state, params):
         temperature = now(self.temperature, state.step)
