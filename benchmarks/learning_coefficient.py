@@ -17,11 +17,12 @@ steps (64 chains, all data).
 
 devinterp 2.0.1 (where it is installed) gets as many gradients as ours took, pilots included, for 8 chains on all data or
 the same batches, the same temperature and spring. Its value is the mean over all steps, as ``compute_llc`` has it.
-"Default" is the rate .01 of ``SGMCMC.sgld``. "Best of grid" is that of seven rates whose value comes closest to the right
+"Default" is the rate .01 of ``SGMCMC.sgld``. "Best of grid" is that of five rates whose value comes closest to the right
 one: what somebody who knows the answer would choose.
 
-Rules and defaults were fixed on seeds 0 and 1 of the models that are not marked as held out. Those, and the seeds 10 and
-11 of all models, were run once, at the end.
+Rules and defaults were fixed before any of the models marked as held out was run, and seed 10 of any model. Those were run
+once, at the end, with ``--final``; on seeds 0 and 1 the first five models were run before, and nothing was changed after
+it.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ from benchmarks.measure import environment, take_turns
 RESULTS = Path(__file__).parent / "results" / "learning_coefficient.json"
 N, BATCH = 1000, 100
 T = math.log(N) / N
-SEEDS, HELD_OUT_SEEDS = (0, 1), (10, 11)
-GRID = (1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+SEEDS, HELD_OUT_SEEDS = (0, 1), (10,)
+GRID = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 F64 = torch.float64
 
 
@@ -206,7 +207,7 @@ def quadrature(model: Model) -> tuple[float, float]:
     return value, abs(value - at(coarse))
 
 
-def hmc(model: Model, chains: int = 64, warm: int = 600, steps: int = 2500, length: float = 1.5) -> tuple[float, float]:
+def hmc(model: Model, chains: int = 64, warm: int = 250, steps: int = 600, length: float = 1.5) -> tuple[float, float]:
     """The value by Hamiltonian Monte Carlo with Metropolis steps, and its error from the means of the chains."""
     g = generator(17)
     leaves, spec = optree.tree_flatten(model.start)
@@ -233,11 +234,11 @@ def hmc(model: Model, chains: int = 64, warm: int = 600, steps: int = 2500, leng
 
     x = centre.repeat(chains, 1)
     e, u, force = gradient(x)
-    size, sums, count = 0.02, torch.zeros(chains, dtype=F64), 0
+    size, sums, count = 0.05, torch.zeros(chains, dtype=F64), 0
     for t in range(warm + steps):
         v = torch.randn(x.shape, generator=g, dtype=F64)
         h = size * (0.8 + 0.4 * float(torch.rand((), generator=g)))
-        moves = max(1, min(60, int(length * (0.3 + 0.7 * float(torch.rand((), generator=g))) / size)))
+        moves = max(1, min(40, int(length * (0.3 + 0.7 * float(torch.rand((), generator=g))) / size)))
         y, w, ey, uy, f = x, v, e, u, force
         for _ in range(moves):
             w = w - h / 2 * f
@@ -338,7 +339,13 @@ def league(record: dict[str, Any], seeds: tuple[int, ...], held_out: bool, peer:
                     row[key]["judged"] = judged(row[key], row["right"])
                     print(name, key, row["right"], row[key], flush=True)
                     save(record)
-                if peer and seed == seeds[0] and "devinterp" not in row[key] and "gradients" in row[key]:
+                if (
+                    peer
+                    and kind == "full"
+                    and seed == seeds[0]
+                    and "devinterp" not in row[key]
+                    and "gradients" in row[key]
+                ):
                     steps = row[key]["gradients"] // 8
                     row[key]["devinterp"] = {str(lr): theirs(model, batches, lr, steps, seed) for lr in GRID}
                     print(name, key, "devinterp", row[key]["devinterp"], flush=True)

@@ -383,18 +383,20 @@ def observe(
         }
         settings = _settings(path, target, width, max(40, burn_in // 4), lr, sorted({*kept, *small} & {*of}))
         lr, stiff = settings["lr"], target.stiff_directions(1 if target.free > ALONE else 4)
-        about = {**shift, **{name: torch.zeros(1) for name in ("loss", "virial", "virial of stiff")}}
-        about["virial by leaf"] = torch.zeros(len(target.leaves))
+        device = target.leaves[0].device
+        sizes = {"loss": 1, "virial": 1, "virial of stiff": 1, "virial by leaf": len(target.leaves)}
+        about = {
+            **shift,
+            **{name: torch.zeros(size, dtype=torch.float64, device=device) for name, size in sizes.items()},
+        }
+        about["loss"] += reference
         watches, ended = list[Watch](), list[tuple[bool, str]]()
         for number in range(chains // width):
             record = Record(
                 {name: x.shape if name in of else (x.numel(),) for name, x in about.items()},
                 covariances,
                 settings["kept"],
-                {
-                    name: torch.tensor([reference]).double() if name == "loss" else x.reshape(-1).double()
-                    for name, x in about.items()
-                },
+                {name: x.reshape(-1).double() for name, x in about.items()},
             )
             measured = Measured(target, width, of, stiff, reference, number)
             watch = Watch(measured, record, burn_in, thinning, target.one_batch(width), of)
