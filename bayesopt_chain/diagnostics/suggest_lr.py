@@ -254,15 +254,12 @@ class _Search:
                     "suggest_lr: twice the lr does not move the parameters twice as far; make_tx must use the lr that it is "
                     "given, in every group"
                 )
-        # a place costs as many passes as the share of the data that is measured times 1 + 2 PRODUCTS
-        allowed = math.inf if epochs is None else SHARE * epochs
-        self.base, self.measured, self.joined = source.measured(0.35 * allowed / (1 + 2 * PRODUCTS) * source.size)
-        self.trial = 0.3 * allowed
+        self.allowed = math.inf if epochs is None else SHARE * epochs
         self.passes = 0.0
 
     def run(self) -> Suggestion:
         """The answer."""
-        places, margin, diverged = [self._measure(self.params)], MARGIN, 0
+        places, margin, diverged = [self._measure(self.params, 0.15 * self.allowed)], MARGIN, 0
         while (end := self._ends(max(self._rows(places, margin)), places[0])) is None:
             diverged, margin = diverged + 1, margin / 2
             if diverged == HALVINGS:
@@ -270,7 +267,7 @@ class _Search:
                     "suggest_lr: trial runs from params diverge at every learning rate; go to a mode first, and look at "
                     "the loss and for NaN in the data"
                 )
-        places.append(self._measure(end))
+        places.append(self._measure(end, 0.6 * self.allowed))
         rows = self._rows(places, margin)
         best = max(rows)
         steps = self.source.size / best.batch_size
@@ -292,11 +289,13 @@ class _Search:
             tuple(self._notes(best, places, margin)),
         )
 
-    def _measure(self, params: Any) -> Place:
-        loss, base, response = self.loss, self.base, self.response
-        product = hessian_product(loss, params, self.joined, max_batches=MOST)
+    def _measure(self, params: Any, passes: float) -> Place:
+        loss, response = self.loss, self.response
+        # a place costs as many passes as the share of the data that is measured times 1 + 2 PRODUCTS
+        base, measured, joined = self.source.measured(passes / (1 + 2 * PRODUCTS) * self.source.size)
+        product = hessian_product(loss, params, joined, max_batches=MOST)
         try:
-            noise = gradient_noise(loss, params, self.measured, rank=RANK, max_batches=MOST)
+            noise = gradient_noise(loss, params, measured, rank=RANK, max_batches=MOST)
             system = reduce(response, noise, product, self.source.size / base, max_products=3 * RANK)
             trace, moving = _trace(product, params, response)
         except RuntimeError as err:
@@ -308,13 +307,13 @@ class _Search:
                 "of an nn.Embedding"
             ) from err
         with torch.no_grad():
-            levels = torch.stack([scalar(loss, params, batch).double().cpu() for batch in self.measured])
+            levels = torch.stack([scalar(loss, params, batch).double().cpu() for batch in measured])
         level = (float(levels.mean()), float(levels.std(correction=0)) / math.sqrt(len(levels)))
         prior = min(group.prior for group in response.groups)
         top = float(torch.linalg.eigvalsh(system.H)[-1]) if len(system.H) else 0.0
         if not top + prior > 0:
             raise ValueError("suggest_lr: the loss has no positive curvature at params; go to a mode first")
-        self.passes += len(self.measured) * base / self.source.size * (1 + 2 * PRODUCTS)
+        self.passes += len(measured) * base / self.source.size * (1 + 2 * PRODUCTS)
         mean = max(trace / moving, 1e-5 * top)
         return Place(replace(system, C=system.C * base, D=system.D * base), mean, top, level, moving)
 
@@ -383,7 +382,7 @@ class _Search:
         """Where a trial run from ``params`` comes to; ``None`` where it diverges."""
         steps_per_epoch = self.source.size / row.batch_size
         fewest, most = STEPS
-        steps = int(max(fewest, min(most, self.trial * steps_per_epoch, max(20, 40 * steps_per_epoch))))
+        steps = int(max(fewest, min(most, 0.25 * self.allowed * steps_per_epoch, max(20, 40 * steps_per_epoch))))
         tx, params, losses = self.make(row.lr, row.momentum), self.params, []
         step = make_step(self.loss, tx)
         copied = optree.tree_map(lambda x: x.clone() if torch.is_tensor(x) else x, self.state)

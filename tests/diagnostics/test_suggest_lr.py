@@ -304,13 +304,6 @@ def test_forty_rows_of_500_features_do_not_run_away():
         assert draws.complete and float(levels.max()) < float(ridge(mode, data)) + 2 * 500 / 40
 
 
-def test_about_a_tenth_of_the_run_goes_into_suggesting():
-    data, mode = narrow()
-    make = lambda lr: bc.sghmc(lr, 0.9, temperature=1 / 2000)  # noqa: E731
-    for epochs in (100, 400):
-        assert bc.suggest_lr(make, squares, mode, bc.epochs(data, 50), epochs=epochs).passes <= 0.12 * epochs
-
-
 def heat_of(found, x, y):
     """The excess of a regression with the exact noise at draws, by the equations of ``heating``."""
     N, d = x.shape
@@ -341,6 +334,23 @@ def test_a_feature_that_few_rows_have_does_not_heat(seed):
     mode = torch.linalg.lstsq(x, y).solution
     make = partial(bc.sghmc, temperature=1 / N)
     assert heat_of(bc.suggest_lr(make, squares, mode, bc.epochs((x, y), 50), seed=seed), x, y) < 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_a_tenth_of_a_short_run_pays_for_a_rate_whose_exact_heat_is_small(seed):
+    """Rows of heavy tails, and noise that grows with a feature: of 16 seeds the hottest had 6 % where 5 % are asked for."""
+    g = torch.Generator().manual_seed(106 + seed)
+    N, d, b = 1000, (3, 8, 20, 3)[seed], (100, 100, 100, 20)[seed]
+    x = (
+        torch.randn(N, d, generator=g)
+        * torch.logspace(0, -1, d)
+        * (torch.randn(N, 1, generator=g).abs() if seed % 2 else 1)
+    )
+    y = x.sum(1) + torch.randn(N, generator=g) * (1 + (seed % 2) * x[:, 0].abs())
+    mode, make = torch.linalg.lstsq(x, y).solution, lambda lr: bc.sghmc(lr, temperature=1 / N)
+    found = bc.suggest_lr(make, squares, mode, bc.epochs((x, y), b, seed=seed), epochs=100, seed=seed)
+    assert heat_of(found, x, y) < 0.1 and found.passes < 11
 
 
 def dropped(w, batch):
