@@ -63,9 +63,6 @@ CALLS = {
     ("arviz", "diagnostics", "to_arviz"): lambda _: DRAWS.to_arviz(),
     ("arviz", "diagnostics", "traces"): lambda _: bc.plot.traces(DRAWS),
     ("matplotlib", "plot", "traces"): lambda _: bc.plot.traces(DRAWS),
-    ("matplotlib", "plot", "doctor"): lambda _: bc.diagnostics.Diagnosis(
-        (), {}, {"loss": torch.zeros(10, 2)}, None
-    ).plot(),
     ("torchmetrics", "metrics", "classes"): lambda _: bc.posterior.classification_metrics(
         PROBABILITIES, torch.tensor([0])
     ),

@@ -109,7 +109,7 @@ def test_chains_on_disk_go_on_and_are_judged(device, tmp_path):
         torch.testing.assert_close(opened.params[name], leaf.cpu(), rtol=0, atol=0)
     for there in (opened.to(device), bc.Draws.open(tmp_path / "draws", like=params)):
         require_on(device, there.params, {"predicted": there.predict(outputs, [(x, y)])})
-    found = bc.diagnostics.doctor(whole, chain(1e-3), loss, [(x, y)], mode=start(device), posterior_temperature=1 / N)
+    found = bc.diagnostics.doctor(whole, chain(1e-3), loss, [(x, y)], posterior_temperature=1 / N)
     assert isinstance(found.is_healthy, bool)
     assert all(bool(value.isfinite().all()) for value in bc.diagnostics.r_hat(whole).values())
 

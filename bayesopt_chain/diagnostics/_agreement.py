@@ -10,25 +10,27 @@ with many parameters the largest of them always does. The variance between the m
 ``2 E`` (Bonferroni, for both ways of looking), and four times their median is a p-value under any dependence of the
 elements (Rüger, 1978): whichever is smaller.
 
-**One chain among many** hardly changes R-hat. The mean of each chain is compared with that of the other ``m - 1`` by Student's
-test with ``n / tau - 1`` degrees of freedom, the smallest p-value times the number of chains and elements.
-
 **A drift that all chains share** makes tau as long as the run, so that this test cannot see it. For it the last third of
-the draws is compared with the first (Geweke, 1992). Let ``D_c`` be the difference of their means in chain ``c``, ``D`` the mean
-of all ``D_c``, and ``h`` the draws of a third. Two tests need no tau of the whole run:
+the draws is compared with the first (Geweke, 1992). Let ``D`` be the difference of their means over all chains, ``h`` the draws
+of a third, ``v`` the variance over a third of the chains' mean and ``tau`` the autocorrelation time within a third. Then
 
-    tau of the thirds       D / sqrt(2 v tau / h) ~ Student(h / tau - 1),    v the variance over a third of the chains' mean
-    the chains themselves   D sqrt(m) / sd(D_c)   ~ Student(m - 1),              m >= 3 independent chains
+    D / sqrt(2 v tau / h)     ~ Student(h / tau - 1),
+    D sqrt(m) / sd(D_c)       ~ Student(m - 1),              D_c the difference in one of m >= 3 independent chains.
 
-In the first one ``tau`` is the autocorrelation time within a third, about the third's own mean, and the chains need not be
-independent. It is used where a third has at least 5 effective draws: below that it would call a slow chain a drifting one. The
-second one holds for chains of any speed. Elements are combined as above, and twice the smaller p-value is that of both. At the
-level 0.01 stationary chains (autoregressive, 60 and 400 draws, 2000 runs each) are called drifting by the first test at a rate
-of at most 0.012 where tau is up to a fifth of the run, and 0.022 for a single chain whose tau is half of the run.
+The first is used where a third has at least 5 effective draws: below that it would call a slow chain a drifting one. The second
+holds for chains of any speed.
+
+**Shared noise.** Chains of one seed that started at different places meet on a convex loss, and a copy of a chain may lag
+behind it; R-hat approves of both. What can be compared is what a draw does not owe to those before it (Haugh, 1976), the
+residual of ``x_t = a + b t + c_1 x_{t-1} + c_2 x_{t-2} + residual_t``: those of independent chains are uncorrelated at every
+lag ``k``. Of ``m`` pairs, lags and elements the normal scores of independent chains reach a correlation of
+``sqrt(2 log(m / level) / (n - k))`` with a probability below ``level``. Chains that share less than a quarter of the variance
+of their noise are not reported.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -36,6 +38,9 @@ from torch import Tensor
 
 CAUTION = 1.5  # by which tau, itself an estimate, is enlarged
 ENOUGH = 5.0  # effective draws of a third, from which its tau is believed
+SHARED = 0.5  # correlation of residuals from which chains are reported
+ELEMENTS = 16  # that are compared for it
+FEWEST = 16  # draws below which nothing is
 
 
 class Agreement(NamedTuple):
@@ -68,86 +73,82 @@ def agreement(x: Tensor) -> Agreement:
     return Agreement(r_hat, CAUTION * m * effective, _of_all(p), int(p.argmin()))
 
 
-class Apart(NamedTuple):
-    """The chain whose mean is clearest away from that of the others.
-
-    Attributes:
-        chain: its number.
-        size: how far it lies, in standard deviations of the draws within chains.
-        p_value: of all chains and elements together.
-    """
-
-    chain: int
-    size: float
-    p_value: float
-
-
-def apart(x: Tensor) -> Apart | None:
-    """One chain among many that is elsewhere, which R-hat, a mean over chains, does not show; ``None`` of one chain.
-
-    Args:
-        x: draws ``[draws, chains, elements]``, float64, none of them constant.
-    """
-    from scipy.stats import t as student
-
-    n, chains, _ = x.shape
-    if chains < 2:
-        return None
-    tau = autocorrelation_time(rank_normalised(x))
-    effective = (n / (CAUTION * torch.maximum(tau, tau.median()))).clamp(min=1.01)
-    means, within = x.mean(0), x.var(0).mean(0).sqrt().clamp(min=1e-300)
-    size = (means - (means.sum(0) - means) / (chains - 1)).abs() / within
-    ratio = size * (effective * (chains - 1) / chains).sqrt()
-    p = torch.as_tensor(2 * student.sf(ratio.numpy(), (effective - 1).expand_as(ratio).numpy()), device="cpu")
-    chain, element = divmod(int(p.argmin()), p.shape[1])
-    return Apart(chain, float(size[chain, element]), min(1.0, p.numel() * float(p.min())))
-
-
 def _of_all(p: Tensor) -> float:
     """The p-value of all elements together."""
     return min(1.0, 2 * len(p) * float(p.min()), 4 * float(p.median()))
 
 
-class Drift(NamedTuple):
-    """A difference between the last and the first third of the draws.
-
-    Attributes:
-        size: of each element ``[E]``, in standard deviations of the normal scores; positive where it grows.
-        p_value: of all elements together.
-        worst: the element whose drift is clearest.
-    """
-
-    size: Tensor
-    p_value: float
-    worst: int
-
-
-def drift(x: Tensor, *, independent: bool = True) -> Drift:
-    """Whether the chains drift together.
+def drift(x: Tensor, *, independent: bool = True) -> tuple[float, float]:
+    """Whether the chains drift together from the first to the last third.
 
     Args:
         x: draws ``[draws, chains, elements]``, float64, none of them constant.
-        independent: whether the chains are; if they share their noise, the test that compares them with each other is left out.
+        independent: whether the chains are; else they are not compared with each other.
+
+    Returns:
+        The clearest drift, in standard deviations of the normal scores, positive where it grows; the p-value of all elements.
     """
     from scipy.stats import t as student
 
-    h, chains = len(x) // 3, x.shape[1]
+    h = len(x) // 3
     z = rank_normalised(x)
-    first, middle, last = z[:h], z[h : 2 * h], z[-h:]
-    tau = autocorrelation_time(torch.cat([first, middle, last], 1))
+    thirds = z[:h], z[h : 2 * h], z[-h:]
+    tau = autocorrelation_time(torch.cat(thirds, 1))
     effective = h / (CAUTION * torch.maximum(tau, tau.median()))
-    means = [part.mean(1) for part in (first, middle, last)]
-    size = means[2].mean(0) - means[0].mean(0)
-    variance = torch.stack([mean.var(0) for mean in means]).mean(0)
+    means = [part.mean(1) for part in thirds]
+    size, variance = means[2].mean(0) - means[0].mean(0), torch.stack([mean.var(0) for mean in means]).mean(0)
     ratio = size.abs() / (2 * variance / effective).sqrt().clamp(min=1e-300)
     p = 2 * torch.as_tensor(student.sf(ratio.numpy(), (effective - 1).clamp(min=1.0).numpy()), device="cpu")
     found = [torch.where(effective >= ENOUGH, p, torch.ones_like(p))]
-    if chains >= 3 and independent:
-        each = last.mean(0) - first.mean(0)
-        ratio = size.abs() * chains**0.5 / each.std(0).clamp(min=1e-300)
-        found.append(2 * torch.as_tensor(student.sf(ratio.numpy(), chains - 1), device="cpu"))
+    if x.shape[1] >= 3 and independent:
+        spread = (thirds[2].mean(0) - thirds[0].mean(0)).std(0).clamp(min=1e-300)
+        ratio = size.abs() * x.shape[1] ** 0.5 / spread
+        found.append(2 * torch.as_tensor(student.sf(ratio.numpy(), x.shape[1] - 1), device="cpu"))
     clearest = min(found, key=_of_all)
-    return Drift(size, min(1.0, len(found) * _of_all(clearest)), int(clearest.argmin()))
+    return float(size[clearest.argmin()]), min(1.0, len(found) * _of_all(clearest))
+
+
+class SharedNoise(NamedTuple):
+    """Two chains that move together: their numbers, by how many draws the second is behind the first, and the correlation."""
+
+    chains: tuple[int, int]
+    lag: int
+    correlation: float
+
+
+def shared_noise(x: Tensor, level: float = 1e-4) -> SharedNoise | None:
+    """The two chains that most clearly use the same noise, if any do.
+
+    Args:
+        x: draws ``[draws, chains, elements]``, float64.
+        level: the rate at which independent chains may be found.
+    """
+    chains = x.shape[1]
+    if chains < 2 or len(x) < FEWEST or not x.shape[2]:
+        return None
+    x = x[..., :: max(1, -(-x.shape[2] // ELEMENTS))]
+    n = len(x) - 2
+    y = (x - x.mean(0)) / x.std(0).clamp(min=1e-300)
+    line = torch.linspace(-1, 1, n, dtype=torch.float64, device="cpu").expand(*y.shape[1:], n)
+    known = torch.stack([torch.ones_like(line), line, *(y[j : n + j].permute(1, 2, 0) for j in (1, 0))], -1)
+    now = y[2:].permute(1, 2, 0)[..., None]
+    gram = known.mT @ known + 1e-9 * n * torch.eye(4, dtype=torch.float64, device="cpu")
+    scores = normal_scores((now - known @ torch.linalg.solve(gram, known.mT @ now))[..., 0].permute(2, 0, 1))
+    scores = scores / scores.square().mean(0).sqrt().clamp(min=1e-300)
+    lags = torch.arange(-(n // 2), n // 2 + 1, device="cpu")
+    overlap = (n - lags.abs()).double()[:, None, None]
+    spectrum, tried = torch.fft.rfft(scores, 2 * n, dim=0), x.shape[2] * len(lags) * chains * (chains - 1) / 2
+    clear = (2 * math.log(tried / level) / overlap).sqrt().clamp(min=SHARED)
+    best: tuple[float, SharedNoise | None] = (1.0, None)
+    for i in range(chains - 1):
+        cross = torch.fft.irfft(spectrum[:, i, None].conj() * spectrum[:, i + 1 :], 2 * n, dim=0)[lags] / overlap
+        k, j, e = (int(v) for v in torch.unravel_index((cross / clear).argmax(), cross.shape))
+        if float(cross[k, j, e] / clear[k, 0, 0]) > best[0]:
+            best = (
+                float(cross[k, j, e] / clear[k, 0, 0]),
+                SharedNoise((i, i + 1 + j), int(lags[k]), float(cross[k, j, e])),
+            )
+    return best[1]
 
 
 def rank_normalised(x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from bayesopt_chain.checks import installed
 if TYPE_CHECKING:
     from bayesopt_chain.runs.draws import Draws
 
+R_HAT = 1.01  # above which draws have not mixed
 AT_ONCE = 1 << 28  # bytes of draws on disk that are looked at together
 
 

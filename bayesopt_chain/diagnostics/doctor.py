@@ -1,20 +1,28 @@
-"""Can this run be trusted, and what to change first if not: one page in words, one figure.
+r"""Five questions to a run, and what to change first where the answer is no.
 
-Every finding rests on a number that is shown, and is made only where chance does not explain it: the draws' agreement by an
-F-test that knows their autocorrelation (:mod:`bayesopt_chain.diagnostics._agreement`), their temperature by the virial theorem
-along the directions that mix first (:mod:`bayesopt_chain.diagnostics._against_loss`), the scale of the loss exactly.
+1. **Is it finite, and does it move?** Draws and losses; leaves and chains that stand still.
+2. **Do the chains agree?** Split R-hat by an F-test that knows the draws' autocorrelation, effective draws, chains that share
+   their noise (:mod:`bayesopt_chain.diagnostics._agreement`).
+3. **Is it at rest?** Drift of the draws and of the loss from the first to the last third; a loss that falls at first.
+4. **Has the loss its scale?** ``loss(a batch twice) = loss(the batch)`` for a mean, twice that for a sum, exactly. A mean over
+   N data takes ``T = 1/N`` for the posterior, a sum ``T = 1``. Whether a mean is multiplied by something else cannot be seen;
+   ``tr Cov(gradient) / tr H`` of one datum is shown, which is 1 at the mode of a calibrated likelihood, ``c`` for ``c`` times
+   it, and anything elsewhere, so that no verdict rests on it.
+5. **Has it the temperature?** For every direction ``u`` and every constant ``c``, integration by parts gives
 
-What cannot be seen: a prior written into the loss with another strength than meant, which is simply another posterior, and
-modes that no chain has visited. A declared ``prior_sd`` is compared from one side only: draws of a leaf that lie several of
-these from zero are reported. Draws that are narrower are what data do as well as too strong a prior, and which of the two it
-was needs the curvature of the likelihood without its prior. So that side is judged only where the prior is weight decay, whose
-strength is known.
+    E[(u . (theta - c)) (u . grad U(theta))] = T |u|^2        (virial theorem; no Gaussian is assumed),
+
+   along all parameters, leaf by leaf, and along the stiffest directions of the Hessian at a draw, which forget first and which
+   minibatches heat most. ``c`` is the mean of the other half of the draws. The share of the loss without the chain's weight
+   decay shows leaves that the loss does not determine.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optree
@@ -23,40 +31,50 @@ from torch import Tensor
 
 from bayesopt_chain import kinds
 from bayesopt_chain.checks import installed, short
-from bayesopt_chain.diagnostics import _against_loss, _findings
-from bayesopt_chain.diagnostics._findings import RANK, Finding
-from bayesopt_chain.diagnostics._seeds import initialised_devices
-from bayesopt_chain.diagnostics.gradient_noise import scalar
-from bayesopt_chain.diagnostics.heating import Heating
-from bayesopt_chain.diagnostics.temperatures import (
-    Estimate,
-    Forces,
-    Temperatures,
-    estimate,
-    forces_of,
-)
+from bayesopt_chain.diagnostics._agreement import agreement, drift, effective, mean_and_error, shared_noise
+from bayesopt_chain.diagnostics._seeds import initialised_devices, seed_all
+from bayesopt_chain.diagnostics.convergence import R_HAT
+from bayesopt_chain.diagnostics.gradient_noise import gradients, scalar
+from bayesopt_chain.diagnostics.temperatures import Forces, forces_of, names_of
+from bayesopt_chain.diagnostics.top_curvature import hessian_product, lanczos
 from bayesopt_chain.trees import paths_of
 
 if TYPE_CHECKING:
     from bayesopt_chain.runs.draws import Draws
 
-HOT = 0.1  # excess of temperature above which a run is reported
-PRIOR_UNSEEN = (
-    "Not seen: whether a prior that is written into the loss has the strength that was meant; one that is too strong or "
-    "too weak is another posterior, sampled well."
-)
-PRIOR_HALF_SEEN = (
-    "Half seen: prior_sd tells of draws much wider than it; draws that are narrower, as too strong a prior in the loss makes "
-    "them, look like those that the data have told much about, so that they are not reported."
-)
-UNTOLD = "Not told: the temperature of the draws, since they are still on their way."
-NO_LOSS = "Not looked at: scale and temperature, which need tx=, loss= and batches=."
-NO_TEMPERATURE = (
-    "Not told: scale and temperature, since tx gives no leaf noise of a temperature above 0 that could be read; where it is a "
-    "sampler of another kind, pass temperature=."
-)
-TOO_FEW = "Not told: the temperature of the draws, which takes four of them at least."
-ONE_CHAIN = "Not seen: other modes. One chain cannot show them; run several from different starts."
+LEVEL = 0.01  # probability at which chains that agree may be called different
+FEW = 4.0  # effective draws a chain below which a run is short
+LARGE, UNTOLD = 1.5, 8.0  # R-hat from which so few effective draws a chain do not tell agreement from chance
+STILL = 1e-3  # probability of as many equal draws in a row, by how often a chain repeats itself otherwise
+GROWTH = 10.0  # by how much the loss, over its spread at first, must have grown to call a run diverging
+DRIFTED = 0.5  # standard deviations from the first to the last third that a drift must reach besides being no accident
+FIRST = 10.0  # standard deviations above the later losses at which the first draws were made on the way there
+MOST = 1000  # elements of all leaves together that agreement is judged on
+MOST_DRAWS = 60  # at which the gradient of all data is taken
+DIRECTIONS = 4  # the stiffest, along which the temperature is read
+HOT = 0.1  # excess of temperature from which a run is reported
+COLD, COLD_ALL = 0.8, 0.5  # temperature below which a stiff direction, or all parameters, have not spread out
+OFF = 1.3  # factor by which the temperature may miss the posterior's
+DATA = 0.1  # share of the virial below which the loss does not determine a leaf
+PATIENT = (3.0, 2.33)  # standard errors of one leaf; of the directions, with 0.35 log of their number
+
+RANK = (  # what costs most comes first
+    "diverged", "nonfinite", "scale", "duplicate", "dead", "heated", "prior", "burn-in", "cold", "modes", "mixing", "short",
+)  # fmt: skip
+
+
+class Finding(NamedTuple):
+    """One fault of a run.
+
+    Attributes:
+        kind: diverged, nonfinite, scale, duplicate, dead, heated, prior, burn-in, cold, modes, mixing or short.
+        says: what was seen, a sentence with its number.
+        do: what to do about it, a sentence.
+    """
+
+    kind: str
+    says: str
+    do: str
 
 
 class Diagnosis(NamedTuple):
@@ -65,15 +83,11 @@ class Diagnosis(NamedTuple):
     Attributes:
         findings: what is wrong, worst first; empty for a run that can be trusted.
         numbers: what was looked at, by name.
-        traces: the series that :meth:`plot` draws, ``[draws, chains]`` each, by name.
-        temperatures: those that were read, or ``None``.
         unseen: what could not be looked at or was taken for granted, a sentence each.
     """
 
     findings: tuple[Finding, ...]
     numbers: dict[str, float]
-    traces: dict[str, Tensor]
-    temperatures: Temperatures | None
     unseen: tuple[str, ...] = ()
 
     @property
@@ -93,59 +107,17 @@ class Diagnosis(NamedTuple):
         for finding in self.findings:
             lines += ["", f"* {finding.says}", f"  {finding.do}"]
         lines += [line for sentence in self.unseen for line in ("", sentence)]
-        lines += ["", "What was looked at:", *(f"  {name:<28} {value:.4g}" for name, value in self.numbers.items())]
-        if self.temperatures is not None:
-            lines += ["", str(self.temperatures)]
-        return "\n".join(lines)
-
-    def plot(self) -> Any:
-        """Draw the traces of all chains, and the temperatures of all leaves (needs matplotlib).
-
-        Returns:
-            A ``matplotlib.figure.Figure``, to be saved or shown.
-
-        Example:
-            >>> import torch
-            >>> from bayesopt_chain.diagnostics import Diagnosis
-            >>> len(Diagnosis((), {}, {"loss": torch.zeros(10, 2)}, None).plot().axes)
-            1
-        """
-        installed("plot", "plot", "matplotlib")
-        from matplotlib.figure import Figure
-
-        read = self.temperatures
-        rows = max(1, len(self.traces) + (read is not None))
-        figure = Figure(figsize=(9, 3 * rows), layout="constrained")
-        axes = figure.subplots(rows, 1, squeeze=False)[:, 0]
-        for axis, (name, series) in zip(axes, self.traces.items()):
-            axis.plot(series.cpu().numpy(), linewidth=0.8)
-            axis.set(title=name, xlabel="draw")
-        if read is not None:
-            part = read.configurational
-            errors = [2 * e.standard_error if math.isfinite(e.standard_error) else 0.0 for e in part.values()]
-            axes[-1].errorbar(list(part), [e.value for e in part.values()], errors, fmt="o", capsize=3)
-            axes[-1].axhline(1.0, linewidth=0.8)
-            axes[-1].set(title="temperature over the one asked for")
-            axes[-1].tick_params(axis="x", rotation=30)
-        return figure
+        return "\n".join([*lines, "", "What was looked at:", *(f"  {k:<34} {x:.4g}" for k, x in self.numbers.items())])
 
 
 @kinds.takes(
     draws=kinds.SAMPLED,
     tx=kinds.TX_OR_OPTIMIZER,
     batches=kinds.BATCH_OR_BATCHES,
-    heating=kinds.instance(Heating, "a report of bc.diagnostics.heating, or None"),
     of=kinds.FUNCTION,
-    mode=kinds.PLACE,
     temperature=kinds.POSITIVE,
     posterior_temperature=kinds.POSITIVE,
     data_size=kinds.WHOLE,
-    prior_sd=kinds.Kind(
-        lambda x: isinstance(x, Mapping) and all(map(kinds.POSITIVE.fits, x.values())),
-        "a dictionary of positive numbers by the leaves' names",
-    ),
-    level=kinds.real("(0, 1)"),
-    directions=kinds.WHOLE,
 )
 def doctor(
     draws: Draws,
@@ -153,24 +125,16 @@ def doctor(
     loss: Callable[[Any, Any], Any] | None = None,
     batches: Iterable[Any] | None = None,
     *,
-    heating: Heating | None = None,
     of: Callable[[Any], Tensor] | None = None,
-    mode: Any = None,
     temperature: float | None = None,
     posterior_temperature: float = 1.0,
     data_size: int | None = None,
-    prior_sd: Mapping[str, float] | None = None,
-    level: float = 0.01,
-    directions: int = 4,
 ) -> Diagnosis:
     """Look at a run and name what is wrong with it, what costs most first.
 
-    Agreement of chains is judged on ranks (Gelman and Rubin, 1992; Vehtari, Gelman, Simpson, Carpenter and Bürkner, 2021)
-    with an F-test; temperatures by the virial theorem.
-
-    The more it is given the more it sees: from draws alone whether they are finite, different, move, mix and have left their
-    start; with ``tx``, ``loss`` and ``batches`` whether loss and temperature have the scale of a posterior, the temperature of
-    the draws, leaves that the loss or the prior does not determine; with an audit what the minibatches do.
+    It asks five questions: is the run finite and moving, do its chains agree, is it at rest, has the loss the scale of a
+    posterior, and have the draws its temperature. The last two need ``tx``, ``loss`` and ``batches``. Agreement is judged on
+    ranks (Gelman and Rubin, 1992; Vehtari, Gelman, Simpson, Carpenter and Bürkner, 2021).
 
     The state of random number generators is restored. The loss is called many times; what it writes stays written, such as the
     running statistics of a BatchNorm that is in training mode.
@@ -181,27 +145,20 @@ def doctor(
         loss: as the step had it.
         batches: all data, in batches, such as a list or a DataLoader; or all data as one batch: a tensor, a tuple with a tensor
             in it, or a dictionary. Gone through once for each of up to 60 draws of every chain.
-        heating: what :func:`bayesopt_chain.diagnostics.heating` predicted.
         of: what must have mixed, a function of one draw of one chain, such as predictions at some inputs. The weights of a
             network never mix, since its units can be exchanged; what it says can. Default: the parameters (a selection where
             there are many).
-        mode: the parameters at the minimum of the loss with its prior, to compare energies with.
         temperature: of the chain, where it cannot be read off ``tx``. One that follows a schedule is read at the last draw.
         posterior_temperature: the temperature meant, in units of the posterior's; other than 1 for tempered posteriors.
         data_size: the number of data that the loss is a mean over, as of tokens that are not ignored. Default: the length of
             the batches along axis 0.
-        prior_sd: the standard deviation of the prior that was meant, by the path of the leaf (``"layer/weight"``), where the
-            prior stands in the loss; leaves that are not named are not compared. Draws much wider than it are reported. Draws
-            that are narrower are not, since data do that too; only weight decay that is stronger than declared is.
-        level: probability at which chains that agree may be called different.
-        directions: along how many of the stiffest directions the temperature is read.
 
     Returns:
-        :class:`Diagnosis`; ``print`` it, or ``.plot().savefig(...)``.
+        :class:`Diagnosis`; ``print`` it.
 
     Raises:
-        ValueError: ``loss`` without ``tx`` and ``batches``; batches without any, or that the loss cannot take; ``prior_sd`` of
-            a leaf that is not in the draws; ``mode`` of other leaves than the draws.
+        ValueError: ``loss`` without ``tx`` and ``batches``; batches without any, or that the loss cannot take; draws with
+            weights.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -216,88 +173,504 @@ def doctor(
         ()
     """
     installed("doctor", "diagnostics", "arviz_stats", "scipy")
-    with torch.random.fork_rng(devices=initialised_devices()):
-        return _judged(
-            draws, tx, loss, batches, heating, of, mode, temperature, directions, level,
-            _Scale(posterior_temperature, data_size, prior_sd),
-        )  # fmt: skip
-
-
-def _judged(
-    draws: Draws,
-    tx: Any,
-    loss: Callable[[Any, Any], Any] | None,
-    batches: Iterable[Any] | None,
-    heating: Heating | None,
-    of: Callable[[Any], Tensor] | None,
-    mode: Any,
-    temperature: float | None,
-    directions: int,
-    level: float,
-    scale: _Scale,
-) -> Diagnosis:
-    """What :func:`doctor` returns."""
-    if not len(draws):
-        return Diagnosis((_findings.no_draws(draws),), {"draws": 0.0}, {}, None)
     if loss is not None and (tx is None or batches is None):
         raise ValueError("doctor: with loss= it needs tx= and batches= as well")
     if draws.is_weighted:
         raise ValueError("doctor: these draws have weights, and it counts all the same; pass draws.equally_weighted()")
-    known = dict(_findings.named(draws))
-    if unknown := [name for name in scale.prior_sd or {} if name not in known]:
-        raise ValueError(
-            f"doctor: prior_sd names {', '.join(map(repr, unknown[:4]))}, and the draws have the leaves {', '.join(known)}"
+    run = _Run(draws)
+    with torch.random.fork_rng(devices=initialised_devices()):
+        if run.finite():
+            forces = _forces(draws, tx, temperature, is_needed=loss is not None)
+            run.moving(forces)
+            values = run.watched(of)
+            run.agreeing(values, of is not None)
+            is_moving = run.at_rest(values)
+            if loss is None or batches is None or forces is None:
+                run.unseen.append("Not looked at: scale and temperature, which need tx=, loss= and batches=.")
+            elif not forces.levels:
+                run.unseen.append(
+                    "Not told: scale and temperature, since tx gives no leaf noise of a temperature above 0 that could be "
+                    "read; where it is a sampler of another kind, pass temperature=."
+                )
+            else:
+                data = _Data(loss, _listed(batches), data_size, run.one)
+                run.scale(data, max(forces.levels.values()), posterior_temperature)
+                run.temperature(data, forces, pooled=of is None and "modes" not in run.findings, is_moving=is_moving)
+    findings = sorted(itertools.chain(*run.findings.values()), key=lambda finding: RANK.index(finding.kind))
+    return Diagnosis(tuple(findings), run.numbers, tuple(run.unseen))
+
+
+class _Data:
+    """All data, in batches, and a loss of them.
+
+    Attributes:
+        sizes: the data in each batch, the length that most of its tensors have along axis 0; ``None`` where there are none.
+        n: the data in all batches; ``None`` where they cannot be counted and nobody said.
+        is_guess: whether the count may be wrong: labels of several dimensions, as of tokens, may be as many data.
+    """
+
+    def __init__(self, loss: Callable[[Any, Any], Any], batches: list[Any], count: int | None, params: Any) -> None:
+        if not batches:
+            raise ValueError("doctor: batches is empty")
+        for i, batch in enumerate(batches):
+            try:
+                with torch.no_grad():
+                    scalar(loss, params, batch)
+            except Exception as err:
+                raise ValueError(
+                    f"doctor: the loss cannot take batch {i + 1} of {len(batches)}, {short(batch)}: {err}. batches= takes all "
+                    "data as one batch, which is a tuple, a dictionary or a tensor, or a list or loader of batches"
+                ) from err
+        self.loss, self.batches = loss, batches
+        tensors = [[x for x in optree.tree_leaves(batch) if torch.is_tensor(x) and x.ndim] for batch in batches]
+        lengths = [Counter(map(len, each)).most_common(1) for each in tensors]
+        self.sizes = [x[0][0] for x in lengths] if all(lengths) else None
+        self.n = count or (None if self.sizes is None else sum(self.sizes))
+        self.is_guess = count is None and any(not x.is_floating_point() and x.ndim > 1 for x in tensors[0])
+        known = self.sizes if self.sizes and sum(self.sizes) else [1] * len(batches)
+        self.weights = [size / sum(known) for size in known]
+
+    def gradients(self, params: Any) -> list[Tensor]:
+        """The gradient of the mean over all data."""
+        each = [gradients(self.loss, params, batch) for batch in self.batches]
+        return [sum(w * g for w, g in zip(self.weights, column)) for column in zip(*each)]
+
+    def twice_over_once(self, params: Any) -> tuple[float, float] | None:
+        """The loss of a batch twice over that of the batch, and its chance error; ``None`` where it takes no batch twice.
+
+        A loss that draws random numbers, as with dropout, is compared by its mean over 16 seeds.
+        """
+        if self.sizes is None:
+            return None
+        size = self.sizes[0]
+        twice = optree.tree_map(
+            lambda x: torch.cat([x, x]) if torch.is_tensor(x) and x.ndim and len(x) == size else x, self.batches[0]
         )
-    numbers, traces = {"draws": float(len(draws)), "chains": float(draws.chains or 1)}, dict[str, Tensor]()
-    losses = _findings.losses_of(draws)
-    if losses is not None:
-        traces["loss"] = losses
-    if findings := _findings.broken(draws, losses, numbers):
-        return Diagnosis(_ranked(findings), numbers, traces, None)
-    values = _findings.watched(draws, of)
-    findings = [*_findings.duplicates(draws), *_findings.together(values, numbers)]
-    independent = not findings
-    judge = _judge(draws, tx, temperature, is_needed=loss is not None)
-    noiseless = (
-        {name for name, _ in _findings.named(draws) if name not in judge.levels} if judge and judge.levels else set()
-    )
-    findings += _findings.immobile(draws, noiseless)
-    drifts = _findings.drifting(values, numbers, level, independent)
-    findings += [*drifts, *_findings.unmixed(values, numbers, traces, level, of is not None)]
-    trend = _findings.unfinished(losses, numbers, level, independent)
-    findings += trend.findings
-    read = None
-    unseen = [] if draws.chains and draws.chains > 1 else [ONE_CHAIN]
-    if loss is None or batches is None or judge is None:
-        unseen.append(NO_LOSS)
-    elif not judge.levels:
-        unseen.append(NO_TEMPERATURE)
-    else:
-        # the mean of chains in several modes is in none of them
-        pooled = of is None and draws.chains is not None and "modes" not in {finding.kind for finding in findings}
-        more, configurational, energy = _with_loss(
-            draws, judge, loss, _listed(batches), numbers, unseen, pooled, mode, scale, directions
+
+        def values(batch: Any, seeds: range) -> Tensor:
+            found: list[float] = []
+            for seed in seeds:
+                seed_all(seed, initialised_devices())
+                with torch.no_grad():
+                    found.append(float(scalar(self.loss, params, batch)))
+            return torch.tensor(found, dtype=torch.float64, device="cpu")
+
+        once = values(self.batches[0], range(2))
+        is_random = bool(once[0] != once[1])
+        try:
+            doubled = values(twice, range(16) if is_random else range(1))
+        except Exception:  # a loss may know the size of its batch
+            return None
+        once = values(self.batches[0], range(16, 32)) if is_random else once[:1]
+        error = 5 * float(((once.var() + doubled.var()) / 16).sqrt()) if is_random else 0.0
+        one = float(once.mean())
+        return (float(doubled.mean()) / one, error / abs(one)) if one else (1.0, math.inf)
+
+    def noise_over_curvature(self, params: Any, product: Callable[[Any], Any]) -> float | None:
+        """``tr Cov(gradient of one datum) / tr H``, by up to 64 data of the first batch and 8 random directions."""
+        size = 0 if self.sizes is None else min(self.sizes[0], 64)
+        if size < 8 or self.sizes is None:
+            return None
+        length, seeds = self.sizes[0], torch.Generator().manual_seed(0)
+        try:
+            each = [
+                gradients(
+                    self.loss,
+                    params,
+                    optree.tree_map(
+                        lambda x, i=i: x[i : i + 1] if torch.is_tensor(x) and x.ndim and len(x) == length else x,
+                        self.batches[0],
+                    ),
+                )
+                for i in range(size)
+            ]
+            noise = sum(float(torch.stack(column).double().var(0).sum()) for column in zip(*each))
+            trace = 0.0
+            for _ in range(8):
+                signs = optree.tree_map(lambda x: (torch.randint(0, 2, x.shape, generator=seeds) * 2 - 1).to(x), params)
+                pairs = zip(optree.tree_leaves(signs), optree.tree_leaves(product(signs)))
+                trace += sum(float((u * v).sum()) for u, v in pairs) / 8
+        except Exception:  # the loss may not take a single datum, or have no second derivative
+            return None
+        return noise / trace if trace > 0 else None
+
+
+class _Run:
+    """The draws, and what was found of them: findings by kind, numbers, and what was not seen."""
+
+    def __init__(self, draws: Draws) -> None:
+        self.draws, self.n = draws, draws.chains or 1
+        self.numbers = {"draws": float(len(draws)), "chains": float(self.n)}
+        self.findings: dict[str, list[Finding]] = {}
+        self.unseen = [] if self.n > 1 else ["Not seen: other modes. One chain cannot show them; run several."]
+
+    def found(self, kind: str, says: str, do: str) -> None:
+        """Report a finding: one of each kind, and of those that name leaves all."""
+        if kind in ("dead", "prior") or kind not in self.findings:
+            self.findings.setdefault(kind, []).append(Finding(kind, says, do))
+
+    @property
+    def one(self) -> Any:
+        """The last draw of the first chain."""
+        return _chain(self.draws[len(self.draws) - 1], self.draws.chains, 0)
+
+    # 1. is it finite, and does it move
+
+    def finite(self) -> bool:
+        """Look for numbers that are not finite, and for runs that ran away; return whether there is more to look at."""
+        draws = self.draws
+        stopped = "the loss of" in draws.why
+        if not len(draws):
+            if "loss" in draws.why:
+                self.found(
+                    "diverged", f"The run has no draws: {draws.why}.", "Lower lr by ten, or look for NaN in the data."
+                )
+            else:
+                self.found("short", f"The run has no draws{': ' + draws.why if draws.why else ''}.", "Run longer.")
+            return False
+        tree = draws.params
+        leaves = zip(names_of(paths_of(tree)), optree.tree_leaves(tree, none_is_leaf=True))
+        self.leaves = {name: x.reshape(len(draws), self.n, -1) for name, x in leaves if x is not None}
+        self.still = [name for name, x in self.leaves.items() if len(x) > 1 and x.numel() and bool((x == x[:1]).all())]
+        try:
+            self.losses = draws.loss.double().cpu().reshape(len(draws), -1)
+        except KeyError:
+            self.losses = None
+        bad = [name for name, x in self.leaves.items() if not bool(torch.isfinite(x).all())]
+        look = "bc.make_step(..., check_finite=True) names the step and leaf; bc.skip_nonfinite(tx) leaves bad batches out."
+        if bad:
+            self.found("nonfinite", f"Draws of {', '.join(bad[:4])} hold NaN or infinity.", look)
+        losses = torch.zeros(0, 1, dtype=torch.float64, device="cpu") if self.losses is None else self.losses
+        finite = torch.isfinite(losses).all(1)
+        quarter = max(len(losses) // 4, 1)
+        is_level = len(losses) >= 4 and bool(losses[-1].abs().max() <= GROWTH * losses[:quarter].abs().max())
+        if stopped and is_level:
+            self.found("nonfinite", f"The run stopped: {draws.why}, and nothing before it grew.", look)
+        elif stopped or _has_grown(losses[finite]) or (len(losses) and not bool(finite[-2:].any())):
+            says = draws.why if stopped else "the loss grows without end"
+            self.found("diverged", f"The run diverged: {says}.", "Lower lr; bc.suggest_lr gives one that is stable.")
+        elif not bad and not bool(finite.all()):
+            self.found(
+                "nonfinite", f"The losses of {int((~finite).sum())} of {len(losses)} draws are not finite.", look
+            )
+        return not self.findings
+
+    def moving(self, forces: Forces | None) -> None:
+        """Look for leaves and chains that stand still; leaves without noise may."""
+        noiseless = self.leaves.keys() - forces.levels.keys() if forces and forces.levels else set[str]()
+        if missed := [name for name in self.still if name not in noiseless]:
+            self.found(
+                "dead",
+                f"{', '.join(missed[:4])} did not move in {len(self.draws)} draws.",
+                "It gets neither gradient nor noise: look at masks and partitions, lr, and bfloat16 parameters.",
+            )
+        moving = [x for name, x in self.leaves.items() if name not in self.still]
+        if not moving or len(self.draws) < 8:
+            return
+        same = torch.stack([(x[1:] == x[:-1]).all(-1) for x in moving]).all(0)  # [draws - 1, chains]
+        for chain, repeats in enumerate(same.T.tolist()):
+            longest = max(len(list(run)) if equal else 0 for equal, run in itertools.groupby(repeats))
+            # the probability with which it repeats a draw otherwise, as chains do that reject proposals
+            often = (sum(repeats) - longest + 1) / (len(repeats) - longest + 2)
+            if longest >= 2 and len(repeats) * often**longest < STILL:
+                self.found(
+                    "dead",
+                    f"Chain {chain} stood still for {longest + 1} draws in a row, bit for bit.",
+                    "It lost its noise, or its step was skipped: look at its gradients and at what was written at those steps.",
+                )
+                return
+
+    def watched(self, of: Callable[[Any], Tensor] | None) -> Tensor:
+        """What must have mixed, ``[draws, chains, elements]``, without elements that never move."""
+        if of is None:
+            stride = max(1, math.ceil(sum(x.shape[-1] for x in self.leaves.values()) / MOST))
+            values = torch.cat([x[..., ::stride].double() for x in self.leaves.values()], -1)
+        else:
+            rows = list[Tensor]()
+            for draw in self.draws:
+                each = [of(_chain(draw, self.draws.chains, c)) for c in range(self.n)]
+                if not all(isinstance(x, Tensor) for x in each):
+                    raise TypeError(f"doctor: of must return a tensor, got {type(each[0]).__name__}")
+                rows.append(torch.stack([x.detach().reshape(-1) for x in each]))
+            values = torch.stack(rows).double()
+        return values[..., (values != values[:1]).any(0).any(0)].cpu()
+
+    # 2. do the chains agree
+
+    def agreeing(self, values: Tensor, is_named: bool) -> None:
+        """Look for chains that share their noise, that disagree with each other, or each with itself."""
+        if together := shared_noise(values):
+            self.numbers["correlation of chains' noise"] = together.correlation
+            (i, j), behind = together.chains, abs(together.lag)
+            lag = f", {behind} draw{'s' * (behind > 1)} apart" if behind else ""
+            self.found(
+                "duplicate",
+                f"Chains {i} and {j} move by the same noise (correlation {together.correlation:.3f} of what is new in each "
+                f"draw{lag}): they do not count as two, and R-hat and effective draws mean nothing.",
+                "Give every chain its own key, as bc.parallel does; one seed from several starts, or a copy, is one chain.",
+            )
+        if len(values) < 8:
+            return self.found(
+                "short", f"{len(values)} draws are too few to tell whether they mix.", "Run longer, or thin less."
+            )
+        if not values.shape[-1]:
+            return None
+        found = agreement(values)
+        worst, least = float(found.r_hat.max()), float(found.effective.min())
+        self.numbers |= {"R-hat, worst": worst, "R-hat, probability": found.p_value, "effective draws, least": least}
+        # so few that a large R-hat may be chance, and may be none
+        untold = float(torch.where(found.effective < UNTOLD * self.n, found.r_hat, 0.0).max())
+        self.is_untold = worst > LARGE and least < UNTOLD * self.n
+        longer = "Run longer, with a longer burn-in, a larger lr or momentum, or a preconditioner."
+        if found.p_value < LEVEL and worst > R_HAT:
+            alone = [agreement(values[:, [c], found.worst : found.worst + 1]) for c in range(self.n)]
+            settled = [one.p_value >= LEVEL or float(one.r_hat) <= 1.1 for one in alone]
+            if self.n > 1 and all(settled) and least >= FEW * self.n:
+                network = "" if is_named else " For a network pass of=predictions: its weights have many equal modes."
+                says = f"The chains are in different modes: R-hat {worst:.2f} between them, and none within a chain."
+                return self.found(
+                    "modes", says, f"Average predictions over all chains, or cross between modes.{network}"
+                )
+            says = f"The draws have not mixed: R-hat {worst:.2f}, by chance with probability {found.p_value:.1g}."
+            return self.found("mixing", says, longer)
+        if least < FEW * self.n:
+            return self.found("short", f"The slowest number has about {least:.0f} independent draws.", "Run longer.")
+        if len(values) >= 16 and untold > LARGE:
+            says = (
+                f"The draws have not mixed: R-hat {untold:.2f}, with too few independent draws to tell it from chance."
+            )
+            return self.found("mixing", says, longer)
+        return None
+
+    # 3. is it at rest
+
+    def at_rest(self, values: Tensor) -> bool:
+        """Look for drifts; return whether the draws may have the temperature of their start."""
+        is_long = len(values) >= 12 and values.shape[-1] > 0
+        size, p = drift(values, independent="duplicate" not in self.findings) if is_long else (0.0, 1.0)
+        self.numbers |= {"drift, first to last third": size, "drift, probability": p}
+        drifts = p < LEVEL and abs(size) > DRIFTED
+        falls = self._falls()
+        if drifts and "burn-in" not in self.findings:  # which is the same fault, seen in the loss
+            self.findings.pop("mixing", None)
+            self.found(
+                "mixing",
+                f"The draws drift: from the first to the last third a number moves by {abs(size):.2f} standard deviations in "
+                f"all chains alike, by chance with probability {p:.1g}.",
+                "Run longer, and lengthen burn_in until it stops; look whether lr, temperature or data change on the way.",
+            )
+        # a loss that rises is what heat does
+        rises = "burn-in" in self.findings and not falls
+        return falls or getattr(self, "is_untold", False) or (not rises and (drifts or "short" in self.findings))
+
+    def _falls(self) -> bool:
+        """Report a loss whose thirds differ or whose first draws stand out; return whether it falls."""
+        if self.losses is None or len(self.losses) < 12 or float(self.losses.std()) == 0.0:
+            return False
+        mean = self.losses.mean(1)
+        later = mean[len(mean) // 2 :]
+        spread = float(later.std().clamp(min=1e-6 * float(later.abs().mean()) + 1e-300))
+        counts = sorted({max(1, len(mean) // share) for share in (len(mean), 50, 20, 10)})
+        # losses of a posterior have exponential tails: 10 deviations are exceeded by chance less than once in 1000 runs
+        above = max((float(mean[:k].mean() - later.mean()) / spread for k in counts), key=abs)
+        size, p = drift(self.losses[..., None], independent="duplicate" not in self.findings)
+        self.numbers |= {"loss, first draws, in deviations": above, "loss, drift, probability": p}
+        do = "Lengthen burn_in until it does not; draws from before lie where the chain started, not where it samples."
+        if p < LEVEL and abs(size) > DRIFTED:
+            how = f"{'rises' if size > 0 else 'falls'} by {abs(size):.2f} standard deviations from the first to the last third"
+            self.found("burn-in", f"The loss still moves: it {how}, by chance with probability {p:.1g}.", do)
+            return size < 0
+        if above > FIRST:
+            says = (
+                f"The loss falls at first: the first draws lie {above:.3g} standard deviations above the second half's."
+            )
+            self.found("burn-in", says, do)
+        return above > FIRST
+
+    # 4. has the loss its scale
+
+    def scale(self, data: _Data, temperature: float, wanted: float) -> None:
+        """Look whether the loss is a sum, and whether the temperature is the posterior's."""
+        doubled = None if data.n is None else data.twice_over_once(self.one)
+        if doubled is None or data.n is None:
+            self.unseen.append(
+                "Not seen: whether loss and temperature have the scale of a posterior, since the data could not be counted or "
+                "the loss does not take a batch twice; data_size= gives their number."
+            )
+            return
+        is_sum = abs(doubled[0] - 1) > max(1e-3, doubled[1])
+        times = temperature if is_sum else data.n * temperature
+        self.numbers |= {"loss of a batch twice / once": doubled[0], "data N": float(data.n)}
+        self.numbers["temperature / the posterior's"] = times / wanted
+        if is_sum and len(data.batches) > 1:
+            self.found(
+                "scale",
+                f"The loss is a sum over its batch: it counts {len(data.batches)} times too few data on minibatches.",
+                "Take the mean over the batch and temperature = 1/N. If every step of the run took all data, pass them here as "
+                "one batch.",
+            )
+            return
+        tokens = "" if is_sum or not data.is_guess else (
+            f"{data.n} data were counted along the first axis, and the batches hold whole numbers of several dimensions: where "
+            "the loss is a mean over tokens, pass their number as data_size=. "
+        )  # fmt: skip
+        if abs(math.log(times / wanted)) > math.log(OFF):
+            of, right = ("sum over", "1") if is_sum else ("mean of", f"1/{data.n}")
+            self.found(
+                "scale",
+                f"The chain runs at temperature {temperature:.3g}, {times:.3g} times that of the posterior: the loss is a {of} "
+                f"{data.n} data, whose posterior has temperature {right}.",
+                f"{tokens}Set temperature={right}. Where another one is meant pass posterior_temperature={times:.3g}; for a "
+                "loss that is already multiplied by N pass posterior_temperature=N.",
+            )
+        elif tokens:
+            self.unseen.append(f"Taken for granted: {tokens.strip()}")
+        if is_sum:
+            return
+        product = hessian_product(data.loss, self.one, data.batches, max_batches=8)
+        if (ratio := data.noise_over_curvature(self.one, product)) is not None:
+            self.numbers["tr Cov(gradient) / tr H"] = ratio
+        self.unseen.append(
+            "Not seen: the scale of the loss, beyond that it is no sum over its batch. A multiple of the mean, such as N times "
+            "it, looks like a sharper likelihood. tr Cov(gradient) / tr H, which is shown where it could be read, is near 1 at "
+            "the mode of a calibrated loss; where it is far from 1, either the noise scale is off, or the loss is multiplied, "
+            "or the draw is far from the mode."
         )
-        findings += more
-        read = Temperatures(*configurational)
-        if not trend.findings:
-            trend = _findings.unfinished(energy, numbers, level, independent)
-            findings += trend.findings
-        unseen.append(PRIOR_HALF_SEEN if scale.prior_sd else PRIOR_UNSEEN)
-    # Draws that are still on their way, or have hardly moved, have the temperature of their start. What they will have cannot
-    # be told, and a lower rate is the last thing they need. Energy that rises is what heat does, so that heat is reported then,
-    # unless the draws jumped so rarely that their spread is that of the jumps.
-    kinds_found = {finding.kind for finding in findings}
-    is_untold = trend.falls or (not trend.findings and bool(drifts or "short" in kinds_found))
-    is_untold |= _findings.is_untold(numbers)
-    if is_untold and "heated" in kinds_found:
-        unseen.append(UNTOLD)
-        findings = [finding for finding in findings if finding.kind != "heated"]
-    if not trend.falls:
-        findings += _audited(heating)
-    if trend.findings:  # the same fault, seen in the energy
-        findings = [finding for finding in findings if finding not in drifts]
-    return Diagnosis(_ranked(findings), numbers, traces, read, tuple(unseen))
+
+    # 5. has it the temperature
+
+    def temperature(self, data: _Data, forces: Forces, *, pooled: bool, is_moving: bool) -> None:
+        """Look for draws that are hotter or colder than asked for, and for leaves that the loss does not determine."""
+        self.unseen.append("Not seen: whether a prior that is written into the loss has the strength that was meant.")
+        if len(self.draws) < 4:
+            self.unseen.append("Not told: the temperature of the draws, which takes four of them at least.")
+            return
+        levels = {
+            name: level for name, level in forces.levels.items() if name not in self.still and self.leaves[name].numel()
+        }
+        if not levels:
+            return
+        directions, leaves, of_data = self._virials(data, forces, levels, pooled)
+        self._level(directions, leaves, is_moving)
+        flat = [name for name, x in of_data.items() if float(x.abs().max()) < 1e-12]
+        if flat:
+            says = f"The loss does not depend on {', '.join(flat[:4])}: its gradient is zero at every draw."
+            self.found(
+                "dead", says, "A parameter that the model does not use samples its prior, or wanders off without one."
+            )
+        slack = list[str]()
+        for name in leaves.keys() - flat:
+            can = (
+                1.0 if data.n is None else min(1.0, data.n / self.leaves[name].shape[-1])
+            )  # N data determine N numbers
+            value, error = mean_and_error(of_data[name])
+            if value + PATIENT[0] * error < DATA * can and float(leaves[name].mean()) > 0.5:
+                slack.append(name)
+        if slack:
+            says = f"The prior dominates {', '.join(sorted(slack)[:4])}: the data contribute less than {DATA:.0%} of its pull."
+            self.found(
+                "prior", says, "Right if it was meant; else lower weight_decay (prior precision lambda: lambda / N)."
+            )
+
+    def _level(self, directions: dict[str, Tensor], leaves: dict[str, Tensor], is_moving: bool) -> None:
+        """Compare the virials with the temperature asked for, which they are divided by."""
+        hot, cold = list[tuple[float, str]](), list[tuple[float, str]]()
+        sure = PATIENT[1] + 0.35 * math.log(len(directions))  # one in a hundred for all of them together
+        for where, series in {**directions, **leaves}.items():
+            value, error = mean_and_error(series)
+            if where.startswith("stiffest direction"):
+                # a Gaussian virial is the square of a normal number, of variance 2: a few small ones have a small spread
+                error = max(error, COLD * (2 / effective(series)) ** 0.5)
+            self.numbers |= {f"temperature, {where}": value, f"  its standard error, {where}": error}
+            says = f"along {where} they have {value:.2f} +- {error:.2f} times the configurational temperature asked for"
+            if value - (sure if where in directions else PATIENT[0]) * error > 1 + HOT:
+                hot.append((value, says))
+            elif where in directions and value + sure * error < (COLD_ALL if where == "all parameters" else COLD):
+                cold.append((value, says))
+        if is_moving:
+            self.unseen.append("Not told: whether the draws are too hot, since they are still on their way.")
+        elif hot:
+            do = "Minibatches heat the chain, or lr is too large for the curvature at the draws. Lower lr, or larger batches."
+            self.found("heated", f"The draws are too hot: {max(hot)[1]}.", do)
+        if cold and not hot:
+            do = (
+                "Run longer or with a larger lr. A chain that starts at the mode needs several relaxations to leave it."
+            )
+            self.found("cold", f"The draws have not spread out: {min(cold)[1]}.", do)
+
+    def _virials(
+        self, data: _Data, forces: Forces, levels: dict[str, float], pooled: bool
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        """Virials over the temperature, ``[draws, chains]``: along directions, by leaf, and by leaf of the loss alone."""
+        chosen = self.draws[:: max(1, math.ceil(len(self.draws) / MOST_DRAWS))]
+        trees = [[_chain(draw, self.draws.chains, c) for c in range(self.n)] for draw in chosen]
+        names = names_of(paths_of(trees[0][0]))
+        where = [names.index(name) for name in levels]
+        root = [level**0.5 for level in levels.values()]
+        stiff = self._stiffest(data, trees[-1][0], where)
+        parts = [[optree.tree_leaves(tree, none_is_leaf=True) for tree in row] for row in trees]
+        theta = [torch.stack([torch.stack([p[j].detach().double() for p in row]) for row in parts]) for j in where]
+        half = len(trees) // 2
+        rows = list[list[tuple[list[float], list[float], list[float]]]]()
+        for k, row in enumerate(trees):
+            rows.append([])
+            for c, params in enumerate(row):
+                own = data.gradients(params)
+                total = forces.of(params, own)
+                others = [x[half:] if k < half else x[:half] for x in theta]
+                centres = [x.mean((0, 1)) if pooled else x[:, c].mean(0) for x in others]
+                # in these units every leaf has temperature 1
+                away = [((x[k, c] - m) / r).flatten() for x, m, r in zip(theta, centres, root)]
+                force, of_loss = ([g[j].double().flatten() / r for j, r in zip(where, root)] for g in (total, own))
+                a, f = torch.cat(away), torch.cat(force)
+                rows[-1].append(
+                    (
+                        [float(a @ f) / len(a), *[float(u @ a) * float(u @ f) for u in stiff]],
+                        [float((x * y).mean()) for x, y in zip(away, force)],
+                        [float((x * y).mean()) for x, y in zip(away, of_loss)],
+                    )
+                )
+        along = ["all parameters", *[f"stiffest direction {i + 1}" for i in range(len(stiff))]]
+        found = [
+            torch.tensor([[each[part] for each in row] for row in rows], dtype=torch.float64, device="cpu")
+            for part in range(3)
+        ]
+        return tuple({n: x[..., i] for i, n in enumerate(names)} for names, x in zip((along, levels, levels), found))
+
+    def _stiffest(self, data: _Data, params: Any, where: Sequence[int]) -> list[Tensor]:
+        """Eigenvectors of the Hessian's largest eigenvalues at a draw, of leaves that move; none without a finite Hessian."""
+        leaves, spec = optree.tree_flatten(params)
+        product = hessian_product(data.loss, params, data.batches, max_batches=8)
+        like = torch.cat([leaves[j].detach().reshape(-1) for j in where])
+
+        def along(v: Tensor) -> Tensor:
+            tangents = [torch.zeros_like(x) for x in leaves]
+            for j, part in zip(where, v.split([leaves[j].numel() for j in where])):
+                tangents[j] = part.view_as(leaves[j]).to(leaves[j])
+            image = optree.tree_leaves(product(optree.tree_unflatten(spec, tangents)))
+            return torch.cat([image[j].reshape(-1).to(like) for j in where])
+
+        try:
+            if bool(torch.isfinite(along(torch.ones_like(like))).all()):
+                values, vectors = lanczos(along, like, min(DIRECTIONS, like.numel()), max_products=25)
+                return [u.double() for k, u in zip(values, vectors) if float(k) > 1e-6 * float(values.abs().max())]
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # of autograd, where an operation has no second derivative, or of a decomposition
+            pass
+        self.unseen.append(
+            "Not seen: the temperature along the stiffest directions: the loss has no finite Hessian at the draws."
+        )
+        return []
+
+
+def _has_grown(losses: Tensor) -> bool:
+    """Whether the loss ends many times its first spread above where it began."""
+    if len(losses) < 4:
+        return False
+    first, last = losses[: len(losses) // 4], losses[-(len(losses) // 4) :]
+    spread = max(float(first.std()) if first.numel() > 1 else 0.0, 1e-3 * float(first.abs().mean()))
+    return float(last.min()) > float(first.max()) and float(last.mean() - first.mean()) > GROWTH * spread
 
 
 def _listed(batches: Any) -> list[Any]:
@@ -308,109 +681,20 @@ def _listed(batches: Any) -> list[Any]:
     return [batches] if is_batch or not hasattr(batches, "__iter__") else list(batches)
 
 
-def _ranked(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """What costs most first. Of each kind one finding; of those that name leaves, all."""
-    first: dict[Any, Finding] = {}
-    for finding in findings:
-        first.setdefault(finding if finding.kind in ("dead", "prior") else finding.kind, finding)
-    return tuple(sorted(first.values(), key=lambda finding: RANK.index(finding.kind)))
+def _chain(draw: Any, chains: int | None, c: int) -> Any:
+    """The parameters of one chain."""
+    return draw if chains is None else optree.tree_map(lambda x: x[c], draw)
 
 
-class _Scale(NamedTuple):
-    """What was meant: the temperature in units of the posterior's, the number of data, the prior's standard deviations."""
-
-    posterior_temperature: float
-    data_size: int | None
-    prior_sd: Mapping[str, float] | None
-
-
-def _one(draws: Draws) -> Any:
-    """The last draw of the first chain."""
-    last = draws[len(draws) - 1]
-    return last if draws.chains is None else optree.tree_map(lambda x: x[0], last)
-
-
-def _judge(draws: Draws, tx: Any, temperature: float | None, *, is_needed: bool) -> Forces | None:
+def _forces(draws: Draws, tx: Any, temperature: float | None, *, is_needed: bool) -> Forces | None:
     """Temperatures and forces of the chain, by its schedule at the last draw; ``None`` without one."""
     try:
         step = int(draws.steps[-1]) - 1
     except KeyError:
         step = None
     try:
-        return None if tx is None else forces_of(tx, _one(draws), temperature, step)
+        return None if tx is None else forces_of(tx, _chain(draws[len(draws) - 1], draws.chains, 0), temperature, step)
     except (TypeError, ValueError):  # it is asked for names of leaves alone, which an optimizer may lack
         if is_needed:
             raise
         return None
-
-
-def _with_loss(
-    draws: Draws,
-    judge: Forces,
-    loss: Callable[[Any, Any], Any],
-    batches: list[Any],
-    numbers: dict[str, float],
-    unseen: list[str],
-    pooled: bool,
-    mode: Any,
-    scale: _Scale,
-    directions: int,
-) -> tuple[list[Finding], tuple[dict[str, Estimate], dict[str, Estimate]], Tensor | None]:
-    """What the loss adds: scale, temperatures, prior and energy.
-
-    Returns:
-        Findings; the configurational temperatures of the loss with the prior, and of the loss alone; the energy of each draw.
-    """
-    params = _one(draws)
-    if not batches:
-        raise ValueError("doctor: batches is empty")
-    if mode is not None:
-        _require_like(mode, params)
-    for i, batch in enumerate(batches):
-        try:
-            with torch.no_grad():
-                scalar(loss, params, batch)
-        except Exception as err:
-            raise ValueError(
-                f"doctor: the loss cannot take batch {i + 1} of {len(batches)}, {short(batch)}: {err}. batches= takes all "
-                "data as one batch, which is a tuple, a dictionary or a tensor, or a list or loader of batches"
-            ) from err
-    data = _against_loss.data_in(batches, scale.data_size)
-    T = max(judge.levels.values())
-    findings = _against_loss.off_scale(loss, params, data, T, scale.posterior_temperature, numbers, unseen)
-    if len(draws) < 4:
-        unseen.append(TOO_FEW)
-        return findings, ({}, {}), None
-    still = _findings.still_leaves(draws)
-    if not judge.levels.keys() - still:
-        return findings, ({}, {}), None
-    found = _against_loss.readings(judge, draws, loss, data, still, unseen, directions=directions, pooled=pooled)
-    findings += _against_loss.temperature(found, numbers)
-    elements = {name: x.numel() for (name, _), x in zip(_findings.named(draws), optree.tree_leaves(params))}
-    findings += _against_loss.prior(found, dict(_findings.named(draws)), elements, scale.prior_sd, data.n, numbers)
-    if mode is not None:
-        unit = sum(judge.levels[name] * elements[name] for name in found.leaves) / 2
-        findings += _against_loss.energy(found, _against_loss.energy_at(judge, loss, mode, data), unit, numbers)
-    configurational, of_data = ({k: estimate(x) for k, x in part.items()} for part in (found.leaves, found.data))
-    return findings, (configurational, of_data), found.energy
-
-
-def _require_like(mode: Any, params: Any) -> None:
-    """Raise ValueError unless ``mode`` has the leaves of a draw."""
-    shapes = [{p: tuple(x.shape) for p, x in zip(paths_of(tree), optree.tree_leaves(tree))} for tree in (mode, params)]
-    if shapes[0] != shapes[1]:
-        raise ValueError(
-            f"doctor: mode must have the leaves of one draw of one chain, {short(params)}, got {short(mode)}"
-        )
-
-
-def _audited(heating: Heating | None) -> list[Finding]:
-    if heating is None or heating.worst <= HOT:
-        return []
-    return [
-        Finding(
-            "heated",
-            f"The audit predicts that {heating.order} batches add {heating.worst:.0%} to the variance of the worst direction.",
-            "Lower lr, enlarge the batch, or take all data.",
-        )
-    ]

@@ -59,7 +59,7 @@ def test_nothing_is_found_in_a_healthy_run(kind):
     draws = run(tx)
     found = bc.diagnostics.doctor(draws, tx, regression, [(X, Y)], posterior_temperature=200 * T)
     assert found.is_healthy, str(found)
-    assert "no fault" in str(found) and found.temperatures is not None
+    assert "no fault" in str(found)
 
 
 @pytest.mark.slow
@@ -102,18 +102,6 @@ def test_minibatch_heating_of_18_9_times_is_named():
     draws = run(tx, loss=heated_loss(17.9 * 2 * T * 0.1 / lr), batches=[None], steps=4000)
     by_the_parameters = bc.diagnostics.doctor(draws, tx, regression, [(X, Y)], posterior_temperature=200 * T)
     assert by_the_parameters.kinds == {"heated"} and "configurational" in str(by_the_parameters)
-
-
-@pytest.mark.slow
-def test_an_audit_that_predicts_heating_is_passed_on():
-    tx = bc.sghmc(0.05, temperature=T)
-    draws = run(tx)
-    mode = {"w": torch.tensor([1.0, -2.0, 0.5]), "b": torch.tensor(0.0)}
-    noise = bc.diagnostics.gradient_noise(regression, mode, bc.epochs((X, 10 * Y), 5))
-    rows = torch.cat([torch.ones(200, 1), X], 1).double()
-    audit = bc.diagnostics.heating(tx, noise, order="independent", curvature=rows.T @ rows / 200)
-    assert audit.worst > 0.1
-    assert bc.diagnostics.doctor(draws, heating=audit).kinds == {"heated"}
 
 
 def wells(p, batch):
@@ -186,15 +174,6 @@ def test_nan_is_told_from_divergence():
 
 
 @pytest.mark.slow
-def test_it_draws_one_figure(tmp_path):
-    tx = bc.sghmc(0.1, temperature=T)
-    draws = run(tx, steps=900)
-    found = bc.diagnostics.doctor(draws, tx, regression, [(X, Y)], posterior_temperature=200 * T)
-    found.plot().savefig(tmp_path / "doctor.png")
-    assert (tmp_path / "doctor.png").stat().st_size > 5000
-
-
-@pytest.mark.slow
 def test_a_loss_without_its_data_is_refused():
     with pytest.raises(ValueError, match="needs tx= and batches="):
         bc.diagnostics.doctor(run(bc.sghmc(0.1, temperature=T), steps=320), loss=regression)
@@ -212,24 +191,7 @@ def test_a_far_start_is_burn_in_and_no_heat(steps):
     draws, tx = far_away(steps, 0)
     found = bc.diagnostics.doctor(draws, tx, regression, [(X, Y)], posterior_temperature=200 * T)
     assert found.findings[0].kind == "burn-in" and "heated" not in found.kinds
-    assert "Lower lr" not in str(found) and "Not told: the temperature" in str(found)
-
-
-def test_an_audit_does_not_ask_for_a_lower_rate_before_burn_in_is_over():
-    draws, tx = far_away(40, 0)
-    rows = torch.cat([torch.ones(200, 1), X], 1).double()
-    mode = {"w": torch.tensor([1.0, -2.0, 0.5]), "b": torch.tensor(0.0)}
-    noise = bc.diagnostics.gradient_noise(regression, mode, bc.epochs((X, 10 * Y), 5))
-    audit = bc.diagnostics.heating(tx, noise, order="independent", curvature=rows.T @ rows / 200)
-    assert audit.worst > 0.1 and "Lower lr" not in str(bc.diagnostics.doctor(draws, heating=audit))
-
-
-@pytest.mark.slow
-def test_the_energy_of_draws_without_losses_tells_of_burn_in():
-    draws, tx = far_away(150, 0)
-    bare = bc.Draws.from_trees([draws[i] for i in range(len(draws))], chains=4)
-    found = bc.diagnostics.doctor(bare, tx, regression, [(X, Y)], posterior_temperature=200 * T)
-    assert "burn-in" in found.kinds and "heated" not in found.kinds
+    assert "Lower lr" not in str(found) and "Not told: whether the draws are too hot" in str(found)
 
 
 def short_run(tx, chains=2):
@@ -244,33 +206,6 @@ def test_all_data_may_come_as_a_tuple_or_a_list_of_one_batch():
         for batches in ((X, Y), [(X, Y)])
     )
     assert whole.numbers == listed.numbers and whole.numbers["data N"] == 200
-
-
-def test_a_prior_of_a_leaf_that_does_not_exist_is_refused_with_the_names_that_do():
-    with pytest.raises(ValueError, match="prior_sd names 'nonsense', and the draws have the leaves b, w"):
-        bc.diagnostics.doctor(short_run(bc.sghmc(0.1, temperature=T)), prior_sd={"nonsense": 1.0})
-
-
-def test_weight_decay_that_is_stronger_than_the_declared_prior_is_named():
-    """No chance in it: a decay of 0.1 at the temperature 0.05 is a standard deviation of 0.7, by arithmetic."""
-    tx = bc.sgd(0.1, momentum=0.9, weight_decay=0.1, temperature=T)
-    draws = short_run(tx)
-    told, right = (
-        bc.diagnostics.doctor(draws, tx, regression, (X, Y), prior_sd={"b": sd}, posterior_temperature=200 * T)
-        for sd in (12.0, 0.5**0.5)
-    )
-    assert "weight decay alone gives b a prior standard deviation of 0.71, and 12 is declared" in str(told)
-    assert "prior" not in right.kinds
-
-
-def test_the_report_says_what_it_cannot_see_of_the_prior():
-    tx = bc.sghmc(0.1, temperature=T)
-    draws = short_run(tx)
-    blind = bc.diagnostics.doctor(draws, tx, regression, (X, Y), posterior_temperature=200 * T)
-    told = bc.diagnostics.doctor(draws, tx, regression, (X, Y), prior_sd={"w": 1.0}, posterior_temperature=200 * T)
-    assert "Not seen: whether a prior" in str(blind) and "Half seen: prior_sd" in str(told)
-    (alone,) = bc.diagnostics.doctor(draws).unseen
-    assert alone.startswith("Not looked at: scale and temperature")
 
 
 FRONT = Path(__file__).parents[2] / "docs" / "index.md"
@@ -293,9 +228,7 @@ def test_the_loop_of_the_front_page_can_be_shown_to_the_doctor():
 
     before = {key: value for key, value in optimizer.state_dict()["param_groups"][0].items() if key != "params"}
     found = bc.diagnostics.doctor(names["keep"].draws, optimizer, loss, (x, y), of=said)
-    assert found.temperatures is not None and set(found.temperatures.configurational) == {
-        "weight", "bias"
-    }  # fmt: skip
+    assert {"temperature, weight", "temperature, bias"} <= found.numbers.keys()
     assert not found.kinds & {"scale", "dead", "prior", "nonfinite"}
     after = optimizer.state_dict()["param_groups"][0]
     assert "param_names" not in after and all(after[key] == value for key, value in before.items())

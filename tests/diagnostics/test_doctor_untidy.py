@@ -7,9 +7,7 @@ import torch
 from torch import nn
 
 import bayesopt_chain as bc
-from bayesopt_chain.diagnostics._agreement import apart
-from bayesopt_chain.diagnostics._findings import broken
-from bayesopt_chain.diagnostics._shared_noise import shared_noise
+from bayesopt_chain.diagnostics._agreement import shared_noise
 
 doctor = bc.diagnostics.doctor
 N = 100
@@ -75,19 +73,7 @@ def test_one_chain_of_many_that_is_elsewhere_is_named():
     assert doctor(run.draws).is_healthy
     run.w[:, 7] += 1.0
     (found,) = doctor(run.draws).findings
-    assert found.kind == "modes" and "Chain 7 is elsewhere" in found.says
-
-
-def test_chains_that_agree_are_not_called_apart():
-    """200 sets of 40 autoregressive draws of 10 chains, at a level of 0.01 each: more than 6 happen once in 250 times."""
-    g = torch.Generator().manual_seed(0)
-    alarms = 0
-    for _ in range(200):
-        x = [torch.randn(10, 4, generator=g).double()]
-        for _ in range(39):
-            x.append(0.5 * x[-1] + 0.75**0.5 * torch.randn(10, 4, generator=g).double())
-        alarms += apart(torch.stack(x)).p_value < 0.01
-    assert alarms <= 6
+    assert found.kind == "modes"
 
 
 def test_two_chains_far_apart_are_told_from_twelve_draws():
@@ -259,15 +245,6 @@ def test_a_prior_that_must_dominate_is_no_fault():
         assert "prior" in doctor(shrunk, strong, run.likelihood, run.data).kinds
 
 
-def test_heavy_tails_lie_far_above_the_mode_without_heat():
-    torch.manual_seed(0)
-    w = torch.distributions.Laplace(0.0, 1.0).sample((240, 4, 10))
-    draws = bc.Draws.from_trees([{"w": t} for t in w], chains=4)
-    tx, mode = bc.sghmc(0.01, temperature=1.0), {"w": torch.full((10,), 1e-3)}
-    found = doctor(draws, tx, lambda p, batch: p["w"].abs().sum(), [None], mode=mode)
-    assert found.is_healthy and found.numbers["energy above the mode / (T P / 2)"] > 1.5
-
-
 def test_a_loss_without_a_hessian_is_judged_all_the_same():
     run = Exact(0, 60, 4)
 
@@ -290,25 +267,6 @@ def test_a_loss_without_a_hessian_is_judged_all_the_same():
     assert "temperature, all parameters" in found.numbers and "temperature, stiffest direction 1" not in found.numbers
 
 
-def test_leaves_of_different_temperatures_are_each_judged_by_their_own():
-    """Exact draws of two models that know nothing of each other, one at a hundred times the temperature."""
-    one, two = Exact(0, 100, 4), Exact(1, 100, 4)
-    mean = two.w.mean((0, 1))
-    draws = bc.Draws.from_trees([{"a": a, "b": mean + 10 * (b - mean)} for a, b in zip(one.w, two.w)], chains=4)
-    tx = bc.partition(
-        {1: bc.sghmc(0.1, temperature=1 / N), 100: bc.sghmc(0.1, temperature=100 / N)}, {"a": 1, "b": 100}
-    )
-
-    def loss(p, batch):
-        return one.loss({"w": p["a"]}, batch[:2]) + two.loss({"w": p["b"]}, batch[2:])
-
-    found = doctor(
-        draws, tx, loss, (*one.data, *two.data), posterior_temperature=100.0, mode={"a": one.w.mean((0, 1)), "b": mean}
-    )
-    assert found.is_healthy and abs(found.numbers["temperature, all parameters"] - 1) < 0.2
-    assert 0.7 < found.numbers["energy above the mode / (T P / 2)"] < 1.3
-
-
 # what it leaves behind, and what it refuses
 
 
@@ -325,18 +283,6 @@ def test_random_numbers_stay_where_they_were():
     assert torch.equal(torch.get_rng_state(), before[0]) and torch.equal(own.get_state(), before[1])
 
 
-def test_losses_that_are_not_finite_once_are_no_divergence():
-    draws = Exact(0, 60, 1).draws
-    losses = torch.randn(60, 1, generator=torch.Generator().manual_seed(0)).double()
-    losses[20] = torch.inf
-    (found,) = broken(draws, losses, {})
-    assert found.kind == "nonfinite" and "of 1 of 60 draws" in found.says
-    losses[-1] = torch.nan
-    assert broken(draws, losses, {})[0].kind == "nonfinite"
-    losses[40:] = torch.inf
-    assert broken(draws, losses, {})[0].kind == "diverged"
-
-
 @pytest.mark.parametrize("batches", [lambda x, y: [x, y], lambda x, y: torch.utils.data.TensorDataset(x, y)])
 def test_data_that_the_loss_cannot_take_are_refused_with_what_to_pass(batches):
     run = Exact(0, 12, 2)
@@ -346,19 +292,42 @@ def test_data_that_the_loss_cannot_take_are_refused_with_what_to_pass(batches):
         doctor(run.draws, run.tx, run.loss, batches(*run.data))
 
 
-def test_a_mode_of_other_leaves_is_refused():
-    run = Exact(0, 12, 2)
-    with pytest.raises(ValueError, match="doctor: mode must have the leaves of one draw"):
-        doctor(run.draws, run.tx, run.loss, run.data, mode={"w": torch.zeros(2, 4)})
-
-
-def test_a_report_without_traces_has_a_figure():
-    pytest.importorskip("matplotlib")
-    assert len(doctor(Exact(0, 5, 2).draws).plot().axes) == 1
-
-
 def test_names_with_quotes_are_names():
     run = Exact(0, 12, 2)
     draws = bc.Draws.from_trees([{"it's": w} for w in run.w], chains=2)
     found = doctor(draws, run.tx, lambda p, b: run.loss({"w": p["it's"]}, b), run.data)
     assert found.is_healthy
+
+
+def test_losses_that_are_not_finite_once_are_no_divergence(monkeypatch):
+    run = Exact(0, 60, 1)
+    losses = torch.randn(60, generator=torch.Generator().manual_seed(0)).double()
+    for change, kind in ((slice(20, 21), "nonfinite"), (slice(59, 60), "nonfinite"), (slice(40, 60), "diverged")):
+        bad = losses.clone()
+        bad[change] = torch.inf
+        monkeypatch.setattr(bc.Draws, "loss", property(lambda _, bad=bad: bad))
+        assert doctor(run.draws).kinds == {kind}
+
+
+def test_leaves_of_different_temperatures_are_each_judged_by_their_own():
+    """Exact draws of two models that know nothing of each other, one at a hundred times the temperature."""
+    one, two = Exact(0, 100, 4), Exact(1, 100, 4)
+    mean = two.w.mean((0, 1))
+    draws = bc.Draws.from_trees([{"a": a, "b": mean + 10 * (b - mean)} for a, b in zip(one.w, two.w)], chains=4)
+    tx = bc.partition(
+        {1: bc.sghmc(0.1, temperature=1 / N), 100: bc.sghmc(0.1, temperature=100 / N)}, {"a": 1, "b": 100}
+    )
+
+    def loss(p, batch):
+        return one.loss({"w": p["a"]}, batch[:2]) + two.loss({"w": p["b"]}, batch[2:])
+
+    found = doctor(draws, tx, loss, (*one.data, *two.data), posterior_temperature=100.0)
+    assert found.is_healthy and abs(found.numbers["temperature, all parameters"] - 1) < 0.2
+
+
+@pytest.mark.parametrize("times", [1.0, 9.0])
+def test_the_noise_of_a_gradient_over_the_curvature_is_shown_and_no_verdict(times):
+    """Of a calibrated regression it is 1 at the mode; nine times the loss has nine times the noise."""
+    run = Exact(0, 60, 4, n=400)
+    found = doctor(run.draws, run.tx, lambda p, b: times * run.likelihood(p, b), run.data)
+    assert found.numbers["tr Cov(gradient) / tr H"] == pytest.approx(times, rel=0.4) and "scale" not in found.kinds
