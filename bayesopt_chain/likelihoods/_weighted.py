@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesopt_chain.likelihoods._likelihood import Grouping, Likelihood
-from bayesopt_chain.likelihoods._mixture import Mixture
-from bayesopt_chain.likelihoods._predictive import Outputs
-from bayesopt_chain.likelihoods._roots import OutputRoot
+from bayesopt_chain.likelihoods._likelihood import Likelihood
 from bayesopt_chain.tracing import is_readable
+
+
+def _inner(name: str) -> Any:
+    return property(lambda self: getattr(self.inner, name))
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,34 +26,19 @@ class Weighted(Likelihood):
     """See :func:`weighted`."""
 
     inner: Likelihood
+    support, methods, has_classes, default_method, noise_variance, has_straight_line, has_width = map(
+        _inner,
+        ("support", "methods", "has_classes", "default_method", "noise_variance", "has_straight_line", "has_width"),
+    )
+    log_prob, smoothed, information, exact_root, mean, variance, draw, cdf, grouping, mixed = map(
+        _inner,
+        ("log_prob", "smoothed", "information", "exact_root", "mean", "variance", "draw", "cdf", "grouping", "mixed"),
+    )
+    expected_mean, straight_line = map(_inner, ("expected_mean", "straight_line"))
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return f"weighted {self.inner.name}"
-
-    @property
-    def support(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.inner.support
-
-    @property
-    def methods(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.inner.methods
-
-    @property
-    def has_classes(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.inner.has_classes
-
-    @property
-    def default_method(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.inner.default_method
-
-    @property
-    def noise_variance(self) -> Any:
-        return self.inner.noise_variance
-
-    @property
-    def has_straight_line(self) -> bool:
-        return self.inner.has_straight_line
 
     def weights(self, targets: Any) -> Tensor | None:
         labels, weights = _pair(targets)
@@ -82,33 +68,6 @@ class Weighted(Likelihood):
             left_out, torch.as_tensor(self.inner.filler, dtype=labels.dtype, device=labels.device), labels
         )
 
-    def log_prob(self, outputs: Tensor, targets: Any) -> Tensor:
-        return self.inner.log_prob(outputs, targets)
-
-    def smoothed(self, outputs: Tensor, labels: Any) -> Tensor:
-        return self.inner.smoothed(outputs, labels)
-
-    def grouping(self, event: torch.Size) -> Grouping:
-        return self.inner.grouping(event)
-
-    def information(self, outputs: Tensor) -> Tensor:
-        return self.inner.information(outputs)
-
-    def exact_root(self, outputs: Tensor, labels: Any) -> OutputRoot:
-        return self.inner.exact_root(outputs, labels)
-
-    def mean(self, outputs: Tensor) -> Tensor:
-        return self.inner.mean(outputs)
-
-    def variance(self, outputs: Tensor) -> Tensor:
-        return self.inner.variance(outputs)
-
-    def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Any:
-        return self.inner.draw(outputs, generator)
-
-    def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
-        return self.inner.cdf(outputs, values)
-
     def scaled(self, scale: Tensor | float) -> Likelihood:
         return Weighted(self.inner.scaled(scale))
 
@@ -118,22 +77,9 @@ class Weighted(Likelihood):
         assert weights is not None
         return self.inner.whitened(outputs, self.labels(targets)) * weights.to(outputs.dtype).sqrt()
 
-    def mixed(self, outputs: Outputs | Tensor, log_weights: Tensor | None = None) -> Mixture:
-        return self.inner.mixed(outputs, log_weights)
-
     def widened(self, outputs: Tensor, factor: float) -> tuple[Likelihood, Tensor]:
         wider, outputs = self.inner.widened(outputs, factor)
         return Weighted(wider), outputs
-
-    @property
-    def has_width(self) -> bool:
-        return self.inner.has_width
-
-    def expected_mean(self, mean: Tensor, covariance: Tensor, method: str | None = None) -> Tensor:
-        return self.inner.expected_mean(mean, covariance, method)
-
-    def straight_line(self, outputs: Tensor, labels: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.inner.straight_line(outputs, labels, covariance)
 
 
 def weighted(likelihood: Likelihood) -> Likelihood:

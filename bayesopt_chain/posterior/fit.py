@@ -629,7 +629,7 @@ def fit_laplace(
         isinstance(prior_precision, (int, float)) and math.isfinite(prior_precision) and prior_precision > 0
     ):
         raise ValueError(f"fit_laplace: prior_precision must be a positive, finite number, got {prior_precision!r}")
-    of_prior = require_prior_structure("fit_laplace", prior_structure, structure)
+    of_prior = None if tune is None else require_prior_structure("fit_laplace", prior_structure, structure)
     if prior_structure is not None and tune != "evidence":
         raise ValueError(
             f"fit_laplace: prior_structure={prior_structure!r} is for tune='evidence': leave it out with tune={tune!r}"
@@ -664,7 +664,7 @@ def fit_laplace(
     model, first = make_model(module_or_forward, params, loader, batches.first, how)
     require_finite(model.params, "fit_laplace: a parameter")
     model = with_estimator(model, first, (batches.total or 1) * batch_size(batches.first))
-    keep = Kept(data_for(model))
+    keep = Kept(data_for(model) if tune == "evidence" else 0)
     seen = model.run_over(batches.from_first(first), progress, batches.total, keep)
     if not any(bool(leaf.any()) for leaf in optree.tree_leaves(seen.precision.diag())):
         if not seen.entries.any():
