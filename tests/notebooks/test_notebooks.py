@@ -47,7 +47,7 @@ def code(notebook):
 def test_the_notebooks_are_there():
     expected = {"five_minutes", "why_bayes", "double_well", "pima", "write_your_own_sampler", "imdb"}
     expected |= {"continual_lora", "bayesian_llama", "one_call", "bayesian_optimisation", "minibatch_heat", "lightning"}
-    expected |= {"a_network_one_trusts"}
+    expected |= {"a_network_one_trusts", "learning_coefficients"}
     assert expected <= set(NAMES)
 
 
