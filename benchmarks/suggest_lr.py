@@ -764,7 +764,15 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         if "excess" in row
         for order, values in row["excess"].items()
     ]
+    overall = {}
+    for count in map(str, BUDGETS):
+        known = [row["budgets"][count] for row in rows if count in row.get("budgets", {})]
+        if len(known) > 1:
+            overall[count] = against([row["chains"] - row["chains by suggest_chain"] for row in known]) | {
+                "cells": len(known)
+            }
     return {
+        "all cells against the earlier adviser": overall,
         "against an ensemble of equal gradients": tasks,
         "heat": heat,
         "errors": [row["cell"] for row in rows if "failed" in row],
@@ -799,7 +807,13 @@ def table(of: dict[str, Any]) -> str:
                 verdicts_of = [row["against"][who]["verdict"] for row in some]
                 counts = ", ".join(f"{verdicts_of.count(word)} {word}" for word in ("better", "equal", "worse"))
                 lines += ["", f"Against {name}, of {len(some)}{what} tasks: {counts}."] if some else []
-        lines.append("")
+        of_all = of["all cells against the earlier adviser"][str(count)]
+        error = f"{of_all['difference']:+.4f} +- {of_all['standard error']:.4f}"
+        lines += [
+            "",
+            f"Over all {of_all['cells']} cells the chains are {error} nats from those of the earlier adviser.",
+            "",
+        ]
     lines += ["| model and seed | batches | predicted heat | at draws | measured |", "| --- | --- | --- | --- | --- |"]
     for row in of["heat"]:
         measured = f"{row['measured']:.1%} +- {row['standard error']:.1%}"
