@@ -127,7 +127,10 @@ class Regression:
         small = torch.finfo(torch.float32).eps ** 2 * whole + TINY
         spread = self.s.square().sum() / count * self.u.shape[2]
         noise = (self.total / self.data.noise / self.data.entries.clamp_min(1)).reshape(-1)
-        return spread.clamp_min(TINY) / (squares + small), 1 / (whole + small), noise.maximum(self.least_noise())
+        noise = torch.where(
+            self.data.entries.reshape(-1) > 0, noise.maximum(self.least_noise()), 1
+        )  # never seen: as given
+        return spread.clamp_min(TINY) / (squares + small), 1 / (whole + small), noise
 
     def at(self, delta: Tensor, of_bias: Tensor | None, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The log evidence (0-d) and the mode less the prior's mean: weights ``[E, D]``, biases ``[E]``.

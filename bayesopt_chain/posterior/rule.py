@@ -139,7 +139,9 @@ def by_network_noise(model: Model, seen: Pass, batches: list[Any], prior_structu
     is_untrained = (seen.squares > total / 2) & (seen.squares / seen.entries > UNTRAINED * of_layer)
     if bool(is_untrained.all()):
         return own
-    scale = torch.where(is_untrained, own.likelihood_scale, 1 / noise.maximum(seen.regression.least_noise()))
+    scale = torch.where(
+        is_untrained | (seen.entries == 0), own.likelihood_scale, 1 / noise.maximum(seen.regression.least_noise())
+    )
     return tune_layer(model, seen.regression, prior_structure, scale=scale.reshape(seen.squares.shape))
 
 

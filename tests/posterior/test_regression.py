@@ -153,6 +153,17 @@ def test_a_scale_for_each_output_is_a_likelihood_with_a_variance_for_each(struct
     torch.testing.assert_close(got.covariance, wanted.covariance, rtol=1e-8, atol=1e-12)
 
 
+def test_an_output_without_targets_keeps_its_noise_and_its_prior_and_leaves_the_others_alone():
+    net = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 2)).double().eval()
+    x, y = torch.randn(60, 2, **F64), torch.randn(60, 2, **F64)
+    y[:, 1] = torch.nan
+    fitted = bc.fit_laplace(net, weighted(gaussian()), [(x, (y, y.isfinite()))], tune_noise="evidence")
+    default = bc.fit_laplace(net, weighted(gaussian()), [(x, (y, y.isfinite()))])
+    for one in (fitted, default):
+        assert one.likelihood_scale.isfinite().all() and one.predictive(x).variance.isfinite().all()
+        assert 0.5 < float(1 / one.likelihood_scale[0]) < 2
+
+
 def test_noise_that_the_features_leave_nothing_for_has_a_lower_limit_that_is_said():
     x = torch.randn(40, 3)
     net, y = nn.Linear(3, 1).eval(), 5 + x @ torch.tensor([[1.0], [2.0], [3.0]])
