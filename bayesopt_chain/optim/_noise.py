@@ -222,7 +222,9 @@ class _Chunk:
         self._elements = parts_of_leaves(
             tuple([runs for *_, runs in parts]), tuple([draw_number(x.numbers[k], branch) for k, *_ in parts])
         )
-        self._scratch = None if len(parts) == 1 else self._room()
+        self._scratch = self._room() if len(parts) > 1 else None
+        if len(parts) == 1 and self.kept and self.kept[0].dtype in _DTYPES and self.kept[0].is_contiguous():
+            self._scratch = self.kept[0].view(-1), self.kept  # the draw is made where it is kept
 
     def row_of(self, name: str) -> Tensor:
         """The elements of all leaves of a tensor of the state, as one vector."""
@@ -233,7 +235,7 @@ class _Chunk:
         row, views = self._scratch or self._room()
         at = [torch.full((), n, dtype=torch.int64, device=row.device) for n in (key, count)]
         torch.ops.bayesopt_chain.philox_normals_(row, *at, *self._elements[:3])
-        if self.kept:
+        if self.kept and views is not self.kept:
             foreach_copy_(self.kept, views)
         dtype = self.params[0].dtype
         return self.kept or ([view.to(dtype) for view in views] if dtype != row.dtype else views)
@@ -258,9 +260,11 @@ def _chunks(x: Leaves, branch: int, runs: Mapping[Tensor, Runs] | None) -> list[
         whole = n <= limit or torch.is_grad_enabled() or not all([y.is_contiguous() for y in alike])
         for b, elements in enumerate([here if n else ()] if whole else _cut(here, limit)):
             cut = _as_it_is if whole else partial(_block, start=b * limit, end=(b + 1) * limit)
-            if not chunks or room < min(n, limit):
+            if not chunks or room < min(
+                n, limit
+            ):  # a chunk of several leaves keeps memory for its draws, which is to be small
                 chunks.append([])
-                room = limit
+                room = BLOCK
             chunks[-1].append((k, cut, elements))
             room -= min(n, limit)
     return [_Chunk(x, branch, parts) for parts in chunks]

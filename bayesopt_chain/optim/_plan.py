@@ -87,11 +87,7 @@ class Leaves:
 
     def read(self, rule: Any, temperature: float) -> tuple[object, ...]:
         """Read the numbers of a step; return what has to stay the same for chunks and job to hold."""
-        group, updates, velocity = (
-            self.group,
-            self.clock.updates,
-            bool(self.states[0].get("momentum_buffer") is not None),
-        )
+        group, updates = self.group, self.clock.updates
         self.linear: Linear = rule._linear(group, self.clock)
         self.noise: Noise | None = rule._noise(self.linear, temperature, self.before) if temperature > 0.0 else None
         self.learned_until = min(updates, group.get("freeze_after") or updates)
@@ -100,7 +96,9 @@ class Leaves:
         is_spread = rule._cache.runs is not None  # the kernel draws whole leaves
         self.form: Form | None = None if asks_for_torch or is_spread else rule._form(group, self.learned_until)
         linear, noise = self.linear, self.noise or Noise()
-        self.is_early = not rule.adaptive and velocity and linear.step_size > 0.0 and linear.momentum >= _LEAST_MOMENTUM
+        has_velocities = all([state.get("momentum_buffer") is not None for state in self.states])
+        is_first = linear.step_size > 0.0 and linear.momentum >= _LEAST_MOMENTUM
+        self.is_early = not rule.adaptive and has_velocities and is_first
         self.branches = [
             (linear.step_size, noise.previous, noise.current) if noise.current > 0.0 or noise.previous else None,
             (linear.direct, noise.direct_previous, noise.direct) if linear.direct > 0.0 else None,

@@ -293,3 +293,25 @@ def test_what_the_one_pass_cannot_take_is_left_to_torchs_step(tensor, monkeypatc
             optimizer.step()
         walks.append(theta.detach())
     assert torch.equal(*walks)
+
+
+@pytest.mark.parametrize("foreach", [None, True])
+def test_leaves_of_which_one_alone_has_a_velocity_are_moved_together(foreach):
+    """As after torch's training with a frozen layer: to rounding the steps of leaves that were never together."""
+
+    def walk(names):
+        params = {name: torch.ones(3, dtype=torch.float64, requires_grad=True) for name in names}
+        optimizer = bc.optim.SGHMC(
+            params.items(), 0.1, temperature=0.3, generator=torch.Generator().manual_seed(1), foreach=foreach
+        )
+        if "a" in params:
+            optimizer.state[params["a"]]["momentum_buffer"] = torch.full((3,), 2.0, dtype=torch.float64)
+        for _ in range(3):
+            for p in params.values():
+                p.grad = p.detach().clone()
+            optimizer.step()
+        return {name: p.detach() for name, p in params.items()}
+
+    together, alone = walk("ab"), walk("a") | walk("b")
+    for name in "ab":
+        torch.testing.assert_close(together[name], alone[name], rtol=1e-13, atol=1e-13)
