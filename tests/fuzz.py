@@ -501,6 +501,7 @@ INNER = {
 }
 NOT_CALLED = {
     "curvature.linear_operator",  # of an extra
+    "diagnostics.susceptibility",  # of two runs that observed the same
     "gradients.check_noise",  # answers NaN where there is nothing to see
     *("samplers.replica_exchange", "vi.Draw"),
     *(
