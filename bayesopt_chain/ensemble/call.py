@@ -26,7 +26,7 @@ from bayesopt_chain.runs.describe import describe
 WHO = "posterior_ensemble: "
 MOST_PRECISE = 1e12  # of priors
 LONG = 300.0  # seconds that a default call says it takes longer than
-WORSE = -3.0  # standard errors by which a constant may be better
+WORSE = -2.0  # standard errors by which a constant may be better
 
 
 class EnsembleError(ValueError):
@@ -104,7 +104,7 @@ def posterior_ensemble(
         TypeError: neither a module nor a function; data that hold no tensors.
         ValueError: an argument out of range; layers whose weights cannot be drawn anew; targets that the likelihood cannot
             have; training that diverges; ``path`` of another call; fewer members than ranks, or ranks with other calls.
-        EnsembleError: the networks predict held-out data worse than a constant does, by three standard errors; the fitted
+        EnsembleError: the networks predict held-out data worse than a constant does, by two standard errors; the fitted
             ensemble is the error's ``ensemble``.
 
     Example:
@@ -284,8 +284,8 @@ def _finished(
     if constant is not None and held.z_of(scores - constant) < WORSE:
         raise EnsembleError(
             f"{WHO}the networks predict held-out data worse than a constant does (log scores {table['ensemble']:.3f} and "
-            f"{table['constant']:.3f} nats a datum): train longer (steps=), with a smaller lr=, or with a smaller network; the "
-            "fitted ensemble is this error's .ensemble",
+            f"{table['constant']:.3f} nats a datum). If they have not learnt their training data yet, pass more steps=; "
+            "if they know them by heart, a larger prior_precision= or a smaller network. What was fitted is this error's .ensemble",
             made,
         )
     return made

@@ -67,13 +67,13 @@ class Problem:
     @property
     def theta(self) -> Tensor:
         """The starts of all members, ``[M, P]``."""
-        return torch.cat([x.flatten(1) for x in self.members.params.values()], 1)
+        return torch.cat([x.reshape(len(x), -1) for x in self.members.params.values()], 1)
 
     def tree(self, theta: Tensor) -> Tensors:
         """Parameters by name of rows ``[*lead, P]``."""
         own = self.members.params
         parts = theta.split([x[0].numel() for x in own.values()], -1)
-        return {k: p.reshape(*theta.shape[:-1], *x.shape[1:]).to(x.dtype) for (k, x), p in zip(own.items(), parts)}
+        return {k: p.reshape((*theta.shape[:-1], *x.shape[1:])).to(x.dtype) for (k, x), p in zip(own.items(), parts)}
 
     def fan_in(self) -> Tensor:
         """The precision of each parameter under the fan-in prior, ``[P]``: of weights with two axes and more the numbers that

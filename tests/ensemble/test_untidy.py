@@ -1,4 +1,6 @@
-"""Untidy data: units, outputs of different noise, duplicates, a constant that does better."""
+"""Untidy data and modules of any kind: units, noise of each output, constants that do better, residuals, lazy layers."""
+
+import time
 
 import pytest
 import torch
@@ -6,14 +8,17 @@ from torch import nn
 
 import bayesopt_chain as bc
 
+GAUSSIAN = bc.likelihoods.gaussian()
 
-def ensemble(x, y, outputs):
+
+def ensemble(x, y, outputs=1, likelihood=GAUSSIAN, make=None, **changes):
     torch.manual_seed(0)
 
-    def make():
+    def plain():
         return nn.Sequential(nn.Linear(x.shape[1], 8), nn.Tanh(), nn.Linear(8, outputs))
 
-    return bc.posterior_ensemble(make, (x, y), bc.likelihoods.gaussian(), members=2, steps=300, lr=0.01, progress=False)
+    kept = {"members": 2, "steps": 300, "lr": 0.01, "progress": False, **changes}
+    return bc.posterior_ensemble(make or plain, (x, y), likelihood, **kept)
 
 
 @pytest.mark.slow
@@ -28,9 +33,156 @@ def test_each_output_has_a_noise_of_its_own():
 
 
 @pytest.mark.slow
-def test_targets_of_a_million_are_fitted():
+@pytest.mark.parametrize("likelihood, outputs", [(GAUSSIAN, 1), (bc.likelihoods.gaussian("learned"), 2)])
+def test_units_of_inputs_and_targets_do_not_matter(likelihood, outputs):
+    """Scores of targets times 1e6 plus 1e6, at inputs times 1e3 plus 1e4, differ by log 1e6 alone, to rounding."""
     torch.manual_seed(0)
     x = torch.randn(200, 3)
-    y = 1e6 + 1e5 * x[:, :1] + 1e4 * torch.randn(200, 1)
-    found = ensemble(x, y, 1).predict(x)
-    assert float((found.mean - y).square().mean() / y.var()) < 0.1
+    y = x[:, :1].sin() + 0.1 * torch.randn(200, 1)
+    scores = []
+    for inputs, targets in ((x, y), (1e3 * x + 1e4, 1e6 * y + 1e6)):
+        found = ensemble(inputs.double(), targets.double(), make=lambda: maker(outputs), likelihood=likelihood)
+        scores.append(found.predict(inputs.double()).log_prob(targets.double()).mean())
+    assert float(scores[0] - scores[1]) == pytest.approx(6 * 2.302585, abs=0.02)
+    assert float(found.predict(inputs.double()).mean.sub(targets).square().mean() / targets.var()) < 0.1
+
+
+def maker(outputs, inputs=3):
+    return nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs)).double()
+
+
+def wide():
+    return nn.Sequential(nn.Linear(5, 40), nn.Tanh(), nn.Linear(40, 1))
+
+
+@pytest.mark.slow
+def test_networks_that_a_constant_beats_are_an_error_that_carries_them():
+    """Counts that do not depend on the inputs, and a network that learns them by heart."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(150, 5, generator=generator), torch.poisson(torch.full((150, 1), 3.0), generator)
+    with pytest.raises(bc.ensemble.EnsembleError, match="worse than a constant") as caught:
+        ensemble(x, y, likelihood=bc.likelihoods.poisson(), make=wide, steps=1500, lr=0.03, prior_precision=1e-6)
+    found = caught.value.ensemble
+    assert found.report.held_out["ensemble"] < found.report.held_out["constant"]
+    assert found.predict(x).mean.shape == (150, 1)
+
+
+@pytest.mark.parametrize("spread, said", [(1.0, True), (1e6, False)])
+def test_counts_that_vary_more_than_promised_are_said(spread, said):
+    """Negative binomial counts of mean 5 and dispersion 1 have six times the variance; with 1e6 they are Poisson's."""
+    generator = torch.Generator().manual_seed(1)
+    rate = torch.distributions.Gamma(torch.tensor(spread), torch.tensor(spread / 5))
+    torch.manual_seed(1)
+    x, y = torch.randn(300, 1), torch.poisson(rate.sample((300, 1)), generator)
+    found = ensemble(x, y, likelihood=bc.likelihoods.poisson(), prior_precision=10.0, steps=200)
+    assert ("overdispersed" in found.report.advice) is said
+
+
+def test_noise_at_an_end_of_its_grid_is_said():
+    x = torch.linspace(-1, 1, 60).double()[:, None]
+    found = ensemble(x, 2 * x, make=lambda: nn.Linear(1, 1).double(), prior_precision=1e-6, lr=0.05)
+    assert any("end of its grid" in sentence for sentence in found.report.said)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix, self.out = nn.MultiheadAttention(2, 1, batch_first=True), nn.Linear(2, 1)
+
+    def forward(self, x):
+        tokens = x[:, :, None].expand(-1, -1, 2)
+        return self.out(self.mix(tokens, tokens, tokens, need_weights=False)[0].mean(1))
+
+
+class Root(nn.Module):
+    """Two parameters of its own, one of them 0-d, and two heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(3, 1)), nn.Parameter(torch.randn(()))
+        self.head = nn.Linear(3, 1)
+
+    def forward(self, x):
+        return torch.cat([x @ self.weight + self.bias, self.head(x)], 1).sum(1, keepdim=True)
+
+
+def weight_normed():
+    return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 1))
+
+
+def lazy():
+    return nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(1))
+
+
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gru, self.out = nn.GRU(1, 3, batch_first=True), nn.Linear(3, 1)
+
+    def forward(self, x):
+        packed = nn.utils.rnn.pack_padded_sequence(x[..., None], torch.full((len(x),), 2), batch_first=True)
+        return self.out(self.gru(packed)[1][0])
+
+
+@pytest.mark.parametrize("make", [Attention, Root, weight_normed, lazy, Packed])
+def test_modules_of_any_kind_are_trained(make):
+    x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
+    found = ensemble(x, x.sum(1, keepdim=True), make=make, steps=40, lr=0.05)
+    assert found.predict(x).mean.shape == (60, 1)
+    torch.testing.assert_close(
+        torch.stack([m(x) for m in found.modules()]).mean(0), found.predict(x).mean, rtol=1e-3, atol=1e-4
+    )
+
+
+def test_batches_may_be_dictionaries():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(3, 1)
+
+        def forward(self, left, right):
+            return self.net(torch.cat([left, right], 1))
+
+    x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
+    data = {"left": 5 * x[:, :1], "right": x[:, 1:], "labels": x[:, :1]}
+    found = bc.posterior_ensemble(Named, data, GAUSSIAN, members=2, steps=100, lr=0.05, progress=False)
+    only = {k: data[k] for k in ("left", "right")}
+    assert found.predict(only).mean.shape == (60, 1)
+    torch.testing.assert_close(torch.stack([m(**only) for m in found.modules()]).mean(0), found.predict(only).mean)
+
+
+class Residual(nn.Module):
+    """``u' + u`` of a network ``u`` with ``u(0) = 1``: zero for ``exp(-x)``."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def u(self, x):
+        return 1 + x * self.net(x)
+
+    def forward(self, x):
+        value, slope = torch.func.jvp(self.u, (x,), (torch.ones_like(x),))
+        return value + slope
+
+
+@pytest.mark.slow
+def test_residuals_of_an_equation_are_trained_to_zero_in_their_own_units():
+    x = torch.linspace(0, 2, 80)[:, None]
+    found = ensemble(x, torch.zeros(80, 1), make=Residual, steps=1500)
+    assert not found.scale.said and "constant" not in found.report.held_out
+    for module in found.modules():
+        torch.testing.assert_close(module.u(x), (-x).exp(), rtol=0, atol=0.05)
+
+
+@pytest.mark.slow
+def test_a_budget_of_minutes_is_said_and_kept(capsys):
+    """.25 minutes, in which a machine under load may take half as long again."""
+    x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
+    ensemble(x, x[:, :1], steps=20)
+    began = time.perf_counter()
+    found = ensemble(x, x[:, :1], steps=None, minutes=0.25, progress=True)
+    assert time.perf_counter() - began < 22
+    assert found.report.chosen["steps"] > 20
+    lines = capsys.readouterr().err.splitlines()
+    assert "passes, about" in lines[0] and 5 < len(lines) < 25  # lines, not a bar, where errors are redirected
