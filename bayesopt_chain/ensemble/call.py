@@ -285,7 +285,7 @@ def _finished(
         raise EnsembleError(
             f"{WHO}the networks predict held-out data worse than a constant does (log scores {table['ensemble']:.3f} and "
             f"{table['constant']:.3f} nats a datum). If they have not learnt their training data yet, pass more steps=; "
-            "if they know them by heart, a larger prior_precision= or a smaller network. What was fitted is this error's .ensemble",
+            "if they know them by heart, a larger prior_precision= or a smaller network. The fit is this error's .ensemble",
             made,
         )
     return made
