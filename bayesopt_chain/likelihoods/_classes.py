@@ -24,7 +24,7 @@ from torch.nn.functional import logsigmoid, softplus
 from bayesopt_chain import checks, kinds
 from bayesopt_chain.likelihoods._likelihood import FLOOR, Grouping, Likelihood, Support
 from bayesopt_chain.likelihoods._quadrature import cubature
-from bayesopt_chain.likelihoods._roots import Softmax
+from bayesopt_chain.likelihoods._roots import Moved, OutputRoot, Softmax
 from bayesopt_chain.likelihoods._softmax import laplace_bridge, probit, probit_bernoulli, softmax_mean
 from bayesopt_chain.tracing import is_hidden, is_readable
 
@@ -80,6 +80,7 @@ class Categorical(Likelihood):
     weight: Any
     ignore_index: int
     label_smoothing: float
+    axis: int = -1
     name = "categorical"
     support = None
     methods = ("sobol", "probit", "bridge")
@@ -87,39 +88,57 @@ class Categorical(Likelihood):
     has_classes = True
 
     def grouping(self, event: torch.Size) -> Grouping:
-        if not event or event[-1] < 2:
+        if len(event) < -self.axis or event[self.axis] < 2:
             raise ValueError(
                 f"the categorical likelihood got outputs [B, {', '.join(map(str, event))}]: return the logits of at least two "
-                "classes, [B, *, C]; for one yes-or-no output use likelihoods.bernoulli()"
+                f"classes on axis {self.axis}; for one yes-or-no output use likelihoods.bernoulli()"
             )
-        return Grouping(tuple(event[:-1]), event[-1])
+        if self.axis == -1:
+            return Grouping(tuple(event[:-1]), event[-1])
+        order = torch.arange(event.numel()).reshape(event).movedim(self.axis, -1)
+        return Grouping(tuple(order.shape[:-1]), order.shape[-1], order.flatten())
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        log_p = outputs.log_softmax(-1)
+        log_p = self._last(outputs).log_softmax(-1)
         index = targets.to(torch.int64).expand(*log_p.shape[:-1])[..., None]
         return log_p.gather(-1, index)[..., 0]
 
-    def exact_root(self, outputs: Tensor, labels: Any) -> Softmax:
-        return Softmax(outputs.softmax(-1))
+    def exact_root(self, outputs: Tensor, labels: Any) -> OutputRoot:
+        root = Softmax(self.mean(outputs))
+        return root if self.axis == -1 else Moved(root, self.axis)
 
     def mean(self, outputs: Tensor) -> Tensor:
-        return outputs.softmax(-1)
+        return self._last(outputs).softmax(-1)
 
     def variance(self, outputs: Tensor) -> Tensor:
-        p = outputs.softmax(-1)
+        p = self.mean(outputs)
         return p * (1 - p)
 
     def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        p = outputs.softmax(-1)
+        p = self.mean(outputs)
         drawn = torch.multinomial(p.reshape(-1, p.shape[-1]), 1, generator=generator)
-        return drawn.reshape(outputs.shape[:-1])
+        return drawn.reshape(p.shape[:-1])
+
+    def _last(self, outputs: Tensor) -> Tensor:
+        """The outputs with their classes on the last axis."""
+        return outputs.movedim(self.axis, -1)
 
     def widened(self, outputs: Tensor, factor: float) -> tuple[Likelihood, Tensor]:
         return self, outputs / factor
 
     def require(self, outputs: Tensor, targets: Any, *, wait: bool = False) -> None:
+        if (
+            self.axis == -1
+            and isinstance(targets, Tensor)
+            and outputs.ndim > 2
+            and targets.shape == (*outputs.shape[:1], *outputs.shape[2:]) != outputs.shape[:-1]
+        ):
+            raise ValueError(
+                f"the categorical likelihood got targets {tuple(targets.shape)} for outputs {tuple(outputs.shape)}, whose "
+                f"classes stand on the axis behind the data: pass likelihoods.categorical(axis={1 - outputs.ndim})"
+            )
         super().require(outputs, targets, wait=wait)
-        classes = outputs.shape[-1]
+        classes = outputs.shape[self.axis]
         if self.weight is not None and len(self.weight) != classes:
             raise ValueError(f"categorical: weight has {len(self.weight)} entries, but the outputs {classes} classes")
         if targets.is_floating_point() or targets.dtype == torch.bool:
@@ -154,7 +173,7 @@ class Categorical(Likelihood):
         if not self.label_smoothing:
             return losses
         # divided by the weight sum_k a_k, by which losses() multiplies
-        e, log_p = self.label_smoothing, outputs.log_softmax(-1)
+        e, log_p = self.label_smoothing, self._last(outputs).log_softmax(-1)
         if self.weight is None:
             return (1 - e) * losses - e * log_p.mean(-1)
         table = torch.as_tensor(self.weight, dtype=log_p.dtype, device=log_p.device)
@@ -164,7 +183,7 @@ class Categorical(Likelihood):
     def predictive_of_classes(self, mean: Tensor, covariance: Tensor, method: str) -> Tensor:
         """Probabilities by one of ``CLASS_METHODS``, position by position."""
         grouping = self.grouping(mean.shape[1:])
-        found = CLASS_METHODS[method](mean, grouping.blocks(covariance))
+        found = CLASS_METHODS[method](self._last(mean), grouping.blocks(covariance))
         return found / found.sum(-1, keepdim=True) if method == "bridge" else found
 
     def expected_mean(self, mean: Tensor, covariance: Tensor, method: str | None = None) -> Tensor:
@@ -266,9 +285,16 @@ def bernoulli() -> Likelihood:
     return Bernoulli()
 
 
-@kinds.takes(weight=kinds.VECTOR.or_none())
+AXIS = kinds.Kind(lambda x: kinds.INDEX.fits(x) and x < 0, "an axis counted from the end, such as -3", (int,))
+
+
+@kinds.takes(weight=kinds.VECTOR.or_none(), axis=AXIS)
 def categorical(
-    *, weight: Sequence[float] | Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0
+    *,
+    weight: Sequence[float] | Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    axis: int = -1,
 ) -> Likelihood:
     """One of C classes from logits, at every position of a datum (one position, or the tokens of a sequence).
 
@@ -280,6 +306,8 @@ def categorical(
         ignore_index: the label of positions that are left out. Default -100, as in torch and transformers.
         label_smoothing: in [0, 1): the share of a label that is spread over all classes. The loss is then no density's: its
             curvature is right, an evidence is that of the smoothed labels. Default 0.
+        axis: that of the classes in the outputs, counted from the end: -3 for images ``[B, C, H, W]``, -2 for ``[B, C, T]``.
+            Default -1. Probabilities always have their classes last, ``[B, H, W, C]``.
 
     Returns:
         A :class:`Likelihood`; it raises a ``ValueError`` for targets of another shape, dtype or value, and for outputs of a
@@ -303,7 +331,7 @@ def categorical(
     if weight is not None:
         weight = torch.as_tensor(weight)
         weight = weight if weight.is_floating_point() else weight.to(torch.get_default_dtype())
-    return Categorical(weight, ignore_index, float(label_smoothing))
+    return Categorical(weight, ignore_index, float(label_smoothing), axis)
 
 
 @kinds.takes(thresholds=kinds.VECTOR)

@@ -201,6 +201,31 @@ class Explicit(OutputRoot):
 
 
 @dataclass(frozen=True)
+class Moved(OutputRoot):
+    """The columns of ``root`` with the last axis of the event at ``axis``, counted from the end."""
+
+    root: OutputRoot
+    axis: int
+    separates_positions = False
+
+    @property
+    def columns(self) -> int:
+        return self.root.columns
+
+    def part(self, start: int, stop: int) -> Tensor:
+        return self.root.part(start, stop).movedim(-1, self.axis)
+
+    def combine(self, weights: Tensor) -> Tensor:
+        return self.root.combine(weights).movedim(-1, self.axis)
+
+    def diagonal(self) -> Tensor:
+        return self.root.diagonal().movedim(-1, self.axis)
+
+    def scaled(self, scale: Tensor) -> OutputRoot:
+        return Moved(self.root.scaled(scale.movedim(self.axis, -1)), self.axis)
+
+
+@dataclass(frozen=True)
 class Scaled(OutputRoot):
     """The columns of ``root`` times ``scale``, ``[b, *event]``."""
 

@@ -1,5 +1,6 @@
 from bayesopt_chain.likelihoods._softmax import laplace_bridge, probit, probit_bernoulli, softmax_mean
 from bayesopt_chain.posterior._acquisition import Acquired, batch_bald, d_optimal, epig
+from bayesopt_chain.posterior._by_target import outputs_by_target
 from bayesopt_chain.posterior._calibrate import conformal_level, temperature_scaling
 from bayesopt_chain.posterior._influence import influence_of_draws, leave_one_out
 from bayesopt_chain.posterior._joint import functional_samples
@@ -35,6 +36,7 @@ __all__ = [
     "linearized",
     "monte_carlo",
     "next_labels",
+    "outputs_by_target",
     "pairs",
     "probit",
     "probit_bernoulli",
