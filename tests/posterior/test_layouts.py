@@ -31,7 +31,7 @@ def last(f):
 
 
 @pytest.mark.parametrize("subset", ["last_layer", "all"])
-@pytest.mark.parametrize("structure", ["dense", "kronecker", "diagonal"])
+@pytest.mark.parametrize("structure", ["dense", "kronecker", "diagonal", "root"])
 def test_pixels_have_the_mean_and_covariance_of_brute_force_in_both_layouts(structure, subset):
     """8 x 8 images with three classes and a mask. Dense is compared with Jacobians, others with their own precision."""
     (x, y), module = images(), convolutional()
