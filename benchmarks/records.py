@@ -1,0 +1,68 @@
+"""Which records are older than the code that they measured: ``python -m benchmarks.records``.
+
+A record is as old as the commit that wrote it last. Beside it stand the commits that have since changed the benchmark or the
+rooms that it measures (``ROOMS``; all of the package where it is not named there), so that whoever quotes a number sees whether
+it may have moved. The table goes to ``benchmarks/results/records.md``.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+ROOMS = {
+    "against": ["engine", "links", "core"],
+    "calibration": ["testing", "samplers", "posterior"],
+    "captures": ["loop/capture"],
+    "cpu": ["engine", "loop", "optim", "links", "core", "random"],
+    "cuda_ahead": ["engine", "random"],
+    "curvature": ["curvature"],
+    "curvature_examples": ["curvature", "precision", "posterior"],
+    "curvature_fit": ["curvature", "precision", "posterior"],
+    "digests": ["engine", "links", "core"],
+    "doctor": ["diagnostics"],
+    "gpu": ["engine", "loop", "optim", "random"],
+    "heat_guard": ["diagnostics/heat_guard.py", "diagnostics/heat.py"],
+    "heat_guard_cost": ["diagnostics/heat_guard.py", "diagnostics/heat.py"],
+    "influence": ["posterior", "precision"],
+    "laplace_default": ["posterior", "curvature", "likelihoods"],
+    "leaderboard": ["ensemble"],
+    "ranks": ["distributed", "optim", "runs"],
+    "redrawn": ["optim", "random"],
+    "runs": ["runs", "loop"],
+    "scaling": ["engine", "links"],
+    "soak": ["runs"],
+    "suggest_lr": ["diagnostics"],
+}
+
+
+def git(*what: str) -> str:
+    """What git says in this repository."""
+    return subprocess.run(["git", *what], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def row(file: Path) -> tuple[str, str, str, int]:
+    """Name, commit and date of a record, and how many commits have changed its code since."""
+    commit, _, date = git("log", "-1", "--format=%h %cs", "--", str(file)).partition(" ")
+    code = [f"bayesopt_chain/{room}" for room in ROOMS.get(file.stem, [""])]
+    benchmark = ROOT / "benchmarks" / file.stem
+    code += [str(at) for at in (benchmark, benchmark.with_suffix(".py")) if at.exists()]
+    return file.name, commit, date, len(git("log", "--format=%h", f"{commit}..HEAD", "--", *code).split())
+
+
+def table() -> str:
+    """The records, those whose code has changed most since then first."""
+    rows = sorted(
+        (row(file) for file in RESULTS.glob("*.json") if git("log", "-1", "--", str(file))), key=lambda r: -r[3]
+    )
+    lines = [f"| {name} | {commit} | {date} | {since} |" for name, commit, date, since in rows]
+    return "\n".join(
+        ["| record | written at | on | commits to its code since |", "| --- | --- | --- | --- |", *lines, ""]
+    )
+
+
+if __name__ == "__main__":
+    (RESULTS / "records.md").write_text(table())
+    print(table())
