@@ -55,6 +55,7 @@ DIRECTIONS = 4  # the stiffest, along which the temperature is read
 HOT = 0.1  # excess of temperature from which a run is reported
 COLD, COLD_ALL = 0.8, 0.5  # temperature below which a stiff direction, or all parameters, have not spread out
 OFF = 1.3  # factor by which the temperature may miss the posterior's
+FAR = 4.0  # prior standard deviations, root mean square of a leaf, from which the prior and the data disagree
 DATA = 0.1  # share of the virial below which the loss does not determine a leaf
 PATIENT = (3.0, 2.33)  # standard errors of one leaf; of the directions, with 0.35 log of their number
 
@@ -550,7 +551,7 @@ class _Run:
         }
         if not levels:
             return
-        directions, leaves, of_data = self._virials(data, forces, levels, pooled)
+        directions, leaves, of_data, in_prior = self._virials(data, forces, levels, pooled)
         self._level(directions, leaves, is_moving)
         flat = [name for name, x in of_data.items() if float(x.abs().max()) < 1e-12]
         if flat:
@@ -558,6 +559,13 @@ class _Run:
             self.found(
                 "dead", says, "A parameter that the model does not use samples its prior, or wanders off without one."
             )
+        far = {name: float(x.mean().clamp(min=0)) ** 0.5 for name, x in in_prior.items()}
+        self.numbers |= {f"draws in prior standard deviations, {name}": x for name, x in far.items() if x > 0}
+        if max(far.values()) > FAR:
+            name = max(far, key=lambda name: far[name])
+            says = f"Draws of {name} lie {far[name]:.1f} standard deviations of the weight decay's prior from zero."
+            do = "Data and prior disagree: a standard deviation s is weight_decay = T / s^2, or 1 / (N s^2) at T = 1 / N."
+            self.found("prior", says, do)
         slack = list[str]()
         for name in leaves.keys() - flat:
             can = (
@@ -600,8 +608,8 @@ class _Run:
 
     def _virials(
         self, data: _Data, forces: Forces, levels: dict[str, float], pooled: bool
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-        """Virials over the temperature, ``[draws, chains]``: along directions, by leaf, and by leaf of the loss alone."""
+    ) -> tuple[dict[str, Tensor], ...]:
+        """Virials over the temperature, ``[draws, chains]``: along directions, by leaf, of the loss, and of the prior."""
         chosen = self.draws[:: max(1, math.ceil(len(self.draws) / MOST_DRAWS))]
         trees = [[_chain(draw, self.draws.chains, c) for c in range(self.n)] for draw in chosen]
         names = names_of(paths_of(trees[0][0]))
@@ -611,7 +619,7 @@ class _Run:
         parts = [[optree.tree_leaves(tree, none_is_leaf=True) for tree in row] for row in trees]
         theta = [torch.stack([torch.stack([p[j].detach().double() for p in row]) for row in parts]) for j in where]
         half = len(trees) // 2
-        rows = list[list[tuple[list[float], list[float], list[float]]]]()
+        rows = list[list[tuple[list[float], ...]]]()
         for k, row in enumerate(trees):
             rows.append([])
             for c, params in enumerate(row):
@@ -628,14 +636,20 @@ class _Run:
                         [float(a @ f) / len(a), *[float(u @ a) * float(u @ f) for u in stiff]],
                         [float((x * y).mean()) for x, y in zip(away, force)],
                         [float((x * y).mean()) for x, y in zip(away, of_loss)],
+                        [
+                            float(((y - g) * x[k, c].flatten()).mean() / r)
+                            for y, g, x, r in zip(force, of_loss, theta, root)
+                        ],
                     )
                 )
         along = ["all parameters", *[f"stiffest direction {i + 1}" for i in range(len(stiff))]]
         found = [
             torch.tensor([[each[part] for each in row] for row in rows], dtype=torch.float64, device="cpu")
-            for part in range(3)
+            for part in range(4)
         ]
-        return tuple({n: x[..., i] for i, n in enumerate(names)} for names, x in zip((along, levels, levels), found))
+        return tuple(
+            {n: x[..., i] for i, n in enumerate(names)} for names, x in zip((along, levels, levels, levels), found)
+        )
 
     def _stiffest(self, data: _Data, params: Any, where: Sequence[int]) -> list[Tensor]:
         """Eigenvectors of the Hessian's largest eigenvalues at a draw, of leaves that move; none without a finite Hessian."""
