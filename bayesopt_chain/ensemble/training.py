@@ -185,6 +185,7 @@ def program(chains: Parallel, params: Any, state: Any, batch: Any) -> Callable:
         return optree.tree_leaves(step(params, state, below.unflatten(leaves[size:]), each))
 
     given = leaves_of(params, state, batch, dict(chains.each))
+    shapes = [x.shape for x in given]  # which a graph may have written into itself
     after = optree.tree_structure((params, state))
     try:
         graph = make_fx(flat)(*given)
@@ -198,9 +199,16 @@ def program(chains: Parallel, params: Any, state: Any, batch: Any) -> Callable:
     finally:
         chains.each = before.unflatten(given[: before.num_leaves])[2]
 
+    others = list[Callable]()  # for batches of another size, as of all data behind those of a fold
+
     @torch.no_grad()
     def replayed(params: Any, state: Any, batch: Any, each: Any) -> Any:
-        *both, loss = graph(*leaves_of(params, state, batch, each))
+        leaves = leaves_of(params, state, batch, each)
+        if [x.shape for x in leaves] != shapes:
+            chains.each = each
+            others[:] = others or [program(chains, params, state, batch)]
+            return others[0](params, state, batch, each)
+        *both, loss = graph(*leaves)
         return *after.unflatten(both), loss
 
     return replayed
