@@ -65,7 +65,7 @@ def contestants(task: Task, seed: int, steps: int) -> dict[str, Contestant]:
     }
 
 
-def fit_of(module: nn.Module, likelihood: bc.likelihoods.Likelihood, task: Task) -> bc.FittedLaplace:
+def fit_of(module: nn.Module, likelihood: bc.likelihoods.Likelihood, task: Task) -> bc.posterior.FittedLaplace:
     """The last-layer Laplace posterior of a network, its prior and noise by the evidence."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fit_laplace: on training data")

@@ -234,7 +234,7 @@ class _Data:
     def gradients(self, params: Any) -> list[Tensor]:
         """The gradient of the mean over all data."""
         each = [gradients(self.loss, params, batch) for batch in self.batches]
-        return [sum(w * g for w, g in zip(self.weights, column)) for column in zip(*each)]
+        return [torch.stack([w * g for w, g in zip(self.weights, column)]).sum(0) for column in zip(*each)]
 
     def twice_over_once(self, params: Any) -> tuple[float, float] | None:
         """The loss of a batch twice over that of the batch, and its chance error; ``None`` where it takes no batch twice.

@@ -574,7 +574,7 @@ def moved(
         return None
     numbers = engine.numbers(entries, g)
     here = (g, p) if engine.is_everything else [[xs[j] for j in engine.where] for xs in (g, p)]
-    if numbers is None or (new := engine.step(*here, entries, numbers, inplace, moves=True)) is None:
+    if numbers is None or (new := engine.step(here[0], here[1], entries, numbers, inplace, moves=True)) is None:
         return None
     if inplace:
         return params, state

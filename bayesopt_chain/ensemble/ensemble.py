@@ -262,7 +262,7 @@ class Scaled(nn.Module):
             >>> Scaled(torch.nn.Identity(), Scale(outputs=moments))(torch.ones(3, 1)).flatten()
             tensor([7., 7., 7.])
         """
-        given = named or (inputs if len(inputs) > 1 else inputs[0])
+        given: Any = named or (inputs if len(inputs) > 1 else next(iter(inputs), None))
         arguments, keywords = arguments_of(self.module, self.scale.into((given, None)))
         return self.scale.out(self.module(*arguments, **keywords))
 

@@ -129,12 +129,13 @@ class Training:
 
     def each(self, lr: Any) -> dict[str, Tensor]:
         """The rate of this rank's members, one for all or one for each."""
-        theta = self.params["theta"]
+        theta: Any = self.params["theta"]
         return {"lr": torch.as_tensor(lr, dtype=theta.dtype, device=theta.device).expand(len(theta)).clone()}
 
     def seconds(self) -> float:
         """Of one step, measured."""
         params, state, each = self.params, self.state, self.each(1e-3)
+        start = 0.0
         for i in range(TIMED + 2):
             if i == 2:
                 start = time.perf_counter()
@@ -179,7 +180,8 @@ class Training:
         priors, order = self.priors, self.order
         renewals = {round(share * steps) for share in RENEWALS}
         written = {round(i * total / KEPT) for i in range(1, KEPT)}
-        spec = optree.tree_structure((self.params, self.state))
+        both: Any = (self.params, self.state)
+        spec = optree.tree_structure(both)
         if half := stages.read("training under way"):
             start, priors, pilots, kept, z = (half[k] for k in ("step", "priors", "pilots", "kept", "z"))
             self.noise = half["noise"]
@@ -200,7 +202,8 @@ class Training:
                 order = Order(problem, False, 3)
                 fixed = self.constants(priors, False)
             if t in written and stages.path is not None and not (half and t == start):
-                leaves = stages.gathered(optree.tree_leaves((self.params, self.state)))
+                both = (self.params, self.state)
+                leaves = stages.gathered(optree.tree_leaves(both))
                 under_way = {"priors": priors, "pilots": pilots, "kept": kept, "z": z, "noise": self.noise}
                 stages.write("training under way", {"step": t, "leaves": leaves, **under_way})
             at = t if t < steps else t - steps
@@ -215,7 +218,8 @@ class Training:
     def everyones(self) -> tuple[Tensor, Tensors]:
         """Parameters and buffers of all members, ``[M, *]``."""
         own = buffers_of(self.state) or self.stages.own(self.problem.members.buffers)
-        return self.stages.gathered((self.params["theta"], own))
+        every: Any = self.stages.gathered((self.params["theta"], own))
+        return every
 
     def renew(self, priors: list[str]) -> None:
         """Set the noise v0 of members under the fan-in prior."""

@@ -174,10 +174,12 @@ def program(chains: Parallel, params: Any, state: Any, batch: Any) -> Callable:
 
     if chains.run.__name__ == "_loop":
         return step
-    before, below = optree.tree_structure((params, state, dict(chains.each))), batches.flatten(batch)[1]
+    traced: Any = (params, state, dict(chains.each))
+    before, below = optree.tree_structure(traced), batches.flatten(batch)[1]
 
     def leaves_of(params: Any, state: Any, batch: Any, each: Any) -> list[Tensor]:
-        return [*optree.tree_leaves((params, state, each)), *batches.flatten(batch)[0]]
+        whole: Any = (params, state, each)
+        return [*optree.tree_leaves(whole), *batches.flatten(batch)[0]]
 
     def flat(*leaves: Tensor) -> list[Tensor]:
         size = before.num_leaves
@@ -186,7 +188,7 @@ def program(chains: Parallel, params: Any, state: Any, batch: Any) -> Callable:
 
     given = leaves_of(params, state, batch, dict(chains.each))
     shapes = [x.shape for x in given]  # which a graph may have written into itself
-    after = optree.tree_structure((params, state))
+    after = optree.tree_structure(traced[:2])
     try:
         graph = make_fx(flat)(*given)
         graph.graph.eliminate_dead_code()
@@ -197,7 +199,8 @@ def program(chains: Parallel, params: Any, state: Any, batch: Any) -> Callable:
     except (RuntimeError, AssertionError, TypeError, ValueError, NotImplementedError):
         return step
     finally:
-        chains.each = before.unflatten(given[: before.num_leaves])[2]
+        own: Any = before.unflatten(given[: before.num_leaves])
+        chains.each = own[2]
 
     others = list[Callable]()  # for batches of another size, as of all data behind those of a fold
 
@@ -268,8 +271,8 @@ def held_out_outputs(problem: Problem, theta: Tensor, buffers: Tensors) -> list[
     params = problem.tree(theta)
     found: list[Any] = [None] * problem.count
     for fold, who in grouped(problem.folds):
-        some = ({k: x[who] for k, x in t.items()} for t in (params, buffers))
-        outputs = outputs_of(problem.members.still, *some, problem.data.take(fold)[0], problem.loop)
+        some, still = [{k: x[who] for k, x in t.items()} for t in (params, buffers)], problem.members.still
+        outputs = outputs_of(still, some[0], some[1], problem.data.take(fold)[0], problem.loop)
         for m, f in zip(who, outputs):
             found[m] = f
     return found

@@ -26,7 +26,7 @@ class Weighted(Likelihood):
     """See :func:`weighted`."""
 
     inner: Likelihood
-    support, methods, has_classes, default_method, noise_variance, has_straight_line, has_width = map(
+    support, methods, has_classes, default_method, noise_variance, has_straight_line, has_width = map(  # type: ignore
         _inner,
         ("support", "methods", "has_classes", "default_method", "noise_variance", "has_straight_line", "has_width"),
     )

@@ -308,7 +308,7 @@ def _at_once(chains: Parallel, params: Any, state: Any, spec: Any, block: list[A
         ``(params, state, Info)``; ``None``, with nothing done, if the step is more than the gradient of a loss and a chain that
         is one engine (:mod:`bayesopt_chain.engine.engine`), if chains have different numbers, or if the model draws.
     """
-    step = chains.step
+    step: Any = chains.step
     plain = type(step) is Step and type(step.source) is LossGradient and step.memory is None and step.ranks is None
     if not plain or step.finite is not None or step.monitor or step.inplace or chains.model_draws:
         return None
@@ -323,9 +323,11 @@ def _at_once(chains: Parallel, params: Any, state: Any, spec: Any, block: list[A
         plan.require_paths(paths_of(params))
         plan.spec = structure
     rest, seen = list[Any](), list[Any]()  # vmap returns tensors only; other results are kept here
+    source: Any = step.source
+    observe: Any = step.observe
 
     def one(params: Any, *leaves: Any) -> tuple[Tensor, list[Tensor]]:
-        loss, aux = value(step.source.loss, params, spec.unflatten(leaves))
+        loss, aux = value(source.loss, params, spec.unflatten(leaves))
         tensors, rest[:] = split(aux)
         return loss, tensors
 
@@ -334,7 +336,7 @@ def _at_once(chains: Parallel, params: Any, state: Any, spec: Any, block: list[A
         return losses.sum(), (losses, tensors)
 
     def observed(params: Any, grads: Any, *leaves: Any) -> list[Tensor]:
-        tensors, seen[:] = split(detach(step.observe(params, grads, spec.unflatten(leaves))))
+        tensors, seen[:] = split(detach(observe(params, grads, spec.unflatten(leaves))))
         return tensors
 
     try:
@@ -344,7 +346,7 @@ def _at_once(chains: Parallel, params: Any, state: Any, spec: Any, block: list[A
         info = Info(losses, joined(tensors, rest))
         chains.watched = True
         with torch.no_grad():
-            if step.observe is not None:
+            if observe is not None:
                 given = torch.vmap(observed, in_dims=(0, 0, *dims), randomness="error")(params, grads, *block)
                 info = info._replace(observed=joined(given, seen))
             after = moved(plan, params, grads, state, False, engine)

@@ -53,7 +53,8 @@ def leaves_of(rule: Any) -> Iterator[Leaf]:
         temperature = temperature_of(rule._name, group)
         if temperature == 0.0:
             continue
-        lr, last = float(group["lr"]), None
+        lr, last, effective = float(group["lr"]), None, 0.0
+        linear: Any = None
         for p in group["params"]:
             g = p.grad
             if g is None or is_dtensor(g):

@@ -87,7 +87,8 @@ def in_one_pass(plan: Plan) -> bool:
 def _has_job(x: Leaves) -> bool:
     """Make the call of the kernel for these leaves; return whether the kernel can take their tensors."""
     params, direct, dtype = x.params, x.branches[1] is not None, x.params[0].dtype
-    lists = [params, *([s.get(n) for s in x.states] if n else [] for n in (x.linear.velocity, x.form.square))]
+    form: Any = x.form
+    lists = [params, *([s.get(n) for s in x.states] if n else [] for n in (x.linear.velocity, form.square))]
     shapes = [*map(_SHAPE, params)]
     if dtype not in _DTYPES or not optimizer_cpu.has_kernel() or not _are_alike(params[:1], shapes, *lists):
         return False
@@ -96,9 +97,9 @@ def _has_job(x: Leaves) -> bool:
     if not _are_alike(params[:1], shapes, *lists):
         return False
     draws = tuple(x.numbers), tuple([draw_number(n, 1) for n in x.numbers]) if direct else ()
-    steps = [state["step"] for state in x.states] if x.form.square else []
+    steps = [state["step"] for state in x.states] if form.square else []
     x.shapes, x.tensors, x.count = shapes, [y for ys in (*lists, steps) for y in ys], counter(steps) if steps else None
-    x.job = Job(x.form.kind, dtype, tuple([p.numel() for p in params]), lists, draws)
+    x.job = Job(form.kind, dtype, tuple([p.numel() for p in params]), lists, draws)
     return True
 
 

@@ -45,10 +45,11 @@ class LinearizedHead(nn.Module):
         self.network = _filled(original, features.params)
         params: Any = posterior.mean
         precision, names = posterior.precision.factorised(), [head.weight, *([] if head.bias is None else [head.bias])]
-        self.register_buffer("weight", params[head.weight].clone())
+        weight: Tensor = params[head.weight].clone()
+        self.register_buffer("weight", weight)
         self.register_buffer("bias", None if head.bias is None else params[head.bias].clone())
-        outputs, width = self.weight.shape[0], sum(params[name][0].numel() for name in names)
-        bases, eye = precision.layer_bases(), torch.eye(outputs).to(self.weight)
+        outputs, width = weight.shape[0], sum(params[name][0].numel() for name in names)
+        bases, eye = precision.layer_bases(), torch.eye(outputs).to(weight)
         if bases:
             of = dict(zip(sorted(params), bases))  # leaves come by name
             left, right, values = of[head.weight]

@@ -34,7 +34,7 @@ from bayesopt_chain.posterior.evidence import Residual, by_output, require_prior
 from bayesopt_chain.posterior.export import LinearizedHead
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.laplace import log_prior, posterior_of
-from bayesopt_chain.posterior.last_layer import HeadBatch
+from bayesopt_chain.posterior.last_layer import Features, HeadBatch
 from bayesopt_chain.posterior.model import (
     ESTIMATORS,
     MANY,
@@ -295,7 +295,7 @@ class FittedLaplace:
             >>> torch.allclose(variance, fitted.predictive(x).variance, rtol=1e-4)
             True
         """
-        if self.model.features_of is None:
+        if not isinstance(self.model.features_of, Features):
             raise ValueError(
                 "module: the posterior is over other parameters than a linear last layer, whose Jacobian an exported program "
                 "does not have: fit with subset='last_layer', or export draws (bc.Draws.from_trees, then Draws.module)"

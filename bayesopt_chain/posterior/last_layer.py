@@ -127,7 +127,8 @@ def find_last_layer(forward: Forward, params: Mapping[str, Tensor], batch: Any) 
             stacklevel=4,
         )
     is_differentiated = differentiated.first is not None
-    require_still(with_gradients(forward) if is_differentiated else forward, params, batch)
+    still: Any = with_gradients(forward) if is_differentiated else forward
+    require_still(still, params, batch)
     names = list(dict.fromkeys(name for call in reached for name in own[call.name] if name in params))
     behind = [name for name in behind if name not in names]
     added = [name for name in behind if _owner(name) not in own and _is_added(chosen[name], output)]

@@ -67,5 +67,6 @@ class Responses:
 
 def respond(params: Mapping[str, Tensor], batch: HeadBatch) -> Tensor:
     """The outputs, from responses ``[B, *event, P + 1]``."""
-    theta = torch.cat([leaf.reshape(-1) for leaf in optree.tree_leaves(params)])
+    tree: Any = params
+    theta = torch.cat([leaf.reshape(-1) for leaf in optree.tree_leaves(tree)])
     return batch[0][..., :-1] @ theta + batch[0][..., -1]

@@ -382,7 +382,7 @@ def observe(
             for name in (a, b)
         }
         settings = _settings(path, target, width, max(40, burn_in // 4), lr, sorted({*kept, *small} & {*of}))
-        lr, stiff = settings["lr"], target.stiff_directions(1 if target.free > ALONE else 4)
+        lr, stiff = float(settings["lr"]), target.stiff_directions(1 if target.free > ALONE else 4)
         device = target.leaves[0].device
         sizes = {"loss": 1, "virial": 1, "virial of stiff": 1, "virial by leaf": len(target.leaves)}
         about = {

@@ -306,7 +306,8 @@ class Measured:
         out["virial by leaf"] = torch.stack(leaves, 1) / target.temperature
         out["virial"] = out["virial by leaf"].sum(1, keepdim=True)
         if self.stiff:  # (P delta) . force needs the inner products of both with each direction
-            out["virial of stiff"] = (stiff[0] * stiff[1]).sum(1, keepdim=True) / target.temperature
+            both: Any = stiff
+            out["virial of stiff"] = (both[0] * both[1]).sum(1, keepdim=True) / target.temperature
         return out
 
     def with_loss(self, seen: Mapping[str, Tensor], each: Tensor) -> dict[str, Tensor]:
