@@ -24,7 +24,8 @@ holds for chains of any speed.
 behind it; R-hat approves of both. What can be compared is what a draw does not owe to those before it (Haugh, 1976), the
 residual of ``x_t = a + b t + c_1 x_{t-1} + c_2 x_{t-2} + residual_t``: those of independent chains are uncorrelated at every
 lag ``k``. Of ``m`` pairs, lags and elements the normal scores of independent chains reach a correlation of
-``sqrt(2 log(m / level) / (n - k))`` with a probability below ``level``. Chains that share less than a quarter of the variance
+``sqrt(2 log(m / level) / d)`` with a probability below ``level``, ``d = (n - k) / (1 + 2 sum_j rho_j^2) - 6`` by the
+autocorrelation ``rho`` that is left in the residuals (Bartlett). Chains that share less than a quarter of the variance
 of their noise are not reported.
 """
 
@@ -40,6 +41,7 @@ CAUTION = 1.5  # by which tau, itself an estimate, is enlarged
 ENOUGH = 5.0  # effective draws of a third, from which its tau is believed
 SHARED = 0.5  # correlation of residuals from which chains are reported
 ELEMENTS = 16  # that are compared for it
+LAGS = 20  # over which the residuals' own autocorrelation is summed
 FEWEST = 16  # draws below which nothing is
 
 
@@ -138,14 +140,16 @@ def shared_noise(x: Tensor, level: float = 1e-4) -> SharedNoise | None:
     lags = torch.arange(-(n // 2), n // 2 + 1, device="cpu")
     overlap = (n - lags.abs()).double()[:, None, None]
     spectrum, tried = torch.fft.rfft(scores, 2 * n, dim=0), x.shape[2] * len(lags) * chains * (chains - 1) / 2
-    clear = (2 * math.log(tried / level) / overlap).sqrt().clamp(min=SHARED)
+    own = torch.fft.irfft(spectrum.abs() ** 2, 2 * n, dim=0)[1 : LAGS + 1].mean(1) / n  # autocorrelation that is left
+    freedom = (overlap / (1 + 2 * own.square().sum(0)) - 6).clamp(min=1.0)
+    clear = (2 * math.log(tried / level) / freedom).sqrt().clamp(min=SHARED)  # [lags, 1, elements]
     best: tuple[float, SharedNoise | None] = (1.0, None)
     for i in range(chains - 1):
         cross = torch.fft.irfft(spectrum[:, i, None].conj() * spectrum[:, i + 1 :], 2 * n, dim=0)[lags] / overlap
         k, j, e = (int(v) for v in torch.unravel_index((cross / clear).argmax(), cross.shape))
-        if float(cross[k, j, e] / clear[k, 0, 0]) > best[0]:
+        if float(cross[k, j, e] / clear[k, 0, e]) > best[0]:
             best = (
-                float(cross[k, j, e] / clear[k, 0, 0]),
+                float(cross[k, j, e] / clear[k, 0, e]),
                 SharedNoise((i, i + 1 + j), int(lags[k]), float(cross[k, j, e])),
             )
     return best[1]

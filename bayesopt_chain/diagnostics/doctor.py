@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 LEVEL = 0.01  # probability at which chains that agree may be called different
 FEW = 4.0  # effective draws a chain below which a run is short
+COPY = 0.9  # correlation of noise from which two chains are one
 LARGE, UNTOLD = 1.5, 8.0  # R-hat from which so few effective draws a chain do not tell agreement from chance
 STILL = 1e-3  # probability of as many equal draws in a row, by how often a chain repeats itself otherwise
 GROWTH = 10.0  # by how much the loss, over its spread at first, must have grown to call a run diverging
@@ -60,7 +61,8 @@ DATA = 0.1  # share of the virial below which the loss does not determine a leaf
 PATIENT = (3.0, 2.33)  # standard errors of one leaf; of the directions, with 0.35 log of their number
 
 RANK = (  # what costs most comes first
-    "diverged", "nonfinite", "scale", "duplicate", "dead", "heated", "prior", "burn-in", "cold", "modes", "mixing", "short",
+    "diverged", "nonfinite", "scale", "duplicate", "dead", "heated", "together",
+    "prior", "burn-in", "cold", "modes", "mixing", "short",
 )  # fmt: skip
 
 
@@ -68,7 +70,7 @@ class Finding(NamedTuple):
     """One fault of a run.
 
     Attributes:
-        kind: diverged, nonfinite, scale, duplicate, dead, heated, prior, burn-in, cold, modes, mixing or short.
+        kind: diverged, nonfinite, scale, duplicate, dead, heated, together, prior, burn-in, cold, modes, mixing or short.
         says: what was seen, a sentence with its number.
         do: what to do about it, a sentence.
     """
@@ -405,7 +407,7 @@ class _Run:
             (i, j), behind = together.chains, abs(together.lag)
             lag = f", {behind} draw{'s' * (behind > 1)} apart" if behind else ""
             self.found(
-                "duplicate",
+                "duplicate" if together.correlation > COPY else "together",
                 f"Chains {i} and {j} move by the same noise (correlation {together.correlation:.3f} of what is new in each "
                 f"draw{lag}): they do not count as two, and R-hat and effective draws mean nothing.",
                 "Give every chain its own key, as bc.parallel does; one seed from several starts, or a copy, is one chain.",
@@ -448,7 +450,9 @@ class _Run:
     def at_rest(self, values: Tensor) -> bool:
         """Look for drifts; return whether the draws may have the temperature of their start."""
         is_long = len(values) >= 12 and values.shape[-1] > 0
-        size, p = drift(values, independent="duplicate" not in self.findings) if is_long else (0.0, 1.0)
+        size, p = (
+            drift(values, independent=not self.findings.keys() & {"duplicate", "together"}) if is_long else (0.0, 1.0)
+        )
         self.numbers |= {"drift, first to last third": size, "drift, probability": p}
         drifts = p < LEVEL and abs(size) > DRIFTED
         falls = self._falls()
@@ -474,7 +478,7 @@ class _Run:
         counts = sorted({max(1, len(mean) // share) for share in (len(mean), 50, 20, 10)})
         # losses of a posterior have exponential tails: 10 deviations are exceeded by chance less than once in 1000 runs
         above = max((float(mean[:k].mean() - later.mean()) / spread for k in counts), key=abs)
-        size, p = drift(self.losses[..., None], independent="duplicate" not in self.findings)
+        size, p = drift(self.losses[..., None], independent=not self.findings.keys() & {"duplicate", "together"})
         self.numbers |= {"loss, first draws, in deviations": above, "loss, drift, probability": p}
         do = "Lengthen burn_in until it does not; draws from before lie where the chain started, not where it samples."
         if p < LEVEL and abs(size) > DRIFTED:

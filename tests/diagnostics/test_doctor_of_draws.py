@@ -56,7 +56,7 @@ def test_a_copy_up_to_rounding_is_one_chain():
 def test_chains_that_share_much_of_their_noise_are_told_from_one_chain():
     g = torch.Generator().manual_seed(2)
     own, common = (torch.randn(DRAWS, c, 4, generator=g, dtype=torch.float64) for c in (4, 1))
-    assert diagnosed(0.5 * own + common).kinds == {"duplicate"}
+    assert diagnosed(0.5 * own + common).kinds == {"together"}
     assert diagnosed(own + 0.5 * common).is_healthy  # a fifth of the noise
 
 
