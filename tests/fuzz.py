@@ -382,6 +382,7 @@ SOUND: dict[str, Callable[[], Any]] = {  # by the name of an argument, or of a c
     "Parallel.init.params": lambda: bc.stack([params()] * 2),
     "Draws.column.name": lambda: next(iter(DRAWS._columns())),
     "Draws.gather.mesh": lambda: None,
+    "diagnostics.restrict.where": lambda: {"w": torch.tensor([True, False])},
     "Draws.log_likelihood.batches": lambda: PAIRS,
     "writer": lambda: SimpleNamespace(add_scalar=lambda name, value, step: None),
     "testing.sbc.make_posterior": lambda: lambda data: data / 2 + torch.linspace(-1.0, 1.0, 19),
@@ -502,6 +503,7 @@ INNER = {
 NOT_CALLED = {
     "curvature.linear_operator",  # of an extra
     "diagnostics.susceptibility",  # of two runs that observed the same
+    *("Draws.module", "FittedLaplace.module"),  # of a network with its own outputs; of nothing
     "gradients.check_noise",  # answers NaN where there is nothing to see
     *("samplers.replica_exchange", "vi.Draw"),
     *(

@@ -290,7 +290,9 @@ class _Data:
             noise = sum(float(torch.stack(column).double().var(0).sum()) for column in zip(*each))
             trace = 0.0
             for _ in range(8):
-                signs = optree.tree_map(lambda x: (torch.randint(0, 2, x.shape, generator=seeds) * 2 - 1).to(x), params)
+                signs = optree.tree_map(
+                    lambda x: (torch.randint(0, 2, x.shape, generator=seeds, device="cpu") * 2 - 1).to(x), params
+                )
                 pairs = zip(optree.tree_leaves(signs), optree.tree_leaves(product(signs)))
                 trace += sum(float((u * v).sum()) for u, v in pairs) / 8
         except Exception:  # the loss may not take a single datum, or have no second derivative

@@ -314,7 +314,7 @@ def _said(problem: Problem, trained: Trained, chosen: dict[str, Any], scale: Sca
 
 
 def _numbers(x: Any) -> str:
-    values = torch.as_tensor(x).flatten()
+    values = torch.as_tensor(x, device="cpu").flatten()
     few = ", ".join(f"{v:.3g}" for v in values[:4].tolist())
     return f"variance {few}" + (f" and {len(values) - 4} more" if len(values) > 4 else "")
 

@@ -64,7 +64,10 @@ class Data(NamedTuple):
                 f"posterior_ensemble: {self.size} data are too few for two folds of {wanted}: pass more data"
             )
         group = self.groups()
-        found, rest = [], torch.randperm(int(group.max()) + 1, generator=torch.Generator().manual_seed(seed))
+        found, rest = (
+            [],
+            torch.randperm(int(group.max()) + 1, generator=torch.Generator("cpu").manual_seed(seed), device="cpu"),
+        )
         sizes = group.bincount()
         for _ in range(2):
             taken = int((sizes[rest].cumsum(0) < wanted).sum()) + 1

@@ -107,7 +107,7 @@ class Training:
             self.priors = [alone if count == 1 else PRIORS[m % 2] for m in range(count)]
         usual = torch.full_like(theta[0], 1.0 if prior is None else prior)
         self.precision_of = {USUAL: usual, FAN_IN: problem.fan_in()}
-        c = torch.tensor([NOISE if p == USUAL else FIRST for p in self.priors], dtype=torch.float64)
+        c = torch.tensor([NOISE if p == USUAL else FIRST for p in self.priors], dtype=torch.float64, device="cpu")
         self.noise = c.reshape(count, *[1] * len(event)).expand(count, *event).clone()
         self.order = Order(problem, True, 1)
         buffers = stages.own(problem.members.buffers)
@@ -149,7 +149,9 @@ class Training:
         traces: list[Tensor] = []
         self.progress.stage("rate", -(-len(RATES) // count) * tried)
         for at in range(0, len(RATES), count):
-            rates = torch.tensor([*RATES[at : at + count], *[RATES[-1]] * count][:count], dtype=torch.float64)
+            rates = torch.tensor(
+                [*RATES[at : at + count], *[RATES[-1]] * count][:count], dtype=torch.float64, device="cpu"
+            )
             params, state, losses, each = self.of_first(self.params), self.state, [], self.each(rates)
             for i in range(tried):
                 batch = self.of_first((*self.order.batch(i), *fixed))

@@ -134,7 +134,7 @@ class Order:
         self.problem, self.rows, self.salt = problem, problem.seen(held_out), salt
         self.size = min(problem.batch_size, min(map(len, self.rows)))
         self.whole = all(len(r) == self.size for r in self.rows)
-        self.epoch, self.picked = -1, torch.stack(self.rows) if self.whole else torch.empty(0)
+        self.epoch, self.picked = -1, torch.stack(self.rows) if self.whole else torch.empty(0, device="cpu")
         self.all = problem.data.take(self.picked) if self.whole else None
 
     def batch(self, step: int) -> tuple[Any, Any]:
@@ -146,7 +146,7 @@ class Order:
             self.epoch, drawn = step // per, []
             for m, rows in zip(self.problem.mine, self.rows):
                 seed = hash((self.problem.seed, self.salt, self.epoch, m)) % 2**63
-                order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+                order = torch.randperm(len(rows), generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
                 drawn.append(rows[order[: per * self.size]])
             self.picked = torch.stack(drawn)
         at = step % per * self.size
@@ -226,7 +226,9 @@ def vmappable(problem: Problem) -> bool:
     rows = torch.stack([r[:2] for r in problem.seen(True)])
     try:
         chains({"theta": theta}, started(chains, tx, theta, few, 0), (*problem.data.take(rows), *constants(problem)))
-        outputs_of(members.still, members.params, members.buffers, problem.data.take(torch.arange(1))[0], False)
+        outputs_of(
+            members.still, members.params, members.buffers, problem.data.take(torch.arange(1, device="cpu"))[0], False
+        )
     except RuntimeError:
         return False
     return True

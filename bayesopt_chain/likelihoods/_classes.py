@@ -95,7 +95,7 @@ class Categorical(Likelihood):
             )
         if self.axis == -1:
             return Grouping(tuple(event[:-1]), event[-1])
-        order = torch.arange(event.numel()).reshape(event).movedim(self.axis, -1)
+        order = torch.arange(event.numel(), device="cpu").reshape(event).movedim(self.axis, -1)
         return Grouping(tuple(order.shape[:-1]), order.shape[-1], order.flatten())
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -329,7 +329,7 @@ def categorical(
     if weight is not None and not bool((torch.as_tensor(weight, device="cpu") >= 0).all()):
         raise ValueError(f"categorical: weight={weight}: pass numbers that are not negative, one a class")
     if weight is not None:
-        weight = torch.as_tensor(weight)
+        weight = weight if isinstance(weight, Tensor) else torch.tensor(weight, device="cpu")
         weight = weight if weight.is_floating_point() else weight.to(torch.get_default_dtype())
     return Categorical(weight, ignore_index, float(label_smoothing), axis)
 

@@ -89,7 +89,7 @@ def outputs_by_target(fitted: FittedLaplace, data: Any, *, at_once: int = 16) ->
                     found = [_of_layer(posterior, some) for some in inputs.split(LAYER * at_once)]
                     covariances.append(torch.cat(found).reshape(shape).to(model.dtype))
                     continue
-                order = torch.arange(whole[0].numel()) if grouping.order is None else grouping.order
+                order = torch.arange(whole[0].numel(), device="cpu") if grouping.order is None else grouping.order
                 blocks = []
                 for some in order.to(whole.device).split(at_once * grouping.width):
                     _, covariance = linearized(_some(model.forward, some), posterior, datum)

@@ -49,12 +49,15 @@ class LinearizedHead(nn.Module):
         self.register_buffer("weight", weight)
         self.register_buffer("bias", None if head.bias is None else params[head.bias].clone())
         outputs, width = weight.shape[0], sum(params[name][0].numel() for name in names)
-        bases, eye = precision.layer_bases(), torch.eye(outputs).to(weight)
+        bases, eye = precision.layer_bases(), torch.eye(outputs, dtype=weight.dtype, device=weight.device)
         if bases:
             of = dict(zip(sorted(params), bases))  # leaves come by name
             left, right, values = of[head.weight]
             self.register_buffer("left", eye if left is None else left)
-            self.register_buffer("right", torch.eye(values.shape[-1]).to(values) if right is None else right)
+            self.register_buffer(
+                "right",
+                torch.eye(values.shape[-1], dtype=values.dtype, device=values.device) if right is None else right,
+            )
             self.register_buffer("variances", values.reciprocal())
             left, _, values = (eye, None, eye[0]) if head.bias is None else of[head.bias]
             left = eye if left is None else left
@@ -65,7 +68,7 @@ class LinearizedHead(nn.Module):
                 f"module: the covariance of {outputs * width} parameters is a matrix of {(outputs * width) ** 2} entries: fit "
                 "with structure='kronecker' or 'diagonal', or export draws (Draws.module)"
             )
-        units = torch.eye(outputs * width).to(eye).reshape(-1, outputs, width)
+        units = torch.eye(outputs * width, dtype=eye.dtype, device=eye.device).reshape(-1, outputs, width)
         pieces = units.split([1 if params[name].ndim == 1 else width - len(names) + 1 for name in names], 2)
         solved: Any = precision.solve({n: x.reshape(-1, *params[n].shape) for n, x in zip(names, pieces)})
         rows = torch.cat([solved[name].reshape(len(units), outputs, -1) for name in names], 2)

@@ -87,7 +87,7 @@ def log_to(writer: Any, *, every: int = 1, prefix: str = "") -> Callable[..., No
 def _scalars(name: str, value: Any) -> list[tuple[str, float]]:
     """A number by its name; of several, such as those of chains, their mean and each of them."""
     try:
-        x = torch.as_tensor(value, dtype=torch.float64).detach().reshape(-1)
+        x = torch.as_tensor(value, dtype=torch.float64, device="cpu").detach().reshape(-1)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"log_to: {name} must be a number, or a tensor of them, got {value!r:.100}") from None
     if len(x) == 1:

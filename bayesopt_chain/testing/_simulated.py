@@ -211,7 +211,8 @@ def sbc(
                 f"quantities; got draws {tuple(b.shape)}, lengths {sorted(lengths)}"
             )
         ties = (b == a).sum(0)
-        ranks.append((b < a).sum(0) + (torch.rand(len(a), generator=generator) * (ties + 1)).long())
+        u = torch.rand(len(a), generator=generator, device="cpu").to(ties.device)
+        ranks.append((b < a).sum(0) + (u * (ties + 1)).long())
     return Calibration(torch.stack(ranks).cpu(), names, lengths.pop())
 
 

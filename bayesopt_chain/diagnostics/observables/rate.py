@@ -94,7 +94,9 @@ def _thermal(target: Target, centre: Any, batch: Any) -> Any:
     At the minimum of a quartic there is no curvature, and a first pilot would have no scale.
     """
     stacked, noise = target.stacked(len(optree.tree_leaves(centre)[0])), torch.Generator().manual_seed(target.seed)
-    draws = optree.tree_map(lambda x: torch.randn(x.shape, generator=noise, dtype=torch.float64).to(x), centre)
+    draws = optree.tree_map(
+        lambda x: torch.randn(x.shape, generator=noise, dtype=torch.float64, device="cpu").to(x), centre
+    )
     least, out = stacked.each(centre, batch).mean(), centre
     for k in range(-30, 11):
         moved = optree.tree_map(lambda x, z, r=2.0**k: x + r * z, centre, draws)

@@ -223,7 +223,7 @@ class Record:
 
     def drift(self, name: str) -> float:
         """The last third of the draws of a number against the first, in standard errors of the difference."""
-        x = self.sums[name].whole.mean((1, 2)) if name in self.sums else torch.zeros(0)
+        x = self.sums[name].whole.mean((1, 2)) if name in self.sums else torch.zeros(0, device="cpu")
         k = len(x) // 3
         if k < 3:
             return math.nan

@@ -189,7 +189,7 @@ class Target:
         total, grads, count = 0.0, [torch.zeros_like(x, dtype=torch.float64) for x in self.leaves], 0
         for part in parts:
             if self.in_batches and self.data.with_rows:
-                part = (part, torch.arange(count, count + len(batches.flatten(part)[0][0])))
+                part = (part, torch.arange(count, count + len(batches.flatten(part)[0][0]), device="cpu"))
             rows = [x for x in batches.flatten(part)[0] if isinstance(x, Tensor) and x.ndim]
             size = len(rows[0]) if rows and self.in_batches else 1
             g, info = gradient(self.loss, self.centre, part)
@@ -233,8 +233,11 @@ def hessian(stacked: Stacked, params: Any, batch: Any) -> Callable[[Sequence[Ten
 def steepest(stacked: Stacked, params: Any, batch: Any, iterations: int = 20) -> Tensor:
     """The largest absolute eigenvalue of the Hessian where each chain is, ``[C]``, by power iteration: from below."""
     product = hessian(stacked, params, batch)
-    generator = torch.Generator().manual_seed(0)
-    v = [torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p) for p in optree.tree_leaves(params)]
+    generator = torch.Generator("cpu").manual_seed(0)
+    v = [
+        torch.randn(p.shape, generator=generator, dtype=torch.float64, device="cpu").to(p)
+        for p in optree.tree_leaves(params)
+    ]
 
     def norm(v: Sequence[Tensor]) -> Tensor:
         return torch.stack([x.reshape(len(x), -1).square().sum(1) for x in v]).sum(0).sqrt()
