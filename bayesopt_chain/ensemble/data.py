@@ -82,7 +82,11 @@ class Data(NamedTuple):
 
     def groups(self) -> Tensor:
         """The number of each datum's group, ``[N]``: data with equal inputs have the same."""
-        columns = [x.detach().cpu().contiguous().reshape(self.size, -1) for x in batches.flatten(self.inputs)[0]]
+        # flat copies: an axis of length 1, as of numpy, may have any stride
+        columns = [
+            x.detach().cpu().flatten().clone(memory_format=torch.contiguous_format)
+            for x in batches.flatten(self.inputs)[0]
+        ]
         first: dict[bytes, int] = {}
         raw = [x.view(torch.uint8).reshape(self.size, -1).numpy() for x in columns if x.numel()]
         keys = (b"".join([hashlib.blake2b(x[i].data, digest_size=16).digest() for x in raw]) for i in range(self.size))

@@ -209,3 +209,10 @@ def test_the_mixture_of_a_gaussian_scores_as_the_average_density():
     mixed = bc.likelihoods.gaussian(0.7).mixture(drawn, log_weights)
     each = torch.distributions.Normal(drawn, 0.7**0.5).log_prob(y)
     torch.testing.assert_close(mixed.log_prob(y), (each + log_weights[:, None, None]).logsumexp(0))
+
+
+def test_data_are_grouped_whatever_the_strides_of_their_inputs():
+    """An axis of length 1 of numpy's has any stride."""
+    x = torch.tensor([3.0, 1.0, 3.0, 2.0]).as_strided((4, 1), (1, 0))
+    assert Data(x, x, 4).groups().tolist() == [0, 1, 0, 2]
+    assert Data(x[:1], x[:1], 1).groups().tolist() == [0]
