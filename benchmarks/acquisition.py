@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 import bayesopt_chain as bc
+from benchmarks.influence import at_optimum
 from benchmarks.measure import environment
 
 PRIOR, SEEDS, START, BATCH, LABELS = 0.5, 5, 20, 10, 150
@@ -33,17 +33,7 @@ def trained(x: Tensor, y: Tensor, seed: int) -> nn.Sequential:
     """The network at its optimum."""
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
-    search = torch.optim.LBFGS(net.parameters(), max_iter=100, line_search_fn="strong_wolfe")
-
-    def objective() -> Tensor:
-        search.zero_grad()
-        total = cross_entropy(net(x), y, reduction="sum")
-        total = total + PRIOR / 2 * sum(p.square().sum() for p in net.parameters())
-        total.backward()
-        return total
-
-    search.step(objective)
-    return net.eval()
+    return at_optimum(net, x, y, PRIOR, max_iter=100)
 
 
 def by_draws(rule: Callable[[Any, Any], Tensor]) -> Callable[[Any, Tensor], Tensor]:

@@ -31,23 +31,26 @@ RESULTS = Path(__file__).parent / "results" / "influence.json"
 PICTURE = Path(__file__).parents[1] / "docs" / "influence.png"
 
 
+def at_optimum(net: nn.Sequential, x: Tensor, y: Tensor, prior: float, **search: Any) -> nn.Sequential:
+    """The network where ``sum of losses + prior |theta|^2 / 2`` is least, by L-BFGS."""
+    lbfgs = torch.optim.LBFGS(net.parameters(), line_search_fn="strong_wolfe", **search)
+
+    def objective() -> Tensor:
+        lbfgs.zero_grad()
+        total = cross_entropy(net(x), y, reduction="sum")
+        total = total + prior / 2 * sum(p.square().sum() for p in net.parameters())
+        total.backward()
+        return total
+
+    lbfgs.step(objective)
+    return net.eval()
+
+
 def trained(x: Tensor, y: Tensor) -> nn.Sequential:
     """The network at its optimum, from one start."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)).double()
-    search = torch.optim.LBFGS(
-        net.parameters(), max_iter=400, tolerance_grad=1e-6, history_size=20, line_search_fn="strong_wolfe"
-    )
-
-    def objective() -> Tensor:
-        search.zero_grad()
-        total = cross_entropy(net(x), y, reduction="sum")
-        total = total + PRIOR / 2 * sum(p.square().sum() for p in net.parameters())
-        total.backward()
-        return total
-
-    search.step(objective)
-    return net.eval()
+    return at_optimum(net, x, y, PRIOR, max_iter=400, tolerance_grad=1e-6, history_size=20)
 
 
 def losses(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
