@@ -34,7 +34,6 @@ ROOMS = {
     "runs": ["runs", "loop"],
     "scaling": ["engine", "links"],
     "soak": ["runs"],
-    "suggest_lr": ["diagnostics"],
 }
 
 

@@ -1,4 +1,4 @@
-"""The figures of the README and of the pages on speed and on choosing are those of the files that the benchmarks wrote."""
+"""The figures of the README and of the page on speed are those of the files that the benchmarks wrote."""
 
 import math
 from pathlib import Path
@@ -8,14 +8,12 @@ import torch
 
 import bayesopt_chain as bc
 from benchmarks import captures, scaling
-from benchmarks.choosing import RESULTS, of_mnist
 from benchmarks.curvature_fit import summary
 from benchmarks.table import table, when
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 SPEED = (ROOT / "docs" / "speed.md").read_text()
-MEASURED = (ROOT / "benchmarks" / "measured_choices.md").read_text()
 
 
 def test_the_table_of_speed_is_the_measured_one():
@@ -31,14 +29,6 @@ def test_the_slope_of_a_curve_is_its_exponent_over_the_last_two_decades():
     assert abs(scaling.slope(points) - 1) < 1e-9
     assert abs(scaling.slope(points[:3])) < 1e-9
     assert math.isnan(scaling.slope(points[:1]))
-
-
-def test_the_figures_of_the_page_on_choosing_are_the_measured_ones():
-    assert of_mnist() in MEASURED, (
-        "run `python -m benchmarks.choosing` and put its last line into benchmarks/measured_choices.md"
-    )
-    temperature, start = RESULTS.read_text().strip().split("\n\n")
-    assert temperature in MEASURED and start in MEASURED
 
 
 def test_the_figures_of_the_page_on_laplace_are_the_measured_ones():

@@ -205,7 +205,7 @@ def mclmc(
 
     What is true of the energy need not be true of the parameters: in logistic regression on badly scaled features a chain
     without a precision has the mean energy right to 0.1 nats on full batches, and 11 % too much variance in the stiffest
-    direction; on batches of 24 data 0.6 nats, and 5.9 times the variance (``python -m benchmarks.experiments heat``). **The
+    direction; on batches of 24 data 0.6 nats, and 5.9 times the variance (``benchmarks/results/heat.md``). **The
     energy is no certificate**; compare functions of several chains (:func:`bayesopt_chain.diagnostics.r_hat`). Minibatches
     turn the direction and thereby heat: with ``precision`` the Hessian (a Laplace approximation's, summed over the data) the
     variance is 1.4 times that of the posterior there.

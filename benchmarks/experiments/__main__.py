@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
 
 from benchmarks.experiments.common import SCALES, Experiment, averaged, keep, record
 
-NAMES = ("why_bayes", "double_well", "pima", "mnist", "imdb", "lora", "llama", "adapters", "heat")
+NAMES = ("why_bayes", "double_well", "pima", "mnist", "imdb", "lora", "llama", "adapters")
 
 
 def experiment(name: str) -> Experiment:
@@ -23,9 +22,7 @@ def main() -> None:
     parser.add_argument("--scale", choices=SCALES, default="small")
     parser.add_argument("--seeds", type=int, default=None, help="number of seeds (default: the scale's)")
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=1, help="processes, where the experiment is made in cells: heat")
     arguments = parser.parse_args()
-    os.environ["BAYESOPT_CHAIN_WORKERS"] = str(arguments.workers)
     result = record(experiment(arguments.name), arguments.scale, seeds=arguments.seeds, first_seed=arguments.first_seed)
     print(json.dumps(averaged(result), indent=1))
     print(f"{result['seconds']} s; kept in {keep(result)}")

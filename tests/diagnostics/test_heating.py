@@ -381,3 +381,28 @@ def test_groups_at_two_temperatures_need_a_curvature():
     )
     with pytest.raises(ValueError, match="hessian_product"):
         heating(tx, noise_of(coupled(5, 0)[1], LIKE), order="reshuffled", steps_per_epoch=10)
+
+
+def test_the_regression_of_the_page_on_minibatches_has_18_5_times_the_variance():
+    """Second moments of parameters, velocity and last draw, solved exactly; the Hessian of a batch is a random matrix."""
+    n, d, b, lr, mu = 1000, 5, 32, 0.1, 0.9
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(n, d, generator=g, dtype=torch.float64)
+    y = x.sum(1) + torch.randn(n, generator=g, dtype=torch.float64)
+    residuals = x @ torch.linalg.lstsq(x, y[:, None]).solution[:, 0] - y
+    hessian, eye, zero = x.T @ x / n, torch.eye(d, dtype=torch.float64), torch.zeros(d, d, dtype=torch.float64)
+    noise = math.sqrt(2 / n * (1 - mu) / lr) * lr / 2 * eye
+    drift = lr * hessian
+    move = torch.cat([torch.cat([eye - drift, -mu * eye, -noise], 1), torch.cat([drift, mu * eye, noise], 1)])
+    move = torch.cat([move, torch.zeros(d, 3 * d, dtype=torch.float64)])
+    by_gradient, by_draw = torch.cat([-lr * eye, lr * eye, zero]), torch.cat([-noise, noise, eye])
+    of_params, apart = torch.cat([eye, zero, zero]), torch.einsum("ni,nj->nij", x, x) - hessian
+    for left, times in ((x * residuals[:, None], 18.5), (torch.zeros_like(x), 1.1)):  # plain; control variates
+        share = (n - b) / (n - 1) / b / n
+        fourth = torch.einsum("nij,nkl->ikjl", apart, apart).reshape(d * d, d * d) * share
+        pairs = torch.kron(move, move)
+        pairs += torch.kron(by_gradient, by_gradient) @ fourth @ torch.kron(of_params, of_params).T
+        sources = by_draw @ by_draw.T + by_gradient @ (left.T @ left * share) @ by_gradient.T
+        solved = torch.linalg.solve(torch.eye(len(pairs), dtype=torch.float64) - pairs, sources.reshape(-1))
+        variance = solved.reshape(3 * d, 3 * d)[:d, :d] @ hessian * n
+        assert abs(float(variance.trace() / d) - times) < 0.05

@@ -15,7 +15,6 @@ from benchmarks.experiments.double_well import Truth, modes
 DATA = {
     "pima": "pima/pima-indians-diabetes.data.csv",
     "mnist": "mnist/mnist.npz",
-    "heat": "mnist/mnist.npz",
     "imdb": "imdb/imdb_20k_100.npz",
     "lora": "books",
     "llama": "statements/statements.json",
