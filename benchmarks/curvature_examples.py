@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bayesopt_chain as bc
 from bayesopt_chain.posterior import train_by_evidence
-from benchmarks.curvature import machine, versions
+from benchmarks.measure import environment
 
 RESULTS = Path(__file__).parent / "results"
 Numbers = dict[str, float]
@@ -249,7 +249,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    report: dict[str, Any] = {"machine": machine(), "versions": versions(), "rounds": rounds, "examples": {}}
+    report: dict[str, Any] = {"environment": environment(), "rounds": rounds, "examples": {}}
     for name, (theirs, ours, timed, numbers) in examples().items():
         rows: dict[str, Any] = {}
         times: dict[str, list[float]] = {"laplace-torch": [], "bayesopt_chain": []}

@@ -17,7 +17,8 @@ fit.
 
 They take turns. Times are those of this process on its one thread, so that a busy machine does not count; medians over
 rounds, ratios (ours over theirs) medians of the rounds' ratios. Each time is over calls that last 20 ms or more, after one that
-is not timed. Memory is as in `benchmarks/curvature.py`. Writes `benchmarks/results/curvature_fit.json` and says which
+is not timed. Memory is the peak of what the tensor allocator holds above the start, results included. Writes
+`benchmarks/results/curvature_fit.json` and says which
 phases are above 0.9 of the best peer's time.
 """
 
@@ -28,10 +29,13 @@ import copy
 import functools
 import json
 import os
+import signal
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +43,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 import bayesopt_chain as bc
 from bayesopt_chain.posterior.evidence import tune_prior_and_noise
 from bayesopt_chain.posterior.fit import FittedLaplace, at
 from bayesopt_chain.precision import Zero
-from benchmarks.curvature import ResNet, at_most, machine, mlp, peak_bytes, versions
+from benchmarks.measure import environment
 
 RESULTS = Path(__file__).parent / "results"
 PATIENCE = 10  # seconds: what takes longer is given up
@@ -56,6 +62,40 @@ SECONDS = 0.02  # the least that is timed at once
 CONFIGURATIONS = (("last_layer", "kronecker"), ("last_layer", "dense"), ("all", "diagonal"), ("all", "kronecker"))
 SMALL_LAYER = 1000  # parameters of a last layer, of more the dense structure is left out: it is one eigendecomposition
 Phases = dict[str, Callable[[], Any]]
+
+
+class Residual(nn.Module):
+    def __init__(self, channels: int, out: int, stride: int):
+        super().__init__()
+        self.one, self.norm_one = nn.Conv2d(channels, out, 3, stride, 1, bias=False), nn.BatchNorm2d(out)
+        self.two, self.norm_two = nn.Conv2d(out, out, 3, 1, 1, bias=False), nn.BatchNorm2d(out)
+        self.skip = nn.Conv2d(channels, out, 1, stride, bias=False) if stride > 1 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm_one(self.one(x)))
+        return F.relu(self.norm_two(self.two(y)) + self.skip(x))
+
+
+class ResNet(nn.Module):
+    """ResNet-8: a stem and three residual blocks of 1, 2 and 4 times the width."""
+
+    def __init__(self, width: int, classes: int = 10):
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.blocks = nn.Sequential(
+            Residual(width, width, 1), Residual(width, 2 * width, 2), Residual(2 * width, 4 * width, 2)
+        )
+        self.head = nn.Linear(4 * width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(F.relu(self.norm(self.stem(x)))).mean((2, 3)))
+
+
+def mlp(*widths: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for a, b in pairwise(widths):
+        layers += [nn.Linear(a, b), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
 
 
 class Transformer(nn.Module):
@@ -249,6 +289,34 @@ CONTENDERS: dict[str, Callable[..., Phases]] = {
 }
 
 
+@contextmanager
+def at_most(seconds: int) -> Iterator[None]:
+    """Raise `TimeoutError` in what takes longer."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"no result after {seconds} s")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
+def peak_bytes(run: Callable[[], Any]) -> int:
+    """The most bytes that the allocator held above the start."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        result = run()
+    held = peak = 0
+    for event in recorded.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    del result
+    return peak
+
+
 def compare(
     net: nn.Module, loader: DataLoader, new: Tensor, subset: str, structure: str, rounds: int
 ) -> dict[str, Any]:
@@ -351,7 +419,7 @@ def main() -> None:
     torch.set_num_threads(1)
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / "curvature_fit.json"
-    report: dict[str, Any] = {"machine": machine(), "versions": versions(), "rounds": args.rounds, "cases": {}}
+    report: dict[str, Any] = {"environment": environment(), "rounds": args.rounds, "cases": {}}
     if args.only and path.exists():
         report["cases"] = json.loads(path.read_text())["cases"]
     for name, (net, loader, new) in cases().items():

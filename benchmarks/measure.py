@@ -58,7 +58,7 @@ def ratio(times: dict[str, list[float]], ours: str, theirs: str) -> dict[str, fl
 
 def environment() -> dict:
     """Machine, versions and date, kept with every result."""
-    packages = ("torch", "torchopt", "optree", "numpy", "posteriors", "blackjax", "jax", "triton")
+    packages = ("torch", "torchopt", "optree", "numpy", "posteriors", "blackjax", "jax", "triton", "laplace-torch")
     versions = {}
     for package in packages:
         try:

@@ -18,7 +18,6 @@ ROOMS = {
     "captures": ["loop/capture"],
     "cpu": ["engine", "loop", "optim", "links", "core", "random"],
     "cuda_ahead": ["engine", "random"],
-    "curvature": ["curvature"],
     "curvature_examples": ["curvature", "precision", "posterior"],
     "curvature_fit": ["curvature", "precision", "posterior"],
     "digests": ["engine", "links", "core"],
