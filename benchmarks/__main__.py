@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.measure import environment
+from benchmarks.measure import environment, keep
 
 
 def main() -> None:
@@ -54,11 +54,7 @@ def main() -> None:
         works = [old["work"] for old in result["rows"]]
         at = works.index(row.work) if row.work in works else len(works)
         result["rows"][at : at + 1] = [mine]
-        _write(args.out / f"{kind}.json", result)
-
-
-def _write(path: Path, result: dict) -> None:
-    path.write_text(json.dumps(result, indent=1) + "\n")
+        keep(path, result)
 
 
 if __name__ == "__main__":

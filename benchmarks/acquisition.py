@@ -11,7 +11,6 @@ over five seeds of pool and start.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 import bayesopt_chain as bc
 from benchmarks.influence import at_optimum
-from benchmarks.measure import environment
+from benchmarks.measure import keep
 
 PRIOR, SEEDS, START, BATCH, LABELS = 0.5, 5, 20, 10, 150
 RESULTS = Path(__file__).parent / "results" / "acquisition.json"
@@ -93,7 +92,6 @@ def curve(rule: str, seed: int) -> list[float]:
 def main() -> None:
     torch.set_num_threads(1)
     record: dict[str, Any] = {
-        "environment": environment(),
         "labels": list(range(START, LABELS + 1, BATCH)),
         "rules": {},
     }
@@ -102,7 +100,7 @@ def main() -> None:
         error = curves.std(0) / SEEDS**0.5
         record["rules"][rule] = {"accuracy": curves.mean(0).tolist(), "standard error": error.tolist()}
         print(rule, [round(a, 3) for a in curves.mean(0).tolist()], flush=True)
-        RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+        keep(RESULTS, record)
     picture(record).savefig(PICTURE)
 
 

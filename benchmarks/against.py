@@ -236,7 +236,7 @@ def commit(path: Path) -> str:
 
 
 def main() -> None:
-    from benchmarks.measure import environment
+    from benchmarks.measure import keep
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("other", type=Path, help="a checkout of the other commit")
@@ -269,7 +269,7 @@ def main() -> None:
             raise SystemExit(f"{RESULTS.name} is of {before['commits']}, not of {both}: measure all cases")
         again = {row["case"]: row for row in rows}
         rows = [again.pop(row["case"], row) for row in before["rows"]] + list(again.values())
-    RESULTS.write_text(json.dumps({"commits": both, "environment": environment(), "rows": rows}, indent=1) + "\n")
+    keep(RESULTS, {"commits": both, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -87,15 +87,13 @@ def main() -> None:
     if given.alone is not None:
         print(json.dumps(measured(given.alone)))
         return
-    import torch
+    from benchmarks.measure import keep  # which imports torch, as the processes that are timed do not yet
 
-    about = {"torch": torch.__version__, "cores": os.cpu_count(), "load": list(os.getloadavg())}
     rows = []
     for leaves in given.leaves:
         rows.append(row(leaves))
         print(json.dumps(rows[-1]), flush=True)
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+        keep(given.out, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import environment
+from benchmarks.measure import keep
 
 
 def work_out(
@@ -49,17 +49,14 @@ def work_out(
         asked = {str(cell): None for cell in cells}
         return [known[name] for name in [*asked, *(name for name in known if name not in asked)] if name in known]
 
-    def keep() -> None:
+    def write() -> None:
         spent = seconds + time.perf_counter() - began
-        out = {"environment": environment(), "seconds": spent, "table": summary(rows()), "rows": rows()}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.with_suffix(".part").write_text(json.dumps(out, indent=1) + "\n")
-        path.with_suffix(".part").replace(path)
+        keep(path, {"seconds": spent, "table": summary(rows()), "rows": rows()})
 
     def add(cell: Any, row: dict[str, Any]) -> None:
         known[str(cell)] = row
         print(f"{len(known)}/{len(cells)} {row['cell']}: {row.get('says', row.get('failed', ''))}", flush=True)
-        keep()
+        write()
 
     if workers == 1:  # in this process
         _one_thread()
@@ -70,7 +67,7 @@ def work_out(
             asked = {pool.submit(_row, run, cell): cell for cell in todo}
             for done in as_completed(asked):
                 add(asked[done], done.result())
-    keep()
+    write()
     return rows()
 
 

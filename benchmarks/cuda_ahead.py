@@ -21,6 +21,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.measure import keep
+
 OUT = Path(__file__).parent / "results" / "cuda_ahead.json"
 
 
@@ -156,10 +158,8 @@ def table(path: Path = OUT) -> str:
 
 
 def main() -> None:
-    import triton
-
     rows = [row(name, kernel, device) for name, kernel in kernels().items() for device in DEVICES]
-    OUT.write_text(json.dumps({"triton": triton.__version__, "rows": rows}, indent=1) + "\n")
+    keep(OUT, {"rows": rows})
     print(table())
 
 

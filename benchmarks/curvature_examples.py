@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import copy
 import inspect
-import json
 import os
 import statistics
 import time
@@ -33,7 +32,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bayesopt_chain as bc
 from bayesopt_chain.posterior import train_by_evidence
-from benchmarks.measure import environment
+from benchmarks.measure import keep
 
 RESULTS = Path(__file__).parent / "results"
 Numbers = dict[str, float]
@@ -249,7 +248,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    report: dict[str, Any] = {"environment": environment(), "rounds": rounds, "examples": {}}
+    report: dict[str, Any] = {"rounds": rounds, "examples": {}}
     for name, (theirs, ours, timed, numbers) in examples().items():
         rows: dict[str, Any] = {}
         times: dict[str, list[float]] = {"laplace-torch": [], "bayesopt_chain": []}
@@ -266,8 +265,7 @@ def main() -> None:
         print(name)
         for who, row in rows.items():
             print(f"  {who:16s}", "  ".join(f"{key} {value:.4g}" for key, value in row.items()), flush=True)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "curvature_examples.json").write_text(json.dumps(report, indent=1) + "\n")
+    keep(RESULTS / "curvature_examples.json", report)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ import bayesopt_chain as bc
 from bayesopt_chain.posterior.evidence import tune_prior_and_noise
 from bayesopt_chain.posterior.fit import FittedLaplace, at
 from bayesopt_chain.precision import Zero
-from benchmarks.measure import environment
+from benchmarks.measure import keep
 
 RESULTS = Path(__file__).parent / "results"
 PATIENCE = 10  # seconds: what takes longer is given up
@@ -417,9 +417,8 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    RESULTS.mkdir(exist_ok=True)
     path = RESULTS / "curvature_fit.json"
-    report: dict[str, Any] = {"environment": environment(), "rounds": args.rounds, "cases": {}}
+    report: dict[str, Any] = {"rounds": args.rounds, "cases": {}}
     if args.only and path.exists():
         report["cases"] = json.loads(path.read_text())["cases"]
     for name, (net, loader, new) in cases().items():
@@ -440,7 +439,7 @@ def main() -> None:
                         memory = "" if row["MiB"] is None else f"{row['MiB']:8.1f} MiB"
                         print(f"  {who:28s} {phase:8s} {row['ms']:9.1f} ms  {row['ratio']:6.2f}  {memory}")
             print(end="", flush=True)
-            path.write_text(json.dumps(report, indent=1) + "\n")
+            keep(path, report)
     best = best_peers(report["cases"])
     print(f"\n{sum(ratio > TARGET for *_, ratio in best)} of {len(best)} above {TARGET} of the best peer's time")
     for case, phase, who, ratio in best:

@@ -163,7 +163,7 @@ def main() -> None:
     import tempfile
 
     from benchmarks.against import commit
-    from benchmarks.measure import environment
+    from benchmarks.measure import keep
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("other", type=Path, help="a checkout of the other commit")
@@ -183,9 +183,9 @@ def main() -> None:
     for name, by in differ.items():
         print(f"  {name}: {by}")
     refused = sum(not params for _, params in mine.values())
-    record = {"commits": {"this": commit(here), "other": commit(other)}, "environment": environment()}
+    record: dict[str, Any] = {"commits": {"this": commit(here), "other": commit(other)}}
     record |= {"cases": len(mine), "refused": refused, "differ": differ}
-    RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+    keep(RESULTS, record)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import bayesopt_chain as bc
-from benchmarks.measure import environment
+from benchmarks.measure import keep
 
 ATOMS, TRAIN, TEST, STEPS = 5, 200, 200, 1500
 RESULTS = Path(__file__).parent / "results" / "forces.json"
@@ -108,7 +108,6 @@ def main() -> None:
     error = (outputs.mean - test[1]).abs()
     of_cluster = [part[:, 1:].square().mean(1).sqrt() for part in (error, deviation)]
     record = {
-        "environment": environment(),
         "clusters": {"train": TRAIN, "test": TEST},
         "force scale": float(scale),
         "root mean square error of forces": {
@@ -123,8 +122,8 @@ def main() -> None:
             "energies": correlation(error[:, 0], deviation[:, 0]),
         },
     }
-    print(json.dumps({k: v for k, v in record.items() if k != "environment"}, indent=1))
-    RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps(record, indent=1))
+    keep(RESULTS, record)
     picture(*of_cluster).savefig(PICTURE)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import bayesopt_chain as bc
-from benchmarks.measure import environment
+from benchmarks.measure import keep
 
 SIZES = (32, 64, 128, 256)
 RESULTS = Path(__file__).parent / "results" / "images.json"
@@ -55,7 +55,7 @@ def main() -> None:
         run = [sys.executable, "-m", "benchmarks.images", str(size)]
         rows[str(size)] = json.loads(subprocess.run(run, check=True, capture_output=True, text=True).stdout)
         print(size, rows[str(size)], flush=True)
-        RESULTS.write_text(json.dumps({"environment": environment(), "pixels a side": rows}, indent=1) + "\n")
+        keep(RESULTS, {"pixels a side": rows})
 
 
 if __name__ == "__main__":

@@ -13,9 +13,7 @@ training loop pays before its first step. Quartiles of processor and wall time g
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -77,13 +75,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=9)
     arguments = parser.parse_args()
-    import torch
-
-    machine = f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
     rows = measured(arguments.repetitions)
-    RESULTS.write_text(
-        json.dumps({"machine": machine, "repetitions": arguments.repetitions, "seconds": rows}, indent=1) + "\n"
-    )
+    from benchmarks.measure import keep
+
+    keep(RESULTS, {"repetitions": arguments.repetitions, "seconds": rows})
     for name, row in rows.items():
         for how, clocks in row.items():
             print(f"{name:26}{how:6}" + "".join(f"{clock:>11} {times[1]:.3f} s" for clock, times in clocks.items()))

@@ -11,7 +11,6 @@ damping.
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from importlib.util import find_spec
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import bayesopt_chain as bc
-from benchmarks.measure import environment
+from benchmarks.measure import keep
 
 TRAIN, TEST, HALVES, PRIOR = 500, 200, 100, 1.0
 RESULTS = Path(__file__).parent / "results" / "influence.json"
@@ -163,8 +162,8 @@ def main() -> None:
         rows[name] = {"score": mean, "standard error": error, "seconds": took}
         print(f"{name:24s} {mean:.3f} +- {error:.3f}   {took:.1f} s")
     accuracy = float((net(test[0]).argmax(1) == test[1]).double().mean())
-    record = {"environment": environment(), "retraining seconds": seconds, "test accuracy": accuracy, "rows": rows}
-    RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+    record = {"retraining seconds": seconds, "test accuracy": accuracy, "rows": rows}
+    keep(RESULTS, record)
     picture(images, labels, found["EKFAC"][0], losses(net, *test)).savefig(PICTURE)
 
 

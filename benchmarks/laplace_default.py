@@ -328,7 +328,9 @@ def main() -> None:
             )
     if not chosen.only and chosen.seeds >= 3:
         record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-        RESULTS.write_text(json.dumps({**record, name: table}, indent=1) + "\n")
+        from benchmarks.measure import keep
+
+        keep(RESULTS, {**record, name: table})
 
 
 if __name__ == "__main__":

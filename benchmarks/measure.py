@@ -5,10 +5,12 @@ from __future__ import annotations
 import datetime
 import gc
 import importlib.metadata
+import json
 import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +79,17 @@ def environment() -> dict:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "system": platform.system(),
     }
+
+
+def keep(path: Path, record: dict) -> None:
+    """Write a record behind the command that made it, with commit, machine, versions and date of now."""
+    module = getattr(sys.modules["__main__"].__spec__, "name", "")
+    command = " ".join(["python -m", module.removesuffix(".__main__"), *sys.argv[1:]])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = path.with_suffix(".part")
+    head = {"command": command, "environment": environment()}
+    written.write_text(json.dumps(head | record | head, indent=1) + "\n")
+    written.replace(path)
 
 
 def _commit() -> str | None:

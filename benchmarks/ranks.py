@@ -26,7 +26,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import bayesopt_chain as bc
 from bayesopt_chain.distributed.shards import add
-from benchmarks.measure import environment, ratio
+from benchmarks.measure import keep, ratio
 
 RESULTS = Path(__file__).parent / "results" / "ranks.json"
 
@@ -159,7 +159,6 @@ def main() -> None:
     kept = {**found.get("draws", {}), str(dist.get_world_size()): draws(arguments.blocks, arguments.batch)}
     if not arguments.draws_only:
         found = {
-            "environment": environment(),
             "ranks": dist.get_world_size(),
             "large": large(arguments.blocks, arguments.batch),
             "small": small(arguments.blocks),
@@ -167,7 +166,7 @@ def main() -> None:
     found["draws"] = kept
     if dist.get_rank() == 0:
         print(json.dumps(found, indent=1))
-        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+        keep(RESULTS, found)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ Results go to ``benchmarks/results/redrawn.json``.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import time
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Any
 import torch
 
 import bayesopt_chain as bc
+from benchmarks.measure import keep
 
 RESULTS = Path(__file__).parent / "results" / "redrawn.json"
 LEAVES = 10
@@ -74,8 +73,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rows = {str(parameters): compared(parameters, given.turns) for parameters in (10**4, 10**5, 10**6, 10**7)}
-    about = {"machine": platform.machine(), "torch": torch.__version__, "turns": given.turns}
-    RESULTS.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    keep(RESULTS, {"turns": given.turns, "rows": rows})
     for parameters, row in rows.items():
         low, high = row["quartiles"]
         print(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import tempfile
 import time
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 import bayesopt_chain as bc
+from benchmarks.measure import environment, keep
 
 RESULTS = Path(__file__).parent / "results" / "runs.json"
 
@@ -28,12 +28,7 @@ RESULTS = Path(__file__).parent / "results" / "runs.json"
 def record(name: str, figures: Any, results: Path = RESULTS) -> None:
     """Add figures to the results."""
     known = json.loads(results.read_text()) if results.exists() else {}
-    machine = (
-        f"{platform.processor() or platform.machine()}, torch {torch.__version__}, {torch.get_num_threads()} thread"
-    )
-    known[name] = {"machine": machine, **figures}
-    results.parent.mkdir(exist_ok=True)
-    results.write_text(json.dumps(known, indent=1) + "\n")
+    keep(results, {**known, name: {"commit": environment()["commit"], **figures}})
 
 
 def cnn() -> tuple[Any, Any, Any, Any]:

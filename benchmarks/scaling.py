@@ -26,7 +26,7 @@ import torch
 
 import bayesopt_chain as bc
 from benchmarks import contestants as c
-from benchmarks.measure import environment, take_turns
+from benchmarks.measure import keep, take_turns
 
 OUT = Path(__file__).parent / "results" / "scaling.json"
 AXES = {
@@ -179,13 +179,13 @@ def main() -> None:
         "leaves": [1, 10, 100, 1000],
         "chains": [10**k for k in range(min(6, given.decades + 1))],
     }
-    result: dict = {"environment": environment() | {"threads": 1}, "curves": {}}
+    result: dict = {"curves": {}}
     for axis, ns in sizes.items():
         result["curves"][axis] = {}
         for name in contestants(axis):
             result["curves"][axis][name] = found = curve(axis, name, ns)
             print(axis, name, json.dumps(found), flush=True)
-            given.out.write_text(json.dumps(result, indent=1) + "\n")
+            keep(given.out, result)
     draw(given.out)
     print(table(given.out))
 

@@ -23,11 +23,12 @@ from __future__ import annotations
 import argparse
 import ast
 import io
-import json
 import subprocess
 import tokenize
 from collections import Counter
 from pathlib import Path, PurePosixPath
+
+from benchmarks.measure import keep
 
 RESULTS = Path(__file__).parent / "results" / "size.json"
 PACKAGE = "bayesopt_chain"
@@ -113,7 +114,7 @@ def main() -> None:
         "after": git("rev-parse", "--short", arguments.after),
     }
     record = {"revisions": {when: name.strip() for when, name in names.items()}, "rooms": table}
-    RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+    keep(RESULTS, record)
     print(f"{'':14}" + "".join(f"{name:>14}" for name in COLUMNS))
     for room, row in table.items():
         print(f"{room:14}" + "".join(f"{row['before'][name]:>7}{row['after'][name]:>7}" for name in COLUMNS))

@@ -27,6 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measure import keep
 from benchmarks.size import counted, git
 
 ROOT = Path(__file__).parents[1]
@@ -186,7 +187,7 @@ def main(what: str, *arguments: str) -> None:
         record.setdefault(what, []).append(coverage(*arguments))
     else:
         record[what] = {"sizes": sizes, "mutants": mutants}[what](*arguments)
-    RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+    keep(RESULTS, record)
     print(json.dumps(record[what], indent=1))
 
 
