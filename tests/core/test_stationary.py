@@ -330,25 +330,23 @@ def test_sghmc_is_baoa_step_for_step_on_a_loss_that_is_not_quadratic(mu):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mu", [0.5, 0.99])
-def test_under_cosine_restarts_nesterov_stays_within_the_stated_bounds(mu):
+def test_under_cosine_restarts_nesterov_stays_within_the_stated_bounds():
     """Exact: the covariance is propagated through the maps that probing the chain gives at each step."""
-    tx = bc.sgd(bc.schedules.cosine_restarts(0.3, 500), mu, nesterov=True, temperature=1.0)
+    tx = bc.sgd(bc.schedules.cosine_restarts(0.3, 500), 0.99, nesterov=True, temperature=1.0)
     error = variance_along(tx, torch.ones(1, 1, dtype=torch.float64), 1000).flatten() - 1
     assert error.min() > -0.25 and error.max() < 0.37
     assert error.square().mean().sqrt() < 0.07
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mu", [0.0, 0.9])
-def test_a_temperature_that_falls_or_rises_moves_the_variance_there_without_turning(mu):
+@pytest.mark.parametrize("before, mu", [(0.0, 0.9), (4.0, 0.0)])
+def test_a_temperature_that_falls_or_rises_moves_the_variance_there_without_turning(before, mu):
     """Cold exploration and then sampling: the variance reaches T / curvature, whatever came before."""
-    for before, after in ((0.0, 0.5), (4.0, 0.5), (0.1, 0.5)):
-        temperature = bc.schedules.piecewise([5], [before, after])
-        path = variance_along(bc.sgd(0.1, mu, temperature=temperature), torch.ones(1, 1, dtype=torch.float64), 200)
-        assert path[0].item() == pytest.approx(before, abs=1e-9)
-        assert (path.flatten().diff() * (1 if after > before else -1)).min() > -1e-12
-        assert path[-1].item() == pytest.approx(0.5, rel=1e-3)
+    temperature = bc.schedules.piecewise([5], [before, 0.5])
+    path = variance_along(bc.sgd(0.1, mu, temperature=temperature), torch.ones(1, 1, dtype=torch.float64), 200)
+    assert path[0].item() == pytest.approx(before, abs=1e-9)
+    assert (path.flatten().diff() * (1 if before < 0.5 else -1)).min() > -1e-12
+    assert path[-1].item() == pytest.approx(0.5, rel=1e-3)
 
 
 @pytest.mark.parametrize("start_at_zero", [False, True])

@@ -1,14 +1,17 @@
 """The commands of the pages on several ranks and in jobs, as they stand there."""
 
+import functools
 import os
 import pickle
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import bayesopt_chain as bc
 from tests.distributed.ranks import server
@@ -40,27 +43,42 @@ def python(folder, *arguments, **variables):
     return done.stdout.strip()
 
 
-def torchrun(name, size, folder, draws, script):
-    (folder / name).write_text(script)
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), name]
+def torchrun(size, folder, draws, script):
+    (folder / "page.py").write_text(script)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), "page.py"]
     return python(folder, *command, DRAWS=str(draws))
 
 
-def alone(name, draws, spread):
-    """Run a script of the pages as the only rank, in a process that has imported torch already.
+def forked(size, folder, draws, script, spread=True):
+    """As :func:`torchrun`, in processes that have imported torch already.
 
     ``spread``: it has DTensors, whose meshes torch keeps in caches of its own.
     """
-    process = server().Process(target=_execute, args=(script_of(name), str(draws), spread))
-    process.start()
-    process.join(200)
-    assert process.exitcode == 0
+    (folder / "page.py").write_text(script)
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    given = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "DRAWS": str(draws)}
+    given |= {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True"}  # the store is in this process
+    ranks = [
+        server().Process(target=_execute, args=(folder, given | {"RANK": str(rank)}, spread), daemon=True)
+        for rank in range(size)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(200)
+    said = "".join((folder / f"{name}-{rank}").read_text() for name in ("err", "out") for rank in range(size))
+    assert all(rank.exitcode == 0 for rank in ranks), said
+    return "".join((folder / f"out-{rank}").read_text() for rank in range(size)).strip()
 
 
-def _execute(script, draws, spread):
+def _execute(folder, given, spread):
     torch.set_num_threads(1)
-    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0", DRAWS=draws)
-    exec(compile(script, "script", "exec"), {"__name__": "__main__"})
+    os.environ.update(given)
+    os.chdir(folder)
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{name}-{given['RANK']}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    sys.path.insert(0, str(folder))
+    runpy.run_path("page.py", run_name="__main__")
     names = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
     assert spread or not [name for name in names if "gloo" in name]  # a thread that outlives Python aborts the process
 
@@ -94,8 +112,11 @@ def test_the_pages_command_gives_on_several_ranks_what_it_gives_on_one(name, tmp
     size, rounding, pairs, spread = SCRIPTS[name]
     command = rf"\$ DRAWS=draws torchrun --standalone --nproc-per-node {size} {name}\n(.*?)\n```"
     (said,) = re.findall(command, PAGES)
-    assert torchrun(name, size, tmp_path, tmp_path / "many", script_of(name)) == said
-    alone(name, tmp_path / "one", spread)
+    launch = (
+        torchrun if name == "gradients.py" else functools.partial(forked, spread=spread)
+    )  # its start takes the longest
+    assert launch(size, tmp_path, tmp_path / "many", script_of(name)) == said
+    forked(1, tmp_path, tmp_path / "one", script_of(name), spread)
     for one, many in pairs(tmp_path / "one", tmp_path / "many"):
         torch.testing.assert_close(many, one, rtol=0, atol=rounding)
 
@@ -103,7 +124,7 @@ def test_the_pages_command_gives_on_several_ranks_what_it_gives_on_one(name, tmp
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["sharded_posteriors", "sharded_curvature", "engines"])
 def test_the_pieces_of_a_page_run_pasted_into_one_file_on_two_ranks(page, tmp_path):
-    torchrun("page.py", 2, tmp_path, tmp_path / "draws", "\n\n".join(pieces(page)))
+    forked(2, tmp_path, tmp_path / "draws", "\n\n".join(pieces(page)))
 
 
 def test_where_torchrun_started_no_process_group_the_rank_is_what_it_said(monkeypatch):
