@@ -479,7 +479,6 @@ INNER = {
         "require_values",
         "mixed",
         "nodes",
-        "straight_line",
         "widened",
         "smoothed",
         "root",

@@ -7,7 +7,6 @@ To be read in this order: ``_estimators`` says what is estimated; ``_plan`` and 
 from bayesopt_chain.curvature._backward import diagonal_by_backward
 from bayesopt_chain.curvature._cg import CGInfo, cg
 from bayesopt_chain.curvature._estimators import STRUCTURES, empirical_fisher, fisher, ggn, hessian
-from bayesopt_chain.curvature._layers import kronecker_by_backward
 from bayesopt_chain.curvature._log_density import LogDensity, of_log_density
 from bayesopt_chain.curvature._operator import linear_operator
 from bayesopt_chain.curvature._products import (
@@ -46,7 +45,6 @@ __all__ = [
     "hessian_matrix",
     "hvp",
     "jvp",
-    "kronecker_by_backward",
     "linear_operator",
     "of_log_density",
     "per_sample",

@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
 from bayesopt_chain import checks, kinds
-from bayesopt_chain.likelihoods._likelihood import FLOOR, Grouping, Likelihood, Support
-from bayesopt_chain.likelihoods._quadrature import cubature
+from bayesopt_chain.likelihoods._likelihood import Grouping, Likelihood, Support
 from bayesopt_chain.likelihoods._roots import Moved, OutputRoot, Softmax
 from bayesopt_chain.likelihoods._softmax import laplace_bridge, probit, probit_bernoulli, softmax_mean
 from bayesopt_chain.tracing import is_hidden, is_readable
@@ -192,30 +191,6 @@ class Categorical(Likelihood):
             return super().expected_mean(mean, covariance, method)  # which refuses it
         return self.predictive_of_classes(mean, covariance, chosen)
 
-    @property
-    def has_straight_line(self) -> bool:
-        return True
-
-    def straight_line(self, outputs: Tensor, labels: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the probabilities of all classes but the last, by a product of Gauss-Hermite rules with as many nodes an axis as
-        make 2,048 in all, and beyond six classes by the 2 C points ``+- sqrt(C) e_i`` (third order)."""
-        f, s, y = outputs, covariance, labels
-        classes = f.shape[-1]
-        z, w = (x.to(f) for x in cubature(classes))
-        eye = torch.eye(classes, dtype=f.dtype, device=f.device)
-        lower = torch.linalg.cholesky_ex(s + FLOOR * (1 + s.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]) * eye).L
-        h = (f[:, None] + z @ lower.mT).softmax(-1)  # [G, N, C]
-        mu = (w[:, None] * h).sum(1)
-        along = (w[:, None] * h).mT @ z  # [G, C, C]
-        residual = h - mu[:, None] - z @ along.mT
-        noise = torch.diag_embed(mu) - (w[:, None] * h).mT @ h + (w[:, None] * residual).mT @ residual
-        root = torch.linalg.cholesky_ex(noise[:, :-1, :-1]).L
-        slope = torch.linalg.solve_triangular(lower, along, upper=False, left=False)[:, :-1]
-        hit = (y[:, None] == torch.arange(classes, device=f.device)).to(f.dtype)
-        innovation = (hit - mu)[:, :-1, None]
-        white = torch.linalg.solve_triangular(root, torch.cat([slope, innovation], -1), upper=False)
-        return white[..., :-1], white[..., -1], mu.gather(1, y[:, None])[:, 0].log()
-
 
 @dataclass(frozen=True, eq=False)
 class Ordinal(Likelihood):
@@ -258,10 +233,6 @@ class Ordinal(Likelihood):
     def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
         index = (values.floor() + 1).clamp(0, len(self.thresholds) + 1).to(torch.int64)
         return (self._cuts(outputs)[index] - outputs).sigmoid()
-
-    @property
-    def has_straight_line(self) -> bool:
-        return False
 
     def _cuts(self, outputs: Tensor) -> Tensor:
         ends = (-math.inf, *self.thresholds, math.inf)

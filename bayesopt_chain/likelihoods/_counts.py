@@ -19,7 +19,6 @@ from bayesopt_chain import checks
 from bayesopt_chain.likelihoods._draws import standard_gamma
 from bayesopt_chain.likelihoods._incomplete_beta import incomplete_beta
 from bayesopt_chain.likelihoods._likelihood import COUNTS, Likelihood
-from bayesopt_chain.likelihoods._quadrature import fine_grid
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,16 +50,6 @@ class Poisson(Likelihood):
     def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
         rate, count = torch.broadcast_tensors(outputs.exp(), values.floor())
         return torch.where(count < 0, 0.0, torch.special.gammaincc(count.clamp_min(0) + 1, rate))
-
-    def straight_line(self, outputs: Tensor, labels: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Exact: ``mu = exp(m + S / 2), A = mu, R = mu + mu^2 (exp(S) - 1 - S)``."""
-        z, w = (x.to(outputs) for x in fine_grid())
-        f, s, y = outputs[:, 0], covariance[:, 0, 0], labels.to(outputs.dtype)
-        mu = (f + s / 2).exp()
-        noise = mu + mu.square() * (s.expm1() - s)
-        log_rate = f[:, None] + s.clamp_min(0).sqrt()[:, None] * z
-        chance = (self.log_prob(log_rate, y[:, None]) + w.log()).logsumexp(-1)
-        return (mu * noise.rsqrt())[:, None, None], ((y - mu) * noise.rsqrt())[:, None], chance
 
 
 @dataclass(frozen=True, eq=False)

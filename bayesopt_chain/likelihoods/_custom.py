@@ -76,10 +76,6 @@ class FromLoss(Likelihood):
             raise ValueError("this custom likelihood cannot draw labels: pass draw= to likelihoods.custom")
         return self.sampler(outputs, generator)
 
-    @property
-    def has_straight_line(self) -> bool:
-        return False
-
     def mixed(self, outputs: Outputs | Tensor, log_weights: Tensor | None = None) -> Mixture:
         looped = _Looped(*(getattr(self, f.name) for f in fields(self)))
         return replace(super().mixed(outputs, log_weights), likelihood=looped)
@@ -209,10 +205,6 @@ class FromDistribution(Likelihood):
     def mixed(self, outputs: Outputs | Tensor, log_weights: Tensor | None = None) -> Mixture:
         known = _WithSupport(self.distribution, self.output_hessian, self.support_at(outputs[0]))
         return replace(super().mixed(outputs, log_weights), likelihood=known)
-
-    @property
-    def has_straight_line(self) -> bool:
-        return False
 
 
 @dataclass(frozen=True, eq=False)

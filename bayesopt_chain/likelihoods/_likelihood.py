@@ -33,11 +33,9 @@ from bayesopt_chain import kinds
 from bayesopt_chain.checks import short
 from bayesopt_chain.likelihoods._mixture import Mixture
 from bayesopt_chain.likelihoods._predictive import Outputs, Predictive
-from bayesopt_chain.likelihoods._quadrature import fine_grid, normal_nodes, points_for
+from bayesopt_chain.likelihoods._quadrature import normal_nodes, points_for
 from bayesopt_chain.likelihoods._roots import Elementwise, OutputRoot
 from bayesopt_chain.tracing import is_hidden, is_readable, is_transformed
-
-FLOOR = 1e-10  # variance of the outputs below which the mean is a straight line in float64
 
 
 class Support(NamedTuple):
@@ -773,53 +771,6 @@ class Likelihood(ABC):
                 f"{', '.join(map(repr, self.methods))}"
             )
         return self.predictive(mean, covariance).mean
-
-    def straight_line(self, outputs: Tensor, labels: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Statistical linearisation: the line through the target's mean that fits best over the Gaussian of its outputs.
-
-        For outputs ``f ~ N(m, S)``, ``S = L L^T``, ``f = m + L z``, and a target with mean h(f) and covariance V(f),
-
-            mu = E[h],   D = E[h z^T],   A = D L^-1,   R = E[V] + E[(h - mu - D z) (h - mu - D z)^T],
-
-        so that ``y = mu + A (f - m) + N(0, R)`` has the mean, the covariance and the covariance with f of the model. R is a
-        sum of squares: positive definite under every quadrature with positive weights. (Garcia-Fernandez, Tronarp and
-        Särkkä, "Gaussian process classification using posterior linearization", 2019.)
-
-        Args:
-            outputs: of G targets, ``[G, width]``.
-            labels: ``[G]``.
-            covariance: ``[G, width, width]``.
-
-        Returns:
-            The slopes ``R^-1/2 A`` ``[G, K, width]``, the innovations ``R^-1/2 (y - mu)`` ``[G, K]`` and the log
-            probabilities of the labels ``[G]``.
-
-        Raises:
-            ValueError: a likelihood whose targets have several outputs, or no known mean.
-
-        Example:
-            >>> import torch
-            >>> from bayesopt_chain import likelihoods
-            >>> line = likelihoods.poisson().straight_line(torch.zeros(1, 1), torch.tensor([2.0]), torch.eye(1)[None])
-            >>> [part.shape for part in line]
-            [torch.Size([1, 1, 1]), torch.Size([1, 1]), torch.Size([1])]
-        """
-        z, w = (x.to(outputs) for x in fine_grid())
-        m, deviation = outputs[:, 0], covariance[:, 0, 0].clamp_min(FLOOR).sqrt()
-        f = m[:, None] + deviation[:, None] * z
-        h = self.mean(f)
-        mu, along = h @ w, (h * z) @ w
-        residual = h - mu[:, None] - along[:, None] * z
-        noise = ((self.variance(f) + residual.square()) @ w).clamp_min(torch.finfo(h.dtype).tiny)
-        y = labels.to(m.dtype)
-        chance = (self.log_prob(f, y[:, None]) + w.log()).logsumexp(-1)
-        return (along / deviation * noise.rsqrt())[:, None, None], ((y - mu) * noise.rsqrt())[:, None], chance
-
-    @property
-    def has_straight_line(self) -> bool:
-        """Whether :meth:`straight_line` works: moments are known and a target has one output, or it says so itself."""
-        known = type(self).mean is not Likelihood.mean and type(self).variance is not Likelihood.variance
-        return known and type(self).grouping is Likelihood.grouping
 
     def _points(self, mean: Tensor, variance: Tensor) -> int:
         """Enough points for the narrowest log density at these outputs."""

@@ -26,7 +26,6 @@ from bayesopt_chain.tracing import is_hidden
 FEW, MANY = 129, 4097  # points of the trapezoidal rule: the default and the most
 PAIRS = 128  # antithetic pairs of Sobol points
 REACH = 8.5  # standard deviations; a normal variable lies outside with probability 2e-17
-BUDGET = 2048  # nodes of a product rule
 
 
 Table = TypeVar("Table", bound=Callable[..., Any])
@@ -65,34 +64,12 @@ def points_for(deviation_over_width: float) -> int:
 
 
 @constant
-def gauss_hermite(nodes: int) -> tuple[Tensor, Tensor]:
-    """Nodes and weights, ``[nodes]`` each, for means over a standard normal (Golub and Welsch, 1969)."""
-    off = torch.arange(1, nodes, dtype=torch.float64, device="cpu").sqrt()
-    values, vectors = torch.linalg.eigh(torch.diag(off, 1) + torch.diag(off, -1))
-    return values, vectors[0].square()
-
-
-@constant
 def gauss_legendre(nodes: int) -> tuple[Tensor, Tensor]:
     """Nodes and weights, ``[nodes]`` each, for integrals over [0, 1]."""
     k = torch.arange(1, nodes, dtype=torch.float64, device="cpu")
     off = k / (4 * k.square() - 1).sqrt()
     values, vectors = torch.linalg.eigh(torch.diag(off, 1) + torch.diag(off, -1))
     return (values + 1) / 2, vectors[0].square()
-
-
-@constant
-def cubature(dimensions: int) -> tuple[Tensor, Tensor]:
-    """Nodes ``[N, dimensions]`` and positive weights ``[N]`` for means over standard normals, exact to third order at least."""
-    per_axis = min(int(BUDGET ** (1 / dimensions) + 1e-9), 32)
-    if per_axis < 3:
-        eye = math.sqrt(dimensions) * torch.eye(dimensions, dtype=torch.float64, device="cpu")
-        return torch.cat([eye, -eye]), torch.full(
-            (2 * dimensions,), 0.5 / dimensions, dtype=torch.float64, device="cpu"
-        )
-    nodes, weights = gauss_hermite(per_axis)
-    every = torch.cartesian_prod(*[nodes] * dimensions).reshape(-1, dimensions)
-    return every, torch.cartesian_prod(*[weights] * dimensions).reshape(-1, dimensions).prod(-1)
 
 
 @constant

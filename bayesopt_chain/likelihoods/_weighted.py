@@ -26,15 +26,15 @@ class Weighted(Likelihood):
     """See :func:`weighted`."""
 
     inner: Likelihood
-    support, methods, has_classes, default_method, noise_variance, has_straight_line, has_width = map(  # type: ignore
+    support, methods, has_classes, default_method, noise_variance, has_width = map(  # type: ignore
         _inner,
-        ("support", "methods", "has_classes", "default_method", "noise_variance", "has_straight_line", "has_width"),
+        ("support", "methods", "has_classes", "default_method", "noise_variance", "has_width"),
     )
     log_prob, smoothed, information, exact_root, mean, variance, draw, cdf, grouping, mixed = map(
         _inner,
         ("log_prob", "smoothed", "information", "exact_root", "mean", "variance", "draw", "cdf", "grouping", "mixed"),
     )
-    expected_mean, straight_line = map(_inner, ("expected_mean", "straight_line"))
+    expected_mean = _inner("expected_mean")
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]

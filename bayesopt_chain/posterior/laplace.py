@@ -40,7 +40,6 @@ from bayesopt_chain.precision import (
     Diagonal,
     Eigenbasis,
     Kronecker,
-    LayersOnRanks,
     LowRank,
     Precision,
     Root,
@@ -74,15 +73,11 @@ def accumulated(total: Any, increment: Any) -> Any:
 
 def _require_fit_for_shards(increment: Any, context: LinkContext) -> None:
     """Refuse an increment that couples elements, or lies otherwise than the parameters, where ranks hold parts of them."""
-    if isinstance(increment, LayersOnRanks):
-        context.leaves(increment.like)  # which refuses other layouts
-        return
     if not isinstance(increment, Diagonal):
         raise ValueError(
             f"laplace: the parameters are DTensors, of which each rank has a part, and curvature is of structure "
             f"{type(increment).__name__}, which couples their elements: take a diagonal one "
-            "(bc.curvature.diagonal_by_backward), layers on ranks (bc.curvature.kronecker_by_backward), or the posterior of a "
-            "part of the model whose leaves are whole"
+            "(bc.curvature.diagonal_by_backward), or the posterior of a part of the model whose leaves are whole"
         )
     context.leaves(increment.values)  # which refuses other layouts
 
@@ -293,7 +288,7 @@ def posterior_of(
     if (prior is None) == (prior_precision is None):
         raise ValueError("pass one of prior_precision= (0.0 for none) and prior= (a Gaussian)")
     entries = data.entries()
-    shapes = data.like if isinstance(data, (Eigenbasis, LayersOnRanks)) else entries
+    shapes = data.like if isinstance(data, Eigenbasis) else entries
     require_finite(entries, "laplace: the accumulated curvature")
     require_like(params, shapes, "params")
     _require_positive("likelihood_scale", likelihood_scale)
@@ -310,7 +305,7 @@ def posterior_of(
         precision = precision.scale(1 / (temperature * count))
     mean = optree.tree_map(torch.Tensor.detach, params)
     # Kronecker factors can no longer be added to once they are decomposed, so that they are kept beside.
-    grows = isinstance(precision, (Kronecker, LayersOnRanks))
+    grows = isinstance(precision, Kronecker)
     try:
         return Gaussian(mean, precision, precision if grows else ()).factorised()
     except ValueError as err:

@@ -5,7 +5,6 @@ from bayesopt_chain.precision._block import Block
 from bayesopt_chain.precision._dense import Cholesky, Dense
 from bayesopt_chain.precision._diagonal import Diagonal
 from bayesopt_chain.precision._kronecker import Eigenbasis, Kronecker
-from bayesopt_chain.precision._layers_on_ranks import LayersOnRanks
 from bayesopt_chain.precision._low_rank import LowRank, Root, Woodbury
 from bayesopt_chain.precision._low_rank_covariance import LowRankCovariance, low_rank_covariance
 from bayesopt_chain.precision._zero import Zero
@@ -19,7 +18,6 @@ __all__ = [
     "Eigenbasis",
     "Kronecker",
     "LayerBases",
-    "LayersOnRanks",
     "LowRank",
     "LowRankCovariance",
     "Precision",

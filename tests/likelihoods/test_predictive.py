@@ -194,7 +194,7 @@ def test_likelihoods_are_pickled():
         assert type(twin) is type(likelihood) and twin.name == likelihood.name
 
 
-TABLES = {"fine_grid": (129,), "gauss_hermite": (5,), "gauss_legendre": (6,), "cubature": (3,), "sobol_normals": (4, 8)}
+TABLES = {"fine_grid": (129,), "gauss_legendre": (6,), "sobol_normals": (4, 8)}
 
 
 @pytest.mark.parametrize("name", TABLES)

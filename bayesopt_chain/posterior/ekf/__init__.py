@@ -1,12 +1,11 @@
 """Extended Kalman filters as gradient transformations."""
 
-from bayesopt_chain.posterior.ekf._information import Observation, Unlinearised, observe, observe_by_backward
+from bayesopt_chain.posterior.ekf._information import Observation, observe, observe_by_backward
 from bayesopt_chain.posterior.ekf._transform import KalmanFilter, dense, diagonal, low_rank
 
 __all__ = [
     "KalmanFilter",
     "Observation",
-    "Unlinearised",
     "dense",
     "diagonal",
     "low_rank",

@@ -3,9 +3,7 @@ r"""What a batch tells a filter: rows of information, whatever estimator they co
     information of the batch = sum_m r_m r_m^T,      force = the gradient of its log-likelihood at the mean
 
 An :class:`Observation` of a Gaussian likelihood knows its innovations e too, each in units of its own noise, so that the
-force is ``sum_m r_m e_m``: the filter then solves a least-squares problem instead of normal equations. One that is to be
-linearised over the whole Gaussian, and not at its mean, comes :class:`Unlinearised`
-(see :meth:`bayesopt_chain.likelihoods.Likelihood.straight_line`).
+force is ``sum_m r_m e_m``: the filter then solves a least-squares problem instead of normal equations.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from bayesopt_chain.precision import Precision
 from bayesopt_chain.tracing import is_transformed
 from bayesopt_chain.trees import Tree, paths
 
-LINEARISATIONS = ("tangent", "empirical", "statistical")
+LINEARISATIONS = ("tangent", "empirical")
 SMALLEST = 1e-15  # a root of the output Hessian; below it the batch would say where to move and not how far
 
 
@@ -55,23 +53,6 @@ class Observation(NamedTuple):
     log_likelihood: Tensor
 
 
-class Unlinearised(NamedTuple):
-    """A batch whose linearisation waits for the filter's covariance.
-
-    ``jacobian``: of the outputs, leaves ``[G C, *leaf.shape]`` for G groups of C outputs that are observed together;
-    ``outputs``: ``[G, C]``; ``targets``: ``[G]``; ``weights``: of them, ``[G]``, or ``None``; ``likelihood``: what finds the
-    line; ``seen``, ``log_likelihood``: as in :class:`Observation`.
-    """
-
-    jacobian: Tree
-    outputs: Tensor
-    targets: Tensor
-    weights: Tensor | None
-    likelihood: Likelihood
-    seen: Tensor
-    log_likelihood: Tensor
-
-
 class Information(NamedTuple):
     """What a filter conditions on.
 
@@ -81,7 +62,6 @@ class Information(NamedTuple):
         force: like the leaves; ``None`` for Gaussian innovations.
         seen: the number of data, 0-d.
         log_likelihood: at the mean, in nats; ``None`` where it was not given.
-        log_predictive: the log probability of the targets under the filter's prediction, where it is known directly.
     """
 
     rows: list[Tensor]
@@ -89,7 +69,6 @@ class Information(NamedTuple):
     force: list[Tensor] | None
     seen: Tensor
     log_likelihood: Tensor | None
-    log_predictive: Tensor | None = None
 
 
 def observe(
@@ -97,26 +76,18 @@ def observe(
     likelihood: Likelihood | float | Tensor = 1.0,
     *,
     linearisation: str = "tangent",
-) -> Callable[[Tree, Any], Observation | Unlinearised]:
+) -> Callable[[Tree, Any], Observation]:
     r"""Linearise a model for a filter: outputs, their Jacobian and the log-likelihood from one pass.
 
     ``"tangent"`` expands the log-likelihood at the filter's mean, with its expected (Fisher) Hessian: the extended Kalman
     filter. ``"empirical"`` takes the square of each datum's own gradient for that Hessian: one row a datum, for any likelihood,
-    and noisier, as it depends on the target. ``"statistical"`` fits the line to the targets' mean ``E[y | theta]`` by least
-    squares over the filter's Gaussian,
-
-        A = Cov[y, f] Cov[f]^-1,    R = Cov[y] - A Cov[f] A^T,    y = E[y] + A (f - E[f]) + N(0, R),
-
-    and so knows how wide the Gaussian is: a filter that is unsure takes smaller steps and claims less (statistical linear
-    regression: Garcia-Fernandez, Tronarp and Särkkä, 2019). The outputs f are linear in the parameters in both; moments over
-    them are by quadrature (Bernoulli, up to six classes), spherical cubature (more classes) or exact (Poisson, Gaussian).
+    and noisier, as it depends on the target.
 
     Args:
         forward: ``forward(params, batch) -> outputs [B, *event]``; ``batch = (inputs, targets)``.
         likelihood: of :mod:`bayesopt_chain.likelihoods`, or the variance of Gaussian noise, in the targets' units squared: a
             number, or a tensor ``[*event]``. Default: variance 1.
-        linearisation: "tangent" (default), "empirical", or "statistical": the last for ``gaussian`` (where it is the
-            tangent), ``bernoulli``, ``poisson`` and ``categorical``.
+        linearisation: "tangent" (default) or "empirical".
 
     Returns:
         ``estimate(params, batch)``, to be passed where a filter takes ``curvature``; ``make_step(None, tx, curvature=...)``
@@ -124,8 +95,8 @@ def observe(
         ("empirical": B).
 
     Raises:
-        ValueError: a variance that is not positive, a linearisation that does not exist or that the likelihood has none of; at
-            the estimate, targets of a shape that the likelihood does not take.
+        ValueError: a variance that is not positive, a linearisation that does not exist; at the estimate, targets of
+            a shape that the likelihood does not take.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -136,7 +107,7 @@ def observe(
     """
     chosen = _observed(likelihood, linearisation, "ekf.observe")
 
-    def estimate(params: Tree, batch: Any) -> Observation | Unlinearised:
+    def estimate(params: Tree, batch: Any) -> Observation:
         leaves, structure = optree.tree_flatten(params)
         f, pull = _evaluated(forward, leaves, structure, batch)
 
@@ -155,7 +126,7 @@ def observe_by_backward(
     *,
     linearisation: str = "tangent",
     mesh: Any = None,
-) -> Callable[[Any], Observation | Unlinearised]:
+) -> Callable[[Any], Observation]:
     r"""Linearise a model for a filter by backward passes, also one that is sharded over ranks.
 
     For a model in one process :func:`observe` gives the same faster, since it pulls many rows back in one pass. This one asks
@@ -193,7 +164,7 @@ def observe_by_backward(
     chosen = _observed(likelihood, linearisation, "ekf.observe_by_backward")
     passes = BackwardPasses(model, mesh, "ekf.observe_by_backward")
 
-    def estimate(batch: Any) -> Observation | Unlinearised:
+    def estimate(batch: Any) -> Observation:
         inputs, targets = batch
         if not isinstance(targets, Tensor):
             raise TypeError(f"ekf.observe_by_backward: targets must be a tensor, got {type(targets).__name__}")
@@ -215,12 +186,6 @@ def _observed(likelihood: Any, linearisation: str, who: str) -> Likelihood:
     chosen = likelihood if isinstance(likelihood, Likelihood) else gaussian(_variance(likelihood, who))
     if linearisation not in LINEARISATIONS:
         raise ValueError(f"{who}: linearisation must be one of {LINEARISATIONS}, got {linearisation!r}")
-    if linearisation == "statistical" and not chosen.has_noise_scale and not chosen.has_straight_line:
-        raise ValueError(
-            f"{who}: the {chosen.name} likelihood has no moments to linearise by, only those have whose targets have one "
-            "output with a known mean and variance (gaussian, bernoulli, poisson and the like) and categorical: use "
-            "linearisation='tangent'"
-        )
     return chosen
 
 
@@ -231,7 +196,7 @@ def _observation(
     tree: Callable[[list[Tensor]], Tree],
     chosen: Likelihood,
     linearisation: str,
-) -> Observation | Unlinearised:
+) -> Observation:
     """What outputs ``f`` and their targets say.
 
     Args:
@@ -252,12 +217,6 @@ def _observation(
         innovation = chosen.whitened(f, targets).reshape(-1)
         rows = pull(torch.diag(inverse_deviation).reshape(-1, *f.shape))
         return Observation(tree(rows), innovation, None, *known)
-    if linearisation == "statistical":
-        jacobian = pull(torch.eye(f.numel(), dtype=f.dtype, device=f.device).reshape(-1, *f.shape))
-        groups = f.reshape(-1, chosen.grouping(f.shape[1:]).width)
-        labels, weights = chosen.labels(targets).reshape(-1), chosen.weights(targets)
-        weights = None if weights is None else weights.reshape(-1).to(f.dtype)
-        return Unlinearised(tree(jacobian), groups, labels, weights, chosen, *known)
     slope, root = chosen.gradient(f, targets), chosen.root(f, targets)
     if isinstance(root, Elementwise):
         scale = root.scale.reshape(-1).clamp_min(SMALLEST)
@@ -322,27 +281,23 @@ def weighted_sum(weights: Tensor, rows: Tensor) -> Tensor:
     return (weights.to(rows.dtype) @ rows.reshape(rows.shape[0], rows.shape[1:].numel())).reshape(rows.shape[1:])
 
 
-def information(context: LinkContext, who: str, solve: Callable[[list[Tensor]], list[Tensor]]) -> Information:
+def information(context: LinkContext, who: str) -> Information:
     """Take the increment of an update, its keyword ``curvature``, apart.
 
-    An increment is a precision that has rows, an :class:`Observation` or an :class:`Unlinearised` one. Beside a precision the
-    keyword ``loss``, if there is one, is the mean negative log-likelihood of the batch.
+    An increment is an :class:`Observation` or a precision that has rows. Beside a precision the keyword
+    ``loss``, if there is one, is the mean negative log-likelihood of the batch.
 
     Args:
         context: of the filter in this update.
         who: the filter, for the errors.
-        solve: the filter's covariance times rows ``[M, *leaf.shape]``, by leaf.
 
     Raises:
         ValueError: no increment, one over other parameters, or an indefinite one.
         TypeError: a structure without rows.
     """
     increment, loss = context.extra.get("curvature"), context.extra.get("loss")
-    innovation, force, log_predictive, log_likelihood = None, None, None, None
-    if isinstance(increment, Unlinearised):
-        rows, innovation, log_predictive = _linearised(increment, context, who, solve)
-        seen = increment.seen
-    elif isinstance(increment, Observation):
+    innovation, force, log_likelihood = None, None, None
+    if isinstance(increment, Observation):
         rows, innovation = _require_over(increment.rows, context, who), increment.innovation
         log_likelihood, seen = increment.log_likelihood, increment.seen
         force = None if increment.force is None else [shards.local(x) for x in optree.tree_leaves(increment.force)]
@@ -355,37 +310,7 @@ def information(context: LinkContext, who: str, solve: Callable[[list[Tensor]], 
             f"{who}: update got {came}: pass curvature=estimate(params, batch) with an estimator of bc.curvature "
             "(structure='root'), or bc.ekf.observe (make_step does, given curvature=)"
         )
-    return Information(rows, innovation, force, seen, log_likelihood, log_predictive)
-
-
-def _linearised(
-    increment: Unlinearised, context: LinkContext, who: str, solve: Callable[[list[Tensor]], list[Tensor]]
-) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Rows and innovations of the line through the moments, and the targets' log probability under them."""
-    jacobian = _require_over(increment.jacobian, context, who)
-    groups, size = increment.outputs.shape
-
-    def of_outputs(j: Tensor, moved: Tensor) -> Tensor:
-        a, b = (x.reshape(groups, size, j[0].numel()).to(torch.float64) for x in (j, moved))
-        return a @ b.mT
-
-    spread = context.total([of_outputs(j, moved) for j, moved in zip(jacobian, solve(jacobian))])
-    line = increment.likelihood.straight_line
-    slope, innovation, log_predictive = line(increment.outputs.to(torch.float64), increment.targets, spread)
-    if increment.weights is not None:
-        weights = increment.weights.to(torch.float64)
-        root = weights.sqrt()
-        slope, innovation, log_predictive = (
-            slope * root[:, None, None],
-            innovation * root[:, None],
-            log_predictive * weights,
-        )
-    kept = slope.shape[1]
-    rows = [
-        (slope.to(j.dtype) @ j.reshape(groups, size, j[0].numel())).reshape(groups * kept, *j.shape[1:])
-        for j in jacobian
-    ]
-    return rows, innovation.reshape(-1).to(increment.outputs.dtype), log_predictive.sum()
+    return Information(rows, innovation, force, seen, log_likelihood)
 
 
 def _require_over(rows: Tree, context: LinkContext, who: str) -> list[Tensor]:

@@ -1,10 +1,10 @@
 r"""What the extended Kalman filters remember, and one prediction and one update of it.
 
-Parameters move and may be forgotten, theta_t = F theta_{t-1} + w, w ~ N(0, Q). With the information (inverse covariance)
+Parameters move and may be forgotten, theta_t = theta_{t-1} + w, w ~ N(0, diag(q)). With the information (inverse covariance)
 Lambda, the batch's rows r (so that ``sum r r^T`` is its Fisher information) and its force f, all weighed by lr,
 
-    predict    Lambda <- (F (forgetting Lambda)^-1 F^T + Q)^-1,    theta <- F theta
-    update     Lambda <- Lambda + sum r r^T,                       theta <- theta + Lambda^-1 f,
+    predict    Lambda <- ((forgetting Lambda)^-1 + diag(q))^-1
+    update     Lambda <- Lambda + sum r r^T,      theta <- theta + Lambda^-1 f,
 
 where ``f = -B g`` for B data and the mean gradient g of the negative log-likelihood, and ``f = sum r e`` for whitened
 innovations e. The log evidence grows by
@@ -16,8 +16,8 @@ innovations e. The log evidence grows by
 which is exact where the model is linear and Gaussian. The dense filter carries a triangular root, Lambda = R^T R, through
 orthogonal rotations,
 
-    [ I          0      ]        [ *   *  ]        [ R   0 ]        [ R'  c ]
-    [ R F^-1 s   R F^-1 ]  =  Q  [ 0   R' ],       [ r   e ]  =  Q  [ 0   d ],    Q = s s^T,   R' move = c,   d^2 = q,
+    [ I                0 ]        [ *   *  ]        [ R   0 ]        [ R'  c ]
+    [ R diag(q)^1/2    R ]  =  Q  [ 0   R' ],       [ r   e ]  =  Q  [ 0   d ],    Q orthogonal,   R' move = c,   d^2 = misfit,
 
 so that no information matrix is ever formed: float32 then resolves what the matrix would lose (Bierman, 1977). The diagonal
 filter keeps y, the diagonal of Lambda, and moves the mean by the whole of the batch,
@@ -43,7 +43,6 @@ from torch import Tensor
 
 from bayesopt_chain.curvature._memory import require_dense_fits
 from bayesopt_chain.posterior.ekf._information import Information, weighted_sum
-from bayesopt_chain.posterior.ekf._motion import Motion
 from bayesopt_chain.posterior.state import times
 from bayesopt_chain.precision import (
     Cholesky,
@@ -58,8 +57,24 @@ from bayesopt_chain.precision import (
 from bayesopt_chain.precision._algebra import total as summed
 from bayesopt_chain.precision._low_rank import compress
 from bayesopt_chain.precision._triangular import signed
-from bayesopt_chain.tracing import is_readable
+from bayesopt_chain.schedules import is_number
 from bayesopt_chain.trees import combine, common_dtype, gram, project, size
+
+
+class Motion(NamedTuple):
+    """How the parameters move before one update: ``theta <- theta + w``, ``w ~ N(0, diag(noise))``, and what is forgotten.
+
+    Attributes:
+        noise: variances like the leaves; ``None`` for no noise.
+        forgetting: in (0, 1].
+    """
+
+    noise: list[Tensor] | None
+    forgetting: float | Tensor
+
+    @property
+    def forgets_nothing(self) -> bool:
+        return is_number(self.forgetting) and self.forgetting == 1
 
 
 class Tally(NamedTuple):
@@ -146,7 +161,6 @@ class Structure:
 
     name: str
     state: type
-    mixes: bool  # whether it can hold correlations that a transition makes
     by_element = False  # whether a rank that holds a part of a leaf holds all that is remembered of that part
 
     def start(self, prior: Precision, leaves: list[Tensor], tally: Tally) -> Any:
@@ -182,7 +196,6 @@ class Structure:
 class DenseRoot(Structure):
     name = "ekf.dense"
     state = DenseFilterState
-    mixes = True
 
     def start(self, prior: Precision, leaves: list[Tensor], tally: Tally) -> DenseFilterState:
         dtype = common_dtype(leaves)
@@ -196,26 +209,16 @@ class DenseRoot(Structure):
         return DenseFilterState(root.detach().to(dtype).clone(), *tally)
 
     def predict(self, state: Any, motion: Motion, leaves: list[Tensor]) -> DenseFilterState:
-        if motion.transition is None and motion.noise is None and motion.forgets_nothing:
+        if motion.noise is None and motion.forgets_nothing:
             return state
         root = times(state.root.mT, motion.forgetting**0.5)
-        if isinstance(motion.transition, Tensor):
-            root, info = torch.linalg.solve_ex(motion.transition.to(root.dtype), root, left=False)
-            if is_readable(info) and int(info):
-                raise ValueError(f"{self.name}: transition is singular at this mean; what it loses is no information")
-        elif motion.transition is not None:
-            root = root / flatten(motion.transition, leaves).to(root.dtype)
         if motion.noise is None:
-            upper = root if motion.transition is None else _triangle(root)
-            return state._replace(root=upper.mT)
-        if isinstance(motion.noise, Tensor):
-            walked = root @ motion.noise.to(root.dtype)
-        else:
-            walked = root * flatten(motion.noise, leaves).to(root.dtype).sqrt()
-        parameters, noises = root.shape[-1], walked.shape[-1]
-        first = torch.eye(noises, noises + parameters, dtype=root.dtype, device=root.device)
+            return state._replace(root=root.mT)
+        walked = root * flatten(motion.noise, leaves).to(root.dtype).sqrt()
+        parameters = root.shape[-1]
+        first = torch.eye(parameters, 2 * parameters, dtype=root.dtype, device=root.device)
         stacked = torch.cat([first, torch.cat([walked, root], dim=1)])
-        return state._replace(root=_triangle(stacked)[noises:, noises:].mT)
+        return state._replace(root=_triangle(stacked)[parameters:, parameters:].mT)
 
     def update(self, state: Any, batch: Information, leaves: list[Tensor], total: Total) -> Conditioned:
         root = state.root.mT
@@ -258,7 +261,6 @@ def _unflattened(vector: Tensor, leaves: list[Tensor]) -> list[Tensor]:
 class DiagonalInformation(Structure):
     name = "ekf.diagonal"
     state = DiagonalFilterState
-    mixes = False
     by_element = True
 
     def start(self, prior: Precision, leaves: list[Tensor], tally: Tally) -> DiagonalFilterState:
@@ -270,7 +272,7 @@ class DiagonalInformation(Structure):
         return DiagonalFilterState(tuple(v.detach().clone() for v in optree.tree_leaves(prior.values)), *tally)
 
     def predict(self, state: Any, motion: Motion, leaves: list[Tensor]) -> DiagonalFilterState:
-        y = _moved_diagonal(state.precision, motion)
+        y = _forgotten(state.precision, motion)
         if motion.noise is not None:
             y = [v / (1 + q * v) for v, q in zip(y, motion.noise)]
         return state._replace(precision=tuple(y))
@@ -294,10 +296,9 @@ class DiagonalInformation(Structure):
         return Diagonal(optree.tree_unflatten(optree.tree_structure(params), state.precision), state.seen)
 
 
-def _moved_diagonal(diagonal: Any, motion: Motion) -> list[Tensor]:
-    """A diagonal information after forgetting and a diagonal transition."""
-    y = list(diagonal) if motion.forgets_nothing else [times(v, motion.forgetting) for v in diagonal]
-    return y if motion.transition is None else [v / a.square() for v, a in zip(y, motion.transition)]
+def _forgotten(diagonal: Any, motion: Motion) -> list[Tensor]:
+    """A diagonal information after forgetting."""
+    return list(diagonal) if motion.forgets_nothing else [times(v, motion.forgetting) for v in diagonal]
 
 
 def solve_with_rows(
@@ -346,7 +347,6 @@ class LowRankInformation(Structure):
     rank: int
     name = "ekf.low_rank"
     state = LowRankFilterState
-    mixes = False
 
     def start(self, prior: Precision, leaves: list[Tensor], tally: Tally) -> LowRankFilterState:
         if self.rank > size(leaves):
@@ -366,12 +366,10 @@ class LowRankInformation(Structure):
         return LowRankFilterState(tuple(v.detach().clone() for v in optree.tree_leaves(prior.diagonal)), filled, *tally)
 
     def predict(self, state: Any, motion: Motion, leaves: list[Tensor]) -> LowRankFilterState:
-        diagonal = _moved_diagonal(state.diagonal, motion)
+        diagonal = _forgotten(state.diagonal, motion)
         rows = (
             list(state.rows) if motion.forgets_nothing else [times(row, motion.forgetting**0.5) for row in state.rows]
         )
-        if motion.transition is not None:
-            rows = [row / a for row, a in zip(rows, motion.transition)]
         if motion.noise is not None:
             diagonal, rows = walked_low_rank(diagonal, rows, list(motion.noise))
         return state._replace(diagonal=tuple(diagonal), rows=tuple(rows))

@@ -8,7 +8,7 @@ as natural gradient: Ollivier (2018).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -23,21 +23,19 @@ from bayesopt_chain.core.op import TensorOps
 from bayesopt_chain.distributed import shards
 from bayesopt_chain.distributed.ranks import together
 from bayesopt_chain.matching.response import Refused, Response
-from bayesopt_chain.posterior.draw import Draw
-from bayesopt_chain.posterior.ekf import _smoothing
 from bayesopt_chain.posterior.ekf._information import Information, information, of_moving, weighed
-from bayesopt_chain.posterior.ekf._motion import Motion, noise_of, transition_at
 from bayesopt_chain.posterior.ekf._structures import (
     DenseRoot,
     DiagonalInformation,
     LowRankInformation,
+    Motion,
     Structure,
     Tally,
 )
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.state import PosteriorTransformation, require_these, require_values
-from bayesopt_chain.precision import Cholesky, Diagonal, Precision, shape_only, unflatten
-from bayesopt_chain.schedules import is_schedule
+from bayesopt_chain.precision import Diagonal, Precision
+from bayesopt_chain.schedules import is_number, is_schedule
 from bayesopt_chain.tracing import is_hidden, is_readable
 from bayesopt_chain.trees import paths, spread
 
@@ -53,7 +51,6 @@ class Options(TypedDict, total=False):
 
     prior: Gaussian | None
     prior_precision: Any
-    transition: Any
     transition_noise: Any
     forgetting: float | Tensor
 
@@ -66,7 +63,6 @@ class Filter(Link):
     lr: Number = 1.0
     prior: Gaussian | None = field(default=None, hash=False, compare=False)
     prior_precision: Any = field(default=1.0, hash=False, compare=False)
-    transition: Any = field(default=None, hash=False, compare=False)
     transition_noise: Any = field(default=0.0, hash=False, compare=False)
     forgetting: float | Tensor = 1.0
 
@@ -86,23 +82,20 @@ class Filter(Link):
 
     @property
     def extra_kwargs(self) -> frozenset[str]:
-        keywords = {"curvature", "loss", "lr", "transition_noise"}
-        return frozenset(keywords if self.transition is None else keywords | {"draw"})
+        return frozenset({"curvature", "loss", "lr", "transition_noise"})
 
     @property
     def required_kwargs(self) -> frozenset[str]:
-        return frozenset({"curvature"} if self.transition is None else {"curvature", "draw"})
+        return frozenset({"curvature"})
 
     @property
     def traits(self) -> Traits:  # pyright: ignore[reportIncompatibleVariableOverride]
-        draws = 0 if self.transition is None else 1  # with a transition the gradient is taken at the predicted mean
         return Traits(
             on_shards="elementwise" if self.structure.by_element else "refused",  # its sums are over all ranks
             refusal_hint=" (bc.ekf.diagonal takes them)",
             needs_params=True,
             checks_gradients=True,
             all_leaves=True,
-            samples=draws,
         )
 
     @property
@@ -121,20 +114,14 @@ class Filter(Link):
         count = torch.zeros((), dtype=torch.int64, device=device)
 
         def first() -> Any:
-            transition_at(self._here("transition", self.transition, context), params, *self._kind, check=True)
             if not is_schedule(self.transition_noise):
-                self.motion(self.transition_noise, count, params, context)
+                self._noise(self.transition_noise, count, params, context)
             return self.structure.start(
                 self._prior(params, context), leaves, Tally(zero, count, zero.clone(), zero.clone())
             )
 
         # what one rank finds in its part is refused by all
         return first() if context.scope.shards is None else together(None, first)
-
-    @property
-    def _kind(self) -> tuple[bool, str]:
-        """Whether correlations can be held, and the name in refusals."""
-        return self.structure.mixes, self.name
 
     def _here(self, name: str, value: Any, context: LinkContext) -> Any:
         """This rank's part of an argument that is a tree like the parameters; anything else as it is."""
@@ -164,52 +151,32 @@ class Filter(Link):
         tree = optree.tree_unflatten(optree.tree_structure(params), values)
         return Diagonal(tree, torch.zeros((), dtype=torch.float64, device=values[0].device))
 
-    def motion(
-        self, noise: Any, updates: Tensor, params: Any, context: LinkContext | None = None
-    ) -> tuple[list[Tensor], Motion]:
-        """Where the mean moves to, and how the parameters move, before update number ``updates``.
-
-        With ``context``, ``params`` are this rank's parts of them, and so are the results.
-        """
-        if is_schedule(noise):
-            noise = noise(updates)
-        transition = self.transition
-        if context is not None:
-            noise = self._here("transition_noise", noise, context)
-            transition = self._here("transition", transition, context)
-        moved, factors = transition_at(transition, params, *self._kind)
-        return moved, Motion(factors, noise_of(noise, params, *self._kind), self.forgetting)
-
-    def predicted(self, params: Any) -> Any:
-        """Where a tree of means moves to; of DTensors each rank moves its part."""
-        transition = self.transition if callable(self.transition) else shards.local_tree(self.transition)
-        moved, _ = transition_at(transition, shards.local_tree(params), *self._kind)
-        leaves, structure = optree.tree_flatten(params)
-        return structure.unflatten([shards.like(p, x) for p, x in zip(leaves, moved)])
-
-    def sample(self, state: Any, params: list, context: LinkContext) -> Draw:
-        return Draw(optree.tree_leaves(self.predicted(context.tree(params))), (), state.updates, state.updates)
+    def _noise(self, value: Any, updates: Tensor, params: Any, context: LinkContext) -> list[Tensor] | None:
+        """Variances of the random walk before update number ``updates``, like the leaves of this rank's ``params``."""
+        value = value(updates) if is_schedule(value) else value
+        if is_number(value) and value == 0:
+            return None
+        given = spread(self._here("transition_noise", value, context), params, f"{self.name}: transition_noise")
+        out = [v.expand(p.shape) for v, p in zip(given, optree.tree_leaves(params))]
+        for path, v in zip(paths(params), out):
+            if not is_hidden(v) and not bool((v.isfinite() & (v >= 0)).all()):
+                raise ValueError(
+                    f"{self.name}: transition_noise is negative or not finite at {path} (smallest entry "
+                    f"{v.min().item():.3g}): pass variances of at least 0"
+                )
+        return out
 
     def update(self, g: list, state: Any, op: TensorOps, context: LinkContext) -> tuple[list, Any]:
         leaves, moving = context.params, [x is not None for x in g]
         params = shards.local_tree(context.tree(leaves))
         lr = self._lr(context.extra.get("lr", self.lr), state.updates)
         noise = context.extra.get("transition_noise", self.transition_noise)
-        moved, motion = self.motion(noise, state.updates, params, context)
-        if self.transition is not None:
-            self._require_predicted(context.extra.get("draw"), state, moved, moving)
+        motion = Motion(self._noise(noise, state.updates, params, context), self.forgetting)
         predicted = self.structure.predict(state, motion, leaves)
-
-        def solve(rows: list[Tensor]) -> list[Tensor]:
-            tree = optree.tree_unflatten(optree.tree_structure(params), rows)
-            return optree.tree_leaves(self.structure.precision(predicted, params).factorised().solve(tree))
-
-        known = information(context, self.name, solve)
+        known = information(context, self.name)
         batch = weighed(known if all(moving) else of_moving(known, moving), g, leaves, lr)
         moves, new, growth, misfit = self.structure.update(predicted, batch, leaves, context.total)
-        if self.transition is not None:
-            moves = [move + (b - a) for move, a, b in zip(moves, leaves, moved)]
-        gained, scored = evidence(batch, lr, growth, misfit)
+        gained, scored = evidence(batch, growth, misfit)
         new = self.structure.only(state, new, moving)._replace(
             seen=state.seen + batch.seen,
             updates=state.updates + 1,
@@ -225,25 +192,9 @@ class Filter(Link):
             checks.number(f"{self.name}: lr", lr, "[0, inf)", tensor=True)
         return lr
 
-    def _require_predicted(self, draw: Any, state: Any, moved: list[Tensor], moving: list[bool]) -> None:
-        """Refuse a gradient that was not taken at the predicted mean."""
-        if not isinstance(draw, Draw):
-            raise ValueError(
-                f"{self.name}: with a transition the gradient and the curvature are taken at the predicted mean: call "
-                "draw = tx.predict(state, params), take both at draw.params and pass draw=draw (make_step does)"
-            )
-        if not all(moving):
-            raise ValueError(f"{self.name}: with a transition every parameter moves; pass a gradient for each of them")
-        if is_readable(draw.step) and is_readable(state.updates) and draw.step != state.updates:
-            raise ValueError(
-                f"{self.name}: the prediction is of update {draw.step.item()}, the state of {state.updates.item()}: predict "
-                "from the state that is passed to update, once for each update"
-            )
-
     def __str__(self) -> str:
         words = [f"lr={checks.show(self.lr)}"]
         words += [] if self.prior is None else ["prior=..."]
-        words += [] if self.transition is None else ["transition=..."]
         words += [] if self._is_default("transition_noise", 0.0) else ["transition_noise=..."]
         words += [] if self._is_default("forgetting", 1.0) else [f"forgetting={self.forgetting}"]
         return f"{self.name}({', '.join(words)})"
@@ -253,25 +204,14 @@ class Filter(Link):
         return isinstance(value, (int, float)) and value == default
 
 
-def evidence(
-    batch: Information, lr: float | Tensor, growth: Tensor, misfit: Tensor
-) -> tuple[float | Tensor, float | Tensor]:
+def evidence(batch: Information, growth: Tensor, misfit: Tensor) -> tuple[float | Tensor, float | Tensor]:
     """What a batch adds to the log evidence, and how many data are scored by that."""
-    if batch.log_predictive is not None:
-        known = torch.as_tensor(lr == 1, device=batch.seen.device)
-        return torch.where(known, batch.log_predictive, 0.0), torch.where(known, batch.seen, 0.0)
     if batch.log_likelihood is None:
         return 0.0, 0.0
     gained = batch.log_likelihood - 0.5 * (growth + misfit).to(torch.float64)
     if batch.force is None and batch.innovation is not None:
         gained = gained + 0.5 * batch.innovation.to(torch.float64).square().sum()
     return gained, batch.seen
-
-
-HISTORY = kinds.Kind(
-    lambda x: kinds.SEQUENCE.fits(x) and len(x) > 0 and all(isinstance(pair, tuple) and len(pair) == 2 for pair in x),
-    "a list of pairs (params, state), of init and after every update",
-)
 
 
 class KalmanFilter(PosteriorTransformation):
@@ -305,38 +245,12 @@ class KalmanFilter(PosteriorTransformation):
         mean = optree.tree_map(torch.Tensor.detach, params)
         return Gaussian(mean, structure.precision(mine, params)).factorised()
 
-    @kinds.takes(params=kinds.PARAMS)
-    def predict(self, state: Any, params: Any) -> Draw:
-        """Where the mean is when the next batch comes: the point at which gradient and curvature are taken.
-
-        Args:
-            state: from ``init`` or ``update``.
-            params: the mean after the last update.
-
-        Returns:
-            A :class:`Draw` without noise; its ``params`` are the transition of the mean. With a transition, ``update`` takes it
-            as ``draw=``; :func:`bayesopt_chain.make_step` does all of this.
-
-        Raises:
-            ValueError: parameters of other shapes than the state's; a transition that does not fit them.
-
-        Example:
-            >>> import torch, bayesopt_chain as bc
-            >>> tx, params = bc.ekf.dense(transition=0.5), torch.ones(2)
-            >>> tx.predict(tx.init(params), params).params
-            tensor([0.5000, 0.5000])
-        """
-        mine, link = self._state(state), self._link
-        require_these(link.structure.shapes(mine), params, str(link))
-        return Draw(link.predicted(params), (), mine.updates, mine.updates)
-
     def log_evidence(self, state: Any) -> Tensor:
         """The log marginal likelihood of all data so far, in nats, accumulated batch by batch.
 
         Exact where the model is linear and Gaussian, for every structure that can hold the posterior; elsewhere that of the
         linearised model. With a Fisher increment (an estimator of ``bc.curvature``) it is as normalised as the loss; with
-        lr other than 1 it is of the likelihood to the power lr; with statistical linearisation it is the sum of the log
-        probabilities that each batch's targets were given one by one, which is the log evidence for batches of one.
+        lr other than 1 it is of the likelihood to the power lr.
 
         Args:
             state: from ``init`` or ``update``, or stacked ones.
@@ -360,81 +274,9 @@ class KalmanFilter(PosteriorTransformation):
         if is_readable(unknown) and bool((unknown != 0).any()):
             raise ValueError(
                 f"{self._link.name}: the log-likelihood of {int(unknown.sum())} of {int(mine.seen.sum())} data is unknown: "
-                "pass loss= to update beside curvature= (make_step does), or use bc.ekf.observe; with "
-                "linearisation='statistical' there is an evidence at lr=1 only"
+                "pass loss= to update beside curvature= (make_step does), or use bc.ekf.observe"
             )
         return mine.log_evidence
-
-    @kinds.takes(history=HISTORY, transition_noise=kinds.SEQUENCE)
-    def smooth(
-        self, history: Sequence[tuple[Any, Any]], *, transition_noise: Sequence[Any] | None = None
-    ) -> list[Gaussian]:
-        """Condition the parameters of every step on the data of all steps (Rauch, Tung and Striebel, 1965).
-
-        Exact where the transition is linear and the observations are linear and Gaussian: then these are the marginals of the
-        joint Gaussian of all steps.
-
-        Args:
-            history: ``(params, state)`` of ``init`` and after every update, in order.
-            transition_noise: what was passed to each update by keyword, one for each but the first of ``history``. Default:
-                the transformation's own, a schedule at every count.
-
-        Returns:
-            One :class:`Gaussian` for each entry of ``history``; the last is its filtered posterior.
-
-        Raises:
-            ValueError: a transition by a function; a low-rank filter, whose smoothed covariance is not of its form; a history
-                with gaps.
-
-        Example:
-            >>> import torch, bayesopt_chain as bc
-            >>> tx, params = bc.ekf.dense(prior_precision=1.0, transition_noise=1.0), torch.zeros(1)
-            >>> step = bc.make_step(None, tx, curvature=bc.ekf.observe(lambda params, batch: params))
-            >>> history = [(params, tx.init(params))]
-            >>> for y in ([1.0], [2.0]):
-            ...     history.append(step(*history[-1], (None, torch.tensor(y)))[:2])
-            >>> [round(gaussian.mean.item(), 3) for gaussian in tx.smooth(history)]
-            [0.5, 1.0, 1.5]
-        """
-        link, states = self._link, [self._state(state) for _, state in history]
-        structure, trees = link.structure, [optree.tree_map(torch.Tensor.detach, params) for params, _ in history]
-        if callable(link.transition) and not isinstance(link.transition, Tensor):
-            raise ValueError(
-                f"{link.name}: smooth needs a linear transition, and this one is a function: pass its matrix"
-            )
-        if shards.are_spread(trees):
-            raise ValueError(
-                f"{link.name}: smooth is for whole parameters, and these are DTensors; gather the means and the states of the "
-                "history first (full_tensor)"
-            )
-        if isinstance(structure, LowRankInformation):
-            raise ValueError(
-                f"{link.name}: smooth is for bc.ekf.dense and bc.ekf.diagonal; a smoothed covariance is not low-rank plus "
-                "diagonal"
-            )
-        steps = len(history) - 1
-        noises = [link.transition_noise] * steps if transition_noise is None else list(transition_noise)
-        counts = [int(state.updates) for state in states]
-        if steps < 0 or len(noises) != steps or counts != list(range(counts[0], counts[0] + len(counts))):
-            raise ValueError(
-                f"{link.name}: smooth needs in history (params, state) after every update, and in transition_noise the "
-                f"noise of each, got {len(history)} states after updates {counts[:8]} and {len(noises)} noises"
-            )
-        for tree, state in zip(trees, states):
-            require_these(structure.shapes(state), tree, str(link))
-        means = [optree.tree_leaves(tree) for tree in trees]
-        moments = [_smoothing.last(structure, states[-1], means[-1])]
-        for t in reversed(range(steps)):
-            _, motion = link.motion(noises[t], states[t].updates, trees[t])
-            moments.append(_smoothing.smoothed(structure, states[t], means[t], motion, moments[-1]))
-        return [_gaussian(m, tree, state.seen) for m, tree, state in zip(reversed(moments), trees, states)]
-
-
-def _gaussian(moments: _smoothing.Moments, tree: Any, count: Tensor) -> Gaussian:
-    mean, root = moments
-    if root.ndim == 1:
-        return Gaussian(unflatten(mean, tree), Diagonal(unflatten(root.square().reciprocal(), tree), count))
-    return Gaussian(unflatten(mean, tree), Cholesky(_smoothing.precision_root(root), shape_only(tree), count))
 
 
 @checked_as(lr=WEIGHT)
@@ -460,21 +302,17 @@ def dense(
         prior: a :class:`Gaussian` about the first parameters, such as the posterior of another method; instead of
             ``prior_precision``. ``init`` is given its mean.
         prior_precision: of the parameters at the start: a positive number or a tree that broadcasts to them.
-        transition: how the mean moves before each update: a number or a tree of factors, a matrix ``[P, P]`` over the
-            flattened parameters, or a function of the tree, which is linearised at the mean. Default: it stays. Gradient and
-            curvature are then taken at the predicted mean, :meth:`KalmanFilter.predict`.
         transition_noise: variance of the parameters' random walk before each update, in the parameters' units squared: a
-            number or a tree that broadcasts, with zeros where a parameter stands still, or a covariance ``[P, P]``. Tensors
-            are read at every update; a schedule of the update count, and ``transition_noise=`` of ``update``, give any of
-            these.
+            number or a tree that broadcasts, with zeros where a parameter stands still. Tensors are read at every update; a
+            schedule of the update count, and ``transition_noise=`` of ``update``, give either.
         forgetting: in (0, 1]; the information is multiplied by it before each update.
 
     Returns:
-        A transformation with ``posterior``, ``predict``, ``log_evidence`` and ``smooth``. ``update`` needs ``params=`` and
+        A transformation with ``posterior`` and ``log_evidence``. ``update`` needs ``params=`` and
         ``curvature=`` and costs ``O((P + M) P^2)`` for M rows; its state holds ``P^2`` numbers.
 
     Raises:
-        ValueError: numbers out of range; at ``init``, a negative noise, a singular transition, or parameters that are not the
+        ValueError: numbers out of range; at ``init``, a negative noise, or parameters that are not the
             prior's mean; at ``update``, no curvature, or that of other parameters.
         TypeError: at ``update``, curvature of a structure that is not made of rows (diagonal, low-rank, Kronecker, block):
             with a diagonal in their place the mean diverges where features are correlated.
@@ -506,10 +344,8 @@ def diagonal(
     update sends ``M^2`` numbers.
 
     Args:
-        lr, prior_precision, forgetting: as in :func:`dense`.
+        lr, prior_precision, transition_noise, forgetting: as in :func:`dense`.
         prior: as in :func:`dense`, with a diagonal precision.
-        transition: a number or a tree of factors.
-        transition_noise: a number or a tree of variances, or a schedule of these.
 
     Returns:
         A transformation like that of :func:`dense`.
@@ -544,14 +380,12 @@ def low_rank(
     parameter, an update costs ``O((rank + M)^2 P)``. Curvature as for :func:`dense`.
 
     Args:
-        lr, prior_precision, forgetting: as in :func:`dense`.
+        lr, prior_precision, transition_noise, forgetting: as in :func:`dense`.
         rank: at least 1 and at most the number of parameters.
         prior: as in :func:`dense`, with a diagonal or low-rank precision.
-        transition: a number or a tree of factors.
-        transition_noise: a number or a tree of variances, or a schedule of these.
 
     Returns:
-        A transformation like that of :func:`dense`; its ``smooth`` refuses.
+        A transformation like that of :func:`dense`.
 
     Raises:
         ValueError, TypeError: as :func:`dense`; a rank out of range.
