@@ -375,7 +375,7 @@ SOUND: dict[str, Callable[[], Any]] = {  # by the name of an argument, or of a c
     "schedules.piecewise.values": lambda: [0.1, 0.2],
     "testing.assert_composes.build": lambda: BUILD,
     "testing.assert_laws.build": lambda: BUILD,
-    **{f"vi.{name}.optimizer": lambda: bc.adam(0.01) for name in ("dense", "kronecker", "low_rank", "mean_field")},
+    **{f"vi.{name}.optimizer": lambda: bc.adam(0.01) for name in ("dense", "low_rank", "mean_field")},
     "Step.refresh.state": lambda: REFERRING.init(params()),
     "Parallel.__call__.params": lambda: bc.stack([params()] * 2),
     "Parallel.__call__.state": lambda: PARALLEL.init(TX, bc.stack([params()] * 2)),
@@ -611,7 +611,6 @@ KEYWORDS: dict[str, Callable[[], Any]] = {  # of updates, for chains that ask fo
     "loss": lambda: torch.tensor(1.0),
     "curvature": lambda: INCREMENT,
     "hessian_diagonal": lambda: {"w": torch.ones(2)},
-    "per_sample_gradients": lambda: {"w": torch.tensor([[1.0, 1.0], [-1.0, 0.0], [2.0, 1.0]])},
     "gradient_variance": lambda: {"w": torch.ones(2)},
     "gradient_covariance": lambda: torch.eye(2),
 }

@@ -115,12 +115,6 @@ def test_epochs_takes_a_dataclass_of_tensors():
         assert torch.equal(X[a.name], a.x)
 
 
-def test_single_datum_gradients_take_it(kind):
-    tx = bc.vi.vogn(0.1, temperature=0.01)
-    step, state = bc.make_step(lambda p, b: loss(p, b), tx), tx.init(PARAMS)
-    assert same(step(PARAMS, state, kind(X, Y))[0], step(PARAMS, state, (X, Y))[0])
-
-
 @pytest.mark.parametrize("structure", ["dense", "diagonal"])
 def test_curvature_takes_inputs_and_targets_by_key_or_function(kind, structure):
     batch, likelihood = kind(X, Y), bc.likelihoods.gaussian()

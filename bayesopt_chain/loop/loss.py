@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bayesopt_chain import _torch, batches, checks, tracing
+from bayesopt_chain import _torch, checks, tracing
 from bayesopt_chain.distributed import shards
 from bayesopt_chain.distributed.replicated import refusing_replicated
 
@@ -238,39 +238,6 @@ def value(loss: Loss, params: Any, batch: Any) -> tuple[Tensor, Any]:
             f"loss: must return a real scalar tensor (or (scalar, aux)), got {came}; take the mean over the batch"
         )
     return out, aux
-
-
-def per_sample_gradients(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
-    """Differentiate the loss of each datum.
-
-    Args:
-        loss: ``loss(params, batch)``, which is called with batches of one datum.
-        params: a tree of tensors.
-        batch: a batch of ``B`` data, which are on axis 0 of every tensor.
-
-    Returns:
-        A tree of leaves ``[B, *leaf.shape]``, and :class:`Info` with the mean loss; the tensors of ``aux`` have the data on
-        axis 0.
-
-    Raises:
-        ValueError: the tensors of the batch have no axis 0, or axes 0 of different lengths.
-    """
-    leaves, spec = batches.flatten(batch)
-    tensors = [x for x in leaves if isinstance(x, Tensor)]
-    if not tensors or any(x.ndim == 0 or x.shape[0] != tensors[0].shape[0] for x in tensors):
-        raise ValueError("per-sample gradients: every tensor of the batch needs one entry a datum on axis 0")
-
-    structures: list[Any] = []  # of the results: vmap takes and returns flat lists of tensors
-
-    def flat(*datum: Tensor) -> tuple[list[Any], Tensor, list[Any]]:
-        given = iter(datum)
-        one = spec.unflatten([next(given)[None] if isinstance(x, Tensor) else x for x in leaves])
-        grads, info = gradient(loss, params, one)
-        structures[:] = [optree.tree_structure(grads), optree.tree_structure(info.aux)]
-        return optree.tree_leaves(grads), info.loss, optree.tree_leaves(info.aux)
-
-    grads, losses, aux = torch.vmap(flat)(*tensors)
-    return optree.tree_unflatten(structures[0], grads), Info(losses.mean(), optree.tree_unflatten(structures[1], aux))
 
 
 def detach(tree: Any) -> Any:

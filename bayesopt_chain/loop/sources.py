@@ -1,12 +1,11 @@
 """The sources of a step's gradient: one small class for each kind, combined by :func:`source_of`.
 
 A transformation asks for more than the gradient by the keywords that its ``update`` accepts. A source computes the gradient
-and these keywords. The first five classes evaluate a loss, an estimator or a filter's observation; each class that is indented
+and these keywords. The first four classes evaluate a loss, an estimator or a filter's observation; each class that is indented
 further wraps a source of the lines above it:
 
     LossGradient            the gradient of the mean loss of the batch
     Microbatches            the same, for a batch that is cut into parts
-    PerDatumGradients       the gradient of each datum too, as ``per_sample_gradients=``
     Observation             no gradient, for filters, which read curvature only
     EstimatedGradient       the gradient of an estimator (:mod:`bayesopt_chain.loop.gradients`)
       MeanOverRanks         the mean over ranks that hold different data
@@ -40,7 +39,6 @@ from bayesopt_chain.loop.loss import (
     Info,
     Loss,
     LossGradient,
-    per_sample_gradients,
 )
 from bayesopt_chain.posterior import draw as drawing
 
@@ -78,20 +76,6 @@ class Microbatches:
                 else:
                     total = optree.tree_map(lambda t, g, share=share: t.add_(g, alpha=share), total, grads)
         return Evaluation(total, Info(loss, _stacked(aux)), {}, carried)
-
-
-@dataclass(frozen=True)
-class PerDatumGradients:
-    """The gradient of each datum, for the keyword ``per_sample_gradients=``, and their mean."""
-
-    loss: Loss
-
-    def __call__(self, params: Any, state: Any, batch: Any, carried: Any) -> Evaluation:
-        """Return the mean gradient, with the gradients of the data as a keyword."""
-        loss = self.loss if carried is None else _without_buffers(self.loss)
-        grads, info = per_sample_gradients(loss, params, batch)
-        mean = optree.tree_map(lambda g: g.mean(0), grads)
-        return Evaluation(mean, info, {"per_sample_gradients": grads}, carried)
 
 
 @dataclass(frozen=True)
@@ -284,30 +268,31 @@ def source_of(
     links = tx.links if isinstance(tx, Chain) else ()
     draws = [i for i, link in enumerate(links) if link.traits.samples]
     particles = any(link.traits.acts_on_particles for link in links)
-    per_datum = "per_sample_gradients" in accepts
     if len(draws) > 1:
         raise ValueError(f"make_step: {len(draws)} links of this chain draw; one step takes gradients at one draw")
-    if particles and (draws or per_datum or functions):
+    if particles and (draws or functions):
         raise ValueError(
             "make_step: a chain over particles takes their gradients and losses, and can ask for nothing else"
         )
     _check_numbers(microbatches, autocast)
-    several = "by datum" if per_datum else "of particles" if particles else ""
-    if several:
-        _check_several(several, microbatches, buffers)
+    if particles and buffers:
+        raise ValueError(
+            "make_step: this chain takes gradients of particles, for which a module's buffers would be one for all; call "
+            "module.eval() and leave buffers= out"
+        )
     if not callable(loss):
         if loss is None and "curvature" not in functions:
             raise ValueError(f"make_step: {tx!r} follows a gradient: pass a loss")
-        _check_only_losses(loss, several, buffers is not None or microbatches > 1 or autocast is not None)
-    if ranks is not None and (several or functions or buffers or not callable(loss)):
-        asked = "per_sample_gradients" if per_datum else "particles" if particles else None
+        _check_only_losses(loss, particles, buffers is not None or microbatches > 1 or autocast is not None)
+    if ranks is not None and (particles or functions or buffers or not callable(loss)):
+        asked = "particles" if particles else None
         asked = asked or next(iter([*functions, *["buffers"] * bool(buffers), "an estimated gradient"]))
         raise ValueError(
             f"make_step: with mesh= the ranks exchange gradients and losses, and {tx!r} asks for {asked}, which would be "
             "of one rank's data alone; run it without mesh="
         )
 
-    source = _innermost(loss, functions, per_datum, microbatches, autocast)
+    source = _innermost(loss, functions, microbatches, autocast)
     # ranks average innermost, so that the keyword ``loss=`` is the mean loss, and each draw has the mean gradient
     if ranks is not None:
         source = MeanOverRanks(source, ranks)
@@ -355,7 +340,6 @@ def functions_of(
 def _innermost(
     loss: Loss | GradientEstimator | None,
     functions: Mapping[str, Keyword],
-    per_datum: bool,
     microbatches: int,
     autocast: torch.dtype | None,
 ) -> GradientSource:
@@ -365,8 +349,6 @@ def _innermost(
     if loss is None:
         return Observation(functions["curvature"])
     loss = loss if autocast is None else Autocast(loss, autocast)
-    if per_datum:
-        return PerDatumGradients(loss)
     return LossGradient(loss) if microbatches == 1 else Microbatches(LossGradient(loss), microbatches)
 
 
@@ -380,51 +362,21 @@ def _check_numbers(microbatches: Any, autocast: Any) -> None:
         )
 
 
-def _check_several(several: str, microbatches: int, buffers: Mapping[str, Tensor] | None) -> None:
-    """Raise ValueError for options that a chain with several gradients per step cannot have.
-
-    Args:
-        several: the kind of gradients, ``"by datum"`` or ``"of particles"``.
-        microbatches, buffers: as in :func:`make_step`.
-    """
-    if microbatches > 1 and several == "by datum":
-        raise ValueError(
-            "make_step: this chain takes gradients datum by datum, which microbatches would not save the memory of; pass "
-            "smaller batches"
-        )
-    if buffers:
-        raise ValueError(
-            f"make_step: this chain takes gradients {several}, for which a module's buffers would be one for all; call "
-            "module.eval() and leave buffers= out"
-        )
-
-
-def _check_only_losses(loss: Any, several: str, options: bool) -> None:
+def _check_only_losses(loss: Any, particles: bool, options: bool) -> None:
     """Raise ValueError for options that need a loss, given an estimator or ``None`` in its place.
 
     Args:
         loss: the estimator, or ``None``.
-        several: the kind of gradients if the chain takes several per step, else ``""``.
+        particles: whether the chain takes a gradient of each particle.
         options: whether an option was given that applies to a loss.
     """
     if options:
         what = "and there is none" if loss is None else "and an estimator was given, which evaluates its own"
         raise ValueError(f"make_step: buffers=, microbatches= and autocast= are of a loss, {what}: leave them out")
-    if several and loss is not None:
+    if particles and loss is not None:
         raise ValueError(
-            f"make_step: this chain takes gradients {several}, and an estimator makes one of the batch: pass a loss"
+            "make_step: this chain takes gradients of particles, and an estimator makes one of the batch: pass a loss"
         )
-
-
-def _without_buffers(loss: Loss) -> Loss:
-    """Return the loss of a module without buffers, which takes and returns ``{}``, as a function of params and batch."""
-
-    def bare(params: Any, batch: Any) -> Any:
-        """Evaluate the loss, without the empty buffers in its result."""
-        value, _, *aux = loss(params, batch, {})
-        return (value, *aux) if aux else value
-
-    return bare
 
 
 def _parts(batch: Any, n: int) -> Iterator[tuple[Any, float]]:

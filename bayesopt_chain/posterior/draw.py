@@ -73,6 +73,7 @@ class Drawing(Keyed):
 
     n_samples: int
     temperature: ScalarOrSchedule
+    antithetic: bool
 
     @property
     def on_shards(self) -> OnShards:
@@ -89,6 +90,14 @@ class Drawing(Keyed):
             all_leaves=True,
             samples=self.n_samples,
         )
+
+    @property
+    def extra_kwargs(self) -> frozenset[str]:
+        return frozenset({"draw"})
+
+    @property
+    def required_kwargs(self) -> frozenset[str]:
+        return self.extra_kwargs - {"draw"} if self.is_deterministic else self.extra_kwargs
 
     @property
     def is_deterministic(self) -> bool:
@@ -124,13 +133,19 @@ class Drawing(Keyed):
         return Draw(whole, noise, state.key, state.step)
 
     def displacements(
-        self,
-        state: Any,
-        leaves: Leaves,
-        names: Sequence[str],
-        parts: Sequence[shards.Part | None] | None = None,
+        self, state: Any, leaves: Leaves, names: Sequence[str], parts: Sequence[shards.Part | None] | None = None
     ) -> tuple[tuple[Tensor, ...], Leaves]:
         """Standard normals, and how far they lead from the mean: ``[n_samples, ...]`` each."""
+        like, names = self.noise_like(leaves, names)
+        noise = standard_normals(state.key, state.step, like, names, self.n_samples, self.antithetic, parts)
+        return noise, self.displace(state, noise, leaves)
+
+    def noise_like(self, leaves: Leaves, names: Sequence[str]) -> tuple[Leaves, Sequence[str]]:
+        """Templates of one sample's standard normals, and their names in the random stream."""
+        return leaves, names
+
+    def displace(self, state: Any, noise: tuple[Tensor, ...], leaves: Leaves) -> Leaves:
+        """How far standard normals lead from the mean."""
         raise NotImplementedError
 
 

@@ -72,12 +72,10 @@ SAYS = {  # name -> what its docstring says of a schedule, where no closed form 
     "samplers.scale_by_stein_kernel": "flow towards",
     "samplers.svgd": "flow towards",
     "vi.dense": "as in",
-    "vi.kronecker": "as in",
     "vi.low_rank": "as in",
     "vi.mean_field": "a schedule of the update count",
     "vi.ivon": "a schedule of the update count",
     "vi.von": "as in",
-    "vi.vogn": "as in",
 }
 
 

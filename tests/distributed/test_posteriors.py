@@ -239,9 +239,7 @@ def test_the_last_layer_of_a_sharded_model_has_the_posterior_of_one_process():
 MIXING = {
     "vi.dense": lambda: bc.vi.dense(bc.sgd(0.1), temperature=0.1),
     "vi.low_rank": lambda: bc.vi.low_rank(bc.sgd(0.1), temperature=0.1, rank=2),
-    "vi.kronecker": lambda: bc.vi.kronecker(bc.sgd(0.1), temperature=0.1),
     "vi.von": lambda: bc.vi.von(0.1, temperature=0.1),
-    "vi.vogn": lambda: bc.vi.vogn(0.1, temperature=0.1),
     "ekf.dense": lambda: bc.ekf.dense(lr=1.0, prior_precision=1.0),
     "ekf.low_rank": lambda: bc.ekf.low_rank(lr=1.0, rank=2),
     "swag": lambda: bc.swag(rank=2),

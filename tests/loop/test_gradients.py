@@ -221,8 +221,10 @@ def test_what_only_a_loss_can_do_is_refused_of_an_estimator():
     estimator, tx = estimators()["svrg"], bc.sgd(0.1)
     with pytest.raises(ValueError, match=r"are of a loss, and an estimator was given, which evaluates its own"):
         bc.make_step(estimator, tx, microbatches=2)
-    with pytest.raises(ValueError, match=r"gradients by datum, and an estimator makes one of the batch: pass a loss"):
-        bc.make_step(estimator, bc.vi.vogn(0.1, temperature=0.1))
+    with pytest.raises(
+        ValueError, match=r"gradients of particles, and an estimator makes one of the batch: pass a loss"
+    ):
+        bc.make_step(estimator, bc.samplers.svgd(0.1, temperature=0.1))
     with pytest.raises(ValueError, match=r"refresh: this step follows the gradient of a loss.*bc\.gradients\.svrg"):
         bc.make_step(problem()[0], tx).refresh(torch.zeros(D), tx.init(torch.zeros(D)))
     with pytest.raises(ValueError, match=r"made with an estimator of bc\.gradients, so its state is what step\.init"):

@@ -56,12 +56,8 @@ METHODS = {
     "low rank": lambda: bc.vi.low_rank(
         bc.adam(0.05), temperature=1 / N, weight_decay=1 / N, init_scale=0.1, rank=3, scale_optimizer=bc.adam(0.005)
     ),
-    "kronecker": lambda: bc.vi.kronecker(
-        bc.adam(0.05), temperature=1 / N, weight_decay=1 / N, init_scale=0.1, scale_optimizer=bc.adam(0.02)
-    ),
     "ivon": lambda: bc.vi.ivon(0.1, temperature=1 / N, weight_decay=1 / N, betas=(0.9, 0.999)),
     "von": lambda: bc.vi.von(0.1, temperature=1 / N, weight_decay=1 / N, n_samples=2),
-    "vogn": lambda: bc.vi.vogn(0.1, temperature=1 / N, weight_decay=1 / N),
     "dense filter": lambda: bc.ekf.dense(),
     "diagonal filter": lambda: bc.ekf.diagonal(),
     "low-rank filter": lambda: bc.ekf.low_rank(rank=4),
@@ -234,24 +230,6 @@ def test_auxiliary_output_has_the_draws_on_its_first_axis():
         tx = bc.vi.mean_field(bc.sgd(0.1), temperature=1 / N, n_samples=samples)
         _, _, info = bc.make_step(with_aux, tx)(start(), tx.init(start()), data())
         assert info.aux["logits"].shape == shape and info.loss.ndim == 0 and info.negative_elbo.ndim == 0
-
-
-def test_per_sample_gradients_average_to_the_batchs():
-    """For a loss that is a mean over data; the auxiliary output comes datum by datum."""
-    from bayesopt_chain.loop.loss import gradient, per_sample_gradients
-
-    def with_aux(params, batch):
-        return loss(params, batch), forward(params, batch)
-
-    grads, info = per_sample_gradients(with_aux, start(), data())
-    mean, whole = gradient(with_aux, start(), data())
-    for k, g in grads.items():
-        assert g.shape == (N, *start()[k].shape)
-        torch.testing.assert_close(g.mean(0), mean[k], rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(info.loss, whole.loss)
-    torch.testing.assert_close(info.aux[:, 0], whole.aux)
-    with pytest.raises(ValueError, match="one entry a datum"):
-        per_sample_gradients(loss, start(), (data()[0], data()[1][:3]))
 
 
 def test_curvature_is_not_asked_for_where_nothing_takes_it():

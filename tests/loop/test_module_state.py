@@ -252,7 +252,7 @@ def test_a_capture_that_could_not_follow_the_key_is_refused():
         bc.capture(noisy, w, HOT.init(w), torch.ones(3), backend="eager")
 
 
-def test_a_step_by_step_gradient_variance_cannot_share_buffers():
+def test_particles_cannot_share_buffers():
     buffers = bc.make_functional(network()).buffers
-    with pytest.raises(ValueError, match="gradients by datum, for which a module's buffers"):
-        bc.make_step(lambda p, b, c: None, bc.vi.vogn(0.1, temperature=0.01), buffers=buffers)
+    with pytest.raises(ValueError, match="gradients of particles, for which a module's buffers"):
+        bc.make_step(lambda p, b, c: None, bc.samplers.svgd(0.1, temperature=0.1), buffers=buffers)

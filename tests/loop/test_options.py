@@ -183,5 +183,3 @@ def test_clipping_as_a_link_sees_the_mean_over_microbatches():
 def test_options_out_of_range_are_refused(options, words):
     with pytest.raises(ValueError, match=words):
         bc.make_step(loss, bc.sgd(0.1), **options)
-    with pytest.raises(ValueError, match="datum by datum, which microbatches would not save"):
-        bc.make_step(loss, bc.vi.vogn(0.1, temperature=0.1), microbatches=2)

@@ -72,7 +72,7 @@ def test_a_filter_that_saw_nan_says_nan(name):
         tx.posterior(state, start())
 
 
-@pytest.mark.parametrize("make", [bc.vi.mean_field, bc.vi.dense, bc.vi.low_rank, bc.vi.kronecker])
+@pytest.mark.parametrize("make", [bc.vi.mean_field, bc.vi.dense, bc.vi.low_rank])
 def test_a_variational_family_that_saw_nan_says_nan(make):
     tx = make(bc.adam(0.1), temperature=0.1, **({"rank": 2} if make is bc.vi.low_rank else {}))
     step, params = bc.make_step(lambda p, b: (p["a"] * b).sum() + p["b"].sum(), tx), start()
@@ -82,15 +82,14 @@ def test_a_variational_family_that_saw_nan_says_nan(make):
         tx.posterior(state, params)
 
 
-@pytest.mark.parametrize("name", ["ivon", "von", "vogn"])
+@pytest.mark.parametrize("name", ["ivon", "von"])
 def test_natural_gradients_that_saw_nan_say_nan(name):
     tx = getattr(bc.vi, name)(0.1, temperature=0.1)
     ones = lambda p, b: Diagonal(optree.tree_map(lambda x: b * torch.ones_like(x), p), torch.tensor(1.0))  # noqa: E731
     step = bc.make_step(lambda p, b: (p["a"] * b.mean()).sum() + p["b"].sum(), tx, curvature=ones)
     params = start()
     state = tx.init(params)
-    bad = torch.full((3,), math.nan, dtype=torch.float64)
-    params, state, _ = step(params, state, bad if name == "vogn" else bad[0])
+    params, state, _ = step(params, state, torch.full((), math.nan, dtype=torch.float64))
     with pytest.raises(ValueError, match="is NaN at a"):
         tx.posterior(state, params)
 

@@ -68,16 +68,6 @@ def two_rows(grads, params):
     return Root(rows, torch.tensor(4.0, dtype=torch.float64))
 
 
-def per_sample(grads, params):
-    """Two data whose mean gradient is the given one."""
-    return optree.tree_map(
-        lambda g, p: None if p is None else torch.stack([p + 1, p - 1]) + (0 if g is None else g),
-        grads,
-        params,
-        none_is_leaf=True,
-    )
-
-
 def like_params(value: float):
     """A keyword that is a tree like the gradients, filled with ``value``."""
     return lambda updates, params: optree.tree_map(lambda x: torch.full_like(x, value), updates)

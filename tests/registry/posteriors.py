@@ -6,7 +6,7 @@ import torch
 import torchopt
 
 import bayesopt_chain as bc
-from tests.registry.dressings import drawing, fed, per_sample, two_rows, unit_diagonal, unit_rows
+from tests.registry.dressings import drawing, fed, two_rows, unit_diagonal, unit_rows
 from tests.registry.transform import Transform
 
 COUPLED = ("a_missing_gradient_leaves_its_leaf_alone",)
@@ -41,17 +41,12 @@ FAMILIES = {
     "low_rank, not landing": lambda t: bc.vi.low_rank(
         bc.sgd(0.01), temperature=t, init_scale=0.1, rank=2, stick_the_landing=False
     ),
-    "kronecker": lambda t: bc.vi.kronecker(bc.sgd(0.01), temperature=t, init_scale=0.1),
-    "kronecker, not landing": lambda t: bc.vi.kronecker(
-        bc.adam(0.01), temperature=t, init_scale=0.1, stick_the_landing=False
-    ),
     "ivon": lambda t: bc.vi.ivon(0.1, temperature=t, betas=(0.9, 0.99), weight_decay=0.1),
 }
 
 POSTERIORS = (
     *(variational(name, build) for name, build in FAMILIES.items()),
     variational("von", lambda t: bc.vi.von(0.1, temperature=t, weight_decay=0.1), curvature=unit_diagonal),
-    variational("vogn", lambda t: bc.vi.vogn(0.1, temperature=t, weight_decay=0.1), per_sample_gradients=per_sample),
     filter_("dense", lambda: bc.ekf.dense(0.5), two_rows),
     filter_("dense, forgetting", lambda: bc.ekf.dense(0.1, transition_noise=0.01, forgetting=0.9), two_rows),
     filter_("dense, moving", lambda: bc.ekf.dense(lambda count: 0.5, transition_noise=lambda count: 0.01), two_rows),

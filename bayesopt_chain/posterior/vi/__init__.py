@@ -2,8 +2,8 @@
 
 from bayesopt_chain.posterior.draw import Draw
 from bayesopt_chain.posterior.vi._elbo import Elbo, negative_elbo
-from bayesopt_chain.posterior.vi._gaussian_families import dense, kronecker, low_rank, mean_field
-from bayesopt_chain.posterior.vi._natural import ivon, vogn, von
+from bayesopt_chain.posterior.vi._gaussian_families import dense, low_rank, mean_field
+from bayesopt_chain.posterior.vi._natural import ivon, von
 from bayesopt_chain.posterior.vi._transform import VariationalInfo
 
 __all__ = [
@@ -12,10 +12,8 @@ __all__ = [
     "VariationalInfo",
     "dense",
     "ivon",
-    "kronecker",
     "low_rank",
     "mean_field",
     "negative_elbo",
-    "vogn",
     "von",
 ]

@@ -3,7 +3,6 @@ r"""The Gaussian families of variational inference: how noise displaces the mean
     mean field     theta - mu = sigma * z,          phi = log sigma,         Lambda = diag(sigma^-2)
     dense          theta - mu = L z,                phi = L below its diagonal and log diag L,   Lambda = (L L^T)^-1
     low rank       theta - mu = B z + d * eps,      phi = (B, log d),        Lambda = (B B^T + diag d^2)^-1
-    Kronecker      theta - mu = U Z V^T,            phi = U, V likewise,     Lambda = (U U^T)^-1 (x) (V V^T)^-1
 
 The last holds for each leaf, seen as a matrix ``[d0, d1]`` (a vector as ``[n, 1]``), as in :mod:`bayesopt_chain.precision`.
 
@@ -29,7 +28,6 @@ from bayesopt_chain.posterior.draw import over_samples
 from bayesopt_chain.precision import (
     Cholesky,
     Diagonal,
-    Eigenbasis,
     LowRankCovariance,
     Precision,
     flatten,
@@ -49,7 +47,6 @@ class Family:
 
     name: str
     init_scale: Any
-    by_leaf = False  # whether the first standard deviation must be the same for all entries of a leaf
     elementwise = False  # whether phi has a tensor like each leaf, and every element is treated by itself
 
     def start(self, leaves: list[Tensor], scales: list[Tensor], normals: Callable[[int], Noise]) -> Scale:
@@ -243,85 +240,6 @@ class LowRank(Family):
         return low_rank_covariance(
             [(2 * d).exp() for d in log_d], list(rows), torch.ones((), dtype=torch.float64, device="cpu")
         )
-
-
-@dataclass(frozen=True)
-class Kronecker(Family):
-    init_scale: Any = field(hash=False, compare=False)
-    name = "vi.kronecker"
-    by_leaf = True
-
-    def start(self, leaves, scales, normals):
-        def identity(n: int, leaf: Tensor, scale: Any) -> Tensor:
-            require_dense_fits(n, leaf.dtype, leaf.device)
-            return torch.diag(_logs(leaf.new_empty(n), scale))
-
-        lefts = [identity(_rows(leaf), leaf, scale) for leaf, scale in zip(leaves, scales)]
-        rights = [
-            identity(leaf.numel() // _rows(leaf), leaf, torch.ones_like(scale)) for leaf, scale in zip(leaves, scales)
-        ]
-        return (*lefts, *rights)
-
-    def noise_like(self, leaves):
-        return leaves
-
-    def displace(self, scale, noise, leaves):
-        lefts, rights = _factors(scale)
-        return [(u @ _matrices(z, u) @ v.mT).reshape(z.shape) for u, v, z in zip(lefts, rights, noise)]
-
-    def score(self, scale, noise, leaves):
-        out = []
-        for u, v, z in zip(*_factors(scale), noise):
-            left = torch.linalg.solve_triangular(u.mT, _matrices(z, u), upper=True)
-            out.append(torch.linalg.solve_triangular(v, left, upper=False, left=False).reshape(z.shape))
-        return out
-
-    def pullback(self, scale, noise, gradients):
-        lefts, rights = [], []
-        for raw_u, raw_v, u, v, z, g in zip(*_halves(scale), *_factors(scale), noise, gradients):
-            z, g = _matrices(z, u), _matrices(g, u)
-            lefts.append(_by_raw(over_samples(g @ v @ z.mT), raw_u))
-            rights.append(_by_raw(over_samples(g.mT @ u @ z), raw_v))
-        return (*lefts, *rights)
-
-    def entropy(self, scale):
-        lefts, rights = _halves(scale)
-        logs = [len(v) * u.diagonal().sum() + len(u) * v.diagonal().sum() for u, v in zip(lefts, rights)]
-        return torch.stack([x.to(logs[0]) for x in logs]).sum() + _constant(self.shapes(scale))
-
-    def entropy_gradient(self, scale):
-        lefts, rights = _halves(scale)
-        by_left = [len(v) * torch.eye(len(u), dtype=u.dtype, device=u.device) for u, v in zip(lefts, rights)]
-        return (*by_left, *(len(u) * torch.eye(len(v), dtype=v.dtype, device=v.device) for u, v in zip(lefts, rights)))
-
-    def only(self, gradient, leaves, moves):
-        return [x if m else None for x, m in zip(gradient, [*moves, *moves])]
-
-    def shapes(self, scale):
-        return sum(len(u) * len(v) for u, v in zip(*_halves(scale)))
-
-    def precision(self, scale, params, count):
-        (lefts, rights), structure = _factors(scale), optree.tree_structure(params)
-        bases = [[torch.linalg.svd(x) for x in side] for side in (lefts, rights)]
-        values = [torch.outer(u.S, v.S).square().reciprocal() for u, v in zip(*bases)]
-        left, right = (optree.tree_unflatten(structure, [x.U for x in side]) for side in bases)
-        return Eigenbasis(left, right, optree.tree_unflatten(structure, values), shape_only(params), count)
-
-
-def _rows(leaf: Tensor) -> int:
-    """The number of rows of a leaf seen as a matrix."""
-    return leaf.shape[0] if leaf.ndim else 1
-
-
-def _matrices(x: Tensor, left: Tensor) -> Tensor:
-    """``[S, *leaf.shape]`` as ``[S, d0, d1]``."""
-    return x.reshape(x.shape[0], len(left), -1)
-
-
-def _factors(scale: Scale) -> tuple[list[Tensor], list[Tensor]]:
-    """U and V of every leaf."""
-    lefts, rights = _halves(scale)
-    return [cholesky(u) for u in lefts], [cholesky(v) for v in rights]
 
 
 def _by_raw(by_factor: Tensor, raw: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""``mean_field``, ``dense``, ``low_rank`` and ``kronecker``: the optimizer you have, moving a Gaussian instead of a point."""
+"""``mean_field``, ``dense`` and ``low_rank``: the optimizer you have, moving a Gaussian instead of a point."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torchopt.base import GradientTransformation
 
 from bayesopt_chain.arguments import checked_types, with_options
 from bayesopt_chain.posterior.gaussian import Gaussian
-from bayesopt_chain.posterior.vi._families import Dense, Kronecker, LowRank, MeanField
+from bayesopt_chain.posterior.vi._families import Dense, LowRank, MeanField
 from bayesopt_chain.posterior.vi._transform import Variational, VariationalTransform
 from bayesopt_chain.schedules import ScalarOrSchedule
 
@@ -160,43 +160,3 @@ def low_rank(
     if not isinstance(rank, int) or rank < 1:
         raise ValueError(f"vi.low_rank: rank must be an integer of at least 1, got {rank!r}; rank 0 is vi.mean_field")
     return VariationalTransform((Variational(LowRank(init_scale, rank), optimizer, temperature, **options),))
-
-
-@checked_types
-@with_options(Options, Variational)
-def kronecker(
-    optimizer: GradientTransformation,
-    *,
-    temperature: ScalarOrSchedule,
-    init_scale: Any = 1e-2,
-    **options: Unpack[Options],
-) -> VariationalTransform:
-    """A Kronecker product for every layer's covariance, a matrix normal: ``theta = mu + U Z V^T`` for each leaf, seen as a
-    matrix ``[d0, d1]`` (Louizos and Welling, 2016).
-
-    Correlations within a leaf are kept as those of its rows times those of its columns; leaves are independent, a bias (as
-    ``[n, 1]``) has its whole covariance. U and V are lower triangular with logarithms on their diagonals; a factor between them
-    is free, and harmless. The state holds ``d0^2 + d1^2`` numbers a leaf and twice what the optimizer remembers of them; a
-    step costs ``d0 d1 (d0 + d1)``.
-
-    Args:
-        optimizer, temperature, n_samples, antithetic, stick_the_landing, weight_decay, prior, scale_optimizer, generator: as
-            in :func:`mean_field`.
-        init_scale: first standard deviations, one number, or a tree with one number a leaf.
-
-    Returns:
-        A transformation like that of :func:`mean_field`.
-
-    Raises:
-        ValueError, TypeError: as :func:`mean_field`.
-        MemoryError: at ``init``, where a factor does not fit.
-
-    Example:
-        >>> import torch, bayesopt_chain as bc
-        >>> tx = bc.vi.kronecker(bc.adam(1e-2), temperature=0.01, init_scale={"b": 0.1, "w": 0.2})
-        >>> params = {"b": torch.zeros(2), "w": torch.zeros(2, 3)}
-        >>> tx.posterior(tx.init(params), params).marginal_variance["w"]
-        tensor([[0.0400, 0.0400, 0.0400],
-                [0.0400, 0.0400, 0.0400]])
-    """
-    return VariationalTransform((Variational(Kronecker(init_scale), optimizer, temperature, **options),))

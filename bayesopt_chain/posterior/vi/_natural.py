@@ -7,9 +7,10 @@ theta ~ N(m, T (H + delta)^-1), with g and H-hat the loss's gradient and curvatu
     H <- beta2 H + (1 - beta2) H-hat
     m <- m - lr (H + delta)^-1 (v-bar + delta m).
 
-VON takes H-hat from an estimator of curvature, in any structure (Khan et al., 2018; Khan and Rue, 2023); VOGN from
-squared gradients of single data (Khan et al., 2018; Osawa et al., 2019); IVON (Shen et al., 2024, algorithm 1) from the
-gradient and the noise, by Stein's identity, and corrects the average so that it stays positive:
+VON takes H-hat from an estimator of curvature, in any structure (Khan et al., 2018; Khan and Rue, 2023); with the
+diagonal of ``bc.curvature.empirical_fisher``, squared gradients of single data, it is VOGN (Osawa et al., 2019). IVON (Shen
+et al., 2024, algorithm 1) takes it from the gradient and the noise, by Stein's identity, and corrects the average so that it
+stays positive:
 
     h-hat = g (theta - m) / sigma^2,    sigma^2 = T / (h + delta)
     h <- beta2 h + (1 - beta2) h-hat + (1 - beta2)^2 (h - h-hat)^2 / (2 (h + delta)).
@@ -32,14 +33,13 @@ few for either: start near (``init_hessian``), take larger batches or more sampl
 
 A Hessian that remembers so long lags behind the loss, and a step of ``lr / H`` for an H that is far too small diverges. So a
 step is bounded by a trust radius r in units of the posterior itself: IVON's ``|Delta m| <= r sigma`` parameter by parameter,
-VON's and VOGN's ``Delta m^T (H + delta) Delta m <= r^2 T P`` for P parameters. It binds while the Hessian is wrong, and not at
+VON's ``Delta m^T (H + delta) Delta m <= r^2 T P`` for P parameters. It binds while the Hessian is wrong, and not at
 the posterior.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
@@ -59,7 +59,6 @@ from bayesopt_chain.posterior.draw import (
     over_samples,
     require_drawn_from,
     require_samples,
-    standard_normals,
 )
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.state import device_of, times
@@ -145,14 +144,6 @@ class Natural(Drawing):
         return math.inf if self.betas[1] in (0, 1) else self.default_radius
 
     @property
-    def extra_kwargs(self) -> frozenset[str]:
-        return frozenset({"draw"})
-
-    @property
-    def required_kwargs(self) -> frozenset[str]:
-        return self.extra_kwargs - {"draw"} if self.is_deterministic else self.extra_kwargs
-
-    @property
     def response(self) -> Response:
         return Refused("natural-gradient inference optimizes a distribution; give the noise to it as temperature=")
 
@@ -165,20 +156,6 @@ class Natural(Drawing):
         return NaturalState(momentum, self.first_hessian(shards.local_tree(params)), key, count)
 
     def first_hessian(self, params: Any) -> Any:
-        raise NotImplementedError
-
-    def displacements(
-        self,
-        state: NaturalState,
-        leaves: list,
-        names: Sequence[str],
-        parts: Sequence[shards.Part | None] | None = None,
-    ) -> tuple[tuple, list]:
-        known = self.n_samples, self.antithetic, parts
-        noise = standard_normals(state.key, state.step, leaves, names, *known)
-        return noise, self.displace(state, noise, leaves)
-
-    def displace(self, state: NaturalState, noise: tuple, leaves: list) -> list:
         raise NotImplementedError
 
     def shapes(self, state: NaturalState) -> list:
@@ -380,34 +357,6 @@ class VON(Natural):
         return self.decayed(state.hessian, state).scale(1 / now(self.temperature, state.step))
 
 
-@dataclass(frozen=True)
-class VOGN(VON):
-    name = "vi.vogn"
-
-    @property
-    def extra_kwargs(self) -> frozenset[str]:
-        return frozenset({"draw", "per_sample_gradients"})
-
-    def _increment(self, leaves: list, context: LinkContext) -> Precision:
-        gradients = context.extra.get("per_sample_gradients")
-        if gradients is None:
-            raise ValueError(
-                f"{self.name}: update got no per_sample_gradients=: pass the gradient of every datum's loss at draw.params, "
-                "leaves [B, *leaf.shape] (make_step does)"
-            )
-        given = context.leaves(gradients)
-        lead = [x.ndim - p.ndim for x, p in zip(given, leaves)]
-        wanted = 1 if self.n_samples == 1 else 2
-        if any(n != wanted for n in lead):
-            raise ValueError(
-                f"{self.name}: per_sample_gradients must have leaves {'[B' if wanted == 1 else '[S, B'}, *leaf.shape], got "
-                f"{[tuple(x.shape) for x in given]}"
-            )
-        squares = [x.square() if wanted == 1 else x.square().mean(0) for x in given]
-        count = torch.full((), float(squares[0].shape[0]), dtype=torch.float64, device=squares[0].device)
-        return Diagonal(context.tree([x.sum(0) for x in squares]), count)
-
-
 @checked_types
 @with_options(Options, Natural)
 def ivon(
@@ -507,40 +456,3 @@ def von(
         torch.Size([2, 2])
     """
     return DrawingTransformation((VON(lr, temperature, betas, **options),))
-
-
-@checked_types
-@with_options(Options, Natural)
-def vogn(
-    lr: ScalarOrSchedule,
-    *,
-    temperature: ScalarOrSchedule,
-    betas: tuple[float, float] = (0.9, 0.999),
-    **options: Unpack[Options],
-) -> DrawingTransformation:
-    """Variational online Gauss-Newton: VON whose curvature is the mean square of single data's gradients.
-
-    ``update`` needs them as ``per_sample_gradients=``, leaves ``[B, *leaf.shape]`` (``[S, B, *leaf.shape]`` for several
-    samples), besides their mean; ``make_step`` differentiates the loss datum by datum. The loss should leave the prior to
-    ``weight_decay``, or its gradient is squared into the curvature.
-
-    Args:
-        lr, betas, init_hessian, trust_radius: as in :func:`von`.
-        temperature, weight_decay, prior, n_samples, antithetic, generator: as in :func:`ivon`.
-
-    Returns:
-        A transformation with ``sample`` and ``posterior``.
-
-    Raises:
-        ValueError: numbers out of range; at ``update``, no draw, one from another state, or no gradients of single data.
-
-    Example:
-        >>> import torch, bayesopt_chain as bc
-        >>> tx = bc.vi.vogn(0.1, temperature=1 / 8, weight_decay=1 / 8)
-        >>> step = bc.make_step(lambda params, batch: ((batch[0] @ params - batch[1]) ** 2).mean() / 2, tx)
-        >>> params = torch.zeros(2)
-        >>> params, state, info = step(params, tx.init(params), (torch.randn(8, 2), torch.ones(8)))
-        >>> tx.posterior(state, params).marginal_variance.shape
-        torch.Size([2])
-    """
-    return DrawingTransformation((VOGN(lr, temperature, betas, **options),))

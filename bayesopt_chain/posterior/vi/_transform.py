@@ -128,14 +128,6 @@ class Variational(Drawing):
         return "tree" if self.family.elementwise else "refused"
 
     @property
-    def extra_kwargs(self) -> frozenset[str]:
-        return frozenset({"draw"})
-
-    @property
-    def required_kwargs(self) -> frozenset[str]:
-        return frozenset() if self.is_deterministic else self.extra_kwargs
-
-    @property
     def response(self) -> Response:
         return Refused("variational inference optimizes a distribution; give the noise to it as temperature=")
 
@@ -163,23 +155,13 @@ class Variational(Drawing):
                     f"{self.family.name}: init_scale is not positive at {path} (smallest entry {scale.min().item():.3g}): pass "
                     "positive, finite standard deviations"
                 )
-            if self.family.by_leaf and scale.ndim:
-                raise ValueError(
-                    f"{self.family.name}: init_scale at {path} has shape {tuple(scale.shape)}: pass one number a leaf"
-                )
         return scales
 
-    def displacements(
-        self,
-        state: VariationalState,
-        leaves: list,
-        names: Sequence[str],
-        parts: Sequence[shards.Part | None] | None = None,
-    ) -> tuple[tuple, list]:
-        like, names = self.family.noise_like(leaves), self.family.noise_names(names)
-        known = self.n_samples, self.antithetic, parts
-        noise = standard_normals(state.key, state.step, like, names, *known)
-        return noise, self.family.displace(state.scale, noise, leaves)
+    def noise_like(self, leaves: list, names: Sequence[str]) -> tuple[list, Sequence[str]]:
+        return self.family.noise_like(leaves), self.family.noise_names(names)
+
+    def displace(self, state: VariationalState, noise: tuple, leaves: list) -> list:
+        return self.family.displace(state.scale, noise, leaves)
 
     def update(
         self, g: list, state: VariationalState, op: TensorOps, context: LinkContext
@@ -402,7 +384,7 @@ class DrawingTransformation(PosteriorTransformation):
 
 
 class VariationalTransform(DrawingTransformation):
-    """What ``mean_field``, ``dense``, ``low_rank`` and ``kronecker`` return."""
+    """What ``mean_field``, ``dense`` and ``low_rank`` return."""
 
     @kinds.takes(
         loss=kinds.SCALAR, draw=kinds.Kind(lambda x: isinstance(x, Draw), "what tx.sample(state, params) returned")

@@ -17,7 +17,6 @@ FAMILIES = {
     "low_rank": lambda **k: bc.vi.low_rank(bc.sgd(0.1), rank=2, **{"temperature": T, **k}),
     "ivon": lambda **k: bc.vi.ivon(0.1, **{"temperature": T, **k}),
     "von": lambda **k: bc.vi.von(0.1, **{"temperature": T, **k}),
-    "vogn": lambda **k: bc.vi.vogn(0.1, **{"temperature": T, **k}),
 }
 FILTERS = {
     "dense": bc.ekf.dense,
@@ -30,7 +29,7 @@ def further(name):
     ones = {k: torch.ones_like(p) for k, p in params.items()}
     if name == "von":
         return {"curvature": Diagonal(ones, torch.tensor(1.0))}
-    return {"per_sample_gradients": {k: p[None] for k, p in ones.items()}} if name == "vogn" else {}
+    return {}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -79,7 +78,7 @@ def test_numbers_out_of_range(name):
         make(n_samples=0)
     with pytest.raises(ValueError, match="come in pairs"):
         make(n_samples=3, antithetic=True)
-    scale = "init_hessian" if name in ("ivon", "von", "vogn") else "init_scale"
+    scale = "init_hessian" if name in ("ivon", "von") else "init_scale"
     for wrong in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match=f"{scale} must be a positive"):
             make(**{scale: wrong})
@@ -94,7 +93,7 @@ def test_weight_decay(name):
         tx.negative_elbo(tx.init(params), torch.tensor(1.0))
 
 
-@pytest.mark.parametrize("name", ["ivon", "von", "vogn"])
+@pytest.mark.parametrize("name", ["ivon", "von"])
 def test_natural_gradients_numbers(name):
     make = FAMILIES[name]
     for betas in ((1.0, 0.9), (0.9, 1.1), (-0.1, 0.9), (0.9,)):
@@ -161,16 +160,6 @@ def test_von_without_curvature_or_with_another_structure():
     with pytest.raises(TypeError, match="the first increment decides the structure"):
         dense = Dense(torch.eye(8), shape_only(params), torch.tensor(1.0))
         tx.update(params, state, params=params, draw=draw, curvature=dense, inplace=False)
-
-
-def test_vogn_without_per_sample_gradients():
-    tx = FAMILIES["vogn"]()
-    state = tx.init(params)
-    draw = tx.sample(state, params)
-    with pytest.raises(ValueError, match="no per_sample_gradients="):
-        tx.update(params, state, params=params, draw=draw, inplace=False)
-    with pytest.raises(ValueError, match=r"must have leaves \[B, \*leaf.shape\]"):
-        tx.update(params, state, params=params, draw=draw, per_sample_gradients=params, inplace=False)
 
 
 @pytest.mark.parametrize("name", FILTERS)

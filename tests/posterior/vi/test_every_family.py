@@ -29,7 +29,7 @@ def test_a_missing_gradient_moves_nothing_of_its_leaf_in_a_joint_state_either(ro
     assert all(torch.isfinite(u).all() for u in optree.tree_leaves(again))
 
 
-@pytest.mark.parametrize("family", [bc.vi.mean_field, bc.vi.dense, bc.vi.low_rank, bc.vi.kronecker])
+@pytest.mark.parametrize("family", [bc.vi.mean_field, bc.vi.dense, bc.vi.low_rank])
 @pytest.mark.parametrize("inplace", [False, True])
 def test_at_temperature_zero_a_family_is_its_optimizer_to_the_last_bit(family, inplace):
     kwargs = {"rank": 2} if family is bc.vi.low_rank else {}

@@ -24,7 +24,6 @@ FAMILIES = {
     "mean_field": {},
     "dense": {},
     "low_rank": {"rank": 2},
-    "kronecker": {},
 }
 
 
@@ -52,9 +51,6 @@ def mean_and_covariance(name, params, scale):
         lower = cholesky(scale[0])
         return flat, lower @ lower.T, lambda z: lower @ z[0]
     half = len(scale) // 2
-    if name == "kronecker":
-        root = torch.block_diag(*[torch.kron(cholesky(u), cholesky(v)) for u, v in zip(scale[:half], scale[half:])])
-        return flat, root @ root.T, lambda z: root @ z[0]
     rows = torch.cat([s.reshape(s.shape[0], -1) for s in scale[:half]], 1)
     d = torch.cat([s.reshape(-1) for s in scale[half:]]).exp()
     return flat, rows.T @ rows + torch.diag(d.square()), lambda z: rows.T @ z[1] + d * z[0]
@@ -71,7 +67,7 @@ def as_tree(flat, like):
 
 def noise_of(name, draw, s):
     flat = [z[s].reshape(-1) for z in draw.noise]
-    if name in ("mean_field", "kronecker"):
+    if name == "mean_field":
         return [torch.cat(flat)]
     return [flat[0]] if name == "dense" else [torch.cat(flat[:-1]), flat[-1]]
 
@@ -111,9 +107,7 @@ def test_gradients_equal_autograd_through_the_elbo(name, sticks, samples, decay)
     params, batch = parameters(), torch.randn(5, 3)
     state = tx.init(params)
     bent = tuple(s + 0.1 * torch.randn_like(s) for s in state[0].scale)  # away from the start's symmetries
-    state = state.replace(
-        0, state[0]._replace(scale=tuple(b.tril() if name in ("dense", "kronecker") else b for b in bent))
-    )
+    state = state.replace(0, state[0]._replace(scale=tuple(b.tril() if name == "dense" else b for b in bent)))
     draw = tx.sample(state, params)
     points = (
         [draw.params] if samples == 1 else [optree.tree_map(lambda x, s=s: x[s], draw.params) for s in range(samples)]

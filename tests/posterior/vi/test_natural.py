@@ -1,4 +1,4 @@
-"""IVON, VON and VOGN against their equations."""
+"""IVON and VON against their equations."""
 
 import math
 
@@ -187,26 +187,6 @@ def test_von_averages_curvature_and_corrects_its_momentum():
         m = m - lr * (v / (1 - beta1**t) + delta * m) / (h + delta)
         assert abs(params.item() - m) < 1e-13
     assert abs(tx.posterior(state, params).marginal_variance.item() - 1 / (lam * (h + delta))) < 1e-14
-
-
-@pytest.mark.parametrize("samples", [1, 4])
-def test_vogn_is_von_with_the_empirical_fisher(samples):
-    """Same key, same draws, the one from per-sample gradients, the other from ``curvature.empirical_fisher``: 1e-12."""
-    data = problem()
-    options = {"temperature": 1 / N, "betas": (0.9, 0.8), "weight_decay": PRIOR / N, "n_samples": samples}
-    estimate = bc.curvature.empirical_fisher(forward, likelihood, "diagonal")
-    ends = []
-    for tx in (
-        bc.vi.vogn(0.1, generator=torch.Generator().manual_seed(1), **options),
-        bc.vi.von(0.1, generator=torch.Generator().manual_seed(1), **options),
-    ):
-        step, params = bc.make_step(negative_log_likelihood, tx, curvature=estimate), data.start
-        state = tx.init(params)
-        for _ in range(5):
-            params, state, info = step(params, state, (data.x, data.y))
-        ends.append((params, optree.tree_leaves(tx.posterior(state, params).precision), info.loss))
-    for a, b in zip(optree.tree_leaves(ends[0]), optree.tree_leaves(ends[1])):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def test_von_in_place_writes_into_its_precision():

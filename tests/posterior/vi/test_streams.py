@@ -14,7 +14,6 @@ MAKERS = {
     "low_rank": lambda **k: bc.vi.low_rank(bc.sgd(0.1), rank=2, temperature=T, **k),
     "ivon": lambda **k: bc.vi.ivon(0.1, temperature=T, **k),
     "von": lambda **k: bc.vi.von(0.1, temperature=T, **k),
-    "vogn": lambda **k: bc.vi.vogn(0.1, temperature=T, **k),
 }
 by_leaf = pytest.mark.parametrize("name", [name for name in MAKERS if name != "dense"])
 
