@@ -81,7 +81,7 @@ def observe(
 
     ``"tangent"`` expands the log-likelihood at the filter's mean, with its expected (Fisher) Hessian: the extended Kalman
     filter. ``"empirical"`` takes the square of each datum's own gradient for that Hessian: one row a datum, for any likelihood,
-    and noisier, as it depends on the target.
+    and noisier, as it depends on the target (Ollivier, 2018).
 
     Args:
         forward: ``forward(params, batch) -> outputs [B, *event]``; ``batch = (inputs, targets)``.

@@ -344,7 +344,8 @@ def diagonal(
     update sends ``M^2`` numbers.
 
     Args:
-        lr, prior_precision, transition_noise, forgetting: as in :func:`dense`.
+        lr, forgetting: as in :func:`dense`.
+        prior_precision, transition_noise: as in :func:`dense`, in the parameters' units.
         prior: as in :func:`dense`, with a diagonal precision.
 
     Returns:
@@ -380,7 +381,8 @@ def low_rank(
     parameter, an update costs ``O((rank + M)^2 P)``. Curvature as for :func:`dense`.
 
     Args:
-        lr, prior_precision, transition_noise, forgetting: as in :func:`dense`.
+        lr, forgetting: as in :func:`dense`.
+        prior_precision, transition_noise: as in :func:`dense`, in the parameters' units.
         rank: at least 1 and at most the number of parameters.
         prior: as in :func:`dense`, with a diagonal or low-rank precision.
 
