@@ -25,8 +25,8 @@ from bayesopt_chain.modules.functional import arguments_of, write_back
 from bayesopt_chain.posterior.batches import as_pair
 from bayesopt_chain.posterior.predictions import batches_of
 from bayesopt_chain.runs import files
-from bayesopt_chain.runs.describe import describe, difference
 from bayesopt_chain.runs.draws import Draws
+from bayesopt_chain.runs.identity import describe, difference
 
 FORMAT = 3
 # what a file has

@@ -29,8 +29,8 @@ from bayesopt_chain.distributed.ranks import (
     world,
 )
 from bayesopt_chain.runs import files
-from bayesopt_chain.runs.describe import difference
 from bayesopt_chain.runs.files import File
+from bayesopt_chain.runs.identity import difference
 
 T = TypeVar("T")
 

@@ -22,17 +22,11 @@ from bayesopt_chain.distributed.shards import are_spread
 from bayesopt_chain.loop.module_state import ModuleState
 from bayesopt_chain.modules.functional import make_functional
 from bayesopt_chain.posterior.batches import logits_of
-from bayesopt_chain.runs.arguments import require_whole
-from bayesopt_chain.runs.averages import Reduce
-from bayesopt_chain.runs.describe import describe_optimizer
-from bayesopt_chain.runs.draws import Draws
-from bayesopt_chain.runs.folder import STEP, drawn
-from bayesopt_chain.runs.identity import require_same
-from bayesopt_chain.runs.place import Place
-from bayesopt_chain.runs.resumable_batches import ResumableBatches
-from bayesopt_chain.runs.run import Iteration, Run
-from bayesopt_chain.runs.store import SHARD_BYTES, Store, gathered
-from bayesopt_chain.runs.writer import Folder
+from bayesopt_chain.runs.draws import Draws, Reduce
+from bayesopt_chain.runs.folder import STEP, Folder, drawn
+from bayesopt_chain.runs.identity import describe_optimizer, require_same
+from bayesopt_chain.runs.run import Iteration, ResumableBatches, Run
+from bayesopt_chain.runs.store import SHARD_BYTES, Place, Store, gathered
 
 _COUNTING = kinds.Kind(lambda x: hasattr(x, "global_step"), "what a trainer gives its callbacks, with global_step")
 AGAIN = 1.0  # seconds after which draws that could not be written are tried again, at least
@@ -55,21 +49,18 @@ class Collector:
         self.collects = world().rank == 0
         self.counts = optimizer is not None  # whether the optimizer tells of its steps
         self.known = path is None or not self.collects  # whether it is known where the loop stands
-        run = Run(None, self._params(), (), ResumableBatches(None), 0, after, every, None, (), False)  # type: ignore[arg-type]
-        self.store = Store(run, None if path is None or not self.collects else Place(path, path), seconds)
-        self.folder: Folder | None = None
-        if path is not None and self.collects:
-            self.folder = self._continue(path, optimizer)
+        run = Run(None, self._params(), (), ResumableBatches(None), 0, after, every)  # type: ignore[arg-type]
+        place = Place() if path is None or not self.collects else Place(path, path)
+        self.store, self.folder = Store(run, place, seconds), None
+        mine = weakref.WeakMethod(self.try_to_flush), weakref.WeakMethod(self.__call__)
+        if place.root is not None:
+            self.folder = self._continue(place.root, optimizer)
+            atexit.register(lambda: (flush := mine[0]()) and flush())
         if optimizer is not None:
             _models[optimizer] = weakref.ref(model)
-            mine = weakref.ref(self)
-
-            def stepped(optimizer: Any, *_: Any) -> None:
-                collector = mine()
-                if collector is not None:
-                    collector(optimizer=optimizer)
-
-            self.hook = optimizer.register_step_post_hook(stepped)
+            self.hook = optimizer.register_step_post_hook(
+                lambda optimizer, *_: (look := mine[1]()) and look(None, optimizer)
+            )
 
     def _continue(self, path: Path, optimizer: Any) -> Folder:
         """Take over the draws that an earlier process left; the lock is given back until the next draws are written."""
@@ -80,7 +71,7 @@ class Collector:
         folder = Folder(path)
         try:
             if folder.head is None:
-                folder.set_head(store.metadata(folder, None, 0, None, {}, False, ""), {})
+                folder.set_head(store.metadata(folder), {})
             assert folder.head is not None
             require_same(path, folder.head.metadata["identity"], store.identity, "one process")
         finally:
@@ -88,14 +79,6 @@ class Collector:
         store.folders = [folder]
         self.step = folder.step
         self.known = self.step == 0
-        mine = weakref.ref(self)
-
-        def at_end() -> None:
-            collector = mine()
-            if collector is not None:
-                collector.try_to_flush()
-
-        atexit.register(at_end)
         return folder
 
     def _params(self) -> dict[str, Tensor]:
@@ -137,8 +120,6 @@ class Collector:
             if self.collects:
                 buffers = {name: b.detach() for name, b in self.model.named_buffers()}
                 store.add(Iteration(step, params, ModuleState((), buffers, ()), None, True))  # type: ignore[arg-type]
-        if not self.collects:
-            return
         if self.folder is None:
             return
         since = time.monotonic() - store.committed
@@ -229,7 +210,7 @@ class Collector:
         Returns:
             :class:`Draws`; on ranks other than the first, which collects nothing, none.
         """
-        return Draws(self.store.pieces(), self.store.spec, self.store.names)
+        return self.store.draws()
 
     def predict(
         self,
@@ -292,14 +273,6 @@ class Collector:
         """
         self.on_train_begin(None, trainer, None)
 
-    def on_fit_end(self, *rest: Any) -> None:
-        """Write what is held."""
-        self.try_to_flush()
-
-    def on_exception(self, *rest: Any) -> None:
-        """Write what is held."""
-        self.try_to_flush()
-
     # transformers
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
@@ -332,13 +305,11 @@ class Collector:
         if not self.counts:
             self(state.global_step, more.get("optimizer"))
 
-    def on_save(self, *rest: Any, **more: Any) -> None:
-        """Write what is held, before the trainer's checkpoint counts."""
+    def on_train_end(self, *rest: Any, **more: Any) -> None:
+        """Write what is held, also before a checkpoint of the trainer counts, and when it fails."""
         self.try_to_flush()
 
-    def on_train_end(self, *rest: Any, **more: Any) -> None:
-        """Write what is held."""
-        self.try_to_flush()
+    on_fit_end = on_exception = on_save = on_train_end
 
 
 def with_names(optimizer: Any) -> Any:
@@ -424,8 +395,7 @@ def collect(
         raise TypeError(f"collect: model must be a torch.nn.Module, got {type(model).__name__}")
     if optimizer is not None and not hasattr(optimizer, "register_step_post_hook"):
         raise TypeError(f"collect: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    for name, value, least in (("every", every, 1), ("after", after, 0)):
-        require_whole("collect", name, value, least)
+    kinds.require("collect", every=(every, kinds.WHOLE), after=(after, kinds.whole(0)))
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("collect: no parameter of model requires a gradient; nothing would be kept")
     return callback_kind(Collector)(

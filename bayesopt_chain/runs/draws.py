@@ -9,9 +9,12 @@ they are asked for: ``draws[i:j]`` and iterating read the draws that are meant, 
 
 from __future__ import annotations
 
+import glob
+import inspect
 import itertools
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -22,19 +25,20 @@ from torch import Tensor, nn
 
 from bayesopt_chain import kinds
 from bayesopt_chain.checks import installed
-from bayesopt_chain.distributed.ranks import gather_objects, gather_tensors
+from bayesopt_chain.distributed.ranks import gather_objects
 from bayesopt_chain.likelihoods import Likelihood, Predictive
 from bayesopt_chain.modules.functional import make_functional
 from bayesopt_chain.posterior.batches import logits_of
 from bayesopt_chain.posterior.export import Members
 from bayesopt_chain.runs import checkpoint
-from bayesopt_chain.runs.arguments import paths_of, require_callable, require_iterable, require_one_of, require_whole
-from bayesopt_chain.runs.averages import Average, Forward, Reduce, buffered_forward, warn_of_moving_buffers
 from bayesopt_chain.runs.folder import BUFFER, LEAF, LOSS, STEP, WEIGHT
 from bayesopt_chain.runs.inference_data import Stored, inference_data
-from bayesopt_chain.runs.opened import opened
-from bayesopt_chain.runs.pieces import Piece, row_bytes, rows_of
+from bayesopt_chain.runs.pieces import Piece, opened, row_bytes, rows_of
 
+Reduce = Literal["mean", "log_mean_exp", "stack"]
+_PATHS = kinds.Kind(lambda x: isinstance(x, (str, os.PathLike)), "a directory, a pattern, or a list of them")
+_TREES = kinds.Kind(kinds.BATCHES.fits, "a sequence of trees of parameters")
+_FORWARD = kinds.Kind(callable, "a function of (params, batch), or a module")
 AT_ONCE = 1 << 24  # bytes of draws on disk that iterating holds
 LAZY = 1 << 20  # bytes of a column on disk that ArviZ reads when it looks at it
 
@@ -110,11 +114,9 @@ class Draws:
             >>> bc.Draws.from_trees([torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2)]).buffers["running_mean"].shape
             torch.Size([2, 2])
         """
-        trees = list(require_iterable("Draws.from_trees", "trees", trees, "a sequence of trees of parameters"))
-        if not trees:
+        kinds.require("Draws.from_trees", trees=(trees, _TREES), chains=(chains, kinds.WHOLE.or_none()))
+        if not (trees := list(trees)):
             raise ValueError("Draws.from_trees: no trees were given")
-        if chains is not None:
-            require_whole("Draws.from_trees", "chains", chains, 1)
         modules = [tree if isinstance(tree, nn.Module) else None for tree in trees]
         trees = [
             tree if m is None else {n: p.detach() for n, p in m.named_parameters()} for tree, m in zip(trees, modules)
@@ -124,16 +126,14 @@ class Draws:
             raise TypeError(
                 "Draws.from_trees: trees must be of tensors alone, and of one at least; make numbers tensors"
             )
-        for i, tree in enumerate(flat):
-            wrong = sorted(
-                {n for n in {*tree, *flat[0]} if n not in tree or n not in flat[0] or tree[n].shape != flat[0][n].shape}
-            )
-            if wrong:
+        shapes = [{name: x.shape for name, x in tree.items()} for tree in flat]
+        for i, tree in enumerate(shapes):
+            if wrong := sorted({name for name, _ in tree.items() ^ shapes[0].items()}):
                 raise ValueError(f"Draws.from_trees: trees[{i}] and trees[0] differ in {', '.join(wrong[:4])}")
-        for name, x in flat[0].items():
-            if chains is not None and x.shape[:1] != (chains,):
+        for name, shape in shapes[0].items():
+            if chains is not None and shape[:1] != (chains,):
                 raise ValueError(
-                    f"Draws.from_trees: chains={chains} counts axis 0 of every leaf, and {name} has shape {tuple(x.shape)}"
+                    f"Draws.from_trees: chains={chains} counts axis 0 of every leaf, and {name} has shape {tuple(shape)}"
                 )
         spec = optree.tree_structure(trees[0], none_is_leaf=True)
         leaves = {LEAF + name: torch.stack([tree[name] for tree in flat]) for name in flat[0]}
@@ -179,12 +179,15 @@ class Draws:
             >>> bc.Draws.open(folder)[::10].params["w"].shape
             torch.Size([2, 2])
         """
-        require_one_of("Draws.open", "damaged", damaged, ("refuse", "skip"))
-        kinds.require("Draws.open", like=(like, kinds.TREE.or_none()))
-        paths = paths_of("Draws.open", "path", path)
-        found = opened(paths, like, damaged == "skip")
-        about = {"chains": found.chains, "complete": found.complete, "why": found.why, "identity": found.identity}
-        return cls(found.pieces, found.spec, found.names, **about)
+        kinds.require(
+            "Draws.open", like=(like, kinds.TREE.or_none()), damaged=(damaged, kinds.one_of("refuse", "skip"))
+        )
+        for one in (given := path if isinstance(path, (list, tuple)) else [path]):
+            kinds.require("Draws.open", path=(one, _PATHS))
+        # The name of what is there is no pattern.
+        named = [[g] if os.path.lexists(g) or not glob.has_magic(g) else sorted(glob.glob(g)) for g in map(str, given)]
+        pieces, spec, names, about = opened([Path(p) for paths in named for p in paths], like, damaged == "skip")
+        return cls(pieces, spec, names, **about)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -265,7 +268,7 @@ class Draws:
             >>> bc.Draws.from_trees([{"w": torch.tensor(float(i))} for i in range(5)]).thin(2).params["w"]
             tensor([0., 2., 4.])
         """
-        require_whole("Draws.thin", "every", every, 1)
+        kinds.require("Draws.thin", every=(every, kinds.WHOLE))
         return self[::every]
 
     @property
@@ -429,7 +432,8 @@ class Draws:
             >>> one.stack_chains(two).params["w"].shape
             torch.Size([3, 2])
         """
-        _require_draws("stack_chains", others)
+        for other in others:
+            kinds.require("Draws.stack_chains", others=(other, kinds.instance(Draws, "Draws")))
         every = [self, *others]
         size = min(map(len, every))
         columns = [draws[:size]._columns() for draws in every]
@@ -473,16 +477,17 @@ class Draws:
         """
         if not hasattr(mesh, "get_local_rank"):
             raise TypeError(f"Draws.gather: mesh must be a DeviceMesh of torch.distributed, got {type(mesh).__name__}")
-        mine = self._columns()
-        every = gather_objects((sorted(mine), self.chains, self.complete, self.why), mesh)
-        if any(names != sorted(mine) for names, *_ in every):
+        columns = self._columns()
+        sent = {name: x.cpu() for name, x in columns.items()}
+        every = gather_objects((sent, self.chains, self.complete, self.why), mesh)
+        if any(theirs.keys() != sent.keys() for theirs, *_ in every):
             raise ValueError(
                 "gather: the ranks' draws have other leaves; run the same chains over the same parameters on each"
             )
-        parts = [
-            self._made(column, chains=chains, complete=complete, why=why)
-            for column, (_, chains, complete, why) in zip(gather_tensors(mine, mesh), every)
-        ]
+        parts = list[Draws]()
+        for theirs, chains, complete, why in every:
+            on_device = {name: x.to(columns[name].device) for name, x in theirs.items()}
+            parts.append(self._made(on_device, chains=chains, complete=complete, why=why))
         return parts[0].stack_chains(*parts[1:])
 
     @torch.no_grad()
@@ -524,10 +529,13 @@ class Draws:
             >>> draws.predict(lambda w, x: x * w, [torch.ones(3)])
             tensor([1., 1., 1.])
         """
-        require_one_of("predict", "reduce", reduce, ("mean", "log_mean_exp", "stack"))
-        require_whole("predict", "chunk", chunk, 1)
-        require_callable("predict", "forward", forward, "a function of (params, batch), or a module")
-        kinds.require("predict", transform=(transform, kinds.FUNCTION.or_none()))
+        kinds.require(
+            "predict",
+            reduce=(reduce, kinds.one_of("mean", "log_mean_exp", "stack")),
+            chunk=(chunk, kinds.WHOLE),
+            forward=(forward, _FORWARD),
+            transform=(transform, kinds.FUNCTION.or_none()),
+        )
         if not len(self):
             raise ValueError("predict: there are no draws; run longer, or with a shorter burn-in")
         if self.is_weighted:
@@ -538,13 +546,11 @@ class Draws:
         if not self._buffer_names:
             warn_of_moving_buffers(forward)
         run = Forward(buffered_forward(forward) if self._buffer_names else lambda p, batch, _: forward(p, batch))
-        one = isinstance(batches, (Tensor, tuple, Mapping))
-        if one:
+        if isinstance(batches, (Tensor, tuple, Mapping)):
             batches = [batches] if isinstance(batches, Tensor) or len(batches) else []
-        require_iterable("predict", "batches", batches, "batches, such as a DataLoader, or one batch")
-        out = []
-        for batch in batches:
-            average = Average(reduce)
+        kinds.require("predict", batches=(batches, kinds.BATCHES))
+
+        def outputs(batch: Any) -> Iterator[Tensor]:
             for block, buffers in self._blocks(chunk):
                 y = run(block, batch, buffers)
                 y = y if transform is None else transform(y)
@@ -555,8 +561,9 @@ class Draws:
                     raise ValueError(
                         f"predict: forward must return outputs [B, *event] for each of the batches, got {tuple(y.shape[1:])}"
                     )
-                average.add(y)
-            out.append(average.value)
+                yield y
+
+        out = [averaged(outputs(batch), reduce) for batch in batches]
         if not out:
             raise ValueError(
                 "predict: batches is empty; an iterator can be gone through only once, pass a list or a loader"
@@ -664,11 +671,13 @@ class Draws:
         kinds.require("log_likelihood", likelihood=(likelihood, kinds.LIKELIHOOD))
         if self.is_weighted:
             raise ValueError("log_likelihood: these draws have weights; take draws.equally_weighted()")
-        one = isinstance(batches, tuple) or (
-            isinstance(batches, list) and list(map(torch.is_tensor, batches)) == [True, True]
-        )
+        if isinstance(batches, tuple) or (
+            isinstance(batches, list) and [*map(torch.is_tensor, batches)] == [True, True]
+        ):
+            batches = [batches]
+        kinds.require("log_likelihood", batches=(batches, kinds.BATCHES))
         said = []
-        for batch in [batches] if one else require_iterable("log_likelihood", "batches", batches, "batches of a pair"):
+        for batch in batches:
             if not isinstance(batch, (tuple, list)) or len(batch) != 2:
                 raise TypeError(
                     f"log_likelihood: batches must be pairs (inputs, targets), got {type(batch).__name__}: "
@@ -793,7 +802,7 @@ class Draws:
         return sorted(name.removeprefix(BUFFER) for name in names if name.startswith(BUFFER))
 
     def with_buffers(self, buffers: Mapping[str, Tensor]) -> Draws:
-        """The same draws with these buffers in the place of their own.
+        """The same draws with these buffers, in the place of those of the same names.
 
         Args:
             buffers: tensors ``[S, ...]``, or ``[S, chains, ...]``, by their names in the module.
@@ -825,9 +834,8 @@ class Draws:
         # of every draw that is held, those that are not meant too
         every = {n: x.new_zeros((total, *x.shape[1:])).index_copy(0, rows.to(x.device), x) for n, x in buffers.items()}
         for piece in self._pieces:
-            own = {n: x for n, x in piece.leaves.items() if not n.startswith(BUFFER)}
-            own |= {BUFFER + name: x[at : at + piece.size] for name, x in every.items()}
-            pieces.append(piece._replace(leaves=own, hidden=BUFFER))
+            own = {BUFFER + name: x[at : at + piece.size] for name, x in every.items()}
+            pieces.append(piece._replace(leaves={**piece.leaves, **own}))
             at += piece.size
         return self._with(self._rows, pieces, self.last)
 
@@ -859,7 +867,70 @@ def largest() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def _require_draws(method: str, others: Sequence[Any]) -> None:
-    for i, other in enumerate(others):
-        if not isinstance(other, Draws):
-            raise TypeError(f"Draws.{method}: others[{i}] must be Draws, got {type(other).__name__}")
+def buffered_forward(forward: Any) -> Callable[[Any, Any, Any], Tensor]:
+    """A function of params, batch and buffers from what a user passed.
+
+    Raises:
+        ValueError: it takes no buffers, or its module is in ``train`` mode.
+    """
+    if hasattr(forward, "with_buffers"):
+        if forward.module.training:
+            raise ValueError(
+                "predict: the module is in train mode, so that BatchNorm would take the statistics of the batch "
+                "instead of those the draws hold; call module.eval() first"
+            )
+        return lambda params, batch, buffers: forward.with_buffers(params, batch, buffers)[0]
+    try:
+        inspect.signature(forward).bind(None, None, None)
+    except TypeError:
+        raise ValueError(
+            "predict: these draws hold buffers of their own (BatchNorm's statistics), and this function takes none: pass the "
+            "forward of bc.make_functional(module), or a function of (params, batch, buffers)"
+        ) from None
+    return forward
+
+
+class Forward:
+    """A model at many draws at once by ``vmap``; one by one from the first time that vmap refuses it."""
+
+    def __init__(self, forward: Callable[[Any, Any, Any], Tensor]) -> None:
+        self.forward = forward
+        self.batched = True
+
+    def __call__(self, draws: Any, batch: Any, buffers: Any) -> Tensor:
+        """Outputs ``[S, B, *event]`` for parameters and buffers ``[S, ...]``."""
+        size = optree.tree_leaves(draws)[0].shape[0]
+        if self.batched and size > 1:
+            try:
+                return torch.vmap(lambda p, b: self.forward(p, batch, b), randomness="error")(draws, buffers)
+            except RuntimeError:
+                self.batched = False
+        both: Any = (draws, buffers)
+        singles = [optree.tree_map(lambda x, i=i: x[i], both) for i in range(size)]
+        return torch.stack([self.forward(p, batch, b) for p, b in singles])
+
+
+def averaged(blocks: Iterable[Tensor], reduce: Reduce) -> Tensor:
+    """The mean, the log-mean-exp or the stack over axis 0 of blocks ``[S, ...]``, of which one at a time is held for a mean."""
+    if reduce == "stack":
+        return torch.cat(list(blocks))
+    count, total = 0, None
+    for x in blocks:
+        block = x.logsumexp(0) if reduce == "log_mean_exp" else x.sum(0)
+        more = torch.logaddexp if reduce == "log_mean_exp" else torch.add
+        count, total = count + len(x), block if total is None else more(total, block)
+    assert total is not None
+    return total - math.log(count) if reduce == "log_mean_exp" else total / count
+
+
+def warn_of_moving_buffers(forward: Any) -> None:
+    """Warn where draws hold no buffers, and the module they predict with has statistics that training moved."""
+    module = getattr(forward, "module", None)
+    if module is not None and any(name.endswith("running_mean") for name, _ in module.named_buffers()):
+        warnings.warn(
+            "predict: the module has BatchNorm, and these draws hold no statistics of their own: every draw predicts "
+            "with those "
+            "that the module has now. Keep them with the draws (make_step(..., buffers=), bc.collect), or compute them: "
+            "bc.refresh_batch_norm(module, draws, loader)",
+            stacklevel=3,
+        )

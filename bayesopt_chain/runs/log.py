@@ -1,18 +1,20 @@
-"""Numbers of a run, step by step, for TensorBoard, Weights & Biases and anything else that takes them by name."""
+"""Numbers of a run while it runs: in a progress bar, in TensorBoard, Weights & Biases and what else takes them by name."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from bayesopt_chain import kinds
-from bayesopt_chain.runs.arguments import require_whole
-from bayesopt_chain.runs.collect import Collector
+from bayesopt_chain.checks import installed
 from bayesopt_chain.runs.run import Iteration
 
+SECONDS = 2.0  # between two looks at how well the chains have mixed
 EACH = 16  # chains that have a curve each; of more there is the mean alone
 
 
@@ -48,8 +50,7 @@ def log_to(writer: Any, *, every: int = 1, prefix: str = "") -> Callable[..., No
         >>> table
         [('loss', 2.0, 1), ('draws', 1.0, 1), ('loss', 0.5, 2), ('draws', 2.0, 2)]
     """
-    require_whole("log_to", "every", every, 1)
-    kinds.require("log_to", prefix=(prefix, kinds.TEXT))
+    kinds.require("log_to", every=(every, kinds.WHOLE), prefix=(prefix, kinds.TEXT))
     single, many = getattr(writer, "add_scalar", None), getattr(writer, "log", None)
     if not callable(single) and not callable(many):
         raise TypeError(
@@ -58,16 +59,16 @@ def log_to(writer: Any, *, every: int = 1, prefix: str = "") -> Callable[..., No
         )
     kept = 0
 
-    def log(at: Iteration | Collector | int, /, **more: Any) -> None:
+    def log(at: Any, /, **more: Any) -> None:
         nonlocal kept
         found: Mapping[str, Any] = more
         if isinstance(at, Iteration):
             kept += at.is_draw
             reported = {name: getattr(at.info, name, ()) for name in ("loss", "gradient_norm", "temperature")}
             found = {**{n: x for n, x in reported.items() if isinstance(x, torch.Tensor)}, "draws": kept, **more}
-        elif isinstance(at, Collector):
+        elif hasattr(at, "every") and hasattr(at, "after"):  # what bc.collect returned
             found = {"draws": max(0, at.step - at.after) // at.every, **more}
-        elif isinstance(at, bool) or not isinstance(at, int):
+        elif not kinds.INDEX.fits(at):
             raise TypeError(
                 f"log_to: the callback takes an Iteration, what bc.collect returned, or the number of a step, got {at!r:.100}"
             )
@@ -94,3 +95,48 @@ def _scalars(name: str, value: Any) -> list[tuple[str, float]]:
         return [(name, x.item())]
     each = [(f"{name}/{i}", v) for i, v in enumerate(x.tolist())] if len(x) <= EACH else []
     return [(name, x.mean().item() if len(x) else math.nan), *each]
+
+
+class Progress:
+    """A progress bar: loss, number of draws, and the effective sample size and R-hat of the loss so far.
+
+    The last two need the extra ``diagnostics``. Callbacks with ``postfix()`` say more by name.
+
+    Args:
+        steps: of the whole run.
+        done: that were made before.
+        callbacks: of the run.
+    """
+
+    def __init__(self, steps: int, done: int, callbacks: Sequence[Any]) -> None:
+        installed("progress=True", "runs", "tqdm")
+        from tqdm.auto import tqdm
+
+        self.callbacks, self.losses = callbacks, list[torch.Tensor]()
+        self.looked, self.mixed = 0.0, dict[str, str]()
+        self.bar: Any = tqdm(total=steps, initial=done, unit="step")
+
+    def update(self, it: Iteration) -> None:
+        """Show a step."""
+        if it.is_draw:
+            loss, told = getattr(it.info, "loss", None), dict[str, str]()
+            if isinstance(loss, torch.Tensor):
+                self.losses.append(loss.detach().double().cpu().reshape(-1))
+                told = {"loss": f"{loss.mean().item():.4g}", "draws": str(len(self.losses)), **self._mixing()}
+            for callback in self.callbacks:
+                told |= callback.postfix() if hasattr(callback, "postfix") else {}
+            self.bar.set_postfix(told, refresh=False)
+        self.bar.update()
+
+    def _mixing(self) -> dict[str, str]:
+        if len(self.losses) >= 8 and time.monotonic() - self.looked >= SECONDS:
+            with suppress(ImportError):
+                from arviz_stats.base import array
+
+                statistics: Any = array.array_stats
+                x = torch.stack(self.losses, 1).numpy()  # [chains, draws]
+                self.mixed = {"ess": f"{float(statistics.ess(x, chain_axis=0, draw_axis=1, method='bulk')):.0f}"}
+                if len(x) > 1:
+                    self.mixed["r_hat"] = f"{float(statistics.rhat(x, chain_axis=0, draw_axis=1, method='rank')):.3f}"
+            self.looked = time.monotonic()
+        return self.mixed

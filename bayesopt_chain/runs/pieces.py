@@ -1,7 +1,8 @@
 """Consecutive draws, in memory or in files, and reading some rows of one of their columns.
 
 Draws are numbered ``0, ..., S - 1`` over pieces that follow one another. A piece holds tensors in memory, or rows of files,
-whose chains stand side by side on axis 1. What is read out of files is checked, and nothing of it is held.
+whose chains stand side by side on axis 1. What is read out of files is checked, and nothing of it is held. Directories are
+opened here: whose chains they hold, and that no two of them are one chain.
 """
 
 from __future__ import annotations
@@ -10,16 +11,19 @@ import bisect
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
 from bayesopt_chain._torch import dtensor_of, is_dtensor, spec_of, stacked_spec
 from bayesopt_chain.distributed.layout import axes_of
 from bayesopt_chain.distributed.shards import local
+from bayesopt_chain.runs import checkpoint
 from bayesopt_chain.runs.files import File
-from bayesopt_chain.runs.folder import LEAF, STEP, Tile
+from bayesopt_chain.runs.folder import HEAD, LEAF, STEP, Tile, drawn, folders_of, head_of, tiles_of
 
 SPARSE = 4  # of so many rows on disk one is wanted: from there on rows are read one by one
 
@@ -41,7 +45,6 @@ class Piece(NamedTuple):
         parts: on disk, where there are any.
         device: to which columns come that are read, except for the steps.
         like: parameters by name, as whose DTensors whole leaves are to come.
-        hidden: how the names of columns on disk begin that do not count, if any.
     """
 
     size: int
@@ -49,7 +52,6 @@ class Piece(NamedTuple):
     parts: tuple[Part, ...] = ()
     device: torch.device = torch.device("cpu")
     like: Mapping[str, Any] | None = None
-    hidden: str | None = None
 
     def to(self, device: torch.device) -> Piece:
         """The same draws on a device."""
@@ -58,10 +60,7 @@ class Piece(NamedTuple):
 
     def names(self) -> list[str]:
         """The names of its columns."""
-        stored = self.parts[0].file.entries if self.parts else ()
-        return list(
-            dict.fromkeys([*[n for n in stored if not self.hidden or not n.startswith(self.hidden)], *self.leaves])
-        )
+        return list(dict.fromkeys([*(self.parts[0].file.entries if self.parts else ()), *self.leaves]))
 
     def kind(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """Dtype of a column, and shape of one of its rows."""
@@ -175,3 +174,108 @@ def row_bytes(pieces: Sequence[Piece], name: str) -> int:
     """Bytes of one row of a column."""
     dtype, shape = pieces[0].kind(name)
     return math.prod(shape) * dtype.itemsize
+
+
+class Chains(NamedTuple):
+    """A folder that is read: some chains of a run, and the draws of them that are there."""
+
+    folder: Path
+    head: dict[str, Any]
+    tiles: list[Tile]
+
+    def why(self) -> str:
+        """Why there are not all draws."""
+        step, head = self.tiles[-1].step if self.tiles else 0, self.head
+        if sum(t.draws for t in self.tiles) < drawn(head, max(step, head["step"])):
+            return "damaged files are left out"
+        if step > head["step"]:
+            return self.tiles[-1].file.metadata["why"] or f"it was cut off after step {step}"
+        return head["why"] or ("" if head["complete"] else f"it was cut off after step {head['step']}")
+
+
+def opened(paths: Sequence[Path], like: Any, skip: bool) -> tuple[list[Piece], Any, list[str], dict[str, Any]]:
+    """The draws of all folders of these runs, side by side.
+
+    Args:
+        paths: of runs.
+        like: the parameters, for their structure, their device and the layout of DTensors; ``None``: nested dictionaries, on
+            the CPU.
+        skip: whether damaged files are left out, with a warning; all files are read then.
+
+    Returns:
+        The arguments of :class:`bayesopt_chain.Draws`, the last ones by name.
+
+    Raises:
+        FileNotFoundError: no run, or a file of it is missing.
+        ValueError: a damaged file, runs that do not belong together, or chains that drew the same noise.
+    """
+    if not paths:
+        raise FileNotFoundError("Draws.open: no directory is named, or none fits the pattern")
+    every = [one for path in paths for one in _run(path, skip)]
+    first = every[0].head["identity"]
+    for one in every:
+        differing = [k for k in ("burn_in", "thinning", "tree") if one.head["identity"][k] != first[k]]
+        if differing:
+            raise ValueError(f"Draws.open: {one.folder} and {every[0].folder} hold runs with another {differing[0]}")
+    _require_chains_of_their_own(every)
+    names = every[0].head["leaves"]
+    tree = checkpoint.nested(dict.fromkeys(names, 0)) if like is None else like
+    mine = list(checkpoint.flat(tree)[like is None])
+    if sorted(mine) != sorted(names):
+        raise ValueError(f"Draws.open: {paths[0]} holds leaves {sorted(names)}, like has {sorted(mine)}")
+    leaves = checkpoint.flat(like)[0]
+    device = next((local(x).device for x in leaves.values() if not x.is_meta), torch.device("cpu"))
+    pieces = side_by_side([one.tiles for one in every], device, leaves)
+    even = len({sum(t.draws for t in one.tiles) for one in every}) == 1
+    why = next((why for one in every if (why := one.why())), "" if even else "some of the chains have more draws")
+    stacked = len(every) > 1 or every[0].head["chains"] is not None
+    chains = sum(one.head["chains"] or 1 for one in every) if stacked else None
+    spec = optree.tree_structure(tree, none_is_leaf=True)
+    return pieces, spec, mine, {"chains": chains, "complete": not why, "why": why, "identity": first}
+
+
+def _run(path: Path, skip: bool) -> list[Chains]:
+    """All chains of one run, in the order of their numbers.
+
+    Raises:
+        FileNotFoundError: there is no run, or a folder of it is gone.
+    """
+    found = [(folder, head) for folder in folders_of(path) if (head := head_of(folder)) is not None]
+    if not found:
+        raise FileNotFoundError(f"Draws.open: there is no run in {path}: it has no {HEAD}")
+    numbers = sorted(head.metadata["numbers"] for _, head in found if head.metadata["numbers"] is not None)
+    total, ranks = found[0][1].metadata["identity"]["total"], found[0][1].metadata["rank"][1]
+    at = 0
+    for a, b in numbers:
+        at = b if a == at else at
+    if len(numbers) == len(found) and at != total:
+        raise FileNotFoundError(
+            f"Draws.open: {path} holds no draws of chain {at} of {total}; restore its folder, or go on with the run"
+        )
+    if not numbers and len(found) != ranks:
+        raise FileNotFoundError(f"Draws.open: {path} holds runs of {len(found)} of {ranks} ranks; restore the others")
+    if 0 < len(numbers) < len(found):
+        raise ValueError(f"Draws.open: {path} holds folders of two runs; restore it, or give each run a directory")
+    found.sort(key=lambda x: x[1].metadata["numbers"] or [])
+    return [Chains(folder, head.metadata, tiles_of(folder, head, skip)) for folder, head in found]
+
+
+def _require_chains_of_their_own(every: Sequence[Chains]) -> None:
+    """Refuse chains that drew the same noise: they have a key in common, or the same first draws.
+
+    Raises:
+        ValueError: naming two of them.
+    """
+    seen = dict[Any, Chains]()
+    for one in every:
+        told = list[Any](one.head["keys"])
+        if one.head["numbers"] is None and one.tiles:
+            entries = one.tiles[0].file.entries
+            told.append(tuple(x.sums for n, x in sorted(entries.items()) if n.startswith(LEAF)))
+        for key in told:
+            if (other := seen.setdefault(key, one)) is not one:
+                raise ValueError(
+                    f"Draws.open: {other.folder.name} and {one.folder.name} drew the same noise, since their ranks "
+                    "were seeded alike: they are one chain, not two. Make the chains with bc.parallel(step, n, mesh=mesh), or "
+                    "seed each rank differently"
+                )

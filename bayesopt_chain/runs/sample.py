@@ -4,31 +4,40 @@ A run of ``steps`` steps draws after steps ``burn_in + thinning``, ``burn_in + 2
 :mod:`bayesopt_chain.runs.folder`. Whenever the process dies, its files are whole, and steps after the checkpoint are run
 again. The state of a chain determines its noise, so they give the same draws, bit for bit, on the same machine with the
 same versions and threads.
+
+Whatever ends a run, no finished draw is lost. The first Ctrl-C ends it after the step under way, a second one ends that step,
+and none ends a commit.
 """
 
 from __future__ import annotations
 
+import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import optree
-from torch import Tensor
+import torch
 
 from bayesopt_chain import kinds
 from bayesopt_chain.data.epochs import Epochs
+from bayesopt_chain.distributed.ranks import name_the_first
 from bayesopt_chain.loop.capture.captured import Captured
+from bayesopt_chain.loop.chain_keys import seeded
 from bayesopt_chain.loop.parallel import Parallel
-from bayesopt_chain.runs.advance import go
-from bayesopt_chain.runs.arguments import require_callable, require_iterable, require_whole
 from bayesopt_chain.runs.divergence import Divergence
 from bayesopt_chain.runs.draws import Draws
-from bayesopt_chain.runs.place import mesh_in_memory, place_of
-from bayesopt_chain.runs.resumable_batches import ResumableBatches
-from bayesopt_chain.runs.run import Iteration, Run
-from bayesopt_chain.runs.seeds import seeded
-from bayesopt_chain.runs.store import Store
+from bayesopt_chain.runs.log import Progress
+from bayesopt_chain.runs.run import Iteration, ResumableBatches, Run
+from bayesopt_chain.runs.store import Store, place_of
+
+_STEP = kinds.Kind(callable, "a step (params, state, batch) -> (params, state, info), as of bc.make_step")
+_CALLBACKS = kinds.Kind(
+    lambda x: kinds.SEQUENCE.fits(x) and all(map(callable, x)), "functions of an Iteration, in a list"
+)
 
 
 def iterate(
@@ -67,16 +76,19 @@ def iterate(
         2 True 0.25
         3 True 0.125
     """
-    _check(step, steps, burn_in, thinning)
-    run = Run(step, params, state, ResumableBatches(batches), steps, burn_in, thinning, None, (), False)
-    watch = Divergence(run)
-    for n in range(1, steps + 1):
-        params, state, info = step(params, state, run.batches.next())
-        it = Iteration(n, params, state, info, run.is_draw(n))
+    _check("iterate", step, steps, burn_in, thinning)
+    return _iterated(Run(step, params, state, ResumableBatches(batches), steps, burn_in, thinning))
+
+
+def _iterated(run: Run) -> Iterator[Iteration]:
+    params, state, watch = run.params, run.state, Divergence(run)
+    for n in range(1, run.steps + 1):
+        it = run.made(n, params, state)
         if it.is_draw and (wrong := watch.look(it)[1]):
             warnings.warn(f"iterate: {wrong}; the run has diverged and ends here. Lower lr", stacklevel=2)
             return
         yield it
+        params, state = it.params, it.state
 
 
 def sample(
@@ -148,61 +160,78 @@ def sample(
         >>> len(draws), draws.params["w"].shape
         (5, torch.Size([5, 2]))
     """
-    _check(step, steps, burn_in, thinning)
-    if isinstance(step, Parallel) and isinstance(batches, Epochs):
-        _require_axis_of_chains(step, batches)
-    both: Any = (params, state)
-    if wrong := [n for n, x in zip(optree.tree_paths(both), optree.tree_leaves(both)) if _is_meta(x)]:
-        where = "/".join(map(str, wrong[0]))
-        raise ValueError(
-            f"sample: leaf {where} of (params, state) is on the device meta, and has no values: call init under "
-            "torch.device('cpu'), or another default device than meta"
-        )
-    kinds.require("sample", path=(path, kinds.FOLDER.or_none()), keep=(keep, kinds.BOOL))
-    for callback in require_iterable("sample", "callbacks", callbacks, "a sequence of functions of an Iteration"):
-        require_callable("sample", "callbacks", callback, "a sequence of functions of an Iteration")
+    _check("sample", step, steps, burn_in, thinning)
+    kinds.require(
+        "sample",
+        path=(path, kinds.FOLDER.or_none()),
+        checkpoint_seconds=(checkpoint_seconds, kinds.NUMBER),
+        chains=(chains, kinds.WHOLE.or_none()),
+        callbacks=(callbacks, _CALLBACKS),
+        keep=(keep, kinds.BOOL),
+        progress=(progress, kinds.BOOL),
+    )
+    for name, x in zip(optree.tree_paths(both := (params, state)), optree.tree_leaves(both)):  # type: ignore[arg-type]
+        if isinstance(x, torch.Tensor) and x.is_meta:
+            raise ValueError(
+                f"sample: leaf {'/'.join(map(str, name))} of (params, state) is on the device meta, and has no values: call "
+                "init under torch.device('cpu'), or another default device than meta"
+            )
     for callback in callbacks:
         if (attached := getattr(callback, "attached", None)) is not None:
             step = attached(step, batches)
-    if chains is not None:
-        require_whole("sample", "chains", chains, 1)
-    seconds: Any = checkpoint_seconds
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not abs(seconds) <= 1e300:
-        raise TypeError(f"sample: checkpoint_seconds must be a number of seconds, got {checkpoint_seconds!r:.100}")
+    _require_batches_for(step, batches)
     chains = step.n if chains is None and isinstance(step, Parallel) else chains
     if seed is not None:
         state = seeded(state, seed, getattr(step, "numbers", None))
-    alone = _innermost(step)
-    for owner in (*getattr(getattr(alone, "tx", None), "links", ()), getattr(alone, "optimizer", None)):
+    about = (steps, burn_in, thinning, chains, callbacks, progress, seed, keep)
+    run = Run(step, params, state, ResumableBatches(batches), *about)
+    place = place_of(None if path is None else Path(path), step, (params, state))
+    if path is not None:
+        getattr(step, "_keep_apart", bool)(place.alone and place.rank.size > 1)
+    if place.mesh is not None or place.sharded:
+        run.batches.share(place.mesh)
+    return _in_store(Store(run, place, checkpoint_seconds))
+
+
+def _check(who: str, step: Any, steps: int, burn_in: int, thinning: int) -> None:
+    kinds.require(
+        who,
+        step=(step, _STEP),
+        steps=(steps, kinds.WHOLE),
+        burn_in=(burn_in, kinds.whole(0)),
+        thinning=(thinning, kinds.WHOLE),
+    )
+    if steps < burn_in + thinning:
+        raise ValueError(
+            f"{who}: steps={steps} ends before the first draw, which comes after burn_in + thinning = {burn_in + thinning} "
+            "steps (steps counts all of them, burn-in included)"
+        )
+
+
+def _require_batches_for(step: Any, batches: Any) -> None:
+    """Refuse batches in another order than a sampler is meant for; and :func:`bayesopt_chain.epochs` with an axis of chains
+    that the step does not know, or the reverse.
+
+    A loss that is given the batches of all chains at once would often run, on a batch as many times larger.
+    """
+    if (
+        isinstance(step, Parallel)
+        and isinstance(batches, Epochs)
+        and (step.batch_dim is None) != (batches.chains is None)
+    ):
+        raise ValueError(
+            f"sample: the step has batch_dim={step.batch_dim!r}, and {batches!r} gives other batches; take "
+            f"bc.parallel(step, {step.n}, batch_dim=0) with bc.epochs(..., chains={step.n}), or neither of the two arguments"
+        )
+    while isinstance(step, (Parallel, Captured)):
+        step = step.step
+    for owner in (*getattr(getattr(step, "tx", None), "links", ()), getattr(step, "optimizer", None)):
         wanted = getattr(owner, "batch_order", None)
         if wanted is not None and getattr(batches, "order", wanted) != wanted:
             raise ValueError(
                 f"sample: this sampler is meant for {wanted} batches, and these are {batches.order}: take "
                 f"bc.epochs(..., order={wanted!r}), or bc.samplers.ubu, which takes any"
             )
-    run = Run(
-        step,
-        params,
-        state,
-        ResumableBatches(batches),
-        steps,
-        burn_in,
-        thinning,
-        chains,
-        callbacks,
-        progress,
-        seed,
-        keep,
-    )
-    if path is None:
-        if (mesh := mesh_in_memory(step, (params, state))) is not None:
-            run.batches.share(mesh)
-        return _in_store(Store(run))
-    place = place_of(Path(path), step, (params, state))
-    getattr(step, "_keep_apart", bool)(place.alone and place.rank.size > 1)
-    if not place.alone:
-        run.batches.share(place.mesh)
-    return _in_store(Store(run, place, checkpoint_seconds))
 
 
 def _in_store(store: Store) -> Draws:
@@ -212,42 +241,145 @@ def _in_store(store: Store) -> Draws:
         for blocks in behind:
             caught_up = _in_store(store.some(blocks, front))
             if not caught_up.complete:
-                chains, why = store.run.chains, caught_up.why
-                return Draws(store.pieces(), store.spec, store.names, chains=chains, complete=False, why=why)
-        return go(store.run, store)
+                return store.draws(False, caught_up.why)
+        return _go(store.run, store)
 
 
-def _innermost(step: Any) -> Any:
-    """The step of one chain inside ``parallel`` and ``capture``."""
-    while isinstance(step, (Parallel, Captured)):
-        step = step.step
-    return step
+def _go(run: Run, store: Store) -> Draws:
+    """Make all steps that are still to be made, hand their draws to ``store``, and return all draws.
 
-
-def _is_meta(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_meta
-
-
-def _require_axis_of_chains(step: Parallel, batches: Epochs) -> None:
-    """Refuse batches of :func:`bayesopt_chain.epochs` with an axis of chains that the step does not know, or the reverse.
-
-    A loss that is given the batches of all chains at once would often run, on a batch as many times larger.
+    Ctrl-C, a draw that is not finite, a loss that has exploded and a callback that returns ``True`` end the run, which says
+    why. An exception goes on to the caller with the finished draws in its attribute ``draws``.
     """
-    if (step.batch_dim is None) != (batches.chains is None):
-        raise ValueError(
-            f"sample: the step has batch_dim={step.batch_dim!r}, and {batches!r} gives other batches; take "
-            f"bc.parallel(step, {step.n}, batch_dim=0) with bc.epochs(..., chains={step.n}), or neither of the two arguments"
-        )
+    with interrupts() as sigint:
+        *last, done = store.restore()
+        progress = Progress(run.steps, done, run.callbacks) if run.progress else None
+        ended = _Ended((last[0], last[1]), done)
+        watch = Divergence(run, store.losses(done), last[1])
+        try:
+            _steps(run, store, ended, watch, sigint, progress)
+            if ended.rescue:
+                _rescue(store, ended)
+            else:
+                store.finish(*ended.last, ended.done, ended.done >= run.steps, ended.why)
+        except KeyboardInterrupt:
+            ended.why = f"interrupted after step {ended.done}"
+            _rescue(store, ended)
+        except BaseException as err:
+            sigint.raises = False
+            ended.why = f"{type(err).__name__} in step {ended.done + 1}"
+            name_the_first(err, "sample")
+            failed = store.rescue(ended.done, ended.why)
+            with suppress(OSError, ValueError, TypeError, AttributeError):  # what ended the run says more
+                finished: Any = store.draws(False, ended.why, ended.last)
+                err.draws = finished  # type: ignore[attr-defined]
+                on_disk = ", and on disk" * (store.place.root is not None and not failed)
+                if len(finished) and hasattr(err, "add_note"):
+                    note = f"{len(finished)} finished draws are in the attribute draws of this exception{on_disk}"
+                    err.add_note(f"sample: {note}")  # type: ignore[attr-defined]
+            raise
+        finally:
+            if progress is not None:
+                progress.bar.close()
+        for callback in run.callbacks:
+            if text := getattr(callback, "warning", str)():
+                warnings.warn(f"sample: {text}", stacklevel=3)
+        store.together(lambda: None)  # until the first rank has written
+        return store.draws(ended.done >= run.steps and not ended.rescue, ended.why, ended.last)
 
 
-def _check(step: Any, steps: int, burn_in: int, thinning: int) -> None:
-    require_callable(
-        "sample", "step", step, "a step (params, state, batch) -> (params, state, info), as of bc.make_step"
-    )
-    for name, value, least in (("steps", steps, 1), ("burn_in", burn_in, 0), ("thinning", thinning, 1)):
-        require_whole("sample", name, value, least)
-    if steps < burn_in + thinning:
+class _Ended:
+    """How far a run came: what the last whole step returned, its number, why it ended, and whether its draws alone are kept."""
+
+    def __init__(self, last: tuple[Any, Any], done: int) -> None:
+        self.last, self.done = last, done
+        self.why, self.rescue = "", False
+
+
+def _steps(
+    run: Run, store: Store, ended: _Ended, watch: Divergence, sigint: Interrupts, progress: Progress | None
+) -> None:
+    """Make steps until the last one, or until something ends the run."""
+    for n in range(ended.done + 1, run.steps + 1):
+        if sigint.asked and not store.place.sharded:  # ranks with DTensors end after the same step
+            ended.why = f"interrupted after step {ended.done}"
+            return
+        sigint.raises = True
+        it = run.made(n, *ended.last)
+        loss, wrong = watch.look(it) if it.is_draw else (None, "")
+        sigint.raises = False
+        if wrong:
+            warnings.warn(f"sample: {wrong}; the run has diverged and ends here. Lower lr", stacklevel=4)
+            ended.why, ended.rescue = wrong, True
+            return
+        if it.is_draw and run.keep:
+            store.add(_beside_its_weight(it, *ended.last), loss)
+        ended.last, ended.done = (it.params, it.state), n
+        if progress is not None:
+            progress.update(it)
+        sigint.raises = True
+        asked = any([callback(it) is True for callback in run.callbacks])
+        sigint.raises = False
+        if asked:
+            ended.why = f"a callback ended it after step {n}"
+            return
+        if store.maybe_checkpoint(it, sigint.asked):
+            ended.why = f"interrupted after step {n}"
+            return
+
+
+def _beside_its_weight(it: Iteration, params: Any, state: Any) -> Iteration:
+    """The draw whose weight the step reported, if it did: the parameters that it started from.
+
+    Raises:
+        ValueError: the step has overwritten them.
+    """
+    if not isinstance(getattr(it.info, "weight", None), torch.Tensor):
+        return it
+    if any([x is y for x, y in zip(optree.tree_leaves(params), optree.tree_leaves(it.params))]):
         raise ValueError(
-            f"sample: steps={steps} ends before the first draw, which comes after burn_in + thinning = {burn_in + thinning} "
-            "steps (steps counts all of them, burn-in included)"
+            "sample: the draws of this chain have weights, which belong to the parameters that a step starts from, and this "
+            "step overwrites them; make it with inplace=False, and not captured"
         )
+    return it._replace(params=params, state=state)
+
+
+def _rescue(store: Store, ended: _Ended) -> None:
+    """Keep the draws of a run that ended in the middle of a step, or with one that is no draw."""
+    ended.rescue = True
+    if (failed := store.rescue(ended.done, ended.why)) and store.size:
+        warnings.warn(f"sample: the last {store.size} draws are in memory only: {failed}", stacklevel=4)
+
+
+class Interrupts:
+    """The handler of ``SIGINT`` while a run makes its steps and commits its draws.
+
+    Attributes:
+        asked: whether Ctrl-C came.
+        raises: whether a second one raises ``KeyboardInterrupt``: while code runs that may take long and that commits nothing.
+    """
+
+    def __init__(self) -> None:
+        self.asked = self.raises = False
+
+    def handle(self, number: int, frame: Any) -> None:
+        """Take note; raise if asked before, once."""
+        if self.asked and self.raises:
+            self.raises = False  # what is rescued now is not to be interrupted
+            raise KeyboardInterrupt
+        self.asked = True
+
+
+@contextmanager
+def interrupts() -> Iterator[Interrupts]:
+    """Handle ``SIGINT`` until the block ends; only the main thread gets signals."""
+    out = Interrupts()
+    if threading.current_thread() is not threading.main_thread():
+        yield out
+        return
+    before = signal.signal(signal.SIGINT, out.handle)
+    try:
+        yield out
+    finally:
+        out.raises = False
+        signal.signal(signal.SIGINT, before)

@@ -13,69 +13,197 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import optree
 import torch
 from torch import Tensor
 
 from bayesopt_chain._torch import is_dtensor
-from bayesopt_chain.distributed.ranks import broadcast, digest, gather_objects, together
-from bayesopt_chain.distributed.shards import local
+from bayesopt_chain.distributed.ranks import World, broadcast, digest, gather_objects, together, world
+from bayesopt_chain.distributed.replicated import is_replicated
+from bayesopt_chain.distributed.shards import are_spread, local
 from bayesopt_chain.loop.module_state import buffers_of
 from bayesopt_chain.runs import checkpoint, files
+from bayesopt_chain.runs.draws import Draws
 from bayesopt_chain.runs.files import File
-from bayesopt_chain.runs.folder import BUFFER, HEAD, LEAF, LOSS, STEP, WEIGHT, Tile, folders_of, head_of, tiles_of
+from bayesopt_chain.runs.folder import BUFFER, HEAD, LEAF, LOSS, STEP, WEIGHT, Folder, folders_of, head_of, tiles_of
 from bayesopt_chain.runs.identity import STATE, identity_of, keys_of, losses_of, require_same
 from bayesopt_chain.runs.pieces import Piece, shard_of, side_by_side
-from bayesopt_chain.runs.place import Place, blocks_of
-from bayesopt_chain.runs.resumable_batches import ResumableBatches
 from bayesopt_chain.runs.run import Iteration, Run
-from bayesopt_chain.runs.writer import Folder
 
 T = TypeVar("T")
 
 SHARD_BYTES = 1 << 26  # draws on disk are committed when they have grown to this size, or after the interval
 ASKED_EACH = 0.1  # of the interval between two commits: how often ranks ask the first one whether it is time
+MOST_BLOCKS = 256  # folders of one run
 GENERATOR, CALLBACK = "_generator/", "_callback/"
 
 
-class Store:
-    """Draws, copied as they come; with a place, committed to its folders.
+class Place(NamedTuple):
+    """A rank's place in a run.
 
     Attributes:
-        place: where a run on disk is; ``None`` in memory.
+        root: the directory of the run; ``None`` in memory, where every rank keeps what it draws.
+        folder: of these chains, in it; those of a mesh have one for each block of them, see :func:`blocks_of`.
+        sharded: whether the parameters or the state hold DTensors, which are gathered for the rank that writes.
+        mesh: the ranks that share these chains, with one axis; ``None``: all ranks of sharded chains, else this one alone.
+        chains: the writer's chains by their global numbers, if they have such.
+        total: the number of chains of all writers, if they have global numbers.
+        rank: which of how many ranks with chains of their own it is.
+        in_blocks: whether a mesh shares the chains out.
+    """
+
+    root: Path | None = None
+    folder: Path = Path()
+    sharded: bool = False
+    mesh: Any = None
+    chains: range | None = None
+    total: int | None = None
+    rank: World = World(0, 1)
+    in_blocks: bool = False
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other rank shares what is kept of these chains."""
+        return self.root is None or (self.mesh is None and not self.sharded)
+
+    @property
+    def shared(self) -> World:
+        """The number of this rank among those that share these chains, of which the first one writes; and how many they are."""
+        if self.alone:
+            return World(0, 1)
+        return world() if self.mesh is None else World(self.mesh.get_local_rank(), self.mesh.size())
+
+    @property
+    def numbers(self) -> list[int] | None:
+        """The first of these chains and the one behind the last, by their global numbers."""
+        return None if self.chains is None else [self.chains.start, self.chains.stop]
+
+
+def place_of(path: Path | None, step: Any, tree: Any) -> Place:
+    """The place of this rank.
+
+    Args:
+        path: the directory of the run; ``None``: in memory.
+        step: of the run, which may know a mesh of chains, and one of data.
+        tree: parameters and state.
+
+    Raises:
+        ValueError: meshes that leave out some of the ranks; with a directory, DTensors on several meshes.
+    """
+    chains, data = (
+        getattr(step, "mesh", None),
+        getattr(getattr(getattr(step, "step", step), "ranks", None), "mesh", None),
+    )
+    everyone, sharded = world(), are_spread(tree)
+    if data is None and everyone.size > 1 and is_replicated(model := getattr(step, "model", None)):
+        from torch.distributed.device_mesh import init_device_mesh
+
+        data = init_device_mesh(
+            next(cast(Any, model).parameters()).device.type, (everyone.size,)
+        )  # DistributedDataParallel
+    meshes = list(dict.fromkeys(x.device_mesh for x in optree.tree_leaves(tree) if is_dtensor(x)))
+    of_shards = meshes[0] if len(meshes) == 1 and meshes[0].ndim == 1 else None
+    numbers, total = getattr(step, "numbers", None), getattr(step, "total", None)
+    if path is None:
+        mesh = of_shards if data is None else data
+        return Place(mesh=mesh if mesh is not None and mesh.size() > 1 else None)
+    if sharded and chains is None:
+        return Place(path, path, True, None, numbers, total)
+    if sharded and of_shards is None:
+        raise ValueError(
+            f"sample: with path=, DTensors of chains on ranks of their own lie on {len(meshes)} meshes, of "
+            f"{max(m.ndim for m in meshes)} axes: lay all of them out on one mesh of one axis, such as mesh['shards'] beside "
+            "mesh['chains']"
+        )
+    mesh, rank = of_shards if sharded else data, everyone
+    if chains is not None or mesh is not None:
+        rank = World(0, 1) if chains is None else World(chains.get_local_rank(), chains.size())
+        known = rank.size * (1 if mesh is None else mesh.size())
+        if known != everyone.size:
+            raise ValueError(
+                f"sample: {everyone.size} ranks run, and the meshes of this step are of {known}: which of them run "
+                'chains of their own is not known. Make one mesh of all ranks, bc.make_step(loss, tx, mesh=mesh["data"]) and '
+                'bc.parallel(step, n, loop=True, mesh=mesh["chains"])'
+            )
+    if chains is None and rank.size > 1:
+        numbers = total = None
+    mesh = mesh if mesh is not None and (sharded or mesh.size() > 1) else None
+    of_rank = path / f"rank-{rank.rank:05d}-of-{rank.size:05d}"
+    folder = path if numbers is not None or rank.size == 1 else of_rank
+    return Place(path, folder, sharded, mesh, numbers, total, rank, chains is not None)
+
+
+def blocks_of(place: Place) -> list[tuple[Path, slice | None]]:
+    """The folders of these chains, and which of them each has; ``None``: all.
+
+    Chains that a mesh shares out, now or when the run began, are kept in blocks, one chain each up to 256 of them.
+
+    Raises:
+        ValueError: the directory holds a run of another layout; chains of this rank that are no whole blocks.
+    """
+    root, chains, total = place.root, place.chains, place.total
+    assert root is not None
+    there = folders_of(root)
+    blocks = place.in_blocks or any(path.name.startswith("chains-") for path in there if path != root)
+    ranks = {int(path.name[-5:]) for path in there if path.name.startswith("rank-") and path != root}
+    ranks |= {1} if root in there else set()
+    wanted = set[int]() if blocks else {place.rank.size if chains is None else 1}
+    if ranks - wanted or (blocks and (chains is None or total is None)):
+        held = "chains over ranks" if not ranks else "one process" if max(ranks) == 1 else f"{max(ranks)} ranks"
+        raise ValueError(
+            f"sample: {root} holds a run of {held}, and {place.rank.size} run now in another layout: go on as it began, or "
+            "give this run a directory of its own. Chains of bc.parallel(step, n, mesh=mesh) go on on any number of ranks, "
+            "and without a mesh in one process"
+        )
+    if not blocks or chains is None or total is None:
+        return [(place.folder, None)]
+    width = -(-total // MOST_BLOCKS)
+    if chains.start % width or (chains.stop % width and chains.stop != total):
+        raise ValueError(
+            f"sample: {total} chains are kept on disk in blocks of {width}, and this rank runs {chains.start} to "
+            f"{chains.stop - 1}: take a number of chains that {width} times the number of ranks divides"
+        )
+    ends = [(a, min(a + width, chains.stop)) for a in range(chains.start, chains.stop, width)]
+    return [(root / f"chains-{a:05d}-{b:05d}", slice(a - chains.start, b - chains.start)) for a, b in ends]
+
+
+IN_MEMORY = Place()
+
+
+class Store:
+    """Draws, copied as they come; with a place on disk, committed to its folders.
+
+    Attributes:
+        place: where the run is kept.
         device: of the parameters, to which draws come that are read.
         size: the number of draws that are held in memory.
-        writes: whether this rank writes.
+        first: whether this rank keeps the draws of these chains.
         folders: those that this rank writes.
         blocks: the folders of these chains, on every rank that shares them, and which of the run's chains each has.
         owns: whether this store has taken the folders' locks.
     """
 
-    def __init__(self, run: Run, place: Place | None = None, interval: float = 30.0) -> None:
+    def __init__(self, run: Run, place: Place = IN_MEMORY, interval: float = 30.0) -> None:
         self.run, self.place, self.interval = run, place, interval
         self.like = checkpoint.flat(run.params)[0]
         self.device = next((local(x).device for x in self.like.values()), torch.device("cpu"))
         self.names, self.spec = list(self.like), optree.tree_structure(run.params, none_is_leaf=True)
-        self.held: dict[str, list[Tensor]] = {}
-        self.size = 0
-        self.writes = place is not None and place.is_first
-        self.folders, self.owns = list[Folder](), True
-        self.blocks: list[tuple[Path, slice | None]] = []
-        if place is None:
-            return
-        self.identity = identity_of(run, place.total if place.chains is not None else run.chains)
+        self.held, self.size = dict[str, list[Tensor]](), 0
+        self.first, self.owns = place.shared.rank == 0, True
+        self.folders, self.blocks = list[Folder](), list[tuple[Path, slice | None]]()
         self.bytes = max(1, sum(x.nbytes for x in self.like.values()))
         self.committed = self.asked = time.monotonic()
         self.ask_at = self.asked_at = 0  # steps
+        if place.root is not None:
+            self.identity = identity_of(run, place.total if place.chains is not None else run.chains)
 
     # draws
 
     def add(self, it: Iteration, loss: Tensor | None = None) -> None:
         """Copy a draw; every rank that shares the chains does, since DTensors are gathered."""
-        sharded = self.place is not None and self.place.sharded
-        if self.place is not None and not self.writes and not sharded:
+        if not self.first and not self.place.sharded:
             return
         leaves, spec = optree.tree_flatten(it.params, none_is_leaf=True)
         # The names are those of the first parameters: making them anew is half of what a small draw costs.
@@ -84,8 +212,8 @@ class Store:
         row |= {BUFFER + name: x for name, x in buffers_of(it.state).items()}
         if torch.is_tensor(getattr(it.info, "weight", None)):
             row[WEIGHT] = it.info.weight
-        row = gathered(row, self.writes) if sharded else {name: x.detach().clone() for name, x in row.items()}
-        if self.place is not None and not self.writes:
+        row = gathered(row, self.first) if self.place.sharded else {n: x.detach().clone() for n, x in row.items()}
+        if not self.first:
             return
         row[STEP] = torch.tensor(it.step, device="cpu")
         if loss is not None:
@@ -98,14 +226,15 @@ class Store:
             self.held.setdefault(name, []).append(x)
         self.size += 1
 
-    def pieces(self) -> list[Piece]:
+    def draws(self, complete: bool = True, why: str = "", last: tuple[Any, Any] | None = None) -> Draws:
         """All draws of these chains: those that are committed, and those that are held."""
-        like = self.like if self.place is not None and self.place.sharded else None
-        out = list[Piece]()
-        if self.place is not None:
-            every = [folder.tiles for folder in self.folders] or [_tiles(path) for path, _ in self.blocks]
-            out = side_by_side(every, self.device, like)
-        held = self.stacked()
+        about = {"chains": self.run.chains, "complete": complete, "why": why, "last": last}
+        return Draws(self._pieces(), self.spec, self.names, **about)
+
+    def _pieces(self) -> list[Piece]:
+        like = self.like if self.place.sharded else None
+        every = [folder.tiles for folder in self.folders] or [tiles_of(path, _head(path)) for path, _ in self.blocks]
+        out, held = side_by_side(every, self.device, like), self.stacked()
         if self.folders and held:  # an interrupted commit may have written some of them
             new = held[STEP] > min(folder.since for folder in self.folders)
             held = held if bool(new.all()) else {n: x[new.to(x.device)] for n, x in held.items()}
@@ -115,11 +244,11 @@ class Store:
         """The losses of the draws up to a step, ``[S, chains]``; ``None`` where none were kept."""
 
         def read() -> Tensor | None:
-            pieces = [p for p in self.pieces() if LOSS in p.names()]
+            pieces = [p for p in self._pieces() if LOSS in p.names()]
             rows = [p.read(LOSS)[p.read(STEP) <= done] for p in pieces]
             return torch.cat([x.reshape(len(x), -1) for x in rows if len(x)]) if any(map(len, rows)) else None
 
-        return self.told(read) if self.place is not None and done else None
+        return self.told(read) if done else None
 
     def stacked(self) -> dict[str, Tensor]:
         """The draws that are held, by column."""
@@ -133,20 +262,19 @@ class Store:
 
     def together(self, what: Callable[[], T]) -> T:
         """Every rank that shares the chains does it; where one fails, all do."""
-        return what() if self.place is None or self.place.alone else together(self.place.mesh, what)
+        return what() if self.place.alone else together(self.place.mesh, what)
 
     def gathered(self, value: T) -> list[T]:
         """What each of the ranks that share the chains holds."""
-        return [value] if self.place is None or self.place.alone else gather_objects(value, self.place.mesh)
+        return [value] if self.place.alone else gather_objects(value, self.place.mesh)
 
     def told(self, what: Callable[[], T]) -> T:
         """The first rank does it, and all learn what came of it."""
-        first = self.place is None or self.place.is_first
-        value: Any = self.together(lambda: what() if first else None)
+        value: Any = self.together(lambda: what() if self.first else None)
         return self.gathered(value)[0]
 
     def __enter__(self) -> Store:
-        if self.place is not None and self.owns:
+        if self.place.root is not None and self.owns:
             root = self.place.root.absolute()
             if self.place.sharded and len(named := {*map(str, self.gathered(root))}) > 1:
                 raise ValueError(
@@ -159,14 +287,13 @@ class Store:
 
     def _open(self) -> list[tuple[Path, slice | None]]:
         """Take the locks of these chains' folders, unless the directory is another run's."""
-        assert self.place is not None
+        assert self.place.root is not None
         blocks = blocks_of(self.place)
-        mine = {path for path, _ in blocks}
         for path in folders_of(self.place.root):
-            if (self.place.chains is not None or path in mine) and (head := head_of(path)) is not None:
-                ranks = head.metadata["rank"][1]
-                by = "one process" if ranks == 1 else f"{ranks} ranks"
-                require_same(path, head.metadata["identity"], self.identity, by)
+            if self.place.chains is not None or path in {path for path, _ in blocks}:
+                head = _head(path).metadata
+                by = "one process" if head["rank"][1] == 1 else f"{head['rank'][1]} ranks"
+                require_same(path, head["identity"], self.identity, by)
         try:
             for path, _ in blocks:
                 self.folders.append(Folder(path))
@@ -187,7 +314,7 @@ class Store:
         Raises:
             ValueError: the directory is another run's.
         """
-        return (0, []) if self.place is None else self.told(self._behind)
+        return (0, []) if self.place.root is None else self.told(self._behind)
 
     def _behind(self) -> tuple[int, list[range]]:
         if late := [folder for folder in self.folders if folder.step > self.run.steps]:
@@ -200,53 +327,53 @@ class Store:
 
     def some(self, blocks: range, steps: int) -> Store:
         """The store of a run of some blocks of these chains, up to a step."""
-        assert self.place is not None and self.place.chains is not None
+        assert self.place.chains is not None
         some = [(path, rows) for path, rows in self.blocks[blocks.start : blocks.stop] if rows is not None]
-        first, stop, chains = some[0][1].start, some[-1][1].stop, self.place.chains
-        place = self.place._replace(chains=chains[first:stop])
+        first, stop = some[0][1].start, some[-1][1].stop
+        place = self.place._replace(chains=self.place.chains[first:stop])
         out = Store(self.run.some(slice(first, stop), steps), place, self.interval)
         out.blocks = [(path, slice(rows.start - first, rows.stop - first)) for path, rows in some]
         out.folders, out.owns = self.folders[blocks.start : blocks.stop], False
         return out
 
-    def restore(self, run: Run) -> tuple[Any, Any, int]:
+    def restore(self) -> tuple[Any, Any, int]:
         """Parameters, state and number of the last step that was committed."""
-        if self.place is None:
-            return run.params, run.state, 0
-        step = self.told(lambda: self.folders[0].step)
+        run, place = self.run, self.place
+        step = 0 if place.root is None else self.told(lambda: self.folders[0].step)
         self.ask_at = self.asked_at = step
         if not step:
-            self.together(run.batches.rewind)
-            self.together(self._claim)
+            if place.root is not None:
+                self.together(run.batches.rewind)
+                self.together(self._claim)
             return run.params, run.state, 0
-        place = self.place
-        grows, inplace = getattr(run.step, "grows", False), getattr(run.step, "inplace", False)
+        grows = getattr(run.step, "grows", False)
         # Of DTensors every rank reads what it holds; of plain tensors the first one reads all, and sends it.
-        reads = place.is_first or place.sharded
+        reads = self.first or place.sharded
         heads = self.together(lambda: [_head(path) for path, _ in self.blocks] if reads else [])
-        params, state = run.params, run.state
-        if reads:
-            params, state = self._read(heads, grows)
+        params, state = self.together(lambda: self._read(heads, grows) if reads else (run.params, run.state))
         if not place.alone and not place.sharded:
-            together(place.mesh, lambda: None)
             if grows:  # only the writer's state has what an optimizer makes in its first step
                 leaves, spec = optree.tree_flatten(state)
                 about, theirs = self.gathered(([(x.shape, x.dtype, x.device.type) for x in leaves], spec))[0]
                 empty = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in about]
-                state = state if self.writes else theirs.unflatten(empty)
+                state = state if self.first else theirs.unflatten(empty)
             params, state = broadcast((params, state), place.mesh)
         self.together(lambda: self._hand_back(heads, step))
         if step < run.steps:
-            self._go_on(run.batches, heads)
-        if inplace and not grows:
-            params, state = copied((run.params, run.state), (params, state))
+            self._go_on(heads)
+        if getattr(run.step, "inplace", False) and not grows:  # which holds on to its tensors, or its module does
+            with torch.no_grad():
+                before, after = cast(Any, (run.params, run.state)), cast(Any, (params, state))
+                params, state = optree.tree_map(
+                    lambda old, x: old.copy_(x) if torch.is_tensor(old) else x, before, after, none_is_leaf=True
+                )
         return params, state, step
 
     def _claim(self) -> None:
         """Write heads of step 0, before the first step: from then on the folders are this run's."""
         for folder, (_, rows) in zip(self.folders, self.blocks):
             if folder.head is None:
-                folder.set_head(self.metadata(folder, rows, 0, None, {}, False, ""), {})
+                folder.set_head(self.metadata(folder, rows), {})
 
     def _hand_back(self, heads: list[File], step: int) -> None:
         """Give the callbacks the state that they had after the step of the checkpoint; all ranks get the first one's.
@@ -254,41 +381,32 @@ class Store:
         Raises:
             ValueError: other callbacks, or callbacks of other chains: what they saw would be lost, or they missed steps.
         """
-        assert self.place is not None
         mine = [type(x).__qualname__ for x in self.run.stateful]
         heads = heads or [_head(path) for path, _ in self.blocks]
         # Blocks of chains that have caught up had no callbacks: those that did not have to hold what they saw.
         head = next((x for x in heads if x.metadata["callbacks"]), heads[0])
-        saved = {"of": [], "chains": self._numbers, "states": [], **head.metadata["callbacks"]}
+        saved = {"of": [], "chains": self.place.numbers, "states": [], **head.metadata["callbacks"]}
         if not self.owns or (step == self.run.steps and not mine):
             return  # blocks that catch up have no callbacks, and a complete run calls none
-        if saved["of"] != mine or saved["chains"] != self._numbers:
+        if saved["of"] != mine or saved["chains"] != self.place.numbers:
             told = ", ".join(saved["of"]) or "none", ", ".join(mine) or "none"
             raise ValueError(
                 f"sample: {self.place.root} was run for {step} steps with callbacks that have a state ({told[0]}; chains "
-                f"{saved['chains']}), and these are {told[1]} (chains {self._numbers}): give the same ones in the same order, "
-                "on as many ranks, since others have not seen those steps, or give this run a directory of its own"
+                f"{saved['chains']}), and these are {told[1]} (chains {self.place.numbers}): give the same ones in the same "
+                "order, on as many ranks, since others have not seen those steps, or give this run a directory of its own"
             )
         for callback, state in zip(
             self.run.stateful, files.unpacked(saved["states"], head, self.device, CALLBACK), strict=True
         ):
             callback.load_state_dict(state)
 
-    @property
-    def _numbers(self) -> list[int] | None:
-        """The chains that the callbacks of this rank see, by their numbers."""
-        chains = None if self.place is None else self.place.chains
-        return None if chains is None else [chains.start, chains.stop]
-
     def _read(self, heads: list[File], grows: bool) -> tuple[Any, Any]:
         """Parameters and state out of the heads of all blocks."""
-        assert self.place is not None
         if any(head.metadata["scalars"] != heads[0].metadata["scalars"] for head in heads):
             raise ValueError(f"sample: the chains in {self.place.root} do not have the same numbers in their states")
-        names = [name for name in heads[0].entries if not name.startswith((GENERATOR, CALLBACK))]
         wanted: dict[str, Any] = checkpoint.flat((self.run.params, self.run.state))[0]
         tensors = dict[str, Tensor]()
-        for name in names:
+        for name in [name for name in heads[0].entries if not name.startswith((GENERATOR, CALLBACK))]:
             rows = [head.read(name) for head in heads]
             x = rows[0] if len(rows) == 1 else torch.cat(rows)
             tensors[name] = shard_of(x, wanted[name]) if is_dtensor(wanted.get(name)) else x
@@ -298,20 +416,15 @@ class Store:
             target = (self.run.params, checkpoint.merged(self.run.state, fresh))
         return checkpoint.filled(target, tensors, heads[0].metadata["scalars"], str(self.place.root))
 
-    def _go_on(self, batches: ResumableBatches, heads: list[File]) -> None:
+    def _go_on(self, heads: list[File]) -> None:
         """Batches and generators: of as many ranks each its own, of another number those that the first one began."""
-        assert self.place is not None
-        place = self.place
-        if place.alone:
-            batches.seek(heads[0].metadata["batches"])
-            set_generators(heads[0], 0)
-            return
+        place, batches = self.place, self.run.batches
         if not place.sharded:
-            if place.is_first:
+            if self.first:
                 batches.seek(heads[0].metadata["batches"])
                 set_generators(heads[0], 0)
-            first = self.gathered(batches.state())[0]
-            self.together(lambda: None if place.is_first else batches.follow(first))
+            there = self.gathered(batches.state())[0]
+            self.together(lambda: None if self.first else batches.follow(there))
             return
 
         def go_on() -> None:
@@ -319,46 +432,45 @@ class Store:
             alike = first["whole"]["ranks"] == batches.whole["ranks"]
             if not alike and _as_many(batches.state()["loader"], first["loader"]):
                 first = {**first, "whole": batches.whole}  # each rank's batches are what they were
-            (batches.seek if place.is_first or first["whole"] != batches.whole else batches.follow)(first)
-            set_generators(heads[0], place.number if heads[0].metadata["sharing"] == place.size else -1)
+            (batches.seek if self.first or first["whole"] != batches.whole else batches.follow)(first)
+            rank, size = place.shared
+            set_generators(heads[0], rank if heads[0].metadata["sharing"] == size else -1)
 
         self.together(go_on)
 
     # committing
 
-    def maybe_checkpoint(self, it: Iteration, batches: ResumableBatches, asked: bool = False) -> bool:
+    def maybe_checkpoint(self, it: Iteration, asked: bool = False) -> bool:
         """Commit when it is time: of DTensors when the first rank says so.
 
         Args:
             it: the step that was made.
-            batches: as they stand after it.
             asked: whether this rank was asked to end the run.
 
         Returns:
             Whether ranks that share DTensors end after this step, since one of them was asked to.
         """
-        if self.place is None or not (self.writes or self.place.sharded) or it.step < self.ask_at:
+        place = self.place
+        if place.root is None or not (self.first or place.sharded) or it.step < self.ask_at:
             return False
         now, full = time.monotonic(), max(1, SHARD_BYTES // self.bytes)  # draws
         late, ends = now - self.committed > self.interval or self.size >= full, False
         pace = max(1e-6, now - self.asked) / max(1, it.step - self.asked_at)
         wait = max(1, min(int(ASKED_EACH * self.interval / pace), full - self.size))
-        if self.place.sharded:
+        if place.sharded:
             every = self.gathered((late, wait, asked))
             (late, wait, _), ends = every[0], any(theirs[2] for theirs in every)
         self.asked, self.asked_at, self.ask_at = now, it.step, it.step + wait
         if late and not ends:
-            self._commit(it.params, it.state, it.step, batches, False, "")
+            self._commit(it.params, it.state, it.step, False, "")
         return ends
 
-    def finish(self, params: Any, state: Any, step: int, batches: ResumableBatches, complete: bool, why: str) -> None:
+    def finish(self, params: Any, state: Any, step: int, complete: bool, why: str) -> None:
         """Commit after the last step that was made, unless that has been done."""
-        if self.place is None:
-            return
         done = {"step": step, "complete": complete, "why": why}
         is_new = any(f.head is None or any(f.head.metadata[k] != v for k, v in done.items()) for f in self.folders)
-        if self.gathered(is_new)[0] if self.place.sharded else self.writes and is_new:
-            self._commit(params, state, step, batches, complete, why)
+        if self.gathered(is_new)[0] if self.place.sharded else is_new:
+            self._commit(params, state, step, complete, why)
 
     def rescue(self, step: int, why: str) -> str:
         """Write draws alone, behind the checkpoint: the run goes on from that, and makes them again. No message is sent.
@@ -371,27 +483,25 @@ class Store:
                 if self.size and folder.ahead < step:  # else an earlier interruption left as many of them, or more
                     folder.add(step, chains_of(self.stacked(), rows), why)
                     folder.ahead = step
-                elif not self.size:
-                    self._tell(folder, why)
+                elif not self.size and (head := folder.head) is not None:
+                    about = {**head.metadata, "complete": False, "why": why}
+                    folder.set_head(about, {n: head.read(n) for n in head.entries})
         except (OSError, ValueError) as err:
             return str(err)
         return ""
 
-    def _tell(self, folder: Folder, why: str) -> None:
-        """Say in a head why the run ended; the rest of it stays."""
-        head = folder.head
-        assert head is not None
-        folder.set_head({**head.metadata, "complete": False, "why": why}, {n: head.read(n) for n in head.entries})
-
-    def _commit(self, params: Any, state: Any, step: int, batches: ResumableBatches, complete: bool, why: str) -> None:
-        assert self.place is not None
+    def _commit(self, params: Any, state: Any, step: int, complete: bool, why: str) -> None:
         tensors, scalars = checkpoint.flat((params, state))
         generators = [generator_states()]
         if self.place.sharded:
             require_alike(tensors, self.gathered)
-            tensors, generators = gathered(tensors, self.writes), self.gathered(generators[0])
+            tensors, generators = gathered(tensors, self.first), self.gathered(generators[0])
         more = {f"{GENERATOR}{i}/{n}": x for i, states in enumerate(generators) for n, x in states.items()}
-        callbacks, seen = self._callbacks()
+        callbacks = dict[str, Any]()
+        if self.first and self.run.stateful:
+            states = files.packed([x.state_dict() for x in self.run.stateful], more, CALLBACK)
+            of = [type(x).__qualname__ for x in self.run.stateful]
+            callbacks = {"of": of, "chains": self.place.numbers, "states": states}
 
         def write() -> None:
             columns = self.stacked()
@@ -399,41 +509,26 @@ class Store:
                 if columns:
                     folder.add(step, chains_of(columns, rows))
                 mine = tensors if rows is None else {n: x[rows] for n, x in tensors.items()}
-                said = self.metadata(folder, rows, step, batches, scalars, complete, why)
-                folder.set_head({**said, "callbacks": callbacks}, {**mine, **more, **seen})
+                said = self.metadata(folder, rows, step, scalars, complete, why)
+                folder.set_head({**said, "callbacks": callbacks}, {**mine, **more})
 
         self.together(write) if self.place.sharded else write()
         self.forget()
         for folder in self.folders:
             folder.tidy()
 
-    def _callbacks(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What the callbacks have seen: what a head says of it, and its tensors."""
-        tensors = dict[str, Tensor]()
-        if not self.writes or not self.run.stateful:
-            return {}, tensors
-        states = files.packed([x.state_dict() for x in self.run.stateful], tensors, CALLBACK)
-        of = [type(x).__qualname__ for x in self.run.stateful]
-        return {"of": of, "chains": self._numbers, "states": states}, tensors
-
     def metadata(
         self,
         folder: Folder,
-        rows: slice | None,
-        step: int,
-        batches: ResumableBatches | None,
-        scalars: Any,
-        complete: bool,
-        why: str,
+        rows: slice | None = None,
+        step: int = 0,
+        scalars: Mapping[str, Any] | None = None,
+        complete: bool = False,
+        why: str = "",
     ) -> dict[str, Any]:
         """What a head says."""
-        assert self.place is not None
         place, old = self.place, None if folder.head is None else folder.head.metadata
-        chains, numbers, state = (
-            self.run.chains,
-            place.chains and [place.chains.start, place.chains.stop],
-            self.run.state,
-        )
+        chains, numbers, state = self.run.chains, place.numbers, self.run.state
         if rows is not None and numbers is not None:
             chains, numbers = rows.stop - rows.start, [numbers[0] + rows.start, numbers[0] + rows.stop]
             state = optree.tree_map(lambda x: x[rows], state)
@@ -451,9 +546,9 @@ class Store:
             "complete": complete,
             "why": why[:5000],
             "cuts": [] if old is None else old["cuts"],
-            "scalars": scalars,
-            "batches": None if batches is None else batches.state(),
-            "sharing": place.size,
+            "scalars": scalars or {},
+            "batches": self.run.batches.state() if step else None,
+            "sharing": place.shared.size,
             "callbacks": {},
         }
 
@@ -461,10 +556,6 @@ class Store:
 def chains_of(columns: Mapping[str, Tensor], rows: slice | None) -> Mapping[str, Tensor]:
     """The draws of some of the chains, which axis 1 counts."""
     return columns if rows is None else {n: x if n == STEP else x[:, rows] for n, x in columns.items()}
-
-
-def _tiles(path: Path) -> list[Tile]:
-    return tiles_of(path, _head(path))
 
 
 def _head(path: Path) -> File:
@@ -479,8 +570,7 @@ def gathered(tensors: Mapping[str, Any], keep: bool) -> dict[str, Tensor]:
     """Whole leaves of DTensors, copied to the CPU of the ranks that keep them; one leaf at a time is whole on the others."""
     out = dict[str, Tensor]()
     for name, x in tensors.items():
-        x = x.detach()
-        x = x.full_tensor() if is_dtensor(x) else x
+        x = x.detach().full_tensor() if is_dtensor(x) else x.detach()
         if keep:
             out[name] = x.to("cpu", copy=True)
     return out
@@ -499,12 +589,6 @@ def require_alike(tensors: Mapping[str, Any], gather: Callable[[Any], list[Any]]
             f"save: {', '.join(wrong[:4])} differ from rank to rank, and one of them would be kept: "
             "bc.distributed.broadcast for replicas that have drifted apart, DTensors for shards"
         )
-
-
-def copied(old: Any, new: Any) -> Any:
-    """``new``, in the tensors of ``old``: an in-place step, or a module, holds on to them."""
-    with torch.no_grad():
-        return optree.tree_map(lambda a, b: a.copy_(b) if torch.is_tensor(a) else b, old, new, none_is_leaf=True)
 
 
 def generator_states() -> dict[str, Tensor]:
@@ -528,5 +612,6 @@ def set_generators(head: File, rank: int) -> None:
 def _as_many(mine: Any, theirs: Any) -> bool:
     """Whether two ranks' batches are of as many data, and as large."""
     names = ("size", "batch_size")
-    known = isinstance(mine, dict) and isinstance(theirs, dict) and all(n in mine and n in theirs for n in names)
-    return known and all(mine[n] == theirs[n] for n in names)
+    return all(isinstance(x, dict) for x in (mine, theirs)) and all(
+        n in mine and mine[n] == theirs.get(n) for n in names
+    )

@@ -33,7 +33,6 @@ from torch import Tensor
 
 from bayesopt_chain import kinds
 from bayesopt_chain.checks import installed
-from bayesopt_chain.runs.arguments import require_whole
 from bayesopt_chain.trees import paths
 
 MOST_BINS, A_BIN = 20, 10  # bins, and simulations that each of them expects at least
@@ -185,7 +184,7 @@ def sbc(
     for name, value in (("make_posterior", make_posterior), ("prior", prior), ("simulator", simulator)):
         kinds.require("sbc", **{name: (value, kinds.FUNCTION)})
     kinds.require("sbc", quantities=(quantities, kinds.FUNCTION.or_none()), together=(together, kinds.BOOL))
-    require_whole("sbc", "simulations", simulations, 20)
+    kinds.require("sbc", simulations=(simulations, kinds.whole(20)))
     generator = torch.Generator("cpu").manual_seed(seed)
     truths = [prior(generator) for _ in range(simulations)]
     data = [simulator(params, generator) for params in truths]

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 import bayesopt_chain as bc
-from bayesopt_chain.runs import files, writer
+from bayesopt_chain.runs import files, folder
 from tests.distributed import toys
 from tests.distributed.ranks import killed, message_of, on, run, whole, world
 from tests.distributed.toys import (
@@ -400,7 +400,7 @@ def test_draws_of_dtensors_are_compacted_by_the_run_and_by_one_process(tmp_path)
     path, want = tmp_path / "draws", sampled("shards")
     run(sampled, 2, "shards", path, seconds=0.0, small=4)
     assert len(list(path.glob("draws-*"))) < 8
-    writer.compact(path)
+    folder.compact(path)
     assert len(list(path.glob("draws-*"))) == 1
     for part in run(sampled, 2, "shards", path, **COLUMNS):
         must_be(part, want)

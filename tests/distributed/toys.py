@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import bayesopt_chain as bc
-from bayesopt_chain.runs import writer
+from bayesopt_chain.runs import folder
 from tests.distributed.ranks import mesh_of, whole, world
 
 N, STEPS = 6, 14
@@ -152,7 +152,7 @@ def sampled(kind, path=None, steps=STEPS, burn_in=4, thinning=1, seconds=30.0, c
     """What this rank has of a run in the end; ``steps`` may say how far each rank gets."""
     step, params, state, batches, numbers = KINDS[kind](**options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "SMALL_FILES", small or writer.SMALL_FILES)
+        patch.setattr(folder, "SMALL_FILES", small or folder.SMALL_FILES)
         draws = bc.sample(
             step, params, state, batches, steps=steps if isinstance(steps, int) else steps[world()[0]],
             burn_in=burn_in, thinning=thinning, path=path, checkpoint_seconds=seconds, callbacks=callbacks,

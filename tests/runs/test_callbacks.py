@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import bayesopt_chain as bc
-from bayesopt_chain.runs.writer import Folder
+from bayesopt_chain.runs.folder import Folder
 from tests.runs.test_nothing_lost import loss, started
 
 TX = bc.sghmc(0.1, temperature=0.05)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import bayesopt_chain as bc
-from bayesopt_chain.runs import writer
+from bayesopt_chain.runs import folder
 
 
 class Dead(BaseException):
@@ -92,7 +92,7 @@ def life(path):
 
 @pytest.fixture
 def few(monkeypatch):
-    monkeypatch.setattr(writer, "SMALL_FILES", 3)
+    monkeypatch.setattr(folder, "SMALL_FILES", 3)
     monkeypatch.setattr(os, "fsync", lambda fd: None)  # it takes most of the time, and a process that dies needs none
     monkeypatch.setattr("atexit.register", lambda *_: None)
 

@@ -115,7 +115,7 @@ def test_the_log_likelihood_is_that_of_every_datum_under_every_draw(chains):
 
 def test_errors_say_what_to_do():
     _, draws = made()
-    with pytest.raises(ValueError, match="reduce is"):
+    with pytest.raises(ValueError, match="reduce must be"):
         draws.predict(forward, [], reduce="sum")
     with pytest.raises(ValueError, match="batches is empty"):
         draws.predict(forward, [])

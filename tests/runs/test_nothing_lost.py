@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
-from bayesopt_chain.runs import files, writer
+from bayesopt_chain.runs import files, folder
 from tests.runs import children
 
 TX = bc.sghmc(0.1, temperature=0.05)
@@ -227,11 +227,11 @@ def test_two_interrupts_lose_nothing(tmp_path):
 
 
 def test_many_small_files_are_made_few(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "SMALL_FILES", 8)
+    monkeypatch.setattr(folder, "SMALL_FILES", 8)
     draws = bc.sample(*started(), steps=40, burn_in=1, thinning=2, path=tmp_path, checkpoint_seconds=0.0)
     assert len(list(tmp_path.glob("draws-*"))) < 9
     assert torch.equal(draws.params["w"], want(40)[2::2])
-    writer.compact(tmp_path)
+    folder.compact(tmp_path)
     assert len(list(tmp_path.glob("draws-*"))) == 1
     again = bc.Draws.open(tmp_path)
     again.verify()

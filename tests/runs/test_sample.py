@@ -206,7 +206,7 @@ def test_the_directory_of_another_run_is_refused(tmp_path, change, says):
     before = sorted((f.name, f.read_bytes()) for f in tmp_path.iterdir())
     with pytest.raises(ValueError, match=says):
         bc.sample(step, *start(), batches(), **{**run, **change})
-    with pytest.raises(ValueError, match=r"tree 0/w is .*\[2\].*here .*\[3\]"):
+    with pytest.raises(ValueError, match=r"tree.0/w is .*\[2\].*here .*\[3\]"):
         params = {"w": torch.ones(3), "b": torch.tensor(1.0)}
         bc.sample(step, params, TX.init(params), batches(), **run)
     assert sorted((f.name, f.read_bytes()) for f in tmp_path.iterdir()) == before

@@ -31,7 +31,7 @@ from bayesopt_chain.diagnostics.observables.sums import BLOCKS, Estimate, Record
 from bayesopt_chain.diagnostics.observables.target import Measured, Target, data_of, steepest
 from bayesopt_chain.diagnostics.observables.verdict import findings
 from bayesopt_chain.loop.step import make_step
-from bayesopt_chain.runs.describe import describe, difference
+from bayesopt_chain.runs.identity import describe, difference
 from bayesopt_chain.runs.inference_data import inference_data
 from bayesopt_chain.runs.run import Iteration
 from bayesopt_chain.runs.sample import sample

@@ -21,7 +21,7 @@ import torch
 from bayesopt_chain.diagnostics.observables.target import Measured, Target, steepest
 from bayesopt_chain.loop.loss import gradient
 from bayesopt_chain.loop.step import make_step
-from bayesopt_chain.runs.resumable_batches import ResumableBatches
+from bayesopt_chain.runs.run import ResumableBatches
 
 SHARE = 0.1  # of the stability limit
 HEAT = 0.02  # of the virial that the batches may add
