@@ -143,9 +143,9 @@ def networks(kind):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["cnn", "transformer"])
-def test_networks_neither_diverge_nor_heat_at_the_suggested_rate(kind):
-    """From a mode, 1,500 steps at the suggested rate with batches, and the same with full gradients and the same noise: the
+@pytest.mark.parametrize("kind, steps", [("cnn", 1500), ("transformer", 750)])
+def test_networks_neither_diverge_nor_heat_at_the_suggested_rate(kind, steps):
+    """From a mode, so many steps at the suggested rate with batches, and the same with full gradients and the same noise: the
     loss rises by no more than the 5 % asked for and four standard errors of the difference (false alarms 6e-5)."""
     model, x, y = networks(kind)
     params = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -169,11 +169,11 @@ def test_networks_neither_diverge_nor_heat_at_the_suggested_rate(kind):
         torch.manual_seed(7)  # the same noise in both runs
         p, tx = params, make(found.lr)
         step, state, seen = bc.make_step(loss, tx), tx.init(params), []
-        for k in range(1500):
+        for k in range(steps):
             p, state, _ = step(p, state, batches.batch(*divmod(k, len(batches))))
             if k % 10 == 0:
                 seen.append(loss(p, (x, y)).detach())
-        return torch.stack(seen[50:])
+        return torch.stack(seen[steps // 30 :])
 
     batched, full = losses(data), losses(bc.epochs((x, y), N))
     reference = full.mean().item() - loss(params, (x, y)).item()
