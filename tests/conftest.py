@@ -1,4 +1,4 @@
-"""Marks of the tiers; Hypothesis runs the same examples every time, a third of them in the quick tier."""
+"""Marks of the tiers; Hypothesis runs the same examples every time, half of them in the quick tier."""
 
 from collections import defaultdict
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-for name, examples in {"quick": 20, "full": 60}.items():
+for name, examples in {"quick": 20, "full": 40}.items():
     settings.register_profile(
         name, deadline=None, derandomize=True, max_examples=examples, suppress_health_check=[HealthCheck.too_slow]
     )

@@ -135,7 +135,7 @@ def test_what_is_installed_is_printed_with_its_size():
 @pytest.mark.slow
 def test_the_command_prints_a_line_a_task_the_tables_and_the_words_and_writes_figure_and_scores(tmp_path):
     figure, found = tmp_path / "demo.png", tmp_path / "demo.json"
-    size = ["--steps", "60", "--seeds", "2", "--workers", "1", "--tasks", "wine,mislabelled digits"]
+    size = ["--steps", "30", "--seeds", "2", "--workers", "1", "--tasks", "wine,mislabelled digits"]
     code = [sys.executable, "-m", "bayesopt_chain.demo", *size, "--figure", str(figure), "--json", str(found)]
     result = subprocess.run(code, capture_output=True, text=True, check=True)  # not a terminal
 
