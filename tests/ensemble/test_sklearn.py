@@ -1,7 +1,6 @@
 """The estimators keep scikit-learn's contract and predict in the targets' own units."""
 
 import pickle
-
 from unittest.mock import Mock
 
 import numpy as np
