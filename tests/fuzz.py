@@ -320,7 +320,6 @@ SOUND: dict[str, Callable[[], Any]] = {  # by the name of an argument, or of a c
     "train_losses": lambda: torch.randn(12, 3),
     "control": lambda: None,
     "trainer": lambda: None,
-    "curvature.entries.mask": lambda: {"w": torch.tensor([True, False])},
     "gradients.check_noise.state": lambda: REFERRING.init(params()),
     "testing.assert_zero_temperature_limit.build": lambda: (
         lambda temperature: bc.sghmc(0.1, 0.0, temperature=temperature)
@@ -355,7 +354,6 @@ SOUND: dict[str, Callable[[], Any]] = {  # by the name of an argument, or of a c
     "posterior.d_optimal.pool": lambda: gaussian().predictive(torch.zeros(5, 1), torch.eye(5)),
     "posterior.next_labels.labels": lambda: torch.zeros(2, 3).long(),
     "posterior.pairs.inputs": lambda: None,
-    "posterior.subnetwork.rule": lambda: "random",
     "posterior.tune_by_validation.loss": lambda: lambda c: torch.tensor(float(c)) ** 2,
     "likelihoods.custom.nll": lambda: lambda outputs, targets: (outputs - targets).square().sum(-1),
     "plot.reliability.probabilities": lambda: torch.full((6, 2), 0.5),
@@ -534,7 +532,6 @@ SLOW = (
     "plot.bands",
     "testing.assert_laws",
     "testing.assert_composes",
-    "posterior.subnetwork",
 )
 # What a function of the user's own looks at first.
 THEIRS = {"batch", "batches", "data", "loader", "inputs", "params", "starts", "start", "b", "candidates"}

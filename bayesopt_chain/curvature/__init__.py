@@ -7,46 +7,30 @@ To be read in this order: ``_estimators`` says what is estimated; ``_plan`` and 
 from bayesopt_chain.curvature._backward import diagonal_by_backward
 from bayesopt_chain.curvature._cg import CGInfo, cg
 from bayesopt_chain.curvature._estimators import STRUCTURES, empirical_fisher, fisher, ggn, hessian
-from bayesopt_chain.curvature._log_density import LogDensity, of_log_density
 from bayesopt_chain.curvature._operator import linear_operator
 from bayesopt_chain.curvature._products import (
-    fisher_diagonal,
-    fisher_matrix,
     fvp,
-    ggn_diagonal,
-    ggn_matrix,
     ggnvp,
-    hessian_diagonal,
-    hessian_matrix,
     hvp,
     jvp,
     per_sample,
 )
-from bayesopt_chain.curvature._subset import entries, subset
+from bayesopt_chain.curvature._subset import subset
 
 __all__ = [
     "STRUCTURES",
     "CGInfo",
-    "LogDensity",
     "cg",
     "diagonal_by_backward",
     "empirical_fisher",
-    "entries",
     "fisher",
-    "fisher_diagonal",
-    "fisher_matrix",
     "fvp",
     "ggn",
-    "ggn_diagonal",
-    "ggn_matrix",
     "ggnvp",
     "hessian",
-    "hessian_diagonal",
-    "hessian_matrix",
     "hvp",
     "jvp",
     "linear_operator",
-    "of_log_density",
     "per_sample",
     "subset",
 ]

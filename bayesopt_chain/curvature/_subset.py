@@ -12,10 +12,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import optree
-import torch
 from torch import Tensor
 
-from bayesopt_chain.trees import Tree, paths, require_like
+from bayesopt_chain.trees import Tree, paths
 
 
 def subset(
@@ -94,58 +93,3 @@ def _chosen(keep: Any, names: list[str], params: Tree) -> list[bool]:
 
 def _matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, pattern + ".*")
-
-
-class Entries:
-    """``forward({"entries": vector}, batch)``: a forward function of some entries of the parameters, the others frozen.
-
-    Attributes:
-        forward: the forward function of all parameters.
-        frozen: the tree of all parameters, detached.
-        places: a tree of the numbers of the chosen entries in each flattened leaf.
-    """
-
-    def __init__(self, forward: Callable[[Tree, Any], Tensor], frozen: Tree, places: Tree) -> None:
-        self.forward, self.frozen, self.places = forward, frozen, places
-
-    def __call__(self, some: dict[str, Tensor], batch: Any) -> Tensor:
-        leaves, structure = optree.tree_flatten(self.frozen)
-        where = optree.tree_leaves(self.places)
-        parts = some["entries"].split([len(index) for index in where])
-        whole = [
-            leaf if not len(index) else leaf.reshape(-1).index_put((index,), part.to(leaf.dtype)).reshape(leaf.shape)
-            for leaf, index, part in zip(leaves, where, parts)
-        ]
-        return self.forward(optree.tree_unflatten(structure, whole), batch)
-
-
-def entries(forward: Callable[[Tree, Any], Tensor], params: Tree, mask: Tree) -> tuple[Entries, dict[str, Tensor]]:
-    """Keep some entries of the parameters and freeze the others at their values: a subnetwork.
-
-    Args:
-        forward: ``forward(params, batch) -> outputs``.
-        params: the whole tree.
-        mask: a tree of boolean tensors like the parameters, True at the entries to keep.
-
-    Returns:
-        ``(forward, {"entries": vector})``, the kept entries leaf by leaf. Kronecker factors,
-        which describe whole layers, refuse them: use "dense", "diagonal", "root" or "low_rank".
-
-    Raises:
-        ValueError: a mask of another tree or other shapes, or one that keeps nothing.
-
-    Example:
-        >>> import torch
-        >>> from bayesopt_chain import curvature
-        >>> params = {"w": torch.ones(2, 2)}
-        >>> forward, kept = curvature.entries(lambda p, b: b[0] @ p["w"], params, {"w": torch.eye(2).bool()})
-        >>> kept, forward({"entries": torch.zeros(2)}, (torch.ones(1, 2), None))
-        ({'entries': tensor([1., 1.])}, tensor([[1., 1.]]))
-    """
-    require_like(mask, params, "the mask")
-    frozen = optree.tree_map(Tensor.detach, params)
-    places = optree.tree_map(lambda m: m.reshape(-1).nonzero()[:, 0], mask)
-    pieces = [p.reshape(-1)[i] for p, i in zip(optree.tree_leaves(frozen), optree.tree_leaves(places))]
-    if not any(len(piece) for piece in pieces):
-        raise ValueError("the mask keeps no entry of the parameters")
-    return Entries(forward, frozen, places), {"entries": torch.cat(pieces)}

@@ -24,10 +24,10 @@ from torch.nn.functional import logsigmoid, softplus
 from bayesopt_chain import checks, kinds
 from bayesopt_chain.likelihoods._likelihood import Grouping, Likelihood, Support
 from bayesopt_chain.likelihoods._roots import Moved, OutputRoot, Softmax
-from bayesopt_chain.likelihoods._softmax import laplace_bridge, probit, probit_bernoulli, softmax_mean
+from bayesopt_chain.likelihoods._softmax import probit, probit_bernoulli, softmax_mean
 from bayesopt_chain.tracing import is_hidden, is_readable
 
-CLASS_METHODS = {"sobol": softmax_mean, "probit": probit, "bridge": laplace_bridge}
+CLASS_METHODS = {"sobol": softmax_mean, "probit": probit}
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +82,7 @@ class Categorical(Likelihood):
     axis: int = -1
     name = "categorical"
     support = None
-    methods = ("sobol", "probit", "bridge")
+    methods = ("sobol", "probit")
     default_method = "sobol"
     has_classes = True
 
@@ -182,8 +182,7 @@ class Categorical(Likelihood):
     def predictive_of_classes(self, mean: Tensor, covariance: Tensor, method: str) -> Tensor:
         """Probabilities by one of ``CLASS_METHODS``, position by position."""
         grouping = self.grouping(mean.shape[1:])
-        found = CLASS_METHODS[method](self._last(mean), grouping.blocks(covariance))
-        return found / found.sum(-1, keepdim=True) if method == "bridge" else found
+        return CLASS_METHODS[method](self._last(mean), grouping.blocks(covariance))
 
     def expected_mean(self, mean: Tensor, covariance: Tensor, method: str | None = None) -> Tensor:
         chosen = method or self.methods[0]

@@ -4,10 +4,8 @@
     probit       E softmax(f)_k ~ 1 / sum_j exp(-(m_k - m_j) / sqrt(1 + pi v_kj / 8)), normalised       Lu et al. 2020
                  f ~ N(m, V),   v_kj = V_kk + V_jj - 2 V_kj
     sobol        E softmax(f)_k ~ 1 / 2S sum_s softmax(m + A z_s)_k + softmax(m - A z_s)_k,   A A^T = V
-    bridge       f ~ N(m, V)  ->  Dirichlet(a),   sum_k a_k = sum_k b_k                        Hobbhahn et al. 2022
-                 b_k = (1 - 2/K + e^{m_k} / K^2 sum_l e^{-m_l}) / V_kk,   a_k ~ E softmax(f)_k
 
-Only differences of logits matter to a softmax: ``probit`` sees only those, and the bridge first conditions on ``sum f = 0``.
+Only differences of logits matter to a softmax, and ``probit`` sees only those.
 
 Which one is the default was measured, as the mean over 12 random Gaussians of the largest error of a probability against
 80,000 draws (which err by .001 themselves), for logits with standard deviations of 0.3, 1 and 3
@@ -20,12 +18,8 @@ Which one is the default was measured, as the mean over 12 random Gaussians of t
 Sobol points are the default: probit is nowhere as good. They take 256 softmaxes for a datum, where probit takes C: for 100 data
 of 10 and of 100 classes about 1 and 28 ms, where probit takes 0.3 and 7 to 20.
 
-The bridge of Hobbhahn et al. is Dirichlet(b). Its total, how sure it is, is used here; its mean is not. A b_k is
-inversely proportional to V_kk, which suits a Dirichlet's Gaussian and not a network's: on random Gaussians of 10 classes
-with standard deviations of 0.3, 1 and 3 the mean ``b / sum b`` was wrong by 0.2 on average, 0.5 to 0.6 at worst. The
-normalisation that the paper proposes, ``m / sqrt(c), V / c``, did not repair it: 0.26 to 0.32 on average with
-``c = tr V / sqrt(K / 2)``, 0.20 to 0.44 with the mean variance in the trace's place. ``probit``, which is given the same
-numbers, errs by 0.003, 0.025 and 0.08 on average (40 draws each, November 2026).
+The Laplace bridge (Hobbhahn et al., 2022) is not here: its mean is wrong by 0.2 on average on random Gaussians of 10 classes, 0.5
+to 0.6 at worst.
 """
 
 from __future__ import annotations
@@ -134,39 +128,6 @@ def softmax_mean(mean: Tensor, covariance: Tensor, *, pairs: int = 128) -> Tenso
     for m, a in zip(mean.reshape(-1, classes).split(at_once), root.split(at_once)):
         parts.append((m[..., None] + a @ z).softmax(1).mean(-1))
     return torch.cat(parts).reshape(mean.shape) if parts else mean.softmax(-1)
-
-
-@kinds.takes(mean=kinds.REALS, covariance=kinds.REALS)
-def laplace_bridge(mean: Tensor, covariance: Tensor) -> Tensor:
-    """Return a Dirichlet distribution of class probabilities.
-
-    Args:
-        mean: ``[*, C]``.
-        covariance: ``[*, C, C]``, not constant over classes.
-
-    Returns:
-        Concentrations ``[*, C]``. ``a / a.sum(-1)`` are the class probabilities, those of :func:`probit`; ``a.sum(-1)``
-        says how sure they are. It is the total of the Dirichlet whose Laplace approximation in the softmax basis has
-        this mean and these variances, exact if there is one.
-
-    Raises:
-        ValueError: for shapes that do not fit, or a negative variance.
-
-    Example:
-        >>> import torch
-        >>> import bayesopt_chain as bc
-        >>> bc.posterior.laplace_bridge(torch.zeros(2), torch.eye(2))  # given sum f = 0 each variance is 1/2
-        tensor([1., 1.])
-    """
-    _require_shapes(mean, covariance)
-    _require_variance(covariance.diagonal(dim1=-2, dim2=-1))
-    classes = mean.shape[-1]
-    with_sum = covariance.sum(-1)  # covariance of each logit with the sum
-    gain = with_sum / with_sum.sum(-1, keepdim=True)
-    m = mean - gain * mean.sum(-1, keepdim=True)
-    variance = covariance.diagonal(dim1=-2, dim2=-1) - gain * with_sum
-    bridge = (1 - 2 / classes + m.exp() / classes**2 * (-m).exp().sum(-1, keepdim=True)) / variance
-    return bridge.sum(-1, keepdim=True) * probit(mean, covariance)
 
 
 def _require_shapes(mean: Tensor, covariance: Tensor) -> None:

@@ -1,4 +1,4 @@
-from bayesopt_chain.likelihoods._softmax import laplace_bridge, probit, probit_bernoulli, softmax_mean
+from bayesopt_chain.likelihoods._softmax import probit, probit_bernoulli, softmax_mean
 from bayesopt_chain.posterior._acquisition import Acquired, batch_bald, d_optimal, epig
 from bayesopt_chain.posterior._by_target import outputs_by_target
 from bayesopt_chain.posterior._calibrate import conformal_level, temperature_scaling
@@ -7,8 +7,6 @@ from bayesopt_chain.posterior._joint import functional_samples
 from bayesopt_chain.posterior._linearized import linearized
 from bayesopt_chain.posterior._metrics import classification_metrics, detection_auroc, regression_metrics
 from bayesopt_chain.posterior._monte_carlo import monte_carlo
-from bayesopt_chain.posterior._running import RunningMoments
-from bayesopt_chain.posterior._subnetwork import subnetwork
 from bayesopt_chain.posterior.batches import next_labels, pairs
 from bayesopt_chain.posterior.cache import CachedFeatures, cache_features
 from bayesopt_chain.posterior.fit import FittedLaplace, fit_laplace
@@ -20,7 +18,6 @@ __all__ = [
     "CachedFeatures",
     "EvidenceTraining",
     "FittedLaplace",
-    "RunningMoments",
     "batch_bald",
     "cache_features",
     "classification_metrics",
@@ -31,7 +28,6 @@ __all__ = [
     "fit_laplace",
     "functional_samples",
     "influence_of_draws",
-    "laplace_bridge",
     "leave_one_out",
     "linearized",
     "monte_carlo",
@@ -42,7 +38,6 @@ __all__ = [
     "probit_bernoulli",
     "regression_metrics",
     "softmax_mean",
-    "subnetwork",
     "temperature_scaling",
     "train_by_evidence",
     "tune_by_evidence",

@@ -27,7 +27,6 @@ from bayesopt_chain.curvature import STRUCTURES
 from bayesopt_chain.curvature._plan import batch_size, part
 from bayesopt_chain.likelihoods import Likelihood, Outputs, Predictive
 from bayesopt_chain.posterior._joint import functional_samples
-from bayesopt_chain.posterior._subnetwork import Subnetwork
 from bayesopt_chain.posterior.batches import Reader, peeked
 from bayesopt_chain.posterior.dispersion import Scatter, dispersion, effective_parameters, scatter_of
 from bayesopt_chain.posterior.evidence import Residual, by_output, require_prior_structure, spectra, tuned
@@ -155,7 +154,7 @@ class FittedLaplace:
             data: a tensor of inputs; one batch, a tuple ``(inputs, targets)`` or a mapping such as a tokenizer gives, whose
                 labels are left out; an iterable of batches or inputs such as a ``DataLoader`` or a list; or
                 :func:`bayesopt_chain.posterior.cache_features` of one.
-            method: "sobol" (the default for classes), "probit" and "bridge" (classes), "quadrature" (the default for yes-or-no
+            method: "sobol" (the default for classes), "probit" (classes), "quadrature" (the default for yes-or-no
                 and classes in order) turn the linearised outputs into means of the targets without chance; "linearized_mc"
                 averages over draws of the outputs, "mc" over draws of the parameters; "linearized", the default for all other
                 likelihoods, gives the whole predictive distribution.
@@ -498,7 +497,7 @@ def solved(model: Model, regression: Regression, prior_precision: Any, scale: Te
 
 SUBSET = kinds.Kind(
     lambda x: not isinstance(x, (type, Tensor)) and not hasattr(x, "__array__"),
-    "'all', 'last_layer', a list of names, a function of a name, or bc.posterior.subnetwork(...)",
+    "'all', 'last_layer', a list of names, or a function of a name",
 )
 
 
@@ -559,8 +558,8 @@ def fit_laplace(
             "block" and "diagonal" leave the covariance of weights and biases out of the predictions' variance.
         subset: which parameters are uncertain: "last_layer" (default; of a module the layer whose output reaches the output
             last: a head, or several heads whose outputs are put together), "all", or names, a function of a name, or a tree of
-            booleans as for :func:`bayesopt_chain.curvature.subset`; or single entries by
-            :func:`bayesopt_chain.posterior.subnetwork`. A parameter named ``all`` or ``last_layer`` is chosen by ``["all"]``.
+            booleans as for :func:`bayesopt_chain.curvature.subset`. A parameter named ``all`` or ``last_layer`` is chosen by
+            ``["all"]``.
         tune: "evidence" (default) maximises the evidence over the prior precision; "validation" takes what predicts
             ``validation`` best: of Gaussian noise the variance, with the prior by the evidence at each, of other likelihoods
             the prior precision of ``10^-4 ... 10^4``; ``None`` keeps ``prior_precision``.
@@ -638,29 +637,7 @@ def fit_laplace(
     batches = peeked(loader, read=read)
     if curvature not in ("default", *ESTIMATORS):
         raise ValueError(f"fit_laplace: curvature={curvature!r}: pass one of {', '.join(map(repr, ESTIMATORS))}")
-    variance = None
-    if isinstance(subset, Subnetwork) and subset.rule == "largest_variance":
-        if iter(loader) is loader:
-            raise ValueError(
-                "fit_laplace: a subnetwork of the largest variance reads the loader twice, and this one can be read only once: "
-                "pass a list of its batches, or a DataLoader"
-            )
-        whole = fit_laplace(
-            module_or_forward,
-            likelihood,
-            loader,
-            params=params,
-            structure="diagonal",
-            subset="all",
-            tune=None,
-            prior_precision=prior_precision,
-            inputs=inputs,
-            outputs=outputs,
-        )
-        variance = whole.posterior.marginal_variance
-    how = How(
-        likelihood, subset, structure, options, inputs, outputs, curvature, prior_mean, temperature, variance, read
-    )
+    how = How(likelihood, subset, structure, options, inputs, outputs, curvature, prior_mean, temperature, read)
     model, first = make_model(module_or_forward, params, loader, batches.first, how)
     require_finite(model.params, "fit_laplace: a parameter")
     model = with_estimator(model, first, (batches.total or 1) * batch_size(batches.first))

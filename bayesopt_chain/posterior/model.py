@@ -12,14 +12,13 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from bayesopt_chain.curvature import empirical_fisher, entries, fisher, ggn, subset
+from bayesopt_chain.curvature import empirical_fisher, fisher, ggn, subset
 from bayesopt_chain.curvature._affine import Affine
 from bayesopt_chain.curvature._checks import Checks
 from bayesopt_chain.curvature._estimators import Estimator
 from bayesopt_chain.curvature._plan import UNUSED, batch_size, make_plan, part
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.modules.functional import Forward, make_functional
-from bayesopt_chain.posterior._subnetwork import Subnetwork
 from bayesopt_chain.posterior.batches import as_pair, logits_of, require_eval, with_progress
 from bayesopt_chain.posterior.cache import CachedFeatures, require_body
 from bayesopt_chain.posterior.dispersion import Scatter, scatter_of
@@ -58,7 +57,6 @@ class How(NamedTuple):
     curvature: str = "ggn"  # or "default" until the model is known
     prior_mean: Any = 0.0
     temperature: float | None = None
-    variance: Any = None  # of all parameters, where a subnetwork is chosen by it
     read: Callable[[Any], Any] = as_pair  # a batch as a pair (inputs, targets)
 
     @property
@@ -316,9 +314,7 @@ def _of_head(forward: Forward, params: Any, last: LastLayer, body: Body, how: Ho
 
 
 def _of_function(forward: Callable[[Tree, Any], Tensor], params: Tree, how: How, first: Any) -> Model:
-    if isinstance(how.keep, Subnetwork):
-        forward, params = entries(forward, params, how.keep.mask(params, how.variance))
-    elif not (isinstance(how.keep, str) and how.keep == "all"):
+    if not (isinstance(how.keep, str) and how.keep == "all"):
         forward, params = subset(forward, params, how.keep)
     structure = how.structure or _structure(forward, params, first)
     return Model(forward, params, how._replace(structure=structure))

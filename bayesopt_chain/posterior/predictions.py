@@ -2,7 +2,7 @@
 
 linearized       outputs N(f, J Lambda^-1 J^T), and every question about a target that they answer: a
                  :class:`bayesopt_chain.likelihoods.Predictive`
-sobol, probit, bridge, quadrature   means of targets at these outputs, by rules that the likelihood has
+sobol, probit, quadrature   means of targets at these outputs, by rules that the likelihood has
 linearized_mc    the same by draws of the outputs
 mc               E of the likelihood's mean at draws of the parameters
 """
@@ -23,7 +23,7 @@ from bayesopt_chain.posterior.batches import as_pair
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.model import Model
 
-Method = Literal["sobol", "probit", "bridge", "quadrature", "linearized", "linearized_mc", "mc"]
+Method = Literal["sobol", "probit", "quadrature", "linearized", "linearized_mc", "mc"]
 ANY_LIKELIHOOD = ("linearized", "linearized_mc", "mc")
 
 
@@ -38,7 +38,7 @@ def method_for(method: str | None, likelihood: Likelihood) -> str:
     known = (*likelihood.methods, *ANY_LIKELIHOOD)
     if method in known:
         return method
-    if method in ("sobol", "probit", "bridge", "quadrature"):
+    if method in ("sobol", "probit", "quadrature"):
         raise ValueError(
             f"predict: method={method!r} has no meaning for a {likelihood.name} likelihood: use one of "
             f"{', '.join(map(repr, known))}"

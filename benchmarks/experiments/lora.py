@@ -85,7 +85,13 @@ class Work(NamedTuple):
     def posterior(self, params: Any, tokens: Tensor, prior: Any, method: Method) -> bc.Gaussian:
         """The Laplace posterior around ``params``."""
         laplace = bc.laplace()
-        estimate = bc.curvature.of_log_density(self.density).fisher(method.structure or "diagonal")
+        itself = bc.likelihoods.custom(lambda outputs, _: -outputs[:, 0])  # the density is the model's only output
+        estimate = bc.curvature.empirical_fisher(
+            lambda p, rows: self.density(p, rows)[:, None],
+            itself,
+            method.structure or "diagonal",
+            targets=lambda rows: rows,
+        )
         state = laplace.init(params)
         for rows in tokens.split(self.s["fisher_batch"]):
             _, state = laplace.update(params, state, curvature=estimate(params, rows))

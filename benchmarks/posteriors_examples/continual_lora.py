@@ -107,14 +107,16 @@ def ours(problem: tuple[list[Tensor], int]) -> dict[str, Any]:
 
     (tasks, epochs), losses = problem, []
     forward, params, _ = bc.make_functional(adapted())
-    density = bc.curvature.of_log_density(lambda p, tokens: log_likelihood(forward(p, tokens), tokens))
+    density = lambda p, tokens: log_likelihood(forward(p, tokens), tokens)  # noqa: E731
+    itself = bc.likelihoods.custom(lambda outputs, _: -outputs[:, 0])  # the density is the model's only output
+    fisher = bc.curvature.empirical_fisher(lambda p, tokens: density(p, tokens)[:, None], itself, targets=lambda x: x)
     ones = Diagonal(optree.tree_map(torch.ones_like, params), torch.tensor(0.0))
     prior = Gaussian(optree.tree_map(torch.zeros_like, params), ones)
     tx, laplace = bc.adamw(1e-2), bc.laplace()
     for tokens in tasks:
 
         def loss(params, batch, prior=prior):
-            return -density.forward(params, batch).mean() - prior.log_prob(params) / 40
+            return -density(params, batch).mean() - prior.log_prob(params) / 40
 
         step, state = bc.make_step(loss, tx), tx.init(params)
         for _ in range(epochs):
@@ -122,9 +124,9 @@ def ours(problem: tuple[list[Tensor], int]) -> dict[str, Any]:
                 params, state, _ = step(params, state, batch)
         state = laplace.init(params)
         for batch in tokens.split(8):
-            _, state = laplace.update(params, state, curvature=density.fisher()(params, batch))
+            _, state = laplace.update(params, state, curvature=fisher(params, batch))
         prior = laplace.posterior(state, params, prior=prior)
-        losses.append([-density.forward(params, seen).mean().item() for seen in tasks])
+        losses.append([-density(params, seen).mean().item() for seen in tasks])
     deviations = optree.tree_leaves(prior.marginal_variance)
     return {"losses": torch.tensor(losses), "sd": torch.cat([v.sqrt().flatten() for v in deviations])}
 

@@ -723,18 +723,17 @@ def test_the_fisher_and_hessian_of_any_log_density_are_those_by_differentiation(
     of = lambda v: log_density(unravel(v, params), batch)  # noqa: E731
     at = flatten(params, params)
     gradients, hessian = torch.func.jacrev(of)(at), torch.func.hessian(lambda v: of(v).sum())(at)
-    density = curvature.of_log_density(log_density)
+    itself = likelihoods.custom(lambda outputs, _: -outputs[:, 0])  # of the model whose only output is the density
+    told = (lambda p, b: log_density(p, b)[:, None]), itself
+    by = {"targets": "x"}
     for structure in ("dense", "diagonal", "root", "low_rank", "block"):
-        found = density.fisher(structure)(params, batch)
+        found = curvature.empirical_fisher(*told, structure, **by)(params, batch)
         assert_close(flatten(found.diag(), params), gradients.square().sum(0))
         assert found.count == B
-    assert_close(density.fisher("dense")(params, batch).to_dense(), gradients.T @ gradients)
-    assert_close(density.hessian()(params, batch).to_dense(), -hessian)
-    assert_close(flatten(density.hessian("diagonal")(params, batch).diag(), params), -hessian.diagonal())
-    with pytest.raises(ValueError, match="one number a datum"):
-        curvature.of_log_density(lambda p, b: log_density(p, b).sum()).fisher()(params, batch)
-    with pytest.raises(ValueError, match="no outputs"):
-        curvature.ggn(density.forward, curvature._log_density._ITSELF, targets=lambda b: b["x"])(params, batch)
+    dense = curvature.empirical_fisher(*told, "dense", **by)(params, batch).to_dense()
+    assert_close(dense, gradients.T @ gradients)
+    assert_close(curvature.hessian(*told, **by)(params, batch).to_dense(), -hessian)
+    assert_close(flatten(curvature.hessian(*told, "diagonal", **by)(params, batch).diag(), params), -hessian.diagonal())
 
 
 @pytest.mark.parametrize("kind", ["ggn", "probes", "fisher", "empirical_fisher", "hessian", "per_sample"])

@@ -1,4 +1,4 @@
-"""Options of a fit: prior mean, temperature, the Fishers, subnetworks of entries; and the word about an overfitted network."""
+"""Options of a fit: prior mean, temperature, the Fishers, and the word about an overfitted network."""
 
 import warnings
 
@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import bayesopt_chain as bc
-from bayesopt_chain.trees import flatten
 
 
 @pytest.fixture(autouse=True)
@@ -79,35 +78,6 @@ def test_the_fishers_are_those_of_their_estimators():
     )
 
 
-@pytest.mark.parametrize("rule", ["largest_variance", "largest_magnitude", "random"])
-@pytest.mark.parametrize("structure", ["dense", "diagonal", "root"])
-def test_a_subnetworks_precision_is_the_block_of_the_whole(rule, structure):
-    """The chosen entries are those of the largest score, and their precision is that of the whole network at them."""
-    module, x, y = case()
-    likelihood, options = bc.likelihoods.categorical(), {"tune": None, "prior_precision": 2.0}
-    some = bc.posterior.subnetwork(rule, 7, generator=torch.Generator().manual_seed(0))
-    fitted = bc.fit_laplace(module, likelihood, [(x, y)], subset=some, structure=structure, **options)
-    forward = fitted.model.forward
-    whole = bc.fit_laplace(module, likelihood, [(x, y)], subset="all", structure="dense", **options)
-    sizes = [leaf.numel() for _, leaf in sorted(whole.posterior.mean.items())]
-    offsets = torch.tensor([0, *sizes[:-1]]).cumsum(0)
-    index = torch.cat([forward.places[name] + o for name, o in zip(sorted(forward.places), offsets)])
-    block = whole.posterior.precision.to_dense()[index][:, index]
-    block = torch.diag(block.diagonal()) if structure == "diagonal" else block
-    torch.testing.assert_close(fitted.posterior.precision.to_dense(), block)
-    flat = flatten(whole.model.params, whole.model.params)
-    torch.testing.assert_close(fitted.posterior.mean["entries"], flat[index])
-    if rule == "largest_variance":
-        smallest = whole.posterior.precision.to_dense().diagonal().argsort()[:7]
-        assert set(index.tolist()) == set(smallest.tolist())
-    elif rule == "largest_magnitude":
-        assert set(index.tolist()) == set(flat.abs().topk(7).indices.tolist())
-    j = torch.func.jacrev(lambda p: whole.model.forward(p, (x[:3], None)).reshape(-1))(whole.model.params)
-    rows = flatten(j, whole.model.params)[:, index]
-    wanted = rows @ torch.linalg.inv(block) @ rows.T
-    torch.testing.assert_close(fitted.outputs(x[:3], joint=True).covariance, wanted, rtol=1e-9, atol=1e-11)
-
-
 @pytest.mark.slow
 def test_an_overfitted_network_is_named_in_a_warning():
     """40 rows learned by heart: the predictive's negative log-likelihood of training data is .7 above the network's. A network
@@ -145,14 +115,7 @@ def test_options_out_of_range_are_refused():
     for options, words in (
         ({"curvature": "hessian"}, "curvature='hessian': pass one of 'ggn'"),
         ({"temperature": 0.0}, "temperature must be a positive"),
-        ({"subset": bc.posterior.subnetwork("random", 1000), "structure": "dense"}, "has 39 trained parameters"),
         ({"prior_mean": {"w": torch.zeros(2)}}, "prior_mean"),
     ):
         with pytest.raises(ValueError, match=words):
             bc.fit_laplace(module, bc.likelihoods.categorical(), [(x, y)], **options)
-    with pytest.raises(ValueError, match="read only once"):
-        some = bc.posterior.subnetwork("largest_variance", 5)
-        bc.fit_laplace(module, bc.likelihoods.categorical(), iter([(x, y)]), subset=some, structure="dense")
-    for rule, size in (("largest", 3), ("random", 0)):
-        with pytest.raises(ValueError, match="pass"):
-            bc.posterior.subnetwork(rule, size)

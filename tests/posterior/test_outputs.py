@@ -79,7 +79,7 @@ def test_joint_outputs_are_the_jacobians_and_have_exact_derivatives(structure, s
         torch.testing.assert_close(slopes, differences(value, at), rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("method", [None, "probit", "mc", "linearized_mc", "bridge"])
+@pytest.mark.parametrize("method", [None, "probit", "mc", "linearized_mc"])
 def test_predictions_have_derivatives_in_the_inputs(method):
     fit, x = fitted("kronecker", "all", bc.likelihoods.categorical(), 3), torch.randn(2, 3)
 

@@ -1,4 +1,4 @@
-"""laplace-torch's further cases: gradients of the evidence, subnetworks, functional, prior mean, joint predictions, online."""
+"""laplace-torch's further cases: gradients of the evidence, functional, prior mean, joint predictions, online."""
 
 import copy
 
@@ -79,21 +79,6 @@ def test_a_joint_prediction_and_the_prior_mean_are_theirs():
     got = fitted.outputs(new, joint=True)
     torch.testing.assert_close(got.mean.flatten(), mean.flatten().detach())
     torch.testing.assert_close(got.covariance, covariance.detach(), rtol=1e-8, atol=1e-10)
-
-
-def test_a_subnetwork_of_the_largest_magnitude_is_theirs():
-    from laplace.utils import LargestMagnitudeSubnetMask
-
-    model, x, y = case("classification")
-    indices = LargestMagnitudeSubnetMask(model, n_params_subnet=9).select()
-    la = theirs(model, x, y, "classification", "subnetwork", subnetwork_indices=indices, prior_precision=0.7)
-    some = bc.posterior.subnetwork("largest_magnitude", 9)
-    options = {"structure": "dense", "subset": some, "tune": None, "prior_precision": 0.7}
-    fitted = bc.fit_laplace(model, bc.likelihoods.categorical(), loader(x, y), **options)
-    torch.testing.assert_close(fitted.posterior.precision.logdet(), la.posterior_precision.logdet())
-    new = torch.randn(4, 3)
-    _, covariance = la._glm_predictive_distribution(new)
-    torch.testing.assert_close(fitted.outputs(new).covariance, covariance.detach(), rtol=1e-8, atol=1e-10)
 
 
 def test_the_functional_laplace_of_all_data_is_a_root():

@@ -89,7 +89,6 @@ def test_tokens_are_predicted_and_validated_position_by_position():
     mean = mean[:, 0]
     for method, rule in (("sobol", bc.posterior.softmax_mean), ("probit", bc.posterior.probit)):
         torch.testing.assert_close(fitted.predict(ids, method=method).reshape(-1, 4), rule(mean, covariance))
-    assert fitted.predict(ids, method="bridge").shape == (12, 3, 4)
     assert fitted.predict(ids, method="mc", samples=3).shape == (12, 3, 4)
     logs = fitted.predictive(ids).log_prob(labels)
     assert logs.shape == (12, 3) and not logs[:, 2].any()

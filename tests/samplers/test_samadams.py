@@ -294,9 +294,6 @@ def test_what_counts_all_draws_the_same_refuses_weights():
         bc.diagnostics.doctor(draws)
     with pytest.raises(ValueError, match=r"to_arviz: these draws have weights"):
         draws.to_arviz()
-    for running in (bc.posterior.RunningMoments(), bc.posterior.RunningMoments(lambda p: p["a"])):
-        with pytest.raises(ValueError, match=r"Running\w+: the draws of this chain have weights"):
-            sampled(callbacks=[running])
     tx, params = problem()
     step = bc.make_step(loss, tx, inplace=True)
     with pytest.raises(ValueError, match=r"have weights.*make it with inplace=False"):

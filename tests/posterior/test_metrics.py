@@ -1,4 +1,4 @@
-"""Averages that keep no draws equal those over kept draws; metrics agree with their definitions."""
+"""Metrics agree with their definitions."""
 
 import math
 
@@ -6,36 +6,6 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
-
-TX = bc.sghmc(0.1, temperature=0.05)
-
-
-def loss(params, batch):
-    return (params["w"] ** 2).sum()
-
-
-def test_running_averages_equal_those_over_the_kept_draws():
-    def forward(params, x):
-        return torch.stack([x * params["w"].sum(), x], -1)
-
-    x, moments = torch.linspace(-1, 1, 5), bc.posterior.RunningMoments()
-    predictive = bc.posterior.RunningMoments(lambda p: forward(p, x).softmax(-1))
-    params = {"w": torch.ones(2)}
-    draws = bc.sample(
-        bc.make_step(loss, TX, inplace=True), params, TX.init(params), None,
-        steps=50, burn_in=10, thinning=4, callbacks=[moments, predictive],
-    )  # fmt: skip
-    w = draws.params["w"].double()
-    assert moments.count == predictive.count == len(draws) == 10
-    torch.testing.assert_close(moments.mean["w"], w.mean(0))
-    torch.testing.assert_close(moments.variance["w"], w.var(0))
-    want = draws.predictive(forward, [x], bc.likelihoods.categorical())
-    torch.testing.assert_close(predictive.mean.float(), want.probabilities)
-
-
-def test_averages_over_nothing_are_refused():
-    with pytest.raises(ValueError, match="at least 2 draws"):
-        _ = bc.posterior.RunningMoments().variance
 
 
 def test_class_metrics_are_their_definitions():
