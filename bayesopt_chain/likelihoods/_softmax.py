@@ -18,8 +18,8 @@ Which one is the default was measured, as the mean over 12 random Gaussians of t
 Sobol points are the default: probit is nowhere as good. They take 256 softmaxes for a datum, where probit takes C: for 100 data
 of 10 and of 100 classes about 1 and 28 ms, where probit takes 0.3 and 7 to 20.
 
-The Laplace bridge (Hobbhahn et al., 2022) is not here: its mean is wrong by 0.2 on average on random Gaussians of 10 classes, 0.5
-to 0.6 at worst.
+The Laplace bridge (Hobbhahn et al., 2022) is not here: its mean is wrong by 0.2 on average on random Gaussians of 10 classes,
+0.5 to 0.6 at worst.
 """
 
 from __future__ import annotations
