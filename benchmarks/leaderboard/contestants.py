@@ -1,14 +1,12 @@
-"""The contestants: each a function of a task and a seed that returns predictions, with the cost where it is comparable.
-
-What a user would write stands in the function; its lines are counted. Networks are the same, and so are the noise and the scale
-of the ensembles.
-"""
+"""The contestants: the one call, plain ensembles of several costs, and two methods without networks."""
 
 from __future__ import annotations
 
-import inspect
+import tempfile
+import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,31 +14,101 @@ import torch
 from torch import Tensor, nn
 
 import bayesopt_chain as bc
+from bayesopt_chain.ensemble.call import batch_size_for
+from bayesopt_chain.ensemble.data import read
 from bayesopt_chain.likelihoods import Predictive
+from bayesopt_chain.runs import files
+from benchmarks.leaderboard.plain import Plain, plain
 from benchmarks.leaderboard.tasks import Task
 
-WIDTH, GP_MOST = 50, 2000
+WIDTH, GP_MOST, MEMBERS = 50, 2000, 4
 
 
 class Result(NamedTuple):
-    """Predictions for inputs; passes over the data for each of four networks, where there is such a number; a report."""
+    """Predictions for inputs; gradients of the data for each network; a report."""
 
     predict: Callable[[Tensor], Any]
     passes: float | None = None
     said: str = ""
 
 
-def network(task: Task, dropout: float = 0.0) -> nn.Module:
-    """Two hidden layers of 50 units."""
-    out = task.classes or 1
-    drop = [nn.Dropout(dropout)] if dropout else []
-    first = [nn.Linear(task.x.shape[1], WIDTH), nn.ReLU(), *drop]
-    return nn.Sequential(*first, nn.Linear(WIDTH, WIDTH), nn.ReLU(), *drop, nn.Linear(WIDTH, out))
+class Letters(nn.Module):
+    """An embedding of letters, convolutions over them, and the largest of each channel."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.letters, self.words, self.out = nn.Embedding(27, 8), nn.Conv1d(8, 16, 4), nn.Linear(16, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.words(self.letters(x).mT).relu().amax(2))
 
 
-def likelihood(task: Task) -> bc.likelihoods.Likelihood:
-    """Of the task's targets."""
-    return bc.likelihoods.categorical() if task.classes else bc.likelihoods.gaussian()
+def network(task: Task) -> nn.Module:
+    """Two hidden layers of 50 units for tables, convolutions for pixels and letters."""
+    if task.name == "authors":
+        return Letters(task.classes)
+    if task.x.ndim == 4:
+        first = [nn.Conv2d(1, 8, 5, 2), nn.ReLU(), nn.Conv2d(8, 16, 3, 2), nn.ReLU(), nn.Flatten()]
+        return nn.Sequential(*first, nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1))
+    hidden = [nn.Linear(task.x.shape[1], WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU()]
+    return nn.Sequential(*hidden, nn.Linear(WIDTH, task.classes or 1))
+
+
+def networks_contest(task: Task, seed: int, steps: int, members: int = MEMBERS) -> dict[str, Callable[[], Any]]:
+    """The call and the plain ensembles, to be run in this order: what the call cost and found, they are given."""
+    size = batch_size_for(len(task.x))
+    pair = read((task.x, task.y))[0].folds(0.15, seed)
+    likelihood = bc.likelihoods.categorical() if task.classes else bc.likelihoods.gaussian()
+    known: dict[str, Any] = {}
+
+    def call() -> Result:
+        began = time.process_time()
+        with tempfile.TemporaryDirectory() as path:
+            try:
+                found = bc.posterior_ensemble(
+                    lambda: network(task), (task.x, task.y), likelihood, members=members, steps=steps, seed=seed,
+                    progress=False, path=path,
+                )  # fmt: skip
+            except bc.ensemble.EnsembleError as err:
+                found = err.ensemble
+            known["seconds"] = time.process_time() - began
+            known["trained"] = files.read_tree(Path(path) / "training.safetensors", torch.device("cpu"))
+        known["passes"], known["lr"] = sum(found.report.passes.values()), found.report.chosen["lr"]
+        return Result(found.predict, known["passes"], str(found.report))
+
+    def others(count: int, all_steps: int, **options: Any) -> Result:
+        torch.manual_seed(1000 * seed)
+        made = [network(task) for _ in range(count)]
+        folds = [pair[m % 2] for m in range(count)]
+        found = plain(made, task.x, task.y, folds, all_steps, size, known["lr"], seed, **options)
+        known["plain"] = known.get("plain", found)
+        return Result(lambda x: predictive(task, found, x), all_steps * size / len(task.x))
+
+    def equal() -> int:
+        return round(known["passes"] * len(task.x) / size)
+
+    def same() -> Result:
+        trained = known["trained"]
+        return others(members, equal(), precision=trained["precision"], noise=trained["noise"].flatten())
+
+    def seconds() -> Result:
+        reference = known["plain"]
+        return others(members, max(20, round((known["seconds"] - reference.build) / reference.step)))
+
+    return {
+        "posterior_ensemble": call,
+        "plain_ensemble": lambda: others(members, equal()),
+        "twice_ensemble": lambda: others(members, 2 * equal()),
+        "seconds_ensemble": seconds,
+        **({} if task.classes else {"same_prior": same}),
+        "one_network": lambda: others(1, equal()),
+    }
+
+
+def predictive(task: Task, found: Plain, x: Tensor) -> Predictive:
+    """The mixture of the members."""
+    used = bc.likelihoods.categorical() if task.classes else bc.likelihoods.gaussian(found.variance)
+    return used.mixture(found.outputs(x))
 
 
 def normal(mean: Any, variance: Any) -> Predictive:
@@ -50,96 +118,8 @@ def normal(mean: Any, variance: Any) -> Predictive:
     return bc.likelihoods.gaussian("learned").mixture(outputs)
 
 
-def ours(task: Task, seed: int, **options: Any) -> Result:
-    ensemble = bc.posterior_ensemble(
-        lambda: network(task), (task.x, task.y), likelihood(task), seed=seed, progress=False, **options
-    )
-    return Result(ensemble.predict, sum(ensemble.report.passes.values()), str(ensemble.report))
-
-
-def posterior_ensemble(task: Task, seed: int) -> Result:
-    return ours(task, seed)
-
-
-def deep_ensemble(task: Task, seed: int) -> Result:
-    """The same networks, steps, folds and scale, with the usual prior."""
-    return ours(task, seed, prior_precision=1.0)
-
-
-def twice_ensemble(task: Task, seed: int) -> Result:
-    """The same with twice the steps."""
-    from bayesopt_chain.ensemble.call import batch_size_for, steps_for
-
-    return ours(task, seed, prior_precision=1.0, steps=2 * steps_for(len(task.x), batch_size_for(len(task.x))))
-
-
-def mc_dropout(task: Task, seed: int) -> Result:
-    fitted = bc.posterior_ensemble(
-        lambda: network(task, 0.1), (task.x, task.y), likelihood(task), members=1, prior_precision=1.0, seed=seed,
-        progress=False,
-    )  # fmt: skip
-    module, lik = fitted.modules()[0].train(), fitted.likelihood
-
-    def predict(x: Tensor) -> Predictive:
-        with torch.no_grad():
-            wider, outputs = lik.widened(torch.stack([module(x) for _ in range(50)]), fitted.factor)
-        return wider.mixture(outputs)
-
-    return Result(predict)
-
-
-def trained(task: Task, seed: int) -> nn.Module:
-    """One network, trained as the members are, for what starts from a trained network."""
-    fitted = bc.posterior_ensemble(
-        lambda: network(task), (task.x, task.y), likelihood(task), members=1, prior_precision=1.0, seed=seed,
-        progress=False, standardize=False,
-    )  # fmt: skip
-    return fitted.modules()[0]
-
-
-def last_layer_laplace(task: Task, module: nn.Module) -> Result:
-    return _laplace(task, module, subset="last_layer")
-
-
-def kronecker_laplace(task: Task, module: nn.Module) -> Result:
-    return _laplace(task, module, subset="all")
-
-
-def _laplace(task: Task, module: nn.Module, subset: str) -> Result:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        fitted = bc.fit_laplace(module, likelihood(task), [(task.x, task.y)], subset=subset)
-    return Result(lambda x: fitted.predict(x) if task.classes else fitted.predict(x, method="linearized"))
-
-
-def laplace_torch(task: Task, module: nn.Module) -> Result | None:
-    try:
-        from laplace import Laplace
-    except ImportError:
-        return None
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(task.x, task.y), 256)
-    kind = "classification" if task.classes else "regression"
-    la = Laplace(module, kind, subset_of_weights="last_layer", hessian_structure="kron")
-    la.fit(loader)
-    if task.classes:
-        la.optimize_prior_precision(method="marglik")
-        return Result(lambda x: la(x, link_approx="probit"))
-    log_prior, log_sigma = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
-    adam = torch.optim.Adam([log_prior, log_sigma], lr=0.1)
-    for _ in range(100):
-        adam.zero_grad()
-        (-la.log_marginal_likelihood(log_prior.exp(), log_sigma.exp())).backward()
-        adam.step()
-
-    def predict(x: Tensor) -> Predictive:
-        mean, variance = la(x)
-        return normal(mean.detach(), variance.detach().reshape(-1) + la.sigma_noise.item() ** 2)
-
-    return Result(predict)
-
-
 def gaussian_process(task: Task, seed: int) -> Result | None:
-    if task.classes or len(task.x) > GP_MOST:
+    if task.classes or len(task.x) > GP_MOST or task.x.ndim > 2:
         return None
     from sklearn.gaussian_process import GaussianProcessRegressor
     from sklearn.gaussian_process.kernels import RBF, ConstantKernel, WhiteKernel
@@ -161,17 +141,11 @@ def gradient_boosting(task: Task, seed: int) -> Result:
     from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
     from sklearn.model_selection import cross_val_predict
 
-    x, y = task.x.numpy(), task.y.numpy().ravel()
+    x, y = task.x.flatten(1).numpy(), task.y.numpy().ravel()
     if task.classes:
         boosted = HistGradientBoostingClassifier(early_stopping=True, random_state=seed).fit(x, y)
-        return Result(lambda x: torch.as_tensor(boosted.predict_proba(x.numpy())))
+        return Result(lambda x: torch.as_tensor(boosted.predict_proba(x.flatten(1).numpy())))
     boosted = HistGradientBoostingRegressor(early_stopping=True, random_state=seed)
     variance = np.mean((cross_val_predict(boosted, x, y) - y) ** 2)
     boosted.fit(x, y)
-    return Result(lambda x: normal(boosted.predict(x.numpy()), np.full(len(x), variance)))
-
-
-def lines(function: Callable) -> int:
-    """Lines of code of a contestant, without its signature, docstring and imports; of ours the one call."""
-    text = [line.strip() for line in inspect.getsource(function).splitlines()]
-    return sum(bool(t) and not t.startswith(("def ", '"""', "#", "from ", "import ", ")")) for t in text)
+    return Result(lambda x: normal(boosted.predict(x.flatten(1).numpy()), np.full(len(x), variance)))
