@@ -217,12 +217,11 @@ def test_lr_0_in_the_middle_leaves_the_law_as_it_is(momentum):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("momentum", [0.5, 0.99])
-def test_cosine_with_restarts_stays_within_the_rules_bounds(momentum):
+def test_cosine_with_restarts_stays_within_the_rules_bounds():
     """The variance within -21 % .. +36 % everywhere, at most 7 % RMS, over cycles of 500 steps."""
     cycle = 500
     ratio = variances(
-        lambda p: bc.optim.SGHMC(p, 0.3, momentum, temperature=T),
+        lambda p: bc.optim.SGHMC(p, 0.3, 0.99, temperature=T),
         lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, cycle),
         1.0,
         2 * cycle,
