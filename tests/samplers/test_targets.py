@@ -3,8 +3,8 @@ r"""Samplers on targets with known moments, by long runs of many chains and Rich
 Chains are rows of one ``[chains, d]`` parameter, so that the standard errors are over independent chains. A bias of
 known order ``k`` in the step is removed by running at the steps ``h`` and ``h / 2``: the estimate is
 ``(2^k m(h/2) - m(h)) / (2^k - 1)``, which also tests the order. A test compares every first and second moment, within 5
-standard errors, so that each comparison gives a false alarm with probability 6e-7 and a whole run of this file (325
-comparisons) with 2e-4. Seeds are fixed. The bias that remains is of the next order.
+standard errors, so that each comparison gives a false alarm with probability 6e-7 and a whole run of this file (160
+comparisons) with 1e-4. Seeds are fixed. The bias that remains is of the next order.
 """
 
 from __future__ import annotations
@@ -81,21 +81,15 @@ TARGETS = {"double well": double_well(), "banana": banana(), "gaussian": gaussia
 
 # name: (build from a step, order of the bias in it, step for unit stiffness)
 ELEMENTWISE = {
-    "sgld, order 1": (lambda h: bc.sgld(h, temperature=1.0, order=1), 1, 0.1),
     "sgld": (lambda h: bc.sgld(h, temperature=1.0), 2, 0.4),
-    "sghmc, order 1": (lambda h: bc.sghmc(h, 0.5, temperature=1.0, order=1), 1, 0.05),
     "sghmc": (lambda h: bc.sghmc(h, 0.5, temperature=1.0), 2, 0.1),
-    "sghmc_euler": (lambda h: bc.samplers.sghmc_euler(h, 0.5, temperature=1.0), 1, 0.04),
     "baoab": (lambda h: bc.samplers.baoab(h, 1.0, temperature=1.0), 2, 0.6),
-    "obabo": (lambda h: bc.samplers.obabo(h, 1.0, temperature=1.0), 2, 0.4),
     "ubu": (lambda h: bc.samplers.ubu(h, 1.0, temperature=1.0), 2, 0.4),
-    "sgnht, per parameter": (lambda h: bc.samplers.sgnht(h, 0.5, temperature=1.0, per_parameter=True), 1, 0.05),
     "badodab, per parameter": (lambda h: bc.samplers.badodab(h, 1.0, temperature=1.0, per_parameter=True), 2, 0.4),
     "lattice_walk": (lambda h: bc.samplers.lattice_walk(h, temperature=1.0), 1, 0.08),
-    "three-point": (lambda h: cheap(h, 0.5, 1.0, "three_point"), 2, 0.1),
     "Rademacher": (lambda h: cheap(h, 0.5, 1.0, "rademacher"), 1, 0.05),
 }
-IN_TIME = ("baoab", "obabo", "ubu", "badodab, per parameter")  # their step is a time; the others' is a time squared
+IN_TIME = ("baoab", "ubu", "badodab, per parameter")  # their step is a time; the others' is a time squared
 
 
 def long_run(build, target: Target, h: float, steps: int, chains: int, seed: int) -> dict[str, torch.Tensor]:
@@ -142,7 +136,7 @@ QUICK = ("sghmc", "sgld")
     ],
 )
 def test_moments_of_a_two_dimensional_target(name, target):
-    """One of the two for each sampler: ``test_orders`` has the exact bias of each on a third."""
+    """One of the two for each kind of sampler: ``test_orders`` has the exact bias of every one on a third."""
     build, order, unit = ELEMENTWISE[name]
     target = TARGETS[target]
     h = unit / (target.stiffness**0.5 if name in IN_TIME else target.stiffness)
@@ -150,9 +144,7 @@ def test_moments_of_a_two_dimensional_target(name, target):
 
 
 TEN = {
-    "sghmc": (lambda h: bc.sghmc(h, 0.9, temperature=1.0), 2, 1.0),
     "badodab": (lambda h: bc.samplers.badodab(h, 1.0, temperature=1.0), 2, 0.4),
-    "sgnht": (lambda h: bc.samplers.sgnht(h, 0.9, temperature=1.0), 1, 0.1),
     "lattice_walk": (lambda h: bc.samplers.lattice_walk(h, temperature=1.0), 1, 0.2),
 }
 
@@ -160,6 +152,6 @@ TEN = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TEN)
 def test_a_ten_dimensional_gaussian_of_condition_1000_is_left_as_it_is(name):
-    """From exact draws; a run lasts from 0.3 (lattice walk) to 15 (sghmc) relaxation times of the slowest direction."""
+    """From exact draws; a run lasts a part of the relaxation time of the slowest direction."""
     build, order, h = TEN[name]
     check(build, order, h, 1500, TARGETS["gaussian"], chains=500)

@@ -87,12 +87,10 @@ def test_sgnht_is_of_first_order_in_lr_at_other_momenta(momentum):
 @pytest.mark.parametrize(
     "build",
     [
-        lambda t: samplers.sgnht(0.0009, 0.97, temperature=t),
         lambda t: samplers.sgnht(0.0009, 0.97, temperature=t, per_parameter=True),
         lambda t: samplers.badodab(0.03, temperature=t),
-        lambda t: samplers.badodab(0.03, temperature=t, per_parameter=True),
     ],
-    ids=["sgnht", "sgnht, per parameter", "badodab", "badodab, per parameter"],
+    ids=["sgnht, per parameter", "badodab"],
 )
 def test_gradient_noise_of_unknown_strength_is_absorbed(build):
     """Gradient noise that heats SGHMC by a computed 67 % leaves a thermostat's variance within 4 %.
@@ -181,16 +179,15 @@ def logistic_regression():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", [0.0, 30.0])
 @pytest.mark.parametrize("name", WITH_ROOM)
-def test_one_friction_for_each_parameter_samples_a_logistic_regression(name, start):
-    """At lr 0.3 from 0 and from far away: deviations within 5 %, means within 0.1 deviations of the exact posterior's.
+def test_one_friction_for_each_parameter_samples_a_logistic_regression(name):
+    """At lr 0.3 from far away: deviations within 5 %, means within 0.1 deviations of the exact posterior's.
 
     200 chains, 4,000 updates after 3,000; the slowest direction (curvature 0.05) decorrelates in about 130 updates: 6,000
     independent draws, standard error of a deviation 0.9 %, of a mean 0.013 deviations.
     """
     gradient, mean, deviation = logistic_regression()
-    tx, theta = WITH_ROOM[name](0.3, 1 / 60), torch.full((200, 2), start, dtype=torch.float64)
+    tx, theta = WITH_ROOM[name](0.3, 1 / 60), torch.full((200, 2), 30.0, dtype=torch.float64)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         state = tx.init(theta)
