@@ -137,7 +137,7 @@ def posterior_ensemble(
     residuals = variance is not None and not bool((variance > 0).any())
     if standardize is None:
         standardize = not residuals and not plain.frozen()
-    scale = Scale.of(raw, likelihood) if standardize else Scale()
+    scale = Scale.of(raw, likelihood, plain.still.module) if standardize else Scale()
     networks = members_of(make_model, members, seed, raw.device, scale, few)
     trained = _training_likelihood(likelihood, raw, variance, networks if residuals else None)
     pair = raw.folds(held_out, seed)

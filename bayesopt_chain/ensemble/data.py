@@ -107,10 +107,12 @@ class Scale(NamedTuple):
     log_variance: bool = False
 
     @classmethod
-    def of(cls, data: Data, likelihood: Likelihood) -> Scale:
-        """The moments of data: of inputs ``[N, D]`` of every column, of inputs with more axes of all numbers together, and of
-        targets on the real line of every output. Whole numbers, and masks of 0 and 1, are left as they are."""
-        inputs = [_moments(x) for x in batches.flatten(data.inputs)[0]]
+    def of(cls, data: Data, likelihood: Likelihood, module: nn.Module) -> Scale:
+        """The moments of data: of inputs ``[N, D]`` of every column, of inputs with more axes of every entry of the axis that
+        a layer of the module has as its features (channels of a convolution, the last axis of linear, recurrent and attention
+        layers), else of all numbers together, and of targets on the real line of every output. Whole numbers, and masks of 0
+        and 1, are left as they are."""
+        inputs = [_moments(x, _features(module, x)) for x in batches.flatten(data.inputs)[0]]
         inner = getattr(likelihood, "inner", likelihood)
         learned = isinstance(inner, LearnedGaussian)
         if not (likelihood.has_noise_scale or learned or isinstance(inner, StudentT)):
@@ -153,11 +155,21 @@ def moments(likelihood: Likelihood, targets: Any) -> tuple[Tensor, Tensor]:
     return mean, (w * (labels - mean).square()).sum(0) / total
 
 
-def _moments(x: Tensor) -> tuple[Tensor, Tensor] | None:
+def _features(module: nn.Module, x: Tensor) -> int | None:
+    """The axis whose entries are features, as the first layer says that fits the shape ``[N, *]``."""
+    if x.ndim <= 2:
+        return x.ndim - 1
+    named = (("in_channels", 1), ("in_features", x.ndim - 1), ("input_size", x.ndim - 1), ("embed_dim", x.ndim - 1))
+    every = ((getattr(layer, name, None), axis) for layer in module.modules() for name, axis in named)
+    return next((axis for size, axis in every if size == x.shape[axis]), None)
+
+
+def _moments(x: Tensor, feature: int | None) -> tuple[Tensor, Tensor] | None:
+    """Mean and deviation, of a shape that broadcasts against a datum."""
     if not x.is_floating_point() or bool(((x == 0) | (x == 1)).all()):
         return None
-    axes = [0] if x.ndim <= 2 else list(range(x.ndim))
-    deviation, mean = torch.std_mean(x.double(), axes, correction=0)
+    axes = [axis for axis in range(max(1, x.ndim)) if axis != feature or axis == 0]
+    deviation, mean = (a[0] for a in torch.std_mean(x.double(), axes, correction=0, keepdim=True))
     # a column that hardly varies is noise of rounding
     return mean, torch.where(deviation > 1e-6 * mean.abs() + 1e-30, deviation, 1.0)
 

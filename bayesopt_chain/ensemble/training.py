@@ -15,14 +15,16 @@ quarters of its time for small networks. Where tracing fails, or the program doe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import optree
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bayesopt_chain import batches
 from bayesopt_chain.ensemble.data import Data
@@ -76,13 +78,16 @@ class Problem:
         return {k: p.reshape((*theta.shape[:-1], *x.shape[1:])).to(x.dtype) for (k, x), p in zip(own.items(), parts)}
 
     def fan_in(self) -> Tensor:
-        """The precision of each parameter under the fan-in prior, ``[P]``: of weights with two axes and more the numbers that
-        an output sums up; 1 of biases, scales, and of the rows of an embedding, of which each input selects one."""
-        rows = {f"{n}.weight" for n, m in self.members.still.module.named_modules() if isinstance(m, nn.Embedding)}
-        sizes = [
-            torch.full_like(x[0], 1 if x.ndim < 3 or n.strip(".") in rows else x[0, 0].numel()).flatten()
-            for n, x in self.members.params.items()
-        ]
+        """The precision of each parameter under the fan-in prior, ``[P]``: of a factor of matrix products and convolutions the
+        numbers that an output sums up, as one call of the network shows; 1 of what is added, scales, or is looked up."""
+        own, buffers = ({n: x[0] for n, x in t.items()} for t in (self.members.params, self.members.buffers))
+        inputs, sizes = self.data.take(torch.arange(2, device="cpu"))[0], []
+        with torch.no_grad(), _Contracted(own) as found:
+            self.members.still.with_buffers(own, (inputs, None), buffers)
+        for name, x in own.items():
+            layer = type(self.members.still.module.get_submodule(name.rpartition(".")[0])).__module__
+            opaque = x[0].numel() if x.ndim > 1 and layer.startswith("torch.nn") else 1  # as of fused recurrent layers
+            sizes.append(torch.full_like(x, found.sizes.get(name, opaque)).flatten())
         return torch.cat(sizes)
 
     @property
@@ -122,6 +127,40 @@ class Problem:
         # keys of members depend on their numbers alone, not on the ranks that share them out
         chains.numbers = range(count) if count else self.mine
         return chains
+
+
+class _Contracted(TorchDispatchMode):
+    """Of each parameter by name the most numbers that a product with it sums up, in ``sizes``.
+
+    A parameter is known by its memory, so that views of it are too, and copies are followed.
+    """
+
+    def __init__(self, params: Tensors) -> None:
+        super().__init__()
+        self.names = {x.untyped_storage().data_ptr(): name for name, x in params.items()}
+        self.sizes = dict[str, int]()
+
+    def name_of(self, x: Any) -> str | None:
+        """Of the parameter whose memory this is."""
+        return self.names.get(x.untyped_storage().data_ptr()) if isinstance(x, Tensor) else None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at what the operation sums up, and do it."""
+        kind, out = func._schema.name.removeprefix("aten::"), func(*args, **(kwargs or {}))
+        factors, size = (), 1
+        if kind in ("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addmv"):
+            factors = args[1:3] if "add" in kind else args[:2]
+            size = factors[0].shape[-1]
+        elif kind == "convolution":
+            (_, weight, _, strides, *_, transposed, _, groups), factors = args, args[1:2]
+            size = weight[:, 0].numel() // groups // math.prod(strides) if transposed else weight[0].numel()
+        elif kind == "embedding":
+            factors = args[:1]
+        elif kind in ("clone", "_to_copy") and (name := self.name_of(args[0])):
+            self.names[out.untyped_storage().data_ptr()] = name
+        for name in filter(None, map(self.name_of, factors)):
+            self.sizes[name] = max(size, self.sizes.get(name, 1))
+        return out
 
 
 class Order:

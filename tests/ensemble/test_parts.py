@@ -142,23 +142,6 @@ def test_the_energy_is_that_of_ridge_regression_and_steps_follow_its_gradient():
     torch.testing.assert_close(moved, -0.1 * torch.stack(slopes)[:, :, 0, 0].T.sign(), rtol=1e-5, atol=1e-6)
 
 
-def test_the_fan_in_prior_has_the_fan_in_of_every_weight():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.words, self.conv, self.norm = nn.Embedding(5, 4), nn.Conv2d(4, 2, 3), nn.LayerNorm(2)
-            self.out = nn.Linear(2, 3)
-
-        def forward(self, x):
-            return self.out(x[:, :1] @ torch.ones(1, 2).double())
-
-    p = problem(members=1, make=Net, y=torch.randn(40, 3).double(), x=torch.randn(40, 1).double())
-    wanted = {"words.weight": 1, "conv.weight": 36, "conv.bias": 1, "norm.weight": 1, "norm.bias": 1}
-    wanted |= {"out.weight": 2, "out.bias": 1}
-    for name, x in p.tree(p.fan_in()).items():
-        assert bool((x == wanted[name]).all()), name
-
-
 def test_noise_is_renewed_by_the_other_fold():
     p = problem(members=4)
     training = Training(p, Stages(None, {"members": 4}, torch.device("cpu"), None), Progress(False), (1,), None, True)
@@ -178,15 +161,15 @@ def training_outputs(p, m):
 def test_networks_see_unit_moments_and_predict_in_the_targets_units():
     x = torch.tensor([[1e4, 0.0], [3e4, 1.0]]).repeat(10, 1)
     y = torch.tensor([[7.0], [9.0]]).repeat(10, 1)
-    scale = Scale.of(Data(x, y, 20), GAUSSIAN)
+    scale = Scale.of(Data(x, y, 20), GAUSSIAN, nn.Identity())
     seen = scale.into((x, y))
     torch.testing.assert_close(seen.mean(0), torch.zeros(2), atol=1e-6, rtol=0)
     torch.testing.assert_close(seen.std(0, correction=0), torch.ones(2))
     torch.testing.assert_close(scale.out(torch.tensor([[-1.0], [1.0]])), torch.tensor([[7.0], [9.0]]))
-    learned = Scale.of(Data(x, y, 20), bc.likelihoods.gaussian("learned"))
+    learned = Scale.of(Data(x, y, 20), bc.likelihoods.gaussian("learned"), nn.Identity())
     torch.testing.assert_close(learned.out(torch.tensor([[1.0, 0.3]])), torch.tensor([[9.0, 0.3]]))
     masks = torch.tensor([0.0, 1.0]).repeat(10)[:, None, None].expand(20, 2, 2)
-    assert Scale.of(Data((masks, torch.ones(20, 3).long()), y, 20), GAUSSIAN).inputs == [None, None]
+    assert Scale.of(Data((masks, torch.ones(20, 3).long()), y, 20), GAUSSIAN, nn.Identity()).inputs == [None, None]
 
 
 @pytest.mark.parametrize("lik", [bc.likelihoods.gaussian("learned"), bc.likelihoods.student_t(4.0, 2.0)])

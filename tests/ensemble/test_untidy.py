@@ -7,6 +7,9 @@ import torch
 from torch import nn
 
 import bayesopt_chain as bc
+from bayesopt_chain.ensemble.data import Data, Scale
+from bayesopt_chain.ensemble.members import members_of
+from bayesopt_chain.ensemble.training import Problem
 
 GAUSSIAN = bc.likelihoods.gaussian()
 
@@ -186,3 +189,55 @@ def test_a_budget_of_minutes_is_said_and_kept(capsys):
     assert found.report.chosen["steps"] > 20
     lines = capsys.readouterr().err.splitlines()
     assert "passes, about" in lines[0] and 5 < len(lines) < 25  # lines, not a bar, where errors are redirected
+
+
+class Product(nn.Module):
+    """``x @ w`` and its relatives, an embedding that is also the head, and what is added or scales."""
+
+    def __init__(self):
+        super().__init__()
+        sizes = {"right": (3, 5), "vector": (5,), "turned": (7, 5), "copied": (5, 7), "added": (2, 5), "gain": (1, 5)}
+        for name, size in sizes.items():
+            setattr(self, name, nn.Parameter(torch.randn(size)))
+        self.table, self.norm = nn.Embedding(4, 7), nn.LayerNorm(5)
+        self.up, self.conv = nn.ConvTranspose1d(4, 6, 2, 2), nn.Conv1d(6, 3, 5, padding=2)
+        self.lstm = nn.LSTM(7, 2, batch_first=True)
+
+    def forward(self, x):
+        h = self.norm((x @ self.right) * self.gain[0] + self.added.sum(0))
+        a = h @ self.turned.T + h @ self.copied.double().to(h.dtype)
+        b = self.table(torch.zeros(len(x), dtype=torch.long)) @ self.table.weight.T
+        c = self.conv(self.up(b[:, :, None].expand(-1, -1, 3))).mean((1, 2))
+        return (h @ self.vector + a.sum(1) + c + self.lstm(a[:, None])[0].sum((1, 2)))[:, None]
+
+
+def test_the_precision_of_a_weight_is_what_an_output_sums_up_wherever_it_stands():
+    x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
+    made = members_of(Product, 1, 0, "cpu")
+    problem = Problem(Data(x, x[:, :1], 60), GAUSSIAN, made, 1, 8, [torch.arange(6)], 0, range(1))
+    found = {k: p.unique().tolist() for k, p in problem.tree(problem.fan_in()).items()}
+    wanted = {"right": 3, "vector": 5, "turned": 5, "copied": 5, "added": 1, "gain": 1, "table.weight": 7}
+    wanted |= {"norm.weight": 1, "norm.bias": 1, "up.weight": 4, "up.bias": 1, "conv.weight": 30, "conv.bias": 1}
+    wanted |= {"lstm.weight_ih_l0": 7, "lstm.weight_hh_l0": 2, "lstm.bias_ih_l0": 1, "lstm.bias_hh_l0": 1}
+    assert found == {k: [v] for k, v in wanted.items()}
+
+
+@pytest.mark.parametrize(
+    "layer, shape, axes",
+    [
+        (nn.GRU(3, 2), (9, 7, 3), (0, 1)),
+        (nn.Conv1d(3, 2, 1), (9, 3, 7), (0, 2)),
+        (nn.Conv2d(3, 2, 1), (9, 3, 4, 4), (0, 2, 3)),
+        (nn.MultiheadAttention(3, 1), (9, 7, 3), (0, 1)),
+        (nn.Identity(), (9, 7, 3), (0, 1, 2)),
+        (nn.Identity(), (9, 3), (0,)),
+        (nn.Identity(), (9,), (0,)),
+    ],
+)
+def test_features_are_standardised_where_the_network_has_them(layer, shape, axes):
+    x = 5 + 3 * torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    data = Data(x, torch.randn(9, 1, dtype=torch.float64), 9)
+    scaled = Scale.of(data, GAUSSIAN, nn.Sequential(layer)).into((x, None))
+    deviation, mean = torch.std_mean(scaled, axes, correction=0)
+    torch.testing.assert_close(mean, torch.zeros_like(mean), rtol=0, atol=1e-12)
+    torch.testing.assert_close(deviation, torch.ones_like(mean), rtol=1e-12, atol=0)
