@@ -7,6 +7,9 @@ BIN := $(VENV)/bin
 
 .PHONY: demo example test quick doctests docs links lint types processors package clean
 
+# Where Python is told to keep no bytecode, every process that a test starts would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYRIGHT := $(BIN)/pyright --pythonpath $(BIN)/python
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -40,7 +43,8 @@ example: $(VENV)/.installed
 
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-test: $(VENV)/.installed lint types doctests
+test: $(VENV)/.installed lint
+	$(MAKE) --jobs 2 types doctests
 	$(PYTEST) tests
 
 # What `pytest` alone runs.

@@ -114,7 +114,7 @@ def pytest(*arguments: str, cwd: Path = ROOT, **options: Any) -> subprocess.Comp
     """What pytest says, run on the package of a folder."""
     path = os.pathsep.join([str(cwd), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, **options)
 
 

@@ -243,6 +243,7 @@ def regression(N=400, d=3):
     return (x, y), torch.linalg.lstsq(x, y).solution
 
 
+@pytest.mark.slow
 def test_a_module_is_taken_with_momentum_and_batch_size_open_and_stays_as_it_is():
     """The same seed suggests the same, whatever torch's generator holds, which stays where it is; and bc.optim takes it."""
     data, mode = regression()

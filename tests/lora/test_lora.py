@@ -11,14 +11,13 @@ import bayesopt_chain as bc
 from bayesopt_chain import lora
 from bayesopt_chain.lora import fit
 
-peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
 METHODS = ("ensemble", "sghmc", "ivon", "laplace")
 SHORT = {"steps": 24, "members": 2, "draws": 4, "batch_size": 8, "prior_precision": 1.0}
 
 
 def base():
     torch.manual_seed(0)
+    transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=11,
         num_key_value_heads=2,
@@ -32,6 +31,7 @@ def base():
 
 
 def model():
+    peft = pytest.importorskip("peft")
     return peft.get_peft_model(
         base(), peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
     )
@@ -98,7 +98,7 @@ def test_every_draw_is_an_adapter_of_its_library_and_comes_back(found, data, tmp
         back = lora.adapters(folder, model())
         assert torch.equal(back.predict(data).probabilities, result.predict(data).probabilities)
         assert back.report == result.report
-    loaded = peft.PeftModel.from_pretrained(base(), path / "draw-001").eval()
+    loaded = pytest.importorskip("peft").PeftModel.from_pretrained(base(), path / "draw-001").eval()
     forward = bc.make_functional(model().eval(), outputs="logits").forward
     ids = data["input_ids"]
     here = forward(result.draw(1), ({"input_ids": ids}, None))

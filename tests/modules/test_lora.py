@@ -9,12 +9,11 @@ from torch.nn.functional import cross_entropy
 
 import bayesopt_chain as bc
 
-peft = pytest.importorskip("peft")
-
 
 def adapted(dropout=0.2):
     torch.manual_seed(0)
     base = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()
+    peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["0", "3"], r=2, lora_dropout=dropout, init_lora_weights=False)
     return peft.get_peft_model(base, config)
 
