@@ -5,8 +5,7 @@ from bayesopt_chain.precision._block import Block
 from bayesopt_chain.precision._dense import Cholesky, Dense
 from bayesopt_chain.precision._diagonal import Diagonal
 from bayesopt_chain.precision._kronecker import Eigenbasis, Kronecker
-from bayesopt_chain.precision._low_rank import LowRank, Root, Woodbury
-from bayesopt_chain.precision._low_rank_covariance import LowRankCovariance, low_rank_covariance
+from bayesopt_chain.precision._low_rank import LowRank, LowRankCovariance, Root, Woodbury, low_rank_covariance
 from bayesopt_chain.precision._zero import Zero
 from bayesopt_chain.trees import flatten, shape_only, unflatten
 

@@ -1,13 +1,15 @@
 """A precision from a few directions, for models whose data determine far fewer directions than they have parameters.
 
-    Root:     Lambda = V^T V,               V the rows J^T S of a batch, [M, P]
-    LowRank:  Lambda = diag(d) + V^T V,     V of at most ``rank`` rows
+    Root:                Lambda = V^T V,               V the rows J^T S of a batch, [M, P]
+    LowRank, Woodbury:   Lambda = diag(d) + V^T V,     V of at most ``rank`` rows
+    LowRankCovariance:   Lambda^-1 = diag(d) + V^T V,  of variational families and SWAG
 
-With the whitened rows ``W = V diag(d)^-1/2``, rotated so that ``W W^T = diag(s)`` (Woodbury's identity),
+With the whitened rows ``W = V diag(d)^-1/2``, rotated so that ``W W^T = diag(s)``, and M the sum (Woodbury's identity),
 
-    Lambda^-1  = d^-1/2 (I - W^T diag(1 / (1 + s)) W) d^-1/2
-    R          = d^-1/2 (I - W^T diag(1 / (q (1 + q))) W),   q = sqrt(1 + s),   R R^T = Lambda^-1
-    log |Lambda| = sum log d + sum log(1 + s)
+    M            = d^1/2 (I + W^T W) d^1/2
+    M^-1         = d^-1/2 (I - W^T diag(1 / (1 + s)) W) d^-1/2
+    R            = d^-1/2 (I - W^T diag(1 / (q (1 + q))) W),   q = sqrt(1 + s),   R R^T = M^-1
+    log |M|      = sum log d + sum log(1 + s)
 
 Rows beyond the rank are *moved to the diagonal*: the rows are rotated to ``V V^T = diag(s)``, the ``rank`` longest are
 kept and the squares of the others added to d, so that trace and diagonal stay exact (a streaming SVD).
@@ -22,9 +24,10 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.precision._algebra import Precision, like, require_same_structure
+from bayesopt_chain import kinds
+from bayesopt_chain.precision._algebra import Precision, like, require_positive, require_same_structure
 from bayesopt_chain.precision._diagonal import Diagonal
-from bayesopt_chain.trees import Tree, combine, first, flatten, gram, project, require_like, scaled, wide
+from bayesopt_chain.trees import Tree, combine, first, flatten, gram, inner, paths, project, require_like, scaled, wide
 
 
 class Root(NamedTuple("_Root", [("rows", Tree), ("count", Tensor)]), Precision):
@@ -116,9 +119,7 @@ class LowRank(NamedTuple("_LowRank", [("diagonal", Tree), ("rows", Tree), ("coun
 
     def factorised(self) -> Woodbury:
         Diagonal(self.diagonal, self.count).factorised()
-        whitened = optree.tree_map(lambda row, d: row / d.sqrt(), self.rows, self.diagonal)
-        strengths, rotation = torch.linalg.eigh(gram(whitened))
-        return Woodbury(self.diagonal, combine(rotation.mT, whitened), strengths.clamp_min(0), self.count)
+        return Woodbury(self.diagonal, *_whitened(self.diagonal, self.rows), self.count)
 
     def diag(self) -> Tree:
         return optree.tree_map(lambda d, row: d + row.square().sum(0), self.diagonal, self.rows)
@@ -130,9 +131,78 @@ class LowRank(NamedTuple("_LowRank", [("diagonal", Tree), ("rows", Tree), ("coun
         return Diagonal(self.diagonal, self.count).to_dense() + Root(self.rows, self.count).to_dense()
 
 
-class Woodbury(
-    NamedTuple("_Woodbury", [("diagonal", Tree), ("rows", Tree), ("strengths", Tensor), ("count", Tensor)]), Precision
+class _Spiked(
+    NamedTuple("_Spiked", [("diagonal", Tree), ("rows", Tree), ("strengths", Tensor), ("count", Tensor)]), Precision
 ):
+    """``M^power`` for ``M = D^1/2 (I + W^T W) D^1/2``, W's rows orthogonal, so that ``(I + W^T W)^p = I + W^T diag(g_p) W``
+    with ``g_p = ((1 + s)^p - 1) / s``, which for p of 1, -1, 1/2 and -1/2 needs no division by s."""
+
+    __slots__ = ()
+    power = 1
+
+    def scale(self, factor: float | Tensor) -> Any:
+        diagonal = scaled(self.diagonal, factor if self.power > 0 else 1 / factor)
+        return self._replace(diagonal=diagonal, count=self.count * factor)
+
+    def factorised(self) -> Any:
+        return self
+
+    def solve(self, tree: Tree) -> Tree:
+        return self._raised(tree, -self.power)
+
+    def times(self, tree: Tree) -> Tree:
+        return self._raised(tree, self.power)
+
+    def sqrt_solve(self, tree: Tree) -> Tree:
+        return like(self._stretched(self._bent(like(tree, self.diagonal), -self.power / 2), -self.power), tree)
+
+    def logdet(self) -> Tensor:
+        return self.power * (Diagonal(self.diagonal, self.count).logdet() + self.strengths.log1p().sum())
+
+    def diag(self) -> Tree:
+        return self._diagonal_of(self.power)
+
+    def inverse_diag(self) -> Tree:
+        return self._diagonal_of(-self.power)
+
+    def quad(self, tree: Tree) -> Tensor:
+        white = self._stretched(tree, self.power)
+        along = project(self.rows, white).square() * self._gains(self.power)
+        return inner(white, white, self.diagonal) + along.sum(-1)
+
+    def to_dense(self) -> Tensor:
+        rows, root = flatten(self.rows, self.diagonal), flatten(self.diagonal, self.diagonal) ** (self.power / 2)
+        bent = rows.mT @ (rows * self._gains(self.power).to(rows.dtype)[:, None])
+        return (torch.eye(len(root), dtype=rows.dtype, device=rows.device) + bent) * root * root[:, None]
+
+    def _gains(self, power: float) -> Tensor:
+        """``g_power``, ``[rank]``."""
+        s, q = self.strengths, (1 + self.strengths).sqrt()
+        return {1: torch.ones_like(s), -1: -1 / (1 + s), 0.5: 1 / (1 + q), -0.5: -1 / (q * (1 + q))}[power]
+
+    def _raised(self, tree: Tree, power: int) -> Tree:
+        """``M^power x``."""
+        return like(self._stretched(self._bent(self._stretched(tree, power), power), power), tree)
+
+    def _stretched(self, tree: Tree, power: int) -> Tree:
+        """``D^(power / 2) x``."""
+        require_like(tree, self.diagonal, "the tree", batched=True)
+        return optree.tree_map(lambda x, d: x * d.sqrt() if power > 0 else x / d.sqrt(), tree, self.diagonal)
+
+    def _bent(self, tree: Tree, power: float) -> Tree:
+        """``(I + W^T W)^power x``."""
+        along = project(self.rows, tree) * self._gains(power)
+        return optree.tree_map(torch.add, tree, combine(along, self.rows))
+
+    def _diagonal_of(self, power: int) -> Tree:
+        def leaf(d: Tensor, row: Tensor) -> Tensor:
+            bent = 1 + torch.tensordot(self._gains(power).to(row.dtype), row.square(), dims=1)
+            return bent * d if power > 0 else bent / d
+
+        return optree.tree_map(leaf, self.diagonal, self.rows)
+
+
+class Woodbury(_Spiked):
     """A low-rank precision decomposed for solving.
 
     Attributes:
@@ -169,49 +239,73 @@ class Woodbury(
     def add(self, other: LowRank | Root) -> LowRank:
         return self.unfactorised().add(other)
 
-    def scale(self, factor: float | Tensor) -> Woodbury:
-        diagonal = scaled(self.diagonal, factor)
-        return self._replace(diagonal=diagonal, count=self.count * factor)
-
     def add_diagonal(self, value: Any) -> LowRank:
         return self.unfactorised().add_diagonal(value)
 
-    def factorised(self) -> Woodbury:
-        return self
 
-    def solve(self, tree: Tree) -> Tree:
-        return like(self._divide_root(self._shrink(self._divide_root(tree), 1 / (1 + self.strengths))), tree)
+class LowRankCovariance(_Spiked):
+    """The inverse of a low-rank plus diagonal covariance; made by :func:`low_rank_covariance`.
 
-    def sqrt_solve(self, tree: Tree) -> Tree:
-        q = (1 + self.strengths).sqrt()
-        return like(self._divide_root(self._shrink(like(tree, self.diagonal), 1 / (q * (1 + q)))), tree)
+    Sums with other precisions leave the structure and are refused.
 
-    def logdet(self) -> Tensor:
-        return Diagonal(self.diagonal, self.count).logdet() + self.strengths.log1p().sum()
+    Attributes:
+        diagonal: d, the covariance's.
+        rows: W, leaves ``[rank, *leaf.shape]``.
+        strengths: s, ``[rank]``.
+        count: 0-d, the number of data.
 
-    def diag(self) -> Tree:
-        return self.unfactorised().diag()
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain.precision import low_rank_covariance
+        >>> precision = low_rank_covariance(torch.ones(2), torch.ones(1, 2), torch.tensor(1.0))
+        >>> precision.solve(torch.tensor([1.0, 0.0]))
+        tensor([2., 1.])
+    """
 
-    def inverse_diag(self) -> Tree:
-        return optree.tree_map(
-            lambda d, row: (1 - torch.tensordot(1 / (1 + self.strengths).to(row.dtype), row.square(), dims=1)) / d,
-            self.diagonal,
-            self.rows,
+    __slots__ = ()
+    power = -1
+
+    def add(self, other: Any) -> Any:
+        raise TypeError(
+            "a low-rank covariance cannot take up further precision: its inverse is not low rank; "
+            "use a Dense precision (to_dense), or a low-rank precision (bc.ekf.low_rank, bc.laplace)"
         )
 
-    def quad(self, tree: Tree) -> Tensor:
-        return self.unfactorised().quad(tree)
+    def add_diagonal(self, value: Any) -> Any:
+        return self.add(value)
 
-    def to_dense(self) -> Tensor:
-        return self.unfactorised().to_dense()
 
-    def _divide_root(self, tree: Tree) -> Tree:
-        require_like(tree, self.diagonal, "the tree", batched=True)
-        return optree.tree_map(lambda x, d: x / d.sqrt(), tree, self.diagonal)
+@kinds.takes(diagonal=kinds.TREE, rows=kinds.TREE)
+def low_rank_covariance(diagonal: Tree, rows: Tree, count: Tensor) -> LowRankCovariance:
+    """Return the precision whose inverse is ``diag(diagonal) + rows^T rows``.
 
-    def _shrink(self, tree: Tree, weights: Tensor) -> Tree:
-        along = project(self.rows, tree) * weights
-        return optree.tree_map(torch.sub, tree, combine(along, self.rows))
+    Args:
+        diagonal: a tree like the params, positive.
+        rows: leaves ``[rank, *leaf.shape]``.
+        count: 0-d, the number of data.
+
+    Returns:
+        The precision, decomposed.
+
+    Raises:
+        ValueError: a variance that is not positive (names the leaf).
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain.precision import low_rank_covariance
+        >>> low_rank_covariance(torch.ones(2), torch.tensor([[1.0, 0.0]]), torch.tensor(1.0)).inverse_diag()
+        tensor([2., 1.])
+    """
+    for name, leaf in zip(paths(diagonal), optree.tree_leaves(diagonal)):
+        require_positive(leaf, f"{name} (a variance)")
+    return LowRankCovariance(diagonal, *_whitened(diagonal, rows), count)
+
+
+def _whitened(diagonal: Tree, rows: Tree) -> tuple[Tree, Tensor]:
+    """W and s: rows over the root of the diagonal, rotated so that ``W W^T = diag(s)``."""
+    whitened = optree.tree_map(lambda row, d: row / d.sqrt(), rows, diagonal)
+    strengths, rotation = torch.linalg.eigh(gram(whitened))
+    return combine(rotation.mT, whitened), strengths.clamp_min(0)
 
 
 def _wide(tree: Tree) -> Tree:
