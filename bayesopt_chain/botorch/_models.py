@@ -28,7 +28,7 @@ from torch import Tensor
 
 from bayesopt_chain.ensemble import Ensemble
 from bayesopt_chain.posterior import FittedLaplace
-from bayesopt_chain.posterior._joint import jacobian
+from bayesopt_chain.posterior._linearized import jacobian
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.trees import Tree, flatten
 

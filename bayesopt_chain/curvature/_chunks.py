@@ -24,12 +24,11 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain._torch import gradients_of_columns
-from bayesopt_chain.curvature._affine import Affine
 from bayesopt_chain.curvature._autodiff import UNSUPPORTED, vjp, vjp_with_aux, without_fused_recurrence
-from bayesopt_chain.curvature._checks import Check
 from bayesopt_chain.curvature._kinds import Grouped, Kind, Matrix, Vector, joined_inputs, joined_outputs
 from bayesopt_chain.curvature._plan import (
     WRONG_TAP,
+    Affine,
     Forward,
     TapPlan,
     batch_size,
@@ -39,7 +38,7 @@ from bayesopt_chain.curvature._plan import (
     require_same_outputs,
     unlike,
 )
-from bayesopt_chain.curvature._taps import Taps, Use
+from bayesopt_chain.curvature._taps import Check, Taps, Use
 from bayesopt_chain.likelihoods import Likelihood, OutputRoot
 from bayesopt_chain.tracing import is_hidden, is_transformed
 from bayesopt_chain.trees import Tree, wide

@@ -26,9 +26,7 @@ from torch import Tensor
 from bayesopt_chain import kinds
 from bayesopt_chain.batches import picked
 from bayesopt_chain.curvature._autodiff import UNSUPPORTED, double_backward, vjp, without_fused_recurrence
-from bayesopt_chain.curvature._checks import Check, Checks
 from bayesopt_chain.curvature._chunks import BatchPullback, RootOf
-from bayesopt_chain.curvature._memory import require_dense_fits
 from bayesopt_chain.curvature._plan import (
     Forward,
     TapPlan,
@@ -39,7 +37,8 @@ from bayesopt_chain.curvature._plan import (
     require_separate,
 )
 from bayesopt_chain.curvature._structures import STRUCTURES as MAKERS
-from bayesopt_chain.curvature._structures import Options, structure_sum
+from bayesopt_chain.curvature._structures import Options, require_dense_fits, structure_sum
+from bayesopt_chain.curvature._taps import Check, Checks
 from bayesopt_chain.likelihoods import Likelihood, OutputRoot
 from bayesopt_chain.likelihoods._roots import Explicit
 from bayesopt_chain.precision import Dense, Diagonal, Eigenbasis, Kronecker, Precision, shape_only, unflatten

@@ -23,7 +23,7 @@ from bayesopt_chain.ensemble.training import Tensors, outputs_of
 from bayesopt_chain.likelihoods import Likelihood, Predictive, gaussian, weighted
 from bayesopt_chain.modules.functional import arguments_of, write_back
 from bayesopt_chain.posterior.batches import as_pair
-from bayesopt_chain.posterior.predictions import batches_of
+from bayesopt_chain.posterior.model import batches_of
 from bayesopt_chain.runs import files
 from bayesopt_chain.runs.draws import Draws
 from bayesopt_chain.runs.identity import describe, difference

@@ -20,12 +20,10 @@ from torch import Tensor
 from torch.special import ndtr
 
 from bayesopt_chain import kinds
-from bayesopt_chain.likelihoods._draws import standard_gamma
-from bayesopt_chain.likelihoods._incomplete_beta import incomplete_beta
 from bayesopt_chain.likelihoods._likelihood import Grouping, Likelihood, weights_of_draws
 from bayesopt_chain.likelihoods._mixture import Mixture
 from bayesopt_chain.likelihoods._predictive import Outputs
-from bayesopt_chain.likelihoods._quadrature import normal_nodes
+from bayesopt_chain.likelihoods._quadrature import incomplete_beta, normal_nodes, standard_gamma
 from bayesopt_chain.likelihoods._roots import Elementwise
 from bayesopt_chain.trees import as_tensor
 

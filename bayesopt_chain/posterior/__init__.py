@@ -2,7 +2,7 @@
 
 fit.py            fit_laplace: from a trained model to its posterior in one call (model, last_layer, evidence, rule, ...)
 laplace.py, swag.py, vi/, ekf/    transformations that carry a posterior in their state; gaussian.py is the posterior
-predictions.py    outputs and targets under a posterior; _metrics.py and _calibrate.py say how good they are
+_linearized.py    outputs under a posterior; scores.py says how good predictions are, and corrects them by held-out data
 """
 
 from bayesopt_chain import _lazy

@@ -1,15 +1,18 @@
 from bayesopt_chain.likelihoods._softmax import probit, probit_bernoulli, softmax_mean
 from bayesopt_chain.posterior._acquisition import Acquired, batch_bald, d_optimal, epig
 from bayesopt_chain.posterior._by_target import outputs_by_target
-from bayesopt_chain.posterior._calibrate import conformal_level, temperature_scaling
 from bayesopt_chain.posterior._influence import influence_of_draws, leave_one_out
-from bayesopt_chain.posterior._joint import functional_samples
-from bayesopt_chain.posterior._linearized import linearized
-from bayesopt_chain.posterior._metrics import classification_metrics, detection_auroc, regression_metrics
-from bayesopt_chain.posterior._monte_carlo import monte_carlo
+from bayesopt_chain.posterior._linearized import functional_samples, linearized, monte_carlo
 from bayesopt_chain.posterior.batches import next_labels, pairs
-from bayesopt_chain.posterior.cache import CachedFeatures, cache_features
 from bayesopt_chain.posterior.fit import FittedLaplace, fit_laplace
+from bayesopt_chain.posterior.last_layer import CachedFeatures, cache_features
+from bayesopt_chain.posterior.scores import (
+    classification_metrics,
+    conformal_level,
+    detection_auroc,
+    regression_metrics,
+    temperature_scaling,
+)
 from bayesopt_chain.posterior.training import EvidenceTraining, train_by_evidence
 from bayesopt_chain.posterior.tuning import tune_by_evidence, tune_by_validation
 

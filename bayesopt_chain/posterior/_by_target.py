@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import kinds
-from bayesopt_chain.curvature._affine import Affine
 from bayesopt_chain.curvature._kinds import Matrix, Vector
-from bayesopt_chain.curvature._plan import batch_size, fresh_leaves, part
+from bayesopt_chain.curvature._plan import Affine, batch_size, fresh_leaves, part
 from bayesopt_chain.curvature._taps import Taps
 from bayesopt_chain.posterior._linearized import _of_affine, linearized
 from bayesopt_chain.posterior.fit import FittedLaplace
 from bayesopt_chain.posterior.gaussian import Gaussian
-from bayesopt_chain.posterior.predictions import batches_of
+from bayesopt_chain.posterior.model import batches_of
 from bayesopt_chain.trees import Tree
 
 LAYER = 64  # times as many targets at once where they need no backward pass

@@ -34,11 +34,10 @@ from bayesopt_chain.curvature import per_sample
 from bayesopt_chain.curvature._plan import batch_size, part
 from bayesopt_chain.likelihoods import Outputs, Predictive
 from bayesopt_chain.likelihoods._likelihood import slope
-from bayesopt_chain.posterior._joint import ROW_BYTES
-from bayesopt_chain.posterior._linearized import linearized_by
+from bayesopt_chain.posterior._linearized import ROW_BYTES, linearized_by
 from bayesopt_chain.posterior.fit import FittedLaplace, posterior_and_evidence
 from bayesopt_chain.posterior.gaussian import Gaussian
-from bayesopt_chain.posterior.predictions import batches_of
+from bayesopt_chain.posterior.model import batches_of
 from bayesopt_chain.precision import flatten
 from bayesopt_chain.trees import Tree, size
 

@@ -24,7 +24,7 @@ from bayesopt_chain.core.link import LinkContext, OnShards, Traits
 from bayesopt_chain.core.op import Leaves
 from bayesopt_chain.distributed import shards
 from bayesopt_chain.links.keyed import Keyed
-from bayesopt_chain.posterior.state import device_of
+from bayesopt_chain.posterior.gaussian import device_of
 from bayesopt_chain.random import stream as keyed_stream
 from bayesopt_chain.schedules import ScalarOrSchedule, is_zero
 from bayesopt_chain.tracing import is_readable

@@ -26,12 +26,12 @@ from bayesopt_chain import checks, kinds
 from bayesopt_chain.curvature import STRUCTURES
 from bayesopt_chain.curvature._plan import batch_size, part
 from bayesopt_chain.likelihoods import Likelihood, Outputs, Predictive
-from bayesopt_chain.posterior._joint import functional_samples
+from bayesopt_chain.posterior._linearized import functional_samples
 from bayesopt_chain.posterior.batches import Reader, peeked
 from bayesopt_chain.posterior.dispersion import Scatter, dispersion, effective_parameters, scatter_of
 from bayesopt_chain.posterior.evidence import Residual, by_output, require_prior_structure, spectra, tuned
 from bayesopt_chain.posterior.export import LinearizedHead
-from bayesopt_chain.posterior.gaussian import Gaussian
+from bayesopt_chain.posterior.gaussian import Gaussian, require_finite
 from bayesopt_chain.posterior.laplace import log_prior, posterior_of
 from bayesopt_chain.posterior.last_layer import Features, HeadBatch
 from bayesopt_chain.posterior.model import (
@@ -39,23 +39,20 @@ from bayesopt_chain.posterior.model import (
     MANY,
     How,
     Kept,
+    Method,
     Model,
     Pass,
+    batches_of,
     both,
+    linearized,
     make_model,
     matrix_size,
-    with_estimator,
-)
-from bayesopt_chain.posterior.predictions import (
-    Method,
-    batches_of,
-    linearized,
     method_for,
     predicted,
+    with_estimator,
 )
 from bayesopt_chain.posterior.regression import LEAST, TINY, Regression
 from bayesopt_chain.posterior.rule import by_dispersion, by_network_noise, data_for, within_budget
-from bayesopt_chain.posterior.state import require_finite
 from bayesopt_chain.posterior.tuning import tune_by_validation
 from bayesopt_chain.precision import Kronecker
 from bayesopt_chain.trees import Tree, paths, require_like, size, spread

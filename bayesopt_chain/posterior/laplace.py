@@ -34,8 +34,7 @@ from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.distributed.shards import whole
 from bayesopt_chain.matching.response import Linear, Response
-from bayesopt_chain.posterior.gaussian import Gaussian
-from bayesopt_chain.posterior.state import PosteriorTransformation, require_finite
+from bayesopt_chain.posterior.gaussian import Gaussian, PosteriorTransformation, require_finite
 from bayesopt_chain.precision import (
     Diagonal,
     Eigenbasis,

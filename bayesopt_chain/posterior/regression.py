@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bayesopt_chain.curvature._affine import Affine
+from bayesopt_chain.curvature._plan import Affine
 from bayesopt_chain.likelihoods import Likelihood
 
 LEAST = 1e-6  # of the targets' variance: what the noise keeps at least

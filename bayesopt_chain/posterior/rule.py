@@ -40,12 +40,11 @@ from torch import Tensor
 
 from bayesopt_chain.curvature._plan import batch_size, part
 from bayesopt_chain.likelihoods import Likelihood
-from bayesopt_chain.posterior._joint import jacobian
+from bayesopt_chain.posterior._linearized import jacobian
 from bayesopt_chain.posterior.evidence import Tuned, spectra, tune_layer, tuned
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.last_layer import HeadBatch
-from bayesopt_chain.posterior.model import Model, Pass
-from bayesopt_chain.posterior.predictions import linearized
+from bayesopt_chain.posterior.model import Model, Pass, linearized
 from bayesopt_chain.trees import gram, size
 
 LEAST_DISPERSION, ROUNDS, SETTLED = 1e-3, 8, 1e-2

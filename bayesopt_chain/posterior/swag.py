@@ -28,8 +28,13 @@ from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.matching.response import Linear, Response
-from bayesopt_chain.posterior.gaussian import Gaussian
-from bayesopt_chain.posterior.state import PosteriorTransformation, device_of, require_finite, require_these
+from bayesopt_chain.posterior.gaussian import (
+    Gaussian,
+    PosteriorTransformation,
+    device_of,
+    require_finite,
+    require_these,
+)
 from bayesopt_chain.precision import Diagonal, low_rank_covariance
 from bayesopt_chain.tracing import is_hidden, is_readable
 from bayesopt_chain.trees import size

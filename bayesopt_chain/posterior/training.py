@@ -26,12 +26,11 @@ from bayesopt_chain.curvature import STRUCTURES
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.modules.functional import arguments_of, batch_inputs, write_back
 from bayesopt_chain.posterior.batches import Reader, logits_of, peeked, with_progress
-from bayesopt_chain.posterior.cache import CachedFeatures, cache_features
 from bayesopt_chain.posterior.evidence import require_prior_structure, tuned
 from bayesopt_chain.posterior.fit import FittedLaplace, at
-from bayesopt_chain.posterior.last_layer import unwrapped
+from bayesopt_chain.posterior.gaussian import require_finite
+from bayesopt_chain.posterior.last_layer import CachedFeatures, cache_features, unwrapped
 from bayesopt_chain.posterior.model import How, Model, make_model
-from bayesopt_chain.posterior.state import require_finite
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

@@ -1,4 +1,4 @@
-"""One set of questions to ask of any Gaussian precision, so that a method never asks which structure it has.
+r"""One set of questions to ask of any Gaussian precision, so that a method never asks which structure it has.
 
 A precision ``Lambda`` is a symmetric positive semidefinite operator on parameter trees. In the algebra below ``x`` is a
 tree like the parameters, or a batch of them: leaves ``[*lead, *leaf.shape]``.
@@ -17,6 +17,10 @@ class here, an entry in the table of :mod:`bayesopt_chain.curvature` (``_structu
 
 A precision is held in float32 at least; an answer that is a tree like ``x`` has the dtypes of ``x``. Each class is a named
 tuple whose fields are given as pairs, since in a class body a field ``count`` would override the method that tuples have.
+
+The precision of knowing nothing yet, so that a state has a first value before the first increment names a structure.
+
+0 + Lambda = Lambda
 """
 
 from __future__ import annotations
@@ -380,3 +384,33 @@ def as_count(count: float | Tensor, device: torch.device) -> Tensor:
     if isinstance(count, Tensor):
         return count
     return as_tensor(float(count), torch.float64, device)
+
+
+class Zero(NamedTuple("_Zero", [("count", Tensor)]), Precision):
+    """No data, no structure: the neutral element of ``add``.
+
+    Attributes:
+        count: 0-d, the number of data.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain.precision import Diagonal, Zero
+        >>> Zero(torch.tensor(0.0)).add(Diagonal(torch.ones(2), torch.tensor(3.0))).count
+        tensor(3.)
+    """
+
+    __slots__ = ()
+
+    def add(self, other: Any) -> Any:
+        return other
+
+    def scale(self, factor: float | Tensor) -> Zero:
+        return Zero(self.count * factor)
+
+    def add_diagonal(self, value: Any) -> Any:
+        raise ValueError("no curvature has been accumulated: call update(..., curvature=increment) at least once")
+
+    factorised = diag = to_dense = lambda self: self.add_diagonal(None)
+
+    def quad(self, tree: Any) -> Any:
+        return self.add_diagonal(None)

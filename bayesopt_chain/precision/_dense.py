@@ -1,4 +1,4 @@
-"""A precision that keeps every correlation, for models small enough to hold ``P^2`` numbers.
+r"""A precision that keeps every correlation, for models small enough to hold ``P^2`` numbers.
 
 Lambda = M = L L^T,    Lambda^-1 x = L^-T L^-1 x,    R = L^-T,    log |Lambda| = 2 sum_i log L_ii
 """
@@ -15,6 +15,19 @@ from torch import Tensor
 from bayesopt_chain.precision._algebra import Precision, require_same_structure
 from bayesopt_chain.tracing import is_hidden
 from bayesopt_chain.trees import Tree, as_tensor, flatten, paths, require_like, size, spread, unflatten, widened
+
+
+def lower_root(rows: Tensor) -> Tensor:
+    """Return the lower triangular F, positive diagonal, with ``F F^T = rows^T rows``; rows is ``[M, P]``, M >= P."""
+    return signed(torch.linalg.qr(rows, mode="r").R).mT
+
+
+def signed(upper: Tensor) -> Tensor:
+    """Return an upper triangular factor (columns beyond the square go along) with its rows' signs such that the
+    diagonal is not negative.
+    """
+    diagonal = upper.diagonal(dim1=-2, dim2=-1)
+    return torch.where(diagonal < 0, -1.0, 1.0).to(upper.dtype)[..., None] * upper
 
 
 class Dense(NamedTuple("_Dense", [("matrix", Tensor), ("like", Tree), ("count", Tensor)]), Precision):

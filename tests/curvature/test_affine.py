@@ -6,7 +6,7 @@ from torch.nn.functional import linear
 
 import bayesopt_chain as bc
 from bayesopt_chain import curvature, likelihoods
-from bayesopt_chain.curvature._affine import Affine
+from bayesopt_chain.curvature._plan import Affine
 from bayesopt_chain.posterior.gaussian import Gaussian
 
 STRUCTURES = ("kronecker", "diagonal", "dense", "root", "block", "low_rank")

@@ -679,7 +679,7 @@ MIX = torch.randn(5, 12, generator=torch.Generator().manual_seed(3)).double()
 
 
 def test_a_head_whose_kronecker_factor_cannot_fit_is_refused_by_name(monkeypatch):
-    from bayesopt_chain.curvature import _memory
+    from bayesopt_chain.curvature import _structures as _memory
 
     monkeypatch.setattr(_memory, "available_bytes", lambda device: 2**30)
     params = {"body": torch.randn(3, 2), "head": torch.randn(20_000, 2)}

@@ -48,7 +48,7 @@ with torch.no_grad():  # the diagonal of the head, for a few words and in sum
     wanted = torch.einsum("btv,btd->vd", variance[..., some], phi.square())
     report["error"] = float(((exact["head.weight"][some] - wanted) / wanted).abs().max())
     report["sums"] = [float(exact["head.bias"].double().sum()), float(variance.sum())]
-curvature._memory.available_bytes = lambda device: 2 * 2**30
+curvature._structures.available_bytes = lambda device: 2 * 2**30
 try:
     curvature.ggn(forward, likelihood, "kronecker")(params, batch)
 except MemoryError as refusal:

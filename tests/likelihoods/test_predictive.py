@@ -9,7 +9,7 @@ import torch
 import bayesopt_chain as bc
 from bayesopt_chain import likelihoods
 from bayesopt_chain.likelihoods import _quadrature
-from bayesopt_chain.likelihoods._incomplete_beta import incomplete_beta
+from bayesopt_chain.likelihoods._quadrature import incomplete_beta
 
 MEAN = torch.tensor([[0.3], [-1.0]], dtype=torch.float64)
 COVARIANCE = torch.tensor([[[0.4]], [[1.5]]], dtype=torch.float64)

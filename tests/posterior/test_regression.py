@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import bayesopt_chain as bc
-from bayesopt_chain.curvature._affine import Affine
+from bayesopt_chain.curvature._plan import Affine
 from bayesopt_chain.likelihoods import gaussian, weighted
 from bayesopt_chain.posterior.regression import Regression, rows_of
 

@@ -24,7 +24,7 @@ from bayesopt_chain.curvature._backward import BackwardPasses
 from bayesopt_chain.distributed import shards
 from bayesopt_chain.likelihoods import Likelihood, gaussian
 from bayesopt_chain.likelihoods._roots import Elementwise
-from bayesopt_chain.posterior.state import times
+from bayesopt_chain.posterior.gaussian import times
 from bayesopt_chain.precision import Precision
 from bayesopt_chain.tracing import is_transformed
 from bayesopt_chain.trees import Tree, paths

@@ -41,9 +41,9 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.curvature._memory import require_dense_fits
+from bayesopt_chain.curvature._structures import require_dense_fits
 from bayesopt_chain.posterior.ekf._information import Information, weighted_sum
-from bayesopt_chain.posterior.state import times
+from bayesopt_chain.posterior.gaussian import times
 from bayesopt_chain.precision import (
     Cholesky,
     Diagonal,
@@ -55,8 +55,8 @@ from bayesopt_chain.precision import (
     unflatten,
 )
 from bayesopt_chain.precision._algebra import total as summed
+from bayesopt_chain.precision._dense import signed
 from bayesopt_chain.precision._low_rank import compress
-from bayesopt_chain.precision._triangular import signed
 from bayesopt_chain.schedules import is_number
 from bayesopt_chain.trees import combine, common_dtype, gram, project, size
 

@@ -32,8 +32,7 @@ from bayesopt_chain.posterior.ekf._structures import (
     Structure,
     Tally,
 )
-from bayesopt_chain.posterior.gaussian import Gaussian
-from bayesopt_chain.posterior.state import PosteriorTransformation, require_these, require_values
+from bayesopt_chain.posterior.gaussian import Gaussian, PosteriorTransformation, require_these, require_values
 from bayesopt_chain.precision import Diagonal, Precision
 from bayesopt_chain.schedules import is_number, is_schedule
 from bayesopt_chain.tracing import is_hidden, is_readable

@@ -1,10 +1,8 @@
 """Variational inference as gradient transformations: families of Gaussians, and natural gradients."""
 
 from bayesopt_chain.posterior.draw import Draw
-from bayesopt_chain.posterior.vi._elbo import Elbo, negative_elbo
-from bayesopt_chain.posterior.vi._gaussian_families import dense, low_rank, mean_field
 from bayesopt_chain.posterior.vi._natural import ivon, von
-from bayesopt_chain.posterior.vi._transform import VariationalInfo
+from bayesopt_chain.posterior.vi._transform import Elbo, VariationalInfo, dense, low_rank, mean_field, negative_elbo
 
 __all__ = [
     "Draw",

@@ -23,7 +23,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.curvature._memory import require_dense_fits
+from bayesopt_chain.curvature._structures import require_dense_fits
 from bayesopt_chain.posterior.draw import over_samples
 from bayesopt_chain.precision import (
     Cholesky,
@@ -35,7 +35,7 @@ from bayesopt_chain.precision import (
     shape_only,
     unflatten,
 )
-from bayesopt_chain.precision._triangular import lower_root
+from bayesopt_chain.precision._dense import lower_root
 from bayesopt_chain.trees import combine, common_dtype, size
 
 Scale = tuple[Tensor, ...]

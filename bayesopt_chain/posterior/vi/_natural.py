@@ -60,8 +60,7 @@ from bayesopt_chain.posterior.draw import (
     require_drawn_from,
     require_samples,
 )
-from bayesopt_chain.posterior.gaussian import Gaussian
-from bayesopt_chain.posterior.state import device_of, times
+from bayesopt_chain.posterior.gaussian import Gaussian, device_of, times
 from bayesopt_chain.posterior.vi._transform import DrawingTransformation, like_prior, require_one_prior, require_prior
 from bayesopt_chain.precision import Diagonal, Precision
 from bayesopt_chain.schedules import ScalarOrSchedule, now, scalar

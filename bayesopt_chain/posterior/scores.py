@@ -1,10 +1,29 @@
-"""How good predictions are: calls of torchmetrics and scikit-learn, with the arguments that predictive averages have.
+r"""How good predictions are: calls of torchmetrics and scikit-learn, with the arguments that predictive averages have.
 
 The calibration error is that of Naeini, Cooper and Hauskrecht (2015), over bins of equal width.
 Needs the extra ``metrics`` (torchmetrics, scikit-learn).
+
+Two corrections of finished predictions by data that no member has seen.
+
+**Split conformal intervals** (Vovk, Gammerman and Shafer, 2005; for distribution functions Chernozhukov, Wüthrich and Zhu,
+2021). Of ``n`` held-out targets let ``s_i = |2 F_i(y_i) - 1|``, the smallest level whose central interval holds the target.
+With ``j = ceil((n + 1) a)`` and ``p`` the ``j``-th smallest ``s_i``, intervals of level ``p`` hold a new target with
+probability at least ``a``, whatever is wrong with the predictions, if the new datum and the held-out ones are exchangeable:
+its score is then equally likely to have any of ``n + 1`` ranks, and ``j`` of them are good. Without ties the probability is
+``j / (n + 1)``, exactly.
+
+**Temperature scaling** (Guo, Pleiss, Sun and Weinberger, 2017). One factor ``c`` divides the logits,
+
+    c = argmin_c  - 1/n sum_i log softmax(f_i / c)[y_i],
+
+a convex problem in ``b = 1 / c``: its slope is ``E_i[ E_{p_i}[f] - f[y_i] ]`` with ``p_i = softmax(b f_i)``, which rises with
+``b``, so that bisection finds its zero.
 """
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,3 +153,103 @@ def detection_auroc(known: Tensor, unknown: Tensor) -> float:
 
     labels = torch.cat([torch.zeros(len(known), device="cpu"), torch.ones(len(unknown), device="cpu")])
     return float(roc_auc_score(labels.numpy(), torch.cat([known, unknown]).detach().cpu().numpy()))
+
+
+_SCALES = (1e-3, 1e3)  # between which the factor is looked for
+
+
+@kinds.takes(
+    prediction=kinds.WITH_CDF,
+    targets=kinds.VALUES,
+    level=kinds.real("(0, 1)"),
+)
+def conformal_level(prediction: Any, targets: Tensor, level: float = 0.9) -> float:
+    """The level to ask of :meth:`interval`, so that intervals of new predictions hold their targets with probability ``level``.
+
+    The guarantee is on average over held-out data and new ones alike, not for each input.
+
+    Args:
+        prediction: of held-out data that nothing was fitted to, with ``cdf(targets)``, such as that of ``fitted.predict`` or
+            ``likelihood.mixture``; of targets on the line, ``[n]`` or ``[n, 1]``.
+        targets: those of the held-out data, of the shape of the prediction's mean.
+        level: the probability wanted, in (0, 1). Default 0.9.
+
+    Returns:
+        A number in [0, 1]; above ``level`` where intervals were too narrow.
+
+    Raises:
+        ValueError: several outputs a datum, NaN, or fewer than ``level / (1 - level)`` data, of which no finite interval
+            follows.
+
+    Example:
+        >>> import torch
+        >>> import bayesopt_chain as bc
+        >>> from bayesopt_chain import likelihoods
+        >>> too_narrow = likelihoods.gaussian(0.25).predictive(torch.zeros(99, 1), torch.zeros(99, 1, 1))
+        >>> targets = torch.special.ndtri(torch.arange(1, 100) / 100)[:, None]      # of variance 1
+        >>> level = bc.posterior.conformal_level(too_narrow, targets, 0.8)
+        >>> low, high = too_narrow.interval(level)
+        >>> round(float((high - low)[0] / 2), 2)                                    # a normal's is 1.28
+        1.28
+    """
+    scores = (2 * prediction.cdf(targets) - 1).abs()
+    n = len(scores)
+    if scores.ndim > 2 or scores.numel() != n:
+        raise ValueError(
+            f"conformal_level: one target a datum is needed, [n] or [n, 1], got {tuple(scores.shape)}: "
+            "take each output by itself"
+        )
+    if scores.isnan().any():
+        raise ValueError("conformal_level: the prediction or the targets hold NaN")
+    rank = math.ceil((n + 1) * level - 1e-9)
+    if rank > n:
+        raise ValueError(
+            f"conformal_level: {n} held-out data give no finite interval of level {level}; at least "
+            f"{math.ceil(level / (1 - level) - 1e-9)} are needed"
+        )
+    return float(scores.reshape(-1).double().kthvalue(rank).values)
+
+
+@kinds.takes(logits=kinds.REALS, targets=kinds.NUMBERS_OF_CLASSES)
+def temperature_scaling(logits: Tensor, targets: Tensor) -> float:
+    """The factor by which logits are divided, so that held-out classes are as likely as possible.
+
+    Args:
+        logits: of held-out data, ``[n, C]``; log probabilities do as well, such as
+            ``draws.predict(..., reduce="log_mean_exp")``.
+        targets: class numbers, int64 ``[n]``.
+
+    Returns:
+        The factor, in [0.001, 1000]; above 1 where the predictions were too sure.
+
+    Raises:
+        ValueError: shapes that do not belong together, no data, a class out of range, or numbers that are not finite.
+
+    Example:
+        >>> import torch
+        >>> import bayesopt_chain as bc
+        >>> sure = 3 * torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [1.0, 0.0]])
+        >>> factor = bc.posterior.temperature_scaling(sure, torch.tensor([0, 0, 0, 1]))   # right three times of four
+        >>> (sure / factor).softmax(-1)[0]
+        tensor([0.7500, 0.2500])
+    """
+    if logits.ndim != 2 or targets.shape != logits.shape[:1] or not logits.numel():
+        raise ValueError(
+            f"temperature_scaling: expected logits [n, C] and targets [n], got {tuple(logits.shape)} and {tuple(targets.shape)}"
+        )
+    if not logits.isfinite().all():
+        raise ValueError("temperature_scaling: logits hold NaN or infinity")
+    if targets.min() < 0 or targets.max() >= logits.shape[1]:
+        raise ValueError(f"temperature_scaling: targets must lie in 0 to {logits.shape[1] - 1}")
+    f = logits.double()
+    right = f.gather(1, targets[:, None])[:, 0]
+
+    def slope(log_b: float) -> float:
+        mean = ((math.exp(log_b) * f).softmax(-1) * f).sum(-1)
+        return float((mean - right).mean())
+
+    low, high = (-math.log(c) for c in reversed(_SCALES))
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if slope(middle) > 0 else (middle, high)
+    return math.exp(-(low + high) / 2)
