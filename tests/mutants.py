@@ -27,6 +27,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.measure import keep
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
 TESTS = {
@@ -119,21 +121,28 @@ def nearest(copy: Path, changed_file: str, tests: list[str]) -> list[str]:
     return [file.relative_to(copy).as_posix() for file in sorted(files, key=score, reverse=True)]
 
 
-def noticed(copy: Path, site: Site, tests: list[str]) -> str:
-    """Which test fails first on a mutant; empty where none does."""
+def failures(copy: Path, files: list[str], *options: str) -> list[str]:
+    """Quick tests of these files that fail in a copy of the repository; how pytest ended, where none of them says."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-n", "0", *options]
+    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, *files], cwd=copy, env=environment, capture_output=True, text=True, timeout=SECONDS
+    )
+    found = [line.split(" ")[1] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return found or (
+        [f"pytest ended with {done.returncode}"] if done.returncode not in (0, 5) else []
+    )  # 5: no quick test
+
+
+def noticed(copy: Path, site: Site, tests: list[str], ill: list[str]) -> str:
+    """Which test fails first on a mutant, of those that pass without it; empty where none does."""
     file, ordered = copy / site.file, nearest(copy, site.file, tests)
     text = file.read_text()
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-n", "0"]
-    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
     try:
         file.write_text(mutated(text, site.number))
         for part in filter(None, (ordered[:FIRST], ordered[FIRST:])):
-            done = subprocess.run(
-                [*command, *part], cwd=copy, env=environment, capture_output=True, text=True, timeout=SECONDS
-            )
-            failed = [line.split(" ")[1] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-            if done.returncode not in (0, 5):  # 5: none of the part's tests is quick
-                return (failed or [f"pytest ended with {done.returncode}"])[0]
+            if found := failures(copy, part, "-x", *(f"--deselect={test}" for test in ill)):
+                return found[0]
     except subprocess.TimeoutExpired:
         return "runs without end"
     finally:
@@ -153,11 +162,14 @@ def main() -> None:
     commit = git("rev-parse", "--short", "HEAD").stdout.decode().strip()
     known: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if args.anew or known.get("seed") != args.seed:
-        known = {"command": "python -m tests.mutants", "commit": commit, "seed": args.seed, "mutants": []}
+        known = {"commit": commit, "seed": args.seed, "mutants": []}
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         subprocess.run(["tar", "x", "-C", folder], input=git("archive", known["commit"]).stdout, check=True)
         for room in args.rooms:
+            ill = known.setdefault("fail without a mutant", {})
+            if room not in ill:
+                ill[room] = failures(copy, TESTS[room])
             every = [
                 site for file in sorted((copy / "bayesopt_chain" / room).rglob("*.py")) for site in sites(file, copy)
             ]
@@ -166,7 +178,7 @@ def main() -> None:
                 if any(row["where"] == where and row["change"] == site.change for row in known["mutants"]):
                     continue
                 start = time.monotonic()
-                by = noticed(copy, site, TESTS[room])
+                by = noticed(copy, site, TESTS[room], ill[room])
                 row = {
                     "where": where,
                     "change": site.change,
@@ -175,7 +187,7 @@ def main() -> None:
                 }
                 known["mutants"].append(row)
                 known["lived"] = sum(not row["noticed by"] for row in known["mutants"])
-                RESULTS.write_text(json.dumps(known, indent=1) + "\n")
+                keep(RESULTS, known)
                 print(f"{where}: {site.change}: {by or 'LIVES'}", flush=True)
 
 
