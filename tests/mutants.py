@@ -46,7 +46,7 @@ SWAPS: dict[type, type] = {
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
 }  # fmt: skip
 LEFT_ALONE = (ast.Raise, ast.JoinedStr, ast.Import, ast.ImportFrom, ast.Assert, ast.arguments, ast.AnnAssign)
-SECONDS = 900  # a mutant that runs longer than that has been noticed too
+SECONDS = 1800  # a mutant that runs longer than that has been noticed too
 FIRST = 4  # files of tests that run before the others of the room are even read
 
 
