@@ -114,16 +114,6 @@ def test_chains_on_disk_go_on_and_are_judged(device, tmp_path):
     assert all(bool(value.isfinite().all()) for value in bc.diagnostics.r_hat(whole).values())
 
 
-@pytest.mark.slow
-def test_what_suggests_a_chain(device):
-    data, params = regression(device), start(device)
-    chain = partial(bc.sghmc, temperature=1 / N)
-    found = bc.suggest_lr(chain, loss, params, data, epochs=50)
-    assert found.lr > 0
-    noise = bc.diagnostics.gradient_noise(loss, params, bc.epochs(data, 16, seed=0), rank=2)
-    assert bc.diagnostics.heating(chain(1e-5), noise).worst > 0
-
-
 def at_temperature(lr):
     return bc.sghmc(lr, temperature=1 / N)
 
@@ -132,6 +122,12 @@ def thermal(params, data, device):
     step, tx = bc.make_step(loss, at_temperature(1e-4)), at_temperature(1e-4)
     draws = bc.sample(step, params, tx.init(params), data, steps=120, thinning=4)
     return bc.diagnostics.temperatures(draws, tx, loss, list(zip(*(x.split(16) for x in data.data))))
+
+
+def heated(params, data, device):
+    found = bc.diagnostics.heating(at_temperature(1e-5), bc.diagnostics.gradient_noise(loss, params, data, rank=2))
+    assert found.worst > 0
+    return found
 
 
 def with_guard(params, data, device):
@@ -160,6 +156,7 @@ CALLS = {
     "tune_mclmc": lambda p, d, _: bc.diagnostics.tune_mclmc(loss, p, d.data, temperature=1 / N, steps=30),
     "ksd": lambda p, d, _: bc.diagnostics.ksd(p["b"].expand(8, 4, 1)[..., 0] * 1.0, lambda w: -w),
     "temperatures": thermal,
+    "heating": heated,
     "heat guard": with_guard,
     "control variates": less_noise,
 }

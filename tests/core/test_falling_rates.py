@@ -67,7 +67,8 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("schedule", ["StepLR", pytest.param("cosine", marks=pytest.mark.slow)])
+@pytest.mark.sweep(5)
+@pytest.mark.parametrize("schedule", ["StepLR", "cosine"])
 @pytest.mark.parametrize("name", CHAINS)
 def test_chains_of_all_kinds_are_exact_along_a_fall(name, schedule):
     build, prior = CHAINS[name]
