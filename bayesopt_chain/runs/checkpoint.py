@@ -39,22 +39,22 @@ def flat(tree: Any) -> tuple[dict[str, Tensor], dict[str, Scalar]]:
     Raises:
         TypeError: a leaf that is neither.
     """
-    tensors: dict[str, Tensor] = {}
-    scalars: dict[str, Scalar] = {}
-    accessors = optree.tree_accessors(tree, none_is_leaf=True)
-    for accessor, leaf in zip(accessors, optree.tree_leaves(tree, none_is_leaf=True)):
-        name = "/".join(str(getattr(entry, "field", entry.entry)) for entry in accessor) or "tensor"
-        if torch.is_tensor(leaf):
-            tensors[name] = leaf.detach()
-        elif leaf is None or isinstance(leaf, (bool, int, float, str)):
-            scalars[name] = leaf
-        else:
-            raise TypeError(
-                f"save: leaf {name} is {type(leaf).__name__}; only tensors, numbers and strings can be saved"
-            )
-    if len(tensors) + len(scalars) != len(accessors):
+    leaves = optree.tree_leaves(tree, none_is_leaf=True)
+    named = dict(zip(names := _names(tree), leaves))
+    if len(named) < len(names):
         raise ValueError("save: two leaves have the same path; rename a key that contains '/'")
+    tensors = {name: x.detach() for name, x in named.items() if torch.is_tensor(x)}
+    scalars = {name: x for name, x in named.items() if name not in tensors}
+    if wrong := [n for n, x in scalars.items() if x is not None and not isinstance(x, (bool, int, float, str))]:
+        raise TypeError(
+            f"save: leaf {wrong[0]} is {type(named[wrong[0]]).__name__}; only tensors, numbers and strings can be saved"
+        )
     return tensors, scalars
+
+
+def _names(tree: Any) -> list[str]:
+    accessors = optree.tree_accessors(tree, none_is_leaf=True)
+    return ["/".join(str(getattr(entry, "field", entry.entry)) for entry in a) or "tensor" for a in accessors]
 
 
 def save(path: str | os.PathLike, tree: Any, *, tx: Any = None) -> None:
@@ -83,10 +83,10 @@ def save(path: str | os.PathLike, tree: Any, *, tx: Any = None) -> None:
     """
     kinds.require("save", path=(path, kinds.PATH))
     tensors, scalars = flat(tree)
-    require_whole("save", tensors)
-    if wrong := [name for name, x in tensors.items() if x.is_meta or x.layout != torch.strided]:
+    if wrong := [name for name, x in tensors.items() if is_dtensor(x)]:
         raise TypeError(
-            f"save: leaf {wrong[0]} is sparse, or on the device meta without values: x.to_dense(), or leave it out"
+            f"save: leaf {wrong[0]} is a DTensor, of which a rank holds a shard: bc.distributed.save(folder, tree) writes "
+            "shards that any number of ranks reads, and x.full_tensor() is the whole"
         )
     header = {"scalars": scalars, "chain": None if tx is None else repr(tx)}
     files.write(_mine(Path(path), *world()), tensors, header)
@@ -121,7 +121,8 @@ def load(path: str | os.PathLike, *, like: Any, tx: Any = None) -> Any:
         flat(like)
     except TypeError as err:
         raise TypeError(f"load: like must be a tree of tensors, numbers and strings: {err}") from None
-    tensors, header = _read(_saved(Path(path), *world()))
+    file = File(_saved(Path(path), *world()))
+    tensors, header = {name: file.read(name) for name in file.entries}, file.metadata
     if tx is not None and header.get("chain") not in (None, repr(tx)):
         raise ValueError(f"load: {path} holds the state of another chain:\n{header['chain']}\nnot of\n{tx!r}")
     return filled(like, tensors, header.get("scalars", {}), str(path))
@@ -165,49 +166,18 @@ def _saved(path: Path, rank: int, size: int) -> Path:
 def filled(like: Any, tensors: Mapping[str, Tensor], scalars: Mapping[str, Scalar], where: str) -> Any:
     """``like`` with the values that were read, after comparing every leaf."""
     wanted, numbers = flat(like)
-    differences = [f"{name} is missing" for name in (*wanted, *numbers) if name not in tensors and name not in scalars]
-    differences += [f"{name} is a tensor, expected a number" for name in numbers if name in tensors]
-    differences += [
-        f"{name} is not expected" for name in (*tensors, *scalars) if name not in wanted and name not in numbers
-    ]
-    for name, leaf in wanted.items():
-        got = tensors.get(name)
-        if got is None and name in scalars:
-            differences.append(f"{name} is a number, expected a tensor")
-        elif got is not None and (got.shape != leaf.shape or got.dtype != leaf.dtype):
-            differences.append(f"{name} is {got.dtype} {tuple(got.shape)}, expected {leaf.dtype} {tuple(leaf.shape)}")
+    here, there = ({n: _kind(x) for n, x in {**a, **b}.items()} for a, b in ((wanted, numbers), (tensors, scalars)))
+    differences = [f"{n} is {there.get(n, 'missing')}, expected {x}" for n, x in here.items() if there.get(n) != x]
+    differences += [f"{n} is not expected" for n in there if n not in here]
     if differences:
         more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
         raise ValueError(f"load: {where} does not fit the tree of like=: {'; '.join(differences[:5])}{more}")
-    leaves, spec = optree.tree_flatten(like, none_is_leaf=True)
     values = {**scalars, **{name: tensors[name].to(leaf.device) for name, leaf in wanted.items()}}
-    names = iter(_names(like))
-    return optree.tree_unflatten(spec, [values[next(names)] for _ in leaves])
+    return optree.tree_structure(like, none_is_leaf=True).unflatten([values[name] for name in _names(like)])
 
 
-def _names(tree: Any) -> list[str]:
-    accessors = optree.tree_accessors(tree, none_is_leaf=True)
-    return ["/".join(str(getattr(entry, "field", entry.entry)) for entry in a) or "tensor" for a in accessors]
-
-
-def require_whole(who: str, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse shards, of which each rank would write its own under one name.
-
-    Raises:
-        TypeError: a DTensor among the leaves.
-    """
-    for name, x in tensors.items():
-        if is_dtensor(x):
-            raise TypeError(
-                f"{who}: leaf {name} is a DTensor, of which a rank holds a shard: bc.distributed.save(folder, tree) writes "
-                "shards that any number of ranks reads, and x.full_tensor() is the whole"
-            )
-
-
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a file, and what was said of them."""
-    file = File(path)
-    return {name: file.read(name) for name in file.entries}, file.metadata
+def _kind(x: Any) -> str:
+    return f"{x.dtype} {tuple(x.shape)}" if torch.is_tensor(x) else "a number"
 
 
 def nested(flat: Mapping[str, Any]) -> Any:

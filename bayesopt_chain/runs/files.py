@@ -126,9 +126,8 @@ def write_tree(path: Path, tree: Any) -> None:
     Raises:
         TypeError: something else in the tree. OSError: the file cannot be written.
     """
-    tensors = dict[str, Tensor]()
-    metadata = {"tree": packed(tree, tensors)}
-    write(path, tensors, metadata)
+    tree = packed(tree, tensors := dict[str, Tensor]())
+    write(path, tensors, {"tree": tree})
 
 
 def read_tree(path: Path, device: torch.device) -> Any:
@@ -172,22 +171,21 @@ def unpacked(x: Any, file: File, device: torch.device, prefix: str = "") -> Any:
         ValueError: this is no such tree, or a tensor of it is damaged or absent.
     """
     tensors = {name: file.read(name) for name in file.entries if name.startswith(prefix)}
+
+    def inner(x: Any) -> Any:
+        if isinstance(x, list):
+            return [inner(v) for v in x]
+        if not isinstance(x, dict):
+            return x
+        ((kind, held),) = x.items()
+        if kind in ("tensor", "elsewhere"):
+            return tensors[held] if kind == "tensor" else tensors[held].to(device)
+        return {"dict": dict, "tuple": tuple}[kind](inner(held))
+
     try:
-        return _unpacked(x, tensors, device)
+        return inner(x)
     except (KeyError, TypeError, IndexError, ValueError, RecursionError):
         raise ValueError(f"load: {file.path} was written by another function") from None
-
-
-def _unpacked(x: Any, tensors: Mapping[str, Tensor], device: torch.device) -> Any:
-    if isinstance(x, list):
-        return [_unpacked(v, tensors, device) for v in x]
-    if not isinstance(x, dict):
-        return x
-    ((kind, held),) = x.items()
-    if kind in ("tensor", "elsewhere"):
-        return tensors[held] if kind == "tensor" else tensors[held].to(device)
-    items = _unpacked(held, tensors, device)
-    return {"dict": dict, "tuple": tuple}[kind](items)
 
 
 def open_regular(path: Path) -> int:

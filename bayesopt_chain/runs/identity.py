@@ -91,21 +91,8 @@ def data_of(run: Run) -> dict[str, Any] | None:
     about["ranks"] = run.batches.whole["ranks"]
     if isinstance(held, (Tensor, tuple, list, Mapping)):
         leaves = [x for x in optree.tree_leaves(cast(Any, held)) if isinstance(x, Tensor)]
-        about["tensors"] = [[str(x.dtype), list(x.shape)] for x in leaves]
-        about["checksum"] = _checksum(leaves)
+        about["tensors"] = [_tensor(x) for x in leaves]
     return about
-
-
-def _checksum(leaves: list[Tensor]) -> Any:
-    """The CRC-32 of all of these tensors, so that one label that was mended is seen."""
-    crc = 0
-    try:
-        for x in leaves:
-            x = local(x.detach())
-            crc = zlib.crc32(x.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, crc) if x.numel() else crc
-    except (RuntimeError, TypeError, ValueError):  # sparse, quantised, on no device
-        return UNKNOWN
-    return crc
 
 
 def require_same(folder: Any, theirs: Mapping[str, Any], mine: Mapping[str, Any], ranks: str) -> None:
@@ -213,7 +200,10 @@ def describe(x: Any, depth: int = 0) -> Any:
     if isinstance(x, (torch.dtype, torch.device, type, complex, bytes, types.BuiltinFunctionType)):
         return str(getattr(x, "__qualname__", x))
     if dataclasses.is_dataclass(x) and not (callable(x) and type(x).__module__.partition(".")[0] != "bayesopt_chain"):
-        return [type(x).__name__, {f.name: inner(getattr(x, f.name)) for f in dataclasses.fields(x) if _is_told(x, f)}]
+        told = [(f.name, getattr(x, f.name), f.default) for f in dataclasses.fields(x)]
+        # only other values than the defaults, so that a link may learn a new option
+        other = {n: inner(v) for n, v, d in told if isinstance(v, Tensor) or type(v) is not type(d) or v != d}
+        return [type(x).__name__, other]
     if isinstance(x, Mapping):
         return {str(k): inner(v) for k, v in x.items()}
     if isinstance(x, (set, frozenset)):
@@ -284,31 +274,20 @@ def describe_callable(f: Any, depth: int = 0) -> Any:
 
 def _attributes(x: Any, held: Callable[[Any], Any]) -> dict[str, Any]:
     """What an object holds; of a module its settings, since its parameters and buffers are what a run moves."""
-    names = {
-        n: v for n, v in getattr(x, "__dict__", {}).items() if not (isinstance(x, torch.nn.Module) and n[:1] == "_")
-    }
-    return {n: held(v) for n, v in names.items()}
-
-
-def _is_told(x: Any, field: dataclasses.Field) -> bool:
-    """Whether a field has another value than its default: only those are told, so that a link may learn a new option."""
-    value = getattr(x, field.name)
-    default = field.default
-    return (
-        default is dataclasses.MISSING
-        or isinstance(value, Tensor)
-        or type(value) is not type(default)
-        or value != default
-    )
+    is_module = isinstance(x, torch.nn.Module)
+    return {n: held(v) for n, v in getattr(x, "__dict__", {}).items() if not is_module or n[:1] != "_"}
 
 
 def _tensor(x: Tensor) -> Any:
+    """Dtype and shape, and the numbers of a few, or the CRC-32 of all: one label that was mended is seen."""
     x = local(x.detach())
     about: list[Any] = ["tensor", str(x.dtype).removeprefix("torch."), list(x.shape)]
-    if x.numel() <= FEW and not x.dtype.is_complex:
-        return [*about, [describe(v) for v in x.reshape(-1).tolist()]]
-    some = x.reshape(-1)[:: max(1, x.numel() >> 16)].cpu().contiguous()
-    return [*about, zlib.crc32(some.view(torch.uint8).numpy().tobytes())]
+    try:
+        if x.numel() <= FEW and not x.dtype.is_complex:
+            return [*about, [describe(v) for v in x.reshape(-1).tolist()]]
+        return [*about, zlib.crc32(x.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)]
+    except (RuntimeError, TypeError, ValueError):  # sparse, quantised, on no device
+        return [*about, UNKNOWN]
 
 
 def _function(f: Any, inner: Callable[[Any], Any]) -> Any:
@@ -318,42 +297,32 @@ def _function(f: Any, inner: Callable[[Any], Any]) -> Any:
     f = getattr(f, "__func__", f)
     if not isinstance(f, types.FunctionType):
         return UNKNOWN
-    closed = inspect.getclosurevars(f)
+    try:
+        closed = inspect.getclosurevars(f)
+    except ValueError:  # it refers to something that is not bound yet
+        return UNKNOWN
     seen = {n: inner(v) for n, v in closed.globals.items() if isinstance(v, (bool, int, float, str, Tensor))}
-    helpers = {n: v for n, v in closed.globals.items() if getattr(v, "__module__", None) == f.__module__}
-    code = {n: code_digest(v.__code__) for n, v in helpers.items() if isinstance(v, types.FunctionType)}
-    cells = {} if f.__closure__ is None else dict(zip(f.__code__.co_freevars, f.__closure__))
+    helpers = {n: v for n, v in closed.globals.items() if isinstance(v, types.FunctionType)}
+    code = {n: code_digest(v.__code__) for n, v in helpers.items() if v.__module__ == f.__module__}
     return {
         "function": f"{f.__module__}.{f.__qualname__}",
         "code": {PYTHON: code_digest(f.__code__)},
         "sees": {
             **seen,
             **{n: {"code": {PYTHON: digest}} for n, digest in code.items()},
-            **{n: _cell(c, inner) for n, c in cells.items()},
+            **{n: inner(v) for n, v in closed.nonlocals.items()},
             "defaults": inner([*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()]),
         },
     }
 
 
-def _cell(cell: Any, inner: Callable[[Any], Any]) -> Any:
-    try:
-        return inner(cell.cell_contents)
-    except ValueError:  # empty: the function refers to itself before it is bound
-        return UNKNOWN
-
-
 def code_digest(code: types.CodeType) -> str:
     """16 hexadecimal digits of a hash of byte code, its constants and names; not of line numbers."""
-    constants = [_constant(c) for c in code.co_consts]
+    # The order of a set is another in every process.
+    ordered = [sorted(map(repr, c)) if isinstance(c, frozenset) else c for c in code.co_consts]
+    constants = [code_digest(c) if isinstance(c, types.CodeType) else repr(c) for c in ordered]
     text = " ".join([code.co_code.hex(), *constants, *code.co_names])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _constant(c: Any) -> str:
-    """A constant of byte code; the order of a set is another in every process."""
-    if isinstance(c, types.CodeType):
-        return code_digest(c)
-    return repr(sorted(map(repr, c)) if isinstance(c, frozenset) else c)
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer, without: tuple[str, ...] = ()) -> Any:

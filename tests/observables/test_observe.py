@@ -270,7 +270,7 @@ def test_another_run_under_the_same_path_is_refused_by_what_differs(tmp_path):
         return losses(w, data).square().mean()
 
     for change, said in (
-        ({"batches": (X, Y + 1)}, "data.checksum"),
+        ({"batches": (X, Y + 1)}, "data.tensors"),
         ({"temperature": 0.5}, "another run"),
         ({"strength": 0.5}, "another run"),
         ({"seed": 3}, "generator is 0, here 3"),

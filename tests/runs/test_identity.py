@@ -38,7 +38,7 @@ OTHERS = {
     "momentum": ({"momentum": 0.8}, r"Momentum.* (is|absent)"),
     "schedule": ({"lr": bc.schedules.cosine(0.1, 100)}, r"step_size is 0\.1, here \['cosine'"),
     "loss": ({"fn": other_loss}, r"loss is .*\.loss, here .*\.other_loss"),
-    "data": ({"batches": data(1)}, r"data.checksum is"),
+    "data": ({"batches": data(1)}, r"data.tensors.0. is"),
     "shape of the data": ({"batches": tuple(x[:9] for x in data())}, r"data.tensors"),
     "batches": ({"batches": [data()]}, r"data.kind is one batch, here 1 batches"),
     "epochs": ({"batches": bc.epochs(data(), 4)}, r"data.kind is one batch, here epochs"),
