@@ -110,25 +110,20 @@ class Divergence:
                 self.losses, self.stride = self.losses[::2], 2 * self.stride
         self.seen += 1
 
-    def _heat(self, state: Any) -> float | None:
-        """``T P / 2`` of one chain; ``None`` where the temperature is not known."""
-        temperature = temperature_of(self.run.step, state)
-        if temperature is None:
-            return None
+    def _heat(self, state: Any) -> float:
+        """``T P / 2`` of one chain; 0 where the temperature is not known."""
+        temperature = temperature_of(self.run.step, state) or 0.0
         elements = sum(x.numel() for x in optree.tree_leaves(self.run.params)) // (self.run.chains or 1)
         return temperature * elements / 2
 
 
 def temperature_of(step: Any, state: Any) -> float | None:
     """The highest temperature that is in force; ``None`` where nobody knows."""
-    each = (getattr(step, "each", None) or {}).get("temperature")
-    if each is not None:
-        return float(each.max())
-    inner = getattr(step, "step", step)
+    each, inner = (getattr(step, "each", None) or {}).get("temperature"), getattr(step, "step", step)
     groups = getattr(getattr(inner, "optimizer", None), "param_groups", ())
     told = [g["temperature"] for g in groups if isinstance(g.get("temperature"), (int, float))]
-    if told:
-        return float(max(told))
+    if each is not None or told:
+        return float(max(told) if each is None else each.max())
     tx = getattr(inner, "tx", None)
     if tx is None:
         return None
@@ -139,7 +134,5 @@ def temperature_of(step: Any, state: Any) -> float | None:
 
 
 def _shown(loss: Tensor) -> str:
-    if loss.numel() == 1:
-        return str(loss.item())
     bad = [i for i, ok in enumerate(torch.isfinite(loss).tolist()) if not ok]
-    return f"not finite in chains {bad[:8]}{'...' if len(bad) > 8 else ''}"
+    return str(loss.item()) if loss.numel() == 1 else f"not finite in chains {bad[:8]}{'...' if len(bad) > 8 else ''}"

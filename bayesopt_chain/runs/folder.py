@@ -32,11 +32,12 @@ be, or the new draws with the old head, which is a rescue.
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import re
 import stat
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -284,41 +285,39 @@ def _give_up_locks() -> None:
 os.register_at_fork(after_in_child=_give_up_locks)
 
 
-class Lock:
-    """The lock of a folder, held until :meth:`close`.
+def _locked(folder: Path) -> int:
+    """The descriptor of the lock of a folder, which is held until :func:`_unlock`.
 
     Raises:
         OSError: the folder cannot be written, or its lock is no regular file.
         RuntimeError: another process holds it.
     """
-
-    def __init__(self, folder: Path) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        try:
-            self.fd: int | None = os.open(folder / "lock", flags, 0o666)
-        except OSError as err:
-            raise OSError(err.errno, f"sample: cannot write to {folder}: {err.strerror}") from None
-        try:
-            if not stat.S_ISREG(os.fstat(self.fd).st_mode):
-                raise OSError(f"sample: {folder}/lock is no regular file; delete it")
-            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self.fd)
-            raise RuntimeError(
-                f"sample: another process is writing to {folder}; wait for it, or give this run a directory of its own"
-            ) from None
-        except BaseException:
-            os.close(self.fd)
+    try:
+        fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as err:
+        raise OSError(err.errno, f"sample: cannot write to {folder}: {err.strerror}") from None
+    _held.add(fd)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(f"sample: {folder}/lock is no regular file; delete it")
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException as err:
+        os.close(fd)
+        _held.discard(fd)
+        if not isinstance(err, BlockingIOError):
             raise
-        _held.add(self.fd)
+        raise RuntimeError(
+            f"sample: another process is writing to {folder}; wait for it, or give this run a directory of its own"
+        ) from None
+    return fd
 
-    def close(self) -> None:
-        """Give it back, also where a forked child still has the descriptor."""
-        if self.fd in _held:
-            fcntl.flock(self.fd, fcntl.LOCK_UN)
-            os.close(self.fd)
-            _held.discard(self.fd)
-        self.fd = None
+
+def _unlock(fd: int) -> None:
+    """Give a lock back, also where a forked child still has the descriptor."""
+    if fd in _held:
+        fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
+        _held.discard(fd)
 
 
 class Folder:
@@ -334,7 +333,8 @@ class Folder:
 
     Raises:
         FileNotFoundError, ValueError: what is there is damaged, or no run.
-        OSError, RuntimeError: as for :class:`Lock`.
+        OSError: the folder cannot be written.
+        RuntimeError: another process writes to it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -343,7 +343,7 @@ class Folder:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as err:
             raise OSError(err.errno, f"sample: cannot write to {path}: {err.strerror}") from None
-        self.lock: Lock | None = Lock(path)
+        self.lock = _locked(path)
         self.tiles: list[Tile] = []
         self.written: Tile | None = None
         try:
@@ -367,13 +367,12 @@ class Folder:
     def open(self) -> None:
         """Take the lock again, of a folder that is there and ours."""
         self.require_ours()
-        self.lock = Lock(self.path)
+        self.lock = _locked(self.path)
 
     def close(self) -> None:
         """Give back the lock."""
-        if self.lock is not None:
-            self.lock.close()
-        self.lock = None
+        _unlock(self.lock)
+        self.lock = -1  # the number may be another lock's by now
 
     @property
     def step(self) -> int:
@@ -462,22 +461,16 @@ class Folder:
         self.set_head({**self.head.metadata, "step": step, "cuts": [*self.head.metadata["cuts"], step]}, {})
         self._look()
 
-    def merge(self, largest: int | None = None) -> None:
-        """Write consecutive small files as one.
-
-        Args:
-            largest: bytes of a merged file; a file of more than half of that stays as it is.
+    def merge(self) -> None:
+        """Write consecutive files that begin within the same 256 MiB of all draws as one.
 
         Raises:
             OSError: a file cannot be written; all draws stay readable.
         """
-        largest = LARGE if largest is None else largest
-        out = list[Tile]()
-        for group in _groups(self.tiles, largest):
-            out.append(_merged(self, group) if len(group) > 1 else group[0])
-        gone = {t.file.path for t in self.tiles} - {t.file.path for t in out}
-        self.tiles = out
-        for path in sorted(gone):
+        begins = itertools.accumulate([0, *[t.file.bytes for t in self.tiles]])
+        groups = itertools.groupby(zip(begins, self.tiles), lambda x: x[0] // LARGE)
+        before, self.tiles = self.tiles, [_merged(self, [t for _, t in group]) for _, group in groups]
+        for path in sorted({t.file.path for t in before} - {t.file.path for t in self.tiles}):
             path.unlink(missing_ok=True)
 
     def tidy(self) -> None:
@@ -491,24 +484,11 @@ class Folder:
             self._look()
 
 
-def _groups(tiles: Sequence[Tile], largest: int) -> Iterable[list[Tile]]:
-    """Consecutive tiles that make one file of at most so many bytes together."""
-    group, size = list[Tile](), 0
-    for one in tiles:
-        is_large = 2 * one.file.bytes > largest
-        if group and (is_large or size + one.file.bytes > largest):
-            yield group
-            group, size = [], 0
-        group.append(one)
-        size += largest if is_large else one.file.bytes
-    if group:
-        yield group
-
-
 def _merged(folder: Folder, group: Sequence[Tile]) -> Tile:
     """These tiles in one file, under the name of the first and with the id of the last."""
-    assert folder.head is not None
     first, last = group[0], group[-1]
+    if len(group) == 1 or folder.head is None:
+        return first
     columns = {name: torch.cat([t.file.read(name, 0, t.draws) for t in group]) for name in first.file.entries}
     said = {**first.file.metadata, "step": last.step, "course": len(folder.head.metadata["cuts"])}
     return _written(folder.path, columns, said, last.file.metadata["id"])
@@ -524,22 +504,3 @@ def _differing(columns: Mapping[str, Tensor], file: File) -> str:
     mine = {n: (x.dtype, tuple(x.shape[1:])) for n, x in columns.items()}
     theirs = {n: (x.dtype, x.shape[1:]) for n, x in file.entries.items()}
     return ", ".join(sorted(n for n in {*mine, *theirs} if mine.get(n) != theirs.get(n))[:4])
-
-
-def compact(path: str | Path, largest: int = LARGE) -> None:
-    """Merge the small files of draws of a run. A run does so on its own whenever it has 64 of them.
-
-    Args:
-        path: the directory of the run.
-        largest: bytes that a file may have.
-
-    Raises:
-        RuntimeError: a process is writing.
-        ValueError: a damaged file; nothing is changed.
-    """
-    for at in folders_of(Path(path)):
-        folder = Folder(at)
-        try:
-            folder.merge(largest)
-        finally:
-            folder.close()

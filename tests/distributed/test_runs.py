@@ -400,7 +400,9 @@ def test_draws_of_dtensors_are_compacted_by_the_run_and_by_one_process(tmp_path)
     path, want = tmp_path / "draws", sampled("shards")
     run(sampled, 2, "shards", path, seconds=0.0, small=4)
     assert len(list(path.glob("draws-*"))) < 8
-    folder.compact(path)
+    whole = folder.Folder(path)
+    whole.merge()
+    whole.close()
     assert len(list(path.glob("draws-*"))) == 1
     for part in run(sampled, 2, "shards", path, **COLUMNS):
         must_be(part, want)
