@@ -333,15 +333,15 @@ class _Run:
             else:
                 self.found("short", f"The run has no draws{': ' + draws.why if draws.why else ''}.", "Run longer.")
             return False
-        tree = draws.params
-        leaves = zip(names_of(paths_of(tree)), optree.tree_leaves(tree, none_is_leaf=True))
-        self.leaves = {name: x.reshape(len(draws), self.n, -1) for name, x in leaves if x is not None}
-        self.still = [name for name, x in self.leaves.items() if len(x) > 1 and x.numel() and bool((x == x[:1]).all())]
+        stride = max(1, math.ceil(sum(map(math.prod, draws.shapes.values())) / self.n / MOST))
+        names = zip(names_of(paths_of(draws[0])), draws.shapes)
+        self.leaves = {shown: _looked_at(draws, f"params/{name}", self.n, stride) for shown, name in names}
+        self.still = [n for n, x in self.leaves.items() if len(draws) > 1 and x.size and bool(x.repeats.all())]
         try:
             self.losses = draws.loss.double().cpu().reshape(len(draws), -1)
-        except KeyError:
+        except ValueError:  # none were kept
             self.losses = None
-        bad = [name for name, x in self.leaves.items() if not bool(torch.isfinite(x).all())]
+        bad = [name for name, x in self.leaves.items() if not x.is_finite]
         look = "bc.make_step(..., check_finite=True) names the step and leaf; bc.skip_nonfinite(tx) leaves bad batches out."
         if bad:
             self.found("nonfinite", f"Draws of {', '.join(bad[:4])} hold NaN or infinity.", look)
@@ -372,7 +372,7 @@ class _Run:
         moving = [x for name, x in self.leaves.items() if name not in self.still]
         if not moving or len(self.draws) < 8:
             return
-        same = torch.stack([(x[1:] == x[:-1]).all(-1) for x in moving]).all(0)  # [draws - 1, chains]
+        same = torch.stack([x.repeats for x in moving]).all(0)  # [draws - 1, chains]
         for chain, repeats in enumerate(same.T.tolist()):
             longest = max(len(list(run)) if equal else 0 for equal, run in itertools.groupby(repeats))
             # the probability with which it repeats a draw otherwise, as chains do that reject proposals
@@ -388,8 +388,7 @@ class _Run:
     def watched(self, of: Callable[[Any], Tensor] | None) -> Tensor:
         """What must have mixed, ``[draws, chains, elements]``, without elements that never move."""
         if of is None:
-            stride = max(1, math.ceil(sum(x.shape[-1] for x in self.leaves.values()) / MOST))
-            values = torch.cat([x[..., ::stride].double() for x in self.leaves.values()], -1)
+            values = torch.cat([x.some for x in self.leaves.values()], -1)
         else:
             rows = list[Tensor]()
             for draw in self.draws:
@@ -553,7 +552,7 @@ class _Run:
             self.unseen.append("Not told: the temperature of the draws, which takes four of them at least.")
             return
         levels = {
-            name: level for name, level in forces.levels.items() if name not in self.still and self.leaves[name].numel()
+            name: level for name, level in forces.levels.items() if name not in self.still and self.leaves[name].size
         }
         if not levels:
             return
@@ -574,9 +573,7 @@ class _Run:
             self.found("prior", says, do)
         slack = list[str]()
         for name in leaves.keys() - flat:
-            can = (
-                1.0 if data.n is None else min(1.0, data.n / self.leaves[name].shape[-1])
-            )  # N data determine N numbers
+            can = 1.0 if data.n is None else min(1.0, data.n / self.leaves[name].size)  # N data determine N numbers
             value, error = mean_and_error(of_data[name])
             if value + PATIENT[0] * error < DATA * can and float(leaves[name].mean()) > 0.5:
                 slack.append(name)
@@ -699,6 +696,36 @@ def _listed(batches: Any) -> list[Any]:
         isinstance(batches, tuple) and any(isinstance(x, Tensor) for x in batches)
     )
     return [batches] if is_batch or not hasattr(batches, "__iter__") else list(batches)
+
+
+class _Leaf(NamedTuple):
+    """What is read of all draws of a leaf.
+
+    Attributes:
+        size: its number of elements in one chain.
+        is_finite: whether all of its numbers are.
+        repeats: whether a draw repeats the one before it, ``[draws - 1, chains]``.
+        some: elements at equal distances, ``[draws, chains, elements]``.
+    """
+
+    size: int
+    is_finite: bool
+    repeats: Tensor
+    some: Tensor
+
+
+def _looked_at(draws: Draws, name: str, chains: int, stride: int) -> _Leaf:
+    """Read a column of the draws once, some draws at a time."""
+    step, size, is_finite = draws.at_once(), 0, True
+    repeats, some, last = list[Tensor](), list[Tensor](), None
+    for low in range(0, len(draws), step):
+        x = draws.column(name, slice(low, low + step))
+        x = x.reshape(len(x), chains, -1)
+        joined = x if last is None else torch.cat([last, x])
+        repeats.append((joined[1:] == joined[:-1]).all(-1))
+        some.append(x[..., ::stride].double())
+        size, last, is_finite = x.shape[-1], x[-1:], is_finite and bool(torch.isfinite(x).all())
+    return _Leaf(size, is_finite, torch.cat(repeats), torch.cat(some))
 
 
 def _chain(draw: Any, chains: int | None, c: int) -> Any:

@@ -14,6 +14,7 @@ tr grad_x grad_y k = -(2 d f + 4 r^2 f') / h^2. Pairs are visited in blocks.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,6 +26,8 @@ from bayesopt_chain import kinds
 
 if TYPE_CHECKING:
     from bayesopt_chain.runs.draws import Draws
+
+KEPT = 1 << 30  # bytes of blocks of draws and their scores that are kept
 
 
 @kinds.takes(
@@ -46,7 +49,8 @@ def ksd(
     """Kernel Stein discrepancy of draws.
 
     Args:
-        draws: :class:`bayesopt_chain.Draws` (chains are pooled), or a tree with leaves ``[S, ...]``.
+        draws: :class:`bayesopt_chain.Draws` (chains are pooled; those on disk are read by blocks), or a tree with leaves
+            ``[S, ...]``.
         score: gradient of the log density: a function from the parameters of one draw to a tree like them, or a tree of
             scores like the draws. For a mean loss sampled at temperature ``T`` it is minus the gradient of the loss over T.
         kernel: ``"imq"`` or ``"gaussian"``.
@@ -68,32 +72,45 @@ def ksd(
         >>> right < 0.2 < shifted
         True
     """
-    tree: Any = draws.params if hasattr(type(draws), "params") else draws
-    if getattr(draws, "chains", None) is not None:
-        tree = optree.tree_map(lambda x: x.flatten(0, 1), tree)
-    size = optree.tree_leaves(tree)[0].shape[0]
+    stored: Draws | None = draws if hasattr(type(draws), "params") else None
+    chains = getattr(draws, "chains", None) or 1
+    given: Any = draws
+    size = len(optree.tree_leaves(given)[0]) if stored is None else chains * len(stored)
     if size < 2:
         raise ValueError(f"ksd: needs at least 2 draws, got {size}")
-    scores: Any = score
-    if callable(score):
-        rows: list[Any] = [score(optree.tree_map(lambda x, i=i: x[i], tree)) for i in range(size)]
-        scores = optree.tree_map(lambda *leaves: torch.stack(leaves), *rows)
-    x, s = _matrix(tree), _matrix(scores)
-    for name, matrix in (("draws", x), ("score", s)):
-        if not kinds.is_finite(matrix):
-            raise ValueError(f"ksd: {name}: some of its numbers are NaN or infinite")
-    if x.shape != s.shape:
-        raise ValueError(
-            f"ksd: score must be like the draws, which are a matrix {tuple(x.shape)}, got one {tuple(s.shape)}"
-        )
+    block = max(chains, block // chains * chains)
+
+    def part(tree: Any, low: int) -> Any:
+        return optree.tree_map(lambda x: x[low : low + block], tree)
+
+    def rows(low: int) -> tuple[Tensor, Tensor]:
+        """A block of draws and their scores."""
+        tree = part(given, low) if stored is None else stored[low // chains : (low + block) // chains].unchained()[0]
+        count, scores = len(optree.tree_leaves(tree)[0]), score
+        if callable(score):
+            each: list[Any] = [score(optree.tree_map(lambda x, i=i: x[i], tree)) for i in range(count)]
+            scores = optree.tree_map(lambda *leaves: torch.stack(leaves), *each)
+        x, s = _matrix(tree), _matrix(scores if callable(score) else part(scores, low))
+        for name, matrix in (("draws", x), ("score", s)):
+            if not kinds.is_finite(matrix):
+                raise ValueError(f"ksd: {name}: some of its numbers are NaN or infinite")
+        if x.shape != s.shape:
+            raise ValueError(
+                f"ksd: score must be like the draws, which are a matrix {(size, x.shape[1])}, got one {(len(s), s.shape[1])}"
+            )
+        return x, s
+
+    first = rows(0)
+    # Blocks that are many times smaller than the memory are kept; of a longer run they are read again for every pair.
+    blocks = functools.lru_cache(max(2, KEPT // (2 * first[0].nbytes + 1)))(rows)
     if bandwidth is None:
-        bandwidth = torch.pdist(x[:: max(1, size // 1000)]).median().item() or 1.0
-    total = x.new_zeros(())
+        each = max(1, size // 1000)
+        some = torch.cat([blocks(low)[0][-low % each :: each] for low in range(0, size, block)])
+        bandwidth = torch.pdist(some).median().item() or 1.0
+    total = first[0].new_zeros(())
     for i in range(0, size, block):
         for j in range(0, i + 1, block):
-            k0 = _stein_kernel(
-                x[i : i + block], s[i : i + block], x[j : j + block], s[j : j + block], kernel, bandwidth
-            )
+            k0 = _stein_kernel(*blocks(i), *blocks(j), kernel, bandwidth)
             if i == j:
                 total += k0.sum() - (k0.diagonal().sum() if unbiased else 0.0)
             else:

@@ -193,9 +193,8 @@ class Draws:
         return len(self._rows)
 
     def __repr__(self) -> str:
-        chains = "" if self.chains is None else f" of {self.chains} chains"
-        why = "" if self.complete else f", incomplete: {self.why}"
-        return f"Draws({len(self)} draws{chains}, {len(self._names)} leaves{why})"
+        told = ("" if self.chains is None else f" of {self.chains} chains") + f", {len(self._names)} leaves"
+        return f"Draws({len(self)} draws{told}{'' if self.complete else f', incomplete: {self.why}'})"
 
     @overload
     def __getitem__(self, at: int) -> Any: ...
@@ -283,7 +282,7 @@ class Draws:
                 f"Draws.params: {len(self)} draws on disk are {size / 2**30:.3g} GiB, more than half of this machine's memory: "
                 "take some of them (draws[i:j], draws.thin(n)), iterate, or read one leaf, draws.column('params/...', rows)"
             )
-        return self._tree([self._column(LEAF + name) for name in self._names])
+        return self._tree([self.column(LEAF + name) for name in self._names])
 
     def _bytes(self) -> int:
         return len(self) * sum(row_bytes(self._pieces, LEAF + name) for name in self._names if len(self))
@@ -342,17 +341,17 @@ class Draws:
     @property
     def buffers(self) -> dict[str, Tensor]:
         """The module's buffers that belong to each draw, by name, stacked on axis 0 like the parameters; often none."""
-        return {name: self._column(BUFFER + name) for name in self._buffer_names}
+        return {name: self.column(BUFFER + name) for name in self._buffer_names}
 
     @property
     def steps(self) -> Tensor:
         """The number of the step after which each draw was taken, int64 ``[S]``, counted from 1."""
-        return self._column(STEP)
+        return self.column(STEP)
 
     @property
     def loss(self) -> Tensor:
         """The loss that the step of each draw reported, at the parameters it started from, ``[S]`` or ``[S, chains]``."""
-        return self._column(LOSS)
+        return self.column(LOSS)
 
     @property
     def is_weighted(self) -> bool:
@@ -374,7 +373,7 @@ class Draws:
             >>> mean.shape
             torch.Size([2])
         """
-        return self._column(WEIGHT)
+        return self.column(WEIGHT)
 
     def equally_weighted(self) -> Draws:
         """As many draws of the same chains that all count the same: every mean, quantile and diagnostic takes them.
@@ -479,15 +478,13 @@ class Draws:
             raise TypeError(f"Draws.gather: mesh must be a DeviceMesh of torch.distributed, got {type(mesh).__name__}")
         columns = self._columns()
         sent = {name: x.cpu() for name, x in columns.items()}
-        every = gather_objects((sent, self.chains, self.complete, self.why), mesh)
-        if any(theirs.keys() != sent.keys() for theirs, *_ in every):
+        every = gather_objects(self._made(sent, chains=self.chains, complete=self.complete, why=self.why), mesh)
+        if any(one._columns().keys() != sent.keys() for one in every):
             raise ValueError(
                 "gather: the ranks' draws have other leaves; run the same chains over the same parameters on each"
             )
-        parts = list[Draws]()
-        for theirs, chains, complete, why in every:
-            on_device = {name: x.to(columns[name].device) for name, x in theirs.items()}
-            parts.append(self._made(on_device, chains=chains, complete=complete, why=why))
+        device = next((x.device for name, x in columns.items() if name != STEP), torch.device("cpu"))
+        parts = [one.to(device) for one in every]
         return parts[0].stack_chains(*parts[1:])
 
     @torch.no_grad()
@@ -545,7 +542,7 @@ class Draws:
             forward = make_functional(forward, outputs=logits_of).forward
         if not self._buffer_names:
             warn_of_moving_buffers(forward)
-        run = Forward(buffered_forward(forward) if self._buffer_names else lambda p, batch, _: forward(p, batch))
+        run = at_many(buffered_forward(forward) if self._buffer_names else lambda p, batch, _: forward(p, batch))
         if isinstance(batches, (Tensor, tuple, Mapping)):
             batches = [batches] if isinstance(batches, Tensor) or len(batches) else []
         kinds.require("predict", batches=(batches, kinds.BATCHES))
@@ -756,7 +753,7 @@ class Draws:
 
     def _columns(self) -> dict[str, Tensor]:
         """All columns, of parameters, buffers, steps and what else there is, in memory."""
-        return {name: self._column(name) for name in (self._pieces[0].names() if len(self) else ())}
+        return {name: self.column(name) for name in (self._pieces[0].names() if len(self) else ())}
 
     def _made(self, columns: Mapping[str, Tensor], *, chains: int | None, complete: bool, why: str) -> Draws:
         """Draws of the same tree with these columns."""
@@ -781,16 +778,11 @@ class Draws:
     def _tree(self, leaves: list[Tensor]) -> Any:
         return optree.tree_unflatten(self._spec, leaves)
 
-    def _column(self, name: str) -> Tensor:
-        if not len(self):
-            raise ValueError("Draws: there are none; run longer, or with a shorter burn-in")
-        return rows_of(self._pieces, self._rows, name)
-
     def _for_arviz(self, name: str) -> Any:
         """A column; one that is large and on disk as something that is read when it is looked at."""
         dtype, row = self._pieces[0].kind(name) if len(self) else (None, ())
         if dtype is None or not self._is_stored or len(self) * row_bytes(self._pieces, name) <= LAZY:
-            return self._column(name)
+            return self.column(name)
         return Stored((len(self), *row), dtype, lambda rows: rows_of(self._pieces, self._rows[rows], name))
 
     def _has(self, name: str) -> bool:
@@ -890,24 +882,23 @@ def buffered_forward(forward: Any) -> Callable[[Any, Any, Any], Tensor]:
     return forward
 
 
-class Forward:
-    """A model at many draws at once by ``vmap``; one by one from the first time that vmap refuses it."""
+def at_many(forward: Callable[[Any, Any, Any], Tensor]) -> Callable[[Any, Any, Any], Tensor]:
+    """A function of many draws, a batch and many buffers, with outputs ``[S, B, *event]``: by ``vmap``, and one by one from the
+    first time that vmap refuses the model."""
+    refused = list[RuntimeError]()
 
-    def __init__(self, forward: Callable[[Any, Any, Any], Tensor]) -> None:
-        self.forward = forward
-        self.batched = True
-
-    def __call__(self, draws: Any, batch: Any, buffers: Any) -> Tensor:
-        """Outputs ``[S, B, *event]`` for parameters and buffers ``[S, ...]``."""
+    def outputs(draws: Any, batch: Any, buffers: Any) -> Tensor:
         size = optree.tree_leaves(draws)[0].shape[0]
-        if self.batched and size > 1:
+        if not refused and size > 1:
             try:
-                return torch.vmap(lambda p, b: self.forward(p, batch, b), randomness="error")(draws, buffers)
-            except RuntimeError:
-                self.batched = False
+                return torch.vmap(lambda p, b: forward(p, batch, b), randomness="error")(draws, buffers)
+            except RuntimeError as err:
+                refused.append(err)
         both: Any = (draws, buffers)
         singles = [optree.tree_map(lambda x, i=i: x[i], both) for i in range(size)]
-        return torch.stack([self.forward(p, batch, b) for p, b in singles])
+        return torch.stack([forward(p, batch, b) for p, b in singles])
+
+    return outputs
 
 
 def averaged(blocks: Iterable[Tensor], reduce: Reduce) -> Tensor:
