@@ -38,9 +38,9 @@ document.getElementById("page").onload = e => document.getElementById("width").t
   "width=" + e.target.contentDocument.documentElement.scrollWidth + ";"</script>"""
 
 
-def build(out: Path) -> str:
+def build(out: Path, builder: str = "html") -> str:
     """Build the site into a folder; returns what Sphinx complains of, nothing if all is well."""
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(out)]
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", builder, str(DOCS), str(out)]
     done = subprocess.run(command, capture_output=True, text=True)
     return done.stderr if done.returncode else ""
 
