@@ -331,9 +331,11 @@ def test_sghmc_is_baoa_step_for_step_on_a_loss_that_is_not_quadratic(mu):
 
 @pytest.mark.slow
 def test_under_cosine_restarts_nesterov_stays_within_the_stated_bounds():
-    """Exact: the covariance is propagated through the maps that probing the chain gives at each step."""
-    tx = bc.sgd(bc.schedules.cosine_restarts(0.3, 500), 0.99, nesterov=True, temperature=1.0)
-    error = variance_along(tx, torch.ones(1, 1, dtype=torch.float64), 1000).flatten() - 1
+    """Exact: the covariance is propagated through the maps that probing the chain gives at each step, from the 440th, since the
+    fall before is exact."""
+    schedule = bc.schedules.cosine_restarts(0.3, 500)
+    tx = bc.sgd(lambda count: schedule(count + 440), 0.99, nesterov=True, temperature=1.0)
+    error = variance_along(tx, torch.ones(1, 1, dtype=torch.float64), 560).flatten() - 1
     assert error.min() > -0.25 and error.max() < 0.37
     assert error.square().mean().sqrt() < 0.07
 

@@ -130,24 +130,15 @@ class Attention(nn.Module):
         return self.head(self.layer(self.embed(x)).mean(1))
 
 
-def networks(kind):
-    torch.manual_seed(1)
-    if kind == "cnn":
-        model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 3))
-        x = torch.randn(240, 1, 8, 8)
-    else:
-        model, x = Attention(), torch.randn(240, 6, 5)
-    teacher = torch.randn(x[0].numel(), 3) / 3
-    return model, x, (x.flatten(1) @ teacher + 0.5 * torch.randn(240, 3)).argmax(1)
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind, steps", [("cnn", 1500), ("transformer", 750)])
-def test_networks_neither_diverge_nor_heat_at_the_suggested_rate(kind, steps):
-    """From a mode, so many steps at the suggested rate with batches, and the same with full gradients and the same noise: the
+def test_a_transformer_neither_diverges_nor_heats_at_the_suggested_rate():
+    """From a mode, 750 steps at the suggested rate with batches, and the same with full gradients and the same noise: the
     loss rises by no more than the 5 % asked for and four standard errors of the difference (false alarms 6e-5)."""
-    model, x, y = networks(kind)
+    torch.manual_seed(1)
+    model, x = Attention(), torch.randn(240, 6, 5)
+    teacher = torch.randn(30, 3) / 3
+    y = (x.flatten(1) @ teacher + 0.5 * torch.randn(240, 3)).argmax(1)
     params = {name: p.detach().clone() for name, p in model.named_parameters()}
     N = len(x)
 
@@ -169,11 +160,11 @@ def test_networks_neither_diverge_nor_heat_at_the_suggested_rate(kind, steps):
         torch.manual_seed(7)  # the same noise in both runs
         p, tx = params, make(found.lr)
         step, state, seen = bc.make_step(loss, tx), tx.init(params), []
-        for k in range(steps):
+        for k in range(750):
             p, state, _ = step(p, state, batches.batch(*divmod(k, len(batches))))
             if k % 10 == 0:
                 seen.append(loss(p, (x, y)).detach())
-        return torch.stack(seen[steps // 30 :])
+        return torch.stack(seen[25:])
 
     batched, full = losses(data), losses(bc.epochs((x, y), N))
     reference = full.mean().item() - loss(params, (x, y)).item()

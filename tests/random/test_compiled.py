@@ -1,5 +1,6 @@
 """Compiled kernels: nobody else's code is loaded, any path will do, and what fails says so."""
 
+import multiprocessing
 import os
 import shutil
 import stat
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from bayesopt_chain.random import compiled, philox_cpu
+from tests.distributed.ranks import server
 
 SOURCE = 'extern "C" int answer() { return 42; }'
 FOREIGN = """
@@ -63,17 +65,18 @@ def the_library(cache: Path) -> Path:
 
 
 def load_in_a_process(source: Path, marker: Path) -> int:
-    program = (
-        f"import pathlib, bayesopt_chain.random.compiled as c\nprint(c.load(pathlib.Path({str(source)!r})).answer())"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "MARKER": str(marker)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return int(done.stdout)
+    ours, theirs = multiprocessing.Pipe()
+    environment = {"MARKER": str(marker), "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
+    process = server().Process(target=_load, args=(source, environment, theirs))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    return ours.recv()
+
+
+def _load(source: Path, environment: dict[str, str], pipe) -> None:
+    os.environ.update(environment)
+    pipe.send(compiled.load(source).answer())
 
 
 def plant(library: Path) -> Path:
