@@ -1,18 +1,15 @@
-"""The documentation builds without a warning, and its links lead somewhere."""
+"""The documentation is read without a warning, and its links lead somewhere; ``make docs`` writes and measures the pages."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.site import build, chromium, outside_links, widths
+from tests.site import build, outside_links
 
 
 @pytest.mark.slow
-def test_the_site_builds_without_a_warning_and_pages_fit_a_telephone(tmp_path):
-    """Without a browser all is read and every reference resolved, and no page written."""
-    assert build(tmp_path, "html" if chromium() else "dummy") == ""
-    if chromium():
-        assert [found for found in widths(tmp_path, ("index", "theory")) if not 0 < found[2] <= found[1]] == []
+def test_the_site_is_read_and_every_reference_is_resolved_without_a_warning(tmp_path):
+    assert build(tmp_path, "dummy") == ""
 
 
 def test_every_address_outside_stands_on_one_page():
