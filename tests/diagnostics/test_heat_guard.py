@@ -231,6 +231,7 @@ def test_what_reshuffling_takes_away_is_counted_where_the_steps_of_an_epoch_are_
     assert heats[0].rho == heats[1].rho and heats[0].excess > 2 * heats[1].excess
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", ["cosine", "warmup from 0"])
 @pytest.mark.parametrize("lr, batch", [(0.1, 32), (1e-4, 32), (0.1, N)])
 def test_rates_that_change_at_every_step(name, lr, batch):

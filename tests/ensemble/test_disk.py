@@ -91,6 +91,7 @@ def test_another_network_likelihood_or_frozen_weight_under_the_same_path_is_refu
         bc.posterior_ensemble(make, (x, y), bc.likelihoods.student_t(8.0), **cold)
 
 
+@pytest.mark.slow
 def test_damaged_files_are_named(tmp_path):
     call(tmp_path)
     file = tmp_path / "training.safetensors"

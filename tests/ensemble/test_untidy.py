@@ -127,6 +127,7 @@ class Packed(nn.Module):
         return self.out(self.gru(packed)[1][0])
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("make", [Attention, Root, weight_normed, lazy, Packed])
 def test_modules_of_any_kind_are_trained(make):
     x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))

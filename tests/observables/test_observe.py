@@ -222,6 +222,7 @@ class Stop(Exception):
     pass
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("at_once", [1, 4])
 @pytest.mark.parametrize("order", ["one batch", "independent", "reshuffled"])
 def test_a_kill_loses_nothing_and_changes_no_bit(tmp_path, monkeypatch, order, at_once):

@@ -84,6 +84,7 @@ def test_a_laplace_fit_is_of_the_next_token():
     assert by_key.dispersion([data]) == by_hand.dispersion([({"input_ids": data["input_ids"]}, moved)])
 
 
+@pytest.mark.slow
 def test_the_one_call_learns_the_next_token_and_says_so():
     ids = (torch.arange(7) + torch.arange(60)[:, None]) % VOCABULARY  # each token is followed by the next number
     data = {"input_ids": ids, "labels": ids}

@@ -30,6 +30,7 @@ def last(f):
     return f.movedim(1, -1)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("subset", ["last_layer", "all"])
 @pytest.mark.parametrize("structure", ["dense", "kronecker", "diagonal", "root"])
 def test_pixels_have_the_mean_and_covariance_of_brute_force_in_both_layouts(structure, subset):
