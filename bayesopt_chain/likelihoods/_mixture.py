@@ -11,7 +11,7 @@ and otherwise an integral on each side of y.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,20 +25,6 @@ MOST_COUNTS = 10**6
 LOWEST, HIGHEST = float("-inf"), float("inf")
 
 
-class Conditional(Protocol):
-    """A target given its outputs; see :class:`bayesopt_chain.likelihoods.Likelihood`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def support(self) -> Any: ...
-    def grouping(self, event: torch.Size) -> Any: ...
-    def log_prob(self, outputs: Tensor, targets: Any) -> Tensor: ...
-    def mean(self, outputs: Tensor) -> Tensor: ...
-    def variance(self, outputs: Tensor) -> Tensor: ...
-    def cdf(self, outputs: Tensor, values: Tensor) -> Tensor: ...
-
-
 @dataclass(frozen=True)
 class Mixture:
     """``likelihood`` of a target given its outputs, over the nodes ``outputs`` ``[S, N, *event]`` with ``log_weights`` ``[S]``.
@@ -46,7 +32,7 @@ class Mixture:
     ``within`` is ``E Var[y | f]``, shaped like the mean, where the variance at a node holds more than the noise.
     """
 
-    likelihood: Conditional
+    likelihood: Any
     outputs: Tensor
     log_weights: Tensor
     within: Tensor | None = None

@@ -303,8 +303,9 @@ def _evidence(
 ) -> Callable[[Any], Tensor]:
     leaves = optree.tree_leaves(params)
     device = groups[0].values.device
-    eigenvalues = _Eigenvalues([group.values.to(torch.float64) for group in groups])
-    entries = torch.tensor(eigenvalues.sizes, dtype=torch.float64, device=device)
+    values = torch.cat([group.values.to(torch.float64) for group in groups])
+    sizes = [group.values.numel() for group in groups]
+    entries = torch.tensor(sizes, dtype=torch.float64, device=device)
     squares = torch.stack(
         [torch.stack([leaves[i].detach().to(torch.float64).square().sum() for i in g.leaves]).sum() for g in groups]
     )
@@ -316,39 +317,10 @@ def _evidence(
             raise ValueError(f"a hyperparameter is outside {LOWEST:g} ... {HIGHEST:g}")
         delta, scale = h["prior"], h.get("scale", fixed)
         total = log_likelihood + 0.5 * (entries * delta.log() - delta * squares).sum()
-        total = total - 0.5 * eigenvalues.log_sum(scale, delta)
+        stiff = torch.cat([d.expand(n) for d, n in zip(delta, sizes)]).addcmul(
+            values, scale
+        )  # one vector for all groups
+        total = total - 0.5 * stiff.log().sum()
         return total if residual is None else total + residual.gain(scale)
 
     return evidence
-
-
-class _Eigenvalues:
-    """The eigenvalues of all groups in one vector, so that a trial costs the same few operations for any number of them."""
-
-    def __init__(self, groups: list[Tensor]) -> None:
-        self.sizes = [group.numel() for group in groups]
-        self.values = torch.cat(groups)
-
-    def log_sum(self, scale: Tensor, delta: Tensor) -> Tensor:
-        """``sum_gi log(scale values_gi + delta_g)``, 0-d, for ``delta`` ``[groups]``; differentiable in both."""
-        result: Any = _LogSum.apply(scale, delta, self.values, self.sizes)
-        return result
-
-
-class _LogSum(torch.autograd.Function):
-    """See :meth:`_Eigenvalues.log_sum`; a group's derivative is one sum, where indexing would add up entry by entry."""
-
-    @staticmethod
-    def forward(ctx: Any, scale: Tensor, delta: Tensor, values: Tensor, sizes: list[int]) -> Tensor:
-        each = torch.cat([d.expand(n) for d, n in zip(delta, sizes)])
-        stiff = each.addcmul_(values, scale)
-        ctx.save_for_backward(stiff, values)
-        ctx.sizes = sizes
-        return stiff.log().sum()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        stiff, values = ctx.saved_tensors
-        inverse = stiff.reciprocal()
-        of_scale = grads[0] * (values @ inverse) if ctx.needs_input_grad[0] else None
-        return of_scale, grads[0] * torch.stack([part.sum() for part in inverse.split(ctx.sizes)]), None, None

@@ -377,7 +377,8 @@ class FittedLaplace:
             A dictionary, which :meth:`load_state_dict` of a fit of the same module takes. (A fit can be pickled too, module and
             all, where its likelihood and its functions can.)
         """
-        seen = self.seen
+        seen, (leaves, structure) = self.seen, optree.tree_flatten(self.model.params)
+        prior = spread(self.prior_precision, self.model.params, "prior_precision")
         return {
             "params": self.model.params,
             "precision": seen.precision,
@@ -386,7 +387,8 @@ class FittedLaplace:
             "squares": seen.squares,
             "entries": seen.entries,
             "scatter": seen.scatter,
-            "prior_precision": self.prior_precision,
+            # one form whatever the tuning, so that every fit of a module is a template for the state of another
+            "prior_precision": structure.unflatten([d.to(p.dtype) for d, p in zip(prior, leaves)]),
             "likelihood_scale": self.likelihood_scale,
             "covariance_scale": torch.tensor(self.covariance_scale, dtype=torch.float64, device="cpu"),
         }

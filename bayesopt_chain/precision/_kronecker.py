@@ -147,22 +147,14 @@ class Kronecker(_Kronecker, Precision):
         return optree.tree_map(leaf, *self[:4])
 
     def quad(self, tree: Tree) -> Tensor:
-        def leaf(x: Tensor, left: Tensor, right: Tensor, delta: Tensor) -> Tensor:
-            x = x.to(left.dtype)
-            return (x * (_times(left, _times(right, x.mT).mT) * self._per_datum(left) + delta * x)).sum((-2, -1))
-
-        return _sum_leaves(leaf, _as_matrices(tree, self), *self[:3])
+        return self.eigenbasis().quad(tree)
 
     def _per_datum(self, leaf: Tensor) -> Tensor:
         """Return c / n in a leaf's dtype."""
         return (self.weight / torch.where(self.data > 0, self.data, 1.0)).to(leaf.dtype)
 
     def to_dense(self) -> Tensor:
-        def block(left: Tensor, right: Tensor, delta: Tensor) -> Tensor:
-            product = _kron(_matrix(left), _matrix(right)) * self._per_datum(left)
-            return product + delta * torch.eye(product.shape[0], dtype=product.dtype, device=product.device)
-
-        return torch.block_diag(*map(block, *map(optree.tree_leaves, self[:3])))
+        return self.eigenbasis().to_dense()
 
 
 class Eigenbasis(
