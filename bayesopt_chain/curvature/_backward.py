@@ -191,29 +191,6 @@ class BackwardPasses:
         mine = torch.tensor([sizes], device=self._device())
         return [tuple(row) for row in self._every(mine).tolist()]
 
-    def gathered(self, n: int, *tensors: Tensor) -> tuple[Any, ...]:
-        """Gather the entries of all ranks' data.
-
-        Args:
-            n: the number of this rank's data.
-            tensors: with one entry for each of them on axis 0.
-
-        Returns:
-            The range ``(first, last)`` of this rank's data among those of all ranks, ``last`` left out; then the tensors, with
-            an entry for each datum of every rank.
-        """
-        if self.mesh is None:
-            return (0, n), *tensors
-        every = [size for (size,) in self.sizes(n)]
-        first = sum(every[: self.place])
-        out = []
-        for x in tensors:
-            padded = x.new_zeros((max(every), *x.shape[1:]))  # all_gather wants one shape on all ranks
-            padded[:n] = x
-            blocks = self._every(padded.to(self._device())).to(x.device).split(max(every))
-            out.append(torch.cat([block[:size] for block, size in zip(blocks, every)]))
-        return (first, first + n), *out
-
     def _every(self, x: Tensor) -> Tensor:
         """Concatenate the tensors of all ranks, in the order of their places."""
         if self.mesh is None:

@@ -190,40 +190,6 @@ class Sharding:
             out.append(local(x))
         return out
 
-    def rows(self, leaves: Sequence[int], xs: Sequence[Any], what: str) -> list[Any]:
-        """This rank's parts of rows ``[M, *leaf.shape]``, each redistributed to the placements of its leaf first.
-
-        Args:
-            leaves: the numbers of the leaves.
-            xs: for each leaf its ``M`` rows.
-            what: the argument of the user that has the rows, for the message.
-
-        Raises:
-            ValueError: the rows are plain and the leaf is a DTensor, or the other way round.
-        """
-        out: list[Any] = []
-        for j, x in zip(leaves, xs, strict=True):
-            spec = self.specs[j]
-            if is_dtensor(x) != (spec is not None):
-                came, is_leaf = (
-                    ("DTensors", "whole")
-                    if spec is None
-                    else ("plain tensors", "a DTensor, of which each rank has a part")
-                )
-                raise ValueError(
-                    f"{what}: the rows of {checks.name(self.paths[j])} are {came}, and the leaf is {is_leaf}; estimate them "
-                    "for these parameters (bc.ekf.observe_by_backward of a sharded module)"
-                )
-            if spec is not None:
-                placements = stacked_spec(spec, x, 1).placements
-                x = (
-                    x
-                    if x.placements == placements and x.device_mesh == spec.mesh
-                    else x.redistribute(spec.mesh, placements)
-                )
-            out.append(local(x))
-        return out
-
     def total(self, leaves: Sequence[int], xs: Sequence[Tensor]) -> Tensor:
         """Add up sums of one shape over leaves and ranks.
 

@@ -131,92 +131,6 @@ def test_diagonal_laplace_of_a_sharded_model_is_that_of_one_process_and_is_added
         assert messages.get_total_counts() == 0 and increment.count == probed.count == 8
 
 
-FILTERS = [  # likelihood, linearisation, motion, messages of an update, ways
-    ("categorical", "tangent", {}, 3, ("fsdp", "tp")),
-    ("gaussian", "tangent", {"forgetting": 0.95}, 1, ("fsdp", "hsdp", "tp")),
-    ("gaussian", "empirical", {}, 2, ("fsdp",)),
-    ("bernoulli", "tangent", {}, 2, ("tp",)),
-]
-
-
-def moved_to(model, params):
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(params[name])
-
-
-def observed(tx, estimate, model, batches):
-    """A filter over the parameters of a module, fed one batch after the other: its answers, and messages of an update."""
-    params, sent = params_of(model), 0
-    state = tx.init(params)
-    for batch in batches:
-        moved_to(model, params)
-        increment = estimate(batch)
-        with CommDebugMode() as messages:
-            updates, state = tx.update(params, state, params=params, curvature=increment, inplace=False)
-        sent += messages.get_total_counts()
-        params = {name: p + updates[name] for name, p in params.items()}
-        moved_to(model, params)
-    variance = tx.posterior(state, params).marginal_variance
-    return whole([params, variance, tx.log_evidence(state)]), sent / len(batches)
-
-
-@on(4)
-@pytest.mark.parametrize("likelihood, linearisation, motion, sums, ways", FILTERS)
-def test_a_diagonal_filter_of_a_sharded_model_is_that_of_one_process(likelihood, linearisation, motion, sums, ways):
-    """In means, variances and evidence. An update sends one sum for each question that couples leaves: the products of rows;
-    where the force is no sum of innovations its products with the rows, and that with the move."""
-    x, y = (tensor[:5] for tensor in data())
-    fn, targets = {
-        "categorical": (CATEGORICAL, y),
-        "gaussian": (bc.likelihoods.gaussian(0.5), torch.stack([x[:, 0].sin(), x[:, 1]], 1)),
-        "bernoulli": (bc.likelihoods.bernoulli(), torch.stack([y, 1 - y], 1).double()),
-    }[likelihood]
-    tx = bc.ekf.diagonal(prior_precision=2.0, transition_noise=0.01, **motion)
-    one, batches = network(), [(x, targets), (x + 0.3, targets)][: 2 if motion else 1]
-    estimate = bc.ekf.observe(forward_of(one), fn, linearisation=linearisation)
-    want, _ = observed(tx, lambda batch: estimate(dict(one.named_parameters()), batch), one, batches)
-    for way in ways:
-        model = network()
-        mesh, mine = under(way, model, 5)
-        by = bc.ekf.observe_by_backward(model, fn, mesh=mesh, linearisation=linearisation)
-        got, sent = observed(tx, by, model, [(a[mine], b[mine]) for a, b in batches])
-        close(got, want)
-        assert sent == sums
-
-
-def begun(model):
-    """A filter that starts from a Laplace posterior of a model, and one update of it; its parts, and what it moved to."""
-    params = {name: p.detach() for name, p in model.named_parameters()}
-    values = {name: 1.0 + p.square() for name, p in params.items()}
-    curvature = bc.precision.Diagonal(values, torch.tensor(4.0))
-    _, state = LAPLACE.update(params, LAPLACE.init(params), curvature=curvature, inplace=False)
-    tx = bc.ekf.diagonal(prior=LAPLACE.posterior(state, params, prior_precision=0.5), transition_noise=values)
-    rows = bc.precision.Root({k: torch.stack([p, 2 * p.cos()]) for k, p in params.items()}, torch.tensor(2.0))
-    moves, state = tx.update(params, tx.init(params), params=params, curvature=rows, inplace=False)
-    return params, values, tx, state, whole((moves, tx.posterior(state, params).marginal_variance))
-
-
-@on(4)
-def test_a_filter_starts_from_a_sharded_posterior_and_what_one_rank_refuses_all_refuse():
-    model, one = network(), torch.tensor(1.0)
-    under("fsdp", model)
-    params, values, tx, state, found = begun(model)
-    close(found, begun(network())[-1])
-    wrong = {name: x.clone() for name, x in values.items()}
-    plain = {k: torch.ones(p.shape) for k, p in params.items()}
-    if world()[0] == 2:
-        wrong["0.weight"].to_local().neg_()
-    fed = lambda curvature: tx.update(params, state, params=params, curvature=curvature, inplace=False)  # noqa: E731
-    for words, act in {
-        "prior_precision is not positive at 0.weight": lambda: bc.ekf.diagonal(prior_precision=wrong).init(params),
-        "is not spread over the ranks as its": lambda: bc.ekf.diagonal(prior_precision=plain).init(params),
-        "bc.ekf.observe_by_backward": lambda: fed(bc.precision.Root({k: x[None] for k, x in plain.items()}, one)),
-        "A filter needs all rows": lambda: fed(bc.precision.Diagonal(values, one)),
-    }.items():
-        assert words in message_of(act)
-
-
 @on(4)
 def test_the_last_layer_of_a_sharded_model_has_the_posterior_of_one_process():
     """The head's variances from the features of a sharded model, and from those of one process, as the page has it."""
@@ -249,7 +163,7 @@ MIXING = {
 @on(4)
 def test_families_and_increments_that_couple_elements_are_refused_by_name():
     params, one = spread(leaves(0), layouts()["HSDP"]), torch.tensor(1.0, dtype=torch.float64)
-    fix = {"vi": "bc.vi.mean_field", "ekf": "bc.ekf.diagonal takes them"}
+    fix = {"vi": "bc.vi.mean_field", "ekf": "bc.vi.mean_field"}
     for name, make in MIXING.items():
         said = message_of(make().init, params)
         assert "whole leaves" in said and fix.get(name.partition(".")[0], "") in said, (name, said)

@@ -27,7 +27,7 @@ REFUSED = {  # rows with a link that mixes elements, or asks for the shape of a 
     "samplers.svgd",
     "samplers.replica_exchange",
     *[str(row) for row in POSTERIORS if not str(row).startswith(("vi.mean_field", "vi.ivon", "laplace"))],
-} - {"ekf.diagonal, mixed rows"}  # that of the other row of the filter has plain rows
+}
 
 
 def trajectory(tx, params, inplace, batches, seed):

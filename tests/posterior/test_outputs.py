@@ -18,11 +18,11 @@ def double_precision():
     torch.set_default_dtype(torch.float32)
 
 
-def fitted(structure, subset, likelihood=None, outputs=2):
+def fitted(structure, subset, likelihood=None, outputs=2, tune=None):
     x = torch.randn(40, 3)
     module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, outputs)).eval()
     likelihood = likelihood or bc.likelihoods.gaussian(0.2)
-    options = {"structure": structure, "subset": subset, "tune": None, "prior_precision": 1.5}
+    options = {"structure": structure, "subset": subset, "tune": tune, "prior_precision": 1.5}
     y = torch.sin(x[:, :outputs]) if likelihood.has_noise_scale else torch.randint(0, outputs, (40,))
     return bc.fit_laplace(module, likelihood, [(x, y)], **options)
 
@@ -128,7 +128,8 @@ def test_a_fit_is_saved_loaded_and_pickled(structure, subset, tmp_path):
     first, x = fitted(structure, subset), torch.randn(4, 3)
     twin = pickle.loads(pickle.dumps(first))
     bc.save(tmp_path / "fit.safetensors", first.state_dict())
-    other = fitted(structure, subset)  # another module, other data
+    tune = None if structure == "low_rank" else "evidence"
+    other = fitted(structure, subset, tune=tune)  # another module, other data, tuned, which the first is not
     restored = other.load_state_dict(bc.load(tmp_path / "fit.safetensors", like=other.state_dict()))
     data = [(torch.randn(5, 3), torch.randn(5, 2))]
     assert torch.equal(twin.predictive(x).variance, first.predictive(x).variance)

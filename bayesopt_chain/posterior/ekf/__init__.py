@@ -1,6 +1,6 @@
 """Extended Kalman filters as gradient transformations."""
 
-from bayesopt_chain.posterior.ekf._information import Observation, observe, observe_by_backward
+from bayesopt_chain.posterior.ekf._information import Observation, observe
 from bayesopt_chain.posterior.ekf._transform import KalmanFilter, dense, diagonal, low_rank
 
 __all__ = [
@@ -10,5 +10,4 @@ __all__ = [
     "diagonal",
     "low_rank",
     "observe",
-    "observe_by_backward",
 ]

@@ -16,12 +16,9 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import kinds
 from bayesopt_chain._torch import gradients_of_columns
 from bayesopt_chain.core.link import LinkContext
 from bayesopt_chain.curvature._autodiff import vjp
-from bayesopt_chain.curvature._backward import BackwardPasses
-from bayesopt_chain.distributed import shards
 from bayesopt_chain.likelihoods import Likelihood, gaussian
 from bayesopt_chain.likelihoods._roots import Elementwise
 from bayesopt_chain.posterior.gaussian import times
@@ -115,68 +112,6 @@ def observe(
             return optree.tree_unflatten(structure, values)
 
         return _observation(f, batch[1], pull, tree, chosen, linearisation)
-
-    return estimate
-
-
-@kinds.takes(likelihood=kinds.ANY)
-def observe_by_backward(
-    model: torch.nn.Module,
-    likelihood: Likelihood | float | Tensor = 1.0,
-    *,
-    linearisation: str = "tangent",
-    mesh: Any = None,
-) -> Callable[[Any], Observation]:
-    r"""Linearise a model for a filter by backward passes, also one that is sharded over ranks.
-
-    For a model in one process :func:`observe` gives the same faster, since it pulls many rows back in one pass. This one asks
-    nothing of a model but ``backward``: it is for ``fully_shard``, tensor parallelism and DistributedDataParallel. Every row is
-    a forward and a backward pass, M of them for the data of all ranks together, and each rank keeps its part of it. The
-    extended filter: Jazwinski (1970).
-
-    Args:
-        model: called as ``model(inputs)``, with outputs ``[B, *event]`` in which no datum depends on another; put it into
-            ``eval()`` first. Its parameters that require a gradient are those of the filter.
-        likelihood, linearisation: as for :func:`observe`.
-        mesh: the ranks over which the model averages its gradients, each with data of its own: the mesh of ``fully_shard``, or
-            of the replicas. ``None``, the default, where all ranks see the same data (tensor parallelism), or there is one.
-
-    Returns:
-        ``estimate(batch)`` of ``(inputs, targets)``, both tensors with one entry a datum on axis 0, to be passed as
-        ``curvature`` to :func:`diagonal` over ``dict(model.named_parameters())``: one observation of the data of all ranks. Its
-        rows are DTensors that lie as the parameters do; outputs and targets are sent to all ranks. Gradients that the
-        parameters hold stay.
-
-    Raises:
-        ValueError: as :func:`observe`; a model without parameters that require a gradient.
-        TypeError: at the estimate, targets that are no tensor.
-
-    Example:
-        >>> import torch, bayesopt_chain as bc
-        >>> model, likelihood = torch.nn.Linear(3, 2), bc.likelihoods.categorical()
-        >>> batch, params = (torch.randn(5, 3), torch.randint(2, (5,))), dict(model.named_parameters())
-        >>> found = bc.ekf.observe_by_backward(model, likelihood)(batch)
-        >>> forward = lambda params, batch: torch.func.functional_call(model, params, (batch[0],))
-        >>> wanted = bc.ekf.observe(forward, likelihood)(params, batch)
-        >>> torch.allclose(found.rows["weight"], wanted.rows["weight"], atol=1e-6), found.seen.item()
-        (True, 5.0)
-    """
-    chosen = _observed(likelihood, linearisation, "ekf.observe_by_backward")
-    passes = BackwardPasses(model, mesh, "ekf.observe_by_backward")
-
-    def estimate(batch: Any) -> Observation:
-        inputs, targets = batch
-        if not isinstance(targets, Tensor):
-            raise TypeError(f"ekf.observe_by_backward: targets must be a tensor, got {type(targets).__name__}")
-        with passes, torch.no_grad():
-            outputs = model(inputs)
-            (first, last), f, labels = passes.gathered(len(outputs), outputs, targets)
-
-            def pull(columns: Tensor) -> list[Tensor]:
-                rows = [passes.gradients(inputs, lambda f, s=s: s[first:last]) for s in columns]
-                return [torch.stack(leaf) for leaf in zip(*rows)]
-
-            return _observation(f, labels, pull, passes.tree, chosen, linearisation)
 
     return estimate
 
@@ -300,7 +235,7 @@ def information(context: LinkContext, who: str) -> Information:
     if isinstance(increment, Observation):
         rows, innovation = _require_over(increment.rows, context, who), increment.innovation
         log_likelihood, seen = increment.log_likelihood, increment.seen
-        force = None if increment.force is None else [shards.local(x) for x in optree.tree_leaves(increment.force)]
+        force = None if increment.force is None else optree.tree_leaves(increment.force)
     elif isinstance(increment, Precision):
         rows, seen = _require_over(_rows(increment, who), context, who), increment.count
         log_likelihood = None if loss is None else -loss.to(torch.float64) * seen
@@ -314,14 +249,11 @@ def information(context: LinkContext, who: str) -> Information:
 
 
 def _require_over(rows: Tree, context: LinkContext, who: str) -> list[Tensor]:
-    """The leaves of a tree of rows over the parameters; of DTensors this rank's parts."""
-    mine = flat = optree.tree_leaves(rows)
-    shapes, sharding = [leaf.shape for leaf in context.params], context.scope.shards
-    if sharding is not None and len(flat) == len(shapes):
-        mine = sharding.rows(context.present, flat, f"{who}: curvature")
+    """The leaves of a tree of rows over the parameters."""
+    mine, shapes = optree.tree_leaves(rows), [leaf.shape for leaf in context.params]
     if [row.shape[1:] for row in mine] != shapes:
         raise ValueError(
-            f"{who}: the increment is over {dict(zip(paths(rows), [tuple(row.shape[1:]) for row in flat]))}, the parameters "
+            f"{who}: the increment is over {dict(zip(paths(rows), [tuple(row.shape[1:]) for row in mine]))}, the parameters "
             f"have the shapes {[tuple(shape) for shape in shapes]}: estimate the curvature of these parameters"
         )
     return mine

@@ -33,7 +33,6 @@ LO-FI (Chang, Duran-Martin, Shestopaloff, Jones and Murphy, 2023), Lambda = diag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -153,7 +152,6 @@ class Conditioned(NamedTuple):
 
 
 # The sum of one tensor for each leaf, all of one shape. Where ranks hold parts of the leaves it is the sum over the ranks too.
-Total = Callable[[Sequence[Tensor]], Tensor]
 
 
 class Structure:
@@ -161,7 +159,6 @@ class Structure:
 
     name: str
     state: type
-    by_element = False  # whether a rank that holds a part of a leaf holds all that is remembered of that part
 
     def start(self, prior: Precision, leaves: list[Tensor], tally: Tally) -> Any:
         """The state of a prior.
@@ -175,7 +172,7 @@ class Structure:
         """The state before the update, after the parameters moved."""
         raise NotImplementedError
 
-    def update(self, state: Any, batch: Information, leaves: list[Tensor], total: Total) -> Conditioned:
+    def update(self, state: Any, batch: Information, leaves: list[Tensor]) -> Conditioned:
         """What a weighed batch makes of a predicted state."""
         raise NotImplementedError
 
@@ -220,7 +217,7 @@ class DenseRoot(Structure):
         stacked = torch.cat([first, torch.cat([walked, root], dim=1)])
         return state._replace(root=_triangle(stacked)[parameters:, parameters:].mT)
 
-    def update(self, state: Any, batch: Information, leaves: list[Tensor], total: Total) -> Conditioned:
+    def update(self, state: Any, batch: Information, leaves: list[Tensor]) -> Conditioned:
         root = state.root.mT
         parameters = root.shape[-1]
         rows = flatten(batch.rows, leaves).to(root.dtype)
@@ -261,7 +258,6 @@ def _unflattened(vector: Tensor, leaves: list[Tensor]) -> list[Tensor]:
 class DiagonalInformation(Structure):
     name = "ekf.diagonal"
     state = DiagonalFilterState
-    by_element = True
 
     def start(self, prior: Precision, leaves: list[Tensor], tally: Tally) -> DiagonalFilterState:
         if not isinstance(prior, Diagonal):
@@ -277,15 +273,15 @@ class DiagonalInformation(Structure):
             y = [v / (1 + q * v) for v, q in zip(y, motion.noise)]
         return state._replace(precision=tuple(y))
 
-    def update(self, state: Any, batch: Information, leaves: list[Tensor], total: Total) -> Conditioned:
+    def update(self, state: Any, batch: Information, leaves: list[Tensor]) -> Conditioned:
         before = list(state.precision)
         if batch.innovation is None:
             assert batch.force is not None
-            moves, growth = solve_with_rows(before, batch.rows, batch.force, total)
-            misfit = -dot(batch.force, moves, total)
+            moves, growth = solve_with_rows(before, batch.rows, batch.force)
+            misfit = -dot(batch.force, moves)
         else:
-            moves, growth, misfit = gain(before, batch.rows, batch.innovation, total)
-            misfit = misfit if batch.force is None else -dot(batch.force, moves, total)
+            moves, growth, misfit = gain(before, batch.rows, batch.innovation)
+            misfit = misfit if batch.force is None else -dot(batch.force, moves)
         after = tuple(y + row.square().sum(0) for y, row in zip(before, batch.rows))
         return Conditioned(moves, state._replace(precision=after), growth, misfit)
 
@@ -301,43 +297,39 @@ def _forgotten(diagonal: Any, motion: Motion) -> list[Tensor]:
     return list(diagonal) if motion.forgets_nothing else [times(v, motion.forgetting) for v in diagonal]
 
 
-def solve_with_rows(
-    diagonal: list[Tensor], rows: list[Tensor], force: list[Tensor], total: Total
-) -> tuple[list[Tensor], Tensor]:
+def solve_with_rows(diagonal: list[Tensor], rows: list[Tensor], force: list[Tensor]) -> tuple[list[Tensor], Tensor]:
     """``(D + r^T r)^-1 f = D^-1 (f - r^T (I + r D^-1 r^T)^-1 r D^-1 f)``, and the growth of the determinant.
 
     In float64, for where the rows outweigh D by a factor s the difference loses s units of the last place.
     """
     d, r, f = ([x.to(torch.float64) for x in leaves] for leaves in (diagonal, rows, force))
     scaled = [row / x for row, x in zip(r, d)]
-    lower = _capacity_root([row / x.sqrt() for row, x in zip(r, d)], total)
-    along = torch.cholesky_solve(total([project(row, x) for row, x in zip(scaled, f)])[:, None], lower)[:, 0]
+    lower = _capacity_root([row / x.sqrt() for row, x in zip(r, d)])
+    along = torch.cholesky_solve(summed([project(row, x) for row, x in zip(scaled, f)])[:, None], lower)[:, 0]
     moves = [x / y - move for x, y, move in zip(f, d, combine(along, scaled))]
     return [m.to(like.dtype) for m, like in zip(moves, force)], 2 * lower.diagonal().log().sum()
 
 
-def dot(a: list[Tensor], b: list[Tensor], total: Total = summed) -> Tensor:
+def dot(a: list[Tensor], b: list[Tensor]) -> Tensor:
     """The inner product of two lists of leaves."""
-    return total([(x * y).sum() for x, y in zip(a, b)])
+    return summed([(x * y).sum() for x, y in zip(a, b)])
 
 
-def gain(
-    diagonal: list[Tensor], rows: list[Tensor], innovation: Tensor, total: Total
-) -> tuple[list[Tensor], Tensor, Tensor]:
+def gain(diagonal: list[Tensor], rows: list[Tensor], innovation: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
     """``D^-1 r^T (I + r D^-1 r^T)^-1 e``, the Kalman gain of whitened innovations, the determinant's growth, and q."""
     roots = [d.sqrt() for d in diagonal]
     white = [row / root for row, root in zip(rows, roots)]
-    lower = _capacity_root(white, total)
+    lower = _capacity_root(white)
     e = innovation.to(lower.dtype)
     along = torch.cholesky_solve(e[:, None], lower)[:, 0]
     moves = [weighted_sum(along, w) / root for w, root in zip(white, roots)]
     return moves, 2 * lower.diagonal().log().sum(), e @ along
 
 
-def _capacity_root(white: list[Tensor], total: Total) -> Tensor:
+def _capacity_root(white: list[Tensor]) -> Tensor:
     """The lower root of ``I + w w^T`` of whitened rows, which is never singular."""
     dtype = common_dtype(white)
-    capacity = total([gram(w.to(dtype)) for w in white])
+    capacity = summed([gram(w.to(dtype)) for w in white])
     capacity.diagonal().add_(1)
     return torch.linalg.cholesky_ex(capacity).L
 
@@ -374,7 +366,7 @@ class LowRankInformation(Structure):
             diagonal, rows = walked_low_rank(diagonal, rows, list(motion.noise))
         return state._replace(diagonal=tuple(diagonal), rows=tuple(rows))
 
-    def update(self, state: Any, batch: Information, leaves: list[Tensor], total: Total) -> Conditioned:
+    def update(self, state: Any, batch: Information, leaves: list[Tensor]) -> Conditioned:
         e = batch.innovation
         force = batch.force or [weighted_sum(e, row) for row in batch.rows if e is not None]
         joint = [torch.cat([a, b]) for a, b in zip(state.rows, batch.rows)]

@@ -20,8 +20,6 @@ from bayesopt_chain import checks, kinds
 from bayesopt_chain.arguments import Range, checked_as, with_options
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import TensorOps
-from bayesopt_chain.distributed import shards
-from bayesopt_chain.distributed.ranks import together
 from bayesopt_chain.matching.response import Refused, Response
 from bayesopt_chain.posterior.ekf._information import Information, information, of_moving, weighed
 from bayesopt_chain.posterior.ekf._structures import (
@@ -90,8 +88,8 @@ class Filter(Link):
     @property
     def traits(self) -> Traits:  # pyright: ignore[reportIncompatibleVariableOverride]
         return Traits(
-            on_shards="elementwise" if self.structure.by_element else "refused",  # its sums are over all ranks
-            refusal_hint=" (bc.ekf.diagonal takes them)",
+            on_shards="refused",
+            refusal_hint=" (bc.vi.mean_field and bc.vi.ivon take them)",
             needs_params=True,
             checks_gradients=True,
             all_leaves=True,
@@ -106,40 +104,22 @@ class Filter(Link):
         return self.structure.state
 
     def init(self, leaves: list, context: LinkContext) -> Any:
-        params = shards.local_tree(context.tree(leaves))
+        params = context.tree(leaves)
         checks.parameters(leaves, optree.tree_paths(params))
         device = leaves[0].device
         zero = torch.zeros((), dtype=torch.float64, device=device)
         count = torch.zeros((), dtype=torch.int64, device=device)
 
-        def first() -> Any:
-            if not is_schedule(self.transition_noise):
-                self._noise(self.transition_noise, count, params, context)
-            return self.structure.start(
-                self._prior(params, context), leaves, Tally(zero, count, zero.clone(), zero.clone())
-            )
+        if not is_schedule(self.transition_noise):
+            self._noise(self.transition_noise, count, params)
+        return self.structure.start(self._prior(params), leaves, Tally(zero, count, zero.clone(), zero.clone()))
 
-        # what one rank finds in its part is refused by all
-        return first() if context.scope.shards is None else together(None, first)
-
-    def _here(self, name: str, value: Any, context: LinkContext) -> Any:
-        """This rank's part of an argument that is a tree like the parameters; anything else as it is."""
-        if context.scope.shards is None or value is None or (callable(value) and not isinstance(value, Tensor)):
-            return value
-        tree: Any = value
-        leaves, structure = optree.tree_flatten(tree)
-        return structure.unflatten(context.parts(leaves, f"{self.name}: {name}"))
-
-    def _prior(self, params: Any, context: LinkContext) -> Precision:
+    def _prior(self, params: Any) -> Precision:
         """The precision to start from."""
         if self.prior is not None:
-            mean = self._here("prior.mean", self.prior.mean, context)
-            require_values(params, mean, f"{self.name}: params", "prior.mean")
-            precision = self.prior.precision
-            if context.scope.shards is not None and isinstance(precision, Diagonal):
-                return precision._replace(values=self._here("prior", precision.values, context))
-            return precision
-        given = spread(self._here("prior_precision", self.prior_precision, context), params, "prior_precision")
+            require_values(params, self.prior.mean, f"{self.name}: params", "prior.mean")
+            return self.prior.precision
+        given = spread(self.prior_precision, params, "prior_precision")
         values = [v.expand(p.shape) for v, p in zip(given, optree.tree_leaves(params))]
         for path, v in zip(paths(params), values):
             if not is_hidden(v) and not bool((v.isfinite() & (v > 0)).all()):
@@ -150,12 +130,12 @@ class Filter(Link):
         tree = optree.tree_unflatten(optree.tree_structure(params), values)
         return Diagonal(tree, torch.zeros((), dtype=torch.float64, device=values[0].device))
 
-    def _noise(self, value: Any, updates: Tensor, params: Any, context: LinkContext) -> list[Tensor] | None:
-        """Variances of the random walk before update number ``updates``, like the leaves of this rank's ``params``."""
+    def _noise(self, value: Any, updates: Tensor, params: Any) -> list[Tensor] | None:
+        """Variances of the random walk before update number ``updates``, like the leaves of ``params``."""
         value = value(updates) if is_schedule(value) else value
         if is_number(value) and value == 0:
             return None
-        given = spread(self._here("transition_noise", value, context), params, f"{self.name}: transition_noise")
+        given = spread(value, params, f"{self.name}: transition_noise")
         out = [v.expand(p.shape) for v, p in zip(given, optree.tree_leaves(params))]
         for path, v in zip(paths(params), out):
             if not is_hidden(v) and not bool((v.isfinite() & (v >= 0)).all()):
@@ -167,14 +147,14 @@ class Filter(Link):
 
     def update(self, g: list, state: Any, op: TensorOps, context: LinkContext) -> tuple[list, Any]:
         leaves, moving = context.params, [x is not None for x in g]
-        params = shards.local_tree(context.tree(leaves))
+        params = context.tree(leaves)
         lr = self._lr(context.extra.get("lr", self.lr), state.updates)
         noise = context.extra.get("transition_noise", self.transition_noise)
-        motion = Motion(self._noise(noise, state.updates, params, context), self.forgetting)
+        motion = Motion(self._noise(noise, state.updates, params), self.forgetting)
         predicted = self.structure.predict(state, motion, leaves)
         known = information(context, self.name)
         batch = weighed(known if all(moving) else of_moving(known, moving), g, leaves, lr)
-        moves, new, growth, misfit = self.structure.update(predicted, batch, leaves, context.total)
+        moves, new, growth, misfit = self.structure.update(predicted, batch, leaves)
         gained, scored = evidence(batch, growth, misfit)
         new = self.structure.only(state, new, moving)._replace(
             seen=state.seen + batch.seen,
@@ -339,8 +319,6 @@ def diagonal(
 
     Its mean moves by the exact gain of the diagonal prior, from the same curvature as :func:`dense` takes; between batches the
     correlations are forgotten. Its state holds one tensor for each parameter, an update costs ``O(M^2 P)`` for M rows.
-    Parameters may be DTensors (``fully_shard``, tensor parallelism): :func:`observe_by_backward` makes the rows then, and an
-    update sends ``M^2`` numbers.
 
     Args:
         lr, forgetting: as in :func:`dense`.
