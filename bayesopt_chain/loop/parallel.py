@@ -21,6 +21,7 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.distributed.ranks import chains_of, require_one_axis
 from bayesopt_chain.engine.engine import moved
 from bayesopt_chain.loop.chain_keys import chain_draws
+from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.loop.loss import Info, LossGradient, detach, gradient, joined, split, value
 from bayesopt_chain.loop.module_state import is_keyed, keyed
 from bayesopt_chain.loop.step import Step
@@ -310,7 +311,7 @@ def _at_once(chains: Parallel, params: Any, state: Any, spec: Any, block: list[A
     """
     step: Any = chains.step
     plain = type(step) is Step and type(step.source) is LossGradient and step.memory is None and step.ranks is None
-    if not plain or step.finite is not None or step.monitor or step.inplace or chains.model_draws:
+    if not plain or step.finite is not None or step.monitor or chains.model_draws:
         return None
     points, structure = optree.tree_flatten(params, none_is_leaf=True)
     if not isinstance(step.tx, Chain) or not tracing.is_plain(*points) or not all([type(p) is Tensor for p in points]):
@@ -349,7 +350,8 @@ def _at_once(chains: Parallel, params: Any, state: Any, spec: Any, block: list[A
             if observe is not None:
                 given = torch.vmap(observed, in_dims=(0, 0, *dims), randomness="error")(params, grads, *block)
                 info = info._replace(observed=joined(given, seen))
-            after = moved(plan, params, grads, state, False, engine)
+            with uninterrupted() if step.inplace else nullcontext():
+                after = moved(plan, params, grads, state, step.inplace, engine)
     except RuntimeError as err:
         chains.model_draws = "randomness error mode" in str(err)  # a chain's key can govern them, one chain at a time
         if chains.model_draws:

@@ -52,8 +52,9 @@ def test_chains_move_as_each_does_alone(tx, per_chain):
     assert info.loss.shape == (n,)
 
 
+@pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("case", ["localised", "nesterov", "decay", "cosine", "float32", "in blocks", "other counts"])
-def test_chains_at_once_have_the_noise_and_the_numbers_of_each_alone(case):
+def test_chains_at_once_have_the_noise_and_the_numbers_of_each_alone(case, inplace):
     """On a gradient that is exact in every order of summation, bit for bit, wherever the chains take one pass over memory."""
     dtype = torch.float32 if case == "float32" else torch.float64
     g = torch.Generator().manual_seed(0)
@@ -68,14 +69,19 @@ def test_chains_at_once_have_the_noise_and_the_numbers_of_each_alone(case):
     rate = bc.schedules.cosine(0.1, 20) if case in ("cosine", "other counts") else 0.01
     tx = bc.chain(*front, momentum, noise, bc.scale_by_neg_lr(rate))
     step = bc.make_step(lambda p, b: b * ((p["w"] ** 2).sum() + p["b"].sum()), tx)
-    chains = bc.parallel(step, 4, chunk=3 if case == "in blocks" else None)
+    many = bc.make_step(step.source.loss, tx, inplace=inplace)
+    chains = bc.parallel(many, 4, chunk=3 if case == "in blocks" else None)
     state = chains.init(tx, params, seed=0)
     if case == "other counts":  # chains of other ages have other numbers
         _, old = step(*[optree.tree_map(lambda t: t[0], tree) for tree in (params, state)], datum)[:2]
         state = bc.stack([old, *bc.unstack(state)[1:]])
-    alone = [(optree.tree_map(lambda t, i=i: t[i], params), one(state, i)) for i in range(4)]
+    alone = [
+        optree.tree_map(torch.clone, (optree.tree_map(lambda t, i=i: t[i], params), one(state, i))) for i in range(4)
+    ]
     for _ in range(3):
+        before = params["w"]
         params, state, info = chains(params, state, datum)
+        assert (params["w"] is before) is (inplace and case != "in blocks")
         alone = [step(*each[:2], datum) for each in alone]
     want = bc.stack([each[0] for each in alone]), bc.stack([each[1] for each in alone])
     for x, y in zip(optree.tree_leaves((params, state)), optree.tree_leaves(want), strict=True):
