@@ -89,7 +89,7 @@ class Chunk(NamedTuple):
         first: whether these are the first columns of the data, so that their layers' inputs have not come before.
         gradients: one for each leaf that is not in ``summed``.
         summed: in the first chunk of the data, and for a structure that asks for it, the leaves of the last layer: there
-            ``g()`` is the diagonal ``sum_k s_k^2`` of all columns, ``[1, b, T, O]``, at every position.
+            ``g()`` is what ``Demand.of_last_layer`` makes of all columns together.
         weights: where targets have weights and the structure asks for them; ``None`` where each counts once.
     """
 
@@ -105,6 +105,9 @@ def _any_plan(plan: TapPlan) -> None:
     """Accept every plan."""
 
 
+OfLastLayer = Callable[[Use, Tensor, OutputRoot, Tensor], Callable[[], Tensor] | None]
+
+
 class Demand(NamedTuple):
     """What is made of the gradients, from which it follows how large chunks may be.
 
@@ -112,7 +115,9 @@ class Demand(NamedTuple):
         formed: how many numbers are formed from the gradient of one datum and column.
         held: how many numbers the result holds.
         few_data: how many pairs of a datum and a column may always share a chunk.
-        sums_last_layer: whether ``Chunk.summed`` is wanted.
+        of_last_layer: from a use of a leaf in the layer whose output is the model's, what that layer saw, the root and the
+            outputs to a function that gives what is wanted of all columns together without making one, or None where there is
+            none. Default: never.
         columns_together: whether all columns of a datum must be in one chunk.
         accepts: raises for a plan that is of no use.
         weighs_inputs: whether ``Chunk.weights`` is wanted.
@@ -124,7 +129,7 @@ class Demand(NamedTuple):
     formed: int = 0
     held: int = 0
     few_data: int = FEW_DATA
-    sums_last_layer: bool = False
+    of_last_layer: OfLastLayer | None = None
     columns_together: bool = False
     accepts: Callable[[TapPlan], None] = _any_plan
     weighs_inputs: bool = False
@@ -212,7 +217,7 @@ class BatchPullback:
         if self.draws or not plan.columns:
             plan = plan._replace(columns=self.root_of(plan.probe, part(self.targets, n - 1, n)).columns)
         columns = plan.columns
-        data, at_once = self._sizes(plan, n, columns)
+        data, at_once = self._sizes(plan, n, 1 if self._makes_no_column(plan) else columns)
         # The chunks run backwards so that the datum that was probed comes last in the first of them, where it is compared.
         for stop in range(n, 0, -data):
             start = max(0, stop - data)
@@ -222,10 +227,10 @@ class BatchPullback:
             if stop == n and not check.is_done:
                 plan, ready = self._settle(linear, root, at_once, plan, check)
             summed = self._last_layer(linear, root, plan)
-            if len(summed) == len(plan.names):
-                yield Chunk(linear.size, linear.outputs, True, [], summed)
-                continue
             weights = self._input_weights(linear, part(self.targets, start, stop), plan)
+            if len(summed) == len(plan.names):
+                yield Chunk(linear.size, linear.outputs, True, [], summed, weights)
+                continue
             done = {gradient.leaf for gradient in summed}
             kept: dict[int, Tensor] | None = {} if self.demand.few_shared and at_once < columns else None
             for k in range(0, columns, at_once):
@@ -235,6 +240,15 @@ class BatchPullback:
                 del pulled, gradients  # before the next ones are made
             del linear, root, kept
         check.plan = plan
+
+    def _makes_no_column(self, plan: TapPlan) -> bool:
+        """Whether everything is known of all columns together: the model is a layer, and the structure sums it."""
+        if not isinstance(self.forward, Affine) or self.draws or self.demand.of_last_layer is None:
+            return False
+        n, known = batch_size(self.batch), self.params
+        root = self.root_of(plan.probe, part(self.targets, n - 1, n))
+        uses = zip(*self.forward.uses(known, part(self.batch, n - 1, n)[0]))
+        return all(self.demand.of_last_layer(use, x, root, plan.probe) is not None for use, x in uses)
 
     def _sizes(self, plan: TapPlan, n: int, columns: int) -> tuple[int, int]:
         """Return how many data, and how many columns, go into a chunk.
@@ -338,26 +352,25 @@ class BatchPullback:
         return Pulled(some, taps, rows or [])
 
     def _last_layer(self, linear: Linearised, root: OutputRoot, plan: TapPlan) -> list[Gradient]:
-        """Return the leaves whose layer's output is the model's, with the diagonal of the output Hessian in the place of g.
-
-        Where every column of the root stays within one position (or there is only one), the sum over columns of squared
-        gradients of a weight is ``sum_t (sum_k s_tko^2) x_ti^2``: no column is made.
-        """
-        if not self.demand.sums_last_layer:
+        """Return the leaves whose layer's output is the model's, with what the structure makes of all columns in the place of
+        g: no column is made."""
+        if self.demand.of_last_layer is None:
             return []
         found = []
         for pairs in linear.by_leaf(plan).values():
             use, x = pairs[0]
             if len(pairs) > 1 or use.tap != linear.last_tap or not use.features_last:
                 continue
-            if not root.separates_positions and linear.outputs.ndim > 2:
+            together = self.demand.of_last_layer(use, x, root, linear.outputs)
+            if together is None:
                 continue
             found.append(
                 Gradient(
                     use.leaf,
                     use.kind,
                     lambda use=use, x=x: _widened(use.canonical.x(x, linear.size)),
-                    lambda use=use, x=x: _widened(use.canonical.g(x, root.diagonal()[None], linear.size)),
+                    lambda together=together: _widened(together()),
+                    use.tap,
                 )
             )
         return found

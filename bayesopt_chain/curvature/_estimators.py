@@ -62,6 +62,7 @@ def ggn(
     probes: int | None = None,
     rank: int = 10,
     sharing: str = "expand",
+    diagonal_above: int | None = None,
     basis: Kronecker | Eigenbasis | None = None,
     generator: torch.Generator | None = None,
     chunk_bytes: int | None = None,
@@ -82,6 +83,8 @@ def ggn(
         probes: estimate a diagonal from this many root-probes instead of exactly; None, the default, is exact.
         rank: how many directions "low_rank" keeps.
         sharing: "expand" or "reduce": how Kronecker factors treat a weight used at many positions.
+        diagonal_above: the Kronecker factor of the outputs of a layer that has more of them than this is its diagonal, for
+            layers of many classes, whose matrix would cost their third power. Default: none is.
         basis: a Kronecker precision in whose eigenbasis the curvature is measured (EKFAC); with "kronecker" only.
         generator: for probes; None is the global one.
         chunk_bytes: bound on the activations, output gradients and rows held at once, besides the result (and one
@@ -113,7 +116,13 @@ def ggn(
         _require_probed_diagonal(structure, probes)
         return _probed(forward, likelihood.root, probes, generator, chunk_bytes, targets)
     return Estimator(
-        forward, likelihood.root, structure, chunk_bytes, Options(rank, sharing, basis), targets, likelihood
+        forward,
+        likelihood.root,
+        structure,
+        chunk_bytes,
+        Options(rank, sharing, basis, diagonal_above),
+        targets,
+        likelihood,
     )
 
 
@@ -126,6 +135,7 @@ def fisher(
     samples: int = 1,
     rank: int = 10,
     sharing: str = "expand",
+    diagonal_above: int | None = None,
     basis: Kronecker | Eigenbasis | None = None,
     generator: torch.Generator | None = None,
     chunk_bytes: int | None = None,
@@ -136,7 +146,7 @@ def fisher(
     Its cost does not grow with the number of outputs. The exact Fisher information is :func:`ggn`.
 
     Args:
-        forward, likelihood, structure, rank, sharing, basis, chunk_bytes, targets: as for :func:`ggn`.
+        forward, likelihood, structure, rank, sharing, diagonal_above, basis, chunk_bytes, targets: as for :func:`ggn`.
         samples: labels drawn for each datum, at least 1; each costs a backward pass.
         generator: for the labels; None is the global one.
 
@@ -160,7 +170,7 @@ def fisher(
     def root_of(outputs: Tensor, labels: Any) -> OutputRoot:
         return Explicit(likelihood.sampled_factors(outputs, labels, samples, generator))
 
-    options = Options(rank, sharing, basis)
+    options = Options(rank, sharing, basis, diagonal_above)
     return Estimator(forward, root_of, structure, chunk_bytes, options, targets, likelihood, draws=True)
 
 
@@ -172,6 +182,7 @@ def empirical_fisher(
     *,
     rank: int = 10,
     sharing: str = "expand",
+    diagonal_above: int | None = None,
     basis: Kronecker | Eigenbasis | None = None,
     chunk_bytes: int | None = None,
     targets: TargetsOf = pair_targets,
@@ -181,7 +192,7 @@ def empirical_fisher(
     It is not the Fisher information unless the model is right and trained; Kunstner et al. 2019 say what goes wrong.
 
     Args:
-        forward, likelihood, structure, rank, sharing, basis, chunk_bytes, targets: as for :func:`ggn`.
+        forward, likelihood, structure, rank, sharing, diagonal_above, basis, chunk_bytes, targets: as for :func:`ggn`.
 
     Returns:
         ``estimate(params, batch)``, as for :func:`ggn`.
@@ -201,7 +212,9 @@ def empirical_fisher(
     def root_of(outputs: Tensor, labels: Any) -> OutputRoot:
         return Explicit(likelihood.empirical_factors(outputs, labels))
 
-    return Estimator(forward, root_of, structure, chunk_bytes, Options(rank, sharing, basis), targets, likelihood)
+    return Estimator(
+        forward, root_of, structure, chunk_bytes, Options(rank, sharing, basis, diagonal_above), targets, likelihood
+    )
 
 
 @kinds.takes(structure=kinds.TEXT, targets=kinds.INPUTS, probes=kinds.WHOLE.or_none())

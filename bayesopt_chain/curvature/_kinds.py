@@ -93,7 +93,7 @@ class Matrix(NamedTuple):
     def rotated(self, x: Tensor, g: Tensor, left: Tensor, right: Tensor) -> tuple[Kind, Tensor, Tensor]:
         """Return x and g in the eigenbases of the Kronecker factors, and the kind that they have there."""
         of_input, of_output = self.order(left, right)
-        return self, x @ of_input, g @ of_output
+        return self, turned(x, of_input), turned(g, of_output)
 
 
 class Grouped(NamedTuple):
@@ -244,10 +244,15 @@ class Vector(NamedTuple):
         return of_output, of_input
 
     def rotated(self, x: Tensor, g: Tensor, left: Tensor, right: Tensor) -> tuple[Kind, Tensor, Tensor]:
-        return self, x, g @ left
+        return self, x, turned(g, left)
 
 
 Kind = Matrix | Grouped | Embedding | Vector
+
+
+def turned(x: Tensor, basis: Tensor) -> Tensor:
+    """In a basis; one axis: the identity."""
+    return x @ basis if basis.ndim > 1 else x
 
 
 def joined_inputs(kind: Kind, xs: list[Tensor]) -> Tensor:

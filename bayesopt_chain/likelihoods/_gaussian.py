@@ -73,7 +73,7 @@ class Gaussian(Likelihood):
     def mixed(self, outputs: Outputs | Tensor, log_weights: Tensor | None = None) -> Mixture:
         noise = within = self._variance(outputs[0]).expand_as(outputs[0])
         if isinstance(outputs, Outputs):
-            spread = outputs.covariance.diagonal(dim1=-2, dim2=-1).reshape(noise.shape)
+            spread = outputs.variance.reshape(noise.shape)
             outputs, log_weights, noise = outputs.mean[None], outputs.mean.new_zeros(1), noise + spread
         stacked = torch.stack([outputs, noise.log().expand_as(outputs)], -1)
         return Mixture(_Stacked(), stacked, weights_of_draws(outputs, log_weights), within)
@@ -135,7 +135,7 @@ class LearnedGaussian(Likelihood):
         if not isinstance(outputs, Outputs):
             return found
         _, log_variance = self.pair(outputs.mean)
-        spread = self.pair(outputs.covariance.diagonal(dim1=-2, dim2=-1).reshape(outputs.mean.shape))[1]
+        spread = self.pair(outputs.variance.reshape(outputs.mean.shape))[1]
         return replace(found, within=(log_variance + spread / 2).exp())
 
     def widened(self, outputs: Tensor, factor: float) -> tuple[Likelihood, Tensor]:

@@ -636,7 +636,8 @@ class Likelihood(ABC):
 
         Args:
             mean: of the outputs, ``[N, *event]``.
-            covariance: of one datum's E outputs, ``[N, E, E]``, or joint over data, ``[N E, N E]``.
+            covariance: of one datum's E outputs, ``[N, E, E]``, or joint over data, ``[N E, N E]``; variances of independent
+                outputs ``[N, E]``.
 
         Returns:
             A :class:`Predictive`.
@@ -835,10 +836,10 @@ class Grouping(NamedTuple):
         """The covariance of each target's own outputs.
 
         Args:
-            covariance: of all E outputs of a datum, ``[N, E, E]``.
+            covariance: of all E outputs of a datum, ``[N, E, E]``, or their variances, ``[N, E]``.
 
         Returns:
-            ``[N, *positions, width, width]``.
+            ``[N, *positions, width, width]``; of variances ``[N, *positions, width]``.
 
         Example:
             >>> import torch
@@ -846,6 +847,8 @@ class Grouping(NamedTuple):
             >>> Grouping((2,), 1).blocks(torch.tensor([[[1.0, 0.5], [0.5, 2.0]]])).flatten()
             tensor([1., 2.])
         """
+        if covariance.ndim == 2:
+            return self.split(covariance)
         n, entries = covariance.shape[:2]
         if self.order is None and entries == self.width:
             return covariance.reshape(n, *self.positions, self.width, self.width)

@@ -34,7 +34,7 @@ class Outputs(NamedTuple):
     Attributes:
         mean: ``[N, *event]``.
         covariance: for the parameters' uncertainty, ``[N, E, E]`` for E outputs of a datum; joint over data ``[N E, N E]``,
-            data first.
+            data first; of independent outputs that are many the variances alone, ``[N, E]``.
     """
 
     mean: Tensor
@@ -43,11 +43,17 @@ class Outputs(NamedTuple):
     @property
     def is_joint(self) -> bool:
         """Whether the covariance is that of all data together."""
-        return self.covariance.ndim == 2
+        return self.covariance.shape == (self.mean.numel(), self.mean.numel())
+
+    @property
+    def variance(self) -> Tensor:
+        """Of each output, ``[N, E]``."""
+        blocks = self.blocks
+        return blocks if blocks.ndim == 2 else blocks.diagonal(dim1=-2, dim2=-1)
 
     @property
     def blocks(self) -> Tensor:
-        """The covariance of each datum's own outputs, ``[N, E, E]``."""
+        """The covariance of each datum's own outputs, ``[N, E, E]``; their variances ``[N, E]`` where no more is held."""
         if not self.is_joint:
             return self.covariance
         data = len(self.mean)
@@ -76,9 +82,11 @@ class Outputs(NamedTuple):
         """
         if samples < 1:
             raise ValueError(f"samples={samples}: pass at least 1")
-        root = root_by_eigenvectors(self.covariance)
-        shape = (samples, *self.covariance.shape[:-1])
+        shape = (samples, *(self.covariance.shape[:1] if self.is_joint else self.covariance.shape[:2]))
         noise = torch.randn(shape, dtype=self.mean.dtype, device=self.mean.device, generator=generator)
+        if self.covariance.ndim == 2 and not self.is_joint:
+            return self.mean + (self.covariance.sqrt() * noise).reshape(samples, *self.mean.shape)
+        root = root_by_eigenvectors(self.covariance)
         return self.mean + (root @ noise[..., None]).reshape(samples, *self.mean.shape)
 
 
@@ -163,6 +171,7 @@ class Predictive:
             if joint and not self.outputs.is_joint:
                 raise ValueError("covariance: these outputs are of each datum alone: predict with joint=True")
             between = self.outputs.covariance if joint else self.outputs.blocks
+            between = between if joint or between.ndim == 3 else torch.diag_embed(between)
         else:
             means = self.likelihood.mean(self.outputs).reshape(len(self.outputs), len(noise), -1)
             weights = self._weights.to(means)

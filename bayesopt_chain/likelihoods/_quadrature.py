@@ -139,7 +139,7 @@ def normal_nodes(mean: Tensor, covariance: Tensor, points: int = FEW) -> tuple[T
 
     Args:
         mean: ``[*, K]``.
-        covariance: ``[*, K, K]``.
+        covariance: ``[*, K, K]``, or variances ``[*, K]``.
         points: of the trapezoidal rule, for K = 1.
 
     Returns:
@@ -147,11 +147,14 @@ def normal_nodes(mean: Tensor, covariance: Tensor, points: int = FEW) -> tuple[T
     """
     if mean.shape[-1] == 1:
         z, w = (x.to(mean) for x in fine_grid(points))
-        variance = covariance[..., 0]
+        variance = covariance if covariance.ndim == mean.ndim else covariance[..., 0]
         deviation = variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
         return mean + deviation * z.reshape(-1, *[1] * mean.ndim), w.log()
     z = sobol_normals(mean.shape[-1]).to(mean)
-    moves = torch.einsum("...ij,sj->s...i", square_root(covariance), z)
+    if covariance.ndim == mean.ndim:
+        moves = covariance.sqrt() * z.reshape(-1, *[1] * (mean.ndim - 1), z.shape[1])
+    else:
+        moves = torch.einsum("...ij,sj->s...i", square_root(covariance), z)
     count = 2 * len(z)
     return torch.cat([mean + moves, mean - moves]), mean.new_full((count,), -math.log(count))
 

@@ -5,6 +5,9 @@ For b data with outputs ``[b, *event]`` a root S has K columns a datum, s_kb, an
     part(k0, k1)   the columns s_k, k0 <= k < k1       ``[k1 - k0, b, *event]``
     combine(w)     sum_k w_kb s_kb                     ``[b, *event]`` for weights ``[b, K]``
     diagonal()     sum_k s_kb^2                        ``[b, *event]``
+    gram()         sum_kbt s_kbt s_kbt^T               ``[C, C]``, over all positions t too, where it is known in closed form
+
+of softmaxes ``diag(sum_bt p_bt) - sum_bt p_bt p_bt^T``.
 
     Elementwise    s_k = scale_k e_k                               K = E, the number of entries of an event
     Softmax        s_k = d_k (e_k - sum_{j > k} p_j e_j / q_k)     K = E (C - 1) / C: one softmax of C classes a position
@@ -85,6 +88,29 @@ class OutputRoot(ABC):
             ``[b, *event]``.
         """
 
+    has_gram = False
+    """Whether :meth:`gram` is known in closed form."""
+
+    def gram(self, scale: Tensor | None = None) -> Tensor:
+        """The sum of ``S S^T`` over data and positions, of all outputs of a position, without a column.
+
+        Args:
+            scale: as for :meth:`scaled`, of columns that are multiplied first. Default: 1.
+
+        Returns:
+            ``[C, C]`` for outputs ``[b, *, C]``.
+
+        Raises:
+            NotImplementedError: where only the columns say it, see :attr:`has_gram`.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> bc.likelihoods.categorical().root(torch.zeros(3, 2), torch.tensor([0, 1, 1])).gram()
+            tensor([[ 0.7500, -0.7500],
+                    [-0.7500,  0.7500]])
+        """
+        raise NotImplementedError(f"the columns of {type(self).__name__} alone say it")
+
     def scaled(self, scale: Tensor) -> OutputRoot:
         """The root of a weighted Hessian: its columns multiplied.
 
@@ -109,6 +135,7 @@ class Elementwise(OutputRoot):
 
     scale: Tensor
     separates_positions = True
+    has_gram = True
 
     @property
     def columns(self) -> int:
@@ -123,6 +150,10 @@ class Elementwise(OutputRoot):
     def diagonal(self) -> Tensor:
         return self.scale.square()
 
+    def gram(self, scale: Tensor | None = None) -> Tensor:
+        own = self.scale if scale is None else self.scale * scale
+        return torch.diag(own.square().flatten(0, -2).sum(0))
+
     def scaled(self, scale: Tensor) -> OutputRoot:
         return Elementwise(self.scale * scale)
 
@@ -133,6 +164,7 @@ class Softmax(OutputRoot):
 
     p: Tensor
     separates_positions = True
+    has_gram = True
 
     @property
     def labels(self) -> int:
@@ -170,6 +202,11 @@ class Softmax(OutputRoot):
 
     def diagonal(self) -> Tensor:
         return self.p * (1 - self.p)
+
+    def gram(self, scale: Tensor | None = None) -> Tensor:
+        p = self.p.flatten(0, -2)
+        rows = p if scale is None else p * scale.flatten(0, -2)
+        return torch.diag((p if scale is None else rows * scale.flatten(0, -2)).sum(0)) - rows.mT @ rows
 
     def _scales(self, p: Tensor) -> tuple[Tensor, Tensor]:
         """Return d and d / q, ``[*, labels]``; both are 0 where no probability is left."""
@@ -245,6 +282,13 @@ class Scaled(OutputRoot):
 
     def diagonal(self) -> Tensor:
         return self.root.diagonal() * self.scale.square()
+
+    @property
+    def has_gram(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.root.has_gram
+
+    def gram(self, scale: Tensor | None = None) -> Tensor:
+        return self.root.gram(self.scale if scale is None else self.scale * scale)
 
 
 def _entries(outputs: Tensor) -> int:

@@ -45,7 +45,8 @@ def outputs_by_target(fitted: FittedLaplace, data: Any, *, at_once: int = 16) ->
             Jacobian of ``64 at_once`` targets. Default 16.
 
     Returns:
-        ``(mean [N, *positions, C], covariance [N, *positions, C, C])``, classes last wherever the model has them; what
+        ``(mean [N, *positions, C], covariance [N, *positions, C, C])``, classes last wherever the model has them (variances
+        ``[N, *positions, C]`` where :func:`linearized` gives no more); what
         :func:`softmax_mean` and ``fitted.likelihood.predictive`` of flattened targets take.
 
     Raises:
@@ -86,6 +87,7 @@ def outputs_by_target(fitted: FittedLaplace, data: Any, *, at_once: int = 16) ->
                 )
                 if inputs is not None:
                     found = [_of_layer(posterior, some) for some in inputs.split(LAYER * at_once)]
+                    shape = (*shape[:-2], *found[0].shape[1:])
                     covariances.append(torch.cat(found).reshape(shape).to(model.dtype))
                     continue
                 order = torch.arange(whole[0].numel(), device="cpu") if grouping.order is None else grouping.order

@@ -35,7 +35,7 @@ from bayesopt_chain import batches, kinds
 from bayesopt_chain.curvature import jvp
 from bayesopt_chain.curvature._autodiff import double_backward
 from bayesopt_chain.curvature._chunks import BatchPullback, Chunk, Demand
-from bayesopt_chain.curvature._kinds import Kind
+from bayesopt_chain.curvature._kinds import Kind, turned
 from bayesopt_chain.curvature._plan import Affine, TapPlan, batch_size, make_plan, part
 from bayesopt_chain.curvature._taps import Check, Checks
 from bayesopt_chain.likelihoods._roots import Elementwise
@@ -176,6 +176,9 @@ def functional_samples(
             return mean + (flatten(moves, posterior.mean) @ rows.mT).reshape(samples, *mean.shape)
 
 
+MOST = 1000  # independent outputs of a datum whose covariance is a matrix
+
+
 @kinds.takes(forward=kinds.FUNCTION, batch=kinds.BATCH, joint=kinds.BOOL, chunk_bytes=kinds.WHOLE)
 def linearized(
     forward: Callable[[Tree, Any], Tensor],
@@ -198,8 +201,10 @@ def linearized(
 
     Returns:
         ``(mean [B, *event], covariance [B, E, E])``, E the number of outputs of a datum; with ``joint`` the covariance is
-        ``[B E, B E]``, data first. Observation noise is not included. Where the batch or the precision asks for gradients,
-        or inside a transformation of ``torch.func``, both have them; the rows of the Jacobian are then held.
+        ``[B E, B E]``, data first. Of more than 1,000 outputs of a linear layer that are independent, as under a diagonal
+        Kronecker factor of the outputs, it is the variances alone, ``[B, E]``. Observation noise is not included. Where the
+        batch or the precision asks for gradients, or inside a transformation of ``torch.func``, both have them; the rows of
+        the Jacobian are then held.
 
     Raises:
         ValueError: for a singular precision, or a forward function that mixes data.
@@ -270,9 +275,19 @@ def _without_graph(
 def _of_affine(forward: Affine, params: Any, x: Tensor, bases: list[LayerBases] | None, precision: Precision) -> Tensor:
     """The covariance of ``W x + b``, whose output gradients are the unit vectors, those of one datum for all.
 
-    With U and V the bases of W and v its variances there it is ``U diag(v (V^T x)^2) U^T``, and likewise of b.
+    With U and V the bases of W and v its variances there it is ``U diag(v (V^T x)^2) U^T``, and likewise of b. Of more than
+    :data:`MOST` outputs with U = 1, as under a diagonal factor of the outputs, it is its diagonal alone, ``[b, E]``.
     """
     uses, seen = forward.uses(params, x.to(wide(x.dtype)))
+    outputs = params[forward.weight].shape[0]
+    if bases and outputs > MOST and all(left is None or left.ndim == 1 for left, _, _ in bases):
+        variances: Any = 0
+        for use, inputs in zip(uses, seen):
+            _, right, values = bases[use.leaf]
+            inputs = inputs if inputs.ndim > 1 else inputs.new_ones(len(x), 1)
+            inputs = inputs if right is None else turned(inputs, right)
+            variances = variances + inputs.square() @ values.reciprocal().reshape(outputs, -1).mT
+        return variances
     units = torch.eye(params[forward.weight].shape[0], dtype=wide(x.dtype), device=x.device)[:, None]
     gradients = [
         (use.leaf, use.kind, use.canonical.x(inputs, len(x)), use.canonical.g(inputs, units, 1))

@@ -144,7 +144,7 @@ def _(precision: Block, roots: Tree) -> Block:
 @by_output.register
 def _(precision: Kronecker, roots: Tree) -> Kronecker:
     def leaf(left: Tensor, r: Tensor) -> Tensor:
-        return r.reshape(-1, 1) * left * r.reshape(-1)
+        return left * r.reshape(-1).square() if left.ndim == 1 else r.reshape(-1, 1) * left * r.reshape(-1)
 
     return precision._replace(left=optree.tree_map(leaf, precision.left, roots))
 

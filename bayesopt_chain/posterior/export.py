@@ -15,6 +15,7 @@ of :class:`bayesopt_chain.likelihoods.Predictive`.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from bayesopt_chain.likelihoods import Likelihood, Outputs
 from bayesopt_chain.modules.functional import write_back
+from bayesopt_chain.posterior._linearized import MOST
 from bayesopt_chain.posterior.batches import logits_of
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.last_layer import Features
@@ -53,15 +55,17 @@ class LinearizedHead(nn.Module):
         if bases:
             of = dict(zip(sorted(params), bases))  # leaves come by name
             left, right, values = of[head.weight]
-            self.register_buffer("left", eye if left is None else left)
+            self.register_buffer("left", left if left is not None and left.ndim > 1 else None)
             self.register_buffer(
                 "right",
                 torch.eye(values.shape[-1], dtype=values.dtype, device=values.device) if right is None else right,
             )
             self.register_buffer("variances", values.reciprocal())
-            left, _, values = (eye, None, eye[0]) if head.bias is None else of[head.bias]
-            left = eye if left is None else left
-            self.register_buffer("covariance", left / values.reshape(-1) @ left.mT * (head.bias is not None))
+            left, _, values = (
+                (None, None, weight.new_full((outputs,), math.inf)) if head.bias is None else of[head.bias]
+            )
+            variance = values.reciprocal().reshape(-1)
+            self.register_buffer("covariance", variance if self.left is None else left * variance @ left.mT)
             return
         if outputs * width > LARGEST:
             raise ValueError(
@@ -98,7 +102,11 @@ class LinearizedHead(nn.Module):
             half = (phi @ covariance.flatten(1)).reshape(-1, *covariance.shape[1:])
             return (half * phi[:, None, None]).sum(-1)
         variances = (phi @ self.right).square() @ self.variances.mT  # pyright: ignore[reportOperatorIssue, reportAttributeAccessIssue]
-        return self.left * variances[:, None] @ self.left.mT + covariance  # pyright: ignore
+        left: Any = self.left
+        if left is not None:
+            return left * variances[:, None] @ left.mT + covariance
+        variances = variances + covariance
+        return variances if variances.shape[1] > MOST else torch.diag_embed(variances)
 
 
 class Members(nn.Module):

@@ -126,6 +126,7 @@ class FittedLaplace:
         some = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         fixed = f"; behind them {', '.join(self.model.fixed)} stay as they are" if self.model.fixed else ""
         sampled = f" from {how.options['samples']} sampled labels a datum" if "samples" in how.options else ""
+        sampled += ", the factor of the outputs diagonal" if self.has_diagonal_outputs else ""
         variance = self.likelihood.noise_variance
         noise = f", dispersion {_range(1 / self.likelihood_scale)}, covariance times {self.covariance_scale:.4g}"
         noise = noise if variance is None else f", noise variance {_range(variance)}"
@@ -182,6 +183,13 @@ class FittedLaplace:
         return torch.cat(parts)
 
     @property
+    def has_diagonal_outputs(self) -> bool:
+        """Whether a Kronecker factor of a layer's outputs is held as its diagonal alone."""
+        precision = self.seen.precision
+        factors = optree.tree_leaves(precision.left) if isinstance(precision, Kronecker) else []
+        return any(left.ndim == 1 for left in factors)
+
+    @property
     def likelihood(self) -> Likelihood:
         """Of targets given outputs, with the noise in force."""
         own = self.model.likelihood
@@ -201,7 +209,8 @@ class FittedLaplace:
             likelihood_scale: likewise.
 
         Returns:
-            :class:`Outputs`: mean ``[N, *event]``, covariance ``[N, E, E]``, or ``[N E, N E]`` where it is joint.
+            :class:`Outputs`: mean ``[N, *event]``, covariance ``[N, E, E]``, or ``[N E, N E]`` where it is joint; of more than
+            1,000 outputs of a linear last layer that are independent the variances alone, ``[N, E]``.
 
         Raises:
             ValueError: no batches; several where the covariance is to be joint.
@@ -554,7 +563,9 @@ def fit_laplace(
             linear last layer with Gaussian noise of at most 2,048 parameters, "kronecker" otherwise; where that cannot
             describe a parameter (an orthogonal parametrization) "dense" up to 2,048 parameters, "diagonal" beyond. A linear
             layer's mode and evidence under Gaussian noise are exact in every structure (``regression.py``); "kronecker",
-            "block" and "diagonal" leave the covariance of weights and biases out of the predictions' variance.
+            "block" and "diagonal" leave the covariance of weights and biases out of the predictions' variance. Of more than
+            1,000 classes the Kronecker factor of a layer of as many outputs is its diagonal, which the ``repr`` of the fit
+            says; ``diagonal_above=`` sets another bound.
         subset: which parameters are uncertain: "last_layer" (default; of a module the layer whose output reaches the output
             last: a head, or several heads whose outputs are put together), "all", or names, a function of a name, or a tree of
             booleans as for :func:`bayesopt_chain.curvature.subset`. A parameter named ``all`` or ``last_layer`` is chosen by
@@ -581,8 +592,9 @@ def fit_laplace(
             anything else its ``logits``.
         curvature: "ggn" (exact), "fisher" (at labels drawn from the model) or "empirical_fisher" (at those observed, which is
             the Fisher information of a model that is right alone), estimators of :mod:`bayesopt_chain.curvature`. Default:
-            "ggn", and "fisher" where a datum has more than 1,000 outputs, as a sequence of tokens has; the ``repr`` of the fit
-            says which. Of "fisher", ``samples`` labels are drawn for a datum from torch's global generator (or
+            "ggn", and "fisher" where a datum has more than 1,000 outputs, as a sequence of tokens has, unless all that is kept
+            is a linear last layer with Kronecker factors or a diagonal, where "ggn" costs no more; the ``repr`` of the fit says
+            which. Of "fisher", ``samples`` labels are drawn for a datum from torch's global generator (or
             ``generator=``). Default: one; of "dense", "root" and "block" as many as make four rows for each parameter.
         prior_mean: of the Gaussian prior: a number, or a tree like the kept parameters. Default 0.
         temperature: per datum, as everywhere: the covariance times ``temperature * N``, prior included; below ``1 / N`` it is a

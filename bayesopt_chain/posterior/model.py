@@ -52,7 +52,8 @@ from bayesopt_chain.trees import Tree, common_dtype, size, spread, wide
 DENSE = (
     2048  # parameters up to which a posterior is dense by default, where Kronecker factors leave out what can be had
 )
-MANY = 1000  # outputs of a datum up to which the default curvature is exact, which costs a backward pass for each
+MANY = 1000  # outputs of a datum up to which the default curvature is exact, which costs a backward pass for each; classes up
+# to which the Kronecker factor of a layer's outputs is a matrix
 SAMPLED = 4  # rows that are sampled for every parameter of a matrix, whose inverse is then 4/3 of what it should be
 ESTIMATORS: dict[str, Any] = {"ggn": ggn, "fisher": fisher, "empirical_fisher": empirical_fisher}
 
@@ -250,16 +251,29 @@ def with_estimator(model: Model, first: Any, data: int) -> Model:
     has outputs.
     """
     how, options = model.how, dict(model.how.options)
-    whole = matrix_size(model)
+    options |= _factor_options(model, first)
+    how, whole = how._replace(options=options), matrix_size(model)
+    model = replace(model, how=how)
     if model.is_linear_gaussian or how.curvature in ("ggn", "empirical_fisher") or ("samples" in options and not whole):
         return model if how.curvature != "default" else replace(model, how=how._replace(curvature="ggn"))
     outputs = model.forward(model.params, part(first, 0, 1)).numel()  # which may ask its inputs for gradients
     if how.curvature == "default":
-        sampled = "samples" in options or (outputs > MANY and "probes" not in options)
+        is_layer = isinstance(model.forward, Affine) and model.likelihood.has_classes
+        makes_columns = not is_layer or how.structure not in ("kronecker", "diagonal")
+        sampled = "samples" in options or (outputs > MANY and makes_columns and "probes" not in options)
         how = how._replace(curvature="fisher" if sampled else "ggn")
     if how.curvature == "fisher":
         options.setdefault("samples", min(outputs, -(-SAMPLED * whole // data)) if whole else 1)
     return replace(model, how=how._replace(options=options))
+
+
+def _factor_options(model: Model, first: Any) -> dict[str, Any]:
+    """Of targets of more than :data:`MANY` outputs, that layers as wide have the diagonal of their outputs' factor."""
+    if model.how.structure != "kronecker" or not {"basis", "diagonal_above"}.isdisjoint(model.how.options):
+        return {}
+    outputs = model.forward(model.params, model.seen_by_head(part(first, 0, 1)))
+    width = model.likelihood.grouping(outputs.shape[1:]).width
+    return {"diagonal_above": width - 1} if width > MANY else {}
 
 
 def matrix_size(model: Model) -> int:
