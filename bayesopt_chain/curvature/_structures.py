@@ -337,7 +337,7 @@ class KroneckerSum(TappedSum):
         for index, kind in ({use.leaf: use.kind for use in plan.uses} | kinds).items():
             leaf = self.leaves[index]
             for rows, columns in kind.factors():
-                if self.is_wide(kind) and rows == _outputs_of(kind):
+                if self.is_wide(kind) and rows > self.widest:
                     continue
                 require_factor_fits(plan.names[index], rows, columns, wide(leaf.dtype), leaf.device)
 

@@ -65,7 +65,8 @@ class LinearizedHead(nn.Module):
                 (None, None, weight.new_full((outputs,), math.inf)) if head.bias is None else of[head.bias]
             )
             variance = values.reciprocal().reshape(-1)
-            self.register_buffer("covariance", variance if self.left is None else left * variance @ left.mT)
+            is_diagonal = self.left is None or left is None
+            self.register_buffer("covariance", variance if is_diagonal else left * variance @ left.mT)
             return
         if outputs * width > LARGEST:
             raise ValueError(
