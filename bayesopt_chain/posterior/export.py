@@ -65,7 +65,7 @@ class LinearizedHead(nn.Module):
                 (None, None, weight.new_full((outputs,), math.inf)) if head.bias is None else of[head.bias]
             )
             variance = values.reciprocal().reshape(-1)
-            is_diagonal = self.left is None or left is None
+            is_diagonal = left is None or left.ndim == 1
             self.register_buffer("covariance", variance if is_diagonal else left * variance @ left.mT)
             return
         if outputs * width > LARGEST:
