@@ -61,12 +61,11 @@ class LinearizedHead(nn.Module):
                 torch.eye(values.shape[-1], dtype=values.dtype, device=values.device) if right is None else right,
             )
             self.register_buffer("variances", values.reciprocal())
-            left, _, values = (
-                (None, None, weight.new_full((outputs,), math.inf)) if head.bias is None else of[head.bias]
-            )
+            none: Any = (None, None, weight.new_full((outputs,), math.inf))
+            left, _, values = none if head.bias is None else of[head.bias]
             variance = values.reciprocal().reshape(-1)
-            is_diagonal = left is None or left.ndim == 1
-            self.register_buffer("covariance", variance if is_diagonal else left * variance @ left.mT)
+            is_matrix = left is not None and left.ndim > 1
+            self.register_buffer("covariance", left * variance @ left.mT if is_matrix else variance)
             return
         if outputs * width > LARGEST:
             raise ValueError(
