@@ -65,7 +65,7 @@ class LinearizedHead(nn.Module):
             left, _, values = none if head.bias is None else of[head.bias]
             variance = values.reciprocal().reshape(-1)
             is_matrix = left is not None and left.ndim > 1
-            self.register_buffer("covariance", left * variance @ left.mT if is_matrix else variance)
+            self.register_buffer("covariance", left * variance @ left.mT if is_matrix else variance)  # pyright: ignore[reportOptionalMemberAccess]
             return
         if outputs * width > LARGEST:
             raise ValueError(
