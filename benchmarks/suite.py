@@ -2,6 +2,7 @@
 
     python -m benchmarks.suite sizes [REVISION]     statements and tests by folder, of REVISION (53a4d5a) and of the last commit
     python -m benchmarks.suite quick | full         run a tier on two processes: seconds of wall and of processors, tests
+    python -m benchmarks.suite make                 the same of ``make test``, which is all that the workflow runs
     python -m benchmarks.suite shuffled SEED        the quick tier in another order (pytest-randomly), in the same figures
     python -m benchmarks.suite coverage [REVISION]  lines and branches of the package that the quick tier runs (coverage.py)
     python -m benchmarks.suite mutants              change the package in each place of :data:`MUTANTS`, and run what may notice
@@ -23,7 +24,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "tests.json"
 BEFORE = "53a4d5a"
 TIERS = {"quick": [], "full": ["-n", "2", "--dist", "worksteal", "tests"]}
+PLUGINS = {"shuffled": "pytest_randomly", "coverage": "pytest_cov"}
 RANKS = "tests/distributed/test_"
 
 # What is changed where it first stands, in which file of the package, from what to what, and the tests that are run.
@@ -136,18 +139,28 @@ def sizes(revision: str = BEFORE) -> dict[str, Any]:
     return found
 
 
-def timed(*arguments: str) -> dict[str, Any]:
+def make() -> subprocess.CompletedProcess[str]:
+    """What ``make test`` says."""
+    return subprocess.run(["make", "test"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def timed(run: Callable[..., subprocess.CompletedProcess[str]], *arguments: str) -> dict[str, Any]:
     """A run of pytest: seconds of wall and of processors, and how it ended."""
     load, start, before = os.getloadavg()[0], time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    said = pytest(*arguments).stdout
+    done = run(*arguments)
     spent = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = {
         "wall": round(time.monotonic() - start, 1),
         "processors": round(spent.ru_utime + spent.ru_stime - before.ru_utime - before.ru_stime, 1),
     }
-    ended = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", said.splitlines()[-1])}
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.M)
-    return {"seconds": seconds, **ended, "failures": failed, "load": round(load, 1), "of": platform.processor()}
+    ended = Counter[str]()
+    for line in re.findall(
+        r"^=* ?(.*\d+ (?:passed|failed|errors?).* in [\d.]+s.*)$", done.stdout, re.M
+    ):  # one for each run
+        ended.update({word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", line)})
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
+    of = {"load": round(load, 1), "of": platform.processor()}
+    return {"seconds": seconds, **ended, "ended with": done.returncode, "failures": failed, **of}
 
 
 def coverage(revision: str = "HEAD") -> dict[str, Any]:
@@ -179,10 +192,15 @@ def mutants() -> list[dict[str, Any]]:
 def main(what: str, *arguments: str) -> None:
     """Add one part to the record."""
     record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if find_spec(PLUGINS.get(what, "pytest")) is None:
+        sys.exit(f"{what} needs a plugin: pip install {PLUGINS[what].replace('_', '-')}")
     if what in TIERS:
-        record.setdefault(what, []).append(timed("-p", "no:randomly", *TIERS[what]))
+        record.setdefault(what, []).append(timed(pytest, "-p", "no:randomly", *TIERS[what]))
+    elif what == "make":
+        record.setdefault(what, []).append(timed(make))
     elif what == "shuffled":
-        record.setdefault(what, []).append({"seed": int(arguments[0]), **timed(f"--randomly-seed={arguments[0]}")})
+        seed = arguments[0]
+        record.setdefault(what, []).append({"seed": int(seed), **timed(pytest, f"--randomly-seed={seed}")})
     elif what == "coverage":
         record.setdefault(what, []).append(coverage(*arguments))
     else:
