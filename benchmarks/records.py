@@ -17,6 +17,7 @@ ROOMS = {
     "calibration": ["testing", "samplers", "posterior"],
     "captures": ["loop/capture"],
     "cpu": ["engine", "loop", "optim", "links", "core", "random"],
+    "constants": ["ensemble"],
     "cuda_ahead": ["engine", "random"],
     "curvature_examples": ["curvature", "precision", "posterior"],
     "curvature_fit": ["curvature", "precision", "posterior"],

@@ -206,15 +206,17 @@ def _constant(likelihood: Likelihood, targets: Any, n: int, event: Any, like: Te
 
 
 def dispersion(likelihood: Likelihood, folds: Sequence[Fold]) -> tuple[float, float] | None:
-    """Of counts, the mean of ``(y - mean)^2 / variance`` on the folds and its standard error; ``None`` for other targets."""
-    support = likelihood.support
+    """Of counts, the mean of ``(y - mean)^2 / variance`` on the folds, and the standard error that it has of counts as they are
+    promised, by 50 draws of each; that of the targets themselves is as large as what it is to show. ``None`` for others."""
+    support, parts = likelihood.support, list[tuple[Tensor, Tensor]]()
     if support is None or not support.is_discrete or support.high < math.inf:
         return None
-    parts = []
     for fold in folds:
         p = likelihood.mixture(fold.outputs)
-        labels = likelihood.labels(fold.targets)
-        ratio = (labels - p.mean).square() / p.variance.clamp_min(1e-12)
-        parts.append(ratio.reshape(len(ratio), -1)[weights_of(likelihood, fold.targets) > 0])
-    r = torch.cat(parts)
-    return float(r.mean()), float(r.std() / len(r) ** 0.5)
+        drawn = p.sample(50, generator=torch.Generator(fold.outputs.device).manual_seed(0))
+        both = torch.cat([likelihood.labels(fold.targets)[None].to(drawn), drawn])
+        ratio = ((both - p.mean).square() / p.variance.clamp_min(1e-12)).reshape(*both.shape[:2], -1)
+        of_targets = ratio[:, weights_of(likelihood, fold.targets) > 0]
+        parts.append((of_targets[0], of_targets[1:]))
+    r, promised = torch.cat([x for x, _ in parts]), torch.cat([x for _, x in parts], 1)
+    return float(r.mean()), float(promised.std() / len(r) ** 0.5)

@@ -94,6 +94,9 @@ class Training:
         event: the shape of one datum's outputs.
         prior: a precision for all weights, or ``None`` for the recipe.
         fan_in: whether half of the members try the fan-in prior.
+
+    Attributes:
+        last: what training came to when its outputs were last looked at and finite; ``None`` before.
     """
 
     def __init__(
@@ -115,6 +118,7 @@ class Training:
         self.params = {"theta": own}
         self.chains = problem.stepper(adam, buffers, each=self.each(1e-3))
         self.state = started(self.chains, adam, own, buffers, 7919 * problem.seed + 2)
+        self.last: Trained | None = None
         self.run = program(self.chains, self.params, self.state, self.batch(0, self.order, self.priors, True))
 
     def batch(self, step: int, order: Order, priors: list[str], held_out: bool) -> Any:
@@ -193,7 +197,7 @@ class Training:
         self.progress.stage("training", total)
         self.progress(start)
         for t in range(start, total):
-            if t in renewals and FAN_IN in priors and problem.gaussian and not (half and t == start):
+            if t in renewals and not (half and t == start):
                 self.renew(priors)
                 fixed = self.constants(priors, True)
             if t == steps and not pilots:
@@ -203,6 +207,7 @@ class Training:
                 priors, kept, z = self.chosen(pilots)
                 order = Order(problem, False, 3)
                 fixed = self.constants(priors, False)
+                self.last = self.reached(theta, buffers, pilots, priors, kept, z)
             if t in written and stages.path is not None and not (half and t == start):
                 both = (self.params, self.state)
                 leaves = stages.gathered(optree.tree_leaves(both))
@@ -214,8 +219,14 @@ class Training:
             self.progress()
         theta, buffers = self.everyones()
         _require_finite([theta], "training on all data")
-        precision = torch.stack([self.precision_of[p] for p in priors])
-        return Trained(theta, buffers, pilots, self.priors, kept, precision, self.noise, z)
+        return self.reached(theta, buffers, pilots, priors, kept, z)
+
+    def reached(
+        self, theta: Tensor, buffers: Tensors, pilots: list[Tensor], now: list[str], kept: list[int], z: float | None
+    ) -> Trained:
+        """What training came to, with the priors of now."""
+        precision = torch.stack([self.precision_of[p] for p in now])
+        return Trained(theta, buffers, pilots, self.priors, kept, precision, self.noise.clone(), z)
 
     def everyones(self) -> tuple[Tensor, Tensors]:
         """Parameters and buffers of all members, ``[M, *]``."""
@@ -224,10 +235,12 @@ class Training:
         return every
 
     def renew(self, priors: list[str]) -> None:
-        """Set the noise v0 of members under the fan-in prior."""
-        outputs = held_out_outputs(self.problem, *self.everyones())
+        """Set the noise v0 of members under the fan-in prior; what is trained so far is kept as ``last``."""
+        theta, buffers = self.everyones()
+        outputs = held_out_outputs(self.problem, theta, buffers)
         _require_finite(outputs, "training")
-        who = [m for m, p in enumerate(priors) if p == FAN_IN]
+        self.last = self.reached(theta, buffers, outputs, priors, list(range(self.problem.count)), None)
+        who = [m for m, p in enumerate(priors) if p == FAN_IN and self.problem.gaussian]
         folds = held.folds_of(self.problem, outputs, who)
         for fold in folds:
             others = [f for f in folds if f is not fold] or [fold]
