@@ -3,6 +3,7 @@
 import copy
 import math
 
+import numpy as np
 import optree
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import bayesopt_chain as bc
 from bayesopt_chain.diagnostics import susceptibility
 from bayesopt_chain.diagnostics.observables import observe as module
+from bayesopt_chain.diagnostics.observables.rate import relaxation, spreading
 
 N, D = 60, 6
 G = torch.Generator().manual_seed(0)
@@ -32,7 +34,7 @@ OF = {"probe": lambda w: losses(w, PROBE), "train": lambda w: losses(w, (X, Y))}
 
 
 def measured(batches=(X, Y), of=OF, **more):
-    about = {"temperature": 1 / N, "strength": 1 / N, "steps": 2400, "burn_in": 200, "lr": 0.3} | more
+    about = {"temperature": 1 / N, "strength": 1 / N, "steps": 2400, "burn_in": 200, "lr": 0.3, "thinning": 1} | more
     pairs = about.pop("covariances", [("probe", "train")] if of else [])
     return bc.observe(loss, {"w": BEST}, batches, of, covariances=pairs, **about)
 
@@ -196,6 +198,32 @@ def test_what_has_not_spread_is_said_beside_an_answer_and_what_starts_beside_a_m
     assert abs(found.value - 5.0) < 4 * found.standard_error
     with pytest.raises(ValueError, match="the start is no minimum: a step down its gradient lowers the loss by"):
         bc.diagnostics.local_learning_coefficient(flat, torch.ones(30), None, **about)
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.97, 0.99])
+def test_the_relaxation_is_that_of_the_slower_root_and_the_momentum_shortens_it(momentum):
+    """Roots of the recursion ``v <- mu v + s x, x <- x - lr v`` of a direction that only the spring holds."""
+    lr, s = 0.004, 0.007
+    slower = max(abs(z) for z in np.roots([1.0, -(1 + momentum - lr * s), momentum]))
+    assert relaxation(lr, momentum, s) == pytest.approx(-1 / math.log(slower), rel=0.02)
+    chosen = spreading(lr, s, 3000, math.inf)
+    assert 0.97 < chosen < 0.99 and relaxation(lr, chosen, s) < 1.05 * 3000 / 4 < relaxation(lr, 0.9, s)
+    assert spreading(lr, s, 3000, lr / 0.1) == spreading(lr, 0.0, 3000, math.inf) == 0.9
+
+
+def test_what_is_missing_of_a_run_that_is_too_short_is_in_its_error():
+    """Twenty directions as weak as the spring relax in half of a run: 4 to 5 of 15 of their share is missing at the start."""
+    s = 0.002
+    k = torch.cat([torch.ones(10), torch.full((20,), s)]).double()
+
+    def weak(w, batch):
+        return (k * w.square()).sum() / 2
+
+    about = {"temperature": 0.01, "strength": s, "lr": 0.05, "momentum": 0.9, "steps": 1200, "burn_in": 0}
+    found = bc.diagnostics.local_learning_coefficient(weak, torch.zeros(30).double(), None, **about)
+    right, statistical = float((k / (k + s)).sum()) / 2, float(found.run.mean("loss").error) / 0.01
+    assert found.value < right - 3 * statistical and found.standard_error > 2 * statistical
+    assert abs(found.value - right) < 2 * found.standard_error
 
 
 @pytest.mark.slow

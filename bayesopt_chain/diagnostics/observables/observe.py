@@ -25,7 +25,7 @@ from torch import Tensor
 
 from bayesopt_chain import kinds
 from bayesopt_chain.checks import installed
-from bayesopt_chain.diagnostics.observables.rate import Rate, chosen
+from bayesopt_chain.diagnostics.observables.rate import Rate, chosen, relaxation
 from bayesopt_chain.diagnostics.observables.restrict import restrict
 from bayesopt_chain.diagnostics.observables.sums import BLOCKS, Estimate, Record, merged
 from bayesopt_chain.diagnostics.observables.target import Measured, Target, data_of, steepest
@@ -109,12 +109,14 @@ class Observed:
         n: the number of data; ``None`` where it is not known.
         free: the number of free entries, which is what the virial should be.
         chains: the number of chains.
-        lr: the learning rate.
+        lr, momentum: of the chains.
         limit: the share of the stability limit that it is, at the steepest point where a chain was seen.
         reference: the loss at the start, over all data, each once.
         fall: by how much a step down the gradient from there lowers the loss at least, over ``temperature``.
         gradients: of one chain that were spent, pilots and looks at the curvature included.
         relaxation: steps in which a flat direction forgets where it was; infinite without a spring.
+        heat: what the batches add to the learning coefficient at most, by pilots.
+        burn_in, thinning: numbers of steps.
         complete: whether the run reached its last step; ``why`` it did not.
         why: as said.
         record: the sums.
@@ -130,7 +132,7 @@ class Observed:
         ...     loss, torch.zeros(4), None, {"w": lambda w: w}, temperature=0.1, strength=0.1, steps=400, burn_in=50
         ... )
         >>> run.mean("w").value.shape, run.covariance("w", "w").error.shape, run.traces["w"].shape
-        (torch.Size([4]), torch.Size([4, 4]), torch.Size([8, 350, 4]))
+        (torch.Size([4]), torch.Size([4, 4]), torch.Size([8, 88, 4]))
         >>> run.bif("w", "w", n=10).value.shape
         torch.Size([4, 4])
         >>> run.llc(), run.to_arviz()  # doctest: +SKIP
@@ -142,11 +144,15 @@ class Observed:
     free: int
     chains: int
     lr: float
+    momentum: float
     limit: float
     reference: float
     fall: float
     gradients: int
     relaxation: float
+    heat: float
+    burn_in: int
+    thinning: int
     complete: bool
     why: str
     record: Record
@@ -224,7 +230,8 @@ class Observed:
             raise ValueError("local learning coefficient: " + "; ".join(refused) + f" (lr={self.lr:.3g})")
         found = self.mean("loss").scaled(1 / self.temperature, -self.reference / self.temperature)
         found = Estimate(*[x.reshape(()) for x in found])
-        value, error = float(found.value), float(found.error)
+        value, error = float(found.value), math.hypot(float(found.error), self._spread(), self.heat)
+        found = found._replace(error=torch.full_like(found.error, error))
         if self.fall > 0.05 * abs(value) + 2 * error:
             refused.append(
                 f"the start is no minimum: a step down its gradient lowers the loss by {self.fall:.3g} temperatures or more"
@@ -234,6 +241,26 @@ class Observed:
         if refused:
             raise ValueError("local learning coefficient: " + "; ".join(refused) + "; start where training has ended")
         return found
+
+    def _spread(self) -> float:
+        """How much of the learning coefficient may be missing, or too much, because chains have not spread yet.
+
+        With ``f_t = exp(-2 t / relaxation)``, by which a direction that only the spring holds is short of its variance, the
+        loss is ``a - A f_t``; ``A`` is that of least squares over block means of the loss, and ``A mean(f)`` is missing, or its
+        error if that is larger. It counts as far as the virial is short of the number of free entries, in full from a tenth.
+        """
+        x = self.record.blocks("loss")  # [B, C]
+        if len(x) < 4 or math.isinf(self.relaxation):
+            return 0.0
+        length = self.record.count * self.thinning / len(x)
+        ends = self.burn_in + length * torch.arange(len(x) + 1, dtype=x.dtype, device=x.device)
+        f = -(-2 * ends / self.relaxation).exp().diff() * self.relaxation / (2 * length)
+        shape, error = f - f.mean(), float(self.mean("loss").error)
+        slope = float(shape @ x.mean(1) / shape.square().sum())
+        missing = float(f.mean()) * max(abs(slope), error / float(shape.square().mean().sqrt()))
+        virial = self.mean("virial")
+        short = max(0.0, 1 - float(virial.value) / self.free) + float(virial.error) / self.free
+        return min(1.0, short / 0.1) * missing / self.temperature
 
     @property
     def verdict(self) -> str:
@@ -263,6 +290,7 @@ _PAIRS = kinds.Kind(
     covariances=_PAIRS,
     strength=kinds.real("[0, inf)").or_none(),
     lr=kinds.POSITIVE.or_none(),
+    momentum=kinds.real("[0, 1)").or_none(),
     kept=kinds.SEQUENCE,
     path=kinds.FOLDER.or_none(),
     at_once=kinds.WHOLE.or_none(),
@@ -279,11 +307,11 @@ def observe(
     kept: Sequence[str] = (),
     where: Mapping[str, Tensor | None] | None = None,
     lr: float | None = None,
-    momentum: float = 0.9,
+    momentum: float | None = None,
     chains: int = 8,
     steps: int = 4000,
     burn_in: int = 1000,
-    thinning: int = 1,
+    thinning: int = 4,
     at_once: int | None = None,
     seed: int = 0,
     path: str | Path | None = None,
@@ -308,11 +336,13 @@ def observe(
         kept: names of observables of which all draws are kept, as of all that have at most 16 entries.
         where: the free entries, as for :func:`bayesopt_chain.diagnostics.restrict`. Default: all.
         lr: learning rate. Default: a tenth of the stability limit where pilots go, or what the noise of the batches allows.
-        momentum: of the chains.
+        momentum: of the chains. Default: .9, and up to .99 where the spring's directions would not spread in an eighth of
+            the run otherwise; .9 with ``lr`` and minibatches.
         chains: their number.
         steps: of each chain, burn-in included.
         burn_in: first steps of which nothing is measured.
-        thinning: steps from one draw to the next.
+        thinning: steps from one draw to the next. Successive steps of a momentum chain know little that four apart do not,
+            and observables cost a forward pass each.
         at_once: how many chains run at once, a divisor of ``chains``. Default: all, and one after the other where a CPU is
             given more than 50,000 free entries.
         seed: of noise and batches.
@@ -362,7 +392,7 @@ def observe(
         inner, centre, fill = restrict(loss, params, where)
     data, n = data_of(batches)
     strength = temperature if strength is None else strength
-    target = Target(inner, centre, fill, data, temperature, strength, momentum, seed)
+    target = Target(inner, centre, fill, data, temperature, strength, 0.0 if momentum is None else momentum, seed)
     on_cpu = all(x.device.type == "cpu" for x in target.leaves)
     width = at_once or (1 if on_cpu and target.free > ALONE else chains)
     if chains % width:
@@ -381,8 +411,10 @@ def observe(
             if a in m and b in m and chains * draws * (m[a] + m[b]) < (2 * BLOCKS + chains) * m[a] * m[b]
             for name in (a, b)
         }
-        settings = _settings(path, target, width, max(40, burn_in // 4), lr, sorted({*kept, *small} & {*of}))
-        lr, stiff = float(settings["lr"]), target.stiff_directions(1 if target.free > ALONE else 4)
+        about_rate = (width, max(40, burn_in // 4), steps - burn_in, lr, momentum)
+        settings = _settings(path, target, about_rate, sorted({*kept, *small} & {*of}))
+        lr, momentum = float(settings["lr"]), float(settings["momentum"])
+        target, stiff = replace(target, momentum=momentum), target.stiff_directions(1 if target.free > ALONE else 4)
         device = target.leaves[0].device
         sizes = {"loss": 1, "virial": 1, "virial of stiff": 1, "virial by leaf": len(target.leaves)}
         about = {
@@ -421,11 +453,15 @@ def observe(
         free=target.free,
         chains=len(whole) * width,
         lr=lr,
+        momentum=momentum,
         limit=lr * curvature / target.limit,
         reference=reference,
         fall=square / (2 * settings["curvature"]) / temperature,
         gradients=settings["gradients"] + sum(w.spent for w in watches),
-        relaxation=(1 - momentum) / (lr * strength) if strength else math.inf,
+        relaxation=relaxation(lr, momentum, strength),
+        heat=settings["heat"],
+        burn_in=burn_in,
+        thinning=thinning,
         complete=all(complete for complete, _ in ended),
         why=next((why for _, why in ended if why), ""),
         record=merged([w.record for w in whole]),
@@ -437,15 +473,15 @@ def observe(
 
 
 def _settings(
-    path: Any, target: Target, width: int, pilot: int, lr: float | None, kept: Sequence[str]
+    path: Any, target: Target, about: tuple[int, int, int, float | None, float | None], kept: Sequence[str]
 ) -> dict[str, Any]:
     """The rate and what is kept: as a run on disk has begun with, or chosen now."""
     file = None if path is None else Path(path) / "settings.json"
     if file is not None and file.exists():
         known = json.loads(file.read_text())
-        if lr is None or lr == known["lr"]:
+        if all(given in (None, known[name]) for name, given in zip(("lr", "momentum"), about[3:])):
             return known
-    rate: Rate = chosen(target, width, pilot, lr)
+    rate: Rate = chosen(target, *about)
     known = {**rate._asdict(), "kept": list(kept)}
     if file is not None and not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,17 @@
-r"""Which rate: the smaller of what stability and what the noise of batches allow, where a pilot goes and not at the centre
-alone.
+r"""Which rate and momentum: what stability, the noise of batches and the spring allow where a pilot goes.
 
 stability    lr k / (2 (1 + mu)) < 1,  k the largest curvature of loss and spring at a point where a chain is. A singular
-             model has several times the curvature of its minimum there.
-heat         independent batches whose gradient has the covariance C add  lr tr(C) / (2 T (1 - mu))  to the virial ``d``,
-             whatever the curvatures: the sum over directions of the share ``lr C_i / (2 T (1 - mu))`` by which each is
-             hotter (Mandt, Hoffman and Blei, 2017). Noise that grows with the distance can make a chain unstable at a
+             model has several times the curvature of its minimum there. A chain of less friction climbs farther up walls
+             that it has not seen yet, so that its share of the limit is  .1 sqrt((1 - mu) / .1)
+heat         independent batches whose gradient has the covariance C add  lr tr(C) / (4 T (1 - mu))  to the learning
+             coefficient, whatever the curvatures: each direction is hotter by ``lr C_i / (2 T (1 - mu))`` (Mandt, Hoffman and
+             Blei, 2017), and has half a temperature of loss. Noise that grows with the distance can make a chain unstable at a
              tenth of the limit; its pilot has a virial far above d.
+spread       a direction that only the spring holds forgets where it was at the rate of the slower root of
+             x^2 - (1 - mu) x + lr s = 0,  lr s / (1 - mu)  where it is small, and its variance at twice that. The momentum is
+             such that its variance takes an eighth of the draws, unless that is more than critical damping, 1 - mu = 2 sqrt(lr
+             s), or than the heat allows, or the energy of a stiff direction, which takes 1 / (1 - mu), would not fit thirty
+             times among the draws.
 """
 
 from __future__ import annotations
@@ -17,40 +22,70 @@ from typing import Any, NamedTuple
 
 import optree
 import torch
+from torch import Tensor
 
 from bayesopt_chain.diagnostics.observables.target import Measured, Target, steepest
 from bayesopt_chain.loop.loss import gradient
 from bayesopt_chain.loop.step import make_step
 from bayesopt_chain.runs.run import ResumableBatches
 
-SHARE = 0.1  # of the stability limit
-HEAT = 0.02  # of the virial that the batches may add
+SHARE = 0.1  # of the stability limit at momentum .9
+HEAT = 0.025  # of the learning coefficient that the batches may add
+MOMENTUM = 0.9  # where nothing asks for more
 HOT = 1.5  # a virial above this times the number of free entries lowers the rate
 PILOTS = 8
 
 
 class Rate(NamedTuple):
-    """A rate, what it was chosen by, and what that cost.
+    """Rate and momentum, what they were chosen by, and what that cost.
 
     Attributes:
         lr: the learning rate.
+        momentum: of the chains.
         curvature: the largest that was seen, with the spring's.
+        heat: what the batches add to the learning coefficient at most.
         gradients: that were spent, of one chain each.
     """
 
     lr: float
+    momentum: float
     curvature: float
+    heat: float
     gradients: int
 
 
-def chosen(target: Target, chains: int, steps: int, lr: float | None) -> Rate:
-    """Choose a rate by pilots, or look at the one that is given.
+def relaxation(lr: float, momentum: float, strength: float) -> float:
+    """Steps in which a direction that only the spring holds forgets where it was; infinite without a spring."""
+    friction, pull = 1 - momentum, lr * strength
+    slow = 2 * pull / (friction + math.sqrt(max(friction**2 - 4 * pull, 0.0))) if pull else 0.0
+    return 1 / min(slow, friction / 2) if slow else math.inf
+
+
+def spreading(lr: float, strength: float, draws: int, coolest: float) -> float:
+    """The momentum by which flat directions spread in an eighth of the draws, if that is possible.
+
+    Args:
+        lr: learning rate.
+        strength: of the spring.
+        draws: steps that are measured.
+        coolest: the largest ``lr / (1 - mu)`` that the noise of batches allows.
+    """
+    if not strength:
+        return MOMENTUM
+    least = max(2 * math.sqrt(lr * strength), 30 / draws, lr / coolest)
+    return 1 - min(1 - MOMENTUM, max(lr * strength * draws / 4, least))
+
+
+def chosen(target: Target, chains: int, steps: int, draws: int, lr: float | None, momentum: float | None) -> Rate:
+    """Choose rate and momentum by pilots, or look at those that are given.
 
     Args:
         target: what is sampled.
         chains: how many a pilot has.
         steps: of a pilot.
+        draws: steps that will be measured.
         lr: a rate to take.
+        momentum: a momentum to take.
 
     Raises:
         ValueError: the given rate is beyond the limit at the centre; no rate is stable.
@@ -58,33 +93,43 @@ def chosen(target: Target, chains: int, steps: int, lr: float | None) -> Rate:
     batch = target.one_batch(chains)
     centre = target.start(chains)
     top, spent = _curvature(target, centre, batch), 40 * chains
+    mu = MOMENTUM if momentum is None else momentum
     if lr is not None:
-        if lr * top > target.limit:
+        mu = spreading(lr, target.strength, draws, math.inf) if momentum is None and not target.in_batches else mu
+        limit = 2 * (1 + mu)
+        if lr * top > limit:
             raise ValueError(
-                f"observe: lr={lr:.3g} is {lr * top / target.limit:.2g} times the stability limit at the start already "
-                f"(curvature {top:.3g}, with the spring's); take lr={0.1 * target.limit / top:.2g}, or leave it out"
+                f"observe: lr={lr:.3g} is {lr * top / limit:.2g} times the stability limit at the start already "
+                f"(curvature {top:.3g}, with the spring's); take lr={0.1 * limit / top:.2g}, or leave it out"
             )
-        return Rate(lr, top, spent)
-    top, spent, hottest = (
-        max(top, _curvature(target, _thermal(target, centre, batch), batch)),
-        spent + 80 * chains,
-        math.inf,
-    )
+        return Rate(lr, mu, top, 0.0, spent)
+    top = max(top, _curvature(target, _thermal(target, centre, batch), batch))
+    spent, coolest, most, noise, highest = spent + 80 * chains, math.inf, math.inf, 0.0, 0.5
     for k in range(PILOTS):
-        lr = min(SHARE * target.limit / top, hottest)
-        params, virial = _pilot(target, chains, steps, lr, k)
+        lr = min(_stable(mu, top), coolest * (1 - mu), most)
+        if momentum is None and (noise or (k and not target.in_batches)):  # after the noise of batches is known
+            mu = spreading(lr, target.strength, draws, coolest)
+        params, virial, rise = _pilot(replace(target, momentum=mu), chains, steps, lr, k)
         now = _curvature(target, params, batch)
         spent += (steps + 40) * chains
-        if target.in_batches:
-            hottest = min(hottest, _coolest(target, chains, params))
-            spent += 8 * chains
         hot = not virial < HOT * target.free
-        if now <= 1.2 * top and not hot and lr <= 1.2 * hottest:
+        if target.in_batches and not hot:
+            noise, highest = _noise(target, chains, params), max(highest, rise)
+            spent += 8 * chains
+            coolest = HEAT * highest * 4 * target.temperature / noise if noise else math.inf
+        wanted = mu if momentum is not None else spreading(lr, target.strength, draws, coolest)
+        settled = abs(math.log((1 - wanted) / (1 - mu))) < 0.2
+        if now <= 1.2 * top and not hot and lr <= 1.2 * coolest * (1 - mu) and settled:
             top = max(top, now)
             break
-        hottest = lr / 4 if hot else hottest
+        most = lr / 4 if hot else most
         top = max(min(now, 16 * top), top)
-    return Rate(min(SHARE * target.limit / top, hottest), top, spent)
+    lr = min(_stable(mu, top), coolest * (1 - mu), most)
+    return Rate(lr, mu, top, lr * noise / (4 * target.temperature * (1 - mu)), spent)
+
+
+def _stable(momentum: float, curvature: float) -> float:
+    return SHARE * math.sqrt(min(1.0, (1 - momentum) / (1 - MOMENTUM))) * 2 * (1 + momentum) / curvature
 
 
 @torch.no_grad()
@@ -107,18 +152,23 @@ def _thermal(target: Target, centre: Any, batch: Any) -> Any:
     return out
 
 
-def _pilot(target: Target, chains: int, steps: int, lr: float, number: int) -> tuple[Any, float]:
-    """Where the chains of a pilot are at its end, and the mean virial of its second half."""
-    measured, half, virials = Measured(target, chains, {}, (), 0.0, 0), steps // 2, list[float]()
+def _pilot(target: Target, chains: int, steps: int, lr: float, number: int) -> tuple[Any, float, float]:
+    """Where the chains of a pilot are at its end; mean virial, and loss over ``T``, of its second half.
+
+    From minibatches the loss is that above the centre.
+    """
+    measured, half, seen = Measured(target, chains, {}, (), 0.0, 0), steps // 2, list[Tensor]()
     tx, params = target.chain(lr), target.start(chains)
     state, feed = tx.init(params), ResumableBatches(target.course(chains, -2 - number))
     plain = make_step(target.stacked(chains), tx, inplace=True)
-    watched = replace(plain, observe=lambda params, grads, batch: measured(params, grads, batch, len(virials)))
+    watched = replace(plain, observe=lambda params, grads, batch: measured(params, grads, batch, len(seen)))
     for i in range(steps):
         params, state, info = (plain if i < half else watched)(params, state, feed.next())
         if i >= half:
-            virials.append(float(info.observed["virial"].double().mean()))
-    return params, sum(virials) / len(virials)
+            now = measured.with_loss(info.observed, info.aux)
+            seen.append(torch.cat([now["virial"].double(), now["loss"]], 1).mean(0))
+    virial, loss = torch.stack(seen).mean(0).tolist()
+    return params, virial, loss / target.temperature
 
 
 def _curvature(target: Target, params: Any, batch: Any) -> float:
@@ -127,16 +177,14 @@ def _curvature(target: Target, params: Any, batch: Any) -> float:
     return max(float(found.nan_to_num(math.inf, math.inf).max()) + target.strength, 1e-12)
 
 
-def _coolest(target: Target, chains: int, params: Any) -> float:
-    """The rate at which independent batches add the share ``HEAT`` to the virial, from differences of gradients of two."""
+def _noise(target: Target, chains: int, params: Any) -> float:
+    """The trace of the covariance of a batch's gradient where the chains are, from differences of two independent ones."""
     apart, stacked, total, pairs = target.course(chains, -1, apart=True), target.stacked(chains), 0.0, 4
     for k in range(pairs):
         a, b = (
             optree.tree_leaves(gradient(stacked, params, apart.batch(*divmod(2 * k + j, len(apart))))[0])
             for j in (0, 1)
         )
-        total += float(torch.stack([(x - y).double().square().sum() / 2 for x, y in zip(a, b)]).sum()) / (
-            pairs * chains
-        )
-    bound = HEAT * target.free * 2 * target.temperature * (1 - target.momentum)
-    return bound / total if 0 < total < math.inf else math.inf
+        total += float(torch.stack([(x - y).double().square().sum() / 2 for x, y in zip(a, b)]).sum())
+    total /= pairs * chains
+    return total if math.isfinite(total) else 0.0

@@ -221,9 +221,15 @@ class Record:
         value = by_chain.mean(0) * (n / max(n - 1, 1))
         return Estimate(value.reshape(shape), error.reshape(shape), agree.reshape(shape))
 
+    def blocks(self, name: str) -> Tensor:
+        """Means of a number over blocks of successive draws of each chain, ``[B, C]``; empty where there are too few draws."""
+        if name not in self.sums:
+            return torch.zeros(0, 1, dtype=torch.float64, device="cpu")
+        return (self.sums[name].whole / self.sums[name].draws)[..., 0]
+
     def drift(self, name: str) -> float:
         """The last third of the draws of a number against the first, in standard errors of the difference."""
-        x = self.sums[name].whole.mean((1, 2)) if name in self.sums else torch.zeros(0, device="cpu")
+        x = self.blocks(name).mean(1)
         k = len(x) // 3
         if k < 3:
             return math.nan

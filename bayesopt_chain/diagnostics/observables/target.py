@@ -298,19 +298,20 @@ class Measured:
             out["loss"] = info.aux
         if target.in_batches:
             out["at centre"] = self.stacked.each(target.centre, batch, same_params=True)
-        leaves, stiff = [], 0.0
+        s, spring, pull, at, force = target.strength, list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
         for i, (p, c, g) in enumerate(zip(optree.tree_leaves(params), target.leaves, optree.tree_leaves(grads))):
-            delta = (p - c).reshape(len(p), -1)
-            force = g.reshape(delta.shape) + target.strength * delta
-            leaves.append(torch.linalg.vecdot(delta, force))
+            delta, g = torch.sub(p, c).reshape(len(p), 1, -1), g.reshape(len(p), 1, -1)
+            spring.append(torch.bmm(delta, delta.mT))  # inner products only: no array of the forces is written
+            pull.append(torch.bmm(g, delta.mT))
             if self.stiff:
-                u = self.stiff[i].mT
-                stiff = stiff + torch.stack([delta @ u, force @ u])
-        out["virial by leaf"] = torch.stack(leaves, 1) / target.temperature
+                at.append(delta[:, 0] @ self.stiff[i].mT)
+                force.append(g[:, 0] @ self.stiff[i].mT)
+        out["virial by leaf"] = (torch.cat(pull, 1) + s * torch.cat(spring, 1))[..., 0] / target.temperature
         out["virial"] = out["virial by leaf"].sum(1, keepdim=True)
         if self.stiff:  # (P delta) . force needs the inner products of both with each direction
-            both: Any = stiff
-            out["virial of stiff"] = (both[0] * both[1]).sum(1, keepdim=True) / target.temperature
+            along = torch.stack(at).sum(0)
+            along = along * (torch.stack(force).sum(0) + s * along)
+            out["virial of stiff"] = along.sum(1, keepdim=True) / target.temperature
         return out
 
     def with_loss(self, seen: Mapping[str, Tensor], each: Tensor) -> dict[str, Tensor]:
