@@ -409,17 +409,6 @@ class HeatGuard:
         """
         return {"heat": f"{self.readings[-1].excess:+.0%}"} if self.readings else {}
 
-    def warning(self) -> None:
-        """Nothing: the guard warns as soon as it is sure.
-
-        Returns:
-            ``None``, so that :func:`bayesopt_chain.sample` says nothing more when the run ends.
-
-        Example:
-            >>> import bayesopt_chain as bc
-            >>> bc.diagnostics.HeatGuard().warning()
-        """
-
 
 def _is_clipped(norms: Tensor, seen: list[Leaf]) -> bool:
     """Whether most norms are their median. torch divides by the norm plus 1e-6; half precision has few norms anyway."""

@@ -264,12 +264,11 @@ def _named(who: str, tree: Mapping[str, Any], chains: range | None) -> dict[str,
             f"{who}: tree must be a dictionary, such as {{'state': bc.state_dict(state)}}, got {type(tree).__name__}"
         )
     out: dict[str, Tensor] = {}
-    # A stack in place of a recursion; it is reversed so that the tensors come in the order of the tree.
-    todo: list[tuple[str, Any]] = [(str(name), value) for name, value in reversed(list(tree.items()))]
-    while todo:
-        name, value = todo.pop()
+
+    def put(name: str, value: Any) -> None:
         if isinstance(value, Mapping):
-            todo += [(f"{name}/{inner}", x) for inner, x in reversed(list(value.items()))]
+            for inner, x in value.items():
+                put(f"{name}/{inner}", x)
         elif not isinstance(value, Tensor):
             raise TypeError(
                 f"{who}: {name} is {type(value).__name__}; only tensors can be spread over ranks: bc.state_dict(state) for the "
@@ -280,6 +279,9 @@ def _named(who: str, tree: Mapping[str, Any], chains: range | None) -> dict[str,
             raise ValueError(f"{who}: two tensors are named {name}; rename a key that contains '/'")
         else:
             out[name] = value.detach()
+
+    for name, value in tree.items():
+        put(str(name), value)
     if chains is None:
         return out
     for name, x in out.items():

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesopt_chain.curvature._products import jvp
-from bayesopt_chain.modules.functional import make_functional, write_back
+from bayesopt_chain.modules.functional import evaluating, make_functional, write_back
 from bayesopt_chain.posterior.batches import LEFT_OUT, Reader, logits_of
 
 ABOUT = "posterior.json"
@@ -268,18 +268,6 @@ def holding(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
         yield
     finally:
         write_back(model, own)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode, and each layer in its own mode again behind the block."""
-    modes = {layer: layer.training for layer in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for layer, mode in modes.items():
-            layer.training = mode
 
 
 def logits_over(answers: list[int] | None) -> Callable[[Any], Tensor]:

@@ -8,7 +8,8 @@ parameters that are trained out of a module (one entry for a tensor that several
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,18 @@ from bayesopt_chain._torch import is_fully_sharded
 
 Tensors = dict[str, Tensor]
 LABELS = ("labels", "label", "targets", "target")  # keys of a mapping that no model is called with
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode, and each layer in its own mode again behind the block."""
+    modes = {layer: layer.training for layer in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for layer, mode in modes.items():
+            layer.training = mode
 
 
 class Functional(NamedTuple):

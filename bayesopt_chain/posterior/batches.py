@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from bayesopt_chain import batches
 from bayesopt_chain.checks import installed
-from bayesopt_chain.modules.functional import LABELS, batch_inputs, takes_keywords
+from bayesopt_chain.modules.functional import LABELS, batch_inputs, evaluating, takes_keywords
 
 LEFT_OUT = -100  # transformers' label of a position that does not count
 
@@ -138,13 +138,8 @@ def _own_loss(module: nn.Module, batch: Mapping[str, Any]) -> Literal["moves", "
     one = {k: v[:1] if isinstance(v, Tensor) and v.ndim and len(v) == rows else v for k, v in batch.items()}
     only = torch.full_like(one["labels"], LEFT_OUT)
     only[:, 0] = 0
-    modes = {layer: layer.training for layer in module.modules()}
-    module.eval()
-    try:
+    with evaluating(module):
         output = module(**{**one, "labels": only})
-    finally:
-        for layer, mode in modes.items():
-            layer.training = mode
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
         return "none"

@@ -20,7 +20,7 @@ from bayesopt_chain import kinds
 from bayesopt_chain.distributed.ranks import world
 from bayesopt_chain.distributed.shards import are_spread
 from bayesopt_chain.loop.module_state import ModuleState
-from bayesopt_chain.modules.functional import make_functional
+from bayesopt_chain.modules.functional import evaluating, make_functional
 from bayesopt_chain.posterior.batches import logits_of
 from bayesopt_chain.runs.draws import Draws, Reduce
 from bayesopt_chain.runs.folder import STEP, Folder, drawn
@@ -236,14 +236,9 @@ class Collector:
             ValueError: no draws, or no batches.
         """
         kinds.require("collect", inputs=(inputs, kinds.INPUTS))
-        modes = {module: module.training for module in self.model.modules()}
-        self.model.eval()
-        try:
+        with evaluating(self.model):
             forward = make_functional(self.model, inputs=inputs, outputs=logits_of).forward
             return self.draws.predict(forward, batches, transform=transform, reduce=reduce, chunk=chunk)
-        finally:
-            for module, training in modes.items():
-                module.training = training
 
     # Lightning, which calls what a callback has of its hooks
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from bayesopt_chain import kinds
 from bayesopt_chain.checks import installed
-from bayesopt_chain.distributed.ranks import gather_objects
+from bayesopt_chain.distributed.ranks import gather_objects, gather_tensors
 from bayesopt_chain.likelihoods import Likelihood, Predictive
 from bayesopt_chain.modules.functional import make_functional
 from bayesopt_chain.posterior.batches import logits_of
@@ -476,15 +476,16 @@ class Draws:
         """
         if not hasattr(mesh, "get_local_rank"):
             raise TypeError(f"Draws.gather: mesh must be a DeviceMesh of torch.distributed, got {type(mesh).__name__}")
-        columns = self._columns()
-        sent = {name: x.cpu() for name, x in columns.items()}
-        every = gather_objects(self._made(sent, chains=self.chains, complete=self.complete, why=self.why), mesh)
-        if any(one._columns().keys() != sent.keys() for one in every):
+        mine = self._columns()
+        every = gather_objects((sorted(mine), self.chains, self.complete, self.why), mesh)
+        if any(names != sorted(mine) for names, *_ in every):
             raise ValueError(
                 "gather: the ranks' draws have other leaves; run the same chains over the same parameters on each"
             )
-        device = next((x.device for name, x in columns.items() if name != STEP), torch.device("cpu"))
-        parts = [one.to(device) for one in every]
+        parts = [
+            self._made(columns, chains=chains, complete=complete, why=why)
+            for columns, (_, chains, complete, why) in zip(gather_tensors(mine, mesh), every)
+        ]
         return parts[0].stack_chains(*parts[1:])
 
     @torch.no_grad()

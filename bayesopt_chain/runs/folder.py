@@ -223,26 +223,15 @@ def _is_size(x: Any) -> bool:
     return is_count(x) and x > 0
 
 
-def _is_leaves(x: Any) -> bool:
-    return (
-        isinstance(x, list) and all(isinstance(n, str) and n.count("/") < DEEPEST for n in x) and len(set(x)) == len(x)
-    )
-
-
 def _is_seen(x: Any) -> bool:
     of, states = (x.get("of"), x.get("states")) if isinstance(x, dict) else (None, None)
     return isinstance(of, list) and all(map(_is_text, of)) and isinstance(states, list) and len(states) == len(of)
 
 
 def _is_identity(x: Any) -> bool:
-    wanted = {"burn_in", "thinning", "total", "sharded", "tree", "version"}
-    total = x.get("total", 0) if isinstance(x, dict) else 0
-    return (
-        isinstance(x, dict)
-        and wanted <= x.keys()
-        and isinstance(x["tree"], dict)
-        and (total is None or _is_size(total))
-    )
+    if not isinstance(x, dict) or not {"burn_in", "thinning", "total", "sharded", "tree", "version"} <= x.keys():
+        return False
+    return isinstance(x["tree"], dict) and (x["total"] is None or _is_size(x["total"]))
 
 
 _BOTH: dict[str, Callable[[Any], bool]] = {
@@ -260,7 +249,9 @@ _HEAD = {
     "identity": _is_identity,
     "numbers": lambda x: x is None or _is_pair(x),
     "rank": _is_pair,
-    "leaves": _is_leaves,
+    "leaves": lambda x: (
+        isinstance(x, list) and all(isinstance(n, str) and n.count("/") < DEEPEST for n in x) and len(set(x)) == len(x)
+    ),
     "keys": lambda x: isinstance(x, list) and all(type(n) is int for n in x),
     "complete": lambda x: isinstance(x, bool),
     "cuts": lambda x: isinstance(x, list) and all(map(is_count, x)),

@@ -281,9 +281,6 @@ def _go(run: Run, store: Store) -> Draws:
         finally:
             if progress is not None:
                 progress.bar.close()
-        for callback in run.callbacks:
-            if text := getattr(callback, "warning", str)():
-                warnings.warn(f"sample: {text}", stacklevel=3)
         store.together(lambda: None)  # until the first rank has written
         return store.draws(ended.done >= run.steps and not ended.rescue, ended.why, ended.last)
 
