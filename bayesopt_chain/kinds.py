@@ -136,6 +136,10 @@ def blaming(who: str, name: str) -> Iterator[None]:
         raise
     except (RuntimeError, IndexError, AttributeError) as err:
         raise ValueError(f"{who}: {name}: the model cannot take it ({err})") from err
+    except TypeError as err:
+        if f"{who}: " in str(err):
+            raise
+        raise TypeError(f"{who}: {name}: the model cannot take it ({err})") from err
 
 
 def whole(least: int) -> Kind:

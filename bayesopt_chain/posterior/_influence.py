@@ -39,6 +39,7 @@ from bayesopt_chain.posterior.fit import FittedLaplace, posterior_and_evidence
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.model import batches_of
 from bayesopt_chain.precision import flatten
+from bayesopt_chain.tracing import is_transformed
 from bayesopt_chain.trees import Tree, size
 
 FITTED = kinds.instance(FittedLaplace, "what bc.fit_laplace returned")
@@ -213,10 +214,19 @@ def _seeded(fitted: FittedLaplace, posterior: Gaussian, batch: Any, scalar: Call
     outputs = _outputs(fitted, posterior, batch)
 
     def total(f: Tensor) -> Tensor:
-        found = scalar(f, batch[1])
+        try:
+            found = scalar(f, batch[1])
+        except TypeError as err:
+            raise TypeError(
+                f"influence: of cannot take outputs {tuple(f.shape)} and the query's targets ({err})"
+            ) from err
         if not isinstance(found, Tensor) or found.shape != f.shape[:1]:
             got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
             raise ValueError(f"influence: of must return one number a datum, {tuple(f.shape[:1])}, got {got}")
+        if not (found.requires_grad or is_transformed()):
+            raise ValueError(
+                "influence: of must return what has a gradient in the outputs, such as a difference of logits"
+            )
         return found.sum()
 
     return _rows(fitted, posterior, batch, slope(total, outputs))
@@ -248,6 +258,9 @@ def _without(fitted: FittedLaplace, posterior: Gaussian, batch: Any) -> tuple[Te
     With a root ``H = S S^T`` the leverage is the symmetric ``R = S^T C S``, and ``(1 - H C)^-1 = 1 + S (1 - R)^-1 S^T C``.
     """
     mean, covariance = linearized_by(fitted.model.checks, fitted.model.forward, posterior, batch)
+    if not bool(mean.isfinite().all()):
+        raise ValueError("train: outputs of the model are NaN or infinite: leave out the data whose inputs are")
+    covariance = covariance if covariance.ndim == 3 else torch.diag_embed(covariance)
     slopes = _slopes(fitted, posterior, batch).to(covariance)
     with torch.no_grad():
         s = fitted.likelihood.factors(mean, batch[1]).flatten(2).permute(1, 2, 0)  # [B, E, K]

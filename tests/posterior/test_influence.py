@@ -156,11 +156,20 @@ def test_what_cannot_be_answered_is_refused():
         (lambda: bc.influence(fitted, [], (x, y)), "train has no batches"),
         (lambda: bc.influence(fitted, (x, y), []), "query has no batches"),
         (lambda: leave_one_out(fitted, (100 * x, y * 0)), None),
+        (lambda: bc.influence(fitted, (x, y), x, of=lambda f: f[:, 0]), "of cannot take outputs"),
+        (
+            lambda: bc.influence(fitted, (x, y), x, of=lambda f, _: f[:, 0].detach()),
+            "of must return what has a gradient",
+        ),
+        (lambda: bc.influence(fitted, (x, y), ((x, x), y)), "influence: query: the model cannot take it"),
+        (lambda: bc.influence(fitted, ((x, x), y), (x, y)), "influence: train: the model cannot take it"),
+        (lambda: bc.influence(fitted, (x / 0, y), (x, y)), "train: outputs of the model are NaN or infinite"),
+        (lambda: leave_one_out(fitted, (x.to("meta"), y.to("meta"))), "leave_one_out: train: the model cannot take it"),
         (lambda: influence_of_draws(x, y[:3]), "same draws"),
         (lambda: influence_of_draws(x, y, torch.ones(3)), "one for each of 6"),
     ):
         if words:
-            with pytest.raises(ValueError, match=words):
+            with pytest.raises((ValueError, TypeError), match=words):
                 call()
     own = bc.fit_laplace(nn.Linear(2, 1).eval(), bc.likelihoods.gaussian(1.0), [(x, y)], structure="dense", tune=None)
     with pytest.raises(ValueError, match=r"leverage of 1 or more, number 0 .*leverage=False"):
