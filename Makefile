@@ -30,12 +30,11 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 	-$(PIP) --no-deps --retries 0 --timeout 20 --index-url $(TORCH_INDEX) torch
 	$(PIP) torch
 	$(PIP) --editable '.[demo]'
-	@echo "installed in $$(( $$(date +%s) - $$(cat $@.began) )) seconds:"
-	@$(BIN)/python -m bayesopt_chain.demo.installed
+	@echo "installed in $$(( $$(date +%s) - $$(cat $@.began) )) seconds"
 	@mv $@.began $@
 
 demo: $(VENV)/.demo
-	$(BIN)/python -m bayesopt_chain.demo
+	$(BIN)/python examples/demo.py
 
 # The table of docs/howto/digits.md.
 example: $(VENV)/.installed

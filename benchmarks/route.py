@@ -1,6 +1,6 @@
 """``python -m benchmarks.route``: how much of the package one call runs through.
 
-For five calls that users make, the table counts what a reader has to open and to follow who wants to know what the call does:
+For nine calls that users make, the table counts what a reader has to open and to follow who wants to know what the call does:
 
     files       entered by the call
     functions   entered, comprehensions included (Python 3.12 runs those in place), lambdas not
@@ -17,6 +17,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType
@@ -103,9 +104,9 @@ def tree(value: float = 0.0) -> dict[str, torch.Tensor]:
     return {"w": torch.full((3,), value), "b": torch.full((2,), value)}
 
 
-def update() -> Callable[[], Any]:
-    """One update of SGHMC at constant rates, which leaves what it is given alone."""
-    tx, params = bc.sghmc(0.1, temperature=0.01), tree()
+def update(make_tx: Callable[..., Any] = bc.sghmc, lr: Any = 0.1) -> Callable[[], Any]:
+    """One update of a chain, which leaves what it is given alone; default: of SGHMC at constant rates."""
+    tx, params = make_tx(lr, temperature=0.01), tree()
     state = [tx.init(params)]
 
     def call() -> None:
@@ -125,10 +126,10 @@ def make_step() -> Callable[[], Any]:
     return call
 
 
-def optim() -> Callable[[], Any]:
-    """One step of ``bc.optim.SGHMC``."""
+def optim(kind: str = "SGHMC") -> Callable[[], Any]:
+    """One step of an optimizer of ``bc.optim``."""
     model = torch.nn.Linear(3, 2)
-    optimizer = bc.optim.SGHMC(model.parameters(), lr=0.1, temperature=0.01)
+    optimizer = getattr(bc.optim, kind)(model.parameters(), lr=0.1, temperature=0.01)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     return optimizer.step
@@ -157,17 +158,34 @@ def fit_laplace() -> Callable[[], Any]:
     return call
 
 
+def posterior_ensemble() -> Callable[[], Any]:
+    """The one call, on a small regression."""
+    x = torch.linspace(-1, 1, 60)[:, None]
+
+    def network() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+
+    def call() -> None:
+        bc.posterior_ensemble(network, (x, x.sin()), bc.likelihoods.gaussian(0.1), steps=40, lr=0.01, progress=False)
+
+    return call
+
+
 CALLS: dict[str, Callable[[], Callable[[], Any]]] = {
     "update": update,
+    "update, cosine": partial(update, lr=bc.schedules.cosine(0.1, 100)),
+    "adam_sghmc": partial(update, bc.samplers.adam_sghmc),
     "make_step": make_step,
-    "optim": optim,
+    "optim, SGHMC": optim,
+    "optim, Adam": partial(optim, "Adam"),
     "sample": sample,
     "fit_laplace": fit_laplace,
+    "posterior_ensemble": posterior_ensemble,
 }
 
 
 def measured(name: str) -> Route:
-    """What one of the five calls runs through, after two that are not counted: kernels, plans and buffers are made once."""
+    """What one of the calls runs through, after two that are not counted: kernels, plans and buffers are made once."""
     call = CALLS[name]()
     for _ in range(2):
         call()
@@ -179,10 +197,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.route", description=main.__doc__)
     parser.add_argument("call", nargs="*", choices=[*CALLS, []], help="whose functions are shown too")
     shown = parser.parse_args().call
-    print(f"{'':12} {'files':>5} {'functions':>9} {'lines':>5} {'hops':>5}")
+    print(f"{'':18} {'files':>5} {'functions':>9} {'lines':>5} {'hops':>5}")
     for name in shown or CALLS:
         found = measured(name)
-        print(f"{name:12} {found}")
+        print(f"{name:18} {found}")
         for function in found.functions if shown else ():
             print(f"    {function}")
 

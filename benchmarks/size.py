@@ -1,9 +1,9 @@
-"""``python -m benchmarks.size``: how large each room of the package is, and how large it was at an earlier commit.
+"""``python -m benchmarks.size``: how large each room is, beside its aim and an earlier commit, and what a call runs through.
 
-    python -m benchmarks.size                    a74a265 beside the last commit, into ``benchmarks/results/size.json``
+    python -m benchmarks.size                    53a4d5a beside the last commit, into ``benchmarks/results/size.{json,md}``
     python -m benchmarks.size --before REVISION
 
-A room is a folder of the package; ``.`` are the files beside them. For each it counts
+A room is one folder of the package or several, as ``ROOMS`` says; ``everything`` is the package with all of them. Counted are
 
     files        of Python
     statements   without docstrings, which say how much code there is whatever its line breaks are
@@ -13,9 +13,9 @@ A room is a folder of the package; ``.`` are the files beside them. For each it 
     Any          how often the type ``Any`` is written
     ignores      of the type checker
 
-Both revisions are read from git, so that neither has to be checked out. The row ``store of runs`` compares what one store
-replaced: at a74a265 the files of ``loop/`` that sampled, stored and read draws, now the room ``runs/``, which has identities,
-checksums, rescue, compaction, lazy reading and the collector besides.
+Both revisions are read from git, so that neither has to be checked out. The *front door* are the lines and links of the README,
+the pages in the sidebar of the documentation and the bytes of the changelog. *Routes* are those of :mod:`benchmarks.route`,
+of this checkout. An aim that is missed stands in ``MISSED`` with the reason; ``tests/core/test_size.py`` holds the others.
 """
 
 from __future__ import annotations
@@ -23,17 +23,71 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import re
 import subprocess
 import tokenize
 from collections import Counter
 from pathlib import Path, PurePosixPath
 
-from benchmarks.measure import keep
-
 RESULTS = Path(__file__).parent / "results" / "size.json"
 PACKAGE = "bayesopt_chain"
 COLUMNS = ("files", "statements", "prose", "lines", "native", "Any", "ignores")
-STORE_BEFORE = ("sample", "store", "spread", "layouts", "draws", "checkpoint", "interrupts")  # of loop/ at a74a265
+ROOMS: dict[str, tuple[int, tuple[str, ...]]] = {  # the aim, and where it is
+    "chain": (1050, ("core", "matching")),
+    "links": (1300, ("links", "compose.py", "schedules.py")),
+    "samplers": (1050, ("samplers", "optimizers")),
+    "engine": (1900, ("engine", "fused", "loop/capture", "capture")),
+    "random": (500, ("random",)),
+    "optim": (1150, ("optim",)),
+    "loop": (1400, ("loop", "data", "gradients")),
+    "likelihoods": (1100, ("likelihoods",)),
+    "curvature": (2500, ("curvature", "precision")),
+    "posterior": (2700, ("posterior", "fitting", "predict", "vi", "ekf")),
+    "runs": (2200, ("runs",)),
+    "diagnostics": (1700, ("diagnostics",)),
+    "ensemble": (1200, ("ensemble",)),
+    "distributed": (750, ("distributed",)),
+    "testing": (550, ("testing",)),
+    "adapters": (500, ("lora",)),
+    "base and contrib": (950, ("",)),  # what is left
+}
+EVERYTHING, FILES = 22_500, 190
+ROUTES = {  # files, and functions where there is an aim
+    "update": (9, 35),
+    "update, cosine": (9, 35),
+    "adam_sghmc": (10, 50),
+    "make_step": (11, 40),
+    "optim, SGHMC": (6, 20),
+    "optim, Adam": (8, 35),
+    "sample": (25, None),
+    "fit_laplace": (20, None),
+    "posterior_ensemble": (35, None),
+}
+MISSED = {
+    "everything": "the rooms below",
+    "files": "pages of one answer each, in posterior, diagnostics and links most of all",
+    "chain": "updates that take gradients with a time or a place of their own",
+    "links": "every optimizer of TorchOpt with the noise that its adaptive scale asks for",
+    "samplers": "seventeen named samplers, of which seven are for comparison",
+    "random": "models that draw (dropout) are seeded by chain and step, 165 of it",
+    "optim": "parameter groups, closures and hooks as torch has them, on two roads: one kernel, and link by link",
+    "loop": "a fast road of parallel beside vmap, which capture still takes",
+    "likelihoods": "eleven likelihoods with quantiles, scores and joint samples each",
+    "posterior": "influence, acquisition, forces, images and export (about 700) came after the aim",
+    "runs": "callbacks with a state, logging and pointwise likelihoods came after the aim",
+    "diagnostics": "observables (about 720) came after the aim; heating of minibatches keeps its own response of a chain",
+    "ensemble": "what untidy data are refused with",
+    "distributed": "checkpoints that are compared with their digests and refused when pieces do not tile",
+    "testing": "calibration by simulation and the fixture came after the aim",
+    "base and contrib": "kinds of arguments and their messages",
+    "adam_sghmc": "an adaptive chain goes link by link",
+    "optim, Adam": "an adaptive optimizer goes link by link",
+    "update, cosine": "two functions more, which read the schedule",
+    "make_step": "two functions more than the aim",
+    "sample": "store, identity, divergence and interrupts each are a file",
+    "fit_laplace": "finding the layer, reading data, curvature and evidence each are a file",
+    "posterior_ensemble": "training is a step of this library, with members, data, stages and report around it",
+}
 
 
 def git(*arguments: str) -> str:
@@ -78,46 +132,82 @@ def counted(path: str, text: str) -> Counter[str]:
     )
 
 
-def rooms(files: dict[str, str]) -> dict[str, Counter[str]]:
-    """The figures of each room."""
-    found: dict[str, Counter[str]] = {}
+def room_of(path: str) -> str:
+    """The room of a file: the one whose folder or file is the longest beginning of the path."""
+    fits = {
+        room: max((len(p) for p in at if not p or f"{path}/".startswith(f"{p}/")), default=-1)
+        for room, (_, at) in ROOMS.items()
+    }
+    return max(fits, key=lambda room: fits[room])
+
+
+def rooms(files: dict[str, str]) -> dict[str, dict[str, int]]:
+    """The figures of each room, with zeros, and of everything."""
+    found = {room: Counter[str]() for room in (*ROOMS, "everything")}
     for path, text in files.items():
-        room = path.split("/")[0] if "/" in path else "."
-        found.setdefault(room, Counter()).update(counted(path, text))
-    return found
+        figures = counted(path, text)
+        for room in (room_of(path), "everything"):
+            found[room].update(figures)
+    return {room: {name: figures[name] for name in COLUMNS} for room, figures in found.items()}
 
 
-def total(some: list[Counter[str]]) -> dict[str, int]:
-    """The sum of some figures, with zeros."""
-    both = sum(some, Counter[str]())
-    return {name: both[name] for name in COLUMNS}
+def front_door(revision: str) -> dict[str, int]:
+    """Sizes of what a stranger sees first."""
+    readme, index, changelog = (git("show", f"{revision}:{p}") for p in ("README.md", "docs/index.md", "CHANGELOG.md"))
+    trees = re.findall(r"```{toctree}(.*?)```", index, re.S)
+    pages = sum(bool(line) and not line.startswith(":") for tree in trees for line in tree.split("\n"))
+    links = len(re.findall(r"(?<!!)\[[^]]*\]\(", readme))
+    return {
+        "README lines": readme.count("\n"),
+        "links": links,
+        "pages": pages,
+        "CHANGELOG bytes": len(changelog.encode()),
+    }
+
+
+def over(found: dict[str, dict[str, int]]) -> set[str]:
+    """The rooms that are larger than their aims."""
+    aims = {room: aim for room, (aim, _) in ROOMS.items()} | {"everything": EVERYTHING}
+    larger = {room for room, aim in aims.items() if found[room]["statements"] > aim}
+    return larger | ({"files"} if found["everything"]["files"] > FILES else set())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", default="a74a265")
+    parser.add_argument("--before", default="53a4d5a")
     parser.add_argument("--after", default="HEAD")
     arguments = parser.parse_args()
-    before, after = files_of(arguments.before), files_of(arguments.after)
-    was, now = rooms(before), rooms(after)
-    table = {
-        room: {"before": total([was.get(room, Counter())]), "after": total([now.get(room, Counter())])}
-        for room in sorted(was | now)
+    from benchmarks.measure import keep
+    from benchmarks.route import measured
+
+    was, now = rooms(files_of(arguments.before)), rooms(files_of(arguments.after))
+    routes = {name: measured(name) for name in ROUTES}
+    record = {
+        "revisions": {
+            "before": git("rev-parse", "--short", arguments.before).strip(),
+            "after": git("rev-parse", "--short", arguments.after).strip(),
+        },
+        "rooms": {room: {"before": was[room], "after": now[room]} for room in now},
+        "routes": {name: {"files": len(r.files), "functions": len(r.functions)} for name, r in routes.items()},
+        "front door": {"before": front_door(arguments.before), "after": front_door(arguments.after)},
     }
-    table["everything"] = {"before": total(list(was.values())), "after": total(list(now.values()))}
-    store = [
-        counted(f"loop/{name}.py", before[f"loop/{name}.py"]) for name in STORE_BEFORE if f"loop/{name}.py" in before
-    ]
-    table["store of runs"] = {"before": total(store), "after": total([now.get("runs", Counter())])}
-    names = {
-        "before": git("rev-parse", "--short", arguments.before),
-        "after": git("rev-parse", "--short", arguments.after),
-    }
-    record = {"revisions": {when: name.strip() for when, name in names.items()}, "rooms": table}
     keep(RESULTS, record)
-    print(f"{'':14}" + "".join(f"{name:>14}" for name in COLUMNS))
-    for room, row in table.items():
-        print(f"{room:14}" + "".join(f"{row['before'][name]:>7}{row['after'][name]:>7}" for name in COLUMNS))
+    lines = ["| room | files | statements | aim | before | |", "| --- | --- | --- | --- | --- | --- |"]
+    for room, row in now.items():
+        aim = ROOMS[room][0] if room in ROOMS else EVERYTHING
+        why = MISSED.get(room, "") if row["statements"] > aim else ""
+        lines.append(f"| {room} | {row['files']} | {row['statements']} | {aim} | {was[room]['statements']} | {why} |")
+    lines += ["", "| route | files, aim | functions, aim | |", "| --- | --- | --- | --- |"]
+    for name, (files, functions) in ROUTES.items():
+        r = routes[name]
+        lines.append(
+            f"| {name} | {len(r.files)}, {files} | {len(r.functions)}, {functions or 'none'} | {MISSED.get(name, '')} |"
+        )
+    lines += ["", "| front door | before | now |", "| --- | --- | --- |"]
+    door = record["front door"]
+    lines += [f"| {name} | {door['before'][name]} | {door['after'][name]} |" for name in door["after"]]
+    RESULTS.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    print(*lines, sep="\n")
 
 
 if __name__ == "__main__":

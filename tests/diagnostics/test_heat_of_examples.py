@@ -41,7 +41,7 @@ COMPUTED = {
 
 
 def blocks():
-    """``(name, code)`` of every block of code in README, documents, notebooks, examples and the demo."""
+    """``(name, code)`` of every block of code in README, documents, notebooks and examples."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "howto").glob("*.md"))]
     for page in pages:
         title = page.stem.capitalize()
@@ -49,7 +49,7 @@ def blocks():
             title = line or title
             if code:
                 yield f"{page.relative_to(ROOT)}: {title}", code
-    for path in [*(ROOT / "examples").glob("*.py"), *(ROOT / "bayesopt_chain" / "demo").glob("*.py")]:
+    for path in (ROOT / "examples").glob("*.py"):
         yield str(path.relative_to(ROOT)), path.read_text()
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         for i, cell in enumerate(json.loads(path.read_text())["cells"]):
