@@ -342,7 +342,7 @@ def main() -> None:
         record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
         from benchmarks.measure import keep
 
-        known = record.get(name, {}) if chosen.only else {}
+        known = {n: of for n, of in record.get(name, {}).items() if chosen.only and n in of_seed(0)}
         keep(RESULTS, {**record, name: {**known, **table}})
 
 
