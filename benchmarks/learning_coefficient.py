@@ -21,7 +21,9 @@ the same batches, the same temperature and spring. Its value is the mean over al
 one: what somebody who knows the answer would choose.
 
 Rules and defaults were fixed before any of the models marked as held out was run, and seed 20 of any model. Those were run
-once, at the end, with ``--final``.
+once, at the end, with ``--final``. With minibatches two of the seven models that had been run by then were wrong (6 and 7 %
+too high, by 2.5 errors each): the noise of the batches had been measured in pilots alone, and is greater where the chains go.
+Since then it is measured on the way, and minibatches have seed 30, which was run once afterwards.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from benchmarks.measure import environment, take_turns
 RESULTS = Path(__file__).parent / "results" / "learning_coefficient.json"
 N, BATCH = 1000, 100
 T = math.log(N) / N
-SEEDS, HELD_OUT_SEEDS = (0,), (20,)
+SEEDS, FINAL = {"full": 0, "minibatch": 0}, {"full": 20, "minibatch": 30}
 THINNING = 4  # the default of bc.observe
 GRID = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 F64 = torch.float64
@@ -335,7 +337,7 @@ def judged(found: dict[str, Any], truth: dict[str, float]) -> str:
     return "answered" if off <= max(0.05 * truth["value"], 2 * both) else "wrong"
 
 
-def league(record: dict[str, Any], seeds: tuple[int, ...], held_out: bool, peer: bool) -> None:
+def league(record: dict[str, Any], seeds: dict[str, int], held_out: bool, peer: bool) -> None:
     """Fill in what the record lacks."""
     for name, model in models().items():
         if model.held_out and not held_out:
@@ -345,7 +347,7 @@ def league(record: dict[str, Any], seeds: tuple[int, ...], held_out: bool, peer:
             row["right"] = right(model)
             save(record)
         for kind in ("full", *(["minibatch"] if model.data is not None else [])):
-            for seed in seeds:
+            for seed in (seeds[kind],):
                 key = f"{kind}, seed {seed}"
                 batches = model.data if kind == "full" else bc.epochs(model.data, BATCH)
                 if key not in row:
@@ -356,7 +358,7 @@ def league(record: dict[str, Any], seeds: tuple[int, ...], held_out: bool, peer:
                 if (
                     peer
                     and kind == "full"
-                    and seed == seeds[0]
+                    and seed == seeds["full"]
                     and "devinterp" not in row[key]
                     and "gradients" in row[key]
                 ):
@@ -507,7 +509,7 @@ def main() -> None:
     if arguments.speed:
         record["speed"] = speed()
     else:
-        seeds = HELD_OUT_SEEDS if arguments.final else SEEDS
+        seeds = FINAL if arguments.final else SEEDS
         league(record, seeds, arguments.final, not arguments.no_peer)
     save(record)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from bayesopt_chain import kinds
 from bayesopt_chain.checks import installed
-from bayesopt_chain.diagnostics.observables.rate import Rate, chosen, relaxation
+from bayesopt_chain.diagnostics.observables.rate import Rate, chosen, noise_of_batches, relaxation
 from bayesopt_chain.diagnostics.observables.restrict import restrict
 from bayesopt_chain.diagnostics.observables.sums import BLOCKS, Estimate, Record, merged
 from bayesopt_chain.diagnostics.observables.target import Measured, Target, data_of, steepest
@@ -57,7 +57,7 @@ class Watch:
     ) -> None:
         self.measured, self.record, self.batch = measured, record, batch
         self.burn_in, self.thinning, self.step = burn_in, thinning, 0
-        self.curvature, self.spent = 0.0, 0
+        self.curvature, self.noise, self.spent = 0.0, 0.0, 0
         self.of = {name: describe(f) for name, f in of.items()}
 
     def seen(self, params: Any, grads: Any, batch: Any) -> dict[str, Tensor]:
@@ -68,7 +68,7 @@ class Watch:
         return self.measured(params, grads, batch, behind // self.thinning)
 
     def __call__(self, it: Iteration) -> None:
-        """Add what the step has seen; look at the curvature after 1, 4, 16, ... steps of measuring."""
+        """Add what the step has seen; look at curvature and noise after 1, 4, 16, ... steps of measuring."""
         chains = self.measured.chains
         self.spent += chains
         if it.info.observed:
@@ -80,11 +80,15 @@ class Watch:
             found = steepest(self.measured.stacked, it.params, self.batch, LOOK)
             self.curvature = max(self.curvature, float(found.nan_to_num(math.inf, math.inf).max()))
             self.spent += 2 * LOOK * chains
+            if self.measured.target.in_batches:
+                now = noise_of_batches(self.measured.target, chains, it.params)
+                self.noise = (self.noise + now) / 2 if self.noise else now
+                self.spent += 8 * chains
 
     def state_dict(self) -> dict[str, Any]:
         """Sums, and the number of the last step."""
-        own = {"step": self.step, "curvature": self.curvature, "spent": self.spent, "of": self.of}
-        return {**own, "record": self.record.state_dict()}
+        own = {"step": self.step, "curvature": self.curvature, "noise": self.noise, "spent": self.spent}
+        return {**own, "of": self.of, "record": self.record.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`.
@@ -97,7 +101,8 @@ class Watch:
             raise ValueError(
                 f"observe: this path holds a run with another {wrong}; its sums cannot go on with it: give another path"
             )
-        self.step, self.curvature, self.spent = state["step"], state["curvature"], state["spent"]
+        self.step, self.spent = state["step"], state["spent"]
+        self.curvature, self.noise = state["curvature"], state["noise"]
 
 
 @dataclass
@@ -115,7 +120,7 @@ class Observed:
         fall: by how much a step down the gradient from there lowers the loss at least, over ``temperature``.
         gradients: of one chain that were spent, pilots and looks at the curvature included.
         relaxation: steps in which a flat direction forgets where it was; infinite without a spring.
-        heat: what the batches add to the learning coefficient at most, by pilots.
+        heat: what independent batches with the noise that was seen on the way add to the learning coefficient.
         burn_in, thinning: numbers of steps.
         complete: whether the run reached its last step; ``why`` it did not.
         why: as said.
@@ -459,7 +464,7 @@ def observe(
         fall=square / (2 * settings["curvature"]) / temperature,
         gradients=settings["gradients"] + sum(w.spent for w in watches),
         relaxation=relaxation(lr, momentum, strength),
-        heat=settings["heat"],
+        heat=lr * sum(w.noise for w in whole) / len(whole) / (4 * temperature * (1 - momentum)),
         burn_in=burn_in,
         thinning=thinning,
         complete=all(complete for complete, _ in ended),

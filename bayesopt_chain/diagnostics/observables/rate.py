@@ -43,14 +43,12 @@ class Rate(NamedTuple):
         lr: the learning rate.
         momentum: of the chains.
         curvature: the largest that was seen, with the spring's.
-        heat: what the batches add to the learning coefficient at most.
         gradients: that were spent, of one chain each.
     """
 
     lr: float
     momentum: float
     curvature: float
-    heat: float
     gradients: int
 
 
@@ -102,7 +100,7 @@ def chosen(target: Target, chains: int, steps: int, draws: int, lr: float | None
                 f"observe: lr={lr:.3g} is {lr * top / limit:.2g} times the stability limit at the start already "
                 f"(curvature {top:.3g}, with the spring's); take lr={0.1 * limit / top:.2g}, or leave it out"
             )
-        return Rate(lr, mu, top, 0.0, spent)
+        return Rate(lr, mu, top, spent)
     top = max(top, _curvature(target, _thermal(target, centre, batch), batch))
     spent, coolest, most, noise, highest = spent + 80 * chains, math.inf, math.inf, 0.0, 0.5
     for k in range(PILOTS):
@@ -114,7 +112,7 @@ def chosen(target: Target, chains: int, steps: int, draws: int, lr: float | None
         spent += (steps + 40) * chains
         hot = not virial < HOT * target.free
         if target.in_batches and not hot:
-            noise, highest = _noise(target, chains, params), max(highest, rise)
+            noise, highest = noise_of_batches(target, chains, params), max(highest, rise)
             spent += 8 * chains
             coolest = HEAT * highest * 4 * target.temperature / noise if noise else math.inf
         wanted = mu if momentum is not None else spreading(lr, target.strength, draws, coolest)
@@ -125,7 +123,7 @@ def chosen(target: Target, chains: int, steps: int, draws: int, lr: float | None
         most = lr / 4 if hot else most
         top = max(min(now, 16 * top), top)
     lr = min(_stable(mu, top), coolest * (1 - mu), most)
-    return Rate(lr, mu, top, lr * noise / (4 * target.temperature * (1 - mu)), spent)
+    return Rate(lr, mu, top, spent)
 
 
 def _stable(momentum: float, curvature: float) -> float:
@@ -177,7 +175,7 @@ def _curvature(target: Target, params: Any, batch: Any) -> float:
     return max(float(found.nan_to_num(math.inf, math.inf).max()) + target.strength, 1e-12)
 
 
-def _noise(target: Target, chains: int, params: Any) -> float:
+def noise_of_batches(target: Target, chains: int, params: Any) -> float:
     """The trace of the covariance of a batch's gradient where the chains are, from differences of two independent ones."""
     apart, stacked, total, pairs = target.course(chains, -1, apart=True), target.stacked(chains), 0.0, 4
     for k in range(pairs):
