@@ -69,7 +69,7 @@ def load_in_a_process(source: Path, marker: Path) -> int:
     environment = {"MARKER": str(marker), "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
     process = server().Process(target=_load, args=(source, environment, theirs))
     process.start()
-    process.join(60)
+    process.join(200)
     assert process.exitcode == 0
     return ours.recv()
 
