@@ -229,7 +229,7 @@ def test_uncertainty_splits_add_up_and_have_their_limits():
 
 def test_bad_input_says_what_to_pass():
     with pytest.raises(ValueError, match=r"\[\*, C, C\]"):
-        bc.posterior.probit(torch.zeros(3), torch.zeros(3))
+        bc.posterior.probit(torch.zeros(3), torch.zeros(2))
     with pytest.raises(ValueError, match="negative"):
         bc.posterior.probit_bernoulli(torch.zeros(1), torch.tensor([-1.0]))
     forward, params, inputs = mlp()
