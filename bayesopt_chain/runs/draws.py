@@ -30,7 +30,7 @@ from bayesopt_chain.likelihoods import Likelihood, Predictive
 from bayesopt_chain.modules.functional import make_functional
 from bayesopt_chain.posterior.batches import logits_of
 from bayesopt_chain.posterior.export import Members
-from bayesopt_chain.runs import checkpoint
+from bayesopt_chain.runs import files
 from bayesopt_chain.runs.folder import BUFFER, LEAF, LOSS, STEP, WEIGHT
 from bayesopt_chain.runs.inference_data import Stored, inference_data
 from bayesopt_chain.runs.pieces import Piece, opened, row_bytes, rows_of
@@ -121,8 +121,8 @@ class Draws:
         trees = [
             tree if m is None else {n: p.detach() for n, p in m.named_parameters()} for tree, m in zip(trees, modules)
         ]
-        flat = [checkpoint.flat(tree)[0] for tree in trees]
-        if not flat[0] or any(checkpoint.flat(tree)[1] for tree in trees):
+        flat = [files.flat(tree)[0] for tree in trees]
+        if not flat[0] or any(files.flat(tree)[1] for tree in trees):
             raise TypeError(
                 "Draws.from_trees: trees must be of tensors alone, and of one at least; make numbers tensors"
             )

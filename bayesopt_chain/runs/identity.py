@@ -33,7 +33,7 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.distributed.shards import are_spread, local
 from bayesopt_chain.loop.module_state import keyed
-from bayesopt_chain.runs import checkpoint
+from bayesopt_chain.runs import files
 from bayesopt_chain.runs.run import Run
 
 STATE = "1/"  # the paths of a state begin with it in a file of ``(params, state)``
@@ -49,7 +49,7 @@ ATTRIBUTES = 3  # levels of what a callable object holds: it may refer to itself
 def identity_of(run: Run, total: int | None) -> dict[str, Any]:
     """What is known of a run, as JSON."""
     step, inner = run.step, getattr(run.step, "step", run.step)
-    tensors = checkpoint.flat((run.params, run.state))[0].items()
+    tensors = files.flat((run.params, run.state))[0].items()
     if getattr(step, "grows", False):  # its state has no shapes of its own
         tensors = [(n, x) for n, x in tensors if not n.startswith(STATE)]
     told, each = getattr(inner, "identity", None), (getattr(step, "each", None) or {}).items()

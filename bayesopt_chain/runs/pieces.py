@@ -21,7 +21,7 @@ from torch import Tensor
 from bayesopt_chain._torch import dtensor_of, is_dtensor, spec_of, stacked_spec
 from bayesopt_chain.distributed.layout import axes_of
 from bayesopt_chain.distributed.shards import local
-from bayesopt_chain.runs import checkpoint
+from bayesopt_chain.runs import files
 from bayesopt_chain.runs.files import File
 from bayesopt_chain.runs.folder import HEAD, LEAF, STEP, Tile, drawn, folders_of, head_of, tiles_of
 
@@ -219,11 +219,11 @@ def opened(paths: Sequence[Path], like: Any, skip: bool) -> tuple[list[Piece], A
             raise ValueError(f"Draws.open: {one.folder} and {every[0].folder} hold runs with another {differing[0]}")
     _require_chains_of_their_own(every)
     names = every[0].head["leaves"]
-    tree = checkpoint.nested(dict.fromkeys(names, 0)) if like is None else like
-    mine = list(checkpoint.flat(tree)[like is None])
+    tree = files.nested(dict.fromkeys(names, 0)) if like is None else like
+    mine = list(files.flat(tree)[like is None])
     if sorted(mine) != sorted(names):
         raise ValueError(f"Draws.open: {paths[0]} holds leaves {sorted(names)}, like has {sorted(mine)}")
-    leaves = checkpoint.flat(like)[0]
+    leaves = files.flat(like)[0]
     device = next((local(x).device for x in leaves.values() if not x.is_meta), torch.device("cpu"))
     pieces = side_by_side([one.tiles for one in every], device, leaves)
     even = len({sum(t.draws for t in one.tiles) for one in every}) == 1

@@ -24,7 +24,7 @@ from bayesopt_chain.distributed.ranks import World, broadcast, digest, gather_ob
 from bayesopt_chain.distributed.replicated import is_replicated
 from bayesopt_chain.distributed.shards import are_spread, local
 from bayesopt_chain.loop.module_state import buffers_of
-from bayesopt_chain.runs import checkpoint, files
+from bayesopt_chain.runs import files
 from bayesopt_chain.runs.draws import Draws
 from bayesopt_chain.runs.files import File
 from bayesopt_chain.runs.folder import BUFFER, HEAD, LEAF, LOSS, STEP, WEIGHT, Folder, folders_of, head_of, tiles_of
@@ -187,7 +187,7 @@ class Store:
 
     def __init__(self, run: Run, place: Place = IN_MEMORY, interval: float = 30.0) -> None:
         self.run, self.place, self.interval = run, place, interval
-        self.like = checkpoint.flat(run.params)[0]
+        self.like = files.flat(run.params)[0]
         self.device = next((local(x).device for x in self.like.values()), torch.device("cpu"))
         self.names, self.spec = list(self.like), optree.tree_structure(run.params, none_is_leaf=True)
         self.held, self.size = dict[str, list[Tensor]](), 0
@@ -207,7 +207,7 @@ class Store:
             return
         leaves, spec = optree.tree_flatten(it.params, none_is_leaf=True)
         # The names are those of the first parameters: making them anew is half of what a small draw costs.
-        names = self.names if spec == self.spec else list(checkpoint.flat(it.params)[0])
+        names = self.names if spec == self.spec else list(files.flat(it.params)[0])
         row: dict[str, Any] = {LEAF + n: x for n, x in zip(names, filter(torch.is_tensor, leaves), strict=True)}
         row |= {BUFFER + name: x for name, x in buffers_of(it.state).items()}
         if torch.is_tensor(getattr(it.info, "weight", None)):
@@ -404,7 +404,7 @@ class Store:
         """Parameters and state out of the heads of all blocks."""
         if any(head.metadata["scalars"] != heads[0].metadata["scalars"] for head in heads):
             raise ValueError(f"sample: the chains in {self.place.root} do not have the same numbers in their states")
-        wanted: dict[str, Any] = checkpoint.flat((self.run.params, self.run.state))[0]
+        wanted: dict[str, Any] = files.flat((self.run.params, self.run.state))[0]
         tensors = dict[str, Tensor]()
         for name in [name for name in heads[0].entries if not name.startswith((GENERATOR, CALLBACK))]:
             rows = [head.read(name) for head in heads]
@@ -413,8 +413,8 @@ class Store:
         target: Any = (self.run.params, self.run.state)
         if grows:  # a state that grows takes the shapes that were saved
             fresh = {n.removeprefix(STATE): x for n, x in tensors.items() if n.startswith(STATE)}
-            target = (self.run.params, checkpoint.merged(self.run.state, fresh))
-        return checkpoint.filled(target, tensors, heads[0].metadata["scalars"], str(self.place.root))
+            target = (self.run.params, files.merged(self.run.state, fresh))
+        return files.filled(target, tensors, heads[0].metadata["scalars"], str(self.place.root))
 
     def _go_on(self, heads: list[File]) -> None:
         """Batches and generators: of as many ranks each its own, of another number those that the first one began."""
@@ -491,7 +491,7 @@ class Store:
         return ""
 
     def _commit(self, params: Any, state: Any, step: int, complete: bool, why: str) -> None:
-        tensors, scalars = checkpoint.flat((params, state))
+        tensors, scalars = files.flat((params, state))
         generators = [generator_states()]
         if self.place.sharded:
             require_alike(tensors, self.gathered)

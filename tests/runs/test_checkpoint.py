@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
-from bayesopt_chain.runs import checkpoint
+from bayesopt_chain.runs import files
 
 
 class Pair(NamedTuple):
@@ -127,5 +127,5 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
 
 
 def test_paths_name_the_fields_of_states():
-    names = list(checkpoint.flat(tree())[0])
+    names = list(files.flat(tree())[0])
     assert "pair/left/0" in names and "pair/right" in names
