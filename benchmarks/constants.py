@@ -29,7 +29,7 @@ SIGNALS = {"null": 0.0, "weak": 0.25, "some": 0.5, "clear": 1.0}
 FIRST, LATER = ("null", "weak", "some", "null class", "weak class"), ("some", "clear", "clear class")
 WANTED = [(kind, n, seed) for seed in range(6) for kind in FIRST for n in (100, 400)]
 WANTED += [(kind, n, seed) for seed in range(10, 14) for kind in LATER for n in (60, 100, 400)]
-BOUNDS = (-3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 1.0)
+BOUNDS = (-3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 1.0, 2.0)
 
 
 def made(kind: str, n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -165,8 +165,8 @@ def best_factor(likelihood: Likelihood, folds: Sequence[Fold]) -> tuple[float, l
 
 
 def constant_scores(problem: Problem, likelihood: Likelihood, folds: Sequence[Fold]) -> Tensor | None:
-    """Log scores ``[n]``, on the same folds, of the best constant outputs for the other data: mean and variance of numbers,
-    frequencies of classes. ``None`` for outputs of too many numbers."""
+    """Log scores ``[n]``, on the same folds, of the best constant outputs for the other data: mean of numbers, frequencies of
+    classes. Noise is that of the folds, as it is for networks. ``None`` for outputs of too many numbers."""
     if folds[0].outputs[0, 0].numel() > MOST_CONSTANTS:
         return None
     every, found = torch.arange(problem.data.size, device="cpu"), []
@@ -174,13 +174,9 @@ def constant_scores(problem: Problem, likelihood: Likelihood, folds: Sequence[Fo
         targets = doubled(problem.data.take(every[~torch.isin(every, fold.rows)])[1])
         n, event = problem.data.size - len(fold.rows), fold.outputs.shape[2:]
         c = _constant(likelihood, targets, n, event, fold.outputs)
-        used = likelihood
-        if likelihood.has_noise_scale:
-            squares = likelihood.whitened(c.expand(n, *event), targets).square().reshape(n, -1)
-            variance = squares.sum(0) / weights_of(likelihood, targets).sum(0).clamp_min(1e-30)
-            used = likelihood.scaled(1 / variance.clamp_min(LEAST).reshape(event))
-        found.append(score(used, [fold._replace(outputs=c.expand(1, len(fold.rows), *event))]))
-    return torch.cat(found)
+        found.append(fold._replace(outputs=c.expand(1, len(fold.rows), *event)))
+    used = likelihood.scaled(1 / best_noise(problem, found)[0]) if likelihood.has_noise_scale else likelihood
+    return score(used, found)
 
 
 def _constant(likelihood: Likelihood, targets: Any, n: int, event: Any, like: Tensor) -> Tensor:
