@@ -10,7 +10,6 @@ from bayesopt_chain.posterior.scores import (
     classification_metrics,
     conformal_level,
     detection_auroc,
-    regression_metrics,
     temperature_scaling,
 )
 from bayesopt_chain.posterior.training import EvidenceTraining, train_by_evidence
@@ -39,7 +38,6 @@ __all__ = [
     "pairs",
     "probit",
     "probit_bernoulli",
-    "regression_metrics",
     "softmax_mean",
     "temperature_scaling",
     "train_by_evidence",

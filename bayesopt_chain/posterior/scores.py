@@ -80,48 +80,6 @@ def classification_metrics(log_probabilities: Tensor, targets: Tensor, *, bins: 
     }
 
 
-@kinds.takes(mean=kinds.REALS, variance=kinds.REALS, targets=kinds.VALUES, level=kinds.real("(0, 1)"))
-def regression_metrics(mean: Tensor, variance: Tensor, targets: Tensor, *, level: float = 0.9) -> dict[str, float]:
-    """Root mean squared error, negative log likelihood and coverage of Gaussian predictions.
-
-    Args:
-        mean, variance: of the prediction (noise included), of the shape of ``targets``.
-        targets: what was observed.
-        level: probability of the central interval whose coverage is counted.
-
-    Returns:
-        ``rmse``, ``nll`` (nats a value), ``coverage`` (share of targets inside the interval; ``level`` if calibrated).
-
-    Raises:
-        ValueError: three shapes that differ; a level outside (0, 1).
-
-    Example:
-        >>> import torch
-        >>> import bayesopt_chain as bc
-        >>> bc.posterior.regression_metrics(torch.zeros(2), torch.ones(2), torch.tensor([0.0, 3.0]))["coverage"]
-        0.5
-    """
-    if not mean.shape == variance.shape == targets.shape:
-        raise ValueError(
-            f"regression_metrics: mean {tuple(mean.shape)}, variance {tuple(variance.shape)} and targets "
-            f"{tuple(targets.shape)} must have one shape"
-        )
-    if not mean.numel():
-        raise ValueError("regression_metrics: mean, variance and targets are empty")
-    if bool((variance < 0).any()):
-        raise ValueError(
-            f"regression_metrics: variance must not be negative, its smallest is {float(variance.min()):.3g}"
-        )
-    half = (
-        torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64, device="cpu")).item() * variance.sqrt()
-    )
-    return {
-        "rmse": (mean - targets).square().mean().sqrt().item(),
-        "nll": torch.nn.functional.gaussian_nll_loss(mean, targets, variance, full=True, eps=1e-30).item(),
-        "coverage": ((mean - targets).abs() <= half).double().mean().item(),
-    }
-
-
 @kinds.takes(known=kinds.VALUES, unknown=kinds.VALUES)
 def detection_auroc(known: Tensor, unknown: Tensor) -> float:
     """Area under the ROC curve of telling unknown inputs from known ones by a score that should be higher for unknown.

@@ -102,7 +102,9 @@ def observe(
         >>> observation.innovation
         tensor([2., 2.])
     """
-    chosen = _observed(likelihood, linearisation, "ekf.observe")
+    chosen = likelihood if isinstance(likelihood, Likelihood) else gaussian(_variance(likelihood, "ekf.observe"))
+    if linearisation not in LINEARISATIONS:
+        raise ValueError(f"ekf.observe: linearisation must be one of {LINEARISATIONS}, got {linearisation!r}")
 
     def estimate(params: Tree, batch: Any) -> Observation:
         leaves, structure = optree.tree_flatten(params)
@@ -114,14 +116,6 @@ def observe(
         return _observation(f, batch[1], pull, tree, chosen, linearisation)
 
     return estimate
-
-
-def _observed(likelihood: Any, linearisation: str, who: str) -> Likelihood:
-    """The likelihood that was asked for, once it is known to have this linearisation."""
-    chosen = likelihood if isinstance(likelihood, Likelihood) else gaussian(_variance(likelihood, who))
-    if linearisation not in LINEARISATIONS:
-        raise ValueError(f"{who}: linearisation must be one of {LINEARISATIONS}, got {linearisation!r}")
-    return chosen
 
 
 def _observation(
