@@ -37,6 +37,7 @@ def test_a_regressor_predicts_in_the_units_of_its_targets():
     low, high = model.predict_interval(x, 0.9)
     np.testing.assert_allclose(model.predict_quantile(x, 0.95), high)
     assert 0.75 <= np.mean((low <= y) & (y <= high)) <= 1
+    np.testing.assert_allclose(high - low, 2 * 1.645 * deviation, rtol=0.02)  # Gaussian noise is nearly all of it
 
 
 def test_several_outputs_are_predicted_together():
