@@ -34,7 +34,6 @@ from torch import Tensor, nn
 
 from bayesopt_chain import checks, likelihoods, optim
 from bayesopt_chain.ensemble.data import Data, read
-from bayesopt_chain.ensemble.stages import checksum
 from bayesopt_chain.lora.adapters import (
     ABOUT,
     Adapters,
@@ -49,6 +48,7 @@ from bayesopt_chain.lora.loss import summed_loss
 from bayesopt_chain.modules.functional import arguments_of
 from bayesopt_chain.posterior.batches import LEFT_OUT
 from bayesopt_chain.posterior.fit import fit_laplace
+from bayesopt_chain.runs.identity import describe, difference
 
 METHODS = ("ensemble", "sghmc", "ivon", "laplace")
 EPOCHS = 4  # of each member, where the gradients are not given
@@ -143,7 +143,8 @@ def bayesian_lora(
             f"bayesian_lora: {problem.size} sequences are too few to decide on the prior: pass prior_precision=, a number"
         )
     given: dict[str, Any] = {"method": method, "members": count, "draws": draws, "steps": steps, "seed": seed, "lr": lr}
-    given |= {"batch_size": problem.batch_size, "prior_precision": prior_precision, "data": problem.checksum}
+    given |= {"batch_size": problem.batch_size, "prior_precision": prior_precision}
+    given |= {"data": describe([problem.data.inputs, problem.data.targets]), "answers": problem.answers}
     kept = _Kept(problem, path, given)
     if kept.is_done:
         return kept.result()
@@ -214,10 +215,6 @@ class _Problem:
     @cached_property
     def tokens(self) -> int:
         return int((self.data.targets != LEFT_OUT).sum())
-
-    @cached_property
-    def checksum(self) -> int:
-        return checksum((self.data.inputs, self.data.targets))
 
     @cached_property
     def named(self) -> dict[str, nn.Parameter]:
@@ -360,7 +357,7 @@ class _Problem:
 class _Kept:
     """Draws as they are made, in memory or in a folder in which the same call goes on.
 
-    The folder has ``call.json`` (the arguments and a checksum of the data), ``losses.json`` once the prior is decided, an
+    The folder has ``call.json`` (the arguments and a description of the data, by the run store's rules), ``losses.json`` once the prior is decided, an
     adapter of PEFT for each draw, and at the end what :func:`bayesopt_chain.lora.adapters` reads.
     """
 
@@ -374,10 +371,9 @@ class _Kept:
         call, text = self.path / "call.json", json.dumps(given, indent=1) + "\n"
         if call.exists():
             before = json.loads(call.read_text(encoding="utf-8"))
-            if wrong := [k for k in given if before.get(k) != given[k]]:
+            if other := difference(before, json.loads(text)):
                 raise ValueError(
-                    f"bayesian_lora: path {str(path)!r} is of another call: {wrong[0]} was {before.get(wrong[0])!r} there "
-                    f"and is {given[wrong[0]]!r} here; pass another folder"
+                    f"bayesian_lora: path {str(path)!r} is of another call: there {other}; pass another folder"
                 )
         elif any(self.path.iterdir()):
             raise ValueError(f"bayesian_lora: path {str(path)!r} holds other files: pass a folder of its own")
