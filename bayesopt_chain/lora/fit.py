@@ -357,8 +357,8 @@ class _Problem:
 class _Kept:
     """Draws as they are made, in memory or in a folder in which the same call goes on.
 
-    The folder has ``call.json`` (the arguments and a description of the data, by the run store's rules), ``losses.json`` once the prior is decided, an
-    adapter of PEFT for each draw, and at the end what :func:`bayesopt_chain.lora.adapters` reads.
+    The folder has ``call.json`` (the arguments and a description of the data, by the run store's rules), ``losses.json`` once
+    the prior is decided, an adapter of PEFT for each draw, and at the end what :func:`bayesopt_chain.lora.adapters` reads.
     """
 
     def __init__(self, problem: _Problem, path: str | Path | None, given: Mapping[str, Any]) -> None:
