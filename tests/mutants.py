@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
 TESTS = {
     "core": ["tests/core", "tests/test_laws.py"],
-    "matching": ["tests/matching", "tests/test_laws.py"],
+    "matching": ["tests/matching", "tests/core", "tests/test_laws.py"],
     "engine": ["tests/engine", "tests/test_laws.py", "tests/samplers"],
     "optim": ["tests/optim"],
     "likelihoods": ["tests/likelihoods", "tests/posterior"],
