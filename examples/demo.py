@@ -272,7 +272,8 @@ def main(arguments=None):
     exact = {"white noise": [], "matched noise": []}
     for share in SHARES:
         for name, rows in exact.items():
-            rows.append(excess(share * LIMIT, matched=name == "matched noise"))
+            matched, chains = name == "matched noise", 10 * steps
+            rows.append(excess(share * LIMIT, matched, chains))
         line = "  ".join(
             f"{name} {100 * rows[-1]:+8.1f} %" for name, rows in exact.items()
         )
