@@ -75,7 +75,7 @@ MISSED = {
     "likelihoods": "eleven likelihoods with quantiles, scores and joint samples each",
     "posterior": "influence, acquisition, forces, images and export (about 700) came after the aim",
     "runs": "callbacks with a state, logging and pointwise likelihoods came after the aim",
-    "diagnostics": "observables (about 720) came after the aim; heating of minibatches keeps its own response of a chain",
+    "diagnostics": "observables (about 780) came after the aim; heating of minibatches keeps its own response of a chain",
     "ensemble": "what untidy data are refused with",
     "distributed": "checkpoints that are compared with their digests and refused when pieces do not tile",
     "testing": "calibration by simulation and the fixture came after the aim",
