@@ -26,11 +26,14 @@ RESULTS = Path(__file__).parent / "results" / "many_classes.json"
 DATA, FEATURES, SIZES, STEPS = 1000, 64, (200, 1000, 2500, 10_000), (0, 40, 200)
 
 
-def problem(classes: int, steps: int = 0) -> tuple[nn.Module, Tensor, Tensor]:
+def problem(
+    classes: int, steps: int = 0, data: int = DATA, features: int = FEATURES
+) -> tuple[nn.Module, Tensor, Tensor]:
+    """Inputs around a centre for each class, and a network of ``features`` hidden units, trained for some steps."""
     torch.manual_seed(0)
-    centres, y = torch.randn(classes, 20), torch.randint(classes, (DATA,))
-    x = centres[y] + 0.7 * torch.randn(DATA, 20)
-    network = nn.Sequential(nn.Linear(20, FEATURES), nn.Tanh(), nn.Linear(FEATURES, classes))
+    centres, y = torch.randn(classes, 20), torch.randint(classes, (data,))
+    x = centres[y] + 0.7 * torch.randn(data, 20)
+    network = nn.Sequential(nn.Linear(20, features), nn.Tanh(), nn.Linear(features, classes))
     optimizer = torch.optim.Adam(network.parameters(), 1e-2, weight_decay=1e-4)
     for _ in range(steps):
         optimizer.zero_grad()

@@ -166,7 +166,7 @@ def functional_samples(
         try:
             return torch.vmap(along)(moves)
         except (RuntimeError, NotImplementedError):
-            pass
+            pass  # what vmap refuses goes one function at a time
         try:
             return torch.stack([along(optree.tree_map(lambda x, s=s: x[s], moves)) for s in range(samples)])
         except RuntimeError:  # as in jacobian

@@ -10,6 +10,7 @@ import bayesopt_chain as bc
 from bayesopt_chain.curvature import ggn
 from bayesopt_chain.likelihoods import Outputs, categorical, gaussian
 from bayesopt_chain.posterior import outputs_by_target, probit, softmax_mean
+from benchmarks.many_classes import problem
 
 
 @pytest.fixture(autouse=True)
@@ -17,20 +18,6 @@ def double_precision():
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
-
-
-def classes(data, number, steps=0, features=8):
-    """Inputs around a centre for each class, and a network, trained for some steps."""
-    torch.manual_seed(0)
-    centres, y = torch.randn(number, 20), torch.randint(number, (data,))
-    x = centres[y] + 0.7 * torch.randn(data, 20)
-    network = nn.Sequential(nn.Linear(20, features), nn.Tanh(), nn.Linear(features, number))
-    optimizer = torch.optim.Adam(network.parameters(), 1e-2, weight_decay=1e-4)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(network(x), y).backward()
-        optimizer.step()
-    return network.eval(), x, y
 
 
 @pytest.mark.parametrize("diagonal_above", [None, 4])
@@ -70,7 +57,7 @@ def test_factors_of_the_last_layer_are_the_sums_over_columns(likelihood, positio
 
 
 def test_1001_classes_are_predicted_from_variances():
-    network, x, y = classes(30, 1001, features=3)
+    network, x, y = problem(1001, data=30, features=3)
     fitted = bc.fit_laplace(network, categorical(), [(x, y)], tune=None, prior_precision=0.5)
     assert "ggn, the factor of the outputs diagonal" in repr(fitted)
     whole = bc.fit_laplace(network, categorical(), [(x, y)], tune=None, prior_precision=0.5, diagonal_above=2000)
@@ -107,7 +94,7 @@ def test_1001_classes_are_predicted_from_variances():
 def test_variances_of_a_diagonal_factor_are_those_of_the_matrix_within_five_percent(steps):
     """200 classes, prior and dispersion as tuned, at inputs that were seen and at others: that of every target, and on average
     that of an output and of its difference from the likeliest one, which is what a softmax sees."""
-    network, x, y = classes(1000, 200, steps, features=64)
+    network, x, y = problem(200, steps)
     exact = bc.fit_laplace(network, categorical(), [(x, y)])
     rough = bc.fit_laplace(network, categorical(), [(x, y)], diagonal_above=100, tune=None)
     at = torch.cat([x[:20], torch.randn(20, 20)])
@@ -129,7 +116,7 @@ def test_variances_of_a_diagonal_factor_are_those_of_the_matrix_within_five_perc
 def test_10_000_classes_take_two_seconds():
     """Processor time of one thread, of the second fit: 64 features, 1,000 data, four predictions."""
     torch.set_default_dtype(torch.float32)
-    network, x, y = classes(1000, 10_000, features=64)
+    network, x, y = problem(10_000)
     for _ in range(2):
         start = time.process_time()
         found = bc.fit_laplace(network, categorical(), [(x, y)]).predict(x[:4])
