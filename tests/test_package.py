@@ -1,9 +1,7 @@
 """What is uploaded: a wheel and a source archive that are complete, and metadata in order."""
 
 import os
-import platform
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -13,24 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from bayesopt_chain.random.compiled import LEVELS
 from bayesopt_chain.version import __version__
 from tests.release import PLACEHOLDER, left_to_do
 
 ROOT = Path(__file__).parents[1]
 CHECKOUT = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a checkout: archives lack the tools' folders")
-
-
-# draws of the wheel, which has no compiler, and of the checkout
-DRAW = """
-import torch, bayesopt_chain as bc
-torch.manual_seed(0)
-tx, p = bc.sghmc(0.1, 0.9, temperature=1.0), [torch.zeros(1000)]
-state = tx.init(p)
-for _ in range(3):
-    updates, state = tx.update(p, state, params=p)
-print(updates[0].tolist())
-"""
 
 
 def run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -43,7 +28,8 @@ def run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedP
 def test_the_wheel_and_the_source_archive_are_complete_and_the_archive_passes_tests_of_its_own(tmp_path):
     clone, out = tmp_path / "clone", tmp_path / "dist"
     subprocess.run(["git", "clone", "--quiet", "--shared", str(ROOT), str(clone)], check=True)
-    built = run("-m", "build", "--no-isolation", "--outdir", str(out), ".", cwd=clone)
+    # Kernels are compiled, and drawn from, by `make package`: here they would take most of the time.
+    built = run("-m", "build", "--no-isolation", "--outdir", str(out), ".", cwd=clone, CXX="no-such-compiler")
     assert built.returncode == 0, built.stderr
     (wheel,), (archive,) = out.glob("*.whl"), out.glob("*.tar.gz")
 
@@ -64,15 +50,7 @@ def test_the_wheel_and_the_source_archive_are_complete_and_the_archive_passes_te
     links = re.findall(r"\]\(([^)]*)\)", metadata)
     assert links and not [link for link in links if not link.startswith(("https://", "#"))]
 
-    libraries = [name for name in names if name.endswith(".so")]
-    if shutil.which("g++") and sys.platform == "linux":
-        assert wheel.name.endswith(f"-py3-none-linux_{platform.machine()}.whl")
-        kernels = [name for name in ours if name.endswith(".cpp")]
-        assert len(libraries) == len(kernels) * (len(LEVELS) if platform.machine() == "x86_64" else 1)
-        with zipfile.ZipFile(wheel) as packed:
-            packed.extractall(tmp_path / "installed")
-        drawn = run("-W", "error", "-c", DRAW, cwd=tmp_path / "installed", CXX="no-such-compiler")
-        assert drawn.returncode == 0 and drawn.stdout == run("-c", DRAW, cwd=ROOT).stdout, drawn.stderr
+    assert wheel.name.endswith("-py3-none-any.whl") and not [name for name in names if name.endswith(".so")]
 
     with tarfile.open(archive) as tar:
         tar.extractall(tmp_path, filter="data")
