@@ -26,8 +26,11 @@ from torch import Tensor, nn
 from bayesopt_chain.curvature._products import jvp
 from bayesopt_chain.modules.functional import evaluating, make_functional, write_back
 from bayesopt_chain.posterior.batches import LEFT_OUT, Reader, logits_of
+from bayesopt_chain.posterior.gaussian import Gaussian
+from bayesopt_chain.precision import Kronecker
+from bayesopt_chain.runs import files
 
-ABOUT = "posterior.json"
+ABOUT, MEAN, FACTORS = "posterior.json", "mean", "factors.safetensors"
 ROWS = 16  # sequences that run through the model together
 
 
@@ -59,7 +62,8 @@ class Adapters:
     Attributes:
         model: with the base's parameters; its own adapter is none of the draws, and stays as it is.
         draws: by parameter name, stacked ``[K, *]``.
-        mean: where a linearised posterior was linearised, else ``None``.
+        posterior: the Gaussian that a Laplace approximation is, around whose mean it predicts linearised; else ``None``. It is
+            what ``bayesian_lora(prior=)`` takes for the next task.
         report: how they were made: method, prior precisions, gradients, held-out losses.
         answers: the tokens that are possible answers, or ``None``.
     """
@@ -69,11 +73,11 @@ class Adapters:
         model: nn.Module,
         draws: Mapping[str, Tensor],
         *,
-        mean: Mapping[str, Tensor] | None = None,
+        posterior: Gaussian | None = None,
         report: Mapping[str, Any] | None = None,
         answers: list[int] | None = None,
     ) -> None:
-        self.model, self.draws, self.mean = model, dict(draws), None if mean is None else dict(mean)
+        self.model, self.draws, self.posterior = model, dict(draws), posterior
         self.report, self.answers = dict(report or {}), answers
         self.read = AnswerReader(model, answers)
         self._forward = make_functional(model, outputs=logits_over(answers)).forward
@@ -162,11 +166,12 @@ class Adapters:
         with evaluating(self.model):
             for k in range(len(self)):
                 theta = self.draw(k)
-                if self.mean is None:
+                if self.posterior is None:
                     logits = self._forward(theta, (inputs, None))
                 else:
-                    step = {name: x - self.mean[name] for name, x in theta.items()}
-                    at, slope = jvp(lambda p: self._forward(p, (inputs, None)), (self.mean,), (step,))
+                    mean = self.posterior.mean
+                    step = {name: x - mean[name] for name, x in theta.items()}
+                    at, slope = jvp(lambda p: self._forward(p, (inputs, None)), (mean,), (step,))
                     logits = at + slope
                 yield logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -187,13 +192,18 @@ class Adapters:
         path.mkdir(parents=True, exist_ok=True)
         for k in range(len(self)):
             write_adapter(self.model, self.draw(k), path / f"draw-{k:03d}")
-        if self.mean is not None:
-            write_adapter(self.model, self.mean, path / "mean")
+        if self.posterior is not None:
+            write_posterior(self.model, self.posterior, path)
         (path / ABOUT).write_text(json.dumps(self.about(), indent=1) + "\n", encoding="utf-8")
 
     def about(self) -> dict[str, Any]:
         """What a folder of the draws says beside them, as JSON."""
-        return {"draws": len(self), "answers": self.answers, "linearised": self.mean is not None, "report": self.report}
+        return {
+            "draws": len(self),
+            "answers": self.answers,
+            "linearised": self.posterior is not None,
+            "report": self.report,
+        }
 
 
 def _rows(inputs: Any, targets: Tensor | None) -> Iterator[tuple[Any, Any]]:
@@ -228,8 +238,8 @@ def adapters(path: str | Path, model: nn.Module) -> Adapters:
     about = json.loads((path / ABOUT).read_text(encoding="utf-8"))
     draws = [read_adapter(model, path / f"draw-{k:03d}") for k in range(about["draws"])]
     stacked = {name: torch.stack([draw[name] for draw in draws]) for name in draws[0]}
-    mean = read_adapter(model, path / "mean") if about["linearised"] else None
-    return Adapters(model, stacked, mean=mean, report=about["report"], answers=about["answers"])
+    posterior = read_posterior(model, path) if about["linearised"] else None
+    return Adapters(model, stacked, posterior=posterior, report=about["report"], answers=about["answers"])
 
 
 def write_adapter(model: Any, params: Mapping[str, Tensor], folder: Path) -> None:
@@ -257,6 +267,20 @@ def read_adapter(model: Any, folder: Path) -> dict[str, Tensor]:
     if wrong := list(answer.unexpected_keys) or sorted(set(own) ^ set(found)):
         raise ValueError(f"adapters: {folder} is of another model: {', '.join(wrong[:3])}")
     return {name: x.detach() for name, x in found.items()}
+
+
+def write_posterior(model: Any, posterior: Gaussian, path: Path) -> None:
+    """Write a Laplace posterior beside its draws: the mean as an adapter of PEFT, and the Kronecker factors."""
+    summed: Any = posterior.undecomposed
+    files.write_tree(path / FACTORS, summed._asdict())
+    write_adapter(model, posterior.mean, path / MEAN)
+
+
+def read_posterior(model: Any, path: Path) -> Gaussian:
+    """What :func:`write_posterior` wrote."""
+    mean = read_adapter(model, path / MEAN)
+    summed = Kronecker(**files.read_tree(path / FACTORS, next(iter(mean.values())).device))
+    return Gaussian(mean, summed, summed).factorised()
 
 
 @contextmanager

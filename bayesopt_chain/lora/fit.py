@@ -10,6 +10,9 @@ precision of 1 on both is 3 fan_in times wider than where ``A`` begins. Which pr
 candidate of :data:`PRIORS` trains one adapter, half as long as a member, on four fifths of the sequences; the smallest loss on
 the rest wins.
 
+A task that comes behind another one has the posterior ``N(m, Lambda^-1)`` of that one as its prior: ``prior=`` puts
+``(theta - m)^T Lambda (theta - m) / 2`` in the place of ``sum_j lambda_j |theta_j|^2 / 2``, and every member begins at ``m``.
+
 Each method takes the same number of minibatch gradients in all, those of the candidates among them:
 
     ensemble   members adapters, each from a start of its own, trained by Adam
@@ -23,37 +26,54 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from bayesopt_chain import checks, likelihoods, optim
+from bayesopt_chain.distributed.ranks import (
+    chains_of,
+    gather_objects,
+    gather_tensors,
+    require_one_axis,
+    together,
+    world,
+)
 from bayesopt_chain.ensemble.data import Data, read
 from bayesopt_chain.lora.adapters import (
     ABOUT,
+    MEAN,
     Adapters,
     AnswerReader,
     adapters,
     holding,
     logits_over,
     read_adapter,
+    read_posterior,
     write_adapter,
+    write_posterior,
 )
 from bayesopt_chain.lora.loss import summed_loss
-from bayesopt_chain.modules.functional import arguments_of
+from bayesopt_chain.modules.functional import arguments_of, write_back
 from bayesopt_chain.posterior.batches import LEFT_OUT
 from bayesopt_chain.posterior.fit import fit_laplace
+from bayesopt_chain.posterior.gaussian import Gaussian
+from bayesopt_chain.posterior.laplace import posterior_of
 from bayesopt_chain.runs.identity import describe, difference
+from bayesopt_chain.trees import require_like
 
 METHODS = ("ensemble", "sghmc", "ivon", "laplace")
 EPOCHS = 4  # of each member, where the gradients are not given
 HELD_OUT = 5  # a fifth of the sequences decides on the prior
 LEARNING_RATES = {"ensemble": 3e-3, "sghmc": 0.05, "ivon": 0.3, "laplace": 3e-3}
+
+
+T = TypeVar("T")
 
 
 class Prior(NamedTuple):
@@ -88,9 +108,11 @@ def bayesian_lora(
     batch_size: int = 16,
     lr: float | None = None,
     prior_precision: float | str = "held out",
+    prior: Gaussian | None = None,
     answers: list[int] | None = None,
     path: str | Path | None = None,
     seed: int = 0,
+    mesh: Any = None,
 ) -> Adapters:
     """Sample the adapters of a model; the base is neither copied nor cast, and the model ends as it was.
 
@@ -105,19 +127,26 @@ def bayesian_lora(
         batch_size: sequences in a minibatch. Default 16.
         lr: of Adam ("ensemble", "laplace"; default 0.003), of SGHMC (0.05; its first half is Adam's) or of IVON (0.3).
         prior_precision: of all sampled parameters, a number; by default decided by held-out sequences (see the module).
+        prior: a Gaussian over the sampled parameters in the place of ``prior_precision``: ``posterior`` of the last task's
+            :class:`Adapters`, made by "laplace", which asks it of that structure itself. Default: none.
         answers: the tokens that are possible answers, at least two. Then only targets among them count, and predictions are
             over them alone: multiple choice. Default: every token.
         path: a folder in which finished draws are kept as adapters of PEFT; the same call goes on there after a kill, and one
             with other arguments or data is refused.
-        seed: of starts, batches and noise. Default 0.
+        seed: of starts, batches, dropout and noise. Default 0.
+        mesh: a DeviceMesh of one axis whose ranks share out the members of "ensemble" or "sghmc". Every rank makes the same
+            call with all data, and gets all draws, bit for bit those of one process where the ranks compute alike. Default:
+            one process; under ``torchrun`` each rank then makes a call of its own, with a folder of its own under ``path``.
 
     Returns:
-        :class:`Adapters`: ``predict``, ``nll``, ``save_adapters``, and ``report`` with what was chosen and what it cost.
+        :class:`Adapters`: ``predict``, ``nll``, ``save_adapters``, ``report`` with what was chosen and what it cost, and
+        ``posterior``.
 
     Raises:
-        TypeError: no module.
+        TypeError: no module; a prior that is no Gaussian, or of another structure than "laplace" asks for.
         ValueError: arguments out of range; no trained parameters; fewer than ten sequences for a prior that held-out ones
-            decide on; a folder of another call.
+            decide on; a prior over other parameters; a folder of another call; a mesh for one Gaussian, or of more ranks than
+            members.
 
     Example:
         >>> import torch; from bayesopt_chain import lora
@@ -127,7 +156,7 @@ def bayesian_lora(
         >>> lora.bayesian_lora(model, data, method="sghmc", members=2, draws=6, steps=40)
         Adapters(6 draws of 3 tensors; method=sghmc, prior=..., gradients=..., tokens=60, T=1/60)
     """
-    problem = _problem(model, data, answers, batch_size, seed)
+    problem = _problem(model, data, answers, batch_size, seed, prior)
     if method not in METHODS:
         raise ValueError(f"bayesian_lora: method={method!r}: pass one of {', '.join(map(repr, METHODS))}")
     for name, number in (("members", members), ("draws", draws), ("batch_size", batch_size)):
@@ -135,32 +164,44 @@ def bayesian_lora(
     count = members if method in ("ensemble", "sghmc") else 1
     steps = EPOCHS * count * -(-problem.size // problem.batch_size) if steps is None else steps
     checks.number("bayesian_lora: steps", steps, "[1, inf)", integer=True)
-    decides = prior_precision == "held out"
-    if not decides:
-        checks.positive("bayesian_lora: prior_precision", prior_precision)
-    elif problem.size < 2 * HELD_OUT:
+    if prior is not None and prior_precision != "held out":
+        raise ValueError(
+            "bayesian_lora: pass one of prior and prior_precision: a Gaussian prior has precisions of its own"
+        )
+    if mesh is not None and method not in ("ensemble", "sghmc"):
+        raise ValueError(
+            f"bayesian_lora: mesh shares out members, and method={method!r} has one Gaussian: leave mesh out"
+        )
+    decides = prior_precision == "held out" and prior is None
+    if decides and problem.size < 2 * HELD_OUT:
         raise ValueError(
             f"bayesian_lora: {problem.size} sequences are too few to decide on the prior: pass prior_precision=, a number"
         )
+    if prior_precision != "held out":
+        checks.positive("bayesian_lora: prior_precision", prior_precision)
     given: dict[str, Any] = {"method": method, "members": count, "draws": draws, "steps": steps, "seed": seed, "lr": lr}
     given |= {"batch_size": problem.batch_size, "prior_precision": prior_precision}
     given |= {"data": describe([problem.data.inputs, problem.data.targets]), "answers": problem.answers}
-    kept = _Kept(problem, path, given)
+    given |= {} if prior is None else {"prior": describe(prior)}
+    kept = _Kept(problem, path, given, mesh)
     if kept.is_done:
         return kept.result()
     # a candidate takes half as many gradients as a member
     each = max(2, int(steps / (count + len(PRIORS) / 2))) if decides else max(2, steps // count)
     losses = kept.once("losses", lambda: problem.held_out_losses(each // 2)) if decides else {}
     name = min(losses, key=losses.get) if losses else f"{prior_precision} on both"  # pyright: ignore[reportCallIssue, reportArgumentType]
-    prior = PRIORS[name] if losses else Prior(float(prior_precision), float(prior_precision), of_start=False)
+    if prior is not None:
+        name, precisions = "given", Prior(0.0, 0.0, of_start=False)
+    else:
+        precisions = PRIORS[name] if losses else Prior(float(prior_precision), float(prior_precision), of_start=False)
     lr = LEARNING_RATES[method] if lr is None else lr
     with holding(model, {}):
         if method in ("ensemble", "sghmc"):
             per = 1 if method == "ensemble" else -(-draws // members)
-            for k in range(members):
-                kept.member(k, per, lambda k=k: problem.member(method, k, each, per, lr, prior))
+            for k in kept.mine:
+                kept.member(k, per, lambda k=k: problem.member(method, k, each, per, lr, precisions))
         else:
-            kept.member(0, draws, lambda: problem.gaussian(method, each, draws, lr, prior))
+            kept.member(0, draws, lambda: problem.gaussian(method, each, draws, lr, precisions))
     gradients = each * count + (each // 2) * len(losses)
     return kept.finish(
         {
@@ -174,7 +215,7 @@ def bayesian_lora(
     )
 
 
-def _problem(model: Any, data: Any, answers: Any, batch_size: int, seed: int) -> _Problem:
+def _problem(model: Any, data: Any, answers: Any, batch_size: int, seed: int, prior: Any) -> _Problem:
     if not isinstance(model, nn.Module):
         raise TypeError(f"bayesian_lora: model is {type(model).__name__}, not a torch.nn.Module")
     if not any(p.requires_grad for p in model.parameters()):
@@ -195,7 +236,15 @@ def _problem(model: Any, data: Any, answers: Any, batch_size: int, seed: int) ->
     inputs, targets = AnswerReader(model, possible)(held.raw)
     if not bool((targets != LEFT_OUT).any()):
         raise ValueError("bayesian_lora: no label of data counts: all are -100, the first of a sequence, or no answer")
-    return _Problem(model, Data(inputs, targets, held.size), possible, min(batch_size, held.size), seed)
+    if prior is not None:
+        if not isinstance(prior, Gaussian):
+            raise TypeError(
+                f"bayesian_lora: prior is {type(prior).__name__}: pass a Gaussian, such as adapters.posterior"
+            )
+        own = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        require_like(prior.mean, own, "bayesian_lora: prior")
+        prior = prior.factorised()
+    return _Problem(model, Data(inputs, targets, held.size), possible, min(batch_size, held.size), seed, prior)
 
 
 @dataclass(frozen=True)
@@ -207,6 +256,7 @@ class _Problem:
     answers: list[int] | None
     batch_size: int
     seed: int
+    prior: Gaussian | None
 
     @property
     def size(self) -> int:
@@ -223,19 +273,25 @@ class _Problem:
     def params(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.named.items()}
 
-    def begin(self, k: int) -> None:
-        """Draw the start of member ``k``: what PEFT draws; parameters outside of adapters begin where the model has them."""
-        with torch.random.fork_rng(devices=[]):
+    @contextmanager
+    def started(self, k: int) -> Iterator[None]:
+        """The model at the start of member ``k``, and all that draws inside from a stream of its own, dropout too.
+
+        It starts where PEFT does, parameters outside of adapters where the model has them; or at the mean of the prior.
+        """
+        with torch.random.fork_rng(devices={p.get_device() for p in self.named.values() if p.is_cuda}):
             torch.manual_seed(1000 * self.seed + k)
             for layer in self.model.modules():
                 reset: Any = getattr(layer, "reset_lora_parameters", None)
                 for name in layer.lora_A if callable(reset) else ():  # pyright: ignore[reportGeneralTypeIssues]
                     reset(name, True)
+            write_back(self.model, {} if self.prior is None else self.prior.mean)
+            yield
 
-    def groups(self, prior: Prior) -> list[dict[str, Any]]:
+    def groups(self, precisions: Prior) -> list[dict[str, Any]]:
         """Parameter groups with the prior as weight decay."""
         return [
-            {"params": [(name, p)], "weight_decay": prior.precision(name, p) / self.tokens}
+            {"params": [(name, p)], "weight_decay": precisions.precision(name, p) / self.tokens}
             for name, p in self.named.items()
         ]
 
@@ -247,11 +303,15 @@ class _Problem:
             yield from order[: len(order) // b * b].split(b)
 
     def loss(self, rows: Tensor, mean_tokens: float) -> Tensor:
-        """Of a minibatch, as :mod:`bayesopt_chain.lora.loss` defines it."""
+        """Of a minibatch, as :mod:`bayesopt_chain.lora.loss` defines it, and of a Gaussian prior."""
         inputs, targets = self.data.take(rows)
         arguments, keywords = arguments_of(self.model, inputs)
         logits = logits_over(self.answers)(self.model(*arguments, **keywords))
-        return summed_loss(logits, targets) / (len(rows) * mean_tokens)
+        value = summed_loss(logits, targets) / (len(rows) * mean_tokens)
+        if self.prior is None:
+            return value
+        moved = {name: p - self.prior.mean[name] for name, p in self.named.items()}
+        return value + self.prior.precision.quad(moved) / (2 * self.tokens)
 
     def run(
         self,
@@ -285,11 +345,10 @@ class _Problem:
             for layer, mode in modes.items():
                 layer.training = mode
 
-    def train(self, k: int, steps: int, lr: float, prior: Prior, rows: Tensor) -> Iterator[Tensor]:
-        """Train member ``k`` by Adam on these rows, in the model; returns the batches that come next."""
-        self.begin(k)
+    def train(self, k: int, steps: int, lr: float, precisions: Prior, rows: Tensor) -> Iterator[Tensor]:
+        """Train the member that was started by Adam on these rows, in the model; returns the batches that come next."""
         batches = self.batches(rows, k)
-        self.run(optim.Adam(self.groups(prior), lr, temperature=0.0), batches, steps, self.tokens / self.size)
+        self.run(optim.Adam(self.groups(precisions), lr, temperature=0.0), batches, steps, self.tokens / self.size)
         return batches
 
     def held_out_losses(self, steps: int) -> dict[str, float]:
@@ -298,73 +357,104 @@ class _Problem:
         held, rest = order[: self.size // HELD_OUT], order[self.size // HELD_OUT :]
         losses = {}
         with holding(self.model, {}):
-            for name, prior in PRIORS.items():
-                self.train(0, steps, LEARNING_RATES["ensemble"], prior, rest)
+            for name, precisions in PRIORS.items():
+                with self.started(0):
+                    self.train(0, steps, LEARNING_RATES["ensemble"], precisions, rest)
                 one = {n: x[None] for n, x in self.params().items()}
                 losses[name] = Adapters(self.model, one, answers=self.answers).nll_of(*self.data.take(held))
         return losses
 
-    def member(self, method: str, k: int, steps: int, count: int, lr: float, prior: Prior) -> dict[str, Tensor]:
+    def member(self, method: str, k: int, steps: int, count: int, lr: float, precisions: Prior) -> dict[str, Tensor]:
         """The draws of one member: its trained adapter, or what its chain leaves."""
         every = torch.arange(self.size, device="cpu")
-        if method == "ensemble":
-            self.train(k, steps, lr, prior, every)
-            return {name: x[None] for name, x in self.params().items()}
-        batches = self.train(k, steps - steps // 2, LEARNING_RATES["ensemble"], prior, every)
-        generator = torch.Generator().manual_seed(1000 * self.seed + k)
-        chain = optim.SGHMC(self.groups(prior), lr, temperature=1 / self.tokens, generator=generator)
-        apart, found = max(1, steps // 2 // count), []
-        keep = lambda step: found.append(self.params()) if step % apart == 0 else None  # noqa: E731
-        self.run(chain, batches, apart * count, self.tokens / self.size, cycle=False, then=keep)
+        with self.started(k):
+            if method == "ensemble":
+                self.train(k, steps, lr, precisions, every)
+                return {name: x[None] for name, x in self.params().items()}
+            batches = self.train(k, steps - steps // 2, LEARNING_RATES["ensemble"], precisions, every)
+            generator = torch.Generator().manual_seed(1000 * self.seed + k)
+            chain = optim.SGHMC(self.groups(precisions), lr, temperature=1 / self.tokens, generator=generator)
+            apart, found = max(1, steps // 2 // count), []
+            keep = lambda step: found.append(self.params()) if step % apart == 0 else None  # noqa: E731
+            self.run(chain, batches, apart * count, self.tokens / self.size, cycle=False, then=keep)
         return {name: torch.stack([one[name] for one in found]) for name in found[0]}
 
-    def gaussian(self, method: str, steps: int, count: int, lr: float, prior: Prior) -> dict[str, Any]:
-        """Draws of one Gaussian: of IVON, or of the Laplace posterior around a trained adapter (with its ``mean``)."""
+    def gaussian(self, method: str, steps: int, count: int, lr: float, precisions: Prior) -> dict[str, Any]:
+        """Draws of one Gaussian: of IVON, or of the Laplace ``posterior`` around a trained adapter."""
         every, generator = torch.arange(self.size, device="cpu"), torch.Generator().manual_seed(self.seed)
-        if method == "ivon":
-            self.begin(0)
-            settings = {"betas": (0.9, 1 - min(0.5, 5 / steps)), "init_hessian": 0.1, "clip_radius": 0.01}
-            ivon = optim.IVON(self.groups(prior), lr, temperature=1 / self.tokens, generator=generator, **settings)
-            self.run(ivon, self.batches(every, 0), steps, self.tokens / self.size)
-            found = []
-            for k in range(count):
-                with ivon.sampled(draw=k):
-                    found.append(self.params())
-            return {name: torch.stack([one[name] for one in found]) for name in found[0]}
-        self.train(0, steps, lr, prior, every)
-        mean = self.params()
+        with self.started(0):
+            if method == "ivon":
+                settings = {"betas": (0.9, 1 - min(0.5, 5 / steps)), "init_hessian": 0.1, "clip_radius": 0.01}
+                groups = self.groups(precisions)
+                ivon = optim.IVON(groups, lr, temperature=1 / self.tokens, generator=generator, **settings)
+                self.run(ivon, self.batches(every, 0), steps, self.tokens / self.size)
+                found = []
+                for k in range(count):
+                    with ivon.sampled(draw=k):
+                        found.append(self.params())
+                return {name: torch.stack([one[name] for one in found]) for name in found[0]}
+            self.train(0, steps, lr, precisions, every)
+            posterior = self.laplace(precisions)
+        return {"posterior": posterior, **posterior.sample((count,), generator=generator)}
+
+    def laplace(self, precisions: Prior) -> Gaussian:
+        """The Laplace posterior, of Kronecker factors, around the model's parameters."""
+        mean, every = self.params(), torch.arange(self.size, device="cpu")
         modes = {layer: layer.training for layer in self.model.modules()}
         self.model.eval()
         try:
-            data = [self.data.take(rows) for rows in every.split(self.batch_size)]
             fitted = fit_laplace(
                 self.model,
                 likelihoods.categorical(),
-                data,
+                [self.data.take(rows) for rows in every.split(self.batch_size)],
                 subset="all",
                 structure="kronecker",
                 curvature="ggn" if self.answers else "fisher",
                 tune=None,
-                prior_precision={n: p.new_tensor(prior.precision(n, p)) for n, p in mean.items()},
+                prior_precision={n: p.new_tensor(precisions.precision(n, p) or 1.0) for n, p in mean.items()},
                 outputs=logits_over(self.answers),
             )
         finally:
             for layer, mode in modes.items():
                 layer.training = mode
-        return {"mean": mean, **fitted.posterior.sample((count,), generator=generator)}
+        if self.prior is None:
+            return fitted.posterior
+        return posterior_of(fitted.seen.precision, mean, prior=self.prior)
 
 
 class _Kept:
     """Draws as they are made, in memory or in a folder in which the same call goes on.
 
     The folder has ``call.json`` (the arguments and a description of the data, by the run store's rules), ``losses.json`` once
-    the prior is decided, an adapter of PEFT for each draw, and at the end what :func:`bayesopt_chain.lora.adapters` reads.
+    the prior is decided, an adapter of PEFT for each draw, and at the end what :func:`bayesopt_chain.lora.adapters` reads. Of
+    several ranks each writes the draws of its own members, and the first one all else.
+
+    Attributes:
+        mine: the numbers of the members that are made here.
     """
 
-    def __init__(self, problem: _Problem, path: str | Path | None, given: Mapping[str, Any]) -> None:
-        self.problem, self.path = problem, None if path is None else Path(path)
+    def __init__(self, problem: _Problem, path: str | Path | None, given: Mapping[str, Any], mesh: Any) -> None:
+        self.problem, self.path, self.mesh = problem, None if path is None else Path(path), mesh
+        self.mine, self.first = range(given["members"]), True
+        if mesh is not None:
+            require_one_axis(mesh, "bayesian_lora")
+            every = gather_objects(dict(given), mesh)
+            if wrong := sorted(k for k in given if any(theirs[k] != given[k] for theirs in every)):
+                raise ValueError(f"bayesian_lora: the ranks were not given the same call: {', '.join(wrong)} differ")
+            self.mine, self.first = chains_of(given["members"], mesh), mesh.get_local_rank() == 0
+        elif self.path is not None and world().size > 1:
+            self.path = self.path / f"rank-{world().rank:05d}-of-{world().size:05d}"
         self.draws: list[dict[str, Tensor]] = []
-        self.mean: dict[str, Tensor] | None = None
+        self.posterior: Gaussian | None = None
+        self._of_first(lambda: self._claim(given))
+
+    def _of_first(self, what: Callable[[], T]) -> T:
+        """What the first rank's function returns, on every rank; what it raises, all raise."""
+        if self.mesh is None:
+            return what()
+        return gather_objects(together(self.mesh, lambda: what() if self.first else None), self.mesh)[0]  # pyright: ignore[reportReturnType]
+
+    def _claim(self, given: Mapping[str, Any]) -> None:
         if self.path is None:
             return
         self.path.mkdir(parents=True, exist_ok=True)
@@ -373,16 +463,16 @@ class _Kept:
             before = json.loads(call.read_text(encoding="utf-8"))
             if other := difference(before, json.loads(text)):
                 raise ValueError(
-                    f"bayesian_lora: path {str(path)!r} is of another call: there {other}; pass another folder"
+                    f"bayesian_lora: path {str(self.path)!r} is of another call: there {other}; pass another folder"
                 )
         elif any(self.path.iterdir()):
-            raise ValueError(f"bayesian_lora: path {str(path)!r} holds other files: pass a folder of its own")
+            raise ValueError(f"bayesian_lora: path {str(self.path)!r} holds other files: pass a folder of its own")
         else:
             _replace(call, text)
 
     @property
     def is_done(self) -> bool:
-        return self.path is not None and (self.path / ABOUT).exists()
+        return self._of_first(lambda: self.path is not None and (self.path / ABOUT).exists())
 
     def result(self) -> Adapters:
         """What a finished call left."""
@@ -390,40 +480,47 @@ class _Kept:
         return adapters(self.path, self.problem.model)
 
     def once(self, name: str, make: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """Numbers, made once."""
-        if self.path is None:
-            return make()
-        file = self.path / f"{name}.json"
-        if not file.exists():
-            _replace(file, json.dumps(make()))
-        return json.loads(file.read_text(encoding="utf-8"))
+        """Numbers, made once and by the first rank."""
+
+        def made() -> dict[str, float]:
+            if self.path is None:
+                return make()
+            file = self.path / f"{name}.json"
+            if not file.exists():
+                _replace(file, json.dumps(make()))
+            return json.loads(file.read_text(encoding="utf-8"))
+
+        return self._of_first(made)
 
     def member(self, k: int, count: int, make: Callable[[], dict[str, Any]]) -> None:
         """The draws of member ``k``, made unless all of them are there."""
-        folders = [] if self.path is None else [self.path / f"draw-{k * count + i:03d}" for i in range(count)]
-        model = self.problem.model
-        if folders and all(folder.is_dir() for folder in folders):
+        path, model = self.path, self.problem.model
+        folders = [] if path is None else [path / f"draw-{k * count + i:03d}" for i in range(count)]
+        if path is not None and all(folder.is_dir() for folder in folders):
             self.draws += [read_adapter(model, folder) for folder in folders]
-            self.mean = (
-                read_adapter(model, folders[0].with_name("mean")) if (folders[0].with_name("mean")).is_dir() else None
-            )
+            self.posterior = read_posterior(model, path) if (path / MEAN).is_dir() else None
             return
         made = make()
-        self.mean = made.pop("mean", None)
+        self.posterior = made.pop("posterior", None)
         self.draws += [{name: x[i] for name, x in made.items()} for i in range(count)]
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
-        if folders and self.mean is not None:
-            write_adapter(model, self.mean, folders[0].with_name("mean"))
+        if path is not None:
+            for folder in (path / MEAN, *folders):
+                shutil.rmtree(folder, ignore_errors=True)
+            if self.posterior is not None:
+                write_posterior(model, self.posterior, path)
         for folder, draw in zip(folders, self.draws[-count:]):
             write_adapter(model, draw, folder)
 
     def finish(self, report: Mapping[str, Any]) -> Adapters:
-        """All draws together."""
+        """All draws together, of all ranks."""
         stacked = {name: torch.stack([draw[name] for draw in self.draws]) for name in self.draws[0]}
-        found = Adapters(self.problem.model, stacked, mean=self.mean, report=report, answers=self.problem.answers)
-        if self.path is not None:
-            _replace(self.path / ABOUT, json.dumps(found.about(), indent=1) + "\n")
+        if self.mesh is not None:
+            parts = gather_tensors(stacked, self.mesh)
+            stacked = {name: torch.cat([part[name] for part in parts]) for name in stacked}
+        model, answers = self.problem.model, self.problem.answers
+        found = Adapters(model, stacked, posterior=self.posterior, report=report, answers=answers)
+        if (path := self.path) is not None:
+            self._of_first(lambda: _replace(path / ABOUT, json.dumps(found.about(), indent=1) + "\n"))
         return found
 
 

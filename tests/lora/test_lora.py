@@ -30,19 +30,23 @@ def base():
     return transformers.LlamaForCausalLM(config)
 
 
-def model():
+def model(**options):
     peft = pytest.importorskip("peft")
     return peft.get_peft_model(
-        base(), peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+        base(), peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **options)
     )
+
+
+def sequences(step=1):
+    ids = (step * torch.arange(8) + 3 * torch.arange(24)[:, None]) % 11
+    labels = ids.clone()
+    labels[:8, 4:] = -100
+    return {"input_ids": ids, "attention_mask": (labels != -100).long(), "labels": labels}
 
 
 @pytest.fixture(scope="module")
 def data():
-    ids = (torch.arange(8) + 3 * torch.arange(24)[:, None]) % 11
-    labels = ids.clone()
-    labels[:8, 4:] = -100
-    return {"input_ids": ids, "attention_mask": (labels != -100).long(), "labels": labels}
+    return sequences()
 
 
 @pytest.fixture(scope="module", params=METHODS)
@@ -69,15 +73,16 @@ def test_predictions_are_those_of_the_draws_one_by_one(found, data):
     logits = []
     for k in range(len(result)):
         draw = result.draw(k)
-        if result.mean is None:
+        if result.posterior is None:
             logits.append(forward(draw, inputs).detach())
             continue
-        step = {n: x - result.mean[n] for n, x in draw.items()}  # linearised: a central difference along the step
-        ahead, behind = ({n: m + h * step[n] for n, m in result.mean.items()} for h in (1e-2, -1e-2))
+        mean = result.posterior.mean
+        step = {n: x - mean[n] for n, x in draw.items()}  # linearised: a central difference along the step
+        ahead, behind = ({n: m + h * step[n] for n, m in mean.items()} for h in (1e-2, -1e-2))
         slope = (forward(ahead, inputs) - forward(behind, inputs)) / 2e-2
-        logits.append((forward(result.mean, inputs) + slope).detach())
+        logits.append((forward(mean, inputs) + slope).detach())
     p = torch.stack(logits).softmax(-1)
-    tolerance = {"rtol": 0, "atol": 1e-5 if result.mean is None else 2e-3}
+    tolerance = {"rtol": 0, "atol": 1e-5 if result.posterior is None else 2e-3}
     got = result.predict(data)
     torch.testing.assert_close(got.probabilities, p.mean(0), **tolerance)
     entropy = torch.special.entr(p.mean(0)).sum(-1)
@@ -140,6 +145,38 @@ def test_a_call_that_was_killed_goes_on_where_it_was(data, tmp_path, monkeypatch
         lora.bayesian_lora(own, other, path=tmp_path / "draws", **given)
 
 
+@pytest.mark.slow
+def test_the_posterior_of_a_task_is_the_prior_of_the_next(data, tmp_path):
+    """Its energy is that of the dense matrix, data count once each, and the first task is kept better than without."""
+    first = lora.bayesian_lora(model(), data, method="laplace", path=tmp_path / "first", **{**SHORT, "steps": 200})
+    second, prior = sequences(2), first.posterior
+    own = model()
+    given, plain = (fit._problem(own, second, None, 8, 0, p) for p in (prior, None))
+    torch.manual_seed(1)
+    for p in given.named.values():
+        p.data.add_(torch.randn_like(p))
+    moved = {name: (p - prior.mean[name]).detach() for name, p in given.named.items()}
+    flat = torch.cat([moved[name].flatten() for name in sorted(moved)]).double()
+    energy = flat @ prior.precision.to_dense().double() @ flat / (2 * given.tokens)
+    rows = torch.arange(8)
+    assert (given.loss(rows, 3.0) - plain.loss(rows, 3.0)).item() == pytest.approx(float(energy), rel=1e-4)
+    how = {k: v for k, v in SHORT.items() if k != "prior_precision"} | {"method": "laplace", "steps": 200}
+    kept = lora.bayesian_lora(model(), second, prior=prior, **how)
+    assert float(kept.posterior.undecomposed.count) == 2 * float(prior.undecomposed.count)
+    fresh = lora.bayesian_lora(model(), second, prior_precision=1.0, **how)
+    assert kept.nll(data) < fresh.nll(data) - 0.05 and kept.nll(second) < first.nll(second) - 0.05
+    again = lora.bayesian_lora(model(), second, prior=lora.adapters(tmp_path / "first", model()).posterior, **how)
+    assert all(torch.equal(x, again.draws[name]) for name, x in kept.draws.items())
+
+
+def test_dropout_is_drawn_from_a_stream_of_each_members_own(data):
+    given = {**SHORT, "members": 1}
+    one = [lora.bayesian_lora(model(lora_dropout=0.5), data, **given).draws for _ in range(2)]
+    assert all(torch.equal(x, one[1][name]) for name, x in one[0].items())
+    without = lora.bayesian_lora(model(), data, **given).draws
+    assert not all(torch.equal(x, without[name]) for name, x in one[0].items())
+
+
 def test_the_prior_with_the_smallest_held_out_loss_is_taken(data):
     result = lora.bayesian_lora(model(), data, steps=40, members=2)
     losses = result.report["held-out losses"]
@@ -186,6 +223,10 @@ def test_the_mean_over_all_batches_of_the_loss_has_the_gradient_of_the_mean_over
         ({"prior_precision": 0}, ValueError, "prior_precision"),
         ({"answers": [3]}, ValueError, r"answers=\[3\]"),
         ({"answers": [3, 3]}, ValueError, "answers"),
+        ({"prior": 1.0}, TypeError, "prior is float"),
+        ({"prior": bc.Gaussian({}, bc.precision.Diagonal({}, torch.tensor(1.0)))}, ValueError, "prior"),
+        ({"mesh": 2}, TypeError, "mesh must be a DeviceMesh"),
+        ({"mesh": 2, "method": "laplace"}, ValueError, "method='laplace' has one Gaussian"),
         ({"model": 3}, TypeError, "model is int"),
     ],
 )
