@@ -9,7 +9,7 @@ Only differences of logits matter to a softmax, and ``probit`` sees only those.
 
 Which one is the default was measured, as the mean over 12 random Gaussians of the largest error of a probability against
 80,000 draws (which err by .001 themselves), for logits with standard deviations of 0.3, 1 and 3
-(``python -m benchmarks.softmax_means``, November 2026):
+(measured in November 2026):
 
     classes      3                    10                   30                   100
     sobol        .000  .001  .003     .000  .002  .009     .000  .003  .011     .000  .003  .013
