@@ -60,7 +60,7 @@ MUTANTS = [
     ),
     (
         "digests of a checkpoint are not compared", "distributed/checkpoint.py",
-        "return file.is_file() and _sha256(file) == digest", "return file.is_file()", f"{RANKS}damaged_checkpoints.py",
+        "or _sha256(folder / file) != digests.get(file)", "", f"{RANKS}damaged_checkpoints.py",
     ),
     (
         "the curvature of a Bernoulli likelihood is p, not p (1 - p)", "likelihoods/_classes.py",

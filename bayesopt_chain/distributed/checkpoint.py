@@ -8,10 +8,11 @@ checkpoint. Examples of names in the table:
     state/0.Momentum.trace['layer.weight']
     chain 3/params/w                       with ``chains``, one tensor for each chain, by the global number of the chain
 
-DCP stores no checksums. So a file beside the table has the SHA-256 of every other file; the ranks share the work of comparing
-them before a checkpoint is read. The pieces of a tensor must cover each of its elements once. With the indicator function
-``1_B`` of a box ``B`` this is ``sum_B 1_B = 1_whole``, and equivalently the same for the mixed differences of these functions,
-which are ``+1`` or ``-1`` at the corners of the boxes and zero elsewhere, so that it takes a count of corners.
+DCP stores no checksums. So a file beside the table has the SHA-256 of every other file (``sha256sum -c .sha256`` compares
+them); the ranks share the work of comparing them before a checkpoint is read. The pieces of a tensor must cover each of its
+elements once. With the indicator function ``1_B`` of a box ``B`` this is ``sum_B 1_B = 1_whole``, and equivalently the same for
+the mixed differences of these functions, which are ``+1`` or ``-1`` at the corners of the boxes and zero elsewhere, so that it
+takes a count of corners.
 
 Three properties of DCP would lose data without a message, and are refused here. It takes plain tensors of one name on several
 ranks for replicas and keeps one of them, even if they differ. It stores values that are not tensors for one rank only. When
@@ -22,8 +23,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import os
+import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -36,15 +37,24 @@ from torch import Tensor
 
 from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.distributed.layout import runs_of
-from bayesopt_chain.distributed.ranks import digest, gather_objects, together, world
+from bayesopt_chain.distributed.ranks import (
+    differing,
+    digest,
+    gather_objects,
+    named_leaves,
+    shown_some,
+    together,
+    world,
+)
 from bayesopt_chain.distributed.shards import local
 
 TABLE = ".metadata"  # the file of DCP's table of contents
-DIGESTS = ".sha256.json"  # the digests of all other files, written behind the table
+DIGESTS = ".sha256"  # the digests of all other files, as sha256sum writes them, behind the table
+CHAIN = re.compile(r"chain ([0-9]{1,9})/")  # how the names of tensors of one chain begin
 MOST_CORNERS = 1 << 22  # of pieces of one tensor
 
 
-def save(path: str | Path, tree: Mapping[str, Any], *, chains: range | None = None) -> None:
+def save(path: str | Path, tree: Any, *, chains: range | None = None) -> None:
     """Write the tensors of all ranks into a directory. Call it on every rank, with the same ``path``.
 
     A checkpoint that is not complete has no table of contents, and :func:`load` refuses it. One that was cut off behind its
@@ -52,8 +62,8 @@ def save(path: str | Path, tree: Mapping[str, Any], *, chains: range | None = No
 
     Args:
         path: a directory on storage that all ranks see. Every step that is saved needs a directory of its own.
-        tree: dictionaries of tensors, such as ``{"params": params, "state": bc.state_dict(state)}``. DTensors are written
-            shard by shard. Plain tensors must be equal on all ranks, except with ``chains``.
+        tree: of tensors, such as ``{"params": params, "state": bc.state_dict(state)}``, whose names say link and leaf. DTensors
+            are written shard by shard. Plain tensors must be equal on all ranks, except with ``chains``.
         chains: the global numbers of the chains of this rank, which axis 0 of every tensor counts. They are
             ``chains.numbers`` of :func:`bayesopt_chain.parallel` with a mesh. Default: the tensors are not stacked.
 
@@ -76,31 +86,40 @@ def save(path: str | Path, tree: Mapping[str, Any], *, chains: range | None = No
     """
     from torch.distributed.checkpoint.state_dict_saver import save as write
 
-    def checked() -> tuple[dict[str, Tensor], dict[tuple[str, int], Any]]:
-        if (Path(path) / TABLE).exists():
+    folder, rank = Path(path), world().rank
+
+    def checked() -> tuple[dict[str, Tensor], dict[Any, Any]]:
+        if (folder / TABLE).exists():
             raise FileExistsError(f"save: {path} holds a checkpoint already; give every step that is saved a directory")
         tensors = _named("save", tree, chains)
-        return tensors, {_piece(name, x): digest(local(x)) for name, x in tensors.items() if not _is_cut(x)}
+        # Ranks with the same elements of a tensor must have equal numbers there. Of a tensor that is cut over all ranks no
+        # two have the same, and nothing is compared.
+        held = {(name, runs_of(x) if is_dtensor(x) else None): x for name, x in tensors.items() if not _is_cut(x)}
+        return tensors, {piece: digest(local(x)) for piece, x in held.items()}
 
     # Nothing is written before every rank has passed its checks: one that failed would leave the others waiting.
     tensors, digests = together(None, checked)
-    every = gather_objects(digests, None)
-    wrong = [piece[0] for piece, mine in digests.items() if any(theirs.get(piece, mine) != mine for theirs in every)]
-    if wrong:
+    if wrong := differing(digests, None):
         raise ValueError(
-            f"save: {', '.join(wrong[:4])}{', ...' if len(wrong) > 4 else ''} differ from rank to rank, and one of them would "
-            "be kept: chains=chains.numbers for chains on ranks of their own, bc.distributed.broadcast for replicas that "
-            "have drifted apart, DTensors for shards"
+            f"save: {shown_some(name for name, _ in wrong)} differ from rank to rank, and one of them would be kept: "
+            "chains=chains.numbers for chains on ranks of their own, bc.distributed.broadcast for replicas that have drifted "
+            "apart, DTensors for shards"
         )
     with _alone_without_a_warning() as alone:
         write(tensors, checkpoint_id=str(path), no_dist=alone)
 
-    def mine() -> dict[str, str]:
-        files = list(Path(path).glob(f"__{world().rank}_*.distcp")) + [Path(path) / TABLE] * (world().rank == 0)
-        return {file.name: _sha256(file) for file in files}
+    def sums() -> list[str]:
+        mine = [*folder.glob(f"__{rank}_*.distcp"), *[folder / TABLE] * (rank == 0)]
+        return [f"{_sha256(file)}  {file.name}\n" for file in mine]
 
-    every_file = gather_objects(together(None, mine), None)
-    together(None, lambda: _write_digests(Path(path), every_file) if world().rank == 0 else None)
+    def record() -> None:
+        with open(folder / DIGESTS, "w") as file:
+            file.writelines(itertools.chain(*every))
+            file.flush()
+            os.fsync(file.fileno())
+
+    every = gather_objects(together(None, sums), None)
+    together(None, record if rank == 0 else lambda: None)
 
 
 def _sha256(file: Path) -> str:
@@ -108,18 +127,8 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def _write_digests(folder: Path, of_ranks: list[dict[str, str]]) -> None:
-    """Write the digests of all files at once, behind the files themselves."""
-    temporary = folder / f"{DIGESTS}.tmp"
-    with open(temporary, "w") as file:
-        json.dump({name: digest for digests in of_ranks for name, digest in digests.items()}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, folder / DIGESTS)
-
-
-def _require_digests(folder: Path, rank: int, size: int) -> bool:
-    """Compare the table, and every ``size``-th of the other files, with their digests.
+def _require_digests(folder: Path) -> bool:
+    """Compare the table of contents, and this rank's share of the other files, with their digests.
 
     Returns:
         Whether there are digests to compare with.
@@ -127,30 +136,24 @@ def _require_digests(folder: Path, rank: int, size: int) -> bool:
     Raises:
         ValueError: naming a file that differs.
     """
-    if not (folder / DIGESTS).exists():
+    from bayesopt_chain.distributed.restricted import is_small
+
+    record = folder / DIGESTS
+    if not record.exists():
         return False
-    wrong = DIGESTS
-    try:
-        if (folder / DIGESTS).is_file() and (folder / DIGESTS).stat().st_size < 1 << 26:
-            digests = json.loads((folder / DIGESTS).read_text())
-            names = sorted({*digests, *(file.name for file in folder.glob("*.distcp"))} - {TABLE})
-            differ = [x for x in (TABLE, *names[rank::size]) if not _is(folder / x, digests.get(x))]
-            wrong = differ[0] if differ else ""
-    except (ValueError, TypeError, AttributeError, RecursionError):  # no dictionary of names and digests
-        pass
-    if wrong:
-        raise ValueError(
-            f"load: {wrong} of the checkpoint in {folder} is damaged: it is not the file that was saved; load an earlier "
-            "checkpoint"
-        )
+    lines = record.read_bytes().decode(errors="replace").split("\n")[:-1] if is_small(record) else []
+    digests = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    names = sorted({*digests, *(file.name for file in folder.glob("*.distcp"))} - {TABLE})
+    for file in (TABLE, *names[world().rank :: world().size]):
+        if not (folder / file).is_file() or _sha256(folder / file) != digests.get(file):
+            raise ValueError(
+                f"load: {file} of the checkpoint in {folder} is damaged: it is not the file whose digest stands in {DIGESTS}; "
+                "load an earlier checkpoint"
+            )
     return True
 
 
-def _is(file: Path, digest: Any) -> bool:
-    return file.is_file() and _sha256(file) == digest
-
-
-def load(path: str | Path, tree: Mapping[str, Any], *, chains: range | None = None) -> None:
+def load(path: str | Path, tree: Any, *, chains: range | None = None) -> None:
     """Read a checkpoint into the tensors of a tree. Call it on every rank.
 
     The number of ranks and the layout of the tensors may differ from those with which the checkpoint was saved. If anything is
@@ -158,7 +161,7 @@ def load(path: str | Path, tree: Mapping[str, Any], *, chains: range | None = No
 
     Args:
         path: a directory that :func:`save` wrote, or ``torch.distributed.checkpoint.save`` itself, whose files have no digests.
-        tree: dictionaries of tensors, as for :func:`save`. The tensors are overwritten in place.
+        tree: of tensors, as for :func:`save`. The tensors are overwritten in place.
         chains: the global numbers of the chains of this rank, which may differ from those with which it saved.
 
     Raises:
@@ -185,25 +188,25 @@ def load(path: str | Path, tree: Mapping[str, Any], *, chains: range | None = No
 
     from bayesopt_chain.distributed.restricted import RestrictedReader
 
-    def checked() -> tuple[dict[str, Tensor], list[int], set[int], bool]:
+    def checked() -> tuple[dict[str, Tensor], set[int], bool]:
         if not (Path(path) / TABLE).exists():
             raise FileNotFoundError(
                 f"load: there is no checkpoint in {path}, or it was not written to its end; load an earlier one"
             )
         tensors = _named("load", tree, chains)
-        compared = _require_digests(Path(path), world().rank, world().size)
+        compared = _require_digests(Path(path))
         table = RestrictedReader(str(path)).read_metadata().state_dict_metadata
-        saved = {number for name in table if (number := _chain_of(name)) is not None}
-        here = {None, *(chains or ())}
-        _require_fit(path, tensors, {name: about for name, about in table.items() if _chain_of(name) in here})
-        return tensors, list(chains or ()), saved, compared
+        saved = {name: int(match[1]) for name in table if (match := CHAIN.match(name))}
+        here = {name: about for name, about in table.items() if saved.get(name) in {None, *(chains or ())}}
+        _require_fit(path, tensors, here)
+        return tensors, {*saved.values()}, compared
 
     # Nothing is read before every rank has passed its checks, so that a refusal leaves all tensors as they were.
-    tensors, mine, saved, compared = together(None, checked)
-    if left := saved - {number for theirs in gather_objects(mine, None) for number in theirs}:
+    tensors, saved, compared = together(None, checked)
+    if left := saved.difference(*gather_objects([*(chains or ())], None)):
         raise ValueError(
-            f"load: {path} holds chains {sorted(saved)[:8]}{'...' if len(saved) > 8 else ''}, and no rank loads "
-            f"{sorted(left)[:8]}: run as many chains as were saved"
+            f"load: {path} holds chains {shown_some(sorted(saved))}, and no rank loads {sorted(left)[:8]}: run as many chains "
+            "as were saved"
         )
     if not compared:
         warnings.warn(
@@ -231,11 +234,6 @@ def _is_cut(x: Tensor) -> bool:
     return cut and x.device_mesh.size() == world().size  # type: ignore[attr-defined]
 
 
-def _piece(name: str, x: Tensor) -> tuple[str, int]:
-    """A label of the part of a tensor that this rank holds. Ranks with equal labels must hold equal numbers."""
-    return name, hash(runs_of(x)) if is_dtensor(x) else 0
-
-
 @contextmanager
 def _alone_without_a_warning() -> Iterator[bool]:
     """Yield whether this is the only process, and suppress the warning that DCP gives in that case."""
@@ -244,8 +242,8 @@ def _alone_without_a_warning() -> Iterator[bool]:
         yield world().size == 1
 
 
-def _named(who: str, tree: Mapping[str, Any], chains: range | None) -> dict[str, Tensor]:
-    """The tensors of a tree of dictionaries, by their keys joined by ``/``.
+def _named(who: str, tree: Any, chains: range | None) -> dict[str, Tensor]:
+    """The tensors of a tree, by their paths.
 
     Args:
         who: the caller, for messages.
@@ -256,32 +254,19 @@ def _named(who: str, tree: Mapping[str, Any], chains: range | None) -> dict[str,
         Tensors that share their memory with those of the tree.
 
     Raises:
-        TypeError: ``tree`` is not a dictionary, or a leaf is not a tensor.
+        TypeError: a leaf is not a tensor.
         ValueError: two tensors have the same name; with ``chains``, a tensor is not stacked.
     """
-    if not isinstance(tree, Mapping):
-        raise TypeError(
-            f"{who}: tree must be a dictionary, such as {{'state': bc.state_dict(state)}}, got {type(tree).__name__}"
-        )
     out: dict[str, Tensor] = {}
-
-    def put(name: str, value: Any) -> None:
-        if isinstance(value, Mapping):
-            for inner, x in value.items():
-                put(f"{name}/{inner}", x)
-        elif not isinstance(value, Tensor):
+    for name, x in named_leaves(tree):
+        if not isinstance(x, Tensor):
             raise TypeError(
-                f"{who}: {name} is {type(value).__name__}; only tensors can be spread over ranks: bc.state_dict(state) for the "
-                "state of a chain, torch.distributed.checkpoint.state_dict.get_optimizer_state_dict for an optimizer of "
-                "bc.optim"
+                f"{who}: {name} is {type(x).__name__}; only tensors can be spread over ranks: bc.state_dict(state) for the "
+                "state of a chain, for an optimizer torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
             )
-        elif name in out:
+        if name in out:
             raise ValueError(f"{who}: two tensors are named {name}; rename a key that contains '/'")
-        else:
-            out[name] = value.detach()
-
-    for name, value in tree.items():
-        put(str(name), value)
+        out[name] = x.detach()
     if chains is None:
         return out
     for name, x in out.items():
@@ -292,13 +277,6 @@ def _named(who: str, tree: Mapping[str, Any], chains: range | None) -> dict[str,
                 f"axis 0 of every tensor counts the {len(chains)} chains of this rank"
             )
     return {f"chain {number}/{name}": x[i] for i, number in enumerate(chains) for name, x in out.items()}
-
-
-def _chain_of(name: str) -> int | None:
-    """The number of the chain to which a name of the table belongs; ``None`` for a tensor that was saved without chains."""
-    first, _, rest = name.partition("/")
-    number = first.removeprefix("chain ")
-    return int(number) if rest and number != first and number.isdigit() else None
 
 
 def _covers_once(about: Any) -> bool:
@@ -326,18 +304,14 @@ def _require_fit(path: Any, tensors: Mapping[str, Tensor], table: Mapping[str, A
     Raises:
         ValueError: the message has the first five differences.
     """
-    wrong = [f"{name} is not there" for name in tensors if name not in table]
+    here = {name: f"{x.dtype} {tuple(x.shape)}" for name, x in tensors.items()}
+    there = {name: f"{about.properties.dtype} {tuple(about.size)}" for name, about in table.items()}
+    wrong = [
+        f"{name} is {there.get(name, 'not there')}, expected {x}" for name, x in here.items() if there.get(name) != x
+    ]
     wrong += [f"{name} is not expected" for name in table if name not in tensors]
-    for name, x in tensors.items():
-        about = table.get(name)
-        if about is None:
-            continue
-        dtype = getattr(getattr(about, "properties", None), "dtype", None)
-        if dtype != x.dtype or tuple(about.size) != tuple(x.shape):
-            size = tuple(getattr(about, "size", ()))
-            wrong.append(f"{name} is {dtype} {size}, expected {x.dtype} {tuple(x.shape)}")
-        elif not _covers_once(about):
-            wrong.append(f"the pieces of {name} do not cover each of its elements once")
+    wrong += [
+        f"the pieces of {n} do not cover each of its elements once" for n, x in table.items() if not _covers_once(x)
+    ]
     if wrong:
-        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        raise ValueError(f"load: the checkpoint in {path} does not fit: {'; '.join(wrong[:5])}{more}")
+        raise ValueError(f"load: the checkpoint in {path} does not fit: {shown_some(wrong, 5, '; ')}")

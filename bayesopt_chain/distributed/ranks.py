@@ -20,6 +20,7 @@ A mesh is a ``torch.distributed.device_mesh.DeviceMesh`` of one axis. Of a mesh 
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -223,10 +224,10 @@ def broadcast(tree: T, mesh: Mesh) -> T:
         >>> params, state = bc.distributed.broadcast(start, mesh)     # doctest: +SKIP
     """
     require_one_axis(mesh, "broadcast")
-    spread = {_shown(path): runs_of(x) for path, x in _leaves(tree) if is_dtensor(x)}
-    if spread and any(other != spread for other in gather_objects(spread, mesh)):
+    spread = {name: runs_of(x) for name, x in named_leaves(tree) if is_dtensor(x)}
+    if spread and (wrong := differing(spread, mesh)):
         raise ValueError(
-            f"broadcast: {next(iter(spread))} is a DTensor, of which the ranks of this mesh hold different parts; pass the "
+            f"broadcast: {wrong[0]} is a DTensor, of which the ranks of this mesh hold different parts; pass the "
             "mesh of the ranks that hold the same ones, or plain tensors"
         )
 
@@ -264,25 +265,37 @@ def require_replicas(tree: Any, mesh: Mesh, *, who: str = "require_replicas") ->
         ...         bc.distributed.require_replicas((it.params, it.state), mesh)
     """
     require_one_axis(mesh, who)
-    mine = {_shown(path): digest(x) for path, x in _leaves(tree) if isinstance(x, Tensor)}
-    every = gather_objects(mine, mesh)
-    wrong = [name for name in mine if any(theirs.get(name) != mine[name] for theirs in every)]
-    if wrong or any(theirs.keys() != mine.keys() for theirs in every):
-        named = f"{', '.join(wrong[:4])}{', ...' if len(wrong) > 4 else ''} differ" if wrong else "their trees differ"
+    mine = {name: digest(x) for name, x in named_leaves(tree) if isinstance(x, Tensor)}
+    if wrong := differing({**mine, "the tree": tuple(mine)}, mesh):
         raise ValueError(
-            f"{who}: the ranks hold no replicas of one chain: {named}. Start all of them from the first rank's: "
-            "params, state = bc.distributed.broadcast((params, state), mesh)"
+            f"{who}: the ranks hold no replicas of one chain: {shown_some(wrong)} differ. Start all of them from the first "
+            "rank's: params, state = bc.distributed.broadcast((params, state), mesh)"
         )
 
 
-def _shown(path: Any) -> str:
-    """The path of a leaf as text for messages, such as ``state/0/trace/w``."""
-    return "/".join([str(getattr(entry, "field", entry.entry)) for entry in path]) or "the tensor"
+def named_leaves(tree: Any) -> Iterable[tuple[str, Any]]:
+    """The leaves of a tree, each with its path as text, such as ``state/0/trace/w``."""
+    paths = [[str(getattr(x, "field", x.entry)) for x in accessor] for accessor in optree.tree_accessors(tree)]
+    return zip(["/".join(path) or "the tensor" for path in paths], optree.tree_leaves(tree))
 
 
-def _leaves(tree: Any) -> Iterable[tuple[Any, Any]]:
-    """The leaves of a tree, each with its path."""
-    return zip(optree.tree_accessors(tree), optree.tree_leaves(tree))
+def differing(mine: Mapping[T, Any], mesh: Mesh | None) -> list[T]:
+    """What two ranks have under one name, and not alike. Equal on all ranks.
+
+    Args:
+        mine: this rank's values, which can be hashed and pickled and should be small.
+        mesh: the ranks; ``None`` for all ranks.
+    """
+    seen: dict[T, set[Any]] = {}
+    for name, value in itertools.chain(*(theirs.items() for theirs in gather_objects(mine, mesh))):
+        seen.setdefault(name, set()).add(value)
+    return [name for name, values in seen.items() if len(values) > 1]
+
+
+def shown_some(names: Iterable[Any], most: int = 4, comma: str = ", ") -> str:
+    """The first few of these names as text for messages."""
+    listed = [*dict.fromkeys(map(str, names))]
+    return comma.join(listed[:most]) + f"{comma}and {len(listed) - most} more" * (len(listed) > most)
 
 
 def digest(x: Tensor) -> tuple[Any, ...]:
@@ -365,20 +378,8 @@ def gather_tensors(mine: Mapping[str, Tensor], mesh: Mesh) -> list[dict[str, Ten
     Returns:
         The tensors of each rank in the order of ranks, on every rank, each on the device of this rank's tensor of that name.
     """
-    kinds = gather_objects({name: (x.dtype, tuple(x.shape)) for name, x in mine.items()}, mesh)
-    every: list[dict[str, Tensor]] = [{} for _ in kinds]
-    device = _device(mesh)
-    for name, x in mine.items():
-        # ``all_gather`` takes tensors of one size and dtype, so the bytes are sent, filled up to the longest.
-        sizes = [theirs[name][0].itemsize * torch.Size(theirs[name][1]).numel() for theirs in kinds]
-        sent = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
-        sent[: sizes[mesh.get_local_rank()]] = x.detach().contiguous().reshape(-1).view(torch.uint8).to(device)
-        came = [torch.empty_like(sent) for _ in kinds]
-        dist.all_gather(came, sent, group=mesh.get_group())
-        for tensors, theirs, raw, n in zip(every, kinds, came, sizes):
-            dtype, shape = theirs[name]
-            tensors[name] = raw[:n].clone().view(dtype).view(shape).to(x.device)
-    return every
+    every = [(name, x.device, gather_objects(x.detach().cpu(), mesh)) for name, x in mine.items()]
+    return [{name: came[rank].to(device) for name, device, came in every} for rank in range(mesh.size())]
 
 
 def together(mesh: Mesh | None, what: Callable[[], T]) -> T:

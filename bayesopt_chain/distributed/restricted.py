@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import IO, Any, ClassVar
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 # By module, the classes and functions that a table of contents of tensors needs.
 DESCRIPTIONS = {
@@ -77,7 +77,7 @@ class RestrictedReader(FileSystemReader):
         """
         path = Path(self._get_metadata_path(kwargs.get("rank")))
         try:
-            if not path.is_file() or path.stat().st_size > TABLE_BYTES:
+            if not is_small(path):
                 raise ValueError(f"it is no regular file of at most {TABLE_BYTES >> 20} MB")
             table = _Unpickler(io.BytesIO(path.read_bytes())).load()
             _require_tensors(path.parent, table)
@@ -113,22 +113,25 @@ def _require_tensors(folder: Path, table: Any) -> None:
     Raises:
         ValueError: naming the entry.
     """
-    if not isinstance(table, Metadata) or not isinstance(table.storage_data, dict):
+    if not isinstance(table, Metadata):
         raise ValueError("it is no table of contents")
     for name, about in table.state_dict_metadata.items():
         if not isinstance(name, str) or not isinstance(about, TensorStorageMetadata):
             raise ValueError(f"{name!r} is no tensor, and would be unpickled")
+        if not isinstance(about.properties.dtype, torch.dtype):
+            raise ValueError(f"{name!r} is of {about.properties.dtype!r}")
         for piece in about.chunks:
             offsets, sizes = piece.offsets, piece.sizes
-            whole = isinstance(piece, ChunkStorageMetadata) and len(offsets) == len(sizes) == len(about.size) <= 64
-            if not whole or min((*offsets, *sizes, *about.size), default=0) < 0:
+            if not len(offsets) == len(sizes) == len(about.size) <= 64 or min((*offsets, *sizes, *about.size, 0)) < 0:
                 raise ValueError(f"{name!r} has a piece of shape {sizes} at {offsets}")
-            if MetadataIndex(name, offsets) not in table.storage_data:
+            if MetadataIndex(name, offsets) not in (table.storage_data or {}):
                 raise ValueError(f"the piece of {name!r} at {tuple(offsets)} is nowhere")
-    for place in table.storage_data.values():
-        inside = isinstance(place, filesystem._StorageInfo) and FILE.fullmatch(str(place.relative_path)) is not None
-        if not inside or place.transform_descriptors:
-            raise ValueError(f"it names the file {getattr(place, 'relative_path', place)!r}")
-    for file in sorted({place.relative_path for place in table.storage_data.values()}):
-        if not (folder / file).is_file():
-            raise ValueError(f"{file} is not there, or is no regular file")
+    for place in (table.storage_data or {}).values():
+        file = str(place.relative_path)
+        if not FILE.fullmatch(file) or not (folder / file).is_file() or place.transform_descriptors:
+            raise ValueError(f"it names {file!r}, which is no file of pieces that is there")
+
+
+def is_small(file: Path) -> bool:
+    """Whether this is a regular file that can be read at once."""
+    return file.is_file() and file.stat().st_size <= TABLE_BYTES

@@ -14,8 +14,8 @@ At some steps each rank writes records of its parameters and its key, its claims
 group, and reads the records of other ranks. There is no collective operation, and no rank waits for another. The names of the
 records are made of the key or of the gradients:
 
-    numbers/<key>        [(hyperparameters of a group, its leaves)] of the first rank there
-    key/<key>            {leaf: (hash of the parameter's bits, number of steps that drew)} of the first rank there
+    key/<key>            groups' hyperparameters, and {leaf: (group, name, hash of the parameter's bits, number of steps that
+                         drew)} of the first rank there; of leaves of which it holds parts, group and name alone
     key/<key>/<hash>     the same for parts of leaves, of the first rank there that holds these parts
     gradient/<hash>      (key, hash of the parameters) of the first rank there with these gradients
 
@@ -76,6 +76,10 @@ _ONE_CHAIN = (
     "Replicas: give bc.optim.as_step the module under DistributedDataParallel, and its loss takes that. A chain on each rank: "
     "generator=bc.distributed.generator(seed, chain=rank), and no average over ranks in the loss or in hooks"
 )
+
+
+# of a leaf, or of some elements of it: number of its group, name, hash and shape of what is held, how often it has drawn
+_Record = list[Any]
 
 
 class Claim(NamedTuple):
@@ -211,19 +215,18 @@ class Witness:
             The message of a refusal; ``None`` without a contradiction.
         """
         rank = dist.get_rank()
-        refusal = None
+        bits, refusal = hashes([c.param for c in claims]), None
         for key in dict.fromkeys(claim.key for claim in claims):
-            refusal = refusal or self._compare_numbers(
-                store, f"{top}/numbers/{key}", [c for c in claims if c.key == key], rank
-            )
-        claims = [c for c in claims if c.param.numel()]  # a rank may hold nothing of a shard
-        bits = hashes([c.param for c in claims])
-        for key in dict.fromkeys(claim.key for claim in claims):
-            mine = {_place(c): [*c.param.shape, b, c.drawn, c.name] for c, b in zip(claims, bits) if c.key == key}
-            parts = {place: value for place, value in mine.items() if ":" in place}
-            whole = {place: value for place, value in mine.items() if ":" not in place}
-            for slot, held in ((key, whole), (f"{key}/{_combined(parts)}", parts)):
-                refusal = refusal or self._compare_key(store, f"{top}/key/{slot}", held, rank)
+            groups, leaves, parts = dict[int, tuple[int, dict[str, Any]]](), dict[str, _Record](), dict[str, _Record]()
+            for c, b in ((c, b) for c, b in zip(claims, bits) if c.key == key):
+                group, _ = groups.setdefault(id(c.group), (len(groups), _numbers(c.group)))
+                here, place, leaf = [group, c.name, [*c.param.shape, b], c.drawn], _place(c), f"{c.number:x}"
+                leaves[leaf] = here if place == leaf else [group, c.name, None, 0]
+                if place != leaf and c.param.numel():  # a rank may hold nothing of a shard
+                    parts[place] = here
+            numbers = [told for _, told in groups.values()]
+            for slot, held in ((key, leaves), (f"{key}/{_combined(parts)}", parts)):
+                refusal = refusal or self._compare(store, f"{top}/key/{slot}", numbers, held, rank)
         gradients = [(c, c.gradient, b) for c, b in zip(claims, bits) if c.gradient is not None]
         nonzero = _read([g.any() for _, g, _ in gradients])
         gradients = [x for x, there in zip(gradients, nonzero) if there]
@@ -243,32 +246,9 @@ class Witness:
             self.written[-1].append(name)
         return there
 
-    def _compare_numbers(self, store: Any, slot: str, claims: list[Claim], rank: int) -> str | None:
-        """Compare the hyperparameters of the leaves of one key with those of the first rank that has the key.
-
-        Args:
-            store: the rendezvous store.
-            slot: the name of the record.
-            claims: this rank's claims with this key; at least one.
-            rank: this rank.
-
-        Returns:
-            The message of a refusal; ``None`` without a contradiction.
-        """
-        names, groups = {c.number: c.name for c in claims}, dict[int, tuple[Mapping[str, Any], list[int]]]()
-        for c in claims:
-            groups.setdefault(id(c.group), (_numbers(c.group), []))[1].append(c.number)
-        mine = list(groups.values())
-        other, theirs = self._first(store, slot, [rank, mine])
-        for (here, leaves), (there, others) in ((a, b) for a in mine for b in theirs if other != rank):
-            shared = set(leaves).intersection(others)
-            wrong = [k for k in here if k in there and here[k] != there[k]]
-            if shared and wrong:
-                (a, x), (b, y) = sorted([(rank, here[wrong[0]]), (other, there[wrong[0]])])
-                return _NUMBERS.format(a, b, names[min(shared)], wrong[0], x, y)
-        return None
-
-    def _compare_key(self, store: Any, slot: str, mine: dict[str, list[Any]], rank: int) -> str | None:
+    def _compare(
+        self, store: Any, slot: str, numbers: list[dict[str, Any]], mine: dict[str, _Record], rank: int
+    ) -> str | None:
         """Compare the claims of one key with those of other ranks.
 
         They are compared with those of the first rank that has the key; claims for leaves that it does not have are compared
@@ -277,6 +257,7 @@ class Witness:
         Args:
             store: the rendezvous store.
             slot: the first part of the names of the records of this key.
+            numbers: the hyperparameters of this rank's groups.
             mine: this rank's claims with this key, by leaf and elements.
             rank: this rank.
 
@@ -289,18 +270,23 @@ class Witness:
             name, of = (
                 (f"{slot}/{number}", mine) if number is not None else (f"{slot}/{(x := min(mine))}", {x: mine[x]})
             )
-            other, theirs = self._first(store, name, [rank, of])
-            for place in mine.keys() & theirs.keys():
-                *held, count, leaf = mine[place]
-                *holds, counted, _ = theirs[place]
+            other, others, theirs = self._first(store, name, [rank, numbers, of])
+            for place in sorted(mine.keys() & theirs.keys()) if other != rank else ():
                 # Sorted, so that the message is the same whichever of the two ranks finds the contradiction.
-                (a, draws_a), (b, draws_b) = sorted([(rank, count), (other, counted)])
+                (a, (g, leaf, held, count), told), (b, (h, _, holds, counted), known) = sorted(
+                    [(rank, mine[place], numbers), (other, theirs[place], others)], key=lambda x: x[0]
+                )
+                here, there = told[g], known[h]
+                if wrong := [k for k in here if k in there and here[k] != there[k]]:
+                    return _NUMBERS.format(a, b, leaf, wrong[0], here[wrong[0]], there[wrong[0]])
+                if held is None or holds is None:
+                    continue
                 if held != holds:
-                    after = f" after {draws_a} and {draws_b} draws" if draws_a != draws_b else ""
+                    after = f" after {count} and {counted} draws" if count != counted else ""
                     return _SHARED.format(a, b, leaf, after)
-                if draws_a != draws_b:
-                    return _COUNTS.format(a, b, draws_a, draws_b)
-                if self.apart and other != rank:
+                if count != counted:
+                    return _COUNTS.format(a, b, count, counted)
+                if self.apart:
                     return _ONE_CHAIN.format(a, b, leaf)
             mine = {place: value for place, value in mine.items() if place not in theirs}
         return None

@@ -20,7 +20,16 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain._torch import is_dtensor
-from bayesopt_chain.distributed.ranks import World, broadcast, digest, gather_objects, together, world
+from bayesopt_chain.distributed.ranks import (
+    World,
+    broadcast,
+    differing,
+    digest,
+    gather_objects,
+    shown_some,
+    together,
+    world,
+)
 from bayesopt_chain.distributed.replicated import is_replicated
 from bayesopt_chain.distributed.shards import are_spread, local
 from bayesopt_chain.loop.module_state import buffers_of
@@ -494,7 +503,7 @@ class Store:
         tensors, scalars = files.flat((params, state))
         generators = [generator_states()]
         if self.place.sharded:
-            require_alike(tensors, self.gathered)
+            require_alike(tensors, self.place.mesh)
             tensors, generators = gathered(tensors, self.first), self.gathered(generators[0])
         more = {f"{GENERATOR}{i}/{n}": x for i, states in enumerate(generators) for n, x in states.items()}
         callbacks = dict[str, Any]()
@@ -576,17 +585,15 @@ def gathered(tensors: Mapping[str, Any], keep: bool) -> dict[str, Tensor]:
     return out
 
 
-def require_alike(tensors: Mapping[str, Any], gather: Callable[[Any], list[Any]]) -> None:
+def require_alike(tensors: Mapping[str, Any], mesh: Any) -> None:
     """Refuse plain tensors that differ from rank to rank, of which one would be kept.
 
     Raises:
         ValueError: naming them.
     """
-    mine = {name: digest(x) for name, x in tensors.items() if not is_dtensor(x)}
-    every = gather(mine)
-    if wrong := sorted(name for name, x in mine.items() if any(theirs.get(name, x) != x for theirs in every)):
+    if wrong := differing({name: digest(x) for name, x in tensors.items() if not is_dtensor(x)}, mesh):
         raise ValueError(
-            f"save: {', '.join(wrong[:4])} differ from rank to rank, and one of them would be kept: "
+            f"save: {shown_some(sorted(wrong))} differ from rank to rank, and one of them would be kept: "
             "bc.distributed.broadcast for replicas that have drifted apart, DTensors for shards"
         )
 

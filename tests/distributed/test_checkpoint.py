@@ -132,16 +132,15 @@ def test_checkpoints_of_a_chain_on_shards_are_saved_from_a_callback(tmp_path):
 def test_what_torch_keeps_of_one_rank_alone_and_files_of_one_rank_are_refused(tmp_path):
     rank = world()[0]
     params = {"w": torch.full((2,), float(rank)), "b": torch.zeros(1)}
-    state, optimizer = TX.init(params), bc.SGD([params["w"]], 0.1)
+    optimizer = bc.optim.SGD([nn.Parameter(params["w"])], 0.1)
     dcp.save({"w": params["w"]}, checkpoint_id=str(tmp_path / "torch"))
     dcp.load(there := {"w": torch.ones(2)}, checkpoint_id=str(tmp_path / "torch"))
     assert there["w"].tolist() == [0.0, 0.0], "of two ranks' tensors of one name torch keeps the first, for both"
     shards = {"w": distribute_tensor(torch.ones(4, 3), mesh_of(2), [Shard(0)])}
     for words, tree, options in (
         (("params/w differ from rank to rank", "chains=chains.numbers"), {"params": params}, {}),
-        (("opt is State", "bc.state_dict(state)"), {"opt": state}, {}),
-        (("opt is tuple",), {"opt": optimizer.state_dict()}, {}),
-        (("tree must be a dictionary",), state, {}),
+        (("opt/param_groups/0/", " is int; only tensors", "bc.state_dict(state)"), {"opt": optimizer.state_dict()}, {}),
+        (("the tensor is SGD",), optimizer, {}),
         (("spread as (Shard(dim=0),)",), shards, {"chains": range(4)}),
     ):
         said = message_of(lambda tree=tree, options=options: bc.distributed.save(tmp_path / "ours", tree, **options))
@@ -205,7 +204,7 @@ def test_the_state_of_another_chain_is_refused_and_nothing_is_written(other, say
 
 def test_other_shapes_and_dtypes_are_refused(tmp_path):
     bc.distributed.save(tmp_path / "step", {"w": torch.ones(3), "v": torch.ones(2, dtype=torch.float64)})
-    says = r"w is torch.float32 \(3,\), expected torch.float32 \(4,\); v is torch.float64"
+    says = r"v is torch.float64 .*; w is torch.float32 \(3,\), expected torch.float32 \(4,\)"
     with pytest.raises(ValueError, match=says):
         bc.distributed.load(tmp_path / "step", {"w": torch.zeros(4), "v": torch.zeros(2)})
     with pytest.raises(ValueError, match=r"w is of shape \(3,\); with chains= axis 0 .* counts the 2 chains"):
