@@ -90,7 +90,7 @@ def chosen(target: Target, chains: int, steps: int, draws: int, lr: float | None
     """
     batch = target.one_batch(chains)
     centre = target.start(chains)
-    top, spent = _curvature(target, centre, batch), 40 * chains
+    top, spent = _curvature(target, chains, centre, batch), 40 * chains
     mu = MOMENTUM if momentum is None else momentum
     if lr is not None:
         mu = spreading(lr, target.strength, draws, math.inf) if momentum is None and not target.in_batches else mu
@@ -101,14 +101,14 @@ def chosen(target: Target, chains: int, steps: int, draws: int, lr: float | None
                 f"(curvature {top:.3g}, with the spring's); take lr={0.1 * limit / top:.2g}, or leave it out"
             )
         return Rate(lr, mu, top, spent)
-    top = max(top, _curvature(target, _thermal(target, centre, batch), batch))
+    top = max(top, _curvature(target, chains, _thermal(target, chains, centre, batch), batch))
     spent, coolest, most, noise, highest = spent + 80 * chains, math.inf, math.inf, 0.0, 0.5
     for k in range(PILOTS):
         lr = min(_stable(mu, top), coolest * (1 - mu), most)
         if momentum is None and (noise or (k and not target.in_batches)):  # after the noise of batches is known
             mu = spreading(lr, target.strength, draws, coolest)
         params, virial, rise = _pilot(replace(target, momentum=mu), chains, steps, lr, k)
-        now = _curvature(target, params, batch)
+        now = _curvature(target, chains, params, batch)
         spent += (steps + 40) * chains
         hot = not virial < HOT * target.free
         if target.in_batches and not hot:
@@ -131,12 +131,12 @@ def _stable(momentum: float, curvature: float) -> float:
 
 
 @torch.no_grad()
-def _thermal(target: Target, centre: Any, batch: Any) -> Any:
+def _thermal(target: Target, chains: int, centre: Any, batch: Any) -> Any:
     """Points around the centre, so far that loss and spring have risen by ``T d / 2`` in the mean; at most 1,000 an entry.
 
     At the minimum of a quartic there is no curvature, and a first pilot would have no scale.
     """
-    stacked, noise = target.stacked(len(optree.tree_leaves(centre)[0])), torch.Generator().manual_seed(target.seed)
+    stacked, noise = target.stacked(chains), torch.Generator().manual_seed(target.seed)
     draws = optree.tree_map(
         lambda x: torch.randn(x.shape, generator=noise, dtype=torch.float64, device="cpu").to(x), centre
     )
@@ -169,9 +169,9 @@ def _pilot(target: Target, chains: int, steps: int, lr: float, number: int) -> t
     return params, virial, loss / target.temperature
 
 
-def _curvature(target: Target, params: Any, batch: Any) -> float:
+def _curvature(target: Target, chains: int, params: Any, batch: Any) -> float:
     """The largest curvature where any chain is, with the spring's."""
-    found = steepest(target.stacked(len(optree.tree_leaves(params)[0])), params, batch)
+    found = steepest(target.stacked(chains), params, batch)
     return max(float(found.nan_to_num(math.inf, math.inf).max()) + target.strength, 1e-12)
 
 

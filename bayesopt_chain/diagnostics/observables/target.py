@@ -44,7 +44,8 @@ class Stacked:
     """The loss of chains stacked on axis 0: the sum over them, with each chain's own as ``aux``.
 
     The gradient of the sum is each chain's own gradient, and noise is drawn for each entry, so that one chain on stacked
-    parameters is that many chains of element-wise links.
+    parameters is that many chains of element-wise links. One chain alone is not stacked: its loss is the loss itself,
+    without ``vmap``.
 
     Args:
         loss: of one chain.
@@ -56,6 +57,9 @@ class Stacked:
         self.loss, self.chains, self.of_batches = loss, chains, of_batches
 
     def __call__(self, params: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        if self.chains == 1:
+            out = value(self.loss, params, batch)[0]
+            return out, out.reshape(1)
         each = self.each(params, batch)
         return each.sum(), each
 
@@ -71,7 +75,7 @@ class Stacked:
 
 
 def over_chains(f: Callable[..., Any], chains: int, stacked: Any, params: Any, *rows: Tensor) -> Any:
-    """``f(params, *rows)`` of each chain, on axis 0: by vmap, or plainly where there is one chain.
+    """``f(params, *rows)`` of each chain, on axis 0: by vmap, or plainly where there is one chain, which is not stacked.
 
     Args:
         f: a function of one chain, which returns tensors.
@@ -80,11 +84,9 @@ def over_chains(f: Callable[..., Any], chains: int, stacked: Any, params: Any, *
         params: parameters.
         rows: tensors with the chains on axis 0.
     """
-    leaves, spec = optree.tree_flatten(params)
     if chains == 1:
-        own = leaves if stacked is None else [x.reshape(x.shape[1:]) for x in leaves]
-        out = f(spec.unflatten(own), *[x.reshape(x.shape[1:]) for x in rows])
-        return optree.tree_map(lambda x: x.unsqueeze(0), out)
+        return optree.tree_map(lambda x: x.unsqueeze(0), f(params, *rows))
+    leaves, spec = optree.tree_flatten(params)
 
     def flat(leaves: Sequence[Tensor], *rows: Tensor) -> Any:
         return f(spec.unflatten(leaves), *rows)
@@ -162,8 +164,9 @@ class Target:
         return Stacked(self.loss, chains, self.in_batches)
 
     def start(self, chains: int) -> Any:
-        """The centre, for so many chains."""
-        return optree.tree_map(lambda x: x.detach().expand(chains, *x.shape).clone(), self.centre)
+        """The centre, stacked for so many chains; as it is for one."""
+        axis = [chains] if chains > 1 else []
+        return optree.tree_map(lambda x: x.detach().expand(*axis, *x.shape).clone(), self.centre)
 
     def course(self, chains: int, number: int, apart: bool = False) -> Any:
         """Batches for chains, each in an order of its own that no other run of them has."""
@@ -171,7 +174,8 @@ class Target:
             return self.data
         old, order = self.data, "independent" if apart else self.data.stream.order
         seed = old.seed + 7919 * (number + 1) + 104729 * self.seed + (APART if apart else 0)
-        return Epochs(old.data, old.batch_size, order, seed, chains, old.left_out, (0, 1), old.with_rows)
+        stacked = chains if chains > 1 else None
+        return Epochs(old.data, old.batch_size, order, seed, stacked, old.left_out, (0, 1), old.with_rows)
 
     def one_batch(self, chains: int) -> Any:
         """A batch for each of some chains, always the same."""
@@ -200,12 +204,10 @@ class Target:
 
     def stiff_directions(self, most: int) -> list[Tensor]:
         """The directions of the largest curvatures at the centre, orthonormal: for each leaf ``[m, numel]``."""
-        alone = self.stacked(1)
-        product = hessian(alone, self.start(1), self.one_batch(1))
+        product = hessian(self.stacked(1), self.centre, self.one_batch(1))
 
         def flat(v: Tensor) -> Tensor:
-            out = product([x.unsqueeze(0) for x in optree.tree_leaves(unflatten(v, self.centre))])
-            return flatten(optree.tree_unflatten(spec, [x.squeeze(0) for x in out]), self.centre)
+            return flatten(spec.unflatten(product(optree.tree_leaves(unflatten(v, self.centre)))), self.centre)
 
         spec = optree.tree_structure(self.centre)
         like = flatten(self.centre, self.centre).detach()
@@ -239,12 +241,15 @@ def steepest(stacked: Stacked, params: Any, batch: Any, iterations: int = 20) ->
         for p in optree.tree_leaves(params)
     ]
 
+    def rows(x: Tensor) -> Tensor:
+        return x.reshape(stacked.chains, -1)
+
     def norm(v: Sequence[Tensor]) -> Tensor:
-        return torch.stack([x.reshape(len(x), -1).square().sum(1) for x in v]).sum(0).sqrt()
+        return torch.stack([rows(x).square().sum(1) for x in v]).sum(0).sqrt()
 
     for _ in range(iterations):
-        size = norm(v).clamp_min(1e-30)
-        v = product([x / size.view(-1, *[1] * (x.ndim - 1)) for x in v])
+        size = norm(v).clamp_min(1e-30)[:, None]
+        v = product([(rows(x) / size).reshape(x.shape) for x in v])
     return norm(v)
 
 
@@ -300,7 +305,7 @@ class Measured:
             out["at centre"] = self.stacked.each(target.centre, batch, same_params=True)
         s, spring, pull, at, force = target.strength, list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
         for i, (p, c, g) in enumerate(zip(optree.tree_leaves(params), target.leaves, optree.tree_leaves(grads))):
-            delta, g = torch.sub(p, c).reshape(len(p), 1, -1), g.reshape(len(p), 1, -1)
+            delta, g = torch.sub(p, c).reshape(self.chains, 1, -1), g.reshape(self.chains, 1, -1)
             spring.append(torch.bmm(delta, delta.mT))  # inner products only: no array of the forces is written
             pull.append(torch.bmm(g, delta.mT))
             if self.stiff:
