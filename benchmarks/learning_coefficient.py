@@ -44,7 +44,7 @@ import torch
 from torch import Tensor
 
 import bayesopt_chain as bc
-from benchmarks.measure import environment, take_turns
+from benchmarks.measure import keep, ratio, take_turns
 
 RESULTS = Path(__file__).parent / "results" / "learning_coefficient.json"
 N, BATCH = 1000, 100
@@ -345,7 +345,7 @@ def league(record: dict[str, Any], seeds: dict[str, int], held_out: bool, peer: 
         row = record["models"].setdefault(name, {"truth": model.truth, "rlct": model.rlct, "held_out": model.held_out})
         if "right" not in row:
             row["right"] = right(model)
-            save(record)
+            keep(RESULTS, record)
         for kind in ("full", *(["minibatch"] if model.data is not None else [])):
             for seed in (seeds[kind],):
                 key = f"{kind}, seed {seed}"
@@ -354,7 +354,7 @@ def league(record: dict[str, Any], seeds: dict[str, int], held_out: bool, peer: 
                     row[key] = ours(model, batches, seed)
                     row[key]["judged"] = judged(row[key], row["right"])
                     print(name, key, row["right"], row[key], flush=True)
-                    save(record)
+                    keep(RESULTS, record)
                 if (
                     peer
                     and kind == "full"
@@ -365,12 +365,15 @@ def league(record: dict[str, Any], seeds: dict[str, int], held_out: bool, peer: 
                     steps = row[key]["gradients"] // 8
                     row[key]["devinterp"] = {str(lr): theirs(model, batches, lr, steps, seed) for lr in GRID}
                     print(name, key, "devinterp", row[key]["devinterp"], flush=True)
-                    save(record)
+                    keep(RESULTS, record)
 
 
-def speed(rounds: int = 7) -> dict[str, Any]:
-    """Process time of a chain-step of ours over that of devinterp, in turns."""
+def speed(rounds: int = 9) -> dict[str, Any]:
+    """Process time of a chain-step of ours over that of devinterp, in turns; beside them that of a gradient alone."""
     from devinterp.optim.sgmcmc import SGMCMC
+
+    from bayesopt_chain.diagnostics.observables import observe as room
+    from bayesopt_chain.diagnostics.observables.target import Measured, Target
 
     out = {}
     for name, module, batch, chains in _networks():
@@ -383,14 +386,16 @@ def speed(rounds: int = 7) -> dict[str, Any]:
 
         optimizer = SGMCMC.sgld(module.parameters(), lr=1e-6, nbeta=100.0, localization=1.0)
 
+        def alone(optimizer: Any = optimizer, module: Any = module, x: Tensor = inputs, y: Tensor = targets) -> None:
+            for _ in range(10):
+                optimizer.zero_grad()
+                torch.nn.functional.mse_loss(module(x), y).backward()
+
         def peer(optimizer: Any = optimizer, module: Any = module, x: Tensor = inputs, y: Tensor = targets) -> None:
             for _ in range(10):
                 optimizer.zero_grad()
                 torch.nn.functional.mse_loss(module(x), y).backward()
                 optimizer.step()
-
-        from bayesopt_chain.diagnostics.observables import observe as room
-        from bayesopt_chain.diagnostics.observables.target import Measured, Target
 
         target = Target(loss, params, lambda p: p, batch, 0.01, 0.01, 0.9, 0)
         tx, start = target.chain(1e-6), target.start(chains)
@@ -409,15 +414,15 @@ def speed(rounds: int = 7) -> dict[str, Any]:
                 state["at"] = params, inner
                 watch(_iteration(watch.step + 1, params, inner, info))
 
-        times = take_turns({"ours": own, "theirs": peer}, rounds=rounds, seconds=0.5, clock=time.process_time)
-        each = sorted(a / chains / b for a, b in zip(times["ours"], times["theirs"]))
+        contestants = {"ours": own, "theirs": peer, "gradient": alone}
+        times = take_turns(contestants, rounds=rounds, seconds=0.5, clock=time.process_time)
+        times["ours"] = [x / chains for x in times["ours"]]
         out[name] = {
             "chains": chains,
             "weights": sum(x.numel() for x in params.values()),
-            "ours_ms": 100 * min(times["ours"]) / chains,
-            "theirs_ms": 100 * min(times["theirs"]),
-            "ratio": each[len(each) // 2],
-            "of_shortest": min(times["ours"]) / chains / min(times["theirs"]),
+            **{f"{who}_ms": 100 * min(x) for who, x in times.items()},
+            **ratio(times, "ours", "theirs"),
+            "gradient_alone": ratio(times, "gradient", "theirs")["ratio"],
         }
         print(name, out[name], flush=True)
     return out
@@ -459,13 +464,6 @@ def _networks() -> list[tuple[str, torch.nn.Module, tuple[Tensor, Tensor], int]]
     ]
 
 
-def save(record: dict[str, Any]) -> None:
-    """Write the record."""
-    part = RESULTS.with_suffix(".part")
-    part.write_text(json.dumps(record, indent=1) + "\n")
-    part.replace(RESULTS)
-
-
 def table(record: dict[str, Any]) -> str:
     """The record as Markdown."""
     lines = [
@@ -505,13 +503,12 @@ def main() -> None:
         print(table(record))
         return
     torch.set_num_threads(1)
-    record["environment"] = environment()
     if arguments.speed:
         record["speed"] = speed()
     else:
         seeds = FINAL if arguments.final else SEEDS
         league(record, seeds, arguments.final, not arguments.no_peer)
-    save(record)
+    keep(RESULTS, record)
 
 
 if __name__ == "__main__":
