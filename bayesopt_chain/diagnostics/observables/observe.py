@@ -471,7 +471,7 @@ def observe(
         why=next((why for _, why in ended if why), ""),
         record=merged([w.record for w in whole]),
         leaves={name: x.numel() for name, x in zip(target.names, target.leaves)},
-        stiff=len(stiff[0]),
+        stiff=len(stiff),
     )
     run.findings = findings(run)
     return run

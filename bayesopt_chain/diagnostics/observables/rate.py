@@ -155,7 +155,7 @@ def _pilot(target: Target, chains: int, steps: int, lr: float, number: int) -> t
 
     From minibatches the loss is that above the centre.
     """
-    measured, half, seen = Measured(target, chains, {}, (), 0.0, 0), steps // 2, list[Tensor]()
+    measured, half, seen = Measured(target, chains, {}, None, 0.0, 0), steps // 2, list[Tensor]()
     tx, params = target.chain(lr), target.start(chains)
     state, feed = tx.init(params), ResumableBatches(target.course(chains, -2 - number))
     plain = make_step(target.stacked(chains), tx, inplace=True)

@@ -202,8 +202,8 @@ class Target:
                 sum_.add_(x, alpha=size)
         return total / count, sum(float(x.square().sum()) for x in grads) / count**2
 
-    def stiff_directions(self, most: int) -> list[Tensor]:
-        """The directions of the largest curvatures at the centre, orthonormal: for each leaf ``[m, numel]``."""
+    def stiff_directions(self, most: int) -> Tensor:
+        """The directions of the largest curvatures at the centre, orthonormal, ``[m, d]``."""
         product = hessian(self.stacked(1), self.centre, self.one_batch(1))
 
         def flat(v: Tensor) -> Tensor:
@@ -211,9 +211,7 @@ class Target:
 
         spec = optree.tree_structure(self.centre)
         like = flatten(self.centre, self.centre).detach()
-        vectors = lanczos(flat, like, min(most, self.free), max_products=PRODUCTS)[1]
-        rows: Any = unflatten(vectors, self.centre)
-        return [x.reshape(len(vectors), -1) for x in optree.tree_leaves(rows)]
+        return lanczos(flat, like, min(most, self.free), max_products=PRODUCTS)[1]
 
 
 def hessian(stacked: Stacked, params: Any, batch: Any) -> Callable[[Sequence[Tensor]], list[Tensor]]:
@@ -260,7 +258,7 @@ class Measured:
         target: what they sample.
         chains: their number.
         of: observables, functions of all parameters of one chain.
-        stiff: as :meth:`Target.stiff_directions` gives them.
+        stiff: as :meth:`Target.stiff_directions` gives them, or ``None``.
         reference: the loss at the centre.
         number: of these chains among several runs of them.
     """
@@ -270,13 +268,15 @@ class Measured:
         target: Target,
         chains: int,
         of: Mapping[str, Callable[[Any], Tensor]],
-        stiff: Sequence[Tensor],
+        stiff: Tensor | None,
         reference: float,
         number: int,
     ) -> None:
         self.target, self.chains, self.of, self.stiff = target, chains, of, stiff
         self.stacked, self.reference = target.stacked(chains), reference
         self.apart = None if target.own else target.course(chains, number, apart=True)
+        self.centre = flatten(target.centre, target.centre)
+        self.sizes = [x.numel() for x in target.leaves]
 
     def observables(self, params: Any) -> dict[str, Tensor]:
         """The observables of each chain, ``[C, m]``."""
@@ -303,20 +303,15 @@ class Measured:
             out["loss"] = info.aux
         if target.in_batches:
             out["at centre"] = self.stacked.each(target.centre, batch, same_params=True)
-        s, spring, pull, at, force = target.strength, list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
-        for i, (p, c, g) in enumerate(zip(optree.tree_leaves(params), target.leaves, optree.tree_leaves(grads))):
-            delta, g = torch.sub(p, c).reshape(self.chains, 1, -1), g.reshape(self.chains, 1, -1)
-            spring.append(torch.bmm(delta, delta.mT))  # inner products only: no array of the forces is written
-            pull.append(torch.bmm(g, delta.mT))
-            if self.stiff:
-                at.append(delta[:, 0] @ self.stiff[i].mT)
-                force.append(g[:, 0] @ self.stiff[i].mT)
-        out["virial by leaf"] = (torch.cat(pull, 1) + s * torch.cat(spring, 1))[..., 0] / target.temperature
-        out["virial"] = out["virial by leaf"].sum(1, keepdim=True)
-        if self.stiff:  # (P delta) . force needs the inner products of both with each direction
-            along = torch.stack(at).sum(0)
-            along = along * (torch.stack(force).sum(0) + s * along)
+        leaves = optree.tree_leaves(params), optree.tree_leaves(grads)
+        delta, force = (torch.cat([x.reshape(self.chains, -1) for x in xs], 1).to(self.centre) for xs in leaves)
+        force.add_(delta.sub_(self.centre), alpha=target.strength)  # both [C, d]
+        if self.stiff is not None:  # (P delta) . force needs the inner products of both with each direction
+            along = (delta @ self.stiff.mT) * (force @ self.stiff.mT)
             out["virial of stiff"] = along.sum(1, keepdim=True) / target.temperature
+        pull = force.mul_(delta).split(self.sizes, 1)
+        out["virial by leaf"] = torch.stack([x.sum(1) for x in pull], 1) / target.temperature
+        out["virial"] = out["virial by leaf"].sum(1, keepdim=True)
         return out
 
     def with_loss(self, seen: Mapping[str, Tensor], each: Tensor) -> dict[str, Tensor]:
