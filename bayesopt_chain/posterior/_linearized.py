@@ -319,7 +319,10 @@ def _in_bases(chunk: Chunk, bases: list[LayerBases]) -> Tensor:
 
 def _in_basis(kind: Kind, x: Tensor, g: Tensor, basis: LayerBases) -> Tensor:
     left, right, values = basis
-    if left is not None and right is not None:
+    if left is not None and right is not None and kind.shape != (len(left), len(right)):
+        # a matrix without a tap, such as tied weights: its gradients come whole, ``[K, b, d0 d1]``
+        g = turned(turned(g.unflatten(-1, (len(left), len(right))), right).mT, left).mT.flatten(2)
+    elif left is not None and right is not None:
         kind, x, g = kind.rotated(x, g, left, right)
     return kind.covariance(x, g, values.reciprocal().reshape(kind.shape))
 

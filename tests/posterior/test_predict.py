@@ -78,6 +78,19 @@ def test_ekfac_tables_and_shared_weights_predict_as_their_dense_matrices():
         assert torch.allclose(bc.posterior.linearized(forward, posterior, batch)[1], expected, rtol=1e-9)
 
 
+def test_a_matrix_without_a_tap_predicts_in_the_bases_of_its_kronecker_factors():
+    """Used in two ways, or taken for one because a saturated softmax rounds its gradients away."""
+    w, x = torch.randn(2, 3), torch.randn(6, 3)
+    kfac = curvature.ggn(lambda w, batch: batch[0] @ w.mT, likelihoods.gaussian(), "kronecker")(
+        w, (x, torch.randn(6, 2))
+    )
+    precision = kfac.add_diagonal(1.0)
+    forward = lambda w, batch: batch[0] @ w.mT + w.square().sum()  # noqa: E731
+    rows = torch.func.jacrev(forward)(w, (x, None)).flatten(2)
+    covariance = bc.posterior.linearized(forward, Gaussian(w, precision), (x, None))[1]
+    assert torch.allclose(covariance, rows @ torch.linalg.inv(precision.to_dense()) @ rows.mT, rtol=1e-9)
+
+
 def test_outputs_without_an_event_axis_have_one_output():
     forward = lambda p, batch: batch[0] @ p  # noqa: E731
     posterior = Gaussian(torch.ones(2), Diagonal(torch.tensor([1.0, 4.0]), torch.tensor(1.0)))
