@@ -12,6 +12,7 @@ Class weights count a datum of class k as w_k data. The Hessian of that loss is 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -137,6 +138,16 @@ class Categorical(Likelihood):
                 f"classes stand on the axis behind the data: pass likelihoods.categorical(axis={1 - outputs.ndim})"
             )
         super().require(outputs, targets, wait=wait)
+        if (
+            wait
+            and not is_hidden(outputs)
+            and bool((outputs >= 0).all() & ((outputs.sum(self.axis) - 1).abs() < 1e-3).all())
+        ):
+            warnings.warn(
+                "categorical: the outputs are probabilities, which sum to 1, where logits are meant: leave the softmax out of "
+                "the model, or return logarithms (torch.nn.LogSoftmax)",
+                stacklevel=4,
+            )
         classes = outputs.shape[self.axis]
         if self.weight is not None and len(self.weight) != classes:
             raise ValueError(f"categorical: weight has {len(self.weight)} entries, but the outputs {classes} classes")

@@ -1,6 +1,7 @@
 """Output factors are roots of the expected Hessian, draws follow the likelihood, losses are normalised."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -178,3 +179,13 @@ def test_the_columns_of_a_softmax_are_finite_where_float32_has_no_probability_le
     logits = torch.tensor([[200.0, -50.0, -300.0, 0.0], [-200.0, 0.0, -100.0, -103.0]], dtype=torch.float32)
     root = likelihoods.categorical().root(logits, torch.zeros(2, dtype=torch.int64))
     assert root.part(0, root.columns).isfinite().all() and root.combine(torch.ones(2, root.columns)).isfinite().all()
+
+
+def test_probabilities_in_the_place_of_logits_are_noticed():
+    targets, logits = torch.tensor([0, 1, 2]), torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    with pytest.warns(UserWarning, match="probabilities.*leave the softmax out"):
+        likelihoods.categorical().require(logits.softmax(-1), targets, wait=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for outputs in (logits, logits.log_softmax(-1), torch.zeros(3, 4)):
+            likelihoods.categorical().require(outputs, targets, wait=True)
