@@ -41,6 +41,7 @@ def peeked(loader: Iterable, who: str = "fit_laplace", read: Callable[[Any], Any
     Raises:
         ValueError: there is none, or it is no pair (inputs, targets) and no mapping with labels.
     """
+    loader = as_batches(loader)
     rest = map(read or as_pair, loader)
     first = next(rest, None)
     if first is None:
@@ -51,6 +52,12 @@ def peeked(loader: Iterable, who: str = "fit_laplace", read: Callable[[Any], Any
             f"{type(first[0]).__name__}; make them of any other with bc.posterior.pairs(loader, inputs, targets)"
         )
     return Batches(first, rest, length_of(loader))
+
+
+def as_batches(data: Any) -> Iterable:
+    """Return ``data``, or, of one batch (a mapping, or a tuple that begins with a tensor), the list of it."""
+    alone = isinstance(data, Mapping) or (isinstance(data, tuple) and data[:1] and isinstance(data[0], Tensor))
+    return [data] if alone else data
 
 
 def as_pair(batch: Any) -> Any:

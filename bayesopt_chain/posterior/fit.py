@@ -12,6 +12,7 @@ and the posterior's mean is that mode. (MacKay, 1992; Daxberger et al., "Laplace
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -555,8 +556,8 @@ def fit_laplace(
         module_or_forward: a trained ``nn.Module`` in ``eval`` mode, or ``forward(params, batch) -> outputs [B, *event]``.
         likelihood: of :mod:`bayesopt_chain.likelihoods`. With ``gaussian()``, its variance is a start; the evidence tunes it.
         loader: an iterable of batches ``(inputs, targets)``, or of mappings with ``"labels"`` such as a tokenizer's, read
-            once. Labels of a causal language model, which its own loss moves to the next token, are moved too
-            (:func:`bayesopt_chain.posterior.next_labels`). Where several fits look at one last layer,
+            once; or one such batch. Labels of a causal language model, which its own loss moves to the next token, are moved
+            too (:func:`bayesopt_chain.posterior.next_labels`). Where several fits look at one last layer,
             :func:`bayesopt_chain.posterior.cache_features` of the loader.
         params: the trained parameters; needed for a forward function, for a module its own by default.
         structure: of the posterior: "kronecker", "dense", "root", "diagonal", "block" or "low_rank". Default: "dense" for a
@@ -643,6 +644,13 @@ def fit_laplace(
     if prior_structure is not None and tune != "evidence":
         raise ValueError(
             f"fit_laplace: prior_structure={prior_structure!r} is for tune='evidence': leave it out with tune={tune!r}"
+        )
+    known = {name for estimator in ESTIMATORS.values() for name in inspect.signature(estimator).parameters}
+    if unknown := options.keys() - known:
+        raise TypeError(
+            f"fit_laplace: {', '.join(sorted(unknown))} is no argument of it, nor of its estimator of the curvature, whose "
+            f"are {', '.join(sorted(known - {'forward', 'likelihood', 'structure'}))}; which parameters are uncertain "
+            "says subset="
         )
     read = Reader(module_or_forward)
     batches = peeked(loader, read=read)

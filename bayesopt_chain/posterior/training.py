@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from bayesopt_chain.curvature import STRUCTURES
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.modules.functional import arguments_of, batch_inputs, write_back
-from bayesopt_chain.posterior.batches import Reader, logits_of, peeked, with_progress
+from bayesopt_chain.posterior.batches import Reader, as_batches, logits_of, peeked, with_progress
 from bayesopt_chain.posterior.evidence import require_prior_structure, tuned
 from bayesopt_chain.posterior.fit import FittedLaplace, at
 from bayesopt_chain.posterior.gaussian import require_finite
@@ -85,7 +85,7 @@ def train_by_evidence(
         module: trained in place, in the modes that its layers have (``module.train()`` before, for dropout and batch norm); it
             is returned in ``eval`` mode with the parameters of the highest evidence.
         likelihood: of :mod:`bayesopt_chain.likelihoods`. With ``gaussian()``, its variance is a start.
-        loader: an iterable of batches ``(inputs, targets)`` that can be read again and again.
+        loader: an iterable of batches ``(inputs, targets)`` that can be read again and again; or one such batch.
         optimizer: from a list of parameters to any ``torch.optim`` optimizer, without weight decay. Default: Adam, lr 1e-3.
         epochs: how many. Default 300.
         every: epochs between estimates of the evidence. Default 5.
@@ -123,6 +123,7 @@ def train_by_evidence(
         >>> training.log_evidence[-1] > training.log_evidence[0]
         True
     """
+    loader = as_batches(loader)
     _require(module, loader, epochs, every, burn_in, structure, prior_precision)
     module = unwrapped(module)
     of_prior = require_prior_structure("train_by_evidence", prior_structure, structure)

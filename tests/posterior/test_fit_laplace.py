@@ -73,6 +73,13 @@ def test_a_last_layer_with_gaussian_noise_is_bayesian_linear_regression_on_its_f
     torch.testing.assert_close(again.predict(new).mean, got.mean, rtol=1e-4, atol=1e-5)
 
 
+def test_one_batch_is_a_list_of_it():
+    model, (x, y) = module(), classes()
+    for batch in ((x, y), {"input": x, "labels": y}):
+        fits = [bc.fit_laplace(model, bc.likelihoods.categorical(), data) for data in (batch, [batch])]
+        assert torch.equal(fits[0].log_evidence, fits[1].log_evidence)
+
+
 @pytest.mark.sweep(9)
 @pytest.mark.parametrize("structure", ["kronecker", "dense", "diagonal", "root", "block"])
 @pytest.mark.parametrize("subset", ["last_layer", "all", ["0.weight", "2"]])
@@ -260,6 +267,8 @@ def test_bad_arguments_are_refused_by_name():
         bc.fit_laplace(model, likelihood, [])
     with pytest.raises(ValueError, match=r"batches must be .inputs, targets."):
         bc.fit_laplace(model, likelihood, [x])
+    with pytest.raises(TypeError, match=r"fit_laplace: layers is no argument of it.*rank.*subset="):
+        bc.fit_laplace(model, likelihood, data, layers="all")
     with pytest.raises(ValueError, match=r"1 \(Dropout\) is in training mode.*module.eval"):
         bc.fit_laplace(nn.Sequential(nn.Linear(2, 3), nn.Dropout(), nn.Linear(3, 3)), likelihood, data)
     with pytest.raises(ValueError, match="is NaN"):
