@@ -1,6 +1,7 @@
 """Soak: what a hostile or absent-minded world does to a run on disk, again and again.
 
     python -m benchmarks.soak --kills 400            SIGKILL at random moments
+    python -m benchmarks.soak --rank-kills 200       the same of a rank, on 1, 2 and 4 ranks in turn
     python -m benchmarks.soak --interrupts 30        two Ctrl-Cs, 20 to 300 ms apart
     python -m benchmarks.soak --damages 1000         a file flipped, zeroed, cut or grown; goes on where it was stopped
     python -m benchmarks.soak --large 20             so many GB of draws, read in --memory GiB
@@ -28,6 +29,7 @@ import torch
 
 import bayesopt_chain as bc
 from benchmarks.runs import record
+from tests.distributed.test_runs import killed_at_random
 from tests.runs.test_hostile import every_damage_is_seen, read_so_far
 from tests.runs.test_nothing_lost import interrupted_twice
 from tests.runs.test_sample import kill_and_resume
@@ -36,14 +38,21 @@ RESULTS = Path(__file__).parent / "results" / "soak.json"
 ROW = 1 << 20  # elements of a draw of the large run
 
 
-def killed(count: int, seed: int, rounds: int = 10) -> Iterator[dict[str, Any]]:
+def killed(
+    count: int, seed: int, kill: Callable[[Path, int, int], int] = kill_and_resume, rounds: int = 10
+) -> Iterator[dict[str, Any]]:
     """SIGKILLs, shared among so many runs: the figures after each of them."""
     done = round = 0
     while done < count:
         with tempfile.TemporaryDirectory() as folder:
-            done += kill_and_resume(Path(folder), max(1, count // rounds), seed + round)
+            done += kill(Path(folder), max(1, count // rounds), seed + round)
         round += 1
         yield {"kills": done, "of": count, "runs": round, "draws lost, doubled or torn": 0}  # else it has raised
+
+
+def of_ranks(folder: Path, kills: int, seed: int) -> int:
+    """Kill a random rank, of which the others die too, in runs of chains, of shards, and of data that ranks share, in turn."""
+    return killed_at_random(folder / "run", kills, seed, ("chains", "shards", "one")[seed % 3])
 
 
 def interrupted(count: int, seed: int) -> Iterator[dict[str, Any]]:
@@ -121,7 +130,7 @@ def reading(path: str, memory: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("kills", "interrupts", "damages"):
+    for name in ("kills", "rank-kills", "interrupts", "damages"):
         parser.add_argument(f"--{name}", type=int, default=0)
     parser.add_argument("--large", type=float, default=0.0, help="GB of draws")
     parser.add_argument("--memory", type=float, default=2.0, help="GiB in which they are read")
@@ -135,6 +144,7 @@ def main() -> None:
     begin = time.monotonic()
     for name, count, what in (
         ("kills", args.kills, lambda: killed(args.kills, args.seed)),
+        ("kills on ranks", args.rank_kills, lambda: killed(args.rank_kills, args.seed, of_ranks)),
         ("interrupts", args.interrupts, lambda: interrupted(args.interrupts, args.seed)),
         ("damages", args.damages, lambda: damaged(args.damages, args.seed)),
         ("large", args.large, lambda: large(args.large, args.memory, args.folder)),

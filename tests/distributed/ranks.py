@@ -65,12 +65,17 @@ def run(function, size, *args, **options):
     return [results[rank][1] for rank in range(size)]
 
 
-def killed(function, size, victim, *args, **options):
-    """Launch ranks; when the first one is dead, kill the others as ``torchrun`` does. Whether the victim killed itself."""
+def killed(function, size, victim, *args, now=lambda: False, **options):
+    """Launch ranks, and kill the victim when it is time; when the first one is dead, kill the others as ``torchrun`` does.
+
+    Whether the victim was killed, by us or by itself.
+    """
     group, end = _begun(_once, size, function, args, options), time.monotonic() + 120
     processes = [process for _, process in group]
     # a rank that has finished leaves the others to run on
     while time.monotonic() < end and None in (codes := [process.exitcode for process in processes]) and not any(codes):
+        if now():
+            processes[victim].kill()
         time.sleep(0.002)
     processes[victim].join(5)  # the end of another rank, which lost its connection, may be known first
     died = processes[victim].exitcode == -signal.SIGKILL
