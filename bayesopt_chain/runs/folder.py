@@ -229,7 +229,7 @@ def _is_seen(x: Any) -> bool:
 
 
 def _is_identity(x: Any) -> bool:
-    if not isinstance(x, dict) or not {"burn_in", "thinning", "total", "sharded", "tree", "version"} <= x.keys():
+    if not isinstance(x, dict) or not {"burn_in", "thinning", "total", "sharded", "tree"} <= x.keys():
         return False
     return isinstance(x["tree"], dict) and (x["total"] is None or _is_size(x["total"]))
 

@@ -6,8 +6,7 @@ seed of the epochs; the name and the code of the loss, a function or an object t
 one was given. What cannot be known, such as the data of a stream, is ``None`` or "unknown", and is not compared.
 
 A description is made of structure, never of ``repr``: a class and those of its fields that are not at their defaults. Two
-descriptions are compared by :func:`difference`. ``VERSION`` counts changes of the rules here: descriptions of two versions are
-not compared.
+descriptions are compared by :func:`difference`.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ from bayesopt_chain.runs.run import Run
 
 STATE = "1/"  # the paths of a state begin with it in a file of ``(params, state)``
 INSTEAD = "give this run a directory of its own"
-VERSION = 3
 UNKNOWN = "unknown"
 CHOSEN = 1 << 32  # a seed below it was chosen, one above it was drawn: by torch, or by a hash of a rank's number
 FEW, DEEP = 16, 12  # numbers of a tensor that are written out; levels of nesting
@@ -55,7 +53,6 @@ def identity_of(run: Run, total: int | None) -> dict[str, Any]:
     told, each = getattr(inner, "identity", None), (getattr(step, "each", None) or {}).items()
     numbers = enumerate(getattr(step, "numbers", ()) if each else ())
     return {
-        "version": VERSION,
         "burn_in": run.burn_in,
         "thinning": run.thinning,
         "keep": run.keep,
@@ -119,17 +116,15 @@ def require_same(folder: Any, theirs: Mapping[str, Any], mine: Mapping[str, Any]
             f"{mine['total'] or 'unnumbered ones'} are to be run now: resume with as many, or give this run a "
             f"directory of its own"
         )
-    known = theirs.get("version") == VERSION  # else it was described by other rules
     for key in ("burn_in", "thinning", "keep", "chain", "tree", "seed", "each", "data"):
         a, b = cast(Any, theirs.get(key)), mine[key]
-        if key not in ("burn_in", "thinning", "keep", "tree") and (not known or a is None or b is None):
+        if key not in ("burn_in", "thinning", "keep", "tree") and (a is None or b is None):
             continue
         if key == "each" and a and b:  # of the chains that both have
             a, b = ({n: x[n] for n in sorted(a.keys() & b.keys())} for x in (a, b))
         if key != "data" or a.get("ranks") == b["ranks"]:
             _refuse(folder, difference(a, b, "" if key == "chain" else key))
-    if known:
-        _compare_losses(folder, theirs, mine)
+    _compare_losses(folder, theirs, mine)
 
 
 def _refuse(folder: Any, what: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
-from bayesopt_chain.runs.identity import VERSION, code_digest, describe, difference
+from bayesopt_chain.runs.identity import code_digest, describe, difference
 
 
 def loss(params, batch):
@@ -282,9 +282,8 @@ def test_one_chain_twice_is_not_two(tmp_path):
         draws.stack_chains(draws)
 
 
-def test_descriptions_of_the_named_samplers_change_only_with_their_version():
-    """A class or a field that is renamed changes what stands in runs on disk: raise ``VERSION`` and write the new text here."""
-    assert VERSION == 3
+def test_descriptions_of_the_named_samplers_are_those_that_stand_in_runs_on_disk():
+    """A class or a field that is renamed makes other runs of them: raise ``files.FORMAT`` and write the new text here."""
     assert describe(bc.sgld(0.1, temperature=1.0)) == [
         "Chain",
         ["LangevinNoise", {"temperature": 1.0}],
