@@ -8,25 +8,17 @@ import torch
 from torch import nn
 
 import bayesopt_chain as bc
-from bayesopt_chain.loop.capture import replays
-
-BACKENDS = [
-    "eager",
-    pytest.param(
-        "inductor",
-        marks=[pytest.mark.slow, pytest.mark.skipif(not replays.compiler_found(), reason="needs a C++ compiler")],
-    ),
-]
+from tests.loop.capture.recorded import BACKENDS, COMPILED, follow, record
 
 
 def quadratic(params, batch):
     return ((params["w"] - batch) ** 2).sum()
 
 
-def captured(backend="eager", **options):
-    tx, params = bc.sghmc(0.1, temperature=0.1), {"w": torch.zeros(50)}
-    step, state = bc.make_step(quadratic, tx), tx.init(params)
-    return step, bc.capture(step, params, state, torch.ones(50), backend=backend, **options), params, state
+def captured(**options):
+    params, batch = {"w": torch.zeros(50)}, torch.ones(50)
+    step, fast, start = record(quadratic, bc.sghmc(0.1, temperature=0.1), params, batch, backend="eager", **options)
+    return step, fast, *start
 
 
 def trajectory(step, params, state, batch, n=100):
@@ -87,40 +79,6 @@ def test_a_call_within_a_call_is_refused(clone):
     fast(params, state, torch.ones(50))  # what failed holds no lock
 
 
-def module_step():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    params = {k: p.detach() for k, p in model.named_parameters()}
-
-    def loss(params, batch):
-        return torch.func.functional_call(model, params, (batch,)).square().mean()
-
-    tx = bc.sgd(0.05)
-    return model, bc.make_step(loss, tx), params, tx.init(params)
-
-
-def test_a_module_in_another_mode_is_refused():
-    model, step, params, state = module_step()
-    x = torch.randn(8, 3)
-    fast = bc.capture(step, params, state, x, backend="eager")
-    model.eval()
-    with pytest.raises(
-        bc.CaptureError, match=r"Sequential in train mode, and it is in eval mode now; call \.train\(\)"
-    ):
-        fast(params, state, x)
-    model.train()
-    fast(params, state, x)
-    model.eval()
-    evaluating = bc.capture(step, params, state, x, backend="eager")
-    want = step(params, state, x)[0]
-    got = evaluating(params, state, x)[0]
-    for k in want:
-        torch.testing.assert_close(got[k], want[k], rtol=1e-5, atol=1e-6)
-    model[1].train()
-    with pytest.raises(bc.CaptureError, match="BatchNorm1d in eval mode"):
-        evaluating(params, state, x)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_numbers_and_names_stay_as_captured_and_tensors_are_read(backend):
     """As the docstring says, in both back ends: a number and a name bound anew are not seen, a tensor written in place is."""
@@ -129,14 +87,12 @@ def test_numbers_and_names_stay_as_captured_and_tensors_are_read(backend):
     def loss(params, batch):
         return (number[0] * params * shift["tensor"]).sum()
 
-    tx, params = bc.sgd(1.0), torch.zeros(3)
-    step, state = bc.make_step(loss, tx), tx.init(params)
-    fast = bc.capture(step, params, state, (), backend=backend, clone=True)
+    _, fast, start = record(loss, bc.sgd(1.0), torch.zeros(3), (), backend=backend, clone=True)
     first = shift["tensor"]
     number[0], shift["tensor"] = 5.0, torch.full((3,), 7.0)
-    assert torch.equal(fast(params, state, ())[0], torch.full((3,), -2.0))
+    assert torch.equal(fast(*start, ())[0], torch.full((3,), -2.0))
     first.fill_(3.0)
-    assert torch.equal(fast(params, state, ())[0], torch.full((3,), -6.0))
+    assert torch.equal(fast(*start, ())[0], torch.full((3,), -6.0))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +101,7 @@ def test_numbers_and_names_stay_as_captured_and_tensors_are_read(backend):
         (nn.LSTM, "eager"),
         (nn.GRU, "eager"),
         (nn.RNN, "eager"),
-        pytest.param(nn.LSTM, *BACKENDS[1].values, marks=BACKENDS[1].marks),
+        pytest.param(nn.LSTM, "inductor", marks=COMPILED),
     ],
 )
 def test_recurrent_layers_are_captured(layer, backend):
@@ -157,17 +113,10 @@ def test_recurrent_layers_are_captured(layer, backend):
     def loss(params, batch):
         return torch.func.functional_call(model, params, (batch,))[0].square().mean()
 
-    tx = bc.sgd(0.1)
-    step, state = bc.make_step(loss, tx), tx.init(params)
     enabled = torch.backends.mkldnn.enabled
-    fast = bc.capture(step, params, state, x, backend=backend)
+    run = record(loss, bc.sgd(0.1), params, x, backend=backend)
     assert torch.backends.mkldnn.enabled == enabled
-    eager = mine = (params, state)
-    for _ in range(3):
-        *eager, _ = step(*eager, x)
-        *mine, _ = fast(*mine, x)
-    for k in params:
-        torch.testing.assert_close(mine[0][k], eager[0][k], rtol=1e-5, atol=1e-6)
+    follow(*run, [x] * 3, rtol=1e-5, atol=1e-6)
 
 
 class Attention(nn.Module):
@@ -196,16 +145,9 @@ def test_attention_is_captured_with_its_noise_and_a_short_last_batch(backend):
     def loss(params, batch):
         return nn.functional.cross_entropy(forward(params, batch), batch[1])
 
-    tx = bc.sghmc(0.1, temperature=1e-3)
-    step, state = bc.make_step(loss, tx), tx.init(params)
-    fast = bc.capture(step, params, state, (x[:4], y[:4]), backend=backend, signatures=2)
-    eager = mine = (params, state)
-    for batch in 2 * [*zip(x.split(4), y.split(4))][: 3 if backend == "eager" else 2]:
-        *eager, info = step(*eager, batch)
-        *mine, said = fast(*mine, batch)
-        torch.testing.assert_close(said.loss, info.loss, rtol=1e-5, atol=1e-6)
-    for k in params:
-        torch.testing.assert_close(mine[0][k], eager[0][k], rtol=1e-4, atol=1e-5)
+    tx, batches = bc.sghmc(0.1, temperature=1e-3), [*zip(x.split(4), y.split(4))]
+    run = record(loss, tx, params, batches[0], backend=backend, signatures=2)
+    follow(*run, 2 * batches[: 3 if backend == "eager" else 2], rtol=1e-5, atol=1e-6)
 
 
 def test_attention_that_drops_inside_its_operation_is_refused():
@@ -216,7 +158,6 @@ def test_attention_that_drops_inside_its_operation_is_refused():
         return drop(q * params, q, q, batch)[0].square().mean()
 
     tx, params = bc.sghmc(0.1, temperature=0.1), torch.ones(())
-    step, state = bc.make_step(loss, tx), tx.init(params)
-    bc.capture(step, params, state, 0.0, backend="eager")
+    record(loss, tx, params, 0.0, backend="eager")
     with pytest.raises(bc.CaptureError, match="flash_attention"):
-        bc.capture(step, params, state, 0.1, backend="eager")
+        record(loss, tx, params, 0.1, backend="eager")

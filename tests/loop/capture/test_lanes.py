@@ -15,11 +15,10 @@ from bayesopt_chain.loop.capture import lane_kernels, lanes, replays
 from bayesopt_chain.loop.capture.lanes import Lanes
 from benchmarks import against_jax, cpu
 from tests.distributed.ranks import run
+from tests.loop.capture.recorded import COMPILED, assert_close, follow
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not replays.compiler_found(), reason="needs a C++ compiler"),
-]
+pytestmark = COMPILED
+CLOSE = {"rtol": 2e-5, "atol": 2e-6}
 N, D, SIZE = 60, 11, 13  # none of them a multiple of a vector
 
 
@@ -46,16 +45,6 @@ def rows_of(n, k, seed=2):
     return torch.randint(-N, N, (k, n, SIZE), generator=torch.Generator().manual_seed(seed))
 
 
-def taken(result: Any) -> tuple[tuple[Any, Any], Any]:
-    """Parameters and state after a step, and its report."""
-    return (result[0], result[1]), result[2]
-
-
-def close(mine: Any, other: Any):
-    for a, b in zip(optree.tree_leaves(mine), optree.tree_leaves(other), strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6)
-
-
 @pytest.fixture(autouse=True)
 def few_chains(monkeypatch):
     """Lanes for fewer chains than they pay for."""
@@ -75,13 +64,8 @@ def test_ragged_blocks_equal_stacked_chains_and_results_are_contiguous(small_blo
     x, y = data()
     fast = bc.capture(chains, params, state, (x, y, rows_of(n, 1)[0]))
     assert isinstance(fast._program.replay, Lanes) and fast._program.replay.block == 64
-    eager = mine = (params, state)
-    got: Any = None
-    for rows in rows_of(n, 4):
-        eager, want = taken(chains(*eager, (x, y, rows)))
-        mine, got = taken(fast(*mine, (x, y, rows)))
-        close(mine, eager)
-        close(got.loss, want.loss)
+    batches = [(x, y, rows) for rows in rows_of(n, 4)]
+    mine, got = follow(chains, fast, (params, state), batches, **CLOSE)
     results: Any = (mine, got.loss)
     assert all(leaf.is_contiguous() for leaf in optree.tree_leaves(results))
 
@@ -121,14 +105,7 @@ def test_several_steps_with_temperatures_of_their_own_and_draws(small_blocks):
     fast = bc.capture(chains, params, state, batch, steps=steps, batch_dim=0, draws=True)
     assert isinstance(fast._program.replay, Lanes)
     for _ in range(2):
-        eager, want = (params, state), []
-        for k in range(steps):
-            eager, info = taken(chains(*eager, (x[k], y[k], rows[k])))
-            want.append((info.loss, eager[0]))
-        mine, got = taken(fast(params, state, batch))
-        close(mine, eager)
-        for k, (value, draw) in enumerate(want):
-            close((got.loss[k], optree.tree_map(lambda leaf, k=k: leaf[k], got.draws)), (value, draw))
+        follow(chains, fast, (params, state), [batch], steps, split=True, **CLOSE)
         temperature.mul_(2.0)  # read anew at every replay
 
 
@@ -150,7 +127,7 @@ def test_tables_are_read_where_and_as_they_are_now(small_blocks):
     elsewhere: Any = x.clone()
     for change in (lambda: table.mul_(3.0), lambda: table.set_(turned), lambda: table.set_(elsewhere)):
         change()
-        close(fast(params, state, rows)[:2], chains(params, state, rows)[:2])
+        follow(chains, fast, (params, state), [rows], **CLOSE)
 
 
 def network(width, n=64):
@@ -172,11 +149,7 @@ def test_small_networks_of_many_chains_run_in_lanes():
     chains, params, state, batch = network(5)
     fast = bc.capture(chains, params, state, batch)
     assert isinstance(fast._program.replay, Lanes)
-    eager = mine = (params, state)
-    for _ in range(3):
-        eager, _ = taken(chains(*eager, batch))
-        mine, _ = taken(fast(*mine, batch))
-    close(mine, eager)
+    follow(chains, fast, (params, state), [batch] * 3, **CLOSE)
 
 
 @pytest.fixture
@@ -206,16 +179,14 @@ def test_a_captured_step_takes_the_batches_of_its_chains_from_epochs_and_moves_t
     assert source.state_dict()["offset"] == 0
     eager = mine = (params, state)
     for k in range(6 // steps):
-        mine, _ = taken(fast(*mine, source))
-        for i in range(steps):
-            eager, _ = taken(chains(*eager, source.batch(*divmod(k * steps + i, 4))))
-        close(mine, eager)
+        *mine, _ = fast(*mine, source)
+        for i in range(k * steps, (k + 1) * steps):
+            *eager, _ = chains(*eager, source.batch(*divmod(i, 4)))
+        assert_close(mine, eager, **CLOSE)
     assert (source.epoch, source.offset) == (1, 2)
-    source.seek(0)
-    again, _, _ = fast(params, state, source)
-    first = chains(params, state, source.batch(0, 0))[0] if steps == 1 else None
-    if first is not None:
-        close(again, first)
+    if steps == 1:  # wherever it stands
+        source.seek(0)
+        assert_close(fast(params, state, source)[0], chains(params, state, source.batch(0, 0))[0], **CLOSE)
     with pytest.raises(ValueError, match="takes its batches from epochs"):
         fast(params, state, bc.epochs(data(), SIZE, seed=3, chains=n))
 
