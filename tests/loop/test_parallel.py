@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import bayesopt_chain as bc
+from tests.loop.alone import each_alone
 
 
 def loss(params, batch):
@@ -37,19 +38,11 @@ def stacked(n):
 )
 @pytest.mark.parametrize("per_chain", [False, True])
 def test_chains_move_as_each_does_alone(tx, per_chain):
-    n, params = 4, stacked(4)
-    data = torch.randn(n, 5, 3, dtype=torch.float64)
-    step = bc.make_step(loss, tx)
-    chains = bc.parallel(step, n, batch_dim=0 if per_chain else None)
-    state = chains.init(tx, params)
-    singles = [({k: p[i] for k, p in params.items()}, one(state, i)) for i in range(n)]
-    for _ in range(4):
-        params, state, info = chains(params, state, data if per_chain else data[0])
-        for i in range(n):
-            singles[i] = step(*singles[i][:2], data[i] if per_chain else data[0])
-    for i in range(n):
-        torch.testing.assert_close(params["w"][i], singles[i][0]["w"], rtol=1e-10, atol=1e-12)
-    assert info.loss.shape == (n,)
+    params, step = stacked(4), bc.make_step(loss, tx)
+    data = torch.randn(4, 5, 3, dtype=torch.float64)
+    chains = bc.parallel(step, 4, batch_dim=0 if per_chain else None)
+    batches = [data if per_chain else data[0]] * 4
+    each_alone(chains, [step] * 4, params, chains.init(tx, params), batches, lambda b, i: b[i] if per_chain else b)
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -75,18 +68,10 @@ def test_chains_at_once_have_the_noise_and_the_numbers_of_each_alone(case, inpla
     if case == "other counts":  # chains of other ages have other numbers
         _, old = step(*[optree.tree_map(lambda t: t[0], tree) for tree in (params, state)], datum)[:2]
         state = bc.stack([old, *bc.unstack(state)[1:]])
-    alone = [
-        optree.tree_map(torch.clone, (optree.tree_map(lambda t, i=i: t[i], params), one(state, i))) for i in range(4)
-    ]
-    for _ in range(3):
-        before = params["w"]
-        params, state, info = chains(params, state, datum)
-        assert (params["w"] is before) is (inplace and case != "in blocks")
-        alone = [step(*each[:2], datum) for each in alone]
-    want = bc.stack([each[0] for each in alone]), bc.stack([each[1] for each in alone])
-    for x, y in zip(optree.tree_leaves((params, state)), optree.tree_leaves(want), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-12 if case == "other counts" else 0.0, atol=0.0)
-    assert chains.model_draws is False and info.loss.shape == (4,)
+    tolerance = {"rtol": 1e-12 if case == "other counts" else 0.0, "atol": 0.0}
+    after, _, _ = each_alone(chains, [step] * 4, params, state, [datum] * 3, **tolerance)
+    assert (after["w"] is params["w"]) is (inplace and case != "in blocks")
+    assert chains.model_draws is False
 
 
 def test_a_model_that_draws_is_seen_and_each_chain_draws_its_own():
@@ -113,10 +98,6 @@ print([name for name in ("sympy", "torch.distributed.tensor") if name in sys.mod
     assert done.stdout.strip() == "[]"
 
 
-def one(state, i):
-    return optree.tree_map(lambda t: t[i], state)
-
-
 def test_every_chain_has_noise_of_its_own():
     tx = bc.sghmc(0.1, temperature=1.0)
     chains = bc.parallel(bc.make_step(lambda p, b: (p**2).sum(), tx), 3)
@@ -125,30 +106,17 @@ def test_every_chain_has_noise_of_its_own():
     assert len({tuple(row.tolist()) for row in params}) == 3
 
 
-def test_an_ensemble_of_networks_trains():
-    torch.manual_seed(0)
-    models = [nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)) for _ in range(3)]
-    params = bc.stack([dict(m.named_parameters()) for m in models])
-
-    def module_loss(params, batch):
-        return torch.func.functional_call(models[0], params, (batch,)).square().mean()
-
-    tx = bc.sgd(0.1, 0.9)
-    chains = bc.parallel(bc.make_step(module_loss, tx), 3)
-    state, x = chains.init(tx, params), torch.randn(16, 2)
-    _, _, first = chains(params, state, x)
-    for _ in range(30):
-        params, state, info = chains(params, state, x)
-    assert (info.loss < first.loss).all()
-
-
-def test_wrong_stacks_are_refused():
+def test_wrong_stacks_values_and_blocks_are_refused():
     tx = bc.sgd(0.1)
     step = bc.make_step(lambda p, b: p.sum(), tx)
-    with pytest.raises(ValueError, match="n must be"):
-        bc.parallel(step, 0)
-    with pytest.raises(ValueError, match="stacked for 3 chains"):
-        bc.parallel(step, 3)(torch.zeros(2, 4), (), ())
+    for build, words in (
+        (lambda: bc.parallel(step, 0), "n must be"),
+        (lambda: bc.parallel(step, 3)(torch.zeros(2, 4), (), ()), "stacked for 3 chains"),
+        (lambda: bc.parallel(tempered_step, 3, each={"lr": torch.zeros(2)}), "each"),
+        (lambda: bc.parallel(tempered_step, 3, chunk=0), "chunk"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            build()
 
 
 def tempered(lr, temperature):
@@ -162,37 +130,16 @@ def tempered_step(lr, temperature):
 @pytest.mark.parametrize("how", [{}, {"chunk": 2}, {"chunk": 3}, {"loop": True}, {"loop": True, "chunk": 3}])
 def test_temperature_lr_and_data_order_of_each_chain(how):
     n, params = 4, stacked(4)
-    data = torch.randn(20, 3, dtype=torch.float64)
-    rows = torch.randint(20, (n, 5))
+    data, rows = torch.randn(20, 3, dtype=torch.float64), torch.randint(20, (n, 5))
     each = {"lr": torch.tensor([0.1, 0.05, 0.1, 0.02]), "temperature": torch.tensor([0.0, 0.1, 1.0, 0.1])}
 
     def chosen(lr, temperature):
         return bc.make_step(lambda p, b: loss(p, b[0][b[1]]), tempered(lr, temperature))
 
     chains = bc.parallel(chosen, n, batch_dim=(None, 0), each=each, **how)
-    state = chains.init(tempered, params)
-    singles = [({k: p[i] for k, p in params.items()}, one(state, i)) for i in range(n)]
-    for _ in range(3):
-        params, state, info = chains(params, state, (data, rows))
-        for i in range(n):
-            hyper = {k: v[i] for k, v in each.items()}
-            singles[i] = tempered_step(**hyper)(*singles[i][:2], data[rows[i]])
-    for i in range(n):
-        torch.testing.assert_close(params["w"][i], singles[i][0]["w"], rtol=1e-6, atol=1e-8)
-    assert info.loss.shape == (n,)
-
-
-def test_the_coldest_chain_is_the_optimizer():
-    each = {"lr": torch.tensor([0.1, 0.1]), "temperature": torch.tensor([0.0, 1.0])}
-    chains = bc.parallel(tempered_step, 2, each=each)
-    params, data = stacked(2), torch.randn(5, 3, dtype=torch.float64)
-    want, state = {k: p[0] for k, p in params.items()}, chains.init(tempered, params)
-    sgd = bc.sgd(0.1, 0.9)
-    step, sgd_state = bc.make_step(loss, sgd), sgd.init(want)
-    for _ in range(3):
-        params, state, _ = chains(params, state, data)
-        want, sgd_state, _ = step(want, sgd_state, data)
-    torch.testing.assert_close(params["w"][0], want["w"], rtol=1e-6, atol=1e-8)
+    alone = [chosen(**{k: v[i] for k, v in each.items()}) for i in range(n)]
+    batches, own = [(data, rows)] * 3, lambda batch, i: (batch[0], batch[1][i])
+    each_alone(chains, alone, params, chains.init(tempered, params), batches, own, rtol=1e-6, atol=1e-8)
 
 
 def test_values_of_each_are_moved_to_the_parameters():
@@ -222,12 +169,7 @@ def test_what_vmap_refuses_runs_in_a_loop(kind):
         chains = bc.parallel(step, 3)
         chains(params, chains.init(tx, params), x)
     chains = bc.parallel(step, 3, loop=True)
-    state = chains.init(tx, params)
-    singles = [step({k: p[i] for k, p in params.items()}, one(state, i), x)[0] for i in range(3)]
-    params, state, info = chains(params, state, x)
-    for i in range(3):
-        assert torch.equal(params["0.weight"][i], singles[i]["0.weight"])
-    assert info.loss.shape == (3,)
+    each_alone(chains, [step] * 3, params, chains.init(tx, params), [x], rtol=0.0, atol=0.0)
 
 
 @pytest.mark.parametrize("loop", [False, True])
@@ -262,23 +204,6 @@ def test_unstack_undoes_stack_and_names_leaves_that_do_not_fit():
         bc.unstack({})
 
 
-def test_wrong_hyperparameters_and_blocks_are_refused():
-    with pytest.raises(ValueError, match="each"):
-        bc.parallel(tempered_step, 3, each={"lr": torch.zeros(2)})
-    with pytest.raises(ValueError, match="chunk"):
-        bc.parallel(tempered_step, 3, chunk=0)
-
-
-def test_counter_based_chains_draw_what_each_draws_alone():
-    tx = bc.sghmc(0.1, temperature=1.0)
-    step = bc.make_step(lambda p, b: (p**2).sum(), tx)
-    chains, params = bc.parallel(step, 3), torch.zeros(3, 300)
-    state = chains.init(tx, params)
-    alone = [step(params[i], one(state, i), ())[0] for i in range(3)]
-    params, _, _ = chains(params, state, ())
-    torch.testing.assert_close(params, torch.stack(alone), rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     "tx", [bc.sgd(0.1, 0.9), bc.sghmc(0.1, temperature=0.1), bc.chain(bc.links.scale(2.0), bc.sgd(0.1))]
 )
@@ -305,14 +230,9 @@ def test_a_schedule_in_python_math_is_named(of):
         return 0.1 * (1 + math.cos(float(count))) / 2
 
     tx = bc.sghmc(warm if of == "lr" else 0.1, temperature=warm if of == "temperature" else 0.01)
-    params = stacked(2)
-    for loop in (False, True):
-        chains = bc.parallel(bc.make_step(loss, tx, monitor=True), 2, loop=loop)
-        state, data = chains.init(tx, params), torch.randn(5, 3, dtype=torch.float64)
-        if loop:
-            assert chains(params, state, data)[2].loss.shape == (2,)
-            continue
-        with pytest.raises(
-            RuntimeError, match=r"the schedule warm \(.*test_parallel.*torch\.cos in place of math\.cos"
-        ):
-            chains(params, state, data)
+    params, data, step = stacked(2), torch.randn(5, 3, dtype=torch.float64), bc.make_step(loss, tx, monitor=True)
+    chains = bc.parallel(step, 2)
+    state = chains.init(tx, params)
+    with pytest.raises(RuntimeError, match=r"the schedule warm \(.*test_parallel.*torch\.cos in place of math\.cos"):
+        chains(params, state, data)
+    assert bc.parallel(step, 2, loop=True)(params, state, data)[2].loss.shape == (2,)
