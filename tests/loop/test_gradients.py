@@ -7,6 +7,7 @@ import torch
 
 import bayesopt_chain as bc
 from bayesopt_chain.testing import assert_bitwise_equal
+from tests.loop.alone import each_alone
 
 N, B, D = 60, 10, 3
 
@@ -35,28 +36,23 @@ def estimators():
 
 
 @pytest.mark.parametrize("name", ["control_variates", "svrg"])
-def test_the_estimate_is_unbiased(name):
-    loss, batches, _, _ = problem()
-    estimator, theta = estimators()[name], torch.tensor([0.3, 0.1, -1.0]).double()
-    state = estimator.init(theta + 1.0)
-    grads = torch.stack([estimator.estimate(theta, state, batch)[0] for batch in batches])
-    torch.testing.assert_close(grads.mean(0), bc.gradients.mean_gradient(loss, batches)(theta))
-
-
-@pytest.mark.parametrize("name", ["control_variates", "svrg"])
-def test_the_noise_vanishes_at_the_reference_as_its_square(name):
+def test_the_estimate_is_unbiased_and_its_noise_vanishes_at_the_reference_as_its_square(name):
     loss, batches, mean, _ = problem()
-    estimator = estimators()[name]
+    estimator, away = estimators()[name], torch.ones(D).double()
     state = estimator.init(mean)
 
-    def spread(theta):
-        return torch.stack([estimator.estimate(theta, state, batch)[0] for batch in batches]).var(0).sum().item()
+    def estimates(theta):
+        return torch.stack([estimator.estimate(theta, state, batch)[0] for batch in batches])
 
-    assert spread(mean) < 1e-25
-    away = torch.ones(D).double()
-    assert spread(mean + 0.2 * away) / spread(mean + 0.1 * away) == pytest.approx(4.0, rel=1e-9)
-    plain = torch.stack([torch.func.grad(loss)(mean + 0.1 * away, b) for b in batches]).var(0).sum().item()
-    assert spread(mean + 0.1 * away) < plain / 5
+    def spread(gradients):
+        return gradients.var(0).sum().item()
+
+    theta = torch.tensor([0.3, 0.1, -1.0]).double()
+    torch.testing.assert_close(estimates(theta).mean(0), bc.gradients.mean_gradient(loss, batches)(theta))
+    near = spread(estimates(mean + 0.1 * away))
+    assert spread(estimates(mean)) < 1e-25
+    assert spread(estimates(mean + 0.2 * away)) / near == pytest.approx(4.0, rel=1e-9)
+    assert near < spread(torch.stack([torch.func.grad(loss)(mean + 0.1 * away, b) for b in batches])) / 5
 
 
 def exact_covariance(lr: float, controlled: bool) -> torch.Tensor:
@@ -93,13 +89,11 @@ def test_linear_regression_with_minibatches_has_its_exact_covariance(name):
     tx = bc.sgld(lr, temperature=1 / N, order=1)
     generator = torch.Generator().manual_seed(1)
     theta = mean + 0.1 * torch.randn(chains, D, generator=generator, dtype=torch.float64)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        state = tx.init(theta)
+    state = tx.init(theta)
     x, y = torch.stack([b[0] for b in batches]), torch.stack([b[1] for b in batches])
     estimator = estimators().get(name)
     held = None
-    for t in range(300):
+    for t in range(100):
         which = torch.randint(len(batches), (chains,), generator=generator)
         if estimator is None:
             grads = torch.vmap(lambda p, *b: torch.func.grad(loss)(p, b))(theta, x[which], y[which])
@@ -129,24 +123,15 @@ def test_control_variates_bring_the_covariance_to_the_posterior():
     assert ((controlled.diag() / posterior.diag()) - 1).abs().max() < 0.2
 
 
-def test_svrg_refreshes_its_reference_only_when_told():
+def test_svrg_starts_with_full_gradient_descent_and_refreshes_its_reference_only_when_told():
     loss, batches, _, _ = problem()
     step = bc.make_step(estimators()["svrg"], bc.sgd(0.1))
     theta = torch.zeros(D).double()
-    state = step.init(theta)
-    moved, state, info = step(theta, state, batches[0])
+    moved, state, info = step(theta, step.init(theta), batches[3])
+    torch.testing.assert_close(moved, theta - 0.1 * bc.gradients.mean_gradient(loss, batches)(theta))
+    torch.testing.assert_close(info.loss, loss(theta, batches[3]))
     assert_bitwise_equal(state.estimator.reference, theta)
-    torch.testing.assert_close(info.loss, loss(theta, batches[0]))
-    state = step.refresh(moved, state)
-    assert_bitwise_equal(state.estimator.reference, moved)
-
-
-def test_the_first_step_of_svrg_is_full_gradient_descent():
-    loss, batches, _, _ = problem()
-    step = bc.make_step(estimators()["svrg"], bc.sgd(0.1))
-    theta = torch.zeros(D).double()
-    after, _, _ = step(theta, step.init(theta), batches[3])
-    torch.testing.assert_close(after, theta - 0.1 * bc.gradients.mean_gradient(loss, batches)(theta))
+    assert_bitwise_equal(step.refresh(moved, state).estimator.reference, moved)
 
 
 def test_in_place_equals_pure_and_keeps_the_state_tensors():
@@ -155,9 +140,8 @@ def test_in_place_equals_pure_and_keeps_the_state_tensors():
     for inplace in (False, True):
         step = bc.make_step(estimators()["svrg"], bc.sghmc(0.05, temperature=1 / N), inplace=inplace)
         theta = torch.zeros(D).double()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            state = step.init(theta)
+        torch.manual_seed(0)
+        state = step.init(theta)
         places = [t.data_ptr() for t in (state.estimator.reference, state.estimator.full_gradient)]
         for batch in itertools.islice(itertools.cycle(batches), 8):
             theta, state, _ = step(theta, state, batch)
@@ -194,11 +178,8 @@ def test_chains_in_parallel_have_a_reference_each():
     step = bc.make_step(estimators()["svrg"], tx)
     chains, params = bc.parallel(step, 2), torch.stack([torch.zeros(D), torch.ones(D)]).double()
     state = chains.init(tx, params)
-    moved, after, _ = chains(params, state, batches[0])
+    _, after, _ = each_alone(chains, [step] * 2, params, state, batches[:1], rtol=1e-12)
     assert_bitwise_equal(after.estimator.reference, params)
-    for i in range(2):
-        alone, _, _ = step(params[i], bc.unstack(state)[i], batches[0])
-        torch.testing.assert_close(moved[i], alone, rtol=1e-12, atol=1e-12)
 
 
 def test_an_estimated_step_is_checked_monitored_and_skipped_like_any_other():
@@ -218,16 +199,27 @@ def test_an_estimated_step_is_checked_monitored_and_skipped_like_any_other():
 
 
 def test_what_only_a_loss_can_do_is_refused_of_an_estimator():
-    estimator, tx = estimators()["svrg"], bc.sgd(0.1)
-    with pytest.raises(ValueError, match=r"are of a loss, and an estimator was given, which evaluates its own"):
-        bc.make_step(estimator, tx, microbatches=2)
-    with pytest.raises(
-        ValueError, match=r"gradients of particles, and an estimator makes one of the batch: pass a loss"
+    estimator, tx, theta = estimators()["svrg"], bc.sgd(0.1), torch.zeros(D)
+    particles = bc.samplers.svgd(0.1, temperature=0.1)
+    for ask, words in (
+        (
+            lambda: bc.make_step(estimator, tx, microbatches=2),
+            "are of a loss, and an estimator was given, which evaluates",
+        ),
+        (
+            lambda: bc.make_step(estimator, particles),
+            "gradients of particles, and an estimator makes one of the batch: pass",
+        ),
+        (
+            lambda: bc.make_step(problem()[0], tx).refresh(theta, tx.init(theta)),
+            r"refresh: this step follows the gradient of a loss.*bc\.gradients\.svrg",
+        ),
+        (
+            lambda: bc.make_step(estimator, tx)(theta, tx.init(theta), None),
+            r"made with an estimator of bc\.gradients, so its state is what step\.init",
+        ),
     ):
-        bc.make_step(estimator, bc.samplers.svgd(0.1, temperature=0.1))
-    with pytest.raises(ValueError, match=r"refresh: this step follows the gradient of a loss.*bc\.gradients\.svrg"):
-        bc.make_step(problem()[0], tx).refresh(torch.zeros(D), tx.init(torch.zeros(D)))
-    with pytest.raises(ValueError, match=r"made with an estimator of bc\.gradients, so its state is what step\.init"):
-        bc.make_step(estimator, tx)(torch.zeros(D), tx.init(torch.zeros(D)), None)
+        with pytest.raises(ValueError, match=words):
+            ask()
     with pytest.raises(TypeError, match=r"loss is 3; pass loss\(params, batch\), an estimator of bc\.gradients"):
         bc.make_step(3, tx)

@@ -7,6 +7,8 @@ import torchopt
 
 import bayesopt_chain as bc
 from bayesopt_chain.posterior.gaussian import Gaussian
+from tests.loop.alone import each_alone
+from tests.loop.capture.recorded import follow
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +76,10 @@ def build(name):
     return (bc.chain(link, bc.sgd(0.5)), link) if name == "laplace" else (link, link)
 
 
+def posterior_of(name, link, state, params):
+    return link.posterior(state, params, **({"prior_precision": 1.0} if name == "laplace" else {}))
+
+
 def run(tx, epochs=4, inplace=False, curvature=root):
     step = bc.make_step(loss, tx, curvature=curvature, inplace=inplace)
     params = optree.tree_map(torch.clone, start())
@@ -97,7 +103,7 @@ def test_one_loop_serves_every_method(name):
     assert all(torch.isfinite(p).all() and not p.requires_grad for p in params.values())
     if not hasattr(link, "posterior"):
         return
-    posterior = link.posterior(state, params, **({"prior_precision": 1.0} if name == "laplace" else {}))
+    posterior = posterior_of(name, link, state, params)
     assert isinstance(posterior, Gaussian)
     draws = posterior.sample((5,), generator=torch.Generator().manual_seed(4))
     assert draws["body"].shape == (5, 2, 4) and torch.isfinite(posterior.log_prob(draws)).all()
@@ -109,7 +115,7 @@ def test_prediction_never_asks_which_method_it_was(name):
     """Linearised moments against the dense covariance, and Monte Carlo outputs of the right shape, for every posterior."""
     tx, link = build(name)
     params, state, _ = run(tx)
-    posterior = link.posterior(state, params, **({"prior_precision": 1.0} if name == "laplace" else {}))
+    posterior = posterior_of(name, link, state, params)
     inputs = data()[0][:5]
     mean, covariance = bc.posterior.linearized(forward, posterior, (inputs, None))
     jacobian = torch.func.jacrev(lambda p: forward(p, (inputs, None)))(posterior.mean)
@@ -139,14 +145,9 @@ def test_every_method_is_captured(name):
     curvature = bc.curvature.ggn(forward, likelihood, "dense") if name in ("laplace", "von") else root
     tx, _ = build(name)
     step, params = bc.make_step(loss, tx, curvature=curvature), start()
-    params, state, _ = step(params, tx.init(params), data())  # the first increment decides the structure
-    eager = mine = params, state
-    fast = bc.capture(step, params, state, data(), backend="eager")
-    for _ in range(2):
-        *eager, want = step(*eager, data())
-        *mine, info = fast(*mine, data())
-    for a, b in zip(optree.tree_leaves((mine, info)), optree.tree_leaves((eager, want)), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    *begun, _ = step(params, tx.init(params), data())  # the first increment decides the structure
+    fast = bc.capture(step, *begun, data(), backend="eager")
+    follow(step, fast, begun, [data()] * 2, rtol=1e-10, atol=1e-10)
 
 
 class NothingFromTheHost(torch.overrides.TorchFunctionMode):
@@ -181,15 +182,7 @@ def test_many_chains_are_each_alone(name):
     step = bc.make_step(loss, tx)
     chains = bc.parallel(step, 3)
     params = bc.stack([optree.tree_map(lambda p, i=i: p + 0.1 * i, start()) for i in range(3)])
-    state = chains.init(tx, params)
-    singles = [optree.tree_map(lambda x, i=i: x[i], (params, state)) for i in range(3)]
-    for _ in range(3):
-        params, state, _ = chains(params, state, data())
-    for i, (p, s) in enumerate(singles):
-        for _ in range(3):
-            p, s, _ = step(p, s, data())
-        for a, b in zip(optree.tree_leaves((params, state)), optree.tree_leaves((p, s))):
-            torch.testing.assert_close(a[i], b, rtol=1e-10, atol=1e-10)
+    each_alone(chains, [step] * 3, params, chains.init(tx, params), [data()] * 3, atol=1e-10)
 
 
 @pytest.mark.parametrize("samples", [1, 3])
@@ -263,7 +256,7 @@ def test_every_tensor_stays_on_the_gpu(name):
     tensors = [x for x in optree.tree_leaves((params, state, info)) if x.numel()]
     assert all(x.is_cuda and torch.isfinite(x).all() for x in tensors)
     if hasattr(link, "posterior"):
-        posterior = link.posterior(state, params, **({"prior_precision": 1.0} if name == "laplace" else {}))
+        posterior = posterior_of(name, link, state, params)
         assert all(x.is_cuda for x in optree.tree_leaves(posterior.marginal_variance))
         draws = posterior.sample((2,))
         assert draws["body"].is_cuda and draws["body"].shape == (2, 2, 4)

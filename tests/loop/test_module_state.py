@@ -11,6 +11,7 @@ from torch import nn
 import bayesopt_chain as bc
 from bayesopt_chain.loop.module_state import ModuleState
 from bayesopt_chain.random.model_draws import model_draws
+from tests.loop.alone import each_alone
 
 BATCH = torch.randn(10, 1, 4, 4, dtype=torch.float64), torch.randint(3, (10,))
 COLD, HOT = bc.sgd(0.1, 0.9), bc.sghmc(0.05, temperature=0.01)
@@ -77,16 +78,9 @@ def test_a_chain_among_many_is_its_single_self(tx, how):
     for n in (2, 3):  # and does not depend on how many they are
         params = stacked(n)
         chains = bc.parallel(step, n, **how)
-        torch.manual_seed(7)
-        state = chains.init(tx, params)
-        singles = list(zip(bc.unstack(params), bc.unstack(state)))
-        params, state, info = run(chains, params, state)
-        for i, (p, s) in enumerate(singles):
-            p, s, one = run(step, p, s)
-            close((p, s), (bc.unstack(params)[i], bc.unstack(state)[i]), rtol=1e-10)
-            assert torch.equal(one.aux, info.aux[i])
+        _, state, info = each_alone(chains, [step] * n, params, chains.init(tx, params, seed=7), [BATCH] * 3)
         means = state.buffers["1.running_mean"]
-        assert not torch.allclose(means[0], means[1])
+        assert not torch.allclose(means[0], means[1]) and info.aux.shape == (n, 10)
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
