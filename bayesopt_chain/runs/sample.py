@@ -270,7 +270,7 @@ def _go(run: Run, store: Store) -> Draws:
             ended.why = f"{type(err).__name__} in step {ended.done + 1}"
             name_the_first(err, "sample")
             failed = store.rescue(ended.done, ended.why)
-            with suppress(OSError, ValueError, TypeError, AttributeError):  # what ended the run says more
+            with suppress(Exception):  # what ended the run says more
                 finished: Any = store.draws(False, ended.why, ended.last)
                 err.draws = finished  # type: ignore[attr-defined]
                 on_disk = ", and on disk" * (store.place.root is not None and not failed)

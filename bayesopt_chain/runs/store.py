@@ -261,7 +261,10 @@ class Store:
 
     def stacked(self) -> dict[str, Tensor]:
         """The draws that are held, by column."""
-        return {name: torch.stack(rows) for name, rows in self.held.items()} if self.size else {}
+        try:
+            return {name: torch.stack(rows) for name, rows in self.held.items()}
+        except torch.OutOfMemoryError:  # of a device, as what ended the run perhaps
+            return {name: torch.stack([x.cpu() for x in rows]) for name, rows in self.held.items()}
 
     def forget(self) -> None:
         """Let go of the draws that are held: they are on disk."""
@@ -495,7 +498,7 @@ class Store:
                 elif not self.size and (head := folder.head) is not None:
                     about = {**head.metadata, "complete": False, "why": why}
                     folder.set_head(about, {n: head.read(n) for n in head.entries})
-        except (OSError, ValueError) as err:
+        except Exception as err:  # out of memory, too: what ended the run says more
             return str(err)
         return ""
 

@@ -59,6 +59,32 @@ def test_an_exception_carries_the_finished_draws(tmp_path, on_disk, seconds):
         assert torch.equal(bc.sample(*started(), steps=20, path=path).params["w"], want(20))
 
 
+@pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
+@pytest.mark.parametrize("how", [torch.OutOfMemoryError, MemoryError])
+def test_no_memory_is_the_error_that_is_raised_and_draws_of_a_full_device_are_read_by_the_machine(
+    tmp_path, monkeypatch, on_disk, how
+):
+    """On a device that is full the draws cannot be stacked either; where the machine itself is full they are lost."""
+    expected, real, calls = want(9), torch.stack, itertools.count()
+
+    def full(rows):
+        if next(calls) == 0 or how is MemoryError:
+            raise how("out of memory")
+        return real(rows)
+
+    def last(it):
+        if it.step == 9:
+            patch.setattr(torch, "stack", full)
+
+    with monkeypatch.context() as patch, pytest.raises(how) as caught:
+        fn, path = failing(9, how("first")), tmp_path if on_disk else None
+        bc.sample(*started(fn=fn), steps=20, path=path, checkpoint_seconds=1e9, callbacks=[last])
+    assert str(caught.value) == "first"
+    if how is torch.OutOfMemoryError:
+        assert torch.equal(caught.value.draws.params["w"], expected)
+        assert not on_disk or torch.equal(bc.Draws.open(tmp_path).params["w"], expected)
+
+
 def test_a_callback_that_raises_loses_nothing():
     def callback(it):
         if it.step == 7:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
-from bayesopt_chain.runs import files
 from tests.runs import children
 
 TX = bc.sghmc(0.1, temperature=0.05)
@@ -241,32 +240,6 @@ def test_a_missing_shard_and_a_damaged_one_are_named(tmp_path):
     ):
         with pytest.raises(FileNotFoundError, match=shard.name):
             read()
-
-
-def test_a_full_disk_leaves_what_was_committed(tmp_path, monkeypatch):
-    run = {"steps": 20, "path": tmp_path, "checkpoint_seconds": 0.0}
-    real, calls = files.write, iter(range(10**6))
-
-    def full(*args):
-        if next(calls) >= 9:
-            raise OSError(28, "No space left on device")
-        return real(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(files, "write", full)
-        with pytest.raises(OSError, match="No space left"):
-            bc.sample(bc.make_step(loss, TX), *start(), batches(), **run)
-    held = bc.Draws.open(tmp_path)
-    held.verify()
-    assert len(held) == 4 and not held.complete
-    assert same(bc.sample(bc.make_step(loss, TX), *start(), batches(), **run), by_hand(20, 0, 1))
-
-
-@pytest.mark.skipif(os.getuid() == 0, reason="root writes to read-only directories")
-def test_a_read_only_directory_is_one_clear_error(tmp_path):
-    tmp_path.chmod(0o500)
-    with pytest.raises(OSError, match="cannot write to"):
-        bc.sample(bc.make_step(loss, TX), *start(), batches(), steps=3, path=tmp_path / "run")
 
 
 @pytest.mark.parametrize(
