@@ -118,12 +118,6 @@ def at_temperature(lr):
     return bc.sghmc(lr, temperature=1 / N)
 
 
-def thermal(params, data, device):
-    step, tx = bc.make_step(loss, at_temperature(1e-4)), at_temperature(1e-4)
-    draws = bc.sample(step, params, tx.init(params), data, steps=120, thinning=4)
-    return bc.diagnostics.temperatures(draws, tx, loss, list(zip(*(x.split(16) for x in data.data))))
-
-
 def heated(params, data, device):
     found = bc.diagnostics.heating(at_temperature(1e-5), bc.diagnostics.gradient_noise(loss, params, data, rank=2))
     assert found.worst > 0
@@ -153,9 +147,7 @@ def less_noise(params, data, device):
 # Of parameters, batches that are reshuffled, and a device.
 CALLS = {
     "suggest_lr": lambda p, d, _: bc.suggest_lr(at_temperature, loss, p, d, epochs=50),
-    "tune_mclmc": lambda p, d, _: bc.diagnostics.tune_mclmc(loss, p, d.data, temperature=1 / N, steps=30),
     "ksd": lambda p, d, _: bc.diagnostics.ksd(p["b"].expand(8, 4, 1)[..., 0] * 1.0, lambda w: -w),
-    "temperatures": thermal,
     "heating": heated,
     "heat guard": with_guard,
     "control variates": less_noise,

@@ -2,6 +2,7 @@
 
 from bayesopt_chain.diagnostics.convergence import ess, r_hat
 from bayesopt_chain.diagnostics.doctor import Diagnosis, Finding, doctor
+from bayesopt_chain.diagnostics.forces import ThermalLeaf
 from bayesopt_chain.diagnostics.gradient_noise import GradientNoise, gradient_noise
 from bayesopt_chain.diagnostics.heat_guard import Heat, HeatGuard
 from bayesopt_chain.diagnostics.heating import Heating, heating
@@ -10,29 +11,19 @@ from bayesopt_chain.diagnostics.observables.learning_coefficient import Learning
 from bayesopt_chain.diagnostics.observables.observe import Observed, susceptibility
 from bayesopt_chain.diagnostics.observables.restrict import Restricted, restrict
 from bayesopt_chain.diagnostics.suggest_lr import Suggestion
-from bayesopt_chain.diagnostics.temperatures import (
-    Estimate,
-    Temperatures,
-    ThermalLeaf,
-    temperatures,
-)
 from bayesopt_chain.diagnostics.top_curvature import hessian_product
-from bayesopt_chain.diagnostics.tune_mclmc import MclmcTuning, tune_mclmc
 
 __all__ = [
     "Diagnosis",
-    "Estimate",
     "Finding",
     "GradientNoise",
     "Heat",
     "HeatGuard",
     "Heating",
     "LearningCoefficient",
-    "MclmcTuning",
     "Observed",
     "Restricted",
     "Suggestion",
-    "Temperatures",
     "ThermalLeaf",
     "doctor",
     "ess",
@@ -44,6 +35,4 @@ __all__ = [
     "r_hat",
     "restrict",
     "susceptibility",
-    "temperatures",
-    "tune_mclmc",
 ]

@@ -1,67 +1,79 @@
-r"""How a chain responds to gradients, to parameters and to its noise, read off the chain itself.
+r"""How the leaves of a chain answer gradients, parameters and draws, from the responses that its links declare.
 
-For one element ``theta`` of a leaf every linear chain is a small system. With ``s`` the numbers that the state keeps
-for that element, ``g`` its gradient and ``xi`` its normal draws,
+With ``1/z`` the delay by a step, the displacement ``d`` of an element, ``theta' = theta - d``, is
 
-    s'     = A s + b g + u theta + E xi
-    theta' = theta + c s - d g - w theta + f xi.
+    a(1/z) d = G b(1/z) g + n(1/z) theta + sqrt(G) q(1/z) xi,        b(1) = a(1),  a_0 = 1.
 
-Impulses through ``tx.update`` give these numbers, whatever links the chain is made of. Elements differ by a gain ``G``,
-the total displacement that one unit of gradient causes (``lr / (1 - mu)`` for momentum, times the preconditioner). In
-the coordinates ``phi = theta / sqrt(G)`` the gradient is ``sqrt(G) g``, and all elements on which the same links act
-have the same system, of gain one: a *group*. A preconditioner that learns is read as it stands in the state.
+``b / a`` is the product of the filters, scaled so that ``G`` is the total displacement which a unit gradient causes
+(``lr / (1 - mu)`` for momentum, times the preconditioner). ``n`` are the weight decays, each times the filters in front of it
+in ``a`` and those behind it in ``b``. ``q = sqrt(T) b_0 c`` is the matched noise, whose filter is ``c / (b / b_0)``
+(:mod:`bayesopt_chain.matching.law`). In the coordinates ``phi = theta / sqrt(G)``, in which the gradient is ``sqrt(G) g``, the
+gain is one for every element. In transposed direct form, with the state ``s``,
+
+    d = s_0 + b_0 g + n_0 phi + q_0 xi,        s_i' = s_{i+1} + b_{i+1} g + n_{i+1} phi + q_{i+1} xi - a_{i+1} d.
+
+Leaves with the same polynomials are a *group*. The gain of each element comes from an impulse through ``tx.update``, so that a
+preconditioner counts as it stands in the state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
 from bayesopt_chain import kinds
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.link import Link
+from bayesopt_chain.core.state import State
+from bayesopt_chain.diagnostics.forces import inner, levels_of
+from bayesopt_chain.links.langevin_noise import LangevinNoise
+from bayesopt_chain.matching import law
+from bayesopt_chain.matching.response import Decay, Linear, Noise, Preconditioner, Rate, SelfContainedSampler
 from bayesopt_chain.testing._linear_system import IMPULSE, OneUpdate
-from bayesopt_chain.testing._lyapunov import solve_lyapunov
 
-STEPS = 6  # of an impulse's response that are compared
-TOLERANCE = 1e-6  # relative
-MEMORY = 32  # numbers that a state may keep for an element
-DRIFT = 0.01  # by which a response may change from one step to the next
+DRIFT = 0.01  # by which a gain may change from one step to the next
+EQUAL = 1e-6  # relative difference of two elements' gains below which they are one number
+
+
+class Polynomials(NamedTuple):
+    """The response of the links that act on a leaf, in powers of ``1/z``, without preconditioners.
+
+    Attributes:
+        b, a: of the filters, rates included; ``b`` is positive where the chain descends.
+        n: of the weight decays.
+        order: of the noise; 0 without.
+        behind: whether a preconditioner stands behind a weight decay: all of them, some, or none.
+    """
+
+    b: law.Poly
+    a: law.Poly
+    n: law.Poly
+    order: int
+    behind: float
 
 
 class Group(NamedTuple):
-    """The system of one element of ``leaves``, in coordinates in which its gain is one."""
+    """The system of one element of ``leaves``, in coordinates in which its gain is one.
+
+    Attributes:
+        leaves: the numbers of the leaves.
+        A: ``[k, k]``, the state's own motion; ``d = s_0 + D u`` for the inputs ``u = (g, phi, xi)``.
+        B: ``[k, 3]``, how the inputs enter the state.
+        D: ``[3]``.
+        prior: the curvature that weight decay adds.
+        temperature: of the noise; 0 without.
+    """
 
     leaves: tuple[int, ...]
     A: Tensor
-    b: Tensor
-    u: Tensor
-    E: Tensor
-    c: Tensor
-    d: Tensor
-    w: Tensor
-    f: Tensor
-    places: tuple[tuple[int, int], ...] = ()  # where the numbers ``s`` stand in the state: entry, element
-    draws: tuple[int, ...] = ()  # which of the normal numbers of a step are ``xi``
-
-    @property
-    def prior(self) -> float:
-        """The curvature that weight decay adds."""
-        return float(self.w - self.c @ torch.linalg.solve(_eye(self.A) - self.A, self.u))
-
-    @property
-    def temperature(self) -> float:
-        """The variance times the curvature, prior included, as the learning rate goes to 0."""
-        return 2.0 * self._warmth(5e-6) - self._warmth(1e-5)  # what white noise adds is linear in the curvature
-
-    def _warmth(self, curvature: float) -> float:
-        k = len(self.b)
-        M = torch.zeros(k + 1, k + 1, dtype=torch.float64, device="cpu")
-        M[0, 0] = 1.0 - self.d * curvature - self.w
-        M[0, 1:], M[1:, 0], M[1:, 1:] = self.c, self.b * curvature + self.u, self.A
-        noise = torch.cat([self.f[None], self.E])
-        return float(solve_lyapunov(M, noise @ noise.T)[0, 0]) * (curvature + self.prior)
+    B: Tensor
+    D: Tensor
+    prior: float
+    temperature: float
 
 
 class Response(NamedTuple):
@@ -91,232 +103,124 @@ def read(tx: Any, params: Any, state: Any = None) -> Response:
             f"of the same hyperparameters, such as bc.sgd({', '.join(f'{k}={v!r}' for k, v in group.items())})"
         )
     kinds.require("the diagnostics of a chain", tx=(tx, kinds.TX))
-    probe = _Probe(tx, params, state)
-    first, second = probe.response("gradient", 0), probe.response("gradient", 1)
-    decay, other_decay = probe.response("parameter", 2), probe.response("parameter", 3)
-    noise = probe.response("noise", 0)
-    if any(_differ(x, y) for x, y in zip(noise, probe.response("noise", 0, 1.0))):
-        raise ValueError(
-            "the chain's own draws change how it answers later ones, as a thermostat's do; its heating by minibatches is "
-            "that of no linear chain: compare bc.sghmc at the same lr and momentum"
-        )
-    later = _Probe(tx, params, probe.next_state).response("gradient", 0)
-    if any(_differ(x, y, tolerance=DRIFT) for x, y in zip(first, later)):
+    tx, state = inner(tx, state)
+    if not isinstance(tx, Chain):
+        raise TypeError(f"a chain of bayesopt_chain is asked for, whose links say what they do, got {tx!r:.80}")
+    state = OneUpdate(tx, params, warmup=1).next_state if state is None else state
+    first, later = gains(tx, params, state), gains(tx, params, OneUpdate(tx, params, state).next_state)
+    if any(not torch.allclose(x, y, rtol=DRIFT, atol=0.0) for x, y in zip(first, later)):
         raise ValueError(
             "the chain answers a gradient otherwise from one step to the next at this state; pass the state of "
             "a run, after its burn-in, as state="
         )
-    gains = [torch.zeros_like(p) for p in probe.params]
-    groups: list[tuple[Tensor, list[int]]] = []
-    for j, h in enumerate(first):
-        if _differ(h, second[j]) or _differ(decay[j], other_decay[j], 1.0):
-            raise ValueError(
-                "the chain's response is not linear, or its elements act on each other; freeze an adaptive preconditioner "
-                "(freeze_after) and pass the state of a run, after its burn-in, as state="
-            )
-        if not h.any():
+    levels, found, groups = levels_of(tx, state), list[Tensor](), dict[Any, list[int]]()
+    numbers = [i for i, p in enumerate(optree.tree_leaves(params, none_is_leaf=True)) if p is not None]
+    for j, (i, gain) in enumerate(zip(numbers, first)):
+        b, a, n, order, behind = polynomials(tx, state, i)
+        found.append(torch.zeros_like(gain))
+        if not gain.any():
             continue
-        at = int(h.abs().amax(1).argmax())
-        peak = -h[at]
-        if not bool((peak > 0).all()):
+        if not bool((gain > 0).all()):
             raise ValueError(
                 "the chain climbs the loss, or leaves single elements of a leaf where they are; pass the loss that it "
                 "descends, and mask whole leaves"
             )
-        shape = torch.cat([h / peak, decay[j], noise[j] / peak.sqrt()])
-        if _differ(shape, shape[:, :1]):
+        found[j] = gain / b[0] * sum(b) / sum(a)  # b and a as they come, a_0 = 1
+        if behind:
+            gain = gain.reshape(-1) / b[0]
+            if behind < 1 or float(gain.max() - gain.min()) > EQUAL * float(gain.max()):
+                raise ValueError(
+                    "elements of one leaf differ by more than a gain, as weight decay in front of a preconditioner makes them; "
+                    "put that prior into the loss, so that its curvature is measured with the rest"
+                )
+            n = tuple([float(gain[0]) * x for x in n])
+        level = levels.get(i, 0.0)
+        groups.setdefault((b, a, tuple([round(x, 15) for x in n]), order if level else 0, level), []).append(j)
+    return Response(tuple(found), tuple([_group(tuple(leaves), *key) for key, leaves in groups.items()]))
+
+
+def _group(leaves: tuple[int, ...], b: law.Poly, a: law.Poly, n: law.Poly, order: int, level: float) -> Group:
+    """The system of these polynomials in coordinates of gain one."""
+    b = tuple([x * sum(a) / sum(b) for x in b])
+    q: law.Poly = (0.0,)
+    if level:
+        c, d = law.noise_filter(law.add(law.spectrum(b, a), law.decay_spectrum(b, n)), b, order)
+        q = tuple([math.sqrt(level) * x for x in law.multiply(c, b if d == (1.0,) else (b[0],))])
+    k = max(map(len, (b, a, n, q)))
+    rows = torch.tensor([[*x, *[0.0] * (k - len(x))] for x in (a, b, n, q)], dtype=torch.float64, device="cpu")
+    A = torch.diag(torch.ones(max(k - 2, 0), dtype=torch.float64, device="cpu"), 1)[: k - 1, : k - 1]
+    A[:, :1] -= rows[0, 1:, None]
+    D = rows[1:, 0]
+    return Group(leaves, A, rows[1:, 1:].T - torch.outer(rows[0, 1:], D), D, sum(n) / sum(b), level)
+
+
+def polynomials(tx: Chain, state: State, j: int) -> Polynomials:
+    """The response of the links that act on leaf ``j``, ``a_0 = 1``.
+
+    Raises:
+        ValueError: a link brings noise of its own, and has no linear response.
+    """
+    b, a, n, order = (1.0,), (1.0,), (0.0,), 0
+    acting = [(i, link) for i, link in enumerate(tx.links) if j in state.layout.where[i]]
+    decays, scaling = ([i for i, link in acting if isinstance(link.response, kind)] for kind in (Decay, Preconditioner))
+    for i, link in acting:
+        x: Any = link.response
+        if isinstance(x, SelfContainedSampler):
             raise ValueError(
-                "elements of one leaf differ by more than a gain, as weight decay in front of a preconditioner makes them; put "
-                "that prior into the loss, so that its curvature is measured with the rest"
+                f"{link.shown} has noise of its own, as a thermostat or a splitting has; its heating by minibatches is that of "
+                "no linear chain: compare bc.sghmc at the same lr and momentum"
             )
-        gains[j] = peak.reshape(gains[j].shape).to(gains[j].device)
-        for known, leaves in groups:
-            if not _differ(shape[:, 0], known):
-                leaves.append(j)
-                break
-        else:
-            groups.append((shape[:, 0], [j]))
-    systems = []
-    for shape, leaves in groups:
-        peak = float(gains[leaves[0]].reshape(-1)[0])
-        system, gain = probe.system(leaves[0], shape, peak)
-        for j in leaves:
-            gains[j] *= gain / peak
-        systems.append(system._replace(leaves=tuple(leaves)))
-    return Response(tuple(gains), tuple(systems))
+        if isinstance(x, Noise):
+            order = x.order
+        elif isinstance(x, Decay):
+            n = law.add(n, [x.weight_decay * v for v in a])
+        elif isinstance(x, (Linear, Rate)):
+            up, down = (x.b, x.a) if isinstance(x, Linear) else (_rate(tx, state, i, j, x.sign), (1.0,))
+            b, a, n = law.multiply(b, up), law.multiply(a, down), law.multiply(n, up)
+    b, n = (tuple([-v / a[0] for v in law.trim(p)]) for p in (b, n))
+    a = tuple([v / a[0] for v in law.trim(a)])
+    passed = [any(i < m for m in scaling) for i in decays if any(n)]
+    wholly = all(i < m for i in decays for m in scaling)
+    return Polynomials(b, a, n, order, 0.0 if not any(passed) else 1.0 if wholly else 0.5)
 
 
-def reread(known: Response, tx: Any, params: Any, state: Any = None) -> Response:
-    """The response of the same chain at another learning rate, by impulses where :func:`read` found its numbers."""
-    probe = _Probe(tx, params, state)
-    gains, groups = list(known.gains), []
-    for group in known.groups:
-        system, gain = probe.at(group.leaves[0], group.places, group.draws)
-        before = _first(gains[group.leaves[0]])
-        for j in group.leaves:
-            gains[j] = gains[j] * (gain / before)
-        groups.append(system._replace(leaves=group.leaves))
-    return Response(tuple(gains), tuple(groups))
+def _rate(tx: Chain, state: State, i: int, j: int, sign: int) -> law.Poly:
+    """The gain of a link whose rate may change, as it is in this state."""
+    link: Any = tx.links[i]
+    where = state.layout.where[i]
+    return (sign * float(link.rate(state[i], len(where))[where.index(j)]),)
 
 
-class _Probe(OneUpdate):
-    """One update, and the responses of the updates after it, the rest of the state being kept as it is."""
+def gains(tx: Chain, params: Any, state: Any) -> list[Tensor]:
+    """How far a unit gradient moves each element in the step in which it arrives, ``P b_0``, float64.
 
-    def response(self, kind: str, seed: int, size: float = IMPULSE) -> list[Tensor]:
-        """Moves of every leaf, ``[STEPS, elements]``, after an impulse in all of its elements, over the impulse's height.
-
-        The heights differ between elements: where elements act on each other, two such responses differ.
-        """
-        heights = [torch.full_like(p, size) for p in self.params]
-        if kind != "noise":
-            generator = torch.Generator().manual_seed(seed)
-            for x in heights:
-                x.mul_((1.0 + torch.rand(x.shape, generator=generator, dtype=torch.float64, device="cpu")).to(x.device))
-        impulse: dict[str, Any] = {
-            "gradient": {"gradient": heights},
-            "parameter": {"theta": heights},
-            "noise": {"normals": torch.full((self.draws,), size, dtype=torch.float64, device="cpu")},
-        }[kind]
-        rows: list[list[Tensor]] = [[] for _ in self.params]
-        moves, change = self(**impulse)
-        for _ in range(STEPS):
-            for row, move, height in zip(rows, moves, heights):
-                row.append((move / height).reshape(-1))
-            moves, change = self(numbers=change)
-        return [torch.stack(row).cpu() for row in rows]
-
-    def system(self, j: int, shape: Tensor, peak: float) -> tuple[Group, float]:
-        """The system of the first element of leaf ``j``, and its gain; checked against its responses."""
-
-        def late(pulse: dict[str, Any]) -> tuple[bool, set[tuple[int, int]]]:
-            """Whether a pulse ever moves the element, and which places of the state it reaches."""
-            moves, change = self(**pulse)
-            moved, places = bool(_first(moves[j])), set()
-            for _ in range(STEPS):
-                places |= _places(change)
-                moves, change = self(numbers=change)
-                moved |= bool(_first(moves[j]))
-            return moved, places
-
-        draws = self._draws_of(range(self.draws), lambda pulse: late(pulse)[0])
-        pulses = [self._pulse(j), self._pulse(j, "theta"), *(self._draws([n]) for n in draws)]
-        places = set().union(*(late(pulse)[1] for pulse in pulses))
-        if len(places) > MEMORY:
+    Raises:
+        ValueError: the elements act on each other, as a dense preconditioner makes them.
+    """
+    entries = [_at_rest(link, entry) for link, entry in zip(tx.links, state)]
+    one = OneUpdate(tx, params, State(entries, state.layout))
+    generator = torch.Generator().manual_seed(0)
+    uneven = [
+        IMPULSE * (1 + torch.rand(x.shape, generator=generator, dtype=torch.float64, device="cpu").to(x.device))
+        for x in one.params
+    ]
+    even = [torch.full_like(x, IMPULSE) for x in one.params]
+    found: list[Tensor] = []
+    for move, other, height in zip(one(gradient=even)[0], one(gradient=uneven)[0], uneven):
+        gain = -move / IMPULSE
+        # An element whose gain depends on how high its neighbours' impulses are has no gain of its own.
+        if bool(((gain + other / height).abs() > 1e-5 * gain.abs().amax()).any()):
             raise ValueError(
-                f"the chain's elements act on each other: one gradient reaches {len(places)} numbers of its state"
+                "the chain's response is not linear, or its elements act on each other, as behind a dense preconditioner; "
+                "freeze an adaptive preconditioner (freeze_after) and pass the state of a run, after its burn-in, as state="
             )
-        columns: dict[tuple[int, int], tuple[float, dict[tuple[int, int], float]]] = {}
-        for place in places:
-            moves, after = self(numbers=self._change(*place))
-            columns[place] = (
-                _first(moves[j]) / IMPULSE,
-                {(i, n): float(after[i].view(-1)[n]) / IMPULSE for i, n in places},
-            )
-        group, gain = self.at(j, sorted(_influence(columns)), draws)
-        root = gain**0.5
-        A, c, E = group.A, group.c * root, group.E
-        built = torch.cat(
-            [
-                _run(A, group.b * root, c, -group.d * gain) / peak,
-                _run(A, group.u / root, c, -group.w),
-                _run(A, E.sum(1), c, group.f.sum() * root) / peak**0.5,
-            ]
-        )
-        if _differ(built, shape):
-            raise ValueError("the chain's response could not be read: a linear system does not reproduce it")
-        return group, gain
-
-    def at(self, j: int, places: Sequence[tuple[int, int]], draws: Sequence[int]) -> tuple[Group, float]:
-        """The system of the first element of leaf ``j`` whose memory is at these places of the state, and its gain."""
-
-        def column(**pulse: Any) -> tuple[Tensor, Tensor]:
-            moves, after = self(**pulse)
-            s = [float(after[i].view(-1)[n]) / IMPULSE for i, n in places]
-            move = torch.tensor(_first(moves[j]) / IMPULSE, dtype=torch.float64, device="cpu")
-            return move, torch.tensor(s, dtype=torch.float64, device="cpu")
-
-        def matrix(columns: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-            if not columns:
-                nothing = torch.zeros(len(places) + 1, 0, dtype=torch.float64, device="cpu")
-                return nothing[0], nothing[1:]
-            return torch.stack([move for move, _ in columns]), torch.stack([s for _, s in columns], dim=1)
-
-        c, A = matrix([column(numbers=self._change(*place)) for place in places])
-        f, E = matrix([column(**self._draws([n])) for n in draws])
-        (d, b), (w, u) = column(**self._pulse(j)), column(**self._pulse(j, "theta"))
-        if len(places) and float(torch.linalg.eigvals(A).abs().amax()) >= 1.0:
-            raise ValueError("the chain's own memory does not fade: its momentum must lie below 1")
-        gain = float(-d - c @ torch.linalg.solve(_eye(A) - A, b))
-        if not gain > 0:
-            raise ValueError("the chain climbs the loss: a constant gradient moves the parameters along it")
-        root = gain**0.5
-        group = Group((j,), A, b / root, u * root, E, c / root, -d / gain, -w, f / root, tuple(places), tuple(draws))
-        return group, gain
-
-    def _pulse(self, j: int, name: str = "gradient") -> dict[str, Any]:
-        """A pulse in the first element of leaf ``j``."""
-        leaves = [torch.zeros_like(p) for p in self.params]
-        leaves[j].view(-1)[0] = IMPULSE
-        return {name: leaves}
-
-    def _change(self, i: int, n: int) -> list[Tensor]:
-        """A pulse in place ``n`` of the ``i``-th moving entry of the state."""
-        change = [torch.zeros_like(t) for t in self.numbers]
-        change[i].view(-1)[n] = IMPULSE
-        return change
-
-    def _draws(self, chosen: Sequence[int]) -> dict[str, Any]:
-        xi = torch.zeros(self.draws, dtype=torch.float64, device="cpu")
-        xi[list(chosen)] = IMPULSE
-        return {"normals": xi}
-
-    def _draws_of(self, among: range, moves: Callable[[dict[str, Any]], bool]) -> list[int]:
-        """Which of a step's normal numbers move an element, by bisection; their heights differ so that no two cancel."""
-        if not among:
-            return []
-        xi = torch.zeros(self.draws, dtype=torch.float64, device="cpu")
-        xi[among.start : among.stop] = IMPULSE * torch.linspace(1.0, 2.0, len(among), dtype=torch.float64, device="cpu")
-        if not moves({"normals": xi}):
-            return []
-        if len(among) == 1:
-            return [among.start]
-        middle = (among.start + among.stop) // 2
-        return [
-            *self._draws_of(range(among.start, middle), moves),
-            *self._draws_of(range(middle, among.stop), moves),
-        ]
-
-
-def _places(change: list[Tensor]) -> set[tuple[int, int]]:
-    """The places of the state that a pulse has reached."""
-    return {(i, int(n)) for i, x in enumerate(change) for n in x.reshape(-1).nonzero()[: MEMORY + 1]}
-
-
-def _run(A: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
-    """The first moves after a unit impulse."""
-    moves = [d]
-    for _ in range(STEPS - 1):
-        moves.append(c @ b)
-        b = A @ b
-    return torch.stack(moves)
-
-
-def _influence(columns: dict[tuple[int, int], tuple[float, dict[tuple[int, int], float]]]) -> set[tuple[int, int]]:
-    """The places that move the parameter, now or later."""
-    found = {i for i, (move, _) in columns.items() if move}
-    while wider := {i for i, (_, after) in columns.items() if i not in found and any(after[n] for n in found)}:
-        found |= wider
+        found.append(gain)
     return found
 
 
-def _differ(x: Tensor, y: Tensor, scale: float = 0.0, tolerance: float = TOLERANCE) -> bool:
-    """Whether two responses differ; NaN does."""
-    return not bool(((x - y).abs() <= tolerance * max(scale, float(y.abs().amax()))).all())
-
-
-def _first(x: Tensor) -> float:
-    return float(x.reshape(-1)[0])
-
-
-def _eye(A: Tensor) -> Tensor:
-    return torch.eye(len(A), dtype=A.dtype, device=A.device)
+def _at_rest(link: Link, entry: Any) -> Any:
+    """A link's state without velocity and remembered draws, beside which the response to an impulse would round."""
+    field = "memory" if isinstance(link, LangevinNoise) else link.traits.velocity
+    if not hasattr(entry, field):
+        return entry
+    return entry._replace(**{field: tuple(torch.zeros_like(t) for t in getattr(entry, field))})

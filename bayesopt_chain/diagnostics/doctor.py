@@ -34,8 +34,8 @@ from bayesopt_chain.checks import installed, short
 from bayesopt_chain.diagnostics._agreement import agreement, drift, effective, mean_and_error, shared_noise
 from bayesopt_chain.diagnostics._seeds import initialised_devices, seed_all
 from bayesopt_chain.diagnostics.convergence import R_HAT
+from bayesopt_chain.diagnostics.forces import Forces, forces_of, names_of
 from bayesopt_chain.diagnostics.gradient_noise import gradients, scalar
-from bayesopt_chain.diagnostics.temperatures import Forces, forces_of, names_of
 from bayesopt_chain.diagnostics.top_curvature import hessian_product, lanczos
 from bayesopt_chain.trees import paths_of
 
@@ -48,6 +48,7 @@ COPY = 0.9  # correlation of noise from which two chains are one
 LARGE, UNTOLD = 1.5, 8.0  # R-hat from which so few effective draws a chain do not tell agreement from chance
 STILL = 1e-3  # probability of as many equal draws in a row, by how often a chain repeats itself otherwise
 GROWTH = 10.0  # by how much the loss, over its spread at first, must have grown to call a run diverging
+SPEEDING = 4.0  # times as much in its second half as in its first
 DRIFTED = 0.5  # standard deviations from the first to the last third that a drift must reach besides being no accident
 FIRST = 10.0  # standard deviations above the later losses at which the first draws were made on the way there
 MOST = 1000  # elements of all leaves together that agreement is judged on
@@ -682,12 +683,17 @@ class _Run:
 
 
 def _has_grown(losses: Tensor) -> bool:
-    """Whether the loss ends many times its first spread above where it began."""
+    """Whether the loss ends many times its first spread above where it began, and grows faster and faster.
+
+    A chain that leaves a mode grows ever more slowly, one that diverges by a factor a step.
+    """
     if len(losses) < 4:
         return False
-    first, last = losses[: len(losses) // 4], losses[-(len(losses) // 4) :]
-    spread = max(float(first.std()) if first.numel() > 1 else 0.0, 1e-3 * float(first.abs().mean()))
-    return float(last.min()) > float(first.max()) and float(last.mean() - first.mean()) > GROWTH * spread
+    first, *between, last = losses.tensor_split(4)
+    middle, spread = torch.cat(between).mean(), float(first.std()) if first.numel() > 1 else 0.0
+    grown, spread = float(last.mean() - first.mean()), max(spread, 1e-3 * float(first.abs().mean()))
+    is_faster = last.mean() - middle > SPEEDING * (middle - first.mean())
+    return float(last.min()) > float(first.max()) and grown > GROWTH * spread and bool(is_faster)
 
 
 def _listed(batches: Any) -> list[Any]:

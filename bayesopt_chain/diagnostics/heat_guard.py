@@ -34,11 +34,11 @@ from bayesopt_chain import kinds, tracing
 from bayesopt_chain._torch import foreach_norm, is_dtensor
 from bayesopt_chain.checks import short
 from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.diagnostics._response import EQUAL, gains, polynomials
+from bayesopt_chain.diagnostics.forces import inner, levels_of
 from bayesopt_chain.diagnostics.heat import Heat, Leaf, Sketch, read_heat
-from bayesopt_chain.diagnostics.temperatures import _levels, _unwrapped, gains, names_of
 from bayesopt_chain.loop.step import Step
-from bayesopt_chain.matching import law
-from bayesopt_chain.matching.response import Linear, Noise, Preconditioner, SelfContainedSampler
+from bayesopt_chain.matching.response import Noise, SelfContainedSampler
 
 SHORT = 8  # steps after which a window ends where nothing can be hot
 WINDOW = 80  # steps after these of a full window
@@ -53,7 +53,6 @@ GIVE_UP = 4  # windows, after which it says that it has seen nothing
 SKIPPED = 0.1  # share of a window's steps that may be passed over
 LONG = 30.0  # steps that the momentum remembers, from which reshuffled epochs may cancel most of the noise
 TOTAL = 20.0  # rho from which the loss may be a sum over the batch
-EQUAL = 1e-6  # relative difference of two elements' gains below which they are one number
 
 
 class HeatGuard:
@@ -152,7 +151,7 @@ class HeatGuard:
         links = _links(tx)
         own = [x for x in links if isinstance(x.response, SelfContainedSampler)]
         if own or not any(isinstance(x.response, Noise) for x in links):
-            what = own[0] if own else f"this {type(_unwrapped(tx, None)[0]).__name__}"
+            what = own[0] if own else f"this {type(inner(tx, None)[0]).__name__}"
             raise ValueError(
                 f"heat_guard: {what} has no matched noise that the batches' could be compared with; leave heat_guard out, or "
                 "take a chain such as bc.sghmc(...)"
@@ -418,7 +417,7 @@ def _is_clipped(norms: Tensor, seen: list[Leaf]) -> bool:
 
 
 def _links(tx: Any) -> Iterable[Any]:
-    tx, _ = _unwrapped(tx, None)
+    tx, _ = inner(tx, None)
     return tx.links if isinstance(tx, Chain) else ()
 
 
@@ -428,19 +427,17 @@ def _rules(tx: Any, params: Any, state: Any) -> list[tuple[float, float, float, 
     Raises:
         ValueError: the elements act on each other, as behind a dense preconditioner.
     """
-    tx, state = _unwrapped(tx, state)
-    levels, names = _levels(tx, state, None), names_of(state.layout.paths)
-    out: list[tuple[float, float, float, float, float | Tensor] | None] = [None] * len(names)
-    for j, (name, gain) in enumerate(zip(names, gains(tx, params, state) if levels else ())):
-        if gain is None or name not in levels or not bool((gain > 0).all()):
+    tx, state = inner(tx, state)
+    levels, leaves = levels_of(tx, state), optree.tree_leaves(params, none_is_leaf=True)
+    out: list[tuple[float, float, float, float, float | Tensor] | None] = [None] * len(leaves)
+    numbers = [j for j, p in enumerate(leaves) if p is not None]
+    for j, gain in zip(numbers, gains(tx, params, state) if levels else ()):
+        if j not in levels or not bool((gain > 0).all()):
             continue
-        b, a = (1.0,), (1.0,)
-        for link, where in zip(tx.links, state.layout.where):
-            if j in where and isinstance(x := link.response, (Linear, Preconditioner)):
-                b, a = law.multiply(b, x.b), law.multiply(a, x.a)
-        first, momentum = b[0] / a[0] / (sum(b) / sum(a)), -a[1] / a[0] if len(a) > 1 else 0.0
+        x = polynomials(tx, state, j)
+        first, momentum = x.b[0] / (sum(x.b) / sum(x.a)), -x.a[1] if len(x.a) > 1 else 0.0
         each = gain / first  # lr_eff P
         rate = float(each.mean())
         is_one = float(each.max() - each.min()) <= EQUAL * float(each.max())
-        out[j] = rate, levels[name], momentum, first, 1.0 if is_one else (each / rate).sqrt().float()
+        out[j] = rate, levels[j], momentum, first, 1.0 if is_one else (each / rate).sqrt().float()
     return out

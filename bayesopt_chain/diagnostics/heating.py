@@ -423,26 +423,30 @@ def loop(system: Reduced) -> Loop:
     def spread(of: Callable[[Group], Tensor]) -> Tensor:
         """Block-diagonal, a block ``of(group) x 1`` for each group."""
         return torch.block_diag(
-            *(torch.kron(of(g), torch.eye(n, dtype=torch.float64, device="cpu")) for g, n in zip(system.groups, sizes))
+            *(
+                torch.kron(
+                    of(g).clone(memory_format=torch.contiguous_format), torch.eye(n, dtype=torch.float64, device="cpu")
+                )
+                for g, n in zip(system.groups, sizes)
+            )
         )
 
-    A, b, u, E = (
-        spread(lambda g: g.A),
-        spread(lambda g: g.b[:, None]),
-        spread(lambda g: g.u[:, None]),
-        spread(lambda g: g.E),
-    )
-    c, d, w, f = (spread(lambda g, name=name: getattr(g, name).reshape(1, -1)) for name in ("c", "d", "w", "f"))
+    A = spread(lambda g: g.A)
+    b, u, E = (spread(lambda g, i=i: g.B[:, i : i + 1]) for i in range(3))
+    d, w, f = (spread(lambda g, i=i: g.D[None, i : i + 1]) for i in range(3))
+    c = spread(lambda g: torch.eye(1, len(g.A), dtype=torch.float64, device="cpu"))
     prior = spread(lambda g: torch.tensor([[g.prior]], dtype=torch.float64, device="cpu"))
     values, V = torch.linalg.eigh(system.H + prior)
     V = V[:, values > SMALL * values.amax().clamp(min=1e-300)].flip(1)
     M = torch.cat(
         [
-            torch.cat([V.T @ (torch.eye(q, dtype=torch.float64, device="cpu") - d @ system.H - w) @ V, V.T @ c], dim=1),
+            torch.cat(
+                [V.T @ (torch.eye(q, dtype=torch.float64, device="cpu") - d @ system.H - w) @ V, -V.T @ c], dim=1
+            ),
             torch.cat([(b @ system.H + u) @ V, A], dim=1),
         ]
     )
-    return Loop(M, torch.cat([V.T @ d, -b]), torch.cat([V.T @ f, E]), V, prior)
+    return Loop(M, torch.cat([V.T @ d, -b]), torch.cat([-V.T @ f, E]), V, prior)
 
 
 def predict(system: Reduced, order: Order, steps: float) -> Heating:

@@ -40,10 +40,10 @@ from torch.utils.data import SequentialSampler
 from bayesopt_chain import batches as batch_trees
 from bayesopt_chain import kinds
 from bayesopt_chain.data.epochs import Epochs, epochs
-from bayesopt_chain.diagnostics._response import Response, read, reread
+from bayesopt_chain.diagnostics._response import Response, read
 from bayesopt_chain.diagnostics.gradient_noise import gradient_noise, scalar
 from bayesopt_chain.diagnostics.heating import Heating, Reduced, loop, predict, reduce, rescaled
-from bayesopt_chain.diagnostics.top_curvature import hessian_product
+from bayesopt_chain.diagnostics.top_curvature import hessian_product, trace
 from bayesopt_chain.loop.step import make_step
 from bayesopt_chain.testing._lyapunov import Unstable, solve_lyapunov
 
@@ -246,8 +246,8 @@ class _Search:
                 "temperature above 0"
             )
         self.temperature = max(group.temperature for group in self.response.groups)
-        self.readings = {m: reread(self.response, self.make(FIRST, m), params, state) for m in momenta}
-        doubled = reread(self.response, self.make(2 * FIRST, momenta[0]), params, state)
+        self.readings = {m: read(self.make(FIRST, m), params, state) for m in momenta}
+        doubled = read(self.make(2 * FIRST, momenta[0]), params, state)
         for once, twice in zip(self.response.gains, doubled.gains):
             if not torch.allclose(twice, 2 * once, rtol=1e-4, atol=0.0):
                 raise ValueError(
@@ -297,7 +297,9 @@ class _Search:
         try:
             noise = gradient_noise(loss, params, measured, rank=RANK, max_batches=MOST)
             system = reduce(response, noise, product, self.source.size / base, max_products=3 * RANK)
-            trace, moving = _trace(product, params, response)
+            leaves = optree.tree_leaves(params)
+            roots = [gain.to(leaf).sqrt() for gain, leaf in zip(response.gains, leaves)]
+            curved = trace(product, params, roots, PROBES)
         except RuntimeError as err:
             if not isinstance(err, NotImplementedError) and "no second derivative" not in str(err):
                 raise
@@ -314,14 +316,16 @@ class _Search:
         if not top + prior > 0:
             raise ValueError("suggest_lr: the loss has no positive curvature at params; go to a mode first")
         self.passes += len(measured) * base / self.source.size * (1 + 2 * PRODUCTS)
-        mean = max(trace / moving, 1e-5 * top)
+        moving = sum(int((root > 0).sum()) * (leaf.numel() // root.numel()) for root, leaf in zip(roots, leaves))
+        mean = max(curved / moving, 1e-5 * top)
         return Place(replace(system, C=system.C * base, D=system.D * base), mean, top, level, moving)
 
     def _at(self, place: Place, row: Row, lr: float) -> Reduced:
         """Curvature and noise of batches in the coordinates of the chain at this rate."""
         ratio, reading = lr / FIRST, self.readings[row.momentum]
         # weight decay is a curvature, and grows with the rate as every other one does
-        groups = tuple(g._replace(u=g.u * ratio, w=g.w * ratio) for g in reading.groups)
+        by = torch.tensor([1.0, ratio, 1.0], dtype=torch.float64, device="cpu")
+        groups = tuple(g._replace(B=g.B * by, D=g.D * by, prior=g.prior * ratio) for g in reading.groups)
         system = replace(place.system, C=place.system.C / row.batch_size, D=place.system.D / row.batch_size)
         return rescaled(system, Response(tuple(gain * ratio for gain in reading.gains), groups))
 
@@ -578,17 +582,3 @@ def _of_module(loss: Callable[[Any, Any], Any], params: Any) -> tuple[Callable[[
         return torch.func.functional_call(bound, {**buffers, **values}, (batch,))
 
     return functional, {key: p.detach().clone() for key, p in params.named_parameters() if p.requires_grad}
-
-
-def _trace(product: Callable[[Any], Any], params: Any, response: Response) -> tuple[float, int]:
-    """``tr(G^1/2 H G^1/2)`` from random signs (Hutchinson), and the number of parameters that move."""
-    generator = torch.Generator().manual_seed(0)
-    leaves, spec = optree.tree_flatten(params)
-    roots = [gain.to(leaf).sqrt() for gain, leaf in zip(response.gains, leaves)]
-    total = 0.0
-    for _ in range(PROBES):
-        signs = [torch.randint(0, 2, x.shape, generator=generator, device="cpu").to(x) * 2 - 1 for x in leaves]
-        v = [sign * root for sign, root in zip(signs, roots)]
-        total += sum(float((x * y).sum()) for x, y in zip(v, optree.tree_leaves(product(spec.unflatten(v)))))
-    moving = sum(int((root > 0).sum()) * (leaf.numel() // root.numel()) for root, leaf in zip(roots, leaves))
-    return total / PROBES, moving

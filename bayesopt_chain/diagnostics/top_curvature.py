@@ -10,7 +10,7 @@ from a new random vector, so that multiple eigenvalues are found too. Lanczos (1
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import optree
@@ -69,6 +69,17 @@ def hessian_product(
         return optree.tree_unflatten(spec, [x.detach() / len(used) for x in total])
 
     return product
+
+
+def trace(product: Callable[[Any], Any], params: Any, roots: Sequence[Tensor] | None = None, probes: int = 4) -> float:
+    """``tr(R H R)`` by random signs (Hutchinson, 1990), ``R`` a diagonal that broadcasts to each leaf (default: ones)."""
+    generator, (leaves, spec) = torch.Generator().manual_seed(0), optree.tree_flatten(params)
+    total = 0.0
+    for _ in range(probes):
+        signs = [torch.randint(0, 2, x.shape, generator=generator, device="cpu").to(x) * 2 - 1 for x in leaves]
+        v = signs if roots is None else [sign * root for sign, root in zip(signs, roots)]
+        total += sum(float((x * y).sum()) for x, y in zip(v, optree.tree_leaves(product(spec.unflatten(v)))))
+    return total / probes
 
 
 def lanczos(

@@ -32,8 +32,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bayesopt_chain._torch import uncompiled
+from bayesopt_chain.diagnostics.forces import ThermalLeaf
 from bayesopt_chain.diagnostics.heat_guard import HeatGuard
-from bayesopt_chain.diagnostics.temperatures import ThermalLeaf
 from bayesopt_chain.distributed.parts import elements_of, place_of
 from bayesopt_chain.distributed.ranks import require_named_chain
 from bayesopt_chain.distributed.shards import are_spread
@@ -325,7 +325,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         self._scales_in_kernel = value
 
     def thermal_leaves(self) -> dict[str, ThermalLeaf]:
-        """Describe the leaves that get noise in the next step, for :func:`bayesopt_chain.diagnostics.temperatures`.
+        """Describe the leaves that get noise in the next step, for :func:`bayesopt_chain.diagnostics.doctor`.
 
         Returns:
             By parameter name, the temperature, decay and sign of each leaf.

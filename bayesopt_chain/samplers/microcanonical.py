@@ -172,12 +172,6 @@ def freshness(lr: float, length: float, d: int) -> float:
     return math.sqrt(math.expm1(2 * lr / length) / d)
 
 
-def kinetic_gain(w: Sequence[Tensor], e: Leaves, delta: Tensor, g: Leaves) -> Tensor:
-    """By how much a kick changes the kinetic energy over ``T (d - 1)``."""
-    along, zeta = _along(w, e, g), torch.exp(-delta)
-    return delta - math.log(2.0) + torch.log1p(along + (1 - along) * zeta**2)
-
-
 def _along(w: Sequence[Tensor], e: Leaves, g: Leaves) -> Tensor:
     """``e.u``, in ``[-1, 1]``."""
     steep = _dot(g, e).abs()  # e = -s / |g|, so that its product with g is -|g|
@@ -212,8 +206,8 @@ def mclmc(
 
     Args:
         lr: the distance that a step goes, in units of the parameters; with a precision in those of its standard deviations.
-            A few per cent of ``sqrt(d)`` standard deviations, ``d`` parameters; :func:`bayesopt_chain.diagnostics.tune_mclmc`
-            finds it.
+            A few per cent of ``sqrt(d)`` standard deviations, ``d`` parameters; halve it until the quantities that matter stop
+            changing.
         length: the distance ``L`` after which the direction is forgotten; the usual rule is the root of the summed variances of
             the parameters, ``sqrt(d)`` with a precision. Infinite: never.
         temperature: ``1 / N`` for a loss that is a mean over ``N`` data, 1 for an unnormalised loss. Along a schedule the

@@ -52,7 +52,6 @@ CHAINS = {
     "two momenta": lambda lr: bc.chain(bc.add_momentum(0.5), bc.add_momentum(0.1), bc.sgd(lr, temperature=T)),
     "scheduled": lambda lr: bc.sgd(lambda count: lr, 0.9, temperature=T),
     "clipped far away": lambda lr: bc.chain(torchopt.clip_grad_norm(10.0), bc.sghmc(lr, temperature=T)),
-    "splitting": lambda lr: bc.samplers.ubu(lr**0.5, 1.0, temperature=T),
     "Philox": lambda lr: bc.sghmc(lr, temperature=T),
 }
 

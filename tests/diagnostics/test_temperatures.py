@@ -1,11 +1,12 @@
-"""Configurational temperature: exactly the one asked for at every stable learning rate, and on runs."""
+"""The temperature that the doctor reads: exactly the one asked for at every stable learning rate, and on runs."""
 
 import optree
 import pytest
 import torch
 
 import bayesopt_chain as bc
-from bayesopt_chain.diagnostics.temperatures import _levels, gains, names_of
+from bayesopt_chain.diagnostics._response import gains
+from bayesopt_chain.diagnostics.forces import forces_of, names_of
 from bayesopt_chain.testing import stationary_covariance
 
 LR, T, DOUBLE = 0.1, 0.7, torch.float64
@@ -43,17 +44,18 @@ RUNS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", RUNS)
 def test_a_run_has_the_temperature_that_it_was_given(kind):
-    """Within 5 standard errors of 1, known to 5 %; two-sided false alarms below 1e-4. Of the decay the loss contributes
-    ``k / (k + 0.5)``."""
+    """Within 5 standard errors of 1, known to 5 %; two-sided false alarms below 1e-4."""
     torch.manual_seed(0)
     build, how = RUNS[kind]
     tx = build()
-    report = bc.diagnostics.temperatures(run(tx, **how), tx, quadratic, [None])
-    assert set(report.configurational) == {"a", "b"} and "configurational / T" in str(report)
-    for e in report.configurational.values():
-        assert abs(e.value - 1) < 5 * e.standard_error and e.standard_error < 0.05
-    share = 1 / 1.5 if kind == "decay" else 1.0
-    assert report.data["b"].value == pytest.approx(share, abs=5 * report.data["b"].standard_error)
+    found = bc.diagnostics.doctor(run(tx, **how), tx, quadratic, [None]).numbers
+    assert {name for name in found if name in ("temperature, a", "temperature, b")} == {
+        "temperature, a",
+        "temperature, b",
+    }
+    for leaf in "ab":
+        error = found[f"  its standard error, {leaf}"]
+        assert abs(found[f"temperature, {leaf}"] - 1) < 5 * error and error < 0.05
 
 
 def test_the_virial_is_the_temperature_of_the_exact_covariance():
@@ -90,19 +92,18 @@ def test_what_cannot_be_read_is_refused():
         bc.add_momentum(0.9), bc.links.add_decayed_weights(0.5), bc.inject_langevin_noise(T), bc.scale_by_neg_lr(LR)
     )
     with pytest.raises(ValueError, match="stands behind a momentum"):
-        bc.diagnostics.temperatures(run(decoupled, steps=200), decoupled, quadratic, [None])
-    with pytest.raises(ValueError, match="at least 4, got 3"):
-        bc.diagnostics.temperatures(run(decoupled, steps=200)[:3], decoupled, quadratic, [None])
+        bc.diagnostics.doctor(run(decoupled, steps=200), decoupled, quadratic, [None])
 
 
 def test_levels_follow_a_schedule():
-    tx = bc.sghmc(0.1, temperature=lambda n: 2.0 + 0 * n)
-    w = torch.zeros(2)
-    assert _levels(tx, tx.init(w), None) == {"tensor": 2.0}
+    tx = bc.sghmc(0.1, temperature=lambda n: 2.0 + n)
+    assert [forces_of(tx, torch.zeros(2), None, step).levels for step in (None, 3)] == [
+        {"tensor": 2.0},
+        {"tensor": 5.0},
+    ]
 
 
 def test_leaves_whose_names_would_be_one_are_called_by_their_paths():
     params = {"a": {"b": torch.zeros(5)}, "a/b": torch.zeros(5), "c": torch.zeros(5)}
-    tx = bc.sgld(0.2, temperature=0.5)
-    assert _levels(tx, tx.init(params), None) == {"['a']['b']": 0.5, "['a/b']": 0.5, "c": 0.5}
+    assert forces_of(bc.sgld(0.2, temperature=0.5), params).levels == {"['a']['b']": 0.5, "['a/b']": 0.5, "c": 0.5}
     assert names_of(("['layer']['weight']", "[0]", "")) == ("layer/weight", "0", "tensor")

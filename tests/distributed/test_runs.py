@@ -393,30 +393,6 @@ def test_a_loss_of_dtensors_that_explodes_ends_the_run_where_that_of_one_process
     assert bc.Draws.open(tmp_path / "draws").why == want[2]
 
 
-TEMPERED = {
-    "sghmc": TX,
-    "decay": bc.sgd(0.1, 0.9, weight_decay=0.2, temperature=0.05),
-}
-
-
-def read(name):
-    """Configurational temperatures of a run, on ranks or in one process."""
-    tx, params, batches = TEMPERED[name], spread(matrices(), "fsdp"), [torch.tensor(1.0)]
-    torch.manual_seed(7)
-    step, state = bc.make_step(elementwise, tx), tx.init(params)
-    draws = bc.sample(step, params, state, batches, steps=40, thinning=4)
-    report = bc.diagnostics.temperatures(draws, tx, elementwise, batches)
-    return [part[leaf].value for part in report for leaf in "wb"]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:sample")
-@pytest.mark.parametrize("name", TEMPERED)
-def test_temperatures_are_those_of_one_process(name):
-    for values in run(read, 2, name):
-        assert values == pytest.approx(read(name), rel=1e-10)
-
-
 @pytest.mark.slow
 def test_draws_of_dtensors_are_compacted_by_the_run_and_by_one_process(tmp_path):
     path, want = tmp_path / "draws", sampled("shards")

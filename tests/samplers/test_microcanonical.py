@@ -1,4 +1,4 @@
-"""Microcanonical Langevin: the kick of the paper to 1e-12, a unit direction, the right law, and step and length."""
+"""Microcanonical Langevin: the kick of the paper to 1e-12, a unit direction, and the right law."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
-from bayesopt_chain.samplers.microcanonical import Metric, kinetic_gain
+from bayesopt_chain.samplers.microcanonical import Metric
 from bayesopt_chain.testing import assert_bitwise_equal
 
 F64 = torch.float64
@@ -26,14 +26,14 @@ def flow(u, g, time, d, steps=20_000):
 
 
 def published(u, g, lr, d):
-    """The kick as BlackJAX 1.7.1 writes it, with the gradient of the log density ``-g``: direction and kinetic energy."""
+    """The kick as BlackJAX 1.7.1 writes it, with the gradient of the log density ``-g``."""
     size = torch.linalg.vector_norm(-g)
     e = -g / size
     projection = u @ e
     delta = lr * size / (d - 1)
     zeta = torch.exp(-delta)
     new = e * (1 - zeta) * (1 + zeta + projection * (1 - zeta)) + 2 * zeta * u
-    return new / new.norm(), (delta - math.log(2) + torch.log(1 + projection + (1 - projection) * zeta**2)) * (d - 1)
+    return new / new.norm()
 
 
 def example(d=7, seed=0):
@@ -51,13 +51,12 @@ def test_a_kick_is_the_exact_flow_of_the_direction():
 
 
 @pytest.mark.parametrize("lr", [1e-6, 0.3, 50.0])
-def test_a_kick_and_its_energy_are_the_published_formula_to_1e_12(lr):
+def test_a_kick_is_the_published_formula_to_1e_12(lr):
     u, g = example(seed=1)
     e, steep = PLAIN.downhill([g])
     (got,) = PLAIN.kicked([u], e, steep * lr / 6, [g])
-    expected, energy = published(u, g, lr, 7)
+    expected = published(u, g, lr, 7)
     assert (got - expected).abs().max() < 1e-12
-    assert abs(float(kinetic_gain([u], e, steep * lr / 6, [g])) * 6 - float(energy)) < 1e-10
 
 
 @pytest.mark.peers
@@ -67,11 +66,10 @@ def test_a_kick_is_blackjaxs_to_1e_12():
     u, g = example(seed=2)
     with jax.enable_x64(True):
         update = integrators.esh_dynamics_momentum_update_one_step(inverse_mass_matrix=1.0)
-        theirs, _, change = update(jax.numpy.asarray(u.numpy()), jax.numpy.asarray(-g.numpy()), 0.4, 1.0)
+        theirs, _, _ = update(jax.numpy.asarray(u.numpy()), jax.numpy.asarray(-g.numpy()), 0.4, 1.0)
     e, steep = PLAIN.downhill([g])
     (got,) = PLAIN.kicked([u], e, steep * 0.4 / 6, [g])
     assert (got - torch.tensor(theirs.tolist(), dtype=F64)).abs().max() < 1e-12
-    assert abs(float(kinetic_gain([u], e, steep * 0.4 / 6, [g])) * 6 - float(change)) < 1e-12
 
 
 def test_a_precision_is_the_same_chain_in_other_coordinates():
@@ -139,20 +137,6 @@ def test_it_samples_a_gaussian_and_minibatches_only_turn_it():
     assert (total * k).mean() == pytest.approx(1.0, abs=0.03) and (total * k - 1).abs().max() < 0.12
 
 
-@pytest.mark.slow
-def test_tuning_meets_the_energy_it_was_asked_for_and_the_length_rule():
-    generator = torch.Generator().manual_seed(0)
-    loss = lambda w, batch: w["a"].square().sum() / 2 + 2 * w["b"].square().sum()  # noqa: E731
-    start = {"a": torch.zeros(60, dtype=F64), "b": torch.zeros(40, dtype=F64)}
-    found = bc.diagnostics.tune_mclmc(loss, start, None, temperature=1.0, steps=1500, generator=generator)
-    assert 1e-4 < found.energy_variance < 2.5e-3
-    assert found.length == pytest.approx(math.sqrt(60 + 40 / 4), rel=0.25)
-    finer = bc.diagnostics.tune_mclmc(
-        loss, start, None, temperature=1.0, steps=1500, energy_variance=5e-4 / 64, generator=generator
-    )
-    assert finer.lr == pytest.approx(found.lr / 2, rel=0.25)
-
-
 def test_what_makes_no_sense_is_refused():
     with pytest.raises(ValueError, match="mclmc: needs at least 2 parameters"):
         bc.samplers.mclmc(0.1, 1.0, temperature=1.0).init(torch.zeros(1))
@@ -163,9 +147,3 @@ def test_what_makes_no_sense_is_refused():
             bc.samplers.mclmc(0.1, bad, temperature=1.0)
     with pytest.raises(ValueError, match="noise of its own"):
         bc.chain(bc.add_momentum(0.9), bc.samplers.mclmc(0.1, 1.0, temperature=1.0)).init(torch.zeros(3))
-    for arguments, message in (
-        ({"temperature": 0.0}, "temperature"),
-        ({"temperature": 1.0, "steps": 3}, "at least 10"),
-    ):
-        with pytest.raises(ValueError, match=f"tune_mclmc: .*{message}"):
-            bc.diagnostics.tune_mclmc(lambda w, b: w.sum(), torch.zeros(3), None, **arguments)
