@@ -396,7 +396,6 @@ class FittedLaplace:
             "log_likelihood": seen.log_likelihood,
             "squares": seen.squares,
             "entries": seen.entries,
-            "scatter": seen.scatter,
             # one form whatever the tuning, so that every fit of a module is a template for the state of another
             "prior_precision": structure.unflatten([d.to(p.dtype) for d, p in zip(prior, leaves)]),
             "likelihood_scale": self.likelihood_scale,
@@ -422,7 +421,7 @@ class FittedLaplace:
             raise ValueError(f"load_state_dict: the state has no {', '.join(missing)}: pass what state_dict returned")
         require_like(state["params"], self.model.params, "state['params']")
         model = replace(self.model, params=state["params"])
-        names = ("precision", "rows", "log_likelihood", "squares", "entries", "scatter")
+        names = ("precision", "rows", "log_likelihood", "squares", "entries")
         seen, share = Pass(*(state[name] for name in names)), float(state["covariance_scale"])
         return at(model, seen, state["prior_precision"], state["likelihood_scale"], share)
 
@@ -660,7 +659,7 @@ def fit_laplace(
     model, first = make_model(module_or_forward, params, loader, batches.first, how)
     require_finite(model.params, "fit_laplace: a parameter")
     model = with_estimator(model, first, (batches.total or 1) * batch_size(batches.first))
-    keep = Kept(data_for(model) if tune == "evidence" else 0)
+    keep = Kept(data_for(model)) if tune == "evidence" and tune_noise is True else None
     seen = model.run_over(batches.from_first(first), progress, batches.total, keep)
     if not any(bool(leaf.any()) for leaf in optree.tree_leaves(seen.precision.diag())):
         if not seen.entries.any():
@@ -677,20 +676,15 @@ def fit_laplace(
         return _validated(model, seen, one if not tune_noise else None, validation, of_prior)
     require_finite(seen.precision.diag(), "fit_laplace: the curvature")
     start, scale, share = float(prior_precision), None if likelihood.has_noise_scale and tune_noise else one, 1.0
-    if seen.regression is not None and tune_noise is True:
+    if keep is not None and seen.regression is not None:
         if not isinstance(batches.first, HeadBatch):
             keep.batches[0] = part(batches.first, 0, keep.most)  # as the body sees it
         best = by_network_noise(model, seen, keep.batches, of_prior)
         _warn_of_least_noise(seen.regression, best.likelihood_scale)
-    elif (
-        likelihood.has_noise_scale
-        or tune_noise is not True
-        or model.how.curvature == "empirical_fisher"
-        or temperature is not None
-    ):
+    elif keep is None or keep.scatter is None or model.how.curvature == "empirical_fisher" or temperature is not None:
         best = tuned(model, seen, scale=scale, start=start, prior_structure=of_prior)
     else:
-        best = by_dispersion(model, seen, start, of_prior)
+        best = by_dispersion(model, seen, keep.scatter, start, of_prior)
         share = within_budget(model, at(model, seen, *best[:2]).posterior, keep.batches, seen)
     fitted = at(model, seen, *best[:2], share)
     _warn_where_worse(fitted, first)

@@ -83,8 +83,7 @@ class Pass:
 
     ``precision``: the sum of the increments; ``rows``: of a model that is linear with Gaussian noise, else None;
     ``log_likelihood``: summed, 0-d; ``squares``: for Gaussian noise of known variance the whitened residual sum of squares;
-    ``entries``: the sum of the targets' weights; both 0-d, of a linear model of several outputs ``[E]``, one for each;
-    ``scatter``: of the gradients in the outputs, None for Gaussian noise of known variance.
+    ``entries``: the sum of the targets' weights; both 0-d, of a linear model of several outputs ``[E]``, one for each.
     """
 
     precision: Any
@@ -92,7 +91,6 @@ class Pass:
     log_likelihood: Tensor
     squares: Tensor
     entries: Tensor
-    scatter: Scatter | None
 
     @cached_property
     def decomposed(self) -> Any:
@@ -106,16 +104,20 @@ class Pass:
 
 
 class Kept:
-    """The first ``most`` data of a pass, by batches."""
+    """What the default's rules ask of a pass (``rule.py``): its first ``most`` data by batches, and the scatter of targets."""
 
     def __init__(self, most: int) -> None:
         self.most, self.count, self.batches = most, 0, []
+        self.scatter: Scatter | None = None  # none for Gaussian noise of known variance
 
-    def take(self, batch: Any) -> None:
+    def take(self, model: Model, batch: Any, outputs: Tensor) -> None:
         """Keep what of a batch is still wanted."""
         if self.count < self.most:
             self.batches.append(part(batch, 0, self.most - self.count))
             self.count += batch_size(batch)
+        if not model.likelihood.has_noise_scale:
+            one = scatter_of(model.likelihood, outputs, batch[1])
+            self.scatter = one if self.scatter is None else self.scatter.add(one)
 
 
 @dataclass(frozen=True)
@@ -179,15 +181,15 @@ class Model:
         total: Pass | None = None
         for batch in with_progress(batches, progress, total_batches):
             seen = self.seen_by_head(batch)
-            one = self._looked_at(seen, estimate)
+            one, outputs = self._looked_at(seen, estimate)
             if keep is not None:
-                keep.take(batch if self.is_linear_gaussian else seen)
+                keep.take(self, batch if self.is_linear_gaussian else seen, outputs)
             total = one if total is None else both(total, one)
         if total is None:
             raise ValueError("fit_laplace: the loader has no batches")
         return total
 
-    def _looked_at(self, batch: Any, estimate: Callable[[Any, Any], Precision]) -> Pass:
+    def _looked_at(self, batch: Any, estimate: Callable[[Any, Any], Precision]) -> tuple[Pass, Tensor]:
         if isinstance(estimate, Estimator):
             precision, outputs = estimate.with_outputs(self.params, batch)
         else:
@@ -209,8 +211,7 @@ class Model:
                 rows = rows_of(self.likelihood, cast(Any, self.forward), means, *batch)
                 shape = squares.shape if len(squares) > 1 else ()
                 squares, entries = squares.reshape(shape), rows.entries.reshape(shape)
-        scatter = None if self.likelihood.has_noise_scale else scatter_of(self.likelihood, outputs, batch[1])
-        return Pass(precision, rows, -loss, squares, entries, scatter)
+        return Pass(precision, rows, -loss, squares, entries), outputs
 
 
 def both(a: Pass, b: Pass) -> Pass:
@@ -221,7 +222,6 @@ def both(a: Pass, b: Pass) -> Pass:
         a.log_likelihood + b.log_likelihood,
         a.squares + b.squares,
         a.entries + b.entries,
-        None if a.scatter is None or b.scatter is None else a.scatter.add(b.scatter),
     )
 
 

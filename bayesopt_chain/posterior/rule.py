@@ -41,26 +41,26 @@ from torch import Tensor
 from bayesopt_chain.curvature._plan import batch_size, part
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.posterior._linearized import jacobian
+from bayesopt_chain.posterior.dispersion import Scatter
 from bayesopt_chain.posterior.evidence import Tuned, spectra, tune_layer, tuned
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.last_layer import HeadBatch
 from bayesopt_chain.posterior.model import Model, Pass, linearized
-from bayesopt_chain.trees import gram, size
+from bayesopt_chain.trees import size
 
 LEAST_DISPERSION, ROUNDS, SETTLED = 1e-3, 8, 1e-2
 SHARE, SPARE, HALVINGS, DRAWS = 0.1, 1e-3, 14, 16  # of the budget
-ROWS, NUMBERS = 2000, 2**27  # of the Jacobian of a whole network
+ROWS, NUMBERS, BLOCK = 2000, 2**27, 256  # of the Jacobian of a whole network
 OF_BUDGET, FEWEST, ENTRIES = 256, 8, 2**25  # data that the budget is of, entries of their outputs' covariances
 LEAST_DATA = 50  # that stand for all
 LEAST_FREE = 1e-3  # share of the degrees of freedom that the noise has
 UNTRAINED = 4.0  # times the mode's mean square, at which the layer is no mode
 
 
-def by_dispersion(model: Model, seen: Pass, start: float, prior_structure: str | None) -> Tuned:
+def by_dispersion(model: Model, seen: Pass, scatter: Scatter, start: float, prior_structure: str | None) -> Tuned:
     """Prior and dispersion by turns; the likelihood's scale is 1 / phi."""
     groups = spectra(seen.decomposed) or []
     scale, prior = torch.ones_like(seen.log_likelihood), start
-    assert seen.scatter is not None
     best = None
     for _ in range(ROUNDS):
         best = tuned(model, seen, scale=scale, start=prior, prior_structure=prior_structure)
@@ -68,7 +68,7 @@ def by_dispersion(model: Model, seen: Pass, start: float, prior_structure: str |
         gamma: Any = sum(
             (scale * g.values / (scale * g.values + each[g.leaves[0]].to(torch.float64))).sum() for g in groups
         )
-        last, scale = scale, 1 / seen.scatter.dispersion(gamma).clamp_min(LEAST_DISPERSION)
+        last, scale = scale, 1 / scatter.dispersion(gamma).clamp_min(LEAST_DISPERSION)
         prior = float(each[0])
         if abs(math.log(scale / last)) < SETTLED:
             break
@@ -128,19 +128,21 @@ def _divergence(likelihood: Likelihood, own: Any, mean: Tensor, covariance: Tens
 def by_network_noise(model: Model, seen: Pass, batches: list[Any], prior_structure: str | None) -> Tuned:
     """Prior and noise of a linear last layer with Gaussian noise: the noise by the whole network where its Jacobian fits."""
     assert seen.regression is not None
-    own = tune_layer(model, seen.regression, prior_structure)
+    total = (seen.regression.total / seen.regression.data.noise).reshape(-1)
+    explains_little, own = (seen.squares > total / 2) | (seen.entries == 0), None
+    if bool(explains_little.any()):  # only then the layer's own evidence is asked
+        own = tune_layer(model, seen.regression, prior_structure)
+        squares, gamma = seen.regression.residual(*_of_layer(model, own.prior_precision), own.likelihood_scale)
+        of_layer = squares / (seen.entries - gamma).clamp_min(1)
+        explains_little &= (seen.squares / seen.entries > UNTRAINED * of_layer) | (seen.entries == 0)
+        if bool(explains_little.all()):
+            return own
     noise = _network_noise(model, seen, batches)
     if noise is None:
-        return own
-    squares, gamma = seen.regression.residual(*_of_layer(model, own.prior_precision), own.likelihood_scale)
-    total = (seen.regression.total / seen.regression.data.noise).reshape(-1)
-    of_layer = squares / (seen.entries - gamma).clamp_min(1)
-    is_untrained = (seen.squares > total / 2) & (seen.squares / seen.entries > UNTRAINED * of_layer)
-    if bool(is_untrained.all()):
-        return own
-    scale = torch.where(
-        is_untrained | (seen.entries == 0), own.likelihood_scale, 1 / noise.maximum(seen.regression.least_noise())
-    )
+        return own or tune_layer(model, seen.regression, prior_structure)
+    scale = 1 / noise.maximum(seen.regression.least_noise())
+    if own is not None:
+        scale = torch.where(explains_little, own.likelihood_scale, scale)
     return tune_layer(model, seen.regression, prior_structure, scale=scale.reshape(seen.squares.shape))
 
 
@@ -155,12 +157,22 @@ def data_for(model: Model) -> int:
     return min(ROWS, NUMBERS // size(dict(body.params))) if model.is_linear_gaussian and body else OF_BUDGET
 
 
-def _whitened(likelihood: Likelihood, forward: Any, params: Any, batch: Any) -> list[Tensor]:
-    """Each leaf's rows of the Jacobian over the noise's root, times that of the targets' weights, ``[B E, *leaf.shape]``."""
+def _whitened(likelihood: Likelihood, forward: Any, params: Any, batch: Any) -> Tensor:
+    """Rows of the Jacobian over the noise's root, times that of the targets' weights, ``[B E, P]``, float64."""
     weights, variance = likelihood.weights(batch[1]), likelihood.variance(forward(params, batch))
     factor = (variance.reciprocal() if weights is None else weights / variance).sqrt().reshape(-1)
-    leaves = optree.tree_leaves(jacobian(forward, params, batch))
-    return [x.flatten(1).to(torch.float64) * factor[:, None].to(torch.float64) for x in leaves]
+    rows = torch.cat([x.flatten(1) for x in optree.tree_leaves(jacobian(forward, params, batch))], 1)
+    return rows.to(torch.float64) * factor[:, None].to(torch.float64)
+
+
+def _lower_gram(rows: Tensor) -> Tensor:
+    """The lower triangle of ``J J^T``, or of ``J^T J`` where that is smaller, with about half of the products."""
+    rows = rows if len(rows) <= rows.shape[1] else rows.mT
+    total = rows.new_zeros(len(rows), len(rows))
+    for start in range(0, len(rows), BLOCK):
+        stop = start + BLOCK
+        total[start:stop, :stop] = rows[start:stop] @ rows[:stop].mT
+    return total
 
 
 @torch.no_grad()
@@ -173,8 +185,8 @@ def _network_noise(model: Model, seen: Pass, batches: list[Any]) -> Tensor | Non
     if body is None or count < min(float(seen.precision.count), LEAST_DATA):
         return None
     params, outputs = dict(body.params), seen.squares.numel()
-    rows = [torch.cat(leaves) for leaves in zip(*(_whitened(model.likelihood, body.forward, params, b) for b in raw))]
-    spectrum = [torch.linalg.eigvalsh(gram([leaf[o::outputs] for leaf in rows])) for o in range(outputs)]
+    rows = torch.cat([_whitened(model.likelihood, body.forward, params, batch) for batch in raw])
+    spectrum = [torch.linalg.eigvalsh(_lower_gram(rows[o::outputs])) for o in range(outputs)]
     values = torch.stack(spectrum).clamp_min(0) * (seen.precision.count / count)
     norm = sum(p.to(torch.float64).square().sum() for p in params.values())
     squares, entries = seen.squares.reshape(-1), seen.entries.reshape(-1)
