@@ -190,10 +190,11 @@ class Model:
         return total
 
     def _looked_at(self, batch: Any, estimate: Callable[[Any, Any], Precision]) -> tuple[Pass, Tensor]:
-        if isinstance(estimate, Estimator):
+        is_dense = self.is_linear_gaussian and self.how.structure == "dense"  # then the regression's rows say it
+        if isinstance(estimate, Estimator) and not is_dense:
             precision, outputs = estimate.with_outputs(self.params, batch)
         else:
-            precision = estimate(self.params, batch)
+            precision = None if is_dense else estimate(self.params, batch)
             with torch.no_grad():
                 outputs = self.forward(self.params, batch)
         with torch.no_grad():
@@ -209,6 +210,8 @@ class Model:
             if self.is_linear_gaussian:
                 means = optree.tree_map(lambda m, p: m.to(torch.float64).expand_as(p), self.prior_means(), self.params)
                 rows = rows_of(self.likelihood, cast(Any, self.forward), means, *batch)
+                if is_dense:
+                    precision = rows.precision(cast(Any, self.forward), self.params, batch_size(batch))
                 shape = squares.shape if len(squares) > 1 else ()
                 squares, entries = squares.reshape(shape), rows.entries.reshape(shape)
         return Pass(precision, rows, -loss, squares, entries), outputs

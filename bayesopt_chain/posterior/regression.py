@@ -28,7 +28,10 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.curvature._plan import Affine
+from bayesopt_chain.curvature._structures import require_dense_fits
 from bayesopt_chain.likelihoods import Likelihood
+from bayesopt_chain.precision import Dense, shape_only
+from bayesopt_chain.trees import paths, size
 
 LEAST = 1e-6  # of the targets' variance: what the noise keeps at least
 TINY = 1e-200
@@ -57,6 +60,17 @@ class Rows(NamedTuple):
         if rows.shape[1] > 2 * rows.shape[2]:
             rows = torch.linalg.qr(rows, mode="r").R
         return self._replace(rows=rows, entries=self.entries + other.entries, constant=self.constant + other.constant)
+
+    def precision(self, layer: Affine, params: Any, count: int) -> Dense:
+        """The data part of the parameters' precision in dense structure, of ``count`` data."""
+        require_dense_fits(size(params), self.rows.dtype, self.rows.device)
+        design = self.rows[:, :, : self.rows.shape[2] - self.noise.shape[1]]
+        blocks = ((design.mT @ design)[:, None] / self.noise[..., None, None]).flatten(0, 1)  # of each output (b, w)
+        place = torch.arange(blocks[..., 0].numel(), device=blocks.device).reshape(len(blocks), -1)
+        entries = {str(layer.bias): place[:, :1], layer.weight: place[:, -int(self.features) :]}
+        order = torch.cat([entries[name].flatten() for name in paths(params)])
+        matrix = torch.block_diag(*blocks)[order][:, order]
+        return Dense(matrix, shape_only(params), matrix.new_tensor(count))
 
     def with_prior(self, precision: Tensor) -> Rows:
         """For a prior precision of the weights ``[E, D]``: the rows in which it is 1, outputs apart."""
