@@ -99,7 +99,10 @@ class Checks:
                 del self._known[key]
         check = Check()
         result = work(make_plan(), check)
-        plan, is_known = check.plan, check.is_done and not is_transformed()  # of an affine model nothing is to be checked
+        plan, is_known = (
+            check.plan,
+            check.is_done and not is_transformed(),
+        )  # of an affine model nothing is to be checked
         if (is_known or (plan.direct is not None and check.could_fail)) and plan.probe.numel() <= LARGEST:
             check.is_done = True
             if len(self._known) == REMEMBERED:
