@@ -1,14 +1,26 @@
 """Posteriors over LoRA adapters of a small language model: what each method is worth at equal gradients.
 
-    python -m benchmarks.adapters [SEEDS]    # five seeds; goes on where it was; writes results/adapters.json
-    python -m benchmarks.adapters step       # a step of bc.optim.SGHMC over one of torch.optim.SGD, into the same record
+    python -m benchmarks.adapters [SEEDS]          # five seeds; goes on where it was; writes results/adapters.json
+    python -m benchmarks.adapters step             # a step of bc.optim.SGHMC over one of torch.optim.SGD
+    python -m benchmarks.adapters memory           # the largest memory of each method, in a process of its own
+    python -m benchmarks.adapters books [FOLDER]   # four books one after the other; FOLDER has their texts
 
-The base, a Llama of 31 characters, 48 wide and two layers deep, is trained on five novels of $BAYESOPT_CHAIN_DATA and then
-frozen. Adapters of rank 4 are trained on 256 sequences of 32 characters of film reviews (IMDb), or of essays (The Souls of
-Black Folk), with GRADIENTS minibatch gradients in all, those that decide on the prior included. Reported for 128 held-out
-sequences of the domain: NLL in nats and expected calibration error (15 bins of confidence) a token; AUROC of a sequence's mean
-entropy, and of its mean mutual information, against 128 sequences of Samoan; processor seconds; growth of the peak of resident
-memory in MiB (of Linux). Each seed draws other sequences and starts; the base is one.
+All go into one record. The base, a Llama of 31 characters, 48 wide and two layers deep, is trained on five novels of
+$BAYESOPT_CHAIN_DATA and then frozen. Adapters of rank 4 are trained on 256 sequences of 32 characters of film reviews (IMDb),
+or of essays (The Souls of Black Folk), with GRADIENTS minibatch gradients in all, those that decide on the prior included.
+Reported for 128 held-out sequences of the domain: NLL in nats and expected calibration error (15 bins of confidence) a token;
+AUROC of a sequence's mean entropy, and of its mean mutual information, against 128 sequences of Samoan; processor seconds.
+Each seed draws other sequences and starts; the base is one.
+
+``step`` takes turns of a whole step, forward and backward with 16 sequences included, on another part of the essays each seed.
+
+``memory`` takes a Llama of 512 tokens, 256 wide and four layers deep. What is reported is by how many MiB a call raises the
+largest resident memory (``ru_maxrss``) of a process that has done nothing but import and make the model.
+
+``books`` has a base of four other novels and GRADIENTS gradients a book, with 1,024 of its sequences; NLL is of 128 others of
+it, at the trained adapter (of a Gaussian, its mean). ``posterior`` has the Laplace posterior of the last book as its prior,
+``trained on`` begins where the last book ended, with next to no prior, and ``all at once`` has the four books together and as
+many gradients as the others in all.
 """
 
 from __future__ import annotations
@@ -17,6 +29,8 @@ import copy
 import json
 import os
 import re
+import resource
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -26,15 +40,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesopt_chain import optim
-from bayesopt_chain.lora import bayesian_lora
+from bayesopt_chain import Gaussian, optim
+from bayesopt_chain.lora import Adapters, bayesian_lora
+from bayesopt_chain.precision import Diagonal
 from benchmarks.measure import keep, ratio, take_turns
 
 RESULTS = Path(__file__).parent / "results" / "adapters.json"
 DATA = Path(os.environ.get("BAYESOPT_CHAIN_DATA", "data"))
 ALPHABET = " abcdefghijklmnopqrstuvwxyz.,'-"
-LENGTH, TRAIN, TEST, BASE_STEPS, GRADIENTS = 32, 256, 128, 1200, 240
+LENGTH, TRAIN, TEST, BASE_STEPS, GRADIENTS, OF_BOOK = 32, 256, 128, 1200, 240, 1024
 NOVELS = ("a_room_with_a_view", "anne_of_green_gables", "peter_pan", "the_enchanted_april", "the_great_gatsby")
+OTHERS = ("a_room_with_a_view", "anne_of_green_gables", "dubliners", "the_enchanted_april")  # of the base of ``books``
+BOOKS = ("the_souls_of_black_folk", "the_great_gatsby", "the_hound_of_the_baskervilles", "peter_pan")
 METHODS: dict[str, dict[str, Any]] = {
     "one adapter": {"method": "ensemble", "members": 1},
     "one adapter, a quarter of the gradients": {"method": "ensemble", "members": 1, "steps": GRADIENTS // 4},
@@ -43,6 +60,16 @@ METHODS: dict[str, dict[str, Any]] = {
     "IVON": {"method": "ivon", "draws": 8},
     "Laplace": {"method": "laplace", "draws": 8},
 }
+
+
+ADAM = "torch's Adam"
+
+
+def adapter() -> Any:
+    """Of rank 4."""
+    import peft
+
+    return peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
 
 
 def sequences(text: str) -> Tensor:
@@ -63,17 +90,17 @@ def domains() -> dict[str, Tensor]:
     return {"film reviews": sequences(reviews), "essays": sequences(essays), "Samoan": sequences(" ".join(last))}
 
 
-def base() -> Any:
+def base(folder: Path, novels: tuple[str, ...]) -> Any:
     """The base, trained on the novels."""
     import transformers
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes: Any = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = transformers.LlamaConfig(
         vocab_size=len(ALPHABET), num_key_value_heads=4, max_position_embeddings=LENGTH, **sizes
     )
     model = transformers.LlamaForCausalLM(config)
-    text = torch.cat([sequences((DATA / "books" / f"{n}.txt").read_text(encoding="utf-8")) for n in NOVELS])
+    text = torch.cat([sequences((folder / f"{n}.txt").read_text(encoding="utf-8")) for n in novels])
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, BASE_STEPS)
     for _ in range(BASE_STEPS):
@@ -99,22 +126,15 @@ def calibration_error(p: Tensor, y: Tensor) -> float:
     return float(torch.stack(gaps).sum() / len(y))
 
 
-def resident(field: str) -> float:
-    """Of this process, MiB."""
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    return int(status.partition(f"{field}:")[2].split()[0]) / 1024
-
-
 def measured(
     weights: Any, model: Any, told: dict[str, Any], seed: int, domain: Tensor, samoan: Tensor
 ) -> dict[str, float]:
     order = torch.randperm(len(domain), generator=torch.Generator().manual_seed(seed))
     train, test = domain[order[:TRAIN]], domain[order[TRAIN : TRAIN + TEST]]
     model.load_state_dict(weights)
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak starts anew
-    before, began = resident("VmRSS"), time.process_time()
+    began = time.process_time()
     found = bayesian_lora(model, {"input_ids": train, "labels": train}, seed=seed, **{"steps": GRADIENTS, **told})
-    seconds, peak = time.process_time() - began, resident("VmHWM") - before
+    seconds = time.process_time() - began
     inside = found.predict({"input_ids": test, "labels": test})
     outside = found.predict({"input_ids": samoan, "labels": samoan})
     p, y = inside.probabilities[:, :-1].flatten(0, 1), test[:, 1:].flatten()
@@ -128,7 +148,6 @@ def measured(
         "ECE": calibration_error(p, y),
         **scores,
         "seconds": seconds,
-        "MiB": peak,
         "gradients": found.report["gradients"],
     }
 
@@ -154,7 +173,7 @@ def summary(rows: dict[str, Any]) -> dict[str, Any]:
 
 
 def step_ratio(model: Any, texts: Tensor) -> dict[str, float]:
-    """Processor time of a whole training step, forward and backward with 16 sequences, at T > 0 and with torch's SGD."""
+    """Processor time of a whole training step at T > 0 over that with torch's SGD."""
     calls = {}
     for name in ("SGHMC", "SGD"):
         own = copy.deepcopy(model)
@@ -171,31 +190,117 @@ def step_ratio(model: Any, texts: Tensor) -> dict[str, float]:
     return ratio(take_turns(calls, rounds=30, seconds=0.1, clock=time.process_time), "SGHMC", "SGD")
 
 
+def memory_of(name: str) -> float:
+    """MiB by which a call raises this process's largest resident memory; of "torch's Adam" twelve steps without the library."""
+    import peft
+    import transformers
+
+    sizes: Any = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=512, num_key_value_heads=4, max_position_embeddings=64, **sizes)
+    model = peft.get_peft_model(transformers.LlamaForCausalLM(config), adapter())
+    ids = torch.randint(512, (64, 64))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if name == ADAM:
+        adam = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-3)
+        for _ in range(12):
+            adam.zero_grad()
+            model(input_ids=ids[:16], labels=ids[:16]).loss.backward()
+            adam.step()
+    else:
+        told = METHODS[name] | {"steps": 48, "prior_precision": 1.0}
+        bayesian_lora(model, {"input_ids": ids, "labels": ids}, **told)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+
+
+def memory() -> dict[str, Any]:
+    """Of each method, in three processes of its own."""
+    found = {}
+    for name in (ADAM, *METHODS):
+        command = [sys.executable, "-m", "benchmarks.adapters", "memory", name]
+        values = [float(subprocess.check_output(command, text=True)) for _ in range(3)]
+        found[name] = {"MiB": sorted(values)[1], "low": min(values), "high": max(values)}
+        print(name, found[name], flush=True)
+    return found
+
+
+def episodes(weights: Any, model: Any, seed: int, texts: list[Tensor]) -> dict[str, list[float]]:
+    """NLL of each book's held-out sequences at the end, and right behind the book's own episode."""
+    orders = [torch.randperm(len(t), generator=torch.Generator().manual_seed(seed)) for t in texts]
+    train = [t[o[:OF_BOOK]] for t, o in zip(texts, orders)]
+    tests = [t[o[OF_BOOK : OF_BOOK + TEST]] for t, o in zip(texts, orders)]
+    as_data = lambda ids: {"input_ids": ids, "labels": ids}  # noqa: E731
+    model.load_state_dict(weights)
+
+    def nll(theta: dict[str, Tensor]) -> list[float]:
+        at = Adapters(model, {name: x[None] for name, x in theta.items()})
+        return [at.nll(as_data(t)) for t in tests]
+
+    found: dict[str, list[float]] = {
+        "base": nll({n: p.detach() for n, p in model.named_parameters() if p.requires_grad})
+    }
+    for name in ("posterior", "trained on"):
+        prior, then = None, []
+        for k, ids in enumerate(train):
+            how = {"method": "laplace", "draws": 1} if name == "posterior" else {"method": "ensemble", "members": 1}
+            made = bayesian_lora(model, as_data(ids), steps=GRADIENTS, seed=4 * seed + k, prior=prior, **how)
+            prior = made.posterior
+            if prior is None:
+                mean = made.draw(0)
+                weak = {n: torch.full_like(x, 1e-6) for n, x in mean.items()}
+                prior = Gaussian(mean, Diagonal(weak, torch.tensor(1.0)))
+            then.append(nll(prior.mean)[k])
+        found[name], found[f"{name}, new"] = nll(prior.mean), then  # pyright: ignore[reportOptionalMemberAccess]
+    together = {"members": 1, "steps": GRADIENTS * len(train), "seed": seed}
+    found["all at once"] = nll(bayesian_lora(model, as_data(torch.cat(train)), **together).draw(0))
+    return found
+
+
 def main() -> None:
     import peft
 
     torch.set_num_threads(1)
-    times_a_step = sys.argv[1:] == ["step"]
-    seeds = int(sys.argv[1]) if len(sys.argv) > 1 and not times_a_step else 5
-    record = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    rows = record.get("rows", {})
-    texts = domains()
-    samoan = texts.pop("Samoan")[:TEST]
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
-    model = peft.get_peft_model(base(), config)
-    if times_a_step:
-        record["step of SGHMC over SGD"] = step_ratio(model, texts["essays"])
-        print(record["step of SGHMC over SGD"])
-        keep(RESULTS, record)
+    what, *rest = sys.argv[1:] or ["5"]
+    if what == "memory" and rest:
+        print(memory_of(rest[0]))
         return
+    record = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    if what == "memory":
+        keep(RESULTS, record | {"memory": memory()})
+        return
+    folder = Path(rest[0]) if rest else DATA / "books"
+    model = peft.get_peft_model(base(folder, OTHERS if what == "books" else NOVELS), adapter())
     weights = {name: x.clone() for name, x in model.state_dict().items()}
-    for seed in map(str, range(seeds)):
-        for domain, text in texts.items():
+    if what == "books":
+        texts = [sequences((folder / f"{name}.txt").read_text(encoding="utf-8")) for name in BOOKS]
+        runs = [episodes(weights, model, seed, texts) for seed in range(3)]
+        means = {name: torch.tensor([run[name] for run in runs]) for name in runs[0]}
+        of_books = {n: dict(zip([*BOOKS, "mean"], [*x.mean(0).tolist(), float(x.mean())])) for n, x in means.items()}
+        gap = (means["posterior"] - means["trained on"]).mean(1)
+        of_books["posterior less trained on"] = {"mean": float(gap.mean()), "error": float(gap.std() / len(gap) ** 0.5)}
+        print(json.dumps(of_books, indent=1))
+        keep(RESULTS, record | {"books": of_books})
+        return
+    domain = domains()
+    samoan = domain.pop("Samoan")[:TEST]
+    if what == "step":
+        ratios = [step_ratio(model, domain["essays"][16 * k :]) for k in range(5)]
+        of_seeds = {k: [r[k] for r in ratios] for k in ratios[0]}
+        middle = {
+            "ratio": float(np.median(of_seeds["ratio"])),
+            "low": min(of_seeds["low"]),
+            "high": max(of_seeds["high"]),
+        }
+        print(middle)
+        keep(RESULTS, record | {"step of SGHMC over SGD": middle | {"by part": of_seeds["ratio"]}})
+        return
+    rows = record.get("rows", {})
+    for seed in map(str, range(int(what))):
+        for where, text in domain.items():
             for name, told in METHODS.items():
-                by_seed = rows.setdefault(domain, {}).setdefault(name, {})
+                by_seed = rows.setdefault(where, {}).setdefault(name, {})
                 if seed not in by_seed:
                     by_seed[seed] = measured(weights, model, told, int(seed), text, samoan)
-                    print(seed, domain, name, by_seed[seed], flush=True)
+                    print(seed, where, name, by_seed[seed], flush=True)
                     keep(RESULTS, record | {"summary": summary(rows), "rows": rows})
 
 

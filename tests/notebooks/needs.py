@@ -9,6 +9,7 @@ DATA = {
     "imdb": "imdb/imdb_20k_100.npz",
     "continual_lora": "books",
     "bayesian_llama": "statements/statements.json",
+    "adapters": "statements/statements.json",
 }
 PACKAGES = {
     "lightning": ["lightning"],
@@ -18,4 +19,5 @@ PACKAGES = {
     "imdb": ["torchmetrics"],
     "continual_lora": ["transformers", "tokenizers", "peft"],
     "bayesian_llama": ["transformers", "tokenizers", "sklearn"],
+    "adapters": ["transformers", "peft"],
 }

@@ -30,6 +30,7 @@ ALLOWED = {
     "numpy",
     "pathlib",
     "peft",
+    "tempfile",
     "tokenizers",
     "transformers",
     "posteriors",
@@ -49,7 +50,7 @@ def code(notebook):
 def test_the_notebooks_are_there():
     expected = {"five_minutes", "why_bayes", "double_well", "pima", "write_your_own_sampler", "imdb"}
     expected |= {"continual_lora", "bayesian_llama", "one_call", "bayesian_optimisation", "minibatch_heat", "lightning"}
-    expected |= {"a_network_one_trusts", "learning_coefficients"}
+    expected |= {"a_network_one_trusts", "learning_coefficients", "adapters"}
     assert expected <= set(NAMES)
 
 
