@@ -250,7 +250,7 @@ def episodes(weights: Any, model: Any, seed: int, texts: list[Tensor]) -> dict[s
                 prior = Gaussian(mean, Diagonal(weak, torch.tensor(1.0)))
             then.append(nll(prior.mean)[k])
         found[name], found[f"{name}, new"] = nll(prior.mean), then  # pyright: ignore[reportOptionalMemberAccess]
-    together = {"members": 1, "steps": GRADIENTS * len(train), "seed": seed}
+    together: dict[str, Any] = {"members": 1, "steps": GRADIENTS * len(train), "seed": seed}
     found["all at once"] = nll(bayesian_lora(model, as_data(torch.cat(train)), **together).draw(0))
     return found
 
