@@ -8,7 +8,7 @@ import json
 
 from benchmarks.experiments.common import SCALES, Experiment, averaged, keep, record
 
-NAMES = ("why_bayes", "double_well", "pima", "mnist", "imdb", "lora", "llama", "adapters")
+NAMES = ("why_bayes", "double_well", "pima", "mnist", "imdb", "lora", "llama")
 
 
 def experiment(name: str) -> Experiment:

@@ -18,7 +18,6 @@ DATA = {
     "imdb": "imdb/imdb_20k_100.npz",
     "lora": "books",
     "llama": "statements/statements.json",
-    "adapters": "statements/statements.json",
 }
 PACKAGES = {
     "pima": ("pyro", "posteriors", "blackjax"),
@@ -26,7 +25,6 @@ PACKAGES = {
     "imdb": ("torchmetrics",),
     "lora": ("transformers", "tokenizers", "peft"),
     "llama": ("transformers", "tokenizers", "sklearn"),
-    "adapters": ("transformers", "tokenizers", "peft", "sklearn"),
 }
 
 

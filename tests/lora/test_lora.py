@@ -1,5 +1,6 @@
 """Posteriors over adapters: what is trained and predicted, against explicit computations; and files that PEFT reads."""
 
+import gc
 import itertools
 from pathlib import Path
 
@@ -63,6 +64,29 @@ def test_the_model_ends_as_it_was_and_its_base_is_shared(found, data):
         assert torch.equal(p, q), name
     assert all("lora_" in name for name in result.draws) and result._forward.module is own
     assert all(x.dtype == torch.float32 for x in result.draws.values())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_there_is_one_copy_of_the_base(method, data, monkeypatch):
+    """Counted among all tensors that are alive, in every batch, behind the Laplace fit and in a prediction."""
+    own, counts = model(), []
+    weight = own.get_submodule("base_model.model.lm_head").weight
+    weight.data += 0.5  # as no other model has it
+
+    def counted(function):
+        def called(*args, **given):
+            made = function(*args, **given)
+            alike = [x for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.shape == weight.shape]
+            counts.append(len({x.data_ptr() for x in alike if torch.equal(x, weight)}))
+            return made
+
+        return called
+
+    monkeypatch.setattr(fit._Problem, "loss", counted(fit._Problem.loss))
+    monkeypatch.setattr(fit, "fit_laplace", counted(fit.fit_laplace))
+    result = lora.bayesian_lora(own, data, method=method, **{**SHORT, "steps": 4})
+    counted(result.predict)(data)
+    assert set(counts) == {1} and len(counts) >= 5
 
 
 def test_predictions_are_those_of_the_draws_one_by_one(found, data):
