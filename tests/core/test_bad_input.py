@@ -58,7 +58,8 @@ def test_temperature_is_checked_when_the_chain_is_built(build, value):
         *(("learning rate", ValueError, lambda lr=lr: bc.sgd(lr, temperature=1.0)) for lr in (-0.1, NAN)),
         *(("learning rate", TypeError, lambda lr=lr: bc.sgd(lr)) for lr in ("0.1", None)),
         ("momentum", ValueError, lambda: bc.sgd(0.1, -0.5, temperature=1.0)),
-        ("lr=", ValueError, lambda: bc.inject_langevin_noise(1.0, momentum=0.9)),
+        ("momentum= goes with lr=", ValueError, lambda: bc.inject_langevin_noise(1.0, momentum=0.9)),
+        ("lr= needs momentum= beside it", ValueError, lambda: bc.inject_langevin_noise(1.0, lr=0.1)),
         ("order", ValueError, lambda: bc.inject_langevin_noise(1.0, order=3)),
         *(("preconditioner", ValueError, lambda bad=bad: bc.scale_by_preconditioner(bad)) for bad in (0.0, -1.0, INF)),
         ("link 1", TypeError, lambda: bc.chain(bc.sgd(0.1), None)),
@@ -318,10 +319,10 @@ def test_noise_that_would_round_away_is_warned_of(dtype):
         bc.sghmc(1e-3, temperature=1e-6).init({"w": torch.ones(4)})
 
 
-def test_like_must_fit():
-    state = bc.adam(0.1).init(P)
+@pytest.mark.parametrize("tx", [bc.sghmc(0.1, temperature=1.0), bc.adamax(0.1)], ids=["sghmc", "adamax"])
+def test_like_must_fit(tx):
     with pytest.raises(ValueError, match="like="):
-        bc.sghmc(0.1, temperature=1.0).init(P, like=state)
+        tx.init(P, like=bc.adam(0.1).init(P))
 
 
 def test_losses_that_are_not_scalars():

@@ -12,6 +12,7 @@ from torchopt.base import ChainedGradientTransformation, GradientTransformation
 import bayesopt_chain as bc
 from bayesopt_chain.testing import assert_bitwise_equal, stationary_covariance
 from bayesopt_chain.testing._zero_temperature import example_params, run, smooth_gradient
+from tests.walk import end_of
 
 T = 0.3
 
@@ -137,35 +138,24 @@ def test_responses_are_attributes():
 
 
 def test_keywords_go_to_the_links_that_take_them():
-    seen = []
+    seen, params = [], [torch.ones(2)]
 
-    def init_fn(params):
-        return ()
-
-    def update_fn(updates, state, *, params=None, inplace=True, curvature=None):
+    def named(updates, state, *, params=None, inplace=True, curvature=None):
         seen.append(curvature)
         return updates, state
 
-    tx = bc.chain(
-        bc.with_response(GradientTransformation(init_fn, update_fn), bc.response.Linear()), bc.sghmc(0.1, temperature=T)
-    )
-    params = [torch.ones(2)]
-    tx.update([torch.ones(2)], tx.init(params), params=params, curvature=7)
-    assert seen == [7]
-    with pytest.raises(TypeError, match="its links take: curvature"):
-        tx.update([torch.ones(2)], tx.init(params), params=params, draw=1)
-
-
-def test_a_link_may_take_every_keyword():
-    seen = {}
-
-    def update_fn(updates, state, *, params=None, inplace=True, **extra):
-        seen.update(extra)
+    def every(updates, state, *, params=None, inplace=True, **extra):
+        seen.append(extra)
         return updates, state
 
-    tx = bc.chain(GradientTransformation(lambda params: (), update_fn), bc.sgd(0.1))
-    tx.update([torch.ones(1)], tx.init([torch.ones(1)]), curvature=7)
-    assert seen == {"curvature": 7}
+    one, all_of_them = (GradientTransformation(lambda params: (), update) for update in (named, every))
+    tx = bc.chain(bc.with_response(one, bc.response.Linear()), bc.sghmc(0.1, temperature=T))
+    tx.update(params, tx.init(params), params=params, curvature=7)
+    with pytest.raises(TypeError, match="its links take: curvature"):
+        tx.update(params, tx.init(params), params=params, draw=1)
+    tx = bc.chain(all_of_them, bc.sgd(0.1))
+    tx.update(params, tx.init(params), curvature=8)
+    assert seen == [7, {"curvature": 8}]
     assert bc.with_response(tx, bc.response.Nonlinear()).extra_kwargs == tx.extra_kwargs
 
 
@@ -173,10 +163,7 @@ def test_zero_dimensional_leaves_keep_their_dtype_when_hot():
     for dtype in (torch.bfloat16, torch.float32):
         params = {"s": torch.ones((), dtype=dtype), "v": torch.ones(2, dtype=dtype)}
         for tx in (bc.adam(0.1, temperature=1.0), bc.sghmc(torch.tensor(0.1, dtype=torch.float64), temperature=1.0)):
-            state, p = tx.init(params), params
-            for _ in range(3):
-                updates, state = tx.update(p, state, params=p, inplace=False)
-                p = torchopt.apply_updates(p, updates, inplace=False)
+            p, _ = end_of(tx, params, lambda p: p, 3)
             assert p["s"].dtype == dtype == p["v"].dtype
 
 
@@ -193,28 +180,6 @@ def test_zero_dimensional_bfloat16_leaves_move_alike_in_place(temperature):
         assert_bitwise_equal((got, kept[0].mu, kept[0].nu), (want, state[0].mu, state[0].nu))
 
 
-def test_adam_and_adamax_do_not_take_each_others_states():
-    params = [torch.ones(2)]
-    with pytest.raises(ValueError, match="like="):
-        bc.adamax(0.1).init(params, like=bc.adam(0.1).init(params))
-
-
-def test_a_user_link_with_a_declared_filter_is_matched():
-    """An exponential average written by hand, declared in one line."""
-
-    def init_fn(params):
-        return optree.tree_map(torch.zeros_like, params)
-
-    def update_fn(updates, state, *, params=None, inplace=True):
-        state = optree.tree_map(lambda m, g: 0.7 * m + 0.3 * g, state, updates)
-        return state, state
-
-    ema = bc.with_response(GradientTransformation(init_fn, update_fn), bc.response.Linear((0.3,), (1.0, -0.7)))
-    curvature = torch.tensor([[2.0, 0.3], [0.3, 1.0]], dtype=torch.float64)
-    got = stationary_covariance(bc.chain(ema, bc.inject_langevin_noise(T), bc.scale_by_neg_lr(0.1)), curvature)
-    torch.testing.assert_close(got, T * torch.linalg.inv(curvature), rtol=1e-10, atol=1e-12)
-
-
 def test_torchopts_optimizers_can_be_heated_by_adding_the_noise():
     curvature = torch.tensor([[2.0, 0.3], [0.3, 1.0]], dtype=torch.float64)
     tx = bc.chain(torchopt.sgd(0.1, momentum=0.9, weight_decay=0.5), bc.inject_langevin_noise(T))
@@ -227,43 +192,6 @@ def test_clipping_goes_first_and_noise_is_not_clipped():
     params = [torch.zeros(1000)]
     updates, _ = tx.update([torch.ones(1000)], tx.init(params), params=params, inplace=False)
     assert updates[0].std() > 0.1  # sqrt(T lr (1 - mu) / 2) = 0.71
-
-
-@pytest.mark.parametrize(
-    "donor", [bc.sgd(0.1, 0.9), bc.sgd(0.1, 0.9, temperature=0.0), torchopt.sgd(0.1, momentum=0.9)]
-)
-def test_a_sampler_starts_warm_from_an_optimizers_state(donor):
-    params = {"w": torch.randn(3), "b": torch.randn(())}
-    state = donor.init(params)
-    for _ in range(3):
-        _, state = donor.update(smooth_gradient(params), state, params=params, inplace=False)
-    tx = bc.sghmc(0.1, 0.9, temperature=T)
-    warm = tx.init(params, like=state)
-    velocity = optree.tree_leaves(state)
-    assert_bitwise_equal(list(warm[0].trace), velocity)
-    assert warm[0].trace[0] is not velocity[0]
-    assert warm[1].step == 0
-
-
-def test_adam_starts_warm_from_torchopts_adam():
-    params = {"w": torch.randn(3), "b": torch.randn(2)}
-    donor = torchopt.adam(0.1)
-    state = donor.init(params)
-    for _ in range(3):
-        _, state = donor.update(smooth_gradient(params), state, params=params, inplace=False)
-    warm = bc.adam(0.1, temperature=T).init(params, like=state)
-    assert_bitwise_equal(list(warm[0].nu), list(state[0].nu))
-    assert all(c == 3 for c in warm[0].count)
-
-
-def test_a_sampler_continues_from_another_samplers_velocity_with_noise_of_its_own():
-    params = [torch.randn(3)]
-    hot = bc.sghmc(0.1, 0.9, temperature=T)
-    state = hot.init(params)
-    _, state = hot.update([torch.ones(3)], state, params=params, inplace=False)
-    warm = hot.init(params, like=state)
-    assert_bitwise_equal(list(warm[0].trace), list(state[0].trace))
-    assert warm[1].key != state[1].key
 
 
 def test_masks_nest_by_intersection():
@@ -333,10 +261,3 @@ def test_torchopts_sign_and_decay_are_found_by_asking_the_transformation(maximiz
     flipped = torchopt.sgd(0.1, weight_decay=weight_decay, maximize=maximize)
     ours = bc.sgd(0.1, weight_decay=weight_decay, maximize=maximize)
     assert bc.chain(flipped).links[:-1] == ours.links[:-1]
-
-
-def test_noise_that_is_told_the_learning_rate_must_be_told_the_momentum_too():
-    with pytest.raises(ValueError, match=r"lr= needs momentum= beside it"):
-        bc.inject_langevin_noise(1.0, lr=0.1)
-    with pytest.raises(ValueError, match="momentum= goes with lr="):
-        bc.inject_langevin_noise(1.0, momentum=0.9)

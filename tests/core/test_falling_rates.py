@@ -142,22 +142,3 @@ def test_pure_and_in_place_steps_move_alike_along_a_fall_with_a_stop(kwargs):
             params, state, _ = step(params, state, None)
         ends.append(params)
     assert torch.equal(*ends)
-
-
-@pytest.mark.parametrize("kwargs", [dict(momentum=0.0), dict(momentum=0.9), dict(momentum=0.9, nesterov=True)], ids=str)
-def test_stacked_chains_take_the_numbers_of_each_alone(kwargs):
-    """Under vmap the rule runs on tensors, alone on numbers."""
-    tx = bc.sgd(FALLS["zero in the middle and last"], **kwargs, temperature=T)
-    p = torch.linspace(-1.0, 1.0, 4, dtype=torch.float64)
-    torch.manual_seed(0)
-    singles = [tx.init(p), tx.init(p)]
-    state, params = bc.stack(singles), torch.stack([p, p])
-    update = torch.vmap(lambda g, s, q: tx.update(g, s, params=q, inplace=False))
-    each = [p, p]
-    for _ in range(STEPS):
-        u, state = update(3.0 * params, state, params)
-        params = params + u
-        for i in range(2):
-            u, singles[i] = tx.update(3.0 * each[i], singles[i], params=each[i], inplace=False)
-            each[i] = each[i] + u
-        torch.testing.assert_close(params, torch.stack(each), rtol=1e-10, atol=1e-12)

@@ -15,6 +15,7 @@ from bayesopt_chain.core.link import Link
 from bayesopt_chain.core.state import State
 from bayesopt_chain.testing import assert_bitwise_equal, stationary_covariance
 from tests.registry.samplers import TreePrecision
+from tests.walk import end_of, walk
 
 P = {"w": torch.ones(2, dtype=torch.float64), "b": torch.ones(1, dtype=torch.float64)}
 T = 0.3
@@ -92,15 +93,11 @@ def test_a_declared_link_with_memory_follows_a_rising_learning_rate():
     for link in links:
         tx = bc.chain(link, bc.inject_langevin_noise(T), bc.scale_by_neg_lr(lr))
         torch.manual_seed(0)
-        theta, path = torch.zeros(1000, dtype=torch.float64), []
+        theta = torch.zeros(1000, dtype=torch.float64)
         state = tx.init(theta)
         if link is links[1]:  # an average dampens its first gradient too
             state = state.replace(0, state[0]._replace(count=tuple(c + 1 for c in state[0].count)))
-        for _ in range(60):
-            updates, state = tx.update(theta, state, params=theta, inplace=False)
-            theta = theta + updates
-            path.append(theta)
-        paths.append(torch.stack(path))
+        paths.append(torch.stack([x for x, _ in walk(tx, theta, lambda x: x, 60, state)]))
     torch.testing.assert_close(paths[0], paths[1], rtol=1e-9, atol=1e-12)
     assert paths[0].square().mean(1).max() < 5 * T
 
@@ -209,13 +206,11 @@ def test_freezing_a_leaf_leaves_the_noise_of_the_others_alone():
     tx = bc.sgld(0.1, temperature=T)
     params = {"a": torch.zeros(5), "b": torch.zeros(7)}
     only = {"b": torch.zeros(7)}
-    torch.manual_seed(0)
-    both, _ = tx.update(params, tx.init(params), params=params, inplace=False)
-    torch.manual_seed(0)
-    one, _ = tx.update(only, tx.init(only), params=only, inplace=False)
-    torch.manual_seed(0)
-    part = bc.masked(tx, {"a": False, "b": True})
-    masked, _ = part.update(params, part.init(params), params=params, inplace=False)
+    part, moved = bc.masked(tx, {"a": False, "b": True}), []
+    for sampler, p in ((tx, params), (tx, only), (part, params)):
+        torch.manual_seed(0)
+        moved.append(sampler.update(p, sampler.init(p), params=p, inplace=False)[0])
+    both, one, masked = moved
     assert torch.equal(both["b"], one["b"]) and torch.equal(both["b"], masked["b"])
     assert not torch.equal(both["a"], both["b"][:5])
 
@@ -276,18 +271,14 @@ DIFFERENTIATED = {
 def test_derivatives_by_lr_temperature_and_data_at_positive_temperature_are_right(name):
     """Autograd through three updates against central differences; the noise of one key is part of the function."""
     params = [torch.tensor([0.3, -0.4], dtype=torch.float64)]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        key = bc.sgld(0.1, temperature=T).init(params)[0].key
+    key = bc.sgld(0.1, temperature=T).init(params)[0].key
 
     def value(lr, temperature, x):
-        tx, theta = DIFFERENTIATED[name](lr, temperature), params[0]
+        tx = DIFFERENTIATED[name](lr, temperature)
         state = tx.init(params)
         (i,) = [i for i, s in enumerate(state) if hasattr(s, "key")]
         state = state.replace(i, state[i]._replace(key=key.clone()))
-        for _ in range(3):
-            (move,), state = tx.update([theta**3 + x], state, params=[theta], inplace=False)
-            theta = theta + move
+        [theta], _ = end_of(tx, params, lambda p: [p[0] ** 3 + x], 3, state)
         return (theta * torch.tensor([1.0, 2.0], dtype=torch.float64)).sum()
 
     at = [torch.tensor(v, dtype=torch.float64) for v in (0.1, 0.3, [0.5, -0.2])]

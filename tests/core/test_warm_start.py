@@ -70,6 +70,21 @@ def test_a_state_that_is_handed_over_as_it_is_works_or_the_error_says_how(name):
         hot.update(params, state, params=params, inplace=False)
 
 
+@pytest.mark.parametrize(
+    "donor, hot, field",
+    [
+        (torchopt.sgd(0.1, momentum=0.9), bc.sghmc(0.1, 0.9, temperature=T), "trace"),
+        (torchopt.adam(0.1), bc.adam(0.1, temperature=T), "nu"),
+    ],
+)
+def test_a_state_of_torchopts_is_taken_over_too(donor, hot, field):
+    _, state = trained(donor)
+    (entry,) = [entry for entry in state if hasattr(entry, field)]
+    warm, old = getattr(hot.init(PARAMS, like=state)[0], field), optree.tree_leaves(getattr(entry, field))
+    assert all(torch.equal(x, y) and x is not y for x, y in zip(warm, old, strict=True))
+    assert field != "nu" or all(count == 3 for count in hot.init(PARAMS, like=state)[0].count)
+
+
 def test_a_temperature_in_a_tensor_is_turned_up_in_place():
     temperature = torch.tensor(0.0, dtype=torch.float64)
     tx = bc.sghmc(0.1, temperature=temperature)

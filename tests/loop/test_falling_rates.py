@@ -23,11 +23,12 @@ CHAINS = {
 
 
 def chain(name, lr=0.1):
-    """At a rate that falls by steps of 1 to 0.01, and smoothly in between."""
+    """At a rate that falls by steps of 1 to 0.01, and smoothly in between, and stops for a step."""
 
     def schedule(count):
         count = torch.as_tensor(count)
-        return lr * 0.9 ** count.double() * torch.where(count < 3, 1.0, torch.where(count < 7, 0.1, 0.01))
+        fall = torch.where(count < 3, 1.0, torch.where(count < 7, 0.1, 0.01))
+        return lr * 0.9 ** count.double() * torch.where(count == 5, 0.0, fall)
 
     return CHAINS[name](schedule)
 
