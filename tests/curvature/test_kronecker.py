@@ -18,6 +18,13 @@ from tests.curvature.conftest import of_module
 GAUSSIAN = likelihoods.gaussian(0.5)
 
 
+def assert_same(mine, theirs, names):
+    """The factors of parameters, by their two names."""
+    for a, b in names.items():
+        for side in ("left", "right"):
+            torch.testing.assert_close(getattr(mine, side)[a], getattr(theirs, side)[b])
+
+
 def per_datum(kfac, name):
     """The block of one parameter."""
     left, right = kfac.left[name], kfac.right[name]
@@ -149,9 +156,7 @@ def test_attention_has_the_factors_of_its_linear_layers():
     torch.testing.assert_close(got.left["attention.in_proj_weight"], torch.block_diag(*blocks))
     mixed = (2 * seen[0] + 3 * seen[1] + 3 * seen[2]) / 8
     torch.testing.assert_close(got.right["attention.in_proj_weight"], mixed)
-    for side in ("left", "right"):
-        mine, theirs = getattr(got, side), getattr(want, side)
-        torch.testing.assert_close(mine["attention.out_proj.weight"], theirs["out.weight"])
+    assert_same(got, want, {"attention.out_proj.weight": "out.weight"})
     exact = block(fused, x, "attention.in_proj_bias")
     torch.testing.assert_close(per_datum(got, "attention.in_proj_bias"), exact)
 
@@ -183,9 +188,7 @@ def test_self_attention_is_one_linear_layer_of_queries_keys_and_values(sharing):
     got, want = factors(fused, x, sharing), factors(Stacked(fused.attention), x, sharing)
     names = {"in_proj_weight": "qkv.weight", "in_proj_bias": "qkv.bias"}
     names |= {"out_proj.weight": "out.weight", "out_proj.bias": "out.bias"}
-    for mine, theirs in names.items():
-        for side in ("left", "right"):
-            torch.testing.assert_close(getattr(got, side)[f"attention.{mine}"], getattr(want, side)[theirs])
+    assert_same(got, want, {f"attention.{mine}": theirs for mine, theirs in names.items()})
 
 
 class Twice(nn.Module):
@@ -212,8 +215,7 @@ def test_a_linear_layer_used_twice_is_exact_where_shared_weights_are(summed, sha
 def test_two_uses_are_two_positions_of_one(sharing):
     module, x = Twice(False), torch.randn(6, 2, 3)
     got, want = factors(module, x, sharing), factors(module.layer, x, sharing)
-    for side in ("left", "right"):
-        torch.testing.assert_close(getattr(got, side)["layer.weight"], getattr(want, side)["weight"])
+    assert_same(got, want, {"layer.weight": "weight"})
 
 
 class Odd(nn.Module):

@@ -40,7 +40,6 @@ MODELS = {
     "weight_norm": lambda: Inner(parametrizations.weight_norm(nn.Linear(3, 4))),
     "LSTM": lambda: Inner(nn.LSTM(3, 4, batch_first=True)),
 }
-without_lstm = pytest.mark.parametrize("name", [name for name in MODELS if name != "LSTM"])
 
 
 class Case:
@@ -63,10 +62,19 @@ class Case:
             return torch.func.jacrev(torch.func.jacrev(loss))(flatten(self.params, self.params))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_drawn_functions_are_the_jacobian_times_drawn_parameters(name):
-    case = Case(name)
-    fit = bc.fit_laplace(case.model, likelihoods.gaussian(0.3), [case.data], subset="all", structure="dense", tune=None)
+@pytest.fixture(params=MODELS)
+def case(request):
+    return Case(request.param)
+
+
+@pytest.fixture
+def fit(case):
+    return bc.fit_laplace(
+        case.model, likelihoods.gaussian(0.3), [case.data], subset="all", structure="dense", tune=None
+    )
+
+
+def test_drawn_functions_are_the_jacobian_times_drawn_parameters(case, fit):
     drawn = fit.functional_samples(case.data[0], samples=3, generator=torch.Generator().manual_seed(1))[..., 0]
     draws = fit.posterior.sample((3,), generator=torch.Generator().manual_seed(1))
     want = case.forward(case.params, case.data)[:, 0].expand(3, -1).clone()
@@ -79,10 +87,7 @@ def test_drawn_functions_are_the_jacobian_times_drawn_parameters(name):
     torch.testing.assert_close(drawn, want)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_variance_of_outputs_has_gradients_in_the_inputs(name):
-    case = Case(name)
-    fit = bc.fit_laplace(case.model, likelihoods.gaussian(0.3), [case.data], subset="all", structure="dense", tune=None)
+def test_the_variance_of_outputs_has_gradients_in_the_inputs(case, fit):
     x = case.data[0][:2].clone().requires_grad_()
     (slope,) = torch.autograd.grad(fit.predictive(x).variance.sum(), x)
     along = torch.randn_like(x)
@@ -91,16 +96,14 @@ def test_the_variance_of_outputs_has_gradients_in_the_inputs(name):
     assert (slope * along).sum().item() == pytest.approx((up - down).item() / 2e-5, rel=1e-5, abs=1e-8)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_growth_of_a_step_is_that_of_the_dense_hessian(name):
-    case, lr = Case(name), 0.1
-    tx = bc.sgd(lr)
+def test_the_growth_of_a_step_is_that_of_the_dense_hessian(case):
+    lr, tx = 0.1, bc.sgd(0.1)
     want = (1 - lr * torch.linalg.eigvalsh(case.hessian())).abs().amax().item()
     found = bc.samplers.step_growth(case.loss, tx, case.params, tx.init(case.params), case.data, steps=60)
     assert found == pytest.approx(want, abs=0.05)
 
 
-@without_lstm
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "LSTM"])
 def test_an_ensemble_is_trained_and_sampled(name):
     torch.manual_seed(0)
     x, y = torch.randn(20, 4, 3), torch.randn(20, 1)

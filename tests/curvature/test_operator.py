@@ -12,14 +12,6 @@ curvlinops = pytest.importorskip("curvlinops")
 pytestmark = pytest.mark.peers
 
 
-@pytest.fixture(autouse=True)
-def double_precision():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 def case(likelihood, outputs, targets):
     module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, outputs)).eval()
     forward, params, _ = bc.make_functional(module)
