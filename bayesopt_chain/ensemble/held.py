@@ -95,7 +95,8 @@ def noise_of(problem: Problem, folds: Sequence[Fold]) -> Tensor:
     event = folds[0].outputs.shape[2:]
     squares, counts = [], []
     for fold in folds:
-        r = torch.stack([problem.likelihood.whitened(f, fold.targets) for f in fold.outputs]).flatten(2).square()
+        whitened = torch.stack([problem.likelihood.whitened(f, fold.targets) for f in fold.outputs])
+        r = whitened.reshape(*whitened.shape[:2], -1).square()
         w = weights_of(problem.likelihood, fold.targets).expand(len(r), -1, -1)
         squares.append(r.flatten(0, 1))
         counts.append(w.flatten(0, 1))

@@ -279,7 +279,7 @@ def constants(problem: Problem, noise: Tensor | None = None, decay: Tensor | Non
     base = torch.ones(problem.count, device=theta.device) if noise is None else noise
     decay = torch.zeros_like(theta) if decay is None else decay
     mine = list(problem.mine)
-    size = base.flatten(1).mean(1) if problem.gaussian and base.ndim > 1 else torch.ones_like(theta[:, 0])
+    size = base.reshape(len(base), -1).mean(1) if problem.gaussian else torch.ones_like(theta[:, 0])
     return base[mine].to(theta), decay[mine].to(theta), size[mine].to(theta)
 
 

@@ -51,6 +51,17 @@ def test_units_of_inputs_and_targets_do_not_matter(likelihood, outputs):
     assert float(found.predict(inputs.double()).mean.sub(targets).square().mean() / targets.var()) < 0.1
 
 
+def test_outputs_without_an_axis_of_their_own_are_as_good_as_one_output():
+    torch.manual_seed(0)
+    x = torch.randn(60, 3)
+    column = ensemble(x, x[:, :1].sin(), make=lambda: maker(1).float(), steps=20).predict(x)
+    plain = ensemble(x, x[:, 0].sin(), make=lambda: nn.Sequential(*maker(1).float(), nn.Flatten(0)), steps=20).predict(
+        x
+    )
+    torch.testing.assert_close(plain.mean, column.mean[:, 0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(plain.variance, column.variance[:, 0], rtol=1e-4, atol=1e-5)
+
+
 def maker(outputs, inputs=3):
     return nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs)).double()
 
