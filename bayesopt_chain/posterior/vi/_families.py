@@ -1,10 +1,13 @@
 r"""The Gaussian families of variational inference: how noise displaces the mean, and the derivatives of that.
 
     mean field     theta - mu = sigma * z,          phi = log sigma,         Lambda = diag(sigma^-2)
-    dense          theta - mu = L z,                phi = L below its diagonal and log diag L,   Lambda = (L L^T)^-1
+    dense          theta - mu = D (1 + N) z,        phi = (log D, N),        Lambda = (L L^T)^-1 with L = D (1 + N)
     low rank       theta - mu = B z + d * eps,      phi = (B, log d),        Lambda = (B B^T + diag d^2)^-1
 
-The last holds for each leaf, seen as a matrix ``[d0, d1]`` (a vector as ``[n, 1]``), as in :mod:`bayesopt_chain.precision`.
+D is diagonal and N strictly lower triangular: correlations without units, of which an optimizer's step is as large whatever
+the deviations are. Of L's own entries a step of Adam may be many times a deviation, and L^-1 then grows exponentially.
+The last family holds for each leaf, seen as a matrix ``[d0, d1]`` (a vector as ``[n, 1]``), as in
+:mod:`bayesopt_chain.precision`.
 
 A family is asked for the displacement of a noise, for ``score = Lambda (theta - mu)``, for ``pullback``, the transposed
 derivative of the displacement by phi applied to gradients at the draws and averaged over them, and for the entropy
@@ -243,8 +246,9 @@ class LowRank(Family):
 
 
 def _by_raw(by_factor: Tensor, raw: Tensor) -> Tensor:
-    """The gradient by what is optimized from that by the triangular factor."""
-    return by_factor.tril(-1) + torch.diag_embed(by_factor.diagonal() * raw.diagonal().exp())
+    """The gradient by N and log D from that by ``L = D (1 + N)``."""
+    by_log = (by_factor * cholesky(raw)).sum(-1)
+    return (by_factor * raw.diagonal().exp()[:, None]).tril(-1) + torch.diag_embed(by_log)
 
 
 def _logs(leaf: Tensor, scale: Tensor) -> Tensor:
@@ -253,8 +257,9 @@ def _logs(leaf: Tensor, scale: Tensor) -> Tensor:
 
 
 def cholesky(raw: Tensor) -> Tensor:
-    """L from what is optimized: itself below the diagonal, its exponential on it."""
-    return raw.tril(-1) + torch.diag_embed(raw.diagonal(dim1=-2, dim2=-1).exp())
+    """L from N below the diagonal and log D on it."""
+    deviations = raw.diagonal(dim1=-2, dim2=-1).exp()
+    return deviations[..., None] * raw.tril(-1) + torch.diag_embed(deviations)
 
 
 def _halves(scale: Scale) -> tuple[Scale, Scale]:

@@ -499,8 +499,9 @@ def dense(
     """One Gaussian over all parameters, every correlation kept: ``theta = mu + L z`` (Kucukelbir, Tran, Ranganath, Gelman and
     Blei, 2017).
 
-    ``L`` is lower triangular; phi is ``L`` below its diagonal and the logarithm on it, so that it stays a Cholesky factor
-    without ever being refactorised. Its state holds ``P^2`` numbers and twice what the optimizer remembers of them.
+    ``L = D (1 + N)`` is lower triangular; phi is N, strictly lower triangular, and the logarithm of the diagonal D, so that it
+    stays a Cholesky factor without ever being refactorised, and a step of the optimizer is as large in any units. Its state
+    holds ``P^2`` numbers and twice what the optimizer remembers of them.
 
     Args:
         optimizer, temperature, n_samples, antithetic, stick_the_landing, weight_decay, prior, scale_optimizer, generator: as

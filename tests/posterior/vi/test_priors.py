@@ -41,7 +41,7 @@ def test_the_posterior_of_the_first_half_as_prior_of_the_second_gives_that_of_al
     """Continual learning, exactly: to 1e-8 after 1,000 steps on the second half alone."""
     second, prior = halves()
     tx = getattr(bc.vi, family)(
-        bc.adam(lambda count: 0.05 * 0.5 ** (count / 120)),
+        bc.adam(lambda count: 0.1 * 0.5 ** (count / 120)),
         temperature=2 / N,
         init_scale=0.1,
         n_samples=4,
