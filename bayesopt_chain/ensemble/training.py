@@ -78,8 +78,9 @@ class Problem:
         return {k: p.reshape((*theta.shape[:-1], *x.shape[1:])).to(x.dtype) for (k, x), p in zip(own.items(), parts)}
 
     def fan_in(self) -> Tensor:
-        """The precision of each parameter under the fan-in prior, ``[P]``: of a factor of matrix products and convolutions the
-        numbers that an output sums up, as one call of the network shows; 1 of what is added, scales, or is looked up."""
+        """The precision of each parameter under the fan-in prior, ``[P]``: of a factor of matrix products and convolutions, and
+        of products that are summed up, the numbers of it that an output sums up, as one call of the network shows; 1 of what
+        is added, scales, or is looked up."""
         own, buffers = ({n: x[0] for n, x in t.items()} for t in (self.members.params, self.members.buffers))
         inputs, sizes = self.data.take(torch.arange(2, device="cpu"))[0], []
         with torch.no_grad(), _Contracted(own) as found:
@@ -138,6 +139,9 @@ class _Contracted(TorchDispatchMode):
     def __init__(self, params: Tensors) -> None:
         super().__init__()
         self.names = {x.untyped_storage().data_ptr(): name for name, x in params.items()}
+        self.products = dict[
+            int, tuple[Tensor, str, list[int]]
+        ]()  # the tensors are held, so that no other takes their memory
         self.sizes = dict[str, int]()
 
     def name_of(self, x: Any) -> str | None:
@@ -156,6 +160,16 @@ class _Contracted(TorchDispatchMode):
             size = weight[:, 0].numel() // groups // math.prod(strides) if transposed else weight[0].numel()
         elif kind == "embedding":
             factors = args[:1]
+        elif kind == "mul":
+            for x in filter(self.name_of, args):  # its own axes, not those that it is repeated along
+                own = [n if step else 1 for n, step in zip(x.shape, x.stride())]
+                self.products[id(out)] = out, str(self.name_of(x)), [1] * (out.ndim - x.ndim) + own
+        elif kind == "sum" and (product := self.products.get(id(args[0]))):
+            factors, size = (
+                (),
+                math.prod(product[2][axis] for axis in (args[1:] or [None])[0] or range(product[0].ndim)),
+            )
+            self.sizes[product[1]] = max(size, self.sizes.get(product[1], 1))
         elif kind in ("clone", "_to_copy") and (name := self.name_of(args[0])):
             self.names[out.untyped_storage().data_ptr()] = name
         for name in filter(None, map(self.name_of, factors)):

@@ -79,6 +79,7 @@ def test_networks_that_a_constant_beats_are_an_error_that_carries_them():
         ensemble(x, y, likelihood=bc.likelihoods.poisson(), make=wide, steps=1500, lr=0.03, prior_precision=1e-6)
     found = caught.value.ensemble
     assert found.report.held_out["ensemble"] < found.report.held_out["constant"]
+    assert any("better than it by -" in sentence for sentence in found.report.said)
     assert found.predict(x).mean.shape == (150, 1)
 
 
@@ -97,17 +98,6 @@ def counts(seed, spread):
 def test_counts_that_vary_more_than_promised_are_said(spread, said, seed):
     found = fitted(*counts(seed, spread), likelihood=bc.likelihoods.poisson(), prior_precision=10.0, steps=200)
     assert ("overdispersed" in found.report.advice) is said
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("signal", [0.0, 1.0])
-def test_a_constant_that_may_be_as_good_is_said(signal, seed):
-    """Of targets without signal in every run, of such with nine tenths of it in none."""
-    generator = torch.Generator().manual_seed(seed)
-    x, noise = (torch.randn(200, d, generator=generator) for d in (3, 1))
-    found = fitted(x, signal * x[:, :1].sin() + 0.3 * noise)
-    assert ("constant" in found.report.advice) is (signal == 0)
 
 
 def fitted(*data, **changes):
@@ -278,6 +268,7 @@ class Product(nn.Module):
     def __init__(self):
         super().__init__()
         sizes = {"right": (3, 5), "vector": (5,), "turned": (7, 5), "copied": (5, 7), "added": (2, 5), "gain": (1, 5)}
+        sizes |= {"weighed": (5, 4), "repeated": (4,)}
         for name, size in sizes.items():
             setattr(self, name, nn.Parameter(torch.randn(size)))
         self.table, self.norm = nn.Embedding(4, 7), nn.LayerNorm(5)
@@ -289,7 +280,8 @@ class Product(nn.Module):
         a = h @ self.turned.T + h @ self.copied.double().to(h.dtype)
         b = self.table(torch.zeros(len(x), dtype=torch.long)) @ self.table.weight.T
         c = self.conv(self.up(b[:, :, None].expand(-1, -1, 3))).mean((1, 2))
-        return (h @ self.vector + a.sum(1) + c + self.lstm(a[:, None])[0].sum((1, 2)))[:, None]
+        d = (h[..., None] * self.weighed).sum(-2) + (a[:, :, None] * self.repeated).sum(1)
+        return (h @ self.vector + d.mean(1) + a.sum(1) + c + self.lstm(a[:, None])[0].sum((1, 2)))[:, None]
 
 
 def test_the_precision_of_a_weight_is_what_an_output_sums_up_wherever_it_stands():
@@ -297,7 +289,17 @@ def test_the_precision_of_a_weight_is_what_an_output_sums_up_wherever_it_stands(
     made = members_of(Product, 1, 0, "cpu")
     problem = Problem(Data(x, x[:, :1], 60), GAUSSIAN, made, 1, 8, [torch.arange(6)], 0, range(1))
     found = {k: p.unique().tolist() for k, p in problem.tree(problem.fan_in()).items()}
-    wanted = {"right": 3, "vector": 5, "turned": 5, "copied": 5, "added": 1, "gain": 1, "table.weight": 7}
+    wanted = {
+        "right": 3,
+        "vector": 5,
+        "turned": 5,
+        "copied": 5,
+        "weighed": 5,
+        "repeated": 1,
+        "added": 1,
+        "gain": 1,
+        "table.weight": 7,
+    }
     wanted |= {"norm.weight": 1, "norm.bias": 1, "up.weight": 4, "up.bias": 1, "conv.weight": 30, "conv.bias": 1}
     wanted |= {"lstm.weight_ih_l0": 7, "lstm.weight_hh_l0": 2, "lstm.bias_ih_l0": 1, "lstm.bias_hh_l0": 1}
     assert found == {k: [v] for k, v in wanted.items()}
