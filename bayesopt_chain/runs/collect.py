@@ -394,5 +394,5 @@ def collect(
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("collect: no parameter of model requires a gradient; nothing would be kept")
     return callback_kind(Collector)(
-        model, optimizer, every, after, None if path is None else Path(path), checkpoint_seconds
+        model, optimizer, every, after, None if path is None else Path(path).absolute(), checkpoint_seconds
     )

@@ -186,7 +186,9 @@ class Draws:
             kinds.require("Draws.open", path=(one, _PATHS))
         # The name of what is there is no pattern.
         named = [[g] if os.path.lexists(g) or not glob.has_magic(g) else sorted(glob.glob(g)) for g in map(str, given)]
-        pieces, spec, names, about = opened([Path(p) for paths in named for p in paths], like, damaged == "skip")
+        pieces, spec, names, about = opened(
+            [Path(p).absolute() for paths in named for p in paths], like, damaged == "skip"
+        )
         return cls(pieces, spec, names, **about)
 
     def __len__(self) -> int:

@@ -45,7 +45,7 @@ from bayesopt_chain.distributed.ranks import world
 FORMAT = "bayesopt_chain/3"
 BLOCK = 1 << 16  # bytes under one checksum: what has to be read for a few wanted rows stays small
 AT_ONCE = 256 * BLOCK  # bytes that are read and checked at once
-MOST_HEADER, MOST_AXES, MOST_NAME, MOST = 1 << 25, 64, 1000, 1 << 53
+MOST_HEADER, MOST_AXES, MOST = 1 << 25, 64, 1 << 53
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
@@ -351,7 +351,7 @@ def _checked(header: Any, start: int, size: int) -> tuple[dict[str, Any], dict[s
 def _entry(name: str, about: Any, sums: Any, start: int) -> Entry:
     """What a header says of one tensor."""
     shape, (low, high), dtype = about["shape"], about["data_offsets"], DTYPES[about["dtype"]]
-    if len(name) > MOST_NAME or len(shape) > MOST_AXES or not all(is_count(n) for n in (*shape, low, high)):
+    if len(shape) > MOST_AXES or not all(is_count(n) for n in (*shape, low, high)):
         raise ValueError(f"{name[:40]} has a shape or a place that cannot be")
     if math.prod(shape) * dtype.itemsize != high - low:
         raise ValueError(f"{name[:40]} has a shape that is not its size")

@@ -31,6 +31,7 @@ be, or the new draws with the old head, which is a rescue.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import itertools
 import os
@@ -290,16 +291,18 @@ def _locked(folder: Path) -> int:
     _held.add(fd)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(f"sample: {folder}/lock is no regular file; delete it")
+            raise OSError(errno.EINVAL, "its lock is no regular file; delete it")
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BaseException as err:
         os.close(fd)
         _held.discard(fd)
-        if not isinstance(err, BlockingIOError):
-            raise
-        raise RuntimeError(
-            f"sample: another process is writing to {folder}; wait for it, or give this run a directory of its own"
-        ) from None
+        if isinstance(err, BlockingIOError):
+            raise RuntimeError(
+                f"sample: another process is writing to {folder}; wait for it, or give this run a directory of its own"
+            ) from None
+        if isinstance(err, OSError):
+            raise OSError(err.errno, f"sample: {folder} cannot be locked: {err.strerror}") from None
+        raise
     return fd
 
 

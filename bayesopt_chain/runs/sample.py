@@ -185,7 +185,7 @@ def sample(
         state = seeded(state, seed, getattr(step, "numbers", None))
     about = (steps, burn_in, thinning, chains, callbacks, progress, seed, keep)
     run = Run(step, params, state, ResumableBatches(batches), *about)
-    place = place_of(None if path is None else Path(path), step, (params, state))
+    place = place_of(None if path is None else Path(path).absolute(), step, (params, state))
     if path is not None:
         getattr(step, "_keep_apart", bool)(place.alone and place.rank.size > 1)
     if place.mesh is not None or place.sharded:

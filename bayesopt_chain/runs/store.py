@@ -287,8 +287,7 @@ class Store:
 
     def __enter__(self) -> Store:
         if self.place.root is not None and self.owns:
-            root = self.place.root.absolute()
-            if self.place.sharded and len(named := {*map(str, self.gathered(root))}) > 1:
+            if self.place.sharded and len(named := {*map(str, self.gathered(self.place.root))}) > 1:
                 raise ValueError(
                     f"sample: the ranks name {len(named)} directories ({sorted(named)[0]}, ...), and a run of DTensors is one "
                     "run of all ranks: give the same path= everywhere; chains on meshes of their own are told apart by "

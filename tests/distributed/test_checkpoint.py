@@ -11,13 +11,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import bayesopt_chain as bc
 from bayesopt_chain.runs import files
 from tests.distributed.ranks import everywhere, mesh_of, message_of, on, run, world
-from tests.distributed.toys import LAYOUTS
+from tests.distributed.toys import LAYOUTS, network, under
 
 CHAINS = {"sghmc": bc.sghmc(0.1, temperature=0.05), "adam": bc.adam(0.01, temperature=0.05)}
 TX = CHAINS["sghmc"]
@@ -152,10 +151,9 @@ def test_what_torch_keeps_of_one_rank_alone_and_files_of_one_rank_are_refused(tm
 
 
 def under_fsdp(kind, before, after, sharded=True):
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    model = network(5, 8, 3)
     if sharded:
-        fully_shard(model, mesh=mesh_of(world()[1]))
+        under("fsdp", model)
     noise = {"temperature": 0.01, "generator": bc.distributed.generator(0)}
     tx = bc.chain(bc.add_momentum(0.9), bc.inject_langevin_noise(**noise), bc.scale_by_neg_lr(0.05))
     optimizer = (

@@ -4,7 +4,7 @@ import copy
 import functools
 import os
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import product
 
 import optree
 import pytest
@@ -18,7 +18,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import bayesopt_chain as bc
@@ -26,6 +25,7 @@ from bayesopt_chain.core.link import Link, Traits
 from bayesopt_chain.matching.response import Nonlinear
 from bayesopt_chain.random.philox import draw_elements, whole_leaves
 from bayesopt_chain.random.stream import leaf_numbers
+from tests.distributed import toys
 from tests.distributed.ranks import everywhere, mesh_of, message_of, on, whole, world
 
 pytestmark = pytest.mark.slow
@@ -33,9 +33,11 @@ close = functools.partial(torch.testing.assert_close, rtol=0, atol=1e-6)
 
 
 def network(seed=0, sizes=(3, 6, 5, 1)):
-    torch.manual_seed(seed)
-    layers = [module for a, b in pairwise(sizes) for module in (nn.Linear(a, b), nn.Tanh())]
-    return nn.Sequential(*layers[:-1])
+    return toys.network(*sizes, seed=seed, dtype=torch.float32)
+
+
+def under(engine, model=None):
+    return toys.under(engine, model or network())
 
 
 def data(rank=None, n=8):
@@ -83,19 +85,6 @@ def alone(steps=6):
     model = network()
     train(model, sghmc(model.named_parameters()), BOTH, steps)
     return weights(model)
-
-
-def under(engine, model=None):
-    """The network under an engine."""
-    model = model or network()
-    if engine == "ddp":
-        return DistributedDataParallel(model)
-    if engine.startswith("fsdp1"):
-        cpu = torch.device("cpu")
-        return FullyShardedDataParallel(model, device_id=cpu, use_orig_params=engine == "fsdp1 original")
-    if engine == "tp":
-        return parallelize_module(model, mesh_of(2), {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    return fully_shard(model, mesh=mesh_of(2, 1) if engine == "hsdp" else mesh_of(2))
 
 
 def zero_of(model):
@@ -160,7 +149,7 @@ ENDS = {
     ),
     "chains without keys": (2, ("last", *CHAINS), lambda rank: trains(network())),
     "an optimizer of chains without keys": (1, ("last", *CHAINS), lambda rank: trains(network(rank), of_a_chain)),
-    "fsdp2": (9, (), lambda rank: trains(under("fsdp2"), names=named)),
+    "fsdp": (9, (), lambda rank: trains(under("fsdp"), names=named)),
     "chains with dead leaves": (9, (), lambda rank: trains(Odd(), names=named, chain=rank)),
     "ddp with dead leaves": (9, (), lambda rank: trains(DistributedDataParallel(Odd(), **seen), names=named)),
     "chains from one start on the same data": (9, (), lambda rank: trains(network(), x=data(0), chain=rank)),
@@ -267,7 +256,7 @@ def ivon(model, x, steps=8):
 @on(2)
 def test_a_gaussian_posterior_on_shards_is_that_of_one_process_and_sends_no_message():
     want = ivon(network(), BOTH)
-    for engine, batch in (("fsdp2", data()), ("tp", BOTH), ("ddp", data())):
+    for engine, batch in (("fsdp", data()), ("tp", BOTH), ("ddp", data())):
         close(ivon(under(engine), batch), want, rtol=1e-4, atol=1e-5)
 
 
@@ -421,7 +410,7 @@ def optimizer_of(name, model, seed=0):
 @pytest.mark.parametrize("name", MADE)
 def test_flattened_and_full_state_dicts_go_on_bit_for_bit(name):
     """Three steps behind a state dict, of an optimizer of another key, are those of one that goes on."""
-    for engine, flat, full in [*product(["fsdp2"], (False, True), (False, True)), ("ddp", False, True)]:
+    for engine, flat, full in [*product(["fsdp"], (False, True), (False, True)), ("ddp", False, True)]:
         optimizer = optimizer_of(name, model := under(engine))
         train(model, optimizer, steps=4)
         options = dcp.StateDictOptions(flatten_optimizer_state_dict=flat, full_state_dict=full)
@@ -486,10 +475,10 @@ def with_a_link(link, model, x):
 
 @on(2)
 def test_a_link_of_a_users_own_is_refused_on_shards_unless_it_says_that_it_takes_them():
-    said = message_of(lambda: with_a_link(Unit, under("fsdp2"), data()))
+    said = message_of(lambda: with_a_link(Unit, under("fsdp"), data()))
     assert "unit() needs whole leaves, and [0] is a DTensor" in said
     for link in (UnitOnShards, Sign):
-        close(with_a_link(link, under("fsdp2"), data()), with_a_link(link, network(), BOTH))
+        close(with_a_link(link, under("fsdp"), data()), with_a_link(link, network(), BOTH))
     g = distribute_tensor(torch.tensor([0.6, 0.0, 0.0, 0.8]), mesh_of(2), [Shard(0)])
     tx = bc.chain(bc.Chain((UnitOnShards(),)), bc.scale_by_neg_lr(1.0))
     move = tx.update(g, tx.init(g), params=g)[0].full_tensor()
@@ -512,7 +501,7 @@ def noise_under(how):
 @on(2)
 def test_names_that_wrappers_put_in_front_leave_the_noise_alone():
     (want, _), names = noise_under(""), set()
-    for how in ("ddp", "checkpoint", "compile", "compile ddp", "checkpoint ddp compile", "checkpoint fsdp2"):
+    for how in ("ddp", "checkpoint", "compile", "compile ddp", "checkpoint ddp compile", "checkpoint fsdp"):
         drawn, first = noise_under(how)
         assert len(drawn) == len(want) == 6 and all(map(torch.equal, drawn, want)), how
         names.add(first)

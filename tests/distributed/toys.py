@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import itertools
 import os
 import signal
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import bayesopt_chain as bc
 from bayesopt_chain.runs import folder
@@ -43,6 +46,30 @@ def matrices():
 def elementwise(params, batch):
     """Its gradient has the same bits in every layout."""
     return 0.5 * ((params["w"] - batch) ** 2).sum() + 0.5 * (params["b"] ** 2).sum()
+
+
+def network(*sizes, seed=0, dtype=torch.float64):
+    """Layers of these sizes, with tanh between them."""
+    torch.manual_seed(seed)
+    layers = [module for a, b in itertools.pairwise(sizes) for module in (nn.Linear(a, b), nn.Tanh())]
+    return nn.Sequential(*layers[:-1]).to(dtype)
+
+
+def under(way, model):
+    """The model under an engine, over all ranks."""
+    size = world()[1]
+    if way == "ddp":
+        return DistributedDataParallel(model)
+    if way.startswith("fsdp1"):
+        cpu = torch.device("cpu")
+        return FullyShardedDataParallel(model, device_id=cpu, use_orig_params=way == "fsdp1 original")
+    if way in ("tp", "tp by fsdp"):
+        mesh = mesh_of(size) if way == "tp" else mesh_of(2, size // 2)["second"]
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    if way != "tp":
+        mesh = mesh_of(size) if way == "fsdp" else mesh_of(2, size // 2)
+        fully_shard(model, mesh=mesh["first"] if way == "tp by fsdp" else mesh)
+    return model
 
 
 def line():
@@ -130,10 +157,9 @@ def chains_of_shards(shape=None):
 def module():
     """A module under ``fully_shard``, each rank with its part of the data."""
     rank, size = world()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    model = network(4, 6, 2)
     if dist.is_initialized():
-        fully_shard(model, mesh=line())
+        under("fsdp", model)
     noise = {"temperature": 0.01, "generator": bc.distributed.generator(0)}
     optimizer = bc.optim.SGHMC(model.named_parameters(), lr=0.05, **noise)
     torch.manual_seed(3 + rank)  # the first rank's key is everyone's

@@ -2,11 +2,8 @@
 
 import contextlib
 import os
-import resource
 import shutil
-import signal
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -125,34 +122,6 @@ def test_a_folder_that_was_removed_is_named(tmp_path):
         keep.flush()
 
 
-@pytest.mark.parametrize("what", ["fifo", "endless"])
-def test_what_is_no_regular_file_is_refused_at_once(what, tmp_path):
-    """In a process of its own, which has 500 MB and ends after 2 seconds."""
-    run(tmp_path)
-    index = max(tmp_path.iterdir(), key=lambda file: file.name.startswith(("index", "head")))
-    index.unlink()
-    os.mkfifo(index) if what == "fifo" else index.symlink_to("/dev/zero")
-    child = os.fork()
-    if not child:
-        code = 2
-        try:
-            signal.alarm(2)
-            here = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
-            resource.setrlimit(resource.RLIMIT_AS, (here + (500 << 20),) * 2)
-            bc.Draws.open(tmp_path)
-        except (ValueError, OSError) as error:
-            code = 0 if str(error) else 3
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
 def test_a_folder_with_brackets_in_its_name_is_read(tmp_path):
     made = run(tmp_path / "run[1]")
     assert len(bc.Draws.open(tmp_path / "run[1]")) == len(made)
-
-
-def test_files_of_others_stay_where_they_are(tmp_path):
-    (tmp_path / ".notes.tmp").write_text("mine")
-    run(tmp_path)
-    assert (tmp_path / ".notes.tmp").exists()

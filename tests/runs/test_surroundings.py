@@ -138,3 +138,33 @@ def test_a_clock_that_is_set_back_changes_nothing(tmp_path, monkeypatch):
         for file in tmp_path.iterdir():
             os.utime(file, (1e9 - 1e6 * steps,) * 2)
     assert same(made, want) and same(bc.Draws.open(tmp_path), want)
+
+
+def test_a_disk_without_locks_is_named(tmp_path, monkeypatch):
+    def unknown(fd, how):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", unknown)
+    with pytest.raises(OSError, match=f"{tmp_path} cannot be locked: Operation not supported"):
+        sampled(tmp_path)
+
+
+def test_draws_are_read_from_where_they_lie_when_the_process_goes_elsewhere(tmp_path, monkeypatch):
+    want, model = sampled(steps=6), torch.nn.Linear(2, 1)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    away = [lambda it: os.chdir(tmp_path / "elsewhere") if it.step == 3 else None]
+    made = sampled("run", 6, callbacks=away)
+    monkeypatch.chdir(tmp_path)
+    opened, keep = bc.Draws.open("run"), bc.collect(model, every=1, path="collected")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    keep()
+    keep.flush()
+    assert same(made, want) and same(opened, want) and len(keep.draws) == 1 and not os.listdir(".")
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root writes to read-only directories")
+def test_a_folder_of_others_is_one_clear_error(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(OSError, match="cannot write to"):
+        sampled(tmp_path / "run")
