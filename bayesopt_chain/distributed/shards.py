@@ -18,7 +18,6 @@ respect DTensors, as TorchOpt's clipping by norm does, it is given the tree of D
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -318,12 +317,14 @@ def step(
         params = structure.unflatten(local_parts(leaves))
     own = local_parts(g)
     mine = sharding.gradients(g, own)
-    # The update that made the state has left its leaves there, so that they need not be taken apart again.
-    leaves, parts, whole_state = getattr(state, "apart", None) or _apart(state, sharding.links)
+    # The update that made the state has left its entries there, so that they need not be taken apart again.
+    entries: list[_Entry] | None = getattr(state, "taken_apart", None)
+    if entries is None:
+        entries = [_Entry.of(x, link.traits.on_shards == "tree") for x, link in zip(state, sharding.links)]
     moves: Any
     moves, after = update(
         spec.unflatten(mine),
-        whole_state.unflatten(parts),
+        type(state)([entry.parts for entry in entries], state.layout),
         params=params,
         inplace=inplace,
         **{name: whole(x) for name, x in extra.items()},
@@ -334,23 +335,49 @@ def step(
         old if x is part else x if x is None or known is None else dtensor_of(x, known)
         for x, part, old, known in zip(flat, own, g, sharding.specs)
     ]
-    new_parts: list[Any]
-    new_parts, structure = optree.tree_flatten(after)
-    every = zip(leaves, specs_of(leaves), parts, new_parts, strict=True)
-    leaves = [
-        x if y is part else y if was is None or is_dtensor(y) else dtensor_of(y, was) for x, was, part, y in every
-    ]
-    made: Any = structure.unflatten(leaves)
-    made.apart = leaves, new_parts, structure
+    entries = [entry.put(x) for entry, x in zip(entries, after)]
+    made = type(state)([entry.whole for entry in entries], state.layout)
+    made.taken_apart = entries
     return spec.unflatten(new), made
 
 
-def _apart(state: Any, links: Sequence[Any]) -> tuple[list[Any], list[Any], Any]:
-    """The leaves of a state, the same with this rank's local tensors, except for links that take DTensors themselves, and the
-    structure."""
-    each = [optree.tree_leaves(entry) for entry in state]
-    parts = [x if link.traits.on_shards == "tree" else local_parts(x) for x, link in zip(each, links)]
-    return list(itertools.chain(*each)), list(itertools.chain(*parts)), optree.tree_structure(state)
+class _Entry(NamedTuple):
+    """The state of one link, with DTensors and with local tensors.
+
+    Attributes:
+        whole: the state with DTensors.
+        leaves: its leaves.
+        parts: the state with this rank's local tensors.
+        mine: the leaves of that.
+        stays: whether the link takes DTensors itself, so that ``parts`` is ``whole`` and there are no leaves.
+    """
+
+    whole: Any
+    leaves: list[Any]
+    parts: Any
+    mine: list[Any]
+    stays: bool
+
+    @staticmethod
+    def of(entry: Any, stays: bool) -> _Entry:
+        """Replace the DTensors of a state by local tensors, unless it ``stays``."""
+        if stays:
+            return _Entry(entry, [], entry, [], stays)
+        leaves, spec = optree.tree_flatten(entry)
+        mine = local_parts(leaves)
+        return _Entry(entry, leaves, spec.unflatten(mine), mine, stays)
+
+    def put(self, parts: Any) -> _Entry:
+        """The entry for the state after an update, whose local tensors are given; the same object if no tensor is new."""
+        if self.stays:
+            return _Entry(parts, [], parts, [], True)
+        mine: list[Any]
+        mine, spec = optree.tree_flatten(parts)
+        if are_same(mine, self.mine):
+            return self
+        every = zip(self.leaves, specs_of(self.leaves), self.mine, mine, strict=True)
+        leaves: list[Any] = [x if y is part else y if was is None else dtensor_of(y, was) for x, was, part, y in every]
+        return _Entry(spec.unflatten(leaves), leaves, parts, mine, False)
 
 
 def local_gradients(

@@ -5,13 +5,14 @@
 
 import os
 
+import optree
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import bayesopt_chain as bc
 from bayesopt_chain.runs import files
@@ -148,6 +149,22 @@ def test_what_torch_keeps_of_one_rank_alone_and_files_of_one_rank_are_refused(tm
     assert "leaf w is a DTensor" in said and "bc.distributed.save(folder, tree)" in said
     dist.barrier()
     assert os.listdir(tmp_path) == ["torch"]
+
+
+@on(4)
+def test_replicas_that_differ_on_some_ranks_are_refused_on_all_of_them(tmp_path):
+    part = torch.ones(2, 3) + (world()[0] == 2)  # ranks 0 and 2 hold the same half
+    w = DTensor.from_local(part, mesh_of(2, 2), [Replicate(), Shard(0)], run_check=False)
+    assert "w differ from rank to rank" in message_of(lambda: bc.distributed.save(tmp_path / "step", {"w": w}))
+    assert not (tmp_path / "step").exists()
+
+
+def test_a_state_is_a_tree_of_tensors(tmp_path):
+    states = [TX.init(start()), TX.init(start())]
+    states[0][0].trace[0].fill_(3.0)
+    bc.distributed.save(tmp_path / "step", {"state": states[0]})
+    bc.distributed.load(tmp_path / "step", {"state": states[1]})
+    assert all(map(torch.equal, optree.tree_leaves(states[1]), optree.tree_leaves(states[0])))
 
 
 def under_fsdp(kind, before, after, sharded=True):

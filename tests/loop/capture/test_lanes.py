@@ -274,9 +274,9 @@ def lanes_on_rank(n: int) -> tuple[list[int], Any, str]:
     return lanes_of(n, init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
-def test_chains_of_several_ranks_in_lanes_are_those_of_one_process(tmp_path):
+def test_chains_of_several_ranks_in_lanes_are_those_of_one_process(small_blocks):
     n = 150
-    alone, ranks = run(lanes_on_rank, 1, n)[0], run(lanes_on_rank, 2, n)
+    alone, ranks = lanes_of(n), run(lanes_on_rank, 2, n)
     assert {way for *_, way in (alone, *ranks)} == {"Lanes"}
     assert [i for numbers, *_ in ranks for i in numbers] == list(range(n))
     for name, whole in alone[1].items():
