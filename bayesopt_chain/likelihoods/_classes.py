@@ -24,7 +24,7 @@ from torch.nn.functional import logsigmoid, softplus
 
 from bayesopt_chain import checks, kinds
 from bayesopt_chain.likelihoods._likelihood import Grouping, Likelihood, Support
-from bayesopt_chain.likelihoods._roots import Moved, OutputRoot, Softmax
+from bayesopt_chain.likelihoods._roots import OutputRoot, Seen, Softmax
 from bayesopt_chain.likelihoods._softmax import probit, probit_bernoulli, softmax_mean
 from bayesopt_chain.tracing import is_hidden, is_readable
 
@@ -48,14 +48,13 @@ class Bernoulli(Likelihood):
         self._require_once(outputs, targets)
         return outputs.sigmoid() - targets.to(outputs.dtype)  # yes or no, maybe as booleans
 
-    def information(self, outputs: Tensor) -> Tensor:
+    def variance(self, outputs: Tensor) -> Tensor:
         return outputs.sigmoid() * (-outputs).sigmoid()
+
+    information = variance
 
     def mean(self, outputs: Tensor) -> Tensor:
         return outputs.sigmoid()
-
-    def variance(self, outputs: Tensor) -> Tensor:
-        return outputs.sigmoid() * (-outputs).sigmoid()
 
     def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return torch.bernoulli(outputs.sigmoid(), generator=generator)
@@ -73,8 +72,21 @@ class Bernoulli(Likelihood):
         return super().expected_mean(mean, covariance, method)
 
 
+class OneOfSeveral(Likelihood):
+    """Classes, of which ``mean`` has the probabilities on the last axis."""
+
+    def variance(self, outputs: Tensor) -> Tensor:
+        p = self.mean(outputs)
+        return p * (1 - p)
+
+    def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        p = self.mean(outputs)
+        drawn = torch.multinomial(p.reshape(-1, p.shape[-1]), 1, generator=generator)
+        return drawn.reshape(p.shape[:-1])
+
+
 @dataclass(frozen=True, eq=False)
-class Categorical(Likelihood):
+class Categorical(OneOfSeveral):
     """See :func:`categorical`."""
 
     weight: Any
@@ -105,19 +117,10 @@ class Categorical(Likelihood):
 
     def exact_root(self, outputs: Tensor, labels: Any) -> OutputRoot:
         root = Softmax(self.mean(outputs))
-        return root if self.axis == -1 else Moved(root, self.axis)
+        return root if self.axis == -1 else Seen(root, self.axis)
 
     def mean(self, outputs: Tensor) -> Tensor:
         return self._last(outputs).softmax(-1)
-
-    def variance(self, outputs: Tensor) -> Tensor:
-        p = self.mean(outputs)
-        return p * (1 - p)
-
-    def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        p = self.mean(outputs)
-        drawn = torch.multinomial(p.reshape(-1, p.shape[-1]), 1, generator=generator)
-        return drawn.reshape(p.shape[:-1])
 
     def _last(self, outputs: Tensor) -> Tensor:
         """The outputs with their classes on the last axis."""
@@ -203,7 +206,7 @@ class Categorical(Likelihood):
 
 
 @dataclass(frozen=True, eq=False)
-class Ordinal(Likelihood):
+class Ordinal(OneOfSeveral):
     """See :func:`ordinal`."""
 
     thresholds: tuple[float, ...]
@@ -230,15 +233,6 @@ class Ordinal(Likelihood):
 
     def mean(self, outputs: Tensor) -> Tensor:
         return (self._cuts(outputs) - outputs[..., None]).sigmoid().diff(dim=-1)
-
-    def variance(self, outputs: Tensor) -> Tensor:
-        p = self.mean(outputs)
-        return p * (1 - p)
-
-    def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        p = self.mean(outputs)
-        drawn = torch.multinomial(p.reshape(-1, p.shape[-1]), 1, generator=generator)
-        return drawn.reshape(outputs.shape)
 
     def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
         index = (values.floor() + 1).clamp(0, len(self.thresholds) + 1).to(torch.int64)

@@ -39,14 +39,10 @@ class Poisson(Likelihood):
         self._require_once(outputs, targets)
         return outputs.exp() - targets
 
-    def information(self, outputs: Tensor) -> Tensor:
-        return outputs.exp()
-
     def mean(self, outputs: Tensor) -> Tensor:
         return outputs.exp()
 
-    def variance(self, outputs: Tensor) -> Tensor:
-        return outputs.exp()
+    information = variance = mean
 
     def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return torch.poisson(outputs.exp(), generator=generator)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -57,16 +57,7 @@ class FromLoss(Likelihood):
 
     def exact_root(self, outputs: Tensor, labels: Any) -> OutputRoot:
         self.losses(outputs, labels)
-        hessian = (self.output_hessian or _hessian_of(self.loss))(outputs, labels)
-        entries = outputs.shape[1:].numel()
-        wanted = (outputs.shape[0], entries, entries)
-        if hessian.shape != wanted:
-            raise ValueError(
-                f"output_hessian has shape {tuple(hessian.shape)}, not (B, E, E) = {wanted}: "
-                "return one matrix over the entries of an event for each datum"
-            )
-        roots = semidefinite_root(hessian, self.name).to(outputs.dtype)
-        return Explicit(roots.permute(2, 0, 1).reshape((entries, *outputs.shape)))
+        return _root_of((self.output_hessian or _hessian_of(self.loss))(outputs, labels), outputs)
 
     def mean(self, outputs: Tensor) -> Tensor:
         return super().mean(outputs) if self.inverse_link is None else self.inverse_link(outputs)
@@ -76,20 +67,13 @@ class FromLoss(Likelihood):
             raise ValueError("this custom likelihood cannot draw labels: pass draw= to likelihoods.custom")
         return self.sampler(outputs, generator)
 
-    def mixed(self, outputs: Outputs | Tensor, log_weights: Tensor | None = None) -> Mixture:
-        looped = _Looped(*(getattr(self, f.name) for f in fields(self)))
-        return replace(super().mixed(outputs, log_weights), likelihood=looped)
+    def log_prob_at_nodes(self, outputs: Tensor, targets: Any) -> Tensor:
+        """One batch of outputs at a time, which is what the loss takes."""
+        return torch.stack([self.log_prob(f, targets) for f in outputs])
 
     def nodes(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
         nodes, log_weights = normal_nodes(mean.reshape(len(mean), -1), covariance)
         return nodes.reshape(-1, *mean.shape), log_weights
-
-
-class _Looped(FromLoss):
-    """The same at the nodes of a mixture, ``[S, N, *event]``: the loss takes one batch of outputs at a time."""
-
-    def log_prob(self, outputs: Tensor, targets: Any) -> Tensor:
-        return -torch.stack([self.loss(f, targets) for f in outputs])
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +83,7 @@ class FromDistribution(Likelihood):
     distribution: Callable[[Tensor], Distribution]
     output_hessian: Loss | None
     name = "custom"
+    support = None  # known at outputs alone, see ``support_at``
 
     def at(self, outputs: Tensor) -> Distribution:
         """The distribution of targets given outputs; targets are checked by ``require_values``."""
@@ -115,10 +100,6 @@ class FromDistribution(Likelihood):
                 "for each output or one for each last axis of outputs"
             )
         return Grouping(shape, 1 if shape == tuple(event) else event[-1])
-
-    @property
-    def support(self) -> Support | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return None
 
     def require_values(self, targets: Tensor) -> None:
         pass
@@ -168,54 +149,21 @@ class FromDistribution(Likelihood):
         return Support(low, float(getattr(constraint, "upper_bound", REAL.high)), bool(constraint.is_discrete))
 
     def exact_root(self, outputs: Tensor, labels: Any) -> OutputRoot:
-        grouping = self.grouping(outputs.shape[1:])
-        if self.output_hessian is not None:
-            entries = outputs.shape[1:].numel()
-            roots = semidefinite_root(self.output_hessian(outputs, labels), self.name)
-            return Explicit(roots.permute(2, 0, 1).reshape((entries, *outputs.shape)).to(outputs.dtype))
-        blocks = self._hessian_blocks(outputs, labels, grouping.width)
-        roots = semidefinite_root(blocks, self.name).to(outputs.dtype)  # [B, *positions, K, K]
-        if grouping.width == 1:
-            return Elementwise(roots.reshape(outputs.shape))
-        b, k = outputs.shape[0], grouping.width
-        flat = roots.reshape(b, -1, k, k)
-        whole = torch.stack([torch.block_diag(*blocks) for blocks in flat])
-        return Explicit(whole.permute(2, 0, 1).reshape(-1, *outputs.shape))
-
-    def _hessian_blocks(self, outputs: Tensor, labels: Any, width: int) -> Tensor:
-        """``[B, *positions, K, K]``: targets are independent, so that the sum's second derivatives are those of each."""
-
-        def total(f: Tensor) -> Tensor:
-            return -self.log_prob(f, labels).sum()
-
-        def column(k: int) -> Tensor:
-            pick = (lambda g: g.sum()) if width == 1 else (lambda g: g[..., k].sum())
-            return torch.func.grad(lambda f: pick(torch.func.grad(total)(f)))(outputs)
-
-        columns = [column(k) for k in range(width)]
-        return columns[0][..., None, None] if width == 1 else torch.stack(columns, -1)
+        if self.output_hessian is not None or self.grouping(outputs.shape[1:]).width > 1:
+            hessian = self.output_hessian or _hessian_of(lambda f, y: -self.log_prob(f, y).flatten(1).sum(1))
+            return _root_of(hessian(outputs, labels), outputs)
+        slope = torch.func.grad(lambda f: -self.log_prob(f, labels).sum())
+        curvature = torch.func.grad(lambda f: slope(f).sum())(outputs)  # each output is a target's own
+        return Elementwise(semidefinite_root(curvature[..., None, None], self.name).reshape(outputs.shape).to(outputs))
 
     def nodes(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
         grouping = self.grouping(mean.shape[1:])
-        points = 1025 if grouping.width == 1 else 0  # how sharp the density is nobody said
         m, s = grouping.split(mean), grouping.blocks(covariance)
-        nodes, log_weights = normal_nodes(m, s, points) if points else normal_nodes(m, s)
+        nodes, log_weights = normal_nodes(m, s, 1025)  # how sharp the density is nobody said
         return grouping.join(nodes, mean.shape[1:]), log_weights
 
     def mixed(self, outputs: Outputs | Tensor, log_weights: Tensor | None = None) -> Mixture:
-        known = _WithSupport(self.distribution, self.output_hessian, self.support_at(outputs[0]))
-        return replace(super().mixed(outputs, log_weights), likelihood=known)
-
-
-@dataclass(frozen=True, eq=False)
-class _WithSupport(FromDistribution):
-    """The same once its support is known."""
-
-    ends: Support = REAL
-
-    @property
-    def support(self) -> Support | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.ends
+        return replace(super().mixed(outputs, log_weights), support=self.support_at(outputs[0]))
 
 
 def custom(
@@ -275,6 +223,19 @@ def custom(
         return FromDistribution(distribution, output_hessian)
     assert nll is not None
     return FromLoss(nll, output_hessian, draw, mean)
+
+
+def _root_of(hessian: Tensor, outputs: Tensor) -> Explicit:
+    """The root of a Hessian of every datum's outputs."""
+    entries = outputs.shape[1:].numel()
+    wanted = (outputs.shape[0], entries, entries)
+    if hessian.shape != wanted:
+        raise ValueError(
+            f"output_hessian has shape {tuple(hessian.shape)}, not (B, E, E) = {wanted}: "
+            "return one matrix over the entries of an event for each datum"
+        )
+    roots = semidefinite_root(hessian, "custom").to(outputs.dtype)
+    return Explicit(roots.permute(2, 0, 1).reshape((entries, *outputs.shape)))
 
 
 def semidefinite_root(hessian: Tensor, name: str) -> Tensor:

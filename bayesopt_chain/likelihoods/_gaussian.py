@@ -12,6 +12,7 @@ At outputs ``f ~ N(m, S)`` a target with known variance is ``N(m, S + v)``. With
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -30,34 +31,56 @@ from bayesopt_chain.trees import as_tensor
 LOG_2PI = math.log(2 * math.pi)
 
 
+class Normal(Likelihood):
+    """Gaussian noise, of outputs that :meth:`pair` turns into means and log variances of targets."""
+
+    @abstractmethod
+    def pair(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Means and log variances."""
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        mean, log_variance = self.pair(outputs)
+        squares = (targets - mean).square() * (-log_variance).exp()
+        return -(squares + log_variance + LOG_2PI) / 2
+
+    def mean(self, outputs: Tensor) -> Tensor:
+        return self.pair(outputs)[0]
+
+    def variance(self, outputs: Tensor) -> Tensor:
+        return self.pair(outputs)[1].exp()
+
+    def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        mean, log_variance = self.pair(outputs)
+        return mean + (log_variance / 2).exp() * normal_like(mean, generator)
+
+    def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
+        mean, log_variance = self.pair(outputs)
+        return ndtr((values - mean) * (-log_variance / 2).exp())
+
+    def mixture_crps(self, outputs: Tensor, log_weights: Tensor, targets: Tensor) -> Tensor:
+        """``E|X - y| - E|X - X'| / 2`` for a mixture of Gaussians (Grimit et al., 2006)."""
+        mean, log_variance = self.pair(outputs)
+        return mixture_crps(mean, log_variance.exp(), log_weights.exp().to(mean), targets)
+
+
 @dataclass(frozen=True, eq=False)
-class Gaussian(Likelihood):
+class Gaussian(Normal):
     """See :func:`gaussian`."""
 
     variance_of_noise: Any
     name = "gaussian"
 
-    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        v = self._variance(outputs)
-        return -((targets - outputs).square() / (2 * v) + (2 * math.pi * v).log() / 2)
+    def pair(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        return outputs, self._variance(outputs).log()
+
+    def variance(self, outputs: Tensor) -> Tensor:
+        return self._variance(outputs).expand_as(outputs)
 
     def information(self, outputs: Tensor) -> Tensor:
         return self._variance(outputs).reciprocal().expand_as(outputs)
 
     def exact_root(self, outputs: Tensor, labels: Any) -> Elementwise:
         return Elementwise(self._variance(outputs).rsqrt().expand_as(outputs))
-
-    def mean(self, outputs: Tensor) -> Tensor:
-        return outputs
-
-    def variance(self, outputs: Tensor) -> Tensor:
-        return self._variance(outputs).expand_as(outputs)
-
-    def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        return outputs + self._variance(outputs).sqrt() * normal_like(outputs, generator)
-
-    def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
-        return ndtr((values - outputs) * self._variance(outputs).rsqrt())
 
     @property
     def noise_variance(self) -> Any:
@@ -71,7 +94,7 @@ class Gaussian(Likelihood):
         return (targets - outputs) * self._variance(outputs).rsqrt()
 
     def mixed(self, outputs: Outputs | Tensor, log_weights: Tensor | None = None) -> Mixture:
-        noise = within = self._variance(outputs[0]).expand_as(outputs[0])
+        noise = within = self.variance(outputs[0])
         if isinstance(outputs, Outputs):
             spread = outputs.variance.reshape(noise.shape)
             outputs, log_weights, noise = outputs.mean[None], outputs.mean.new_zeros(1), noise + spread
@@ -85,8 +108,20 @@ class Gaussian(Likelihood):
         return as_tensor(self.variance_of_noise, outputs.dtype, outputs.device)
 
 
+class _Stacked(Normal):
+    """Means and log variances stacked along a last axis of their own: targets of any shape."""
+
+    name = "gaussian"
+
+    def grouping(self, event: torch.Size) -> Grouping:
+        return Grouping(tuple(event[:-1]), 2)
+
+    def pair(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        return outputs[..., 0], outputs[..., 1]
+
+
 @dataclass(frozen=True, eq=False)
-class LearnedGaussian(Likelihood):
+class LearnedGaussian(Normal):
     """See :func:`gaussian`, ``variance="learned"``."""
 
     name = "gaussian with learned variance"
@@ -103,32 +138,12 @@ class LearnedGaussian(Likelihood):
         return Grouping((*event[:-1], half), 2, order)
 
     def pair(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Means and log variances."""
         mean, log_variance = outputs.chunk(2, dim=-1)
         return mean, log_variance
-
-    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        mean, log_variance = self.pair(outputs)
-        squares = (targets - mean).square() * (-log_variance).exp()
-        return -(squares + log_variance + LOG_2PI) / 2
 
     def exact_root(self, outputs: Tensor, labels: Any) -> Elementwise:
         _, log_variance = self.pair(outputs)
         return Elementwise(torch.cat([(-log_variance / 2).exp(), torch.full_like(log_variance, 0.5**0.5)], dim=-1))
-
-    def mean(self, outputs: Tensor) -> Tensor:
-        return self.pair(outputs)[0]
-
-    def variance(self, outputs: Tensor) -> Tensor:
-        return self.pair(outputs)[1].exp()
-
-    def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        mean, log_variance = self.pair(outputs)
-        return mean + (log_variance / 2).exp() * normal_like(mean, generator)
-
-    def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
-        mean, log_variance = self.pair(outputs)
-        return ndtr((values - mean) * (-log_variance / 2).exp())
 
     def mixed(self, outputs: Outputs | Tensor, log_weights: Tensor | None = None) -> Mixture:
         found = super().mixed(outputs, log_weights)
@@ -151,23 +166,6 @@ class LearnedGaussian(Likelihood):
         left = (s[..., 0, 0] - gain * s[..., 0, 1]).clamp_min(0)
         of_y = torch.stack([m[..., 0] + gain * (r - m[..., 1]), torch.logaddexp(r, left.log())], -1)
         return grouping.join(of_y, mean.shape[1:]), log_weights
-
-    def mixture_crps(self, outputs: Tensor, log_weights: Tensor, targets: Tensor) -> Tensor:
-        """``E|X - y| - E|X - X'| / 2`` for a mixture of Gaussians (Grimit et al., 2006)."""
-        mean, log_variance = self.pair(outputs)
-        return mixture_crps(mean, log_variance.exp(), log_weights.exp().to(mean), targets)
-
-
-class _Stacked(LearnedGaussian):
-    """Means and log variances stacked along a last axis of their own: targets of any shape."""
-
-    name = "gaussian"
-
-    def grouping(self, event: torch.Size) -> Grouping:
-        return Grouping(tuple(event[:-1]), 2)
-
-    def pair(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        return outputs[..., 0], outputs[..., 1]
 
 
 @dataclass(frozen=True, eq=False)

@@ -694,6 +694,24 @@ class Likelihood(ABC):
             return Mixture(self, *self.nodes(*outputs))
         return Mixture(self, outputs, weights_of_draws(outputs, log_weights))
 
+    def log_prob_at_nodes(self, outputs: Tensor, targets: Any) -> Tensor:
+        """:meth:`log_prob` of a mixture's nodes, ``[S, N, *event]``: at once, where the likelihood takes leading axes.
+
+        Args:
+            outputs: ``[S, N, *event]``.
+            targets: as for :meth:`log_prob`.
+
+        Returns:
+            ``[S, N, *positions]``.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> likelihoods.bernoulli().log_prob_at_nodes(torch.zeros(2, 1), torch.ones(1)).shape
+            torch.Size([2, 1])
+        """
+        return self.log_prob(outputs, targets)
+
     def widened(self, outputs: Tensor, factor: float) -> tuple[Likelihood, Tensor]:
         """A likelihood and outputs whose predictions are wider (``factor`` above 1) or narrower: noise of ``factor`` times the
         variance, or logits divided by ``factor``.

@@ -10,6 +10,8 @@ and otherwise an integral on each side of y.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +22,7 @@ from bayesopt_chain.likelihoods._quadrature import gauss_legendre
 
 NODES = 200  # of each of the two integrals of a score
 STRETCH = 14.0  # they reach sinh(14) = 600,000 quartile distances out
-DOUBLINGS, BISECTIONS = 200, 64
+BISECTIONS = 64
 MOST_COUNTS = 10**6
 LOWEST, HIGHEST = float("-inf"), float("inf")
 
@@ -29,13 +31,15 @@ LOWEST, HIGHEST = float("-inf"), float("inf")
 class Mixture:
     """``likelihood`` of a target given its outputs, over the nodes ``outputs`` ``[S, N, *event]`` with ``log_weights`` ``[S]``.
 
-    ``within`` is ``E Var[y | f]``, shaped like the mean, where the variance at a node holds more than the noise.
+    ``within`` is ``E Var[y | f]``, shaped like the mean, where the variance at a node holds more than the noise; ``support`` is
+    where targets lie, by default what the likelihood says.
     """
 
     likelihood: Any
     outputs: Tensor
     log_weights: Tensor
     within: Tensor | None = None
+    support: Any = None
 
     def average(self, values: Tensor) -> Tensor:
         """``sum_s w_s values_s`` of values ``[S, *]``."""
@@ -57,7 +61,7 @@ class Mixture:
         return within + self.average((means - self.average(means)).square())
 
     def log_prob(self, labels: Any) -> Tensor:
-        each = self.likelihood.log_prob(self.outputs, labels)
+        each = self.likelihood.log_prob_at_nodes(self.outputs, labels)
         return (each + self.log_weights.to(each).reshape(-1, *[1] * (each.ndim - 1))).logsumexp(0)
 
     def cdf(self, values: Tensor) -> Tensor:
@@ -66,17 +70,15 @@ class Mixture:
     @torch.no_grad()
     def quantile(self, level: float) -> Tensor:
         """The smallest value y with ``P(Y <= y) >= level``; not differentiated."""
-        is_discrete = self._ordered("quantile").is_discrete
-        low, high = self._bracket(level)
+        support = self._ordered("quantile")
+        low, high, value = self._line(support)
         for _ in range(BISECTIONS):
+            if support.is_discrete and not bool((value(high) - value(low) > 1).any()):
+                break
             middle = (low + high) / 2
-            if is_discrete:
-                if not bool((high - low > 1).any()):
-                    break
-                middle = middle.floor()
-            reached = self.cdf(middle) >= level
+            reached = self.cdf(value(middle)) >= level
             low, high = torch.where(reached, low, middle), torch.where(reached, middle, high)
-        return high if is_discrete else (low + high) / 2
+        return value(high)
 
     def crps(self, labels: Tensor) -> Tensor:
         support = self._ordered("crps")
@@ -87,42 +89,35 @@ class Mixture:
         return (self._summed_score if support.is_discrete else self._integrated_score)(labels, support)
 
     def _ordered(self, what: str) -> Any:
-        if self.likelihood.support is None:
+        support = self.support or self.likelihood.support
+        if support is None:
             raise ValueError(
                 f"{what}: targets of a {self.likelihood.name} likelihood have no order: use log_prob, or the "
                 "probabilities in mean"
             )
-        return self.likelihood.support
+        return support
 
-    def _bracket(self, level: float) -> tuple[Tensor, Tensor]:
-        """Values below and at or above the quantile, found by doubling the distance from 0 or the support's end."""
-        support = self.likelihood.support
-        like = self.cdf(torch.zeros_like(self._centre()))
-        if support.is_discrete:
-            low, high = torch.full_like(like, support.low - 1), torch.full_like(like, support.low)
-        else:
-            centre = self._centre()
-            low = torch.full_like(like, support.low) if support.low > LOWEST else centre - 1
-            high = torch.full_like(like, support.high) if support.high < HIGHEST else centre + 1
-        step = torch.ones_like(like)
-        for _ in range(DOUBLINGS):
-            short = self.cdf(high) < level
-            long = self.cdf(low) >= level if support.low == LOWEST else torch.zeros_like(short)
-            if not bool((short | long).any()):
-                break
-            step = torch.where(short | long, 2 * step, step)
-            high, low = (
-                torch.where(short, (high + step).clamp_max(support.high), torch.where(long, low, high)),
-                torch.where(long, low - step, torch.where(short, high, low)),
-            )
-        return low, high
+    def _line(self, support: Any) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+        """A bracket of every target in a variable u, float64, and the rising function of u that is the target's value.
 
-    def _centre(self) -> Tensor:
-        """A value for every target near which the search begins, 0 where the support has an end."""
-        if self.likelihood.support == (LOWEST, HIGHEST, False):
-            return self.average(self.likelihood.mean(self.outputs))
+        Between two ends u is the value itself; otherwise the value is a centre or the one end, plus ``sign(u) (e^|u| - 1)``.
+        """
+        ends = [end for end in (support.low, support.high) if math.isfinite(end)]
         shape = (self.outputs.shape[1], *self.likelihood.grouping(self.outputs.shape[2:]).positions)
-        return torch.zeros(shape, dtype=self.outputs.dtype, device=self.outputs.device)
+        start = self.outputs.new_full(shape, ends[0] if ends else 0.0, dtype=torch.float64)
+        if not ends:
+            start = self.average(self.likelihood.mean(self.outputs)).to(torch.float64)
+        step = float(support.is_discrete)  # below the least count
+
+        def value(u: Tensor) -> Tensor:
+            x = u if len(ends) == 2 else start + u.sign() * u.abs().expm1()
+            return (x.floor() if support.is_discrete else x).to(self.outputs.dtype)
+
+        far = math.log(torch.finfo(self.outputs.dtype).max) - 1
+        low, high = -far if support.low == LOWEST else -math.log1p(step), far if support.high == HIGHEST else 0.0
+        if len(ends) == 2:
+            low, high = support.low - step, support.high
+        return torch.full_like(start, low), torch.full_like(start, high), value
 
     def _summed_score(self, y: Tensor, support: Any) -> Tensor:
         high = support.high
@@ -130,30 +125,22 @@ class Mixture:
             high = max(float(self.quantile(1 - 1e-9).max()), float(y.max()))
         if not high < MOST_COUNTS:
             raise ValueError(f"crps: counts up to {high:g} would have to be added up; use log_prob")
-        total = torch.zeros_like(self._centre())
+        total = torch.zeros_like(self.cdf(y))
         for k in range(int(support.low), int(high) + 1):
             at = torch.full_like(total, k)
             total = total + (self.cdf(at) - (at >= y).to(total.dtype)).square()
         return total
 
     def _integrated_score(self, y: Tensor, support: Any) -> Tensor:
+        """Over ``x = middle + width sinh(u)``, fine near the middle and wide far out, u from y to each end of the support."""
         nodes, weights = (x.to(self.outputs) for x in gauss_legendre(NODES))
-        at = nodes.reshape(-1, *[1] * y.ndim)
-        middle, width, u = y, y, y
-        if support.low == LOWEST or support.high == HIGHEST:
-            # x = middle + width sinh(u): fine near the middle, wide far out; u runs from y to each end
-            middle, width = self.quantile(0.5), (self.quantile(0.75) - self.quantile(0.25)) / 2
-            u = torch.asinh((y - middle) / width)
-        if support.low > LOWEST:
-            below, size_below = support.low + at * (y - support.low), y - support.low
-        else:
-            down = u - at * (u + STRETCH)
-            below, size_below = middle + width * down.sinh(), (u + STRETCH) * width * down.cosh()
-        if support.high < HIGHEST:
-            above, size_above = y + at * (support.high - y), support.high - y
-        else:
-            up = u + at * (STRETCH - u)
-            above, size_above = middle + width * up.sinh(), (STRETCH - u) * width * up.cosh()
-        under = torch.stack([self.cdf(x).square() for x in below]) * size_below
-        over = torch.stack([(1 - self.cdf(x)).square() for x in above]) * size_above
-        return torch.tensordot(weights, under + over, dims=1)
+        middle, width = self.quantile(0.5), (self.quantile(0.75) - self.quantile(0.25)) / 2
+        width = width.clamp_min(torch.finfo(width.dtype).tiny)
+        start, total = torch.asinh((y - middle) / width), torch.zeros_like(middle)
+        for end, sign in ((support.low, -1.0), (support.high, 1.0)):
+            stop = torch.asinh((end - middle) / width) if math.isfinite(end) else torch.full_like(start, sign * STRETCH)
+            u = start + nodes.reshape(-1, *[1] * y.ndim) * (stop - start)
+            below = torch.stack([self.cdf(middle + width * x.sinh()) for x in u])
+            missed = below if sign < 0 else 1 - below
+            total = total + torch.tensordot(weights, missed.square() * u.cosh(), dims=1) * sign * (stop - start) * width
+        return total

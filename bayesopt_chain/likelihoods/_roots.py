@@ -12,7 +12,7 @@ of softmaxes ``diag(sum_bt p_bt) - sum_bt p_bt p_bt^T``.
     Elementwise    s_k = scale_k e_k                               K = E, the number of entries of an event
     Softmax        s_k = d_k (e_k - sum_{j > k} p_j e_j / q_k)     K = E (C - 1) / C: one softmax of C classes a position
     Explicit       columns that are held                           K of them
-    Scaled         r s_k for columns s_k of another root           for weights r^2 of the data and their positions
+    Seen           r s_k for columns s_k of another root           for weights r^2 of the data and their positions, axes moved
 
 with ``q_k = sum_{j > k} p_j`` and ``d_k^2 = p_k q_k / (p_k + q_k)``: the Cholesky factor of ``diag(p) - p p^T``, whose rank is
 C - 1. The C columns ``sqrt(p_k) (e_k - p)`` are a root as well, and cost one more backward pass.
@@ -63,9 +63,8 @@ class OutputRoot(ABC):
             tensor([[[0., 2.]]])
         """
 
-    @abstractmethod
     def combine(self, weights: Tensor) -> Tensor:
-        """Add up the columns with weights, ``sum_k w_kb s_kb``, without holding them.
+        """Add up the columns with weights, ``sum_k w_kb s_kb``, in closed form without holding them where there is one.
 
         Args:
             weights: ``[b, K]``.
@@ -79,14 +78,16 @@ class OutputRoot(ABC):
             >>> root.combine(torch.tensor([[1.0, -1.0]]))
             tensor([[ 2., -2.]])
         """
+        columns = self.part(0, self.columns)
+        return (columns * weights.mT.reshape(*columns.shape[:2], *[1] * (columns.ndim - 2))).sum(0)
 
-    @abstractmethod
     def diagonal(self) -> Tensor:
         """The diagonal of ``S S^T``.
 
         Returns:
             ``[b, *event]``.
         """
+        return self.part(0, self.columns).square().sum(0)
 
     has_gram = False
     """Whether :meth:`gram` is known in closed form."""
@@ -126,7 +127,7 @@ class OutputRoot(ABC):
             >>> root.scaled(torch.full((1, 2), 3.0)).diagonal()
             tensor([[36., 36.]])
         """
-        return Scaled(self, scale, self.separates_positions)
+        return Seen(self, scale=scale)
 
 
 @dataclass(frozen=True)
@@ -230,65 +231,51 @@ class Explicit(OutputRoot):
     def part(self, start: int, stop: int) -> Tensor:
         return self.held[start:stop]
 
-    def combine(self, weights: Tensor) -> Tensor:
-        return (self.held * weights.mT.reshape(*self.held.shape[:2], *[1] * (self.held.ndim - 2))).sum(0)
-
-    def diagonal(self) -> Tensor:
-        return self.held.square().sum(0)
-
 
 @dataclass(frozen=True)
-class Moved(OutputRoot):
-    """The columns of ``root`` with the last axis of the event at ``axis``, counted from the end."""
+class Seen(OutputRoot):
+    """The columns of ``root``, the event's last axis moved to ``axis`` (counted from the end), times ``scale [b, *event]``."""
 
     root: OutputRoot
-    axis: int
-    separates_positions = False
+    axis: int = -1
+    scale: Tensor | None = None
+
+    @property
+    def separates_positions(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.axis == -1 and self.root.separates_positions
 
     @property
     def columns(self) -> int:
         return self.root.columns
 
     def part(self, start: int, stop: int) -> Tensor:
-        return self.root.part(start, stop).movedim(-1, self.axis)
+        return self._times(self.root.part(start, stop))
 
     def combine(self, weights: Tensor) -> Tensor:
-        return self.root.combine(weights).movedim(-1, self.axis)
+        return self._times(self.root.combine(weights))
 
     def diagonal(self) -> Tensor:
-        return self.root.diagonal().movedim(-1, self.axis)
-
-    def scaled(self, scale: Tensor) -> OutputRoot:
-        return Moved(self.root.scaled(scale.movedim(self.axis, -1)), self.axis)
-
-
-@dataclass(frozen=True)
-class Scaled(OutputRoot):
-    """The columns of ``root`` times ``scale``, ``[b, *event]``."""
-
-    root: OutputRoot
-    scale: Tensor
-    separates_positions: bool = False
-
-    @property
-    def columns(self) -> int:
-        return self.root.columns
-
-    def part(self, start: int, stop: int) -> Tensor:
-        return self.root.part(start, stop) * self.scale
-
-    def combine(self, weights: Tensor) -> Tensor:
-        return self.root.combine(weights) * self.scale
-
-    def diagonal(self) -> Tensor:
-        return self.root.diagonal() * self.scale.square()
+        squares = self.root.diagonal().movedim(-1, self.axis)
+        return squares if self.scale is None else squares * self.scale.square()
 
     @property
     def has_gram(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.root.has_gram
+        return self.axis == -1 and self.root.has_gram
 
     def gram(self, scale: Tensor | None = None) -> Tensor:
-        return self.root.gram(self.scale if scale is None else self.scale * scale)
+        return self.root.gram(_product(self.scale, scale))
+
+    def scaled(self, scale: Tensor) -> OutputRoot:
+        return Seen(self.root, self.axis, _product(self.scale, scale))
+
+    def _times(self, columns: Tensor) -> Tensor:
+        moved = columns.movedim(-1, self.axis)
+        return moved if self.scale is None else moved * self.scale
+
+
+def _product(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """The product of what is there."""
+    return b if a is None else a if b is None else a * b
 
 
 def _entries(outputs: Tensor) -> int:
