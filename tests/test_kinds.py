@@ -21,10 +21,7 @@ W = {"w": torch.ones(2)}
 def test_what_fits_goes_through_with_defaults_and_keywords_that_have_no_kind():
     assert walked(lambda p: 0.0, W, way="up", colour="red") == 3
     assert walked(print, params=W, steps=5) == 5
-
-
-def test_a_default_fits_even_where_its_kind_does_not_have_it():
-    assert walked(print, W, way=None) == 3
+    assert walked(print, W, way=None) == 3  # a default fits even where its kind does not have it
 
 
 @pytest.mark.parametrize(
@@ -77,14 +74,10 @@ def test_lists_and_tensors_of_numbers_are_the_same_thresholds_and_weights():
         assert bc.likelihoods.categorical(weight=weight).nll(torch.zeros(1, 2), torch.tensor([1])).ndim == 1
 
 
-def test_arguments_by_position_are_checked_too():
-    with pytest.raises(TypeError, match="walked: loss"):
-        walked(3, W)
-
-
-def test_missing_and_unknown_arguments_are_pythons_own_errors():
-    with pytest.raises(TypeError, match="missing 1 required positional argument"):
-        walked(print)
+def test_arguments_by_position_are_checked_and_missing_ones_are_pythons_own_errors():
+    for given, words in (((3, W), "walked: loss"), ((print,), "missing 1 required positional argument")):
+        with pytest.raises(TypeError, match=words):
+            walked(*given)
 
 
 def test_signature_and_docstring_stay():

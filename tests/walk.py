@@ -1,12 +1,17 @@
 """A chain's own updates, one after another."""
 
+import itertools
+
+import optree
+import torch
 import torchopt
 
 
-def walk(tx, params, gradient, steps, state=None, inplace=False, **extra):
-    """After each update of ``tx`` the parameters and the state; ``gradient`` is a function of the parameters."""
+def walk(tx, params, gradient, steps, state=None, inplace=False, **keywords):
+    """After each update of ``tx`` the parameters and the state; ``gradient`` and keywords are functions of the parameters."""
     state = tx.init(params) if state is None else state
     for _ in range(steps):
+        extra = {name: of(params) for name, of in keywords.items()}
         updates, state = tx.update(gradient(params), state, params=params, inplace=inplace, **extra)
         params = torchopt.apply_updates(params, updates, inplace=inplace)
         yield params, state
@@ -16,3 +21,12 @@ def end_of(*args, **kwargs):
     """Parameters and state at the end of :func:`walk`."""
     *_, last = walk(*args, **kwargs)
     return last
+
+
+def average(of, tx, params, gradient, steps, burn_in, **keywords):
+    """The mean of ``of(parameters)`` behind the first ``burn_in`` of some updates in place, and the state at the end."""
+    total, params = 0.0, optree.tree_map(torch.clone, params)
+    path = walk(tx, params, gradient, steps, inplace=True, **keywords)
+    for now, state in itertools.islice(path, burn_in, None):
+        total, last = total + of(now), state
+    return total / (steps - burn_in), last

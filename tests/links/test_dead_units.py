@@ -7,6 +7,7 @@ from torch.func import grad, vmap
 
 import bayesopt_chain as bc
 from bayesopt_chain.links.adaptive_window import scale_by_adaptive_window
+from tests.walk import end_of
 
 MAKES = {
     "adam": lambda: bc.adam(0.1, eps=1e-3),
@@ -21,12 +22,7 @@ MAKES = {
 
 def descended(make, w: Tensor, start: Tensor) -> Tensor:
     """The sum of the parameters after three steps down ``w theta^2 / 2``."""
-    tx, p = make(), start
-    state = tx.init(start)
-    for _ in range(3):
-        updates, state = tx.update(w * p, state, params=p, inplace=False)
-        p = p + updates
-    return p.sum()
+    return end_of(make(), start, lambda p: w * p, 3)[0].sum()
 
 
 @pytest.mark.parametrize("name", MAKES)

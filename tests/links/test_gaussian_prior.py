@@ -1,6 +1,5 @@
 """A Gaussian prior as a link: exact at a temperature, and the posterior of one task as the prior of the next."""
 
-import copy
 import pickle
 
 import optree
@@ -10,6 +9,9 @@ import torch
 import bayesopt_chain as bc
 from bayesopt_chain.precision import Dense, Diagonal
 from bayesopt_chain.testing import stationary_covariance
+from tests.loop.alone import each_alone
+from tests.loop.capture.recorded import follow
+from tests.walk import end_of
 
 D = torch.float64
 K = torch.tensor([[2.0, 0.5], [0.5, 1.0]], dtype=D)
@@ -42,10 +44,7 @@ def test_the_prior_adds_its_precision_to_the_curvature_exactly(prior, precision,
 
 def test_without_noise_it_ends_where_prior_and_loss_agree():
     tx = bc.chain(bc.links.add_gaussian_prior(coupled(), n=20), bc.sgd(0.3, 0.5))
-    params, step = torch.zeros(2, dtype=D), bc.make_step(lambda p, batch: p @ K @ p / 2, tx)
-    state = tx.init(params)
-    for _ in range(600):
-        params, state, _ = step(params, state, None)
+    params, _ = end_of(tx, torch.zeros(2, dtype=D), lambda p: K @ p, 600)
     torch.testing.assert_close(params, torch.linalg.solve(K + L / 20, L @ MEAN / 20), rtol=0, atol=1e-12)
 
 
@@ -59,17 +58,14 @@ def test_the_gradient_is_that_of_the_gaussians_own_log_density():
 
 def test_stacked_in_place_captured_and_differentiable_alike():
     tx = bc.chain(bc.links.add_gaussian_prior(coupled(), n=20), bc.sghmc(0.1, temperature=0.01))
-    params = torch.randn(3, 2, dtype=D)
-    step = bc.make_step(lambda p, batch: p @ K @ p / 2, tx)
+    params, loss = torch.randn(3, 2, dtype=D), lambda p, batch: p @ K @ p / 2
+    step = bc.make_step(loss, tx)
     chains = bc.parallel(step, 3)
-    state = chains.init(tx, params)
-    alone = [step(p, s, None)[0] for p, s in zip(bc.unstack(params), bc.unstack(state))]
-    torch.testing.assert_close(chains(params, state, None)[0], torch.stack(alone))
-    one, held = params[0].clone(), bc.unstack(state)[0]
-    fast = bc.capture(step, one, held, (), backend="eager", clone=True)
-    torch.testing.assert_close(fast(one, held, ())[0], alone[0])
-    bc.make_step(lambda p, batch: p @ K @ p / 2, tx, inplace=True)(one, copy.deepcopy(held), None)
-    torch.testing.assert_close(one, alone[0])
+    each_alone(chains, [step] * 3, params, chains.init(tx, params), [None])
+    start = params[0].clone(), tx.init(params[0])
+    follow(step, bc.capture(step, *start, (), backend="eager"), start, [()], rtol=1e-7, atol=1e-7)
+    want = step(*start, None)[0]
+    torch.testing.assert_close(bc.make_step(loss, tx, inplace=True)(*start, None)[0], want)
     cold = bc.chain(bc.links.add_gaussian_prior(coupled(), n=20), bc.sgd(0.1))
 
     def moved(p):
@@ -239,18 +235,21 @@ def test_clipping_may_stand_before_it_and_nothing_that_changes_gradients(form):
 
 
 @pytest.mark.parametrize(
-    ("prior", "n", "error", "words"),
+    ("prior", "options", "error", "words"),
     [
-        (-1.0, 2, ValueError, "prior must"),
-        (1.0, 0, ValueError, "n must"),
-        ("strong", 2, TypeError, "a precision .* or a Gaussian"),
-        ({"w": True}, 2, TypeError, "a precision .* or a Gaussian"),
-        (bc.Gaussian(torch.tensor([torch.nan]), Diagonal(torch.ones(1), torch.tensor(1.0))), 2, ValueError, "NaN"),
+        (-1.0, {}, ValueError, "prior must"),
+        (1.0, {"n": 0}, ValueError, "n must"),
+        ("strong", {}, TypeError, "a precision .* or a Gaussian"),
+        ({"w": True}, {}, TypeError, "a precision .* or a Gaussian"),
+        (bc.Gaussian(torch.tensor([torch.nan]), Diagonal(torch.ones(1), torch.tensor(1.0))), {}, ValueError, "NaN"),
+        ({"a": 1.0}, {"scale": "fan_in"}, TypeError, "scale a tree by"),
+        (1.0, {"scale": "fan_out"}, ValueError, "scale must be"),
+        (-1.0, {"scale": "fan_in"}, ValueError, "prior must"),
     ],
 )
-def test_arguments_out_of_range_are_refused(prior, n, error, words):
+def test_arguments_out_of_range_are_refused(prior, options, error, words):
     with pytest.raises(error, match=words):
-        bc.links.add_gaussian_prior(prior, n=n)
+        bc.links.add_gaussian_prior(prior, **{"n": 2, **options})
 
 
 def test_trees_that_do_not_fit_are_refused_at_init():
@@ -326,16 +325,3 @@ def test_a_fan_in_prior_is_sampled_exactly():
     found = stationary_covariance(tx, H, torch.zeros(2, 2, dtype=D))
     torch.testing.assert_close(found, 0.5 * torch.linalg.inv(H + torch.eye(4, dtype=D)), rtol=0, atol=1e-10)
     assert repr(bc.links.add_gaussian_prior(4.0, n=8, scale="fan_in")) == "add_gaussian_prior(4, n=8, scale='fan_in')"
-
-
-@pytest.mark.parametrize(
-    ("prior", "scale", "error", "words"),
-    [
-        ({"a": 1.0}, "fan_in", TypeError, "scale a tree by"),
-        (1.0, "fan_out", ValueError, "scale must be"),
-        (-1.0, "fan_in", ValueError, "prior must"),
-    ],
-)
-def test_scales_that_say_nothing_are_refused(prior, scale, error, words):
-    with pytest.raises(error, match=words):
-        bc.links.add_gaussian_prior(prior, n=2, scale=scale)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
+from tests.walk import end_of
 
 
 @pytest.mark.parametrize("order", [1, 2])
@@ -19,10 +20,7 @@ def test_the_derivative_by_a_preconditioner_is_that_of_differences_noise_include
             bc.scale_by_neg_lr(0.1),
         )
         params = [torch.ones(2, dtype=torch.float64), torch.ones(1, dtype=torch.float64)]
-        state = tx.init(params)
-        for _ in range(3):
-            updates, state = tx.update([2.0 * p for p in params], state, params=params, inplace=False)
-            params = [p + u for p, u in zip(params, updates)]
+        params, _ = end_of(tx, params, lambda params: [2.0 * p for p in params], 3)
         return sum((p**2).sum() for p in params)
 
     p = [torch.tensor([1.0, 2.0], dtype=torch.float64), torch.tensor([0.5], dtype=torch.float64)]

@@ -25,8 +25,7 @@ def start():
 CHAINS = {
     "sgd": lambda: bc.sgd(0.02, 0.9, weight_decay=0.1),
     "adam": lambda: bc.adam(0.05, temperature=0.1),
-    "sghmc, generator": lambda: bc.sghmc(0.02, temperature=0.1),
-    "sghmc, philox": lambda: bc.sghmc(0.02, temperature=0.1),
+    "sghmc": lambda: bc.sghmc(0.02, temperature=0.1),
     "schedules": lambda: bc.sghmc(lambda count: 0.02 / (1 + count), temperature=torch.tensor(0.1)),
     "sgnht": lambda: bc.samplers.sgnht(0.02, temperature=0.1),
     "psgld": lambda: bc.samplers.psgld(0.02, temperature=0.1),
@@ -83,7 +82,7 @@ def test_without_looking_the_result_is_the_same(name, inplace, monkeypatch):
     compare(name, inplace, False)
 
 
-@pytest.mark.parametrize("name", ["sghmc, philox", "adam", "sgd", "vi"])
+@pytest.mark.parametrize("name", ["sghmc", "adam", "sgd", "vi"])
 def test_it_is_captured_without_a_branch(name):
     tx = bc.skip_nonfinite(CHAINS[name]())
     step, params = bc.make_step(loss, tx), start()

@@ -36,20 +36,19 @@ def test_a_bad_batch_is_named_with_call_and_leaf_and_nothing_is_written(inplace)
     assert_bitwise_equal((params, state), before)
 
 
-def test_what_was_bad_before_the_step_is_named():
+def test_what_was_bad_before_the_step_and_a_gradient_that_is_bad_alone_are_named():
     tx, params, state, batch = setup()
-    step = bc.make_step(loss, tx, check_finite=True)
-    with pytest.raises(FloatingPointError, match=r"before the step: params\['w'\] has inf in 1 of 3 entries\."):
-        step({**params, "w": torch.tensor([0.0, INF, 0.0])}, state, batch)
-
-
-def test_a_gradient_alone_may_be_bad():
-    tx, params, state, _ = setup()
-    step = bc.make_step(lambda p, b: p["w"].abs().sqrt().sum() + p["b"], tx, check_finite=True)
-    with pytest.raises(
-        FloatingPointError, match=r"step: the gradient\['w'\] has .*; params, state and batch are finite"
+    infinite = {**params, "w": torch.tensor([0.0, INF, 0.0])}
+    for function, given, words in (
+        (loss, infinite, r"before the step: params\['w'\] has inf in 1 of 3 entries\."),
+        (
+            lambda p, b: p["w"].abs().sqrt().sum() + p["b"],
+            params,
+            r"step: the gradient\['w'\] has .*; params, state and batch are finite",
+        ),
     ):
-        step(params, state, ())
+        with pytest.raises(FloatingPointError, match=words):
+            bc.make_step(function, tx, check_finite=True)(given, state, batch)
 
 
 def test_unasked_nothing_is_checked():

@@ -113,23 +113,6 @@ def test_philox_under_vmap_draws_for_each_key_and_step_what_it_draws_alone(n, co
     assert torch.equal(pairs, torch.stack([square[0, 0], square[1, 1]]))
 
 
-def test_counter_based_noise_can_be_probed():
-    tx = bc.sghmc(0.1, 0.9, temperature=0.5)
-    curvature = torch.tensor([[2.0, 0.3], [0.3, 1.0]], dtype=torch.float64)
-    covariance = bc.testing.stationary_covariance(tx, curvature)
-    torch.testing.assert_close(covariance, 0.5 * torch.linalg.inv(curvature), rtol=1e-10, atol=0)
-
-
-def test_chains_under_vmap_draw_what_each_draws_alone():
-    keys, steps = torch.arange(4), torch.tensor([3, 3, 5, 5])
-    template = [torch.empty(1, 6)]
-    stacked = torch.vmap(lambda k, s: Variables().draw(k, s, template)[0][0])(keys, steps)
-    for i in range(4):
-        assert torch.equal(stacked[i], Variables().draw(keys[i], steps[i], template)[0][0])
-    shared_step = torch.vmap(lambda k: Variables().draw(k, steps[0], template)[0][0])(keys)
-    assert torch.equal(shared_step[:2], stacked[:2])
-
-
 def test_the_key_comes_from_the_generator_and_nothing_else_does():
     g = torch.Generator().manual_seed(3)
     before = torch.random.get_rng_state()

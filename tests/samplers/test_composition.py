@@ -6,7 +6,9 @@ import torch
 
 import bayesopt_chain as bc
 from bayesopt_chain.testing import assert_bitwise_equal
+from tests.loop.alone import each_alone
 from tests.registry import SAMPLERS
+from tests.walk import end_of
 
 
 def loss(params, batch):
@@ -38,9 +40,7 @@ def test_two_thermostats_of_two_groups_are_two():
         {"a": bc.samplers.sgnht(0.1, temperature=1.0), "b": bc.samplers.sgnht(0.1, temperature=2.0)},
         {"body": "a", "head": "b"},
     )
-    state = tx.init(PARAMS)
-    for _ in range(3):
-        _, state = tx.update(PARAMS, state, params=PARAMS, inplace=False)
+    _, state = end_of(tx, PARAMS, lambda p: p, 3)
     first, second = (s.friction[0] for s in state if hasattr(s, "friction"))
     assert first.ndim == second.ndim == 0 and first != second
 
@@ -59,19 +59,9 @@ def test_parallel_chains_move_as_each_does_alone(build):
     tx = build()
     step = bc.make_step(loss, tx)
     chains = bc.parallel(step, 3)
-    stacked = bc.stack([PARAMS] * 3)
-    state = chains.init(tx, stacked)
-    singles = [({k: v[i] for k, v in stacked.items()}, _pick(state, i)) for i in range(3)]
-    for _ in range(4):
-        stacked, state, _ = chains(stacked, state, ())
-        singles = [step(p, s, ())[:2] for p, s in singles]
-    for i in range(3):
-        torch.testing.assert_close({k: v[i] for k, v in stacked.items()}, singles[i][0], rtol=1e-12, atol=1e-12)
-    assert not torch.equal(stacked["head"][0], stacked["head"][1])
-
-
-def _pick(state, i: int):
-    return optree.tree_map(lambda t: t[i], state)
+    params = bc.stack([PARAMS] * 3)
+    end, _, _ = each_alone(chains, [step] * 3, params, chains.init(tx, params), [()] * 4, rtol=1e-12)
+    assert not torch.equal(end["head"][0], end["head"][1])
 
 
 @pytest.mark.parametrize("name", ["langevin_with_precision", "sgfs, dense"])
@@ -98,10 +88,7 @@ def test_make_step_feeds_the_gradient_variance_to_fisher_scoring():
 def test_the_stein_force_drives_any_optimizer():
     x = torch.linspace(-1, 3, 30, dtype=torch.float64)[:, None]
     tx = bc.chain(bc.samplers.scale_by_stein_kernel(1.0), bc.adam(0.05))
-    state = tx.init(x)
-    for _ in range(1500):
-        updates, state = tx.update(x - 1.0, state, params=x, inplace=True)
-        x += updates
+    x, _ = end_of(tx, x, lambda x: x - 1.0, 1500)
     assert x.mean().item() == pytest.approx(1.0, abs=0.05)
     assert x.var().item() == pytest.approx(1.0, rel=0.15)
 

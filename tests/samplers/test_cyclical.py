@@ -9,34 +9,28 @@ import bayesopt_chain as bc
 from bayesopt_chain.samplers.cyclical import sampling_phase
 from bayesopt_chain.testing import NormalProbe, assert_bitwise_equal
 from bayesopt_chain.testing._zero_temperature import example_params, run, smooth_gradient
+from tests.walk import walk
 
 
 def variances(tx, cycle: int, burn_in: int, cycles: int = 2, n: int = 8000) -> list[torch.Tensor]:
     """Mean square of ``n`` parameters of unit curvature, at every update of each sampling phase."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(n, generator=generator, dtype=torch.float64)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        state = tx.init(x)
-    out = [[] for _ in range(cycles)]
-    for t in range(cycle * cycles):
-        updates, state = tx.update(x.clone(), state, params=x, inplace=True)
-        x += updates
-        if t % cycle >= burn_in:
-            out[t // cycle].append((x**2).mean())
-    return [torch.stack(v) for v in out]
+    torch.manual_seed(0)
+    path = torch.stack([(x**2).mean() for x, _ in walk(tx, x, torch.clone, cycle * cycles, inplace=True)])
+    return list(path.view(cycles, cycle)[:, burn_in:])
 
 
 @pytest.mark.parametrize("build", [bc.samplers.cyclical, partial(bc.samplers.cyclical, lr_inside=True)])
 def test_exploration_is_the_optimizer(build):
     """Until the first sampling phase no noise moves anything."""
     params = example_params()
-    hot, _ = run(build(0.1, 20, 10, 0.9, temperature=1.0), params, smooth_gradient, 10)
-    cold, _ = run(build(0.1, 20, 10, 0.9, temperature=0.0), params, smooth_gradient, 10)
-    assert_bitwise_equal(hot, cold)
-    hotter, _ = run(build(0.1, 20, 10, 0.9, temperature=1.0), params, smooth_gradient, 12)
-    colder, _ = run(build(0.1, 20, 10, 0.9, temperature=0.0), params, smooth_gradient, 12)
-    assert all(not torch.equal(hotter[k], colder[k]) for k in params)
+    hot, cold = (
+        [run(build(0.1, 20, 10, 0.9, temperature=t), params, smooth_gradient, steps)[0] for steps in (10, 12)]
+        for t in (1.0, 0.0)
+    )
+    assert_bitwise_equal(hot[0], cold[0])
+    assert all(not torch.equal(hot[1][k], cold[1][k]) for k in params)
 
 
 @pytest.mark.slow
@@ -90,15 +84,7 @@ def test_the_variance_at_a_restart_is_off_by_what_the_docs_say(peak, lowest, hig
 def test_a_restart_does_not_throw_the_parameters_away():
     """The velocity of a cycle's last, tiny lr is thermal; the restart brings it to the new lr's scale."""
     tx, x = bc.samplers.cyclical(0.1, 200, 100, 0.95, temperature=1.0), torch.zeros(4000, dtype=torch.float64)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        state = tx.init(x)
-    worst = 0.0
-    for _ in range(450):
-        updates, state = tx.update(x.clone(), state, params=x, inplace=True)
-        x += updates
-        worst = max(worst, (x**2).mean().item())
-    assert worst < 1.5
+    assert max((x**2).mean().item() for x, _ in walk(tx, x, torch.clone, 450, inplace=True)) < 1.5
 
 
 def test_a_tensor_temperature_is_read_at_every_update():
@@ -116,13 +102,15 @@ def test_a_tensor_temperature_is_read_at_every_update():
 
 @pytest.mark.parametrize("build", [bc.samplers.cyclical, partial(bc.samplers.cyclical, lr_inside=True)])
 def test_a_cycle_shorter_than_its_burn_in_is_refused(build):
-    for burn_in in (100, 120):
-        with pytest.raises(ValueError, match=rf"burn_in must be shorter than the cycle \(100 updates\), got {burn_in}"):
-            build(0.1, 100, burn_in, temperature=1.0)
-    with pytest.raises(ValueError, match="burn_in must be a whole number"):
-        build(0.1, 100, -1, temperature=1.0)
-    with pytest.raises(ValueError, match="cycle must be a whole number"):
-        build(0.1, 0, 0, temperature=1.0)
+    shorter = r"burn_in must be shorter than the cycle \(100 updates\), got"
+    for cycle, burn_in, words in (
+        (100, 100, f"{shorter} 100"),
+        (100, 120, f"{shorter} 120"),
+        (100, -1, "burn_in must be a whole number"),
+        (0, 0, "cycle must be a whole number"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            build(0.1, cycle, burn_in, temperature=1.0)
 
 
 def test_the_phase_vmaps():

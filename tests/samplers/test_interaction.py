@@ -15,6 +15,7 @@ import bayesopt_chain as bc
 from bayesopt_chain.core.op import PURE
 from bayesopt_chain.random import stream as keyed_stream
 from tests.samplers.transfer import Potential, gibbs_grid, target_moment
+from tests.walk import end_of
 
 WELLS = Potential(lambda x: (x**2 - 1) ** 2 + 0.25 * x, lambda x: 4 * x * (x**2 - 1) + 0.25)
 
@@ -62,12 +63,11 @@ def test_pairs_take_turns_and_only_swap_when_due():
     tx = bc.samplers.replica_exchange(1e-8, temperatures=(0.3, 1.0, 2.5), swap_every=2)
     p = torch.tensor([0.0, 1.0, 2.0]).double()
     state = tx.init(p)
+    losses = torch.tensor([1e6, 1e3, 0.0]).double()  # the hotter chain is always better: every proposal is accepted
     seen = []
     for _ in range(9):
-        losses = torch.tensor([1e6, 1e3, 0.0]).double()  # the hotter chain is always better: every proposal is accepted
         updates, state = tx.update(torch.zeros(3).double(), state, params=p, loss=losses, inplace=False)
-        moved = (updates.abs() > 0.5).tolist()
-        seen.append(moved)
+        seen.append((updates.abs() > 0.5).tolist())
     no, odd, even = [False] * 3, [False, True, True], [True, True, False]
     assert seen == [no, no, odd, no, even, no, odd, no, even]
     assert state[0].accepted.tolist() == state[0].proposed.tolist() == [2, 2]
@@ -298,12 +298,7 @@ def test_svgd_behind_weight_decay_settles_at_the_posterior_with_that_prior():
     start = torch.linspace(-2.0, 2.0, 30, dtype=torch.float64).unsqueeze(1)
 
     def settled(tx, precision):
-        x = start.clone()
-        state = tx.init(x)
-        for _ in range(400):
-            updates, state = tx.update(precision * x, state, params=x, inplace=False)
-            x = x + updates
-        return x.var().item()
+        return end_of(tx, start, lambda x: precision * x, 400)[0].var().item()
 
     decayed = settled(bc.chain(bc.links.add_decayed_weights(1.0), bc.samplers.svgd(0.3, temperature=1.0)), 1.0)
     assert decayed == pytest.approx(settled(bc.samplers.svgd(0.3, temperature=1.0), 2.0), rel=1e-9)
@@ -369,10 +364,7 @@ def test_particles_settle_to_represent_the_target(temperature):
     """60 particles on N(1, T / 4): mean exact, variance within 10 % (SVGD's own finite-particle error, deterministic)."""
     x = torch.linspace(-1, 2, 60, dtype=torch.float64)[:, None]
     tx = bc.samplers.svgd(0.1, temperature=temperature)
-    state = tx.init(x)
-    for _ in range(4000):
-        updates, state = tx.update(4 * (x - 1), state, params=x, inplace=True)
-        x += updates
+    x, _ = end_of(tx, x, lambda x: 4 * (x - 1), 4000)
     assert x.mean().item() == pytest.approx(1.0, abs=1e-3)
     assert x.var().item() == pytest.approx(temperature / 4, rel=0.1)
 

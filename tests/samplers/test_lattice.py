@@ -7,6 +7,7 @@ import torch
 import bayesopt_chain as bc
 from bayesopt_chain.random import stream as keyed_stream
 from tests.samplers.transfer import QUARTIC, target_moment
+from tests.walk import average, end_of
 
 
 def up_probability(tx, x: torch.Tensor, monkeypatch) -> torch.Tensor:
@@ -60,28 +61,15 @@ def test_a_long_run_follows_the_law_of_detailed_balance():
     x = torch.zeros(20_000, dtype=torch.float64)
     x[::2] += (2 * lr) ** 0.5
     tx = bc.samplers.lattice_walk(lr, temperature=1.0)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        state = tx.init(x)
-    total = 0.0
-    for t in range(600):
-        updates, state = tx.update(QUARTIC.gradient(x), state, params=x, inplace=True)
-        x += updates
-        total += (x**2).mean().item() if t >= 300 else 0.0
-    assert total / 300 == pytest.approx(lattice_moment(lr), rel=0.02)
+    got, _ = average(lambda x: (x**2).mean().item(), tx, x, QUARTIC.gradient, 600, 300)
+    assert got == pytest.approx(lattice_moment(lr), rel=0.02)
 
 
 def test_a_steep_loss_cannot_throw_the_walk_away():
     x = torch.full((3,), 50.0)
     walk, sgld = bc.samplers.lattice_walk(0.02, temperature=1.0), bc.sgld(0.02, temperature=1.0)
-    results = []
-    for tx in (walk, sgld):
-        y, state = x.clone(), tx.init(x)
-        for _ in range(400):
-            updates, state = tx.update(y**3, state, params=y, inplace=False)
-            y = y + updates
-        results.append(y)
-    assert (results[0].abs() < 5).all() and not torch.isfinite(results[1]).all()
+    held, lost = (end_of(tx, x, lambda x: x**3, 400)[0] for tx in (walk, sgld))
+    assert (held.abs() < 5).all() and not torch.isfinite(lost).all()
 
 
 def test_temperature_zero_is_refused():

@@ -8,6 +8,7 @@ import torch
 import bayesopt_chain as bc
 from bayesopt_chain.samplers.microcanonical import Metric
 from bayesopt_chain.testing import assert_bitwise_equal
+from tests.walk import end_of
 
 F64 = torch.float64
 PLAIN = Metric(None, list, list)
@@ -42,21 +43,22 @@ def example(d=7, seed=0):
     return u / u.norm(), 3 * g
 
 
+def kicked(u, g, lr):
+    """The library's own kick, in seven dimensions."""
+    e, steep = PLAIN.downhill([g])
+    return PLAIN.kicked([u], e, steep * lr / 6, [g])[0]
+
+
 @pytest.mark.slow
 def test_a_kick_is_the_exact_flow_of_the_direction():
     u, g = example()
-    e, steep = PLAIN.downhill([g])
-    (got,) = PLAIN.kicked([u], e, steep * 0.4 / 6, [g])
-    torch.testing.assert_close(got, flow(u, g, 0.4, 7), rtol=0, atol=1e-12)
+    torch.testing.assert_close(kicked(u, g, 0.4), flow(u, g, 0.4, 7), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("lr", [1e-6, 0.3, 50.0])
 def test_a_kick_is_the_published_formula_to_1e_12(lr):
     u, g = example(seed=1)
-    e, steep = PLAIN.downhill([g])
-    (got,) = PLAIN.kicked([u], e, steep * lr / 6, [g])
-    expected = published(u, g, lr, 7)
-    assert (got - expected).abs().max() < 1e-12
+    assert (kicked(u, g, lr) - published(u, g, lr, 7)).abs().max() < 1e-12
 
 
 @pytest.mark.peers
@@ -67,9 +69,7 @@ def test_a_kick_is_blackjaxs_to_1e_12():
     with jax.enable_x64(True):
         update = integrators.esh_dynamics_momentum_update_one_step(inverse_mass_matrix=1.0)
         theirs, _, _ = update(jax.numpy.asarray(u.numpy()), jax.numpy.asarray(-g.numpy()), 0.4, 1.0)
-    e, steep = PLAIN.downhill([g])
-    (got,) = PLAIN.kicked([u], e, steep * 0.4 / 6, [g])
-    assert (got - torch.tensor(theirs.tolist(), dtype=F64)).abs().max() < 1e-12
+    assert (kicked(u, g, 0.4) - torch.tensor(theirs.tolist(), dtype=F64)).abs().max() < 1e-12
 
 
 def test_a_precision_is_the_same_chain_in_other_coordinates():
@@ -94,32 +94,22 @@ def test_a_precision_is_the_same_chain_in_other_coordinates():
     with_metric, plain = (bc.samplers.mclmc(0.3, 2.0, temperature=0.5, precision=p) for p in (Dense(), None))
     state, other = with_metric.init(theta), plain.init(phi)
     other = other.replace(0, other[0]._replace(key=state[0].key))
-    for _ in range(20):
-        move, state = with_metric.update(slope(theta), state, params=theta, inplace=False)
-        theta = theta + move
-        moved, other = plain.update(
-            torch.linalg.solve(L, slope(torch.linalg.solve(L.T, phi))), other, params=phi, inplace=False
-        )
-        phi = phi + moved
+    theta, state = end_of(with_metric, theta, slope, 20, state)
+    phi, _ = end_of(plain, phi, lambda x: torch.linalg.solve(L, slope(torch.linalg.solve(L.T, x))), 20, other)
     torch.testing.assert_close(L.T @ theta, phi, rtol=1e-10, atol=1e-10)
     assert float(Dense().quad(state[0].direction[0])) == pytest.approx(1.0)
 
 
 def test_at_temperature_zero_it_is_normalised_gradient_descent_to_the_last_bit():
-    static, told = (
-        bc.samplers.mclmc(0.1, 1.0, temperature=0.0),
-        bc.samplers.mclmc(0.1, 1.0, temperature=torch.tensor(0.0)),
-    )
-    theta = other = expected = torch.tensor([1.0, -2.0, 3.0])
-    s, t = static.init(theta), told.init(theta)
+    start = expected = torch.tensor([1.0, -2.0, 3.0])
     for _ in range(5):
         expected = expected + (expected.sin() / (expected.sin() * expected.sin()).sum().sqrt()) * -0.1
-        move, s = static.update(theta.sin(), s, params=theta, inplace=False)
-        theta = theta + move
-        move, t = told.update(other.sin(), t, params=other, inplace=False)
-        other = other + move
-    assert_bitwise_equal(theta, expected)
-    torch.testing.assert_close(other, expected, rtol=1e-6, atol=0)
+    static, told = (
+        end_of(bc.samplers.mclmc(0.1, 1.0, temperature=zero), start, torch.sin, 5)[0]
+        for zero in (0.0, torch.tensor(0.0))
+    )
+    assert_bitwise_equal(static, expected)
+    torch.testing.assert_close(told, expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.slow
@@ -137,13 +127,30 @@ def test_it_samples_a_gaussian_and_minibatches_only_turn_it():
     assert (total * k).mean() == pytest.approx(1.0, abs=0.03) and (total * k - 1).abs().max() < 0.12
 
 
-def test_what_makes_no_sense_is_refused():
-    with pytest.raises(ValueError, match="mclmc: needs at least 2 parameters"):
-        bc.samplers.mclmc(0.1, 1.0, temperature=1.0).init(torch.zeros(1))
-    with pytest.raises(TypeError, match="mclmc: precision has no solve"):
-        bc.samplers.mclmc(0.1, 1.0, temperature=1.0, precision=3.0)
-    for bad in (0.0, -1.0, math.nan):
-        with pytest.raises(ValueError, match="length"):
-            bc.samplers.mclmc(0.1, bad, temperature=1.0)
-    with pytest.raises(ValueError, match="noise of its own"):
-        bc.chain(bc.add_momentum(0.9), bc.samplers.mclmc(0.1, 1.0, temperature=1.0)).init(torch.zeros(3))
+@pytest.mark.parametrize(
+    "build, error, words",
+    [
+        (
+            lambda: bc.samplers.mclmc(0.1, 1.0, temperature=1.0).init(torch.zeros(1)),
+            ValueError,
+            "mclmc: needs at least 2 parameters",
+        ),
+        (
+            lambda: bc.samplers.mclmc(0.1, 1.0, temperature=1.0, precision=3.0),
+            TypeError,
+            "mclmc: precision has no solve",
+        ),
+        *(
+            (lambda bad=bad: bc.samplers.mclmc(0.1, bad, temperature=1.0), ValueError, "length")
+            for bad in (0.0, -1.0, math.nan)
+        ),
+        (
+            lambda: bc.chain(bc.add_momentum(0.9), bc.samplers.mclmc(0.1, 1.0, temperature=1.0)).init(torch.zeros(3)),
+            ValueError,
+            "noise of its own",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(build, error, words):
+    with pytest.raises(error, match=words):
+        build()

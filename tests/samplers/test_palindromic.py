@@ -6,6 +6,7 @@ import torch
 import bayesopt_chain as bc
 from bayesopt_chain.testing import assert_bitwise_equal
 from tests.diagnostics.oracle import DOUBLE, affine, enumerated
+from tests.walk import end_of
 
 T, K = 0.01, 4
 
@@ -47,10 +48,5 @@ def test_it_is_ubu_to_the_last_bit():
     found = []
     for make in (bc.samplers.ubu, bc.samplers.palindromic_ubu):
         torch.manual_seed(0)
-        tx, w = make(0.3, 1.0, temperature=T), torch.ones(3, dtype=DOUBLE)
-        state = tx.init(w)
-        for _ in range(5):
-            updates, state = tx.update(w.sin(), state, params=w, inplace=False)
-            w = w + updates
-        found.append(w)
+        found.append(end_of(make(0.3, 1.0, temperature=T), torch.ones(3, dtype=DOUBLE), torch.sin, 5)[0])
     assert_bitwise_equal(*found)

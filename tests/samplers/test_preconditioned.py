@@ -7,6 +7,7 @@ import torch
 import bayesopt_chain as bc
 from bayesopt_chain.testing import NormalProbe, assert_bitwise_equal
 from tests.samplers.transfer import QUARTIC, Probe, stationary_moment, target_moment
+from tests.walk import average, end_of
 
 
 def grid_moment(tx, **keywords) -> float:
@@ -72,11 +73,9 @@ def test_the_drift_stops_where_the_preconditioner_freezes():
         bc.samplers.psgld(0.1, 0.9, temperature=1.0, freeze_after=2, order=1),
         bc.samplers.psgld(0.1, 0.9, temperature=1.0, corrected=True, freeze_after=2),
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        a = plain.init(p)
-        torch.manual_seed(0)
-        b = tx.init(p)
+    a = plain.init(p)
+    torch.manual_seed(0)
+    b = tx.init(p)
     for t in range(4):
         ours, b = tx.update(p + t, b, params=p, hessian_diagonal=torch.ones(1).double(), inplace=False)
         theirs, a = plain.update(p + t, a, params=p, inplace=False)
@@ -129,12 +128,9 @@ def test_a_preconditioner_frozen_after_burn_in_samples_the_quartic():
     """P is learned from 50 noisy gradients, then frozen: the moment is right to order lr^2, whatever P became."""
     x = torch.tensor([1.5]).double()
     tx = bc.samplers.psgld(0.01, 0.9, temperature=1.0, freeze_after=50)
-    state = tx.init(x)
     generator = torch.Generator().manual_seed(0)
-    for _ in range(60):
-        g = QUARTIC.gradient(x) + torch.randn(1, generator=generator, dtype=torch.float64)
-        updates, state = tx.update(g, state, params=x, inplace=False)
-        x = x + updates
+    noisy = lambda x: QUARTIC.gradient(x) + torch.randn(1, generator=generator, dtype=torch.float64)  # noqa: E731
+    _, state = end_of(tx, x, noisy, 60)
     nu = state[0].nu[0].item()
     frozen = lambda s: s.replace(0, s[0]._replace(nu=(torch.full_like(s[0].nu[0], nu),), count=state[0].count))  # noqa: E731
     probe = Probe(tx, reduce=lambda nu, m: (m,), keep=(1,), prepare=frozen)
@@ -188,15 +184,8 @@ def test_adaptive_sghmc_samples_a_badly_scaled_gaussian_after_its_burn_in():
     generator = torch.Generator().manual_seed(0)
     theta = torch.randn(4, 400, generator=generator, dtype=torch.float64) * (0.5 / k).sqrt()
     tx = bc.samplers.adaptive_sghmc(0.005, 0.9, temperature=0.5, burn_in=1000)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        state = tx.init(theta)
-    total = torch.zeros(4, dtype=torch.float64)
-    for t in range(4000):
-        updates, state = tx.update(k * theta, state, params=theta, inplace=True)
-        theta += updates
-        total += (theta**2).mean(1) / 2000 if t >= 2000 else 0.0
-    assert ((total * k[:, 0] / 0.5 - 1).abs() < 0.15).all(), total * k[:, 0] / 0.5
+    variance, _ = average(lambda x: (x**2).mean(1), tx, theta, lambda x: k * x, 4000, 2000)
+    assert ((variance * k[:, 0] / 0.5 - 1).abs() < 0.15).all(), variance * k[:, 0] / 0.5
 
 
 @pytest.mark.slow
@@ -206,12 +195,9 @@ def test_the_paper_correction_with_memory_is_no_cure():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4000, generator=generator, dtype=torch.float64)
     tx = bc.samplers.psgld(0.01, 0.9, 1.0, temperature=1.0, corrected=True)
-    state, total = tx.init(x), 0.0
-    for t in range(1500):
-        updates, state = tx.update(QUARTIC.gradient(x), state, params=x, hessian_diagonal=hessian(x), inplace=True)
-        x += updates
-        total += (x**2).mean().item() if t >= 500 else 0.0
-    assert abs(total / 1000 / want - 1) > 0.05
+    square = lambda x: (x**2).mean().item()  # noqa: E731
+    got, _ = average(square, tx, x, QUARTIC.gradient, 1500, 500, hessian_diagonal=hessian)
+    assert abs(got / want - 1) > 0.05
 
 
 def test_in_place_and_pure_agree_with_the_drift_in_float32():
@@ -219,9 +205,8 @@ def test_in_place_and_pure_agree_with_the_drift_in_float32():
     outs = []
     for inplace in (False, True):
         tx = bc.samplers.psgld(0.1, 0.9, temperature=1.0, corrected=True)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            state = tx.init(p)
+        torch.manual_seed(0)
+        state = tx.init(p)
         for _ in range(3):
             u, state = tx.update(p.clone(), state, params=p, hessian_diagonal=torch.ones(2), inplace=inplace)
         outs.append(u.clone())

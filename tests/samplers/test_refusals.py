@@ -93,12 +93,6 @@ OWN_NOISE = {
 
 
 @pytest.mark.parametrize("name", OWN_NOISE)
-def test_a_sampler_with_noise_of_its_own_takes_no_second(name):
-    with pytest.raises(ValueError, match=r"noise of its own.*leave inject_langevin_noise out|2 noise links"):
-        bc.chain(bc.inject_langevin_noise(1.0), OWN_NOISE[name]()).init(torch.zeros(2))
-
-
-@pytest.mark.parametrize("name", OWN_NOISE)
 def test_integer_parameters_and_empty_trees_are_refused(name):
     with pytest.raises(TypeError, match="only real floating-point tensors can be sampled"):
         OWN_NOISE[name]().init({"w": torch.zeros(2), "n": torch.zeros(2, dtype=torch.int64)})

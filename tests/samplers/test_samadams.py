@@ -12,6 +12,7 @@ import bayesopt_chain as bc
 from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.testing import assert_bitwise_equal
 from tests.samplers.transfer import QUARTIC, Basis, Potential, gibbs_grid, target_moment
+from tests.walk import walk
 
 DOUBLE = torch.float64
 
@@ -123,12 +124,7 @@ def test_with_a_constant_clock_every_quadratic_is_sampled_exactly(monkeypatch):
 
 def trajectory(tx, steps=30):
     params = [torch.linspace(-1.0, 2.0, 4, dtype=DOUBLE), torch.tensor(0.5, dtype=DOUBLE)]
-    state, out = tx.init(params), []
-    for _ in range(steps):
-        updates, state = tx.update([QUARTIC.gradient(x) for x in params], state, params=params, inplace=False)
-        params = torchopt.apply_updates(params, updates, inplace=False)
-        out.append(params)
-    return out
+    return [now for now, _ in walk(tx, params, lambda params: [QUARTIC.gradient(x) for x in params], steps)]
 
 
 def test_at_temperature_zero_it_is_momentum_along_the_clock_to_the_last_bit():
@@ -282,45 +278,59 @@ def test_equally_weighted_draws_count_every_draw_by_its_weight():
 
 
 def test_what_counts_all_draws_the_same_refuses_weights():
-    draws = sampled()
-    for diagnostic in (bc.diagnostics.r_hat, bc.diagnostics.ess):
-        with pytest.raises(
-            TypeError, match=r"draws must be Draws \(of a chain whose draws have weights draws\.equally_weighted"
-        ):
-            diagnostic(draws)
-    with pytest.raises(TypeError, match="equally_weighted"):
-        bc.diagnostics.ksd(draws, lambda p: p)
-    with pytest.raises(ValueError, match=r"doctor: these draws have weights.*equally_weighted"):
-        bc.diagnostics.doctor(draws)
-    with pytest.raises(ValueError, match=r"to_arviz: these draws have weights"):
-        draws.to_arviz()
-    tx, params = problem()
-    step = bc.make_step(loss, tx, inplace=True)
-    with pytest.raises(ValueError, match=r"have weights.*make it with inplace=False"):
-        bc.sample(step, params, tx.init(params), None, steps=3)
+    draws, (tx, params) = sampled(), problem()
+    no_copies = bc.make_step(loss, tx, inplace=True)
+    draws_wanted = r"draws must be Draws \(of a chain whose draws have weights draws\.equally_weighted"
+    for ask, error, words in (
+        (lambda: bc.diagnostics.r_hat(draws), TypeError, draws_wanted),
+        (lambda: bc.diagnostics.ess(draws), TypeError, draws_wanted),
+        (lambda: bc.diagnostics.ksd(draws, lambda p: p), TypeError, "equally_weighted"),
+        (lambda: bc.diagnostics.doctor(draws), ValueError, r"doctor: these draws have weights.*equally_weighted"),
+        (lambda: draws.to_arviz(), ValueError, r"to_arviz: these draws have weights"),
+        (
+            lambda: bc.sample(no_copies, params, tx.init(params), None, steps=3),
+            ValueError,
+            r"have weights.*make it with inplace=False",
+        ),
+    ):
+        with pytest.raises(error, match=words):
+            ask()
 
 
-def test_what_cannot_share_one_clock_is_refused():
-    make = lambda **more: bc.samplers.samadams(0.1, 1.0, **{"temperature": 1.0, "gradient_scale": 1.0, **more})  # noqa: E731
-    params = {"a": torch.zeros(2), "b": torch.zeros(1)}
-    with pytest.raises(ValueError, match=r"samadams: a mask or a group leaves parameters out"):
-        bc.masked(make(), {"a": True, "b": False}).init(params)
-    with pytest.raises(ValueError, match=r"samadams: a mask or a group leaves parameters out"):
-        bc.partition({"x": make(), "y": bc.sghmc(0.1, temperature=1.0)}, {"a": "x", "b": "y"}).init(params)
-    for neighbour in (bc.links.scale(0.5), bc.add_momentum(0.5), bc.inject_langevin_noise(1.0)):
-        with pytest.raises(ValueError, match="samadams"):
-            bc.chain(neighbour, make()).init(params)
-        with pytest.raises(ValueError, match="samadams"):
-            bc.chain(make(), neighbour).init(params)
-    with pytest.raises(ValueError, match="samadams at temperature 0 is an optimizer"):
-        bc.chain(make(temperature=0.0), bc.sghmc(0.1, temperature=1.0)).init(params)
-    tx = make()
-    with pytest.raises(ValueError, match="gradient"):
-        tx.update({"a": torch.ones(2), "b": None}, tx.init(params), params=params)
-    with pytest.raises(ValueError, match=r"bc\.optim\.Optimizer: the draws of samadams.* have weights"):
-        bc.optim.Optimizer([torch.zeros(2, requires_grad=True)], lambda group: make())
-    with pytest.raises(ValueError, match="slowest must not exceed fastest"):
-        make(slowest=2.0)
+def made(**more):
+    return bc.samplers.samadams(0.1, 1.0, **{"temperature": 1.0, "gradient_scale": 1.0, **more})
+
+
+TREE = {"a": torch.zeros(2), "b": torch.zeros(1)}
+LEFT_OUT = r"samadams: a mask or a group leaves parameters out"
+NEIGHBOURS = bc.links.scale(0.5), bc.add_momentum(0.5), bc.inject_langevin_noise(1.0)
+
+
+@pytest.mark.parametrize(
+    "ask, words",
+    [
+        (lambda: bc.masked(made(), {"a": True, "b": False}).init(TREE), LEFT_OUT),
+        (
+            lambda: bc.partition({"x": made(), "y": bc.sghmc(0.1, temperature=1.0)}, {"a": "x", "b": "y"}).init(TREE),
+            LEFT_OUT,
+        ),
+        *((lambda link=link: bc.chain(link, made()).init(TREE), "samadams") for link in NEIGHBOURS),
+        *((lambda link=link: bc.chain(made(), link).init(TREE), "samadams") for link in NEIGHBOURS),
+        (
+            lambda: bc.chain(made(temperature=0.0), bc.sghmc(0.1, temperature=1.0)).init(TREE),
+            "samadams at temperature 0 is an optimizer",
+        ),
+        (lambda: made().update({"a": torch.ones(2), "b": None}, made().init(TREE), params=TREE), "gradient"),
+        (
+            lambda: bc.optim.Optimizer([torch.zeros(2, requires_grad=True)], lambda group: made()),
+            r"bc\.optim\.Optimizer: the draws of samadams.* have weights",
+        ),
+        (lambda: made(slowest=2.0), "slowest must not exceed fastest"),
+    ],
+)
+def test_what_cannot_share_one_clock_is_refused(ask, words):
+    with pytest.raises(ValueError, match=words):
+        ask()
 
 
 def test_an_infinite_gradient_makes_the_shortest_step():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
+from tests.walk import end_of
 
 CURVATURE = torch.tensor([100.0, 3.0], dtype=torch.float64)
 
@@ -19,13 +20,7 @@ def loss(params, batch):
 def burned_in(tx, updates: int, start: float = 0.05):
     """Parameters and state after some updates at the loss's gradient."""
     p = torch.full((2,), start, dtype=torch.float64)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        state = tx.init(p)
-    for _ in range(updates):
-        u, state = tx.update(CURVATURE * p, state, params=p, inplace=False)
-        p = p + u
-    return p, state
+    return end_of(tx, p, lambda p: CURVATURE * p, updates) if updates else (p, tx.init(p))
 
 
 @pytest.mark.slow
@@ -78,16 +73,10 @@ def test_a_preconditioner_frozen_where_it_is_unstable_is_found_before_the_chain_
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             growth = bc.samplers.step_growth(loss, tx, p, state, ())
-        diverged = run_on(tx, p, state, 300).abs().max().item() > 1e3
+        far, _ = end_of(tx, p, lambda p: CURVATURE * p, 300, state)
+        diverged = far.abs().max().item() > 1e3
         assert (growth > 1.03) == diverged == bool(caught), (lr, growth, diverged)
     assert diverged
-
-
-def run_on(tx, p, state, updates: int):
-    for _ in range(updates):
-        u, state = tx.update(CURVATURE * p, state, params=p, inplace=False)
-        p = p + u
-    return p
 
 
 def test_the_state_and_parameters_are_left_as_they_are():

@@ -9,6 +9,7 @@ comparisons) with 1e-4. Seeds are fixed. The bias that remains is of the next or
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -19,6 +20,7 @@ import torch
 
 import bayesopt_chain as bc
 from tests.registry.samplers import cheap
+from tests.walk import walk
 
 
 class Target(NamedTuple):
@@ -33,7 +35,7 @@ class Target(NamedTuple):
 def features(x: torch.Tensor) -> dict[str, torch.Tensor]:
     """Coordinates and all their products."""
     d = x.shape[1]
-    out = {f"x{i}": x[:, i] for i in range(d)}
+    out = {f"x{i}": x[:, i].clone() for i in range(d)}
     out.update({f"x{i}x{j}": x[:, i] * x[:, j] for i in range(d) for j in range(i, d)})
     return out
 
@@ -97,20 +99,10 @@ def long_run(build, target: Target, h: float, steps: int, chains: int, seed: int
     generator = torch.Generator().manual_seed(seed)
     d = sum(1 for name in target.moments if name.count("x") == 1)
     x = target.start(torch.randn(chains, d, generator=generator, dtype=torch.float64))
-    tx = build(h)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        state = tx.init(x)
-    sums: dict[str, torch.Tensor] = {}
-    half, count = steps // 2, 0
-    for t in range(steps):
-        updates, state = tx.update(target.gradient(x), state, params=x, inplace=True)
-        x += updates
-        if t >= half and t % 5 == 0:
-            count += 1
-            for name, value in features(x).items():
-                sums[name] = sums[name] + value if name in sums else value.clone()
-    return {name: value / count for name, value in sums.items()}
+    torch.manual_seed(seed)
+    second_half = itertools.islice(walk(build(h), x, target.gradient, steps, inplace=True), steps // 2, None, 5)
+    kept = [features(x) for x, _ in second_half]
+    return {name: sum(each[name] for each in kept) / len(kept) for name in kept[0]}
 
 
 def check(build, order: int, h: float, steps: int, target: Target, chains: int) -> None:

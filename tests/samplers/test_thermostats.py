@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-import bayesopt_chain as bc
 from bayesopt_chain import samplers
 from bayesopt_chain.testing import NormalProbe, assert_bitwise_equal
 from bayesopt_chain.testing._zero_temperature import run, smooth_gradient
 from tests.registry.samplers import thermostat_probe
 from tests.samplers.transfer import QUARTIC, fitted_slope, stationary_moment, target_moment
+from tests.walk import average
 
 BOTH = [samplers.sgnht, samplers.badodab]
 
@@ -101,18 +101,13 @@ def test_gradient_noise_of_unknown_strength_is_absorbed(build):
     generator = torch.Generator().manual_seed(0)
     noise = (2 / 3 * 2 / 0.03) ** 0.5  # variance two thirds of the injected noise's, 2 gamma T / h
     tx = build(1.0)
-    theta = torch.randn(2000, generator=generator, dtype=torch.float64)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        state = tx.init(theta)
-    total = 0.0
-    for t in range(7000):
-        g = theta + noise * torch.randn(2000, generator=generator, dtype=torch.float64)
-        updates, state = tx.update(g, state, params=theta, inplace=True)
-        theta += updates
-        if t >= 3500:
-            total += (theta**2).mean().item()
-    assert abs(total / 3500 - 1) < 0.04
+    start = torch.randn(2000, generator=generator, dtype=torch.float64)
+
+    def noisy(theta):
+        return theta + noise * torch.randn(2000, generator=generator, dtype=torch.float64)
+
+    variance, state = average(lambda x: (x**2).mean().item(), tx, start, noisy, 7000, 3500)
+    assert abs(variance - 1) < 0.04
     assert state[0].friction[0].mean().item() > 1.2 * (1.0 if "badodab" in repr(tx) else -math.log(0.97))
 
 
@@ -121,12 +116,6 @@ def test_temperature_zero_is_refused_with_the_reason(build):
     for zero in (0, 0.0, torch.zeros(())):
         with pytest.raises(ValueError, match=r"temperature must be positive.*no limit as T -> 0; use bc\.sghmc"):
             build(0.1, temperature=zero)
-
-
-def test_a_thermostat_takes_no_second_noise():
-    tx = bc.chain(bc.inject_langevin_noise(1.0), samplers.sgnht(0.1, temperature=1.0))
-    with pytest.raises(ValueError, match=r"brings noise of its own.*leave inject_langevin_noise out"):
-        tx.init(torch.zeros(2))
 
 
 WITH_ROOM = {  # velocity memory 0.9 in every update
@@ -146,16 +135,9 @@ def test_one_friction_for_each_parameter_samples_quadratics_at_large_lr(name, lr
     below 1e-4 in all six cases.
     """
     k = torch.tensor([0.1, 0.3, 1.0], dtype=torch.float64)[:, None].expand(3, 300)
-    tx, theta = WITH_ROOM[name](lr, 0.5), torch.full((3, 300), 1.0, dtype=torch.float64)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        state = tx.init(theta)
-    total = torch.zeros(3, dtype=torch.float64)
-    for t in range(3000):
-        updates, state = tx.update(k * theta, state, params=theta, inplace=True)
-        theta += updates
-        total += (theta**2).mean(1) / 2000 if t >= 1000 else 0.0
-    ratio = (total * k[:, 0] / 0.5).sqrt()
+    tx, start = WITH_ROOM[name](lr, 0.5), torch.full((3, 300), 1.0, dtype=torch.float64)
+    variance, _ = average(lambda x: (x**2).mean(1), tx, start, lambda x: k * x, 3000, 1000)
+    ratio = (variance * k[:, 0] / 0.5).sqrt()
     assert ((ratio - 1).abs() < 0.06).all(), ratio
 
 
@@ -187,17 +169,9 @@ def test_one_friction_for_each_parameter_samples_a_logistic_regression(name):
     independent draws, standard error of a deviation 0.9 %, of a mean 0.013 deviations.
     """
     gradient, mean, deviation = logistic_regression()
-    tx, theta = WITH_ROOM[name](0.3, 1 / 60), torch.full((200, 2), 30.0, dtype=torch.float64)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        state = tx.init(theta)
-    first, second = torch.zeros(2).double(), torch.zeros(2).double()
-    for t in range(7000):
-        updates, state = tx.update(gradient(theta), state, params=theta, inplace=True)
-        theta += updates
-        if t >= 3000:
-            first += theta.mean(0) / 4000
-            second += (theta**2).mean(0) / 4000
+    tx, start = WITH_ROOM[name](0.3, 1 / 60), torch.full((200, 2), 30.0, dtype=torch.float64)
+    moments = lambda x: torch.stack([x.mean(0), (x**2).mean(0)])  # noqa: E731
+    (first, second), _ = average(moments, tx, start, gradient, 7000, 3000)
     assert (((first - mean) / deviation).abs() < 0.1).all(), (first, mean)
     assert (((second - first**2).sqrt() / deviation - 1).abs() < 0.05).all(), (second - first**2).sqrt() / deviation
 
