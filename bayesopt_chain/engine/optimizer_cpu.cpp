@@ -9,13 +9,13 @@ enum Kind { MOMENT = 0, SCALED = 1, SCALED_MOMENTUM = 2, PLAIN = 3, MOMENTUM = 4
 
 template <class Real>
 struct Numbers {
-  Real sign, decay, keep, momentum, gain, square_decay, square_gain, correction, eps, step_size, previous, current, direct,
-      direct_previous, direct_current;
+  Real sign, decay, eps, step_size, momentum, gain, direct, keep, square_decay, square_gain, correction, previous, current,
+      velocity_scale, direct_current, direct_previous;
 
   explicit Numbers(const double* x)
-      : sign(x[0]), decay(x[1]), keep(x[2]), momentum(x[3]), gain(x[4]), square_decay(x[5]), square_gain(x[6]),
-        correction(x[7]), eps(x[8]), step_size(x[9]), previous(x[10]), current(x[11]), direct(x[12]),
-        direct_previous(x[13]), direct_current(x[14]) {}
+      : sign(x[0]), decay(x[1]), eps(x[2]), step_size(x[3]), momentum(x[4]), gain(x[5]), direct(x[6]), keep(1.0 - x[7]),
+        square_decay(x[8]), square_gain(1.0 - x[8]), correction(x[9]), previous(x[10]), current(x[11]),
+        velocity_scale(x[12]), direct_current(x[14]), direct_previous(x[15]) {}
 };
 
 // the leaves of a step, addresses and integers in the order of bayesopt_chain.engine.optimizer_cpu.step_
@@ -47,7 +47,7 @@ void run(int64_t n, Real* p, const Real* g, Real* m, Real* v, Real* const* last,
     if constexpr (KIND == PLAIN) {
       move = k.step_size * (x + e);
     } else if constexpr (KIND == MOMENTUM) {
-      const Real velocity = k.momentum * m[j] + k.gain * x + e;
+      const Real velocity = k.momentum * (k.velocity_scale * m[j]) + k.gain * x + e;
       m[j] = velocity;
       move = k.step_size * velocity;
     } else {
@@ -55,13 +55,13 @@ void run(int64_t n, Real* p, const Real* g, Real* m, Real* v, Real* const* last,
       const Real d = std::sqrt(square) * k.correction + k.eps;
       const Real noise = std::sqrt(d) * e;
       if constexpr (KIND == MOMENT) {
-        const Real moment = k.momentum * m[j] + k.gain * x + noise;
+        const Real moment = k.momentum * (k.velocity_scale * m[j]) + k.gain * x + noise;
         m[j] = moment;
         move = k.step_size * (moment / d);
       } else if constexpr (KIND == SCALED) {
         move = k.step_size * ((x + noise) / d);
       } else {
-        const Real velocity = k.momentum * m[j] + (x + noise) / d;
+        const Real velocity = k.momentum * (k.velocity_scale * m[j]) + (x + noise) / d;
         m[j] = velocity;
         move = k.step_size * velocity;
       }
@@ -119,14 +119,21 @@ void step(const Job<Real>& job) {
   }
 }
 
+// what all counters were; NaN if they differ
 template <class Real>
-void count(int64_t leaves, Real** steps) {
-  for (int64_t i = 0; i < leaves; ++i) *steps[i] += 1;
+double count(int64_t leaves, Real** steps, int64_t added) {
+  const double was = double(*steps[0]);
+  bool same = true;
+  for (int64_t i = 0; i < leaves; ++i) {
+    same = same && double(*steps[i]) == was;
+    *steps[i] += Real(added);
+  }
+  return same ? was : std::nan("");
 }
 
 }  // namespace
 
 extern "C" void step_float(const Job<float>* job) { step(*job); }
 extern "C" void step_double(const Job<double>* job) { step(*job); }
-extern "C" void count_float(int64_t leaves, float** steps) { count(leaves, steps); }
-extern "C" void count_double(int64_t leaves, double** steps) { count(leaves, steps); }
+extern "C" double count_float(int64_t leaves, float** steps, int64_t added) { return count(leaves, steps, added); }
+extern "C" double count_double(int64_t leaves, double** steps, int64_t added) { return count(leaves, steps, added); }

@@ -21,11 +21,11 @@ from bayesopt_chain import kinds
 from bayesopt_chain.checks import sharing, short
 from bayesopt_chain.diagnostics.heat_guard import HeatGuard
 from bayesopt_chain.kinds import Kind
-from bayesopt_chain.optim._plan import KINDS
 from bayesopt_chain.optim._rule import Linear
 
 # bound on hyperparameters: with larger ones squares overflow in float32, and torch's own steps end in NaN
 LARGEST = 1e15
+KINDS = frozenset((Tensor, torch.nn.Parameter))  # the types of parameters that can be sampled
 
 
 def _is_scalar(x: Any) -> bool:

@@ -65,20 +65,20 @@ def leaves_of(rule: Any) -> Iterator[Leaf]:
             state: dict[str, Any] = rule.state.get(p, {})
             if rule.adaptive and "step" not in state:
                 continue
-            clock = rule._clock(state)
-            if clock != last:
-                linear, last = rule._linear(group, clock), clock
+            counts = rule._counts(state)
+            if counts != last:
+                linear, last = rule._linear(group, counts), counts
                 effective = linear.direct + linear.step_size * linear.gain / (1.0 - linear.momentum)
             if effective <= 0.0:  # a learning rate of 0
                 continue
             # the share of F(1) that acts in the same step
             first = (linear.direct + linear.step_size * linear.gain) / effective
             sign = -1.0 if group.get("maximize") else 1.0
-            root = partial(_root, rule, group, clock.updates, state, sign) if rule.adaptive else sign
+            root = partial(_root, rule, group, counts[0], state, sign) if rule.adaptive else sign
             yield Leaf(id(p), g, p, effective, temperature, linear.momentum, first, root, lr)
 
 
-def _root(rule: Any, group: dict[str, Any], updates: int, state: dict[str, Any], sign: float) -> torch.Tensor:
+def _root(rule: Any, group: dict[str, Any], updates: float, state: dict[str, Any], sign: float) -> torch.Tensor:
     """Return ``sqrt(P)`` of a leaf by the denominator of the last update, since torch's step has not been made yet."""
-    learned_until = min(updates - 1, group.get("freeze_after") or updates)
-    return sign * rule._denominator(group, learned_until, state.__getitem__).rsqrt()
+    learned = min(updates - 1, group.get("freeze_after") or updates)
+    return sign * rule._denominator(group, learned, state.__getitem__).rsqrt()

@@ -13,6 +13,7 @@ the optimizer as well.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import optree
@@ -48,7 +49,7 @@ class OnRanks:
         counters: the names in a parameter's state of entries that are numbers; all others have the parameter's shape.
     """
 
-    counters: ClassVar[tuple[str, ...]] = ("step",)
+    counters: ClassVar[Mapping[str, float]] = MappingProxyType({"step": 0.0})
     defaults: dict[str, Any]
     param_groups: list[dict[str, Any]]
     state: Any

@@ -27,18 +27,10 @@ before the next step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 from bayesopt_chain.matching import law
-
-
-class Clock(NamedTuple):
-    """The number of an update, counted from 1, and the product of NAdam's momenta of all earlier updates."""
-
-    updates: int
-    mu_product: float = 1.0
 
 
 class Before(NamedTuple):
@@ -76,33 +68,42 @@ class Linear(NamedTuple):
         step_size: ``h``.
         momentum: ``mu``.
         gain: ``b``.
-        velocity: the name of ``V`` in ``optimizer.state[p]``; ``None`` without a velocity.
         direct: ``h_1``.
         shrink: ``s``.
+        square_decay: the decay of the averaged squared gradient; 1 if that no longer learns.
+        correction: the factor of the root of the average that corrects its bias in the first updates.
+        velocity: the name of ``V`` in ``optimizer.state[p]``; ``None`` without a velocity.
+        kind: the kind of step by its number in :mod:`bayesopt_chain.engine.optimizer_cpu`; ``None`` if that lacks it.
+        square: the name of the averaged squared gradient in ``optimizer.state[p]``; ``None`` for SGD.
+        branches: how many branches have a noise of their own, 2 with Nesterov's momentum.
     """
 
     step_size: float
     momentum: float = 0.0
     gain: float = 1.0
-    velocity: str | None = None
     direct: float = 0.0
     shrink: float = 0.0
+    square_decay: float = 1.0
+    correction: float = 1.0
+    velocity: str | None = None
+    kind: int | None = None
+    square: str | None = None
+    branches: int = 1
 
 
-@dataclass(slots=True)
-class Noise:
+class Noise(NamedTuple):
     """The coefficients of the noise of one step, with ``w_t`` the standard normals of step ``t``.
 
     Attributes:
-        current, previous: ``e = current w_t + previous w_{t-1}``.
+        previous, current: ``e = current w_t + previous w_{t-1}``.
         velocity_scale: the factor by which the velocity is multiplied before torch's step.
         discarded: after a step of momentum 0, the factor of the old velocity that is subtracted from the parameter.
         direct, direct_previous: ``e_1 = direct w_t + direct_previous w_{t-1}``, with draws independent of those of ``e``.
         before: the numbers that the next step needs; ``None`` if nothing was drawn yet.
     """
 
-    current: float = 0.0
     previous: float = 0.0
+    current: float = 0.0
     velocity_scale: float = 1.0
     discarded: float = 0.0
     direct: float = 0.0
@@ -110,7 +111,6 @@ class Noise:
     before: Before | None = None
 
 
-@lru_cache(maxsize=64)
 def noise_of(linear: Linear, temperature: float, before: Before | None) -> Noise:
     """Compute the noise of one step. At constant rates every step asks for the noise of the last one, which is kept.
 
@@ -120,7 +120,7 @@ def noise_of(linear: Linear, temperature: float, before: Before | None) -> Noise
         before: the numbers of the last step that drew noise; ``None`` before the first draw.
 
     Returns:
-        The coefficients of the noise, which must not be changed.
+        The coefficients of the noise.
 
     Example:
         >>> step = Linear(step_size=0.1, momentum=0.9, velocity="momentum_buffer")
@@ -129,58 +129,59 @@ def noise_of(linear: Linear, temperature: float, before: Before | None) -> Noise
         >>> second.current, second.previous, second.velocity_scale  # sqrt(T (1 - mu) / (2 lr)), twice
         (0.5, 0.5, 1.0)
     """
+    return _noise_of(*linear[:5], temperature, before)
+
+
+@lru_cache(maxsize=64)
+def _noise_of(
+    step_size: float,
+    momentum: float,
+    gain: float,
+    direct: float,
+    shrink: float,
+    temperature: float,
+    before: Before | None,
+) -> Noise:
     noise = Noise(before=before)
     # with neither a rate nor a draw there is no noise, and nothing to remember
-    if linear.step_size * linear.gain > 0.0:
-        _momentum_branch(noise, linear, temperature, before)
-    elif before is not None and linear.momentum:
-        _momentum_branch_at_rest(noise, linear, before)
-    if linear.direct > 0.0 and noise.before is not None:
+    if (rate := step_size * gain) > 0.0:
+        now = law.level(rate, momentum, temperature, momentum * shrink / rate)
+        noise = _momentum_branch(now, step_size, gain, before)
+    elif before is not None and momentum:
+        # A step of rate 0 does not move the parameter. The velocity still gets the noise that the last step left to it. The
+        # next step owes nothing to the last draw (half = 0) and reverses the velocity (momentum = -1).
+        last = before.level
+        k = law.scheduled_noise(last._replace(half=0.0), last, before.surplus, last.momentum, where=_pick)
+        after = before._replace(half=0.0, momentum=-1.0, gain=gain, surplus=k.surplus)
+        scale = last.momentum * gain / (momentum * before.gain)
+        noise = Noise(gain * k.previous, gain * k.current, scale, before=after)
+    if direct > 0.0 and noise.before is not None:
         # the direct branch is one of momentum 0 with the rate h_1
-        now = law.level(linear.direct, 0.0, temperature)
-        if before is not None and before.direct_half:
-            half = before.direct_half
-            then = law.Level(before.temperature, half, half, 0.0)
-            k = law.scheduled_noise(now, then, before.direct_surplus, 0.0, where=_pick)
-            noise.direct_previous = k.previous
-        else:
-            k = law.scheduled_noise(now, now, 0.0, 0.0, where=_pick)
-        noise.direct = k.current
-        noise.before = noise.before._replace(direct_half=now.half, direct_surplus=k.surplus)
+        now = then = law.level(direct, 0.0, temperature)
+        goes_on = before is not None and before.direct_half
+        if goes_on and before:
+            then = law.Level(before.temperature, before.direct_half, before.direct_half, 0.0)
+        k = law.scheduled_noise(now, then, before.direct_surplus if goes_on and before else 0.0, 0.0, where=_pick)
+        after = noise.before._replace(direct_half=now.half, direct_surplus=k.surplus)
+        noise = noise._replace(direct=k.current, direct_previous=k.previous if goes_on else 0.0, before=after)
     return noise
 
 
-def _momentum_branch(noise: Noise, linear: Linear, temperature: float, before: Before | None) -> None:
-    """Set the noise of the momentum branch for a step of positive rate ``h b``."""
-    mu, b, rate = linear.momentum, linear.gain, linear.step_size * linear.gain
-    now = law.level(rate, mu, temperature, mu * linear.shrink / rate)
+def _momentum_branch(now: law.Level, step_size: float, b: float, before: Before | None) -> Noise:
+    """The noise of the momentum branch for a step of positive rate ``h b``."""
+    mu, scale, discarded = now.momentum, 1.0, 0.0
     if before is None:
         k = law.scheduled_noise(now, now, 0.0, mu, where=_pick)
     else:
         # after a step of momentum 0 the buffer is of an older step and has no part in the motion
         own = mu * before.gain / b if before.momentum else 0.0
         k = law.scheduled_noise(now, before.level, before.surplus, own, where=_pick)
-        noise.previous = b * k.previous
         if not mu:
-            noise.discarded = linear.step_size * k.velocity / before.gain
+            discarded = step_size * k.velocity / before.gain
         elif not (before.momentum and k.velocity == own):
-            noise.velocity_scale = k.velocity * b / (mu * before.gain)
-    noise.current = b * k.current
-    noise.before = Before(*now, b, k.surplus, 0.0, 0.0)
-
-
-def _momentum_branch_at_rest(noise: Noise, linear: Linear, before: Before) -> None:
-    """Set the noise of the momentum branch for a step of rate 0, which does not move the parameter.
-
-    The velocity still gets the noise that the last step left to it. The next step reverses it, since a momentum of -1 is
-    remembered.
-    """
-    last = before.level
-    k = law.scheduled_noise(last._replace(half=0.0), last, before.surplus, last.momentum, where=_pick)
-    noise.current, noise.previous = linear.gain * k.current, linear.gain * k.previous
-    noise.velocity_scale = last.momentum * linear.gain / (linear.momentum * before.gain)
-    # half = 0: the next step owes nothing to the last draw; momentum = -1: it reverses the velocity
-    noise.before = before._replace(half=0.0, momentum=-1.0, gain=linear.gain, surplus=k.surplus)
+            scale = k.velocity * b / (mu * before.gain)
+    after = Before(*now, b, k.surplus, 0.0, 0.0)
+    return Noise(b * k.previous if before else 0.0, b * k.current, scale, discarded, before=after)
 
 
 def _pick(condition: bool, x: float, y: float) -> float:

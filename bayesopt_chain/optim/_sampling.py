@@ -24,7 +24,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import MappingProxyType
+from itertools import chain
+from operator import attrgetter, itemgetter
+from types import MappingProxyType, NoneType
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -40,16 +42,18 @@ from bayesopt_chain.distributed.shards import are_spread
 from bayesopt_chain.distributed.witness import Claim
 from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.optim import _checks, _heat, _shards
-from bayesopt_chain.optim._noise import add_noise, in_one_pass, move_frozen, rescale, without_gradients
-from bayesopt_chain.optim._plan import NEVER, REMEMBERED, Form, Leaves, Plan, last_draws, last_step
+from bayesopt_chain.optim._leaves import REMEMBERED, Leaves, last_draws, last_step, step_by_operations
 from bayesopt_chain.optim._ranks import OnRanks, shared_key
-from bayesopt_chain.optim._rule import Before, Clock, Linear, Noise, noise_of
+from bayesopt_chain.optim._rule import Before, Linear, Noise, noise_of
 from bayesopt_chain.random.philox import Runs
 from bayesopt_chain.random.stream import leaf_numbers
+from bayesopt_chain.trees import are_same
 
 # entries of a group that a state dict of torch's class lacks, and that then keep the values of this optimizer
 _OURS = ("temperature", "noise_key", "noise_count", "noise_kept", "freeze_after")
 _HAS_RANKS = dist.is_available()
+_gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
+_params: Callable[[dict[str, Any]], list[Any]] = itemgetter("params")
 
 
 class Cache:
@@ -61,7 +65,11 @@ class Cache:
         shards: this rank's parts of the parameters; ``None`` if no parameter is a DTensor.
         runs: by parameter, the elements of the whole parameter that this rank holds, as ranges; ``None`` if every tensor is a
             whole parameter.
-        plan: the plan of the last step; ``None`` before the first step, and after a step that raised.
+        work: the leaves of the last step that need more than torch's; ``None`` before the first step, and after a step that
+            raised.
+        objects, kinds: what :attr:`work` was made for: groups, parameters and entries of the state, and the types of the
+            gradients.
+        groups, others: groups of which a leaf gets noise, and all others with their temperatures.
     """
 
     def __init__(self) -> None:
@@ -69,19 +77,23 @@ class Cache:
         self.numbers: list[list[int]] | None = None
         self.shards: _shards.Shards | None = None
         self.runs: dict[Tensor, Runs] | None = None
-        self.plan: Plan | None = None
+        self.work: list[Leaves] | None = None
+        self.objects: list[Any] = []
+        self.kinds: list[type] = []
+        self.groups: list[dict[str, Any]] = []
+        self.others: list[tuple[dict[str, Any], float]] = []
 
 
 class Sampling(OnRanks, torch.optim.Optimizer):
     """A mixin that adds noise to a class of torch.optim: ``class SGD(Sampling, torch.optim.SGD)``.
 
-    Subclasses give the numbers of torch's step in ``_clock``, ``_linear``, ``_denominator`` and ``_form``.
+    Subclasses give the numbers of torch's step in ``_linear`` and ``_denominator``.
 
     Attributes:
         refusal: the reason why no noise is known for this class; ``None`` if noise is known.
         adaptive: whether the step divides by a denominator that it computes from the gradients.
         averages_scaled: whether the velocity averages ``g / D`` rather than ``g``.
-        counters: the names in a leaf's state of the numbers that its clock is read from.
+        counters: the names in a leaf's state of numbers that change with every update, and what they are before the first.
         torch_class: the class of ``torch.optim``.
         heat_guard: compares the variance of the gradients with that of the noise, and warns of heating; ``None`` without a
             guard.
@@ -90,7 +102,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
     refusal: ClassVar[str | None] = None
     adaptive: ClassVar[bool] = False
     averages_scaled: ClassVar[bool] = False
-    counters: ClassVar[tuple[str, ...]] = ("step",)
+    counters: ClassVar[Mapping[str, float]] = MappingProxyType({"step": 0.0})
     torch_class: ClassVar[type[torch.optim.Optimizer]]
 
     # defaults on the class: torch's constructor calls add_param_group, and torch's __getstate__ drops all of these
@@ -392,7 +404,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         # Ctrl-C between two writes would leave parameters, velocities and the count of draws of different steps
-        with torch.set_grad_enabled(bool(self.defaults.get("differentiable", False))), uninterrupted():
+        with uninterrupted():
             self._noisy_step()  # pyright: ignore[reportAttributeAccessIssue]
         return loss
 
@@ -400,7 +412,8 @@ class Sampling(OnRanks, torch.optim.Optimizer):
     def _noisy_step(self) -> None:
         """Make torch's step and add the noise, on this rank's local tensors if the parameters are DTensors."""
         if self.heat_guard is not None and not self.heat_guard.sleeps():
-            self.heat_guard.look(partial(_heat.leaves_of, self))
+            with torch.no_grad():
+                self.heat_guard.look(partial(_heat.leaves_of, self))
         cache = self._cache
         if cache.numbers is None:
             self._leaf_numbers()  # before local tensors replace the DTensors, since numbers belong to whole parameters
@@ -415,29 +428,40 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             return self._run()
 
     def _run(self) -> None:
-        """Make a step: by the plan of the last step if it still holds, else by a new one."""
-        cache, plan = self._cache, self._cache.plan
-        cache.plan = None  # a step that raises leaves no plan
-        if plan is None or not plan.holds(self):
-            plan = self._planned()
-        noisy = plan.noisy
-        witness = self._witness if noisy and _HAS_RANKS and dist.is_initialized() else None
+        """Make a step by the leaves of the last one if they still hold, else by new ones."""
+        cache, work = self._cache, self._cache.work
+        cache.work = None  # a step that raises leaves none
+        params = [*chain.from_iterable(map(_params, self.param_groups))]
+        objects, kinds = [*self.param_groups, *params, *self.state.values()], [*map(type, map(_gradient, params))]
+        holds = work is not None and kinds == cache.kinds and are_same(objects, cache.objects)
+        holds = holds and not any([self._temperature(group) != t for group, t in cache.others])
+        if work is None or not (holds and all([x.holds(self) for x in work])):
+            work, cache.objects, cache.kinds = self._planned(), [], kinds
+            noisy = {id(x.group): x.group for x in work if x.noise is not None}
+            cache.groups = [*noisy.values()]
+            cache.others = [(group, self._temperature(group)) for group in self.param_groups if id(group) not in noisy]
+        witness = self._witness if _HAS_RANKS and cache.groups and dist.is_initialized() else None
+        noisy = [x for x in work if x.noise is not None]
         if witness is not None:
             witness.look(lambda: self._claims(noisy), noisy[0].params[0])
-        if not in_one_pass(plan):
-            rescale(plan)
-            frozen = [x for x in plan.work if x.is_frozen]
-            add_noise(self, noisy, cache.runs, before_step=True)
-            with without_gradients([p for x in frozen for p in x.params]):
-                self._torch_step(None)
-            move_frozen(self, frozen)
-            add_noise(self, noisy, cache.runs, before_step=False)
-        plan.keep(self)
+        by_kernel = [x for x in work if x.has_job()]
+        if sum([len(x.params) for x in by_kernel]) < len(kinds) - kinds.count(NoneType):
+            with torch.set_grad_enabled(bool(self.defaults.get("differentiable", False))):
+                moved = [p for x in by_kernel for p in x.params]
+                step_by_operations(self, [x for x in work if x not in by_kernel], moved)
+        for x in by_kernel:
+            x.move()
+        for x in work:
+            x.remember()
+        if not cache.objects:  # the first step makes entries of the state
+            cache.objects = [*self.param_groups, *params, *self.state.values()]
         if witness is not None:
             witness.stepped(noisy[0].params[0])
-        for group in plan.groups:
+        for group in cache.groups:
             group["noise_count"] += 1
-        cache.plan = plan
+        for x in work:
+            x.settings = [*x.group.values()]
+        cache.work = work
 
     def _torch_step(self, closure: Callable[[], Any] | None) -> Any:
         """Make torch's own step without its hooks, which torch already runs around the step of this class."""
@@ -446,51 +470,47 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             step = step.__wrapped__
         return step(self, closure)
 
-    def _planned(self) -> Plan:
-        """Make the plan of this step for all leaves that have a gradient.
+    def _planned(self) -> list[Leaves]:
+        """List the leaves that have a gradient and need more than torch's step, those with equal numbers together.
 
         Raises:
             ValueError: options or parameters for which no noise is known. Nothing has moved then.
         """
-        work: list[Leaves] = []
+        alike: dict[tuple[object, ...], Leaves] = {}
         temperatures = [*map(self._temperature, self.param_groups)]
         for group, numbers, temperature in zip(self.param_groups, self._leaf_numbers(), temperatures):
+            is_noisy = temperature > 0.0
             if len(group["params"]) > len(numbers):  # a list that was appended to; its last parameters have no numbers
                 raise ValueError(
                     f"{self._name}: {len(group['params']) - len(numbers)} parameters were appended to group['params'], and "
                     "would move without noise; take them out again and give them to add_param_group"
                 )
-            if temperature > 0.0 and group["noise_key"] is None:
+            if is_noisy and group["noise_key"] is None:
                 self._draw_key()
-            if temperature == 0.0 and group["noise_count"]:
-                # after steps at temperature 0 an old draw must not count as the last step's
-                for p in group["params"]:
+            for p, number in zip(group["params"], numbers):
+                if not is_noisy and group["noise_count"]:
+                    # after steps at temperature 0 an old draw must not count as the last step's
                     for name in REMEMBERED:
                         self.state.get(p, {}).pop(name, None)
-            if temperature > 0.0 or group.get("freeze_after") is not None:
-                work += self._alike(group, numbers, temperature > 0.0)
-        plan = Plan(self, work, temperatures)
-        if plan.noisy:
+                if p.grad is None or not (is_noisy or group.get("freeze_after") is not None):
+                    continue
+                state = self.state[p]
+                _checks.check_state(self._name, p, state, self.counters)
+                if is_noisy:
+                    _checks.check_leaf(self._name, p, group)
+                counts, before = self._counts(state), last_step(state) if is_noisy else None
+                last = last_draws(group, state)
+                x = alike.setdefault(
+                    (id(group), counts, before, p.dtype, p.device, last), Leaves(group, counts, before, last)
+                )
+                x.params.append(p)
+                x.states.append(state)
+                x.numbers.append(number)
+        for x in alike.values():
+            x.layout = x.read(self)
+        if any([x.noise is not None for x in alike.values()]):
             params = [p if p.grad is not None else None for group in self.param_groups for p in group["params"]]
             _checks.check_memory(self._name, self._cache.names, params)
-        return plan
-
-    def _alike(self, group: dict[str, Any], numbers: list[int], is_noisy: bool) -> list[Leaves]:
-        """List the leaves of a group that have a gradient, those with equal numbers together."""
-        alike: dict[tuple[object, ...], Leaves] = {}
-        for p, number in zip(group["params"], numbers):
-            if p.grad is None:
-                continue
-            state = self.state[p]
-            _checks.check_state(self._name, p, state, self.counters)
-            if is_noisy:
-                _checks.check_leaf(self._name, p, group)
-            clock, before = self._clock(state), last_step(state) if is_noisy else None
-            last = NEVER if group.get("noise_kept", True) else last_draws(state)
-            x = alike.setdefault((clock, before, p.dtype, p.device, last), Leaves(group, clock, before, last))
-            x.params.append(p)
-            x.states.append(state)
-            x.numbers.append(number)
         return [*alike.values()]
 
     def _noise(self, linear: Linear, temperature: float, before: Before | None) -> Noise:
@@ -542,19 +562,20 @@ class Sampling(OnRanks, torch.optim.Optimizer):
 
     # what a subclass says of torch's step
 
-    def _clock(self, state: dict[str, Any]) -> Clock:
-        """Return the clock of a leaf's next step, from the leaf's entry of the optimizer's state."""
-        return Clock(int(state["step"]) + 1 if "step" in state else 1)
+    def _counts(self, state: dict[str, Any]) -> tuple[float, ...]:
+        """Return the counters of a leaf: the number of this update, counted from 1, and those of later names as they are."""
+        step, *others = [float(state.get(name, start)) for name, start in self.counters.items()] or (None,)
+        return () if step is None else (step + 1.0, *others)
 
-    def _linear(self, group: dict[str, Any], clock: Clock) -> Linear:
+    def _learned(self, group: dict[str, Any], counts: tuple[float, ...]) -> float:
+        """Return the number of the last update in which the denominator learned, counted from 1; 0 without a denominator."""
+        return min(counts[0], group.get("freeze_after") or counts[0]) if counts else 0.0
+
+    def _linear(self, group: dict[str, Any], counts: tuple[float, ...]) -> Linear:
         """Return the numbers of torch's step for the leaves of a group at an update."""
         raise NotImplementedError
 
-    def _branches(self, group: dict[str, Any]) -> int:
-        """Return how many branches of torch's step have a noise of their own: two with Nesterov's momentum, else one."""
-        return 1
-
-    def _denominator(self, group: dict[str, Any], updates: int, get: Callable[[str], Tensor]) -> Tensor:
+    def _denominator(self, group: dict[str, Any], updates: float, get: Callable[[str], Tensor]) -> Tensor:
         """Return ``D`` as torch's step left it, in a new tensor.
 
         Args:
@@ -563,10 +584,6 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             get: ``get(name)`` returns a tensor of the leaf's state.
         """
         raise NotImplementedError
-
-    def _form(self, group: dict[str, Any], updates: int) -> Form | None:
-        """Return the step in the form that the kernel of one pass takes; ``None`` if the kernel cannot make it."""
-        return None
 
     def _count_update(self, state: dict[str, Any], group: dict[str, Any]) -> None:
         """Advance a leaf's own count of updates, after an update that torch's step did not make."""

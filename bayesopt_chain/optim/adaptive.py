@@ -24,6 +24,7 @@ sampling with the preconditioner of RMSprop, and torch's documentation for the o
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,8 +32,7 @@ from torch import Tensor
 
 from bayesopt_chain.engine.optimizer_cpu import MOMENT, SCALED, SCALED_MOMENTUM
 from bayesopt_chain.optim._checks import momentum_of
-from bayesopt_chain.optim._plan import Form
-from bayesopt_chain.optim._rule import Clock, Linear
+from bayesopt_chain.optim._rule import Linear
 from bayesopt_chain.optim._sampling import Sampling
 
 _COMMON = """
@@ -61,27 +61,31 @@ class _TwoMoments(Sampling):
 
     adaptive = True
 
-    def _first_moment(self, group: dict[str, Any], step_size: float, **kwargs: float) -> Linear:
+    def _first_moment(self, group: dict[str, Any], step_size: float, direct: float = 0.0) -> Linear:
         """Return the numbers of a step whose velocity is ``exp_avg``: ``V' = b1 V + (1 - b1) g``."""
         b1 = momentum_of(self._name, group["betas"][0], "betas[0]")
         shrink = float(group["lr"]) * float(group["weight_decay"]) if group.get("decoupled_weight_decay") else 0.0
-        return Linear(step_size, b1, 1.0 - b1, "exp_avg", shrink=shrink, **kwargs)
+        return Linear(step_size, b1, 1.0 - b1, direct, shrink, velocity="exp_avg")
 
-    def _linear(self, group: dict[str, Any], clock: Clock) -> Linear:
-        return self._first_moment(group, float(group["lr"]) / (1.0 - float(group["betas"][0]) ** clock.updates))
+    def _linear(self, group: dict[str, Any], counts: tuple[float, ...]) -> Linear:
+        return self._first_moment(group, float(group["lr"]) / (1.0 - float(group["betas"][0]) ** counts[0]))
 
 
 class _Adam(_TwoMoments):
     """The denominator that Adam and AdamW share."""
 
-    def _denominator(self, group: dict[str, Any], updates: int, get: Callable[[str], Tensor]) -> Tensor:
+    def _denominator(self, group: dict[str, Any], updates: float, get: Callable[[str], Tensor]) -> Tensor:
         correction = (1.0 - float(group["betas"][1]) ** updates) ** 0.5
         square = get("max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq")
         return square.sqrt().div_(correction).add_(group["eps"])
 
-    def _form(self, group: dict[str, Any], updates: int) -> Form | None:
-        b2 = float(group["betas"][1])
-        return None if group["amsgrad"] else Form(MOMENT, "exp_avg_sq", b2, (1.0 - b2**updates) ** -0.5)
+    def _linear(self, group: dict[str, Any], counts: tuple[float, ...]) -> Linear:
+        linear = super()._linear(group, counts)
+        if group["amsgrad"]:
+            return linear
+        b2, learned = float(group["betas"][1]), self._learned(group, counts)
+        correction = (1.0 - b2**learned) ** -0.5
+        return Linear(*linear[:5], b2 if learned == counts[0] else 1.0, correction, "exp_avg", MOMENT, "exp_avg_sq")
 
 
 class Adam(_Adam, torch.optim.Adam):
@@ -129,7 +133,7 @@ class Adamax(_TwoMoments, torch.optim.Adamax):
         0.002
     """
 
-    def _denominator(self, group: dict[str, Any], updates: int, get: Callable[[str], Tensor]) -> Tensor:
+    def _denominator(self, group: dict[str, Any], updates: float, get: Callable[[str], Tensor]) -> Tensor:
         return get("exp_inf").clone()
 
 
@@ -146,7 +150,7 @@ class RAdam(_TwoMoments, torch.optim.RAdam):
         0.001
     """
 
-    def _denominator(self, group: dict[str, Any], updates: int, get: Callable[[str], Tensor]) -> Tensor:
+    def _denominator(self, group: dict[str, Any], updates: float, get: Callable[[str], Tensor]) -> Tensor:
         b2 = float(group["betas"][1])
         correction = 1.0 - b2**updates
         limit = 2.0 / (1.0 - b2) - 1.0
@@ -172,28 +176,21 @@ class NAdam(_TwoMoments, torch.optim.NAdam):
         0.002
     """
 
-    counters = ("step", "mu_product")
+    counters = MappingProxyType({"step": 0.0, "mu_product": 1.0})
 
-    def _branches(self, group: dict[str, Any]) -> int:
-        return 2
-
-    def _momenta(self, group: dict[str, Any], updates: int) -> tuple[float, float]:
+    def _momenta(self, group: dict[str, Any], updates: float) -> tuple[float, float]:
         """Return ``mu_t`` and ``mu_{t+1}`` at update ``t``."""
         b1, decay = float(group["betas"][0]), float(group["momentum_decay"])
         now, then = (b1 * (1.0 - 0.5 * 0.96 ** (t * decay)) for t in (updates, updates + 1))
         return now, then
 
-    def _clock(self, state: dict[str, Any]) -> Clock:
-        product = float(state["mu_product"]) if "mu_product" in state else 1.0
-        return super()._clock(state)._replace(mu_product=product)
-
-    def _linear(self, group: dict[str, Any], clock: Clock) -> Linear:
-        lr, (now, then) = float(group["lr"]), self._momenta(group, clock.updates)
-        product = clock.mu_product * now
+    def _linear(self, group: dict[str, Any], counts: tuple[float, ...]) -> Linear:
+        lr, (now, then) = float(group["lr"]), self._momenta(group, counts[0])
+        product = counts[1] * now
         direct = lr * (1.0 - now) / (1.0 - product)
-        return self._first_moment(group, lr * then / (1.0 - product * then), direct=direct)
+        return self._first_moment(group, lr * then / (1.0 - product * then), direct)._replace(branches=2)
 
-    def _denominator(self, group: dict[str, Any], updates: int, get: Callable[[str], Tensor]) -> Tensor:
+    def _denominator(self, group: dict[str, Any], updates: float, get: Callable[[str], Tensor]) -> Tensor:
         return get("exp_avg_sq").div(1.0 - float(group["betas"][1]) ** updates).sqrt_().add_(group["eps"])
 
     def _count_update(self, state: dict[str, Any], group: dict[str, Any]) -> None:
@@ -219,21 +216,18 @@ class RMSprop(Sampling, torch.optim.RMSprop):
     adaptive = True
     averages_scaled = True
 
-    def _linear(self, group: dict[str, Any], clock: Clock) -> Linear:
-        lr, momentum = float(group["lr"]), float(group["momentum"])
-        if not momentum:
-            return Linear(lr)
-        return Linear(lr, momentum_of(self._name, momentum, "momentum"), velocity="momentum_buffer")
+    def _linear(self, group: dict[str, Any], counts: tuple[float, ...]) -> Linear:
+        lr, mu = float(group["lr"]), momentum_of(self._name, group["momentum"], "momentum")
+        kind = None if group["centered"] else SCALED_MOMENTUM if mu else SCALED
+        square_decay = float(group["alpha"]) if self._learned(group, counts) == counts[0] else 1.0
+        velocity = "momentum_buffer" if mu else None
+        return Linear(lr, mu, 1.0, 0.0, 0.0, square_decay, 1.0, velocity, kind, "square_avg")
 
-    def _denominator(self, group: dict[str, Any], updates: int, get: Callable[[str], Tensor]) -> Tensor:
+    def _denominator(self, group: dict[str, Any], updates: float, get: Callable[[str], Tensor]) -> Tensor:
         square = get("square_avg")
         if group["centered"]:
             return square.addcmul(get("grad_avg"), get("grad_avg"), value=-1.0).sqrt_().add_(group["eps"])
         return square.sqrt().add_(group["eps"])
-
-    def _form(self, group: dict[str, Any], updates: int) -> Form | None:
-        kind = SCALED_MOMENTUM if group["momentum"] else SCALED
-        return None if group["centered"] else Form(kind, "square_avg", float(group["alpha"]))
 
 
 class Adagrad(Sampling, torch.optim.Adagrad):
@@ -252,10 +246,10 @@ class Adagrad(Sampling, torch.optim.Adagrad):
 
     adaptive = True
 
-    def _linear(self, group: dict[str, Any], clock: Clock) -> Linear:
-        return Linear(float(group["lr"]) / (1.0 + (clock.updates - 1) * float(group["lr_decay"])))
+    def _linear(self, group: dict[str, Any], counts: tuple[float, ...]) -> Linear:
+        return Linear(float(group["lr"]) / (1.0 + (counts[0] - 1.0) * float(group["lr_decay"])))
 
-    def _denominator(self, group: dict[str, Any], updates: int, get: Callable[[str], Tensor]) -> Tensor:
+    def _denominator(self, group: dict[str, Any], updates: float, get: Callable[[str], Tensor]) -> Tensor:
         total = get("sum")
         # an infinite denominator keeps noise from elements that torch does not move
         return torch.where(total > 0.0, total.sqrt().add_(group["eps"]), float("inf"))

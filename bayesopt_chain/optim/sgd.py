@@ -7,6 +7,7 @@ at every stable learning rate.
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,12 +15,8 @@ from torch import Tensor
 
 from bayesopt_chain.engine.optimizer_cpu import MOMENTUM, PLAIN
 from bayesopt_chain.optim._checks import momentum_of
-from bayesopt_chain.optim._plan import Form
-from bayesopt_chain.optim._rule import Clock, Linear
+from bayesopt_chain.optim._rule import Linear
 from bayesopt_chain.optim._sampling import Sampling
-
-_FORMS = Form(PLAIN), Form(MOMENTUM)
-_ALWAYS = Clock(1)  # one clock for all steps, since no number of SGD's step depends on the count of steps
 
 
 class SGD(Sampling, torch.optim.SGD):
@@ -80,31 +77,22 @@ class SGD(Sampling, torch.optim.SGD):
         ['momentum_buffer', 'noise']
     """
 
-    counters = ()
+    counters = MappingProxyType({})
 
-    def _clock(self, state: dict[str, Any]) -> Clock:
-        return _ALWAYS
-
-    def _branches(self, group: dict[str, Any]) -> int:
-        return 1 + bool(group["nesterov"])
-
-    def _form(self, group: dict[str, Any], updates: int) -> Form | None:
-        return _FORMS[bool(group["momentum"])]
-
-    def _linear(self, group: dict[str, Any], clock: Clock) -> Linear:
+    def _linear(self, group: dict[str, Any], counts: tuple[float, ...]) -> Linear:
         """Return the numbers of SGD's step; raise ValueError for numbers that no noise is known for."""
-        lr, momentum = float(group["lr"]), float(group["momentum"])
-        if not momentum and group["nesterov"]:
+        lr, momentum, nesterov = float(group["lr"]), float(group["momentum"]), group["nesterov"]
+        if not momentum and nesterov:
             raise ValueError(f"{self._name}: Nesterov's momentum must stay above 0 at temperature > 0, got {momentum}")
         if not momentum:
-            return Linear(lr)
+            return Linear(lr, kind=PLAIN)
         momentum_of(self._name, momentum, "momentum")
         gain = 1.0 - float(group["dampening"])
         if gain <= 0.0:
             raise ValueError(f"{self._name}: dampening must be below 1 at temperature > 0, got {group['dampening']}")
-        if group["nesterov"]:  # theta' = theta - lr g - lr mu V'
-            return Linear(lr * momentum, momentum, gain, "momentum_buffer", direct=lr)
-        return Linear(lr, momentum, gain, "momentum_buffer")
+        if nesterov:  # theta' = theta - lr g - lr mu V'
+            return Linear(lr * momentum, momentum, gain, lr, 0.0, 1.0, 1.0, "momentum_buffer", MOMENTUM, branches=2)
+        return Linear(lr, momentum, gain, 0.0, 0.0, 1.0, 1.0, "momentum_buffer", MOMENTUM)
 
 
 class SGHMC(SGD):

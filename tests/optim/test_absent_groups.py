@@ -151,7 +151,7 @@ def maker(case, temperature):
 
 
 def plan_anew(optimizer):
-    optimizer._cache.plan = None
+    optimizer._cache.work = None
 
 
 @cache

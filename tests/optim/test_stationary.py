@@ -108,7 +108,7 @@ def test_decoupled_decay_samples_the_prior_decay_times_D(cls, kwargs):
     denominator = optimizer._denominator(group, 8, state.__getitem__)
     # theta <- (1 - lr wd) theta - H g / D: at rest H(1) grad = -lr wd D theta, with H(1) = lr for Adam; NAdam's in the limit
     updates = int(state["step"])
-    linear = optimizer._linear(group, optimizer._clock(state))
+    linear = optimizer._linear(group, optimizer._counts(state))
     gain = linear.direct + linear.step_size * linear.gain / (1.0 - linear.momentum)
     assert updates > 500
     prior = torch.diag(lr * decay * denominator / gain)

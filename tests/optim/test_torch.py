@@ -380,7 +380,7 @@ def test_a_large_leaf_gets_the_same_noise_block_by_block(name, monkeypatch):
         return theta.detach()
 
     whole = run()
-    monkeypatch.setattr("bayesopt_chain.optim._noise.BLOCK", 64)
+    monkeypatch.setattr("bayesopt_chain.optim._leaves.BLOCK", 64)
     assert torch.equal(run(), whole)
 
 

@@ -1,0 +1,445 @@
+r"""Make the steps of leaves at temperature > 0: by one kernel, or by torch's step to which noise is added.
+
+A leaf is one parameter, and :class:`Leaves` are those of a group whose numbers are equal. They are kept from step to step while
+parameters, gradients and state are the same tensors at the same places in memory (:meth:`Leaves.holds`); the numbers are read
+anew in every step.
+
+With ``e`` and ``e_1`` of :mod:`bayesopt_chain.optim._rule` and the denominator ``D`` of an adaptive rule (``D = 1`` for SGD),
+the noise that follows torch's step is
+
+    V += D^(1/2) e,          theta -= D^(-1/2) (h e + h_1 e_1)
+
+If the velocity averages ``g / D`` (RMSprop), its part is ``V += D^(-1/2) e``. ``e`` is ``current xi_t + previous xi_{t-1}``,
+with the standard normals ``xi_t`` of step ``t``. The last draw ``xi_{t-1}`` is kept in ``optimizer.state[p]["noise"]``. Its
+term is added first, and then the new draw overwrites it. If the group has ``noise_kept=False``, the last draw is not kept:
+Philox makes it again, bit for bit, from its key ``state[p]["noise_of"]`` and its count ``state[p]["noise_at"]``.
+
+On a CPU :mod:`bayesopt_chain.engine.optimizer_cpu` makes torch's step, draws and noise in one pass, with the same draws. A draw
+is a function of key, leaf number, element and count, so that it does not depend on how leaves are cut into blocks.
+
+A denominator ``D`` that no longer learns makes the step momentum with a fixed preconditioner, which torch does not have:
+
+    V' = mu V + b g,        theta' = (1 - s) theta - (h V' + h_1 g) / D
+
+or, if the velocity averages ``g / D`` (RMSprop), ``V' = mu V + g / D`` and ``theta' = theta - h V'``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from itertools import chain
+from operator import attrgetter, itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesopt_chain._torch import (
+    dispatch_modes,
+    foreach_add_,
+    foreach_addcdiv_,
+    foreach_addcmul_,
+    foreach_copy_,
+    foreach_mul_,
+)
+from bayesopt_chain.engine import optimizer_cpu
+from bayesopt_chain.engine.optimizer_cpu import Counter, Job
+from bayesopt_chain.optim._checks import KINDS, temperature_of, warn_of_rounding
+from bayesopt_chain.optim._rule import Before, Linear, Noise
+from bayesopt_chain.random.philox import Runs, draw_elements, parts_of_leaves
+from bayesopt_chain.random.stream import draw_number
+from bayesopt_chain.trees import are_same
+
+# names in ``optimizer.state[p]`` of the numbers of the last step, and by branch (0 momentum, 1 direct) of the last draw and of
+# its key and count
+_BEFORE = tuple([f"noise_{name}" for name in Before._fields])
+_DRAWS = ("noise", "noise_direct")
+_AGAIN = (("noise_of", "noise_at"), ("noise_direct_of", "noise_direct_at"))
+REMEMBERED = (*_DRAWS, *_AGAIN[0], *_AGAIN[1], *_BEFORE)
+_NEVER = ((-1, -1),) * 2  # for each branch key and count of a last draw that is kept, or that was never made
+_OPTIONS = ("foreach", "fused", "differentiable", "capturable", "noise_kept")
+_LEAST_MOMENTUM = 1 / 16  # below it noise is not added before torch's step, where it is divided by the momentum
+BLOCK = 2**18  # elements of a block of a large leaf, few enough for a block and its draws to stay in a CPU's cache
+_FORM = attrgetter("shape", "dtype", "is_cpu", "layout")
+_gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
+
+
+class Leaves:
+    """Leaves of one group, dtype and device whose step has equal numbers.
+
+    Attributes:
+        group, settings: their parameter group, and its values at the end of the last step.
+        counts: what ``rule._counts`` reads from their state.
+        before: the numbers of the last step that drew noise; ``None`` before the first draw.
+        last: for each branch key and count of the last draw, if it is made again.
+        params, states: the parameters, and their entries of ``optimizer.state``.
+        numbers: the leaves' numbers in the random stream.
+        linear: the numbers of torch's step.
+        noise: the coefficients of the noise; ``None`` at temperature 0.
+        branches: for both branches the tuple ``(step size, factor of the last draw, of this one)``; ``None`` if it rests.
+        learned: the number of the last update in which the denominator learned; 0 without a denominator.
+        is_frozen: whether it no longer learns.
+        job: the call of the kernel; ``None`` until a step makes it.
+    """
+
+    linear: Linear
+    noise: Noise | None
+
+    def __init__(self, group: dict[str, Any], counts: tuple[float, ...], before: Before | None, last: Any) -> None:
+        self.group, self.counts, self.before = group, counts, before
+        self.last: Any = last
+        self.params: list[Any] = []
+        self.states: list[dict[str, Any]] = []
+        self.numbers: list[int] = []
+        self.batches: dict[int, list[_Batch]] = {}
+        self.job: Job | None = None
+        self.counter: Counter | None = None
+        self.layout: tuple[object, ...] = ()
+        self.noted: Noise | None = None
+        self.is_settled = False
+        self.entry: dict[str, float] = {}
+        self.size = -1  # of an entry of the state when its tensors were listed
+
+    def read(self, rule: Any) -> tuple[object, ...]:
+        """Read the numbers of a step; return what has to stay the same for job and batches to hold.
+
+        Raises:
+            ValueError: numbers for which no noise is known.
+        """
+        group, self.learned = self.group, rule._learned(self.group, self.counts)
+        self.settings, temperature = [*group.values()], temperature_of(rule._name, group)
+        self.linear = linear = rule._linear(group, self.counts)
+        self.noise = noise = rule._noise(linear, temperature, self.before) if temperature > 0.0 else None
+        self.is_frozen = bool(self.counts) and self.learned < self.counts[0]
+        previous, current = (0.0, 0.0) if noise is None else noise[:2]
+        self.branches = [(linear.step_size, previous, current) if current > 0.0 or previous else None, None]
+        if noise is not None and linear.direct > 0.0:
+            self.branches[1] = linear.direct, noise.direct_previous, noise.direct
+        options = tuple(map(group.get, _OPTIONS))
+        asks_for_torch = options[0] is not None or options[1] is False or options[2]
+        # the kernel draws whole leaves
+        is_fit = self.branches[0] is not None and not (
+            asks_for_torch or rule._cache.runs or (noise and noise.discarded)
+        )
+        self.kind = linear.kind if is_fit else None
+        return noise is None, self.kind, linear.velocity, self.branches[1] is None, options
+
+    def holds(self, rule: Any) -> bool:
+        """Whether state and memory are those of the last step, and what is read for this one has the same form."""
+        try:
+            tensors = [*chain(self.params, *map(self.tensors_of, self.states))]
+            if self.entry and [*map(self.entry_of, self.states)] != self.entries:
+                return False
+        except KeyError:
+            return False
+        if not (are_same(tensors, self.tensors) and all(map(Tensor.is_set_to, self.params, self.views))):
+            return False
+        if [*map(Tensor.data_ptr, tensors)] != self.addresses:
+            return False
+        if rule.counters:  # they share their numbers while they have made equally many updates
+            counts = {*map(rule._counts, self.states)} if self.counter is None else {(self.counter.add(0) + 1.0,)}
+            self.counts = counts.pop()
+            if counts or math.isnan(self.counts[0]):
+                return False
+        elif self.is_settled and are_same(self.settings, self.group.values()):
+            if not any([isinstance(x, Tensor) for x in self.settings]):
+                return True
+        return self.read(rule) == self.layout and not self.group.get("differentiable")
+
+    def draws(self, branch: int) -> list[Tensor]:
+        """The last draws of a branch, zeros before the first one; empty if they are not kept."""
+        if not self.group.get("noise_kept", True):
+            return []
+        name = _DRAWS[branch]
+        for p, state in zip(self.params, self.states):
+            if name not in state:
+                state[name] = torch.zeros_like(p, memory_format=torch.preserve_format, requires_grad=False)
+        return [state[name] for state in self.states]
+
+    def remember(self) -> None:
+        """After a step write its numbers into the state, and list what :meth:`holds` compares before the next one.
+
+        A leaf that has drawn nothing yet, since lr is 0, gets all its entries: ``torch.distributed.checkpoint`` makes a step at
+        lr = 0 to find out which entries a state has, and loads only these.
+        """
+        if self.noise is not None and (self.noise is not self.noted or self.last is not _NEVER):
+            # the next step has the noise of this one, unless a setting changes
+            self.noted, self.is_settled = self.noise, self.before == self.noise.before
+            self.before, kept = self.noise.before, self.group.get("noise_kept", True)
+            # a name for each number, since ``torch.distributed.checkpoint`` can flatten floats, but not tuples
+            entry = dict(zip(_BEFORE, self.before or (math.nan,) * len(_BEFORE)))
+            if self.before is None:
+                for branch in range(self.linear.branches):
+                    self.draws(branch)
+                    entry |= {} if kept else dict(zip(_AGAIN[branch], (self.group["noise_key"], -1)))
+            elif not kept:
+                now = self.group["noise_key"], self.group["noise_count"]
+                self.last = tuple([last if branch is None else now for last, branch in zip(self.last, self.branches)])
+                entry |= {n: x for names, last in zip(_AGAIN, self.last) for n, x in zip(names, last) if last[1] >= 0}
+            for state in self.states:
+                state.update(entry)
+            if entry.keys() != self.entry.keys():
+                self.entry_of = itemgetter(*entry)
+            self.entry, self.entries = entry, [(*entry.values(),)] * len(self.states)
+        if len(self.states[0]) != self.size:
+            self.size = len(self.states[0])
+            names = [name for name, x in self.states[0].items() if isinstance(x, Tensor)]
+            names = names * 2 if len(names) == 1 else names  # of two names itemgetter makes a tuple
+            self.tensors_of: Callable[[Any], Sequence[Tensor]] = itemgetter(*names) if names else lambda _: ()
+            self.tensors = [*chain(self.params, *map(self.tensors_of, self.states))]
+            # these tell whether ``.data`` was replaced or resized, which a kernel that takes addresses does not see
+            self.views, self.addresses = [p.detach() for p in self.params], [*map(Tensor.data_ptr, self.tensors)]
+
+    # the step by the kernel
+
+    def has_job(self) -> bool:
+        """Whether the kernel can make this step; makes its call, if there is none yet.
+
+        It cannot if the group asks for another implementation, if a tensor is not contiguous, not on a CPU or neither float32
+        nor float64, or if torch has not yet made the state, as it does in the first step.
+        """
+        if self.kind is None or dispatch_modes() or (self.job is None and not self._made_job()):
+            return False
+        self.gradients: list[Any] = [*map(_gradient, self.params)]
+        return self._is_fit(self.gradients)
+
+    def _is_fit(self, tensors: Sequence[Any]) -> bool:
+        """Whether the kernel, which checks nothing, may read tensors: contiguous ones like the parameters."""
+        return [*map(_FORM, tensors)] == self.forms and all(map(Tensor.is_contiguous, tensors))
+
+    def _made_job(self) -> bool:
+        params, linear, direct = self.params, self.linear, self.branches[1] is not None
+        like, self.forms = params[0], [*map(_FORM, params)]
+        if like.dtype not in (torch.float32, torch.float64) or not like.is_cpu or not optimizer_cpu.has_kernel():
+            return False
+        lists = [params, *([s.get(n) for s in self.states] if n else [] for n in (linear.velocity, linear.square))]
+        steps: list[Any] = [state.get("step") for state in self.states] if linear.square else []
+        # no entry of the state is made before torch has made its own
+        if not all([KINDS.issuperset(map(type, xs)) for xs in (*lists, steps)]):
+            return False
+        lists += [self.draws(0), self.draws(1) if direct else []]
+        if not all([self._is_fit(xs) for xs in lists if xs]) or (steps and not Counter.can_count(steps)):
+            return False
+        draws = tuple(self.numbers), tuple([draw_number(n, 1) for n in self.numbers]) if direct else ()
+        self.written = [y for ys in (*lists, steps) for y in ys]
+        self.counter = Counter(steps) if steps else None
+        assert self.kind is not None
+        self.job = Job(self.kind, like.dtype, tuple([p.numel() for p in params]), lists, draws)
+        return True
+
+    def move(self) -> None:
+        """Make the step by the kernel."""
+        group, linear, noise, job = self.group, self.linear, self.noise, self.job
+        assert noise is not None and job is not None
+        sign, decay = -1.0 if group["maximize"] else 1.0, float(group["weight_decay"])
+        decay = 0.0 if group.get("decoupled_weight_decay") else decay
+        numbers = (sign, decay, float(group.get("eps", 0.0)), *linear[:7], *noise[:6])
+        # the kernel writes by addresses, and autograd has to know that the tensors changed
+        torch.autograd.graph.increment_version(self.written)
+        if self.counter is not None:
+            self.counter.add()
+        job.run(self.gradients, numbers, (group["noise_key"], group["noise_count"]), self.last)
+
+
+# torch's step, and the noise by tensor operations
+
+
+def step_by_operations(rule: Any, work: Sequence[Leaves], others: list[Tensor]) -> None:
+    """Make torch's step, and that of leaves whose denominator no longer learns, and add the noise.
+
+    Noise of SGD's velocity is added before torch's step, as ``V += e / mu``: torch's step multiplies the velocity by ``mu`` and
+    moves the parameter by ``-h V``, which adds ``e`` to both. All other noise is added after the step.
+
+    Args:
+        rule: the optimizer.
+        work: the leaves that need more than torch's step.
+        others: parameters that do not take part in this step.
+    """
+    early, noisy = list[Leaves](), [x for x in work if x.noise is not None]
+    for x in noisy:
+        name = x.linear.velocity or ""
+        velocities = [v for v in [state.get(name) for state in x.states] if v is not None]
+        if x.noise is not None and x.noise.velocity_scale != 1.0:  # momentum and noise are of the rescaled velocity
+            foreach_mul_(velocities, x.noise.velocity_scale)
+        moves_by_velocity = x.linear.step_size > 0.0 and x.linear.momentum >= _LEAST_MOMENTUM
+        if not rule.adaptive and moves_by_velocity and len(velocities) == len(x.params):
+            early.append(x)
+            _add_noise(rule, x, 0, early=True)
+    frozen = [x for x in work if x.is_frozen]
+    with _without_gradients([*others, *(p for x in frozen for p in x.params)]):
+        rule._torch_step(None)
+    for x in frozen:
+        _move_frozen(rule, x)
+    for x in noisy:
+        if x.noise is not None and x.noise.discarded:
+            # a step of momentum 0 discarded the velocity, and its weight decay saw the parameter before this move
+            for p, state in zip(x.params, x.states):
+                if state.get("momentum_buffer") is not None:
+                    p.add_(state["momentum_buffer"], alpha=-x.noise.discarded)
+        for branch in (1,) if x in early else (0, 1):
+            _add_noise(rule, x, branch, early=False)
+
+
+class _Batch:
+    """Small leaves, or a block of a large one, whose tensors stay in cache and need little scratch memory.
+
+    Attributes:
+        params, velocities, kept: of its leaves: parameters, velocities and last draws; empty if there are none.
+        elements: which elements of which draws they are.
+    """
+
+    def __init__(self, x: Leaves, branch: int, parts: Sequence[tuple[int, slice | None, Runs]]) -> None:
+        name, draws = x.linear.velocity if branch == 0 else None, x.draws(branch)
+        self.parts = [(x.states[k], cut) for k, cut, _ in parts]
+        self.params = [_cut(x.params[k], cut) for k, cut, _ in parts]
+        self.velocities = [_cut(state[name], cut) for state, cut in self.parts] if name else []
+        self.kept = [_cut(draws[k], cut) for k, cut, _ in parts] if draws else []
+        self.elements = parts_of_leaves(
+            tuple([runs for *_, runs in parts]), tuple([draw_number(x.numbers[k], branch) for k, *_ in parts])
+        )
+
+    def row_of(self, name: str) -> Tensor:
+        """The elements of all leaves of a tensor of the state, as one vector."""
+        return torch.cat([_cut(state[name], cut).reshape(-1) for state, cut in self.parts])
+
+    def draw(self, at: tuple[int, int]) -> list[Tensor]:
+        """The draws of a key and a count."""
+        like = self.params[0]
+        key, count = (torch.full((), n, dtype=torch.int64, device=like.device) for n in at)
+        return [y.view(p.shape) for y, p in zip(draw_elements(key, count, self.elements, like.dtype), self.params)]
+
+
+def _batches(x: Leaves, branch: int, runs: Mapping[Tensor, Runs] | None) -> list[_Batch]:
+    """Put small leaves together, and cut large ones."""
+    # on a GPU blocks need not fit a cache, and larger ones mean fewer kernel launches
+    limit, room = BLOCK if x.params[0].is_cpu else 64 * BLOCK, 0
+    batches = list[list[Any]]()
+    for k, (p, state) in enumerate(zip(x.params, x.states)):
+        n, here = p.numel(), ((0, p.numel()),) if runs is None else runs[p]
+        alike = [p, *(y for y in state.values() if isinstance(y, Tensor) and y.shape == p.shape)]
+        whole = n <= limit or torch.is_grad_enabled() or not all([y.is_contiguous() for y in alike])
+        for b, elements in enumerate([here if n else ()] if whole else _cut_runs(here, limit)):
+            if not batches or room < min(n, limit):  # a batch of several leaves is to need little memory for its draws
+                batches.append([])
+                room = BLOCK
+            batches[-1].append((k, None if whole else slice(b * limit, (b + 1) * limit), elements))
+            room -= min(n, limit)
+    return [_Batch(x, branch, parts) for parts in batches]
+
+
+def _cut(x: Tensor, elements: slice | None) -> Tensor:
+    return x if elements is None else x.view(-1)[elements]
+
+
+@lru_cache(maxsize=64)
+def _cut_runs(runs: Runs, n: int) -> list[Runs]:
+    """Cut ranges of elements, tuples (start, length), into pieces of ``n`` elements; the last piece may be smaller."""
+    pieces: list[list[tuple[int, int]]] = [[]]
+    room = n
+    for start, length in runs:
+        while length:
+            if not room:
+                pieces.append([])
+                room = n
+            taken = min(room, length)
+            pieces[-1].append((start, taken))
+            start, length, room = start + taken, length - taken, room - taken
+    return [tuple(piece) for piece in pieces]
+
+
+def _add_noise(rule: Any, x: Leaves, branch: int, early: bool) -> None:
+    """Add ``previous xi_{t-1} + current xi_t`` of one branch to parameters and velocities."""
+    numbers, noise = x.branches[branch], x.noise
+    if numbers is None or noise is None:
+        return
+    step_size, *factors = numbers
+    if x.before is None and x.params[0].dtype in (torch.bfloat16, torch.float16):
+        for p, state in zip(x.params, x.states):
+            d = rule._denominator(x.group, x.learned, state.__getitem__) if rule.adaptive else None
+            warn_of_rounding(rule._name, p, x.linear.step_size * max(noise.current, noise.direct), d)
+    if branch not in x.batches:
+        x.batches[branch] = _batches(x, branch, rule._cache.runs)
+    last, now = x.last[branch], (x.group["noise_key"], x.group["noise_count"])
+    for batch in x.batches[branch]:
+        params, velocities, roots = batch.params, batch.velocities, list[Tensor]()
+        if rule.adaptive:
+            row = rule._denominator(x.group, x.learned, batch.row_of)
+            roots = [r.view(p.shape) for r, p in zip(row.sqrt_().split([p.numel() for p in params]), params)]
+        for size, at in zip(factors, (last, now)):
+            if at is last and not size:
+                continue
+            draws = batch.kept if at is last and batch.kept else batch.draw(at)
+            if early:
+                foreach_add_(velocities, draws, alpha=size / x.linear.momentum)
+            elif not roots:
+                foreach_add_(params, draws, alpha=-step_size * size)
+                foreach_add_(velocities, draws, alpha=size) if velocities else None
+            else:
+                foreach_addcdiv_(params, draws, roots, value=-step_size * size)
+                if velocities:
+                    (foreach_addcdiv_ if rule.averages_scaled else foreach_addcmul_)(
+                        velocities, draws, roots, value=size
+                    )
+            if at is now and batch.kept:
+                foreach_copy_(batch.kept, draws)
+
+
+def _move_frozen(rule: Any, x: Leaves) -> None:
+    """Make the step of leaves whose denominator no longer learns, in place of torch's step."""
+    group, linear = x.group, x.linear
+    for p, state in zip(x.params, x.states):
+        # as in torch: the sign of maximize first, then the coupled weight decay
+        g = -p.grad if group["maximize"] else p.grad
+        if group["weight_decay"] and not group.get("decoupled_weight_decay", False):
+            g = g.add(p, alpha=group["weight_decay"])
+        denominator = rule._denominator(group, x.learned, state.__getitem__)
+        scaled = g / denominator if rule.averages_scaled or linear.velocity is None else g
+        p.mul_(1.0 - linear.shrink)
+        if linear.direct:
+            p.addcdiv_(g, denominator, value=-linear.direct)
+        if linear.velocity is not None:
+            scaled = state[linear.velocity].mul_(linear.momentum).add_(scaled, alpha=linear.gain)
+        if rule.averages_scaled or linear.velocity is None:
+            p.add_(scaled, alpha=-linear.step_size)
+        else:
+            p.addcdiv_(scaled, denominator, value=-linear.step_size)
+        rule._count_update(state, group)
+
+
+@contextmanager
+def _without_gradients(params: list[Tensor]) -> Iterator[None]:
+    """Set the gradients of some parameters to ``None`` for a while, so that torch's step leaves these parameters out."""
+    grads = [p.grad for p in params]
+    for p in params:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, grad in zip(params, grads):
+            p.grad = grad
+
+
+def last_step(state: dict[str, Any]) -> Before | None:
+    """Read the numbers of the last step that drew noise from a leaf's state entry; ``None`` if nothing was drawn yet.
+
+    Raises:
+        ValueError: the entry has a draw, and lacks a number.
+    """
+    if "noise" not in state and "noise_at" not in state:
+        return None
+    if lost := [name for name in _BEFORE if name not in state]:
+        raise ValueError(
+            f"bc.optim: optimizer.state[p] has a last draw but no {lost[0]}, without which no noise matches it; delete 'noise' "
+            "and 'noise_direct' from it to go on from its parameters and velocities"
+        )
+    before = Before(*[state[name] for name in _BEFORE])
+    return None if math.isnan(before.temperature) else before
+
+
+def last_draws(group: dict[str, Any], state: dict[str, Any]) -> tuple[tuple[int, int], ...]:
+    """Read, for each branch, key and count of the last draw; ``(-1, -1)`` if there was none, or if draws are kept."""
+    kept = group.get("noise_kept", True)
+    return _NEVER if kept else tuple([(state.get(of, -1), state.get(at, -1)) for of, at in _AGAIN])
