@@ -145,8 +145,7 @@ class Leaves:
             if counts or math.isnan(self.counts[0]):
                 return False
         elif self.is_settled and are_same(self.settings, self.group.values()):
-            if not any([isinstance(x, Tensor) for x in self.settings]):
-                return True
+            return True
         return self.read(rule) == self.layout and not self.group.get("differentiable")
 
     def draws(self, branch: int) -> list[Tensor]:
@@ -167,7 +166,8 @@ class Leaves:
         """
         if self.noise is not None and (self.noise is not self.noted or self.last is not _NEVER):
             # the next step has the noise of this one, unless a setting changes
-            self.noted, self.is_settled = self.noise, self.before == self.noise.before
+            is_fixed = not any([isinstance(x, Tensor) for x in self.settings])
+            self.noted, self.is_settled = self.noise, is_fixed and self.before == self.noise.before
             self.before, kept = self.noise.before, self.group.get("noise_kept", True)
             # a name for each number, since ``torch.distributed.checkpoint`` can flatten floats, but not tuples
             entry = dict(zip(_BEFORE, self.before or (math.nan,) * len(_BEFORE)))
