@@ -109,7 +109,7 @@ def langevin_step_(
     require_memory("langevin_step_", theta.device, memory, key=(key, ((),)), count=(count, ((),)))
     if blocks % RUN:
         raise ValueError(f"langevin_step_: blocks must be a multiple of {RUN}, got {blocks}")
-    needed = n if n <= RUN else RUN * -(-n // (4 * RUN))
+    needed = RUN * -(-n // (4 * RUN))
     if n:
         _kernel[(-(-needed // blocks),)](
             theta,

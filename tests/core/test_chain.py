@@ -10,6 +10,7 @@ import torchopt
 from torchopt.base import ChainedGradientTransformation, GradientTransformation
 
 import bayesopt_chain as bc
+from bayesopt_chain.core.op import are_small, owned
 from bayesopt_chain.testing import assert_bitwise_equal, stationary_covariance
 from bayesopt_chain.testing._zero_temperature import example_params, run, smooth_gradient
 from tests.walk import end_of
@@ -261,3 +262,23 @@ def test_torchopts_sign_and_decay_are_found_by_asking_the_transformation(maximiz
     flipped = torchopt.sgd(0.1, weight_decay=weight_decay, maximize=maximize)
     ours = bc.sgd(0.1, weight_decay=weight_decay, maximize=maximize)
     assert bc.chain(flipped).links[:-1] == ours.links[:-1]
+
+
+def test_gradients_are_copied_where_they_share_memory_and_nowhere_else():
+    a, b = torch.ones(3), torch.ones(3)
+    assert [x is y for x, y in zip(owned([a, b, None, a]), [a, b, None, a])] == [True, True, True, False]
+    expanded = torch.ones(()).expand(3)
+    assert owned([expanded])[0] is not expanded
+    kept = []
+
+    def inside(x, y):
+        kept.extend(new is old for new, old in zip(owned([x, y]), [x, y]))
+        return x
+
+    torch.vmap(inside)(torch.ones(2, 3), torch.ones(2, 3))
+    assert kept == [True, True]
+
+
+def test_lists_of_small_leaves_take_torchs_list_functions_and_a_single_leaf_does_not():
+    x = torch.ones(3)
+    assert are_small([x, x]) and not are_small([x]) and not are_small([torch.ones(10**6)] * 2)
