@@ -7,7 +7,7 @@ that an adaptive rule computes from the gradient without noise (``D = 1`` for SG
     V' = mu V + b g,          theta' = (1 - s) theta - (h V' + h_1 g) / D                       (torch)
     V' += D^(1/2) e,          theta' -= D^(-1/2) (h e + h_1 e_1)                                (noise)
 
-:mod:`bayesopt_chain.optim._rule` computes ``e`` and ``e_1``, and :mod:`bayesopt_chain.optim._noise` adds them. Noise is
+:mod:`bayesopt_chain.optim._rule` computes ``e`` and ``e_1``, and :mod:`bayesopt_chain.optim._leaves` adds them. Noise is
 added to the velocity and the parameter, and never to the averages from which ``D`` is computed.
 
 The optimizer keeps what the noise depends on in two places:
