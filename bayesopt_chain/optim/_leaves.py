@@ -87,6 +87,7 @@ class Leaves:
 
     linear: Linear
     noise: Noise | None
+    noted: Noise | None
 
     def __init__(self, group: dict[str, Any], counts: tuple[float, ...], before: Before | None, last: Any) -> None:
         self.group, self.counts, self.before = group, counts, before
@@ -98,7 +99,8 @@ class Leaves:
         self.job: Job | None = None
         self.counter: Counter | None = None
         self.layout: tuple[object, ...] = ()
-        self.noted: Noise | None = None
+        self.asked: tuple[object, ...] = ()
+        self.noise = self.noted = None
         self.is_settled = False
         self.entry: dict[str, float] = {}
         self.size = -1  # of an entry of the state when its tensors were listed
@@ -112,7 +114,10 @@ class Leaves:
         group, self.learned = self.group, rule._learned(self.group, self.counts)
         self.settings, temperature = [*group.values()], temperature_of(rule._name, group)
         self.linear = linear = rule._linear(group, self.counts)
-        self.noise = noise = rule._noise(linear, temperature, self.before) if temperature > 0.0 else None
+        asked = (*linear[:5], temperature, self.before)
+        if asked != self.asked:  # else the noise is that of the last step
+            self.asked, self.noise = asked, rule._noise(linear, temperature, self.before) if temperature > 0.0 else None
+        noise = self.noise
         self.is_frozen = bool(self.counts) and self.learned < self.counts[0]
         previous, current = (0.0, 0.0) if noise is None else noise[:2]
         self.branches = [(linear.step_size, previous, current) if current > 0.0 or previous else None, None]
@@ -166,8 +171,8 @@ class Leaves:
         """
         if self.noise is not None and (self.noise is not self.noted or self.last is not _NEVER):
             # the next step has the noise of this one, unless a setting changes
-            is_fixed = not any([isinstance(x, Tensor) for x in self.settings])
-            self.noted, self.is_settled = self.noise, is_fixed and self.before == self.noise.before
+            self.noted, repeats = self.noise, self.before == self.noise.before
+            self.is_settled = repeats and not any([isinstance(x, Tensor) for x in self.settings])
             self.before, kept = self.noise.before, self.group.get("noise_kept", True)
             # a name for each number, since ``torch.distributed.checkpoint`` can flatten floats, but not tuples
             entry = dict(zip(_BEFORE, self.before or (math.nan,) * len(_BEFORE)))

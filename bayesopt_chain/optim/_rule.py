@@ -27,7 +27,6 @@ before the next step.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 from bayesopt_chain.matching import law
@@ -112,7 +111,7 @@ class Noise(NamedTuple):
 
 
 def noise_of(linear: Linear, temperature: float, before: Before | None) -> Noise:
-    """Compute the noise of one step. At constant rates every step asks for the noise of the last one, which is kept.
+    """Compute the noise of one step.
 
     Args:
         linear: the numbers of torch's step.
@@ -129,19 +128,7 @@ def noise_of(linear: Linear, temperature: float, before: Before | None) -> Noise
         >>> second.current, second.previous, second.velocity_scale  # sqrt(T (1 - mu) / (2 lr)), twice
         (0.5, 0.5, 1.0)
     """
-    return _noise_of(*linear[:5], temperature, before)
-
-
-@lru_cache(maxsize=64)
-def _noise_of(
-    step_size: float,
-    momentum: float,
-    gain: float,
-    direct: float,
-    shrink: float,
-    temperature: float,
-    before: Before | None,
-) -> Noise:
+    step_size, momentum, gain, direct, shrink = linear[:5]
     noise = Noise(before=before)
     # with neither a rate nor a draw there is no noise, and nothing to remember
     if (rate := step_size * gain) > 0.0:
