@@ -7,9 +7,9 @@ from bayesopt_chain.diagnostics.gradient_noise import GradientNoise, gradient_no
 from bayesopt_chain.diagnostics.heat_guard import Heat, HeatGuard
 from bayesopt_chain.diagnostics.heating import Heating, heating
 from bayesopt_chain.diagnostics.ksd import ksd
-from bayesopt_chain.diagnostics.observables.learning_coefficient import LearningCoefficient, local_learning_coefficient
+from bayesopt_chain.diagnostics.observables.learning_coefficient import LearningCoefficient
 from bayesopt_chain.diagnostics.observables.observe import Observed, susceptibility
-from bayesopt_chain.diagnostics.observables.restrict import Restricted, restrict
+from bayesopt_chain.diagnostics.observables.restrict import Restricted
 from bayesopt_chain.diagnostics.suggest_lr import Suggestion
 from bayesopt_chain.diagnostics.top_curvature import hessian_product
 
@@ -31,8 +31,6 @@ __all__ = [
     "heating",
     "hessian_product",
     "ksd",
-    "local_learning_coefficient",
     "r_hat",
-    "restrict",
     "susceptibility",
 ]

@@ -1,12 +1,11 @@
 r"""``suggest_lr``: learning rate of a chain at a temperature, and momentum and batch size where they are left open.
 
-The rate is the smaller of two limits, both from the chain's own linear response (:mod:`._response`) and the equations of
-:mod:`.heating`:
+The rate is that of :mod:`.rates`, the smaller of two limits, both from the chain's own linear response (:mod:`._response`)
+and the equations of :mod:`.heating`:
 
-    stability    MARGIN times the largest lr at which the closed loop of chain and curvature has spectral radius below 1
-                 (``lr k = 2 (1 + mu)`` for momentum, ``2 (1 + mu) / (1 + 2 mu)`` for Nesterov)
-    heat         the largest lr at which the noise of the batches adds no more than ``tolerance`` to the variance of any
-                 direction, on average over an epoch
+    stability    the largest lr at which the closed loop of chain and curvature has spectral radius below 1 (``lr k =
+                 2 (1 + mu)`` for momentum, ``2 (1 + mu) / (1 + 2 mu)`` for Nesterov)
+    heat         what the noise of the batches adds to the variance of the worst direction, on average over an epoch
 
 Curvature and noise are measured at ``params`` and at the end of a short trial run: in networks the curvature at draws is some
 times larger than at the mode, and the gradients of all batches may vanish at a mode that fits all data, and nowhere else.
@@ -43,13 +42,13 @@ from bayesopt_chain.data.epochs import Epochs, epochs
 from bayesopt_chain.diagnostics._response import Response, read
 from bayesopt_chain.diagnostics.gradient_noise import gradient_noise, scalar
 from bayesopt_chain.diagnostics.heating import Heating, Reduced, loop, predict, reduce, rescaled
+from bayesopt_chain.diagnostics.rates import MARGIN, largest, rate
 from bayesopt_chain.diagnostics.top_curvature import hessian_product, trace
 from bayesopt_chain.loop.step import make_step
 from bayesopt_chain.testing._lyapunov import Unstable, solve_lyapunov
 
 MOMENTA = (0.5, 0.9, 0.97, 0.99, 0.997)  # tried where the momentum is open
 PARTS = (1, 10, 40)  # batches an epoch, tried where the batch size is open
-MARGIN = 0.1  # share of the stability limit
 SHARE = 0.1  # of the passes of a run that suggesting may cost
 RANK, PROBES = 4, 4  # directions of noise and of curvature each; random vectors for the trace
 PRODUCTS = 2 * RANK + 3 * RANK + PROBES  # with the Hessian, at one place
@@ -272,7 +271,7 @@ class _Search:
         best = max(rows)
         steps = self.source.size / best.batch_size
         order = self.source.order if steps > 1 else "independent"
-        heating = self._largest(lambda lr: self._heat(places, best, lr) <= self.tolerance, 0.999 * best.stability)
+        heating = rate(best.stability, lambda lr: self._heat(places, best, lr), self.tolerance, 0.999)
         reports = [predict(self._at(place, best, best.lr), order, steps) for place in places]
         return Suggestion(
             best.lr,
@@ -343,31 +342,14 @@ class _Search:
         rows = []
         for momentum in self.readings:
             start = Row(0.0, 0.0, momentum, 1, 0.0)
-            stability = self._largest(
+            stability = largest(
                 lambda lr, row=start: all(loop(self._at(place, row, lr)).radius < 1 + 1e-6 for place in places), 1e12
             )
             for size in self.source.sizes:
                 row = start._replace(batch_size=size, stability=stability)
-                lr = self._largest(
-                    lambda lr, row=row: self._heat(places, row, lr) <= self.tolerance, margin * stability
-                )
+                lr = rate(stability, lambda lr, row=row: self._heat(places, row, lr), self.tolerance, margin)
                 rows.append(row._replace(lr=lr, draws=self._draws(places[-1], row, lr)))
         return rows
-
-    def _largest(self, allowed: Callable[[float], bool], most: float) -> float:
-        """The largest number that is allowed, ``most`` at most, to a hundredth."""
-        low = high = most
-        while not allowed(low):
-            low, high = low / 4, low
-            if low < 1e-30:
-                raise ValueError(
-                    "suggest_lr: no learning rate is small enough for stability and tolerance; look at the noise of the "
-                    "gradients first, and for NaN in loss and batches"
-                )
-        while high > 1.01 * low:
-            middle = math.sqrt(low * high)
-            low, high = (middle, high) if allowed(middle) else (low, middle)
-        return low
 
     def _draws(self, place: Place, row: Row, lr: float) -> float:
         """Effective draws an epoch in the slower of the mean and the largest curvature."""

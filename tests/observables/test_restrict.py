@@ -17,7 +17,7 @@ MASK = torch.tensor([[True, False, False], [False, True, True]])
 
 
 def test_loss_and_gradient_are_those_of_the_free_entries():
-    part, free, fill = bc.diagnostics.restrict(loss, PARAMS, {"w": MASK, "block": None})
+    part, free, fill = bc.restrict(loss, PARAMS, {"w": MASK, "block": None})
     assert {name: tuple(x.shape) for name, x in free.items()} == {"w": (3,), "block.b": (4,)}
     moved = {"w": torch.tensor([5.0, 6.0, 7.0], dtype=torch.float64), "block.b": 2 * free["block.b"]}
     want = {"w": torch.tensor([[5.0, 0, 0], [0, 6.0, 7.0]], dtype=torch.float64), "block.b": 2 * PARAMS["block.b"]}
@@ -30,7 +30,7 @@ def test_loss_and_gradient_are_those_of_the_free_entries():
 @pytest.mark.parametrize("run", ["plain", "parallel", "captured"])
 def test_a_chain_of_free_entries_is_the_chain_of_a_smaller_model(run):
     """Bit for bit, alone, of several at once and captured: neither noise nor state knows of the entries that stay."""
-    part, free, fill = bc.diagnostics.restrict(loss, PARAMS, {"w": MASK})
+    part, free, fill = bc.restrict(loss, PARAMS, {"w": MASK})
 
     curvature, stays = A[MASK.reshape(-1)], A[~MASK.reshape(-1)].sum() / 2 + 4.0
 
@@ -70,14 +70,12 @@ def test_a_chain_of_free_entries_is_the_chain_of_a_smaller_model(run):
 )
 def test_what_frees_nothing_is_refused_by_name(where, error, said):
     with pytest.raises(error, match=said):
-        bc.diagnostics.restrict(loss, PARAMS, where)
+        bc.restrict(loss, PARAMS, where)
 
 
 def test_the_longer_of_two_names_holds_and_a_tensor_is_called_parameters():
     tree = {"a": {"w": torch.zeros(2), "v": torch.zeros(3)}}
-    _, free, _ = bc.diagnostics.restrict(lambda p, b: 0.0, tree, {"a": None, "a.v": torch.tensor([True, False, False])})
+    _, free, _ = bc.restrict(lambda p, b: 0.0, tree, {"a": None, "a.v": torch.tensor([True, False, False])})
     assert {name: len(x) for name, x in free.items()} == {"a.v": 1, "a.w": 2}
-    part, free, fill = bc.diagnostics.restrict(
-        lambda p, b: p.sum(), torch.ones(2), {"parameters": torch.tensor([True, False])}
-    )
+    part, free, fill = bc.restrict(lambda p, b: p.sum(), torch.ones(2), {"parameters": torch.tensor([True, False])})
     assert part({"parameters": torch.tensor([4.0])}, None) == 5.0 and fill(free).tolist() == [1.0, 1.0]

@@ -75,7 +75,7 @@ def local_learning_coefficient(
         >>> import torch, bayesopt_chain as bc
         >>> def loss(w, batch):
         ...     return (w[:50] ** 2).sum() / 2
-        >>> found = bc.diagnostics.local_learning_coefficient(
+        >>> found = bc.local_learning_coefficient(
         ...     loss, torch.zeros(80), None, temperature=0.1, strength=0.25, steps=600, burn_in=200, chains=4
         ... )
         >>> abs(found.value - 50 / (2 * 1.25)) < 2       # thirty of the eighty parameters do not count

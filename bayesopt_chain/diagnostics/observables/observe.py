@@ -25,11 +25,12 @@ from torch import Tensor
 
 from bayesopt_chain import kinds
 from bayesopt_chain.checks import installed
-from bayesopt_chain.diagnostics.observables.rate import Rate, chosen, noise_of_batches, relaxation
+from bayesopt_chain.diagnostics.observables.rate import Rate, chosen, relaxation
 from bayesopt_chain.diagnostics.observables.restrict import restrict
 from bayesopt_chain.diagnostics.observables.sums import BLOCKS, Estimate, Record, merged
 from bayesopt_chain.diagnostics.observables.target import Measured, Target, data_of, steepest
 from bayesopt_chain.diagnostics.observables.verdict import findings
+from bayesopt_chain.diagnostics.rates import heat_of_noise
 from bayesopt_chain.loop.step import make_step
 from bayesopt_chain.runs.identity import describe, difference
 from bayesopt_chain.runs.inference_data import inference_data
@@ -38,7 +39,7 @@ from bayesopt_chain.runs.sample import sample
 
 ALONE = 50_000  # free entries from which on a CPU runs one chain after the other, in its caches
 LOOK = 10  # products of the Hessian in a look at the curvature on the way
-RESERVED = ("loss", "virial", "virial by leaf", "virial of stiff", "at centre")
+RESERVED = ("loss", "virial", "virial by leaf", "virial of stiff", "virial of spring", "noise")
 
 
 class Watch:
@@ -57,7 +58,7 @@ class Watch:
     ) -> None:
         self.measured, self.record, self.batch = measured, record, batch
         self.burn_in, self.thinning, self.step = burn_in, thinning, 0
-        self.curvature, self.noise, self.spent = 0.0, 0.0, 0
+        self.curvature, self.spent = 0.0, 0
         self.of = {name: describe(f) for name, f in of.items()}
 
     def seen(self, params: Any, grads: Any, batch: Any) -> dict[str, Tensor]:
@@ -68,26 +69,22 @@ class Watch:
         return self.measured(params, grads, batch, behind // self.thinning)
 
     def __call__(self, it: Iteration) -> None:
-        """Add what the step has seen; look at curvature and noise after 1, 4, 16, ... steps of measuring."""
+        """Add what the step has seen; look at the curvature after 1, 4, 16, ... steps of measuring."""
         chains = self.measured.chains
         self.spent += chains
         if it.info.observed:
             self.record.add(self.measured.with_loss(it.info.observed, it.info.aux))
-            self.spent += 0 if self.measured.target.own else chains
+            self.spent += chains if self.measured.target.in_batches else 0
         self.step = it.step
         behind = it.step - self.burn_in
         if behind > 0 and behind.bit_count() == 1 and behind.bit_length() % 2:
             found = steepest(self.measured.stacked, it.params, self.batch, LOOK)
             self.curvature = max(self.curvature, float(found.nan_to_num(math.inf, math.inf).max()))
             self.spent += 2 * LOOK * chains
-            if self.measured.target.in_batches:
-                now = noise_of_batches(self.measured.target, chains, it.params)
-                self.noise = (self.noise + now) / 2 if self.noise else now
-                self.spent += 8 * chains
 
     def state_dict(self) -> dict[str, Any]:
         """Sums, and the number of the last step."""
-        own = {"step": self.step, "curvature": self.curvature, "noise": self.noise, "spent": self.spent}
+        own = {"step": self.step, "curvature": self.curvature, "spent": self.spent}
         return {**own, "of": self.of, "record": self.record.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -101,8 +98,7 @@ class Watch:
             raise ValueError(
                 f"observe: this path holds a run with another {wrong}; its sums cannot go on with it: give another path"
             )
-        self.step, self.spent = state["step"], state["spent"]
-        self.curvature, self.noise = state["curvature"], state["noise"]
+        self.step, self.spent, self.curvature = state["step"], state["spent"], state["curvature"]
 
 
 @dataclass
@@ -120,7 +116,7 @@ class Observed:
         fall: by how much a step down the gradient from there lowers the loss at least, over ``temperature``.
         gradients: of one chain that were spent, pilots and looks at the curvature included.
         relaxation: steps in which a flat direction forgets where it was; infinite without a spring.
-        heat: what independent batches with the noise that was seen on the way add to the learning coefficient.
+        heat: what independent batches with the noise that was seen on the way add to the learning coefficient, with its error.
         burn_in, thinning: numbers of steps.
         complete: whether the run reached its last step; ``why`` it did not.
         why: as said.
@@ -155,7 +151,7 @@ class Observed:
     fall: float
     gradients: int
     relaxation: float
-    heat: float
+    heat: Estimate
     burn_in: int
     thinning: int
     complete: bool
@@ -222,10 +218,12 @@ class Observed:
         return self.covariance(a, b).scaled(-1 / (n * self.temperature))
 
     def llc(self) -> Estimate:
-        """The local learning coefficient, ``(E[L] - L(start)) / T``.
+        """The local learning coefficient, ``(E[L] - L(start)) / T``, less the heat of the batches.
 
         Returns:
-            An estimate of one number. Check ``verdict`` beside it.
+            An estimate of one number. Its error holds what may be missing because flat directions have not spread, and half
+            of the share ``1 - 2 / p`` of the heat by which it is less where the loss is of degree ``p``, which the ratio of
+            virial and loss tells. Check ``verdict`` beside it.
 
         Raises:
             ValueError: the run is no ground for an answer; the message says why, and what to change.
@@ -233,9 +231,13 @@ class Observed:
         refused = [text for text in self.findings if text.startswith("refused")]
         if refused:
             raise ValueError("local learning coefficient: " + "; ".join(refused) + f" (lr={self.lr:.3g})")
-        found = self.mean("loss").scaled(1 / self.temperature, -self.reference / self.temperature)
+        heat, heat_error, _ = map(float, self.heat)
+        found = self.mean("loss").scaled(1 / self.temperature, -self.reference / self.temperature - heat)
         found = Estimate(*[x.reshape(()) for x in found])
-        value, error = float(found.value), math.hypot(float(found.error), self._spread(), self.heat)
+        value = float(found.value)
+        pull = float(self.mean("virial").value - self.mean("virial of spring").value)  # p times the loss
+        less = min(1.0, abs(1 - 2 * value / pull)) / 2 if pull > 0 else 0.5
+        error = math.hypot(float(found.error), self._spread(), less * heat, heat_error)
         found = found._replace(error=torch.full_like(found.error, error))
         if self.fall > 0.05 * abs(value) + 2 * error:
             refused.append(
@@ -316,7 +318,7 @@ def observe(
     chains: int = 8,
     steps: int = 4000,
     burn_in: int = 1000,
-    thinning: int = 4,
+    thinning: int = 8,
     at_once: int | None = None,
     seed: int = 0,
     path: str | Path | None = None,
@@ -339,15 +341,15 @@ def observe(
         covariances: pairs of names of which the covariance is wanted. Sums of it are made along the way, or all draws of
             the two are kept where that is smaller.
         kept: names of observables of which all draws are kept, as of all that have at most 16 entries.
-        where: the free entries, as for :func:`bayesopt_chain.diagnostics.restrict`. Default: all.
+        where: the free entries, as for :func:`bayesopt_chain.restrict`. Default: all.
         lr: learning rate. Default: a tenth of the stability limit where pilots go, or what the noise of the batches allows.
         momentum: of the chains. Default: .9, and up to .99 where the spring's directions would not spread in an eighth of
             the run otherwise; .9 with ``lr`` and minibatches.
         chains: their number.
         steps: of each chain, burn-in included.
         burn_in: first steps of which nothing is measured.
-        thinning: steps from one draw to the next. Successive steps of a momentum chain know little that four apart do not,
-            and observables cost a forward pass each.
+        thinning: steps from one draw to the next. Successive steps of a momentum chain know little that eight apart do not
+            (2 % of the error at momentum .9); observables cost a forward pass each, and with minibatches a draw one gradient.
         at_once: how many chains run at once, a divisor of ``chains``. Default: all, and one after the other where a CPU is
             given more than 50,000 free entries.
         seed: of noise and batches.
@@ -421,7 +423,14 @@ def observe(
         lr, momentum = float(settings["lr"]), float(settings["momentum"])
         target, stiff = replace(target, momentum=momentum), target.stiff_directions(1 if target.free > ALONE else 4)
         device = target.leaves[0].device
-        sizes = {"loss": 1, "virial": 1, "virial of stiff": 1, "virial by leaf": len(target.leaves)}
+        sizes = {
+            "loss": 1,
+            "virial": 1,
+            "virial of stiff": 1,
+            "virial of spring": 1,
+            "virial by leaf": len(target.leaves),
+        }
+        sizes |= {"noise": 1} if target.in_batches else {}
         about = {
             **shift,
             **{name: torch.zeros(size, dtype=torch.float64, device=device) for name, size in sizes.items()},
@@ -464,7 +473,7 @@ def observe(
         fall=square / (2 * settings["curvature"]) / temperature,
         gradients=settings["gradients"] + sum(w.spent for w in watches),
         relaxation=relaxation(lr, momentum, strength),
-        heat=lr * sum(w.noise for w in whole) / len(whole) / (4 * temperature * (1 - momentum)),
+        heat=Estimate(*torch.zeros(2, 1), torch.ones(1, dtype=torch.bool)),
         burn_in=burn_in,
         thinning=thinning,
         complete=all(complete for complete, _ in ended),
@@ -473,6 +482,8 @@ def observe(
         leaves={name: x.numel() for name, x in zip(target.names, target.leaves)},
         stiff=len(stiff),
     )
+    if target.in_batches and run.record.count:
+        run.heat = run.mean("noise").scaled(heat_of_noise(lr, momentum, temperature))
     run.findings = findings(run)
     return run
 

@@ -1,12 +1,10 @@
-r"""Which rate and momentum: what stability, the noise of batches and the spring allow where a pilot goes.
+r"""Which rate and momentum: what stability and the noise of batches (:mod:`bayesopt_chain.diagnostics.rates`) and the spring
+allow where a pilot goes.
 
-stability    lr k / (2 (1 + mu)) < 1,  k the largest curvature of loss and spring at a point where a chain is. A singular
-             model has several times the curvature of its minimum there. A chain of less friction climbs farther up walls
-             that it has not seen yet, so that its share of the limit is  .1 sqrt((1 - mu) / .1)
-heat         independent batches whose gradient has the covariance C add  lr tr(C) / (4 T (1 - mu))  to the learning
-             coefficient, whatever the curvatures: each direction is hotter by ``lr C_i / (2 T (1 - mu))`` (Mandt, Hoffman and
-             Blei, 2017), and has half a temperature of loss. Noise that grows with the distance can make a chain unstable at a
-             tenth of the limit; its pilot has a virial far above d.
+stability    k is the largest curvature of loss and spring at a point where a chain is. A chain of less friction climbs farther
+             up walls that it has not seen yet, so that its share of the limit is  MARGIN sqrt((1 - mu) / .1)
+heat         lr tr(C) / (4 T (1 - mu))  is at most the share HEAT of the learning coefficient. Noise that grows with the
+             distance can make a chain unstable at a tenth of the limit; its pilot has a virial far above d.
 spread       a direction that only the spring holds forgets where it was at the rate of the slower root of
              x^2 - (1 - mu) x + lr s = 0,  lr s / (1 - mu)  where it is small, and its variance at twice that. The momentum is
              such that its variance takes an eighth of the draws, unless that is more than critical damping, 1 - mu = 2 sqrt(lr
@@ -25,15 +23,15 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.diagnostics.observables.target import Measured, Target, steepest
-from bayesopt_chain.loop.loss import gradient
+from bayesopt_chain.diagnostics.rates import MARGIN, heat_of_noise, rate
 from bayesopt_chain.loop.step import make_step
 from bayesopt_chain.runs.run import ResumableBatches
 
-SHARE = 0.1  # of the stability limit at momentum .9
-HEAT = 0.025  # of the learning coefficient that the batches may add
+HEAT = 0.05  # of the learning coefficient that the batches may add
 MOMENTUM = 0.9  # where nothing asks for more
 HOT = 1.5  # a virial above this times the number of free entries lowers the rate
 PILOTS = 8
+THIN = 4  # steps of a pilot from one draw to the next
 
 
 class Rate(NamedTuple):
@@ -91,7 +89,7 @@ def chosen(target: Target, chains: int, steps: int, draws: int, lr: float | None
     batch = target.one_batch(chains)
     centre = target.start(chains)
     top, spent = _curvature(target, chains, centre, batch), 40 * chains
-    mu = MOMENTUM if momentum is None else momentum
+    mu, temperature = MOMENTUM if momentum is None else momentum, target.temperature
     if lr is not None:
         mu = spreading(lr, target.strength, draws, math.inf) if momentum is None and not target.in_batches else mu
         limit = 2 * (1 + mu)
@@ -102,19 +100,26 @@ def chosen(target: Target, chains: int, steps: int, draws: int, lr: float | None
             )
         return Rate(lr, mu, top, spent)
     top = max(top, _curvature(target, chains, _thermal(target, chains, centre, batch), batch))
-    spent, coolest, most, noise, highest = spent + 80 * chains, math.inf, math.inf, 0.0, 0.5
+    spent, noise, highest, most = spent + 80 * chains, 0.0, 0.5, math.inf
+
+    def allowed() -> float:
+        """The rate at this momentum, after what was seen."""
+        margin = MARGIN * math.sqrt(min(1.0, (1 - mu) / (1 - MOMENTUM)))
+        found = rate(2 * (1 + mu) / top, lambda lr: heat_of_noise(lr, mu, temperature) * noise / highest, HEAT, margin)
+        return min(found, most)
+
     for k in range(PILOTS):
-        lr = min(_stable(mu, top), coolest * (1 - mu), most)
+        lr = allowed()
+        coolest = HEAT * highest / (heat_of_noise(1, 0, temperature) * noise) if noise else math.inf  # of lr / (1 - mu)
         if momentum is None and (noise or (k and not target.in_batches)):  # after the noise of batches is known
             mu = spreading(lr, target.strength, draws, coolest)
-        params, virial, rise = _pilot(replace(target, momentum=mu), chains, steps, lr, k)
-        now = _curvature(target, chains, params, batch)
-        spent += (steps + 40) * chains
-        hot = not virial < HOT * target.free
+        pilot = _pilot(replace(target, momentum=mu), chains, steps, lr, k)
+        now = _curvature(target, chains, pilot.params, batch)
+        spent += (steps + steps // (2 * THIN) * target.in_batches + 40) * chains
+        hot = not pilot.virial < HOT * target.free
         if target.in_batches and not hot:
-            noise, highest = noise_of_batches(target, chains, params), max(highest, rise)
-            spent += 8 * chains
-            coolest = HEAT * highest * 4 * target.temperature / noise if noise else math.inf
+            noise, highest = pilot.noise, max(highest, pilot.rise)
+            coolest = HEAT * highest / (heat_of_noise(1, 0, temperature) * noise) if noise else math.inf
         wanted = mu if momentum is not None else spreading(lr, target.strength, draws, coolest)
         settled = abs(math.log((1 - wanted) / (1 - mu))) < 0.2
         if now <= 1.2 * top and not hot and lr <= 1.2 * coolest * (1 - mu) and settled:
@@ -122,12 +127,7 @@ def chosen(target: Target, chains: int, steps: int, draws: int, lr: float | None
             break
         most = lr / 4 if hot else most
         top = max(min(now, 16 * top), top)
-    lr = min(_stable(mu, top), coolest * (1 - mu), most)
-    return Rate(lr, mu, top, spent)
-
-
-def _stable(momentum: float, curvature: float) -> float:
-    return SHARE * math.sqrt(min(1.0, (1 - momentum) / (1 - MOMENTUM))) * 2 * (1 + momentum) / curvature
+    return Rate(allowed(), mu, top, spent)
 
 
 @torch.no_grad()
@@ -150,39 +150,32 @@ def _thermal(target: Target, chains: int, centre: Any, batch: Any) -> Any:
     return out
 
 
-def _pilot(target: Target, chains: int, steps: int, lr: float, number: int) -> tuple[Any, float, float]:
-    """Where the chains of a pilot are at its end; mean virial, and loss over ``T``, of its second half.
+class Pilot(NamedTuple):
+    """Where the chains of a pilot are at its end; means over its second half of virial, loss over ``T`` and ``tr(C)``."""
 
-    From minibatches the loss is that above the centre.
-    """
-    measured, half, seen = Measured(target, chains, {}, None, 0.0, 0), steps // 2, list[Tensor]()
+    params: Any
+    virial: float
+    rise: float
+    noise: float
+
+
+def _pilot(target: Target, chains: int, steps: int, lr: float, number: int) -> Pilot:
+    measured, half, seen = Measured(target, chains, {}, None, 0.0, number), steps // 2, list[Tensor]()
     tx, params = target.chain(lr), target.start(chains)
     state, feed = tx.init(params), ResumableBatches(target.course(chains, -2 - number))
     plain = make_step(target.stacked(chains), tx, inplace=True)
     watched = replace(plain, observe=lambda params, grads, batch: measured(params, grads, batch, len(seen)))
     for i in range(steps):
-        params, state, info = (plain if i < half else watched)(params, state, feed.next())
-        if i >= half:
+        watch = i >= half and i % THIN == 0
+        params, state, info = (watched if watch else plain)(params, state, feed.next())
+        if watch:
             now = measured.with_loss(info.observed, info.aux)
-            seen.append(torch.cat([now["virial"].double(), now["loss"]], 1).mean(0))
-    virial, loss = torch.stack(seen).mean(0).tolist()
-    return params, virial, loss / target.temperature
+            noise = now.get("noise", torch.zeros_like(now["loss"])).double()
+            seen.append(torch.cat([now["virial"].double(), now["loss"] / target.temperature, noise], 1).mean(0))
+    return Pilot(params, *torch.stack(seen).mean(0).tolist())
 
 
 def _curvature(target: Target, chains: int, params: Any, batch: Any) -> float:
     """The largest curvature where any chain is, with the spring's."""
     found = steepest(target.stacked(chains), params, batch)
     return max(float(found.nan_to_num(math.inf, math.inf).max()) + target.strength, 1e-12)
-
-
-def noise_of_batches(target: Target, chains: int, params: Any) -> float:
-    """The trace of the covariance of a batch's gradient where the chains are, from differences of two independent ones."""
-    apart, stacked, total, pairs = target.course(chains, -1, apart=True), target.stacked(chains), 0.0, 4
-    for k in range(pairs):
-        a, b = (
-            optree.tree_leaves(gradient(stacked, params, apart.batch(*divmod(2 * k + j, len(apart))))[0])
-            for j in (0, 1)
-        )
-        total += float(torch.stack([(x - y).double().square().sum() / 2 for x, y in zip(a, b)]).sum())
-    total /= pairs * chains
-    return total if math.isfinite(total) else 0.0

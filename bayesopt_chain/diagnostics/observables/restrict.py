@@ -68,7 +68,7 @@ def restrict(loss: Callable[..., Any], params: Any, where: Mapping[str, Tensor |
         >>> params = {"w": torch.zeros(2, 2), "b": torch.ones(2)}
         >>> def loss(p, batch):
         ...     return (p["w"] @ batch + p["b"]).square().sum()
-        >>> loss, free, fill = bc.diagnostics.restrict(loss, params, {"w": torch.tensor([[True, False], [False, False]])})
+        >>> loss, free, fill = bc.restrict(loss, params, {"w": torch.tensor([[True, False], [False, False]])})
         >>> free, fill({"w": torch.tensor([3.0])})["w"]
         ({'w': tensor([0.])}, tensor([[3., 0.],
                 [0., 0.]]))

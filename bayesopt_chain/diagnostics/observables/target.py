@@ -9,10 +9,11 @@ The target is ``exp(-(L + s |theta - c|^2 / 2) / T)``: loss ``L``, centre ``c``,
 by integration by parts (``s > 0``, or a loss that grows). A chain that is too hot has more, one that has not spread yet
 has less, and the two may cancel in the sum: so each leaf and the stiffest directions at ``c`` are measured by themselves.
 
-Loss and gradient of a batch that does not depend on ``theta`` are unbiased: those of a step are where the batches are
-independent, or all data. Under reshuffled epochs the batches still to come are not independent of those behind, nor is
-``theta``, and what is measured is taken from batches drawn apart from the course. From minibatches the loss is
-``L_b(theta) - L_b(c) + L(c)``, of which the first difference has little noise and ``L(c)`` is over all data.
+Loss and gradient of a batch that does not depend on ``theta`` are unbiased. Under reshuffled epochs the batches still to come
+are not independent of those behind, nor is ``theta``: so from minibatches everything is measured on batches drawn apart from
+the course. The loss is ``L_b(theta) - L_b(c) + L(c)``, of which the first difference has little noise and ``L(c)`` is over all
+data. Half the squared distance of its gradient from that of the step is an estimate of ``tr(C)``, ``C`` the covariance of a
+batch's gradient at the draw, from which the heat of the batches follows (:mod:`bayesopt_chain.diagnostics.rates`).
 """
 
 from __future__ import annotations
@@ -156,7 +157,6 @@ class Target:
         self.names = paths(self.centre)
         self.free = sum(x.numel() for x in self.leaves)
         self.in_batches = isinstance(self.data, Epochs)
-        self.own = not self.in_batches or self.data.order == "independent"
         self.limit = 2 * (1 + self.momentum)  # of lr times curvature
 
     def stacked(self, chains: int) -> Stacked:
@@ -274,7 +274,7 @@ class Measured:
     ) -> None:
         self.target, self.chains, self.of, self.stiff = target, chains, of, stiff
         self.stacked, self.reference = target.stacked(chains), reference
-        self.apart = None if target.own else target.course(chains, number, apart=True)
+        self.apart = target.course(chains, number, apart=True) if target.in_batches else None
         self.centre = flatten(target.centre, target.centre)
         self.sizes = [x.numel() for x in target.leaves]
 
@@ -290,22 +290,23 @@ class Measured:
         return over_chains(one, self.chains, params, params)
 
     def __call__(self, params: Any, grads: Any, batch: Any, draw: int) -> dict[str, Tensor]:
-        """All that is known before the loss of the step: observables, virial, and the loss where it is not the step's own.
+        """All that is known before the loss of the step: observables, virial; from minibatches loss and noise too.
 
         Args:
             params, grads, batch: of the step that starts from the draw.
             draw: its number.
         """
-        out, target = self.observables(params), self.target
+        out, target, step = self.observables(params), self.target, grads
         if self.apart is not None:
             batch = self.apart.batch(*divmod(draw, len(self.apart)))
             grads, info = gradient(self.stacked, params, batch)
-            out["loss"] = info.aux
-        if target.in_batches:
-            out["at centre"] = self.stacked.each(target.centre, batch, same_params=True)
-        leaves = optree.tree_leaves(params), optree.tree_leaves(grads)
-        delta, force = (torch.cat([x.reshape(self.chains, -1) for x in xs], 1).to(self.centre) for xs in leaves)
-        force.add_(delta.sub_(self.centre), alpha=target.strength)  # both [C, d]
+            at_centre = self.stacked.each(target.centre, batch, same_params=True)
+            out["loss"] = info.aux.double() - at_centre.double() + self.reference
+        delta, force = self.flat(params), self.flat(grads)
+        if self.apart is not None:
+            out["noise"] = self.flat(step).sub_(force).square().sum(1, keepdim=True) / 2
+        force.add_(delta.sub_(self.centre), alpha=target.strength)
+        out["virial of spring"] = target.strength * delta.square().sum(1, keepdim=True) / target.temperature
         if self.stiff is not None:  # (P delta) . force needs the inner products of both with each direction
             along = (delta @ self.stiff.mT) * (force @ self.stiff.mT)
             out["virial of stiff"] = along.sum(1, keepdim=True) / target.temperature
@@ -314,10 +315,10 @@ class Measured:
         out["virial"] = out["virial by leaf"].sum(1, keepdim=True)
         return out
 
+    def flat(self, tree: Any) -> Tensor:
+        """A tree of all chains in a new tensor ``[C, d]``."""
+        return torch.cat([x.reshape(self.chains, -1) for x in optree.tree_leaves(tree)], 1).to(self.centre)
+
     def with_loss(self, seen: Mapping[str, Tensor], each: Tensor) -> dict[str, Tensor]:
         """What was seen, with the loss; ``each`` is that of the step's batch."""
-        out = dict(seen)
-        loss = out.pop("loss", each).double()
-        if "at centre" in out:
-            loss = loss - out.pop("at centre").double() + self.reference
-        return {**out, "loss": loss.reshape(-1, 1)}
+        return {**seen, "loss": seen.get("loss", each).double().reshape(-1, 1)}
