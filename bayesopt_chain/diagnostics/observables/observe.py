@@ -460,6 +460,10 @@ def observe(
                 break
     whole = [w for w in watches if w.record.count == watches[0].record.count]
     curvature = max([settings["curvature"], *[w.curvature + strength for w in watches]])
+    record, none = merged([w.record for w in whole]), torch.zeros(1, dtype=torch.float64, device=device)
+    heat = Estimate(none, none, none == 0)
+    if target.in_batches and record.count:
+        heat = record.mean("noise").scaled(heat_of_noise(lr, momentum, temperature))
     run = Observed(
         temperature=temperature,
         strength=strength,
@@ -473,17 +477,15 @@ def observe(
         fall=square / (2 * settings["curvature"]) / temperature,
         gradients=settings["gradients"] + sum(w.spent for w in watches),
         relaxation=relaxation(lr, momentum, strength),
-        heat=Estimate(*torch.zeros(2, 1), torch.ones(1, dtype=torch.bool)),
+        heat=heat,
         burn_in=burn_in,
         thinning=thinning,
         complete=all(complete for complete, _ in ended),
         why=next((why for _, why in ended if why), ""),
-        record=merged([w.record for w in whole]),
+        record=record,
         leaves={name: x.numel() for name, x in zip(target.names, target.leaves)},
         stiff=len(stiff),
     )
-    if target.in_batches and run.record.count:
-        run.heat = run.mean("noise").scaled(heat_of_noise(lr, momentum, temperature))
     run.findings = findings(run)
     return run
 
