@@ -5,9 +5,10 @@ r"""Five questions to a run, and what to change first where the answer is no.
    their noise (:mod:`bayesopt_chain.diagnostics._agreement`).
 3. **Is it at rest?** Drift of the draws and of the loss from the first to the last third; a loss that falls at first.
 4. **Has the loss its scale?** ``loss(a batch twice) = loss(the batch)`` for a mean, twice that for a sum, exactly. A mean over
-   N data takes ``T = 1/N`` for the posterior, a sum ``T = 1``. Whether a mean is multiplied by something else cannot be seen;
-   ``tr Cov(gradient) / tr H`` of one datum is shown, which is 1 at the mode of a calibrated likelihood, ``c`` for ``c`` times
-   it, and anything elsewhere, so that no verdict rests on it.
+   N data takes ``T = 1/N`` for the posterior, a sum ``T = 1``. With a likelihood the factor ``c`` of the loss is known: a prior
+   is the same for every batch at one draw, so that ``loss(A) - loss(B) = c (nll(A) - nll(B))``, and the temperature is ``c/N``.
+   Without one ``tr Cov(gradient) / tr H`` of one datum is shown, which is 1 at the mode of a calibrated likelihood, ``c`` for
+   ``c`` times it, and anything elsewhere, so that no verdict rests on it.
 5. **Has it the temperature?** For every direction ``u`` and every constant ``c``, integration by parts gives
 
     E[(u . (theta - c)) (u . grad U(theta))] = T |u|^2        (virial theorem; no Gaussian is assumed),
@@ -31,12 +32,13 @@ from torch import Tensor
 
 from bayesopt_chain import kinds
 from bayesopt_chain.checks import installed, short
+from bayesopt_chain.curvature._plan import pair_targets
 from bayesopt_chain.diagnostics._agreement import agreement, drift, effective, mean_and_error, shared_noise
 from bayesopt_chain.diagnostics._seeds import initialised_devices, seed_all
 from bayesopt_chain.diagnostics.convergence import R_HAT
 from bayesopt_chain.diagnostics.forces import Forces, forces_of, names_of
 from bayesopt_chain.diagnostics.gradient_noise import gradients, scalar
-from bayesopt_chain.diagnostics.top_curvature import hessian_product, lanczos
+from bayesopt_chain.diagnostics.top_curvature import hessian_product, lanczos, trace
 from bayesopt_chain.trees import paths_of
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ DIRECTIONS = 4  # the stiffest, along which the temperature is read
 HOT = 0.1  # excess of temperature from which a run is reported
 COLD, COLD_ALL = 0.8, 0.5  # temperature below which a stiff direction, or all parameters, have not spread out
 OFF = 1.3  # factor by which the temperature may miss the posterior's
+UNLIKE = 0.02  # share of the loss's changes that its likelihood may leave unexplained
 FAR = 4.0  # prior standard deviations, root mean square of a leaf, from which the prior and the data disagree
 DATA = 0.1  # share of the virial below which the loss does not determine a leaf
 PATIENT = (3.0, 2.33)  # standard errors of one leaf; of the directions, with 0.35 log of their number
@@ -122,6 +125,8 @@ class Diagnosis(NamedTuple):
     temperature=kinds.POSITIVE,
     posterior_temperature=kinds.POSITIVE,
     data_size=kinds.WHOLE,
+    forward=kinds.FUNCTION,
+    likelihood=kinds.LIKELIHOOD,
 )
 def doctor(
     draws: Draws,
@@ -133,6 +138,8 @@ def doctor(
     temperature: float | None = None,
     posterior_temperature: float = 1.0,
     data_size: int | None = None,
+    forward: Callable[[Any, Any], Tensor] | None = None,
+    likelihood: Any = None,
 ) -> Diagnosis:
     """Look at a run and name what is wrong with it, what costs most first.
 
@@ -156,13 +163,16 @@ def doctor(
         posterior_temperature: the temperature meant, in units of the posterior's; other than 1 for tempered posteriors.
         data_size: the number of data that the loss is a mean over, as of tokens that are not ignored. Default: the length of
             the batches along axis 0.
+        forward: ``forward(params, batch)`` gives the outputs that ``likelihood`` takes, for batches ``(inputs, targets)``.
+        likelihood: of :mod:`bayesopt_chain.likelihoods`. With it the scale of the loss is no guess: the loss is compared with
+            ``-likelihood.log_prob(forward(params, batch), targets).mean()``.
 
     Returns:
         :class:`Diagnosis`; ``print`` it.
 
     Raises:
-        ValueError: ``loss`` without ``tx`` and ``batches``; batches without any, or that the loss cannot take; draws with
-            weights.
+        ValueError: ``loss`` without ``tx`` and ``batches``; ``likelihood`` without ``forward`` and ``loss``; batches without
+            any, or that the loss cannot take; draws with weights.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -179,6 +189,8 @@ def doctor(
     installed("doctor", "diagnostics", "arviz_stats", "scipy")
     if loss is not None and (tx is None or batches is None):
         raise ValueError("doctor: with loss= it needs tx= and batches= as well")
+    if (likelihood is None) != (forward is None) or (likelihood is not None and loss is None):
+        raise ValueError("doctor: likelihood= and forward= belong together, and need loss=, tx= and batches= as well")
     if draws.is_weighted:
         raise ValueError("doctor: these draws have weights, and it counts all the same; pass draws.equally_weighted()")
     run = _Run(draws)
@@ -198,7 +210,8 @@ def doctor(
                 )
             else:
                 data = _Data(loss, _listed(batches), data_size, run.one)
-                run.scale(data, max(forces.levels.values()), posterior_temperature)
+                known = None if likelihood is None else (forward, likelihood)
+                run.scale(data, max(forces.levels.values()), posterior_temperature, known)
                 run.temperature(data, forces, pooled=of is None and "modes" not in run.findings, is_moving=is_moving)
     findings = sorted(itertools.chain(*run.findings.values()), key=lambda finding: RANK.index(finding.kind))
     return Diagnosis(tuple(findings), run.numbers, tuple(run.unseen))
@@ -270,35 +283,45 @@ class _Data:
         one = float(once.mean())
         return (float(doubled.mean()) / one, error / abs(one)) if one else (1.0, math.inf)
 
+    def parts(self, most: int) -> list[Any]:
+        """Equal parts of the first batch, ``most`` at most, a datum each where it has no more."""
+        length = self.sizes[0] if self.sizes else 0
+        each = max(1, length // most)
+
+        def part(x: Any, low: int) -> Any:
+            return x[low : low + each] if torch.is_tensor(x) and x.ndim and len(x) == length else x
+
+        return [
+            optree.tree_map(lambda x, i=i: part(x, i * each), self.batches[0]) for i in range(min(most, length // each))
+        ]
+
+    def times_likelihood(self, params: Any, forward: Any, likelihood: Any, is_sum: bool) -> tuple[float, float]:
+        """The factor ``c`` in ``loss = c * (mean or sum of - log p) + rest``, and the share that no factor explains.
+
+        At one draw the rest (a prior, constants) is the same for every part of a batch, so that differences give ``c``.
+        """
+        both = list[tuple[Tensor, Tensor]]()
+        with torch.no_grad():
+            for x in self.parts(8):
+                own = -likelihood.log_prob(forward(params, x), pair_targets(x))
+                both.append((scalar(self.loss, params, x), own.sum() if is_sum else own.mean()))
+        L, own = (torch.stack([x.double().cpu() for x in column]) for column in zip(*both))
+        L, own = L - L.mean(), own - own.mean()
+        factor = float(L @ own) / max(float(own @ own), 1e-300)
+        return factor, float((L - factor * own).norm() / L.norm().clamp(min=1e-300))
+
     def noise_over_curvature(self, params: Any, product: Callable[[Any], Any]) -> float | None:
         """``tr Cov(gradient of one datum) / tr H``, by up to 64 data of the first batch and 8 random directions."""
-        size = 0 if self.sizes is None else min(self.sizes[0], 64)
-        if size < 8 or self.sizes is None:
+        parts = self.parts(self.sizes[0])[:64] if self.sizes else []
+        if len(parts) < 8:
             return None
-        length, seeds = self.sizes[0], torch.Generator().manual_seed(0)
         try:
-            each = [
-                gradients(
-                    self.loss,
-                    params,
-                    optree.tree_map(
-                        lambda x, i=i: x[i : i + 1] if torch.is_tensor(x) and x.ndim and len(x) == length else x,
-                        self.batches[0],
-                    ),
-                )
-                for i in range(size)
-            ]
+            each = [gradients(self.loss, params, part) for part in parts]
             noise = sum(float(torch.stack(column).double().var(0).sum()) for column in zip(*each))
-            trace = 0.0
-            for _ in range(8):
-                signs = optree.tree_map(
-                    lambda x: (torch.randint(0, 2, x.shape, generator=seeds, device="cpu") * 2 - 1).to(x), params
-                )
-                pairs = zip(optree.tree_leaves(signs), optree.tree_leaves(product(signs)))
-                trace += sum(float((u * v).sum()) for u, v in pairs) / 8
+            curved = trace(product, params, probes=8)
         except Exception:  # the loss may not take a single datum, or have no second derivative
             return None
-        return noise / trace if trace > 0 else None
+        return noise / curved if curved > 0 else None
 
 
 class _Run:
@@ -496,53 +519,62 @@ class _Run:
 
     # 4. has the loss its scale
 
-    def scale(self, data: _Data, temperature: float, wanted: float) -> None:
-        """Look whether the loss is a sum, and whether the temperature is the posterior's."""
+    def scale(self, data: _Data, temperature: float, wanted: float, known: tuple[Any, Any] | None) -> None:
+        """Look whether the loss is a sum, or a multiple of the likelihood, and whether the temperature is the posterior's."""
         doubled = None if data.n is None else data.twice_over_once(self.one)
         if doubled is None or data.n is None:
             self.unseen.append(
                 "Not seen: whether loss and temperature have the scale of a posterior, since the data could not be counted or "
                 "the loss does not take a batch twice; data_size= gives their number."
             )
-            return
+            return None
         is_sum = abs(doubled[0] - 1) > max(1e-3, doubled[1])
-        times = temperature if is_sum else data.n * temperature
+        factor, left = (1.0, 0.0) if known is None else data.times_likelihood(self.one, *known, is_sum)
         self.numbers |= {"loss of a batch twice / once": doubled[0], "data N": float(data.n)}
+        if known is not None:
+            self.numbers |= {"loss / - log likelihood": factor, "  share of it that is no multiple": left}
+        if left > UNLIKE or not factor > 0:
+            says = f"The loss is no multiple of -likelihood.log_prob(...): {left:.0%} of how it differs between data is not."
+            return self.found("scale", says, "Pass the likelihood that the loss is of, or take the loss from this one.")
+        right = factor / (1 if is_sum else data.n)
+        times = temperature / right
         self.numbers["temperature / the posterior's"] = times / wanted
         if is_sum and len(data.batches) > 1:
-            self.found(
-                "scale",
-                f"The loss is a sum over its batch: it counts {len(data.batches)} times too few data on minibatches.",
+            says = f"The loss is a sum over its batch: it counts {len(data.batches)} times too few data on minibatches."
+            do = (
                 "Take the mean over the batch and temperature = 1/N. If every step of the run took all data, pass them here as "
-                "one batch.",
+                "one batch."
             )
-            return
+            return self.found("scale", says, do)
         tokens = "" if is_sum or not data.is_guess else (
             f"{data.n} data were counted along the first axis, and the batches hold whole numbers of several dimensions: where "
             "the loss is a mean over tokens, pass their number as data_size=. "
         )  # fmt: skip
         if abs(math.log(times / wanted)) > math.log(OFF):
-            of, right = ("sum over", "1") if is_sum else ("mean of", f"1/{data.n}")
+            what = f"{'sum over' if is_sum else 'mean of'} {data.n} data"
+            what = f"a {what}" if known is None else f"{factor:.4g} times the likelihood's {what}"
+            other = "; for a loss that is already multiplied by N pass posterior_temperature=N" if known is None else ""
             self.found(
                 "scale",
-                f"The chain runs at temperature {temperature:.3g}, {times:.3g} times that of the posterior: the loss is a {of} "
-                f"{data.n} data, whose posterior has temperature {right}.",
-                f"{tokens}Set temperature={right}. Where another one is meant pass posterior_temperature={times:.3g}; for a "
-                "loss that is already multiplied by N pass posterior_temperature=N.",
+                f"The chain runs at T = {temperature:.3g}, {times:.3g} times that of the posterior: the loss is {what}, "
+                f"for which it is {right:.4g}.",
+                f"{tokens}Set temperature={right:.4g}. Where another one is meant pass posterior_temperature={times:.3g}"
+                f"{other}.",
             )
         elif tokens:
             self.unseen.append(f"Taken for granted: {tokens.strip()}")
-        if is_sum:
-            return
+        if is_sum or known is not None:
+            return None
         product = hessian_product(data.loss, self.one, data.batches, max_batches=8)
         if (ratio := data.noise_over_curvature(self.one, product)) is not None:
             self.numbers["tr Cov(gradient) / tr H"] = ratio
         self.unseen.append(
             "Not seen: the scale of the loss, beyond that it is no sum over its batch. A multiple of the mean, such as N times "
-            "it, looks like a sharper likelihood. tr Cov(gradient) / tr H, which is shown where it could be read, is near 1 at "
-            "the mode of a calibrated loss; where it is far from 1, either the noise scale is off, or the loss is multiplied, "
-            "or the draw is far from the mode."
+            "it, looks like a sharper likelihood; pass forward= and likelihood= to have it compared. tr Cov(gradient) / tr H, "
+            "which is shown where it could be read, is near 1 at the mode of a calibrated loss; where it is far from 1, either "
+            "the noise scale is off, or the loss is multiplied, or the draw is far from the mode."
         )
+        return None
 
     # 5. has it the temperature
 

@@ -33,6 +33,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bayesopt_chain._torch import flattened
+
 BUCKETS = 256
 CHUNK = 2**16  # elements that are signed at a time: the signed copy stays in the cache of a CPU
 FOLDS = 4  # parts of a window; directions and H of each come from the others
@@ -277,18 +279,20 @@ class Sketch:
             self.weights.append(signs)
             begin += sum(counts)
 
-    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The buckets ``[256]``, on the device of the first tensor."""
+    @torch.no_grad()
+    def __call__(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """The buckets ``[256]``, on the device of the first tensor, and the norm of all tensors."""
         total = tensors[0].new_zeros(BUCKETS, dtype=torch.promote_types(tensors[0].dtype, torch.float32))
+        norms = list[Tensor]()
         for pack, weights in zip(self.packs, self.weights):
-            parts = [tensors[i].detach().reshape(-1) for i in pack]
-            x = torch.cat(parts) if len(parts) > 1 else parts[0]
+            x = flattened([tensors[i] for i in pack])
+            norms.append(torch.linalg.vector_norm(x, dtype=total.dtype).to(total.device))
             size = CHUNK if x.device.type == "cpu" else max(len(x), 1)
             for at in range(0, len(x), size):
                 signed = (x[at : at + size] * weights[at : at + size]).to(total.dtype)
                 padded = torch.nn.functional.pad(signed, (0, -len(signed) % BUCKETS))
                 total += padded.view(-1, BUCKETS).sum(0).to(total.device)
-        return total * self.common
+        return total * self.common, norms[0] if len(norms) == 1 else torch.stack(norms).norm()
 
 
 def _signs(begin: int, end: int, device: torch.device) -> Tensor:

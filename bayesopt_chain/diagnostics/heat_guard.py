@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import kinds, tracing
-from bayesopt_chain._torch import foreach_norm, is_dtensor
+from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.checks import short
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.diagnostics._response import EQUAL, gains, polynomials
@@ -113,7 +113,7 @@ class HeatGuard:
         self._close()
 
     def _close(self) -> None:
-        self._keys: dict[int, None] = {}  # of the leaves of an open window
+        self._keys = list[int]()  # of the leaves of an open window
         self._missed = set[int]()
         self._positions: Sketch | None = None  # of a full one
         self._rules: list[Any] | None = None  # of a chain
@@ -269,23 +269,23 @@ class HeatGuard:
         if self.sleeps():
             return
         self._steps += 1
-        here = {x.key: x for x in leaves() if x.key not in self._absent}
-        if not self._keys and here:
-            self._keys, first = dict.fromkeys(here), next(iter(here.values()))
-            self._unit = first.rate, first.temperature
-            roots = [x.root() if callable(x.root) else x.root for x in here.values()]
-            self._scales = [math.sqrt(x.rate / (2.0 * x.temperature)) * root for x, root in zip(here.values(), roots)]
-            self._sizes = [0.5 / (x.temperature * abs(scale)) for x, scale in zip(here.values(), self._scales)]
-            self._gradients = Sketch([x.gradient for x in here.values()], self._scales)
-        missing = self._keys.keys() - here.keys()
-        if not here or missing:
-            return self._skip(missing)
-        seen = [here[key] for key in self._keys]
-        gradients = [x.gradient for x in seen]
-        self._rows.append((self._gradients(gradients), torch.stack(foreach_norm(gradients)).norm()))
+        seen = [x for x in leaves() if x.key not in self._absent]
+        keys = [x.key for x in seen]
+        if not self._keys and seen:
+            self._keys, self._unit = keys, (seen[0].rate, seen[0].temperature)
+            roots = [x.root() if callable(x.root) else x.root for x in seen]
+            self._scales = [math.sqrt(x.rate / (2.0 * x.temperature)) * root for x, root in zip(seen, roots)]
+            self._sizes = [0.5 / (x.temperature * abs(scale)) for x, scale in zip(seen, self._scales)]
+            self._gradients = Sketch([x.gradient for x in seen], self._scales)
+        if keys != self._keys or not seen:
+            here = dict(zip(keys, seen))
+            if (missing := set(self._keys) - here.keys()) or not seen:
+                return self._skip(missing)
+            seen = [here[key] for key in self._keys]
+        self._rows.append(self._gradients([x.gradient for x in seen]))
         self._rates.append((seen[0].rate, seen[0].temperature))
         if self._positions is not None:
-            self._places.append(self._positions([x.param for x in seen]))
+            self._places.append(self._positions([x.param for x in seen])[0])
         if len(self._rows) == (SHORT if self._positions is None else WINDOW):
             self._read(seen)
         return None

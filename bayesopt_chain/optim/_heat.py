@@ -53,8 +53,8 @@ def leaves_of(rule: Any) -> Iterator[Leaf]:
         temperature = temperature_of(rule._name, group)
         if temperature == 0.0:
             continue
-        lr, last, effective = float(group["lr"]), None, 0.0
-        linear: Any = None
+        lr, last, effective, first = float(group["lr"]), None, 0.0, 0.0
+        sign, linear = -1.0 if group.get("maximize") else 1.0, None
         for p in group["params"]:
             g = p.grad
             if g is None or is_dtensor(g):
@@ -69,13 +69,11 @@ def leaves_of(rule: Any) -> Iterator[Leaf]:
             if counts != last:
                 linear, last = rule._linear(group, counts), counts
                 effective = linear.direct + linear.step_size * linear.gain / (1.0 - linear.momentum)
-            if effective <= 0.0:  # a learning rate of 0
-                continue
-            # the share of F(1) that acts in the same step
-            first = (linear.direct + linear.step_size * linear.gain) / effective
-            sign = -1.0 if group.get("maximize") else 1.0
-            root = partial(_root, rule, group, counts[0], state, sign) if rule.adaptive else sign
-            yield Leaf(id(p), g, p, effective, temperature, linear.momentum, first, root, lr)
+                # the share of F(1) that acts in the same step
+                first = (linear.direct + linear.step_size * linear.gain) / effective if effective > 0.0 else 0.0
+            if effective > 0.0:  # not at a learning rate of 0
+                root = partial(_root, rule, group, counts[0], state, sign) if rule.adaptive else sign
+                yield Leaf(id(p), g, p, effective, temperature, linear.momentum, first, root, lr)
 
 
 def _root(rule: Any, group: dict[str, Any], updates: float, state: dict[str, Any], sign: float) -> torch.Tensor:

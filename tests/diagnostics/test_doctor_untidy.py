@@ -211,6 +211,44 @@ def test_that_the_loss_may_be_a_multiple_of_the_mean_is_among_what_is_not_seen()
     assert any("the scale of the loss" in text and "N times it" in text for text in found.unseen)
 
 
+@pytest.mark.parametrize(
+    "times, temperature, variance, factor, right",
+    [
+        (1.0, 1 / N, 1.0, 1.0, None),
+        (N, 1.0, 1.0, N, None),
+        (N, 1 / N, 1.0, N, 1.0),
+        (2.0, 1 / N, 1.0, 2.0, 2 / N),  # a squared error without its half
+        (1.0, 1 / N, 900.0, 900.0, 9.0),  # of a noise thirty times as large
+        ("sum", 1.0, 1.0, 1.0, None),
+        ("sum", 1 / N, 1.0, 1.0, 1.0),
+    ],
+)
+def test_beside_a_likelihood_the_scale_of_the_loss_is_known(times, temperature, variance, factor, right):
+    """But for rounding in float32, though the prior, a part of the loss, has a scale of its own."""
+    run = Exact(0, 60, 4)
+
+    def loss(p, batch):
+        scale = len(batch[1]) if times == "sum" else times
+        return scale * run.likelihood(p, batch) + p["w"].square().sum()
+
+    of = {"forward": lambda p, batch: batch[0] @ p["w"], "likelihood": bc.likelihoods.gaussian(variance=variance)}
+    found = doctor(run.draws, bc.sghmc(0.1, temperature=temperature), loss, run.data, **of)
+    assert found.numbers["loss / - log likelihood"] == pytest.approx(factor, rel=2e-3)
+    says = [f.do for f in found.findings if f.kind == "scale"]
+    read = [float(do.split("Set temperature=")[1].split(". Where")[0]) for do in says]
+    assert read == ([pytest.approx(right, rel=2e-3)] if right else [])
+    assert not any("the scale of the loss" in text for text in found.unseen)
+
+
+def test_a_loss_of_another_likelihood_is_named_and_half_a_question_is_refused():
+    run = Exact(0, 60, 4)
+    of = {"forward": lambda p, batch: batch[0] @ p["w"], "likelihood": bc.likelihoods.gaussian(variance=1.0)}
+    found = doctor(run.draws, run.tx, lambda p, b: (b[0] @ p["w"] - b[1]).abs().mean(), run.data, **of)
+    assert any(f.kind == "scale" and "no multiple of -likelihood" in f.says for f in found.findings)
+    with pytest.raises(ValueError, match="likelihood= and forward= belong together"):
+        doctor(run.draws, run.tx, run.loss, run.data, likelihood=of["likelihood"])
+
+
 @pytest.mark.slow
 def test_a_temperature_that_fell_is_read_at_the_draws():
     run = Exact(0, 1, 4)
