@@ -249,7 +249,7 @@ def _hessian(D: Tensor, d: Tensor, instruments: Tensor, known: Tensor) -> Tensor
 class Sketch:
     """``S`` times a factor for each element: random signs, one byte an element, or weights, and 256 buckets.
 
-    The signs are bits of a hash of the element's number (the finaliser of MurmurHash3), so that no generator is
+    The signs are bits of a hash of the element's number (with the primes of xxHash32), so that no generator is
     advanced. Small leaves are laid end to end, so that a step takes few operations.
 
     Args:
@@ -290,17 +290,18 @@ class Sketch:
             size = CHUNK if x.device.type == "cpu" else max(len(x), 1)
             for at in range(0, len(x), size):
                 signed = (x[at : at + size] * weights[at : at + size]).to(total.dtype)
-                padded = torch.nn.functional.pad(signed, (0, -len(signed) % BUCKETS))
-                total += padded.view(-1, BUCKETS).sum(0).to(total.device)
+                whole = len(signed) // BUCKETS * BUCKETS
+                total += signed[:whole].view(-1, BUCKETS).sum(0).to(total.device)
+                total[: len(signed) - whole] += signed[whole:].to(total.device)
         return total * self.common, norms[0] if len(norms) == 1 else torch.stack(norms).norm()
 
 
 def _signs(begin: int, end: int, device: torch.device) -> Tensor:
-    """Signs of the elements from ``begin`` to ``end``, int8."""
+    """Signs of the elements from ``begin`` to ``end``, int8: a bit of a hash in int32, which wraps around."""
     out = torch.empty(end - begin, dtype=torch.int8, device=device)
     for at in range(begin, end, CHUNK):
-        x = torch.arange(at, min(at + CHUNK, end), device=device) + 0x9E3779B1
-        x = ((x ^ (x >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
-        x = ((x ^ (x >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
-        out[at - begin : at - begin + CHUNK] = ((x ^ (x >> 16)) & 1) * 2 - 1
+        x = torch.arange(at, min(at + CHUNK, end), device=device).to(torch.int32).mul_(-1640531535)
+        x = x.bitwise_xor_(x >> 15).mul_(-2048144777)
+        x = x.bitwise_xor_(x >> 13).mul_(-1028477379)
+        out[at - begin : at - begin + CHUNK] = ((x >> 16) & 1) * 2 - 1
     return out
