@@ -460,8 +460,8 @@ def step_of(leaves: int, width: int, rule: str, guards: list[HeatGuard | None], 
 
 
 def cost(leaves: int, width: int, rule: str, optimizers: int, work: int) -> dict[str, Any]:
-    """Milliseconds of processor time that guards take of 1,000 steps: in a loop that is cold, and in one that is neither cold nor
-    warned of, whose windows are all full; and what a guard takes between windows.
+    """Milliseconds of processor time that guards take of 1,000 steps: in a loop that is cold, and in one that is neither cold
+    nor warned of, whose windows are all full; and what a guard takes between windows.
 
     The last is the median of 2,000 steps less that of steps without a guard, made in turns.
     """
