@@ -54,7 +54,8 @@ def leaves_of(rule: Any) -> Iterator[Leaf]:
         if temperature == 0.0:
             continue
         lr, last, effective, first = float(group["lr"]), None, 0.0, 0.0
-        sign, linear = -1.0 if group.get("maximize") else 1.0, None
+        sign = -1.0 if group.get("maximize") else 1.0
+        linear: Any = None
         for p in group["params"]:
             g = p.grad
             if g is None or is_dtensor(g):
