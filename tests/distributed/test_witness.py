@@ -110,6 +110,7 @@ def test_other_numbers_on_a_rank_are_refused_by_name(ranks, made, name):
 def test_chains_and_stages_may_have_numbers_of_their_own(ranks):
     assert not ranks([[leaf(0, key=r, lr=0.1 * r)._replace(gradient=torch.ones(3) * r)] for r in range(1, 4)])[0]
     assert not ranks([[leaf(r, lr=0.1 * r)] for r in range(1, 4)])[0]
+    assert not ranks([[leaf(0), leaf(1, float(r), key=8 + r)] for r in range(3)])[0], "one leaf of each has its own key"
 
 
 def test_a_rank_without_a_part_of_a_shard_takes_the_same_numbers(ranks):
