@@ -27,7 +27,7 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -127,8 +127,12 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def _require_digests(folder: Path) -> bool:
+def _require_digests(folder: Path, files: Iterable[str]) -> bool:
     """Compare the table of contents, and this rank's share of the other files, with their digests.
+
+    Args:
+        folder: of the checkpoint.
+        files: those that the table names. Others may be left from a save that was cut off on more ranks.
 
     Returns:
         Whether there are digests to compare with.
@@ -143,7 +147,7 @@ def _require_digests(folder: Path) -> bool:
         return False
     lines = record.read_bytes().decode(errors="replace").split("\n")[:-1] if is_small(record) else []
     digests = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
-    names = sorted({*digests, *(file.name for file in folder.glob("*.distcp"))} - {TABLE})
+    names = sorted({*digests, *files} - {TABLE})
     for file in (TABLE, *names[world().rank :: world().size]):
         if not (folder / file).is_file() or _sha256(folder / file) != digests.get(file):
             raise ValueError(
@@ -194,8 +198,9 @@ def load(path: str | Path, tree: Any, *, chains: range | None = None) -> None:
                 f"load: there is no checkpoint in {path}, or it was not written to its end; load an earlier one"
             )
         tensors = _named("load", tree, chains)
-        compared = _require_digests(Path(path))
-        table = RestrictedReader(str(path)).read_metadata().state_dict_metadata
+        contents = RestrictedReader(str(path)).read_metadata()
+        compared = _require_digests(Path(path), {str(x.relative_path) for x in (contents.storage_data or {}).values()})
+        table = contents.state_dict_metadata
         saved = {name: int(match[1]) for name in table if (match := CHAIN.match(name))}
         here = {name: about for name, about in table.items() if saved.get(name) in {None, *(chains or ())}}
         _require_fit(path, tensors, here)
