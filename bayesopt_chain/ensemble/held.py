@@ -1,4 +1,4 @@
-r"""Scores on the folds that members left out, the noise that they ask for, and what a constant scores there.
+r"""Scores on the folds that members left out, the noise that they ask for, and how far predictions go from a constant's.
 
 Of the m members that left a fold out, a target there has the log score
 
@@ -13,6 +13,12 @@ noise is
 so that outliers do not decide. Of the mean of m members ``MSE_m = a + b / m``, so that for all M members
 
     c <- c - b (1 / m - 1 / M),      b = (MSE_1 - MSE_m) / (1 - 1 / m).
+
+Where inputs tell little, networks say too much: numbers and logits f are drawn to the best constant ones, f_0, by
+
+    f_0 + a (f - f_0),      a = sum_k a_k p(folds | a_k) / sum_k p(folds | a_k),      a_k = 0, .1, ..., 1,
+
+the mean under all a_k alike before the folds are seen, to a tenth. For a = 0 the networks are not used.
 """
 
 from __future__ import annotations
@@ -37,6 +43,9 @@ LEAST = 1e-6  # noise, in units of the targets' variance
 NOISES = torch.logspace(-6, 1, 100, dtype=torch.float64, device="cpu")
 SCALES = torch.logspace(-1, 1.5, 60, dtype=torch.float64, device="cpu")
 SURE = 2.0  # standard errors
+SHARES = torch.linspace(
+    0, 1, 11, dtype=torch.float64, device="cpu"
+)  # of the way from a constant's outputs to the networks'
 MOST_CONSTANTS = 4096  # outputs of a datum beyond which no constant is fitted
 
 
@@ -165,23 +174,39 @@ def best_factor(likelihood: Likelihood, folds: Sequence[Fold]) -> tuple[float, l
     return c, [f"scale: at the end {c:.3g} of its grid."] if end else []
 
 
-def constant_scores(problem: Problem, likelihood: Likelihood, folds: Sequence[Fold]) -> Tensor | None:
-    """Log scores ``[n]``, on the same folds, of the best constant outputs for the other data: mean of numbers, frequencies of
-    classes. Noise is that of the folds, as it is for networks. ``None`` for outputs of too many numbers."""
+def score_of(problem: Problem, folds: Sequence[Fold]) -> tuple[Tensor, Likelihood]:
+    """Log scores ``[n]`` under the noise that is best on the folds, and the likelihood with that noise."""
+    likelihood = problem.likelihood
+    if problem.gaussian:
+        likelihood = likelihood.scaled(1 / best_noise(problem, folds)[0])
+    return score(likelihood, folds), likelihood
+
+
+def constants(problem: Problem, folds: Sequence[Fold]) -> list[Fold] | None:
+    """The folds with the best constant outputs for the other data. ``None`` for outputs of too many numbers."""
     if folds[0].outputs[0, 0].numel() > MOST_CONSTANTS:
         return None
-    every, found = torch.arange(problem.data.size, device="cpu"), []
-    for fold in folds:
-        targets = doubled(problem.data.take(every[~torch.isin(every, fold.rows)])[1])
-        n, event = problem.data.size - len(fold.rows), fold.outputs.shape[2:]
-        c = _constant(likelihood, targets, n, event, fold.outputs)
-        found.append(fold._replace(outputs=c.expand(1, len(fold.rows), *event)))
-    used = likelihood.scaled(1 / best_noise(problem, found)[0]) if likelihood.has_noise_scale else likelihood
-    return score(used, found)
+    found = [constant_of(problem, fold.outputs, fold.rows).expand_as(fold.outputs[:1]) for fold in folds]
+    return [fold._replace(outputs=c) for fold, c in zip(folds, found)]
 
 
-def _constant(likelihood: Likelihood, targets: Any, n: int, event: Any, like: Tensor) -> Tensor:
-    """The outputs ``[*event]`` with the largest likelihood if they are the same for all data."""
+def shrunk(problem: Problem, folds: Sequence[Fold], constant: Sequence[Fold]) -> tuple[float, list[Fold]]:
+    """How far from a constant's outputs to the networks' predictions are to go, and the folds with those."""
+
+    def at(a: float) -> list[Fold]:
+        return [f._replace(outputs=c.outputs + a * (f.outputs - c.outputs)) for f, c in zip(folds, constant)]
+
+    logs = torch.stack([score_of(problem, at(a))[0].sum() for a in SHARES.tolist()])
+    share = round(float(logs.softmax(0) @ SHARES), 1)
+    return share, at(share)
+
+
+def constant_of(problem: Problem, like: Tensor, without: Tensor) -> Tensor:
+    """The outputs ``[*event]`` that are best if they are the same for all data but those rows: mean of numbers, log
+    frequencies of classes."""
+    likelihood, every, event = problem.likelihood, torch.arange(problem.data.size, device="cpu"), like.shape[2:]
+    targets = doubled(problem.data.take(every[~torch.isin(every, without)])[1])
+    n = problem.data.size - len(without)
     inner = getattr(likelihood, "inner", likelihood)
     if likelihood.has_noise_scale or isinstance(inner, LearnedGaussian):
         mean, variance = moments(likelihood, targets)
