@@ -16,12 +16,11 @@ from bayesopt_chain.ensemble import held
 from bayesopt_chain.ensemble.data import LEAST_SCORED, Data, Scale, moments, read
 from bayesopt_chain.ensemble.ensemble import Ensemble
 from bayesopt_chain.ensemble.members import Members, described, members_of
-from bayesopt_chain.ensemble.recipe import FAN_IN, MORE, RATES, TRIAL, USUAL, Trained, Training
+from bayesopt_chain.ensemble.recipe import FAN_IN, MORE, RATES, TRIAL, USUAL, Trained, Training, score_of
 from bayesopt_chain.ensemble.report import Progress, Report
 from bayesopt_chain.ensemble.stages import Stages, checksum
 from bayesopt_chain.ensemble.training import Problem, vmappable
 from bayesopt_chain.likelihoods import Likelihood, gaussian, weighted
-from bayesopt_chain.modules.functional import make_functional
 from bayesopt_chain.runs.identity import describe
 
 WHO = "posterior_ensemble: "
@@ -243,27 +242,14 @@ def _finished(
     residuals: bool,
     failed: Exception | None,
 ) -> Ensemble:
-    """How far predictions go from a constant's, the noise or the scale to predict with, and the report.
+    """The noise or the scale to predict with, what a constant scores, and the report.
 
     Raises:
         EnsembleError: training failed, or a constant scores better.
     """
-    alone = folds = held.folds_of(problem, trained.pilots, trained.kept)
-    factor, said, constant, share = 1.0, _said(problem, trained, chosen, scale), None, 1.0
-    members, nothing = problem.members, torch.arange(0, device="cpu")
-    try:
-        constant = None if residuals else held.constants(problem, folds)
-    except (ValueError, RuntimeError) as err:
-        said.append(f"constant: none could be scored ({err}).")
-    # logits of one datum with axes of their own may be of any length
-    if constant and (problem.gaussian or problem.likelihood.has_classes and folds[0].outputs.ndim < 4):
-        share, folds = held.shrunk(problem, folds, constant)
-        said.append(f"outputs: {share:g} of the way from a constant's to the networks', by held-out data.")
-    if share < 1:
-        scale = scale.shrunk(share, held.constant_of(problem, folds[0].outputs, nothing))
-        network = members.still.module
-        members = members._replace(still=make_functional(network, inputs=scale.into, outputs=scale.out).forward)
-    scores, likelihood = held.score_of(problem, folds)
+    folds = held.folds_of(problem, trained.pilots, trained.kept)
+    scores, likelihood = score_of(problem, folds)
+    factor, said = 1.0, _said(problem, trained, chosen, scale)
     if problem.gaussian:
         noise, ends = held.best_noise(problem, folds)
         likelihood = problem.likelihood.scaled(1 / noise)
@@ -271,21 +257,21 @@ def _finished(
     else:
         factor, ends = held.best_factor(problem.likelihood, folds)
         scores = held.score(likelihood, folds, factor)
-        said.append(f"scale: {factor:.3g}" + ("." if factor != 1 else ": no other is better by two standard errors."))
+        said.append(f"scale: {factor:.3g}, by held-out data.")
     said += ends
     table, advice = {"ensemble": float(scores.mean())}, {}
-    if share < 1:
-        table["networks alone"] = float(held.score_of(problem, alone)[0].mean())
     for prior in (USUAL, FAN_IN):
         if trained.z is not None:
             who = [m for m, p in enumerate(trained.priors) if p == prior]
-            table[f"pilots, {prior}"] = float(
-                held.score_of(problem, held.folds_of(problem, trained.pilots, who))[0].mean()
-            )
+            table[f"pilots, {prior}"] = float(score_of(problem, held.folds_of(problem, trained.pilots, who))[0].mean())
+    constant = None
+    try:
+        constant = None if residuals else held.constant_scores(problem, problem.likelihood, folds)
+    except (ValueError, RuntimeError) as err:
+        said.append(f"constant: none could be scored ({err}).")
     gain = math.inf
     if constant is not None:
-        of_constant = held.score_of(problem, constant)[0]
-        table["constant"], gain = float(of_constant.mean()), held.z_of(scores - of_constant)
+        table["constant"], gain = float(constant.mean()), held.z_of(scores - constant)
         said.append(f"constant: the networks predict held-out data better than it by {gain:.1f} standard errors.")
     if (phi := held.dispersion(problem.likelihood, folds)) is not None:
         said.append(
@@ -311,18 +297,17 @@ def _finished(
     )
     params = {k: x[None] for k, x in problem.tree(trained.theta).items()}
     buffers = {k: x[None] for k, x in trained.buffers.items()}
-    made = Ensemble(params, buffers, likelihood, factor, report, members, scale, problem.loop)
+    made = Ensemble(params, buffers, likelihood, factor, report, problem.members, scale, problem.loop)
     if failed is not None:
         said_of_it = f"{failed}".removeprefix(WHO)
         raise EnsembleError(
             f"{WHO}in training: {said_of_it}. What was trained before is the error's .ensemble", made
         ) from failed
-    if share == 0 or gain < WORSE:
+    if gain < WORSE:
         raise EnsembleError(
-            f"{WHO}the networks predict held-out data worse than a constant does (log scores "
-            f"{table.get('networks alone', table['ensemble']):.3f} and {table['constant']:.3f} nats a datum). If they have not "
-            "learnt their training data yet, pass more steps=; if they know them by heart, a larger prior_precision= or a "
-            "smaller network. The fit is this error's .ensemble",
+            f"{WHO}the networks predict held-out data worse than a constant does (log scores {table['ensemble']:.3f} and "
+            f"{table['constant']:.3f} nats a datum). If they have not learnt their training data yet, pass more steps=; "
+            "if they know them by heart, a larger prior_precision= or a smaller network. The fit is this error's .ensemble",
             made,
         )
     return made

@@ -120,11 +120,6 @@ class Scale(NamedTuple):
         mean, variance = moments(likelihood, data.targets)
         return cls(inputs, (mean, torch.where(variance > 0, variance, 1.0).sqrt()), learned)
 
-    def shrunk(self, share: float, constant: Tensor) -> Scale:
-        """With outputs that go a share of the way from constant ones to these."""
-        shift, width = self.outputs or (torch.zeros_like(constant), torch.ones_like(constant))
-        return self._replace(outputs=(constant + share * (shift.to(constant) - constant), share * width.to(constant)))
-
     def into(self, batch: Any) -> Any:
         """What the network is called with."""
         leaves, spec = batches.flatten(batch_inputs(batch))

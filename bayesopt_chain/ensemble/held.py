@@ -1,4 +1,4 @@
-r"""Scores on the folds that members left out, the noise that they ask for, and how far predictions go from a constant's.
+r"""Scores on the folds that members left out, the noise that they ask for, and what a constant scores there.
 
 Of the m members that left a fold out, a target there has the log score
 
@@ -14,11 +14,11 @@ so that outliers do not decide. Of the mean of m members ``MSE_m = a + b / m``, 
 
     c <- c - b (1 / m - 1 / M),      b = (MSE_1 - MSE_m) / (1 - 1 / m).
 
-Where inputs tell little, networks say too much: numbers and logits f are drawn to the best constant ones, f_0, by
+Logits are divided, and noise scales other than these multiplied, by the c whose logarithm is the mean of
 
-    f_0 + a (f - f_0),      a = sum_k a_k p(folds | a_k) / sum_k p(folds | a_k),      a_k = 0, .1, ..., 1,
+    p(log c | folds)  ~  exp(sum_i l_i(c) - (log c)^2 / 2),
 
-the mean under all a_k alike before the folds are seen, to a tenth. For a = 0 the networks are not used.
+so that few data, which cannot tell, leave predictions as they are, and some of them do not have to be sure.
 """
 
 from __future__ import annotations
@@ -42,10 +42,7 @@ LEAST = 1e-6  # noise, in units of the targets' variance
 # variances in units of the targets', and what logits are divided by
 NOISES = torch.logspace(-6, 1, 100, dtype=torch.float64, device="cpu")
 SCALES = torch.logspace(-1, 1.5, 60, dtype=torch.float64, device="cpu")
-SURE = 2.0  # standard errors
-SHARES = torch.linspace(
-    0, 1, 11, dtype=torch.float64, device="cpu"
-)  # of the way from a constant's outputs to the networks'
+NONE = 0.05  # of log c: less is no factor at all
 MOST_CONSTANTS = 4096  # outputs of a datum beyond which no constant is fitted
 
 
@@ -161,52 +158,35 @@ def _gain(problem: Problem, folds: Sequence[Fold]) -> Any:
 
 
 def best_factor(likelihood: Likelihood, folds: Sequence[Fold]) -> tuple[float, list[str]]:
-    """What logits are divided by, or noise scales are widened by: 1 unless another is better by two standard errors."""
+    """What logits are divided by, or noise scales are widened by, and what is to be said of it."""
     if not likelihood.has_width:
         return 1.0, []
-    n = sum(len(f.rows) for f in folds)
-    table = [float(score(likelihood, folds, c).mean()) - math.log(c) ** 2 / (2 * n) for c in SCALES.tolist()]
-    i = max(range(len(table)), key=table.__getitem__)
-    c = float(SCALES[i])
-    if z_of(score(likelihood, folds, c) - score(likelihood, folds)) <= SURE:
+    logs = SCALES.log()
+    table = torch.stack([score(likelihood, folds, c).sum() for c in SCALES.tolist()]).to(logs) - logs.square() / 2
+    mean, best = float(table.softmax(0) @ logs), int(table.argmax())
+    if abs(mean) < NONE:
         return 1.0, []
-    end = i in (0, len(SCALES) - 1)
-    return c, [f"scale: at the end {c:.3g} of its grid."] if end else []
+    end = best in (0, len(SCALES) - 1)
+    return math.exp(mean), [f"scale: at the end {SCALES[best]:.3g} of its grid."] if end else []
 
 
-def score_of(problem: Problem, folds: Sequence[Fold]) -> tuple[Tensor, Likelihood]:
-    """Log scores ``[n]`` under the noise that is best on the folds, and the likelihood with that noise."""
-    likelihood = problem.likelihood
-    if problem.gaussian:
-        likelihood = likelihood.scaled(1 / best_noise(problem, folds)[0])
-    return score(likelihood, folds), likelihood
-
-
-def constants(problem: Problem, folds: Sequence[Fold]) -> list[Fold] | None:
-    """The folds with the best constant outputs for the other data. ``None`` for outputs of too many numbers."""
+def constant_scores(problem: Problem, likelihood: Likelihood, folds: Sequence[Fold]) -> Tensor | None:
+    """Log scores ``[n]``, on the same folds, of the best constant outputs for the other data: mean of numbers, frequencies of
+    classes. Noise is that of the folds, as it is for networks. ``None`` for outputs of too many numbers."""
     if folds[0].outputs[0, 0].numel() > MOST_CONSTANTS:
         return None
-    found = [constant_of(problem, fold.outputs, fold.rows).expand_as(fold.outputs[:1]) for fold in folds]
-    return [fold._replace(outputs=c) for fold, c in zip(folds, found)]
+    every, found = torch.arange(problem.data.size, device="cpu"), []
+    for fold in folds:
+        targets = doubled(problem.data.take(every[~torch.isin(every, fold.rows)])[1])
+        n, event = problem.data.size - len(fold.rows), fold.outputs.shape[2:]
+        c = _constant(likelihood, targets, n, event, fold.outputs)
+        found.append(fold._replace(outputs=c.expand(1, len(fold.rows), *event)))
+    used = likelihood.scaled(1 / best_noise(problem, found)[0]) if likelihood.has_noise_scale else likelihood
+    return score(used, found)
 
 
-def shrunk(problem: Problem, folds: Sequence[Fold], constant: Sequence[Fold]) -> tuple[float, list[Fold]]:
-    """How far from a constant's outputs to the networks' predictions are to go, and the folds with those."""
-
-    def at(a: float) -> list[Fold]:
-        return [f._replace(outputs=c.outputs + a * (f.outputs - c.outputs)) for f, c in zip(folds, constant)]
-
-    logs = torch.stack([score_of(problem, at(a))[0].sum() for a in SHARES.tolist()])
-    share = round(float(logs.softmax(0) @ SHARES), 1)
-    return share, at(share)
-
-
-def constant_of(problem: Problem, like: Tensor, without: Tensor) -> Tensor:
-    """The outputs ``[*event]`` that are best if they are the same for all data but those rows: mean of numbers, log
-    frequencies of classes."""
-    likelihood, every, event = problem.likelihood, torch.arange(problem.data.size, device="cpu"), like.shape[2:]
-    targets = doubled(problem.data.take(every[~torch.isin(every, without)])[1])
-    n = problem.data.size - len(without)
+def _constant(likelihood: Likelihood, targets: Any, n: int, event: Any, like: Tensor) -> Tensor:
+    """The outputs ``[*event]`` with the largest likelihood if they are the same for all data."""
     inner = getattr(likelihood, "inner", likelihood)
     if likelihood.has_noise_scale or isinstance(inner, LearnedGaussian):
         mean, variance = moments(likelihood, targets)

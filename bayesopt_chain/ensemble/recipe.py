@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.ensemble import held
+from bayesopt_chain.ensemble.held import Fold
 from bayesopt_chain.ensemble.report import Progress
 from bayesopt_chain.ensemble.stages import Stages
 from bayesopt_chain.ensemble.training import (
@@ -35,6 +36,7 @@ from bayesopt_chain.ensemble.training import (
     program,
     started,
 )
+from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.loop.module_state import buffers_of
 from bayesopt_chain.optimizers.functional import adam
 
@@ -254,7 +256,7 @@ class Training:
         z, priors = None, self.priors
         if len(folds) == 2:
             shared = {int(f.rows[0]) for f in folds[USUAL]} & {int(f.rows[0]) for f in folds[FAN_IN]}
-            scores = [held.score_of(problem, [f for f in folds[p] if int(f.rows[0]) in shared])[0] for p in PRIORS]
+            scores = [score_of(problem, [f for f in folds[p] if int(f.rows[0]) in shared])[0] for p in PRIORS]
             z = self.stages.firsts(held.z_of(scores[1] - scores[0]))
             if abs(z) >= 1:
                 priors = [FAN_IN if z > 0 else USUAL] * problem.count
@@ -263,6 +265,14 @@ class Training:
             for m, prior in enumerate(priors):
                 self.noise[m] = v0 if prior == FAN_IN else NOISE
         return priors, [m for m in every if self.priors[m] in priors], z
+
+
+def score_of(problem: Problem, folds: list[Fold]) -> tuple[Tensor, Likelihood]:
+    """Held-out log scores ``[n]`` under the noise that is best there, and the likelihood with that noise."""
+    likelihood = problem.likelihood
+    if problem.gaussian:
+        likelihood = likelihood.scaled(1 / held.best_noise(problem, folds)[0])
+    return held.score(likelihood, folds), likelihood
 
 
 def _require_finite(tensors: list[Tensor], stage: str) -> None:

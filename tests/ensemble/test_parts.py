@@ -90,7 +90,7 @@ def test_the_constant_that_is_scored_is_the_mean_of_the_other_data_with_the_nois
     p = problem(members=2)
     folds = held.folds_of(p, outputs(p, lambda m: 0.0))
     square = (p.data.targets[:10] - p.data.targets[10:].mean()).square()
-    found = held.score_of(p, held.constants(p, folds))[0]
+    found = held.constant_scores(p, p.likelihood, folds)
     assert float(found.mean()) == pytest.approx(-float((2 * math.pi * square.mean()).log() + 1) / 2, abs=0.002)
     assert torch.equal(found.argsort(descending=True), square[:, 0].argsort())
 
@@ -101,8 +101,22 @@ def test_the_constant_of_classes_is_their_frequencies():
     lik = bc.likelihoods.categorical()
     p = Problem(p.data._replace(targets=y), lik, p.members, 2, 8, p.folds, 0, p.mine)
     folds = held.folds_of(p, [torch.zeros(10, 2), torch.zeros(10, 2)])
-    found = held.score_of(p, held.constants(p, folds))[0]
+    found = held.constant_scores(p, lik, folds)
     torch.testing.assert_close(found, torch.full_like(found, 2 / 3).log(), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize(("n", "tolerance"), [(6, 0.005), (3000, 0.05)])
+def test_logits_are_divided_by_the_mean_factor_that_the_folds_leave_possible(n, tolerance):
+    """By quadrature; logits are three times as large as those that the classes were drawn with. The grid has steps of .098."""
+    lik, generator = bc.likelihoods.categorical(), torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(n, 3, generator=generator, dtype=torch.float64)
+    y = logits.softmax(1).multinomial(1, generator=generator)[:, 0]
+    found, _ = held.best_factor(lik, [held.Fold(torch.arange(n), y, [0], 3 * logits[None])])
+    logs = torch.linspace(math.log(0.1), math.log(10**1.5), 4001, dtype=torch.float64)
+    scores = torch.stack([(3 * logits / c).log_softmax(1).gather(1, y[:, None]).sum() for c in logs.exp()])
+    mean = float((scores - logs.square() / 2).softmax(0) @ logs)
+    assert math.log(found) == pytest.approx(mean, abs=tolerance)
+    assert n < 3000 or found == pytest.approx(3, rel=0.1)
 
 
 def test_data_with_equal_inputs_are_left_out_together():
