@@ -133,7 +133,7 @@ class Observed:
         ...     loss, torch.zeros(4), None, {"w": lambda w: w}, temperature=0.1, strength=0.1, steps=400, burn_in=50
         ... )
         >>> run.mean("w").value.shape, run.covariance("w", "w").error.shape, run.traces["w"].shape
-        (torch.Size([4]), torch.Size([4, 4]), torch.Size([8, 88, 4]))
+        (torch.Size([4]), torch.Size([4, 4]), torch.Size([8, 44, 4]))
         >>> run.bif("w", "w", n=10).value.shape
         torch.Size([4, 4])
         >>> run.llc(), run.to_arviz()  # doctest: +SKIP
