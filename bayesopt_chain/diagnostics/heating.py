@@ -256,7 +256,12 @@ def heating(
         (True, True)
     """
     response = read(tx, noise.mean, state)
-    order, steps = _order(order or noise.order, steps_per_epoch or noise.steps_per_epoch)
+    order, steps = order or noise.order, steps_per_epoch or noise.steps_per_epoch  # pyright: ignore[reportAssignmentType]
+    if order is None or steps is None or (math.isinf(steps) and order != "independent"):
+        raise ValueError(
+            f"heating: of order={order!r} and steps_per_epoch={steps} one is missing, or an order has epochs of no end; give "
+            "steps_per_epoch, N / batch size, or order='independent'"
+        )
     if not any(group.temperature > 0 for group in response.groups):
         raise ValueError(
             "heating: the chain draws no noise, so there is no variance to compare with; give it a temperature above 0"
@@ -303,12 +308,8 @@ def _cooling(system: Reduced, report: Heating, again: GradientNoise | None) -> C
 
 def _overlap(system: Reduced, again: GradientNoise) -> float:
     """The share of the largest directions of the noise at another draw that lies in the span."""
-    roots = flatten(
-        optree.tree_unflatten(optree.tree_structure(system.like), [g.sqrt() for g in system.response.gains]),
-        system.like,
-    )
     Q = torch.cat(system.bases)
-    rows = flatten(again.rows, system.like).to(Q) * roots.to(Q)
+    rows = flatten(again.rows, system.like).to(Q) * system.roots
     _, vectors = torch.linalg.eigh((rows @ rows.T).double())
     top = vectors[:, -again.rank :].T.to(rows) @ rows
     return float((top @ Q.T).square().sum() / top.square().sum())
@@ -321,6 +322,7 @@ class Reduced:
     response: Response
     groups: tuple[Group, ...]  # those with a share in the span
     bases: tuple[Tensor, ...]  # rows [q, P], orthonormal, zero outside their group
+    roots: Tensor  # of the gains, [P]
     H: Tensor
     C: Tensor
     D: Tensor
@@ -354,22 +356,12 @@ def reduce(
 
     if curve is not None:
         span = torch.cat([span, lanczos(curved, roots, noise.rank, max_products=max_products)[1]])
-    sizes = [leaf.numel() for leaf in optree.tree_leaves(like)]
-    owner = torch.cat(
-        [
-            torch.full((n,), next((i for i, g in enumerate(response.groups) if j in g.leaves), -1), device="cpu")
-            for j, n in enumerate(sizes)
-        ]
-    )
-    groups, bases = [], []
-    for i, group in enumerate(response.groups):
-        basis = _orthonormal(span * (owner == i).to(span))
-        if len(basis):
-            groups.append(group)
-            bases.append(basis)
+    parts = span.split([leaf.numel() for leaf in optree.tree_leaves(like)], 1)
+    own = [torch.cat([x * (j in g.leaves) for j, x in enumerate(parts)], 1) for g in response.groups]
+    found = [(group, basis) for group, part in zip(response.groups, own) if len(basis := _orthonormal(part))]
+    groups, bases = zip(*found)
     Q = torch.cat(bases)
-    inside = (Q @ rows.T).double().cpu()
-    within = (Q @ draws.T).double().cpu()
+    inside, within = ((Q @ x.T).double().cpu() for x in (rows, draws))
     D = within @ within.T
     C = _positive(inside @ inside.T - D / 2)
     if curve is not None:
@@ -382,21 +374,19 @@ def reduce(
                 "from the noise; pass curvature=bc.diagnostics.hessian_product(loss, params, batches)"
             )
         H = C / (steps * groups[0].temperature)
-    return Reduced(response, tuple(groups), tuple(bases), H, C, D, like, curve is None)
+    return Reduced(response, groups, bases, roots, H, C, D, like, curve is None)
 
 
 def rescaled(system: Reduced, response: Response) -> Reduced:
     """The same for a chain whose groups have other gains, such as another learning rate."""
-    scale = []
-    groups = []
-    for group, basis in zip(system.groups, system.bases):
-        j = group.leaves[0]
-        ratio = float((response.gains[j] / system.response.gains[j]).reshape(-1)[0])
-        groups.append(next(g for g in response.groups if j in g.leaves))
-        scale.append(torch.full((len(basis),), ratio**0.5, dtype=torch.float64, device="cpu"))
-    s = torch.cat(scale)
+    first = [group.leaves[0] for group in system.groups]
+    ratios = [float((response.gains[j] / system.response.gains[j]).reshape(-1)[0]) for j in first]
+    s = torch.cat(
+        [torch.full((len(x),), r**0.5, dtype=torch.float64, device="cpu") for x, r in zip(system.bases, ratios)]
+    )
+    groups = tuple([next(g for g in response.groups if j in g.leaves) for j in first])
     outer = s[:, None] * s
-    return replace(system, groups=tuple(groups), H=system.H * outer, C=system.C * outer, D=system.D * outer)
+    return replace(system, groups=groups, H=system.H * outer, C=system.C * outer, D=system.D * outer)
 
 
 @dataclass(frozen=True)
@@ -548,60 +538,31 @@ def product(curvature: Any, like: Any) -> Callable[[Tree], Tree] | None:
     """The curvature of the mean loss as a product on trees."""
     if curvature is None:
         return None
-    if callable(curvature) and not torch.is_tensor(curvature):
-
-        def product(tree: Tree) -> Tree:
-            found: Any = curvature(tree)
-            if not kinds.TREE.fits(found) or optree.tree_structure(found) != optree.tree_structure(like):
-                raise TypeError(
-                    f"heating: curvature must return a tree of tensors like the parameters, got {short(found)}"
-                )
-            return found
-
-        return product
+    leaves, spec = optree.tree_flatten(like)
     if isinstance(curvature, Precision):
         count = float(curvature.count)
         if not count > 0:
             raise ValueError("heating: this curvature has seen no data; pass a precision summed over a batch")
+        slope = torch.func.grad(lambda x: curvature.quad(spec.unflatten(x)).sum() / (2.0 * count))
+        return lambda tree: spec.unflatten(slope(optree.tree_leaves(tree)))
+    if isinstance(curvature, Tensor):
+        size = sum(leaf.numel() for leaf in leaves)
+        if tuple(curvature.shape) != (size, size):
+            raise TypeError(f"heating: curvature must be a [{size}, {size}] matrix, got {tuple(curvature.shape)}")
+        return lambda tree: unflatten(curvature.to(v := flatten(tree, like)) @ v, like)
 
-        def quadratic(leaves: list[Tensor]) -> Tensor:
-            return curvature.quad(optree.tree_unflatten(optree.tree_structure(like), leaves)).sum() / (2.0 * count)
+    def checked(tree: Tree) -> Tree:
+        found: Any = curvature(tree)
+        if not kinds.TREE.fits(found) or optree.tree_structure(found) != spec:
+            raise TypeError(f"heating: curvature must return a tree of tensors like the parameters, got {short(found)}")
+        return found
 
-        gradient = torch.func.grad(quadratic)
-        return lambda tree: optree.tree_unflatten(optree.tree_structure(like), gradient(optree.tree_leaves(tree)))
-    size = sum(leaf.numel() for leaf in optree.tree_leaves(like))
-    if not torch.is_tensor(curvature) or tuple(curvature.shape) != (size, size):
-        came = tuple(curvature.shape) if torch.is_tensor(curvature) else type(curvature).__name__
-        raise TypeError(
-            f"heating: curvature must be a [{size}, {size}] matrix, a precision or a product on trees, got {came}"
-        )
-    matrix = curvature
-
-    def times(tree: Tree) -> Tree:
-        v = flatten(tree, like)
-        return unflatten((matrix.to(v) @ v), like)
-
-    return times
-
-
-def _order(order: str | None, steps: float | None) -> tuple[Order, float]:
-    known = next((name for name in get_args(Order) if name == order), None)
-    if known is None:
-        raise ValueError(f"heating: order must be one of {', '.join(get_args(Order))}, got {order!r}")
-    if steps is None or not steps >= 1:
-        raise ValueError(f"heating: steps_per_epoch must be at least 1, N / batch size, got {steps}")
-    if steps == float("inf") and order != "independent":
-        raise ValueError(f"heating: order={order!r} has epochs; give steps_per_epoch, or order='independent'")
-    return known, float(steps)
+    return checked
 
 
 def _directions(system: Reduced, V: Tensor) -> Any:
-    like = system.like
-    spec = optree.tree_structure(like)
-    roots = flatten(optree.tree_unflatten(spec, [g.sqrt() for g in system.response.gains]), like)
-    Q = torch.cat(system.bases)
-    rows = V.T.to(Q) @ Q / torch.where(roots > 0, roots, 1.0).to(Q)
-    return unflatten(rows / rows.norm(dim=1, keepdim=True), like)
+    rows = V.T.to(system.roots) @ torch.cat(system.bases) / torch.where(system.roots > 0, system.roots, 1.0)
+    return unflatten(rows / rows.norm(dim=1, keepdim=True), system.like)
 
 
 def _orthonormal(rows: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ from bayesopt_chain.diagnostics.heating import Heating, Reduced, loop, predict, 
 from bayesopt_chain.diagnostics.rates import MARGIN, largest, rate
 from bayesopt_chain.diagnostics.top_curvature import hessian_product, trace
 from bayesopt_chain.loop.step import make_step
-from bayesopt_chain.testing._lyapunov import Unstable, solve_lyapunov
+from bayesopt_chain.testing._lyapunov import solve_lyapunov
 
 MOMENTA = (0.5, 0.9, 0.97, 0.99, 0.997)  # tried where the momentum is open
 PARTS = (1, 10, 40)  # batches an epoch, tried where the batch size is open
@@ -269,10 +269,8 @@ class _Search:
         places.append(self._measure(end, 0.6 * self.allowed))
         rows = self._rows(places, margin)
         best = max(rows)
-        steps = self.source.size / best.batch_size
-        order = self.source.order if steps > 1 else "independent"
         heating = rate(best.stability, lambda lr: self._heat(places, best, lr), self.tolerance, 0.999)
-        reports = [predict(self._at(place, best, best.lr), order, steps) for place in places]
+        reports = [self._report(place, best, best.lr) for place in places]
         return Suggestion(
             best.lr,
             best.momentum,
@@ -328,13 +326,16 @@ class _Search:
         system = replace(place.system, C=place.system.C / row.batch_size, D=place.system.D / row.batch_size)
         return rescaled(system, Response(tuple(gain * ratio for gain in reading.gains), groups))
 
+    def _report(self, place: Place, row: Row, lr: float) -> Heating:
+        """What :func:`bayesopt_chain.diagnostics.heating` says of this rate at a place."""
+        steps = self.source.size / row.batch_size
+        return predict(self._at(place, row, lr), self.source.order if steps > 1 else "independent", steps)
+
     def _heat(self, places: Sequence[Place], row: Row, lr: float) -> float:
         """The worst excess over places; infinite where the chain diverges."""
-        steps = self.source.size / row.batch_size
-        order = self.source.order if steps > 1 else "independent"
         try:
-            return max(predict(self._at(place, row, lr), order, steps).worst for place in places)
-        except (ValueError, Unstable):
+            return max(self._report(place, row, lr).worst for place in places)
+        except ValueError:
             return math.inf
 
     def _rows(self, places: Sequence[Place], margin: float) -> list[Row]:
