@@ -39,7 +39,7 @@ from bayesopt_chain.diagnostics.convergence import R_HAT
 from bayesopt_chain.diagnostics.forces import Forces, forces_of, names_of
 from bayesopt_chain.diagnostics.gradient_noise import gradients, scalar
 from bayesopt_chain.diagnostics.top_curvature import hessian_product, lanczos, trace
-from bayesopt_chain.trees import paths_of
+from bayesopt_chain.trees import flatten, paths_of, unflatten
 
 if TYPE_CHECKING:
     from bayesopt_chain.runs.draws import Draws
@@ -649,35 +649,32 @@ class _Run:
         chosen = self.draws[:: max(1, math.ceil(len(self.draws) / MOST_DRAWS))]
         trees = [[_chain(draw, self.draws.chains, c) for c in range(self.n)] for draw in chosen]
         names = names_of(paths_of(trees[0][0]))
-        where = [names.index(name) for name in levels]
-        root = [level**0.5 for level in levels.values()]
+        where = sorted(names.index(name) for name in levels)
+        levels = {names[j]: levels[names[j]] for j in where}
+        sizes = [self.leaves[name].size for name in levels]
+        # in these units every leaf has temperature 1
+        root = torch.tensor([*levels.values()], dtype=torch.float64, device="cpu").sqrt()
+        root = root.repeat_interleave(torch.tensor(sizes, device="cpu"))
+
+        def flat(leaves: Sequence[Any]) -> Tensor:
+            return torch.cat([leaves[j].detach().double().cpu().reshape(-1) for j in where]) / root
+
+        def by_leaf(x: Tensor) -> list[float]:
+            return [float(part.mean()) for part in x.split(sizes)]
+
         stiff = self._stiffest(data, trees[-1][0], where)
-        parts = [[optree.tree_leaves(tree, none_is_leaf=True) for tree in row] for row in trees]
-        theta = [torch.stack([torch.stack([p[j].detach().double() for p in row]) for row in parts]) for j in where]
-        half = len(trees) // 2
-        rows = list[list[tuple[list[float], ...]]]()
+        parts = [[flat(optree.tree_leaves(tree, none_is_leaf=True)) for tree in row] for row in trees]
+        theta = torch.stack([torch.stack(row) for row in parts])
+        half, rows = len(trees) // 2, list[list[tuple[list[float], ...]]]()
         for k, row in enumerate(trees):
             rows.append([])
+            others = theta[half:] if k < half else theta[:half]
             for c, params in enumerate(row):
                 own = data.gradients(params)
-                total = forces.of(params, own)
-                others = [x[half:] if k < half else x[:half] for x in theta]
-                centres = [x.mean((0, 1)) if pooled else x[:, c].mean(0) for x in others]
-                # in these units every leaf has temperature 1
-                away = [((x[k, c] - m) / r).flatten() for x, m, r in zip(theta, centres, root)]
-                force, of_loss = ([g[j].double().flatten() / r for j, r in zip(where, root)] for g in (total, own))
-                a, f = torch.cat(away), torch.cat(force)
-                rows[-1].append(
-                    (
-                        [float(a @ f) / len(a), *[float(u @ a) * float(u @ f) for u in stiff]],
-                        [float((x * y).mean()) for x, y in zip(away, force)],
-                        [float((x * y).mean()) for x, y in zip(away, of_loss)],
-                        [
-                            float(((y - g) * x[k, c].flatten()).mean() / r)
-                            for y, g, x, r in zip(force, of_loss, theta, root)
-                        ],
-                    )
-                )
+                a = theta[k, c] - (others.mean((0, 1)) if pooled else others[:, c].mean(0))
+                f, g = flat(forces.of(params, own)), flat(own)
+                ahead = [float(a @ f) / len(a), *[float(u @ a) * float(u @ f) for u in stiff]]
+                rows[-1].append((ahead, by_leaf(a * f), by_leaf(a * g), by_leaf((f - g) * theta[k, c])))
         along = ["all parameters", *[f"stiffest direction {i + 1}" for i in range(len(stiff))]]
         found = [
             torch.tensor([[each[part] for each in row] for row in rows], dtype=torch.float64, device="cpu")
@@ -689,21 +686,21 @@ class _Run:
 
     def _stiffest(self, data: _Data, params: Any, where: Sequence[int]) -> list[Tensor]:
         """Eigenvectors of the Hessian's largest eigenvalues at a draw, of leaves that move; none without a finite Hessian."""
-        leaves, spec = optree.tree_flatten(params)
         product = hessian_product(data.loss, params, data.batches, max_batches=8)
-        like = torch.cat([leaves[j].detach().reshape(-1) for j in where])
+        leaves, spec = optree.tree_flatten(params)
+        moves = flatten(spec.unflatten([torch.full_like(x, float(j in where)) for j, x in enumerate(leaves)]), params)
 
         def along(v: Tensor) -> Tensor:
-            tangents = [torch.zeros_like(x) for x in leaves]
-            for j, part in zip(where, v.split([leaves[j].numel() for j in where])):
-                tangents[j] = part.view_as(leaves[j]).to(leaves[j])
-            image = optree.tree_leaves(product(optree.tree_unflatten(spec, tangents)))
-            return torch.cat([image[j].reshape(-1).to(like) for j in where])
+            return moves * flatten(product(unflatten(moves * v, params)), params)
 
         try:
-            if bool(torch.isfinite(along(torch.ones_like(like))).all()):
-                values, vectors = lanczos(along, like, min(DIRECTIONS, like.numel()), max_products=25)
-                return [u.double() for k, u in zip(values, vectors) if float(k) > 1e-6 * float(values.abs().max())]
+            if bool(torch.isfinite(along(torch.ones_like(moves))).all()):
+                values, vectors = lanczos(along, moves, min(DIRECTIONS, int(moves.sum())), max_products=25)
+                return [
+                    u[moves > 0].double().cpu()
+                    for k, u in zip(values, vectors)
+                    if float(k) > 1e-6 * float(values.abs().max())
+                ]
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:  # of autograd, where an operation has no second derivative, or of a decomposition
