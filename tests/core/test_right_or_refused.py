@@ -1,7 +1,6 @@
 """Nothing is silently wrong: what cannot be right is refused by name, with what to do instead."""
 
 import copy
-import math
 from dataclasses import dataclass
 
 import optree
@@ -358,15 +357,14 @@ def test_the_empty_chain_is_torchopts_identity_and_chain_flat_exists():
 
 def test_states_of_other_chains_other_leaves_and_other_orders_are_refused_with_both_sides_named():
     tx = bc.chain(bc.add_momentum(0.9), bc.inject_langevin_noise(T), bc.scale_by_neg_lr(0.1))
-    state = tx.init(P)
     turned = bc.chain(bc.inject_langevin_noise(T), bc.add_momentum(0.9), bc.scale_by_neg_lr(0.1))
-    with pytest.raises(ValueError, match=r"LangevinNoise, Momentum, Scale\), this chain has \(Momentum"):
-        tx.update(P, turned.init(P), params=P)
-    with pytest.raises(ValueError, match="this chain has"):
-        tx.update(P, bc.adam(0.1, temperature=T).init(P), params=P)
-    renamed = {"v": P["w"], "b": P["b"]}
-    with pytest.raises(ValueError, match=r"\['v'\].*\['w'\]"):
-        tx.update(renamed, state, params=renamed)
+    for params, state, words in (
+        (P, turned.init(P), r"LangevinNoise, Momentum, Scale\), this chain has \(Momentum"),
+        (P, bc.adam(0.1, temperature=T).init(P), "this chain has"),
+        ({"v": P["w"], "b": P["b"]}, tx.init(P), r"\['v'\].*\['w'\]"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            tx.update(params, state, params=params)
 
 
 def test_a_state_is_written_flat_by_name_and_read_back_in_place():
@@ -378,14 +376,16 @@ def test_a_state_is_written_flat_by_name_and_read_back_in_place():
     assert all(type(t) is torch.Tensor for t in flat.values())
     fresh = tx.init(P)
     kept = [t.data_ptr() for t in optree.tree_leaves(fresh)]
-    bc.load_state_dict(fresh, {k: t.clone() for k, t in flat.items()})
+    assert bc.load_state_dict(fresh, {k: t.clone() for k, t in flat.items()}) == ([], [])
     assert kept == [t.data_ptr() for t in optree.tree_leaves(fresh)]
     assert_bitwise_equal(fresh, state)
     before = copy.deepcopy(fresh)
-    with pytest.raises(ValueError, match=r"0\.Momentum\.trace\['w'\].*missing"):
-        bc.load_state_dict(fresh, {k: t for k, t in flat.items() if "'w'" not in k})
-    with pytest.raises(ValueError, match=r"1\.LangevinNoise\.key"):
-        bc.load_state_dict(fresh, {**flat, "1.LangevinNoise.key": torch.zeros(2)})
+    for wrong, words in (
+        ({k: t for k, t in flat.items() if "'w'" not in k}, r"0\.Momentum\.trace\['w'\].*missing"),
+        ({**flat, "1.LangevinNoise.key": torch.zeros(2)}, r"1\.LangevinNoise\.key"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            bc.load_state_dict(fresh, wrong)
     assert_bitwise_equal(fresh, before)
 
 
@@ -407,7 +407,6 @@ def test_a_dense_preconditioner_takes_schedules_and_stands_before_the_momentum()
     late = bc.chain(bc.add_momentum(0.5), bc.scale_by_preconditioner(TreePrecision()), bc.sgd(0.1, temperature=T))
     with pytest.raises(ValueError, match="before the momentum"):
         late.init(P)
-    assert math.isfinite(T)
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,6 @@ def state_of(tx, steps=2):
     return state
 
 
-def test_a_state_comes_back_whole():
-    tx = bc.sghmc(0.1, temperature=0.01)
-    saved, state = bc.state_dict(state_of(tx)), tx.init(PARAMS)
-    assert bc.load_state_dict(state, saved) == ([], [])
-    assert all(torch.equal(x, saved[name]) for name, x in bc.state_dict(state).items())
-
-
 def test_a_sampler_takes_what_it_shares_with_an_optimizer_and_says_what_is_left():
     saved = bc.state_dict(state_of(bc.chain(bc.links.delay(), bc.sgd(0.1, 0.9))))
     state = bc.sghmc(0.1, 0.9, temperature=0.01).init(PARAMS)

@@ -141,41 +141,6 @@ def test_one_friction_for_each_parameter_samples_quadratics_at_large_lr(name, lr
     assert ((ratio - 1).abs() < 0.06).all(), ratio
 
 
-def logistic_regression():
-    """Gradient of a mean loss over 60 data with an intercept and a slope; the posterior's mean and deviations by quadrature."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.stack([torch.ones(60).double(), torch.randn(60, generator=generator, dtype=torch.float64)], dim=1)
-    y = torch.rand(60, generator=generator, dtype=torch.float64) < torch.sigmoid(x @ torch.tensor([0.5, 1.5]).double())
-    y = y.double()
-    grid = torch.stack(torch.meshgrid(*[torch.linspace(-3, 6, 400, dtype=torch.float64)] * 2, indexing="ij"), dim=-1)
-    logit = grid.reshape(-1, 2) @ x.T
-    log_density = (y * logit - torch.nn.functional.softplus(logit)).sum(1) - (grid.reshape(-1, 2) ** 2).sum(1) / 20
-    weight = torch.softmax(log_density, 0)[:, None]
-    mean = (weight * grid.reshape(-1, 2)).sum(0)
-    deviation = (weight * (grid.reshape(-1, 2) - mean) ** 2).sum(0).sqrt()
-
-    def gradient(theta):
-        return (torch.sigmoid(theta @ x.T) - y) @ x / 60 + theta / 600
-
-    return gradient, mean, deviation
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", WITH_ROOM)
-def test_one_friction_for_each_parameter_samples_a_logistic_regression(name):
-    """At lr 0.3 from far away: deviations within 5 %, means within 0.1 deviations of the exact posterior's.
-
-    200 chains, 4,000 updates after 3,000; the slowest direction (curvature 0.05) decorrelates in about 130 updates: 6,000
-    independent draws, standard error of a deviation 0.9 %, of a mean 0.013 deviations.
-    """
-    gradient, mean, deviation = logistic_regression()
-    tx, start = WITH_ROOM[name](0.3, 1 / 60), torch.full((200, 2), 30.0, dtype=torch.float64)
-    moments = lambda x: torch.stack([x.mean(0), (x**2).mean(0)])  # noqa: E731
-    (first, second), _ = average(moments, tx, start, gradient, 7000, 3000)
-    assert (((first - mean) / deviation).abs() < 0.1).all(), (first, mean)
-    assert (((second - first**2).sqrt() / deviation - 1).abs() < 0.05).all(), (second - first**2).sqrt() / deviation
-
-
 def test_friction_is_positive_and_bounded_whatever_the_gradients():
     for build in WITH_ROOM.values():
         tx, p = build(0.3, 1.0), torch.zeros(3)
