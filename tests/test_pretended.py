@@ -40,20 +40,3 @@ def test_what_is_allowed():
     assert x.tolist() == [1.0] * 3
     with pytest.raises(TypeError, match="numpy"):
         x.numpy()
-
-
-def test_derivatives_are_those_of_the_cpu():
-    w, v = torch.rand(2, 3), torch.rand(2, 3)
-
-    def f(w):
-        return (w.tanh() ** 2).sum() * torch.ones((), device=w.device)
-
-    def products(w, v):
-        return torch.vmap(lambda w, v: torch.func.jvp(torch.func.grad(f), (w,), (v,))[1])(w, v)
-
-    there = products(w.to(DEVICE), v.to(DEVICE))
-    assert there.device == DEVICE
-    torch.testing.assert_close(there.cpu(), products(w, v))
-    leaf = w.to(DEVICE).requires_grad_()
-    f(leaf).backward()
-    torch.testing.assert_close(leaf.grad.cpu(), torch.func.grad(f)(w))

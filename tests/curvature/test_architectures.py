@@ -126,10 +126,13 @@ def test_products_agree_with_the_dense_matrix(case):
 
     _, product = curvature.ggnvp(lambda p: forward(p, batch), loss, (params,), (v,))
     assert torch.allclose(flatten(product, params), dense @ flatten(v, params), rtol=1e-9, atol=1e-11)
+    ahead, behind = ({name: p + s * v[name] for name, p in params.items()} for s in (1e-5, -1e-5))
+    slope = (forward(ahead, batch) - forward(behind, batch)) / 2e-5
+    _, along = curvature.jvp(lambda p: forward(p, batch), (params,), (v,))
+    assert torch.allclose(along, slope, atol=1e-6 * slope.abs().max().item())
     _, product = curvature.hvp(lambda p: loss(forward(p, batch)), (params,), (v,))
     gradient = torch.func.grad(lambda p: loss(forward(p, batch)))
-    ahead, behind = (gradient({name: p + s * v[name] for name, p in params.items()}) for s in (1e-5, -1e-5))
-    finite = (flatten(ahead, params) - flatten(behind, params)) / 2e-5
+    finite = (flatten(gradient(ahead), params) - flatten(gradient(behind), params)) / 2e-5
     assert torch.allclose(flatten(product, params), finite, atol=1e-6 * finite.abs().max().item())
 
 

@@ -3,13 +3,10 @@
 import optree
 import pytest
 import torch
-from torch import nn
-from torch.nn import attention
-from torch.nn import functional as F
 
 from bayesopt_chain import curvature, likelihoods
 from bayesopt_chain.precision import Dense, Diagonal, flatten, shape_only, unflatten
-from tests.curvature.conftest import naive, of_module
+from tests.curvature.conftest import naive
 
 PARAMS = lambda: {"w": torch.randn(3, 4), "v": torch.randn(4, 2), "s": torch.tensor(0.7)}  # noqa: E731
 COUNT = torch.tensor(1.0)
@@ -26,12 +23,6 @@ def case():
 
 def losses(batch, likelihood):
     return lambda p: likelihood.nll(forward(p, batch), batch[1])
-
-
-def hessian(f, params):
-    """Dense, by two backward passes through plain kernels."""
-    with attention.sdpa_kernel(attention.SDPBackend.MATH):
-        return torch.func.jacrev(torch.func.jacrev(lambda x: f(unflatten(x, params))))(flatten(params, params))
 
 
 def like(params):
@@ -109,29 +100,6 @@ def test_where_an_operation_has_no_forward_mode_the_products_are_still_right():
     assert torch.allclose(product, 6 * x * v)
     _, product = curvature.ggnvp(NoForwardMode.apply, lambda f: f.square().sum() / 2, (x,), (v,))
     assert torch.allclose(product, 9 * x**4 * v)
-
-
-def test_fused_attention_and_lstm_have_products_all_the_same():
-    lstm, params = of_module(nn.LSTM(3, 2, batch_first=True))
-
-    def recurrent(p):
-        return lstm(p, (torch.ones(2, 4, 3), None))[0].sum((1, 2))
-
-    def attention(p):
-        q, k, v = (torch.ones(2, 1, 5, 4) * p["a"] * torch.arange(1.0, 6)[:, None] * c for c in (1, 2, 3))
-        return F.scaled_dot_product_attention(q, k, v).sum((1, 2, 3))
-
-    for f, at in ((recurrent, params), (attention, {"a": torch.tensor(0.3)})):
-        v = like(at)
-        finite = (
-            f(optree.tree_map(lambda p, d: p + 1e-6 * d, at, v)) - f(optree.tree_map(lambda p, d: p - 1e-6 * d, at, v))
-        ) / 2e-6
-        assert torch.allclose(curvature.jvp(f, (at,), (v,))[1], finite, rtol=1e-6, atol=1e-7)
-        _, product = curvature.ggnvp(f, lambda z: z.square().sum() / 2, (at,), (v,))
-        rows = flatten(torch.func.jacrev(f)(at), at)
-        assert torch.allclose(flatten(product, at), rows.T @ (rows @ flatten(v, at)), atol=1e-10)
-        _, curved = curvature.hvp(lambda p, f=f: f(p).sum(), (at,), (v,))
-        assert torch.allclose(flatten(curved, at), hessian(lambda p, f=f: f(p).sum(), at) @ flatten(v, at), atol=1e-10)
 
 
 def test_per_sample_gradients_are_those_of_each_datum():

@@ -73,30 +73,3 @@ def test_the_conversion_goes_there_and_back(lr, momentum, sigma, t):
 def test_beta_so_large_that_the_noise_would_vanish_is_refused():
     with pytest.raises(ValueError, match="beta"):
         bc.samplers.sghmc_from_friction(0.1, 1.0, beta=100.0)
-
-
-@pytest.mark.peers
-def test_posteriors_sghmc_uses_a_stale_gradient_and_ours_is_sgd():
-    """posteriors 0.1.3 moves theta with the momentum of the step before: at T = 0 it is not SGD with momentum."""
-    posteriors = pytest.importorskip("posteriors")
-    eps, alpha = 0.1, 1.0
-    theirs = posteriors.sgmcmc.sghmc.build(
-        lambda p, batch: (-0.25 * p["x"].pow(4).sum() + p["x"].cos().sum(), torch.tensor(0.0)),
-        lr=eps, alpha=alpha, temperature=0.0, momenta=0.0,
-    )  # fmt: skip
-    state, path = theirs.init({"x": torch.ones(2)}), []
-    for _ in range(3):
-        state, _ = theirs.update(state, None)
-        path.append(state.params["x"].clone())
-    settings = bc.samplers.sghmc_from_friction(eps, alpha)
-    reference = torch.ones(2, requires_grad=True)
-    optimizer, sgd = torch.optim.SGD([reference], lr=settings["lr"], momentum=settings["momentum"]), []
-    for _ in range(3):
-        optimizer.zero_grad()
-        (0.25 * reference.pow(4).sum() - reference.cos().sum()).backward()
-        optimizer.step()
-        sgd.append(reference.detach().clone())
-    torch.testing.assert_close(path[0], torch.ones(2))  # its first step does not move at all
-    torch.testing.assert_close(path[1], sgd[0])  # one step stale
-    tx = bc.sghmc(**{**settings, "temperature": 0.0})
-    torch.testing.assert_close(run(tx, torch.ones(2), torch.zeros(3, 2)), torch.stack(sgd))
