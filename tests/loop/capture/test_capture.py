@@ -212,8 +212,8 @@ def test_outputs_alias_static_buffers_unless_cloned():
     cloned = bc.capture(step, *start, batch, backend="eager", clone=True)
     first, state, _ = cloned(*start, batch)
     cloned(first, state, batch)
-    again, _, _ = cloned(*start, batch)
-    assert torch.equal(first["w"], value) and torch.equal(again["w"], value)
+    assert torch.equal(first["w"], value)
+    assert torch.equal(cloned(*start, batch)[0]["w"], value)  # the same state gives the same step
 
 
 def test_what_the_user_changes_between_calls_is_seen():
