@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesopt_chain._torch import is_dtensor, local_of, local_parts, specs_of
+from bayesopt_chain._torch import is_dtensor, local_parts, specs_of
 from bayesopt_chain.distributed.parts import elements_of
-from bayesopt_chain.distributed.shards import cut_like, local_gradients, memory_of
+from bayesopt_chain.distributed.shards import cut_like, local, local_gradients, memory_of
 from bayesopt_chain.random.philox import Runs
 from bayesopt_chain.trees import are_same
 
@@ -31,15 +31,13 @@ class Leaf:
         part: this rank's local tensor of it; the parameter itself if it is no DTensor.
         spec: the mesh and the placements of a DTensor; ``None`` for a plain tensor.
         mine: the state entry that the optimizer uses during a step, with local tensors.
-        known: by name, the DTensor in the optimizer's own state and the local tensor that belongs to it.
     """
 
-    __slots__ = ("known", "mine", "p", "part", "spec")
+    __slots__ = ("mine", "p", "part", "spec")
 
     def __init__(self, p: Any, part: Any, spec: Any) -> None:
         self.p, self.part, self.spec = p, part, spec
         self.mine: dict[str, Any] = {}
-        self.known: dict[str, tuple[Any, Any]] = {}
 
     def read_state(self, theirs: dict[str, Any] | None) -> None:
         """Read this rank's part of the parameter's state from the optimizer's state entry, which holds DTensors.
@@ -52,17 +50,11 @@ class Leaf:
         Raises:
             ValueError: a plain tensor has another shape.
         """
-        mine, known = self.mine, self.known
-        theirs = theirs or {}
-        for name in [name for name in mine if name not in theirs]:
-            del mine[name], known[name]
-        # only tensors that were replaced since the last step are read again, by load_state_dict for one
-        for name, value in list(theirs.items()):
-            if name not in known or known[name][0] is not value:
-                if isinstance(value, Tensor) and value.ndim and not is_dtensor(value):
-                    value = theirs[name] = self.cut(name, value)
-                known[name] = (value, local_of(value) if is_dtensor(value) else value)
-            mine[name] = known[name][1]
+        self.mine.clear()
+        for name, value in list((theirs or {}).items()):
+            if isinstance(value, Tensor) and value.ndim and not is_dtensor(value):
+                value = (theirs or {})[name] = self.cut(name, value)
+            self.mine[name] = local(value)
 
     def cut(self, name: str, value: Tensor) -> Any:
         """Shard a plain tensor like the parameter.
@@ -84,17 +76,15 @@ class Leaf:
 
     def write_back(self, outside: Any) -> None:
         """Write this rank's state back into the optimizer's state as DTensors."""
-        mine, known = self.mine, self.known
-        if not mine and not known:
+        if not self.mine and self.p not in outside:
             return
         theirs = outside[self.p]
-        for name in [name for name in known if name not in mine]:
-            del theirs[name], known[name]
-        for name, value in mine.items():
-            if name not in known or known[name][1] is not value:
+        for name in theirs.keys() - self.mine.keys():
+            del theirs[name]
+        for name, value in self.mine.items():
+            if name not in theirs or local(theirs[name]) is not value:
                 # the count of steps is no part of the parameter, even where a 0-d parameter has the same shape
-                known[name] = (value if name == "step" else memory_of(value, self.part, self.spec), value)
-                theirs[name] = known[name][0]
+                theirs[name] = value if name == "step" else memory_of(value, self.part, self.spec)
 
 
 class Shards:

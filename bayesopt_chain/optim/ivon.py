@@ -31,6 +31,7 @@ from torch import Tensor
 from bayesopt_chain._torch import is_dtensor, local_of
 from bayesopt_chain.distributed.parts import elements_of
 from bayesopt_chain.distributed.ranks import require_named_chain
+from bayesopt_chain.distributed.shards import local
 from bayesopt_chain.distributed.witness import Claim
 from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.optim import _checks
@@ -189,7 +190,7 @@ class IVON(OnRanks, torch.optim.Optimizer):
                 for group, p, number in self._leaves():
                     if _is_constant(p, self.state[p]):
                         continue
-                    x, h = _local(p.detach()), _local(self.state[p]["hessian"])
+                    x, h = local(p.detach()), local(self.state[p]["hessian"])
                     self._means.append((x, x.clone()))
                     count = group["noise_count"] if draw is None else _POSTERIOR + draw
                     x.add_(_eps(group, p, x, number, count) * _sigma(group, h))
@@ -238,12 +239,12 @@ class IVON(OnRanks, torch.optim.Optimizer):
             )
         moving = [(group, p, number) for group, p, number in self._leaves() if p.grad is not None]
         if moving:
-            self._witness.look(lambda: [_claim(*leaf) for leaf in moving], _local(moving[0][1].detach()))
+            self._witness.look(lambda: [_claim(*leaf) for leaf in moving], local(moving[0][1].detach()))
         with uninterrupted():  # Ctrl-C between two writes would leave means, precisions and counts of different steps
             for group, p, number in moving:
                 self._move(group, p, number)
             if moving:
-                self._witness.stepped(_local(moving[0][1].detach()))
+                self._witness.stepped(local(moving[0][1].detach()))
             for group in self.param_groups:
                 group["noise_count"] += 1
             self._has_draw = False
@@ -251,8 +252,8 @@ class IVON(OnRanks, torch.optim.Optimizer):
 
     def _move(self, group: dict[str, Any], p: Any, number: int) -> None:
         """Update ``v``, ``h`` and ``m`` of one leaf in place, by the equations of the module."""
-        m, g, state = _local(p.detach()), _gradient(p), self.state[p]
-        v, h = (_local(state[name]) for name in ("momentum", "hessian"))
+        m, g, state = local(p.detach()), _gradient(p), self.state[p]
+        v, h = (local(state[name]) for name in ("momentum", "hessian"))
         state["step"] += 1
         (beta1, beta2), delta, lr = group["betas"], group["weight_decay"], float(group["lr"])
         v.mul_(beta1).add_(g, alpha=1.0 - beta1)
@@ -353,11 +354,6 @@ class StepsAtDraws:
     on_pre_optimizer_step = on_train_end = on_before_optimizer_step = on_train_batch_end = on_exception = _leave
 
 
-def _local(x: Any) -> Tensor:
-    """Return this rank's local tensor of a DTensor, and a plain tensor as it is."""
-    return local_of(x) if is_dtensor(x) else x
-
-
 def _gradient(p: Any) -> Tensor:
     """Return this rank's part of the gradient, redistributed to the placements of the parameter if it has others."""
     g = p.grad
@@ -396,4 +392,4 @@ def _claim(group: dict[str, Any], p: Any, number: int) -> Claim:
     """Describe the noise that a leaf gets in this step, so that ranks can compare it."""
     gradient = None if p.grad is None or p.grad.is_sparse else _gradient(p)
     key, count = group["noise_key"], group["noise_count"]
-    return Claim(str(number), key, number, elements_of(p), count, _local(p.detach()), gradient, group)
+    return Claim(str(number), key, number, elements_of(p), count, local(p.detach()), gradient, group)
