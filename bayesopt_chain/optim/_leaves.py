@@ -61,6 +61,7 @@ _AGAIN = (("noise_of", "noise_at"), ("noise_direct_of", "noise_direct_at"))
 REMEMBERED = (*_DRAWS, *_AGAIN[0], *_AGAIN[1], *_BEFORE)
 _NEVER = ((-1, -1),) * 2  # for each branch key and count of a last draw that is kept, or that was never made
 _OPTIONS = ("foreach", "fused", "differentiable", "capturable", "noise_kept")
+_FIXED = frozenset((float, int, bool, str, type(None), list))  # types of settings that change only by being replaced
 _LEAST_MOMENTUM = 1 / 16  # below it noise is not added before torch's step, where it is divided by the momentum
 BLOCK = 2**18  # elements of a block of a large leaf, few enough for a block and its draws to stay in a CPU's cache
 _FORM = attrgetter("shape", "dtype", "is_cpu", "layout")
@@ -172,7 +173,7 @@ class Leaves:
         if self.noise is not None and (self.noise is not self.noted or self.last is not _NEVER):
             # the next step has the noise of this one, unless a setting changes
             self.noted, repeats = self.noise, self.before == self.noise.before
-            self.is_settled = repeats and not any([isinstance(x, Tensor) for x in self.settings])
+            self.is_settled = repeats and _FIXED.issuperset(map(type, self.settings))
             self.before, kept = self.noise.before, self.group.get("noise_kept", True)
             # a name for each number, since ``torch.distributed.checkpoint`` can flatten floats, but not tuples
             entry = dict(zip(_BEFORE, self.before or (math.nan,) * len(_BEFORE)))

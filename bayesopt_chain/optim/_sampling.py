@@ -69,7 +69,9 @@ class Cache:
             raised.
         objects, kinds: what :attr:`work` was made for: groups, parameters and entries of the state, and the types of the
             gradients.
+        noisy: those of :attr:`work` that get noise.
         groups, others: groups of which a leaf gets noise, and all others with their temperatures.
+        is_whole: whether :attr:`work` has all parameters with a gradient.
     """
 
     def __init__(self) -> None:
@@ -80,6 +82,8 @@ class Cache:
         self.work: list[Leaves] | None = None
         self.objects: list[Any] = []
         self.kinds: list[type] = []
+        self.noisy: list[Leaves] = []
+        self.is_whole = False
         self.groups: list[dict[str, Any]] = []
         self.others: list[tuple[dict[str, Any], float]] = []
 
@@ -437,15 +441,17 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         holds = holds and not any([self._temperature(group) != t for group, t in cache.others])
         if work is None or not (holds and all([x.holds(self) for x in work])):
             work, cache.objects, cache.kinds = self._planned(), [], kinds
-            noisy = {id(x.group): x.group for x in work if x.noise is not None}
-            cache.groups = [*noisy.values()]
-            cache.others = [(group, self._temperature(group)) for group in self.param_groups if id(group) not in noisy]
-        witness = self._witness if _HAS_RANKS and cache.groups and dist.is_initialized() else None
-        noisy = [x for x in work if x.noise is not None]
+            cache.noisy = [x for x in work if x.noise is not None]
+            hot = {id(x.group): x.group for x in cache.noisy}
+            cache.groups = [*hot.values()]
+            cache.others = [(group, self._temperature(group)) for group in self.param_groups if id(group) not in hot]
+            cache.is_whole = sum([len(x.params) for x in work]) == len(kinds) - kinds.count(NoneType)
+        noisy = cache.noisy
+        witness = self._witness if _HAS_RANKS and noisy and dist.is_initialized() else None
         if witness is not None:
             witness.look(lambda: self._claims(noisy), noisy[0].params[0])
         by_kernel = [x for x in work if x.has_job()]
-        if sum([len(x.params) for x in by_kernel]) < len(kinds) - kinds.count(NoneType):
+        if len(by_kernel) < len(work) or not cache.is_whole:
             with torch.set_grad_enabled(bool(self.defaults.get("differentiable", False))):
                 moved = [p for x in by_kernel for p in x.params]
                 step_by_operations(self, [x for x in work if x not in by_kernel], moved)
