@@ -129,8 +129,6 @@ def noise_of(linear: Linear, temperature: float, before: Before | None) -> Noise
         (0.5, 0.5, 1.0)
     """
     step_size, momentum, gain, direct, shrink = linear[:5]
-    noise = Noise(before=before)
-    # with neither a rate nor a draw there is no noise, and nothing to remember
     if (rate := step_size * gain) > 0.0:
         now = law.level(rate, momentum, temperature, momentum * shrink / rate)
         noise = _momentum_branch(now, step_size, gain, before)
@@ -142,6 +140,8 @@ def noise_of(linear: Linear, temperature: float, before: Before | None) -> Noise
         after = before._replace(half=0.0, momentum=-1.0, gain=gain, surplus=k.surplus)
         scale = last.momentum * gain / (momentum * before.gain)
         noise = Noise(gain * k.previous, gain * k.current, scale, before=after)
+    else:  # with neither a rate nor a draw there is no noise, and nothing to remember
+        noise = Noise(before=before)
     if direct > 0.0 and noise.before is not None:
         # the direct branch is one of momentum 0 with the rate h_1
         now = then = law.level(direct, 0.0, temperature)
