@@ -41,14 +41,16 @@ def test_all_names_can_be_listed_before_they_are_loaded():
 
 
 @pytest.mark.slow
-def test_a_chain_that_is_the_first_name_asked_for_updates_and_nests():
-    made = "import bayesopt_chain as bc; tx = bc.links.add_momentum(0.9)"
-    imported_by(f"{made}; p = torch.zeros(2); s = tx.init(p); tx.update(p, s, params=p); tx.chain(tx)")
-
-
-@pytest.mark.slow
-def test_the_room_of_fits_is_there_before_anything_of_it_is_asked_for():
-    imported_by("import bayesopt_chain as bc; bc.posterior.train_by_evidence")
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "tx = bc.links.add_momentum(0.9); p = torch.zeros(2); s = tx.init(p); tx.update(p, s, params=p); tx.chain(tx)",
+        "bc.posterior.train_by_evidence",
+    ],
+    ids=["a chain", "the room of fits"],
+)
+def test_what_is_asked_for_first_is_there(asked):
+    imported_by(f"import bayesopt_chain as bc; {asked}")
 
 
 def test_the_record_of_the_imports_time_is_within_three_tenths_of_a_second():

@@ -112,9 +112,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path):
     class Stop(Exception):
         pass
 
-    def stopping(step, at):
-        calls = iter(range(at))
-
+    def stopping(step, calls):
         def stepping(*args):
             if next(calls, None) is None:
                 raise Stop
@@ -124,23 +122,16 @@ def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path):
 
     for loop in (None, False, True):
         step, params, _ = made(HOT)
-        torch.manual_seed(5)
         if loop is None:
             state = step.init(params)
         else:
             step, params = bc.parallel(step, 2, loop=loop), stacked(2)
             state = step.init(HOT, params)
-        options = {
-            "steps": 8,
-            "burn_in": 2,
-            "thinning": 2,
-            "checkpoint_seconds": 0.0,
-            "chains": None if loop is None else 2,
-        }
+        chains, path = None if loop is None else 2, tmp_path / str(loop)
+        options = {"steps": 8, "burn_in": 2, "thinning": 2, "checkpoint_seconds": 0.0, "chains": chains}
         want = bc.sample(step, params, state, BATCH, **options)
-        path = tmp_path / str(loop)
         with pytest.raises(Stop):
-            bc.sample(stopping(step, 5), params, state, BATCH, path=path, **options)
+            bc.sample(stopping(step, iter(range(5))), params, state, BATCH, path=path, **options)
         torch.manual_seed(99)
         got = bc.sample(step, params, state, BATCH, path=path, **options)
         assert same((got.params, got.buffers, got.last), (want.params, want.buffers, want.last))
@@ -172,8 +163,7 @@ def test_a_skipped_step_leaves_buffers_and_draws_as_they_were():
         params, state, info = step(params, state, BATCH)
         want, _, first = made(tx)[0](*kept, BATCH)
         close((params, info.loss), (want, first.loss))
-    chains = bc.parallel(made(tx)[0], 2)
-    params = stacked(2)
+    chains, params = bc.parallel(made(tx)[0], 2), stacked(2)
     state = chains.init(tx, params)
     _, after, _ = chains(params, state, bad)
     assert same((after.buffers, after.stream), (state.buffers, state.stream))
