@@ -72,7 +72,7 @@ MISSED = {
     "random": "models that draw (dropout) are seeded by chain and step, 165 of it",
     "optim": "parameter groups, closures, hooks, ranks and Join as torch has them; noise by a kernel and by tensor operations",
     "loop": "a fast road of parallel beside vmap, which capture still takes",
-    "likelihoods": "eleven likelihoods with quantiles, scores and joint samples each",
+    "likelihoods": "eleven likelihoods, with their own moments and draws in closed form, and what each refuses",
     "posterior": "influence, acquisition, forces, images and export (about 700) came after the aim",
     "runs": "callbacks with a state, logging and pointwise likelihoods came after the aim",
     "diagnostics": "observables (about 780) came after the aim; heating of minibatches keeps its own response of a chain",
@@ -85,7 +85,7 @@ MISSED = {
     "update, cosine": "two functions more, which read the schedule",
     "make_step": "two functions more than the aim",
     "sample": "store, identity, divergence and interrupts each are a file",
-    "fit_laplace": "finding the layer, reading data, curvature and evidence each are a file",
+    "fit_laplace": "finding the layer, reading data and evidence each are a file, curvature is six",
     "posterior_ensemble": "training is a step of this library, with members, data, stages and report around it",
 }
 

@@ -122,7 +122,8 @@ class Mixture:
     def _summed_score(self, y: Tensor, support: Any) -> Tensor:
         high = support.high
         if high == HIGHEST:
-            high = max(float(self.quantile(1 - 1e-9).max()), float(y.max()))
+            rest = max(1e-9, 16 * torch.finfo(self.outputs.dtype).eps)  # to which weights of a mixture add up to one
+            high = max(float(self.quantile(1 - rest).max()), float(y.max()))
         if not high < MOST_COUNTS:
             raise ValueError(f"crps: counts up to {high:g} would have to be added up; use log_prob")
         total = torch.zeros_like(self.cdf(y))

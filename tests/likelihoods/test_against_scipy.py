@@ -19,6 +19,11 @@ CASES = {
     "gaussian": (likelihoods.gaussian(0.7), stats.norm(F.numpy(), 0.7**0.5), REALS),
     "student_t": (likelihoods.student_t(4.5, 0.6), stats.t(4.5, F.numpy(), 0.6), REALS),
     "beta": (likelihoods.beta(3.0), stats.beta(3.0 * P, 3.0 * (1 - P)), SHARES),
+    "gumbel": (
+        likelihoods.custom(distribution=lambda f: torch.distributions.Gumbel(f, torch.ones_like(f))),
+        stats.gumbel_r(F.numpy()),
+        REALS,
+    ),
 }
 
 
@@ -35,7 +40,22 @@ def test_a_likelihood_is_scipys_distribution(name):
     for value in values:
         y = torch.full_like(outputs, value)
         close(likelihood.cdf(outputs, y), wanted.cdf(float(value)))
-        if name in ("gaussian", "student_t", "beta"):
+        if name in ("gaussian", "student_t", "beta", "gumbel"):
             close(likelihood.nll(outputs, y), -wanted.logpdf(float(value)))
         elif value >= 0 and value == value.floor() and not (name == "bernoulli" and value > 1):
             close(likelihood.nll(outputs, y), -wanted.logpmf(float(value)))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("level", [1e-6, 0.3, 0.999])
+def test_quantiles_are_scipys_out_to_the_tails(name, level):
+    likelihood, wanted, _ = CASES[name]
+    found = likelihood.mixture(F[None, :, None]).quantile(level)
+    torch.testing.assert_close(found.flatten(), torch.as_tensor(wanted.ppf(level)), rtol=1e-8, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["poisson", "negative_binomial", "gumbel"])
+def test_scores_in_single_precision_are_those_in_double(name):
+    likelihood, y = CASES[name][0], torch.tensor([[0.0], [2.0], [7.0]])
+    single, double = (likelihood.mixture(F[None, :, None].to(y).to(t)).crps(y.to(t)) for t in (y.dtype, torch.float64))
+    torch.testing.assert_close(single.double(), double, rtol=1e-4, atol=1e-4)
