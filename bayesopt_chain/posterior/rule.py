@@ -25,9 +25,9 @@ a fixed point (MacKay, 1992), of several outputs for each by itself, with the Ja
 is tuned at this noise. Only where the layer was not trained, so that the network explains less than half of the targets'
 variance and the layer's mode leaves a quarter of its residual or less, degrees of freedom counted, is the noise left to the
 layer's evidence. Of more data than fit, the first stand for all: their eigenvalues are multiplied by the ratio of the numbers.
-This is what the default costs more than ``tune="evidence"`` with a noise that is given: for n data the Jacobian's n rows, half of
-the ``n^2 P`` products of ``J J^T``, and its eigenvalues, for each output. A network of 3,051 parameters takes .1 s for 500 data
-and 1 s for the 2,000 that are the most; of half as many the noise of an overtrained network came out a third lower.
+This is what the default costs more than an evidence whose noise is given: for n data the Jacobian's n rows, half of the
+``n^2 P`` products of ``J J^T``, and its eigenvalues, for each output. A network of 3,051 parameters takes .1 s for 500 data and
+1 s for the 2,000 that are the most; of half as many the noise of an overtrained network came out a third lower.
 
 Both rules were chosen on 22 networks; ``benchmarks/laplace_default.py`` has them and further ones.
 """

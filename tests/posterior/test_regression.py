@@ -47,7 +47,7 @@ def problem(seed):
 
 
 def test_the_precision_of_the_rows_is_the_gauss_newton_matrix():
-    """Of 54 problems, entry by entry to 1e-12 of the largest: with and without bias, weights, positions, noise of each output."""
+    """Of 54 problems, to 1e-12 of the largest entry: with and without bias, weights, positions, noise of each output."""
     for seed in range(54):
         layer, likelihood, means, x, y, w, *_ = problem(seed)
         batch = x, y if w is None else (torch.where(w > 0, y, torch.nan), w)
