@@ -64,6 +64,7 @@ from bayesopt_chain.posterior.batches import LEFT_OUT
 from bayesopt_chain.posterior.fit import fit_laplace
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.laplace import posterior_of
+from bayesopt_chain.precision import Kronecker
 from bayesopt_chain.runs.identity import describe, difference
 from bayesopt_chain.trees import require_like
 
@@ -167,6 +168,11 @@ def bayesian_lora(
     if prior is not None and prior_precision != "held out":
         raise ValueError(
             "bayesian_lora: pass one of prior and prior_precision: a Gaussian prior has precisions of its own"
+        )
+    if prior is not None and method == "laplace" and not isinstance(prior.undecomposed, Kronecker):
+        raise TypeError(
+            "bayesian_lora: method='laplace' adds its Kronecker factors to those of prior, which has none: pass the posterior "
+            "of another 'laplace' call"
         )
     if mesh is not None and method not in ("ensemble", "sghmc"):
         raise ValueError(

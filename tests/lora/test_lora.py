@@ -191,6 +191,8 @@ def test_the_posterior_of_a_task_is_the_prior_of_the_next(data, tmp_path):
     assert kept.nll(data) < fresh.nll(data) - 0.05 and kept.nll(second) < first.nll(second) - 0.05
     again = lora.bayesian_lora(model(), second, prior=lora.adapters(tmp_path / "first", model()).posterior, **how)
     assert all(torch.equal(x, again.draws[name]) for name, x in kept.draws.items())
+    with pytest.raises(TypeError, match="adds its Kronecker factors"):
+        lora.bayesian_lora(model(), second, prior=prior._replace(undecomposed=()), **how)
 
 
 def test_dropout_is_drawn_from_a_stream_of_each_members_own(data):
