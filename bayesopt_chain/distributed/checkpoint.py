@@ -263,7 +263,7 @@ def _named(who: str, tree: Any, chains: range | None) -> dict[str, Tensor]:
         ValueError: two tensors have the same name; with ``chains``, a tensor is not stacked.
     """
     out: dict[str, Tensor] = {}
-    for name, x in named_leaves(tree):
+    for name, x in named_leaves(tree) if tree is not None else [("tree", None)]:
         if not isinstance(x, Tensor):
             raise TypeError(
                 f"{who}: {name} is {type(x).__name__}; only tensors can be spread over ranks: bc.state_dict(state) for the "

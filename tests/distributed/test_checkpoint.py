@@ -160,6 +160,8 @@ def test_replicas_that_differ_on_some_ranks_are_refused_on_all_of_them(tmp_path)
 
 
 def test_a_state_is_a_tree_of_tensors(tmp_path):
+    with pytest.raises(TypeError, match="tree is NoneType; only tensors"):
+        bc.distributed.save(tmp_path / "step", None)
     states = [TX.init(start()), TX.init(start())]
     states[0][0].trace[0].fill_(3.0)
     bc.distributed.save(tmp_path / "step", {"state": states[0]})
