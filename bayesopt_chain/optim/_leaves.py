@@ -375,7 +375,7 @@ def _add_noise(rule: Any, x: Leaves, branch: int, early: bool) -> None:
             row = rule._denominator(x.group, x.learned, batch.row_of)
             roots = [r.view(p.shape) for r, p in zip(row.sqrt_().split([p.numel() for p in params]), params)]
         for size, at in zip(factors, (last, now)):
-            if at is last and not size:
+            if at is last and not (size and (batch.kept or last[1] >= 0)):
                 continue
             draws = batch.kept if at is last and batch.kept else batch.draw(at)
             if early:
