@@ -242,6 +242,12 @@ def test_one_chain_after_the_other_and_all_at_once_measure_the_same():
     assert apart.chains == 4 and apart.to_arviz()["posterior"]["loss"].shape == (4, 1000, 1)
 
 
+def test_one_chain_of_few_draws_has_no_error_and_is_refused_for_that():
+    run = measured(of=None, chains=1, steps=225)  # 25 draws, of which no four blocks can be made
+    with pytest.raises(ValueError, match="refused: 25 draws of one chain are too few to tell an error; run longer"):
+        run.llc()
+
+
 def test_what_is_per_token_keeps_its_shape():
     def tokens(w):
         return losses(w, PROBE).reshape(5, 5)

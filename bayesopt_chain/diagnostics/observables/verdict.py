@@ -37,6 +37,9 @@ def findings(run: Any) -> list[str]:
     virial, stiff = run.mean("virial"), run.mean("virial of stiff")
     ratio, error = float(virial.value) / run.free, float(virial.error) / run.free
     top, top_error = float(stiff.value) / run.stiff, float(stiff.error) / run.stiff
+    if math.isnan(error) and math.isfinite(ratio):
+        few = f"refused: {run.record.count} draws of one chain are too few to tell an error"
+        return [*out, f"{few}; run longer, or more chains, or take a smaller thinning"]
     if not ratio < 1.05 + 3 * error or ratio > 1.5:
         out.append(f"refused: too hot, virial {virial} of {run.free}; take half the lr, or larger batches")
     elif top > 1.1 + 3 * top_error:
