@@ -486,7 +486,18 @@ INNER = {
         "thermal_leaves",
         "scaled",
     ),
-    *("information", "whitened", "losses", "factors", "empirical_factors", "sampled_factors", "gradient", "weights"),
+    *(
+        "mixture_crps",
+        "pair",
+        "information",
+        "whitened",
+        "losses",
+        "factors",
+        "empirical_factors",
+        "sampled_factors",
+        "gradient",
+        "weights",
+    ),
 }
 NOT_CALLED = {
     "curvature.linear_operator",  # of an extra
@@ -683,13 +694,12 @@ def wrong_of(name: str, argument: str, value: Any) -> str:
     return "NaN without a word" if has_nan(out) and not has_nan(value, True) and not name.startswith("links.") else ""
 
 
-def sweep(name: str, few: int | None = None, start: int = 0) -> tuple[list[str], int]:
-    """Outcomes without a name, and the number of calls; with ``few`` that many values for each argument, always the same,
-    of which those before ``start`` are left out."""
+def sweep(name: str, few: int | None = None) -> tuple[list[str], int]:
+    """Outcomes without a name, and the number of calls; with ``few`` that many values for each argument, always the same."""
     found, calls = [], 0
     for argument in parameters(name):
         first = zlib.crc32(f"{name}.{argument}".encode())
-        values = VALUES if few is None else [VALUES[(first + 17 * k) % len(VALUES)] for k in range(start, few)]
+        values = VALUES if few is None else [VALUES[(first + 17 * k) % len(VALUES)] for k in range(few)]
         for value in values:
             calls += 1
             if wrong := wrong_of(name, argument, value):
