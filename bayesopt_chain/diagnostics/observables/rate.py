@@ -108,9 +108,9 @@ def chosen(target: Target, chains: int, steps: int, draws: int, lr: float | None
         found = rate(2 * (1 + mu) / top, lambda lr: heat_of_noise(lr, mu, temperature) * noise / highest, HEAT, margin)
         return min(found, most)
 
+    coolest = math.inf  # the largest lr / (1 - mu) that the noise allows
     for k in range(PILOTS):
         lr = allowed()
-        coolest = HEAT * highest / (heat_of_noise(1, 0, temperature) * noise) if noise else math.inf  # of lr / (1 - mu)
         if momentum is None and (noise or (k and not target.in_batches)):  # after the noise of batches is known
             mu = spreading(lr, target.strength, draws, coolest)
         pilot = _pilot(replace(target, momentum=mu), chains, steps, lr, k)
