@@ -107,6 +107,8 @@ def read(tx: Any, params: Any, state: Any = None) -> Response:
     if not isinstance(tx, Chain):
         raise TypeError(f"a chain of bayesopt_chain is asked for, whose links say what they do, got {tx!r:.80}")
     state = OneUpdate(tx, params, warmup=1).next_state if state is None else state
+    numbers = [i for i, p in enumerate(optree.tree_leaves(params, none_is_leaf=True)) if p is not None]
+    each = [polynomials(tx, state, i) for i in numbers]
     first, later = gains(tx, params, state), gains(tx, params, OneUpdate(tx, params, state).next_state)
     if any(not torch.allclose(x, y, rtol=DRIFT, atol=0.0) for x, y in zip(first, later)):
         raise ValueError(
@@ -114,9 +116,7 @@ def read(tx: Any, params: Any, state: Any = None) -> Response:
             "a run, after its burn-in, as state="
         )
     levels, found, groups = levels_of(tx, state), list[Tensor](), dict[Any, list[int]]()
-    numbers = [i for i, p in enumerate(optree.tree_leaves(params, none_is_leaf=True)) if p is not None]
-    for j, (i, gain) in enumerate(zip(numbers, first)):
-        b, a, n, order, behind = polynomials(tx, state, i)
+    for j, (i, gain, (b, a, n, order, behind)) in enumerate(zip(numbers, first, each)):
         found.append(torch.zeros_like(gain))
         if not gain.any():
             continue

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import kinds
+from bayesopt_chain.batches import picked
 from bayesopt_chain.checks import installed, short
 from bayesopt_chain.curvature._plan import pair_targets
 from bayesopt_chain.diagnostics._agreement import agreement, drift, effective, mean_and_error, shared_noise
@@ -127,6 +128,7 @@ class Diagnosis(NamedTuple):
     data_size=kinds.WHOLE,
     forward=kinds.FUNCTION,
     likelihood=kinds.LIKELIHOOD,
+    targets=kinds.INPUTS,
 )
 def doctor(
     draws: Draws,
@@ -140,6 +142,7 @@ def doctor(
     data_size: int | None = None,
     forward: Callable[[Any, Any], Tensor] | None = None,
     likelihood: Any = None,
+    targets: str | Callable[[Any], Any] | None = None,
 ) -> Diagnosis:
     """Look at a run and name what is wrong with it, what costs most first.
 
@@ -163,9 +166,10 @@ def doctor(
         posterior_temperature: the temperature meant, in units of the posterior's; other than 1 for tempered posteriors.
         data_size: the number of data that the loss is a mean over, as of tokens that are not ignored. Default: the length of
             the batches along axis 0.
-        forward: ``forward(params, batch)`` gives the outputs that ``likelihood`` takes, for batches ``(inputs, targets)``.
+        forward: ``forward(params, batch)`` gives the outputs that ``likelihood`` takes.
         likelihood: of :mod:`bayesopt_chain.likelihoods`. With it the scale of the loss is no guess: the loss is compared with
             ``-likelihood.log_prob(forward(params, batch), targets).mean()``.
+        targets: from a batch to its targets, or their key in it. Default: the second entry of ``batch = (inputs, targets)``.
 
     Returns:
         :class:`Diagnosis`; ``print`` it.
@@ -208,13 +212,22 @@ def doctor(
                     "Not told: scale and temperature, since tx gives no leaf noise of a temperature above 0 that could be "
                     "read; where it is a sampler of another kind, pass temperature=."
                 )
+            elif not (data := _Data(loss, _listed(batches), data_size, run.one)).is_finite:
+                run.found("nonfinite", "The loss at the last draw is NaN or infinite.", "Look for NaN in the data.")
             else:
-                data = _Data(loss, _listed(batches), data_size, run.one)
-                known = None if likelihood is None else (forward, likelihood)
+                known = None if forward is None else _Known(forward, likelihood, picked(targets, pair_targets))
                 run.scale(data, max(forces.levels.values()), posterior_temperature, known)
                 run.temperature(data, forces, pooled=of is None and "modes" not in run.findings, is_moving=is_moving)
     findings = sorted(itertools.chain(*run.findings.values()), key=lambda finding: RANK.index(finding.kind))
     return Diagnosis(tuple(findings), run.numbers, tuple(run.unseen))
+
+
+class _Known(NamedTuple):
+    """What the loss should be: ``- likelihood.log_prob(forward(params, batch), targets(batch))``, the mean."""
+
+    forward: Callable[[Any, Any], Tensor]
+    likelihood: Any
+    targets: Callable[[Any], Any]
 
 
 class _Data:
@@ -229,10 +242,11 @@ class _Data:
     def __init__(self, loss: Callable[[Any, Any], Any], batches: list[Any], count: int | None, params: Any) -> None:
         if not batches:
             raise ValueError("doctor: batches is empty")
+        self.is_finite = True
         for i, batch in enumerate(batches):
             try:
                 with torch.no_grad():
-                    scalar(loss, params, batch)
+                    self.is_finite &= bool(scalar(loss, params, batch).isfinite())
             except Exception as err:
                 raise ValueError(
                     f"doctor: the loss cannot take batch {i + 1} of {len(batches)}, {short(batch)}: {err}. batches= takes all "
@@ -295,19 +309,36 @@ class _Data:
             optree.tree_map(lambda x, i=i: part(x, i * each), self.batches[0]) for i in range(min(most, length // each))
         ]
 
-    def times_likelihood(self, params: Any, forward: Any, likelihood: Any, is_sum: bool) -> tuple[float, float]:
+    def times_likelihood(self, params: Any, known: _Known, is_sum: bool) -> tuple[float, float] | None:
         """The factor ``c`` in ``loss = c * (mean or sum of - log p) + rest``, and the share that no factor explains.
 
         At one draw the rest (a prior, constants) is the same for every part of a batch, so that differences give ``c``.
+        ``None`` where all parts have one value, or one that is not finite.
         """
-        both = list[tuple[Tensor, Tensor]]()
-        with torch.no_grad():
-            for x in self.parts(8):
-                own = -likelihood.log_prob(forward(params, x), pair_targets(x))
+        both, parts = list[tuple[Tensor, Tensor]](), self.parts(8)
+        for x in parts if len(parts) > 1 else self.batches[:8]:
+            try:
+                seed_all(0, initialised_devices())  # dropout has the same masks in both
+                y = known.targets(x)
+                with torch.no_grad():
+                    own = -known.likelihood.log_prob(known.forward(params, x), y)
+            except Exception as err:
+                raise ValueError(
+                    f"doctor: forward(params, batch) and likelihood.log_prob(outputs, targets) fail on {short(x)}: {err}"
+                ) from err
+            if own.numel() not in (len(y), y.numel()):
+                raise ValueError(
+                    f"doctor: likelihood.log_prob gives {tuple(own.shape)} for targets {tuple(y.shape)}: outputs and targets "
+                    "broadcast; give forward's outputs the shape that the likelihood takes"
+                )
+            seed_all(0, initialised_devices())
+            with torch.no_grad():
                 both.append((scalar(self.loss, params, x), own.sum() if is_sum else own.mean()))
         L, own = (torch.stack([x.double().cpu() for x in column]) for column in zip(*both))
         L, own = L - L.mean(), own - own.mean()
-        factor = float(L @ own) / max(float(own @ own), 1e-300)
+        if not (L.norm() * own.norm()).isfinite() or not float(own.norm()):
+            return None
+        factor = float(L @ own) / float(own @ own)
         return factor, float((L - factor * own).norm() / L.norm().clamp(min=1e-300))
 
     def noise_over_curvature(self, params: Any, product: Callable[[Any], Any]) -> float | None:
@@ -519,7 +550,7 @@ class _Run:
 
     # 4. has the loss its scale
 
-    def scale(self, data: _Data, temperature: float, wanted: float, known: tuple[Any, Any] | None) -> None:
+    def scale(self, data: _Data, temperature: float, wanted: float, known: _Known | None) -> None:
         """Look whether the loss is a sum, or a multiple of the likelihood, and whether the temperature is the posterior's."""
         doubled = None if data.n is None else data.twice_over_once(self.one)
         if doubled is None or data.n is None:
@@ -529,9 +560,12 @@ class _Run:
             )
             return None
         is_sum = abs(doubled[0] - 1) > max(1e-3, doubled[1])
-        factor, left = (1.0, 0.0) if known is None else data.times_likelihood(self.one, *known, is_sum)
+        seen = None if known is None else data.times_likelihood(self.one, known, is_sum)
+        if known is not None and seen is None:
+            self.unseen.append("Not told: the loss against the likelihood, which has one value on all data, or NaN.")
+        factor, left = seen or (1.0, 0.0)
         self.numbers |= {"loss of a batch twice / once": doubled[0], "data N": float(data.n)}
-        if known is not None:
+        if seen is not None:
             self.numbers |= {"loss / - log likelihood": factor, "  share of it that is no multiple": left}
         if left > UNLIKE or not factor > 0:
             says = f"The loss is no multiple of -likelihood.log_prob(...): {left:.0%} of how it differs between data is not."
@@ -552,8 +586,8 @@ class _Run:
         )  # fmt: skip
         if abs(math.log(times / wanted)) > math.log(OFF):
             what = f"{'sum over' if is_sum else 'mean of'} {data.n} data"
-            what = f"a {what}" if known is None else f"{factor:.4g} times the likelihood's {what}"
-            other = "; for a loss that is already multiplied by N pass posterior_temperature=N" if known is None else ""
+            what = f"a {what}" if seen is None else f"{factor:.4g} times the likelihood's {what}"
+            other = "; for a loss that is already multiplied by N pass posterior_temperature=N" if seen is None else ""
             self.found(
                 "scale",
                 f"The chain runs at T = {temperature:.3g}, {times:.3g} times that of the posterior: the loss is {what}, "
@@ -563,7 +597,7 @@ class _Run:
             )
         elif tokens:
             self.unseen.append(f"Taken for granted: {tokens.strip()}")
-        if is_sum or known is not None:
+        if is_sum or seen is not None:
             return None
         product = hessian_product(data.loss, self.one, data.batches, max_batches=8)
         if (ratio := data.noise_over_curvature(self.one, product)) is not None:

@@ -231,7 +231,7 @@ def test_beside_a_likelihood_the_scale_of_the_loss_is_known(times, temperature, 
         scale = len(batch[1]) if times == "sum" else times
         return scale * run.likelihood(p, batch) + p["w"].square().sum()
 
-    of = {"forward": lambda p, batch: batch[0] @ p["w"], "likelihood": bc.likelihoods.gaussian(variance=variance)}
+    of = OF | {"likelihood": bc.likelihoods.gaussian(variance=variance)}
     found = doctor(run.draws, bc.sghmc(0.1, temperature=temperature), loss, run.data, **of)
     assert found.numbers["loss / - log likelihood"] == pytest.approx(factor, rel=2e-3)
     says = [f.do for f in found.findings if f.kind == "scale"]
@@ -240,13 +240,40 @@ def test_beside_a_likelihood_the_scale_of_the_loss_is_known(times, temperature, 
     assert not any("the scale of the loss" in text for text in found.unseen)
 
 
-def test_a_loss_of_another_likelihood_is_named_and_half_a_question_is_refused():
+OF = {"forward": lambda p, batch: batch[0] @ p["w"], "likelihood": bc.likelihoods.gaussian(variance=1.0)}
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        ({"forward": None}, "likelihood= and forward= belong together"),
+        ({"forward": lambda p, batch: (batch[0] @ p["w"])[:, None]}, "outputs and targets broadcast"),
+        ({"targets": lambda batch: batch["y"]}, r"forward\(params, batch\) and likelihood"),
+        ({"likelihood": "gaussian"}, "likelihood must be"),
+    ],
+)
+def test_what_cannot_be_compared_with_a_likelihood_is_refused(more, message):
+    run = Exact(0, 12, 2)
+    with pytest.raises((ValueError, TypeError), match=message):
+        doctor(run.draws, run.tx, run.loss, run.data, **OF | more)
+
+
+def test_a_loss_of_another_likelihood_is_named_and_dropout_or_single_data_are_none():
     run = Exact(0, 60, 4)
-    of = {"forward": lambda p, batch: batch[0] @ p["w"], "likelihood": bc.likelihoods.gaussian(variance=1.0)}
-    found = doctor(run.draws, run.tx, lambda p, b: (b[0] @ p["w"] - b[1]).abs().mean(), run.data, **of)
+    found = doctor(run.draws, run.tx, lambda p, b: (b[0] @ p["w"] - b[1]).abs().mean(), run.data, **OF)
     assert any(f.kind == "scale" and "no multiple of -likelihood" in f.says for f in found.findings)
-    with pytest.raises(ValueError, match="likelihood= and forward= belong together"):
-        doctor(run.draws, run.tx, run.loss, run.data, likelihood=of["likelihood"])
+    masked = {"forward": lambda p, b: nn.functional.dropout(b[0], 0.5) @ p["w"]}
+    for loss, batches, more in (
+        (lambda p, b: (masked["forward"](p, b) - b[1]).square().mean() / 2, run.data, masked),
+        (run.loss, [*zip(*(part.split(1) for part in run.data))], {}),
+    ):
+        found = doctor(run.draws, run.tx, loss, batches, **OF | more)
+        assert found.numbers["loss / - log likelihood"] == pytest.approx(1.0, rel=1e-4) and "scale" not in found.kinds
+
+
+def test_data_with_nan_are_no_healthy_run():
+    run = Exact(0, 60, 4)
+    assert doctor(run.draws, run.tx, run.loss, (run.data[0], run.data[1] * torch.nan)).kinds == {"nonfinite"}
 
 
 @pytest.mark.slow
