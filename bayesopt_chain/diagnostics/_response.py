@@ -106,6 +106,8 @@ def read(tx: Any, params: Any, state: Any = None) -> Response:
     tx, state = inner(tx, state)
     if not isinstance(tx, Chain):
         raise TypeError(f"a chain of bayesopt_chain is asked for, whose links say what they do, got {tx!r:.80}")
+    if not isinstance(state, (State, type(None))):
+        raise TypeError(f"state must be that of tx, as tx.init and its updates return it, got {state!r:.80}")
     state = OneUpdate(tx, params, warmup=1).next_state if state is None else state
     numbers = [i for i, p in enumerate(optree.tree_leaves(params, none_is_leaf=True)) if p is not None]
     each = [polynomials(tx, state, i) for i in numbers]
