@@ -42,7 +42,7 @@ LEAST = 1e-6  # noise, in units of the targets' variance
 # variances in units of the targets', and what logits are divided by
 NOISES = torch.logspace(-6, 1, 100, dtype=torch.float64, device="cpu")
 SCALES = torch.logspace(-1, 1.5, 60, dtype=torch.float64, device="cpu")
-NONE = 0.05  # of log c: less is no factor at all
+NEGLIGIBLE = 0.05  # of log c: a smaller one is no factor at all
 MOST_CONSTANTS = 4096  # outputs of a datum beyond which no constant is fitted
 
 
@@ -164,7 +164,7 @@ def best_factor(likelihood: Likelihood, folds: Sequence[Fold]) -> tuple[float, l
     logs = SCALES.log()
     table = torch.stack([score(likelihood, folds, c).sum() for c in SCALES.tolist()]).to(logs) - logs.square() / 2
     mean, best = float(table.softmax(0) @ logs), int(table.argmax())
-    if abs(mean) < NONE:
+    if abs(mean) < NEGLIGIBLE:
         return 1.0, []
     end = best in (0, len(SCALES) - 1)
     return math.exp(mean), [f"scale: at the end {SCALES[best]:.3g} of its grid."] if end else []

@@ -139,9 +139,8 @@ class _Contracted(TorchDispatchMode):
     def __init__(self, params: Tensors) -> None:
         super().__init__()
         self.names = {x.untyped_storage().data_ptr(): name for name, x in params.items()}
-        self.products = dict[
-            int, tuple[Tensor, str, list[int]]
-        ]()  # the tensors are held, so that no other takes their memory
+        # by the identity of a product, which is held so that no other takes its place
+        self.products = dict[int, tuple[Tensor, str, list[int]]]()
         self.sizes = dict[str, int]()
 
     def name_of(self, x: Any) -> str | None:
@@ -164,12 +163,10 @@ class _Contracted(TorchDispatchMode):
             for x in filter(self.name_of, args):  # its own axes, not those that it is repeated along
                 own = [n if step else 1 for n, step in zip(x.shape, x.stride())]
                 self.products[id(out)] = out, str(self.name_of(x)), [1] * (out.ndim - x.ndim) + own
-        elif kind == "sum" and (product := self.products.get(id(args[0]))):
-            factors, size = (
-                (),
-                math.prod(product[2][axis] for axis in (args[1:] or [None])[0] or range(product[0].ndim)),
-            )
-            self.sizes[product[1]] = max(size, self.sizes.get(product[1], 1))
+        elif kind == "sum" and id(args[0]) in self.products:
+            product, name, lengths = self.products[id(args[0])]
+            axes = (args[1] if len(args) > 1 else None) or range(product.ndim)
+            self.sizes[name] = max(math.prod(lengths[axis] for axis in axes), self.sizes.get(name, 1))
         elif kind in ("clone", "_to_copy") and (name := self.name_of(args[0])):
             self.names[out.untyped_storage().data_ptr()] = name
         for name in filter(None, map(self.name_of, factors)):
