@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from bayesopt_chain import kinds
-from bayesopt_chain.batches import flatten
+from bayesopt_chain import batches, kinds
 from bayesopt_chain.checks import short
 from bayesopt_chain.ensemble.data import Scale, require_inputs
 from bayesopt_chain.ensemble.members import Members, described, members_of
@@ -29,6 +28,7 @@ from bayesopt_chain.runs.draws import Draws
 from bayesopt_chain.runs.identity import describe, difference
 
 FORMAT = 3
+MOST_NUMBERS = 2**26  # of outputs of all draws that are kept, if they are of classes
 # what a file has
 KEYS = {"params", "buffers", "factor", "report", "noise", "seed", "scale", "loop"}
 KEYS |= {"format", "likelihood", "network", "frozen"}
@@ -68,7 +68,8 @@ class Ensemble:
 
         Returns:
             :class:`bayesopt_chain.likelihoods.Predictive`: mean, variance, quantile, interval, probabilities, log_prob, crps,
-            aleatoric, epistemic.
+            aleatoric, epistemic. Where classes of all draws and data are more than 2^26 numbers, as those of tokens soon are,
+            draws run one after another and are added up (``likelihood.pooled``): one distribution of each target is held.
 
         Raises:
             ValueError: no batches, or inputs with NaN.
@@ -81,17 +82,27 @@ class Ensemble:
             >>> e.predict(torch.zeros(3, 1)).quantile(0.9).shape
             torch.Size([3, 1])
         """
-        params, buffers = ({k: x.flatten(0, 1) for k, x in t.items()} for t in (self.params, self.buffers))
-        with kinds.blaming("Ensemble.predict", "data"):
-            parts = [
-                outputs_of(self.members.still, params, buffers, _inputs(batch), self.loop) for batch in batches_of(data)
-            ]
+        stacked = [{k: x.flatten(0, 1) for k, x in t.items()} for t in (self.params, self.buffers)]
+        size = len(next(iter(stacked[0].values())))
+        draws = [[{k: x[i : i + 1] for k, x in t.items()} for t in stacked] for i in range(size)]
+        parts, numbers, likelihood = list[Predictive](), 0, self.likelihood
+        for batch in batches_of(data):
+            with kinds.blaming("Ensemble.predict", "data"):
+                inputs = _inputs(batch)
+                likelihood, of_one = self._outputs(draws[0], batches.tree_map(lambda x: x[:1], inputs))
+                numbers += size * len(batches.flatten(inputs)[0][0]) * of_one.numel()
+                if numbers > MOST_NUMBERS:
+                    parts.append(likelihood.pooled(self._outputs(draw, inputs)[1][0] for draw in draws))
+                else:
+                    parts.append(likelihood.mixture(self._outputs(stacked, inputs)[1]))
         if not parts:
             raise ValueError("predict: data has no batches")
-        outputs, likelihood = torch.cat(parts, 1), self.likelihood
-        if self.factor != 1:
-            likelihood, outputs = likelihood.widened(outputs, self.factor)
-        return likelihood.mixture(outputs)
+        return _joined(likelihood, parts)
+
+    def _outputs(self, stacked: Sequence[Tensors], inputs: Any) -> tuple[Likelihood, Tensor]:
+        """The likelihood and the outputs ``[S, n, *event]`` of stacked draws, as wide as held-out data asked for."""
+        outputs = outputs_of(self.members.still, stacked[0], stacked[1], inputs, self.loop)
+        return (self.likelihood, outputs) if self.factor == 1 else self.likelihood.widened(outputs, self.factor)
 
     @kinds.takes()
     def draws(self) -> Draws:
@@ -277,10 +288,19 @@ def _known(likelihood: Likelihood, members: Members) -> dict[str, Any]:
     }
 
 
+def _joined(likelihood: Likelihood, parts: list[Predictive]) -> Predictive:
+    """One mixture of the data of several; if the draws of one were added up, those of all are."""
+    if any(part.mean_entropy is not None for part in parts):
+        parts = [likelihood.pooled(cast(Tensor, part.outputs)) if part.mean_entropy is None else part for part in parts]
+    whole = likelihood.mixture(torch.cat([cast(Tensor, part.outputs) for part in parts], 1))
+    entropies = [part.mean_entropy for part in parts if part.mean_entropy is not None]
+    return replace(whole, mean_entropy=torch.cat(entropies)) if entropies else whole
+
+
 def _inputs(batch: Any) -> Any:
     """The inputs of a batch: tensors with the data on axis 0."""
     inputs = as_pair(batch)[0]
-    leaves = flatten(inputs)[0]
+    leaves = batches.flatten(inputs)[0]
     if not leaves or not all(kinds.VALUES.fits(x) and x.ndim for x in leaves):
         raise TypeError(f"predict: data must be tensors with the data on axis 0, got {short(inputs)}")
     require_inputs("predict", inputs)

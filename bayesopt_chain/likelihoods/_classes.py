@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.nn.functional import logsigmoid, softplus
 
 from bayesopt_chain import checks, kinds
 from bayesopt_chain.likelihoods._likelihood import Grouping, Likelihood, Support
+from bayesopt_chain.likelihoods._predictive import Predictive
 from bayesopt_chain.likelihoods._roots import OutputRoot, Seen, Softmax
 from bayesopt_chain.likelihoods._softmax import probit, probit_bernoulli, softmax_mean
 from bayesopt_chain.tracing import is_hidden, is_readable
@@ -125,6 +126,18 @@ class Categorical(OneOfSeveral):
     def _last(self, outputs: Tensor) -> Tensor:
         """The outputs with their classes on the last axis."""
         return outputs.movedim(self.axis, -1)
+
+    def pooled(self, draws: Iterable[Tensor]) -> Predictive:
+        log_p, entropy, count = torch.empty(0), torch.empty(0), 0
+        for outputs in draws:
+            log = self._last(outputs).log_softmax(-1)
+            own = torch.special.entr(log.exp()).sum(-1)
+            log_p, entropy = (torch.logaddexp(log_p, log), entropy + own) if count else (log, own)
+            count += 1
+        if not count:
+            return super().pooled(())
+        together = (log_p - math.log(count)).movedim(-1, self.axis)[None]
+        return replace(self.mixture(together), mean_entropy=entropy / count)
 
     def widened(self, outputs: Tensor, factor: float) -> tuple[Likelihood, Tensor]:
         return self, outputs / factor

@@ -23,7 +23,7 @@ import inspect
 import math
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -673,6 +673,31 @@ class Likelihood(ABC):
             tensor([[1.5000]])
         """
         return Predictive(self, outputs, weights_of_draws(outputs, log_weights))
+
+    def pooled(self, draws: Iterable[Tensor]) -> Predictive:
+        """:meth:`mixture` over draws that come one after another.
+
+        Classes on an axis of the outputs are added up as they come, so that no draw is kept, however many there are: the
+        answer is that of :meth:`mixture` for each target, and no covariance is known between targets.
+
+        Args:
+            draws: outputs ``[N, *event]`` each.
+
+        Returns:
+            A :class:`Predictive`.
+
+        Raises:
+            ValueError: no draws.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> p = likelihoods.categorical().pooled(torch.randn(3, 7) for _ in range(100))
+            >>> p.outputs.shape, p.epistemic.shape
+            (torch.Size([1, 3, 7]), torch.Size([3]))
+        """
+        kept = list(draws)
+        return self.mixture(torch.stack(kept) if kept else torch.empty(0))
 
     def mixed(self, outputs: Outputs | Tensor, log_weights: Tensor | None = None) -> Mixture:
         """The mixture that a :class:`Predictive` computes with; a likelihood with closed forms has its own.

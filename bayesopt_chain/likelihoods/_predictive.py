@@ -102,6 +102,9 @@ class Predictive:
         likelihood: of targets given outputs, with its noise.
         outputs: a Gaussian, :class:`Outputs`, or draws ``[S, N, *event]``.
         log_weights: of the draws, ``[S]``, whose exponentials sum to 1; ``None`` for a Gaussian.
+        mean_entropy: where draws of classes were added up (``likelihood.pooled``), the mean of their entropies,
+            ``[N, *positions]`` in nats. Outputs are then ``[1, N, *event]``, the logarithms of the mixture's probabilities, and
+            draws of targets are independent.
 
     Example:
         >>> import torch
@@ -125,6 +128,7 @@ class Predictive:
     likelihood: Any
     outputs: Outputs | Tensor
     log_weights: Tensor | None = None
+    mean_entropy: Tensor | None = None
 
     @property
     def mean(self) -> Tensor:
@@ -150,7 +154,7 @@ class Predictive:
 
         Raises:
             ValueError: Gaussian outputs that are not joint, or with another likelihood (pass draws of them to
-                ``likelihood.mixture``).
+                ``likelihood.mixture``); draws that were added up, of which nothing is known from one target to another.
 
         Example:
             >>> import torch
@@ -160,6 +164,10 @@ class Predictive:
             tensor([[1.5000, 1.0000],
                     [1.0000, 1.5000]])
         """
+        if self.mean_entropy is not None:
+            raise ValueError(
+                "covariance: the draws of these outputs were added up and not kept: predict fewer data at once"
+            )
         noise = self._of(lambda p: p.noise)
         noise = noise.reshape(len(noise), -1)
         if isinstance(self.outputs, Outputs):
@@ -204,6 +212,8 @@ class Predictive:
         """What no data remove: of classes the mean entropy in nats, ``[N, *positions]``, otherwise the noise's variance."""
         if not self.likelihood.has_classes:
             return self._of(lambda p: p.noise)
+        if self.mean_entropy is not None:
+            return self.mean_entropy
         return self._of(lambda p: p.average(self._entropy(p.likelihood.mean(p.outputs))))
 
     @property

@@ -7,13 +7,15 @@ With ``w = 0`` a target's value is not read, so that NaN may stand for one that 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bayesopt_chain.likelihoods._likelihood import Likelihood
+from bayesopt_chain.likelihoods._predictive import Predictive
 from bayesopt_chain.tracing import is_readable
 
 
@@ -80,6 +82,9 @@ class Weighted(Likelihood):
     def widened(self, outputs: Tensor, factor: float) -> tuple[Likelihood, Tensor]:
         wider, outputs = self.inner.widened(outputs, factor)
         return Weighted(wider), outputs
+
+    def pooled(self, draws: Iterable[Tensor]) -> Predictive:
+        return replace(self.inner.pooled(draws), likelihood=self)
 
 
 def weighted(likelihood: Likelihood) -> Likelihood:

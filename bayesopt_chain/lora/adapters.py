@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesopt_chain.curvature._products import jvp
+from bayesopt_chain.likelihoods import categorical
 from bayesopt_chain.modules.functional import evaluating, make_functional, write_back
 from bayesopt_chain.posterior.batches import LEFT_OUT, Reader, logits_of
 from bayesopt_chain.posterior.gaussian import Gaussian
@@ -115,17 +116,10 @@ class Adapters:
         parts = []
         inputs = self.read(data)[0]
         for some, _ in _rows(inputs, None):
-            p, within = None, 0.0
-            for logits in self._logits(some):
-                log = logits.log_softmax(-1)
-                each = log.exp()
-                within = within - (each * log).sum(-1) / len(self)
-                p = each / len(self) if p is None else p.add_(each, alpha=1 / len(self))
-            assert p is not None
-            entropy = torch.special.entr(p).sum(-1)
+            pooled = categorical().pooled(self._logits(some))
             mask = some.get("attention_mask") if isinstance(some, Mapping) else None
-            mask = torch.ones_like(entropy, dtype=torch.bool) if mask is None else mask.bool()
-            parts.append((p if probabilities else None, entropy, (entropy - within).clamp_min(0), mask))
+            mask = torch.ones_like(pooled.entropy, dtype=torch.bool) if mask is None else mask.bool()
+            parts.append((pooled.probabilities if probabilities else None, pooled.entropy, pooled.epistemic, mask))
         p, entropy, information, attended = zip(*parts)
         joined = torch.cat(p) if probabilities else None
         return TokenPrediction(joined, torch.cat(entropy), torch.cat(information), torch.cat(attended))

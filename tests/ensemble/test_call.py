@@ -1,11 +1,14 @@
 """The call as a user makes it: every likelihood, data of every kind, and what is refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, TensorDataset
 
 import bayesopt_chain as bc
+from bayesopt_chain.ensemble import ensemble
 from bayesopt_chain.ensemble.data import read
 from bayesopt_chain.ensemble.members import members_of
 from bayesopt_chain.runs import files
@@ -66,6 +69,21 @@ def test_every_likelihood_goes_from_a_module_to_a_prediction(case):
         low, high = p.interval(0.9)
         assert bool((low < high).all()) or case in ("poisson", "negative_binomial", "ordinal")
     assert p.sample(3, generator=torch.Generator().manual_seed(0)).shape == (3, *y.shape)
+
+
+@pytest.mark.parametrize("most", [0, 3_000], ids=["all are added up", "from the second batch on"])
+def test_tokens_of_many_draws_are_added_up_one_draw_after_another(most, monkeypatch):
+    words = torch.randint(0, 7, (12, 5), generator=torch.Generator().manual_seed(0))
+    made = bc.posterior_ensemble(lambda: nn.Embedding(7, 40), (words, words), bc.likelihoods.categorical(), **SMALL)
+    made = replace(made, factor=1.5)
+    kept, batches = made.predict(words), [words[:5], words[5:]]
+    monkeypatch.setattr(ensemble, "MOST_NUMBERS", most)
+    pooled = made.predict(batches)
+    draws = made.params["weight"].shape[0] * 2
+    assert (kept.outputs.shape, pooled.outputs.shape) == ((draws, 12, 5, 40), (1, 12, 5, 40))
+    for name in ("probabilities", "entropy", "aleatoric", "epistemic"):
+        torch.testing.assert_close(getattr(pooled, name), getattr(kept, name), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(pooled.log_prob(words), kept.log_prob(words))
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -295,3 +296,44 @@ def test_covariances_are_of_draws_and_of_joint_gaussians():
     ):
         with pytest.raises(ValueError, match=words):
             predictive.covariance(joint=True)
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_draws_of_classes_that_are_added_up_give_the_mixture_and_none_is_kept(axis, wrapped):
+    """In float32 too, of tokens that every draw calls all but impossible, and of logits that are -inf."""
+    plain = likelihoods.categorical(axis=axis)
+    likelihood = likelihoods.weighted(plain) if wrapped else plain
+    outputs = (5 * torch.randn(7, 4, 3, 6)).float()
+    outputs[:, 0, 0, 2], outputs[:, 1, 1, 0] = -300.0, -torch.inf
+    outputs = outputs.movedim(-1, axis)
+    targets = torch.randint(1, 6, (4, 3))
+    targets[0, 0] = 2
+    labels = (targets, torch.rand(4, 3)) if wrapped else targets
+    kept = []
+
+    def stream():
+        for draw in outputs:
+            assert sum(ref() is not None for ref in kept) <= 1
+            copy = draw.clone()
+            kept.append(weakref.ref(copy))
+            yield copy
+
+    pooled, stacked = likelihood.pooled(stream()), likelihood.mixture(outputs)
+    assert pooled.outputs.shape == (1, *outputs.shape[1:]) and len(kept) == 7
+    found, wanted = (
+        (p.probabilities, p.entropy, p.aleatoric, p.epistemic, p.variance, p.log_prob(labels))
+        for p in (pooled, stacked)
+    )
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-6)
+    with pytest.raises(ValueError, match="added up"):
+        pooled.covariance()
+
+
+def test_outputs_that_are_no_classes_are_stacked():
+    pooled = likelihoods.gaussian().pooled(iter(torch.randn(5, 3, 1)))
+    assert pooled.outputs.shape == (5, 3, 1) and pooled.mean_entropy is None
+    for likelihood in (likelihoods.gaussian(), likelihoods.categorical()):
+        with pytest.raises(ValueError, match="at least one draw"):
+            likelihood.pooled([])
