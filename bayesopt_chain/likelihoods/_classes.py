@@ -127,7 +127,7 @@ class Categorical(OneOfSeveral):
         """The outputs with their classes on the last axis."""
         return outputs.movedim(self.axis, -1)
 
-    def pooled(self, draws: Iterable[Tensor]) -> Predictive:
+    def _pooled(self, draws: Iterable[Tensor]) -> Predictive:
         log_p, entropy, count = torch.empty(0), torch.empty(0), 0
         for outputs in draws:
             log = self._last(outputs).log_softmax(-1)
@@ -135,7 +135,7 @@ class Categorical(OneOfSeveral):
             log_p, entropy = (torch.logaddexp(log_p, log), entropy + own) if count else (log, own)
             count += 1
         if not count:
-            return super().pooled(())
+            return super()._pooled(())
         together = (log_p - math.log(count)).movedim(-1, self.axis)[None]
         return replace(self.mixture(together), mean_entropy=entropy / count)
 

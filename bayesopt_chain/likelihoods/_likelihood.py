@@ -23,7 +23,7 @@ import inspect
 import math
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -674,6 +674,7 @@ class Likelihood(ABC):
         """
         return Predictive(self, outputs, weights_of_draws(outputs, log_weights))
 
+    @kinds.takes(draws=kinds.BATCHES)
     def pooled(self, draws: Iterable[Tensor]) -> Predictive:
         """:meth:`mixture` over draws that come one after another.
 
@@ -687,6 +688,7 @@ class Likelihood(ABC):
             A :class:`Predictive`.
 
         Raises:
+            TypeError: draws that are no tensors.
             ValueError: no draws.
 
         Example:
@@ -696,6 +698,15 @@ class Likelihood(ABC):
             >>> p.outputs.shape, p.epistemic.shape
             (torch.Size([1, 3, 7]), torch.Size([3]))
         """
+
+        def checked() -> Iterator[Tensor]:
+            for draw in draws:
+                kinds.require("pooled", draws=(draw, kinds.REALS))
+                yield draw
+
+        return self._pooled(checked())
+
+    def _pooled(self, draws: Iterable[Tensor]) -> Predictive:
         kept = list(draws)
         return self.mixture(torch.stack(kept) if kept else torch.empty(0))
 

@@ -83,8 +83,8 @@ class Weighted(Likelihood):
         wider, outputs = self.inner.widened(outputs, factor)
         return Weighted(wider), outputs
 
-    def pooled(self, draws: Iterable[Tensor]) -> Predictive:
-        return replace(self.inner.pooled(draws), likelihood=self)
+    def _pooled(self, draws: Iterable[Tensor]) -> Predictive:
+        return replace(self.inner._pooled(draws), likelihood=self)
 
 
 def weighted(likelihood: Likelihood) -> Likelihood:
