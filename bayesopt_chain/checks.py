@@ -278,18 +278,18 @@ def own_key(key: Tensor, g: Sequence[Tensor]) -> None:
 
 
 def differentiable(leaves: Sequence[Any], params: Any) -> None:
-    """Parameters that a gradient can be taken in: real floating-point tensors; ``None`` stands for one that is absent."""
+    """Parameters that a gradient can be taken in: real floating-point tensors."""
     for i, leaf in enumerate(leaves):
-        if leaf is None or (type(leaf) in (Tensor, torch.nn.Parameter) and leaf.is_floating_point()):
+        if type(leaf) in (Tensor, torch.nn.Parameter) and leaf.is_floating_point():
             continue
         if is_dtensor(leaf) and is_transformed():
             raise ValueError(
-                f"params: leaf {name(optree.tree_paths(params, none_is_leaf=True)[i])} is a DTensor, which vmap and torch.func "
+                f"params: leaf {name(optree.tree_paths(params)[i])} is a DTensor, which vmap and torch.func "
                 "cannot transform; run several chains with bc.parallel(step, n, loop=True)"
             )
         if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
             continue
-        path = name(optree.tree_paths(params, none_is_leaf=True)[i])
+        path = name(optree.tree_paths(params)[i])
         if isinstance(leaf, torch.nn.Module):
             raise TypeError(
                 f"params: leaf {path} is a module, {type(leaf).__name__}; pass its parameters in a dict: "
@@ -310,10 +310,10 @@ def differentiable(leaves: Sequence[Any], params: Any) -> None:
 
 
 def dense(grads: Sequence[Any], params: Any) -> None:
-    """Gradients as dense tensors: noise, momentum and curvature are. ``None`` stands for one that is absent."""
+    """Gradients as dense tensors: noise, momentum and curvature are."""
     for i, g in enumerate(grads):
-        if g is not None and g.layout is not torch.strided:
-            path = name(optree.tree_paths(params, none_is_leaf=True)[i])
+        if g.layout is not torch.strided:
+            path = name(optree.tree_paths(params)[i])
             raise ValueError(
                 f"loss: the gradient of leaf {path} is sparse ({g.layout}); noise and momentum are dense: build the layer with "
                 "sparse=False (torch.nn.Embedding)"

@@ -7,7 +7,7 @@ to its velocity. Masks and missing gradients are handled here, so that a link se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
@@ -187,14 +187,17 @@ class Update:
 
     def run(self) -> None:
         """Run the update: read all numbers, draw the noise, rescale velocities, then let one after the other act."""
-        numbers = {turn: turn.numbers(self.entries, self.g) for turn in self.plan.turns if isinstance(turn, Engine)}
-        inside = {turn.noise for turn, found in numbers.items() if found is not None}  # an engine draws by itself
-        if waiting := [i for i in self.plan.noise if i not in inside]:
+        numbers, waiting = dict[Engine, Any](), dict(self.plan.noise)
+        for turn in self.plan.turns:
+            if isinstance(turn, Engine) and (found := turn.numbers(self.entries, self.g)):
+                numbers[turn] = found
+                waiting.pop(turn.noise, None)  # an engine draws by itself
+        if waiting:
             self.draw(waiting)
         for turn in self.plan.turns:
             if isinstance(turn, int):
                 self.take(turn)
-            elif not ((found := numbers[turn]) and turn.act(self, found)):
+            elif not ((found := numbers.get(turn)) and turn.act(self, found)):
                 if found and turn.noise is not None:
                     self.draw([turn.noise])
                 for i in turn.run:
@@ -211,7 +214,7 @@ class Update:
             checks.at_this_step("lr", value)
         return torch.stack([every[k].to(torch.float64) for k in self.positions(i, leaves)])
 
-    def draw(self, links: Sequence[int]) -> None:
+    def draw(self, links: Iterable[int]) -> None:
         """Draw the noise of these links, and rescale velocities whose variance belongs to another learning rate."""
         drawn = {i: (noise := self.plan.noise[i], noise.strength(self.entries[i], self.rates)) for i in links}
         new = list[Injected]()

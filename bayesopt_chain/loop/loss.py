@@ -147,21 +147,19 @@ def gradient(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
         TypeError: a leaf of the parameters is no real floating-point tensor.
         ValueError: the loss is no scalar, or depends on none of the parameters; a gradient is sparse.
     """
-    leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
+    leaves: list[Any]
+    leaves, spec = optree.tree_flatten(params)  # without an absent parameter, which the structure keeps
     if not all([type(p) in PLAIN and p.is_floating_point() for p in leaves]):
         checks.differentiable(leaves, params)
-    here = [p for p in leaves if p is not None]
     if tracing.is_transformed():
-        grads, info = _transformed_gradient(
-            lambda x: value(loss, spec.unflatten(_replace_leaves(leaves, x)), batch), here
-        )
+        grads, info = _transformed_gradient(lambda x: value(loss, spec.unflatten(x), batch), leaves)
     else:
         # new leaves of autograd, so that the caller's tensors get neither a gradient nor a graph
-        points = [p.detach().requires_grad_() for p in here]
+        points = [p.detach().requires_grad_() for p in leaves]
         was_enabled = torch.is_grad_enabled()
         _torch.set_grad_enabled(True)
         try:
-            out, aux = value(loss, spec.unflatten(_replace_leaves(leaves, points)), batch)
+            out, aux = value(loss, spec.unflatten(points), batch)
             grads: Any = _torch.gradients(out, points) if out.requires_grad else ()
         finally:
             _torch.set_grad_enabled(was_enabled)
@@ -169,8 +167,7 @@ def gradient(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
             grads = _with_zeros(points, grads)
         out = out.detach()
         info = Info(out if type(out) is Tensor else shards.whole(out), detach(aux))
-    grads = _replace_leaves(leaves, grads)
-    if not all([g is None or g.layout is torch.strided for g in grads]):
+    if not all([g.layout is torch.strided for g in grads]):
         checks.dense(grads, params)
     return spec.unflatten(grads), info
 
@@ -182,14 +179,6 @@ def _with_zeros(points: Sequence[Tensor], found: Sequence[Tensor | None]) -> lis
     if all(g is None for g in found):
         raise ValueError(no_gradient())
     return [torch.zeros_like(p) if g is None else g for p, g in zip(points, found)]
-
-
-def _replace_leaves(leaves: Sequence[Any], given: Sequence[Tensor]) -> Sequence[Any]:
-    """Replace each leaf that is not ``None`` by the next of the given tensors."""
-    if len(given) == len(leaves):
-        return given
-    one_by_one = iter(given)
-    return [None if p is None else next(one_by_one) for p in leaves]
 
 
 def _transformed_gradient(at: Callable[[Any], tuple[Tensor, Any]], here: list[Tensor]) -> tuple[list[Tensor], Info]:
