@@ -10,7 +10,6 @@ from typing import Any
 
 import optree
 import torch
-from torch import Tensor
 from torchopt.base import ChainedGradientTransformation, GradientTransformation, IdentityGradientTransformation
 
 from bayesopt_chain import kinds
@@ -121,12 +120,11 @@ def with_response(
     response: Response,
     *,
     name: str | None = None,
-    rescale: Callable[[Any, Tensor], Any] | None = None,
 ) -> Chain:
     """Tell the noise what your own link does, so that it may stand in a chain that samples.
 
     Under a changing learning rate or temperature all floating-point state of a link with one pole is taken for its velocity,
-    and scaled by one factor where the rate rises, unless ``rescale`` says what to scale. A link with more poles needs it.
+    and scaled by one factor where the rate rises. A link with more poles samples at a constant rate only.
 
     Args:
         link: any gradient transformation, yours or another library's.
@@ -134,15 +132,12 @@ def with_response(
             power first; ``Linear((0.5,))`` halves it), ``bc.response.Nonlinear()`` for a memoryless function of it,
             ``bc.response.Decay(weight_decay)`` for ``u + weight_decay * params``.
         name: shown by ``repr``.
-        rescale: ``(state, factor) -> state``, with all that the state remembers of the gradients multiplied by a factor, 0-d,
-            of the parameters' dtype. With it a filter of several poles may stand beside a changing learning rate, if no other
-            link has a memory: it is called before every step, with the root of the last rate over this one.
 
     Returns:
         A chain of that one link.
 
     Raises:
-        TypeError: no gradient transformation, another response, or a ``rescale`` that is no function.
+        TypeError: no gradient transformation, or another response.
         ValueError: coefficients that are no filter.
 
     Example:
@@ -158,8 +153,6 @@ def with_response(
         raise TypeError(f"with_response: link is {link!r}, not a gradient transformation")
     if type(response) not in (Linear, Nonlinear, Decay):
         raise TypeError(f"with_response: response is {response!r}; use one of bc.response.Linear, Nonlinear, Decay")
-    if rescale is not None and not callable(rescale):
-        raise TypeError(f"with_response: rescale is {rescale!r}, not a function (state, factor) -> state")
     numbers = (
         (*response.b, *response.a)
         if isinstance(response, Linear)
@@ -173,7 +166,7 @@ def with_response(
         raise ValueError(
             f"with_response: {response} needs finite coefficients, at least one each in b and a, and a[0] != 0"
         )
-    return Chain([Foreign(link, response, name or "declared link", keywords_of(link), rescale)])
+    return Chain([Foreign(link, response, name or "declared link", keywords_of(link))])
 
 
 def masked(link: GradientTransformation, mask: Any) -> Chain:

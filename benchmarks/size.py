@@ -66,7 +66,6 @@ ROUTES = {  # files, and functions where there is an aim
 MISSED = {
     "everything": "the rooms below",
     "files": "pages of one answer each, in posterior, diagnostics and links most of all",
-    "chain": "updates that take gradients with a time or a place of their own",
     "links": "every optimizer of TorchOpt with the noise that its adaptive scale asks for",
     "samplers": "seventeen named samplers, of which seven are for comparison",
     "random": "models that draw (dropout) are seeded by chain and step, 165 of it",
@@ -82,8 +81,6 @@ MISSED = {
     "base and contrib": "kinds of arguments and their messages",
     "adam_sghmc": "an adaptive chain goes link by link",
     "optim, Adam": "three files more than the aim: its law, its checks and its name on ranks each are one",
-    "update, cosine": "two functions more, which read the schedule",
-    "make_step": "two functions more than the aim",
     "sample": "store, identity, divergence and interrupts each are a file",
     "fit_laplace": "finding the layer, reading data and evidence each are a file, curvature is six",
     "posterior_ensemble": "training is a step of this library, with members, data, stages and report around it",

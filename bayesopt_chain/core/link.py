@@ -34,9 +34,9 @@ ANY = "**"  # among the keywords of a link, says that the link takes every keywo
 class LinkScope:
     """The leaves that a link acts on, and the links in front of it: what is the same in every update of one layout."""
 
-    index: tuple[int, ...]
+    index: tuple[int, ...]  # the numbers of these leaves, in the order of the user's tree
     paths: tuple[str, ...]
-    numbers: tuple[int, ...]
+    numbers: tuple[int, ...]  # by which a random stream knows these leaves: hashes of their paths
     shapes: tuple[torch.Size, ...]
     dtypes: tuple[torch.dtype, ...]
     # the elements of each leaf that are on this rank; None where no parameter is sharded
@@ -84,19 +84,9 @@ class LinkContext:
     _let_noise_in: Callable[[Callable[[], Sequence[Tensor]]], Leaves] | None = None
 
     @property
-    def index(self) -> tuple[int, ...]:
-        """The numbers of the leaves that the link acts on, in the order of the user's tree."""
-        return self.scope.index
-
-    @property
     def paths(self) -> tuple[str, ...]:
         """The paths of these leaves as text, ``['layer']['weight']``; empty for a bare tensor."""
         return self.scope.paths
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """The numbers by which a random stream knows these leaves: hashes of their paths."""
-        return self.scope.numbers
 
     @property
     def has_params(self) -> bool:
@@ -218,7 +208,7 @@ class LinkContext:
         """The number of elements of the leaves that are present, on all ranks together."""
         if self.scope.shards is not None:
             return self.scope.shards.count(self.present)
-        shapes = dict(zip(self.index, self.scope.shapes))
+        shapes = dict(zip(self.scope.index, self.scope.shapes))
         return sum([shapes[j].numel() for j in self.present])
 
 
@@ -248,7 +238,6 @@ class Traits:
         velocity: the field of the state that is the memory of the link's only pole, one tensor for each leaf. Without it a
             chain with a changing learning rate or temperature is refused. A link with ``all_leaves`` rescales itself.
         carries: whether that field is ``v = mu v + b g``, so that it may hold the deferred part of a noise.
-        rescales: whether :meth:`Link.rescaled` multiplies the whole memory of the link, for a link of several poles.
     """
 
     on_shards: OnShards = "refused"
@@ -261,7 +250,6 @@ class Traits:
     samples: int = 0
     velocity: str = ""
     carries: bool = False
-    rescales: bool = False
 
 
 ELEMENTWISE = Traits(on_shards="elementwise")

@@ -25,7 +25,6 @@ from bayesopt_chain.engine.engine import Engine
 from bayesopt_chain.engine.runs import engines
 from bayesopt_chain.matching.noise_inputs import NoiseInput, match
 from bayesopt_chain.matching.response import Noise, Preconditioner
-from bayesopt_chain.random.stream import leaf_numbers
 from bayesopt_chain.trees import paths_of
 
 Rates = Callable[[int, Sequence[int]], Tensor]  # the gain of a link in this step, for each of these leaves
@@ -73,29 +72,19 @@ class Injection(Protocol):
         ...
 
 
-class NoiseLink(Protocol):
-    """A link whose response is ``Noise``."""
-
-    def injection(self, noise_inputs: Sequence[NoiseInput], layout: Layout, links: Sequence[Link]) -> Injection:
-        """Make what draws the noise of these noise inputs, in a chain of these links."""
-        ...
-
-
 class Plan:
     """What a chain needs in every update of one layout: the order of the links, the noise, and which leaves are checked."""
 
     def __init__(self, links: Sequence[Link], layout: Layout) -> None:
         self.links, self.layout, self.paths, self.where = links, layout, layout.paths, layout.where
-        self.numbers = leaf_numbers(layout.paths)
         self.shards = None if layout.pieces is None else Sharding(layout, links)
         self.scopes = [LinkScope.of(links, i, layout, self.shards) for i in range(len(links))]
         self.position = [{j: k for k, j in enumerate(w)} for w in self.where]
         self.order = [i for i, x in enumerate(links) if not isinstance(x.response, Noise)]
         self.learning = {i for i in self.order if isinstance(x := links[i].response, Preconditioner) and x.learns}
         matched = match(links, self.where)  # the noise inputs of every noise link
-        self.noise = {
-            i: cast(NoiseLink, links[i]).injection(noise_inputs, layout, links) for i, noise_inputs in matched.items()
-        }
+        # a link whose response is Noise makes what draws its noise
+        self.noise: dict[int, Injection] = {i: cast(Any, links[i]).injection(x, layout) for i, x in matched.items()}
         self.entering = {noise_input.entry_link for noise_inputs in matched.values() for noise_input in noise_inputs}
         self.noisy = sorted({j for injection in self.noise.values() for j in injection.leaves})
         self.needs_all_gradients = [i for i, x in enumerate(links) if x.traits.needs_all_gradients]

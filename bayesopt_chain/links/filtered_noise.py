@@ -65,7 +65,7 @@ class FilteredNoise(Keyed):
 
     def init(self, leaves: Leaves, context: LinkContext) -> FilteredNoiseState:
         # Called for its refusal only: a stream has numbers for so many draws of a leaf and no more.
-        draw_numbers(context.numbers, (len(self.current),) * len(context.index))
+        draw_numbers(context.scope.numbers, (len(self.current),) * len(context.scope.index))
         state = FilteredNoiseState(*self.start(leaves, context), zeros(leaves) if self.later else ())
         self.scale(state.step)
         return state

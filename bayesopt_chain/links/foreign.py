@@ -6,11 +6,10 @@ Links of this library act on lists of leaves. The transformation is given trees 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from torch import Tensor
 from torchopt.base import GradientTransformation
 
 from bayesopt_chain.core.link import ANY, Link, LinkContext, Traits
@@ -28,23 +27,17 @@ class Foreign(Link):
         declared: its response; ``None`` if nobody declared it, so that no noise can be matched to it.
         name: its name in messages and in ``repr``.
         keywords: the keywords that its ``update`` takes.
-        rescale: ``rescale(state, factor) -> state`` multiplies everything that the transformation remembers by a factor, for a
-            learning rate that changes. Without it every floating-point tensor of the state is multiplied.
     """
 
     transformation: Any
     declared: Response | None = None
     name: str = "foreign link"
     keywords: frozenset[str] = frozenset()
-    rescale: Callable[[Any, Tensor], Any] | None = None
+    traits: ClassVar[Traits] = Traits(on_shards="tree", all_leaves=True)
 
     @property
     def response(self) -> Response | None:
         return self.declared
-
-    @property
-    def traits(self) -> Traits:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return Traits(on_shards="tree", all_leaves=True, rescales=self.rescale is not None)
 
     @property
     def extra_kwargs(self) -> frozenset[str]:
@@ -65,8 +58,6 @@ class Foreign(Link):
 
     def rescaled(self, state: Any, at: Sequence[int], factors: Leaves, op: TensorOps) -> Any:
         factor = factors[0]  # one for the whole state, because it is not known which tensor of it belongs to which leaf
-        if self.rescale is not None:
-            return op.keep(state, self.rescale(state, factor))
         tensors, structure = flattened(state)
         new = [t * factor.to(t.dtype) if t.is_floating_point() else t for t in tensors]
         return op.keep(state, structure.unflatten(new))

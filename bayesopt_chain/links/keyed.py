@@ -71,4 +71,4 @@ class Keyed(Link):
         key: Tensor = state.key
         like = [given.get(j, key).unsqueeze(0) for j in scope.index]
         xi = keyed_stream.Variables(scope.numbers, every, kind, runs=scope.pieces).draw(key, state.step, like)
-        return [x for j, x in zip(context.index, xi) if j in given]
+        return [x for j, x in zip(context.scope.index, xi) if j in given]

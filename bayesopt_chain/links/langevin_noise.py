@@ -91,13 +91,12 @@ class LangevinNoise(Keyed):
             return Linear()
         return Noise(self.order, temperature)
 
-    def injection(self, noise_inputs: Sequence[NoiseInput], layout: Layout, links: Sequence[Any]) -> Injection:
+    def injection(self, noise_inputs: Sequence[NoiseInput], layout: Layout) -> Injection:
         """Make the object that draws the noise.
 
         Args:
             noise_inputs: where in the chain this noise enters.
             layout: the leaves of the chain.
-            links: the links of the chain.
         """
         return LangevinInjection(self, noise_inputs, layout)
 
@@ -135,7 +134,7 @@ class ExplicitLangevinNoise(FilteredNoise):
         state = super().init(leaves, context)
         # ``scale`` times ``gain`` is about the size of the step that the noise makes in a parameter.
         scale, gain = self.scale(state.step), self.lr * sum(map(abs, (*self.current, *self.later)))
-        for j, leaf in zip(context.index, leaves):
+        for j, leaf in zip(context.scope.index, leaves):
             plain = is_plain(leaf, *([scale] if isinstance(scale, Tensor) else []))
             if plain and leaf.dtype in LOW and _rounds_away(j, leaf, float(scale) * gain):
                 break

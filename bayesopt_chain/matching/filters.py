@@ -5,10 +5,7 @@ step:
 
 * :class:`Filtered` is the constant filter ``e = c(1/z) / d(1/z) xi`` in transposed direct form. It takes one draw a step and
   remembers ``max(len(c), len(d)) - 1`` tensors. If the temperature changes, the filter is that of the temperature 1 and its
-  output is multiplied by ``sqrt(T_t)``. If a gain ``lr_t`` behind the noise changes and every link with memory can rescale all
-  of its memory, the output is multiplied by ``sqrt(T_t / lr_t)``, and the memory ``x`` of those links by
-  ``sqrt(lr_{t-1} / lr_t)`` before the step. Where no force acts, ``sqrt(lr_t) x_t`` then follows the same process as at a
-  constant rate, so that the memory has the variance that belongs to ``lr_t`` at once.
+  output is multiplied by ``sqrt(T_t)``. It has no rule for a gain that changes.
 * :class:`Scheduled` is for ``f = direct + momentum_gain / (1 - mu/z)``: SGD, heavy-ball momentum, or both in parallel, which
   is Nesterov's momentum. Each of these branches has noise of its own by the rule of
   :func:`bayesopt_chain.matching.law.scheduled_noise`. That rule holds in units in which the gradient enters with weight 1.
@@ -95,7 +92,6 @@ class Filtered:
 
     Attributes:
         c, d: the coefficients of numerator and denominator, lowest power of ``1/z`` first, ``d[0] = 1``.
-        rescales: whether the memory of the links is rescaled where a gain behind the noise changes.
         draws: how many fresh draws a step takes.
         velocity: whether a branch with momentum has a rule of its own; never here.
 
@@ -108,7 +104,6 @@ class Filtered:
 
     c: tuple[float, ...]
     d: tuple[float, ...] = (1.0,)
-    rescales: bool = False
     draws = 1
     velocity = False
 
@@ -124,17 +119,10 @@ class Filtered:
             now, before: the conditions of this step and of the last one.
 
         Returns:
-            The factor of the filter's output, the factor by which the memory of the links is multiplied before the step
-            (``None`` if nothing is to be rescaled), and an empty tuple in the place of the surpluses.
+            The factor of the filter's output, ``None`` in the place of the factor of a velocity, and an empty tuple in that of
+            the surpluses.
         """
-        if not self.rescales:
-            return law.root(now.temperature, pick), None, ()
-        # The gains in front of the noise over those behind it: the variance of the noise at the temperature 1.
-        here, last = (x.front * x.front / pick(x.rate > 0, x.rate, 1.0) for x in (now, before))
-        here = pick(now.moves, here, last)
-        began = (before.rate > 0) & (last > 0)
-        ratio = pick(began, here / pick(last > 0, last, 1.0), 1.0)
-        return law.root(now.temperature * here, pick), law.root(ratio, pick), ()
+        return law.root(now.temperature, pick), None, ()
 
     def step(self, fresh: list[Tensor], memory: list[Tensor], level: Any = None) -> tuple[Tensor, list[Tensor]]:
         """One step of the filter for one leaf.

@@ -57,8 +57,8 @@ class Neighbour(Protocol):
     """What the matching needs to know of a link.
 
     Attributes:
-        traits: the link's ``core.link.Traits``, which this room does not import. Used here: ``rescales``, ``carries``,
-            ``velocity`` and ``all_leaves``.
+        traits: the link's ``core.link.Traits``, which this room does not import. Used here: ``carries``, ``velocity`` and
+            ``all_leaves``.
         response: what the link does to the gradient; ``None`` if the link does not declare it.
         shown: the link in error messages.
     """
@@ -195,8 +195,7 @@ def match_group(
     if transfer is None:
         return written, []
     changes = bool(transfer.rates) or noise.temperature is None
-    rescales = memory == [transfer.pole_link] and links[memory[0]].traits.rescales
-    parts = _processes(transfer, noise, changes, rescales)
+    parts = _processes(transfer, noise, changes)
     _check_mixing(links, transfer, r, changes, [i for i in acting if where[i] != leaves])
     carrier = r[at] if transfer.pole_link == at and links[at].traits.carries and len(parts) == 1 else None
     noise_inputs = list[NoiseInput]()
@@ -387,16 +386,13 @@ def _transfer_function(links: Sequence[Neighbour], r: Responses, at: int) -> Tra
     return TransferFunction(b, tuple(law.trim(a)), head, tuple(preconditioners), tuple(rates), descent, pole_link)
 
 
-def _processes(
-    transfer: TransferFunction, noise: Noise, changes: bool, rescales: bool
-) -> list[tuple[tuple[int, ...], Process]]:
+def _processes(transfer: TransferFunction, noise: Noise, changes: bool) -> list[tuple[tuple[int, ...], Process]]:
     """Find the independent noises of a transfer function.
 
     Args:
         transfer: the transfer function.
         noise: the order of the noise, and its temperature if that is constant.
         changes: whether a learning rate or the temperature may change with time.
-        rescales: whether the only link with memory can rescale all of its memory.
 
     Returns:
         For each noise, the numbers of the preconditioners whose product divides its spectrum, and the process of its draws.
@@ -407,9 +403,9 @@ def _processes(
     b, a = transfer.b, transfer.a
     scale = 1.0 if changes or noise.temperature is None else sqrt(noise.temperature)
 
-    def filtered(r: law.Poly, rescales: bool = False) -> Filtered:
+    def filtered(r: law.Poly) -> Filtered:
         c, d = law.noise_filter(r, b, noise.order)
-        return Filtered(tuple([scale * (transfer.head * v) for v in c]), d, rescales)
+        return Filtered(tuple([scale * (transfer.head * v) for v in c]), d)
 
     # What the weight decays behind memory add to the spectrum, by the preconditioners in front of the decay.
     rest: dict[tuple[int, ...], law.Poly] = {}
@@ -420,12 +416,12 @@ def _processes(
     process: Process | None = Scheduled.of(b, a, transfer.head, noise.order) if changes else None
     try:
         if process is None:
-            if transfer.rates and (rest or not rescales):
+            if transfer.rates:
                 raise law.NoMatchedNoise(
                     f"{transfer} is neither SGD, momentum nor Nesterov, and only those have a rule for a changing learning "
-                    "rate; use a constant lr, or bc.with_response(link, response, rescale=) for a link of your own"
+                    "rate; use a constant lr"
                 )
-            process = filtered(law.add(main, rest.pop(transfer.preconditioners, ())), bool(transfer.rates))
+            process = filtered(law.add(main, rest.pop(transfer.preconditioners, ())))
         elif len(main) == len(rest.get(transfer.preconditioners, ())) == 1:
             # Both spectra are constants, so the rule for schedules takes the decay in; otherwise it has noise of its own.
             (extra,) = rest.pop(transfer.preconditioners)

@@ -80,7 +80,7 @@ class ReplicaExchange(Keyed):
 
     def init(self, leaves: Leaves, context: LinkContext) -> ReplicaExchangeState:
         n = len(self.temperatures)
-        for i, p in zip(context.index, leaves):
+        for i, p in zip(context.scope.index, leaves):
             if p.ndim == 0 or p.shape[0] != n:
                 raise ValueError(
                     f"replica_exchange: params must be stacked for {n} chains on axis 0, but leaf {i} has shape "

@@ -116,57 +116,26 @@ def two_averages(first, second):
         y = optree.tree_map(lambda m, g: second * m + (1 - second) * g, state["y"], x)
         return y, {"x": x, "y": y, "n": state["n"] + 1}
 
-    def rescale(state, factor):
-        return {k: state[k] if k == "n" else optree.tree_map(lambda t: t * factor, state[k]) for k in state}
-
     response = bc.response.Linear(((1 - first) * (1 - second),), (1.0, -first - second, first * second))
-    return GradientTransformation(init, update), response, rescale
+    return GradientTransformation(init, update), response
 
 
 def jumping(count):
     return torch.where(count % 20 < 10, 0.01, 0.3)
 
 
-def test_a_declared_link_with_two_poles_samples_exactly_beside_a_rate_that_may_change():
+def test_a_declared_link_with_two_poles_samples_exactly_at_a_constant_rate():
     curvature = torch.tensor([[2.0, 0.3], [0.3, 1.0]], dtype=torch.float64)
-    link, response, rescale = two_averages(0.3, 0.2)
-    lr = bc.scale_by_neg_lr(lambda count: 0.1)
-    tx = bc.chain(bc.with_response(link, response, rescale=rescale), bc.inject_langevin_noise(T), lr)
+    tx = bc.chain(bc.with_response(*two_averages(0.3, 0.2)), bc.inject_langevin_noise(T), bc.scale_by_neg_lr(0.1))
     torch.testing.assert_close(
         stationary_covariance(tx, curvature), T * torch.linalg.inv(curvature), rtol=1e-10, atol=0
     )
 
 
-@pytest.mark.parametrize("inplace", [False, True])
-def test_a_rescaled_link_of_two_poles_follows_a_jumping_learning_rate(inplace):
-    """Where no force acts, the moves over the root of the rate are those of a constant rate, number by number."""
-    moves = []
-    for lr in (jumping, 0.3):
-        link, response, rescale = two_averages(0.3, 0.2)
-        tx = bc.chain(
-            bc.with_response(link, response, rescale=rescale), bc.inject_langevin_noise(T), bc.scale_by_neg_lr(lr)
-        )
-        torch.manual_seed(0)
-        theta = torch.zeros(10, dtype=torch.float64)
-        state, path = tx.init(theta), []
-        for k in range(60):
-            updates, state = tx.update(torch.zeros_like(theta), state, params=theta, inplace=inplace)
-            rate = lr if lr == 0.3 else float(jumping(torch.tensor(k)))
-            path.append(updates / rate**0.5)
-        assert optree.tree_leaves(state[0])[0] == 60
-        moves.append(torch.stack(path))
-    torch.testing.assert_close(moves[0], moves[1], rtol=1e-6, atol=1e-9)
-
-
-def test_with_two_poles_a_changing_learning_rate_needs_rescale():
-    link, response, rescale = two_averages(0.3, 0.2)
+def test_with_two_poles_a_changing_learning_rate_is_refused():
     rest = bc.inject_langevin_noise(T), bc.scale_by_neg_lr(jumping)
-    with pytest.raises(ValueError, match=r"neither SGD, momentum nor Nesterov.*rescale="):
-        bc.chain(bc.with_response(link, response), *rest).init(torch.zeros(2))
-    with pytest.raises(ValueError, match="neither SGD"):  # nobody rescales the momentum with it
-        bc.chain(bc.with_response(link, response, rescale=rescale), bc.add_momentum(0.1), *rest).init(torch.zeros(2))
-    with pytest.raises(TypeError, match=r"rescale is 2\.0, not a function"):
-        bc.with_response(link, response, rescale=2.0)
+    with pytest.raises(ValueError, match=r"neither SGD, momentum nor Nesterov.*constant lr"):
+        bc.chain(bc.with_response(*two_averages(0.3, 0.2)), *rest).init(torch.zeros(2))
 
 
 @pytest.mark.parametrize("inplace", [False, True])
