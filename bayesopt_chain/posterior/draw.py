@@ -208,7 +208,7 @@ def drawn(tx: Any, i: int, state: Any, params: Any) -> tuple[Draw, list]:
     points = []
     for s in range(link.traits.samples):
         point = list(leaves)
-        for j, leaf in zip(at.index, draw.params):
+        for j, leaf in zip(at.scope.index, draw.params):
             point[j] = leaf if link.traits.samples == 1 else leaf[s]
         points.append(optree.tree_unflatten(spec, point))
     return draw, points
