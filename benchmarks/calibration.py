@@ -10,19 +10,16 @@ to ``benchmarks/results/calibration.json``.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import bayesopt_chain as bc
-from benchmarks.runs import record
+from benchmarks.measure import RESULTS, command, keep
 
-RESULTS = Path(__file__).parent / "results" / "calibration.json"
 DRAWS = 99
 
 
@@ -140,9 +137,7 @@ def judged(m: Model, method: Callable[[Model, Tensor], Tensor], simulations: int
 
 def main() -> None:
     """Run all, and keep the record after each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--simulations", type=int, default=200)
-    simulations = parser.parse_args().simulations
+    simulations = command(simulations=200).simulations
     figures: dict[str, Any] = {"simulations": simulations, "draws": DRAWS}
     for name, m in models().items():
         for method, posterior in METHODS.items():
@@ -151,7 +146,7 @@ def main() -> None:
             said = str(found).partition("; ")[2]
             figures[f"{name}, {method}"] = {"p": float(f"{found.p_value:.2g}"), "said": said}
             print(f"{name}, {method}: {found} ({time.monotonic() - start:.0f} s)", flush=True)
-            record("calibration", figures, RESULTS)
+            keep(RESULTS / "calibration.json", {"calibration": figures})
 
 
 if __name__ == "__main__":

@@ -14,16 +14,13 @@ sheets (A100 80 GB SXM, H100 SXM, B200). Every instruction counts as one of full
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.measure import keep
-
-OUT = Path(__file__).parent / "results" / "cuda_ahead.json"
+from benchmarks.measure import RESULTS, command, keep, markdown
 
 
 class Device(NamedTuple):
@@ -145,23 +142,8 @@ def row(name: str, kernel: Kernel, device: Device) -> dict[str, Any]:
     }
 
 
-def table(path: Path = OUT) -> str:
-    """One line for each kernel and architecture."""
-    lines = [
-        "| kernel | device | registers | spilled | instructions | loaded | stored | memory, ms | arithmetic, ms |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for r in json.loads(path.read_text())["rows"]:
-        cells = (r[key] for key in ("kernel", "device", "registers", "spilled", "instructions", "loaded", "stored"))
-        lines.append("| " + " | ".join(map(str, cells)) + f" | {r['memory_ms']:.3g} | {r['arithmetic_ms']:.3g} |")
-    return "\n".join(lines)
-
-
-def main() -> None:
-    rows = [row(name, kernel, device) for name, kernel in kernels().items() for device in DEVICES]
-    keep(OUT, {"rows": rows})
-    print(table())
-
-
 if __name__ == "__main__":
-    main()
+    command()
+    rows = [row(name, kernel, device) for name, kernel in kernels().items() for device in DEVICES]
+    keep(RESULTS / "cuda_ahead.json", {"rows": rows})
+    print(markdown(list(rows[0]), [list(each.values()) for each in rows]))

@@ -17,10 +17,8 @@ elsewhere in one chain, or have twice or half of the temperature.
 
 from __future__ import annotations
 
-import argparse
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import optree
@@ -28,7 +26,7 @@ import torch
 from sklearn.datasets import load_diabetes, load_wine
 
 import bayesopt_chain as bc
-from benchmarks.cells import work_out
+from benchmarks.measure import RESULTS, command, work_out
 
 N, B = 300, 20
 Expected = set[str]
@@ -445,11 +443,7 @@ def table(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.doctor", description=__doc__.splitlines()[0])
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--only", default="", help="a word in the names of the runs")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "doctor.json")
-    args = parser.parse_args()
+    args = command(workers=1, only="", out=RESULTS / "doctor.json")
     names = [name for name in [*right(), *wrong()] if args.only in name]
     names.sort(key=lambda name: not name.startswith(("network", "wines")))  # the longest first
     print(table(work_out(run, names, args.out, workers=args.workers, summary=table)))

@@ -47,8 +47,7 @@ from torch.nn import functional as F
 import bayesopt_chain as bc
 from bayesopt_chain.diagnostics.heat_guard import HeatGuard
 from bayesopt_chain.diagnostics.top_curvature import lanczos
-from benchmarks.cells import work_out
-from benchmarks.measure import environment
+from benchmarks.measure import environment, work_out
 
 COLD, HOT = 1.3, 2.0
 FIRST = 20  # the first seed that the guard's constants were not looked at on

@@ -1,7 +1,12 @@
-"""Paired timing: the contestants take turns, so that a busy machine is busy for all, and ratios are taken turn by turn."""
+"""What every command here stands on: its options, paired timing, cells that are worked out once, records, a table.
+
+Contestants take turns, so that a busy machine is busy for all, and ratios are taken turn by turn. A command that is stopped
+goes on where it stopped: cells that its record holds are not worked out again.
+"""
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import gc
 import importlib.metadata
@@ -12,10 +17,39 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def command(**options: Any) -> argparse.Namespace:
+    """The options of a command, which runs on one thread from here on; its module's docstring is what ``--help`` says.
+
+    Args:
+        options: by name their defaults, whose type is that of what is given; ``False`` for a switch, a list for several values,
+            a type in place of a default for an argument that has to be given.
+    """
+    main = sys.modules["__main__"]
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=_name(), description=main.__doc__, formatter_class=raw)
+    for name, default in options.items():
+        flag, kind = f"--{name.replace('_', '-')}", str if default is None else type(default)
+        if isinstance(default, type):
+            parser.add_argument(name, type=default)
+        elif default is False:
+            parser.add_argument(flag, action="store_true")
+        elif isinstance(default, list):
+            parser.add_argument(flag, nargs="*", type=type(default[0]), default=default)
+        else:
+            parser.add_argument(flag, type=kind, default=default)
+    torch.set_num_threads(1)
+    return parser.parse_args()
 
 
 def take_turns(
@@ -81,15 +115,80 @@ def environment() -> dict:
     }
 
 
+def known(path: Path) -> dict[str, Any]:
+    """The record in a file, empty where there is none."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
 def keep(path: Path, record: dict) -> None:
     """Write a record behind the command that made it, with commit, machine, versions and date of now."""
-    module = getattr(sys.modules["__main__"].__spec__, "name", "")
-    command = " ".join(["python -m", module.removesuffix(".__main__"), *sys.argv[1:]])
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_suffix(".part")
-    head = {"command": command, "environment": environment()}
+    head = {"command": " ".join([_name(), *sys.argv[1:]]), "environment": environment()}
     written.write_text(json.dumps(head | record | head, indent=1) + "\n")
     written.replace(path)
+
+
+def work_out(
+    run: Callable[[Any], dict[str, Any]],
+    cells: Sequence[Any],
+    path: Path,
+    *,
+    workers: int = 1,
+    summary: Callable[[list[dict[str, Any]]], Any],
+) -> list[dict[str, Any]]:
+    """Work out all cells that are not in the record yet, and write the record after each.
+
+    Args:
+        run: makes the row of a cell, a function that a process can be told by its name. What it raises becomes the row.
+        cells: each with a ``str`` of its own, which names it in the record.
+        path: of the record.
+        workers: processes, each on one thread.
+        summary: of all rows; it stands in the record as ``table``.
+
+    Returns:
+        All rows, in the order of the cells; those of other cells that the record holds come after them.
+    """
+    record = known(path)
+    done = {row["cell"]: row for row in record.get("rows", []) if "failed" not in row}
+    began, todo = time.perf_counter() - record.get("seconds", 0.0), [cell for cell in cells if str(cell) not in done]
+
+    def write() -> list[dict[str, Any]]:
+        names = dict.fromkeys([*map(str, cells), *done])
+        rows = [done[name] for name in names if name in done]
+        keep(path, {"seconds": time.perf_counter() - began, "table": summary(rows), "rows": rows})
+        return rows
+
+    with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        if workers > 1:
+            found = (each.result() for each in as_completed([pool.submit(_row, run, cell) for cell in todo]))
+        else:  # in this process
+            found = (_row(run, cell) for cell in todo)
+        for row in found:
+            done[row["cell"]] = row
+            print(f"{len(done)}/{len(cells)} {row['cell']}: {row.get('says', row.get('failed', ''))}", flush=True)
+            write()
+    return write()
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A table for a page."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def _row(run: Callable[[Any], dict[str, Any]], cell: Any) -> dict[str, Any]:
+    began = time.perf_counter()
+    try:
+        row = run(cell)
+    except Exception as error:
+        row = {"failed": f"{type(error).__name__}: {error}"}
+    return {"cell": str(cell), **row, "seconds": round(time.perf_counter() - began, 2)}
+
+
+def _name() -> str:
+    spec = sys.modules["__main__"].__spec__
+    return f"python -m {getattr(spec, 'name', '').removesuffix('.__main__')}"
 
 
 def _commit() -> str | None:

@@ -12,20 +12,17 @@ that others use too tells much the same. Results go to ``benchmarks/results/para
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import bayesopt_chain as bc
-from benchmarks.measure import keep, ratio, take_turns
+from benchmarks.measure import RESULTS, command, keep, ratio, take_turns
 
-RESULTS = Path(__file__).parent / "results" / "parallel.json"
 LR, MOMENTUM, TEMPERATURE = 0.01, 0.9, 1e-3
 CHAINS = (4, 64)
 
@@ -101,15 +98,8 @@ def row(chains: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    rows = [row(chains, arguments.rounds) for chains in CHAINS]
-    keep(RESULTS, {"rows": rows})
-    print(json.dumps(rows, indent=1))
-
-
 if __name__ == "__main__":
-    main()
+    rounds = command(rounds=15).rounds
+    rows = [row(chains, rounds) for chains in CHAINS]
+    keep(RESULTS / "parallel.json", {"rows": rows})
+    print(json.dumps(rows, indent=1))

@@ -9,12 +9,10 @@ over the blocks' paired ratios, with quartiles. Results go to ``benchmarks/resul
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,9 +24,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import bayesopt_chain as bc
 from bayesopt_chain.distributed.shards import add
-from benchmarks.measure import keep, ratio
-
-RESULTS = Path(__file__).parent / "results" / "ranks.json"
+from benchmarks.measure import RESULTS, command, keep, known, ratio
 
 
 def turns(contestants: dict[str, Callable[[], Any]], blocks: int, calls: int) -> dict[str, list[float]]:
@@ -149,13 +145,9 @@ def small(blocks: int, leaves: int = 100) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--blocks", type=int, default=15)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--draws-only", action="store_true")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    arguments = command(blocks=15, batch=64, draws_only=False)
+    path = RESULTS / "ranks.json"
+    found = known(path)
     kept = {**found.get("draws", {}), str(dist.get_world_size()): draws(arguments.blocks, arguments.batch)}
     if not arguments.draws_only:
         found = {
@@ -166,7 +158,7 @@ def main() -> None:
     found["draws"] = kept
     if dist.get_rank() == 0:
         print(json.dumps(found, indent=1))
-        keep(RESULTS, found)
+        keep(path, found)
 
 
 if __name__ == "__main__":

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import bayesopt_chain as bc
-from benchmarks.measure import keep, ratio, take_turns
+from benchmarks.measure import RESULTS, command, keep, ratio, take_turns
 
-RESULTS = Path(__file__).parent / "results" / "rates.json"
 SIZES = {"3 x 16x16": ((16, 16), 3), "30 x 64x64": ((64, 64), 30), "2 x 1e6": ((10**6,), 2)}
 HOT: dict[str, Any] = {"lr": 1e-3, "temperature": 1e-4}
 CLASSES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -44,7 +42,7 @@ def stepping(make: Callable[[Any], torch.optim.Optimizer], shape: tuple[int, ...
 
 def main() -> None:
     """Measure and write the record."""
-    torch.set_num_threads(1)
+    command()
     rows: list[dict[str, Any]] = []
     for name, make in CLASSES.items():
         for size, leaves in SIZES.items():
@@ -53,7 +51,7 @@ def main() -> None:
             rows.append({"class": name, "leaves": size, **ratio(times, "scheduler", "constant")})
             rows[-1]["constant_us"] = 1e6 * min(times["constant"])
             print(rows[-1])
-    keep(RESULTS, {"rows": rows})
+    keep(RESULTS / "rates.json", {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ Times are medians over blocks of the bare loop, the bare loop again (A/A, which 
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -20,15 +19,12 @@ from typing import Any
 import torch
 
 import bayesopt_chain as bc
-from benchmarks.measure import environment, keep
-
-RESULTS = Path(__file__).parent / "results" / "runs.json"
+from benchmarks.measure import RESULTS, command, environment, keep, known
 
 
-def record(name: str, figures: Any, results: Path = RESULTS) -> None:
-    """Add figures to the results."""
-    known = json.loads(results.read_text()) if results.exists() else {}
-    keep(results, {**known, name: {"commit": environment()["commit"], **figures}})
+def record(name: str, figures: Any, path: Path = RESULTS / "runs.json") -> None:
+    """Add figures to a record."""
+    keep(path, known(path) | {name: {"commit": environment()["commit"], **figures}})
 
 
 def cnn() -> tuple[Any, Any, Any, Any]:
@@ -199,13 +195,7 @@ def growth(steps: int, thinning: int, warm_up: float = 0.1) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--blocks", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--long", type=int, default=20_000)
-    parser.add_argument("--draws", type=int, default=10_000)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
+    arguments = command(blocks=15, steps=2000, long=20_000, draws=10_000)
     for name, figures in (
         ("overhead", overhead(arguments.blocks, arguments.steps)),
         ("memory", growth(arguments.long, 20)),

@@ -4,7 +4,7 @@
     python -m benchmarks.soak --rank-kills 200       the same of a rank, on 1, 2 and 4 ranks in turn
     python -m benchmarks.soak --interrupts 30        two Ctrl-Cs, 20 to 300 ms apart
     python -m benchmarks.soak --damages 1000         a file flipped, zeroed, cut or grown; goes on where it was stopped
-    python -m benchmarks.soak --large 20             so many GB of draws, read in --memory GiB
+    python -m benchmarks.soak --large 20             so many GB of draws in --folder, read in --memory GiB
 
 A killed run must end as the run that nobody killed; between two kills every file is compared with its checksums. Two Ctrl-Cs
 lose no finished draw. Of a damaged file no draw is wrong, and the error names it. The large run is summarised, predicted with
@@ -14,8 +14,6 @@ and given to ArviZ in a process whose memory is limited, and the bytes that it r
 
 from __future__ import annotations
 
-import argparse
-import json
 import resource
 import subprocess
 import sys
@@ -28,13 +26,14 @@ from typing import Any
 import torch
 
 import bayesopt_chain as bc
+from benchmarks.measure import RESULTS, command, known
 from benchmarks.runs import record
 from tests.distributed.test_runs import killed_at_random
 from tests.runs.test_hostile import every_damage_is_seen, read_so_far
 from tests.runs.test_nothing_lost import interrupted_twice
 from tests.runs.test_sample import kill_and_resume
 
-RESULTS = Path(__file__).parent / "results" / "soak.json"
+PATH = RESULTS / "soak.json"
 ROW = 1 << 20  # elements of a draw of the large run
 
 
@@ -67,9 +66,9 @@ def interrupted(count: int, seed: int) -> Iterator[dict[str, Any]]:
 
 def damaged(count: int, seed: int, some: int = 50) -> Iterator[dict[str, Any]]:
     """Damaged files, so many at a time: the figures so far, those of the record among them where it has the same seed."""
-    known = json.loads(RESULTS.read_text()).get("damages", {}) if RESULTS.exists() else {}
-    goes_on = known.get("seed") == seed and known.get("files", count) < count
-    done, wrong, unnamed = (known[name] if goes_on else 0 for name in ("files", "wrong", "unnamed"))
+    before = known(PATH).get("damages", {})
+    goes_on = before.get("seed") == seed and before.get("files", count) < count
+    done, wrong, unnamed = (before[name] if goes_on else 0 for name in ("files", "wrong", "unnamed"))
     while done < count:
         now = min(some, count - done)
         with tempfile.TemporaryDirectory() as folder:
@@ -129,15 +128,8 @@ def reading(path: str, memory: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("kills", "rank-kills", "interrupts", "damages"):
-        parser.add_argument(f"--{name}", type=int, default=0)
-    parser.add_argument("--large", type=float, default=0.0, help="GB of draws")
-    parser.add_argument("--memory", type=float, default=2.0, help="GiB in which they are read")
-    parser.add_argument("--folder", help="where the large run is written")
-    parser.add_argument("--read", help=argparse.SUPPRESS)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    counts = {"kills": 0, "rank_kills": 0, "interrupts": 0, "damages": 0}
+    args = command(**counts, large=0.0, memory=2.0, folder=None, read=None, seed=0)
     if args.read:
         reading(args.read, args.memory)
         return
@@ -151,7 +143,7 @@ def main() -> None:
     ):
         for figures in what() if count else ():
             print(name, figures, flush=True)
-            record(name, {**figures, "seconds": int(time.monotonic() - begin)}, RESULTS)
+            record(name, {**figures, "seconds": int(time.monotonic() - begin)}, PATH)
 
 
 if __name__ == "__main__":

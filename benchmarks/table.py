@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from benchmarks.measure import RESULTS, known, markdown
 
-RESULTS = Path(__file__).parent / "results" / "cpu.json"
+ROWS = known(RESULTS / "cpu.json")["rows"]
 
 
-def table(path: Path = RESULTS) -> str:
+def table() -> str:
     """One line for each ratio that has a target: its median, quartiles and target."""
-    lines = ["| work | ours / theirs | ratio (quartiles) | target |", "| --- | --- | --- | --- |"]
-    for row in json.loads(path.read_text())["rows"]:
+    lines = []
+    for row in ROWS:
         work = row["work"]
         for r in row["ratios"]:
             ratio = f"{r['ratio']:.3g} ({r['low']:.3g} to {r['high']:.3g})"
             missed = "" if r["ratio"] <= r["target"] else ", missed"
-            lines.append(f"| {work} | {r['ours']} / {r['theirs']} | {ratio} | {r['target']:.3g}{missed} |")
+            lines.append((work, f"{r['ours']} / {r['theirs']}", ratio, f"{r['target']:.3g}{missed}"))
             work = ""
-    return "\n".join(lines)
+    return markdown(("work", "ours / theirs", "ratio (quartiles)", "target"), lines)
 
 
-def when(path: Path = RESULTS) -> str:
+def when() -> str:
     """Machine, versions and date of the rows."""
-    environments = [row["environment"] for row in json.loads(path.read_text())["rows"]]
+    environments = [row["environment"] for row in ROWS]
     dates = sorted({e["date"] for e in environments})
     e = environments[0]
     return f"{e['cpu']}, {e['cores']} cores, torch {e['versions']['torch']}, {' and '.join(dates)}"

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from benchmarks import cells, doctor, heat_guard
+from benchmarks import doctor, heat_guard
+from benchmarks.measure import work_out
 
 pytestmark = pytest.mark.slow
 
@@ -41,14 +42,14 @@ def length(cell):
 
 def test_a_table_goes_on_where_it_stopped(tmp_path):
     path = tmp_path / "record.json"
-    rows = cells.work_out(length, ["a", "bad", "ccc"], path, summary=len)
+    rows = work_out(length, ["a", "bad", "ccc"], path, summary=len)
     assert [row.get("length") for row in rows] == [1, None, 3] and "no such cell" in rows[1]["failed"]
     record = json.loads(path.read_text())
     record["rows"][0]["length"] = 7  # not worked out again
     path.write_text(json.dumps(record))
-    rows = cells.work_out(length, ["a", "ccc", "dd"], path, summary=len)
+    rows = work_out(length, ["a", "ccc", "dd"], path, summary=len)
     assert [row["length"] for row in rows] == [7, 3, 2]
-    assert [row["cell"] for row in cells.work_out(length, ["dd"], path, summary=len)] == [
+    assert [row["cell"] for row in work_out(length, ["dd"], path, summary=len)] == [
         "dd",
         "a",
         "ccc",
