@@ -1,8 +1,7 @@
 """``python -m benchmarks``: this library, torchopt, torch.optim, posteriors and BlackJAX in one run on the same work.
 
 Prints the ratios that have a target, with their quartiles; writes them with every time, machine, versions and date to
-``benchmarks/results/``. ``--gpu`` runs the CUDA rows instead; ``python -m benchmarks.scaling`` measures the cost against
-parameters, leaves and chains.
+``benchmarks/results/``. ``--gpu`` runs the CUDA rows instead.
 """
 
 from __future__ import annotations

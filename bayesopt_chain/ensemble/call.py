@@ -27,7 +27,7 @@ WHO = "posterior_ensemble: "
 MOST_PRECISE = 1e12  # of priors
 LONG = 300.0  # seconds that a default call says it takes longer than
 # standard errors of what the networks gain over a constant: an error below (of 37 such runs none was wrong, and 5 of 65 below
-# 0: benchmarks.constants)
+# 0: benchmarks/results/constants.json)
 WORSE = -1.0
 
 
