@@ -33,6 +33,15 @@ def loss(w, data):
 OF = {"probe": lambda w: losses(w, PROBE), "train": lambda w: losses(w, (X, Y))}
 
 
+def read(w):
+    """What ``vmap`` refuses: a tensor's number."""
+    return torch.tensor(w["w"].sum().item())
+
+
+def total(w):
+    return w["w"].sum()
+
+
 def measured(batches=(X, Y), of=OF, **more):
     about = {"temperature": 1 / N, "strength": 1 / N, "steps": 2400, "burn_in": 200, "lr": 0.3, "thinning": 1} | more
     pairs = about.pop("covariances", [("probe", "train")] if of else [])
@@ -231,6 +240,22 @@ def test_what_is_missing_of_a_run_that_is_too_short_is_in_its_error():
     assert abs(found.value - right) < 2 * found.standard_error
 
 
+def test_what_vmap_refuses_is_measured_one_chain_after_the_other():
+    both = [
+        measured(of={"a": f}, covariances=[], chains=2, steps=300, at_once=n) for f, n in ((read, None), (total, 1))
+    ]
+    assert torch.equal(both[0].traces["a"], both[1].traces["a"].float())
+
+    def attends(w, x):
+        h = torch.nn.functional.embedding(x, w["in_proj_weight"])
+        return bc.make_functional(layer).forward(w, ((h, h, h), None))[0].square().mean()
+
+    layer = torch.nn.MultiheadAttention(4, 2, batch_first=True).eval()  # its fast road knows no gradient
+    params = {name: p.detach() for name, p in layer.named_parameters()}
+    words = torch.randint(12, (8, 3))
+    assert bc.observe(attends, params, words, temperature=0.1, chains=2, steps=40, burn_in=8).record.count == 4
+
+
 @pytest.mark.slow
 def test_one_chain_after_the_other_and_all_at_once_measure_the_same():
     """Other noise, the same law: means within 4 errors of their difference, and the same numbers of everything."""
@@ -352,6 +377,10 @@ def test_neither_parameters_nor_batches_nor_random_states_are_changed():
         ({"at_once": 3}, ValueError, "at_once=3 does not divide chains=8"),
         ({"temperature": 0.0}, ValueError, "temperature must be"),
         ({"where": {"v": None}}, ValueError, "no parameter is called 'v'"),
+        ({"batches": (X * torch.nan, Y)}, ValueError, "loss at params is nan: look for NaN"),
+        ({"of": {"a": lambda w: 3.0}, "covariances": []}, TypeError, r"of\['a'\], at params, must be a tensor"),
+        ({"of": {"a": lambda w: w["w"] / 0}, "covariances": []}, ValueError, "of finite numbers"),
+        ({"of": {"a": read}, "covariances": [], "at_once": 2}, ValueError, "at_once=2: vmap refuses .*pass at_once=1"),
     ],
 )
 def test_what_makes_no_run_is_refused_by_name(change, error, said):

@@ -202,6 +202,17 @@ class Target:
                 sum_.add_(x, alpha=size)
         return total / count, sum(float(x.square().sum()) for x in grads) / count**2
 
+    def unmapped(self, chains: int, of: Mapping[str, Callable[[Any], Tensor]]) -> str:
+        """Why ``vmap`` refuses the loss, its gradient or an observable; empty if it takes them."""
+        params, batch = self.start(chains), self.one_batch(chains)
+        try:
+            gradient(self.stacked(chains), params, batch)
+            with torch.no_grad():
+                Measured(self, chains, of, None, 0.0, 0).observables(params)
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
+        return ""
+
     def stiff_directions(self, most: int) -> Tensor:
         """The directions of the largest curvatures at the centre, orthonormal, ``[m, d]``."""
         product = hessian(self.stacked(1), self.centre, self.one_batch(1))
