@@ -388,6 +388,11 @@ def test_what_makes_no_run_is_refused_by_name(change, error, said):
         measured(**change)
 
 
+def test_a_loss_that_draws_is_refused():
+    with pytest.raises(ValueError, match=r"loss is .* and .* at the same parameters and batch; put dropout"):
+        bc.observe(lambda w, b: torch.nn.functional.dropout(w).square().sum(), torch.ones(9), None, temperature=0.1)
+
+
 def test_a_list_of_batches_is_drawn_anew_and_the_number_of_data_sets_the_temperature():
     batches = [(X[i : i + 16], Y[i : i + 16]) for i in range(0, N, 16)]  # the last one is of what remains
     found = bc.local_learning_coefficient(loss, {"w": BEST}, batches, steps=300, burn_in=50)

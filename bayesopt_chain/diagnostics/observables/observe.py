@@ -418,6 +418,7 @@ def observe(
         reference, square = target.at_centre()
         if not math.isfinite(reference):
             raise ValueError(f"observe: the loss at params is {reference}: look for NaN in params and batches")
+        target.require_one_loss()
         with torch.no_grad():
             shift = {name: f(fill(centre)) for name, f in of.items()}
         for name, x in shift.items():
