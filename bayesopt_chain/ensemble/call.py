@@ -21,7 +21,7 @@ from bayesopt_chain.ensemble.report import Progress, Report
 from bayesopt_chain.ensemble.stages import Stages, checksum
 from bayesopt_chain.ensemble.training import Problem, vmappable
 from bayesopt_chain.likelihoods import Likelihood, gaussian, weighted
-from bayesopt_chain.runs.identity import describe
+from bayesopt_chain.runs.run import describe
 
 WHO = "posterior_ensemble: "
 MOST_PRECISE = 1e12  # of priors

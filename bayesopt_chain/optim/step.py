@@ -23,7 +23,7 @@ from bayesopt_chain.distributed.shards import are_spread
 from bayesopt_chain.loop.loss import Info, detach
 from bayesopt_chain.optim._ranks import OnRanks, fresh_key
 from bayesopt_chain.random.stream import splitmix64
-from bayesopt_chain.runs.identity import describe, describe_optimizer
+from bayesopt_chain.runs.run import describe, describe_optimizer
 
 ModelLoss = Callable[[nn.Module, Any], Any]
 

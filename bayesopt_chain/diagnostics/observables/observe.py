@@ -32,9 +32,8 @@ from bayesopt_chain.diagnostics.observables.target import Measured, Target, data
 from bayesopt_chain.diagnostics.observables.verdict import findings
 from bayesopt_chain.diagnostics.rates import heat_of_noise
 from bayesopt_chain.loop.step import make_step
-from bayesopt_chain.runs.identity import describe, difference
 from bayesopt_chain.runs.inference_data import inference_data
-from bayesopt_chain.runs.run import Iteration
+from bayesopt_chain.runs.run import Iteration, describe, difference
 from bayesopt_chain.runs.sample import sample
 
 ALONE = 50_000  # free entries from which on a CPU runs one chain after the other, in its caches
