@@ -100,6 +100,12 @@ def place_of(p: Tensor) -> Place | None:
     return _places.get(p)
 
 
+def is_part(p: Tensor) -> bool:
+    """Whether a tensor may hold some elements of its leaf only: a DTensor, or one whose elements :func:`part` was given."""
+    place = _places.get(p)
+    return is_dtensor(p) or (place is not None and place.runs is not None)
+
+
 def elements_of(p: Tensor) -> Runs:
     """The elements of its leaf that a tensor holds: those given to :func:`part`, those of a DTensor's shard, or all.
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import kinds
+from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.checks import sharing, short
 from bayesopt_chain.diagnostics.heat_guard import HeatGuard
 from bayesopt_chain.kinds import Kind
@@ -271,7 +272,12 @@ def check_leaf(who: str, p: Tensor, group: dict[str, Any]) -> None:
         raise ValueError(f"{who}: sparse gradients and momentum at temperature > 0: set momentum=0, or sparse=False")
     if p.is_complex():
         raise ValueError(f"{who}: complex parameters at temperature > 0: sample torch.view_as_real of them")
-    if type(p) not in KINDS:
+    if p.grad is not None and is_dtensor(p) != is_dtensor(p.grad):
+        raise ValueError(
+            f"{who}: a parameter is a DTensor and its gradient a plain tensor of shape {tuple(p.grad.shape)}, or the other way "
+            "round; make it by loss.backward()"
+        )
+    if type(p) not in KINDS and not is_dtensor(p):
         raise ValueError(
             f"{who}: a parameter of type {type(p).__name__} at temperature > 0: noise on the pieces of a wrapped "
             "tensor would not be independent; sample plain tensors, or DTensors"
