@@ -3,11 +3,13 @@
 import math
 
 import numpy as np
+import optree
 import pytest
 import torch
 from torchopt.base import GradientTransformation
 
 import bayesopt_chain as bc
+from bayesopt_chain import precision
 from bayesopt_chain.testing import NormalProbe, Unstable, stationary_covariance
 from tests.registry.dressings import fed
 from tests.registry.samplers import cheap, frozen_adam, frozen_rms, frozen_window
@@ -152,36 +154,38 @@ def freeze_each(frozen, fresh):
     return fresh.replace(0, fresh[0]._replace(**{field: values, "count": counts}))
 
 
-class DensePrecision:
-    """``Lambda`` as a matrix over the flattened tree."""
-
-    def __init__(self, matrix: torch.Tensor) -> None:
-        self.covariance = torch.linalg.inv(matrix)
-        self.root = torch.linalg.cholesky(self.covariance)
-
-    def solve(self, x):
-        return self.covariance @ x
-
-    def sqrt_solve(self, x):
-        return self.root @ x
+def precision_of(structure: str, dimension: int):
+    """A precision that commutes with no curvature."""
+    generator = torch.Generator().manual_seed(3)
+    root = torch.randn(dimension, dimension, generator=generator, dtype=torch.float64)
+    params, one = tree(dimension), torch.tensor(1.0)
+    if structure == "dense":
+        matrix = torch.eye(dimension).double() + root @ root.T
+        return precision.Dense(matrix, precision.shape_only(params), one)
+    diagonal = optree.tree_map(lambda p: 0.5 + torch.rand(p.shape, generator=generator, dtype=torch.float64), params)
+    if structure == "diagonal":
+        return precision.Diagonal(diagonal, one)
+    rows = {"b": root[:2, :1], "w": root[:2, 1:].reshape(2, 2, 2)}
+    return precision.LowRank(diagonal, rows, one)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.8])
-@pytest.mark.parametrize("dimension", [1, 2, 5])
-def test_a_precision_that_does_not_commute_with_the_curvature_samples_exactly(dimension, momentum):
-    generator = torch.Generator().manual_seed(3)
-    root = torch.randn(dimension, dimension, generator=generator, dtype=torch.float64)
-    precision = DensePrecision(torch.eye(dimension).double() + root @ root.T)
+@pytest.mark.parametrize(
+    ("structure", "dimension"), [("dense", 1), ("dense", 2), ("dense", 5), ("diagonal", 5), ("low rank", 5)]
+)
+def test_a_precision_of_the_library_preconditions_exactly(structure, dimension, momentum):
     curvature = curvatures(dimension)
-    tx = bc.samplers.langevin_with_precision(precision, 0.5, momentum, temperature=T)
-    got = stationary_covariance(tx, curvature)
+    built = precision_of(structure, dimension).factorised()
+    tx = bc.samplers.langevin_with_precision(built, 0.3, momentum, temperature=T)
+    got = stationary_covariance(tx, curvature, tree(dimension))
     torch.testing.assert_close(got, T * torch.linalg.inv(curvature), rtol=1e-7, atol=1e-8)
 
 
 def test_preconditioning_by_the_hessian_samples_every_direction_at_one_speed():
     curvature = curvatures(5)
-    tx = bc.samplers.langevin_with_precision(DensePrecision(curvature), 1.5, temperature=T, order=1)
-    got = stationary_covariance(tx, curvature)
+    hessian = precision.Dense(curvature, precision.shape_only(tree(5)), torch.tensor(1.0)).factorised()
+    tx = bc.samplers.langevin_with_precision(hessian, 1.5, temperature=T, order=1)
+    got = stationary_covariance(tx, curvature, tree(5))
     torch.testing.assert_close(got, T * torch.linalg.inv(curvature) * (1 + 1.5 / 0.5), rtol=1e-7, atol=1e-8)
 
 
