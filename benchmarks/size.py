@@ -67,7 +67,6 @@ MISSED = {
     "everything": "the rooms below",
     "files": "pages of one answer each, in posterior, diagnostics and links most of all",
     "links": "every optimizer of TorchOpt with the noise that its adaptive scale asks for",
-    "samplers": "seventeen named samplers, of which seven are for comparison",
     "random": "models that draw (dropout) are seeded by chain and step, 165 of it",
     "optim": "parameter groups, closures, hooks, ranks and Join as torch has them; noise by a kernel and by tensor operations",
     "loop": "a fast road of parallel beside vmap, which capture still takes",

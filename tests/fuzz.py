@@ -609,7 +609,6 @@ def call(name: str, given: dict[str, Any]) -> Any:
 KEYWORDS: dict[str, Callable[[], Any]] = {  # of updates, for chains that ask for them
     "loss": lambda: torch.tensor(1.0),
     "curvature": lambda: INCREMENT,
-    "hessian_diagonal": lambda: {"w": torch.ones(2)},
     "gradient_variance": lambda: {"w": torch.ones(2)},
     "gradient_covariance": lambda: torch.eye(2),
 }

@@ -42,9 +42,8 @@ def test_two_thermostats_of_two_groups_are_two():
     assert first.ndim == second.ndim == 0 and first != second
 
 
-@pytest.mark.parametrize("name", ["langevin_with_precision", "sgfs, dense"])
-def test_samplers_that_need_every_gradient_keep_their_state_tensors_in_place(name):
-    (sampler,) = [s for s in SAMPLERS if s.name == name]
+def test_samplers_that_need_every_gradient_keep_their_state_tensors_in_place():
+    (sampler,) = [s for s in SAMPLERS if s.name == "langevin_with_precision"]
     tx = sampler.build(0.3)
     state = tx.init(PARAMS)
     before = [t.data_ptr() for t in optree.tree_leaves(state)]

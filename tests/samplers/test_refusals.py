@@ -45,10 +45,6 @@ def contour(low=0.0, high=1.0, **more):
     return samplers.scale_by_contour(1.0, low, high, **more)
 
 
-def corrected(**more):
-    return samplers.psgld(0.1, temperature=1.0, corrected=True)
-
-
 def microcanonical(length=1.0, **more):
     return samplers.mclmc(0.1, length, temperature=1.0, **more)
 
@@ -60,7 +56,6 @@ def cycles(*args, **more):
 PRECISION = lambda: samplers.langevin_with_precision(TreePrecision(), 0.1, temperature=1.0)  # noqa: E731
 NO_LIMIT = r"temperature must be positive.*no limit as T -> 0; use bc\.sghmc"
 SHORTER = r"burn_in must be shorter than the cycle \(100 updates\), got"
-DRIFT = r"psgld\(corrected=True\): .* stands in front of it"
 FLATTENED = r"scale_by_contour: .* stands in front of it"
 LOSSES = r"update needs loss=.*\[2\], got"
 
@@ -81,9 +76,8 @@ VALUES = [
     (lambda: samplers.adaptive_sghmc(0.1, temperature=1.0, burn_in=0), "got 0; nothing is learned without a burn-in"),
     (lambda: fisher(temperature=0.0), r"sgfs: temperature must be positive.*use bc\.sgd"),
     (lambda: fisher(batch_size=0), "batch_size must be "),
-    (lambda: fisher(dense=True, decay=1.0), r"decay must lie in \[0, 1\)"),
+    (lambda: fisher(decay=1.0), r"decay must lie in \[0, 1\)"),
     (lambda: updated(fisher()), "needs gradient_variance=, the variance of single-datum gradients"),
-    (lambda: updated(fisher(dense=True)), "needs gradient_variance=, the variance of single-datum gradients"),
     (
         lambda: samplers.langevin_with_precision(TreePrecision(), 0.1, temperature=1.0, order=3),
         "order must be 1 or 2, got 3",
@@ -129,11 +123,6 @@ VALUES = [
     (lambda: microcanonical().init(ONE), "mclmc: needs at least 2 parameters"),
     *((lambda bad=bad: microcanonical(bad), "length") for bad in (0.0, -1.0, NAN)),
     (lambda: behind(bc.add_momentum(0.9), microcanonical(), torch.zeros(3)), "noise of its own"),
-    (lambda: updated(corrected()), "needs hessian_diagonal=, the diagonal of the loss's Hessian"),
-    (lambda: behind(bc.links.scale(0.5), corrected()), DRIFT),
-    (lambda: behind(bc.scale_by_preconditioner(2.0), corrected()), DRIFT),
-    (lambda: behind(bc.links.add_decayed_weights(0.1), corrected()), DRIFT),
-    (lambda: behind(bc.links.add_gaussian_prior(1.0, n=10), corrected()), DRIFT),
     (
         lambda: samplers.step_growth(lambda p, batch: p.sum(), bc.sgd(0.1), TWO, bc.sgd(0.1).init(TWO), (), steps=1),
         "step_growth: steps must be a whole number, at least 2, got 1",
