@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import statistics
 import time
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import environment
+from benchmarks import measure
 
 RESULTS = Path(__file__).parent / "results"
 SCALES = ("smoke", "small", "full")
@@ -58,34 +57,25 @@ def record(experiment: Experiment, scale: str, *, seeds: int | None = None, firs
         "settings": dict(settings),
         "seeds": run,
         "seconds": round(seconds, 1),
-        "environment": environment(),
         "tables": tables,
     }
 
 
 def keep(result: Mapping[str, Any], folder: Path = RESULTS) -> Path:
     """Write a record beside the code."""
-    folder.mkdir(exist_ok=True)
     path = folder / f"{result['experiment']}-{result['scale']}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    measure.keep(path, dict(result))
     return path
-
-
-def recorded(experiment: Experiment, scale: str) -> dict[str, Any]:
-    """The record on file; where there is none, of a run made now."""
-    path = RESULTS / f"{experiment.name}-{scale}.json"
-    return json.loads(path.read_text()) if path.exists() else record(experiment, scale)
 
 
 def averaged(result: Mapping[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
     """Mean, lowest and highest over seeds of every measure of every method."""
-    out: dict[str, dict[str, dict[str, float]]] = {}
-    for method, row in result["tables"][0].items():
-        out[method] = {}
-        for measure in row:
-            values = [table[method][measure] for table in result["tables"]]
-            out[method][measure] = {"mean": statistics.fmean(values), "low": min(values), "high": max(values)}
-    return out
+
+    def over(method: str, name: str) -> dict[str, float]:
+        values = [table[method][name] for table in result["tables"]]
+        return {"mean": statistics.fmean(values), "low": min(values), "high": max(values)}
+
+    return {method: {name: over(method, name) for name in row} for method, row in result["tables"][0].items()}
 
 
 def data_folder() -> Path:
