@@ -1,7 +1,7 @@
 """``python -m benchmarks.experiments NAME --scale smoke|small|full``: run an experiment and keep its record.
 
-``NAME`` is one of why_bayes, double_well, pima, mnist, imdb, lora and llama; ``--seeds`` is the number of seeds, by default that
-of the scale.
+``NAME`` is one of why_bayes, double_well, pima, mnist, imdb, lora and llama; ``--seeds`` is the number of seeds, by default
+that of the scale.
 """
 
 from __future__ import annotations
