@@ -52,7 +52,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain._torch import dtensor_of, is_dtensor, spec_of, stacked_spec
-from bayesopt_chain.distributed.layout import axes_of
+from bayesopt_chain.distributed.parts import axes_of
 from bayesopt_chain.distributed.shards import local
 from bayesopt_chain.runs import files
 from bayesopt_chain.runs.files import File, is_count

@@ -30,8 +30,7 @@ from bayesopt_chain.distributed.ranks import (
     together,
     world,
 )
-from bayesopt_chain.distributed.replicated import is_replicated
-from bayesopt_chain.distributed.shards import are_spread, local
+from bayesopt_chain.distributed.shards import are_spread, is_replicated, local
 from bayesopt_chain.loop.module_state import buffers_of
 from bayesopt_chain.runs import files
 from bayesopt_chain.runs.draws import Draws
