@@ -128,7 +128,7 @@ class Leaves:
         if noise is not None and linear.direct > 0.0:
             self.branches[1] = linear.direct, noise.direct_previous, noise.direct
         options = tuple(map(group.get, _OPTIONS))
-        asks_for_torch = options[0] is not None or options[1] is False or options[2]
+        asks_for_torch = options[0] is not None or options[1] is False
         # the kernel draws whole leaves
         is_fit = self.branches[0] is not None and not (asks_for_torch or rule._cache.is_spread)
         self.kind = linear.kind if is_fit else None
@@ -154,7 +154,7 @@ class Leaves:
                 return False
         elif self.is_settled and are_same(self.settings, self.group.values()):
             return True
-        return self.read(rule) == self.layout and not self.group.get("differentiable")
+        return self.read(rule) == self.layout
 
     def draws(self, branch: int) -> list[Tensor]:
         """The last draws of a branch, zeros before the first one; empty if they are not kept."""
@@ -326,7 +326,7 @@ def _batches(x: Leaves, branch: int) -> list[_Batch]:
     for k, (p, state) in enumerate(zip(x.params, x.states)):
         alike = _here([p, *(y for y in state.values() if isinstance(y, Tensor) and y.shape == p.shape)])
         n = alike[0].numel()
-        whole = n <= limit or torch.is_grad_enabled() or not all([y.is_contiguous() for y in alike])
+        whole = n <= limit or not all([y.is_contiguous() for y in alike])
         for b, elements in enumerate([elements_of(p)] if whole else _cut_runs(elements_of(p), limit)):
             if not batches or room < min(n, limit):  # a batch of several leaves is to need little memory for its draws
                 batches.append([])
@@ -451,6 +451,15 @@ def last_step(state: dict[str, Any]) -> Before | None:
 
 
 def last_draws(group: dict[str, Any], state: dict[str, Any]) -> tuple[tuple[int, int], ...]:
-    """Read, for each branch, key and count of the last draw; ``(-1, -1)`` if there was none, or if draws are kept."""
+    """Read, for each branch, key and count of the last draw; ``(-1, -1)`` if there was none, or if draws are kept.
+
+    Raises:
+        ValueError: the last draw was kept and is to be made again, or the other way round.
+    """
     kept = group.get("noise_kept", True)
+    if state.get("noise_at", -1) >= 0 if kept else "noise" in state:
+        raise ValueError(
+            f"bc.optim: keep_draws (group['noise_kept']) was {not kept} at the last draw and is {kept} now, so that this draw "
+            "would be lost; set it back, or make a step at temperature 0 first, which forgets the draw"
+        )
     return _NEVER if kept else tuple([(state.get(of, -1), state.get(at, -1)) for of, at in _AGAIN])

@@ -205,8 +205,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         options = {**self.defaults, **param_group}
         is_noisy = _checks.temperature_of(self._name, options) > 0.0
         if is_noisy:
-            self._check_group(options)
-        _checks.require_moves(self._name, options)
+            _checks.check_group(self._name, options, self.refusal)
         with _checks.with_call(lambda: f"{self._name}.add_param_group(param_group)"):
             super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -438,7 +437,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             witness.look(lambda: self._claims(noisy), local(noisy[0].params[0]))
         by_kernel = [x for x in work if x.has_job()]
         if len(by_kernel) < len(work) or not cache.is_whole:
-            with torch.set_grad_enabled(bool(self.defaults.get("differentiable", False))):
+            with torch.no_grad():
                 moved = [p for x in by_kernel for p in x.params]
                 step_by_operations(self, [x for x in work if x not in by_kernel], moved)
         for x in by_kernel:
@@ -518,7 +517,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         """Return the temperature of a group, and check the options of the group if it is above 0."""
         temperature = _checks.temperature_of(self._name, group)
         if temperature > 0.0:
-            self._check_group(group)
+            _checks.check_group(self._name, group, self.refusal)
         return temperature
 
     def _leaf_numbers(self) -> list[list[int]]:
@@ -534,11 +533,6 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         """List the leaves that are about to get noise on this rank, so that ranks can compare their lists."""
         names = dict(zip([number for group in self._leaf_numbers() for number in group], self._cache.names))
         return [claim(names[n], n, p, x.group) for x in noisy for p, n in zip(x.params, x.numbers)]
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        """Raise ValueError if no noise is known for the options of a group."""
-        spread = "_cache" in self.__dict__ and self._cache.is_spread
-        _checks.check_group(self._name, group, self.adaptive, self.refusal, spread)
 
     # what a subclass says of torch's step
 

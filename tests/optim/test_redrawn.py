@@ -135,3 +135,17 @@ def test_the_page_has_the_ratios_of_the_record():
     ratios = [row["ratio"] for row in rows]
     page = " ".join((ROOT / "docs" / "howto" / "sharded.md").read_text().split())  # whatever its lines
     assert f"{min(ratios):.1f} to {max(ratios):.1f} times as long (measured once" in page
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_draw_that_a_change_would_lose_is_refused_and_nothing_has_moved(keep):
+    optimizer = made("SGHMC", params := leaves(), keep)
+    steps(optimizer, params, 2)
+    optimizer.param_groups[0]["noise_kept"], before = not keep, [p.detach().clone() for p in params]
+    with pytest.raises(ValueError, match=rf"keep_draws .* was {keep} at the last draw and is {not keep} now"):
+        optimizer.step()
+    assert all(map(torch.equal, before, params))
+    optimizer.param_groups[0]["temperature"] = 0.0
+    optimizer.step()
+    optimizer.param_groups[0]["temperature"] = 0.1
+    optimizer.step()
