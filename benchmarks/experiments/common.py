@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+import bayesopt_chain as bc
 from benchmarks import measure
 
 RESULTS = Path(__file__).parent / "results"
@@ -76,6 +78,24 @@ def averaged(result: Mapping[str, Any]) -> dict[str, dict[str, dict[str, float]]
         return {"mean": statistics.fmean(values), "low": min(values), "high": max(values)}
 
     return {method: {name: over(method, name) for name in row} for method, row in result["tables"][0].items()}
+
+
+def stepped(
+    loss: Callable[[Any, Any], Tensor], tx: Any, params: Any, batch: Any, steps: int, state: Any = None
+) -> tuple[Any, Any]:
+    """Parameters and state after so many steps on one batch, from a state or the first one."""
+    step, state = bc.make_step(loss, tx), tx.init(params) if state is None else state
+    for _ in range(steps):
+        params, state, _ = step(params, state, batch)
+    return params, state
+
+
+def laplace_at(mode: Any, forward: Callable[[Any, Any], Tensor], likelihood: Any, data: Any) -> bc.Gaussian:
+    """The Gaussian at a mode with the dense GGN, under the prior N(0, 1) of every weight."""
+    tx = bc.laplace()
+    increment = bc.curvature.ggn(forward, likelihood, structure="dense")(mode, data)
+    _, state = tx.update(mode, tx.init(mode), params=mode, inplace=False, curvature=increment)
+    return tx.posterior(state, mode, prior_precision=1.0)
 
 
 def data_folder() -> Path:
