@@ -1,10 +1,12 @@
 """Microcanonical Langevin: the kick of the paper to 1e-12, a unit direction, and the right law."""
 
+import math
+
 import pytest
 import torch
 
 import bayesopt_chain as bc
-from bayesopt_chain.samplers.microcanonical import Metric
+from bayesopt_chain.samplers.microcanonical import Metric, freshness
 from bayesopt_chain.testing import assert_bitwise_equal
 from tests.walk import end_of
 
@@ -69,6 +71,12 @@ def test_a_precision_is_the_same_chain_in_other_coordinates():
     phi, _ = end_of(plain, phi, lambda x: torch.linalg.solve(L, slope(torch.linalg.solve(L.T, x))), 20, other)
     torch.testing.assert_close(L.T @ theta, phi, rtol=1e-10, atol=1e-10)
     assert float(Dense().quad(state[0].direction[0])) == pytest.approx(1.0)
+
+
+def test_a_refresh_forgets_the_direction_over_the_length():
+    """Noise of that size leaves of a direction ``exp(-lr / length)``, as ``d`` grows: ``u z`` is 0 and ``z z`` is ``d``."""
+    nu = freshness(0.3, 2.0, 50)
+    assert (1 + 50 * nu**2) ** -0.5 == pytest.approx(math.exp(-0.3 / 2.0), rel=1e-12)
 
 
 def test_at_temperature_zero_it_is_normalised_gradient_descent_to_the_last_bit():
