@@ -24,6 +24,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optree
@@ -38,7 +39,7 @@ from bayesopt_chain.diagnostics._agreement import agreement, drift, effective, m
 from bayesopt_chain.diagnostics._seeds import initialised_devices, seed_all
 from bayesopt_chain.diagnostics.convergence import R_HAT
 from bayesopt_chain.diagnostics.forces import Forces, forces_of, names_of
-from bayesopt_chain.diagnostics.gradient_noise import gradients, scalar
+from bayesopt_chain.diagnostics.gradient_noise import gradient_noise, gradients, scalar
 from bayesopt_chain.diagnostics.top_curvature import hessian_product, lanczos, trace
 from bayesopt_chain.trees import flatten, paths_of, unflatten
 
@@ -55,6 +56,7 @@ SPEEDING = 4.0  # times as much in its second half as in its first
 DRIFTED = 0.5  # standard deviations from the first to the last third that a drift must reach besides being no accident
 FIRST = 10.0  # standard deviations above the later losses at which the first draws were made on the way there
 MOST = 1000  # elements of all leaves together that agreement is judged on
+SEEDS = 16  # of a loss that draws random numbers
 MOST_DRAWS = 60  # at which the gradient of all data is taken
 DIRECTIONS = 4  # the stiffest, along which the temperature is read
 HOT = 0.1  # excess of temperature from which a run is reported
@@ -215,19 +217,35 @@ def doctor(
             elif not (data := _Data(loss, _listed(batches), data_size, run.one)).is_finite:
                 run.found("nonfinite", "The loss at the last draw is NaN or infinite.", "Look for NaN in the data.")
             else:
-                known = None if forward is None else _Known(forward, likelihood, picked(targets, pair_targets))
+                read = picked(targets, pair_targets)
+                known = None if forward is None else partial(_minus_log_likelihood, forward, likelihood, read)
                 run.scale(data, max(forces.levels.values()), posterior_temperature, known)
                 run.temperature(data, forces, pooled=of is None and "modes" not in run.findings, is_moving=is_moving)
     findings = sorted(itertools.chain(*run.findings.values()), key=lambda finding: RANK.index(finding.kind))
     return Diagnosis(tuple(findings), run.numbers, tuple(run.unseen))
 
 
-class _Known(NamedTuple):
-    """What the loss should be: ``- likelihood.log_prob(forward(params, batch), targets(batch))``, the mean."""
+def _minus_log_likelihood(
+    forward: Any, likelihood: Any, targets: Callable[[Any], Any], params: Any, batch: Any
+) -> Tensor:
+    """``- likelihood.log_prob(forward(params, batch), targets(batch))`` of each datum.
 
-    forward: Callable[[Any, Any], Tensor]
-    likelihood: Any
-    targets: Callable[[Any], Any]
+    Raises:
+        ValueError: it fails, or outputs and targets broadcast.
+    """
+    try:
+        y = targets(batch)
+        own = -likelihood.log_prob(forward(params, batch), y)
+    except Exception as err:
+        raise ValueError(
+            f"doctor: forward(params, batch) and likelihood.log_prob(outputs, targets) fail on {short(batch)}: {err}"
+        ) from err
+    if own.numel() not in (len(y), y.numel()):
+        raise ValueError(
+            f"doctor: likelihood.log_prob gives {tuple(own.shape)} for targets {tuple(y.shape)}: outputs and targets "
+            "broadcast; give forward's outputs the shape that the likelihood takes"
+        )
+    return own
 
 
 class _Data:
@@ -269,7 +287,7 @@ class _Data:
     def twice_over_once(self, params: Any) -> tuple[float, float] | None:
         """The loss of a batch twice over that of the batch, and its chance error; ``None`` where it takes no batch twice.
 
-        A loss that draws random numbers, as with dropout, is compared by its mean over 16 seeds.
+        Both are means over 16 seeds, which differ for a loss that draws random numbers, as with dropout.
         """
         if self.sizes is None:
             return None
@@ -277,24 +295,16 @@ class _Data:
         twice = optree.tree_map(
             lambda x: torch.cat([x, x]) if torch.is_tensor(x) and x.ndim and len(x) == size else x, self.batches[0]
         )
-
-        def values(batch: Any, seeds: range) -> Tensor:
-            found: list[float] = []
-            for seed in seeds:
+        found = list[Tensor]()
+        try:
+            for seed in range(2 * SEEDS):
                 seed_all(seed, initialised_devices())
                 with torch.no_grad():
-                    found.append(float(scalar(self.loss, params, batch)))
-            return torch.tensor(found, dtype=torch.float64, device="cpu")
-
-        once = values(self.batches[0], range(2))
-        is_random = bool(once[0] != once[1])
-        try:
-            doubled = values(twice, range(16) if is_random else range(1))
+                    found.append(scalar(self.loss, params, twice if seed < SEEDS else self.batches[0]).double().cpu())
         except Exception:  # a loss may know the size of its batch
             return None
-        once = values(self.batches[0], range(16, 32)) if is_random else once[:1]
-        error = 5 * float(((once.var() + doubled.var()) / 16).sqrt()) if is_random else 0.0
-        one = float(once.mean())
+        doubled, once = torch.stack(found).split(SEEDS)
+        one, error = float(once.mean()), 5 * float(((once.var() + doubled.var()) / SEEDS).sqrt())
         return (float(doubled.mean()) / one, error / abs(one)) if one else (1.0, math.inf)
 
     def parts(self, most: int) -> list[Any]:
@@ -309,7 +319,7 @@ class _Data:
             optree.tree_map(lambda x, i=i: part(x, i * each), self.batches[0]) for i in range(min(most, length // each))
         ]
 
-    def times_likelihood(self, params: Any, known: _Known, is_sum: bool) -> tuple[float, float] | None:
+    def times_likelihood(self, params: Any, known: Callable[..., Tensor], is_sum: bool) -> tuple[float, float] | None:
         """The factor ``c`` in ``loss = c * (mean or sum of - log p) + rest``, and the share that no factor explains.
 
         At one draw the rest (a prior, constants) is the same for every part of a batch, so that differences give ``c``.
@@ -317,22 +327,10 @@ class _Data:
         """
         both, parts = list[tuple[Tensor, Tensor]](), self.parts(8)
         for x in parts if len(parts) > 1 else self.batches[:8]:
-            try:
-                seed_all(0, initialised_devices())  # dropout has the same masks in both
-                y = known.targets(x)
-                with torch.no_grad():
-                    own = -known.likelihood.log_prob(known.forward(params, x), y)
-            except Exception as err:
-                raise ValueError(
-                    f"doctor: forward(params, batch) and likelihood.log_prob(outputs, targets) fail on {short(x)}: {err}"
-                ) from err
-            if own.numel() not in (len(y), y.numel()):
-                raise ValueError(
-                    f"doctor: likelihood.log_prob gives {tuple(own.shape)} for targets {tuple(y.shape)}: outputs and targets "
-                    "broadcast; give forward's outputs the shape that the likelihood takes"
-                )
-            seed_all(0, initialised_devices())
             with torch.no_grad():
+                seed_all(0, initialised_devices())  # dropout has the same masks in both
+                own = known(params, x)
+                seed_all(0, initialised_devices())
                 both.append((scalar(self.loss, params, x), own.sum() if is_sum else own.mean()))
         L, own = (torch.stack([x.double().cpu() for x in column]) for column in zip(*both))
         L, own = L - L.mean(), own - own.mean()
@@ -347,8 +345,7 @@ class _Data:
         if len(parts) < 8:
             return None
         try:
-            each = [gradients(self.loss, params, part) for part in parts]
-            noise = sum(float(torch.stack(column).double().var(0).sum()) for column in zip(*each))
+            noise = gradient_noise(self.loss, params, parts, rank=1).trace
             curved = trace(product, params, probes=8)
         except Exception:  # the loss may not take a single datum, or have no second derivative
             return None
@@ -381,26 +378,26 @@ class _Run:
         draws = self.draws
         stopped = "the loss of" in draws.why
         if not len(draws):
-            if "loss" in draws.why:
-                self.found(
-                    "diverged", f"The run has no draws: {draws.why}.", "Lower lr by ten, or look for NaN in the data."
-                )
-            else:
-                self.found("short", f"The run has no draws{': ' + draws.why if draws.why else ''}.", "Run longer.")
+            has_diverged = "loss" in draws.why
+            self.found(
+                "diverged" if has_diverged else "short",
+                f"The run has no draws{': ' * bool(draws.why)}{draws.why}.",
+                "Lower lr by ten, or look for NaN in the data." if has_diverged else "Run longer.",
+            )
             return False
         stride = max(1, math.ceil(sum(map(math.prod, draws.shapes.values())) / self.n / MOST))
         names = zip(names_of(paths_of(draws[0])), draws.shapes)
         self.leaves = {shown: _looked_at(draws, f"params/{name}", self.n, stride) for shown, name in names}
         self.still = [n for n, x in self.leaves.items() if len(draws) > 1 and x.size and bool(x.repeats.all())]
         try:
-            self.losses = draws.loss.double().cpu().reshape(len(draws), -1)
+            losses = draws.loss.double().cpu().reshape(len(draws), -1)
         except ValueError:  # none were kept
-            self.losses = None
+            losses = torch.zeros(0, 1, dtype=torch.float64, device="cpu")
+        self.losses = losses
         bad = [name for name, x in self.leaves.items() if not x.is_finite]
         look = "bc.make_step(..., check_finite=True) names the step and leaf; bc.skip_nonfinite(tx) leaves bad batches out."
         if bad:
             self.found("nonfinite", f"Draws of {', '.join(bad[:4])} hold NaN or infinity.", look)
-        losses = torch.zeros(0, 1, dtype=torch.float64, device="cpu") if self.losses is None else self.losses
         finite = torch.isfinite(losses).all(1)
         quarter = max(len(losses) // 4, 1)
         is_level = len(losses) >= 4 and bool(losses[-1].abs().max() <= GROWTH * losses[:quarter].abs().max())
@@ -526,7 +523,7 @@ class _Run:
 
     def _falls(self) -> bool:
         """Report a loss whose thirds differ or whose first draws stand out; return whether it falls."""
-        if self.losses is None or len(self.losses) < 12 or float(self.losses.std()) == 0.0:
+        if len(self.losses) < 12 or float(self.losses.std()) == 0.0:
             return False
         mean = self.losses.mean(1)
         later = mean[len(mean) // 2 :]
@@ -550,7 +547,7 @@ class _Run:
 
     # 4. has the loss its scale
 
-    def scale(self, data: _Data, temperature: float, wanted: float, known: _Known | None) -> None:
+    def scale(self, data: _Data, temperature: float, wanted: float, known: Callable[..., Tensor] | None) -> None:
         """Look whether the loss is a sum, or a multiple of the likelihood, and whether the temperature is the posterior's."""
         doubled = None if data.n is None else data.twice_over_once(self.one)
         if doubled is None or data.n is None:

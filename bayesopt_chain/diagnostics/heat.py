@@ -16,27 +16,31 @@ curvature ``k`` it raises the variance ``T / k`` by the factor ``1 + excess``,
 
 and by less where epochs are reshuffled, whose noise sums to zero (:func:`excess_variance`).
 
-A step is reduced to ``S g`` and ``S theta``, where ``S`` gives each element a random sign and adds the elements up in
-``B = 256`` buckets, so that inner products are right in expectation (Charikar, Chen and Farach-Colton, 2002). The variance
-along a direction of the ``n`` elements contains a share of all others there, which is subtracted:
+A step is reduced to ``S g`` and ``S theta``, where ``S`` gives the elements random signs and adds them up in ``B = 256``
+buckets, so that inner products are right in expectation (Charikar, Chen and Farach-Colton, 2002). The variance along a
+direction of the ``n`` elements contains a share of all others there, which is subtracted:
 
     E[q' S C S' q] = variance along q + (1 - B / n) tr(C) / B.
 """
 
 from __future__ import annotations
 
+import cmath
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from bayesopt_chain._torch import flattened
 
 BUCKETS = 256
-CHUNK = 2**16  # elements that are signed at a time: the signed copy stays in the cache of a CPU
+CHUNK = 2**18  # elements, a multiple of 256, that are laid end to end or weighted at a time
+FEW = 4096  # elements up to which a step is copied, and which a full window may read of any model
+LEAVES, STRETCHES = 32, 12  # leaves up to which a full window may read all, and stretches that it reads of more
 FOLDS = 4  # parts of a window; directions and H of each come from the others
 LAGS = (3, 4, 5)  # at which second differences of white noise are uncorrelated
 DIRECTIONS = 2  # of the largest noise, and of the largest differences
@@ -53,8 +57,7 @@ class Leaf(NamedTuple):
         temperature: ``T``.
         momentum: ``mu`` of the chain.
         first: ``f``, the share of ``lr_eff`` that a gradient moves in its own step.
-        root: ``sqrt(P)``, a number or a tensor like the gradient, negative where the loss is maximised; or a function that
-            gives it, which is called once in a window.
+        root: ``sqrt(P)``, a number or a tensor like the gradient, negative where the loss is maximised.
         lr: the learning rate, for the advice; ``None`` where it is not known.
     """
 
@@ -65,7 +68,7 @@ class Leaf(NamedTuple):
     temperature: float
     momentum: float
     first: float
-    root: float | Tensor | Callable[[], Tensor] = 1.0
+    root: float | Tensor = 1.0
     lr: float | None = None
 
 
@@ -99,8 +102,11 @@ def excess_variance(rho: float, momentum: float, curvature: float, steps_per_epo
     """Relative increase of the variance by the noise of batches, mean over an epoch.
 
     The noise of a reshuffled epoch of ``K`` steps sums to zero. Averaged over the phases it has the spectrum ``C (1 - phi(w))``
-    with ``phi = sin(K w / 2)^2 / (K sin(w / 2))^2``, which the response ``1 / (z - 1 - mu (1 - 1 / z) + y)``
-    turns into variance.
+    with Fejer's kernel ``phi = 1/K sum_{|j| < K} (1 - |j| / K) cos(j w)``. The response ``1 / (z - 1 - mu (1 - 1 / z) + y)`` is
+    autoregressive with the poles ``p``, ``p^2 - (1 + mu - y) p + mu = 0``, and the autocorrelation ``sum_p a_p p^|j|``, so that
+
+        excess = excess of independent batches * (1 - 1/K sum_p a_p F(p)),
+        F(p) = sum_{|j| < K} (1 - |j| / K) p^|j| = (1 + p) / (1 - p) - 2 p (1 - p^K) / (K (1 - p)^2).
 
     Args:
         rho: as in :class:`Heat`, of draws with replacement.
@@ -121,11 +127,22 @@ def excess_variance(rho: float, momentum: float, curvature: float, steps_per_epo
     independent = rho * limit / (limit - curvature)
     if steps_per_epoch is None or curvature <= 0.0:
         return independent if steps_per_epoch is None else 0.0
-    w = torch.logspace(-14, math.log10(math.pi), 20_001, dtype=torch.float64, device="cpu")
-    z = torch.polar(torch.ones_like(w), w)
-    phi = ((steps_per_epoch * w / 2).sin() / (steps_per_epoch * (w / 2).sin())).square()
-    reduced = phi / (z - 1 - momentum * (1 - 1 / z) + curvature).abs().square()
-    return independent - 2.0 * rho * (1.0 - momentum) * curvature * float(torch.trapezoid(reduced, w)) / math.pi
+    middle, K = (1.0 + momentum - curvature) / 2, steps_per_epoch
+    apart = cmath.sqrt(middle * middle - momentum)
+    if abs(apart) < 1e-6:  # equal poles, whose weights would be infinite
+        apart += 1e-6
+    p, q = middle + apart, middle - apart
+    share = (2 * middle / (1.0 + momentum) - q) / (p - q)  # a_p, by the autocorrelation at lag 1
+    kept = share * _fejer(p, K) + (1.0 - share) * _fejer(q, K)
+    return independent * max(1.0 - kept.real / K, 0.0)
+
+
+def _fejer(p: complex, K: int) -> complex:
+    """``sum_{|j| < K} (1 - |j| / K) p^|j|``; by the first terms in ``1 - p`` where it is so small that others cancel."""
+    e = 1.0 - p
+    if abs(e) * K < 1e-4:
+        return K * (1.0 - e * (K * K - 1) / (3 * K))
+    return (1.0 + p) / e - 2.0 * p * (1.0 - p**K) / (K * e * e)
 
 
 def read_heat(
@@ -246,18 +263,65 @@ def _hessian(D: Tensor, d: Tensor, instruments: Tensor, known: Tensor) -> Tensor
     return H * min(max((strength - 1.0) / 3.0, 0.0), 1.0)
 
 
-class Sketch:
-    """``S`` times a factor for each element: random signs, one byte an element, or weights, and 256 buckets.
+class Stretch(NamedTuple):
+    """Neighbouring elements of one leaf: a slice of one of its dimensions, or all of it where ``length`` is ``None``."""
 
-    The signs are bits of a hash of the element's number (with the primes of xxHash32), so that no generator is
-    advanced. Small leaves are laid end to end, so that a step takes few operations.
+    leaf: int
+    dim: int = 0
+    begin: int = 0
+    length: int | None = None
+
+    def of(self, x: Tensor) -> Tensor:
+        """The elements in ``x``, without a copy."""
+        return x if self.length is None else x.narrow(self.dim, self.begin, self.length)
+
+
+def loudest(tensors: Sequence[Tensor], factors: Sequence[float | Tensor], elements: int) -> list[Stretch]:
+    """The stretches with the largest mean square of ``factor * tensor``: at most ``STRETCHES``, of ``elements`` together.
+
+    Everything, where it is not more than that. One stretch is taken however large it is.
+    """
+    if len(tensors) <= LEAVES and sum([x.numel() for x in tensors]) <= elements:
+        return [Stretch(i) for i in range(len(tensors))]
+    found = list[Stretch]()
+    for i, x in enumerate(tensors):
+        dim = max(range(x.dim()), key=x.shape.__getitem__, default=0)
+        parts = min(-(-x.numel() * STRETCHES // elements), x.shape[dim]) if x.dim() else 1
+        ends = [x.shape[dim] * k // parts for k in range(parts + 1)] if parts > 1 else []
+        found += [Stretch(i, dim, begin, end - begin) for begin, end in pairwise(ends)] or [Stretch(i)]
+    scaled = [part.of(tensors[part.leaf]) for part in found]
+    if any([isinstance(x, Tensor) for x in factors]):
+        each = [torch.as_tensor(factors[part.leaf], device=x.device) for part, x in zip(found, scaled)]
+        scaled = [x * (part.of(f) if f.dim() else f) for part, x, f in zip(found, scaled, each)]
+        sizes = torch.ones(len(found), device="cpu")
+    else:
+        sizes = torch.tensor([abs(float(factors[part.leaf])) for part in found], device="cpu")
+    norms = sizes * torch.stack([torch.linalg.vector_norm(x.float()).to(scaled[0].device) for x in scaled]).cpu()
+    counts = torch.tensor([x.numel() for x in scaled], device="cpu")
+    order = (norms / counts.clamp(min=1).sqrt()).argsort(descending=True).tolist()[:STRETCHES]
+    room, chosen = elements, list[int]()
+    for k in order:
+        if not chosen or counts[k] <= room:
+            chosen.append(k)
+            room -= int(counts[k])
+    return [found[k] for k in sorted(chosen)]
+
+
+class Sketch:
+    """``S`` times a factor for each element: 256 buckets, of elements whose numbers are alike modulo 256, with random signs.
+
+    Two elements meet only in a bucket, so that one sign serves 256 neighbours: a sketch is a vector of signs times a matrix of
+    256 columns. The signs are bits of a hash of the row's number (with the primes of xxHash32), so that no generator is
+    advanced. Small leaves are laid end to end, so that a step takes few operations; of at most ``FEW`` elements a step is
+    copied as it is, and all steps of a window are sketched at once.
 
     Args:
         tensors: of the leaves.
         factors: of each leaf, a number or a tensor like it.
+        common: a factor of all.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], factors: Sequence[float | Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], factors: Sequence[float | Tensor], common: float = 1.0) -> None:
         self.packs: list[list[int]] = []
         size = 0
         for i, x in enumerate(tensors):
@@ -266,42 +330,59 @@ class Sketch:
                 size = 0
             self.packs[-1].append(i)
             size += x.numel()
+        self.is_copied = len(self.packs) == 1 and size <= FEW
         is_common = not any([isinstance(x, Tensor) or x != factors[0] for x in factors])
-        self.common = factors[0] if is_common else 1.0
-        self.weights = list[Tensor]()
-        begin = 0
+        self.common = common * factors[0] if is_common else common
+        self.signs, self.weights, begin = list[Tensor](), list[Tensor | None](), 0
         for pack in self.packs:
             counts, device = [tensors[i].numel() for i in pack], tensors[pack[0]].device
-            signs = _signs(begin, begin + sum(counts), device)
+            end = begin + -(-sum(counts) // BUCKETS)
+            self.signs.append(_signs(begin, end, device))
+            begin = end
+            self.weights.append(None)
             if not is_common:
-                each = [torch.as_tensor(factors[i], device=device).reshape(-1).expand(n) for i, n in zip(pack, counts)]
-                signs = signs * torch.cat(each)
-            self.weights.append(signs)
-            begin += sum(counts)
+                given = [torch.as_tensor(factors[i], device=device) for i in pack]
+                each = [x.reshape(-1) if x.dim() else x.expand(n) for x, n in zip(given, counts)]
+                self.weights[-1] = torch.cat(each)
 
-    @torch.no_grad()
-    def __call__(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """The buckets ``[256]``, on the device of the first tensor, and the norm of all tensors."""
-        total = tensors[0].new_zeros(BUCKETS, dtype=torch.promote_types(tensors[0].dtype, torch.float32))
-        norms = list[Tensor]()
-        for pack, weights in zip(self.packs, self.weights):
-            x = flattened([tensors[i] for i in pack])
-            norms.append(torch.linalg.vector_norm(x, dtype=total.dtype).to(total.device))
-            size = CHUNK if x.device.type == "cpu" else max(len(x), 1)
-            for at in range(0, len(x), size):
-                signed = (x[at : at + size] * weights[at : at + size]).to(total.dtype)
-                whole = len(signed) // BUCKETS * BUCKETS
-                total += signed[:whole].view(-1, BUCKETS).sum(0).to(total.device)
-                total[: len(signed) - whole] += signed[whole:].to(total.device)
-        return total * self.common, norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+    def row(self, tensors: Sequence[Tensor]) -> Tensor:
+        """What :meth:`read` needs of one step, in new memory."""
+        if self.is_copied:
+            return torch.cat([x.reshape(-1) for x in tensors])
+        dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+        total, norms = tensors[0].new_zeros(BUCKETS + 1, dtype=dtype), list[Tensor]()
+        for pack, signs, weights in zip(self.packs, self.signs, self.weights):
+            x = flattened([tensors[i] for i in pack]).to(dtype)
+            norms.append(torch.linalg.vector_norm(x).to(total.device))
+            for begin in range(0, len(x), CHUNK):
+                part, some = x[begin : begin + CHUNK], signs[begin // BUCKETS : (begin + CHUNK) // BUCKETS].to(dtype)
+                part = part if weights is None else part * weights[begin : begin + CHUNK]
+                whole = len(part) // BUCKETS
+                total[:BUCKETS] += torch.mv(part[: whole * BUCKETS].view(whole, BUCKETS).T, some[:whole]).to(
+                    total.device
+                )
+                if len(some) > whole:
+                    total[: len(part) - whole * BUCKETS] += (part[whole * BUCKETS :] * some[-1]).to(total.device)
+        total[:BUCKETS] *= self.common
+        total[BUCKETS] = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+        return total
+
+    def read(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """The buckets ``[steps, 256 or fewer]`` and the norms ``[steps]`` of all tensors, in float64 on the CPU."""
+        x = torch.stack([*rows]).double().cpu()
+        if not self.is_copied:
+            return x[:, :BUCKETS], x[:, BUCKETS]
+        norms, weights = torch.linalg.vector_norm(x, dim=1), self.weights[0]
+        x = self.common * (x if weights is None else x * weights.cpu())
+        if x.shape[1] > BUCKETS:  # fewer elements have a bucket of their own
+            x = F.pad(x, (0, -x.shape[1] % BUCKETS)).unflatten(1, (-1, BUCKETS)) * self.signs[0].cpu()[:, None]
+            x = x.sum(1)
+        return x, norms
 
 
 def _signs(begin: int, end: int, device: torch.device) -> Tensor:
-    """Signs of the elements from ``begin`` to ``end``, int8: a bit of a hash in int32, which wraps around."""
-    out = torch.empty(end - begin, dtype=torch.int8, device=device)
-    for at in range(begin, end, CHUNK):
-        x = torch.arange(at, min(at + CHUNK, end), device=device).to(torch.int32).mul_(-1640531535)
-        x = x.bitwise_xor_(x >> 15).mul_(-2048144777)
-        x = x.bitwise_xor_(x >> 13).mul_(-1028477379)
-        out[at - begin : at - begin + CHUNK] = ((x >> 16) & 1) * 2 - 1
-    return out
+    """Signs of the rows from ``begin`` to ``end``, float32: a bit of a hash in int32, which wraps around."""
+    x = torch.arange(begin, end, device=device).to(torch.int32).mul_(-1640531535)
+    x = x.bitwise_xor_(x >> 15).mul_(-2048144777)
+    x = x.bitwise_xor_(x >> 13).mul_(-1028477379)
+    return (((x >> 16) & 1) * 2 - 1).float()

@@ -1,9 +1,10 @@
 r"""Watch a loop for the heat of its minibatches, and warn once.
 
 The guard reads windows of consecutive steps, from step 8 and from the steps 128, 256, 512 and so on. A window begins with the
-gradients of 8 steps, and ends there if the largest eigenvalue of ``<D_t D_t'> / 2``, an upper bound of the heat, is small
-(:mod:`bayesopt_chain.diagnostics.heat`). A full one goes on with gradients and parameters of 80 steps, and warns if all of this
-holds:
+gradients of 6 steps. It ends there if, of the covariance of these in the units of :mod:`bayesopt_chain.diagnostics.heat`, the
+largest eigenvalue less the smallest of the five is small. One hot direction raises the largest alone, by its heat; noise that
+is alike in ``n`` directions raises all of them by its trace over 5, and apart by the share ``4 sqrt(5 / n)`` of that. A full
+one goes on with gradients and parameters of 80 steps, and warns if all of this holds:
 
     excess > above + 3.4 (96 / t)^2     at step t; the noise falls while a run is far from rest, so that early windows have to
                                         show more
@@ -12,6 +13,12 @@ holds:
     drift < 2                           the mean gradients of its halves are not those of a run that is still on its way
     ringing < 0.85                      what is left is noise, and no oscillation near the stability limit
     rho > half of that of the full window before, in the same units
+
+A full window reads the elements ``A`` in which the gradient is largest, in at most 12 stretches of leaves: 4096, or one in 160
+where that is more. Two sketches of 80 steps are then one gradient, finding ``A`` is one, and a window reads at most eight. What
+it reads is a lower bound of the heat: ``C_AA`` is a principal submatrix of ``C``, whose largest eigenvalue is at most that of
+``C`` (Cauchy's interlacing), and at least the share ``|u_A|^2`` of it for the worst direction ``u``. So models of up to 4096
+elements in 32 leaves are read as they are, larger ones warn later and never more often.
 
 Of a chain ``F_0``, how far a gradient moves each element in its own step, comes from an impulse through ``tx.update``; the
 response of the links, ``F = b / a``, gives ``lr_eff = F(1)`` and the momentum ``mu = -a_1 / a_0``.
@@ -22,7 +29,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -36,12 +43,13 @@ from bayesopt_chain.checks import short
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.diagnostics._response import EQUAL, gains, polynomials
 from bayesopt_chain.diagnostics.forces import inner, levels_of
-from bayesopt_chain.diagnostics.heat import Heat, Leaf, Sketch, read_heat
+from bayesopt_chain.diagnostics.heat import FEW, Heat, Leaf, Sketch, Stretch, loudest, read_heat
 from bayesopt_chain.loop.step import Step
 from bayesopt_chain.matching.response import Noise, SelfContainedSampler
 
-SHORT = 8  # steps after which a window ends where nothing can be hot
+SHORT = 6  # steps after which a window ends where nothing can be hot
 WINDOW = 80  # steps after these of a full window
+SHARE = 160  # one in so many elements is read then
 BOUND = 0.25  # the upper bound of the heat below which it ends then
 STARTS = (8, 128)  # first steps of windows; from the second on they double
 EARLY = 3.4  # what the excess must show besides at the end of the first window
@@ -59,9 +67,10 @@ class HeatGuard:
     """Watches a loop for the heat of its minibatches, and warns once, with numbers.
 
     Every optimizer of :mod:`bayesopt_chain.optim` has one at T > 0. It reads the noise of the batches from the gradients of
-    consecutive steps, from step 8 to 95 and from the steps 128, 256, 512 and so on: 8 steps where nothing can be hot and 88
-    elsewhere. Nothing is said of a run that is still far from rest. Learning rates and temperatures may change at every step;
-    where they do, the heat is that of the window's mean rate, and parameter groups are taken to change in proportion.
+    consecutive steps, from step 8 to 93 and from the steps 128, 256, 512 and so on: 6 steps where nothing can be hot and 86
+    elsewhere, of these 80 in a part of large models, so that a window reads at most eight gradients. Nothing is said of a run
+    that is still far from rest. Learning rates and temperatures may change at every step; where they do, the heat is that of
+    the window's mean rate, and parameter groups are taken to change in proportion.
 
     Args:
         steps_per_epoch: optimizer steps in a pass over the data, where they are reshuffled in every epoch: the number of
@@ -82,7 +91,7 @@ class HeatGuard:
         >>> with warnings.catch_warnings(record=True) as caught:
         ...     warnings.simplefilter("always")
         ...     for _ in range(100):
-        ...         guard.look(lambda: [Leaf(0, 5 * torch.randn(10, generator=source), w, 1.0, 1.0, 0.9, 0.1)])
+        ...         guard.look(lambda keys: [Leaf(0, 5 * torch.randn(10, generator=source), w, 1.0, 1.0, 0.9, 0.1)])
         >>> len(caught), "times the variance" in str(caught[0].message)
         (1, True)
     """
@@ -116,13 +125,14 @@ class HeatGuard:
         self._keys = list[int]()  # of the leaves of an open window
         self._missed = set[int]()
         self._positions: Sketch | None = None  # of a full one
+        self._stretches = list[Stretch]()
         self._rules: list[Any] | None = None  # of a chain
         self._skipped = 0
         self._empty()
 
     def _empty(self) -> None:
-        self._rows: list[tuple[Tensor, Tensor]] = []  # sketch of the gradient, and its norm
-        self._places: list[Tensor] = []  # sketches of the parameters
+        self._rows: list[Tensor] = []  # of the gradients, for Sketch.read
+        self._places: list[Tensor] = []  # of the parameters
         self._rates: list[tuple[float, float]] = []  # rate and temperature of the first leaf
 
     def __getstate__(self) -> dict[str, Any]:
@@ -194,7 +204,7 @@ class HeatGuard:
         trees: list[list[Any]] = [optree.tree_leaves(tree, none_is_leaf=True) for tree in (grads, params)]
         usable = [g is not None and g.layout is torch.strided for g in trees[0]]
         each = [*enumerate(zip(self._rules, *trees, usable))]
-        self.look(lambda: [Leaf(j, g, p, *rule) for j, (rule, g, p, is_usable) in each if rule and is_usable])
+        self.look(lambda keys: [Leaf(j, g, p, *rule) for j, (rule, g, p, is_usable) in each if rule and is_usable])
 
     def attached(self, step: Any, batches: Any = None) -> Step:
         """The step that shows its gradients to this guard; :func:`bayesopt_chain.sample` calls it for its callbacks.
@@ -253,42 +263,65 @@ class HeatGuard:
         return True
 
     @torch.no_grad()
-    def look(self, leaves: Callable[[], Iterable[Leaf]]) -> None:
+    def look(self, leaves: Callable[[Collection[int]], Iterable[Leaf]]) -> None:
         """Look at a step, before parameters move.
 
         Args:
-            leaves: gives the parameters with gradient and noise of this step; called inside windows only.
+            leaves: gives the parameters with gradient and noise of this step; called inside windows only, with the keys of
+                those that are needed, or with none for all. It may give more. But for the first of them, and in the last step
+                of a window, ``rate``, ``root`` and what follows may be those of an earlier step.
 
         Example:
             >>> import torch
             >>> guard = HeatGuard()
-            >>> guard.look(lambda: [Leaf(0, torch.ones(3), torch.zeros(3), 1.0, 0.1, 0.9, 0.1)])
+            >>> guard.look(lambda keys: [Leaf(0, torch.ones(3), torch.zeros(3), 1.0, 0.1, 0.9, 0.1)])
             >>> guard.readings
             []
         """
         if self.sleeps():
             return
         self._steps += 1
-        seen = [x for x in leaves() if x.key not in self._absent]
+        seen = [x for x in leaves(self._keys) if x.key not in self._absent]
         keys = [x.key for x in seen]
         if not self._keys and seen:
-            self._keys, self._unit = keys, (seen[0].rate, seen[0].temperature)
-            roots = [x.root() if callable(x.root) else x.root for x in seen]
-            self._scales = [math.sqrt(x.rate / (2.0 * x.temperature)) * root for x, root in zip(seen, roots)]
-            self._sizes = [0.5 / (x.temperature * abs(scale)) for x, scale in zip(seen, self._scales)]
-            self._gradients = Sketch([x.gradient for x in seen], self._scales)
+            self._keys, self._units = keys, [(x.rate, x.temperature) for x in seen]
+            self._lrs, self._momentum = {x.lr for x in seen}, max([x.momentum for x in seen])
+            gradients, numbers = [x.gradient for x in seen], [math.sqrt(x.rate / (2.0 * x.temperature)) for x in seen]
+            is_one = min(numbers) == max(numbers)  # of Adam's kin the factors are tensors already
+            self._common = numbers[0] if is_one else 1.0
+            self._scales = [x.root if is_one else number * x.root for x, number in zip(seen, numbers)]
+            self._gradients = Sketch(gradients, self._scales, self._common)
         if keys != self._keys or not seen:
             here = dict(zip(keys, seen))
             if (missing := set(self._keys) - here.keys()) or not seen:
                 return self._skip(missing)
             seen = [here[key] for key in self._keys]
-        self._rows.append(self._gradients([x.gradient for x in seen]))
         self._rates.append((seen[0].rate, seen[0].temperature))
-        if self._positions is not None:
-            self._places.append(self._positions([x.param for x in seen])[0])
+        if self._positions is None:
+            self._rows.append(self._gradients.row([x.gradient for x in seen]))
+        else:
+            self._rows.append(self._gradients.row([x.of(seen[x.leaf].gradient) for x in self._stretches]))
+            self._places.append(self._positions.row([x.of(seen[x.leaf].param) for x in self._stretches]))
         if len(self._rows) == (SHORT if self._positions is None else WINDOW):
             self._read(seen)
         return None
+
+    def _go_on(self, seen: list[Leaf]) -> None:
+        """Choose what a full window reads of the leaves."""
+        gradients = [x.gradient for x in seen]
+        size = sum([x.numel() for x in gradients])
+        chosen = loudest(gradients, self._scales, max(FEW, size // SHARE))
+        scales = [
+            x.of(s) if isinstance(s, Tensor) and s.dim() else s for x, s in ((x, self._scales[x.leaf]) for x in chosen)
+        ]
+        sizes = [0.5 / (self._units[x.leaf][1] * self._common * abs(scale)) for x, scale in zip(chosen, scales)]
+        self._gradients = Sketch([x.of(gradients[x.leaf]) for x in chosen], scales, self._common)
+        self._positions = Sketch([x.of(seen[x.leaf].param) for x in chosen], sizes)
+        leaves = sorted({x.leaf for x in chosen})
+        self._stretches = [x._replace(leaf=leaves.index(x.leaf)) for x in chosen]
+        self._keys = [self._keys[i] for i in leaves]
+        self._units = [self._units[i] for i in leaves]
+        self._empty()
 
     def _skip(self, missing: set[int]) -> None:
         """Pass over a step; a window with too many of them is given up, and the next one leaves out what was missing."""
@@ -309,38 +342,41 @@ class HeatGuard:
 
     def _read(self, seen: list[Leaf]) -> None:
         """Read a window that is complete or may end."""
-        G, norms = (torch.stack(rows).double().cpu() for rows in zip(*self._rows))
-        rates, temperatures = torch.tensor(self._rates, dtype=torch.float64, device="cpu").T
-        D, momentum = G.diff(dim=0), max(x.momentum for x in seen)
-        bound = float(torch.linalg.matrix_norm(D, 2).square()) / (2 * len(D)) if bool(D.isfinite().all()) else math.nan
-        if _is_clipped(norms, seen) and float(D.square().sum()) > 1e-6 * float(G.square().sum()):
+        G, norms = self._gradients.read(self._rows)
+        centred = G - G.mean(0)
+        total, bound = float(centred.square().sum()), math.nan
+        if self._positions is None and math.isfinite(total):
+            each = torch.linalg.eigvalsh(centred @ centred.T)
+            bound = float(each[-1] - each[1]) / (SHORT - 1)
+        if self._positions is None and _is_clipped(norms, seen) and total > 1e-6 * float(G.square().sum()):
             self._warn(
                 "most gradients have one and the same norm: a clip acts at nearly every step, and a chain that follows clipped "
                 "gradients samples another distribution. Raise max_norm until it acts rarely, or leave clipping out at "
                 "temperature > 0"
             )
         elif self._positions is None and bound > BOUND:  # go on
-            self._positions = Sketch([x.param for x in seen], self._sizes)
-            return self._empty()
+            return self._go_on(seen)
         elif self._positions is None and bound <= BOUND:
             self.readings.append(Heat(bound, math.inf, 0.0, 0.0, bound, 0.0, 0.0, self._steps))
-        elif self._positions is not None and not math.isnan(bound):
-            X = torch.stack(self._places).double().cpu()
+        elif self._positions is not None and math.isfinite(total):
+            rates, temperatures = torch.tensor(self._rates, dtype=torch.float64, device="cpu").T
+            X = self._positions.read(self._places)[0]
             filled = (G != 0).any(0)  # small models fill few buckets
+            read = [x.of(seen[x.leaf].gradient) for x in self._stretches]
             self._judge(
                 read_heat(
                     G[:, filled],
                     X[:, filled],
-                    momentum,
+                    self._momentum,
                     seen[0].first,
                     steps_per_epoch=self.steps_per_epoch if self.order == "reshuffled" else None,
-                    rates=rates / self._unit[0],
-                    temperatures=temperatures / self._unit[1],
-                    elements=sum(int(x.gradient.count_nonzero()) for x in seen),
+                    rates=rates / self._units[0][0],
+                    temperatures=temperatures / self._units[0][1],
+                    elements=sum([int(x.count_nonzero()) for x in read]),
                 )._replace(end=self._steps),
                 float((rates / temperatures).mean()),
-                momentum,
-                {x.lr for x in seen} if bool((rates == rates[0]).all()) else set(),
+                self._momentum,
+                self._lrs if bool((rates == rates[0]).all()) else set(),
             )
         self._close()
         while self._start <= self._steps:

@@ -38,6 +38,7 @@ from torch.utils.data import SequentialSampler
 
 from bayesopt_chain import batches as batch_trees
 from bayesopt_chain import kinds
+from bayesopt_chain.checks import short
 from bayesopt_chain.data.epochs import Epochs, epochs
 from bayesopt_chain.diagnostics._response import Response, read
 from bayesopt_chain.diagnostics.gradient_noise import gradient_noise, scalar
@@ -51,8 +52,8 @@ MOMENTA = (0.5, 0.9, 0.97, 0.99, 0.997)  # tried where the momentum is open
 PARTS = (1, 10, 40)  # batches an epoch, tried where the batch size is open
 SHARE = 0.1  # of the passes of a run that suggesting may cost
 RANK, PROBES = 4, 4  # directions of noise and of curvature each; random vectors for the trace
-PRODUCTS = 2 * RANK + 3 * RANK + PROBES  # with the Hessian, at one place
-FEWEST, MOST, BASE = 4, 40, 64  # batches that are measured at one place, and data in each at most
+PRODUCTS = 2 * RANK + 3 * RANK + PROBES  # with the Hessian, at one point
+FEWEST, MOST, BASE = 4, 40, 64  # batches that are measured at one point, and data in each at most
 STEPS = (4, 200)  # of the trial run
 FIRST = 1e-3  # the rate at which the chain is read; curvature and noise are in its coordinates
 HALVINGS = 12  # of the margin, after trial runs that diverge
@@ -123,8 +124,8 @@ class Source(NamedTuple):
     batches: Callable[[int], Any]
 
 
-class Place(NamedTuple):
-    """Curvature and noise of one datum's gradient at some parameters, in the coordinates of the chain at ``FIRST``.
+class LocalModel(NamedTuple):
+    """Curvature of the loss and noise of one datum's gradient at a point, in the coordinates of the chain at ``FIRST``.
 
     Attributes:
         system: both, in the span that is looked at.
@@ -141,7 +142,7 @@ class Place(NamedTuple):
     moving: int
 
 
-class Row(NamedTuple):
+class Candidate(NamedTuple):
     """A pair of momentum and batch size, its rate, and the effective draws an epoch."""
 
     draws: float
@@ -218,11 +219,11 @@ def suggest_lr(
         momenta = _momenta(make_tx)
         source = _source(data, seed)
         _require_mean(loss, params, source)
-        search = _Search(make_tx, loss, params, source, momenta, tolerance, state, epochs)
-        return search.run()
+        adviser = _Adviser(make_tx, loss, params, source, momenta, tolerance, state, epochs)
+        return adviser.run()
 
 
-class _Search:
+class _Adviser:
     """Measure, try, measure where the trial came to, and answer."""
 
     def __init__(
@@ -238,7 +239,13 @@ class _Search:
     ) -> None:
         self.loss, self.params, self.source, self.tolerance, self.state = loss, params, source, tolerance, state
         self.make = lambda lr, momentum: make_tx(lr) if momentum is None else make_tx(lr, momentum)
-        self.response = read(self.make(FIRST, momenta[0]), params, state)
+        first = self.make(FIRST, momenta[0])
+        if state is not None and optree.tree_structure(state) != optree.tree_structure(first.init(params)):
+            raise TypeError(
+                f"suggest_lr: state must be one of the chain that make_tx gives, at these params, got {short(state)}; take "
+                "tx.init(params), or leave it out"
+            )
+        self.response = read(first, params, state)
         if not all(group.temperature > 0 for group in self.response.groups):
             raise ValueError(
                 "suggest_lr: the chain draws no noise, at least in some group, to compare that of the batches with; give it a "
@@ -258,19 +265,19 @@ class _Search:
 
     def run(self) -> Suggestion:
         """The answer."""
-        places, margin, diverged = [self._measure(self.params, 0.15 * self.allowed)], MARGIN, 0
-        while (end := self._ends(max(self._rows(places, margin)), places[0])) is None:
+        models, margin, diverged = [self._measure(self.params, 0.15 * self.allowed)], MARGIN, 0
+        while (end := self._ends(max(self._candidates(models, margin)), models[0])) is None:
             diverged, margin = diverged + 1, margin / 2
             if diverged == HALVINGS:
                 raise ValueError(
                     "suggest_lr: trial runs from params diverge at every learning rate; go to a mode first, and look at "
                     "the loss and for NaN in the data"
                 )
-        places.append(self._measure(end, 0.6 * self.allowed))
-        rows = self._rows(places, margin)
-        best = max(rows)
-        heating = rate(best.stability, lambda lr: self._heat(places, best, lr), self.tolerance, 0.999)
-        reports = [self._report(place, best, best.lr) for place in places]
+        models.append(self._measure(end, 0.6 * self.allowed))
+        candidates = self._candidates(models, margin)
+        best = max(candidates)
+        heating = rate(best.stability, lambda lr: self._heat(models, best, lr), self.tolerance, 0.999)
+        reports = [self._report(model, best, best.lr) for model in models]
         return Suggestion(
             best.lr,
             best.momentum,
@@ -283,12 +290,12 @@ class _Search:
             max(reports, key=lambda report: report.worst),
             self.passes,
             diverged,
-            tuple(self._notes(best, places, margin)),
+            tuple(self._notes(best, models, margin)),
         )
 
-    def _measure(self, params: Any, passes: float) -> Place:
+    def _measure(self, params: Any, passes: float) -> LocalModel:
         loss, response = self.loss, self.response
-        # a place costs as many passes as the share of the data that is measured times 1 + 2 PRODUCTS
+        # a point costs as many passes as the share of the data that is measured times 1 + 2 PRODUCTS
         base, measured, joined = self.source.measured(passes / (1 + 2 * PRODUCTS) * self.source.size)
         product = hessian_product(loss, params, joined, max_batches=MOST)
         try:
@@ -315,66 +322,71 @@ class _Search:
         self.passes += len(measured) * base / self.source.size * (1 + 2 * PRODUCTS)
         moving = sum(int((root > 0).sum()) * (leaf.numel() // root.numel()) for root, leaf in zip(roots, leaves))
         mean = max(curved / moving, 1e-5 * top)
-        return Place(replace(system, C=system.C * base, D=system.D * base), mean, top, level, moving)
+        return LocalModel(replace(system, C=system.C * base, D=system.D * base), mean, top, level, moving)
 
-    def _at(self, place: Place, row: Row, lr: float) -> Reduced:
+    def _at(self, model: LocalModel, candidate: Candidate, lr: float) -> Reduced:
         """Curvature and noise of batches in the coordinates of the chain at this rate."""
-        ratio, reading = lr / FIRST, self.readings[row.momentum]
+        ratio, reading = lr / FIRST, self.readings[candidate.momentum]
         # weight decay is a curvature, and grows with the rate as every other one does
         by = torch.tensor([1.0, ratio, 1.0], dtype=torch.float64, device="cpu")
         groups = tuple(g._replace(B=g.B * by, D=g.D * by, prior=g.prior * ratio) for g in reading.groups)
-        system = replace(place.system, C=place.system.C / row.batch_size, D=place.system.D / row.batch_size)
+        system = replace(model.system, C=model.system.C / candidate.batch_size, D=model.system.D / candidate.batch_size)
         return rescaled(system, Response(tuple(gain * ratio for gain in reading.gains), groups))
 
-    def _report(self, place: Place, row: Row, lr: float) -> Heating:
-        """What :func:`bayesopt_chain.diagnostics.heating` says of this rate at a place."""
-        steps = self.source.size / row.batch_size
-        return predict(self._at(place, row, lr), self.source.order if steps > 1 else "independent", steps)
+    def _report(self, model: LocalModel, candidate: Candidate, lr: float) -> Heating:
+        """What :func:`bayesopt_chain.diagnostics.heating` says of this rate at a point."""
+        steps = self.source.size / candidate.batch_size
+        return predict(self._at(model, candidate, lr), self.source.order if steps > 1 else "independent", steps)
 
-    def _heat(self, places: Sequence[Place], row: Row, lr: float) -> float:
-        """The worst excess over places; infinite where the chain diverges."""
+    def _heat(self, models: Sequence[LocalModel], candidate: Candidate, lr: float) -> float:
+        """The worst excess over points; infinite where the chain diverges."""
         try:
-            return max(self._report(place, row, lr).worst for place in places)
+            return max(self._report(model, candidate, lr).worst for model in models)
         except ValueError:
             return math.inf
 
-    def _rows(self, places: Sequence[Place], margin: float) -> list[Row]:
+    def _candidates(self, models: Sequence[LocalModel], margin: float) -> list[Candidate]:
         """Each pair of momentum and batch size at the largest rate that both limits allow."""
-        rows = []
+        candidates = []
         for momentum in self.readings:
-            start = Row(0.0, 0.0, momentum, 1, 0.0)
+            start = Candidate(0.0, 0.0, momentum, 1, 0.0)
             stability = largest(
-                lambda lr, row=start: all(loop(self._at(place, row, lr)).radius < 1 + 1e-6 for place in places), 1e12
+                lambda lr, candidate=start: all(
+                    loop(self._at(model, candidate, lr)).radius < 1 + 1e-6 for model in models
+                ),
+                1e12,
             )
             for size in self.source.sizes:
-                row = start._replace(batch_size=size, stability=stability)
-                lr = rate(stability, lambda lr, row=row: self._heat(places, row, lr), self.tolerance, margin)
-                rows.append(row._replace(lr=lr, draws=self._draws(places[-1], row, lr)))
-        return rows
+                candidate = start._replace(batch_size=size, stability=stability)
+                lr = rate(
+                    stability, lambda lr, candidate=candidate: self._heat(models, candidate, lr), self.tolerance, margin
+                )
+                candidates.append(candidate._replace(lr=lr, draws=self._draws(models[-1], candidate, lr)))
+        return candidates
 
-    def _draws(self, place: Place, row: Row, lr: float) -> float:
+    def _draws(self, model: LocalModel, candidate: Candidate, lr: float) -> float:
         """Effective draws an epoch in the slower of the mean and the largest curvature."""
         group = max(self.response.groups, key=lambda g: len(g.leaves))
         times = []
-        for curvature in (place.mean, place.top):
+        for curvature in (model.mean, model.top):
             H, alone = torch.tensor([[curvature]], dtype=torch.float64, device="cpu"), torch.ones(1, 1, device="cpu")
-            system = replace(place.system, groups=(group,), bases=(alone,), H=H, C=0 * H, D=0 * H)
-            closed = loop(self._at(place._replace(system=system), row, lr))
+            system = replace(model.system, groups=(group,), bases=(alone,), H=H, C=0 * H, D=0 * H)
+            closed = loop(self._at(model._replace(system=system), candidate, lr))
             S = solve_lyapunov(closed.M, closed.F @ closed.F.T)
             v = S[:, 0] / S[0, 0]
             times.append(2 * float(solve_lyapunov(closed.M, torch.outer(v, v))[0, 0]) - 1)
-        return self.source.size / row.batch_size / max(times)
+        return self.source.size / candidate.batch_size / max(times)
 
-    def _ends(self, row: Row, mode: Place) -> Any:
+    def _ends(self, candidate: Candidate, mode: LocalModel) -> Any:
         """Where a trial run from ``params`` comes to; ``None`` where it diverges."""
-        steps_per_epoch = self.source.size / row.batch_size
+        steps_per_epoch = self.source.size / candidate.batch_size
         fewest, most = STEPS
         steps = int(max(fewest, min(most, 0.25 * self.allowed * steps_per_epoch, max(20, 40 * steps_per_epoch))))
-        tx, params, losses = self.make(row.lr, row.momentum), self.params, []
+        tx, params, losses = self.make(candidate.lr, candidate.momentum), self.params, []
         step = make_step(self.loss, tx)
         copied = optree.tree_map(lambda x: x.clone() if torch.is_tensor(x) else x, self.state)
         state = tx.init(params) if self.state is None else copied
-        for batch in islice(chain.from_iterable(repeat(self.source.batches(row.batch_size))), steps):
+        for batch in islice(chain.from_iterable(repeat(self.source.batches(candidate.batch_size))), steps):
             params, state, info = step(params, state, batch)
             losses.append(info.loss)
         self.passes += steps / steps_per_epoch
@@ -385,7 +397,7 @@ class _Search:
         finite = all(bool(x.isfinite().all()) for x in optree.tree_leaves(params))
         return params if finite and last <= highest else None
 
-    def _notes(self, best: Row, places: Sequence[Place], margin: float) -> Iterator[str]:
+    def _notes(self, best: Candidate, models: Sequence[LocalModel], margin: float) -> Iterator[str]:
         """What limits the rate, what would buy more, and what was noticed."""
         if best.lr > 0.99 * margin * best.stability:
             yield f"The rate is limited by stability: from {best.stability:.3g} on the stiffest direction diverges."
@@ -397,23 +409,23 @@ class _Search:
         size = int(self.source.size)
         if best.batch_size < size:
             lr = margin * best.stability
-            full = self._draws(places[-1], best._replace(batch_size=size), lr)
+            full = self._draws(models[-1], best._replace(batch_size=size), lr)
             if full > FAR * best.draws:
                 yield (
                     f"Full batches would make {full / best.draws:.2g} times the effective draws an epoch, at lr {lr:.2g}; "
                     f"where memory does not hold them, accumulate: bc.make_step(..., microbatches="
                     f"{math.ceil(size / best.batch_size)})."
                 )
-        if any(place.system.D.any() for place in places):
+        if any(model.system.D.any() for model in models):
             yield (
                 "The loss draws (dropout): its noise is counted, and heats at full batches too; put the module into eval mode "
                 "to sample its posterior."
             )
-        fell = places[0].level[0] - places[1].level[0]
+        fell = models[0].level[0] - models[1].level[0]
         # at a mode the loss can only rise, by T / 2 for each direction that the trial explored; one with the chain's own weight
         # decay is none of the loss alone
         is_whole = all(group.prior == 0 for group in self.response.groups)
-        if is_whole and fell > 0.05 * self.temperature * places[0].moving:
+        if is_whole and fell > 0.05 * self.temperature * models[0].moving:
             yield f"params is no mode: the loss fell by {fell:.3g} in the trial run. Train to a mode first."
 
 

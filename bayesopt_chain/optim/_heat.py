@@ -8,8 +8,8 @@ temperature of a chain. In the symbols of :mod:`bayesopt_chain.optim._rule`, ``l
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from functools import partial
+from collections import defaultdict
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -43,41 +43,66 @@ def warn_sparse(rule: Any) -> None:
     )
 
 
-def leaves_of(rule: Any) -> Iterator[Leaf]:
+def leaves_of(rule: Any, keys: Collection[int] = ()) -> Iterator[Leaf]:
     """Yield the gradients of this step that get noise.
 
     An adaptive rule yields its gradients from the second step on, since it has no preconditioner before. Sparse gradients and
     DTensors are left out.
+
+    Args:
+        rule: the optimizer.
+        keys: ``id`` of the parameters that are wanted, of which only the first of a group needs numbers of this step; empty for
+            all of them.
     """
+    wanted, roots = frozenset(keys), dict[int, torch.Tensor]()
     for group in rule.param_groups:
         temperature = temperature_of(rule._name, group)
         if temperature == 0.0:
             continue
-        lr, last, effective, first = float(group["lr"]), None, 0.0, 0.0
+        lr, counts, linear, effective, first = float(group["lr"]), None, None, 0.0, 0.0
         sign = -1.0 if group.get("maximize") else 1.0
-        linear: Any = None
-        for p in group["params"]:
+        params = [p for p in group["params"] if id(p) in wanted] if wanted else group["params"]
+        if rule.adaptive and not wanted:
+            roots = _roots(rule, group, sign)
+        for p in params:
             g = p.grad
-            if g is None or is_dtensor(g):
+            if g is None or not (wanted or _is_read(rule, p)):
                 continue
             if g.layout is not torch.strided:
                 warn_sparse(rule)
                 continue
-            state: dict[str, Any] = rule.state.get(p, {})
-            if rule.adaptive and "step" not in state:
-                continue
-            counts = rule._counts(state)
-            if counts != last:
-                linear, last = rule._linear(group, counts), counts
-                effective = linear.direct + linear.step_size * linear.gain / (1.0 - linear.momentum)
-                # the share of F(1) that acts in the same step
-                first = (linear.direct + linear.step_size * linear.gain) / effective if effective > 0.0 else 0.0
+            if linear is None or not wanted:
+                last, counts = counts, rule._counts(rule.state.get(p, {}))
+                if linear is None or counts != last:
+                    linear = rule._linear(group, counts)
+                    effective = linear.direct + linear.step_size * linear.gain / (1.0 - linear.momentum)
+                    # the share of F(1) that acts in the same step
+                    first = (linear.direct + linear.step_size * linear.gain) / effective if effective > 0.0 else 0.0
             if effective > 0.0:  # not at a learning rate of 0
-                root = partial(_root, rule, group, counts[0], state, sign) if rule.adaptive else sign
-                yield Leaf(id(p), g, p, effective, temperature, linear.momentum, first, root, lr)
+                yield Leaf(id(p), g, p, effective, temperature, linear.momentum, first, roots.get(id(p), sign), lr)
 
 
-def _root(rule: Any, group: dict[str, Any], updates: float, state: dict[str, Any], sign: float) -> torch.Tensor:
-    """Return ``sqrt(P)`` of a leaf by the denominator of the last update, since torch's step has not been made yet."""
-    learned = min(updates - 1, group.get("freeze_after") or updates)
-    return sign * rule._denominator(group, learned, state.__getitem__).rsqrt()
+def _is_read(rule: Any, p: torch.Tensor) -> bool:
+    """Whether this rank has the whole gradient, and an adaptive rule a preconditioner, which it makes in the first step."""
+    return not is_dtensor(p.grad) and (not rule.adaptive or "step" in rule.state.get(p, {}))
+
+
+def _roots(rule: Any, group: dict[str, Any], sign: float) -> dict[int, torch.Tensor]:
+    """Return ``sqrt(P)`` of each leaf by the denominator of its last update, since torch's step has not been made yet.
+
+    Denominators act on each element by itself, so that leaves of one count are laid end to end.
+    """
+    alike = defaultdict[Any, list[Any]](list)
+    for p in group["params"]:
+        if p.grad is not None and _is_read(rule, p):
+            state = rule.state[p]
+            alike[rule._counts(state)[0], p.dtype, p.device].append((p, state))
+    out = dict[int, torch.Tensor]()
+    for (updates, _, _), found in alike.items():
+        learned = min(updates - 1, group.get("freeze_after") or updates)
+        values = rule._denominator(
+            group, learned, lambda name, of=found: torch.cat([x[name].reshape(-1) for _, x in of])
+        )
+        each = (sign * values.rsqrt()).split([p.numel() for p, _ in found])
+        out |= {id(p): root.view(p.shape) for (p, _), root in zip(found, each)}
+    return out

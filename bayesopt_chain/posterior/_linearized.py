@@ -162,7 +162,8 @@ def functional_samples(
         value, change = jvp(lambda p: forward(p, batch), (posterior.mean,), (move,))
         return value + change
 
-    with torch.set_grad_enabled(needs_graph(batch, posterior.precision)):
+    wanted = needs_graph(batch, posterior.precision)
+    with torch.set_grad_enabled(wanted), kinds.blaming("functional_samples", "forward or batch"):
         try:
             return torch.vmap(along)(moves)
         except (RuntimeError, NotImplementedError):

@@ -389,6 +389,7 @@ def grouped(lr):
             "draws no noise",
         ),
         ({"tolerance": 0.0}, ValueError, "tolerance"),
+        ({"state": 3}, TypeError, "state must be one of the chain .* got 3"),
         ({"data": 3}, TypeError, "data"),
         ({"data": []}, ValueError, "data is empty"),
         ({"data": torch.utils.data.TensorDataset(*regression()[0])}, TypeError, r"pass dataset\.tensors"),

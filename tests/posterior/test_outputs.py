@@ -149,3 +149,10 @@ def test_joint_outputs_of_several_batches_are_refused():
         fit.outputs([])
     with pytest.raises(ValueError, match="data has 2 batches"):
         fit.functional_samples([torch.randn(2, 3), torch.randn(2, 3)])
+
+
+@pytest.mark.parametrize("forward", [lambda w: w, lambda w, batch: 3.0, lambda w, batch: batch[0] @ torch.ones(7)])
+def test_functional_samples_names_a_forward_that_does_not_fit(forward):
+    posterior = fitted("diagonal", "last_layer").posterior
+    with pytest.raises((TypeError, ValueError), match="functional_samples: forward"):
+        bc.posterior.functional_samples(forward, posterior, (torch.ones(4, 3), None), samples=2)
