@@ -45,18 +45,13 @@ class FilteredNoiseState(NamedTuple):
 
 @dataclass(frozen=True)
 class FilteredNoise(Keyed):
-    """The link that :func:`inject_filtered_noise` returns, with the same arguments.
-
-    Attributes:
-        noise: the distribution of the draws: ``"gaussian"``, ``"three_point"`` or ``"rademacher"``.
-    """
+    """The link that :func:`inject_filtered_noise` returns, with the same arguments."""
 
     temperature: ScalarOrSchedule
     current: tuple[float, ...]
     later: tuple[float, ...] = ()
     gain: Callable[[Tensor], Any] | None = None
     beside: tuple[int, int] = (0, 0)
-    noise: str = "gaussian"
     batch_order: str | None = None
 
     @property
@@ -90,7 +85,7 @@ class FilteredNoise(Keyed):
         self, g: Leaves, state: FilteredNoiseState, op: TensorOps, context: LinkContext
     ) -> tuple[Leaves, FilteredNoiseState]:
         temperature, scale = now(self.temperature, state.step), self.scale(state.step)
-        xi = self.normals(state, g, context, len(self.current), self.noise)
+        xi = self.normals(state, g, context, len(self.current))
         e: list[Any] = [sum((z * (scale * c) for z, c in zip(x, self.current)), start=0) for x in xi]
         memory = state.memory
         if self.later:

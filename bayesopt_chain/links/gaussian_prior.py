@@ -8,9 +8,9 @@ The posterior of one task can be the prior of the next. In a linear model with G
 inputs ``X_k`` in task ``k``, ``Lambda_k = Lambda_(k-1) + X_k^T X_k / sigma^2`` is then the precision for the data of all tasks
 together.
 
-With ``scale="fan_in"`` the precision of a weight is ``lambda f``, where ``f`` is the number of inputs of its unit (Neal 1996).
-The weighted sum of inputs of size one then has the prior variance ``1 / lambda`` for every ``f``. If each weight had the
-precision ``lambda``, that variance would be ``f / lambda``. A leaf of shape ``[out, ...]`` has ``f = numel / out``.
+A weight may have the precision ``lambda f``, where ``f`` is the number of inputs of its unit (Neal 1996), which :func:`fan_in`
+counts. The weighted sum of inputs of size one then has the prior variance ``1 / lambda`` for every ``f``. If each weight had
+the precision ``lambda``, that variance would be ``f / lambda``.
 
 The prior is a part of the loss, so that it must stand in front of every link that scales or accumulates gradients.
 """
@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import optree
 import torch
@@ -121,31 +121,6 @@ class AddDiagonalPrior(Prior):
 
     def __str__(self) -> str:
         return f"add_gaussian_prior(..., n={self.n:g})"
-
-
-@dataclass(frozen=True)
-class AddFanInPrior(Prior):
-    """The link that :func:`add_gaussian_prior` returns with ``scale="fan_in"``; each leaf has one precision."""
-
-    traits = Traits(
-        needs_params=True,
-        refusal_hint="; the number of inputs of a unit is not that of its part: give the precisions as a tree",
-    )
-    __eq__ = Prior.__eq__
-    __hash__ = Link.__hash__
-
-    def init(self, leaves: Leaves, context: LinkContext) -> PriorState:
-        require_first(context)
-        fans = [float(leaf.numel() // leaf.shape[0]) if leaf.ndim > 1 and leaf.numel() else 1.0 for leaf in leaves]
-        mean = tuple([leaf.new_zeros(()) for leaf in leaves])
-        return PriorState(mean, tuple([leaf.new_full((), self.precision * fan) for leaf, fan in zip(leaves, fans)]))
-
-    def update(self, g: Leaves, state: PriorState, op: TensorOps, context: LinkContext) -> tuple[Leaves, PriorState]:
-        pull = [p * d for p, d in zip(_params(context, op), state.precision)]
-        return op.add(g, pull, alpha=1 / self.n), state
-
-    def __str__(self) -> str:
-        return f"add_gaussian_prior({self.precision:g}, n={self.n:g}, scale='fan_in')"
 
 
 @dataclass(frozen=True)
@@ -251,7 +226,7 @@ def _fan_in(layer: nn.Module, name: str, p: Tensor) -> float:
     return float(p.numel() // p.shape[0])
 
 
-def add_gaussian_prior(prior: Any, *, n: float, scale: Literal["fan_in"] | None = None) -> Chain:
+def add_gaussian_prior(prior: Any, *, n: float) -> Chain:
     """Add the gradient of a Gaussian prior, ``Lambda (params - mean) / n``.
 
     Write it first in a chain, in front of clipping or behind it. At the temperature ``1 / n`` the chain then samples
@@ -270,11 +245,6 @@ def add_gaussian_prior(prior: Any, *, n: float, scale: Literal["fan_in"] | None 
             a precision of any structure, for example the posterior of :func:`bayesopt_chain.laplace`, ``swag``, ``vi`` or
             ``ekf``.
         n: the number of data that the loss is a mean over; 1 for a loss that is a sum.
-        scale: ``None`` (default), or ``"fan_in"``: the precision, then a number, is multiplied by the number of inputs of a
-            unit. That is the product of all axes but the first of a leaf with two axes or more, and 1 for other leaves (biases,
-            normalisation layers). This is right for linear layers, convolutions, recurrent layers and attention. For
-            embeddings and transposed convolutions give a tree made with :func:`fan_in`, because a tree does not tell which
-            leaf belongs to such a layer.
 
     Returns:
         A link. If the prior has no correlations, the state has its mean and precision; otherwise the link has them.
@@ -294,22 +264,9 @@ def add_gaussian_prior(prior: Any, *, n: float, scale: Literal["fan_in"] | None 
         tensor([1.])
         >>> bc.links.add_gaussian_prior(50.0, n=100) == bc.links.add_decayed_weights(0.5)
         True
-        >>> tx, p = bc.links.add_gaussian_prior(1.0, n=100, scale="fan_in"), torch.ones(2, 50)
-        >>> tx.update(torch.zeros(2, 50), tx.init(p), params=p, inplace=False)[0][0, 0]     # 50 / 100
-        tensor(0.5000)
     """
     checks.positive("add_gaussian_prior: n", n)
     n = float(n)
-    if scale is not None:
-        if scale != "fan_in":
-            raise ValueError(f"add_gaussian_prior: scale must be 'fan_in' or None, got {scale!r}")
-        if isinstance(prior, bool) or not isinstance(prior, Real):
-            raise TypeError(
-                "add_gaussian_prior: scale='fan_in' takes one precision for all leaves, a number; scale a tree by "
-                f"bc.links.fan_in(module) instead, got {checks.short(prior)}"
-            )
-        checks.number("add_gaussian_prior: prior", prior, "[0, inf)")
-        return Chain((AddFanInPrior(n, 0.0, float(prior)),))
     if isinstance(prior, HasPrecision):
         return Chain((_of_gaussian(prior, n),))
     # The link of weight decay, so that both chains compare equal and are fused alike.

@@ -23,18 +23,15 @@ from torch import Tensor
 from bayesopt_chain import checks
 from bayesopt_chain.arguments import ORDER, checked_as
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import LinkContext
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.core.state import Layout
 from bayesopt_chain.core.update import Injected, Injection, Rates, Update
-from bayesopt_chain.links.filtered_noise import FilteredNoise, FilteredNoiseState
 from bayesopt_chain.links.keyed import Keyed
-from bayesopt_chain.matching import law
 from bayesopt_chain.matching.filters import Conditions, Filtered, Process, pick
 from bayesopt_chain.matching.noise_inputs import NoiseInput
-from bayesopt_chain.matching.response import Linear, Noise, Response, SelfContainedSampler
+from bayesopt_chain.matching.response import Linear, Noise, Response
 from bayesopt_chain.random import stream as keyed_stream
-from bayesopt_chain.schedules import ScalarOrSchedule, is_zero
+from bayesopt_chain.schedules import ScalarOrSchedule
 from bayesopt_chain.schedules import now as value_at
 from bayesopt_chain.tracing import is_plain, is_readable
 
@@ -101,47 +98,9 @@ class LangevinNoise(Keyed):
         return LangevinInjection(self, noise_inputs, layout)
 
     def __str__(self) -> str:
-        return _shown(self, self.order)
-
-
-def _shown(link: LangevinNoise | ExplicitLangevinNoise, order: int, *more: str) -> str:
-    """The ``repr`` of a noise link, with the arguments that differ from their defaults."""
-    words = [checks.show(link.temperature), *([f"order={order}"] if order != 2 else []), *more]
-    words += [f"noise={link.noise!r}"] if link.noise != "gaussian" else []
-    return f"inject_langevin_noise({', '.join(words)})"
-
-
-@dataclass(frozen=True)
-class ExplicitLangevinNoise(FilteredNoise):
-    """Noise for plain ``torchopt.chain``, in which the links cannot see each other.
-
-    Attributes:
-        lr: the learning rate of the chain, as its caller states it.
-        momentum: the momentum of the chain, as its caller states it.
-    """
-
-    lr: float = 1.0
-    momentum: float = 0.0
-
-    @property
-    def response(self) -> Response:
-        return SelfContainedSampler(
-            hint="lr= and momentum= are for plain torchopt.chain, whose links cannot see each other; here the noise is "
-            "matched to its neighbours: leave them out"
-        )
-
-    def init(self, leaves: Leaves, context: LinkContext) -> FilteredNoiseState:
-        state = super().init(leaves, context)
-        # ``scale`` times ``gain`` is about the size of the step that the noise makes in a parameter.
-        scale, gain = self.scale(state.step), self.lr * sum(map(abs, (*self.current, *self.later)))
-        for j, leaf in zip(context.scope.index, leaves):
-            plain = is_plain(leaf, *([scale] if isinstance(scale, Tensor) else []))
-            if plain and leaf.dtype in LOW and _rounds_away(j, leaf, float(scale) * gain):
-                break
-        return state
-
-    def __str__(self) -> str:
-        return _shown(self, 2 if self.later else 1, f"lr={self.lr}, momentum={self.momentum}")
+        words = [checks.show(self.temperature), *([f"order={self.order}"] if self.order != 2 else [])]
+        words += [f"noise={self.noise!r}"] if self.noise != "gaussian" else []
+        return f"inject_langevin_noise({', '.join(words)})"
 
 
 class Strength(NamedTuple):
@@ -451,15 +410,12 @@ def inject_langevin_noise(
     temperature: ScalarOrSchedule,
     *,
     order: int = 2,
-    lr: float | None = None,
-    momentum: float | None = None,
     generator: torch.Generator | None = None,
     noise: str = "gaussian",
 ) -> Chain:
     r"""Inject the noise that makes the chain sample ``exp(-loss / temperature)``.
 
-    Compose it with ``bc.chain``. In plain ``torchopt.chain`` the links cannot see each other: the noise is computed from
-    ``lr=`` and ``momentum=``, and any other link would change what is sampled, without a message.
+    Compose it with ``bc.chain``. In plain ``torchopt.chain``, whose links cannot see each other, it is refused.
 
     If the loss is a mean over ``N`` data, ``temperature = 1 / N`` samples the Bayesian posterior; if it is a sum,
     ``temperature = 1`` does. The noise is computed from the other links when ``init`` is called, so that its position among
@@ -473,9 +429,6 @@ def inject_langevin_noise(
             schedule is 0, the gradient keeps its bits.
         order: 2 (default) samples quadratic losses exactly at every stable learning rate, and other losses with a bias of
             second order in the learning rate. 1 is white noise, as in SGLD and SGHMC, with a bias of first order.
-        lr: the learning rate of a plain ``torchopt.chain``; not to be given elsewhere. The noise is then added where the link
-            is written, which must be in front of the momentum.
-        momentum: the momentum behind the noise in a plain ``torchopt.chain``, 0 if there is none; needed with ``lr``.
         generator: the source of the random key, which ``init`` draws once (default: torch's global generator).
         noise: the distribution of the draws. ``"gaussian"`` (default); ``"three_point"``, the values 0 and +-sqrt(3), which
             keeps order 2; or ``"rademacher"``, the values +-1, which is the cheapest and keeps order 1. With ``order=2`` it
@@ -487,8 +440,8 @@ def inject_langevin_noise(
         the next step.
 
     Raises:
-        ValueError: a temperature that is negative or not finite; an order other than 1 or 2; ``lr`` without ``momentum`` or the
-            reverse; an unknown distribution.
+        ValueError: a temperature that is negative or not finite; an order other than 1 or 2; an unknown
+            distribution.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -504,22 +457,6 @@ def inject_langevin_noise(
         raise ValueError(
             f"inject_langevin_noise: noise must be 'gaussian', 'three_point' or 'rademacher', got {noise!r}"
         )
-    if lr is not None:
-        if momentum is None:
-            raise ValueError(
-                "inject_langevin_noise: lr= needs momentum= beside it, the momentum that follows (0 where none does): inside "
-                "plain torchopt.chain nobody can see it, and the noise would be wrong by a factor of up to 1 / (1 - momentum)"
-            )
-        checks.positive("inject_langevin_noise: lr", lr)
-        checks.momentum("inject_langevin_noise: momentum", momentum)
-    elif momentum is not None:
-        raise ValueError("inject_langevin_noise: momentum= goes with lr=, both for plain torchopt.chain only")
     if isinstance(temperature, Real):
         temperature = float(temperature)
-    if lr is None or momentum is None:
-        return Chain((LangevinNoise(temperature, order, noise, generator=generator),))
-    if is_zero(temperature):
-        return Chain(())
-    c, _ = law.noise_filter(law.spectrum((lr,), (1.0, -momentum)), (lr,), order)
-    link = ExplicitLangevinNoise(temperature, c[:1], c[1:], noise=noise, lr=lr, momentum=momentum, generator=generator)
-    return Chain((link,))
+    return Chain((LangevinNoise(temperature, order, noise, generator=generator),))

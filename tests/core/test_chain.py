@@ -82,8 +82,8 @@ def test_repr_says_where_the_noise_acts_and_what_it_was_matched_to():
     assert "acts before add_momentum, matched to F = 0.2 / (1 - 0.9/z)" in text
     assert "acts inside scale_by_adam" in repr(bc.adam(temperature=T))
     assert "unmatched" in repr(bc.chain(bc.add_momentum(0.9), bc.inject_langevin_noise(T)))
-    told = bc.inject_langevin_noise(T, lr=0.1, momentum=0.0, order=1, noise="rademacher")
-    assert repr(told) == "inject_langevin_noise(0.3, order=1, lr=0.1, momentum=0.0, noise='rademacher')"
+    cheap = bc.inject_langevin_noise(T, order=1, noise="rademacher").links[0]
+    assert str(cheap) == "inject_langevin_noise(0.3, order=1, noise='rademacher')"
     assert repr(bc.chain()) == repr(bc.add_momentum(0.0)) == "chain(\n)"
 
 
@@ -115,7 +115,6 @@ OWN = {
     "sgnht": lambda: bc.samplers.sgnht(0.1, temperature=T),
     "badodab": lambda: bc.samplers.badodab(0.1, temperature=T),
     "sghmc": lambda: bc.sghmc(0.1, temperature=T),
-    "told": lambda: bc.inject_langevin_noise(T, lr=0.1, momentum=0.0),
     "adam": lambda: bc.adam(0.1, temperature=T),
 }
 

@@ -19,7 +19,6 @@ from tests.registry import POSTERIORS, TRANSFORMS
 
 close = functools.partial(torch.testing.assert_close, rtol=0, atol=1e-12)
 REFUSED = {  # rows with a link that mixes elements, or asks for the shape of a whole leaf
-    "links.add_gaussian_prior, fan-in",
     "samplers.mclmc",
     "samplers.scale_by_stein_kernel",
     "samplers.langevin_with_precision",

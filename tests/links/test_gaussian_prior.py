@@ -232,9 +232,6 @@ def test_clipping_may_stand_before_it_and_nothing_that_changes_gradients(form):
         ("strong", {}, TypeError, "a precision .* or a Gaussian"),
         ({"w": True}, {}, TypeError, "a precision .* or a Gaussian"),
         (bc.Gaussian(torch.tensor([torch.nan]), Diagonal(torch.ones(1), torch.tensor(1.0))), {}, ValueError, "NaN"),
-        ({"a": 1.0}, {"scale": "fan_in"}, TypeError, "scale a tree by"),
-        (1.0, {"scale": "fan_out"}, ValueError, "scale must be"),
-        (-1.0, {"scale": "fan_in"}, ValueError, "prior must"),
     ],
 )
 def test_arguments_out_of_range_are_refused(prior, options, error, words):
@@ -295,23 +292,3 @@ def test_units_with_inputs_of_one_have_the_variance_of_the_prior_whatever_the_wi
         out = layer(x) - layer.bias.reshape(-1, *[1] * (x.ndim - 2))
     inner = out if out.ndim == 2 else out[..., 3:-3]
     assert abs(float(inner.square().mean()) - 1.0) < 0.09
-
-
-def test_scale_fan_in_is_the_tree_of_precisions_by_name():
-    module = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)).double()
-    params = bc.make_functional(module).params
-    tree = {name: 3.0 * f for name, f in bc.links.fan_in(module).items()}
-    moved = []
-    for prior in (bc.links.add_gaussian_prior(3.0, n=10, scale="fan_in"), bc.links.add_gaussian_prior(tree, n=10)):
-        zeros = optree.tree_map(torch.zeros_like, params)
-        moved.append(prior.update(zeros, prior.init(params), params=params, inplace=False)[0])
-    assert all(torch.equal(a, b) for a, b in zip(*map(optree.tree_leaves, moved)))
-
-
-def test_a_fan_in_prior_is_sampled_exactly():
-    """Two units of two inputs: the precision of every weight is twice the prior's."""
-    H = torch.eye(4, dtype=D) + 0.3
-    tx = bc.chain(bc.links.add_gaussian_prior(4.0, n=8, scale="fan_in"), bc.sghmc(0.1, temperature=0.5))
-    found = stationary_covariance(tx, H, torch.zeros(2, 2, dtype=D))
-    torch.testing.assert_close(found, 0.5 * torch.linalg.inv(H + torch.eye(4, dtype=D)), rtol=0, atol=1e-10)
-    assert repr(bc.links.add_gaussian_prior(4.0, n=8, scale="fan_in")) == "add_gaussian_prior(4, n=8, scale='fan_in')"

@@ -46,7 +46,6 @@ LINKS = (
     alone("add_decayed_weights", lambda: bc.links.add_decayed_weights(0.1)),
     alone("add_decayed_weights, mask", lambda: bc.links.add_decayed_weights(0.1, mask=matrices)),
     alone("add_gaussian_prior", lambda: bc.links.add_gaussian_prior(torch.tensor(0.1), n=1)),
-    alone("add_gaussian_prior, fan-in", lambda: bc.links.add_gaussian_prior(0.1, n=1, scale="fan_in")),
     alone("add_localization", lambda: bc.links.add_localization(0.5, 0.1)),
     alone("flip_sign_and_add_weight_decay", lambda: bc.links.flip_sign_and_add_weight_decay(0.1, maximize=True)),
     alone("scale_by_rms", lambda: bc.links.scale_by_rms(0.9)),
@@ -95,13 +94,6 @@ LINKS = (
         lambda t: bc.chain(bc.inject_langevin_noise(t), bc.scale_by_neg_lr(0.1)),
         lambda: torchopt.sgd(0.1),
         namespace="links",
-    ),
-    Transform(
-        "inject_langevin_noise, in torchopt.chain",
-        lambda t: torchopt.chain(
-            bc.inject_langevin_noise(t, lr=0.1, momentum=0.9), bc.add_momentum(0.9), bc.scale_by_neg_lr(0.1)
-        ),
-        lambda: torchopt.sgd(0.1, momentum=0.9),
     ),
     Transform(
         "chain, two momenta",
