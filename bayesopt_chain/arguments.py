@@ -143,9 +143,7 @@ ARGUMENTS: dict[str, Rule] = {
     **dict.fromkeys(("cycle", "batch_size", "swap_every", "every"), AT_LEAST_ONE),
     **dict.fromkeys(("n_samples", "bins"), Range("[1, 16777216]", integer=True)),
     **dict.fromkeys(("nesterov", "maximize", "moment_requires_grad", "centered", "use_accelerated_op"), _FLAG),
-    **dict.fromkeys(
-        ("antithetic", "stick_the_landing", "rescale_lr", "per_parameter", "dense", "corrected", "lr_inside"), _FLAG
-    ),
+    **dict.fromkeys(("antithetic", "stick_the_landing", "rescale_lr", "per_parameter", "lr_inside"), _FLAG),
 }
 _SHOWN = {"lr": "lr (learning rate)", "weight_decay": "weight_decay (weight decay)"}
 Factory = TypeVar("Factory", bound=Callable[..., Any])

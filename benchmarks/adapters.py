@@ -1,9 +1,9 @@
 """Posteriors over LoRA adapters of a small language model: what each method is worth at equal gradients.
 
-    python -m benchmarks.adapters [SEEDS]          # five seeds; goes on where it was; writes results/adapters.json
-    python -m benchmarks.adapters step             # a step of bc.optim.SGHMC over one of torch.optim.SGD
-    python -m benchmarks.adapters memory           # the largest memory of each method, in a process of its own
-    python -m benchmarks.adapters books [FOLDER]   # four books one after the other; FOLDER has their texts
+    python -m benchmarks.adapters --seeds 5        # goes on where it was; writes results/adapters.json
+    python -m benchmarks.adapters --what step      # a step of bc.optim.SGHMC over one of torch.optim.SGD
+    python -m benchmarks.adapters --what memory    # the largest memory of each method, in a process of its own
+    python -m benchmarks.adapters --what books     # four books one after the other, whose texts are in --folder
 
 All go into one record. The base, a Llama of 31 characters, 48 wide and two layers deep, is trained on five novels of
 $BAYESOPT_CHAIN_DATA and then frozen. Adapters of rank 4 are trained on 256 sequences of 32 characters of film reviews (IMDb),
@@ -26,6 +26,7 @@ many gradients as the others in all.
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
 import re
@@ -33,6 +34,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +44,12 @@ from torch import Tensor
 
 from bayesopt_chain import Gaussian, optim
 from bayesopt_chain.lora import Adapters, bayesian_lora
+from bayesopt_chain.posterior import detection_auroc
 from bayesopt_chain.precision import Diagonal
-from benchmarks.measure import keep, ratio, take_turns
+from benchmarks.leaderboard.scores import calibration_error
+from benchmarks.measure import RESULTS, command, keep, known, ratio, take_turns
 
-RESULTS = Path(__file__).parent / "results" / "adapters.json"
+PATH = RESULTS / "adapters.json"
 DATA = Path(os.environ.get("BAYESOPT_CHAIN_DATA", "data"))
 ALPHABET = " abcdefghijklmnopqrstuvwxyz.,'-"
 LENGTH, TRAIN, TEST, BASE_STEPS, GRADIENTS, OF_BOOK = 32, 256, 128, 1200, 240, 1024
@@ -112,20 +116,6 @@ def base(folder: Path, novels: tuple[str, ...]) -> Any:
     return model
 
 
-def auroc(high: Tensor, low: Tensor) -> float:
-    """The probability that one of the first is larger than one of the second, ties half."""
-    gap = high[:, None] - low
-    return float(((gap > 0).double() + 0.5 * (gap == 0).double()).mean())
-
-
-def calibration_error(p: Tensor, y: Tensor) -> float:
-    sure, likeliest = p.max(-1)
-    bins = (sure * 15).long().clamp_max(14)
-    hit = (likeliest == y).double()
-    gaps = [(hit[bins == b].mean() - sure[bins == b].double().mean()).abs() * (bins == b).sum() for b in bins.unique()]
-    return float(torch.stack(gaps).sum() / len(y))
-
-
 def measured(
     weights: Any, model: Any, told: dict[str, Any], seed: int, domain: Tensor, samoan: Tensor
 ) -> dict[str, float]:
@@ -138,18 +128,16 @@ def measured(
     inside = found.predict({"input_ids": test, "labels": test})
     outside = found.predict({"input_ids": samoan, "labels": samoan})
     p, y = inside.probabilities[:, :-1].flatten(0, 1), test[:, 1:].flatten()
-    scores = {}
+    scores = {"NLL": float(-p.gather(1, y[:, None]).log().mean()), "ECE": calibration_error(p, y)}
     for name in ("entropy", "mutual_information"):
-        out, own = (getattr(x, name)[:, :-1].mean(1) for x in (outside, inside))
-        scores[f"AUROC of {name.replace('_', ' ')}"] = auroc(out, own)
-    nll = float(-p.gather(1, y[:, None]).log().mean())
-    return {
-        "NLL": nll,
-        "ECE": calibration_error(p, y),
-        **scores,
-        "seconds": seconds,
-        "gradients": found.report["gradients"],
-    }
+        own, out = (getattr(x, name)[:, :-1].mean(1) for x in (inside, outside))
+        scores[f"AUROC of {name.replace('_', ' ')}"] = detection_auroc(own, out)
+    return {**scores, "seconds": seconds, "gradients": found.report["gradients"]}
+
+
+def mean_and_error(values: Sequence[float]) -> dict[str, float | None]:
+    error = float(np.std(values, ddof=1) / len(values) ** 0.5) if len(values) > 1 else None
+    return {"mean": float(np.mean(values)), "error": error}
 
 
 def summary(rows: dict[str, Any]) -> dict[str, Any]:
@@ -160,15 +148,8 @@ def summary(rows: dict[str, Any]) -> dict[str, Any]:
         for name, by_seed in methods.items():
             shared = [s for s in by_seed if s in methods["one adapter"]]
             values = {k: [by_seed[s][k] for s in shared] for k in next(iter(by_seed.values()))}
-            gap = [by_seed[s]["NLL"] - methods["one adapter"][s]["NLL"] for s in shared]
-            values["NLL less one adapter's"] = gap
-            out[domain][name] = {
-                k: {
-                    "mean": float(np.mean(v)),
-                    "error": float(np.std(v, ddof=1) / len(v) ** 0.5) if len(v) > 1 else None,
-                }
-                for k, v in values.items()
-            }
+            values["NLL less one adapter's"] = [by_seed[s]["NLL"] - methods["one adapter"][s]["NLL"] for s in shared]
+            out[domain][name] = {k: mean_and_error(v) for k, v in values.items()}
     return out
 
 
@@ -216,8 +197,8 @@ def memory() -> dict[str, Any]:
     """Of each method, in two processes of its own."""
     found = {}
     for name in (ADAM, *METHODS):
-        command = [sys.executable, "-m", "benchmarks.adapters", "memory", name]
-        values = [float(subprocess.check_output(command, text=True)) for _ in range(2)]
+        call = [sys.executable, "-m", "benchmarks.adapters", "--of", name]
+        values = [float(subprocess.check_output(call, text=True)) for _ in range(2)]
         found[name] = {"MiB": sum(values) / 2, "low": min(values), "high": max(values)}
         print(name, found[name], flush=True)
     return found
@@ -255,53 +236,54 @@ def episodes(weights: Any, model: Any, seed: int, texts: list[Tensor]) -> dict[s
     return found
 
 
+def books(weights: Any, model: Any, folder: Path) -> dict[str, Any]:
+    """Means over three seeds, by book."""
+    texts = [sequences((folder / f"{name}.txt").read_text(encoding="utf-8")) for name in BOOKS]
+    runs = [episodes(weights, model, seed, texts) for seed in range(3)]
+    means = {name: np.array([run[name] for run in runs]) for name in runs[0]}
+    found: dict[str, Any] = {n: dict(zip([*BOOKS, "mean"], [*x.mean(0), x.mean()])) for n, x in means.items()}
+    gap = (means["posterior"] - means["trained on"]).mean(1)
+    return found | {"posterior less trained on": mean_and_error(gap.tolist())}
+
+
+def steps(model: Any, texts: Tensor) -> dict[str, Any]:
+    """The ratio of whole steps, on five parts of the texts."""
+    parts = [step_ratio(model, texts[16 * k :]) for k in range(5)]
+    ratios = [part["ratio"] for part in parts]
+    low, high = min(part["low"] for part in parts), max(part["high"] for part in parts)
+    return {"ratio": float(np.median(ratios)), "low": low, "high": high, "by part": ratios}
+
+
+def league(weights: Any, model: Any, seeds: int, record: dict[str, Any], domain: dict[str, Tensor]) -> None:
+    """Fill in what the record lacks."""
+    samoan, rows = domain.pop("Samoan")[:TEST], record.setdefault("rows", {})
+    for seed, (where, text), (name, told) in itertools.product(map(str, range(seeds)), domain.items(), METHODS.items()):
+        by_seed = rows.setdefault(where, {}).setdefault(name, {})
+        if seed not in by_seed:
+            by_seed[seed] = measured(weights, model, told, int(seed), text, samoan)
+            print(seed, where, name, by_seed[seed], flush=True)
+            keep(PATH, record | {"summary": summary(rows)})
+
+
 def main() -> None:
     import peft
 
-    torch.set_num_threads(1)
-    what, *rest = sys.argv[1:] or ["5"]
-    if what == "memory" and rest:
-        print(memory_of(rest[0]))
+    given = command(seeds=5, what="league", folder=DATA / "books", of=None)
+    if given.of:
+        print(memory_of(given.of))
         return
-    record = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    record, what = known(PATH), given.what
     if what == "memory":
-        keep(RESULTS, record | {"memory": memory()})
+        keep(PATH, record | {"memory": memory()})
         return
-    folder = Path(rest[0]) if rest else DATA / "books"
-    model = peft.get_peft_model(base(folder, OTHERS if what == "books" else NOVELS), adapter())
+    model = peft.get_peft_model(base(given.folder, OTHERS if what == "books" else NOVELS), adapter())
     weights = {name: x.clone() for name, x in model.state_dict().items()}
     if what == "books":
-        texts = [sequences((folder / f"{name}.txt").read_text(encoding="utf-8")) for name in BOOKS]
-        runs = [episodes(weights, model, seed, texts) for seed in range(3)]
-        means = {name: torch.tensor([run[name] for run in runs]) for name in runs[0]}
-        of_books = {n: dict(zip([*BOOKS, "mean"], [*x.mean(0).tolist(), float(x.mean())])) for n, x in means.items()}
-        gap = (means["posterior"] - means["trained on"]).mean(1)
-        of_books["posterior less trained on"] = {"mean": float(gap.mean()), "error": float(gap.std() / len(gap) ** 0.5)}
-        print(json.dumps(of_books, indent=1))
-        keep(RESULTS, record | {"books": of_books})
-        return
-    domain = domains()
-    samoan = domain.pop("Samoan")[:TEST]
-    if what == "step":
-        ratios = [step_ratio(model, domain["essays"][16 * k :]) for k in range(5)]
-        of_seeds = {k: [r[k] for r in ratios] for k in ratios[0]}
-        middle = {
-            "ratio": float(np.median(of_seeds["ratio"])),
-            "low": min(of_seeds["low"]),
-            "high": max(of_seeds["high"]),
-        }
-        print(middle)
-        keep(RESULTS, record | {"step of SGHMC over SGD": middle | {"by part": of_seeds["ratio"]}})
-        return
-    rows = record.get("rows", {})
-    for seed in map(str, range(int(what))):
-        for where, text in domain.items():
-            for name, told in METHODS.items():
-                by_seed = rows.setdefault(where, {}).setdefault(name, {})
-                if seed not in by_seed:
-                    by_seed[seed] = measured(weights, model, told, int(seed), text, samoan)
-                    print(seed, where, name, by_seed[seed], flush=True)
-                    keep(RESULTS, record | {"summary": summary(rows), "rows": rows})
+        keep(PATH, record | {"books": books(weights, model, given.folder)})
+    elif what == "step":
+        keep(PATH, record | {"step of SGHMC over SGD": steps(model, domains()["essays"])})
+    else:
+        league(weights, model, given.seeds, record, domains())
 
 
 if __name__ == "__main__":

@@ -7,10 +7,8 @@ cases by a tenth. The other checkout only lends its package: ``git worktree add 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -20,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-RESULTS = Path(__file__).parent / "results" / "against.json"
 
 
 def leaves(sizes: list[int]) -> list[torch.Tensor]:
@@ -236,40 +232,32 @@ def commit(path: Path) -> str:
 
 
 def main() -> None:
-    from benchmarks.measure import keep
+    from benchmarks.measure import RESULTS, command, keep, known, ratio
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("other", type=Path, help="a checkout of the other commit")
-    parser.add_argument("--rounds", type=int, default=15, help="turns of each pair of processes")
-    parser.add_argument("--processes", type=int, default=2, help="pairs of processes for each case")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    arguments = parser.parse_args()
-    cases = [case for case in CASES if arguments.only in case]
-    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
-    for name, times in pairs.items():
-        for _ in range(arguments.processes):
-            here, there = Worker(Path(__file__).parents[1]), Worker(arguments.other.resolve())
-            calls = max(1, int(0.05 / max(here.seconds(name, 3), 1e-6)))
-            there.seconds(name, calls)
-            times += [(here.seconds(name, calls), there.seconds(name, calls)) for _ in range(arguments.rounds)]
-            here.stop()
-            there.stop()
-    rows = []
-    for name, times in pairs.items():
-        low, median, high = statistics.quantiles([a / b for a, b in times], n=4)
-        shortest = min(a for a, _ in times) / min(b for _, b in times)
-        about = {"case": name, "processes": arguments.processes, "rounds": arguments.rounds}
-        rows.append({**about, "ratio": median, "low": low, "high": high, "of_shortest": shortest})
-        print(f"{name:52} {median:.3f} ({low:.3f} to {high:.3f}), shortest {shortest:.3f}")
+    path = RESULTS / "against.json"
 
-    both = {"this": commit(Path(__file__).parent), "other": commit(arguments.other)}
-    if arguments.only:  # cases measured again take their places among the others of the same two commits
-        before = json.loads(RESULTS.read_text())
-        if before["commits"] != both:
-            raise SystemExit(f"{RESULTS.name} is of {before['commits']}, not of {both}: measure all cases")
-        again = {row["case"]: row for row in rows}
-        rows = [again.pop(row["case"], row) for row in before["rows"]] + list(again.values())
-    keep(RESULTS, {"commits": both, "rows": rows})
+    given = command(other=Path, rounds=15, processes=2, only="")
+    here, there = Path(__file__).parents[1], given.other.resolve()
+    both, before = {"this": commit(here), "other": commit(there)}, known(path)
+    if given.only and before["commits"] != both:
+        raise SystemExit(f"{path.name} is of {before['commits']}, not of {both}: measure all cases")
+    # cases measured again take their places among the others of the same two commits
+    rows = {row["case"]: row for row in before["rows"]} if given.only else {}
+    for name in (case for case in CASES if given.only in case):
+        times: dict[str, list[float]] = {"this": [], "other": []}
+        for _ in range(given.processes):
+            workers = {"this": Worker(here), "other": Worker(there)}
+            calls = max(1, int(0.05 / max(workers["this"].seconds(name, 3), 1e-6)))
+            workers["other"].seconds(name, calls)
+            for _ in range(given.rounds):
+                for who, worker in workers.items():
+                    times[who].append(worker.seconds(name, calls))
+            for worker in workers.values():
+                worker.stop()
+        about = {"case": name, "processes": given.processes, "rounds": given.rounds}
+        rows[name] = about | ratio(times, "this", "other")
+        print(f"{name:52} {rows[name]['ratio']:.3f} ({rows[name]['low']:.3f} to {rows[name]['high']:.3f})", flush=True)
+        keep(path, {"commits": both, "rows": list(rows.values())})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Fit, tune and predict with a Laplace posterior: time and peak memory beside laplace-torch, curvlinops and asdfghjkl.
+"""Fit, tune and predict with a Laplace posterior: time beside laplace-torch with each of its back ends, and asdfghjkl.
 
     python -m benchmarks.curvature_fit            # a few minutes on one core
     python -m benchmarks.curvature_fit --rounds 1 --only MLP
@@ -9,25 +9,20 @@ Kronecker structure. Fit is one pass over 512 data and the
 posterior, tune the prior by the evidence (laplace-torch: its default, 100 steps of Adam), predict probabilities of 16
 new inputs.
 
-laplace-torch runs with each of its back ends. curvlinops' own K-FAC and asdfghjkl's own Kronecker Fisher end with the factors,
-which they do not decompose: beside them are our factors alone, in a phase of that name. asdfghjkl's diagonal takes part in the
-fit.
+laplace-torch runs with each of its back ends. asdfghjkl's own Kronecker Fisher ends with the factors, which it does not
+decompose: beside it are our factors alone, in a phase of that name. Its diagonal takes part in the fit.
 
 "passes alone" is no peer: it is the time of the passes through the network that nobody can do without, a floor.
 
 They take turns. Times are those of this process on its one thread, so that a busy machine does not count; medians over
-rounds, ratios (ours over theirs) medians of the rounds' ratios. Each time is over calls that last 20 ms or more, after one that
-is not timed. Memory is the peak of what the tensor allocator holds above the start, results included. Writes
-`benchmarks/results/curvature_fit.json` and says which
-phases are above 0.9 of the best peer's time.
+rounds, ratios (ours over theirs) medians of the rounds' ratios. Writes `benchmarks/results/curvature_fit.json` and says which
+phases are above 0.9 of the best peer's time; ``--only`` measures the cases whose name begins so again.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import functools
-import json
 import os
 import signal
 import statistics
@@ -35,8 +30,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -44,21 +37,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 import bayesopt_chain as bc
 from bayesopt_chain.posterior.evidence import tune_prior_and_noise
 from bayesopt_chain.posterior.fit import FittedLaplace, at
 from bayesopt_chain.precision import Zero
-from benchmarks.measure import keep
+from benchmarks.laplace_default import mlp
+from benchmarks.measure import RESULTS, command, keep, known, markdown, ratio, take_turns
 
-RESULTS = Path(__file__).parent / "results"
+PATH = RESULTS / "curvature_fit.json"
+OURS = "bayesopt_chain"
 PATIENCE = 60  # seconds on the clock: what takes longer is given up, which a busy machine must not be the reason of
-SLOW = 1.5  # seconds: what takes longer is timed once, its memory not measured
+SLOW = 1.5  # seconds: what takes longer is timed once
 PHASES = ("factors", "fit", "tune", "predict")
 TARGET = 0.9  # of the best peer's time
-SECONDS = 0.02  # the least that is timed at once
 CONFIGURATIONS = (("last_layer", "kronecker"), ("last_layer", "dense"), ("all", "diagonal"), ("all", "kronecker"))
 SMALL_LAYER = 1000  # parameters of a last layer, of more the dense structure is left out: it is one eigendecomposition
 Phases = dict[str, Callable[[], Any]]
@@ -91,13 +84,6 @@ class ResNet(nn.Module):
         return self.head(self.blocks(F.relu(self.norm(self.stem(x)))).mean((2, 3)))
 
 
-def mlp(*widths: int) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for a, b in pairwise(widths):
-        layers += [nn.Linear(a, b), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
-
-
 class Transformer(nn.Module):
     """Two layers of attention over 16 tokens, mean and head."""
 
@@ -119,16 +105,10 @@ class GPT2(nn.Module):
         super().__init__()
         from transformers import GPT2Config, GPT2Model
 
-        sizes: dict[str, Any] = {
-            "n_layer": 2,
-            "n_head": 4,
-            "n_embd": width,
-            "n_positions": 16,
-            "vocab_size": words,
-            "bos_token_id": None,
-            "eos_token_id": None,
-        }
-        self.body = GPT2Model(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False))
+        sizes: dict[str, Any] = {"n_layer": 2, "n_head": 4, "n_embd": width, "n_positions": 16, "vocab_size": words}
+        without = dict.fromkeys(("bos_token_id", "eos_token_id"))
+        dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        self.body = GPT2Model(GPT2Config(**sizes, **without, **dropout, use_cache=False))
         self.head = nn.Linear(width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -137,14 +117,9 @@ class GPT2(nn.Module):
 
 def cnn(width: int = 16, classes: int = 10) -> nn.Module:
     """Two convolutions with pooling, and a head."""
-    layers = [
-        nn.Conv2d(3, width, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(width, width, 3, padding=1),
-        nn.ReLU(),
-    ]
-    return nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16 * width, classes))
+    first = nn.Conv2d(3, width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
+    second = nn.Conv2d(width, width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
+    return nn.Sequential(*first, *second, nn.Linear(16 * width, classes))
 
 
 def cases() -> dict[str, tuple[nn.Module, DataLoader, Tensor]]:
@@ -212,21 +187,6 @@ def laplace_torch(backend: str) -> Callable[..., Phases]:
     return make
 
 
-def curvlinops(net: nn.Module, loader: DataLoader, new: Tensor, subset: str, structure: str) -> Phases:
-    import curvlinops
-
-    if (subset, structure) != ("all", "kronecker"):
-        raise NotImplementedError("K-FAC of all layers alone")
-    net, loss = copy.deepcopy(net), nn.CrossEntropyLoss(reduction="sum")
-    params = [p for p in net.parameters() if p.requires_grad]
-
-    def fit() -> None:
-        options = {"fisher_type": curvlinops.FisherType.TYPE2, "check_deterministic": False}
-        curvlinops.KFACLinearOperator(net, loss, params, list(loader), **options).compute_kronecker_factors()
-
-    return {"factors": fit}
-
-
 def asdfghjkl(net: nn.Module, loader: DataLoader, new: Tensor, subset: str, structure: str) -> Phases:
     import asdl
 
@@ -279,11 +239,10 @@ def passes(net: nn.Module, loader: DataLoader, new: Tensor, subset: str, structu
 
 FLOOR = "passes alone"
 CONTENDERS: dict[str, Callable[..., Phases]] = {
-    "bayesopt_chain": ours,
+    OURS: ours,
     "laplace-torch BackPackGGN": laplace_torch("BackPackGGN"),
     "laplace-torch CurvlinopsGGN": laplace_torch("CurvlinopsGGN"),
     "laplace-torch AsdlGGN": laplace_torch("AsdlGGN"),
-    "curvlinops": curvlinops,
     "asdfghjkl": asdfghjkl,
     FLOOR: passes,
 }
@@ -304,63 +263,31 @@ def at_most(seconds: int) -> Iterator[None]:
         signal.alarm(0)
 
 
-def peak_bytes(run: Callable[[], Any]) -> int:
-    """The most bytes that the allocator held above the start."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        result = run()
-    held = peak = 0
-    for event in recorded.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    del result
-    return peak
-
-
 def compare(
     net: nn.Module, loader: DataLoader, new: Tensor, subset: str, structure: str, rounds: int
 ) -> dict[str, Any]:
     """Every phase of every contender, in turn; what fails or takes too long says so."""
-    rows: dict[str, Any] = {}
-    ready: dict[str, dict[str, tuple[Callable[[], Any], int]]] = {}
-    times: dict[tuple[str, str], list[float]] = {}
+    rows: dict[str, Any] = {name: {} for name in CONTENDERS}
+    ready: dict[str, Phases] = {phase: {} for phase in PHASES}
+    slow: dict[str, dict[str, list[float]]] = {phase: {} for phase in PHASES}
     for name, make in CONTENDERS.items():
-        rows[name] = {}
+        phase = "start"
         try:
-            phases = make(net, loader, new, subset, structure)
-        except Exception as error:
-            rows[name]["not possible"] = _reason(error)
-            continue
-        ready[name] = {}
-        for phase, run in phases.items():
-            try:
+            for phase, run in make(net, loader, new, subset, structure).items():
                 start = time.process_time()
                 with at_most(PATIENCE):
                     run()
                 once = time.process_time() - start
-                ready[name][phase] = run, max(1, int(SECONDS / once))
-                times[name, phase] = [once] * rounds if once > SLOW and name != "bayesopt_chain" else []
-            except Exception as error:
-                rows[name][phase] = {"not possible": _reason(error)}
-                break
-    slow = {who for who, seconds in times.items() if seconds}
-    for _ in range(rounds):
-        for phase in PHASES:
-            for name, phases in ready.items():
-                if phase in phases and (name, phase) not in slow:
-                    run, calls = phases[phase]
-                    run()
-                    start = time.process_time()
-                    for _ in range(calls):
-                        run()
-                    times[name, phase].append((time.process_time() - start) / calls)
-    for (name, phase), seconds in times.items():
-        mine = times[("bayesopt_chain", phase)]
-        rows[name][phase] = {
-            "ms": 1e3 * statistics.median(seconds),
-            "ratio": statistics.median(own / other for other, own in zip(seconds, mine)),
-            "MiB": None if (name, phase) in slow else peak_bytes(ready[name][phase][0]) / 2**20,
-        }
+                if once > SLOW and name != OURS:
+                    slow[phase][name] = [once] * rounds
+                else:
+                    ready[phase][name] = run
+        except Exception as error:
+            rows[name][phase] = {"not possible": f"{type(error).__name__}: {str(error)[:120]}"}
+    for phase in PHASES:
+        times = take_turns(ready[phase], rounds, clock=time.process_time) | slow[phase]
+        for name, seconds in times.items():
+            rows[name][phase] = {"ms": 1e3 * statistics.median(seconds), "ratio": ratio(times, OURS, name)["ratio"]}
     return rows
 
 
@@ -369,13 +296,8 @@ def best_peers(cases: dict[str, Any]) -> list[tuple[str, str, str, float]]:
     found = []
     for case, rows in cases.items():
         for phase in PHASES:
-            peers = {
-                who: phases[phase]["ratio"]
-                for who, phases in rows.items()
-                if who not in ("bayesopt_chain", FLOOR)
-                and isinstance(phases.get(phase), dict)
-                and "ratio" in phases[phase]
-            }
+            timed = {who: row[phase] for who, row in rows.items() if "ratio" in row.get(phase, ())}
+            peers = {who: row["ratio"] for who, row in timed.items() if who not in (OURS, FLOOR)}
             if peers:
                 who = max(peers, key=lambda name: peers[name])
                 found.append((case, phase, who, peers[who]))
@@ -388,62 +310,40 @@ def floor(cases: dict[str, Any], case: str, phase: str, who: str) -> float:
     return rows[FLOOR][phase]["ms"] / rows[who][phase]["ms"] if phase in rows.get(FLOOR, {}) else float("nan")
 
 
-def summary(path: Path = RESULTS / "curvature_fit.json") -> str:
+def summary() -> str:
     """How many rows of the record are at most the target, and a table of the others beside their floor."""
-    cases = json.loads(path.read_text())["cases"]
+    cases = known(PATH)["cases"]
     best = best_peers(cases)
     above = [
-        f"| {case} | {phase} | {who} | {ratio:.2f} | {floor(cases, case, phase, who):.2f} |"
-        for case, phase, who, ratio in best
-        if ratio > TARGET
+        (case, phase, who, f"{ours:.2f}", f"{floor(cases, case, phase, who):.2f}")
+        for case, phase, who, ours in best
+        if ours > TARGET
     ]
-    head = [
-        "| network, weights, structure | phase | fastest peer | ours | passes alone |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    return "\n".join(
-        [f"{len(best) - len(above)} of {len(best)} rows are at most {TARGET}; the others are", "", *head, *above]
+    head = ("network, weights, structure", "phase", "fastest peer", "ours", "passes alone")
+    return (
+        f"{len(best) - len(above)} of {len(best)} rows are at most {TARGET}; the others are\n\n{markdown(head, above)}"
     )
 
 
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default="", help="cases whose name begins so")
-    args = parser.parse_args()
+    given = command(rounds=3, only="")
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    path = RESULTS / "curvature_fit.json"
-    report: dict[str, Any] = {"rounds": args.rounds, "cases": {}}
-    if args.only and path.exists():
-        report["cases"] = json.loads(path.read_text())["cases"]
+    report = {"rounds": given.rounds, "cases": known(PATH).get("cases", {}) if given.only else {}}
     for name, (net, loader, new) in cases().items():
-        if not name.startswith(args.only):
-            continue
         *_, head = (layer for layer in net.modules() if isinstance(layer, nn.Linear))
+        is_small = sum(p.numel() for p in head.parameters()) <= SMALL_LAYER
         for subset, structure in CONFIGURATIONS:
-            if structure == "dense" and sum(p.numel() for p in head.parameters()) > SMALL_LAYER:
-                continue
-            rows = compare(net, loader, new, subset, structure, args.rounds)
-            report["cases"][f"{name}, {subset}, {structure}"] = rows
-            print(f"\n{name}, {subset}, {structure}")
-            for who, phases in rows.items():
-                for phase, row in phases.items():
-                    if isinstance(row, str) or "ms" not in row:
-                        print(f"  {who:28s} {phase:8s} {row if isinstance(row, str) else row['not possible']}")
-                    else:
-                        memory = "" if row["MiB"] is None else f"{row['MiB']:8.1f} MiB"
-                        print(f"  {who:28s} {phase:8s} {row['ms']:9.1f} ms  {row['ratio']:6.2f}  {memory}")
-            print(end="", flush=True)
-            keep(path, report)
-    best = best_peers(report["cases"])
-    print(f"\n{sum(ratio > TARGET for *_, ratio in best)} of {len(best)} above {TARGET} of the best peer's time")
-    for case, phase, who, ratio in best:
-        print(f"  {case:50s} {phase:8s} {ratio:5.2f} of {who}{'   above' if ratio > TARGET else ''}")
+            if name.startswith(given.only) and (is_small or structure != "dense"):
+                rows = compare(net, loader, new, subset, structure, given.rounds)
+                report["cases"][f"{name}, {subset}, {structure}"] = rows
+                print(f"\n{name}, {subset}, {structure}")
+                for who, phases in rows.items():
+                    print(
+                        who,
+                        {p: x.get("not possible") or f"{x['ms']:.1f} ms, {x['ratio']:.2f}" for p, x in phases.items()},
+                    )
+                keep(PATH, report)
+    print(f"\n{summary()}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ parameters and the state after five steps; a refusal is hashed as its type. Leav
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import itertools
 import json
@@ -20,7 +19,6 @@ from typing import Any
 
 import torch
 
-RESULTS = Path(__file__).parent / "results" / "digests.json"
 STEPS = 5
 
 
@@ -163,12 +161,9 @@ def main() -> None:
     import tempfile
 
     from benchmarks.against import commit
-    from benchmarks.measure import keep
+    from benchmarks.measure import RESULTS, command, keep
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("other", type=Path, help="a checkout of the other commit")
-    other = parser.parse_args().other.resolve()
-    here = Path(__file__).parents[1]
+    here, other = Path(__file__).parents[1], command(other=Path).other.resolve()
     with tempfile.TemporaryDirectory() as folder:
         mine, theirs = (digests(x, Path(folder) / f"{n}.json") for n, x in enumerate((here, other)))
     differ = {}
@@ -185,7 +180,7 @@ def main() -> None:
     refused = sum(not params for _, params in mine.values())
     record: dict[str, Any] = {"commits": {"this": commit(here), "other": commit(other)}}
     record |= {"cases": len(mine), "refused": refused, "differ": differ}
-    keep(RESULTS, record)
+    keep(RESULTS / "digests.json", record)
 
 
 if __name__ == "__main__":

@@ -18,46 +18,70 @@ elsewhere in one chain, or have twice or half of the temperature.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain
+from operator import methodcaller
+from typing import Any, NamedTuple
 
-import optree
 import torch
 from sklearn.datasets import load_diabetes, load_wine
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 import bayesopt_chain as bc
+from bayesopt_chain.diagnostics import doctor
 from benchmarks.measure import RESULTS, command, work_out
 
 N, B = 300, 20
-Expected = set[str]
+T, OF_WINES = 1 / N, 1 / 178
+HOT, COLD = {"heated", "diverged"}, {"cold", "short", "mixing", "burn-in", "modes"}
+
+OF_NETWORKS = methodcaller("startswith", ("network", "wines"))
+HELD_OUT = methodcaller("endswith", ("1", "3", "5"))
 
 
-def regression(seed: int, decay: float = 1.0):
-    """Data and loss of a linear regression with the prior N(0, 1)."""
+class Problem(NamedTuple):
+    """Data, their loss with the prior, starts of so many chains, and predictions to judge by (``None``: parameters)."""
+
+    data: tuple[Tensor, Tensor]
+    loss: Callable[[Any, Any], Tensor]
+    start: Callable[[int], dict[str, Tensor]]
+    of: Callable[[Any], Tensor] | None = None
+
+
+def squares(p: dict[str, Tensor]) -> Any:
+    return sum(t.square().sum() for t in p.values())
+
+
+def regression(seed: int) -> Problem:
+    """A linear regression with the prior N(0, 1)."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(N, 4, generator=g)
     y = x @ torch.tensor([1.0, -1.0, 0.5, 0.0]) + torch.randn(N, generator=g)
 
-    def loss(p, batch):
-        return (batch[0] @ p["w"] + p["b"] - batch[1]).square().mean() / 2 + decay / (2 * N) * p["w"].square().sum()
+    def loss(p: Any, batch: Any) -> Tensor:
+        return (batch[0] @ p["w"] + p["b"] - batch[1]).square().mean() / 2 + p["w"].square().sum() / (2 * N)
 
-    return (x, y), loss, lambda c: {"w": 0.3 * torch.randn(c, 4, generator=g), "b": 0.3 * torch.randn(c, generator=g)}
+    return Problem(
+        (x, y), loss, lambda c: {"w": 0.3 * torch.randn(c, 4, generator=g), "b": 0.3 * torch.randn(c, generator=g)}
+    )
 
 
-def logistic(seed: int):
-    """Data and loss of a logistic regression with the prior N(0, 1)."""
+def logistic(seed: int) -> Problem:
+    """A logistic regression with the prior N(0, 1)."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(N, 4, generator=g)
     y = torch.bernoulli(torch.sigmoid(x @ torch.tensor([2.0, -1.0, 0.0, 1.0])), generator=g)
 
-    def loss(p, batch):
-        z = batch[0] @ p["w"] + p["b"]
-        return torch.nn.functional.binary_cross_entropy_with_logits(z, batch[1]) + p["w"].square().sum() / (2 * N)
+    def loss(p: Any, batch: Any) -> Tensor:
+        logits = batch[0] @ p["w"] + p["b"]
+        return binary_cross_entropy_with_logits(logits, batch[1]) + p["w"].square().sum() / (2 * N)
 
-    return (x, y), loss, lambda c: {"w": torch.randn(c, 4, generator=g), "b": torch.randn(c, generator=g)}
+    return Problem((x, y), loss, lambda c: {"w": torch.randn(c, 4, generator=g), "b": torch.randn(c, generator=g)})
 
 
-def modes(chains, shapes, loss, data, seed):
+def modes(chains: int, shapes: dict[str, tuple[int, ...]], loss: Any, data: Any, seed: int) -> dict[str, Tensor]:
     """Starts for chains of a network: random weights, trained by Adam."""
     g = torch.Generator().manual_seed(seed)
     p = {k: (0.3 * torch.randn(chains, *s, generator=g)).requires_grad_() for k, s in shapes.items()}
@@ -69,60 +93,86 @@ def modes(chains, shapes, loss, data, seed):
     return {k: t.detach() for k, t in p.items()}
 
 
-def network(seed: int, decay: float = 1.0):
+def network(seed: int) -> Problem:
     """Diabetes, 20 units, prior N(0, 1) on every weight, noise variance 1/2 of standardised targets; starts at modes."""
     table = load_diabetes()
     rows = torch.randperm(len(table.target), generator=torch.Generator().manual_seed(seed))[:N]
-    x = torch.tensor(table.data).float()[rows] * 20
-    y = torch.tensor(table.target).float()[rows]
+    x, y = torch.tensor(table.data).float()[rows] * 20, torch.tensor(table.target).float()[rows]
     y = (y - y.mean()) / y.std()
 
-    def forward(p, x):
+    def forward(p: Any, x: Tensor) -> Tensor:
         return (torch.tanh(x @ p["W"] + p["a"]) @ p["v"][..., None])[..., 0] + p["b"]
 
-    def loss(p, batch):
-        prior = sum(t.square().sum() for t in optree.tree_leaves(p))
-        return (forward(p, batch[0]) - batch[1]).square().mean() + decay * prior / (2 * N)
+    def loss(p: Any, batch: Any) -> Tensor:
+        return (forward(p, batch[0]) - batch[1]).square().mean() + squares(p) / (2 * N)
 
-    def start(c):
-        return modes(c, {"W": (10, 20), "a": (20,), "v": (20,), "b": ()}, loss, (x, y), seed)
-
-    return (x, y), loss, start, lambda p: forward(p, x[:10])
+    shapes = {"W": (10, 20), "a": (20,), "v": (20,), "b": ()}
+    return Problem((x, y), loss, lambda c: modes(c, shapes, loss, (x, y), seed), lambda p: forward(p, x[:10]))
 
 
-def wines(seed: int, decay: float = 1.0):
+def wines(seed: int) -> Problem:
     """178 wines in three classes, 16 units, prior N(0, 1) on every weight; starts at modes."""
     table = load_wine()
     rows = torch.randperm(len(table.target), generator=torch.Generator().manual_seed(seed))
-    x = torch.tensor(table.data).float()[rows]
-    x, y = (x - x.mean(0)) / x.std(0), torch.tensor(table.target)[rows]
+    x, y = torch.tensor(table.data).float()[rows], torch.tensor(table.target)[rows]
+    x = (x - x.mean(0)) / x.std(0)
 
-    def forward(p, x):
+    def forward(p: Any, x: Tensor) -> Tensor:
         return torch.tanh(x @ p["W"] + p["a"][..., None, :]) @ p["V"] + p["b"][..., None, :]
 
-    def loss(p, batch):
-        prior = sum(t.square().sum() for t in optree.tree_leaves(p))
-        outputs = forward(p, batch[0])
-        return torch.nn.functional.cross_entropy(outputs, batch[1]) + decay * prior / (2 * len(y))
+    def loss(p: Any, batch: Any) -> Tensor:
+        return cross_entropy(forward(p, batch[0]), batch[1]) + squares(p) / (2 * len(y))
 
-    def start(c):
-        return modes(c, {"W": (13, 16), "a": (16,), "V": (16, 3), "b": (3,)}, loss, (x, y), seed)
-
-    return (x, y), loss, start, lambda p: forward(p, x[::18]).softmax(-1)[..., :2]
+    shapes = {"W": (13, 16), "a": (16,), "V": (16, 3), "b": (3,)}
+    start = partial(modes, shapes=shapes, loss=loss, data=(x, y), seed=seed)
+    return Problem((x, y), loss, start, lambda p: forward(p, x[::18]).softmax(-1)[..., :2])
 
 
 def sampled(
-    problem, tx, *, batch=None, steps=1000, burn_in=200, thinning=4, params=None, order="reshuffled", loss=None
-):
+    problem: Problem, tx: Any, *, batch: int | None = None, steps: int = 1000, burn_in: int = 200, thinning: int = 4,
+    params: Any = None, order: Any = "reshuffled",
+) -> bc.Draws:  # fmt: skip
     """Draws of four chains."""
-    data, own, start = problem[:3]
     torch.manual_seed(0)
-    step = bc.parallel(bc.make_step(loss or own, tx), 4)
-    params = start(4) if params is None else params
-    batches = [data] if batch is None else bc.epochs(data, batch, order=order)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return bc.sample(step, params, step.init(tx, params), batches, steps=steps, burn_in=burn_in, thinning=thinning)
+    step = bc.parallel(bc.make_step(problem.loss, tx), 4)
+    params = problem.start(4) if params is None else params
+    batches = [problem.data] if batch is None else bc.epochs(problem.data, batch, order=order)
+    return bc.sample(step, params, step.init(tx, params), batches, steps=steps, burn_in=burn_in, thinning=thinning)
+
+
+def judged(draws: bc.Draws, tx: Any, problem: Problem) -> Any:
+    of = {} if problem.of is None else {"of": problem.of}
+    return doctor(draws, tx, problem.loss, [problem.data], **of)
+
+
+def loop(make: Callable[[int], Problem], tx: Any, summed: bool = False, **how: Any) -> Callable[[int], Any]:
+    """The verdict on a loop of this chain, by seed; ``summed``: its loss is a sum over the batch."""
+
+    def run(seed: int) -> Any:
+        problem = make(seed)
+        if summed:
+            problem = problem._replace(loss=lambda p, batch, mean=problem.loss: len(batch[0]) * mean(p, batch))
+        given = {name: value(seed) if callable(value) else value for name, value in how.items()}
+        return judged(sampled(problem, tx, **given), tx, problem)
+
+    return run
+
+
+def changed(change: Callable[[dict[str, Tensor]], dict[str, Tensor] | None]) -> Callable[[int], Any]:
+    """The verdict on draws of the linear regression, ``[draws, chains, *]``, after a change."""
+
+    def run(seed: int) -> Any:
+        problem, tx = regression(seed), bc.sghmc(0.1, temperature=T)
+        draws = {name: x.clone() for name, x in sampled(problem, tx).params.items()}
+        return judged(of_stacked(change(draws) or draws), tx, problem)
+
+    return run
+
+
+def of_stacked(draws: dict[str, Tensor]) -> bc.Draws:
+    """Draws ``[draws, chains, *]``."""
+    trees = [dict(zip(draws, leaves)) for leaves in zip(*draws.values())]
+    return bc.Draws.from_trees(trees, chains=next(iter(draws.values())).shape[1])
 
 
 class Exact:
@@ -144,7 +194,7 @@ class Exact:
         self.w = (mean + torch.randn(draws, chains, P, generator=g).double() @ root.T).float()
         self.x, self.y, self.n = x, y, n
 
-    def judged(self, batch: int | None = None, frozen: bool = False):
+    def judged(self, batch: int | None = None, frozen: bool = False) -> Any:
         """What the doctor says of these draws, with the prior as weight decay.
 
         Args:
@@ -153,262 +203,209 @@ class Exact:
         """
         tx = bc.sgd(0.1, momentum=0.9, weight_decay=1 / self.n, temperature=1 / self.n)
 
-        def loss(p, rows):
+        def loss(p: Any, rows: Any) -> Tensor:
             pinned = 50 * (p["still"] - 1).square().sum() if frozen else 0.0
             return (rows[0] @ p["w"] - rows[1]).square().mean() / 2 + pinned
 
-        chains = self.w.shape[1]
-        still = {"still": torch.ones(chains, 2)} if frozen else {}
+        leaves = {"w": self.w}
         if frozen:
+            leaves["still"] = torch.ones(*self.w.shape[:2], 2)
             tx = bc.partition({True: tx, False: bc.sgd(0.0)}, {"w": True, "still": False})
-        draws = bc.Draws.from_trees([{"w": w, **still} for w in self.w], chains=chains)
-        return bc.diagnostics.doctor(
-            draws, tx, loss, [*zip(self.x.split(batch or self.n), self.y.split(batch or self.n))]
-        )
+        size = batch or self.n
+        return doctor(of_stacked(leaves), tx, loss, [*zip(self.x.split(size), self.y.split(size))])
 
-    def jumped(self):
+    def jumped(self) -> Any:
         """Each chain jumps once, by thirty standard deviations, to one side or the other."""
         half, chains = len(self.w) // 2, self.w.shape[1]
         self.w[half:, : (chains + 1) // 2] += 2.0
         self.w[:half, (chains + 1) // 2 :] += 2.0
         return self.judged()
 
-    def elsewhere(self):
+    def elsewhere(self) -> Any:
         """One chain is thirty standard deviations away."""
         self.w[:, 3] += 2.0
         return self.judged()
 
-    def stopped(self):
+    def stopped(self) -> Any:
         """One chain repeats a draw from the middle on."""
         half = len(self.w) // 2
         self.w[half:, 0] = self.w[half, 0]
         return self.judged()
 
 
-def far(seed):
+def exact(
+    *size: int, judge: Callable[..., Any] = Exact.judged, batch: int | None = None, frozen: bool = False, **of: Any
+):
+    """The verdict on exact draws, by seed."""
+    how = {"batch": batch, "frozen": frozen} if judge is Exact.judged else {}
+    return lambda seed: judge(Exact(seed, *size, **of), **how)
+
+
+def far(seed: int) -> dict[str, Tensor]:
     """Starts a hundred posterior standard deviations away and more, for four chains of the linear regression."""
     g = torch.Generator().manual_seed(seed)
     return {"w": 50 + torch.randn(4, 4, generator=g), "b": torch.randn(4, generator=g)}
 
 
-def judged(draws, tx, problem, *, loss=None, **kwargs):
-    of = {"of": problem[3]} if len(problem) > 3 else {}
-    data = problem[0]
-    return bc.diagnostics.doctor(draws, tx, loss or problem[1], [data], **of, **kwargs)
+def independent(seed: int) -> Any:
+    g = torch.Generator().manual_seed(seed)
+    return doctor(of_stacked({"w": torch.randn(100 + 50 * seed, 4, 5 + 40 * seed, generator=g)}))
 
 
-def right() -> dict[str, Callable]:
-    T = 1 / N
-    out: dict[str, Callable] = {}
-    for seed in range(6):
+def slow(seed: int) -> Any:
+    """Ten to twenty effective draws a chain."""
+    g = torch.Generator().manual_seed(seed)
+    x, forgets = [torch.randn(4, 5, generator=g)], 0.9
+    for _ in range(400 - 100 * (seed % 2)):
+        x.append(forgets * x[-1] + (1 - forgets**2) ** 0.5 * torch.randn(4, 5, generator=g))
+    return doctor(of_stacked({"w": torch.stack(x)}))
 
-        def independent(seed=seed):
-            g = torch.Generator().manual_seed(seed)
-            x = torch.randn(100 + 50 * seed, 4, 5 + 40 * seed, generator=g)
-            return bc.diagnostics.doctor(bc.Draws.from_trees([{"w": t} for t in x], chains=4))
 
-        out[f"independent draws {seed}"] = independent
-    for seed in range(4):
+def drifts(seed: int) -> Any:
+    """All chains rise together."""
+    g = torch.Generator().manual_seed(seed)
+    rises = torch.linspace(0, (3.3, 16.7)[seed // 2], 400)
+    return doctor(of_stacked({"w": torch.randn(400, 4, 4, generator=g) + rises[:, None, None]}))
 
-        def slow(seed=seed):
-            g = torch.Generator().manual_seed(seed)
-            x, forgets = [torch.randn(4, 5, generator=g)], 0.9
-            for _ in range(400 - 100 * (seed % 2)):
-                x.append(forgets * x[-1] + (1 - forgets**2) ** 0.5 * torch.randn(4, 5, generator=g))
-            return bc.diagnostics.doctor(bc.Draws.from_trees([{"w": t} for t in x], chains=4))
 
-        out[f"few effective draws {seed}"] = slow
-    for seed in range(2):
-        out[f"linear, far start, finished burn-in {seed}"] = lambda seed=seed: (
-            lambda p, tx: judged(sampled(p, tx, params=far(seed), steps=2000, burn_in=600), tx, p)
-        )(regression(seed), bc.sghmc(0.1, temperature=T))
-    for seed in range(6):
-        out[f"exact, 12 draws of 2 chains {seed}"] = lambda seed=seed: Exact(seed, 12, 2).judged()
-        out[f"exact, 20 draws of 20 chains {seed}"] = lambda seed=seed: Exact(seed, 20, 20).judged()
-        out[f"exact, 400 parameters, 30 data {seed}"] = lambda seed=seed: Exact(seed, 60, 4, P=400, n=30).judged()
-        out[f"exact, a short last batch {seed}"] = lambda seed=seed: Exact(seed, 60, 4).judged(batch=92)
-        out[f"exact, beside a frozen leaf {seed}"] = lambda seed=seed: Exact(seed, 60, 4).judged(frozen=True)
-    samplers = {
-        "sgld": lambda: bc.sgld(0.5, temperature=T),
-        "sghmc": lambda: bc.sghmc(0.1, temperature=T),
-        "sghmc, small lr": lambda: bc.sghmc(0.03, temperature=T),
-        "momentum 0.5": lambda: bc.sghmc(0.3, 0.5, temperature=T),
-        "nesterov": lambda: bc.sgd(0.1, momentum=0.9, nesterov=True, temperature=T),
-        "dampening": lambda: bc.sgd(0.3, momentum=0.9, dampening=0.5, temperature=T),
-        "preconditioned": lambda: bc.chain(bc.scale_by_preconditioner(0.5), bc.sghmc(0.2, temperature=T)),
+def one_seed(seed: int) -> Any:
+    """Four chains from different starts, by one seed."""
+    problem, tx, runs = regression(seed), bc.sghmc(0.1, temperature=T), []
+    for i in range(4):
+        torch.manual_seed(7)
+        w = {"w": torch.full((4,), float(i)), "b": torch.tensor(0.0)}
+        step = bc.make_step(problem.loss, tx)
+        runs.append(bc.sample(step, w, tx.init(w), [problem.data], steps=1500, burn_in=500, thinning=5).params)
+    return judged(of_stacked({name: torch.stack([run[name] for run in runs], 1) for name in runs[0]}), tx, problem)
+
+
+def nan(x: dict[str, Tensor]) -> None:
+    x["w"][7, 0, 0] = torch.nan
+
+
+def twice(x: dict[str, Tensor]) -> None:
+    for leaf in x.values():
+        leaf[:, 1] = leaf[:, 0]
+
+
+def behind(x: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A chain that is another one, three draws behind."""
+    for leaf in x.values():
+        leaf[3:, 1] = leaf[:-3, 0].clone()
+    return {name: leaf[3:] for name, leaf in x.items()}
+
+
+def still(x: dict[str, Tensor]) -> None:
+    for leaf in x.values():
+        leaf[:, 2] = leaf[0, 2]
+
+
+def apart(x: dict[str, Tensor]) -> None:
+    x["w"][:, :2] += 1.0
+
+
+def frozen(x: dict[str, Tensor]) -> None:
+    x["b"][:] = x["b"][0]
+
+
+Run = tuple[str, int, set[str], Callable[[int], Any]]
+
+
+def right() -> Iterator[Run]:
+    """Name, seeds, no kinds, and the verdict by seed."""
+    sghmc = partial(bc.sghmc, temperature=T)
+    longer = {"steps": 4000, "burn_in": 1500, "thinning": 12}
+    cool = {"batch": 150, "steps": 5000, "burn_in": 2000, "thinning": 12}
+    runs = [
+        ("independent draws", 6, independent),
+        ("few effective draws", 4, slow),
+        ("linear, far start, finished burn-in", 2, loop(regression, sghmc(0.1), params=far, steps=2000, burn_in=600)),
+        ("exact, 12 draws of 2 chains", 6, exact(12, 2)),
+        ("exact, 20 draws of 20 chains", 6, exact(20, 20)),
+        ("exact, 400 parameters, 30 data", 6, exact(60, 4, P=400, n=30)),
+        ("exact, a short last batch", 6, exact(60, 4, batch=92)),
+        ("exact, beside a frozen leaf", 6, exact(60, 4, frozen=True)),
+        ("linear, sgld", 2, loop(regression, bc.sgld(0.5, temperature=T))),
+        ("linear, sghmc", 2, loop(regression, sghmc(0.1))),
+        ("linear, sghmc, small lr", 2, loop(regression, sghmc(0.03))),
+        ("linear, momentum 0.5", 2, loop(regression, sghmc(0.3, 0.5))),
+        ("linear, nesterov", 2, loop(regression, bc.sgd(0.1, momentum=0.9, nesterov=True, temperature=T))),
+        ("linear, dampening", 2, loop(regression, bc.sgd(0.3, momentum=0.9, dampening=0.5, temperature=T))),
+        ("linear, preconditioned", 2, loop(regression, bc.chain(bc.scale_by_preconditioner(0.5), sghmc(0.2)))),
+        ("logistic", 4, loop(logistic, sghmc(0.5))),
+        ("network, full batch", 3, loop(network, sghmc(0.04), **longer)),
+        ("network, cool batches", 3, loop(network, sghmc(0.02, 0.93), **cool)),
+        ("wines, full batch", 3, loop(wines, bc.sghmc(0.2, temperature=OF_WINES), **longer)),
+    ]
+    return ((name, seeds, set(), made) for name, seeds, made in runs)
+
+
+def wrong() -> Iterator[Run]:
+    """Name, seeds, the kinds of which the doctor has to name one, and the verdict by seed."""
+    sghmc, of_wines = partial(bc.sghmc, temperature=T), partial(bc.sghmc, temperature=OF_WINES)
+    white = {"order": "independent", "steps": 2500}
+    strong = bc.sgd(0.005, momentum=0.9, weight_decay=1000 / N, temperature=T)
+    at_start = {"params": far, "burn_in": 0}
+    return iter([
+        ("linear, hot batches", 2, HOT, loop(regression, sghmc(0.1), batch=B)),
+        ("linear, warm independent batches", 2, HOT, loop(regression, sghmc(0.02), batch=B, order="independent")),
+        ("logistic, hot batches", 2, HOT, loop(logistic, sghmc(1.0), batch=B)),
+        ("network, hot batches", 2, HOT | {"scale"}, loop(network, sghmc(0.03), batch=B, **white)),
+        ("linear, sum of a batch", 2, {"scale"}, loop(regression, sghmc(1e-3), summed=True)),
+        ("logistic, temperature 1", 2, {"scale"}, loop(logistic, bc.sghmc(0.1, temperature=1.0))),
+        ("linear, temperature 1/b", 2, {"scale"}, loop(regression, bc.sghmc(0.1, temperature=1 / B))),
+        ("network, temperature 1/b", 2, {"scale"}, loop(network, bc.sghmc(0.005, temperature=1 / B))),
+        ("wines, hot batches", 2, HOT, loop(wines, of_wines(0.5), batch=16, **white)),
+        ("wines, temperature 1", 2, {"scale"}, loop(wines, bc.sghmc(0.1, temperature=1.0))),
+        ("wines, sum of a batch", 2, {"scale"}, loop(wines, of_wines(1e-3), summed=True)),
+        ("wines, rate too small", 2, COLD, loop(wines, of_wines(1e-6), steps=1500)),
+        ("network, rate too small", 2, COLD, loop(network, sghmc(1e-7), steps=1500)),
+        ("logistic, rate too small", 2, COLD, loop(logistic, sghmc(1e-4), steps=1500)),
+        ("linear, lr beyond the limit", 2, {"diverged", "nonfinite"}, loop(regression, sghmc(9.0), steps=400, burn_in=0)),
+        ("linear, far start", 2, {"burn-in", "mixing", "modes"},
+         loop(regression, bc.sgld(0.004, temperature=T), steps=2000, **at_start)),
+        ("linear, far start with momentum", 2, {"burn-in"}, loop(regression, sghmc(0.1), steps=800, **at_start)),
+        ("linear, eight draws", 2, {"short", "mixing", "burn-in", "modes"},
+         loop(regression, sghmc(0.01), steps=80, burn_in=0, thinning=10)),
+        ("linear, decay a thousand times too strong", 2, {"prior"}, loop(regression, strong, steps=4000)),
+        ("linear, one seed from four starts", 2, {"duplicate"}, one_seed),
+        ("linear, a copy three draws behind", 2, {"duplicate"}, changed(behind)),
+        ("common drift", 4, {"mixing"}, drifts),
+        ("exact, one jump", 6, {"mixing", "short"}, exact(60, 4, judge=Exact.jumped)),
+        ("exact, one of 50 chains elsewhere", 6, {"modes"}, exact(60, 50, judge=Exact.elsewhere)),
+        ("exact, a chain that stops", 6, {"dead"}, exact(60, 2, judge=Exact.stopped)),
+        ("exact, at twice the temperature", 6, {"heated"}, exact(60, 4, times=2.0)),
+        ("exact, at half the temperature", 6, {"cold"}, exact(60, 4, times=0.5)),
+        ("linear, nan", 1, {"nonfinite"}, changed(nan)),
+        ("linear, twice", 1, {"duplicate"}, changed(twice)),
+        ("linear, still", 1, {"dead"}, changed(still)),
+        ("linear, modes", 1, {"modes"}, changed(apart)),
+        ("linear, a leaf that stands still", 1, {"dead"}, changed(frozen)),
+    ])  # fmt: skip
+
+
+def runs() -> dict[str, tuple[set[str], Callable[[], Any]]]:
+    """All of them by name, with what is wrong with each."""
+    return {
+        f"{name} {seed}" if seeds > 1 else name: (kinds, partial(made, seed))
+        for name, seeds, kinds, made in chain(right(), wrong())
+        for seed in range(seeds)
     }
-    for name, make in samplers.items():
-        for seed in range(2):
-            out[f"linear, {name} {seed}"] = lambda make=make, seed=seed: (lambda p, tx: judged(sampled(p, tx), tx, p))(
-                regression(seed), make()
-            )
-    for seed in range(4):
-        out[f"logistic {seed}"] = lambda seed=seed: (lambda p, tx: judged(sampled(p, tx), tx, p))(
-            logistic(seed), bc.sghmc(0.5, temperature=T)
-        )
-    for seed in range(3):
-        out[f"network, full batch {seed}"] = lambda seed=seed: (
-            lambda p, tx: judged(sampled(p, tx, steps=4000, burn_in=1500, thinning=12), tx, p)
-        )(network(seed), bc.sghmc(0.04, temperature=T))
-        out[f"network, cool batches {seed}"] = lambda seed=seed: (
-            lambda p, tx: judged(sampled(p, tx, batch=150, steps=5000, burn_in=2000, thinning=12), tx, p)
-        )(network(seed), bc.sghmc(0.02, 0.93, temperature=T))
-        out[f"wines, full batch {seed}"] = lambda seed=seed: (
-            lambda p, tx: judged(sampled(p, tx, steps=4000, burn_in=1500, thinning=12), tx, p)
-        )(wines(seed), bc.sghmc(0.2, temperature=1 / 178))
-    return out
-
-
-def wrong() -> dict[str, tuple[Expected, Callable]]:
-    T = 1 / N
-    out: dict[str, tuple[Expected, Callable]] = {}
-
-    def add(name: str, kinds: Expected, problem: Callable, make: Callable, **how):
-        judge = how.pop("judge", {})
-
-        def run():
-            p, tx = problem(), make()
-            loss = how.get("loss")
-            loss = loss(p) if loss is not None else None
-            draws = sampled(p, tx, **{**how, "loss": loss})
-            return judged(draws, tx, p, loss=loss, **judge)
-
-        out[name] = kinds, run
-
-    def summed(p):
-        return lambda params, batch: len(batch[0]) * p[1](params, batch)
-
-    hot, cold = {"heated", "diverged"}, {"cold", "short", "mixing", "burn-in", "modes"}
-    for seed in range(2):
-        p, q, n = (lambda s=seed, f=f: f(s) for f in (regression, logistic, network))
-        add(f"linear, hot batches {seed}", hot, p, lambda: bc.sghmc(0.1, temperature=T), batch=B)
-        add(f"linear, warm independent batches {seed}", hot, p, lambda: bc.sghmc(0.02, temperature=T), batch=B,
-            order="independent")  # fmt: skip
-        add(f"logistic, hot batches {seed}", hot, q, lambda: bc.sghmc(1.0, temperature=T), batch=B)
-        add(f"network, hot batches {seed}", hot | {"scale"}, n, lambda: bc.sghmc(0.03, temperature=T), batch=B,
-            order="independent", steps=2500)  # fmt: skip
-        add(f"linear, sum of a batch {seed}", {"scale"}, p, lambda: bc.sghmc(1e-3, temperature=T), loss=summed)
-        add(f"logistic, temperature 1 {seed}", {"scale"}, q, lambda: bc.sghmc(0.1, temperature=1.0))
-        add(f"linear, temperature 1/b {seed}", {"scale"}, p, lambda: bc.sghmc(0.1, temperature=1 / B))
-        add(f"network, temperature 1/b {seed}", {"scale"}, n, lambda: bc.sghmc(0.005, temperature=1 / B))
-        w = lambda s=seed: wines(s)  # noqa: E731
-        add(f"wines, hot batches {seed}", hot, w, lambda: bc.sghmc(0.5, temperature=1 / 178), batch=16,
-            order="independent", steps=2500)  # fmt: skip
-        add(f"wines, temperature 1 {seed}", {"scale"}, w, lambda: bc.sghmc(0.1, temperature=1.0))
-        add(f"wines, sum of a batch {seed}", {"scale"}, w, lambda: bc.sghmc(1e-3, temperature=1 / 178), loss=summed)
-        add(f"wines, rate too small {seed}", cold, w, lambda: bc.sghmc(1e-6, temperature=1 / 178), steps=1500)
-        add(f"network, rate too small {seed}", cold, n, lambda: bc.sghmc(1e-7, temperature=T), steps=1500)
-        add(f"logistic, rate too small {seed}", cold, q, lambda: bc.sghmc(1e-4, temperature=T), steps=1500)
-        add(f"linear, lr beyond the limit {seed}", {"diverged", "nonfinite"}, p, lambda: bc.sghmc(9.0, temperature=T),
-            steps=400, burn_in=0)  # fmt: skip
-
-    for seed in range(2):
-        p = lambda s=seed: regression(s)  # noqa: E731
-        add(f"linear, far start {seed}", {"burn-in", "mixing", "modes"}, p, lambda: bc.sgld(0.004, temperature=T),
-            params=far(seed), steps=2000, burn_in=0)  # fmt: skip
-        add(f"linear, far start with momentum {seed}", {"burn-in"}, p, lambda: bc.sghmc(0.1, temperature=T),
-            params=far(seed), steps=800, burn_in=0)  # fmt: skip
-        add(f"linear, eight draws {seed}", {"short", "mixing", "burn-in", "modes"}, p, lambda: bc.sghmc(0.01, temperature=T),
-            steps=80, burn_in=0, thinning=10)  # fmt: skip
-        strong = lambda s=seed: regression(s, decay=1.0)  # noqa: E731
-        add(f"linear, decay a thousand times too strong {seed}", {"prior"}, strong,
-            lambda: bc.sgd(0.005, momentum=0.9, weight_decay=1000 / N, temperature=T), steps=4000)  # fmt: skip
-
-    def one_seed(seed):
-        problem, tx = regression(seed), bc.sghmc(0.1, temperature=T)
-        runs = []
-        for i in range(4):
-            torch.manual_seed(7)
-            w = {"w": torch.full((4,), float(i)), "b": torch.tensor(0.0)}
-            step = bc.make_step(problem[1], tx)
-            runs.append(bc.sample(step, w, tx.init(w), [problem[0]], steps=1500, burn_in=500, thinning=5))
-        trees = [optree.tree_map(lambda *x: torch.stack(x), *(r[i] for r in runs)) for i in range(len(runs[0]))]
-        return judged(bc.Draws.from_trees(trees, chains=4), tx, problem)
-
-    def behind(seed):
-        problem, tx = regression(seed), bc.sghmc(0.1, temperature=T)
-        draws = sampled(problem, tx)
-        trees = [optree.tree_map(torch.clone, draws[i]) for i in range(len(draws))]
-        for t, late in zip(trees[:-3], trees[3:]):
-            for k, x in late.items():
-                x[1] = t[k][0]
-        return judged(bc.Draws.from_trees(trees[3:], chains=4), tx, problem)
-
-    def drifts(seed):
-        g = torch.Generator().manual_seed(seed)
-        rises = torch.linspace(0, (3.3, 16.7)[seed // 2], 400)
-        x = torch.randn(400, 4, 4, generator=g) + rises[:, None, None]
-        return bc.diagnostics.doctor(bc.Draws.from_trees([{"w": t} for t in x], chains=4))
-
-    for seed in range(2):
-        out[f"linear, one seed from four starts {seed}"] = {"duplicate"}, lambda seed=seed: one_seed(seed)
-        out[f"linear, a copy three draws behind {seed}"] = {"duplicate"}, lambda seed=seed: behind(seed)
-    for seed in range(4):
-        out[f"common drift {seed}"] = {"mixing"}, lambda seed=seed: drifts(seed)
-
-    def broken(change):
-        p, tx = regression(0), bc.sghmc(0.1, temperature=T)
-        draws = sampled(p, tx)
-        trees = [optree.tree_map(torch.clone, draws[i]) for i in range(len(draws))]
-        change(trees)
-        return bc.diagnostics.doctor(bc.Draws.from_trees(trees, chains=4), tx, p[1], [p[0]])
-
-    def nan(trees):
-        trees[7]["w"][0, 0] = torch.nan
-
-    def twice(trees):
-        for t in trees:
-            for x in t.values():
-                x[1] = x[0]
-
-    def still(trees):
-        for t in trees:
-            for k, x in t.items():
-                x[2] = trees[0][k][2]
-
-    def modes(trees):
-        for t in trees:
-            t["w"][:2] += 1.0
-
-    def frozen(trees):
-        for t in trees:
-            t["b"][:] = trees[0]["b"]
-
-    for seed in range(6):
-        out[f"exact, one jump {seed}"] = {"mixing", "short"}, lambda seed=seed: Exact(seed, 60, 4).jumped()
-        out[f"exact, one of 50 chains elsewhere {seed}"] = {"modes"}, lambda seed=seed: Exact(seed, 60, 50).elsewhere()
-        out[f"exact, a chain that stops {seed}"] = {"dead"}, lambda seed=seed: Exact(seed, 60, 2).stopped()
-        out[f"exact, at twice the temperature {seed}"] = (
-            {"heated"},
-            lambda seed=seed: Exact(seed, 60, 4, times=2.0).judged(),
-        )
-        out[f"exact, at half the temperature {seed}"] = (
-            {"cold"},
-            lambda seed=seed: Exact(seed, 60, 4, times=0.5).judged(),
-        )
-
-    changes = {"nonfinite": nan, "duplicate": twice, "dead": still, "modes": modes}
-    for kind, change in changes.items():
-        out[f"linear, {change.__name__}"] = {kind}, lambda change=change: broken(change)
-    out["linear, a leaf that stands still"] = {"dead"}, lambda: broken(frozen)
-    return out
 
 
 def run(name: str) -> dict[str, Any]:
     """One run and its verdict."""
-    good, bad = right(), wrong()
-    kinds, made = (set[str](), good[name]) if name in good else bad[name]
+    kinds, made = runs()[name]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = made()
     is_right = bool(found.kinds & kinds) if kinds else found.is_healthy
-    says = [finding.says for finding in found.findings]
     return {
         "expected": sorted(kinds),
         "found": sorted(found.kinds),
         "first": found.findings[0].kind if found.findings else "",
         "right": is_right,
-        "findings": says,
+        "findings": [finding.says for finding in found.findings],
         "says": ("" if is_right else "WRONG ") + ", ".join(sorted(found.kinds)),
     }
 
@@ -428,26 +425,20 @@ def table(rows: list[dict[str, Any]]) -> dict[str, Any]:
             "called healthy": sum(not r["found"] for r in bad),
         }
 
-    def of_networks(rows: list) -> list:
-        return [r for r in rows if r["cell"].startswith(("network", "wines"))]
-
-    def held_out(rows: list) -> list:
-        return [r for r in rows if r["cell"].endswith(("1", "3", "5"))]
-
+    networks, held_out = (
+        [[r for r in some if fits(r["cell"])] for some in (good, bad)] for fits in (OF_NETWORKS, HELD_OUT)
+    )
     return {
         **counts(good, bad),
-        "networks": counts(of_networks(good), of_networks(bad)),
-        "held out": counts(held_out(good), held_out(bad)),
+        "networks": counts(*networks),
+        "held out": counts(*held_out),
         "not as they should": [r["cell"] for r in rows if not r["right"]],
     }
 
 
-def main() -> None:
-    args = command(workers=1, only="", out=RESULTS / "doctor.json")
-    names = [name for name in [*right(), *wrong()] if args.only in name]
-    names.sort(key=lambda name: not name.startswith(("network", "wines")))  # the longest first
-    print(table(work_out(run, names, args.out, workers=args.workers, summary=table)))
-
-
 if __name__ == "__main__":
-    main()
+    args = command(workers=1, only="", out=RESULTS / "doctor.json")
+    names = sorted(
+        (name for name in runs() if args.only in name), key=lambda name: not OF_NETWORKS(name)
+    )  # the longest first
+    print(table(work_out(run, names, args.out, workers=args.workers, summary=table)))

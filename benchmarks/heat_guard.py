@@ -25,16 +25,13 @@ The guard was developed on seeds 20 to 23, and run on seeds 60 and 61 once after
 
 from __future__ import annotations
 
-import argparse
 import copy
 import functools
 import itertools
-import json
 import math
-import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,7 +44,7 @@ from torch.nn import functional as F
 import bayesopt_chain as bc
 from bayesopt_chain.diagnostics.heat_guard import HeatGuard
 from bayesopt_chain.diagnostics.top_curvature import lanczos
-from benchmarks.measure import environment, work_out
+from benchmarks.measure import RESULTS, command, keep, known, work_out
 
 COLD, HOT = 1.3, 2.0
 FIRST = 20  # the first seed that the guard's constants were not looked at on
@@ -112,20 +109,16 @@ def loss(kind: str, module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(out, y) if kind == "logistic" else F.cross_entropy(out, y)
 
 
-def flat(tensors) -> Tensor:
-    return torch.cat([t.detach().reshape(-1) for t in tensors])
-
-
 def stiffest(kind: str, module: nn.Module, x: Tensor, y: Tensor, decay: float) -> tuple[Tensor, Tensor]:
     """The four largest eigenvalues of the Hessian with weight decay, and their eigenvectors."""
     params = list(module.parameters())
 
     def product(v: Tensor) -> Tensor:
-        parts = [a.view_as(p) for a, p in zip(v.split([p.numel() for p in params]), params)]
         g = torch.autograd.grad(loss(kind, module, x, y), params, create_graph=True)
-        return flat(torch.autograd.grad(sum((a * b).sum() for a, b in zip(g, parts)), params)) + decay * v
+        of_product = torch.autograd.grad(nn.utils.parameters_to_vector(g) @ v, params)
+        return nn.utils.parameters_to_vector(of_product) + decay * v
 
-    return lanczos(product, flat(params), 4, max_products=30)
+    return lanczos(product, nn.utils.parameters_to_vector(params).detach(), 4, max_products=30)
 
 
 def batches(n: int, size: int | None, order: str):
@@ -161,7 +154,7 @@ def truth(case: Case, module: nn.Module, x: Tensor, y: Tensor, lr: float, larges
 
     forces, everything = vmap(force, randomness="different"), torch.arange(n)
     full = vmap(lambda theta: grad(value)(theta, everything, False) + decay * theta, chunk_size=16)
-    theta = flat(module.parameters()).expand(chains, -1).clone()
+    theta = nn.utils.parameters_to_vector(module.parameters()).detach().expand(chains, -1).clone()
     v, before = torch.zeros_like(theta), torch.randn_like(theta)
     orders = [batches(n, case.batch, case.order) for _ in range(chains)]
     forget = (1 - mu) / (lr * largest)  # steps in which the stiffest direction forgets itself
@@ -403,18 +396,17 @@ def table(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-LOOPS = (  # leaves, elements of each, rule, optimizers, microseconds of other work a step
-    (1, 5, "SGHMC", 1, 0),
-    (1, 5, "make_step", 1, 0),
-    (4, 64, "SGHMC", 1, 0),
-    (4, 64, "make_step", 1, 0),
-    (4, 64, "SGHMC", 1, 3000),
-    (30, 5000, "SGHMC", 1, 0),
-    (300, 64, "SGHMC", 1, 0),
-    (4, 64, "Adam", 1, 0),
-    (60, 64, "Adam", 1, 0),
-    (300, 64, "Adam", 1, 0),
-    (30, 64, "SGHMC", 30, 0),
+LOOPS = (  # leaves, elements of each, rule, optimizers
+    (1, 5, "SGHMC", 1),
+    (1, 5, "make_step", 1),
+    (4, 64, "SGHMC", 1),
+    (4, 64, "make_step", 1),
+    (30, 5000, "SGHMC", 1),
+    (300, 64, "SGHMC", 1),
+    (4, 64, "Adam", 1),
+    (60, 64, "Adam", 1),
+    (300, 64, "Adam", 1),
+    (30, 64, "SGHMC", 30),
 )
 
 
@@ -429,7 +421,7 @@ class Timed(HeatGuard):
         self.spent += time.thread_time() - began
 
 
-def step_of(leaves: int, width: int, rule: str, guards: list[HeatGuard | None], noise: float) -> Callable[[], None]:
+def step_of(leaves: int, width: int, rule: str, guards: Sequence[HeatGuard], noise: float) -> Callable[[], None]:
     """A step of optimizers, one for each guard, on gradients of this size; or of :func:`bayesopt_chain.make_step`."""
     params = [torch.randn(width) for _ in range(leaves)]
     turns = itertools.cycle([[noise * torch.randn(width) for _ in range(leaves)] for _ in range(7)])
@@ -458,43 +450,20 @@ def step_of(leaves: int, width: int, rule: str, guards: list[HeatGuard | None], 
     return all_of_them
 
 
-def cost(leaves: int, width: int, rule: str, optimizers: int, work: int) -> dict[str, Any]:
+def cost(leaves: int, width: int, rule: str, optimizers: int) -> dict[str, Any]:
     """Milliseconds of processor time that guards take of 1,000 steps: in a loop that is cold, and in one that is neither cold
-    nor warned of, whose windows are all full; and what a guard takes between windows.
-
-    The last is the median of 2,000 steps less that of steps without a guard, made in turns.
+    nor warned of, whose windows are all full.
     """
     torch.manual_seed(0)
-    taken = dict[str, float]()
+    row: dict[str, Any] = {"leaves": leaves, "elements of a leaf": width, "rule": rule, "optimizers": optimizers}
     for name, noise in (("cold", 1e-3), ("full windows", 1.0)):
         guards = [Timed(above=math.inf) for _ in range(optimizers)]
-        step = step_of(leaves, width, rule, [*guards], noise)
+        step = step_of(leaves, width, rule, guards, noise)
         for _ in range(1000):
             step()
-        taken[name] = 1e3 * sum(guard.spent for guard in guards)
-    without = step_of(leaves, width, rule, [None] * optimizers, 1.0)
-    resting = [HeatGuard() for _ in range(optimizers)]
-    for guard in resting:
-        guard._start = 10**9
-    asleep = step_of(leaves, width, rule, [*resting], 1.0)
-    times: dict[Callable, list[float]] = {asleep: [], without: []}
-    for i in range(2200):
-        for step in (asleep, without) if i % 2 else (without, asleep):
-            began = time.thread_time()
-            step()
-            times[step].append(time.thread_time() - began)
-    bare, slept = (1e6 * statistics.median(times[step][200:]) for step in (without, asleep))
-    return {
-        "leaves": leaves,
-        "elements of a leaf": width,
-        "rule": rule,
-        "optimizers": optimizers,
-        "microseconds of a step": round(bare + work),
-        "ms of 1,000 steps, cold": round(taken["cold"], 2),
-        "ms of 1,000 steps, full windows": round(taken["full windows"], 2),
-        "microseconds between windows": round(slept - bare, 2),
-        "share, cold": round(taken["cold"] / (bare + work) + (slept - bare) / (bare + work), 4),
-    }
+        row[f"ms of 1,000 steps, {name}"] = round(1e3 * sum(guard.spent for guard in guards), 2)
+    print(row, flush=True)
+    return row
 
 
 def first_warning(seed: int, is_warm: bool) -> dict[str, Any]:
@@ -504,54 +473,31 @@ def first_warning(seed: int, is_warm: bool) -> dict[str, Any]:
     y = x.sum(1) + torch.randn(1000)
     if is_warm:
         nn.init.ones_(model.weight)
-    optimizer = bc.optim.SGHMC(model.parameters(), lr=0.1, temperature=1 / 1000)
+    optimizer, steps = bc.optim.SGHMC(model.parameters(), lr=0.1, temperature=1 / 1000), 0
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for step in range(2_000):
-            rows = torch.randint(1000, (32,))
+        while not caught and steps < 2_000:
+            rows, steps = torch.randint(1000, (32,)), steps + 1
             optimizer.zero_grad()
             ((model(x[rows])[:, 0] - y[rows]).square().mean() / 2).backward()
             optimizer.step()
-            if caught:
-                return {"seed": seed, "from": "mode" if is_warm else "initialisation", "steps": step + 1}
-    return {"seed": seed, "from": "mode" if is_warm else "initialisation", "steps": None}
+    return {"seed": seed, "from": "mode" if is_warm else "initialisation", "steps": steps if caught else None}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.heat_guard", description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--first-seed", type=int, default=FIRST)
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--kinds", nargs="*", default=tuple(CHAINS))
-    parser.add_argument("--without-trainers", action="store_true", help="leave Lightning and Hugging Face out")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "heat_guard.json")
-    parser.add_argument(
-        "--truths", type=Path, help="a record whose truths are taken over: no chain of them knows a guard"
-    )
-    parser.add_argument("--cost", action="store_true", help="the cost alone, into results/heat_guard_cost.json")
-    args = parser.parse_args()
+    out = RESULTS / "heat_guard.json"
+    args = command(seeds=2, first_seed=FIRST, workers=1, kinds=[*CHAINS], out=out, truths=None, cost=False)
     if args.cost:
-        torch.set_num_threads(1)
-        rows = []
-        for each in LOOPS:
-            rows.append(cost(*each))
-            print(rows[-1], flush=True)
-        out = args.out.with_name("heat_guard_cost.json")
+        rows = [cost(*each) for each in LOOPS]
         firsts = [first_warning(seed, is_warm) for is_warm in (True, False) for seed in range(20)]
-        print(firsts)
-        whole = {"environment": environment(), "rows": rows, "first warning": firsts}
-        out.write_text(json.dumps(whole, indent=1) + "\n")
+        keep(args.out.with_name("heat_guard_cost.json"), {"rows": rows, "first warning": firsts})
         return
+    told = known(Path(args.truths))["rows"] if args.truths else []
+    truths = {row["cell"]: (row["truth"], row["standard_error"]) for row in told}
     wanted = [c for c in cases(args.seeds, args.first_seed) if c.kind in args.kinds]
-    wanted = [c for c in wanted if not (args.without_trainers and c.feature in TRAINERS)]
-    truths: dict[str, tuple[float, float]] = {}
-    if args.truths is not None:
-        for row in json.loads(args.truths.read_text())["rows"]:
-            truths[row["cell"]] = (row["truth"], row["standard_error"])
     ordered = sorted(wanted, key=lambda c: c.kind != "convolutions")
-    told = functools.partial(run, truths=truths)
-    rows = work_out(told, ordered, args.out, workers=args.workers, summary=table)
-    print(table(rows))
+    run_case = functools.partial(run, truths=truths)
+    print(table(work_out(run_case, ordered, args.out, workers=args.workers, summary=table)))
 
 
 if __name__ == "__main__":

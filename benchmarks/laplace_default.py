@@ -4,7 +4,7 @@
     python -m benchmarks.laplace_default --further             # six that were looked at once, after the rule was done
     python -m benchmarks.laplace_default --further --only oscillator            # one row of that table anew
     python -m benchmarks.laplace_default --peer                # laplace-torch's marginal likelihood on the same networks
-    PYTHONPATH=OLD python benchmarks/laplace_default.py --name "before"         # another version of the package
+    python -m benchmarks.laplace_default --name "before"         # a table of its own, as of another version of the package
 
 Each network is trained on part of a small data set of scikit-learn's, or a drawn one. A row has the test negative log
 likelihood of the network itself (for regression with the variance of its training residuals), how much a default fit changes
@@ -14,16 +14,13 @@ it in the mean over seeds and for the worst of them, and for regression the cove
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import math
 import os
 import statistics
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -32,8 +29,7 @@ import torch
 from torch import Tensor, nn
 
 import bayesopt_chain as bc
-
-RESULTS = Path(__file__).parent / "results" / "laplace_default.json"
+from benchmarks.measure import RESULTS, command, keep, known
 
 
 class Task(NamedTuple):
@@ -252,16 +248,14 @@ def peer(task: Task) -> tuple[float, float | None]:
     """The same of laplace-torch: last layer, Kronecker, prior (and noise) by its marginal likelihood."""
     from laplace import Laplace
 
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*task.train), 64)
+    if task.kind == "counts":
+        return math.nan, None
+    kind = {"classes": "classification"}.get(task.kind, task.kind)
+    fit = Laplace(task.net, kind, subset_of_weights="last_layer", hessian_structure="kron")
+    fit.fit(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*task.train), 64))
     if task.kind == "classes":
-        fit = Laplace(task.net, "classification", subset_of_weights="last_layer", hessian_structure="kron")
-        fit.fit(loader)
         fit.optimize_prior_precision(method="marglik")
         return nn.functional.nll_loss(fit(task.test[0], link_approx="probit").log(), task.test[1]).item(), None
-    if task.kind != "regression":
-        return math.nan, None
-    fit = Laplace(task.net, "regression", subset_of_weights="last_layer", hessian_structure="kron")
-    fit.fit(loader)
     logs = [torch.zeros(1, requires_grad=True) for _ in range(2)]
     optimizer = torch.optim.Adam(logs, lr=0.1)
     for _ in range(300):  # its documented recipe for a regression's prior and noise
@@ -286,20 +280,14 @@ def own(task: Task) -> float:
 
 
 def row(
-    name: str, of_seed: Callable[[int], dict[str, Callable[[], Task]]], seeds: int, fit: Callable, nets: Path | None
+    name: str, of_seed: Callable[[int], dict[str, Callable[[], Task]]], seeds: int, fit: Callable
 ) -> dict[str, Any]:
     """One network over the seeds."""
     changes, owns, covered, seconds = [], [], [], []
     for seed in range(seeds):
         torch.manual_seed(seed)
         task = of_seed(seed)[name]()
-        kept = None if nets is None else nets / f"{name}, {seed}.pt"
-        if kept is not None and kept.exists():
-            task.net.eval().load_state_dict(torch.load(kept))
-        else:
-            trained(task)
-            if kept is not None:
-                torch.save(task.net.state_dict(), kept)
+        trained(task)
         start = time.process_time()
         try:
             loss, coverage = fit(task)
@@ -315,36 +303,15 @@ def row(
     return {**out, "seconds": statistics.mean(seconds)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--only", default="")
-    parser.add_argument("--further", action="store_true")
-    parser.add_argument("--peer", action="store_true")
-    parser.add_argument("--name", default="default")
-    parser.add_argument("--nets", type=Path, help="a folder that keeps the trained networks, for several fits of them")
-    chosen = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    of_seed, fit = further if chosen.further else tasks, peer if chosen.peer else ours
-    name = ("laplace-torch" if chosen.peer else chosen.name) + (", further" if chosen.further else "")
-    table = {}
-    for network in of_seed(0):
-        if chosen.only in network:
-            table[network] = found = row(network, of_seed, chosen.seeds, fit, chosen.nets)
-            covered = "" if found["coverage"] is None else f", covers {found['coverage']:.2f}"
-            print(
-                f"{network:26s} network {found['network']:7.3f}, {name} {found['change']:+.3f} "
-                f"(worst {found['worst']:+.3f}){covered}, {found['seconds']:.2f} s",
-                flush=True,
-            )
-    if chosen.seeds >= 3:
-        record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-        from benchmarks.measure import keep
-
-        known = {n: of for n, of in record.get(name, {}).items() if chosen.only and n in of_seed(0)}
-        keep(RESULTS, {**record, name: {**known, **table}})
-
-
 if __name__ == "__main__":
-    main()
+    given = command(seeds=5, only="", further=False, peer=False, name="default")
+    warnings.simplefilter("ignore")
+    of_seed, fit = further if given.further else tasks, peer if given.peer else ours
+    table = ("laplace-torch" if given.peer else given.name) + (", further" if given.further else "")
+    record = known(RESULTS / "laplace_default.json")
+    rows = record[table] = record.get(table, {}) if given.only else {}
+    for network in (name for name in of_seed(0) if given.only in name):
+        rows[network] = row(network, of_seed, given.seeds, fit)
+        print(f"{network:26s} {rows[network]}", flush=True)
+        if given.seeds >= 3:
+            keep(RESULTS / "laplace_default.json", record)

@@ -1,9 +1,7 @@
 """Learning coefficients of models whose value is known, at default settings, beside devinterp.
 
-    python -m benchmarks.learning_coefficient              # rows that results/learning_coefficient.json lacks; resumable
+    python -m benchmarks.learning_coefficient              # what its record lacks, and the record as a table
     python -m benchmarks.learning_coefficient --final      # held-out models and seeds
-    python -m benchmarks.learning_coefficient --speed      # the rows of speed
-    python -m benchmarks.learning_coefficient --table      # the record as Markdown, from the file alone
 
 Each model is sampled with ``bc.local_learning_coefficient(loss, start, data, temperature=T)`` and nothing else:
 full batches, and ``bc.epochs(data, 100)`` where it has data. ``T`` is Watanabe's ``log(n) / n`` for ``n = 1000``, and the
@@ -25,19 +23,20 @@ not looked at for a rule, except that two of the four (two ReLU, 6-3-6-6) were r
 was set. Two faults were seen in earlier such runs, and mended before these seeds: the noise of batches was
 measured in pilots alone, and is greater where the chains go; and what it heats, 1 to 12 % of the answers, stood in their error
 and was not taken off.
+
+``speed`` in the record, a step of ours beside one of devinterp, was measured once
+(``git show ac03b86:benchmarks/learning_coefficient.py``).
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import math
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from importlib.util import find_spec
 from typing import Any
 
 import optree
@@ -45,13 +44,12 @@ import torch
 from torch import Tensor
 
 import bayesopt_chain as bc
-from benchmarks.measure import keep, ratio, take_turns
+from benchmarks.measure import RESULTS, command, keep, known, markdown
 
-RESULTS = Path(__file__).parent / "results" / "learning_coefficient.json"
+PATH = RESULTS / "learning_coefficient.json"
 N, BATCH = 1000, 100
 T = math.log(N) / N
 SEEDS, FINAL = {"full": 0, "minibatch": 0}, {"full": 40, "minibatch": 50}
-THINNING = 8  # the default of bc.observe
 GRID = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 F64 = torch.float64
 
@@ -210,7 +208,6 @@ def quadrature(model: Model) -> tuple[float, float]:
     """The value on a grid of two or three parameters, and how much a coarser grid changes it."""
 
     def at(points: int) -> float:
-        d = len(model.start)
         grids = [torch.linspace(-6.5, 6.5, points, dtype=F64) + c for c in model.start.values()]
         p = dict(zip(model.start, torch.meshgrid(*grids, indexing="ij")))
         if model.data is None:
@@ -222,10 +219,9 @@ def quadrature(model: Model) -> tuple[float, float]:
         spring = sum((p[name] - c).square() for name, c in model.start.items()) * T / 2
         least = float(model.loss(model.start, model.data))
         density = (-(energy - least + spring) / T).exp()
-        assert d in (2, 3)
         return float(((energy - least) * density).sum() / density.sum() / T)
 
-    fine, coarse = (4001, 2001) if len(model.start) == 2 else (401, 321)
+    fine, coarse = {2: (4001, 2001), 3: (401, 321)}[len(model.start)]
     value = at(fine)
     return value, abs(value - at(coarse))
 
@@ -278,8 +274,7 @@ def right(model: Model) -> dict[str, float]:
     """The value at this temperature and spring, and its error."""
     if model.value is not None:
         return {"value": model.value, "error": 0.0}
-    value, error = quadrature(model) if model.truth == "quadrature" else hmc(model)
-    return {"value": value, "error": error}
+    return dict(zip(("value", "error"), (quadrature if model.truth == "quadrature" else hmc)(model)))
 
 
 def ours(model: Model, batches: Any, seed: int) -> dict[str, Any]:
@@ -291,16 +286,9 @@ def ours(model: Model, batches: Any, seed: int) -> dict[str, Any]:
             found = bc.local_learning_coefficient(model.loss, model.start, batches, temperature=T, seed=seed)
     except ValueError as err:
         return {"refused": str(err), "seconds": time.process_time() - begun}
-    run = found.run
-    return {
-        "value": found.value,
-        "error": found.standard_error,
-        "verdict": found.verdict,
-        "lr": run.lr,
-        "limit": run.limit,
-        "gradients": run.gradients,
-        "seconds": time.process_time() - begun,
-    }
+    of_run = {name: getattr(found.run, name) for name in ("lr", "limit", "gradients")}
+    answer = {"value": found.value, "error": found.standard_error, "verdict": found.verdict}
+    return answer | of_run | {"seconds": time.process_time() - begun}
 
 
 def theirs(model: Model, data: Any, lr: float, steps: int, seed: int, chains: int = 8) -> float:
@@ -333,7 +321,7 @@ def judged(found: dict[str, Any], truth: dict[str, float]) -> str:
     return "answered" if off <= max(0.05 * truth["value"], 2 * both) else "wrong"
 
 
-def league(record: dict[str, Any], seeds: dict[str, int], held_out: bool, peer: bool) -> None:
+def league(record: dict[str, Any], seeds: dict[str, int], held_out: bool) -> None:
     """Fill in what the record lacks."""
     for name, model in models().items():
         if model.held_out and not held_out:
@@ -341,164 +329,46 @@ def league(record: dict[str, Any], seeds: dict[str, int], held_out: bool, peer: 
         row = record["models"].setdefault(name, {"truth": model.truth, "rlct": model.rlct, "held_out": model.held_out})
         if "right" not in row:
             row["right"] = right(model)
-            keep(RESULTS, record)
+            keep(PATH, record)
         for kind in ("full", *(["minibatch"] if model.data is not None else [])):
             key = f"{kind}, seed {seeds[kind]}"
             if key not in row:
                 row[key] = ours(model, model.data if kind == "full" else bc.epochs(model.data, BATCH), seeds[kind])
                 row[key]["judged"] = judged(row[key], row["right"])
                 print(name, key, row["right"], row[key], flush=True)
-                keep(RESULTS, record)
+                keep(PATH, record)
         taken = row[f"full, seed {seeds['full']}"].get("gradients")
-        if peer and taken and "devinterp" not in row:
+        if find_spec("devinterp") and taken and "devinterp" not in row:
             found = {str(lr): theirs(model, model.data, lr, taken // 8, seeds["full"]) for lr in GRID}
             row["devinterp"] = {"gradients": taken, "values": found}
             print(name, "devinterp", row["devinterp"], flush=True)
-            keep(RESULTS, record)
+            keep(PATH, record)
 
 
-def speed(rounds: int = 9) -> dict[str, Any]:
-    """Process time of a chain-step of ours over that of devinterp, in turns; beside them that of a gradient alone."""
-    from devinterp.optim.sgmcmc import SGMCMC
-
-    from bayesopt_chain.diagnostics.observables import observe as room
-    from bayesopt_chain.diagnostics.observables.target import Measured, Target
-
-    out = {}
-    for name, module, batch, chains in _networks():
-        forward, params, _ = bc.make_functional(module)
-        inputs, targets = batch
-
-        def loss(p: Any, batch: Any, forward: Any = forward) -> Tensor:
-            outputs = forward(p, (batch[0], None))
-            return torch.nn.functional.mse_loss(outputs, batch[1])
-
-        optimizer = SGMCMC.sgld(module.parameters(), lr=1e-6, nbeta=100.0, localization=1.0)
-
-        def alone(optimizer: Any = optimizer, module: Any = module, x: Tensor = inputs, y: Tensor = targets) -> None:
-            for _ in range(10):
-                optimizer.zero_grad()
-                torch.nn.functional.mse_loss(module(x), y).backward()
-
-        def peer(optimizer: Any = optimizer, module: Any = module, x: Tensor = inputs, y: Tensor = targets) -> None:
-            for _ in range(10):
-                optimizer.zero_grad()
-                torch.nn.functional.mse_loss(module(x), y).backward()
-                optimizer.step()
-
-        target = Target(loss, params, lambda p: p, batch, 0.01, 0.01, 0.9, 0)
-        tx, start = target.chain(1e-6), target.start(chains)
-        measured = Measured(target, chains, {}, target.stiff_directions(1), 0.0, 0)
-        sizes = {"loss": 1, "virial": 1, "virial of stiff": 1, "virial of spring": 1, "virial by leaf": len(params)}
-        zeros = {n: torch.zeros(m).double() for n, m in sizes.items()}
-        record = room.Record({n: (m,) for n, m in sizes.items()}, [], [], zeros)
-        watch = room.Watch(measured, record, 0, THINNING, batch, {})
-        watch.step = 2_000_000  # far from the steps that look at the curvature
-        step = bc.make_step(measured.stacked, tx, inplace=True, observe=watch.seen)
-        state = {"at": (start, tx.init(start))}
-
-        def own(step: Any = step, state: Any = state, watch: Any = watch, batch: Any = batch) -> None:
-            for _ in range(10):
-                params, inner, info = step(*state["at"], batch)
-                state["at"] = params, inner
-                watch(_iteration(watch.step + 1, params, inner, info))
-
-        contestants = {"ours": own, "theirs": peer, "gradient": alone}
-        times = take_turns(contestants, rounds=rounds, seconds=0.5, clock=time.process_time)
-        times["ours"] = [x / chains for x in times["ours"]]
-        out[name] = {
-            "chains": chains,
-            "weights": sum(x.numel() for x in params.values()),
-            **{f"{who}_ms": 100 * min(x) for who, x in times.items()},
-            **ratio(times, "ours", "theirs"),
-            "gradient_alone": ratio(times, "gradient", "theirs")["ratio"],
-        }
-        print(name, out[name], flush=True)
-    return out
-
-
-def _iteration(n: int, params: Any, state: Any, info: Any) -> Any:
-    from bayesopt_chain.runs.run import Iteration
-
-    return Iteration(n, params, state, info, True)
-
-
-class Attention(torch.nn.Module):
-    """One layer of attention and a feed-forward layer on continuous inputs."""
-
-    def __init__(self, width: int, layers: int) -> None:
-        super().__init__()
-        make = torch.nn.TransformerEncoderLayer
-        self.layers = torch.nn.ModuleList(
-            [make(width, 4, 4 * width, dropout=0.0, batch_first=True) for _ in range(layers)]
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def _networks() -> list[tuple[str, torch.nn.Module, tuple[Tensor, Tensor], int]]:
-    """Networks of about 60, 85,000, 50,000 and 800,000 weights, a batch of each, and how many chains run at once."""
-    torch.manual_seed(0)
-    nn = torch.nn
-    rrr = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Linear(5, 6, bias=False))
-    mlp = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 10))
-    return [
-        ("reduced rank regression", rrr, (torch.randn(60, 6), torch.randn(60, 6)), 64),
-        ("MLP", mlp, (torch.randn(64, 64), torch.randn(64, 10)), 1),
-        ("attention, small", Attention(64, 1), (torch.randn(8, 16, 64), torch.randn(8, 16, 64)), 1),
-        ("attention, large", Attention(128, 4), (torch.randn(8, 32, 128), torch.randn(8, 32, 128)), 1),
-    ]
-
-
-def table(record: dict[str, Any]) -> str:
+def table(models: dict[str, Any]) -> str:
     """The record as Markdown."""
-    lines = [
-        "| model | batches | right | ours (+- 2 errors) | seeds answered | devinterp default | best of grid |",
-        "|" + " --- |" * 7,
-    ]
-    for name, row in record["models"].items():
+    lines = []
+    for name, row in models.items():
         for kind in ("full", "minibatch"):
-            found = {k: v for k, v in row.items() if k.startswith(kind)}
+            found = [v for k, v in row.items() if k.startswith(kind)]
             if not found:
                 continue
-            first = next(iter(found.values()))
-            told = "refused" if "refused" in first else f"{first['value']:.3g} +- {2 * first['error']:.2g}"
-            answered = sum(v["judged"] == "answered" for v in found.values())
-            wrong = sum(v["judged"] == "wrong" for v in found.values())
+            first, truth = found[0], row["right"]["value"]
+            value = "refused" if "refused" in first else f"{first['value']:.3g} +- {2 * first['error']:.2g}"
+            answered, wrong = (sum(v["judged"] == how for v in found) for how in ("answered", "wrong"))
             grid = row.get("devinterp", {}).get("values", {}) if kind == "full" else {}
-            truth = row["right"]["value"]
-            best = min((v for v in grid.values() if math.isfinite(v)), key=lambda v: abs(v - truth), default=math.nan)
-            shown = [f"{v:.3g}" if math.isfinite(v) else "-" for v in (grid.get("0.01", math.nan), best)]
-            mark = " (held out)" if row["held_out"] else ""
-            lines.append(
-                f"| {name}{mark} | {kind} | {truth:.4g} | {told} | {answered} of {len(found)}, {wrong} wrong | "
-                f"{shown[0]} | {shown[1]} |"
-            )
-    return "\n".join(lines)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--speed", action="store_true")
-    parser.add_argument("--table", action="store_true")
-    parser.add_argument("--final", action="store_true", help="held-out models and seeds too")
-    parser.add_argument("--no-peer", action="store_true")
-    arguments = parser.parse_args()
-    record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"models": {}}
-    if arguments.table:
-        print(table(record))
-        return
-    torch.set_num_threads(1)
-    if arguments.speed:
-        record["speed"] = speed()
-    else:
-        seeds = FINAL if arguments.final else SEEDS
-        league(record, seeds, arguments.final, not arguments.no_peer)
-    keep(RESULTS, record)
+            finite = {lr: v for lr, v in grid.items() if math.isfinite(v)}
+            best = min(finite, key=lambda lr: abs(finite[lr] - truth), default="")
+            peers = [f"{finite[lr]:.3g}" if lr in finite else "-" for lr in ("0.01", best)]
+            seeds = f"{answered} of {len(found)}, {wrong} wrong"
+            held_out = " (held out)" if row["held_out"] else ""
+            lines.append((name + held_out, kind, f"{truth:.4g}", value, seeds, *peers))
+    head = ("model", "batches", "right", "ours (+- 2 errors)", "seeds answered", "devinterp default", "best of grid")
+    return markdown(head, lines)
 
 
 if __name__ == "__main__":
-    main()
+    final = command(final=False).final
+    record = {"models": {}} | known(PATH)
+    league(record, FINAL if final else SEEDS, final)
+    print(table(record["models"]))

@@ -49,27 +49,29 @@ def figures(times: dict[str, list[float]], ours: str, theirs: str) -> dict[str, 
     return max(every, key=lambda x: x["ratio"])
 
 
+def sharded(temperature: float, batch: int) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]]:
+    """Ten layers of 1000 x 1000 under ``fully_shard``, an optimizer, and a whole step, made once."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(1000, 1000) for _ in range(10)])
+    for layer in [*model, model]:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    hot: dict[str, Any] = {"temperature": temperature, "generator": bc.distributed.generator(0)}
+    optimizer, x = bc.optim.SGD(model.parameters(), 1e-3, momentum=0.9, **hot), torch.randn(batch, 1000)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    step()
+    return model, optimizer, step
+
+
 def large(blocks: int, batch: int) -> dict[str, Any]:
-    """A whole step and the optimizer's part of it, at T > 0 and T = 0: ten layers of 1000 x 1000 under ``fully_shard``."""
-    steps: dict[str, Callable[[], Any]] = {}
-    alone: dict[str, Callable[[], Any]] = {}
-    for name, temperature in {"T > 0": 1e-5, "T = 0": 0.0}.items():
-        torch.manual_seed(0)
-        model = nn.Sequential(*[nn.Linear(1000, 1000) for _ in range(10)])
-        for layer in [*model, model]:
-            fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        optimizer = bc.optim.SGD(
-            model.parameters(), 1e-3, momentum=0.9, temperature=temperature, generator=bc.distributed.generator(0)
-        )
-        x = torch.randn(batch, 1000)
-
-        def step(model: Any = model, optimizer: Any = optimizer, x: Any = x) -> None:
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-
-        step()
-        steps[name], alone[name] = step, optimizer.step
+    """A whole step and the optimizer's part of it, at T > 0 and T = 0."""
+    made = {name: sharded(temperature, batch) for name, temperature in {"T > 0": 1e-5, "T = 0": 0.0}.items()}
+    steps = {name: step for name, (_, _, step) in made.items()}
+    alone: dict[str, Callable[[], Any]] = {name: optimizer.step for name, (_, optimizer, _) in made.items()}
     return {
         "parameters": 10_010_000,
         "batch": batch,
@@ -79,26 +81,14 @@ def large(blocks: int, batch: int) -> dict[str, Any]:
 
 
 def draws(blocks: int, batch: int) -> dict[str, Any]:
-    """A draw of ten layers of 1000 x 1000 under ``fully_shard``, gathered leaf by leaf for the first rank, against a step."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(1000, 1000) for _ in range(10)])
-    for layer in [*model, model]:
-        fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    optimizer = bc.optim.SGD(
-        model.parameters(), 1e-3, momentum=0.9, temperature=1e-5, generator=bc.distributed.generator(0)
-    )
-    keep, x = bc.collect(model, every=1), torch.randn(batch, 1000)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
+    """A draw, gathered leaf by leaf for the first rank, against a step."""
+    model, _, step = sharded(1e-5, batch)
+    keep = bc.collect(model, every=1)
 
     def draw() -> None:
         keep()
         keep.load_state_dict({"step": 0})  # forget it
 
-    step()
     draw()
     found = figures(turns({"a draw": draw, "a step": step}, blocks, 2), "a draw", "a step")
     return {"parameters": 10_010_000, "batch": batch, "ranks": dist.get_world_size(), **found}
@@ -108,8 +98,7 @@ def small(blocks: int, leaves: int = 100) -> dict[str, Any]:
     """A step over many leaves of 32 x 32, spread, against one over local tensors as large as a part, with the same noise."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     out: dict[str, Any] = {"leaves": leaves}
-    optimizers: dict[str, Callable[[], Any]] = {}
-    chains: dict[str, dict[bool, Callable[[], Any]]] = {"spread": {}, "local": {}}
+    calls: dict[str, dict[str, Callable[[], Any]]] = {"bc.optim.SGHMC": {}, "update, in place": {}, "update, pure": {}}
     for name in ("spread", "local"):
 
         def tensor(name: str = name) -> torch.Tensor:
@@ -120,9 +109,8 @@ def small(blocks: int, leaves: int = 100) -> dict[str, Any]:
         for p in params:
             p.grad = tensor()
         generator = bc.distributed.generator(0)
-        optimizers[name] = bc.optim.SGHMC(params, 1e-3, temperature=1e-5, generator=generator).step
-        sampler = bc.sghmc(1e-3, temperature=1e-5, generator=bc.distributed.generator(0))
-        tx = sampler
+        calls["bc.optim.SGHMC"][name] = bc.optim.SGHMC(params, 1e-3, temperature=1e-5, generator=generator).step
+        tx = bc.sghmc(1e-3, temperature=1e-5, generator=bc.distributed.generator(0))
         for inplace in (True, False):
             theta = [tensor() for _ in range(leaves)]
             kept = [tx.init(theta)]
@@ -135,13 +123,8 @@ def small(blocks: int, leaves: int = 100) -> dict[str, Any]:
                 updates, kept[0] = tx.update(grads, kept[0], params=theta, inplace=inplace)
                 add(theta, updates, inplace=True)
 
-            chains[name][inplace] = step
-    out["bc.optim.SGHMC"] = figures(turns(optimizers, blocks, 10), "spread", "local")
-    for inplace in (True, False):
-        both = {name: chains[name][inplace] for name in chains}
-        what = "in place" if inplace else "pure"
-        out[f"update, {what}"] = figures(turns(both, blocks, 10), "spread", "local")
-    return out
+            calls["update, in place" if inplace else "update, pure"][name] = step
+    return out | {what: figures(turns(both, blocks, 10), "spread", "local") for what, both in calls.items()}
 
 
 def main() -> None:

@@ -171,17 +171,8 @@ def growth(steps: int, thinning: int, warm_up: float = 0.1) -> dict[str, Any]:
             seen[it.step] = resident()
 
     with tempfile.TemporaryDirectory() as folder:
-        bc.sample(
-            step,
-            params,
-            state,
-            batch,
-            steps=steps,
-            thinning=thinning,
-            path=folder,
-            checkpoint_seconds=0.5,
-            callbacks=[watch],
-        )
+        how: dict[str, Any] = {"path": folder, "checkpoint_seconds": 0.5, "callbacks": [watch]}
+        bc.sample(step, params, state, batch, steps=steps, thinning=thinning, **how)
     after = [x for n, x in seen.items() if n > warm_up * steps]
     fifth = len(after) // 5
     first, last = (statistics.median(x) for x in (after[:fifth], after[-fifth:]))

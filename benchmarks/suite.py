@@ -5,7 +5,6 @@
     python -m benchmarks.suite make                 the same of ``make test``, which is all that the workflow runs
     python -m benchmarks.suite shuffled SEED        the quick tier in another order (pytest-randomly), in the same figures
     python -m benchmarks.suite coverage [REVISION]  lines and branches of the package that the quick tier runs (coverage.py)
-    python -m benchmarks.suite mutants              change the package in each place of :data:`MUTANTS`, and run what may notice
 
 Each adds its part to the record. A tier also writes the load of the machine when it began, since seconds of wall count others'
 work too; those of processors do not. Revisions are run in folders of their own.
@@ -25,75 +24,15 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import keep
+from benchmarks.measure import RESULTS, keep, known
 from benchmarks.size import counted, git
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "tests.json"
+PATH = RESULTS / "tests.json"
 BEFORE = "53a4d5a"
-TIERS = {"quick": [], "full": ["-n", "2", "--dist", "worksteal", "tests"]}
-PLUGINS = {"shuffled": "pytest_randomly", "coverage": "pytest_cov"}
-RANKS = "tests/distributed/test_"
-
-# What is changed where it first stands, in which file of the package, from what to what, and the tests that are run.
-MUTANTS = [
-    (
-        "a boundary of a piecewise schedule comes a step late", "schedules.py",
-        "torch.where(t >= boundary, torch.full_like(t, value), out)",
-        "torch.where(t > boundary, torch.full_like(t, value), out)", "tests/samplers/test_schedules.py",
-    ),
-    (
-        "where chains do not divide, one rank too many has one more", "distributed/ranks.py",
-        "each + (rank < more))", "each + (rank <= more))", f"{RANKS}steps.py -k over_ranks",
-    ),
-    (
-        "two neighbouring chains have one key", "distributed/ranks.py",
-        "^ splitmix64(~chain &", "^ splitmix64(~(chain // 2) &", f"{RANKS}steps.py -k keys",
-    ),
-    (
-        "pieces of a checkpoint always cover it", "distributed/checkpoint.py",
-        "return not any(corners.values())", "return True", f"{RANKS}damaged_checkpoints.py",
-    ),
-    (
-        "digests of a checkpoint are not compared", "distributed/checkpoint.py",
-        "or _sha256(folder / file) != digests.get(file)", "", f"{RANKS}damaged_checkpoints.py",
-    ),
-    (
-        "the curvature of a Bernoulli likelihood is p, not p (1 - p)", "likelihoods/_classes.py",
-        "return outputs.sigmoid() * (-outputs).sigmoid()", "return outputs.sigmoid()", "tests/likelihoods",
-    ),
-    (
-        "a dense precision draws by the inverse of L, not of its transpose", "precision/_dense.py",
-        "torch.linalg.solve_triangular(self.factor.mT, columns, upper=True)",
-        "torch.linalg.solve_triangular(self.factor, columns, upper=False)", "tests/precision",
-    ),
-    (
-        "variances of a Kronecker precision by |v|, not v^2", "precision/_kronecker.py",
-        "_times(v.square(), values.mT)", "_times(v.abs(), values.mT)", "tests/precision",
-    ),
-    (
-        "a run draws a step early", "runs/run.py",
-        "(step - self.burn_in) % self.thinning == 0", "(step - self.burn_in) % self.thinning == self.thinning - 1",
-        "tests/runs/test_sample.py",
-    ),
-    (
-        "two keys under one averaged gradient are not seen", "distributed/witness.py",
-        "if other[1] != mine[1] and other[2] != mine[2]:", "if other[1] == mine[1] and other[2] != mine[2]:",
-        f"{RANKS}engines.py -k ddp",
-    ),
-    (
-        "the rank that failed first is not named", "distributed/ranks.py",
-        "if first != mine and", "if first == mine and", f"{RANKS}witness.py -k named",
-    ),
-    (
-        "IVON's momentum takes a gradient with the weight of the past", "optim/ivon.py",
-        "v.mul_(beta1).add_(g, alpha=1.0 - beta1)", "v.mul_(beta1).add_(g, alpha=beta1)", "tests/optim/test_ivon.py",
-    ),
-]  # fmt: skip
 
 
 def folder(path: str) -> str:
@@ -173,41 +112,22 @@ def coverage(revision: str = "HEAD") -> dict[str, Any]:
     return {"revision": git("rev-parse", "--short", revision).strip(), **{name: totals[name] for name in kept}}
 
 
-def mutants() -> list[dict[str, Any]]:
-    """Each mutant, whether a test failed, and the first that did."""
-    found = []
-    with checked_out("HEAD") as tree:
-        for what, file, old, new, tests in MUTANTS:
-            path = tree / "bayesopt_chain" / file
-            text = path.read_text()
-            assert old in text, what
-            path.write_text(text.replace(old, new, 1))
-            done = pytest("-x", "-m", "", "-p", "no:randomly", *tests.split(), cwd=tree)
-            path.write_text(text)
-            (by,) = re.findall(r"^FAILED (\S+)", done.stdout, re.M)[:1] or [None]
-            found.append({"what": what, "file": file, "caught": done.returncode == 1, "by": by})
-    return found
-
-
-def main(what: str, *arguments: str) -> None:
+def main() -> None:
     """Add one part to the record."""
-    record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    if find_spec(PLUGINS.get(what, "pytest")) is None:
-        sys.exit(f"{what} needs a plugin: pip install {PLUGINS[what].replace('_', '-')}")
-    if what in TIERS:
-        record.setdefault(what, []).append(timed(pytest, "-p", "no:randomly", *TIERS[what]))
-    elif what == "make":
-        record.setdefault(what, []).append(timed(make))
-    elif what == "shuffled":
-        seed = arguments[0]
-        record.setdefault(what, []).append({"seed": int(seed), **timed(pytest, f"--randomly-seed={seed}")})
-    elif what == "coverage":
-        record.setdefault(what, []).append(coverage(*arguments))
-    else:
-        record[what] = {"sizes": sizes, "mutants": mutants}[what](*arguments)
-    keep(RESULTS, record)
-    print(json.dumps(record[what], indent=1))
+    parts: dict[str, Callable[..., Any]] = {
+        "sizes": sizes,
+        "quick": lambda: timed(pytest, "-p", "no:randomly"),
+        "full": lambda: timed(pytest, "-p", "no:randomly", "-n", "2", "--dist", "worksteal", "tests"),
+        "make": lambda: timed(make),
+        "shuffled": lambda seed: {"seed": int(seed), **timed(pytest, f"--randomly-seed={seed}")},
+        "coverage": coverage,
+    }
+    what, *arguments = sys.argv[1:]
+    found, record = parts[what](*arguments), known(PATH)
+    record[what] = found if what == "sizes" else [*record.get(what, []), found]
+    keep(PATH, record)
+    print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

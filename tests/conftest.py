@@ -1,5 +1,11 @@
-"""Marks of the tiers; Hypothesis runs the same examples every time, half of them in the quick tier."""
+"""Marks of the tiers; Hypothesis runs the same examples every time, half of them in the quick tier.
 
+Runs on disk commit thousands of times in these tests, and flushing a file takes a disk milliseconds in which nobody works. So
+``tmp_path`` lies in memory where the machine has a file system for that, and room.
+"""
+
+import os
+import shutil
 from collections import defaultdict
 
 import pytest
@@ -10,6 +16,10 @@ for name, examples in {"quick": 20, "full": 40}.items():
     settings.register_profile(
         name, deadline=None, derandomize=True, max_examples=examples, suppress_health_check=[HealthCheck.too_slow]
     )
+
+MEMORY = "/dev/shm"
+if os.path.isdir(MEMORY) and shutil.disk_usage(MEMORY).free > 4 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
 
 
 def pytest_configure(config):

@@ -320,7 +320,6 @@ SOUND: dict[str, Callable[[], Any]] = {  # by the name of an argument, or of a c
     "train_losses": lambda: torch.randn(12, 3),
     "control": lambda: None,
     "trainer": lambda: None,
-    "gradients.check_noise.state": lambda: REFERRING.init(params()),
     "testing.assert_zero_temperature_limit.build": lambda: (
         lambda temperature: bc.sghmc(0.1, 0.0, temperature=temperature)
     ),
@@ -504,7 +503,6 @@ NOT_CALLED = {
     "curvature.linear_operator",  # of an extra
     "diagnostics.susceptibility",  # of two runs that observed the same
     *("Draws.module", "FittedLaplace.module"),  # of a network with its own outputs; of nothing
-    "gradients.check_noise",  # answers NaN where there is nothing to see
     *("samplers.replica_exchange", "vi.Draw"),
     *(
         "Step.refresh",
@@ -609,7 +607,6 @@ def call(name: str, given: dict[str, Any]) -> Any:
 KEYWORDS: dict[str, Callable[[], Any]] = {  # of updates, for chains that ask for them
     "loss": lambda: torch.tensor(1.0),
     "curvature": lambda: INCREMENT,
-    "hessian_diagonal": lambda: {"w": torch.ones(2)},
     "gradient_variance": lambda: {"w": torch.ones(2)},
     "gradient_covariance": lambda: torch.eye(2),
 }

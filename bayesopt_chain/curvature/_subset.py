@@ -14,6 +14,7 @@ from typing import Any
 import optree
 from torch import Tensor
 
+from bayesopt_chain.checks import short
 from bayesopt_chain.trees import Tree, paths
 
 
@@ -84,11 +85,14 @@ def _chosen(keep: Any, names: list[str], params: Tree) -> list[bool]:
         return [any(_matches(name, pattern) for pattern in keep) for name in names]
     mask: Tree = keep
     try:
-        return [bool(bit) for bit in optree.tree_leaves(optree.tree_broadcast_prefix(mask, params))]
-    except ValueError as error:
+        bits: list[Any] = optree.tree_leaves(optree.tree_broadcast_prefix(mask, params))
+    except ValueError:
+        bits = [None]
+    if not all(isinstance(bit, bool) for bit in bits):
         raise ValueError(
-            f"keep is no prefix of params: pass names, a function or a tree of booleans ({error})"
-        ) from None
+            f"keep={short(keep)} is no prefix of params: pass names, a function of a name, or a tree of booleans"
+        )
+    return bits
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -9,8 +9,7 @@ are parts of a parameter, and ``save`` and ``load`` for parameters and states on
 """
 
 from bayesopt_chain.distributed.checkpoint import load, save
-from bayesopt_chain.distributed.layout import runs_of
-from bayesopt_chain.distributed.parts import flat_shards, part
+from bayesopt_chain.distributed.parts import flat_shards, part, runs_of
 from bayesopt_chain.distributed.ranks import World, broadcast, generator, require_replicas, world
 
 __all__ = [

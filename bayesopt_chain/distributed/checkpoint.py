@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain._torch import is_dtensor
-from bayesopt_chain.distributed.layout import runs_of
+from bayesopt_chain.distributed.parts import runs_of
 from bayesopt_chain.distributed.ranks import (
     differing,
     digest,

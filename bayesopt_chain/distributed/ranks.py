@@ -34,7 +34,7 @@ from torch import Tensor
 
 from bayesopt_chain import batches, tracing
 from bayesopt_chain._torch import is_dtensor
-from bayesopt_chain.distributed.layout import runs_of
+from bayesopt_chain.distributed.parts import runs_of
 from bayesopt_chain.distributed.shards import like, local
 from bayesopt_chain.random.stream import splitmix64
 

@@ -55,12 +55,12 @@ _made = 0
 _SHARED = (
     "ranks {} and {} hold other values of {!r} under one key{}, so that they draw the same noise for it. Parts of one model "
     "(FSDP1, ZeroRedundancyOptimizer, pipeline stages): say of which by bc.distributed.part(model.named_parameters(), where), "
-    "or take fully_shard. Replicas (DistributedDataParallel): start them alike and let them make the same steps (with uneven "
-    "batches: Join([model, optimizer])). A chain on each rank: generator=bc.distributed.generator(seed, chain=rank)"
+    "or take fully_shard. Replicas (DistributedDataParallel): start them alike and let them make equally many "
+    "steps (DistributedSampler evens batches out). A chain on each rank: generator=bc.distributed.generator(seed, chain=rank)"
 )
 _COUNTS = (
-    "ranks {} and {} are replicas that have drawn {} and {} times, and would draw other noise from now on. With batches that "
-    "are uneven over ranks take Join([model, optimizer]) of torch.distributed.algorithms.join, which brings both to one state"
+    "ranks {} and {} are replicas that have drawn {} and {} times, and would draw other noise from now on. Give all "
+    "ranks equally many batches, as torch's DistributedSampler does, or load the optimizer's state of one of them everywhere"
 )
 _TWO_KEYS = (
     "ranks {} and {} follow one averaged gradient with noise of two keys, and drift apart. Replicas under "

@@ -15,7 +15,7 @@ struct Numbers {
   explicit Numbers(const double* x)
       : sign(x[0]), decay(x[1]), eps(x[2]), step_size(x[3]), momentum(x[4]), gain(x[5]), direct(x[6]), keep(1.0 - x[7]),
         square_decay(x[8]), square_gain(1.0 - x[8]), correction(x[9]), previous(x[10]), current(x[11]),
-        velocity_scale(x[12]), direct_current(x[14]), direct_previous(x[15]) {}
+        velocity_scale(x[12]), direct_current(x[13]), direct_previous(x[14]) {}
 };
 
 // the leaves of a step, addresses and integers in the order of bayesopt_chain.engine.optimizer_cpu.step_

@@ -39,7 +39,7 @@ from bayesopt_chain.random import compiled
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _PARALLEL = 2**15  # elements below which threads cost more than they save
 MOMENT, SCALED, SCALED_MOMENTUM, PLAIN, MOMENTUM = range(5)  # the ways to move: Adam, RMSprop (two), SGD (two)
-_NUMBERS = 16
+_NUMBERS = 15
 _Job: Any = ctypes.c_int64 * 19  # ``Job`` of the source
 _NOW = 12  # key and count of the draws, those of the last draws of both branches, threads
 _address = ctypes.addressof
@@ -110,7 +110,7 @@ class Job:
         Args:
             gradients: contiguous ones.
             numbers: of this step: sign, decay, eps, step_size, momentum, gain, direct, shrink, square_decay, correction,
-                previous, current, velocity_scale, a number that is not read, direct_current, direct_previous.
+                previous, current, velocity_scale, direct_current, direct_previous.
             now: key and count of the draws.
             last: key and count of each branch's last draws, if these are made again; a negative count if there are none.
         """

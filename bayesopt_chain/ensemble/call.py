@@ -21,13 +21,13 @@ from bayesopt_chain.ensemble.report import Progress, Report
 from bayesopt_chain.ensemble.stages import Stages, checksum
 from bayesopt_chain.ensemble.training import Problem, vmappable
 from bayesopt_chain.likelihoods import Likelihood, gaussian, weighted
-from bayesopt_chain.runs.identity import describe
+from bayesopt_chain.runs.run import describe
 
 WHO = "posterior_ensemble: "
 MOST_PRECISE = 1e12  # of priors
 LONG = 300.0  # seconds that a default call says it takes longer than
 # standard errors of what the networks gain over a constant: an error below (of 37 such runs none was wrong, and 5 of 65 below
-# 0: benchmarks.constants)
+# 0: benchmarks/results/constants.json)
 WORSE = -1.0
 
 

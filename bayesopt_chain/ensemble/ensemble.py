@@ -25,7 +25,7 @@ from bayesopt_chain.posterior.batches import as_pair
 from bayesopt_chain.posterior.model import batches_of
 from bayesopt_chain.runs import files
 from bayesopt_chain.runs.draws import Draws
-from bayesopt_chain.runs.identity import describe, difference
+from bayesopt_chain.runs.run import describe, difference
 
 FORMAT = 3
 MOST_NUMBERS = 2**26  # of outputs of all draws that are kept, if they are of classes

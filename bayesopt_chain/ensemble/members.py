@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from bayesopt_chain.ensemble.data import Scale
 from bayesopt_chain.loop.parallel import stack
 from bayesopt_chain.modules.functional import Forward, arguments_of, make_functional
-from bayesopt_chain.runs.identity import describe
+from bayesopt_chain.runs.run import describe
 
 DRAWING = (nn.modules.dropout._DropoutNd,)
 

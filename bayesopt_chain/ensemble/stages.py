@@ -30,7 +30,7 @@ from bayesopt_chain.distributed.ranks import (
 )
 from bayesopt_chain.runs import files
 from bayesopt_chain.runs.files import File
-from bayesopt_chain.runs.identity import difference
+from bayesopt_chain.runs.run import difference
 
 T = TypeVar("T")
 

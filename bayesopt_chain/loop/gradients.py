@@ -11,10 +11,9 @@ so that the estimate ``g - c`` is unbiased:
 A correction reduces the noise if the gradients of a batch at ``theta`` and at ``theta*`` are correlated, as they are for a loss
 near a quadratic. For a network they may not be, and then the correction *adds* noise. The change of the noise, ::
 
-    tr Cov(g - c) - tr Cov(g) = E |c|^2 - 2 E <g, c> = -E d,       d = 2 <g, c> - |c|^2,
+    tr Cov(g - c) - tr Cov(g) = E |c|^2 - 2 E <g, c>,
 
-is therefore measured: before the run, as the ratio of the two traces (:func:`noise_left`), and at every step, by ``d``, which
-costs two inner products and no gradient. A step raises if the mean of ``d`` is below zero by three standard errors.
+is therefore measured: :func:`noise_left` is the ratio of the two traces, which control variates look at before the run.
 """
 
 from __future__ import annotations
@@ -36,16 +35,12 @@ from bayesopt_chain.trees import inner
 
 __all__ = [
     "GradientEstimator",
-    "check_noise",
     "control_variates",
     "mean_gradient",
     "noise_left",
     "svrg",
 ]
 
-WINDOW = 256  # number of steps after which the sums of ``watch`` are halved, so that old steps count less
-LOOK = 32  # number of steps between two tests of the sums
-CERTAIN = 3.0  # a correction is refused if the mean of ``d`` is this many standard errors below zero
 MEASURED = 32  # largest number of batches that :func:`noise_left` evaluates
 
 
@@ -63,7 +58,7 @@ class GradientEstimator(NamedTuple):
         init: ``init(params)`` returns the memory of the estimator, a tree of tensors.
         estimate: ``estimate(params, memory, batch)`` returns ``(gradient, Info)``. An estimator that subtracts a correction of
             mean zero from the gradient of the batch returns ``(gradient, Info, correction)`` with the correction as a tree like
-            the parameters; the step then tests whether it reduces the noise.
+            the parameters, which :func:`noise_left` takes.
         refresh: ``refresh(params, memory)`` returns the memory with its reference moved to ``params``. An estimator whose
             reference does not move returns ``memory``.
     """
@@ -79,30 +74,24 @@ class EstimatedState(NamedTuple):
     Attributes:
         inner: the state of the transformation.
         estimator: the memory of the estimator, such as a :class:`ReferenceState`.
-        watch: float64 ``[4]``: a number of steps, and the sums over them of ``<g, c>``, ``|c|^2`` and ``d^2``.
     """
 
     inner: Any
     estimator: Any
-    watch: Tensor
 
     @property
-    def carried(self) -> tuple[Any, Tensor]:
-        """The memory of the estimator, and the sums ``watch`` over its corrections."""
-        return self.estimator, self.watch
+    def carried(self) -> Any:
+        """The memory of the estimator."""
+        return self.estimator
 
     def advanced(self, inner: Any, carried: Any, skipped: Tensor | None, inplace: bool) -> EstimatedState:
         """Make the state after a step. The memory of the estimator stays the same, since only ``refresh`` changes it.
 
         Args:
             inner: the new state of the transformation.
-            carried: the memory and the new ``watch``.
-            skipped: the number of steps that :func:`skip_nonfinite` had left out before this step, or ``None``. ``watch`` does
-                not change in a step that is left out.
-            inplace: whether to write into this state's tensors.
+            carried, skipped, inplace: not needed here.
         """
-        watch = carried[1] if skipped is None else torch.where(inner.skipped == skipped, carried[1], self.watch)
-        return EstimatedState(inner, self.estimator, self.watch.copy_(watch) if inplace else watch)
+        return EstimatedState(inner, self.estimator)
 
 
 @dataclass(frozen=True)
@@ -116,12 +105,10 @@ class EstimatorMemory:
     def start(self, inner: Any, params: Any, like: Any, generator: torch.Generator | None) -> EstimatedState:
         """Make the state around that of the transformation, with the memory of ``like``, or a new one at the parameters."""
         memory = like.estimator if isinstance(like, EstimatedState) else self.estimator.init(params)
-        leaves: list[Any] = optree.tree_leaves(params)
-        # float64: float32 sums of 256 steps would lose the digits that the standard error needs
-        return EstimatedState(inner, memory, torch.zeros(4, dtype=torch.float64, device=leaves[0].device))
+        return EstimatedState(inner, memory)
 
     def refreshed(self, params: Any, state: EstimatedState, inplace: bool) -> EstimatedState:
-        """Move the reference to ``params``, and set ``watch`` to zero, since its sums are those of the old reference.
+        """Move the reference to ``params``.
 
         Raises:
             ValueError: ``params`` have another structure or other shapes than the reference.
@@ -132,96 +119,15 @@ class EstimatorMemory:
                 "refresh: params are a tree of another structure, or of other shapes, than the state's; pass the parameters of "
                 "this step"
             )
-        if not inplace:
-            return EstimatedState(state.inner, fresh, torch.zeros_like(state.watch))
-        fresh = optree.tree_map(lambda old, new: old.copy_(new), state.estimator, fresh)
-        return EstimatedState(state.inner, fresh, state.watch.zero_())
+        if inplace:
+            fresh = optree.tree_map(lambda old, new: old.copy_(new), state.estimator, fresh)
+        return EstimatedState(state.inner, fresh)
 
 
 def _shapes(tree: Any) -> tuple[Any, ...]:
     """Return the structure of a tree and the shapes of its leaves."""
     leaves, structure = optree.tree_flatten(tree)
     return structure, [x.shape for x in leaves]
-
-
-def add_to_watch(watch: Tensor, grads: Any, correction: Any) -> Tensor:
-    """Add one step to the sums of ``watch``, and test them every ``LOOK`` steps.
-
-    Args:
-        watch: the sums so far, float64 ``[4]``.
-        grads: the estimate ``g - c``, a tree.
-        correction: ``c``, a tree like ``grads``.
-
-    Returns:
-        The new sums.
-
-    Raises:
-        ValueError: the correction adds noise, by three standard errors. It is tested only where reading the sums costs nothing
-            (on a CPU, outside of capture and vmap).
-    """
-    left, squared = (inner(x, correction, grads).to(torch.float64) for x in (grads, correction))
-    together = left + squared  # <g, c>, since grads = g - c
-    new = torch.stack([torch.ones_like(squared), together, squared, (left + together).square()])
-    watch = torch.where(watch[0] >= WINDOW, watch / 2, watch) + new
-    if tracing.is_readable(watch):
-        seen, *_ = sums = watch.tolist()
-        if seen % LOOK == 0:
-            _require_less_noise(*sums)
-    return watch
-
-
-def _require_less_noise(seen: float, together: float, squared: float, spread: float) -> None:
-    """Raise ValueError if the mean of ``d`` is below zero by three standard errors.
-
-    Args:
-        seen: number of steps.
-        together, squared, spread: the sums of ``<g, c>``, ``|c|^2`` and ``d^2`` over these steps.
-    """
-    saved = (2 * together - squared) / seen
-    # the last term allows for rounding errors of d
-    if saved < -CERTAIN * math.sqrt(max(spread / seen - saved**2, 0.0) / seen) - 1e-12 * squared:
-        raise ValueError(
-            f"bc.gradients: the corrections leave more noise than the plain gradients of the batches have: over the last "
-            f"{seen:.0f} steps <g, c> / <c, c> is {together / squared:.3g}, and below 0.5 they do harm. They fit losses near a "
-            "quadratic, which this one is not between here and the reference: pass the loss itself to make_step, with "
-            "larger batches or another order of them; svrg may be refreshed more often"
-        )
-
-
-def check_noise(state: EstimatedState) -> Tensor:
-    """Measure how well the corrections of the last steps fit the gradients, and raise if they add noise.
-
-    Steps on a CPU do this by themselves. Steps that are captured, compiled, on another device, or of many chains do not: call
-    this function between such steps now and then.
-
-    Args:
-        state: the state of a step that follows an estimator, or such states of several chains, stacked on axis 0.
-
-    Returns:
-        ``<g, c> / <c, c>``, averaged over about the last 256 steps, 0-d or ``[chains]``. It is 1 if no multiple of the
-        corrections would remove more noise, and 1/2 if they leave the noise unchanged. NaN before the first step, and if all
-        corrections are zero.
-
-    Raises:
-        ValueError: the corrections of a chain add noise, by three standard errors.
-
-    Example:
-        >>> import torch, bayesopt_chain as bc
-        >>> data = bc.epochs(torch.randn(100, 2), 10)
-        >>> loss = lambda p, batch: ((p - batch) ** 2).sum(-1).mean()
-        >>> step = bc.make_step(bc.gradients.svrg(loss, data), bc.sgd(0.1))
-        >>> params = torch.zeros(2)
-        >>> state = step.init(params)
-        >>> for batch in data:
-        ...     params, state, info = step(params, state, batch)
-        >>> bool(bc.gradients.check_noise(state) > 0.5)
-        True
-    """
-    watch = state.watch.detach()
-    for chain in watch.reshape(-1, 4).tolist():
-        if chain[0] >= LOOK:
-            _require_less_noise(*chain)
-    return watch[..., 1] / watch[..., 2]
 
 
 @kinds.takes(
@@ -313,7 +219,7 @@ def control_variates(loss: Loss, data: Iterable[Any], mode: Any, *, at: Sequence
 
     The estimate is ``grad_batch(theta) - grad_batch(theta*) + grad_full(theta*)`` with the mode ``theta*`` (Baker, Fearnhead,
     Fox and Nemeth, 2019). It is for posteriors near a Gaussian, as those of linear and logistic models and of last layers. On
-    networks it may add noise (1.75 times the noise of plain gradients on an MLP 196-20-10); then ``init`` or a step raises.
+    networks it may add noise (1.75 times the noise of plain gradients on an MLP 196-20-10); then ``init`` raises.
 
     Args:
         loss: ``loss(params, batch)``, a mean over the batch that contains the prior.
@@ -328,7 +234,7 @@ def control_variates(loss: Loss, data: Iterable[Any], mode: Any, *, at: Sequence
 
     Raises:
         ValueError: there is no mode; at ``init``, the mode has another structure or other shapes than the parameters, or the
-            noise is not reduced; at a step, the corrections add noise.
+            noise is not reduced.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -360,7 +266,9 @@ def control_variates(loss: Loss, data: Iterable[Any], mode: Any, *, at: Sequence
 def svrg(loss: Loss, data: Iterable[Any]) -> GradientEstimator:
     """Estimate gradients with control variates at a snapshot of the chain: SVRG (Johnson and Zhang, 2013; Dubey et al., 2016).
 
-    The estimate is ``grad_batch(theta) - grad_batch(theta*) + grad_full(theta*)`` with the snapshot ``theta*``.
+    The estimate is ``grad_batch(theta) - grad_batch(theta*) + grad_full(theta*)`` with the snapshot ``theta*``. Where the
+    snapshot is far away the corrections may add noise, and heat the chain: measure it before a refresh, as
+    ``noise_left(estimator, params, data, memory=state.estimator)``.
 
     Args:
         loss: ``loss(params, batch)``, a mean over the batch that contains the prior.
@@ -372,7 +280,7 @@ def svrg(loss: Loss, data: Iterable[Any]) -> GradientEstimator:
         data.
 
     Raises:
-        ValueError: at a step, the loss is no scalar, or the snapshot is so far away that the corrections add noise.
+        ValueError: at a step, the loss is no scalar.
 
     Example:
         >>> import torch, bayesopt_chain as bc

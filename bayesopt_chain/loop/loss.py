@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bayesopt_chain import _torch, checks, tracing
 from bayesopt_chain.distributed import shards
-from bayesopt_chain.distributed.replicated import refusing_replicated
+from bayesopt_chain.distributed.shards import refusing_replicated
 
 Loss = Callable[..., Any]  # loss(params, batch), or loss(params, batch, buffers) of a module with buffers
 

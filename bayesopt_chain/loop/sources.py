@@ -32,7 +32,7 @@ from bayesopt_chain.core.link import ANY
 from bayesopt_chain.distributed.ranks import DataParallel
 from bayesopt_chain.links.foreign import keywords_of
 from bayesopt_chain.links.wrapper import state_inside
-from bayesopt_chain.loop.gradients import GradientEstimator, add_to_watch
+from bayesopt_chain.loop.gradients import GradientEstimator
 from bayesopt_chain.loop.loss import (
     Evaluation,
     GradientSource,
@@ -101,17 +101,14 @@ class Observation:
 
 @dataclass(frozen=True)
 class EstimatedGradient:
-    """The gradient of an estimator. ``carried`` holds its memory and the sums over its corrections."""
+    """The gradient of an estimator. ``carried`` is its memory."""
 
     estimator: GradientEstimator
 
     def __call__(self, params: Any, state: Any, batch: Any, carried: Any) -> Evaluation:
-        """Return the estimate, and add its correction to the sums."""
-        memory, watch = carried
-        grads, info, *correction = self.estimator.estimate(params, memory, batch)
-        if correction:
-            watch = add_to_watch(watch, grads, *correction)
-        return Evaluation(grads, info, {}, (memory, watch))
+        """Return the estimate."""
+        grads, info, *_ = self.estimator.estimate(params, carried, batch)
+        return Evaluation(grads, info, {}, carried)
 
 
 @dataclass(frozen=True)

@@ -275,7 +275,7 @@ def make_step(
             replaced without other changes. Default: none.
         keywords: further keywords of ``tx.update``, each a function of ``(params, batch)``:
             ``{"gradient_variance": fn}`` for ``bc.samplers.sgfs``, where ``fn`` returns the variance of single-datum
-            gradients; ``{"hessian_diagonal": fn}`` for ``bc.samplers.psgld(corrected=True)``;
+            gradients;
             ``{"transition_noise": lambda params, batch: 0.01 * batch["days"]}`` for a filter. Default: none.
         buffers: the buffers of the module, as :func:`make_functional` returns them (possibly an empty dictionary). They become
             part of the state that :meth:`Step.init` makes, together with a key for the module's random numbers, so that each

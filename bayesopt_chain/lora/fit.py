@@ -65,7 +65,7 @@ from bayesopt_chain.posterior.fit import fit_laplace
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.laplace import posterior_of
 from bayesopt_chain.precision import Kronecker
-from bayesopt_chain.runs.identity import describe, difference
+from bayesopt_chain.runs.run import describe, difference
 from bayesopt_chain.trees import require_like
 
 METHODS = ("ensemble", "sghmc", "ivon", "laplace")

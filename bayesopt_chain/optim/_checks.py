@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import kinds
+from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.checks import sharing, short
 from bayesopt_chain.diagnostics.heat_guard import HeatGuard
 from bayesopt_chain.kinds import Kind
@@ -131,22 +132,6 @@ def require_group(who: str, group: Any) -> None:
     require(who, {name: value for name, value in group.items() if name != "params"})
 
 
-def require_moves(who: str, options: Mapping[str, Any]) -> None:
-    """Check that autograd allows a step with ``differentiable=True`` to change the parameters in place.
-
-    Raises:
-        ValueError: a parameter is a leaf that requires grad.
-    """
-    params = options["params"]
-    given = [params] if isinstance(params, Tensor) else params if isinstance(params, Sequence) else []
-    tensors = [x[1] if isinstance(x, tuple) and len(x) == 2 else x for x in given]
-    if options.get("differentiable") and any(isinstance(p, Tensor) and p.is_leaf and p.requires_grad for p in tensors):
-        raise ValueError(
-            f"{who}: differentiable=True with parameters that are leaves which require grad, and which autograd lets nobody "
-            "change in place: give it tensors that were computed, such as [p.clone() for p in params]"
-        )
-
-
 def require_state_dict(who: str, state_dict: Any) -> None:
     """Check that ``state_dict`` is a state dict of an optimizer.
 
@@ -226,15 +211,13 @@ def momentum_of(who: str, value: Any, what: str) -> float:
     return momentum
 
 
-def check_group(who: str, group: dict[str, Any], adaptive: bool, refusal: str | None, spread: bool) -> None:
+def check_group(who: str, group: dict[str, Any], refusal: str | None) -> None:
     """Check that noise is known for the options of a group.
 
     Args:
         who: the name of the optimizer in messages.
         group: the group.
-        adaptive: whether the step divides by a denominator that it computes from the gradients.
         refusal: the reason why no noise is known for the class; ``None`` if noise is known.
-        spread: whether the parameters are DTensors or parts of leaves.
 
     Raises:
         ValueError: no noise is known; the message names the option.
@@ -246,19 +229,11 @@ def check_group(who: str, group: dict[str, Any], adaptive: bool, refusal: str | 
             f"{who}: capturable=True at temperature > 0: the noise counts steps on the host. "
             "Set capturable=False, or use bc.make_step with bc.capture"
         )
-    if spread and group.get("differentiable"):
-        raise ValueError(
-            f"{who}: differentiable=True with parameters that are DTensors or parts of leaves at temperature > 0: their noise "
-            "is numbered by the elements of the whole parameter and drawn on this rank's part; leave it out"
-        )
     if group.get("differentiable"):
-        moving = [name for name in ("lr", "weight_decay") if getattr(group.get(name), "requires_grad", False)]
-        if adaptive or moving:
-            what = "an adaptive scaling" if adaptive else f"{moving[0]} that requires grad"
-            raise ValueError(
-                f"{who}: differentiable=True with {what} at temperature > 0 would lose the noise's derivative; "
-                "set temperature=0, or use bc.meta"
-            )
+        raise ValueError(
+            f"{who}: differentiable=True at temperature > 0: autograd follows the steps of chains, bc.sghmc with "
+            "bc.make_step (and bc.meta); leave it out, or set temperature=0"
+        )
 
 
 def check_leaf(who: str, p: Tensor, group: dict[str, Any]) -> None:
@@ -271,7 +246,12 @@ def check_leaf(who: str, p: Tensor, group: dict[str, Any]) -> None:
         raise ValueError(f"{who}: sparse gradients and momentum at temperature > 0: set momentum=0, or sparse=False")
     if p.is_complex():
         raise ValueError(f"{who}: complex parameters at temperature > 0: sample torch.view_as_real of them")
-    if type(p) not in KINDS:
+    if p.grad is not None and is_dtensor(p) != is_dtensor(p.grad):
+        raise ValueError(
+            f"{who}: a parameter is a DTensor and its gradient a plain tensor of shape {tuple(p.grad.shape)}, or the other way "
+            "round; make it by loss.backward()"
+        )
+    if type(p) not in KINDS and not is_dtensor(p):
         raise ValueError(
             f"{who}: a parameter of type {type(p).__name__} at temperature > 0: noise on the pieces of a wrapped "
             "tensor would not be independent; sample plain tensors, or DTensors"

@@ -27,7 +27,7 @@ or, if the velocity averages ``g / D`` (RMSprop), ``V' = mu V + g / D`` and ``th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import chain
@@ -44,7 +44,10 @@ from bayesopt_chain._torch import (
     foreach_addcmul_,
     foreach_copy_,
     foreach_mul_,
+    local_parts,
 )
+from bayesopt_chain.distributed.parts import elements_of
+from bayesopt_chain.distributed.shards import local
 from bayesopt_chain.engine import optimizer_cpu
 from bayesopt_chain.engine.optimizer_cpu import Counter, Job
 from bayesopt_chain.optim._checks import KINDS, temperature_of, warn_of_rounding
@@ -125,11 +128,9 @@ class Leaves:
         if noise is not None and linear.direct > 0.0:
             self.branches[1] = linear.direct, noise.direct_previous, noise.direct
         options = tuple(map(group.get, _OPTIONS))
-        asks_for_torch = options[0] is not None or options[1] is False or options[2]
+        asks_for_torch = options[0] is not None or options[1] is False
         # the kernel draws whole leaves
-        is_fit = self.branches[0] is not None and not (
-            asks_for_torch or rule._cache.runs or (noise and noise.discarded)
-        )
+        is_fit = self.branches[0] is not None and not (asks_for_torch or rule._cache.is_spread)
         self.kind = linear.kind if is_fit else None
         return noise is None, self.kind, linear.velocity, self.branches[1] is None, options
 
@@ -141,9 +142,10 @@ class Leaves:
                 return False
         except KeyError:
             return False
-        if not (are_same(tensors, self.tensors) and all(map(Tensor.is_set_to, self.params, self.views))):
+        if not are_same(tensors, self.tensors):
             return False
-        if [*map(Tensor.data_ptr, tensors)] != self.addresses:
+        here = _here(tensors) if rule._cache.is_spread else tensors  # the parameters first, as the views of them
+        if not all(map(Tensor.is_set_to, here, self.views)) or [*map(Tensor.data_ptr, here)] != self.addresses:
             return False
         if rule.counters:  # they share their numbers while they have made equally many updates
             counts = {*map(rule._counts, self.states)} if self.counter is None else {(self.counter.add(0) + 1.0,)}
@@ -152,7 +154,7 @@ class Leaves:
                 return False
         elif self.is_settled and are_same(self.settings, self.group.values()):
             return True
-        return self.read(rule) == self.layout and not self.group.get("differentiable")
+        return self.read(rule) == self.layout
 
     def draws(self, branch: int) -> list[Tensor]:
         """The last draws of a branch, zeros before the first one; empty if they are not kept."""
@@ -197,7 +199,8 @@ class Leaves:
             self.tensors_of: Callable[[Any], Sequence[Tensor]] = itemgetter(*names) if names else lambda _: ()
             self.tensors = [*chain(self.params, *map(self.tensors_of, self.states))]
             # these tell whether ``.data`` was replaced or resized, which a kernel that takes addresses does not see
-            self.views, self.addresses = [p.detach() for p in self.params], [*map(Tensor.data_ptr, self.tensors)]
+            here = _here(self.tensors)
+            self.views, self.addresses = here[: len(self.params)], [*map(Tensor.data_ptr, here)]
 
     # the step by the kernel
 
@@ -242,7 +245,7 @@ class Leaves:
         assert noise is not None and job is not None
         sign, decay = -1.0 if group["maximize"] else 1.0, float(group["weight_decay"])
         decay = 0.0 if group.get("decoupled_weight_decay") else decay
-        numbers = (sign, decay, float(group.get("eps", 0.0)), *linear[:7], *noise[:6])
+        numbers = (sign, decay, float(group.get("eps", 0.0)), *linear[:7], *noise[:5])
         # the kernel writes by addresses, and autograd has to know that the tensors changed
         torch.autograd.graph.increment_version(self.written)
         if self.counter is not None:
@@ -267,8 +270,10 @@ def step_by_operations(rule: Any, work: Sequence[Leaves], others: list[Tensor]) 
     early, noisy = list[Leaves](), [x for x in work if x.noise is not None]
     for x in noisy:
         name = x.linear.velocity or ""
-        velocities = [v for v in [state.get(name) for state in x.states] if v is not None]
-        if x.noise is not None and x.noise.velocity_scale != 1.0:  # momentum and noise are of the rescaled velocity
+        velocities = [local(v) for v in [state.get(name) for state in x.states] if v is not None]
+        if (
+            velocities and x.noise is not None and x.noise.velocity_scale != 1.0
+        ):  # momentum and noise are of the rescaled velocity
             foreach_mul_(velocities, x.noise.velocity_scale)
         moves_by_velocity = x.linear.step_size > 0.0 and x.linear.momentum >= _LEAST_MOMENTUM
         if not rule.adaptive and moves_by_velocity and len(velocities) == len(x.params):
@@ -280,11 +285,6 @@ def step_by_operations(rule: Any, work: Sequence[Leaves], others: list[Tensor]) 
     for x in frozen:
         _move_frozen(rule, x)
     for x in noisy:
-        if x.noise is not None and x.noise.discarded:
-            # a step of momentum 0 discarded the velocity, and its weight decay saw the parameter before this move
-            for p, state in zip(x.params, x.states):
-                if state.get("momentum_buffer") is not None:
-                    p.add_(state["momentum_buffer"], alpha=-x.noise.discarded)
         for branch in (1,) if x in early else (0, 1):
             _add_noise(rule, x, branch, early=False)
 
@@ -318,16 +318,16 @@ class _Batch:
         return [y.view(p.shape) for y, p in zip(draw_elements(key, count, self.elements, like.dtype), self.params)]
 
 
-def _batches(x: Leaves, branch: int, runs: Mapping[Tensor, Runs] | None) -> list[_Batch]:
+def _batches(x: Leaves, branch: int) -> list[_Batch]:
     """Put small leaves together, and cut large ones."""
     # on a GPU blocks need not fit a cache, and larger ones mean fewer kernel launches
     limit, room = BLOCK if x.params[0].is_cpu else 64 * BLOCK, 0
     batches = list[list[Any]]()
     for k, (p, state) in enumerate(zip(x.params, x.states)):
-        n, here = p.numel(), ((0, p.numel()),) if runs is None else runs[p]
-        alike = [p, *(y for y in state.values() if isinstance(y, Tensor) and y.shape == p.shape)]
-        whole = n <= limit or torch.is_grad_enabled() or not all([y.is_contiguous() for y in alike])
-        for b, elements in enumerate([here if n else ()] if whole else _cut_runs(here, limit)):
+        alike = _here([p, *(y for y in state.values() if isinstance(y, Tensor) and y.shape == p.shape)])
+        n = alike[0].numel()
+        whole = n <= limit or not all([y.is_contiguous() for y in alike])
+        for b, elements in enumerate([elements_of(p)] if whole else _cut_runs(elements_of(p), limit)):
             if not batches or room < min(n, limit):  # a batch of several leaves is to need little memory for its draws
                 batches.append([])
                 room = BLOCK
@@ -336,8 +336,13 @@ def _batches(x: Leaves, branch: int, runs: Mapping[Tensor, Runs] | None) -> list
     return [_Batch(x, branch, parts) for parts in batches]
 
 
+def _here(xs: Iterable[Any]) -> list[Tensor]:
+    """This rank's parts of tensors, which share their memory."""
+    return local_parts([x.detach() for x in xs])
+
+
 def _cut(x: Tensor, elements: slice | None) -> Tensor:
-    return x if elements is None else x.view(-1)[elements]
+    return local(x) if elements is None else local(x).view(-1)[elements]
 
 
 @lru_cache(maxsize=64)
@@ -364,10 +369,10 @@ def _add_noise(rule: Any, x: Leaves, branch: int, early: bool) -> None:
     step_size, *factors = numbers
     if x.before is None and x.params[0].dtype in (torch.bfloat16, torch.float16):
         for p, state in zip(x.params, x.states):
-            d = rule._denominator(x.group, x.learned, state.__getitem__) if rule.adaptive else None
-            warn_of_rounding(rule._name, p, x.linear.step_size * max(noise.current, noise.direct), d)
+            d = local(rule._denominator(x.group, x.learned, state.__getitem__)) if rule.adaptive else None
+            warn_of_rounding(rule._name, local(p), x.linear.step_size * max(noise.current, noise.direct), d)
     if branch not in x.batches:
-        x.batches[branch] = _batches(x, branch, rule._cache.runs)
+        x.batches[branch] = _batches(x, branch)
     last, now = x.last[branch], (x.group["noise_key"], x.group["noise_count"])
     for batch in x.batches[branch]:
         params, velocities, roots = batch.params, batch.velocities, list[Tensor]()
@@ -446,6 +451,15 @@ def last_step(state: dict[str, Any]) -> Before | None:
 
 
 def last_draws(group: dict[str, Any], state: dict[str, Any]) -> tuple[tuple[int, int], ...]:
-    """Read, for each branch, key and count of the last draw; ``(-1, -1)`` if there was none, or if draws are kept."""
+    """Read, for each branch, key and count of the last draw; ``(-1, -1)`` if there was none, or if draws are kept.
+
+    Raises:
+        ValueError: the last draw was kept and is to be made again, or the other way round.
+    """
     kept = group.get("noise_kept", True)
+    if state.get("noise_at", -1) >= 0 if kept else "noise" in state:
+        raise ValueError(
+            f"bc.optim: keep_draws (group['noise_kept']) was {not kept} at the last draw and is {kept} now, so that this draw "
+            "would be lost; set it back, or make a step at temperature 0 first, which forgets the draw"
+        )
     return _NEVER if kept else tuple([(state.get(of, -1), state.get(at, -1)) for of, at in _AGAIN])

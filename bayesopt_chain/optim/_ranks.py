@@ -1,31 +1,26 @@
-"""What the optimizers of this package do on several ranks: they name parameters, compare their noise, and support ``Join``.
+"""What the optimizers of this package do on several ranks: they name parameters, and compare their noise.
 
 Names: a parameter draws its noise by its name, which is the same on every rank that holds a part of it.
 
 Comparison: :mod:`bayesopt_chain.distributed.witness` compares which leaves get which noise on which rank.
-
-Uneven batches: within ``torch.distributed.algorithms.join.Join``, DistributedDataParallel sends the parameters of the rank
-that ended last to all other ranks. It does not send the state of the optimizer, so that the velocities and the counts of draws
-would differ between ranks, and replicas would draw different noise from then on. The hook in this module sends the state of
-the optimizer as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 import optree
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from bayesopt_chain import kinds
 from bayesopt_chain._torch import is_dtensor
-from bayesopt_chain.distributed.parts import place_of
-from bayesopt_chain.distributed.shards import agreed_key
-from bayesopt_chain.distributed.witness import Witness
+from bayesopt_chain.distributed.parts import elements_of, place_of
+from bayesopt_chain.distributed.shards import agreed_key, cut_like, local
+from bayesopt_chain.distributed.witness import Claim, Witness
 from bayesopt_chain.optim import _checks
 from bayesopt_chain.random.stream import new_key
 
@@ -42,8 +37,22 @@ def shared_key(generator: torch.Generator | None, groups: list[dict[str, Any]]) 
     return int(agreed_key(torch.tensor(fresh_key(generator), device=device), params))
 
 
+def claim(name: str, number: int, p: Any, group: dict[str, Any], stream: Any = None) -> Claim:
+    """Describe the noise that a leaf gets in this step, so that ranks can compare it.
+
+    Args:
+        name, number: of the leaf, in messages and in the random stream.
+        p: the parameter.
+        group: its group.
+        stream: key and count of the draws. Default: those of the group.
+    """
+    gradient = None if p.grad is None or p.grad.is_sparse else local(p.grad)
+    key, count = stream or (group["noise_key"], group["noise_count"])
+    return Claim(name, key, number, elements_of(p), count, local(p.detach()), gradient, group)
+
+
 class OnRanks:
-    """A mixin for a ``torch.optim.Optimizer`` that compares ranks and supports torch's ``Join``.
+    """A mixin for a ``torch.optim.Optimizer`` that names parameters and compares ranks.
 
     Attributes:
         counters: the names in a parameter's state of entries that are numbers; all others have the parameter's shape.
@@ -53,7 +62,6 @@ class OnRanks:
     defaults: dict[str, Any]
     param_groups: list[dict[str, Any]]
     state: Any
-    _join_config: Any  # set by torch's Join
 
     @property
     def _name(self) -> str:
@@ -107,9 +115,8 @@ class OnRanks:
                     f"{who}: a group of the state dict has no {name!r}, only {sorted({*groups[0]} - {'params'})}; it is of "
                     f"another class, so load it into an optimizer of that class"
                 )
-        params = [p for group in self.param_groups for p in group["params"]]
         saved = [state_dict["state"].get(i, {}) for group in groups for i in group["params"]]
-        for p, entry in zip(params, saved if with_shapes else ()):
+        for p, entry in zip(self._all_params(), saved if with_shapes else ()):
             _checks.check_state(who, p, entry, self.counters)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -120,15 +127,21 @@ class OnRanks:
         given = {id(x) for x in optree.tree_leaves(state_dict["state"])}
         super().load_state_dict(state_dict)  # pyright: ignore[reportAttributeAccessIssue]
         for p, entry in self.state.items():
-            self.state[p] = optree.tree_map(
-                lambda x: x.clone() if id(x) in given and isinstance(x, Tensor) else x, entry
-            )
+            for name, x in entry.items():
+                if isinstance(x, Tensor) and is_dtensor(p) and not is_dtensor(x) and name not in self.counters:
+                    entry[name] = cut_like(x, p)  # of a full state dict, whose tensors are whole on every rank
+                elif isinstance(x, Tensor) and id(x) in given:
+                    entry[name] = x.clone()
         self._compare_anew()
 
     def _compare_anew(self) -> None:
         """Begin the comparison of ranks again, since key, state or parameters were replaced."""
         if "_compared" in self.__dict__:
             self._witness.restart()
+
+    def _all_params(self) -> list[Any]:
+        """Return the parameters of all groups."""
+        return [*chain.from_iterable([group["params"] for group in self.param_groups])]
 
     def _names(self) -> tuple[str, ...]:
         """Return the names of all parameters, by which each draws its noise.
@@ -147,68 +160,3 @@ class OnRanks:
         if len(set(names)) < len(names):
             raise ValueError(f"{self._name}: two parameters have the same name; give each a name of its own")
         return tuple(names)
-
-    # the protocol of torch.distributed.algorithms.join.Joinable
-
-    @property
-    def join_device(self) -> torch.device:
-        """The device of the tensors that are sent to other ranks: that of the first parameter."""
-        return self.param_groups[0]["params"][0].device
-
-    @property
-    def join_process_group(self) -> Any:
-        """The default process group, which holds all ranks, as in DistributedDataParallel without ``process_group=``."""
-        return dist.distributed_c10d._get_default_group()
-
-    def join_hook(self, **kwargs: Any) -> Any:
-        """Return the hook that torch calls on every rank after all of them ran out of batches.
-
-        Args:
-            kwargs: the keywords of ``Join``, which the hook does not need.
-
-        Returns:
-            A hook that gives all ranks the optimizer's state of a rank that ended last.
-        """
-        return _Hook(self)
-
-
-class _Hook:
-    """The ``JoinHook`` of an optimizer."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
-
-    def main_hook(self) -> None:
-        """Do nothing: torch calls this while other ranks still make steps, and a step sends no message to be answered."""
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Load the optimizer's state of a rank that made all steps."""
-        optimizer, device, rank = self.optimizer, self.optimizer.join_device, dist.get_rank()
-        last = torch.tensor(rank if is_last_joiner else -1, device=device)
-        dist.all_reduce(last, dist.ReduceOp.MAX)
-        source = int(last)
-        leaves, spec = optree.tree_flatten(optimizer.state_dict(), none_is_leaf=True)
-        # other ranks do not know the shapes of the state, so that the structure is sent as objects before the tensors
-        told: list[Any] = [spec, [_Described.of(x) for x in leaves]]
-        dist.broadcast_object_list(told, src=source, device=device)
-        spec, described = told
-        for i, x in enumerate(described):
-            if isinstance(x, _Described):
-                mine = leaves[i].detach().to(device, copy=True).contiguous() if rank == source else None
-                described[i] = torch.empty(x.shape, dtype=x.dtype, device=device) if mine is None else mine
-                dist.broadcast(described[i], src=source)
-        if rank == source:
-            optimizer._compare_anew()
-        else:
-            optimizer.load_state_dict(optree.tree_unflatten(spec, described))
-
-
-class _Described:
-    """The shape and dtype of a tensor, sent in place of the tensor."""
-
-    def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
-        self.shape, self.dtype = shape, dtype
-
-    @staticmethod
-    def of(x: Any) -> Any:
-        return _Described(x.shape, x.dtype) if isinstance(x, Tensor) else x

@@ -19,10 +19,9 @@ matched by itself: ``e`` and ``e_1`` are drawn independently, with coefficients 
 function asks for another factor, the buffer is multiplied by the ratio of the two before torch's step. At constant
 hyperparameters ``e = b alpha (w_t + w_{t-1})``, with ``w_t`` standard normal.
 
-If ``mu_t = 0``, torch's step discards the velocity. The part of it that should still move the parameter is added after
-torch's step, ``theta -= h_t k_t V_{t-1} / b_{t-1}`` with ``k`` of the function above, and the next step starts from a buffer of
-zeros. A step with ``h = 0`` does not move the parameter. It adds the rest of the last draw to the velocity, which is reversed
-before the next step.
+A momentum that falls to 0 is refused, since torch's step would discard the velocity, a part of which should still move the
+parameter. A step with ``h = 0`` does not move the parameter. It adds the rest of the last draw to the velocity, which is
+reversed before the next step.
 """
 
 from __future__ import annotations
@@ -96,7 +95,6 @@ class Noise(NamedTuple):
     Attributes:
         previous, current: ``e = current w_t + previous w_{t-1}``.
         velocity_scale: the factor by which the velocity is multiplied before torch's step.
-        discarded: after a step of momentum 0, the factor of the old velocity that is subtracted from the parameter.
         direct, direct_previous: ``e_1 = direct w_t + direct_previous w_{t-1}``, with draws independent of those of ``e``.
         before: the numbers that the next step needs; ``None`` if nothing was drawn yet.
     """
@@ -104,7 +102,6 @@ class Noise(NamedTuple):
     previous: float = 0.0
     current: float = 0.0
     velocity_scale: float = 1.0
-    discarded: float = 0.0
     direct: float = 0.0
     direct_previous: float = 0.0
     before: Before | None = None
@@ -131,7 +128,7 @@ def noise_of(linear: Linear, temperature: float, before: Before | None) -> Noise
     step_size, momentum, gain, direct, shrink = linear[:5]
     if (rate := step_size * gain) > 0.0:
         now = law.level(rate, momentum, temperature, momentum * shrink / rate)
-        noise = _momentum_branch(now, step_size, gain, before)
+        noise = _momentum_branch(now, gain, before)
     elif before is not None and momentum:
         # A step of rate 0 does not move the parameter. The velocity still gets the noise that the last step left to it. The
         # next step owes nothing to the last draw (half = 0) and reverses the velocity (momentum = -1).
@@ -154,21 +151,19 @@ def noise_of(linear: Linear, temperature: float, before: Before | None) -> Noise
     return noise
 
 
-def _momentum_branch(now: law.Level, step_size: float, b: float, before: Before | None) -> Noise:
+def _momentum_branch(now: law.Level, b: float, before: Before | None) -> Noise:
     """The noise of the momentum branch for a step of positive rate ``h b``."""
-    mu, scale, discarded = now.momentum, 1.0, 0.0
+    mu, scale = now.momentum, 1.0
     if before is None:
         k = law.scheduled_noise(now, now, 0.0, mu, where=_pick)
     else:
         # after a step of momentum 0 the buffer is of an older step and has no part in the motion
         own = mu * before.gain / b if before.momentum else 0.0
         k = law.scheduled_noise(now, before.level, before.surplus, own, where=_pick)
-        if not mu:
-            discarded = step_size * k.velocity / before.gain
-        elif not (before.momentum and k.velocity == own):
+        if mu and not (before.momentum and k.velocity == own):
             scale = k.velocity * b / (mu * before.gain)
     after = Before(*now, b, k.surplus, 0.0, 0.0)
-    return Noise(b * k.previous if before else 0.0, b * k.current, scale, discarded, before=after)
+    return Noise(b * k.previous if before else 0.0, b * k.current, scale, before=after)
 
 
 def _pick(condition: bool, x: float, y: float) -> float:

@@ -36,16 +36,15 @@ from torch import Tensor
 from bayesopt_chain._torch import uncompiled
 from bayesopt_chain.diagnostics.forces import ThermalLeaf
 from bayesopt_chain.diagnostics.heat_guard import HeatGuard
-from bayesopt_chain.distributed.parts import elements_of, place_of
+from bayesopt_chain.distributed.parts import is_part
 from bayesopt_chain.distributed.ranks import require_named_chain
-from bayesopt_chain.distributed.shards import are_spread
+from bayesopt_chain.distributed.shards import are_spread, local
 from bayesopt_chain.distributed.witness import Claim
 from bayesopt_chain.loop.interrupts import uninterrupted
-from bayesopt_chain.optim import _checks, _heat, _shards
+from bayesopt_chain.optim import _checks, _heat
 from bayesopt_chain.optim._leaves import REMEMBERED, Leaves, last_draws, last_step, step_by_operations
-from bayesopt_chain.optim._ranks import OnRanks, shared_key
+from bayesopt_chain.optim._ranks import OnRanks, claim, shared_key
 from bayesopt_chain.optim._rule import Before, Linear, Noise, noise_of
-from bayesopt_chain.random.philox import Runs
 from bayesopt_chain.random.stream import leaf_numbers
 from bayesopt_chain.trees import are_same
 
@@ -62,9 +61,7 @@ class Cache:
     Attributes:
         names: the names of all parameters.
         numbers: for each group, the numbers of its parameters in the random stream; ``None`` until they are needed.
-        shards: this rank's parts of the parameters; ``None`` if no parameter is a DTensor.
-        runs: by parameter, the elements of the whole parameter that this rank holds, as ranges; ``None`` if every tensor is a
-            whole parameter.
+        is_spread: whether any tensor is a DTensor or a part of a leaf, of which this rank holds some elements.
         work: the leaves of the last step that need more than torch's; ``None`` before the first step, and after a step that
             raised.
         objects, kinds: what :attr:`work` was made for: groups, parameters and entries of the state, and the types of the
@@ -77,8 +74,7 @@ class Cache:
     def __init__(self) -> None:
         self.names: tuple[str, ...] = ()
         self.numbers: list[list[int]] | None = None
-        self.shards: _shards.Shards | None = None
-        self.runs: dict[Tensor, Runs] | None = None
+        self.is_spread = False
         self.work: list[Leaves] | None = None
         self.objects: list[Any] = []
         self.kinds: list[type] = []
@@ -209,8 +205,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         options = {**self.defaults, **param_group}
         is_noisy = _checks.temperature_of(self._name, options) > 0.0
         if is_noisy:
-            self._check_group(options)
-        _checks.require_moves(self._name, options)
+            _checks.check_group(self._name, options, self.refusal)
         with _checks.with_call(lambda: f"{self._name}.add_param_group(param_group)"):
             super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -414,25 +409,15 @@ class Sampling(OnRanks, torch.optim.Optimizer):
 
     @uncompiled
     def _noisy_step(self) -> None:
-        """Make torch's step and add the noise, on this rank's local tensors if the parameters are DTensors."""
+        """Make torch's step and add the noise."""
         if self.heat_guard is not None and not self.heat_guard.sleeps():
             self.heat_guard.look(partial(_heat.leaves_of, self))
         cache = self._cache
         if cache.numbers is None:
-            self._leaf_numbers()  # before local tensors replace the DTensors, since numbers belong to whole parameters
-            if are_spread([group["params"] for group in self.param_groups]):
-                cache.shards = _shards.Shards()
-                if self.heat_guard is not None:
-                    _heat.warn_unwatched(self)
-        if cache.shards is None:
-            return self._run()
-        with torch.no_grad(), cache.shards.entered(self):
-            cache.runs = cache.shards.runs
-            return self._run()
-
-    def _run(self) -> None:
-        """Make a step by the leaves of the last one if they still hold, else by new ones."""
-        cache, work = self._cache, self._cache.work
+            self._leaf_numbers()
+            if self.heat_guard is not None and are_spread([group["params"] for group in self.param_groups]):
+                _heat.warn_unwatched(self)
+        work = cache.work  # the leaves of the last step, if they still hold
         cache.work = None  # a step that raises leaves none
         params = [*chain.from_iterable(map(_params, self.param_groups))]
         objects, kinds = [*self.param_groups, *params, *self.state.values()], [*map(type, map(_gradient, params))]
@@ -448,10 +433,10 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         noisy = cache.noisy
         witness = self._witness if _HAS_RANKS and noisy and dist.is_initialized() else None
         if witness is not None:
-            witness.look(lambda: self._claims(noisy), noisy[0].params[0])
+            witness.look(lambda: self._claims(noisy), local(noisy[0].params[0]))
         by_kernel = [x for x in work if x.has_job()]
         if len(by_kernel) < len(work) or not cache.is_whole:
-            with torch.set_grad_enabled(bool(self.defaults.get("differentiable", False))):
+            with torch.no_grad():
                 moved = [p for x in by_kernel for p in x.params]
                 step_by_operations(self, [x for x in work if x not in by_kernel], moved)
         for x in by_kernel:
@@ -461,7 +446,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         if not cache.objects:  # the first step makes entries of the state
             cache.objects = [*self.param_groups, *params, *self.state.values()]
         if witness is not None:
-            witness.stepped(noisy[0].params[0])
+            witness.stepped(local(noisy[0].params[0]))
         for group in cache.groups:
             group["noise_count"] += 1
         for x in work:
@@ -514,35 +499,31 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         for x in alike.values():
             x.layout = x.read(self)
         if any([x.noise is not None for x in alike.values()]):
-            params = [p if p.grad is not None else None for group in self.param_groups for p in group["params"]]
+            params = [local(p) if p.grad is not None else None for p in self._all_params()]
             _checks.check_memory(self._name, self._cache.names, params)
         return [*alike.values()]
 
     def _noise(self, linear: Linear, temperature: float, before: Before | None) -> Noise:
         """Return the coefficients of the noise of a step; raise ValueError if there are none."""
         _checks.check_lr(self._name, linear)
-        noise = noise_of(linear, temperature, before)
-        if noise.discarded and self.adaptive:
+        if before is not None and before.momentum and not linear.momentum:
             raise ValueError(
                 f"{self._name}: a momentum that falls to 0 cannot be followed at temperature > 0; keep it above 0"
             )
-        return noise
+        return noise_of(linear, temperature, before)
 
     def _temperature(self, group: dict[str, Any]) -> float:
         """Return the temperature of a group, and check the options of the group if it is above 0."""
         temperature = _checks.temperature_of(self._name, group)
         if temperature > 0.0:
-            self._check_group(group)
+            _checks.check_group(self._name, group, self.refusal)
         return temperature
 
     def _leaf_numbers(self) -> list[list[int]]:
         """Return, for each group, the numbers of its parameters in the random stream, which are hashes of their names."""
         cache = self._cache
         if cache.numbers is None:
-            params = [p for group in self.param_groups for p in group["params"]]
-            cache.names = self._names()
-            if any(place is not None and place.runs is not None for place in map(place_of, params)):
-                cache.runs = {p: elements_of(p) for p in params}
+            cache.names, cache.is_spread = self._names(), any(map(is_part, self._all_params()))
             numbers = iter(leaf_numbers(cache.names))
             cache.numbers = [[next(numbers) for _ in group["params"]] for group in self.param_groups]
         return cache.numbers
@@ -550,20 +531,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
     def _claims(self, noisy: list[Leaves]) -> list[Claim]:
         """List the leaves that are about to get noise on this rank, so that ranks can compare their lists."""
         names = dict(zip([number for group in self._leaf_numbers() for number in group], self._cache.names))
-        runs = self._cache.runs
-        out: list[Claim] = []
-        for x in noisy:
-            key, count = x.group["noise_key"], x.group["noise_count"]
-            for p, number in zip(x.params, x.numbers):
-                gradient = None if p.grad.is_sparse else p.grad
-                here = None if runs is None else runs[p]
-                out.append(Claim(names[number], key, number, here, count, p, gradient, x.group))
-        return out
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        """Raise ValueError if no noise is known for the options of a group."""
-        spread = "_cache" in self.__dict__ and self._cache.runs is not None
-        _checks.check_group(self._name, group, self.adaptive, self.refusal, spread)
+        return [claim(names[n], n, p, x.group) for x in noisy for p, n in zip(x.params, x.numbers)]
 
     # what a subclass says of torch's step
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from torchopt.base import GradientTransformation
 
 from bayesopt_chain._torch import is_dtensor
-from bayesopt_chain.distributed.parts import elements_of
 from bayesopt_chain.distributed.ranks import require_named_chain
 from bayesopt_chain.distributed.shards import add, cut_like, local
 from bayesopt_chain.distributed.witness import Claim
@@ -24,7 +23,7 @@ from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.links.weighted import Weighted
 from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.optim import _checks
-from bayesopt_chain.optim._ranks import OnRanks
+from bayesopt_chain.optim._ranks import OnRanks, claim
 
 MakeChain = Callable[[dict[str, Any]], GradientTransformation]
 
@@ -150,10 +149,8 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
                     continue
                 for j, p in enumerate(group["params"]):
                     if p.grad is not None:
-                        gradient = None if p.grad.is_sparse else local(p.grad)
-                        count = int(getattr(entry, "step", 0))
-                        here = local(p.detach())
-                        out.append(Claim(f"{i}.{j}", int(entry.key), j, elements_of(p), count, here, gradient, group))
+                        stream = int(entry.key), int(getattr(entry, "step", 0))
+                        out.append(claim(f"{i}.{j}", j, p, group, stream))
         return out
 
     def state_dict(self) -> dict[str, Any]:

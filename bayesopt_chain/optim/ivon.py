@@ -32,10 +32,9 @@ from bayesopt_chain._torch import is_dtensor, local_of
 from bayesopt_chain.distributed.parts import elements_of
 from bayesopt_chain.distributed.ranks import require_named_chain
 from bayesopt_chain.distributed.shards import local
-from bayesopt_chain.distributed.witness import Claim
 from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.optim import _checks
-from bayesopt_chain.optim._ranks import OnRanks, shared_key
+from bayesopt_chain.optim._ranks import OnRanks, claim, shared_key
 from bayesopt_chain.posterior.vi._natural import averaged, newton
 from bayesopt_chain.random.philox import draw_elements, parts_of_leaves
 from bayesopt_chain.random.stream import leaf_numbers
@@ -239,7 +238,10 @@ class IVON(OnRanks, torch.optim.Optimizer):
             )
         moving = [(group, p, number) for group, p, number in self._leaves() if p.grad is not None]
         if moving:
-            self._witness.look(lambda: [_claim(*leaf) for leaf in moving], local(moving[0][1].detach()))
+            self._witness.look(
+                lambda: [claim(str(n), n, p, group) for group, p, n in moving],
+                local(moving[0][1].detach()),
+            )
         with uninterrupted():  # Ctrl-C between two writes would leave means, precisions and counts of different steps
             for group, p, number in moving:
                 self._move(group, p, number)
@@ -386,10 +388,3 @@ def _eps(group: dict[str, Any], p: Any, x: Tensor, number: int, count: int) -> T
     key, at = (torch.tensor(value, device=x.device) for value in (group["noise_key"], count))
     (eps,) = draw_elements(key, at, parts_of_leaves((elements_of(p),), (number,)), x.dtype)
     return eps.view(x.shape)
-
-
-def _claim(group: dict[str, Any], p: Any, number: int) -> Claim:
-    """Describe the noise that a leaf gets in this step, so that ranks can compare it."""
-    gradient = None if p.grad is None or p.grad.is_sparse else _gradient(p)
-    key, count = group["noise_key"], group["noise_count"]
-    return Claim(str(number), key, number, elements_of(p), count, local(p.detach()), gradient, group)

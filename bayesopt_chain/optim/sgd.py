@@ -60,8 +60,8 @@ class SGD(Sampling, torch.optim.SGD):
     The state takes, in float32, 8 bytes per parameter with momentum (velocity and last draw), 4 without, 12 with Nesterov.
 
     Raises:
-        ValueError: at T > 0: momentum outside [0, 1), dampening of 1 or more, a negative lr, ``differentiable`` with an
-            lr or weight decay that requires grad, complex parameters; a negative or infinite temperature.
+        ValueError: at T > 0: momentum outside [0, 1), dampening of 1 or more, a negative lr, ``differentiable``, complex
+            parameters; a negative or infinite temperature.
             Nothing has moved then.
 
     The key of the noise does not seed the model's own random numbers: dropout uses torch's global generator. :func:`as_step`

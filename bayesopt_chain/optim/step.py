@@ -18,12 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 from bayesopt_chain import checks, kinds
 from bayesopt_chain._torch import is_flattened
 from bayesopt_chain.distributed.ranks import gather_objects, world
-from bayesopt_chain.distributed.replicated import is_replicated
-from bayesopt_chain.distributed.shards import are_spread
+from bayesopt_chain.distributed.shards import are_spread, is_replicated
 from bayesopt_chain.loop.loss import Info, detach
 from bayesopt_chain.optim._ranks import OnRanks, fresh_key
 from bayesopt_chain.random.stream import splitmix64
-from bayesopt_chain.runs.identity import describe, describe_optimizer
+from bayesopt_chain.runs.run import describe, describe_optimizer
 
 ModelLoss = Callable[[nn.Module, Any], Any]
 

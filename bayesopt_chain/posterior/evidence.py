@@ -266,8 +266,9 @@ def tuned(
 
 def tune_layer(model: Model, regression: Regression, prior_structure: str | None, scale: Tensor | None = None) -> Tuned:
     """By the exact evidence of a linear last layer with Gaussian noise, from the best point of a coarse grid on."""
-    of_weights, of_biases, noise = regression.units()
-    least, one = regression.least_noise(), torch.ones_like(noise)
+    of_weights, of_biases = regression.units()
+    one = torch.ones_like(regression.data.noise).reshape(-1)
+    least, noise = regression.noise_bounds() if scale is None else (one, one)
     several = one.shape if len(one) > 1 else ()
     together = prior_structure == SCALAR or not regression.has_bias
     units = of_weights[None] if together else torch.stack([of_weights, of_biases])

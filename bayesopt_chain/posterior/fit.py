@@ -675,6 +675,11 @@ def fit_laplace(
     if tune == "validation":
         return _validated(model, seen, one if not tune_noise else None, validation, of_prior)
     require_finite(seen.precision.diag(), "fit_laplace: the curvature")
+    if likelihood.has_noise_scale and tune_noise and seen.precision.count <= 1 and float(seen.entries.max()) <= 1:
+        raise ValueError(
+            "fit_laplace: one target does not tell noise from what the parameters explain: pass more data, or give the noise "
+            "(likelihoods.gaussian(variance), tune_noise=False)"
+        )
     start, scale, share = float(prior_precision), None if likelihood.has_noise_scale and tune_noise else one, 1.0
     if keep is not None and seen.regression is not None:
         if not isinstance(batches.first, HeadBatch):

@@ -127,24 +127,43 @@ class Regression:
 
     def least_noise(self) -> Tensor:
         """The lower limit of each output's noise, in units of the likelihood's variance, ``[E]``: a share of the targets'
-        variance, or the rounding of float32 targets."""
+        variance, or the rounding of float32 targets.
+
+        Raises:
+            ValueError: an output whose targets are all at the prior's mean, so that nothing says how large noise can be.
+        """
+        level = self.total + (self.tau.square() if self.has_bias else 0)
+        if bool(((level == 0) & (self.data.entries > 0)).any()):
+            raise ValueError(
+                "fit_laplace: every target of an output equals what the prior's mean says (0 without prior_mean=), so that "
+                "nothing says how large the noise is: give it (likelihoods.gaussian(variance), tune_noise=False)"
+            )
         norm = self.data.noise * self.data.entries.clamp_min(1)
         rounding = torch.finfo(torch.float32).eps ** 2 * (self.tau.square() if self.has_bias else self.total)
         return ((LEAST * self.total + rounding) / norm).clamp_min(TINY).reshape(-1)
 
-    def units(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Where a search starts: prior precisions of weights and biases with which features explain targets of this size, 0-d,
-        and the noise of each output, in units of the likelihood's, that explains all of them, ``[E]``."""
+    def noise_bounds(self) -> tuple[Tensor, Tensor]:
+        """The least noise of each output, and that which explains all its targets, in units of the likelihood's variance,
+        ``[E]``; of an output without targets as given."""
+        least = self.least_noise()
+        whole = (self.total / self.data.noise / self.data.entries.clamp_min(1)).reshape(-1)
+        return least, torch.where(self.data.entries.reshape(-1) > 0, whole.maximum(least), 1)
+
+    def units(self) -> tuple[Tensor, Tensor]:
+        """Where a search starts: prior precisions of weights and biases with which features explain targets of this size,
+        0-d."""
         count = self.data.entries.sum().clamp_min(1)
         squares = self.total.sum() / count
         whole = squares + (self.tau.square().sum() / count if self.has_bias else 0)
-        small = torch.finfo(torch.float32).eps ** 2 * whole + TINY
+        rounding = torch.finfo(torch.float32).eps ** 2
+        small = torch.where(
+            whole > 0, rounding * whole, self.data.noise.mean()
+        )  # targets at the prior's mean: the noise
         spread = self.s.square().sum() / count * self.u.shape[2]
-        noise = (self.total / self.data.noise / self.data.entries.clamp_min(1)).reshape(-1)
-        noise = torch.where(
-            self.data.entries.reshape(-1) > 0, noise.maximum(self.least_noise()), 1
-        )  # never seen: as given
-        return spread.clamp_min(TINY) / (squares + small), 1 / (whole + small), noise
+        if self.has_bias:  # of features that are all the same, their size
+            level = self.mean.square().sum() / count * self.u.shape[2]
+            spread = torch.where(spread > rounding * level, spread, level)
+        return spread.clamp_min(TINY) / (squares + small), 1 / (whole + small)
 
     def at(self, delta: Tensor, of_bias: Tensor | None, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The log evidence (0-d) and the mode less the prior's mean: weights ``[E, D]``, biases ``[E]``.

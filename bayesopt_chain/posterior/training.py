@@ -14,7 +14,7 @@ model selection in deep learning", algorithm 1).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -22,6 +22,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
+from bayesopt_chain import kinds
 from bayesopt_chain.curvature import STRUCTURES
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.modules.functional import arguments_of, batch_inputs, write_back
@@ -61,6 +62,23 @@ def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=1e-3)
 
 
+@kinds.takes(
+    module=kinds.Kind(
+        kinds.MODULE.fits,
+        "a torch.nn.Module (with a forward function alternate your own loop with bc.fit_laplace, whose prior_precision and "
+        "likelihood_scale go into the next loss)",
+    ),
+    loader=kinds.Kind(
+        lambda x: kinds.BATCHES.fits(x) and (isinstance(x, (tuple, Mapping)) or iter(x) is not x),
+        "batches that can be read again and again, such as a list or a DataLoader",
+    ),
+    optimizer=kinds.Kind(callable, "a function from a list of parameters to an optimizer of torch.optim"),
+    epochs=kinds.WHOLE,
+    every=kinds.WHOLE,
+    structure=kinds.one_of(*(name for name in STRUCTURES if name != "low_rank")),
+    prior_precision=kinds.POSITIVE,
+    tune_noise=kinds.BOOL,
+)
 def train_by_evidence(
     module: nn.Module,
     likelihood: Likelihood,
@@ -123,9 +141,7 @@ def train_by_evidence(
         >>> training.log_evidence[-1] > training.log_evidence[0]
         True
     """
-    loader = as_batches(loader)
-    _require(module, loader, epochs, every, burn_in, structure, prior_precision)
-    module = unwrapped(module)
+    loader, module = as_batches(loader), unwrapped(module)
     of_prior = require_prior_structure("train_by_evidence", prior_structure, structure)
     prior_mean = optree.tree_map(lambda m: m.detach().clone() if isinstance(m, Tensor) else m, prior_mean)
     modes = {layer: layer.training for layer in module.modules()}
@@ -141,6 +157,10 @@ def train_by_evidence(
     own = dict(module.named_parameters())
     chosen = {name: own[name] for name in model.params}
     stepper = optimizer(list(chosen.values()))
+    if not isinstance(stepper, torch.optim.Optimizer):
+        raise TypeError(
+            f"train_by_evidence: optimizer returned {type(stepper).__name__}, not an optimizer of torch.optim"
+        )
     if any(group.get("weight_decay", 0) for group in stepper.param_groups):
         raise ValueError(
             "train_by_evidence: the optimizer has weight decay: leave it at 0, the evidence chooses the prior"
@@ -170,28 +190,6 @@ def train_by_evidence(
     assert best is not None, "the last epoch is always estimated"
     write_back(module, best[0].model.params, best[1] if model.features_of is None else None)
     return EvidenceTraining(best[0], evidences, losses)
-
-
-def _require(
-    module: Any, loader: Any, epochs: int, every: int, burn_in: int, structure: str, prior_precision: float
-) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"train_by_evidence: {type(module).__name__} is not an nn.Module: with a forward function alternate your own loop "
-            "with bc.fit_laplace, whose prior_precision and likelihood_scale go into the next loss"
-        )
-    for name, value, least in (("epochs", epochs, 1), ("every", every, 1), ("burn_in", burn_in, 0)):
-        if value < least:
-            raise ValueError(f"train_by_evidence: {name}={value}: pass at least {least}")
-    if structure not in STRUCTURES or structure == "low_rank":
-        known = [name for name in STRUCTURES if name != "low_rank"]
-        raise ValueError(f"train_by_evidence: structure={structure!r}: pass one of {', '.join(known)}")
-    if not (math.isfinite(prior_precision) and prior_precision > 0):
-        raise ValueError(f"train_by_evidence: prior_precision={prior_precision}: pass a positive, finite number")
-    if iter(loader) is loader:
-        raise ValueError(
-            "train_by_evidence: the loader can be read only once: pass a list of its batches, or a DataLoader"
-        )
 
 
 def _prepared(module: nn.Module, likelihood: Likelihood, loader: Any, how: How) -> tuple[Iterable, Model]:

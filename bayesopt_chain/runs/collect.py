@@ -24,8 +24,7 @@ from bayesopt_chain.modules.functional import evaluating, make_functional
 from bayesopt_chain.posterior.batches import logits_of
 from bayesopt_chain.runs.draws import Draws, Reduce
 from bayesopt_chain.runs.folder import STEP, Folder, drawn
-from bayesopt_chain.runs.identity import describe_optimizer, require_same
-from bayesopt_chain.runs.run import Iteration, ResumableBatches, Run
+from bayesopt_chain.runs.run import Iteration, ResumableBatches, Run, describe_optimizer, require_same
 from bayesopt_chain.runs.store import SHARD_BYTES, Place, Store, gathered
 
 _COUNTING = kinds.Kind(lambda x: hasattr(x, "global_step"), "what a trainer gives its callbacks, with global_step")

@@ -31,9 +31,8 @@ from bayesopt_chain.modules.functional import make_functional
 from bayesopt_chain.posterior.batches import logits_of
 from bayesopt_chain.posterior.export import Members
 from bayesopt_chain.runs import files
-from bayesopt_chain.runs.folder import BUFFER, LEAF, LOSS, STEP, WEIGHT
+from bayesopt_chain.runs.folder import BUFFER, LEAF, LOSS, STEP, WEIGHT, Piece, opened, row_bytes, rows_of
 from bayesopt_chain.runs.inference_data import Stored, inference_data
-from bayesopt_chain.runs.pieces import Piece, opened, row_bytes, rows_of
 
 Reduce = Literal["mean", "log_mean_exp", "stack"]
 _PATHS = kinds.Kind(lambda x: isinstance(x, (str, os.PathLike)), "a directory, a pattern, or a list of them")

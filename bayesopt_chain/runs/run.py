@@ -1,16 +1,40 @@
-"""What a run is of: what was asked for, what each of its steps gives, and its batches, with a place that can be saved."""
+"""What a run is of: what was asked for, what each of its steps gives, its batches, and its identity.
+
+Batches have a place that can be saved. The identity is JSON that compares: enough to refuse another run under the same path.
+Known are burn-in and thinning; shapes and dtypes; the chain with every hyperparameter, its stream and its schedules, or an
+optimizer with its groups; the data, by their number, shapes and the checksum of all that are tensors in memory; order and
+seed of the epochs; the name and the code of the loss, a function or an object that is called, and what it sees; a seed, where
+one was given. What cannot be known, such as the data of a stream, is ``None`` or "unknown", and is not compared.
+
+A description is made of structure, never of ``repr``: a class and those of its fields that are not at their defaults. Two
+descriptions are compared by :func:`difference`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import hashlib
+import inspect
+import math
+import sys
+import types
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import optree
 import torch
+from torch import Tensor
+from torchopt.base import GradientTransformation
 
+from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.distributed.ranks import gather_objects, hash_of_bits
+from bayesopt_chain.distributed.shards import are_spread, local
+from bayesopt_chain.loop.module_state import keyed
+from bayesopt_chain.runs import files
 
 
 class Iteration(NamedTuple):
@@ -227,3 +251,347 @@ def _together(parts: list[dict[str, Any]]) -> dict[str, Any]:
     order = "/".join(sorted({part["order"] for part in parts}))
     sizes = {name: sum(part[name] for part in own) for name in ("data", "batch")}
     return {"ranks": len(parts), **sizes, "order": order}
+
+
+STATE = "1/"  # the paths of a state begin with it in a file of ``(params, state)``
+INSTEAD = "give this run a directory of its own"
+UNKNOWN = "unknown"
+CHOSEN = 1 << 32  # a seed below it was chosen, one above it was drawn: by torch, or by a hash of a rank's number
+FEW, DEEP = 16, 12  # numbers of a tensor that are written out; levels of nesting
+PYTHON = ".".join(map(str, sys.version_info[:2]))  # byte code of one version alone compares
+ATTRIBUTES = 3  # levels of what a callable object holds: it may refer to itself
+
+
+def identity_of(run: Run, total: int | None) -> dict[str, Any]:
+    """What is known of a run, as JSON."""
+    step, inner = run.step, getattr(run.step, "step", run.step)
+    tensors = files.flat((run.params, run.state))[0].items()
+    if getattr(step, "grows", False):  # its state has no shapes of its own
+        tensors = [(n, x) for n, x in tensors if not n.startswith(STATE)]
+    told, each = getattr(inner, "identity", None), (getattr(step, "each", None) or {}).items()
+    numbers = enumerate(getattr(step, "numbers", ()) if each else ())
+    return {
+        "burn_in": run.burn_in,
+        "thinning": run.thinning,
+        "keep": run.keep,
+        "total": total,
+        "sharded": are_spread((run.params, run.state)),
+        "tree": {n: f"{x.dtype} {list(x.shape[run.chains is not None :])}" for n, x in tensors},
+        # of chains with hyperparameters of their own what makes them, and those of each chain by its global number
+        "chain": describe(getattr(inner, "tx", None)) if told is None else told,
+        "each": {str(n): {k: x[i].tolist() for k, x in sorted(each)} for i, n in numbers},
+        "data": data_of(run),
+        "loss": describe(getattr(inner, "loss", None)),
+        "losses": [],
+        "seed": run.seed,
+    }
+
+
+def data_of(run: Run) -> dict[str, Any] | None:
+    """Number and shapes of the data, and a checksum of all that are tensors in memory; ``None`` where each chain has its own,
+    or nothing is known."""
+    batches = run.batches.batches
+    if batches is None or getattr(run.step, "batch_dim", None) is not None:
+        return None
+    held: Any = batches
+    about: dict[str, Any] = {"kind": type(batches).__name__}
+    if isinstance(batches, Epochs):
+        held, about = batches.leaves, {"kind": "epochs", **batches._identity()}
+    elif isinstance(batches, torch.utils.data.DataLoader):
+        held = getattr(batches.dataset, "tensors", None)
+        size = len(batches.dataset) if hasattr(batches.dataset, "__len__") else None  # type: ignore[arg-type]
+        about |= {"size": size, "batch_size": batches.batch_size}
+    elif isinstance(batches, list) or run.batches.is_one:
+        about = {"kind": "one batch" if run.batches.is_one else f"{len(batches)} batches"}
+    about["ranks"] = run.batches.whole["ranks"]
+    if isinstance(held, (Tensor, tuple, list, Mapping)):
+        leaves = [x for x in optree.tree_leaves(cast(Any, held)) if isinstance(x, Tensor)]
+        about["tensors"] = [_tensor(x) for x in leaves]
+    return about
+
+
+def require_same(folder: Any, theirs: Mapping[str, Any], mine: Mapping[str, Any], ranks: str) -> None:
+    """Refuse a folder of another run; warn of a loss whose code has changed.
+
+    Args:
+        folder: of the other run, for the message.
+        theirs: the identity that stands there.
+        mine: that of this run.
+        ranks: by how many ranks theirs was run, in words.
+
+    Raises:
+        ValueError: naming what differs.
+    """
+    if theirs["sharded"] != mine["sharded"]:
+        kinds = [("plain tensors", "DTensors")[bool(x["sharded"])] for x in (theirs, mine)]
+        raise ValueError(
+            f"sample: {folder} holds a run of {kinds[0]}, and {kinds[1]} are given: go on with {kinds[0]} (DTensors "
+            "on a mesh of one rank will do), or give this run a directory of its own"
+        )
+    if theirs["total"] != mine["total"]:
+        raise ValueError(
+            f"sample: {folder} holds a run of {theirs['total'] or 'unnumbered'} chains by {ranks}, and "
+            f"{mine['total'] or 'unnumbered ones'} are to be run now: resume with as many, or give this run a "
+            f"directory of its own"
+        )
+    for key in ("burn_in", "thinning", "keep", "chain", "tree", "seed", "each", "data"):
+        a, b = cast(Any, theirs.get(key)), mine[key]
+        if key not in ("burn_in", "thinning", "keep", "tree") and (a is None or b is None):
+            continue
+        if key == "each" and a and b:  # of the chains that both have
+            a, b = ({n: x[n] for n in sorted(a.keys() & b.keys())} for x in (a, b))
+        if key != "data" or a.get("ranks") == b["ranks"]:
+            _refuse(folder, difference(a, b, "" if key == "chain" else key))
+    _compare_losses(folder, theirs, mine)
+
+
+def _refuse(folder: Any, what: str) -> None:
+    if what:
+        raise ValueError(f"sample: {folder} holds another run: {what}; {INSTEAD}")
+
+
+def _compare_losses(folder: Any, theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+    """Refuse a loss of another name and a lambda of other code; warn of other changes in code and in what it sees."""
+    a, b = theirs.get("loss"), mine["loss"]
+    if not isinstance(a, dict) or not isinstance(b, dict):
+        return
+    _refuse(folder, difference(a.get("function"), b["function"], "loss"))
+    if str(b["function"]).endswith("<lambda>"):  # a name that says nothing: all that is known of it is its code
+        _refuse(folder, difference(a.get("code"), b["code"], "loss.code"))
+    if any(not difference(known, b) for known in [a, *theirs.get("losses", [])]):
+        return
+    warnings.warn(
+        f"sample: {folder} was sampled with a loss {a['function']} that was another one: {difference(a, b)}. If they compute "
+        f"different things, its draws are of another posterior: {INSTEAD}",
+        stacklevel=10,
+    )
+
+
+def losses_of(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, Any]:
+    """The identity that stands, with this run's loss among those that it was sampled with."""
+    known = [theirs.get("loss"), *theirs.get("losses", [])]
+    return {**theirs, "losses": known[1:] + ([] if mine["loss"] in known else [mine["loss"]])}
+
+
+def keys_of(state: Any) -> list[int]:
+    """The keys of all random streams of a state."""
+    keys = [key for entry in keyed(state) for key in local(entry.key).reshape(-1).tolist()]
+    return sorted({int(key) for key in keys if key})
+
+
+def describe(x: Any, depth: int = 0) -> Any:
+    """The description of a chain, a schedule, a function, or a tree of plain values.
+
+    Args:
+        x: anything.
+        depth: how deep in another description it stands; below ``DEEP`` levels everything is unknown.
+
+    Returns:
+        Lists, dictionaries with strings as keys, strings, numbers and ``None``.
+
+    Example:
+        >>> import bayesopt_chain as bc
+        >>> describe(bc.sgd(0.1, 0.9))
+        ['Chain', ['Momentum', {}], ['Scale', {'step_size': 0.1, 'sign': -1}]]
+    """
+    if x is None or isinstance(x, (bool, int, str, float)):
+        return str(x) if isinstance(x, float) and not math.isfinite(x) else x
+    if depth > DEEP:
+        return UNKNOWN
+
+    def inner(y: Any) -> Any:
+        return describe(y, depth + 1)
+
+    if isinstance(x, Tensor):
+        return _tensor(x)
+    if isinstance(x, Chain):
+        return [type(x).__name__, *map(inner, x.links)]
+    if isinstance(x, (types.FunctionType, types.MethodType, functools.partial)):
+        return _function(x, inner) if isinstance(x, types.FunctionType) else describe_callable(x, depth)
+    if isinstance(x, torch.Generator):
+        return ["generator", seed] if (seed := x.initial_seed()) < CHOSEN else UNKNOWN
+    if isinstance(x, (torch.dtype, torch.device, type, complex, bytes, types.BuiltinFunctionType)):
+        return str(getattr(x, "__qualname__", x))
+    if dataclasses.is_dataclass(x) and not (callable(x) and type(x).__module__.partition(".")[0] != "bayesopt_chain"):
+        told = [(f.name, getattr(x, f.name), f.default) for f in dataclasses.fields(x)]
+        # only other values than the defaults, so that a link may learn a new option
+        other = {n: inner(v) for n, v, d in told if isinstance(v, Tensor) or type(v) is not type(d) or v != d}
+        return [type(x).__name__, other]
+    if isinstance(x, Mapping):
+        return {str(k): inner(v) for k, v in x.items()}
+    if isinstance(x, (set, frozenset)):
+        return sorted(map(str, x))
+    if isinstance(x, GradientTransformation) and not isinstance(getattr(x, "transformation", None), type(None)):
+        return [type(x).__name__, inner(getattr(x, "transformation"))]  # noqa: B009
+    if isinstance(x, (list, tuple)):
+        return [*([type(x).__name__] if hasattr(x, "_fields") else []), *map(inner, x)]
+    return describe_callable(x, depth) if callable(x) else UNKNOWN
+
+
+def describe_callable(f: Any, depth: int = 0) -> Any:
+    """The description of a function, a bound method, a ``functools.partial``, or an object with ``__call__``.
+
+    Args:
+        f: what can be called.
+        depth: as for :func:`describe`.
+
+    Returns:
+        A dictionary: ``function``, the name of the function or of the object's class; ``code``, a digest of its byte code, of
+        an object of all methods that its class has; ``sees``, what it closes over, what it holds as attributes, and arguments
+        that are bound to it. ``UNKNOWN`` where there is no Python code.
+
+    Example:
+        >>> class Loss:
+        ...     def __init__(self, scale):
+        ...         self.scale = scale
+        ...     def __call__(self, params, batch):
+        ...         return self.scale * params["w"].square().sum()
+        >>> difference(describe_callable(Loss(1.0)), describe_callable(Loss(2.0)))
+        'sees.self.scale is 1.0, here 2.0'
+        >>> difference(describe_callable(Loss(1.0)), describe_callable(Loss(1.0).__call__)) != ""
+        True
+    """
+    if depth > DEEP:
+        return UNKNOWN
+
+    def inner(y: Any) -> Any:
+        return describe(y, depth + 1)
+
+    def held(y: Any) -> Any:
+        return describe(y, max(depth + 1, DEEP + 1 - ATTRIBUTES))
+
+    if isinstance(f, functools.partial):
+        of = describe_callable(f.func, depth + 1)
+        of = of if isinstance(of, dict) else {"function": of, "code": {}, "sees": {}}
+        return {**of, "sees": {**of["sees"], "bound": [inner(list(f.args)), inner(f.keywords)]}}
+    if isinstance(f, types.BuiltinFunctionType):
+        return {"function": f.__qualname__, "code": {}, "sees": {}}
+    if isinstance(f, types.MethodType):
+        of, owner = _function(f, inner), f.__self__
+        known = isinstance(of, dict) and not isinstance(owner, type)
+        return {**of, "sees": {**of["sees"], "self": _attributes(owner, held)}} if known else of
+    if inspect.isfunction(inspect.unwrap(f)):
+        return _function(f, inner)
+    kind = type(f)
+    if not isinstance(kind.__call__, types.FunctionType):
+        return UNKNOWN
+    homes = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("builtins", "torch")]
+    codes = [m.__code__ for base in homes for _, m in sorted(vars(base).items()) if isinstance(m, types.FunctionType)]
+    digest = hashlib.sha256(" ".join(map(code_digest, codes)).encode()).hexdigest()[:16]
+    return {
+        "function": f"{kind.__module__}.{kind.__qualname__}",
+        "code": {PYTHON: digest},
+        "sees": {"self": _attributes(f, held)},
+    }
+
+
+def _attributes(x: Any, held: Callable[[Any], Any]) -> dict[str, Any]:
+    """What an object holds; of a module its settings, since its parameters and buffers are what a run moves."""
+    is_module = isinstance(x, torch.nn.Module)
+    return {n: held(v) for n, v in getattr(x, "__dict__", {}).items() if not is_module or n[:1] != "_"}
+
+
+def _tensor(x: Tensor) -> Any:
+    """Dtype and shape, and the numbers of a few, or the CRC-32 of all: one label that was mended is seen."""
+    x = local(x.detach())
+    about: list[Any] = ["tensor", str(x.dtype).removeprefix("torch."), list(x.shape)]
+    try:
+        if x.numel() <= FEW and not x.dtype.is_complex:
+            return [*about, [describe(v) for v in x.reshape(-1).tolist()]]
+        return [*about, zlib.crc32(x.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)]
+    except (RuntimeError, TypeError, ValueError):  # sparse, quantised, on no device
+        return [*about, UNKNOWN]
+
+
+def _function(f: Any, inner: Callable[[Any], Any]) -> Any:
+    """The name of a function, its code, its defaults, what it closes over, and what it reads from its module: numbers,
+    tensors, and the code of functions that are of the same module."""
+    f = inspect.unwrap(f)
+    f = getattr(f, "__func__", f)
+    if not isinstance(f, types.FunctionType):
+        return UNKNOWN
+    try:
+        closed = inspect.getclosurevars(f)
+    except ValueError:  # it refers to something that is not bound yet
+        return UNKNOWN
+    seen = {n: inner(v) for n, v in closed.globals.items() if isinstance(v, (bool, int, float, str, Tensor))}
+    helpers = {n: v for n, v in closed.globals.items() if isinstance(v, types.FunctionType)}
+    code = {n: code_digest(v.__code__) for n, v in helpers.items() if v.__module__ == f.__module__}
+    return {
+        "function": f"{f.__module__}.{f.__qualname__}",
+        "code": {PYTHON: code_digest(f.__code__)},
+        "sees": {
+            **seen,
+            **{n: {"code": {PYTHON: digest}} for n, digest in code.items()},
+            **{n: inner(v) for n, v in closed.nonlocals.items()},
+            "defaults": inner([*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()]),
+        },
+    }
+
+
+def code_digest(code: types.CodeType) -> str:
+    """16 hexadecimal digits of a hash of byte code, its constants and names; not of line numbers."""
+    # The order of a set is another in every process.
+    ordered = [sorted(map(repr, c)) if isinstance(c, frozenset) else c for c in code.co_consts]
+    constants = [code_digest(c) if isinstance(c, types.CodeType) else repr(c) for c in ordered]
+    text = " ".join([code.co_code.hex(), *constants, *code.co_names])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer, without: tuple[str, ...] = ()) -> Any:
+    """The class of an optimizer, the hyperparameters of its groups, and its chains.
+
+    Args:
+        optimizer: as it stands; ``lr`` is told as it was before a scheduler changed it, where one did.
+        without: hyperparameters that are not told.
+    """
+    hidden = {"params", "noise_key", "noise_count", "chain_state", *without}
+    groups = [{**group, "lr": group.get("initial_lr", group.get("lr"))} for group in optimizer.param_groups]
+    groups = [{k: v for k, v in group.items() if k not in hidden} for group in groups]
+    chains = [built.tx for built in getattr(optimizer, "_chains", ())]
+    about = {"kind": type(optimizer).__name__, "groups": groups, "chains": chains}
+    seed = getattr(optimizer, "_seed", None)  # of the generator that it was given
+    if seed is not None:
+        about["generator"] = ["generator", seed] if seed < CHOSEN else UNKNOWN
+    return describe(about)
+
+
+def difference(a: Any, b: Any, where: str = "") -> str:
+    """What differs between two descriptions, in words; nothing where they may be the same.
+
+    Example:
+        >>> difference(["Scale", {"factor": 0.1}], ["Scale", {"factor": 0.2}])
+        'Scale.factor is 0.1, here 0.2'
+        >>> difference([1, "unknown"], [1, 2])
+        ''
+    """
+    if UNKNOWN in (a if isinstance(a, str) else "", b if isinstance(b, str) else ""):
+        return ""
+    if isinstance(a, dict) and isinstance(b, dict):
+        if where.endswith("code") and not a.keys() & b.keys():  # byte code of two versions of Python
+            return ""
+        for name in [*a, *[n for n in b if n not in a]]:
+            inside = f"{where}.{name}" if where else str(name)
+            if name not in a or name not in b:
+                return f"{inside} is {_short(a.get(name, 'absent'))}, here {_short(b.get(name, 'absent'))}"
+            if said := difference(a[name], b[name], inside):
+                return said
+        return ""
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b) and a[:1] != ["tensor"]:
+        named = bool(a) and isinstance(a[0], str)
+        for i, (x, y) in enumerate(zip(a, b)):
+            # Of a class only the name is told, and a chain is the list of its links.
+            inside = (
+                where if a[:1] == ["Chain"] else (f"{where}.{a[0]}" if where else a[0]) if named else f"{where}[{i}]"
+            )
+            if said := difference(x, y, inside):
+                return said
+        return ""
+    numbers = isinstance(a, (int, float)) and isinstance(b, (int, float))
+    same = a == b and (numbers or type(a) is type(b))
+    return "" if same else f"{where or 'it'} is {_short(a)}, here {_short(b)}"
+
+
+def _short(x: Any) -> str:
+    text = str(x)
+    return text if len(text) <= 120 else f"{text[:110]}..."

@@ -30,16 +30,27 @@ from bayesopt_chain.distributed.ranks import (
     together,
     world,
 )
-from bayesopt_chain.distributed.replicated import is_replicated
-from bayesopt_chain.distributed.shards import are_spread, local
+from bayesopt_chain.distributed.shards import are_spread, is_replicated, local
 from bayesopt_chain.loop.module_state import buffers_of
 from bayesopt_chain.runs import files
 from bayesopt_chain.runs.draws import Draws
 from bayesopt_chain.runs.files import File
-from bayesopt_chain.runs.folder import BUFFER, HEAD, LEAF, LOSS, STEP, WEIGHT, Folder, folders_of, head_of, tiles_of
-from bayesopt_chain.runs.identity import STATE, identity_of, keys_of, losses_of, require_same
-from bayesopt_chain.runs.pieces import Piece, shard_of, side_by_side
-from bayesopt_chain.runs.run import Iteration, Run
+from bayesopt_chain.runs.folder import (
+    BUFFER,
+    HEAD,
+    LEAF,
+    LOSS,
+    STEP,
+    WEIGHT,
+    Folder,
+    Piece,
+    folders_of,
+    head_of,
+    shard_of,
+    side_by_side,
+    tiles_of,
+)
+from bayesopt_chain.runs.run import STATE, Iteration, Run, identity_of, keys_of, losses_of, require_same
 
 T = TypeVar("T")
 

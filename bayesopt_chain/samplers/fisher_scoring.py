@@ -10,9 +10,8 @@ the Fisher information alone: near a posterior mode of ``N = 1 / T`` data, where
 then contracts by ``2 n / N``.
 
 ``V`` is a bias-corrected running average of what ``update`` receives as ``gradient_variance=``: the variance of each
-parameter's gradient across single data (per datum, not divided by the batch size), a tree like the parameters; with
-``dense`` the covariance matrix ``[d, d]``, the leaves flattened in optree order. On a quadratic loss, with that
-gradient noise, the bias is that of SGLD with step ``D``.
+parameter's gradient across single data (per datum, not divided by the batch size), a tree like the parameters, so that ``D``
+is diagonal. On a quadratic loss, with that gradient noise, the bias is that of SGLD with step ``D``.
 
 At T = 0 the step vanishes wherever gradients are noisy, so that no optimizer is the limit: temperature 0 is refused.
 """
@@ -20,7 +19,7 @@ At T = 0 the step vanishes wherever gradients are noisy, so that no optimizer is
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ from torch import Tensor
 from bayesopt_chain import checks
 from bayesopt_chain.arguments import AT_LEAST_ONE, MOMENTUM, POSITIVE, checked_as
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import LinkContext, Traits
+from bayesopt_chain.core.link import LinkContext
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.links.leaves import zeros
@@ -41,7 +40,7 @@ class FisherState(NamedTuple):
 
     Attributes:
         key, count: of the random stream, 0-d int64.
-        variance: the running average of the gradients' variance, one tensor for each leaf, or one matrix ``[d, d]``.
+        variance: the running average of the gradients' variance, one tensor for each leaf.
     """
 
     key: Tensor
@@ -57,8 +56,6 @@ class FisherScoring(Keyed):
     temperature: ScalarOrSchedule
     batch_size: int
     decay: float
-
-    words: ClassVar[str] = ""
 
     @property
     def response(self) -> Response:
@@ -103,32 +100,7 @@ class FisherScoring(Keyed):
         return came
 
     def __str__(self) -> str:
-        return f"sgfs({self.lr}, batch_size={self.batch_size}, temperature={checks.show(self.temperature)}{self.words})"
-
-
-@dataclass(frozen=True)
-class DenseFisherScoring(FisherScoring):
-    """The link behind :func:`sgfs` with ``dense``."""
-
-    words = ", dense=True"
-    traits = Traits(checks_gradients=True, needs_all_gradients=True, refusal_hint="; dense=False takes it")
-
-    def init(self, leaves: Leaves, context: LinkContext) -> FisherState:
-        d = sum(p.numel() for p in leaves)
-        matrix = torch.zeros(d, d, dtype=leaves[0].dtype, device=leaves[0].device)
-        return FisherState(*self.start(leaves, context), matrix)
-
-    def update(self, g: Leaves, state: FisherState, op: TensorOps, context: LinkContext) -> tuple[Leaves, FisherState]:
-        came, old = self.given(context), state.variance
-        temperature, inject, corrected = self.now(state)
-        xi = torch.cat([x.reshape(-1) for (x,) in self.normals(state, g, context)])
-        flat = torch.cat([x.reshape(-1) for x in g])
-        new = self.decay * old + (1.0 - self.decay) * came
-        inverse = torch.eye(len(flat), dtype=old.dtype, device=old.device) / self.lr
-        inverse = inverse + new * (corrected / (2.0 * temperature * self.batch_size)).to(old.dtype)
-        move = -torch.linalg.solve(inverse, flat + (inject * xi).to(flat.dtype))
-        moves = [part.reshape(x.shape) for part, x in zip(move.split([x.numel() for x in g]), g)]
-        return op.put(g, moves), FisherState(state.key, op.next_count(state.step), *op.put([old], [new]))
+        return f"sgfs({self.lr}, batch_size={self.batch_size}, temperature={checks.show(self.temperature)})"
 
 
 @checked_as(lr=POSITIVE, batch_size=AT_LEAST_ONE, decay=MOMENTUM)
@@ -137,31 +109,27 @@ def sgfs(
     *,
     temperature: ScalarOrSchedule,
     batch_size: int,
-    dense: bool = False,
     decay: float = 0.95,
     generator: torch.Generator | None = None,
 ) -> Chain:
-    """Stochastic gradient Fisher scoring (Ahn, Korattikara and Welling, 2012), diagonal or with the whole matrix.
+    """Stochastic gradient Fisher scoring (Ahn, Korattikara and Welling, 2012) with a diagonal step.
 
     ``update`` takes ``gradient_variance=``: the variance of each parameter's gradient across single data as a tree like the
-    parameters, or with ``dense`` their covariance, ``[d, d]``. :func:`bayesopt_chain.make_step` passes what its
-    argument of that name returns.
+    parameters. :func:`bayesopt_chain.make_step` passes what its argument of that name returns.
 
     Args:
         lr: learning rate where the gradients have no noise; the step is never longer.
         temperature: positive number, 0-d tensor or schedule; ``1 / N`` for a loss that is a mean over ``N`` data. A step
             remembers nothing of the last one but the variance of the gradients, whatever the temperature was.
         batch_size: ``n``, data in a batch.
-        dense: the whole matrix over all ``d`` parameters, ``O(d^3)`` a step, instead of its diagonal.
         decay: weight of the past in the average of ``gradient_variance=``, in [0, 1).
         generator: source of the random key (default: torch's global generator).
 
     Returns:
-        A chain; its state holds one tensor for each parameter, or with ``dense`` one matrix ``[d, d]``.
+        A chain; its state holds one tensor for each parameter.
 
     Raises:
-        ValueError: temperature 0, or another argument out of range; at ``update``, a missing ``gradient_variance=``, or with
-            ``dense`` a missing gradient.
+        ValueError: temperature 0, or another argument out of range; at ``update``, a missing ``gradient_variance=``.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -171,5 +139,4 @@ def sgfs(
     checks.positive_temperature(
         "sgfs", temperature, "its step is 2 T / (noise) and vanishes there; use bc.sgd to optimise"
     )
-    rule = DenseFisherScoring if dense else FisherScoring
-    return Chain((rule(lr, temperature, batch_size, decay, generator=generator),))
+    return Chain((FisherScoring(lr, temperature, batch_size, decay, generator=generator),))

@@ -2,7 +2,6 @@ r"""Samplers with a diagonal preconditioner learned from the gradients. With fro
 
     pSGLD            nu <- alpha nu + (1 - alpha) g^2,  P = 1 / (sqrt(nu) + eps),
                      theta <- theta - lr (P g + sqrt(2 T P / lr) xi)
-    its correction   theta <- theta - lr (P g - T dP/dtheta + sqrt(2 T P / lr) xi)
     Adam-SGHMC       the first moment takes gradient and noise, P = 1 / (sqrt(nu_hat) + eps)
     adaptive SGHMC   v <- mu v + P (g + noise),  theta <- theta - lr v,  P = 1 / (sqrt(V) + eps), averaged over a window
                      that adapts, from tau = m = V = 0:
@@ -17,8 +16,7 @@ The noise never reaches the statistics that make ``P``, and its constants are ma
 
 While ``P`` follows the gradients none of them is exact: the target is roughly ``P^-1 exp(-loss / T)``. **Freeze P** after
 burn-in (``freeze_after``): from there on sampling is exact where the chain is. The drift ``T div P`` of Riemannian Langevin
-dynamics, with ``H`` the Hessian ``T dP_i / dtheta_i = -T (1 - alpha) P_i^2 g_i H_ii / sqrt(nu_i)``, repairs ``P`` only where
-it is a function of the parameters alone, that is for ``alpha = 0`` and full gradients; with memory in ``nu`` it does not.
+dynamics would repair it only where ``P`` is a function of the parameters alone, that is for ``alpha = 0`` and full gradients.
 
 Li, Chen, Carlson and Carin, "Preconditioned stochastic gradient Langevin dynamics" (2016); Springenberg, Klein, Falkner and
 Hutter, "Bayesian optimization with robust Bayesian neural networks" (2016). The latter's noise has variance
@@ -27,25 +25,18 @@ Hutter, "Bayesian optimization with robust Bayesian neural networks" (2016). The
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-from torch import Tensor
 
 from bayesopt_chain.arguments import checked
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import LinkContext
-from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.adam import scale_by_adam
 from bayesopt_chain.links.adaptive_window import scale_by_adaptive_window
 from bayesopt_chain.links.langevin_noise import inject_langevin_noise
 from bayesopt_chain.links.learning_rate import scale_by_neg_lr
-from bayesopt_chain.links.leaves import new_counts
 from bayesopt_chain.links.momentum import add_momentum
-from bayesopt_chain.links.rms import RunningScale, RunningScaleState, scale_by_rms
-from bayesopt_chain.samplers._in_front import require_in_front
-from bayesopt_chain.schedules import ScalarOrSchedule, by_count, is_zero, now, scalar
+from bayesopt_chain.links.rms import scale_by_rms
+from bayesopt_chain.schedules import ScalarOrSchedule
 
 
 @checked
@@ -56,8 +47,7 @@ def psgld(
     *,
     temperature: ScalarOrSchedule,
     freeze_after: int | None = None,
-    order: int | None = None,
-    corrected: bool = False,
+    order: int = 2,
     generator: torch.Generator | None = None,
 ) -> Chain:
     """Preconditioned SGLD (Li et al., 2016): RMSprop with noise. At ``temperature=0`` it is RMSprop.
@@ -69,18 +59,14 @@ def psgld(
         temperature: number, 0-d tensor or schedule; ``1 / N`` for a loss that is a mean over ``N`` data.
         freeze_after: number of updates after which the preconditioner stays as it is; sampling is exact from there on, if the
             chain is stable with that preconditioner: see :func:`step_growth`.
-        order: 2 (default) or 1, as for :func:`bayesopt_chain.sgld`; 1 with ``corrected``.
-        corrected: add the drift ``T div P``. ``update`` then takes the diagonal of the loss's Hessian as ``hessian_diagonal=``,
-            a tree like the parameters. The correction is exact, to first order in lr, for ``alpha=0`` with full gradients and
-            a large ``eps``; with memory in the average it is a heuristic (see the module), and ``freeze_after`` is the cure.
+        order: 2 (default) or 1, as for :func:`bayesopt_chain.sgld`.
         generator: source of the random key (default: torch's global generator).
 
     Returns:
         A chain; its state holds two tensors for each parameter, one at order 1.
 
     Raises:
-        ValueError: an argument out of range; ``order=2`` with ``corrected``; at ``init``, with ``corrected``, another link in
-            front that changes the gradient; at ``update``, a missing ``hessian_diagonal=``.
+        ValueError: an argument out of range.
 
     Example:
         >>> import bayesopt_chain as bc
@@ -91,69 +77,11 @@ def psgld(
             scale_by_neg_lr(0.01),
         )
     """
-    if corrected and order not in (None, 1):
-        raise ValueError(f"psgld: order must be 1 with corrected=True, whose noise is white, got {order!r}")
-    corrected = corrected and not is_zero(temperature)  # T div P is 0 there
-    scaling = scale_by_rms(alpha, eps, freeze_after=freeze_after)
-    if corrected:
-        scaling = Chain((RunningScaleWithDivergence(False, alpha, eps, 0.0, freeze_after, temperature=temperature),))
     return chain(
-        scaling,
-        inject_langevin_noise(temperature, order=order or (1 if corrected else 2), generator=generator),
+        scale_by_rms(alpha, eps, freeze_after=freeze_after),
+        inject_langevin_noise(temperature, order=order, generator=generator),
         scale_by_neg_lr(lr),
     )
-
-
-@dataclass(frozen=True)
-class RunningScaleWithDivergence(RunningScale):
-    """RMSprop's scaling, less ``T dP/dtheta``; takes the Hessian's diagonal as ``hessian_diagonal=``."""
-
-    temperature: ScalarOrSchedule = 0.0
-
-    @property
-    def extra_kwargs(self) -> frozenset[str]:
-        return frozenset({"hessian_diagonal"})
-
-    @property
-    def required_kwargs(self) -> frozenset[str]:
-        return self.extra_kwargs
-
-    def init(self, leaves: Leaves, context: LinkContext) -> RunningScaleState:
-        why = (
-            "the drift is made of the Hessian of the loss alone; put it into the loss and the lr, or use corrected=False with "
-            "freeze_after="
-        )
-        require_in_front(context, "psgld(corrected=True)", (), why)
-        return super().init(leaves, context)._replace(count=new_counts(leaves))
-
-    def update(
-        self, g: Leaves, state: RunningScaleState, op: TensorOps, context: LinkContext
-    ) -> tuple[Leaves, RunningScaleState]:
-        if context.extra.get("hessian_diagonal") is None:
-            raise ValueError(
-                "psgld: with corrected=True update needs hessian_diagonal=, the diagonal of the loss's Hessian as a tree "
-                "like the parameters; pass make_step(..., keywords={'hessian_diagonal': fn}), or use corrected=False"
-            )
-        hessian = context.leaves(context.extra["hessian_diagonal"])
-        strength = by_count(self._strength, state.count)
-        state = self.learned(g, state, op)
-        d = self.denominators(state)
-        drifts = list[Tensor]()
-        for x, nu, h, t in zip(g, state.nu, hessian, strength):
-            root = nu.sqrt()
-            slope = (1.0 - self.decay) * x * h / torch.where(root > 0, root, torch.ones_like(root))
-            drifts.append((t * slope / (root + self.eps) ** 2).to(x.dtype))
-        return op.add(op.div(context.with_noise(lambda: d), d), drifts), state
-
-    def _strength(self, count: Tensor) -> Tensor:
-        """The temperature while the preconditioner still learns, then 0."""
-        temperature = scalar(now(self.temperature, count), count.device)
-        if self.freeze_after is None:
-            return temperature
-        return torch.where(count < self.freeze_after, temperature, torch.zeros_like(temperature))
-
-    def __str__(self) -> str:
-        return super().__str__().replace("scale_by_rms", "scale_by_rms_corrected")
 
 
 @checked

@@ -79,7 +79,7 @@ def takeaway(claim: str, difference: Mapping[str, float]) -> str:
     contradicted: the mean is further from zero than the values are from one another, so that all of them have its sign. One
     seed decides nothing, and two decide little: :data:`RULE` says how often independent normal values around zero do it.
     """
-    mean, low, high = difference["mean"], difference["low"], difference["high"]
+    mean, low, high = (difference[name] for name in ("mean", "low", "high"))
     decided = low < high and abs(mean) > high - low
     verdict = "undecided" if not decided else "confirmed" if mean < 0 else "contradicted"
     return f"{claim}: {verdict} ({mean:+.3g}, {low:+.3g} to {high:+.3g})"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import statistics
 import time
@@ -13,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from benchmarks.measure import environment
+import bayesopt_chain as bc
+from benchmarks import measure
 
 RESULTS = Path(__file__).parent / "results"
 SCALES = ("smoke", "small", "full")
@@ -58,34 +59,43 @@ def record(experiment: Experiment, scale: str, *, seeds: int | None = None, firs
         "settings": dict(settings),
         "seeds": run,
         "seconds": round(seconds, 1),
-        "environment": environment(),
         "tables": tables,
     }
 
 
 def keep(result: Mapping[str, Any], folder: Path = RESULTS) -> Path:
     """Write a record beside the code."""
-    folder.mkdir(exist_ok=True)
     path = folder / f"{result['experiment']}-{result['scale']}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    measure.keep(path, dict(result))
     return path
-
-
-def recorded(experiment: Experiment, scale: str) -> dict[str, Any]:
-    """The record on file; where there is none, of a run made now."""
-    path = RESULTS / f"{experiment.name}-{scale}.json"
-    return json.loads(path.read_text()) if path.exists() else record(experiment, scale)
 
 
 def averaged(result: Mapping[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
     """Mean, lowest and highest over seeds of every measure of every method."""
-    out: dict[str, dict[str, dict[str, float]]] = {}
-    for method, row in result["tables"][0].items():
-        out[method] = {}
-        for measure in row:
-            values = [table[method][measure] for table in result["tables"]]
-            out[method][measure] = {"mean": statistics.fmean(values), "low": min(values), "high": max(values)}
-    return out
+
+    def over(method: str, name: str) -> dict[str, float]:
+        values = [table[method][name] for table in result["tables"]]
+        return {"mean": statistics.fmean(values), "low": min(values), "high": max(values)}
+
+    return {method: {name: over(method, name) for name in row} for method, row in result["tables"][0].items()}
+
+
+def stepped(
+    loss: Callable[[Any, Any], Tensor], tx: Any, params: Any, batch: Any, steps: int, state: Any = None
+) -> tuple[Any, Any]:
+    """Parameters and state after so many steps on one batch, from a state or the first one."""
+    step, state = bc.make_step(loss, tx), tx.init(params) if state is None else state
+    for _ in range(steps):
+        params, state, _ = step(params, state, batch)
+    return params, state
+
+
+def laplace_at(mode: Any, forward: Callable[[Any, Any], Tensor], likelihood: Any, data: Any) -> bc.Gaussian:
+    """The Gaussian at a mode with the dense GGN, under the prior N(0, 1) of every weight."""
+    tx = bc.laplace()
+    increment = bc.curvature.ggn(forward, likelihood, structure="dense")(mode, data)
+    _, state = tx.update(mode, tx.init(mode), params=mode, inplace=False, curvature=increment)
+    return tx.posterior(state, mode, prior_precision=1.0)
 
 
 def data_folder() -> Path:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import bayesopt_chain as bc
-from benchmarks.experiments.common import Experiment, Table
+from benchmarks.experiments.common import Experiment, Table, stepped
 
 
 def potential(x: Tensor, batch: Any = None) -> Tensor:
@@ -61,9 +61,9 @@ def deep_ensemble(s: Mapping[str, Any]) -> Tensor:
     return bc.sample(chains, x, chains.init(tx, x), None, steps=300, burn_in=299).params[-1]
 
 
-def serial(s: Mapping[str, Any], momentum: float = 0.9) -> Tensor:
+def serial(s: Mapping[str, Any]) -> Tensor:
     """One chain."""
-    tx, x = bc.sghmc(s["lr"], momentum, temperature=1.0), torch.zeros(2)
+    tx, x = bc.sghmc(s["lr"], 0.9, temperature=1.0), torch.zeros(2)
     step = bc.make_step(potential, tx)
     return bc.sample(step, x, tx.init(x), None, steps=s["gradients"], burn_in=s["gradients"] // 10).params
 
@@ -78,18 +78,14 @@ def parallel(s: Mapping[str, Any]) -> Tensor:
 def variational(s: Mapping[str, Any]) -> Tensor:
     """A Gaussian with independent coordinates; draws from it."""
     tx, x = bc.vi.mean_field(bc.adam(1e-2), temperature=1.0, init_scale=0.2, n_samples=8), torch.zeros(2)
-    step, state = bc.make_step(potential, tx), tx.init(x)
-    for _ in range(s["gradients"] // 8):
-        x, state, _ = step(x, state, None)
+    x, state = stepped(potential, tx, x, None, s["gradients"] // 8)
     return tx.posterior(state, x).sample((s["draws"],))
 
 
 def laplace(s: Mapping[str, Any]) -> Tensor:
     """A Gaussian at a mode, with the Hessian there; draws from it."""
     tx, x = bc.sgd(s["lr"], momentum=0.9), torch.randn(2)
-    step, state = bc.make_step(potential, tx), tx.init(x)
-    for _ in range(300):
-        x, state, _ = step(x, state, None)
+    x, _ = stepped(potential, tx, x, None, 300)
     covariance = torch.linalg.inv(torch.func.hessian(potential)(x))
     return x + torch.randn(s["draws"], 2) @ torch.linalg.cholesky(covariance).T
 

@@ -42,7 +42,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,7 +55,6 @@ from benchmarks.experiments.cells import folder_of, kept, slug, spent
 from benchmarks.experiments.common import Experiment, Table, data_folder, verified
 
 SHA256 = "f95793fc7fed7bada1500cedf4f69344839d3e3d71c95bce833a83cfd17ffbc3"
-WORDS_SHA256 = "ea9452effbb08379e85d1bad42870f7345e390dc2d85c25d16a2d9ab06c9531c"
 UNKNOWN = 2  # the id of words outside the vocabulary
 CHECKPOINT_SECONDS = 60.0
 AT_ONCE = 500  # test reviews in one forward pass
@@ -74,18 +72,6 @@ def read(words: int) -> tuple[Reviews, Reviews]:
         )
     x, x_test = (ids.where(ids < words, UNKNOWN) for ids in (x, x_test))
     return (x, y), (x_test, y_test)
-
-
-@cache
-def vocabulary(folder: Path) -> list[str]:
-    """The words by their ids."""
-    return verified(folder / "imdb" / "vocab_20k.txt", WORDS_SHA256).read_text(encoding="utf-8").split("\n")
-
-
-def spelled(ids: Tensor) -> str:
-    """The words of one review."""
-    words = vocabulary(data_folder())
-    return " ".join(words[i] for i in ids.tolist() if words[i] not in ("<pad>", "<start>"))
 
 
 class Network(nn.Module):
@@ -178,19 +164,12 @@ class Work(NamedTuple):
             InterruptedError: it did not come to its end; run again to go on.
         """
         torch.manual_seed(self.key("noise", name))
-        params = {leaf: p.clone() for leaf, p in start.items()}
+        params, step = {leaf: p.clone() for leaf, p in start.items()}, bc.make_step(self.loss, tx, inplace=True)
         batches = bc.epochs(self.train, self.s["batch"], seed=self.key("batches", name))
-        draws = bc.sample(
-            bc.make_step(self.loss, tx, inplace=True),
-            params,
-            tx.init(params),
-            batches,
-            steps=steps,
-            burn_in=0 if thinning else steps - 1,
-            thinning=thinning or 1,
-            path=self.folder / "runs" / slug(name if at is None else f"{name} {at:g}"),
-            checkpoint_seconds=CHECKPOINT_SECONDS,
-        )
+        path = self.folder / "runs" / slug(name if at is None else f"{name} {at:g}")
+        length = {"steps": steps, "burn_in": 0 if thinning else steps - 1, "thinning": thinning or 1}
+        disk: dict[str, Any] = {"path": path, "checkpoint_seconds": CHECKPOINT_SECONDS}
+        draws = bc.sample(step, params, tx.init(params), batches, **length, **disk)
         if not draws.complete:
             raise InterruptedError(f"the run {name!r} of seed {self.seed} is not complete: {draws.why}")
         return draws
@@ -244,7 +223,7 @@ class Work(NamedTuple):
     def phase(self, temperature: float, ends: bool) -> list[dict[str, Tensor]]:
         """Draws of the first chain at the ends of epochs or in their middles, equally many."""
         draws = list(self.chain(0, temperature))
-        return draws[1::2] if ends else draws[: len(draws) // 2 * 2 : 2]
+        return draws[int(ends) : len(draws) // 2 * 2 : 2]
 
     def variational(self, temperature: float) -> bc.Gaussian:
         """Mean field, from standard deviations that grow with the temperature as the posterior's do."""
@@ -356,49 +335,51 @@ def at(method: str, temperature: float) -> str:
 
 
 ENSEMBLE = "deep ensemble (SGHMC parallel, T = 0)"
-GAUSSIAN = ("Laplace EF", "Laplace EF linearised", "Laplace GGN", "Laplace GGN linearised", "VI", "VI linearised")
-SAMPLED = ("SGHMC parallel", "SGHMC serial")
 MIDDLES, ENDS = "SGHMC serial, middles of epochs", "SGHMC serial, ends of epochs"
 FIRST, LAST = "SGHMC serial, first draw", "SGHMC serial, last draw"
 STILL = "the serial chain (T = 1) still improves from its first draw to its last"
 ESTIMATORS = {"Laplace EF": bc.curvature.empirical_fisher, "Laplace GGN": bc.curvature.ggn}
 
 
-def rows_at(w: Work, t: float) -> Table:
-    """Every method with a temperature."""
-    table: Table = {}
-    for method, estimator in ESTIMATORS.items():
+Prediction = Callable[[], tuple[Tensor, dict[str, float]]]
+
+
+def methods(w: Work, t: float) -> dict[str, Prediction]:
+    """Predictions of every method with a temperature, and what is measured beside them, by the name of the row."""
+    gaussians: dict[str, Callable[[], bc.Gaussian]] = {
+        **{method: lambda e=estimator: w.laplace(e)(t) for method, estimator in ESTIMATORS.items()},
+        "VI": lambda: w.variational(t),
+    }
+    found: dict[str, Prediction] = {}
+    for method, fit in gaussians.items():
         for name, predict in ((at(method, t), w.sampled), (at(f"{method} linearised", t), w.linearized)):
-            table[name] = w.cell(name, lambda e=estimator, p=predict, n=name: (p(w.laplace(e)(t), n), {}))
-    for name, predict in ((at("VI", t), w.sampled), (at("VI linearised", t), w.linearized)):
-        table[name] = w.cell(name, lambda p=predict, n=name: (p(w.variational(t), n), {}))
-
-    def of(members: list[dict[str, Tensor]]) -> tuple[Tensor, dict[str, float]]:
-        return w.of_members(members), w.spread(members, t)
-
-    table[at("SGHMC serial", t)] = w.cell(at("SGHMC serial", t), lambda: of(w.serial(t)))
-    table[at("SGHMC parallel", t)] = w.cell(at("SGHMC parallel", t), lambda: of(w.last(t)))
-    return table
+            found[name] = lambda fit=fit, predict=predict, name=name: (predict(fit(), name), {})
+    for method, members in {"SGHMC serial": w.serial, "SGHMC parallel": w.last}.items():
+        found[at(method, t)] = lambda members=members: (w.of_members(members(t)), w.spread(members(t), t))
+    return found
 
 
 def run(settings: Mapping[str, Any], seed: int) -> Table:
     """Every method at every temperature, then what the minibatches did, then the claims."""
     w = Work.make(settings, seed, folder_of("imdb", cell_settings(settings)) / f"seed-{seed}")
-    table: Table = {
-        "MLE": w.cell("MLE", lambda: (w.of_members([w.optimum(0.0)]), {})),
-        "MAP": w.cell("MAP", lambda: (w.of_members([w.optimum(w.decay)]), {})),
+    first = settings["temperatures"][0]
+    networks: dict[str, Callable[[], list[dict[str, Tensor]]]] = {
+        "MLE": lambda: [w.optimum(0.0)],
+        "MAP": lambda: [w.optimum(w.decay)],
+        ENSEMBLE: lambda: w.last(0.0),
+        at(MIDDLES, first): lambda: w.phase(first, ends=False),
+        at(ENDS, first): lambda: w.phase(first, ends=True),
+        at(FIRST, first): lambda: w.serial(first)[:1],
+        at(LAST, first): lambda: w.serial(first)[-1:],
     }
-    first, *others = settings["temperatures"]
-    table |= rows_at(w, first)
-    table[ENSEMBLE] = w.cell(ENSEMBLE, lambda: (w.of_members(w.last(0.0)), {}))
-    for t in others:
-        table |= rows_at(w, t)
+    cells: dict[str, Prediction] = {
+        name: lambda members=members: (w.of_members(members()), {}) for name, members in networks.items()
+    }
+    for t in settings["temperatures"]:
+        cells |= methods(w, t)
+    table: Table = {name: w.cell(name, predict) for name, predict in cells.items()}
     for t in settings["temperatures"]:
         table[at("SGHMC parallel", t)] |= kept(w.folder, at("heating", t), lambda _, t=t: w.heating(t))
-    for name, ends in ((at(MIDDLES, first), False), (at(ENDS, first), True)):
-        table[name] = w.cell(name, lambda ends=ends: (w.of_members(w.phase(first, ends)), {}))
-    for name, k in ((at(FIRST, first), 0), (at(LAST, first), -1)):
-        table[name] = w.cell(name, lambda k=k: (w.of_members([w.serial(first)[k]]), {}))
     return table | claims(w, table)
 
 
@@ -406,17 +387,14 @@ def claims(w: Work, table: Table) -> Table:
     """The paper's takeaways as differences of NLL that it says are below zero; see the module."""
     bayes, *colder = w.s["temperatures"]
 
-    def coldest(method: str) -> str:
-        return min((at(method, t) for t in colder), key=lambda name: table[name]["nll"])
-
-    def best(method: str) -> str:
-        return min((at(method, t) for t in w.s["temperatures"]), key=lambda name: table[name]["nll"])
+    def best(method: str, among: Sequence[float] = w.s["temperatures"]) -> str:
+        return min((at(method, t) for t in among), key=lambda name: table[name]["nll"])
 
     def minus(left: str, right: str) -> Tensor:
         return w.losses(left) - w.losses(right)
 
     def effect(method: str) -> Tensor:
-        return minus(coldest(method), at(method, bayes))
+        return minus(best(method, colder), at(method, bayes))
 
     parallel, serial, vi = (at(m, bayes) for m in ("SGHMC parallel", "SGHMC serial", "VI"))
     found = {

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, cross_entropy
 
 import bayesopt_chain as bc
-from benchmarks.experiments.common import Experiment, Table, data_folder
+from benchmarks.experiments.common import Experiment, Table, data_folder, laplace_at, stepped
 
 SEEN = 8  # classes 0 to 7 are trained on
 TASKS = ("clean", "few", "noisy")
@@ -137,10 +137,7 @@ def multi_swag(w: Work, start: dict[str, Tensor]) -> Tensor:
 def last_layer(w: Work, mode: dict[str, Tensor]) -> Tensor:
     """The optimizer's network with a Gaussian on its last layer, by the whole GGN; draws of the linearised logits."""
     forward, kept = bc.curvature.subset(w.forward, mode, "2")
-    increment = bc.curvature.ggn(forward, bc.likelihoods.categorical(), structure="dense")(kept, w.task.train)
-    tx = bc.laplace()
-    _, state = tx.update(kept, tx.init(kept), params=kept, inplace=False, curvature=increment)
-    posterior = tx.posterior(state, kept, prior_precision=1.0)
+    posterior = laplace_at(kept, forward, bc.likelihoods.categorical(), w.task.train)
     return w.classes({**{n: p.expand(100, *p.shape) for n, p in mode.items()}, **posterior.sample((100,))})
 
 
@@ -148,9 +145,7 @@ def ivon(w: Work) -> Tensor:
     """Variational inference in one run."""
     params = {name: p[0] for name, p in w.params.items()}
     tx = bc.vi.ivon(w.s["ivon_lr"], temperature=1 / w.n, init_hessian=0.1)
-    step, state = bc.make_step(w.loss, tx), tx.init(params)
-    for _ in range(w.s["steps"]):
-        params, state, _ = step(params, state, w.task.train)
+    params, state = stepped(w.loss, tx, params, w.task.train, w.s["steps"])
     return w.classes(tx.posterior(state, params).sample((100,)))
 
 
@@ -195,17 +190,15 @@ def run(settings: Mapping[str, Any], seed: int) -> Table:
 
 def says(table: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
     """One sentence on what came out."""
-    parts = []
+    parts, wins = [], []
     for name in TASKS:
         one, bayes, cold = (table[m][f"{name} nll"]["mean"] for m in ("SGD", "SGHMC, T = 1/N", "SGHMC, T = 0.1/N"))
+        wins += [name] * (bayes < one)
         best = min(table, key=lambda m: table[m][f"{name} nll"]["mean"])
         parts.append(
             f"{name}: one network {one:.3f}, T = 1/N {bayes:.3f}, a tenth of it {cold:.3f}, lowest "
             f"{table[best][f'{name} nll']['mean']:.3f} ({best})"
         )
-    wins = [
-        name for name in TASKS if table["SGHMC, T = 1/N"][f"{name} nll"]["mean"] < table["SGD"][f"{name} nll"]["mean"]
-    ]
     return f"NLL, {'; '.join(parts)}. At T = 1/N the posterior beats one network on: {', '.join(wins) or 'none'}."
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 import bayesopt_chain as bc
-from benchmarks.experiments.common import Experiment, Table, data_folder, verified
+from benchmarks.experiments.common import Experiment, Table, data_folder, laplace_at, stepped, verified
 
 SHA256 = "06f5b7c2cd7bca686fda4f92eab5f61e7ff6426a9acefa2e3dda04fc54293cf5"
 MOMENTUM = 0.9
@@ -148,11 +148,8 @@ class Ours(NamedTuple):
         """Many chains from the mode, captured; their last positions."""
         n, k, block = len(self.p.x), s["chains"], 10
         tx = bc.sghmc(SHARE * self.limit, MOMENTUM, temperature=1 / n)
-        w, chains, data = (
-            self.p.mode.expand(k, 9).clone(),
-            bc.parallel(bc.make_step(self.loss, tx), k),
-            (self.p.x, self.p.y),
-        )
+        w, data = self.p.mode.expand(k, 9).clone(), (self.p.x, self.p.y)
+        chains = bc.parallel(bc.make_step(self.loss, tx), k)
         state = chains.init(tx, w)
         step = bc.capture(chains, w, state, data, steps=block)
         step(w, state, data)
@@ -163,23 +160,17 @@ class Ours(NamedTuple):
 
     def variational(self, s: Mapping[str, Any]) -> tuple[Tensor, float]:
         """A dense Gaussian."""
-        n, w = len(self.p.x), self.p.mode.clone()
-        tx = bc.vi.dense(bc.adam(1e-2), temperature=1 / n, init_scale=0.05, n_samples=4)
-        step, state, start = bc.make_step(self.loss, tx), tx.init(w), time.perf_counter()
-        for _ in range(s["vi_steps"]):
-            w, state, _ = step(w, state, (self.p.x, self.p.y))
+        tx = bc.vi.dense(bc.adam(1e-2), temperature=1 / len(self.p.x), init_scale=0.05, n_samples=4)
+        start = time.perf_counter()
+        w, state = stepped(self.loss, tx, self.p.mode.clone(), (self.p.x, self.p.y), s["vi_steps"])
         return tx.posterior(state, w).sample((s["draws"],)), time.perf_counter() - start
 
     def laplace(self, s: Mapping[str, Any]) -> tuple[Tensor, float]:
         """The Gaussian at the mode with the GGN, which is the Hessian here."""
-        start = time.perf_counter()
-        estimate = bc.curvature.ggn(
-            lambda w, batch: (batch[0] @ w[:8] + w[8])[:, None], bc.likelihoods.bernoulli(), structure="dense"
-        )
-        tx, w = bc.laplace(), self.p.mode
-        increment = estimate(w, (self.p.x, self.p.y[:, None]))
-        _, state = tx.update(w, tx.init(w), params=w, inplace=False, curvature=increment)
-        return tx.posterior(state, w, prior_precision=1.0).sample((s["draws"],)), time.perf_counter() - start
+        start, data = time.perf_counter(), (self.p.x, self.p.y[:, None])
+        forward = lambda w, batch: (batch[0] @ w[:8] + w[8])[:, None]  # noqa: E731
+        draws = laplace_at(self.p.mode, forward, bc.likelihoods.bernoulli(), data).sample((s["draws"],))
+        return draws, time.perf_counter() - start
 
 
 def posteriors_sghmc(p: Problem, gradients: int, h: float, alpha: float) -> tuple[Tensor, float]:
@@ -257,38 +248,32 @@ def measures(p: Problem, truth: Tensor, draws: Tensor, seconds: float) -> dict[s
     }
 
 
-def best(rows: list[dict[str, float]]) -> dict[str, float]:
-    """The peer's best setting."""
-    return min(rows, key=lambda row: row["covariance"])
-
-
 def run(settings: Mapping[str, Any], seed: int) -> Table:
     """Every sampler against long NUTS."""
     s, p = settings, problem()
-    ours = Ours(p)
-    truth, _ = nuts(p, s["truth"], s["warmup"])
+    ours, (truth, _) = Ours(p), nuts(p, s["truth"], s["warmup"])
     top = torch.linalg.eigvalsh(p.hessian)[-1].item()
     # the stale gradient is stable for h^2 top < 1 - mu, with mu = 1 - alpha h
     grid = [(math.sqrt(f * (1 - mu) / top), mu) for mu in s["momenta"] for f in s["fractions"]]
-    table = {
-        "NUTS (Pyro)": measures(p, truth, *nuts(p, s["nuts"], s["warmup"])),
-        "ours, SGHMC": measures(p, truth, *ours.chain(s, 2)),
-        "ours, SGHMC float32": measures(p, truth, *ours.chain(s, 2, torch.float32)),
-        "ours, SGHMC near the limit": measures(p, truth, *ours.chain(s, 2, share=0.8)),
-        "ours, SGHMC order 1": measures(p, truth, *ours.chain(s, 1)),
-        "ours, SGHMC minibatch": measures(p, truth, *ours.minibatch(s)),
-        f"ours, SGHMC {s['chains']} chains": measures(p, truth, *ours.parallel(s)),
-        "ours, VI dense": measures(p, truth, *ours.variational(s)),
-        "ours, Laplace": measures(p, truth, *ours.laplace(s)),
-        "posteriors, SGHMC": best(
-            [measures(p, truth, *posteriors_sghmc(p, s["gradients"], h, (1 - mu) / h)) for h, mu in grid]
-        ),
-        "posteriors, VI dense": measures(p, truth, *posteriors_vi(p, s["vi_steps"], s["draws"])),
-        "BlackJAX, SGHMC": best(
-            [measures(p, truth, *blackjax_sghmc(p, s["gradients"], h, (1 - mu) / h)) for h, mu in grid]
-        ),
+
+    def best(sampler: Callable[..., tuple[Tensor, float]]) -> dict[str, float]:
+        rows = [measures(p, truth, *sampler(p, s["gradients"], h, (1 - mu) / h)) for h, mu in grid]
+        return min(rows, key=lambda row: row["covariance"])
+
+    made = {
+        "NUTS (Pyro)": lambda: nuts(p, s["nuts"], s["warmup"]),
+        "ours, SGHMC": lambda: ours.chain(s, 2),
+        "ours, SGHMC float32": lambda: ours.chain(s, 2, torch.float32),
+        "ours, SGHMC near the limit": lambda: ours.chain(s, 2, share=0.8),
+        "ours, SGHMC order 1": lambda: ours.chain(s, 1),
+        "ours, SGHMC minibatch": lambda: ours.minibatch(s),
+        f"ours, SGHMC {s['chains']} chains": lambda: ours.parallel(s),
+        "ours, VI dense": lambda: ours.variational(s),
+        "ours, Laplace": lambda: ours.laplace(s),
+        "posteriors, VI dense": lambda: posteriors_vi(p, s["vi_steps"], s["draws"]),
     }
-    return table
+    table = {name: measures(p, truth, *draw()) for name, draw in made.items()}
+    return table | {"posteriors, SGHMC": best(posteriors_sghmc), "BlackJAX, SGHMC": best(blackjax_sghmc)}
 
 
 def says(table: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:

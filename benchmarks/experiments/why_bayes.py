@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import bayesopt_chain as bc
-from benchmarks.experiments.common import Experiment, Table
+from benchmarks.experiments.common import Experiment, Table, laplace_at, stepped
 
 NOISE = 0.1  # standard deviation of the regression's targets
 Params = dict[str, Tensor]
@@ -86,13 +87,10 @@ def loss_of(task: Task) -> Callable[[Params, Any], Tensor]:
     return lambda params, batch: task.nll(forward(params, batch), batch[1])
 
 
-def trained(task: Task, data: Any, params: Params, s: Mapping[str, Any], temperature: float = 0.0) -> Params:
+def trained(task: Task, data: Any, params: Params, s: Mapping[str, Any]) -> Params:
     """The mode, by SGD with momentum on the whole set."""
     tx = bc.chain(bc.links.add_decayed_weights(1 / len(data[0])), bc.adam(1e-2))
-    step, state = bc.make_step(loss_of(task), tx), tx.init(params)
-    for _ in range(s["steps"]):
-        params, state, _ = step(params, state, data)
-    return params
+    return stepped(loss_of(task), tx, params, data, s["steps"])[0]
 
 
 Predictive = Callable[[Tensor], Tensor]  # inputs -> outputs at draws [S, B, 1]
@@ -117,18 +115,13 @@ def linearized(posterior: bc.Gaussian, draws: int) -> Predictive:
 def laplace(task: Task, data: Any, s: Mapping[str, Any]) -> Predictive:
     """Linearised, with the dense GGN at the mode."""
     mode = trained(task, data, network(data[0].shape[1], s["hidden"]), s)
-    tx = bc.laplace()
-    increment = bc.curvature.ggn(forward, task.likelihood, structure="dense")(mode, data)
-    _, state = tx.update(mode, tx.init(mode), params=mode, inplace=False, curvature=increment)
-    return linearized(tx.posterior(state, mode, prior_precision=1.0), s["draws"])
+    return linearized(laplace_at(mode, forward, task.likelihood, data), s["draws"])
 
 
 def variational(task: Task, data: Any, s: Mapping[str, Any]) -> Predictive:
     params, n = network(data[0].shape[1], s["hidden"]), len(data[0])
     tx = bc.vi.mean_field(bc.adam(1e-2), temperature=1 / n, init_scale=0.02, n_samples=4, weight_decay=1 / n)
-    step, state = bc.make_step(loss_of(task), tx), tx.init(params)
-    for _ in range(s["steps"]):
-        params, state, _ = step(params, state, data)
+    params, state = stepped(loss_of(task), tx, params, data, s["steps"])
     draws = tx.posterior(state, params).sample((s["draws"],))
     return lambda x: torch.vmap(lambda p: forward(p, (x, None)))(draws)
 
@@ -136,12 +129,22 @@ def variational(task: Task, data: Any, s: Mapping[str, Any]) -> Predictive:
 def kalman(task: Task, data: Any, s: Mapping[str, Any]) -> Predictive:
     """A dense extended Kalman filter: one pass over random batches, then its Gaussian, linearised."""
     params = network(data[0].shape[1], s["hidden"])
+    tx, step = filtered(task)
+    params, state = in_batches(step, params, tx.init(params), data)
+    return linearized(tx.posterior(state, params), s["draws"])
+
+
+def filtered(task: Task) -> tuple[Any, Any]:
+    """The filter and its step."""
     tx = bc.ekf.dense(lr=1.0, prior_precision=1.0)
-    step = bc.make_step(loss_of(task), tx, curvature=bc.curvature.ggn(forward, task.likelihood, structure="root"))
-    state = tx.init(params)
+    return tx, bc.make_step(loss_of(task), tx, curvature=bc.curvature.ggn(forward, task.likelihood, structure="root"))
+
+
+def in_batches(step: Any, params: Params, state: Any, data: Any) -> tuple[Params, Any]:
+    """After one pass over random batches of ten."""
     for rows in torch.randperm(len(data[0])).split(10):
         params, state, _ = step(params, state, (data[0][rows], data[1][rows]))
-    return linearized(tx.posterior(state, params), s["draws"])
+    return params, state
 
 
 def sghmc(task: Task, data: Any, s: Mapping[str, Any]) -> Predictive:
@@ -169,23 +172,17 @@ def nll(outputs: Tensor, y: Tensor) -> float:
 def continual(s: Mapping[str, Any]) -> dict[str, float]:
     """Three episodes side by side on the line; the EKF keeps its Gaussian, SGD only its mean."""
     episodes = [regression(s["data"], low, low + 1.0) for low in (-1.5, -0.5, 0.5)]
-    out = {}
-    for name in ("SGD", "EKF"):
+    adam, (kalman_filter, step), out = bc.adam(1e-2), filtered(REGRESSION), {}
+
+    def descended(params: Params, state: Any, data: Any) -> tuple[Params, Any]:
+        return stepped(loss_of(REGRESSION), adam, params, data, s["steps"], state)
+
+    for name, tx, learned in (("SGD", adam, descended), ("EKF", kalman_filter, partial(in_batches, step))):
         torch.manual_seed(7)
-        params = network(1, s["hidden"])
-        if name == "SGD":
-            tx, step = bc.adam(1e-2), None
-        else:
-            tx = bc.ekf.dense(lr=1.0, prior_precision=1.0)
-            estimate = bc.curvature.ggn(forward, REGRESSION.likelihood, structure="root")
-            step = bc.make_step(loss_of(REGRESSION), tx, curvature=estimate)
-        step = bc.make_step(loss_of(REGRESSION), tx) if step is None else step
-        state, errors = tx.init(params), []
+        params, errors = network(1, s["hidden"]), []
+        state = tx.init(params)
         for data in episodes:
-            for _ in range(s["steps"] if name == "SGD" else 1):
-                batches = [torch.arange(len(data[0]))] if name == "SGD" else torch.randperm(len(data[0])).split(10)
-                for rows in batches:
-                    params, state, _ = step(params, state, (data[0][rows], data[1][rows]))
+            params, state = learned(params, state, data)
             errors.append(((forward(params, episodes[0]) - function(episodes[0][0])) ** 2).mean().item())
         out[name] = errors[-1] - errors[0]
     return out

@@ -7,9 +7,11 @@ of that mean. Smaller scores are better.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from statistics import fmean, stdev
 from typing import Any
+
+from benchmarks import measure
 
 COLUMNS = ("nll", "crps", "ece", "coverage", "accuracy", "rmse", "ood", "seconds", "passes")
 OURS, REFERENCE = "posterior_ensemble", "plain_ensemble"
@@ -17,13 +19,14 @@ Scores = dict[str, dict[str, dict[int, dict[str, float]]]]
 
 
 def by_task(record: dict[str, Any]) -> Scores:
-    """``scores[task][contestant][seed]``, in the order of the protocol."""
+    """``scores[task][contestant][seed]`` of the seeds that every task has, in the order of the protocol."""
     found: Any = defaultdict(lambda: defaultdict(dict))
     known = record["protocol"]["seen before"] + record["protocol"]["new"]
-    for key in sorted(record["cells"], key=lambda k: known.index(k.rsplit("-", 1)[0])):
-        name, seed = key.rsplit("-", 1)
-        for who, scores in record["cells"][key].items():
-            if "nll" in scores:
+    keys = sorted((key.rsplit("-", 1) for key in record["cells"]), key=lambda pair: known.index(pair[0]))
+    tasks = Counter(seed for _, seed in keys)
+    for name, seed in keys:
+        for who, scores in record["cells"][f"{name}-{seed}"].items():
+            if "nll" in scores and tasks[seed] == max(tasks.values()):
                 found[name][who][int(seed)] = scores
     return found
 
@@ -90,31 +93,28 @@ def markdown(record: dict[str, Any]) -> str:
     """The goal, the differences from the plain ensemble by task, and every contestant's means, for a page."""
     tasks, new = by_task(record), record["protocol"]["new"]
     seeds = sorted({s for runs in tasks.values() for s in runs[OURS]})
-    lines = [
-        f"Seeds {', '.join(map(str, seeds))}; differences are call minus plain ensemble of equal gradients, +- one"
-    ]
-    lines[0] += " paired standard error; smaller is better. New tasks are marked *.\n"
-    lines += ["| task | NLL | CRPS | coverage | of the plain one |", "| --- | --- | --- | --- | --- |"]
-    nll, crps = paired(tasks, "nll"), paired(tasks, "crps")
+    nll, crps, rows, means = paired(tasks, "nll"), paired(tasks, "crps"), [], []
     for name, runs in tasks.items():
         cells = [f"{d[name][0]:+.3f} +- {d[name][1]:.3f}" if name in d else "" for d in (nll, crps)]
         cells += [f"{means_of(runs[who], 'coverage'):.2f}".replace("nan", "") for who in (OURS, REFERENCE)]
-        lines.append(f"| {name}{'*' * (name in new)} | " + " | ".join(cells) + " |")
-    lines += ["", "| goal | | |", "| --- | --- | --- |"]
-    lines += [f"| {part} | {'met' if met else '**not met**'} | {said} |" for part, (met, said) in goal(record).items()]
-    lines += [
-        "",
-        "Mean NLL of every contestant; then means over tasks of coverage, calibration error, the area under the curve",
-    ]
-    lines[-1] += " of telling permuted inputs, and processor seconds:\n"
-    lines += [
-        "| | " + " | ".join(tasks) + " | coverage | ECE | OOD | seconds |",
-        "| --- |" + " --- |" * (len(tasks) + 4),
-    ]
+        rows.append([f"{name}{'*' * (name in new)}", *cells])
+    goals = [(part, "met" if met else "**not met**", said) for part, (met, said) in goal(record).items()]
     for who in dict.fromkeys(w for runs in tasks.values() for w in runs):
         cells = [f"{means_of(runs[who], 'nll'):.3f}" if who in runs else "" for runs in tasks.values()]
         for score, digits in (("coverage", 3), ("ece", 3), ("ood", 2), ("seconds", 1)):
-            values = [m for runs in tasks.values() if who in runs and not math.isnan(m := means_of(runs[who], score))]
-            cells.append(f"{fmean(values):.{digits}f}" if values else "")
-        lines.append(f"| {who} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+            values = [means_of(runs[who], score) for runs in tasks.values() if who in runs]
+            known = [value for value in values if not math.isnan(value)]
+            cells.append(f"{fmean(known):.{digits}f}" if known else "")
+        means.append([who, *cells])
+    return f"""Seeds {", ".join(map(str, seeds))}; differences are call minus plain ensemble of equal gradients, +- one \
+paired standard error; smaller is better. New tasks are marked *.
+
+{measure.markdown(("task", "NLL", "CRPS", "coverage", "of the plain one"), rows)}
+
+{measure.markdown(("goal", "", ""), goals)}
+
+Mean NLL of every contestant; then means over tasks of coverage, calibration error, the area under the curve \
+of telling permuted inputs, and processor seconds:
+
+{measure.markdown(("", *tasks, "coverage", "ECE", "OOD", "seconds"), means)}
+"""

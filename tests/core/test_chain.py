@@ -71,12 +71,6 @@ def test_masks_labels_and_preconditioners_tell_chains_apart():
     assert bc.partition(groups, {"a": "x", "b": "y"}) != bc.partition(groups, {"a": "y", "b": "x"})
 
 
-def test_the_empty_chain_is_the_identity():
-    g = [torch.ones(2), None]
-    updates, state = bc.chain().update(g, bc.chain().init(g))
-    assert updates[0] is g[0] and updates[1] is None and state == ()
-
-
 def test_repr_says_where_the_noise_acts_and_what_it_was_matched_to():
     text = repr(bc.chain(bc.scale_by_preconditioner(2.0), *links()))
     assert "acts before add_momentum, matched to F = 0.2 / (1 - 0.9/z)" in text
@@ -200,21 +194,6 @@ def test_masks_nest_by_intersection():
     tx = bc.masked(inner, {"a": True, "b": False, "c": True})
     updates, _ = tx.update(dict.fromkeys(params, torch.ones(1)), tx.init(params), params=params, inplace=False)
     assert {k: v.item() for k, v in updates.items()} == {"a": -1.0, "b": 1.0, "c": 1.0}
-
-
-def test_last_layer_bayes_is_one_line():
-    params = {"body": {"w": torch.zeros(4)}, "head": torch.zeros(3)}
-    tx = bc.partition(
-        {"cold": bc.sgd(0.1, 0.9), "hot": bc.sghmc(0.1, temperature=1.0)}, {"body": "cold", "head": "hot"}
-    )
-    state = tx.init(params)
-    zero = optree.tree_map(torch.zeros_like, params)
-    updates, state = tx.update(zero, state, params=params, inplace=False)
-    assert torch.equal(updates["body"]["w"], torch.zeros(4)) and (updates["head"] != 0).all()
-    by_function = bc.partition(
-        {"cold": bc.sgd(0.1), "hot": bc.sgd(0.1, temperature=1.0)}, lambda p: {"body": "cold", "head": "hot"}
-    )
-    by_function.init(params)
 
 
 def test_clipping_within_a_group_sees_only_that_group():

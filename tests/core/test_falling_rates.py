@@ -127,18 +127,3 @@ def test_a_state_of_an_older_version_is_refused_by_name():
     old = state.replace(i, state[i]._replace(conditions=(torch.zeros(1, 3, dtype=torch.float64),)))
     with pytest.raises(ValueError, match="conditions hold 3 numbers"):
         tx.update(p, old, params=p)
-
-
-@pytest.mark.parametrize("kwargs", [dict(momentum=0.0), dict(momentum=0.9), dict(momentum=0.9, nesterov=True)], ids=str)
-def test_pure_and_in_place_steps_move_alike_along_a_fall_with_a_stop(kwargs):
-    tx = bc.sgd(FALLS["zero in the middle and last"], **kwargs, temperature=T)
-    ends = []
-    for inplace in (False, True):
-        step = bc.make_step(lambda p, batch: 0.5 * (p * p).sum(), tx, inplace=inplace)
-        torch.manual_seed(0)
-        params = torch.tensor([0.3, -0.2])
-        state = tx.init(params)
-        for _ in range(STEPS):
-            params, state, _ = step(params, state, None)
-        ends.append(params)
-    assert torch.equal(*ends)

@@ -60,17 +60,6 @@ def test_clipping_and_decay_may_stand_before_a_sampler_with_noise_of_its_own_and
             bc.chain(own, behind).init(P)
 
 
-def test_weight_decay_before_ubu_is_a_prior():
-    curvature = torch.tensor([[2.0, 0.3], [0.3, 1.0]], dtype=torch.float64)
-    tx, plain = (
-        bc.chain(*links, bc.samplers.ubu(0.1, 1.0, temperature=T))
-        for links in ([bc.links.add_decayed_weights(0.5)], [])
-    )
-    eye = torch.eye(2, dtype=torch.float64)
-    got, want = stationary_covariance(tx, curvature), stationary_covariance(plain, curvature + 0.5 * eye)
-    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
-
-
 def average(decay):
     """An exponential average by hand, which returns its state as its update."""
 
@@ -203,28 +192,6 @@ def test_stacking_copies_of_a_state_is_refused_and_fork_gives_each_a_key_of_its_
     assert isinstance(groups[0], tuple) and groups[0][0][0].key != groups[1][0][0].key
 
 
-@pytest.mark.parametrize(
-    "build", [lambda: bc.sghmc(0.1, temperature=T), lambda: bc.adam(0.1, temperature=T), lambda: bc.sgd(0.1, 0.9)]
-)
-def test_a_pure_update_with_a_missing_gradient_shares_no_memory_with_the_old_state(build):
-    tx = build()
-    state = tx.init(P)
-    _, after = tx.update({"w": torch.ones(2).double(), "b": None}, state, params=P, inplace=False)
-    old = {t.untyped_storage().data_ptr() for t in optree.tree_leaves(state) if t.numel()}
-    new = [t.untyped_storage().data_ptr() for t in optree.tree_leaves(after) if t.numel()]
-    assert not old.intersection(new) and len(set(new)) == len(new)
-
-
-@pytest.mark.parametrize("order", [1, 2])
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_torchopts_stop_gradient_takes_the_states_of_samplers(order, momentum):
-    tx = bc.sghmc(lambda count: 0.1, momentum, temperature=T, order=order)
-    for inplace in (False, True):
-        _, state = tx.update(optree.tree_map(torch.clone, P), tx.init(P), params=P, inplace=inplace)
-        torchopt.stop_gradient(state)
-        assert not any(t._is_view() for t in optree.tree_leaves(state))
-
-
 DIFFERENTIATED = {
     "sgld, order 1": lambda lr, t: bc.sgld(lr, temperature=t, order=1),
     "sgld": lambda lr, t: bc.sgld(lr, temperature=t),
@@ -292,10 +259,6 @@ def test_meta_optimizers_extract_and_recover_replays_the_noise():
             optimizer.step(net(x).square().mean())
         outs.append(net(x).detach())
     assert torch.equal(*outs)
-
-
-def test_classes_have_their_state_from_the_start():
-    assert all(type(s) is State for s in bc.SGD([torch.zeros(2)], lr=0.1, momentum=0.9).state_groups)
 
 
 @pytest.mark.parametrize("vmapped", [False, True])

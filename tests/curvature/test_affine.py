@@ -36,20 +36,6 @@ def test_its_curvature_and_predictions_are_those_that_taps_find(structure, bias,
     torch.testing.assert_close(covariance, c, rtol=1e-12, atol=1e-12)
 
 
-def test_a_dense_precision_and_its_predictions_are_those_of_explicit_rows():
-    forward, params, batch = problem(True, ())
-    rows = curvature.ggn(forward, likelihoods.categorical(), "root")(params, batch).to_dense()
-    precision = curvature.ggn(forward, likelihoods.categorical(), "dense")(params, batch)
-    torch.testing.assert_close(precision.to_dense(), rows, rtol=1e-13, atol=1e-13)
-    posterior = Gaussian(params, precision.add_diagonal(0.7))
-    jacobian = torch.func.jacrev(lambda p: forward(p, batch))(params)
-    flat = torch.cat([jacobian[name].flatten(2) for name in sorted(params)], 2)
-    wanted = flat @ torch.linalg.inv(posterior.precision.to_dense()) @ flat.mT
-    for chunk_bytes in (None, 1):
-        _, covariance = bc.posterior.linearized(forward, posterior, batch, chunk_bytes=chunk_bytes)
-        torch.testing.assert_close(covariance, wanted, rtol=1e-12, atol=1e-12)
-
-
 def test_it_is_run_and_not_watched(monkeypatch):
     """No tap, no pullback, no datum alone."""
     forward, params, batch = problem(True, ())

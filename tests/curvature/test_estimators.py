@@ -692,26 +692,3 @@ def test_the_fisher_and_hessian_of_any_log_density_are_those_by_differentiation(
     assert_close(dense, gradients.T @ gradients)
     assert_close(curvature.hessian(*told, **by)(params, batch).to_dense(), -hessian)
     assert_close(flatten(curvature.hessian(*told, "diagonal", **by)(params, batch).diag(), params), -hessian.diagonal())
-
-
-@pytest.mark.parametrize("kind", [*ESTIMATORS, "per_sample"])
-def test_a_float32_lstm_has_the_curvature_of_a_float64_one(kind):
-    """In float32 torch has a fused kernel; in float64 it has none."""
-    torch.manual_seed(1)
-    forward, params = of_module(nn.LSTM(2, 3, batch_first=True))
-    last = lambda p, b: forward(p, b)[0][:, -1]  # noqa: E731
-    batch, likelihood = (torch.randn(B, 4, 2), torch.randn(B, 3)), likelihoods.gaussian()
-
-    def made():
-        if kind == "per_sample":
-            return curvature.per_sample(torch.func.grad(lambda p, b: likelihood.nll(last(p, b), b[1]).sum()))
-        return ESTIMATORS[kind](last, likelihood)
-
-    trees = [(params, batch), optree.tree_map(torch.Tensor.float, (params, batch))]
-    enabled = torch.backends.mkldnn.enabled
-    answers = [made()(*tree) for tree in trees]
-    exact, found = answers if kind == "per_sample" else [answer.diag() for answer in answers]
-    assert torch.backends.mkldnn.enabled == enabled
-    if kind == "fisher":
-        return  # labels drawn in two dtypes are other labels
-    assert_close(flatten(found, params).double(), flatten(exact, params), 1e-4)

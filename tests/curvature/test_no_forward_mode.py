@@ -103,16 +103,6 @@ def test_the_growth_of_a_step_is_that_of_the_dense_hessian(case):
     assert found == pytest.approx(want, abs=0.05)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "LSTM"])
-def test_an_ensemble_is_trained_and_sampled(name):
-    torch.manual_seed(0)
-    x, y = torch.randn(20, 4, 3), torch.randn(20, 1)
-    found = bc.posterior_ensemble(
-        MODELS[name], (x, x[:, :1, 0] + 0.1 * y), likelihoods.gaussian(), members=2, steps=100, lr=0.03, progress=False
-    )
-    assert found.predict(x).mean.isfinite().all()
-
-
 def test_an_operation_without_second_derivatives_is_named():
     bag = nn.EmbeddingBag(5, 2)
     loss = lambda p: functional_call(bag, p, (torch.tensor([[0, 1], [3, 3]]),)).square().sum()  # noqa: E731

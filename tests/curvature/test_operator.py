@@ -1,4 +1,4 @@
-"""Curvature as an operator of curvlinops: products against dense matrices, traces and spectra against eigenvalues."""
+"""Curvature as an operator of curvlinops: products against dense matrices, a trace by its estimator."""
 
 import optree
 import pytest
@@ -41,21 +41,12 @@ def test_its_products_are_those_of_the_dense_matrix(name, kind):
     torch.testing.assert_close(flat, wanted.sum(1), rtol=1e-9, atol=1e-10)
 
 
-def test_hutchpp_and_xtrace_find_the_trace_and_lanczos_the_spectrum():
-    """Both traces are exact where a third of the products reaches the rank, here 6; the density's mean is the eigenvalues'."""
+def test_hutchpp_finds_the_trace():
+    """Exact where a third of the products reaches the rank, here 6."""
     forward, likelihood, params, batches = case(*CASES["classes, one ignored"])
     operator = curvature.linear_operator(forward, likelihood, params, batches[:1])
-    dense = operator @ torch.eye(operator.shape[0])
-    trace = dense.trace()
+    trace = (operator @ torch.eye(operator.shape[0])).trace()
     torch.testing.assert_close(curvlinops.hutchpp_trace(operator, num_matvecs=24), trace, rtol=1e-8, atol=0)
-    torch.testing.assert_close(curvlinops.xtrace(operator, num_matvecs=24), trace, rtol=1e-8, atol=0)
-    values = torch.linalg.eigvalsh(dense)
-    grid, density = curvlinops.lanczos_approximate_spectrum(
-        operator, ncv=30, num_repeats=20, boundaries=(float(values[0]), float(values[-1]))
-    )
-    mean = (grid * density).sum() / density.sum()
-    # 20 Gaussian probes of 31 eigenvalues: a standard error of sqrt(2 / (31 * 20)) rms eigenvalue
-    assert abs(mean - values.mean()) < 4 * (2 / (31 * 20)) ** 0.5 * values.square().mean().sqrt() + 0.05 * values[-1]
 
 
 def test_what_cannot_be_an_operator_is_refused():

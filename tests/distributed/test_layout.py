@@ -10,7 +10,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from bayesopt_chain.distributed import runs_of
-from bayesopt_chain.distributed.layout import runs
+from bayesopt_chain.distributed.parts import runs
 from tests.random.draws import leaf, parts
 
 

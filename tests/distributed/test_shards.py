@@ -22,7 +22,6 @@ REFUSED = {  # rows with a link that mixes elements, or asks for the shape of a 
     "samplers.mclmc",
     "samplers.scale_by_stein_kernel",
     "samplers.langevin_with_precision",
-    "samplers.sgfs, dense",
     "samplers.svgd",
     "samplers.replica_exchange",
     *[str(row) for row in POSTERIORS if not str(row).startswith(("vi.mean_field", "vi.ivon", "laplace"))],

@@ -20,7 +20,7 @@ def reviews(monkeypatch, tmp_path):
     g = torch.Generator().manual_seed(0)
 
     def drawn(n):
-        ids = torch.randint(SETTINGS["words"], (n, 100), generator=g)
+        ids = torch.randint(SETTINGS["words"], (n, 40), generator=g)
         return ids, (ids[:, -1] > SETTINGS["words"] // 2).long()
 
     halves = drawn(SETTINGS["data"]), drawn(SETTINGS["test"])

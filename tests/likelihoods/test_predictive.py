@@ -175,15 +175,6 @@ def test_a_custom_loss_has_a_predictive_density():
         _ = loss.predictive(mean, covariance).mean
 
 
-def test_classes_have_no_quantiles():
-    predictive = likelihoods.categorical().predictive(torch.zeros(1, 3), torch.eye(3)[None])
-    for question in (lambda: predictive.quantile(0.5), lambda: predictive.crps(torch.tensor([0]))):
-        with pytest.raises(ValueError, match="have no order"):
-            question()
-    with pytest.raises(ValueError, match=r"level must be a number in \(0, 1\)"):
-        likelihoods.gaussian().predictive(MEAN, COVARIANCE).quantile(1.0)
-
-
 def test_likelihoods_are_pickled():
     for likelihood in (
         likelihoods.gaussian(torch.tensor([0.3])),

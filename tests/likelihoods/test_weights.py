@@ -127,25 +127,3 @@ def test_targets_that_cannot_be_are_refused(likelihood, targets, words):
     forward, params, _ = bc.make_functional(module)
     with pytest.raises(ValueError, match=words):
         bc.ekf.observe(forward, likelihood)(params, (torch.ones(2, 1), y))
-
-
-def test_classes_that_cannot_be_are_refused():
-    likelihood, f = likelihoods.categorical(), torch.zeros(2, 3)
-    with pytest.raises(ValueError, match=r"class numbers from 0 .or ignore_index=-100., such as -1"):
-        likelihood.nll(f, torch.tensor([0, -1]))
-    with pytest.raises(ValueError, match="class numbers from 0 to 2, such as 3"):
-        likelihood.nll(f, torch.tensor([0, 3]))
-    with pytest.raises(ValueError, match="class numbers, int64"):
-        likelihood.nll(f, torch.tensor([0.0, 1.0]))
-    with pytest.raises(ValueError, match=r"at least two classes.*bernoulli"):
-        likelihood.nll(torch.zeros(2, 1), torch.tensor([0, 0]))
-    with pytest.raises(ValueError, match="the batch is empty"):
-        likelihood.nll(torch.zeros(0, 3), torch.zeros(0).long())
-    with pytest.raises(ValueError, match="weight has 2 entries"):
-        likelihoods.categorical(weight=[1.0, 2.0]).nll(f, torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match="label_smoothing must lie in"):
-        likelihoods.categorical(label_smoothing=1.0)
-    with pytest.raises(ValueError, match=r"not a pair: pass batches .inputs, .targets, weights."):
-        likelihoods.weighted(likelihood).nll(f, torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match="finite and not negative"):
-        likelihoods.weighted(likelihood).nll(f, (torch.tensor([0, 1]), torch.tensor([1.0, -1.0])))

@@ -119,21 +119,6 @@ def test_it_goes_through_captures_stacks_pickles_and_skipped_steps():
     assert guarded.skipped == 1
 
 
-def test_an_optimizer_moves_narrow_weights():
-    torch.manual_seed(0)
-    module = torch.nn.Linear(4, 1, dtype=torch.bfloat16)
-    optimizer = bc.optim.Optimizer(
-        module.parameters(), lambda group: bc.with_master_weights(bc.sgd(group["lr"])), lr=1e-3
-    )
-    before = [p.detach().clone() for p in module.parameters()]
-    for _ in range(200):
-        optimizer.zero_grad()
-        module(torch.ones(8, 4, dtype=torch.bfloat16)).float().square().mean().backward()
-        optimizer.step()
-    assert all(p.dtype == torch.bfloat16 for p in module.parameters())
-    assert not any(torch.equal(p, old) for p, old in zip(module.parameters(), before))
-
-
 def test_a_state_of_a_chain_without_them_starts_it():
     params = start()
     plain = bc.sgd(1e-3, 0.9)

@@ -7,7 +7,6 @@ import torchopt
 
 import bayesopt_chain as bc
 from bayesopt_chain.posterior.gaussian import Gaussian
-from tests.loop.alone import each_alone
 from tests.loop.capture.recorded import follow
 
 
@@ -176,15 +175,6 @@ def test_a_state_that_grows_is_not_captured():
         bc.capture(step, params, state, data(), backend="eager")
 
 
-@pytest.mark.parametrize("name", ["mean field", "dense", "low rank", "ivon", "swag", "sghmc"])
-def test_many_chains_are_each_alone(name):
-    tx, _ = build(name)
-    step = bc.make_step(loss, tx)
-    chains = bc.parallel(step, 3)
-    params = bc.stack([optree.tree_map(lambda p, i=i: p + 0.1 * i, start()) for i in range(3)])
-    each_alone(chains, [step] * 3, params, chains.init(tx, params), [data()] * 3, atol=1e-10)
-
-
 @pytest.mark.parametrize("samples", [1, 3])
 def test_the_head_alone_may_be_bayesian(samples):
     """A partition with variational inference for the head: the body sees the mean gradient over the draws and moves as
@@ -241,22 +231,3 @@ def test_curvature_over_several_draws_still_counts_each_datum_once():
     estimate = bc.curvature.ggn(forward, likelihood, "dense")
     _, state, _ = bc.make_step(loss, tx, curvature=estimate)(start(), state, data())
     assert float(state[0].precision.count) == pytest.approx(N, rel=1e-12)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", METHODS)
-def test_every_tensor_stays_on_the_gpu(name):
-    """Parameters, state, posterior and its draws."""
-    tx, link = build(name)
-    params = optree.tree_map(lambda p: p.cuda(), start())
-    batch = tuple(x.cuda() for x in data())
-    state, step = tx.init(params), bc.make_step(loss, tx, curvature=root, inplace=True)
-    for _ in range(4):
-        params, state, info = step(params, state, batch)
-    tensors = [x for x in optree.tree_leaves((params, state, info)) if x.numel()]
-    assert all(x.is_cuda and torch.isfinite(x).all() for x in tensors)
-    if hasattr(link, "posterior"):
-        posterior = posterior_of(name, link, state, params)
-        assert all(x.is_cuda for x in optree.tree_leaves(posterior.marginal_variance))
-        draws = posterior.sample((2,))
-        assert draws["body"].is_cuda and draws["body"].shape == (2, 2, 4)

@@ -154,14 +154,6 @@ def test_groups_report_a_temperature_each_and_chains_their_own():
     assert bc.make_step(loss, tx)(PARAMS, tx.init(PARAMS), (X, Y))[2].gradient_norm == ()
 
 
-def test_clipping_as_a_link_sees_the_mean_over_microbatches():
-    tx = bc.chain(torchopt.clip_grad_norm(1e-3), bc.sgd(1.0))
-    step = bc.make_step(loss, tx, microbatches=5)
-    moved = step(PARAMS, tx.init(PARAMS), (X, Y))[0]
-    change = torch.cat([(moved[k] - PARAMS[k]).flatten() for k in PARAMS])
-    torch.testing.assert_close(change.norm(), torch.tensor(1e-3, dtype=D), rtol=1e-3, atol=0)
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

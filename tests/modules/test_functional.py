@@ -105,22 +105,6 @@ def test_what_does_not_fit_is_named_and_nothing_is_written():
         bc.make_functional(lambda x: x)
 
 
-def test_chains_and_curvature_take_it():
-    module = network().eval()
-    forward, params, _ = bc.make_functional(module)
-    batch = torch.randn(6, 2), torch.randn(6, 1)
-
-    def loss(params, batch):
-        return ((forward(params, batch) - batch[1]) ** 2).mean()
-
-    tx = bc.sghmc(0.01, temperature=0.01)
-    chains = bc.parallel(bc.make_step(loss, tx), 2)
-    stacked = bc.stack([params, params])
-    draws = bc.sample(chains, stacked, chains.init(tx, stacked), batch, steps=3)
-    assert draws.predict(forward, [batch]).shape == (6, 1)
-    assert bc.curvature.ggn(forward, bc.likelihoods.gaussian(1.0), structure="kronecker")(params, batch) is not None
-
-
 def test_a_buffer_that_the_module_replaces_comes_back_and_stays_out_of_the_module():
     class Counting(nn.Module):
         def __init__(self):

@@ -10,7 +10,20 @@ import bayesopt_chain as bc
 from bayesopt_chain.curvature import ggn
 from bayesopt_chain.likelihoods import Outputs, categorical, gaussian
 from bayesopt_chain.posterior import outputs_by_target, probit, softmax_mean
-from benchmarks.many_classes import problem
+
+
+def problem(classes, steps=0, data=1000, features=64):
+    """A network of ``features`` hidden units, trained for some steps, and inputs around a centre for each class."""
+    torch.manual_seed(0)
+    centres, y = torch.randn(classes, 20), torch.randint(classes, (data,))
+    x = centres[y] + 0.7 * torch.randn(data, 20)
+    network = nn.Sequential(nn.Linear(20, features), nn.Tanh(), nn.Linear(features, classes))
+    optimizer = torch.optim.Adam(network.parameters(), 1e-2, weight_decay=1e-4)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(network(x), y).backward()
+        optimizer.step()
+    return network.eval(), x, y
 
 
 @pytest.fixture(autouse=True)

@@ -182,3 +182,27 @@ def test_noise_that_the_features_leave_nothing_for_has_a_lower_limit_that_is_sai
         fitted = bc.fit_laplace(net, gaussian(), [(x, y)])
     share = 1 / fitted.likelihood_scale / y.double().var(correction=0)
     assert 1e-6 <= share < 2e-6 and (fitted.predictive(x).mean - y).abs().max() < 0.01
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "words"),
+    [
+        (torch.randn(1, 2), torch.randn(1, 1), "one target does not tell noise"),
+        (torch.randn(9, 2), torch.zeros(9, 1), "every target of an output equals what the prior's mean says"),
+    ],
+    ids=["one datum", "zeros"],
+)
+def test_data_that_say_nothing_of_the_noise_are_refused_unless_it_is_given(x, y, words):
+    net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).eval()
+    with pytest.raises(ValueError, match=words):
+        bc.fit_laplace(net, gaussian(), [(x, y)])
+    fitted = bc.fit_laplace(net, gaussian(0.1), [(x, y)], tune_noise=False)
+    assert fitted.log_evidence.isfinite() and fitted.predictive(x).variance.isfinite().all()
+
+
+def test_inputs_that_are_all_the_same_leave_the_noise_to_the_targets():
+    """Nothing but their mean is explained, so that their variance is the noise, to the share that one of 50 data costs."""
+    net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).eval()
+    x, y = torch.ones(50, 2), 1 + torch.randn(50, 1)
+    fitted = bc.fit_laplace(net, gaussian(), [(x, y)], tune_noise="evidence")
+    assert 1 / float(fitted.likelihood_scale) == pytest.approx(float(y.var()), rel=0.03)

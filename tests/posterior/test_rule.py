@@ -6,6 +6,7 @@ from torch import nn
 
 import bayesopt_chain as bc
 from bayesopt_chain import likelihoods
+from bayesopt_chain.posterior import rule
 
 N = 60
 
@@ -105,6 +106,37 @@ def test_the_noise_of_a_regression_is_that_of_the_whole_networks_degrees_of_free
         torch.testing.assert_close(v, squares[o] / (N - gamma), rtol=1e-8, atol=0)
     wanted = bc.fit_laplace(net, likelihoods.gaussian(every), [(x, y)], tune_noise=False)
     torch.testing.assert_close(fitted.log_evidence, wanted.log_evidence, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "noise", "rows", "low", "high"),
+    [
+        (40, 0.5, 100, 0.99, 1.01),
+        (800, 0.5, 100, 0.99, 1.01),
+        (800, 0.02, 100, 1.0, 1.15),
+        (800, 0.005, 200, 1.0, 1.15),
+    ],
+    ids=["few parameters", "resolved", "saturated", "less saturated"],
+)
+def test_some_data_say_the_degrees_of_freedom_of_all(parameters, noise, rows, low, high):
+    """Against the dense computation on all 400: a spectrum that falls as 1 / i, in features of one random rotation. Where the
+    data determine more parameters than there are rows the noise comes out a little too wide; scaled eigenvalues would have
+    given a quarter and a tenth."""
+    n = 400
+    x = torch.randn(n, parameters) / torch.arange(1, parameters + 1)
+    theta = torch.randn(parameters)
+    squares = n * noise**2 / theta.square().sum()
+    values = torch.linalg.eigvalsh(x @ x.T).clamp_min(0)
+    exact = torch.tensor(1.0)
+    for _ in range(3000):  # MacKay's fixed point, damped
+        exact = (exact + (values / (values + squares / (n - exact) * exact)).sum()) / 2
+    v = squares / (n - exact)
+    some = torch.linalg.eigvalsh(x[:rows] @ x[:rows].T).clamp_min(0)[None]
+    one = torch.ones(1)
+    found = rule._determined(some, rows * one, n * one, squares * one, parameters)
+    assert low < squares / (n - found) / v < high
+    whole = rule._determined(values[None], n * one, n * one, squares * one, parameters)
+    torch.testing.assert_close(whole[0], exact, rtol=1e-8, atol=0)
 
 
 @pytest.mark.slow

@@ -73,12 +73,6 @@ def like_params(value: float):
     return lambda updates, params: optree.tree_map(lambda x: torch.full_like(x, value), updates)
 
 
-def identity_matrix(updates, params):
-    """The identity of the dimension of all parameters together."""
-    leaves = optree.tree_leaves(updates)
-    return torch.eye(sum(x.numel() for x in leaves), dtype=leaves[0].dtype, device=leaves[0].device)
-
-
 def stacked_losses(updates, params):
     """Half the squared norm of each of two stacked chains."""
     return sum((p.detach() ** 2).reshape(2, -1).sum(1) for p in optree.tree_leaves(params)) / 2

@@ -9,7 +9,7 @@ import torch
 import torchopt
 
 import bayesopt_chain as bc
-from tests.registry.dressings import fed, half_square, identity_matrix, like_params, stacked_losses, two_chains
+from tests.registry.dressings import fed, half_square, like_params, stacked_losses, two_chains
 from tests.registry.transform import Order, Transform
 from tests.samplers.transfer import Probe
 
@@ -206,19 +206,6 @@ SAMPLERS = (
         ),
     ),
     sampler(
-        "psgld, corrected",
-        lambda t: fed(
-            bc.samplers.psgld(0.01, 0.9, temperature=t, corrected=True, freeze_after=4),
-            hessian_diagonal=like_params(1.0),
-        ),
-        lambda: torchopt.rmsprop(0.01, 0.9),
-        cold=lambda t: (
-            fed(bc.samplers.psgld(0.01, 0.9, temperature=t, corrected=True), hessian_diagonal=like_params(1.0))
-            if torch.is_tensor(t) or t
-            else bc.samplers.psgld(0.01, 0.9, temperature=t, corrected=True)
-        ),
-    ),
-    sampler(
         "adam_sghmc",
         lambda t: bc.samplers.adam_sghmc(0.01, (0.8, 0.99), temperature=t, freeze_after=4),
         lambda: torchopt.adam(0.01, (0.8, 0.99)),
@@ -273,14 +260,6 @@ SAMPLERS = (
             ),
             (0.0025, 0.005, 0.01),
         ),
-    ),
-    sampler(
-        "sgfs, dense",
-        lambda t: fed(
-            bc.samplers.sgfs(0.05, temperature=t or 1.0, dense=True, batch_size=10), gradient_variance=identity_matrix
-        ),
-        skip=NEEDS_EVERY_GRADIENT,
-        why="its matrix couples all parameters, so that none may lack a gradient",
     ),
     sampler(
         "cyclical",

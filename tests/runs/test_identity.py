@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
-from bayesopt_chain.runs.identity import code_digest, describe, difference
+from bayesopt_chain.runs.run import code_digest, describe, difference
 
 
 def loss(params, batch):

@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-import bayesopt_chain as bc
 from bayesopt_chain.random.stream import KINDS, Variables
-from bayesopt_chain.testing import stationary_covariance
 
 KEY, STEP = torch.tensor(12345), torch.tensor(7)
 
@@ -51,22 +49,3 @@ def test_dtype_and_shape_are_the_leafs(kind, dtype):
     like = [torch.empty(1, 3, dtype=dtype), torch.empty(1, dtype=dtype)]
     (a, b), (c,) = Variables(each=(2, 1), kind=kind).draw(KEY, STEP, like)
     assert a.shape == b.shape == (3,) and c.shape == () and {a.dtype, b.dtype, c.dtype} == {dtype}
-
-
-def test_stacked_chains_draw_what_each_draws_alone():
-    keys = torch.tensor([3, 4, 5])
-    for kind in KINDS:
-        f = lambda key, kind=kind: Variables(kind=kind).draw(key, STEP, [torch.empty(1, 5)])[0][0]  # noqa: E731
-        assert torch.equal(torch.vmap(f)(keys), torch.stack([f(k) for k in keys]))
-
-
-def test_an_unknown_kind_is_refused():
-    with pytest.raises(ValueError, match="noise must be 'gaussian', 'three_point' or 'rademacher', got 'uniform'"):
-        bc.inject_langevin_noise(1.0, noise="uniform")
-
-
-@pytest.mark.parametrize("kind", ["rademacher", "three_point"])
-def test_a_normal_probe_says_that_it_cannot_probe_other_draws(kind):
-    tx = bc.chain(bc.inject_langevin_noise(1.0, noise=kind), bc.scale_by_neg_lr(0.1))
-    with pytest.raises(TypeError, match="draws philox_others, which is not a normal"):
-        stationary_covariance(tx, torch.eye(1, dtype=torch.float64))

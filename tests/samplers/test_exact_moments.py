@@ -3,11 +3,13 @@
 import math
 
 import numpy as np
+import optree
 import pytest
 import torch
 from torchopt.base import GradientTransformation
 
 import bayesopt_chain as bc
+from bayesopt_chain import precision
 from bayesopt_chain.testing import NormalProbe, Unstable, stationary_covariance
 from tests.registry.dressings import fed
 from tests.registry.samplers import cheap, frozen_adam, frozen_rms, frozen_window
@@ -152,48 +154,49 @@ def freeze_each(frozen, fresh):
     return fresh.replace(0, fresh[0]._replace(**{field: values, "count": counts}))
 
 
-class DensePrecision:
-    """``Lambda`` as a matrix over the flattened tree."""
-
-    def __init__(self, matrix: torch.Tensor) -> None:
-        self.covariance = torch.linalg.inv(matrix)
-        self.root = torch.linalg.cholesky(self.covariance)
-
-    def solve(self, x):
-        return self.covariance @ x
-
-    def sqrt_solve(self, x):
-        return self.root @ x
+def precision_of(structure: str, dimension: int):
+    """A precision that commutes with no curvature."""
+    generator = torch.Generator().manual_seed(3)
+    root = torch.randn(dimension, dimension, generator=generator, dtype=torch.float64)
+    params, one = tree(dimension), torch.tensor(1.0)
+    if structure == "dense":
+        matrix = torch.eye(dimension).double() + root @ root.T
+        return precision.Dense(matrix, precision.shape_only(params), one)
+    diagonal = optree.tree_map(lambda p: 0.5 + torch.rand(p.shape, generator=generator, dtype=torch.float64), params)
+    if structure == "diagonal":
+        return precision.Diagonal(diagonal, one)
+    rows = {"b": root[:2, :1], "w": root[:2, 1:].reshape(2, 2, 2)}
+    return precision.LowRank(diagonal, rows, one)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.8])
-@pytest.mark.parametrize("dimension", [1, 2, 5])
-def test_a_precision_that_does_not_commute_with_the_curvature_samples_exactly(dimension, momentum):
-    generator = torch.Generator().manual_seed(3)
-    root = torch.randn(dimension, dimension, generator=generator, dtype=torch.float64)
-    precision = DensePrecision(torch.eye(dimension).double() + root @ root.T)
+@pytest.mark.parametrize(
+    ("structure", "dimension"), [("dense", 1), ("dense", 2), ("dense", 5), ("diagonal", 5), ("low rank", 5)]
+)
+def test_a_precision_of_the_library_preconditions_exactly(structure, dimension, momentum):
     curvature = curvatures(dimension)
-    tx = bc.samplers.langevin_with_precision(precision, 0.5, momentum, temperature=T)
-    got = stationary_covariance(tx, curvature)
+    built = precision_of(structure, dimension).factorised()
+    tx = bc.samplers.langevin_with_precision(built, 0.3, momentum, temperature=T)
+    got = stationary_covariance(tx, curvature, tree(dimension))
     torch.testing.assert_close(got, T * torch.linalg.inv(curvature), rtol=1e-7, atol=1e-8)
 
 
 def test_preconditioning_by_the_hessian_samples_every_direction_at_one_speed():
     curvature = curvatures(5)
-    tx = bc.samplers.langevin_with_precision(DensePrecision(curvature), 1.5, temperature=T, order=1)
-    got = stationary_covariance(tx, curvature)
+    hessian = precision.Dense(curvature, precision.shape_only(tree(5)), torch.tensor(1.0)).factorised()
+    tx = bc.samplers.langevin_with_precision(hessian, 1.5, temperature=T, order=1)
+    got = stationary_covariance(tx, curvature, tree(5))
     torch.testing.assert_close(got, T * torch.linalg.inv(curvature) * (1 + 1.5 / 0.5), rtol=1e-7, atol=1e-8)
 
 
-@pytest.mark.parametrize("dense", [False, True], ids=["diagonal", "dense"])
 @pytest.mark.parametrize("variance", [0.0, 0.3, 50.0])
-def test_fisher_scoring_counts_the_gradients_own_noise(dense, variance):
+def test_fisher_scoring_counts_the_gradients_own_noise(variance):
     lr, n, k = 0.4, 10, 1.3
 
     def given(updates, params):
-        return torch.full((1, 1) if dense else (1,), variance, dtype=torch.float64)
+        return torch.full((1,), variance, dtype=torch.float64)
 
-    noisy = with_gradient_noise(bc.samplers.sgfs(lr, temperature=T, batch_size=n, dense=dense, decay=0.0), variance / n)
+    noisy = with_gradient_noise(bc.samplers.sgfs(lr, temperature=T, batch_size=n, decay=0.0), variance / n)
     step = 1 / (1 / lr + variance / (2 * T * n))
     got = stationary_covariance(fed(noisy, gradient_variance=given), torch.tensor([[k]], dtype=torch.float64), warmup=1)
     assert got.item() == pytest.approx(T / k / (1 - step * k / 2), rel=1e-9)
@@ -206,17 +209,6 @@ def with_gradient_noise(tx, variance: float):
         return tx.update(updates + variance**0.5 * torch.randn_like(updates), state, **keywords)
 
     return GradientTransformation(tx.init, update)
-
-
-def test_fisher_scoring_with_a_matrix_solves_for_the_step():
-    generator = torch.Generator().manual_seed(1)
-    root = torch.randn(3, 3, generator=generator, dtype=torch.float64)
-    v, k, lr, n = root @ root.T, curvatures(3), 0.4, 7
-    tx = fed(bc.samplers.sgfs(lr, temperature=T, dense=True, batch_size=n, decay=0.0), gradient_variance=lambda u, p: v)
-    step = torch.linalg.inv(torch.eye(3).double() / lr + v / (2 * T * n))
-    a, noise = torch.eye(3).double() - step @ k, step @ step * (2 * T / lr)
-    want = torch.linalg.solve(torch.eye(9).double() - torch.kron(a, a), noise.reshape(-1)).reshape(3, 3)
-    torch.testing.assert_close(stationary_covariance(tx, k), want, rtol=1e-8, atol=1e-10)
 
 
 def test_the_running_average_of_fisher_scoring_is_corrected_for_its_start():

@@ -236,42 +236,6 @@ def test_contour_learns_a_flat_histogram_of_the_loss_whose_weights_give_the_targ
     assert energies[0] - energies[1] > temperature  # without weights it is another law
 
 
-@pytest.mark.parametrize("name", CONTOURS)
-def test_contour_chains_keep_the_law_that_they_have_learned(name):
-    """1,000 chains from exact draws of the flattened law, 60 steps at constant masses: the weighted mean square within 4.5
-    standard errors (of the ratio) and 3 % of the target's: false alarms below 1e-5. Between wells they cross more often."""
-    potential, temperature, low, high, bins = CONTOURS[name]
-    make = lambda omega: bc.samplers.contour_sgld(  # noqa: E731
-        0.01, low, high, temperature=temperature, bins=bins, omega=bc.schedules.constant(omega)
-    )
-    grid, masses, law = learned(make(0.2), potential)
-    tx, chains = make(0.0), 1000
-    u = torch.rand(chains, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    x = torch.as_tensor(np.interp(u.numpy(), law.cumsum(0).numpy(), grid.numpy()))
-    plain, generator, crossings = (
-        exact_draws(potential, temperature, chains, 1),
-        torch.Generator().manual_seed(2),
-        [0, 0],
-    )
-    state = with_keys_of_their_own(tx.init(x[0]).replace(0, masses), chains)
-    advance = torch.vmap(lambda g, s, p, loss: tx.update(g, s, params=p, loss=loss, inplace=False))
-    for _ in range(60):
-        updates, state = advance(potential.gradient(x), state, x, potential.value(x))
-        noise = torch.randn(chains, generator=generator, dtype=torch.float64)
-        after = plain - 0.01 * potential.gradient(plain) + (0.02 * temperature) ** 0.5 * noise
-        for i, (old, new) in enumerate(((x, x + updates), (plain, after))):
-            crossings[i] += int(((new > 0) != (old > 0)).sum())
-        x, plain = x + updates, after
-    weight = torch.vmap(lambda loss: bc.samplers.contour_weight(tx, (masses,), loss))(potential.value(x))
-    got = (weight * x**2).sum() / weight.sum()
-    error = ((weight * (x**2 - got)).std() * chains**0.5 / weight.sum()).item()
-    want = target_moment(potential, temperature)
-    assert error < 0.08 * want
-    assert abs(got.item() - want) < 4.5 * error + 0.03 * want
-    if potential is WELLS:
-        assert crossings[0] > 3 * crossings[1]
-
-
 def test_contour_refuses_a_prior_in_front_and_takes_one_behind():
     contour = lambda: bc.samplers.scale_by_contour(1.0, 0.0, 4.0)  # noqa: E731
     for prior in (bc.links.add_decayed_weights(0.1), bc.links.add_gaussian_prior(1.0, n=10)):
@@ -355,21 +319,12 @@ def test_at_temperature_zero_particles_descend_together():
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.25, 1.0])
 def test_particles_settle_to_represent_the_target(temperature):
-    """60 particles on N(1, T / 4): mean exact, variance within 10 % (SVGD's own finite-particle error, deterministic)."""
-    x = torch.linspace(-1, 2, 60, dtype=torch.float64)[:, None]
+    """30 particles on N(1, T / 4): mean exact, variance within 10 % (SVGD's own finite-particle error, deterministic)."""
+    x = torch.linspace(-1, 2, 30, dtype=torch.float64)[:, None]
     tx = bc.samplers.svgd(0.1, temperature=temperature)
-    x, _ = end_of(tx, x, lambda x: 4 * (x - 1), 4000)
+    x, _ = end_of(tx, x, lambda x: 4 * (x - 1), 1500)
     assert x.mean().item() == pytest.approx(1.0, abs=1e-3)
     assert x.var().item() == pytest.approx(temperature / 4, rel=0.1)
-
-
-def test_make_step_differentiates_each_particle_alone():
-    tx = bc.samplers.svgd(1.0, temperature=0.0, bandwidth=1e-3)  # no two particles within the kernel: u_i = g_i / n
-    step = bc.make_step(lambda p, batch: ((p - batch) ** 2).sum() / 2, tx)
-    p = torch.tensor([[0.0, 0.0], [2.0, 4.0]])
-    after, _, info = step(p, tx.init(p), torch.tensor([1.0, 1.0]))
-    torch.testing.assert_close(after, torch.tensor([[0.5, 0.5], [1.5, 2.5]]))
-    torch.testing.assert_close(info.loss, torch.tensor([1.0, 5.0]))
 
 
 CONTOUR, P = bc.samplers.contour_sgld(0.1, 0.0, 1.0, temperature=1.0), torch.zeros(2)
@@ -413,8 +368,3 @@ CONTOUR, P = bc.samplers.contour_sgld(0.1, 0.0, 1.0, temperature=1.0), torch.zer
 def test_a_wrong_argument_is_named(build, words):
     with pytest.raises(ValueError, match=words):
         build()
-
-
-def test_the_grid_holds_the_wells():
-    grid, weights = gibbs_grid(WELLS, 0.15)
-    assert weights[np.abs(grid) > 3].sum() < 1e-12 * weights.sum()

@@ -68,8 +68,3 @@ def test_the_conversion_goes_there_and_back(lr, momentum, sigma, t):
     assert back["lr"] == pytest.approx(lr, rel=1e-12)
     assert back["momentum"] == pytest.approx(momentum, rel=1e-12, abs=1e-12)
     assert back["temperature"] == pytest.approx(t, rel=1e-12)
-
-
-def test_beta_so_large_that_the_noise_would_vanish_is_refused():
-    with pytest.raises(ValueError, match="beta"):
-        bc.samplers.sghmc_from_friction(0.1, 1.0, beta=100.0)

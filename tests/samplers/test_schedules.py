@@ -61,25 +61,6 @@ def test_schedules_pickle_compare_and_hash(name):
     assert bc.sgd(twin) == bc.sgd(EVERY[name])
 
 
-@pytest.mark.parametrize(
-    ("build", "words"),
-    [
-        (lambda: s.cosine(1.0, 0), "cosine: steps"),
-        (lambda: s.cosine(float("nan"), 5), "cosine: init"),
-        (lambda: s.cosine_restarts(1.0, 5, decay=0.0), "decay"),
-        (lambda: s.polynomial(1.0, 5, power=-1.0), "power"),
-        (lambda: s.robbins_monro(1.0, gamma=0.5), r"gamma must lie in \(1/2, 1\]"),
-        (lambda: s.robbins_monro(0.0), "a must be positive"),
-        (lambda: s.piecewise((5,), (1.0,)), "one count fewer"),
-        (lambda: s.piecewise((5, 5), (1.0, 0.5, 0.1)), "increasing"),
-        (lambda: s.join((s.constant(1.0), s.constant(0.5)), (0,)), "positive and increasing"),
-    ],
-)
-def test_a_wrong_argument_is_named(build, words):
-    with pytest.raises(ValueError, match=words):
-        build()
-
-
 def test_a_schedule_drives_an_optimizer_as_its_values_do():
     tx, p = bc.sgd(s.cosine(1.0, 4)), torch.tensor([2.0])
     state = tx.init(p)

@@ -87,15 +87,6 @@ def test_the_state_and_parameters_are_left_as_they_are():
     assert all(torch.equal(a, b) for a, b in zip(before, optree.tree_leaves((p, state))))
 
 
-def test_steps_below_2_are_refused():
-    p, state = burned_in(bc.sgd(0.1), 0)
-    with pytest.raises(ValueError, match="step_growth: steps must be a whole number, at least 2, got 1"):
-        bc.samplers.step_growth(loss, bc.sgd(0.1), p, state, (), steps=1)
-
-
-# RAdam's first updates are not scaled
-
-
 def stiff_path(tx, updates: int, start: float = 1e-6):
     """500 parameters of curvature 1e4 from just beside the mode."""
     p = torch.full((500,), start, dtype=torch.float64)

@@ -9,7 +9,7 @@ from bayesopt_chain import samplers
 from bayesopt_chain.testing import NormalProbe, assert_bitwise_equal
 from bayesopt_chain.testing._zero_temperature import run, smooth_gradient
 from tests.registry.samplers import thermostat_probe
-from tests.samplers.transfer import QUARTIC, fitted_slope, stationary_moment, target_moment
+from tests.samplers.transfer import fitted_slope
 from tests.walk import average
 
 BOTH = [samplers.sgnht, samplers.badodab]
@@ -62,13 +62,6 @@ def test_badodab_is_its_splitting_step_by_step():
 
 
 @pytest.mark.slow
-def test_the_temperature_is_right_at_small_lr_and_strong_friction():
-    want, lr = target_moment(QUARTIC, 1.0), 0.002
-    probe = thermostat_probe(samplers.sgnht(lr, 0.5, temperature=1.0, per_parameter=True))
-    assert abs(stationary_moment(probe, 1.0, degree=9) / want - 1) < 0.01
-
-
-@pytest.mark.slow
 def test_badodab_at_fixed_momentum_is_of_second_order_in_lr():
     build = lambda h: thermostat_probe(samplers.badodab(h, 0.7 / h, temperature=1.0, per_parameter=True))  # noqa: E731
     slope, biases = fitted_slope(build, (0.1, 0.14, 0.2), degree=9)
@@ -76,9 +69,8 @@ def test_badodab_at_fixed_momentum_is_of_second_order_in_lr():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("momentum", [0.2, 0.5])
-def test_sgnht_is_of_first_order_in_lr_at_other_momenta(momentum):
-    build = lambda lr: thermostat_probe(samplers.sgnht(lr, momentum, temperature=1.0, per_parameter=True))  # noqa: E731
+def test_sgnht_is_of_first_order_in_lr_at_another_momentum():
+    build = lambda lr: thermostat_probe(samplers.sgnht(lr, 0.2, temperature=1.0, per_parameter=True))  # noqa: E731
     slope, biases = fitted_slope(build, (0.005, 0.01, 0.02), degree=9)
     assert abs(slope - 1) < 0.1, biases
 
@@ -95,27 +87,20 @@ def test_sgnht_is_of_first_order_in_lr_at_other_momenta(momentum):
 def test_gradient_noise_of_unknown_strength_is_absorbed(build):
     """Gradient noise that heats SGHMC by a computed 67 % leaves a thermostat's variance within 4 %.
 
-    2,000 coordinates over 100 time units, sampled after 100: about 40 independent draws of each, relative standard error of
+    4,000 coordinates over 50 time units, sampled after 40: about 20 independent draws of each, relative standard error of
     the variance sqrt(2 / 80,000) = 0.5 %. With a first-order bias below 2 % the false-alarm rate at 4 % is below 1e-4.
     """
     generator = torch.Generator().manual_seed(0)
     noise = (2 / 3 * 2 / 0.03) ** 0.5  # variance two thirds of the injected noise's, 2 gamma T / h
     tx = build(1.0)
-    start = torch.randn(2000, generator=generator, dtype=torch.float64)
+    start = torch.randn(4000, generator=generator, dtype=torch.float64)
 
     def noisy(theta):
-        return theta + noise * torch.randn(2000, generator=generator, dtype=torch.float64)
+        return theta + noise * torch.randn(4000, generator=generator, dtype=torch.float64)
 
-    variance, state = average(lambda x: (x**2).mean().item(), tx, start, noisy, 7000, 3500)
+    variance, state = average(lambda x: (x**2).mean().item(), tx, start, noisy, 3000, 1350)
     assert abs(variance - 1) < 0.04
     assert state[0].friction[0].mean().item() > 1.2 * (1.0 if "badodab" in repr(tx) else -math.log(0.97))
-
-
-@pytest.mark.parametrize("build", BOTH)
-def test_temperature_zero_is_refused_with_the_reason(build):
-    for zero in (0, 0.0, torch.zeros(())):
-        with pytest.raises(ValueError, match=r"temperature must be positive.*no limit as T -> 0; use bc\.sghmc"):
-            build(0.1, temperature=zero)
 
 
 WITH_ROOM = {  # velocity memory 0.9 in every update
@@ -126,13 +111,13 @@ WITH_ROOM = {  # velocity memory 0.9 in every update
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_ROOM)
-@pytest.mark.parametrize("lr", [0.1, 0.3, 1.0])
+@pytest.mark.parametrize("lr", [0.1, 1.0])
 def test_one_friction_for_each_parameter_samples_quadratics_at_large_lr(name, lr):
     """Standard deviations within 6 % of ``sqrt(T / k)``, which both have where the friction varies little.
 
     300 coordinates of each curvature, 2,000 updates after 1,000; the slowest decorrelate in about 200 updates (lr = 0.1,
     k = 0.1), so that there are 3,000 independent draws and the standard error of a standard deviation is 1.3 %: false alarms
-    below 1e-4 in all six cases.
+    below 1e-4 in all four cases.
     """
     k = torch.tensor([0.1, 0.3, 1.0], dtype=torch.float64)[:, None].expand(3, 300)
     tx, start = WITH_ROOM[name](lr, 0.5), torch.full((3, 300), 1.0, dtype=torch.float64)
@@ -149,8 +134,3 @@ def test_friction_is_positive_and_bounded_whatever_the_gradients():
             updates, state = tx.update(torch.full((3,), g), state, params=p, inplace=False)
             friction = state[0].friction[0]
             assert torch.isfinite(updates).all() and torch.isfinite(friction).all() and (friction > 0).all()
-
-
-def test_without_momentum_there_is_no_friction_to_raise():
-    with pytest.raises(ValueError, match=r"sgnht: momentum must lie in \(0, 1\), got 0.0.*use bc\.sgld"):
-        samplers.sgnht(0.1, 0.0, temperature=1.0)

@@ -180,7 +180,7 @@ def stationary_moment(
     return float(c @ (here @ f(x[:, 0])))
 
 
-def _calibrate(probe: Probe, temperature: float, particles: int = 4000, steps: int = 300):
+def _calibrate(probe: Probe, temperature: float, particles: int = 4000, steps: int = 100):
     """Mean and standard deviation of the coordinates beside theta, roughly, from a short seeded run."""
     generator = torch.Generator().manual_seed(0)
     theta = torch.randn(particles, generator=generator, dtype=torch.float64) * temperature**0.5 * 0.5

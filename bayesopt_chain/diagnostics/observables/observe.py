@@ -32,9 +32,8 @@ from bayesopt_chain.diagnostics.observables.target import Measured, Target, data
 from bayesopt_chain.diagnostics.observables.verdict import findings
 from bayesopt_chain.diagnostics.rates import heat_of_noise
 from bayesopt_chain.loop.step import make_step
-from bayesopt_chain.runs.identity import describe, difference
 from bayesopt_chain.runs.inference_data import inference_data
-from bayesopt_chain.runs.run import Iteration
+from bayesopt_chain.runs.run import Iteration, describe, difference
 from bayesopt_chain.runs.sample import sample
 
 ALONE = 50_000  # free entries from which on a CPU runs one chain after the other, in its caches
@@ -291,6 +290,13 @@ _PAIRS = kinds.Kind(
 )
 
 
+_FOUND = kinds.Kind(
+    lambda x: isinstance(x, Tensor) and not x.is_complex() and kinds.is_finite(x),
+    "a tensor of finite numbers",
+    (Tensor,),
+)
+
+
 @kinds.takes(
     batches=kinds.BATCH_OR_BATCHES,
     of=_OF,
@@ -351,7 +357,7 @@ def observe(
         thinning: steps from one draw to the next. Successive steps of a momentum chain know little that eight apart do not
             (2 % of the error at momentum .9); observables cost a forward pass each, and with minibatches a draw one gradient.
         at_once: how many chains run at once, a divisor of ``chains``. Default: all, and one after the other where a CPU is
-            given more than 50,000 free entries.
+            given more than 50,000 free entries, or where ``vmap`` refuses the loss or an observable.
         seed: of noise and batches.
         path: a directory, from which the run goes on bit for bit if it was interrupted, and with more ``steps`` is made
             longer. Another run there is refused.
@@ -362,7 +368,8 @@ def observe(
 
     Raises:
         TypeError: batches that come in one order only, such as a DataLoader.
-        ValueError: arguments that make no run; a rate beyond the stability limit; an observable called like one that is
+        ValueError: arguments that make no run; a loss or an observable that is NaN or infinite at ``params``; one that
+            ``vmap`` refuses, with ``at_once`` above 1; a rate beyond the stability limit; an observable called like one that is
             always measured, or a pair of unknown names; a path that holds another run.
 
     Example:
@@ -408,8 +415,19 @@ def observe(
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         reference, square = target.at_centre()
+        if not math.isfinite(reference):
+            raise ValueError(f"observe: the loss at params is {reference}: look for NaN in params and batches")
+        target.require_one_loss()
         with torch.no_grad():
             shift = {name: f(fill(centre)) for name, f in of.items()}
+        for name, x in shift.items():
+            kinds.require("observe", **{f"of[{name!r}], at params,": (x, _FOUND)})
+        if width > 1 and (why := target.unmapped(width, of)):
+            if at_once is not None:
+                raise ValueError(
+                    f"observe: at_once={at_once}: vmap refuses loss or an observable ({why}); pass at_once=1"
+                )
+            width = 1
         m = {name: x.numel() for name, x in shift.items()}
         draws = (steps - 1 - burn_in) // thinning + 1
         small = {  # draws of the two are fewer numbers than sums of their products

@@ -18,6 +18,7 @@ batch's gradient at the draw, from which the heat of the batches follows (:mod:`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -201,6 +202,28 @@ class Target:
             for sum_, x in zip(grads, optree.tree_leaves(g)):
                 sum_.add_(x, alpha=size)
         return total / count, sum(float(x.square().sum()) for x in grads) / count**2
+
+    @torch.no_grad()
+    def require_one_loss(self) -> None:
+        """Refuse a loss that draws random numbers, as dropout does: the chains would take its noise for the target's."""
+        batch = self.one_batch(1)
+        first, second = (float(value(self.loss, self.centre, batch)[0]) for _ in range(2))
+        if not math.isclose(first, second, rel_tol=1e-5):  # sums of a device may differ in their last places
+            raise ValueError(
+                f"observe: loss is {first:.6g} and {second:.6g} at the same parameters and batch; put dropout and other layers "
+                "that draw into eval mode"
+            )
+
+    def unmapped(self, chains: int, of: Mapping[str, Callable[[Any], Tensor]]) -> str:
+        """Why ``vmap`` refuses the loss, its gradient or an observable; empty if it takes them."""
+        params, batch = self.start(chains), self.one_batch(chains)
+        try:
+            gradient(self.stacked(chains), params, batch)
+            with torch.no_grad():
+                Measured(self, chains, of, None, 0.0, 0).observables(params)
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
+        return ""
 
     def stiff_directions(self, most: int) -> Tensor:
         """The directions of the largest curvatures at the centre, orthonormal, ``[m, d]``."""

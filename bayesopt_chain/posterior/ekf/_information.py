@@ -16,6 +16,7 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain import kinds
 from bayesopt_chain._torch import gradients_of_columns
 from bayesopt_chain.core.link import LinkContext
 from bayesopt_chain.curvature._autodiff import vjp
@@ -26,7 +27,6 @@ from bayesopt_chain.precision import Precision
 from bayesopt_chain.tracing import is_transformed
 from bayesopt_chain.trees import Tree, paths
 
-LINEARISATIONS = ("tangent", "empirical")
 SMALLEST = 1e-15  # a root of the output Hessian; below it the batch would say where to move and not how far
 
 
@@ -50,6 +50,13 @@ class Observation(NamedTuple):
     log_likelihood: Tensor
 
 
+LIKELIHOOD = kinds.Kind(
+    lambda x: kinds.LIKELIHOOD.fits(x) or kinds.POSITIVES.fits(x),
+    "one of bc.likelihoods, called, or a variance: a positive number, or a tensor of them",
+    (int, float, Tensor),
+)
+
+
 class Information(NamedTuple):
     """What a filter conditions on.
 
@@ -68,6 +75,7 @@ class Information(NamedTuple):
     log_likelihood: Tensor | None
 
 
+@kinds.takes(likelihood=LIKELIHOOD, linearisation=kinds.one_of("tangent", "empirical"))
 def observe(
     forward: Callable[[Tree, Any], Tensor],
     likelihood: Likelihood | float | Tensor = 1.0,
@@ -102,9 +110,7 @@ def observe(
         >>> observation.innovation
         tensor([2., 2.])
     """
-    chosen = likelihood if isinstance(likelihood, Likelihood) else gaussian(_variance(likelihood, "ekf.observe"))
-    if linearisation not in LINEARISATIONS:
-        raise ValueError(f"ekf.observe: linearisation must be one of {LINEARISATIONS}, got {linearisation!r}")
+    chosen = likelihood if isinstance(likelihood, Likelihood) else gaussian(likelihood)
 
     def estimate(params: Tree, batch: Any) -> Observation:
         leaves, structure = optree.tree_flatten(params)
@@ -157,14 +163,6 @@ def _observation(
         innovation, pulled = None, pull(columns)
         rows, force = [x[:-1] for x in pulled], [x[-1] for x in pulled]
     return Observation(tree(rows), innovation, tree(force), *known)
-
-
-def _variance(value: Any, who: str) -> Any:
-    if not isinstance(value, (int, float, Tensor)) or isinstance(value, bool):
-        raise TypeError(f"{who}: likelihood must be one of bc.likelihoods or a variance, got {type(value).__name__}")
-    if not bool(torch.as_tensor(value > 0, device="cpu").all()):
-        raise ValueError(f"{who}: variance must be positive, got {value}")
-    return value
 
 
 def _separate(factors: Tensor) -> Tensor:

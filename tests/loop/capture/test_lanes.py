@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import bayesopt_chain as bc
 from bayesopt_chain.loop.capture import lane_kernels, lanes, replays
 from bayesopt_chain.loop.capture.lanes import Lanes
-from benchmarks import against_jax, cpu
 from tests.distributed.ranks import run
 from tests.loop.capture.recorded import COMPILED, assert_close, follow
 
@@ -268,44 +267,3 @@ def test_two_threads_make_the_bits_of_one(small_blocks):
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(found[1][name], found[2][name]) for name in found[1])
-
-
-def heavy_ball_of_jax(key, theta, r, gradient, step_size, temperature):
-    """The chain whose gradient is taken after the move, as ours; its noise is white. Exact but for a factor of 1 + lr k / 4."""
-    import jax
-
-    noise = (2 * (1 - against_jax.MOMENTUM) * temperature) ** 0.5 * jax.random.normal(key, theta.shape)
-    r = against_jax.MOMENTUM * r + step_size * gradient + noise
-    return theta + step_size * r, r
-
-
-def test_the_variances_of_five_thousand_chains_are_those_of_jax():
-    """After 400 steps with minibatches of their own, in directions in which JAX's chains are independent.
-
-    A ratio of two variances of ``n`` chains has the standard error ``2 / sqrt(n)``. Each of eight is within 3.5 of them, and
-    their mean within two of its own: of pairs of exact runs with other seeds, one in twenty would fail.
-    """
-    pytest.importorskip("blackjax")
-    n, steps, size = 5000, 400, against_jax.SIZE
-    torch.manual_seed(0)
-    x, y = cpu.regression_data()
-    theirs = against_jax.jax_chains((x, y), n, steps, integrate=heavy_ball_of_jax)()
-    theirs = torch.tensor(theirs.tolist(), dtype=torch.float64)
-    tx = bc.sghmc(against_jax.LR, against_jax.MOMENTUM, temperature=1 / cpu.N)
-
-    def of_rows(params, batch):
-        x, y, rows = batch
-        return cpu.logistic(params, (x[rows], y[rows]))
-
-    chains, params = bc.parallel(bc.make_step(of_rows, tx), n, batch_dim=(None, None, 0)), torch.zeros(n, cpu.D)
-    state = chains.init(tx, params, seed=0)
-    fast = bc.capture(chains, params, state, (x, y, torch.zeros(n, size, dtype=torch.int64)))
-    assert isinstance(fast._program.replay, Lanes)
-    for _ in range(steps):
-        params, state, _ = fast(params, state, (x, y, torch.randint(cpu.N, (n, size))))
-    white = torch.linalg.cholesky(torch.linalg.inv(torch.cov(theirs.T)))
-    error, off = 2 / n**0.5, (params.double() @ white).var(0) - 1
-    assert (off.abs() < 3.5 * error).all(), off / error
-    assert abs(off.mean()) < 2 * error / cpu.D**0.5, off.mean() / error * cpu.D**0.5
-    distance = (params.double().mean(0) - theirs.mean(0)) @ white
-    assert (distance.abs() < 3.5 * (2 / n) ** 0.5).all()

@@ -221,7 +221,7 @@ def test_curvature_that_a_filter_cannot_take_apart(name):
 
 
 def test_observations_with_bad_variances_or_targets():
-    with pytest.raises(ValueError, match="variance must be positive"):
+    with pytest.raises(ValueError, match=r"likelihood must be one of bc\.likelihoods, called, or a variance"):
         bc.ekf.observe(lambda p, batch: batch[0] @ p["b"], -1.0)
     with pytest.raises(ValueError, match="reshape the targets"):
         bc.ekf.observe(lambda p, batch: batch[0] @ p["b"])(params, (torch.ones(3, 2), torch.ones(3, 1)))
