@@ -6,6 +6,8 @@ import optree
 import torch
 import torchopt
 
+from bayesopt_chain.testing import NormalProbe
+
 
 def walk(tx, params, gradient, steps, state=None, inplace=False, **keywords):
     """After each update of ``tx`` the parameters and the state; ``gradient`` and keywords are functions of the parameters."""
@@ -30,3 +32,19 @@ def average(of, tx, params, gradient, steps, burn_in, **keywords):
     for now, state in itertools.islice(path, burn_in, None):
         total, last = total + of(now), state
     return total / (steps - burn_in), last
+
+
+def variances(tx, curvature, updates):
+    """The variance of one parameter of that curvature after every update, exactly, where it starts at 0 and is linear in draws.
+
+    It is then the sum of the squared responses to each draw: element ``j`` of a vector of parameters is given the draw 1 at
+    update ``j`` and 0 else.
+    """
+    x, out = torch.zeros(updates, dtype=torch.float64), []
+    state = tx.init(x)
+    for draw in torch.eye(updates, dtype=torch.float64):
+        with NormalProbe(draw):
+            moves, state = tx.update(curvature * x, state, params=x, inplace=True)
+        x += moves
+        out.append((x**2).sum())
+    return torch.stack(out)

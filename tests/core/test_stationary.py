@@ -101,14 +101,19 @@ def test_chains_of_several_momenta_sample_exactly_or_are_refused(parts, lr, nois
     assert relative(got, 0.7 * torch.linalg.inv(curvature)) < 1e-9
 
 
-@given(mu=st.one_of(st.just(0.0), st.floats(0.05, 0.95)), lr=st.floats(0.01, 0.5), temperature=st.floats(1e-3, 5.0))
-def test_white_noise_has_the_closed_form_bias(mu, lr, temperature):
+@given(
+    mu=st.one_of(st.just(0.0), st.floats(0.05, 0.95)),
+    lr=st.floats(0.01, 0.5),
+    temperature=st.floats(1e-3, 5.0),
+    scheduled=st.booleans(),
+)
+def test_white_noise_has_the_closed_form_bias(mu, lr, temperature, scheduled):
     curvature = torch.diag(torch.tensor([0.1, 0.5, 1.0], dtype=torch.float64))
     y = lr * curvature.diagonal()
     want = temperature / curvature.diagonal() * (1 + y / (2 * (1 + mu) - y))
-    for rate in (lr, lambda count: torch.tensor(lr, dtype=torch.float64)):
-        got = stationary_covariance(bc.sghmc(rate, mu, temperature=temperature, order=1), curvature).diagonal()
-        torch.testing.assert_close(got, want, rtol=1e-10, atol=0)
+    rate = bc.schedules.constant(lr) if scheduled else lr
+    got = stationary_covariance(bc.sghmc(rate, mu, temperature=temperature, order=1), curvature).diagonal()
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=0)
 
 
 SCHEDULED = {
@@ -254,17 +259,6 @@ def test_under_cosine_restarts_nesterov_stays_within_the_stated_bounds():
     assert error.min() > -0.25 and error.max() < 0.37
     assert error[:10].abs().max() < 1e-9 and error[-10:].abs().max() < 1e-3
     assert (error.square().sum() / 500).sqrt() < 0.07
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("before, mu", [(0.0, 0.9), (4.0, 0.0)])
-def test_a_temperature_that_falls_or_rises_moves_the_variance_there_without_turning(before, mu):
-    """Cold exploration and then sampling: the variance reaches T / curvature, whatever came before."""
-    temperature = bc.schedules.piecewise([5], [before, 0.5])
-    path = variance_along(bc.sgd(0.1, mu, temperature=temperature), torch.ones(1, 1, dtype=torch.float64), 200)
-    assert path[0].item() == pytest.approx(before, abs=1e-9)
-    assert (path.flatten().diff() * (1 if before < 0.5 else -1)).min() > -1e-12
-    assert path[-1].item() == pytest.approx(0.5, rel=1e-3)
 
 
 @pytest.mark.parametrize("start_at_zero", [False, True])

@@ -60,15 +60,3 @@ def test_make_step_feeds_the_gradient_variance_to_fisher_scoring():
     p = torch.ones(2)
     _, state, _ = step(p, tx.init(p), ())
     torch.testing.assert_close(state[0].variance[0], torch.full((2,), 0.05 * 3.0))
-
-
-def test_estimated_gradients_feed_a_thermostat():
-    data = torch.randn(40, 2, generator=torch.Generator().manual_seed(0))
-    objective = lambda p, batch: ((p - batch) ** 2).sum(-1).mean() / 2  # noqa: E731
-    estimator = bc.gradients.svrg(objective, data.split(10))
-    step = bc.make_step(estimator, bc.samplers.sgnht(0.1, temperature=1 / 40))
-    p = torch.zeros(2)
-    state = step.init(p)
-    for batch in data.split(10):
-        p, state, info = step(p, state, batch)
-    assert torch.isfinite(p).all() and torch.isfinite(info.loss)

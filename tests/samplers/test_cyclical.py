@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
-from bayesopt_chain.testing import NormalProbe, assert_bitwise_equal
+from bayesopt_chain.testing import assert_bitwise_equal
 from bayesopt_chain.testing._zero_temperature import example_params, run, smooth_gradient
+from tests.walk import variances
 
 
 @pytest.mark.parametrize("temperature", [1.0, torch.tensor(1.0)])
@@ -23,23 +24,6 @@ def test_exploration_is_the_optimizer(build, temperature):
     assert all(not torch.equal(hot[1][k], cold[1][k]) for k in params)
 
 
-def error_of_the_variance(tx, cycle: int) -> torch.Tensor:
-    """By how much the variance of a parameter of unit curvature is off after every update of the second cycle, exactly.
-
-    A parameter that starts at 0 is linear in the draws: its variance is the sum of its squared responses to each. Element ``j``
-    of one vector of parameters is given the draw 1 at update ``j`` and 0 else.
-    """
-    n = 2 * cycle
-    x, out = torch.zeros(n, dtype=torch.float64), []
-    state = tx.init(x)
-    for t in range(n):
-        with NormalProbe(torch.eye(n, dtype=torch.float64)[t]):
-            updates, state = tx.update(x.clone(), state, params=x, inplace=True)
-        x += updates
-        out.append((x**2).sum())
-    return torch.stack(out[cycle:]) - 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("peak", "lowest", "highest", "rms"),
@@ -48,7 +32,7 @@ def error_of_the_variance(tx, cycle: int) -> torch.Tensor:
 def test_the_variance_at_a_restart_is_off_by_what_the_docs_say(peak, lowest, highest, rms):
     """Momentum 0.9, cycles of 500 updates, ``peak`` the largest lr times the curvature; the second cycle."""
     tx = bc.sgd(bc.schedules.cosine_restarts(peak, 500), momentum=0.9, temperature=1.0)
-    error = error_of_the_variance(tx, 500)
+    error = variances(tx, 1.0, 1000)[500:] - 1
     assert error.min().item() == pytest.approx(lowest, abs=0.001)
     assert error.max().item() == pytest.approx(highest, abs=0.001)
     assert error.square().mean().sqrt().item() == pytest.approx(rms, abs=0.001)
@@ -57,7 +41,7 @@ def test_the_variance_at_a_restart_is_off_by_what_the_docs_say(peak, lowest, hig
 @pytest.mark.slow
 def test_the_late_sampling_phase_is_at_temperature_and_with_lr_inside_too_warm():
     inside, ours = (
-        error_of_the_variance(bc.samplers.cyclical(0.1, 200, 100, 0.97, temperature=1.0, lr_inside=inside), 200)
+        variances(bc.samplers.cyclical(0.1, 200, 100, 0.97, temperature=1.0, lr_inside=inside), 1.0, 400) - 1
         for inside in (True, False)
     )
     assert ours[-50:].abs().max() < 0.12

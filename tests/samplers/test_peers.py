@@ -50,17 +50,3 @@ def test_the_lattice_walk_is_posteriors_sglrw(monkeypatch):
         theta = theta + updates
         other, _ = theirs.update(other, None)
         torch.testing.assert_close(theta, other.params, rtol=1e-12, atol=1e-12)
-
-
-def test_baoab_is_posteriors_baoa():
-    eps, alpha, t = 0.3, 0.8, 0.7
-    theirs = posteriors.sgmcmc.baoa.build(log_posterior, lr=eps, alpha=alpha, temperature=t, momenta=0.0)
-    tx, theta = bc.samplers.baoab(eps, alpha, temperature=t), torch.tensor([0.5, -1.0], dtype=torch.float64)
-    state, other = tx.init(theta), theirs.init(theta)
-    for row in torch.randn(10, 2, dtype=torch.float64):
-        with NormalProbe(-row):
-            updates, state = tx.update(gradient(theta), state, params=theta, inplace=False)
-        theta = theta + updates
-        with NormalProbe(row):
-            other, _ = theirs.update(other, None)
-        torch.testing.assert_close(theta, other.params, rtol=1e-7, atol=1e-7)  # they compute their constants in float32
