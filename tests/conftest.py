@@ -40,3 +40,12 @@ def pytest_collection_modifyitems(items):
         for i, item in enumerate(rows):
             if i not in chosen:
                 item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture
+def double_precision():
+    """New tensors are float64, and the global generator starts at 0."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)

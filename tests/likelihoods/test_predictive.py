@@ -27,12 +27,7 @@ ONE_OUTPUT = {
 one_output = pytest.mark.parametrize("name", ONE_OUTPUT)
 
 
-@pytest.fixture(autouse=True)
-def double_precision():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 def fine():

@@ -12,11 +12,7 @@ from bayesopt_chain.posterior import batch_bald, d_optimal, epig
 DRAWS, DATA, CLASSES = 4, 6, 3
 
 
-@pytest.fixture(autouse=True)
-def double_precision():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 def entropy(p):

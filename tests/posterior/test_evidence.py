@@ -12,12 +12,7 @@ N = 30
 STRUCTURES = ["dense", "root", "diagonal", "kronecker", "block"]
 
 
-@pytest.fixture(autouse=True)
-def double_precision():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 def network(params, batch):

@@ -15,12 +15,7 @@ from bayesopt_chain.trees import flatten
 N = 60
 
 
-@pytest.fixture(autouse=True)
-def double_precision():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 def module(outputs=3):
@@ -246,42 +241,54 @@ def test_a_fit_of_a_module_is_pickled_with_it():
     assert torch.equal(twin.precision.to_dense(), fitted.posterior.precision.to_dense())
 
 
-def test_bad_arguments_are_refused_by_name():
-    model, (x, y) = module(), classes()
-    likelihood, data = bc.likelihoods.categorical(), loader(x, y)
-    for options, words in (
+def dropping():
+    return nn.Sequential(nn.Linear(2, 3), nn.Dropout(), nn.Linear(3, 3))
+
+
+BATCH = torch.zeros(4, 2, dtype=torch.float64), torch.arange(4) % 3
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
         ({"structure": "full"}, "structure='full'"),
         ({"tune": "guess"}, "tune='guess'"),
         ({"tune": "validation"}, "validation= .a loader. go together"),
-        ({"validation": data}, "validation= .a loader. go together"),
+        ({"validation": [BATCH]}, "validation= .a loader. go together"),
         ({"prior_precision": -1.0}, "prior_precision must be a positive"),
         ({"prior_precision": float("nan")}, "prior_precision must be a positive"),
         ({"structure": "low_rank"}, "LowRank has no basis"),
         ({"subset": "tail"}, "keep='tail' matches none"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            bc.fit_laplace(model, likelihood, data, **options)
-    with pytest.raises(TypeError, match=r"neither an nn\.Module nor a function"):
-        bc.fit_laplace(3, likelihood, data)
-    with pytest.raises(ValueError, match="the loader has no batches"):
-        bc.fit_laplace(model, likelihood, [])
-    with pytest.raises(ValueError, match=r"batches must be .inputs, targets."):
-        bc.fit_laplace(model, likelihood, [x])
-    with pytest.raises(TypeError, match=r"fit_laplace: layers is no argument of it.*rank.*subset="):
-        bc.fit_laplace(model, likelihood, data, layers="all")
-    with pytest.raises(ValueError, match=r"1 \(Dropout\) is in training mode.*module.eval"):
-        bc.fit_laplace(nn.Sequential(nn.Linear(2, 3), nn.Dropout(), nn.Linear(3, 3)), likelihood, data)
-    with pytest.raises(ValueError, match="is NaN"):
-        bc.fit_laplace(model, likelihood, loader(x / 0 * 0, y))
-    fitted = bc.fit_laplace(model, likelihood, data)
-    with pytest.raises(ValueError, match="method='magic'"):
-        fitted.predict(x, method="magic")
-    with pytest.raises(ValueError, match="no meaning for a gaussian likelihood"):
-        bc.fit_laplace(module(1), bc.likelihoods.gaussian(), loader(x, x[:, :1])).predict(x, method="probit")
-    with pytest.raises(ValueError, match="samples must be a whole number"):
-        fitted.predict(x, method="linearized_mc", samples=0)
-    with pytest.raises(ValueError, match="data has no batches"):
-        fitted.predict([])
+        ({"layers": "all"}, r"fit_laplace: layers is no argument of it.*rank.*subset="),
+        ({"module": 3}, r"neither an nn\.Module nor a function"),
+        ({"loader": []}, "the loader has no batches"),
+        ({"loader": [BATCH[0]]}, r"batches must be .inputs, targets."),
+        ({"loader": [(BATCH[0] / 0, BATCH[1])]}, "is NaN"),
+        ({"module": dropping()}, r"1 \(Dropout\) is in training mode.*module.eval"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(what, words):
+    given = {"module": module(), "likelihood": bc.likelihoods.categorical(), "loader": [classes()]} | what
+    with pytest.raises((ValueError, TypeError), match=words):
+        bc.fit_laplace(given.pop("module"), given.pop("likelihood"), given.pop("loader"), **given)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "options", "words"),
+    [
+        (3, {"method": "magic"}, "method='magic'"),
+        (1, {"method": "probit"}, "no meaning for a gaussian likelihood"),
+        (3, {"method": "linearized_mc", "samples": 0}, "samples must be a whole number"),
+        (3, {"data": []}, "data has no batches"),
+    ],
+)
+def test_bad_questions_are_refused_by_name(outputs, options, words):
+    x, y = classes()
+    gaussian = outputs == 1
+    likelihood = bc.likelihoods.gaussian() if gaussian else bc.likelihoods.categorical()
+    fitted = bc.fit_laplace(module(outputs), likelihood, [(x, x[:, :1] if gaussian else y)])
+    with pytest.raises(ValueError, match=words):
+        fitted.predict(**{"data": x, **options})
 
 
 @pytest.mark.parametrize("subset", ["last_layer", "all"])

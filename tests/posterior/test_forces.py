@@ -7,12 +7,7 @@ from torch import nn
 import bayesopt_chain as bc
 from bayesopt_chain.likelihoods import gaussian, weighted
 
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 class Potential(nn.Module):

@@ -12,12 +12,7 @@ from bayesopt_chain.precision import Dense, Diagonal, Kronecker, LowRank, flatte
 COUNT = torch.tensor(3.0)
 
 
-@pytest.fixture(autouse=True)
-def double_precision():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 def parameters():

@@ -14,12 +14,7 @@ import bayesopt_chain as bc
 N = 24
 
 
-@pytest.fixture(autouse=True)
-def double_precision():
-    torch.manual_seed(711)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 def one_output():

@@ -9,13 +9,7 @@ from torch import nn
 
 import bayesopt_chain as bc
 
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 class Net(nn.Module):

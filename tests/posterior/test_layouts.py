@@ -8,12 +8,7 @@ import bayesopt_chain as bc
 from bayesopt_chain.likelihoods import categorical
 from bayesopt_chain.posterior import outputs_by_target
 
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 def convolutional():

@@ -26,11 +26,7 @@ def problem(classes, steps=0, data=1000, features=64):
     return network.eval(), x, y
 
 
-@pytest.fixture(autouse=True)
-def double_precision():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 @pytest.mark.parametrize("diagonal_above", [None, 4])

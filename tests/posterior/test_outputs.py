@@ -9,13 +9,7 @@ from torch import nn
 import bayesopt_chain as bc
 from bayesopt_chain.trees import flatten
 
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 def fitted(structure, subset, likelihood=None, outputs=2, tune=None):

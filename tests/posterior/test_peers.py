@@ -10,18 +10,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import bayesopt_chain as bc
 from bayesopt_chain.posterior import train_by_evidence
 
-pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+pytest.importorskip("laplace")
+pytestmark = [pytest.mark.usefixtures("double_precision"), pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 STRUCTURES = {"dense": "full", "diagonal": "diag"}
 N = 30
-
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    pytest.importorskip("laplace")
-    torch.manual_seed(711)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def case(kind):

@@ -15,13 +15,7 @@ from bayesopt_chain.posterior.laplace import laplace
 from bayesopt_chain.precision import Diagonal, flatten
 from tests.curvature.conftest import convolutional, of_module
 
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 def mlp():

@@ -11,12 +11,7 @@ from bayesopt_chain.posterior import rule
 N = 60
 
 
-@pytest.fixture(autouse=True)
-def double_precision():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 def trained(outputs, likelihood, x, y, steps, lr=0.02):
@@ -143,7 +138,7 @@ def test_some_data_say_the_degrees_of_freedom_of_all(parameters, noise, rows, lo
 def test_validation_takes_the_noise_that_predicts_best():
     x, new = torch.randn(N, 2), torch.randn(200, 2)
     y, held = (torch.sin(2 * z[:, :1]) + 0.3 * torch.randn(len(z), 1) for z in (x, new))
-    net = trained(1, likelihoods.gaussian(), x, y, 3000)
+    net = trained(1, likelihoods.gaussian(), x, y, 1500)
     by = {
         name: bc.fit_laplace(net, likelihoods.gaussian(), [(x, y)], **options)
         for name, options in {

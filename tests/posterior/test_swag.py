@@ -9,12 +9,7 @@ import torch
 import bayesopt_chain as bc
 from bayesopt_chain.precision import flatten
 
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 P = 6
@@ -187,29 +182,27 @@ def test_a_mask_collects_some_parameters_only():
         link.posterior(state, params)
 
 
-@pytest.mark.parametrize("rank", [-1, 1, 2.5])
-def test_a_rank_that_makes_no_covariance_is_refused(rank):
-    with pytest.raises((ValueError, TypeError), match="swag: rank must"):
-        bc.swag(rank=rank)
-
-
-def test_other_bad_input_is_refused():
-    with pytest.raises(ValueError, match="above the number of parameters, 6"):
-        bc.swag(rank=7).init(tree(torch.zeros(P)))
-    for schedule in ({"start": -1}, {"every": 0}):
-        with pytest.raises(ValueError, match=r"swag: (start|every) must"):
-            bc.swag(**schedule)
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        *((lambda link, s, p, r=r: bc.swag(rank=r), "swag: rank must") for r in (-1, 1, 2.5)),
+        (lambda link, s, p: bc.swag(rank=7).init(p), "above the number of parameters, 6"),
+        (lambda link, s, p: bc.swag(start=-1), "swag: start must"),
+        (lambda link, s, p: bc.swag(every=0), "swag: every must"),
+        (lambda link, s, p: link.posterior(s, p), "1 iterates collected, at least 2"),
+        *(
+            (lambda link, s, p, f=f: bc.swag(variance_floor=f), "variance_floor must be a positive")
+            for f in (0.0, -1.0, math.nan)
+        ),
+        (lambda link, s, p: link.posterior(bc.sgd(0.1).init(p), p), "holds 0 states of swag"),
+        (lambda link, s, p: link.update(p, s, inplace=False), "needs the parameters"),
+    ],
+)
+def test_bad_input_is_refused(call, words):
     link = bc.swag(rank=2)
     params, state = collect(link, iterates(1))
-    with pytest.raises(ValueError, match="1 iterates collected, at least 2"):
-        link.posterior(state, params)
-    for wrong in (0.0, -1.0, math.nan):
-        with pytest.raises(ValueError, match="variance_floor must be a positive"):
-            bc.swag(variance_floor=wrong)
-    with pytest.raises(ValueError, match="holds 0 states of swag"):
-        link.posterior(bc.sgd(0.1).init(params), params)
-    with pytest.raises(ValueError, match="needs the parameters"):
-        link.update(params, state, inplace=False)
+    with pytest.raises((ValueError, TypeError), match=words):
+        call(link, state, params)
 
 
 @pytest.mark.parametrize("rank", [0, 3])

@@ -11,9 +11,9 @@ from bayesopt_chain.posterior.laplace import laplace
 from bayesopt_chain.posterior.tuning import Trial, line_search, tune_by_evidence, tune_by_validation
 from bayesopt_chain.precision import Dense, flatten, shape_only
 
-from .test_laplace import N, accumulate, as_tree, double_precision, exact_posterior, features, linear, regression
+from .test_laplace import N, accumulate, as_tree, exact_posterior, features, linear, regression
 
-__all__ = ["double_precision"]  # a fixture: applied to every test of this file too
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 def test_prior_precision_and_noise_tuned_by_evidence_maximise_the_gaussian_process_evidence():
@@ -78,12 +78,6 @@ def test_validation_picks_the_smallest_loss_and_survives_refusals():
 
     best, losses = tune_by_validation(loss, [0.0, 0.1, 1.0, 10.0])
     assert losses[0] == math.inf and losses.index(min(losses)) == [0.0, 0.1, 1.0, 10.0].index(best)
-    with pytest.raises(ValueError, match="none of 1 candidates"):
-        tune_by_validation(loss, [0.0])
-    with pytest.raises(ValueError, match="not positive"):
-        tune_by_evidence(lambda h: h, torch.tensor(0.0))
-    with pytest.raises(ValueError, match="not finite"):
-        tune_by_evidence(lambda h: h / 0, torch.tensor(1.0))
 
 
 def test_tuning_survives_a_precision_that_float32_cannot_factorise():
@@ -153,18 +147,30 @@ def test_many_hyperparameters_of_mixed_shapes_reach_their_optimum():
     torch.testing.assert_close(single["s"], torch.tensor(6.0).float(), rtol=1e-3, atol=0)
 
 
-def test_tuning_fed_nan_says_nan():
-    nan = torch.tensor(math.nan)
-    with pytest.raises(ValueError, match=r"not positive and finite.*nan"):
-        tune_by_evidence(lambda h: -h, nan)
-    with pytest.raises(ValueError, match="log_evidence is NaN"):
-        tune_by_evidence(lambda h: h * nan, torch.tensor(1.0))
-    with pytest.raises(ValueError, match="the gradient of log_evidence is NaN"):
-        tune_by_evidence(lambda h: (h - 1).abs().sqrt() * 0 - 1.0, torch.tensor(1.0))
-    with pytest.raises(ValueError, match=r"none of 2 candidates.*its loss is NaN"):
-        tune_by_validation(lambda h: math.nan, [1, 2])
-    with pytest.raises(ValueError, match=r"none of 1 candidates.*too small"):
-        tune_by_validation(lambda h: (_ for _ in ()).throw(ValueError("too small")), [1])
+def refusing(h):
+    raise ValueError("too small")
+
+
+@pytest.mark.parametrize(
+    ("tune", "of", "start", "words"),
+    [
+        (tune_by_evidence, lambda h: h, torch.tensor(0.0), "not positive"),
+        (tune_by_evidence, lambda h: h / 0, torch.tensor(1.0), "not finite"),
+        (tune_by_evidence, lambda h: -h, torch.tensor(math.nan), r"not positive and finite.*nan"),
+        (tune_by_evidence, lambda h: h * math.nan, torch.tensor(1.0), "log_evidence is NaN"),
+        (
+            tune_by_evidence,
+            lambda h: (h - 1).abs().sqrt() * 0 - 1,
+            torch.tensor(1.0),
+            "gradient of log_evidence is NaN",
+        ),
+        (tune_by_validation, lambda h: math.nan, [1, 2], r"none of 2 candidates.*its loss is NaN"),
+        (tune_by_validation, refusing, [1], r"none of 1 candidates.*too small"),
+    ],
+)
+def test_what_cannot_be_tuned_says_why(tune, of, start, words):
+    with pytest.raises(ValueError, match=words):
+        tune(of, start)
 
 
 def test_a_gradient_that_is_nan_on_the_way_shortens_the_step():

@@ -87,12 +87,7 @@ cases = pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
 structures = pytest.mark.parametrize("make", STRUCTURES.values(), ids=STRUCTURES)
 
 
-@pytest.fixture(autouse=True)
-def double_precision():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 def assert_equal(a, b, tolerance=1e-10):

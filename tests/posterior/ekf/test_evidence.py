@@ -10,12 +10,7 @@ import bayesopt_chain as bc
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.precision import Cholesky, shape_only
 
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 P, STEPS, DATA, VARIANCE = 3, 5, 2, 0.4

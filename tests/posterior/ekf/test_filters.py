@@ -7,12 +7,7 @@ import torch
 import bayesopt_chain as bc
 from bayesopt_chain.precision import Block, Diagonal, Kronecker, LowRank, Root, flatten
 
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 VARIANCE, Q, FORGETTING, LR, PRIOR = 0.5, 0.03, 0.9, 0.7, 2.0

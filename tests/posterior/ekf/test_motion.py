@@ -8,12 +8,7 @@ import bayesopt_chain as bc
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.precision import Cholesky, Diagonal, flatten, shape_only, unflatten
 
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 P, VARIANCE = 3, 0.5

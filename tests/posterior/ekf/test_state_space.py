@@ -14,12 +14,7 @@ import torch
 import bayesopt_chain as bc
 from bayesopt_chain.precision import Root
 
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 R, STEPS = 100, 120

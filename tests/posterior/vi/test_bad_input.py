@@ -10,7 +10,7 @@ import bayesopt_chain as bc
 from bayesopt_chain.precision import Dense, Diagonal, Kronecker, Root, low_rank_covariance, shape_only
 
 params = {"w": torch.zeros(2, 3), "b": torch.zeros(2)}
-T = 0.1
+ONE, T, NAN, INF = torch.tensor(1.0), 0.1, math.nan, math.inf
 FAMILIES = {
     "mean_field": lambda **k: bc.vi.mean_field(bc.sgd(0.1), **{"temperature": T, **k}),
     "dense": lambda **k: bc.vi.dense(bc.sgd(0.1), **{"temperature": T, **k}),
@@ -21,227 +21,168 @@ FAMILIES = {
 FILTERS = {
     "dense": bc.ekf.dense,
     "diagonal": bc.ekf.diagonal,
-    "low_rank": lambda *a, **k: bc.ekf.low_rank(*a, rank=2, **k),
+    "low_rank": lambda **k: bc.ekf.low_rank(rank=2, **k),
 }
+ONES = Diagonal({name: torch.ones_like(p) for name, p in params.items()}, ONE)
+LAST_NEGATIVE = {"w": torch.ones(2, 3), "b": torch.tensor([1.0, -0.1])}
+LAST_NAN = {"w": torch.ones(2, 3), "b": torch.tensor([1.0, NAN])}
+REFUSED = (ValueError, TypeError)
 
 
 def further(name):
-    ones = {k: torch.ones_like(p) for k, p in params.items()}
-    if name == "von":
-        return {"curvature": Diagonal(ones, torch.tensor(1.0))}
-    return {}
+    return {"curvature": ONES} if name == "von" else {}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_an_update_without_its_draw(name):
-    tx = FAMILIES[name]()
-    with pytest.raises(ValueError, match=r"no draw: call draw = tx\.sample"):
-        tx.update(params, tx.init(params), params=params, inplace=False, **further(name))
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_draw_that_is_none(name):
-    tx = FAMILIES[name]()
-    with pytest.raises(ValueError, match="got draw=dict"):
-        tx.update(params, tx.init(params), params=params, draw=params, inplace=False, **further(name))
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_draw_from_another_state(name):
-    """From another run's state, and from this run's state before the last update."""
+def test_an_update_takes_the_draw_of_its_own_state_and_a_gradient_for_each_sample(name):
+    """A draw that is missing, that is none, from another run's state, and from this run's before the last update."""
     tx = FAMILIES[name]()
     state, other = tx.init(params), tx.init(params)
     draw = tx.sample(state, params)
-    with pytest.raises(ValueError, match="comes from another state"):
-        tx.update(draw.params, other, params=params, draw=draw, inplace=False, **further(name))
-    _, later = tx.update(draw.params, state, params=params, draw=draw, inplace=False, **further(name))
-    with pytest.raises(ValueError, match="comes from another state"):
-        tx.update(draw.params, later, params=params, draw=draw, inplace=False, **further(name))
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_gradients_without_the_samples_axis(name):
+    update = lambda at, **k: tx.update(params, at, params=params, inplace=False, **k, **further(name))[1]  # noqa: E731
+    for at, options, words in (
+        (state, {}, r"no draw: call draw = tx\.sample"),
+        (state, {"draw": params}, "got draw=dict"),
+        (other, {"draw": draw}, "comes from another state"),
+        (update(state, draw=draw), {"draw": draw}, "comes from another state"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            update(at, **options)
     tx = FAMILIES[name](n_samples=3)
     state = tx.init(params)
-    draw = tx.sample(state, params)
     with pytest.raises(ValueError, match=r"has shape \(2,\), not \(3, 2\): take one gradient at each of the 3"):
-        tx.update(params, state, params=params, draw=draw, inplace=False, **further(name))
+        update(state, draw=tx.sample(state, params))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_numbers_out_of_range(name):
-    make = FAMILIES[name]
-    for wrong in (-0.1, float("nan"), float("inf"), torch.tensor(-1.0)):
-        with pytest.raises(ValueError, match="temperature"):
-            make(temperature=wrong)
-    with pytest.raises(ValueError, match="n_samples must"):
-        make(n_samples=0)
-    with pytest.raises(ValueError, match="come in pairs"):
-        make(n_samples=3, antithetic=True)
-    scale = "init_hessian" if name in ("ivon", "von") else "init_scale"
-    for wrong in (0.0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match=f"{scale} must be a positive"):
-            make(**{scale: wrong})
-
-
-@pytest.mark.parametrize("name", ["mean_field", "dense", "low_rank"])
-def test_weight_decay(name):
-    with pytest.raises(ValueError, match="weight_decay must be finite"):
-        FAMILIES[name](weight_decay=-0.1)
-    tx = FAMILIES[name](weight_decay=0.1)
-    with pytest.raises(ValueError, match="needs draw="):
-        tx.negative_elbo(tx.init(params), torch.tensor(1.0))
-
-
-@pytest.mark.parametrize("name", ["ivon", "von"])
-def test_natural_gradients_numbers(name):
-    make = FAMILIES[name]
-    for betas in ((1.0, 0.9), (0.9, 1.1), (-0.1, 0.9), (0.9,)):
-        with pytest.raises((ValueError, TypeError), match="betas must be two numbers"):
-            make(betas=betas)
-    with pytest.raises(ValueError, match="weight_decay must be finite"):
-        make(weight_decay=-0.1)
-    with pytest.raises(ValueError, match="lr must"):
-        getattr(bc.vi, name)(-0.1, temperature=T)
-
-
-def test_an_optimizer_that_is_none():
-    with pytest.raises(TypeError, match="must be a gradient transformation"):
-        bc.vi.mean_field(torch.optim.SGD, temperature=T)
-    with pytest.raises(TypeError, match="scale_optimizer"):
-        bc.vi.mean_field(torchopt.sgd(0.1), temperature=T, scale_optimizer=0.1)
-
-
-@pytest.mark.parametrize("tx", [FAMILIES["mean_field"](), FAMILIES["ivon"](), bc.ekf.dense()])
-def test_parameters_that_are_no_real_numbers(tx):
-    with pytest.raises(TypeError, match="only real floating-point"):
-        tx.init({"n": torch.zeros(2, dtype=torch.int64)})
-    with pytest.raises(ValueError, match="no leaves"):
-        tx.init({})
+def scale_of(name):
+    return "init_hessian" if name in ("ivon", "von") else "init_scale"
 
 
 @pytest.mark.parametrize(
-    "make", [lambda r: bc.vi.low_rank(bc.sgd(0.1), temperature=T, rank=r), lambda r: bc.ekf.low_rank(rank=r)]
+    ("names", "options", "words"),
+    [
+        *((FAMILIES, {"temperature": x}, "temperature") for x in (-0.1, NAN, INF, torch.tensor(-1.0))),
+        (FAMILIES, {"n_samples": 0}, "n_samples must"),
+        (FAMILIES, {"n_samples": 3, "antithetic": True}, "come in pairs"),
+        *((FAMILIES, x, "init_(scale|hessian) must be a positive") for x in (0.0, -1.0, NAN)),
+        (FAMILIES, {"weight_decay": -0.1}, "weight_decay must be finite"),
+        *(
+            (("ivon", "von"), {"betas": x}, "betas must be two numbers")
+            for x in ((1.0, 0.9), (0.9, 1.1), (-0.1, 0.9), (0.9,))
+        ),
+        *((FILTERS, {"prior_precision": x}, "prior_precision must be a positive, fin") for x in (0.0, -1.0, NAN, INF)),
+        *((FILTERS, {"transition_noise": x}, "transition_noise must") for x in (-1.0, NAN, INF)),
+        *((FILTERS, {"lr": x}, r"lr.* must") for x in (-1.0, NAN, INF)),
+        *((FILTERS, {"forgetting": x}, "forgetting must lie in") for x in (0.0, 1.1, -0.5)),
+    ],
 )
-def test_a_rank_out_of_range(make):
-    with pytest.raises(ValueError, match="above the number of parameters, 8"):
-        make(9).init(params)
-    for wrong in (0, -1, 1.5):
-        with pytest.raises((ValueError, TypeError), match="rank must"):
-            make(wrong)
+def test_numbers_out_of_range(names, options, words):
+    makers = FILTERS if names is FILTERS else FAMILIES
+    for name in names:
+        given = options if isinstance(options, dict) else {scale_of(name): options}
+        with pytest.raises(REFUSED, match=words):
+            makers[name](**given)
 
 
-@pytest.mark.parametrize("name", ["mean_field", "dense", "low_rank", "ivon", "von"])
-def test_a_posterior_at_temperature_zero(name):
-    tx = FAMILIES[name](temperature=0.0)
-    with pytest.raises(ValueError, match="at temperature=0 there is no posterior"):
-        tx.posterior(tx.init(params), params)
+NO_REALS = {"n": torch.zeros(2, dtype=torch.int64)}
 
 
-def test_a_state_of_something_else():
-    with pytest.raises(ValueError, match=r"holds 0 states of vi\.mean_field"):
-        FAMILIES["mean_field"]().sample(bc.sgd(0.1).init(params), params)
-    with pytest.raises(ValueError, match="holds 2 states"):
-        tx = FAMILIES["ivon"]()
-        tx.posterior((*tx.init(params), *tx.init(params)), params)
-    with pytest.raises(ValueError, match="the state is over parameters of 8"):
-        tx = FAMILIES["dense"]()
-        tx.posterior(tx.init(params), {"w": params["w"]})
+def posterior(tx, state=None, at=params):
+    return tx.posterior(tx.init(params) if state is None else state, at)
+
+
+def elbo_without_draw(name):
+    tx = FAMILIES[name](weight_decay=0.1)
+    return tx.negative_elbo(tx.init(params), ONE)
+
+
+def observe(*given):
+    return bc.ekf.observe(lambda p, batch: batch[0] @ p["b"], *given)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: bc.vi.ivon(-0.1, temperature=T), "lr must"),
+        (lambda: bc.vi.von(-0.1, temperature=T), "lr must"),
+        (lambda: bc.vi.mean_field(torch.optim.SGD, temperature=T), "must be a gradient transformation"),
+        (lambda: bc.vi.mean_field(torchopt.sgd(0.1), temperature=T, scale_optimizer=0.1), "scale_optimizer"),
+        (lambda: bc.vi.low_rank(bc.sgd(0.1), temperature=T, rank=9).init(params), "above the number of parameters, 8"),
+        (lambda: bc.ekf.low_rank(rank=9).init(params), "above the number of parameters, 8"),
+        *((lambda r=r: bc.vi.low_rank(bc.sgd(0.1), temperature=T, rank=r), "rank must") for r in (0, -1, 1.5)),
+        *((lambda r=r: bc.ekf.low_rank(rank=r), "rank must") for r in (0, -1, 1.5)),
+        *((lambda f=f: posterior(FAMILIES[f](temperature=0.0)), "at temperature=0 there is no post") for f in FAMILIES),
+        *((lambda f=f: elbo_without_draw(f), "needs draw=") for f in ("mean_field", "dense", "low_rank")),
+        *((lambda tx=tx: tx.init(NO_REALS), "only real floating-point") for tx in (FAMILIES["ivon"](), bc.ekf.dense())),
+        *((lambda tx=tx: tx.init({}), "no leaves") for tx in (FAMILIES["mean_field"](), bc.ekf.dense())),
+        (
+            lambda: FAMILIES["mean_field"]().sample(bc.sgd(0.1).init(params), params),
+            r"holds 0 states of vi\.mean_field",
+        ),
+        (lambda: posterior(FAMILIES["ivon"](), 2 * FAMILIES["ivon"]().init(params)), "holds 2 states"),
+        (lambda: posterior(FAMILIES["dense"](), at={"w": params["w"]}), "the state is over parameters of 8"),
+        *((lambda f=f: bc.make_step(lambda p, b: p["w"].sum(), FILTERS[f]()), "needs curvature") for f in FILTERS),
+        *((lambda f=f: FILTERS[f](prior_precision=LAST_NEGATIVE).init(params), "not positive at b") for f in FILTERS),
+        *(
+            (
+                lambda f=f, q=q: FILTERS[f](transition_noise=q).init(params),
+                "transition_noise is negative or not fin.* at b",
+            )
+            for f in FILTERS
+            for q in (LAST_NEGATIVE, LAST_NAN)
+        ),
+        (lambda: observe(-1.0), r"likelihood must be one of bc\.likelihoods, called, or a variance"),
+        (lambda: observe(bc.likelihoods.gaussian), r"likelihood must be one of bc\.likelihoods, called, or a variance"),
+        (lambda: observe()(params, (torch.ones(3, 2), torch.ones(3, 1))), "reshape the targets"),
+        (lambda: low_rank_covariance(torch.tensor([1.0, -1]), torch.ones(1, 2), ONE), r"singular.*\(a variance\)"),
+        (lambda: low_rank_covariance(torch.ones(2), torch.ones(1, 2), ONE).add_diagonal(1.0), "cannot take up further"),
+        (
+            lambda: bc.make_step(lambda p, b: p["w"].sum(), bc.chain(FAMILIES["mean_field"](), FAMILIES["ivon"]())),
+            "2 links of this chain draw",
+        ),
+        *(  # a sampler's noise and a posterior in one chain have no common meaning
+            (lambda tx=tx: bc.chain(tx, bc.inject_langevin_noise(0.1)).init(params), "give")
+            for tx in (FAMILIES["mean_field"](), FAMILIES["ivon"](), bc.ekf.diagonal())
+        ),
+    ],
+)
+def test_calls_that_make_no_sense(call, words):
+    with pytest.raises(REFUSED, match=words):
+        call()
 
 
 def test_von_without_curvature_or_with_another_structure():
     tx = FAMILIES["von"]()
     state = tx.init(params)
-    draw = tx.sample(state, params)
+    update = lambda s, **k: tx.update(params, s, params=params, draw=tx.sample(s, params), inplace=False, **k)[1]  # noqa: E731
     with pytest.raises(ValueError, match="got curvature=NoneType"):
-        tx.update(params, state, params=params, draw=draw, inplace=False)
-    _, state = tx.update(params, state, params=params, draw=draw, inplace=False, **further("von"))
-    draw = tx.sample(state, params)
+        update(state)
+    state = update(state, curvature=ONES)
     with pytest.raises(TypeError, match="the first increment decides the structure"):
-        dense = Dense(torch.eye(8), shape_only(params), torch.tensor(1.0))
-        tx.update(params, state, params=params, draw=draw, curvature=dense, inplace=False)
+        update(state, curvature=Dense(torch.eye(8), shape_only(params), ONE))
+
+
+ROW, SHAPED = {"w": torch.ones(1, 2, 3), "b": torch.ones(1, 2)}, {"w": torch.ones(1, 3, 2), "b": torch.ones(1, 2)}
 
 
 @pytest.mark.parametrize("name", FILTERS)
-def test_a_filter_without_curvature(name):
+@pytest.mark.parametrize(
+    ("increment", "words"),
+    [
+        (None, "update got no curvature"),
+        (Kronecker(torch.eye(2), torch.eye(1), ONE, torch.zeros(2), ONE), "class Kronecker is not made of rows"),
+        (params, "update got curvature of class dict"),
+        (Root(SHAPED, ONE), "estimate the curvature of these parameters"),
+        (
+            Dense(torch.diag(torch.tensor([1.0, -1, 1, 1, 1, 1, 1, 1])), shape_only(params), ONE),
+            "precision is indefinite",
+        ),
+        (Root(ROW, ONE), "leaf 0 has shape"),
+    ],
+)
+def test_curvature_that_a_filter_cannot_take_apart(name, increment, words):
     tx = FILTERS[name]()
-    with pytest.raises(ValueError, match="update got no curvature"):
-        tx.update(params, tx.init(params), params=params, inplace=False)
-    with pytest.raises(ValueError, match="needs curvature"):
-        bc.make_step(lambda p, batch: p["w"].sum(), tx)
-
-
-@pytest.mark.parametrize("name", FILTERS)
-def test_a_filters_variances(name):
-    make = FILTERS[name]
-    for wrong in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="prior_precision must be a positive, finite"):
-            make(prior_precision=wrong)
-    for wrong in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="transition_noise must"):
-            make(transition_noise=wrong)
-        with pytest.raises(ValueError, match=r"lr.* must"):
-            make(wrong)
-    with pytest.raises(ValueError, match="prior_precision is not positive at b"):
-        make(prior_precision={"w": torch.ones(2, 3), "b": torch.tensor([1.0, -1.0])}).init(params)
-    for wrong in (0.0, 1.1, -0.5):
-        with pytest.raises(ValueError, match="forgetting must lie in"):
-            make(forgetting=wrong)
-
-
-@pytest.mark.parametrize("entry", [math.nan, -0.1])
-@pytest.mark.parametrize("name", FILTERS)
-def test_negative_transition_noise(name, entry):
-    noise = {"w": torch.ones(2, 3), "b": torch.tensor([1.0, entry])}
-    with pytest.raises(ValueError, match="transition_noise is negative or not finite at b"):
-        FILTERS[name](transition_noise=noise).init(params)
-
-
-@pytest.mark.parametrize("name", FILTERS)
-def test_curvature_that_a_filter_cannot_take_apart(name):
-    tx = FILTERS[name]()
-    state = tx.init(params)
-
-    def update(increment):
-        return tx.update(params, state, params=params, curvature=increment, inplace=False)
-
-    one = torch.tensor(1.0)
-    kronecker = Kronecker(torch.eye(2), torch.eye(1), one, torch.zeros(2), one)
-    with pytest.raises(TypeError, match="a precision of class Kronecker is not made of rows"):
-        update(kronecker)
-    with pytest.raises(ValueError, match="update got curvature of class dict"):
-        update(params)
-    with pytest.raises(ValueError, match="estimate the curvature of these parameters"):
-        update(Root({"w": torch.ones(1, 3, 2), "b": torch.ones(1, 2)}, one))
-    with pytest.raises(ValueError, match="the precision is indefinite"):
-        update(Dense(torch.diag(torch.tensor([1.0, -1.0, 1, 1, 1, 1, 1, 1])), shape_only(params), one))
-    with pytest.raises(ValueError, match="leaf 0 has shape"):
-        rows = Root({"w": torch.ones(1, 2, 3), "b": torch.ones(1, 2)}, one)
-        tx.update({"w": torch.ones(2, 3), "b": torch.ones(3)}, state, params=params, curvature=rows, inplace=False)
-
-
-def test_observations_with_bad_variances_or_targets():
-    with pytest.raises(ValueError, match=r"likelihood must be one of bc\.likelihoods, called, or a variance"):
-        bc.ekf.observe(lambda p, batch: batch[0] @ p["b"], -1.0)
-    with pytest.raises(ValueError, match="reshape the targets"):
-        bc.ekf.observe(lambda p, batch: batch[0] @ p["b"])(params, (torch.ones(3, 2), torch.ones(3, 1)))
-
-
-def test_a_covariance_with_a_negative_variance():
-    with pytest.raises(ValueError, match=r"singular or indefinite at parameters \(a variance\)"):
-        low_rank_covariance(torch.tensor([1.0, -1.0]), torch.ones(1, 2), torch.tensor(1.0))
-    with pytest.raises(TypeError, match="cannot take up further precision"):
-        low_rank_covariance(torch.ones(2), torch.ones(1, 2), torch.tensor(1.0)).add_diagonal(1.0)
-
-
-def test_two_draws_in_one_chain():
-    tx = bc.chain(FAMILIES["mean_field"](), FAMILIES["ivon"]())
-    with pytest.raises(ValueError, match="2 links of this chain draw"):
-        bc.make_step(lambda p, batch: p["w"].sum(), tx)
-
-
-def test_noise_beside_a_posterior_is_refused():
-    """A sampler's noise and a variational or filtered posterior in one chain have no common meaning."""
-    for tx in (FAMILIES["mean_field"](), FAMILIES["ivon"](), bc.ekf.diagonal()):
-        with pytest.raises(Exception, match="give"):
-            bc.chain(tx, bc.inject_langevin_noise(0.1)).init(params)
+    updates = {"w": torch.ones(2, 3), "b": torch.ones(3)} if "leaf 0" in words else params
+    options = {} if increment is None else {"curvature": increment}
+    with pytest.raises(REFUSED, match=words):
+        tx.update(updates, tx.init(params), params=params, inplace=False, **options)

@@ -25,12 +25,12 @@ def network():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scale", [1.0, 100.0, 10_000.0])
+@pytest.mark.parametrize("scale", [1.0, 10_000.0])
 def test_ivon_at_the_settings_of_the_documentation_learns_whatever_the_noise(scale):
     """``scale`` is one over the noise variance.
 
     The mean of the last 20 losses is below .8 of that of the first 20, below half where the noise is smaller: one loss alone is
-    that of one draw, and varies sevenfold. Without the trust radius the two largest scales end twice as high.
+    that of one draw, and varies sevenfold. Without the trust radius the larger scale ends twice as high.
     """
     forward, params, batch = network()
     steps, begun, ends = 500, {}, {}

@@ -11,12 +11,7 @@ from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.vi._families import cholesky
 from bayesopt_chain.precision import Cholesky, flatten, shape_only
 
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 T = 0.3

@@ -12,12 +12,7 @@ from bayesopt_chain.precision import flatten
 
 from .regression import PRIOR, N, exact, forward, likelihood, negative_log_likelihood, problem
 
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 def gradient(x):

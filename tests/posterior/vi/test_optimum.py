@@ -10,12 +10,7 @@ from bayesopt_chain.precision import flatten
 
 from .regression import N, batches, exact, forward, likelihood, log_posterior_loss, negative_log_likelihood, problem
 
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 def moments(posterior):
@@ -180,7 +175,7 @@ def test_the_mean_field_gets_there():
     )
     params = data.start
     state = tx.init(params)
-    for _ in range(500):
+    for _ in range(1000):
         points = {k: params[k] + s.exp() * z for k, s, z in zip(sorted(params), state[0].scale, noise)}
         draw = tx.sample(state, params)._replace(params=points, noise=noise)
         grads = torch.vmap(lambda p: torch.func.grad(log_posterior_loss)(p, (data.x, data.y)))(points)

@@ -12,12 +12,7 @@ from bayesopt_chain.precision import Cholesky, Diagonal, flatten, shape_only
 
 from .regression import N, exact, forward, negative_log_likelihood, problem
 
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 def halves():
@@ -36,18 +31,17 @@ def moments(posterior):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family, rank", [("dense", None), ("low_rank", 4)])
-def test_the_posterior_of_the_first_half_as_prior_of_the_second_gives_that_of_all(family, rank):
+def test_the_posterior_of_the_first_half_as_prior_of_the_second_gives_that_of_all():
     """Continual learning, exactly: to 1e-8 after 1,000 steps on the second half alone."""
     second, prior = halves()
-    tx = getattr(bc.vi, family)(
+    tx = bc.vi.low_rank(
         bc.adam(lambda count: 0.1 * 0.5 ** (count / 120)),
         temperature=2 / N,
         init_scale=0.1,
         n_samples=4,
         antithetic=True,
         prior=prior,
-        **({} if rank is None else {"rank": rank}),
+        rank=4,
     )
     step, params = bc.make_step(negative_log_likelihood, tx), prior.mean
     state = tx.init(params)
@@ -124,29 +118,31 @@ def test_every_leaf_starts_with_its_own_scale():
     assert variance["b"].mean() < 0.05 and 1.0 < variance["w"].mean() < 8.0  # half of it is random
 
 
-def test_scales_that_make_no_sense_are_refused():
-    params = {"b": torch.zeros(2), "w": torch.zeros(3, 2)}
-    with pytest.raises(ValueError, match="init_scale is not positive at b"):
-        bc.vi.mean_field(bc.sgd(0.1), temperature=0.1, init_scale={"b": 0.0, "w": 1.0}).init(params)
-    with pytest.raises(ValueError, match=r"vi\.dense: init_scale has the tree"):
-        bc.vi.dense(bc.sgd(0.1), temperature=0.1, init_scale={"b": 1.0}).init(params)
+MAKE = {
+    "mean_field": lambda **kw: bc.vi.mean_field(bc.sgd(0.1), **{"temperature": 0.1, **kw}),
+    "dense": lambda **kw: bc.vi.dense(bc.sgd(0.1), **{"temperature": 0.1, **kw}),
+    "ivon": lambda **kw: bc.vi.ivon(0.1, **{"temperature": 0.1, **kw}),
+}
+BOTH = ("mean_field", "ivon")
+OTHER = Gaussian({"other": torch.zeros(2)}, Diagonal({"other": torch.ones(2)}, torch.tensor(1.0)))
 
 
-@pytest.mark.parametrize("name", ["mean_field", "ivon"])
-def test_priors_that_make_no_sense_are_refused(name):
-    first = (0.1,) if name == "ivon" else (bc.sgd(0.1),)
-    make = lambda **kw: getattr(bc.vi, name)(*first, **{"temperature": 0.1, **kw})  # noqa: E731
-    with pytest.raises(TypeError, match=r"prior must be a Gaussian, such as tx\.posterior gives, got float"):
-        make(prior=1.0)
-    with pytest.raises(ValueError, match="are two priors: leave one out"):
-        make(prior=diagonal_prior(), weight_decay=0.1)
-    with pytest.raises(ValueError, match=r"weighs temperature \* Lambda = 0: use weight_decay"):
-        make(prior=diagonal_prior(), temperature=0.0)
-    with pytest.raises(ValueError, match=r"prior\.mean has the tree"):
-        make(prior=diagonal_prior()).init({"other": torch.zeros(2)})
-    if name == "ivon":
-        with pytest.raises(ValueError, match="precision is Cholesky, and this method takes a diagonal one"):
-            make(prior=halves()[1])
+@pytest.mark.parametrize(
+    ("names", "options", "words"),
+    [
+        (["mean_field"], lambda: {"init_scale": {"b": 0.0, "w": 1.0}}, "init_scale is not positive at b"),
+        (["dense"], lambda: {"init_scale": {"b": 1.0}}, r"vi\.dense: init_scale has the tree"),
+        (BOTH, lambda: {"prior": 1.0}, r"prior must be a Gaussian, such as tx\.posterior gives, got float"),
+        (BOTH, lambda: {"prior": diagonal_prior(), "weight_decay": 0.1}, "are two priors: leave one out"),
+        (BOTH, lambda: {"prior": diagonal_prior(), "temperature": 0.0}, r"temperature \* Lambda = 0: use weight_decay"),
+        (BOTH, lambda: {"prior": OTHER}, r"prior\.mean has the tree"),
+        (["ivon"], lambda: {"prior": halves()[1]}, "precision is Cholesky, and this method takes a diagonal one"),
+    ],
+)
+def test_scales_and_priors_that_make_no_sense_are_refused(names, options, words):
+    for name in names:
+        with pytest.raises((ValueError, TypeError), match=words):
+            MAKE[name](**options()).init({"b": torch.zeros(2), "w": torch.zeros(3, 2)})
 
 
 def test_the_elbo_of_the_posterior_is_the_log_evidence_without_error():
@@ -188,7 +184,7 @@ def test_the_elbo_of_another_gaussian_is_lower_by_the_divergence():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("beta2, steps", [(0.99999, 4000), (1 - 5 / 4000, 4000), (1 - 5 / 1000, 1000)])
+@pytest.mark.parametrize("beta2, steps", [(0.99999, 500), (1 - 5 / 1000, 1000)])
 def test_ivons_first_hessian_keeps_the_weight_beta2_to_the_steps(beta2, steps):
     """On a quadratic of curvature 2, from 0.5, with as many samples as make the noise small: the average after t steps is
     ``beta2^t 0.5 + (1 - beta2^t) 2`` within five standard deviations of its noise (false alarms 6e-7)."""
