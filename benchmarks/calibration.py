@@ -36,6 +36,10 @@ class Model(NamedTuple):
         """The mean negative log likelihood of inputs and targets."""
         return self.likelihood.nll(self.forward(params, batch[0]), batch[1]).mean()
 
+    def loss(self, params: Tensor, targets: Tensor) -> Tensor:
+        """With the prior's share."""
+        return self.nll(params, (self.inputs, targets)) + params.square().sum() / (2 * len(self.inputs))
+
 
 def models() -> dict[str, Model]:
     """A line whose two coefficients are tied, groups with a common mean, counts, and labels."""
@@ -60,21 +64,15 @@ def models() -> dict[str, Model]:
 
 def sghmc(m: Model, y: Tensor) -> Tensor:
     """Chains at T = 1 / N on all data, one for each simulation."""
-    n = len(m.inputs)
-    loss = lambda p, y: m.nll(p, (m.inputs, y)) + p.square().sum() / (2 * n)  # noqa: E731
-    step = bc.make_step(loss, bc.sghmc(m.lr, momentum=0.9, temperature=1 / n))
+    step = bc.make_step(m.loss, bc.sghmc(m.lr, momentum=0.9, temperature=1 / len(m.inputs)))
     chains, start = bc.parallel(step, len(y), batch_dim=0), torch.zeros(len(y), m.size)
-    kept = bc.sample(
-        chains, start, chains.init(step.tx, start, seed=1), y, steps=200 + DRAWS * 40, burn_in=200, thinning=40
-    )
-    return kept.params
+    state, steps = chains.init(step.tx, start, seed=1), 200 + DRAWS * 40
+    return bc.sample(chains, start, state, y, steps=steps, burn_in=200, thinning=40).params
 
 
 def laplace(m: Model, y: Tensor) -> Tensor:
     """The mode, by the same chains at T = 0, and a Gaussian with the curvature there."""
-    n, start = len(m.inputs), torch.zeros(len(y), m.size)
-    loss = lambda p, y: m.nll(p, (m.inputs, y)) + p.square().sum() / (2 * n)  # noqa: E731
-    step = bc.make_step(loss, bc.sgd(m.lr, momentum=0.9))
+    step, start = bc.make_step(m.loss, bc.sgd(m.lr, momentum=0.9)), torch.zeros(len(y), m.size)
     chains = bc.parallel(step, len(y), batch_dim=0)
     modes, _ = bc.sample(chains, start, chains.init(step.tx, start), y, steps=3000, burn_in=2999).last
     estimate, tx, out = bc.curvature.ggn(lambda p, b: m.forward(p, b[0]), m.likelihood, "dense"), bc.laplace(), []
@@ -82,6 +80,12 @@ def laplace(m: Model, y: Tensor) -> Tensor:
         _, state = tx.update(mode, tx.init(mode), curvature=estimate(mode, (m.inputs, targets)), inplace=False)
         out.append(tx.posterior(state, mode, prior_precision=1.0).sample((DRAWS,)))
     return torch.stack(out, 1)
+
+
+def of_chains(tx: Any, params: Any, state: Any) -> Tensor:
+    """Draws of the posterior of each chain."""
+    pairs = zip(bc.unstack(params), bc.unstack(state))
+    return torch.stack([tx.posterior(each, mean).sample((DRAWS,)) for mean, each in pairs], 1)
 
 
 def variational(family: Callable[..., Any]) -> Callable[[Model, Tensor], Tensor]:
@@ -94,8 +98,7 @@ def variational(family: Callable[..., Any]) -> Callable[[Model, Tensor], Tensor]
         chains = bc.parallel(bc.make_step(lambda p, y: m.nll(p, (m.inputs, y)), tx), len(y), batch_dim=0)
         params, state = start, chains.init(tx, start, seed=2)
         params, state = bc.sample(chains, params, state, y, steps=4000, burn_in=3999).last
-        pairs = zip(bc.unstack(params), bc.unstack(state))
-        return torch.stack([tx.posterior(each, mean).sample((DRAWS,)) for mean, each in pairs], 1)
+        return of_chains(tx, params, state)
 
     return fit
 
@@ -109,8 +112,7 @@ def kalman(m: Model, y: Tensor) -> Tensor:
     for i in range(len(m.inputs)):
         batch = m.inputs[i].expand(len(y), 1, -1), y[:, i : i + 1]
         params, state, _ = chains(params, state, batch)
-    pairs = zip(bc.unstack(params), bc.unstack(state))
-    return torch.stack([tx.posterior(each, mean).sample((DRAWS,)) for mean, each in pairs], 1)
+    return of_chains(tx, params, state)
 
 
 METHODS: dict[str, Callable[[Model, Tensor], Tensor]] = {

@@ -5,20 +5,17 @@ For nine calls that users make, the table counts what a reader has to open and t
     files       entered by the call
     functions   entered, comprehensions included (Python 3.12 runs those in place), lambdas not
     lines       that run, each counted once, ``def`` lines included
-    hops        how often the next function to be entered stands in another file than the last one
 
-Only files of the package count. ``python -m benchmarks.route update`` lists the functions of one call as well.
+Only files of the package count. ``python -m benchmarks.route --calls update`` lists the functions of one call as well.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -26,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 import bayesopt_chain as bc
+from benchmarks.measure import command, markdown
 
 PACKAGE = Path(bc.__file__).parent
 
@@ -34,11 +32,11 @@ class Route(NamedTuple):
     """What a call ran through.
 
     Attributes:
-        entered: the code of the functions in the order in which they were entered, as often as they were.
+        entered: the code of the functions.
         lines: the lines that ran, as (file, number).
     """
 
-    entered: list[CodeType]
+    entered: set[CodeType]
     lines: set[tuple[str, int]]
 
     @property
@@ -49,16 +47,8 @@ class Route(NamedTuple):
     @property
     def functions(self) -> list[str]:
         """The functions entered, each with its file and its first line."""
-        found = {code for code in self.entered if code.co_name != "<lambda>"}
+        found = (code for code in self.entered if code.co_name != "<lambda>")
         return sorted(f"{_file(code)}:{code.co_firstlineno} {code.co_name}" for code in found)
-
-    @property
-    def hops(self) -> int:
-        """How often the next function to be entered stands in another file than the last one."""
-        return sum(a.co_filename != b.co_filename for a, b in pairwise(self.entered))
-
-    def __str__(self) -> str:
-        return f"{len(self.files):5} {len(self.functions):9} {len(self.lines):5} {self.hops:5}"
 
 
 def _file(code: CodeType) -> str:
@@ -72,17 +62,17 @@ def route(call: Callable[[], Any]) -> Route:
         >>> import torch, bayesopt_chain as bc
         >>> tx = bc.links.scale(2.0)
         >>> state = tx.init(torch.ones(1))
-        >>> "links/learning_rate.py" in route(lambda: tx.update(torch.ones(1), state)).files
+        >>> "core/update.py" in route(lambda: tx.update(torch.ones(1), state)).files
         True
     """
-    found, inside = Route([], set()), f"{PACKAGE}{os.sep}"
+    found, inside = Route(set(), set()), f"{PACKAGE}{os.sep}"
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
         code = frame.f_code
         if not code.co_filename.startswith(inside):
             return None
         if event == "call":
-            found.entered.append(code)
+            found.entered.add(code)
         if event in ("call", "line"):
             found.lines.add((code.co_filename, frame.f_lineno))
         return trace
@@ -192,18 +182,10 @@ def measured(name: str) -> Route:
     return route(call)
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.route", description=main.__doc__)
-    parser.add_argument("call", nargs="*", choices=[*CALLS, []], help="whose functions are shown too")
-    shown = parser.parse_args().call
-    print(f"{'':18} {'files':>5} {'functions':>9} {'lines':>5} {'hops':>5}")
-    for name in shown or CALLS:
-        found = measured(name)
-        print(f"{name:18} {found}")
-        for function in found.functions if shown else ():
-            print(f"    {function}")
-
-
 if __name__ == "__main__":
-    main()
+    asked = command(calls=[""]).calls
+    found = {name: measured(name) for name in CALLS if name in asked or not any(asked)}
+    rows = [(name, len(route.files), len(route.functions), len(route.lines)) for name, route in found.items()]
+    print(markdown(("", "files", "functions", "lines"), rows))
+    for name in filter(None, asked):
+        print(name, *found[name].functions, sep="\n    ")

@@ -87,47 +87,36 @@ def overhead(blocks: int, steps: int) -> dict[str, Any]:
         folder = tempfile.mkdtemp(dir=scratch.name)  # taken away behind the last block: a run does not delete itself
         bc.sample(step, params, state, batch, steps=steps, thinning=10, path=folder)
 
-    def timed(fn: Any) -> dict[str, float]:
-        counted, wall, processor = Timed(step), time.perf_counter(), time.process_time()
+    def timed(fn: Any) -> tuple[float, float]:
+        """The median time of a step, and the time outside of the steps over that in them."""
+        counted, begin = Timed(step), time.perf_counter()
         fn(counted)
-        wall = time.perf_counter() - wall
-        return {
-            "wall": wall,
-            "processor": time.process_time() - processor,
-            "step": statistics.median(counted.seconds),
-            "outside": wall / sum(counted.seconds) - 1,
-        }
+        wall = time.perf_counter() - begin
+        return statistics.median(counted.seconds), wall / sum(counted.seconds) - 1
 
     scratch = tempfile.TemporaryDirectory()
     ways = {"bare again (A/A)": bare, "memory": memory, "disk": disk}
     for fn in ways.values():
         fn(step)
-    found: dict[str, dict[str, list[float]]] = {
-        "time outside of the step over time in it": {name: [] for name in ways},
-        "median time of a step over that in the bare loops before and after": {name: [] for name in ways},
-        "wall time over that of the bare loops before and after": {name: [] for name in ways},
-        "processor time over theirs": {name: [] for name in ways},
-    }
-    within, inside, wall, processor = found.values()
-    before = timed(bare)
+    within, inside = ({name: list[float]() for name in ways} for _ in range(2))
+    before, _ = timed(bare)
     for _ in range(blocks):
         for name, fn in ways.items():
-            took, after = timed(fn), timed(bare)
-            within[name].append(took["outside"] - after["outside"])
-            for clock, rows in (("step", inside), ("wall", wall), ("processor", processor)):
-                rows[name].append(2 * took[clock] / (before[clock] + after[clock]) - 1)
+            (own, own_outside), (after, outside) = timed(fn), timed(bare)
+            within[name].append(own_outside - outside)
+            inside[name].append(2 * own / (before + after) - 1)
             before = after
     scratch.cleanup()
     return {
         "blocks": blocks,
         "steps": steps,
-        **{
-            how: {
-                name: {"median": statistics.median(x), "quartiles": statistics.quantiles(x)} for name, x in rows.items()
-            }
-            for how, rows in found.items()
-        },
+        "time outside of the step over time in it": {name: spread(x) for name, x in within.items()},
+        "median time of a step over that in the bare loops before and after": {n: spread(x) for n, x in inside.items()},
     }
+
+
+def spread(values: list[float]) -> dict[str, Any]:
+    return {"median": statistics.median(values), "quartiles": statistics.quantiles(values)}
 
 
 def many(draws: int, rounds: int) -> dict[str, Any]:
@@ -149,7 +138,7 @@ def many(draws: int, rounds: int) -> dict[str, Any]:
     return {
         "draws": draws,
         "seconds": {name: statistics.median(x) for name, x in took.items()},
-        "disk over memory": {"median": statistics.median(ratios), "quartiles": statistics.quantiles(ratios)},
+        "disk over memory": spread(ratios),
     }
 
 
