@@ -40,7 +40,6 @@ RANDOM, ROUNDS, LABELS = (
     10,
 )  # of active learning; labels asked for in each
 ASKED = [20 + LABELS * k for k in range(ROUNDS)]
-SEEDS = range(3)  # of the digits
 
 
 def excess(lr, matched, chains=20_000, steps=300, looks=20):
@@ -262,11 +261,13 @@ def main(arguments=None):
     parser.add_argument("--figure", type=Path, default=Path("demo.png"))
     parser.add_argument("--json", type=Path, help="a file for every number")
     parser.add_argument("--steps", type=int, default=2000, help="of every chain")
+    parser.add_argument("--seeds", type=int, default=3, help="of the digits")
     chosen = parser.parse_args(arguments)
     if chosen.steps < 40:
         parser.error(f"--steps must be at least 40, got {chosen.steps}")
     torch.manual_seed(0)
     began, steps = time.perf_counter(), chosen.steps
+    seeds = range(chosen.seeds)
 
     print("Excess variance on a quadratic loss, eight learning rates (solved: 0 %)")
     exact = {"white noise": [], "matched noise": []}
@@ -285,13 +286,13 @@ def main(arguments=None):
         2, get_context("spawn"), torch.set_num_threads, (1,)
     ) as pool:
         asked = {
-            rule: [(steps // 4, rule, s) for s in SEEDS] for rule in (RANDOM, *COLORS)
+            rule: [(steps // 4, rule, s) for s in seeds] for rule in (RANDOM, *COLORS)
         }
         jobs = {
             rule: [pool.submit(learned, *job) for job in of]
             for rule, of in asked.items()
         }
-        runs = [pool.submit(unseen, steps, seed) for seed in SEEDS]
+        runs = [pool.submit(unseen, steps, seed) for seed in seeds]
         bands, regression = pool.submit(gap, 2 * steps).result()
         found = [run.result() for run in runs]
         digits = {name: [run[name] for run in found] for name in COLORS}
