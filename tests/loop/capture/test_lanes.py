@@ -249,7 +249,7 @@ def lanes_on_rank(n: int) -> tuple[list[int], Any, str]:
 
 
 def test_chains_of_several_ranks_in_lanes_are_those_of_one_process(small_blocks):
-    n = 150
+    n = 128  # a block on each rank, whose program is the one of two blocks here
     alone, ranks = lanes_of(n), run(lanes_on_rank, 2, n)
     assert {way for *_, way in (alone, *ranks)} == {"Lanes"}
     assert [i for numbers, *_ in ranks for i in numbers] == list(range(n))
