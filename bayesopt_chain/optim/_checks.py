@@ -69,7 +69,9 @@ _KINDS = {
     "line_search_fn": kinds.one_of("strong_wolfe").or_none(),
     "adjust_lr_fn": Kind(lambda x: x is None or isinstance(x, str), "the name of a rule, or None"),
     "heat_guard": Kind(
-        lambda x: x is None or isinstance(x, (str, HeatGuard)), "'warn', None or a bc.diagnostics.HeatGuard"
+        lambda x: x is None or x == "warn" or isinstance(x, HeatGuard),
+        "'warn', None or a bc.diagnostics.HeatGuard",
+        (str,),
     ),
     "IVON.temperature": Kind(lambda x: _is_real(x) or (isinstance(x, float) and not x > 0), "a number of at most 1e15"),
     "temperature": Kind(_is_scalar, "a number, or a tensor with one"),
@@ -89,6 +91,7 @@ _KINDS = {
     "ns_coefficients": Kind(lambda x: _are_real(x) and len(x) == 3, "three real numbers", (tuple, list)),
     "clip_radius": Kind(lambda x: _is_real(x) or (isinstance(x, float) and x > 0), "a real number, or inf"),
     "make_chain": kinds.FUNCTION,
+    "closure": kinds.FUNCTION,
     "beta2_decay": NUMBER,
 }
 _NUMBERS = (
@@ -171,11 +174,6 @@ def call_of(who: str, given: Mapping[str, Any]) -> str:
     """Return a call as text, ``bc.optim.SGD(lr=0.1)``, with long values shortened."""
     shown = [f"{name}={short(value)}" for name, value in given.items()]
     return f"{who}({', '.join(shown)})"
-
-
-def require_closure(who: str, closure: Any) -> None:
-    """Check that a closure can be called; raise TypeError if not."""
-    kinds.require(f"{who}.step", closure=(closure, kinds.FUNCTION.or_none()))
 
 
 def temperature_of(who: str, group: dict[str, Any]) -> float:

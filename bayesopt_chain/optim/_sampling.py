@@ -144,21 +144,17 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             "temperature": temperature,
             "generator": generator,
             "keep_draws": keep_draws,
+            "freeze_after": freeze_after,
+            "heat_guard": heat_guard,
+            "steps_per_epoch": steps_per_epoch,
         }
-        ours |= {"freeze_after": freeze_after, "heat_guard": heat_guard, "steps_per_epoch": steps_per_epoch}
         with _checks.with_call(lambda: f"{self._name}()"):
             given = inspect.signature(super().__init__).bind(params, *args, **kwargs).arguments
         _checks.require(self._name, {**given, **ours})
         if freeze_after is not None and not self.adaptive:
             raise TypeError(f"{self._name}: nothing here learns a preconditioner, so freeze_after= has no meaning")
-        if freeze_after is not None and (isinstance(freeze_after, bool) or int(freeze_after) < 1):
-            raise ValueError(f"{self._name}: freeze_after must be a positive number of updates, got {freeze_after!r}")
         if heat_guard == "warn":
             heat_guard = HeatGuard(steps_per_epoch, who=self._name)
-        elif heat_guard is not None and not isinstance(heat_guard, HeatGuard):
-            raise ValueError(
-                f"{self._name}: heat_guard must be 'warn', None or a bc.diagnostics.HeatGuard, got {heat_guard!r}"
-            )
         elif steps_per_epoch is not None:
             raise ValueError(f"{self._name}: steps_per_epoch= is for heat_guard='warn'; a HeatGuard takes its own")
         self.heat_guard = heat_guard
@@ -396,7 +392,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         """
         loss = None
         if closure is not None:
-            _checks.require_closure(self._name, closure)
+            _checks.require(f"{self._name}.step", {"closure": closure})
         if not any(map(_asks_for_more, self.param_groups)):
             return self._torch_step(closure)
         if closure is not None:

@@ -119,7 +119,7 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
             tensor([0.9000, 0.9000])
         """
         if closure is not None:
-            _checks.require_closure("bc.optim.Optimizer", closure)
+            _checks.require("bc.optim.Optimizer.step", {"closure": closure})
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -227,7 +227,7 @@ class IVON(OnRanks, torch.optim.Optimizer):
             True
         """
         if closure is not None:
-            _checks.require_closure(self._name, closure)
+            _checks.require(f"{self._name}.step", {"closure": closure})
         loss = None
         if closure is not None:  # a trainer's callback may have made the draw already, and ends it within the closure
             with nullcontext() if self._means is not None else self.sampled(), torch.enable_grad():
