@@ -128,7 +128,7 @@ class Categorical(OneOfSeveral):
         return outputs.movedim(self.axis, -1)
 
     def _pooled(self, draws: Iterable[Tensor]) -> Predictive:
-        log_p, entropy, count = torch.empty(0), torch.empty(0), 0
+        log_p, entropy, count = torch.empty(0, device="cpu"), torch.empty(0, device="cpu"), 0
         for outputs in draws:
             log = self._last(outputs).log_softmax(-1)
             own = torch.special.entr(log.exp()).sum(-1)

@@ -708,7 +708,7 @@ class Likelihood(ABC):
 
     def _pooled(self, draws: Iterable[Tensor]) -> Predictive:
         kept = list(draws)
-        return self.mixture(torch.stack(kept) if kept else torch.empty(0))
+        return self.mixture(torch.stack(kept) if kept else torch.empty(0, device="cpu"))
 
     def mixed(self, outputs: Outputs | Tensor, log_weights: Tensor | None = None) -> Mixture:
         """The mixture that a :class:`Predictive` computes with; a likelihood with closed forms has its own.
