@@ -20,7 +20,6 @@ of this checkout. An aim that is missed stands in ``MISSED`` with the reason; ``
 
 from __future__ import annotations
 
-import argparse
 import ast
 import io
 import re
@@ -168,41 +167,40 @@ def over(found: dict[str, dict[str, int]]) -> set[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", default="53a4d5a")
-    parser.add_argument("--after", default="HEAD")
-    arguments = parser.parse_args()
-    from benchmarks.measure import keep
+    from benchmarks.measure import command, keep, markdown
     from benchmarks.route import measured
 
-    was, now = rooms(files_of(arguments.before)), rooms(files_of(arguments.after))
+    given = command(before="53a4d5a", after="HEAD")
+    was, now = rooms(files_of(given.before)), rooms(files_of(given.after))
     routes = {name: measured(name) for name in ROUTES}
-    record = {
-        "revisions": {
-            "before": git("rev-parse", "--short", arguments.before).strip(),
-            "after": git("rev-parse", "--short", arguments.after).strip(),
+    revisions = {"before": given.before, "after": given.after}
+    door = {when: front_door(revision) for when, revision in revisions.items()}
+    keep(
+        RESULTS,
+        {
+            "revisions": {when: git("rev-parse", "--short", it).strip() for when, it in revisions.items()},
+            "rooms": {room: {"before": was[room], "after": now[room]} for room in now},
+            "routes": {name: {"files": len(r.files), "functions": len(r.functions)} for name, r in routes.items()},
+            "front door": door,
         },
-        "rooms": {room: {"before": was[room], "after": now[room]} for room in now},
-        "routes": {name: {"files": len(r.files), "functions": len(r.functions)} for name, r in routes.items()},
-        "front door": {"before": front_door(arguments.before), "after": front_door(arguments.after)},
-    }
-    keep(RESULTS, record)
-    lines = ["| room | files | statements | aim | before | |", "| --- | --- | --- | --- | --- | --- |"]
+    )
+    of_rooms, of_routes = [], []
     for room, row in now.items():
         aim = ROOMS[room][0] if room in ROOMS else EVERYTHING
         why = MISSED.get(room, "") if row["statements"] > aim else ""
-        lines.append(f"| {room} | {row['files']} | {row['statements']} | {aim} | {was[room]['statements']} | {why} |")
-    lines += ["", "| route | files, aim | functions, aim | |", "| --- | --- | --- | --- |"]
+        of_rooms.append((room, row["files"], row["statements"], aim, was[room]["statements"], why))
     for name, (files, functions) in ROUTES.items():
-        r = routes[name]
-        lines.append(
-            f"| {name} | {len(r.files)}, {files} | {len(r.functions)}, {functions or 'none'} | {MISSED.get(name, '')} |"
-        )
-    lines += ["", "| front door | before | now |", "| --- | --- | --- |"]
-    door = record["front door"]
-    lines += [f"| {name} | {door['before'][name]} | {door['after'][name]} |" for name in door["after"]]
-    RESULTS.with_suffix(".md").write_text("\n".join(lines) + "\n")
-    print(*lines, sep="\n")
+        entered = f"{len(routes[name].functions)}, {functions or 'none'}"
+        of_routes.append((name, f"{len(routes[name].files)}, {files}", entered, MISSED.get(name, "")))
+    tables = [
+        markdown(("room", "files", "statements", "aim", "before", ""), of_rooms),
+        markdown(("route", "files, aim", "functions, aim", ""), of_routes),
+        markdown(
+            ("front door", "before", "now"), [(name, door["before"][name], x) for name, x in door["after"].items()]
+        ),
+    ]
+    RESULTS.with_suffix(".md").write_text("\n\n".join(tables) + "\n")
+    print(*tables, sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -86,8 +86,8 @@ def large(gigabytes: float, memory: float, folder: str | None) -> Iterator[dict[
         start = time.monotonic()
         bc.sample(step, params, tx.init(params), None, steps=draws, path=path, checkpoint_seconds=1e9)
         wrote = time.monotonic() - start
-        command = [sys.executable, "-m", "benchmarks.soak", "--read", path, "--memory", str(memory)]
-        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        call = [sys.executable, "-m", "benchmarks.soak", "--read", path, "--memory", str(memory)]
+        out = subprocess.run(call, capture_output=True, text=True, check=True).stdout
         files = len(list(Path(path).glob("draws-*")))
     print(out, end="")
     yield {
@@ -104,27 +104,22 @@ def reading(path: str, memory: float) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (int(memory * 2**30), int(memory * 2**30)))
     draws = bc.Draws.open(path)
     x = draws.params["w"]
-    size = x.nbytes
-
-    def look(name: str, what: Callable[[], Any]) -> None:
+    forward = lambda p, x: x * p["w"].mean()  # noqa: E731
+    looks: dict[str, Callable[[], Any]] = {
+        "every 100th draw, one element": lambda: x[::100, 5],
+        "a slice of 10 draws": lambda: x[7:17].mean(),
+        "predictions of every 10th draw": lambda: draws[::10].predict(forward, torch.ones(3), chunk=8),
+        "mean of every element": lambda: sum(draw["w"].double() for draw in draws) / len(draws),
+        "effective sample size of 20 elements": lambda: bc.diagnostics.ess({"w": x[:, :20][:, None]}),
+        "ArviZ, variance of some elements": lambda: draws.to_arviz().posterior["w"][..., :10].var().item(),
+    }
+    for name, what in looks.items():
         before, start = read_so_far(), time.monotonic()
         what()
-        read, seconds = read_so_far() - before, time.monotonic() - start
+        read, seconds = (read_so_far() - before) / 1e9, time.monotonic() - start
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        print(
-            f"{name}: read {read / 1e9:.3f} of {size / 1e9:.1f} GB in {seconds:.1f} s, at most {peak:.2f} GiB of memory",
-            flush=True,
-        )
-
-    look("every 100th draw, one element", lambda: x[::100, 5])
-    look("a slice of 10 draws", lambda: x[7:17].mean())
-    look(
-        "predictions of every 10th draw",
-        lambda: draws[::10].predict(lambda p, x: x * p["w"].mean(), torch.ones(3), chunk=8),
-    )
-    look("mean of every element", lambda: sum(draw["w"].double() for draw in draws) / len(draws))
-    look("effective sample size of 20 elements", lambda: bc.diagnostics.ess({"w": x[:, :20][:, None]}))
-    look("ArviZ, variance of some elements", lambda: draws.to_arviz().posterior["w"][..., :10].var().item())
+        whole = f"read {read:.3f} of {x.nbytes / 1e9:.1f} GB in {seconds:.1f} s"
+        print(f"{name}: {whole}, at most {peak:.2f} GiB of memory", flush=True)
 
 
 def main() -> None:

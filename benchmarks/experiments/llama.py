@@ -174,10 +174,8 @@ class Work(NamedTuple):
 
     def measures(self, members: Members) -> dict[str, float]:
         """Of one ensemble; of a single member there is no epistemic uncertainty."""
-        texts, several = self.texts(), len(next(iter(members.values()))) > 1
-        rows = self.held_out.tolist()
+        texts, rows, g = self.texts(), self.held_out.tolist(), torch.Generator().manual_seed(self.seed)
         read = {name: self.read(members, these) for name, these in texts.items()}
-        g = torch.Generator().manual_seed(self.seed)
         cut = {name: [without_last_word(text) for text in these] for name, these in texts.items()}
         cut["shuffled"] = [shuffled(text, g) for text in cut["English"]]
         went_on = {name: self.continued(members, these) for name, these in cut.items()}
@@ -188,9 +186,8 @@ class Work(NamedTuple):
             surprise = [torch.stack([x.nll.mean() for x in read[which]]) for which in ("English", name)]
             out[f"{name} surprise"] = bc.posterior.detection_auroc(*surprise)
         kinds: dict[str, Callable[[Scores], Tensor]] = {"TU": lambda x: x.total, "EU": lambda x: x.epistemic}
-        for k, (kind, of) in enumerate(kinds.items()):
-            if kind == "EU" and not several:
-                continue
+        several = len(next(iter(members.values()))) > 1
+        for k, (kind, of) in enumerate(list(kinds.items())[: 1 + several]):
             by_text = {name: torch.stack([of(x).mean() for x in these]) for name, these in read.items()}
             for name in ("Samoan", "shuffled"):
                 out[f"{name} {kind}"] = bc.posterior.detection_auroc(by_text["English"], by_text[name])
@@ -206,16 +203,11 @@ class Work(NamedTuple):
         of the variance in the worst direction, predicted at T = 1/N alone, where the noise tells the curvature of a
         well-specified model.
         """
-        at, batches = (
-            {name: p[0] for name, p in members.items()},
-            bc.epochs(self.train, self.s["batch"], seed=self.seed),
-        )
+        at, batches = {n: p[0] for n, p in members.items()}, bc.epochs(self.train, self.s["batch"], seed=self.seed)
         noise = bc.diagnostics.gradient_noise(self.loss, at, batches, max_batches=self.s["noise_batches"])
         lr, directions = self.s["lr"] / (1 - self.s["momentum"]), sum(p.numel() for p in at.values())
-        out = {"rho": lr * noise.trace / (2 * share / self.n * directions)}
-        if share == 1:
-            out |= {"heating": bc.diagnostics.heating(self.chain(share), noise).worst}
-        return out
+        worst = {"heating": bc.diagnostics.heating(self.chain(share), noise).worst} if share == 1 else {}
+        return {"rho": lr * noise.trace / (2 * share / self.n * directions)} | worst
 
 
 def run(settings: Mapping[str, Any], seed: int) -> Table:
@@ -243,11 +235,8 @@ def run(settings: Mapping[str, Any], seed: int) -> Table:
         row |= {f"books - {name}": row["books"] - table[name]["books"] for name in ("SGD", first)}
         row |= {"SGD TU - TU": sgd["Samoan TU"] - row["Samoan TU"]}
         for name in ("Samoan", "shuffled", "errors"):
-            row |= {
-                f"{name} TU - EU": row[f"{name} TU"] - row[f"{name} EU"],
-                f"{name} 0.5 - EU": 0.5 - row[f"{name} EU"],
-            }
-            row |= {f"{name} EU, 10 runs - EU": rows[first][f"{name} EU"] - row[f"{name} EU"]}
+            beside = {"TU": row[f"{name} TU"], "0.5": 0.5, "EU, 10 runs": rows[first][f"{name} EU"]}
+            row |= {f"{name} {what} - EU": value - row[f"{name} EU"] for what, value in beside.items()}
     return table
 
 
