@@ -109,16 +109,6 @@ def test_correlated_parameters_and_groups_with_rates_of_their_own_are_exact():
     assert (path - want).abs().max() < 1e-9
 
 
-def test_a_constant_schedule_draws_the_mean_of_two_draws():
-    lr, mu, p = 0.1, 0.8, torch.zeros(3, dtype=torch.float64)
-    tx = bc.sgd(lambda count: lr, mu, temperature=T)
-    state = tx.init(p)
-    for _ in range(5):
-        _, state = tx.update(p, state, params=p, inplace=False)
-        conditions = state[-2].conditions[0] if hasattr(state[-2], "conditions") else state[0].conditions[0]
-        assert conditions[0, 3:].tolist() == [0.0, 0.0]
-
-
 def test_a_state_of_an_older_version_is_refused_by_name():
     p = torch.zeros(2)
     tx = bc.sgd(FALLS["cosine"], 0.9, temperature=T)

@@ -66,16 +66,3 @@ def test_a_datum_of_weight_two_is_two_data_and_an_ignored_one_none(module):
     torch.testing.assert_close(ignored.to_dense(), plain(params, (x[[0, 1, 3]], y[[0, 1, 3]])).to_dense())
     nothing = plain(params, (x, torch.full_like(y, -100)))
     torch.testing.assert_close(wanted.add(nothing).to_dense(), wanted.to_dense())
-
-
-def test_the_fit_of_padded_sequences_is_that_of_the_sequences():
-    """Evidence and posterior, over all layers, with the prior and its tuning."""
-    module = Causal().eval()
-    ids, labels = torch.randint(0, 11, (6, 8)), torch.randint(0, 11, (6, 8))
-    labels[:, 5:] = -100
-    fits = [
-        bc.fit_laplace(module, likelihoods.categorical(), [(ids[:, :n], labels[:, :n])], subset="all") for n in (5, 8)
-    ]
-    assert abs(fits[0].log_evidence - fits[1].log_evidence) < 1e-8
-    new = torch.randint(0, 11, (2, 4))
-    torch.testing.assert_close(fits[0].predict(new), fits[1].predict(new))

@@ -56,6 +56,6 @@ def test_quantiles_are_scipys_out_to_the_tails(name, level):
 
 @pytest.mark.parametrize("name", ["poisson", "negative_binomial", "gumbel"])
 def test_scores_in_single_precision_are_those_in_double(name):
-    likelihood, y = CASES[name][0], torch.tensor([[0.0], [2.0], [7.0]])
+    likelihood, y = CASES[name][0], torch.tensor([[0.0], [2.0], [7.0]], dtype=torch.float32)
     single, double = (likelihood.mixture(F[None, :, None].to(y).to(t)).crps(y.to(t)) for t in (y.dtype, torch.float64))
     torch.testing.assert_close(single.double(), double, rtol=1e-4, atol=1e-4)

@@ -282,16 +282,6 @@ def test_a_precision_is_a_pytree_that_copies_pickles_and_vmaps(make):
         assert_equal(solved["w"][i], other.add_diagonal(1.0).solve(tree)["w"])
 
 
-@structures
-def test_leaves_keep_their_dtype_and_shape(make):
-    tree = optree.tree_map(lambda leaf: leaf.float(), TREES["dict"]())
-    torch.set_default_dtype(torch.float32)
-    precision = make(tree)
-    for answer in (precision.solve(tree), precision.sqrt_solve(tree), precision.diag(), precision.inverse_diag()):
-        for got, leaf in zip(*map(optree.tree_leaves, (answer, tree))):
-            assert (got.dtype, got.shape) == (torch.float32, leaf.shape)
-
-
 def test_mixed_dtypes_are_held_in_the_wider_and_returned_in_their_own():
     tree = {"a": torch.zeros(2, dtype=torch.float32), "b": torch.zeros(1, dtype=torch.float64)}
     precision = Dense(psd(3), tree, COUNT)

@@ -9,11 +9,6 @@ from bayesopt_chain.testing import assert_bitwise_equal
 from tests.registry import SAMPLERS
 from tests.walk import end_of
 
-
-def loss(params, batch):
-    return (params["body"] ** 2).sum() / 2 + (params["head"] ** 4).sum() / 4
-
-
 PARAMS = {"body": torch.ones(3, dtype=torch.float64), "head": torch.ones(2, 2, dtype=torch.float64)}
 
 

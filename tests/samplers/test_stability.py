@@ -23,30 +23,6 @@ def burned_in(tx, updates: int, start: float = 0.05):
     return end_of(tx, p, lambda p: CURVATURE * p, updates) if updates else (p, tx.init(p))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("build", "limit"),
-    [
-        (lambda lr: bc.sgd(lr), 2.0),
-        (lambda lr: bc.sgld(lr, temperature=0.1), 2.0),
-        (lambda lr: bc.sghmc(lr, 0.5, temperature=0.1), 3.0),
-        (lambda lr: bc.chain(bc.add_momentum(0.5, dampening=0.5), bc.scale_by_neg_lr(lr)), 6.0),
-    ],
-    ids=["sgd", "sgld", "sghmc", "averaged gradient"],
-)
-def test_growth_passes_1_at_the_stability_limit(build, limit):
-    for factor, unstable in ((0.8, False), (1.2, True)):
-        tx = build(factor * limit / 100.0)
-        p, state = burned_in(tx, 1)  # the first gradient is not dampened
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", RuntimeWarning)
-            if unstable:
-                with pytest.raises(RuntimeWarning, match="the chain diverges; lower lr"):
-                    bc.samplers.step_growth(loss, tx, p, state, ())
-            else:
-                assert bc.samplers.step_growth(loss, tx, p, state, ()) < 1.0
-
-
 def test_growth_is_the_spectral_radius():
     tx = bc.sghmc(0.035, 0.5, temperature=0.0)
     p, state = burned_in(tx, 0)

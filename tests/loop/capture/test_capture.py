@@ -242,22 +242,6 @@ def test_what_the_user_changes_between_calls_is_seen():
         fast(*mine, data)
 
 
-def test_trees_of_tuples_are_handed_back_as_they_are():
-    batch, params = (torch.randn(5, 3), [torch.randn(5)]), (torch.zeros(3), (torch.zeros(()),))
-
-    def linear(params, batch):
-        return ((batch[0] @ params[0] + params[1][0] - batch[1][0]) ** 2).mean()
-
-    step, fast, start = record(linear, bc.sgd(0.05, 0.9), params, batch, backend="eager")
-    first, kept, _ = fast(*start, batch)
-    eager = step(*start, batch)[:2]
-    batch[1][0] = batch[1][0] + 1  # a list inside a tuple
-    second, again, _ = fast(first, kept, batch)
-    assert first is second and kept is again
-    assert_close(second, step(*eager, batch)[0])
-    follow(step, fast, start, [batch])
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_inputs_that_share_memory(backend):
     """One tensor twice in the batch, once; and buffers, written by the step, that are views of one tensor."""
@@ -305,18 +289,6 @@ def test_a_batch_that_is_the_returned_parameters(backend):
         eager = step(*eager, eager[0]["w"])[:2]
         mine = fast(*mine, mine[0]["w"])[:2]
         assert_close(mine, eager)
-
-
-def test_an_update_with_gradients_as_its_batch_is_captured_too():
-    tx = bc.sghmc(0.05, temperature=0.05)
-
-    def update(params, state, grads):
-        updates, state = tx.update(grads, state, params=params, inplace=False)
-        return optree.tree_map(torch.add, params, updates), state, bc.Info(torch.zeros(()), ())
-
-    params, grads = {"w": torch.randn(70)}, {"w": torch.randn(70)}
-    start = params, tx.init(params)
-    follow(update, bc.capture(update, *start, grads, backend="eager"), start, [grads], rtol=0.0, atol=0.0)
 
 
 def test_another_shape_structure_or_number_is_refused_by_name():
