@@ -40,7 +40,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import bayesopt_chain as bc
-from bayesopt_chain.posterior.evidence import tune_prior_and_noise
+from bayesopt_chain.posterior.evidence import tuned
 from bayesopt_chain.posterior.fit import FittedLaplace, at
 from bayesopt_chain.precision import Zero
 from benchmarks.laplace_default import mlp
@@ -151,7 +151,7 @@ def ours(net: nn.Module, loader: DataLoader, new: Tensor, subset: str, structure
 
     def tune() -> None:
         fitted = kept[0]
-        best = tune_prior_and_noise(fitted.seen.decomposed, fitted.model.params, fitted.seen.log_likelihood)
+        best = tuned(fitted.model, fitted.seen)
         kept[:] = [at(fitted.model, fitted.seen, best.prior_precision, best.likelihood_scale)]
 
     def factors() -> None:

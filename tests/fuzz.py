@@ -344,7 +344,6 @@ SOUND: dict[str, Callable[[], Any]] = {  # by the name of an argument, or of a c
     "posterior.epig.targets": lambda: bc.likelihoods.bernoulli().mixture(torch.randn(4, 5, 1)),
     "posterior.d_optimal.pool": lambda: gaussian().predictive(torch.zeros(5, 1), torch.eye(5)),
     "posterior.next_labels.labels": lambda: torch.zeros(2, 3).long(),
-    "posterior.pairs.inputs": lambda: None,
     "posterior.tune_by_validation.loss": lambda: lambda c: torch.tensor(float(c)) ** 2,
     "likelihoods.custom.nll": lambda: lambda outputs, targets: (outputs - targets).square().sum(-1),
     "plot.reliability.probabilities": lambda: torch.full((6, 2), 0.5),

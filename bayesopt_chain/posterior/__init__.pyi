@@ -3,7 +3,7 @@ from bayesopt_chain.posterior._acquisition import Acquired, batch_bald, d_optima
 from bayesopt_chain.posterior._by_target import outputs_by_target
 from bayesopt_chain.posterior._influence import influence_of_draws, leave_one_out
 from bayesopt_chain.posterior._linearized import functional_samples, linearized, monte_carlo
-from bayesopt_chain.posterior.batches import next_labels, pairs
+from bayesopt_chain.posterior.batches import next_labels
 from bayesopt_chain.posterior.fit import FittedLaplace, fit_laplace
 from bayesopt_chain.posterior.last_layer import CachedFeatures, cache_features
 from bayesopt_chain.posterior.scores import (
@@ -35,7 +35,6 @@ __all__ = [
     "monte_carlo",
     "next_labels",
     "outputs_by_target",
-    "pairs",
     "probit",
     "probit_bernoulli",
     "softmax_mean",

@@ -16,7 +16,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bayesopt_chain import batches
 from bayesopt_chain.checks import installed
 from bayesopt_chain.modules.functional import LABELS, batch_inputs, evaluating, takes_keywords
 
@@ -49,7 +48,7 @@ def peeked(loader: Iterable, who: str = "fit_laplace", read: Callable[[Any], Any
     if first[1] is None:
         raise ValueError(
             f"{who}: batches must be (inputs, targets), or mappings with one of the keys {', '.join(LABELS)}, got "
-            f"{type(first[0]).__name__}; make them of any other with bc.posterior.pairs(loader, inputs, targets)"
+            f"{type(first[0]).__name__}; make pairs of any other, such as ((b['x'], b['y']) for b in loader)"
         )
     return Batches(first, rest, length_of(loader))
 
@@ -166,53 +165,6 @@ def length_of(loader: Any) -> int | None:
         return len(loader)
     except TypeError:
         return None
-
-
-class Pairs:
-    """What :func:`pairs` returns: an iterable of pairs, as long as the loader."""
-
-    def __init__(self, loader: Iterable, inputs: Callable[[Any], Any], targets: Callable[[Any], Any]) -> None:
-        self.loader, self.inputs, self.targets = loader, inputs, targets
-
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        for batch in self.loader:
-            yield self.inputs(batch), self.targets(batch)
-
-    def __len__(self) -> int:
-        return len(self.loader)  # pyright: ignore[reportArgumentType]
-
-
-def pairs(
-    loader: Iterable, inputs: str | Callable[[Any], Any], targets: str | Callable[[Any], Any] | None = None
-) -> Pairs:
-    """A loader of dictionaries, dataclasses or ``BatchEncoding`` objects as one of pairs ``(inputs, targets)``.
-
-    :func:`bayesopt_chain.fit_laplace` and what it returns take pairs; a module is called with the inputs.
-
-    Args:
-        loader: an iterable of batches.
-        inputs: their key in a batch (of anything but a mapping an attribute), or a function of the batch.
-        targets: likewise. Default: none, for inputs to predict.
-
-    Returns:
-        An iterable that can be gone through as often as the loader can.
-
-    Raises:
-        ValueError: while it is read, a batch without that key.
-
-    Example:
-        >>> import torch, bayesopt_chain as bc
-        >>> loader = [{"x": torch.randn(20, 2), "y": torch.randint(0, 3, (20,))}]
-        >>> module = torch.nn.Linear(2, 3).eval()
-        >>> fitted = bc.fit_laplace(module, bc.likelihoods.categorical(), bc.posterior.pairs(loader, "x", "y"))
-        >>> fitted.predict(bc.posterior.pairs(loader, "x")).shape
-        torch.Size([20, 3])
-    """
-
-    def nothing(batch: Any) -> None:
-        return None
-
-    return Pairs(loader, batches.picked(inputs, nothing), batches.picked(targets, nothing))
 
 
 def with_progress(all_batches: Iterable, progress: bool, total: int | None = None, unit: str = "batch") -> Iterable:

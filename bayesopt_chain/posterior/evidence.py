@@ -149,17 +149,6 @@ def _(precision: Kronecker, roots: Tree) -> Kronecker:
     return precision._replace(left=optree.tree_map(leaf, precision.left, roots))
 
 
-class Residual(NamedTuple):
-    """Gaussian noise: the whitened residual sum of squares R and the number m of targets (the sum of their weights)."""
-
-    squares: Tensor
-    entries: Tensor
-
-    def gain(self, scale: Tensor) -> Tensor:
-        """What the log likelihood gains, in nats, by a noise of ``variance / scale`` in place of ``variance``, 0-d."""
-        return 0.5 * (self.squares.to(torch.float64) * (1 - scale) + self.entries * scale.log()).sum()
-
-
 class Tuned(NamedTuple):
     """What was chosen: a prior precision for each leaf (0-d), the likelihood's scale (0-d, or ``[E]`` for a linear layer with
     Gaussian noise of several outputs), the log evidence there (0-d)."""
@@ -184,24 +173,21 @@ def require_prior_structure(name: str, prior_structure: str | None, structure: s
     return SCALAR
 
 
-def tune_prior_and_noise(
-    precision: Precision,
-    params: Tree,
-    log_likelihood: Tensor,
+def tuned(
+    model: Model,
+    seen: Pass,
     *,
-    residual: Residual | None = None,
     scale: Tensor | None = None,
     start: float = 1.0,
     prior_structure: str | None = None,
 ) -> Tuned:
-    """Maximise the evidence over the prior precision and the Gaussian noise.
+    """Maximise the evidence of a pass over the data over the prior precision and the Gaussian noise.
 
     Args:
-        precision: the data part: the sum of the increments, without a prior.
-        params: where the curvature was taken, less the prior's mean.
-        log_likelihood: summed and normalised, there, 0-d.
-        residual: of a Gaussian likelihood, whose scale is then tuned too; ``None`` keeps it at 1.
-        scale: of the likelihood where it is not tuned: its logarithm and the curvature are multiplied by it. Default 1.
+        model: with the parameters, its prior mean and the likelihood.
+        seen: what the pass found.
+        scale: of the likelihood where it is not tuned: its logarithm and the curvature are multiplied by it. Default: the best
+            one of a Gaussian likelihood, 1 of another.
         start: the first prior precision.
         prior_structure: "scalar" has one precision for all leaves; otherwise there is one for each group of ``spectra``.
 
@@ -212,56 +198,27 @@ def tune_prior_and_noise(
     Raises:
         ValueError: a low-rank structure, which has no common basis; an evidence that is not finite.
     """
-    groups = spectra(precision)
+    if seen.regression is not None:
+        return tune_layer(model, seen.regression, prior_structure, scale)
+    groups = spectra(seen.decomposed)
     if groups is None:
         raise ValueError(
-            f"tune='evidence': a precision of class {type(precision).__name__} has no basis in which data and prior are both "
-            "diagonal: use structure 'kronecker', 'dense', 'root', 'diagonal' or 'block', or tune='validation'"
+            f"tune='evidence': a precision of class {type(seen.decomposed).__name__} has no basis in which data and prior are "
+            "both diagonal: use structure 'kronecker', 'dense', 'root', 'diagonal' or 'block', or tune='validation'"
         )
-    of_groups = _evidence(groups, params, log_likelihood, residual, scale)
-    device = groups[0].values.device
+    evidence, device = _evidence(groups, model, seen, scale), groups[0].values.device
     count = 1 if prior_structure == SCALAR else len(groups)
-
-    def evidence(h: Any) -> Tensor:
-        return of_groups({**h, "prior": h["prior"].expand(len(groups))})
-
     first: dict[str, Tensor] = {"prior": torch.full((count,), float(start), dtype=torch.float64, device=device)}
-    if residual is not None:
-        variance = (residual.squares / residual.entries).to(torch.float64)
+    if model.likelihood.has_noise_scale and scale is None:
+        variance = (seen.squares / seen.entries).to(torch.float64)
         first["scale"] = 1 / variance.clamp(torch.finfo(torch.float32).eps, 0.1 * HIGHEST)
     best = tune_by_evidence(evidence, first)
-    leaves, structure = optree.tree_flatten(params)
+    leaves, structure = optree.tree_flatten(model.params)
     each = best["prior"].expand(len(groups))
     by_leaf = {i: each[n].to(leaves[i].dtype) for n, group in enumerate(groups) for i in group.leaves}
     prior = optree.tree_unflatten(structure, [by_leaf[i] for i in range(len(leaves))])
     one = torch.ones((), dtype=torch.float64, device=device)
     return Tuned(prior, best.get("scale", one if scale is None else scale), evidence(best))
-
-
-def tuned(
-    model: Model,
-    seen: Pass,
-    *,
-    scale: Tensor | None = None,
-    start: float = 1.0,
-    prior_structure: str | None = None,
-) -> Tuned:
-    """The best prior of a pass over the data, at a scale of the likelihood or together with the best one, and the evidence."""
-    if seen.regression is not None:
-        return tune_layer(model, seen.regression, prior_structure, scale)
-    residual = Residual(seen.squares, seen.entries) if model.likelihood.has_noise_scale else None
-    likelihood = seen.log_likelihood
-    if residual is not None and scale is not None:
-        likelihood = (likelihood + residual.gain(scale)) / scale
-    return tune_prior_and_noise(
-        seen.decomposed,
-        model.from_prior_mean(),
-        likelihood,
-        residual=residual if scale is None else None,
-        scale=scale,
-        start=start,
-        prior_structure=prior_structure,
-    )
 
 
 def tune_layer(model: Model, regression: Regression, prior_structure: str | None, scale: Tensor | None = None) -> Tuned:
@@ -295,33 +252,22 @@ def tune_layer(model: Model, regression: Regression, prior_structure: str | None
     return Tuned(names, scale_at(best), evidence(best))
 
 
-def _evidence(
-    groups: list[Spectrum],
-    params: Tree,
-    log_likelihood: Tensor,
-    residual: Residual | None,
-    scale: Tensor | None = None,
-) -> Callable[[Any], Tensor]:
-    leaves = optree.tree_leaves(params)
-    device = groups[0].values.device
+def _evidence(groups: list[Spectrum], model: Model, seen: Pass, fixed: Tensor | None) -> Callable[[Any], Tensor]:
+    leaves, device = optree.tree_leaves(model.from_prior_mean()), groups[0].values.device
     values = torch.cat([group.values.to(torch.float64) for group in groups])
     sizes = [group.values.numel() for group in groups]
     entries = torch.tensor(sizes, dtype=torch.float64, device=device)
     squares = torch.stack(
         [torch.stack([leaves[i].detach().to(torch.float64).square().sum() for i in g.leaves]).sum() for g in groups]
     )
-    fixed = torch.ones((), dtype=torch.float64, device=device) if scale is None else scale
-    log_likelihood = log_likelihood.to(torch.float64) * fixed
+    default = torch.ones((), dtype=torch.float64, device=device) if fixed is None else fixed
 
     def evidence(h: Any) -> Tensor:
         if any(bool(((x < LOWEST) | (x > HIGHEST)).any()) for x in h.values()):
             raise ValueError(f"a hyperparameter is outside {LOWEST:g} ... {HIGHEST:g}")
-        delta, scale = h["prior"], h.get("scale", fixed)
-        total = log_likelihood + 0.5 * (entries * delta.log() - delta * squares).sum()
-        stiff = torch.cat([d.expand(n) for d, n in zip(delta, sizes)]).addcmul(
-            values, scale
-        )  # one vector for all groups
-        total = total - 0.5 * stiff.log().sum()
-        return total if residual is None else total + residual.gain(scale)
+        delta, scale = h["prior"].expand(len(groups)), h.get("scale", default)
+        total = seen.log_likelihood_at(model, scale) + 0.5 * (entries * delta.log() - delta * squares).sum()
+        each = torch.cat([d.expand(n) for d, n in zip(delta, sizes)])  # one vector for all groups
+        return total - 0.5 * each.addcmul(values, scale).log().sum()
 
     return evidence

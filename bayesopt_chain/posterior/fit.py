@@ -30,7 +30,7 @@ from bayesopt_chain.likelihoods import Likelihood, Outputs, Predictive
 from bayesopt_chain.posterior._linearized import functional_samples
 from bayesopt_chain.posterior.batches import Reader, peeked
 from bayesopt_chain.posterior.dispersion import Scatter, dispersion, effective_parameters, scatter_of
-from bayesopt_chain.posterior.evidence import Residual, by_output, require_prior_structure, spectra, tuned
+from bayesopt_chain.posterior.evidence import by_output, require_prior_structure, spectra, tuned
 from bayesopt_chain.posterior.export import LinearizedHead
 from bayesopt_chain.posterior.gaussian import Gaussian, require_finite
 from bayesopt_chain.posterior.laplace import log_prior, posterior_of
@@ -469,11 +469,8 @@ def posterior_and_evidence(
     posterior = posterior_of(data, model.params, prior_precision=prior_precision, likelihood_scale=factor)
     if isinstance(summed, Kronecker):
         posterior = posterior._replace(undecomposed=summed.scale(factor).add_diagonal(prior_precision))
-    joint = seen.log_likelihood * (1 if model.likelihood.has_noise_scale else scale)
-    joint = joint + log_prior(model.params, prior_precision, model.how.prior_mean).to(torch.float64)
-    if model.likelihood.has_noise_scale:
-        joint = joint + Residual(seen.squares, seen.entries).gain(scale)
-    evidence = posterior.log_evidence(joint)
+    of_prior = log_prior(model.params, prior_precision, model.how.prior_mean).to(torch.float64)
+    evidence = posterior.log_evidence(seen.log_likelihood_at(model, scale) + of_prior)
     if seen.regression is not None:
         mean, evidence = solved(model, seen.regression, prior_precision, scale)
         posterior = posterior._replace(mean=mean)
@@ -511,12 +508,15 @@ SUBSET = kinds.Kind(
 
 @kinds.takes(
     module_or_forward=kinds.ANY,
-    likelihood=kinds.ANY,
+    likelihood=kinds.instance(
+        Likelihood,
+        "one of bc.likelihoods, called, such as bc.likelihoods.categorical(), or bc.likelihoods.custom(...) of a loss",
+    ),
     loader=kinds.BATCHES,
     params=kinds.TREE,
-    structure=kinds.TEXT.or_none(),
+    structure=kinds.one_of(*STRUCTURES).or_none(),
     subset=SUBSET,
-    tune=kinds.TEXT.or_none(),
+    tune=kinds.one_of("evidence", "validation").or_none(),
     tune_noise=kinds.Kind(
         lambda x: isinstance(x, bool) or (isinstance(x, str) and x == "evidence"), "a bool or 'evidence'"
     ),
@@ -525,7 +525,7 @@ SUBSET = kinds.Kind(
     validation=kinds.BATCHES,
     inputs=kinds.INPUTS,
     outputs=kinds.INPUTS,
-    curvature=kinds.TEXT,
+    curvature=kinds.one_of("default", *ESTIMATORS),
     prior_mean=kinds.ANY,
 )
 def fit_laplace(
@@ -620,25 +620,14 @@ def fit_laplace(
         torch.Size([4, 3])
     """
     checks.recording("fit_laplace")
-    if not isinstance(likelihood, Likelihood):
-        raise TypeError(
-            f"fit_laplace: likelihood is {getattr(likelihood, '__name__', type(likelihood).__name__)}, not a likelihood: pass "
-            "one of bc.likelihoods, called, such as bc.likelihoods.categorical(); of a loss bc.likelihoods.custom(...)"
-        )
     if isinstance(module_or_forward, torch.nn.Module) and not (params is None or isinstance(params, Mapping)):
         raise TypeError(
             f"fit_laplace: params of a module must be a dictionary by its parameters' names, got {checks.short(params)}"
         )
-    if structure is not None and structure not in STRUCTURES:
-        raise ValueError(f"fit_laplace: structure={structure!r}: pass one of {', '.join(STRUCTURES)}")
-    if tune not in ("evidence", "validation", None):
-        raise ValueError(f"fit_laplace: tune={tune!r}: pass 'evidence', 'validation' or None")
     if (tune == "validation") != (validation is not None):
         raise ValueError("fit_laplace: tune='validation' and validation= (a loader) go together")
-    if tune is not None and not (
-        isinstance(prior_precision, (int, float)) and math.isfinite(prior_precision) and prior_precision > 0
-    ):
-        raise ValueError(f"fit_laplace: prior_precision must be a positive, finite number, got {prior_precision!r}")
+    if tune is not None:
+        kinds.require("fit_laplace", prior_precision=(prior_precision, kinds.POSITIVE))
     of_prior = None if tune is None else require_prior_structure("fit_laplace", prior_structure, structure)
     if prior_structure is not None and tune != "evidence":
         raise ValueError(
@@ -653,8 +642,6 @@ def fit_laplace(
         )
     read = Reader(module_or_forward)
     batches = peeked(loader, read=read)
-    if curvature not in ("default", *ESTIMATORS):
-        raise ValueError(f"fit_laplace: curvature={curvature!r}: pass one of {', '.join(map(repr, ESTIMATORS))}")
     how = How(likelihood, subset, structure, options, inputs, outputs, curvature, prior_mean, temperature, read)
     model, first = make_model(module_or_forward, params, loader, batches.first, how)
     require_finite(model.params, "fit_laplace: a parameter")

@@ -97,6 +97,12 @@ class Pass:
         """The precision, Kronecker factors in their eigenbasis: decomposed once for every prior and noise."""
         return self.precision.eigenbasis() if isinstance(self.precision, Kronecker) else self.precision
 
+    def log_likelihood_at(self, model: Model, scale: Tensor) -> Tensor:
+        """The log likelihood, 0-d, with Gaussian noise of ``variance / scale``; of another likelihood its power ``scale``."""
+        if not model.likelihood.has_noise_scale:
+            return self.log_likelihood * scale
+        return self.log_likelihood + 0.5 * (self.squares * (1 - scale) + self.entries * scale.log()).sum()
+
     @cached_property
     def regression(self) -> Regression | None:
         """The rows, decomposed once too."""

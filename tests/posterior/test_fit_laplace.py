@@ -251,8 +251,8 @@ BATCH = torch.zeros(4, 2, dtype=torch.float64), torch.arange(4) % 3
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ({"structure": "full"}, "structure='full'"),
-        ({"tune": "guess"}, "tune='guess'"),
+        ({"structure": "full"}, "structure must be 'dense' or .*, or None, got 'full'"),
+        ({"tune": "guess"}, "tune must be 'evidence' or 'validation', or None, got 'guess'"),
         ({"tune": "validation"}, "validation= .a loader. go together"),
         ({"validation": [BATCH]}, "validation= .a loader. go together"),
         ({"prior_precision": -1.0}, "prior_precision must be a positive"),

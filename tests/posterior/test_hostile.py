@@ -49,7 +49,7 @@ def test_a_mistake_is_refused_by_name(says, what):
 
 @pytest.mark.parametrize("given", [nn.CrossEntropyLoss(), likelihoods.categorical], ids=["a loss", "not called"])
 def test_what_is_no_likelihood_is_refused(given):
-    with pytest.raises(TypeError, match=r"not a likelihood: pass one of bc\.likelihoods, called"):
+    with pytest.raises(TypeError, match=r"likelihood must be one of bc\.likelihoods, called"):
         bc.fit_laplace(network(), given, [(X, Y)])
 
 

@@ -107,7 +107,7 @@ def test_an_overfitted_network_is_named_in_a_warning():
 def test_options_out_of_range_are_refused():
     module, x, y = case()
     for options, words in (
-        ({"curvature": "hessian"}, "curvature='hessian': pass one of 'ggn'"),
+        ({"curvature": "hessian"}, "curvature must be 'default' or 'ggn' or .*, got 'hessian'"),
         ({"temperature": 0.0}, "temperature must be a positive"),
         ({"prior_mean": {"w": torch.zeros(2)}}, "prior_mean"),
     ):
