@@ -387,7 +387,7 @@ def interrupts() -> Iterator[Interrupts]:
         signal.signal(signal.SIGINT, before)
 
 
-FACTOR, IN_A_ROW, FEWEST, MOST = 100.0, 3, 5, 64
+FACTOR, IN_A_ROW, FEWEST, MOST, REFRESH = 100.0, 3, 5, 64, 4
 
 
 class Divergence:
@@ -400,7 +400,8 @@ class Divergence:
 
     and a chain has diverged after three such draws in a row: one may be a minibatch of outliers. Nothing is said at ``T = 0``
     or where the temperature is not known, before five draws have been made, or of a loss that falls, as from a cold start. The
-    history is a function of the losses of the draws: a run that goes on reads them, and ends where it would have ended.
+    medians are found anew at every fourth loss that joins the history, which is a function of the losses of the draws: a run
+    that goes on reads them, and ends where it would have ended.
 
     Args:
         run: whose draws these are.
@@ -415,7 +416,7 @@ class Divergence:
     def __init__(self, run: Run, losses: Tensor | None = None, state: Any = None) -> None:
         self.run = run
         self.losses: list[Tensor] = []
-        self.bounds: tuple[Tensor, Tensor] | None = None  # their median, and m + 100 d, once they have been asked for
+        self.bounds: tuple[Tensor, Tensor] | None = None  # of some of them: their median m, and m + 100 d
         self.stride, self.seen = 1, 0
         self.row: Tensor | None = None
         before = [] if losses is None else list(losses.double().flatten(1).cpu())
@@ -451,12 +452,8 @@ class Divergence:
 
     def _exploded(self, step: int, loss: Tensor, state: Any) -> str:
         """What is wrong with the losses of a draw, one for each chain, as those before it were."""
-        if len(self.losses) < FEWEST:
-            return ""
         if self.bounds is None:
-            history = torch.stack(self.losses)
-            median = history.median(0).values
-            self.bounds = median, median + FACTOR * (history - median).abs().median(0).values
+            return ""
         if not bool((loss > self.bounds[1]).any()):  # nearly always: the rest is worked out where it is needed
             self.row = None
             return ""
@@ -476,7 +473,10 @@ class Divergence:
         """Keep the losses of every so many draws."""
         if self.seen % self.stride == 0:
             self.losses.append(loss)
-            self.bounds = None
+            if len(self.losses) >= FEWEST and len(self.losses) % REFRESH == FEWEST % REFRESH:
+                history = torch.stack(self.losses)
+                median = history.median(0).values
+                self.bounds = median, median + FACTOR * (history - median).abs().median(0).values
             if len(self.losses) > MOST:
                 self.losses, self.stride = self.losses[::2], 2 * self.stride
         self.seen += 1
