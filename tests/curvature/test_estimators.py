@@ -207,7 +207,7 @@ def unravel(vector, params):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gaussian learned", "bernoulli", "poisson", "categorical"])
+@pytest.mark.parametrize("name", ["gaussian learned", "categorical"])
 def test_the_monte_carlo_fisher_is_unbiased(name):
     """A mean of 2000 independent estimates against the exact GGN: each diagonal entry's standardised error is normal
     up to the skew of a sum of 12,000 squares, and exceeds 6 with probability below 1e-7; any of 23 below 3e-6.
@@ -547,15 +547,14 @@ def test_a_second_use_that_no_torch_function_shows_is_found_out():
         curvature.ggn(forward, likelihood, "kronecker")(params, batch)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("structure", curvature.STRUCTURES)
-def test_low_precision_parameters_have_every_structure_summed_in_float32(structure, dtype):
+def test_low_precision_parameters_have_every_structure_summed_in_float32(structure):
     """600 data: a sum in bfloat16 stops growing at 256 times its terms. The model itself rounds to 8 bits."""
     params = {"w": torch.randn(3, 2), "b": torch.randn(2)}
     batch, likelihood = (torch.randn(600, 3), torch.randn(600, 2)), likelihoods.gaussian()
-    low = lambda tree: optree.tree_map(lambda leaf: leaf.to(dtype), tree)  # noqa: E731
+    low = lambda tree: optree.tree_map(lambda leaf: leaf.to(torch.bfloat16), tree)  # noqa: E731
     forward = lambda p, b: torch.tanh(b[0] @ p["w"] + p["b"])  # noqa: E731
-    rounded = optree.tree_map(lambda leaf: leaf.to(dtype).double(), (params, batch))
+    rounded = optree.tree_map(lambda leaf: leaf.to(torch.bfloat16).double(), (params, batch))
     options = {"rank": 8} if structure == "low_rank" else {}
     exact = curvature.ggn(forward, likelihood, structure, **options)(*rounded).add_diagonal(1.0)
     found = curvature.ggn(forward, likelihood, structure, **options)(low(params), low(batch)).add_diagonal(1.0)
@@ -563,7 +562,7 @@ def test_low_precision_parameters_have_every_structure_summed_in_float32(structu
     assert all(leaf.dtype == torch.float32 for leaf in optree.tree_leaves(found.diag()))
     decomposed = found.factorised()
     for answer in (decomposed.solve(low(params)), decomposed.sqrt_solve(low(params))):
-        assert all(leaf.dtype == dtype for leaf in optree.tree_leaves(answer))
+        assert all(leaf.dtype == torch.bfloat16 for leaf in optree.tree_leaves(answer))
     assert torch.isfinite(decomposed.logdet()) and torch.isfinite(decomposed.quad(low(params)))
     assert torch.allclose(decomposed.inverse_diag()["w"].double(), exact.inverse_diag()["w"], rtol=0.05)
 

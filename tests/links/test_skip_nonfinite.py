@@ -154,23 +154,3 @@ def test_it_is_a_value():
 def test_inside_a_chain_that_samples_it_is_refused():
     with pytest.raises(ValueError, match="declared"):
         bc.chain(bc.skip_nonfinite(bc.add_momentum(0.9)), bc.sgd(0.1, temperature=1.0)).init(start())
-
-
-def test_keywords_reach_the_transformation():
-    link = bc.laplace()
-    tx = bc.skip_nonfinite(bc.chain(link, bc.sgd(0.1)))
-
-    def forward(params, batch):
-        return batch[0] @ params["w"]
-
-    likelihood = bc.likelihoods.gaussian(variance=1.0)
-    estimate = bc.curvature.ggn(forward, likelihood, "diagonal")
-    params = {"w": torch.zeros(2)}
-    step = bc.make_step(lambda p, b: likelihood.nll(forward(p, b), b[1]).mean(), tx, curvature=estimate)
-    state, x, y = tx.init(params), torch.randn(8, 2), torch.randn(8)
-    params, state, _ = step(params, state, (x, y))
-    first = link.posterior(state.inner, params, prior_precision=1.0).marginal_variance["w"]
-    params, state, _ = step(params, state, (x * NAN, y))
-    assert state.skipped == 1
-    assert torch.equal(link.posterior(state.inner, params, prior_precision=1.0).marginal_variance["w"], first)
-    torch.testing.assert_close(first, 1 / (1 + x.square().sum(0)))

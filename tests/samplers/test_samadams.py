@@ -12,7 +12,7 @@ import bayesopt_chain as bc
 from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.testing import assert_bitwise_equal
 from tests.samplers.transfer import QUARTIC, Basis, gibbs_grid, target_moment
-from tests.walk import walk
+from tests.walk import end_of, walk
 
 DOUBLE = torch.float64
 
@@ -102,26 +102,6 @@ def test_weighted_draws_converge_to_the_target_with_second_order_and_draws_witho
     assert all(plain / want - 1 > 0.2 for _, plain in found)
 
 
-def test_with_a_constant_clock_every_quadratic_is_sampled_exactly(monkeypatch):
-    """The step as a linear map of (theta, velocity) and draw, and Lyapunov's equation."""
-    T, k = 0.3, 2.5
-    tx = bc.samplers.samadams(0.4, 1.0, temperature=T, gradient_scale=1.0, slowest=0.7, fastest=0.7)
-    fresh = tx.init(torch.zeros((), dtype=DOUBLE))
-    given_draws(monkeypatch, [[torch.tensor(x, dtype=DOUBLE)] for x in (0.0, 0.0, 1.0)])
-
-    def step(theta, v):
-        now = fresh[0]._replace(
-            velocity=(torch.tensor(v, dtype=DOUBLE),), step=torch.tensor(1), elapsed=torch.tensor(0.28, dtype=DOUBLE)
-        )
-        updates, state = tx.update(torch.tensor(k * theta, dtype=DOUBLE), fresh.replace(0, now), inplace=False)
-        return torch.stack([theta + updates, state[0].velocity[0]])
-
-    M = torch.stack([step(1.0, 0.0), step(0.0, 1.0)], 1)
-    F = step(0.0, 0.0)[:, None]
-    covariance = torch.linalg.solve(torch.eye(4, dtype=DOUBLE) - torch.kron(M, M), (F @ F.T).flatten()).reshape(2, 2)
-    assert covariance[0, 0].item() == pytest.approx(T / k, rel=1e-12)
-
-
 def trajectory(tx, steps=30):
     params = [torch.linspace(-1.0, 2.0, 4, dtype=DOUBLE), torch.tensor(0.5, dtype=DOUBLE)]
     return [now for now, _ in walk(tx, params, lambda params: [QUARTIC.gradient(x) for x in params], steps)]
@@ -139,6 +119,16 @@ def test_at_temperature_zero_with_a_constant_clock_it_is_sgd_with_momentum():
     lr, momentum = bc.samplers.splitting_parameters(0.1, friction=1.0)
     still = bc.samplers.samadams(0.2, 1.0, temperature=0.0, gradient_scale=1.0, slowest=0.5, fastest=0.5)
     torch.testing.assert_close(trajectory(still), trajectory(torchopt.sgd(lr, momentum)), rtol=1e-12, atol=1e-12)
+
+
+def test_it_holds_on_walls_that_throw_a_fixed_step_out():
+    """Down ``x^2 / 2 + x^6`` from high up; with ``slowest = fastest`` the step is fixed."""
+
+    def end(slowest):
+        tx = bc.samplers.samadams(0.3, 1.0, temperature=0.0, gradient_scale=4.0, slowest=slowest)
+        return end_of(tx, torch.tensor(2.0, dtype=DOUBLE), lambda x: x + 6 * x**5, 300)[0]
+
+    assert abs(end(0.1)) < 0.1 and not torch.isfinite(end(1.0))
 
 
 def loss(params, batch):
