@@ -42,6 +42,16 @@ def test_dispersion_and_prior_are_the_fixed_point_of_their_equations(structure):
     prior = {name: p.clone().requires_grad_() for name, p in fitted.prior_precision.items()}
     evidence = fitted.log_evidence_at(prior, fitted.likelihood_scale)
     torch.testing.assert_close(evidence.detach(), fitted.log_evidence)
+    forward, kept = bc.curvature.subset(*bc.make_functional(net)[:2], "2")
+    total = bc.curvature.ggn(forward, likelihoods.categorical(), structure)
+    total = (
+        total(kept, (x[:25], y[:25])).add(total(kept, (x[25:], y[25:]))).to_dense()
+    )  # two batches, as the fit has them
+    each = torch.cat([fitted.prior_precision[name].expand(p.numel()) for name, p in sorted(kept.items())])
+    theta = torch.cat([p.flatten() for _, p in sorted(kept.items())])
+    wanted = -nn.functional.cross_entropy(net(x), y, reduction="sum") / phi  # the likelihood to the power 1 / phi
+    wanted = wanted + ((each.log() - each * theta.square()).sum() - (total / phi + torch.diag(each)).logdet()) / 2
+    torch.testing.assert_close(fitted.log_evidence, wanted.detach(), rtol=1e-8, atol=1e-8)
     slopes = torch.autograd.grad(evidence, list(prior.values()))
     each = [slope * p for slope, p in zip(slopes, prior.values())]
     total = [sum(each)] if structure in ("dense", "root") else each
