@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import bayesopt_chain as bc
-from benchmarks.cpu import D, N, Row, logistic, regression_data
+from benchmarks.cpu import D, N, Row, captured_chains, logistic, regression_data
 from benchmarks.measure import take_turns
 
 SIZE = 32  # of a minibatch
@@ -87,25 +87,10 @@ def five_thousand_chains(clock: str, chains: int = 5000, steps: int = 500, round
 
 
 def _chains(clock: str, chains: int, steps: int, rounds: int) -> Row:
-    data = x, y = regression_data()
-    tx = bc.sghmc(LR, MOMENTUM, temperature=1 / N)
-    params = torch.zeros(chains, D)
-
-    def own_rows(params, batch):
-        x, y, rows = batch
-        return logistic(params, (x[rows], y[rows]))
-
-    drawn = bc.parallel(bc.make_step(own_rows, tx), chains, batch_dim=(None, None, 0))
-    state = drawn.init(tx, params)
-    fast = bc.capture(drawn, params, state, (x, y, torch.zeros(chains, SIZE, dtype=torch.int64)))
-
-    def with_randint():
-        p, s = params, state
-        for _ in range(steps):
-            p, s, _ = fast(p, s, (x, y, torch.randint(N, (chains, SIZE))))
-
-    contestants = {"torch.randint": with_randint}
+    data, tx, params = regression_data(), bc.sghmc(LR, MOMENTUM, temperature=1 / N), torch.zeros(chains, D)
+    contestants = {"torch.randint": captured_chains(data, chains, steps, SIZE)}
     inside = bc.parallel(bc.make_step(logistic, tx), chains, batch_dim=0)
+    state = inside.init(tx, params)
     for order in ("independent", "reshuffled"):
         source: Any = bc.epochs(data, SIZE, order=order, chains=chains)
         whole = bc.capture(inside, params, state, source)

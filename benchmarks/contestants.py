@@ -117,6 +117,28 @@ def posteriors_sghmc(params, grads) -> Callable:
     return run
 
 
+def blackjax_sghmc(
+    log_density: Callable, start: torch.Tensor, step_size: float, friction: float, temperature: float, steps: int
+) -> tuple[Any, Callable, Callable]:
+    """BlackJAX's SGHMC integrator, key and momentum carried along: the first carry, and by ``jax.jit`` functions of it that
+    return the next one and draws, of one step and of a scan of ``steps``.
+    """
+    import jax
+    import jax.numpy as jnp
+    from blackjax.sgmcmc import diffusions
+
+    integrate, theta = diffusions.sghmc(friction, 0.0), jnp.asarray(start.numpy())
+
+    def advance(carry, _=None):
+        key, p, m = carry
+        key, now = jax.random.split(key)
+        p, m = integrate(now, p, m, jax.grad(log_density)(p), step_size, temperature)
+        return (key, p, m), p
+
+    scan = jax.jit(lambda carry: jax.lax.scan(advance, carry, None, length=steps))
+    return (jax.random.PRNGKey(0), theta, jnp.zeros_like(theta)), jax.jit(advance), scan
+
+
 NETWORKS = {
     "cnn": "CNN of 2 convolutions, batch 32",
     "mlp": "MLP 64-32-8, batch 64",

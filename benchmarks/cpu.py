@@ -52,18 +52,21 @@ def optimizer() -> Row:
     return Row("SGD with momentum, T = 0, 1e7 parameters in 10 leaves, update only", times, targets)
 
 
-def sampler() -> Row:
-    params, grads = c.tensors(10, 1_000_000), c.tensors(10, 1_000_000)
+def samplers(leaves: int, size: int, rounds: int, **more: Callable[..., Callable]) -> dict[str, list[float]]:
+    """Times of SGHMC of order 2, in every form, by torch and by posteriors."""
+    params, grads = c.tensors(leaves, size), c.tensors(leaves, size)
     tx = bc.sghmc(c.LR, c.MOMENTUM, temperature=c.TEMPERATURE)
-    times = take_turns(
-        {
-            "fused": c.fused(tx, params, grads),
-            "captured": c.captured(tx, params, grads),
-            "normal_ + torch.optim fused": c.normal_and_fused(params, grads),
-            "posteriors": c.posteriors_sghmc(params, grads),
-        },
-        rounds=25,
-    )
+    contestants = {
+        "fused": c.fused(tx, params, grads),
+        "captured": c.captured(tx, params, grads),
+        "normal_ + torch.optim fused": c.normal_and_fused(params, grads),
+        "posteriors": c.posteriors_sghmc(params, grads),
+    }
+    return take_turns(contestants | {name: make(tx, params, grads) for name, make in more.items()}, rounds)
+
+
+def sampler() -> Row:
+    times = samplers(10, 1_000_000, 25)
     targets = {
         ("fused", "normal_ + torch.optim fused"): 1.0,
         ("fused", "posteriors"): 0.5,
@@ -85,18 +88,7 @@ def sampler_on_all_threads() -> Row:
 
 
 def sixty_leaves() -> Row:
-    params, grads = c.tensors(60, 1667), c.tensors(60, 1667)
-    tx = bc.sghmc(c.LR, c.MOMENTUM, temperature=c.TEMPERATURE)
-    times = take_turns(
-        {
-            "fused": c.fused(tx, params, grads),
-            "update + apply": c.update_and_apply(tx, params, grads),
-            "captured": c.captured(tx, params, grads),
-            "normal_ + torch.optim fused": c.normal_and_fused(params, grads),
-            "posteriors": c.posteriors_sghmc(params, grads),
-        },
-        rounds=41,
-    )
+    times = samplers(60, 1667, 41, **{"update + apply": c.update_and_apply})
     targets = {
         ("update + apply", "posteriors"): 0.4,
         ("fused", "normal_ + torch.optim fused"): 1.3,
@@ -204,49 +196,31 @@ def posteriors_step(batch) -> Callable:
 
 
 def jax_sghmc(batch) -> tuple[Callable, Callable]:
-    """BlackJAX's SGHMC integrator carried from step to step: jitted once a step, and inside one scan with every draw."""
+    """BlackJAX's SGHMC: jitted once a step, and inside one scan with every draw."""
     import jax
     import jax.numpy as jnp
-    from blackjax.sgmcmc import diffusions
 
     x, y = (jnp.asarray(t.numpy()) for t in batch)
-    integrate = diffusions.sghmc(0.5, 0.0)
 
     def log_density(p):
         logits = x @ p
         return -(jnp.logaddexp(0.0, logits) - y * logits).mean() - (p**2).sum() / (2 * N)
 
-    def advance(carry, _):
-        key, p, m = carry
-        key, now = jax.random.split(key)
-        p, m = integrate(now, p, m, jax.grad(log_density)(p), 0.2, 1 / N)
-        return (key, p, m), p
+    def running(program):
+        now = [first]
 
-    @jax.jit
-    def step(carry):
-        return advance(carry, None)[0]
+        def run():
+            now[0], _ = jax.block_until_ready(program(now[0]))
 
-    @jax.jit
-    def scan(carry):
-        return jax.lax.scan(advance, carry, None, length=STEPS)
+        return run
 
-    first = jax.random.PRNGKey(0), jnp.zeros(D), jnp.zeros(D)
-    now, later = [first], [first]
-
-    def run_step():
-        now[0] = step(now[0])
-        jax.block_until_ready(now[0])
-
-    def run_scan():
-        later[0], draws = scan(later[0])
-        jax.block_until_ready(draws)
-
-    return run_step, run_scan
+    first, step, scan = c.blackjax_sghmc(log_density, torch.zeros(D), 0.2, 0.5, 1 / N, STEPS)
+    return running(step), running(scan)
 
 
-def five_thousand_chains(chains: int = 5000, steps: int = 2000, size: int = 32, rounds: int = 2) -> Row:
-    x, y = regression_data()
-    tx = bc.sghmc(0.05, 0.9, temperature=1 / N)
+def captured_chains(data, chains: int, steps: int, size: int) -> Callable[[], None]:
+    """So many steps of chains in one program, each on minibatches of its own, drawn with replacement outside of it."""
+    tx, (x, y) = bc.sghmc(0.05, 0.9, temperature=1 / N), data
 
     def loss(params, batch):
         x, y, rows = batch
@@ -257,10 +231,17 @@ def five_thousand_chains(chains: int = 5000, steps: int = 2000, size: int = 32, 
     state = many.init(tx, params)
     fast = bc.capture(many, params, state, (x, y, torch.zeros(chains, size, dtype=torch.int64)))
 
-    def ours():
+    def run():
         p, s = params, state
         for _ in range(steps):
             p, s, _ = fast(p, s, (x, y, torch.randint(N, (chains, size))))
+
+    return run
+
+
+def five_thousand_chains(chains: int = 5000, steps: int = 2000, size: int = 32, rounds: int = 2) -> Row:
+    data = x, y = regression_data()
+    ours = captured_chains(data, chains, steps, size)
 
     def by_hand():
         p, v, kept = torch.zeros(chains, D), torch.zeros(chains, D), torch.zeros(chains, D)

@@ -350,31 +350,35 @@ def cases(seeds: int, first: int = FIRST) -> list[Case]:
         (0.2, 0.0, 32, "reshuffled"),
         (0.005, 0.0, 32, "independent"),
     ]
-    out: list[Case] = []
-    for kind, seed in itertools.product(("linear", "logistic", "network"), range(2 * seeds)):
-        if kind != "network" or seed < seeds:
-            out += [Case(kind, *c, None, "independent", "", first + seed) for c in cold]
-        if seed < seeds:
-            out += [Case(kind, *c, "", first + seed) for c in mixed]
-    every = itertools.product(("linear", "logistic", "network"), ("accumulation", "bfloat16", "clipping"))
-    for kind, feature in [*every, ("network", "dropout"), ("network", "untold")]:
-        for seed in range(first, first + seeds):
-            out += [Case(kind, *mixed[i], feature, seed) for i in (0, 2, 3, 5)]
-            if feature != "untold":
-                out += [Case(kind, 0.3, 0.9, None, "independent", feature, seed)]
-    for kind, seed in itertools.product(("linear", "logistic", "network", "convolutions"), range(first, first + seeds)):
-        rates = (2, 3) if kind == "convolutions" else (2, 4, 10, 11, 12)
-        out += [Case(kind, *mixed[i], FROM_INIT, seed) for i in rates]
-        out += [Case(kind, *c, None, "independent", FROM_INIT, seed) for c in cold[:2]]
-    for seed in range(first, first + seeds):
-        out += [Case("narrow", *mixed[i], "", seed) for i in (0, 1, 2, 3, 4, 9)]
-    for feature in TRAINERS:
-        out += [Case("network", *mixed[i], feature, first) for i in (0, 2)]
-        out += [Case("network", 0.1, 0.9, None, "independent", feature, first)]
-    for seed in range(first, first + seeds):
-        out += [Case("convolutions", share, 0.9, None, "independent", "", seed) for share in (0.02, 0.6)]
-        out += [Case("convolutions", *c, "", seed) for c in mixed[:4]]
-    return out
+    three, some, both = ("linear", "logistic", "network"), range(first, first + seeds), range(first, first + 2 * seeds)
+
+    def full(kind: str, at: tuple[float, float], feature: str, seed: int) -> Case:
+        return Case(kind, *at, None, "independent", feature, seed)
+
+    def batch(kind: str, numbers: Sequence[int], feature: str, seed: int) -> list[Case]:
+        return [Case(kind, *mixed[i], feature, seed) for i in numbers]
+
+    of_all = [(kind, seed) for kind in three for seed in some]
+    changed = [(kind, feature) for kind in three for feature in ("accumulation", "bfloat16", "clipping")]
+    changed += [("network", "dropout"), ("network", "untold")]
+    from_init = [*of_all, *(("convolutions", seed) for seed in some)]
+    blocks = [
+        [full(kind, at, "", seed) for kind in three for seed in (some if kind == "network" else both) for at in cold],
+        *(batch(kind, range(13), "", seed) for kind, seed in of_all),
+        *(batch(kind, (0, 2, 3, 5), feature, seed) for kind, feature in changed for seed in some),
+        [full(kind, (0.3, 0.9), feature, seed) for kind, feature in changed if feature != "untold" for seed in some],
+        *(
+            batch(kind, (2, 3) if kind == "convolutions" else (2, 4, 10, 11, 12), FROM_INIT, seed)
+            for kind, seed in from_init
+        ),
+        [full(kind, at, FROM_INIT, seed) for kind, seed in from_init for at in cold[:2]],
+        *(batch("narrow", (0, 1, 2, 3, 4, 9), "", seed) for seed in some),
+        *(batch("network", (0, 2), feature, first) for feature in TRAINERS),
+        [full("network", (0.1, 0.9), feature, first) for feature in TRAINERS],
+        [full("convolutions", (share, 0.9), "", seed) for share in (0.02, 0.6) for seed in some],
+        *(batch("convolutions", range(4), "", seed) for seed in some),
+    ]
+    return [case for block in blocks for case in block]
 
 
 def table(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 import bayesopt_chain as bc
+from benchmarks import contestants
 from benchmarks.experiments.common import Experiment, Table, data_folder, laplace_at, stepped, verified
 
 SHA256 = "06f5b7c2cd7bca686fda4f92eab5f61e7ff6426a9acefa2e3dda04fc54293cf5"
@@ -203,28 +204,17 @@ def blackjax_sghmc(p: Problem, gradients: int, h: float, alpha: float) -> tuple[
     """BlackJAX's SGHMC integrator in one jitted scan, momentum carried along."""
     import jax
     import jax.numpy as jnp
-    from blackjax.sgmcmc import diffusions
 
     x, y = jnp.asarray(p.x.numpy()), jnp.asarray(p.y.numpy())
-    integrate = diffusions.sghmc(alpha, 0.0)
 
     def log_density(w):
         logits = x @ w[:8] + w[8]
         return -(jnp.logaddexp(0.0, logits) - y * logits).sum() - (w**2).sum() / 2
 
-    def advance(carry, key):
-        w, m = integrate(key, *carry, jax.grad(log_density)(carry[0]), h, 1.0)
-        return (w, m), w
-
-    @jax.jit
-    def scan(keys):
-        first = jnp.asarray(p.mode.numpy()), jnp.zeros(9)
-        return jax.lax.scan(advance, first, keys)[1]
-
-    keys = jax.random.split(jax.random.PRNGKey(0), gradients)
-    jax.block_until_ready(scan(keys))
+    first, _, scan = contestants.blackjax_sghmc(log_density, p.mode, h, alpha, 1.0, gradients)
+    jax.block_until_ready(scan(first))
     start = time.perf_counter()
-    draws = jax.block_until_ready(scan(keys))
+    _, draws = jax.block_until_ready(scan(first))
     return torch.tensor(draws.__array__()).double()[gradients // 20 :], time.perf_counter() - start
 
 
