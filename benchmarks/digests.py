@@ -48,9 +48,6 @@ def chains(bc: Any) -> dict[str, Callable[[Any, Any], Any]]:
         "little momentum": lambda lr, t: bc.sghmc(lr, 0.03, temperature=t),
         "nesterov": lambda lr, t: bc.sgd(lr, 0.9, nesterov=True, temperature=t),
         "white": lambda lr, t: bc.chain(momentum, bc.inject_langevin_noise(t, order=1), bc.scale_by_neg_lr(lr)),
-        "signs": lambda lr, t: bc.chain(
-            momentum, bc.inject_langevin_noise(t, noise="rademacher"), bc.scale_by_neg_lr(lr)
-        ),
         "decay, sgld": _chain(bc, decay, None),
         "decay, sghmc": _chain(bc, decay, momentum, None),
         "maximised, sghmc": _chain(bc, flipped, None, momentum),

@@ -57,10 +57,10 @@ class Keyed(Link):
             g: the gradients of the leaves that have one.
             context: the context of this update.
             draws: how many variables of the shape of each gradient.
-            kind: their distribution, ``"gaussian"``, ``"three_point"`` or ``"rademacher"``.
+            kind: their distribution, ``"gaussian"`` or ``"uniform"``, on [0, 1).
 
         Returns:
-            For each gradient a list of ``draws`` tensors of its shape, of mean 0 and variance 1.
+            For each gradient a list of ``draws`` independent tensors of its shape.
 
         Raises:
             ValueError: the gradients have an axis of ``vmap`` that the key lacks.

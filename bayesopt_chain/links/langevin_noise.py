@@ -69,12 +69,10 @@ class LangevinNoise(Keyed):
     Attributes:
         temperature: the temperature, in units of the loss.
         order: 2 for matched noise, 1 for white noise.
-        noise: the distribution of the draws: ``"gaussian"``, ``"three_point"`` or ``"rademacher"``.
     """
 
     temperature: ScalarOrSchedule
     order: int = 2
-    noise: str = "gaussian"
 
     @property
     def is_static(self) -> bool:
@@ -99,7 +97,6 @@ class LangevinNoise(Keyed):
 
     def __str__(self) -> str:
         words = [checks.show(self.temperature), *([f"order={self.order}"] if self.order != 2 else [])]
-        words += [f"noise={self.noise!r}"] if self.noise != "gaussian" else []
         return f"inject_langevin_noise({', '.join(words)})"
 
 
@@ -155,13 +152,11 @@ class LangevinInjection:
         lone = noise_inputs[0].process if len(noise_inputs) == 1 and not noise_inputs[0].changes else None
         self.level = lone.c[0] if isinstance(lone, Filtered) and not lone.memory else None
         scale = 1.0 if self.level is None else self.level
-        self.variables = keyed_stream.Variables(numbers, each, link.noise, scale, runs)
+        self.variables = keyed_stream.Variables(numbers, each, scale=scale, runs=runs)
 
     @cached_property
     def drawn_by_kernel(self) -> Process | None:
         """The process whose noise an engine makes of draws in its own pass; ``None`` where :meth:`draw` has to make it."""
-        if self.link.noise != "gaussian":
-            return None
         (noise_input, *more), process = self.noise_inputs, self.noise_inputs[0].process
         if more or self.variables.runs is not None or self.variables.numbers is None:
             return None
@@ -411,7 +406,6 @@ def inject_langevin_noise(
     *,
     order: int = 2,
     generator: torch.Generator | None = None,
-    noise: str = "gaussian",
 ) -> Chain:
     r"""Inject the noise that makes the chain sample ``exp(-loss / temperature)``.
 
@@ -430,9 +424,6 @@ def inject_langevin_noise(
         order: 2 (default) samples quadratic losses exactly at every stable learning rate, and other losses with a bias of
             second order in the learning rate. 1 is white noise, as in SGLD and SGHMC, with a bias of first order.
         generator: the source of the random key, which ``init`` draws once (default: torch's global generator).
-        noise: the distribution of the draws. ``"gaussian"`` (default); ``"three_point"``, the values 0 and +-sqrt(3), which
-            keeps order 2; or ``"rademacher"``, the values +-1, which is the cheapest and keeps order 1. With ``order=2`` it
-            keeps the exact mean and covariance on quadratic losses.
 
     Returns:
         A link. With ``order=2`` its state has one draw for each parameter. It has none if heavy-ball momentum of at least 1/16
@@ -440,8 +431,7 @@ def inject_langevin_noise(
         the next step.
 
     Raises:
-        ValueError: a temperature that is negative or not finite; an order other than 1 or 2; an unknown
-            distribution.
+        ValueError: a temperature that is negative or not finite; an order other than 1 or 2.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -452,11 +442,6 @@ def inject_langevin_noise(
             scale_by_neg_lr(0.1),
         )
     """
-    known_noise = isinstance(noise, str)  # pyright: ignore[reportUnnecessaryIsInstance]
-    if not known_noise or noise not in ("gaussian", "rademacher", "three_point"):
-        raise ValueError(
-            f"inject_langevin_noise: noise must be 'gaussian', 'three_point' or 'rademacher', got {noise!r}"
-        )
     if isinstance(temperature, Real):
         temperature = float(temperature)
-    return Chain((LangevinNoise(temperature, order, noise, generator=generator),))
+    return Chain((LangevinNoise(temperature, order, generator=generator),))

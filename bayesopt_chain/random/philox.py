@@ -43,7 +43,6 @@ Runs = tuple[tuple[int, int], ...]  # (first element, length) of runs of a leaf'
 _MASK = 0xFFFFFFFF
 # elements that tensor operations treat at once: few calls for short runs, and long runs stay in cache
 _TOGETHER = 2**15
-_SQRT3 = 3.0**0.5
 _functions: Any = torch  # ``broadcast_shapes`` and ``split`` carry no types
 
 
@@ -118,7 +117,7 @@ def draw_elements(
         step: the number of the step, likewise.
         elements: what is drawn, from :func:`whole_leaves` or :func:`parts_of_leaves`.
         dtype: the dtype of the result. Normals are computed in float64 for float64, else in float32.
-        kind: ``"gaussian"``, ``"uniform"`` (on [0, 1)), ``"three_point"`` or ``"rademacher"``.
+        kind: ``"gaussian"`` or ``"uniform"`` (on [0, 1)).
 
     Raises:
         ValueError: a leaf of more than ``2^34`` elements.
@@ -193,11 +192,6 @@ def box_muller(first: Tensor, second: Tensor, real: torch.dtype) -> tuple[Tensor
     return torch.where(half, -x, x), torch.where(half, -y, y)
 
 
-def three_point(faces: Tensor) -> Tensor:
-    """``-sqrt(3), sqrt(3), 0, 0, 0, 0`` for the six faces of a die, in float64."""
-    return _SQRT3 * ((faces == 1).to(torch.float64) - (faces == 0).to(torch.float64))
-
-
 def in_tensors(key: Tensor, step: Tensor, elements: Elements, real: torch.dtype, kind: str = "gaussian") -> Tensor:
     """The elements by tensor operations, for any device: ``[*chains, elements]``, leaf behind leaf."""
     _require_counted(elements.starts, elements.lengths)
@@ -246,7 +240,7 @@ def _of_one_length(
         words = [x for i in range(0, lanes, 2) for x in box_muller(words[i], words[i + 1], real)][:lanes]
     every = torch.stack([word.unflatten(-1, (count, group)) for word in words], dim=-2).flatten(-3)
     if kind != "gaussian":
-        every = _OTHERS[kind](every, real)
+        every = (every >> 8).to(real) * 2.0**-24  # uniforms, exact in float32
     if len({*offsets}) == 1:
         mine = every[..., offsets[0] : offsets[0] + length]
     else:
@@ -254,12 +248,6 @@ def _of_one_length(
         mine = every.gather(-1, index.expand(*every.shape[:-1], length))
     return mine.flatten(-2) if len(runs) > 1 else mine
 
-
-_OTHERS: dict[str, Callable[[Tensor, torch.dtype], Tensor]] = {  # of words; exact in float32 but for the root of 3
-    "uniform": lambda words, real: (words >> 8).to(real) * 2.0**-24,
-    "three_point": lambda words, real: three_point(words * 6 >> 32).to(real),
-    "rademacher": lambda words, real: (words & 2).to(real) - 1.0,
-}
 
 _library: Any = torch.library  # its functions carry no types
 _OPS: Any = _library.Library("bayesopt_chain", "FRAGMENT")

@@ -5,8 +5,7 @@ state gives the same noise, a copied state continues exactly, and stacked chains
 :mod:`bayesopt_chain.random.philox`, the same in every back end. It knows a leaf by a hash of its path, so that the
 noise of a leaf does not depend on which other leaves there are.
 
-Besides normals there are uniforms, and two simpler variables with the moments of a normal: ``rademacher`` (signs, moments
-through the third) and ``three_point`` (0 with probability 2/3, else +-sqrt(3); moments through the fifth).
+Besides normals there are uniforms.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ from bayesopt_chain.random.philox import (
     whole_leaves,
 )
 
-KINDS = ("gaussian", "rademacher", "three_point", "uniform")
-
 
 def new_key(generator: torch.Generator | None, device: torch.device) -> Tensor:
     """One random int64 key, 0-d, from ``generator`` or from torch's global generator."""
@@ -44,7 +41,7 @@ class Variables:
     Attributes:
         numbers: what names each leaf (:func:`leaf_numbers`); default 0, 1, ...
         each: how many variables each leaf draws; default one.
-        kind: one of ``KINDS``, independent. All but ``"uniform"``, on [0, 1), have mean 0 and variance 1.
+        kind: ``"gaussian"``, standard normals, or ``"uniform"``, on [0, 1); independent.
         scale: what they are multiplied by.
         runs: for leaves that are spread over ranks, the elements of each that are here; ``None`` for all of a leaf.
 

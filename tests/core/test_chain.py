@@ -76,8 +76,7 @@ def test_repr_says_where_the_noise_acts_and_what_it_was_matched_to():
     assert "acts before add_momentum, matched to F = 0.2 / (1 - 0.9/z)" in text
     assert "acts inside scale_by_adam" in repr(bc.adam(temperature=T))
     assert "unmatched" in repr(bc.chain(bc.add_momentum(0.9), bc.inject_langevin_noise(T)))
-    cheap = bc.inject_langevin_noise(T, order=1, noise="rademacher").links[0]
-    assert str(cheap) == "inject_langevin_noise(0.3, order=1, noise='rademacher')"
+    assert str(bc.inject_langevin_noise(T, order=1).links[0]) == "inject_langevin_noise(0.3, order=1)"
     assert repr(bc.chain()) == repr(bc.add_momentum(0.0)) == "chain(\n)"
 
 

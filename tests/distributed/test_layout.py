@@ -53,7 +53,7 @@ def test_the_runs_and_the_noise_of_every_rank_are_what_the_placements_give_it_of
         assert sorted(expanded(found)) == sorted(mine) and all(length > 0 for _, length in found)
         assert all(a + n < b for (a, n), (b, _) in pairwise(found)), "runs that touch are one"
         seen |= {*mine}
-        for kind in ("gaussian", "rademacher"):
+        for kind in ("gaussian", "uniform"):
             whole = leaf(key, step, n, 8, torch.float64, kind)
             (drawn,) = parts(key, step, [found], [8], torch.float64, kind=kind)
             assert torch.equal(drawn, whole[mine].reshape(-1))

@@ -45,9 +45,6 @@ CHAINS = {
     "localised": lambda lr, t: bc.chain(bc.links.add_localization(0.5, 0.2), bc.sghmc(lr, temperature=t)),
     "white": lambda lr, t: bc.chain(MOMENTUM, bc.inject_langevin_noise(t, order=1), bc.scale_by_neg_lr(lr)),
     "little momentum": lambda lr, t: bc.sghmc(lr, 0.03, temperature=t),
-    "signs": lambda lr, t: bc.chain(
-        DECAY, MOMENTUM, bc.inject_langevin_noise(t, noise="rademacher"), bc.scale_by_neg_lr(lr)
-    ),
     "nesterov": lambda lr, t: bc.sgd(lr, 0.9, nesterov=True, weight_decay=0.1, temperature=t),
     "clipped": lambda lr, t: bc.chain(torchopt.clip.clip_grad_norm(0.7), bc.sghmc(lr, temperature=t)),
     "groups": lambda lr, t: bc.partition(
@@ -160,7 +157,6 @@ def test_large_leaves_and_threads_change_no_bit(threads, momentum):
         (CHAINS["sgld"](RATES["tensor"], 0.1), [(0, 1, 2)], True),
         (CHAINS["localised"](0.1, 0.1), [(0, 1, 3)], True),
         (CHAINS["clipped"](0.1, 0.1), [(1, 3)], False),
-        (CHAINS["signs"](0.1, 0.1), [(1, 3)], False),
         (CHAINS["nesterov"](0.1, 0.1), [(1, 3)], False),
         (bc.chain(bc.inject_langevin_noise(0.1), DECAY, bc.scale_by_neg_lr(0.1)), [(1, 2)], False),
         (bc.chain(MOMENTUM, bc.inject_langevin_noise(0.1), DECAY, bc.scale_by_neg_lr(0.1)), [(2, 3)], False),

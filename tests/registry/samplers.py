@@ -312,33 +312,4 @@ SAMPLERS = (
         skip=(*NEEDS_EVERY_GRADIENT, *ON_PARTS),
         why="one clock for all parameters, which on shards is agreed on by messages",
     ),
-    sampler(
-        "sghmc, three-point noise",
-        lambda t: cheap(0.1, 0.8, t, "three_point"),
-        lambda: torchopt.sgd(0.1, momentum=0.8),
-        Order(
-            2,
-            lambda lr: Probe(cheap(lr, 0.5, 1.0, "three_point")),
-            (0.0025, 0.005, 0.01),
-            noise=((-math.sqrt(3.0), 0.0, math.sqrt(3.0)), (1 / 6, 2 / 3, 1 / 6)),
-        ),
-    ),
-    sampler(
-        "sghmc, Rademacher noise",
-        lambda t: cheap(0.1, 0.8, t, "rademacher"),
-        lambda: torchopt.sgd(0.1, momentum=0.8),
-        Order(
-            1,
-            lambda lr: Probe(cheap(lr, 0.5, 1.0, "rademacher")),
-            (0.0025, 0.005, 0.01),
-            noise=((-1.0, 1.0), (0.5, 0.5)),
-        ),
-    ),
 )
-
-
-def cheap(lr: float, momentum: float, temperature, kind: str):
-    """SGHMC with increments of another kind."""
-    return bc.chain(
-        bc.add_momentum(momentum), bc.inject_langevin_noise(temperature, noise=kind), bc.scale_by_neg_lr(lr)
-    )

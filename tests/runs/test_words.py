@@ -109,7 +109,6 @@ def test_tensors_on_the_device_meta_are_refused_before_the_run():
 
 ALWAYS = {
     "constant": lambda: TX,
-    "signs": lambda: bc.chain(bc.inject_langevin_noise(0.1, noise="rademacher"), bc.scale_by_neg_lr(0.1)),
     "schedule": lambda: bc.sghmc(bc.schedules.cosine(0.1, 10), temperature=0.1),
     "cyclical": lambda: bc.samplers.cyclical(0.1, temperature=0.1, cycle=3, burn_in=1),
 }

@@ -12,7 +12,7 @@ import bayesopt_chain as bc
 from bayesopt_chain import precision
 from bayesopt_chain.testing import NormalProbe, Unstable, stationary_covariance
 from tests.registry.dressings import fed
-from tests.registry.samplers import cheap, frozen_adam, frozen_rms, frozen_window
+from tests.registry.samplers import frozen_adam, frozen_rms, frozen_window
 
 T = 0.7
 
@@ -86,8 +86,6 @@ LINEAR = {
     "sgld, order 1": (lambda: bc.sgld(0.5, temperature=T, order=1), white(0.5, 0.0)),
     "sghmc": (lambda: bc.sghmc(0.5, 0.9, temperature=T), gibbs),
     "sghmc, order 1": (lambda: bc.sghmc(0.5, 0.9, temperature=T, order=1), white(0.5, 0.9)),
-    "sghmc, three-point": (lambda: cheap(0.5, 0.9, T, "three_point"), gibbs),
-    "sghmc, Rademacher": (lambda: cheap(0.5, 0.9, T, "rademacher"), gibbs),
     "stale": (lambda: bc.samplers.sghmc_euler(0.05, 0.9, temperature=T), explicit_euler(0.05, 0.9)),
     "baoab": (lambda: bc.samplers.baoab(0.9, 0.3, temperature=T), gibbs),
     "baoab, its splitting": (lambda: bc.samplers.baoab(0.9, 0.3, temperature=T), splitting("BAOAB", 0.9, 0.3)),

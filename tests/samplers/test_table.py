@@ -41,10 +41,9 @@ def docs_name(name: str) -> str:
 
 
 TWO_CHAINS = ("svgd", "replica_exchange")  # their rows in the registry are dressed as one chain
-LISTED = [s for s in SAMPLERS if "noise" not in s.name]
 
 
-@pytest.mark.parametrize("sampler", LISTED, ids=str)
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
 def test_its_row_has_the_buffers_of_the_state_the_fitted_order_and_its_optimizer(sampler):
     _, _, optimizer, order, buffers, _ = table()[docs_name(sampler.name)]
     params = torch.zeros(500) if sampler.function in TWO_CHAINS else torch.zeros(2, 500)
