@@ -124,6 +124,8 @@ class HeatGuard:
     def _close(self) -> None:
         self._keys = list[int]()  # of the leaves of an open window
         self._missed = set[int]()
+        self._scales = list[Any]()
+        self._gradients: Any = None  # the sketch of them
         self._positions: Sketch | None = None  # of a full one
         self._stretches = list[Stretch]()
         self._rules: list[Any] | None = None  # of a chain
@@ -137,10 +139,7 @@ class HeatGuard:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or a guard that comes out of a file, begins anew: its window is that of another loop."""
-        copy = object.__new__(HeatGuard)
-        copy.__dict__.update(self.__dict__)
-        copy._restart()
-        return copy.__dict__
+        return HeatGuard(self.steps_per_epoch, self.order, above=self.above, who=self.who).__dict__
 
     # of a chain: make_step(heat_guard=guard), bc.sample(callbacks=[guard])
 

@@ -149,14 +149,16 @@ def test_heat_is_seen_among_elements_without_gradient_and_in_many_directions(liv
     assert not white(cold, 0.05, n, steps=300) and all(abs(heat.rho) < 1.0 for heat in cold.readings if heat.ringing)
 
 
-def two_leaves(guard, hot, cold, n, steps=96):
+def two_leaves(guard, hot, cold, n, steps=96, others=()):
     """Show it white gradients in eight elements beside ``n`` others, of these variances; what was warned of."""
-    source, params = torch.Generator().manual_seed(0), [torch.zeros(n // 100, 100), torch.zeros(8)]
+    source, params = torch.Generator().manual_seed(0), [torch.zeros(n // 100, 100), torch.zeros(8), *others]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(steps):
-            sizes = zip(params, (cold**0.5, hot**0.5))
-            gradients = [size * torch.randn(p.shape, generator=source) for p, size in sizes]
+            sizes = zip(params, (cold**0.5, hot**0.5, *[cold**0.5] * len(others)))
+            gradients = [
+                size * torch.randn(p.shape, generator=source).to(p).as_strided(p.shape, p.stride()) for p, size in sizes
+            ]
             leaves = [Leaf(j, g, p, 2.0, 1.0, 0.9, 0.1, lr=0.1) for j, (g, p) in enumerate(zip(gradients, params))]
             guard.look(lambda keys, leaves=leaves: leaves)
     return caught
@@ -170,6 +172,12 @@ def test_a_window_reads_at_most_eight_gradients_and_finds_a_small_leaf_that_is_h
     assert len(two_leaves(guard, 9.0, 1e-4, 160_000)) == 1 and 6 < guard.readings[-1].rho < 20
     assert len(read) == 6 + 2 * 80 and sum(read) <= 7 * 160_008 + 160 * 4096 - 160_008
     assert not two_leaves(HeatGuard(), 0.05, 1e-4, 160_000)
+
+
+def test_leaves_without_elements_or_axes_and_in_another_layout_are_read_beside_others():
+    others = [torch.zeros(()), torch.zeros(0, 3), torch.zeros(300, 20).mT, torch.zeros(2, 1, 3000)]
+    for hot in (9.0, 0.05):
+        assert len(two_leaves(HeatGuard(), hot, 1e-4, 20_000, others=others)) == (hot == 9.0)
 
 
 def test_noise_that_is_small_in_each_of_many_directions_ends_a_window_early():
