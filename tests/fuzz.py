@@ -528,6 +528,7 @@ SLOW = (
     "posterior.train_by_evidence",
     "fit_laplace",
     "local_learning_coefficient",
+    "observe",
     "plot.bands",
     "testing.assert_laws",
     "testing.assert_composes",
