@@ -44,9 +44,8 @@ from bayesopt_chain.posterior.fit import fit_laplace
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.laplace import laplace
 from bayesopt_chain.posterior.swag import swag
-from bayesopt_chain.runs.batch_norm import refresh_batch_norm
 from bayesopt_chain.runs.collect import collect
-from bayesopt_chain.runs.draws import Draws
+from bayesopt_chain.runs.draws import Draws, refresh_batch_norm
 from bayesopt_chain.runs.files import load, save
 from bayesopt_chain.runs.log import log_to
 from bayesopt_chain.runs.sample import iterate, sample
