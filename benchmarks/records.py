@@ -10,8 +10,9 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+from benchmarks.measure import RESULTS, markdown
+
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 ROOMS = {
     "against": ["engine", "links", "core"],
     "calibration": ["testing", "samplers", "posterior"],
@@ -54,13 +55,9 @@ def row(file: Path) -> tuple[str, str, str, int]:
 
 def table() -> str:
     """The records, those whose code has changed most since then first."""
-    rows = sorted(
-        (row(file) for file in RESULTS.glob("*.json") if git("log", "-1", "--", str(file))), key=lambda r: -r[3]
-    )
-    lines = [f"| {name} | {commit} | {date} | {since} |" for name, commit, date, since in rows]
-    return "\n".join(
-        ["| record | written at | on | commits to its code since |", "| --- | --- | --- | --- |", *lines, ""]
-    )
+    rows = [row(file) for file in RESULTS.glob("*.json") if git("log", "-1", "--", str(file))]
+    head = ("record", "written at", "on", "commits to its code since")
+    return markdown(head, sorted(rows, key=lambda r: -r[3])) + "\n"
 
 
 if __name__ == "__main__":
