@@ -42,8 +42,8 @@ example: $(VENV)/.installed
 
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-test: $(VENV)/.installed lint
-	$(MAKE) --jobs 2 types doctests
+test: $(VENV)/.installed
+	$(MAKE) --jobs 2 lint types doctests
 	$(PYTEST) tests
 
 # What `pytest` alone runs.
