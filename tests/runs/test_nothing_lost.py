@@ -161,7 +161,7 @@ def test_a_rise_that_the_temperature_allows_is_no_explosion(rise, whole):
 
 @pytest.mark.filterwarnings("ignore:sample")
 @pytest.mark.parametrize("chains", [None, 3])
-@pytest.mark.parametrize("before", [1, 2, 40])
+@pytest.mark.parametrize("before", [1, 2, 7, 40])
 def test_an_explosion_ends_a_run_where_it_would_have_ended_without_an_interruption(before, chains, tmp_path):
     def run(steps, path=None):
         tx, params = bc.sgld(1.05, temperature=0.01), {"w": torch.ones(3)}
