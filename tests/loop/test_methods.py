@@ -231,3 +231,22 @@ def test_curvature_over_several_draws_still_counts_each_datum_once():
     estimate = bc.curvature.ggn(forward, likelihood, "dense")
     _, state, _ = bc.make_step(loss, tx, curvature=estimate)(start(), state, data())
     assert float(state[0].precision.count) == pytest.approx(N, rel=1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", METHODS)
+def test_every_tensor_stays_on_the_gpu(name):
+    """Parameters, state, posterior and its draws."""
+    tx, link = build(name)
+    params = optree.tree_map(lambda p: p.cuda(), start())
+    batch = tuple(x.cuda() for x in data())
+    state, step = tx.init(params), bc.make_step(loss, tx, curvature=root, inplace=True)
+    for _ in range(4):
+        params, state, info = step(params, state, batch)
+    tensors = [x for x in optree.tree_leaves((params, state, info)) if x.numel()]
+    assert all(x.is_cuda and torch.isfinite(x).all() for x in tensors)
+    if hasattr(link, "posterior"):
+        posterior = posterior_of(name, link, state, params)
+        assert all(x.is_cuda for x in optree.tree_leaves(posterior.marginal_variance))
+        draws = posterior.sample((2,))
+        assert draws["body"].is_cuda and draws["body"].shape == (2, 2, 4)
