@@ -69,7 +69,7 @@ _KINDS = {
     "line_search_fn": kinds.one_of("strong_wolfe").or_none(),
     "adjust_lr_fn": Kind(lambda x: x is None or isinstance(x, str), "the name of a rule, or None"),
     "heat_guard": Kind(
-        lambda x: x is None or x == "warn" or isinstance(x, HeatGuard),
+        lambda x: x is None or isinstance(x, HeatGuard) or (isinstance(x, str) and x == "warn"),
         "'warn', None or a bc.diagnostics.HeatGuard",
         (str,),
     ),

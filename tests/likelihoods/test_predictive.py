@@ -181,6 +181,17 @@ def test_likelihoods_are_pickled():
         assert type(twin) is type(likelihood) and twin.name == likelihood.name
 
 
+def test_quadrature_over_an_interval_is_exact_for_polynomials():
+    nodes, weights = _quadrature.gauss_legendre(5)
+    powers = torch.arange(10.0)[:, None]
+    torch.testing.assert_close((weights * nodes**powers).sum(1), 1 / (powers[:, 0] + 1), rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize(("df", "wanted"), [(2.5, 5.0), (4.0, 2.0), (2.0, math.inf), (1.0, math.inf)])
+def test_the_variance_of_student_t_is_finite_above_two_degrees_of_freedom(df, wanted):
+    assert float(likelihoods.student_t(df, 0.5).variance(torch.zeros(1))) == pytest.approx(0.25 * wanted)
+
+
 TABLES = {"fine_grid": (129,), "gauss_legendre": (6,), "sobol_normals": (4, 8)}
 
 

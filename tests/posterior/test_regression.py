@@ -175,6 +175,23 @@ def test_an_output_without_targets_keeps_its_noise_and_its_prior_and_leaves_the_
         assert 0.5 < float(1 / one.likelihood_scale[0]) < 2
 
 
+@pytest.mark.parametrize("bias", [None, "b"])
+def test_the_residual_and_its_degrees_of_freedom_are_those_of_dense_ridge_regression(bias):
+    """gamma = tr H (H + delta)^-1 of each output, of centred features and one for the bias where there is one."""
+    layer, noise, delta = Affine("w", bias), torch.tensor([0.3, 2.0], **F64), torch.tensor(4.0, **F64)
+    x, y = 2 + torch.randn(30, 4, **F64), torch.randn(30, 2, **F64)
+    means = {"w": torch.zeros(2, 4, **F64), **({"b": torch.zeros(2, **F64)} if bias else {})}
+    flat, one = torch.tensor(1e-12, **F64), torch.ones((), **F64)
+    squares, gamma = Regression(rows_of(gaussian(noise), layer, means, x, y)).residual(delta, flat, one)
+    design, targets = (x - x.mean(0), y - y.mean(0)) if bias else (x, y)
+    for o in range(2):
+        h = design.T @ design / noise[o]
+        moved = torch.linalg.solve(h + delta * torch.eye(4, **F64), design.T @ targets[:, o] / noise[o])
+        left = (targets[:, o] - design @ moved).square().sum() / noise[o]
+        wanted = torch.trace(torch.linalg.solve(h + delta * torch.eye(4, **F64), h)) + bool(bias)
+        torch.testing.assert_close(torch.stack([squares[o], gamma[o]]), torch.stack([left, wanted]), rtol=1e-8, atol=0)
+
+
 def test_noise_that_the_features_leave_nothing_for_has_a_lower_limit_that_is_said():
     x = torch.randn(40, 3)
     net, y = nn.Linear(3, 1).eval(), 5 + x @ torch.tensor([[1.0], [2.0], [3.0]])

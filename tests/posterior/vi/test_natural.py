@@ -102,6 +102,13 @@ def test_ivons_hessian_stays_positive():
     assert 0 < lowest < 0.5
 
 
+def test_at_temperature_zero_one_gradient_stands_for_every_sample():
+    params, gradient = torch.tensor([1.0, -2.0]), torch.tensor([0.3, 0.7])
+    one, three = (bc.vi.ivon(0.5, temperature=0.0, n_samples=n) for n in (1, 3))
+    moves = [tx.update(gradient, tx.init(params), params=params, inplace=False)[0] for tx in (one, three)]
+    torch.testing.assert_close(*moves, rtol=1e-6, atol=0)
+
+
 def test_ivons_curvature_is_steins():
     """With all sign patterns as noise the estimate on a quadratic is the Hessian's diagonal, whatever lies off it."""
     hessian = torch.tensor([[2.0, 0.7, 0.1], [0.7, 1.0, -0.3], [0.1, -0.3, 0.5]])
