@@ -332,6 +332,7 @@ WORDS: dict[str, Kind] = {  # what an argument of this name is in every function
     "build": FUNCTION,
     "burn_in": whole(0),
     "chains": WHOLE,
+    "checkpoint_seconds": real("[0, inf)"),
     "covariance": REALS,
     "draws": DRAWS,
     "f": FUNCTION,

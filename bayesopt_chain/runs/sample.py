@@ -169,7 +169,7 @@ def sample(
     kinds.require(
         "sample",
         path=(path, kinds.FOLDER.or_none()),
-        checkpoint_seconds=(checkpoint_seconds, kinds.NUMBER),
+        checkpoint_seconds=(checkpoint_seconds, kinds.WORDS["checkpoint_seconds"]),
         chains=(chains, kinds.WHOLE.or_none()),
         callbacks=(callbacks, _CALLBACKS),
         keep=(keep, kinds.BOOL),

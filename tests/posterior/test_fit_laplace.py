@@ -121,7 +121,7 @@ def test_the_methods_agree_on_what_they_approximate():
     )
     raw = fitted.predict(new, method="linearized")
     assert torch.equal(raw.outputs.mean, mean) and torch.equal(raw.outputs.covariance, covariance)
-    torch.testing.assert_close(raw.mean, fitted.predict(new), rtol=0, atol=1e-12)
+    torch.testing.assert_close(raw.mean, fitted.predict(new), rtol=0, atol=1e-10)  # of roots of a covariance
 
 
 @pytest.mark.parametrize("name", ["bernoulli", "poisson"])
