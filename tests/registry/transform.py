@@ -20,7 +20,6 @@ class Order:
     probe: Callable[[float], Any]
     steps: tuple[float, ...]
     degree: int = 16
-    noise: Any = None
     in_time: bool = False
 
 

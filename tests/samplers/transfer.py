@@ -139,17 +139,12 @@ def stationary_moment(
     temperature: float,
     *,
     degree: int = 16,
-    noise=None,
     f: Callable = lambda x: x**2,
     spread: float = 1.0,
 ) -> float:
-    """``E f(theta)`` under the stationary law of the code.
-
-    ``noise`` is the law of a draw, ``(atoms, weights)`` (default: Gauss-Hermite for a normal).
-    """
-    if noise is None:
-        atoms, weights = np.polynomial.hermite_e.hermegauss(9)
-        noise = atoms, weights / weights.sum()
+    """``E f(theta)`` under the stationary law of the code, whose normal draws are Gauss-Hermite's."""
+    atoms, weights = np.polynomial.hermite_e.hermegauss(9)
+    weights = weights / weights.sum()
     means, stds = _calibrate(probe, temperature)
     bases = [Basis(*gibbs_grid(probe.potential, temperature), degree + 4)]
     normal = np.linspace(-12.0, 12.0, 6001)
@@ -170,10 +165,10 @@ def stationary_moment(
     here = phi(x) * w
     _, draws = probe.step(torch.as_tensor(x), None)
     mean = np.zeros_like(here)
-    for combination in itertools.product(range(len(noise[0])), repeat=draws):
-        xi = torch.tensor([noise[0][k] for k in combination], dtype=torch.float64).expand(len(x), draws)
+    for combination in itertools.product(range(len(atoms)), repeat=draws):
+        xi = torch.tensor([atoms[k] for k in combination], dtype=torch.float64).expand(len(x), draws)
         after, _ = probe.step(torch.as_tensor(x), xi)
-        mean += np.prod([noise[1][k] for k in combination]) * phi(after.numpy())
+        mean += np.prod([weights[k] for k in combination]) * phi(after.numpy())
     a = here @ mean.T
     c = np.linalg.solve((a[1:, 1:] - np.eye(len(a) - 1)).T, -a[0, 1:])
     c = np.concatenate([[1.0], c])
