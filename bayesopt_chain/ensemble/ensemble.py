@@ -89,12 +89,14 @@ class Ensemble:
         for batch in batches_of(data):
             with kinds.blaming("Ensemble.predict", "data"):
                 inputs = _inputs(batch)
-                likelihood, of_one = self._outputs(draws[0], batches.tree_map(lambda x: x[:1], inputs))
-                numbers += size * len(batches.flatten(inputs)[0][0]) * of_one.numel()
+                if likelihood.has_classes:  # which alone can be added up
+                    of_one = self._outputs(draws[0], batches.tree_map(lambda x: x[:1], inputs))[1]
+                    numbers += size * len(batches.flatten(inputs)[0][0]) * of_one.numel()
                 if numbers > MOST_NUMBERS:
                     parts.append(likelihood.pooled(self._outputs(draw, inputs)[1][0] for draw in draws))
                 else:
-                    parts.append(likelihood.mixture(self._outputs(stacked, inputs)[1]))
+                    likelihood, outputs = self._outputs(stacked, inputs)
+                    parts.append(likelihood.mixture(outputs))
         if not parts:
             raise ValueError("predict: data has no batches")
         return _joined(likelihood, parts)
