@@ -17,6 +17,29 @@ from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.tracing import batch_levels, is_hidden, is_plain, is_readable, is_transformed
 
 
+def finite_data(what: str, numbers: Tensor) -> None:
+    """Refuse ``[N, ...]`` numbers of N data some of which are NaN or infinite.
+
+    Args:
+        what: whose numbers, with which the message begins.
+        numbers: of each datum.
+
+    Raises:
+        ValueError: naming how many data, and the first.
+
+    Example:
+        >>> finite_data("query: outputs", torch.tensor([1.0, torch.nan]))
+        Traceback (most recent call last):
+        ValueError: query: outputs are NaN or infinite for 1 of 2 data, number 1 first: leave these data out
+    """
+    wrong = ~numbers.flatten(1).isfinite().all(1) if numbers.ndim > 1 else ~numbers.isfinite()
+    if bool(wrong.any()):
+        raise ValueError(
+            f"{what} are NaN or infinite for {int(wrong.sum())} of {len(wrong)} data, number {int(wrong.nonzero()[0])} first: "
+            "leave these data out"
+        )
+
+
 def number(
     name: str,
     value: Any,

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bayesopt_chain import kinds
+from bayesopt_chain import checks, kinds
 from bayesopt_chain.likelihoods import Outputs, Predictive
 
 AT_ONCE = 2**24  # probabilities of labels held at once
@@ -61,7 +61,8 @@ def batch_bald(
         :class:`Acquired`. Exact for the draws at hand while ``C^count`` is at most ``configurations``, otherwise an estimate.
 
     Raises:
-        ValueError: Gaussian outputs, targets that are no classes, several labels a datum, or ``count`` above N.
+        ValueError: Gaussian outputs, targets that are no classes, several labels a datum, predictions that are NaN or infinite,
+            or ``count`` above N.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -146,7 +147,7 @@ def d_optimal(pool: Predictive, count: int) -> Acquired:
         :class:`Acquired`.
 
     Raises:
-        ValueError: outputs that are not jointly Gaussian, or ``count`` above N.
+        ValueError: outputs that are not jointly Gaussian, NaN or infinite ones, or ``count`` above N.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -161,6 +162,9 @@ def d_optimal(pool: Predictive, count: int) -> Acquired:
         )
     mean, covariance = pool.outputs
     _require_count("d_optimal", count, len(mean))
+    checks.finite_data(
+        "d_optimal: pool: predictions", torch.cat([mean.flatten(1), pool.outputs.variance.flatten(1)], 1)
+    )
     root = pool.likelihood.root(mean, None)
     s = root.part(0, root.columns).flatten(2).transpose(0, 1)  # [N, K, E]
     white = torch.einsum("nke,nemf,mlf->nkml", s, covariance.reshape(*s.shape[::2], *s.shape[::2]), s)
@@ -197,7 +201,9 @@ def _probabilities(predictive: Predictive, who: str, name: str) -> tuple[Tensor,
         raise ValueError(
             f"{who}: {name} has {p.shape[2:-1].numel()} labels a datum: pass predictions of one label each"
         )
-    return p.reshape(*p.shape[:2], -1), predictive._weights.to(p)
+    p = p.reshape(*p.shape[:2], -1)
+    checks.finite_data(f"{who}: {name}: predictions", p.transpose(0, 1))
+    return p, predictive._weights.to(p)
 
 
 def _entropy(p: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import kinds
+from bayesopt_chain import checks, kinds
 from bayesopt_chain.curvature import per_sample
 from bayesopt_chain.curvature._plan import batch_size, part
 from bayesopt_chain.likelihoods import Outputs, Predictive
@@ -211,7 +211,7 @@ def _parts(batch: Any, numbers: int, posterior: Gaussian) -> Iterator[Any]:
 
 def _seeded(fitted: FittedLaplace, posterior: Gaussian, batch: Any, scalar: Callable[[Tensor, Any], Tensor]) -> Tree:
     """The gradient of every datum's scalar, leaves ``[Q, *leaf.shape]``."""
-    outputs = _outputs(fitted, posterior, batch)
+    outputs = _outputs(fitted, posterior, batch, "query")
 
     def total(f: Tensor) -> Tensor:
         try:
@@ -232,9 +232,11 @@ def _seeded(fitted: FittedLaplace, posterior: Gaussian, batch: Any, scalar: Call
     return _rows(fitted, posterior, batch, slope(total, outputs))
 
 
-def _outputs(fitted: FittedLaplace, posterior: Gaussian, batch: Any) -> Tensor:
+def _outputs(fitted: FittedLaplace, posterior: Gaussian, batch: Any, name: str) -> Tensor:
     with torch.no_grad():
-        return fitted.model.forward(posterior.mean, batch)
+        outputs = fitted.model.forward(posterior.mean, batch)
+    checks.finite_data(f"{name}: outputs of the model", outputs)
+    return outputs
 
 
 def _rows(fitted: FittedLaplace, posterior: Gaussian, batch: Any, pull: Tensor) -> Tree:
@@ -248,7 +250,7 @@ def _rows(fitted: FittedLaplace, posterior: Gaussian, batch: Any, pull: Tensor) 
 
 def _slopes(fitted: FittedLaplace, posterior: Gaussian, batch: Any) -> Tensor:
     """``l'_n`` ``[B, *event]``, with the noise and the dispersion in force."""
-    found = fitted.likelihood.gradient(_outputs(fitted, posterior, batch), batch[1])
+    found = fitted.likelihood.gradient(_outputs(fitted, posterior, batch, "train"), batch[1])
     return found if fitted.likelihood.has_noise_scale else found * fitted.likelihood_scale.to(found)
 
 
@@ -258,8 +260,6 @@ def _without(fitted: FittedLaplace, posterior: Gaussian, batch: Any) -> tuple[Te
     With a root ``H = S S^T`` the leverage is the symmetric ``R = S^T C S``, and ``(1 - H C)^-1 = 1 + S (1 - R)^-1 S^T C``.
     """
     mean, covariance = linearized_by(fitted.model.checks, fitted.model.forward, posterior, batch)
-    if not bool(mean.isfinite().all()):
-        raise ValueError("train: outputs of the model are NaN or infinite: leave out the data whose inputs are")
     covariance = covariance if covariance.ndim == 3 else torch.diag_embed(covariance)
     slopes = _slopes(fitted, posterior, batch).to(covariance)
     with torch.no_grad():

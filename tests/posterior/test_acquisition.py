@@ -118,12 +118,17 @@ def test_what_has_no_answer_is_refused():
     apart = categorical().predictive(torch.zeros(3, 2), torch.eye(2).expand(3, 2, 2))
     numbers, tokens = gaussian(1.0).mixture(torch.zeros(2, 3, 1)), categorical().mixture(torch.zeros(2, 3, 4, 2))
     pool, other = categorical().mixture(torch.zeros(2, 3, 2)), categorical().mixture(torch.zeros(5, 3, 2))
+    broken = categorical().mixture(torch.zeros(2, 3, 2).index_fill(1, torch.tensor(1), torch.nan))
+    without_number = gaussian(1.0).predictive(torch.tensor([[0.0], [torch.nan]]), torch.eye(2))
     for call, words in (
         (lambda: batch_bald(apart, 1), r"pool has Gaussian outputs.*functional_samples"),
         (lambda: batch_bald(numbers, 1), "no classes: use d_optimal"),
         (lambda: epig(pool, tokens), "targets has 4 labels a datum"),
         (lambda: epig(pool, other), "same draws, got 2 and 5"),
         (lambda: batch_bald(pool, 4), "count=4 of a pool of 3"),
+        (lambda: batch_bald(broken, 1), "pool: predictions are NaN or infinite for 1 of 3 data, number 1 first"),
+        (lambda: epig(pool, broken), "targets: predictions .* number 1 first"),
+        (lambda: d_optimal(without_number, 1), "d_optimal: pool: .* for 1 of 2 data"),
         (lambda: d_optimal(apart, 1), "joint=True"),
         (lambda: d_optimal(pool, 1), "joint=True"),
     ):

@@ -159,6 +159,11 @@ def test_what_cannot_be_answered_is_refused():
         (lambda: bc.influence(fitted, (x, y), ((x, x), y)), "influence: query: the model cannot take it"),
         (lambda: bc.influence(fitted, ((x, x), y), (x, y)), "influence: train: the model cannot take it"),
         (lambda: bc.influence(fitted, (x / 0, y), (x, y)), "train: outputs of the model are NaN or infinite"),
+        (
+            lambda: bc.influence(fitted, (x / 0, y), (x, y), leverage=False),
+            "train: outputs of the model are NaN or infinite",
+        ),
+        (lambda: bc.influence(fitted, (x, y), (x / 0, y)), "query: outputs .* for 6 of 6 data, number 0 first"),
         (lambda: leave_one_out(fitted, (x.to("meta"), y.to("meta"))), "leave_one_out: train: the model cannot take it"),
         (lambda: influence_of_draws(x, y[:3]), "same draws"),
         (lambda: influence_of_draws(x, y, torch.ones(3)), "one for each of 6"),
