@@ -9,18 +9,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import Any, TypeVar, cast
 
 import optree
-import torch
-from torch import Tensor
 from torchopt.base import GradientTransformation
 
+from bayesopt_chain import kinds
 from bayesopt_chain.checks import LARGEST, TEMPERATURE_HINT, number, short
+from bayesopt_chain.kinds import Kind, plain
 
 
 @dataclass(frozen=True)
@@ -53,9 +51,15 @@ class OneOf:
             raise (ValueError if isinstance(value, int) else TypeError)(f"{name} must be {wanted}, got {short(value)}")
 
 
-def _generator(name: str, value: Any, ranges: bool) -> None:
-    if value is not None and not isinstance(value, torch.Generator):
-        raise TypeError(f"{name} must be a torch.Generator or None, got {short(value)}")
+@dataclass(frozen=True)
+class Of:
+    """An argument of a kind that has no range (see :mod:`bayesopt_chain.kinds`)."""
+
+    kind: Kind
+
+    def __call__(self, name: str, value: Any, ranges: bool) -> None:
+        if not self.kind.fits(value):
+            kinds.refuse(name, value, self.kind)
 
 
 def _betas(name: str, value: Any, ranges: bool) -> None:
@@ -72,26 +76,14 @@ def _temperatures(name: str, value: Any, ranges: bool) -> None:
         number(f"{name}[{i}]", entry, "(0, inf)" if ranges else None)
 
 
-def _schedule(name: str, value: Any, ranges: bool) -> None:
-    if not callable(value) or isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a function of the step count, got {short(value)}")
-
-
 def _transition(name: str, value: Any, ranges: bool) -> None:
     if isinstance(value, type):
         raise TypeError(f"{name} must be numbers, a matrix or a function of the parameters, got {short(value)}")
     NumberOrTree(FINITE)(name, value, ranges)
 
 
-def _transformation(name: str, value: Any, ranges: bool) -> None:
-    if value is not None and not isinstance(value, GradientTransformation):
-        raise TypeError(f"{name} must be a gradient transformation, got {short(value)}")
-
-
-def _mask(name: str, value: Any, ranges: bool) -> None:
-    is_function, tree = callable(value) and not isinstance(value, type), cast(Any, value)
-    if not is_function and not all(isinstance(bit, bool) for bit in optree.tree_leaves(tree)):
-        raise TypeError(f"{name} must be a tree of True and False, or a function of the parameters, got {short(value)}")
+def _is_mask(x: Any) -> bool:
+    return kinds.FUNCTION.fits(x) or all(isinstance(bit, bool) for bit in optree.tree_leaves(x))
 
 
 @dataclass(frozen=True)
@@ -109,7 +101,6 @@ Rule = Callable[
     [str, Any, bool], None
 ]  # (name, value, whether ranges are checked beside types); refuses what may not be
 _FLAG, COUNT, _MEMORY = OneOf((True, False)), Range(f"[0, {LARGEST}]", integer=True), Range("[0, 1]")
-LARGEST_FLOAT = sys.float_info.max
 POSITIVE, _NOT_NEGATIVE, FINITE = Range("(0, inf)"), Range("[0, inf)"), Range("(-inf, inf)")
 MOMENTUM, ORDER = Range("[0, 1)"), OneOf((1, 2))
 AT_LEAST_ONE = Range(f"[1, {LARGEST}]", integer=True)
@@ -117,7 +108,7 @@ ARGUMENTS: dict[str, Rule] = {
     "temperature": Range("[0, inf)", tensor=True, schedule=True, hint=TEMPERATURE_HINT),
     "lr": Range("[0, inf)", tensor=True, schedule=True),
     "step_size": Range("(-inf, inf)", tensor=True, schedule=True),
-    "generator": _generator,
+    "generator": Of(kinds.GENERATOR),
     "order": ORDER,
     "betas": _betas,
     **dict.fromkeys(("momentum", "b1", "b2"), MOMENTUM),
@@ -129,9 +120,12 @@ ARGUMENTS: dict[str, Rule] = {
     "dampening": Range("(-inf, 1)"),
     "thermostat_mass": Range("(0, inf)", none=True),
     "temperatures": _temperatures,
-    "mask": _mask,
-    **dict.fromkeys(("omega", "step_size_fn"), _schedule),
-    **dict.fromkeys(("optimizer", "scale_optimizer"), _transformation),
+    "mask": Of(Kind(_is_mask, "a tree of True and False, or a function of the parameters")),
+    **dict.fromkeys(("omega", "step_size_fn"), Of(Kind(callable, "a function of the step count"))),
+    **dict.fromkeys(
+        ("optimizer", "scale_optimizer"),
+        Of(kinds.instance(GradientTransformation, "a gradient transformation").or_none()),
+    ),
     **dict.fromkeys(("init_scale", "prior_precision"), NumberOrTree(POSITIVE)),
     "transition": _transition,
     "transition_noise": NumberOrTree(_NOT_NEGATIVE),
@@ -174,13 +168,6 @@ def check_link(link: Any) -> None:
             ARGUMENTS[part.name](_shown(type(link).__name__, part.name), getattr(link, part.name), True)
 
 
-def _plain(value: Any) -> Any:
-    """Real numbers of other libraries, such as numpy's scalars and fractions, as Python's own; everything else as it is."""
-    if isinstance(value, Real) and not isinstance(value, (int, float)) and abs(cast(Any, value)) <= LARGEST_FLOAT:
-        return int(value) if isinstance(value, Integral) else float(value)
-    return value
-
-
 def _shown(owner: str, name: str) -> str:
     return f"{owner}: {_SHOWN.get(name, name)}"
 
@@ -192,7 +179,7 @@ def _checking(factory: Factory, ranges: bool, own: Mapping[str, Rule]) -> Factor
 
     @functools.wraps(factory)
     def checking(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tuple(map(_plain, args)), {name: _plain(value) for name, value in kwargs.items()}
+        args, kwargs = tuple(map(plain, args)), {name: plain(value) for name, value in kwargs.items()}
         try:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError:

@@ -20,7 +20,8 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar, cast
+from numbers import Integral, Real
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import optree
 import torch
@@ -63,8 +64,23 @@ def require(who: str, **given: tuple[Any, Kind]) -> None:
     """
     for name, (value, kind) in given.items():
         if not kind.fits(value):
-            wrong = ValueError if isinstance(value, kind.of) else TypeError
-            raise wrong(f"{who}: {name} must be {kind.words}, got {short(value)}")
+            refuse(f"{who}: {name}", value, kind)
+
+
+def refuse(name: str, value: Any, kind: Kind) -> NoReturn:
+    """Refuse an argument that is not of its kind, in the words of the kind."""
+    wrong = ValueError if isinstance(value, kind.of) else TypeError
+    raise wrong(f"{name} must be {kind.words}, got {short(value)}")
+
+
+def plain(value: Any) -> Any:
+    """Real numbers of other libraries, such as numpy's scalars and fractions, as Python's own; everything else as it is."""
+    if isinstance(value, (int, float)) or not isinstance(value, Real):
+        return value
+    try:
+        return int(value) if isinstance(value, Integral) else float(value)
+    except OverflowError:  # a fraction that is larger than every float
+        return value
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -112,7 +128,9 @@ def takes(**own: Kind) -> Callable[[Function], Function]:
         def checking(*args: Any, **kwargs: Any) -> Any:
             for name, value in (*zip(positional, args), *kwargs.items()):
                 if name in kinds and value is not defaults[name] and not kinds[name].fits(value):
-                    require(who, **{name: (value, kinds[name])})
+                    if plain(value) is value:
+                        refuse(f"{who}: {name}", value, kinds[name])
+                    return checking(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
             return function(*args, **kwargs)
 
         return cast(Function, checking)

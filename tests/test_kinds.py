@@ -1,7 +1,9 @@
 """One line checks all arguments of a function, by what their names mean in the whole library."""
 
 import inspect
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +23,8 @@ W = {"w": torch.ones(2)}
 def test_what_fits_goes_through_with_defaults_and_keywords_that_have_no_kind():
     assert walked(lambda p: 0.0, W, way="up", colour="red") == 3
     assert walked(print, params=W, steps=5) == 5
+    assert type(walked(print, W, steps=np.int64(5))) is int  # numpy's numbers are Python's
+    assert type(walked(print, W, steps=np.uint8(5), chains=np.int32(2))) is int
     assert walked(print, W, way=None) == 3  # a default fits even where its kind does not have it
 
 
@@ -32,6 +36,9 @@ def test_what_fits_goes_through_with_defaults_and_keywords_that_have_no_kind():
         ({"params": {"w": torch.tensor(float("nan"))}}, "walked: params must be"),
         ({"steps": True}, "walked: steps must be a whole number, at least 1, got True"),
         ({"chains": 1}, "walked: chains must be a whole number, at least 2, got 1"),
+        ({"steps": np.float32(3)}, "walked: steps must be a whole number, at least 1, got 3.0"),
+        ({"steps": np.int64(0)}, "walked: steps must be a whole number, at least 1, got 0"),
+        ({"steps": Fraction(10**400, 3)}, "walked: steps must be a whole number, at least 1, got Fraction"),
         ({"way": "left"}, "walked: way must be 'up' or 'down', got 'left'"),
     ],
 )
