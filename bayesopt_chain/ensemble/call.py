@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -60,6 +60,7 @@ def posterior_ensemble(
     path: str | Path | None = None,
     progress: bool = True,
     mesh: Any = None,
+    chains: float | Literal["auto"] | None = None,
 ) -> Ensemble:
     """From a module to networks that know what they do not know, in one call.
 
@@ -98,6 +99,10 @@ def posterior_ensemble(
             the whole ensemble. Members are those of one process to the rounding of their matrix products, and bit for bit where
             ``vmap`` refuses the network. With ``path=`` the first rank writes, and any number of ranks goes on. Default: one
             process; under ``torchrun`` each rank then makes a call of its own, with a folder of its own under ``path``.
+        chains: seconds in which chains behind the networks (:mod:`bayesopt_chain.ensemble.chains`) may draw from each one's
+            posterior at T = 1/N; or ``"auto"``: what ``minutes`` or ``steps`` leave beyond the default steps. Draws stay beside
+            the networks where held-out data are then predicted better by a standard error, else the report says that an
+            ensemble was the better buy, and why. ``report.kind`` is what came out. Not with ``mesh``. Default: no chains.
 
     Returns:
         :class:`Ensemble`, with ``predict``, ``report``, ``modules``, ``draws``, ``save`` and ``open``.
@@ -123,6 +128,7 @@ def posterior_ensemble(
         (torch.Size([3, 1]), torch.Size([3, 1]), True)
     """
     _require_arguments(likelihood, members, steps, minutes, batch_size, lr, prior_precision, held_out, seed)
+    _require_chains(chains, minutes, mesh)
     kinds.require(
         WHO.strip(": "),
         path=(path, kinds.FOLDER.or_none()),
@@ -150,6 +156,7 @@ def posterior_ensemble(
         "members": members,
         "steps": steps or (None if minutes else steps_for(raw.size, size)),
         **({"minutes": minutes} if minutes else {}),
+        **({"chains": chains} if chains is not None else {}),
         "batch_size": size,
         "prior_precision": prior_precision,
         "held_out": held_out,
@@ -172,21 +179,35 @@ def posterior_ensemble(
     problem = Problem(raw, trained, networks, members, size, folds, seed, stages.mine)
     problem = Problem(*[getattr(problem, f) for f in problem.__dataclass_fields__][:-1], loop=not vmappable(problem))
     started = time.perf_counter()
-    training = Training(problem, stages, shown, event, prior_precision, not likelihood.has_classes)
-    cost = stages.once("cost", lambda: _cost(training, chosen["steps"], minutes, lr, started))
+    training = Training(problem, stages, shown, event, prior_precision, not likelihood.has_classes, chains is not None)
+    cost = stages.once("cost", lambda: _cost(training, chosen["steps"], minutes, lr, started, chains))
     shown.say(cost["said"])
     found = stages.once("rate", lambda: {"lr": lr, "passes": 0.0} if lr else training.rate(cost["steps"]))
-    failed = None
+    failed, drawn, seconds = None, {}, {}
     try:
         done = Trained(**stages.once("training", lambda: training.train(found["lr"], cost["steps"])._asdict()))
+        seconds = {"all": time.perf_counter() - started}
+        if chains is not None:
+            training.last = done
+            drawn = stages.once("chains", lambda: _drawn(training, shown, done, cost))
+            seconds["chains"] = time.perf_counter() - started - seconds["all"]
     except (ValueError, RuntimeError) as err:
         if training.last is None:
             raise
         done, failed = training.last, err
     shown.close()
     chosen |= {"steps": cost["steps"], "lr": found["lr"]}
-    seconds = {"all": time.perf_counter() - started}
-    return _finished(problem, done, chosen, cost, found["passes"], seconds, scale, residuals, failed)
+    seconds = seconds or {"all": time.perf_counter() - started}
+    failure = failed and (shown.name, failed)
+    return _finished(problem, done, chosen, cost, found["passes"], seconds, scale, residuals, failure, drawn)
+
+
+def _drawn(training: Training, shown: Progress, done: Trained, cost: dict[str, Any]) -> dict[str, Any]:
+    """What chains came to in the seconds that they have."""
+    from bayesopt_chain.ensemble.chains import chained  # a call without chains needs none of it
+
+    pilots, at = (done.pilots, done.kept), training.followed(done)
+    return chained(training.problem, training.stages, shown, at, pilots, cost["chains"], cost["each"])
 
 
 def batch_size_for(size: int) -> int:
@@ -212,23 +233,28 @@ def steps_for(size: int, batch_size: int) -> int:
 
 
 def _cost(
-    training: Training, steps: int | None, minutes: float | None, lr: float | None, began: float
+    training: Training, steps: int | None, minutes: float | None, lr: float | None, began: float, chains: Any
 ) -> dict[str, Any]:
-    """Steps, and what they will cost with what was spent until now."""
+    """Steps, and what they will cost with what was spent until now; seconds of chains."""
     each, problem = training.seconds(), training.problem
     spent = time.perf_counter() - began
     trials = 0.0 if lr else TRIAL * -(-len(RATES) // len(problem.mine))
     if steps is None:
         assert minutes is not None
-        steps = max(20, int((60 * minutes - spent) / each / (1 + MORE + trials)))
-    seconds = spent + steps * (1 + MORE + trials) * each
+        steps = max(
+            20, int((60 * minutes - spent - (0 if chains == "auto" else chains or 0)) / each / (1 + MORE + trials))
+        )
+    if chains == "auto":
+        most = min(steps, steps_for(problem.data.size, problem.batch_size))
+        steps, chains = most, (steps - most) * (1 + MORE + trials) * each
+    seconds = spent + (chains or 0) + steps * (1 + MORE + trials) * each
     tried = 0.0 if lr else TRIAL * len(RATES) / problem.count
     passes = steps * (1 + MORE + tried) * problem.batch_size / problem.data.size
     said = f"{problem.count} networks, {steps} steps of {problem.batch_size} data, {passes:.4g} passes"
-    said += f", about {seconds:.3g} s"
+    said += f", about {seconds:.3g} s" + (f", {chains:.3g} of them for chains" if chains else "")
     if seconds > LONG and minutes is None:
         said += "; minutes= or steps= make it shorter"
-    return {"steps": steps, "seconds": seconds, "said": said}
+    return {"steps": steps, "seconds": seconds, "said": said, "each": each, "chains": float(chains or 0)}
 
 
 def _finished(
@@ -240,26 +266,49 @@ def _finished(
     seconds: dict[str, float],
     scale: Scale,
     residuals: bool,
-    failed: Exception | None,
+    failed: tuple[str, Exception] | None,
+    drawn: dict[str, Any],
 ) -> Ensemble:
     """The noise or the scale to predict with, what a constant scores, and the report.
 
     Raises:
         EnsembleError: training failed, or a constant scores better.
     """
-    folds = held.folds_of(problem, trained.pilots, trained.kept)
-    scores, likelihood = score_of(problem, folds)
+    folds, mixed = held.folds_of(problem, trained.pilots, trained.kept), problem
+    params, buffers = ({k: x[None] for k, x in t.items()} for t in (problem.tree(trained.theta), trained.buffers))
+    kind, size = f"ensemble of {problem.count} networks" if problem.count > 1 else "one network", chosen["batch_size"]
+    n, steps = problem.data.size, chosen["steps"]
+    passes, once = {"rate": trial, "training": (steps + max(1, round(MORE * steps))) * size / n}, steps * size / n
+    alone = score_of(problem, folds)[0]
+    if "draws" in drawn:
+        mixed, folds = held.joined(problem, folds, drawn["outputs"])
+        count = len(drawn["draws"])
+        # the networks come last, so that modules() are them
+        both = zip((problem.tree(drawn["draws"]), drawn["buffers"]), (params, buffers))
+        params, buffers = ({k: torch.cat([x, own[k]]) for k, x in t.items()} for t, own in both)
+        kind = f"posterior of {problem.count} chains" if drawn["agree"] else kind
+        kind += f", {count} draws of each"
+    scores, likelihood = score_of(mixed, folds)
     factor, said = 1.0, _said(problem, trained, chosen, scale)
     if problem.gaussian:
-        noise, ends = held.best_noise(problem, folds)
+        noise, ends = held.best_noise(mixed, folds)
         likelihood = problem.likelihood.scaled(1 / noise)
         said.append(f"noise: {_numbers(likelihood.noise_variance)}, by held-out data.")
+        if mixed is not problem:
+            said.append(
+                f"temperature: chains under v0 are tempered, T N = v0 / v = {drawn['v0'] / float(noise.mean()):.2f}."
+            )
     else:
         factor, ends = held.best_factor(problem.likelihood, folds)
         scores = held.score(likelihood, folds, factor)
         said.append(f"scale: {factor:.3g}, by held-out data.")
     said += ends
     table, advice = {"ensemble": float(scores.mean())}, {}
+    if drawn:
+        said.append("chains: " + drawn["said"] + ("." if "draws" in drawn else ": an ensemble was the better buy."))
+        passes["chains"] = drawn.get("passes", 0.0)
+    if mixed is not problem:
+        table["networks alone"] = float(alone.mean())
     for prior in (USUAL, FAN_IN):
         if trained.z is not None:
             who = [m for m, p in enumerate(trained.priors) if p == prior]
@@ -282,27 +331,24 @@ def _finished(
                 f"counts vary {phi[0]:.1f} times as much as the {problem.likelihood.name} likelihood promises, and intervals "
                 "are too narrow: likelihoods.negative_binomial has a dispersion"
             )
-    size, n, steps = chosen["batch_size"], problem.data.size, chosen["steps"]
-    once = steps * size / n
     report = Report(
-        kind=f"ensemble of {problem.count} networks" if problem.count > 1 else "one network",
+        kind=kind,
         chosen=chosen,
         said=said,
-        passes={"rate": trial, "training": (steps + max(1, round(MORE * steps))) * size / n},
+        passes=passes,
         training=once,
         seconds=seconds,
         held_out=table,
         scale=factor,
         advice=advice,
     )
-    params = {k: x[None] for k, x in problem.tree(trained.theta).items()}
-    buffers = {k: x[None] for k, x in trained.buffers.items()}
     made = Ensemble(params, buffers, likelihood, factor, report, problem.members, scale, problem.loop)
     if failed is not None:
-        said_of_it = f"{failed}".removeprefix(WHO)
+        stage, err = failed
+        said_of_it = f"{err}".removeprefix(WHO)
         raise EnsembleError(
-            f"{WHO}in training: {said_of_it}. What was trained before is the error's .ensemble", made
-        ) from failed
+            f"{WHO}in {stage}: {said_of_it}. What was trained before is the error's .ensemble", made
+        ) from err
     if gain < WORSE:
         raise EnsembleError(
             f"{WHO}the networks predict held-out data worse than a constant does (log scores {table['ensemble']:.3f} and "
@@ -398,6 +444,23 @@ def _require_arguments(
         )
     if not (isinstance(held_out, (int, float)) and 0 < held_out <= 0.4):
         raise ValueError(f"{WHO}held_out={held_out!r}: pass the share of a fold, above 0 and at most 0.4")
+
+
+def _require_chains(chains: Any, minutes: float | None, mesh: Any) -> None:
+    """Refuse seconds of chains that there are not."""
+    if chains is None:
+        return
+    if mesh is not None:
+        raise ValueError(
+            f"{WHO}chains={chains!r:.40} on a mesh: chains run in one process: pass chains=None, or mesh=None"
+        )
+    if chains == "auto":
+        return
+    if isinstance(chains, str):
+        raise ValueError(f'{WHO}chains={chains!r:.40}: pass seconds, "auto" or None')
+    checks.positive(f"{WHO}chains", chains)
+    if minutes is not None and chains >= 60 * minutes:
+        raise ValueError(f"{WHO}chains={chains:g} seconds are all of minutes={minutes:g}: pass fewer, or chains='auto'")
 
 
 def _require_scores(likelihood: Likelihood, targets: Any) -> None:

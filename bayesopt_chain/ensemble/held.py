@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +64,12 @@ def folds_of(problem: Problem, outputs: Sequence[Tensor], who: Sequence[int] | N
             stacked = torch.stack([outputs[m] for m in some]).double()
             found.append(Fold(rows, doubled(problem.data.take(rows)[1]), some, stacked))
     return found
+
+
+def joined(problem: Problem, folds: Sequence[Fold], drawn: Sequence[Tensor]) -> tuple[Problem, list[Fold]]:
+    """The problem and its folds with the draws of the members beside them, ``[D, n, *event]`` of each on its fold."""
+    more = [f._replace(outputs=torch.cat([f.outputs, *(drawn[m].double() for m in f.who)])) for f in folds]
+    return replace(problem, count=problem.count * (1 + len(drawn[0]))), more
 
 
 def doubled(targets: Any) -> Any:

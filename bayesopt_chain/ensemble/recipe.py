@@ -94,13 +94,22 @@ class Training:
         event: the shape of one datum's outputs.
         prior: a precision for all weights, or ``None`` for the recipe.
         fan_in: whether half of the members try the fan-in prior.
+        chains: whether chains follow, which need ``ends`` on disk too.
 
     Attributes:
         last: what training came to when its outputs were last looked at and finite; ``None`` before.
+        ends: parameters and buffers of all members before they saw all data, ``None`` before.
     """
 
     def __init__(
-        self, problem: Problem, stages: Stages, progress: Progress, event: Any, prior: float | None, fan_in: bool
+        self,
+        problem: Problem,
+        stages: Stages,
+        progress: Progress,
+        event: Any,
+        prior: float | None,
+        fan_in: bool,
+        chains: bool = False,
     ) -> None:
         self.problem, self.stages, self.progress, self.event = problem, stages, progress, event
         theta, count = problem.theta, problem.count
@@ -119,6 +128,7 @@ class Training:
         self.chains = problem.stepper(adam, buffers, each=self.each(1e-3))
         self.state = started(self.chains, adam, own, buffers, 7919 * problem.seed + 2)
         self.last: Trained | None = None
+        self.ends, self.chained = None, chains
         self.run = program(self.chains, self.params, self.state, self.batch(0, self.order, self.priors, True))
 
     def batch(self, step: int, order: Order, priors: list[str], held_out: bool) -> Any:
@@ -204,6 +214,9 @@ class Training:
                 theta, buffers = self.everyones()
                 pilots = held_out_outputs(problem, theta, buffers)
                 _require_finite(pilots, "training")
+                self.ends = {"theta": theta, "buffers": buffers}
+                if self.chained:
+                    stages.write("ends", self.ends)
                 priors, kept, z = self.chosen(pilots)
                 order = Order(problem, False, 3)
                 fixed = self.constants(priors, False)
@@ -233,6 +246,17 @@ class Training:
         own = buffers_of(self.state) or self.stages.own(self.problem.members.buffers)
         every: Any = self.stages.gathered((self.params["theta"], own))
         return every
+
+    def followed(self, done: Trained) -> dict[str, Any]:
+        """What chains start with: the members before they saw their folds, the prior, and v0 without and with all data."""
+        folds = held.folds_of(self.problem, done.pilots) if self.problem.gaussian else []
+        noises = torch.full_like(done.noise, NOISE), torch.full_like(done.noise, NOISE)
+        for fold in folds:
+            others = [f for f in folds if f is not fold] or [fold]
+            noises[0][fold.who] = SHARE * held.noise_of(self.problem, others).cpu()
+            noises[1][:] = SHARE * held.noise_of(self.problem, folds).cpu()
+        ends: Any = self.ends or self.stages.read("ends")
+        return {**ends, "precision": self.precision_of[FAN_IN], "without": noises[0], "with": noises[1]}
 
     def renew(self, priors: list[str]) -> None:
         """Set the noise v0 of members under the fan-in prior; what is trained so far is kept as ``last``."""

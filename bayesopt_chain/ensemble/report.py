@@ -74,7 +74,7 @@ class Progress:
 
     def __init__(self, shown: bool) -> None:
         self.shown, self.bar, self.total, self.step, self.next = shown, None, 1, 0, 0.0
-        self.started = time.monotonic()
+        self.started, self.name = time.monotonic(), "training"
 
     def say(self, what: str) -> None:
         """Write a line."""

@@ -1,0 +1,193 @@
+r"""Chains behind the members, where they pay: draws of each network's posterior, if held-out data say that they are worth it.
+
+The chain of member m starts where the member ended without its fold, and follows on all n data that it sees the energy
+
+    U(theta) = 1/n sum_i -log p(y_i | f(theta, x_i), v0) + 1/2n sum_p lambda_p theta_p^2,        T = 1/n,
+
+with lambda the fan-in prior and v0 the training noise of the recipe, by BAOAB with h = .9 / sqrt(k) and momentum .95. T rises
+over the first 5 % of the steps; k, the largest curvature of any member, is taken at the starts and at untrained weights (an
+interpolating start has none), and anew at 6 and 20 % of the steps. Of its last half 16 draws are kept. The draws of these
+chains and the member are one mixture; if that scores better on the folds by a standard error, chains go on from there with all
+data for as many steps, and their draws stand beside the members. Else the other half of the seconds is not spent.
+
+Since v0 is .3 of the held-out noise v, the chain is that of a likelihood with v tempered to T N = v0 / v.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesopt_chain.diagnostics._agreement import rank_normalised
+from bayesopt_chain.diagnostics.top_curvature import lanczos
+from bayesopt_chain.ensemble import held
+from bayesopt_chain.ensemble.held import Fold
+from bayesopt_chain.ensemble.recipe import TIMED, score_of
+from bayesopt_chain.ensemble.report import Progress
+from bayesopt_chain.ensemble.stages import Stages
+from bayesopt_chain.ensemble.training import Order, Problem, Tensors, constants, held_out_outputs, started
+from bayesopt_chain.optimizers.functional import sgd
+from bayesopt_chain.samplers.splittings import baoab
+from bayesopt_chain.schedules import polynomial
+
+STEP, MOMENTUM = 0.9, 0.95  # h sqrt(k), and exp(-friction h)
+RAMP, RENEWALS = 0.05, (0.06, 0.2)  # of the steps: in which T rises; at which k is taken anew
+LEAST, DRAWS = 200, 16  # steps behind the rise; draws of each chain
+DEAREST = 10  # steps of training that a pass may cost
+AGREE = 1.1  # R-hat of predictions up to which chains are said to have one posterior
+PRODUCTS = 12  # with the Hessian, at most, for k
+FAR = 1e4  # a rate beside which the rounding of the parameters is nothing
+
+
+class Chains:
+    """BAOAB for all members at once, on all data that each of them sees.
+
+    Args:
+        problem: the networks and the data.
+        buffers: of the networks, ``[M, *]``; they stay as they are.
+        noise: v0, ``[M, *event]``, in units of the targets' variance.
+        precision: of the prior, ``[P]``.
+        held_out: whether each member leaves its fold out.
+    """
+
+    def __init__(self, problem: Problem, buffers: Tensors, noise: Tensor, precision: Tensor, held_out: bool) -> None:
+        self.problem, self.buffers = replace(problem, batch_size=problem.data.size), buffers
+        self.order = Order(self.problem, held_out, 5)
+        noise, decay, size = constants(problem, noise, (precision / self.order.size).expand_as(problem.theta))
+        self.fixed, self.temperature = (noise, decay, torch.ones_like(size)), 1 / self.order.size
+
+    def stepper(self, tx: Any, theta: Tensor, seed: int) -> Any:
+        """The step of all chains, ``(params, state, t) -> (params, state)``, and its first params and state."""
+        chains = self.problem.stepper(tx, self.buffers, still=True)
+
+        def step(params: Any, state: Any, t: int) -> Any:
+            return chains(params, state, (*self.order.batch(t), *self.fixed))[:2]
+
+        return step, {"theta": theta}, started(chains, tx, theta, self.buffers, seed)
+
+    def curvature(self, theta: Tensor) -> float:
+        """The largest eigenvalue of any member's Hessian, by Lanczos' method on differences of gradients."""
+        step, _, state = self.stepper(sgd(FAR), theta, 0)
+
+        def gradient(at: Tensor) -> Tensor:
+            return (at - step({"theta": at}, state, 0)[0]["theta"]) / FAR
+
+        here, by = gradient(theta), 1e-3 * float(theta.norm()) + 1e-6
+
+        def product(v: Tensor) -> Tensor:
+            return ((gradient(theta + by * v.reshape(theta.shape)) - here) / by).flatten()
+
+        found = lanczos(product, theta.flatten(), 1, tolerance=0.02, max_products=PRODUCTS)[0]
+        return max(float(found[0]), float(self.fixed[1].min()), 1e-12)
+
+    def run(self, theta: Tensor, steps: int, seed: int, progress: Any = lambda: None) -> Tensor:
+        """Draws ``[D, M, P]`` of the last half of so many steps from theta ``[M, P]``, the last where they end."""
+        every = max(1, steps // (2 * DRAWS))
+        kept, draws = {steps - every * i for i in range(DRAWS)}, []
+        cuts = [0, *(round(share * steps) for share in RENEWALS), steps]
+        for i, (start, stop) in enumerate(itertools.pairwise(cuts)):
+            if not bool(theta.isfinite().all()):
+                return theta[None]
+            k, temperature = self.curvature(theta), self.temperature
+            if i == 0:
+                k = max(k, self.curvature(self.problem.theta))
+                temperature = polynomial(0.0, max(1, round(RAMP * steps)), temperature)
+            h = STEP / k**0.5
+            tx = baoab(h, -math.log(MOMENTUM) / h, temperature=temperature)
+            step, params, state = self.stepper(tx, theta, 3 * seed + i)
+            for t in range(start, stop):
+                params, state = step(params, state, t)
+                progress()
+                if t + 1 in kept:
+                    draws.append(params["theta"])
+            theta = params["theta"]
+        return torch.stack(draws)
+
+
+def chained(
+    problem: Problem,
+    stages: Stages,
+    progress: Progress,
+    ends: dict[str, Any],
+    pilots: tuple[list[Tensor], list[int]],
+    seconds: float,
+    each: float,
+) -> dict[str, Any]:
+    """Run chains for so many seconds, and say whether they paid.
+
+    Args:
+        problem, stages, progress: as of the training.
+        ends: of the members before they saw their folds, as ``Training.followed`` gives it.
+        pilots: their outputs there, and the members that speak.
+        seconds: the budget.
+        each: seconds of one step of training.
+
+    Returns:
+        ``said``; where there were chains ``passes``; where they paid ``draws`` ``[D, M, P]``, ``buffers``, ``outputs``, of each
+        member on its fold ``[D, n, *event]``, ``v0``, and whether the chains ``agree``.
+    """
+    began = time.perf_counter()
+    progress.stage("chains", 1)
+    chains = Chains(problem, ends["buffers"], ends["without"], ends["precision"], True)
+    plan = stages.once("chains planned", lambda: _planned(chains, ends["theta"], seconds, each, began))
+    if "said" in plan:
+        return plan
+    steps = plan["steps"]
+    progress.stage("chains", 2 * steps)
+    draws = chains.run(ends["theta"], steps, 2 * problem.seed + 1, progress)
+    drawn = [held_out_outputs(problem, theta, ends["buffers"]) for theta in draws]
+    outputs = [torch.stack(each_draw) for each_draw in zip(*drawn)]
+    if not all(bool(x.isfinite().all()) for x in outputs):
+        return {"said": f"the chains diverged within {steps} steps", "passes": float(steps)}
+    folds = held.folds_of(problem, *pilots)
+    alone, score = score_of(problem, folds)[0], score_of(*held.joined(problem, folds, outputs))[0]
+    z, agreed = held.z_of(score - alone), r_hat(folds, outputs)
+    found: dict[str, Any] = {"passes": float(steps), "agree": agreed <= AGREE, "v0": float(ends["with"].mean())}
+    found["said"] = (
+        f"{steps} steps, held-out log score {score.mean():.3f} with draws beside {alone.mean():.3f} without ("
+    )
+    found["said"] += f"{z:.1f} standard errors), R-hat of predictions {agreed:.2f}"
+    if z > 1:
+        chains = Chains(problem, ends["buffers"], ends["with"], ends["precision"], False)
+        draws = chains.run(draws[-1], steps, 2 * problem.seed + 2, progress)
+        if not bool(draws.isfinite().all()):
+            found["said"] += ", but with all data the chains diverged"
+        else:
+            buffers = {k: x.expand(len(draws), *x.shape) for k, x in ends["buffers"].items()}
+            found |= {"draws": draws, "buffers": buffers, "outputs": outputs, "passes": 2.0 * steps}
+    return found
+
+
+def _planned(chains: Chains, theta: Tensor, seconds: float, each: float, began: float) -> dict[str, Any]:
+    """The steps that fit into half of the seconds, or why there are none."""
+    step, params, state = chains.stepper(baoab(1e-6, 1.0, temperature=1e-6), theta, 0)
+    start = began
+    for i in range(TIMED + 2):
+        start = time.perf_counter() if i == 2 else start
+        params, state = step(params, state, i)
+    now = time.perf_counter()
+    one = (now - start) / TIMED
+    if one > DEAREST * each:
+        return {"said": f"a pass over the data costs {one / each:.0f} steps of training, and at most {DEAREST} pay"}
+    curvatures = (2 + len(RENEWALS)) * (PRODUCTS + 1)
+    steps = int((seconds - (now - began)) / one / 2) - curvatures
+    if (1 - RAMP) * steps < LEAST:
+        needed = 2 * one * (curvatures + LEAST / (1 - RAMP))
+        return {"said": f"{seconds:.3g} s hold fewer than {LEAST} steps, which take about {needed:.2g} s"}
+    return {"steps": steps}
+
+
+def r_hat(folds: list[Fold], outputs: list[Tensor]) -> float:
+    """The median over held-out predictions of the rank-normalised split R-hat, largest of the folds."""
+    found = []
+    for fold in folds:
+        x = torch.stack([outputs[m].double() for m in fold.who], 1).flatten(2)
+        z = rank_normalised(torch.cat(x.chunk(2), 1))
+        found.append(float((1 - 1 / len(z) + z.mean(0).var(0) / z.var(0).mean(0)).sqrt().median()))
+    return max(found)

@@ -1,0 +1,198 @@
+"""Chains behind the members: their law on a linear Gaussian model, verdict, budget, and what a call keeps of them."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from scipy.stats import chi2, norm
+from torch import nn
+
+import bayesopt_chain as bc
+from bayesopt_chain.ensemble import chains as behind
+from bayesopt_chain.ensemble.call import _cost
+from bayesopt_chain.ensemble.chains import Chains, chained
+from bayesopt_chain.ensemble.report import Progress
+from bayesopt_chain.ensemble.stages import Stages
+from bayesopt_chain.ensemble.training import held_out_outputs
+from tests.ensemble.test_disk import Killed, data, make
+from tests.ensemble.test_parts import problem
+
+V0 = 0.3
+PRECISION = torch.tensor([2.0, 0.5]).double()
+
+
+def closed(p, x, y):
+    """Mean and precision of weight and bias of the linear model, for noise of V0 of the targets' variance."""
+    phi, v = torch.cat([x, torch.ones_like(x)], 1), V0 * p.likelihood.variance_of_noise
+    A = phi.T @ phi / v + PRECISION.diag()
+    return torch.linalg.solve(A, phi.T @ y / v)[:, 0], A
+
+
+def chains_of(p, held_out=False):
+    return Chains(p, {}, torch.full((p.count, 1), V0, dtype=torch.float64), PRECISION, held_out)
+
+
+def test_draws_mix_to_the_closed_posterior_predictive():
+    """256 independent chains; false alarm 1e-4 for the law of the draws, and 1e-4 for each of two predictive moments."""
+    p, x_new = problem(members=256), torch.tensor([[1.5, 1.0]]).double()
+    mean, A = closed(p, p.data.inputs, p.data.targets)
+    theta = chains_of(p).run(p.theta, 400, 1)[-1]
+    distance = torch.einsum("mi,ij,mj->", theta - mean, A, theta - mean)
+    assert 5e-5 < chi2.cdf(float(distance), 2 * 256) < 1 - 5e-5
+    noise = V0 * p.likelihood.variance_of_noise
+    predicted = p.likelihood.scaled(1 / V0).mixture((theta @ x_new.T)[:, :, None])
+    variance = float(x_new @ torch.linalg.solve(A, x_new.T))
+    z = (float(predicted.mean) - float(x_new @ mean)) / (variance / 256) ** 0.5
+    assert abs(z) < norm.isf(5e-5)
+    assert 5e-5 < chi2.cdf(256 * float(predicted.variance - noise) / variance, 255) < 1 - 5e-5
+    assert chains_of(p).curvature(p.theta) == pytest.approx(float(torch.linalg.eigvalsh(A)[-1]) / 40, rel=0.02)
+
+
+def test_chains_at_temperature_zero_leave_members_that_are_at_their_mode():
+    p = problem()
+    found = chains_of(p, True)
+    found.temperature = 0.0
+    mode = torch.stack([closed(p, *p.data.take(rows))[0] for rows in p.seen(True)])
+    torch.testing.assert_close(found.run(mode, 60, 1)[-1], mode, rtol=0, atol=1e-10)
+
+
+def test_chains_without_a_step_leave_all_members(monkeypatch):
+    monkeypatch.setattr(behind, "STEP", 1e-100)
+    p = problem()
+    found = chains_of(p)
+    found.temperature = 0.0
+    assert torch.equal(found.run(p.theta, 60, 1), p.theta.expand(16, -1, -1))
+
+
+def judged(monkeypatch, start, noise):
+    """The verdict on chains of 300 steps, behind members with these weights."""
+    monkeypatch.setattr(behind, "_planned", lambda *_: {"steps": 300})
+    p = problem()
+    theta, level = torch.as_tensor(start).double().expand(4, 2), torch.full((4, 1), noise).double()
+    ends = {"theta": theta, "buffers": {}, "precision": PRECISION, "without": level, "with": level}
+    about = {"members": 4, "seed": 0}
+    pilots = held_out_outputs(p, theta, {}), range(4)
+    return chained(p, Stages(None, about, torch.device("cpu"), None), Progress(False), ends, pilots, 1.0, 1.0)
+
+
+def test_draws_are_kept_where_they_predict_better(monkeypatch):
+    """Members that know nothing; the chains learn ``y = 2 x``, and agree."""
+    found = judged(monkeypatch, [0.0, 0.0], 0.02)
+    assert found["agree"] and found["passes"] == 600
+    assert found["draws"].shape == (16, 4, 2) and found["draws"][..., 0].mean() == pytest.approx(2, abs=0.2)
+    assert [f.shape for f in found["outputs"]] == [(16, 10, 1)] * 4
+
+
+@pytest.mark.parametrize(
+    ("start", "noise", "why"), [([2.0, 0.0], 100.0, "standard errors"), ([math.nan, 0.0], 1.0, "diverged")]
+)
+def test_draws_are_not_kept_where_they_predict_worse_or_diverge(monkeypatch, start, noise, why):
+    """Members at the truth, and chains that hardly see the data."""
+    found = judged(monkeypatch, start, noise)
+    assert "draws" not in found and why in found["said"] and found["passes"] == 300
+
+
+@pytest.mark.parametrize(
+    ("seconds", "each", "planned"),
+    [
+        (104.0, 0.05, {"steps": 448}),  # 4 s are gone; half of a thousand steps, less 4 curvatures of 13 gradients
+        (50.0, 0.05, "50 s hold fewer than 200 steps, which take about 53 s"),
+        (104.0, 0.005, "a pass over the data costs 20 steps of training, and at most 10 pay"),
+    ],
+)
+def test_steps_are_those_that_fit_the_seconds(monkeypatch, seconds, each, planned):
+    monkeypatch.setattr(behind, "TIMED", 20)
+    clock = iter([10.0, 12.0])  # a tenth of a second a step
+    p = problem()
+    found = chains_of(p)
+    monkeypatch.setattr(behind, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    wanted = planned if isinstance(planned, dict) else {"said": planned}
+    assert behind._planned(found, p.theta, seconds, each, 8.0) == wanted
+
+
+@pytest.mark.parametrize(
+    ("budget", "chains", "steps", "seconds"),
+    [
+        ({"steps": 10_000, "minutes": None}, "auto", 4000, 78),
+        ({"steps": None, "minutes": 2.0}, "auto", 4000, 68),
+        ({"steps": 1000, "minutes": None}, "auto", 1000, 0),
+        ({"steps": None, "minutes": 2.0}, 94.0, 2000, 94),
+        ({"steps": 1000, "minutes": None}, 7.0, 1000, 7),
+    ],
+)
+def test_chains_have_what_the_budget_leaves(monkeypatch, budget, chains, steps, seconds):
+    """A step takes .01 s, 1.3 of them each step; 300 data are worth 4,000 steps of 32."""
+    monkeypatch.setattr("bayesopt_chain.ensemble.call.time", SimpleNamespace(perf_counter=lambda: 5.0))
+    p = SimpleNamespace(mine=range(4), count=4, batch_size=32, data=SimpleNamespace(size=300))
+    found = _cost(SimpleNamespace(seconds=lambda: 0.01, problem=p), **budget, lr=0.01, began=5.0, chains=chains)
+    assert found["steps"] == steps and found["chains"] == pytest.approx(seconds, abs=0.02)
+    assert found["seconds"] == pytest.approx(1.3 * 0.01 * steps + seconds, abs=0.02)
+    assert ("for chains" in found["said"]) == (seconds > 0)
+
+
+def call(path=None, **changes):
+    given = {"members": 2, "steps": 60, "lr": 0.003, "progress": False, "batch_size": 16, **changes}
+    return bc.posterior_ensemble(make, data(), bc.likelihoods.gaussian(), path=path, **given)
+
+
+def test_draws_stand_beside_the_networks_and_are_saved_with_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(behind, "_planned", lambda *_: {"steps": 250})
+    plain, e = call(), call(tmp_path / "call", chains=5.0)
+    assert (
+        e.report.kind.endswith("2 chains, 16 draws of each")
+        or e.report.kind == "ensemble of 2 networks, 16 draws of each"
+    )
+    assert all(torch.equal(x[-1], plain.params[k][0]) for k, x in e.params.items())
+    assert all(torch.equal(x[-1], plain.buffers[k][0]) for k, x in e.buffers.items())
+    assert e.draws().params[next(iter(e.params))].shape[:2] == (17, 2)
+    assert {"chains", "training"} <= e.report.passes.keys() and "T N = v0 / v" in str(e.report)
+    assert e.report.held_out["ensemble"] > e.report.held_out["networks alone"]
+    scores = e.predict(data()[0]).log_prob(data()[1])
+    e.save(tmp_path / "e.safetensors")
+    opened = bc.ensemble.Ensemble.open(tmp_path / "e.safetensors", make, bc.likelihoods.gaussian())
+    assert torch.equal(opened.predict(data()[0]).log_prob(data()[1]), scores) and str(opened.report) == str(e.report)
+    assert torch.equal(call(tmp_path / "call", chains=5.0).predict(data()[0]).log_prob(data()[1]), scores)
+
+    def kill(*_):
+        raise Killed
+
+    with monkeypatch.context() as killing:
+        killing.setattr(behind, "r_hat", kill)
+        with pytest.raises(Killed):
+            call(tmp_path / "killed", chains=5.0)
+    assert torch.equal(call(tmp_path / "killed", chains=5.0).predict(data()[0]).log_prob(data()[1]), scores)
+
+
+def test_classes_have_chains_too_and_seconds_that_hold_none_buy_an_ensemble():
+    x, _ = data()
+    cheap = {"members": 2, "steps": 100, "lr": 0.05, "progress": False}
+    likelihood = bc.likelihoods.categorical()
+    alone, e = (
+        bc.posterior_ensemble(nn.Linear(2, 3), (x, (x[:, 0] > 0).long()), likelihood, chains=c, **cheap)
+        for c in (None, 1e-3)
+    )
+    assert "an ensemble was the better buy" in str(e.report) and e.report.kind == "ensemble of 2 networks"
+    assert torch.equal(e.predict(x).probabilities, alone.predict(x).probabilities)
+
+
+def test_chains_that_fail_keep_the_networks(monkeypatch):
+    monkeypatch.setattr(Chains, "run", lambda *_: torch.linalg.cholesky(-torch.eye(2)))
+    monkeypatch.setattr(behind, "_planned", lambda *_: {"steps": 250})
+    with pytest.raises(bc.ensemble.EnsembleError, match="in chains: ") as caught:
+        call(chains=5.0)
+    assert len(caught.value.ensemble.modules()) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        *(({"chains": c}, "chains") for c in (-1.0, 0, math.nan, math.inf, True, [1])),
+        ({"chains": "often"}, 'seconds, "auto" or None'),
+        ({"chains": 60, "minutes": 1.0}, "all of minutes=1"),
+        ({"chains": "auto", "mesh": object()}, "pass chains=None, or mesh=None"),
+    ],
+)
+def test_seconds_of_chains_that_there_are_not_are_refused_by_name(arguments, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        bc.posterior_ensemble(make, data(), bc.likelihoods.gaussian(), **arguments)
