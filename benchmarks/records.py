@@ -1,7 +1,7 @@
 """Which records are older than the code that they measured: ``python -m benchmarks.records``.
 
-A record is as old as the commit that wrote it last. Beside it stand the commits that have since changed the benchmark or the
-rooms that it measures (``ROOMS``; all of the package where it is not named there), so that whoever quotes a number sees whether
+A record is as old as the commit that it was measured at, as it says itself, or where history has no such commit, the one that
+wrote it last. Beside it stand the commits that have since changed the benchmark or the rooms that it measures (``ROOMS``; all of the package where it is not named there), so that whoever quotes a number sees whether
 it may have moved. The table goes to ``benchmarks/results/records.md``.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from benchmarks.measure import RESULTS, markdown
+from benchmarks.measure import RESULTS, known, markdown
 
 ROOT = Path(__file__).parents[1]
 ROOMS = {
@@ -46,7 +46,12 @@ def git(*what: str) -> str:
 
 def row(file: Path) -> tuple[str, str, str, int]:
     """Name, commit and date of a record, and how many commits have changed its code since."""
-    commit, _, date = git("log", "-1", "--format=%h %cs", "--", str(file)).partition(" ")
+    written, measured = (
+        git("log", "-1", "--format=%H", "--", str(file)),
+        known(file).get("environment", {}).get("commit"),
+    )
+    ours = measured is not None and measured in git("log", "--format=%H").split()
+    commit, _, date = git("log", "-1", "--format=%h %cs", measured if ours else written).partition(" ")
     code = [f"bayesopt_chain/{room}" for room in ROOMS.get(file.stem, [""])]
     benchmark = ROOT / "benchmarks" / file.stem
     code += [str(at) for at in (benchmark, benchmark.with_suffix(".py")) if at.exists()]
@@ -56,7 +61,7 @@ def row(file: Path) -> tuple[str, str, str, int]:
 def table() -> str:
     """The records, those whose code has changed most since then first."""
     rows = [row(file) for file in RESULTS.glob("*.json") if git("log", "-1", "--", str(file))]
-    head = ("record", "written at", "on", "commits to its code since")
+    head = ("record", "measured at", "on", "commits to its code since")
     return markdown(head, sorted(rows, key=lambda r: -r[3])) + "\n"
 
 
