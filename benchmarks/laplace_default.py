@@ -9,7 +9,7 @@
 Each network is trained on part of a small data set of scikit-learn's, or a drawn one. A row has the test negative log
 likelihood of the network itself (for regression with the variance of its training residuals), how much a default fit changes
 it in the mean over seeds and for the worst of them, and for regression the coverage of 90 % intervals.
-``benchmarks/results/laplace_default.json`` holds one table a name.
+``benchmarks/results/laplace_default.json`` holds one table a name, ``laplace_default.md`` what the documentation shows of it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 import bayesopt_chain as bc
-from benchmarks.measure import RESULTS, command, keep, known
+from benchmarks.measure import RESULTS, command, keep, known, markdown
 
 
 class Task(NamedTuple):
@@ -303,6 +303,20 @@ def row(
     return {**out, "seconds": statistics.mean(seconds)}
 
 
+def page(record: dict[str, Any]) -> str:
+    """The networks, those that were looked at once last: the change in nats, in brackets the worst seed's."""
+    fits = {"this library": "default", "its default before": "before", "laplace-torch 0.3": "laplace-torch"}
+    lines = []
+    for more in ("", ", further"):
+        for network, ours in record["default" + more].items():
+            cells = [record[table + more].get(network, {}) for table in fits.values()]
+            said = [
+                f"{c['change']:+.3f} ({c['worst']:+.3f})" if c and c["change"] == c["change"] else "" for c in cells
+            ]
+            lines.append((network + more.replace(", further", " *"), f"{ours['network']:.3f}", *said))
+    return markdown(("network", "its test NLL", *fits), lines) + "\n"
+
+
 if __name__ == "__main__":
     given = command(seeds=5, only="", further=False, peer=False, name="default")
     warnings.simplefilter("ignore")
@@ -315,3 +329,4 @@ if __name__ == "__main__":
         print(f"{network:26s} {rows[network]}", flush=True)
         if given.seeds >= 3:
             keep(RESULTS / "laplace_default.json", record)
+    (RESULTS / "laplace_default.md").write_text(page(record))

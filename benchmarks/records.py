@@ -1,8 +1,9 @@
 """Which records are older than the code that they measured: ``python -m benchmarks.records``.
 
 A record is as old as the commit that it was measured at, as it says itself, or where history has no such commit, the one that
-wrote it last. Beside it stand the commits that have since changed the benchmark or the rooms that it measures (``ROOMS``; all of the package where it is not named there), so that whoever quotes a number sees whether
-it may have moved. The table goes to ``benchmarks/results/records.md``.
+wrote it last. Beside it stand the commits that have since changed the benchmark or the rooms that it measures (``ROOMS``; all
+of the package where it is not named there), so that whoever quotes a number sees whether it may have moved. The table goes to
+``benchmarks/results/records.md``.
 """
 
 from __future__ import annotations
