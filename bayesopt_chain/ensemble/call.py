@@ -101,8 +101,8 @@ def posterior_ensemble(
             process; under ``torchrun`` each rank then makes a call of its own, with a folder of its own under ``path``.
         chains: seconds in which chains behind the networks (:mod:`bayesopt_chain.ensemble.chains`) may draw from each one's
             posterior at T = 1/N; or ``"auto"``: what ``minutes`` or ``steps`` leave beyond the default steps. Draws stay beside
-            the networks where held-out data are then predicted better by a standard error, else the report says that an
-            ensemble was the better buy, and why. ``report.kind`` is what came out. Not with ``mesh``. Default: no chains.
+            the networks where held-out data are then predicted better by two standard errors, else the report says that
+            an ensemble was the better buy, and why. ``report.kind`` is what came out. Not with ``mesh``. Default: no chains.
 
     Returns:
         :class:`Ensemble`, with ``predict``, ``report``, ``modules``, ``draws``, ``save`` and ``open``.
@@ -127,8 +127,9 @@ def posterior_ensemble(
         >>> prediction.mean.shape, prediction.quantile(0.95).shape, bool((prediction.epistemic >= 0).all())
         (torch.Size([3, 1]), torch.Size([3, 1]), True)
     """
-    _require_arguments(likelihood, members, steps, minutes, batch_size, lr, prior_precision, held_out, seed)
-    _require_chains(chains, minutes, mesh)
+    _require_arguments(
+        likelihood, members, steps, minutes, batch_size, lr, prior_precision, held_out, seed, chains, mesh
+    )
     kinds.require(
         WHO.strip(": "),
         path=(path, kinds.FOLDER.or_none()),
@@ -183,31 +184,23 @@ def posterior_ensemble(
     cost = stages.once("cost", lambda: _cost(training, chosen["steps"], minutes, lr, started, chains))
     shown.say(cost["said"])
     found = stages.once("rate", lambda: {"lr": lr, "passes": 0.0} if lr else training.rate(cost["steps"]))
-    failed, drawn, seconds = None, {}, {}
+    failed, drawn = None, {}
     try:
         done = Trained(**stages.once("training", lambda: training.train(found["lr"], cost["steps"])._asdict()))
-        seconds = {"all": time.perf_counter() - started}
+        training.last = done
         if chains is not None:
-            training.last = done
-            drawn = stages.once("chains", lambda: _drawn(training, shown, done, cost))
-            seconds["chains"] = time.perf_counter() - started - seconds["all"]
+            from bayesopt_chain.ensemble.chains import chained  # a call without chains needs none of it
+
+            drawn = stages.once("chains", lambda: chained(training, done, cost["chains"], cost["each"]))
     except (ValueError, RuntimeError) as err:
         if training.last is None:
             raise
         done, failed = training.last, err
     shown.close()
     chosen |= {"steps": cost["steps"], "lr": found["lr"]}
-    seconds = seconds or {"all": time.perf_counter() - started}
+    seconds = {"all": time.perf_counter() - started}
     failure = failed and (shown.name, failed)
     return _finished(problem, done, chosen, cost, found["passes"], seconds, scale, residuals, failure, drawn)
-
-
-def _drawn(training: Training, shown: Progress, done: Trained, cost: dict[str, Any]) -> dict[str, Any]:
-    """What chains came to in the seconds that they have."""
-    from bayesopt_chain.ensemble.chains import chained  # a call without chains needs none of it
-
-    pilots, at = (done.pilots, done.kept), training.followed(done)
-    return chained(training.problem, training.stages, shown, at, pilots, cost["chains"], cost["each"])
 
 
 def batch_size_for(size: int) -> int:
@@ -241,9 +234,8 @@ def _cost(
     trials = 0.0 if lr else TRIAL * -(-len(RATES) // len(problem.mine))
     if steps is None:
         assert minutes is not None
-        steps = max(
-            20, int((60 * minutes - spent - (0 if chains == "auto" else chains or 0)) / each / (1 + MORE + trials))
-        )
+        own = 0.0 if chains in (None, "auto") else chains
+        steps = max(20, int((60 * minutes - spent - own) / each / (1 + MORE + trials)))
     if chains == "auto":
         most = min(steps, steps_for(problem.data.size, problem.batch_size))
         steps, chains = most, (steps - most) * (1 + MORE + trials) * each
@@ -278,16 +270,15 @@ def _finished(
     params, buffers = ({k: x[None] for k, x in t.items()} for t in (problem.tree(trained.theta), trained.buffers))
     kind, size = f"ensemble of {problem.count} networks" if problem.count > 1 else "one network", chosen["batch_size"]
     n, steps = problem.data.size, chosen["steps"]
-    passes, once = {"rate": trial, "training": (steps + max(1, round(MORE * steps))) * size / n}, steps * size / n
-    alone = score_of(problem, folds)[0]
+    once, passes = steps * size / n, {"rate": trial, "training": (steps + max(1, round(MORE * steps))) * size / n}
     if "draws" in drawn:
         mixed, folds = held.joined(problem, folds, drawn["outputs"])
-        count = len(drawn["draws"])
         # the networks come last, so that modules() are them
         both = zip((problem.tree(drawn["draws"]), drawn["buffers"]), (params, buffers))
         params, buffers = ({k: torch.cat([x, own[k]]) for k, x in t.items()} for t, own in both)
-        kind = f"posterior of {problem.count} chains" if drawn["agree"] else kind
-        kind += f", {count} draws of each"
+        if drawn["agree"]:
+            kind = f"posterior of {problem.count} chain{'s' * (problem.count > 1)}"
+        kind += f", {len(drawn['draws'])} draws of each"
     scores, likelihood = score_of(mixed, folds)
     factor, said = 1.0, _said(problem, trained, chosen, scale)
     if problem.gaussian:
@@ -296,7 +287,7 @@ def _finished(
         said.append(f"noise: {_numbers(likelihood.noise_variance)}, by held-out data.")
         if mixed is not problem:
             said.append(
-                f"temperature: chains under v0 are tempered, T N = v0 / v = {drawn['v0'] / float(noise.mean()):.2f}."
+                f"temperature: the chains' v0 is tempered, T N = v0 / v = {drawn['v0'] / float(noise.mean()):.2f}."
             )
     else:
         factor, ends = held.best_factor(problem.likelihood, folds)
@@ -307,8 +298,7 @@ def _finished(
     if drawn:
         said.append("chains: " + drawn["said"] + ("." if "draws" in drawn else ": an ensemble was the better buy."))
         passes["chains"] = drawn.get("passes", 0.0)
-    if mixed is not problem:
-        table["networks alone"] = float(alone.mean())
+        table |= drawn.get("alone", {})
     for prior in (USUAL, FAN_IN):
         if trained.z is not None:
             who = [m for m, p in enumerate(trained.priors) if p == prior]
@@ -418,6 +408,8 @@ def _require_arguments(
     prior: Any,
     held_out: Any,
     seed: Any,
+    chains: Any,
+    mesh: Any,
 ) -> None:
     """Refuse arguments out of range, by name."""
     if not isinstance(likelihood, Likelihood):
@@ -433,34 +425,21 @@ def _require_arguments(
         fits = isinstance(number, int) and not isinstance(number, bool) and least <= number <= 2**53
         if not fits and not (number is None and name in ("steps", "batch_size")):
             raise ValueError(f"{WHO}{name}={number!r:.40}: pass a whole number from {least} to 2**53")
-    for name, number in (("minutes", minutes), ("lr", lr), ("prior_precision", prior)):
-        if number is not None:
+    for name, number in (("minutes", minutes), ("lr", lr), ("prior_precision", prior), ("chains", chains)):
+        if number is not None and (name, number) != ("chains", "auto"):
             checks.positive(f"{WHO}{name}", number)
     if steps is not None and minutes is not None:
         raise ValueError(f"{WHO}steps={steps} and minutes={minutes:g} are two budgets: pass one of them")
+    if chains is not None and mesh is not None:
+        raise ValueError(f"{WHO}chains={chains!r} run in one process: pass chains=None, or mesh=None")
+    if minutes is not None and chains not in (None, "auto") and chains >= 60 * minutes:
+        raise ValueError(f"{WHO}chains={chains:g} seconds are all of minutes={minutes:g}: pass fewer, or chains='auto'")
     if prior is not None and prior > MOST_PRECISE:
         raise ValueError(
             f"{WHO}prior_precision={prior!r}: weights with a standard deviation below 1e-6 cannot be trained: pass less"
         )
     if not (isinstance(held_out, (int, float)) and 0 < held_out <= 0.4):
         raise ValueError(f"{WHO}held_out={held_out!r}: pass the share of a fold, above 0 and at most 0.4")
-
-
-def _require_chains(chains: Any, minutes: float | None, mesh: Any) -> None:
-    """Refuse seconds of chains that there are not."""
-    if chains is None:
-        return
-    if mesh is not None:
-        raise ValueError(
-            f"{WHO}chains={chains!r:.40} on a mesh: chains run in one process: pass chains=None, or mesh=None"
-        )
-    if chains == "auto":
-        return
-    if isinstance(chains, str):
-        raise ValueError(f'{WHO}chains={chains!r:.40}: pass seconds, "auto" or None')
-    checks.positive(f"{WHO}chains", chains)
-    if minutes is not None and chains >= 60 * minutes:
-        raise ValueError(f"{WHO}chains={chains:g} seconds are all of minutes={minutes:g}: pass fewer, or chains='auto'")
 
 
 def _require_scores(likelihood: Likelihood, targets: Any) -> None:

@@ -7,8 +7,8 @@ The chain of member m starts where the member ended without its fold, and follow
 with lambda the fan-in prior and v0 the training noise of the recipe, by BAOAB with h = .9 / sqrt(k) and momentum .95. T rises
 over the first 5 % of the steps; k, the largest curvature of any member, is taken at the starts and at untrained weights (an
 interpolating start has none), and anew at 6 and 20 % of the steps. Of its last half 16 draws are kept. The draws of these
-chains and the member are one mixture; if that scores better on the folds by a standard error, chains go on from there with all
-data for as many steps, and their draws stand beside the members. Else the other half of the seconds is not spent.
+chains and the member are one mixture; if that scores better on the folds by two standard errors, chains go on from there with
+all data for as many steps, and their draws stand beside the members. Else the other half of the seconds is not spent.
 
 Since v0 is .3 of the held-out noise v, the chain is that of a likelihood with v tempered to T N = v0 / v.
 """
@@ -28,9 +28,7 @@ from bayesopt_chain.diagnostics._agreement import rank_normalised
 from bayesopt_chain.diagnostics.top_curvature import lanczos
 from bayesopt_chain.ensemble import held
 from bayesopt_chain.ensemble.held import Fold
-from bayesopt_chain.ensemble.recipe import TIMED, score_of
-from bayesopt_chain.ensemble.report import Progress
-from bayesopt_chain.ensemble.stages import Stages
+from bayesopt_chain.ensemble.recipe import Trained, Training, score_of, timed
 from bayesopt_chain.ensemble.training import Order, Problem, Tensors, constants, held_out_outputs, started
 from bayesopt_chain.optimizers.functional import sgd
 from bayesopt_chain.samplers.splittings import baoab
@@ -40,6 +38,8 @@ STEP, MOMENTUM = 0.9, 0.95  # h sqrt(k), and exp(-friction h)
 RAMP, RENEWALS = 0.05, (0.06, 0.2)  # of the steps: in which T rises; at which k is taken anew
 LEAST, DRAWS = 200, 16  # steps behind the rise; draws of each chain
 DEAREST = 10  # steps of training that a pass may cost
+# standard errors; the two networks of a fold gain more by draws than the four that predict in the end
+SURE = 2.0
 AGREE = 1.1  # R-hat of predictions up to which chains are said to have one posterior
 PRODUCTS = 12  # with the Hessian, at most, for k
 FAR = 1e4  # a rate beside which the rounding of the parameters is nothing
@@ -110,73 +110,58 @@ class Chains:
         return torch.stack(draws)
 
 
-def chained(
-    problem: Problem,
-    stages: Stages,
-    progress: Progress,
-    ends: dict[str, Any],
-    pilots: tuple[list[Tensor], list[int]],
-    seconds: float,
-    each: float,
-) -> dict[str, Any]:
+def chained(training: Training, done: Trained, seconds: float, each: float) -> dict[str, Any]:
     """Run chains for so many seconds, and say whether they paid.
 
     Args:
-        problem, stages, progress: as of the training.
-        ends: of the members before they saw their folds, as ``Training.followed`` gives it.
-        pilots: their outputs there, and the members that speak.
+        training, done: of the members.
         seconds: the budget.
         each: seconds of one step of training.
 
     Returns:
         ``said``; where there were chains ``passes``; where they paid ``draws`` ``[D, M, P]``, ``buffers``, ``outputs``, of each
-        member on its fold ``[D, n, *event]``, ``v0``, and whether the chains ``agree``.
+        member on its fold ``[D, n, *event]``, ``v0``, whether the chains ``agree``, and what members score ``alone``.
     """
-    began = time.perf_counter()
+    began, problem, progress = time.perf_counter(), training.problem, training.progress
     progress.stage("chains", 1)
-    chains = Chains(problem, ends["buffers"], ends["without"], ends["precision"], True)
-    plan = stages.once("chains planned", lambda: _planned(chains, ends["theta"], seconds, each, began))
+    ends, folds = training.followed(done), held.folds_of(problem, done.pilots, done.kept)
+    buffers, precision = ends["buffers"], ends["precision"]
+    chains = Chains(problem, buffers, ends["without"], precision, True)
+    plan = training.stages.once("chains planned", lambda: _planned(chains, ends["theta"], seconds, each, began))
     if "said" in plan:
         return plan
     steps = plan["steps"]
     progress.stage("chains", 2 * steps)
     draws = chains.run(ends["theta"], steps, 2 * problem.seed + 1, progress)
-    drawn = [held_out_outputs(problem, theta, ends["buffers"]) for theta in draws]
-    outputs = [torch.stack(each_draw) for each_draw in zip(*drawn)]
+    outputs = [torch.stack(x) for x in zip(*(held_out_outputs(problem, theta, buffers) for theta in draws))]
+    found: dict[str, Any] = {"passes": float(steps), "said": f"they diverged within {steps} steps"}
     if not all(bool(x.isfinite().all()) for x in outputs):
-        return {"said": f"the chains diverged within {steps} steps", "passes": float(steps)}
-    folds = held.folds_of(problem, *pilots)
+        return found
     alone, score = score_of(problem, folds)[0], score_of(*held.joined(problem, folds, outputs))[0]
     z, agreed = held.z_of(score - alone), r_hat(folds, outputs)
-    found: dict[str, Any] = {"passes": float(steps), "agree": agreed <= AGREE, "v0": float(ends["with"].mean())}
     found["said"] = (
-        f"{steps} steps, held-out log score {score.mean():.3f} with draws beside {alone.mean():.3f} without ("
+        f"{steps} steps, held-out log score {score.mean():.3f} with draws beside {alone.mean():.3f} without ({z:.1f} standard "
+        f"errors), R-hat of predictions {agreed:.2f}"
     )
-    found["said"] += f"{z:.1f} standard errors), R-hat of predictions {agreed:.2f}"
-    if z > 1:
-        chains = Chains(problem, ends["buffers"], ends["with"], ends["precision"], False)
-        draws = chains.run(draws[-1], steps, 2 * problem.seed + 2, progress)
+    if z > SURE:
+        after = Chains(problem, buffers, ends["with"], precision, False)
+        draws = after.run(draws[-1], steps, 2 * problem.seed + 2, progress)
+        found |= {"passes": 2.0 * steps, "agree": agreed <= AGREE, "v0": float(ends["with"].mean())}
         if not bool(draws.isfinite().all()):
-            found["said"] += ", but with all data the chains diverged"
-        else:
-            buffers = {k: x.expand(len(draws), *x.shape) for k, x in ends["buffers"].items()}
-            found |= {"draws": draws, "buffers": buffers, "outputs": outputs, "passes": 2.0 * steps}
+            return {**found, "said": found["said"] + ", but they diverged with all data"}
+        found |= {"draws": draws, "buffers": {k: x.expand(len(draws), *x.shape) for k, x in buffers.items()}}
+        found |= {"outputs": outputs, "alone": {"networks alone": float(alone.mean())}}
     return found
 
 
 def _planned(chains: Chains, theta: Tensor, seconds: float, each: float, began: float) -> dict[str, Any]:
     """The steps that fit into half of the seconds, or why there are none."""
     step, params, state = chains.stepper(baoab(1e-6, 1.0, temperature=1e-6), theta, 0)
-    start = began
-    for i in range(TIMED + 2):
-        start = time.perf_counter() if i == 2 else start
-        params, state = step(params, state, i)
-    now = time.perf_counter()
-    one = (now - start) / TIMED
+    one = timed(lambda i: step(params, state, i))
     if one > DEAREST * each:
         return {"said": f"a pass over the data costs {one / each:.0f} steps of training, and at most {DEAREST} pay"}
     curvatures = (2 + len(RENEWALS)) * (PRODUCTS + 1)
-    steps = int((seconds - (now - began)) / one / 2) - curvatures
+    steps = int((seconds - (time.perf_counter() - began)) / one / 2) - curvatures
     if (1 - RAMP) * steps < LEAST:
         needed = 2 * one * (curvatures + LEAST / (1 - RAMP))
         return {"said": f"{seconds:.3g} s hold fewer than {LEAST} steps, which take about {needed:.2g} s"}

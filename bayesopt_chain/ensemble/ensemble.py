@@ -40,7 +40,8 @@ class Ensemble:
     """Several networks, or draws of each; made by :func:`bayesopt_chain.posterior_ensemble`.
 
     Attributes:
-        params, buffers: of S draws of M networks, ``[S, M, *]`` by name; one draw each of trained networks.
+        params, buffers: of S draws of M networks, ``[S, M, *]`` by name; one draw each of trained networks, which come
+            last behind the draws of chains.
         likelihood: of new targets, with the noise that held-out data chose.
         factor: what logits are divided by, or noise scales are multiplied by.
         report: what was done; ``print(ensemble.report)``.

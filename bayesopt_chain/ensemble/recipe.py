@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import optree
@@ -85,6 +86,16 @@ def rate_at(step: int, lr: float, first: int, second: int) -> float:
     return lr * (size * (1 + math.cos(math.pi * min(at, 1.0))) / 2 + 1e-3)
 
 
+def timed(step: Callable[[int], Any]) -> float:
+    """Seconds of one step, measured behind two others."""
+    start = 0.0
+    for i in range(TIMED + 2):
+        if i == 2:
+            start = time.perf_counter()
+        step(i)
+    return (time.perf_counter() - start) / TIMED
+
+
 class Training:
     """The one training, from its starts to all data; it goes on from where ``stages`` has it.
 
@@ -118,7 +129,7 @@ class Training:
         if prior is None and fan_in:
             self.priors = [alone if count == 1 else PRIORS[m % 2] for m in range(count)]
         usual = torch.full_like(theta[0], 1.0 if prior is None else prior)
-        self.precision_of = {USUAL: usual, FAN_IN: problem.fan_in()}
+        self.precision_of = {USUAL: usual, FAN_IN: problem.fan_in() if prior is None else usual}
         c = torch.tensor([NOISE if p == USUAL else FIRST for p in self.priors], dtype=torch.float64, device="cpu")
         self.noise = c.reshape(count, *[1] * len(event)).expand(count, *event).clone()
         self.order = Order(problem, True, 1)
@@ -148,13 +159,8 @@ class Training:
 
     def seconds(self) -> float:
         """Of one step, measured."""
-        params, state, each = self.params, self.state, self.each(1e-3)
-        start = 0.0
-        for i in range(TIMED + 2):
-            if i == 2:
-                start = time.perf_counter()
-            params, state, _ = self.run(params, state, self.batch(i, self.order, self.priors, True), each)
-        return (time.perf_counter() - start) / TIMED
+        each = self.each(1e-3)
+        return timed(lambda i: self.run(self.params, self.state, self.batch(i, self.order, self.priors, True), each))
 
     def rate(self, steps: int) -> dict[str, Any]:
         """The largest of three rates whose descent is within 5 % of the best, each tried on one network."""
@@ -249,14 +255,19 @@ class Training:
 
     def followed(self, done: Trained) -> dict[str, Any]:
         """What chains start with: the members before they saw their folds, the prior, and v0 without and with all data."""
-        folds = held.folds_of(self.problem, done.pilots) if self.problem.gaussian else []
-        noises = torch.full_like(done.noise, NOISE), torch.full_like(done.noise, NOISE)
-        for fold in folds:
-            others = [f for f in folds if f is not fold] or [fold]
-            noises[0][fold.who] = SHARE * held.noise_of(self.problem, others).cpu()
-            noises[1][:] = SHARE * held.noise_of(self.problem, folds).cpu()
+        folds = held.folds_of(self.problem, done.pilots)
         ends: Any = self.ends or self.stages.read("ends")
-        return {**ends, "precision": self.precision_of[FAN_IN], "without": noises[0], "with": noises[1]}
+        self.noise = torch.full_like(done.noise, NOISE)
+        self.cross(folds)
+        whole = SHARE * held.noise_of(self.problem, folds).cpu() if self.problem.gaussian else self.noise[0]
+        after = {"without": self.noise, "with": whole.expand_as(self.noise)}
+        return {**ends, **after, "precision": self.precision_of[FAN_IN]}
+
+    def cross(self, folds: list[Fold]) -> None:
+        """Set the noise v0 of members that leave out one fold by the others."""
+        for fold in folds if self.problem.gaussian else []:
+            others = [f for f in folds if f is not fold] or [fold]
+            self.noise[fold.who] = SHARE * self.stages.firsts(held.noise_of(self.problem, others)).cpu()
 
     def renew(self, priors: list[str]) -> None:
         """Set the noise v0 of members under the fan-in prior; what is trained so far is kept as ``last``."""
@@ -264,11 +275,7 @@ class Training:
         outputs = held_out_outputs(self.problem, theta, buffers)
         _require_finite(outputs, "training")
         self.last = self.reached(theta, buffers, outputs, priors, list(range(self.problem.count)), None)
-        who = [m for m, p in enumerate(priors) if p == FAN_IN and self.problem.gaussian]
-        folds = held.folds_of(self.problem, outputs, who)
-        for fold in folds:
-            others = [f for f in folds if f is not fold] or [fold]
-            self.noise[fold.who] = SHARE * self.stages.firsts(held.noise_of(self.problem, others)).cpu()
+        self.cross(held.folds_of(self.problem, outputs, [m for m, p in enumerate(priors) if p == FAN_IN]))
 
     def chosen(self, pilots: list[Tensor]) -> tuple[list[str], list[int], float | None]:
         """The priors to go on with, the members that speak for them, and the z of the comparison; noise is set."""

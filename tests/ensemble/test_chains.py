@@ -71,9 +71,9 @@ def judged(monkeypatch, start, noise):
     p = problem()
     theta, level = torch.as_tensor(start).double().expand(4, 2), torch.full((4, 1), noise).double()
     ends = {"theta": theta, "buffers": {}, "precision": PRECISION, "without": level, "with": level}
-    about = {"members": 4, "seed": 0}
-    pilots = held_out_outputs(p, theta, {}), range(4)
-    return chained(p, Stages(None, about, torch.device("cpu"), None), Progress(False), ends, pilots, 1.0, 1.0)
+    stages = Stages(None, {"members": 4}, torch.device("cpu"), None)
+    training = SimpleNamespace(problem=p, stages=stages, progress=Progress(False), followed=lambda done: ends)
+    return chained(training, SimpleNamespace(pilots=held_out_outputs(p, theta, {}), kept=range(4)), 1.0, 1.0)
 
 
 def test_draws_are_kept_where_they_predict_better(monkeypatch):
@@ -102,11 +102,10 @@ def test_draws_are_not_kept_where_they_predict_worse_or_diverge(monkeypatch, sta
     ],
 )
 def test_steps_are_those_that_fit_the_seconds(monkeypatch, seconds, each, planned):
-    monkeypatch.setattr(behind, "TIMED", 20)
-    clock = iter([10.0, 12.0])  # a tenth of a second a step
     p = problem()
     found = chains_of(p)
-    monkeypatch.setattr(behind, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(behind, "timed", lambda step: 0.1)
+    monkeypatch.setattr(behind, "time", SimpleNamespace(perf_counter=lambda: 12.0))
     wanted = planned if isinstance(planned, dict) else {"said": planned}
     assert behind._planned(found, p.theta, seconds, each, 8.0) == wanted
 
@@ -188,7 +187,7 @@ def test_chains_that_fail_keep_the_networks(monkeypatch):
     ("arguments", "message"),
     [
         *(({"chains": c}, "chains") for c in (-1.0, 0, math.nan, math.inf, True, [1])),
-        ({"chains": "often"}, 'seconds, "auto" or None'),
+        ({"chains": "often"}, "chains"),
         ({"chains": 60, "minutes": 1.0}, "all of minutes=1"),
         ({"chains": "auto", "mesh": object()}, "pass chains=None, or mesh=None"),
     ],
