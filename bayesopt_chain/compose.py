@@ -170,7 +170,10 @@ def with_response(
 
 
 def masked(link: GradientTransformation, mask: Any) -> Chain:
-    """Apply ``link`` only to the leaves selected by ``mask``; the others pass through untouched.
+    """Apply ``link`` only to the leaves selected by ``mask``; the updates of the others pass through as they are.
+
+    A leaf on which no link acts gets its gradient as its update, as in TorchOpt and optax, and would climb the loss. A chain
+    that samples other leaves refuses that: parameters that are to stay go into ``bc.sgd(0.0)`` by :func:`partition`.
 
     Args:
         link: a link or a whole chain.
@@ -181,7 +184,8 @@ def masked(link: GradientTransformation, mask: Any) -> Chain:
         A chain. Noise is matched for each leaf to the links that act on that leaf.
 
     Raises:
-        ValueError: at ``init``, a mask whose structure is no prefix of the parameters'.
+        ValueError: at ``init``, a mask whose structure is no prefix of the parameters'; at a temperature above 0, leaves
+            outside the mask that would climb the loss.
 
     Example:
         >>> import torch, bayesopt_chain as bc

@@ -82,14 +82,16 @@ class Plan:
         self.position = [{j: k for k, j in enumerate(w)} for w in self.where]
         self.order = [i for i, x in enumerate(links) if not isinstance(x.response, Noise)]
         self.learning = {i for i in self.order if isinstance(x := links[i].response, Preconditioner) and x.learns}
-        matched = match(links, self.where)  # the noise inputs of every noise link
-        # a link whose response is Noise makes what draws its noise
+        matched = match(links, self.where, [j for j, shape in enumerate(layout.shapes) if shape is not None])
+        # of every noise link its noise inputs; a link whose response is Noise makes what draws its noise
         self.noise: dict[int, Injection] = {i: cast(Any, links[i]).injection(x, layout) for i, x in matched.items()}
         self.entering = {noise_input.entry_link for noise_inputs in matched.values() for noise_input in noise_inputs}
         self.noisy = sorted({j for injection in self.noise.values() for j in injection.leaves})
         self.needs_all_gradients = [i for i, x in enumerate(links) if x.traits.needs_all_gradients]
-        checked = [w for x, w in zip(links, self.where) if x.traits.checks_gradients]
-        self.exact = sorted({*self.noisy, *(j for w in checked for j in w)})  # leaves whose gradients are checked
+        # leaves whose gradients are checked
+        self.exact = sorted(
+            {*self.noisy, *(j for x, w in zip(links, self.where) if x.traits.checks_gradients for j in w)}
+        )
         self.sampled = {j for x, w in zip(links, self.where) if x.traits.samples > 1 for j in w}
         found = {} if self.shards is not None else engines(links, self)
         inside = {k for engine in found.values() for k in engine.run if k not in found}
@@ -136,10 +138,8 @@ class Plan:
     def require_like(self, g: Sequence[Any], p: Sequence[Any] | None) -> None:
         """Refuse gradients that are not dense tensors like the leaves; those at several draws have an axis in front."""
         shapes, dtypes = self.layout.shapes, self.layout.dtypes
-        for j in self.exact:
+        for j in [j for j in self.exact if g[j] is not None]:
             x = g[j]
-            if x is None:
-                continue
             if not isinstance(x, Tensor) or x.layout is not torch.strided:
                 checks.not_dense(j, x)
             if x.dtype != dtypes[j] or (x.shape != shapes[j] and j not in self.sampled):

@@ -30,9 +30,9 @@ Below ``LEAST_MOMENTUM`` the noise therefore remembers its last draw in a tensor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import isfinite, sqrt
+from math import isfinite, prod, sqrt
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from bayesopt_chain.matching import law
@@ -122,12 +122,15 @@ class NoiseInput(NamedTuple):
     deferred_gain: float
 
 
-def match(links: Sequence[Neighbour], where: Sequence[tuple[int, ...]]) -> dict[int, list[NoiseInput]]:
+def match(
+    links: Sequence[Neighbour], where: Sequence[tuple[int, ...]], all_leaves: Iterable[int]
+) -> dict[int, list[NoiseInput]]:
     """Find the noise inputs of a chain.
 
     Args:
         links: the links, in the order of the chain.
         where: for each link, the numbers of the leaves on which it acts.
+        all_leaves: the numbers of all leaves, those on which no link acts among them.
 
     Returns:
         The noise inputs of each noise link, by the number of the link.
@@ -138,25 +141,24 @@ def match(links: Sequence[Neighbour], where: Sequence[tuple[int, ...]]) -> dict[
     Example:
         >>> import bayesopt_chain as bc
         >>> tx = bc.chain(bc.add_momentum(0.9), bc.inject_langevin_noise(0.5), bc.scale_by_neg_lr(0.1))
-        >>> (noise_input,) = match(tx.links, [(0,), (0,), (0,)])[1]
+        >>> (noise_input,) = match(tx.links, [(0,), (0,), (0,)], [0])[1]
         >>> noise_input.entry_link, str(noise_input.transfer)  # it enters before the momentum
         (0, 'F = 0.1 / (1 - 0.9/z)')
     """
     # The leaves on which the same links act, by the numbers of these links.
     groups: dict[tuple[int, ...], list[int]] = {}
-    for j in sorted({j for w in where for j in w}):
+    for j in all_leaves:
         groups.setdefault(tuple([i for i, w in enumerate(where) if j in w]), []).append(j)
     out = {i: list[NoiseInput]() for i, x in enumerate(links) if isinstance(x.response, Noise)}
     for acting, leaves in groups.items():
-        n, found = match_group(links, acting, tuple(leaves), where)
-        if n is not None:
+        for n, found in match_group(links, acting, tuple(leaves), where).items():
             out[n].extend(found)
     return out
 
 
 def match_group(
     links: Sequence[Neighbour], acting: Sequence[int], leaves: tuple[int, ...], where: Sequence[tuple[int, ...]]
-) -> tuple[int | None, list[NoiseInput]]:
+) -> dict[int, list[NoiseInput]]:
     """Find the noise inputs of leaves on which the same links act.
 
     Args:
@@ -166,7 +168,7 @@ def match_group(
         where: for each link, the numbers of all leaves on which it acts.
 
     Returns:
-        The number of the noise link (``None`` without one), and its noise inputs for these leaves.
+        The noise inputs of the noise link for these leaves, by its number; empty without one.
 
     Raises:
         ValueError: no noise makes this chain sample; the message says why and what to do instead.
@@ -175,7 +177,13 @@ def match_group(
     if own := _of(r, SelfContainedSampler):
         _check_own_noise(links, r, own)
     if not (noises := _of(r, Noise)):
-        return None, []
+        if not own and any([isinstance(x.response, Noise) for x in links]) and _climbs(r):
+            raise ValueError(
+                f"chain: {len(leaves)} leaves that it does not sample would climb the loss, since bc.masked hands on the "
+                "gradients of what it leaves out as they are. Leave these parameters out of params, or freeze them: "
+                'bc.partition({"sampled": tx, "frozen": bc.sgd(0.0)}, labels)'
+            )
+        return {}
     if len(noises) > 1:
         raise ValueError(
             f"chain: {len(noises)} noise links act on one leaf ({_names(links, noises)}); keep one of them"
@@ -193,7 +201,7 @@ def match_group(
     at = _entrance(links, r, written, memory)
     transfer = _transfer_function(links, r, at)
     if transfer is None:
-        return written, []
+        return {written: []}
     changes = bool(transfer.rates) or noise.temperature is None
     parts = _processes(transfer, noise, changes)
     _check_mixing(links, transfer, r, changes, [i for i in acting if where[i] != leaves])
@@ -209,7 +217,15 @@ def match_group(
         powers = *((m, 0.5) for m in transfer.preconditioners if m < at), *((m, -0.5) for m in met if m >= at)
         rates = tuple([i for i in transfer.rates if i < at]), tuple([i for i in transfer.rates if i >= at])
         noise_inputs.append(NoiseInput(transfer, at, leaves, process, changes, powers, rates, deferred_gain))
-    return written, noise_inputs
+    return {written: noise_inputs}
+
+
+def _climbs(r: Responses) -> bool:
+    """Whether updates go up the loss: no link with noise of its own, or unknown, and the product of the gains is positive."""
+    gains = (sum(x.b) if isinstance(x, Linear) else getattr(x, "sign", 1) for x in r.values())
+    return (
+        all([isinstance(x, (Linear, Rate, Decay, Nonlinear, Preconditioner)) for x in r.values()]) and prod(gains) > 0
+    )
 
 
 def _check_mixing(
@@ -456,7 +472,7 @@ def note(links: Sequence[Neighbour], acting: Sequence[int], i: int) -> str:
         'acts here, matched to F = 0.1'
     """
     try:
-        _, noise_inputs = match_group(links, acting, (0,), [(0,)] * len(links))
+        noise_inputs = match_group(links, acting, (0,), [(0,)] * len(links))[i]
     except ValueError as err:
         return f"unmatched: {str(err).removeprefix('chain: ')}"
     if not noise_inputs:

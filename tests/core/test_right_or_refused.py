@@ -163,13 +163,33 @@ def test_freezing_a_leaf_leaves_the_noise_of_the_others_alone():
     tx = bc.sgld(0.1, temperature=T)
     params = {"a": torch.zeros(5), "b": torch.zeros(7)}
     only = {"b": torch.zeros(7)}
-    part, moved = bc.masked(tx, {"a": False, "b": True}), []
+    part, moved = bc.partition({"sampled": tx, "frozen": bc.sgd(0.0)}, {"a": "frozen", "b": "sampled"}), []
     for sampler, p in ((tx, params), (tx, only), (part, params)):
         torch.manual_seed(0)
         moved.append(sampler.update(p, sampler.init(p), params=p, inplace=False)[0])
     both, one, masked = moved
     assert torch.equal(both["b"], one["b"]) and torch.equal(both["b"], masked["b"])
-    assert not torch.equal(both["a"], both["b"][:5])
+    assert not torch.equal(both["a"], both["b"][:5]) and not masked["a"].any()
+
+
+@pytest.mark.parametrize("front", [(), (torchopt.clip.clip_grad_norm(1.0),), (bc.add_momentum(0.5),)])
+def test_a_leaf_that_no_link_turns_downhill_is_refused_beside_leaves_that_are_sampled(front):
+    params, mask = {"a": torch.ones(2), "b": torch.ones(3), "c": None}, {"a": False, "b": True, "c": False}
+    with pytest.raises(ValueError, match=r"1 leaves that it does not sample would climb the loss.*bc\.sgd\(0\.0\)"):
+        bc.chain(*front, bc.masked(bc.sghmc(0.1, temperature=T), mask)).init(params)
+    bc.chain(*front, bc.masked(bc.sghmc(0.1, temperature=0.0), mask)).init(params)  # as TorchOpt does
+    down = bc.chain(
+        *front,
+        bc.masked(bc.sgld(1.0, temperature=T), mask),
+        bc.masked(bc.sgd(0.1), {"a": True, "b": False, "c": False}),
+    )
+    assert (down.update({**params, "c": None}, down.init(params), params=params)[0]["a"] < 0).all()
+    still = bc.chain(
+        *front,
+        bc.masked(bc.sgld(1.0, temperature=T), mask),
+        bc.masked(bc.links.scale(0.0), {"a": True, "b": False, "c": False}),
+    )
+    still.init(params)
 
 
 def test_stacking_copies_of_a_state_is_refused_and_fork_gives_each_a_key_of_its_own():
