@@ -34,11 +34,11 @@ def regression(outputs=2):
 
 
 def features(x, outputs):
-    """The Jacobian of `linear` in (b, w), `[N outputs, P]`."""
+    """The Jacobian of `linear` in (b, w), `[N outputs, P]`; of no data too."""
     eye = torch.eye(outputs)
     b = eye.expand(len(x), outputs, outputs)
-    w = torch.einsum("ni,oc->noic", x, eye).reshape(len(x), outputs, -1)
-    return torch.cat([b, w], -1).reshape(len(x) * outputs, -1)
+    w = torch.einsum("ni,oc->noic", x, eye).flatten(2)
+    return torch.cat([b, w], -1).flatten(0, 1)
 
 
 def accumulate(tx, params, batch, estimate, cuts=(0, N)):
@@ -59,25 +59,6 @@ def exact_posterior(batch, prior, variance):
 
 def as_tree(vector, outputs):
     return {"w": vector[outputs:].reshape(3, outputs), "b": vector[:outputs]}
-
-
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_linear_regression_has_the_gaussian_process_evidence(structure):
-    """log N(y; 0, Phi Phi^T / prior + variance I), to 1e-10."""
-    _, batch = regression()
-    prior, variance = 0.7, 0.3
-    mean, precision = exact_posterior(batch, prior, variance)
-    params, likelihood = as_tree(mean, 2), likelihoods.gaussian(variance)
-    tx = laplace()
-    state = accumulate(tx, params, batch, curvature.ggn(linear, likelihood, structure, **OPTIONS.get(structure, {})))
-    posterior = tx.posterior(state, params, prior_precision=prior)
-    assert torch.allclose(posterior.precision.to_dense(), precision, rtol=1e-10, atol=1e-10)
-    log_likelihood = -likelihood.nll(linear(params, batch), batch[1]).sum()
-    evidence = tx.log_evidence(state, params, log_likelihood, prior_precision=prior)
-    design = features(batch[0], 2)
-    kernel = design @ design.T / prior + variance * torch.eye(2 * N)
-    gp = torch.distributions.MultivariateNormal(torch.zeros(2 * N), kernel).log_prob(batch[1].reshape(-1))
-    assert math.isclose(evidence.item(), gp.item(), rel_tol=1e-10)
 
 
 def test_bernoulli_regression_agrees_with_the_gaussian_process_classifier():
@@ -169,71 +150,6 @@ def test_samples_have_the_covariance_of_the_posterior(structure):
     assert torch.allclose(flatten(posterior.marginal_variance, params), covariance.diagonal(), rtol=1e-9)
 
 
-@pytest.mark.parametrize("carry", ["state", "posterior"])
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_online_laplace_on_linear_regression_is_the_posterior_of_all_data(structure, carry):
-    _, batch = regression()
-    prior, variance = 0.7, 0.3
-    mean, precision = exact_posterior(batch, prior, variance)
-    estimate = curvature.ggn(linear, likelihoods.gaussian(variance), structure, **OPTIONS.get(structure, {}))
-    tx, params = laplace(), as_tree(torch.zeros(8), 2)
-    state, posterior = tx.init(params), None
-    for part in (slice(0, 7), slice(7, N)):
-        data = (batch[0][part], batch[1][part])
-        _, increment = tx.update(params, tx.init(params), curvature=estimate(params, data))
-        _, state = tx.update(params, state, curvature=estimate(params, data))
-        if posterior is None:
-            new = tx.posterior(increment, params, prior_precision=prior)
-        else:
-            new = (
-                tx.posterior(state, params, prior_precision=prior)
-                if carry == "state"
-                else tx.posterior(increment, params, prior=posterior)
-            )
-        # the mode of a quadratic: one Newton step from the last mean, where the prior's gradient is zero
-        gradient = torch.func.grad(
-            lambda p, data=data: likelihoods.gaussian(variance).nll(linear(p, data), data[1]).sum()
-        )(params)
-        if posterior is None:
-            gradient = optree.tree_map(lambda g, p: g + prior * p, gradient, params)
-        params = optree.tree_map(torch.sub, params, new.precision.solve(gradient))
-        posterior = new._replace(mean=params)
-    assert torch.allclose(flatten(posterior.mean, params), mean, atol=1e-10)
-    assert torch.allclose(posterior.precision.to_dense(), precision, rtol=1e-10, atol=1e-10)
-
-
-def test_kronecker_posteriors_are_carried_on_as_states():
-    params, batch = regression()
-    estimate = curvature.ggn(linear, likelihoods.gaussian(), "kronecker")
-    tx = laplace()
-    whole = accumulate(tx, params, batch, estimate)
-    halves = accumulate(tx, params, batch, estimate, (0, 7, N))
-    a, b = (tx.posterior(s, params, prior_precision=1.0).precision.to_dense() for s in (whole, halves))
-    assert torch.allclose(a, b, rtol=1e-11)
-
-
-@pytest.mark.parametrize("structure", ["kronecker", "block", "diagonal"])
-def test_a_stored_posterior_is_the_prior_of_the_next_task_leaf_by_leaf(structure):
-    """Structures without correlations between leaves: the blocks of the joint closed form (for a linear Gaussian model K-FAC
-    has them exactly), after pickling."""
-    _, batch = regression()
-    prior, variance = 0.7, 0.3
-    mean, precision = exact_posterior(batch, prior, variance)
-    precision[:2, 2:], precision[2:, :2] = 0, 0
-    if structure == "diagonal":
-        precision = torch.diag(precision.diagonal())
-    estimate = curvature.ggn(linear, likelihoods.gaussian(variance), structure)
-    tx, params, posterior = laplace(), as_tree(mean, 2), None
-    for part in (slice(0, 5), slice(5, 7), slice(7, N)):
-        increment = estimate(params, (batch[0][part], batch[1][part]))
-        _, state = tx.update(params, tx.init(params), curvature=increment)
-        known = {"prior_precision": prior} if posterior is None else {"prior": posterior}
-        posterior = pickle.loads(pickle.dumps(tx.posterior(state, params, **known)))
-    assert torch.allclose(posterior.precision.to_dense(), precision, rtol=1e-11, atol=1e-11)
-    half = tx.posterior(state, params, prior=posterior, temperature=1 / (2 * N), likelihood_scale=0.5)
-    assert torch.isfinite(half.log_prob(params))
-
-
 def test_a_kronecker_prior_without_its_factors_is_refused():
     params, batch = regression()
     tx = laplace()
@@ -246,26 +162,60 @@ def test_a_kronecker_prior_without_its_factors_is_refused():
         tx.posterior(dense, params, prior=posterior)
 
 
+@pytest.mark.parametrize("first", [0, 7])
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_the_evidence_under_a_gaussian_prior_is_the_gaussian_processes(structure):
-    """log N(y; Phi m0, Phi S0 Phi^T + variance I) for the posterior of the first 7 data as the prior of the others, 1e-10."""
+def test_linear_regression_has_the_evidence_of_the_gaussian_process(structure, first):
+    """log N(y; Phi m0, Phi S0 Phi^T + variance I), to 1e-10: of a prior precision, or of the posterior of the first data."""
     _, batch = regression()
-    first, second = ((batch[0][part], batch[1][part]) for part in (slice(0, 7), slice(7, N)))
     prior, variance = 0.7, 0.3
-    m0, p0 = exact_posterior(first, prior, variance)
-    mean, _ = exact_posterior(batch, prior, variance)
-    likelihood, tx = likelihoods.gaussian(variance), laplace()
+    before, data = ((batch[0][part], batch[1][part]) for part in (slice(first), slice(first, N)))
+    (m0, p0), (mean, precision) = (exact_posterior(some, prior, variance) for some in (before, batch))
+    likelihood, tx, start, params = likelihoods.gaussian(variance), laplace(), as_tree(m0, 2), as_tree(mean, 2)
     estimate = curvature.ggn(linear, likelihood, structure, **OPTIONS.get(structure, {}))
-    _, state = tx.update(as_tree(m0, 2), tx.init(as_tree(m0, 2)), curvature=estimate(as_tree(m0, 2), first))
-    known = tx.posterior(state, as_tree(m0, 2), prior_precision=prior)
-    params = as_tree(mean, 2)
-    _, state = tx.update(params, tx.init(params), curvature=estimate(params, second))
-    nll = likelihood.nll(linear(params, second), second[1]).sum()
-    evidence = tx.log_evidence(state, params, -nll, prior=known)
-    design = features(second[0], 2)
+    given = {"prior_precision": prior}
+    if first:
+        given = {"prior": tx.posterior(accumulate(tx, start, before, estimate, (0, first)), start, **given)}
+    state = accumulate(tx, params, data, estimate, (0, N - first))
+    found = tx.posterior(state, params, **given).precision.to_dense()
+    assert torch.allclose(found, precision, rtol=1e-10, atol=1e-10)
+    evidence = tx.log_evidence(state, params, -likelihood.nll(linear(params, data), data[1]).sum(), **given)
+    design = features(data[0], 2)
     kernel = design @ torch.linalg.inv(p0) @ design.T + variance * torch.eye(len(design))
-    exact = torch.distributions.MultivariateNormal(design @ m0, kernel).log_prob(second[1].reshape(-1))
+    exact = torch.distributions.MultivariateNormal(design @ m0, kernel).log_prob(data[1].reshape(-1))
     assert math.isclose(evidence.item(), exact.item(), rel_tol=1e-10)
+
+
+@pytest.mark.parametrize("carry", ["state", "posterior"])
+@pytest.mark.parametrize("structure", curvature.STRUCTURES)
+def test_online_laplace_on_linear_regression_is_the_posterior_of_all_data(structure, carry):
+    """Pickled between the tasks. Structures without correlations between leaves have the blocks of the joint closed form (for a
+    linear Gaussian model K-FAC has them exactly), the others its mean too."""
+    _, batch = regression()
+    prior, variance = 0.7, 0.3
+    likelihood = likelihoods.gaussian(variance)
+    mean, precision = exact_posterior(batch, prior, variance)
+    if structure not in STRUCTURES:
+        precision[:2, 2:], precision[2:, :2] = 0, 0
+    if structure == "diagonal":
+        precision = torch.diag(precision.diagonal())
+    estimate = curvature.ggn(linear, likelihood, structure, **OPTIONS.get(structure, {}))
+    tx, params = laplace(), as_tree(torch.zeros(8), 2)
+    state, given = tx.init(params), {"prior_precision": prior}
+    for part in (slice(0, 5), slice(5, 7), slice(7, N)):
+        data = (batch[0][part], batch[1][part])
+        last = state if carry == "state" else tx.init(params)
+        _, state = tx.update(params, last, curvature=estimate(params, data))
+        posterior = pickle.loads(pickle.dumps(tx.posterior(state, params, **given)))
+        # the mode of a quadratic: one Newton step from the last mean, where the prior's gradient is zero
+        gradient = torch.func.grad(lambda p, data=data: likelihood.nll(linear(p, data), data[1]).sum())(params)
+        params = optree.tree_map(torch.sub, params, posterior.precision.solve(gradient))
+        posterior = posterior._replace(mean=params)
+        given = given if carry == "state" else {"prior": posterior}
+    assert torch.allclose(posterior.precision.to_dense(), precision, rtol=1e-11, atol=1e-10)
+    if structure in STRUCTURES:
+        assert torch.allclose(flatten(posterior.mean, params), mean, atol=1e-10)
+    half = tx.posterior(state, params, prior=posterior, temperature=1 / (2 * N), likelihood_scale=0.5)
+    assert torch.isfinite(half.log_prob(params))
 
 
 @pytest.mark.slow
