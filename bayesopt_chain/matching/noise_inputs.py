@@ -177,7 +177,7 @@ def match_group(
     if own := _of(r, SelfContainedSampler):
         _check_own_noise(links, r, own)
     if not (noises := _of(r, Noise)):
-        if not own and any([isinstance(x.response, Noise) for x in links]) and _climbs(r):
+        if not own and any([isinstance(x.response, (Noise, SelfContainedSampler)) for x in links]) and _climbs(r):
             raise ValueError(
                 f"chain: {len(leaves)} leaves that it does not sample would climb the loss, since bc.masked hands on the "
                 "gradients of what it leaves out as they are. Leave these parameters out of params, or freeze them: "

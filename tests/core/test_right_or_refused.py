@@ -177,6 +177,8 @@ def test_a_leaf_that_no_link_turns_downhill_is_refused_beside_leaves_that_are_sa
     params, mask = {"a": torch.ones(2), "b": torch.ones(3), "c": None}, {"a": False, "b": True, "c": False}
     with pytest.raises(ValueError, match=r"1 leaves that it does not sample would climb the loss.*bc\.sgd\(0\.0\)"):
         bc.chain(*front, bc.masked(bc.sghmc(0.1, temperature=T), mask)).init(params)
+    with pytest.raises(ValueError, match=r"1 leaves that it does not sample would climb the loss"):
+        bc.masked(OWN_NOISE["sgnht"](), mask).init(params)
     bc.chain(*front, bc.masked(bc.sghmc(0.1, temperature=0.0), mask)).init(params)  # as TorchOpt does
     down = bc.chain(
         *front,

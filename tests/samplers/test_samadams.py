@@ -257,7 +257,7 @@ NEIGHBOURS = bc.links.scale(0.5), bc.add_momentum(0.5), bc.inject_langevin_noise
 @pytest.mark.parametrize(
     "ask, words",
     [
-        (lambda: bc.masked(made(), {"a": True, "b": False}).init(TREE), LEFT_OUT),
+        (lambda: bc.partition({"x": made(), "y": bc.sgd(0.0)}, {"a": "x", "b": "y"}).init(TREE), LEFT_OUT),
         (
             lambda: bc.partition({"x": made(), "y": bc.sghmc(0.1, temperature=1.0)}, {"a": "x", "b": "y"}).init(TREE),
             LEFT_OUT,
