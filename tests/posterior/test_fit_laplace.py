@@ -1,7 +1,5 @@
 """``bc.fit_laplace`` against the closed form, the pieces it is made from, and sampling."""
 
-import pickle
-
 import pytest
 import torch
 from torch import nn
@@ -68,13 +66,6 @@ def test_a_last_layer_with_gaussian_noise_is_bayesian_linear_regression_on_its_f
     torch.testing.assert_close(again.predict(new).mean, got.mean, rtol=1e-4, atol=1e-5)
 
 
-def test_one_batch_is_a_list_of_it():
-    model, (x, y) = module(), classes()
-    for batch in ((x, y), {"input": x, "labels": y}):
-        fits = [bc.fit_laplace(model, bc.likelihoods.categorical(), data) for data in (batch, [batch])]
-        assert torch.equal(fits[0].log_evidence, fits[1].log_evidence)
-
-
 @pytest.mark.sweep(9)
 @pytest.mark.parametrize("structure", ["kronecker", "dense", "diagonal", "root", "block"])
 @pytest.mark.parametrize("subset", ["last_layer", "all", ["0.weight", "2"]])
@@ -139,10 +130,14 @@ def test_other_likelihoods_have_their_means(name):
         torch.testing.assert_close(got, fitted.predict(x[:4]), rtol=0, atol=0.03)
 
 
-def test_batches_of_any_iterable_predict_alike():
+def test_batches_of_any_iterable_are_fitted_and_predicted_alike():
     model, (x, y) = module(), classes()
-    fitted = bc.fit_laplace(model, bc.likelihoods.categorical(), [(x, y)])
+    fitted, *others = (
+        bc.fit_laplace(model, bc.likelihoods.categorical(), data)
+        for data in ([(x, y)], (x, y), {"input": x, "labels": y}, [{"input": x, "labels": y}])
+    )
     want = fitted.predict(x)
+    assert all(torch.equal(other.log_evidence, fitted.log_evidence) for other in others)
     for data in (loader(x, y, 7), [x[:30], x[30:]], [(x, y)], iter([x])):
         torch.testing.assert_close(fitted.predict(data), want)
 
@@ -225,27 +220,19 @@ def test_a_forward_function_is_fitted_by_names():
     forward = lambda p, batch: torch.tanh(batch[0] @ p["body"]) @ p["head"]["w"]  # noqa: E731
     fitted = bc.fit_laplace(forward, bc.likelihoods.categorical(), loader(x, y), params=params, subset="head")
     assert list(fitted.posterior.mean) == ["head.w"] and fitted.predict(x).shape == (N, 3)
-    with pytest.raises(ValueError, match="of a forward function the last layer is not known"):
-        bc.fit_laplace(forward, bc.likelihoods.categorical(), loader(x, y), params=params)
-    with pytest.raises(ValueError, match="needs params="):
-        bc.fit_laplace(forward, bc.likelihoods.categorical(), loader(x, y), subset="head")
-
-
-def test_a_fit_of_a_module_is_pickled_with_it():
-    model, (x, y) = nn.Linear(2, 3).eval(), classes()
-    fitted = bc.fit_laplace(model, bc.likelihoods.categorical(), loader(x, y))
-    try:
-        twin = pickle.loads(pickle.dumps(fitted.posterior))
-    except pickle.PicklingError:
-        pytest.fail("a posterior has to be pickled")
-    assert torch.equal(twin.precision.to_dense(), fitted.posterior.precision.to_dense())
 
 
 def dropping():
     return nn.Sequential(nn.Linear(2, 3), nn.Dropout(), nn.Linear(3, 3))
 
 
+def matrix(params, batch):
+    return batch[0] @ params["head"]
+
+
 BATCH = torch.zeros(4, 2, dtype=torch.float64), torch.arange(4) % 3
+WEIGHT = {"head": torch.ones(2, 3, dtype=torch.float64)}
+GAUSSIAN = {"likelihood": bc.likelihoods.gaussian(), "loader": [(torch.eye(3, 2).double(), torch.eye(3).double())]}
 
 
 @pytest.mark.parametrize(
@@ -260,35 +247,27 @@ BATCH = torch.zeros(4, 2, dtype=torch.float64), torch.arange(4) % 3
         ({"structure": "low_rank"}, "LowRank has no basis"),
         ({"subset": "tail"}, "keep='tail' matches none"),
         ({"layers": "all"}, r"fit_laplace: layers is no argument of it.*rank.*subset="),
+        ({"module": matrix, "params": WEIGHT}, "of a forward function the last layer is not known"),
+        ({"module": matrix, "subset": "head"}, "needs params="),
+        ({"prior_structure": "one"}, "fit_laplace: prior_structure='one': pass 'scalar', 'layerwise' or None"),
+        ({"prior_structure": "layerwise", "structure": "dense"}, "'layerwise' with structure='dense'.*pass 'scalar'"),
+        ({"prior_structure": "scalar", "tune": None}, "'scalar' is for tune='evidence'.*tune=None"),
         ({"module": 3}, r"neither an nn\.Module nor a function"),
         ({"loader": []}, "the loader has no batches"),
         ({"loader": [BATCH[0]]}, r"batches must be .inputs, targets."),
         ({"loader": [(BATCH[0] / 0, BATCH[1])]}, "is NaN"),
         ({"module": dropping()}, r"1 \(Dropout\) is in training mode.*module.eval"),
+        ({"ask": {"method": "magic"}}, "method='magic'"),
+        ({"ask": {"method": "probit"}, **GAUSSIAN}, "no meaning for a gaussian likelihood"),
+        ({"ask": {"method": "linearized_mc", "samples": 0}}, "samples must be a whole number"),
+        ({"ask": {"data": []}}, "data has no batches"),
     ],
 )
-def test_bad_arguments_are_refused_by_name(what, words):
+def test_bad_arguments_and_questions_are_refused_by_name(what, words):
     given = {"module": module(), "likelihood": bc.likelihoods.categorical(), "loader": [classes()]} | what
     with pytest.raises((ValueError, TypeError), match=words):
-        bc.fit_laplace(given.pop("module"), given.pop("likelihood"), given.pop("loader"), **given)
-
-
-@pytest.mark.parametrize(
-    ("outputs", "options", "words"),
-    [
-        (3, {"method": "magic"}, "method='magic'"),
-        (1, {"method": "probit"}, "no meaning for a gaussian likelihood"),
-        (3, {"method": "linearized_mc", "samples": 0}, "samples must be a whole number"),
-        (3, {"data": []}, "data has no batches"),
-    ],
-)
-def test_bad_questions_are_refused_by_name(outputs, options, words):
-    x, y = classes()
-    gaussian = outputs == 1
-    likelihood = bc.likelihoods.gaussian() if gaussian else bc.likelihoods.categorical()
-    fitted = bc.fit_laplace(module(outputs), likelihood, [(x, x[:, :1] if gaussian else y)])
-    with pytest.raises(ValueError, match=words):
-        fitted.predict(**{"data": x, **options})
+        question = {"data": BATCH[0]} | given.pop("ask", {})
+        bc.fit_laplace(given.pop("module"), given.pop("likelihood"), given.pop("loader"), **given).predict(**question)
 
 
 @pytest.mark.parametrize("subset", ["last_layer", "all"])

@@ -252,14 +252,3 @@ def test_a_scalar_prior_of_training_is_that_of_the_fit_where_it_ends(structure):
     found = [p for fit in (training.fitted, fitted) for p in fit.prior_precision.values()]
     assert len(found) == 4 and found[0] == found[1] and found[2] == found[3]
     torch.testing.assert_close(found[0], found[2], rtol=1e-3, atol=0)
-
-
-def test_the_prior_structure_of_a_fit_is_refused_by_name():
-    model, data, gaussian = module().eval(), [regression()], bc.likelihoods.gaussian()
-    for options, words in (
-        ({"prior_structure": "one"}, "fit_laplace: prior_structure='one': pass 'scalar', 'layerwise' or None"),
-        ({"prior_structure": "layerwise", "structure": "dense"}, "'layerwise' with structure='dense'.*pass 'scalar'"),
-        ({"prior_structure": "scalar", "tune": None}, "'scalar' is for tune='evidence'.*tune=None"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            bc.fit_laplace(model, gaussian, data, **options)

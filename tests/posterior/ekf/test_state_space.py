@@ -1,4 +1,4 @@
-"""Two models in motion with known answers: a drifting regression, and skills that walk at random between matches.
+"""A model in motion with a known answer: skills that walk at random between matches.
 
 The statistical tests run R independent replicates at once and use the sum of their normalised squared errors, which is
 chi-squared where the filter is right; their bounds are six standard deviations (false alarms below 2e-9 each), and the
@@ -25,64 +25,7 @@ def squared_errors(truth, means, roots):
     return torch.einsum("ri,rij->rj", truth - means, roots).square().sum().item()
 
 
-# A drifting regression: linear and Gaussian, so that the filter is Kalman's
-
-
-def regression_forward(params, batch):
-    return batch[0] @ params
-
-
-def drifting_regression(generator, replicates, q, variance, prior, parameters=3, data=2):
-    theta = torch.randn(replicates, parameters, generator=generator) / math.sqrt(prior)
-    batches = []
-    for _ in range(STEPS):
-        theta = theta + math.sqrt(q) * torch.randn(theta.shape, generator=generator)
-        x = torch.randn(replicates, data, parameters, generator=generator)
-        noise = math.sqrt(variance) * torch.randn(replicates, data, generator=generator)
-        batches.append((x, torch.einsum("rdp,rp->rd", x, theta) + noise))
-    return theta, batches
-
-
-Q, VARIANCE, PRIOR = 0.02, 0.3, 0.5
-
-
-def drift_step():
-    tx = bc.ekf.dense(prior_precision=PRIOR, transition_noise=Q)
-    estimate = bc.ekf.observe(regression_forward, VARIANCE)
-    return tx, bc.make_step(lambda p, b: (b[0] @ p - b[1]).square().mean() / (2 * VARIANCE), tx, curvature=estimate)
-
-
-def test_a_drifting_regression_is_filtered_as_kalman_does():
-    """Against numpy's textbook gains, every one of 120 means and covariances to 1e-10."""
-    _, batches = drifting_regression(torch.Generator().manual_seed(4), 1, Q, VARIANCE, PRIOR)
-    tx, step = drift_step()
-    params = torch.zeros(3)
-    state = tx.init(params)
-    mean, p = np.zeros(3), np.eye(3) / PRIOR
-    for x, y in batches:
-        params, state, _ = step(params, state, (x[0], y[0]))
-        h, p = x[0].numpy(), p + Q * np.eye(3)
-        gain = p @ h.T @ np.linalg.inv(h @ p @ h.T + VARIANCE * np.eye(2))
-        mean, p = mean + gain @ (y[0].numpy() - h @ mean), (np.eye(3) - gain @ h) @ p
-        np.testing.assert_allclose(params.numpy(), mean, atol=1e-10, rtol=0)
-        covariance = torch.cholesky_inverse(state[0].root).numpy()
-        np.testing.assert_allclose(covariance, p, atol=1e-10, rtol=0)
-
-
-def test_a_drifting_regression_is_tracked_with_the_uncertainty_it_claims():
-    """Chi-squared with 3 R = 300 degrees of freedom, six standard deviations."""
-    truth, batches = drifting_regression(torch.Generator().manual_seed(5), R, Q, VARIANCE, PRIOR)
-    tx, step = drift_step()
-    chains = bc.parallel(step, R, batch_dim=0)
-    params = torch.zeros(R, 3)
-    state = chains.init(tx, params)
-    for batch in batches:
-        params, state, _ = chains(params, state, batch)
-    total = squared_errors(truth, params, state[0].root)
-    assert abs(total - 3 * R) < 6 * math.sqrt(2 * 3 * R), total
-
-
-# Skill ratings: the probability that i beats j is sigmoid(s_i - s_j), skills walk at random (Duffield et al., 2024)
+# The probability that i beats j is sigmoid(s_i - s_j), skills walk at random (Duffield et al., 2024)
 
 
 def match_forward(skills, batch):
