@@ -28,7 +28,7 @@ from bayesopt_chain.diagnostics._agreement import rank_normalised
 from bayesopt_chain.diagnostics.top_curvature import lanczos
 from bayesopt_chain.ensemble import held
 from bayesopt_chain.ensemble.held import Fold
-from bayesopt_chain.ensemble.recipe import Trained, Training, score_of, timed
+from bayesopt_chain.ensemble.recipe import TIMED, Trained, Training, score_of, timed
 from bayesopt_chain.ensemble.training import Order, Problem, Tensors, constants, held_out_outputs, started
 from bayesopt_chain.optimizers.functional import sgd
 from bayesopt_chain.samplers.splittings import baoab
@@ -41,6 +41,7 @@ DEAREST = 10  # steps of training that a pass may cost
 # standard errors; the two networks of a fold gain more by draws than the four that predict in the end
 SURE = 2.0
 AGREE = 1.1  # R-hat of predictions up to which chains are said to have one posterior
+MOST = 2**26  # numbers of outputs of all draws on the folds
 PRODUCTS = 12  # with the Hessian, at most, for k
 FAR = 1e4  # a rate beside which the rounding of the parameters is nothing
 
@@ -126,6 +127,9 @@ def chained(training: Training, done: Trained, seconds: float, each: float) -> d
     progress.stage("chains", 1)
     ends, folds = training.followed(done), held.folds_of(problem, done.pilots, done.kept)
     buffers, precision = ends["buffers"], ends["precision"]
+    numbers = DRAWS * sum(x.numel() for x in done.pilots)
+    if numbers > MOST:
+        return {"said": f"{DRAWS} draws of the outputs on the folds are {numbers} numbers, and at most {MOST} are held"}
     chains = Chains(problem, buffers, ends["without"], precision, True)
     plan = training.stages.once("chains planned", lambda: _planned(chains, ends["theta"], seconds, each, began))
     if "said" in plan:
@@ -157,7 +161,9 @@ def chained(training: Training, done: Trained, seconds: float, each: float) -> d
 def _planned(chains: Chains, theta: Tensor, seconds: float, each: float, began: float) -> dict[str, Any]:
     """The steps that fit into half of the seconds, or why there are none."""
     step, params, state = chains.stepper(baoab(1e-6, 1.0, temperature=1e-6), theta, 0)
-    one = timed(lambda i: step(params, state, i))
+    one = timed(lambda i: step(params, state, i), 1)
+    if one <= DEAREST * each and seconds > LEAST * one:  # else there are no chains in any case
+        one = timed(lambda i: step(params, state, i), TIMED)
     if one > DEAREST * each:
         return {"said": f"a pass over the data costs {one / each:.0f} steps of training, and at most {DEAREST} pay"}
     curvatures = (2 + len(RENEWALS)) * (PRODUCTS + 1)

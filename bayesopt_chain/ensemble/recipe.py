@@ -86,14 +86,14 @@ def rate_at(step: int, lr: float, first: int, second: int) -> float:
     return lr * (size * (1 + math.cos(math.pi * min(at, 1.0))) / 2 + 1e-3)
 
 
-def timed(step: Callable[[int], Any]) -> float:
-    """Seconds of one step, measured behind two others."""
+def timed(step: Callable[[int], Any], count: int) -> float:
+    """Seconds of one of so many steps, measured behind two others."""
     start = 0.0
-    for i in range(TIMED + 2):
+    for i in range(count + 2):
         if i == 2:
             start = time.perf_counter()
         step(i)
-    return (time.perf_counter() - start) / TIMED
+    return (time.perf_counter() - start) / count
 
 
 class Training:
@@ -160,7 +160,9 @@ class Training:
     def seconds(self) -> float:
         """Of one step, measured."""
         each = self.each(1e-3)
-        return timed(lambda i: self.run(self.params, self.state, self.batch(i, self.order, self.priors, True), each))
+        return timed(
+            lambda i: self.run(self.params, self.state, self.batch(i, self.order, self.priors, True), each), TIMED
+        )
 
     def rate(self, steps: int) -> dict[str, Any]:
         """The largest of three rates whose descent is within 5 % of the best, each tried on one network."""

@@ -93,6 +93,13 @@ def test_draws_are_not_kept_where_they_predict_worse_or_diverge(monkeypatch, sta
     assert "draws" not in found and why in found["said"] and found["passes"] == 300
 
 
+def test_draws_of_more_outputs_than_are_held_are_not_made(monkeypatch):
+    monkeypatch.setattr(behind, "MOST", 639)
+    assert judged(monkeypatch, [0.0, 0.0], 0.02)["said"].startswith(
+        "16 draws of the outputs on the folds are 640 numbers"
+    )
+
+
 @pytest.mark.parametrize(
     ("seconds", "each", "planned"),
     [
@@ -104,7 +111,7 @@ def test_draws_are_not_kept_where_they_predict_worse_or_diverge(monkeypatch, sta
 def test_steps_are_those_that_fit_the_seconds(monkeypatch, seconds, each, planned):
     p = problem()
     found = chains_of(p)
-    monkeypatch.setattr(behind, "timed", lambda step: 0.1)
+    monkeypatch.setattr(behind, "timed", lambda step, count: 0.1)
     monkeypatch.setattr(behind, "time", SimpleNamespace(perf_counter=lambda: 12.0))
     wanted = planned if isinstance(planned, dict) else {"said": planned}
     assert behind._planned(found, p.theta, seconds, each, 8.0) == wanted
