@@ -31,6 +31,12 @@ def counted(model):
 CLASSES = bc.likelihoods.categorical()
 
 
+def cached(train):
+    """A module, its likelihood and its features of the data."""
+    model = module()
+    return model, CLASSES, cache_features(model, train)
+
+
 @pytest.mark.parametrize("structure", ["kronecker", "dense", "low_rank"])
 def test_fits_predictions_refits_and_validation_of_a_cache_are_those_of_the_loader(structure):
     model, train, held_out, new = module(), batches(), batches(20), batches(25)
@@ -118,8 +124,8 @@ def test_a_cache_of_a_body_that_changed_is_refused(change, name):
 
 
 def test_a_changed_head_leaves_the_cache_good():
-    model, train = module(), batches()
-    cache = cache_features(model, train)
+    train = batches()
+    model, _, cache = cached(train)
     with torch.no_grad():
         model[3].weight.mul_(2)
     fitted, plain = bc.fit_laplace(model, CLASSES, cache), bc.fit_laplace(model, CLASSES, train)
@@ -137,20 +143,33 @@ def test_a_cache_with_given_params_is_theirs():
         bc.fit_laplace(model, CLASSES, cache)
 
 
-def test_what_a_cache_cannot_serve_is_refused():
-    model, train = module(), batches()
-    cache = cache_features(model, train)
-    with pytest.raises(ValueError, match="cached features go with subset='last_layer'"):
-        bc.fit_laplace(model, CLASSES, cache, subset="all")
-    whole = bc.fit_laplace(model, CLASSES, train, subset="all", structure="diagonal")
-    with pytest.raises(ValueError, match="cached features are those of a linear last layer"):
-        whole.predict(cache)
-    with pytest.raises(ValueError, match=r"no nn\.Linear that runs once"):
-        cache_features(nn.Sequential(nn.Linear(2, 3), nn.LogSoftmax(-1)).eval(), train)
-    with pytest.raises(ValueError, match=r"cache_features: 1 \(BatchNorm1d\) is in training mode"):
-        cache_features(module().train(), train)
-    with pytest.raises(ValueError, match="cache_features: the loader has no batches"):
-        cache_features(model, [])
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda train: bc.fit_laplace(*cached(train), subset="all"),
+            "cached features go with subset='last_layer'",
+        ),
+        (
+            lambda train: bc.fit_laplace(module(), CLASSES, train, subset="all", structure="diagonal").predict(
+                cache_features(module(), train)
+            ),
+            "cached features are those of a linear last layer",
+        ),
+        (
+            lambda train: cache_features(nn.Sequential(nn.Linear(2, 3), nn.LogSoftmax(-1)).eval(), train),
+            r"no nn\.Linear that runs once",
+        ),
+        (
+            lambda train: cache_features(module().train(), train),
+            r"cache_features: 1 \(BatchNorm1d\) is in training mode",
+        ),
+        (lambda train: cache_features(module(), []), "cache_features: the loader has no batches"),
+    ],
+)
+def test_what_a_cache_cannot_serve_is_refused(call, words):
+    with pytest.raises(ValueError, match=words):
+        call(batches())
 
 
 class TiedHead(nn.Module):

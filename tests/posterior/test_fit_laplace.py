@@ -7,7 +7,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bayesopt_chain as bc
 from bayesopt_chain.likelihoods import Predictive
-from bayesopt_chain.posterior.fit import CANDIDATES
 from bayesopt_chain.trees import flatten
 
 N = 60
@@ -165,23 +164,6 @@ def test_refit_of_a_linear_model_is_the_kalman_update():
     torch.testing.assert_close(flatten(fitted.posterior.mean, fitted.posterior.mean), mean, rtol=1e-8, atol=1e-8)
 
 
-def test_validation_takes_the_prior_with_the_best_held_out_density():
-    model, (x, y) = module(), classes()
-    likelihood = bc.likelihoods.categorical()
-    held_out = [(x[40:50], y[40:50]), (x[50:], y[50:])]
-    train = loader(x[:40], y[:40])
-    fitted = bc.fit_laplace(
-        model, likelihood, train, structure="low_rank", rank=5, tune="validation", validation=held_out
-    )
-    by_hand = {}
-    for prior in CANDIDATES:
-        one = bc.fit_laplace(model, likelihood, train, structure="low_rank", rank=5, tune=None, prior_precision=prior)
-        p = one.predict(x[40:])
-        by_hand[prior] = -p.log()[torch.arange(20), y[40:]].sum().item()
-    assert fitted.prior_precision == min(by_hand, key=by_hand.get)
-    assert len({round(v, 6) for v in by_hand.values()}) > 3
-
-
 def test_the_body_runs_once_for_each_batch_of_a_linear_last_layer():
     model, (x, y) = module(), classes()
     calls = []
@@ -252,6 +234,9 @@ GAUSSIAN = {"likelihood": bc.likelihoods.gaussian(), "loader": [(torch.eye(3, 2)
         ({"prior_structure": "one"}, "fit_laplace: prior_structure='one': pass 'scalar', 'layerwise' or None"),
         ({"prior_structure": "layerwise", "structure": "dense"}, "'layerwise' with structure='dense'.*pass 'scalar'"),
         ({"prior_structure": "scalar", "tune": None}, "'scalar' is for tune='evidence'.*tune=None"),
+        ({"curvature": "hessian"}, "curvature must be 'default' or 'ggn' or .*, got 'hessian'"),
+        ({"temperature": 0.0}, "temperature must be a positive"),
+        ({"prior_mean": {"w": torch.zeros(2)}}, "prior_mean"),
         ({"module": 3}, r"neither an nn\.Module nor a function"),
         ({"loader": []}, "the loader has no batches"),
         ({"loader": [BATCH[0]]}, r"batches must be .inputs, targets."),

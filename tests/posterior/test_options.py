@@ -102,14 +102,3 @@ def test_an_overfitted_network_is_named_in_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         bc.fit_laplace(module, likelihood, [(x, y)], subset="all", tune="validation", validation=[held])
-
-
-def test_options_out_of_range_are_refused():
-    module, x, y = case()
-    for options, words in (
-        ({"curvature": "hessian"}, "curvature must be 'default' or 'ggn' or .*, got 'hessian'"),
-        ({"temperature": 0.0}, "temperature must be a positive"),
-        ({"prior_mean": {"w": torch.zeros(2)}}, "prior_mean"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            bc.fit_laplace(module, bc.likelihoods.categorical(), [(x, y)], **options)

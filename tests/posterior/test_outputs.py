@@ -135,14 +135,17 @@ def test_a_fit_is_saved_loaded_and_pickled(structure, subset, tmp_path):
     assert not torch.equal(restored.log_evidence, other.log_evidence)
 
 
-def test_joint_outputs_of_several_batches_are_refused():
-    fit = fitted("dense", "all")
-    with pytest.raises(ValueError, match="data has 2 batches: pass one"):
-        fit.outputs([torch.randn(2, 3), torch.randn(2, 3)], joint=True)
-    with pytest.raises(ValueError, match="data has 0 batches: pass at least one"):
-        fit.outputs([])
-    with pytest.raises(ValueError, match="data has 2 batches"):
-        fit.functional_samples([torch.randn(2, 3), torch.randn(2, 3)])
+@pytest.mark.parametrize(
+    ("ask", "batches", "words"),
+    [
+        (lambda fit, data: fit.outputs(data, joint=True), 2, "data has 2 batches: pass one"),
+        (lambda fit, data: fit.outputs(data), 0, "data has 0 batches: pass at least one"),
+        (lambda fit, data: fit.functional_samples(data), 2, "data has 2 batches"),
+    ],
+)
+def test_joint_outputs_of_several_batches_are_refused(ask, batches, words):
+    with pytest.raises(ValueError, match=words):
+        ask(fitted("dense", "all"), [torch.randn(2, 3)] * batches)
 
 
 @pytest.mark.parametrize("forward", [lambda w: w, lambda w, batch: 3.0, lambda w, batch: batch[0] @ torch.ones(7)])

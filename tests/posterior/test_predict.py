@@ -138,6 +138,12 @@ def test_probit_for_two_outcomes_is_within_its_bound_of_quadrature():
     assert error[:, 0].max() < 1e-4  # nearly exact for small variance
 
 
+def random_gaussian(classes, deviation):
+    mean, root = 2 * torch.randn(classes), torch.randn(classes, classes)
+    covariance = root @ root.T
+    return mean, covariance / covariance.diagonal().max() * deviation**2
+
+
 def softmax_by_quadrature(mean, covariance):
     """E softmax(f) for three classes by a Gauss-Hermite product rule of 40^3 nodes, good to 1e-4 here."""
     values, vectors = torch.linalg.eigh(covariance)
@@ -158,9 +164,7 @@ def test_probit_for_classes_is_within_its_bound_of_quadrature(deviation, bound):
     """
     errors, simple = [], []
     for _ in range(30):
-        mean, root = 2 * torch.randn(3), torch.randn(3, 3)
-        covariance = root @ root.T
-        covariance = covariance / covariance.diagonal().max() * deviation**2
+        mean, covariance = random_gaussian(3, deviation)
         exact = softmax_by_quadrature(mean, covariance)
         errors.append((bc.posterior.probit(mean, covariance) - exact).abs().max().item())
         scaled = (mean / (1 + math.pi / 8 * covariance.diagonal()).sqrt()).softmax(-1)
@@ -181,29 +185,10 @@ def test_probit_is_exact_without_variance_and_sees_only_differences():
     assert torch.allclose(two[:, 0], bc.posterior.probit_bernoulli(mean[:, 0] - mean[:, 1], variance))
 
 
-def dirichlets_gaussian(a):
-    """Mode and covariance of log p - mean log p under Dirichlet(a), by Laplace's method (MacKay 1998):
-    diag(1/a) - (1/a 1^T + 1 1/a^T) / K + sum(1/a) / K^2, which sums to zero; a constant shift of all logits adds to it.
-    """
-    classes, inverse = a.shape[-1], 1 / a
-    covariance = (
-        torch.diag_embed(inverse)
-        - (inverse[..., :, None] + inverse[..., None, :]) / classes
-        + inverse.sum(-1)[..., None, None] / classes**2
-    )
-    return a.log() - a.log().mean(-1, keepdim=True), covariance
-
-
 def by_monte_carlo(mean, covariance, n=40_000):
     """E softmax(f), each entry to 0.0025 (one standard error at most)."""
     root = torch.linalg.cholesky(covariance + 1e-12 * torch.eye(len(mean)))
     return (mean + torch.randn(n, len(mean)) @ root.T).softmax(-1).mean(0)
-
-
-def random_gaussian(classes, deviation):
-    mean, root = 2 * torch.randn(classes), torch.randn(classes, classes)
-    covariance = root @ root.T
-    return mean, covariance / covariance.diagonal().max() * deviation**2
 
 
 @pytest.mark.slow

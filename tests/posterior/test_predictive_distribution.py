@@ -17,9 +17,10 @@ def regression(outputs=1):
 
 
 def noisy(name):
-    module, x, y = regression(2 if name == "learned" else 1)
+    module, x, y = regression({"learned": 2, "categorical": 3}.get(name, 1))
     rate = (1 + y).exp()
     return {
+        "categorical": (module, x, (y[:, 0] > 0).long() + (x[:, 0] > 1), bc.likelihoods.categorical()),
         "poisson": (module, x, torch.poisson(rate), bc.likelihoods.poisson()),
         "learned": (module, x, y + 0.3 * torch.randn_like(y), bc.likelihoods.gaussian("learned")),
         "student": (module, x, y + 0.3 * torch.randn_like(y), bc.likelihoods.student_t(3.0, 0.3)),
@@ -32,7 +33,7 @@ def noisy(name):
     }[name]
 
 
-@pytest.mark.parametrize("name", ["poisson", "learned", "student", "custom"])
+@pytest.mark.parametrize("name", ["categorical", "poisson", "learned", "student", "custom"])
 def test_validation_scores_targets_and_not_outputs_at_the_mode(name):
     """The chosen prior has the best held-out density, computed by 4,000 draws of the outputs; candidates differ."""
     module, x, y, likelihood = noisy(name)

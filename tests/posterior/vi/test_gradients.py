@@ -9,7 +9,7 @@ import torch
 import bayesopt_chain as bc
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.vi._families import cholesky
-from bayesopt_chain.precision import Cholesky, flatten, shape_only
+from bayesopt_chain.precision import Cholesky, flatten, shape_only, unflatten
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 
@@ -53,11 +53,6 @@ def mean_and_covariance(name, params, scale):
 
 def moments_of(gaussian):
     return flatten(gaussian.mean, gaussian.mean), torch.linalg.inv(gaussian.precision.to_dense())
-
-
-def as_tree(flat, like):
-    pieces = flat.split([like[k].numel() for k in sorted(like)])
-    return {k: piece.reshape(like[k].shape) for k, piece in zip(sorted(like), pieces)}
 
 
 def noise_of(name, draw, s):
@@ -118,10 +113,10 @@ def test_gradients_equal_autograd_through_the_elbo(name, sticks, samples, decay)
     total = 0
     for s in range(samples):
         theta = flat + displace(noise_of(name, draw, s))
-        torch.testing.assert_close(as_tree(theta, params)["w"], points[s]["w"], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(unflatten(theta, params)["w"], points[s]["w"], rtol=1e-12, atol=1e-12)
         if sticks:
             total = total + T * log_q(theta, flat.detach(), covariance.detach()) / samples
-        total = total + (loss(as_tree(theta, params), batch) + 0.5 * decay * theta.square().sum()) / samples
+        total = total + (loss(unflatten(theta, params), batch) + 0.5 * decay * theta.square().sum()) / samples
         if gaussian is not None:
             total = total - T * log_q(theta, *moments_of(gaussian)) / samples
     if not sticks:
@@ -159,32 +154,21 @@ def test_the_posterior_is_the_gaussian_that_is_drawn_from(name):
     flat, covariance, _ = mean_and_covariance(name, params, state[0].scale)
     posterior = tx.posterior(state, params)
     eye = torch.eye(len(flat))
-    units = {k: v for k, v in zip(sorted(params), eye.split([params[k].numel() for k in sorted(params)], 1))}
-    units = {k: v.reshape(-1, *params[k].shape) for k, v in units.items()}
-    solved = posterior.precision.solve(units)
-    solved = torch.cat([solved[k].reshape(len(flat), -1) for k in sorted(params)], 1)
+    units = unflatten(eye, params)
+    solved, roots = (flatten(f(units), params) for f in (posterior.precision.solve, posterior.precision.sqrt_solve))
     torch.testing.assert_close(solved, covariance, rtol=1e-10, atol=1e-12)
-    roots = posterior.precision.sqrt_solve(units)
-    roots = torch.cat([roots[k].reshape(len(flat), -1) for k in sorted(params)], 1)
     torch.testing.assert_close(roots.T @ roots, covariance, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(posterior.precision.to_dense() @ covariance, eye, rtol=1e-9, atol=1e-9)
     x = {k: p + 0.1 for k, p in params.items()}
-    want = log_q(torch.cat([x[k].reshape(-1) for k in sorted(x)]), flat, covariance)
+    want = log_q(flatten(x, params), flat, covariance)
     torch.testing.assert_close(posterior.log_prob(x), want, rtol=1e-10, atol=1e-10)
-    variance = posterior.marginal_variance
-    torch.testing.assert_close(
-        torch.cat([variance[k].reshape(-1) for k in sorted(x)]), covariance.diagonal(), rtol=1e-10, atol=0
-    )
+    variance = flatten(posterior.marginal_variance, params)
+    torch.testing.assert_close(variance, covariance.diagonal(), rtol=1e-10, atol=0)
     assert (
         abs(posterior.precision.scale(4.0).logdet() - (posterior.precision.logdet() + len(flat) * math.log(4))) < 1e-10
     )
-    diagonal = posterior.precision.diag()
-    torch.testing.assert_close(
-        torch.cat([diagonal[k].reshape(-1) for k in sorted(x)]),
-        torch.linalg.inv(covariance).diagonal(),
-        rtol=1e-9,
-        atol=1e-9,
-    )
+    diagonal = flatten(posterior.precision.diag(), params)
+    torch.testing.assert_close(diagonal, torch.linalg.inv(covariance).diagonal(), rtol=1e-9, atol=1e-9)
 
 
 def test_the_dense_family_stays_a_cholesky_factor_and_is_never_refactorised(monkeypatch):
