@@ -72,7 +72,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]
     """
     entries, sums, data, at = dict[str, Any](), dict[str, str](), list[memoryview](), 0
     for name, x in tensors.items():
-        if x.dtype not in NAMES or x.layout != torch.strided or x.is_meta:
+        if x.dtype not in NAMES or x.layout != torch.strided or x.is_meta or x.is_nested:
             raise TypeError(
                 f"save: leaf {name} is {x.dtype}, {x.layout}, on {x.device.type}, and cannot be written; make it dense and "
                 "real (to_dense, torch.view_as_real), or of another precision"

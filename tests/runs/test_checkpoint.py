@@ -110,6 +110,9 @@ def test_what_cannot_be_saved_is_named(tmp_path):
     with pytest.raises(TypeError, match="leaf a/1 is object"):
         bc.save(tmp_path / "x", {"a": [torch.ones(1), object()]})
     assert not list(tmp_path.iterdir())
+    for leaf in (torch.ones(2).to_sparse(), torch.ones(2, device="meta"), torch.nested.nested_tensor([torch.ones(1)])):
+        with pytest.raises(TypeError, match=r"save: leaf b.*cannot be written; make it dense"):
+            bc.save(tmp_path / "x", {"b": leaf})
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
