@@ -104,17 +104,23 @@ def test_conditioning_is_that_of_the_gaussian_over_the_parameters(structure, out
     assert model.fantasize(new[:1], SobolQMCNormalSampler(torch.Size([4]), seed=0)).posterior(at).mean.shape[0] == 4
 
 
-def test_noise_that_nobody_knows_is_refused():
+def without_noise():
     fitted, *_ = fit()
-    model = LinearizedModel(fitted.model.forward, fitted.posterior)
-    with pytest.raises(ValueError, match="no observation noise is known"):
-        model.posterior(torch.rand(2, 2), observation_noise=True)
-    with pytest.raises(ValueError, match="no observation noise is known"):
-        model.condition_on_observations(torch.rand(1, 2), torch.rand(1, 1))
-    with pytest.raises(ValueError, match="has 2 outputs: pass num_outputs=2"):
-        LinearizedModel.of(fit("all", 2)[0]).posterior(torch.rand(2, 2))
-    with pytest.raises(ValueError, match=r"lengths \[2, 3\]"):
-        DrawsModel(lambda p, b: b[0], {"a": torch.zeros(2), "b": torch.zeros(3)})
+    return LinearizedModel(fitted.model.forward, fitted.posterior)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda x: without_noise().posterior(x, observation_noise=True), "no observation noise is known"),
+        (lambda x: without_noise().condition_on_observations(x, x[:, :1]), "no observation noise is known"),
+        (lambda x: LinearizedModel.of(fit("all", 2)[0]).posterior(x), "has 2 outputs: pass num_outputs=2"),
+        (lambda x: DrawsModel(None, {"a": torch.zeros(2), "b": torch.zeros(3)}), r"lengths \[2, 3\]"),
+    ],
+)
+def test_noise_that_nobody_knows_is_refused(call, words):
+    with pytest.raises(ValueError, match=words):
+        call(torch.rand(2, 2))
 
 
 def test_transforms_of_botorch_are_applied():

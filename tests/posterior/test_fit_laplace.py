@@ -141,17 +141,6 @@ def test_batches_of_any_iterable_are_fitted_and_predicted_alike():
         torch.testing.assert_close(fitted.predict(data), want)
 
 
-def test_refit_is_the_fit_of_all_data_and_leaves_the_first_alone():
-    model, (x, y) = module(), classes()
-    first = bc.fit_laplace(model, bc.likelihoods.categorical(), loader(x[:40], y[:40]), tune=None, prior_precision=2.0)
-    before = first.posterior.precision.to_dense().clone()
-    both = first.refit(loader(x[40:], y[40:]))
-    whole = bc.fit_laplace(model, bc.likelihoods.categorical(), loader(x, y), tune=None, prior_precision=2.0)
-    torch.testing.assert_close(both.posterior.precision.to_dense(), whole.posterior.precision.to_dense())
-    torch.testing.assert_close(both.log_evidence, whole.log_evidence)
-    assert torch.equal(first.posterior.precision.to_dense(), before)
-
-
 def test_refit_of_a_linear_model_is_the_kalman_update():
     """Gaussian noise on a last layer: the posterior of the second half given the first, whatever the batches."""
     model, x = module(1), torch.randn(N, 2)
@@ -237,6 +226,8 @@ GAUSSIAN = {"likelihood": bc.likelihoods.gaussian(), "loader": [(torch.eye(3, 2)
         ({"curvature": "hessian"}, "curvature must be 'default' or 'ggn' or .*, got 'hessian'"),
         ({"temperature": 0.0}, "temperature must be a positive"),
         ({"prior_mean": {"w": torch.zeros(2)}}, "prior_mean"),
+        ({"likelihood": nn.CrossEntropyLoss()}, r"likelihood must be one of bc\.likelihoods, called"),
+        ({"likelihood": bc.likelihoods.categorical}, r"likelihood must be one of bc\.likelihoods, called"),
         ({"module": 3}, r"neither an nn\.Module nor a function"),
         ({"loader": []}, "the loader has no batches"),
         ({"loader": [BATCH[0]]}, r"batches must be .inputs, targets."),

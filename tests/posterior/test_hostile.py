@@ -47,12 +47,6 @@ def test_a_mistake_is_refused_by_name(says, what):
         bc.fit_laplace(what.pop("module")(), likelihoods.categorical(), what.pop("loader"), **what)
 
 
-@pytest.mark.parametrize("given", [nn.CrossEntropyLoss(), likelihoods.categorical], ids=["a loss", "not called"])
-def test_what_is_no_likelihood_is_refused(given):
-    with pytest.raises(TypeError, match=r"likelihood must be one of bc\.likelihoods, called"):
-        bc.fit_laplace(network(), given, [(X, Y)])
-
-
 def test_a_fit_inside_inference_mode_is_refused_and_a_prediction_is_not():
     with torch.inference_mode(), pytest.raises(ValueError, match="call it outside of it"):
         bc.fit_laplace(network(), likelihoods.categorical(), [(X, Y)])

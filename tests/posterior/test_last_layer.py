@@ -63,18 +63,23 @@ def test_the_last_layer_is_the_one_whose_output_reaches_the_output(name):
     torch.testing.assert_close(fitted.predictive(at).outputs.covariance, by_name.predictive(at).outputs.covariance)
 
 
-def test_what_has_no_last_layer_is_refused_by_name():
-    x, y = torch.randn(20, 2), torch.randint(0, 3, (20,))
-    likelihood = bc.likelihoods.categorical()
-    matrix = Net(lambda n, f, h: f @ n.mix, mix=nn.Parameter(torch.eye(3)))
-    with pytest.raises(ValueError, match="depends on mix behind every layer"):
-        bc.fit_laplace(matrix.eval(), likelihood, [(x, y)])
-    lost = Net(lambda n, f, h: f.detach())
-    with pytest.raises(ValueError, match="reaches the output"):
-        bc.fit_laplace(lost.eval(), likelihood, [(x, y)])
-    unused = Net(lambda n, f, h: f, other=nn.Linear(5, 3))
-    with pytest.raises(ValueError, match=r"do not depend on the kept parameters .other.bias, other.weight."):
-        bc.fit_laplace(unused.eval(), likelihood, [(x, y)], subset="other", structure="diagonal", tune=None)
+NO_LAST_LAYER = [
+    (lambda n, f, h: f @ n.mix, {"mix": nn.Parameter(torch.eye(3))}, {}, "depends on mix behind every layer"),
+    (lambda n, f, h: f.detach(), {}, {}, "reaches the output"),
+    (
+        lambda n, f, h: f,
+        {"other": nn.Linear(5, 3)},
+        {"subset": "other", "structure": "diagonal", "tune": None},
+        r"do not depend on the kept parameters .other.bias, other.weight.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("after", "parts", "options", "words"), NO_LAST_LAYER)
+def test_what_has_no_last_layer_is_refused_by_name(after, parts, options, words):
+    data = [(torch.randn(20, 2), torch.randint(0, 3, (20,)))]
+    with pytest.raises(ValueError, match=words):
+        bc.fit_laplace(Net(after, **parts).double().eval(), bc.likelihoods.categorical(), data, **options)
 
 
 class Draws(nn.Module):

@@ -12,7 +12,7 @@ import bayesopt_chain as bc
 from bayesopt_chain import curvature, likelihoods
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.laplace import laplace
-from bayesopt_chain.precision import Diagonal, flatten
+from bayesopt_chain.precision import Diagonal
 from tests.curvature.conftest import convolutional, of_module
 
 pytestmark = pytest.mark.usefixtures("double_precision")
@@ -219,13 +219,20 @@ def test_uncertainty_splits_add_up_and_have_their_limits():
     )
 
 
-def test_bad_input_says_what_to_pass():
-    with pytest.raises(ValueError, match=r"\[\*, C, C\]"):
-        bc.posterior.probit(torch.zeros(3), torch.zeros(2))
-    with pytest.raises(ValueError, match="negative"):
-        bc.posterior.probit_bernoulli(torch.zeros(1), torch.tensor([-1.0]))
+def singular():
     forward, params, inputs = mlp()
-    singular = Gaussian(params, Diagonal(optree.tree_map(torch.zeros_like, params), torch.tensor(1.0)))
-    with pytest.raises(ValueError, match="singular"):
-        bc.posterior.linearized(forward, singular, (inputs, None))
-    assert flatten(params, params).numel() == 23
+    nothing = Diagonal(optree.tree_map(torch.zeros_like, params), torch.tensor(1.0))
+    return bc.posterior.linearized(forward, Gaussian(params, nothing), (inputs, None))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: bc.posterior.probit(torch.zeros(3), torch.zeros(2)), r"\[\*, C, C\]"),
+        (lambda: bc.posterior.probit_bernoulli(torch.zeros(1), torch.tensor([-1.0])), "negative"),
+        (singular, "singular"),
+    ],
+)
+def test_bad_input_says_what_to_pass(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()

@@ -55,19 +55,6 @@ def test_the_evidence_is_differentiable_in_the_prior_and_the_scale(structure):
     assert torch.autograd.gradcheck(evidence, values)
 
 
-def test_one_prior_precision_a_layer_can_be_tuned_for_kronecker():
-    params, batch = regression()
-    tx = laplace()
-    state = accumulate(tx, params, batch, curvature.ggn(linear, likelihoods.gaussian(), "kronecker"))
-    best = tune_by_evidence(
-        lambda h: tx.log_evidence(state, params, 0.0, prior_precision=h),
-        {"w": torch.tensor(1.0), "b": torch.tensor(1.0)},
-    )
-    leaves = optree.tree_map(lambda leaf: leaf.clone().requires_grad_(), best)
-    tx.log_evidence(state, params, 0.0, prior_precision=leaves).backward()
-    assert max((leaf.grad * leaf).abs().item() for leaf in leaves.values()) < 1e-6
-
-
 def test_validation_picks_the_smallest_loss_and_survives_refusals():
     params, batch = regression()
     tx = laplace()

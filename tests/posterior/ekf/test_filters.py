@@ -70,17 +70,6 @@ def test_a_filter_that_can_hold_it_is_the_textbook_filter(name, form):
     assert (mean - wanted[0]).abs().max() < 1e-10 and (covariance - wanted[1]).abs().max() < 1e-10
 
 
-def test_transition_noise_may_differ_between_parameters():
-    noise = {"a": torch.tensor([[0.1, 0.2], [0.3, 0.4]]), "b": torch.tensor([0.5])}
-    wanted = textbook(stream(), torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5]))
-    for tx in (
-        bc.ekf.dense(LR, prior_precision=PRIOR, transition_noise=noise, forgetting=FORGETTING),
-        bc.ekf.low_rank(LR, rank=5, prior_precision=PRIOR, transition_noise=noise, forgetting=FORGETTING),
-    ):
-        mean, covariance = run(tx, "observation", stream())
-        assert (mean - wanted[0]).abs().max() < 1e-10 and (covariance - wanted[1]).abs().max() < 1e-10
-
-
 @pytest.mark.parametrize("form", ["root", "dense", "observation"])
 def test_the_diagonal_filter_by_hand(form):
     """The mean moves by the exact gain of the diagonal prior, the information grows by its diagonal; three batches."""
@@ -158,16 +147,6 @@ def test_a_leaf_without_gradient_is_fixed_and_learns_nothing(name):
     torch.testing.assert_close(updates["a"], wanted["a"], rtol=1e-10, atol=1e-12)
     variance = make().posterior(state, like).marginal_variance["b"]
     torch.testing.assert_close(variance, torch.ones(1), rtol=1e-12, atol=0)
-
-
-def test_the_diagonal_filter_is_exact_where_data_do_not_mix_parameters():
-    """One parameter in each observation: it agrees with the dense filter to 1e-12 over drifting steps."""
-    picks = [torch.eye(5)[[i % 5]] for i in range(20)]
-    batches = [(pick, torch.randn(1)) for pick in picks]
-    options = {"prior_precision": PRIOR, "transition_noise": Q}
-    for form in ("root", "observation"):
-        for a, b in zip(run(bc.ekf.diagonal(**options), form, batches), run(bc.ekf.dense(**options), form, batches)):
-            assert (a - b).abs().max() < 1e-12
 
 
 def test_the_low_rank_filter_keeps_the_information_of_what_it_cuts_off():

@@ -138,8 +138,21 @@ def test_a_posterior_as_prior_goes_on_where_the_filter_stopped(name):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
-def gaussian(precision=None):
-    return Gaussian(start, precision or Cholesky(torch.eye(P), shape_only(start), torch.tensor(0.0)))
+def gaussian(mean=start):
+    return Gaussian(mean, Cholesky(torch.eye(P), shape_only(start), torch.tensor(0.0)))
+
+
+def step_by_rows():
+    root = bc.curvature.ggn(forward, bc.likelihoods.gaussian(), "root")
+    return bc.make_step(None, bc.ekf.dense(), curvature=root)(start, bc.ekf.dense().init(start), batches(1)[0])
+
+
+def step_with_a_temperature():
+    keywords = {"temperature": lambda params, batch: 1.0}
+    return bc.make_step(None, bc.ekf.dense(), curvature=estimate, keywords=keywords)
+
+
+ELSEWHERE = {name: p + 1 for name, p in start.items()}
 
 
 REFUSED = {
@@ -150,6 +163,13 @@ REFUSED = {
     "two priors": (lambda: bc.ekf.dense(prior=gaussian(), prior_precision=2.0), "leave prior_precision out"),
     "dense prior of a diagonal": (lambda: bc.ekf.diagonal(prior=gaussian()), "the prior is Cholesky.*ekf.dense"),
     "dense prior of low rank": (lambda: bc.ekf.low_rank(rank=1, prior=gaussian()), "the prior is Cholesky"),
+    "prior elsewhere": (
+        lambda: bc.ekf.dense(prior=gaussian(ELSEWHERE)),
+        r"params at a differ from prior.mean \(by up to 1\): start there",
+    ),
+    "no loss": (lambda: bc.make_step(None, bc.sgd(0.1)), "pass a loss"),
+    "no observation": (step_by_rows, r"curvature must be of bc\.ekf\.observe, not Root"),
+    "temperature": (step_with_a_temperature, "takes no temperature="),
     "lr 0": (lambda: bc.ekf.dense(0.0), "lr \\(learning rate\\) must"),
 }
 
@@ -159,20 +179,3 @@ def test_what_a_filter_cannot_hold_is_refused_at_the_start(name):
     make, message = REFUSED[name]
     with pytest.raises((ValueError, TypeError), match=message):
         make().init(start)
-
-
-def test_a_prior_elsewhere_than_the_parameters_is_refused():
-    elsewhere = Gaussian(optree.tree_map(lambda p: p + 1, start), gaussian().precision)
-    with pytest.raises(ValueError, match=r"params at a differ from prior.mean \(by up to 1\): start there"):
-        bc.ekf.dense(prior=elsewhere).init(start)
-
-
-def test_a_step_without_a_loss_needs_an_observation():
-    tx = bc.ekf.dense()
-    with pytest.raises(ValueError, match="pass a loss"):
-        bc.make_step(None, bc.sgd(0.1))
-    root = bc.curvature.ggn(forward, bc.likelihoods.gaussian(), "root")
-    with pytest.raises(ValueError, match=r"curvature must be of bc\.ekf\.observe, not Root"):
-        bc.make_step(None, tx, curvature=root)(start, tx.init(start), batches(1)[0])
-    with pytest.raises(TypeError, match="takes no temperature="):
-        bc.make_step(None, tx, curvature=estimate, keywords={"temperature": lambda params, batch: 1.0})

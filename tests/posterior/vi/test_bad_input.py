@@ -70,6 +70,7 @@ def scale_of(name):
             (("ivon", "von"), {"betas": x}, "betas must be two numbers")
             for x in ((1.0, 0.9), (0.9, 1.1), (-0.1, 0.9), (0.9,))
         ),
+        (("ivon", "von"), {"trust_radius": 0.0}, r"trust_radius must lie in \(0, inf\]"),
         *((FILTERS, {"prior_precision": x}, "prior_precision must be a positive, fin") for x in (0.0, -1.0, NAN, INF)),
         *((FILTERS, {"transition_noise": x}, "transition_noise must") for x in (-1.0, NAN, INF)),
         *((FILTERS, {"lr": x}, r"lr.* must") for x in (-1.0, NAN, INF)),

@@ -93,9 +93,3 @@ def test_optimizers_that_decay_weights_and_samplers_are_refused(name):
         tx.init(params)
         assert torch.equal(before, torch.random.get_rng_state())
     FAMILIES[name](bc.adamw(1e-2), temperature=0.0).init(params)  # there it is that optimizer
-
-
-@pytest.mark.parametrize("make", [bc.vi.ivon, bc.vi.von])
-def test_a_trust_radius_is_positive(make):
-    with pytest.raises(ValueError, match="trust_radius must lie in \\(0, inf\\]"):
-        make(0.1, temperature=1.0, trust_radius=0.0)
