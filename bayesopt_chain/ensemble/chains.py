@@ -8,7 +8,8 @@ with lambda the fan-in prior and v0 the training noise of the recipe, by BAOAB w
 over the first 5 % of the steps; k, the largest curvature of any member, is taken at the starts and at untrained weights (an
 interpolating start has none), and anew at 6 and 20 % of the steps. Of its last half 16 draws are kept. The draws of these
 chains and the member are one mixture; if that scores better on the folds by two standard errors, chains go on from there with
-all data for as many steps, and their draws stand beside the members. Else the other half of the seconds is not spent.
+all data, for as many steps or those that fit what is left of the seconds, and their draws stand beside the members. Else the
+other half of the seconds is not spent.
 
 Since v0 is .3 of the held-out noise v, the chain is that of a likelihood with v tempered to T N = v0 / v.
 """
@@ -148,9 +149,11 @@ def chained(training: Training, done: Trained, seconds: float, each: float) -> d
         f"errors), R-hat of predictions {agreed:.2f}"
     )
     if z > SURE:
-        after = Chains(problem, buffers, ends["with"], precision, False)
-        draws = after.run(draws[-1], steps, 2 * problem.seed + 2, progress)
-        found |= {"passes": 2.0 * steps, "agree": agreed <= AGREE, "v0": float(ends["with"].mean())}
+        after, spent = Chains(problem, buffers, ends["with"], precision, False), time.perf_counter() - began
+        left = {"steps": max(round(LEAST / (1 - RAMP)), min(steps, int((seconds - spent) / spent * steps)))}
+        more = training.stages.once("chains with all data", lambda: left)["steps"]
+        draws = after.run(draws[-1], more, 2 * problem.seed + 2, progress)
+        found |= {"passes": float(steps + more), "agree": agreed <= AGREE, "v0": float(ends["with"].mean())}
         if not bool(draws.isfinite().all()):
             return {**found, "said": found["said"] + ", but they diverged with all data"}
         found |= {"draws": draws, "buffers": {k: x.expand(len(draws), *x.shape) for k, x in buffers.items()}}

@@ -65,7 +65,7 @@ def test_chains_without_a_step_leave_all_members(monkeypatch):
     assert torch.equal(found.run(p.theta, 60, 1), p.theta.expand(16, -1, -1))
 
 
-def judged(monkeypatch, start, noise):
+def judged(monkeypatch, start, noise, seconds=1e6):
     """The verdict on chains of 300 steps, behind members with these weights."""
     monkeypatch.setattr(behind, "_planned", lambda *_: {"steps": 300})
     p = problem()
@@ -73,7 +73,7 @@ def judged(monkeypatch, start, noise):
     ends = {"theta": theta, "buffers": {}, "precision": PRECISION, "without": level, "with": level}
     stages = Stages(None, {"members": 4}, torch.device("cpu"), None)
     training = SimpleNamespace(problem=p, stages=stages, progress=Progress(False), followed=lambda done: ends)
-    return chained(training, SimpleNamespace(pilots=held_out_outputs(p, theta, {}), kept=range(4)), 1.0, 1.0)
+    return chained(training, SimpleNamespace(pilots=held_out_outputs(p, theta, {}), kept=range(4)), seconds, 1.0)
 
 
 def test_draws_are_kept_where_they_predict_better(monkeypatch):
@@ -82,6 +82,12 @@ def test_draws_are_kept_where_they_predict_better(monkeypatch):
     assert found["agree"] and found["passes"] == 600
     assert found["draws"].shape == (16, 4, 2) and found["draws"][..., 0].mean() == pytest.approx(2, abs=0.2)
     assert [f.shape for f in found["outputs"]] == [(16, 10, 1)] * 4
+
+
+def test_chains_with_all_data_have_what_is_left_of_the_seconds(monkeypatch):
+    clock = iter([0.0, 10.0])  # 300 steps took 10 s of 18
+    monkeypatch.setattr(behind, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    assert judged(monkeypatch, [0.0, 0.0], 0.02, seconds=18.0)["passes"] == 300 + 240
 
 
 @pytest.mark.parametrize(
@@ -144,7 +150,7 @@ def call(path=None, **changes):
 
 def test_draws_stand_beside_the_networks_and_are_saved_with_them(tmp_path, monkeypatch):
     monkeypatch.setattr(behind, "_planned", lambda *_: {"steps": 250})
-    plain, e = call(), call(tmp_path / "call", chains=5.0)
+    plain, e = call(), call(tmp_path / "call", chains=500.0)
     assert (
         e.report.kind.endswith("2 chains, 16 draws of each")
         or e.report.kind == "ensemble of 2 networks, 16 draws of each"
@@ -158,7 +164,7 @@ def test_draws_stand_beside_the_networks_and_are_saved_with_them(tmp_path, monke
     e.save(tmp_path / "e.safetensors")
     opened = bc.ensemble.Ensemble.open(tmp_path / "e.safetensors", make, bc.likelihoods.gaussian())
     assert torch.equal(opened.predict(data()[0]).log_prob(data()[1]), scores) and str(opened.report) == str(e.report)
-    assert torch.equal(call(tmp_path / "call", chains=5.0).predict(data()[0]).log_prob(data()[1]), scores)
+    assert torch.equal(call(tmp_path / "call", chains=500.0).predict(data()[0]).log_prob(data()[1]), scores)
 
     def kill(*_):
         raise Killed
@@ -166,8 +172,8 @@ def test_draws_stand_beside_the_networks_and_are_saved_with_them(tmp_path, monke
     with monkeypatch.context() as killing:
         killing.setattr(behind, "r_hat", kill)
         with pytest.raises(Killed):
-            call(tmp_path / "killed", chains=5.0)
-    assert torch.equal(call(tmp_path / "killed", chains=5.0).predict(data()[0]).log_prob(data()[1]), scores)
+            call(tmp_path / "killed", chains=500.0)
+    assert torch.equal(call(tmp_path / "killed", chains=500.0).predict(data()[0]).log_prob(data()[1]), scores)
 
 
 def test_classes_have_chains_too_and_seconds_that_hold_none_buy_an_ensemble():
@@ -186,7 +192,7 @@ def test_chains_that_fail_keep_the_networks(monkeypatch):
     monkeypatch.setattr(Chains, "run", lambda *_: torch.linalg.cholesky(-torch.eye(2)))
     monkeypatch.setattr(behind, "_planned", lambda *_: {"steps": 250})
     with pytest.raises(bc.ensemble.EnsembleError, match="in chains: ") as caught:
-        call(chains=5.0)
+        call(chains=500.0)
     assert len(caught.value.ensemble.modules()) == 2
 
 
