@@ -64,7 +64,6 @@ def test_it_obeys_the_laws_of_memory_at_temperature_zero(row):
 @pytest.mark.parametrize("row", tiered(TRANSFORMS))
 def test_it_leaves_nothing_on_the_host(row):
     """Parameters on a device that refuses what CUDA refuses, three updates; they stay there."""
-    torch.manual_seed(0)
     with pretended.Here():
         tx, params = row.build(T), {name: torch.rand(n, device=pretended.DEVICE) for name, n in (("a", 3), ("b", 4))}
         state = tx.init(params)

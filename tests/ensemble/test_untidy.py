@@ -28,7 +28,6 @@ def ensemble(x, y, outputs=1, likelihood=GAUSSIAN, make=None, **changes):
 @pytest.mark.slow
 def test_each_output_has_a_noise_of_its_own():
     """One of variance .0025 and one of 1: intervals of .9 cover .8 to .97 of 300 targets of either."""
-    torch.manual_seed(0)
     x = torch.rand(300, 1) * 2 - 1
     y = torch.cat([x + 0.05 * torch.randn(300, 1), -x + torch.randn(300, 1)], 1)
     low, high = ensemble(x, y, 2).predict(x).interval(0.9)
@@ -40,7 +39,6 @@ def test_each_output_has_a_noise_of_its_own():
 @pytest.mark.parametrize("likelihood, outputs", [(GAUSSIAN, 1), (bc.likelihoods.gaussian("learned"), 2)])
 def test_units_of_inputs_and_targets_do_not_matter(likelihood, outputs):
     """Scores of targets times 1e6 plus 1e6, at inputs times 1e3 plus 1e4, differ by log 1e6 alone, to rounding."""
-    torch.manual_seed(0)
     x = torch.randn(200, 3)
     y = x[:, :1].sin() + 0.1 * torch.randn(200, 1)
     scores = []
@@ -52,7 +50,6 @@ def test_units_of_inputs_and_targets_do_not_matter(likelihood, outputs):
 
 
 def test_outputs_without_an_axis_of_their_own_are_as_good_as_one_output():
-    torch.manual_seed(0)
     x = torch.randn(60, 3)
     column = ensemble(x, x[:, :1].sin(), make=lambda: maker(1).float(), steps=20).predict(x)
     plain = ensemble(x, x[:, 0].sin(), make=lambda: nn.Sequential(*maker(1).float(), nn.Flatten(0)), steps=20).predict(

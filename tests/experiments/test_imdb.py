@@ -38,7 +38,6 @@ def test_the_network_has_the_papers_number_of_weights():
 
 
 def test_the_recurrence_is_that_of_torchs_lstm():
-    torch.manual_seed(0)
     net, lstm = imdb.Network(50, 6, 5, 4).double(), nn.LSTM(5, 4, batch_first=True).double()
     with torch.no_grad():
         lstm.weight_ih_l0.copy_(net.inward.weight)
@@ -51,7 +50,6 @@ def test_the_recurrence_is_that_of_torchs_lstm():
 
 
 def test_the_network_is_tapped_whole_by_curvature_and_its_diagonal_is_that_of_the_rows():
-    torch.manual_seed(0)
     made = bc.make_functional(imdb.Network(20, 3, 2, 2).double())
     batch = torch.randint(20, (4, 24)), torch.tensor([0, 1, 1, 0])
     kind = bc.likelihoods.categorical()

@@ -35,7 +35,6 @@ def test_an_example_without_noise_of_its_own_has_the_same_numbers(name):
 def test_the_double_well_has_its_exact_second_moment():
     """4.3568 by quadrature. 8,000 correlated draws of two coordinates: the mean of x^2 has a deviation of about 0.08 over
     seeds; five of them (false alarms 6e-7, the seed is fixed)."""
-    torch.manual_seed(0)
     draws = example("double_well").ours(8_000)["draws"]
     assert abs(draws[1000:].square().mean() - 4.3568) < 0.4
 

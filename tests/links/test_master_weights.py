@@ -65,7 +65,6 @@ def test_master_weights_are_those_of_the_float32_chain(name, inplace, dtype):
 
 def test_across_zero_they_are_exact_to_the_rounding_of_float32():
     """Steps larger than the parameters, whose sign they change: the update of a narrow leaf is rounded itself."""
-    torch.manual_seed(0)
     tx, params = bc.sgd(0.5), torch.randn(5000).to(torch.bfloat16)
     wrapped = bc.with_master_weights(tx)
     state, masters = wrapped.init(params), params.float()

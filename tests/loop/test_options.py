@@ -79,7 +79,6 @@ def test_aux_may_be_any_tree(how):
 
 
 def test_autocast_runs_the_loss_in_bfloat16_and_nothing_else():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
     forward, params, _ = bc.make_functional(model)
     dtypes = []

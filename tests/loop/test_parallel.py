@@ -151,7 +151,6 @@ def test_values_of_each_are_moved_to_the_parameters():
 
 @pytest.mark.parametrize("kind", ["branch", "in place"])
 def test_what_vmap_refuses_runs_in_a_loop(kind):
-    torch.manual_seed(0)
     weight = nn.Linear(3, 4).weight
 
     def refused(params, batch):
@@ -174,7 +173,6 @@ def test_what_vmap_refuses_runs_in_a_loop(kind):
 
 @pytest.mark.parametrize("loop", [False, True])
 def test_batch_norm_whose_statistics_the_chains_would_share_is_refused(loop):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     before = {name: b.clone() for name, b in model.named_buffers()}
 

@@ -118,7 +118,6 @@ CHANGES = {
 @pytest.mark.parametrize("tx", [bc.sghmc(0.1, temperature=0.1), bc.sgd(0.1, 0.9)], ids=["fused", "torch's kernel"])
 def test_what_changes_between_two_steps_counts_from_the_next(tx, change):
     """Against pure steps through torch's own functional_call, which keep nothing between calls."""
-    torch.manual_seed(0)
     module, x = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Tanh(), nn.Linear(4, 1)), torch.randn(16, 3)
     forward, params, _ = bc.make_functional(module)
     mine = params, tx.init(params)

@@ -350,7 +350,6 @@ def test_a_temperature_that_rises_from_zero_and_falls_again_is_followed():
 @pytest.mark.parametrize(("first", "then", "worst"), [(0.9, 0.95, 0.0), (0.5, 0.9, 0.13), (0.1, 0.9, 0.46)])
 def test_what_a_rise_of_nesterovs_momentum_costs_is_what_the_docstring_says(first, then, worst):
     """100,000 chains at ``lr k = 1``: 2 % are 4.5 standard deviations of a variance, a false alarm in 1,000 at most."""
-    torch.manual_seed(0)
     p = torch.nn.Parameter(torch.randn(100_000))
     made = bc.optim.SGD([p], lr=1.0, momentum=first, nesterov=True, temperature=1.0, heat_guard=None)
     errors = []

@@ -44,7 +44,6 @@ def test_the_calibration_error_in_the_legend_is_that_of_torchmetrics():
 
 
 def test_intervals_that_are_too_narrow_lie_below_the_diagonal():
-    torch.manual_seed(0)
     targets = 2 * torch.randn(500, 1)
     for variance, below in ((1.0, True), (16.0, False)):
         ax = bc.plot.coverage(gaussian(torch.zeros(500), variance), targets)

@@ -129,7 +129,6 @@ def test_it_is_the_noise_that_the_data_were_made_with(cleaner):
 @pytest.mark.parametrize("likelihood", ["gaussian", "categorical", "poisson"])
 def test_heat_changes_the_log_score_by_the_first_order_that_the_module_says(likelihood):
     """The derivative by the temperature of the log of the averaged density, from a quadrature, in float64."""
-    torch.manual_seed(0)
     made = {
         "gaussian": bc.likelihoods.gaussian(0.5),
         "categorical": bc.likelihoods.categorical(),

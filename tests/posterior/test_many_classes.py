@@ -36,7 +36,6 @@ pytestmark = pytest.mark.usefixtures("double_precision")
 )
 @pytest.mark.parametrize("whole", [False, True])
 def test_factors_of_the_last_layer_are_the_sums_over_columns(likelihood, positions, diagonal_above, whole):
-    torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5)).eval()
     x = torch.randn(7, *positions, 4)
     y = torch.randint(5, (7, *positions)) if likelihood.has_classes else torch.randn(7, *positions, 5)

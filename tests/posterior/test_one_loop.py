@@ -30,7 +30,6 @@ METHODS = {
 def test_one_loop_runs_every_method(name):
     """Of a linear model, whose posterior given all data EPOCHS times is known: filters and Laplace's precision exactly, the
     variances of variational inference, which averages over batches, to 10 %, the mean of SWAG's path to a few hundredths."""
-    torch.manual_seed(0)
     x = torch.randn(N, 3, dtype=torch.float64)
     y = x @ torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64) + NOISE**0.5 * torch.randn(N, dtype=torch.float64)
     batches = [(x[i : i + 8], y[i : i + 8, None]) for i in range(0, N, 8)]

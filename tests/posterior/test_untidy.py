@@ -187,7 +187,6 @@ UNTIDY = {  # module, the parameters of the last layer (or the words of a refusa
     [pytest.param(n, marks=pytest.mark.slow) if n == "lightning" else n for n in UNTIDY],  # a slow import
 )
 def test_the_last_layer_of_an_untidy_module_has_the_dense_posterior_or_is_refused(name):
-    torch.manual_seed(0)
     make, wanted = UNTIDY[name]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -43,7 +43,6 @@ def test_a_lane_of_vmap_draws_what_it_draws_alone_bit_for_bit(name, dtype):
 
 
 def test_gradients_inside_vmap_see_the_same_masks():
-    torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.2), nn.ReLU(), nn.Dropout(0.5)).double().requires_grad_(False)
     xs = torch.randn(3, 5, 6, dtype=torch.float64)
 
@@ -159,7 +158,6 @@ def test_a_seeded_generator_and_a_carried_one_agree_in_a_trace():
 
 @pytest.mark.parametrize("name", ["att", "lstm"])
 def test_alone_even_fused_operations_follow_the_key(name):
-    torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.2) if name == "att" else nn.LSTM(6, 4, 2, dropout=0.3)
     x, key = torch.randn(5, 2, 6), torch.tensor(3)
 

@@ -101,7 +101,6 @@ def test_numbers_and_names_stay_as_captured_and_tensors_are_read(backend):
 )
 def test_recurrent_layers_are_captured(layer):
     """mkldnn's fused LSTM, which eager code runs, is not in the graph; it is on again afterwards."""
-    torch.manual_seed(0)
     model, x = layer(3, 4, batch_first=True), torch.randn(5, 2, 3)
     params = {k: p.detach() for k, p in model.named_parameters()}
 
@@ -130,7 +129,6 @@ class Attention(nn.Module):
 
 def test_attention_is_captured_with_its_noise_and_a_short_last_batch():
     """Batches of 4, 4 and 2 sequences, the last of which is recorded when it comes; every step is the eager step's."""
-    torch.manual_seed(0)
     forward, params, _ = bc.make_functional(Attention())
     x, y = torch.randn(10, 5, 8), torch.arange(10) % 3
 
