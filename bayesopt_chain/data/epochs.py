@@ -450,5 +450,8 @@ def _columns(data: Any) -> tuple[list[Tensor] | None, Any, int]:
         return leaves, spec, leaves[0].shape[0]
     if optree.tree_structure(data).num_nodes > 1 or not hasattr(data, "__len__"):
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves if not torch.is_tensor(leaf)})) or "nothing"
-        raise TypeError(f"epochs: data must be a tree of tensors, or something with a length; it holds {kinds}")
+        raise TypeError(
+            f"epochs: data must be a tree of tensors, or a dataset with a length; it holds {kinds} (torch.as_tensor makes "
+            "tensors of arrays)"
+        )
     return None, None, len(data)
