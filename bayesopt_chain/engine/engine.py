@@ -376,13 +376,12 @@ class Engine:
     def _fit(self, found: _Tensors, present: Sequence[int] | None, own: bool) -> bool:
         """Whether the kernel may run over the memory of all tensors but the gradients."""
         states = (found.trace, 0), (found.memory, 1), (found.centre, 0)
-        fit = [not xs or self._fits(xs, present, inner=inner) for xs, inner in states]
         return (
             {*map(_LAYOUT, (*found.counts, *found.keys))} <= _COUNTERS
             and (
                 not self.axes or all([x.shape == self.axes and x.is_contiguous() for x in (*found.counts, *found.keys)])
             )
-            and all(fit)
+            and all([self._fits(xs, present, inner=inner) for xs, inner in states if xs])
             and (not found.theta or self._fits(found.theta, present, own))
         )
 

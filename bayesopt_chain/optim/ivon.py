@@ -301,11 +301,10 @@ class IVON(OnRanks, torch.optim.Optimizer):
             >>> bc.optim.IVON([theta], 0.1, temperature=0.01, init_hessian=4.0).variances()["0"]
             tensor([0.0025, 0.0025])
         """
-        params = [(group, p) for group in self.param_groups for p in group["params"]]
         with torch.no_grad():
             values = [
-                torch.zeros_like(p) if _is_constant(p, self.state[p]) else _variance(g, self.state[p]["hessian"])
-                for g, p in params
+                torch.zeros_like(p) if _is_constant(p, self.state[p]) else _variance(group, self.state[p]["hessian"])
+                for group, p, _ in self._leaves()
             ]
         return dict(zip(self._names(), values))
 
