@@ -148,6 +148,7 @@ def call(path=None, **changes):
     return bc.posterior_ensemble(make, data(), bc.likelihoods.gaussian(), path=path, **given)
 
 
+@pytest.mark.slow
 def test_draws_stand_beside_the_networks_and_are_saved_with_them(tmp_path, monkeypatch):
     monkeypatch.setattr(behind, "_planned", lambda *_: {"steps": 250})
     plain, e = call(), call(tmp_path / "call", chains=500.0)
