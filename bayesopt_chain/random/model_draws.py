@@ -269,12 +269,10 @@ def _attention(keyed: Keyed, func: Any, *args: Any, **kwargs: Any) -> Any:
 def _recurrent(keyed: Keyed, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Call recurrent layers without dropout; with dropout they draw inside one fused operation, and are refused."""
     # torch.lstm and its kin take many tensors, then dropout as their only float, with `train` right behind it
-    floats = [x for x in args if isinstance(x, float)]
-    flags = [x for x in args if isinstance(x, bool)]
-    at = next((i for i, x in enumerate(args) if isinstance(x, float)), None)
-    if floats and floats[0] > 0 and at is not None and len(flags) > 1 and args[at + 1] is True:
+    at = next((i for i, x in enumerate(args) if isinstance(x, float)), len(args))
+    if args[at + 1 : at + 2] == (True,) and args[at] > 0:
         _refuse(
-            f"{func.__name__} with dropout {floats[0]}",
+            f"{func.__name__} with dropout {args[at]}",
             "give the recurrent layer dropout=0, with dropout layers beside it",
         )
     return func(*args, **kwargs)
