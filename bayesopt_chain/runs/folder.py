@@ -210,14 +210,13 @@ def _draws_file(path: Path, since: int, about: Mapping[str, Any], first: File | 
         raise ValueError(f"load: {path} is of another run, or of another place in it, than its folder says")
     n = drawn(said, said["step"]) - drawn(said, since)
     lead = (n,) if said["chains"] is None else (n, said["chains"])
-    kinds = {name: (x.dtype, x.shape[1:]) for name, x in file.entries.items()}
-    rows = [x.shape[: 1 if name == STEP else len(lead)] for name, x in file.entries.items()]
-    if since >= said["step"] or said["course"] > len(about["cuts"]) or STEP not in kinds:
+    rows = {name: x.shape[: 1 if name == STEP else len(lead)] for name, x in file.entries.items()}
+    if since >= said["step"] or said["course"] > len(about["cuts"]) or STEP not in rows:
         raise ValueError(f"load: {path} is damaged: it holds no draws behind step {since}")
-    if any(row not in (lead, lead[:1]) for row in rows) or {LEAF + leaf for leaf in about["leaves"]} - kinds.keys():
+    if {*rows.values()} - {lead, lead[:1]} or {LEAF + leaf for leaf in about["leaves"]} - rows.keys():
         raise ValueError(f"load: {path} is damaged: it does not hold the {n} draws of its steps")
-    if first is not None and kinds != {name: (x.dtype, x.shape[1:]) for name, x in first.entries.items()}:
-        raise ValueError(f"load: {path} holds other columns than {first.path.name}")
+    if first is not None and (wrong := _differing(file.entries, first)):
+        raise ValueError(f"load: {path} holds other columns than {first.path.name}: {', '.join(wrong)}")
     return file
 
 
@@ -428,8 +427,8 @@ class Folder:
             return
         if self.tiles and (wrong := _differing(columns, self.tiles[0].file)):
             raise ValueError(
-                f"sample: {self.path} holds draws of other columns than this run's: {wrong}; give this run a directory of its "
-                "own"
+                f"sample: {self.path} holds draws of other columns than this run's: {', '.join(wrong)}; give this "
+                "run a directory of its own"
             )
         prev = self.tiles[-1].file.metadata["id"] if self.tiles else ""
         said = {n: about[n] for n in ("run", "burn_in", "thinning", "chains")}
@@ -503,10 +502,11 @@ def _written(folder: Path, columns: Mapping[str, Tensor], said: Mapping[str, Any
     return tile(File(path), said["step"])
 
 
-def _differing(columns: Mapping[str, Tensor], file: File) -> str:
+def _differing(columns: Mapping[str, Any], file: File) -> list[str]:
+    """The first of the columns, by name, whose dtype or whose rows' shape is another in a file."""
     mine = {n: (x.dtype, tuple(x.shape[1:])) for n, x in columns.items()}
     theirs = {n: (x.dtype, x.shape[1:]) for n, x in file.entries.items()}
-    return ", ".join(sorted(n for n in {*mine, *theirs} if mine.get(n) != theirs.get(n))[:4])
+    return sorted(n for n in {*mine, *theirs} if mine.get(n) != theirs.get(n))[:4]
 
 
 SPARSE = 4  # of so many rows on disk one is wanted: from there on rows are read one by one
