@@ -31,16 +31,22 @@ def stream(steps=12, data=3):
     return [(torch.randn(data, 5, generator=generator), torch.randn(data, generator=generator)) for _ in range(steps)]
 
 
-def textbook(batches, q=Q, forgetting=FORGETTING, lr=LR):
-    """Mean and covariance by gains: predict P / forgetting + q, then one joint update a batch with noise variance / lr."""
+def textbook(batches, diagonal=False):
+    """Mean and covariance by gains: predict P / forgetting + q, then one joint update a batch with noise variance / lr. The
+    diagonal filter moves by the gain of its diagonal prior, and its information grows by the diagonal of the batch's."""
     mean, p = torch.zeros(5), torch.eye(5) / PRIOR
     for batch in batches:
-        p = p / forgetting + q * torch.eye(5)
+        p = p / FORGETTING + Q * torch.eye(5)
         h = torch.func.jacrev(lambda m, batch=batch: forward(as_tree(m), batch))(mean)
-        innovation = batch[1] - forward(as_tree(mean), batch)
-        gain = p @ h.T @ torch.linalg.inv(h @ p @ h.T + VARIANCE / lr * torch.eye(len(innovation)))
-        mean, p = mean + gain @ innovation, (torch.eye(5) - gain @ h) @ p
+        gain = p @ h.T @ torch.linalg.inv(h @ p @ h.T + VARIANCE / LR * torch.eye(len(h)))
+        mean = mean + gain @ (batch[1] - forward(as_tree(mean), batch))
+        information = torch.linalg.inv(p) + LR / VARIANCE * h.T @ h
+        p = torch.diag(1 / information.diagonal()) if diagonal else (torch.eye(5) - gain @ h) @ p
     return mean, p
+
+
+def filter_of(name, *args, rank=5, **options):
+    return getattr(bc.ekf, name)(*args, **options, **({"rank": rank} if name == "low_rank" else {}))
 
 
 def estimator(form):
@@ -60,30 +66,12 @@ def run(tx, form, batches, inplace=False):
 
 
 @pytest.mark.parametrize("form", ["root", "dense", "observation"])
-@pytest.mark.parametrize("name", ["dense", "low_rank"])
+@pytest.mark.parametrize("name", ["dense", "diagonal", "low_rank"])
 def test_a_filter_that_can_hold_it_is_the_textbook_filter(name, form):
     """Extended, with transition noise, forgetting and lr, in the Fisher and the observation form: 1e-10."""
-    options = {"rank": 5} if name == "low_rank" else {}
-    tx = getattr(bc.ekf, name)(LR, prior_precision=PRIOR, transition_noise=Q, forgetting=FORGETTING, **options)
-    mean, covariance = run(tx, form, stream())
-    wanted = textbook(stream())
-    assert (mean - wanted[0]).abs().max() < 1e-10 and (covariance - wanted[1]).abs().max() < 1e-10
-
-
-@pytest.mark.parametrize("form", ["root", "dense", "observation"])
-def test_the_diagonal_filter_by_hand(form):
-    """The mean moves by the exact gain of the diagonal prior, the information grows by its diagonal; three batches."""
-    tx = bc.ekf.diagonal(LR, prior_precision=PRIOR, transition_noise=Q, forgetting=FORGETTING)
-    mean, information = torch.zeros(5), torch.full((5,), PRIOR)
-    for batch in stream(3):
-        information = 1 / (1 / (FORGETTING * information) + Q)
-        h = torch.func.jacrev(lambda m, batch=batch: forward(as_tree(m), batch))(mean)
-        gain = (h / information).T @ torch.linalg.inv(h / information @ h.T + VARIANCE / LR * torch.eye(3))
-        mean = mean + gain @ (batch[1] - forward(as_tree(mean), batch))
-        information = information + LR * h.square().sum(0) / VARIANCE
-    got, covariance = run(tx, form, stream(3))
-    torch.testing.assert_close(got, mean, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(covariance, torch.diag(1 / information), rtol=1e-10, atol=1e-12)
+    tx = filter_of(name, LR, prior_precision=PRIOR, transition_noise=Q, forgetting=FORGETTING)
+    for found, wanted in zip(run(tx, form, stream()), textbook(stream(), name == "diagonal")):
+        torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["dense", "diagonal", "low_rank"])
@@ -97,7 +85,7 @@ def test_correlated_features_leave_every_filter_stable(name, data):
     x = x + 0.3 * torch.randn(300, 100, generator=generator)
     y = x @ torch.randn(100, generator=generator) + torch.randn(300, generator=generator)
     estimate = bc.curvature.ggn(lambda p, batch: batch[0] @ p, bc.likelihoods.gaussian(1.0), "root")
-    tx = getattr(bc.ekf, name)(**({"rank": 20} if name == "low_rank" else {}))
+    tx = filter_of(name, rank=20)
     step = bc.make_step(lambda p, batch: (batch[0] @ p - batch[1]).square().mean() / 2, tx, curvature=estimate)
     params = torch.zeros(100)
     state = tx.init(params)
@@ -131,21 +119,21 @@ def test_a_strong_batch_is_solved_for_in_float32():
 @pytest.mark.parametrize("name", ["dense", "diagonal", "low_rank"])
 def test_a_leaf_without_gradient_is_fixed_and_learns_nothing(name):
     """The others move as they would if it were no parameter."""
-    make = lambda: getattr(bc.ekf, name)(**({"rank": 4} if name == "low_rank" else {}))  # noqa: E731
+    tx = filter_of(name, rank=4)
     (batch,) = stream(1)
     increment = estimator("root")(like, batch)
     gradient = torch.func.grad(loss)(like, batch)
-    updates, state = make().update({**gradient, "b": None}, make().init(like), params=like, curvature=increment)
+    updates, state = tx.update({**gradient, "b": None}, tx.init(like), params=like, curvature=increment)
     alone = {"a": like["a"]}
-    wanted, _ = make().update(
+    wanted, _ = tx.update(
         {"a": gradient["a"]},
-        make().init(alone),
+        tx.init(alone),
         params=alone,
         curvature=Root({"a": increment.rows["a"]}, increment.count),
     )
     assert updates["b"] is None
     torch.testing.assert_close(updates["a"], wanted["a"], rtol=1e-10, atol=1e-12)
-    variance = make().posterior(state, like).marginal_variance["b"]
+    variance = tx.posterior(state, like).marginal_variance["b"]
     torch.testing.assert_close(variance, torch.ones(1), rtol=1e-12, atol=0)
 
 
@@ -161,13 +149,10 @@ def test_the_low_rank_filter_keeps_the_information_of_what_it_cuts_off():
     assert errors[0] > errors[1] > errors[2] and errors[2] < 1e-10 and errors[3] < 1e-10  # three data: rank 3
 
 
-def test_in_place_steps_filter_alike():
-    for name in ("dense", "diagonal", "low_rank"):
-        make = lambda name=name: getattr(bc.ekf, name)(transition_noise=Q)  # noqa: E731
-        if name == "low_rank":
-            make = lambda: bc.ekf.low_rank(rank=2, transition_noise=Q)  # noqa: E731
-        for a, b in zip(run(make(), "root", stream()), run(make(), "root", stream(), inplace=True)):
-            assert torch.equal(a, b)
+@pytest.mark.parametrize("name", ["dense", "diagonal", "low_rank"])
+def test_in_place_steps_filter_alike(name):
+    ends = [run(filter_of(name, rank=2, transition_noise=Q), "root", stream(), inplace) for inplace in (False, True)]
+    assert all(map(torch.equal, *ends))
 
 
 def test_a_tensor_lr_is_read_at_every_update():
@@ -208,7 +193,7 @@ def test_curvature_that_is_not_made_of_rows_is_refused_with_what_to_do(name, str
         "kronecker": Kronecker(like, like, like, like, one),
         "block": Block(optree.tree_map(lambda p: Diagonal(p, one), like), one),
     }[structure]
-    tx = getattr(bc.ekf, name)(**({"rank": 2} if name == "low_rank" else {}))
+    tx = filter_of(name, rank=2)
     with pytest.raises(TypeError, match=r"is not made of rows.*structure='root'.*bc\.ekf\.observe.*smaller batches"):
         tx.update(like, tx.init(like), params=like, curvature=increment)
 

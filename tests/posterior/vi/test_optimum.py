@@ -23,38 +23,21 @@ def close(a, b, tolerance):
     assert worst < tolerance, f"off by {worst:.3g}"
 
 
-def kalman(structure, cuts, estimate=None):
-    data = problem()
-    estimate = estimate or bc.curvature.ggn(forward, likelihood, structure)
-    tx = bc.ekf.dense(prior_precision=data.prior)
-    step = bc.make_step(negative_log_likelihood, tx, curvature=estimate)
-    params = data.start
-    state = tx.init(params)
-    for batch in batches(data, cuts):
-        params, state, _ = step(params, state, batch)
-    return moments(tx.posterior(state, params))
-
-
 @pytest.mark.parametrize(
     "cuts", [(N,), (1, 3, N), (7, 14, N), tuple(range(1, N + 1))], ids=lambda c: f"{len(c)} batches"
 )
 @pytest.mark.parametrize("structure", ["root", "dense", "observation"])
 def test_one_pass_of_the_filter_is_the_exact_posterior_whatever_the_batches(structure, cuts):
     """To 1e-10."""
-    estimate = bc.ekf.observe(forward, problem().variance) if structure == "observation" else None
-    close(kalman(structure, cuts, estimate), exact(problem()), 1e-10)
-
-
-def test_laplace_is_the_exact_posterior():
-    """Its mode is found by the filter; its covariance is exact to 1e-10."""
     data = problem()
-    tx = bc.chain(bc.sgd(0.0), link := bc.laplace())
-    step = bc.make_step(log_posterior_loss, tx, curvature=bc.curvature.ggn(forward, likelihood, "dense"))
-    params = data.tree(exact(data)[0])
-    state = tx.init(params)
-    for batch in batches(data, (7, 14, N)):
+    ggn = bc.curvature.ggn(forward, likelihood, "dense" if structure == "observation" else structure)
+    estimate = bc.ekf.observe(forward, data.variance) if structure == "observation" else ggn
+    tx = bc.ekf.dense(prior_precision=data.prior)
+    step = bc.make_step(negative_log_likelihood, tx, curvature=estimate)
+    params, state = data.start, tx.init(data.start)
+    for batch in batches(data, cuts):
         params, state, _ = step(params, state, batch)
-    close(moments(link.posterior(state, params, prior_precision=data.prior)), exact(data), 1e-10)
+    close(moments(tx.posterior(state, params)), exact(data), 1e-10)
 
 
 @pytest.mark.slow
