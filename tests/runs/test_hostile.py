@@ -138,6 +138,14 @@ class Exploit:
         return os.system, (f"touch {self.mark}",)
 
 
+def test_columns_of_another_kind_than_the_first_files_are_named(tmp_path):
+    sampled(tmp_path)
+    first, second = sorted(tmp_path.glob("draws-*"))[:2]
+    crafted(second, lambda entries, about: entries["params/w"].update(dtype="I32"))
+    with pytest.raises(ValueError, match=rf"{second.name} holds other columns than {first.name}: params/w"):
+        everything(tmp_path)
+
+
 def crafted(file, change):
     """Change what a file says, and seal it again, as somebody would who knows the format."""
     raw = file.read_bytes()
