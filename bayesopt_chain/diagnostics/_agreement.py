@@ -62,17 +62,26 @@ def agreement(x: Tensor) -> Agreement:
     """
     from scipy.stats import f
 
-    h = len(x) // 2
-    z = rank_normalised(torch.cat([x[:h], x[-h:]], 1))
-    m = z.shape[1]
-    within, between = z.var(0).mean(0), z.mean(0).var(0)
+    h, m = len(x) // 2, 2 * x.shape[1]
+    r_hat, between, within = split_r_hat(x)
     tau = autocorrelation_time(rank_normalised(x))
     tau = CAUTION * torch.maximum(tau, tau.median())
     effective = (h / tau).clamp(min=1.01)
-    r_hat = ((h - 1) / h + between / within).sqrt()
     ratio = between * effective / within
     p = torch.as_tensor(f.sf(ratio.numpy(), m - 1, (m * (effective - 1)).clamp(min=1.0).numpy()), device="cpu")
     return Agreement(r_hat, CAUTION * m * effective, _of_all(p), int(p.argmin()))
+
+
+def split_r_hat(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """R-hat of each element, and the variances of the normal scores between the halves of the chains and within them.
+
+    Args:
+        x: draws ``[draws, chains, elements]``.
+    """
+    h = len(x) // 2
+    z = rank_normalised(torch.cat([x[:h], x[-h:]], 1))
+    within, between = z.var(0).mean(0), z.mean(0).var(0)
+    return ((h - 1) / h + between / within).sqrt(), between, within
 
 
 def _of_all(p: Tensor) -> float:

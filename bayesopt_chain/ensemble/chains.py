@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesopt_chain.diagnostics._agreement import rank_normalised
+from bayesopt_chain.diagnostics._agreement import split_r_hat
 from bayesopt_chain.diagnostics.top_curvature import lanczos
 from bayesopt_chain.ensemble import held
 from bayesopt_chain.ensemble.held import Fold
@@ -179,9 +179,5 @@ def _planned(chains: Chains, theta: Tensor, seconds: float, each: float, began: 
 
 def r_hat(folds: list[Fold], outputs: list[Tensor]) -> float:
     """The median over held-out predictions of the rank-normalised split R-hat, largest of the folds."""
-    found = []
-    for fold in folds:
-        x = torch.stack([outputs[m].double() for m in fold.who], 1).flatten(2)
-        z = rank_normalised(torch.cat(x.chunk(2), 1))
-        found.append(float((1 - 1 / len(z) + z.mean(0).var(0) / z.var(0).mean(0)).sqrt().median()))
-    return max(found)
+    drawn = (torch.stack([outputs[m].double() for m in fold.who], 1).flatten(2) for fold in folds)
+    return max([float(split_r_hat(x)[0].median()) for x in drawn])
