@@ -51,8 +51,3 @@ def exact(data):
     """Mean and covariance of the posterior, in optree order."""
     precision = data.features.T @ data.features / data.variance + data.prior * torch.eye(4)
     return torch.linalg.solve(precision, data.features.T @ data.y[:, 0] / data.variance), torch.linalg.inv(precision)
-
-
-def batches(data, cuts):
-    for a, b in zip((0, *cuts), cuts):
-        yield data.x[a:b], data.y[a:b]

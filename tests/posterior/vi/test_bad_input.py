@@ -7,7 +7,7 @@ import torch
 import torchopt
 
 import bayesopt_chain as bc
-from bayesopt_chain.precision import Dense, Diagonal, Kronecker, Root, low_rank_covariance, shape_only
+from bayesopt_chain.precision import Dense, Diagonal, Root, low_rank_covariance, shape_only
 
 params = {"w": torch.zeros(2, 3), "b": torch.zeros(2)}
 ONE, T, NAN, INF = torch.tensor(1.0), 0.1, math.nan, math.inf
@@ -85,6 +85,7 @@ def test_numbers_out_of_range(names, options, words):
             makers[name](**given)
 
 
+OTHERS, ROWS = {**params, "b": torch.ones(3)}, Root({k: p[None] for k, p in params.items()}, ONE)
 NO_REALS = {"n": torch.zeros(2, dtype=torch.int64)}
 
 
@@ -132,6 +133,13 @@ def observe(*given):
             for f in FILTERS
             for q in (LAST_NEGATIVE, LAST_NAN)
         ),
+        *(
+            (
+                lambda f=f: FILTERS[f]().update(OTHERS, FILTERS[f]().init(params), params=params, curvature=ROWS),
+                "leaf 0",
+            )
+            for f in FILTERS
+        ),
         (lambda: observe(-1.0), r"likelihood must be one of bc\.likelihoods, called, or a variance"),
         (lambda: observe(bc.likelihoods.gaussian), r"likelihood must be one of bc\.likelihoods, called, or a variance"),
         (lambda: observe()(params, (torch.ones(3, 2), torch.ones(3, 1))), "reshape the targets"),
@@ -161,29 +169,3 @@ def test_von_without_curvature_or_with_another_structure():
     state = update(state, curvature=ONES)
     with pytest.raises(TypeError, match="the first increment decides the structure"):
         update(state, curvature=Dense(torch.eye(8), shape_only(params), ONE))
-
-
-ROW, SHAPED = {"w": torch.ones(1, 2, 3), "b": torch.ones(1, 2)}, {"w": torch.ones(1, 3, 2), "b": torch.ones(1, 2)}
-
-
-@pytest.mark.parametrize("name", FILTERS)
-@pytest.mark.parametrize(
-    ("increment", "words"),
-    [
-        (None, "update got no curvature"),
-        (Kronecker(torch.eye(2), torch.eye(1), ONE, torch.zeros(2), ONE), "class Kronecker is not made of rows"),
-        (params, "update got curvature of class dict"),
-        (Root(SHAPED, ONE), "estimate the curvature of these parameters"),
-        (
-            Dense(torch.diag(torch.tensor([1.0, -1, 1, 1, 1, 1, 1, 1])), shape_only(params), ONE),
-            "precision is indefinite",
-        ),
-        (Root(ROW, ONE), "leaf 0 has shape"),
-    ],
-)
-def test_curvature_that_a_filter_cannot_take_apart(name, increment, words):
-    tx = FILTERS[name]()
-    updates = {"w": torch.ones(2, 3), "b": torch.ones(3)} if "leaf 0" in words else params
-    options = {} if increment is None else {"curvature": increment}
-    with pytest.raises(REFUSED, match=words):
-        tx.update(updates, tx.init(params), params=params, inplace=False, **options)

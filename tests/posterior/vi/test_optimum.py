@@ -8,7 +8,7 @@ import torch
 import bayesopt_chain as bc
 from bayesopt_chain.precision import flatten
 
-from .regression import N, batches, exact, forward, likelihood, log_posterior_loss, negative_log_likelihood, problem
+from .regression import N, exact, log_posterior_loss, problem
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 
@@ -21,23 +21,6 @@ def moments(posterior):
 def close(a, b, tolerance):
     worst = max((x - y).abs().max().item() for x, y in zip(a, b))
     assert worst < tolerance, f"off by {worst:.3g}"
-
-
-@pytest.mark.parametrize(
-    "cuts", [(N,), (1, 3, N), (7, 14, N), tuple(range(1, N + 1))], ids=lambda c: f"{len(c)} batches"
-)
-@pytest.mark.parametrize("structure", ["root", "dense", "observation"])
-def test_one_pass_of_the_filter_is_the_exact_posterior_whatever_the_batches(structure, cuts):
-    """To 1e-10."""
-    data = problem()
-    ggn = bc.curvature.ggn(forward, likelihood, "dense" if structure == "observation" else structure)
-    estimate = bc.ekf.observe(forward, data.variance) if structure == "observation" else ggn
-    tx = bc.ekf.dense(prior_precision=data.prior)
-    step = bc.make_step(negative_log_likelihood, tx, curvature=estimate)
-    params, state = data.start, tx.init(data.start)
-    for batch in batches(data, cuts):
-        params, state, _ = step(params, state, batch)
-    close(moments(tx.posterior(state, params)), exact(data), 1e-10)
 
 
 @pytest.mark.slow
