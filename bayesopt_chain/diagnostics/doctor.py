@@ -25,6 +25,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optree
@@ -35,7 +36,14 @@ from bayesopt_chain import kinds
 from bayesopt_chain.batches import picked
 from bayesopt_chain.checks import installed, short
 from bayesopt_chain.curvature._plan import pair_targets
-from bayesopt_chain.diagnostics._agreement import agreement, drift, effective, mean_and_error, shared_noise
+from bayesopt_chain.diagnostics._agreement import (
+    SharedNoise,
+    agreement,
+    drift,
+    effective,
+    mean_and_error,
+    shared_noise,
+)
 from bayesopt_chain.diagnostics._seeds import initialised_devices, seed_all
 from bayesopt_chain.diagnostics.convergence import R_HAT
 from bayesopt_chain.diagnostics.forces import Forces, forces_of, names_of
@@ -71,6 +79,7 @@ RANK = (  # what costs most comes first
     "diverged", "nonfinite", "scale", "duplicate", "dead", "heated", "together",
     "prior", "burn-in", "cold", "modes", "mixing", "short",
 )  # fmt: skip
+SEVERAL = ("dead", "prior")  # kinds of which all findings are reported
 
 
 class Finding(NamedTuple):
@@ -199,30 +208,24 @@ def doctor(
         raise ValueError("doctor: likelihood= and forward= belong together, and need loss=, tx= and batches= as well")
     if draws.is_weighted:
         raise ValueError("doctor: these draws have weights, and it counts all the same; pass draws.equally_weighted()")
-    run = _Run(draws)
+    m = SimpleNamespace(
+        draws=draws, tx=tx, loss=loss, batches=batches, of=of, told=temperature, wanted=posterior_temperature,
+        data_size=data_size, count=len(draws), n=draws.chains or 1, why=draws.why,
+        known=forward and partial(_minus_log_likelihood, forward, likelihood, picked(targets, pair_targets)),
+        numbers={"draws": float(len(draws)), "chains": float(draws.chains or 1)}, unseen=[], kinds=set(), data=None,
+    )  # fmt: skip
+    found = list[Finding]()
     with torch.random.fork_rng(devices=initialised_devices()):
-        if run.finite():
-            forces = _forces(draws, tx, temperature, is_needed=loss is not None)
-            run.moving(forces)
-            values = run.watched(of)
-            run.agreeing(values, of is not None)
-            is_moving = run.at_rest(values)
-            if loss is None or batches is None or forces is None:
-                run.unseen.append("Not looked at: scale and temperature, which need tx=, loss= and batches=.")
-            elif not forces.levels:
-                run.unseen.append(
-                    "Not told: scale and temperature, since tx gives no leaf noise of a temperature above 0 that could be "
-                    "read; where it is a sampler of another kind, pass temperature=."
-                )
-            elif not (data := _Data(loss, _listed(batches), data_size, run.one)).is_finite:
-                run.found("nonfinite", "The loss at the last draw is NaN or infinite.", "Look for NaN in the data.")
-            else:
-                read = picked(targets, pair_targets)
-                known = None if forward is None else partial(_minus_log_likelihood, forward, likelihood, read)
-                run.scale(data, max(forces.levels.values()), posterior_temperature, known)
-                run.temperature(data, forces, pooled=of is None and "modes" not in run.findings, is_moving=is_moving)
-    findings = sorted(itertools.chain(*run.findings.values()), key=lambda finding: RANK.index(finding.kind))
-    return Diagnosis(tuple(findings), run.numbers, tuple(run.unseen))
+        for measure, rows in QUESTIONS:
+            vars(m).update(measured := measure(m))
+            for row in rows if measured else ():
+                if (row.kind in SEVERAL or row.kind not in m.kinds) and row.when(m):
+                    found.append(Finding(row.kind, row.says.format(**vars(m)), row.do.format(**vars(m))))
+                    m.kinds.add(row.kind)
+            if m.kinds & {"diverged", "nonfinite"} or not m.count:
+                break
+    found.sort(key=lambda finding: RANK.index(finding.kind))
+    return Diagnosis(tuple(found), m.numbers, tuple(m.unseen))
 
 
 def _minus_log_likelihood(
@@ -352,394 +355,332 @@ class _Data:
         return noise / curved if curved > 0 else None
 
 
-class _Run:
-    """The draws, and what was found of them: findings by kind, numbers, and what was not seen."""
+def _begun(m: Any) -> dict[str, Any]:
+    """Whether there are draws."""
+    if m.n == 1:
+        m.unseen.append("Not seen: other modes. One chain cannot show them; run several.")
+    return {"because": f": {m.why}" if m.why else ""}
 
-    def __init__(self, draws: Draws) -> None:
-        self.draws, self.n = draws, draws.chains or 1
-        self.numbers = {"draws": float(len(draws)), "chains": float(self.n)}
-        self.findings: dict[str, list[Finding]] = {}
-        self.unseen = [] if self.n > 1 else ["Not seen: other modes. One chain cannot show them; run several."]
 
-    def found(self, kind: str, says: str, do: str) -> None:
-        """Report a finding: one of each kind, and of those that name leaves all."""
-        if kind in ("dead", "prior") or kind not in self.findings:
-            self.findings.setdefault(kind, []).append(Finding(kind, says, do))
+def _finite(m: Any) -> dict[str, Any]:
+    """Numbers of draws and losses that are not finite, and losses that ran away."""
+    stride = max(1, math.ceil(sum(map(math.prod, m.draws.shapes.values())) / m.n / MOST))
+    names = zip(names_of(paths_of(m.draws[0])), m.draws.shapes)
+    leaves = {shown: _looked_at(m.draws, f"params/{name}", m.n, stride) for shown, name in names}
+    try:
+        losses = m.draws.loss.double().cpu().reshape(m.count, -1)
+    except ValueError:  # none were kept
+        losses = torch.zeros(0, 1, dtype=torch.float64, device="cpu")
+    finite = torch.isfinite(losses).all(1)
+    has_stopped, early = "the loss of" in m.why, losses[: max(len(losses) // 4, 1)].abs()
+    is_level = has_stopped and len(losses) >= 4 and bool(losses[-1].abs().max() <= GROWTH * early.max())
+    return {
+        "leaves": leaves,
+        "losses": losses,
+        "still": [n for n, x in leaves.items() if m.count > 1 and x.size and bool(x.repeats.all())],
+        "bad": _listing(n for n, x in leaves.items() if not x.is_finite),
+        "missing": int((~finite).sum()),
+        "is_level": is_level,
+        "runs_away": not is_level
+        and (has_stopped or _has_grown(losses[finite]) or (len(losses) > 0 and not bool(finite[-2:].any()))),
+        "how": m.why if has_stopped else "the loss grows without end",
+    }
 
-    @property
-    def one(self) -> Any:
-        """The last draw of the first chain."""
-        return _chain(self.draws[len(self.draws) - 1], self.draws.chains, 0)
 
-    # 1. is it finite, and does it move
+def _moving(m: Any) -> dict[str, Any]:
+    """Leaves and chains that stand still; leaves without noise may."""
+    forces = _forces(m.draws, m.tx, m.told, is_needed=m.loss is not None)
+    noiseless = m.leaves.keys() - forces.levels.keys() if forces and forces.levels else set[str]()
+    moving = [x.repeats for name, x in m.leaves.items() if name not in m.still]
+    halts = _halts(torch.stack(moving).all(0)) if moving and m.count >= 8 else {}
+    chain, halted = next(iter(halts.items()), (0, 0))
+    idle = _listing(name for name in m.still if name not in noiseless)
+    return {"forces": forces, "idle": idle, "chain": chain, "halted": halted}
 
-    def finite(self) -> bool:
-        """Look for numbers that are not finite, and for runs that ran away; return whether there is more to look at."""
-        draws = self.draws
-        stopped = "the loss of" in draws.why
-        if not len(draws):
-            has_diverged = "loss" in draws.why
-            self.found(
-                "diverged" if has_diverged else "short",
-                f"The run has no draws{': ' * bool(draws.why)}{draws.why}.",
-                "Lower lr by ten, or look for NaN in the data." if has_diverged else "Run longer.",
-            )
-            return False
-        stride = max(1, math.ceil(sum(map(math.prod, draws.shapes.values())) / self.n / MOST))
-        names = zip(names_of(paths_of(draws[0])), draws.shapes)
-        self.leaves = {shown: _looked_at(draws, f"params/{name}", self.n, stride) for shown, name in names}
-        self.still = [n for n, x in self.leaves.items() if len(draws) > 1 and x.size and bool(x.repeats.all())]
-        try:
-            losses = draws.loss.double().cpu().reshape(len(draws), -1)
-        except ValueError:  # none were kept
-            losses = torch.zeros(0, 1, dtype=torch.float64, device="cpu")
-        self.losses = losses
-        bad = [name for name, x in self.leaves.items() if not x.is_finite]
-        look = "bc.make_step(..., check_finite=True) names the step and leaf; bc.skip_nonfinite(tx) leaves bad batches out."
-        if bad:
-            self.found("nonfinite", f"Draws of {', '.join(bad[:4])} hold NaN or infinity.", look)
-        finite = torch.isfinite(losses).all(1)
-        quarter = max(len(losses) // 4, 1)
-        is_level = len(losses) >= 4 and bool(losses[-1].abs().max() <= GROWTH * losses[:quarter].abs().max())
-        if stopped and is_level:
-            self.found("nonfinite", f"The run stopped: {draws.why}, and nothing before it grew.", look)
-        elif stopped or _has_grown(losses[finite]) or (len(losses) and not bool(finite[-2:].any())):
-            says = draws.why if stopped else "the loss grows without end"
-            self.found("diverged", f"The run diverged: {says}.", "Lower lr; bc.suggest_lr gives one that is stable.")
-        elif not bad and not bool(finite.all()):
-            self.found(
-                "nonfinite", f"The losses of {int((~finite).sum())} of {len(losses)} draws are not finite.", look
-            )
-        return not self.findings
 
-    def moving(self, forces: Forces | None) -> None:
-        """Look for leaves and chains that stand still; leaves without noise may."""
-        noiseless = self.leaves.keys() - forces.levels.keys() if forces and forces.levels else set[str]()
-        if missed := [name for name in self.still if name not in noiseless]:
-            self.found(
-                "dead",
-                f"{', '.join(missed[:4])} did not move in {len(self.draws)} draws.",
-                "It gets neither gradient nor noise: look at masks and partitions, lr, and bfloat16 parameters.",
-            )
-        moving = [x for name, x in self.leaves.items() if name not in self.still]
-        if not moving or len(self.draws) < 8:
-            return
-        same = torch.stack([x.repeats for x in moving]).all(0)  # [draws - 1, chains]
-        for chain, repeats in enumerate(same.T.tolist()):
-            longest = max(len(list(run)) if equal else 0 for equal, run in itertools.groupby(repeats))
-            # the probability with which it repeats a draw otherwise, as chains do that reject proposals
-            often = (sum(repeats) - longest + 1) / (len(repeats) - longest + 2)
-            if longest >= 2 and len(repeats) * often**longest < STILL:
-                self.found(
-                    "dead",
-                    f"Chain {chain} stood still for {longest + 1} draws in a row, bit for bit.",
-                    "It lost its noise, or its step was skipped: look at its gradients and at what was written at those steps.",
-                )
-                return
+def _halts(same: Tensor) -> dict[int, int]:
+    """The longest run of equal draws of each chain whose length is no accident, by whether a draw repeats the one before it."""
+    out = dict[int, int]()
+    for chain, repeats in enumerate(same.T.tolist()):
+        longest = max(len(list(run)) if equal else 0 for equal, run in itertools.groupby(repeats))
+        # the probability with which it repeats a draw otherwise, as chains do that reject proposals
+        often = (sum(repeats) - longest + 1) / (len(repeats) - longest + 2)
+        if longest >= 2 and len(repeats) * often**longest < STILL:
+            out[chain] = longest + 1
+    return out
 
-    def watched(self, of: Callable[[Any], Tensor] | None) -> Tensor:
-        """What must have mixed, ``[draws, chains, elements]``, without elements that never move."""
-        if of is None:
-            values = torch.cat([x.some for x in self.leaves.values()], -1)
-        else:
-            rows = list[Tensor]()
-            for draw in self.draws:
-                each = [of(_chain(draw, self.draws.chains, c)) for c in range(self.n)]
-                if not all(isinstance(x, Tensor) for x in each):
-                    raise TypeError(f"doctor: of must return a tensor, got {type(each[0]).__name__}")
-                rows.append(torch.stack([x.detach().reshape(-1) for x in each]))
-            values = torch.stack(rows).double()
-        return values[..., (values != values[:1]).any(0).any(0)].cpu()
 
-    # 2. do the chains agree
+def _shared(m: Any) -> dict[str, Any]:
+    """The numbers that must have mixed, and the two chains that most clearly have the same noise."""
+    values = _watched(m)
+    together = shared_noise(values) or SharedNoise((0, 0), 0, 0.0)
+    if together.correlation:
+        m.numbers["correlation of chains' noise"] = together.correlation
+    behind = abs(together.lag)
+    lag = f", {behind} draw{'s' * (behind > 1)} apart" if behind else ""
+    return {"values": values, "pair": together.chains, "correlation": together.correlation, "lag": lag}
 
-    def agreeing(self, values: Tensor, is_named: bool) -> None:
-        """Look for chains that share their noise, that disagree with each other, or each with itself."""
-        if together := shared_noise(values):
-            self.numbers["correlation of chains' noise"] = together.correlation
-            (i, j), behind = together.chains, abs(together.lag)
-            lag = f", {behind} draw{'s' * (behind > 1)} apart" if behind else ""
-            self.found(
-                "duplicate" if together.correlation > COPY else "together",
-                f"Chains {i} and {j} move by the same noise (correlation {together.correlation:.3f} of what is new in each "
-                f"draw{lag}): they do not count as two, and R-hat and effective draws mean nothing.",
-                "Give every chain its own key, as bc.parallel does; one seed from several starts, or a copy, is one chain.",
-            )
-        if len(values) < 8:
-            return self.found(
-                "short", f"{len(values)} draws are too few to tell whether they mix.", "Run longer, or thin less."
-            )
-        if not values.shape[-1]:
-            return None
-        found = agreement(values)
-        worst, least = float(found.r_hat.max()), float(found.effective.min())
-        self.numbers |= {"R-hat, worst": worst, "R-hat, probability": found.p_value, "effective draws, least": least}
+
+def _watched(m: Any) -> Tensor:
+    """What must have mixed, ``[draws, chains, elements]``, without elements that never move."""
+    if m.of is None:
+        values = torch.cat([x.some for x in m.leaves.values()], -1)
+    else:
+        rows = list[Tensor]()
+        for draw in m.draws:
+            each = [m.of(_chain(draw, m.draws.chains, c)) for c in range(m.n)]
+            if not all(isinstance(x, Tensor) for x in each):
+                raise TypeError(f"doctor: of must return a tensor, got {type(each[0]).__name__}")
+            rows.append(torch.stack([x.detach().reshape(-1) for x in each]))
+        values = torch.stack(rows).double()
+    return values[..., (values != values[:1]).any(0).any(0)].cpu()
+
+
+def _agreeing(m: Any) -> dict[str, Any]:
+    """R-hat, its probability and effective draws, and whether each chain agrees with itself."""
+    if m.count < 8 or not m.values.shape[-1]:
+        return {"differ": False, "least": math.inf, "untold": 0.0, "is_untold": False}
+    found = agreement(m.values)
+    worst, least = float(found.r_hat.max()), float(found.effective.min())
+    m.numbers |= {"R-hat, worst": worst, "R-hat, probability": found.p_value, "effective draws, least": least}
+    alone = [agreement(m.values[:, [c], found.worst : found.worst + 1]) for c in range(m.n)]
+    is_settled = m.n > 1 and least >= FEW * m.n and all(x.p_value >= LEVEL or float(x.r_hat) <= 1.1 for x in alone)
+    return {
+        "r_hat": worst,
+        "chance": found.p_value,
+        "least": least,
+        "differ": found.p_value < LEVEL and worst > R_HAT,
+        "is_settled": is_settled,
         # so few that a large R-hat may be chance, and may be none
-        untold = float(torch.where(found.effective < UNTOLD * self.n, found.r_hat, 0.0).max())
-        self.is_untold = worst > LARGE and least < UNTOLD * self.n
-        longer = "Run longer, with a longer burn-in, a larger lr or momentum, or a preconditioner."
-        if found.p_value < LEVEL and worst > R_HAT:
-            alone = [agreement(values[:, [c], found.worst : found.worst + 1]) for c in range(self.n)]
-            settled = [one.p_value >= LEVEL or float(one.r_hat) <= 1.1 for one in alone]
-            if self.n > 1 and all(settled) and least >= FEW * self.n:
-                network = "" if is_named else " For a network pass of=predictions: its weights have many equal modes."
-                says = f"The chains are in different modes: R-hat {worst:.2f} between them, and none within a chain."
-                return self.found(
-                    "modes", says, f"Average predictions over all chains, or cross between modes.{network}"
-                )
-            says = f"The draws have not mixed: R-hat {worst:.2f}, by chance with probability {found.p_value:.1g}."
-            return self.found("mixing", says, longer)
-        if least < FEW * self.n:
-            return self.found("short", f"The slowest number has about {least:.0f} independent draws.", "Run longer.")
-        if len(values) >= 16 and untold > LARGE:
-            says = (
-                f"The draws have not mixed: R-hat {untold:.2f}, with too few independent draws to tell it from chance."
-            )
-            return self.found("mixing", says, longer)
-        return None
+        "untold": float(torch.where(found.effective < UNTOLD * m.n, found.r_hat, 0.0).max()),
+        "is_untold": worst > LARGE and least < UNTOLD * m.n,
+        "network": "" if m.of else " For a network pass of=predictions: its weights have many equal modes.",
+    }
 
-    # 3. is it at rest
 
-    def at_rest(self, values: Tensor) -> bool:
-        """Look for drifts; return whether the draws may have the temperature of their start."""
-        is_long = len(values) >= 12 and values.shape[-1] > 0
-        size, p = (
-            drift(values, independent=not self.findings.keys() & {"duplicate", "together"}) if is_long else (0.0, 1.0)
-        )
-        self.numbers |= {"drift, first to last third": size, "drift, probability": p}
-        drifts = p < LEVEL and abs(size) > DRIFTED
-        falls = self._falls()
-        if drifts and "burn-in" not in self.findings:  # which is the same fault, seen in the loss
-            self.findings.pop("mixing", None)
-            self.found(
-                "mixing",
-                f"The draws drift: from the first to the last third a number moves by {abs(size):.2f} standard deviations in "
-                f"all chains alike, by chance with probability {p:.1g}.",
-                "Run longer, and lengthen burn_in until it stops; look whether lr, temperature or data change on the way.",
-            )
-        # a loss that rises is what heat does
-        rises = "burn-in" in self.findings and not falls
-        return falls or getattr(self, "is_untold", False) or (not rises and (drifts or "short" in self.findings))
-
-    def _falls(self) -> bool:
-        """Report a loss whose thirds differ or whose first draws stand out; return whether it falls."""
-        if len(self.losses) < 12 or float(self.losses.std()) == 0.0:
-            return False
-        mean = self.losses.mean(1)
+def _resting(m: Any) -> dict[str, Any]:
+    """Drifts of the draws and of the loss, and how far the first losses stand out."""
+    are_independent = not m.kinds & {"duplicate", "together"}
+    is_long = m.count >= 12 and m.values.shape[-1] > 0
+    size, p = drift(m.values, independent=are_independent) if is_long else (0.0, 1.0)
+    m.numbers |= {"drift, first to last third": size, "drift, probability": p}
+    above, of_loss, its_p, mean = 0.0, 0.0, 1.0, m.losses.mean(1)
+    if len(mean) >= 12 and float(m.losses.std()):
         later = mean[len(mean) // 2 :]
         spread = float(later.std().clamp(min=1e-6 * float(later.abs().mean()) + 1e-300))
         counts = sorted({max(1, len(mean) // share) for share in (len(mean), 50, 20, 10)})
         # losses of a posterior have exponential tails: 10 deviations are exceeded by chance less than once in 1000 runs
         above = max((float(mean[:k].mean() - later.mean()) / spread for k in counts), key=abs)
-        size, p = drift(self.losses[..., None], independent=not self.findings.keys() & {"duplicate", "together"})
-        self.numbers |= {"loss, first draws, in deviations": above, "loss, drift, probability": p}
-        do = "Lengthen burn_in until it does not; draws from before lie where the chain started, not where it samples."
-        if p < LEVEL and abs(size) > DRIFTED:
-            how = f"{'rises' if size > 0 else 'falls'} by {abs(size):.2f} standard deviations from the first to the last third"
-            self.found("burn-in", f"The loss still moves: it {how}, by chance with probability {p:.1g}.", do)
-            return size < 0
-        if above > FIRST:
-            says = (
-                f"The loss falls at first: the first draws lie {above:.3g} standard deviations above the second half's."
-            )
-            self.found("burn-in", says, do)
-        return above > FIRST
+        of_loss, its_p = drift(m.losses[..., None], independent=are_independent)
+        m.numbers |= {"loss, first draws, in deviations": above, "loss, drift, probability": its_p}
+    drifts, loss_drifts = (q < LEVEL and abs(x) > DRIFTED for x, q in ((size, p), (of_loss, its_p)))
+    falls = of_loss < 0 if loss_drifts else above > FIRST
+    return {
+        "drifts": drifts,
+        "drifted": abs(size),
+        "by_chance": p,
+        "loss_drifts": loss_drifts,
+        "loss_moved": f"{'rises' if of_loss > 0 else 'falls'} by {abs(of_loss):.2f}",
+        "loss_by_chance": its_p,
+        "above": above,
+        "falls": falls,
+    }
 
-    # 4. has the loss its scale
 
-    def scale(self, data: _Data, temperature: float, wanted: float, known: Callable[..., Tensor] | None) -> None:
-        """Look whether the loss is a sum, or a multiple of the likelihood, and whether the temperature is the posterior's."""
-        doubled = None if data.n is None else data.twice_over_once(self.one)
-        if doubled is None or data.n is None:
-            self.unseen.append(
-                "Not seen: whether loss and temperature have the scale of a posterior, since the data could not be counted or "
-                "the loss does not take a batch twice; data_size= gives their number."
-            )
-            return None
-        is_sum = abs(doubled[0] - 1) > max(1e-3, doubled[1])
-        seen = None if known is None else data.times_likelihood(self.one, known, is_sum)
-        if known is not None and seen is None:
-            self.unseen.append("Not told: the loss against the likelihood, which has one value on all data, or NaN.")
-        factor, left = seen or (1.0, 0.0)
-        self.numbers |= {"loss of a batch twice / once": doubled[0], "data N": float(data.n)}
-        if seen is not None:
-            self.numbers |= {"loss / - log likelihood": factor, "  share of it that is no multiple": left}
-        if left > UNLIKE or not factor > 0:
-            says = f"The loss is no multiple of -likelihood.log_prob(...): {left:.0%} of how it differs between data is not."
-            return self.found("scale", says, "Pass the likelihood that the loss is of, or take the loss from this one.")
-        right = factor / (1 if is_sum else data.n)
-        times = temperature / right
-        self.numbers["temperature / the posterior's"] = times / wanted
-        if is_sum and len(data.batches) > 1:
-            says = f"The loss is a sum over its batch: it counts {len(data.batches)} times too few data on minibatches."
-            do = (
-                "Take the mean over the batch and temperature = 1/N. If every step of the run took all data, pass them here as "
-                "one batch."
-            )
-            return self.found("scale", says, do)
-        tokens = "" if is_sum or not data.is_guess else (
-            f"{data.n} data were counted along the first axis, and the batches hold whole numbers of several dimensions: where "
-            "the loss is a mean over tokens, pass their number as data_size=. "
-        )  # fmt: skip
-        if abs(math.log(times / wanted)) > math.log(OFF):
-            what = f"{'sum over' if is_sum else 'mean of'} {data.n} data"
-            what = f"a {what}" if seen is None else f"{factor:.4g} times the likelihood's {what}"
-            other = "; for a loss that is already multiplied by N pass posterior_temperature=N" if seen is None else ""
-            self.found(
-                "scale",
-                f"The chain runs at T = {temperature:.3g}, {times:.3g} times that of the posterior: the loss is {what}, "
-                f"for which it is {right:.4g}.",
-                f"{tokens}Set temperature={right:.4g}. Where another one is meant pass posterior_temperature={times:.3g}"
-                f"{other}.",
-            )
-        elif tokens:
-            self.unseen.append(f"Taken for granted: {tokens.strip()}")
-        if is_sum or seen is not None:
-            return None
-        product = hessian_product(data.loss, self.one, data.batches, max_batches=8)
-        if (ratio := data.noise_over_curvature(self.one, product)) is not None:
-            self.numbers["tr Cov(gradient) / tr H"] = ratio
-        self.unseen.append(
-            "Not seen: the scale of the loss, beyond that it is no sum over its batch. A multiple of the mean, such as N times "
-            "it, looks like a sharper likelihood; pass forward= and likelihood= to have it compared. tr Cov(gradient) / tr H, "
-            "which is shown where it could be read, is near 1 at the mode of a calibrated loss; where it is far from 1, either "
-            "the noise scale is off, or the loss is multiplied, or the draw is far from the mode."
+def _shown(m: Any) -> dict[str, Any]:
+    """Loss and data, where there are any to compare the draws with."""
+    if m.loss is None or m.batches is None or m.forces is None:
+        m.unseen.append("Not looked at: scale and temperature, which need tx=, loss= and batches=.")
+        return {}
+    if not m.forces.levels:
+        m.unseen.append(
+            "Not told: scale and temperature, since tx gives no leaf noise of a temperature above 0 that could be read; where "
+            "it is a sampler of another kind, pass temperature=."
         )
-        return None
+        return {}
+    one = _chain(m.draws[m.count - 1], m.draws.chains, 0)
+    return {"one": one, "data": _Data(m.loss, _listed(m.batches), m.data_size, one)}
 
-    # 5. has it the temperature
 
-    def temperature(self, data: _Data, forces: Forces, *, pooled: bool, is_moving: bool) -> None:
-        """Look for draws that are hotter or colder than asked for, and for leaves that the loss does not determine."""
-        self.unseen.append("Not seen: whether a prior that is written into the loss has the strength that was meant.")
-        if len(self.draws) < 4:
-            self.unseen.append("Not told: the temperature of the draws, which takes four of them at least.")
-            return
-        levels = {
-            name: level for name, level in forces.levels.items() if name not in self.still and self.leaves[name].size
-        }
-        if not levels:
-            return
-        directions, leaves, of_data, in_prior = self._virials(data, forces, levels, pooled)
-        self._level(directions, leaves, is_moving)
-        flat = [name for name, x in of_data.items() if float(x.abs().max()) < 1e-12]
-        if flat:
-            says = f"The loss does not depend on {', '.join(flat[:4])}: its gradient is zero at every draw."
-            self.found(
-                "dead", says, "A parameter that the model does not use samples its prior, or wanders off without one."
-            )
-        far = {name: float(x.mean().clamp(min=0)) ** 0.5 for name, x in in_prior.items()}
-        self.numbers |= {f"draws in prior standard deviations, {name}": x for name, x in far.items() if x > 0}
-        if max(far.values()) > FAR:
-            name = max(far, key=lambda name: far[name])
-            says = f"Draws of {name} lie {far[name]:.1f} standard deviations of the weight decay's prior from zero."
-            do = "Data and prior disagree: a standard deviation s is weight_decay = T / s^2, or 1 / (N s^2) at T = 1 / N."
-            self.found("prior", says, do)
-        slack = list[str]()
-        for name in leaves.keys() - flat:
-            can = 1.0 if data.n is None else min(1.0, data.n / self.leaves[name].size)  # N data determine N numbers
-            value, error = mean_and_error(of_data[name])
-            if value + PATIENT[0] * error < DATA * can and float(leaves[name].mean()) > 0.5:
-                slack.append(name)
-        if slack:
-            says = f"The prior dominates {', '.join(sorted(slack)[:4])}: the data contribute less than {DATA:.0%} of its pull."
-            self.found(
-                "prior", says, "Right if it was meant; else lower weight_decay (prior precision lambda: lambda / N)."
-            )
-
-    def _level(self, directions: dict[str, Tensor], leaves: dict[str, Tensor], is_moving: bool) -> None:
-        """Compare the virials with the temperature asked for, which they are divided by."""
-        hot, cold = list[tuple[float, str]](), list[tuple[float, str]]()
-        sure = PATIENT[1] + 0.35 * math.log(len(directions))  # one in a hundred for all of them together
-        for where, series in {**directions, **leaves}.items():
-            value, error = mean_and_error(series)
-            if where.startswith("stiffest direction"):
-                # a Gaussian virial is the square of a normal number, of variance 2: a few small ones have a small spread
-                error = max(error, COLD * (2 / effective(series)) ** 0.5)
-            self.numbers |= {f"temperature, {where}": value, f"  its standard error, {where}": error}
-            says = f"along {where} they have {value:.2f} +- {error:.2f} times the configurational temperature asked for"
-            if value - (sure if where in directions else PATIENT[0]) * error > 1 + HOT:
-                hot.append((value, says))
-            elif where in directions and value + sure * error < (COLD_ALL if where == "all parameters" else COLD):
-                cold.append((value, says))
-        if is_moving:
-            self.unseen.append("Not told: whether the draws are too hot, since they are still on their way.")
-        elif hot:
-            do = "Minibatches heat the chain, or lr is too large for the curvature at the draws. Lower lr, or larger batches."
-            self.found("heated", f"The draws are too hot: {max(hot)[1]}.", do)
-        if cold and not hot:
-            do = (
-                "Run longer or with a larger lr. A chain that starts at the mode needs several relaxations to leave it."
-            )
-            self.found("cold", f"The draws have not spread out: {min(cold)[1]}.", do)
-
-    def _virials(
-        self, data: _Data, forces: Forces, levels: dict[str, float], pooled: bool
-    ) -> tuple[dict[str, Tensor], ...]:
-        """Virials over the temperature, ``[draws, chains]``: along directions, by leaf, of the loss, and of the prior."""
-        chosen = self.draws[:: max(1, math.ceil(len(self.draws) / MOST_DRAWS))]
-        trees = [[_chain(draw, self.draws.chains, c) for c in range(self.n)] for draw in chosen]
-        names = names_of(paths_of(trees[0][0]))
-        where = sorted(names.index(name) for name in levels)
-        levels = {names[j]: levels[names[j]] for j in where}
-        sizes = [self.leaves[name].size for name in levels]
-        # in these units every leaf has temperature 1
-        root = torch.tensor([*levels.values()], dtype=torch.float64, device="cpu").sqrt()
-        root = root.repeat_interleave(torch.tensor(sizes, device="cpu"))
-
-        def flat(leaves: Sequence[Any]) -> Tensor:
-            return torch.cat([leaves[j].detach().double().cpu().reshape(-1) for j in where]) / root
-
-        def by_leaf(x: Tensor) -> list[float]:
-            return [float(part.mean()) for part in x.split(sizes)]
-
-        stiff = self._stiffest(data, trees[-1][0], where)
-        parts = [[flat(optree.tree_leaves(tree, none_is_leaf=True)) for tree in row] for row in trees]
-        theta = torch.stack([torch.stack(row) for row in parts])
-        half, rows = len(trees) // 2, list[list[tuple[list[float], ...]]]()
-        for k, row in enumerate(trees):
-            rows.append([])
-            others = theta[half:] if k < half else theta[:half]
-            for c, params in enumerate(row):
-                own = data.gradients(params)
-                a = theta[k, c] - (others.mean((0, 1)) if pooled else others[:, c].mean(0))
-                f, g = flat(forces.of(params, own)), flat(own)
-                ahead = [float(a @ f) / len(a), *[float(u @ a) * float(u @ f) for u in stiff]]
-                rows[-1].append((ahead, by_leaf(a * f), by_leaf(a * g), by_leaf((f - g) * theta[k, c])))
-        along = ["all parameters", *[f"stiffest direction {i + 1}" for i in range(len(stiff))]]
-        found = [
-            torch.tensor([[each[part] for each in row] for row in rows], dtype=torch.float64, device="cpu")
-            for part in range(4)
-        ]
-        return tuple(
-            {n: x[..., i] for i, n in enumerate(names)} for names, x in zip((along, levels, levels, levels), found)
+def _scaled(m: Any) -> dict[str, Any]:
+    """Whether the loss is a sum, or a multiple of the likelihood, and what the temperature is over the posterior's."""
+    if m.data is None:
+        return {}
+    data, temperature = m.data, max(m.forces.levels.values())
+    doubled = None if data.n is None else data.twice_over_once(m.one)
+    if doubled is None or data.n is None:
+        m.unseen.append(
+            "Not seen: whether loss and temperature have the scale of a posterior, since the data could not be counted or "
+            "the loss does not take a batch twice; data_size= gives their number."
         )
+        return {}
+    is_sum = abs(doubled[0] - 1) > max(1e-3, doubled[1])
+    seen = None if m.known is None else data.times_likelihood(m.one, m.known, is_sum)
+    if m.known is not None and seen is None:
+        m.unseen.append("Not told: the loss against the likelihood, which has one value on all data, or NaN.")
+    factor, left = seen or (1.0, 0.0)
+    right = factor / (1 if is_sum else data.n)
+    m.numbers |= {"loss of a batch twice / once": doubled[0], "data N": float(data.n)}
+    if seen is not None:
+        m.numbers |= {"loss / - log likelihood": factor, "  share of it that is no multiple": left}
+    if factor > 0 and left <= UNLIKE:
+        m.numbers["temperature / the posterior's"] = temperature / right / m.wanted
+    off = abs(math.log(temperature / max(right, 1e-300) / m.wanted))
+    tokens = "" if is_sum or not data.is_guess else (
+        f"{data.n} data were counted along the first axis, and the batches hold whole numbers of several dimensions: where "
+        "the loss is a mean over tokens, pass their number as data_size=. "
+    )  # fmt: skip
+    if tokens and off <= math.log(OFF):
+        m.unseen.append(f"Taken for granted: {tokens.strip()}")
+    if not is_sum and seen is None:
+        product = hessian_product(data.loss, m.one, data.batches, max_batches=8)
+        if (ratio := data.noise_over_curvature(m.one, product)) is not None:
+            m.numbers["tr Cov(gradient) / tr H"] = ratio
+        m.unseen.append(UNSEEN_SCALE)
+    what = f"{'sum over' if is_sum else 'mean of'} {data.n} data"
+    return {
+        "left": left,
+        "factor": factor,
+        "counted": len(data.batches) if is_sum else 1,
+        "off": off,
+        "temperature": temperature,
+        "times": temperature / max(right, 1e-300),
+        "right": right,
+        "tokens": tokens,
+        "what": f"a {what}" if seen is None else f"{factor:.4g} times the likelihood's {what}",
+        "other": "; for a loss that is already multiplied by N pass posterior_temperature=N" if seen is None else "",
+    }
 
-    def _stiffest(self, data: _Data, params: Any, where: Sequence[int]) -> list[Tensor]:
-        """Eigenvectors of the Hessian's largest eigenvalues at a draw, of leaves that move; none without a finite Hessian."""
-        product = hessian_product(data.loss, params, data.batches, max_batches=8)
-        leaves, spec = optree.tree_flatten(params)
-        moves = flatten(spec.unflatten([torch.full_like(x, float(j in where)) for j, x in enumerate(leaves)]), params)
 
-        def along(v: Tensor) -> Tensor:
-            return moves * flatten(product(unflatten(moves * v, params)), params)
+def _tempered(m: Any) -> dict[str, Any]:
+    """The temperatures of the draws along directions and leaves, and the shares of loss and prior in them."""
+    if m.data is None:
+        return {}
+    m.unseen.append("Not seen: whether a prior that is written into the loss has the strength that was meant.")
+    if m.count < 4:
+        m.unseen.append("Not told: the temperature of the draws, which takes four of them at least.")
+        return {}
+    levels = {name: x for name, x in m.forces.levels.items() if name not in m.still and m.leaves[name].size}
+    if not levels:
+        return {}
+    directions, leaves, of_data, in_prior = _virials(m, levels)
+    hot, cold = _hot_and_cold(directions, leaves, m.numbers)
+    rises = "burn-in" in m.kinds and not m.falls  # which is what heat does
+    is_moving = m.falls or m.is_untold or (not rises and (m.drifts or "short" in m.kinds))
+    if is_moving:
+        m.unseen.append("Not told: whether the draws are too hot, since they are still on their way.")
+    flat = [name for name, x in of_data.items() if float(x.abs().max()) < 1e-12]
+    far = {name: float(x.mean().clamp(min=0)) ** 0.5 for name, x in in_prior.items()}
+    m.numbers |= {f"draws in prior standard deviations, {name}": x for name, x in far.items() if x > 0}
+    slack = list[str]()
+    for name in leaves.keys() - flat:
+        can = 1.0 if m.data.n is None else min(1.0, m.data.n / m.leaves[name].size)  # N data determine N numbers
+        value, error = mean_and_error(of_data[name])
+        if value + PATIENT[0] * error < DATA * can and float(leaves[name].mean()) > 0.5:
+            slack.append(name)
+    farthest = max(far, key=lambda name: far[name])
+    return {
+        "hot": hot if not is_moving else "",
+        "cold": cold if is_moving or not hot else "",
+        "flat": _listing(flat),
+        "farthest": farthest,
+        "far": far[farthest],
+        "slack": _listing(sorted(slack)),
+    }
 
-        try:
-            if bool(torch.isfinite(along(torch.ones_like(moves))).all()):
-                values, vectors = lanczos(along, moves, min(DIRECTIONS, int(moves.sum())), max_products=25)
-                return [
-                    u[moves > 0].double().cpu()
-                    for k, u in zip(values, vectors)
-                    if float(k) > 1e-6 * float(values.abs().max())
-                ]
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:  # of autograd, where an operation has no second derivative, or of a decomposition
-            pass
-        self.unseen.append(
-            "Not seen: the temperature along the stiffest directions: the loss has no finite Hessian at the draws."
-        )
-        return []
+
+def _hot_and_cold(
+    directions: dict[str, Tensor], leaves: dict[str, Tensor], numbers: dict[str, float]
+) -> tuple[str, str]:
+    """Where virials, which are divided by the temperature asked for, are farthest above and below 1, in words."""
+    hot, cold = list[tuple[float, str]](), list[tuple[float, str]]()
+    sure = PATIENT[1] + 0.35 * math.log(len(directions))  # one in a hundred for all of them together
+    for where, series in {**directions, **leaves}.items():
+        value, error = mean_and_error(series)
+        if where.startswith("stiffest direction"):
+            # a Gaussian virial is the square of a normal number, of variance 2: a few small ones have a small spread
+            error = max(error, COLD * (2 / effective(series)) ** 0.5)
+        numbers |= {f"temperature, {where}": value, f"  its standard error, {where}": error}
+        says = f"along {where} they have {value:.2f} +- {error:.2f} times the configurational temperature asked for"
+        if value - (sure if where in directions else PATIENT[0]) * error > 1 + HOT:
+            hot.append((value, says))
+        elif where in directions and value + sure * error < (COLD_ALL if where == "all parameters" else COLD):
+            cold.append((value, says))
+    return max(hot)[1] if hot else "", min(cold)[1] if cold else ""
+
+
+def _virials(m: Any, levels: dict[str, float]) -> tuple[dict[str, Tensor], ...]:
+    """Virials over the temperature, ``[draws, chains]``: along directions, by leaf, of the loss, and of the prior."""
+    chosen = m.draws[:: max(1, math.ceil(len(m.draws) / MOST_DRAWS))]
+    trees = [[_chain(draw, m.draws.chains, c) for c in range(m.n)] for draw in chosen]
+    names = names_of(paths_of(trees[0][0]))
+    where = sorted(names.index(name) for name in levels)
+    levels = {names[j]: levels[names[j]] for j in where}
+    sizes = [m.leaves[name].size for name in levels]
+    # in these units every leaf has temperature 1
+    root = torch.tensor([*levels.values()], dtype=torch.float64, device="cpu").sqrt()
+    root = root.repeat_interleave(torch.tensor(sizes, device="cpu"))
+
+    def flat(leaves: Sequence[Any]) -> Tensor:
+        return torch.cat([leaves[j].detach().double().cpu().reshape(-1) for j in where]) / root
+
+    def by_leaf(x: Tensor) -> list[float]:
+        return [float(part.mean()) for part in x.split(sizes)]
+
+    stiff = _stiffest(m, trees[-1][0], where)
+    parts = [[flat(optree.tree_leaves(tree, none_is_leaf=True)) for tree in row] for row in trees]
+    theta = torch.stack([torch.stack(row) for row in parts])
+    pooled = m.of is None and "modes" not in m.kinds
+    half, rows = len(trees) // 2, list[list[tuple[list[float], ...]]]()
+    for k, row in enumerate(trees):
+        rows.append([])
+        others = theta[half:] if k < half else theta[:half]
+        for c, params in enumerate(row):
+            own = m.data.gradients(params)
+            a = theta[k, c] - (others.mean((0, 1)) if pooled else others[:, c].mean(0))
+            f, g = flat(m.forces.of(params, own)), flat(own)
+            ahead = [float(a @ f) / len(a), *[float(u @ a) * float(u @ f) for u in stiff]]
+            rows[-1].append((ahead, by_leaf(a * f), by_leaf(a * g), by_leaf((f - g) * theta[k, c])))
+    along = ["all parameters", *[f"stiffest direction {i + 1}" for i in range(len(stiff))]]
+    found = [
+        torch.tensor([[each[part] for each in row] for row in rows], dtype=torch.float64, device="cpu")
+        for part in range(4)
+    ]
+    return tuple(
+        {n: x[..., i] for i, n in enumerate(names)} for names, x in zip((along, levels, levels, levels), found)
+    )
+
+
+def _stiffest(m: Any, params: Any, where: Sequence[int]) -> list[Tensor]:
+    """Eigenvectors of the Hessian's largest eigenvalues at a draw, of leaves that move; none without a finite Hessian."""
+    product = hessian_product(m.data.loss, params, m.data.batches, max_batches=8)
+    leaves, spec = optree.tree_flatten(params)
+    moves = flatten(spec.unflatten([torch.full_like(x, float(j in where)) for j, x in enumerate(leaves)]), params)
+
+    def along(v: Tensor) -> Tensor:
+        return moves * flatten(product(unflatten(moves * v, params)), params)
+
+    try:
+        if bool(torch.isfinite(along(torch.ones_like(moves))).all()):
+            values, vectors = lanczos(along, moves, min(DIRECTIONS, int(moves.sum())), max_products=25)
+            return [
+                u[moves > 0].double().cpu()
+                for k, u in zip(values, vectors)
+                if float(k) > 1e-6 * float(values.abs().max())
+            ]
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # of autograd, where an operation has no second derivative, or of a decomposition
+        pass
+    m.unseen.append(
+        "Not seen: the temperature along the stiffest directions: the loss has no finite Hessian at the draws."
+    )
+    return []
+
+
+def _listing(names: Iterable[str]) -> str:
+    """The first four."""
+    return ", ".join(itertools.islice(names, 4))
 
 
 def _has_grown(losses: Tensor) -> bool:
@@ -811,3 +752,116 @@ def _forces(draws: Draws, tx: Any, temperature: float | None, *, is_needed: bool
         if is_needed:
             raise
         return None
+
+
+class Row(NamedTuple):
+    """A finding: its kind, when the measurements say so, and its two sentences, with measurements in braces."""
+
+    kind: str
+    when: Callable[[Any], Any]
+    says: str
+    do: str
+
+
+LOOK = "bc.make_step(..., check_finite=True) names the step and leaf; bc.skip_nonfinite(tx) leaves bad batches out."
+SAME_NOISE = (
+    "Chains {pair[0]} and {pair[1]} move by the same noise (correlation {correlation:.3f} of what is new in each draw{lag}): "
+    "they do not count as two, and R-hat and effective draws mean nothing.",
+    "Give every chain its own key, as bc.parallel does; one seed from several starts, or a copy, is one chain.",
+)
+LENGTHEN = "Lengthen burn_in until it does not; draws from before lie where the chain started, not where it samples."
+LONGER = "Run longer, with a longer burn-in, a larger lr or momentum, or a preconditioner."
+UNSEEN_SCALE = (
+    "Not seen: the scale of the loss, beyond that it is no sum over its batch. A multiple of the mean, such as N times it, "
+    "looks like a sharper likelihood; pass forward= and likelihood= to have it compared. tr Cov(gradient) / tr H, which is "
+    "shown where it could be read, is near 1 at the mode of a calibrated loss; where it is far from 1, either the noise scale "
+    "is off, or the loss is multiplied, or the draw is far from the mode."
+)
+
+# What is measured, and the findings that follow from it and from what was measured before. The first of a kind is reported, of
+# those that name leaves all; where nothing could be measured none is.
+QUESTIONS: tuple[tuple[Callable[[Any], dict[str, Any]], tuple[Row, ...]], ...] = (
+    (_begun, (
+        Row("diverged", lambda m: not m.count and "loss" in m.why, "The run has no draws{because}.",
+            "Lower lr by ten, or look for NaN in the data."),
+        Row("short", lambda m: not m.count and not m.kinds, "The run has no draws{because}.", "Run longer."),
+    )),
+    # is it finite
+    (_finite, (
+        Row("nonfinite", lambda m: m.bad, "Draws of {bad} hold NaN or infinity.", LOOK),
+        Row("nonfinite", lambda m: m.is_level, "The run stopped: {why}, and nothing before it grew.", LOOK),
+        Row("diverged", lambda m: m.runs_away, "The run diverged: {how}.",
+            "Lower lr; bc.suggest_lr gives one that is stable."),
+        Row("nonfinite", lambda m: m.missing and not m.runs_away,
+            "The losses of {missing} of {count} draws are not finite.", LOOK),
+    )),
+    # and does it move
+    (_moving, (
+        Row("dead", lambda m: m.idle, "{idle} did not move in {count} draws.",
+            "It gets neither gradient nor noise: look at masks and partitions, lr, and bfloat16 parameters."),
+        Row("dead", lambda m: m.halted, "Chain {chain} stood still for {halted} draws in a row, bit for bit.",
+            "It lost its noise, or its step was skipped: look at its gradients and at what was written at those steps."),
+    )),
+    # do the chains agree
+    (_shared, (
+        Row("duplicate", lambda m: m.correlation > COPY, *SAME_NOISE),
+        Row("together", lambda m: 0 < m.correlation <= COPY, *SAME_NOISE),
+        Row("short", lambda m: m.count < 8, "{count} draws are too few to tell whether they mix.",
+            "Run longer, or thin less."),
+    )),
+    (_agreeing, ()),
+    # is it at rest; a drift explains a large R-hat
+    (_resting, (
+        Row("burn-in", lambda m: m.loss_drifts,
+            "The loss still moves: it {loss_moved} standard deviations from the first to the last third, by chance with "
+            "probability {loss_by_chance:.1g}.", LENGTHEN),
+        Row("burn-in", lambda m: m.above > FIRST,
+            "The loss falls at first: the first draws lie {above:.3g} standard deviations above the second half's.", LENGTHEN),
+        Row("mixing", lambda m: m.drifts and "burn-in" not in m.kinds,  # which is the same fault, seen in the loss
+            "The draws drift: from the first to the last third a number moves by {drifted:.2f} standard deviations in all "
+            "chains alike, by chance with probability {by_chance:.1g}.",
+            "Run longer, and lengthen burn_in until it stops; look whether lr, temperature or data change on the way."),
+        Row("modes", lambda m: m.differ and m.is_settled,
+            "The chains are in different modes: R-hat {r_hat:.2f} between them, and none within a chain.",
+            "Average predictions over all chains, or cross between modes.{network}"),
+        Row("mixing", lambda m: m.differ and not m.is_settled,
+            "The draws have not mixed: R-hat {r_hat:.2f}, by chance with probability {chance:.1g}.", LONGER),
+        Row("short", lambda m: not m.differ and m.least < FEW * m.n,
+            "The slowest number has about {least:.0f} independent draws.", "Run longer."),
+        Row("mixing", lambda m: not m.differ and m.least >= FEW * m.n and m.count >= 16 and m.untold > LARGE,
+            "The draws have not mixed: R-hat {untold:.2f}, with too few independent draws to tell it from chance.", LONGER),
+    )),
+    (_shown, (
+        Row("nonfinite", lambda m: not m.data.is_finite, "The loss at the last draw is NaN or infinite.",
+            "Look for NaN in the data."),
+    )),
+    # has the loss its scale
+    (_scaled, (
+        Row("scale", lambda m: m.left > UNLIKE or not m.factor > 0,
+            "The loss is no multiple of -likelihood.log_prob(...): {left:.0%} of how it differs between data is not.",
+            "Pass the likelihood that the loss is of, or take the loss from this one."),
+        Row("scale", lambda m: m.counted > 1,
+            "The loss is a sum over its batch: it counts {counted} times too few data on minibatches.",
+            "Take the mean over the batch and temperature = 1/N. If every step of the run took all data, pass them here as one "
+            "batch."),
+        Row("scale", lambda m: m.off > math.log(OFF),
+            "The chain runs at T = {temperature:.3g}, {times:.3g} times that of the posterior: the loss is {what}, for which "
+            "it is {right:.4g}.",
+            "{tokens}Set temperature={right:.4g}. Where another one is meant pass posterior_temperature={times:.3g}{other}."),
+    )),
+    # has it the temperature
+    (_tempered, (
+        Row("heated", lambda m: m.hot, "The draws are too hot: {hot}.",
+            "Minibatches heat the chain, or lr is too large for the curvature at the draws. Lower lr, or larger batches."),
+        Row("cold", lambda m: m.cold, "The draws have not spread out: {cold}.",
+            "Run longer or with a larger lr. A chain that starts at the mode needs several relaxations to leave it."),
+        Row("dead", lambda m: m.flat, "The loss does not depend on {flat}: its gradient is zero at every draw.",
+            "A parameter that the model does not use samples its prior, or wanders off without one."),
+        Row("prior", lambda m: m.far > FAR,
+            "Draws of {farthest} lie {far:.1f} standard deviations of the weight decay's prior from zero.",
+            "Data and prior disagree: a standard deviation s is weight_decay = T / s^2, or 1 / (N s^2) at T = 1 / N."),
+        Row("prior", lambda m: m.slack,
+            f"The prior dominates {{slack}}: the data contribute less than {DATA:.0%} of its pull.",
+            "Right if it was meant; else lower weight_decay (prior precision lambda: lambda / N)."),
+    )),
+)  # fmt: skip
