@@ -26,6 +26,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
+from bayesopt_chain.checks import LARGEST, number
 from bayesopt_chain.tracing import is_readable
 
 Schedule = Callable[[Any], Any]
@@ -98,16 +99,6 @@ def by_count(fn: Callable[[Tensor], Any], counts: Sequence[Tensor]) -> list[Any]
     return [values[key] for key in keys]
 
 
-def _number(name: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{name} must be a finite number, not negative, got {value!r}")
-
-
-def _steps(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number of updates, at least 1, got {value!r}")
-
-
 def _boundaries(name: str, boundaries: Sequence[int], pieces: int) -> tuple[int, ...]:
     boundaries = tuple(boundaries)
     if len(boundaries) != pieces - 1:
@@ -117,8 +108,27 @@ def _boundaries(name: str, boundaries: Sequence[int], pieces: int) -> tuple[int,
     return boundaries
 
 
+_COUNT, _POSITIVE, _NOT_NEGATIVE = f"[1, {LARGEST}]", "(0, inf)", "[0, inf)"
+_RANGES = {
+    **dict.fromkeys(("value", "init", "final"), _NOT_NEGATIVE),
+    **dict.fromkeys(("steps", "cycle"), _COUNT),
+    **dict.fromkeys(("power", "a", "b"), _POSITIVE),
+    "decay": "(0, 1]",
+    "gamma": "(0.5, 1]",  # so that steps sum to infinity and their squares do not
+}
+
+
 @dataclass(frozen=True)
-class constant:
+class _Checked:
+    """A schedule whose fields have ranges by their names."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            number(f"{type(self).__name__}: {name}", value, _RANGES[name], integer=_RANGES[name] == _COUNT)
+
+
+@dataclass(frozen=True)
+class constant(_Checked):
     """The same ``value`` at every count.
 
     Example:
@@ -129,15 +139,12 @@ class constant:
 
     value: float
 
-    def __post_init__(self) -> None:
-        _number("constant: value", self.value)
-
     def __call__(self, count: Any) -> Tensor:
         return torch.full_like(_real(count), self.value)
 
 
 @dataclass(frozen=True)
-class cosine:
+class cosine(_Checked):
     """Half a cosine from ``init`` to ``final`` over ``steps`` updates, then ``final``.
 
     Args:
@@ -158,18 +165,13 @@ class cosine:
     steps: int
     final: float = 0.0
 
-    def __post_init__(self) -> None:
-        _number("cosine: init", self.init)
-        _number("cosine: final", self.final)
-        _steps("cosine: steps", self.steps)
-
     def __call__(self, count: Any) -> Tensor:
         fraction = (_real(count) / self.steps).clamp(max=1.0)
         return self.final + (self.init - self.final) * (1.0 + torch.cos(math.pi * fraction)) / 2.0
 
 
 @dataclass(frozen=True)
-class cosine_restarts:
+class cosine_restarts(_Checked):
     """Half a cosine from ``init`` towards ``final``, started again every ``cycle`` updates (SGDR; Loshchilov, Hutter 2017).
 
     Args:
@@ -196,13 +198,6 @@ class cosine_restarts:
     final: float = 0.0
     decay: float = 1.0
 
-    def __post_init__(self) -> None:
-        _number("cosine_restarts: init", self.init)
-        _number("cosine_restarts: final", self.final)
-        _steps("cosine_restarts: cycle", self.cycle)
-        if not 0.0 < self.decay <= 1.0:
-            raise ValueError(f"cosine_restarts: decay must lie in (0, 1], got {self.decay!r}")
-
     def __call__(self, count: Any) -> Tensor:
         t = _real(count)
         fraction = torch.remainder(t, self.cycle) / self.cycle
@@ -211,7 +206,7 @@ class cosine_restarts:
 
 
 @dataclass(frozen=True)
-class polynomial:
+class polynomial(_Checked):
     """From ``init`` to ``final`` over ``steps`` updates as ``(1 - t / steps)^power``; ``power=1`` is linear.
 
     Args:
@@ -234,20 +229,13 @@ class polynomial:
     final: float = 0.0
     power: float = 1.0
 
-    def __post_init__(self) -> None:
-        _number("polynomial: init", self.init)
-        _number("polynomial: final", self.final)
-        _steps("polynomial: steps", self.steps)
-        if not (math.isfinite(self.power) and self.power > 0):
-            raise ValueError(f"polynomial: power must be positive and finite, got {self.power!r}")
-
     def __call__(self, count: Any) -> Tensor:
         fraction = (_real(count) / self.steps).clamp(max=1.0)
         return self.final + (self.init - self.final) * (1.0 - fraction) ** self.power
 
 
 @dataclass(frozen=True)
-class robbins_monro:
+class robbins_monro(_Checked):
     """``a (b + t)^-gamma``, the decreasing step sizes of Robbins and Monro (1951) and of Welling and Teh (2011).
 
     Args:
@@ -267,16 +255,6 @@ class robbins_monro:
     a: float
     b: float = 1.0
     gamma: float = 0.55
-
-    def __post_init__(self) -> None:
-        for name, value in (("a", self.a), ("b", self.b)):
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"robbins_monro: {name} must be positive and finite, got {value!r}")
-        if not 0.5 < self.gamma <= 1.0:
-            raise ValueError(
-                f"robbins_monro: gamma must lie in (1/2, 1], got {self.gamma!r}; otherwise the steps stop short or "
-                "their noise never averages out"
-            )
 
     def __call__(self, count: Any) -> Tensor:
         return self.a * (self.b + _real(count)) ** -self.gamma
@@ -305,7 +283,7 @@ class piecewise:
     def __post_init__(self) -> None:
         object.__setattr__(self, "values", tuple(self.values))
         for value in self.values:
-            _number("piecewise: values", value)
+            number("piecewise: values", value, "[0, inf)")
         object.__setattr__(self, "boundaries", _boundaries("piecewise: boundaries", self.boundaries, len(self.values)))
 
     def __call__(self, count: Any) -> Tensor:

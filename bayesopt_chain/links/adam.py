@@ -33,40 +33,12 @@ from bayesopt_chain.schedules import by_count
 from bayesopt_chain.tracing import is_readable
 
 
-class ScaleByAdamState(NamedTuple):
-    """The state of Adam's scaling.
+class MomentsState(NamedTuple):
+    """The state of each of the three scalings.
 
     Attributes:
         mu: the first moment, of the shape of each parameter.
-        nu: the second moment, of the shape of each parameter.
-        count: how many updates each leaf has had, 0-d int64.
-    """
-
-    mu: tuple[Tensor, ...]
-    nu: tuple[Tensor, ...]
-    count: tuple[Tensor, ...]  # pyright: ignore[reportIncompatibleMethodOverride]
-
-
-class ScaleByAdamaxState(NamedTuple):
-    """The state of AdaMax's scaling.
-
-    Attributes:
-        mu: the first moment, of the shape of each parameter.
-        nu: the running maximum, of the shape of each parameter.
-        count: how many updates each leaf has had, 0-d int64.
-    """
-
-    mu: tuple[Tensor, ...]
-    nu: tuple[Tensor, ...]
-    count: tuple[Tensor, ...]  # pyright: ignore[reportIncompatibleMethodOverride]
-
-
-class ScaleByRAdamState(NamedTuple):
-    """The state of RAdam's scaling.
-
-    Attributes:
-        mu: the first moment, of the shape of each parameter.
-        nu: the second moment, of the shape of each parameter.
+        nu: the second moment, or AdaMax's running maximum, of the shape of each parameter.
         count: how many updates each leaf has had, 0-d int64.
     """
 
@@ -86,7 +58,6 @@ class TwoMoments(Link):
         moment_requires_grad: whether the moments are created with ``requires_grad=True``.
         freeze_after: the number of updates after which the second moment does not change any more; ``None`` for never.
         name: the name of the link in ``repr``.
-        state: the class of the state.
     """
 
     b1: float = 0.9
@@ -97,24 +68,30 @@ class TwoMoments(Link):
 
     traits = Traits(on_shards="elementwise", velocity="mu")
     name: ClassVar[str]
-    state: ClassVar[Any]
 
     @property
     def response(self) -> Response:
         return Preconditioner((1.0 - self.b1,), (1.0, -self.b1) if self.b1 else (1.0,), learns=True)
 
-    def init(self, leaves: Leaves, context: LinkContext) -> Any:
-        moments = [zeros(leaves, requires_grad=self.moment_requires_grad) for _ in range(2)]
-        return self.state(*moments, new_counts(leaves))
+    def __post_init__(self) -> None:
+        require_decay("b1", self.b1)
+        require_decay("b2", self.b2)
+        require_settings(self.eps, self.freeze_after)
 
-    def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:
+    def init(self, leaves: Leaves, context: LinkContext) -> MomentsState:
+        mu, nu = (zeros(leaves, requires_grad=self.moment_requires_grad) for _ in range(2))
+        return MomentsState(mu, nu, new_counts(leaves))
+
+    def update(
+        self, g: Leaves, state: MomentsState, op: TensorOps, context: LinkContext
+    ) -> tuple[Leaves, MomentsState]:
         # First the second moment learns from the clean gradients, then the noise enters, then the first moment averages both.
         nu = averaged(state.nu, lambda op: self.second(g, state.nu, op), state.count, self.freeze_after, op)
         count = op.count(state.count)
         scales = self.scales(nu, count, op)
         g = context.with_noise(lambda: self.denominators(scales))
         mu = tuple(op.average(state.mu, self.b1, g, 1 - self.b1))
-        return self.moves(mu, scales, count, op), self.state(mu, nu, count)
+        return self.moves(mu, scales, count, op), MomentsState(mu, nu, count)
 
     def second(self, g: Leaves, nu: Sequence[Tensor], op: TensorOps) -> Leaves:
         """The second moments after this update."""
@@ -152,7 +129,6 @@ class ScaleByAdam(TwoMoments):
     eps_root: float = 0.0
 
     name = "scale_by_adam"
-    state = ScaleByAdamState
 
     def scales(self, nu: Sequence[Tensor], count: Sequence[Tensor], op: TensorOps) -> list[Tensor]:
         correct = by_count(lambda c: 1 - pow(self.b2, self.learned_updates(c)), count)
@@ -170,7 +146,6 @@ class ScaleByAdaMax(TwoMoments):
     """The link of AdaMax's scaling, which has a running maximum in the place of the second moment."""
 
     name = "scale_by_adamax"
-    state = ScaleByAdamaxState
 
     def second(self, g: Leaves, nu: Sequence[Tensor], op: TensorOps) -> Leaves:
         return op.put(nu, [torch.max(n.mul(self.b2), x.abs().add_(self.eps)) for n, x in zip(nu, g)])
@@ -212,7 +187,6 @@ class ScaleByRAdam(TwoMoments):
     """
 
     name = "scale_by_radam"
-    state = ScaleByRAdamState
 
     def scales(self, nu: Sequence[Tensor], count: Sequence[Tensor], op: TensorOps) -> list[Any]:
         factors = by_count(self._factors, count)
@@ -301,9 +275,6 @@ def scale_by_adam(
         >>> tx.update([torch.tensor([2.0])], tx.init([torch.zeros(1)]), inplace=False)[0]
         [tensor([1.])]
     """
-    require_decay("b1", b1)
-    require_decay("b2", b2)
-    require_settings(eps, freeze_after)
     return Chain((ScaleByAdam(b1, b2, eps, moment_requires_grad, freeze_after, eps_root),))
 
 
@@ -338,9 +309,6 @@ def scale_by_adamax(
         >>> bc.links.scale_by_adamax()
         scale_by_adamax(b1=0.9, b2=0.999, eps=1e-06)
     """
-    require_decay("b1", b1)
-    require_decay("b2", b2)
-    require_settings(eps, freeze_after)
     return Chain((ScaleByAdaMax(b1, b2, eps, moment_requires_grad, freeze_after),))
 
 
@@ -378,7 +346,4 @@ def scale_by_radam(
         >>> bc.links.scale_by_radam()
         scale_by_radam(b1=0.9, b2=0.999, eps=1e-06)
     """
-    require_decay("b1", b1)
-    require_decay("b2", b2)
-    require_settings(eps, freeze_after)
     return Chain((ScaleByRAdam(b1, b2, eps, moment_requires_grad, freeze_after),))

@@ -28,12 +28,13 @@ from torch import Tensor, nn
 
 from bayesopt_chain import checks
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import Link, LinkContext, Traits
+from bayesopt_chain.core.link import LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
+from bayesopt_chain.links.leaves import HoldsTree
 from bayesopt_chain.links.weight_decay import AddDecayedWeights, require_first
 from bayesopt_chain.matching.response import Linear, Response
 from bayesopt_chain.precision import Diagonal, Precision, Woodbury
-from bayesopt_chain.trees import flattened, paths_of
+from bayesopt_chain.trees import paths_of
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -65,8 +66,8 @@ class PriorState(NamedTuple):
     precision: tuple[Tensor, ...]
 
 
-@dataclass(frozen=True)
-class Prior(Link):
+@dataclass(frozen=True, eq=False)
+class Prior(HoldsTree):
     """What all links of a Gaussian prior share.
 
     Attributes:
@@ -84,22 +85,10 @@ class Prior(Link):
     def response(self) -> Response:
         return Linear()  # the prior is a part of the loss
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Prior):
-            return NotImplemented
-        same = type(self) is type(other) and type(self.precision) is type(other.precision)
-        same = same and self.n == other.n and self.masks == other.masks
-        return same and _alike(self.mean, other.mean) and _alike(self.precision, other.precision)
 
-    __hash__ = Link.__hash__
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AddDiagonalPrior(Prior):
     """The link that :func:`add_gaussian_prior` returns for a prior without correlations."""
-
-    __eq__ = Prior.__eq__
-    __hash__ = Link.__hash__
 
     def init(self, leaves: Leaves, context: LinkContext) -> PriorState:
         require_first(context)
@@ -123,7 +112,7 @@ class AddDiagonalPrior(Prior):
         return f"add_gaussian_prior(..., n={self.n:g})"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AddGaussianPrior(Prior):
     """The link that :func:`add_gaussian_prior` returns for a Gaussian that may couple all parameters."""
 
@@ -133,8 +122,6 @@ class AddGaussianPrior(Prior):
         needs_all_gradients=True,
         refusal_hint="; a prior without correlations takes it",
     )
-    __eq__ = Prior.__eq__
-    __hash__ = Link.__hash__
 
     def init(self, leaves: Leaves, context: LinkContext) -> Any:
         require_first(context)
@@ -159,14 +146,6 @@ class AddGaussianPrior(Prior):
 
     def __str__(self) -> str:
         return f"add_gaussian_prior({type(self.precision).__name__}, n={self.n:g})"
-
-
-def _alike(mine: Any, theirs: Any) -> bool:
-    """Whether two trees of numbers and tensors have the same structure and entries."""
-    (a, spec_a), (b, spec_b) = flattened(mine), flattened(theirs)
-    return spec_a == spec_b and all(
-        torch.equal(torch.as_tensor(x, device="cpu"), torch.as_tensor(y, device="cpu")) for x, y in zip(a, b)
-    )
 
 
 def _params(context: LinkContext, op: TensorOps) -> list[Tensor]:

@@ -1,11 +1,35 @@
-"""The parts of which the states of links are made: tensors of the shape of each leaf, and a counter for each leaf."""
+"""What links hold: tensors of the shape of each leaf, a counter for each leaf, and trees that users gave."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
+
+from bayesopt_chain.core.link import Link
+from bayesopt_chain.trees import flattened
+
+
+@dataclass(frozen=True, eq=False)
+class HoldsTree(Link):
+    """A link with arguments that are trees of tensors, of which a dataclass would ask the truth value to compare them."""
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        mine, theirs = (flattened([getattr(x, f.name) for f in fields(self)]) for x in (self, other))
+        return mine[1] == theirs[1] and all(map(_are_equal, mine[0], theirs[0]))
+
+    __hash__ = Link.__hash__
+
+
+def _are_equal(x: object, y: object) -> bool:
+    """Whether two leaves, tensors or anything else, are equal."""
+    if isinstance(x, Tensor) or isinstance(y, Tensor):
+        return torch.equal(torch.as_tensor(x, device="cpu"), torch.as_tensor(y, device="cpu"))
+    return x == y
 
 
 def zeros(leaves: Sequence[Tensor], value: float = 0.0, requires_grad: bool = False) -> tuple[Tensor, ...]:

@@ -12,15 +12,14 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import optree
-import torch
 from torch import Tensor
 
 from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import Link, LinkContext, Traits
+from bayesopt_chain.core.link import LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.engine.parts import Decays, Part
+from bayesopt_chain.links.leaves import HoldsTree
 from bayesopt_chain.matching.response import Decay, Response
 
 
@@ -34,25 +33,13 @@ class LocalizationState(NamedTuple):
     center: tuple[Tensor, ...]
 
 
-@dataclass(frozen=True)
-class AddLocalization(Link):
+@dataclass(frozen=True, eq=False)
+class AddLocalization(HoldsTree):
     """The link that :func:`add_localization` returns, with the same arguments."""
 
     center: Any = field(hash=False)
     strength: float
     traits = Traits(on_shards="elementwise", needs_params=True)
-
-    # The comparison that a dataclass generates would ask a tree of tensors for its truth value.
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, AddLocalization):
-            return NotImplemented
-        (a, spec_a), (b, spec_b) = (optree.tree_flatten(x.center) for x in (self, other))
-        alike = spec_a == spec_b and self.strength == other.strength and self.masks == other.masks
-        return alike and all(
-            torch.equal(torch.as_tensor(x, device="cpu"), torch.as_tensor(y, device="cpu")) for x, y in zip(a, b)
-        )
-
-    __hash__ = Link.__hash__
 
     @property
     def response(self) -> Response:

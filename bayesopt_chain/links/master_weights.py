@@ -19,6 +19,7 @@ and not the master weight itself, so that the chain goes on from a parameter tha
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import optree
@@ -51,6 +52,40 @@ def _is_state(x: Any) -> bool:
     return isinstance(x, MasterState)
 
 
+@dataclass(frozen=True)
+class _Around:
+    """The methods ``init`` and ``update`` of :class:`MasterWeights`, which call those of the transformation ``tx``."""
+
+    tx: Any
+
+    def init(self, params: Any, *, like: Any = None) -> MasterState:
+        leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
+        given = {} if like is None else {"like": like.inner if isinstance(like, MasterState) else like}
+        residue = [torch.zeros_like(p, dtype=torch.float32) for p in leaves if _is_narrow(p)]
+        return MasterState(self.tx.init(spec.unflatten(map(_wide, leaves)), **given), tuple(residue))
+
+    def update(
+        self, updates: Any, state: MasterState, *, params: Any = None, inplace: bool = True, **extra: Any
+    ) -> Any:
+        if params is None:
+            raise ValueError("with_master_weights needs the parameters: call update(updates, state, params=params)")
+        g, spec = optree.tree_flatten(updates, none_is_leaf=True)
+        p = optree.tree_leaves(params, none_is_leaf=True)
+        m = _masters(p, state.residue)
+        trees = [spec.unflatten(leaves) for leaves in (map(_wide, g), m)]
+        moves, inner = self.tx.update(trees[0], state.inner, params=trees[1], inplace=inplace, **extra)
+        u = optree.tree_leaves(moves, none_is_leaf=True)
+        residue = list(state.residue)
+        for k, j in enumerate([j for j, x in enumerate(p) if _is_narrow(x)]):
+            if u[j] is None:
+                continue
+            new = m[j] + u[j]
+            v = (new.to(p[j].dtype).float() - p[j].float()).to(p[j].dtype)
+            r = new - (p[j] + v).float()
+            u[j], residue[k] = (g[j].copy_(v), residue[k].copy_(r)) if inplace else (v, r)
+        return spec.unflatten(u), MasterState(inner, tuple(residue))
+
+
 class MasterWeights(Wrapper):
     """The transformation that :func:`with_master_weights` returns.
 
@@ -58,10 +93,7 @@ class MasterWeights(Wrapper):
         transformation: the transformation inside.
     """
 
-    @classmethod
-    def _around(cls, transformation: GradientTransformation) -> Any:
-        around = _Around(transformation)
-        return around.init, around.update
+    around = _Around
 
     def masters(self, state: MasterState, params: Any) -> Any:
         """The master weights.
@@ -142,40 +174,6 @@ def with_master_weights(tx: GradientTransformation) -> MasterWeights:
                 "let the model compute in make_step(..., autocast=torch.bfloat16)"
             )
     return MasterWeights(tx)
-
-
-class _Around:
-    """The methods ``init`` and ``update`` of :class:`MasterWeights`, which call those of the transformation ``tx``."""
-
-    def __init__(self, transformation: GradientTransformation) -> None:
-        self.tx: Any = transformation
-
-    def init(self, params: Any, *, like: Any = None) -> MasterState:
-        leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
-        given = {} if like is None else {"like": like.inner if isinstance(like, MasterState) else like}
-        residue = [torch.zeros_like(p, dtype=torch.float32) for p in leaves if _is_narrow(p)]
-        return MasterState(self.tx.init(spec.unflatten(map(_wide, leaves)), **given), tuple(residue))
-
-    def update(
-        self, updates: Any, state: MasterState, *, params: Any = None, inplace: bool = True, **extra: Any
-    ) -> Any:
-        if params is None:
-            raise ValueError("with_master_weights needs the parameters: call update(updates, state, params=params)")
-        g, spec = optree.tree_flatten(updates, none_is_leaf=True)
-        p = optree.tree_leaves(params, none_is_leaf=True)
-        m = _masters(p, state.residue)
-        trees = [spec.unflatten(leaves) for leaves in (map(_wide, g), m)]
-        moves, inner = self.tx.update(trees[0], state.inner, params=trees[1], inplace=inplace, **extra)
-        u = optree.tree_leaves(moves, none_is_leaf=True)
-        residue = list(state.residue)
-        for k, j in enumerate([j for j, x in enumerate(p) if _is_narrow(x)]):
-            if u[j] is None:
-                continue
-            new = m[j] + u[j]
-            v = (new.to(p[j].dtype).float() - p[j].float()).to(p[j].dtype)
-            r = new - (p[j] + v).float()
-            u[j], residue[k] = (g[j].copy_(v), residue[k].copy_(r)) if inplace else (v, r)
-        return spec.unflatten(u), MasterState(inner, tuple(residue))
 
 
 def _is_narrow(x: Any) -> bool:

@@ -28,6 +28,7 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import ELEMENTWISE, Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.learning_rate import Scale
+from bayesopt_chain.links.leaves import HoldsTree
 from bayesopt_chain.links.rms import RunningScale
 from bayesopt_chain.matching.response import Preconditioner, Response
 
@@ -55,20 +56,10 @@ class SupportsSolve(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class RunningRMS:
-    """The estimator ``P = 1 / (sqrt(nu) + eps)`` that :func:`running_rms` returns, with the same arguments."""
-
-    decay: float = 0.99
-    eps: float = 1e-8
-    initial_scale: float = 0.0
-    freeze_after: int | None = None
-
-
 @checked_types
 def running_rms(
     decay: float = 0.99, eps: float = 1e-8, *, initial_scale: float = 0.0, freeze_after: int | None = None
-) -> RunningRMS:
+) -> RunningScale:
     """Make an estimator for :func:`scale_by_preconditioner` that follows the mean square of the gradients, as RMSprop does.
 
         nu <- decay nu + (1 - decay) g^2,        P = 1 / (sqrt(nu) + eps)
@@ -84,20 +75,18 @@ def running_rms(
         The estimator.
 
     Raises:
-        ValueError: ``freeze_after`` is below 1.
+        ValueError: ``eps`` is negative, or ``freeze_after`` is below 1.
 
     Example:
         >>> import bayesopt_chain as bc
         >>> bc.scale_by_preconditioner(bc.links.running_rms(0.9, freeze_after=100))
         scale_by_rms(decay=0.9, eps=1e-08, freeze_after=100)
     """
-    if freeze_after is not None and freeze_after < 1:
-        raise ValueError(f"running_rms: freeze_after must be at least 1, got {freeze_after}")
-    return RunningRMS(decay, eps, initial_scale, freeze_after)
+    return RunningScale(False, decay, eps, initial_scale, freeze_after)
 
 
-@dataclass(frozen=True)
-class ScaleByPreconditioner(Link):
+@dataclass(frozen=True, eq=False)
+class ScaleByPreconditioner(HoldsTree):
     """The link that multiplies by a frozen diagonal, which its state holds.
 
     Attributes:
@@ -106,17 +95,6 @@ class ScaleByPreconditioner(Link):
 
     tree: Any = field(hash=False)
     traits = ELEMENTWISE
-
-    # The comparison that a dataclass generates would ask a tree of tensors for its truth value.
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, ScaleByPreconditioner) or self.masks != other.masks:
-            return NotImplemented if not isinstance(other, ScaleByPreconditioner) else False
-        (a, spec_a), (b, spec_b) = (optree.tree_flatten(x.tree) for x in (self, other))
-        return spec_a == spec_b and all(
-            torch.equal(torch.as_tensor(x, device="cpu"), torch.as_tensor(y, device="cpu")) for x, y in zip(a, b)
-        )
-
-    __hash__ = Link.__hash__
 
     @property
     def response(self) -> Response:
@@ -205,9 +183,8 @@ def scale_by_preconditioner(preconditioner: Any) -> Chain:
         >>> tx.update({"w": torch.ones(2)}, tx.init({"w": torch.zeros(2)}), inplace=False)[0]
         {'w': tensor([1., 4.])}
     """
-    if isinstance(preconditioner, RunningRMS):
-        est = preconditioner
-        return Chain((RunningScale(False, est.decay, est.eps, est.initial_scale, est.freeze_after),))
+    if isinstance(preconditioner, RunningScale):
+        return Chain((preconditioner,))
     if isinstance(preconditioner, (int, float)):
         checks.positive("scale_by_preconditioner: preconditioner", preconditioner)
         return Chain((Scale(float(preconditioner)),))

@@ -130,6 +130,9 @@ class RunningScale(Link):
     def response(self) -> Response:
         return Preconditioner(learns=True)
 
+    def __post_init__(self) -> None:
+        require_settings(self.eps, self.freeze_after)
+
     def init(self, leaves: Leaves, context: LinkContext) -> RunningScaleState:
         return RunningScaleState(
             zeros(leaves) if self.centred else (),
@@ -292,7 +295,6 @@ def scale_by_rms(
         >>> tx.update([torch.tensor([2.0])], tx.init([torch.zeros(1)]), inplace=False)[0]
         [tensor([1.])]
     """
-    require_settings(eps, freeze_after)
     return Chain((RunningScale(False, alpha, eps, initial_scale, freeze_after),))
 
 
@@ -321,7 +323,6 @@ def scale_by_stddev(
         >>> bc.links.scale_by_stddev(0.5)
         scale_by_stddev(decay=0.5, eps=1e-08)
     """
-    require_settings(eps, freeze_after)
     return Chain((RunningScale(True, alpha, eps, initial_scale, freeze_after),))
 
 

@@ -13,6 +13,7 @@ therefore equal, bit for bit, to the run over the other batches.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import optree
@@ -38,64 +39,11 @@ class SkipState(NamedTuple):
     skipped: Tensor
 
 
-class SkipNonfinite(Wrapper):
-    """The transformation that :func:`skip_nonfinite` returns.
-
-    Attributes:
-        transformation: the transformation whose updates are skipped.
-    """
-
-    @classmethod
-    def _around(cls, transformation: GradientTransformation) -> Any:
-        skip = _Skip(transformation)
-        return skip.init, skip.update
-
-    def __repr__(self) -> str:
-        return f"skip_nonfinite({self.transformation!r})"
-
-
-def skip_nonfinite(tx: GradientTransformation) -> SkipNonfinite:
-    """Skip every update whose gradient is not finite, and count them.
-
-    Wrap a whole chain or optimizer. Inside a chain only the wrapped links would be skipped, and a chain that samples refuses
-    that. The gradients and the tensors among the keywords (``loss=``, gradients of single data) are examined; a gradient may
-    be ``None``. Under ``vmap`` each chain skips its own steps.
-
-    On a CPU this costs one pass over the gradients. Where reading a value would wait for the device or is impossible (on a GPU,
-    under tracing or ``vmap``), the update is computed in any case and one of both results is chosen; with ``inplace=True`` this
-    needs memory for a second state.
-
-    Args:
-        tx: any gradient transformation of this library or of TorchOpt, at any temperature.
-
-    Returns:
-        A transformation whose state is ``SkipState(inner, skipped)``. Pass ``state.inner`` to functions that take the state of
-        ``tx``, for example ``link.posterior(state.inner, params)``. A skipped step returns updates of zero and the state as it
-        was.
-
-    Raises:
-        TypeError: ``tx`` is no gradient transformation.
-        ValueError: at an update where values cannot be read, a state whose size changes with the update
-            (``structure="root"``).
-
-    Example:
-        >>> import torch, bayesopt_chain as bc
-        >>> tx, params = bc.skip_nonfinite(bc.sgd(0.1, 0.9)), torch.ones(2)
-        >>> state = tx.init(params)
-        >>> updates, state = tx.update(torch.tensor([1.0, torch.nan]), state, params=params)
-        >>> updates, state.skipped, state.inner[0].trace
-        (tensor([0., 0.]), tensor(1), (tensor([0., 0.]),))
-    """
-    if not isinstance(tx, GradientTransformation):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"skip_nonfinite: tx is {tx!r}, not a gradient transformation")
-    return SkipNonfinite(tx)
-
-
+@dataclass(frozen=True)
 class _Skip:
     """The methods ``init`` and ``update`` of :class:`SkipNonfinite`, which call those of the transformation ``tx``."""
 
-    def __init__(self, transformation: GradientTransformation) -> None:
-        self.tx: Any = transformation
+    tx: Any
 
     def init(self, params: Any, **options: Any) -> SkipState:
         leaves = [x for x in optree.tree_leaves(params) if isinstance(x, Tensor)]
@@ -148,6 +96,56 @@ class _Skip:
             moves = optree.tree_map(Tensor.copy_, updates, moves)
             chosen, skipped = [a.copy_(b) for a, b in zip(old, chosen)], state.skipped.copy_(skipped)
         return moves, SkipState(optree.tree_unflatten(structure, chosen), skipped)
+
+
+class SkipNonfinite(Wrapper):
+    """The transformation that :func:`skip_nonfinite` returns.
+
+    Attributes:
+        transformation: the transformation whose updates are skipped.
+    """
+
+    around = _Skip
+
+    def __repr__(self) -> str:
+        return f"skip_nonfinite({self.transformation!r})"
+
+
+def skip_nonfinite(tx: GradientTransformation) -> SkipNonfinite:
+    """Skip every update whose gradient is not finite, and count them.
+
+    Wrap a whole chain or optimizer. Inside a chain only the wrapped links would be skipped, and a chain that samples refuses
+    that. The gradients and the tensors among the keywords (``loss=``, gradients of single data) are examined; a gradient may
+    be ``None``. Under ``vmap`` each chain skips its own steps.
+
+    On a CPU this costs one pass over the gradients. Where reading a value would wait for the device or is impossible (on a GPU,
+    under tracing or ``vmap``), the update is computed in any case and one of both results is chosen; with ``inplace=True`` this
+    needs memory for a second state.
+
+    Args:
+        tx: any gradient transformation of this library or of TorchOpt, at any temperature.
+
+    Returns:
+        A transformation whose state is ``SkipState(inner, skipped)``. Pass ``state.inner`` to functions that take the state of
+        ``tx``, for example ``link.posterior(state.inner, params)``. A skipped step returns updates of zero and the state as it
+        was.
+
+    Raises:
+        TypeError: ``tx`` is no gradient transformation.
+        ValueError: at an update where values cannot be read, a state whose size changes with the update
+            (``structure="root"``).
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> tx, params = bc.skip_nonfinite(bc.sgd(0.1, 0.9)), torch.ones(2)
+        >>> state = tx.init(params)
+        >>> updates, state = tx.update(torch.tensor([1.0, torch.nan]), state, params=params)
+        >>> updates, state.skipped, state.inner[0].trace
+        (tensor([0., 0.]), tensor(1), (tensor([0., 0.]),))
+    """
+    if not isinstance(tx, GradientTransformation):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"skip_nonfinite: tx is {tx!r}, not a gradient transformation")
+    return SkipNonfinite(tx)
 
 
 def _where(ok: Tensor, x: Any, other: Any) -> Any:

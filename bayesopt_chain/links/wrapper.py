@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from torchopt.base import GradientTransformation
 
@@ -14,25 +14,18 @@ class Wrapper(GradientTransformation):
     """A transformation around another one.
 
     Attributes:
+        around: makes, of the transformation inside, an object with the functions ``init`` and ``update`` of the wrapper.
         transformation: the transformation inside.
     """
 
+    around: ClassVar[Callable[[GradientTransformation], Any]]
     transformation: GradientTransformation
 
     def __new__(cls, transformation: GradientTransformation) -> Self:
-        init, update = cls._around(transformation)
-        self = super().__new__(cls, init=init, update=update)
+        around = cls.around(transformation)
+        self = super().__new__(cls, init=around.init, update=around.update)
         self.transformation = transformation
         return self
-
-    @classmethod
-    def _around(cls, transformation: GradientTransformation) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Make the functions ``init`` and ``update`` of the wrapper.
-
-        Args:
-            transformation: the transformation inside.
-        """
-        raise NotImplementedError
 
     @property
     def extra_kwargs(self) -> frozenset[str]:

@@ -155,9 +155,8 @@ class _Gated:
 
 
 def _check(cycle: int, burn_in: int) -> None:
-    schedules._steps("cyclical: cycle", cycle)
-    if isinstance(burn_in, bool) or not isinstance(burn_in, int) or burn_in < 0:
-        raise ValueError(f"cyclical: burn_in must be a whole number of updates, not negative, got {burn_in!r}")
+    checks.number("cyclical: cycle", cycle, f"[1, {checks.LARGEST}]", integer=True)
+    checks.number("cyclical: burn_in", burn_in, f"[0, {checks.LARGEST}]", integer=True)
     if burn_in >= cycle:
         raise ValueError(
             f"cyclical: burn_in must be shorter than the cycle ({cycle} updates), got {burn_in}; no update would sample"
