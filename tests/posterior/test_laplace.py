@@ -1,6 +1,5 @@
-"""The Laplace transform: exact on linear models, independent of batches, honest about what it cannot do."""
+"""The Laplace transform: exact on linear models, whatever the batches, tuned by its evidence; what it cannot do is refused."""
 
-import copy
 import math
 import pickle
 from itertools import pairwise
@@ -13,8 +12,11 @@ from sklearn.gaussian_process import GaussianProcessClassifier
 from sklearn.gaussian_process.kernels import DotProduct
 
 from bayesopt_chain import chain, curvature, likelihoods, make_step, sgd
-from bayesopt_chain.posterior.laplace import LaplaceState, laplace, log_prior
-from bayesopt_chain.precision import Dense, Diagonal, flatten
+from bayesopt_chain.posterior.evidence import _evidence, spectra, tuned
+from bayesopt_chain.posterior.laplace import laplace, log_prior
+from bayesopt_chain.posterior.model import How, Model, Pass
+from bayesopt_chain.posterior.tuning import Trial, line_search, tune_by_evidence, tune_by_validation
+from bayesopt_chain.precision import Dense, Diagonal, LowRank, flatten, shape_only
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 
@@ -93,17 +95,18 @@ def test_bernoulli_regression_agrees_with_the_gaussian_process_classifier():
     assert np.allclose(inner.kernel_.diag(new.numpy()) - np.einsum("ij,ij->j", v, v), variance.numpy(), atol=1e-6)
 
 
+def start():
+    return {"w": torch.randn(3, 4), "b": torch.randn(4), "head": torch.randn(4, 2)}
+
+
 def network(params, batch):
     return torch.tanh(batch[0] @ params["w"] + params["b"]) @ params["head"]
 
 
 @pytest.mark.parametrize("structure", curvature.STRUCTURES)
 def test_the_posterior_does_not_depend_on_batch_size_or_split(structure):
-    params, batch = regression(4)
-    params["head"] = torch.randn(4, 2)
-    batch = (batch[0], batch[1][:, :2])
-    options = {"rank": 2 * N} if structure == "low_rank" else {}
-    estimate = curvature.ggn(network, likelihoods.gaussian(0.5), structure, **options)
+    params, (_, batch) = start(), regression()
+    estimate = curvature.ggn(network, likelihoods.gaussian(0.5), structure, **OPTIONS.get(structure, {}))
     tx, precisions = laplace(), []
     for cuts in ((0, N), (0, 1, N), (0, 5, 10, 15, 20), tuple(range(N + 1))):
         state = accumulate(tx, params, batch, estimate, cuts)
@@ -166,6 +169,7 @@ def test_online_laplace_on_linear_regression_is_the_posterior_of_all_data(struct
     state, given = tx.init(params), {"prior_precision": prior}
     for part in (slice(0, 5), slice(5, 7), slice(7, N)):
         data = (batch[0][part], batch[1][part])
+        tx, state = pickle.loads(pickle.dumps((tx, state)))
         last = state if carry == "state" else tx.init(params)
         _, state = tx.update(params, last, curvature=estimate(params, data))
         posterior = pickle.loads(pickle.dumps(tx.posterior(state, params, **given)))
@@ -206,44 +210,6 @@ def test_the_low_rank_posterior_depends_on_the_split_as_much_as_its_docstring_sa
     moved = {rank: [x for x in xs if x != 0] for rank, xs in changes.items()}
     assert min(moved[10]) == pytest.approx(-0.071, abs=5e-4) and max(moved[10]) == pytest.approx(-0.007, abs=5e-4)
     assert min(moved[20]) == pytest.approx(-0.020, abs=5e-4) and max(moved[20]) == pytest.approx(-0.004, abs=5e-4)
-
-
-@pytest.mark.parametrize("inplace", [False, True])
-def test_it_passes_updates_through_a_chain_and_a_step(inplace):
-    params, batch = regression()
-    estimate = curvature.ggn(linear, likelihoods.gaussian(), "dense")
-    tx, plain = chain(laplace(), sgd(0.1)), sgd(0.1)
-
-    def loss(params, batch):
-        return likelihoods.gaussian().nll(linear(params, batch), batch[1]).mean()
-
-    with_laplace, without = make_step(loss, tx, curvature=estimate, inplace=inplace), make_step(loss, plain)
-    a, b = optree.tree_map(torch.clone, params), params
-    state, other = tx.init(a), plain.init(b)
-    total = 0
-    for _ in range(3):
-        total = total + estimate(a, batch).to_dense()
-        a, state, _ = with_laplace(a, state, batch)
-        b, other, _ = without(b, other, batch)
-    assert all(map(torch.equal, *map(optree.tree_leaves, (a, b))))
-    posterior = laplace().posterior(state, a, prior_precision=0.5)
-    assert torch.allclose(posterior.precision.to_dense(), total + 0.5 * torch.eye(8))
-
-
-def test_state_and_transform_copy_pickle_and_continue():
-    params, batch = regression()
-    estimate = curvature.ggn(linear, likelihoods.gaussian(), "kronecker")
-    tx = laplace()
-    state = accumulate(tx, params, batch, estimate)
-    twin, other = pickle.loads(pickle.dumps(tx)), pickle.loads(pickle.dumps(copy.deepcopy(state)))
-    assert twin == tx and repr(tx) == "laplace()" and isinstance(other[0], LaplaceState)
-    a, b = (
-        t.posterior(
-            t.update(params, s, curvature=estimate(params, batch), inplace=False)[1], params, prior_precision=1.0
-        )
-        for t, s in ((tx, state), (twin, other))
-    )
-    assert torch.equal(a.precision.to_dense(), b.precision.to_dense())
 
 
 def test_without_curvature_there_is_no_posterior():
@@ -327,3 +293,268 @@ def indefinite(tx):
     estimate = curvature.hessian(lambda p, batch: (batch[0] @ p["w"][:, None]).square(), likelihoods.gaussian())
     params = {"w": torch.tensor([0.1])}
     return tx.posterior(accumulate(tx, params, (torch.ones(3, 1), torch.full((3, 1), 5.0)), estimate), params, **AT_ONE)
+
+
+def test_prior_precision_and_noise_tuned_by_evidence_maximise_the_gaussian_process_evidence():
+    _, batch = regression()
+    batch = (batch[0], linear({"w": torch.randn(3, 2), "b": torch.randn(2)}, batch) + 0.5 * torch.randn(N, 2))
+    estimate, tx = curvature.ggn(linear, likelihoods.gaussian(), "dense"), laplace()
+    state = accumulate(tx, as_tree(torch.zeros(8), 2), batch, estimate)
+    design = features(batch[0], 2)
+
+    def evidence(h):
+        mean, _ = exact_posterior(batch, h["prior"], h["variance"])  # the mode moves with the hyperparameters
+        params = as_tree(mean, 2)
+        nll = likelihoods.gaussian(h["variance"]).nll(linear(params, batch), batch[1]).sum()
+        return tx.log_evidence(state, params, -nll, prior_precision=h["prior"], likelihood_scale=1 / h["variance"])
+
+    def gp(h):
+        kernel = design @ design.T / h["prior"] + h["variance"] * torch.eye(2 * N)
+        return torch.distributions.MultivariateNormal(torch.zeros(2 * N), kernel).log_prob(batch[1].reshape(-1))
+
+    start = {"prior": torch.tensor(1.0), "variance": torch.tensor(1.0)}
+    best = tune_by_evidence(evidence, start)
+    leaves = {name: value.clone().requires_grad_() for name, value in best.items()}
+    assert torch.allclose(evidence(leaves), gp(leaves), rtol=1e-10)
+    gradients = torch.autograd.grad(gp(leaves), list(leaves.values()))
+    assert max(abs(g * v).item() for g, v in zip(gradients, best.values())) < 1e-6
+    assert 0.1 < best["variance"] < 0.5
+
+
+@pytest.mark.parametrize("structure", curvature.STRUCTURES)
+def test_the_evidence_is_differentiable_in_the_prior_and_the_scale(structure):
+    params, batch = regression()
+    tx = laplace()
+    state = accumulate(tx, params, batch, curvature.ggn(linear, likelihoods.gaussian(), structure))
+
+    def evidence(prior, scale):
+        return tx.log_evidence(state, params, -1.0, prior_precision=prior, likelihood_scale=scale)
+
+    values = (torch.tensor(0.8, requires_grad=True), torch.tensor(1.7, requires_grad=True))
+    assert torch.autograd.gradcheck(evidence, values)
+
+
+def test_validation_picks_the_smallest_loss_and_survives_refusals():
+    params, batch = regression()
+    tx = laplace()
+    state = accumulate(tx, params, batch, curvature.ggn(linear, likelihoods.gaussian(), "root"))
+
+    def loss(prior):
+        return (flatten(tx.posterior(state, params, prior_precision=prior).marginal_variance, params).sum() - 0.5).abs()
+
+    best, losses = tune_by_validation(loss, [0.0, 0.1, 1.0, 10.0])
+    assert losses[0] == math.inf and losses.index(min(losses)) == [0.0, 0.1, 1.0, 10.0].index(best)
+
+
+def test_tuning_survives_a_precision_that_float32_cannot_factorise():
+    """One direction of curvature 1e6, in float32: below a prior precision of about 0.05 the factorisation fails, and torch's
+    line search from 1e4 tried 5e-6. The exact maximum of 3 log h - 10 h - log(h + 1e6) / 2 - 5/2 log h is at h = 0.05, where
+    float32 leaves the log-determinant uncertain by 1: a factor of 4 is allowed."""
+    v = torch.nn.functional.normalize(torch.randn(6, generator=torch.Generator().manual_seed(0)), dim=0)
+    params = torch.full((6,), (20 / 6) ** 0.5).float()
+    tx, trials = laplace(), []
+    increment = Dense((1e6 * torch.outer(v, v)).float(), shape_only(params), torch.tensor(10.0))
+    _, state = tx.update(params, tx.init(params), curvature=increment)
+
+    def evidence(h):
+        trials.append(h.item())
+        return tx.log_evidence(state, params, 0.0, prior_precision=h)
+
+    best = tune_by_evidence(evidence, torch.tensor(1e4)).item()
+    assert 0.05 / 4 < best < 0.05 * 4 and len(trials) < 100
+
+
+def test_evidence_with_a_forbidden_region_is_maximised_at_its_edge_or_inside():
+    """a log h - b h, refused below a floor: the maximum a / b where that is allowed, else the floor, to 1e-6."""
+    refused = []
+    for floor, wanted in ((0.1, 2.0), (1.9, 2.0), (5.0, 5.0)):
+
+        def evidence(h, floor=floor):
+            if h < floor:
+                refused.append(h)
+                raise ValueError("not positive definite")
+            return 2 * h.log() - h
+
+        for start in (6.0, 100.0, 1e5):
+            assert tune_by_evidence(evidence, torch.tensor(start)).item() == pytest.approx(wanted, rel=1e-6)
+    assert len(refused) > 10
+
+
+def test_the_line_search_meets_the_weak_wolfe_conditions_beside_a_cliff():
+    """f = (x - 1)^2 up to x = 1.2, infinite beyond; and a quadratic without one."""
+
+    def cliff(x):
+        return (float("inf"), torch.zeros_like(x)) if x > 1.2 else ((x - 1).square().item(), 2 * (x - 1))
+
+    for evaluate, t in (
+        (cliff, 1.0),
+        (cliff, 64.0),
+        (cliff, 1e-6),
+        (lambda x: ((x - 1).square().item(), 2 * (x - 1)), 40.0),
+    ):
+        step, value, slope = line_search(evaluate, torch.zeros(1), torch.ones(1), Trial(0.0, 1.0, -2.0), t)
+        assert value <= 1.0 - 1e-4 * 2 * step and slope.item() >= -1.8
+        assert value == pytest.approx((step - 1) ** 2)
+
+
+def test_many_hyperparameters_of_mixed_shapes_reach_their_optimum():
+    """sum of a_i log h_i - b_i h_i has its maximum at a / b, whatever the condition (1e4 here), dtype and shape."""
+    a = {"w": torch.logspace(-2, 2, 12).reshape(3, 4), "s": torch.tensor(3.0)}
+    b = {"w": torch.logspace(1, -1, 12).reshape(3, 4), "s": torch.tensor(0.5)}
+
+    def evidence(h):
+        return sum((a[k] * h[k].log() - b[k] * h[k]).sum() for k in a)
+
+    best = tune_by_evidence(evidence, optree.tree_map(torch.ones_like, a), steps=400)
+    for k in a:
+        torch.testing.assert_close(best[k], a[k] / b[k], rtol=1e-6, atol=0)
+    single = tune_by_evidence(evidence, optree.tree_map(lambda x: torch.ones_like(x).float(), a))
+    assert single["w"].dtype == torch.float32
+    torch.testing.assert_close(single["s"], torch.tensor(6.0).float(), rtol=1e-3, atol=0)
+
+
+def refusing(h):
+    raise ValueError("too small")
+
+
+@pytest.mark.parametrize(
+    ("tune", "of", "start", "words"),
+    [
+        (tune_by_evidence, lambda h: h, torch.tensor(0.0), "not positive"),
+        (tune_by_evidence, lambda h: h / 0, torch.tensor(1.0), "not finite"),
+        (tune_by_evidence, lambda h: -h, torch.tensor(math.nan), r"not positive and finite.*nan"),
+        (tune_by_evidence, lambda h: h * math.nan, torch.tensor(1.0), "log_evidence is NaN"),
+        (
+            tune_by_evidence,
+            lambda h: (h - 1).abs().sqrt() * 0 - 1,
+            torch.tensor(1.0),
+            "gradient of log_evidence is NaN",
+        ),
+        (tune_by_validation, lambda h: math.nan, [1, 2], r"none of 2 candidates.*its loss is NaN"),
+        (tune_by_validation, refusing, [1], r"none of 1 candidates.*too small"),
+    ],
+)
+def test_what_cannot_be_tuned_says_why(tune, of, start, words):
+    with pytest.raises(ValueError, match=words):
+        tune(of, start)
+
+
+def test_a_gradient_that_is_nan_on_the_way_shortens_the_step():
+    """log h - h, whose gradient is NaN above 1.05: a step that overshoots there comes back, and the maximum at 1 is found."""
+    visited = []
+
+    def evidence(h):
+        visited.append(h.item())
+        return h.log() - h + ((h - h).sqrt() if h > 1.05 else 0.0)  # value 0, slope NaN
+
+    best = tune_by_evidence(evidence, torch.tensor(0.01))
+    assert best.item() == pytest.approx(1.0, abs=1e-6) and max(visited) > 1.05
+
+
+WITH_BASIS = ["dense", "root", "diagonal", "kronecker", "block"]
+
+
+def seen(params, total, likelihood, batch, forward=network):
+    """A model at parameters, and what a pass over the data found there."""
+    outputs = forward(params, batch)
+    squares = likelihood.whitened(outputs, batch[1]).square().sum() if likelihood.has_noise_scale else torch.zeros(())
+    entries = torch.tensor(float(outputs.numel()))
+    log_likelihood = -likelihood.nll(outputs, batch[1]).sum()
+    return Model(forward, params, How(likelihood, "all", None, {})), Pass(total, None, log_likelihood, squares, entries)
+
+
+@pytest.mark.parametrize("structure", WITH_BASIS)
+def test_the_spectra_give_the_evidence_of_the_posterior(structure):
+    """At random priors (one a leaf, where the structure can) and scales, to 1e-9."""
+    params, batch, likelihood = start(), (torch.randn(N, 3), torch.randn(N, 2)), likelihoods.gaussian(0.7)
+    tx = laplace()
+    state = accumulate(tx, params, batch, curvature.ggn(network, likelihood, structure))
+    groups = spectra(state[0].precision)
+    evidence = _evidence(groups, *seen(params, state[0].precision, likelihood, batch), None)
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        prior = torch.exp(2 * torch.randn(len(groups), generator=generator))
+        scale = torch.exp(torch.randn((), generator=generator))
+        leaves = {leaf: prior[n] for n, group in enumerate(groups) for leaf in group.leaves}
+        tree = optree.tree_unflatten(optree.tree_structure(params), [leaves[i] for i in range(3)])
+        scaled = likelihoods.gaussian(0.7 / scale.item())
+        log_likelihood = -scaled.nll(network(params, batch), batch[1]).sum()
+        wanted = tx.log_evidence(state, params, log_likelihood, prior_precision=tree, likelihood_scale=scale)
+        torch.testing.assert_close(evidence({"prior": prior, "scale": scale}), wanted, rtol=1e-9, atol=1e-9)
+
+
+def expanded(structure, likelihood, targets):
+    """A random place of the network, and what a pass over the data finds there."""
+    x = torch.randn(N, 3)
+    params, batch = start(), (x, targets(x))
+    total = curvature.ggn(network, likelihood, structure)(params, batch)
+    return params, batch, seen(params, total, likelihood, batch)
+
+
+@pytest.mark.sweep(5)
+@pytest.mark.parametrize("structure", WITH_BASIS)
+def test_a_scalar_prior_is_the_best_of_a_grid_and_its_fixed_point(structure):
+    """delta = sum_g gamma_g / sum_g |t_g|^2 from the groups' eigenvalues, to 1e-7; of a grid from a hundredth to a
+    hundred times as much it has the most evidence."""
+    params, _, found = expanded(structure, likelihoods.categorical(), lambda x: (x.sum(1) > 0).long())
+    best = tuned(*found, prior_structure="scalar")
+    leaves = optree.tree_leaves(best.prior_precision)
+    assert len({leaf.item() for leaf in leaves}) == 1
+    delta, groups = leaves[0], spectra(found[1].decomposed)
+    evidence = _evidence(groups, *found, None)
+    grid = delta * torch.logspace(-2, 2, 401, dtype=torch.float64)
+    values = torch.stack([evidence({"prior": d}) for d in grid])
+    assert values.max() <= best.log_evidence + 1e-9 and values.argmax() == 200
+
+    determined = sum((group.values / (group.values + delta)).sum() for group in groups)
+    squares = sum(x.square().sum() for x in optree.tree_leaves(params))
+    torch.testing.assert_close(delta, determined / squares, rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("structure", WITH_BASIS)
+def test_a_scalar_prior_and_the_noise_are_the_stationary_point_of_the_posteriors_own_evidence(structure):
+    """By autograd through ``laplace.log_evidence``, whose derivatives by log delta and log s vanish there, to 1e-6; a layerwise
+    prior has at least as much evidence."""
+    likelihood = likelihoods.gaussian(0.7)
+    params, batch, found = expanded(structure, likelihood, lambda x: 2 * x[:, :2])
+    best = tuned(*found, prior_structure="scalar")
+    tx = laplace()
+    state = accumulate(tx, params, batch, curvature.ggn(network, likelihood, structure))
+    logs = [torch.log(x).detach().requires_grad_() for x in (best.prior_precision["w"], best.likelihood_scale)]
+    prior, scale = (x.exp() for x in logs)
+    outputs = network(params, batch)
+    joint = torch.distributions.Normal(outputs, (0.7 / scale).sqrt()).log_prob(batch[1]).sum()
+    value = tx.log_evidence(state, params, joint, prior_precision=prior, likelihood_scale=scale)
+    assert max(slope.abs() for slope in torch.autograd.grad(value, logs)) < 1e-6
+    torch.testing.assert_close(value.detach(), best.log_evidence, rtol=1e-9, atol=1e-9)
+    freer = tuned(*found)
+    assert freer.log_evidence >= best.log_evidence - 1e-9
+    assert structure not in ("dense", "root") or torch.equal(freer.log_evidence, best.log_evidence)
+
+
+def test_degenerate_eigenvalues_give_finite_gradients():
+    """Repeated and zero eigenvalues (dead inputs): the gradient by the noise's scale is that of the formula."""
+    params, forward = {"w": torch.ones(4, 3)}, lambda p, batch: batch[0] @ p["w"]
+    x = torch.cat([torch.eye(2), torch.zeros(2, 2)], 1).repeat(5, 1)
+    y = forward(params, (x, None)) + (4 / 30) ** 0.5  # a residual sum of squares of 4
+    total = curvature.ggn(forward, likelihoods.gaussian(), "kronecker")(params, (x[:10], y[:10]))
+    found = seen(params, total, likelihoods.gaussian(), (x[:10], y[:10]), forward)
+    evidence = _evidence(spectra(total), *found, None)
+    scale = torch.tensor(2.0, requires_grad=True)
+    (slope,) = torch.autograd.grad(evidence({"prior": torch.ones(1), "scale": scale}), scale)
+    # eigenvalues: 5 (six times: two inputs, three outputs) and 0 (six times)
+    torch.testing.assert_close(slope, torch.tensor(-2.0 + 15 / 2.0 - 0.5 * 6 * 5 / (2.0 * 5 + 1)))
+
+
+@pytest.mark.parametrize(
+    ("total", "words"),
+    [
+        (LowRank(torch.ones(3), torch.ones(1, 3), torch.tensor(1.0)), r"LowRank has no basis.*tune='validation'"),
+        (Diagonal(torch.tensor([1.0, torch.nan, 1.0]), torch.tensor(1.0)), "log_evidence is NaN"),
+    ],
+    ids=["no common basis", "NaN"],
+)
+def test_what_has_no_evidence_is_refused_with_what_to_do(total, words):
+    found = seen(torch.ones(3), total, likelihoods.gaussian(), (torch.ones(2, 3), torch.ones(2)), lambda p, b: b[0] @ p)
+    with pytest.raises(ValueError, match=words):
+        tuned(*found)
