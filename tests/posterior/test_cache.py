@@ -66,12 +66,14 @@ def test_the_body_runs_once_for_each_batch_however_many_fits_there_are():
     assert len(calls) == 3
 
 
-def test_validation_runs_the_body_once_for_each_batch():
-    """Nine candidates look at the same features."""
+def test_validation_and_predictions_run_the_body_once_for_each_batch():
+    """Nine candidates look at the same features, and so do fifty draws."""
     model, train, held_out = module(), batches(), batches(20, 10)
     calls = counted(model)
-    bc.fit_laplace(model, CLASSES, train, tune="validation", validation=held_out)
-    assert len(calls) == len(train) + len(held_out)
+    fitted = bc.fit_laplace(model, CLASSES, train, tune="validation", validation=held_out)
+    assert len(calls) == len(train) + len(held_out) and not model[3]._forward_hooks
+    fitted.predict(train[0][0], method="mc", samples=50)
+    assert len(calls) == len(train) + len(held_out) + 1
 
 
 def test_a_loader_is_read_once():

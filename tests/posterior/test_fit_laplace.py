@@ -141,50 +141,6 @@ def test_batches_of_any_iterable_are_fitted_and_predicted_alike():
         torch.testing.assert_close(fitted.predict(data), want)
 
 
-def test_refit_of_a_linear_model_is_the_kalman_update():
-    """Gaussian noise on a last layer: the posterior of the second half given the first, whatever the batches."""
-    model, x = module(1), torch.randn(N, 2)
-    y = torch.sin(x[:, :1])
-    options = {"structure": "dense", "tune": None, "prior_precision": 0.5}
-    fitted = bc.fit_laplace(model, bc.likelihoods.gaussian(0.1), loader(x[:20], y[:20]), **options)
-    fitted = fitted.refit(loader(x[20:], y[20:], 7))
-    phi = features_of(model, x)
-    mean = torch.linalg.solve(phi.T @ phi / 0.1 + 0.5 * torch.eye(7), phi.T @ y / 0.1)[:, 0]
-    torch.testing.assert_close(flatten(fitted.posterior.mean, fitted.posterior.mean), mean, rtol=1e-8, atol=1e-8)
-
-
-def test_the_body_runs_once_for_each_batch_of_a_linear_last_layer():
-    model, (x, y) = module(), classes()
-    calls = []
-    model[0].register_forward_hook(lambda _, inputs, out: calls.append(1) if len(out) > 2 else None)
-    fitted = bc.fit_laplace(model, bc.likelihoods.categorical(), loader(x, y, 20))
-    assert len(calls) == 3
-    fitted.predict(x, method="mc", samples=50)
-    assert len(calls) == 4
-    assert not model[2]._forward_hooks
-
-
-def test_a_last_layer_that_is_no_head_is_kept_by_its_names():
-    """The logits are scaled behind it, so that the features do not suffice: still that layer, through the whole model."""
-
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.last = nn.Linear(2, 4), nn.Linear(4, 3)
-
-        def forward(self, x):
-            return 2 * self.last(torch.tanh(self.body(x)))
-
-    (x, y), model = classes(), Scaled().eval()
-    fitted = bc.fit_laplace(model, bc.likelihoods.categorical(), loader(x, y), structure="dense", tune_noise="evidence")
-    assert set(fitted.posterior.mean) == {"last.weight", "last.bias"} and fitted.model.features_of is None
-    forward, params, _ = bc.make_functional(model)
-    some, kept = bc.curvature.subset(forward, params, "last")
-    total = bc.curvature.ggn(some, bc.likelihoods.categorical(), "dense")(kept, (x, y)).to_dense()
-    prior = fitted.prior_precision["last.bias"]
-    torch.testing.assert_close(fitted.posterior.precision.to_dense(), total + prior * torch.eye(15))
-
-
 def test_a_forward_function_is_fitted_by_names():
     (x, y) = classes()
     params = {"body": torch.randn(2, 5), "head": {"w": torch.randn(5, 3)}}

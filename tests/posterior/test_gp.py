@@ -71,15 +71,17 @@ def test_the_linearised_predictions_are_a_gaussian_process(case, structure):
 
 
 @pytest.mark.parametrize("structure", ["dense", "root", "kronecker", "diagonal", "block"])
-@pytest.mark.parametrize("case", [one_output, classes])
-def test_data_in_three_pieces_give_the_posterior_of_all_and_leave_the_first_alone(case, structure):
+@pytest.mark.parametrize("case, subset", [(one_output, "all"), (three_outputs, "last_layer"), (classes, "all")])
+def test_data_in_three_pieces_give_the_posterior_of_all_and_leave_the_first_alone(case, subset, structure):
+    """A linear last layer with Gaussian noise finds its mode too."""
     model, x, y, likelihood = case()
-    options = {"subset": "all", "structure": structure, "tune": None, "prior_precision": 0.7}
+    options = {"subset": subset, "structure": structure, "tune": None, "prior_precision": 0.7}
     whole = bc.fit_laplace(model.eval(), likelihood, [(x, y)], **options)
     first = fitted = bc.fit_laplace(model, likelihood, [(x[:5], y[:5])], **options)
     before = first.posterior.precision.to_dense().clone()
     for some in (slice(5, 6), slice(6, N)):
         fitted = fitted.refit([(x[some], y[some])])
     torch.testing.assert_close(fitted.posterior.precision.to_dense(), whole.posterior.precision.to_dense())
+    torch.testing.assert_close(fitted.posterior.mean, whole.posterior.mean)
     torch.testing.assert_close(fitted.log_evidence, whole.log_evidence)
     assert fitted.posterior.precision.count == N and torch.equal(first.posterior.precision.to_dense(), before)

@@ -92,25 +92,6 @@ def test_outputs_without_an_event_axis_have_one_output():
     assert mean.tolist() == [1, 1] and covariance.flatten().tolist() == [1, 0.25]
 
 
-@pytest.mark.slow
-def test_monte_carlo_on_a_linear_model_has_the_linearised_moments():
-    """20,000 draws; standardised errors of 2 means and 3 second moments beyond 5.5 with probability below 2e-7."""
-    forward, params, inputs = mlp()
-    head, kept = curvature.subset(forward, params, "head")
-    posterior = posterior_of(head, kept, inputs, "dense")
-    new, n = (inputs[:1], None), 20_000
-    mean, covariance = bc.posterior.linearized(head, posterior, new)
-    outputs = bc.posterior.monte_carlo(head, posterior, new, samples=n, generator=torch.Generator().manual_seed(1))[
-        :, 0
-    ]
-    assert outputs.shape == (n, 2)
-    c = covariance[0]
-    assert ((outputs.mean(0) - mean[0]) / (c.diagonal() / n).sqrt()).abs().max() < 5.5
-    centred = outputs - mean[0]
-    deviation = ((c.square() + torch.outer(c.diagonal(), c.diagonal())) / n).sqrt()
-    assert ((centred.T @ centred / n - c) / deviation).abs().max() < 5.5
-
-
 def test_monte_carlo_takes_a_chains_draws_and_checks_them():
     forward = lambda p, batch: batch[0] * p["a"] + p["b"]  # noqa: E731
     draws = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([0.0, 1.0])}
@@ -156,21 +137,29 @@ def softmax_by_quadrature(mean, covariance):
     return (logits.softmax(-1) * weights[:, None]).sum(0)
 
 
+def softmax_by_monte_carlo(mean, covariance, n=40_000):
+    """E softmax(f), each entry to 0.0025 (one standard error at most)."""
+    root = torch.linalg.cholesky(covariance + 1e-12 * torch.eye(len(mean)))
+    return (mean + torch.randn(n, len(mean)) @ root.T).softmax(-1).mean(0)
+
+
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("deviation, bound", [(0.3, 0.01), (1.0, 0.07), (3.0, 0.14)])
-def test_probit_for_classes_is_within_its_bound_of_quadrature(deviation, bound):
-    """The docstring's bounds, on 30 random means and covariances; it is closer than scaling each logit by its own
-    variance.
-    """
+@pytest.mark.parametrize(
+    ("classes", "deviation", "bound"),
+    [(3, 0.3, 0.01), (3, 1.0, 0.07), (3, 3.0, 0.14), (10, 0.3, 0.025), (10, 1.0, 0.085), (10, 3.0, 0.185)],
+)
+def test_probit_for_classes_is_within_its_bound_of_the_integral(classes, deviation, bound):
+    """The docstring's bounds, on 30 random means and covariances, of ten classes with six standard errors of Monte Carlo,
+    0.015, beside them (far less likely than 1e-7). Of three it is closer than scaling each logit by its own variance."""
     errors, simple = [], []
     for _ in range(30):
-        mean, covariance = random_gaussian(3, deviation)
-        exact = softmax_by_quadrature(mean, covariance)
+        mean, covariance = random_gaussian(classes, deviation)
+        exact = (softmax_by_quadrature if classes == 3 else softmax_by_monte_carlo)(mean, covariance)
         errors.append((bc.posterior.probit(mean, covariance) - exact).abs().max().item())
         scaled = (mean / (1 + math.pi / 8 * covariance.diagonal()).sqrt()).softmax(-1)
         simple.append((scaled - exact).abs().max().item())
-    assert max(errors) < bound
-    assert sum(errors) < sum(simple)
+    assert max(errors) < bound, max(errors)
+    assert classes == 10 or sum(errors) < sum(simple)
 
 
 def test_probit_is_exact_without_variance_and_sees_only_differences():
@@ -183,23 +172,6 @@ def test_probit_is_exact_without_variance_and_sees_only_differences():
     c = covariance
     variance = c[:, 0, 0] + c[:, 1, 1] - 2 * c[:, 0, 1]
     assert torch.allclose(two[:, 0], bc.posterior.probit_bernoulli(mean[:, 0] - mean[:, 1], variance))
-
-
-def by_monte_carlo(mean, covariance, n=40_000):
-    """E softmax(f), each entry to 0.0025 (one standard error at most)."""
-    root = torch.linalg.cholesky(covariance + 1e-12 * torch.eye(len(mean)))
-    return (mean + torch.randn(n, len(mean)) @ root.T).softmax(-1).mean(0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("deviation, bound", [(0.3, 0.01), (1.0, 0.07), (3.0, 0.17)])
-def test_ten_classes_are_within_the_docstrings_bounds_of_monte_carlo(deviation, bound):
-    """Six standard errors, 0.015, are far less likely than 1e-7."""
-    errors = []
-    for _ in range(20):
-        mean, covariance = random_gaussian(10, deviation)
-        errors.append((bc.posterior.probit(mean, covariance) - by_monte_carlo(mean, covariance)).abs().max().item())
-    assert max(errors) < bound + 0.015, max(errors)
 
 
 def test_uncertainty_splits_add_up_and_have_their_limits():
