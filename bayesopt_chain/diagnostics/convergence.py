@@ -22,15 +22,12 @@ R_HAT = 1.01  # above which draws have not mixed
 AT_ONCE = 1 << 28  # bytes of draws on disk that are looked at together
 
 
-@kinds.takes(superchains=kinds.SEQUENCE)
-def r_hat(draws: Draws | Any, *, superchains: Sequence[int] | None = None) -> Any:
+def r_hat(draws: Draws | Any) -> Any:
     """Rank-normalised split R-hat of every element (Vehtari, Gelman, Simpson, Carpenter and Bürkner, 2021).
 
     Args:
         draws: :class:`bayesopt_chain.Draws`, or a tree with leaves ``[draws, chains, ...]``. A single chain is
             cut in two chains first (of which it then splits each, as it does any chain).
-        superchains: a number for each chain; chains of one number started at the same point. Then the nested R-hat
-            (Margossian et al., 2024) is returned, which is right for many short chains.
 
     Returns:
         A tree with a tensor like each parameter; 1 at stationarity, above 1.01 not mixed. NaN where draws are constant.
@@ -47,21 +44,9 @@ def r_hat(draws: Draws | Any, *, superchains: Sequence[int] | None = None) -> An
     installed("r_hat", "diagnostics", "arviz_stats")
     from arviz_stats.base.array import array_stats
 
-    if superchains is None:
-        return _each(
-            draws, "r_hat", lambda x: array_stats.rhat(_at_least_two(x), chain_axis=-2, draw_axis=-1, method="rank")
-        )
-    ids = list(superchains)
-    if not ids or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-        raise ValueError(f"r_hat: superchains must be whole numbers, one a chain, got {ids!r:.80}")
-    if len(ids) != (n := _chains_of(draws)) or len({ids.count(i) for i in ids}) > 1:
-        raise ValueError(
-            f"r_hat: superchains must give each of the {n} chains the number of its superchain, as many chains to each, got "
-            f"{ids!r:.80}"
-        )
-    numbers = sorted({*ids})
-    ids = [numbers.index(i) for i in ids]  # ArviZ counts them from 0
-    return _each(draws, "r_hat", lambda x: array_stats.rhat_nested(x, superchain_ids=ids, chain_axis=-2, draw_axis=-1))
+    return _each(
+        draws, "r_hat", lambda x: array_stats.rhat(_at_least_two(x), chain_axis=-2, draw_axis=-1, method="rank")
+    )
 
 
 @kinds.takes(kind=kinds.one_of("bulk", "tail"))
@@ -95,14 +80,6 @@ def _at_least_two(x: Any) -> Any:
     """``[elements, chains, draws]`` with a single chain cut in two: ArviZ has no R-hat of one."""
     half = x.shape[-1] // 2
     return x if x.shape[1] > 1 else x[..., -2 * half :].reshape(len(x), 2, half)
-
-
-def _chains_of(draws: Any) -> int:
-    """The number of chains: of ``Draws``, or the second axis of stacked leaves."""
-    if hasattr(draws, "chains"):
-        return draws.chains or 1
-    shape = optree.tree_leaves(draws)[0].shape
-    return shape[1] if len(shape) > 1 else 0
 
 
 def _each(draws: Any, who: str, statistic: Callable[[Any], Any]) -> Any:

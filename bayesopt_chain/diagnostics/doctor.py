@@ -44,7 +44,6 @@ from bayesopt_chain.diagnostics._agreement import (
     mean_and_error,
     shared_noise,
 )
-from bayesopt_chain.diagnostics._seeds import initialised_devices, seed_all
 from bayesopt_chain.diagnostics.convergence import R_HAT
 from bayesopt_chain.diagnostics.forces import Forces, forces_of, names_of
 from bayesopt_chain.diagnostics.gradient_noise import gradient_noise, gradients, scalar
@@ -301,7 +300,7 @@ class _Data:
         found = list[Tensor]()
         try:
             for seed in range(2 * SEEDS):
-                seed_all(seed, initialised_devices())
+                seed_all(seed)
                 with torch.no_grad():
                     found.append(scalar(self.loss, params, twice if seed < SEEDS else self.batches[0]).double().cpu())
         except Exception:  # a loss may know the size of its batch
@@ -331,9 +330,9 @@ class _Data:
         both, parts = list[tuple[Tensor, Tensor]](), self.parts(8)
         for x in parts if len(parts) > 1 else self.batches[:8]:
             with torch.no_grad():
-                seed_all(0, initialised_devices())  # dropout has the same masks in both
+                seed_all(0)  # dropout has the same masks in both
                 own = known(params, x)
-                seed_all(0, initialised_devices())
+                seed_all(0)
                 both.append((scalar(self.loss, params, x), own.sum() if is_sum else own.mean()))
         L, own = (torch.stack([x.double().cpu() for x in column]) for column in zip(*both))
         L, own = L - L.mean(), own - own.mean()
@@ -681,6 +680,18 @@ def _stiffest(m: Any, params: Any, where: Sequence[int]) -> list[Tensor]:
 def _listing(names: Iterable[str]) -> str:
     """The first four."""
     return ", ".join(itertools.islice(names, 4))
+
+
+def initialised_devices() -> list[int]:
+    """All CUDA devices, if CUDA is in use."""
+    return [*range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
+
+
+def seed_all(seed: int) -> None:
+    """Seed torch's generators of the processor and of the CUDA devices in use, and no others."""
+    torch.default_generator.manual_seed(seed)
+    for device in initialised_devices():
+        torch.cuda.default_generators[device].manual_seed(seed)
 
 
 def _has_grown(losses: Tensor) -> bool:

@@ -1,11 +1,22 @@
 r"""``suggest_lr``: learning rate of a chain at a temperature, and momentum and batch size where they are left open.
 
-The rate is that of :mod:`.rates`, the smaller of two limits, both from the chain's own linear response (:mod:`._response`)
-and the equations of :mod:`.heating`:
+The rate is the smaller of two limits, both from the chain's own linear response (:mod:`._response`) and the equations of
+:mod:`.heating`:
 
-    stability    the largest lr at which the closed loop of chain and curvature has spectral radius below 1 (``lr k =
-                 2 (1 + mu)`` for momentum, ``2 (1 + mu) / (1 + 2 mu)`` for Nesterov)
+    stability    a direction of curvature ``k`` under momentum ``mu`` follows  x'' = (1 + mu - lr k) x' - mu x,  which is
+                 stable for  lr k < 2 (1 + mu)  (``2 (1 + mu) / (1 + 2 mu)`` for Nesterov); of any linear chain it is the rate
+                 at which the closed loop of chain and curvature has spectral radius 1. A chain far below takes a share
+                 ``MARGIN`` of it.
     heat         what the noise of the batches adds to the variance of the worst direction, on average over an epoch
+
+To first order in ``eta = lr / (1 - mu)`` batches whose gradient has the covariance ``C`` make the diffusion  dt (2 T + eta C)
+in a time of ``eta`` a step. That changes the mean of ``f`` by  E[eta C : Hess phi] / 2,  where phi solves  T lap phi - grad U .
+grad phi = E f - f. Of the virial  f = theta . grad U  it is  phi = |theta|^2 / 2,  whatever ``U``: so the virial grows by  eta
+tr(C) / 2,  and a loss of degree ``p`` by ``1 / p`` of that:
+
+    E[U] / T  grows by  lr tr(C) / (4 T (1 - mu))   for a quadratic, half as much for a quartic,
+
+a direction of a quadratic by  lr C_i / (2 T (1 - mu))  (Mandt, Hoffman and Blei, 2017).
 
 Curvature and noise are measured at ``params`` and at the end of a short trial run: in networks the curvature at draws is some
 times larger than at the mode, and the gradients of all batches may vanish at a mode that fits all data, and nowhere else.
@@ -18,8 +29,6 @@ an epoch wins,
 the integrated autocorrelation time of ``theta^2`` along a direction of curvature ``k``: with ``S`` the stationary covariance of
 the loop ``x' = M x + F xi`` and ``v = S e_0 / S_00`` it is ``rho_t = (M^t v)_0``, and ``tau = 2 X_00 - 1`` for
 ``X = M X M^T + v v^T``.
-
-That gradient noise widens what a chain samples is due to Mandt, Hoffman and Blei (2017).
 """
 
 from __future__ import annotations
@@ -43,11 +52,11 @@ from bayesopt_chain.data.epochs import Epochs, epochs
 from bayesopt_chain.diagnostics._response import Response, read
 from bayesopt_chain.diagnostics.gradient_noise import gradient_noise, scalar
 from bayesopt_chain.diagnostics.heating import Heating, Reduced, loop, predict, reduce, rescaled
-from bayesopt_chain.diagnostics.rates import MARGIN, largest, rate
 from bayesopt_chain.diagnostics.top_curvature import hessian_product, trace
 from bayesopt_chain.loop.step import make_step
 from bayesopt_chain.testing._lyapunov import solve_lyapunov
 
+MARGIN = 0.1  # share of the stability limit
 MOMENTA = (0.5, 0.9, 0.97, 0.99, 0.997)  # tried where the momentum is open
 PARTS = (1, 10, 40)  # batches an epoch, tried where the batch size is open
 SHARE = 0.1  # of the passes of a run that suggesting may cost
@@ -577,3 +586,46 @@ def _of_module(loss: Callable[[Any, Any], Any], params: Any) -> tuple[Callable[[
         return torch.func.functional_call(bound, {**buffers, **values}, (batch,))
 
     return functional, {key: p.detach().clone() for key, p in params.named_parameters() if p.requires_grad}
+
+
+def rate(stability: float, heat: Callable[[float], float], tolerance: float, margin: float = MARGIN) -> float:
+    """The learning rate of a chain.
+
+    Args:
+        stability: the rate from which on it diverges.
+        heat: what the noise of the batches adds at a rate; it grows with the rate.
+        tolerance: how much it may add.
+        margin: share of ``stability``.
+
+    Returns:
+        The largest rate, to a hundredth, that is at most ``margin * stability`` and adds at most ``tolerance``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    return largest(lambda lr: heat(lr) <= tolerance, margin * stability)
+
+
+def largest(allowed: Callable[[float], bool], most: float) -> float:
+    """The largest number that is allowed, ``most`` at most, to a hundredth.
+
+    Raises:
+        ValueError: there is none.
+    """
+    low = high = most
+    while not allowed(low):
+        low, high = low / 4, low
+        if low < 1e-30:
+            raise ValueError(
+                "no learning rate is small enough for stability and tolerance; look at the noise of the gradients first, and "
+                "for NaN in loss and batches"
+            )
+    while high > 1.01 * low:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if allowed(middle) else (low, middle)
+    return low
+
+
+def heat_of_noise(lr: float, momentum: float, temperature: float) -> float:
+    """What independent batches add to ``E[U] / T`` of a quadratic under momentum, for each unit of ``tr(C)``."""
+    return lr / (4 * temperature * (1 - momentum))

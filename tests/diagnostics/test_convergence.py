@@ -63,11 +63,6 @@ def test_draws_of_one_chain_are_split():
     assert bc.diagnostics.ess(draws, kind="tail")["w"].shape == (2,)
 
 
-def test_nested_r_hat_takes_superchains():
-    x = chains(8, 16)
-    assert (bc.diagnostics.r_hat({"w": x}, superchains=[i // 4 for i in range(16)])["w"] < 1.3).all()
-
-
 def test_short_runs_and_other_kinds_are_refused():
     with pytest.raises(ValueError, match="at least 4 draws"):
         bc.diagnostics.r_hat({"w": chains(3)})

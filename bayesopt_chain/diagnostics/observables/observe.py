@@ -3,8 +3,29 @@ r"""``observe``: means and covariances of functions of the parameters along chai
     target           exp(-(L + s |theta - theta*|^2 / 2) / T),   T = 1 / (n beta)
     llc              (E[L] - L(theta*)) / T, the local learning coefficient (Lau et al., 2024)
     bif              dE[a_i] / dw_j = -beta Cov(a_i, l_j), the Bayesian influence of datum j with loss l_j (Kreer et al.,
-    2025) susceptibility   Cov_part(phi, L - l_x) + E_part[phi] (E_part - E_full)[L - l_x],  phi = L - L(theta*) (Baker et
-    al., 2025)
+                     2025)
+    susceptibility   Cov_part(phi, L - l_x) + E_part[phi] (E_part - E_full)[L - l_x],  phi = L - L(theta*) (Baker et al.,
+                     2025)
+
+What a run says of itself, whether it is ground for an answer (``verdict``):
+
+    beyond the limit      lr k / (2 (1 + mu)) >= 1 where a chain was seen
+    too hot               the virial, or that of the stiffest directions, above its value by more than 5 % (10 %) and 3 errors
+    not spread            the virial, or that of a leaf, below its value by more than 5 % and 3 errors: flat directions are
+                          still on their way
+    drift                 the loss of the last third against the first, in errors of the difference: 4.5 or more
+    disagreement          chains that differ by more than their own errors allow
+
+The virial is necessary and not sufficient: it is right in one of several wells too. By leaf and by stiff directions it sees
+what cancels in the sum.
+
+**Local learning coefficient**: how fast the volume of parameters with almost the loss of ``theta*`` shrinks. With ``V(eps)``
+the volume near ``theta*`` where ``L - L(theta*) < eps``, ``V ~ eps^lambda`` (Watanabe, 2009; locally: Lau et al., 2024), and
+
+    lambda = (E[L] - L(theta*)) / T    under    exp(-(L + strength |theta - theta*|^2 / 2) / T).
+
+A quadratic of curvatures ``k`` gives ``1/2 sum k / (k + strength)``: half the number of directions that are stiff against
+the spring. ``|x|^p`` gives ``1/p`` for each dimension without a spring. A singular model has less than half its parameters.
 
 What is measured, and what of it has to hold: :mod:`bayesopt_chain.diagnostics.observables.target`; the errors:
 :mod:`bayesopt_chain.diagnostics.observables.sums`; the rate: :mod:`bayesopt_chain.diagnostics.observables.rate`.
@@ -17,7 +38,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -29,8 +50,7 @@ from bayesopt_chain.diagnostics.observables.rate import Rate, chosen, relaxation
 from bayesopt_chain.diagnostics.observables.restrict import restrict
 from bayesopt_chain.diagnostics.observables.sums import BLOCKS, Estimate, Record, merged
 from bayesopt_chain.diagnostics.observables.target import Measured, Target, data_of, steepest
-from bayesopt_chain.diagnostics.observables.verdict import findings
-from bayesopt_chain.diagnostics.rates import heat_of_noise
+from bayesopt_chain.diagnostics.suggest_lr import heat_of_noise
 from bayesopt_chain.loop.step import make_step
 from bayesopt_chain.runs.inference_data import inference_data
 from bayesopt_chain.runs.run import Iteration, describe, difference
@@ -38,6 +58,7 @@ from bayesopt_chain.runs.sample import sample
 
 ALONE = 50_000  # free entries from which on a CPU runs one chain after the other, in its caches
 LOOK = 10  # products of the Hessian in a look at the curvature on the way
+DRIFT = 4.5  # errors
 RESERVED = ("loss", "virial", "virial by leaf", "virial of stiff", "virial of spring", "noise")
 
 
@@ -565,3 +586,133 @@ def susceptibility(part: Observed, full: Observed, train: str, probe: str) -> Es
     square = v.error**2 + c.error**2 + (gap * means[0][0].error.reshape(())) ** 2
     square = square + phi**2 * sum(x.reshape(-1) ** 2 for pair in means for x in (pair[0].error, pair[1].error))
     return Estimate(v.value - c.value + phi * gap, square.sqrt(), c.agree & v.agree)
+
+
+def findings(run: Any) -> list[str]:
+    """What is wrong or doubtful of a run; ``"refused"`` stands before what leaves no answer.
+
+    Args:
+        run: an :class:`Observed`, whose findings are still to be made.
+    """
+    out = list[str]()
+    if not run.complete:
+        out.append(("refused: " if "interrupted" not in run.why else "") + f"the run has not ended: {run.why}")
+    if run.record.count < 2:
+        return [*out, "refused: there are no draws"]
+    if not run.limit < 1:
+        out.append(
+            f"refused: lr is {run.limit:.2f} of the stability limit where the loss is steepest on the way; take "
+            f"lr={0.1 * run.lr / max(run.limit, 1e-30):.2g}"
+        )
+    virial, stiff = run.mean("virial"), run.mean("virial of stiff")
+    ratio, error = float(virial.value) / run.free, float(virial.error) / run.free
+    top, top_error = float(stiff.value) / run.stiff, float(stiff.error) / run.stiff
+    if math.isnan(error) and math.isfinite(ratio):
+        few = f"refused: {run.record.count} draws of one chain are too few to tell an error"
+        return [*out, f"{few}; run longer, or more chains, or take a smaller thinning"]
+    if not ratio < 1.05 + 3 * error or ratio > 1.5:
+        out.append(f"refused: too hot, virial {virial} of {run.free}; take half the lr, or larger batches")
+    elif top > 1.1 + 3 * top_error:
+        out.append(
+            f"refused: the {run.stiff} stiffest directions are {top:.2f} times as hot as they should be "
+            f"(+- {2 * top_error:.2g}), which the others hide; take half the lr, or larger batches"
+        )
+    longer = "" if math.isinf(run.relaxation) else f"; a flat direction relaxes in {_round(run.relaxation)} steps: run "
+    longer += f"{_round(run.relaxation * 3)} or more, or take a stronger spring" if longer else "; it has no spring"
+    if ratio < 0.95 - 3 * error:
+        out.append(f"flat directions have not spread: virial {virial} of {run.free}{longer}")
+    else:
+        leaves = run.mean("virial by leaf")
+        for (name, count), value, e in zip(run.leaves.items(), leaves.value.tolist(), leaves.error.tolist()):
+            if value / count < 0.9 - 4 * e / count:
+                out.append(f"flat directions of {name} have not spread: virial {value:.3g} of {count}{longer}")
+                break
+    if ratio == ratio and not error < 0.1:
+        out.append(f"too short to judge: virial {virial} of {run.free}; run longer, or more chains")
+    drift = run.record.drift("loss")
+    if abs(drift) > DRIFT:
+        out.append(
+            f"refused: the loss still moves, {drift:+.1f} errors from the first to the last third; take a longer burn_in"
+        )
+    if not bool(run.mean("loss").agree):
+        out.append("chains disagree by more than their own errors: the larger one is reported; run longer")
+    return out
+
+
+def _round(steps: float) -> str:
+    digits = max(0, math.floor(math.log10(max(steps, 1))) - 1)
+    return f"{round(steps, -digits):,.0f}"
+
+
+class LearningCoefficient(NamedTuple):
+    """What :func:`local_learning_coefficient` returns.
+
+    Attributes:
+        value: the local learning coefficient, at this temperature and strength.
+        standard_error: its Monte Carlo error.
+        verdict: what is doubtful, in words, or ``"no objection"``.
+        temperature, strength: of the target, in units of the mean loss.
+        run: all that was measured.
+    """
+
+    value: float
+    standard_error: float
+    verdict: str
+    temperature: float
+    strength: float
+    run: Observed
+
+    def __str__(self) -> str:
+        return (
+            f"local learning coefficient {self.value:.4g} +- {2 * self.standard_error:.2g} at "
+            f"temperature {self.temperature:.3g}, strength {self.strength:.3g}: {self.verdict}"
+        )
+
+
+def local_learning_coefficient(
+    loss: Callable[..., Any],
+    params: Any,
+    batches: Any,
+    *,
+    temperature: float | None = None,
+    strength: float | None = None,
+    **options: Any,
+) -> LearningCoefficient:
+    """Estimate the local learning coefficient at trained parameters, or of a part of them.
+
+    Args:
+        loss: ``loss(params, batch)``, mean over the batch. A prior in it counts as loss.
+        params: ``theta*``, a (local) minimum.
+        batches: all data as one batch, ``bc.epochs(data, batch_size)``, or a list of batches.
+        temperature: ``1 / (n beta)`` for ``n`` data, per datum as the loss is. Default: Watanabe's ``log(n) / n``.
+        strength: of the spring to ``params``, in units of the mean loss. Default: ``temperature``. The value depends on it.
+        options: those of :func:`bayesopt_chain.observe`: ``where=`` for the refined coefficient of some entries,
+            ``chains=``, ``steps=``, ``path=``, ``lr=``, and the others.
+
+    Returns:
+        :class:`LearningCoefficient`.
+
+    Raises:
+        ValueError: the number of data is not known, and no temperature given; the chains diverged, were beyond the
+            stability limit where they went or too hot, or still drift; ``params`` are no minimum.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> def loss(w, batch):
+        ...     return (w[:50] ** 2).sum() / 2
+        >>> found = bc.local_learning_coefficient(
+        ...     loss, torch.zeros(80), None, temperature=0.1, strength=0.25, steps=600, burn_in=200, chains=4
+        ... )
+        >>> abs(found.value - 50 / (2 * 1.25)) < 2       # thirty of the eighty parameters do not count
+        True
+    """
+    if temperature is None:
+        n = data_of(batches)[1]
+        if n is None or n < 2:
+            raise ValueError(
+                "local_learning_coefficient: the number of data is not known from the batches; give temperature="
+            )
+        temperature = math.log(n) / n
+    run = observe(loss, params, batches, temperature=temperature, strength=strength, **options)
+    found = run.llc()
+    return LearningCoefficient(float(found.value), float(found.error), run.verdict, temperature, run.strength, run)

@@ -1,5 +1,5 @@
-r"""Which rate and momentum: what stability and the noise of batches (:mod:`bayesopt_chain.diagnostics.rates`) and the spring
-allow where a pilot goes.
+r"""Which rate and momentum: what stability, the noise of batches (:mod:`bayesopt_chain.diagnostics.suggest_lr`) and the
+spring allow where a pilot goes.
 
 stability    k is the largest curvature of loss and spring at a point where a chain is. A chain of less friction climbs farther
              up walls that it has not seen yet, so that its share of the limit is  MARGIN sqrt((1 - mu) / .1)
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.diagnostics.observables.target import Measured, Target, steepest
-from bayesopt_chain.diagnostics.rates import MARGIN, heat_of_noise, rate
+from bayesopt_chain.diagnostics.suggest_lr import MARGIN, heat_of_noise, rate
 from bayesopt_chain.loop.step import make_step
 from bayesopt_chain.runs.run import ResumableBatches
 

@@ -13,7 +13,7 @@ Loss and gradient of a batch that does not depend on ``theta`` are unbiased. Und
 are not independent of those behind, nor is ``theta``: so from minibatches everything is measured on batches drawn apart from
 the course. The loss is ``L_b(theta) - L_b(c) + L(c)``, of which the first difference has little noise and ``L(c)`` is over all
 data. Half the squared distance of its gradient from that of the step is an estimate of ``tr(C)``, ``C`` the covariance of a
-batch's gradient at the draw, from which the heat of the batches follows (:mod:`bayesopt_chain.diagnostics.rates`).
+batch's gradient at the draw, from which the heat of the batches follows (:mod:`bayesopt_chain.diagnostics.suggest_lr`).
 """
 
 from __future__ import annotations
