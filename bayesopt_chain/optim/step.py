@@ -21,7 +21,7 @@ from bayesopt_chain.distributed.ranks import gather_objects, world
 from bayesopt_chain.distributed.shards import are_spread, is_replicated
 from bayesopt_chain.loop.loss import Info, detach
 from bayesopt_chain.optim._ranks import OnRanks, fresh_key
-from bayesopt_chain.random.stream import splitmix64
+from bayesopt_chain.random.stream import seed_of
 from bayesopt_chain.runs.run import describe, describe_optimizer
 
 ModelLoss = Callable[[nn.Module, Any], Any]
@@ -77,7 +77,7 @@ class ModelStep:
         # the random numbers of the model are seeded from the state, and the caller's generators are restored afterwards
         devices = sorted({p.device.index or 0 for p in self._sources if p.device.type == "cuda"})
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
-            torch.manual_seed(splitmix64(splitmix64(self._key + self._rank) + self._count))
+            torch.manual_seed(seed_of(self._key + self._rank, self._count))
             out = self.loss(self.model, batch)
             loss, aux = out if isinstance(out, tuple) else (out, ())
             # checked before backward(), so that nothing has moved if this raises

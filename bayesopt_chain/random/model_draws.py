@@ -1,6 +1,6 @@
 r"""What a model draws while a step evaluates it (dropout and its like), as a function of the key and count in the state.
 
-In plain code on a CPU torch's default generator is seeded with ``splitmix64(splitmix64(key + SALT) + count)`` around the model
+In plain code on a CPU torch's default generator is seeded with ``seed_of(key + SALT, count)`` around the model
 and set back to its own state after it: whatever the model draws is then a function of the chain's state, and the draws of other
 code are the same as without the model.
 
@@ -17,8 +17,8 @@ call takes its numbers from Philox instead, under its place among the step's cal
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from bayesopt_chain import tracing
 from bayesopt_chain.random.philox import draw_elements, whole_leaves
-from bayesopt_chain.random.stream import draw_number, splitmix64
+from bayesopt_chain.random.stream import draw_number, seed_of
 
 SALT = 0x6D6F64656C  # keeps the model's draws apart from the noise of the same key
 SELU_SCALE = 1.7580993408473766  # of alpha dropout: minus the limit of SELU towards minus infinity
@@ -47,24 +47,19 @@ def model_draws(stream: tuple[Tensor, Tensor] | None) -> AbstractContextManager[
         return nullcontext()
     key, count = stream
     if key.device.type == "cpu" and tracing.is_plain(key, count):
-        return Seeded(int(key), int(count))
+        return seeded(seed_of(int(key) + SALT, int(count)))
     return Keyed(key, count)
 
 
-class Seeded:
+@contextmanager
+def seeded(seed: int) -> Generator[None]:
     """Seed torch's default CPU generator for a block, and restore its state at the end."""
-
-    __slots__ = ("cuda", "saved", "seed")
-
-    def __init__(self, key: int, count: int) -> None:
-        self.seed = splitmix64(splitmix64(key + SALT) + count)
-
-    def __enter__(self) -> None:
-        self.saved = torch.default_generator.get_state()
-        torch.default_generator.manual_seed(self.seed)
-
-    def __exit__(self, *error: object) -> None:
-        torch.default_generator.set_state(self.saved)
+    saved = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(saved)
 
 
 class Keyed(TorchFunctionMode):
@@ -119,8 +114,8 @@ class Keyed(TorchFunctionMode):
 
 @torch.library.custom_op("bayesopt_chain::seeded_state", mutates_args=())
 def seeded_state(key: Tensor, count: Tensor) -> Tensor:
-    """The state, as bytes, of the generator with which :class:`Seeded` starts a model."""
-    return torch.Generator().manual_seed(splitmix64(splitmix64(int(key) + SALT) + int(count))).get_state()
+    """The state, as bytes, of the generator with which :func:`seeded` starts a model."""
+    return torch.Generator().manual_seed(seed_of(int(key) + SALT, int(count))).get_state()
 
 
 @seeded_state.register_fake  # pyright: ignore[reportUnknownMemberType]

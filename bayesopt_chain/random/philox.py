@@ -193,60 +193,38 @@ def box_muller(first: Tensor, second: Tensor, real: torch.dtype) -> tuple[Tensor
 
 
 def in_tensors(key: Tensor, step: Tensor, elements: Elements, real: torch.dtype, kind: str = "gaussian") -> Tensor:
-    """The elements by tensor operations, for any device: ``[*chains, elements]``, leaf behind leaf."""
-    _require_counted(elements.starts, elements.lengths)
-    starts = elements.starts or (0,) * len(elements.lengths)
-    alike: list[list[tuple[int, int, int]]] = []
-    for run in zip(starts, elements.lengths, elements.draws):
-        if alike and alike[-1][0][1] == run[1] and len(alike[-1]) * run[1] < _TOGETHER:
-            alike[-1].append(run)
-        else:
-            alike.append([run])
-    if not alike:
-        return _room(key, step, (), (), (), real)
-    parts = [_of_one_length(key, step, runs, real, kind) for runs in alike]
-    return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+    """The elements by tensor operations, for any device: ``[*chains, elements]``, leaf behind leaf.
 
-
-def _of_one_length(
-    key: Tensor, step: Tensor, runs: Sequence[tuple[int, int, int]], real: torch.dtype, kind: str
-) -> Tensor:
-    """Draw runs of one length together, since a matrix that is cut by columns has a run for each of its rows.
-
-    Blocks come in groups whose elements are neighbours: 64 blocks with 256 normals, or one with four other variables. Every
-    run is computed from the group of its first element to that of its last, and its elements are cut out of that.
+    Blocks come in groups whose elements are neighbours: 64 blocks with 256 normals, or one with four other variables. Every run
+    is computed from the group of its first element to that of its last, all runs at once, and its elements are picked out.
     """
-    group, length = RUN if kind == "gaussian" else 1, runs[0][1]
-    heads, offsets = zip(*[divmod(start, 4 * group) for start, _, _ in runs])
-    lanes, count = 4, max(-(-(offset + length) // (4 * group)) for offset in offsets)
-    if kind == "gaussian" and len(runs) == 1 and not heads[0] and offsets[0] + length <= RUN:
-        # all elements lie in the first lane, so that the other three need not be computed
-        group, lanes, count = offsets[0] + length, 1, 1
-
-    def by_run(values: Sequence[int]) -> Any:
-        """A number, or a column with one for each run."""
-        alone = len(values) == 1
-        return values[0] if alone else torch.tensor(values, dtype=torch.int64, device=key.device).view(-1, 1)
-
-    first = heads[0] * group
-    block = torch.arange(first, first + count * group, dtype=torch.int64, device=key.device)
-    if len(runs) > 1:  # else there is no axis for them
-        block = block + by_run([head * group - first for head in heads])
-    key, step = (x[(..., *[None] * block.ndim)] if x.ndim else x for x in (key, step))
-    low, high = (step & _MASK) + 0 * block, (step >> 32 & _MASK) + 0 * block
-    draw = by_run([number for *_, number in runs]) + 0 * block
-    words = philox((block, draw, low, high), (key & _MASK, key >> 32 & _MASK))
+    starts, lengths, draws, _ = elements
+    _require_counted(starts, lengths)
+    if len(lengths) > 1 and sum(lengths) > _TOGETHER:
+        ends = (0, len(lengths) // 2), (len(lengths) // 2, len(lengths))
+        halves = [Elements(starts[a:b], lengths[a:b], draws[a:b], ()) for a, b in ends]
+        return torch.cat([in_tensors(key, step, half, real, kind) for half in halves], dim=-1)
+    group, made = RUN if kind == "gaussian" else 1, 0
+    blocks, numbers, index = list[Tensor](), list[Tensor](), list[Tensor]()
+    for start, length, draw in zip(starts or (0,) * len(lengths), lengths, draws):
+        first, end = start // (4 * group) * group, -(-(start + length) // (4 * group)) * group
+        blocks.append(torch.arange(first, end, dtype=torch.int64, device=key.device))
+        numbers.append(torch.full_like(blocks[-1], draw))
+        index.append(torch.arange(length, device=key.device) + (start + 4 * (made - first)))
+        made += end - first
+    if not made:
+        return _room(key, step, (), (), (), real)
+    key, step = (x.unsqueeze(-1) if x.ndim else x for x in (key, step))
+    counter = (torch.cat(blocks), torch.cat(numbers), step & _MASK, step >> 32 & _MASK)
+    words = philox(counter, (key & _MASK, key >> 32 & _MASK))
     if kind == "gaussian":
-        words = [x for i in range(0, lanes, 2) for x in box_muller(words[i], words[i + 1], real)][:lanes]
-    every = torch.stack([word.unflatten(-1, (count, group)) for word in words], dim=-2).flatten(-3)
-    if kind != "gaussian":
-        every = (every >> 8).to(real) * 2.0**-24  # uniforms, exact in float32
-    if len({*offsets}) == 1:
-        mine = every[..., offsets[0] : offsets[0] + length]
+        words = [*box_muller(words[0], words[1], real), *box_muller(words[2], words[3], real)]
     else:
-        index = by_run(offsets) + torch.arange(length, device=key.device)
-        mine = every.gather(-1, index.expand(*every.shape[:-1], length))
-    return mine.flatten(-2) if len(runs) > 1 else mine
+        words = [(word >> 8).to(real) * 2.0**-24 for word in words]  # uniforms, exact in float32
+    every = torch.stack([word.unflatten(-1, (-1, group)) for word in words], dim=-2).flatten(-3)
+    if len(lengths) == 1:  # a view, which a long leaf has for nothing
+        return every.narrow(-1, sum(starts) % (4 * group), lengths[0])
+    return every.index_select(-1, torch.cat(index))
 
 
 _library: Any = torch.library  # its functions carry no types

@@ -19,13 +19,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from bayesopt_chain.random.philox import (
-    Elements,
-    Runs,
-    draw_elements,
-    parts_of_leaves,
-    whole_leaves,
-)
+from bayesopt_chain.random.philox import Elements, Runs, draw_elements, parts_of_leaves, whole_leaves
 
 
 def new_key(generator: torch.Generator | None, device: torch.device) -> Tensor:
@@ -75,24 +69,19 @@ class Variables:
         each = self.each or (1,) * len(like)
         out: list[list[Tensor]] = [[] for _ in like]
         for (device, dtype), members in _groups(like, each).items():
+            is_whole = len(members) == len(each)
+            numbers, every, runs = (
+                xs if is_whole or xs is None else tuple([xs[i] for i in members])
+                for xs in (self.numbers or tuple(range(len(like))), each, self.runs)
+            )
             shapes = [like[i].shape[1:] for i in members]
-            elements = self._elements(tuple(members), tuple([x.numel() for x in shapes]), each)
+            elements = _elements_of(tuple([x.numel() for x in shapes]), numbers, every, runs)
             drawn = draw_elements(key.to(device), step.to(device), elements, dtype, self.kind)
             parts = iter([x * self.scale for x in drawn] if self.scale != 1.0 else drawn)
             for i, shape in zip(members, shapes):
                 mine = [next(parts) for _ in range(each[i])]
                 out[i] = mine if len(shape) == 1 else [x.view(shape) for x in mine]
         return out
-
-    def _elements(self, leaves: tuple[int, ...], sizes: tuple[int, ...], each: tuple[int, ...]) -> Elements:
-        """The elements of the leaves numbered ``leaves``, which have these sizes, as Philox names them."""
-        everything = len(leaves) == len(each)
-        numbers = leaves if self.numbers is None else self.numbers
-        if not everything:
-            each = tuple([each[i] for i in leaves])
-            numbers = numbers if self.numbers is None else tuple([numbers[i] for i in leaves])
-        runs = self.runs if everything or self.runs is None else tuple([self.runs[i] for i in leaves])
-        return _elements_of(sizes, numbers, each, runs)
 
 
 @cache
@@ -122,14 +111,9 @@ def leaf_numbers(paths: tuple[str, ...], hashed: Callable[[str], int] = _hash) -
         ValueError: two paths whose first two draws would be the same.
     """
     numbers = tuple([hashed(path) for path in without_wrappers(paths)])
-    seen: dict[int, str] = {}
-    for k in range(2):
-        for number, path in zip(numbers, paths):
-            other = seen.setdefault(draw_number(number, k), path)
-            if other != path:
-                raise ValueError(
-                    f"params: the paths {other} and {path} have one hash, and would get the same noise; rename one"
-                )
+    if (clash := _clash(numbers, (2,) * len(numbers))) is not None:
+        a, b = (paths[i] for i in clash)
+        raise ValueError(f"params: the paths {a} and {b} have one hash, and would get the same noise; rename one")
     return numbers
 
 
@@ -162,17 +146,22 @@ def draw_numbers(leaves: tuple[int, ...], draws: tuple[int, ...]) -> tuple[int, 
     Raises:
         ValueError: two of them are the same.
     """
-    numbers = tuple([draw_number(leaf, k) for leaf, n in zip(leaves, draws) for k in range(n)])
-    if len(set(numbers)) < len(numbers):
-        seen: dict[int, int] = {}
-        for i, k in [(i, k) for i, n in enumerate(draws) for k in range(n)]:
-            other = seen.setdefault(draw_number(leaves[i], k), i)
-            if other != i:
-                raise ValueError(
-                    f"params: a draw of leaf {i} would be one of leaf {other}, since the hashes of their paths lie a few draws "
-                    "apart; rename one of them"
-                )
-    return numbers
+    if (clash := _clash(leaves, draws)) is not None:
+        raise ValueError(
+            f"params: a draw of leaf {clash[1]} would be one of leaf {clash[0]}, since the hashes of their paths lie a few "
+            "draws apart; rename one of them"
+        )
+    return tuple([draw_number(leaf, k) for leaf, n in zip(leaves, draws) for k in range(n)])
+
+
+def _clash(leaves: tuple[int, ...], draws: tuple[int, ...]) -> tuple[int, int] | None:
+    """Two leaves, by their indices, a draw of one of which would be a draw of the other; ``None`` if there are none."""
+    seen: dict[int, int] = {}
+    for i, (leaf, n) in enumerate(zip(leaves, draws)):
+        for k in range(n):
+            if (other := seen.setdefault(draw_number(leaf, k), i)) != i:
+                return other, i
+    return None
 
 
 def _groups(templates: Sequence[Tensor], draws: Sequence[int]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
@@ -182,6 +171,11 @@ def _groups(templates: Sequence[Tensor], draws: Sequence[int]) -> dict[tuple[tor
         if n:
             groups.setdefault((t.device, t.dtype), []).append(i)
     return groups
+
+
+def seed_of(key: int, count: int) -> int:
+    """A seed for a generator of another kind, a function of a key and a count."""
+    return splitmix64(splitmix64(key) + count)
 
 
 def splitmix64(x: int) -> int:
