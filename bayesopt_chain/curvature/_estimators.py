@@ -40,7 +40,7 @@ from bayesopt_chain.curvature._structures import STRUCTURES as MAKERS
 from bayesopt_chain.curvature._structures import Options, require_dense_fits, structure_sum
 from bayesopt_chain.curvature._taps import Check, Checks
 from bayesopt_chain.likelihoods import Likelihood, OutputRoot
-from bayesopt_chain.likelihoods._roots import Explicit
+from bayesopt_chain.likelihoods._likelihood import Explicit
 from bayesopt_chain.precision import Dense, Diagonal, Eigenbasis, Kronecker, Precision, shape_only, unflatten
 from bayesopt_chain.precision._algebra import as_count
 from bayesopt_chain.trees import Tree, common_dtype, flatten, size, wide, widened

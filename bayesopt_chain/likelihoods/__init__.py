@@ -2,12 +2,10 @@
 
 from bayesopt_chain.likelihoods._classes import bernoulli, categorical, ordinal
 from bayesopt_chain.likelihoods._counts import beta, negative_binomial, poisson
-from bayesopt_chain.likelihoods._custom import custom
+from bayesopt_chain.likelihoods._custom import custom, weighted
 from bayesopt_chain.likelihoods._gaussian import gaussian, student_t
-from bayesopt_chain.likelihoods._likelihood import Grouping, Likelihood, Support
+from bayesopt_chain.likelihoods._likelihood import Grouping, Likelihood, OutputRoot, Support
 from bayesopt_chain.likelihoods._predictive import Outputs, Predictive
-from bayesopt_chain.likelihoods._roots import OutputRoot
-from bayesopt_chain.likelihoods._weighted import weighted
 
 __all__ = [
     "Grouping",

@@ -23,10 +23,9 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
 from bayesopt_chain import checks, kinds
-from bayesopt_chain.likelihoods._likelihood import Grouping, Likelihood, Support
+from bayesopt_chain.likelihoods._likelihood import Grouping, Likelihood, OutputRoot, Seen, Softmax, Support
 from bayesopt_chain.likelihoods._predictive import Predictive
-from bayesopt_chain.likelihoods._roots import OutputRoot, Seen, Softmax
-from bayesopt_chain.likelihoods._softmax import probit, probit_bernoulli, softmax_mean
+from bayesopt_chain.likelihoods._quadrature import probit, probit_bernoulli, softmax_mean
 from bayesopt_chain.tracing import is_hidden, is_readable
 
 CLASS_METHODS = {"sobol": softmax_mean, "probit": probit}

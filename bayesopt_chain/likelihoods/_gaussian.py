@@ -21,11 +21,9 @@ from torch import Tensor
 from torch.special import ndtr
 
 from bayesopt_chain import kinds
-from bayesopt_chain.likelihoods._likelihood import Grouping, Likelihood, weights_of_draws
-from bayesopt_chain.likelihoods._mixture import Mixture
-from bayesopt_chain.likelihoods._predictive import Outputs
+from bayesopt_chain.likelihoods._likelihood import Elementwise, Grouping, Likelihood, weights_of_draws
+from bayesopt_chain.likelihoods._predictive import Mixture, Outputs
 from bayesopt_chain.likelihoods._quadrature import incomplete_beta, normal_nodes, standard_gamma
-from bayesopt_chain.likelihoods._roots import Elementwise
 from bayesopt_chain.trees import as_tensor
 
 LOG_2PI = math.log(2 * math.pi)

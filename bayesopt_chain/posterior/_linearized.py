@@ -38,7 +38,7 @@ from bayesopt_chain.curvature._chunks import BatchPullback, Chunk, Demand
 from bayesopt_chain.curvature._kinds import Kind, turned
 from bayesopt_chain.curvature._plan import Affine, TapPlan, batch_size, make_plan, part
 from bayesopt_chain.curvature._taps import Check, Checks
-from bayesopt_chain.likelihoods._roots import Elementwise
+from bayesopt_chain.likelihoods._likelihood import Elementwise
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.precision import LayerBases, Precision
 from bayesopt_chain.tracing import is_transformed

@@ -29,8 +29,7 @@ from bayesopt_chain.curvature._plan import batch_size, part
 from bayesopt_chain.likelihoods import Likelihood, Outputs, Predictive
 from bayesopt_chain.posterior._linearized import functional_samples
 from bayesopt_chain.posterior.batches import Reader, peeked
-from bayesopt_chain.posterior.dispersion import Scatter, dispersion, effective_parameters, scatter_of
-from bayesopt_chain.posterior.evidence import by_output, require_prior_structure, spectra, tuned
+from bayesopt_chain.posterior.evidence import by_output, require_prior_structure, spectra, tune_by_validation, tuned
 from bayesopt_chain.posterior.export import LinearizedHead
 from bayesopt_chain.posterior.gaussian import Gaussian, require_finite
 from bayesopt_chain.posterior.laplace import log_prior, posterior_of
@@ -39,7 +38,6 @@ from bayesopt_chain.posterior.model import (
     ESTIMATORS,
     MANY,
     How,
-    Kept,
     Method,
     Model,
     Pass,
@@ -53,8 +51,17 @@ from bayesopt_chain.posterior.model import (
     with_estimator,
 )
 from bayesopt_chain.posterior.regression import LEAST, TINY, Regression
-from bayesopt_chain.posterior.rule import by_dispersion, by_network_noise, data_for, within_budget
-from bayesopt_chain.posterior.tuning import tune_by_validation
+from bayesopt_chain.posterior.rule import (
+    Kept,
+    Scatter,
+    by_dispersion,
+    by_network_noise,
+    data_for,
+    dispersion,
+    effective_parameters,
+    scatter_of,
+    within_budget,
+)
 from bayesopt_chain.precision import Kronecker
 from bayesopt_chain.trees import Tree, paths, require_like, size, spread
 
@@ -333,7 +340,7 @@ class FittedLaplace:
 
         About 1 where the targets scatter around the model's predictions as the likelihood expects; .2 or .3 for images without
         doubtful labels, whose classes the network is less sure of than they are. Averages over draws predict such labels worse
-        the warmer the draws are; :mod:`bayesopt_chain.posterior.dispersion` has the estimator and how much that costs.
+        the warmer the draws are; :mod:`bayesopt_chain.posterior.rule` has the estimator and how much that costs.
 
         Args:
             data: what the fit was made from, with targets: as for :func:`fit_laplace`.
@@ -647,7 +654,7 @@ def fit_laplace(
     require_finite(model.params, "fit_laplace: a parameter")
     model = with_estimator(model, first, (batches.total or 1) * batch_size(batches.first))
     keep = Kept(data_for(model)) if tune == "evidence" and tune_noise is True else None
-    seen = model.run_over(batches.from_first(first), progress, batches.total, keep)
+    seen = model.run_over(batches.from_first(first), progress, batches.total, None if keep is None else keep.take)
     if not any(bool(leaf.any()) for leaf in optree.tree_leaves(seen.precision.diag())):
         if not seen.entries.any():
             raise ValueError("fit_laplace: every target is left out, by its label or its weight: pass some that count")

@@ -30,7 +30,6 @@ from bayesopt_chain.likelihoods import Likelihood, Outputs
 from bayesopt_chain.modules.functional import Forward, make_functional
 from bayesopt_chain.posterior._linearized import linearized_by, monte_carlo
 from bayesopt_chain.posterior.batches import as_pair, logits_of, require_eval, with_progress
-from bayesopt_chain.posterior.dispersion import Scatter, scatter_of
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.last_layer import (
     Body,
@@ -38,14 +37,15 @@ from bayesopt_chain.posterior.last_layer import (
     Features,
     HeadBatch,
     LastLayer,
+    Responses,
     body_of,
     find_last_layer,
     head,
     require_body,
+    respond,
     unwrapped,
 )
 from bayesopt_chain.posterior.regression import Regression, Rows, rows_of
-from bayesopt_chain.posterior.responses import Responses, respond
 from bayesopt_chain.precision import Kronecker, Precision
 from bayesopt_chain.trees import Tree, common_dtype, size, spread, wide
 
@@ -109,23 +109,6 @@ class Pass:
         return None if self.rows is None else Regression(self.rows)
 
 
-class Kept:
-    """What the default's rules ask of a pass (``rule.py``): its first ``most`` data by batches, and the scatter of targets."""
-
-    def __init__(self, most: int) -> None:
-        self.most, self.count, self.batches = most, 0, []
-        self.scatter: Scatter | None = None  # none for Gaussian noise of known variance
-
-    def take(self, model: Model, batch: Any, outputs: Tensor) -> None:
-        """Keep what of a batch is still wanted."""
-        if self.count < self.most:
-            self.batches.append(part(batch, 0, self.most - self.count))
-            self.count += batch_size(batch)
-        if not model.likelihood.has_noise_scale:
-            one = scatter_of(model.likelihood, outputs, batch[1])
-            self.scatter = one if self.scatter is None else self.scatter.add(one)
-
-
 @dataclass(frozen=True)
 class Model:
     """The pieces of a fit: how outputs follow from the kept parameters, and how curvature is estimated."""
@@ -180,7 +163,11 @@ class Model:
             require_body(data, self.features_of.body)
 
     def run_over(
-        self, batches: Iterable, progress: bool = False, total_batches: int | None = None, keep: Kept | None = None
+        self,
+        batches: Iterable,
+        progress: bool = False,
+        total_batches: int | None = None,
+        look: Callable[[Model, Any, Tensor], None] | None = None,
     ) -> Pass:
         """One pass over the data."""
         estimate = ESTIMATORS[self.how.curvature](self.forward, self.likelihood, self.how.structure, **self.how.options)
@@ -188,8 +175,8 @@ class Model:
         for batch in with_progress(batches, progress, total_batches):
             seen = self.seen_by_head(batch)
             one, outputs = self._looked_at(seen, estimate)
-            if keep is not None:
-                keep.take(self, batch if self.is_linear_gaussian else seen, outputs)
+            if look is not None:
+                look(self, batch if self.is_linear_gaussian else seen, outputs)
             total = one if total is None else both(total, one)
         if total is None:
             raise ValueError("fit_laplace: the loader has no batches")

@@ -8,7 +8,7 @@ from torch import nn
 
 import bayesopt_chain as bc
 from bayesopt_chain.likelihoods._quadrature import fine_grid
-from bayesopt_chain.posterior.dispersion import effective_parameters
+from bayesopt_chain.posterior.rule import effective_parameters
 
 
 def network(inputs, outputs):

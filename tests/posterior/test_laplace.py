@@ -12,10 +12,17 @@ from sklearn.gaussian_process import GaussianProcessClassifier
 from sklearn.gaussian_process.kernels import DotProduct
 
 from bayesopt_chain import chain, curvature, likelihoods, make_step, sgd
-from bayesopt_chain.posterior.evidence import _evidence, spectra, tuned
+from bayesopt_chain.posterior.evidence import (
+    Trial,
+    _evidence,
+    line_search,
+    spectra,
+    tune_by_evidence,
+    tune_by_validation,
+    tuned,
+)
 from bayesopt_chain.posterior.laplace import laplace, log_prior
 from bayesopt_chain.posterior.model import How, Model, Pass
-from bayesopt_chain.posterior.tuning import Trial, line_search, tune_by_evidence, tune_by_validation
 from bayesopt_chain.precision import Dense, Diagonal, LowRank, flatten, shape_only
 
 pytestmark = pytest.mark.usefixtures("double_precision")

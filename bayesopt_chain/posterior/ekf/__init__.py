@@ -1,6 +1,6 @@
 """Extended Kalman filters as gradient transformations."""
 
-from bayesopt_chain.posterior.ekf._information import Observation, observe
+from bayesopt_chain.posterior.ekf._structures import Observation, observe
 from bayesopt_chain.posterior.ekf._transform import KalmanFilter, dense, diagonal, low_rank
 
 __all__ = [

@@ -21,14 +21,17 @@ from bayesopt_chain.arguments import Range, checked_as, with_options
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import TensorOps
 from bayesopt_chain.matching.response import Refused, Response
-from bayesopt_chain.posterior.ekf._information import Information, information, of_moving, weighed
 from bayesopt_chain.posterior.ekf._structures import (
     DenseRoot,
     DiagonalInformation,
+    Information,
     LowRankInformation,
     Motion,
     Structure,
     Tally,
+    information,
+    of_moving,
+    weighed,
 )
 from bayesopt_chain.posterior.gaussian import Gaussian, PosteriorTransformation, require_these, require_values
 from bayesopt_chain.precision import Diagonal, Precision
