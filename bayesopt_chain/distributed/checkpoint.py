@@ -27,7 +27,7 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,12 @@ from torch import Tensor
 from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.distributed.parts import runs_of
 from bayesopt_chain.distributed.ranks import (
-    differing,
+    DRIFTED,
     digest,
     gather_objects,
     named_leaves,
+    require_alike,
+    require_fit,
     shown_some,
     together,
     world,
@@ -88,23 +90,20 @@ def save(path: str | Path, tree: Any, *, chains: range | None = None) -> None:
 
     folder, rank = Path(path), world().rank
 
-    def checked() -> tuple[dict[str, Tensor], dict[Any, Any]]:
+    def checked() -> tuple[dict[str, Tensor], dict[str, Any]]:
         if (folder / TABLE).exists():
             raise FileExistsError(f"save: {path} holds a checkpoint already; give every step that is saved a directory")
         tensors = _named("save", tree, chains)
         # Ranks with the same elements of a tensor must have equal numbers there. Of a tensor that is cut over all ranks no
         # two have the same, and nothing is compared.
-        held = {(name, runs_of(x) if is_dtensor(x) else None): x for name, x in tensors.items() if not _is_cut(x)}
-        return tensors, {piece: digest(local(x)) for piece, x in held.items()}
+        held = [
+            (n, x, f" (elements {runs_of(x)})" if is_dtensor(x) else "") for n, x in tensors.items() if not _is_cut(x)
+        ]
+        return tensors, {name + elements: digest(local(x)) for name, x, elements in held}
 
     # Nothing is written before every rank has passed its checks: one that failed would leave the others waiting.
     tensors, digests = together(None, checked)
-    if wrong := differing(digests, None):
-        raise ValueError(
-            f"save: {shown_some(name for name, _ in wrong)} differ from rank to rank, and one of them would be kept: "
-            "chains=chains.numbers for chains on ranks of their own, bc.distributed.broadcast for replicas that have drifted "
-            "apart, DTensors for shards"
-        )
+    require_alike("save: {}" + DRIFTED + ", chains=chains.numbers for chains on ranks of their own", digests, None)
     with _alone_without_a_warning() as alone:
         write(tensors, checkpoint_id=str(path), no_dist=alone)
 
@@ -200,10 +199,19 @@ def load(path: str | Path, tree: Any, *, chains: range | None = None) -> None:
         tensors = _named("load", tree, chains)
         contents = RestrictedReader(str(path)).read_metadata()
         compared = _require_digests(Path(path), {str(x.relative_path) for x in (contents.storage_data or {}).values()})
-        table = contents.state_dict_metadata
+        table: dict[str, Any] = contents.state_dict_metadata
         saved = {name: int(match[1]) for name in table if (match := CHAIN.match(name))}
         here = {name: about for name, about in table.items() if saved.get(name) in {None, *(chains or ())}}
-        _require_fit(path, tensors, here)
+        require_fit(
+            f"load: the checkpoint in {path} does not fit",
+            {name: f"{x.dtype} {tuple(x.shape)}" for name, x in tensors.items()},
+            {name: f"{about.properties.dtype} {tuple(about.size)}" for name, about in here.items()},
+            [
+                f"the pieces of {n} do not cover each of its elements once"
+                for n, x in here.items()
+                if not _covers_once(x)
+            ],
+        )
         return tensors, {*saved.values()}, compared
 
     # Nothing is read before every rank has passed its checks, so that a refusal leaves all tensors as they were.
@@ -263,7 +271,7 @@ def _named(who: str, tree: Any, chains: range | None) -> dict[str, Tensor]:
         ValueError: two tensors have the same name; with ``chains``, a tensor is not stacked.
     """
     out: dict[str, Tensor] = {}
-    for name, x in named_leaves(tree) if tree is not None else [("tree", None)]:
+    for name, x in [x for x in named_leaves(tree) if x[1] is not None] if tree is not None else [("tree", None)]:
         if not isinstance(x, Tensor):
             raise TypeError(
                 f"{who}: {name} is {type(x).__name__}; only tensors can be spread over ranks: bc.state_dict(state) for the "
@@ -296,27 +304,3 @@ def _covers_once(about: Any) -> bool:
         for ends in itertools.product((0, 1), repeat=len(cut)):
             corners[tuple(at[d] + n[d] * end for d, end in zip(cut, ends))] += sign * (-1) ** sum(ends)
     return not any(corners.values())
-
-
-def _require_fit(path: Any, tensors: Mapping[str, Tensor], table: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint whose tensors differ in names, shapes or dtypes from the tensors that are to be overwritten.
-
-    Args:
-        path: the directory, for the message.
-        tensors: the tensors that are to be overwritten.
-        table: DCP's descriptions of the tensors of the checkpoint.
-
-    Raises:
-        ValueError: the message has the first five differences.
-    """
-    here = {name: f"{x.dtype} {tuple(x.shape)}" for name, x in tensors.items()}
-    there = {name: f"{about.properties.dtype} {tuple(about.size)}" for name, about in table.items()}
-    wrong = [
-        f"{name} is {there.get(name, 'not there')}, expected {x}" for name, x in here.items() if there.get(name) != x
-    ]
-    wrong += [f"{name} is not expected" for name in table if name not in tensors]
-    wrong += [
-        f"the pieces of {n} do not cover each of its elements once" for n, x in table.items() if not _covers_once(x)
-    ]
-    if wrong:
-        raise ValueError(f"load: the checkpoint in {path} does not fit: {shown_some(wrong, 5, '; ')}")

@@ -225,10 +225,12 @@ def broadcast(tree: T, mesh: Mesh) -> T:
     """
     require_one_axis(mesh, "broadcast")
     spread = {name: runs_of(x) for name, x in named_leaves(tree) if is_dtensor(x)}
-    if spread and (wrong := differing(spread, mesh)):
-        raise ValueError(
-            f"broadcast: {wrong[0]} is a DTensor, of which the ranks of this mesh hold different parts; pass the "
-            "mesh of the ranks that hold the same ones, or plain tensors"
+    if spread:
+        require_alike(
+            "broadcast: {} are DTensors, of which the ranks of this mesh hold different parts; pass the mesh of the ranks that "
+            "hold the same ones, or plain tensors",
+            spread,
+            mesh,
         )
 
     def sent(x: Any) -> Any:
@@ -266,35 +268,68 @@ def require_replicas(tree: Any, mesh: Mesh, *, who: str = "require_replicas") ->
     """
     require_one_axis(mesh, who)
     mine = {name: digest(x) for name, x in named_leaves(tree) if isinstance(x, Tensor)}
-    if wrong := differing({**mine, "the tree": tuple(mine)}, mesh):
-        raise ValueError(
-            f"{who}: the ranks hold no replicas of one chain: {shown_some(wrong)} differ. Start all of them from the first "
-            "rank's: params, state = bc.distributed.broadcast((params, state), mesh)"
-        )
+    require_alike(
+        who
+        + ": the ranks hold no replicas of one chain: {} differ. Start all of them from the first rank's: params, state = "
+        "bc.distributed.broadcast((params, state), mesh)",
+        {**mine, "the tree": tuple(mine)},
+        mesh,
+    )
 
 
 def named_leaves(tree: Any) -> Iterable[tuple[str, Any]]:
-    """The leaves of a tree, each with its path as text, such as ``state/0/trace/w``."""
-    paths = [[str(getattr(x, "field", x.entry)) for x in accessor] for accessor in optree.tree_accessors(tree)]
-    return zip(["/".join(path) or "the tensor" for path in paths], optree.tree_leaves(tree))
+    """The leaves of a tree, ``None`` among them, each with its path as text, such as ``state/0/trace/w``."""
+    accessors, leaves = optree.tree_accessors(tree, none_is_leaf=True), optree.tree_leaves(tree, none_is_leaf=True)
+    paths = [[str(getattr(x, "field", x.entry)) for x in accessor] for accessor in accessors]
+    return zip(["/".join(path) or "tensor" for path in paths], leaves)
 
 
-def differing(mine: Mapping[T, Any], mesh: Mesh | None) -> list[T]:
-    """What two ranks have under one name, and not alike. Equal on all ranks.
+def require_fit(what: str, here: Mapping[str, str], there: Mapping[str, str], besides: Iterable[str] = ()) -> None:
+    """Refuse what was read where it is not what it is to be read into.
 
     Args:
-        mine: this rank's values, which can be hashed and pickled and should be small.
-        mesh: the ranks; ``None`` for all ranks.
+        what: the first words of the message.
+        here, there: names, and what is to be of this name, or is.
+        besides: what is wrong in other ways.
+
+    Raises:
+        ValueError: the message has the first five differences.
     """
-    seen: dict[T, set[Any]] = {}
+    wrong = [
+        f"{name} is {there.get(name, 'missing')}, expected {x}" for name, x in here.items() if there.get(name) != x
+    ]
+    wrong += [f"{name} is not expected" for name in there if name not in here]
+    if wrong := [*wrong, *besides]:
+        raise ValueError(f"{what}: {shown_some(wrong, 5, '; ')}")
+
+
+DRIFTED = (
+    " differ from rank to rank, and one of them would be kept: bc.distributed.broadcast for replicas that have drifted apart, "
+    "DTensors for shards"
+)
+
+
+def require_alike(message: str, mine: Mapping[str, Any], mesh: Mesh | None) -> None:
+    """Refuse, on every rank, values of one name that are not alike on two of them. It takes one message.
+
+    Args:
+        message: of the error, with ``{}`` in the place of the names.
+        mine: this rank's values by name, which can be hashed and pickled and should be small. A name may be absent on some.
+        mesh: the ranks; ``None`` for all ranks.
+
+    Raises:
+        ValueError: there are such values.
+    """
+    seen: dict[str, set[Any]] = {}
     for name, value in itertools.chain(*(theirs.items() for theirs in gather_objects(mine, mesh))):
         seen.setdefault(name, set()).add(value)
-    return [name for name, values in seen.items() if len(values) > 1]
+    if wrong := [name for name, values in seen.items() if len(values) > 1]:
+        raise ValueError(message.format(shown_some(wrong)))
 
 
 def shown_some(names: Iterable[Any], most: int = 4, comma: str = ", ") -> str:
     """The first few of these names as text for messages."""
-    listed = [*dict.fromkeys(map(str, names))]
+    listed = [*dict.fromkeys([str(x)[:200] for x in names])]
     return comma.join(listed[:most]) + f"{comma}and {len(listed) - most} more" * (len(listed) > most)
 
 

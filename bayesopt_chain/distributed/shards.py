@@ -41,7 +41,7 @@ from bayesopt_chain._torch import (
     specs_of,
     stacked_spec,
 )
-from bayesopt_chain.distributed.parts import runs_of
+from bayesopt_chain.distributed.parts import axes_of, runs_of
 from bayesopt_chain.random.philox import Runs
 from bayesopt_chain.trees import are_same
 
@@ -447,15 +447,19 @@ def cut_like(x: Tensor, like: Any) -> Any:
     """Make a DTensor of a whole plain tensor that is equal on all ranks. It takes no message.
 
     Args:
-        x: the plain tensor.
-        like: a DTensor of the same shape.
+        x: the plain tensor, which may have further axes in front.
+        like: a DTensor of the same shape. Where its ranks hold all of an axis, that of ``x`` may have another length.
 
     Returns:
-        A DTensor of the elements of ``x`` with the layout of ``like``.
+        A DTensor of the elements of ``x`` with the layout of ``like``, on its device.
     """
-    row = x.reshape(-1)
-    mine = torch.cat([row[:0], *[row[start : start + length] for start, length in runs_of(like)]])
-    return dtensor_of(part := mine.view(local_of(like).shape), stacked_spec(spec_of(like), part, 0))
+    lead = x.ndim - like.ndim
+    for d, axis in enumerate(axes_of(like)):
+        if axis != ((0, like.shape[d]),):
+            held = [torch.arange(start, start + n, device=x.device) for start, n in axis]
+            x = x.index_select(lead + d, torch.cat([x.new_zeros(0, dtype=torch.long), *held]))
+    x = x.to(local_of(like).device)
+    return dtensor_of(x, stacked_spec(spec_of(like), x, lead))
 
 
 def everywhere(ok: Tensor, leaves: Sequence[Any]) -> Tensor:

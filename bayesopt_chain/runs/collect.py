@@ -9,7 +9,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +67,11 @@ class Collector:
         # A scheduler keeps the rate that it began with; whole tensors are written, whatever the module's are.
         store.identity["chain"] = None if optimizer is None else describe_optimizer(optimizer, ("initial_lr",))
         store.identity["sharded"] = False
-        folder = Folder(path)
-        try:
+        with closing(Folder(path)) as folder:
             if folder.head is None:
                 folder.set_head(store.metadata(folder), {})
             assert folder.head is not None
             require_same(path, folder.head.metadata["identity"], store.identity, "one process")
-        finally:
-            folder.close()
         store.folders = [folder]
         self.step = folder.step
         self.known = self.step == 0
@@ -146,16 +143,13 @@ class Collector:
         store, folder = self.store, self.folder
         if folder is None or os.getpid() != folder.pid or (not store.size and folder.step == self.step):
             return  # a forked child has copies of its parent's draws
-        folder.open()
-        try:
+        with closing(folder.open()):
             if store.size:
                 folder.add(self.step, store.stacked())
             assert folder.head is not None
             folder.set_head({**folder.head.metadata, "step": self.step, "complete": True}, {})
             store.forget()
             folder.tidy()
-        finally:
-            folder.close()
 
     def state_dict(self) -> dict[str, int]:
         """Where the loop stands, for its checkpoint; the draws so far are written to ``path``.
@@ -195,11 +189,8 @@ class Collector:
                 f"(after={step}) into a directory of its own"
             )
         if step < self.step:
-            folder.open()
-            try:
+            with closing(folder.open()):
                 folder.cut(step)
-            finally:
-                folder.close()
         self.step = step
 
     @property

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from bayesopt_chain import kinds
 from bayesopt_chain.checks import installed
-from bayesopt_chain.distributed.ranks import gather_objects, gather_tensors
+from bayesopt_chain.distributed.ranks import gather_objects, gather_tensors, require_alike
 from bayesopt_chain.likelihoods import Likelihood, Predictive
 from bayesopt_chain.modules.batch_norm import statistics
 from bayesopt_chain.modules.functional import make_functional
@@ -405,11 +405,9 @@ class Draws:
         places = (torch.arange(len(self), dtype=torch.float64, device=weights.device) + 0.5) / len(self)
         ends = (weights.cumsum(0) / totals).T.contiguous()
         rows = torch.searchsorted(ends, places.expand_as(ends).contiguous()).clamp(max=len(self) - 1)
-        for name, x in columns.items():
-            if name == STEP:
-                continue
-            at = rows[0].to(x.device) if self.chains is None else rows.T.to(x.device)
-            columns[name] = x[at] if self.chains is None else x[at, torch.arange(self.chains, device=x.device)]
+        for name in columns.keys() - {STEP}:
+            x, at = columns[name], rows.T.to(columns[name].device)
+            columns[name] = x[at[:, 0]] if self.chains is None else x[at, torch.arange(self.chains, device=x.device)]
         return self._made(columns, chains=self.chains, complete=self.complete, why=self.why)
 
     def stack_chains(self, *others: Draws) -> Draws:
@@ -479,14 +477,15 @@ class Draws:
         if not hasattr(mesh, "get_local_rank"):
             raise TypeError(f"Draws.gather: mesh must be a DeviceMesh of torch.distributed, got {type(mesh).__name__}")
         mine = self._columns()
-        every = gather_objects((sorted(mine), self.chains, self.complete, self.why), mesh)
-        if any(names != sorted(mine) for names, *_ in every):
-            raise ValueError(
-                "gather: the ranks' draws have other leaves; run the same chains over the same parameters on each"
-            )
+        require_alike(
+            "gather: the ranks' draws have other {}; run the same chains over the same parameters on each",
+            {"leaves": tuple(sorted(mine))},
+            mesh,
+        )
+        every = gather_objects((self.chains, self.complete, self.why), mesh)
         parts = [
             self._made(columns, chains=chains, complete=complete, why=why)
-            for columns, (_, chains, complete, why) in zip(gather_tensors(mine, mesh), every)
+            for columns, (chains, complete, why) in zip(gather_tensors(mine, mesh), every)
         ]
         return parts[0].stack_chains(*parts[1:])
 
@@ -549,9 +548,11 @@ class Draws:
         if isinstance(batches, (Tensor, tuple, Mapping)):
             batches = [batches] if isinstance(batches, Tensor) or len(batches) else []
         kinds.require("predict", batches=(batches, kinds.BATCHES))
+        each = max(1, chunk // (self.chains or 1))
 
         def outputs(batch: Any) -> Iterator[Tensor]:
-            for block, buffers in self._blocks(chunk):
+            for start in range(0, len(self), each):
+                block, buffers = self[start : start + each].unchained()  # [S * chains, ...], chunk of them
                 y = run(block, batch, buffers)
                 y = y if transform is None else transform(y)
                 if not isinstance(y, Tensor):
@@ -722,8 +723,7 @@ class Draws:
             raise ValueError(
                 "to_arviz: these draws have weights, which ArviZ does not know; take draws.equally_weighted()"
             )
-        if log_likelihood is not None and not isinstance(log_likelihood, Tensor):
-            raise TypeError(f"to_arviz: log_likelihood must be a tensor, got {type(log_likelihood).__name__}")
+        kinds.require("to_arviz", log_likelihood=(log_likelihood, kinds.TENSOR.or_none()))
         lead = (len(self),) if self.chains is None else (len(self), self.chains)
         if log_likelihood is not None and log_likelihood.shape[: len(lead)] != lead:
             wanted = ", ".join(map(str, lead))
@@ -833,12 +833,6 @@ class Draws:
             pieces.append(piece._replace(leaves={**piece.leaves, **own}))
             at += piece.size
         return self._with(self._rows, pieces, self.last)
-
-    def _blocks(self, chunk: int) -> Iterator[tuple[Any, dict[str, Tensor]]]:
-        """Trees with at most ``chunk`` draws (of single chains) on axis 0, and the buffers that belong to them."""
-        step = max(1, chunk // (self.chains or 1))
-        for start in range(0, len(self), step):
-            yield self[start : start + step].unchained()
 
     def unchained(self) -> tuple[Any, dict[str, Tensor]]:
         """Parameters and buffers of all draws of all chains on axis 0, in memory: ``[S * chains, ...]``.
@@ -983,9 +977,8 @@ def refresh_batch_norm(
         kinds.require("refresh_batch_norm", draws=(draws, _DRAWS))
         if sorted(draws) != (names := sorted(name for name, _ in module.named_parameters())):
             raise ValueError(f"refresh_batch_norm: draws has the parameters {sorted(draws)}, and the module {names}")
-        single = {name: p[None] for name, p in draws.items()}
-        found = statistics(module, 1, lambda low, high: single, {}, loader, inputs, 1)
-        return {name: b[0] for name, b in found.items()}
+        one = refresh_batch_norm(module, Draws.from_trees([dict(draws)]), loader, inputs=inputs)
+        return {name: b[0] for name, b in one.buffers.items()}
     chains = draws.chains or 1
     read = lambda low, high: draws[low // chains : high // chains].unchained()[0]  # noqa: E731
     own = {name: x if draws.chains is None else x.flatten(0, 1) for name, x in draws.buffers.items()}

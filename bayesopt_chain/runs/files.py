@@ -30,7 +30,8 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +41,7 @@ from torch import Tensor
 
 from bayesopt_chain import kinds
 from bayesopt_chain._torch import is_dtensor
-from bayesopt_chain.distributed.ranks import world
+from bayesopt_chain.distributed.ranks import named_leaves, require_fit, world
 
 FORMAT = "bayesopt_chain/3"
 BLOCK = 1 << 16  # bytes under one checksum: what has to be read for a few wanted rows stays small
@@ -203,17 +204,21 @@ def unpacked(x: Any, file: File, device: torch.device, prefix: str = "") -> Any:
         raise ValueError(f"load: {file.path} was written by another function") from None
 
 
-def open_regular(path: Path) -> int:
-    """A descriptor of a regular file, for reading; a pipe or a device is refused instead of waited for.
+@contextmanager
+def open_regular(path: Path) -> Iterator[tuple[int, os.stat_result]]:
+    """A descriptor of a regular file, and its status; a pipe or a device is refused instead of waited for.
 
     Raises:
         OSError: there is no file, or it is of another kind.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError("it is no regular file")
+        yield fd, status
+    finally:
         os.close(fd)
-        raise OSError("it is no regular file")
-    return fd
 
 
 class Entry(NamedTuple):
@@ -233,7 +238,7 @@ class File:
         path: where it is.
         metadata: what was said of the tensors.
         entries: its tensors by name.
-        pinned: inode and size. A file that has been replaced since is not read: its rows may be others.
+        inode, bytes: as the file was opened. A file that has been replaced since is not read: its rows may be others.
 
     Raises:
         FileNotFoundError: there is none.
@@ -243,26 +248,17 @@ class File:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            fd = open_regular(path)
-            try:
-                status = os.fstat(fd)
-                self.pinned = status.st_ino, status.st_size
+            with open_regular(path) as (fd, status):
+                self.inode, self.bytes = status.st_ino, status.st_size
                 n = int.from_bytes(os.pread(fd, 8, 0), "little")
                 if not 2 <= n <= min(status.st_size - 8, MOST_HEADER):
                     raise ValueError(f"{status.st_size} bytes cannot hold a header of {n}")
                 entries = json.loads(os.pread(fd, n, 8))
-            finally:
-                os.close(fd)
             self.metadata, self.entries = _checked(entries, 8 + n, status.st_size)
         except FileNotFoundError:
             raise FileNotFoundError(f"load: there is no file {path}") from None
         except _WRONG as err:
             raise ValueError(f"load: {path} is truncated or damaged: {str(err)[:200]}") from None
-
-    @property
-    def bytes(self) -> int:
-        """The size of the file."""
-        return self.pinned[1]
 
     def read(self, name: str, low: int = 0, high: int | None = None) -> Tensor:
         """A tensor, or its rows ``low`` to ``high``, on the CPU.
@@ -303,10 +299,8 @@ class File:
         """Bytes of a tensor, out of whole blocks that are compared with their checksums."""
         x, out = self.entries[name], bytearray(stop - start)
         try:
-            fd = open_regular(self.path)
-            try:
-                status = os.fstat(fd)
-                if (status.st_ino, status.st_size) != self.pinned:
+            with open_regular(self.path) as (fd, status):
+                if (status.st_ino, status.st_size) != (self.inode, self.bytes):
                     raise OSError("it has been written anew; open the run again")
                 for low in range(start // BLOCK * BLOCK, stop, AT_ONCE):
                     high = min(low + AT_ONCE, -(-stop // BLOCK) * BLOCK, x.stop - x.start)
@@ -318,8 +312,6 @@ class File:
                         )
                     a, b = max(low, start), min(high, stop)
                     out[a - start : b - start] = data[a - low : b - low]
-            finally:
-                os.close(fd)
         except OSError as err:
             raise ValueError(f"load: {self.path} cannot be read: {err.strerror or err}") from None
         return out
@@ -376,9 +368,8 @@ def flat(tree: Any) -> tuple[dict[str, Tensor], dict[str, Scalar]]:
     Raises:
         TypeError: a leaf that is neither.
     """
-    leaves = optree.tree_leaves(tree, none_is_leaf=True)
-    named = dict(zip(names := _names(tree), leaves))
-    if len(named) < len(names):
+    named = dict(leaves := list(named_leaves(tree)))
+    if len(named) < len(leaves):
         raise ValueError("save: two leaves have the same path; rename a key that contains '/'")
     tensors = {name: x.detach() for name, x in named.items() if torch.is_tensor(x)}
     scalars = {name: x for name, x in named.items() if name not in tensors}
@@ -387,11 +378,6 @@ def flat(tree: Any) -> tuple[dict[str, Tensor], dict[str, Scalar]]:
             f"save: leaf {wrong[0]} is {type(named[wrong[0]]).__name__}; only tensors, numbers and strings can be saved"
         )
     return tensors, scalars
-
-
-def _names(tree: Any) -> list[str]:
-    accessors = optree.tree_accessors(tree, none_is_leaf=True)
-    return ["/".join(str(getattr(entry, "field", entry.entry)) for entry in a) or "tensor" for a in accessors]
 
 
 def save(path: str | os.PathLike, tree: Any, *, tx: Any = None) -> None:
@@ -504,13 +490,9 @@ def filled(like: Any, tensors: Mapping[str, Tensor], scalars: Mapping[str, Scala
     """``like`` with the values that were read, after comparing every leaf."""
     wanted, numbers = flat(like)
     here, there = ({n: _kind(x) for n, x in {**a, **b}.items()} for a, b in ((wanted, numbers), (tensors, scalars)))
-    differences = [f"{n} is {there.get(n, 'missing')}, expected {x}" for n, x in here.items() if there.get(n) != x]
-    differences += [f"{n} is not expected" for n in there if n not in here]
-    if differences:
-        more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
-        raise ValueError(f"load: {where} does not fit the tree of like=: {'; '.join(differences[:5])}{more}")
+    require_fit(f"load: {where} does not fit the tree of like=", here, there)
     values = {**scalars, **{name: tensors[name].to(leaf.device) for name, leaf in wanted.items()}}
-    return optree.tree_structure(like, none_is_leaf=True).unflatten([values[name] for name in _names(like)])
+    return optree.tree_structure(like, none_is_leaf=True).unflatten([values[name] for name, _ in named_leaves(like)])
 
 
 def _kind(x: Any) -> str:

@@ -51,9 +51,8 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain._torch import dtensor_of, is_dtensor, spec_of, stacked_spec
-from bayesopt_chain.distributed.parts import axes_of
-from bayesopt_chain.distributed.shards import local
+from bayesopt_chain._torch import is_dtensor
+from bayesopt_chain.distributed.shards import cut_like, local
 from bayesopt_chain.runs import files
 from bayesopt_chain.runs.files import File, is_count
 
@@ -265,7 +264,7 @@ _HEAD = {
     "complete": lambda x: isinstance(x, bool),
     "cuts": lambda x: isinstance(x, list) and all(map(is_count, x)),
     "scalars": lambda x: isinstance(x, dict),
-    "batches": lambda x: x is None or (isinstance(x, dict) and {"position", "loader", "whole"} <= x.keys()),
+    "batches": lambda x: x is None or (isinstance(x, dict) and {"position", "seen", "loader", "whole"} <= x.keys()),
     "callbacks": lambda x: x == {} or _is_seen(x),
 }
 
@@ -292,25 +291,22 @@ def _locked(folder: Path) -> int:
         OSError: the folder cannot be written, or its lock is no regular file.
         RuntimeError: another process holds it.
     """
+    fd = -1
     try:
         fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    except OSError as err:
-        raise OSError(err.errno, f"sample: cannot write to {folder}: {err.strerror}") from None
-    _held.add(fd)
-    try:
+        _held.add(fd)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise OSError(errno.EINVAL, "its lock is no regular file; delete it")
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BaseException as err:
-        os.close(fd)
-        _held.discard(fd)
+    except OSError as err:
+        if fd in _held:  # not locked: some disks know no locks
+            os.close(fd)
+            _held.discard(fd)
         if isinstance(err, BlockingIOError):
             raise RuntimeError(
                 f"sample: another process is writing to {folder}; wait for it, or give this run a directory of its own"
             ) from None
-        if isinstance(err, OSError):
-            raise OSError(err.errno, f"sample: {folder} cannot be locked: {err.strerror}") from None
-        raise
+        raise OSError(err.errno, f"sample: cannot write to {folder}: {err.strerror}") from None
     return fd
 
 
@@ -366,10 +362,11 @@ class Folder:
         for name in {*names} - {t.file.path.name for t in every}:
             (self.path / name).unlink(missing_ok=True)
 
-    def open(self) -> None:
+    def open(self) -> Folder:
         """Take the lock again, of a folder that is there and ours."""
         self.require_ours()
         self.lock = _locked(self.path)
+        return self
 
     def close(self) -> None:
         """Give back the lock."""
@@ -571,7 +568,7 @@ class Piece(NamedTuple):
         if elements is not None:
             return x.reshape(len(x), -1)[:, slice(*elements)]
         like = (self.like or {}).get(name.removeprefix(LEAF))
-        return shard_of(x, like) if is_dtensor(like) and not is_dtensor(x) else x
+        return cut_like(x, like) if is_dtensor(like) and not is_dtensor(x) else x
 
     def _elements(self, name: str, low: int, high: int, first: int, stop: int) -> Tensor:
         """Elements of rows, of which each part holds consecutive ones: those of its chains."""
@@ -590,24 +587,6 @@ class Piece(NamedTuple):
         if len(parts) == 1:
             return rows[0]
         return torch.cat([x if part.stacked else x[:, None] for x, part in zip(rows, parts)], 1)
-
-
-def shard_of(x: Tensor, like: Any) -> Any:
-    """This rank's part of a whole tensor, as a DTensor in the layout of ``like``; ``x`` may have further axes in front.
-
-    An axis of which every rank holds all, such as that of chains, may have another length than in ``like``.
-    """
-    lead = x.ndim - like.ndim
-    for d, axis in enumerate(axes_of(like)):
-        if axis != ((0, like.shape[d]),):
-            x = x.index_select(
-                lead + d, torch.cat([torch.arange(start, start + n, device="cpu") for start, n in axis] or [_NONE])
-            )
-    x = x.to(local(like).device)
-    return dtensor_of(x, stacked_spec(spec_of(like), x, lead))
-
-
-_NONE = torch.zeros(0, dtype=torch.long, device="cpu")
 
 
 def side_by_side(

@@ -163,23 +163,29 @@ class ResumableBatches:
 
     def state(self) -> dict[str, Any]:
         """The place, as numbers and strings."""
-        loader = self.batches.state_dict() if self.is_stateful else None
-        return {"position": self.position, "loader": loader, "whole": self.whole}
+        mine, loader = self.batches, self.batches.state_dict() if self.is_stateful else None
+        # Parts of the data may have epochs of other lengths: all ranks have seen as many batches since epoch 0.
+        seen = mine.epoch * len(mine) + mine.offset if isinstance(mine, Epochs) else None
+        return {"position": self.position, "seen": seen, "loader": loader, "whole": self.whole}
 
     def rewind(self) -> None:
         """Go back to the beginning."""
         if self.position:
             self.seek(self.start)
 
-    def seek(self, state: Mapping[str, Any]) -> None:
+    def seek(self, state: Mapping[str, Any], own: bool = True) -> None:
         """Go to a place that :meth:`state` gave, on this number of ranks or on another.
+
+        Args:
+            state: the place.
+            own: whether it is one in these batches; else it is that of another rank, in batches of its own.
 
         Raises:
             ValueError: a place in other batches.
         """
         position, self.iterator = state["position"], None
         if self.is_stateful:
-            self._seek_loader(state)
+            self._seek_loader(state, state["whole"], own)
         elif not self.is_one and not isinstance(self.batches, list):
             if position:
                 warnings.warn(
@@ -192,40 +198,24 @@ class ResumableBatches:
                 self.next()
         self.position = position
 
-    def _seek_loader(self, state: Mapping[str, Any]) -> None:
-        theirs, loader = state["whole"], state["loader"]
-        if theirs["ranks"] == self.whole["ranks"]:
-            self.batches.load_state_dict(loader)
+    def _seek_loader(self, state: Mapping[str, Any], theirs: Mapping[str, Any], own: bool) -> None:
+        as_many = theirs["ranks"] == self.whole["ranks"]
+        if own and as_many:
+            self.batches.load_state_dict(state["loader"])
             return
         if not isinstance(self.batches, Epochs):
             raise ValueError(
                 f"sample: {type(self.batches).__name__} stood somewhere in the batches of one of {theirs['ranks']} ranks, and "
-                f"{self.whole['ranks']} share the data now: give each rank bc.epochs(...) of its part, which can be shared "
-                "out anew"
+                f"{self.whole['ranks']} share the data now: give each rank bc.epochs(...) of its part, which can be sent to "
+                "the place of another, and shared out anew"
             )
-        if differing := [name for name in self.whole if name != "ranks" and theirs.get(name) != self.whole[name]]:
+        if differing := [n for n in self.whole if n != "ranks" and not as_many and theirs.get(n) != self.whole[n]]:
             told = ", ".join(f"{name}={theirs.get(name)!r} (here {self.whole[name]!r})" for name in differing)
             raise ValueError(
                 f"sample: the batches of {theirs['ranks']} ranks were together of {told}: share the same data out over "
                 f"{self.whole['ranks']}, with batches that are as large together"
             )
-        self.batches.seek(loader["epoch"] * (loader["size"] // loader["batch_size"]) + loader["offset"])
-
-    def follow(self, state: Mapping[str, Any]) -> None:
-        """Go to the place at which another rank stands, in batches of this rank's own.
-
-        Raises:
-            ValueError: batches that can be sent to no place but their own.
-        """
-        if self.is_stateful and not isinstance(self.batches, Epochs):
-            raise ValueError(
-                f"sample: {type(self.batches).__name__} on several ranks cannot be sent to the place where the first rank "
-                "resumes; bc.epochs(...) can"
-            )
-        if self.is_stateful:
-            place = {name: state["loader"][name] for name in ("epoch", "offset")}
-            state = {**state, "loader": {**self.batches.state_dict(), **place}}
-        self.seek(state)
+        self.batches.seek(state["seen"])
 
 
 def _together(parts: list[dict[str, Any]]) -> dict[str, Any]:

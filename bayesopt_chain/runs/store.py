@@ -21,16 +21,15 @@ from torch import Tensor
 
 from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.distributed.ranks import (
+    DRIFTED,
     World,
-    broadcast,
-    differing,
     digest,
     gather_objects,
-    shown_some,
+    require_alike,
     together,
     world,
 )
-from bayesopt_chain.distributed.shards import are_spread, is_replicated, local
+from bayesopt_chain.distributed.shards import are_spread, cut_like, is_replicated, local
 from bayesopt_chain.loop.module_state import buffers_of
 from bayesopt_chain.runs import files
 from bayesopt_chain.runs.draws import Draws
@@ -46,7 +45,6 @@ from bayesopt_chain.runs.folder import (
     Piece,
     folders_of,
     head_of,
-    shard_of,
     side_by_side,
     tiles_of,
 )
@@ -360,29 +358,20 @@ class Store:
 
     def restore(self) -> tuple[Any, Any, int]:
         """Parameters, state and number of the last step that was committed."""
-        run, place = self.run, self.place
-        step = 0 if place.root is None else self.told(lambda: self.folders[0].step)
-        self.ask_at = self.asked_at = step
+        run = self.run
+        written = [] if self.place.root is None else self.told(self._written)
+        step = self.ask_at = self.asked_at = written[0][0] if written else 0
         if not step:
-            if place.root is not None:
+            if written:
                 self.together(run.batches.rewind)
                 self.together(self._claim)
             return run.params, run.state, 0
+        heads = self.together(lambda: self._heads(written))
         grows = getattr(run.step, "grows", False)
-        # Of DTensors every rank reads what it holds; of plain tensors the first one reads all, and sends it.
-        reads = self.first or place.sharded
-        heads = self.together(lambda: [_head(path) for path, _ in self.blocks] if reads else [])
-        params, state = self.together(lambda: self._read(heads, grows) if reads else (run.params, run.state))
-        if not place.alone and not place.sharded:
-            if grows:  # only the writer's state has what an optimizer makes in its first step
-                leaves, spec = optree.tree_flatten(state)
-                about, theirs = self.gathered(([(x.shape, x.dtype, x.device.type) for x in leaves], spec))[0]
-                empty = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in about]
-                state = state if self.first else theirs.unflatten(empty)
-            params, state = broadcast((params, state), place.mesh)
+        params, state = self.together(lambda: self._read(heads, grows))
         self.together(lambda: self._hand_back(heads, step))
         if step < run.steps:
-            self._go_on(heads)
+            self.together(lambda: self._go_on(heads))
         if getattr(run.step, "inplace", False) and not grows:  # which holds on to its tensors, or its module does
             with torch.no_grad():
                 before, after = cast(Any, (run.params, run.state)), cast(Any, (params, state))
@@ -390,6 +379,23 @@ class Store:
                     lambda old, x: old.copy_(x) if torch.is_tensor(old) else x, before, after, none_is_leaf=True
                 )
         return params, state, step
+
+    def _written(self) -> list[tuple[int, str]]:
+        """Step and id of the head of each folder."""
+        return [(f.step, "" if f.head is None else f.head.metadata["id"]) for f in self.folders]
+
+    def _heads(self, written: list[tuple[int, str]]) -> list[File]:
+        """The heads of all blocks, which every rank reads for itself.
+
+        Raises:
+            FileNotFoundError, ValueError: this rank does not see what the first one has written.
+        """
+        heads = [_head(path) for path, _ in self.blocks]
+        if [head.metadata["id"] for head in heads] != [name for _, name in written]:
+            raise ValueError(
+                f"sample: {self.place.root} holds an older checkpoint here than on the first rank; run again"
+            )
+        return heads
 
     def _claim(self) -> None:
         """Write heads of step 0, before the first step: from then on the folders are this run's."""
@@ -404,7 +410,6 @@ class Store:
             ValueError: other callbacks, or callbacks of other chains: what they saw would be lost, or they missed steps.
         """
         mine = [type(x).__qualname__ for x in self.run.stateful]
-        heads = heads or [_head(path) for path, _ in self.blocks]
         # Blocks of chains that have caught up had no callbacks: those that did not have to hold what they saw.
         head = next((x for x in heads if x.metadata["callbacks"]), heads[0])
         saved = {"of": [], "chains": self.place.numbers, "states": [], **head.metadata["callbacks"]}
@@ -431,7 +436,7 @@ class Store:
         for name in [name for name in heads[0].entries if not name.startswith((GENERATOR, CALLBACK))]:
             rows = [head.read(name) for head in heads]
             x = rows[0] if len(rows) == 1 else torch.cat(rows)
-            tensors[name] = shard_of(x, wanted[name]) if is_dtensor(wanted.get(name)) else x
+            tensors[name] = cut_like(x, wanted[name]) if is_dtensor(wanted.get(name)) else x
         target: Any = (self.run.params, self.run.state)
         if grows:  # a state that grows takes the shapes that were saved
             fresh = {n.removeprefix(STATE): x for n, x in tensors.items() if n.startswith(STATE)}
@@ -439,26 +444,12 @@ class Store:
         return files.filled(target, tensors, heads[0].metadata["scalars"], str(self.place.root))
 
     def _go_on(self, heads: list[File]) -> None:
-        """Batches and generators: of as many ranks each its own, of another number those that the first one began."""
-        place, batches = self.place, self.run.batches
-        if not place.sharded:
-            if self.first:
-                batches.seek(heads[0].metadata["batches"])
-                set_generators(heads[0], 0)
-            there = self.gathered(batches.state())[0]
-            self.together(lambda: None if self.first else batches.follow(there))
-            return
-
-        def go_on() -> None:
-            first = heads[0].metadata["batches"]
-            alike = first["whole"]["ranks"] == batches.whole["ranks"]
-            if not alike and _as_many(batches.state()["loader"], first["loader"]):
-                first = {**first, "whole": batches.whole}  # each rank's batches are what they were
-            (batches.seek if self.first or first["whole"] != batches.whole else batches.follow)(first)
-            rank, size = place.shared
-            set_generators(heads[0], rank if heads[0].metadata["sharing"] == size else -1)
-
-        self.together(go_on)
+        """Go to the place of the checkpoint in the batches, and put back the generators that a rank of this number had."""
+        batches, there = self.run.batches, heads[0].metadata["batches"]
+        if self.place.sharded and _as_many(batches.state()["loader"], there["loader"]):
+            there = {**there, "whole": batches.whole}  # each rank's batches are what they were
+        batches.seek(there, self.first)
+        set_generators(heads[0], self.place.shared.rank)
 
     # committing
 
@@ -516,7 +507,8 @@ class Store:
         tensors, scalars = files.flat((params, state))
         generators = [generator_states()]
         if self.place.sharded:
-            require_alike(tensors, self.place.mesh)
+            plain = {name: digest(x) for name, x in tensors.items() if not is_dtensor(x)}
+            require_alike("save: {}" + DRIFTED, plain, self.place.mesh)
             tensors, generators = gathered(tensors, self.first), self.gathered(generators[0])
         more = {f"{GENERATOR}{i}/{n}": x for i, states in enumerate(generators) for n, x in states.items()}
         callbacks = dict[str, Any]()
@@ -570,7 +562,6 @@ class Store:
             "cuts": [] if old is None else old["cuts"],
             "scalars": scalars or {},
             "batches": self.run.batches.state() if step else None,
-            "sharing": place.shared.size,
             "callbacks": {},
         }
 
@@ -596,19 +587,6 @@ def gathered(tensors: Mapping[str, Any], keep: bool) -> dict[str, Tensor]:
         if keep:
             out[name] = x.to("cpu", copy=True)
     return out
-
-
-def require_alike(tensors: Mapping[str, Any], mesh: Any) -> None:
-    """Refuse plain tensors that differ from rank to rank, of which one would be kept.
-
-    Raises:
-        ValueError: naming them.
-    """
-    if wrong := differing({name: digest(x) for name, x in tensors.items() if not is_dtensor(x)}, mesh):
-        raise ValueError(
-            f"save: {shown_some(sorted(wrong))} differ from rank to rank, and one of them would be kept: "
-            "bc.distributed.broadcast for replicas that have drifted apart, DTensors for shards"
-        )
 
 
 def generator_states() -> dict[str, Tensor]:

@@ -95,7 +95,7 @@ def test_chains_on_two_ranks_are_loaded_by_three_and_by_one(tmp_path):
         assert all(torch.equal(found[name], want[name]) for name in want)
     with pytest.raises(ValueError, match=r"no rank loads \[4, 5\]: run as many chains as were saved"):
         gone_on(tmp_path, "a", None, 1, n=4)
-    with pytest.raises(ValueError, match="chain 6/params/w is not there"):
+    with pytest.raises(ValueError, match="chain 6/params/w is missing"):
         gone_on(tmp_path, "a", None, 1, n=7)
 
 
@@ -140,7 +140,7 @@ def test_what_torch_keeps_of_one_rank_alone_and_files_of_one_rank_are_refused(tm
     for words, tree, options in (
         (("params/w differ from rank to rank", "chains=chains.numbers"), {"params": params}, {}),
         (("opt/param_groups/0/", " is int; only tensors", "bc.state_dict(state)"), {"opt": optimizer.state_dict()}, {}),
-        (("the tensor is SGD",), optimizer, {}),
+        (("tensor is SGD",), optimizer, {}),
         (("spread as (Shard(dim=0),)",), shards, {"chains": range(4)}),
     ):
         said = message_of(lambda tree=tree, options=options: bc.distributed.save(tmp_path / "ours", tree, **options))
@@ -155,7 +155,7 @@ def test_what_torch_keeps_of_one_rank_alone_and_files_of_one_rank_are_refused(tm
 def test_replicas_that_differ_on_some_ranks_are_refused_on_all_of_them(tmp_path):
     part = torch.ones(2, 3) + (world()[0] == 2)  # ranks 0 and 2 hold the same half
     w = DTensor.from_local(part, mesh_of(2, 2), [Replicate(), Shard(0)], run_check=False)
-    assert "w differ from rank to rank" in message_of(lambda: bc.distributed.save(tmp_path / "step", {"w": w}))
+    assert "w (elements ((0, " in message_of(lambda: bc.distributed.save(tmp_path / "step", {"w": w}))
     assert not (tmp_path / "step").exists()
 
 
@@ -208,7 +208,7 @@ def test_an_optimizer_under_fsdp2_on_two_ranks_goes_on_under_four_and_in_one_pro
     "other, says",
     [
         (bc.sgld(0.1, temperature=0.05), r"state/0.Momentum.trace\['b'\] is not expected"),
-        (bc.adam(0.1, temperature=0.05), "is not there"),
+        (bc.adam(0.1, temperature=0.05), "is missing"),
     ],
 )
 def test_the_state_of_another_chain_is_refused_and_nothing_is_written(other, says, tmp_path):
