@@ -22,7 +22,7 @@ from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.checks import sharing, short
 from bayesopt_chain.diagnostics.heat_guard import HeatGuard
 from bayesopt_chain.kinds import Kind
-from bayesopt_chain.optim._rule import Linear
+from bayesopt_chain.optim._rule import Before, Linear
 
 # bound on hyperparameters: with larger ones squares overflow in float32, and torch's own steps end in NaN
 LARGEST = 1e15
@@ -293,12 +293,19 @@ def check_memory(who: str, names: Sequence[str], params: Sequence[Tensor | None]
         )
 
 
-def check_lr(who: str, linear: Linear) -> None:
-    """Check the step sizes of a step.
+def check_linear(who: str, linear: Linear, before: Before | None) -> None:
+    """Check the numbers of a step.
+
+    Args:
+        who: the name of the optimizer in messages.
+        linear: the numbers.
+        before: those of the last step that drew noise.
 
     Raises:
-        ValueError: one of them is negative, infinite or NaN.
+        ValueError: a step size is negative, infinite or NaN, or a momentum falls to 0.
     """
+    if before is not None and before.momentum and not linear.momentum:
+        raise ValueError(f"{who}: a momentum that falls to 0 cannot be followed at temperature > 0; keep it above 0")
     if not (0.0 <= linear.step_size < float("inf") and 0.0 <= linear.direct < float("inf")):
         raise ValueError(
             f"{who}: lr must be non-negative and finite at temperature > 0, got a step size of {linear.step_size}"

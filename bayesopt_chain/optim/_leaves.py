@@ -29,7 +29,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -50,8 +49,8 @@ from bayesopt_chain.distributed.parts import elements_of
 from bayesopt_chain.distributed.shards import local
 from bayesopt_chain.engine import optimizer_cpu
 from bayesopt_chain.engine.optimizer_cpu import Counter, Job
-from bayesopt_chain.optim._checks import KINDS, temperature_of, warn_of_rounding
-from bayesopt_chain.optim._rule import Before, Linear, Noise
+from bayesopt_chain.optim._checks import KINDS, check_linear, temperature_of, warn_of_rounding
+from bayesopt_chain.optim._rule import Before, Linear, Noise, noise_of
 from bayesopt_chain.random.philox import Runs, draw_elements, parts_of_leaves
 from bayesopt_chain.random.stream import draw_number
 from bayesopt_chain.trees import are_same
@@ -120,7 +119,9 @@ class Leaves:
         self.linear = linear = rule._linear(group, self.counts)
         asked = (*linear[:5], temperature, self.before)
         if asked != self.asked:  # else the noise is that of the last step
-            self.asked, self.noise = asked, rule._noise(linear, temperature, self.before) if temperature > 0.0 else None
+            if temperature > 0.0:
+                check_linear(rule._name, linear, self.before)
+            self.asked, self.noise = asked, noise_of(linear, temperature, self.before) if temperature > 0.0 else None
         noise = self.noise
         self.is_frozen = bool(self.counts) and self.learned < self.counts[0]
         previous, current = (0.0, 0.0) if noise is None else noise[:2]
@@ -319,15 +320,16 @@ class _Batch:
 
 
 def _batches(x: Leaves, branch: int) -> list[_Batch]:
-    """Put small leaves together, and cut large ones."""
+    """Put small leaves together, and cut large ones that lie in one piece."""
     # on a GPU blocks need not fit a cache, and larger ones mean fewer kernel launches
     limit, room = BLOCK if x.params[0].is_cpu else 64 * BLOCK, 0
     batches = list[list[Any]]()
     for k, (p, state) in enumerate(zip(x.params, x.states)):
         alike = _here([p, *(y for y in state.values() if isinstance(y, Tensor) and y.shape == p.shape)])
-        n = alike[0].numel()
-        whole = n <= limit or not all([y.is_contiguous() for y in alike])
-        for b, elements in enumerate([elements_of(p)] if whole else _cut_runs(elements_of(p), limit)):
+        n, runs = alike[0].numel(), elements_of(p)
+        whole = n <= limit or len(runs) != 1 or not all([y.is_contiguous() for y in alike])
+        blocks = [runs] if whole else [((runs[0][0] + at, min(limit, n - at)),) for at in range(0, n, limit)]
+        for b, elements in enumerate(blocks):
             if not batches or room < min(n, limit):  # a batch of several leaves is to need little memory for its draws
                 batches.append([])
                 room = BLOCK
@@ -343,22 +345,6 @@ def _here(xs: Iterable[Any]) -> list[Tensor]:
 
 def _cut(x: Tensor, elements: slice | None) -> Tensor:
     return local(x) if elements is None else local(x).view(-1)[elements]
-
-
-@lru_cache(maxsize=64)
-def _cut_runs(runs: Runs, n: int) -> list[Runs]:
-    """Cut ranges of elements, tuples (start, length), into pieces of ``n`` elements; the last piece may be smaller."""
-    pieces: list[list[tuple[int, int]]] = [[]]
-    room = n
-    for start, length in runs:
-        while length:
-            if not room:
-                pieces.append([])
-                room = n
-            taken = min(room, length)
-            pieces[-1].append((start, taken))
-            start, length, room = start + taken, length - taken, room - taken
-    return [tuple(piece) for piece in pieces]
 
 
 def _add_noise(rule: Any, x: Leaves, branch: int, early: bool) -> None:

@@ -123,9 +123,17 @@ class OnRanks:
         """Load a state dict by copying it: torch keeps the tensors of the given one where nothing has to be converted.
 
         Two chains that load one live state dict would move one velocity, and so would the optimizer that it came from.
+        Hyperparameters that are tensors here are filled, and stay the same objects, which the caller may hold.
         """
         given = {id(x) for x in optree.tree_leaves(state_dict["state"])}
+        held = [
+            {k: v for k, v in group.items() if isinstance(v, Tensor) and v.numel() == 1} for group in self.param_groups
+        ]
         super().load_state_dict(state_dict)  # pyright: ignore[reportAttributeAccessIssue]
+        for group, tensors in zip(self.param_groups, held):
+            for name, tensor in tensors.items():
+                tensor.detach().fill_(float(group.get(name, tensor)))
+                group[name] = tensor
         for p, entry in self.state.items():
             for name, x in entry.items():
                 if isinstance(x, Tensor) and is_dtensor(p) and not is_dtensor(x) and name not in self.counters:

@@ -44,7 +44,7 @@ from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.optim import _checks, _heat
 from bayesopt_chain.optim._leaves import REMEMBERED, Leaves, last_draws, last_step, step_by_operations
 from bayesopt_chain.optim._ranks import OnRanks, claim, shared_key
-from bayesopt_chain.optim._rule import Before, Linear, Noise, noise_of
+from bayesopt_chain.optim._rule import Linear
 from bayesopt_chain.random.stream import leaf_numbers
 from bayesopt_chain.trees import are_same
 
@@ -280,8 +280,8 @@ class Sampling(OnRanks, torch.optim.Optimizer):
 
         A state dict of ``torch.optim`` sets velocities, moments and hyperparameters. Temperature and key stay those of
         this optimizer, so that a model can be trained with ``torch.optim`` and then sampled. As everywhere in torch, the lr
-        and momentum are the saved ones. If the temperature of this optimizer is a tensor, that tensor is filled with the
-        saved value and stays the same object. Other tensors are copied.
+        and momentum are the saved ones. A hyperparameter of this optimizer that is a tensor is filled with the saved value and
+        stays the same object.
 
         Args:
             state_dict: from an optimizer of this class, or of the class of ``torch.optim`` that it extends.
@@ -302,7 +302,6 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         """
         _checks.require_state_dict(f"{self._name}.load_state_dict", state_dict)
         saved = [dict(group) for group in state_dict["param_groups"]]
-        dials = [g["temperature"] if torch.is_tensor(g["temperature"]) else None for g in self.param_groups]
         for mine, theirs in zip(self.param_groups, saved):
             for name in _OURS:
                 if name in mine:
@@ -311,10 +310,6 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         state_dict = {**state_dict, "param_groups": saved}
         self._check_saved(state_dict, with_shapes=noisy)
         super().load_state_dict(state_dict)
-        for group, dial in zip(self.param_groups, dials):
-            if dial is not None:
-                dial.fill_(float(group["temperature"]))
-                group["temperature"] = dial
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -412,7 +407,12 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         if cache.numbers is None:
             self._leaf_numbers()
             if self.heat_guard is not None and are_spread([group["params"] for group in self.param_groups]):
-                _heat.warn_unwatched(self)
+                _heat.warn_left_out(
+                    self,
+                    "parameters that are spread over ranks (DTensors), since no rank sees the noise of a whole gradient. Run "
+                    "the loop in one process with it first",
+                    4,
+                )
         work = cache.work  # the leaves of the last step, if they still hold
         cache.work = None  # a step that raises leaves none
         params = [*chain.from_iterable(map(_params, self.param_groups))]
@@ -498,15 +498,6 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             params = [local(p) if p.grad is not None else None for p in self._all_params()]
             _checks.check_memory(self._name, self._cache.names, params)
         return [*alike.values()]
-
-    def _noise(self, linear: Linear, temperature: float, before: Before | None) -> Noise:
-        """Return the coefficients of the noise of a step; raise ValueError if there are none."""
-        _checks.check_lr(self._name, linear)
-        if before is not None and before.momentum and not linear.momentum:
-            raise ValueError(
-                f"{self._name}: a momentum that falls to 0 cannot be followed at temperature > 0; keep it above 0"
-            )
-        return noise_of(linear, temperature, before)
 
     def _temperature(self, group: dict[str, Any]) -> float:
         """Return the temperature of a group, and check the options of the group if it is above 0."""

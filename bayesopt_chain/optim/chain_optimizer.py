@@ -34,8 +34,8 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
     Args:
         params: tensors, ``named_parameters()``, or dicts (groups), as in torch.
         make_chain: ``make_chain(group)`` returns the chain of a group. It is called once for each group, with the
-            hyperparameters of the group and without its parameters. A number that it reads becomes a constant of the chain,
-            and a step raises if the group's number has changed since. A 0-d tensor is read at every step instead, and
+            hyperparameters of the group and without its parameters. A number among them becomes a constant of the chain, and
+            a step raises if the group's number has changed since. A 0-d tensor is read at every step instead, and
             torch's schedulers write into such a tensor: ``lr=torch.tensor(0.1)``.
         defaults: hyperparameters for groups that do not give a value of their own.
 
@@ -195,14 +195,9 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
         if len(states) == len(self._chains):
             for built, state in zip(self._chains, states):
                 built.accepts(state)
-        mine = [{k: v for k, v in group.items() if torch.is_tensor(v)} for group in self.param_groups]
         super().load_state_dict({**state_dict, "param_groups": saved})
         self._show_a_state()
-        for group, tensors, built, state in zip(self.param_groups, mine, self._chains, states):
-            # the chain reads these tensors at every step, so that they have to stay the same objects
-            for name, tensor in tensors.items():
-                tensor.fill_(float(group[name]))
-                group[name] = tensor
+        for built, state in zip(self._chains, states):
             built.load(state)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -215,12 +210,12 @@ class _Built:
     Attributes:
         tx: the chain.
         state: the chain's state.
-        numbers: by name, the hyperparameters that ``make_chain`` read as numbers. The chain holds them as constants.
+        numbers: by name, the hyperparameters that are numbers, which the chain holds as constants.
     """
 
     def __init__(self, make_chain: MakeChain, group: dict[str, Any]) -> None:
-        seen = _RecordedOptions({k: v for k, v in group.items() if k not in ("params", "param_names", "chain_state")})
-        self.tx = make_chain(seen)
+        options = {k: v for k, v in group.items() if k not in ("params", "param_names", "chain_state")}
+        self.tx = make_chain({**options})
         if not isinstance(self.tx, GradientTransformation):
             raise TypeError(
                 f"bc.optim.Optimizer: make_chain(group) must return a gradient transformation, got {self.tx!r}"
@@ -233,7 +228,7 @@ class _Built:
                 )
             if isinstance(link, Keyed):
                 require_named_chain(f"bc.optim.Optimizer: {link}", link.generator)
-        self.numbers = {k: group[k] for k in seen.read if k in group and not torch.is_tensor(group[k])}
+        self.numbers = {k: v for k, v in options.items() if isinstance(v, (int, float, tuple))}
         self.state = self.tx.init(group["params"])
 
     def check(self, group: dict[str, Any]) -> None:
@@ -274,20 +269,3 @@ class _Built:
         ]
         fresh = [new.detach().to(old.device, old.dtype, copy=True) for old, new in zip(leaves, laid)]
         self.state = optree.tree_unflatten(spec, fresh)
-
-
-class _RecordedOptions(dict):
-    """The hyperparameters of a group; ``read`` holds the names of those that were read."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.read: set[str] = set()
-
-    def __getitem__(self, key: str) -> Any:
-        self.read.add(key)
-        return super().__getitem__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Record the name, and return the value or the default."""
-        self.read.add(key)
-        return super().get(key, default)

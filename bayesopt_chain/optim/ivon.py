@@ -28,7 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesopt_chain._torch import is_dtensor, local_of
+from bayesopt_chain import checks
+from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.distributed.parts import elements_of
 from bayesopt_chain.distributed.ranks import require_named_chain
 from bayesopt_chain.distributed.shards import local
@@ -39,6 +40,11 @@ from bayesopt_chain.posterior.vi._natural import averaged, newton
 from bayesopt_chain.random.philox import draw_elements, parts_of_leaves
 from bayesopt_chain.random.stream import leaf_numbers
 
+_RANGES = {
+    **dict.fromkeys(("temperature", "init_hessian"), "(0, inf)"),
+    **dict.fromkeys(("lr", "weight_decay"), "[0, inf)"),
+    "clip_radius": "(0, inf]",
+}
 _POSTERIOR = 2**62  # counts from here on are those of draws for predictions, which no count of steps reaches
 
 
@@ -105,13 +111,10 @@ class IVON(OnRanks, torch.optim.Optimizer):
         given: dict[str, Any] = {"lr": lr, "temperature": temperature, "betas": betas, "weight_decay": weight_decay}
         given |= {"init_hessian": init_hessian, "rescale_lr": rescale_lr, "clip_radius": clip_radius}
         _checks.require(self._name, {"params": params, "generator": generator, **given})
-        for name, value in (("temperature", temperature), ("init_hessian", init_hessian), ("clip_radius", clip_radius)):
-            if not value > 0.0:
-                raise ValueError(f"{self._name}: {name} must be positive, got {value}")
-        if not 0.0 <= betas[0] < 1.0 or not 0.0 <= betas[1] <= 1.0:
-            raise ValueError(f"{self._name}: betas must lie in [0, 1) and [0, 1], got {betas}")
-        if not (float(lr) >= 0.0 and weight_decay >= 0.0):
-            raise ValueError(f"{self._name}: lr and weight_decay must not be negative, got {lr} and {weight_decay}")
+        for name, within in _RANGES.items():
+            checks.number(f"{self._name}: {name}", float(given[name]), within)
+        for i, (beta, within) in enumerate(zip(betas, ("[0, 1)", "[0, 1]"))):
+            checks.number(f"{self._name}: betas[{i}]", float(beta), within)
         require_named_chain(self._name, generator)
         self._seed = None if generator is None else generator.initial_seed()  # a run on disk compares it
         given["betas"] = tuple(betas)
@@ -146,9 +149,7 @@ class IVON(OnRanks, torch.optim.Optimizer):
         group = self.param_groups[-1]
         # in the constructor there is no key yet; a group that is added later takes part in the draws of the others
         if len(self.param_groups) > 1 and "noise_key" in self.param_groups[0]:
-            group["noise_key"], group["noise_count"] = (
-                self.param_groups[0][name] for name in ("noise_key", "noise_count")
-            )
+            group |= {name: self.param_groups[0][name] for name in ("noise_key", "noise_count")}
         for p in group["params"]:
             self.state[p] = {
                 "momentum": torch.zeros_like(p, requires_grad=False),
@@ -237,6 +238,8 @@ class IVON(OnRanks, torch.optim.Optimizer):
                 f"{self._name}.step: take the gradients inside of `with optimizer.sampled():`, and call step() behind it"
             )
         moving = [(group, p, number) for group, p, number in self._leaves() if p.grad is not None]
+        for group, p, _ in moving:
+            _checks.check_leaf(self._name, p, group)
         if moving:
             self._witness.look(
                 lambda: [claim(str(n), n, p, group) for group, p, n in moving],
@@ -358,13 +361,9 @@ class StepsAtDraws:
 def _gradient(p: Any) -> Tensor:
     """Return this rank's part of the gradient, redistributed to the placements of the parameter if it has others."""
     g = p.grad
-    if not is_dtensor(p):
-        return g
-    if not is_dtensor(g):
-        raise ValueError(
-            "bc.optim.IVON: a parameter is a DTensor, its gradient a plain tensor; make it by loss.backward()"
-        )
-    return local_of(g if g.placements == p.placements else g.redistribute(p.device_mesh, p.placements))
+    return local(
+        g if not is_dtensor(p) or g.placements == p.placements else g.redistribute(p.device_mesh, p.placements)
+    )
 
 
 def _is_constant(p: Tensor, state: dict[str, Any]) -> bool:

@@ -89,10 +89,10 @@ def test_a_saved_state_goes_on_bit_for_bit():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"temperature": 0.0}, "temperature must be positive"),
+        ({"temperature": 0.0}, "temperature must be a positive"),
         ({"betas": (1.0, 0.9)}, "betas"),
-        ({"init_hessian": -1.0}, "init_hessian must be positive"),
-        ({"weight_decay": -1.0}, "must not be negative"),
+        ({"init_hessian": -1.0}, "init_hessian must be a positive"),
+        ({"weight_decay": -1.0}, "finite and not negative"),
     ],
 )
 def test_numbers_out_of_range_are_refused(settings, words):
