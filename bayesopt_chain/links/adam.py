@@ -33,18 +33,26 @@ from bayesopt_chain.schedules import by_count
 from bayesopt_chain.tracing import is_readable
 
 
-class MomentsState(NamedTuple):
-    """The state of each of the three scalings.
+class ScaleByAdamState(NamedTuple):
+    """The state of Adam's scaling, by the name that it has in TorchOpt: ``init(params, like=state)`` compares names.
 
     Attributes:
         mu: the first moment, of the shape of each parameter.
-        nu: the second moment, or AdaMax's running maximum, of the shape of each parameter.
+        nu: the second moment, of the shape of each parameter.
         count: how many updates each leaf has had, 0-d int64.
     """
 
     mu: tuple[Tensor, ...]
     nu: tuple[Tensor, ...]
     count: tuple[Tensor, ...]  # pyright: ignore[reportIncompatibleMethodOverride]
+
+
+class ScaleByAdamaxState(ScaleByAdamState):
+    """The same of AdaMax, with the running maximum as ``nu``: no other scaling can go on from it."""
+
+
+class ScaleByRAdamState(ScaleByAdamState):
+    """The same of RAdam."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,7 @@ class TwoMoments(Link):
         moment_requires_grad: whether the moments are created with ``requires_grad=True``.
         freeze_after: the number of updates after which the second moment does not change any more; ``None`` for never.
         name: the name of the link in ``repr``.
+        state: the class of the state.
     """
 
     b1: float = 0.9
@@ -68,6 +77,7 @@ class TwoMoments(Link):
 
     traits = Traits(on_shards="elementwise", velocity="mu")
     name: ClassVar[str]
+    state: ClassVar[type[ScaleByAdamState]] = ScaleByAdamState
 
     @property
     def response(self) -> Response:
@@ -78,20 +88,20 @@ class TwoMoments(Link):
         require_decay("b2", self.b2)
         require_settings(self.eps, self.freeze_after)
 
-    def init(self, leaves: Leaves, context: LinkContext) -> MomentsState:
+    def init(self, leaves: Leaves, context: LinkContext) -> ScaleByAdamState:
         mu, nu = (zeros(leaves, requires_grad=self.moment_requires_grad) for _ in range(2))
-        return MomentsState(mu, nu, new_counts(leaves))
+        return self.state(mu, nu, new_counts(leaves))
 
     def update(
-        self, g: Leaves, state: MomentsState, op: TensorOps, context: LinkContext
-    ) -> tuple[Leaves, MomentsState]:
+        self, g: Leaves, state: ScaleByAdamState, op: TensorOps, context: LinkContext
+    ) -> tuple[Leaves, ScaleByAdamState]:
         # First the second moment learns from the clean gradients, then the noise enters, then the first moment averages both.
         nu = averaged(state.nu, lambda op: self.second(g, state.nu, op), state.count, self.freeze_after, op)
         count = op.count(state.count)
         scales = self.scales(nu, count, op)
         g = context.with_noise(lambda: self.denominators(scales))
         mu = tuple(op.average(state.mu, self.b1, g, 1 - self.b1))
-        return self.moves(mu, scales, count, op), MomentsState(mu, nu, count)
+        return self.moves(mu, scales, count, op), self.state(mu, nu, count)
 
     def second(self, g: Leaves, nu: Sequence[Tensor], op: TensorOps) -> Leaves:
         """The second moments after this update."""
@@ -146,6 +156,7 @@ class ScaleByAdaMax(TwoMoments):
     """The link of AdaMax's scaling, which has a running maximum in the place of the second moment."""
 
     name = "scale_by_adamax"
+    state = ScaleByAdamaxState
 
     def second(self, g: Leaves, nu: Sequence[Tensor], op: TensorOps) -> Leaves:
         return op.put(nu, [torch.max(n.mul(self.b2), x.abs().add_(self.eps)) for n, x in zip(nu, g)])
@@ -187,6 +198,7 @@ class ScaleByRAdam(TwoMoments):
     """
 
     name = "scale_by_radam"
+    state = ScaleByRAdamState
 
     def scales(self, nu: Sequence[Tensor], count: Sequence[Tensor], op: TensorOps) -> list[Any]:
         factors = by_count(self._factors, count)
