@@ -1,4 +1,4 @@
-"""Composition: chains associate, print, compare, copy, warm-start and take what others wrote."""
+"""Composition: chains associate, print, compare, copy, warm-start, and take what others wrote; states by name."""
 
 import copy
 import pickle
@@ -259,3 +259,154 @@ def test_gradients_are_copied_where_they_share_memory_and_nowhere_else():
 def test_lists_of_small_leaves_take_torchs_list_functions_and_a_single_leaf_does_not():
     x = torch.ones(3)
     assert are_small([x, x]) and not are_small([x]) and not are_small([torch.ones(10**6)] * 2)
+
+
+COLD = 0.01
+TRAINED = {"w": torch.randn(3, dtype=torch.float64), "b": torch.randn((), dtype=torch.float64)}
+
+
+def trained(tx, steps=3):
+    step, params, state = (
+        bc.make_step(lambda p, b: sum(x.pow(2).sum() for x in p.values()), tx),
+        TRAINED,
+        tx.init(TRAINED),
+    )
+    for _ in range(steps):
+        params, state, _ = step(params, state, None)
+    return params, state
+
+
+HOTTER = {
+    "sgd to sghmc": (bc.sgd(0.1, 0.9), bc.sghmc(0.1, 0.9, temperature=COLD)),
+    "torchopt's sgd": (torchopt.sgd(0.1, 0.9), bc.sghmc(0.1, 0.9, temperature=COLD)),
+    "sghmc, another temperature": (bc.sghmc(0.1, temperature=0.1), bc.sghmc(0.1, temperature=COLD)),
+    "sghmc to a schedule": (
+        bc.sghmc(0.1, temperature=COLD),
+        bc.sghmc(0.1, temperature=lambda count: COLD / (1 + count)),
+    ),
+    "a schedule to a constant": (bc.sghmc(lambda c: 0.1, temperature=COLD), bc.sghmc(0.1, temperature=COLD)),
+    "adam": (bc.adam(0.1), bc.adam(0.1, temperature=COLD)),
+    "adamw": (bc.adamw(0.1), bc.adamw(0.1, temperature=COLD)),
+    "ivon": (bc.vi.ivon(0.1, temperature=0.1), bc.vi.ivon(0.1, temperature=COLD)),
+    "mean field": (bc.vi.mean_field(bc.adam(0.1), temperature=0.1), bc.vi.mean_field(bc.adam(0.1), temperature=COLD)),
+    "sgnht": (bc.samplers.sgnht(0.1, temperature=0.1), bc.samplers.sgnht(0.1, temperature=COLD)),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in HOTTER if name not in ("torchopt's sgd", "a schedule to a constant")]
+)
+def test_a_state_of_another_temperature_is_taken_over_key_excepted(name):
+    cold, hot = HOTTER[name]
+    params, state = trained(cold)
+    warm, fresh = hot.init(params, like=state), hot.init(params)
+    entries = [entry for entry in warm if "Noise" not in type(entry).__name__]
+    donors = [entry for entry in state if "Noise" not in type(entry).__name__]
+    taken = 0
+    for donor in donors:
+        for mine in entries:
+            if type(mine).__name__ == type(donor).__name__ and optree.tree_leaves(mine):
+                for field in type(mine)._fields:
+                    a, b = (optree.tree_leaves(getattr(x, field)) for x in (mine, donor))
+                    if field == "key":
+                        assert a[0] != b[0]
+                    else:
+                        taken += len(a)
+                        assert all(torch.equal(x, y) and x is not y for x, y in zip(a, b, strict=True))
+    assert taken and optree.tree_structure(warm) == optree.tree_structure(fresh)
+    step = bc.make_step(lambda p, b: sum(x.pow(2).sum() for x in p.values()), hot)
+    moved, warm, _ = step(params, warm, None)
+    assert all(torch.isfinite(x).all() for x in optree.tree_leaves(moved))
+
+
+def test_a_running_maximum_is_no_second_moment():
+    with pytest.raises(ValueError, match="ScaleByAdamaxState, which no link of this chain remembers"):
+        bc.adam(0.1).init(PARAMS, like=bc.adamax(0.1).init(PARAMS))
+
+
+@pytest.mark.parametrize("name", ["sgd to sghmc", "torchopt's sgd", "adam", "sghmc to a schedule"])
+def test_a_state_that_is_handed_over_as_it_is_works_or_the_error_says_how(name):
+    cold, hot = HOTTER[name]
+    params, state = trained(cold)
+    with pytest.raises(ValueError, match=r"init\(params, like=state\)"):
+        hot.update(params, state, params=params, inplace=False)
+
+
+@pytest.mark.parametrize(
+    "donor, hot, field",
+    [
+        (torchopt.sgd(0.1, momentum=0.9), bc.sghmc(0.1, 0.9, temperature=COLD), "trace"),
+        (torchopt.adam(0.1), bc.adam(0.1, temperature=COLD), "nu"),
+    ],
+)
+def test_a_state_of_torchopts_is_taken_over_too(donor, hot, field):
+    _, state = trained(donor)
+    (entry,) = [entry for entry in state if hasattr(entry, field)]
+    warm, old = getattr(hot.init(TRAINED, like=state)[0], field), optree.tree_leaves(getattr(entry, field))
+    assert all(torch.equal(x, y) and x is not y for x, y in zip(warm, old, strict=True))
+    assert field != "nu" or all(count == 3 for count in hot.init(TRAINED, like=state)[0].count)
+
+
+def test_a_temperature_in_a_tensor_is_turned_up_in_place():
+    temperature = torch.tensor(0.0, dtype=torch.float64)
+    tx = bc.sghmc(0.1, temperature=temperature)
+    params, state = trained(tx)
+    temperature.fill_(COLD)
+    assert not torch.equal(
+        tx.update(params, state, params=params, inplace=False)[0]["w"],
+        bc.sgd(0.1, 0.9).update(params, bc.sgd(0.1, 0.9).init(params, like=state), params=params, inplace=False)[0][
+            "w"
+        ],
+    )
+
+
+def test_what_no_link_remembers_is_named_and_can_be_left_out():
+    params, state = trained(bc.chain(bc.sgd(0.1, 0.9), bc.swag(rank=0)))
+    hot = bc.sghmc(0.1, 0.9, temperature=COLD)
+    with pytest.raises(ValueError, match=r"SwagState, which no link of this chain remembers.*like=\[the others\]"):
+        hot.init(params, like=state)
+    assert torch.equal(hot.init(params, like=list(state)[:1])[0].trace[0], state[0].trace[0])
+    scheduled, constant = HOTTER["a schedule to a constant"]
+    params, state = trained(scheduled)
+    with pytest.raises(ValueError, match="ScaleByScheduleState, which no link of this chain remembers"):
+        constant.init(params, like=state)
+
+
+PARAMS = {"w": torch.randn(3), "b": torch.randn(2)}
+
+
+def state_of(tx, steps=2):
+    params, state = PARAMS, tx.init(PARAMS)
+    for _ in range(steps):
+        updates, state = tx.update(PARAMS, state, params=params, inplace=False)
+        params = {k: p + updates[k] for k, p in params.items()}
+    return state
+
+
+def test_a_sampler_takes_what_it_shares_with_an_optimizer_and_says_what_is_left():
+    saved = bc.state_dict(state_of(bc.chain(bc.links.delay(), bc.sgd(0.1, 0.9))))
+    state = bc.sghmc(0.1, 0.9, temperature=0.01).init(PARAMS)
+    key = state[1].key.clone()
+    with pytest.raises(ValueError, match=r"is missing.*strict=False"):
+        bc.load_state_dict(state, saved)
+    assert not state[0].trace[0].any()
+    missing, unknown = bc.load_state_dict(state, saved, strict=False)
+    assert missing == [f"1.LangevinNoise.{x}" for x in ("key", "memory['b']", "memory['w']", "step")]
+    assert unknown == ["0.Delay.held['b']", "0.Delay.held['w']"] and state[1].key == key
+    assert torch.equal(state[0].trace[1], saved["1.Momentum.trace['w']"])
+
+
+def test_names_that_are_not_unique_are_left_out():
+    two = bc.chain(bc.add_momentum(0.9), bc.add_momentum(0.5), bc.scale_by_neg_lr(0.1))
+    state = bc.sgd(0.1, 0.9).init(PARAMS)
+    missing, unknown = bc.load_state_dict(state, bc.state_dict(state_of(two)), strict=False)
+    assert len(missing) == 2 and len(unknown) == 4 and not state[0].trace[0].any()
+
+
+def test_another_shape_is_refused_either_way_and_nothing_is_written():
+    state = bc.sgd(0.1, 0.9).init(PARAMS)
+    saved = {name: torch.ones(7) if "w" in name else torch.ones(2) for name in bc.state_dict(state)}
+    for strict in (True, False):
+        with pytest.raises(ValueError, match=r"trace\['w'\] is \(7,\)"):
+            bc.load_state_dict(state, saved, strict=strict)
+    assert not state[0].trace[0].any()

@@ -1,11 +1,19 @@
-"""Chains whose learning rate falls sample ``T / curvature`` at every step: exactly, by the maps of their own updates."""
+"""Chains whose rate falls sample ``T / curvature`` at every step, by whatever way of making one; each that takes a schedule.
 
+Exactly, by the maps of their own updates. A function that takes a schedule is known by its annotations, so that a new one turns
+this red until it stands in a table. One update is a linear map of parameters, state and draws: in float64, from a random start
+and with random draws, equal steps mean equal maps, so that what ``variance_along`` says of ``update`` holds of all of them.
+"""
+
+import inspect
+import types
 from typing import Any
 
 import pytest
 import torch
 
 import bayesopt_chain as bc
+from bayesopt_chain.loop.capture import replays
 from bayesopt_chain.testing import variance_along
 
 S, T = bc.schedules, 0.7
@@ -117,3 +125,235 @@ def test_a_state_of_an_older_version_is_refused_by_name():
     old = state.replace(i, state[i]._replace(conditions=(torch.zeros(1, 3, dtype=torch.float64),)))
     with pytest.raises(ValueError, match="conditions hold 3 numbers"):
         tx.update(p, old, params=p)
+
+
+CURVATURES = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
+WARM = 60  # updates after which Adam's bias correction, 0.5^60, is gone
+
+
+class Diagonal:
+    """The precision of a preconditioner, as ``langevin_with_precision`` takes it."""
+
+    def solve(self, x):
+        return x / torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
+
+    def sqrt_solve(self, x):
+        return x / torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64).sqrt()
+
+
+ADAM = dict(betas=(0.5, 0.9), temperature=T, freeze_after=20)
+EXACT = {  # name, variant -> chain of a learning rate, whose preconditioner is frozen by now
+    "sgd": lambda lr: bc.sgd(lr, 0.9, nesterov=True, temperature=T),
+    "samplers.sgld": lambda lr: bc.sgld(lr, temperature=T),
+    "samplers.sghmc": lambda lr: bc.sghmc(lr, 0.9, temperature=T),
+    "samplers.langevin_with_precision": lambda lr: bc.samplers.langevin_with_precision(
+        Diagonal(), lr, 0.8, temperature=T
+    ),
+    "links.inject_langevin_noise": lambda lr: bc.chain(bc.inject_langevin_noise(T), bc.scale_by_neg_lr(lr)),
+    "links.scale_by_neg_lr": lambda lr: bc.chain(bc.inject_langevin_noise(T), bc.scale_by_neg_lr(lr)),
+    "adam": lambda lr: bc.adam(lr, **ADAM),
+    "adamw": lambda lr: bc.adamw(lr, weight_decay=0.0, **ADAM),
+    "adamax": lambda lr: bc.adamax(lr, **ADAM),
+    "radam": lambda lr: bc.radam(lr, **ADAM),
+    "adagrad": lambda lr: bc.adagrad(lr, temperature=T, freeze_after=20),
+    "rmsprop": lambda lr: bc.rmsprop(lr, 0.9, momentum=0.8, temperature=T, freeze_after=20),
+    "rmsprop, centred": lambda lr: bc.rmsprop(lr, 0.9, centered=True, temperature=T, freeze_after=20),
+    "links.inject_langevin_noise, behind running_rms": lambda lr: bc.chain(
+        bc.scale_by_preconditioner(bc.links.running_rms(0.9, freeze_after=20)), bc.sgd(lr, 0.8, temperature=T)
+    ),
+    "samplers.psgld": lambda lr: bc.samplers.psgld(lr, 0.9, temperature=T, freeze_after=20),
+    "samplers.adam_sghmc": lambda lr: bc.samplers.adam_sghmc(lr, **ADAM),
+    "samplers.adaptive_sghmc": lambda lr: bc.samplers.adaptive_sghmc(lr, 0.8, temperature=T, burn_in=20),
+}
+FOLLOWS = {  # name -> chain of a temperature, whose variance stays between that of the old one and of the new one
+    "sgd": lambda t: bc.sgd(0.1, 0.9, nesterov=True, temperature=t),
+    "samplers.sgld": lambda t: bc.sgld(0.1, temperature=t),
+    "samplers.sghmc": lambda t: bc.sghmc(0.1, 0.9, temperature=t),
+    "samplers.baoab": lambda t: bc.samplers.baoab(0.2, friction=1.0, temperature=t),
+    "samplers.obabo": lambda t: bc.samplers.obabo(0.2, friction=1.0, temperature=t),
+    "samplers.ubu": lambda t: bc.samplers.ubu(0.2, friction=1.0, temperature=t),
+    "samplers.palindromic_ubu": lambda t: bc.samplers.palindromic_ubu(0.2, friction=1.0, temperature=t),
+    "samplers.sghmc_euler": lambda t: bc.samplers.sghmc_euler(0.01, 0.9, temperature=t),
+}
+SAYS = {  # name -> what its docstring says of a schedule, where no closed form can be asked for
+    "adadelta": "T > 0 is refused when ``init`` is called",
+    "samplers.badodab": "the thermostat follows",
+    "samplers.sgnht": "the thermostat follows",
+    "samplers.contour_sgld": "along a schedule",
+    "samplers.scale_by_contour": "along a schedule",
+    "samplers.cyclical": "as lr falls",
+    "samplers.lattice_walk": "remembers nothing of the last one",
+    "samplers.sgfs": "remembers nothing of the last one",
+    "samplers.mclmc": "remembers no temperature",
+    "samplers.samadams": "stays between the old and the",
+    "samplers.scale_by_stein_kernel": "flow towards",
+    "samplers.svgd": "flow towards",
+    "vi.dense": "as in",
+    "vi.low_rank": "as in",
+    "vi.mean_field": "a schedule of the update count",
+    "vi.ivon": "a schedule of the update count",
+    "vi.von": "as in",
+}
+
+
+def public(module: Any, prefix: str = "") -> dict[str, Any]:
+    """Functions of the package and its namespaces, by the longest name."""
+    found = {}
+    for name in module.__all__:
+        x = getattr(module, name)
+        if isinstance(x, types.ModuleType) and not prefix:
+            found.update(public(x, f"{name}."))
+        elif inspect.isfunction(x):
+            found[f"{prefix}{name}"] = x
+    return found
+
+
+def takers() -> set[str]:
+    """The names of functions with an argument that may be a schedule; of several names of one function the longest."""
+    names: dict[int, str] = {}
+    for name, f in public(bc).items():
+        kinds = [str(p.annotation) for p in inspect.signature(f).parameters.values() if p.name in ("lr", "temperature")]
+        if any("Schedule" in kind for kind in kinds):
+            names[id(f)] = max(name, names.get(id(f), ""), key=len)
+    return set(names.values())
+
+
+def test_every_function_that_takes_a_schedule_stands_in_a_table():
+    assert takers() == {name.split(",")[0] for name in (*EXACT, *FOLLOWS, *SAYS)}
+
+
+def warm(tx: Any) -> Any:
+    """The state after updates whose gradients wobble, so that preconditioners differ from one and are frozen."""
+    p = torch.zeros(3, dtype=torch.float64)
+    state = tx.init(p)
+    for k in range(WARM):
+        _, state = tx.update(torch.sin(torch.arange(3.0).double() + k) + 1.5, state, params=p, inplace=False)
+    return state
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("name", EXACT)
+def test_along_a_rate_that_falls_it_is_exact_at_every_step(name):
+    tx = EXACT[name](S.piecewise([WARM + 2, WARM + 5], [0.05, 0.02, 0.003]))
+    torch.manual_seed(0)
+    path = variance_along(tx, CURVATURES.diag(), 8, torch.zeros(3, dtype=torch.float64), state=warm(tx))
+    assert (path * CURVATURES / T - torch.eye(3)).abs().max() < 1e-9
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("name", FOLLOWS)
+@pytest.mark.parametrize("temperatures", [[1.0, 0.4, 0.1], [0.1, 0.4, 1.0]], ids=["falls", "rises"])
+def test_along_a_temperature_the_variance_goes_from_one_to_the_other(name, temperatures):
+    """Without turning, but for OBABO, whose noise is white."""
+    tx = FOLLOWS[name](S.piecewise([4, 9], temperatures))
+    path = variance_along(tx, CURVATURES.diag(), 16).diagonal(dim1=-2, dim2=-1) * CURVATURES
+    up = temperatures[-1] == 1.0
+    ends = path[0], path[0] * temperatures[-1] / temperatures[0]
+    assert (path > min(ends, key=torch.sum) - 1e-12).all() and (path < max(ends, key=torch.sum) + 1e-12).all()
+    change = path.diff(dim=0) * (1 if up else -1)
+    assert change.max() > 1e-3
+    if name != "samplers.obabo":
+        assert change.min() > -1e-12
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_what_can_not_be_exact_says_what_it_does(name):
+    assert SAYS[name] in " ".join((inspect.getdoc(public(bc)[name]) or "").split())
+
+
+DIAGONAL = {
+    "w": torch.tensor([0.2, 1.0, 7.0], dtype=torch.float64),
+    "b": torch.tensor([[3.0, 0.5]], dtype=torch.float64),
+}
+UPDATES = 12
+MOVES = {
+    "SGD": lambda lr: bc.sgld(lr, temperature=0.7),
+    "heavy ball": lambda lr: bc.sghmc(lr, 0.9, temperature=0.7),
+    "Nesterov": lambda lr: bc.sgd(lr, 0.9, nesterov=True, temperature=0.7),
+}
+
+
+def falling(name, lr=0.1):
+    """At a rate that falls by steps of 1 to 0.01, and smoothly in between, and stops for a step."""
+
+    def schedule(count):
+        count = torch.as_tensor(count)
+        fall = torch.where(count < 3, 1.0, torch.where(count < 7, 0.1, 0.01))
+        return lr * 0.9 ** count.double() * torch.where(count == 5, 0.0, fall)
+
+    return MOVES[name](schedule)
+
+
+def loss(params, batch):
+    return sum((DIAGONAL[name] * x * x).sum() / 2 for name, x in params.items())
+
+
+def start_at(seed):
+    torch.manual_seed(seed)
+    return {name: torch.randn_like(k) for name, k in DIAGONAL.items()}
+
+
+def by_update(tx, params, state):
+    """The parameters after each step by ``update``."""
+    path = []
+    for _ in range(UPDATES):
+        gradient = {name: DIAGONAL[name] * x for name, x in params.items()}
+        updates, state = tx.update(gradient, state, params=params, inplace=False)
+        params = {name: params[name] + u for name, u in updates.items()}
+        path.append(params)
+    return path
+
+
+def by_step(step, params, state):
+    """The same by a step."""
+    path = []
+    for _ in range(UPDATES):
+        params, state, _ = step(params, state, None)
+        path.append({name: x.clone() for name, x in params.items()})
+    return path
+
+
+def assert_same(mine, want):
+    for x, y in zip(mine, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("name", MOVES)
+def test_steps_of_make_step_are_those_of_update(name, inplace):
+    tx, params = falling(name), start_at(0)
+    state = tx.init(params)
+    want = by_update(tx, params, state)
+    assert_same(by_step(bc.make_step(loss, tx, inplace=inplace), params, state), want)
+
+
+INDUCTOR = [pytest.mark.slow, pytest.mark.skipif(not replays.compiler_found(), reason="needs a C++ compiler")]
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize(
+    "name, backend",
+    [
+        *((name, "eager") for name in MOVES),
+        pytest.param("Nesterov", "inductor", marks=INDUCTOR),
+    ],  # both kinds of branch
+)
+def test_captured_steps_are_those_of_update(name, backend):
+    tx, params = falling(name), start_at(0)
+    state = tx.init(params)
+    want = by_update(tx, params, state)
+    fast = bc.capture(bc.make_step(loss, tx), params, state, None, backend=backend)
+    assert_same(by_step(fast, params, state), want)
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_parallel_chains_with_rates_of_their_own_are_those_of_update(name):
+    rates = torch.tensor([0.02, 0.05, 0.1], dtype=torch.float64)
+    chains = bc.parallel(lambda lr: bc.make_step(loss, falling(name, lr)), 3, each={"lr": rates})
+    starts = [start_at(seed) for seed in range(3)]
+    params = {key: torch.stack([p[key] for p in starts]) for key in DIAGONAL}
+    state = chains.init(lambda lr: falling(name, lr), params)
+    mine = by_step(chains, params, state)
+    for i, (lr, own) in enumerate(zip(rates, bc.unstack(state), strict=True)):
+        want = by_update(falling(name, lr), starts[i], own)
+        assert_same([{key: x[i] for key, x in p.items()} for p in mine], want)

@@ -1,4 +1,4 @@
-"""Every estimator in every structure against the naive Jacobian construction, in float64."""
+"""Every estimator in every structure against the naive Jacobian construction, in float64; what is checked, and when."""
 
 from functools import partial
 from itertools import pairwise
@@ -7,10 +7,13 @@ import optree
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
+import bayesopt_chain as bc
 from bayesopt_chain import curvature, likelihoods
-from bayesopt_chain.curvature._plan import make_plan
+from bayesopt_chain.curvature._plan import Affine, make_plan
+from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.precision import Block, Dense, Diagonal, Eigenbasis, Kronecker, LowRank, Root, flatten
 from tests.curvature.conftest import block_diagonal, convolutional, naive, naive_rows, of_module
 
@@ -691,3 +694,141 @@ def test_the_fisher_and_hessian_of_any_log_density_are_those_by_differentiation(
     assert_close(dense, gradients.T @ gradients)
     assert_close(curvature.hessian(*told, **by)(params, batch).to_dense(), -hessian)
     assert_close(flatten(curvature.hessian(*told, "diagonal", **by)(params, batch).diag(), params), -hessian.diagonal())
+
+
+CLASSES = likelihoods.categorical()
+
+
+def convolution():
+    forward, params = of_module(convolutional())
+    return forward, params, [(torch.randn(B, 2, 6, 6), torch.randint(0, 3, (B,))) for _ in range(3)]
+
+
+def counted(forward):
+    calls = []
+
+    def counting(params, batch):
+        calls.append(len(batch[0]))
+        return forward(params, batch)
+
+    return counting, calls
+
+
+@pytest.mark.parametrize("structure", curvature.STRUCTURES)
+def test_the_second_batch_of_a_shape_runs_the_model_once_and_gives_the_same_bits(structure):
+    forward, params, batches = convolution()
+    counting, calls = counted(forward)
+    estimate = curvature.ggn(counting, CLASSES, structure, chunk_bytes=2**30)
+    for i, batch in enumerate(batches):
+        calls.clear()
+        got = estimate(params, batch).to_dense()
+        assert torch.equal(got, curvature.ggn(forward, CLASSES, structure, chunk_bytes=2**30)(params, batch).to_dense())
+        assert calls == ([1, B] if i == 0 else [B])
+    calls.clear()
+    estimate(params, (batches[1][0][:4], batches[1][1][:4]))
+    assert calls == [1, 4]  # another shape is checked anew
+
+
+@pytest.mark.parametrize("way", ["mixing", "dropout", "another number", "another use"])
+def test_a_forward_pass_that_became_another_is_checked_again(way):
+    mode = {"on": False}
+
+    def forward(params, batch):
+        x = batch[0] @ (params["w"].exp() if mode["on"] and way == "another use" else params["w"])
+        if mode["on"] and way == "mixing":
+            x = x - x.mean(0)
+        x = F.dropout(x, 0.5, training=mode["on"] and way == "dropout")
+        return x.pow(3 if mode["on"] and way == "another number" else 2)
+
+    params, batch = {"w": torch.randn(4, 3)}, (torch.randn(B, 4), torch.randn(B, 3))
+    estimate = curvature.ggn(forward, likelihoods.gaussian())
+    estimate(params, batch)
+    mode["on"] = True
+    if way in ("another number", "another use"):
+        fresh = curvature.ggn(forward, likelihoods.gaussian())
+        assert torch.equal(estimate(params, batch).diag()["w"], fresh(params, batch).diag()["w"])
+    else:
+        with pytest.raises(ValueError, match="depend on the rest of the batch, or are random"):
+            estimate(params, batch)
+
+
+def test_a_check_that_could_not_have_failed_is_not_remembered():
+    """A head of zeros hides what is below it: the second batch, with another head, is checked."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    params = {name: p.detach().clone() for name, p in model.named_parameters()}
+    counting, calls = counted(lambda p, batch: functional_call(model, p, (batch[0],)))
+    estimate = curvature.ggn(counting, likelihoods.gaussian())
+    batch = (torch.randn(B, 3), torch.randn(B, 2))
+    zeros = {**params, "2.weight": torch.zeros(2, 4)}
+    for tree, wanted in ((zeros, [1, B]), (params, [1, B]), (params, [B])):
+        calls.clear()
+        estimate(tree, batch)
+        assert calls == wanted
+
+
+def test_predictions_of_a_fit_check_their_first_batch_alone():
+    """Twins of a fit predict the same bits; the model runs once for a later batch of the same shape."""
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).eval()
+    data = [(torch.randn(B, 2), torch.randint(0, 3, (B,)))]
+    fits = [bc.fit_laplace(model, CLASSES, data, subset="all") for _ in range(2)]
+    fits[0].predict(torch.randn(5, 2))
+    calls, new = [], torch.randn(5, 2)
+    model[0].register_forward_hook(lambda *_: calls.append(1))
+    got = fits[0].predict(new)
+    assert len(calls) == 1
+    assert torch.equal(got, fits[1].predict(new)) and len(calls) == 3
+
+
+ALL = ("kronecker", "diagonal", "dense", "root", "block", "low_rank")
+
+
+def watched(forward):
+    """The same function, of which nothing is known."""
+    return lambda params, batch: forward(params, batch)
+
+
+def problem(bias, positions):
+    params = {"10.weight": torch.randn(3, 4)} | ({"10.bias": torch.randn(3)} if bias else {})
+    x = torch.randn(7, *positions, 4)
+    return Affine("10.weight", "10.bias" if bias else None), params, (x, torch.randint(0, 3, (7, *positions)))
+
+
+@pytest.mark.parametrize("positions", [(), (2,)], ids=["one position", "two"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "none"])
+@pytest.mark.parametrize("structure", ALL)
+def test_its_curvature_and_predictions_are_those_that_taps_find(structure, bias, positions):
+    forward, params, batch = problem(bias, positions)
+    pair = [curvature.ggn(f, likelihoods.categorical(), structure)(params, batch) for f in (forward, watched(forward))]
+    torch.testing.assert_close(pair[0].to_dense(), pair[1].to_dense(), rtol=1e-12, atol=1e-12)
+    posterior = Gaussian(params, pair[1].add_diagonal(0.7))
+    (mean, covariance), (m, c) = (bc.posterior.linearized(f, posterior, batch) for f in (forward, watched(forward)))
+    torch.testing.assert_close(mean, m, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(covariance, c, rtol=1e-12, atol=1e-12)
+
+
+def test_it_is_run_and_not_watched(monkeypatch):
+    """No tap, no pullback, no datum alone."""
+    forward, params, batch = problem(True, ())
+    from bayesopt_chain.curvature import _chunks, _plan
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("watched")
+
+    for module in (_plan, _chunks):
+        monkeypatch.setattr(module, "Taps", refuse)
+    monkeypatch.setattr(_chunks, "_pullback", refuse)
+    curvature.ggn(forward, likelihoods.categorical(), "kronecker")(params, batch)
+    with pytest.raises(AssertionError, match="watched"):
+        curvature.ggn(watched(forward), likelihoods.categorical(), "kronecker")(params, batch)
+
+
+def test_features_in_bfloat16_are_summed_in_float32():
+    forward, params, (x, y) = problem(True, ())
+    half = {name: p.to(torch.bfloat16) for name, p in params.items()}
+    precision = curvature.ggn(forward, likelihoods.categorical(), "kronecker")(half, (x.to(torch.bfloat16), y))
+    assert precision.left["10.weight"].dtype == torch.float32
+    _, covariance = bc.posterior.linearized(
+        forward, Gaussian(half, precision.add_diagonal(1.0)), (x.to(torch.bfloat16), y)
+    )
+    wanted = F.linear(x.to(torch.bfloat16), half["10.weight"], half["10.bias"])
+    assert covariance.dtype == torch.float32 and covariance.shape == (*wanted.shape, 3)

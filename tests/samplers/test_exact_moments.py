@@ -1,4 +1,4 @@
-"""Linear samplers on Gaussian targets: what their code samples, solved exactly, against the published recursions."""
+"""Linear samplers on Gaussian targets: what their code samples, solved exactly, their published recursions, and their order."""
 
 import math
 
@@ -6,13 +6,19 @@ import numpy as np
 import optree
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torchopt.base import GradientTransformation
 
 import bayesopt_chain as bc
 from bayesopt_chain import precision
-from bayesopt_chain.testing import NormalProbe, Unstable, stationary_covariance
+from bayesopt_chain.testing import NormalProbe, Unstable, assert_bitwise_equal, stationary_covariance
+from tests.diagnostics.oracle import DOUBLE, affine, enumerated
+from tests.registry import SAMPLERS
 from tests.registry.dressings import fed
 from tests.registry.samplers import frozen_adam, frozen_rms, frozen_window
+from tests.samplers.transfer import fitted_slope
+from tests.walk import end_of
 
 T = 0.7
 
@@ -260,3 +266,114 @@ def test_the_stale_gradient_is_stable_on_a_smaller_range_than_sgd_with_momentum(
     with pytest.raises(Unstable):
         stationary_covariance(bc.samplers.sghmc_euler(0.11, 0.9, temperature=T), k)
     stationary_covariance(bc.sghmc(3.7, 0.9, temperature=T), k)
+
+
+def steep(theta):
+    return theta**3 + torch.sin(theta)
+
+
+def path_of(tx, theta, xi):
+    state, path = tx.init(theta), []
+    for row in xi:
+        with NormalProbe(row):
+            updates, state = tx.update(steep(theta), state, params=theta, inplace=False)
+        theta = theta + updates
+        path.append(theta)
+    return torch.stack(path)
+
+
+def test_order_one_without_momentum_is_sgld():
+    lr, temperature, xi = 0.05, 0.7, torch.randn(20, 3, dtype=torch.float64)
+    theta, path = torch.ones(3, dtype=torch.float64), []
+    for row in xi:
+        theta = theta - lr * steep(theta) - math.sqrt(2 * lr * temperature) * row
+        path.append(theta)
+    got = path_of(bc.sgld(lr, temperature=temperature, order=1), torch.ones(3, dtype=torch.float64), xi)
+    torch.testing.assert_close(got, torch.stack(path), rtol=1e-12, atol=1e-12)
+
+
+@given(
+    eps=st.floats(0.01, 0.3),
+    alpha=st.floats(0.1, 3.0),
+    sigma=st.floats(0.5, 2.0),
+    beta=st.floats(0.0, 0.5),
+    t=st.floats(0.1, 1.0),
+)
+def test_the_friction_parametrisation_is_the_same_recursion(eps, alpha, sigma, beta, t):
+    if eps * alpha / sigma**2 > 1 or eps * t * beta > 2 * alpha:
+        with pytest.raises(ValueError):
+            bc.samplers.sghmc_from_friction(eps, alpha, beta, sigma, t)
+        return
+    xi = torch.randn(10, 3, dtype=torch.float64)
+    theta, m, path = torch.ones(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64), []
+    for row in xi:
+        noise = math.sqrt(eps * t * (2 * alpha - eps * t * beta)) * row
+        m = m - eps * (steep(theta) + alpha * m / sigma**2) - noise
+        theta = theta + eps * m / sigma**2
+        path.append(theta)
+    got = path_of(
+        bc.sghmc(**bc.samplers.sghmc_from_friction(eps, alpha, beta, sigma, t), order=1),
+        torch.ones(3, dtype=torch.float64),
+        xi,
+    )
+    torch.testing.assert_close(got, torch.stack(path), rtol=1e-9, atol=1e-10)
+
+
+@given(lr=st.floats(1e-4, 1.0), momentum=st.floats(0.0, 0.999), sigma=st.floats(0.1, 10.0), t=st.floats(1e-5, 10.0))
+def test_the_conversion_goes_there_and_back(lr, momentum, sigma, t):
+    back = bc.samplers.sghmc_from_friction(**bc.samplers.sghmc_to_friction(lr, momentum, sigma, t))
+    assert back["lr"] == pytest.approx(lr, rel=1e-12)
+    assert back["momentum"] == pytest.approx(momentum, rel=1e-12, abs=1e-12)
+    assert back["temperature"] == pytest.approx(t, rel=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampler", [s for s in SAMPLERS if s.order], ids=str)
+def test_its_bias_has_the_stated_order(sampler, every_draw_is_normal):
+    order = sampler.order
+    slope, biases = fitted_slope(order.probe, order.steps[::2], degree=order.degree)
+    assert abs(slope - order.slope) < 0.1, f"fitted {slope:.3f}, stated {order.slope}; biases {biases}"
+
+
+COLD, K = 0.01, 4
+
+
+def test_with_a_memory_of_an_epoch_palindromes_leave_less_heat_than_the_other_orders():
+    """Every order of four batches, exactly, with the map of the library's chain: the mean excess over an epoch."""
+    H = torch.diag(torch.tensor([1.0, 0.3], dtype=DOUBLE))
+    n = 0.02 * torch.randn(K, 2, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
+    n = n - n.mean(0)
+    tx = bc.samplers.palindromic_ubu(0.3, 0.5, temperature=COLD)
+    M, gamma, _ = affine(tx, H, torch.zeros(2, dtype=DOUBLE))
+    heat = {order: (enumerated(M, gamma, n, order)[0][:2, :2] @ H).trace() for order in ORDERS}
+    assert 0 < heat["palindrome"] < heat["reshuffled"] < 0.5 * heat["independent"]
+
+
+ORDERS = ("independent", "reshuffled", "palindrome")
+
+
+def mean_loss(w, batch):
+    return (batch[0] - w).square().mean() / 2
+
+
+@pytest.mark.parametrize("chains", [None, 2])
+def test_sample_takes_palindromic_epochs_and_refuses_others(chains):
+    data, w = (torch.linspace(-1.0, 1.0, 12, dtype=DOUBLE)[:, None],), torch.zeros(1, dtype=DOUBLE)
+    tx = bc.samplers.palindromic_ubu(0.1, 1.0, temperature=COLD)
+    step = bc.make_step(mean_loss, tx)
+    params, state = w, tx.init(w)
+    if chains is not None:
+        step, params = bc.parallel(step, chains), bc.stack([w] * chains)
+        state = step.init(tx, params, seed=0)
+    for order in ("independent", "reshuffled", "fixed"):
+        with pytest.raises(ValueError, match=f"meant for palindrome batches, and these are {order}"):
+            bc.sample(step, params, state, bc.epochs(data, 3, order=order, seed=0), steps=4)
+    assert len(bc.sample(step, params, state, bc.epochs(data, 3, order="palindrome", seed=0), steps=8)) == 8
+
+
+def test_it_is_ubu_to_the_last_bit():
+    found = []
+    for make in (bc.samplers.ubu, bc.samplers.palindromic_ubu):
+        torch.manual_seed(0)
+        found.append(end_of(make(0.3, 1.0, temperature=COLD), torch.ones(3, dtype=DOUBLE), torch.sin, 5)[0])
+    assert_bitwise_equal(*found)

@@ -1,13 +1,17 @@
-"""Schedules: values, and purity under vmap, pickling and integer or tensor counts."""
+"""Schedules: values, purity under vmap, pickling and counts; cyclical sampling along one: phases, noise against the paper's."""
 
 import math
 import pickle
+from functools import partial
 
 import pytest
 import torch
 
 import bayesopt_chain as bc
 from bayesopt_chain import schedules as s
+from bayesopt_chain.testing import assert_bitwise_equal
+from bayesopt_chain.testing._zero_temperature import example_params, run, smooth_gradient
+from tests.walk import variances
 
 EVERY = {
     "constant": s.constant(0.3),
@@ -67,3 +71,53 @@ def test_a_schedule_drives_an_optimizer_as_its_values_do():
     for t in range(5):
         updates, state = tx.update(torch.ones(1), state, params=p, inplace=False)
         assert updates.item() == pytest.approx(-(1 + math.cos(math.pi * min(t / 4, 1))) / 2, abs=1e-7)
+
+
+@pytest.mark.parametrize("temperature", [1.0, torch.tensor(1.0)])
+@pytest.mark.parametrize("build", [bc.samplers.cyclical, partial(bc.samplers.cyclical, lr_inside=True)])
+def test_exploration_is_the_optimizer(build, temperature):
+    """Until the first sampling phase no noise moves anything, and its first update does."""
+    params = example_params()
+    hot, cold = (
+        [run(build(0.1, 20, 10, 0.9, temperature=t), params, smooth_gradient, steps)[0] for steps in (10, 11)]
+        for t in (temperature, 0.0)
+    )
+    assert_bitwise_equal(hot[0], cold[0])
+    assert all(not torch.equal(hot[1][k], cold[1][k]) for k in params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("peak", "lowest", "highest", "rms"),
+    [(0.3, -0.209, 0.234, 0.020), (1.0, -0.099, 0.807, 0.053), (3.0, -0.343, 5.981, 0.463)],
+)
+def test_the_variance_at_a_restart_is_off_by_what_the_docs_say(peak, lowest, highest, rms):
+    """Momentum 0.9, cycles of 500 updates, ``peak`` the largest lr times the curvature; the second cycle."""
+    tx = bc.sgd(bc.schedules.cosine_restarts(peak, 500), momentum=0.9, temperature=1.0)
+    error = variances(tx, 1.0, 1000)[500:] - 1
+    assert error.min().item() == pytest.approx(lowest, abs=0.001)
+    assert error.max().item() == pytest.approx(highest, abs=0.001)
+    assert error.square().mean().sqrt().item() == pytest.approx(rms, abs=0.001)
+
+
+@pytest.mark.slow
+def test_the_late_sampling_phase_is_at_temperature_and_with_lr_inside_too_warm():
+    inside, ours = (
+        variances(bc.samplers.cyclical(0.1, 200, 100, 0.97, temperature=1.0, lr_inside=inside), 1.0, 400) - 1
+        for inside in (True, False)
+    )
+    assert ours[-50:].abs().max() < 0.12
+    assert inside[-10:].min() > 1.0
+
+
+def test_a_tensor_temperature_is_read_at_every_update():
+    heat = torch.zeros((), dtype=torch.float64)
+    tx, x = bc.samplers.cyclical(0.1, 4, 1, 0.5, temperature=heat), torch.ones(2)
+    state = tx.init(x)
+    for _ in range(2):
+        _, state = tx.update(x, state, params=x, inplace=False)
+    heat.fill_(1.0)
+    with_noise, _ = tx.update(x, state, params=x, inplace=False)
+    heat.fill_(0.0)
+    without, _ = tx.update(x, state, params=x, inplace=False)
+    assert not torch.equal(with_noise, without)
