@@ -1,7 +1,8 @@
 """Can this run be trusted: mixing, discrepancy, temperatures, and what the minibatches do."""
 
 from bayesopt_chain.diagnostics.convergence import ess, r_hat
-from bayesopt_chain.diagnostics.doctor import Diagnosis, Finding, doctor
+from bayesopt_chain.diagnostics.doctor import Diagnosis, doctor
+from bayesopt_chain.diagnostics.findings import Finding
 from bayesopt_chain.diagnostics.forces import ThermalLeaf
 from bayesopt_chain.diagnostics.gradient_noise import GradientNoise, gradient_noise
 from bayesopt_chain.diagnostics.heat_guard import Heat, HeatGuard

@@ -45,6 +45,7 @@ from bayesopt_chain.diagnostics._agreement import (
     shared_noise,
 )
 from bayesopt_chain.diagnostics.convergence import R_HAT
+from bayesopt_chain.diagnostics.findings import Finding, Row, judged
 from bayesopt_chain.diagnostics.forces import Forces, forces_of, names_of
 from bayesopt_chain.diagnostics.gradient_noise import gradient_noise, gradients, scalar
 from bayesopt_chain.diagnostics.top_curvature import hessian_product, lanczos, trace
@@ -78,21 +79,8 @@ RANK = (  # what costs most comes first
     "diverged", "nonfinite", "scale", "duplicate", "dead", "heated", "together",
     "prior", "burn-in", "cold", "modes", "mixing", "short",
 )  # fmt: skip
-SEVERAL = ("dead", "prior")  # kinds of which all findings are reported
-
-
-class Finding(NamedTuple):
-    """One fault of a run.
-
-    Attributes:
-        kind: diverged, nonfinite, scale, duplicate, dead, heated, together, prior, burn-in, cold, modes, mixing or short.
-        says: what was seen, a sentence with its number.
-        do: what to do about it, a sentence.
-    """
-
-    kind: str
-    says: str
-    do: str
+UNSEEN = "unseen"  # the kind of what could not be looked at
+SEVERAL = ("dead", "prior", UNSEEN)  # kinds of which all findings are reported
 
 
 class Diagnosis(NamedTuple):
@@ -211,20 +199,17 @@ def doctor(
         draws=draws, tx=tx, loss=loss, batches=batches, of=of, told=temperature, wanted=posterior_temperature,
         data_size=data_size, count=len(draws), n=draws.chains or 1, why=draws.why,
         known=forward and partial(_minus_log_likelihood, forward, likelihood, picked(targets, pair_targets)),
-        numbers={"draws": float(len(draws)), "chains": float(draws.chains or 1)}, unseen=[], kinds=set(), data=None,
+        numbers={"draws": float(len(draws)), "chains": float(draws.chains or 1)}, found=[], kinds=set(),
+        data=None, doubled=None, levels={},
     )  # fmt: skip
-    found = list[Finding]()
     with torch.random.fork_rng(devices=initialised_devices()):
         for measure, rows in QUESTIONS:
             vars(m).update(measured := measure(m))
-            for row in rows if measured else ():
-                if (row.kind in SEVERAL or row.kind not in m.kinds) and row.when(m):
-                    found.append(Finding(row.kind, row.says.format(**vars(m)), row.do.format(**vars(m))))
-                    m.kinds.add(row.kind)
+            m.found += judged(rows if measured else (), m, m.kinds, SEVERAL)
             if m.kinds & {"diverged", "nonfinite"} or not m.count:
                 break
-    found.sort(key=lambda finding: RANK.index(finding.kind))
-    return Diagnosis(tuple(found), m.numbers, tuple(m.unseen))
+    findings = sorted((x for x in m.found if x.kind != UNSEEN), key=lambda x: RANK.index(x.kind))
+    return Diagnosis(tuple(findings), m.numbers, tuple(x.says.strip() for x in m.found if x.kind == UNSEEN))
 
 
 def _minus_log_likelihood(
@@ -356,8 +341,6 @@ class _Data:
 
 def _begun(m: Any) -> dict[str, Any]:
     """Whether there are draws."""
-    if m.n == 1:
-        m.unseen.append("Not seen: other modes. One chain cannot show them; run several.")
     return {"because": f": {m.why}" if m.why else ""}
 
 
@@ -488,38 +471,28 @@ def _resting(m: Any) -> dict[str, Any]:
 
 def _shown(m: Any) -> dict[str, Any]:
     """Loss and data, where there are any to compare the draws with."""
-    if m.loss is None or m.batches is None or m.forces is None:
-        m.unseen.append("Not looked at: scale and temperature, which need tx=, loss= and batches=.")
-        return {}
-    if not m.forces.levels:
-        m.unseen.append(
-            "Not told: scale and temperature, since tx gives no leaf noise of a temperature above 0 that could be read; where "
-            "it is a sampler of another kind, pass temperature=."
-        )
-        return {}
+    is_asked = all(x is not None for x in (m.loss, m.batches, m.forces))
+    if not (is_asked and m.forces.levels):
+        return {"is_asked": is_asked}
     one = _chain(m.draws[m.count - 1], m.draws.chains, 0)
-    return {"one": one, "data": _Data(m.loss, _listed(m.batches), m.data_size, one)}
+    return {"is_asked": True, "one": one, "data": _Data(m.loss, _listed(m.batches), m.data_size, one)}
+
+
+def _doubled(m: Any) -> dict[str, Any]:
+    """The loss of a batch twice over that of the batch."""
+    return {} if m.data is None else {"doubled": m.data.n and m.data.twice_over_once(m.one)}
 
 
 def _scaled(m: Any) -> dict[str, Any]:
     """Whether the loss is a sum, or a multiple of the likelihood, and what the temperature is over the posterior's."""
-    if m.data is None:
+    if not m.doubled:
         return {}
-    data, temperature = m.data, max(m.forces.levels.values())
-    doubled = None if data.n is None else data.twice_over_once(m.one)
-    if doubled is None or data.n is None:
-        m.unseen.append(
-            "Not seen: whether loss and temperature have the scale of a posterior, since the data could not be counted or "
-            "the loss does not take a batch twice; data_size= gives their number."
-        )
-        return {}
-    is_sum = abs(doubled[0] - 1) > max(1e-3, doubled[1])
+    data, temperature, (doubled, error) = m.data, max(m.forces.levels.values()), m.doubled
+    is_sum = abs(doubled - 1) > max(1e-3, error)
     seen = None if m.known is None else data.times_likelihood(m.one, m.known, is_sum)
-    if m.known is not None and seen is None:
-        m.unseen.append("Not told: the loss against the likelihood, which has one value on all data, or NaN.")
     factor, left = seen or (1.0, 0.0)
     right = factor / (1 if is_sum else data.n)
-    m.numbers |= {"loss of a batch twice / once": doubled[0], "data N": float(data.n)}
+    m.numbers |= {"loss of a batch twice / once": doubled, "data N": float(data.n)}
     if seen is not None:
         m.numbers |= {"loss / - log likelihood": factor, "  share of it that is no multiple": left}
     if factor > 0 and left <= UNLIKE:
@@ -529,18 +502,17 @@ def _scaled(m: Any) -> dict[str, Any]:
         f"{data.n} data were counted along the first axis, and the batches hold whole numbers of several dimensions: where "
         "the loss is a mean over tokens, pass their number as data_size=. "
     )  # fmt: skip
-    if tokens and off <= math.log(OFF):
-        m.unseen.append(f"Taken for granted: {tokens.strip()}")
     if not is_sum and seen is None:
         product = hessian_product(data.loss, m.one, data.batches, max_batches=8)
         if (ratio := data.noise_over_curvature(m.one, product)) is not None:
             m.numbers["tr Cov(gradient) / tr H"] = ratio
-        m.unseen.append(UNSEEN_SCALE)
     what = f"{'sum over' if is_sum else 'mean of'} {data.n} data"
     return {
+        "is_compared": seen is not None,
         "left": left,
         "factor": factor,
-        "counted": len(data.batches) if is_sum else 1,
+        "is_sum": is_sum,
+        "counted": len(data.batches),
         "off": off,
         "temperature": temperature,
         "times": temperature / max(right, 1e-300),
@@ -551,23 +523,21 @@ def _scaled(m: Any) -> dict[str, Any]:
     }
 
 
-def _tempered(m: Any) -> dict[str, Any]:
-    """The temperatures of the draws along directions and leaves, and the shares of loss and prior in them."""
+def _moved(m: Any) -> dict[str, Any]:
+    """The temperatures of the leaves that move."""
     if m.data is None:
         return {}
-    m.unseen.append("Not seen: whether a prior that is written into the loss has the strength that was meant.")
-    if m.count < 4:
-        m.unseen.append("Not told: the temperature of the draws, which takes four of them at least.")
+    return {"levels": {k: x for k, x in m.forces.levels.items() if k not in m.still and m.leaves[k].size}}
+
+
+def _tempered(m: Any) -> dict[str, Any]:
+    """The temperatures of the draws along directions and leaves, and the shares of loss and prior in them."""
+    if not m.levels or m.count < 4:
         return {}
-    levels = {name: x for name, x in m.forces.levels.items() if name not in m.still and m.leaves[name].size}
-    if not levels:
-        return {}
-    directions, leaves, of_data, in_prior = _virials(m, levels)
+    directions, leaves, of_data, in_prior = _virials(m)
     hot, cold = _hot_and_cold(directions, leaves, m.numbers)
     rises = "burn-in" in m.kinds and not m.falls  # which is what heat does
     is_moving = m.falls or m.is_untold or (not rises and (m.drifts or "short" in m.kinds))
-    if is_moving:
-        m.unseen.append("Not told: whether the draws are too hot, since they are still on their way.")
     flat = [name for name, x in of_data.items() if float(x.abs().max()) < 1e-12]
     far = {name: float(x.mean().clamp(min=0)) ** 0.5 for name, x in in_prior.items()}
     m.numbers |= {f"draws in prior standard deviations, {name}": x for name, x in far.items() if x > 0}
@@ -579,6 +549,8 @@ def _tempered(m: Any) -> dict[str, Any]:
             slack.append(name)
     farthest = max(far, key=lambda name: far[name])
     return {
+        "directions": len(directions),
+        "is_moving": is_moving,
         "hot": hot if not is_moving else "",
         "cold": cold if is_moving or not hot else "",
         "flat": _listing(flat),
@@ -608,13 +580,13 @@ def _hot_and_cold(
     return max(hot)[1] if hot else "", min(cold)[1] if cold else ""
 
 
-def _virials(m: Any, levels: dict[str, float]) -> tuple[dict[str, Tensor], ...]:
+def _virials(m: Any) -> tuple[dict[str, Tensor], ...]:
     """Virials over the temperature, ``[draws, chains]``: along directions, by leaf, of the loss, and of the prior."""
     chosen = m.draws[:: max(1, math.ceil(len(m.draws) / MOST_DRAWS))]
     trees = [[_chain(draw, m.draws.chains, c) for c in range(m.n)] for draw in chosen]
     names = names_of(paths_of(trees[0][0]))
-    where = sorted(names.index(name) for name in levels)
-    levels = {names[j]: levels[names[j]] for j in where}
+    where = sorted(names.index(name) for name in m.levels)
+    levels = {names[j]: m.levels[names[j]] for j in where}
     sizes = [m.leaves[name].size for name in levels]
     # in these units every leaf has temperature 1
     root = torch.tensor([*levels.values()], dtype=torch.float64, device="cpu").sqrt()
@@ -671,9 +643,6 @@ def _stiffest(m: Any, params: Any, where: Sequence[int]) -> list[Tensor]:
         raise
     except RuntimeError:  # of autograd, where an operation has no second derivative, or of a decomposition
         pass
-    m.unseen.append(
-        "Not seen: the temperature along the stiffest directions: the loss has no finite Hessian at the draws."
-    )
     return []
 
 
@@ -765,15 +734,6 @@ def _forces(draws: Draws, tx: Any, temperature: float | None, *, is_needed: bool
         return None
 
 
-class Row(NamedTuple):
-    """A finding: its kind, when the measurements say so, and its two sentences, with measurements in braces."""
-
-    kind: str
-    when: Callable[[Any], Any]
-    says: str
-    do: str
-
-
 LOOK = "bc.make_step(..., check_finite=True) names the step and leaf; bc.skip_nonfinite(tx) leaves bad batches out."
 SAME_NOISE = (
     "Chains {pair[0]} and {pair[1]} move by the same noise (correlation {correlation:.3f} of what is new in each draw{lag}): "
@@ -793,6 +753,7 @@ UNSEEN_SCALE = (
 # those that name leaves all; where nothing could be measured none is.
 QUESTIONS: tuple[tuple[Callable[[Any], dict[str, Any]], tuple[Row, ...]], ...] = (
     (_begun, (
+        Row(UNSEEN, lambda m: m.n == 1, "Not seen: other modes. One chain cannot show them; run several."),
         Row("diverged", lambda m: not m.count and "loss" in m.why, "The run has no draws{because}.",
             "Lower lr by ten, or look for NaN in the data."),
         Row("short", lambda m: not m.count and not m.kinds, "The run has no draws{because}.", "Run longer."),
@@ -843,15 +804,29 @@ QUESTIONS: tuple[tuple[Callable[[Any], dict[str, Any]], tuple[Row, ...]], ...] =
             "The draws have not mixed: R-hat {untold:.2f}, with too few independent draws to tell it from chance.", LONGER),
     )),
     (_shown, (
-        Row("nonfinite", lambda m: not m.data.is_finite, "The loss at the last draw is NaN or infinite.",
+        Row(UNSEEN, lambda m: not m.is_asked,
+            "Not looked at: scale and temperature, which need tx=, loss= and batches=."),
+        Row(UNSEEN, lambda m: m.is_asked and m.data is None,
+            "Not told: scale and temperature, since tx gives no leaf noise of a temperature above 0 that could be read; where "
+            "it is a sampler of another kind, pass temperature=."),
+        Row("nonfinite", lambda m: m.data is not None and not m.data.is_finite, "The loss at the last draw is NaN or infinite.",
             "Look for NaN in the data."),
     )),
     # has the loss its scale
+    (_doubled, (
+        Row(UNSEEN, lambda m: not m.doubled,
+            "Not seen: whether loss and temperature have the scale of a posterior, since the data could not be counted or the "
+            "loss does not take a batch twice; data_size= gives their number."),
+    )),
     (_scaled, (
+        Row(UNSEEN, lambda m: m.known and not m.is_compared,
+            "Not told: the loss against the likelihood, which has one value on all data, or NaN."),
+        Row(UNSEEN, lambda m: m.tokens and m.off <= math.log(OFF), "Taken for granted: {tokens}"),
+        Row(UNSEEN, lambda m: not m.is_sum and not m.is_compared, UNSEEN_SCALE),
         Row("scale", lambda m: m.left > UNLIKE or not m.factor > 0,
             "The loss is no multiple of -likelihood.log_prob(...): {left:.0%} of how it differs between data is not.",
             "Pass the likelihood that the loss is of, or take the loss from this one."),
-        Row("scale", lambda m: m.counted > 1,
+        Row("scale", lambda m: m.is_sum and m.counted > 1,
             "The loss is a sum over its batch: it counts {counted} times too few data on minibatches.",
             "Take the mean over the batch and temperature = 1/N. If every step of the run took all data, pass them here as one "
             "batch."),
@@ -861,7 +836,14 @@ QUESTIONS: tuple[tuple[Callable[[Any], dict[str, Any]], tuple[Row, ...]], ...] =
             "{tokens}Set temperature={right:.4g}. Where another one is meant pass posterior_temperature={times:.3g}{other}."),
     )),
     # has it the temperature
+    (_moved, (
+        Row(UNSEEN, lambda m: True, "Not seen: whether a prior that is written into the loss has the strength that was meant."),
+        Row(UNSEEN, lambda m: m.count < 4, "Not told: the temperature of the draws, which takes four of them at least."),
+    )),
     (_tempered, (
+        Row(UNSEEN, lambda m: m.directions == 1,
+            "Not seen: the temperature along the stiffest directions: the loss has no finite Hessian at the draws."),
+        Row(UNSEEN, lambda m: m.is_moving, "Not told: whether the draws are too hot, since they are still on their way."),
         Row("heated", lambda m: m.hot, "The draws are too hot: {hot}.",
             "Minibatches heat the chain, or lr is too large for the curvature at the draws. Lower lr, or larger batches."),
         Row("cold", lambda m: m.cold, "The draws have not spread out: {cold}.",

@@ -38,6 +38,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import optree
@@ -46,6 +47,7 @@ from torch import Tensor
 
 from bayesopt_chain import kinds
 from bayesopt_chain.checks import installed
+from bayesopt_chain.diagnostics.findings import Row, judged
 from bayesopt_chain.diagnostics.observables.rate import Rate, chosen, relaxation
 from bayesopt_chain.diagnostics.observables.restrict import restrict
 from bayesopt_chain.diagnostics.observables.sums import BLOCKS, Estimate, Record, merged
@@ -588,55 +590,51 @@ def susceptibility(part: Observed, full: Observed, train: str, probe: str) -> Es
     return Estimate(v.value - c.value + phi * gap, square.sqrt(), c.agree & v.agree)
 
 
-def findings(run: Any) -> list[str]:
-    """What is wrong or doubtful of a run; ``"refused"`` stands before what leaves no answer.
+FINDINGS = (
+    Row("limit", lambda m: not m.limit < 1,
+        "refused: lr is {limit:.2f} of the stability limit where the loss is steepest on the way; take lr={lower:.2g}"),
+    Row("hot", lambda m: not m.ratio < 1.05 + 3 * m.error or m.ratio > 1.5,
+        "refused: too hot, virial {virial} of {free}; take half the lr, or larger batches"),
+    Row("hot", lambda m: m.top > 1.1 + 3 * m.top_error,
+        "refused: the {stiff} stiffest directions are {top:.2f} times as hot as they should be (+- {top_errors:.2g}), which "
+        "the others hide; take half the lr, or larger batches"),
+    Row("spread", lambda m: m.ratio < 0.95 - 3 * m.error,
+        "flat directions have not spread: virial {virial} of {free}; {longer}"),
+    Row("spread", lambda m: m.flat,
+        "flat directions of {flat[0]} have not spread: virial {flat[1]:.3g} of {flat[2]}; {longer}"),
+    Row("short", lambda m: m.ratio == m.ratio and not m.error < 0.1,
+        "too short to judge: virial {virial} of {free}; run longer, or more chains"),
+    Row("drift", lambda m: abs(m.drift) > DRIFT,
+        "refused: the loss still moves, {drift:+.1f} errors from the first to the last third; take a longer burn_in"),
+    Row("apart", lambda m: not m.agree,
+        "chains disagree by more than their own errors: the larger one is reported; run longer"),
+)  # fmt: skip
 
-    Args:
-        run: an :class:`Observed`, whose findings are still to be made.
-    """
-    out = list[str]()
-    if not run.complete:
-        out.append(("refused: " if "interrupted" not in run.why else "") + f"the run has not ended: {run.why}")
+
+def findings(run: Observed) -> list[str]:
+    """What is wrong or doubtful of a run; ``"refused"`` stands before what leaves no answer."""
+    is_broken = not run.complete and "interrupted" not in run.why
+    ended = [] if run.complete else ["refused: " * is_broken + f"the run has not ended: {run.why}"]
     if run.record.count < 2:
-        return [*out, "refused: there are no draws"]
-    if not run.limit < 1:
-        out.append(
-            f"refused: lr is {run.limit:.2f} of the stability limit where the loss is steepest on the way; take "
-            f"lr={0.1 * run.lr / max(run.limit, 1e-30):.2g}"
-        )
-    virial, stiff = run.mean("virial"), run.mean("virial of stiff")
-    ratio, error = float(virial.value) / run.free, float(virial.error) / run.free
-    top, top_error = float(stiff.value) / run.stiff, float(stiff.error) / run.stiff
+        return [*ended, "refused: there are no draws"]
+    virial, stiff, leaves = (run.mean(name) for name in ("virial", "virial of stiff", "virial by leaf"))
+    (ratio, error), (top, top_error) = (
+        (float(x.value) / n, float(x.error) / n) for x, n in ((virial, run.free), (stiff, run.stiff))
+    )
     if math.isnan(error) and math.isfinite(ratio):
         few = f"refused: {run.record.count} draws of one chain are too few to tell an error"
-        return [*out, f"{few}; run longer, or more chains, or take a smaller thinning"]
-    if not ratio < 1.05 + 3 * error or ratio > 1.5:
-        out.append(f"refused: too hot, virial {virial} of {run.free}; take half the lr, or larger batches")
-    elif top > 1.1 + 3 * top_error:
-        out.append(
-            f"refused: the {run.stiff} stiffest directions are {top:.2f} times as hot as they should be "
-            f"(+- {2 * top_error:.2g}), which the others hide; take half the lr, or larger batches"
-        )
-    longer = "" if math.isinf(run.relaxation) else f"; a flat direction relaxes in {_round(run.relaxation)} steps: run "
-    longer += f"{_round(run.relaxation * 3)} or more, or take a stronger spring" if longer else "; it has no spring"
-    if ratio < 0.95 - 3 * error:
-        out.append(f"flat directions have not spread: virial {virial} of {run.free}{longer}")
-    else:
-        leaves = run.mean("virial by leaf")
-        for (name, count), value, e in zip(run.leaves.items(), leaves.value.tolist(), leaves.error.tolist()):
-            if value / count < 0.9 - 4 * e / count:
-                out.append(f"flat directions of {name} have not spread: virial {value:.3g} of {count}{longer}")
-                break
-    if ratio == ratio and not error < 0.1:
-        out.append(f"too short to judge: virial {virial} of {run.free}; run longer, or more chains")
-    drift = run.record.drift("loss")
-    if abs(drift) > DRIFT:
-        out.append(
-            f"refused: the loss still moves, {drift:+.1f} errors from the first to the last third; take a longer burn_in"
-        )
-    if not bool(run.mean("loss").agree):
-        out.append("chains disagree by more than their own errors: the larger one is reported; run longer")
-    return out
+        return [*ended, f"{few}; run longer, or more chains, or take a smaller thinning"]
+    each = zip(run.leaves.items(), leaves.value.tolist(), leaves.error.tolist())
+    steps = run.relaxation
+    m = SimpleNamespace(
+        limit=run.limit, lower=0.1 * run.lr / max(run.limit, 1e-30), virial=virial, free=run.free, ratio=ratio, error=error,
+        stiff=run.stiff, top=top, top_error=top_error, top_errors=2 * top_error,
+        flat=next(((name, x, count) for (name, count), x, e in each if x / count < 0.9 - 4 * e / count), None),
+        longer="it has no spring" if math.isinf(steps) else f"a flat direction relaxes in {_round(steps)} steps: run "
+        f"{_round(3 * steps)} or more, or take a stronger spring",
+        drift=run.record.drift("loss"), agree=bool(run.mean("loss").agree),
+    )  # fmt: skip
+    return [*ended, *(found.says for found in judged(FINDINGS, m, set()))]
 
 
 def _round(steps: float) -> str:
