@@ -22,6 +22,7 @@ R_HAT = 1.01  # above which draws have not mixed
 AT_ONCE = 1 << 28  # bytes of draws on disk that are looked at together
 
 
+@kinds.takes()
 def r_hat(draws: Draws | Any) -> Any:
     """Rank-normalised split R-hat of every element (Vehtari, Gelman, Simpson, Carpenter and Bürkner, 2021).
 
