@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import optree
@@ -30,7 +29,7 @@ from bayesopt_chain import checks
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
-from bayesopt_chain.links.leaves import HoldsTree
+from bayesopt_chain.links.leaves import HoldsTree, require_numbers
 from bayesopt_chain.links.weight_decay import AddDecayedWeights, require_first
 from bayesopt_chain.matching.response import Linear, Response
 from bayesopt_chain.precision import Diagonal, Precision, Woodbury
@@ -252,13 +251,8 @@ def add_gaussian_prior(prior: Any, *, n: float) -> Chain:
     if isinstance(prior, (int, float)):
         checks.number("add_gaussian_prior: prior", prior, "[0, inf)")
         return Chain((AddDecayedWeights(float(prior) / n, is_prior=True),)) if prior else Chain(())
-    for leaf in optree.tree_leaves(prior, none_is_leaf=True):
-        real = isinstance(leaf, Tensor) and leaf.is_floating_point()
-        if not real and (isinstance(leaf, bool) or not isinstance(leaf, Real)):
-            raise TypeError(
-                "add_gaussian_prior: prior must be a precision (a number, or a tree of numbers and tensors) or a "
-                f"Gaussian, got {checks.short(leaf)}"
-            )
+    wanted = "a precision (a number, or a tree of numbers and tensors) or a Gaussian"
+    require_numbers("add_gaussian_prior: prior", prior, wanted)
     return Chain((AddDiagonalPrior(n, 0.0, prior),))
 
 

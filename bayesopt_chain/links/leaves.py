@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from numbers import Real
+from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain import checks
 from bayesopt_chain.core.link import Link
 from bayesopt_chain.trees import flattened
 
@@ -30,6 +34,23 @@ def _are_equal(x: object, y: object) -> bool:
     if isinstance(x, Tensor) or isinstance(y, Tensor):
         return torch.equal(torch.as_tensor(x, device="cpu"), torch.as_tensor(y, device="cpu"))
     return x == y
+
+
+def require_numbers(who: str, tree: Any, wanted: str) -> None:
+    """Refuse a tree whose leaves are not all real numbers or real tensors.
+
+    Args:
+        who: the function and its argument, with which the message begins.
+        tree: the argument.
+        wanted: what the argument must be.
+
+    Raises:
+        TypeError: a leaf is something else.
+    """
+    for leaf in optree.tree_leaves(tree, none_is_leaf=True):
+        real = isinstance(leaf, Tensor) and not leaf.is_complex() and leaf.dtype != torch.bool
+        if not real and (isinstance(leaf, bool) or not isinstance(leaf, Real)):
+            raise TypeError(f"{who} must be {wanted}, got {checks.short(leaf)}")
 
 
 def zeros(leaves: Sequence[Tensor], value: float = 0.0, requires_grad: bool = False) -> tuple[Tensor, ...]:

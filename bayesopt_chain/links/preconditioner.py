@@ -15,10 +15,8 @@ preconditioner as ``R e``. A precision therefore needs the methods ``solve(x) = 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import optree
 import torch
 from torch import Tensor
 
@@ -28,7 +26,7 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import ELEMENTWISE, Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.learning_rate import Scale
-from bayesopt_chain.links.leaves import HoldsTree
+from bayesopt_chain.links.leaves import HoldsTree, require_numbers
 from bayesopt_chain.links.rms import RunningScale
 from bayesopt_chain.matching.response import Preconditioner, Response
 
@@ -190,11 +188,6 @@ def scale_by_preconditioner(preconditioner: Any) -> Chain:
         return Chain((Scale(float(preconditioner)),))
     if isinstance(preconditioner, SupportsSolve):
         return Chain((SolvePrecision(preconditioner),))
-    for leaf in optree.tree_leaves(preconditioner, none_is_leaf=True):
-        real = isinstance(leaf, Tensor) and not leaf.is_complex()
-        if not real and (isinstance(leaf, bool) or not isinstance(leaf, Real)):
-            raise TypeError(
-                f"scale_by_preconditioner: preconditioner must be a positive number, a tree of such numbers and tensors, or "
-                f"an estimator, got {checks.short(leaf)}"
-            )
+    wanted = "a positive number, a tree of such numbers and tensors, or an estimator"
+    require_numbers("scale_by_preconditioner: preconditioner", preconditioner, wanted)
     return Chain((ScaleByPreconditioner(preconditioner),))

@@ -7,7 +7,7 @@ Comparison: :mod:`bayesopt_chain.distributed.witness` compares which leaves get 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -91,6 +91,14 @@ class OnRanks:
         """
         kinds.require(f"{self._name}.watch", every=(every, kinds.WHOLE.or_none()), first=(first, kinds.BOOL))
         self._witness.every, self._witness.first = every, first
+
+    def _loss_of(self, closure: Callable[[], Any] | None) -> Any:
+        """Evaluate the model by a closure, with gradients, and return its loss; ``None`` without a closure."""
+        if closure is None:
+            return None
+        _checks.require(f"{self._name}.step", {"closure": closure})
+        with torch.enable_grad():
+            return closure()
 
     @property
     def _witness(self) -> Witness:

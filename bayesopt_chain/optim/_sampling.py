@@ -385,14 +385,11 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             >>> bool(theta.all())
             True
         """
-        loss = None
-        if closure is not None:
-            _checks.require(f"{self._name}.step", {"closure": closure})
         if not any(map(_asks_for_more, self.param_groups)):
+            if closure is not None:
+                _checks.require(f"{self._name}.step", {"closure": closure})
             return self._torch_step(closure)
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = self._loss_of(closure)
         # Ctrl-C between two writes would leave parameters, velocities and the count of draws of different steps
         with uninterrupted():
             self._noisy_step()  # pyright: ignore[reportAttributeAccessIssue]

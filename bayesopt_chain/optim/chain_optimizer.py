@@ -118,12 +118,7 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
             >>> theta.detach()
             tensor([0.9000, 0.9000])
         """
-        if closure is not None:
-            _checks.require("bc.optim.Optimizer.step", {"closure": closure})
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = self._loss_of(closure)
         for group, built in zip(self.param_groups, self._chains):  # all groups, before any of them moves
             built.check(group)
         first = local(self.param_groups[0]["params"][0])

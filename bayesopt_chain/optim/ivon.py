@@ -227,12 +227,9 @@ class IVON(OnRanks, torch.optim.Optimizer):
             >>> bool((theta < 1.0).all())
             True
         """
-        if closure is not None:
-            _checks.require(f"{self._name}.step", {"closure": closure})
-        loss = None
-        if closure is not None:  # a trainer's callback may have made the draw already, and ends it within the closure
-            with nullcontext() if self._means is not None else self.sampled(), torch.enable_grad():
-                loss = closure()
+        # a trainer's callback may have made the draw already, and ends it within the closure
+        with nullcontext() if closure is None or self._means is not None else self.sampled():
+            loss = self._loss_of(closure)
         if self._means is not None or not self._has_draw:
             raise ValueError(
                 f"{self._name}.step: take the gradients inside of `with optimizer.sampled():`, and call step() behind it"

@@ -208,25 +208,20 @@ def _identity(optimizer: torch.optim.Optimizer, scheduler: Any) -> Any:
 def _to_tensors(x: Any) -> Any:
     """Write nested dictionaries and lists as dictionaries that hold tensors only.
 
-    A number becomes ``{"number": 0-d tensor}``, and a list ``{"[0]": ..., "[1]": ...}``. Entries of a dictionary that cannot be
-    written so, such as strings, are left out.
+    A number becomes ``{"number": 0-d tensor}``, and a list ``{"[0]": ..., "[1]": ...}``. What cannot be written so, such as a
+    string or a list of strings, becomes ``None``, and is left out of dictionaries.
     """
     if isinstance(x, dict):
-        return {str(k): _to_tensors(v) for k, v in x.items() if _has_tensor_form(v)}
+        written = {str(k): _to_tensors(v) for k, v in x.items()}
+        return {k: v for k, v in written.items() if v is not None}
     if isinstance(x, (list, tuple)):
-        return {f"[{i}]": _to_tensors(v) for i, v in enumerate(x)}
+        items = {f"[{i}]": _to_tensors(v) for i, v in enumerate(x)}
+        return None if None in items.values() else items
     if torch.is_tensor(x):
         return x.detach()
-    return {"number": torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else None, device="cpu")}
-
-
-def _has_tensor_form(x: Any) -> bool:
-    """Return whether :func:`_to_tensors` can write a value as tensors."""
-    if isinstance(x, dict):
-        return True
-    if isinstance(x, (list, tuple)):
-        return all(map(_has_tensor_form, x))
-    return torch.is_tensor(x) or isinstance(x, (bool, int, float))
+    if isinstance(x, (bool, int, float)):
+        return {"number": torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else None, device="cpu")}
+    return None
 
 
 def _from_tensors(saved: Any, like: Any = None) -> Any:
