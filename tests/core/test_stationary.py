@@ -281,13 +281,13 @@ def test_a_learning_rate_of_zero_gives_no_nan(start_at_zero):
 
 
 def test_the_probe_refuses_what_is_not_linear_and_what_is_unstable():
-    eye = torch.eye(2, dtype=torch.float64)
-    with pytest.raises(ValueError, match="not linear"):
-        stationary_covariance(bc.rmsprop(0.1, temperature=1.0), eye, state=None, warmup=0)
-    with pytest.raises(Unstable):
-        stationary_covariance(bc.sgd(2.5, temperature=1.0), eye)
-    with pytest.raises(ValueError, match="2 parameters"):
-        stationary_covariance(bc.sgd(0.1, temperature=1.0), eye, torch.zeros(3))
+    for tx, options, error, words in (
+        (bc.rmsprop(0.1, temperature=1.0), {"warmup": 0}, ValueError, "not linear"),
+        (bc.sgd(2.5, temperature=1.0), {}, Unstable, ""),
+        (bc.sgd(0.1, temperature=1.0), {"params": torch.zeros(3)}, ValueError, "2 parameters"),
+    ):
+        with pytest.raises(error, match=words):
+            stationary_covariance(tx, torch.eye(2, dtype=torch.float64), **options)
 
 
 @pytest.mark.parametrize("dampening", [0.0, 0.3])

@@ -14,8 +14,8 @@ import bayesopt_chain as bc
 from bayesopt_chain import curvature, likelihoods
 from bayesopt_chain.curvature._plan import Affine, make_plan
 from bayesopt_chain.posterior.gaussian import Gaussian
-from bayesopt_chain.precision import Block, Dense, Diagonal, Eigenbasis, Kronecker, LowRank, Root, flatten
-from tests.curvature.conftest import block_diagonal, convolutional, naive, naive_rows, of_module
+from bayesopt_chain.precision import Block, Dense, Diagonal, Eigenbasis, Kronecker, LowRank, Root, flatten, unflatten
+from tests.curvature.conftest import block_diagonal, convolutional, naive, of_module
 
 B = 6
 
@@ -164,16 +164,15 @@ def test_every_exact_structure_is_the_naive_construction(model, chunk_bytes):
 
 
 LIKELIHOODS = {
-    "gaussian learned": (likelihoods.gaussian("learned"), 2, lambda: torch.randn(B, 1)),
-    "bernoulli": (likelihoods.bernoulli(), 2, lambda: torch.randint(0, 2, (B, 2)).double()),
-    "poisson": (likelihoods.poisson(), 2, lambda: torch.randint(0, 4, (B, 2)).double()),
-    "categorical": (likelihoods.categorical(), 2, lambda: torch.randint(0, 2, (B,))),
+    "gaussian learned": (likelihoods.gaussian("learned"), lambda: torch.randn(B, 1)),
+    "bernoulli": (likelihoods.bernoulli(), lambda: torch.randint(0, 2, (B, 2)).double()),
+    "poisson": (likelihoods.poisson(), lambda: torch.randint(0, 4, (B, 2)).double()),
+    "categorical": (likelihoods.categorical(), lambda: torch.randint(0, 2, (B,))),
     "custom": (
         likelihoods.custom(
             lambda f, y: torch.log1p((f - y).square()).sum(-1),
             output_hessian=lambda f, y: torch.eye(2).expand(B, 2, 2)[: len(f)],
         ),
-        2,
         lambda: torch.randn(B, 2),
     ),
 }
@@ -182,18 +181,13 @@ all_likelihoods = pytest.mark.parametrize("name", LIKELIHOODS)
 
 @all_likelihoods
 def test_every_likelihood_meets_every_kind_of_factor(name):
-    likelihood, _, targets = LIKELIHOODS[name]
+    likelihood, targets = LIKELIHOODS[name]
     forward, params, inputs = by_hand()
     batch = (inputs, targets())
-    assert_close(
-        curvature.ggn(forward, likelihood, "dense")(params, batch).to_dense(),
-        naive(forward, params, batch, likelihood.factors),
-    )
-    assert_close(
-        curvature.empirical_fisher(forward, likelihood, "dense")(params, batch).to_dense(),
-        naive(forward, params, batch, likelihood.empirical_factors),
-    )
-    vector = torch.func.hessian(lambda v: likelihood.nll(forward(unravel(v, params), batch), batch[1]).sum())(
+    for make, factors in ((curvature.ggn, "factors"), (curvature.empirical_fisher, "empirical_factors")):
+        expected = naive(forward, params, batch, getattr(likelihood, factors))
+        assert_close(make(forward, likelihood, "dense")(params, batch).to_dense(), expected)
+    vector = torch.func.hessian(lambda v: likelihood.nll(forward(unflatten(v, params), batch), batch[1]).sum())(
         flatten(params, params)
     )
     hessian = curvature.hessian(forward, likelihood, chunk_bytes=4000)(params, batch)
@@ -203,19 +197,13 @@ def test_every_likelihood_meets_every_kind_of_factor(name):
     assert hessian.count == diagonal.count == B
 
 
-def unravel(vector, params):
-    from bayesopt_chain.precision import unflatten
-
-    return unflatten(vector, params)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gaussian learned", "categorical"])
 def test_the_monte_carlo_fisher_is_unbiased(name):
     """A mean of 2000 independent estimates against the exact GGN: each diagonal entry's standardised error is normal
     up to the skew of a sum of 12,000 squares, and exceeds 6 with probability below 1e-7; any of 23 below 3e-6.
     """
-    likelihood, _, targets = LIKELIHOODS[name]
+    likelihood, targets = LIKELIHOODS[name]
     forward, params, inputs = by_hand()
     batch = (inputs, targets())
     generator = torch.Generator().manual_seed(2)
@@ -393,12 +381,6 @@ def test_parameters_that_require_grad_and_float32_are_welcome():
     assert all(leaf.grad is None for leaf in optree.tree_leaves(params))
 
 
-def test_naive_rows_and_root_rows_are_the_same_rows():
-    forward, params, batch, likelihood = case(by_hand)
-    rows = flatten(curvature.ggn(forward, likelihood, "root")(params, batch).rows, params)
-    assert_close(rows, naive_rows(forward, params, batch, likelihood.factors).flatten(0, 1))
-
-
 def linear(p, batch):
     return batch[0] @ p["w"]
 
@@ -410,11 +392,10 @@ def linear_batch(n=3):
 def test_a_dense_structure_that_cannot_fit_is_refused_before_it_is_allocated():
     forward = lambda p, batch: batch[0] @ p["w"][:, :1]  # noqa: E731
     params = {"w": torch.zeros(()).expand(2000, 1000)}
-    estimate = curvature.ggn(forward, likelihoods.gaussian(), "dense")
-    with pytest.raises(MemoryError, match=r"2,000,000 parameters.*58\.21 TiB.*low_rank.*diagonal.*kronecker.*subset"):
-        estimate(params, (torch.randn(2, 2000), torch.randn(2, 1)))
-    with pytest.raises(MemoryError, match=r"block|dense"):
-        curvature.ggn(forward, likelihoods.gaussian(), "block")(params, (torch.randn(2, 2000), torch.randn(2, 1)))
+    words = r"2,000,000 parameters.*58\.21 TiB.*low_rank.*diagonal.*kronecker.*subset"
+    for structure, said in (("dense", words), ("block", "block|dense")):
+        with pytest.raises(MemoryError, match=said):
+            curvature.ggn(forward, likelihoods.gaussian(), structure)(params, (torch.randn(2, 2000), torch.randn(2, 1)))
 
 
 def two_unknown_uses():
@@ -680,7 +661,7 @@ def test_the_fisher_and_hessian_of_any_log_density_are_those_by_differentiation(
         return -(path[:, 1:] - path[:, :-1].sin()).square().sum(1)
 
     batch = {"x": torch.randn(B, 4, 3)}
-    of = lambda v: log_density(unravel(v, params), batch)  # noqa: E731
+    of = lambda v: log_density(unflatten(v, params), batch)  # noqa: E731
     at = flatten(params, params)
     gradients, hessian = torch.func.jacrev(of)(at), torch.func.hessian(lambda v: of(v).sum())(at)
     itself = likelihoods.custom(lambda outputs, _: -outputs[:, 0])  # of the model whose only output is the density

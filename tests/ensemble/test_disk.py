@@ -21,8 +21,8 @@ def data():
     return x, x[:, :1]
 
 
-def make():
-    return nn.Sequential(nn.Linear(2, 6), nn.BatchNorm1d(6), nn.Dropout(0.1), nn.Tanh(), nn.Linear(6, 1))
+def make(dropout=0.1):
+    return nn.Sequential(nn.Linear(2, 6), nn.BatchNorm1d(6), nn.Dropout(dropout), nn.Tanh(), nn.Linear(6, 1))
 
 
 def call(path=None, **changes):
@@ -78,17 +78,13 @@ def test_another_call_under_the_same_path_is_refused(tmp_path):
 
 
 def test_another_network_likelihood_or_frozen_weight_under_the_same_path_is_refused(tmp_path):
-    x, y = data()
-    cold = {**SMALL, "path": tmp_path}
-    bc.posterior_ensemble(make, (x, y), bc.likelihoods.student_t(4.0), **cold)
-
-    def other():
-        return nn.Sequential(nn.Linear(2, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Tanh(), nn.Linear(6, 1))
-
-    with pytest.raises(ValueError, match=r"p=0\.1"):
-        bc.posterior_ensemble(other, (x, y), bc.likelihoods.student_t(4.0), **cold)
-    with pytest.raises(ValueError, match=r"likelihood.* is 4\.0, here 8\.0"):
-        bc.posterior_ensemble(make, (x, y), bc.likelihoods.student_t(8.0), **cold)
+    bc.posterior_ensemble(make, data(), bc.likelihoods.student_t(4.0), path=tmp_path, **SMALL)
+    for module, freedom, words in (
+        (lambda: make(0.2), 4.0, r"p=0\.1"),
+        (make, 8.0, r"likelihood.* is 4\.0, here 8\.0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            bc.posterior_ensemble(module, data(), bc.likelihoods.student_t(freedom), path=tmp_path, **SMALL)
 
 
 @pytest.mark.slow

@@ -85,17 +85,6 @@ def test_in_place_equals_pure_and_keeps_the_state_tensors():
     assert_bitwise_equal(*ends)
 
 
-def test_a_missing_mode_is_refused():
-    loss, batches, _, _ = problem()
-    for mode in (None, {}):
-        with pytest.raises(
-            ValueError, match=r"control_variates: mode must be parameters near a minimum.*temperature=0 first"
-        ):
-            bc.gradients.control_variates(loss, batches, mode)
-    with pytest.raises(ValueError, match="mode differs from params in structure or shapes"):
-        bc.gradients.control_variates(loss, batches, torch.zeros(2)).init(torch.zeros(D))
-
-
 def test_an_exhausted_iterator_of_batches_is_refused():
     loss, batches, mean, _ = problem()
     full = bc.gradients.mean_gradient(loss, iter(batches))
@@ -238,9 +227,13 @@ def test_what_a_snapshot_leaves_of_the_noise_is_measured_where_the_chain_is(inpl
     assert left() < 1e-12
 
 
-@pytest.mark.parametrize("mode, error", [(None, ValueError), ({}, ValueError), ([1.0], TypeError), ("x", TypeError)])
-def test_a_mode_that_is_no_tree_of_tensors_is_refused_by_its_name(mode, error):
-    with pytest.raises(error, match="control_variates: mode must be"):
+@pytest.mark.parametrize(
+    "mode, error, near",
+    [(None, ValueError, True), ({}, ValueError, True), ([1.0], TypeError, False), ("x", TypeError, False)],
+)
+def test_a_mode_that_is_no_tree_of_tensors_is_refused_by_its_name(mode, error, near):
+    words = " parameters near a minimum.*temperature=0 first" if near else ""
+    with pytest.raises(error, match=f"control_variates: mode must be{words}"):
         bc.gradients.control_variates(squared, [torch.ones(2)], mode)
 
 

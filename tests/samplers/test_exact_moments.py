@@ -282,16 +282,6 @@ def path_of(tx, theta, xi):
     return torch.stack(path)
 
 
-def test_order_one_without_momentum_is_sgld():
-    lr, temperature, xi = 0.05, 0.7, torch.randn(20, 3, dtype=torch.float64)
-    theta, path = torch.ones(3, dtype=torch.float64), []
-    for row in xi:
-        theta = theta - lr * steep(theta) - math.sqrt(2 * lr * temperature) * row
-        path.append(theta)
-    got = path_of(bc.sgld(lr, temperature=temperature, order=1), torch.ones(3, dtype=torch.float64), xi)
-    torch.testing.assert_close(got, torch.stack(path), rtol=1e-12, atol=1e-12)
-
-
 @given(
     eps=st.floats(0.01, 0.3),
     alpha=st.floats(0.1, 3.0),

@@ -189,15 +189,6 @@ def test_contour_learns_a_flat_histogram_of_the_loss_whose_weights_give_the_targ
     assert energies[0] - energies[1] > temperature  # without weights it is another law
 
 
-def test_contour_refuses_a_prior_in_front_and_takes_one_behind():
-    contour = lambda: bc.samplers.scale_by_contour(1.0, 0.0, 4.0)  # noqa: E731
-    for prior in (bc.links.add_decayed_weights(0.1), bc.links.add_gaussian_prior(1.0, n=10)):
-        with pytest.raises(ValueError, match=r"scale_by_contour: .* stands in front of it"):
-            bc.chain(prior, contour(), bc.sgld(0.1, temperature=1.0)).init(torch.zeros(2))
-    tx = bc.chain(contour(), bc.links.add_decayed_weights(0.1), bc.sgld(0.1, temperature=1.0))
-    tx.init(torch.zeros(2))
-
-
 @pytest.mark.parametrize(
     "front", [lambda: bc.links.scale(0.5), lambda: bc.links.scale_by_rms(), lambda: bc.add_momentum(0.5)]
 )
@@ -259,65 +250,3 @@ def test_one_particle_is_gradient_descent_at_any_temperature():
     tx = bc.samplers.svgd(0.1, temperature=3.0)
     updates, _ = tx.update(torch.ones(1, 2), tx.init(x), params=x, inplace=False)
     torch.testing.assert_close(updates, -0.1 * torch.ones(1, 2))
-
-
-def test_at_temperature_zero_particles_descend_together():
-    """Kernel-smoothed gradient descent with a wide kernel moves every particle by the mean gradient."""
-    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
-    tx = bc.samplers.svgd(0.1, temperature=0.0, bandwidth=1e4)
-    updates, _ = tx.update(x.clone(), tx.init(x), params=x, inplace=False)
-    torch.testing.assert_close(updates, -0.1 * x.mean(0).expand(5, 3), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_particles_settle_to_represent_the_target():
-    """30 particles on N(1, T / 4): mean exact, variance within 10 % (SVGD's own finite-particle error, deterministic)."""
-    temperature = 0.25
-    x = torch.linspace(-1, 2, 30, dtype=torch.float64)[:, None]
-    tx = bc.samplers.svgd(0.1, temperature=temperature)
-    x, _ = end_of(tx, x, lambda x: 4 * (x - 1), 1500)
-    assert x.mean().item() == pytest.approx(1.0, abs=1e-3)
-    assert x.var().item() == pytest.approx(temperature / 4, rel=0.1)
-
-
-CONTOUR, P = bc.samplers.contour_sgld(0.1, 0.0, 1.0, temperature=1.0), torch.zeros(2)
-
-
-@pytest.mark.parametrize(
-    ("build", "words"),
-    [
-        (
-            lambda: bc.samplers.replica_exchange(0.1, temperatures=(1.0,)),
-            "temperatures must hold at least two chains, got 1",
-        ),
-        (lambda: bc.samplers.replica_exchange(0.1, temperatures=(1.0, 1.0)), "temperatures must increase"),
-        (lambda: bc.samplers.replica_exchange(0.1, temperatures=(0.0, 1.0)), r"temperatures\[0\] must be a positive"),
-        (lambda: bc.samplers.replica_exchange(0.1, temperatures=(1.0, 2.0), loss_variance=-1.0), "loss_variance"),
-        (
-            lambda: bc.samplers.replica_exchange(0.1, temperatures=(1.0, 2.0), correction_factor=0.5),
-            "correction_factor",
-        ),
-        (
-            lambda: bc.samplers.replica_exchange(0.1, temperatures=(1.0, 2.0)).init(torch.zeros(3)),
-            r"stacked for 2 chains.*\(3,\)",
-        ),
-        (
-            lambda: bc.samplers.svgd(0.1, temperature=1.0).init([torch.zeros(2, 1), torch.zeros(3)]),
-            "same number in every leaf",
-        ),
-        (lambda: bc.samplers.svgd(0.1, temperature=1.0, bandwidth=0.0), "bandwidth"),
-        (lambda: bc.samplers.scale_by_contour(1.0, 2.0, 1.0), "low must lie below high"),
-        (lambda: CONTOUR.update(P, CONTOUR.init(P), params=P), r"contour: update needs loss=.*bc\.make_step passes it"),
-        (
-            lambda: bc.chain(
-                bc.samplers.scale_by_stein_kernel(1.0), bc.inject_langevin_noise(1.0), bc.scale_by_neg_lr(0.1)
-            ).init(torch.zeros(3, 2)),
-            "its particles share gradients",
-        ),
-        (lambda: bc.samplers.scale_by_contour(1.0, 0.0, 1.0, bins=1), "bins"),
-        (lambda: bc.samplers.contour_weight(bc.sgd(0.1), (), torch.zeros(())), "no link of .* is scale_by_contour"),
-    ],
-)
-def test_a_wrong_argument_is_named(build, words):
-    with pytest.raises(ValueError, match=words):
-        build()
