@@ -1,6 +1,5 @@
 """Several processes with a gloo group among them: they stay, one group for each number of ranks, and run what they are sent."""
 
-import collections
 import datetime
 import functools
 import importlib
@@ -20,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bayesopt_chain.distributed import witness
 
@@ -182,19 +180,6 @@ def mesh_of(*shape):
 def whole(tree):
     """The tree with its DTensors gathered."""
     return optree.tree_map(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, tree)
-
-
-class Messages(TorchDispatchMode):
-    """Counts the collectives inside it, by name; torch's own counter cannot follow a module that runs twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = collections.Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
-            self.counts[func.__name__.partition(".")[0].strip("_")] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def message_of(function, *args):

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint import load, save
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -25,7 +26,7 @@ from bayesopt_chain.matching.response import Nonlinear
 from bayesopt_chain.random.philox import draw_elements, whole_leaves
 from bayesopt_chain.random.stream import leaf_numbers
 from tests.distributed import toys
-from tests.distributed.ranks import everywhere, mesh_of, message_of, on, whole, world
+from tests.distributed.ranks import everywhere, mesh_of, message_of, on, run, whole, world
 
 pytestmark = pytest.mark.slow
 close = functools.partial(torch.testing.assert_close, rtol=0, atol=1e-6)
@@ -359,28 +360,6 @@ def test_lightnings_strategy_for_fsdp2_makes_the_steps_of_one_process():
     close(weights(module.net), alone(4))
 
 
-@on(2)
-def test_the_diagonal_posterior_of_adapters_under_fsdp2_is_that_of_one_process():
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    settings = peft.LoraConfig(r=2, target_modules=["0", "2"], init_lora_weights=False, lora_dropout=0.5)
-    model = peft.get_peft_model(network(sizes=(3, 6, 2)).double(), settings).eval()
-    x, y, likelihood, tx = BOTH.double(), torch.arange(16) % 2, bc.likelihoods.categorical(), bc.laplace()
-    trained = lambda: {name: p.detach().clone() for name, p in named(model) if p.requires_grad}  # noqa: E731
-    params, mesh = trained(), mesh_of(2)
-
-    def variances(increment, params):
-        _, state = tx.update(params, tx.init(params), curvature=increment, inplace=False)
-        return whole(tx.posterior(state, params, prior_precision=2.0).marginal_variance)
-
-    forward = lambda p, batch: torch.func.functional_call(model, p, (batch[0],))  # noqa: E731
-    want = variances(bc.curvature.ggn(forward, likelihood, "diagonal")(params, (x, y)), params)
-    fully_shard(model, mesh=mesh)
-    estimate = bc.curvature.diagonal_by_backward(model, likelihood, mesh=mesh)
-    close(found := variances(estimate((x[world()[0] :: 2], y[world()[0] :: 2])), trained()), want, atol=1e-10)
-    assert len(found) == 4 and all("lora_" in name for name in found)
-
-
 # state dicts of torch.distributed.checkpoint
 
 MADE = {
@@ -423,6 +402,27 @@ def test_flattened_and_full_state_dicts_go_on_bit_for_bit(name):
         assert torch.equal(weights(model), straight), (engine, flat, full)
 
 
+def gone_on(name, engine, before, after):
+    """Four steps of an optimizer between torch's own checkpoints of it."""
+    optimizer = optimizer_of(name, model := under(engine) if engine else network())
+    if before:  # else torch would make the first state by a step
+        there, state = dcp.get_state_dict(model, optimizer)
+        load({"model": there, "optimizer": state}, checkpoint_id=str(before))
+        dcp.set_state_dict(model, optimizer, model_state_dict=there, optim_state_dict=state)
+    assert train(model, optimizer, BOTH, 4) == (4, "")
+    save(dict(zip(("model", "optimizer"), dcp.get_state_dict(model, optimizer))), checkpoint_id=str(after))
+    return weights(model)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("name", ["SGHMC", "Optimizer"])
+def test_an_optimizer_under_fsdp2_on_two_ranks_goes_on_under_four_and_in_one_process(name, tmp_path):
+    run(gone_on, 2, name, "fsdp", None, tmp_path / "a")
+    run(gone_on, 4, name, "fsdp", tmp_path / "a", tmp_path / "b")
+    train(model := network(), optimizer_of(name, model), BOTH, 12)
+    close(gone_on(name, None, tmp_path / "b", tmp_path / "c"), weights(model))
+
+
 # links of a user's own
 
 
@@ -452,16 +452,6 @@ class UnitOnShards(Unit):
         return op.put(g, context.leaves(units)), state
 
 
-@dataclass(frozen=True)
-class Sign(Unit):
-    """The sign of each element."""
-
-    traits = Traits(on_shards="elementwise")
-
-    def update(self, g, state, op, context):
-        return op.put(g, [torch.sign(x) for x in g]), state
-
-
 def with_a_link(link, model, x):
     tx = bc.chain(bc.Chain((link(),)), bc.inject_langevin_noise(**noise()), bc.scale_by_neg_lr(0.05))
     assert train(model, bc.optim.Optimizer(named(model), lambda group: tx), x) == (6, "")
@@ -472,8 +462,7 @@ def with_a_link(link, model, x):
 def test_a_link_of_a_users_own_is_refused_on_shards_unless_it_says_that_it_takes_them():
     said = message_of(lambda: with_a_link(Unit, under("fsdp"), data()))
     assert "unit() needs whole leaves, and [0] is a DTensor" in said
-    for link in (UnitOnShards, Sign):
-        close(with_a_link(link, under("fsdp"), data()), with_a_link(link, network(), BOTH))
+    close(with_a_link(UnitOnShards, under("fsdp"), data()), with_a_link(UnitOnShards, network(), BOTH))
     g = distribute_tensor(torch.tensor([0.6, 0.0, 0.0, 0.8]), mesh_of(2), [Shard(0)])
     tx = bc.chain(bc.Chain((UnitOnShards(),)), bc.scale_by_neg_lr(1.0))
     move = tx.update(g, tx.init(g), params=g)[0].full_tensor()

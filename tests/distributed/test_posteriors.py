@@ -5,10 +5,7 @@ import functools
 import optree
 import pytest
 import torch
-import torch.distributed as dist
 import torchopt
-from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 import bayesopt_chain as bc
@@ -69,8 +66,15 @@ def data(n=8):
     return torch.randn(n, 3, generator=g).double(), torch.randint(2, (n,), generator=g)
 
 
+def partly_frozen():
+    """As of a model with adapters: a leaf is not trained, and has no variance."""
+    model = network(3, 4, 2)
+    model[0].bias.requires_grad_(False)
+    return model
+
+
 def params_of(model):
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def forward_of(model):
@@ -81,10 +85,10 @@ def forward_of(model):
 def test_diagonal_laplace_of_a_sharded_model_is_that_of_one_process_and_is_added_up_without_messages():
     """A draw is one draw in every layout; random signs estimate the diagonal.
 
-    The relative variance of one probe is at most 2, that of 100 at most 0.02: 26 entries stay within 5 deviations but for
-    1.5e-5 of all seeds; seeds are fixed. Without the factor for the average over ranks they would be a sixteenth.
+    The relative variance of one probe is at most 2, that of 100 at most 0.02: 22 entries stay within 5 deviations but for
+    1.3e-5 of all seeds; seeds are fixed. Without the factor for the average over ranks they would be a sixteenth.
     """
-    (x, y), one, drawn, rank = data(), network(3, 4, 2), {}, world()[0]
+    (x, y), one, drawn, rank = data(), partly_frozen(), {}, world()[0]
     params = params_of(one)
     increment = bc.curvature.ggn(forward_of(one), CATEGORICAL, "diagonal")(params, (x, y))
     _, there = LAPLACE.update(params, LAPLACE.init(params), curvature=increment, inplace=False)
@@ -93,12 +97,12 @@ def test_diagonal_laplace_of_a_sharded_model_is_that_of_one_process_and_is_added
     for way in ("fsdp", "tp"):
         # under FSDP ranks have data of their own
         mesh, mine = (None, slice(None)) if way == "tp" else (mesh_of(4), slice(2 * rank, 2 * rank + 2))
-        under(way, model := network(3, 4, 2))
+        under(way, model := partly_frozen())
         model(x[mine]).sum().backward()  # a gradient that stays
         before = [p.grad for p in model.parameters()]
         increment = bc.curvature.diagonal_by_backward(model, CATEGORICAL, mesh=mesh)((x[mine], y[mine]))
         assert all(p.grad is g for p, g in zip(model.parameters(), before))
-        here = {name: p.detach() for name, p in model.named_parameters()}
+        here = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
         with CommDebugMode() as messages:
             _, state = LAPLACE.update(here, LAPLACE.init(here), curvature=increment, inplace=False)
         q = LAPLACE.posterior(state, here, prior_precision=2.0)
@@ -126,44 +130,3 @@ def test_families_and_increments_that_couple_elements_are_refused_by_name():
     fed = lambda increment: LAPLACE.update(params, LAPLACE.init(params), curvature=increment, inplace=False)  # noqa: E731
     assert "bc.curvature.diagonal_by_backward" in message_of(fed, bc.precision.Root(leaves(0), one))
     assert "is not spread" in message_of(fed, bc.precision.Diagonal(leaves(0), one))
-
-
-def regression():
-    g = torch.Generator().manual_seed(0)
-    x = torch.randn(64, 6, generator=g).double()
-    return x, x @ torch.randn(6, 4, generator=g).double() + torch.randn(64, 4, generator=g).double()
-
-
-def line(sharded, steps=280, kept=200):
-    """IVON on a regression: the last mean and variances on this rank, and their averages over the last steps."""
-    (x, y), model, mine, held = regression(), nn.Linear(6, 4, bias=False).double(), slice(None), []
-    nn.init.zeros_(model.weight)
-    if sharded:
-        fully_shard(model, mesh=mesh_of(4))
-        mine = slice(dist.get_rank(), None, 4)
-    noise = {"temperature": 1 / 64, "generator": bc.distributed.generator(0)}
-    optimizer = bc.optim.IVON(model.named_parameters(), 0.05, betas=(0.9, 0.99), weight_decay=1 / 64, **noise)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        with optimizer.sampled():
-            ((model(x[mine]) - y[mine]) ** 2).sum(1).mean().mul(0.5).backward()
-        optimizer.step()
-        now = local({"mean": model.weight.detach(), **optimizer.variances()})
-        held.append(torch.stack([now["mean"], now["weight"]]))
-    return held[-1], torch.stack(held[-kept:]).mean(0)
-
-
-@on(4)
-def test_ivon_on_four_ranks_is_ivon_in_one_process_and_the_exact_posterior():
-    """Of a regression with 64 data: the mean solves the normal equations, a variance is one over the diagonal of the precision.
-
-    A Hessian remembers 100 steps. With several inputs one estimate of it has the relative variance ``1 + (H^2)_ii / H_ii^2``,
-    below 3, the mean of 200 steps that of 2; the mean of the Gaussian moves within a deviation, and forgets in 20 steps. Both
-    averages are held to 5 standard errors (24 entries: 1.4e-5 of all seeds; the seed is fixed).
-    """
-    (last, averages), (alone, _), (x, y), rank = line(True), line(False), regression(), world()[0]
-    precision = x.T @ x + torch.eye(6, dtype=torch.float64)
-    mean, variance = torch.linalg.solve(precision, x.T @ y).T, 1 / precision.diagonal()
-    close(last, alone[:, rank : rank + 1], rtol=1e-9, atol=1e-11)
-    assert (averages[1] / variance - 1).abs().max() <= 5 * (3 / 200) ** 0.5
-    assert ((averages[0] - mean[rank]).abs() / variance.sqrt()).max() <= 5 * (20 / 200) ** 0.5

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 import bayesopt_chain as bc
-from bayesopt_chain.runs import files, folder
+from bayesopt_chain.runs import files
 from tests.distributed import toys
 from tests.distributed.ranks import killed, message_of, on, run, whole, world
 from tests.distributed.toys import (
@@ -393,16 +393,3 @@ def test_a_loss_of_dtensors_that_explodes_ends_the_run_where_that_of_one_process
     assert 10 < want[0] < 190 and "T P / 2" in want[2]
     assert run(exploding, 2, tmp_path / "draws") == [want] * 2
     assert bc.Draws.open(tmp_path / "draws").why == want[2]
-
-
-@pytest.mark.slow
-def test_draws_of_dtensors_are_compacted_by_the_run_and_by_one_process(tmp_path):
-    path, want = tmp_path / "draws", sampled("shards")
-    run(sampled, 2, "shards", path, seconds=0.0, small=4)
-    assert len(list(path.glob("draws-*"))) < 8
-    whole = folder.Folder(path)
-    whole.merge()
-    whole.close()
-    assert len(list(path.glob("draws-*"))) == 1
-    for part in run(sampled, 2, "shards", path, **COLUMNS):
-        must_be(part, want)

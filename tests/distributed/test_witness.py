@@ -2,17 +2,23 @@
 
 import datetime
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import bayesopt_chain as bc
 from bayesopt_chain.distributed import witness
 from bayesopt_chain.distributed.witness import Claim, Witness
+from tests.distributed.ranks import mesh_of, world
 from tests.distributed.ranks import run as launched
 
+PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "scale.md").read_text()
 GROUP = {"lr": 0.1, "temperature": 0.01, "momentum": 0.9, "weight_decay": 0.0, "noise_key": 7, "noise_count": 0}
 
 
@@ -54,6 +60,7 @@ def ranks(monkeypatch):
                 most = max(most, store.read)
         return errors, most
 
+    run.store = store
     return run
 
 
@@ -142,3 +149,29 @@ def test_a_rank_that_raises_is_named_by_the_others():
     other, own = launched(fails_on_the_second_rank, 2)
     assert own[0] == "ZeroDivisionError" and "the first rank that failed" not in " ".join(own)
     assert "the first rank that failed was rank 1: ZeroDivisionError: a datum of zero" in " ".join(other)
+
+
+# the figures of the page's table for 512 ranks, of which two or four can be counted here
+
+
+def contents(folder, leaves):
+    """Bytes of the table of contents of a checkpoint of so many leaves."""
+    spread = distribute_tensor(torch.zeros(8, 3), mesh_of(world()[1]), [Shard(0)])
+    dcp.save({f"layers.{i}.weight": spread.clone() for i in range(leaves)}, checkpoint_id=str(folder))
+    return (folder / ".metadata").stat().st_size
+
+
+@pytest.mark.slow
+def test_the_table_of_contents_takes_as_many_bytes_a_shard_as_the_page_says(tmp_path):
+    (said,) = re.findall(r"table of contents takes (\d+) bytes a shard", PAGE)
+    two, four = (launched(contents, size, tmp_path / f"{size}", 60)[0] for size in (2, 4))
+    assert (four - two) / (2 * 60) == pytest.approx(int(said), rel=0.05)
+
+
+def test_the_records_of_a_comparison_are_as_long_as_the_page_says(ranks):
+    """Of 723 leaves: one of hashes of the leaves and their groups' numbers, one of the gradients."""
+    x, names = torch.randn(723, 3), [f"layers.{i // 9}.attention.{i % 9}.weight" for i in range(723)]
+    ranks([[Claim(name, 2**62, 2**31 + i, None, 0, x[i], x[i], {}) for i, name in enumerate(names)]])
+    sizes = sorted((len(name) + len(value) for name, value in ranks.store.items() if "/1/" in name), reverse=True)
+    ((longest, second),) = re.findall(r"records of some (\d+) kB and (\d+) bytes", PAGE)
+    assert sizes == pytest.approx([1000 * int(longest), int(second)], rel=0.1)

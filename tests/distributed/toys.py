@@ -6,7 +6,6 @@ import itertools
 import os
 import signal
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,7 +15,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import bayesopt_chain as bc
-from bayesopt_chain.runs import folder
 from tests.distributed.ranks import mesh_of, whole, world
 
 N, STEPS = 6, 14
@@ -174,15 +172,13 @@ ROUNDING = {"one": 1e-12, "module": 1e-10}  # of sums over ranks; the other kind
 Part = collections.namedtuple("Part", "numbers params loss steps complete why velocity spread")
 
 
-def sampled(kind, path=None, steps=STEPS, burn_in=4, thinning=1, seconds=30.0, callbacks=(), small=None, **options):
+def sampled(kind, path=None, steps=STEPS, burn_in=4, thinning=1, seconds=30.0, callbacks=(), **options):
     """What this rank has of a run in the end; ``steps`` may say how far each rank gets."""
     step, params, state, batches, numbers = KINDS[kind](**options)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(folder, "SMALL_FILES", small or folder.SMALL_FILES)
-        draws = bc.sample(
-            step, params, state, batches, steps=steps if isinstance(steps, int) else steps[world()[0]],
-            burn_in=burn_in, thinning=thinning, path=path, checkpoint_seconds=seconds, callbacks=callbacks,
-        )  # fmt: skip
+    draws = bc.sample(
+        step, params, state, batches, steps=steps if isinstance(steps, int) else steps[world()[0]],
+        burn_in=burn_in, thinning=thinning, path=path, checkpoint_seconds=seconds, callbacks=callbacks,
+    )  # fmt: skip
     if not len(draws):
         return None
     lies = any(isinstance(x, DTensor) for x in draws.params.values())
