@@ -48,13 +48,17 @@ def leaves(seed, dtype=torch.float64):
     return {name: torch.randn(shape, generator=g, dtype=dtype) for name, shape in shapes.items()}
 
 
-def part(x, mesh, placements):
-    """What a rank holds of a tensor, by torch's own cutting."""
-    out = x
-    for i, placement in enumerate(placements or ()):
+def cut(x, mesh, coordinate, placements):
+    """What a rank at a coordinate of a mesh of this shape holds of a tensor, by torch's own cutting."""
+    for size, place, placement in zip(mesh, coordinate, placements or ()):
         if not isinstance(placement, Replicate):
-            out = placement._split_tensor(out, mesh.size(i), with_padding=False)[0][mesh.get_coordinate()[i]]
-    return out.contiguous().clone()
+            x = placement._split_tensor(x, size, with_padding=False)[0][place]
+    return x.contiguous().clone()
+
+
+def part(x, mesh, placements):
+    """What this rank holds of a tensor."""
+    return cut(x, mesh.shape, mesh.get_coordinate(), placements)
 
 
 def spread(tree, layout):
