@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain._torch import dtensor_of, is_dtensor, spec_of, stacked_spec
+from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.core.link import LinkContext, OnShards, Traits
 from bayesopt_chain.core.op import Leaves
 from bayesopt_chain.distributed import shards
 from bayesopt_chain.links.keyed import Keyed
-from bayesopt_chain.posterior.gaussian import device_of
-from bayesopt_chain.random import stream as keyed_stream
+from bayesopt_chain.posterior.gaussian import device_of, spread_like, standard_normals
 from bayesopt_chain.schedules import ScalarOrSchedule, is_zero
 from bayesopt_chain.tracing import is_readable
 
@@ -44,28 +43,6 @@ class Draw(NamedTuple):
     noise: tuple[Tensor, ...]
     key: Tensor
     step: Tensor
-
-
-def standard_normals(
-    key: Tensor,
-    count: Tensor,
-    templates: Sequence[Tensor],
-    names: Sequence[str],
-    samples: int,
-    antithetic: bool = False,
-    parts: Sequence[shards.Part | None] | None = None,
-) -> tuple[Tensor, ...]:
-    """``[samples, *template.shape]`` for each template; antithetic draws come as ``(z, -z)``.
-
-    ``names`` tell the templates from each other: the paths of leaves, or other words.
-    ``parts`` say of which elements of a leaf a template is, where ranks hold parts of it.
-    """
-    drawn = samples // 2 if antithetic else samples
-    shapes = [t.new_empty(()).expand(1, drawn, *t.shape) for t in templates]
-    runs = None if parts is None else tuple([None if part is None else part.repeated(drawn) for part in parts])
-    variables = keyed_stream.Variables(keyed_stream.leaf_numbers(tuple(names)), runs=runs)
-    noise = [z for (z,) in variables.draw(key, count, shapes)]
-    return tuple(torch.cat([z, -z]) for z in noise) if antithetic else tuple(noise)
 
 
 class Drawing(Keyed):
@@ -126,11 +103,7 @@ class Drawing(Keyed):
         noise, moves = self.displacements(mine, here, names, parts if are_spread else None)
         drawn = [p + (x[0] if self.n_samples == 1 else x) for p, x in zip(here, moves)]
         axes = int(self.n_samples > 1)
-        whole = [
-            x if part is None else dtensor_of(x, stacked_spec(spec_of(p), x, axes))
-            for x, p, part in zip(drawn, leaves, parts)
-        ]
-        return Draw(whole, noise, state.key, state.step)
+        return Draw(spread_like(leaves, drawn, axes), noise, state.key, state.step)
 
     def displacements(
         self, state: Any, leaves: Leaves, names: Sequence[str], parts: Sequence[shards.Part | None] | None = None

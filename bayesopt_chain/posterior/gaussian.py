@@ -107,6 +107,16 @@ def require_finite(tree: Any, what: str) -> None:
         )
 
 
+def require_numbers(values: Sequence[Tensor], params: Any, what: str, *, zero: bool = False) -> None:
+    """Refuse a leaf's numbers unless all are finite and positive, or ``zero``, by its name; hidden ones pass."""
+    for path, v in zip(paths(params), values):
+        if not is_hidden(v) and not bool((v.isfinite() & ((v >= 0) if zero else (v > 0))).all()):
+            wrong, wanted = ("negative or not finite", "of at least 0") if zero else ("not positive", "above 0")
+            raise ValueError(
+                f"{what} is {wrong} at {path} (smallest entry {v.min().item():.3g}): pass finite numbers {wanted}"
+            )
+
+
 def _is_finite(leaf: Tensor) -> bool:
     """Whether all entries are finite.
 
@@ -250,22 +260,42 @@ class Gaussian(NamedTuple):
         return log_joint + 0.5 * (size(self.mean) * math.log(2 * math.pi) - shards.whole(self.precision.logdet()))
 
 
+def standard_normals(
+    key: Tensor,
+    count: Tensor,
+    templates: Sequence[Tensor],
+    names: Sequence[str],
+    samples: int,
+    antithetic: bool = False,
+    parts: Sequence[shards.Part | None] | None = None,
+) -> tuple[Tensor, ...]:
+    """``[samples, *template.shape]`` for each template; antithetic draws come as ``(z, -z)``.
+
+    ``names`` tell the templates from each other: the paths of leaves, or other words.
+    ``parts`` say of which elements of a leaf a template is, where ranks hold parts of it.
+    """
+    drawn = samples // 2 if antithetic else samples
+    shapes = [t.new_empty(()).expand(1, drawn, *t.shape) for t in templates]
+    runs = None if parts is None else tuple([None if part is None else part.repeated(drawn) for part in parts])
+    variables = Variables(leaf_numbers(tuple(names)), runs=runs)
+    noise = [z for (z,) in variables.draw(key, count, shapes)]
+    return tuple(torch.cat([z, -z]) for z in noise) if antithetic else tuple(noise)
+
+
+def spread_like(leaves: Sequence[Tensor], drawn: Sequence[Tensor], axes: int) -> list[Tensor]:
+    """Draws with ``axes`` further axes in front, as DTensors where the leaves are."""
+    return [dtensor_of(z, stacked_spec(spec_of(x), z, axes)) if is_dtensor(x) else z for x, z in zip(leaves, drawn)]
+
+
 def _white(mean: Tree, shape: tuple[int, ...], generator: torch.Generator | None) -> Tree:
     """Standard normals ``[*shape, *leaf.shape]`` for every leaf."""
     leaves, structure = optree.tree_flatten(mean)
     if not any(map(is_dtensor, leaves)):
         noise = [torch.randn((*shape, *x.shape), dtype=x.dtype, device=x.device, generator=generator) for x in leaves]
         return structure.unflatten(noise)
-    n = math.prod(shape)
     here = [shards.local(x) for x in leaves]
     key = shards.agreed_key(new_key(generator, here[0].device), leaves)
-    runs = tuple([shards.Part.of(x).repeated(n) if is_dtensor(x) else None for x in leaves])
-    variables = Variables(leaf_numbers(tuple(paths(mean))), runs=runs)
-    drawn = variables.draw(key, torch.zeros_like(key), [x.new_empty(()).expand(1, n, *x.shape) for x in here])
-    whole = [
-        dtensor_of(z.reshape(*shape, *mine.shape), stacked_spec(spec_of(x), z.reshape(*shape, *mine.shape), len(shape)))
-        if is_dtensor(x)
-        else z.reshape(*shape, *mine.shape)
-        for (z,), x, mine in zip(drawn, leaves, here)
-    ]
-    return structure.unflatten(whole)
+    parts = [shards.Part.of(x) if is_dtensor(x) else None for x in leaves]
+    noise = standard_normals(key, torch.zeros_like(key), here, paths(mean), math.prod(shape), parts=parts)
+    drawn = [z.reshape(*shape, *x.shape) for z, x in zip(noise, here)]
+    return structure.unflatten(spread_like(leaves, drawn, len(shape)))

@@ -34,7 +34,7 @@ from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.distributed.shards import whole
 from bayesopt_chain.matching.response import Linear, Response
-from bayesopt_chain.posterior.gaussian import Gaussian, PosteriorTransformation, require_finite
+from bayesopt_chain.posterior.gaussian import Gaussian, PosteriorTransformation, require_finite, require_numbers
 from bayesopt_chain.precision import (
     Diagonal,
     Eigenbasis,
@@ -45,8 +45,7 @@ from bayesopt_chain.precision import (
     Woodbury,
     Zero,
 )
-from bayesopt_chain.tracing import is_hidden
-from bayesopt_chain.trees import Tree, paths, require_like, spread
+from bayesopt_chain.trees import Tree, require_like, spread
 
 
 class LaplaceState(NamedTuple):
@@ -290,12 +289,13 @@ def posterior_of(
     shapes = data.like if isinstance(data, Eigenbasis) else entries
     require_finite(entries, "laplace: the accumulated curvature")
     require_like(params, shapes, "params")
-    _require_positive("likelihood_scale", likelihood_scale)
+    checks.number("laplace: likelihood_scale", likelihood_scale, "(0, inf)", tensor=True)
     count = data.count
     if not (isinstance(likelihood_scale, (int, float)) and likelihood_scale == 1):
         data = data.scale(likelihood_scale)
     if prior is None:
-        _require_not_negative(prior_precision, params)
+        numbers = spread(prior_precision, params, "prior_precision")
+        require_numbers(numbers, params, "laplace: prior_precision", zero=True)
         precision = data.add_diagonal(prior_precision)
     else:
         precision = with_prior(data, prior)
@@ -359,20 +359,3 @@ def log_prior(params: Tree, prior_precision: Any, prior_mean: Any = 0.0) -> Tens
         normaliser = whole((precision / (2 * math.pi)).log().expand(leaf.shape).sum())
         total = total + 0.5 * (normaliser - whole((precision * (leaf - mean).square()).sum()))
     return total
-
-
-def _require_positive(name: str, value: float | Tensor) -> None:
-    if torch.is_tensor(value):
-        if is_hidden(value) or bool((value.isfinite() & (value > 0)).all()):
-            return
-        value = value.item()
-    checks.positive(f"laplace: {name}", value)
-
-
-def _require_not_negative(prior_precision: Any, params: Tree) -> None:
-    for path, value in zip(paths(params), spread(prior_precision, params, "prior_precision")):
-        if not is_hidden(value) and not bool((value.isfinite() & (value >= 0)).all()):
-            raise ValueError(
-                f"laplace: prior_precision at {path} must be finite and not negative, got {value.min().item():.3g} "
-                "(smallest entry)"
-            )

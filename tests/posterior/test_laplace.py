@@ -266,7 +266,10 @@ SMALLER = {"w": torch.zeros(3, 1), "b": torch.zeros(1)}
         (lambda tx, s, p: indefinite(tx), r"indefinite at w.*curvature\.ggn"),
         (lambda tx, s, p: tx.posterior((), p, **AT_ONE), r"0 states of laplace\(\)"),
         *(
-            (lambda tx, s, p, x=x: tx.posterior(s, p, prior_precision=x), "prior_precision at b must be finite and not")
+            (
+                lambda tx, s, p, x=x: tx.posterior(s, p, prior_precision=x),
+                "prior_precision is negative or not finite at b",
+            )
             for x in (-1.0, math.nan, math.inf, {"w": torch.tensor(1.0), "b": torch.tensor(-1.0)})
         ),
         *(

@@ -41,6 +41,7 @@ force is ``sum_m r_m e_m``: the filter then solves a least-squares problem inste
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -350,7 +351,14 @@ class Motion(NamedTuple):
 
 
 class Tally(NamedTuple):
-    """What every filter counts; 0-d, the last fields of its state."""
+    """What every filter counts.
+
+    Attributes:
+        seen: the number of data so far, 0-d, float64.
+        updates: the number of updates so far, 0-d, int64.
+        log_evidence: of the scored data, in nats, 0-d, float64.
+        scored: the number of data whose likelihood was known, 0-d, float64.
+    """
 
     seen: Tensor
     updates: Tensor
@@ -363,49 +371,25 @@ class DenseFilterState(NamedTuple):
 
     Attributes:
         root: ``[P, P]``, lower triangular with a positive diagonal: ``Lambda = root root^T``.
-        seen: the number of data so far, 0-d, float64.
-        updates: the number of updates so far, 0-d, int64.
-        log_evidence: of the scored data, in nats, 0-d, float64.
-        scored: the number of data whose likelihood was known, 0-d, float64.
+        tally: what every filter counts.
     """
 
     root: Tensor
-    seen: Tensor
-    updates: Tensor
-    log_evidence: Tensor
-    scored: Tensor
-
-
-class DiagonalFilterState(NamedTuple):
-    """What the diagonal filter remembers.
-
-    Attributes:
-        precision: the diagonal of Lambda, one tensor for each parameter.
-        seen, updates, log_evidence, scored: as in :class:`DenseFilterState`.
-    """
-
-    precision: tuple[Tensor, ...]
-    seen: Tensor
-    updates: Tensor
-    log_evidence: Tensor
-    scored: Tensor
+    tally: Tally
 
 
 class LowRankFilterState(NamedTuple):
-    """What the low-rank filter remembers.
+    """What the low-rank and the diagonal filter remember.
 
     Attributes:
         diagonal: y, one tensor for each parameter.
-        rows: W^T, ``[rank, *leaf.shape]`` for each parameter.
-        seen, updates, log_evidence, scored: as in :class:`DenseFilterState`.
+        rows: W^T, ``[rank, *leaf.shape]`` for each parameter; ``()`` of the diagonal filter.
+        tally: what every filter counts.
     """
 
     diagonal: tuple[Tensor, ...]
     rows: tuple[Tensor, ...]
-    seen: Tensor
-    updates: Tensor
-    log_evidence: Tensor
-    scored: Tensor
+    tally: Tally
 
 
 class Conditioned(NamedTuple):
@@ -424,38 +408,35 @@ class Conditioned(NamedTuple):
     misfit: Tensor
 
 
-# The sum of one tensor for each leaf, all of one shape. Where ranks hold parts of the leaves it is the sum over the ranks too.
-
-
-class Structure:
+class Structure(ABC):
     """A form in which a filter holds its information. Leaves are the parameters that are present."""
 
     name: str
     state: type
 
+    @abstractmethod
     def start(self, prior: Precision, leaves: list[Tensor], tally: Tally) -> Any:
         """The state of a prior.
 
         Raises:
             ValueError: a prior that this structure cannot hold.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def predict(self, state: Any, motion: Motion, leaves: list[Tensor]) -> Any:
         """The state before the update, after the parameters moved."""
-        raise NotImplementedError
 
+    @abstractmethod
     def update(self, state: Any, batch: Information, leaves: list[Tensor]) -> Conditioned:
         """What a weighed batch makes of a predicted state."""
-        raise NotImplementedError
 
     def only(self, old: Any, new: Any, moves: list[bool]) -> Any:
         """The new state, in which leaves that do not move keep their old information, where leaves are independent."""
         return new
 
+    @abstractmethod
     def precision(self, state: Any, params: Any) -> Precision:
         """Lambda over the tree of params."""
-        raise NotImplementedError
 
     def shapes(self, state: Any) -> list | int:
         """The parameters' shapes that the state remembers, or their number."""
@@ -472,11 +453,11 @@ class DenseRoot(Structure):
         require_dense_fits(size(leaves), dtype, leaves[0].device)
         if isinstance(prior, Diagonal):
             return DenseFilterState(
-                torch.diag(flatten(optree.tree_leaves(prior.values), leaves).to(dtype).sqrt()), *tally
+                torch.diag(flatten(optree.tree_leaves(prior.values), leaves).to(dtype).sqrt()), tally
             )
         known = prior.factorised()
         root = known.factor if isinstance(known, Cholesky) else torch.linalg.cholesky(known.to_dense())
-        return DenseFilterState(root.detach().to(dtype).clone(), *tally)
+        return DenseFilterState(root.detach().to(dtype).clone(), tally)
 
     def predict(self, state: Any, motion: Motion, leaves: list[Tensor]) -> DenseFilterState:
         if motion.noise is None and motion.forgets_nothing:
@@ -515,7 +496,7 @@ class DenseRoot(Structure):
         return state.root.shape[-1]
 
     def precision(self, state: Any, params: Any) -> Cholesky:
-        return Cholesky(state.root, shape_only(params), state.seen)
+        return Cholesky(state.root, shape_only(params), state.tally.seen)
 
 
 def _triangle(stacked: Tensor) -> Tensor:
@@ -527,55 +508,14 @@ def _unflattened(vector: Tensor, leaves: list[Tensor]) -> list[Tensor]:
     return [vector.to(leaves[0].dtype).reshape(leaves[0].shape)] if len(leaves) == 1 else unflatten(vector, leaves)
 
 
-@dataclass(frozen=True)
-class DiagonalInformation(Structure):
-    name = "ekf.diagonal"
-    state = DiagonalFilterState
-
-    def start(self, prior: Precision, leaves: list[Tensor], tally: Tally) -> DiagonalFilterState:
-        if not isinstance(prior, Diagonal):
-            raise ValueError(
-                f"{self.name}: it holds a diagonal, the prior is {type(prior).__name__}: pass a Gaussian with a diagonal "
-                "precision, or use bc.ekf.dense"
-            )
-        return DiagonalFilterState(tuple(v.detach().clone() for v in optree.tree_leaves(prior.values)), *tally)
-
-    def predict(self, state: Any, motion: Motion, leaves: list[Tensor]) -> DiagonalFilterState:
-        y = _forgotten(state.precision, motion)
-        if motion.noise is not None:
-            y = [v / (1 + q * v) for v, q in zip(y, motion.noise)]
-        return state._replace(precision=tuple(y))
-
-    def update(self, state: Any, batch: Information, leaves: list[Tensor]) -> Conditioned:
-        before = list(state.precision)
-        if batch.innovation is None:
-            assert batch.force is not None
-            moves, growth = solve_with_rows(before, batch.rows, batch.force)
-            misfit = -dot(batch.force, moves)
-        else:
-            moves, growth, misfit = gain(before, batch.rows, batch.innovation)
-            misfit = misfit if batch.force is None else -dot(batch.force, moves)
-        after = tuple(y + row.square().sum(0) for y, row in zip(before, batch.rows))
-        return Conditioned(moves, state._replace(precision=after), growth, misfit)
-
-    def only(self, old: Any, new: Any, moves: list[bool]) -> Any:
-        return new._replace(precision=tuple(b if m else a for a, b, m in zip(old.precision, new.precision, moves)))
-
-    def precision(self, state: Any, params: Any) -> Diagonal:
-        return Diagonal(optree.tree_unflatten(optree.tree_structure(params), state.precision), state.seen)
-
-
-def _forgotten(diagonal: Any, motion: Motion) -> list[Tensor]:
-    """A diagonal information after forgetting."""
-    return list(diagonal) if motion.forgets_nothing else [times(v, motion.forgetting) for v in diagonal]
-
-
-def solve_with_rows(diagonal: list[Tensor], rows: list[Tensor], force: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+def solve_with_rows(
+    diagonal: list[Tensor], rows: list[Tensor], force: list[Tensor], dtype: torch.dtype = torch.float64
+) -> tuple[list[Tensor], Tensor]:
     """``(D + r^T r)^-1 f = D^-1 (f - r^T (I + r D^-1 r^T)^-1 r D^-1 f)``, and the growth of the determinant.
 
-    In float64, for where the rows outweigh D by a factor s the difference loses s units of the last place.
+    By default in float64, for where the rows outweigh D by a factor s the difference loses s units of the last place.
     """
-    d, r, f = ([x.to(torch.float64) for x in leaves] for leaves in (diagonal, rows, force))
+    d, r, f = ([x.to(dtype) for x in leaves] for leaves in (diagonal, rows, force))
     scaled = [row / x for row, x in zip(r, d)]
     lower = _capacity_root([row / x.sqrt() for row, x in zip(r, d)])
     along = torch.cholesky_solve(summed([project(row, x) for row, x in zip(scaled, f)])[:, None], lower)[:, 0]
@@ -609,67 +549,86 @@ def _capacity_root(white: list[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class LowRankInformation(Structure):
+    """A diagonal and as many directions as the rank; the diagonal filter is that of rank 0."""
+
     rank: int
-    name = "ekf.low_rank"
     state = LowRankFilterState
+
+    @property
+    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return "ekf.low_rank" if self.rank else "ekf.diagonal"
 
     def start(self, prior: Precision, leaves: list[Tensor], tally: Tally) -> LowRankFilterState:
         if self.rank > size(leaves):
-            raise ValueError(f"ekf.low_rank: rank={self.rank} is above the number of parameters, {size(leaves)}")
-        rows = tuple(p.new_zeros((self.rank, *p.shape)) for p in leaves)
+            raise ValueError(f"{self.name}: rank={self.rank} is above the number of parameters, {size(leaves)}")
+        rows = tuple(p.new_zeros((self.rank, *p.shape)) for p in leaves) if self.rank else ()
         if isinstance(prior, Woodbury):
             prior = prior.unfactorised()
         if isinstance(prior, Diagonal):
-            return LowRankFilterState(tuple(v.detach().clone() for v in optree.tree_leaves(prior.values)), rows, *tally)
-        if not isinstance(prior, LowRank) or len(optree.tree_leaves(prior.rows)[0]) > self.rank:
+            diagonal = prior.values
+        elif isinstance(prior, LowRank) and len(optree.tree_leaves(prior.rows)[0]) <= self.rank:
+            diagonal, given = prior.diagonal, [x.detach() for x in optree.tree_leaves(prior.rows)]
+            rows = tuple(torch.cat([x.to(z.dtype), z[len(x) :]]) for x, z in zip(given, rows))
+        else:
             raise ValueError(
                 f"{self.name}: it holds a diagonal and {self.rank} directions, the prior is {type(prior).__name__}: pass a "
                 "Gaussian with a diagonal or low-rank precision of no more directions, or use bc.ekf.dense"
             )
-        given = [x.detach() for x in optree.tree_leaves(prior.rows)]
-        filled = tuple(torch.cat([x.to(z.dtype), z[len(x) :]]) for x, z in zip(given, rows))
-        return LowRankFilterState(tuple(v.detach().clone() for v in optree.tree_leaves(prior.diagonal)), filled, *tally)
+        return LowRankFilterState(tuple(v.detach().clone() for v in optree.tree_leaves(diagonal)), rows, tally)
 
     def predict(self, state: Any, motion: Motion, leaves: list[Tensor]) -> LowRankFilterState:
-        diagonal = _forgotten(state.diagonal, motion)
-        rows = (
-            list(state.rows) if motion.forgets_nothing else [times(row, motion.forgetting**0.5) for row in state.rows]
-        )
+        diagonal, rows = list(state.diagonal), list(state.rows)
+        if not motion.forgets_nothing:
+            diagonal = [times(v, motion.forgetting) for v in diagonal]
+            rows = [times(row, motion.forgetting**0.5) for row in rows]
         if motion.noise is not None:
-            diagonal, rows = walked_low_rank(diagonal, rows, list(motion.noise))
+            diagonal, rows = walked(diagonal, rows, motion.noise)
         return state._replace(diagonal=tuple(diagonal), rows=tuple(rows))
 
     def update(self, state: Any, batch: Information, leaves: list[Tensor]) -> Conditioned:
-        e = batch.innovation
-        force = batch.force or [weighted_sum(e, row) for row in batch.rows if e is not None]
-        joint = [torch.cat([a, b]) for a, b in zip(state.rows, batch.rows)]
-        before = LowRank(list(state.diagonal), list(state.rows), batch.seen)
-        after = LowRank(list(state.diagonal), joint, batch.seen).factorised()
-        moves = after.solve(force)
-        if e is None or batch.force is not None:
-            misfit = -dot(force, moves)
+        before, rows, e = list(state.diagonal), batch.rows, batch.innovation
+        if self.rank:  # the directions are rows that observed what the mean says
+            rows = [torch.cat([a, b]) for a, b in zip(state.rows, rows)]
+            e = None if e is None else torch.cat([e.new_zeros(self.rank), e])
+        if e is None:
+            assert batch.force is not None
+            dtype = (
+                common_dtype(rows) if self.rank else torch.float64
+            )  # a diagonal has nothing of the past's directions
+            moves, growth = solve_with_rows(before, rows, batch.force, dtype)
+            misfit = -dot(batch.force, moves)
         else:
-            misfit = (e - project(batch.rows, moves)).square().sum() + before.quad(moves)
-        kept, overflow = compress(joint, self.rank)
-        diagonal = tuple(y + x for y, x in zip(state.diagonal, overflow))
-        new = state._replace(diagonal=diagonal, rows=tuple(row.clone() for row in kept))
-        return Conditioned(moves, new, after.logdet() - before.logdet(), misfit)
+            moves, growth, misfit = gain(before, rows, e)
+            misfit = misfit if batch.force is None else -dot(batch.force, moves)
+        kept, overflow = (), [row.square().sum(0) for row in rows]
+        if self.rank:
+            known = _capacity_root([row / d.sqrt() for row, d in zip(state.rows, before)])
+            growth = growth - 2 * known.diagonal().log().sum()
+            kept, overflow = compress(rows, self.rank)
+        after = tuple(y + x for y, x in zip(before, overflow))
+        new = state._replace(diagonal=after, rows=tuple(row.clone() for row in kept))
+        return Conditioned(moves, new, growth, misfit)
 
-    def precision(self, state: Any, params: Any) -> LowRank:
-        diagonal, rows = (optree.tree_unflatten(optree.tree_structure(params), x) for x in state[:2])
-        return LowRank(diagonal, rows, state.seen)
+    def only(self, old: Any, new: Any, moves: list[bool]) -> Any:
+        if self.rank:
+            return new
+        return new._replace(diagonal=tuple(b if m else a for a, b, m in zip(old.diagonal, new.diagonal, moves)))
+
+    def precision(self, state: Any, params: Any) -> Diagonal | LowRank:
+        structure = optree.tree_structure(params)
+        diagonal = optree.tree_unflatten(structure, state.diagonal)
+        if not self.rank:
+            return Diagonal(diagonal, state.tally.seen)
+        return LowRank(diagonal, optree.tree_unflatten(structure, state.rows), state.tally.seen)
 
 
-def walked_low_rank(
-    diagonal: list[Tensor], rows: list[Tensor], noise: list[Tensor]
-) -> tuple[list[Tensor], list[Tensor]]:
+def walked(diagonal: list[Tensor], rows: list[Tensor], noise: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """y' and W'^T after a random walk of variance q: ``((diag(y) + W W^T)^-1 + diag(q))^-1``."""
-    rank = rows[0].shape[0]
-    damped = [row * (q / (1 + q * y)) for row, q, y in zip(rows, noise, diagonal)]
-    inner_matrix = project(rows, damped)
-    inner_matrix = inner_matrix + torch.eye(rank, dtype=inner_matrix.dtype, device=inner_matrix.device)
-    lower = torch.linalg.cholesky_ex(inner_matrix).L
-    shrunk = [(row / (1 + q * y)).reshape(rank, -1) for row, q, y in zip(rows, noise, diagonal)]
-    flat = [torch.linalg.solve_triangular(lower.to(row.dtype), row, upper=False) for row in shrunk]
-    walked = [row.reshape(like.shape) for row, like in zip(flat, rows)]
-    return [y / (1 + q * y) for y, q in zip(diagonal, noise)], walked
+    if rows:
+        rank = len(rows[0])
+        capacity = project(rows, [row * (q / (1 + q * y)) for row, q, y in zip(rows, noise, diagonal)])
+        lower = torch.linalg.cholesky_ex(capacity + torch.eye(rank, dtype=capacity.dtype, device=capacity.device)).L
+        shrunk = [(row / (1 + q * y)).reshape(rank, -1) for row, q, y in zip(rows, noise, diagonal)]
+        flat = [torch.linalg.solve_triangular(lower.to(row.dtype), row, upper=False) for row in shrunk]
+        rows = [row.reshape(like.shape) for row, like in zip(flat, rows)]
+    return [y / (1 + q * y) for y, q in zip(diagonal, noise)], rows

@@ -23,7 +23,6 @@ from bayesopt_chain.core.op import TensorOps
 from bayesopt_chain.matching.response import Refused, Response
 from bayesopt_chain.posterior.ekf._structures import (
     DenseRoot,
-    DiagonalInformation,
     Information,
     LowRankInformation,
     Motion,
@@ -33,11 +32,17 @@ from bayesopt_chain.posterior.ekf._structures import (
     of_moving,
     weighed,
 )
-from bayesopt_chain.posterior.gaussian import Gaussian, PosteriorTransformation, require_these, require_values
+from bayesopt_chain.posterior.gaussian import (
+    Gaussian,
+    PosteriorTransformation,
+    require_numbers,
+    require_these,
+    require_values,
+)
 from bayesopt_chain.precision import Diagonal, Precision
 from bayesopt_chain.schedules import is_number, is_schedule
-from bayesopt_chain.tracing import is_hidden, is_readable
-from bayesopt_chain.trees import paths, spread
+from bayesopt_chain.tracing import is_readable
+from bayesopt_chain.trees import spread
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -124,12 +129,7 @@ class Filter(Link):
             return self.prior.precision
         given = spread(self.prior_precision, params, "prior_precision")
         values = [v.expand(p.shape) for v, p in zip(given, optree.tree_leaves(params))]
-        for path, v in zip(paths(params), values):
-            if not is_hidden(v) and not bool((v.isfinite() & (v > 0)).all()):
-                raise ValueError(
-                    f"{self.name}: prior_precision is not positive at {path} (smallest entry {v.min().item():.3g}): "
-                    "pass positive, finite numbers"
-                )
+        require_numbers(values, params, f"{self.name}: prior_precision")
         tree = optree.tree_unflatten(optree.tree_structure(params), values)
         return Diagonal(tree, torch.zeros((), dtype=torch.float64, device=values[0].device))
 
@@ -140,31 +140,23 @@ class Filter(Link):
             return None
         given = spread(value, params, f"{self.name}: transition_noise")
         out = [v.expand(p.shape) for v, p in zip(given, optree.tree_leaves(params))]
-        for path, v in zip(paths(params), out):
-            if not is_hidden(v) and not bool((v.isfinite() & (v >= 0)).all()):
-                raise ValueError(
-                    f"{self.name}: transition_noise is negative or not finite at {path} (smallest entry "
-                    f"{v.min().item():.3g}): pass variances of at least 0"
-                )
+        require_numbers(out, params, f"{self.name}: transition_noise", zero=True)
         return out
 
     def update(self, g: list, state: Any, op: TensorOps, context: LinkContext) -> tuple[list, Any]:
         leaves, moving = context.params, [x is not None for x in g]
         params = context.tree(leaves)
-        lr = self._lr(context.extra.get("lr", self.lr), state.updates)
+        lr = self._lr(context.extra.get("lr", self.lr), state.tally.updates)
         noise = context.extra.get("transition_noise", self.transition_noise)
-        motion = Motion(self._noise(noise, state.updates, params), self.forgetting)
+        motion = Motion(self._noise(noise, state.tally.updates, params), self.forgetting)
         predicted = self.structure.predict(state, motion, leaves)
         known = information(context, self.name)
         batch = weighed(known if all(moving) else of_moving(known, moving), g, leaves, lr)
         moves, new, growth, misfit = self.structure.update(predicted, batch, leaves)
         gained, scored = evidence(batch, growth, misfit)
-        new = self.structure.only(state, new, moving)._replace(
-            seen=state.seen + batch.seen,
-            updates=state.updates + 1,
-            log_evidence=state.log_evidence + gained,
-            scored=state.scored + scored,
-        )
+        seen, updates, log_evidence, known_of = state.tally
+        tally = Tally(seen + batch.seen, updates + 1, log_evidence + gained, known_of + scored)
+        new = self.structure.only(state, new, moving)._replace(tally=tally)
         return [move if m else None for move, m in zip(moves, moving)], new
 
     def _lr(self, value: Number, updates: Tensor) -> float | Tensor:
@@ -251,7 +243,7 @@ class KalmanFilter(PosteriorTransformation):
             >>> tx.log_evidence(state), torch.distributions.Normal(0.0, 2**0.5).log_prob(torch.tensor(2.0))
             (tensor(-2.2655, dtype=torch.float64), tensor(-2.2655))
         """
-        mine = self._state(state)
+        mine = self._state(state).tally
         unknown = mine.seen - mine.scored
         if is_readable(unknown) and bool((unknown != 0).any()):
             raise ValueError(
@@ -343,7 +335,7 @@ def diagonal(
         >>> updates, tx.posterior(state, params).marginal_variance
         (tensor([1., 1.]), tensor([0.5000, 0.5000]))
     """
-    return KalmanFilter((Filter(DiagonalInformation(), lr, **options),))
+    return KalmanFilter((Filter(LowRankInformation(0), lr, **options),))
 
 
 @checked_as(lr=WEIGHT)

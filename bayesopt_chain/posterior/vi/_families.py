@@ -18,6 +18,7 @@ itself, whose diagonal is positive because it is the exponential of what is opti
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,57 +46,57 @@ Scale = tuple[Tensor, ...]
 Noise = tuple[Tensor, ...]
 
 
-class Family:
+class Family(ABC):
     """A family of Gaussians. Leaves are the parameters that are present; samples stand on axis 0 of noise and gradients."""
 
     name: str
     init_scale: Any
     elementwise = False  # whether phi has a tensor like each leaf, and every element is treated by itself
 
+    @abstractmethod
     def start(self, leaves: list[Tensor], scales: list[Tensor], normals: Callable[[int], Noise]) -> Scale:
         """The first phi for standard deviations that broadcast to the leaves; ``normals(n)`` are ``n`` standard normals like
         every leaf, ``[n, *leaf.shape]``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def noise_like(self, leaves: list[Tensor]) -> list[Tensor]:
         """Templates of one sample's standard normals."""
-        raise NotImplementedError
 
     def noise_names(self, paths: Sequence[str]) -> Sequence[str]:
         """The names by which the random stream tells these normals apart: by default the paths of the leaves."""
         return paths
 
+    @abstractmethod
     def displace(self, scale: Scale, noise: Noise, leaves: list[Tensor]) -> list[Tensor]:
         """``theta - mu``: ``[S, *leaf.shape]`` for each leaf."""
-        raise NotImplementedError
 
+    @abstractmethod
     def score(self, scale: Scale, noise: Noise, leaves: list[Tensor]) -> list[Tensor]:
         """``Lambda (theta - mu)``, shaped like the displacement."""
-        raise NotImplementedError
 
+    @abstractmethod
     def pullback(self, scale: Scale, noise: Noise, gradients: list[Tensor]) -> Scale:
         """Gradient by phi of ``mean_s gradients_s . displacement_s``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def entropy(self, scale: Scale) -> Tensor:
         """In nats, 0-d."""
-        raise NotImplementedError
 
+    @abstractmethod
     def entropy_gradient(self, scale: Scale) -> Scale:
         """Gradient of the entropy by phi."""
-        raise NotImplementedError
 
+    @abstractmethod
     def only(self, gradient: Scale, leaves: list[Tensor], moves: list[bool]) -> list:
         """The gradient by phi without the part of the leaves that do not move."""
-        raise NotImplementedError
 
     def shapes(self, scale: Scale) -> list | int:
         """The parameters' shapes that phi remembers, or their number."""
         return [s.shape for s in scale]
 
+    @abstractmethod
     def precision(self, scale: Scale, params: Any, count: Tensor) -> Precision:
         """``Lambda`` over the tree of params."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -53,20 +53,20 @@ from bayesopt_chain.posterior.draw import (
     over_samples,
     require_drawn_from,
     require_samples,
-    standard_normals,
 )
 from bayesopt_chain.posterior.gaussian import (
     Gaussian,
     PosteriorTransformation,
     names_in,
     require_finite,
+    require_numbers,
     require_these,
+    standard_normals,
     times,
 )
 from bayesopt_chain.posterior.vi._families import Dense, Family, LowRank, MeanField
 from bayesopt_chain.schedules import ScalarOrSchedule, is_zero, now, scalar
-from bayesopt_chain.tracing import is_hidden
-from bayesopt_chain.trees import paths, paths_of, require_like, spread
+from bayesopt_chain.trees import paths_of, require_like, spread
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -162,12 +162,7 @@ class Variational(Drawing):
         """The standard deviations to start from, by leaf."""
         what = f"{self.family.name}: init_scale"
         scales = context.parts(spread(self.family.init_scale, params, what), what)
-        for path, scale in zip(paths(params), scales):
-            if not is_hidden(scale) and not bool((scale.isfinite() & (scale > 0)).all()):
-                raise ValueError(
-                    f"{self.family.name}: init_scale is not positive at {path} (smallest entry {scale.min().item():.3g}): pass "
-                    "positive, finite standard deviations"
-                )
+        require_numbers(scales, params, what)
         return scales
 
     def noise_like(self, leaves: list, names: Sequence[str]) -> tuple[list, Sequence[str]]:
