@@ -136,7 +136,7 @@ class LinkContext:
         Where parameters are sharded it is a tree of DTensors.
         """
         if self.scope.shards is not None:
-            leaves = self.scope.shards.whole(self.present, leaves)
+            leaves = self.scope.shards.laid_out(self.present, leaves)
         every = list(self.scope.blank)
         for j, x in zip(self.present, leaves):
             every[j] = x

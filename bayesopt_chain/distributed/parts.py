@@ -32,7 +32,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -63,16 +63,12 @@ def runs_of(x: Tensor) -> Runs:
     """
     if not is_dtensor(x):
         return ((0, x.numel()),) if x.numel() else ()
-    sharded: Any = x
-    mesh, placements = sharded.device_mesh, sharded.placements
-    coordinate = mesh.get_coordinate()
-    mine: Runs = (
-        () if coordinate is None else runs(tuple(x.shape), tuple(mesh.shape), tuple(coordinate), tuple(placements))
-    )
-    held, local = sum([length for _, length in mine]), sharded.to_local().numel()
+    layout = _layout(x)
+    mine = () if layout is None else runs(*layout)
+    held, local = sum([length for _, length in mine]), cast(Any, x).to_local().numel()
     if held != local:
         raise ValueError(
-            f"params: a DTensor of shape {tuple(x.shape)} with placements {tuple(placements)} holds {local} elements "
+            f"params: a DTensor of shape {tuple(x.shape)} with placements {cast(Any, x).placements} holds {local} elements "
             f"here, where its placements say {held}; its noise cannot be numbered: shard it evenly"
         )
     return mine
@@ -137,12 +133,14 @@ def axes_of(x: Tensor) -> list[Runs]:
     """
     if not is_dtensor(x):
         return [((0, n),) for n in x.shape]
-    sharded: Any = x
-    mesh = sharded.device_mesh
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return [() for _ in x.shape]
-    return _axes(tuple(x.shape), tuple(mesh.shape), tuple(coordinate), tuple(sharded.placements))
+    layout = _layout(x)
+    return [() for _ in x.shape] if layout is None else _axes(*layout)
+
+
+def _layout(x: Any) -> tuple[Any, ...] | None:
+    """Shapes of a DTensor and of its mesh, this rank's coordinate and the placements; ``None`` outside of the mesh."""
+    mesh, coordinate = x.device_mesh, x.device_mesh.get_coordinate()
+    return None if coordinate is None else (tuple(x.shape), tuple(mesh.shape), tuple(coordinate), tuple(x.placements))
 
 
 def _axes(
@@ -248,7 +246,8 @@ def part(params: Iterable[tuple[str, Tensor]], where: Where | None = None) -> li
         raise TypeError(
             "part: params must be (name, tensor) pairs, such as model.named_parameters(); the noise is numbered by names"
         )
-    places = [_place(name, p, _said(name, p, where)) for name, p in given]
+    told = [where(name, p) if callable(where) else (where or {}).get(name, name) for name, p in given]
+    places = [_place(name, p, place) for (name, p), place in zip(given, told)]
     if len(set(places)) < len(places):
         double = next(place for i, place in enumerate(places) if place in places[:i])
         raise ValueError(
@@ -281,13 +280,6 @@ def elements_of(p: Tensor) -> Runs:
     """
     place = _places.get(p)
     return place.runs if place is not None and place.runs is not None else runs_of(p)
-
-
-def _said(name: str, p: Tensor, where: Where | None) -> Any:
-    """The place of a tensor as the user gave it; without one, its own name."""
-    if where is None:
-        return name
-    return where(name, p) if callable(where) else where.get(name, name)
 
 
 def _place(name: str, p: Tensor, said: Any) -> Place:

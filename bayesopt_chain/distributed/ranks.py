@@ -37,6 +37,7 @@ from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.distributed.parts import runs_of
 from bayesopt_chain.distributed.shards import like, local
 from bayesopt_chain.random.stream import splitmix64
+from bayesopt_chain.trees import common_dtype
 
 T = TypeVar("T")
 Mesh = Any  # a DeviceMesh, whose module is not imported here because that is slow and few programs need it
@@ -113,21 +114,6 @@ def chains_of(n: int, mesh: Mesh) -> range:
         raise ValueError(
             f"parallel: {n} chains on {size} ranks leave some without one; run at least {size} chains, or fewer ranks"
         )
-    return share_of(n, rank, size)
-
-
-def share_of(n: int, rank: int, size: int) -> range:
-    """The global numbers of the chains that one rank runs.
-
-    Args:
-        n: the number of all chains.
-        rank: the rank.
-        size: the number of ranks.
-
-    Example:
-        >>> [share_of(5, rank, 2) for rank in range(2)]
-        [range(0, 3), range(3, 5)]
-    """
     each, more = divmod(n, size)
     start = rank * each + min(rank, more)
     return range(start, start + each + (rank < more))
@@ -517,9 +503,7 @@ class DataParallel:
             )
         weight = data_of(batch)
         # Gradients of 16 bits are added up in 32 bits, in which the sum over ranks does not overflow.
-        dtype = torch.float32
-        for x in (*present, loss):
-            dtype = torch.promote_types(dtype, x.dtype)
+        dtype = common_dtype([*present, loss])
         parts = [local(x.detach()).reshape(-1).to(dtype) for x in (*present, loss)]
         # The last element becomes the weight of the rank, so that one message has the sums of gradients, loss and weights.
         flat = torch.cat([*parts, parts[-1].new_ones(1)])

@@ -169,10 +169,6 @@ class Sharding:
 
         return local_gradients(g, own, self.specs, self.alike, refuse)
 
-    def whole(self, leaves: Sequence[int], xs: Sequence[Any]) -> list[Any]:
-        """Make DTensors of local tensors of these leaves, for links that take DTensors."""
-        return [x if x is None or self.specs[j] is None else dtensor_of(x, self.specs[j]) for j, x in zip(leaves, xs)]
-
     def laid_out(self, leaves: Sequence[int], xs: Sequence[Any]) -> list[Any]:
         """Make DTensors of local tensors of these leaves, whose dtypes may differ from those of the leaves."""
         specs = [self.specs[j] for j in leaves]
@@ -260,9 +256,8 @@ class Sharding:
 
     def _agreed(self, entry: Any) -> Any:
         """The state of a link with the key of the first rank, if it has a key."""
-        if not hasattr(entry, "key"):
-            return entry
-        return entry._replace(key=_first(entry.key, [spec.mesh for spec in self.specs if spec is not None]))
+        meshes = [spec.mesh for spec in self.specs if spec is not None]
+        return entry._replace(key=_first(entry.key, meshes)) if hasattr(entry, "key") else entry
 
 
 def _cut_over(spec: Any) -> tuple[Any, ...]:
