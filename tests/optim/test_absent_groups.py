@@ -6,6 +6,7 @@ temperature 0 it has to get its noise from that step on too, as if it had never 
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -235,21 +236,46 @@ def assert_is_normal(x, variance):
     assert abs(float(x.var()) / variance - 1.0) < 6 * (2 / len(x)) ** 0.5
 
 
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize(
-    "case", ["SGHMC", "SGLD", "Nesterov", "SGHMC, draws made again", "Adam, frozen", "RMSprop, frozen"]
-)
+def a_chain(groups):
+    torch.manual_seed(0)
+    return bc.optim.Optimizer(groups, lambda group: bc.sghmc(0.1, temperature=0.01))
+
+
+SAMPLERS = {
+    name: maker(name, 0.01)
+    for name in ("SGHMC", "SGLD", "Nesterov", "SGHMC, draws made again", "Adam, frozen", "RMSprop, frozen")
+} | {"a chain": a_chain}
+
+
+def walk_of_two(make, away, steps, at=lambda optimizer: nullcontext()):
+    """Two groups on ``theta^2 / 2``, each without a gradient in steps of its own."""
+    params = [torch.nn.Parameter(torch.ones(10_000)) for _ in range(2)]
+    optimizer = make([{"params": [p]} for p in params])
+    for step in range(steps):
+        with at(optimizer):
+            for p, is_away in zip(params, AWAY[away](step)):
+                p.grad = None if is_away else p.detach().clone()
+        optimizer.step()
+    return [p.detach() for p in params], optimizer
+
+
+@pytest.mark.sweep(7)
+@pytest.mark.parametrize("case", SAMPLERS)
 @pytest.mark.parametrize("away", AWAY)
 def test_a_group_that_was_away_samples_with_the_mean_and_variance_of_its_law(case, away):
-    n, temperature = 10_000, 0.01
-    params = [torch.nn.Parameter(torch.ones(n)) for _ in range(2)]
-    optimizer = maker(case, temperature)([{"params": [p]} for p in params])
-    for step in range(200):
-        for p, is_away in zip(params, AWAY[away](step)):
-            p.grad = None if is_away else p.detach().clone()
-        optimizer.step()
-    for p in params:
-        assert_is_normal(p.detach(), temperature)
+    for x in walk_of_two(SAMPLERS[case], away, 200)[0]:
+        assert_is_normal(x, 0.01)
+
+
+@pytest.mark.parametrize("away", AWAY)
+def test_ivon_brings_a_group_that_was_away_to_its_mean_and_variance(away):
+    settings = dict(temperature=0.01, betas=(0.9, 0.95), init_hessian=2.0, generator=torch.Generator().manual_seed(0))
+    means, optimizer = walk_of_two(
+        lambda groups: bc.optim.IVON(groups, 0.1, **settings), away, 300, bc.optim.IVON.sampled
+    )
+    for mean, variance in zip(means, optimizer.variances().values()):
+        assert abs(float(mean.mean())) < 0.01
+        assert abs(float(variance.mean()) / 0.01 - 1.0) < 0.1
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -263,43 +289,6 @@ def test_a_chain_as_an_optimizer_moves_what_torch_moves(momentum):
             want, _ = walk(lambda groups: torch.optim.SGD(groups, 0.1, momentum=momentum), scenario)
             for name in SHAPES:
                 assert torch.allclose(mine[name], want[name], rtol=1e-13, atol=1e-13), (title, name)
-
-
-@pytest.mark.parametrize("away", AWAY)
-def test_a_group_of_a_chain_that_was_away_samples_with_the_mean_and_variance_of_its_law(away):
-    n, temperature = 10_000, 0.01
-    params = [torch.nn.Parameter(torch.ones(n)) for _ in range(2)]
-    torch.manual_seed(0)
-    optimizer = bc.optim.Optimizer(
-        [{"params": [p]} for p in params], lambda group: bc.sghmc(0.1, temperature=temperature)
-    )
-    for step in range(200):
-        for p, is_away in zip(params, AWAY[away](step)):
-            p.grad = None if is_away else p.detach().clone()
-        optimizer.step()
-    for p in params:
-        assert_is_normal(p.detach(), temperature)
-
-
-@pytest.mark.parametrize("away", AWAY)
-def test_ivon_brings_a_group_that_was_away_to_its_mean_and_variance(away):
-    params = [torch.nn.Parameter(torch.ones(1000)) for _ in range(2)]
-    optimizer = bc.optim.IVON(
-        [{"params": [p]} for p in params],
-        0.1,
-        temperature=0.01,
-        betas=(0.9, 0.95),
-        init_hessian=2.0,
-        generator=torch.Generator().manual_seed(0),
-    )
-    for step in range(300):
-        with optimizer.sampled():
-            for p, is_away in zip(params, AWAY[away](step)):
-                p.grad = None if is_away else p.detach().clone()
-        optimizer.step()
-    for p, variance in zip(params, optimizer.variances().values()):
-        assert abs(float(p.detach().mean())) < 0.01
-        assert abs(float(variance.mean()) / 0.01 - 1.0) < 0.1
 
 
 @pytest.mark.parametrize("name", ["SGHMC", "SGLD", "Adam"])

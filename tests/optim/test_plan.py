@@ -2,6 +2,7 @@
 
 import copy
 import math
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -12,41 +13,42 @@ import bayesopt_chain as bc
 from bayesopt_chain.engine.optimizer_cpu import Job
 
 
-def lower_lr(optimizer, params):
-    optimizer.param_groups[0]["lr"] = 0.05
+def walk(
+    make, change=lambda step, optimizer, params: None, keep=True, steps=8, sizes=((3,), (2, 5)), dtype=torch.float32
+):
+    """Steps with a change of their own before each; without ``keep`` every step is planned anew.
+
+    Returns:
+        Parameters and tensors of the state, the plan of every step, and how often each called the kernel.
+    """
+    params = [torch.linspace(-1, 1, math.prod(s), dtype=dtype).view(s).requires_grad_() for s in sizes]
+    optimizer, plans, calls = make(params), [], []
+    for step in range(steps):
+        for p in params:
+            p.grad = 0.1 * p.detach() + step
+        change(step, optimizer, params)
+        optimizer._cache.work = optimizer._cache.work if keep else None
+        with mock.patch.object(Job, "run", autospec=True, side_effect=Job.run) as kernel:
+            optimizer.step()
+        plans.append(optimizer._cache.work)
+        calls.append(kernel.call_count)
+    states = [optimizer.state.get(p, {}) for p in params]
+    tensors = [*params, *(x for state in states for x in state.values() if torch.is_tensor(x))]
+    return [x.detach() for x in tensors], plans, calls
 
 
-def another_momentum(optimizer, params):
-    optimizer.param_groups[0]["momentum"] = 0.5
+def maker(name, lr=0.1, **kwargs):
+    """Always with the same key of the noise."""
+    return lambda params: getattr(bc.optim, name)(
+        params, lr, temperature=0.3, generator=torch.Generator().manual_seed(1), **kwargs
+    )
 
 
-def another_temperature(optimizer, params):
-    optimizer.param_groups[0]["temperature"] = 0.7
-
-
-def no_temperature(optimizer, params):
-    optimizer.param_groups[0]["temperature"] = 0.0
-
-
-def a_gradient_less(optimizer, params):
-    params[1].grad = None
-
-
-def another_velocity(optimizer, params):
-    state = optimizer.state[params[0]]
-    state["momentum_buffer"] = state["momentum_buffer"] * 2
-
-
-def a_draw_forgotten(optimizer, params):
-    optimizer.state[params[0]].pop("noise")
-
-
-def a_state_forgotten(optimizer, params):
-    optimizer.state.pop(params[1])
-
-
-def another_key(optimizer, params):
-    optimizer.param_groups[0]["noise_key"] = 12345
+def assert_as_planned_anew(*args, **kwargs):
+    mine, want = walk(*args, **kwargs), walk(*args, keep=False, **kwargs)
+    for x, y in zip(mine[0], want[0], strict=True):
+        assert torch.equal(x, y)
+    return mine[1:], want[1:]
 
 
 def a_group_more(optimizer, params):
@@ -55,88 +57,41 @@ def a_group_more(optimizer, params):
     optimizer.add_param_group({"params": [params[-1]], "lr": 0.2})
 
 
-def saved_and_loaded(optimizer, params):
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+def another_velocity(optimizer, params):
+    optimizer.state[params[0]]["momentum_buffer"] = optimizer.state[params[0]]["momentum_buffer"] * 2
 
 
-def a_parameter_less(optimizer, params):
-    del optimizer.param_groups[0]["params"][1]
-
-
-CHANGES = [
-    lower_lr,
-    another_momentum,
-    another_temperature,
-    no_temperature,
-    a_gradient_less,
-    another_velocity,
-    a_draw_forgotten,
-    a_state_forgotten,
-    another_key,
-    a_group_more,
-    saved_and_loaded,
-    a_parameter_less,
-]
+CHANGES = {
+    "lr": lambda optimizer, params: optimizer.param_groups[0].update(lr=0.05),
+    "momentum": lambda optimizer, params: optimizer.param_groups[0].update(momentum=0.5),
+    "temperature": lambda optimizer, params: optimizer.param_groups[0].update(temperature=0.7),
+    "no temperature": lambda optimizer, params: optimizer.param_groups[0].update(temperature=0.0),
+    "key": lambda optimizer, params: optimizer.param_groups[0].update(noise_key=12345),
+    "a gradient less": lambda optimizer, params: setattr(params[1], "grad", None),
+    "a velocity": another_velocity,
+    "a draw forgotten": lambda optimizer, params: optimizer.state[params[0]].pop("noise"),
+    "a state forgotten": lambda optimizer, params: optimizer.state.pop(params[1]),
+    "a group more": a_group_more,
+    "saved and loaded": lambda optimizer, params: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
+    "a parameter less": lambda optimizer, params: optimizer.param_groups[0]["params"].pop(1),
+}
 MAKE = {
     "momentum": dict(momentum=0.9),
     "none": dict(momentum=0.0),
     "nesterov": dict(momentum=0.9, nesterov=True),
-    "philox": dict(momentum=0.9),
     "torch's loop": dict(momentum=0.9, foreach=False),
 }
-
-
-def walk(change, keep, **kwargs):
-    """Eight steps with a change in the middle; without ``keep`` every step is planned anew."""
-    torch.manual_seed(0)
-    params = [torch.ones(3, requires_grad=True), torch.ones(2, 5, requires_grad=True)]
-    generator = torch.Generator().manual_seed(1)
-    optimizer = bc.optim.SGD(params, 0.1, temperature=0.3, generator=generator, **kwargs)
-    kept = 0
-    for step in range(8):
-        for p in params:
-            p.grad = 0.1 * p.detach() + step
-        if step == 4:
-            change(optimizer, params)
-        if not keep:
-            optimizer._cache.work = None
-        before = optimizer._cache.work
-        optimizer.step()
-        kept += before is not None and optimizer._cache.work is before
-    states = [optimizer.state.get(p, {}) for p in params]
-    return [*params, *(v for s in states for v in s.values() if torch.is_tensor(v))], kept
 
 
 @pytest.mark.sweep(37)
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize("change", CHANGES)
 def test_whatever_changes_the_steps_are_those_that_are_planned_anew(name, change):
-    if change is another_velocity and name == "none":
+    if change == "a velocity" and name == "none":
         pytest.skip("no velocity")
-    mine, kept = walk(change, keep=True, **MAKE[name])
-    want, none = walk(change, keep=False, **MAKE[name])
-    assert kept >= 2 and none == 0
-    assert len(mine) == len(want)
-    for x, y in zip(mine, want):
-        assert torch.equal(x, y)
-
-
-def changing(name, keep, numbers, freeze_after=None):
-    """Twelve steps of one of the classes, with other numbers in each; without ``keep`` every step is planned anew."""
-    torch.manual_seed(0)
-    params = [torch.ones(3, requires_grad=True), torch.ones(2, 5, requires_grad=True)]
-    how = {"freeze_after": freeze_after} if freeze_after else {}
-    optimizer = getattr(bc.optim, name)(params, 0.1, temperature=0.3, generator=torch.Generator().manual_seed(1), **how)
-    plans = []
-    for step in range(12):
-        for p in params:
-            p.grad = 0.1 * p.detach() + step
-        optimizer.param_groups[0].update(numbers(step))
-        if not keep:
-            optimizer._cache.work = None
-        optimizer.step()
-        plans.append(optimizer._cache.work)
-    return [*params, *(v for p in params for v in optimizer.state[p].values() if torch.is_tensor(v))], plans
+    at_four = lambda step, *of: step == 4 and CHANGES[change](*of)  # noqa: E731
+    (plans, _), (anew, _) = assert_as_planned_anew(maker("SGD", **MAKE[name]), at_four)
+    assert sum(a is b for a, b in pairwise(plans)) >= 2 and not any(a is b for a, b in pairwise(anew))
 
 
 @pytest.mark.parametrize("name", ["SGLD", "SGHMC", "Adam", "NAdam", "RMSprop"])
@@ -150,19 +105,14 @@ def changing(name, keep, numbers, freeze_after=None):
     ids=["falls", "rises and falls", "temperature and decay"],
 )
 def test_numbers_that_change_in_every_step_keep_the_plan_and_its_steps(name, numbers):
-    mine, plans = changing(name, True, numbers)
-    want, anew = changing(name, False, numbers)
+    change = lambda step, optimizer, params: optimizer.param_groups[0].update(numbers(step))  # noqa: E731
+    (plans, _), (anew, _) = assert_as_planned_anew(maker(name), change, steps=12)
     assert plans[-1] is plans[4] and anew[-1] is not anew[4]
-    for x, y in zip(mine, want, strict=True):
-        assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize("name", ["Adam", "NAdam"])
 def test_a_preconditioner_that_freezes_makes_the_steps_that_are_planned_anew(name):
-    mine, _ = changing(name, True, lambda step: {}, freeze_after=4)
-    want, _ = changing(name, False, lambda step: {}, freeze_after=4)
-    for x, y in zip(mine, want, strict=True):
-        assert torch.equal(x, y)
+    assert_as_planned_anew(maker(name, freeze_after=4), steps=12)
 
 
 ONE_PASS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -181,20 +131,16 @@ ONE_PASS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def walk_of_one_pass(name, kwargs, dtype=torch.float64, sizes=((40,), (3, 5), (3000,)), scheduled=True):
+def walk_of_one_pass(name, kwargs, dtype=torch.float64, sizes=((40,), (3, 5), (3000,))):
     """Ten steps along an lr that falls and rises: parameters, state, and how many steps took the one pass."""
-    params = [torch.linspace(-1, 1, math.prod(s), dtype=dtype).view(s).requires_grad_() for s in sizes]
-    generator = torch.Generator().manual_seed(1)
-    optimizer = getattr(bc.optim, name)(params, 0.01, temperature=0.3, generator=generator, **kwargs)
-    with mock.patch.object(Job, "run", autospec=True, side_effect=Job.run) as kernel:
-        for step in range(10):
-            for p in params:
-                p.grad = p.detach() + 0.1 * step
-            if scheduled:
-                optimizer.param_groups[0]["lr"] = 0.01 * (1.0 + 0.5 * (-1) ** step)
-            optimizer.step()
-    tensors = [x for p in params for x in optimizer.state[p].values() if torch.is_tensor(x)]
-    return [p.detach() for p in params] + tensors, kernel.call_count
+
+    def change(step, optimizer, params):
+        optimizer.param_groups[0]["lr"] = 0.01 * (1.0 + 0.5 * (-1) ** step)
+        for p in params:
+            p.grad = p.detach() + 0.1 * step
+
+    tensors, _, calls = walk(maker(name, 0.01, **kwargs), change, steps=10, sizes=sizes, dtype=dtype)
+    return tensors, sum(calls)
 
 
 @pytest.mark.parametrize("keep_draws", [True, False])
@@ -222,8 +168,7 @@ def test_one_pass_on_two_threads_gives_the_bits_of_one(name, monkeypatch):
     finally:
         torch.set_num_threads(threads)
     assert walks[0][1] == walks[1][1] == 9
-    for x, y in zip(walks[0][0], walks[1][0], strict=True):
-        assert torch.equal(x, y)
+    assert all(map(torch.equal, walks[0][0], walks[1][0]))
 
 
 @pytest.mark.parametrize(
@@ -235,41 +180,30 @@ def test_what_the_one_pass_does_not_know_takes_torchs_step(kwargs):
     assert walk_of_one_pass("Adam", kwargs)[1] == 0
 
 
-@pytest.mark.parametrize("what", ["gradient of other strides", "a temperature of 0 elsewhere", "a replaced square"])
+def another_square(optimizer, params):
+    optimizer.state[params[0]]["exp_avg_sq"] = optimizer.state[params[0]]["exp_avg_sq"] * 4.0
+
+
+SEEN = {
+    "a gradient of other strides": (
+        lambda optimizer, params: setattr(params[0], "grad", torch.arange(12.0).view(4, 3).T),
+        [1, 2, 2],
+    ),
+    "a temperature of 0 elsewhere": (
+        lambda optimizer, params: optimizer.param_groups[1].update(temperature=0.0),
+        [1] * 3,
+    ),
+    "a replaced square": (another_square, [2] * 3),
+}
+
+
+@pytest.mark.parametrize("what", SEEN)
 def test_the_one_pass_sees_what_changes_between_steps(what):
-    """As a walk that plans every step anew."""
-
-    def walk(keep):
-        params = [torch.ones(3, 4, requires_grad=True), torch.ones(5, requires_grad=True)]
-        groups = [{"params": params[:1]}, {"params": params[1:]}]
-        optimizer = bc.optim.Adam(groups, 0.01, temperature=0.3, generator=torch.Generator().manual_seed(1))
-        calls = []
-        for step in range(6):
-            for p in params:
-                p.grad = torch.full_like(p, 0.1 * step) + p.detach()
-            if step == 3 and what == "gradient of other strides":
-                params[0].grad = torch.arange(12.0).view(4, 3).T
-            if step == 3 and what == "a temperature of 0 elsewhere":
-                optimizer.param_groups[1]["temperature"] = 0.0
-            if step == 3 and what == "a replaced square":
-                state = optimizer.state[params[0]]
-                state["exp_avg_sq"] = state["exp_avg_sq"] * 4.0
-            if not keep:
-                optimizer._cache.work = None
-            with mock.patch.object(Job, "run", autospec=True, side_effect=Job.run) as kernel:
-                optimizer.step()
-            calls.append(kernel.call_count)
-        return [p.detach() for p in params], calls
-
-    (mine, how), (want, again) = walk(True), walk(False)
-    rest = {
-        "gradient of other strides": [1, 2, 2],
-        "a temperature of 0 elsewhere": [1] * 3,
-        "a replaced square": [2] * 3,
-    }
-    assert how == again == [0, 2, 2, *rest[what]]
-    for x, y in zip(mine, want, strict=True):
-        assert torch.equal(x, y)
+    change, rest = SEEN[what]
+    make = lambda params: maker("Adam", 0.01)([{"params": [p]} for p in params])  # noqa: E731
+    at_three = lambda step, *of: step == 3 and change(*of)  # noqa: E731
+    mine, want = assert_as_planned_anew(make, at_three, steps=6, sizes=((3, 4), (5,)))
+    assert mine[1] == want[1] == [0, 2, 2, *rest]
 
 
 def test_autograd_knows_that_the_one_pass_has_changed_the_parameters():
@@ -285,18 +219,18 @@ def test_autograd_knows_that_the_one_pass_has_changed_the_parameters():
 
 
 @pytest.mark.parametrize("tensor", ["gradient of other strides", "bfloat16"])
-def test_what_the_one_pass_cannot_take_is_left_to_torchs_step(tensor, monkeypatch):
+def test_what_the_one_pass_cannot_take_is_left_to_torchs_step(tensor):
     """Bit for bit as where torch's loop was asked for."""
-    walks = []
-    for how in ({}, {"foreach": False}):
-        theta = torch.ones(3, 4, dtype=torch.bfloat16 if tensor == "bfloat16" else torch.float32, requires_grad=True)
-        optimizer = bc.optim.SGHMC([theta], 0.1, temperature=0.3, generator=torch.Generator().manual_seed(1), **how)
-        for _ in range(4):
-            g = torch.arange(12.0).to(theta.dtype)
-            theta.grad = g.view(3, 4) if tensor == "bfloat16" else g.view(4, 3).T
-            optimizer.step()
-        walks.append(theta.detach())
-    assert torch.equal(*walks)
+    dtype = torch.bfloat16 if tensor == "bfloat16" else torch.float32
+
+    def change(step, optimizer, params):
+        g = torch.arange(12.0).to(dtype)
+        params[0].grad = g.view(3, 4) if tensor == "bfloat16" else g.view(4, 3).T
+
+    (mine, _, _), (theirs, _, _) = (
+        walk(maker("SGHMC", **how), change, steps=4, sizes=((3, 4),), dtype=dtype) for how in ({}, {"foreach": False})
+    )
+    assert torch.equal(mine[0], theirs[0])
 
 
 @pytest.mark.parametrize("foreach", [None, True])
@@ -305,9 +239,7 @@ def test_leaves_of_which_one_alone_has_a_velocity_are_moved_together(foreach):
 
     def walk(names):
         params = {name: torch.ones(3, dtype=torch.float64, requires_grad=True) for name in names}
-        optimizer = bc.optim.SGHMC(
-            params.items(), 0.1, temperature=0.3, generator=torch.Generator().manual_seed(1), foreach=foreach
-        )
+        optimizer = maker("SGHMC", foreach=foreach)(params.items())
         if "a" in params:
             optimizer.state[params["a"]]["momentum_buffer"] = torch.full((3,), 2.0, dtype=torch.float64)
         for _ in range(3):

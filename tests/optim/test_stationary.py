@@ -16,8 +16,8 @@ CURVATURE = torch.tensor([[2.0, 0.6], [0.6, 1.0]], dtype=torch.float64)
 T = 0.7
 
 
-def matches(make, expected_precision=CURVATURE):
-    covariance = Probed(make, CURVATURE).covariance()
+def matches(make, expected_precision=CURVATURE, curvature=CURVATURE):
+    covariance = Probed(make, curvature).covariance()
     torch.testing.assert_close(covariance, T * torch.linalg.inv(expected_precision), rtol=1e-10, atol=0.0)
 
 
@@ -43,15 +43,11 @@ def test_nesterov_is_exact(lr, momentum, decay):
     matches(lambda p: bc.optim.SGD(p, lr, momentum, 0, decay, nesterov=True, temperature=T), CURVATURE + prior)
 
 
-def test_exact_up_to_lr_times_curvature_of_two():
+def test_exact_up_to_lr_times_curvature_of_two_and_around_a_maximum():
     top = torch.linalg.eigvalsh(CURVATURE).max().item()
     matches(lambda p: bc.optim.SGLD(p, 1.99 / top, temperature=T))
     matches(lambda p: bc.optim.SGHMC(p, 1.99 / top, temperature=T))
-
-
-def test_maximize_samples_around_a_maximum():
-    covariance = Probed(lambda p: bc.optim.SGHMC(p, 0.1, temperature=T, maximize=True), -CURVATURE).covariance()
-    torch.testing.assert_close(covariance, T * torch.linalg.inv(CURVATURE), rtol=1e-10, atol=0.0)
+    matches(lambda p: bc.optim.SGHMC(p, 0.1, temperature=T, maximize=True), curvature=-CURVATURE)
 
 
 ADAPTIVE = {
@@ -216,16 +212,6 @@ def test_a_momentum_may_begin_later(foreach):
     torch.testing.assert_close(theta.detach(), before - 0.1 * velocity, rtol=1e-12, atol=0)
 
 
-def test_a_momentum_that_falls_to_0_is_refused_before_anything_moves():
-    theta = torch.ones(2, requires_grad=True)
-    optimizer, theta.grad = bc.optim.SGHMC([theta], 0.1, temperature=T), torch.ones(2)
-    optimizer.step()
-    optimizer.param_groups[0]["momentum"], before = 0.0, theta.detach().clone()
-    with pytest.raises(ValueError, match=r"bc\.optim\.SGHMC: a momentum that falls to 0 .* keep it above 0"):
-        optimizer.step()
-    assert torch.equal(theta, before)
-
-
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_lr_0_in_the_middle_leaves_the_law_as_it_is(momentum):
     lrs = [0.3, 0.3, 0.0, 0.3, 0.1, 0.0, 0.0, 0.1, 0.05, 0.0, 0.0, 0.0, 0.01]
@@ -310,16 +296,6 @@ def test_a_state_that_lacks_a_number_of_the_last_step_is_refused_by_name():
     with pytest.raises(ValueError, match="noise_surplus"):
         optimizer.step()
     assert torch.equal(theta, before)
-
-
-def test_nesterov_whose_momentum_is_set_to_zero_is_refused():
-    theta = torch.zeros(2, requires_grad=True)
-    optimizer = bc.optim.SGD([theta], 0.1, 0.9, nesterov=True, temperature=T)
-    theta.grad = torch.ones(2)
-    optimizer.step()
-    optimizer.param_groups[0]["momentum"] = 0.0
-    with pytest.raises(ValueError, match="Nesterov's momentum"):
-        optimizer.step()
 
 
 def test_a_step_of_lr_0_moves_nothing_and_the_chain_recovers():

@@ -3,7 +3,6 @@
 import copy
 import inspect
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -251,60 +250,61 @@ def test_a_tensor_temperature_is_read_at_every_step():
     assert theta.all()
 
 
-@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
-def test_a_bad_temperature_is_an_error_before_anything_moves(bad):
-    theta = torch.ones(2, requires_grad=True)
-    with pytest.raises(ValueError, match="temperature must be non-negative and finite"):
-        bc.optim.SGD([theta], 0.1, temperature=bad)
-    optimizer = bc.optim.SGD([theta], 0.1, 0.9, temperature=0.1)
-    optimizer.param_groups[0]["temperature"] = bad
-    theta.grad = torch.ones(2)
-    with pytest.raises(ValueError, match="temperature must be non-negative"):
-        optimizer.step()
-    assert torch.equal(theta.detach(), torch.ones(2)) and not optimizer.state[theta]
+def dense(p):
+    return torch.ones_like(p)
 
 
-@pytest.mark.parametrize(
-    "kwargs, words",
-    [
-        (dict(momentum=1.0), "momentum must lie"),
-        (dict(momentum=0.9, dampening=1.0), "dampening must be below 1"),
-        (dict(lr=float("nan")), "lr must be a real number"),
-        (dict(differentiable=True), r"differentiable=True at temperature > 0.*bc\.make_step"),
-    ],
-)
-def test_what_has_no_matched_noise_is_refused_by_name(kwargs, words):
-    theta = torch.ones(2, requires_grad=True)
+def of_one_row(table):
+    return torch.sparse_coo_tensor([[1]], torch.ones(1, 2), (5, 2))
+
+
+REFUSED = {  # how it is made, what changes before its step, what is said; and the parameter and its gradient
+    "a negative temperature": (dict(temperature=-1.0), {}, "temperature must be non-negative and finite"),
+    "no temperature": (dict(temperature=float("nan")), {}, "temperature must be non-negative and finite"),
+    "an infinite one": (dict(temperature=float("inf")), {}, "temperature must be non-negative and finite"),
+    "one that becomes negative": (dict(momentum=0.9), dict(temperature=-1.0), "temperature must be non-negative"),
+    "one that is lost": (dict(momentum=0.9), dict(temperature=float("nan")), "temperature must be non-negative"),
+    "a momentum of 1": (dict(momentum=1.0), {}, "momentum must lie"),
+    "a momentum that falls to 0": (
+        dict(momentum=0.9),
+        dict(momentum=0.0),
+        "a momentum that falls to 0 .* keep it above 0",
+    ),
+    "Nesterov's": (dict(momentum=0.9, nesterov=True), dict(momentum=0.0), "Nesterov's momentum"),
+    "all is dampened": (dict(momentum=0.9, dampening=1.0), {}, "dampening must be below 1"),
+    "no lr": (dict(lr=float("nan")), {}, "lr must be a real number"),
+    "derivatives": (dict(differentiable=True), {}, r"differentiable=True at temperature > 0.*bc\.make_step"),
+    "of Adam": (dict(cls="Adam", differentiable=True), {}, "differentiable"),
+    "a graph": (dict(cls="Adam", capturable=True), {}, "capturable"),
+    "complex": ({}, {}, "complex", torch.ones(2, dtype=torch.complex64), dense),
+    "sparse": (dict(momentum=0.9), {}, "sparse", torch.ones(5, 2), of_one_row),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_has_no_matched_noise_is_refused_by_name_before_anything_moves(case):
+    made, change, words, start, gradient = *REFUSED[case][:3], *(REFUSED[case][3:] or (torch.ones(2), dense))
+    theta = start.clone().requires_grad_()
+    theta.grad = gradient(theta)
     with pytest.raises(ValueError, match=words):
-        optimizer = bc.optim.SGD([theta], temperature=0.1, **{"lr": 0.1, **kwargs})
-        theta.grad = torch.ones(2)
+        options = {"lr": 0.1, "temperature": 0.1, **made}
+        optimizer = getattr(bc.optim, options.pop("cls", "SGD"))([theta], **options)
+        if change:
+            optimizer.step()
+            optimizer.param_groups[0].update(change)
+            start = theta.detach().clone()
         optimizer.step()
-    assert torch.equal(theta.detach(), torch.ones(2))
+    assert torch.equal(theta, start)
 
 
-def test_adaptive_classes_refuse_derivatives_and_graphs_at_a_temperature():
-    theta = torch.ones(2, requires_grad=True)
-    refused: list[dict[str, Any]] = [{"differentiable": True}, {"capturable": True}]
-    for kwargs in refused:
-        with pytest.raises(ValueError, match=next(iter(kwargs))):
-            bc.optim.Adam([theta], temperature=0.1, **kwargs)
-
-
-def test_complex_sparse_and_repeated_parameters_are_refused_at_a_temperature():
-    z = torch.ones(2, dtype=torch.complex64, requires_grad=True)
-    z.grad = torch.ones_like(z)
-    with pytest.raises(ValueError, match="complex"):
-        bc.optim.SGLD([z], 0.1, temperature=0.1).step()
-    table = nn.Embedding(5, 2, sparse=True)
-    table(torch.tensor([1])).sum().backward()
-    with pytest.raises(ValueError, match="sparse"):
-        bc.optim.SGHMC(table.parameters(), 0.1, temperature=0.1).step()
-    bc.optim.SGLD(table.parameters(), 0.1, temperature=0.1).step()  # all rows move
-    assert not torch.equal(table.weight[0], table.weight[2])
-    theta = torch.ones(2, requires_grad=True)
+def test_sparse_gradients_without_momentum_move_all_rows_and_repeated_parameters_are_refused():
+    table = torch.ones(5, 2, requires_grad=True)
+    table.grad = of_one_row(table)
+    bc.optim.SGLD([table], 0.1, temperature=0.1).step()
+    assert not torch.equal(table[0], table[2])
     with warnings.catch_warnings(), pytest.raises(ValueError, match="twice"):
         warnings.simplefilter("ignore")
-        bc.optim.SGLD([theta, theta], 0.1, temperature=0.1)
+        bc.optim.SGLD([table, table], 0.1, temperature=0.1)
 
 
 def test_low_precision_parameters_warn_where_noise_rounds_away():
