@@ -91,10 +91,32 @@ def enumerated(M, gamma, noises, order):
             x = paths[:, t] + start @ torch.linalg.matrix_power(M, t + 1).T
             X += x.T @ x / len(orders) / L
         return X, X
-    added = [paths[:, t].T @ paths[:, t] / len(orders) for t in range(L)]
-    X = lyapunov(torch.linalg.matrix_power(M, L), added[-1])
-    phases = []
-    for Q in added:
+    return over_phases(M, [paths[:, t].T @ paths[:, t] / len(orders) for t in range(L)])
+
+
+def by_recursion(M, gamma, C, K, order):
+    """What batches of covariance ``C`` (with replacement) add on average over an epoch of ``K``, step by step."""
+    if order == "independent":
+        return lyapunov(M, gamma @ C @ gamma.T * (1 - 1 / K))
+    S, R, phases = torch.zeros_like(M), torch.zeros_like(gamma), []
+    for _ in range(K):
+        S, R = M @ S @ M.T + gamma @ C @ gamma.T, M @ R + gamma
+        phases.append(S - R @ C @ R.T / K)
+    return over_phases(M, phases)[0]
+
+
+def over_phases(M, phases):
+    """Mean over the phases of a period of the covariance that is added in it, ``phases``, and at its end."""
+    X, total = lyapunov(torch.linalg.matrix_power(M, len(phases)), phases[-1]), torch.zeros_like(M)
+    for Q in phases:
         X = M @ X @ M.T
-        phases.append(X + Q)
-    return sum(phases) / L, phases[-1]
+        total += X + Q
+    return total / len(phases), X + phases[-1]
+
+
+def worst_ratio(full, mean):
+    """The largest ratio of variances of any direction that ``full`` has."""
+    values, vectors = torch.linalg.eigh(full)
+    keep = values > 1e-7 * values.amax()
+    white = vectors[:, keep] / values[keep].sqrt()
+    return torch.linalg.eigvalsh(white.T @ mean @ white).amax().item()

@@ -10,7 +10,7 @@ from torch import nn
 
 import bayesopt_chain as bc
 from bayesopt_chain.diagnostics.suggest_lr import MOMENTA
-from tests.diagnostics.oracle import DOUBLE, affine, lyapunov
+from tests.diagnostics.oracle import DOUBLE, affine, by_recursion, lyapunov, worst_ratio
 
 T = 0.001
 LIMITS = {  # lr k at which the chain diverges
@@ -36,21 +36,8 @@ def exact_worst(tx, H, noises, order):
     M, gamma, F = affine(tx, H, torch.zeros(d, dtype=DOUBLE))
     if torch.linalg.eigvals(M).abs().amax() >= 1:
         return math.inf
-    C = noises.T @ noises / (K - 1)
-    full = lyapunov(M, F @ F.T)[:d, :d]
-    if order == "independent":
-        mean = lyapunov(M, gamma @ C @ gamma.T * (1 - 1 / K))[:d, :d]
-    else:
-        S, R, added = torch.zeros_like(M), torch.zeros_like(gamma), []
-        for _ in range(K):
-            S, R = M @ S @ M.T + gamma @ C @ gamma.T, M @ R + gamma
-            added.append(S - R @ C @ R.T / K)
-        X, mean = lyapunov(torch.linalg.matrix_power(M, K), added[-1]), 0.0
-        for Q in added:
-            X = M @ X @ M.T
-            mean = mean + (X + Q)[:d, :d] / K
-    white = torch.linalg.inv(torch.linalg.cholesky(full))
-    return torch.linalg.eigvalsh(white @ mean @ white.T).amax().item()
+    mean = by_recursion(M, gamma, noises.T @ noises / (K - 1), K, order)
+    return worst_ratio(lyapunov(M, F @ F.T)[:d, :d], mean[:d, :d])
 
 
 def additive(H, noises):
