@@ -23,26 +23,14 @@ _engine: Any = torch.autograd.Variable._execution_engine
 
 # the innermost transformation of ``torch.func`` (``vmap``, ``grad``, ``vjp`` or ``jvp``) that is running, or None
 innermost_transformation: Callable[[], Any] = _functorch.peek_interpreter_stack
-
-
-def is_wrapped(x: Tensor) -> bool:
-    """Whether a tensor is functorch's: one that ``vmap`` maps over, or one that is being differentiated."""
-    return _functorch.is_functorch_wrapped_tensor(x)
-
-
-def is_batched(x: Tensor) -> bool:
-    """Whether the outermost wrapper of a tensor is ``vmap``'s."""
-    return _functorch.is_batchedtensor(x)
-
-
-def level(x: Tensor) -> int:
-    """The level of the transformation that wrapped a tensor last; 1 is the outermost."""
-    return _functorch.maybe_get_level(x)
-
-
-def unwrapped(x: Tensor) -> Tensor:
-    """The tensor below the outermost wrapper."""
-    return _functorch.get_unwrapped(x)
+# whether a tensor is functorch's: one that ``vmap`` maps over, or one that is being differentiated
+is_wrapped: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
+# whether the outermost wrapper of a tensor is ``vmap``'s
+is_batched: Callable[[Tensor], bool] = _functorch.is_batchedtensor
+# the level of the transformation that wrapped a tensor last; 1 is the outermost
+level: Callable[[Tensor], int] = _functorch.maybe_get_level
+# the tensor below the outermost wrapper
+unwrapped: Callable[[Tensor], Tensor] = _functorch.get_unwrapped
 
 
 def gradients_of_columns(

@@ -18,7 +18,7 @@ from torchopt.base import GradientTransformation
 
 from bayesopt_chain import kinds
 from bayesopt_chain.checks import LARGEST, TEMPERATURE_HINT, number, short
-from bayesopt_chain.kinds import Kind, plain
+from bayesopt_chain.kinds import Kind, looking
 
 
 @dataclass(frozen=True)
@@ -37,29 +37,6 @@ class Range:
         if not (self.none and value is None):
             within = self.within if ranges else None
             number(name, value, within, self.integer, self.tensor, self.schedule, self.hint)
-
-
-@dataclass(frozen=True)
-class OneOf:
-    """An argument that is one of a few values."""
-
-    values: tuple[Any, ...]
-
-    def __call__(self, name: str, value: Any, ranges: bool) -> None:
-        if not any(type(value) is type(x) and value == x for x in self.values):
-            wanted = " or ".join(map(repr, self.values))
-            raise (ValueError if isinstance(value, int) else TypeError)(f"{name} must be {wanted}, got {short(value)}")
-
-
-@dataclass(frozen=True)
-class Of:
-    """An argument of a kind that has no range (see :mod:`bayesopt_chain.kinds`)."""
-
-    kind: Kind
-
-    def __call__(self, name: str, value: Any, ranges: bool) -> None:
-        if not self.kind.fits(value):
-            kinds.refuse(name, value, self.kind)
 
 
 def _betas(name: str, value: Any, ranges: bool) -> None:
@@ -100,15 +77,16 @@ class NumberOrTree:
 Rule = Callable[
     [str, Any, bool], None
 ]  # (name, value, whether ranges are checked beside types); refuses what may not be
-_FLAG, COUNT, _MEMORY = OneOf((True, False)), Range(f"[0, {LARGEST}]", integer=True), Range("[0, 1]")
+COUNT, _MEMORY = Range(f"[0, {LARGEST}]", integer=True), Range("[0, 1]")
 POSITIVE, _NOT_NEGATIVE, FINITE = Range("(0, inf)"), Range("[0, inf)"), Range("(-inf, inf)")
-MOMENTUM, ORDER = Range("[0, 1)"), OneOf((1, 2))
+MOMENTUM = Range("[0, 1)")
+ORDER = Kind(lambda x: type(x) is int and x in (1, 2), "1 or 2", (int,))
 AT_LEAST_ONE = Range(f"[1, {LARGEST}]", integer=True)
 ARGUMENTS: dict[str, Rule] = {
     "temperature": Range("[0, inf)", tensor=True, schedule=True, hint=TEMPERATURE_HINT),
     "lr": Range("[0, inf)", tensor=True, schedule=True),
     "step_size": Range("(-inf, inf)", tensor=True, schedule=True),
-    "generator": Of(kinds.GENERATOR),
+    "generator": kinds.GENERATOR,
     "order": ORDER,
     "betas": _betas,
     **dict.fromkeys(("momentum", "b1", "b2"), MOMENTUM),
@@ -120,11 +98,11 @@ ARGUMENTS: dict[str, Rule] = {
     "dampening": Range("(-inf, 1)"),
     "thermostat_mass": Range("(0, inf)", none=True),
     "temperatures": _temperatures,
-    "mask": Of(Kind(_is_mask, "a tree of True and False, or a function of the parameters")),
-    **dict.fromkeys(("omega", "step_size_fn"), Of(Kind(callable, "a function of the step count"))),
+    "mask": Kind(_is_mask, "a tree of True and False, or a function of the parameters"),
+    **dict.fromkeys(("omega", "step_size_fn"), Kind(callable, "a function of the step count")),
     **dict.fromkeys(
         ("optimizer", "scale_optimizer"),
-        Of(kinds.instance(GradientTransformation, "a gradient transformation").or_none()),
+        kinds.instance(GradientTransformation, "a gradient transformation").or_none(),
     ),
     **dict.fromkeys(("init_scale", "prior_precision"), NumberOrTree(POSITIVE)),
     "transition": _transition,
@@ -136,8 +114,8 @@ ARGUMENTS: dict[str, Rule] = {
     **dict.fromkeys(("burn_in", "start", "rank"), COUNT),
     **dict.fromkeys(("cycle", "batch_size", "swap_every", "every"), AT_LEAST_ONE),
     **dict.fromkeys(("n_samples", "bins"), Range("[1, 16777216]", integer=True)),
-    **dict.fromkeys(("nesterov", "maximize", "moment_requires_grad", "centered", "use_accelerated_op"), _FLAG),
-    **dict.fromkeys(("antithetic", "stick_the_landing", "rescale_lr", "per_parameter", "lr_inside"), _FLAG),
+    **dict.fromkeys(("nesterov", "maximize", "moment_requires_grad", "centered", "use_accelerated_op"), kinds.BOOL),
+    **dict.fromkeys(("antithetic", "stick_the_landing", "rescale_lr", "per_parameter", "lr_inside"), kinds.BOOL),
 }
 _SHOWN = {"lr": "lr (learning rate)", "weight_decay": "weight_decay (weight decay)"}
 Factory = TypeVar("Factory", bound=Callable[..., Any])
@@ -173,26 +151,17 @@ def _shown(owner: str, name: str) -> str:
 
 
 def _checking(factory: Factory, ranges: bool, own: Mapping[str, Rule]) -> Factory:
-    signature = inspect.signature(factory)
     rules = {**ARGUMENTS, **own}
-    defaults = {name: p.default for name, p in signature.parameters.items() if name in rules}
 
-    @functools.wraps(factory)
-    def checking(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tuple(map(plain, args)), {name: plain(value) for name, value in kwargs.items()}
-        try:
-            given = signature.bind(*args, **kwargs).arguments
-        except TypeError:
-            return factory(*args, **kwargs)  # for Python's own words about an argument that is missing or unknown
+    def look(given: dict[str, Any], defaults: dict[str, Any]) -> None:
         heat = given.get("temperature", defaults.get("temperature"))
         is_zero_temperature = isinstance(heat, (int, float)) and heat == 0
-        for name, default in defaults.items():
-            always = name in own or name == "temperature"
-            if name in given and given[name] is not default and (always or not is_zero_temperature):
+        for name in [name for name in defaults if name in rules and name in given]:
+            always = name in own or name == "temperature" or not is_zero_temperature
+            if always and given[name] is not defaults[name]:
                 rules[name](_shown(factory.__name__, name), given[name], ranges)
-        return factory(*args, **kwargs)
 
-    return cast(Factory, checking)
+    return looking(factory, look)
 
 
 def with_options(options: type, link: type) -> Callable[[Factory], Factory]:

@@ -21,7 +21,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Integral, Real
-from typing import Any, NamedTuple, NoReturn, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import optree
 import torch
@@ -34,11 +34,20 @@ MOST = 1 << 53  # what counts as a whole number, and what JSON can hold
 
 
 class Kind(NamedTuple):
-    """What an argument may be: a test, the words of the refusal, and the types of which some values fit."""
+    """What an argument may be: a test, the words of the refusal, and the types of which some values fit.
+
+    Called with a name and a value it refuses what does not fit. It has no range that another rule could leave out
+    (see :mod:`bayesopt_chain.arguments`).
+    """
 
     fits: Callable[[Any], bool]
     words: str
     of: tuple[type, ...] = ()
+
+    def __call__(self, name: str, value: Any, ranges: bool = True) -> None:
+        if not self.fits(value):
+            wrong = ValueError if isinstance(value, self.of) else TypeError
+            raise wrong(f"{name} must be {self.words}, got {short(value)}")
 
     def or_none(self) -> Kind:
         """The same, or ``None``."""
@@ -63,14 +72,7 @@ def require(who: str, **given: tuple[Any, Kind]) -> None:
         TypeError: sample: steps must be a whole number, at least 1, got 'x'
     """
     for name, (value, kind) in given.items():
-        if not kind.fits(value):
-            refuse(f"{who}: {name}", value, kind)
-
-
-def refuse(name: str, value: Any, kind: Kind) -> NoReturn:
-    """Refuse an argument that is not of its kind, in the words of the kind."""
-    wrong = ValueError if isinstance(value, kind.of) else TypeError
-    raise wrong(f"{name} must be {kind.words}, got {short(value)}")
+        kind(f"{who}: {name}", value)
 
 
 def plain(value: Any) -> Any:
@@ -111,31 +113,41 @@ def takes(**own: Kind) -> Callable[[Function], Function]:
 
     def decorate(function: Function) -> Function:
         who = function.__qualname__.removesuffix(".__init__")
-        kinds, defaults, positional = {}, {}, []
-        for i, (name, parameter) in enumerate(inspect.signature(function).parameters.items()):
-            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-                continue
-            if parameter.kind is not parameter.KEYWORD_ONLY:
-                positional.append(name)
-            if i == 0 and name in ("self", "cls"):
-                continue
-            if kind := own.get(name) or WORDS.get(name):
-                kinds[name], defaults[name] = kind, parameter.default
-        if own.keys() - kinds.keys():
-            raise TypeError(f"takes: {who} has no argument {', '.join(own.keys() - kinds.keys())}")
+        names = inspect.signature(function).parameters.keys()
+        if own.keys() - names:
+            raise TypeError(f"takes: {who} has no argument {', '.join(own.keys() - names)}")
 
-        @functools.wraps(function)
-        def checking(*args: Any, **kwargs: Any) -> Any:
-            for name, value in (*zip(positional, args), *kwargs.items()):
-                if name in kinds and value is not defaults[name] and not kinds[name].fits(value):
-                    if plain(value) is value:
-                        refuse(f"{who}: {name}", value, kinds[name])
-                    return checking(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
-            return function(*args, **kwargs)
+        def look(given: dict[str, Any], defaults: dict[str, Any]) -> None:
+            for name, value in given.items():
+                if name in kinds and value is not defaults[name]:
+                    kinds[name](f"{who}: {name}", value)
 
-        return cast(Function, checking)
+        kinds = {name: kind for name, kind in (WORDS | own).items() if name in names}
+        return looking(function, look)
 
     return decorate
+
+
+def looking(function: Function, look: Callable[[dict[str, Any], dict[str, Any]], None]) -> Function:
+    """A function that looks at its arguments before it runs: numbers of other libraries have become Python's own.
+
+    Args:
+        function: any function or method.
+        look: of the arguments that were given, by name, and of all defaults; refuses by raising. What Python itself will
+            refuse, such as an argument too many, is left out.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    positional = [p.name for p in parameters if p.kind not in (*several, inspect.Parameter.KEYWORD_ONLY)]
+    defaults = {p.name: p.default for p in parameters if p.kind not in several}
+
+    @functools.wraps(function)
+    def checking(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tuple(map(plain, args)), {name: plain(value) for name, value in kwargs.items()}
+        look({**dict(zip(positional, args)), **kwargs}, defaults)
+        return function(*args, **kwargs)
+
+    return cast(Function, checking)
 
 
 @contextmanager

@@ -262,11 +262,6 @@ def spread(value: Any, like: Tree, name: str) -> list[Tensor]:
     return spread_out
 
 
-def rows_to_matrix(rows: Tree, like: Tree) -> Tensor:
-    """Flatten rows (leaves ``[M, *leaf.shape]``) into a matrix ``[M, P]``."""
-    return flatten(rows, like)
-
-
 def first(rows: Tree) -> Tree:
     """Return the tree of the leaves' first rows: what a tree of rows is rows of."""
     return optree.tree_map(lambda leaf: leaf.detach().new_zeros(()).expand(leaf.shape[1:]), rows)

@@ -123,7 +123,7 @@ def test_every_import_of_an_extra_is_checked_first():
     """A function or module that imports one calls ``installed`` with its name, or goes on without it on purpose."""
     elsewhere = {  # their callers check
         "lora/adapters.py": {"peft"},  # the model that is given is one of peft's
-        "botorch/_models.py": {"botorch", "gpytorch", "linear_operator"},
+        "botorch.py": {"linear_operator"},
         "runs/inference_data.py": {"arviz", "xarray"},
         "diagnostics/_agreement.py": {"scipy"},
         "diagnostics/_shared_noise.py": {"scipy"},

@@ -6,7 +6,7 @@ import torch
 import bayesopt_chain as bc
 from bayesopt_chain.diagnostics import gradient_noise, hessian_product
 from bayesopt_chain.diagnostics.top_curvature import lanczos
-from bayesopt_chain.trees import rows_to_matrix
+from bayesopt_chain.trees import flatten
 
 DOUBLE = torch.float64
 
@@ -34,7 +34,7 @@ def per_datum_gradients(x, y, p):
 def test_gradients_of_single_data_give_the_covariance_of_one_datum():
     x, y = data()
     noise = gradient_noise(loss, params(), bc.epochs((x, y), 1), rank=5, max_batches=120)
-    rows = rows_to_matrix(noise.rows, params())
+    rows = flatten(noise.rows, params())
     exact = torch.cov(per_datum_gradients(x, y, params()).T)
     assert torch.allclose(rows.T @ rows, exact, rtol=1e-10)
     assert torch.allclose(noise.eigenvalues, torch.linalg.eigvalsh(exact).flip(0), rtol=1e-10)

@@ -1,6 +1,9 @@
-r"""A Gaussian over parameters, linearised, and draws of parameters, as ``botorch.models.Model``.
+r"""Posteriors of this library as models of BoTorch, so that its acquisition functions optimise through them.
 
-For q points X that are looked at jointly, with J the Jacobian at the posterior's mean and Lambda its precision,
+Needs the extra ``botorch``. BoTorch's torchvision tutorials are not needed, and torchvision is not installed.
+
+A Gaussian over parameters is linearised. For q points X that are looked at jointly, with J the Jacobian at the posterior's mean
+and Lambda its precision,
 
     f(X) ~ N( f(mean, X), K(X, X) ),    K(X, X') = J(X) Lambda^-1 J(X')^T.
 
@@ -17,6 +20,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from bayesopt_chain.checks import installed
+
+installed("bayesopt_chain.botorch", "botorch", "botorch", "gpytorch")
+
 import optree
 import torch
 from botorch.models.ensemble import EnsembleModel
@@ -31,6 +38,8 @@ from bayesopt_chain.posterior import FittedLaplace
 from bayesopt_chain.posterior._linearized import jacobian
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.trees import Tree, flatten
+
+__all__ = ["DrawsModel", "LinearizedModel"]
 
 Forward = Callable[[Tree, Any], Tensor]
 

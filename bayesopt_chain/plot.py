@@ -1,0 +1,339 @@
+r"""Pictures of predictions, calibration, draws and minibatch heat, on matplotlib's axes.
+
+Needs the extra ``plot`` (matplotlib; traces also ArviZ). Each function draws onto the axes that it is given, or makes a
+figure of its own, and returns the axes, so that titles, scales and files are matplotlib's business.
+
+Calibration of classes, in ``bins`` of equal width of the largest probability: the mean of that probability against the share
+of data for which the class was right (DeGroot and Fienberg, 1983). Of targets on the line: for every level ``p`` the share of
+data inside the central interval of probability ``p``, which is the share of data with ``|2 F(y) - 1| <= p``, where ``F`` is
+the prediction's distribution function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from bayesopt_chain import kinds
+from bayesopt_chain.checks import installed
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+__all__ = ["bands", "coverage", "heat", "reliability", "traces"]
+
+
+def axes_or_new(who: str, ax: Any) -> Axes:
+    """``ax``, or the axes of a new figure.
+
+    Raises:
+        ModuleNotFoundError: no matplotlib.
+        TypeError: not axes.
+    """
+    installed(f"plot.{who}", "plot", "matplotlib")
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    if ax is None:
+        return Figure(figsize=(6, 4), layout="constrained").subplots()
+    if not isinstance(ax, Axes):
+        raise TypeError(f"plot.{who}: ax must be matplotlib axes, got {type(ax).__name__}; fig, ax = plt.subplots()")
+    return ax
+
+
+def plain(x: Tensor) -> Any:
+    """As numpy, for matplotlib."""
+    return x.detach().cpu().double().numpy()
+
+
+@kinds.takes(
+    x=kinds.ANY,
+    prediction=kinds.Kind(
+        lambda x: hasattr(x, "interval") and not isinstance(x, type), "a prediction with mean and interval"
+    ),
+    levels=kinds.Kind(
+        lambda x: kinds.SEQUENCE.fits(x) and all(map(kinds.real("(0, 1)").fits, x)),
+        "a list of numbers in (0, 1)",
+        (list, tuple),
+    ),
+    output=kinds.INDEX,
+    data=kinds.Kind(
+        lambda x: kinds.SEQUENCE.fits(x) and len(x) == 2 and all(map(kinds.VALUES.fits, x)),
+        "a pair (inputs, targets) of tensors",
+    ),
+    ax=kinds.ANY,
+)
+def bands(
+    x: Tensor,
+    prediction: Any,
+    *,
+    levels: Sequence[float] = (0.5, 0.9),
+    output: int = 0,
+    data: tuple[Tensor, Tensor] | None = None,
+    ax: Any = None,
+) -> Any:
+    """The mean of a prediction along one input, and its central intervals.
+
+    Args:
+        x: ``[N]`` or ``[N, 1]``, where the predictions were made; need not be in order.
+        prediction: of ``fitted.predict``, ``likelihood.predictive`` and their like: anything with a ``mean``, ``[N]`` or
+            ``[N, outputs]``, and ``interval(level)`` that returns the lower and upper ends in that shape. Intervals are
+            those of a new target, noise included.
+        levels: the probability inside each band.
+        output: which output to draw, where there are several.
+        data: inputs and targets to show as dots, each ``[n]`` or ``[n, 1]`` (targets ``[n, outputs]``).
+        ax: matplotlib axes (default: a new figure).
+
+    Returns:
+        The axes.
+
+    Raises:
+        ModuleNotFoundError: no matplotlib.
+        TypeError: ``ax`` is no axes.
+        ValueError: inputs that are not one-dimensional, other numbers of predictions, a level outside (0, 1).
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain import likelihoods, plot
+        >>> x = torch.linspace(-1, 1, 50)
+        >>> prediction = likelihoods.gaussian(0.1).predictive(x.sin()[:, None], 0.1 + x.square()[:, None, None])
+        >>> ax = plot.bands(x, prediction)
+        >>> [band.get_label() for band in ax.collections]
+        ['50 %', '90 %']
+    """
+    places = _of_one_variable("x", x)
+    mean = _of_output("prediction", prediction.mean, output)
+    if len(mean) != len(places):
+        raise ValueError(f"plot.bands: {len(places)} inputs x and {len(mean)} predictions")
+    ends = [[_of_output("prediction", end, output) for end in prediction.interval(level)] for level in levels]
+    dots = None if data is None else (_of_one_variable("data", data[0]), _of_output("data", data[1], output))
+
+    ax = axes_or_new("bands", ax)
+    order = torch.argsort(places)
+    (line,) = ax.plot(plain(places[order]), plain(mean[order]), label="mean")
+    for level, (low, high) in zip(levels, ends):
+        ax.fill_between(
+            plain(places[order]),
+            plain(low[order]),
+            plain(high[order]),
+            color=line.get_color(),
+            alpha=0.35 * (1 - level) + 0.12,
+            linewidth=0,
+            label=f"{level * 100:g} %",
+        )
+    if dots is not None:
+        ax.plot(*map(plain, dots), ".", color="black", markersize=4, label="data")
+    ax.legend()
+    return ax
+
+
+def _of_one_variable(name: str, x: Tensor) -> Tensor:
+    if not kinds.VALUES.fits(x) or x.ndim not in (1, 2) or (x.ndim == 2 and x.shape[1] != 1):
+        came = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"plot.bands: {name} must hold inputs of one variable, [N] or [N, 1], got {came}")
+    return x.reshape(-1)
+
+
+def _of_output(name: str, y: Tensor, output: int) -> Tensor:
+    if y.ndim == 2 and -y.shape[1] <= output < y.shape[1]:
+        return y[:, output]
+    if y.ndim == 1 and output in (0, -1):
+        return y
+    raise ValueError(
+        f"plot.bands: {name} has shape {tuple(y.shape)}, which has no output {output}; [N] or [N, outputs]"
+    )
+
+
+@kinds.takes(
+    probabilities=kinds.REALS, targets=kinds.NUMBERS_OF_CLASSES, bins=kinds.WHOLE, label=kinds.TEXT, ax=kinds.ANY
+)
+def reliability(
+    probabilities: Tensor, targets: Tensor, *, bins: int = 15, label: str | None = None, ax: Any = None
+) -> Any:
+    """How often the predicted class is right, against how sure the prediction was; on the diagonal it is calibrated.
+
+    Args:
+        probabilities: of the classes, ``[N, C]``; rows add up to 1.
+        targets: class numbers, int64 ``[N]``.
+        bins: of confidence, of equal width; empty ones are left out. The size of a dot is the share of data in its bin.
+        label: for the legend; the expected calibration error is written behind it.
+        ax: matplotlib axes (default: a new figure). Call again with the same axes to compare methods.
+
+    Returns:
+        The axes.
+
+    Raises:
+        ModuleNotFoundError: no matplotlib.
+        TypeError: ``ax`` is no axes.
+        ValueError: shapes that do not belong together, rows that are no probabilities, fewer than one bin.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain import plot
+        >>> p = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.2, 0.8]])
+        >>> plot.reliability(p, torch.tensor([0, 1, 1]), label="network").get_legend_handles_labels()[1]
+        ['calibrated', 'network (ECE 0.300)']
+    """
+    if probabilities.ndim != 2 or targets.shape != probabilities.shape[:1] or not len(targets):
+        raise ValueError(
+            f"plot.reliability: expected probabilities [N, C] and targets [N], got {tuple(probabilities.shape)} and "
+            f"{tuple(targets.shape)}"
+        )
+    if not (probabilities >= 0).all() or not (probabilities.sum(-1) - 1).abs().max() < 1e-3:
+        raise ValueError(
+            "plot.reliability: rows of probabilities must be at least 0 and add up to 1; pass softmax values"
+        )
+    confidence, predicted = probabilities.double().max(-1)
+    right = (predicted == targets).double()
+    which = (confidence * bins).long().clamp(max=bins - 1)
+    counts = torch.zeros(bins, dtype=torch.float64, device=which.device).index_add(0, which, torch.ones_like(right))
+    sure, correct = (counts.new_zeros(bins).index_add(0, which, x)[counts > 0] for x in (confidence, right))
+    counts = counts[counts > 0]
+    sure, correct = sure / counts, correct / counts
+    error = float((counts * (sure - correct).abs()).sum() / counts.sum())
+
+    ax = axes_or_new("reliability", ax)
+    _diagonal(ax, "confidence", "share that is right")
+    named = f"{label} (ECE {error:.3f})" if label else f"ECE {error:.3f}"
+    (line,) = ax.plot(plain(sure), plain(correct), label=named)
+    ax.scatter(plain(sure), plain(correct), s=plain(200 * counts / counts.sum() + 4), color=line.get_color())
+    ax.legend()
+    return ax
+
+
+@kinds.takes(prediction=kinds.WITH_CDF, targets=kinds.VALUES, label=kinds.TEXT, ax=kinds.ANY)
+def coverage(prediction: Any, targets: Tensor, *, label: str | None = None, ax: Any = None) -> Any:
+    """The share of targets inside the central intervals, for every level; on the diagonal the prediction is calibrated.
+
+    Below the diagonal intervals are too narrow, above it too wide.
+
+    Args:
+        prediction: with ``cdf(targets)``, the probability of a smaller target, such as that of ``fitted.predict``. Of
+            targets on the line: of counts, intervals are wider than their level.
+        targets: of the shape of the prediction's mean; all elements count alike.
+        label: for the legend.
+        ax: matplotlib axes (default: a new figure). Call again with the same axes to compare methods.
+
+    Returns:
+        The axes.
+
+    Raises:
+        ModuleNotFoundError: no matplotlib.
+        TypeError: ``ax`` is no axes.
+        ValueError: no targets, or NaN among the probabilities.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain import likelihoods, plot
+        >>> prediction = likelihoods.gaussian(1.0).predictive(torch.zeros(100, 1), torch.zeros(100, 1, 1))
+        >>> levels = torch.arange(0.5, 100)[:, None] / 100
+        >>> ax = plot.coverage(prediction, torch.special.ndtri(levels), label="exact")
+        >>> x, y = ax.lines[-1].get_data()
+        >>> bool(abs(x - y).max() < 0.02)
+        True
+    """
+    inside = (2 * prediction.cdf(targets) - 1).abs().reshape(-1).double()
+    if not len(inside) or inside.isnan().any():
+        raise ValueError(
+            f"plot.coverage: {'no targets' if not len(inside) else 'the prediction or the targets hold NaN'}"
+        )
+    needed = inside.sort().values
+    shares = torch.arange(1, len(needed) + 1, dtype=torch.float64, device="cpu") / len(needed)
+
+    ax = axes_or_new("coverage", ax)
+    _diagonal(ax, "probability of the interval", "share of targets inside")
+    ax.plot([0.0, *plain(needed)], [0.0, *plain(shares)], label=label, drawstyle="steps-post")
+    if label:
+        ax.legend()
+    return ax
+
+
+def _diagonal(ax: Any, x: str, y: str) -> None:
+    """The line of perfect calibration, once for each axes."""
+    if not ax.lines:
+        ax.plot([0, 1], [0, 1], color="black", linewidth=0.8, linestyle="--", label="calibrated")
+        ax.set(xlabel=x, ylabel=y, xlim=(0, 1), ylim=(0, 1.02))
+
+
+@kinds.takes(draws=kinds.ANY, names=kinds.SEQUENCE)
+def traces(draws: Any, names: list[str] | None = None, *, thinning: int = 1) -> Any:
+    """The density and the trace of each parameter, a line for each chain, as ArviZ draws them.
+
+    Args:
+        draws: a :class:`bayesopt_chain.Draws`, or any that ``to_arviz()`` turns into inference data.
+        names: of the leaves to show, as in ``draws.to_arviz()`` (dots in place of slashes); default: all. Of a network
+            choose some: every element of a leaf is a line.
+        thinning: show every so many draws.
+
+    Returns:
+        What ArviZ returns: an array of axes, ``[leaves, 2]``, and from ArviZ 1 on its collection of plots.
+
+    Raises:
+        ModuleNotFoundError: no ArviZ or no matplotlib.
+        TypeError: no draws.
+        ValueError: a thinning below 1; a name that the draws do not have, with the names they have.
+
+    Example:
+        >>> import matplotlib, torch, bayesopt_chain as bc
+        >>> matplotlib.use("agg")
+        >>> draws = bc.Draws.from_trees([{"w": torch.randn(2)} for _ in range(20)])
+        >>> bc.plot.traces(draws).shape
+        (1, 2)
+    """
+    if not hasattr(draws, "to_arviz"):
+        raise TypeError(f"plot.traces: draws must be a bc.Draws, got {type(draws).__name__}")
+    installed("plot.traces", "plot", "matplotlib")
+    installed("plot.traces", "diagnostics", "arviz")
+    import arviz
+
+    data = draws.to_arviz()
+    known = list(data.posterior.data_vars)
+    if unknown := [name for name in names or () if name not in known]:
+        raise ValueError(f"plot.traces: no leaf is called {unknown[0]!r}; there are {', '.join(known[:12])}")
+    plot: Any = getattr(arviz, "plot_trace_dist", arviz.plot_trace)  # its name from ArviZ 1 on
+    return plot(data.sel(draw=slice(None, None, thinning)), var_names=names)
+
+
+@kinds.takes(report=kinds.ANY, label=kinds.TEXT, ax=kinds.ANY)
+def heat(report: Any, *, label: str | None = None, ax: Any = None) -> Any:
+    """The variance that minibatches add, over the variance without them, along each direction of a report.
+
+    Args:
+        report: of :func:`bayesopt_chain.diagnostics.heating`.
+        label: for the legend; by default the order of the batches.
+        ax: matplotlib axes (default: a new figure). Call again with the same axes to compare orders and rates.
+
+    Returns:
+        The axes: ``1 + excess`` against ``kappa``, the relaxations of a direction in an epoch, both logarithmic. On the
+        line at 1 the draws are as wide as the posterior.
+
+    Raises:
+        ModuleNotFoundError: no matplotlib.
+        TypeError: ``ax`` is no axes, or ``report`` is no report of heat.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> def loss(w, batch):
+        ...     return (w - batch).square().mean() / 2
+        >>> data = bc.epochs(torch.linspace(-3**0.5, 3**0.5, 1000), 20)
+        >>> noise = bc.diagnostics.gradient_noise(loss, torch.tensor(0.0), data)
+        >>> report = bc.diagnostics.heating(bc.sghmc(0.002, temperature=1 / 1000), noise)
+        >>> bc.plot.heat(report).get_xlabel()
+        'relaxations in an epoch'
+    """
+    if not hasattr(report, "excess") or not hasattr(report, "kappa"):
+        raise TypeError(f"plot.heat: report must come from bc.diagnostics.heating, got {type(report).__name__}")
+    ax = axes_or_new("heat", ax)
+    if not ax.lines:
+        ax.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
+        ax.set(xscale="log", yscale="log", xlabel="relaxations in an epoch", ylabel="variance / posterior variance")
+    order = report.kappa.argsort()
+    ax.plot(
+        plain(report.kappa[order]), plain(1 + report.excess[order]), "o-", markersize=4, label=label or report.order
+    )
+    ax.legend()
+    return ax
