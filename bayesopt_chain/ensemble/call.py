@@ -83,7 +83,7 @@ def posterior_ensemble(
         batch_size: of training. Default: that of a loader or ``bc.epochs``; else all data up to 128, and beyond that the power
             of two nearest to N / 16, from 32 to 256.
         lr: of Adam. Default: the largest of 0.01, 0.003 and 0.001 that is within 5 % of the best descent in a trial on one
-            network for a tenth of the steps.
+            network for a twentieth of the steps.
         prior_precision: of each trained weight, of a Gaussian prior about 0, in all (not per datum). Default: half of the
             members with 1, half with the fan-in of the weight, and held-out data choose; of classes 1.
         held_out: share of the data in each of the two folds, above 0 and at most 0.4. Default 0.15.
@@ -280,9 +280,11 @@ def _finished(
             kind = f"posterior of {problem.count} chain{'s' * (problem.count > 1)}"
         kind += f", {len(drawn['draws'])} draws of each"
     scores, likelihood = score_of(mixed, folds)
-    factor, said = 1.0, _said(problem, trained, chosen, scale)
+    factor, cut, said = 1.0, [], _said(problem, trained, chosen, scale)
     if problem.gaussian:
         noise, ends = held.best_noise(mixed, folds)
+        networks = held.folds_of(problem, trained.pilots, trained.kept)
+        noise, cut = held.noise_of_all(problem, noise, networks, trained.pilots)
         likelihood = problem.likelihood.scaled(1 / noise)
         said.append(f"noise: {_numbers(likelihood.noise_variance)}, by held-out data.")
         if mixed is not problem:
@@ -293,7 +295,7 @@ def _finished(
         factor, ends = held.best_factor(problem.likelihood, folds)
         scores = held.score(likelihood, folds, factor)
         said.append(f"scale: {factor:.3g}, by held-out data.")
-    said += ends
+    said += ends + cut
     table, advice = {"ensemble": float(scores.mean())}, {}
     if drawn:
         said.append("chains: " + drawn["said"] + ("." if "draws" in drawn else ": an ensemble was the better buy."))

@@ -10,9 +10,16 @@ noise is
 
     c_e = mean_i min(r_ie^2, (4 s_e)^2) / v_e,      s_e = 1.4826 median_i |r_ie|,
 
-so that outliers do not decide. Of the mean of m members ``MSE_m = a + b / m``, so that for all M members
+so that outliers do not decide.
 
-    c <- c - b (1 / m - 1 / M),      b = (MSE_1 - MSE_m) / (1 - 1 / m).
+The noise to predict with is fitted to mixtures of the m members that left a fold out; the mixture of all M needs another. Let
+members disagree about a target with variance b around a mean whose squared error is a, noise included. The mean of m has
+the squared error ``a + b / m``, and their mixture promises ``c + (1 - 1 / m) b``. The two are equal for
+
+    c_m = a - b + 2 b / m,      so that      c_M = c_m - 2 b (1 / m - 1 / M).
+
+Residuals of members drawn apart have their bias alone in common, so that b is the mean of ``r_i (r_i - r_k)`` over members i
+that are mixed and all others k that left out the same fold, those of another prior too, as far as their bias is the same.
 
 Logits are divided, and noise scales other than these multiplied, by the c whose logarithm is the mean of
 
@@ -141,27 +148,40 @@ def best_noise(problem: Problem, folds: Sequence[Fold]) -> tuple[Tensor, list[st
     if bool((at == 0).any()) or bool((at == len(NOISES) - 1).any()):
         ends = f"{NOISES[0]:g} and {NOISES[-1]:g}"
         said.append(f"noise: at an end of its grid (between {ends} of the targets' variance) for an output.")
-    c = _shrunk(NOISES.to(counts)[at] * counts, counts) - _gain(problem, folds)
-    quarter = _shrunk(NOISES.to(counts)[at] * counts, counts) / 4
-    if bool((c < quarter).any()):
-        said.append(
-            "noise: cut to a quarter of that of the members that left a fold out, where all members promise less."
-        )
-    return c.maximum(quarter).reshape(event), said
+    return _shrunk(NOISES.to(counts)[at] * counts, counts).reshape(event), said
 
 
-def _gain(problem: Problem, folds: Sequence[Fold]) -> Any:
-    """``b (1 / m - 1 / M)`` of each output, ``[E]``, pooled over folds that two members and more left out."""
-    gains, size = 0.0, 0
+def noise_of_all(
+    problem: Problem, noise: Tensor, folds: Sequence[Fold], outputs: Sequence[Tensor]
+) -> tuple[Tensor, list[str]]:
+    """The noise ``[*event]`` of the mixture of all members, and what is to be said of it.
+
+    Args:
+        problem: of M members.
+        noise: that of the mixtures of those members of ``folds`` that left each of them out.
+        folds: with the outputs of the members that are mixed.
+        outputs: of all members, on the fold that each left out.
+    """
+    size = sum(len(f.rows) for f in folds)
+    fewer = sum(len(f.rows) * (1 / len(f.who) - 1 / problem.count) for f in folds) / size
+    all_noise, least = noise - 2 * fewer * disagreement(problem, folds, outputs).reshape(noise.shape), noise / 4
+    said = "noise: cut to a quarter of that of the members that left a fold out, which disagree by more."
+    return all_noise.maximum(least), [said] if bool((all_noise < least).any()) else []
+
+
+def disagreement(problem: Problem, folds: Sequence[Fold], outputs: Sequence[Tensor]) -> Tensor:
+    """``b`` of each output, ``[E]``, at least 0; 0 where each fold was left out by one member."""
+    lik, every = problem.likelihood, {int(f.rows[0]): f for f in folds_of(problem, outputs)}
+    products, counts = [], []
     for fold in folds:
-        m, n = fold.outputs.shape[:2]
-        if m < 2:
-            continue
-        mean = problem.likelihood.whitened(fold.outputs.mean(0), fold.targets).reshape(n, -1).square().mean(0)
-        each = [problem.likelihood.whitened(f, fold.targets).reshape(n, -1).square().mean(0) for f in fold.outputs]
-        b = (torch.stack(each).mean(0) - mean) / (1 - 1 / m)
-        gains, size = gains + n * b * (1 / m - 1 / problem.count), size + n
-    return gains / max(1, size)
+        all_who = every[int(fold.rows[0])]
+        whitened = torch.stack([lik.whitened(f, fold.targets) for f in all_who.outputs])
+        r = whitened.reshape(*whitened.shape[:2], -1)
+        others = (r.sum(0) - r) / (len(r) - 1) if len(r) > 1 else r
+        here = [all_who.who.index(m) for m in fold.who]
+        products.append((r * (r - others))[here].flatten(0, 1))
+        counts.append(weights_of(lik, fold.targets).repeat(len(here), 1))
+    return (torch.cat(products).sum(0) / torch.cat(counts).sum(0).clamp_min(1e-30)).clamp_min(0)
 
 
 def best_factor(likelihood: Likelihood, folds: Sequence[Fold]) -> tuple[float, list[str]]:

@@ -4,6 +4,7 @@ Each member leaves out one of two folds for ``steps`` steps, and goes on with al
 
     Adam at  lr (1 + cos(pi t / steps)) / 2 + lr / 1000
 
+Members whose prior changes in between go on at the full rate, since they have further to go.
 Half of the members have the usual prior, precision 1 and, of Gaussian targets, training noise of 0.02 of their variance. The
 other half have a prior whose precision is the fan-in of each weight, and training noise v0 = 0.3 of the held-out noise, which
 is renewed four times. Members that leave out one fold take it from those that leave out the other, so that no fold chooses the
@@ -42,7 +43,7 @@ from bayesopt_chain.loop.module_state import buffers_of
 from bayesopt_chain.optimizers.functional import adam
 
 RATES = (1e-2, 3e-3, 1e-3)
-WITHIN, TRIAL = 0.05, 0.1  # of the best descent; of the steps
+WITHIN, TRIAL = 0.05, 0.05  # of the best descent; of the steps
 NOISE, FIRST, SHARE = 0.02, 0.1, 0.3  # usual noise and first noise, of the targets' variance; v0 of the held-out noise
 RENEWALS = (0.2, 0.4, 0.6, 0.8)  # of the steps
 MORE, RATE = 0.3, 0.3  # steps with all data, and their rate
@@ -74,15 +75,15 @@ class Trained(NamedTuple):
     z: float | None
 
 
-def rate_at(step: int, lr: float, first: int, second: int) -> float:
-    """The rate of a step: a cosine over ``first`` steps from lr, then one over ``second`` more from 0.3 of it.
+def rate_at(step: int, lr: float, first: int, second: int, again: Any = RATE) -> Any:
+    """The rate of a step: a cosine over ``first`` steps from lr, then one over ``second`` more from ``again`` of it.
 
     Example:
         >>> from bayesopt_chain.ensemble.recipe import rate_at
         >>> [round(rate_at(t, 1.0, 10, 4), 3) for t in (0, 5, 10, 12)]
         [1.001, 0.501, 0.301, 0.151]
     """
-    size, at = (1.0, step / first) if step < first else (RATE, (step - first) / second)
+    size, at = (1.0, step / first) if step < first else (again, (step - first) / second)
     return lr * (size * (1 + math.cos(math.pi * min(at, 1.0))) / 2 + 1e-3)
 
 
@@ -157,6 +158,11 @@ class Training:
         theta: Any = self.params["theta"]
         return {"lr": torch.as_tensor(lr, dtype=theta.dtype, device=theta.device).expand(len(theta)).clone()}
 
+    def again(self, priors: list[str]) -> Tensor:
+        """With which part of the rate this rank's members go on under these priors."""
+        heights = [RATE if self.priors[m] == priors[m] else 1.0 for m in self.problem.mine]
+        return torch.tensor(heights, dtype=torch.float64, device="cpu")
+
     def seconds(self) -> float:
         """Of one step, measured."""
         each = self.each(1e-3)
@@ -211,7 +217,7 @@ class Training:
             self.noise = half["noise"]
             self.params, self.state = spec.unflatten(stages.own(half["leaves"]))
             order = order if start <= steps and not pilots else Order(problem, False, 3)
-        fixed = self.constants(priors, not pilots)
+        fixed, again = self.constants(priors, not pilots), self.again(priors)
         self.progress.stage("training", total)
         self.progress(start)
         for t in range(start, total):
@@ -227,7 +233,7 @@ class Training:
                     stages.write("ends", self.ends)
                 priors, kept, z = self.chosen(pilots)
                 order = Order(problem, False, 3)
-                fixed = self.constants(priors, False)
+                fixed, again = self.constants(priors, False), self.again(priors)
                 self.last = self.reached(theta, buffers, pilots, priors, kept, z)
             if t in written and stages.path is not None and not (half and t == start):
                 both = (self.params, self.state)
@@ -235,7 +241,7 @@ class Training:
                 under_way = {"priors": priors, "pilots": pilots, "kept": kept, "z": z, "noise": self.noise}
                 stages.write("training under way", {"step": t, "leaves": leaves, **under_way})
             at = t if t < steps else t - steps
-            each = self.each(rate_at(t, lr, steps, more))
+            each = self.each(rate_at(t, lr, steps, more, again))
             self.params, self.state, _ = self.run(self.params, self.state, (*order.batch(at), *fixed), each)
             self.progress()
         theta, buffers = self.everyones()

@@ -76,13 +76,46 @@ def test_each_output_has_its_noise_and_a_little_of_that_of_the_others():
     torch.testing.assert_close(found, wanted.exp(), rtol=1e-5, atol=0)
 
 
-def test_the_noise_of_all_members_is_extrapolated_from_that_of_pairs():
-    """``MSE_m = a + b / m`` by construction: pairs err by +-d around an error e."""
-    p = problem(members=8)
+@pytest.mark.parametrize("mixed", [range(8), range(4)])
+def test_the_noise_of_all_members_follows_from_how_those_that_left_a_fold_out_disagree(mixed):
+    """Four members err by ``e +- d`` on a fold. Of pairs ``r_i (r_i - r_k)`` is ``(e + d) 2 d``, ``-(e - d) 2 d`` or 0, each
+    for a third of the pairs of a member, so that ``b = (4 / 3) d^2``; the noise falls by ``2 b (1 / m - 1 / 8)``."""
+    p, noise = problem(members=8), torch.ones(1).double()
     e, d, v = 0.5, 0.3, float(p.likelihood.variance_of_noise)
-    folds = held.folds_of(p, outputs(p, lambda m: e + d * torch.tensor([1.0, 1.0, -1.0, -1.0])[[0, 2, 1, 3][m % 4]]))
-    # four members left each fold out: MSE_4 = e^2, MSE_1 = e^2 + d^2, so b = (4 / 3) d^2
-    assert float(held._gain(p, folds)) == pytest.approx(4 / 3 * d**2 * (1 / 4 - 1 / 8) / v)
+    drawn = outputs(p, lambda m: e + d * [1.0, -1.0][m % 2])
+    found, said = held.noise_of_all(p, noise, held.folds_of(p, drawn, mixed), drawn)
+    off = 2 * 4 / 3 * d**2 / v * (2 / len(mixed) - 1 / 8)
+    assert float(found) == pytest.approx(max(1 - off, 0.25)) and bool(said) == (off > 0.75)
+
+
+def test_members_of_another_prior_tell_how_far_those_of_one_prior_disagree():
+    """What the others err by themselves, far more here, is no part of it."""
+    p, signs = problem(members=4), torch.tensor([1.0, -1.0]).repeat(5)[:, None].double()
+    halves = torch.tensor([1.0] * 5 + [-1.0] * 5)[:, None].double()
+    drawn = outputs(p, lambda m: 0.2 * signs if m % 2 == 0 else 7.0 * halves * signs)
+    found = held.disagreement(p, held.folds_of(p, drawn, [0, 2]), drawn)
+    assert float(found) == pytest.approx(0.04 / float(p.likelihood.variance_of_noise))
+
+
+def test_all_members_err_by_what_their_mixture_promises():
+    """Members err by a common normal and one of variance b of their own. On new data the squared error of their mean is their
+    variance and the noise; false alarm 1e-4 (3.9 standard errors of the mean of 40,000 squares, and of b in the noise)."""
+    generator, n, M, b = torch.Generator().manual_seed(3), 40_000, 8, 0.6
+
+    def errors() -> torch.Tensor:
+        own = torch.randn(M, n, 1, generator=generator).double()
+        return torch.randn(n, 1, generator=generator).double() + b**0.5 * own
+
+    y = torch.randn(n, 1, generator=generator).double()
+    p = problem(members=M, x=y, y=y)
+    p.folds[:] = [torch.arange(n // 2) + (m // 2 % 2) * (n // 2) for m in range(M)]
+    drawn = [(y + e)[rows] for e, rows in zip(errors(), p.folds)]
+    unit = float(p.likelihood.variance_of_noise)
+    two = torch.tensor([1 / unit])  # of mixtures of two: a - b + 2 b / 2
+    found, _ = held.noise_of_all(p, two, held.folds_of(p, drawn, range(0, M, 2)), drawn)
+    new = errors()
+    left = new.mean(0).square() - new.var(0, correction=0)
+    assert abs(float(left.mean()) - unit * float(found)) < 3.9 * (float(left.std()) / n**0.5 + 0.004)
 
 
 def test_the_constant_that_is_scored_is_the_mean_of_the_other_data_with_the_noise_of_the_fold():
