@@ -29,7 +29,8 @@ import bayesopt_chain as bc
 from benchmarks.measure import RESULTS, command, known
 from benchmarks.runs import record
 from tests.distributed.test_runs import killed_at_random
-from tests.runs.test_hostile import every_damage_is_seen, read_so_far
+from tests.runs.children import read_so_far
+from tests.runs.test_hostile import every_damage_is_seen
 from tests.runs.test_nothing_lost import interrupted_twice
 from tests.runs.test_sample import kill_and_resume
 

@@ -50,3 +50,9 @@ def processor_seconds(pid):
         user, system = file.read().rpartition(")")[2].split()[11:13]
         return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
     return 0.0
+
+
+def read_so_far():
+    """Bytes that this process has read."""
+    with open("/proc/self/io") as file:
+        return int(file.readline().split()[1])

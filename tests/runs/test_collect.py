@@ -169,7 +169,6 @@ def test_it_is_a_callback_of_lightning_over_a_restart(tmp_path):
 @pytest.mark.parametrize("hook", ["on_train_begin", "on_train_start"])
 def test_a_trainer_says_where_its_optimizer_goes_on(hook, tmp_path):
     """Its optimizer steps before the trainer's own count of steps is told."""
-    from types import SimpleNamespace
 
     def at(step):
         told = SimpleNamespace(global_step=step)

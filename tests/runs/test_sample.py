@@ -224,15 +224,10 @@ def test_two_writers_are_refused(tmp_path):
     assert caught
 
 
-def test_a_missing_shard_and_a_damaged_one_are_named(tmp_path):
+def test_a_missing_shard_is_named(tmp_path):
     run = {"steps": 6, "path": tmp_path, "checkpoint_seconds": 0.0}
     bc.sample(bc.make_step(loss, TX), *start(), batches(), **run)
     shard = sorted(tmp_path.glob("draws-*"))[2]
-    data = bytearray(shard.read_bytes())
-    data[-2] ^= 4
-    shard.write_bytes(data)
-    with pytest.raises(ValueError, match=rf"{shard.name}.*checksum"):
-        bc.Draws.open(tmp_path).verify()
     shard.unlink()
     for read in (
         lambda: bc.Draws.open(tmp_path),
