@@ -32,7 +32,8 @@ from tests.distributed.toys import (
 )
 
 SQUARE, FIXED, EPOCHS = {"shape": (2, 2)}, {"order": "fixed"}, {"order": True}
-COLUMNS, OWN = {"layout": "columns"}, {"order": "own", "inplace": True, "thinning": 2}
+COLUMNS = {"layout": "columns"}
+OWN = {"order": "own", "inplace": True, "thinning": 2, "total": 31}  # parts of 16 and 15 data, of two batches and one
 
 # The kind of a run, and its launches: ranks (None: this process), the step at which it or each rank stops, what else is given.
 LAUNCHES = {
