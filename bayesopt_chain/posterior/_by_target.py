@@ -25,7 +25,7 @@ from bayesopt_chain.curvature._taps import Taps
 from bayesopt_chain.posterior._linearized import _of_affine, linearized
 from bayesopt_chain.posterior.fit import FittedLaplace
 from bayesopt_chain.posterior.gaussian import Gaussian
-from bayesopt_chain.posterior.model import batches_of
+from bayesopt_chain.posterior.model import asked
 from bayesopt_chain.trees import Tree
 
 LAYER = 64  # times as many targets at once where they need no backward pass
@@ -64,41 +64,31 @@ def outputs_by_target(fitted: FittedLaplace, data: Any, *, at_once: int = 16) ->
         >>> bc.posterior.softmax_mean(mean, covariance).shape
         torch.Size([2, 4, 4, 3])
     """
-    model, means, covariances = fitted.model, [], []
-    model.require_seen(data)
-    posterior = fitted.posterior.factorised()
+    model, posterior = fitted.model, fitted.posterior.factorised()
     by_rows = posterior.precision.layer_bases() is None and posterior.precision.lower_factor() is None
-    with kinds.blaming("outputs_by_target", "data"):
-        for batch in batches_of(data, model.how.read):
-            seen = model.seen_by_head(batch)
-            for n in range(batch_size(seen)):
-                datum = part(seen, n, n + 1)
-                with torch.no_grad():
-                    whole = model.forward(posterior.mean, datum)
-                grouping = model.likelihood.grouping(whole.shape[1:])
-                means.append(grouping.split(whole).to(model.dtype))
-                shape = (1, *grouping.positions, grouping.width, grouping.width)
-                inputs = (
-                    None
-                    if by_rows
-                    else _inputs(
-                        model.forward, posterior.mean, datum, grouping.split(whole).reshape(-1, grouping.width)
-                    )
-                )
-                if inputs is not None:
-                    found = [_of_layer(posterior, some) for some in inputs.split(LAYER * at_once)]
-                    shape = (*shape[:-2], *found[0].shape[1:])
-                    covariances.append(torch.cat(found).reshape(shape).to(model.dtype))
-                    continue
-                order = torch.arange(whole[0].numel(), device="cpu") if grouping.order is None else grouping.order
-                blocks = []
-                for some in order.to(whole.device).split(at_once * grouping.width):
-                    _, covariance = linearized(_some(model.forward, some), posterior, datum)
-                    targets = covariance.reshape(-1, grouping.width, len(some) // grouping.width, grouping.width)
-                    blocks.append(targets.diagonal(dim1=0, dim2=2).movedim(-1, 0))
-                covariances.append(torch.cat(blocks).reshape(shape).to(model.dtype))
-    if not means:
-        raise ValueError("outputs_by_target: data has no batches: pass at least one datum")
+
+    def of_datum(datum: Any) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            whole = model.forward(posterior.mean, datum)
+        grouping = model.likelihood.grouping(whole.shape[1:])
+        mean, width = grouping.split(whole), grouping.width
+        inputs = None if by_rows else _inputs(model.forward, posterior.mean, datum, mean.reshape(-1, width))
+        if inputs is not None:
+            found = torch.cat([_of_layer(posterior, some) for some in inputs.split(LAYER * at_once)])
+            return mean, found.reshape(*mean.shape[:-1], *found.shape[1:])
+        order = torch.arange(whole[0].numel(), device="cpu") if grouping.order is None else grouping.order
+        blocks = []
+        for some in order.to(whole.device).split(at_once * width):
+            _, covariance = linearized(_some(model.forward, some), posterior, datum)
+            targets = covariance.reshape(-1, width, len(some) // width, width)
+            blocks.append(targets.diagonal(dim1=0, dim2=2).movedim(-1, 0))
+        return mean, torch.cat(blocks).reshape(*mean.shape, width)
+
+    def of_batch(batch: Any) -> list[Tensor]:
+        each = [of_datum(part(batch, n, n + 1)) for n in range(batch_size(batch))]
+        return [torch.cat(x).to(model.dtype) for x in zip(*each)]
+
+    means, covariances = zip(*asked(model, "outputs_by_target", data, of_batch))
     return torch.cat(means), torch.cat(covariances)
 
 

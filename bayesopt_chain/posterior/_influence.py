@@ -21,7 +21,7 @@ that of Grosse et al. (2023). Of draws the influence is a covariance: a posterio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +37,7 @@ from bayesopt_chain.likelihoods._likelihood import slope
 from bayesopt_chain.posterior._linearized import ROW_BYTES, linearized_by
 from bayesopt_chain.posterior.fit import FittedLaplace, posterior_and_evidence
 from bayesopt_chain.posterior.gaussian import Gaussian
-from bayesopt_chain.posterior.model import batches_of
+from bayesopt_chain.posterior.model import asked
 from bayesopt_chain.precision import flatten
 from bayesopt_chain.tracing import is_transformed
 from bayesopt_chain.trees import Tree, size
@@ -90,26 +90,18 @@ def influence(
         >>> torch.allclose(change[:, 2], more[:, 0])
         True
     """
-    scalar = of or (lambda outputs, targets: fitted.model.likelihood.nll(outputs, targets))
-    posterior = _bayes(fitted)
-    moves = []
-    with kinds.blaming("influence", "query"):
-        for batch in _batches(fitted, query, "query", targets=of is None):
-            for some in _parts(batch, size(posterior.mean), posterior):
-                moves.append(
-                    flatten(posterior.precision.solve(_seeded(fitted, posterior, some, scalar)), posterior.mean)
-                )
-    if not moves:
-        raise ValueError("influence: query has no batches: pass at least one")
-    along, found = torch.cat(moves), []
-    with kinds.blaming("influence", "train"):
-        for batch in _batches(fitted, train, "train", targets=True):
-            for some in _parts(batch, size(posterior.mean), posterior):
-                pull = _without(fitted, posterior, some)[0] if leverage else _slopes(fitted, posterior, some)
-                found.append(along @ flatten(_rows(fitted, posterior, some, pull), posterior.mean).to(along).mT)
-    if not found:
-        raise ValueError("influence: train has no batches: pass the training data")
-    return torch.cat(found, 1).to(fitted.model.dtype)
+    scalar, posterior = of or fitted.model.likelihood.nll, _bayes(fitted)
+
+    def move(some: Any) -> Tensor:
+        return flatten(posterior.precision.solve(_seeded(fitted, posterior, some, scalar)), posterior.mean)
+
+    along = torch.cat(_answers("influence", fitted, posterior, query, "query", move, targets=of is None))
+
+    def change(some: Any) -> Tensor:
+        pull = _without(fitted, posterior, some)[0] if leverage else _slopes(fitted, posterior, some)
+        return along @ flatten(_rows(fitted, posterior, some, pull), posterior.mean).to(along).mT
+
+    return torch.cat(_answers("influence", fitted, posterior, train, "train", change), 1).to(fitted.model.dtype)
 
 
 @kinds.takes(fitted=FITTED, train=kinds.DATA)
@@ -139,12 +131,9 @@ def leave_one_out(fitted: FittedLaplace, train: Any) -> Predictive:
                 [1.8182],
                 [1.0000]])
     """
-    posterior, parts = _bayes(fitted), []
-    with kinds.blaming("leave_one_out", "train"):
-        for batch in _batches(fitted, train, "train", targets=True):
-            parts.append(_without(fitted, posterior, batch)[1])
-    if not parts:
-        raise ValueError("leave_one_out: train has no batches: pass the training data")
+    posterior = _bayes(fitted)
+    left_out = lambda some: _without(fitted, posterior, some)[1]  # noqa: E731
+    parts = _answers("leave_one_out", fitted, posterior, train, "train", left_out)
     mean, covariance = (torch.cat(x).to(fitted.model.dtype) for x in zip(*parts))
     return Predictive(fitted.likelihood, Outputs(mean, covariance * fitted._heat))
 
@@ -194,19 +183,27 @@ def _bayes(fitted: FittedLaplace) -> Gaussian:
     return found.factorised()
 
 
-def _batches(fitted: FittedLaplace, data: Any, name: str, *, targets: bool) -> Iterator[Any]:
-    fitted.model.require_seen(data)
-    for batch in batches_of(data, fitted.model.how.read):
+def _answers(
+    who: str,
+    fitted: FittedLaplace,
+    posterior: Gaussian,
+    data: Any,
+    name: str,
+    answer: Callable[[Any], Any],
+    *,
+    targets: bool = True,
+) -> list[Any]:
+    """What ``answer`` says of as many data at a time as have gradients of :data:`ROW_BYTES`."""
+    numbers = size(posterior.mean) * optree.tree_leaves(posterior.mean)[0].element_size()
+    at_once = max(1, ROW_BYTES // numbers)
+
+    def of_batch(batch: Any) -> list[Any]:
         if targets and batch[1] is None:
             raise ValueError(f"{name} has no targets: pass batches (inputs, targets)" + " or of=" * (name == "query"))
-        yield fitted.model.seen_by_head(batch)
+        count = batch_size(batch)
+        return [answer(part(batch, start, min(count, start + at_once))) for start in range(0, count, at_once)]
 
-
-def _parts(batch: Any, numbers: int, posterior: Gaussian) -> Iterator[Any]:
-    """Data of a batch, as many at a time as have gradients of :data:`ROW_BYTES`."""
-    at_once = max(1, ROW_BYTES // (numbers * optree.tree_leaves(posterior.mean)[0].element_size()))
-    count = batch_size(batch)
-    return (part(batch, start, min(count, start + at_once)) for start in range(0, count, at_once))
+    return [x for xs in asked(fitted.model, who, data, of_batch, name) for x in xs]
 
 
 def _seeded(fitted: FittedLaplace, posterior: Gaussian, batch: Any, scalar: Callable[[Tensor, Any], Tensor]) -> Tree:

@@ -17,6 +17,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any, Literal
 
 import optree
@@ -41,6 +42,7 @@ from bayesopt_chain.posterior.model import (
     Method,
     Model,
     Pass,
+    asked,
     batches_of,
     both,
     linearized,
@@ -176,19 +178,15 @@ class FittedLaplace:
             ValueError: a method that the likelihood has no use for, or a likelihood without a known mean ("linearized" always
                 works); a sample count below 1.
         """
-        self.model.require_seen(data)
         likelihood = self.likelihood
         how = method_for(method, likelihood)
         if how == "linearized":
             return self.predictive(data)
-        with kinds.blaming("FittedLaplace.predict", "data"):
-            parts = [
-                predicted(self.model, self.posterior, batch, likelihood, how, samples, generator)
-                for batch in batches_of(data, self.model.how.read)
-            ]
-        if not parts:
-            raise ValueError("predict: data has no batches")
-        return torch.cat(parts)
+
+        def answer(batch: Any) -> Tensor:
+            return predicted(self.model, self.posterior, batch, likelihood, how, samples, generator)
+
+        return torch.cat(asked(self.model, "FittedLaplace.predict", data, answer))
 
     @property
     def has_diagonal_outputs(self) -> bool:
@@ -234,16 +232,14 @@ class FittedLaplace:
             >>> outputs.covariance.shape, torch.autograd.grad(outputs.covariance[1, 1], new)[0].shape
             (torch.Size([2, 2]), torch.Size([2, 1]))
         """
-        self.model.require_seen(data)
-        posterior = self.posterior
+        posterior, model = self.posterior, self.model
         if prior_precision is not None or likelihood_scale is not None:
             prior = self.prior_precision if prior_precision is None else prior_precision
             scale = self.likelihood_scale if likelihood_scale is None else likelihood_scale
             posterior = self._posterior_and_evidence(prior, scale)[0]
-        with kinds.blaming("FittedLaplace.outputs", "data"):
-            parts = [linearized(self.model, posterior, batch, joint) for batch in batches_of(data, self.model.how.read)]
-        if not parts or (joint and len(parts) > 1):
-            raise ValueError(f"outputs: data has {len(parts)} batches: pass {'one' if joint else 'at least one'}")
+        parts = asked(model, "FittedLaplace.outputs", data, lambda batch: linearized(model, posterior, batch, joint))
+        if joint and len(parts) > 1:
+            raise ValueError(f"outputs: data has {len(parts)} batches: pass one")
         mean, covariance = zip(*parts)
         return Outputs(torch.cat(mean), torch.cat(covariance))
 
@@ -263,11 +259,10 @@ class FittedLaplace:
         Raises:
             ValueError: fewer than one sample; several batches.
         """
-        batches = list(batches_of(data, self.model.how.read))
+        batches = asked(self.model, "functional_samples", data, lambda batch: batch)
         if len(batches) != 1:
             raise ValueError(f"functional_samples: data has {len(batches)} batches: pass one")
-        batch = self.model.seen_by_head(batches[0])
-        drawn = functional_samples(self.model.forward, self.posterior, batch, samples=samples, generator=generator)
+        drawn = functional_samples(self.model.forward, self.posterior, batches[0], samples=samples, generator=generator)
         return drawn.to(self.model.dtype)
 
     @kinds.takes(data=kinds.DATA, joint=kinds.BOOL)
@@ -363,19 +358,15 @@ class FittedLaplace:
             >>> fitted.dispersion([(x, y)])  # the noise has half of the variance that the likelihood says
             0.5
         """
-        self.model.require_seen(data)
-        with kinds.blaming("FittedLaplace.dispersion", "data"):
-            batches = map(self.model.seen_by_head, batches_of(data, self.model.how.read))
-            total: Scatter | None = None
-            for batch in batches:
-                with torch.no_grad():
-                    outputs = self.model.forward(self.posterior.mean, batch)
-                self.likelihood.require(outputs, batch[1], wait=True)
-                one = scatter_of(self.likelihood, outputs, batch[1])
-                total = one if total is None else total.add(one)
-            if total is None:
-                raise ValueError("dispersion: data has no batches")
-            return dispersion(total, effective_parameters(self.posterior, self.prior_precision, self._heat))
+
+        def answer(batch: Any) -> Scatter:
+            with torch.no_grad():
+                outputs = self.model.forward(self.posterior.mean, batch)
+            self.likelihood.require(outputs, batch[1], wait=True)
+            return scatter_of(self.likelihood, outputs, batch[1])
+
+        total = reduce(Scatter.add, asked(self.model, "FittedLaplace.dispersion", data, answer))
+        return dispersion(total, effective_parameters(self.posterior, self.prior_precision, self._heat))
 
     def _posterior_and_evidence(self, prior_precision: Any, likelihood_scale: Any) -> tuple[Gaussian, Tensor]:
         scale = torch.as_tensor(likelihood_scale, dtype=torch.float64, device=self.seen.log_likelihood.device)

@@ -21,6 +21,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
+from bayesopt_chain import kinds
 from bayesopt_chain.batches import flatten
 from bayesopt_chain.curvature import empirical_fisher, fisher, ggn, subset
 from bayesopt_chain.curvature._estimators import Estimator
@@ -384,8 +385,7 @@ def predicted(
 ) -> Tensor:
     """One batch's means of targets."""
     if method == "mc":
-        seen = model.seen_by_head(batch)
-        outputs = monte_carlo(model.forward, posterior, seen, samples=samples, generator=generator)
+        outputs = monte_carlo(model.forward, posterior, batch, samples=samples, generator=generator)
         return likelihood.mean(outputs.to(model.dtype)).mean(0)
     outputs = linearized(model, posterior, batch)
     if method == "linearized_mc":
@@ -395,8 +395,22 @@ def predicted(
 
 def linearized(model: Model, posterior: Gaussian, batch: Any, joint: bool = False) -> Outputs:
     """One batch's outputs, in the module's precision."""
-    found = linearized_by(model.checks, model.forward, posterior, model.seen_by_head(batch), joint)
+    found = linearized_by(model.checks, model.forward, posterior, batch, joint)
     return Outputs(*(x.to(model.dtype) for x in found))
+
+
+def asked(model: Model, who: str, data: Any, answer: Callable[[Any], Any], name: str = "data") -> list[Any]:
+    """What ``answer`` says of every batch as the last layer sees it.
+
+    Raises:
+        ValueError: no batches, features of another body, or a batch that the model cannot take; ``who`` and ``name`` say where.
+    """
+    model.require_seen(data)
+    with kinds.blaming(who, name):
+        found = [answer(model.seen_by_head(batch)) for batch in batches_of(data, model.how.read)]
+    if not found:
+        raise ValueError(f"{who}: {name} has no batches: pass at least one")
+    return found
 
 
 def batches_of(data: Any, read: Callable[[Any], Any] = as_pair) -> Iterable:

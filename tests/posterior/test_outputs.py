@@ -139,7 +139,7 @@ def test_a_fit_is_saved_loaded_and_pickled(structure, subset, tmp_path):
     ("ask", "batches", "words"),
     [
         (lambda fit, data: fit.outputs(data, joint=True), 2, "data has 2 batches: pass one"),
-        (lambda fit, data: fit.outputs(data), 0, "data has 0 batches: pass at least one"),
+        (lambda fit, data: fit.outputs(data), 0, "data has no batches: pass at least one"),
         (lambda fit, data: fit.functional_samples(data), 2, "data has 2 batches"),
     ],
 )
