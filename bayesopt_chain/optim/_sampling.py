@@ -389,7 +389,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             if closure is not None:
                 _checks.require(f"{self._name}.step", {"closure": closure})
             return self._torch_step(closure)
-        loss = self._loss_of(closure)
+        loss = None if closure is None else self._loss_of(closure)
         # Ctrl-C between two writes would leave parameters, velocities and the count of draws of different steps
         with uninterrupted():
             self._noisy_step()  # pyright: ignore[reportAttributeAccessIssue]
