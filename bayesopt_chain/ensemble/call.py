@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from bayesopt_chain import batches, checks, kinds
+from bayesopt_chain import batches, kinds
 from bayesopt_chain.ensemble import held
 from bayesopt_chain.ensemble.data import LEAST_SCORED, Data, Scale, moments, read
 from bayesopt_chain.ensemble.ensemble import Ensemble
@@ -24,7 +24,7 @@ from bayesopt_chain.likelihoods import Likelihood, gaussian, weighted
 from bayesopt_chain.runs.run import describe
 
 WHO = "posterior_ensemble: "
-MOST_PRECISE = 1e12  # of priors
+MOST_PRECISE = 1e12  # of priors: weights with a smaller deviation than 1e-6 cannot be trained
 LONG = 300.0  # seconds that a default call says it takes longer than
 # standard errors of what the networks gain over a constant: an error below (of 37 such runs none was wrong, and 5 of 65 below
 # 0: benchmarks/results/constants.json)
@@ -43,6 +43,21 @@ class EnsembleError(ValueError):
         self.ensemble = ensemble
 
 
+@kinds.takes(
+    members=kinds.WHOLE,
+    steps=kinds.whole(20),
+    minutes=kinds.POSITIVE,
+    batch_size=kinds.WHOLE,
+    prior_precision=kinds.real(f"(0, {MOST_PRECISE}]"),
+    held_out=kinds.real("(0, 0.4]"),
+    standardize=kinds.BOOL,
+    path=kinds.FOLDER,
+    chains=kinds.Kind(
+        lambda x: kinds.POSITIVE.fits(x) or (isinstance(x, str) and x == "auto"),
+        "a positive, finite number of seconds, or 'auto'",
+        (int, float, str),
+    ),
+)
 def posterior_ensemble(
     make_model: nn.Module | Callable[[], nn.Module],
     data: Any,
@@ -127,15 +142,12 @@ def posterior_ensemble(
         >>> prediction.mean.shape, prediction.quantile(0.95).shape, bool((prediction.epistemic >= 0).all())
         (torch.Size([3, 1]), torch.Size([3, 1]), True)
     """
-    _require_arguments(
-        likelihood, members, steps, minutes, batch_size, lr, prior_precision, held_out, seed, chains, mesh
-    )
-    kinds.require(
-        WHO.strip(": "),
-        path=(path, kinds.FOLDER.or_none()),
-        progress=(progress, kinds.BOOL),
-        standardize=(standardize, kinds.BOOL.or_none()),
-    )
+    if steps is not None and minutes is not None:
+        raise ValueError(f"{WHO}steps={steps} and minutes={minutes:g} are two budgets: pass one of them")
+    if chains is not None and mesh is not None:
+        raise ValueError(f"{WHO}chains={chains!r} run in one process: pass chains=None, or mesh=None")
+    if minutes is not None and chains not in (None, "auto") and chains >= 60 * minutes:
+        raise ValueError(f"{WHO}chains={chains:g} seconds are all of minutes={minutes:g}: pass fewer, or chains='auto'")
     shown = Progress(progress)
     raw, loaders = read(data)
     few = raw.take(torch.arange(2, device="cpu"))[0]
@@ -398,50 +410,6 @@ def _training_likelihood(likelihood: Likelihood, data: Data, variance: Any, resi
         )
     trained = gaussian(variance.to(batches.flatten(data.targets)[0][0].dtype))
     return weighted(trained) if likelihood.weights(data.targets) is not None else trained
-
-
-def _require_arguments(
-    likelihood: Any,
-    members: Any,
-    steps: Any,
-    minutes: Any,
-    batch_size: Any,
-    lr: Any,
-    prior: Any,
-    held_out: Any,
-    seed: Any,
-    chains: Any,
-    mesh: Any,
-) -> None:
-    """Refuse arguments out of range, by name."""
-    if not isinstance(likelihood, Likelihood):
-        raise TypeError(
-            f"{WHO}likelihood is {type(likelihood).__name__}: pass one of bc.likelihoods, such as bc.likelihoods.gaussian()"
-        )
-    for name, number, least in (
-        ("members", members, 1),
-        ("steps", steps, 20),
-        ("batch_size", batch_size, 1),
-        ("seed", seed, 0),
-    ):
-        fits = isinstance(number, int) and not isinstance(number, bool) and least <= number <= 2**53
-        if not fits and not (number is None and name in ("steps", "batch_size")):
-            raise ValueError(f"{WHO}{name}={number!r:.40}: pass a whole number from {least} to 2**53")
-    for name, number in (("minutes", minutes), ("lr", lr), ("prior_precision", prior), ("chains", chains)):
-        if number is not None and (name, number) != ("chains", "auto"):
-            checks.positive(f"{WHO}{name}", number)
-    if steps is not None and minutes is not None:
-        raise ValueError(f"{WHO}steps={steps} and minutes={minutes:g} are two budgets: pass one of them")
-    if chains is not None and mesh is not None:
-        raise ValueError(f"{WHO}chains={chains!r} run in one process: pass chains=None, or mesh=None")
-    if minutes is not None and chains not in (None, "auto") and chains >= 60 * minutes:
-        raise ValueError(f"{WHO}chains={chains:g} seconds are all of minutes={minutes:g}: pass fewer, or chains='auto'")
-    if prior is not None and prior > MOST_PRECISE:
-        raise ValueError(
-            f"{WHO}prior_precision={prior!r}: weights with a standard deviation below 1e-6 cannot be trained: pass less"
-        )
-    if not (isinstance(held_out, (int, float)) and 0 < held_out <= 0.4):
-        raise ValueError(f"{WHO}held_out={held_out!r}: pass the share of a fold, above 0 and at most 0.4")
 
 
 def _require_scores(likelihood: Likelihood, targets: Any) -> None:

@@ -1,21 +1,31 @@
-r"""What a linear sampler samples, at rest and along a schedule, solved exactly.
+r"""What a linear sampler samples, at rest, along a schedule and beside other links, solved exactly.
 
 On a quadratic loss with curvature ``K`` the update of a linear sampler is ``x' = A x + B xi``, ``x`` holding the parameters
 and every floating-point tensor of the state (:func:`bayesopt_chain.testing._linear_system.closed_loop` reads ``A`` and
 ``B``). The stationary covariance solves ``X = A X A^T + B B^T``, and its parameter block is returned. Where rates change with
 time the covariance follows ``X_{t+1} = A_t X_t A_t^T + B_t B_t^T``, with maps that are read anew at every step.
+
+Composition: beside any other link a sampler keeps its law, or refuses to be built. A chain of exact linear links has the
+covariance ``T (K + D)^-1``, ``D`` the diagonal precision of the prior that weight decay amounts to (zero without decay). The
+check solves for the covariance of the composed chain and looks at ``T C^-1 - K``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import optree
 import torch
+import torchopt
 from torch import Tensor
 
 from bayesopt_chain import kinds
-from bayesopt_chain.testing._linear_system import NormalProbe, closed_loop
+from bayesopt_chain.compose import chain
+from bayesopt_chain.links.learning_rate import scale
+from bayesopt_chain.links.momentum import add_momentum
+from bayesopt_chain.links.weight_decay import add_decayed_weights
+from bayesopt_chain.testing._linear_system import ClosedLoop, NormalProbe, closed_loop
 
 
 class Unstable(ValueError):
@@ -49,18 +59,9 @@ def stationary_covariance(
         >>> round(stationary_covariance(tx, torch.tensor([[2.0]], dtype=torch.float64)).item(), 10)
         0.25
     """
-    curvature = curvature.to(torch.float64)
-    d = len(curvature)
-    params = torch.zeros(d, dtype=torch.float64, device=curvature.device) if params is None else params
-    size = sum(p.numel() for p in optree.tree_leaves(params))
-    if size != d:
-        raise ValueError(f"stationary_covariance: curvature is for {d} parameters, params has {size}")
-    system = closed_loop(tx, curvature, params, state, warmup=warmup, tolerance=tolerance)
-    varies = system.varies.nonzero().squeeze(1)
-    A, B = system.A[varies][:, varies], system.B[varies]
-    full = torch.zeros_like(system.A)
-    full[varies[:, None], varies] = solve_lyapunov(A, B @ B.T)
-    return full[:d, :d]
+    curvature, params = _of_one_size("stationary_covariance", curvature, params)
+    d, system = len(curvature), closed_loop(tx, curvature, params, state, warmup=warmup, tolerance=tolerance)
+    return _at_rest(system)[:d, :d]
 
 
 @kinds.takes(params=kinds.TREE.or_none(), curvature=kinds.REALS, settle=kinds.whole(0))
@@ -103,12 +104,7 @@ def variance_along(
         >>> [round(x.item(), 10) for x in variance_along(tx, torch.tensor([[2.0]], dtype=torch.float64), 5).flatten()]
         [0.25, 0.25, 0.25, 0.25, 0.25]
     """
-    curvature = curvature.to(torch.float64)
-    d = len(curvature)
-    params = torch.zeros(d, dtype=torch.float64, device=curvature.device) if params is None else params
-    size = sum(p.numel() for p in optree.tree_leaves(params))
-    if size != d:
-        raise ValueError(f"variance_along: curvature is for {d} parameters, params has {size}")
+    curvature, params = _of_one_size("variance_along", curvature, params)
     at_rest = optree.tree_map(lambda p: torch.zeros(p.shape, dtype=torch.float64, device=p.device), params)
     if state is None:
         with torch.random.fork_rng(devices=[]):
@@ -120,17 +116,32 @@ def variance_along(
     for _ in range(settle):
         state = _with_integers(closed_loop(tx, curvature, params, state, tolerance=tolerance).next_state, first)
     system = closed_loop(tx, curvature, params, state, tolerance=tolerance)
-    varies = system.varies.nonzero().squeeze(1)
-    A, B = system.A[varies][:, varies], system.B[varies]
-    X = torch.zeros_like(system.A)
-    X[varies[:, None], varies] = solve_lyapunov(A, B @ B.T)
-    varied, out = system.varies, list[Tensor]()
+    d, X, varied, out = len(curvature), _at_rest(system), system.varies, list[Tensor]()
     for _ in range(steps):
         system = closed_loop(tx, curvature, params, state, varied=varied, tolerance=tolerance)
         X = system.A @ X @ system.A.T + system.B @ system.B.T
         varied, state = system.varies, system.next_state
         out.append(X[:d, :d])
     return torch.stack(out)
+
+
+def _of_one_size(who: str, curvature: Tensor, params: Any) -> tuple[Tensor, Any]:
+    """The curvature in float64, and the parameters, by default a vector of its size."""
+    d = len(curvature)
+    params = torch.zeros(d, dtype=torch.float64, device=curvature.device) if params is None else params
+    size = sum(p.numel() for p in optree.tree_leaves(params))
+    if size != d:
+        raise ValueError(f"{who}: curvature is for {d} parameters, params has {size}")
+    return curvature.to(torch.float64), params
+
+
+def _at_rest(system: ClosedLoop) -> Tensor:
+    """The stationary covariance of all coordinates; those that never vary have none."""
+    varies = system.varies.nonzero().squeeze(1)
+    A, B = system.A[varies][:, varies], system.B[varies]
+    full = torch.zeros_like(system.A)
+    full[varies[:, None], varies] = solve_lyapunov(A, B @ B.T)
+    return full
 
 
 def _with_integers(state: Any, first: Any) -> Any:
@@ -160,3 +171,68 @@ def solve_lyapunov(A: Tensor, Q: Tensor) -> Tensor:
         if A.abs().max() < 1e-200:
             break
     return (X + X.T) / 2
+
+
+NEIGHBOURS: dict[str, Callable[[], Any]] = {
+    "gain": lambda: scale(0.5),
+    "momentum": lambda: add_momentum(0.3),
+    "decay": lambda: add_decayed_weights(0.1),
+    "clip": lambda: torchopt.clip_grad_norm(1e9),
+}
+
+
+@kinds.takes(tolerance=kinds.real("[0, inf)"))
+def assert_composes(
+    build: Callable[[], Any], temperature: float, *, tolerance: float = 1e-8, burn_in: int = 40
+) -> dict[str, str]:
+    """Check that a sampler stays right, or refuses, with a gain, a momentum, a decay or a clip in front of it or behind it.
+
+    Args:
+        build: makes the sampler, at this temperature.
+        temperature: its temperature, in units of the loss.
+        tolerance: of ``T C^-1 - K`` relative to ``K``: rounding for exact samplers, the bias for others.
+        burn_in: updates on a noisy gradient before the covariance is solved for, in which preconditioners freeze.
+
+    Returns:
+        What happened, by ``"<neighbour> before"`` and ``"<neighbour> behind"``: ``"right"``, ``"refused"``, or ``"unstable"``
+        where the composed chain has no stationary law at all.
+
+    Raises:
+        AssertionError: a chain that samples something else, named.
+
+    Example:
+        >>> import bayesopt_chain as bc
+        >>> assert_composes(lambda: bc.sghmc(0.05, temperature=0.3), 0.3)["clip behind"]
+        'refused'
+    """
+    curvature = torch.tensor([[1.0, 0.3], [0.3, 0.6]], dtype=torch.float64, device="cpu")
+    out: dict[str, str] = {}
+    for name, link in NEIGHBOURS.items():
+        for where in ("before", "behind"):
+            tx = chain(link(), build()) if where == "before" else chain(build(), link())
+            out[f"{name} {where}"] = _what_happens(tx, curvature, temperature, tolerance, burn_in, name, where)
+    return out
+
+
+def _what_happens(
+    tx: Any, curvature: Tensor, temperature: float, tolerance: float, burn_in: int, name: str, where: str
+) -> str:
+    theta = torch.tensor([1.0, -2.0], dtype=torch.float64, device="cpu")
+    try:
+        state = tx.init(theta)
+    except ValueError:
+        return "refused"
+    for k in range(burn_in):
+        wobble = torch.sin(torch.arange(2.0, dtype=torch.float64, device="cpu") + k)
+        updates, state = tx.update(curvature @ theta + wobble, state, params=theta, inplace=False)
+        theta = theta + updates
+    try:
+        covariance = stationary_covariance(tx, curvature, state=state)
+    except Unstable:
+        return "unstable"
+    extra = temperature * torch.linalg.inv(covariance) - curvature
+    if name == "decay":
+        extra = extra - torch.diag(extra.diagonal())
+    off = (extra.abs().max() / curvature.abs().max()).item()
+    assert off <= tolerance, f"with a {name} {where} it the chain samples another covariance, off by {off:.3g}: {tx}"
+    return "right"

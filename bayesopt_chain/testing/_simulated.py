@@ -132,6 +132,14 @@ class Calibration:
         return figure
 
 
+@kinds.takes(
+    make_posterior=kinds.FUNCTION,
+    prior=kinds.FUNCTION,
+    simulator=kinds.FUNCTION,
+    quantities=kinds.FUNCTION,
+    together=kinds.BOOL,
+    simulations=kinds.whole(20),
+)
 def sbc(
     make_posterior: Callable[[Any], Any],
     prior: Callable[[torch.Generator], Any],
@@ -181,10 +189,6 @@ def sbc(
         >>> found.p_value > 0.001
         True
     """
-    for name, value in (("make_posterior", make_posterior), ("prior", prior), ("simulator", simulator)):
-        kinds.require("sbc", **{name: (value, kinds.FUNCTION)})
-    kinds.require("sbc", quantities=(quantities, kinds.FUNCTION.or_none()), together=(together, kinds.BOOL))
-    kinds.require("sbc", simulations=(simulations, kinds.whole(20)))
     generator = torch.Generator("cpu").manual_seed(seed)
     truths = [prior(generator) for _ in range(simulations)]
     data = [simulator(params, generator) for params in truths]

@@ -49,18 +49,15 @@ def trees(draw: Any, dtype: torch.dtype = torch.float64, none: bool = True) -> A
     """Trees of tensors: a bare tensor, lists, tuples, dicts, nested; some with ``None`` for an absent parameter."""
     n = draw(st.integers(1, 4))
     leaves = [tensors(dtype, draw(st.integers(0, 2**31)), draw(shapes)) for _ in range(n)]
-    kind = draw(st.sampled_from(["bare", "list", "tuple", "dict", "nested"] + (["none"] if none else [])))
-    if kind == "bare":
-        return leaves[0]
-    if kind == "list":
-        return leaves
-    if kind == "tuple":
-        return tuple(leaves)
-    if kind == "dict":
-        return {f"p{i}": x for i, x in enumerate(leaves)}
-    if kind == "nested":
-        return {"a": leaves[0], "b": [leaves[1:], (leaves[0].clone(),)]}
-    return {"p": leaves[0], "q": None}
+    kinds = {
+        "bare": leaves[0],
+        "list": leaves,
+        "tuple": tuple(leaves),
+        "dict": {f"p{i}": x for i, x in enumerate(leaves)},
+        "nested": {"a": leaves[0], "b": [leaves[1:], (leaves[0].clone(),)]},
+        **({"none": {"p": leaves[0], "q": None}} if none else {}),
+    }
+    return kinds[draw(st.sampled_from(sorted(kinds)))]
 
 
 @st.composite

@@ -223,14 +223,14 @@ def test_adapters_are_drawn_anew_as_their_library_draws_them():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"members": 0}, "members=0"),
-        ({"steps": 3}, "steps=3"),
-        ({"held_out": 0.6}, "held_out=0.6"),
+        ({"members": 0}, "posterior_ensemble: members must be"),
+        ({"steps": 3}, "posterior_ensemble: steps must be"),
+        ({"held_out": 0.6}, "posterior_ensemble: held_out must be"),
         ({"lr": -1.0}, "lr"),
         ({"minutes": 0}, "minutes"),
         ({"minutes": 1.0}, "two budgets"),
         ({"prior_precision": "evidence"}, "prior_precision"),
-        ({"seed": 2**70}, "seed="),
+        ({"seed": 2**70}, "posterior_ensemble: seed must be"),
         ({"path": 3}, "path must be"),
         ({"progress": "no"}, "progress must be"),
         ({"mesh": "cpu"}, "mesh must be a DeviceMesh"),

@@ -203,7 +203,7 @@ def test_chains_that_fail_keep_the_networks(monkeypatch):
         *(({"chains": c}, "chains") for c in (-1.0, 0, math.nan, math.inf, True, [1])),
         ({"chains": "often"}, "chains"),
         ({"chains": 60, "minutes": 1.0}, "all of minutes=1"),
-        ({"chains": "auto", "mesh": object()}, "pass chains=None, or mesh=None"),
+        ({"chains": "auto", "mesh": SimpleNamespace(get_coordinate=list)}, "pass chains=None, or mesh=None"),
     ],
 )
 def test_seconds_of_chains_that_there_are_not_are_refused_by_name(arguments, message):
