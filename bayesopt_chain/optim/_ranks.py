@@ -63,9 +63,11 @@ class OnRanks:
     param_groups: list[dict[str, Any]]
     state: Any
 
-    @property
-    def _name(self) -> str:
-        return f"bc.optim.{type(self).__name__}"
+    _name: ClassVar[str] = "bc.optim"  # in messages
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._name = f"bc.optim.{cls.__name__}"
 
     def watch(self, every: int | None = None, *, first: bool = True) -> None:
         """Choose the steps at which parameters, gradients and keys are compared between ranks.

@@ -26,7 +26,7 @@ reversed before the next step.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bayesopt_chain.matching import law
 
@@ -37,7 +37,8 @@ class Before(NamedTuple):
     ``optimizer.state[p]`` holds each number under its name with the prefix ``noise_``, as ``noise_half``.
 
     Attributes:
-        temperature, half, arrives, momentum: the :class:`bayesopt_chain.matching.law.Level` of the momentum branch.
+        temperature, half, arrives, momentum: of the momentum branch, as in :class:`bayesopt_chain.matching.law.Level`, in
+            whose place this stands.
         gain: ``b``.
         surplus: the surplus that :func:`bayesopt_chain.matching.law.scheduled_noise` passes on to the next step.
         direct_half: ``half`` of the direct branch; 0 if there was no direct branch.
@@ -52,11 +53,6 @@ class Before(NamedTuple):
     surplus: float
     direct_half: float
     direct_surplus: float
-
-    @property
-    def level(self) -> law.Level:
-        """The level of the momentum branch."""
-        return law.Level(*self[:4])
 
 
 class Linear(NamedTuple):
@@ -132,10 +128,10 @@ def noise_of(linear: Linear, temperature: float, before: Before | None) -> Noise
     elif before is not None and momentum:
         # A step of rate 0 does not move the parameter. The velocity still gets the noise that the last step left to it. The
         # next step owes nothing to the last draw (half = 0) and reverses the velocity (momentum = -1).
-        last = before.level
-        k = law.scheduled_noise(last._replace(half=0.0), last, before.surplus, last.momentum, where=_pick)
+        last: Any = before
+        k = law.scheduled_noise(last._replace(half=0.0), last, before.surplus, before.momentum, where=_pick)
         after = before._replace(half=0.0, momentum=-1.0, gain=gain, surplus=k.surplus)
-        scale = last.momentum * gain / (momentum * before.gain)
+        scale = before.momentum * gain / (momentum * before.gain)
         noise = Noise(gain * k.previous, gain * k.current, scale, before=after)
     else:  # with neither a rate nor a draw there is no noise, and nothing to remember
         noise = Noise(before=before)
@@ -151,19 +147,19 @@ def noise_of(linear: Linear, temperature: float, before: Before | None) -> Noise
     return noise
 
 
-def _momentum_branch(now: law.Level, b: float, before: Before | None) -> Noise:
+def _momentum_branch(now: law.Level, b: float, before: Any) -> Noise:
     """The noise of the momentum branch for a step of positive rate ``h b``."""
     mu, scale = now.momentum, 1.0
     if before is None:
-        k = law.scheduled_noise(now, now, 0.0, mu, where=_pick)
+        current, previous, _, surplus = law.scheduled_noise(now, now, 0.0, mu, where=_pick)
+        previous = 0.0
     else:
         # after a step of momentum 0 the buffer is of an older step and has no part in the motion
         own = mu * before.gain / b if before.momentum else 0.0
-        k = law.scheduled_noise(now, before.level, before.surplus, own, where=_pick)
-        if mu and not (before.momentum and k.velocity == own):
-            scale = k.velocity * b / (mu * before.gain)
-    after = Before(*now, b, k.surplus, 0.0, 0.0)
-    return Noise(b * k.previous if before else 0.0, b * k.current, scale, before=after)
+        current, previous, velocity, surplus = law.scheduled_noise(now, before, before.surplus, own, where=_pick)
+        if mu and not (before.momentum and velocity == own):
+            scale = velocity * b / (mu * before.gain)
+    return Noise(b * previous, b * current, scale, 0.0, 0.0, Before(*now, b, surplus, 0.0, 0.0))
 
 
 def _pick(condition: bool, x: float, y: float) -> float:
