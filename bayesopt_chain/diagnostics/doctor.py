@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -47,7 +46,15 @@ from bayesopt_chain.diagnostics._agreement import (
 from bayesopt_chain.diagnostics.convergence import R_HAT
 from bayesopt_chain.diagnostics.findings import Finding, Row, judged
 from bayesopt_chain.diagnostics.forces import Forces, forces_of, names_of
-from bayesopt_chain.diagnostics.gradient_noise import gradient_noise, gradients, scalar
+from bayesopt_chain.diagnostics.gradient_noise import (
+    gradient_noise,
+    gradients,
+    initialised_devices,
+    scalar,
+    seed_all,
+    size_of,
+    twice_over_once,
+)
 from bayesopt_chain.diagnostics.top_curvature import hessian_product, lanczos, trace
 from bayesopt_chain.trees import flatten, paths_of, unflatten
 
@@ -64,7 +71,6 @@ SPEEDING = 4.0  # times as much in its second half as in its first
 DRIFTED = 0.5  # standard deviations from the first to the last third that a drift must reach besides being no accident
 FIRST = 10.0  # standard deviations above the later losses at which the first draws were made on the way there
 MOST = 1000  # elements of all leaves together that agreement is judged on
-SEEDS = 16  # of a loss that draws random numbers
 MOST_DRAWS = 60  # at which the gradient of all data is taken
 DIRECTIONS = 4  # the stiffest, along which the temperature is read
 HOT = 0.1  # excess of temperature from which a run is reported
@@ -258,11 +264,12 @@ class _Data:
                     "data as one batch, which is a tuple, a dictionary or a tensor, or a list or loader of batches"
                 ) from err
         self.loss, self.batches = loss, batches
-        tensors = [[x for x in optree.tree_leaves(batch) if torch.is_tensor(x) and x.ndim] for batch in batches]
-        lengths = [Counter(map(len, each)).most_common(1) for each in tensors]
-        self.sizes = [x[0][0] for x in lengths] if all(lengths) else None
+        sizes: list[Any] = [size_of(batch) for batch in batches]
+        self.sizes = None if None in sizes else sizes
         self.n = count or (None if self.sizes is None else sum(self.sizes))
-        self.is_guess = count is None and any(not x.is_floating_point() and x.ndim > 1 for x in tensors[0])
+        self.is_guess = count is None and any(
+            torch.is_tensor(x) and not x.is_floating_point() and x.ndim > 1 for x in optree.tree_leaves(batches[0])
+        )
         known = self.sizes if self.sizes and sum(self.sizes) else [1] * len(batches)
         self.weights = [size / sum(known) for size in known]
 
@@ -270,29 +277,6 @@ class _Data:
         """The gradient of the mean over all data."""
         each = [gradients(self.loss, params, batch) for batch in self.batches]
         return [torch.stack([w * g for w, g in zip(self.weights, column)]).sum(0) for column in zip(*each)]
-
-    def twice_over_once(self, params: Any) -> tuple[float, float] | None:
-        """The loss of a batch twice over that of the batch, and its chance error; ``None`` where it takes no batch twice.
-
-        Both are means over 16 seeds, which differ for a loss that draws random numbers, as with dropout.
-        """
-        if self.sizes is None:
-            return None
-        size = self.sizes[0]
-        twice = optree.tree_map(
-            lambda x: torch.cat([x, x]) if torch.is_tensor(x) and x.ndim and len(x) == size else x, self.batches[0]
-        )
-        found = list[Tensor]()
-        try:
-            for seed in range(2 * SEEDS):
-                seed_all(seed)
-                with torch.no_grad():
-                    found.append(scalar(self.loss, params, twice if seed < SEEDS else self.batches[0]).double().cpu())
-        except Exception:  # a loss may know the size of its batch
-            return None
-        doubled, once = torch.stack(found).split(SEEDS)
-        one, error = float(once.mean()), 5 * float(((once.var() + doubled.var()) / SEEDS).sqrt())
-        return (float(doubled.mean()) / one, error / abs(one)) if one else (1.0, math.inf)
 
     def parts(self, most: int) -> list[Any]:
         """Equal parts of the first batch, ``most`` at most, a datum each where it has no more."""
@@ -480,7 +464,7 @@ def _shown(m: Any) -> dict[str, Any]:
 
 def _doubled(m: Any) -> dict[str, Any]:
     """The loss of a batch twice over that of the batch."""
-    return {} if m.data is None else {"doubled": m.data.n and m.data.twice_over_once(m.one)}
+    return {} if m.data is None else {"doubled": m.data.n and twice_over_once(m.loss, m.one, m.data.batches[0])}
 
 
 def _scaled(m: Any) -> dict[str, Any]:
@@ -649,18 +633,6 @@ def _stiffest(m: Any, params: Any, where: Sequence[int]) -> list[Tensor]:
 def _listing(names: Iterable[str]) -> str:
     """The first four."""
     return ", ".join(itertools.islice(names, 4))
-
-
-def initialised_devices() -> list[int]:
-    """All CUDA devices, if CUDA is in use."""
-    return [*range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
-
-
-def seed_all(seed: int) -> None:
-    """Seed torch's generators of the processor and of the CUDA devices in use, and no others."""
-    torch.default_generator.manual_seed(seed)
-    for device in initialised_devices():
-        torch.cuda.default_generators[device].manual_seed(seed)
 
 
 def _has_grown(losses: Tensor) -> bool:

@@ -23,6 +23,7 @@ A model that draws (dropout) adds noise that does not sum to zero over an epoch.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any, NamedTuple
@@ -36,6 +37,8 @@ from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.diagnostics._response import read
 from bayesopt_chain.loop.loss import no_gradient, value
 from bayesopt_chain.trees import gram
+
+SEEDS = 16  # of a loss that draws random numbers
 
 
 class GradientNoise(NamedTuple):
@@ -190,6 +193,46 @@ def gradients(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> list[
 def scalar(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> Tensor:
     """The loss without its auxiliary output."""
     return value(loss, params, batch)[0]
+
+
+def size_of(batch: Any) -> int | None:
+    """The data in a batch: the length that most of its tensors have along axis 0; ``None`` without one."""
+    lengths = Counter(len(x) for x in optree.tree_leaves(batch) if torch.is_tensor(x) and x.ndim)
+    return lengths.most_common(1)[0][0] if lengths else None
+
+
+def twice_over_once(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> tuple[float, float] | None:
+    """The loss of a batch twice over that of the batch, 1 of a mean and 2 of a sum, and its chance error.
+
+    Both are means over 16 seeds, which differ for a loss that draws random numbers, as with dropout. ``None`` for a loss that
+    takes no batch twice. Torch's generators are left seeded.
+    """
+    size, found = size_of(batch), list[Tensor]()
+    twice = optree.tree_map(
+        lambda x: torch.cat([x, x]) if torch.is_tensor(x) and x.ndim and len(x) == size else x, batch
+    )
+    try:
+        for seed in range(2 * SEEDS):
+            seed_all(seed)
+            with torch.no_grad():
+                found.append(scalar(loss, params, twice if seed < SEEDS else batch).double().cpu())
+    except Exception:  # a loss may know the size of its batch
+        return None
+    doubled, once = torch.stack(found).split(SEEDS)
+    one, error = float(once.mean()), 5 * float(((once.var() + doubled.var()) / SEEDS).sqrt())
+    return (float(doubled.mean()) / one, error / abs(one)) if one else (1.0, math.inf)
+
+
+def initialised_devices() -> list[int]:
+    """All CUDA devices, if CUDA is in use."""
+    return [*range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
+
+
+def seed_all(seed: int) -> None:
+    """Seed torch's generators of the processor and of the CUDA devices in use, and no others."""
+    torch.default_generator.manual_seed(seed)
+    for device in initialised_devices():
+        torch.cuda.default_generators[device].manual_seed(seed)
 
 
 def weighted_gram(rows: list[Tensor], gains: Any) -> Tensor:

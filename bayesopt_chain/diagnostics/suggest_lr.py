@@ -38,11 +38,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice, repeat
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import optree
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import SequentialSampler
 
 from bayesopt_chain import batches as batch_trees
@@ -50,7 +51,8 @@ from bayesopt_chain import kinds
 from bayesopt_chain.checks import short
 from bayesopt_chain.data.epochs import Epochs, epochs
 from bayesopt_chain.diagnostics._response import Response, read
-from bayesopt_chain.diagnostics.gradient_noise import gradient_noise, scalar
+from bayesopt_chain.diagnostics.findings import Row, judged
+from bayesopt_chain.diagnostics.gradient_noise import gradient_noise, scalar, twice_over_once
 from bayesopt_chain.diagnostics.heating import Heating, Reduced, loop, predict, reduce, rescaled
 from bayesopt_chain.diagnostics.top_curvature import hessian_product, trace
 from bayesopt_chain.loop.step import make_step
@@ -224,10 +226,10 @@ def suggest_lr(
     loss, params = _of_module(loss, params)
     devices = sorted({leaf.device.index or 0 for leaf in optree.tree_leaves(params) if leaf.is_cuda})
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
         momenta = _momenta(make_tx)
         source = _source(data, seed)
         _require_mean(loss, params, source)
+        torch.manual_seed(seed)
         adviser = _Adviser(make_tx, loss, params, source, momenta, tolerance, state, epochs)
         return adviser.run()
 
@@ -408,34 +410,36 @@ class _Adviser:
 
     def _notes(self, best: Candidate, models: Sequence[LocalModel], margin: float) -> Iterator[str]:
         """What limits the rate, what would buy more, and what was noticed."""
-        if best.lr > 0.99 * margin * best.stability:
-            yield f"The rate is limited by stability: from {best.stability:.3g} on the stiffest direction diverges."
-        else:
-            yield (
-                f"The rate is limited by the noise of the batches: above it some direction widens by more than "
-                f"{self.tolerance:.0%}; from {best.stability:.3g} on the chain diverges."
-            )
         size = int(self.source.size)
-        if best.batch_size < size:
-            lr = margin * best.stability
-            full = self._draws(models[-1], best._replace(batch_size=size), lr)
-            if full > FAR * best.draws:
-                yield (
-                    f"Full batches would make {full / best.draws:.2g} times the effective draws an epoch, at lr {lr:.2g}; "
-                    f"where memory does not hold them, accumulate: bc.make_step(..., microbatches="
-                    f"{math.ceil(size / best.batch_size)})."
-                )
-        if any(model.system.D.any() for model in models):
-            yield (
-                "The loss draws (dropout): its noise is counted, and heats at full batches too; put the module into eval mode "
-                "to sample its posterior."
-            )
-        fell = models[0].level[0] - models[1].level[0]
-        # at a mode the loss can only rise, by T / 2 for each direction that the trial explored; one with the chain's own weight
-        # decay is none of the loss alone
-        is_whole = all(group.prior == 0 for group in self.response.groups)
-        if is_whole and fell > 0.05 * self.temperature * models[0].moving:
-            yield f"params is no mode: the loss fell by {fell:.3g} in the trial run. Train to a mode first."
+        full = self._draws(models[-1], best._replace(batch_size=size), margin * best.stability)
+        m = SimpleNamespace(
+            tolerance=self.tolerance, stability=best.stability, slow=margin * best.stability, lr=best.lr,
+            has_more=best.batch_size < size and full > FAR * best.draws,
+            more=full / best.draws, parts=math.ceil(size / best.batch_size),
+            draws=any(bool(model.system.D.any()) for model in models),
+            fell=models[0].level[0] - models[1].level[0], noise=self.temperature * models[0].moving,
+            # one with the chain's own weight decay is none of the loss alone
+            is_whole=all(group.prior == 0 for group in self.response.groups),
+        )  # fmt: skip
+        return (found.says for found in judged(NOTES, m, set()))
+
+
+NOTES = (
+    Row("limit", lambda m: m.lr > 0.99 * m.slow,
+        "The rate is limited by stability: from {stability:.3g} on the stiffest direction diverges."),
+    Row("limit", lambda m: True,
+        "The rate is limited by the noise of the batches: above it some direction widens by more than {tolerance:.0%}; from "
+        "{stability:.3g} on the chain diverges."),
+    Row("full", lambda m: m.has_more,
+        "Full batches would make {more:.2g} times the effective draws an epoch, at lr {slow:.2g}; where memory does not hold "
+        "them, accumulate: bc.make_step(..., microbatches={parts})."),
+    Row("dropout", lambda m: m.draws,
+        "The loss draws (dropout): its noise is counted, and heats at full batches too; put the module into eval mode to "
+        "sample its posterior."),
+    # at a mode the loss can only rise, by T / 2 for each direction that the trial explored
+    Row("start", lambda m: m.is_whole and m.fell > 0.05 * m.noise,
+        "params is no mode: the loss fell by {fell:.3g} in the trial run. Train to a mode first."),
+)  # fmt: skip
 
 
 def _momenta(make_tx: Callable[..., Any]) -> tuple[float | None, ...]:
@@ -529,23 +533,17 @@ def _require_mean(loss: Callable[[Any, Any], Any], params: Any, source: Source) 
         batch_trees.tree_map(lambda x, at=at: x[at], batch)
         for at in (slice(2 * half), slice(half), slice(half, 2 * half))
     ]
-
-    def values() -> Tensor:
-        return torch.tensor([float(scalar(loss, params, part)) for part in parts], dtype=torch.float64, device="cpu")
-
     with torch.no_grad():
-        one, two = values(), values()
-        draws = bool((one != two).any())
-        whole, *halves = torch.stack([values() for _ in range(16 if draws else 1)]).mean(0).tolist()
-    both = sum(halves)
-    # of a mean the whole is half of both together, of a sum with a prior beside it nearly all
-    if whole * both > 0 and min(x * both for x in halves) > 0 and 0.75 < whole / both < 1.25:
+        whole, *halves = (float(scalar(loss, params, part)) for part in parts)
+    doubled, error = twice_over_once(loss, params, parts[0]) or (1.0, 0.0)
+    if doubled > max(1.5, 1 + error):
         raise ValueError(
-            f"suggest_lr: the loss is a sum over the batch ({whole:.4g} on {2 * half} data, {halves[0]:.4g} and "
-            f"{halves[1]:.4g} on its halves); divide it by the number of data in the batch, a prior beside it by the number of "
-            "all data, and give the chain temperature 1 / N"
+            f"suggest_lr: the loss is a sum over the batch: it is {doubled:.3g} times as large on a batch that is given twice; "
+            "divide it by the number of data in the batch, a prior beside it by the number of all data, and give the chain "
+            "temperature 1 / N"
         )
-    is_mean = abs(whole - both / 2) <= 1e-3 * max(map(abs, (whole, *halves)))
+    draws = error > 0 or not math.isfinite(whole)
+    is_mean = abs(whole - sum(halves) / 2) <= 1e-3 * max(map(abs, (whole, *halves)))
     if not draws and not is_mean and source.sizes != (int(source.size),):
         raise ValueError(
             f"suggest_lr: the loss of a batch ({whole:.6g}) is not the mean of those of its halves ({halves[0]:.6g}, "

@@ -77,26 +77,21 @@ def test_heating_along_the_top_directions_is_the_predicted_one():
     directions = {name: rows[:DIRECTIONS] for name, rows in report.directions.items()}
     predicted = 1 + report.excess[:DIRECTIONS].mean().item()
 
-    evaluate = bc.make_step(loss, tx).evaluate
-    places, forces = [], []
-    for k in range(1500):
-        params, state, _ = step(params, state, next(stream))
-        if k % 5 == 0:
-            places.append(project(directions, params))
-            forces.append(project(directions, evaluate(params, state, whole)[0]))
-    places, forces = torch.stack(places), torch.stack(forces)
-    centre = places.mean(0)
-    measured, error = pooled((places - centre) * forces / T)
+    def run(batches, steps, every, first=0):
+        """Positions and forces along the directions, ``[draws, 2, directions]``, from where the last run ended."""
+        nonlocal params, state
+        draws = []
+        for k in range(steps):
+            params, state, _ = step(params, state, next(batches))
+            if k >= first and k % every == 0:
+                forces = torch.func.grad(loss)(params, whole)
+                draws.append(torch.stack([project(directions, x) for x in (params, forces)]))
+        return torch.stack(draws)
 
-    places, forces = [], []
-    for k in range(1100):
-        grads, _, _ = evaluate(params, state, whole)
-        if k >= 100:
-            places.append(project(directions, params))
-            forces.append(project(directions, grads))
-        updates, state = tx.update(grads, state, params=params)
-        params = {name: params[name] + updates[name] for name in params}
-    control, control_error = pooled((torch.stack(places) - centre) * torch.stack(forces) / T)
+    hot = run(stream, 1500, 5)
+    cold = run(repeat(whole), 1100, 1, first=100)
+    centre = hot[:, 0].mean(0)
+    (measured, error), (control, control_error) = (pooled((x[:, 0] - centre) * x[:, 1] / T) for x in (hot, cold))
     print(
         f"predicted {predicted:.3f}, measured {measured:.3f} +- {error:.3f}; control {control:.3f} +- {control_error:.3f}"
     )

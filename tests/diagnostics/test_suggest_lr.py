@@ -139,13 +139,12 @@ def test_a_transformer_neither_diverges_nor_heats_at_the_suggested_rate():
     step, state = bc.make_step(loss, tx), tx.init(params)
     for _ in range(400):
         params, state, _ = step(params, state, (x, y))
-    make = lambda lr: bc.sghmc(lr, 0.9, temperature=1 / N)  # noqa: E731
-    found = bc.suggest_lr(make, loss, params, data)
+    found = bc.suggest_lr(at(N), loss, params, data)
     assert 0 < found.lr <= found.stability / 10 and found.excess <= 0.05 * 1.01
 
     def losses(batches):
         torch.manual_seed(7)  # the same noise in both runs
-        p, tx = params, make(found.lr)
+        p, tx = params, found.tx
         step, state, seen = bc.make_step(loss, tx), tx.init(params), []
         for k in range(750):
             p, state, _ = step(p, state, batches.batch(*divmod(k, len(batches))))
@@ -161,12 +160,23 @@ def test_a_transformer_neither_diverges_nor_heats_at_the_suggested_rate():
     assert 4 * error < 0.3 * reference  # the comparison could have failed
 
 
-def ordered(N=800, b=20):
-    """Regression data in batches as they are on disk: the targets drift."""
+def at(N, momentum=0.9):
+    """Chains of a mean loss over so many data, by their rate."""
+    return lambda lr: bc.sghmc(lr, momentum, temperature=1 / N)
+
+
+def linear(x, g, noise=1.0, shift=0.0):
+    """Data of a regression on these features, and its mode."""
+    y = x.sum(1) + noise * torch.randn(len(x), generator=g) + shift
+    return (x, y), torch.linalg.lstsq(x, y).solution
+
+
+def ordered(N=800):
+    """Regression data in batches of 20 as they are on disk: the targets drift."""
     g = torch.Generator().manual_seed(0)
     x = torch.cat([torch.randn(N, 2, generator=g), torch.ones(N, 1)], 1)
-    y = x.sum(1) + torch.randn(N, generator=g) + torch.linspace(-1, 1, N)
-    return [(x[i : i + b], y[i : i + b]) for i in range(0, N, b)], torch.linalg.lstsq(x, y).solution
+    data, mode = linear(x, g, shift=torch.linspace(-1, 1, N))
+    return [*zip(*(part.split(20) for part in data))], mode, data
 
 
 def squares(w, batch):
@@ -176,111 +186,94 @@ def squares(w, batch):
 @pytest.mark.slow
 def test_batches_that_somebody_made_are_handed_back_with_the_law_of_their_order():
     """A list and a loader that does not shuffle have a fixed order, whose bias counts as heat."""
-    batches, mode = ordered()
-    dataset = torch.utils.data.TensorDataset(*(torch.cat(x) for x in zip(*batches)))
-    make = lambda lr: bc.sghmc(lr, temperature=1 / 800)  # noqa: E731
+    batches, mode, data = ordered()
+    dataset = torch.utils.data.TensorDataset(*data)
     loaders = [torch.utils.data.DataLoader(dataset, 20, shuffle=shuffle) for shuffle in (False, True)]
-    found = [bc.suggest_lr(make, squares, mode, data) for data in (batches, *loaders)]
+    found = [bc.suggest_lr(at(800), squares, mode, data) for data in (batches, *loaders)]
     assert [x.report.order for x in found] == ["fixed", "fixed", "reshuffled"]
     assert all(x.report.steps_per_epoch == 40 and x.batch_size == 20 for x in found)
     assert all(x.batches is data for x, data in zip(found, (batches, *loaders)))
     with pytest.raises(TypeError, match=r"gone through again.*got generator"):
-        bc.suggest_lr(make, squares, mode, (batch for batch in batches))
+        bc.suggest_lr(at(800), squares, mode, (batch for batch in batches))
 
 
 @pytest.mark.slow
 def test_trial_runs_start_from_the_state_that_is_given(monkeypatch):
-    batches, mode = ordered()
-    data = bc.epochs(tuple(torch.cat(x) for x in zip(*batches)), 20)
-    make = lambda lr: bc.rmsprop(lr, temperature=1 / 800, freeze_after=20)  # noqa: E731
-    tx, firsts = make(1e-5), []
+    _, mode, data = ordered()
+    make, leaves = partial(bc.rmsprop, temperature=1 / 800, freeze_after=20), torch.utils._pytree.tree_leaves
+    tx, data, firsts = make(1e-5), bc.epochs(data, 20), []
     _, state = bc.sample(bc.make_step(squares, tx), mode, tx.init(mode), data, steps=60).last
-    given = [x.clone() for x in torch.utils._pytree.tree_leaves(state)]
+    given = [x.clone() for x in leaves(state)]
 
     def watched(loss, tx):
-        step, calls = bc.make_step(loss, tx), []
+        step, seen = bc.make_step(loss, tx), []
+        firsts.append(seen)
 
-        def first_of(params, state, batch):
-            if not calls:
-                firsts.append([x.clone() for x in torch.utils._pytree.tree_leaves(state)])
-            calls.append(batch)
+        def noting(params, state, batch):
+            seen.append([x.clone() for x in leaves(state)])
             return step(params, state, batch)
 
-        return first_of
+        return noting
 
     monkeypatch.setattr(sys.modules[bc.suggest_lr.__module__], "make_step", watched)
     bc.suggest_lr(make, squares, mode, data, state=state)
-    assert firsts and all(torch.equal(x, y) for first in firsts for x, y in zip(first, given, strict=True))
-    assert all(torch.equal(x, y) for x, y in zip(torch.utils._pytree.tree_leaves(state), given, strict=True))
+    assert firsts and all(torch.equal(x, y) for seen in firsts for x, y in zip(seen[0], given, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(leaves(state), given, strict=True))
 
 
 def regression(N=400, d=3):
     g = torch.Generator().manual_seed(0)
-    x = torch.randn(N, d, generator=g)
-    y = x.sum(1) + torch.randn(N, generator=g)
-    return (x, y), torch.linalg.lstsq(x, y).solution
+    return linear(torch.randn(N, d, generator=g), g)
 
 
 @pytest.mark.slow
 def test_a_module_is_taken_with_momentum_and_batch_size_open_and_stays_as_it_is():
     """The same seed suggests the same, whatever torch's generator holds, which stays where it is; and bc.optim takes it."""
     data, mode = regression()
-    module = nn.Linear(3, 1, bias=False)
-    with torch.no_grad():
-        module.weight.copy_(mode)
-    of_module = lambda m, batch: (m(batch[0])[:, 0] - batch[1]).square().mean() / 2  # noqa: E731
-    found = []
+    module, found = nn.Linear(3, 1, bias=False), []
+    bc.write_back(module, {"weight": mode[None]})
     for seed in (1, 2):
         torch.manual_seed(seed)
         before = torch.get_rng_state()
-        found.append(bc.suggest_lr(partial(bc.sghmc, temperature=1 / 400), of_module, module, data))
+        found.append(
+            bc.suggest_lr(
+                partial(bc.sghmc, temperature=1 / 400), lambda m, batch: squares(m.weight[0], batch), module, data
+            )
+        )
         assert torch.equal(before, torch.get_rng_state())
     assert str(found[0]) == str(found[1]) and torch.equal(module.weight[0], mode)
     assert found[0].momentum in MOMENTA and found[0].batch_size in (400, 40, 10)
     bc.optim.SGHMC(module.parameters(), found[0].lr, momentum=found[0].momentum, temperature=1 / 400)
 
 
-def narrow(N=2000):
+@pytest.mark.slow
+def test_full_batches_are_offered_where_no_minibatch_samples_and_a_start_that_is_no_mode_is_named():
     """Curvatures of condition 1,000."""
     g = torch.Generator().manual_seed(0)
-    x = torch.randn(N, 20, generator=g) * torch.cat([torch.ones(1), 0.03 * torch.ones(19)])
-    y = x.sum(1) + torch.randn(N, generator=g)
-    return (x, y), torch.linalg.lstsq(x, y).solution
+    data, mode = linear(torch.randn(2000, 20, generator=g) * torch.cat([torch.ones(1), 0.03 * torch.ones(19)]), g)
+    batches = bc.epochs(data, 10, order="independent")
+    found = str(bc.suggest_lr(at(2000), squares, mode, batches))
+    assert "limited by the noise of the batches" in found and "microbatches=200" in found and "no mode" not in found
+    assert "params is no mode" in str(bc.suggest_lr(at(2000), squares, mode + 0.3, batches))
 
 
 @pytest.mark.slow
-def test_full_batches_are_offered_where_no_minibatch_samples_and_a_start_that_is_no_mode_is_named():
-    data, mode = narrow()
-    make = lambda lr: bc.sghmc(lr, 0.9, temperature=1 / 2000)  # noqa: E731
-    batches = bc.epochs(data, 10, order="independent")
-    found = str(bc.suggest_lr(make, squares, mode, batches))
-    assert "limited by the noise of the batches" in found and "microbatches=200" in found and "no mode" not in found
-    assert "params is no mode" in str(bc.suggest_lr(make, squares, mode + 0.3, batches))
-
-
-def interpolating():
-    """A loss, its mode and data of 40 rows and 500 features: at the mode no batch has noise."""
+@pytest.mark.parametrize("size", [4, 40])
+def test_forty_rows_of_500_features_do_not_run_away(size):
+    """At the mode no batch has noise; the trial runs see the noise that batches have at draws."""
     g = torch.Generator().manual_seed(1)
     x = torch.randn(40, 500, generator=g)
     y = x[:, :5].sum(1) + 0.1 * torch.randn(40, generator=g)
 
     def ridge(w, batch):
-        return (batch[0] @ w - batch[1]).square().mean() / (2 * 0.01) + w.square().sum() / 80
+        return squares(w, batch) / 0.01 + w.square().sum() / 80
 
     mode = torch.linalg.solve(x.T @ x / 0.4 + torch.eye(500) / 40, x.T @ y / 0.4)
-    return ridge, mode, (x, y)
-
-
-@pytest.mark.slow
-def test_forty_rows_of_500_features_do_not_run_away():
-    """The trial runs see the noise that batches have at draws."""
-    ridge, mode, data = interpolating()
-    for batches in (bc.epochs(data, 4), data):
-        found = bc.suggest_lr(lambda lr: bc.sghmc(lr, 0.9, temperature=1 / 40), ridge, mode, batches)
-        step = bc.make_step(ridge, found.tx)
-        draws = bc.sample(step, mode, found.tx.init(mode), found.batches, steps=2000, burn_in=1000, thinning=50)
-        levels = torch.stack([ridge(w, data) for w in draws.params])
-        assert draws.complete and float(levels.max()) < float(ridge(mode, data)) + 2 * 500 / 40
+    found = bc.suggest_lr(at(40), ridge, mode, bc.epochs((x, y), size) if size < 40 else (x, y))
+    step, start = bc.make_step(ridge, found.tx), found.tx.init(mode)
+    draws = bc.sample(step, mode, start, found.batches, steps=2000, burn_in=1000, thinning=50)
+    levels = torch.stack([ridge(w, (x, y)) for w in draws.params])
+    assert draws.complete and float(levels.max()) < float(ridge(mode, (x, y))) + 2 * 500 / 40
 
 
 def heat_of(found, x, y):
@@ -308,11 +301,9 @@ def test_a_feature_that_few_rows_have_does_not_heat(seed):
     N, scales = 2000, torch.logspace(0, -0.5, 5)
     z = torch.randn(N, 5, generator=g)
     z[:, 0] = (torch.rand(N, generator=g) < 20 / N).float() * 15.0
-    x = z * scales
-    y = x.sum(1) + torch.randn(N, generator=g)
-    mode = torch.linalg.lstsq(x, y).solution
-    make = partial(bc.sghmc, temperature=1 / N)
-    assert heat_of(bc.suggest_lr(make, squares, mode, bc.epochs((x, y), 50), seed=seed), x, y) < 0.2
+    (x, y), mode = linear(z * scales, g)
+    found = bc.suggest_lr(partial(bc.sghmc, temperature=1 / N), squares, mode, bc.epochs((x, y), 50), seed=seed)
+    assert heat_of(found, x, y) < 0.2
 
 
 @pytest.mark.slow
@@ -322,14 +313,10 @@ def test_a_tenth_of_a_short_run_pays_for_a_rate_whose_exact_heat_is_small(seed):
     17 % where 5 % are asked for."""
     g = torch.Generator().manual_seed(106 + seed)
     N, d, b = 1000, (3, 8, 20, 3)[seed], (100, 100, 100, 20)[seed]
-    x = (
-        torch.randn(N, d, generator=g)
-        * torch.logspace(0, -1, d)
-        * (torch.randn(N, 1, generator=g).abs() if seed % 2 else 1)
-    )
-    y = x.sum(1) + torch.randn(N, generator=g) * (1 + (seed % 2) * x[:, 0].abs())
-    mode, make = torch.linalg.lstsq(x, y).solution, lambda lr: bc.sghmc(lr, temperature=1 / N)
-    found = bc.suggest_lr(make, squares, mode, bc.epochs((x, y), b, seed=seed), epochs=100, seed=seed)
+    tails = torch.randn(N, d, generator=g) * torch.logspace(0, -1, d)
+    x = tails * torch.randn(N, 1, generator=g).abs() if seed % 2 else tails
+    (x, y), mode = linear(x, g, noise=1 + (seed % 2) * x[:, 0].abs())
+    found = bc.suggest_lr(at(N), squares, mode, bc.epochs((x, y), b, seed=seed), epochs=100, seed=seed)
     assert heat_of(found, x, y) < 0.2 and found.passes < 11
 
 
@@ -339,9 +326,7 @@ def dropped(w, batch):
 
 def test_dropout_is_said_and_counted_and_no_sum():
     data, mode = regression()
-    make = lambda lr: bc.sghmc(lr, temperature=1 / 400)  # noqa: E731
-    found = bc.suggest_lr(make, lambda w, b: dropped(w, b).mean(), mode, [data])
-    plain = bc.suggest_lr(make, squares, mode, [data])
+    found, plain = (bc.suggest_lr(at(400), loss, mode, [data]) for loss in (lambda w, b: dropped(w, b).mean(), squares))
     assert "dropout" in str(found) and found.excess > 0 and "dropout" not in str(plain) and plain.excess == 0
 
 
@@ -408,10 +393,9 @@ def test_losses_that_are_no_mean_of_data_may_have_full_batches():
     def weighted(w, batch):
         return ((batch[0] @ w - batch[1]).square() * batch[2]).sum() / (2 * batch[2].sum())
 
-    make = lambda lr: bc.sghmc(lr, temperature=1 / 400)  # noqa: E731
     with pytest.raises(ValueError, match="is not the mean of those of its halves"):
-        bc.suggest_lr(make, weighted, mode, (x, y, weight))
-    assert bc.suggest_lr(make, weighted, mode, [(x, y, weight)]).batch_size == 400
+        bc.suggest_lr(at(400), weighted, mode, (x, y, weight))
+    assert bc.suggest_lr(at(400), weighted, mode, [(x, y, weight)]).batch_size == 400
 
 
 @pytest.mark.parametrize("sparse", [False, True])
