@@ -107,6 +107,11 @@ def is_flattened(module: Any) -> bool:
     return fsdp is not None and any(isinstance(part, fsdp.FullyShardedDataParallel) for part in module.modules())
 
 
+def whole(x: Any) -> Any:
+    """The full value of a 0-d DTensor, such as a loss, as a plain tensor. Anything else is returned as it is."""
+    return x.full_tensor() if is_dtensor(x) and x.ndim == 0 else x
+
+
 def spec_of(x: Any) -> Any:
     """Mesh, placements and global shape of a DTensor."""
     return x._spec

@@ -40,6 +40,7 @@ from bayesopt_chain._torch import (
     spec_of,
     specs_of,
     stacked_spec,
+    whole,
 )
 from bayesopt_chain.distributed.parts import axes_of, runs_of
 from bayesopt_chain.random.philox import Runs
@@ -508,11 +509,6 @@ def _first(key: Tensor, meshes: Sequence[Any]) -> Tensor:
 def _groups(meshes: Sequence[Any]) -> list[Any]:
     """The process groups of these meshes, in the same order on all ranks."""
     return [mesh.get_group(axis) for mesh in dict.fromkeys(meshes) for axis in range(mesh.ndim)]
-
-
-def whole(x: Any) -> Any:
-    """The full value of a 0-d DTensor, such as a loss, as a plain tensor. Anything else is returned as it is."""
-    return x.full_tensor() if is_dtensor(x) and x.ndim == 0 else x
 
 
 def are_spread(tree: Any) -> bool:

@@ -28,7 +28,10 @@ from bayesopt_chain.likelihoods._predictive import Predictive
 from bayesopt_chain.likelihoods._quadrature import probit, probit_bernoulli, softmax_mean
 from bayesopt_chain.tracing import is_hidden, is_readable
 
-CLASS_METHODS = {"sobol": softmax_mean, "probit": probit}
+
+def of_one(mean: Tensor, covariance: Tensor) -> Tensor:
+    """:func:`probit_bernoulli` of targets with one output each, ``[*, 1]``."""
+    return probit_bernoulli(mean[..., 0], covariance.reshape(mean.shape)[..., 0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +40,7 @@ class Bernoulli(Likelihood):
 
     name = "bernoulli"
     support = Support(0.0, 1.0, True)
-    methods = ("quadrature", "probit")
+    methods = {"quadrature": None, "probit": of_one}  # noqa: RUF012
     default_method = "quadrature"
     has_classes = True
 
@@ -59,17 +62,9 @@ class Bernoulli(Likelihood):
     def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return torch.bernoulli(outputs.sigmoid(), generator=generator)
 
-    def widened(self, outputs: Tensor, factor: float) -> tuple[Likelihood, Tensor]:
-        return self, outputs / factor
-
     def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
         below = torch.where(values < 1, (-outputs).sigmoid(), 1.0)
         return torch.where(values < 0, 0.0, below)
-
-    def expected_mean(self, mean: Tensor, covariance: Tensor, method: str | None = None) -> Tensor:
-        if method == "probit":
-            return probit_bernoulli(mean, covariance.diagonal(dim1=-2, dim2=-1).reshape(mean.shape))
-        return super().expected_mean(mean, covariance, method)
 
 
 class OneOfSeveral(Likelihood):
@@ -95,7 +90,7 @@ class Categorical(OneOfSeveral):
     axis: int = -1
     name = "categorical"
     support = None
-    methods = ("sobol", "probit")
+    methods = {"sobol": softmax_mean, "probit": probit}  # noqa: RUF012
     default_method = "sobol"
     has_classes = True
 
@@ -137,9 +132,6 @@ class Categorical(OneOfSeveral):
             return super()._pooled(())
         together = (log_p - math.log(count)).movedim(-1, self.axis)[None]
         return replace(self.mixture(together), mean_entropy=entropy / count)
-
-    def widened(self, outputs: Tensor, factor: float) -> tuple[Likelihood, Tensor]:
-        return self, outputs / factor
 
     def require(self, outputs: Tensor, targets: Any, *, wait: bool = False) -> None:
         if (
@@ -204,17 +196,6 @@ class Categorical(OneOfSeveral):
         table = torch.as_tensor(self.weight, dtype=log_p.dtype, device=log_p.device)
         both = (1 - e) * table[labels] * losses - e * (table * log_p).mean(-1)
         return both / (table[labels] * (1 - e) + e * table.mean())
-
-    def predictive_of_classes(self, mean: Tensor, covariance: Tensor, method: str) -> Tensor:
-        """Probabilities by one of ``CLASS_METHODS``, position by position."""
-        grouping = self.grouping(mean.shape[1:])
-        return CLASS_METHODS[method](self._last(mean), grouping.blocks(covariance))
-
-    def expected_mean(self, mean: Tensor, covariance: Tensor, method: str | None = None) -> Tensor:
-        chosen = method or self.methods[0]
-        if chosen not in self.methods:
-            return super().expected_mean(mean, covariance, method)  # which refuses it
-        return self.predictive_of_classes(mean, covariance, chosen)
 
 
 @dataclass(frozen=True, eq=False)

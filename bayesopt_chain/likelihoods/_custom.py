@@ -33,7 +33,6 @@ from bayesopt_chain.likelihoods._likelihood import (
     Support,
 )
 from bayesopt_chain.likelihoods._predictive import Mixture, Outputs, Predictive
-from bayesopt_chain.likelihoods._quadrature import normal_nodes
 from bayesopt_chain.tracing import is_hidden, is_readable, unwrapped
 
 Loss = Callable[[Tensor, Any], Tensor]
@@ -82,10 +81,6 @@ class FromLoss(Likelihood):
     def log_prob_at_nodes(self, outputs: Tensor, targets: Any) -> Tensor:
         """One batch of outputs at a time, which is what the loss takes."""
         return torch.stack([self.log_prob(f, targets) for f in outputs])
-
-    def nodes(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
-        nodes, log_weights = normal_nodes(mean.reshape(len(mean), -1), covariance)
-        return nodes.reshape(-1, *mean.shape), log_weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,11 +164,8 @@ class FromDistribution(Likelihood):
         curvature = torch.func.grad(lambda f: slope(f).sum())(outputs)  # each output is a target's own
         return Elementwise(semidefinite_root(curvature[..., None, None], self.name).reshape(outputs.shape).to(outputs))
 
-    def nodes(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
-        grouping = self.grouping(mean.shape[1:])
-        m, s = grouping.split(mean), grouping.blocks(covariance)
-        nodes, log_weights = normal_nodes(m, s, 1025)  # how sharp the density is nobody said
-        return grouping.join(nodes, mean.shape[1:]), log_weights
+    def _points(self, mean: Tensor, variance: Tensor) -> int:
+        return 1025  # how sharp the density is nobody said
 
     def mixed(self, outputs: Outputs | Tensor, log_weights: Tensor | None = None) -> Mixture:
         return replace(super().mixed(outputs, log_weights), support=self.support_at(outputs[0]))

@@ -42,7 +42,7 @@ import inspect
 import math
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -351,7 +351,8 @@ class Likelihood(ABC):
         default_method: how :meth:`bayesopt_chain.FittedLaplace.predict` averages over outputs if nobody says: one of
             ``methods``, or "linearized", which gives the whole predictive distribution.
         has_classes: whether targets are classes without an order, or yes and no, whose uncertainty is an entropy.
-        methods: the closed forms or rules by which :meth:`expected_mean` works.
+        methods: by their names the rules by which :meth:`expected_mean` works, the first by default: functions of a target's
+            Gaussian outputs, mean ``[*, C]`` and covariance ``[*, C, C]``, or ``None`` for the mean of the predictive.
         filler: a value that a target may have; it stands in for targets of weight 0.
 
     Example:
@@ -377,7 +378,7 @@ class Likelihood(ABC):
 
     name: str = "custom"
     support: Support | None = REAL
-    methods: tuple[str, ...] = ("quadrature",)
+    methods: Mapping[str, Callable[[Tensor, Tensor], Tensor] | None] = {"quadrature": None}
     default_method: str = "linearized"
     has_classes: bool = False
     filler: float = 0.0
@@ -1049,12 +1050,14 @@ class Likelihood(ABC):
             >>> logits
             tensor([[1., 0.]])
         """
+        if self.has_classes:
+            return self, outputs / factor
         raise ValueError(f"a {self.name} likelihood has no width to change")
 
     @property
     def has_width(self) -> bool:
         """Whether :meth:`widened` works: it has a noise, or logits."""
-        return type(self).widened is not Likelihood.widened
+        return self.has_classes or type(self).widened is not Likelihood.widened
 
     def nodes(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
         """Points that stand for Gaussian outputs: of one output a target a quadrature, of several a rule of their own.
@@ -1105,7 +1108,11 @@ class Likelihood(ABC):
                 f"method={method!r} has no meaning for a {self.name} likelihood: use one of "
                 f"{', '.join(map(repr, self.methods))}"
             )
-        return self.predictive(mean, covariance).mean
+        rule = self.methods[next(iter(self.methods)) if method is None else method]
+        if rule is None:
+            return self.predictive(mean, covariance).mean
+        grouping = self.grouping(mean.shape[1:])
+        return rule(grouping.split(mean), grouping.blocks(covariance))
 
     def _points(self, mean: Tensor, variance: Tensor) -> int:
         """Enough points for the narrowest log density at these outputs."""

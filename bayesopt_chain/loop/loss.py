@@ -166,7 +166,7 @@ def gradient(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
         if not grads or any([g is None for g in grads]):
             grads = _with_zeros(points, grads)
         out = out.detach()
-        info = Info(out if type(out) is Tensor else shards.whole(out), detach(aux))
+        info = Info(out if type(out) is Tensor else _torch.whole(out), detach(aux))
     if not all([g.layout is torch.strided for g in grads]):
         checks.dense(grads, params)
     return spec.unflatten(grads), info
@@ -193,7 +193,7 @@ def _transformed_gradient(at: Callable[[Any], tuple[Tensor, Any]], here: list[Te
         return out, tensors
 
     grads, (out, tensors) = torch.func.grad_and_value(checked, has_aux=True)(here)
-    return grads, Info(shards.whole(out.detach()), detach(joined(tensors, kept)))
+    return grads, Info(_torch.whole(out.detach()), detach(joined(tensors, kept)))
 
 
 def value(loss: Loss, params: Any, batch: Any) -> tuple[Tensor, Any]:

@@ -8,7 +8,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.distributed.shards import whole
+from bayesopt_chain._torch import whole
 from bayesopt_chain.links.wrapper import state_inside, unwrapped
 from bayesopt_chain.schedules import now, scalar
 

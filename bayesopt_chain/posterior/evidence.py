@@ -340,23 +340,14 @@ def _(precision: Root) -> list[Spectrum]:
 
 
 @spectra.register
-def _(precision: Diagonal) -> list[Spectrum]:
-    return _by_leaf(precision.values)
-
-
-@spectra.register
-def _(precision: Kronecker) -> list[Spectrum]:
-    return _by_leaf(precision.eigenbasis().values)
-
-
-@spectra.register
-def _(precision: Eigenbasis) -> list[Spectrum]:
-    return _by_leaf(precision.values)
-
-
-def _by_leaf(values: Tree) -> list[Spectrum]:
-    leaves = optree.tree_leaves(values)
+def _(precision: Diagonal | Eigenbasis) -> list[Spectrum]:
+    leaves = optree.tree_leaves(precision.values)
     return [Spectrum((i,), leaf.reshape(-1).clamp_min(0)) for i, leaf in enumerate(leaves)]
+
+
+@spectra.register
+def _(precision: Kronecker) -> list[Spectrum] | None:
+    return spectra(precision.eigenbasis())
 
 
 @spectra.register

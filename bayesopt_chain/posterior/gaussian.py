@@ -24,11 +24,10 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import kinds
-from bayesopt_chain._torch import dtensor_of, is_dtensor, spec_of, stacked_spec
+from bayesopt_chain._torch import dtensor_of, is_dtensor, spec_of, stacked_spec, whole
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.state import State
 from bayesopt_chain.distributed import shards
-from bayesopt_chain.distributed.shards import whole
 from bayesopt_chain.precision import Precision
 from bayesopt_chain.random.stream import Variables, leaf_numbers, new_key
 from bayesopt_chain.tracing import is_hidden
@@ -229,8 +228,8 @@ class Gaussian(NamedTuple):
         require_like(tree, self.mean, "the tree", batched=True)
         precision = self.precision.factorised()
         centred = optree.tree_map(torch.sub, tree, self.mean)
-        normaliser = shards.whole(precision.logdet()) - size(self.mean) * math.log(2 * math.pi)
-        return 0.5 * (normaliser - shards.whole(precision.quad(centred)))
+        normaliser = whole(precision.logdet()) - size(self.mean) * math.log(2 * math.pi)
+        return 0.5 * (normaliser - whole(precision.quad(centred)))
 
     @property
     def marginal_variance(self) -> Tree:
@@ -257,7 +256,7 @@ class Gaussian(NamedTuple):
             >>> q.log_evidence(-1.0)  # the volume under exp(-1 - pi x^2)
             tensor(-1.)
         """
-        return log_joint + 0.5 * (size(self.mean) * math.log(2 * math.pi) - shards.whole(self.precision.logdet()))
+        return log_joint + 0.5 * (size(self.mean) * math.log(2 * math.pi) - whole(self.precision.logdet()))
 
 
 def standard_normals(

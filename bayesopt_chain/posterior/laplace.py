@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks, kinds
+from bayesopt_chain._torch import whole
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
-from bayesopt_chain.distributed.shards import whole
 from bayesopt_chain.matching.response import Linear, Response
 from bayesopt_chain.posterior.gaussian import Gaussian, PosteriorTransformation, require_finite, require_numbers
 from bayesopt_chain.precision import (

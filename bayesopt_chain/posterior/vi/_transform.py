@@ -39,7 +39,7 @@ from torch import Tensor
 from torchopt.base import GradientTransformation
 
 from bayesopt_chain import checks, kinds
-from bayesopt_chain._torch import is_dtensor
+from bayesopt_chain._torch import is_dtensor, whole
 from bayesopt_chain.arguments import checked_types, with_options
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.link import LinkContext, OnShards
@@ -238,17 +238,17 @@ class Variational(Drawing):
             raise ValueError(
                 f"{self.family.name}: with a prior or weight_decay the negative ELBO needs draw=, the draw of the loss"
             )
-        loss = shards.whole(loss)
+        loss = whole(loss)
         drawn = [] if draw is None else optree.tree_leaves(draw.params)
         if self.prior is not None:
             density = self.prior.log_prob(like_prior(self.prior, drawn)).mean()
             loss = loss - times(density.to(loss), now(self.temperature, state.step - 1))
         if self.weight_decay:
-            squares = torch.stack([shards.whole(x.square().sum()).to(loss) for x in drawn]).sum()
+            squares = torch.stack([whole(x.square().sum()).to(loss) for x in drawn]).sum()
             loss = loss + times(squares, 0.5 * self.weight_decay / self.n_samples)
         if self.is_deterministic:
             return loss
-        entropy = shards.whole(self.family.entropy(state.scale))  # of DTensors a message
+        entropy = whole(self.family.entropy(state.scale))  # of DTensors a message
         return loss - times(entropy, now(self.temperature, state.step - 1))
 
     def shapes(self, state: VariationalState) -> list | int:
