@@ -1,7 +1,20 @@
-"""Every page of the site shows something that runs."""
+"""Every page of the site shows something that runs and is read without a warning; its links lead somewhere, and its tables of
+names and samplers are those of the code. ``make docs`` writes and measures the pages.
+"""
 
+import importlib
+import inspect
+import pkgutil
 import re
 from pathlib import Path
+
+import optree
+import pytest
+import torch
+
+import bayesopt_chain as bc
+from tests.registry import SAMPLERS
+from tests.site import build, outside_links
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = [DOCS / f"{name}.md" for name in ("choosing", "coming_from", "methods", "speed", "temperature")]
@@ -43,3 +56,104 @@ def test_the_sidebar_fits_on_a_screen():
     tables = re.findall(r"```\{toctree\}\n(.*?)```", (DOCS / "index.md").read_text(), re.S)
     entries = [line for table in tables for line in table.split("\n") if line and not line.startswith(":")]
     assert len(entries) <= 25
+
+
+COMING_FROM = DOCS / "howto" / "from_posteriors.md"
+
+
+def test_every_public_name_of_posteriors_stands_on_the_page():
+    posteriors = pytest.importorskip("posteriors")
+    theirs = "\n".join(row.split(" | ")[0] for row in COMING_FROM.read_text().splitlines() if row.startswith("| "))
+    missing = []
+    for found in pkgutil.walk_packages(posteriors.__path__, "posteriors."):
+        module = importlib.import_module(found.name)
+        own = [
+            n for n, x in vars(module).items() if getattr(x, "__module__", None) == found.name and not n.startswith("_")
+        ]
+        if "build" in own:  # a method: by its path, its state by name; init, update and sample are those of all
+            own = [found.name.removeprefix("posteriors."), *({*own} - {"build", "init", "update", "sample"})]
+        missing += [(found.name, name) for name in own if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", theirs)]
+    assert not missing
+
+
+def test_every_name_of_ours_on_the_page_is_public():
+    for path in sorted(set(re.findall(r"(?<!\w)bc((?:\.\w+)+)", COMING_FROM.read_text()))):
+        at, public = bc, True
+        for name in path.strip(".").split("."):
+            public = public and (not inspect.ismodule(at) or name in at.__all__)
+            at = getattr(at, name)
+        assert public, path
+
+
+@pytest.mark.slow
+def test_the_site_is_read_and_every_reference_is_resolved_without_a_warning(tmp_path):
+    assert build(tmp_path, "dummy") == ""
+
+
+def test_every_address_outside_stands_on_one_page():
+    """So that whoever checks them from time to time has one page to read."""
+    root = Path(__file__).parents[1]
+    pages = [root / "README.md", *(root / "docs").glob("*.md"), *(root / "docs" / "howto").glob("*.md")]
+    sources = outside_links((root / "docs" / "references.md").read_text())
+    assert len(sources) > 30
+    assert {
+        page.name: outside_links(page.read_text()) - sources
+        for page in pages
+        if outside_links(page.read_text()) - sources
+    } == {}
+
+
+SAMPLERS_PAGE = DOCS / "samplers.md"
+
+
+def table() -> dict[str, list[str]]:
+    """Cells of each row by the names in its first column."""
+    rows = {}
+    for line in SAMPLERS_PAGE.read_text().splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(cells) == 6 and cells[0].startswith("`"):
+            names = re.findall(r"`([^`]+)`", cells[0])
+            buffers = [cell.strip() for cell in cells[4].split(",")]
+            for n, name in enumerate(names):
+                rows[name] = [*cells[:4], buffers[min(n, len(buffers) - 1)], cells[5]]
+    return rows
+
+
+SPELLINGS = {
+    "sgld, order 1": "sgld(order=1)",
+    "sghmc, order 1": "sghmc(order=1)",
+    "sgnht, per parameter": "sgnht(per_parameter=True)",
+    "badodab, per parameter": "badodab(per_parameter=True)",
+    "cyclical, lr inside": "cyclical(lr_inside=True)",
+}
+
+
+def docs_name(name: str) -> str:
+    """The name in the table: ``sgld, order 1`` is ``sgld(order=1)``."""
+    return SPELLINGS.get(name, name)
+
+
+TWO_CHAINS = ("svgd", "replica_exchange")  # their rows in the registry are dressed as one chain
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
+def test_its_row_has_the_buffers_of_the_state_the_fitted_order_and_its_optimizer(sampler):
+    _, _, optimizer, order, buffers, _ = table()[docs_name(sampler.name)]
+    params = torch.zeros(500) if sampler.function in TWO_CHAINS else torch.zeros(2, 500)
+    held = optree.tree_leaves(sampler.build(0.3).init(params))
+    assert sum(t.numel() for t in held if t.is_floating_point()) // 1000 == int(buffers)
+    if sampler.order:
+        assert order.startswith(str(sampler.order.slope)) and (" in `h`" in order) == sampler.order.in_time
+    assert optimizer.startswith("none") == (sampler.limit is None and sampler.name != "svgd")
+
+
+def test_the_examples_run():
+    for code in re.findall(r"```python\n(.*?)```", SAMPLERS_PAGE.read_text(), re.S):
+        if not code.startswith(">>>"):  # those are doctests
+            exec(compile(code, str(SAMPLERS_PAGE), "exec"), {})
+
+
+def test_every_name_in_the_table_is_public():
+    for name in table():
+        name = name.split("(")[0]
+        assert hasattr(bc.samplers, name) or hasattr(bc.gradients, name), name

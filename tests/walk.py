@@ -25,6 +25,17 @@ def end_of(*args, **kwargs):
     return last
 
 
+def path_of(tx, theta, gradient, normals):
+    """The parameters after each update of a chain whose draws are given, a row for each update."""
+    state, path = tx.init(theta), []
+    for row in normals:
+        with NormalProbe(row):
+            updates, state = tx.update(gradient(theta), state, params=theta, inplace=False)
+        theta = theta + updates
+        path.append(theta)
+    return torch.stack(path)
+
+
 def average(of, tx, params, gradient, steps, burn_in, **keywords):
     """The mean of ``of(parameters)`` behind the first ``burn_in`` of some updates in place, and the state at the end."""
     total, params = 0.0, optree.tree_map(torch.clone, params)

@@ -367,12 +367,8 @@ def test_what_no_link_remembers_is_named_and_can_be_left_out():
 PARAMS = {"w": torch.randn(3), "b": torch.randn(2)}
 
 
-def state_of(tx, steps=2):
-    params, state = PARAMS, tx.init(PARAMS)
-    for _ in range(steps):
-        updates, state = tx.update(PARAMS, state, params=params, inplace=False)
-        params = {k: p + updates[k] for k, p in params.items()}
-    return state
+def state_of(tx):
+    return end_of(tx, PARAMS, lambda params: PARAMS, 2)[1]
 
 
 def test_a_sampler_takes_what_it_shares_with_an_optimizer_and_says_what_is_left():

@@ -15,6 +15,7 @@ import torch
 import bayesopt_chain as bc
 from bayesopt_chain.loop.capture import replays
 from bayesopt_chain.testing import variance_along
+from tests.walk import walk
 
 S, T = bc.schedules, 0.7
 FALLS = {
@@ -295,13 +296,8 @@ def start_at(seed):
 
 def by_update(tx, params, state):
     """The parameters after each step by ``update``."""
-    path = []
-    for _ in range(UPDATES):
-        gradient = {name: DIAGONAL[name] * x for name, x in params.items()}
-        updates, state = tx.update(gradient, state, params=params, inplace=False)
-        params = {name: params[name] + u for name, u in updates.items()}
-        path.append(params)
-    return path
+    gradient = lambda params: {name: DIAGONAL[name] * x for name, x in params.items()}  # noqa: E731
+    return [now for now, _ in walk(tx, params, gradient, UPDATES, state)]
 
 
 def by_step(step, params, state):

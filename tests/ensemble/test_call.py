@@ -104,25 +104,12 @@ def test_data_of_every_kind_are_the_same_data():
         "dataset": TensorDataset(X, Y),
         "loader": DataLoader(TensorDataset(X, Y), N, shuffle=True, drop_last=True),
         "batches": [(X[:20], Y[:20]), (X[20:], Y[20:])],
-        "mapping": {"x": X, "labels": Y},
         "epochs": bc.epochs((X, Y), N),
     }
     means = {}
     for name, data in kinds.items():
-        make = maker()
-        if name == "mapping":
-
-            class Named(nn.Module):
-                def __init__(self):
-                    super().__init__()
-                    self.net = maker()()
-
-                def forward(self, x):
-                    return self.net(x)
-
-            make = Named
-        e = bc.posterior_ensemble(make, data, GAUSSIAN, batch_size=16, **SMALL)
-        means[name] = e.predict({"x": X} if name == "mapping" else X).mean
+        e = bc.posterior_ensemble(maker(), data, GAUSSIAN, batch_size=16, **SMALL)
+        means[name] = e.predict(X).mean
     for name, mean in means.items():
         torch.testing.assert_close(mean, means["tensors"], msg=name)
 
@@ -136,53 +123,6 @@ def test_a_call_is_a_function_of_its_seed_and_leaves_the_global_generator_alone(
     assert torch.equal(fitted.predict(X).mean, again.predict(X).mean)
     other = bc.posterior_ensemble(maker(), (X, Y), GAUSSIAN, seed=1, **SMALL)
     assert not torch.equal(again.predict(X).mean, other.predict(X).mean)
-
-
-class Normed(nn.Module):
-    """BatchNorm and dropout."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
-
-    def forward(self, x):
-        return self.net(x)
-
-
-class Pictures(nn.Module):
-    """Convolutions over two inputs laid out as a picture."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.out = nn.Conv2d(1, 4, 3, padding=1), nn.Linear(36, 1)
-
-    def forward(self, x):
-        return self.out(self.conv(x[:, :1].reshape(-1, 1, 1, 1).expand(-1, 1, 3, 3)).relu().flatten(1))
-
-
-class Words(nn.Module):
-    """An embedding and an LSTM over two tokens."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.lstm, self.out = nn.Embedding(5, 4), nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 1)
-
-    def forward(self, x):
-        tokens = (x * 2).long().clamp(-2, 2) + 2
-        return self.out(self.lstm(self.embedding(tokens))[0][:, -1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("module", slow_unless((Normed,), [Normed, Pictures, Words]))
-def test_modules_of_every_kind_work_by_a_maker_and_as_one_module(module):
-    e = bc.posterior_ensemble(module(), (X, Y), GAUSSIAN, batch_size=16, **SMALL)
-    p = e.predict(X)
-    assert p.mean.isfinite().all()
-    alone = torch.cat([e.predict(row[None]).mean for row in X[:3]])
-    # in eval mode a datum's prediction is its own
-    torch.testing.assert_close(alone, p.mean[:3], rtol=1e-4, atol=1e-5)
-    first = next(iter(e.params.values()))[0]
-    assert not torch.equal(first[0], first[1])
 
 
 def test_frozen_weights_are_shared_and_stay():

@@ -151,15 +151,53 @@ class Packed(nn.Module):
         return self.out(self.gru(packed)[1][0])
 
 
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize("make", [Attention, Root, weight_normed, lazy, Packed])
-def test_modules_of_any_kind_are_trained(make):
+class Normed(nn.Module):
+    """BatchNorm and dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
+
+    def forward(self, x):
+        return self.net(x)
+
+
+class Pictures(nn.Module):
+    """Convolutions over two inputs laid out as a picture."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.out = nn.Conv2d(1, 4, 3, padding=1), nn.Linear(36, 1)
+
+    def forward(self, x):
+        return self.out(self.conv(x[:, :1].reshape(-1, 1, 1, 1).expand(-1, 1, 3, 3)).relu().flatten(1))
+
+
+class Words(nn.Module):
+    """An embedding and an LSTM over two tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.lstm, self.out = nn.Embedding(5, 4), nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 1)
+
+    def forward(self, x):
+        tokens = (x * 2).long().clamp(-2, 2) + 2
+        return self.out(self.lstm(self.embedding(tokens))[0][:, -1])
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("make", [Normed(), Attention, Root, weight_normed, lazy, Packed, Pictures(), Words()])
+def test_modules_of_any_kind_are_trained_by_a_maker_and_as_one_module(make):
     x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
     found = ensemble(x, x.sum(1, keepdim=True), make=make, steps=40, lr=0.05)
-    assert found.predict(x).mean.shape == (60, 1)
+    mean = found.predict(x).mean
+    torch.testing.assert_close(torch.stack([m(x) for m in found.modules()]).mean(0), mean, rtol=1e-3, atol=1e-4)
+    # in eval mode a datum's prediction is its own
     torch.testing.assert_close(
-        torch.stack([m(x) for m in found.modules()]).mean(0), found.predict(x).mean, rtol=1e-3, atol=1e-4
+        torch.cat([found.predict(row[None]).mean for row in x[:3]]), mean[:3], rtol=1e-4, atol=1e-5
     )
+    first = next(iter(found.params.values()))[0]
+    assert not torch.equal(first[0], first[1])
 
 
 def test_batches_may_be_dictionaries():

@@ -11,7 +11,7 @@ import torch
 import bayesopt_chain as bc
 from bayesopt_chain.testing import NormalProbe
 from tests.samplers.transfer import QUARTIC
-from tests.walk import end_of, variances
+from tests.walk import end_of, variances, walk
 
 
 def grid_moment(tx, **keywords) -> float:
@@ -137,18 +137,10 @@ def test_the_state_and_parameters_are_left_as_they_are():
     assert all(torch.equal(a, b) for a, b in zip(before, optree.tree_leaves((p, state))))
 
 
-def stiff_path(tx, updates: int, start: float = 1e-6):
+def stiff_path(tx, updates):
     """500 parameters of curvature 1e4 from just beside the mode."""
-    p = torch.full((500,), start, dtype=torch.float64)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        state = tx.init(p)
-    path = []
-    for _ in range(updates):
-        u, state = tx.update(1e4 * p, state, params=p, inplace=False)
-        p = p + u
-        path.append(p)
-    return path
+    start = torch.full((500,), 1e-6, dtype=torch.float64)
+    return [p for p, _ in walk(tx, start, lambda p: 1e4 * p, updates)]
 
 
 def test_radam_holds_its_noise_until_its_updates_are_rectified():
