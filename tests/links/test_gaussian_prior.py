@@ -1,10 +1,11 @@
-"""A Gaussian prior as a link: exact at a temperature, and the posterior of one task as the prior of the next."""
+"""A Gaussian prior or a spring as a link: exact at a temperature, and the posterior of one task as the prior of the next."""
 
 import pickle
 
 import optree
 import pytest
 import torch
+import torchopt
 
 import bayesopt_chain as bc
 from bayesopt_chain.precision import Dense, Diagonal
@@ -31,20 +32,35 @@ def coupled(mean=MEAN):
         (bc.Gaussian(MEAN, Diagonal(torch.tensor([4.0, 9.0], dtype=D), torch.tensor(1.0))),
         torch.diag(torch.tensor([4.0, 9.0], dtype=D))), (coupled(), L),
         (coupled().factorised(), L),
+        (bc.links.add_localization(MEAN, 0.7), 14.0 * torch.eye(2, dtype=D)),
     ],
-    ids=["number", "tree", "diagonal", "dense", "decomposed"],
+    ids=["number", "tree", "diagonal", "dense", "decomposed", "a spring"],
 )  # fmt: skip
 def test_the_prior_adds_its_precision_to_the_curvature_exactly(prior, precision, sampler):
-    tx = bc.chain(bc.links.add_gaussian_prior(prior, n=20), sampler)
+    link = prior if isinstance(prior, bc.Chain) else bc.links.add_gaussian_prior(prior, n=20)
+    tx = bc.chain(link, sampler)
     torch.testing.assert_close(
         stationary_covariance(tx, K), 0.5 * torch.linalg.inv(K + precision / 20), rtol=0, atol=1e-10
     )
 
 
-def test_without_noise_it_ends_where_prior_and_loss_agree():
-    tx = bc.chain(bc.links.add_gaussian_prior(coupled(), n=20), bc.sgd(0.3, 0.5))
-    params, _ = end_of(tx, torch.zeros(2, dtype=D), lambda p: K @ p, 600)
-    torch.testing.assert_close(params, torch.linalg.solve(K + L / 20, L @ MEAN / 20), rtol=0, atol=1e-12)
+@pytest.mark.parametrize(
+    ("link", "pull"),
+    [
+        (bc.links.add_gaussian_prior(coupled(), n=20), L / 20),
+        (bc.links.add_localization(MEAN, 0.7), 0.7 * torch.eye(2, dtype=D)),
+    ],
+    ids=["prior", "spring"],
+)
+def test_without_noise_it_ends_where_prior_and_loss_agree(link, pull):
+    params, _ = end_of(bc.chain(link, bc.sgd(0.3, 0.5)), torch.zeros(2, dtype=D), lambda p: K @ p, 600)
+    torch.testing.assert_close(params, torch.linalg.solve(K + pull, pull @ MEAN), rtol=0, atol=1e-12)
+
+
+def test_behind_momentum_a_spring_is_weaker_by_what_the_momentum_keeps():
+    links = bc.add_momentum(0.9), bc.links.add_localization(1.0, 0.7), bc.inject_langevin_noise(0.5)
+    found = stationary_covariance(bc.chain(*links, bc.scale_by_neg_lr(0.1)), K[:1, :1])
+    torch.testing.assert_close(found, 0.5 / (K[:1, :1] + 0.07), rtol=0, atol=1e-10)
 
 
 def test_the_gradient_is_that_of_the_gaussians_own_log_density():
@@ -164,6 +180,9 @@ def test_links_compare_hash_pickle_and_say_what_they_are():
     ]
     assert a == b and hash(a) == hash(b) and pickle.loads(pickle.dumps(a)) == a and all(a != x for x in others)
     assert repr(a) == "add_gaussian_prior(Dense, n=3)"
+    a, b, c = (bc.links.add_localization([torch.tensor([x])], 0.5) for x in (1.0, 1.0, 2.0))
+    assert a == b != c and pickle.loads(pickle.dumps(a)) == a and hash(a) == hash(b)
+    assert bc.links.add_localization(0.0, 0.0) == bc.chain()
     assert (
         bc.links.add_gaussian_prior([1.0], n=2)
         == bc.links.add_gaussian_prior([1.0], n=2)
@@ -175,17 +194,12 @@ def test_links_compare_hash_pickle_and_say_what_they_are():
     )
 
 
-PRIORS = {"a number": 2.0, "a tree": torch.full((2,), 2.0, dtype=D), "a Gaussian": None}
+PRIORS = {"a number": 2.0, "a tree": torch.full((2,), 2.0, dtype=D), "a Gaussian": coupled()}
 
 
 @pytest.mark.parametrize("form", PRIORS)
 def test_clipping_may_stand_before_it_and_nothing_that_changes_gradients(form):
-    import torchopt
-
-    p, prior = (
-        torch.ones(2, dtype=D),
-        bc.links.add_gaussian_prior(coupled() if form == "a Gaussian" else PRIORS[form], n=2),
-    )
+    p, prior = torch.ones(2, dtype=D), bc.links.add_gaussian_prior(PRIORS[form], n=2)
     bc.chain(torchopt.clip_grad_norm(1.0), prior, bc.sghmc(0.1, temperature=0.1)).init(p)
     bc.chain(bc.links.add_decayed_weights(0.1), prior, bc.sgd(0.1)).init(p)
     for link in (
@@ -202,19 +216,24 @@ def test_clipping_may_stand_before_it_and_nothing_that_changes_gradients(form):
         bc.chain(bc.samplers.sgnht(0.1, temperature=0.1), prior).init(p)
 
 
+LOST = bc.Gaussian(torch.tensor([torch.nan]), Diagonal(torch.ones(1), torch.tensor(1.0)))
+
+
 @pytest.mark.parametrize(
-    ("prior", "options", "error", "words"),
+    ("ask", "error", "words"),
     [
-        (-1.0, {}, ValueError, "prior must"),
-        (1.0, {"n": 0}, ValueError, "n must"),
-        ("strong", {}, TypeError, "a precision .* or a Gaussian"),
-        ({"w": True}, {}, TypeError, "a precision .* or a Gaussian"),
-        (bc.Gaussian(torch.tensor([torch.nan]), Diagonal(torch.ones(1), torch.tensor(1.0))), {}, ValueError, "NaN"),
+        (lambda: bc.links.add_gaussian_prior(-1.0, n=2), ValueError, "prior must"),
+        (lambda: bc.links.add_gaussian_prior(1.0, n=0), ValueError, "n must"),
+        (lambda: bc.links.add_gaussian_prior("strong", n=2), TypeError, "a precision .* or a Gaussian"),
+        (lambda: bc.links.add_gaussian_prior({"w": True}, n=2), TypeError, "a precision .* or a Gaussian"),
+        (lambda: bc.links.add_gaussian_prior(LOST, n=2), ValueError, "NaN"),
+        (lambda: bc.links.add_localization(0.0, -1.0), ValueError, "strength must be finite"),
+        (lambda: bc.links.fan_in(torch.ones(2)), TypeError, "module must be"),
     ],
 )
-def test_arguments_out_of_range_are_refused(prior, options, error, words):
+def test_arguments_out_of_range_are_refused(ask, error, words):
     with pytest.raises(error, match=words):
-        bc.links.add_gaussian_prior(prior, **{"n": 2, **options})
+        ask()
 
 
 def test_trees_that_do_not_fit_are_refused_at_init():
@@ -227,6 +246,18 @@ def test_trees_that_do_not_fit_are_refused_at_init():
     ):
         with pytest.raises(ValueError, match=words):
             bc.links.add_gaussian_prior(prior, n=2).init(params)
+    for centre, words in (
+        (
+            {"w": torch.zeros(3)},
+            r"center at \['w'\] has shape \(3,\), which does not broadcast to the parameter's \(2,\)",
+        ),
+        ({"v": torch.zeros(2)}, "no tree like the parameters"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            bc.links.add_localization(centre, 1.0).init(params)
+    tx = bc.links.add_localization(params, 1.0)
+    with pytest.raises(ValueError, match="needs the parameters"):
+        tx.update(params, tx.init(params))
 
 
 class Layers(torch.nn.Module):
@@ -251,5 +282,3 @@ def test_fan_in_counts_the_inputs_of_a_unit():
         "lstm.weight_hh_l0": 8,
     }  # fmt: skip
     assert fans == {**dict.fromkeys(fans, 1.0), **weights}
-    with pytest.raises(TypeError, match="module must be"):
-        bc.links.fan_in(torch.ones(2))

@@ -18,19 +18,13 @@ def some_runs(draw, size=1500):
     return tuple((a, b - a) for a, b in zip(edges[::2], edges[1::2]))
 
 
+@pytest.mark.parametrize("kind", ["gaussian", "uniform"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @given(runs=some_runs())
-def test_a_piece_of_a_draw_is_cut_from_the_whole_draw_bit_for_bit(dtype, runs):
-    whole = leaf(KEY, STEP, 1500, 77, dtype)
-    (mine,) = parts(KEY, STEP, [runs], [77], dtype)
+def test_a_piece_of_a_draw_is_cut_from_the_whole_draw_bit_for_bit(dtype, kind, runs):
+    whole = leaf(KEY, STEP, 1500, 77, dtype, kind)
+    (mine,) = parts(KEY, STEP, [runs], [77], dtype, kind=kind)
     assert mine.dtype == dtype and torch.equal(mine, cut(whole, runs))
-
-
-@given(runs=some_runs())
-def test_a_piece_of_uniforms_is_cut_from_the_whole_draw_bit_for_bit(runs):
-    whole = leaf(KEY, STEP, 1500, 77, torch.float32, "uniform")
-    (mine,) = parts(KEY, STEP, [runs], [77], torch.float32, kind="uniform")
-    assert torch.equal(mine, cut(whole, runs))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -41,11 +41,6 @@ def draw(key=1, step=0, shapes=((5,), (2, 3)), draws=(1, 1), dtype=torch.float64
     return Variables(each=draws).draw(torch.tensor(key), torch.tensor(step), templates)
 
 
-def test_normals_have_the_shape_and_number_asked_for():
-    out = draw(draws=(2, 0))
-    assert [len(x) for x in out] == [2, 0] and out[0][1].shape == (5,)
-
-
 @pytest.mark.parametrize("n", [20_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_draws_are_normal_and_uncorrelated_between_steps_leaves_and_keys(n, dtype):
@@ -196,3 +191,35 @@ def test_a_draw_that_would_be_another_leafs_is_refused_however_late_it_comes(apa
         Variables(leaves, long).draw(torch.tensor(1), torch.tensor(0), templates)
     drawn = Variables(leaves, short).draw(torch.tensor(1), torch.tensor(0), templates)
     assert len(set(map(tuple, torch.stack([x for xs in drawn for x in xs]).tolist()))) == 3 * abs(apart)
+
+
+KEY, STEP = torch.tensor(12345), torch.tensor(7)
+
+
+def one_leaf(kind: str, step: torch.Tensor = STEP, n: int = 240_000) -> torch.Tensor:
+    return Variables(kind=kind).draw(KEY, step, [torch.empty(1, n, dtype=torch.float64)])[0][0]
+
+
+def test_uniforms_are_uniform():
+    """Each of 16 cells within 5 standard errors, a false alarm of 1e-5 in all; the interval is half open."""
+    x = one_leaf("uniform")
+    assert x.min() >= 0.0 and x.max() < 1.0
+    share = torch.histc(x, 16, 0.0, 1.0) / len(x)
+    assert ((share - 1 / 16).abs() < 5 * (15 / 256 / len(x)) ** 0.5).all()
+
+
+def test_neighbours_and_steps_of_uniforms_are_uncorrelated():
+    """Correlations within 5 standard errors: of neighbours up to 64 apart, and of consecutive steps."""
+    x, y = ((z - z.mean()) / z.std() for z in (one_leaf("uniform"), one_leaf("uniform", STEP + 1)))
+    bound = 5 / len(x) ** 0.5
+    for lag in (1, 2, 4, 7, 8, 63, 64):
+        assert abs((x[lag:] * x[:-lag]).mean().item()) < bound
+    assert abs((x * y).mean().item()) < bound
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "uniform"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_dtype_and_shape_are_the_leafs(kind, dtype):
+    like = [torch.empty(1, 3, dtype=dtype), torch.empty(1, dtype=dtype)]
+    (a, b), (c,), none = Variables(each=(2, 1, 0), kind=kind).draw(KEY, STEP, [*like, like[0]])
+    assert not none and a.shape == b.shape == (3,) and c.shape == () and {a.dtype, b.dtype, c.dtype} == {dtype}
