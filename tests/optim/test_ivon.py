@@ -29,19 +29,24 @@ def step(optimizer, theta, loss=quadratic):
     return point
 
 
+def follow(optimizer, theta, betas, decay, h):
+    """Five steps beside those of the paper, from a mean of 0 and a Hessian of ``h``."""
+    m, h, v = torch.zeros(3).double(), torch.full((3,), h).double(), torch.zeros(3).double()
+    for t in range(1, 6):
+        point = step(optimizer, theta)
+        g, sigma2 = K * (point - 1.0), 0.01 / (h + decay)
+        estimate = g * (point - m) / sigma2
+        v = betas[0] * v + (1 - betas[0]) * g
+        h = betas[1] * h + (1 - betas[1]) * estimate + 0.5 * (1 - betas[1]) ** 2 * (h - estimate).square() / (h + decay)
+        m = m - 0.1 * (v / (1 - betas[0] ** t) + decay * m) / (h + decay)
+        torch.testing.assert_close(theta.detach(), m, rtol=0, atol=1e-12)
+        torch.testing.assert_close(optimizer.state[theta]["hessian"], h, rtol=0, atol=1e-10)
+
+
 def test_a_step_is_that_of_the_paper():
     theta = torch.zeros(3, dtype=torch.float64, requires_grad=True)
     optimizer = made([theta], betas=(0.8, 0.9), weight_decay=0.3, init_hessian=2.0, rescale_lr=False)
-    m, h, v = torch.zeros(3).double(), torch.full((3,), 2.0).double(), torch.zeros(3).double()
-    for t in range(1, 6):
-        point = step(optimizer, theta)
-        g, sigma2 = K * (point - 1.0), 0.01 / (h + 0.3)
-        estimate = g * (point - m) / sigma2
-        v = 0.8 * v + 0.2 * g
-        h = 0.9 * h + 0.1 * estimate + 0.5 * 0.1**2 * (h - estimate).square() / (h + 0.3)
-        m = m - 0.1 * (v / (1 - 0.8**t) + 0.3 * m) / (h + 0.3)
-        torch.testing.assert_close(theta.detach(), m, rtol=0, atol=1e-12)
-        torch.testing.assert_close(optimizer.state[theta]["hessian"], h, rtol=0, atol=1e-10)
+    follow(optimizer, theta, (0.8, 0.9), 0.3, 2.0)
 
 
 @pytest.mark.slow
@@ -108,15 +113,7 @@ def test_an_update_of_a_parameter_is_corrected_by_the_count_of_its_own():
         step(optimizer, theta)
     assert torch.equal(late, torch.zeros(3)) and optimizer.state[late]["step"] == 0
 
-    m, h, v = torch.zeros(3).double(), torch.ones(3).double(), torch.zeros(3).double()
-    for t in range(1, 6):
-        point = step(optimizer, late)
-        g, sigma2 = K * (point - 1.0), 0.01 / h
-        estimate = g * (point - m) / sigma2
-        v = 0.9 * v + 0.1 * g
-        h = 0.99 * h + 0.01 * estimate + 0.5 * 0.01**2 * (h - estimate).square() / h
-        m = m - 0.1 * v / (1 - 0.9**t) / h
-        torch.testing.assert_close(late.detach(), m, rtol=0, atol=1e-12)
+    follow(optimizer, late, (0.9, 0.99), 0.0, 1.0)
 
 
 def test_what_is_frozen_before_its_first_update_is_a_constant_and_begins_when_it_is_released():

@@ -27,8 +27,9 @@ def leaves(large=False, dtype=torch.float32):
 
 
 def made(rule, params, keep):
-    generator = torch.Generator().manual_seed(3)
-    return RULES[rule](params, temperature=0.1, generator=generator, keep_draws=keep)
+    optimizer = RULES[rule](params, temperature=0.1, generator=torch.Generator().manual_seed(3), keep_draws=keep)
+    optimizer.rule = rule
+    return optimizer
 
 
 def steps(optimizer, params, n, missing=(), first=0):
@@ -58,57 +59,44 @@ def assert_same(kept, redrawn):
     assert not any("noise" in state or "noise_direct" in state for state in entries)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_a_draw_that_is_made_again_is_the_one_that_was_kept(rule):
-    assert_same(*pair(rule))
+def forked(optimizer, params):
+    optimizer.fork(torch.Generator().manual_seed(9))
+    return optimizer
 
 
-@pytest.mark.parametrize("rule", ["SGHMC", "Nesterov", "Adam"])
-def test_blocks_of_a_large_leaf_too(rule):
-    assert_same(*pair(rule, n=3, large=True))
+def faster(optimizer, params):
+    optimizer.param_groups[0]["lr"] *= 4.0
+    return optimizer
 
 
-@pytest.mark.parametrize("rule", ["SGLD", "SGHMC", "Nesterov", "Adam"])
-def test_a_leaf_without_a_gradient_goes_on_from_its_own_last_draw(rule):
-    assert_same(*pair(rule, missing=(0, 3, 4)))
+def stopped(optimizer, params):
+    lr = optimizer.param_groups[0]["lr"]
+    optimizer.param_groups[0]["lr"] = 0.0
+    steps(optimizer, params, 2)
+    optimizer.param_groups[0]["lr"] = lr
+    return optimizer
 
 
-@pytest.mark.parametrize("rule", ["SGHMC", "Nesterov", "Adam"])
-def test_after_a_fork_the_last_draw_is_that_of_the_old_key(rule):
-    def fork(optimizer, params):
-        optimizer.fork(torch.Generator().manual_seed(9))
-        return optimizer
-
-    assert_same(*pair(rule, between=fork))
+def reloaded(optimizer, params):
+    other = made(optimizer.rule, params, optimizer.param_groups[0]["noise_kept"])
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return other
 
 
-@pytest.mark.parametrize("rule", ["SGHMC", "Nesterov"])
-def test_a_changing_learning_rate_changes_nothing(rule):
-    def restart(optimizer, params):
-        for group in optimizer.param_groups:
-            group["lr"] *= 4.0
-        return optimizer
-
-    def stop(optimizer, params):
-        lr = optimizer.param_groups[0]["lr"]
-        optimizer.param_groups[0]["lr"] = 0.0
-        steps(optimizer, params, 2)
-        optimizer.param_groups[0]["lr"] = lr
-        return optimizer
-
-    assert_same(*pair(rule, between=restart))
-    assert_same(*pair(rule, between=stop))
+WALKS = {  # and the classes that go another way in each
+    "as they are": ({}, [*RULES]),
+    "blocks of a large leaf": (dict(n=3, large=True), ["SGHMC", "Nesterov", "Adam"]),
+    "a leaf is missing": (dict(missing=(0, 3, 4)), ["SGLD", "SGHMC", "Nesterov", "Adam"]),
+    "a fork, behind which the last draw is that of the old key": (dict(between=forked), ["SGHMC", "Nesterov", "Adam"]),
+    "lr rises": (dict(between=faster), ["SGHMC", "Nesterov"]),
+    "lr is 0 for a while": (dict(between=stopped), ["SGHMC", "Nesterov"]),
+    "saved and loaded": (dict(between=reloaded), ["SGHMC", "Adam"]),
+}
 
 
-@pytest.mark.parametrize("rule", ["SGHMC", "Adam"])
-def test_a_saved_state_goes_on_bit_for_bit(rule):
-    def reloaded(optimizer, params):
-        keep = optimizer.param_groups[0]["noise_kept"]
-        other = made(rule, params, keep)
-        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        return other
-
-    assert_same(*pair(rule, between=reloaded))
+@pytest.mark.parametrize("how, rule", [(how, rule) for how, (_, rules) in WALKS.items() for rule in rules])
+def test_a_draw_that_is_made_again_is_the_one_that_was_kept(how, rule):
+    assert_same(*pair(rule, **WALKS[how][0]))
 
 
 def test_sghmc_keeps_as_many_numbers_as_sgd_with_momentum():

@@ -118,16 +118,12 @@ def test_the_global_generator_is_left_alone():
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_foreign_params_are_refused_with_both_sides_named():
+def test_foreign_params_and_losses_of_something_else_are_refused_with_both_sides_named():
     step = built("SGHMC", None)
     with pytest.raises(ValueError, match=r"params are \['w'\], the model's parameters are"):
         step({"w": torch.ones(1)}, step.state, BATCH)
-    wrong = {**step.params, "0.bias": torch.ones(9)}
     with pytest.raises(ValueError, match=r"0.bias has shape \(9,\), the model's \(4,\)"):
-        step(wrong, step.state, BATCH)
-
-
-def test_a_loss_that_does_not_depend_on_the_model_is_refused():
-    step = bc.optim.as_step(model := nn.Linear(1, 1), MAKE["SGHMC"](model), lambda model, batch: torch.ones(()))
+        step({**step.params, "0.bias": torch.ones(9)}, step.state, BATCH)
+    step.loss = lambda model, batch: torch.ones(())
     with pytest.raises(ValueError, match="depends on the model's parameters"):
         step(step.params, step.state, None)

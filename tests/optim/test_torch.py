@@ -219,22 +219,14 @@ def test_a_closure_is_called_once_with_gradients_enabled_and_its_loss_returned()
     assert calls == [True] and loss.item() == 2.0
 
 
-def test_parameters_without_gradient_get_no_noise_and_no_state():
-    used, unused = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    optimizer = bc.optim.SGHMC([used, unused], 0.1, temperature=0.1)
-    used.grad = torch.ones(2)
-    optimizer.step()
-    assert torch.equal(unused.detach(), torch.ones(2)) and unused not in optimizer.state
-
-
-def test_groups_have_temperatures_of_their_own_and_may_come_later():
-    cold, hot, late = (torch.zeros(3, requires_grad=True) for _ in range(3))
-    optimizer = bc.optim.SGD([{"params": [cold]}, {"params": [hot], "temperature": 0.5}], lr=0.1)
+def test_groups_have_temperatures_of_their_own_and_may_come_later_and_what_has_no_gradient_gets_no_noise():
+    cold, hot, late, unused = (torch.zeros(3, requires_grad=True) for _ in range(4))
+    optimizer = bc.optim.SGD([{"params": [cold]}, {"params": [hot, unused], "temperature": 0.5}], lr=0.1)
     optimizer.add_param_group({"params": [late], "temperature": 0.2, "lr": 0.01})
     for p in (cold, hot, late):
         p.grad = torch.zeros(3)
     optimizer.step()
-    assert not cold.any() and hot.any() and late.any()
+    assert not cold.any() and hot.any() and late.any() and not unused.any() and unused not in optimizer.state
     assert [g["noise_count"] for g in optimizer.param_groups] == [0, 1, 1]
     assert len({g["noise_key"] for g in optimizer.param_groups}) == 1
 

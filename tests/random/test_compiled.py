@@ -111,28 +111,30 @@ def test_a_foreign_file_in_the_cache_is_not_run(cache, private, source, how):
         )  # replaced, and found the next time
 
 
-@pytest.mark.parametrize("how", ["cut short", "one bit", "empty", "another library"])
+DAMAGES = {
+    "cut short": lambda raw: raw[:5000],
+    "empty": lambda raw: b"",
+    "one bit": lambda raw: raw[: len(raw) // 2] + bytes([raw[len(raw) // 2] ^ 1]) + raw[len(raw) // 2 + 1 :],
+    "another library": lambda raw: None,
+}
+
+
+@pytest.mark.parametrize("how", DAMAGES)
 def test_a_damaged_library_is_built_again(cache, source, how):
     """Loaded as it is, a library that was cut short kills the process."""
     compiled.load(source)
     library = the_library(cache)
-    raw = library.read_bytes()
-    flipped = bytes([raw[len(raw) // 2] ^ 1])
-    others = {
-        "cut short": raw[:5000],
-        "empty": b"",
-        "one bit": raw[: len(raw) // 2] + flipped + raw[len(raw) // 2 + 1 :],
-    }
+    damaged = DAMAGES[how](library.read_bytes())
     library.unlink()  # this process has mapped the old file, and keeps it
-    if how == "another library":
+    if damaged is None:
         compiled.build(FOREIGN, compiled.find_compiler(), library)
     else:
-        library.write_bytes(others[how])
+        library.write_bytes(damaged)
         library.chmod(0o700)
-    damaged = library.stat().st_ino
+    before = library.stat().st_ino
     assert compiled.load(source).answer() == 42
     kept = the_library(cache)
-    assert kept.stat().st_ino != damaged and kept.stem.endswith(compiled._content(kept))
+    assert kept.stat().st_ino != before and kept.stem.endswith(compiled._content(kept))
 
 
 @pytest.mark.parametrize("how", ["open to others", "another owner", "a link", "an open folder above"])
@@ -169,7 +171,7 @@ def test_without_a_cache_it_compiles_into_a_private_folder_and_says_so(cache, so
     assert not list(tmp_path.iterdir())
 
 
-def test_the_folder_and_its_files_are_this_users_alone(cache, source):
+def test_the_folder_and_its_files_are_this_users_alone_and_it_is_compiled_once(cache, source, monkeypatch):
     before = os.umask(0)
     try:
         compiled.load(source)
@@ -178,6 +180,8 @@ def test_the_folder_and_its_files_are_this_users_alone(cache, source):
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
     assert stat.S_IMODE(the_library(cache).stat().st_mode) == 0o700
     assert [path.name for path in cache.iterdir()] == [the_library(cache).name]
+    monkeypatch.setattr(compiled, "build", lambda *args: pytest.fail("compiled again"))
+    assert compiled.load(source).answer() == 42
 
 
 @pytest.mark.parametrize("name", ["with spaces", "a;touch oops", "$(touch oops)", "quo'te\"s", "-dash"])
@@ -187,12 +191,6 @@ def test_any_path_will_do(private, source, name, monkeypatch):
     monkeypatch.chdir(private)
     assert compiled.load(source).answer() == 42
     assert sorted(path.name for path in private.iterdir()) == [name]
-
-
-def test_it_is_compiled_once(cache, source, monkeypatch):
-    compiled.load(source)
-    monkeypatch.setattr(compiled, "build", lambda *args: pytest.fail("compiled again"))
-    assert compiled.load(source).answer() == 42
 
 
 def test_a_library_is_there_whole_or_not_at_all(cache):
