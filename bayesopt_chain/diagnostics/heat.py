@@ -25,7 +25,6 @@ direction of the ``n`` elements contains a share of all others there, which is s
 
 from __future__ import annotations
 
-import cmath
 import math
 from collections.abc import Sequence
 from itertools import pairwise
@@ -36,6 +35,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bayesopt_chain._torch import flattened
+from bayesopt_chain.diagnostics.heating import added
 
 BUCKETS = 256
 CHUNK = 2**18  # elements, a multiple of 256, that are laid end to end or weighted at a time
@@ -101,12 +101,9 @@ class Heat(NamedTuple):
 def excess_variance(rho: float, momentum: float, curvature: float, steps_per_epoch: int | None = None) -> float:
     """Relative increase of the variance by the noise of batches, mean over an epoch.
 
-    The noise of a reshuffled epoch of ``K`` steps sums to zero. Averaged over the phases it has the spectrum ``C (1 - phi(w))``
-    with Fejer's kernel ``phi = 1/K sum_{|j| < K} (1 - |j| / K) cos(j w)``. The response ``1 / (z - 1 - mu (1 - 1 / z) + y)`` is
-    autoregressive with the poles ``p``, ``p^2 - (1 + mu - y) p + mu = 0``, and the autocorrelation ``sum_p a_p p^|j|``, so that
-
-        excess = excess of independent batches * (1 - 1/K sum_p a_p F(p)),
-        F(p) = sum_{|j| < K} (1 - |j| / K) p^|j| = (1 + p) / (1 - p) - 2 p (1 - p^K) / (K (1 - p)^2).
+    A direction ``x = (theta, lr v)`` follows ``x' = M x - (1, -1) lr n``,  ``M = ((1 - y, -mu), (y, mu))``, and the noise
+    ``n`` of a reshuffled epoch of ``K`` steps sums to zero (:mod:`bayesopt_chain.diagnostics.heating`); its variance is
+    ``lr^2 C = 2 rho (1 - mu) y`` in units of ``T / k``.
 
     Args:
         rho: as in :class:`Heat`, of draws with replacement.
@@ -124,25 +121,19 @@ def excess_variance(rho: float, momentum: float, curvature: float, steps_per_epo
     limit = 2.0 * (1.0 + momentum)
     if curvature >= limit:
         return math.inf
-    independent = rho * limit / (limit - curvature)
     if steps_per_epoch is None or curvature <= 0.0:
-        return independent if steps_per_epoch is None else 0.0
-    middle, K = (1.0 + momentum - curvature) / 2, steps_per_epoch
-    apart = cmath.sqrt(middle * middle - momentum)
-    if abs(apart) < 1e-6:  # equal poles, whose weights would be infinite
-        apart += 1e-6
-    p, q = middle + apart, middle - apart
-    share = (2 * middle / (1.0 + momentum) - q) / (p - q)  # a_p, by the autocorrelation at lag 1
-    kept = share * _fejer(p, K) + (1.0 - share) * _fejer(q, K)
-    return independent * max(1.0 - kept.real / K, 0.0)
-
-
-def _fejer(p: complex, K: int) -> complex:
-    """``sum_{|j| < K} (1 - |j| / K) p^|j|``; by the first terms in ``1 - p`` where it is so small that others cancel."""
-    e = 1.0 - p
-    if abs(e) * K < 1e-4:
-        return K * (1.0 - e * (K * K - 1) / (3 * K))
-    return (1.0 + p) / e - 2.0 * p * (1.0 - p**K) / (K * e * e)
+        return rho * limit / (limit - curvature) if steps_per_epoch is None else 0.0
+    M, gamma, C = torch.tensor(
+        [
+            [1.0 - curvature, -momentum],
+            [curvature, momentum],
+            [1.0, -1.0],
+            [2.0 * rho * (1.0 - momentum) * curvature, 0.0],
+        ],
+        dtype=torch.float64,
+        device="cpu",
+    ).split([2, 1, 1])
+    return float(added(M, gamma.T, C[:, :1], 0 * C[:, :1], "reshuffled", steps_per_epoch)[0][0, 0])
 
 
 def read_heat(

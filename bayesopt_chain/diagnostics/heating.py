@@ -291,7 +291,7 @@ def _cooling(system: Reduced, report: Heating, again: GradientNoise | None) -> C
         )
     closed = loop(system)
     r = closed.V.shape[1]
-    heat = added(closed, system.C, system.D, report.order, report.steps_per_epoch)[0][:r, :r]  # pyright: ignore
+    heat = added(closed.M, closed.Gamma, system.C, system.D, report.order, report.steps_per_epoch)[0][:r, :r]  # pyright: ignore
     variance = solve_lyapunov(closed.M, closed.F @ closed.F.T)[:r, :r].diagonal()
     half = variance.sqrt()
     m, P = torch.linalg.eigh(half[:, None] * (heat + torch.diag(variance)) * half)
@@ -451,7 +451,7 @@ def predict(system: Reduced, order: Order, steps: float) -> Heating:
             + (f", which was assumed from the noise and steps_per_epoch={steps:.6g}: pass curvature=" * system.assumed)
             + "; lower the learning rate"
         ) from None
-    mean, end = added(closed, system.C, system.D, order, steps)
+    mean, end = added(closed.M, closed.Gamma, system.C, system.D, order, steps)
     mean, end = mean[:r, :r], end[:r, :r]
     values, vectors = torch.linalg.eigh(full)
     keep = values > SMALL * values.amax()
@@ -472,9 +472,8 @@ def predict(system: Reduced, order: Order, steps: float) -> Heating:
     )
 
 
-def added(closed: Loop, C: Tensor, D: Tensor, order: Order, steps: float) -> tuple[Tensor, Tensor]:
+def added(M: Tensor, gamma: Tensor, C: Tensor, D: Tensor, order: Order, steps: float) -> tuple[Tensor, Tensor]:
     """What batches add to the covariance of ``x``: the mean over the phases of a period, and at its end."""
-    M, gamma = closed.M, closed.Gamma
     own = solve_lyapunov(M, gamma @ D @ gamma.T)
     if order == "independent":
         X = solve_lyapunov(M, gamma @ (C * (1.0 - 1.0 / steps)) @ gamma.T) + own

@@ -1,4 +1,4 @@
-"""R-hat and effective sample size against formulas written here, and what they say of good and bad chains."""
+"""R-hat, effective sample size and kernel Stein discrepancy against formulas written here, and what they say of draws."""
 
 import math
 
@@ -63,14 +63,81 @@ def test_draws_of_one_chain_are_split():
     assert bc.diagnostics.ess(draws, kind="tail")["w"].shape == (2,)
 
 
-def test_short_runs_and_other_kinds_are_refused():
-    with pytest.raises(ValueError, match="at least 4 draws"):
-        bc.diagnostics.r_hat({"w": chains(3)})
-    with pytest.raises(ValueError, match="'bulk' or 'tail'"):
-        bc.diagnostics.ess({"w": chains()}, kind="all")
-
-
 def test_a_single_chain_that_drifts_has_not_converged_and_a_stationary_one_has():
     x = torch.randn(400, 1, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert float(bc.diagnostics.r_hat(x)) < 1.02
     assert float(bc.diagnostics.r_hat(x + torch.linspace(0, 3, 400)[:, None, None])) > 1.2
+
+
+K = torch.tensor([[2.0, 0.3], [0.3, 1.0]], dtype=torch.float64)
+
+
+def score(params):
+    return {"w": -K @ params["w"]}
+
+
+def by_definition(x, kernel, h, diagonal=True):
+    """Mean of k0 over pairs, every derivative by autograd."""
+
+    def k(a, b):
+        r2 = ((a - b) ** 2).sum() / h**2
+        return (1 + r2) ** -0.5 if kernel == "imq" else torch.exp(-r2 / 2)
+
+    total = 0.0
+    for i, a in enumerate(x):
+        for j, b in enumerate(x):
+            if i == j and not diagonal:
+                continue
+            s, t = -K @ a, -K @ b
+            da, db = torch.func.grad(k, 0)(a, b), torch.func.grad(k, 1)(a, b)
+            mixed = torch.func.jacfwd(torch.func.grad(k, 0), 1)(a, b).trace()
+            total += (s @ t * k(a, b) + s @ db + t @ da + mixed).item()
+    return total / (len(x) ** 2 if diagonal else len(x) * (len(x) - 1))
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("kernel", ["imq", "gaussian"])
+@pytest.mark.parametrize("block", [3, 100])
+def test_it_is_its_definition(kernel, block):
+    x = torch.randn(8, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    got = bc.diagnostics.ksd({"w": x}, score, kernel=kernel, bandwidth=0.7, block=block)
+    assert got == pytest.approx(math.sqrt(by_definition(x, kernel, 0.7)), rel=1e-10)
+    got = bc.diagnostics.ksd({"w": x}, score, kernel=kernel, bandwidth=0.7, block=block, unbiased=True)
+    assert got == pytest.approx(by_definition(x, kernel, 0.7, diagonal=False), rel=1e-10, abs=1e-12)
+
+
+def test_the_u_statistic_of_exact_draws_is_zero_within_its_error():
+    g = torch.Generator().manual_seed(3)
+    x = torch.randn(100, 200, 2, generator=g, dtype=torch.float64) @ torch.linalg.cholesky(torch.linalg.inv(K)).T
+    values = torch.tensor([bc.diagnostics.ksd({"w": rows}, {"w": -rows @ K}, unbiased=True) for rows in x])
+    assert abs(values.mean()) < 4 * values.std() / 10  # false alarm 6e-5
+
+
+def test_it_falls_with_the_draws_and_sees_a_wrong_temperature():
+    g = torch.Generator().manual_seed(4)
+    root = torch.linalg.cholesky(torch.linalg.inv(K))
+    x = torch.randn(2000, 2, generator=g, dtype=torch.float64) @ root.T
+    few, many = (bc.diagnostics.ksd({"w": x[:n]}, {"w": -x[:n] @ K}, bandwidth=1.0) for n in (100, 2000))
+    hot = 1.5 * x
+    assert many < few / 2 and bc.diagnostics.ksd({"w": hot}, {"w": -hot @ K}, bandwidth=1.0) > 3 * many
+
+
+def test_chains_are_pooled():
+    x = torch.randn(6, 2, 2, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    draws = bc.Draws.from_trees([{"w": w} for w in x], chains=2)
+    assert bc.diagnostics.ksd(draws, score) == pytest.approx(bc.diagnostics.ksd({"w": x.reshape(12, 2)}, score))
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda x: bc.diagnostics.ksd({"w": x[:, 0]}, {"w": x[:, 0, :1]}), "score must be like the draws"),
+        (lambda x: bc.diagnostics.ksd({"w": x[:1, 0]}, score), "at least 2"),
+        (lambda x: bc.diagnostics.ksd({"w": x[:, 0]}, score, kernel="rbf"), "kernel must be"),
+        (lambda x: bc.diagnostics.r_hat({"w": x[:3]}), "at least 4 draws"),
+        (lambda x: bc.diagnostics.ess({"w": x}, kind="all"), "'bulk' or 'tail'"),
+    ],
+)
+def test_short_runs_and_what_is_unknown_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(chains(6, 2))

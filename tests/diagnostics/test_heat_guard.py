@@ -1,7 +1,6 @@
 """The heat guard warns where minibatches heat a chain, is silent where they do not, and changes nothing."""
 
 import copy
-import itertools
 import math
 import pickle
 import warnings
@@ -16,6 +15,7 @@ from bayesopt_chain.diagnostics import heat_guard
 from bayesopt_chain.diagnostics.heat import Heat, Leaf, Sketch, excess_variance, read_heat
 from bayesopt_chain.diagnostics.heat_guard import HeatGuard
 from bayesopt_chain.optim import _heat as optimizers
+from tests.diagnostics.oracle import enumerated
 
 N, WIDTH = 1000, 5
 G = torch.Generator().manual_seed(0)
@@ -33,28 +33,14 @@ def epoch_by_enumeration(rho, K, mu, y):
     values = torch.linspace(-1, 1, K, dtype=torch.float64)
     push = 2 * rho * (1 - mu) * y  # the variance lr^2 C of a draw with replacement, in units of T / k
     values *= (push * (K - 1) / K / values.square().mean()).sqrt()
-    M, gain = torch.tensor([[1 - y, -mu], [y, mu]]).double(), torch.tensor([-1.0, 1.0]).double()
-    covariances = torch.zeros(K, 2, 2).double()
-    orders = list(itertools.permutations(range(K)))
-    for order in orders:
-        r = torch.zeros(2).double()
-        for t, i in enumerate(order):
-            r = M @ r + gain * values[i]
-            covariances[t] += torch.outer(r, r) / len(orders)
-    P = torch.linalg.matrix_power(M, K)
-    S = torch.linalg.solve(torch.eye(4).double() - torch.kron(P, P), covariances[-1].reshape(4)).reshape(2, 2)
-    total = 0.0
-    for t in range(K):
-        S = M @ S @ M.T
-        total += float(S[0, 0] + covariances[t][0, 0]) / K
-    return total
+    M, gain = torch.tensor([[1 - y, -mu], [y, mu]]).double(), torch.tensor([[1.0], [-1.0]]).double()
+    return float(enumerated(M, gain, values[:, None], "reshuffled")[0][0, 0])
 
 
 @pytest.mark.parametrize("mu", [0.0, 0.5, 0.9, 0.99])
 @pytest.mark.parametrize("y", [1e-4, 0.05, 1.0])
 @pytest.mark.parametrize("K", [2, 3, 5])
 def test_the_excess_of_reshuffled_epochs_is_that_of_all_orders_enumerated(K, y, mu):
-    """The quadrature of a spectrum that ends at pi against finite sums."""
     assert excess_variance(1.0, mu, y, K) == pytest.approx(epoch_by_enumeration(1.0, K, mu, y), rel=1e-4, abs=1e-6)
 
 

@@ -146,35 +146,29 @@ def test_at_the_same_share_of_the_budget_reshuffling_helps_where_relaxation_is_s
     assert torch.allclose(wrong.excess, report.excess * (K - 1) / K)
 
 
-def test_law_2_at_small_learning_rates():
-    """No momentum, C = K T H: the mean is the published expression in kappa, the ends are kappa^3 / 24 for small kappa."""
-    K, lr = 2000, 0.01
-    for kappa in (0.3, 1.0, 5.0):
-        H = torch.full((1, 1), kappa / (K * lr), dtype=DOUBLE)
-        report = heating(bc.sgld(lr, temperature=T), noise_of(K * T * H), order="reshuffled", steps_per_epoch=K)
-        law = kappa / 2 * (1 - 2 * (kappa - 1 + math.exp(-kappa)) / kappa**2)
-        assert report.assumed and report.kappa.item() == pytest.approx(kappa)
-        assert report.excess.item() == pytest.approx(law, rel=5e-3)
-        if kappa < 1:
-            assert report.at_end.item() == pytest.approx(kappa**3 / 24, rel=0.03)
+def law_2(kappa):
+    return kappa / 2 * (1 - 2 * (kappa - 1 + math.exp(-kappa)) / kappa**2)
 
 
-def test_the_ends_of_palindromes_are_of_fifth_order():
-    """No momentum, C = K T H: about kappa^5 / 50 at the ends of double passes, where reshuffled ends have kappa^3 / 24."""
-    K, lr = 400, 0.01
-    for kappa in (0.25, 0.5):
-        H = torch.full((1, 1), kappa / (K * lr), dtype=DOUBLE)
-        report = heating(bc.sgld(lr, temperature=T), noise_of(K * T * H), order="palindrome", steps_per_epoch=K)
-        assert report.at_end.item() == pytest.approx(kappa**5 / 50, rel=0.1)
-
-
-def test_a_fixed_order_biases_the_mean():
-    """Bias^2 over variance where C = K T H: 5 % at one relaxation an epoch, 22 % at two, 148 % at five."""
-    K, lr, mu = 100, 0.01, 0.9
-    kappa = torch.tensor([5.0, 2.0, 1.0], dtype=DOUBLE)
-    C = torch.diag(kappa / (K * lr / (1 - mu))) * K * T
-    report = heating(bc.sghmc(lr, mu, temperature=T), noise_of(C), order="fixed", steps_per_epoch=K)
-    assert [round(v, 2) for v in report.excess.tolist()] == [1.48, 0.22, 0.05]
+@pytest.mark.parametrize(
+    ("order", "number", "kappa", "momentum", "K", "law", "error"),
+    [
+        *[("reshuffled", "excess", kappa, 0.0, 2000, law_2(kappa), 5e-3) for kappa in (0.3, 1.0, 5.0)],
+        ("reshuffled", "at_end", 0.3, 0.0, 2000, 0.3**3 / 24, 0.03),
+        *[("palindrome", "at_end", kappa, 0.0, 400, kappa**5 / 50, 0.1) for kappa in (0.25, 0.5)],
+        # the square of a bias, over the variance
+        *[
+            ("fixed", "excess", kappa, 0.9, 100, law, 0.005 / law)
+            for kappa, law in ((5.0, 1.48), (2.0, 0.22), (1.0, 0.05))
+        ],
+    ],
+)
+def test_laws_of_well_specified_models_by_relaxations_an_epoch(order, number, kappa, momentum, K, law, error):
+    """``C = K T H``: published expressions at small learning rates."""
+    H = torch.full((1, 1), kappa * (1 - momentum) / (K * 0.01), dtype=DOUBLE)
+    report = heating(bc.sghmc(0.01, momentum, temperature=T), noise_of(K * T * H), order=order, steps_per_epoch=K)
+    assert report.assumed and report.kappa.item() == pytest.approx(kappa)
+    assert getattr(report, number).item() == pytest.approx(law, rel=error)
 
 
 def coupled(d, seed):
