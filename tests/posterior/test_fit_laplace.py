@@ -1,4 +1,6 @@
-"""``bc.fit_laplace`` against the closed form, the pieces it is made from, and sampling."""
+"""``bc.fit_laplace`` against closed forms, Gaussian processes and its own pieces; its options, and what it refuses."""
+
+import warnings
 
 import pytest
 import torch
@@ -7,12 +9,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bayesopt_chain as bc
 from bayesopt_chain.likelihoods import Predictive
-from bayesopt_chain.trees import flatten
-
-N = 60
-
 
 pytestmark = pytest.mark.usefixtures("double_precision")
+
+
+N = 60
 
 
 def module(outputs=3):
@@ -28,18 +29,12 @@ def classes():
     return x, (x[:, 0] + 0.5 * torch.randn(N) > 0).long() + (x[:, 1] > 0.5).long()
 
 
-def features_of(model, x):
-    phi = torch.tanh(model[0](x)).detach()
-    return torch.cat([torch.ones(len(x), 1), phi], 1)  # the bias first
-
-
 def test_a_last_layer_with_gaussian_noise_is_bayesian_linear_regression_on_its_features():
-    """Prior and noise are a stationary point of the Gaussian process's evidence; mean, covariance, evidence and predictive
-    variance are its, to 1e-8; the trained head does not matter."""
+    """Prior and noise are a stationary point of the Gaussian process's evidence, to 1e-8; the trained head does not matter."""
     model, x = module(1), torch.randn(N, 2)
     y = torch.sin(2 * x[:, :1]) + 0.1 * torch.randn(N, 1)
     fitted = bc.fit_laplace(model, bc.likelihoods.gaussian(), loader(x, y), structure="dense", tune_noise="evidence")
-    phi, new = features_of(model, x), torch.randn(9, 2)
+    phi = torch.cat([torch.ones(N, 1), torch.tanh(model[0](x)).detach()], 1)  # the bias first
 
     def gp(prior, scale):
         kernel = phi @ phi.T / prior + torch.eye(N) / scale
@@ -51,18 +46,11 @@ def test_a_last_layer_with_gaussian_noise_is_bayesian_linear_regression_on_its_f
     assert abs(slopes[0] * prior) < 1e-5 and abs(slopes[1] * scale) < 1e-5
     prior, scale = prior.detach(), scale.detach()
     torch.testing.assert_close(fitted.log_evidence, gp(prior, scale), rtol=1e-9, atol=1e-8)
-    precision = scale * phi.T @ phi + prior * torch.eye(7)
-    mean = torch.linalg.solve(precision, scale * phi.T @ y)[:, 0]
-    torch.testing.assert_close(flatten(fitted.posterior.mean, fitted.posterior.mean), mean, rtol=1e-8, atol=1e-8)
-    got, at = fitted.predict(new), features_of(model, new)
-    assert isinstance(got, Predictive)
-    torch.testing.assert_close(got.mean[:, 0], at @ mean, rtol=1e-8, atol=1e-8)
-    wanted = ((at @ torch.linalg.inv(precision)) * at).sum(1) + 1 / scale
-    torch.testing.assert_close(got.variance[:, 0], wanted, rtol=1e-8, atol=1e-10)
+    assert isinstance(fitted.predict(x), Predictive)
     nn.init.zeros_(model[2].weight)
     again = bc.fit_laplace(model, bc.likelihoods.gaussian(), loader(x, y), structure="dense", tune_noise="evidence")
     torch.testing.assert_close(again.log_evidence, fitted.log_evidence, rtol=1e-7, atol=1e-7)
-    torch.testing.assert_close(again.predict(new).mean, got.mean, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(again.predict(x).mean, fitted.predict(x).mean, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.sweep(9)
@@ -264,3 +252,169 @@ def test_the_noise_is_found_by_root_and_last_layer_and_misjudged_by_kronecker_as
         assert 2e-4 < found < 8e-4
     assert 1e-3 < variance("kronecker", "all") < 1e-2
     assert variance("kronecker", "all", tune_noise=False) == 4e-4
+
+
+def case():
+    module = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 3)).eval()
+    x = torch.randn(50, 2)
+    return module, x, (x[:, 0] > 0).long() + (x[:, 1] > 0.5).long()
+
+
+def test_a_prior_mean_moves_the_linear_gaussian_posterior_and_its_evidence():
+    """The Gaussian process with that mean: posterior mean, evidence, and the maximum over prior and noise."""
+    module, x, _ = case()
+    y, phi = torch.randn(50, 3), torch.cat([torch.ones(50, 1), torch.tanh(module[0](x)).detach()], 1)
+    mean = {"2.weight": 0.3 * torch.randn(3, 6), "2.bias": torch.tensor([1.0, -1.0, 0.5])}
+    options = {"structure": "dense", "prior_mean": mean, "tune": None, "prior_precision": 0.8}
+    fitted = bc.fit_laplace(module, bc.likelihoods.gaussian(0.4), [(x, y)], **options)
+    m0 = torch.cat([mean["2.bias"][None], mean["2.weight"].T])
+    kernel = phi @ phi.T / 0.8 + 0.4 * torch.eye(50)
+    exact = sum(torch.distributions.MultivariateNormal(phi @ m0[:, c], kernel).log_prob(y[:, c]) for c in range(3))
+    torch.testing.assert_close(fitted.log_evidence, exact, rtol=1e-10, atol=1e-8)
+    precision = phi.T @ phi / 0.4 + 0.8 * torch.eye(7)
+    solution = torch.linalg.solve(precision, phi.T @ y / 0.4 + 0.8 * m0)
+    torch.testing.assert_close(fitted.posterior.mean["2.weight"].T, solution[1:], rtol=1e-8, atol=1e-9)
+    options = {"structure": "dense", "prior_mean": mean, "tune_noise": "evidence"}
+    tuned = bc.fit_laplace(module, bc.likelihoods.gaussian(0.4), [(x, y)], **options)
+    prior = next(iter(tuned.prior_precision.values()))
+    for factor in (0.9, 1.1):
+        assert tuned.log_evidence_at(prior * factor, tuned.likelihood_scale) < tuned.log_evidence
+        assert tuned.log_evidence_at(prior, tuned.likelihood_scale * factor) < tuned.log_evidence
+
+
+@pytest.mark.parametrize("structure", ["dense", "kronecker", "diagonal"])
+def test_a_temperature_scales_the_covariance_and_leaves_the_evidence(structure):
+    module, x, y = case()
+    options = {"structure": structure, "tune": None, "prior_precision": 2.0}
+    bayes = bc.fit_laplace(module, bc.likelihoods.categorical(), [(x, y)], **options)
+    cold = bc.fit_laplace(module, bc.likelihoods.categorical(), [(x, y)], temperature=0.1 / 50, **options)
+    torch.testing.assert_close(cold.outputs(x).covariance, 0.1 * bayes.outputs(x).covariance)
+    assert torch.equal(cold.log_evidence, bayes.log_evidence)
+
+
+def test_the_fishers_are_those_of_their_estimators():
+    module, x, y = case()
+    forward, params, _ = bc.make_functional(module)
+    options = {"subset": "all", "structure": "dense", "tune": None, "prior_precision": 2.0}
+    got = bc.fit_laplace(module, bc.likelihoods.categorical(), [(x, y)], curvature="empirical_fisher", **options)
+    wanted = bc.curvature.empirical_fisher(forward, bc.likelihoods.categorical(), "dense")(params, (x, y)).to_dense()
+    torch.testing.assert_close(got.posterior.precision.to_dense(), wanted + 2 * torch.eye(len(wanted)))
+    generators = [torch.Generator().manual_seed(1) for _ in range(2)]
+    got = bc.fit_laplace(
+        module,
+        bc.likelihoods.categorical(),
+        [(x, y)],
+        curvature="fisher",
+        samples=3,
+        generator=generators[0],
+        **options,
+    )
+    estimate = bc.curvature.fisher(forward, bc.likelihoods.categorical(), "dense", samples=3, generator=generators[1])
+    torch.testing.assert_close(
+        got.posterior.precision.to_dense(), estimate(params, (x, y)).to_dense() + 2 * torch.eye(len(wanted))
+    )
+
+
+@pytest.mark.slow
+def test_an_overfitted_network_is_named_in_a_warning():
+    """40 rows learned by heart: the predictive's negative log-likelihood of training data is .7 above the network's. A network
+    that was stopped early, and one whose prior validation has chosen, pass without a word."""
+
+    def data(n):
+        x = 1.5 * torch.randn(n, 2)
+        return x, (2 * x @ torch.tensor([[1.0, 0.5, -1.0], [0.0, 1.0, -0.5]]) + 0.3 * torch.randn(n, 3)).argmax(1)
+
+    (x, y), held = data(40), data(40)
+    module = nn.Sequential(nn.Linear(2, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, 3))
+
+    def train(steps):
+        optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(module(x), y).backward()
+            optimizer.step()
+
+    likelihood = bc.likelihoods.categorical()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(20)
+        bc.fit_laplace(module.eval(), likelihood, [(x, y)])
+    train(1500)
+    with pytest.warns(UserWarning, match=r"on training data the predictive density .* the network itself 0\.00"):
+        bc.fit_laplace(module, likelihood, [(x, y)], subset="all", tune_noise=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bc.fit_laplace(module, likelihood, [(x, y)], subset="all", tune="validation", validation=[held])
+
+
+DATA = 24
+
+
+def one_output():
+    x = torch.randn(DATA, 1)
+    return nn.Sequential(nn.Linear(1, 9), nn.Tanh(), nn.Linear(9, 1)), x, torch.sin(x), bc.likelihoods.gaussian(0.01)
+
+
+def three_outputs():
+    x = torch.randn(DATA, 3)
+    return nn.Sequential(nn.Linear(3, 9), nn.Tanh(), nn.Linear(9, 3)), x, torch.sin(x), bc.likelihoods.gaussian(0.01)
+
+
+def of_classes():
+    x = torch.randn(DATA, 4)
+    return (
+        nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 3)),
+        x,
+        x[:, :3].argmax(1),
+        bc.likelihoods.categorical(),
+    )
+
+
+def jacobian(model, x):
+    """``[DATA E, P]``, by autograd one output at a time."""
+    rows = []
+    for output in model(x).reshape(-1):
+        slopes = torch.autograd.grad(output, list(model.parameters()), retain_graph=True)
+        rows.append(torch.cat([slope.reshape(-1) for slope in slopes]))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("structure", ["dense", "root"])
+@pytest.mark.parametrize("case", [one_output, three_outputs, of_classes])
+def test_the_linearised_predictions_are_a_gaussian_process(case, structure):
+    """To 1e-8, with more parameters than data and with fewer."""
+    model, x, y, likelihood = case()
+    fitted = bc.fit_laplace(
+        model.eval(), likelihood, [(x, y)], subset="all", structure=structure, tune=None, prior_precision=0.7
+    )
+    new = torch.randn(6, x.shape[1])
+    outputs = model(x).detach()
+    roots = likelihood.factors(outputs, y)  # [K, DATA, E]
+    s = torch.block_diag(*roots.permute(1, 2, 0))
+    j, j_new = jacobian(model, x), jacobian(model, new)
+    k, k_cross, k_new = j @ j.T / 0.7, j_new @ j.T / 0.7, j_new @ j_new.T / 0.7
+    inner = torch.linalg.solve(torch.eye(s.shape[1]) + s.T @ k @ s, s.T @ k_cross.T)
+    wanted = k_new - k_cross @ s @ inner
+    got = fitted.predict(new, method="linearized")
+    e = outputs.shape[1]
+    for n in range(6):
+        block = slice(n * e, (n + 1) * e)
+        torch.testing.assert_close(got.outputs.covariance[n], wanted[block, block], rtol=1e-8, atol=1e-9)
+    torch.testing.assert_close(got.outputs.mean, model(new).detach())
+
+
+@pytest.mark.parametrize("structure", ["dense", "root", "kronecker", "diagonal", "block"])
+@pytest.mark.parametrize("case, subset", [(one_output, "all"), (three_outputs, "last_layer"), (of_classes, "all")])
+def test_data_in_three_pieces_give_the_posterior_of_all_and_leave_the_first_alone(case, subset, structure):
+    """A linear last layer with Gaussian noise finds its mode too."""
+    model, x, y, likelihood = case()
+    options = {"subset": subset, "structure": structure, "tune": None, "prior_precision": 0.7}
+    whole = bc.fit_laplace(model.eval(), likelihood, [(x, y)], **options)
+    first = fitted = bc.fit_laplace(model, likelihood, [(x[:5], y[:5])], **options)
+    before = first.posterior.precision.to_dense().clone()
+    for some in (slice(5, 6), slice(6, DATA)):
+        fitted = fitted.refit([(x[some], y[some])])
+    torch.testing.assert_close(fitted.posterior.precision.to_dense(), whole.posterior.precision.to_dense())
+    torch.testing.assert_close(fitted.posterior.mean, whole.posterior.mean)
+    torch.testing.assert_close(fitted.log_evidence, whole.log_evidence)
+    assert fitted.posterior.precision.count == DATA and torch.equal(first.posterior.precision.to_dense(), before)

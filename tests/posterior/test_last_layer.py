@@ -1,23 +1,84 @@
-"""Which layer is the last, found from the graph; modules whose outputs are random or mix data; how modules are called."""
+"""Which layer is the last, of modules wrapped, pruned, compiled or added to: the dense posterior, or a refusal by name."""
 
+import copy
 import pickle
+import warnings
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, prune
+from torch.nn.utils.parametrize import register_parametrization
 
 import bayesopt_chain as bc
 
-pytestmark = pytest.mark.usefixtures("double_precision")
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+X, NEW = torch.linspace(-1, 1, 60).reshape(20, 3).double(), torch.linspace(-3, 3, 12).reshape(4, 3).double()
 
 
 class Net(nn.Module):
+    """A body, a head of two outputs and what comes behind it."""
+
+    def __init__(self, head=None, *behind, **own):
+        super().__init__()
+        self.body, self.head, self.behind = nn.Linear(3, 5), head or nn.Linear(5, 2), nn.ModuleList(behind)
+        for name, tensor in own.items():
+            setattr(self, name, nn.Parameter(tensor))
+
+    def forward(self, x):
+        f = self.head(torch.tanh(self.body(x)))
+        for part in self.behind:
+            f = part(f)
+        return f + getattr(self, "shift", 0) if not hasattr(self, "gain") else f * self.gain
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1.5]))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+class BiasOfItsOwn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.bias = nn.Linear(5, 2, bias=False), nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        return self.inner(x) + self.bias
+
+
+class Symmetric(nn.Module):
+    def forward(self, x):
+        return x + 0.1 * x.flip(0)
+
+
+class Flat(nn.Module):
+    def forward(self, x):
+        return x.mean((2, 3))
+
+
+class Tied(nn.Module):
+    """An autoencoder whose decoder is the encoder's transpose: the matrix runs twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.encode, self.decode = nn.Linear(3, 5, bias=False), nn.Linear(3, 5, bias=False)
+        self.decode.weight = self.encode.weight
+
+    def forward(self, x):
+        return self.decode(torch.tanh(self.encode(x)[:, :3]))
+
+
+class After(nn.Module):
     """A body and a head, and what ``after`` makes of them."""
 
     def __init__(self, after, **parts):
         super().__init__()
-        self.body, self.head, self.after = nn.Linear(2, 5), nn.Linear(5, 3), after
+        self.body, self.head, self.after = nn.Linear(3, 5), nn.Linear(5, 2), after
         for name, part in parts.items():
             setattr(self, name, part)
 
@@ -31,55 +92,196 @@ def auxiliary(net, f, h):
     return f
 
 
-AFTER = {
-    "an auxiliary head": (auxiliary, {"other": nn.Linear(5, 4)}, {"head"}),
+def after(then, **parts):
+    return lambda: After(then, **parts)
+
+
+def hooked():
+    head = nn.Linear(5, 2)
+    head.register_forward_hook(lambda layer, inputs, output: 2 * output)
+    return Net(head)
+
+
+def frozen_bias():
+    net = Net()
+    net.head.bias.requires_grad_(False)
+    return net
+
+
+def parametrized_by_hand():
+    head = nn.Linear(5, 2)
+    register_parametrization(head, "weight", Symmetric())
+    return Net(head)
+
+
+def permanently_pruned():
+    net = Net(prune.l1_unstructured(nn.Linear(5, 2), "weight", amount=0.3))
+    prune.remove(net.head, "weight")
+    return net
+
+
+def compiled_inside():
+    net = Net()
+    net.body = torch.compile(net.body, backend="eager")
+    return net
+
+
+def lightning():
+    class Lit(pytest.importorskip("pytorch_lightning").LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = Net()
+
+        def forward(self, x):
+            return self.net(x)
+
+    return Lit()
+
+
+def adapter(*targets, **options):
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(Net(), peft.LoraConfig(r=1, target_modules=list(targets), **options))
+
+
+PLAIN = {"head.weight", "head.bias"}
+UNTIDY = {  # module, the parameters of the last layer (or the words of a refusal), words of a warning
+    "plain": (Net, PLAIN),
+    "weight_norm": (
+        lambda: Net(parametrizations.weight_norm(nn.Linear(5, 2))),
+        {"head.bias", "head.parametrizations.weight.original0", "head.parametrizations.weight.original1"},
+    ),
+    "spectral_norm": (
+        lambda: Net(parametrizations.spectral_norm(nn.Linear(5, 2))),
+        {"head.bias", "head.parametrizations.weight.original"},
+    ),
+    "orthogonal": (
+        lambda: Net(parametrizations.orthogonal(nn.Linear(5, 2), use_trivialization=False)),
+        {"head.bias", "head.parametrizations.weight.original"},
+    ),
+    "a parametrization by hand": (parametrized_by_hand, {"head.bias", "head.parametrizations.weight.original"}),
+    "old weight_norm": (
+        lambda: Net(nn.utils.weight_norm(nn.Linear(5, 2))),
+        {"head.bias", "head.weight_g", "head.weight_v"},
+    ),
+    "old spectral_norm": (lambda: Net(nn.utils.spectral_norm(nn.Linear(5, 2))), {"head.bias", "head.weight_orig"}),
+    "pruned": (
+        lambda: Net(prune.l1_unstructured(nn.Linear(5, 2), "weight", amount=0.3)),
+        {"head.bias", "head.weight_orig"},
+    ),
+    "a pruned bias": (
+        lambda: Net(prune.l1_unstructured(nn.Linear(5, 2), "bias", amount=1)),
+        {"head.weight", "head.bias_orig"},
+    ),
+    "pruned for good": (permanently_pruned, PLAIN),
+    "compiled": (lambda: torch.compile(Net(), backend="eager"), PLAIN),
+    "a compiled part": (compiled_inside, "body was compiled by torch.compile"),
+    "a scale behind": (lambda: Net(None, Scale()), PLAIN),
+    "a norm behind": (lambda: Net(None, nn.LayerNorm(2), nn.PReLU()), PLAIN),
+    "a norm of two axes behind": (
+        lambda: Net(None, nn.Unflatten(1, (2, 1)), nn.LayerNorm((2, 1)), nn.Flatten()),
+        PLAIN,
+    ),
+    "a batch norm behind": (lambda: Net(None, nn.BatchNorm1d(2)), PLAIN),
+    "a gain of its own": (lambda: Net(gain=torch.tensor([[2.0, 3.0]]).reshape(1, 1, 2)[0]), "depends on gain behind"),
+    "a shift of its own": (lambda: Net(shift=torch.ones(2)), {*PLAIN, "shift"}),
+    "a head with a bias of its own": (lambda: Net(BiasOfItsOwn()), {"head.inner.weight", "head.bias"}),
+    "a head whose output a hook changes": (hooked, PLAIN),
+    "a frozen bias": (frozen_bias, {"head.weight"}),
+    "a convolution at the end": (
+        lambda: nn.Sequential(nn.Linear(3, 4), nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 2, 2, padding=1), Flat()),
+        {"2.weight", "2.bias"},
+    ),
+    "tied weights": (Tied, {"encode.weight"}),
+    "averaged": (lambda: torch.optim.swa_utils.AveragedModel(Net()), {"module.head.weight", "module.head.bias"}),
+    "data parallel": (lambda: nn.DataParallel(Net()), PLAIN),
+    "lightning": (lightning, {"net.head.weight", "net.head.bias"}),
+    "an adapter in the body": (
+        lambda: adapter("body", modules_to_save=["head"]),
+        {f"base_model.model.head.modules_to_save.default.{k}" for k in ("weight", "bias")},
+    ),
+    "an adapter at the head": (
+        lambda: adapter("head"),
+        {"base_model.model.head.lora_B.default.weight"},
+    ),
+    "an auxiliary head": (after(auxiliary, other=nn.Linear(5, 4)), PLAIN),
     "two heads through cat": (
-        lambda n, f, h: torch.cat([f, n.other(h)], 1),
-        {"other": nn.Linear(5, 2)},
-        {"head", "other"},
+        after(lambda n, f, h: torch.cat([f, n.other(h)], 1), other=nn.Linear(5, 2)),
+        {*PLAIN, "other.weight", "other.bias"},
     ),
-    "a logit scale": (lambda n, f, h: n.scale * f, {"scale": nn.Parameter(torch.tensor(2.0))}, {"head"}),
+    "a logit scale": (after(lambda n, f, h: n.scale * f, scale=nn.Parameter(torch.tensor(2.0))), PLAIN),
     "a token in front": (
-        lambda n, f, h: n.head(h + n.token[:, 0]),
-        {"token": nn.Parameter(torch.randn(1, 1, 5))},
-        {"head"},
+        after(lambda n, f, h: n.head(h + n.token[:, 0]), token=nn.Parameter(torch.linspace(-1, 1, 5).reshape(1, 1, 5))),
+        PLAIN,
     ),
-    "in place behind": (lambda n, f, h: f.tanh_(), {}, {"head"}),
-    "a detached path": (lambda n, f, h: f + n.other(h).detach(), {"other": nn.Linear(5, 3)}, {"head"}),
+    "in place behind": (after(lambda n, f, h: f.tanh_()), PLAIN),
+    "a detached path": (after(lambda n, f, h: f + n.other(h).detach(), other=nn.Linear(5, 2)), PLAIN),
+    "a matrix behind": (
+        after(lambda n, f, h: f @ n.mix, mix=nn.Parameter(torch.eye(2))),
+        "depends on mix behind every layer",
+    ),
+    "detached": (after(lambda n, f, h: f.detach()), "reaches the output"),
+    "scripted": (lambda: torch.jit.script(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))), "script"),
 }
 
 
-@pytest.mark.parametrize("name", AFTER)
-def test_the_last_layer_is_the_one_whose_output_reaches_the_output(name):
-    """The posterior's variance is that of the subset by name."""
-    after, parts, layers = AFTER[name]
-    net, x = Net(after, **parts).double().eval(), torch.randn(30, 2)
-    y = torch.randn_like(net(x).detach())
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n == "lightning" else n for n in UNTIDY],  # a slow import
+)
+def test_the_last_layer_of_an_untidy_module_has_the_dense_posterior_or_is_refused(name):
+    make, wanted = UNTIDY[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = make().double().eval()
+    before = copy.deepcopy(module.state_dict())
+    y = torch.randn_like(module(X).detach())
     options = {"structure": "dense", "tune": None, "prior_precision": 2.0}
-    fitted = bc.fit_laplace(net, bc.likelihoods.gaussian(0.3), [(x, y)], **options)
-    assert {n.rpartition(".")[0] for n in fitted.posterior.mean} == layers
-    by_name = bc.fit_laplace(net, bc.likelihoods.gaussian(0.3), [(x, y)], subset=sorted(layers), **options)
-    at = 5 * torch.ones(1, 2)
-    torch.testing.assert_close(fitted.predictive(at).outputs.covariance, by_name.predictive(at).outputs.covariance)
+    if isinstance(wanted, str):
+        with pytest.raises(ValueError, match=wanted):
+            bc.fit_laplace(module, bc.likelihoods.poisson(), [(X, y.round().abs())], **options)
+        return
+    batches = [(X[:13], y[:13].round().abs()), (X[13:], y[13:].round().abs())]
+    fitted = bc.fit_laplace(module, bc.likelihoods.poisson(), batches, **options)
+    assert set(fitted.posterior.mean) == wanted
+    if name == "orthogonal":  # Kronecker factors cannot describe it
+        assert bc.fit_laplace(module, bc.likelihoods.poisson(), batches).model.how.structure == "dense"
+    plain = getattr(module, "_orig_mod", module.module if isinstance(module, nn.DataParallel) else module)
+    params = {n: p.detach() for n, p in plain.named_parameters()}
+
+    def outputs(kept, x):
+        return torch.func.functional_call(plain, {**params, **kept}, x)
+
+    def rows(x):
+        jacobian = torch.func.jacrev(lambda kept: outputs(kept, x).flatten())({n: params[n] for n in wanted})
+        return torch.cat([jacobian[n].flatten(1) for n in wanted], 1)
+
+    j, new = rows(X), rows(NEW)
+    precision = j.mT @ (outputs({}, X).flatten().exp()[:, None] * j) + 2 * torch.eye(j.shape[1])
+    covariance = new @ torch.linalg.solve(precision, new.mT)
+    variance = covariance.diagonal().reshape(len(NEW), -1)
+    torch.testing.assert_close(fitted.outputs(NEW).covariance.diagonal(dim1=1, dim2=2), variance, rtol=1e-8, atol=1e-12)
+    assert all(torch.equal(x, before[n]) for n, x in module.state_dict().items())
 
 
-NO_LAST_LAYER = [
-    (lambda n, f, h: f @ n.mix, {"mix": nn.Parameter(torch.eye(3))}, {}, "depends on mix behind every layer"),
-    (lambda n, f, h: f.detach(), {}, {}, "reaches the output"),
-    (
-        lambda n, f, h: f,
-        {"other": nn.Linear(5, 3)},
-        {"subset": "other", "structure": "diagonal", "tune": None},
-        r"do not depend on the kept parameters .other.bias, other.weight.",
-    ),
-]
+def test_kept_parameters_that_the_outputs_do_not_depend_on_are_named():
+    module = After(lambda n, f, h: f, other=nn.Linear(5, 2)).double().eval()
+    with pytest.raises(ValueError, match=r"do not depend on the kept parameters .other.bias, other.weight."):
+        bc.fit_laplace(
+            module,
+            bc.likelihoods.poisson(),
+            [(X, X[:, :2].exp().round())],
+            subset="other",
+            structure="diagonal",
+            tune=None,
+        )
 
 
-@pytest.mark.parametrize(("after", "parts", "options", "words"), NO_LAST_LAYER)
-def test_what_has_no_last_layer_is_refused_by_name(after, parts, options, words):
-    data = [(torch.randn(20, 2), torch.randint(0, 3, (20,)))]
-    with pytest.raises(ValueError, match=words):
-        bc.fit_laplace(Net(after, **parts).double().eval(), bc.likelihoods.categorical(), data, **options)
+def test_parameters_behind_the_last_layer_are_named_and_a_model_without_a_matrix_warns():
+    data = [(X, X[:, :2].exp().round())]
+    fitted = bc.fit_laplace(Net(None, Scale()).double().eval(), bc.likelihoods.poisson(), data)
+    assert "behind them behind.0.scale stay as they are" in repr(fitted) and len(repr(fitted).splitlines()) == 3
+    with pytest.warns(UserWarning, match="no layer with a matrix"):
+        bc.fit_laplace(Scale().double().eval(), bc.likelihoods.poisson(), [(X, X.exp().round())])
 
 
 class Draws(nn.Module):
@@ -111,6 +313,7 @@ class Attentive(nn.Module):
         return self.head(self.attention(x, x, x)[0][:, 0])
 
 
+@pytest.mark.usefixtures("double_precision")
 @pytest.mark.parametrize(
     "module, words",
     [
@@ -136,6 +339,7 @@ def test_layers_that_draw_or_mix_data_are_refused_by_fits_and_caches(module, wor
         bc.posterior.cache_features(module, data)
 
 
+@pytest.mark.usefixtures("double_precision")
 def test_a_recurrent_network_without_dropout_may_be_in_training_mode():
     fitted = bc.fit_laplace(
         Recurrent().train(), bc.likelihoods.categorical(), [(torch.randn(20, 2), torch.randint(0, 3, (20,)))]
@@ -164,6 +368,7 @@ class Whole(ByKeywords):
         return super().forward(data["input_ids"], data["attention_mask"]).logits
 
 
+@pytest.mark.usefixtures("double_precision")
 @pytest.mark.parametrize("subset", ["last_layer", "all"])
 def test_dictionaries_and_model_outputs_are_those_of_transformers(subset):
     """A module with keywords and one that takes the dictionary whole give what a module of a pair of tensors gives."""

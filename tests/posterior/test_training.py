@@ -217,30 +217,6 @@ def test_bad_arguments_are_refused_by_name(options, words):
         train_by_evidence(**given)
 
 
-def test_dense_and_root_find_one_precision_for_all_parameters_and_the_same_one():
-    """Both have the exact eigenvalues of the whole curvature; a Kronecker structure has one precision for each tensor."""
-    g = torch.Generator().manual_seed(0)
-    x = torch.randn(40, 3, generator=g, dtype=torch.float64)
-    y = (2 * x[:, :1]).sin() + 0.3 * torch.randn(40, 1, generator=g, dtype=torch.float64)
-    found = {}
-    for structure, prior in (("dense", None), ("root", None), ("kronecker", None), ("kronecker", "scalar")):
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-        training = train_by_evidence(
-            module,
-            bc.likelihoods.gaussian(),
-            [(x, y)],
-            optimizer=lambda parameters: torch.optim.Adam(parameters, 0.02),
-            epochs=40,
-            every=10,
-            structure=structure,
-            prior_structure=prior,
-        )
-        found[structure, prior] = {float(p) for p in training.fitted.prior_precision.values()}
-    assert [len(precisions) for precisions in found.values()] == [1, 1, 4, 1]
-    assert found["dense", None].pop() == pytest.approx(found["root", None].pop(), rel=1e-6)
-
-
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("structure", ["kronecker", "diagonal", "block"])
 def test_a_scalar_prior_of_training_is_that_of_the_fit_where_it_ends(structure):
