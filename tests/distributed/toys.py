@@ -131,14 +131,14 @@ def spread(tree, layout):
     return {name: distribute_tensor(x, mesh, placements if x.ndim == 2 else everywhere) for name, x in tree.items()}
 
 
-def shards(layout="fsdp", fn=elementwise, inplace=False, order=None, seed=3):
+def shards(layout="fsdp", fn=elementwise, inplace=False, order=None, seed=3, tx=TX):
     """One chain of DTensors; ``order``: over epochs of data that every rank has."""
     params, batches = spread(matrices(), layout), [torch.tensor(float(i)) for i in range(5)]
     if order:
         batches = bc.epochs(torch.arange(12.0).double(), 3, seed=seed)
         fn = lambda p, batch: elementwise(p, batch.mean())  # noqa: E731
     torch.manual_seed(7)
-    return bc.make_step(fn, TX, inplace=inplace), params, TX.init(params), batches, None
+    return bc.make_step(fn, tx, inplace=inplace), params, tx.init(params), batches, None
 
 
 def chains_of_shards(shape=None):
