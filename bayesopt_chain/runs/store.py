@@ -261,12 +261,9 @@ class Store:
     def losses(self, done: int) -> Tensor | None:
         """The losses of the draws up to a step, ``[S, chains]``; ``None`` where none were kept."""
 
-        def read() -> Tensor | None:
-            pieces = [p for p in self._pieces() if LOSS in p.names()]
-            rows = [p.read(LOSS)[p.read(STEP) <= done] for p in pieces]
-            return torch.cat([x.reshape(len(x), -1) for x in rows if len(x)]) if any(map(len, rows)) else None
-
-        return self.told(read) if done else None
+        pieces = [p for p in self._pieces() if LOSS in p.names()] if done else []
+        rows = [p.read(LOSS)[p.read(STEP) <= done] for p in pieces]
+        return torch.cat([x.reshape(len(x), -1) for x in rows if len(x)]) if any(map(len, rows)) else None
 
     def stacked(self) -> dict[str, Tensor]:
         """The draws that are held, by column."""
