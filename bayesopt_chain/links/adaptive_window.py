@@ -18,11 +18,10 @@ from torch import Tensor
 
 from bayesopt_chain.arguments import AT_LEAST_ONE, POSITIVE, checked_as
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import ELEMENTWISE, Link, LinkContext
+from bayesopt_chain.core.link import LinkContext
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.leaves import new_counts, zeros
-from bayesopt_chain.links.rms import root
-from bayesopt_chain.matching.response import Preconditioner, Response
+from bayesopt_chain.links.rms import Learned, root
 
 
 class AdaptiveWindowState(NamedTuple):
@@ -42,23 +41,16 @@ class AdaptiveWindowState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AdaptiveWindow(Link):
+class AdaptiveWindow(Learned):
     """The link that :func:`scale_by_adaptive_window` returns, with the same arguments."""
 
     freeze_after: int
     eps: float = 1e-8
-    traits = ELEMENTWISE
-
-    @property
-    def response(self) -> Response:
-        return Preconditioner(learns=True)
 
     def init(self, leaves: Leaves, context: LinkContext) -> AdaptiveWindowState:
         return AdaptiveWindowState(zeros(leaves), zeros(leaves), zeros(leaves), new_counts(leaves))
 
-    def update(
-        self, g: Leaves, state: AdaptiveWindowState, op: TensorOps, context: LinkContext
-    ) -> tuple[Leaves, AdaptiveWindowState]:
+    def learned(self, g: Leaves, state: AdaptiveWindowState, op: TensorOps) -> AdaptiveWindowState:
         tau, mean, square = list[Tensor](), list[Tensor](), list[Tensor]()
         for x, t, m, v, c in zip(g, *state):
             learns = c < self.freeze_after
@@ -69,11 +61,11 @@ class AdaptiveWindow(Link):
             tau.append(torch.where(learns, 1.0 + t * (1.0 - signal.clamp(max=1.0)), t))
             mean.append(torch.where(learns, new_mean, m))
             square.append(torch.where(learns, new_square, v))
-        held = tuple(op.put(state.square, square))
-        d = [root(v).add(self.eps) for v in held]
-        moves = op.div(context.with_noise(lambda: d), d)
-        window, average = tuple(op.put(state.tau, tau)), tuple(op.put(state.mean, mean))
-        return moves, AdaptiveWindowState(window, average, held, op.count(state.count))
+        window, average, held = (tuple(op.put(old, new)) for old, new in zip(state, (tau, mean, square)))
+        return AdaptiveWindowState(window, average, held, op.count(state.count))
+
+    def denominators(self, state: AdaptiveWindowState) -> list[Tensor]:
+        return [root(v).add(self.eps) for v in state.square]
 
     def __str__(self) -> str:
         return f"scale_by_adaptive_window(freeze_after={self.freeze_after}, eps={self.eps})"

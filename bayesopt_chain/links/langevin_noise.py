@@ -155,11 +155,6 @@ class Strength(NamedTuple):
     by_input: list[tuple[Sequence[Any], Sequence[Tensor | float] | None, Tensor | None]]
 
 
-def constant(i: int, leaves: Sequence[int]) -> Tensor:
-    """The default of the argument ``rates``, for a chain without changing gains, where it is never called."""
-    raise NotImplementedError
-
-
 class LangevinInjection:
     """A noise link in one chain: it draws the noise of every noise input.
 
@@ -219,7 +214,7 @@ class LangevinInjection:
         key = keyed_stream.new_key(self.link.generator, device)
         return LangevinNoiseState(key, torch.zeros_like(key), tuple(memory), conditions)
 
-    def strength(self, state: LangevinNoiseState, rates: Rates = constant) -> Strength:
+    def strength(self, state: LangevinNoiseState, rates: Rates) -> Strength:
         """Compute the coefficients of this step's noise.
 
         Args:
@@ -344,21 +339,15 @@ def _rounds_away(j: int, leaf: Tensor, step: float) -> bool:
 def _taken(x: Tensor, rows: Sequence[int]) -> Tensor:
     """The rows of a tensor ``[leaves, 5]``, in this order.
 
-    They are read in slices. A tensor of row numbers would be copied from the host, which a CUDA graph refuses.
+    A tensor of row numbers would be copied from the host, which a CUDA graph refuses.
     """
-    starts = [k for k, row in enumerate(rows) if k == 0 or row != rows[k - 1] + 1]
-    parts = [x[rows[a] : rows[b - 1] + 1] for a, b in zip(starts, [*starts[1:], len(rows)])]
-    return parts[0] if len(parts) == 1 else torch.cat([x[:0], *parts])
+    return x if [*rows] == [*range(len(x))] else torch.cat([x[:0], *[x[row : row + 1] for row in rows]])
 
 
 def _written(x: Tensor, rows: Sequence[int], values: Tensor) -> Tensor:
     """A tensor ``[leaves, 5]`` that is ``x`` with other values in some rows."""
-    if not rows:
-        return x
-    if [*rows] == [*range(len(x))]:
-        return values
-    new = {row: len(x) + n for n, row in enumerate(rows)}
-    return _taken(torch.cat([x, values]), [new.get(k, k) for k in range(len(x))])
+    new = dict(zip(rows, values.unbind()))
+    return torch.stack([new.get(k, row) for k, row in enumerate(x.unbind())])
 
 
 def _coefficients(noise_input: NoiseInput, temperature: Any, before: Tensor, rates: Rates) -> Any:

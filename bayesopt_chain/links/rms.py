@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,7 +108,31 @@ def frozen_note(freeze_after: int | None) -> str:
 
 
 @dataclass(frozen=True)
-class RunningScale(Link):
+class Learned(Link):
+    """What links share that divide by a root which they learn from the gradients; the noise enters behind the learning."""
+
+    traits = ELEMENTWISE
+
+    @property
+    def response(self) -> Response:
+        return Preconditioner(learns=True)
+
+    def learned(self, g: Leaves, state: Any, op: TensorOps) -> Any:
+        """The state after it has learned from these gradients."""
+        raise NotImplementedError
+
+    def denominators(self, state: Any) -> list[Tensor]:
+        """``1 / P`` for each leaf."""
+        raise NotImplementedError
+
+    def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:
+        state = self.learned(g, state, op)
+        d = self.denominators(state)
+        return op.div(context.with_noise(lambda: d), d), state
+
+
+@dataclass(frozen=True)
+class RunningScale(Learned):
     """The link of RMSprop's scaling and of its centred form.
 
     Attributes:
@@ -124,11 +148,6 @@ class RunningScale(Link):
     eps: float = 1e-8
     initial_scale: float = 0.0
     freeze_after: int | None = None
-    traits = ELEMENTWISE
-
-    @property
-    def response(self) -> Response:
-        return Preconditioner(learns=True)
 
     def __post_init__(self) -> None:
         require_settings(self.eps, self.freeze_after)
@@ -141,8 +160,6 @@ class RunningScale(Link):
         )
 
     def learned(self, g: Leaves, state: RunningScaleState, op: TensorOps) -> RunningScaleState:
-        """The state after the averages were updated by these gradients."""
-
         def average(old: Sequence[Tensor], square: bool) -> tuple[Tensor, ...]:
             def new(op: TensorOps) -> Leaves:
                 return op.average(old, self.decay, g, 1 - self.decay, square)
@@ -154,18 +171,10 @@ class RunningScale(Link):
         return RunningScaleState(mu, nu, op.count(state.count))
 
     def denominators(self, state: RunningScaleState) -> list[Tensor]:
-        """``1 / P`` for each leaf."""
         if not self.centred:
             return [root(n).add(self.eps) for n in state.nu]
         # Rounding errors can make the difference negative, whose root would be NaN (as it is in TorchOpt).
         return [root(n.addcmul(m, m, value=-1.0).clamp(min=0.0)).add(self.eps) for n, m in zip(state.nu, state.mu)]
-
-    def update(
-        self, g: Leaves, state: RunningScaleState, op: TensorOps, context: LinkContext
-    ) -> tuple[Leaves, RunningScaleState]:
-        state = self.learned(g, state, op)
-        d = self.denominators(state)
-        return op.div(context.with_noise(lambda: d), d), state
 
     def __str__(self) -> str:
         name = "stddev" if self.centred else "rms"
@@ -173,7 +182,7 @@ class RunningScale(Link):
 
 
 @dataclass(frozen=True)
-class RootSumOfSquares(Link):
+class RootSumOfSquares(Learned):
     """The link of AdaGrad's scaling, which is zero where every gradient so far was zero.
 
     Attributes:
@@ -185,24 +194,22 @@ class RootSumOfSquares(Link):
     initial_accumulator_value: float = 0.0
     eps: float = 1e-10
     freeze_after: int | None = None
-    traits = ELEMENTWISE
-
-    @property
-    def response(self) -> Response:
-        return Preconditioner(learns=True)
 
     def init(self, leaves: Leaves, context: LinkContext) -> ScaleByRssState:
         count = new_counts(leaves) if self.freeze_after is not None else ()
         return ScaleByRssState(zeros(leaves, self.initial_accumulator_value), count)
 
-    def update(
-        self, g: Leaves, state: ScaleByRssState, op: TensorOps, context: LinkContext
-    ) -> tuple[Leaves, ScaleByRssState]:
+    def learned(self, g: Leaves, state: ScaleByRssState, op: TensorOps) -> ScaleByRssState:
         old = state.sum_of_squares
         nu = averaged(old, lambda op: op.average(old, 1.0, g, 1, True), state.count, self.freeze_after, op)
-        d = [root(n).add(self.eps) for n in nu]
-        moves = [torch.where(n == 0.0, 0.0, x) for x, n in zip(op.div(context.with_noise(lambda: d), d), nu)]
-        return moves, ScaleByRssState(nu, op.count(state.count))
+        return ScaleByRssState(nu, op.count(state.count))
+
+    def denominators(self, state: ScaleByRssState) -> list[Tensor]:
+        return [root(n).add(self.eps) for n in state.sum_of_squares]
+
+    def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:
+        moves, state = super().update(g, state, op, context)
+        return [torch.where(n == 0.0, 0.0, x) for x, n in zip(moves, state.sum_of_squares)], state
 
     def __str__(self) -> str:
         return f"scale_by_rss(eps={self.eps}{frozen_note(self.freeze_after)})"

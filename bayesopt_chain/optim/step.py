@@ -23,6 +23,7 @@ from bayesopt_chain.loop.loss import Info, detach
 from bayesopt_chain.optim._ranks import OnRanks, fresh_key
 from bayesopt_chain.random.stream import seed_of
 from bayesopt_chain.runs.run import describe, describe_optimizer
+from bayesopt_chain.trees import require_like
 
 ModelLoss = Callable[[nn.Module, Any], Any]
 
@@ -133,11 +134,7 @@ class ModelStep:
                 raise ValueError(
                     f"as_step: params are {sorted(params)}, the model's parameters are {sorted(self._named)}"
                 )
-            for name, p in self._named.items():  # all shapes are compared before any parameter is overwritten
-                if params[name].shape != p.shape:
-                    raise ValueError(
-                        f"as_step: {name} has shape {tuple(params[name].shape)}, the model's {tuple(p.shape)}"
-                    )
+            require_like(dict(params), self.params, "as_step: params")  # before any parameter is overwritten
             for name, p in self._named.items():
                 p.copy_(params[name])
         if state is not self.state:

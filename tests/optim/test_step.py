@@ -122,7 +122,7 @@ def test_foreign_params_and_losses_of_something_else_are_refused_with_both_sides
     step = built("SGHMC", None)
     with pytest.raises(ValueError, match=r"params are \['w'\], the model's parameters are"):
         step({"w": torch.ones(1)}, step.state, BATCH)
-    with pytest.raises(ValueError, match=r"0.bias has shape \(9,\), the model's \(4,\)"):
+    with pytest.raises(ValueError, match=r"params at 0.bias has shape \(9,\), the parameter \(4,\)"):
         step({**step.params, "0.bias": torch.ones(9)}, step.state, BATCH)
     step.loss = lambda model, batch: torch.ones(())
     with pytest.raises(ValueError, match="depends on the model's parameters"):
