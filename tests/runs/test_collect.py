@@ -1,6 +1,10 @@
 """Draws of a loop that somebody else owns: with BatchNorm's statistics, over restarts, and as a callback of trainers."""
 
 import copy
+import itertools
+import os
+import shutil
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -97,6 +101,36 @@ def test_a_loop_that_does_not_say_where_it_goes_on_is_refused(tmp_path):
     del again
     with pytest.raises(ValueError, match=r"temperature is 0\.001, here 0\.01"):
         Loop(tmp_path, temperature=1e-2)
+
+
+def test_draws_are_neither_doubled_nor_lost_by_a_write_that_fails(tmp_path, monkeypatch):
+    real = os.fsync
+    for at in range(1, 8):
+        loop, calls = Loop(tmp_path / str(at)), itertools.count(1)
+        loop.train(0, 10)
+
+        def failing(fd, at=at, calls=calls):
+            if next(calls) == at:
+                raise OSError(5, "I/O error")
+            return real(fd)
+
+        with monkeypatch.context() as patched, suppress(OSError):
+            patched.setattr(os, "fsync", failing)
+            loop.keep.flush()
+        loop.train(10, 20)
+        loop.keep.flush()
+        for draws in (loop.keep.draws, bc.Draws.open(tmp_path / str(at))):
+            assert draws.steps.tolist() == [7, 10, 13, 16, 19], at
+
+
+def test_a_folder_that_was_removed_is_named(tmp_path):
+    loop = Loop(tmp_path / "draws")
+    loop.train(0, 10)
+    loop.keep.flush()
+    shutil.rmtree(tmp_path / "draws")
+    loop.train(10, 20)
+    with pytest.raises(OSError, match="draws has been removed"):
+        loop.keep.flush()
 
 
 @pytest.mark.parametrize(

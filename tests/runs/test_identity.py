@@ -56,6 +56,17 @@ def test_another_run_under_the_same_path_is_refused_by_name(name, tmp_path):
     assert {f.name: f.read_bytes() for f in tmp_path.iterdir()} == before
 
 
+@pytest.mark.parametrize("epochs", [False, True])
+def test_one_label_that_was_mended_makes_other_data(epochs, tmp_path):
+    """Wherever it stands: all data in memory are compared, not some rows of them."""
+    x, y = torch.randn(1000, 3), torch.randn(1000)
+    mended = y + 3.0 * (torch.arange(1000) == 1)
+    kept, other = (bc.epochs((x, y), 100, seed=0) if epochs else (x, y) for y in (y, mended))
+    run(tmp_path, batches=kept)
+    with pytest.raises(ValueError, match="data"):
+        run(tmp_path, batches=other, steps=12)
+
+
 @pytest.mark.parametrize("change", [{"seed": 4}, {"order": "independent"}, {"batch": 3}])
 def test_other_epochs_are_refused(change, tmp_path):
     def epochs(seed=3, order="reshuffled", batch=4):
@@ -167,6 +178,33 @@ LOSSES = {  # a loss, the same one of another number, and one of another name
         "self.scale",
     ),
 }
+
+
+FACTOR = torch.ones(3)
+
+
+def with_a_tensor(params, batch):
+    return (FACTOR * params["w"] ** 2).sum()
+
+
+def with_a_function(params, batch):
+    return scaled(params, batch, 2.0)
+
+
+def scaled_otherwise(params, batch, scale):
+    return scale * loss(params, batch) + 1.0
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "fn, name, value", [(with_a_tensor, "FACTOR", 5 * torch.ones(3)), (with_a_function, "scaled", scaled_otherwise)]
+)
+def test_what_a_loss_reads_from_its_module_is_compared(fn, name, value, tmp_path, monkeypatch):
+    run(tmp_path, fn=fn)
+    run(tmp_path, fn=fn, steps=7)
+    monkeypatch.setitem(globals(), name, value)
+    with pytest.raises((ValueError, UserWarning), match=name):
+        run(tmp_path, fn=fn, steps=12)
 
 
 @pytest.mark.parametrize("kind", LOSSES)
