@@ -312,10 +312,7 @@ def _rows(chunk: Chunk) -> dict[int, Tensor]:
 
 def _in_bases(chunk: Chunk, bases: list[LayerBases]) -> Tensor:
     """Sum the leaves' parts in the bases in which the precision is diagonal."""
-    total: Any = 0
-    for leaf, kind, of_input, of_output, _ in chunk.gradients:
-        total = total + _in_basis(kind, of_input(), of_output(), bases[leaf])
-    return total
+    return reduce(torch.add, (_in_basis(kind, x(), g(), bases[leaf]) for leaf, kind, x, g, _ in chunk.gradients))
 
 
 def _in_basis(kind: Kind, x: Tensor, g: Tensor, basis: LayerBases) -> Tensor:
@@ -379,24 +376,14 @@ def monte_carlo(
                 [3., 3.]])
     """
     with torch.set_grad_enabled(needs_graph(batch)):
-        return _run_at(forward, posterior, batch, samples, generator)
-
-
-def _run_at(
-    forward: Callable[[Tree, Any], Tensor],
-    posterior: Gaussian | Tree,
-    batch: Any,
-    samples: int,
-    generator: torch.Generator | None,
-) -> Tensor:
-    if isinstance(posterior, Gaussian):
-        posterior = posterior.factorised()
-        return torch.stack([forward(posterior.sample(generator=generator), batch) for _ in range(samples)])
-    lengths = {leaf.shape[0] if leaf.ndim else 0 for leaf in optree.tree_leaves(posterior)}
-    if len(lengths) != 1 or 0 in lengths:
-        raise ValueError(
-            f"monte_carlo: posterior: the draws' first axes have lengths {sorted(lengths)}: pass leaves [S, *leaf.shape] "
-            "with one S"
-        )
-    draws = [optree.tree_map(lambda leaf, s=s: leaf[s], posterior) for s in range(lengths.pop())]
-    return torch.stack([forward(draw, batch) for draw in draws])
+        if isinstance(posterior, Gaussian):
+            posterior = posterior.factorised()
+            return torch.stack([forward(posterior.sample(generator=generator), batch) for _ in range(samples)])
+        lengths = {leaf.shape[0] if leaf.ndim else 0 for leaf in optree.tree_leaves(posterior)}
+        if len(lengths) != 1 or 0 in lengths:
+            raise ValueError(
+                f"monte_carlo: posterior: the draws' first axes have lengths {sorted(lengths)}: pass leaves [S, *leaf.shape] "
+                "with one S"
+            )
+        draws = [optree.tree_map(lambda leaf, s=s: leaf[s], posterior) for s in range(lengths.pop())]
+        return torch.stack([forward(draw, batch) for draw in draws])

@@ -508,7 +508,8 @@ def tune_layer(model: Model, regression: Regression, prior_structure: str | None
 
 
 def _evidence(groups: list[Spectrum], model: Model, seen: Pass, fixed: Tensor | None) -> Callable[[Any], Tensor]:
-    leaves, device = optree.tree_leaves(model.from_prior_mean()), groups[0].values.device
+    centred = optree.tree_map(torch.sub, model.params, model.prior_means())
+    leaves, device = optree.tree_leaves(centred), groups[0].values.device
     values = torch.cat([group.values.to(torch.float64) for group in groups])
     sizes = [group.values.numel() for group in groups]
     entries = torch.tensor(sizes, dtype=torch.float64, device=device)

@@ -143,10 +143,6 @@ class Model:
         leaves, structure = optree.tree_flatten(self.params)
         return optree.tree_unflatten(structure, [m.to(p.dtype) for p, m in zip(leaves, means)])
 
-    def from_prior_mean(self) -> Tree:
-        """The parameters less the prior's mean."""
-        return optree.tree_map(torch.sub, self.params, self.prior_means())
-
     def seen_by_head(self, batch: Any) -> Any:
         """The batch as ``forward`` takes it: ``(features, targets)`` for a linear last layer."""
         if self.features_of is not None:

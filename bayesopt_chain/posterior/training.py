@@ -50,13 +50,6 @@ class EvidenceTraining(NamedTuple):
     loss: list[float]
 
 
-class Hyper(NamedTuple):
-    """The prior precision of every kept parameter, by name, and the likelihood's scale; 0-d tensors."""
-
-    prior: dict[str, Tensor]
-    scale: Tensor
-
-
 def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """The default optimizer: Adam with a learning rate of 1e-3."""
     return torch.optim.Adam(parameters, lr=1e-3)
@@ -166,14 +159,15 @@ def train_by_evidence(
             "train_by_evidence: the optimizer has weight decay: leave it at 0, the evidence chooses the prior"
         )
 
-    hyper = _start(chosen, float(prior_precision))
+    prior = {name: torch.full_like(p.detach().sum(), float(prior_precision)) for name, p in chosen.items()}
+    scale = torch.ones((), dtype=torch.float64, device=next(iter(chosen.values())).device)
     best: tuple[FittedLaplace, dict[str, Tensor]] | None = None
     evidences: list[float] = []
     losses: list[float] = []
     for epoch in with_progress(range(1, epochs + 1), progress, epochs, "epoch"):
         for layer, training in modes.items():
             layer.training = training
-        losses.append(_epoch(module, model, chosen, data, stepper, hyper, means, count))
+        losses.append(_epoch(module, model, chosen, data, stepper, prior, scale, means, count))
         if not math.isfinite(losses[-1]):
             raise ValueError(
                 f"train_by_evidence: the loss is {losses[-1]} after epoch {epoch}: lower the learning rate"
@@ -183,7 +177,8 @@ def train_by_evidence(
         module.eval()
         held = {name: p.detach().to(model.params[name].dtype, copy=True) for name, p in chosen.items()}
         now = replace(model, params=held)
-        fitted, hyper = _estimated(now, data, hyper, tune_noise, of_prior)
+        fitted = _estimated(now, data, prior, scale, tune_noise, of_prior)
+        prior, scale = fitted.prior_precision, fitted.likelihood_scale
         evidences.append(fitted.log_evidence.item())
         if best is None or fitted.log_evidence > best[0].log_evidence:
             best = fitted, {name: b.detach().clone() for name, b in module.named_buffers()}
@@ -205,32 +200,25 @@ def _length(batch: Any) -> int:
     return optree.tree_leaves(batch[1])[0].shape[0]
 
 
-def _start(chosen: dict[str, nn.Parameter], prior: float) -> Hyper:
-    device = next(iter(chosen.values())).device
-    one = torch.ones((), dtype=torch.float64, device=device)
-    return Hyper({name: torch.full_like(p.detach().sum(), prior) for name, p in chosen.items()}, one)
-
-
 def _epoch(
     module: nn.Module,
     model: Model,
     chosen: dict[str, nn.Parameter],
     data: Iterable,
     stepper: torch.optim.Optimizer,
-    hyper: Hyper,
+    prior: dict[str, Tensor],
+    scale: Tensor,
     means: dict[str, Tensor],
     count: int,
 ) -> float:
     """One pass of the optimizer over the data; returns the mean loss per datum."""
     total, parameters, likelihood = 0.0, list(chosen.values()), model.likelihood
-    mean_scale = hyper.scale.log().mean().exp()
-    if hyper.scale.ndim:  # outputs with noises of their own
-        likelihood = likelihood.scaled(hyper.scale / mean_scale)
+    mean_scale = scale.log().mean().exp()
+    if scale.ndim:  # outputs with noises of their own
+        likelihood = likelihood.scaled(scale / mean_scale)
     for batch in map(model.how.read, data):
         outputs = _called(module, batch) if model.features_of is None else model.forward(chosen, batch)
-        squares = torch.stack(
-            [d * (chosen[name] - means[name]).square().sum() for name, d in hyper.prior.items()]
-        ).sum()
+        squares = torch.stack([d * (chosen[name] - means[name]).square().sum() for name, d in prior.items()]).sum()
         nll = likelihood.nll(outputs, batch[1]).mean()
         loss = nll + squares / (2 * count * mean_scale.to(squares))
         for parameter, slope in zip(parameters, torch.autograd.grad(loss, parameters, materialize_grads=True)):
@@ -248,16 +236,20 @@ def _called(module: nn.Module, batch: Any) -> Tensor:
 
 
 def _estimated(
-    model: Model, data: Iterable, hyper: Hyper, tune_noise: bool, prior_structure: str | None
-) -> tuple[FittedLaplace, Hyper]:
+    model: Model,
+    data: Iterable,
+    prior: dict[str, Tensor],
+    scale: Tensor,
+    tune_noise: bool,
+    prior_structure: str | None,
+) -> FittedLaplace:
     """The fit at the parameters, its prior and noise moved towards the best."""
     seen = model.run_over(data)
     require_finite(seen.precision.diag(), "train_by_evidence: the curvature")
-    scale = None if tune_noise else torch.ones_like(seen.log_likelihood)
-    best = tuned(model, seen, scale=scale, prior_structure=prior_structure)
-    prior = {name: moved(hyper.prior[name], best.prior_precision[name]) for name in hyper.prior}
-    hyper = Hyper(prior, moved(hyper.scale, best.likelihood_scale))
-    return at(model, seen, prior, hyper.scale), hyper
+    fixed = None if tune_noise else torch.ones_like(seen.log_likelihood)
+    best = tuned(model, seen, scale=fixed, prior_structure=prior_structure)
+    nearer = {name: moved(now, best.prior_precision[name]) for name, now in prior.items()}
+    return at(model, seen, nearer, moved(scale, best.likelihood_scale))
 
 
 def moved(now: Tensor, best: Tensor) -> Tensor:
