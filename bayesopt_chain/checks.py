@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib import import_module
 from numbers import Integral, Real
@@ -228,12 +228,18 @@ def parameters(leaves: Sequence[Any], paths: Sequence[Any]) -> None:
         raise ValueError("params: the tree has no leaves, so there is nothing to sample; pass the parameters to init")
 
 
-def samplable(leaves: Sequence[Any], paths: Sequence[str]) -> None:
+def samplable(leaves: Sequence[Any], paths: Sequence[str], which: Iterable[int] | None = None) -> None:
     """Refuse parameters that cannot be sampled: none at all, no real floating-point tensors, or one tensor twice.
+
+    Args:
+        leaves, paths: of all parameters.
+        which: the numbers of those that are sampled. Default: all.
 
     Raises:
         TypeError, ValueError: naming the leaves.
     """
+    chosen = sorted(range(len(leaves)) if which is None else which)
+    leaves, paths = [leaves[j] for j in chosen], [paths[j] for j in chosen]
     parameters(leaves, paths)
     if (pair := sharing(leaves)) is not None:
         first, second = (paths[i] for i in sorted(pair))

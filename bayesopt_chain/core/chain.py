@@ -24,7 +24,7 @@ from bayesopt_chain.core.state import Layout, State, selected, unshared, warm_st
 from bayesopt_chain.core.update import Plan, Update
 from bayesopt_chain.distributed import shards
 from bayesopt_chain.matching.noise_inputs import note
-from bayesopt_chain.matching.response import Noise
+from bayesopt_chain.matching.response import Noise, SelfContainedSampler
 from bayesopt_chain.tracing import is_traced
 from bayesopt_chain.trees import paths_of
 
@@ -209,9 +209,11 @@ class Chain(GradientTransformation):
         plan.spec = spec
         if whole is not None and plan.shards is not None:
             plan.shards.seen(whole, "params")
-        if samples:
-            noisy = plan.noisy or sorted(here)
-            checks.samplable([leaves[j] for j in noisy], [layout.paths[j] for j in noisy])
+        by_noise_of_its_own = {
+            j for x, w in zip(self.links, where) if isinstance(x.response, SelfContainedSampler) for j in w
+        }
+        if samples or by_noise_of_its_own:
+            checks.samplable(leaves, layout.paths, by_noise_of_its_own.union(plan.noisy or here if samples else ()))
         # an update that does not run gives links their contexts; its entries are filled in link by link, and at the end each
         # noise looks at all of them
         update = Update(plan, PURE, spec, leaves, [EmptyState()] * len(self.links))
