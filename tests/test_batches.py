@@ -9,6 +9,7 @@ from torch import nn
 
 import bayesopt_chain as bc
 from bayesopt_chain import batches
+from tests.loop.alone import same
 
 D = torch.float64
 
@@ -67,10 +68,6 @@ PARAMS = {"w": torch.randn(3, 1, dtype=D)}
 @pytest.fixture(params=KINDS)
 def kind(request):
     return KINDS[request.param]()
-
-
-def same(a, b):
-    return all(torch.equal(x, y) for x, y in zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True))
 
 
 def test_flatten_and_unflatten_give_a_batch_of_the_same_class(kind):

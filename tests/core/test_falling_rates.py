@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
+from bayesopt_chain import precision
 from bayesopt_chain.loop.capture import replays
 from bayesopt_chain.testing import variance_along
 from tests.walk import walk
@@ -132,23 +133,16 @@ CURVATURES = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
 WARM = 60  # updates after which Adam's bias correction, 0.5^60, is gone
 
 
-class Diagonal:
-    """The precision of a preconditioner, as ``langevin_with_precision`` takes it."""
-
-    def solve(self, x):
-        return x / torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
-
-    def sqrt_solve(self, x):
-        return x / torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64).sqrt()
-
-
+DIAGONAL_PRECISION = precision.Diagonal(
+    torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64), torch.tensor(1.0)
+).factorised()
 ADAM = dict(betas=(0.5, 0.9), temperature=T, freeze_after=20)
 EXACT = {  # name, variant -> chain of a learning rate, whose preconditioner is frozen by now
     "sgd": lambda lr: bc.sgd(lr, 0.9, nesterov=True, temperature=T),
     "samplers.sgld": lambda lr: bc.sgld(lr, temperature=T),
     "samplers.sghmc": lambda lr: bc.sghmc(lr, 0.9, temperature=T),
     "samplers.langevin_with_precision": lambda lr: bc.samplers.langevin_with_precision(
-        Diagonal(), lr, 0.8, temperature=T
+        DIAGONAL_PRECISION, lr, 0.8, temperature=T
     ),
     "links.inject_langevin_noise": lambda lr: bc.chain(bc.inject_langevin_noise(T), bc.scale_by_neg_lr(lr)),
     "links.scale_by_neg_lr": lambda lr: bc.chain(bc.inject_langevin_noise(T), bc.scale_by_neg_lr(lr)),

@@ -517,8 +517,10 @@ def test_without_noise_or_when_declared_it_is_accepted(build):
     ],
 )
 def test_parameters_that_cannot_be_sampled_are_named_at_init(params, error, words):
-    with pytest.raises(error, match=words):
-        bc.sghmc(0.1, temperature=1.0).init(params)
+    dense = bc.samplers.langevin_with_precision(TreePrecision(), 0.1, temperature=T)
+    for tx in (bc.sghmc(0.1, temperature=T), dense, *(build() for build in OWN_NOISE.values())):
+        with pytest.raises(error, match=words):
+            tx.init(params)
     if error is not TypeError or torch.is_tensor(params["w"]):
         bc.sgd(0.1).init(params)  # at T = 0 what TorchOpt accepts
 

@@ -11,6 +11,11 @@ def assert_close(mine, other, rtol=1e-10, atol=1e-12):
         torch.testing.assert_close(x, y, rtol=rtol, atol=atol)
 
 
+def same(a, b):
+    """Whether two trees hold the same numbers, bit for bit."""
+    return all(torch.equal(x, y) for x, y in zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True))
+
+
 def each_alone(chains, steps, params, state, batches, batch_of=lambda batch, i: batch, **tolerance):
     """Chain ``i`` moves as ``steps[i]`` does alone, with its own part of the batch, and reports the same loss.
 

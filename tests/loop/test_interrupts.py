@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import bayesopt_chain as bc
 from bayesopt_chain.loop.interrupts import uninterrupted
+from tests.loop.alone import same
 
 pytestmark = pytest.mark.skipif(
     threading.current_thread() is not threading.main_thread(), reason="signals come to the main thread"
@@ -41,10 +42,6 @@ CHAINS = {
     "schedule": lambda: bc.sghmc(lambda count: 0.1 / (1 + count), temperature=0.1),
     "skipping": lambda: bc.skip_nonfinite(bc.adam(0.1)),
 }
-
-
-def same(a, b):
-    return all(torch.equal(x, y) for x, y in zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True))
 
 
 @pytest.mark.parametrize("name", CHAINS)

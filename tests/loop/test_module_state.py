@@ -11,7 +11,7 @@ from torch import nn
 import bayesopt_chain as bc
 from bayesopt_chain.loop.module_state import ModuleState
 from bayesopt_chain.random.model_draws import model_draws
-from tests.loop.alone import each_alone
+from tests.loop.alone import assert_close, each_alone, same
 
 BATCH = torch.randn(10, 1, 4, 4, dtype=torch.float64), torch.randint(3, (10,))
 COLD, HOT = bc.sgd(0.1, 0.9), bc.sghmc(0.05, temperature=0.01)
@@ -44,15 +44,6 @@ def run(step, params, state, steps=3):
     return params, state, info
 
 
-def close(a, b, rtol=1e-12):
-    for x, y in zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True):
-        torch.testing.assert_close(x, y, rtol=rtol, atol=1e-13)
-
-
-def same(a, b):
-    return all(torch.equal(x, y) for x, y in zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True))
-
-
 def test_a_step_moves_parameters_and_statistics_as_torch_does():
     step, params, _ = made(COLD)
     state = step.init(params)
@@ -66,8 +57,8 @@ def test_a_step_moves_parameters_and_statistics_as_torch_does():
         optimizer.step()
         params, state, _ = step(params, state, BATCH)
         assert torch.equal(torch.get_rng_state(), before)
-    close(params, dict(module.named_parameters()))
-    close(state.buffers, dict(module.named_buffers()))
+    assert_close(params, dict(module.named_parameters()))
+    assert_close(state.buffers, dict(module.named_buffers()))
     assert state.buffers["1.num_batches_tracked"] == 3 and state.stream.step == 3
 
 
@@ -90,7 +81,7 @@ def test_a_captured_step_drops_and_normalises_as_the_eager_one():
         params = params if n is None else stacked(n)
         state = step.init(params) if n is None else run_one.init(HOT, params)
         fast = bc.capture(run_one, params, state, BATCH, backend="eager", clone=True)
-        close(run(fast, params, state)[:2], run(run_one, params, state)[:2], rtol=1e-9)
+        assert_close(run(fast, params, state)[:2], run(run_one, params, state)[:2], rtol=1e-9)
 
 
 def test_in_place_and_pure_steps_agree_and_a_pure_one_shares_nothing():
@@ -104,7 +95,7 @@ def test_in_place_and_pure_steps_agree_and_a_pure_one_shares_nothing():
     assert not shared & {x.data_ptr() for x in optree.tree_leaves(want) if x.numel()}
     got = run(inplace, params, state)[:2]
     assert all(x is y for x, y in zip(optree.tree_leaves(got[1].buffers), optree.tree_leaves(state.buffers)))
-    close(got, want)
+    assert_close(got, want)
 
 
 def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path):
@@ -161,7 +152,7 @@ def test_a_skipped_step_leaves_buffers_and_draws_as_they_were():
         assert same((params, state.buffers, state.stream), (kept[0], kept[1].buffers, kept[1].stream))
         params, state, info = step(params, state, BATCH)
         want, _, first = made(tx)[0](*kept, BATCH)
-        close((params, info.loss), (want, first.loss))
+        assert_close((params, info.loss), (want, first.loss))
     chains, params = bc.parallel(made(tx)[0], 2), stacked(2)
     state = chains.init(tx, params)
     _, after, _ = chains(params, state, bad)

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torchopt
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -187,18 +186,6 @@ def test_contour_learns_a_flat_histogram_of_the_loss_whose_weights_give_the_targ
     assert flat < 0.2 * peaked
     energies = [(x * potential.value(grid)).sum() / x.sum() for x in (law, law * weight)]
     assert energies[0] - energies[1] > temperature  # without weights it is another law
-
-
-@pytest.mark.parametrize(
-    "front", [lambda: bc.links.scale(0.5), lambda: bc.links.scale_by_rms(), lambda: bc.add_momentum(0.5)]
-)
-def test_svgd_refuses_what_would_change_its_temperature(front):
-    """A gain of 1/2 in front of it samples twice the temperature: the repulsion is not scaled."""
-    particles = torch.randn(5, 2, generator=torch.Generator().manual_seed(0))
-    with pytest.raises(ValueError, match=r"scale_by_stein_kernel: .* another temperature"):
-        bc.chain(front(), bc.samplers.svgd(0.1, temperature=1.0)).init(particles)
-    bc.chain(front(), bc.samplers.svgd(0.1, temperature=0.0)).init(particles)
-    bc.chain(torchopt.clip_grad_norm(1.0), bc.samplers.svgd(0.1, temperature=1.0)).init(particles)
 
 
 def test_svgd_behind_weight_decay_settles_at_the_posterior_with_that_prior():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
-from bayesopt_chain import samplers
+from bayesopt_chain import precision, samplers
 from bayesopt_chain.random import stream as keyed_stream
 from bayesopt_chain.samplers.microcanonical import Metric, freshness
 from bayesopt_chain.testing import NormalProbe, assert_bitwise_equal
@@ -110,28 +110,18 @@ def test_a_precision_is_the_same_chain_in_other_coordinates():
     """``R^-1 theta`` of the chain with ``Lambda`` moves as the plain chain on the loss in those coordinates does."""
     d = 4
     A = torch.randn(d, d, dtype=F64)
-    L = torch.linalg.cholesky(A @ A.T + torch.eye(d, dtype=F64))  # Lambda = L L^T, R = L^-T
-
-    class Dense:
-        def solve(self, x):
-            return torch.cholesky_solve(x[:, None], L)[:, 0]
-
-        def sqrt_solve(self, x):
-            return torch.linalg.solve_triangular(L.T, x[:, None], upper=True)[:, 0]
-
-        def quad(self, x):
-            return (L.T @ x).square().sum()
-
+    Lambda = A @ A.T + torch.eye(d, dtype=F64)
+    theta, L = torch.ones(d, dtype=F64), torch.linalg.cholesky(Lambda)  # Lambda = L L^T, R = L^-T
+    dense = precision.Dense(Lambda, precision.shape_only(theta), torch.tensor(1.0)).factorised()
     slope = lambda w: torch.sin(w) + w  # noqa: E731
-    theta = torch.ones(d, dtype=F64)
     phi = L.T @ theta
-    with_metric, plain = (bc.samplers.mclmc(0.3, 2.0, temperature=0.5, precision=p) for p in (Dense(), None))
+    with_metric, plain = (bc.samplers.mclmc(0.3, 2.0, temperature=0.5, precision=p) for p in (dense, None))
     state, other = with_metric.init(theta), plain.init(phi)
     other = other.replace(0, other[0]._replace(key=state[0].key))
     theta, state = end_of(with_metric, theta, slope, 20, state)
     phi, _ = end_of(plain, phi, lambda x: torch.linalg.solve(L, slope(torch.linalg.solve(L.T, x))), 20, other)
     torch.testing.assert_close(L.T @ theta, phi, rtol=1e-10, atol=1e-10)
-    assert float(Dense().quad(state[0].direction[0])) == pytest.approx(1.0)
+    assert float(dense.quad(state[0].direction[0])) == pytest.approx(1.0)
 
 
 def test_a_refresh_forgets_the_direction_over_the_length():

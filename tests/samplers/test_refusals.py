@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torchopt
 
 import bayesopt_chain as bc
 from bayesopt_chain import samplers
@@ -107,6 +108,14 @@ VALUES = [
         lambda: behind(samplers.scale_by_stein_kernel(1.0), bc.sgld(0.1, temperature=1.0), torch.zeros(3, 2)),
         "its particles share gradients",
     ),
+    # a gain of 1/2 in front of it samples twice the temperature: the repulsion is not scaled
+    *(
+        (
+            lambda front=front: behind(front, particles(), torch.zeros(5, 2)),
+            r"scale_by_stein_kernel: .* another temperature",
+        )
+        for front in (bc.links.scale(0.5), bc.links.scale_by_rms(), bc.add_momentum(0.5))
+    ),
     (lambda: contour(2.0, 1.0), "low must lie below high"),
     (lambda: contour(bins=1), "bins"),
     (
@@ -158,20 +167,5 @@ def test_a_wrong_argument_is_named(ask, words, error):
 def test_what_stands_rightly_in_front_or_behind_is_taken():
     bc.chain(contour(), bc.links.add_decayed_weights(0.1), bc.sgld(0.1, temperature=1.0)).init(TWO)
     behind(bc.links.add_gaussian_prior(1.0, n=10), samplers.psgld(0.1, temperature=1.0))
-
-
-OWN_NOISE = {
-    "ubu": lambda: samplers.ubu(0.1, 1.0, temperature=1.0),
-    "lattice_walk": lambda: samplers.lattice_walk(0.1, temperature=1.0),
-    "sgfs": fisher,
-    "badodab": lambda: samplers.badodab(0.1, temperature=1.0),
-    "langevin_with_precision": PRECISION,
-}
-
-
-@pytest.mark.parametrize("name", OWN_NOISE)
-def test_integer_parameters_and_empty_trees_are_refused(name):
-    with pytest.raises(TypeError, match="only real floating-point tensors can be sampled"):
-        OWN_NOISE[name]().init({"w": torch.zeros(2), "n": torch.zeros(2, dtype=torch.int64)})
-    with pytest.raises(ValueError, match="the tree has no leaves"):
-        OWN_NOISE[name]().init({})
+    behind(bc.links.scale(0.5), samplers.svgd(0.1, temperature=0.0), torch.zeros(5, 2))
+    behind(torchopt.clip_grad_norm(1.0), particles(), torch.zeros(5, 2))

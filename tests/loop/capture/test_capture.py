@@ -4,6 +4,7 @@ import contextlib
 import copy
 import pickle
 import threading
+import uuid
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,10 +16,17 @@ from torch import nn
 
 import bayesopt_chain as bc
 from bayesopt_chain.loop.capture import build as capture_module
-from bayesopt_chain.loop.capture import replays
+from bayesopt_chain.loop.capture import cache, replays
 from bayesopt_chain.random.stream import new_key
 from tests.loop.capture.recorded import BACKENDS, COMPILED, CUDA, assert_close, follow, record
 from tests.random.draws import leaf
+
+
+def compiled(test):
+    """Of a test that compiles: slow, and skipped where there is no compiler."""
+    for mark in COMPILED:
+        test = mark(test)
+    return test
 
 
 def loss(params, batch):
@@ -511,8 +519,7 @@ def follow_in_a_graph(step, start, batches):
     follow(step, fast, start, batches, steps, split=True)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not replays.compiler_found(), reason="needs a C++ compiler")
+@compiled
 def test_a_cuda_graph_of_compiled_chains_is_their_steps(rehearsed, monkeypatch):
     """On a device small products are fused with what surrounds them; large ones, and those of few chains, stay products."""
     monkeypatch.setattr(capture_module, "_is_on_cuda", lambda body: True)
@@ -554,8 +561,7 @@ def test_memory_does_not_grow_over_ten_thousand_replays():
     assert found[0] == found[1]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not replays.compiler_found(), reason="needs a C++ compiler")
+@compiled
 def test_compiled_philox_is_eager_philox_for_every_key():
     """Small leaves once lost a mask to signed overflow, for half of the keys; the integers decide the cell and quadrant,
     so that one wrong bit moves a normal by far more than 1e-6. Other variables were vectorised wrongly where the compiler
@@ -589,8 +595,7 @@ def test_a_short_last_batch_is_recorded_when_it_comes_first(backend):
     assert torch.equal(mine[0]["w"], held), "a refusal moves nothing"
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not replays.compiler_found(), reason="needs a C++ compiler")
+@compiled
 def test_normals_are_drawn_before_the_program_where_key_and_count_stay_where_they_are():
     """The noise of the step itself. What chains side by side draw, and by a count that the step makes, stays in the graph."""
     tx = bc.sghmc(0.1, temperature=1.0)
@@ -751,3 +756,48 @@ def test_attention_that_drops_inside_its_operation_is_refused():
     record(loss, tx, params, 0.0, backend="eager")
     with pytest.raises(bc.CaptureError, match="flash_attention"):
         record(loss, tx, params, 0.1, backend="eager")
+
+
+def five_steps():
+    """What five steps of a captured sampler give, and whether its program was compiled or found."""
+    from torch._dynamo.utils import counters
+
+    before = counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]
+    tx, params = bc.sghmc(0.1, temperature=0.1), {"w": torch.ones(33)}
+    torch.manual_seed(0)
+    step, state = bc.make_step(lambda p, batch: (p["w"] * batch).tanh().square().sum(), tx), tx.init(params)
+    fast = bc.capture(step, params, state, torch.linspace(-1, 1, 33), backend="inductor")
+    for _ in range(5):
+        params, state, _ = fast(params, state, torch.linspace(-1, 1, 33))
+    hits, misses = (counters["inductor"][f"fxgraph_cache_{kind}"] - n for kind, n in zip(("hit", "miss"), before))
+    return params["w"].clone(), hits, misses
+
+
+@compiled
+def test_a_program_is_found_again_with_the_same_bits_and_not_for_another_processor_thread_count_or_version(monkeypatch):
+    mine = cache.tag()
+    for change in (
+        lambda patch: patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another"),
+        lambda patch: patch.setattr(torch, "get_num_threads", lambda: 1000),
+        lambda patch: patch.setattr(cache, "__version__", "another"),
+    ):
+        with monkeypatch.context() as patch:
+            change(patch)
+            assert cache.tag() != mine
+    new, newer = uuid.uuid4(), uuid.uuid4()  # whatever the folder holds already
+    monkeypatch.setattr(cache, "tag", lambda on_cpu: f"{mine} {new}")
+    (first, *compiled), (again, *found) = five_steps(), five_steps()
+    assert compiled == [0, 1] and found == [1, 0] and torch.equal(first, again)
+    monkeypatch.setattr(cache, "tag", lambda on_cpu: f"{mine} {newer}")
+    other, *compiled = five_steps()
+    assert compiled == [0, 1] and torch.equal(first, other)
+
+
+@compiled
+def test_a_program_on_a_device_does_not_ask_for_the_instructions_of_the_processor(monkeypatch):
+    """torch finds them by compiling programs, which takes 17 s on two cores where none of them is on disk."""
+    asked = []
+    monkeypatch.setattr("torch._inductor.cpu_vec_isa.pick_vec_isa", lambda: asked.append(1))
+    assert cache.tag(on_cpu=False) == cache.tag(on_cpu=False) and not asked
+    cache.tag()
+    assert asked
