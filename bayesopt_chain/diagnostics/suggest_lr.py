@@ -56,6 +56,7 @@ from bayesopt_chain.diagnostics.gradient_noise import gradient_noise, scalar, tw
 from bayesopt_chain.diagnostics.heating import Heating, Reduced, loop, predict, reduce, rescaled
 from bayesopt_chain.diagnostics.top_curvature import hessian_product, trace
 from bayesopt_chain.loop.step import make_step
+from bayesopt_chain.modules.functional import make_functional
 from bayesopt_chain.testing._lyapunov import solve_lyapunov
 
 MARGIN = 0.1  # share of the stability limit
@@ -576,14 +577,9 @@ def _of_module(loss: Callable[[Any, Any], Any], params: Any) -> tuple[Callable[[
         def forward(self, batch: Any) -> Any:
             return loss(self.module, batch)
 
-    bound = Bound()
-    buffers = {f"module.{key}": b.detach().clone() for key, b in params.named_buffers()}
-
-    def functional(tree: Any, batch: Any) -> Any:
-        values = {f"module.{key}": p for key, p in tree.items()}
-        return torch.func.functional_call(bound, {**buffers, **values}, (batch,))
-
-    return functional, {key: p.detach().clone() for key, p in params.named_parameters() if p.requires_grad}
+    forward, named, _ = make_functional(Bound(), inputs=lambda batch: (batch,))
+    tree = {key.removeprefix("module."): p for key, p in named.items()}
+    return lambda tree, batch: forward({f"module.{key}": p for key, p in tree.items()}, batch), tree
 
 
 def rate(stability: float, heat: Callable[[float], float], tolerance: float, margin: float = MARGIN) -> float:

@@ -464,17 +464,11 @@ def observe(
         lr, momentum = float(settings["lr"]), float(settings["momentum"])
         target, stiff = replace(target, momentum=momentum), target.stiff_directions(1 if target.free > ALONE else 4)
         device = target.leaves[0].device
-        sizes = {
-            "loss": 1,
-            "virial": 1,
-            "virial of stiff": 1,
-            "virial of spring": 1,
-            "virial by leaf": len(target.leaves),
-        }
-        sizes |= {"noise": 1} if target.in_batches else {}
-        about = {
-            **shift,
-            **{name: torch.zeros(size, dtype=torch.float64, device=device) for name, size in sizes.items()},
+        sizes = dict.fromkeys(RESERVED, 1) | {"virial by leaf": len(target.leaves)}
+        about = shift | {
+            name: torch.zeros(size, dtype=torch.float64, device=device)
+            for name, size in sizes.items()
+            if target.in_batches or name != "noise"
         }
         about["loss"] += reference
         watches, ended = list[Watch](), list[tuple[bool, str]]()
