@@ -31,6 +31,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import optree
@@ -42,6 +43,7 @@ from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.checks import short
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.diagnostics._response import EQUAL, gains, polynomials
+from bayesopt_chain.diagnostics.findings import Row, judged
 from bayesopt_chain.diagnostics.forces import inner, levels_of
 from bayesopt_chain.diagnostics.heat import FEW, Heat, Leaf, Sketch, Stretch, loudest, read_heat
 from bayesopt_chain.loop.step import Step
@@ -61,6 +63,28 @@ GIVE_UP = 4  # windows, after which it says that it has seen nothing
 SKIPPED = 0.1  # share of a window's steps that may be passed over
 LONG = 30.0  # steps that the momentum remembers, from which reshuffled epochs may cancel most of the noise
 TOTAL = 20.0  # rho from which the loss may be a sum over the batch
+
+
+COOLER = ", larger batches, or all data; bc.suggest_lr chooses a rate at which they heat little"
+WARNING = (  # of each kind the first that holds, one after the other
+    Row("sum", lambda m: m.rho > TOTAL,
+        "check first that the loss is a mean over the batch: a sum over B data reads B * B times as hot at the same rate, and "
+        "temperature 1/N belongs to a mean. If it is one, "),
+    Row("what", lambda m: m.steps, "minibatches heat this chain"),
+    Row("what", lambda m: True, "the noise of the gradients heats this chain"),
+    Row("number", lambda m: True,
+        ". In the worst direction it samples about {times:.2g} times the variance asked for (that noise is {rho:.2g} +- "
+        "{error:.1g} times what the sampler itself injects; by the law of "),
+    Row("law", lambda m: m.order == "independent", "independent batches)"),
+    Row("law", lambda m: m.steps, "reshuffled epochs of {steps} steps)"),
+    Row("law", lambda m: True,
+        "independent batches, the worst case: steps_per_epoch= counts that reshuffled epochs heat less)"),
+    Row("do", lambda m: m.order == "reshuffled" and not m.steps and m.memory > LONG,
+        ". Pass steps_per_epoch=, the optimizer steps in a pass over the data: a momentum that remembers {memory:.3g} steps "
+        "may cancel nearly all of that noise"),
+    Row("do", lambda m: m.lr is None, ". Multiply every learning rate by {cooler:.1g}" + COOLER),
+    Row("do", lambda m: True, ". Use lr {lower:.1g} (now {lr:.2g})" + COOLER),
+)  # fmt: skip
 
 
 class HeatGuard:
@@ -111,9 +135,6 @@ class HeatGuard:
         who: str = "bayesopt_chain",
     ) -> None:
         self.steps_per_epoch, self.order, self.above, self.who = steps_per_epoch, order, above, who
-        self._restart()
-
-    def _restart(self) -> None:
         self.readings: list[Heat] = []
         self.has_warned = self.has_left_out = False
         self._steps, self._start, self._failed = 0, STARTS[0], 0
@@ -399,36 +420,14 @@ class HeatGuard:
 
     def _text(self, heat: Heat, momentum: float, lrs: set[float | None]) -> str:
         """The warning for a reading: its number and error, and what to do."""
-        is_told, memory = self.steps_per_epoch is not None, 1.0 / max(1.0 - momentum, 1e-9)
-        size = f"{heat.rho:.2g} +- {heat.standard_error:.1g} times what the sampler itself injects"
-        what = "minibatches heat this chain" if is_told else "the noise of the gradients heats this chain"
-        lr, cooler = next(iter(lrs)) if len(lrs) == 1 else None, min(1.0, 0.1 / heat.rho)
-        rate = (
-            f"Multiply every learning rate by {cooler:.1g}"
-            if lr is None
-            else f"Use lr {cooler * lr:.1g} (now {lr:.2g})"
-        )
-        todo = f"{rate}, larger batches, or all data; bc.suggest_lr chooses a rate at which they heat little"
-        if self.order == "independent":
-            law = "independent batches"
-        elif is_told:
-            law = f"reshuffled epochs of {self.steps_per_epoch} steps"
-        else:
-            law = "independent batches, the worst case: steps_per_epoch= counts that reshuffled epochs heat less"
-            if memory > LONG:
-                todo = (
-                    f"Pass steps_per_epoch=, the optimizer steps in a pass over the data: a momentum that remembers "
-                    f"{memory:.3g} steps may cancel nearly all of that noise"
-                )
-        if heat.rho > TOTAL:
-            what = (
-                "check first that the loss is a mean over the batch: a sum over B data reads B * B times as hot at the same "
-                f"rate, and temperature 1/N belongs to a mean. If it is one, {what}"
-            )
-        return (
-            f"{what}. In the worst direction it samples about {1 + heat.excess:.2g} times the variance asked for (that noise "
-            f"is {size}; by the law of {law}). {todo}"
-        )
+        m = SimpleNamespace(
+            rho=heat.rho, error=heat.standard_error, times=1 + heat.excess, order=self.order, steps=self.steps_per_epoch,
+            memory=1.0 / max(1.0 - momentum, 1e-9), cooler=min(1.0, 0.1 / heat.rho), lr=None,
+        )  # fmt: skip
+        if len(lrs) == 1 and None not in lrs:
+            (m.lr,) = lrs
+            m.lower = m.cooler * m.lr
+        return "".join(part.says for part in judged(WARNING, m, set()))
 
     def postfix(self) -> dict[str, str]:
         """What a progress bar shows.
