@@ -88,14 +88,14 @@ class Observation(NamedTuple):
         force: the gradient of the batch's log-likelihood, a tree like the parameters; ``None`` for Gaussian noise, whose
             innovations say it.
         seen: the number of data, 0-d.
-        log_likelihood: of the batch at the mean, normalised, in nats, 0-d, float64.
+        log_likelihood: of the batch at the mean, normalised, in nats, 0-d, float64; ``None`` where it is not known.
     """
 
     rows: Tree
     innovation: Tensor | None
     force: Tree | None
     seen: Tensor
-    log_likelihood: Tensor
+    log_likelihood: Tensor | None
 
 
 LIKELIHOOD = kinds.Kind(
@@ -103,24 +103,6 @@ LIKELIHOOD = kinds.Kind(
     "one of bc.likelihoods, called, or a variance: a positive number, or a tensor of them",
     (int, float, Tensor),
 )
-
-
-class Information(NamedTuple):
-    """What a filter conditions on.
-
-    Attributes:
-        rows: leaf by leaf ``[M, *leaf.shape]``.
-        innovation: ``[M]``, or ``None``.
-        force: like the leaves; ``None`` for Gaussian innovations.
-        seen: the number of data, 0-d.
-        log_likelihood: at the mean, in nats; ``None`` where it was not given.
-    """
-
-    rows: list[Tensor]
-    innovation: Tensor | None
-    force: list[Tensor] | None
-    seen: Tensor
-    log_likelihood: Tensor | None
 
 
 @kinds.takes(likelihood=LIKELIHOOD, linearisation=kinds.one_of("tangent", "empirical"))
@@ -256,8 +238,8 @@ def weighted_sum(weights: Tensor, rows: Tensor) -> Tensor:
     return (weights.to(rows.dtype) @ rows.reshape(rows.shape[0], rows.shape[1:].numel())).reshape(rows.shape[1:])
 
 
-def information(context: LinkContext, who: str) -> Information:
-    """Take the increment of an update, its keyword ``curvature``, apart.
+def information(context: LinkContext, who: str) -> Observation:
+    """Take the increment of an update, its keyword ``curvature``, apart: rows and force leaf by leaf.
 
     An increment is an :class:`Observation` or a precision that has rows. Beside a precision the keyword
     ``loss``, if there is one, is the mean negative log-likelihood of the batch.
@@ -271,21 +253,18 @@ def information(context: LinkContext, who: str) -> Information:
         TypeError: a structure without rows.
     """
     increment, loss = context.extra.get("curvature"), context.extra.get("loss")
-    innovation, force, log_likelihood = None, None, None
     if isinstance(increment, Observation):
-        rows, innovation = _require_over(increment.rows, context, who), increment.innovation
-        log_likelihood, seen = increment.log_likelihood, increment.seen
         force = None if increment.force is None else optree.tree_leaves(increment.force)
-    elif isinstance(increment, Precision):
-        rows, seen = _require_over(_rows(increment, who), context, who), increment.count
-        log_likelihood = None if loss is None else -loss.to(torch.float64) * seen
-    else:
-        came = "no curvature" if increment is None else f"curvature of class {type(increment).__name__}"
-        raise ValueError(
-            f"{who}: update got {came}: pass curvature=estimate(params, batch) with an estimator of bc.curvature "
-            "(structure='root'), or bc.ekf.observe (make_step does, given curvature=)"
-        )
-    return Information(rows, innovation, force, seen, log_likelihood)
+        return increment._replace(rows=_require_over(increment.rows, context, who), force=force)
+    if isinstance(increment, Precision):
+        log_likelihood = None if loss is None else -loss.to(torch.float64) * increment.count
+        rows = _require_over(_rows(increment, who), context, who)
+        return Observation(rows, None, None, increment.count, log_likelihood)
+    came = "no curvature" if increment is None else f"curvature of class {type(increment).__name__}"
+    raise ValueError(
+        f"{who}: update got {came}: pass curvature=estimate(params, batch) with an estimator of bc.curvature "
+        "(structure='root'), or bc.ekf.observe (make_step does, given curvature=)"
+    )
 
 
 def _require_over(rows: Tree, context: LinkContext, who: str) -> list[Tensor]:
@@ -299,14 +278,14 @@ def _require_over(rows: Tree, context: LinkContext, who: str) -> list[Tensor]:
     return mine
 
 
-def of_moving(known: Information, moves: list[bool]) -> Information:
+def of_moving(known: Observation, moves: list[bool]) -> Observation:
     """What is known of the leaves that move, the others being fixed: the rows of a fixed leaf are zero."""
     force = known.force and [x if m else torch.zeros_like(x) for x, m in zip(known.force, moves)]
     rows = [row if m else torch.zeros_like(row) for row, m in zip(known.rows, moves)]
     return known._replace(rows=rows, force=force)
 
 
-def weighed(known: Information, g: list, leaves: list[Tensor], lr: float | Tensor) -> Information:
+def weighed(known: Observation, g: list, leaves: list[Tensor], lr: float | Tensor) -> Observation:
     """The batch times lr: its rows and innovations times lr^1/2, its force ``-lr B g`` unless it brought one."""
     is_one = not isinstance(lr, Tensor) and lr == 1
     force = known.force
@@ -427,7 +406,7 @@ class Structure(ABC):
         """The state before the update, after the parameters moved."""
 
     @abstractmethod
-    def update(self, state: Any, batch: Information, leaves: list[Tensor]) -> Conditioned:
+    def update(self, state: Any, batch: Observation, leaves: list[Tensor]) -> Conditioned:
         """What a weighed batch makes of a predicted state."""
 
     def only(self, old: Any, new: Any, moves: list[bool]) -> Any:
@@ -471,7 +450,7 @@ class DenseRoot(Structure):
         stacked = torch.cat([first, torch.cat([walked, root], dim=1)])
         return state._replace(root=_triangle(stacked)[parameters:, parameters:].mT)
 
-    def update(self, state: Any, batch: Information, leaves: list[Tensor]) -> Conditioned:
+    def update(self, state: Any, batch: Observation, leaves: list[Tensor]) -> Conditioned:
         root = state.root.mT
         parameters = root.shape[-1]
         rows = flatten(batch.rows, leaves).to(root.dtype)
@@ -585,7 +564,7 @@ class LowRankInformation(Structure):
             diagonal, rows = walked(diagonal, rows, motion.noise)
         return state._replace(diagonal=tuple(diagonal), rows=tuple(rows))
 
-    def update(self, state: Any, batch: Information, leaves: list[Tensor]) -> Conditioned:
+    def update(self, state: Any, batch: Observation, leaves: list[Tensor]) -> Conditioned:
         before, rows, e = list(state.diagonal), batch.rows, batch.innovation
         if self.rank:  # the directions are rows that observed what the mean says
             rows = [torch.cat([a, b]) for a, b in zip(state.rows, rows)]

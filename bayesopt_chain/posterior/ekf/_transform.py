@@ -23,9 +23,9 @@ from bayesopt_chain.core.op import TensorOps
 from bayesopt_chain.matching.response import Refused, Response
 from bayesopt_chain.posterior.ekf._structures import (
     DenseRoot,
-    Information,
     LowRankInformation,
     Motion,
+    Observation,
     Structure,
     Tally,
     information,
@@ -178,7 +178,7 @@ class Filter(Link):
         return isinstance(value, (int, float)) and value == default
 
 
-def evidence(batch: Information, growth: Tensor, misfit: Tensor) -> tuple[float | Tensor, float | Tensor]:
+def evidence(batch: Observation, growth: Tensor, misfit: Tensor) -> tuple[float | Tensor, float | Tensor]:
     """What a batch adds to the log evidence, and how many data are scored by that."""
     if batch.log_likelihood is None:
         return 0.0, 0.0
