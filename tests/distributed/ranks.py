@@ -41,7 +41,7 @@ def run(function, size, *args, **options):
     """
     if not size:
         return [function(*args, **options)]
-    group = GROUPS.pop(size, None) or _begun(_serve, size)
+    group = GROUPS.pop(size, None) or begun(_serve, size)
     call = pickle.dumps((next(CALLS), function, args, options))
     for pipe, _ in group:
         pipe.send_bytes(call)
@@ -68,7 +68,7 @@ def killed(function, size, victim, *args, now=lambda: False, **options):
 
     Whether the victim was killed, by us or by itself.
     """
-    group, end = _begun(_once, size, function, args, options), time.monotonic() + 120
+    group, end = begun(_once, size, function, args, options), time.monotonic() + 120
     processes = [process for _, process in group]
     # a rank that has finished leaves the others to run on
     while time.monotonic() < end and None in (codes := [process.exitcode for process in processes]) and not any(codes):
@@ -81,7 +81,7 @@ def killed(function, size, victim, *args, now=lambda: False, **options):
     return died
 
 
-def _begun(target, size, *args):
+def begun(target, size, *args):
     """A pipe and a process for each rank; the store is in this process."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     group = []

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import bayesopt_chain as bc
-from tests.distributed.ranks import server
+from tests.distributed.ranks import begun
 
 ROOT = Path(__file__).parents[2]
 HOWTO = {page.stem: page.read_text() for page in sorted((ROOT / "docs" / "howto").glob("*.md"))}
@@ -55,28 +54,23 @@ def forked(size, folder, draws, script, spread=True):
     ``spread``: it has DTensors, whose meshes torch keeps in caches of its own.
     """
     (folder / "page.py").write_text(script)
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    given = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "DRAWS": str(draws)}
-    given |= {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True"}  # the store is in this process
-    ranks = [
-        server().Process(target=_execute, args=(folder, given | {"RANK": str(rank)}, spread), daemon=True)
-        for rank in range(size)
-    ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(200)
+    group = begun(_execute, size, folder, draws, spread)
+    for _, process in group:
+        process.join(200)
     said = "".join((folder / f"{name}-{rank}").read_text() for name in ("err", "out") for rank in range(size))
-    assert all(rank.exitcode == 0 for rank in ranks), said
+    assert all(process.exitcode == 0 for _, process in group), said
     return "".join((folder / f"out-{rank}").read_text() for rank in range(size)).strip()
 
 
-def _execute(folder, given, spread):
+def _execute(pipe, rank, size, port, folder, draws, spread):
     torch.set_num_threads(1)
-    os.environ.update(given)
+    os.environ.update(
+        {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    )
+    os.environ.update({"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True", "DRAWS": str(draws)})
     os.chdir(folder)
     for number, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(f"{name}-{given['RANK']}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        os.dup2(os.open(f"{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     sys.path.insert(0, str(folder))
     runpy.run_path("page.py", run_name="__main__")
     names = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
