@@ -400,25 +400,18 @@ def test_leaves_that_are_not_sampled_may_stand_still():
 # the scale of the loss
 
 
-def tokens(ignored):
-    g = torch.Generator().manual_seed(0)
-    ids, labels = (torch.randint(5, (40, 10), generator=g) for _ in range(2))
-    labels[:, 10 - ignored :] = -100
-    return {"ids": ids, "labels": labels}
-
-
 def test_a_mean_over_tokens_is_asked_for_their_number():
-    batch = tokens(5)
+    ids, labels = torch.randint(5, (2, 40, 10), generator=torch.Generator().manual_seed(0))
+    labels[:, 5:] = -100
 
     def loss(p, b):
-        logits = p["E"][b["ids"]].flatten(0, 1)
-        return nn.functional.cross_entropy(logits, b["labels"].flatten()) + p["E"].square().sum() / 400
+        logits = p["E"][b[0]].flatten(0, 1)
+        return nn.functional.cross_entropy(logits, b[1].flatten()) + p["E"].square().sum() / 400
 
-    torch.manual_seed(0)
     draws = bc.Draws.from_trees([{"E": torch.randn(2, 5, 5)} for _ in range(3)], chains=2)
 
     def look(temperature, **more):
-        return doctor(draws, bc.sghmc(0.1, temperature=temperature), loss, batch, **more)
+        return doctor(draws, bc.sghmc(0.1, temperature=temperature), loss, (ids, labels), **more)
 
     (scale,) = [f for f in look(1 / 200).findings if f.kind == "scale"]
     assert "pass their number as data_size=" in scale.do
@@ -595,6 +588,7 @@ EXACT, PLAIN = Exact(0, 60, 4), {"tx": bc.sgd(0.1)}
 FIELDS = {"class weights": torch.ones(3), "x": EXACT.data[0], "y": EXACT.data[1]}
 LOOKS = {  # what is changed in a look at exact draws, what is found, and a part of the report
     "data are counted by what most tensors say": ({"loss": of_fields, "batches": FIELDS}, set(), f"{'data N':<34} 100"),
+    "all data may come as a list of one batch": ({"batches": [EXACT.data]}, set(), f"{'data N':<34} 100"),
     "a loss of fixed size takes no batch twice": ({"loss": of_fixed_size}, set(), "Not seen: whether loss and temperature"),
     "three draws tell the scale": (
         {"draws": Exact(0, 3, 2).draws, "tx": bc.sghmc(0.1, temperature=1.0)}, {"short", "scale"}, "takes four"

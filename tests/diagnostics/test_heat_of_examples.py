@@ -65,10 +65,6 @@ def docstrings():
                 yield f"{path.relative_to(ROOT)}: docstring {i}", text
 
 
-def samples_minibatches(code):
-    return bool(SAMPLER.search(code) and BATCHES.search(code))
-
-
 def excess(loss, params, data, batch, tx):
     """Of the worst direction, under reshuffled epochs; noise from as many epochs as make about a hundred batches."""
     batches = bc.epochs(data, batch, seed=0)
@@ -78,7 +74,7 @@ def excess(loss, params, data, batch, tx):
 
 
 def test_every_example_with_minibatches_is_computed_or_says_what_it_is():
-    found = [(name, code) for name, code in [*blocks(), *docstrings()] if samples_minibatches(code)]
+    found = [(name, code) for name, code in [*blocks(), *docstrings()] if SAMPLER.search(code) and BATCHES.search(code)]
     assert len(found) >= 8  # the search finds something
     assert {name for name, _ in found} >= COMPUTED
     silent = [name for name, code in found if name not in COMPUTED and not SAYS.search(code)]

@@ -403,6 +403,9 @@ COOLED = {
 }
 
 
+GROUPS = bc.partition({"a": bc.sghmc(0.1, temperature=T), "b": bc.sghmc(0.1, 0.5, temperature=T)}, ["a", "b"])
+
+
 def uneven(strength=0.3, like=None):
     """``H``, gradients ``n_i`` of four batches whose covariance does not commute with it, and the measured noise."""
     generator = torch.Generator().manual_seed(1)
@@ -421,8 +424,8 @@ def uneven(strength=0.3, like=None):
     return H, n, gradient_noise(loss, like, [x[None] for x in n])
 
 
-def report_of(tx, order, strength=0.3, **more):
-    H, _, noise = uneven(strength)
+def report_of(tx, order, strength=0.3, like=None, **more):
+    H, _, noise = uneven(strength, like)
     return heating(tx, noise, order=order, steps_per_epoch=4, **{"curvature": H, "again": noise, **more})
 
 
@@ -449,23 +452,18 @@ def test_cooled_draws_have_the_covariance_of_full_gradients(name, order):
         ({"curvature": None}, r"curvature was assumed; pass curvature=bc\.diagnostics\.hessian_product"),
         ({"order": "fixed"}, "fixed order shift the mean"),
         ({"order": "independent", "strength": 12.0}, r"the variance is \d+(\.\d)? times too large"),
+        (
+            {"tx": GROUPS, "like": [torch.zeros(2, dtype=DOUBLE), torch.zeros((), dtype=DOUBLE)]},
+            "of 2 groups of parameters",
+        ),
+        ({"draws": torch.zeros(4, 2, D)}, r"cool: draws must be leaves \[n, \*leaf\.shape\]"),
     ],
 )
 def test_draws_that_no_map_corrects_are_refused(more, message):
-    report = report_of(COOLED["sghmc"], **{"order": "reshuffled", **more})
+    about = {"tx": COOLED["sghmc"], "order": "reshuffled", "draws": torch.zeros(4, D), **more}
+    draws = about.pop("draws")
     with pytest.raises(ValueError, match=message):
-        report.cool([torch.zeros(4, D)])
-
-
-def test_groups_and_draws_of_other_shapes_are_refused():
-    two = bc.partition({"a": bc.sghmc(0.1, temperature=T), "b": bc.sghmc(0.1, 0.5, temperature=T)}, ["a", "b"])
-    H, _, noise = uneven(like=[torch.zeros(2, dtype=DOUBLE), torch.zeros((), dtype=DOUBLE)])
-    with pytest.raises(ValueError, match="of 2 groups of parameters"):
-        heating(two, noise, order="reshuffled", steps_per_epoch=4, curvature=H, again=noise).cool(
-            [torch.zeros(4, 2), torch.zeros(4)]
-        )
-    with pytest.raises(ValueError, match=r"cool: draws must be leaves \[n, \*leaf\.shape\]"):
-        report_of(COOLED["sghmc"], "reshuffled").cool([torch.zeros(4, 2, D)])
+        report_of(**about).cool([draws])
 
 
 def test_noise_whose_directions_drift_is_refused():

@@ -21,8 +21,7 @@ N, BATCH, T, DECAY, DIRECTIONS = 10_000, 2_000, 1e-5, 1e-2, 8
 
 
 def mnist():
-    numpy = pytest.importorskip("numpy")
-    arrays = numpy.load(Path(DATA or "") / "mnist" / "mnist.npz")
+    arrays = pytest.importorskip("numpy").load(Path(DATA or "") / "mnist" / "mnist.npz")
     x = torch.tensor(arrays["x_train"][:N]).float().reshape(N, -1) / 255
     return x, torch.tensor(arrays["y_train"][:N]).long()
 
