@@ -77,7 +77,7 @@ def require(who: str, **given: tuple[Any, Kind]) -> None:
 
 def plain(value: Any) -> Any:
     """Real numbers of other libraries, such as numpy's scalars and fractions, as Python's own; everything else as it is."""
-    if isinstance(value, (int, float)) or not isinstance(value, Real):
+    if type(value) in (int, float, bool) or not isinstance(value, Real):
         return value
     try:
         return int(value) if isinstance(value, Integral) else float(value)
@@ -148,6 +148,17 @@ def looking(function: Function, look: Callable[[dict[str, Any], dict[str, Any]],
         return function(*args, **kwargs)
 
     return cast(Function, checking)
+
+
+def with_plain_numbers(function: Function) -> Function:
+    """A function whose arguments become Python's own numbers where they are those of other libraries.
+
+    Example:
+        >>> from fractions import Fraction
+        >>> with_plain_numbers(lambda x: x)(Fraction(1, 2))
+        0.5
+    """
+    return looking(function, lambda given, defaults: None)
 
 
 @contextmanager

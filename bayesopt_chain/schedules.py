@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.checks import LARGEST, number
+from bayesopt_chain.kinds import plain
 from bayesopt_chain.tracing import is_readable
 
 Schedule = Callable[[Any], Any]
@@ -100,7 +101,7 @@ def by_count(fn: Callable[[Tensor], Any], counts: Sequence[Tensor]) -> list[Any]
 
 
 def _boundaries(name: str, boundaries: Sequence[int], pieces: int) -> tuple[int, ...]:
-    boundaries = tuple(boundaries)
+    boundaries = tuple(map(plain, boundaries))
     if len(boundaries) != pieces - 1:
         raise ValueError(f"{name} must hold one count fewer than there are pieces ({pieces}), got {len(boundaries)}")
     if any(b <= a for a, b in zip((0, *boundaries), boundaries)):
@@ -123,7 +124,8 @@ class _Checked:
     """A schedule whose fields have ranges by their names."""
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
+        for name, value in [*vars(self).items()]:
+            object.__setattr__(self, name, plain(value))
             number(f"{type(self).__name__}: {name}", value, _RANGES[name], integer=_RANGES[name] == _COUNT)
 
 
@@ -281,7 +283,7 @@ class piecewise:
     values: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "values", tuple(self.values))
+        object.__setattr__(self, "values", tuple(map(plain, self.values)))
         for value in self.values:
             number("piecewise: values", value, "[0, inf)")
         object.__setattr__(self, "boundaries", _boundaries("piecewise: boundaries", self.boundaries, len(self.values)))

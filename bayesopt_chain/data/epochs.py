@@ -91,6 +91,7 @@ class Epochs:
         for _ in range(len(self) - self.offset):
             yield self.batch(*self._advance())
 
+    @kinds.with_plain_numbers
     def batch(self, epoch: int, offset: int) -> Any:
         """Batch ``offset`` of an epoch, wherever the iteration stands: leaves ``[b, ...]`` or ``[chains, b, ...]``.
 
@@ -127,6 +128,7 @@ class Epochs:
         kinds.require("epochs: batch_at", step=(step, _COUNT))
         return self.of_rows(self._of_chains(lambda chain: self.stream.rows_at(step, chain)))
 
+    @kinds.with_plain_numbers
     def rows(self, epoch: int, offset: int) -> Tensor:
         """The numbers of that batch's data, int64 ``[b]`` or ``[chains, b]``: a function of (seed, epoch, offset).
 
@@ -173,6 +175,7 @@ class Epochs:
             )
         return self.stream.kept[0]
 
+    @kinds.with_plain_numbers
     def parts(self, size: int | None = None, *, shuffled: bool = False) -> Iterator[Any]:
         """All data once, without those left out: batches of ``size`` (default: ``batch_size``), the last one of what remains.
 
@@ -237,6 +240,7 @@ class Epochs:
             raise ValueError("epochs: indices are one chain's; make one epochs(..., seed=...) for each loader")
         return Indices(self)
 
+    @kinds.with_plain_numbers
     def seek(self, step: int) -> None:
         """Go to the batch after ``step`` batches, counted from epoch 0.
 
@@ -245,6 +249,7 @@ class Epochs:
         kinds.require("epochs: seek", step=(step, kinds.whole(0)))
         self._go(*divmod(step, len(self)))
 
+    @kinds.with_plain_numbers
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch."""
         kinds.require("epochs: set_epoch", epoch=(epoch, kinds.whole(0)))
@@ -298,6 +303,7 @@ class Indices:
         for _ in range(len(self.owner) - self.owner.offset):
             yield self.owner.rows(*self.owner._advance()).tolist()
 
+    @kinds.with_plain_numbers
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch."""
         self.owner.set_epoch(epoch)
@@ -313,6 +319,7 @@ _ROWS = kinds.Kind(
 )
 
 
+@kinds.with_plain_numbers
 def epochs(
     data: Any,
     batch_size: int,

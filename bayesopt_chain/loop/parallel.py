@@ -84,6 +84,7 @@ class Parallel:
         self.watched = loop and n == 1
         self.model_draws = False
 
+    @kinds.with_plain_numbers
     def init(self, tx: Any, params: Any, *, seed: int | None = None) -> Any:
         """Make the states of this rank's chains, each with a key of its own.
 
@@ -424,6 +425,7 @@ def _broadcast(dims: Any, batch: Any) -> list[int | None]:
     return batches.spread(dims, batch)
 
 
+@kinds.with_plain_numbers
 def parallel(
     step: Callable,
     n: int,
@@ -578,6 +580,7 @@ def unstack(tree: Any) -> list[Any]:
 _MOST_FORKS = 1 << 24  # larger numbers are refused before copies fill the memory
 
 
+@kinds.with_plain_numbers
 def fork(state: Any, n: int, *, generator: torch.Generator | None = None) -> list[Any]:
     """Copy a state for chains that draw different noise: each copy has the same velocities and averages, and a new key.
 

@@ -242,6 +242,7 @@ _BUFFERS = kinds.Kind(
 )
 
 
+@kinds.with_plain_numbers
 def make_step(
     loss: Loss | GradientEstimator | None,
     tx: GradientTransformation,

@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bayesopt_chain import kinds
 from bayesopt_chain._torch import uncompiled
 from bayesopt_chain.diagnostics.forces import ThermalLeaf
 from bayesopt_chain.diagnostics.heat_guard import HeatGuard
@@ -128,6 +129,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         mine = inspect.signature(Sampling.__init__).parameters
         cls.__signature__ = inspect.Signature([*theirs, *(mine[name] for name in names)])
 
+    @kinds.with_plain_numbers
     def __init__(
         self,
         params: Any,

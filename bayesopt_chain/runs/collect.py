@@ -332,6 +332,7 @@ def callback_kind(of: type[Any]) -> type[Any]:
     return type(of.__name__, (of, *bases), {"__doc__": of.__doc__}) if bases else of
 
 
+@kinds.with_plain_numbers
 def collect(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,

@@ -95,6 +95,7 @@ class Draws:
         self.identity = identity
 
     @classmethod
+    @kinds.with_plain_numbers
     def from_trees(cls, trees: Iterable[Any], *, chains: int | None = None) -> Draws:
         """Draws from a sequence of parameter trees.
 
@@ -252,6 +253,7 @@ class Draws:
         kinds.require("Draws.to", device=(device, kinds.DEVICE))
         return self._with(self._rows, [piece.to(torch.device(device)) for piece in self._pieces], self.last)
 
+    @kinds.with_plain_numbers
     def thin(self, every: int) -> Draws:
         """Every ``every``-th draw, the first among them.
 
@@ -490,6 +492,7 @@ class Draws:
         return parts[0].stack_chains(*parts[1:])
 
     @torch.no_grad()
+    @kinds.with_plain_numbers
     def predict(
         self,
         forward: Callable[[Any, Any], Tensor] | nn.Module,

@@ -372,7 +372,7 @@ def flat(tree: Any) -> tuple[dict[str, Tensor], dict[str, Scalar]]:
     if len(named) < len(leaves):
         raise ValueError("save: two leaves have the same path; rename a key that contains '/'")
     tensors = {name: x.detach() for name, x in named.items() if torch.is_tensor(x)}
-    scalars = {name: x for name, x in named.items() if name not in tensors}
+    scalars = {name: kinds.plain(x) for name, x in named.items() if name not in tensors}
     if wrong := [n for n, x in scalars.items() if x is not None and not isinstance(x, (bool, int, float, str))]:
         raise TypeError(
             f"save: leaf {wrong[0]} is {type(named[wrong[0]]).__name__}; only tensors, numbers and strings can be saved"

@@ -18,6 +18,7 @@ SECONDS = 2.0  # between two looks at how well the chains have mixed
 EACH = 16  # chains that have a curve each; of more there is the mean alone
 
 
+@kinds.with_plain_numbers
 def log_to(writer: Any, *, every: int = 1, prefix: str = "") -> Callable[..., None]:
     """A callback that writes the numbers of a run down while it runs.
 

@@ -45,6 +45,7 @@ _CALLBACKS = kinds.Kind(
 )
 
 
+@kinds.with_plain_numbers
 def iterate(
     step: Callable,
     params: Any,
@@ -96,6 +97,7 @@ def _iterated(run: Run) -> Iterator[Iteration]:
         params, state = it.params, it.state
 
 
+@kinds.with_plain_numbers
 def sample(
     step: Callable,
     params: Any,

@@ -573,6 +573,7 @@ class Elbo(NamedTuple):
     standard_error: Tensor
 
 
+@kinds.with_plain_numbers
 def negative_elbo(
     loss: Callable[[Any, Any], Any],
     posterior: Gaussian,
