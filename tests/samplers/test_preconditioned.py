@@ -125,7 +125,7 @@ def test_a_preconditioner_frozen_where_it_is_unstable_is_found_before_the_chain_
             growth = bc.samplers.step_growth(loss, tx, p, state, ())
         far, _ = end_of(tx, p, lambda p: CURVATURE * p, 300, state)
         diverged = far.abs().max().item() > 1e3
-        assert (growth > 1.03) == diverged == bool(caught), (lr, growth, diverged)
+        assert (growth > 1.03) == diverged == any(w.category is RuntimeWarning for w in caught), (lr, growth)
     assert diverged
 
 
