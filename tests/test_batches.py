@@ -9,7 +9,7 @@ from torch import nn
 
 import bayesopt_chain as bc
 from bayesopt_chain import batches
-from tests.loop.alone import same
+from tests.loop.beside import same
 
 D = torch.float64
 

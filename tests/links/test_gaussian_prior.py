@@ -10,7 +10,7 @@ import torchopt
 import bayesopt_chain as bc
 from bayesopt_chain.precision import Dense, Diagonal
 from bayesopt_chain.testing import stationary_covariance
-from tests.loop.alone import each_alone
+from tests.loop.beside import each_alone
 from tests.walk import end_of
 
 D = torch.float64

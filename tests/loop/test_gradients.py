@@ -7,7 +7,7 @@ import torch
 
 import bayesopt_chain as bc
 from bayesopt_chain.testing import assert_bitwise_equal
-from tests.loop.alone import each_alone
+from tests.loop.beside import each_alone
 
 N, B, D = 60, 10, 3
 

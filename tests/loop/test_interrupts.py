@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import bayesopt_chain as bc
 from bayesopt_chain.loop.interrupts import uninterrupted
-from tests.loop.alone import same
+from tests.loop.beside import same
 
 pytestmark = pytest.mark.skipif(
     threading.current_thread() is not threading.main_thread(), reason="signals come to the main thread"

@@ -7,7 +7,7 @@ import torchopt
 
 import bayesopt_chain as bc
 from bayesopt_chain.posterior.gaussian import Gaussian
-from tests.loop.capture.recorded import follow
+from tests.loop.beside import follow
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from torch import nn
 import bayesopt_chain as bc
 from bayesopt_chain.loop.module_state import ModuleState
 from bayesopt_chain.random.model_draws import model_draws
-from tests.loop.alone import assert_close, each_alone, same
+from tests.loop.beside import assert_close, each_alone, same
 
 BATCH = torch.randn(10, 1, 4, 4, dtype=torch.float64), torch.randint(3, (10,))
 COLD, HOT = bc.sgd(0.1, 0.9), bc.sghmc(0.05, temperature=0.01)

@@ -10,8 +10,7 @@ from torch import nn
 
 import bayesopt_chain as bc
 from bayesopt_chain.testing import assert_bitwise_equal
-from tests.loop.alone import assert_close, each_alone
-from tests.loop.capture.recorded import follow
+from tests.loop.beside import assert_close, each_alone, follow
 
 D = torch.float64
 X, Y = torch.randn(10, 3, dtype=D), torch.randn(10, 2, dtype=D)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import bayesopt_chain as bc
-from tests.loop.alone import each_alone
+from tests.loop.beside import each_alone
 
 
 def loss(params, batch):

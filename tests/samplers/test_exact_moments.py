@@ -17,10 +17,17 @@ from tests.diagnostics.oracle import DOUBLE, affine, enumerated
 from tests.registry import SAMPLERS
 from tests.registry.dressings import fed
 from tests.registry.samplers import frozen_adam, frozen_rms, frozen_window
-from tests.samplers.transfer import QUARTIC, fitted_slope
+from tests.samplers.transfer import QUARTIC, every_draw_as_a_normal, fitted_slope
 from tests.walk import end_of, path_of
 
 T = 0.7
+
+
+@pytest.fixture
+def every_draw_is_normal():
+    """See :func:`every_draw_as_a_normal`."""
+    with every_draw_as_a_normal():
+        yield
 
 
 def curvatures(dimension: int) -> torch.Tensor:

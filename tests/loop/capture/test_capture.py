@@ -18,7 +18,7 @@ import bayesopt_chain as bc
 from bayesopt_chain.loop.capture import build as capture_module
 from bayesopt_chain.loop.capture import cache, replays
 from bayesopt_chain.random.stream import new_key
-from tests.loop.capture.recorded import BACKENDS, COMPILED, CUDA, assert_close, follow, record
+from tests.loop.beside import BACKENDS, COMPILED, CUDA, assert_close, follow, record
 from tests.random.draws import leaf
 
 
@@ -27,6 +27,9 @@ def compiled(test):
     for mark in COMPILED:
         test = mark(test)
     return test
+
+
+CLOSE = {"rtol": 2e-5, "atol": 2e-5}  # of float32
 
 
 def loss(params, batch):
@@ -144,8 +147,8 @@ def test_buffers_of_the_model_are_read_and_written():
     want, *_ = step(*start, x)
     statistics = copy.deepcopy(dict(model.named_buffers()))
     model.load_state_dict(fresh)
-    assert_close(fast(*start, x)[0], want)
-    assert_close(dict(model.named_buffers()), statistics)
+    assert_close(fast(*start, x)[0], want, **CLOSE)
+    assert_close(dict(model.named_buffers()), statistics, **CLOSE)
 
 
 def test_a_module_in_another_mode_is_refused():
@@ -207,7 +210,7 @@ def test_it_resumes_exactly_here_and_in_the_eager_step(backend, dtype):
     resumed, *_ = fast(*fast(*saved, batch)[:2], batch)
     assert all(torch.equal(went_on[k], resumed[k]) for k in went_on)
     eager, *_ = step(*step(*saved, batch)[:2], batch)
-    assert_close(eager, went_on)
+    assert_close(eager, went_on, **CLOSE)
 
 
 def test_outputs_alias_static_buffers_unless_cloned():
@@ -234,7 +237,7 @@ def test_what_the_user_changes_between_calls_is_seen():
         nonlocal mine, eager
         eager = step(*eager, tuple(data))[:2]
         mine = fast(*mine, data)[:2]
-        assert_close(mine, eager)
+        assert_close(mine, eager, **CLOSE)
 
     both()
     mine[0]["w"], eager[0]["w"] = torch.ones(20), torch.ones(20)
@@ -268,7 +271,7 @@ def test_inputs_that_share_memory(backend):
         before = both.clone()
         want = step(*start, batch)[0], both.clone()
         both.copy_(before)
-        assert_close((fast(*start, batch)[0], both), want)
+        assert_close((fast(*start, batch)[0], both), want, **CLOSE)
 
 
 @pytest.mark.parametrize("steps, backend", [(1, "eager"), (2, "eager"), pytest.param(2, "inductor", marks=COMPILED)])
@@ -298,7 +301,7 @@ def test_a_batch_that_is_the_returned_parameters(backend):
     for _ in range(3):
         eager = step(*eager, eager[0]["w"])[:2]
         mine = fast(*mine, mine[0]["w"])[:2]
-        assert_close(mine, eager)
+        assert_close(mine, eager, **CLOSE)
 
 
 def test_another_shape_structure_or_number_is_refused_by_name():

@@ -14,7 +14,7 @@ import bayesopt_chain as bc
 from bayesopt_chain.loop.capture import lane_kernels, lanes, replays
 from bayesopt_chain.loop.capture.lanes import Lanes
 from tests.distributed.ranks import run
-from tests.loop.capture.recorded import COMPILED, assert_close, follow
+from tests.loop.beside import COMPILED, assert_close, follow
 
 pytestmark = COMPILED
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}
