@@ -78,7 +78,8 @@ Rule = Callable[
     [str, Any, bool], None
 ]  # (name, value, whether ranges are checked beside types); refuses what may not be
 COUNT, _MEMORY = Range(f"[0, {LARGEST}]", integer=True), Range("[0, 1]")
-POSITIVE, _NOT_NEGATIVE, FINITE = Range("(0, inf)"), Range("[0, inf)"), Range("(-inf, inf)")
+POSITIVE, NOT_NEGATIVE, FINITE = Range("(0, inf)"), Range("[0, inf)"), Range("(-inf, inf)")
+FROM_ZERO = Range("[0, inf]")  # of links without noise, which accept what TorchOpt's accept
 MOMENTUM = Range("[0, 1)")
 ORDER = Kind(lambda x: type(x) is int and x in (1, 2), "1 or 2", (int,))
 AT_LEAST_ONE = Range(f"[1, {LARGEST}]", integer=True)
@@ -92,8 +93,8 @@ ARGUMENTS: dict[str, Rule] = {
     **dict.fromkeys(("momentum", "b1", "b2"), MOMENTUM),
     **dict.fromkeys(("alpha", "rho", "decay"), _MEMORY),
     **dict.fromkeys(("weight_decay", "low", "high"), FINITE),
-    **dict.fromkeys(("eps", "eps_root", "lr_decay", "initial_scale", "initial_accumulator_value"), _NOT_NEGATIVE),
-    **dict.fromkeys(("friction", "loss_variance", "correction_factor", "strength"), _NOT_NEGATIVE),
+    **dict.fromkeys(("eps", "eps_root", "lr_decay", "initial_scale", "initial_accumulator_value"), NOT_NEGATIVE),
+    **dict.fromkeys(("friction", "loss_variance", "correction_factor", "strength"), NOT_NEGATIVE),
     **dict.fromkeys(("init_hessian", "variance_floor"), POSITIVE),
     "dampening": Range("(-inf, 1)"),
     "thermostat_mass": Range("(0, inf)", none=True),
@@ -106,7 +107,7 @@ ARGUMENTS: dict[str, Rule] = {
     ),
     **dict.fromkeys(("init_scale", "prior_precision"), NumberOrTree(POSITIVE)),
     "transition": _transition,
-    "transition_noise": NumberOrTree(_NOT_NEGATIVE),
+    "transition_noise": NumberOrTree(NOT_NEGATIVE),
     "clip_radius": Range("(0, inf]"),
     "zeta": Range("(0, 1]"),
     "forgetting": Range("(0, 1]", tensor=True),
@@ -139,6 +140,11 @@ def checked_types(factory: Factory) -> Factory:
     return _checking(factory, False, {})
 
 
+def checked_within(**rules: Rule) -> Callable[[Factory], Factory]:
+    """Check the types of a link's arguments, and the ranges of some, before it is made at any temperature."""
+    return lambda factory: _checking(factory, False, rules)
+
+
 def check_link(link: Any) -> None:
     """Check the fields of a link in a chain that samples, types and ranges."""
     for part in dataclasses.fields(link):
@@ -159,7 +165,7 @@ def _checking(factory: Factory, ranges: bool, own: Mapping[str, Rule]) -> Factor
         for name in [name for name in defaults if name in rules and name in given]:
             always = name in own or name == "temperature" or not is_zero_temperature
             if always and given[name] is not defaults[name]:
-                rules[name](_shown(factory.__name__, name), given[name], ranges)
+                rules[name](_shown(factory.__name__, name), given[name], ranges or name in own)
 
     return looking(factory, look)
 

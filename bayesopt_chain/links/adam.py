@@ -22,12 +22,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from bayesopt_chain.arguments import checked_types
+from bayesopt_chain.arguments import MOMENTUM, checked_within
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.leaves import new_counts, zeros
-from bayesopt_chain.links.rms import averaged, frozen_note, require_decay, require_settings, root
+from bayesopt_chain.links.rms import LEARNS, averaged, frozen_note, root
 from bayesopt_chain.matching.response import Preconditioner, Response
 from bayesopt_chain.schedules import by_count
 from bayesopt_chain.tracing import is_readable
@@ -82,11 +82,6 @@ class TwoMoments(Link):
     @property
     def response(self) -> Response:
         return Preconditioner((1.0 - self.b1,), (1.0, -self.b1) if self.b1 else (1.0,), learns=True)
-
-    def __post_init__(self) -> None:
-        require_decay("b1", self.b1)
-        require_decay("b2", self.b2)
-        require_settings(self.eps, self.freeze_after)
 
     def init(self, leaves: Leaves, context: LinkContext) -> ScaleByAdamState:
         mu, nu = (zeros(leaves, requires_grad=self.moment_requires_grad) for _ in range(2))
@@ -253,7 +248,7 @@ def _power(decay: float, count: Tensor) -> Any:
     return decay ** _number(count)
 
 
-@checked_types
+@checked_within(b1=MOMENTUM, b2=MOMENTUM, **LEARNS)
 def scale_by_adam(
     b1: float = 0.9,
     b2: float = 0.999,
@@ -290,7 +285,7 @@ def scale_by_adam(
     return Chain((ScaleByAdam(b1, b2, eps, moment_requires_grad, freeze_after, eps_root),))
 
 
-@checked_types
+@checked_within(b1=MOMENTUM, b2=MOMENTUM, **LEARNS)
 def scale_by_adamax(
     b1: float = 0.9,
     b2: float = 0.999,
@@ -324,7 +319,7 @@ def scale_by_adamax(
     return Chain((ScaleByAdaMax(b1, b2, eps, moment_requires_grad, freeze_after),))
 
 
-@checked_types
+@checked_within(b1=MOMENTUM, b2=MOMENTUM, **LEARNS)
 def scale_by_radam(
     b1: float = 0.9,
     b2: float = 0.999,

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torchopt.base import EmptyState
 
 from bayesopt_chain import checks
-from bayesopt_chain.arguments import checked_types
+from bayesopt_chain.arguments import Range, checked_types, checked_within
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import ELEMENTWISE, Link, LinkContext
 from bayesopt_chain.core.op import Leaves, TensorOps
@@ -24,7 +22,6 @@ from bayesopt_chain.engine.parts import Part, Scales
 from bayesopt_chain.links.leaves import new_counts
 from bayesopt_chain.matching.response import Linear, Rate, Response
 from bayesopt_chain.schedules import ScalarOrSchedule, by_count, is_schedule, returned, scalar
-from bayesopt_chain.tracing import is_hidden
 
 
 class ScaleByScheduleState(NamedTuple):
@@ -87,7 +84,7 @@ class Scale(Link):
         return f"scale_by_neg_lr({shown})" if self.sign < 0 else f"scale({shown})"
 
 
-@checked_types
+@checked_within(lr=Range("[0, inf]", tensor=True, schedule=True))
 def scale_by_neg_lr(lr: ScalarOrSchedule) -> Chain:
     """Multiply by ``-lr``, so that the updates go down the gradient.
 
@@ -109,11 +106,6 @@ def scale_by_neg_lr(lr: ScalarOrSchedule) -> Chain:
         >>> tx.update([torch.ones(2)], tx.init([torch.ones(2)]), inplace=False)[0]
         [tensor([-0.5000, -0.5000])]
     """
-    if not (callable(lr) or isinstance(lr, Real) or torch.is_tensor(lr)):
-        raise TypeError(f"Invalid learning rate: {lr!r}; it must be a number, a 0-d tensor or a schedule")
-    hidden = torch.is_tensor(lr) and is_hidden(lr)
-    if not (callable(lr) or hidden or lr >= 0.0):
-        raise ValueError(f"Invalid learning rate: {lr}; it must be a number >= 0, a 0-d tensor or a schedule")
     return Chain((Scale(lr, -1),))
 
 

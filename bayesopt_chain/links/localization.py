@@ -8,13 +8,12 @@ the origin.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from bayesopt_chain.arguments import checked_types
+from bayesopt_chain.arguments import NOT_NEGATIVE, checked_within
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
@@ -64,7 +63,7 @@ class AddLocalization(HoldsTree):
         return f"add_localization(..., {self.strength})"
 
 
-@checked_types
+@checked_within(strength=NOT_NEGATIVE)
 def add_localization(center: Any, strength: float) -> Chain:
     """Add ``strength * (params - center)`` to the updates, which pulls the parameters towards a point.
 
@@ -89,8 +88,6 @@ def add_localization(center: Any, strength: float) -> Chain:
         >>> tx.update([torch.zeros(1)], tx.init(p), params=p, inplace=False)[0]
         [tensor([1.])]
     """
-    if not (strength >= 0.0 and math.isfinite(strength)):
-        raise ValueError(f"add_localization: strength must be finite and not negative, got {strength}")
     if strength == 0.0:
         return Chain(())
     return Chain((AddLocalization(center, strength),))

@@ -47,11 +47,6 @@ class MasterState(NamedTuple):
     residue: tuple[Tensor, ...]
 
 
-def _is_state(x: Any) -> bool:
-    """Whether an object is the state of a chain with master weights."""
-    return isinstance(x, MasterState)
-
-
 @dataclass(frozen=True)
 class _Around:
     """The methods ``init`` and ``update`` of :class:`MasterWeights`, which call those of the transformation ``tx``."""
@@ -119,7 +114,7 @@ class MasterWeights(Wrapper):
         kinds.require(
             "masters",
             params=(params, kinds.PARAMS),
-            state=(state, kinds.Kind(_is_state, "a state of this transformation")),
+            state=(state, kinds.instance(MasterState, "a state of this transformation")),
         )
         leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
         narrow = [p.shape for p in leaves if _is_narrow(p)]

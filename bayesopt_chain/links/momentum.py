@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bayesopt_chain.arguments import checked_types
+from bayesopt_chain.arguments import FROM_ZERO, checked_within
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
@@ -82,7 +82,7 @@ class Momentum(Link):
         return f"add_momentum({', '.join(words)})"
 
 
-@checked_types
+@checked_within(momentum=FROM_ZERO)
 def add_momentum(
     momentum: float = 0.9, dampening: float = 0.0, nesterov: bool = False, *, moment_requires_grad: bool = False
 ) -> Chain:
@@ -110,8 +110,6 @@ def add_momentum(
         >>> updates
         [tensor([1.5000])]
     """
-    if not momentum >= 0.0:
-        raise ValueError(f"Invalid momentum value: {momentum}; it must not be negative")
     if nesterov and (momentum <= 0.0 or dampening != 0.0):
         raise ValueError("Nesterov momentum requires a momentum and zero dampening")
     if momentum == 0.0:

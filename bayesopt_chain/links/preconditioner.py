@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.arguments import checked_types
+from bayesopt_chain.arguments import checked_within
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import ELEMENTWISE, Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.learning_rate import Scale
 from bayesopt_chain.links.leaves import HoldsTree, require_numbers
-from bayesopt_chain.links.rms import RunningScale
+from bayesopt_chain.links.rms import LEARNS, RunningScale
 from bayesopt_chain.matching.response import Preconditioner, Response
 
 
@@ -54,7 +54,7 @@ class SupportsSolve(Protocol):
         ...
 
 
-@checked_types
+@checked_within(**LEARNS)
 def running_rms(
     decay: float = 0.99, eps: float = 1e-8, *, initial_scale: float = 0.0, freeze_after: int | None = None
 ) -> RunningScale:

@@ -30,7 +30,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bayesopt_chain.arguments import checked_types
+from bayesopt_chain.arguments import FROM_ZERO, MOMENTUM, Range, checked_within
+from bayesopt_chain.checks import LARGEST
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import ELEMENTWISE, Link, LinkContext
 from bayesopt_chain.core.op import PURE, Leaves, TensorOps
@@ -149,9 +150,6 @@ class RunningScale(Learned):
     initial_scale: float = 0.0
     freeze_after: int | None = None
 
-    def __post_init__(self) -> None:
-        require_settings(self.eps, self.freeze_after)
-
     def init(self, leaves: Leaves, context: LinkContext) -> RunningScaleState:
         return RunningScaleState(
             zeros(leaves) if self.centred else (),
@@ -250,33 +248,11 @@ class AdaDelta(Link):
         return f"scale_by_adadelta(rho={self.rho}, eps={self.eps})"
 
 
-def require_decay(name: str, value: float) -> None:
-    """Refuse a weight of the past that is outside [0, 1).
-
-    Args:
-        name: the argument in the message.
-        value: the weight.
-
-    Raises:
-        ValueError: it is outside [0, 1).
-    """
-    if not 0.0 <= value < 1.0:
-        raise ValueError(f"Invalid {name} parameter: {value}; it must lie in [0, 1)")
+# the ranges of what all scalings here have, at any temperature
+LEARNS = {"eps": FROM_ZERO, "freeze_after": Range(f"[1, {LARGEST}]", integer=True, none=True)}
 
 
-def require_settings(eps: float, freeze_after: int | None) -> None:
-    """Refuse a negative ``eps`` and a ``freeze_after`` below 1.
-
-    Raises:
-        ValueError: one of them is out of range.
-    """
-    if not eps >= 0.0:
-        raise ValueError(f"Invalid epsilon value: {eps}; it must not be negative")
-    if freeze_after is not None and not freeze_after >= 1:
-        raise ValueError(f"Invalid freeze_after value: {freeze_after}; it must be None or at least 1")
-
-
-@checked_types
+@checked_within(**LEARNS)
 def scale_by_rms(
     alpha: float = 0.9, eps: float = 1e-8, initial_scale: float = 0.0, *, freeze_after: int | None = None
 ) -> Chain:
@@ -305,7 +281,7 @@ def scale_by_rms(
     return Chain((RunningScale(False, alpha, eps, initial_scale, freeze_after),))
 
 
-@checked_types
+@checked_within(**LEARNS)
 def scale_by_stddev(
     alpha: float = 0.9, eps: float = 1e-8, initial_scale: float = 0.0, *, freeze_after: int | None = None
 ) -> Chain:
@@ -333,7 +309,7 @@ def scale_by_stddev(
     return Chain((RunningScale(True, alpha, eps, initial_scale, freeze_after),))
 
 
-@checked_types
+@checked_within(**LEARNS)
 def scale_by_rss(
     initial_accumulator_value: float = 0.0, eps: float = 1e-10, *, freeze_after: int | None = None
 ) -> Chain:
@@ -359,11 +335,10 @@ def scale_by_rss(
         >>> tx.update([torch.tensor([2.0])], tx.init([torch.zeros(1)]), inplace=False)[0]
         [tensor([1.])]
     """
-    require_settings(eps, freeze_after)
     return Chain((RootSumOfSquares(initial_accumulator_value, eps, freeze_after),))
 
 
-@checked_types
+@checked_within(rho=MOMENTUM, eps=FROM_ZERO)
 def scale_by_adadelta(rho: float = 0.9, eps: float = 1e-6, moment_requires_grad: bool = False) -> Chain:
     """Multiply by the ratio of the running root mean squares of updates and gradients (AdaDelta; Zeiler 2012).
 
@@ -385,8 +360,6 @@ def scale_by_adadelta(rho: float = 0.9, eps: float = 1e-6, moment_requires_grad:
         >>> bc.links.scale_by_adadelta()
         scale_by_adadelta(rho=0.9, eps=1e-06)
     """
-    require_decay("rho", rho)
-    require_settings(eps, None)
     return Chain((AdaDelta(rho, eps, moment_requires_grad),))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from bayesopt_chain.arguments import checked_types
+from bayesopt_chain.arguments import FROM_ZERO, checked_within
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import ELEMENTWISE, Link, LinkContext, Traits
 from bayesopt_chain.core.op import IN_PLACE, Leaves, TensorOps
@@ -107,7 +107,7 @@ class FlipSign(Link):
         return "flip_sign"
 
 
-@checked_types
+@checked_within(weight_decay=FROM_ZERO)
 def add_decayed_weights(weight_decay: float = 0.0, mask: Any = None) -> Chain:
     """Add ``weight_decay * params`` to the updates.
 
@@ -134,14 +134,12 @@ def add_decayed_weights(weight_decay: float = 0.0, mask: Any = None) -> Chain:
         >>> tx.update([torch.zeros(1)], tx.init(p), params=p, inplace=False)[0]
         [tensor([0.1000])]
     """
-    if not weight_decay >= 0.0:
-        raise ValueError(f"Invalid weight_decay value: {weight_decay}; it must not be negative")
     if weight_decay == 0.0:
         return Chain(())
     return Chain((AddDecayedWeights(weight_decay, masks=() if mask is None else (mask,)),))
 
 
-@checked_types
+@checked_within(weight_decay=FROM_ZERO)
 def flip_sign_and_add_weight_decay(weight_decay: float = 0.0, maximize: bool = False) -> Chain:
     """Negate the gradient if ``maximize``, then add ``weight_decay * params``, as TorchOpt's optimizers do first.
 
@@ -160,8 +158,6 @@ def flip_sign_and_add_weight_decay(weight_decay: float = 0.0, maximize: bool = F
         >>> bc.links.flip_sign_and_add_weight_decay(0.1, maximize=True)
         add_decayed_weights(0.1) of the negated gradient
     """
-    if not weight_decay >= 0.0:
-        raise ValueError(f"Invalid weight_decay value: {weight_decay}; it must not be negative")
     if weight_decay == 0.0:
         return Chain((FlipSign(),) if maximize else ())
     return Chain((AddDecayedWeights(weight_decay, flip=maximize),))
