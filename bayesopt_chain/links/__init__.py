@@ -5,15 +5,13 @@ Four links that nearly every chain has can be imported from the package itself a
 """
 
 from bayesopt_chain.links.adam import scale_by_adam, scale_by_adamax, scale_by_radam
-from bayesopt_chain.links.delay import delay
 from bayesopt_chain.links.gaussian_prior import add_gaussian_prior, fan_in
 from bayesopt_chain.links.langevin_noise import inject_langevin_noise
 from bayesopt_chain.links.learning_rate import scale, scale_by_neg_lr, scale_by_schedule
-from bayesopt_chain.links.localization import add_localization
-from bayesopt_chain.links.momentum import add_momentum
+from bayesopt_chain.links.momentum import add_momentum, delay
 from bayesopt_chain.links.preconditioner import running_rms, scale_by_preconditioner
 from bayesopt_chain.links.rms import scale_by_adadelta, scale_by_rms, scale_by_rss, scale_by_stddev
-from bayesopt_chain.links.weight_decay import add_decayed_weights, flip_sign_and_add_weight_decay
+from bayesopt_chain.links.weight_decay import add_decayed_weights, add_localization, flip_sign_and_add_weight_decay
 
 __all__ = [
     "add_decayed_weights",

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.arguments import ORDER, checked_as
+from bayesopt_chain.arguments import MOMENTUM, ORDER, POSITIVE, checked_as
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import LinkContext
 from bayesopt_chain.core.op import Leaves, TensorOps
@@ -430,7 +430,7 @@ def _one_leaf(
     return values, scale, after
 
 
-@checked_as(order=ORDER)
+@checked_as(order=ORDER, lr=POSITIVE, momentum=MOMENTUM)
 def inject_langevin_noise(
     temperature: ScalarOrSchedule,
     *,
@@ -489,8 +489,6 @@ def inject_langevin_noise(
         temperature = float(temperature)
     if lr is None or momentum is None:
         return Chain((LangevinNoise(temperature, order, generator=generator),))
-    checks.positive("inject_langevin_noise: lr", lr)
-    checks.momentum("inject_langevin_noise: momentum", momentum)
     if is_zero(temperature):
         return Chain(())
     c, _ = law.noise_filter(law.spectrum((lr,), (1.0, -momentum)), (lr,), order)

@@ -1,4 +1,4 @@
-r"""Momentum: gradients ``g`` are accumulated into a velocity ``v``, as in ``torch.optim.SGD``.
+r"""Links that remember gradients ``g``: momentum accumulates them into a velocity ``v``, as in ``torch.optim.SGD``.
 
     v <- mu v + (1 - dampening) g,        response  (1 - dampening) / (1 - mu/z)
 
@@ -9,6 +9,9 @@ the half of that noise that acts in the next step (:mod:`bayesopt_chain.matching
 of a Langevin sampler, with variance ``temperature (1 + mu) / (2 lr)`` if the dampening is 0.
 
 As in PyTorch the first gradient is not dampened. The state counts gradients for each leaf, so that it knows which is the first.
+
+A delay by one step is the update ``d_t = g_{t-1}``, of response ``1/z``. An integrator that moves the parameters by the
+velocity of the step before contains it.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from torch import Tensor
 
 from bayesopt_chain.arguments import FROM_ZERO, checked_within
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import Link, LinkContext, Traits
+from bayesopt_chain.core.link import ELEMENTWISE, Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.engine.parts import Accumulates, Part
 from bayesopt_chain.links.leaves import new_counts, zeros
@@ -115,3 +118,56 @@ def add_momentum(
     if momentum == 0.0:
         return Chain(())
     return Chain((Momentum(momentum, dampening, nesterov, moment_requires_grad),))
+
+
+class DelayState(NamedTuple):
+    """The state of a delay.
+
+    Attributes:
+        held: what came in at the step before, of the shape of each parameter.
+    """
+
+    held: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Delay(Link):
+    """The link that :func:`delay` returns."""
+
+    traits = ELEMENTWISE
+
+    @property
+    def response(self) -> Response:
+        return Linear((0.0, 1.0))
+
+    def init(self, leaves: Leaves, context: LinkContext) -> DelayState:
+        return DelayState(zeros(leaves))
+
+    def update(self, g: Leaves, state: DelayState, op: TensorOps, context: LinkContext) -> tuple[Leaves, DelayState]:
+        kept = [x.clone() for x in g]  # in place the next line overwrites g
+        return op.copy(g, state.held), DelayState(tuple(op.put(state.held, kept)))
+
+    def __str__(self) -> str:
+        return "delay()"
+
+
+def delay() -> Chain:
+    """Return what came in at the step before, and zeros at the first step.
+
+    A chain with a delay has no matched noise, because the noise would have to be known one step ahead.
+
+    Returns:
+        A link; its state holds one tensor for each parameter.
+
+    Raises:
+        ValueError: at ``init`` of a chain that has this link and a noise link.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> tx = bc.links.delay()
+        >>> first, state = tx.update([torch.ones(1)], tx.init([torch.zeros(1)]), inplace=False)
+        >>> second, state = tx.update([torch.zeros(1)], state, inplace=False)
+        >>> first, second
+        ([tensor([0.])], [tensor([1.])])
+    """
+    return Chain((Delay(),))

@@ -1,10 +1,14 @@
-"""Wrappers: transformations around a whole chain, whose state has the state of the chain as its field ``inner``."""
+"""Wrappers, whose state has the state of the chain inside as its field ``inner``, and the weights that chains give draws.
+
+Draws of a link that is :class:`Weighted` have importance weights, so that averages over them have to be weighted averages.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
+from torch import Tensor
 from torchopt.base import GradientTransformation
 
 from bayesopt_chain.links.foreign import keywords_of
@@ -67,3 +71,24 @@ def state_inside(tx: GradientTransformation, state: Any) -> Any:
     while isinstance(tx, Wrapper):
         tx, state = tx.transformation, state.inner
     return state
+
+
+class Weighted:
+    """A link whose draws have weights.
+
+    After each update the field ``weight`` of its state, 0-d, is the weight of the parameters from which that update started.
+    """
+
+
+def weight_of(tx: GradientTransformation, state: Any) -> Tensor:
+    """The weight, 0-d, of the parameters from which the last update of a chain started.
+
+    Args:
+        tx: a chain with one link that is :class:`Weighted`, or a wrapper of such a chain.
+        state: the state of ``tx`` after that update.
+
+    Returns:
+        A copy, which later updates in place do not change.
+    """
+    entries: Any = zip(getattr(unwrapped(tx), "links", ()), state_inside(tx, state))
+    return next(entry.weight for link, entry in entries if isinstance(link, Weighted)).clone()

@@ -30,8 +30,7 @@ from bayesopt_chain.distributed.ranks import DataParallel
 from bayesopt_chain.engine.engine import moved
 from bayesopt_chain.links.master_weights import MasterState
 from bayesopt_chain.links.skip_nonfinite import SkipState
-from bayesopt_chain.links.weighted import Weighted, weight_of
-from bayesopt_chain.links.wrapper import unwrapped
+from bayesopt_chain.links.wrapper import Weighted, unwrapped, weight_of
 from bayesopt_chain.loop import sources
 from bayesopt_chain.loop.finite import FiniteCheck
 from bayesopt_chain.loop.gradients import EstimatedState, EstimatorMemory, GradientEstimator

@@ -20,7 +20,7 @@ from bayesopt_chain.distributed.ranks import require_named_chain
 from bayesopt_chain.distributed.shards import add, cut_like, local
 from bayesopt_chain.distributed.witness import Claim
 from bayesopt_chain.links.keyed import Keyed
-from bayesopt_chain.links.weighted import Weighted
+from bayesopt_chain.links.wrapper import Weighted
 from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.optim import _checks
 from bayesopt_chain.optim._ranks import OnRanks, claim

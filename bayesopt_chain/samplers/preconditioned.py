@@ -31,11 +31,10 @@ from bayesopt_chain.arguments import checked
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.links.adam import scale_by_adam
-from bayesopt_chain.links.adaptive_window import scale_by_adaptive_window
 from bayesopt_chain.links.langevin_noise import inject_langevin_noise
 from bayesopt_chain.links.learning_rate import scale_by_neg_lr
 from bayesopt_chain.links.momentum import add_momentum
-from bayesopt_chain.links.rms import scale_by_rms
+from bayesopt_chain.links.rms import scale_by_adaptive_window, scale_by_rms
 from bayesopt_chain.schedules import ScalarOrSchedule
 
 

@@ -43,7 +43,7 @@ from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.links.leaves import zeros
-from bayesopt_chain.links.weighted import Weighted
+from bayesopt_chain.links.wrapper import Weighted
 from bayesopt_chain.matching.response import Refused, Response, SelfContainedSampler
 from bayesopt_chain.schedules import ScalarOrSchedule, is_zero, now, root
 from bayesopt_chain.trees import wide

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 import bayesopt_chain as bc
-from bayesopt_chain.links.adaptive_window import scale_by_adaptive_window
+from bayesopt_chain.links.rms import scale_by_adaptive_window
 from tests.walk import end_of
 
 MAKES = {

@@ -33,7 +33,7 @@ from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.diagnostics.top_curvature import lanczos
-from bayesopt_chain.links.localization import add_localization
+from bayesopt_chain.links.weight_decay import add_localization
 from bayesopt_chain.loop.loss import gradient, value
 from bayesopt_chain.samplers.langevin import sghmc
 from bayesopt_chain.trees import flatten, paths, unflatten
