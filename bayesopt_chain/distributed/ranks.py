@@ -456,15 +456,11 @@ class DataParallel:
 
     Args:
         mesh: the ranks, a mesh of one axis.
-
-    Attributes:
-        messages: how many messages :meth:`gradient` has sent.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         require_one_axis(mesh, "make_step")
         self.mesh = mesh
-        self.messages = 0
         self._compared = False  # whether parameters and states of the ranks were compared
 
     def compare_once(self, params: Any, state: Any) -> None:
@@ -511,7 +507,6 @@ class DataParallel:
         # A rank without data has a mean loss of NaN, which would stay NaN when multiplied by 0.
         flat = flat.mul_(weight) if weight else flat.zero_()
         dist.all_reduce(flat, group=self.mesh.get_group())
-        self.messages += 1
         flat[:-1].div_(flat[-1].clone())
         pieces = iter(torch.split(flat, [*(x.numel() for x in parts), 1]))
         new = [None if g is None else like(g, next(pieces).view(local(g).shape).to(g.dtype)) for g in leaves]

@@ -377,16 +377,14 @@ class Interrupts:
 @contextmanager
 def interrupts() -> Iterator[Interrupts]:
     """Handle ``SIGINT`` until the block ends; only the main thread gets signals."""
-    out = Interrupts()
-    if threading.current_thread() is not threading.main_thread():
-        yield out
-        return
-    before = signal.signal(signal.SIGINT, out.handle)
+    out, is_main = Interrupts(), threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, out.handle) if is_main else None
     try:
         yield out
     finally:
         out.raises = False
-        signal.signal(signal.SIGINT, before)
+        if is_main:
+            signal.signal(signal.SIGINT, before)
 
 
 FACTOR, IN_A_ROW, FEWEST, MOST, REFRESH = 100.0, 3, 5, 64, 4

@@ -187,9 +187,6 @@ def blocks_of(place: Place) -> list[tuple[Path, slice | None]]:
     return [(root / f"chains-{a:05d}-{b:05d}", slice(a - chains.start, b - chains.start)) for a, b in ends]
 
 
-IN_MEMORY = Place()
-
-
 class Store:
     """Draws, copied as they come; with a place on disk, committed to its folders.
 
@@ -203,7 +200,7 @@ class Store:
         owns: whether this store has taken the folders' locks.
     """
 
-    def __init__(self, run: Run, place: Place = IN_MEMORY, interval: float = 30.0) -> None:
+    def __init__(self, run: Run, place: Place, interval: float) -> None:
         self.run, self.place, self.interval = run, place, interval
         self.like = files.flat(run.params)[0]
         self.device = next((local(x).device for x in self.like.values()), torch.device("cpu"))
@@ -356,7 +353,8 @@ class Store:
     def restore(self) -> tuple[Any, Any, int]:
         """Parameters, state and number of the last step that was committed."""
         run = self.run
-        written = [] if self.place.root is None else self.told(self._written)
+        # step and id of the head of each folder, as the first rank has them; in memory there is none
+        written = self.told(lambda: [(f.step, f.head and f.head.metadata["id"]) for f in self.folders])
         step = self.ask_at = self.asked_at = written[0][0] if written else 0
         if not step:
             if written:
@@ -377,11 +375,7 @@ class Store:
                 )
         return params, state, step
 
-    def _written(self) -> list[tuple[int, str]]:
-        """Step and id of the head of each folder."""
-        return [(f.step, "" if f.head is None else f.head.metadata["id"]) for f in self.folders]
-
-    def _heads(self, written: list[tuple[int, str]]) -> list[File]:
+    def _heads(self, written: list[tuple[int, Any]]) -> list[File]:
         """The heads of all blocks, which every rank reads for itself.
 
         Raises:
