@@ -27,8 +27,7 @@ from bayesopt_chain.core.link import LinkContext
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.core.state import Layout
 from bayesopt_chain.core.update import Injected, Injection, Rates, Update
-from bayesopt_chain.links.filtered_noise import FilteredNoise, FilteredNoiseState
-from bayesopt_chain.links.keyed import Keyed
+from bayesopt_chain.links.keyed import FilteredNoise, FilteredNoiseState, Keyed
 from bayesopt_chain.matching import law
 from bayesopt_chain.matching.filters import Conditions, Filtered, Process, pick
 from bayesopt_chain.matching.noise_inputs import NoiseInput

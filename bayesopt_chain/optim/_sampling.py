@@ -22,7 +22,8 @@ The optimizer keeps what the noise depends on in two places:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from operator import attrgetter, itemgetter
@@ -34,15 +35,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bayesopt_chain import kinds
-from bayesopt_chain._torch import uncompiled
+from bayesopt_chain._torch import is_dtensor, uncompiled
 from bayesopt_chain.diagnostics.forces import ThermalLeaf
+from bayesopt_chain.diagnostics.heat import Leaf
 from bayesopt_chain.diagnostics.heat_guard import HeatGuard
 from bayesopt_chain.distributed.parts import is_part
 from bayesopt_chain.distributed.ranks import require_named_chain
 from bayesopt_chain.distributed.shards import are_spread, local
 from bayesopt_chain.distributed.witness import Claim
 from bayesopt_chain.loop.interrupts import uninterrupted
-from bayesopt_chain.optim import _checks, _heat
+from bayesopt_chain.optim import _checks
 from bayesopt_chain.optim._leaves import REMEMBERED, Leaves, last_draws, last_step, step_by_operations
 from bayesopt_chain.optim._ranks import OnRanks, claim, shared_key
 from bayesopt_chain.optim._rule import Linear
@@ -401,12 +403,12 @@ class Sampling(OnRanks, torch.optim.Optimizer):
     def _noisy_step(self) -> None:
         """Make torch's step and add the noise."""
         if self.heat_guard is not None and not self.heat_guard.sleeps():
-            self.heat_guard.look(partial(_heat.leaves_of, self))
+            self.heat_guard.look(partial(_heat_leaves, self))
         cache = self._cache
         if cache.numbers is None:
             self._leaf_numbers()
             if self.heat_guard is not None and are_spread([group["params"] for group in self.param_groups]):
-                _heat.warn_left_out(
+                _warn_left_out(
                     self,
                     "parameters that are spread over ranks (DTensors), since no rank sees the noise of a whole gradient. Run "
                     "the loop in one process with it first",
@@ -561,3 +563,68 @@ def _asks_for_more(group: dict[str, Any]) -> bool:
         or torch.is_tensor(group["temperature"])
         or group["temperature"] != 0.0
     )
+
+
+def _warn_left_out(rule: Any, what: str, stacklevel: int) -> None:
+    """Warn that the heat guard does not look at some gradients; called once for an optimizer.
+
+    Args:
+        rule: the optimizer.
+        what: these gradients, the reason, and what to do instead.
+        stacklevel: of the warning, such that it points at the call of ``step``.
+    """
+    if any([_checks.temperature_of(rule._name, group) for group in rule.param_groups]):
+        warnings.warn(
+            f"{rule._name}: the heat guard does not look at {what}, or ask bc.diagnostics.heating; heat_guard=None silences "
+            "this",
+            stacklevel=stacklevel,
+        )
+
+
+def _heat_leaves(rule: Any, keys: Collection[int] = ()) -> Iterator[Leaf]:
+    """Yield the gradients of this step that get noise, for the heat guard: each with its ``lr_eff``, ``P`` and ``T``.
+
+    ``lr_eff = h_1 + h b / (1 - mu)`` is the response ``F(1)`` of a step to a constant gradient, and ``P = 1 / D`` is the
+    current preconditioner of an adaptive rule.
+
+    An adaptive rule yields its gradients from the second step on, since it has no preconditioner before. Sparse gradients and
+    DTensors are left out.
+
+    Args:
+        rule: the optimizer.
+        keys: ``id`` of the parameters that are wanted, of which only the first of a group needs numbers of this step; empty for
+            all of them.
+    """
+    wanted = frozenset(keys)
+    for group in rule.param_groups:
+        temperature = _checks.temperature_of(rule._name, group)
+        if temperature == 0.0:
+            continue
+        lr, linear, effective, first = float(group["lr"]), None, 0.0, 0.0
+        sign = -1.0 if group.get("maximize") else 1.0
+        for p in group["params"]:
+            g, state, root = p.grad, rule.state.get(p, {}), sign
+            # of a DTensor no rank has the whole gradient, and an adaptive rule makes its preconditioner in the first step
+            is_read = not is_dtensor(g) and (not rule.adaptive or "step" in state)
+            if g is None or not (id(p) in wanted if wanted else is_read):
+                continue
+            if g.layout is not torch.strided:
+                if not rule.heat_guard.has_left_out:
+                    rule.heat_guard.has_left_out = True
+                    _warn_left_out(
+                        rule,
+                        "sparse gradients, as those of Embedding(sparse=True). Run the loop with sparse=False first",
+                        7,
+                    )
+                continue
+            if linear is None or not wanted:
+                counts = rule._counts(state)
+                linear = rule._linear(group, counts)
+                effective = linear.direct + linear.step_size * linear.gain / (1.0 - linear.momentum)
+                # the share of F(1) that acts in the same step
+                first = (linear.direct + linear.step_size * linear.gain) / effective if effective > 0.0 else 0.0
+                if rule.adaptive and not wanted:  # by the denominator of the last update; torch's step comes later
+                    learned = min(counts[0] - 1, group.get("freeze_after") or counts[0])
+                    root = sign * rule._denominator(group, learned, state.__getitem__).rsqrt()
+            if effective > 0.0:  # not at a learning rate of 0
+                yield Leaf(id(p), g, p, effective, temperature, linear.momentum, first, root, lr)

@@ -19,7 +19,7 @@ import torch
 from bayesopt_chain.arguments import MOMENTUM, POSITIVE, checked_as
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.links.filtered_noise import inject_filtered_noise
+from bayesopt_chain.links.keyed import inject_filtered_noise
 from bayesopt_chain.links.learning_rate import scale_by_neg_lr
 from bayesopt_chain.links.momentum import add_momentum, delay
 from bayesopt_chain.schedules import ScalarOrSchedule
