@@ -635,6 +635,8 @@ def test_the_noise_of_a_gradient_over_the_curvature_is_shown_and_no_verdict(time
         ({"batches": [*EXACT.data]}, r"doctor: the loss cannot take batch 2 of 2.*a tuple, a dictionary or a tensor"),
         ({"batches": torch.utils.data.TensorDataset(*EXACT.data)}, r"batch \d of .*a tuple, a dictionary or a tensor"),
         ({"batches": None}, "needs tx= and batches="),
+        ({"batches": []}, "batches is empty"),
+        ({"of": lambda p: 3.0}, "of must return a tensor, got float"),
     ],
 )
 def test_what_cannot_be_looked_at_is_refused_with_what_to_pass(change, message):
