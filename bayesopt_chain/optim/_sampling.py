@@ -403,7 +403,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
     def _noisy_step(self) -> None:
         """Make torch's step and add the noise."""
         if self.heat_guard is not None and not self.heat_guard.sleeps():
-            self.heat_guard.look(partial(_heat_leaves, self))
+            self.heat_guard.look(partial(heat_leaves, self))
         cache = self._cache
         if cache.numbers is None:
             self._leaf_numbers()
@@ -581,7 +581,7 @@ def _warn_left_out(rule: Any, what: str, stacklevel: int) -> None:
         )
 
 
-def _heat_leaves(rule: Any, keys: Collection[int] = ()) -> Iterator[Leaf]:
+def heat_leaves(rule: Any, keys: Collection[int] = ()) -> Iterator[Leaf]:
     """Yield the gradients of this step that get noise, for the heat guard: each with its ``lr_eff``, ``P`` and ``T``.
 
     ``lr_eff = h_1 + h b / (1 - mu)`` is the response ``F(1)`` of a step to a constant gradient, and ``P = 1 / D`` is the

@@ -14,7 +14,7 @@ import bayesopt_chain as bc
 from bayesopt_chain.diagnostics import heat_guard
 from bayesopt_chain.diagnostics.heat import Heat, Leaf, Sketch, excess_variance, read_heat
 from bayesopt_chain.diagnostics.heat_guard import HeatGuard
-from bayesopt_chain.optim import _heat as optimizers
+from bayesopt_chain.optim._sampling import heat_leaves
 from tests.diagnostics.oracle import enumerated
 
 N, WIDTH = 1000, 5
@@ -435,7 +435,7 @@ def at_the_mode():
 def test_a_chain_and_its_optimizer_are_read_alike(tx, make):
     model = nn.Linear(WIDTH, 1)
     (model(X) - Y).square().mean().backward()
-    theirs = {leaf.key: leaf for leaf in optimizers.leaves_of(make(model.parameters()))}
+    theirs = {leaf.key: leaf for leaf in heat_leaves(make(model.parameters()))}
     params = dict(model.named_parameters())
     for p, rule in zip(params.values(), heat_guard._rules(tx, params, tx.init(params))):
         assert rule == pytest.approx(theirs[id(p)][3:8], rel=1e-6)
