@@ -154,7 +154,8 @@ def names_of(paths: Sequence[str]) -> tuple[str, ...]:
 
     Leaves that would have one name, as ``['a']['b']`` and ``['a/b']``, are called by their paths.
     """
-    names = [path[1:-1].replace("][", "/").replace("'", "") or "tensor" for path in paths]
+    parts = [[part.strip("'\"") for part in path[1:-1].split("][")] for path in paths]
+    names = ["/".join(each) or "tensor" for each in parts]
     often = Counter(names)
     return tuple([path if often[name] > 1 else name for path, name in zip(paths, names)])
 

@@ -604,7 +604,7 @@ LOOKS = {  # what is changed in a look at exact draws, what is found, and a part
     "a loss without a Hessian": ({"loss": without_hessian}, set(), "no finite Hessian"),
     "names with quotes": (
         {"draws": bc.Draws.from_trees([{"it's": w} for w in EXACT.w], chains=4),
-         "loss": lambda p, b: EXACT.loss({"w": p["it's"]}, b)}, set(), "temperature, ",
+         "loss": lambda p, b: EXACT.loss({"w": p["it's"]}, b)}, set(), "temperature, it's ",
     ),
 }  # fmt: skip
 
