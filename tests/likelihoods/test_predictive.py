@@ -72,7 +72,7 @@ def test_quantiles_invert_the_distribution_function(name):
     torch.testing.assert_close((low, high), (predictive.quantile(0.05), predictive.quantile(0.95)))
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.sweep(4)
 @one_output
 def test_scores_are_integrals_of_the_squared_distance_of_distribution_functions(name):
     """Against the trapezoidal rule on 401 points, which errs at the target by its spacing (a sum for counts, to 1e-6)."""
