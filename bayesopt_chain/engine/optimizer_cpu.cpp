@@ -1,21 +1,76 @@
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 
 #include "../random/philox.hpp"
+#include "law.hpp"
 
 namespace {
 
 enum Kind { MOMENT = 0, SCALED = 1, SCALED_MOMENTUM = 2, PLAIN = 3, MOMENTUM = 4 };
+
+// what the noise depends on of the last step that drew, in the order of bayesopt_chain.optim._rule.Before; NaN before the first
+struct Before {
+  double temperature, half, arrives, momentum, gain, surplus, direct_half, direct_surplus;
+};
+
+// the numbers of a step, in the order of bayesopt_chain.engine.optimizer_cpu.Job.set
+struct Given {
+  double sign, decay, eps, step_size, momentum, gain, direct, shrink, square_decay, correction, temperature;
+  Before before;
+};
+
+struct Noise {
+  double previous = 0, current = 0, velocity_scale = 1, direct = 0, direct_previous = 0;
+};
+
+// bayesopt_chain.optim._rule.noise_of, operation for operation; what the next step needs is written. At a rate of 0 there has to
+// be a velocity and a draw before this one.
+Noise noise_of(const Given& k, Before& before) {
+  const Before last = before;
+  const bool began = !std::isnan(last.temperature);
+  const double mu = k.momentum, rate = k.step_size * k.gain;
+  const Level then = {last.temperature, last.half, last.arrives, last.momentum};
+  Noise noise;
+  if (rate > 0) {
+    const Level now = level(rate, mu, k.temperature, mu * k.shrink / rate);
+    const double own = !began ? mu : last.momentum != 0 ? mu * last.gain / k.gain : 0.0;
+    const Coefficients c = scheduled_noise(now, began ? then : now, began ? last.surplus : 0.0, own);
+    noise.previous = began ? k.gain * c.previous : 0.0;
+    noise.current = k.gain * c.current;
+    if (began && mu != 0 && !(last.momentum != 0 && c.velocity == own))
+      noise.velocity_scale = c.velocity * k.gain / (mu * last.gain);
+    before = {now.temperature, now.half, now.arrives, mu, k.gain, c.surplus, 0.0, 0.0};
+  } else {
+    const Coefficients c = scheduled_noise({then.temperature, 0.0, then.arrives, then.momentum}, then, last.surplus, then.momentum);
+    noise.previous = k.gain * c.previous;
+    noise.current = k.gain * c.current;
+    noise.velocity_scale = last.momentum * k.gain / (mu * last.gain);
+    before = {last.temperature, 0.0, last.arrives, -1.0, k.gain, c.surplus, last.direct_half, last.direct_surplus};
+  }
+  if (k.direct > 0) {
+    const bool goes_on = began && last.direct_half != 0;
+    const Level direct = level(k.direct, 0.0, k.temperature, 0.0);
+    const Level was = goes_on ? Level{last.temperature, last.direct_half, last.direct_half, 0.0} : direct;
+    const Coefficients d = scheduled_noise(direct, was, goes_on ? last.direct_surplus : 0.0, 0.0);
+    noise.direct = d.current;
+    noise.direct_previous = goes_on ? d.previous : 0.0;
+    before.direct_half = direct.half;
+    before.direct_surplus = d.surplus;
+  }
+  return noise;
+}
 
 template <class Real>
 struct Numbers {
   Real sign, decay, eps, step_size, momentum, gain, direct, keep, square_decay, square_gain, correction, previous, current,
       velocity_scale, direct_current, direct_previous;
 
-  explicit Numbers(const double* x)
-      : sign(x[0]), decay(x[1]), eps(x[2]), step_size(x[3]), momentum(x[4]), gain(x[5]), direct(x[6]), keep(1.0 - x[7]),
-        square_decay(x[8]), square_gain(1.0 - x[8]), correction(x[9]), previous(x[10]), current(x[11]),
-        velocity_scale(x[12]), direct_current(x[13]), direct_previous(x[14]) {}
+  Numbers(const Given& k, const Noise& noise)
+      : sign(k.sign), decay(k.decay), eps(k.eps), step_size(k.step_size), momentum(k.momentum), gain(k.gain),
+        direct(k.direct), keep(1.0 - k.shrink), square_decay(k.square_decay), square_gain(1.0 - k.square_decay),
+        correction(k.correction), previous(noise.previous), current(noise.current), velocity_scale(noise.velocity_scale),
+        direct_current(noise.direct), direct_previous(noise.direct_previous) {}
 };
 
 // the leaves of a step, addresses and integers in the order of bayesopt_chain.engine.optimizer_cpu.step_
@@ -27,7 +82,7 @@ struct Job {
   const Real** g;
   Real **m, **v, **last[2];   // last draws of the two branches; null where they are made again
   const int64_t* draws[2];    // numbers of the leaves in the random stream; null without that branch
-  const double* numbers;
+  Given* numbers;
   int64_t key, step;
   int64_t again[2][2];        // of each branch, key and step of the draws that are made again; a step below 0 for none
   int64_t threads;
@@ -81,10 +136,9 @@ inline Stream stream(int64_t draw, int64_t key, int64_t step) {
 }
 
 template <int KIND, bool DIRECT, class Real>
-void sweep(const Job<Real>& job) {
+void sweep(const Job<Real>& job, const Numbers<Real>& k) {
   constexpr int64_t BLOCK = 1 << 14, ROW = 4 * RUN;
   constexpr int BRANCHES = DIRECT ? 2 : 1;
-  const Numbers<Real> k(job.numbers);
 #pragma omp parallel num_threads(int(job.threads)) if (job.threads > 1)
   for (int64_t i = 0; i < job.leaves; ++i) {
     const int64_t size = job.sizes[i], blocks = (size + BLOCK - 1) / BLOCK;
@@ -108,15 +162,19 @@ void sweep(const Job<Real>& job) {
   }
 }
 
+// whether the next step's noise depends on other numbers than that of this one
 template <class Real>
-void step(const Job<Real>& job) {
+int step(const Job<Real>& job) {
+  const Before last = job.numbers->before;
+  const Numbers<Real> k(*job.numbers, noise_of(*job.numbers, job.numbers->before));
   switch (job.kind) {
-    case MOMENT: return sweep<MOMENT, false>(job);
-    case SCALED: return sweep<SCALED, false>(job);
-    case SCALED_MOMENTUM: return sweep<SCALED_MOMENTUM, false>(job);
-    case PLAIN: return sweep<PLAIN, false>(job);
-    default: return job.draws[1] ? sweep<MOMENTUM, true>(job) : sweep<MOMENTUM, false>(job);
+    case MOMENT: sweep<MOMENT, false>(job, k); break;
+    case SCALED: sweep<SCALED, false>(job, k); break;
+    case SCALED_MOMENTUM: sweep<SCALED_MOMENTUM, false>(job, k); break;
+    case PLAIN: sweep<PLAIN, false>(job, k); break;
+    default: job.draws[1] ? sweep<MOMENTUM, true>(job, k) : sweep<MOMENTUM, false>(job, k);
   }
+  return std::memcmp(&last, &job.numbers->before, sizeof last) != 0;
 }
 
 // what all counters were; NaN if they differ
@@ -133,7 +191,7 @@ double count(int64_t leaves, Real** steps, int64_t added) {
 
 }  // namespace
 
-extern "C" void step_float(const Job<float>* job) { step(*job); }
-extern "C" void step_double(const Job<double>* job) { step(*job); }
+extern "C" int step_float(const Job<float>* job) { return step(*job); }
+extern "C" int step_double(const Job<double>* job) { return step(*job); }
 extern "C" double count_float(int64_t leaves, float** steps, int64_t added) { return count(leaves, steps, added); }
 extern "C" double count_double(int64_t leaves, double** steps, int64_t added) { return count(leaves, steps, added); }

@@ -39,7 +39,7 @@ from bayesopt_chain.random import compiled
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _PARALLEL = 2**15  # elements below which threads cost more than they save
 MOMENT, SCALED, SCALED_MOMENTUM, PLAIN, MOMENTUM = range(5)  # the ways to move: Adam, RMSprop (two), SGD (two)
-_NUMBERS = 15
+_NUMBERS, _BEFORE = 19, 11  # of ``Given`` of the source, and where what it remembers begins
 _Job: Any = ctypes.c_int64 * 19  # ``Job`` of the source
 _NOW = 12  # key and count of the draws, those of the last draws of both branches, threads
 _address = ctypes.addressof
@@ -57,7 +57,7 @@ def _kernels() -> dict[torch.dtype, tuple[Any, Any]] | None:
         torch.float64: (library.step_double, library.count_double),
     }
     for step, count in kernels.values():
-        step.restype, count.restype = None, ctypes.c_double
+        step.restype, count.restype = ctypes.c_int, ctypes.c_double
         step.argtypes, count.argtypes = [ctypes.c_void_p], [ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
     return kernels
 
@@ -98,27 +98,32 @@ class Job:
         addresses = [0 if x is None else _address(x) for x in (*self._arrays, self._numbers)]
         self._job = _Job(kind, len(sizes), *addresses, 0, 0, *(-1, -1) * 2, 1)
 
+    def set(self, *numbers: float) -> None:
+        """Give the numbers of a step, which hold until others are given; those behind the temperature go on by themselves.
+
+        Args:
+            numbers: sign, decay, eps, step_size, momentum, gain, direct, shrink, square_decay, correction, the temperature, and
+                what :class:`bayesopt_chain.optim._rule.Before` has of the last step, NaN if there was none.
+        """
+        self._numbers[:] = numbers
+
     def run(
-        self,
-        gradients: Sequence[Tensor],
-        numbers: Sequence[float],
-        now: tuple[int, int],
-        last: tuple[tuple[int, int], tuple[int, int]],
-    ) -> None:
+        self, gradients: Sequence[Tensor], now: tuple[int, int], last: tuple[tuple[int, int], tuple[int, int]]
+    ) -> list[float] | None:
         """Move parameters and state in place.
 
         Args:
             gradients: contiguous ones.
-            numbers: of this step: sign, decay, eps, step_size, momentum, gain, direct, shrink, square_decay, correction,
-                previous, current, velocity_scale, direct_current, direct_previous.
             now: key and count of the draws.
             last: key and count of each branch's last draws, if these are made again; a negative count if there are none.
+
+        Returns:
+            The numbers of ``Before`` for the next step; ``None`` if they are those that this step was given.
         """
-        self._numbers[:] = numbers
         self._gradients[:] = [*map(Tensor.data_ptr, gradients)]
         threads = torch.get_num_threads() if self._is_large else 1
         self._job[_NOW:] = (*now, *last[0], *last[1], threads)
-        self._step(self._job)
+        return self._numbers[_BEFORE:] if self._step(self._job) else None
 
 
 class Counter:

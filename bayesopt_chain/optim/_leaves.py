@@ -61,6 +61,7 @@ _BEFORE = tuple([f"noise_{name}" for name in Before._fields])
 _DRAWS = ("noise", "noise_direct")
 _AGAIN = (("noise_of", "noise_at"), ("noise_direct_of", "noise_direct_at"))
 REMEMBERED = (*_DRAWS, *_AGAIN[0], *_AGAIN[1], *_BEFORE)
+_NO_NUMBERS = (math.nan,) * len(_BEFORE)  # before the first draw
 _NEVER = ((-1, -1),) * 2  # for each branch key and count of a last draw that is kept, or that was never made
 _OPTIONS = ("foreach", "fused", "differentiable", "capturable", "noise_kept")
 _FIXED = frozenset((float, int, bool, str, type(None), list))  # types of settings that change only by being replaced
@@ -80,20 +81,20 @@ class Leaves:
         last: for each branch key and count of the last draw, if it is made again.
         params, states: the parameters, and their entries of ``optimizer.state``.
         numbers: the leaves' numbers in the random stream.
-        linear: the numbers of torch's step.
-        noise: the coefficients of the noise; ``None`` at temperature 0.
-        branches: for both branches the tuple ``(step size, factor of the last draw, of this one)``; ``None`` if it rests.
+        linear, temperature: the numbers of torch's step, and the temperature.
+        after: the numbers of this step, which :attr:`before` is for the next one.
+        rests: for both branches whether it draws nothing in this step.
         learned: the number of the last update in which the denominator learned; 0 without a denominator.
         is_frozen: whether it no longer learns.
         job: the call of the kernel; ``None`` until a step makes it.
     """
 
     linear: Linear
-    noise: Noise | None
-    noted: Noise | None
+    temperature: float
+    rests: tuple[bool, bool]
 
     def __init__(self, group: dict[str, Any], counts: tuple[float, ...], before: Before | None, last: Any) -> None:
-        self.group, self.counts, self.before = group, counts, before
+        self.group, self.counts, self.before, self.after = group, counts, before, before
         self.last: Any = last
         self.params: list[Any] = []
         self.states: list[dict[str, Any]] = []
@@ -102,8 +103,6 @@ class Leaves:
         self.job: Job | None = None
         self.counter: Counter | None = None
         self.layout: tuple[object, ...] = ()
-        self.asked: tuple[object, ...] = ()
-        self.noise = self.noted = None
         self.is_settled = False
         self.entry: dict[str, float] = {}
         self.size = -1  # of an entry of the state when its tensors were listed
@@ -115,25 +114,20 @@ class Leaves:
             ValueError: numbers for which no noise is known.
         """
         group, self.learned = self.group, rule._learned(self.group, self.counts)
-        self.settings, temperature = [*group.values()], temperature_of(rule._name, group)
-        self.linear = linear = rule._linear(group, self.counts)
-        asked = (*linear[:5], temperature, self.before)
-        if asked != self.asked:  # else the noise is that of the last step
-            if temperature > 0.0:
-                check_linear(rule._name, linear, self.before)
-            self.asked, self.noise = asked, noise_of(linear, temperature, self.before) if temperature > 0.0 else None
-        noise = self.noise
+        self.settings, self.is_settled = [*group.values()], False
+        self.temperature, self.linear = temperature_of(rule._name, group), rule._linear(group, self.counts)
+        if is_noisy := self.temperature > 0.0:
+            check_linear(rule._name, self.linear, self.before)
         self.is_frozen = bool(self.counts) and self.learned < self.counts[0]
-        previous, current = (0.0, 0.0) if noise is None else noise[:2]
-        self.branches = [(linear.step_size, previous, current) if current > 0.0 or previous else None, None]
-        if noise is not None and linear.direct > 0.0:
-            self.branches[1] = linear.direct, noise.direct_previous, noise.direct
         options = tuple(map(group.get, _OPTIONS))
         asks_for_torch = options[0] is not None or options[1] is False
-        # the kernel draws whole leaves
-        is_fit = self.branches[0] is not None and not (asks_for_torch or rule._cache.is_spread)
-        self.kind = linear.kind if is_fit else None
-        return noise is None, self.kind, linear.velocity, self.branches[1] is None, options
+        # the kernel draws whole leaves; at an lr of 0 there is noise if the last step has left some to the velocity
+        has_left = self.before is not None and self.before.half > 0.0 and self.linear.momentum > 0.0
+        is_fit = (
+            is_noisy and (self.linear.step_size > 0.0 or has_left) and not (asks_for_torch or rule._cache.is_spread)
+        )
+        self.kind = self.linear.kind if is_fit else None
+        return is_noisy, self.kind, self.linear.velocity, self.linear.direct > 0.0, options
 
     def holds(self, rule: Any) -> bool:
         """Whether state and memory are those of the last step, and what is read for this one has the same form."""
@@ -173,20 +167,20 @@ class Leaves:
         A leaf that has drawn nothing yet, since lr is 0, gets all its entries: ``torch.distributed.checkpoint`` makes a step at
         lr = 0 to find out which entries a state has, and loads only these.
         """
-        if self.noise is not None and (self.noise is not self.noted or self.last is not _NEVER):
-            # the next step has the noise of this one, unless a setting changes
-            self.noted, repeats = self.noise, self.before == self.noise.before
-            self.is_settled = repeats and _FIXED.issuperset(map(type, self.settings))
-            self.before, kept = self.noise.before, self.group.get("noise_kept", True)
+        repeats, self.before = self.before == self.after, self.after
+        # the next step has the numbers of this one, unless a setting changes
+        self.is_settled = repeats and (self.is_settled or _FIXED.issuperset(map(type, self.settings)))
+        if self.temperature > 0.0 and not (repeats and self.entry and self.last is _NEVER):
+            kept = self.group.get("noise_kept", True)
             # a name for each number, since ``torch.distributed.checkpoint`` can flatten floats, but not tuples
-            entry = dict(zip(_BEFORE, self.before or (math.nan,) * len(_BEFORE)))
+            entry = dict(zip(_BEFORE, self.before or _NO_NUMBERS))
             if self.before is None:
                 for branch in range(self.linear.branches):
                     self.draws(branch)
                     entry |= {} if kept else dict(zip(_AGAIN[branch], (self.group["noise_key"], -1)))
             elif not kept:
                 now = self.group["noise_key"], self.group["noise_count"]
-                self.last = tuple([last if branch is None else now for last, branch in zip(self.last, self.branches)])
+                self.last = tuple([last if rests else now for last, rests in zip(self.last, self.rests)])
                 entry |= {n: x for names, last in zip(_AGAIN, self.last) for n, x in zip(names, last) if last[1] >= 0}
             for state in self.states:
                 state.update(entry)
@@ -221,10 +215,11 @@ class Leaves:
         return [*map(_FORM, tensors)] == self.forms and all(map(Tensor.is_contiguous, tensors))
 
     def _made_job(self) -> bool:
-        params, linear, direct = self.params, self.linear, self.branches[1] is not None
+        params, linear, direct = self.params, self.linear, self.linear.direct > 0.0
         like, self.forms = params[0], [*map(_FORM, params)]
         if like.dtype not in (torch.float32, torch.float64) or not like.is_cpu or not optimizer_cpu.has_kernel():
             return False
+        self.is_settled = False  # a new job has no numbers yet
         lists = [params, *([s.get(n) for s in self.states] if n else [] for n in (linear.velocity, linear.square))]
         steps: list[Any] = [state.get("step") for state in self.states] if linear.square else []
         # no entry of the state is made before torch has made its own
@@ -242,16 +237,19 @@ class Leaves:
 
     def move(self) -> None:
         """Make the step by the kernel."""
-        group, linear, noise, job = self.group, self.linear, self.noise, self.job
-        assert noise is not None and job is not None
-        sign, decay = -1.0 if group["maximize"] else 1.0, float(group["weight_decay"])
-        decay = 0.0 if group.get("decoupled_weight_decay") else decay
-        numbers = (sign, decay, float(group.get("eps", 0.0)), *linear[:7], *noise[:5])
+        group, linear, job = self.group, self.linear, self.job
+        assert job is not None
+        if not self.is_settled:
+            sign, decay = -1.0 if group["maximize"] else 1.0, float(group["weight_decay"])
+            decay = 0.0 if group.get("decoupled_weight_decay") else decay
+            given = float(group.get("eps", 0.0)), *linear[:7], self.temperature
+            job.set(sign, decay, *given, *(self.before or _NO_NUMBERS))
         # the kernel writes by addresses, and autograd has to know that the tensors changed
         torch.autograd.graph.increment_version(self.written)
         if self.counter is not None:
             self.counter.add()
-        job.run(self.gradients, numbers, (group["noise_key"], group["noise_count"]), self.last)
+        changed = job.run(self.gradients, (group["noise_key"], group["noise_count"]), self.last)
+        self.after, self.rests = Before(*changed) if changed else self.before, (False, linear.direct == 0.0)
 
 
 # torch's step, and the noise by tensor operations
@@ -268,26 +266,28 @@ def step_by_operations(rule: Any, work: Sequence[Leaves], others: list[Tensor]) 
         work: the leaves that need more than torch's step.
         others: parameters that do not take part in this step.
     """
-    early, noisy = list[Leaves](), [x for x in work if x.noise is not None]
-    for x in noisy:
+    early, noises = (
+        list[Leaves](),
+        [(x, noise_of(x.linear, x.temperature, x.before)) for x in work if x.temperature > 0.0],
+    )
+    for x, noise in noises:
+        x.after, x.rests = noise.before, (not (noise.current or noise.previous), not noise.direct)
         name = x.linear.velocity or ""
         velocities = [local(v) for v in [state.get(name) for state in x.states] if v is not None]
-        if (
-            velocities and x.noise is not None and x.noise.velocity_scale != 1.0
-        ):  # momentum and noise are of the rescaled velocity
-            foreach_mul_(velocities, x.noise.velocity_scale)
+        if velocities and noise.velocity_scale != 1.0:  # momentum and noise are of the rescaled velocity
+            foreach_mul_(velocities, noise.velocity_scale)
         moves_by_velocity = x.linear.step_size > 0.0 and x.linear.momentum >= _LEAST_MOMENTUM
         if not rule.adaptive and moves_by_velocity and len(velocities) == len(x.params):
             early.append(x)
-            _add_noise(rule, x, 0, early=True)
+            _add_noise(rule, x, noise, 0, early=True)
     frozen = [x for x in work if x.is_frozen]
     with _without_gradients([*others, *(p for x in frozen for p in x.params)]):
         rule._torch_step(None)
     for x in frozen:
         _move_frozen(rule, x)
-    for x in noisy:
+    for x, noise in noises:
         for branch in (1,) if x in early else (0, 1):
-            _add_noise(rule, x, branch, early=False)
+            _add_noise(rule, x, noise, branch, early=False)
 
 
 class _Batch:
@@ -347,12 +347,12 @@ def _cut(x: Tensor, elements: slice | None) -> Tensor:
     return local(x) if elements is None else local(x).view(-1)[elements]
 
 
-def _add_noise(rule: Any, x: Leaves, branch: int, early: bool) -> None:
+def _add_noise(rule: Any, x: Leaves, noise: Noise, branch: int, early: bool) -> None:
     """Add ``previous xi_{t-1} + current xi_t`` of one branch to parameters and velocities."""
-    numbers, noise = x.branches[branch], x.noise
-    if numbers is None or noise is None:
+    if x.rests[branch]:
         return
-    step_size, *factors = numbers
+    step_size = (x.linear.step_size, x.linear.direct)[branch]
+    factors = (noise.previous, noise.current) if branch == 0 else (noise.direct_previous, noise.direct)
     if x.before is None and x.params[0].dtype in (torch.bfloat16, torch.float16):
         for p, state in zip(x.params, x.states):
             d = local(rule._denominator(x.group, x.learned, state.__getitem__)) if rule.adaptive else None

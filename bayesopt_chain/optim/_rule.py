@@ -26,6 +26,7 @@ reversed before the next step.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from bayesopt_chain.matching import law
@@ -103,6 +104,7 @@ class Noise(NamedTuple):
     before: Before | None = None
 
 
+@lru_cache(maxsize=64)  # many steps have the numbers of the last one
 def noise_of(linear: Linear, temperature: float, before: Before | None) -> Noise:
     """Compute the noise of one step.
 

@@ -422,7 +422,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         holds = holds and not any([self._temperature(group) != t for group, t in cache.others])
         if work is None or not (holds and all([x.holds(self) for x in work])):
             work, cache.objects, cache.kinds = self._planned(), [], kinds
-            cache.noisy = [x for x in work if x.noise is not None]
+            cache.noisy = [x for x in work if x.temperature > 0.0]
             hot = {id(x.group): x.group for x in cache.noisy}
             cache.groups = [*hot.values()]
             cache.others = [(group, self._temperature(group)) for group in self.param_groups if id(group) not in hot]
@@ -495,7 +495,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
                 x.numbers.append(number)
         for x in alike.values():
             x.layout = x.read(self)
-        if any([x.noise is not None for x in alike.values()]):
+        if any([x.temperature > 0.0 for x in alike.values()]):
             params = [local(p) if p.grad is not None else None for p in self._all_params()]
             _checks.check_memory(self._name, self._cache.names, params)
         return [*alike.values()]

@@ -19,7 +19,7 @@ def walk(
     """Steps with a change of their own before each; without ``keep`` every step is planned anew.
 
     Returns:
-        Parameters and tensors of the state, the plan of every step, and how often each called the kernel.
+        Parameters, tensors and numbers of the state, the plan of every step, and how often each called the kernel.
     """
     params = [torch.linspace(-1, 1, math.prod(s), dtype=dtype).view(s).requires_grad_() for s in sizes]
     optimizer, plans, calls = make(params), [], []
@@ -34,7 +34,8 @@ def walk(
         calls.append(kernel.call_count)
     states = [optimizer.state.get(p, {}) for p in params]
     tensors = [*params, *(x for state in states for x in state.values() if torch.is_tensor(x))]
-    return [x.detach() for x in tensors], plans, calls
+    numbers = [x for state in states for x in state.values() if isinstance(x, float)]
+    return [*(x.detach() for x in tensors), torch.tensor(numbers, dtype=torch.float64)], plans, calls
 
 
 def maker(name, lr=0.1, **kwargs):
@@ -146,12 +147,13 @@ def walk_of_one_pass(name, kwargs, dtype=torch.float64, sizes=((40,), (3, 5), (3
 @pytest.mark.parametrize("keep_draws", [True, False])
 @pytest.mark.parametrize("case", ONE_PASS)
 def test_step_and_noise_in_one_pass_are_torchs_step_and_then_the_noise(case, keep_draws):
-    """To a few units in the last place of each operation, at each of ten steps."""
+    """To a few units in the last place of each operation, at each of ten steps; what is remembered of a step in every bit."""
     name, kwargs = ONE_PASS[case]
     kwargs = kwargs | {"keep_draws": keep_draws}
     mine, one_pass = walk_of_one_pass(name, kwargs)
     theirs, none = walk_of_one_pass(name, kwargs | {"foreach": False})
     assert (one_pass, none) == (10 if name == "SGLD" else 9, 0)  # torch makes its state in the first step
+    assert len(mine[-1]) == 24 and torch.equal(mine[-1], theirs[-1])
     for x, y in zip(mine, theirs, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-13)
 
