@@ -42,8 +42,8 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
 import bayesopt_chain as bc
+from bayesopt_chain.diagnostics.gradient_noise import lanczos
 from bayesopt_chain.diagnostics.heat_guard import HeatGuard
-from bayesopt_chain.diagnostics.top_curvature import lanczos
 from benchmarks.measure import RESULTS, command, keep, known, work_out
 
 COLD, HOT = 1.3, 2.0

@@ -125,8 +125,7 @@ def test_every_import_of_an_extra_is_checked_first():
         "lora/adapters.py": {"peft"},  # the model that is given is one of peft's
         "botorch.py": {"linear_operator"},
         "runs/inference_data.py": {"arviz", "xarray"},
-        "diagnostics/_agreement.py": {"scipy"},
-        "diagnostics/_shared_noise.py": {"scipy"},
+        "diagnostics/convergence.py": {"scipy"},
         "fused/langevin_cuda.py": {"triton"},
         "random/_triton.py": {"triton"},
     }

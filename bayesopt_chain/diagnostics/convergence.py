@@ -1,12 +1,41 @@
-"""Have the chains mixed: R-hat and effective sample size, computed by ArviZ for every element of every leaf.
+r"""Have the chains mixed: R-hat and effective sample size of every element, and how probable they are where the chains agree.
 
-Needs the extra ``diagnostics`` (arviz-stats).
+:func:`r_hat` and :func:`ess` are computed by ArviZ (the extra ``diagnostics``, arviz-stats).
+
+**Agreement.** R-hat alone needs a threshold, and every threshold is wrong for some number of draws: with few, chains that agree
+exceed it; with many parameters the largest of them always does. The variance between the means of ``m`` half chains of ``h``
+draws, ``B``, over the one within, ``W``, is a ratio of variances, with ``h / tau`` independent draws in each:
+
+    F = B h / (tau W) ~ F(m - 1, m (h / tau - 1)),
+
+``tau`` the integrated autocorrelation time of the rank-normalised draws. Of ``E`` p-values the smallest is multiplied by
+``2 E`` (Bonferroni, for both ways of looking), and four times their median is a p-value under any dependence of the
+elements (Rüger, 1978): whichever is smaller.
+
+**A drift that all chains share** makes tau as long as the run, so that this test cannot see it. For it the last third of
+the draws is compared with the first (Geweke, 1992). Let ``D`` be the difference of their means over all chains, ``h`` the draws
+of a third, ``v`` the variance over a third of the chains' mean and ``tau`` the autocorrelation time within a third. Then
+
+    D / sqrt(2 v tau / h)     ~ Student(h / tau - 1),
+    D sqrt(m) / sd(D_c)       ~ Student(m - 1),              D_c the difference in one of m >= 3 independent chains.
+
+The first is used where a third has at least 5 effective draws: below that it would call a slow chain a drifting one. The second
+holds for chains of any speed.
+
+**Shared noise.** Chains of one seed that started at different places meet on a convex loss, and a copy of a chain may lag
+behind it; R-hat approves of both. What can be compared is what a draw does not owe to those before it (Haugh, 1976), the
+residual of ``x_t = a + b t + c_1 x_{t-1} + c_2 x_{t-2} + residual_t``: those of independent chains are uncorrelated at every
+lag ``k``. Of ``m`` pairs, lags and elements the normal scores of independent chains reach a correlation of
+``sqrt(2 log(m / level) / d)`` with a probability below ``level``, ``d = (n - k) / (1 + 2 sum_j rho_j^2) - 6`` by the
+autocorrelation ``rho`` that is left in the residuals (Bartlett). Chains that share less than a quarter of the variance
+of their noise are not reported.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import optree
 import torch
@@ -112,3 +141,170 @@ def _each(draws: Any, who: str, statistic: Callable[[Any], Any]) -> Any:
 
     chained = draws.chains is not None
     return draws._tree([found((len(draws), *shape), chained, column(n)) for n, shape in draws.shapes.items()])
+
+
+CAUTION = 1.5  # by which tau, itself an estimate, is enlarged
+ENOUGH = 5.0  # effective draws of a third, from which its tau is believed
+SHARED = 0.5  # correlation of residuals from which chains are reported
+ELEMENTS = 16  # that are compared for it
+LAGS = 20  # over which the residuals' own autocorrelation is summed
+FEWEST = 16  # draws below which nothing is
+
+
+class Agreement(NamedTuple):
+    """R-hat and effective draws of each element ``[E]``, and the p-value of all elements together."""
+
+    r_hat: Tensor
+    effective: Tensor
+    p_value: float
+    worst: int
+
+
+def agreement(x: Tensor) -> Agreement:
+    """Whether split chains agree.
+
+    Args:
+        x: draws ``[draws, chains, elements]``, float64, none of them constant.
+    """
+    from scipy.stats import f
+
+    h, m = len(x) // 2, 2 * x.shape[1]
+    r_hat, between, within = split_r_hat(x)
+    tau = autocorrelation_time(rank_normalised(x))
+    tau = CAUTION * torch.maximum(tau, tau.median())
+    effective = (h / tau).clamp(min=1.01)
+    ratio = between * effective / within
+    p = torch.as_tensor(f.sf(ratio.numpy(), m - 1, (m * (effective - 1)).clamp(min=1.0).numpy()), device="cpu")
+    return Agreement(r_hat, CAUTION * m * effective, _of_all(p), int(p.argmin()))
+
+
+def split_r_hat(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """R-hat of each element, and the variances of the normal scores between the halves of the chains and within them.
+
+    Args:
+        x: draws ``[draws, chains, elements]``.
+    """
+    h = len(x) // 2
+    z = rank_normalised(torch.cat([x[:h], x[-h:]], 1))
+    within, between = z.var(0).mean(0), z.mean(0).var(0)
+    return ((h - 1) / h + between / within).sqrt(), between, within
+
+
+def _of_all(p: Tensor) -> float:
+    """The p-value of all elements together."""
+    return min(1.0, 2 * len(p) * float(p.min()), 4 * float(p.median()))
+
+
+def drift(x: Tensor, *, independent: bool = True) -> tuple[float, float]:
+    """Whether the chains drift together from the first to the last third.
+
+    Args:
+        x: draws ``[draws, chains, elements]``, float64, none of them constant.
+        independent: whether the chains are; else they are not compared with each other.
+
+    Returns:
+        The clearest drift, in standard deviations of the normal scores, positive where it grows; the p-value of all elements.
+    """
+    from scipy.stats import t as student
+
+    h = len(x) // 3
+    z = rank_normalised(x)
+    thirds = z[:h], z[h : 2 * h], z[-h:]
+    tau = autocorrelation_time(torch.cat(thirds, 1))
+    effective = h / (CAUTION * torch.maximum(tau, tau.median()))
+    means = [part.mean(1) for part in thirds]
+    size, variance = means[2].mean(0) - means[0].mean(0), torch.stack([mean.var(0) for mean in means]).mean(0)
+    ratio = size.abs() / (2 * variance / effective).sqrt().clamp(min=1e-300)
+    p = 2 * torch.as_tensor(student.sf(ratio.numpy(), (effective - 1).clamp(min=1.0).numpy()), device="cpu")
+    found = [torch.where(effective >= ENOUGH, p, torch.ones_like(p))]
+    if x.shape[1] >= 3 and independent:
+        spread = (thirds[2].mean(0) - thirds[0].mean(0)).std(0).clamp(min=1e-300)
+        ratio = size.abs() * x.shape[1] ** 0.5 / spread
+        found.append(2 * torch.as_tensor(student.sf(ratio.numpy(), x.shape[1] - 1), device="cpu"))
+    clearest = min(found, key=_of_all)
+    return float(size[clearest.argmin()]), min(1.0, len(found) * _of_all(clearest))
+
+
+class SharedNoise(NamedTuple):
+    """Two chains that move together: their numbers, by how many draws the second is behind the first, and the correlation."""
+
+    chains: tuple[int, int]
+    lag: int
+    correlation: float
+
+
+def shared_noise(x: Tensor, level: float = 1e-4) -> SharedNoise | None:
+    """The two chains that most clearly use the same noise, if any do.
+
+    Args:
+        x: draws ``[draws, chains, elements]``, float64.
+        level: the rate at which independent chains may be found.
+    """
+    chains = x.shape[1]
+    if chains < 2 or len(x) < FEWEST or not x.shape[2]:
+        return None
+    x = x[..., :: max(1, -(-x.shape[2] // ELEMENTS))]
+    n = len(x) - 2
+    y = (x - x.mean(0)) / x.std(0).clamp(min=1e-300)
+    line = torch.linspace(-1, 1, n, dtype=torch.float64, device="cpu").expand(*y.shape[1:], n)
+    known = torch.stack([torch.ones_like(line), line, *(y[j : n + j].permute(1, 2, 0) for j in (1, 0))], -1)
+    now = y[2:].permute(1, 2, 0)[..., None]
+    gram = known.mT @ known + 1e-9 * n * torch.eye(4, dtype=torch.float64, device="cpu")
+    scores = normal_scores((now - known @ torch.linalg.solve(gram, known.mT @ now))[..., 0].permute(2, 0, 1))
+    scores = scores / scores.square().mean(0).sqrt().clamp(min=1e-300)
+    lags = torch.arange(-(n // 2), n // 2 + 1, device="cpu")
+    overlap = (n - lags.abs()).double()[:, None, None]
+    spectrum, tried = torch.fft.rfft(scores, 2 * n, dim=0), x.shape[2] * len(lags) * chains * (chains - 1) / 2
+    own = torch.fft.irfft(spectrum.abs() ** 2, 2 * n, dim=0)[1 : LAGS + 1].mean(1) / n  # autocorrelation that is left
+    freedom = (overlap / (1 + 2 * own.square().sum(0)) - 6).clamp(min=1.0)
+    clear = (2 * math.log(tried / level) / freedom).sqrt().clamp(min=SHARED)  # [lags, 1, elements]
+    best: tuple[float, SharedNoise | None] = (1.0, None)
+    for i in range(chains - 1):
+        cross = torch.fft.irfft(spectrum[:, i, None].conj() * spectrum[:, i + 1 :], 2 * n, dim=0)[lags] / overlap
+        k, j, e = (int(v) for v in torch.unravel_index((cross / clear).argmax(), cross.shape))
+        if float(cross[k, j, e] / clear[k, 0, e]) > best[0]:
+            best = (
+                float(cross[k, j, e] / clear[k, 0, e]),
+                SharedNoise((i, i + 1 + j), int(lags[k]), float(cross[k, j, e])),
+            )
+    return best[1]
+
+
+def rank_normalised(x: Tensor) -> Tensor:
+    """``Phi^-1((r - 3/8) / (n + 1/4))`` of the ranks over all draws and chains (Blom; Vehtari et al., 2021)."""
+    n, c, elements = x.shape
+    return normal_scores(x.reshape(n * c, elements)).reshape(n, c, elements)
+
+
+def normal_scores(x: Tensor) -> Tensor:
+    """The same of the ranks along axis 0."""
+    ranks = x.argsort(0).argsort(0).double() + 1
+    return torch.special.ndtri((ranks - 0.375) / (len(x) + 0.25))
+
+
+def autocorrelation_time(x: Tensor) -> Tensor:
+    """Integrated autocorrelation time of ``[draws, chains, elements]`` in draws, by Geyer's positive, decreasing pairs.
+
+    Autocovariances are pooled over chains, each about its own mean; what taking out that mean costs, ``1 / n``, is put back.
+    """
+    n = len(x)
+    spectrum = torch.fft.rfft(x - x.mean(0), 2 * n, dim=0)
+    covariance = torch.fft.irfft(spectrum.abs() ** 2, dim=0)[:n].sum(1)
+    correlation = covariance / covariance[:1].clamp(min=1e-300)
+    correlation = correlation + torch.arange(n, device=x.device)[:, None] / n / n
+    pairs = correlation[0 : n - 1 : 2][: n // 2] + correlation[1:n:2][: n // 2]
+    pairs = torch.cummin(pairs, 0).values
+    return (2 * (pairs * (pairs > 0).cumprod(0)).sum(0) - 1).clamp(1 / CAUTION, n)
+
+
+def effective(x: Tensor) -> float:
+    """How many independent numbers ``[draws, chains]`` are worth."""
+    return x.numel() / max(float(autocorrelation_time(x[..., None])[0]), 1.0)
+
+
+def mean_and_error(x: Tensor) -> tuple[float, float]:
+    """Mean of ``[draws, chains]`` and its standard error, the larger of what autocorrelation and what the chains say."""
+    error = float(x.std()) / effective(x) ** 0.5
+    if x.shape[1] > 3:
+        error = max(error, float(x.mean(0).std()) / x.shape[1] ** 0.5)
+    return float(x.mean()), error

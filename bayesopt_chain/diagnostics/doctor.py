@@ -2,7 +2,7 @@ r"""Five questions to a run, and what to change first where the answer is no.
 
 1. **Is it finite, and does it move?** Draws and losses; leaves and chains that stand still.
 2. **Do the chains agree?** Split R-hat by an F-test that knows the draws' autocorrelation, effective draws, chains that share
-   their noise (:mod:`bayesopt_chain.diagnostics._agreement`).
+   their noise (:mod:`bayesopt_chain.diagnostics.convergence`).
 3. **Is it at rest?** Drift of the draws and of the loss from the first to the last third; a loss that falls at first.
 4. **Has the loss its scale?** ``loss(a batch twice) = loss(the batch)`` for a mean, twice that for a sum, exactly. A mean over
    N data takes ``T = 1/N`` for the posterior, a sum ``T = 1``. With a likelihood the factor ``c`` of the loss is known: a prior
@@ -35,7 +35,9 @@ from bayesopt_chain import kinds
 from bayesopt_chain.batches import picked
 from bayesopt_chain.checks import installed, short
 from bayesopt_chain.curvature._plan import pair_targets
-from bayesopt_chain.diagnostics._agreement import (
+from bayesopt_chain.diagnostics._response import Forces, forces_of, names_of
+from bayesopt_chain.diagnostics.convergence import (
+    R_HAT,
     SharedNoise,
     agreement,
     drift,
@@ -43,19 +45,19 @@ from bayesopt_chain.diagnostics._agreement import (
     mean_and_error,
     shared_noise,
 )
-from bayesopt_chain.diagnostics.convergence import R_HAT
 from bayesopt_chain.diagnostics.findings import Finding, Row, judged
-from bayesopt_chain.diagnostics.forces import Forces, forces_of, names_of
 from bayesopt_chain.diagnostics.gradient_noise import (
     gradient_noise,
     gradients,
+    hessian_product,
     initialised_devices,
+    lanczos,
     scalar,
     seed_all,
     size_of,
+    trace,
     twice_over_once,
 )
-from bayesopt_chain.diagnostics.top_curvature import hessian_product, lanczos, trace
 from bayesopt_chain.trees import flatten, paths_of, unflatten
 
 if TYPE_CHECKING:

@@ -60,8 +60,7 @@ from bayesopt_chain import kinds
 from bayesopt_chain.checks import short
 from bayesopt_chain.data.index_stream import Order
 from bayesopt_chain.diagnostics._response import Group, Response, read
-from bayesopt_chain.diagnostics.gradient_noise import GradientNoise
-from bayesopt_chain.diagnostics.top_curvature import lanczos
+from bayesopt_chain.diagnostics.gradient_noise import GradientNoise, lanczos
 from bayesopt_chain.precision._algebra import Precision
 from bayesopt_chain.testing._lyapunov import Unstable, solve_lyapunov
 from bayesopt_chain.trees import Tree, combine, common_dtype, flatten, project, unflatten

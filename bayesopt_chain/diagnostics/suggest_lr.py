@@ -52,9 +52,8 @@ from bayesopt_chain.checks import short
 from bayesopt_chain.data.epochs import Epochs, epochs
 from bayesopt_chain.diagnostics._response import Response, read
 from bayesopt_chain.diagnostics.findings import Row, judged
-from bayesopt_chain.diagnostics.gradient_noise import gradient_noise, scalar, twice_over_once
+from bayesopt_chain.diagnostics.gradient_noise import gradient_noise, hessian_product, scalar, trace, twice_over_once
 from bayesopt_chain.diagnostics.heating import Heating, Reduced, loop, predict, reduce, rescaled
-from bayesopt_chain.diagnostics.top_curvature import hessian_product, trace
 from bayesopt_chain.loop.step import make_step
 from bayesopt_chain.modules.functional import make_functional
 from bayesopt_chain.testing._lyapunov import solve_lyapunov

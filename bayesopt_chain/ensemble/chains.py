@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesopt_chain.diagnostics._agreement import split_r_hat
-from bayesopt_chain.diagnostics.top_curvature import lanczos
+from bayesopt_chain.diagnostics.convergence import split_r_hat
+from bayesopt_chain.diagnostics.gradient_noise import lanczos
 from bayesopt_chain.ensemble import held
 from bayesopt_chain.ensemble.held import Fold
 from bayesopt_chain.ensemble.recipe import TIMED, Trained, Training, score_of, timed

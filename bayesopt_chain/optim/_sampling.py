@@ -36,9 +36,8 @@ from torch import Tensor
 
 from bayesopt_chain import kinds
 from bayesopt_chain._torch import is_dtensor, uncompiled
-from bayesopt_chain.diagnostics.forces import ThermalLeaf
-from bayesopt_chain.diagnostics.heat import Leaf
-from bayesopt_chain.diagnostics.heat_guard import HeatGuard
+from bayesopt_chain.diagnostics._response import ThermalLeaf
+from bayesopt_chain.diagnostics.heat_guard import HeatGuard, Leaf
 from bayesopt_chain.distributed.parts import is_part
 from bayesopt_chain.distributed.ranks import require_named_chain
 from bayesopt_chain.distributed.shards import are_spread, local

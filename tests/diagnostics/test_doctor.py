@@ -12,9 +12,8 @@ from torch import nn
 
 import bayesopt_chain as bc
 from bayesopt_chain.diagnostics import doctor
-from bayesopt_chain.diagnostics._agreement import drift, shared_noise
-from bayesopt_chain.diagnostics._response import gains
-from bayesopt_chain.diagnostics.forces import forces_of, names_of
+from bayesopt_chain.diagnostics._response import forces_of, gains, names_of
+from bayesopt_chain.diagnostics.convergence import drift, shared_noise
 from bayesopt_chain.testing import stationary_covariance
 
 T = 0.05

@@ -5,7 +5,7 @@ import torch
 
 import bayesopt_chain as bc
 from bayesopt_chain.diagnostics import gradient_noise, hessian_product
-from bayesopt_chain.diagnostics.top_curvature import lanczos
+from bayesopt_chain.diagnostics.gradient_noise import lanczos
 from bayesopt_chain.trees import flatten
 
 DOUBLE = torch.float64

@@ -12,8 +12,7 @@ from torch import nn
 
 import bayesopt_chain as bc
 from bayesopt_chain.diagnostics import heat_guard
-from bayesopt_chain.diagnostics.heat import Heat, Leaf, Sketch, excess_variance, read_heat
-from bayesopt_chain.diagnostics.heat_guard import HeatGuard
+from bayesopt_chain.diagnostics.heat_guard import Heat, HeatGuard, Leaf, Sketch, excess_variance, read_heat
 from bayesopt_chain.optim._sampling import heat_leaves
 from tests.diagnostics.oracle import enumerated
 

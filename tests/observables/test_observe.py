@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import bayesopt_chain as bc
 from bayesopt_chain.diagnostics import susceptibility
 from bayesopt_chain.diagnostics.observables import observe as module
-from bayesopt_chain.diagnostics.observables.rate import relaxation, spreading
+from bayesopt_chain.diagnostics.observables.target import relaxation, spreading
 
 N, D = 60, 6
 G = torch.Generator().manual_seed(0)

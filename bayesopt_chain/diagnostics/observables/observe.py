@@ -28,7 +28,7 @@ A quadratic of curvatures ``k`` gives ``1/2 sum k / (k + strength)``: half the n
 the spring. ``|x|^p`` gives ``1/p`` for each dimension without a spring. A singular model has less than half its parameters.
 
 What is measured, and what of it has to hold: :mod:`bayesopt_chain.diagnostics.observables.target`; the errors:
-:mod:`bayesopt_chain.diagnostics.observables.sums`; the rate: :mod:`bayesopt_chain.diagnostics.observables.rate`.
+:mod:`bayesopt_chain.diagnostics.observables.sums`; the rate: :mod:`bayesopt_chain.diagnostics.observables.target`.
 """
 
 from __future__ import annotations
@@ -48,10 +48,9 @@ from torch import Tensor
 from bayesopt_chain import kinds
 from bayesopt_chain.checks import installed
 from bayesopt_chain.diagnostics.findings import Row, judged
-from bayesopt_chain.diagnostics.observables.rate import Rate, chosen, relaxation
 from bayesopt_chain.diagnostics.observables.restrict import restrict
 from bayesopt_chain.diagnostics.observables.sums import BLOCKS, Estimate, Record, merged
-from bayesopt_chain.diagnostics.observables.target import Measured, Target, data_of, steepest
+from bayesopt_chain.diagnostics.observables.target import Measured, Rate, Target, chosen, data_of, relaxation, steepest
 from bayesopt_chain.diagnostics.suggest_lr import heat_of_noise
 from bayesopt_chain.loop.step import make_step
 from bayesopt_chain.runs.inference_data import inference_data
