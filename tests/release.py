@@ -15,25 +15,22 @@ PLACEHOLDER = "repository.invalid"
 
 def left_to_do(root: Path = ROOT) -> list[str]:
     """One sentence for each thing that stands in the way of a release."""
-    found = []
-    for name in ("pyproject.toml", "CITATION.cff"):
-        if PLACEHOLDER in (root / name).read_text():
-            found.append(f"{name}: {PLACEHOLDER} stands for the owner's addresses; write the real ones")
-    changelog = (root / "CHANGELOG.md").read_text()
-    headline = re.search(r"^## (\S+) \((.*)\)$", changelog, re.MULTILINE)
-    if headline is None or headline[1] != __version__:
-        found.append(f"CHANGELOG.md: its first entry is not version {__version__}")
-    elif headline[2] == "unreleased":
-        found.append(f"CHANGELOG.md: version {__version__} has no date")
-    if f"version: {__version__}\n" not in (root / "CITATION.cff").read_text():
-        found.append(f"CITATION.cff: its version is not {__version__}")
+    project, citation, changelog = (
+        (root / name).read_text() for name in ("pyproject.toml", "CITATION.cff", "CHANGELOG.md")
+    )
+    version, date = re.findall(r"^## (\S+) \((.*)\)$", changelog, re.MULTILINE)[0]
     changed = subprocess.run(["git", "status", "--porcelain"], cwd=root, capture_output=True, text=True).stdout
-    if changed:
-        found.append(f"git: {len(changed.splitlines())} files differ from the last commit")
-    return found
+    owner = f"{PLACEHOLDER} stands for the owner's addresses; write the real ones"
+    found = {
+        f"pyproject.toml: {owner}": PLACEHOLDER in project,
+        f"CITATION.cff: {owner}": PLACEHOLDER in citation,
+        f"CHANGELOG.md: its first entry is not version {__version__}": version != __version__,
+        f"CHANGELOG.md: version {__version__} has no date": date == "unreleased",
+        f"CITATION.cff: its version is not {__version__}": f"version: {__version__}\n" not in citation,
+        f"git: {len(changed.splitlines())} files differ from the last commit": bool(changed),
+    }
+    return [line for line, is_left in found.items() if is_left]
 
 
 if __name__ == "__main__":
-    every = left_to_do()
-    print(*every, sep="\n")
-    sys.exit(bool(every))
+    sys.exit("\n".join(left_to_do()) or 0)

@@ -6,7 +6,6 @@ import re
 import textwrap
 import types
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from torchopt.base import GradientTransformation
 
@@ -24,8 +23,9 @@ UNITS = {
     "period": r"steps?|updates?|epochs?",
     "every": r"steps?|updates?|draws?|seconds|epochs?",
 }
+# Rooms whose functions implement papers.
+PUBLISHED = tuple(f"bayesopt_chain.{room}." for room in ("samplers", "posterior", "curvature", "diagnostics"))
 READERS = "bayesopt_chain.posterior.batches"  # what reads loaders implements no paper
-PUBLISHED = ("samplers", "posterior", "curvature", "diagnostics")  # rooms whose functions implement papers
 SOURCE = re.compile(r"\(\d{4}[a-z]?\)|\b(19|20)\d\d\b|arXiv")
 
 
@@ -40,40 +40,27 @@ def public(module: types.ModuleType, prefix: str = "bc") -> Iterator[tuple[str, 
 
 
 NAMES = dict(public(bc))
-FUNCTIONS = {name: value for name, value in NAMES.items() if inspect.isfunction(value)}
 CLASSES = {value: name for name, value in NAMES.items() if inspect.isclass(value)}  # each once, by its longest name
 
 
-class Method(NamedTuple):
-    """A public method, with the class in whose own body it stands."""
+def documented() -> Iterator[tuple[str, types.FunctionType, str, str]]:
+    """Every public function, and every public method that a class of this library defines: name, code, docstring, examples.
 
-    owner: type
-    function: types.FunctionType
-
-
-def methods() -> Iterator[tuple[str, Method]]:
-    """The public methods that this library defines in its public classes."""
+    A promise of a base class is kept by all that inherit it, and a class's page may show its methods at work.
+    """
+    for name, value in NAMES.items():
+        if inspect.isfunction(value):
+            doc = inspect.getdoc(value) or ""
+            yield name, value, doc, doc
     for owner, prefix in CLASSES.items():
+        pages = "\n\n".join(inspect.getdoc(base) or "" for base in owner.__mro__ if base is not object)
         for name, value in vars(owner).items():
             function = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
             ours = inspect.isfunction(function) and function.__module__.startswith("bayesopt_chain")
             if ours and not name.startswith("_") and function.__name__ == name:
-                yield f"{prefix}.{name}", Method(owner, function)
-
-
-METHODS = dict(methods())
-
-
-def room(value) -> str:
-    """The folder, or the file at the root, in which something is defined; TorchOpt's classes are made at the root."""
-    return [*value.__module__.split("."), "optimizers"][1]
-
-
-def described(method: Method) -> str:
-    """The docstrings of a method and of what it overrides: a promise of a base class is kept by all that inherit it."""
-    owner, function = method
-    bases = [vars(base).get(function.__name__) for base in owner.__mro__]
-    return "\n\n".join(inspect.cleandoc(base.__doc__) for base in bases if base is not None and base.__doc__)
+                bases = [getattr(vars(base).get(name), "__doc__", None) or "" for base in owner.__mro__]
+                doc = "\n\n".join(map(inspect.cleandoc, bases))
+                yield f"{prefix}.{name}", function, doc, doc + pages.replace(f".{name}(", "Example:")
 
 
 def refuses(function) -> bool:
@@ -89,70 +76,25 @@ def takes(function) -> dict[str, str]:
     return {name: str(p.annotation) for name, p in found if name not in ("self", "cls")}
 
 
-def returns(function) -> str:
-    annotation = inspect.signature(function).return_annotation
-    return "" if annotation in (None, "None", inspect.Signature.empty) else str(annotation)
-
-
-def section(doc: str, title: str) -> str:
-    """The lines of one section of a docstring."""
-    found = re.search(rf"^{title}:\n((?:[ \t]+.*\n?|\n)*)", doc, re.MULTILINE)
-    return found.group(1) if found else ""
-
-
-def missing_in(function, doc: str) -> list[str]:
-    """Which of the arguments, the result, the errors, shapes and units a docstring leaves out."""
-    out = []
-    arguments, result = takes(function), returns(function)
-    words = section(doc, "Args")
-    out += [f"Args: {name}" for name in arguments if not re.search(rf"\b{name}\b", words)]
-    if result and "Returns:" not in doc:
-        out.append("Returns")
-    if refuses(function) and "Raises:" not in doc:
-        out.append("Raises")
-    if "Tensor" in " ".join([*arguments.values(), result]) and not SHAPE.search(doc):
-        out.append("shapes")
-    for name in arguments.keys() & UNITS.keys():
-        line = re.search(rf"\b{name}\b[^\n]*(?:\n\s+(?!\w+:)[^\n]*)*", words)
-        if line and not re.search(UNITS[name], " ".join(line.group().split())):
-            out.append(f"units of {name}")
-    return out
-
-
-def missing_source(value, doc: str) -> list[str]:
-    """Whether a function of a room that implements papers names one, in its own docstring or in that of its module."""
-    if room(value) not in PUBLISHED or value.__module__ == READERS:
-        return []
-    module = inspect.getmodule(value)
-    return [] if SOURCE.search(doc) or SOURCE.search((module and module.__doc__) or "") else ["source"]
-
-
-def with_references(doc: str, owner: type) -> str:
-    """A class's docstring with those of the functions and classes to which it refers for the meaning of its arguments."""
-    out = [doc]
-    for target in re.findall(r":(?:func|class):`~?(?:bayesopt_chain\.)?([\w.]+)`", doc):
-        found = NAMES.get(f"bc.{target}") or getattr(inspect.getmodule(owner), target, None)
-        out.append(inspect.getdoc(found) or "")
-    return "\n\n".join(out)
-
-
-def missing() -> dict[str, list[str]]:
-    """By name, what is missing."""
-    found: dict[str, list[str]] = {}
-
-    for name, function in FUNCTIONS.items():
-        doc = inspect.getdoc(function) or ""
-        example = [] if "Example:" in doc else ["Example"]
-        found[name] = missing_in(function, doc) + example + missing_source(function, doc)
-    for name, method in METHODS.items():
-        doc = described(method)
-        pages = [doc, *(inspect.getdoc(base) or "" for base in method.owner.__mro__ if base is not object)]
-        shown = "Example:" in doc or any(f".{method.function.__name__}(" in page for page in pages)
-        found[name] = missing_in(method.function, doc) + ([] if shown else ["Example"])
-    for owner, name in CLASSES.items():
-        doc = with_references(inspect.getdoc(owner) or "", owner)
-        found[name] = [f"Attributes: {word}" for word in stated(owner) if not re.search(rf"\b{word}\b", doc)]
-    return {name: lacks for name, lacks in found.items() if lacks}
+def missing_in(function, doc: str, shown: str) -> list[str]:
+    """What a docstring leaves out: arguments, result, errors, shapes, units, an example, a source."""
+    arguments, result = takes(function), inspect.signature(function).return_annotation
+    args = re.search(r"^Args:\n((?:[ \t]+.*\n?|\n)*)", doc, re.MULTILINE)
+    words, tensors = args[1] if args else "", "Tensor" in f"{arguments} {result}"
+    lines = {name: re.search(rf"\b{name}\b[^\n]*(?:\n\s+(?!\w+:)[^\n]*)*", words) for name in arguments}
+    unit = {k: " ".join(lines[k][0].split()) for k in arguments.keys() & UNITS.keys() if lines[k]}
+    sources = doc + (getattr(inspect.getmodule(function), "__doc__", "") or "")
+    is_published = function.__module__.startswith(PUBLISHED) and function.__module__ != READERS
+    lacks = {
+        **{f"Args: {name}": not line for name, line in lines.items()},
+        "Returns": result not in (None, "None", inspect.Signature.empty) and "Returns:" not in doc,
+        "Raises": "Raises:" not in doc and refuses(function),
+        "shapes": tensors and not SHAPE.search(doc),
+        **{f"units of {name}": not re.search(UNITS[name], line) for name, line in unit.items()},
+        "Example": "Example:" not in shown,
+        "source": is_published and not SOURCE.search(sources) and "." not in function.__qualname__,
+    }
+    return [what for what, is_missing in lacks.items() if is_missing]
 
 
 def stated(owner: type) -> list[str]:
@@ -165,32 +107,28 @@ def stated(owner: type) -> list[str]:
     return list(takes(made)) if inspect.isfunction(made) and not issubclass(owner, Exception) else []
 
 
-def test_no_docstring_leaves_anything_out():
-    assert missing() == {}
+def test_no_docstring_of_a_function_or_method_leaves_anything_out():
+    found = {name: missing_in(function, doc, shown) for name, function, doc, shown in documented()}
+    assert len(found) > 400 and {name: lacks for name, lacks in found.items() if lacks} == {}
 
 
-def test_a_class_shows_itself_at_work_or_is_only_returned():
-    silent = []
-    for name, value in NAMES.items():
-        if inspect.isclass(value) and not hasattr(value, "_fields") and not issubclass(value, Exception):
-            doc = inspect.getdoc(value) or ""
-            if value.__module__ == bc.response.__name__:  # the vocabulary of one page, which shows it
-                doc += bc.response.__doc__ or ""
-            silent += [] if "Example:" in doc or "Attributes:" in doc else [name]
-    assert not silent, silent
+def missing_in_class(owner: type) -> list[str]:
+    """What the docstring of a class leaves out, with those of the functions and classes to which it refers."""
+    own = doc = inspect.getdoc(owner) or ""
+    for target in re.findall(r":(?:func|class):`~?(?:bayesopt_chain\.)?([\w.]+)`", own):
+        found = NAMES.get(f"bc.{target}") or getattr(inspect.getmodule(owner), target, None)
+        doc += "\n\n" + (inspect.getdoc(found) or "")
+    is_result, is_word = hasattr(owner, "_fields"), owner.__module__ == bc.response.__name__  # of a page that shows it
+    shows = is_result or is_word or issubclass(owner, Exception) or "Example:" in own or "Attributes:" in own
+    silent = [key for key, x in vars(owner).items() if isinstance(x, property) and key[0] != "_" and not x.__doc__]
+    lacks = {
+        **{f"Attributes: {word}": not re.search(rf"\b{word}\b", doc) for word in stated(owner)},
+        "Example": not shows,
+        "a docstring of its own": is_result and own.startswith(f"{owner.__name__}("),
+        f"docstrings of {silent}": silent,
+    }
+    return [what for what, is_missing in lacks.items() if is_missing]
 
 
-def test_result_types_have_a_docstring_of_their_own():
-    for name, value in NAMES.items():
-        if hasattr(value, "_fields"):
-            assert not (inspect.getdoc(value) or "").startswith(f"{value.__name__}("), name
-
-
-def test_every_property_says_what_it_is():
-    silent = [
-        f"{name}.{key}"
-        for value, name in CLASSES.items()
-        for key, member in vars(value).items()
-        if isinstance(member, property) and not key.startswith("_") and not member.__doc__
-    ]
-    assert not silent, silent
+def test_no_docstring_of_a_class_leaves_anything_out():
+    assert {name: lacks for owner, name in CLASSES.items() if (lacks := missing_in_class(owner))} == {}
