@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from bayesopt_chain import batches, kinds
 from bayesopt_chain.ensemble import held
 from bayesopt_chain.ensemble.data import LEAST_SCORED, Data, Scale, moments, read
 from bayesopt_chain.ensemble.ensemble import Ensemble
-from bayesopt_chain.ensemble.members import Members, described, members_of
+from bayesopt_chain.ensemble.members import Members, described, members_of, principal_axes
 from bayesopt_chain.ensemble.recipe import FAN_IN, MORE, RATES, TRIAL, USUAL, Trained, Training, score_of
 from bayesopt_chain.ensemble.report import Progress, Report
 from bayesopt_chain.ensemble.stages import Stages, checksum
@@ -189,8 +190,9 @@ def posterior_ensemble(
     stages = Stages(path, about, raw.device, mesh)
     shown.shown = progress and stages.is_first
     folds = [pair[m % 2] if prior_precision or likelihood.has_classes else pair[m // 2 % 2] for m in range(members)]
-    problem = Problem(raw, trained, networks, members, size, folds, seed, stages.mine)
-    problem = Problem(*[getattr(problem, f) for f in problem.__dataclass_fields__][:-1], loop=not vmappable(problem))
+    axes = stages.once("axes", lambda: principal_axes(networks, raw, scale))
+    problem = Problem(raw, trained, networks, members, size, folds, seed, stages.mine, axes=axes)
+    problem = replace(problem, loop=not vmappable(problem))
     started = time.perf_counter()
     training = Training(problem, stages, shown, event, prior_precision, not likelihood.has_classes, chains is not None)
     cost = stages.once("cost", lambda: _cost(training, chosen["steps"], minutes, lr, started, chains))
@@ -371,6 +373,8 @@ def _said(problem: Problem, trained: Trained, chosen: dict[str, Any], scale: Sca
         f"training: Adam at {chosen['lr']:g}, {chosen['steps']} steps of {chosen['batch_size']}, each member without one of "
         f"two folds of about {fold}, and {MORE:g} of them more with all data.",
     ]
+    if problem.axes:
+        said.append("axes: the inputs are collinear, so that Adam goes along their principal axes.")
     if trained.z is not None:
         taken = (
             "each member keeps its own" if abs(trained.z) < 1 else f"all take the {FAN_IN if trained.z > 0 else USUAL}"

@@ -15,12 +15,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bayesopt_chain.ensemble.data import Scale
+from bayesopt_chain import batches
+from bayesopt_chain.ensemble.data import Data, Scale
 from bayesopt_chain.loop.parallel import stack
 from bayesopt_chain.modules.functional import Forward, arguments_of, make_functional
 from bayesopt_chain.runs.run import describe
 
 DRAWING = (nn.modules.dropout._DropoutNd,)
+COLLINEAR = 1e4  # times that inputs vary more along the first of their principal axes than along half of them
+MOST_AXES = (
+    512  # inputs with more columns keep their own axes: turning a weight costs columns / batch size of its product
+)
 
 
 class Members(NamedTuple):
@@ -104,6 +109,44 @@ def members_of(
     draws = any(isinstance(layer, DRAWING) or getattr(layer, "dropout", 0) for layer in training.modules())
     params, buffers = (stack(list(trees)) if trees[0] else {} for trees in zip(*parts))
     return Members(params, buffers, forwards[0], forwards[1], draws)
+
+
+def principal_axes(members: Members, data: Data, scale: Scale) -> dict[str, Tensor]:
+    r"""Principal axes ``[D, D]`` of standardised inputs that are collinear, by the name of each weight ``[O, D]`` on them.
+
+    Adam divides the gradient of each weight by its own size. Where inputs are collinear, as spectra, curves and windows of a
+    sequence are, all columns of W have nearly the same gradient, and what differs between them is hardly learnt. With
+    ``C = U diag(l) U^T`` of the inputs, steps of ``W U`` in the place of W go along each axis by itself. A Gaussian prior of
+    one precision for all of W is the same for both. Weights are those of linear layers that see the inputs as they are.
+    Inputs are collinear where the median of l is below 1e-4 of the largest. Weaker collinearity is left as it is: there the
+    slow axes also hold back what would be fitted to few data, and as many tables were predicted worse as better without it.
+    """
+    first, seen = data.take(torch.arange(2, device="cpu"))[0], dict[str, Tensor]()
+
+    def look(name: str) -> Callable:
+        return lambda layer, inputs: seen.update({f"{name}.weight".lstrip("."): inputs[0]})
+
+    layers = [(n, x) for n, x in members.still.module.named_modules() if isinstance(x, nn.Linear)]
+    hooks = [x.register_forward_pre_hook(look(n)) for n, x in layers]
+    try:
+        one = ({k: x[0] for k, x in t.items()} for t in (members.params, members.buffers))
+        with torch.no_grad():
+            members.still.with_buffers(next(one), (first, None), next(one))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    found: dict[str, Tensor] = {}
+    few, every = (batches.flatten(scale.into((x, None)))[0] for x in (first, data.inputs))
+    for used, x, moments in zip(few, every, scale.inputs):
+        names = [n for n, s in seen.items() if n in members.params and s.shape == used.shape and torch.equal(s, used)]
+        rows = x.reshape(-1, x.shape[-1])
+        if moments is None or not names or not rows.shape[1] < min(len(rows), MOST_AXES):
+            continue
+        rows = rows.double()
+        variances, axes = torch.linalg.eigh(rows.mT @ rows / len(rows))
+        if variances[-1] > COLLINEAR * variances.median():
+            found |= {name: axes.to(members.params[name]) for name in names}
+    return found
 
 
 def _frozen(module: nn.Module) -> dict[str, Tensor]:

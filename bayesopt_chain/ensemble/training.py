@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import optree
@@ -54,6 +54,7 @@ class Problem:
         seed: of every order, start and stream.
         mine: the members that this rank trains.
         loop: whether ``vmap`` refuses the network, so that members run one after the other.
+        axes: U of weights W that are trained as ``W U`` (:func:`bayesopt_chain.ensemble.members.principal_axes`).
     """
 
     data: Data
@@ -65,17 +66,20 @@ class Problem:
     seed: int
     mine: range
     loop: bool = False
+    axes: Tensors = field(default_factory=dict)
 
     @property
     def theta(self) -> Tensor:
         """The starts of all members, ``[M, P]``."""
-        return torch.cat([x.reshape(len(x), -1) for x in self.members.params.values()], 1)
+        params = {k: x @ self.axes[k] if k in self.axes else x for k, x in self.members.params.items()}
+        return torch.cat([x.reshape(len(x), -1) for x in params.values()], 1)
 
     def tree(self, theta: Tensor) -> Tensors:
         """Parameters by name of rows ``[*lead, P]``."""
         own = self.members.params
         parts = theta.split([x[0].numel() for x in own.values()], -1)
-        return {k: p.reshape((*theta.shape[:-1], *x.shape[1:])).to(x.dtype) for (k, x), p in zip(own.items(), parts)}
+        tree = {k: p.reshape((*theta.shape[:-1], *x.shape[1:])).to(x.dtype) for (k, x), p in zip(own.items(), parts)}
+        return {k: p @ self.axes[k].mT if k in self.axes else p for k, p in tree.items()}
 
     def fan_in(self) -> Tensor:
         """The precision of each parameter under the fan-in prior, ``[P]``: of a factor of matrix products and convolutions, and

@@ -1,6 +1,7 @@
 """The arithmetic of the recipe against closed forms."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import bayesopt_chain as bc
 from bayesopt_chain.ensemble import held
 from bayesopt_chain.ensemble.call import _training_likelihood
 from bayesopt_chain.ensemble.data import Data, Scale, moments
-from bayesopt_chain.ensemble.members import members_of
+from bayesopt_chain.ensemble.members import members_of, principal_axes
 from bayesopt_chain.ensemble.recipe import FAN_IN, SHARE, Training
 from bayesopt_chain.ensemble.report import Progress
 from bayesopt_chain.ensemble.stages import Stages
@@ -191,6 +192,81 @@ def test_the_energy_is_that_of_ridge_regression_and_steps_follow_its_gradient():
     slopes = torch.autograd.grad(energy(w, b).sum(), (w, b))
     moved = params["theta"] - training.params["theta"]
     torch.testing.assert_close(moved, -0.1 * torch.stack(slopes)[:, :, 0, 0].T.sign(), rtol=1e-5, atol=1e-6)
+
+
+def spectra(n=60, count=9):
+    """Smooth curves ``[n, count]``: along most of their principal axes they hardly vary."""
+    at, draw = torch.linspace(0, 1, count, dtype=torch.float64), torch.Generator().manual_seed(3)
+    return torch.randn(n, 3, generator=draw, dtype=torch.float64) @ torch.stack(
+        [at**0, at, at**2]
+    ) + 1e-4 * torch.randn(n, count, generator=draw, dtype=torch.float64)
+
+
+def test_training_along_axes_is_training_on_inputs_that_are_turned():
+    """Starts, energy and gradient are those of weights ``W U`` on inputs ``x U``, and the tree is that of the network."""
+    x = spectra()
+    layers = lambda: nn.Sequential(nn.Linear(9, 4), nn.Tanh(), nn.Linear(4, 1))  # noqa: E731
+    p = problem(2, make=layers, x=x, y=x[:, :1].sin())
+    axes = principal_axes(p.members, p.data, Scale([(torch.zeros(9), torch.ones(9))]))
+    turned = {k: v @ axes[k] if k in axes else v for k, v in p.members.params.items()}
+    on_turned = replace(p, data=p.data._replace(inputs=x @ axes["0.weight"]), members=p.members._replace(params=turned))
+    p = replace(p, axes=axes)
+    assert list(axes) == ["0.weight"] and torch.equal(p.theta, on_turned.theta)
+    torch.testing.assert_close(p.tree(p.theta), p.members.params)
+
+    def slope(q):
+        batch = (*q.data.take(torch.arange(60)), torch.tensor(0.5), torch.full_like(q.theta[0], 0.1), torch.tensor(2.0))
+        return torch.func.grad_and_value(lambda theta: q.energy(still=True)({"theta": theta}, batch))(q.theta[1])
+
+    torch.testing.assert_close(slope(p), slope(on_turned))
+
+
+CURVES, ROWS = spectra(), torch.randn(60, 9, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "make, inputs, found",
+    [
+        (lambda: nn.Linear(9, 1), CURVES, ["weight"]),
+        (lambda: nn.Linear(9, 1), ROWS, []),
+        (lambda: nn.Linear(9, 1), CURVES[:8], []),
+        (
+            lambda: nn.Sequential(nn.Linear(9, 2), nn.Flatten(), nn.Linear(6, 1)),
+            spectra(180).reshape(60, 3, 9),
+            ["0.weight"],
+        ),
+        (lambda: nn.Sequential(nn.Unflatten(1, (1, 9)), nn.Conv1d(1, 1, 9), nn.Flatten()), CURVES, []),
+        (lambda: nn.Sequential(nn.BatchNorm1d(9), nn.Linear(9, 1)), CURVES, []),
+        (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(9, 1)), CURVES, []),
+        (lambda: nn.Bilinear(9, 9, 1), (CURVES, ROWS), []),
+    ],
+)
+def test_axes_are_those_of_weights_on_collinear_inputs_as_they_are(make, inputs, found):
+    data = Data(inputs, ROWS[: len(inputs) if isinstance(inputs, torch.Tensor) else 60, :1], 60)
+    networks = members_of(lambda: make().double(), 2, 0, "cpu", Scale.of(data, GAUSSIAN, make()))
+    assert list(principal_axes(networks, data, Scale.of(data, GAUSSIAN, make()))) == found
+
+
+@pytest.mark.slow
+def test_curves_are_learnt_along_their_axes_that_are_not_along_their_columns(monkeypatch):
+    """What the targets follow, a bend, has 1e-5 of the variance. Both calls take equal gradients."""
+    at, draw = torch.linspace(0, 1, 40), torch.Generator().manual_seed(0)
+    level, bend = torch.randn(400, 1, generator=draw), torch.randn(400, 1, generator=draw)
+    x = level + 3e-3 * bend * (6.3 * at).sin() + 1e-5 * torch.randn(400, 40, generator=draw)
+    y = bend.sin() + 0.1 * torch.randn(400, 1, generator=draw)
+    scores = []
+    for collinear in (1e4, math.inf):
+        monkeypatch.setattr("bayesopt_chain.ensemble.members.COLLINEAR", collinear)
+        fitted = bc.posterior_ensemble(
+            lambda: nn.Sequential(nn.Linear(40, 20), nn.Tanh(), nn.Linear(20, 1)),
+            (x[:300], y[:300]),
+            GAUSSIAN,
+            members=2,
+            steps=600,
+            progress=False,
+        )
+        scores.append(float(fitted.predict(x[300:]).log_prob(y[300:]).mean()))
+    assert scores[0] > scores[1] + 0.3, scores
 
 
 def test_noise_is_renewed_by_the_other_fold():
