@@ -167,20 +167,9 @@ class HeatGuard:
         self._close()
 
     def _close(self) -> None:
-        self._keys = list[int]()  # of the leaves of an open window
-        self._missed = set[int]()
-        self._scales = list[Any]()
-        self._gradients: Any = None  # the sketch of them
-        self._positions: Sketch | None = None  # of a full one
-        self._stretches = list[Stretch]()
+        self._window: SimpleNamespace | None = None
         self._rules: list[Any] | None = None  # of a chain
-        self._skipped = 0
-        self._empty()
-
-    def _empty(self) -> None:
-        self._rows: list[Tensor] = []  # of the gradients, for Sketch.read
-        self._places: list[Tensor] = []  # of the parameters
-        self._rates: list[tuple[float, float]] = []  # rate and temperature of the first leaf
+        self._missed, self._skipped = set[int](), 0
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or a guard that comes out of a file, begins anew: its window is that of another loop."""
@@ -325,55 +314,29 @@ class HeatGuard:
         if self.sleeps():
             return
         self._steps += 1
-        seen = [x for x in leaves(self._keys) if x.key not in self._absent]
-        keys = [x.key for x in seen]
-        if not self._keys and seen:
-            self._keys, self._units = keys, [(x.rate, x.temperature) for x in seen]
-            self._lrs, self._momentum = {x.lr for x in seen}, max([x.momentum for x in seen])
-            gradients, numbers = [x.gradient for x in seen], [math.sqrt(x.rate / (2.0 * x.temperature)) for x in seen]
-            is_one = min(numbers) == max(numbers)  # of Adam's kin the factors are tensors already
-            self._common = numbers[0] if is_one else 1.0
-            self._scales = [x.root if is_one else number * x.root for x, number in zip(seen, numbers)]
-            self._gradients = Sketch(gradients, self._scales, self._common)
-        if keys != self._keys or not seen:
-            here = dict(zip(keys, seen))
-            if (missing := set(self._keys) - here.keys()) or not seen:
-                return self._skip(missing)
-            seen = [here[key] for key in self._keys]
-        self._rates.append((seen[0].rate, seen[0].temperature))
-        if self._positions is None:
-            self._rows.append(self._gradients.row([x.gradient for x in seen]))
-        else:
-            self._rows.append(self._gradients.row([x.of(seen[x.leaf].gradient) for x in self._stretches]))
-            self._places.append(self._positions.row([x.of(seen[x.leaf].param) for x in self._stretches]))
-        if len(self._rows) == (SHORT if self._positions is None else WINDOW):
-            self._read(seen)
+        w = self._window
+        here = {x.key: x for x in leaves(w.keys if w else ()) if x.key not in self._absent}
+        if w is None and here:
+            w = self._window = _opened([*here.values()])
+        missing = set(w.keys) - here.keys() if w else set[int]()
+        if w is None or missing:
+            return self._skip(w, missing)
+        seen = [here[key] for key in w.keys]
+        w.rates.append((seen[0].rate, seen[0].temperature))
+        w.rows.append(w.gradients.row([x.of(seen[x.leaf].gradient) for x in w.stretches]))
+        if w.positions is not None:
+            w.places.append(w.positions.row([x.of(seen[x.leaf].param) for x in w.stretches]))
+        if len(w.rows) == (SHORT if w.positions is None else WINDOW):
+            self._read(w, seen)
         return None
 
-    def _go_on(self, seen: list[Leaf]) -> None:
-        """Choose what a full window reads of the leaves."""
-        gradients = [x.gradient for x in seen]
-        size = sum([x.numel() for x in gradients])
-        chosen = loudest(gradients, self._scales, max(FEW, size // SHARE))
-        scales = [
-            x.of(s) if isinstance(s, Tensor) and s.dim() else s for x, s in ((x, self._scales[x.leaf]) for x in chosen)
-        ]
-        sizes = [0.5 / (self._units[x.leaf][1] * self._common * abs(scale)) for x, scale in zip(chosen, scales)]
-        self._gradients = Sketch([x.of(gradients[x.leaf]) for x in chosen], scales, self._common)
-        self._positions = Sketch([x.of(seen[x.leaf].param) for x in chosen], sizes)
-        leaves = sorted({x.leaf for x in chosen})
-        self._stretches = [x._replace(leaf=leaves.index(x.leaf)) for x in chosen]
-        self._keys = [self._keys[i] for i in leaves]
-        self._units = [self._units[i] for i in leaves]
-        self._empty()
-
-    def _skip(self, missing: set[int]) -> None:
+    def _skip(self, w: SimpleNamespace | None, missing: set[int]) -> None:
         """Pass over a step; a window with too many of them is given up, and the next one leaves out what was missing."""
         self._skipped += 1
         self._missed |= missing
         if self._skipped <= SKIPPED * WINDOW:
             return
-        if len(self._missed) < len(self._keys):
+        if w is not None and len(self._missed) < len(w.keys):
             self._absent |= self._missed
         self._close()
         self._failed += 1
@@ -384,74 +347,65 @@ class HeatGuard:
                 "they stay the same"
             )
 
-    def _read(self, seen: list[Leaf]) -> None:
+    def _read(self, w: SimpleNamespace, seen: list[Leaf]) -> None:
         """Read a window that is complete or may end."""
-        G, norms = self._gradients.read(self._rows)
+        G, norms = w.gradients.read(w.rows)
         centred = G - G.mean(0)
-        total, bound = float(centred.square().sum()), math.nan
-        if self._positions is None and math.isfinite(total):
+        total = float(centred.square().sum())
+        if math.isfinite(total) and w.positions is None:
             each = torch.linalg.eigvalsh(centred @ centred.T)
             bound = float(each[-1] - each[1]) / (SHORT - 1)
-        if self._positions is None and _is_clipped(norms, seen) and total > 1e-6 * float(G.square().sum()):
-            self._warn(
-                "most gradients have one and the same norm: a clip acts at nearly every step, and a chain that follows clipped "
-                "gradients samples another distribution. Raise max_norm until it acts rarely, or leave clipping out at "
-                "temperature > 0"
-            )
-        elif self._positions is None and bound > BOUND:  # go on
-            return self._go_on(seen)
-        elif self._positions is None and bound <= BOUND:
-            self.readings.append(Heat(bound, math.inf, 0.0, 0.0, bound, 0.0, 0.0, self._steps))
-        elif self._positions is not None and math.isfinite(total):
-            rates, temperatures = torch.tensor(self._rates, dtype=torch.float64, device="cpu").T
-            X = self._positions.read(self._places)[0]
+            if _is_clipped(norms, seen) and total > 1e-6 * float(G.square().sum()):
+                self._warn(
+                    "most gradients have one and the same norm: a clip acts at nearly every step, and a chain that follows "
+                    "clipped gradients samples another distribution. Raise max_norm until it acts rarely, or leave clipping "
+                    "out at temperature > 0"
+                )
+            elif bound > BOUND:
+                return _go_on(w, seen)
+            else:
+                self.readings.append(Heat(bound, math.inf, 0.0, 0.0, bound, 0.0, 0.0, self._steps))
+        elif math.isfinite(total):
+            rates, temperatures = torch.tensor(w.rates, dtype=torch.float64, device="cpu").T
             filled = (G != 0).any(0)  # small models fill few buckets
-            read = [x.of(seen[x.leaf].gradient) for x in self._stretches]
-            self._judge(
-                read_heat(
-                    G[:, filled],
-                    X[:, filled],
-                    self._momentum,
-                    seen[0].first,
-                    steps_per_epoch=self.steps_per_epoch if self.order == "reshuffled" else None,
-                    rates=rates / self._units[0][0],
-                    temperatures=temperatures / self._units[0][1],
-                    elements=sum([int(x.count_nonzero()) for x in read]),
-                )._replace(end=self._steps),
-                float((rates / temperatures).mean()),
-                self._momentum,
-                self._lrs if bool((rates == rates[0]).all()) else set(),
-            )
+            heat = read_heat(
+                G[:, filled],
+                w.positions.read(w.places)[0][:, filled],
+                w.momentum,
+                seen[0].first,
+                steps_per_epoch=self.steps_per_epoch if self.order == "reshuffled" else None,
+                rates=rates / w.units[0][0],
+                temperatures=temperatures / w.units[0][1],
+                elements=sum([int(x.of(seen[x.leaf].gradient).count_nonzero()) for x in w.stretches]),
+            )._replace(end=self._steps)
+            lrs = w.lrs if bool((rates == rates[0]).all()) else set()
+            self._judge(heat, float((rates / temperatures).mean()), w.momentum, lrs)
         self._close()
         while self._start <= self._steps:
             self._start = max(STARTS[1], 2 * self._start)
         return None
 
     def _judge(self, heat: Heat, rate: float, momentum: float, lrs: set[float | None]) -> None:
-        """Warn of a full window that is hot, and remember it."""
+        """Remember a full window, and warn where it is hot."""
         self.readings.append(heat)
         is_falling = self._last is not None and heat.rho / rate < self._last / 2
         self._last = heat.rho / rate
         least = self.above + EARLY * (96 / heat.end) ** 2
         is_sure = heat.rho > max(SURE * heat.standard_error, BENT * heat.own)
-        if heat.excess > least and is_sure and max(heat.drift / DRIFT, heat.ringing / RINGS) < 1 and not is_falling:
-            self._warn(self._text(heat, momentum, lrs))
+        if heat.excess <= least or not is_sure or max(heat.drift / DRIFT, heat.ringing / RINGS) >= 1 or is_falling:
+            return
+        lr = next(iter(lrs)) if len(lrs) == 1 else None
+        cooler = min(1.0, 0.1 / heat.rho)
+        m = SimpleNamespace(
+            rho=heat.rho, error=heat.standard_error, times=1 + heat.excess, order=self.order, steps=self.steps_per_epoch,
+            memory=1.0 / max(1.0 - momentum, 1e-9), cooler=cooler, lr=lr, lower=cooler * (lr or 0.0),
+        )  # fmt: skip
+        self._warn("".join(part.says for part in judged(WARNING, m, set())))
 
     def _warn(self, text: str) -> None:
         if not self.has_warned:
             self.has_warned, self._start = True, sys.maxsize
             warnings.warn(f"{self.who}: {text}. heat_guard=None silences this", stacklevel=5)
-
-    def _text(self, heat: Heat, momentum: float, lrs: set[float | None]) -> str:
-        """The warning for a reading: its number and error, and what to do."""
-        m = SimpleNamespace(
-            rho=heat.rho, error=heat.standard_error, times=1 + heat.excess, order=self.order, steps=self.steps_per_epoch,
-            memory=1.0 / max(1.0 - momentum, 1e-9), cooler=min(1.0, 0.1 / heat.rho), lr=None,
-        )  # fmt: skip
-        if len(lrs) == 1 and None not in lrs:
-            (m.lr,) = lrs
-            m.lower = m.cooler * m.lr
-        return "".join(part.says for part in judged(WARNING, m, set()))
 
     def postfix(self) -> dict[str, str]:
         """What a progress bar shows.
@@ -465,6 +419,46 @@ class HeatGuard:
             {}
         """
         return {"heat": f"{self.readings[-1].excess:+.0%}"} if self.readings else {}
+
+
+def _opened(seen: list[Leaf]) -> SimpleNamespace:
+    """A window of the gradients of these leaves, which is empty yet."""
+    numbers = [math.sqrt(x.rate / (2.0 * x.temperature)) for x in seen]
+    is_one = min(numbers) == max(numbers)  # of Adam's kin the factors are tensors already
+    common = numbers[0] if is_one else 1.0
+    scales = [x.root if is_one else number * x.root for x, number in zip(seen, numbers)]
+    return SimpleNamespace(
+        keys=[x.key for x in seen],
+        units=[(x.rate, x.temperature) for x in seen],
+        lrs={x.lr for x in seen},
+        momentum=max([x.momentum for x in seen]),
+        common=common,
+        scales=scales,
+        stretches=[Stretch(i) for i in range(len(seen))],
+        gradients=Sketch([x.gradient for x in seen], scales, common),
+        positions=None,  # the sketch of parameters, of a full window
+        rows=[],  # of the gradients, for Sketch.read
+        places=[],  # of the parameters
+        rates=[],  # rate and temperature of the first leaf
+    )
+
+
+def _go_on(w: SimpleNamespace, seen: list[Leaf]) -> None:
+    """Choose what a full window reads of the leaves."""
+    gradients = [x.gradient for x in seen]
+    chosen = loudest(gradients, w.scales, max(FEW, sum([x.numel() for x in gradients]) // SHARE))
+    scales = [x.of(s) if isinstance(s, Tensor) and s.dim() else s for x, s in ((x, w.scales[x.leaf]) for x in chosen)]
+    sizes = [0.5 / (w.units[x.leaf][1] * w.common * abs(scale)) for x, scale in zip(chosen, scales)]
+    leaves = sorted({x.leaf for x in chosen})
+    vars(w).update(
+        gradients=Sketch([x.of(gradients[x.leaf]) for x in chosen], scales, w.common),
+        positions=Sketch([x.of(seen[x.leaf].param) for x in chosen], sizes),
+        stretches=[x._replace(leaf=leaves.index(x.leaf)) for x in chosen],
+        keys=[w.keys[i] for i in leaves],
+        units=[w.units[i] for i in leaves],
+        rows=[],
+        rates=[],
+    )
 
 
 def _is_clipped(norms: Tensor, seen: list[Leaf]) -> bool:
@@ -744,15 +738,14 @@ def loudest(tensors: Sequence[Tensor], factors: Sequence[float | Tensor], elemen
         parts = min(-(-x.numel() * STRETCHES // elements), x.shape[dim]) if x.dim() else 1
         ends = [x.shape[dim] * k // parts for k in range(parts + 1)] if parts > 1 else []
         found += [Stretch(i, dim, begin, end - begin) for begin, end in pairwise(ends)] or [Stretch(i)]
-    scaled = [part.of(tensors[part.leaf]) for part in found]
-    if any([isinstance(x, Tensor) for x in factors]):
-        each = [torch.as_tensor(factors[part.leaf], device=x.device) for part, x in zip(found, scaled)]
-        scaled = [x * (part.of(f) if f.dim() else f) for part, x, f in zip(found, scaled, each)]
-        sizes = torch.ones(len(found), device="cpu")
-    else:
-        sizes = torch.tensor([abs(float(factors[part.leaf])) for part in found], device="cpu")
-    norms = sizes * torch.stack([torch.linalg.vector_norm(x.float()).to(scaled[0].device) for x in scaled]).cpu()
-    counts = torch.tensor([x.numel() for x in scaled], device="cpu")
+    scaled = list[Tensor]()
+    for part in found:
+        x = part.of(tensors[part.leaf])
+        factor = torch.as_tensor(factors[part.leaf], device=x.device)
+        size = torch.linalg.vector_norm((x * part.of(factor) if factor.dim() else x).float())
+        scaled.append((size if factor.dim() else size * factor.abs()).to(tensors[0].device))
+    norms = torch.stack(scaled).cpu()
+    counts = torch.tensor([part.of(tensors[part.leaf]).numel() for part in found], device="cpu")
     order = (norms / counts.clamp(min=1).sqrt()).argsort(descending=True).tolist()[:STRETCHES]
     room, chosen = elements, list[int]()
     for k in order:

@@ -522,8 +522,8 @@ def test_what_cannot_be_looked_at_is_refused_by_name(call, message):
 def test_copies_begin_anew_and_keep_their_settings():
     _, optimizer = loop(12, 0.1, guard=HeatGuard(30, above=2.0, who="SGHMC"))
     for copied in (copy.deepcopy(optimizer).heat_guard, pickle.loads(pickle.dumps(optimizer)).heat_guard):
-        assert copied._steps == 0 and not copied._keys and (copied.above, copied.who) == (2.0, "SGHMC")
+        assert copied._steps == 0 and copied._window is None and (copied.above, copied.who) == (2.0, "SGHMC")
         assert copied is not optimizer.heat_guard and copied.steps_per_epoch == 30
-    assert optimizer.heat_guard._rows  # nothing of the window that is open was lost by copying
+    assert optimizer.heat_guard._window.rows  # nothing of the window that is open was lost by copying
     without = bc.optim.SGHMC([nn.Parameter(torch.zeros(1))], 0.1, temperature=0.01, heat_guard=None)
     assert copy.deepcopy(without).heat_guard is None
