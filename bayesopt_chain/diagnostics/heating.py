@@ -50,6 +50,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import optree
@@ -60,10 +61,11 @@ from bayesopt_chain import kinds
 from bayesopt_chain.checks import short
 from bayesopt_chain.data.index_stream import Order
 from bayesopt_chain.diagnostics._response import Group, Response, read
+from bayesopt_chain.diagnostics.findings import Row, judged
 from bayesopt_chain.diagnostics.gradient_noise import GradientNoise, lanczos
 from bayesopt_chain.precision._algebra import Precision
 from bayesopt_chain.testing._lyapunov import Unstable, solve_lyapunov
-from bayesopt_chain.trees import Tree, combine, common_dtype, flatten, project, unflatten
+from bayesopt_chain.trees import Tree, combine, common_dtype, flatten, project, scaled, unflatten
 
 SMALL = 1e-7  # relative size below which eigenvalues count as zero
 
@@ -84,7 +86,9 @@ class Heating:
         order, steps_per_epoch: as given.
         assumed: whether the curvature was not given but taken from the noise, ``C = K T H``, as a well-specified model
             has it.
-        cooling: the map of :meth:`cool`; or a sentence that says why there is none.
+        overlap: share of the noise at the second draw (``again=``) in the directions of the first; NaN where it is not known.
+        cooling: the map of :meth:`cool`, where there is one.
+        refusal: why there is none, a sentence.
     """
 
     excess: Tensor
@@ -96,12 +100,9 @@ class Heating:
     order: str
     steps_per_epoch: float
     assumed: bool
-    cooling: Cooling | str = field(default="this report was not made by bc.diagnostics.heating", repr=False)
-
-    @property
-    def overlap(self) -> float:
-        """Share of the noise at the second draw (``again=``) in the directions of the first; NaN where it is not known."""
-        return math.nan if isinstance(self.cooling, str) else self.cooling.overlap
+    overlap: float = math.nan
+    cooling: Cooling | None = field(default=None, repr=False)
+    refusal: str = field(default="this report was not made by bc.diagnostics.heating", repr=False)
 
     @kinds.takes()
     def cool(self, draws: Any) -> Any:
@@ -117,7 +118,7 @@ class Heating:
             Such a tree, whose covariance in the span looked at is that of full gradients.
 
         Raises:
-            ValueError: a report whose ``cooling`` says why there is no map; no second draw, or less than 80 % of its noise
+            ValueError: a report whose ``refusal`` says why there is no map; no second draw, or less than 80 % of its noise
                 in the directions of the first; a variance more than five times too large (an excess above 4); draws of other
                 shapes.
 
@@ -134,24 +135,8 @@ class Heating:
             >>> torch.allclose(ratio, 1 / (1 + report.excess[0].float()))
             True
         """
-        if isinstance(self.cooling, str):
-            raise ValueError(f"cool: {self.cooling}")
-        if math.isnan(self.overlap):
-            raise ValueError(
-                "cool: whether the directions of the batches' noise change between draws is not known; measure the noise at a "
-                "second draw: heating(tx, noise, again=gradient_noise(loss, draw, batches), ...)"
-            )
-        if self.overlap < 0.8:
-            raise ValueError(
-                f"cool: at the second draw {self.overlap:.0%} of the batches' noise lie in the directions of the first, less "
-                "than 80 %, so that the map would correct directions that are not heated; take a smaller learning rate or "
-                "larger batches"
-            )
-        if self.worst > 4.0:
-            raise ValueError(
-                f"cool: the variance is {1 + self.worst:.3g} times too large in some direction, and a chain so hot has "
-                "been where the loss is no quadratic; run it at a smaller learning rate (bc.suggest_lr)"
-            )
+        if self.cooling is None:
+            raise ValueError(f"cool: {self.refusal}")
         if not kinds.TREE.fits(draws) or not all(x.ndim and x.is_floating_point() for x in optree.tree_leaves(draws)):
             raise TypeError(f"cool: draws must be a tree of real tensors [n, *leaf.shape], got {short(draws)}")
         shapes = [tuple(x.shape[1:]) for x in optree.tree_leaves(draws)]
@@ -181,19 +166,17 @@ class Cooling:
         directions: orthonormal directions in coordinates of gain one, for each leaf the rows ``[r, *leaf.shape]``.
         change: ``A - I``, float64 ``[r, r]``.
         scales: the root of the gain of each element, of the shape of each leaf.
-        overlap: the share of the noise at a second draw that lies in the span; NaN if it was not measured.
     """
 
     directions: tuple[Tensor, ...]
     change: Tensor
     scales: tuple[Tensor, ...]
-    overlap: float
 
     def apply(self, draws: Any) -> Any:
         """Map draws, a tree of leaves ``[n, *leaf.shape]``, by ``A`` about their mean."""
         leaves, structure = optree.tree_flatten(draws)
-        scaled = [(x - x.mean(0)) / s.to(x) for x, s in zip(leaves, self.scales)]
-        inside: Tensor = project(list(self.directions), scaled)
+        centred = [(x - x.mean(0)) / s.to(x) for x, s in zip(leaves, self.scales)]
+        inside: Tensor = project(list(self.directions), centred)
         moved = combine(inside @ self.change.to(inside), list(self.directions))
         return structure.unflatten([x + s.to(x) * y.to(x) for x, s, y in zip(leaves, self.scales, moved)])
 
@@ -271,37 +254,48 @@ def heating(
             "curvature=bc.diagnostics.hessian_product(loss, params, batches)"
         )
     system = reduce(response, noise, product(curvature, noise.mean), steps)
-    report = predict(system, order, steps)
-    return replace(report, cooling=_cooling(system, report, again))
+    solution = solve(system, order, steps)
+    report = _report(system, order, steps, *solution)
+    m = SimpleNamespace(
+        assumed=report.assumed, order=order, worst=report.worst, times=1 + report.worst, groups=len(response.groups),
+        overlap=math.nan if again is None else _overlap(system, again),
+    )  # fmt: skip
+    refusal = next((found.says for found in judged(NO_MAP, m, set())), "")
+    cooling = None if refusal else _cooling(system, *solution[:3])
+    return replace(report, overlap=m.overlap, cooling=cooling, refusal=refusal)
 
 
-def _cooling(system: Reduced, report: Heating, again: GradientNoise | None) -> Cooling | str:
-    """The map of :meth:`Heating.cool`, or why there is none."""
-    if report.assumed:
-        return (
-            "the curvature was assumed; pass curvature=bc.diagnostics.hessian_product(loss, params, batches) to heating"
-        )
-    if report.order == "fixed":
-        return "batches of a fixed order shift the mean, which no map of the draws can undo; reshuffle them"
-    if len(system.response.groups) != 1:
-        return (
-            f"the report is of {len(system.response.groups)} groups of parameters with momenta or decays of their own, and the "
-            "map is known for one"
-        )
-    closed = loop(system)
-    r = closed.V.shape[1]
-    heat = added(closed.M, closed.Gamma, system.C, system.D, report.order, report.steps_per_epoch)[0][:r, :r]  # pyright: ignore
-    variance = solve_lyapunov(closed.M, closed.F @ closed.F.T)[:r, :r].diagonal()
+NO_MAP = (  # why draws cannot be cooled: the first that holds
+    Row("cool", lambda m: m.assumed,
+        "the curvature was assumed; pass curvature=bc.diagnostics.hessian_product(loss, params, batches) to heating"),
+    Row("cool", lambda m: m.order == "fixed",
+        "batches of a fixed order shift the mean, which no map of the draws can undo; reshuffle them"),
+    Row("cool", lambda m: m.groups != 1,
+        "the report is of {groups} groups of parameters with momenta or decays of their own, and the map is known for one"),
+    Row("cool", lambda m: math.isnan(m.overlap),
+        "whether the directions of the batches' noise change between draws is not known; measure the noise at a second draw: "
+        "heating(tx, noise, again=gradient_noise(loss, draw, batches), ...)"),
+    Row("cool", lambda m: m.overlap < 0.8,
+        "at the second draw {overlap:.0%} of the batches' noise lie in the directions of the first, less than 80 %, so that "
+        "the map would correct directions that are not heated; take a smaller learning rate or larger batches"),
+    Row("cool", lambda m: m.worst > 4.0,
+        "the variance is {times:.3g} times too large in some direction, and a chain so hot has been where the loss is no "
+        "quadratic; run it at a smaller learning rate (bc.suggest_lr)"),
+)  # fmt: skip
+
+
+def _cooling(system: Reduced, closed: Loop, full: Tensor, mean: Tensor) -> Cooling:
+    """The map of :meth:`Heating.cool`."""
+    variance = full.diagonal()
     half = variance.sqrt()
-    m, P = torch.linalg.eigh(half[:, None] * (heat + torch.diag(variance)) * half)
+    m, P = torch.linalg.eigh(half[:, None] * (mean + torch.diag(variance)) * half)
     transport = half[:, None] * ((P / m.sqrt()) @ P.T) * half
     basis = closed.V.T.to(system.bases[0]) @ torch.cat(system.bases)
     directions = tuple(optree.tree_leaves(unflatten(basis, system.like)))
     return Cooling(
         directions=directions,
-        change=(transport - torch.eye(r, dtype=torch.float64, device="cpu")).to(directions[0].device),
+        change=(transport - torch.eye(len(half), dtype=torch.float64, device="cpu")).to(directions[0].device),
         scales=tuple([gain.sqrt().to(leaf.device) for gain, leaf in zip(system.response.gains, directions)]),
-        overlap=math.nan if again is None else _overlap(system, again),
     )
 
 
@@ -439,7 +433,12 @@ def loop(system: Reduced) -> Loop:
 
 
 def predict(system: Reduced, order: Order, steps: float) -> Heating:
-    """Solve the equations of the module."""
+    """What the equations of the module say of this order of the batches."""
+    return _report(system, order, steps, *solve(system, order, steps))
+
+
+def solve(system: Reduced, order: Order, steps: float) -> tuple[Loop, Tensor, Tensor, Tensor]:
+    """The closed loop; the covariance without batches, and what they add to it: on average, and at the ends of epochs."""
     closed = loop(system)
     r = closed.V.shape[1]
     try:
@@ -451,7 +450,13 @@ def predict(system: Reduced, order: Order, steps: float) -> Heating:
             + "; lower the learning rate"
         ) from None
     mean, end = added(closed.M, closed.Gamma, system.C, system.D, order, steps)
-    mean, end = mean[:r, :r], end[:r, :r]
+    return closed, full, mean[:r, :r], end[:r, :r]
+
+
+def _report(
+    system: Reduced, order: Order, steps: float, closed: Loop, full: Tensor, mean: Tensor, end: Tensor
+) -> Heating:
+    """The report of a solution."""
     values, vectors = torch.linalg.eigh(full)
     keep = values > SMALL * values.amax()
     whitening = vectors[:, keep] / values[keep].sqrt()
@@ -538,11 +543,9 @@ def product(curvature: Any, like: Any) -> Callable[[Tree], Tree] | None:
         return None
     leaves, spec = optree.tree_flatten(like)
     if isinstance(curvature, Precision):
-        count = float(curvature.count)
-        if not count > 0:
+        if not float(curvature.count) > 0:
             raise ValueError("heating: this curvature has seen no data; pass a precision summed over a batch")
-        slope = torch.func.grad(lambda x: curvature.quad(spec.unflatten(x)).sum() / (2.0 * count))
-        return lambda tree: spec.unflatten(slope(optree.tree_leaves(tree)))
+        return lambda tree: scaled(curvature.times(tree), 1.0 / float(curvature.count))
     if isinstance(curvature, Tensor):
         size = sum(leaf.numel() for leaf in leaves)
         if tuple(curvature.shape) != (size, size):

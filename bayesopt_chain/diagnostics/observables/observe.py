@@ -99,8 +99,7 @@ class Watch:
         self.step = it.step
         behind = it.step - self.burn_in
         if behind > 0 and behind.bit_count() == 1 and behind.bit_length() % 2:
-            found = steepest(self.measured.stacked, it.params, self.batch, LOOK)
-            self.curvature = max(self.curvature, float(found.nan_to_num(math.inf, math.inf).max()))
+            self.curvature = max(self.curvature, steepest(self.measured.stacked, it.params, self.batch, LOOK))
             self.spent += 2 * LOOK * chains
 
     def state_dict(self) -> dict[str, Any]:

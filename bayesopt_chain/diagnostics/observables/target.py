@@ -269,8 +269,8 @@ def hessian(stacked: Stacked, params: Any, batch: Any) -> Callable[[Sequence[Ten
     return product
 
 
-def steepest(stacked: Stacked, params: Any, batch: Any, iterations: int = 20) -> Tensor:
-    """The largest absolute eigenvalue of the Hessian where each chain is, ``[C]``, by power iteration: from below."""
+def steepest(stacked: Stacked, params: Any, batch: Any, iterations: int = 20) -> float:
+    """The largest absolute eigenvalue of the Hessian where any chain is, by power iteration: from below."""
     product = hessian(stacked, params, batch)
     generator = torch.Generator("cpu").manual_seed(0)
     v = [
@@ -287,7 +287,7 @@ def steepest(stacked: Stacked, params: Any, batch: Any, iterations: int = 20) ->
     for _ in range(iterations):
         size = norm(v).clamp_min(1e-30)[:, None]
         v = product([(rows(x) / size).reshape(x.shape) for x in v])
-    return norm(v)
+    return float(norm(v).nan_to_num(math.inf, math.inf).max())
 
 
 class Measured:
@@ -449,12 +449,12 @@ def chosen(target: Target, chains: int, steps: int, draws: int, lr: float | None
         lr = allowed()
         if momentum is None and (noise or (k and not target.in_batches)):  # after the noise of batches is known
             mu = spreading(lr, target.strength, draws, coolest)
-        pilot = _pilot(replace(target, momentum=mu), chains, steps, lr, k)
-        now = _curvature(target, chains, pilot.params, batch)
+        params, (virial, rise, heat) = _pilot(replace(target, momentum=mu), chains, steps, lr, k)
+        now = _curvature(target, chains, params, batch)
         spent += (steps + steps // (2 * THIN) * target.in_batches + 40) * chains
-        hot = not pilot.virial < HOT * target.free
+        hot = not virial < HOT * target.free
         if target.in_batches and not hot:
-            noise, highest = pilot.noise, max(highest, pilot.rise)
+            noise, highest = heat, max(highest, rise)
             coolest = HEAT * highest / (heat_of_noise(1, 0, temperature) * noise) if noise else math.inf
         wanted = mu if momentum is not None else spreading(lr, target.strength, draws, coolest)
         settled = abs(math.log((1 - wanted) / (1 - mu))) < 0.2
@@ -486,16 +486,8 @@ def _thermal(target: Target, chains: int, centre: Any, batch: Any) -> Any:
     return out
 
 
-class Pilot(NamedTuple):
+def _pilot(target: Target, chains: int, steps: int, lr: float, number: int) -> tuple[Any, list[float]]:
     """Where the chains of a pilot are at its end; means over its second half of virial, loss over ``T`` and ``tr(C)``."""
-
-    params: Any
-    virial: float
-    rise: float
-    noise: float
-
-
-def _pilot(target: Target, chains: int, steps: int, lr: float, number: int) -> Pilot:
     measured, half, seen = Measured(target, chains, {}, None, 0.0, number), steps // 2, list[Tensor]()
     tx, params = target.chain(lr), target.start(chains)
     state, feed = tx.init(params), ResumableBatches(target.course(chains, -2 - number))
@@ -508,10 +500,9 @@ def _pilot(target: Target, chains: int, steps: int, lr: float, number: int) -> P
             now = measured.with_loss(info.observed, info.aux)
             noise = now.get("noise", torch.zeros_like(now["loss"])).double()
             seen.append(torch.cat([now["virial"].double(), now["loss"] / target.temperature, noise], 1).mean(0))
-    return Pilot(params, *torch.stack(seen).mean(0).tolist())
+    return params, torch.stack(seen).mean(0).tolist()
 
 
 def _curvature(target: Target, chains: int, params: Any, batch: Any) -> float:
     """The largest curvature where any chain is, with the spring's."""
-    found = steepest(target.stacked(chains), params, batch)
-    return max(float(found.nan_to_num(math.inf, math.inf).max()) + target.strength, 1e-12)
+    return max(steepest(target.stacked(chains), params, batch) + target.strength, 1e-12)
