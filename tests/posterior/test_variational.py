@@ -392,6 +392,16 @@ def test_ivon_at_temperature_zero_is_averaged_gradient_descent(beta1, beta2, sam
     assert torch.equal(before, torch.random.get_rng_state())
 
 
+@pytest.mark.parametrize("name", (*FAMILIES, "ivon"))
+def test_at_temperature_zero_gradients_of_several_samples_are_their_mean(name):
+    """With a decay too: for at temperature 0 the decay is the optimizer's own."""
+    params, many = torch.tensor([0.5, -1.0]), torch.tensor([[1.0, 2.0], [3.0, -4.0]])
+    tx = make(name, temperature=0.0, weight_decay=0.25, n_samples=2)
+    found, _ = tx.update(many, tx.init(params), params=params, inplace=False)
+    wanted, _ = tx.update(many.mean(0), tx.init(params), params=params, inplace=False)
+    assert torch.equal(found, wanted) and not torch.equal(found, torch.zeros(2))
+
+
 def test_ivons_step_is_clipped():
     tx, params = make("ivon", 1.0, temperature=0.0, clip_radius=0.25), torch.zeros(2)
     updates, _ = tx.update(torch.tensor([3.0, -0.1]), tx.init(params), params=params, inplace=False)
