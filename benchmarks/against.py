@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.measure import RESULTS, command, keep, known, ratio
+
 
 def leaves(sizes: list[int]) -> list[torch.Tensor]:
     return [torch.randn(n) for n in sizes]
@@ -181,41 +183,50 @@ CASES: dict[str, Callable[[Any], Callable[[], None]]] = {
 }
 
 
-def work() -> None:
-    """Answer with the processor seconds of a call for each line: a case and a number of calls."""
-    import bayesopt_chain as bc
+def answer(bc: Any, name: str, calls: int, made: dict[str, Callable[[], None]] = {}) -> float:  # noqa: B006
+    """Processor seconds of a call of a case, which stands ready until another is asked for."""
+    if name not in made:
+        made.clear()
+        torch.manual_seed(0)
+        made[name] = CASES[name](bc)
+        made[name]()
+    start = time.process_time()
+    for _ in range(calls):
+        made[name]()
+    return (time.process_time() - start) / calls
 
-    torch.set_num_threads(1)
-    made: dict[str, Callable[[], None]] = {}
-    for line in sys.stdin:
-        name, calls = json.loads(line)
-        if name not in made:
-            made.clear()
-            torch.manual_seed(0)
-            made[name] = CASES[name](bc)
-            made[name]()
-        start = time.process_time()
-        for _ in range(calls):
-            made[name]()
-        print(json.dumps((time.process_time() - start) / calls), flush=True)
+
+HERE = Path(__file__).parents[1]
+SERVE = """
+import json, sys, torch, bayesopt_chain
+sys.path.insert(0, {here!r})
+from benchmarks.{module} import answer
+torch.set_num_threads(1)
+for line in sys.stdin:
+    print(json.dumps(answer(bayesopt_chain, *json.loads(line))), flush=True)
+"""
 
 
 class Worker:
-    """A process that runs the cases with the package of one checkout."""
+    """A process that answers by a benchmark of this checkout, with the package of another one."""
 
-    def __init__(self, checkout: Path) -> None:
+    def __init__(self, checkout: Path, module: str = "against") -> None:
         environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(Path(__file__)), "--work"]
+        command = [sys.executable, "-W", "ignore", "-c", SERVE.format(here=str(HERE), module=module)]
         self.process = subprocess.Popen(
             command, cwd=checkout, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def seconds(self, name: str, calls: int) -> float:
-        """Seconds a call."""
+    def ask(self, *question: Any) -> Any:
+        """What ``answer`` of the benchmark says."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps((name, calls)) + "\n")
+        self.process.stdin.write(json.dumps(question) + "\n")
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
+
+    def seconds(self, name: str, calls: int) -> float:
+        """Seconds a call."""
+        return self.ask(name, calls)
 
     def stop(self) -> None:
         """End the process."""
@@ -232,12 +243,9 @@ def commit(path: Path) -> str:
 
 
 def main() -> None:
-    from benchmarks.measure import RESULTS, command, keep, known, ratio
-
     path = RESULTS / "against.json"
-
     given = command(other=Path, rounds=15, processes=2, only="")
-    here, there = Path(__file__).parents[1], given.other.resolve()
+    here, there = HERE, given.other.resolve()
     both, before = {"this": commit(here), "other": commit(there)}, known(path)
     if given.only and before["commits"] != both:
         raise SystemExit(f"{path.name} is of {before['commits']}, not of {both}: measure all cases")
@@ -261,4 +269,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    work() if "--work" in sys.argv else main()
+    main()

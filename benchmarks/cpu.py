@@ -239,25 +239,35 @@ def captured_chains(data, chains: int, steps: int, size: int) -> Callable[[], No
     return run
 
 
+def chains_by_hand(data, chains: int, size: int) -> Callable[[], None]:
+    """A step of SGHMC of many chains in batched operations, in place."""
+    (x, y), level = data, (0.1 / (2 * 0.05 * N)) ** 0.5
+    p, v, kept = (torch.zeros(chains, D, device=x.device) for _ in range(3))
+
+    def step():
+        rows = torch.randint(N, (chains, size), device=x.device)
+        mine = x[rows]
+        residual = torch.sigmoid(torch.bmm(mine, p.unsqueeze(2)).squeeze(2)) - y[rows]
+        g = torch.bmm(residual.unsqueeze(1), mine).squeeze(1) / size
+        g.add_(p, alpha=1 / N)
+        fresh = torch.randn(chains, D, device=x.device).mul_(level)
+        v.mul_(0.9).add_(g).add_(fresh).add_(kept)
+        kept.copy_(fresh)
+        p.add_(v, alpha=-0.05)
+
+    return step
+
+
 def five_thousand_chains(chains: int = 5000, steps: int = 2000, size: int = 32, rounds: int = 2) -> Row:
-    data = x, y = regression_data()
-    ours = captured_chains(data, chains, steps, size)
+    data = regression_data()
+    step = chains_by_hand(data, chains, size)
 
     def by_hand():
-        p, v, kept = torch.zeros(chains, D), torch.zeros(chains, D), torch.zeros(chains, D)
-        level = (0.1 / (2 * 0.05 * N)) ** 0.5
         for _ in range(steps):
-            rows = torch.randint(N, (chains, size))
-            mine = x[rows]
-            residual = torch.sigmoid(torch.bmm(mine, p.unsqueeze(2)).squeeze(2)) - y[rows]
-            g = torch.bmm(residual.unsqueeze(1), mine).squeeze(1) / size
-            g.add_(p, alpha=1 / N)
-            fresh = torch.randn(chains, D).mul_(level)
-            v.mul_(0.9).add_(g).add_(fresh).add_(kept)
-            kept = fresh
-            p.add_(v, alpha=-0.05)
+            step()
 
-    times = take_turns({"captured parallel": ours, "batched torch by hand": by_hand}, rounds, seconds=0.0)
+    runs = {"captured parallel": captured_chains(data, chains, steps, size), "batched torch by hand": by_hand}
+    times = take_turns(runs, rounds, seconds=0.0)
     targets = {("captured parallel", "batched torch by hand"): 1.1}
     return Row(f"{chains} chains x {steps} steps, minibatches of {size} of their own", times, targets)
 

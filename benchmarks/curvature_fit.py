@@ -43,7 +43,7 @@ import bayesopt_chain as bc
 from bayesopt_chain.posterior.evidence import tuned
 from bayesopt_chain.posterior.fit import FittedLaplace, at
 from bayesopt_chain.precision import Zero
-from benchmarks.laplace_default import mlp
+from benchmarks.laplace_default import Residual, mlp
 from benchmarks.measure import RESULTS, command, keep, known, markdown, ratio, take_turns
 
 PATH = RESULTS / "curvature_fit.json"
@@ -57,18 +57,6 @@ SMALL_LAYER = 1000  # parameters of a last layer, of more the dense structure is
 Phases = dict[str, Callable[[], Any]]
 
 
-class Residual(nn.Module):
-    def __init__(self, channels: int, out: int, stride: int):
-        super().__init__()
-        self.one, self.norm_one = nn.Conv2d(channels, out, 3, stride, 1, bias=False), nn.BatchNorm2d(out)
-        self.two, self.norm_two = nn.Conv2d(out, out, 3, 1, 1, bias=False), nn.BatchNorm2d(out)
-        self.skip = nn.Conv2d(channels, out, 1, stride, bias=False) if stride > 1 else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.norm_one(self.one(x)))
-        return F.relu(self.norm_two(self.two(y)) + self.skip(x))
-
-
 class ResNet(nn.Module):
     """ResNet-8: a stem and three residual blocks of 1, 2 and 4 times the width."""
 
@@ -76,7 +64,7 @@ class ResNet(nn.Module):
         super().__init__()
         self.stem, self.norm = nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
         self.blocks = nn.Sequential(
-            Residual(width, width, 1), Residual(width, 2 * width, 2), Residual(2 * width, 4 * width, 2)
+            Residual(width, width), Residual(width, 2 * width, 2), Residual(2 * width, 4 * width, 2)
         )
         self.head = nn.Linear(4 * width, classes)
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import optree
 import torch
+
+from benchmarks.against import HERE, Worker, commit
+from benchmarks.measure import RESULTS, command, keep
 
 STEPS = 5
 
@@ -124,61 +124,36 @@ def walk(bc: Any, tx: Any, form: str, dtype: torch.dtype, kind: int) -> Any:
     return params, state
 
 
-def work(out: Path) -> None:
-    """Write the digests of one commit, and the parameters they are of."""
-    import optree
-
-    import bayesopt_chain as bc
-
-    torch.set_num_threads(1)
-    found: dict[str, tuple[str, list[float]]] = {}
-    for name, case in cases(bc):
-        try:
-            done = case()
-        except Exception as err:
-            found[name] = f"{type(err).__name__}", []
-            continue
-        digest = hashlib.sha256()
-        for x in optree.tree_leaves(done):
-            digest.update(f"{x.dtype} {tuple(x.shape)}".encode() + x.detach().contiguous().numpy().tobytes())
-        found[name] = digest.hexdigest(), torch.cat([p.flatten().double() for p in done[0]]).tolist()
-    out.write_text(json.dumps(found))
-
-
-def digests(checkout: Path, out: Path) -> dict[str, Any]:
-    """The digests with the package of a checkout."""
-    environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [sys.executable, "-W", "ignore", __file__, "--work", str(out)], cwd=checkout, env=environment, check=True
-    )
-    return json.loads(out.read_text())
+def answer(bc: Any, name: str | None = None) -> Any:
+    """The names of all cases; or of one the digest of what its steps leave behind, and the parameters."""
+    every = dict(cases(bc))
+    if name is None:
+        return list(every)
+    try:
+        done = every[name]()
+    except Exception as err:
+        return type(err).__name__, []
+    digest = hashlib.sha256()
+    for x in optree.tree_leaves(done):
+        digest.update(f"{x.dtype} {tuple(x.shape)}".encode() + x.detach().contiguous().numpy().tobytes())
+    return digest.hexdigest(), torch.cat([p.flatten().double() for p in done[0]]).tolist()
 
 
 def main() -> None:
-    import tempfile
-
-    from benchmarks.against import commit
-    from benchmarks.measure import RESULTS, command, keep
-
-    here, other = Path(__file__).parents[1], command(other=Path).other.resolve()
-    with tempfile.TemporaryDirectory() as folder:
-        mine, theirs = (digests(x, Path(folder) / f"{n}.json") for n, x in enumerate((here, other)))
-    differ = {}
-    for name, (digest, params) in mine.items():
-        digest_there, params_there = theirs[name]
-        if digest != digest_there:
-            alike = len(params) == len(params_there) > 0
-            differ[name] = (
-                max(abs(a - b) for a, b in zip(params, params_there)) if alike else f"{digest} / {digest_there}"
-            )
-    print(f"{len(mine) - len(differ)} of {len(mine)} digests agree")
-    for name, by in differ.items():
-        print(f"  {name}: {by}")
-    refused = sum(not params for _, params in mine.values())
-    record: dict[str, Any] = {"commits": {"this": commit(here), "other": commit(other)}}
-    record |= {"cases": len(mine), "refused": refused, "differ": differ}
-    keep(RESULTS / "digests.json", record)
+    checkouts = {"this": HERE, "other": command(other=Path).other.resolve()}
+    this, other = (Worker(checkout, "digests") for checkout in checkouts.values())
+    names, differ, refused = this.ask(), {}, 0
+    for name in names:
+        (mine, params), (theirs, there) = this.ask(name), other.ask(name)
+        refused += not params
+        if mine != theirs:
+            alike = len(params) == len(there) > 0
+            differ[name] = max(abs(a - b) for a, b in zip(params, there)) if alike else f"{mine} / {theirs}"
+            print(f"  {name}: {differ[name]}")
+    print(f"{len(names) - len(differ)} of {len(names)} digests agree")
+    record: dict[str, Any] = {"commits": {who: commit(path) for who, path in checkouts.items()}}
+    keep(RESULTS / "digests.json", record | {"cases": len(names), "refused": refused, "differ": differ})
 
 
 if __name__ == "__main__":
-    work(Path(sys.argv[2])) if "--work" in sys.argv else main()
+    main()

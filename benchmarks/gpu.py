@@ -12,7 +12,7 @@ from torch import nn
 import bayesopt_chain as bc
 from bayesopt_chain.loop.capture.captured import Backend
 from benchmarks import contestants as c
-from benchmarks.cpu import D, N, Row, logistic, posteriors_step, regression_data
+from benchmarks.cpu import D, N, Row, chains_by_hand, logistic, posteriors_step, regression_data
 from benchmarks.measure import take_turns
 
 
@@ -80,19 +80,7 @@ def five_thousand_chains(chains: int = 5000, steps: int = 2000, size: int = 32) 
 
         return _timed(run)
 
-    p, v, kept = (torch.zeros(chains, D, device="cuda") for _ in range(3))
-    level = (0.1 / (2 * 0.05 * N)) ** 0.5
-
-    def step():
-        rows = torch.randint(N, (chains, size), device="cuda")
-        mine = x[rows]
-        residual = torch.sigmoid(torch.bmm(mine, p.unsqueeze(2)).squeeze(2)) - y[rows]
-        g = torch.bmm(residual.unsqueeze(1), mine).squeeze(1) / size + p / N
-        fresh = torch.randn(chains, D, device="cuda") * level
-        v.mul_(0.9).add_(g).add_(fresh).add_(kept)
-        kept.copy_(fresh)
-        p.add_(v, alpha=-0.05)
-
+    step = chains_by_hand((x, y), chains, size)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

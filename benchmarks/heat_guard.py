@@ -9,15 +9,14 @@
 Linear and logistic regression on synthetic data, a network of 20 units on scikit-learn's diabetes, the same with one input
 eight times as large, so that one direction is hot and the others are not ("narrow"), and a small convolutional network on its
 digits. Each starts from its mode: full batches up to 0.9 of the stability limit, independent and reshuffled batches, momenta 0,
-0.5, 0.9 and 0.99; accumulation, bfloat16 autocast and clipping on all but the convolutions, dropout on the network; its loop in
-Lightning and in the Trainer of Hugging Face where these are installed. Chains that are cold at rest start from random weights
-besides, at five rates.
+0.5, 0.9 and 0.99; accumulation, bfloat16 autocast and clipping on all but the convolutions, dropout on the network.
+Chains that are cold at rest start from random weights besides, at five rates.
 
 The truth is the temperature of the same chain over the one asked for, by the virial theorem
 ``<u (theta - c) u grad U> = T`` along the stiffest directions of the Hessian and the noisiest of the batches, from chains of a
 recursion written here (:func:`truth`) that all start at that mode; its standard error comes from the chains. A run is cold
 where two standard errors keep it below 1.3, and on full batches; hot where they keep it above 2; in between or unsure it does
-not count. What accumulation, trainers, a start from random weights and a guard that is not told of epochs see is the plain
+not count. What accumulation, a start from random weights and a guard that is not told of epochs see is the plain
 loop's chain, whose truth they share. The delay is the step at which a hot run was warned of.
 
 The guard was developed on seeds 20 to 23, and run on seeds 60 and 61 once after each change of its rules.
@@ -187,7 +186,7 @@ def truth(case: Case, module: nn.Module, x: Tensor, y: Tensor, lr: float, larges
     return float(mean[hottest]), float(error[hottest])
 
 
-def trained_by_us(module: nn.Module, sampler: torch.optim.Optimizer, case: Case, x: Tensor, y: Tensor) -> None:
+def trained(module: nn.Module, sampler: torch.optim.Optimizer, case: Case, x: Tensor, y: Tensor) -> None:
     """A plain loop."""
     for rows in itertools.islice(batches(len(x), case.batch, case.order), STEPS):
         sampler.zero_grad()
@@ -203,57 +202,8 @@ def trained_by_us(module: nn.Module, sampler: torch.optim.Optimizer, case: Case,
         sampler.step()
 
 
-def trained_by_lightning(module: nn.Module, sampler: torch.optim.Optimizer, case: Case, x: Tensor, y: Tensor) -> None:
-    """``lightning.Trainer``."""
-    import lightning
-
-    class Task(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = module
-
-        def training_step(self, batch, _):
-            return loss(case.kind, self.net, *batch)
-
-        def configure_optimizers(self):
-            return sampler
-
-    loader = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(x, y), case.batch or len(x), shuffle=True, drop_last=True
-    )
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    lightning.Trainer(max_steps=STEPS, accelerator="cpu", **quiet).fit(Task(), loader)
-
-
-def trained_by_hugging_face(
-    module: nn.Module, sampler: torch.optim.Optimizer, case: Case, x: Tensor, y: Tensor
-) -> None:
-    """``transformers.Trainer``, whose clipping is set to none."""
-    import tempfile
-
-    import transformers
-
-    class Task(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = module
-
-        def forward(self, x, y):
-            return {"loss": loss(case.kind, self.net, x, y)}
-
-    rows = [{"x": a, "y": b} for a, b in zip(x, y)]
-    with tempfile.TemporaryDirectory() as place:
-        arguments = transformers.TrainingArguments(
-            place, per_device_train_batch_size=case.batch or len(x), max_steps=STEPS, max_grad_norm=0.0,
-            report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=True, dataloader_drop_last=True, logging_strategy="no",
-        )  # fmt: skip
-        schedule = torch.optim.lr_scheduler.LambdaLR(sampler, lambda _: 1.0)
-        transformers.Trainer(Task(), arguments, train_dataset=rows, optimizers=(sampler, schedule)).train()
-
-
-TRAINERS = {"Lightning": trained_by_lightning, "Hugging Face": trained_by_hugging_face}
 FROM_INIT = "from initialisation"
-SAME_CHAIN = ("accumulation", "untold", FROM_INIT, *TRAINERS)  # as the plain loop
+SAME_CHAIN = ("accumulation", "untold", FROM_INIT)  # as the plain loop
 
 
 class Prepared(NamedTuple):
@@ -305,7 +255,7 @@ def run(case: Case, truths: dict[str, tuple[float, float]] | None = None) -> dic
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        TRAINERS.get(case.feature, trained_by_us)(module, sampler, case, x, y)
+        trained(module, sampler, case, x, y)
     readings = [{k: round(v, 4) if isinstance(v, float) else v for k, v in h._asdict().items()} for h in guard.readings]
     warned = any(word in str(w.message) for w in caught for word in ("heat this chain", "heats this chain"))
     read = ", ".join(f"{h['rho']:.3g}" for h in readings)
@@ -373,8 +323,6 @@ def cases(seeds: int, first: int = FIRST) -> list[Case]:
         ),
         [full(kind, at, FROM_INIT, seed) for kind, seed in from_init for at in cold[:2]],
         *(batch("narrow", (0, 1, 2, 3, 4, 9), "", seed) for seed in some),
-        *(batch("network", (0, 2), feature, first) for feature in TRAINERS),
-        [full("network", (0.1, 0.9), feature, first) for feature in TRAINERS],
         [full("convolutions", (share, 0.9), "", seed) for share in (0.02, 0.6) for seed in some],
         *(batch("convolutions", range(4), "", seed) for seed in some),
     ]

@@ -13,6 +13,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,21 +25,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import bayesopt_chain as bc
 from bayesopt_chain.distributed.shards import add
-from benchmarks.measure import RESULTS, command, keep, known, ratio
+from benchmarks.measure import RESULTS, command, keep, known, ratio, take_turns
 
-
-def turns(contestants: dict[str, Callable[[], Any]], blocks: int, calls: int) -> dict[str, list[float]]:
-    """CPU seconds of a call, block by block; all ranks make the same calls."""
-    times: dict[str, list[float]] = {name: [] for name in contestants}
-    for block in range(blocks + 1):
-        for name, call in contestants.items():
-            dist.barrier()
-            start = time.process_time()
-            for _ in range(calls):
-                call()
-            if block:  # the first block warms up
-                times[name].append((time.process_time() - start) / calls)
-    return times
+# On every rank as many calls: one a turn, in processor time, behind one that brings the ranks together.
+turns = partial(take_turns, seconds=0.0, clock=time.process_time)
 
 
 def figures(times: dict[str, list[float]], ours: str, theirs: str) -> dict[str, Any]:
@@ -75,8 +65,8 @@ def large(blocks: int, batch: int) -> dict[str, Any]:
     return {
         "parameters": 10_010_000,
         "batch": batch,
-        "whole step": figures(turns(steps, blocks, 2), "T > 0", "T = 0"),
-        "optimizer alone": figures(turns(alone, blocks, 4), "T > 0", "T = 0"),
+        "whole step": figures(turns(steps, blocks), "T > 0", "T = 0"),
+        "optimizer alone": figures(turns(alone, blocks), "T > 0", "T = 0"),
     }
 
 
@@ -90,7 +80,7 @@ def draws(blocks: int, batch: int) -> dict[str, Any]:
         keep.load_state_dict({"step": 0})  # forget it
 
     draw()
-    found = figures(turns({"a draw": draw, "a step": step}, blocks, 2), "a draw", "a step")
+    found = figures(turns({"a draw": draw, "a step": step}, blocks), "a draw", "a step")
     return {"parameters": 10_010_000, "batch": batch, "ranks": dist.get_world_size(), **found}
 
 
@@ -124,7 +114,7 @@ def small(blocks: int, leaves: int = 100) -> dict[str, Any]:
                 add(theta, updates, inplace=True)
 
             calls["update, in place" if inplace else "update, pure"][name] = step
-    return out | {what: figures(turns(both, blocks, 10), "spread", "local") for what, both in calls.items()}
+    return out | {what: figures(turns(both, blocks), "spread", "local") for what, both in calls.items()}
 
 
 def main() -> None:

@@ -31,7 +31,6 @@ ROOMS = {
     "influence": ["posterior", "precision"],
     "laplace_default": ["posterior", "curvature", "likelihoods"],
     "leaderboard": ["ensemble"],
-    "parallel": ["loop", "engine", "links", "core"],
     "ranks": ["distributed", "optim", "runs"],
     "redrawn": ["optim", "random"],
     "runs": ["runs", "loop"],

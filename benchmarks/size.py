@@ -43,7 +43,7 @@ ROOMS: dict[str, tuple[int, tuple[str, ...]]] = {  # the aim, and where it is
     "curvature": (2500, ("curvature", "precision")),
     "posterior": (2700, ("posterior", "fitting", "predict", "vi", "ekf")),
     "runs": (2200, ("runs",)),
-    "diagnostics": "observables (about 800) came after the aim; of the rest 200 too many",
+    "diagnostics": (1700, ("diagnostics",)),
     "ensemble": (1200, ("ensemble",)),
     "distributed": (750, ("distributed",)),
     "testing": (550, ("testing",)),

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import bayesopt_chain as bc
+from benchmarks.measure import keep
 
 RULE = (
     "Confirmed or contradicted: the mean of the paired differences is further from zero than they are from one another. Where "
@@ -48,10 +49,7 @@ def kept(folder: Path, name: str, make: Callable[[Path], dict[str, float]]) -> d
     if not path.exists():
         start = time.process_time()
         cell = {"measures": make(folder / slug(name)), "seconds": round(time.process_time() - start, 1)}
-        folder.mkdir(parents=True, exist_ok=True)
-        written = path.with_suffix(".tmp")
-        written.write_text(json.dumps(cell, indent=1) + "\n")
-        written.replace(path)
+        keep(path, cell)
     return json.loads(path.read_text())["measures"]
 
 

@@ -164,15 +164,3 @@ def base(settings: Mapping[str, Any]) -> Base:
     bc.write_back(model, last(run))
     model.set_attn_implementation("eager")  # torch.vmap has no rule for the fused kernel, and would loop
     return found
-
-
-if __name__ == "__main__":
-    import sys
-
-    scale = SCALES[sys.argv[1]]
-    made = base(scale)
-    forward, params, _ = bc.make_functional(made.model)
-    for name in (*NOVELS, *EPISODES):
-        book = made.book(name, scale | {"book_characters": scale["characters"]})
-        train, held_out = (nll(forward, params, part) for part in book)
-        print(f"{name:32}{len(book.train):6} windows, nats a token {train:.3f}, held out {held_out:.3f}")
