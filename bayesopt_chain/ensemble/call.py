@@ -376,11 +376,10 @@ def _said(problem: Problem, trained: Trained, chosen: dict[str, Any], scale: Sca
     if problem.axes:
         said.append("axes: the inputs are collinear, so that Adam goes along their principal axes.")
     if trained.z is not None:
-        taken = (
-            "each member keeps its own" if abs(trained.z) < 1 else f"all take the {FAN_IN if trained.z > 0 else USUAL}"
-        )
+        better, worse = (FAN_IN, USUAL) if trained.z > 0 else (USUAL, FAN_IN)
+        taken = "each member keeps its own" if abs(trained.z) < 1 else f"all take the {better}"
         said.append(
-            f"prior: the {FAN_IN} is better than the {USUAL} by {trained.z:.1f} standard errors on held-out data: {taken}."
+            f"prior: the {better} is better than the {worse} by {abs(trained.z):.1f} standard errors on held-out data: {taken}."
         )
     elif chosen["prior_precision"] is not None:
         said.append(f"prior: precision {chosen['prior_precision']:g}, as given.")
