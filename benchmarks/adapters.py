@@ -1,23 +1,38 @@
 """Posteriors over LoRA adapters of a small language model: what each method is worth at equal gradients.
 
     python -m benchmarks.adapters --seeds 5        # goes on where it was; writes results/adapters.json
-The base, a Llama of 31 characters, 48 wide and two layers deep, is trained on five novels of
+    python -m benchmarks.adapters --what step      # a step of bc.optim.SGHMC over one of torch.optim.SGD
+    python -m benchmarks.adapters --what memory    # the largest memory of each method, in a process of its own
+    python -m benchmarks.adapters --what books     # four books one after the other, whose texts are in --folder
+
+All go into one record. The base, a Llama of 31 characters, 48 wide and two layers deep, is trained on five novels of
 $BAYESOPT_CHAIN_DATA and then frozen. Adapters of rank 4 are trained on 256 sequences of 32 characters of film reviews (IMDb),
 or of essays (The Souls of Black Folk), with GRADIENTS minibatch gradients in all, those that decide on the prior included.
 Reported for 128 held-out sequences of the domain: NLL in nats and expected calibration error (15 bins of confidence) a token;
 AUROC of a sequence's mean entropy, and of its mean mutual information, against 128 sequences of Samoan; processor seconds.
 Each seed draws other sequences and starts; the base is one.
 
-Its record also holds the time of a step, the largest memory of each method and four books one after the other, which were
-measured once (``git show bfdd0dd:benchmarks/adapters.py``).
+``step`` takes turns of a whole step, forward and backward with 16 sequences included, on another part of the essays each seed.
+
+``memory`` takes a Llama of 512 tokens, 256 wide and four layers deep. What is reported is by how many MiB a call raises the
+largest resident memory (``ru_maxrss``) of a process that has done nothing but import and make the model.
+
+``books`` has a base of four other novels and GRADIENTS gradients a book, with 1,024 of its sequences; NLL is of 128 others of
+it, at the trained adapter (of a Gaussian, its mean). ``posterior`` has the Laplace posterior of the last book as its prior,
+``trained on`` begins where the last book ended, with next to no prior, and ``all at once`` has the four books together and as
+many gradients as the others in all.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import os
 import re
+import resource
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,16 +42,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesopt_chain.lora import bayesian_lora
+from bayesopt_chain import Gaussian, optim
+from bayesopt_chain.lora import Adapters, bayesian_lora
 from bayesopt_chain.posterior import detection_auroc
+from bayesopt_chain.precision import Diagonal
 from benchmarks.leaderboard.scores import calibration_error
-from benchmarks.measure import RESULTS, command, keep, known
+from benchmarks.measure import RESULTS, command, keep, known, ratio, take_turns
 
 PATH = RESULTS / "adapters.json"
 DATA = Path(os.environ.get("BAYESOPT_CHAIN_DATA", "data"))
 ALPHABET = " abcdefghijklmnopqrstuvwxyz.,'-"
-LENGTH, TRAIN, TEST, BASE_STEPS, GRADIENTS = 32, 256, 128, 1200, 240
+LENGTH, TRAIN, TEST, BASE_STEPS, GRADIENTS, OF_BOOK = 32, 256, 128, 1200, 240, 1024
 NOVELS = ("a_room_with_a_view", "anne_of_green_gables", "peter_pan", "the_enchanted_april", "the_great_gatsby")
+OTHERS = ("a_room_with_a_view", "anne_of_green_gables", "dubliners", "the_enchanted_april")  # of the base of ``books``
+BOOKS = ("the_souls_of_black_folk", "the_great_gatsby", "the_hound_of_the_baskervilles", "peter_pan")
 METHODS: dict[str, dict[str, Any]] = {
     "one adapter": {"method": "ensemble", "members": 1},
     "one adapter, a quarter of the gradients": {"method": "ensemble", "members": 1, "steps": GRADIENTS // 4},
@@ -45,6 +64,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "IVON": {"method": "ivon", "draws": 8},
     "Laplace": {"method": "laplace", "draws": 8},
 }
+
+
+ADAM = "torch's Adam"
 
 
 def adapter() -> Any:
@@ -72,7 +94,7 @@ def domains() -> dict[str, Tensor]:
     return {"film reviews": sequences(reviews), "essays": sequences(essays), "Samoan": sequences(" ".join(last))}
 
 
-def base(folder: Path) -> Any:
+def base(folder: Path, novels: tuple[str, ...]) -> Any:
     """The base, trained on the novels."""
     import transformers
 
@@ -82,7 +104,7 @@ def base(folder: Path) -> Any:
         vocab_size=len(ALPHABET), num_key_value_heads=4, max_position_embeddings=LENGTH, **sizes
     )
     model = transformers.LlamaForCausalLM(config)
-    text = torch.cat([sequences((folder / f"{n}.txt").read_text(encoding="utf-8")) for n in NOVELS])
+    text = torch.cat([sequences((folder / f"{n}.txt").read_text(encoding="utf-8")) for n in novels])
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, BASE_STEPS)
     for _ in range(BASE_STEPS):
@@ -131,6 +153,107 @@ def summary(rows: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
+def step_ratio(model: Any, texts: Tensor) -> dict[str, float]:
+    """Processor time of a whole training step at T > 0 over that with torch's SGD."""
+    calls = {}
+    for name in ("SGHMC", "SGD"):
+        own = copy.deepcopy(model)
+        chosen = [p for p in own.parameters() if p.requires_grad]
+        sgd = torch.optim.SGD(chosen, 1e-3, momentum=0.9)
+        opt = optim.SGHMC(chosen, 1e-3, temperature=1e-4) if name == "SGHMC" else sgd
+
+        def step(own: Any = own, opt: Any = opt) -> None:
+            opt.zero_grad()
+            own(input_ids=texts[:16], labels=texts[:16]).loss.backward()
+            opt.step()
+
+        calls[name] = step
+    return ratio(take_turns(calls, rounds=15, seconds=0.1, clock=time.process_time), "SGHMC", "SGD")
+
+
+def memory_of(name: str) -> float:
+    """MiB by which a call raises this process's largest resident memory; of "torch's Adam" four steps without the library."""
+    import peft
+    import transformers
+
+    sizes: Any = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=512, num_key_value_heads=4, max_position_embeddings=64, **sizes)
+    model = peft.get_peft_model(transformers.LlamaForCausalLM(config), adapter())
+    ids = torch.randint(512, (64, 64))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if name == ADAM:
+        adam = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-3)
+        for _ in range(4):
+            adam.zero_grad()
+            model(input_ids=ids[:16], labels=ids[:16]).loss.backward()
+            adam.step()
+    else:
+        told = METHODS[name] | {"steps": 16, "prior_precision": 1.0}
+        bayesian_lora(model, {"input_ids": ids, "labels": ids}, **told)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+
+
+def memory() -> dict[str, Any]:
+    """Of each method, in two processes of its own."""
+    found = {}
+    for name in (ADAM, *METHODS):
+        call = [sys.executable, "-m", "benchmarks.adapters", "--of", name]
+        values = [float(subprocess.check_output(call, text=True)) for _ in range(2)]
+        found[name] = {"MiB": sum(values) / 2, "low": min(values), "high": max(values)}
+        print(name, found[name], flush=True)
+    return found
+
+
+def episodes(weights: Any, model: Any, seed: int, texts: list[Tensor]) -> dict[str, list[float]]:
+    """NLL of each book's held-out sequences at the end, and right behind the book's own episode."""
+    orders = [torch.randperm(len(t), generator=torch.Generator().manual_seed(seed)) for t in texts]
+    train = [t[o[:OF_BOOK]] for t, o in zip(texts, orders)]
+    tests = [t[o[OF_BOOK : OF_BOOK + TEST]] for t, o in zip(texts, orders)]
+    as_data = lambda ids: {"input_ids": ids, "labels": ids}  # noqa: E731
+    model.load_state_dict(weights)
+
+    def nll(theta: dict[str, Tensor]) -> list[float]:
+        at = Adapters(model, {name: x[None] for name, x in theta.items()})
+        return [at.nll(as_data(t)) for t in tests]
+
+    found: dict[str, list[float]] = {
+        "base": nll({n: p.detach() for n, p in model.named_parameters() if p.requires_grad})
+    }
+    for name in ("posterior", "trained on"):
+        prior, then = None, []
+        for k, ids in enumerate(train):
+            how = {"method": "laplace", "draws": 1} if name == "posterior" else {"method": "ensemble", "members": 1}
+            made = bayesian_lora(model, as_data(ids), steps=GRADIENTS, seed=4 * seed + k, prior=prior, **how)
+            prior = made.posterior
+            if prior is None:
+                mean = made.draw(0)
+                weak = {n: torch.full_like(x, 1e-6) for n, x in mean.items()}
+                prior = Gaussian(mean, Diagonal(weak, torch.tensor(1.0)))
+            then.append(nll(prior.mean)[k])
+        found[name], found[f"{name}, new"] = nll(prior.mean), then  # pyright: ignore[reportOptionalMemberAccess]
+    together: dict[str, Any] = {"members": 1, "steps": GRADIENTS * len(train), "seed": seed}
+    found["all at once"] = nll(bayesian_lora(model, as_data(torch.cat(train)), **together).draw(0))
+    return found
+
+
+def books(weights: Any, model: Any, folder: Path) -> dict[str, Any]:
+    """Means over three seeds, by book."""
+    texts = [sequences((folder / f"{name}.txt").read_text(encoding="utf-8")) for name in BOOKS]
+    runs = [episodes(weights, model, seed, texts) for seed in range(3)]
+    means = {name: np.array([run[name] for run in runs]) for name in runs[0]}
+    found: dict[str, Any] = {n: dict(zip([*BOOKS, "mean"], [*x.mean(0), x.mean()])) for n, x in means.items()}
+    gap = (means["posterior"] - means["trained on"]).mean(1)
+    return found | {"posterior less trained on": mean_and_error(gap.tolist())}
+
+
+def steps(model: Any, texts: Tensor) -> dict[str, Any]:
+    """The ratio of whole steps, on five parts of the texts."""
+    parts = [step_ratio(model, texts[16 * k :]) for k in range(5)]
+    ratios = [part["ratio"] for part in parts]
+    low, high = min(part["low"] for part in parts), max(part["high"] for part in parts)
+    return {"ratio": float(np.median(ratios)), "low": low, "high": high, "by part": ratios}
+
+
 def league(weights: Any, model: Any, seeds: int, record: dict[str, Any], domain: dict[str, Tensor]) -> None:
     """Fill in what the record lacks."""
     samoan, rows = domain.pop("Samoan")[:TEST], record.setdefault("rows", {})
@@ -145,10 +268,22 @@ def league(weights: Any, model: Any, seeds: int, record: dict[str, Any], domain:
 def main() -> None:
     import peft
 
-    given = command(seeds=5, folder=DATA / "books")
-    model = peft.get_peft_model(base(given.folder), adapter())
+    given = command(seeds=5, what="league", folder=DATA / "books", of=None)
+    if given.of:
+        print(memory_of(given.of))
+        return
+    record, what = known(PATH), given.what
+    if what == "memory":
+        keep(PATH, record | {"memory": memory()})
+        return
+    model = peft.get_peft_model(base(given.folder, OTHERS if what == "books" else NOVELS), adapter())
     weights = {name: x.clone() for name, x in model.state_dict().items()}
-    league(weights, model, given.seeds, known(PATH), domains())
+    if what == "books":
+        keep(PATH, record | {"books": books(weights, model, given.folder)})
+    elif what == "step":
+        keep(PATH, record | {"step of SGHMC over SGD": steps(model, domains()["essays"])})
+    else:
+        league(weights, model, given.seeds, record, domains())
 
 
 if __name__ == "__main__":

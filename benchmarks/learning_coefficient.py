@@ -1,4 +1,4 @@
-"""Learning coefficients of models whose value is known, at default settings.
+"""Learning coefficients of models whose value is known, at default settings, beside devinterp.
 
     python -m benchmarks.learning_coefficient              # what its record lacks, and the record as a table
     python -m benchmarks.learning_coefficient --final      # held-out models and seeds
@@ -13,9 +13,10 @@ steps (64 chains, all data).
     refused     an error that names what to change
     wrong       any other answer
 
-Beside it stands devinterp 2.0.1 with as many gradients, pilots included, for 8 chains, at the same temperature and spring. Its
-value is the mean over all steps, as ``compute_llc`` has it. "Default" is the rate .01 of ``SGMCMC.sgld``, "best of grid" that
-of five rates whose value comes closest to the right one: what somebody who knows the answer would choose.
+devinterp 2.0.1 (where it is installed) gets as many gradients as ours took of all data in the run that it was first compared
+with, pilots included, for 8 chains, at the same temperature and spring. Its value is the mean over all steps, as
+``compute_llc`` has it. "Default" is the rate .01 of ``SGMCMC.sgld``. "Best of grid" is that of five rates whose value comes
+closest to the right one: what somebody who knows the answer would choose.
 
 Rules and defaults were fixed before the seeds of ``FINAL`` were run, once, with ``--final``. The models marked as held out were
 not looked at for a rule, except that two of the four (two ReLU, 6-3-6-6) were run at another seed while the tolerance of heat
@@ -23,8 +24,8 @@ was set. Two faults were seen in earlier such runs, and mended before these seed
 measured in pilots alone, and is greater where the chains go; and what it heats, 1 to 12 % of the answers, stood in their error
 and was not taken off.
 
-What is right, devinterp's values, and ``speed``, a step of ours beside one of its, were computed once and stand in the record
-(``git show bfdd0dd:benchmarks/learning_coefficient.py``; for ``speed`` ``ac03b86``).
+``speed`` in the record, a step of ours beside one of devinterp, was measured once
+(``git show ac03b86:benchmarks/learning_coefficient.py``).
 """
 
 from __future__ import annotations
@@ -34,8 +35,11 @@ import math
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
@@ -46,15 +50,33 @@ PATH = RESULTS / "learning_coefficient.json"
 N, BATCH = 1000, 100
 T = math.log(N) / N
 SEEDS, FINAL = {"full": 0, "minibatch": 0}, {"full": 40, "minibatch": 50}
+GRID = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 F64 = torch.float64
 
 
-class Model(NamedTuple):
-    """A loss ``loss(params, data)``, its minimum, and all data, or ``None``."""
+@dataclass
+class Model:
+    """A loss with a minimum, and how its value is known.
+
+    Attributes:
+        loss: ``loss(params, data)``.
+        start: the minimum.
+        data: all of them, or ``None``.
+        rlct: the limit at ``T = 0`` without a spring, as the literature has it.
+        truth: ``"closed form"``, ``"quadrature"`` or ``"HMC"``.
+        held_out: whether it was left alone until the end.
+        value: the closed form.
+        few: rows with the second moments of all data, on which the loss is ``N / len(few)`` times that above the minimum.
+    """
 
     loss: Callable[[Any, Any], Tensor]
     start: dict[str, Tensor]
-    data: Any = None
+    data: Any
+    rlct: float | None
+    truth: str
+    held_out: bool = False
+    value: float | None = None
+    few: Any = None
 
 
 def generator(seed: int) -> torch.Generator:
@@ -62,16 +84,19 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def monomial(powers: dict[str, int], centre: float = 0.0, target: float = 0.0) -> Model:
+def monomial(powers: dict[str, int], centre: float = 0.0, target: float = 0.0) -> tuple[Any, dict[str, Tensor]]:
     """The square of a product of powers minus its value at the centre."""
 
     def loss(p: Any, data: Any) -> Tensor:
-        return (math.prod(p[name] ** power for name, power in powers.items()) - target).square()
+        out = torch.ones((), dtype=F64)
+        for name, power in powers.items():
+            out = out * p[name] ** power
+        return (out - target).square()
 
-    return Model(loss, {name: torch.full((), centre, dtype=F64) for name in powers})
+    return loss, {name: torch.full((), centre, dtype=F64) for name in powers}
 
 
-def linear_network(widths: list[int], rank: int, seed: int = 3) -> Model:
+def linear_network(widths: list[int], rank: int, rlct: float | None, held_out: bool = False, seed: int = 3) -> Model:
     """Regression by a product of matrices whose truth has a given rank; all weights have the singular values 1 and 0."""
     g = generator(seed)
     x = torch.randn(N, widths[0], generator=g, dtype=F64)
@@ -90,22 +115,26 @@ def linear_network(widths: list[int], rank: int, seed: int = 3) -> Model:
     def loss(p: Any, data: Any) -> Tensor:
         return (product(p, data[0]) - data[1]).square().sum(-1).mean() / 2
 
-    return Model(loss, start, (x, y))
+    few = torch.linalg.cholesky(x.T @ x).T
+    return Model(loss, start, (x, y), rlct, "HMC", held_out, few=(few, product(start, few)))
 
 
 def regular() -> Model:
-    """Linear regression, of eigenvalues ``k`` half of ``sum k / (k + T)``."""
+    """Linear regression: half of ``sum k / (k + s)``."""
     g = generator(1)
     x = torch.randn(N, 12, generator=g, dtype=F64) * torch.logspace(-1.5, 0.5, 12, dtype=F64)
     y = x.sum(1) + 0.5 * torch.randn(N, generator=g, dtype=F64)
+    k = torch.linalg.eigvalsh(x.T @ x / N)
 
     def loss(p: Any, data: Any) -> Tensor:
         return (data[0] @ p["w"] - data[1]).square().mean() / 2
 
-    return Model(loss, {"w": torch.linalg.lstsq(x, y).solution}, (x, y))
+    return Model(
+        loss, {"w": torch.linalg.lstsq(x, y).solution}, (x, y), 6.0, "closed form", value=float((k / (k + T)).sum() / 2)
+    )
 
 
-def relu_units(units: int) -> Model:
+def relu_units(units: int, held_out: bool = False) -> Model:
     """``y = sum_i a_i relu(b_i x) + noise`` where the truth is no signal; of one unit the RLCT is 1/2."""
     g = generator(2)
     x = torch.randn(N, generator=g, dtype=F64)
@@ -120,10 +149,13 @@ def relu_units(units: int) -> Model:
         return (torch.relu(data[0][:, None] * p["b"]) @ p["a"] - data[1]).square().mean() / 2
 
     zero = torch.zeros(() if units == 1 else (units,), dtype=F64)
-    return Model(loss, {"a": zero, "b": zero.clone()}, (x, noise))
+    few = torch.stack([sides[0].norm(), -sides[1].norm()])
+    truth, rlct = ("quadrature", 0.5) if units == 1 else ("HMC", None)
+    start = {"a": zero, "b": zero.clone()}
+    return Model(loss, start, (x, noise), rlct, truth, held_out, few=(few, torch.zeros_like(few)))
 
 
-def factorisation(sizes: list[int], width: int, rank: int, symmetric: bool) -> Model:
+def factorisation(sizes: list[int], width: int, rank: int, symmetric: bool, held_out: bool = False) -> Model:
     """A tensor of a given rank as a sum of ``width`` outer products; ``U U^T`` where it is symmetric."""
     names = ["u"] * len(sizes) if symmetric else [f"u{k}" for k in range(len(sizes))]
     start = {}
@@ -141,29 +173,108 @@ def factorisation(sizes: list[int], width: int, rank: int, symmetric: bool) -> M
     def loss(p: Any, data: Any) -> Tensor:
         return (product(p) - truth).square().sum() / 2
 
-    return Model(loss, start)
+    return Model(loss, start, None, None, "HMC", held_out)
 
 
 def models() -> dict[str, Model]:
     """All of them, by name."""
-    return {
-        "linear regression, 12": regular(),
-        "w1^2 w2^2": monomial({"a": 1, "b": 1}),
-        "w1^2 w2^4": monomial({"a": 1, "b": 2}),
-        "w1^2 w2^2 w3^2": monomial({"a": 1, "b": 1, "c": 1}),
-        "(w1 w2 - 1)^2": monomial({"a": 1, "b": 1}, 1.0, 1.0),
-        "ReLU pair": relu_units(1),
-        "reduced rank 6-5-6, rank 2": linear_network([6, 5, 6], 2),
-        "linear 5-5-5-5, rank 2": linear_network([5, 5, 5, 5], 2),
-        "linear 4-4-4-4-4, rank 1": linear_network([4] * 5, 1),
-        "linear 3 x 6 layers, rank 1": linear_network([3] * 7, 1),
-        "reduced rank 8-3-8, rank 3": linear_network([8, 3, 8], 3),
-        "linear 6-3-6-6, rank 1": linear_network([6, 3, 6, 6], 1),
-        "U U^T, 6 x 3, rank 1": factorisation([6, 6], 3, 1, symmetric=True),
-        "U V^T, 5 x 5 of width 3, rank 2": factorisation([5, 5], 3, 2, symmetric=False),
-        "tensor 4 x 4 x 4 of width 2, rank 1": factorisation([4, 4, 4], 2, 1, symmetric=False),
-        "two ReLU units": relu_units(2),
-    }
+    out: dict[str, Model] = {"linear regression, 12": regular()}
+    for name, powers, centre, target, rlct in (
+        ("w1^2 w2^2", {"a": 1, "b": 1}, 0.0, 0.0, 0.5),
+        ("w1^2 w2^4", {"a": 1, "b": 2}, 0.0, 0.0, 0.25),
+        ("w1^2 w2^2 w3^2", {"a": 1, "b": 1, "c": 1}, 0.0, 0.0, 0.5),
+        ("(w1 w2 - 1)^2", {"a": 1, "b": 1}, 1.0, 1.0, 0.5),
+    ):
+        loss, start = monomial(powers, centre, target)
+        out[name] = Model(loss, start, None, rlct, "quadrature")
+    out["ReLU pair"] = relu_units(1)
+    for name, widths, rank, rlct, held_out in (
+        ("reduced rank 6-5-6, rank 2", [6, 5, 6], 2, 15.0, False),
+        ("linear 5-5-5-5, rank 2", [5, 5, 5, 5], 2, 11.0, False),
+        ("linear 4-4-4-4-4, rank 1", [4] * 5, 1, None, False),
+        ("linear 3 x 6 layers, rank 1", [3] * 7, 1, None, False),
+        ("reduced rank 8-3-8, rank 3", [8, 3, 8], 3, 19.5, False),
+        ("linear 6-3-6-6, rank 1", [6, 3, 6, 6], 1, None, True),
+    ):
+        out[name] = linear_network(widths, rank, rlct, held_out)
+    out["U U^T, 6 x 3, rank 1"] = factorisation([6, 6], 3, 1, symmetric=True)
+    out["U V^T, 5 x 5 of width 3, rank 2"] = factorisation([5, 5], 3, 2, symmetric=False, held_out=True)
+    out["tensor 4 x 4 x 4 of width 2, rank 1"] = factorisation([4, 4, 4], 2, 1, symmetric=False, held_out=True)
+    out["two ReLU units"] = relu_units(2, held_out=True)
+    return out
+
+
+def quadrature(model: Model) -> tuple[float, float]:
+    """The value on a grid of two or three parameters, and how much a coarser grid changes it."""
+
+    def at(points: int) -> float:
+        grids = [torch.linspace(-6.5, 6.5, points, dtype=F64) + c for c in model.start.values()]
+        p = dict(zip(model.start, torch.meshgrid(*grids, indexing="ij")))
+        if model.data is None:
+            energy = model.loss(p, None)
+        else:  # a relu(b x), by the two sides of x
+            x, y = model.data
+            up, down = x.clamp(min=0).square().mean(), x.clamp(max=0).square().mean()
+            energy = p["a"].square() * p["b"].square() * torch.where(p["b"] > 0, up, down) / 2 + y.square().mean() / 2
+        spring = sum((p[name] - c).square() for name, c in model.start.items()) * T / 2
+        least = float(model.loss(model.start, model.data))
+        density = (-(energy - least + spring) / T).exp()
+        return float(((energy - least) * density).sum() / density.sum() / T)
+
+    fine, coarse = {2: (4001, 2001), 3: (401, 321)}[len(model.start)]
+    value = at(fine)
+    return value, abs(value - at(coarse))
+
+
+def hmc(model: Model, chains: int = 64, warm: int = 250, steps: int = 600, length: float = 1.5) -> tuple[float, float]:
+    """The value by Hamiltonian Monte Carlo with Metropolis steps, and its error from the means of the chains."""
+    g = generator(17)
+    leaves, spec = optree.tree_flatten(model.start)
+    sizes = [x.numel() for x in leaves]
+    centre = torch.cat([x.reshape(-1) for x in leaves])
+    data = model.few
+
+    def energy(x: Tensor) -> Tensor:
+        p = spec.unflatten([y.reshape(-1, *leaf.shape) for y, leaf in zip(x.split(sizes, 1), leaves)])
+        loss = torch.vmap(lambda p: model.loss(p, data))(p)
+        return loss * (1 if data is None else len(data[0]) / N)
+
+    def gradient(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x = x.detach().requires_grad_()
+        e = energy(x)
+        u = (e + T * (x - centre).square().sum(1) / 2) / T
+        return e.detach(), u.detach(), torch.autograd.grad(u.sum(), x)[0]
+
+    x = centre.repeat(chains, 1)
+    e, u, force = gradient(x)
+    size, sums, count = 0.05, torch.zeros(chains, dtype=F64), 0
+    for t in range(warm + steps):
+        v = torch.randn(x.shape, generator=g, dtype=F64)
+        h = size * (0.8 + 0.4 * float(torch.rand((), generator=g)))
+        moves = max(1, min(40, int(length * (0.3 + 0.7 * float(torch.rand((), generator=g))) / size)))
+        y, w, ey, uy, f = x, v, e, u, force
+        for _ in range(moves):
+            w = w - h / 2 * f
+            y = y + h * w
+            ey, uy, f = gradient(y)
+            w = w - h / 2 * f
+        ratio = (u + v.square().sum(1) / 2 - uy - w.square().sum(1) / 2).nan_to_num(-math.inf)
+        take = torch.rand(chains, generator=g, dtype=F64).log() < ratio
+        x, force = torch.where(take[:, None], y, x), torch.where(take[:, None], f, force)
+        e, u = torch.where(take, ey, e), torch.where(take, uy, u)
+        if t < warm:
+            size *= math.exp(0.1 * (float(take.double().mean()) - 0.8))
+        else:
+            sums, count = sums + e, count + 1
+    each = sums / count / T
+    return float(each.mean()), float(each.std() / chains**0.5)
+
+
+def right(model: Model) -> dict[str, float]:
+    """The value at this temperature and spring, and its error."""
+    if model.value is not None:
+        return {"value": model.value, "error": 0.0}
+    return dict(zip(("value", "error"), (quadrature if model.truth == "quadrature" else hmc)(model)))
 
 
 def ours(model: Model, batches: Any, seed: int) -> dict[str, Any]:
@@ -180,6 +291,25 @@ def ours(model: Model, batches: Any, seed: int) -> dict[str, Any]:
     return answer | of_run | {"seconds": time.process_time() - begun}
 
 
+def theirs(model: Model, data: Any, lr: float, steps: int, seed: int, chains: int = 8) -> float:
+    """devinterp's mean over all steps of 8 chains, whose parameters are stacked: what it does is element by element."""
+    from devinterp.optim.sgmcmc import SGMCMC
+
+    torch.manual_seed(seed)
+    leaves, spec = optree.tree_flatten(model.start)
+    stacked = [x.expand(chains, *x.shape).clone().requires_grad_() for x in leaves]
+    optimizer = SGMCMC.sgld(stacked, lr=lr, nbeta=1 / T, localization=1.0)
+    least, total, count = float(model.loss(model.start, model.data)), 0.0, 0
+    each = torch.vmap(model.loss, in_dims=(0, None))
+    while count < steps and math.isfinite(total):
+        optimizer.zero_grad()
+        loss = each(spec.unflatten(stacked), data)
+        loss.sum().backward()
+        optimizer.step()
+        total, count = total + float(loss.detach().mean()), count + 1
+    return (total / count - least) / T
+
+
 def judged(found: dict[str, Any], truth: dict[str, float]) -> str:
     """``answered``, ``refused`` or ``wrong``."""
     if "refused" in found:
@@ -194,9 +324,12 @@ def judged(found: dict[str, Any], truth: dict[str, float]) -> str:
 def league(record: dict[str, Any], seeds: dict[str, int], held_out: bool) -> None:
     """Fill in what the record lacks."""
     for name, model in models().items():
-        row = record["models"][name]
-        if row["held_out"] and not held_out:
+        if model.held_out and not held_out:
             continue
+        row = record["models"].setdefault(name, {"truth": model.truth, "rlct": model.rlct, "held_out": model.held_out})
+        if "right" not in row:
+            row["right"] = right(model)
+            keep(PATH, record)
         for kind in ("full", *(["minibatch"] if model.data is not None else [])):
             key = f"{kind}, seed {seeds[kind]}"
             if key not in row:
@@ -204,6 +337,12 @@ def league(record: dict[str, Any], seeds: dict[str, int], held_out: bool) -> Non
                 row[key]["judged"] = judged(row[key], row["right"])
                 print(name, key, row["right"], row[key], flush=True)
                 keep(PATH, record)
+        taken = row[f"full, seed {seeds['full']}"].get("gradients")
+        if find_spec("devinterp") and taken and "devinterp" not in row:
+            found = {str(lr): theirs(model, model.data, lr, taken // 8, seeds["full"]) for lr in GRID}
+            row["devinterp"] = {"gradients": taken, "values": found}
+            print(name, "devinterp", row["devinterp"], flush=True)
+            keep(PATH, record)
 
 
 def table(models: dict[str, Any]) -> str:
@@ -230,6 +369,6 @@ def table(models: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     final = command(final=False).final
-    record = known(PATH)
+    record = {"models": {}} | known(PATH)
     league(record, FINAL if final else SEEDS, final)
     print(table(record["models"]))
