@@ -38,19 +38,6 @@ def test_derivatives_are_finite_and_those_of_living_units_those_of_differences(n
     torch.testing.assert_close(many, 2 * slope)
 
 
-def test_meta_adam_learns_through_a_dead_unit():
-    net = torch.nn.Sequential(torch.nn.Linear(1, 2), torch.nn.ReLU(), torch.nn.Linear(2, 1))
-    with torch.no_grad():
-        net[0].weight.fill_(1.0)
-        net[0].bias.copy_(torch.tensor([0.0, -9.0]))  # the second unit is dead
-    scale, x = torch.tensor(1.0, requires_grad=True), torch.rand(8, 1, generator=torch.Generator().manual_seed(0))
-    inner = bc.meta.MetaAdam(net, lr=0.1)
-    for _ in range(2):
-        inner.step((scale * net(x) - 1).square().mean())
-    (slope,) = torch.autograd.grad((net(x) - 1).square().mean(), scale)
-    assert bool(slope.isfinite()) and float(slope) != 0
-
-
 @pytest.mark.parametrize("order", [1, 2])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_the_derivative_by_a_preconditioner_is_that_of_differences_noise_included(momentum, order):

@@ -63,14 +63,6 @@ def test_behind_momentum_a_spring_is_weaker_by_what_the_momentum_keeps():
     torch.testing.assert_close(found, 0.5 / (K[:1, :1] + 0.07), rtol=0, atol=1e-10)
 
 
-def test_the_gradient_is_that_of_the_gaussians_own_log_density():
-    prior, p = coupled(), torch.randn(2, dtype=D)
-    for gaussian in (prior, prior.factorised(), bc.Gaussian(MEAN, Diagonal(L.diagonal(), torch.tensor(1.0, dtype=D)))):
-        tx = bc.links.add_gaussian_prior(gaussian, n=5)
-        got, _ = tx.update(torch.zeros(2, dtype=D), tx.init(p), params=p, inplace=False)
-        torch.testing.assert_close(got, torch.func.grad(lambda p, g=gaussian: -g.log_prob(p) / 5)(p))
-
-
 def test_chains_of_one_prior_are_each_alone():
     tx = bc.chain(bc.links.add_gaussian_prior(coupled(), n=20), bc.sghmc(0.1, temperature=0.01))
     params, loss = torch.randn(3, 2, dtype=D), lambda p, batch: p @ K @ p / 2

@@ -9,7 +9,6 @@ import torchopt
 
 import bayesopt_chain as bc
 from bayesopt_chain.testing import assert_bitwise_equal
-from tests.walk import end_of
 
 CHAINS = {
     "sgd": lambda: bc.sgd(1e-3, 0.9, weight_decay=0.1),
@@ -76,15 +75,6 @@ def test_across_zero_they_are_exact_to_the_rounding_of_float32():
         assert (wrapped.masters(state, params) - masters).abs().max() < 1e-6
         # three roundings: of the master weight, of the update from one side of zero to the other, and of their sum
         assert ((params.float() - masters).abs() <= 2**-8 * (size + 3 * masters.abs())).all()
-
-
-def test_without_them_the_same_steps_round_away():
-    params = torch.ones(5, dtype=torch.bfloat16)
-    after = {}
-    for name, tx in {"plain": bc.sgd(1e-3), "masters": bc.with_master_weights(bc.sgd(1e-3))}.items():
-        after[name], _ = end_of(tx, params, torch.ones_like, 100)
-    assert torch.equal(after["plain"], params)
-    assert (after["masters"].float() - 0.9).abs().max() < 2**-9
 
 
 def test_a_parameter_changed_from_outside_is_where_the_chain_goes_on_and_without_one_there_is_no_update():

@@ -100,18 +100,6 @@ def test_chains_that_load_one_live_state_share_nothing(name):
     assert all(map(torch.equal, others, before))
 
 
-def test_a_sampler_that_loads_torchs_live_state_leaves_it_alone():
-    p = torch.nn.Parameter(torch.zeros(8))
-    trained = torch.optim.SGD([p], lr=0.01, momentum=0.9)
-    step(p, trained)
-    before = trained.state[p]["momentum_buffer"].clone()
-    q, chain = made("SGHMC", 8)
-    chain.load_state_dict(trained.state_dict())
-    step(q, chain)
-    assert torch.equal(trained.state[p]["momentum_buffer"], before)
-    assert not torch.equal(chain.state[q]["momentum_buffer"], before)
-
-
 VIEWS = {  # two parameters over one storage, and whether they have an element in common
     "equal": (lambda x: (x, x.view(4, 6)), True),
     "overlapping": (lambda x: (x[:3], x[2:]), True),

@@ -135,16 +135,6 @@ def test_a_saved_temperature_replaces_the_number_and_fills_the_tensor():
     assert optimizer.param_groups[0]["temperature"] is dial and dial.item() == pytest.approx(0.3)
 
 
-def test_a_state_dict_of_ours_loads_into_torchs_class():
-    model, optimizer = make("SGHMC")
-    walk(model, optimizer, 2)
-    theirs = torch.optim.SGD(model.named_parameters(), 0.1, 0.9)
-    theirs.load_state_dict(optimizer.state_dict())
-    walk(model, theirs, 1)
-    for p in model.parameters():
-        assert "momentum_buffer" in theirs.state[p]
-
-
 def test_two_parameters_of_one_name_are_refused():
     """They would draw the same noise."""
     a, b = (torch.zeros(2, requires_grad=True) for _ in range(2))
@@ -158,20 +148,6 @@ def test_two_parameters_of_one_name_are_refused():
     with pytest.raises(ValueError, match="same name"):
         ivon.variances()
     assert not a.any() and not b.any()
-
-
-def test_groups_made_from_the_same_state_dict_in_another_order_of_construction_keep_their_noise():
-    """Leaves are numbered by name: regrouping parameters does not change their noise."""
-
-    def run(split):
-        torch.manual_seed(0)
-        model = nn.Linear(5, 3)
-        named = list(model.named_parameters())
-        groups = [{"params": named[:1]}, {"params": named[1:]}] if split else named
-        optimizer = bc.optim.SGHMC(groups, 0.1, temperature=0.3, generator=torch.Generator().manual_seed(3))
-        return walk(model, optimizer, 4)
-
-    assert torch.equal(run(True), run(False))
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -192,13 +168,6 @@ def test_flattened_and_full_state_dicts_of_torch_distributed_go_on_bit_for_bit(n
     options = dcp.StateDictOptions(flatten_optimizer_state_dict=flattened, full_state_dict=full and not flattened)
     dcp.set_optimizer_state_dict(model, optimizer, saved, options=options)
     assert torch.equal(walk(model, optimizer, 3), expected)
-
-
-def test_everything_that_a_parameter_remembers_has_a_name_and_a_number_of_its_own():
-    model, optimizer = make("SGD")
-    walk(model, optimizer, 2)
-    for entry in optimizer.state.values():
-        assert all(torch.is_tensor(x) or type(x) is float for x in entry.values())
 
 
 def test_a_given_generator_makes_the_key_also_of_a_temperature_that_is_raised_later():

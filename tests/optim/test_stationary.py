@@ -298,20 +298,6 @@ def test_a_state_that_lacks_a_number_of_the_last_step_is_refused_by_name():
     assert torch.equal(theta, before)
 
 
-def test_a_step_of_lr_0_moves_nothing_and_the_chain_recovers():
-    theta = torch.full((4,), 0.5, requires_grad=True)
-    optimizer = bc.optim.SGHMC([theta], 0.1, temperature=T)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
-    for _ in range(20):
-        before = theta.detach().clone()
-        theta.grad = theta.detach().clone()
-        optimizer.step()
-        moved = not torch.equal(before, theta.detach())
-        assert moved == (optimizer.param_groups[0]["lr"] > 0.0)
-        assert theta.isfinite().all() and optimizer.state[theta]["momentum_buffer"].isfinite().all()
-        scheduler.step()
-
-
 def test_a_temperature_that_rises_from_zero_and_falls_again_is_followed():
     """Stationary at T after T = 0; then nothing but torch's step at T = 0."""
     probed = Probed(lambda p: bc.optim.SGHMC(p, 0.1, temperature=0.2), CURVATURE)

@@ -6,8 +6,6 @@ import shutil
 import stat
 import subprocess
 import sys
-import threading
-import time
 import warnings
 from pathlib import Path
 
@@ -191,28 +189,6 @@ def test_any_path_will_do(private, source, name, monkeypatch):
     monkeypatch.chdir(private)
     assert compiled.load(source).answer() == 42
     assert sorted(path.name for path in private.iterdir()) == [name]
-
-
-def test_a_library_is_there_whole_or_not_at_all(cache):
-    """A reader that polls while eight builds go on never sees a file that cannot be loaded."""
-    library = compiled.cache_folder() / "test.so"
-    stop, sizes = threading.Event(), set()
-
-    def watch():
-        while not stop.is_set():
-            if library.exists():
-                sizes.add(library.stat().st_size)
-            time.sleep(0.001)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        for _ in range(8):
-            compiled.build(SOURCE, compiled.find_compiler(), library)
-    finally:
-        stop.set()
-        watcher.join()
-    assert sizes == {library.stat().st_size}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """What a model draws is a function of key and count, and the same alone, stacked and traced."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -87,33 +89,17 @@ def test_on_a_device_philox_gives_masks_by_key_count_and_call():
     keyed.key, keyed.count = key.to("meta"), count.to("meta")
     assert keyed.draw("bernoulli", (4, 5), 0.7, torch.float32, torch.device("meta")).shape == (4, 5)
 
-    class OnADevice(Keyed):
-        def draw(self, kind, shape, p, dtype, device):
-            cpu, self.key = self.key, _Elsewhere(self.key)
-            try:
-                return super().draw(kind, shape, p, dtype, device)
-            finally:
-                self.key = cpu
+    def drawn(count, kind="bernoulli", dtype=torch.float32):
+        keyed = Keyed(key, count)
+        keyed.key = mock.MagicMock(device=torch.device("cuda"), __xor__=lambda self, salt: key ^ salt)
+        return [keyed.draw(kind, (n,), 0.7, dtype, torch.device("cpu")) for _ in range(2)]
 
-    class _Elsewhere:
-        device = torch.device("cuda")
-
-        def __init__(self, key):
-            self.key = key
-
-        def __xor__(self, salt):
-            return self.key ^ salt
-
-    def masks(key, count):
-        keyed = OnADevice(key, count)
-        return [keyed.draw("bernoulli", (n,), 0.7, torch.float32, torch.device("cpu")) for _ in range(2)]
-
-    first, second = masks(key, count)
-    again, other = masks(key, count)[0], masks(key, count + 1)[0]
+    first, second = drawn(count)
+    again, other = drawn(count)[0], drawn(count + 1)[0]
     assert torch.equal(first, again) and not torch.equal(first, second) and not torch.equal(first, other)
     for mask in (first, second, other):  # five standard deviations of the mean: false alarm 6e-7 each
         assert set(mask.tolist()) == {0.0, 1.0} and abs(float(mask.mean()) - 0.7) < 5 * (0.21 / n) ** 0.5
-    normal = OnADevice(key, count).draw("normal", (n,), 0.5, torch.float64, torch.device("cpu"))
+    normal, _ = drawn(count, "normal", torch.float64)
     assert abs(float(normal.mean())) < 5 / n**0.5 and abs(float(normal.var()) - 1) < 5 * (2 / n) ** 0.5
 
 

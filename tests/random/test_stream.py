@@ -123,15 +123,6 @@ def test_the_key_comes_from_the_generator_and_nothing_else_does():
     assert torch.isfinite(updates[0]).all()
 
 
-def test_leaves_are_numbered_in_tree_order_whatever_the_dict_says():
-    tx = bc.sgld(0.1, temperature=1.0, order=1)
-    out = []
-    for params in ({"a": torch.zeros(3), "b": torch.zeros(2)}, {"b": torch.zeros(2), "a": torch.zeros(3)}):
-        torch.manual_seed(0)
-        out.append(tx.update(params, tx.init(params), params=params, inplace=False)[0])
-    assert torch.equal(out[0]["a"], out[1]["a"]) and torch.equal(out[0]["b"], out[1]["b"])
-
-
 def test_a_chain_draws_from_the_stream_and_nowhere_else():
     """The noise of a flat loss, read off the update, is the stream's: leaf by leaf, step by step, in any group or mask."""
     params = {"a": torch.zeros(70), "b": torch.zeros(3)}

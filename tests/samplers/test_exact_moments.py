@@ -17,7 +17,7 @@ from tests.diagnostics.oracle import DOUBLE, affine, enumerated
 from tests.registry import SAMPLERS
 from tests.registry.dressings import fed
 from tests.registry.samplers import frozen_adam, frozen_rms, frozen_window
-from tests.samplers.transfer import QUARTIC, every_draw_as_a_normal, fitted_slope
+from tests.samplers.transfer import every_draw_as_a_normal, fitted_slope
 from tests.walk import end_of, path_of
 
 T = 0.7
@@ -192,14 +192,6 @@ def test_a_precision_of_the_library_preconditions_exactly(structure, dimension, 
     torch.testing.assert_close(got, T * torch.linalg.inv(curvature), rtol=1e-7, atol=1e-8)
 
 
-def test_preconditioning_by_the_hessian_samples_every_direction_at_one_speed():
-    curvature = curvatures(5)
-    hessian = precision.Dense(curvature, precision.shape_only(tree(5)), torch.tensor(1.0)).factorised()
-    tx = bc.samplers.langevin_with_precision(hessian, 1.5, temperature=T, order=1)
-    got = stationary_covariance(tx, curvature, tree(5))
-    torch.testing.assert_close(got, T * torch.linalg.inv(curvature) * (1 + 1.5 / 0.5), rtol=1e-7, atol=1e-8)
-
-
 @pytest.mark.parametrize("variance", [0.0, 0.3, 50.0])
 def test_fisher_scoring_counts_the_gradients_own_noise(variance):
     lr, n, k = 0.4, 10, 1.3
@@ -234,21 +226,6 @@ def test_the_running_average_of_fisher_scoring_is_corrected_for_its_start():
             3 * torch.ones(2).double(), state, params=p, gradient_variance=torch.full((2,), 2.0).double()
         )
         torch.testing.assert_close(plain - shifted, torch.full((2,), 2 * want).double())
-
-
-def test_baoab_moves_as_the_splitting_does_path_by_path():
-    h, gamma = 0.4, 0.7
-    tx, theta = bc.samplers.baoab(h, gamma, temperature=T), torch.tensor([0.3], dtype=torch.float64)
-    generator = torch.Generator().manual_seed(0)
-    xi = torch.randn(12, generator=generator, dtype=torch.float64)
-    c, s = math.exp(-gamma * h), math.sqrt(T * (1 - math.exp(-2 * gamma * h)))
-    theirs, p, path = theta.clone(), torch.zeros(1).double(), path_of(tx, theta, QUARTIC.gradient, xi[:, None])
-    for t in range(12):
-        p = p - h * QUARTIC.gradient(theirs)
-        theirs = theirs + h / 2 * p
-        p = c * p - s * xi[t]  # ours is added to the gradient
-        theirs = theirs + h / 2 * p
-        torch.testing.assert_close(path[t], theirs, rtol=1e-12, atol=1e-12)
 
 
 def test_ubu_keeps_its_noise_exact_at_small_and_large_steps():

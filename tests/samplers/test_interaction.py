@@ -230,10 +230,3 @@ def test_the_median_rule_is_the_median_over_pairs():
     tx = bc.samplers.scale_by_stein_kernel(0.7)
     got, _ = tx.update(x.clone(), tx.init(x), params=x, inplace=False)
     torch.testing.assert_close(got, stein_direction(x, x, 0.7, (4 / (2 * math.log(4))) ** 0.5))
-
-
-def test_one_particle_is_gradient_descent_at_any_temperature():
-    x = torch.tensor([[1.0, -2.0]])
-    tx = bc.samplers.svgd(0.1, temperature=3.0)
-    updates, _ = tx.update(torch.ones(1, 2), tx.init(x), params=x, inplace=False)
-    torch.testing.assert_close(updates, -0.1 * torch.ones(1, 2))

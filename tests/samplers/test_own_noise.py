@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,7 +12,7 @@ from bayesopt_chain.samplers.microcanonical import Metric, freshness
 from bayesopt_chain.testing import NormalProbe, assert_bitwise_equal
 from bayesopt_chain.testing._zero_temperature import run, smooth_gradient
 from tests.registry.samplers import thermostat_probe
-from tests.samplers.transfer import QUARTIC, fitted_slope, target_moment
+from tests.samplers.transfer import QUARTIC, fitted_slope
 from tests.walk import average, end_of
 
 LR, T = 0.03, 0.8
@@ -35,33 +34,6 @@ def test_the_coin_is_tilted_by_the_gradient(monkeypatch):
     p = up_probability(bc.samplers.lattice_walk(LR, temperature=T), x, monkeypatch)
     want = (0.5 * (1 - (LR / (2 * T)) ** 0.5 * QUARTIC.gradient(x))).clamp(0, 1)
     assert (p - want).abs().max() < 1 / 3000
-
-
-def lattice_moment(lr: float, temperature: float = 1.0) -> float:
-    """``E x^2`` under the walk's law on the lattice through 0, by detailed balance.
-
-    The law lives on even and odd sites in turn; over both it is the stationary law.
-    """
-    delta = (2 * temperature * lr) ** 0.5
-    n = int(np.ceil(4.0 / delta))
-    x = delta * np.arange(-n, n + 1)
-    up = np.clip(0.5 * (1 - (lr / (2 * temperature)) ** 0.5 * (x + x**3)), 0, 1)
-    with np.errstate(divide="ignore"):
-        steps = np.log(up[:-1]) - np.log(1 - up[1:])
-    middle = n
-    log = np.zeros(2 * n + 1)
-    log[middle + 1 :] = np.cumsum(steps[middle:])
-    log[:middle] = -np.cumsum(steps[:middle][::-1])[::-1]
-    law = np.exp(log - log.max())
-    return float((law * x**2).sum() / law.sum())
-
-
-def test_the_bias_is_of_first_order():
-    """Fitted on the law that detailed balance gives."""
-    want, steps = target_moment(QUARTIC, 1.0), np.array([0.001, 0.002, 0.004])
-    biases = np.array([lattice_moment(lr) - want for lr in steps])
-    slope = np.polyfit(np.log(steps), np.log(np.abs(biases)), 1)[0]
-    assert abs(slope - 1) < 0.1, (slope, biases)
 
 
 def test_a_steep_loss_cannot_throw_the_walk_away():

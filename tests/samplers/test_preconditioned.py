@@ -163,10 +163,3 @@ def test_radam_that_never_rectifies_samples_from_its_first_update(settings):
     found = variances(bc.radam(0.2, temperature=0.5, **settings), 2.0, 200)
     assert found[0] > 0
     assert found[-1].item() == pytest.approx(0.25, rel=1e-6)
-
-
-def test_growth_finds_radam_unstable_before_its_first_update():
-    tx = bc.radam(0.1)
-    p, state = burned_in(tx, 0)
-    with pytest.warns(RuntimeWarning, match="diverges"):
-        assert bc.samplers.step_growth(loss, tx, p, state, ()) > 5

@@ -107,14 +107,6 @@ def trajectory(tx, steps=30):
     return [now for now, _ in walk(tx, params, lambda params: [QUARTIC.gradient(x) for x in params], steps)]
 
 
-def test_at_temperature_zero_it_is_momentum_along_the_clock_to_the_last_bit():
-    settings = {"gradient_scale": 2.0, "slowest": 0.1, "fastest": 1.5}
-    make = lambda temperature: bc.samplers.samadams(0.2, 1.0, temperature=temperature, **settings)  # noqa: E731
-    for dial in (torch.zeros(()), lambda count: 0.0):
-        assert_bitwise_equal(trajectory(make(0.0)), trajectory(make(dial)))
-    assert not torch.equal(trajectory(make(0.0))[-1][0], trajectory(make(1e-3))[-1][0])
-
-
 def test_at_temperature_zero_with_a_constant_clock_it_is_sgd_with_momentum():
     lr, momentum = bc.samplers.splitting_parameters(0.1, friction=1.0)
     still = bc.samplers.samadams(0.2, 1.0, temperature=0.0, gradient_scale=1.0, slowest=0.5, fastest=0.5)

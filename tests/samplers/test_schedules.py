@@ -13,33 +13,27 @@ from bayesopt_chain.testing import assert_bitwise_equal
 from bayesopt_chain.testing._zero_temperature import example_params, run, smooth_gradient
 from tests.walk import variances
 
-EVERY = {
-    "constant": s.constant(0.3),
-    "cosine": s.cosine(1.0, 20, final=0.1),
-    "cosine_restarts": s.cosine_restarts(1.0, 7, final=0.1, decay=0.5),
-    "polynomial": s.polynomial(1.0, 20, power=2.0),
-    "robbins_monro": s.robbins_monro(0.5, b=10.0, gamma=0.6),
-    "piecewise": s.piecewise((5, 15), (1.0, 0.5, 0.1)),
-    "join": s.join((s.polynomial(0.0, 5, final=1.0), s.cosine(1.0, 10), s.constant(0.2)), (5, 15)),
+
+def half_cosine(fraction: float) -> float:
+    return (1 + math.cos(math.pi * fraction)) / 2
+
+
+WRITTEN_OUT = {
+    "constant": (s.constant(0.3), lambda t: 0.3),
+    "cosine": (s.cosine(1.0, 20, final=0.1), lambda t: 0.1 + 0.9 * half_cosine(min(t / 20, 1))),
+    "cosine_restarts": (
+        s.cosine_restarts(1.0, 7, final=0.1, decay=0.5),
+        lambda t: 0.1 + 0.9 * 0.5 ** (t // 7) * half_cosine(t % 7 / 7),
+    ),
+    "polynomial": (s.polynomial(1.0, 20, power=2.0), lambda t: (1 - min(t / 20, 1)) ** 2),
+    "robbins_monro": (s.robbins_monro(0.5, b=10.0, gamma=0.6), lambda t: 0.5 * (10 + t) ** -0.6),
+    "piecewise": (s.piecewise((5, 15), (1.0, 0.5, 0.1)), lambda t: (1.0, 0.5, 0.1)[(t >= 5) + (t >= 15)]),
+    "join": (
+        s.join((s.polynomial(0.0, 5, final=1.0), s.cosine(1.0, 10), s.constant(0.2)), (5, 15)),
+        lambda t: (t / 5, half_cosine((t - 5) / 10), 0.2)[(t >= 5) + (t >= 15)],
+    ),
 }
-
-
-def written_out(name: str, t: int) -> float:
-    if name == "constant":
-        return 0.3
-    if name == "cosine":
-        return 0.1 + 0.9 * (1 + math.cos(math.pi * min(t / 20, 1))) / 2
-    if name == "cosine_restarts":
-        return 0.1 + 0.9 * 0.5 ** (t // 7) * (1 + math.cos(math.pi * (t % 7) / 7)) / 2
-    if name == "polynomial":
-        return (1 - min(t / 20, 1)) ** 2
-    if name == "robbins_monro":
-        return 0.5 * (10 + t) ** -0.6
-    if name == "piecewise":
-        return 1.0 if t < 5 else 0.5 if t < 15 else 0.1
-    if t < 5:
-        return t / 5
-    return (1 + math.cos(math.pi * (t - 5) / 10)) / 2 if t < 15 else 0.2
+EVERY = {name: schedule for name, (schedule, _) in WRITTEN_OUT.items()}
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -47,7 +41,7 @@ def test_values_are_the_formulas(name):
     for t in range(30):
         value = EVERY[name](torch.tensor(t))
         assert value.dtype == torch.float64 and value.ndim == 0
-        assert value.item() == pytest.approx(written_out(name, t), abs=1e-12)
+        assert value.item() == pytest.approx(WRITTEN_OUT[name][1](t), abs=1e-12)
         assert EVERY[name](t).item() == value.item()
 
 
