@@ -9,6 +9,7 @@ import signal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -56,8 +57,13 @@ def network(*sizes, seed=0, dtype=torch.float64):
 def under(way, model):
     """The model under an engine, over all ranks."""
     size = world()[1]
-    if way == "ddp":
+    if way in ("ddp", "zero"):
         return DistributedDataParallel(model)
+    if way == "compile":
+        return torch.compile(model, backend="eager")
+    if way == "checkpoint":
+        model[0] = checkpoint_wrapper(model[0])
+        return model
     if way.startswith("fsdp1"):
         cpu = torch.device("cpu")
         return FullyShardedDataParallel(model, device_id=cpu, use_orig_params=way == "fsdp1 original")
