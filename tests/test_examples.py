@@ -19,9 +19,6 @@ def test_it_has_fewer_than_80_lines_of_88_columns_and_one_function_the_loss():
     assert len(lines) < 80 and max(map(len, lines)) <= 88
     tree = ast.parse(SCRIPT.read_text())
     assert [f.name for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)] == ["loss", "__init__"]
-    pytest.importorskip("ruff")
-    command = [sys.executable, "-m", "ruff", "format", "--check", str(SCRIPT)]
-    assert subprocess.run(command, capture_output=True, cwd=ROOT).returncode == 0
 
 
 def test_the_documented_table_has_a_row_for_each_method():

@@ -35,6 +35,8 @@ def test_importing_the_package_loads_no_room_of_it_and_all_names_can_be_listed()
         "bc.optim.SGHMC; bc.sample; bc.fit_laplace; bc.diagnostics.doctor",
         "tx = bc.links.add_momentum(0.9); p = torch.zeros(2); s = tx.init(p); tx.update(p, s, params=p); tx.chain(tx)",
         "bc.posterior.train_by_evidence",
+        "tx = bc.sghmc(0.1, temperature=0.1); p = torch.ones(2, 3)\n"
+        "chains = bc.parallel(bc.make_step(lambda p, b: (p**2).sum(), tx), 2); chains(p, chains.init(tx, p), ())",
     ],
 )
 def test_what_is_asked_for_first_is_there_and_loads_neither_tensors_over_ranks_nor_a_compiler(asked):

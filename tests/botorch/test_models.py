@@ -64,19 +64,6 @@ def test_the_posterior_of_q_points_is_joint_and_has_the_jacobians_covariance(sub
         torch.testing.assert_close(model.subset_output([1]).posterior(x).variance, one.variance)
 
 
-def test_samples_have_gradients_in_the_points():
-    """Against central differences, with common base samples."""
-    model, x = LinearizedModel.of(fit()[0]), torch.rand(2, 3, 2)
-    sampler = SobolQMCNormalSampler(torch.Size([8]), seed=1)
-    value = lambda z: sampler(model.posterior(z)).square().mean()  # noqa: E731
-    slope = torch.autograd.functional.jacobian(value, x)
-    step = 1e-6
-    for index in ((0, 0, 0), (1, 2, 1), (0, 1, 1)):
-        move = torch.zeros_like(x)
-        move[index] = step
-        assert abs(slope[index] - (value(x + move) - value(x - move)) / (2 * step)) < 1e-6 * (1 + abs(slope[index]))
-
-
 @pytest.mark.parametrize("structure", ["dense", "diagonal", "kronecker", "root"])
 @pytest.mark.parametrize("outputs", [1, 2])
 def test_conditioning_is_that_of_the_gaussian_over_the_parameters(structure, outputs):

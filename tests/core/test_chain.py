@@ -10,7 +10,7 @@ import torchopt
 from torchopt.base import ChainedGradientTransformation, GradientTransformation
 
 import bayesopt_chain as bc
-from bayesopt_chain.core.op import are_small, owned
+from bayesopt_chain.core.op import owned
 from bayesopt_chain.testing import assert_bitwise_equal, stationary_covariance
 from bayesopt_chain.testing._zero_temperature import example_params, run, smooth_gradient
 from tests.walk import end_of
@@ -123,13 +123,6 @@ def test_a_group_without_leaves_changes_nothing(name, inplace):
     assert_bitwise_equal(updates, {"w": torch.full((2,), -0.1)})
 
 
-def test_responses_are_attributes():
-    assert bc.add_momentum(0.9).response == bc.response.Linear((1.0,), (1.0, -0.9))
-    assert bc.scale_by_neg_lr(0.1).response == bc.response.Linear((-0.1,))
-    assert isinstance(bc.inject_langevin_noise(T).response, bc.response.Noise)
-    assert len(bc.chain(*links()).response) == 3
-
-
 def test_keywords_go_to_the_links_that_take_them():
     seen, params = [], [torch.ones(2)]
 
@@ -160,19 +153,6 @@ def test_zero_dimensional_leaves_keep_their_dtype_when_hot():
             assert p["s"].dtype == dtype == p["v"].dtype
 
 
-@pytest.mark.parametrize("temperature", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
-def test_zero_dimensional_bfloat16_leaves_move_alike_in_place(temperature):
-    tx = bc.adam(0.1, temperature=temperature)
-    params = [torch.tensor(0.7, dtype=torch.bfloat16) for _ in range(20)]
-    torch.manual_seed(0)
-    state = tx.init(params)
-    for _ in range(3):
-        mine, kept = copy.deepcopy((params, state))
-        want, state = tx.update(copy.deepcopy(params), state, params=params, inplace=False)
-        got, kept = tx.update(mine, kept, params=params, inplace=True)
-        assert_bitwise_equal((got, kept[0].mu, kept[0].nu), (want, state[0].mu, state[0].nu))
-
-
 def test_torchopts_optimizers_can_be_heated_by_adding_the_noise():
     curvature = torch.tensor([[2.0, 0.3], [0.3, 1.0]], dtype=torch.float64)
     tx = bc.chain(torchopt.sgd(0.1, momentum=0.9, weight_decay=0.5), bc.inject_langevin_noise(T))
@@ -185,14 +165,6 @@ def test_clipping_goes_first_and_noise_is_not_clipped():
     params = [torch.zeros(1000)]
     updates, _ = tx.update([torch.ones(1000)], tx.init(params), params=params, inplace=False)
     assert updates[0].std() > 0.1  # sqrt(T lr (1 - mu) / 2) = 0.71
-
-
-def test_masks_nest_by_intersection():
-    params = {"a": torch.ones(1), "b": torch.ones(1), "c": torch.ones(1)}
-    inner = bc.masked(bc.sgd(1.0), {"a": True, "b": True, "c": False})
-    tx = bc.masked(inner, {"a": True, "b": False, "c": True})
-    updates, _ = tx.update(dict.fromkeys(params, torch.ones(1)), tx.init(params), params=params, inplace=False)
-    assert {k: v.item() for k, v in updates.items()} == {"a": -1.0, "b": 1.0, "c": 1.0}
 
 
 def test_clipping_within_a_group_sees_only_that_group():
@@ -230,14 +202,6 @@ def test_momentum_in_place_is_differentiated_and_refuses_other_shapes_as_out_of_
             tx.update([*map(torch.ones, grads)], tx.init([*map(torch.ones, likes)]), inplace=True)
 
 
-@pytest.mark.parametrize("maximize", [False, True])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.5])
-def test_torchopts_sign_and_decay_are_found_by_asking_the_transformation(maximize, weight_decay):
-    flipped = torchopt.sgd(0.1, weight_decay=weight_decay, maximize=maximize)
-    ours = bc.sgd(0.1, weight_decay=weight_decay, maximize=maximize)
-    assert bc.chain(flipped).links[:-1] == ours.links[:-1]
-
-
 def test_gradients_are_copied_where_they_share_memory_and_nowhere_else():
     a, b = torch.ones(3), torch.ones(3)
     assert [x is y for x, y in zip(owned([a, b, None, a]), [a, b, None, a])] == [True, True, True, False]
@@ -251,11 +215,6 @@ def test_gradients_are_copied_where_they_share_memory_and_nowhere_else():
 
     torch.vmap(inside)(torch.ones(2, 3), torch.ones(2, 3))
     assert kept == [True, True]
-
-
-def test_lists_of_small_leaves_take_torchs_list_functions_and_a_single_leaf_does_not():
-    x = torch.ones(3)
-    assert are_small([x, x]) and not are_small([x]) and not are_small([torch.ones(10**6)] * 2)
 
 
 COLD = 0.01

@@ -118,19 +118,6 @@ def test_a_declared_link_with_two_poles_samples_exactly_at_a_constant_rate_and_r
         bc.chain(*links, bc.scale_by_neg_lr(lambda count: 0.1 / (1 + count))).init(torch.zeros(2))
 
 
-@pytest.mark.parametrize("inplace", [False, True])
-def test_a_declared_link_may_return_its_state_as_its_update(inplace):
-    tx = bc.chain(average(0.7), bc.scale_by_neg_lr(0.1))
-    theta = [torch.ones(2, dtype=torch.float64)]
-    state, m = tx.init(theta), torch.zeros(2, dtype=torch.float64)
-    for k in range(3):
-        g = torch.full((2,), float(k + 1), dtype=torch.float64)
-        m = 0.7 * m + 0.3 * g
-        updates, state = tx.update([g.clone()], state, params=theta, inplace=inplace)
-        torch.testing.assert_close(updates[0], -0.1 * m, rtol=1e-12, atol=0)
-        torch.testing.assert_close(optree.tree_leaves(state[0])[0], m, rtol=1e-12, atol=0)
-
-
 @pytest.mark.parametrize("first", [1 / 3, 0.2, 0.5])
 def test_two_momenta_whose_spectrum_touches_zero_sample_exactly(first):
     second = (1 - first) / (1 + 3 * first)  # 1 - mu1 - mu2 - 3 mu1 mu2 = 0
@@ -223,23 +210,6 @@ def test_derivatives_by_lr_temperature_and_data_at_positive_temperature_are_righ
 
     at = [torch.tensor(v, dtype=torch.float64) for v in (0.1, 0.3, [0.5, -0.2])]
     torch.autograd.gradcheck(value, [x.requires_grad_() for x in at], eps=1e-6, atol=1e-6, rtol=1e-5)
-
-
-def test_pure_updates_may_be_vmapped_over_gradients_at_zero_temperature_as_torchopts():
-    g = torch.randn(4, 2)
-    for tx in (
-        bc.sgd(0.1, 0.9),
-        bc.adam(0.1),
-        bc.rmsprop(0.1, centered=True),
-        bc.adamax(0.1),
-        torchopt.sgd(0.1, momentum=0.9),
-    ):
-        state = tx.init([torch.zeros(2)])
-
-        def one(x, tx=tx, state=state):
-            return tx.update([x], state, inplace=False)[0][0]
-
-        torch.testing.assert_close(torch.vmap(one)(g), torch.stack([one(x) for x in g]), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("build", [lambda: bc.sghmc(0.1, temperature=T), OWN_NOISE["sgnht"]])

@@ -42,25 +42,3 @@ def test_the_longest_beginning_of_a_path_names_its_room():
     paths = ("loop/capture/build.py", "loop/step.py", "compose.py", "trees.py", "core/chain.py", "corebook.py")
     rooms = ("engine", "loop", "links", "base and contrib", "chain", "base and contrib")
     assert tuple(map(size.room_of, paths)) == rooms
-
-
-def test_sizes_are_counted_without_docstrings_and_comments():
-    bare = "def f(x: Any) -> Any:\n    return x\n"
-    told = 'def f(x: Any) -> Any:\n    """Say\n    it."""\n    # why\n    return x  # type: ignore\n'
-    assert dict(size.counted("a.py", bare)) == {
-        "files": 1,
-        "statements": 2,
-        "prose": 0,
-        "lines": 2,
-        "Any": 2,
-        "ignores": 0,
-    }
-    assert dict(size.counted("a.py", told)) == {
-        "files": 1,
-        "statements": 2,
-        "prose": 4,
-        "lines": 5,
-        "Any": 2,
-        "ignores": 1,
-    }
-    assert dict(size.counted("a.cpp", "int x;\n")) == {"native": 1}

@@ -67,21 +67,3 @@ def test_distances_vanish_for_the_truth_and_not_for_one_mode():
     assert truth.wasserstein(exact) < 2e-3 and modes(exact) < 0.01
     one = exact.abs()
     assert truth.wasserstein(one) == pytest.approx(2 * (x.abs().mean() / 2).item(), rel=1e-2) and modes(one) == 0.75
-
-
-def test_noisy_labels_are_replaced_in_the_training_set_alone(monkeypatch):
-    n = 4000
-    images = torch.arange(n)[:, None]  # an image tells its label
-    labels = images[:, 0] % 10
-    monkeypatch.setattr(mnist, "read", lambda pool: (images, labels, images, labels))
-    settings = {"pool": 14, "data": 2000, "few": 10, "noisy": 2000, "share": 0.3, "test": 800}
-    clean, noisy = (mnist.make_task(name, settings, 0) for name in ("clean", "noisy"))
-    changed = (clean.train[1] != noisy.train[1]).double().mean().item()
-    expected = 0.3 * 7 / 8
-    assert (
-        abs(changed - expected) < 5 * (expected * (1 - expected) / 2000) ** 0.5
-    )  # false alarms below 1e-6; the seed is fixed
-    assert torch.equal(noisy.test[1], noisy.test[0][:, 0] % 10) and torch.equal(
-        clean.train[1], clean.train[0][:, 0] % 10
-    )
-    assert len(mnist.make_task("few", settings, 0).train[1]) == 10

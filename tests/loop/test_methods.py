@@ -9,15 +9,7 @@ import bayesopt_chain as bc
 from bayesopt_chain.posterior.gaussian import Gaussian
 from tests.loop.beside import follow
 
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
+pytestmark = pytest.mark.usefixtures("double_precision")
 N = 60
 likelihood = bc.likelihoods.bernoulli()
 
@@ -205,16 +197,6 @@ def test_a_variational_family_may_stand_in_a_chain():
         torch.testing.assert_close(p, start()[k] + updates[k], rtol=0, atol=0)
 
 
-def test_auxiliary_output_has_the_draws_on_its_first_axis():
-    def with_aux(params, batch):
-        return loss(params, batch), {"logits": forward(params, batch)}
-
-    for samples, shape in ((1, (N,)), (3, (3, N))):
-        tx = bc.vi.mean_field(bc.sgd(0.1), temperature=1 / N, n_samples=samples)
-        _, _, info = bc.make_step(with_aux, tx)(start(), tx.init(start()), data())
-        assert info.aux["logits"].shape == shape and info.loss.ndim == 0 and info.negative_elbo.ndim == 0
-
-
 def test_curvature_is_not_asked_for_where_nothing_takes_it():
     def refuse(params, batch):
         raise AssertionError("called")
@@ -231,22 +213,3 @@ def test_curvature_over_several_draws_still_counts_each_datum_once():
     estimate = bc.curvature.ggn(forward, likelihood, "dense")
     _, state, _ = bc.make_step(loss, tx, curvature=estimate)(start(), state, data())
     assert float(state[0].precision.count) == pytest.approx(N, rel=1e-12)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", METHODS)
-def test_every_tensor_stays_on_the_gpu(name):
-    """Parameters, state, posterior and its draws."""
-    tx, link = build(name)
-    params = optree.tree_map(lambda p: p.cuda(), start())
-    batch = tuple(x.cuda() for x in data())
-    state, step = tx.init(params), bc.make_step(loss, tx, curvature=root, inplace=True)
-    for _ in range(4):
-        params, state, info = step(params, state, batch)
-    tensors = [x for x in optree.tree_leaves((params, state, info)) if x.numel()]
-    assert all(x.is_cuda and torch.isfinite(x).all() for x in tensors)
-    if hasattr(link, "posterior"):
-        posterior = posterior_of(name, link, state, params)
-        assert all(x.is_cuda for x in optree.tree_leaves(posterior.marginal_variance))
-        draws = posterior.sample((2,))
-        assert draws["body"].is_cuda and draws["body"].shape == (2, 2, 4)

@@ -1,8 +1,6 @@
 """Many chains at once are the chains one by one."""
 
 import math
-import subprocess
-import sys
 
 import optree
 import pytest
@@ -82,20 +80,6 @@ def test_a_model_that_draws_is_seen_and_each_chain_draws_its_own():
     params = bc.stack([start, start])
     losses = chains(params, chains.init(tx, params, seed=0), torch.ones(50, 3))[2].loss
     assert chains.model_draws and losses[0] != losses[1]
-
-
-@pytest.mark.slow
-def test_the_first_call_imports_neither_sympy_nor_dtensors():
-    code = """
-import sys, torch, bayesopt_chain as bc
-tx = bc.sghmc(0.1, temperature=0.1)
-chains = bc.parallel(bc.make_step(lambda p, b: (p**2).sum(), tx), 2)
-params = torch.ones(2, 3)
-chains(params, chains.init(tx, params), ())
-print([name for name in ("sympy", "torch.distributed.tensor") if name in sys.modules])
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def test_every_chain_has_noise_of_its_own():

@@ -494,10 +494,3 @@ def test_sparse_gradients_are_refused_by_name(tx, inplace):
     with pytest.raises(ValueError, match=r"gradient of leaf \['weight'\] is sparse.*sparse=False"):
         bc.make_step(embedding_loss(layer), tx, inplace=inplace)(params, state, torch.tensor([1, 3]))
     assert_bitwise_equal((params, state), before)
-
-
-def test_a_sparse_gradient_handed_to_a_sampler_is_refused():
-    tx, params = bc.sgld(0.1, temperature=1.0), [torch.ones(3, 2)]
-    g = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1, 2), (3, 2))
-    with pytest.raises(ValueError, match="leaf 0 is sparse"):
-        tx.update([g], tx.init(params), params=params)

@@ -6,27 +6,14 @@ A notebook whose data or packages are absent is named with what it lacks and lef
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 import time
-from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
 
-from tests.notebooks.needs import DATA, FOLDER, PACKAGES
-
-
-def lacking(name: str) -> str:
-    """What a notebook needs and is not here, in words; nothing if all is."""
-    packages = [package for package in PACKAGES.get(name, []) if importlib.util.find_spec(package) is None]
-    if packages:
-        return f"needs the package {packages[0]}"
-    data = os.environ.get("BAYESOPT_CHAIN_DATA", "")
-    if name in DATA and not (data and (Path(data) / DATA[name]).exists()):
-        return f"needs BAYESOPT_CHAIN_DATA, a folder with {DATA[name]}"
-    return ""
+from tests.notebooks.needs import FOLDER, lacking
 
 
 def execute(name: str, keep: bool) -> None:

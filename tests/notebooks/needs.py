@@ -1,5 +1,7 @@
 """What some notebooks need besides the extra ``notebooks``: data by their place in a folder, and packages."""
 
+import importlib.util
+import os
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
@@ -21,3 +23,14 @@ PACKAGES = {
     "bayesian_llama": ["transformers", "tokenizers", "sklearn"],
     "adapters": ["transformers", "peft"],
 }
+
+
+def lacking(name: str) -> str:
+    """What a notebook needs and is not here, in words; nothing if all is."""
+    packages = [package for package in PACKAGES.get(name, []) if importlib.util.find_spec(package) is None]
+    if packages:
+        return f"needs the package {packages[0]}"
+    data = os.environ.get("BAYESOPT_CHAIN_DATA", "")
+    if name in DATA and not (data and (Path(data) / DATA[name]).exists()):
+        return f"needs BAYESOPT_CHAIN_DATA, a folder with {DATA[name]}"
+    return ""

@@ -4,12 +4,11 @@ import ast
 import os
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.distributed.ranks import server
-from tests.notebooks.needs import DATA, FOLDER, PACKAGES
+from tests.notebooks.needs import FOLDER, lacking
 
 nbformat = pytest.importorskip("nbformat")
 
@@ -47,13 +46,6 @@ def code(notebook):
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def test_the_notebooks_are_there():
-    expected = {"five_minutes", "why_bayes", "double_well", "pima", "write_your_own_sampler", "imdb"}
-    expected |= {"continual_lora", "bayesian_llama", "one_call", "bayesian_optimisation", "minibatch_heat", "lightning"}
-    expected |= {"a_network_one_trusts", "learning_coefficients", "adapters"}
-    assert expected <= set(NAMES)
-
-
 def test_they_were_executed_once_from_top_to_bottom_and_have_a_title_and_figures():
     for name in NAMES:
         notebook = read(name)
@@ -77,21 +69,6 @@ def test_their_methods_are_in_their_cells():
         assert {module for module in modules if module.split(".")[0] not in ALLOWED} == set(), name
 
 
-def test_the_command_names_a_notebook_whose_data_are_absent_and_leaves_it(monkeypatch, capsys):
-    pytest.importorskip("nbclient")
-    from tests.notebooks import __main__ as command
-
-    monkeypatch.setenv("BAYESOPT_CHAIN_DATA", "/nowhere")
-    monkeypatch.setattr(command, "execute", lambda name, keep: pytest.fail(f"{name} was executed"))
-    monkeypatch.setattr(command.sys, "argv", ["notebooks", "imdb"])
-    monkeypatch.setattr(command, "PACKAGES", {})
-    command.main()
-    assert capsys.readouterr().out == f"imdb: skipped, it needs BAYESOPT_CHAIN_DATA, a folder with {DATA['imdb']}\n"
-    monkeypatch.setattr(command, "PACKAGES", {"imdb": ["no_such_package"]})
-    command.main()
-    assert "imdb: skipped, it needs the package no_such_package" in capsys.readouterr().out
-
-
 def _execute(name, said, environment):
     os.environ.update(environment)
     os.chdir(FOLDER)
@@ -110,11 +87,8 @@ def _execute(name, said, environment):
 def test_it_runs_at_smoke_scale(name, tmp_path):
     """In IPython's shell, in a process that has imported torch already; ``make notebooks`` starts a kernel for each."""
     pytest.importorskip("IPython")
-    for package in PACKAGES.get(name, []):
-        pytest.importorskip(package)
-    data = os.environ.get("BAYESOPT_CHAIN_DATA", "")
-    if name in DATA and not (data and (Path(data) / DATA[name]).exists()):
-        pytest.skip(f"set BAYESOPT_CHAIN_DATA to a folder with {DATA[name]}")
+    if reason := lacking(name):
+        pytest.skip(f"it {reason}")
     given = {"BAYESOPT_CHAIN_SCALE": "smoke", "BAYESOPT_CHAIN_RUNS": str(tmp_path), "IPYTHONDIR": str(tmp_path)}
     said = tmp_path / "said"
     process = server().Process(target=_execute, args=(name, str(said), given | {"MPLBACKEND": "agg"}))

@@ -96,33 +96,3 @@ def variance_along(lr, curvature, velocity, current, previous):
         C = F @ C @ F.T + np.outer(G, G)
         out.append(C[0, 0])
     return np.array(out)
-
-
-def two_draw_variance_along(lr, mu, curvature, temperature=1.0):
-    """The same for the noise of the theorem, e = alpha_t xi_t + alpha_{t-1} xi_{t-1} + D_t zeta_t, where D_t is real.
-
-    The velocity counts mu_{t-1}. This knows nothing of noise with one draw a step, of surpluses or of rises.
-    """
-    T, C, out = temperature, None, []
-    for t in range(len(lr)):
-        l, m, lb, mb = lr[t], mu[t], lr[max(t - 1, 0)], mu[max(t - 1, 0)]
-        alpha, before = np.sqrt(T * (1 - m) / (2 * l)), np.sqrt(T * (1 - mb) / (2 * lb))
-        D = np.sqrt(T / 2 * ((1 + m) / l - (1 + mb) / lb))
-        F = np.array([[1 - l * curvature, -l * mb, -l * before], [curvature, mb, before], [0.0, 0.0, 0.0]])
-        G = np.array([[-l * alpha, -l * D], [alpha, D], [1.0, 0.0]])
-        C = solve_discrete_lyapunov(F, G @ G.T) if C is None else F @ C @ F.T + G @ G.T
-        out.append(C[0, 0])
-    return np.array(out)
-
-
-def particles_along(lr, curvature, velocity, current, previous, particles, seed):
-    """Monte Carlo of the same at temperature 1: 200 steps at the first step's rates, then the sample variances."""
-    rng = np.random.default_rng(seed)
-    theta = rng.standard_normal(particles) / np.sqrt(curvature)
-    v, w, out = np.zeros(particles), np.zeros(particles), []
-    for t in (*[0] * 200, *range(len(lr))):
-        fresh = rng.standard_normal(particles)
-        v = velocity[t] * v + curvature * theta + current[t] * fresh + previous[t] * w
-        theta, w = theta - lr[t] * v, fresh
-        out.append(np.mean(theta**2))
-    return np.array(out[200:])
