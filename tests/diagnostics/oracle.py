@@ -6,57 +6,25 @@ the state holds. The orders are then gone through one by one, with the actual no
 
 import itertools
 
-import optree
 import torch
 from scipy.linalg import solve_discrete_lyapunov
 
-from bayesopt_chain.testing import NormalProbe
+from bayesopt_chain.testing._linear_system import OneUpdate, closed_loop
 
 DOUBLE = torch.float64
 
 
 def affine(tx, curvature, like):
     """``M, Gamma, F`` with the parameters first."""
-    leaves, spec = optree.tree_flatten(like)
-    sizes = [leaf.numel() for leaf in leaves]
-    d = sum(sizes)
-
-    def tree(v):
-        return optree.tree_unflatten(spec, [p.reshape(t.shape) for p, t in zip(v.split(sizes), leaves)])
-
-    zero = torch.zeros(d, dtype=DOUBLE)
-    state = tx.init(tree(zero))
-    with NormalProbe():
-        for _ in range(2):
-            _, state = tx.update(tree(zero), state, params=tree(zero), inplace=False)
-    entries, state_spec = optree.tree_flatten(state)
-    moving = [i for i, t in enumerate(entries) if torch.is_tensor(t) and t.is_floating_point()]
-    base = torch.cat([zero, *(entries[i].reshape(-1).to(DOUBLE) for i in moving)])
-
-    def advance(x, n, xi):
-        now = list(entries)
-        theta, *parts = x.split([d, *(entries[i].numel() for i in moving)])
-        for i, part in zip(moving, parts):
-            now[i] = part.reshape(entries[i].shape)
-        with NormalProbe(xi) as probe:
-            updates, new = tx.update(
-                tree(curvature @ theta + n), optree.tree_unflatten(state_spec, now), params=tree(theta), inplace=False
-            )
-        new = optree.tree_leaves(new)
-        move = torch.cat([u.reshape(-1) for u in optree.tree_leaves(updates)])
-        return torch.cat([theta + move, *(new[i].reshape(-1) for i in moving)]), probe.drawn
-
-    origin, drawn = advance(base, zero, None)
-    eye = torch.eye(len(base), dtype=DOUBLE)
-    gamma = torch.stack([origin - advance(base, e, None)[0] for e in torch.eye(d, dtype=DOUBLE)], dim=1)
-    noise = torch.stack([advance(base, zero, e)[0] - origin for e in torch.eye(drawn, dtype=DOUBLE)], dim=1)
-    reached = (gamma != 0).any(1) | (noise != 0).any(1)
-    reached[:d] = True
-    M = torch.stack([advance(base + e, zero, None)[0] - origin for e in eye], dim=1)
-    for _ in range(4):
-        reached |= (M[:, reached] != 0).any(1)
-    keep = reached.nonzero().squeeze(1)
-    return M[keep][:, keep], gamma[keep], noise[keep]
+    one, eye = OneUpdate(tx, like), torch.eye(len(curvature), dtype=DOUBLE)
+    pushes = [[v.reshape(p.shape) for v, p in zip(e.split([p.numel() for p in one.params]), one.params)] for e in eye]
+    moved = [torch.cat([x.reshape(-1) for part in one(gradient=push) for x in part]) for push in pushes]
+    gamma = -torch.stack(moved, 1)
+    reached = (gamma != 0).any(1)
+    reached[: len(eye)] = True
+    loop = closed_loop(tx, curvature, like, varied=reached)
+    keep = loop.varies
+    return loop.A[keep][:, keep], gamma[keep], loop.B[keep]
 
 
 def lyapunov(M, Q):

@@ -4,9 +4,6 @@ The law is that of :func:`bayesopt_chain.diagnostics.heating`: lr, momentum, tem
 example as it stands, noise and curvature are measured where its run ended.
 """
 
-import contextlib
-import doctest
-import io
 import json
 import re
 from pathlib import Path
@@ -135,15 +132,3 @@ def test_the_chain_whose_data_lie_on_all_ranks_is_cool():
     tx = bc.sghmc(lr, temperature=1 / N)
     assert excess(loss, mode, (x, y), batch, tx) < WITHIN
     assert excess(loss, mode, (x, y), batch, bc.sghmc(3 * lr, temperature=1 / N)) > WITHIN  # the law can fail
-
-
-@pytest.mark.slow
-def test_the_rate_that_choosing_suggests_is_cool():
-    text = (ROOT / "docs" / "choosing.md").read_text()
-    space: dict[str, Any] = {}
-    first = re.search(r"```python\n(.*?)```", text, re.S)[1]
-    for example in doctest.DocTestParser().get_examples(first):
-        with contextlib.redirect_stdout(io.StringIO()):
-            exec(compile(example.source, "docs/choosing.md", "single"), space)
-    data = (space["x"], space["y"])
-    assert excess(space["loss"], space["mode"], data, 100, space["tx"]) < WITHIN

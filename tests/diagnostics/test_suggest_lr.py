@@ -1,9 +1,9 @@
 """The adviser: both limits against exact ones, settings for networks that neither diverge nor heat, and what is refused."""
 
 import math
-import sys
 from functools import partial
 
+import optree
 import pytest
 import torch
 from torch import nn
@@ -104,48 +104,6 @@ def test_groups_are_advised_together():
     assert found.excess <= 0.05 * 1.01
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_a_transformer_neither_diverges_nor_heats_at_the_suggested_rate():
-    """From a mode, 750 steps at the suggested rate with batches, and the same with full gradients and the same noise: the
-    loss rises by no more than the 5 % asked for and four standard errors of the difference (false alarms 6e-5)."""
-    torch.manual_seed(1)
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    model = nn.Sequential(nn.Linear(5, 8), layer, nn.Flatten(), nn.Linear(48, 3))
-    x, (forward, params, _) = torch.randn(240, 6, 5), bc.make_functional(model)
-    y = (x.flatten(1) @ (torch.randn(30, 3) / 3) + 0.5 * torch.randn(240, 3)).argmax(1)
-    N = len(x)
-
-    def loss(p, batch):
-        prior = sum(v.square().sum() for v in p.values()) / 2
-        return nn.functional.cross_entropy(forward(p, batch), batch[1]) + prior * 10 / N
-
-    data = bc.epochs((x, y), 24, seed=0)
-    tx = bc.sgd(0.05, 0.9)
-    step, state = bc.make_step(loss, tx), tx.init(params)
-    for _ in range(400):
-        params, state, _ = step(params, state, (x, y))
-    found = bc.suggest_lr(at(N), loss, params, data)
-    assert 0 < found.lr <= found.stability / 10 and found.excess <= 0.05 * 1.01
-
-    def losses(batches):
-        torch.manual_seed(7)  # the same noise in both runs
-        p, tx = params, found.tx
-        step, state, seen = bc.make_step(loss, tx), tx.init(params), []
-        for k in range(750):
-            p, state, _ = step(p, state, batches.batch(*divmod(k, len(batches))))
-            if k % 10 == 0:
-                seen.append(loss(p, (x, y)).detach())
-        return torch.stack(seen[25:])
-
-    batched, full = losses(data), losses(bc.epochs((x, y), N))
-    reference = full.mean().item() - loss(params, (x, y)).item()
-    more = (batched - full).reshape(10, -1).mean(1)
-    error = more.std().item() / 10**0.5
-    assert bool(torch.isfinite(batched).all()) and more.mean().item() < 0.05 * reference + 4 * error
-    assert 4 * error < 0.3 * reference  # the comparison could have failed
-
-
 def at(N, momentum=0.9):
     """Chains of a mean loss over so many data, by their rate."""
     return lambda lr: bc.sghmc(lr, momentum, temperature=1 / N)
@@ -184,27 +142,16 @@ def test_batches_that_somebody_made_are_handed_back_with_the_law_of_their_order(
 
 
 @pytest.mark.slow
-def test_trial_runs_start_from_the_state_that_is_given(monkeypatch):
+def test_trial_runs_start_from_the_state_that_is_given():
+    """A preconditioner that has learnt nothing yet is refused; from its state, which stays as it is, no trial run diverges."""
     _, mode, data = ordered()
-    make, leaves = partial(bc.rmsprop, temperature=1 / 800, freeze_after=20), torch.utils._pytree.tree_leaves
-    tx, data, firsts = make(1e-5), bc.epochs(data, 20), []
-    _, state = bc.sample(bc.make_step(squares, tx), mode, tx.init(mode), data, steps=60).last
-    given = [x.clone() for x in leaves(state)]
-
-    def watched(loss, tx):
-        step, seen = bc.make_step(loss, tx), []
-        firsts.append(seen)
-
-        def noting(params, state, batch):
-            seen.append([x.clone() for x in leaves(state)])
-            return step(params, state, batch)
-
-        return noting
-
-    monkeypatch.setattr(sys.modules[bc.suggest_lr.__module__], "make_step", watched)
-    bc.suggest_lr(make, squares, mode, data, state=state)
-    assert firsts and all(torch.equal(x, y) for seen in firsts for x, y in zip(seen[0], given, strict=True))
-    assert all(torch.equal(x, y) for x, y in zip(leaves(state), given, strict=True))
+    make, data = partial(bc.rmsprop, temperature=1 / 800, freeze_after=20), bc.epochs(data, 20)
+    _, state = bc.sample(bc.make_step(squares, make(1e-5)), mode, make(1e-5).init(mode), data, steps=60).last
+    given = optree.tree_map(torch.clone, state)
+    assert bc.suggest_lr(make, squares, mode, data, state=state).diverged == 0
+    assert all(map(torch.equal, optree.tree_leaves(state), optree.tree_leaves(given)))
+    with pytest.raises(ValueError, match="state of a run"):
+        bc.suggest_lr(make, squares, mode, data)
 
 
 def regression(N=400, d=3):
@@ -243,23 +190,43 @@ def test_full_batches_are_offered_where_no_minibatch_samples_and_a_start_that_is
     assert "params is no mode" in str(bc.suggest_lr(at(2000), squares, mode + 0.3, batches))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [4, 40])
-def test_forty_rows_of_500_features_do_not_run_away(size):
-    """At the mode no batch has noise; the trial runs see the noise that batches have at draws."""
+def ridge():
+    """Forty rows of 500 features: at the mode no batch has noise; the trial runs see the noise that batches have at draws."""
     g = torch.Generator().manual_seed(1)
     x = torch.randn(40, 500, generator=g)
     y = x[:, :5].sum(1) + 0.1 * torch.randn(40, generator=g)
-
-    def ridge(w, batch):
-        return squares(w, batch) / 0.01 + w.square().sum() / 80
-
     mode = torch.linalg.solve(x.T @ x / 0.4 + torch.eye(500) / 40, x.T @ y / 0.4)
-    found = bc.suggest_lr(at(40), ridge, mode, bc.epochs((x, y), size) if size < 40 else (x, y))
-    step, start = bc.make_step(ridge, found.tx), found.tx.init(mode)
+    return lambda w, batch: squares(w, batch) / 0.01 + w.square().sum() / 80, mode, (x, y)
+
+
+def transformer():
+    """A layer of attention, trained by 400 steps."""
+    torch.manual_seed(1)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model = nn.Sequential(nn.Linear(5, 8), layer, nn.Flatten(), nn.Linear(48, 3))
+    x, (forward, params, _) = torch.randn(240, 6, 5), bc.make_functional(model)
+    y = (x.flatten(1) @ (torch.randn(30, 3) / 3) + 0.5 * torch.randn(240, 3)).argmax(1)
+
+    def loss(p, batch):
+        return nn.functional.cross_entropy(forward(p, batch), batch[1]) + sum(v.square().sum() for v in p.values()) / 48
+
+    tx = bc.sgd(0.05, 0.9)
+    return loss, bc.sample(bc.make_step(loss, tx), params, tx.init(params), (x, y), steps=400).last[0], (x, y)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("problem, size", [(ridge, 4), (ridge, 40), (transformer, 24)])
+def test_models_of_many_parameters_do_not_run_away(problem, size):
+    """A Gaussian of P directions lies T P / 2 above its mode; nowhere in the run is the loss four times as far."""
+    loss, mode, data = problem()
+    N, P = len(data[0]), sum(x.numel() for x in optree.tree_leaves(mode))
+    found = bc.suggest_lr(at(N), loss, mode, bc.epochs(data, size) if size < N else data)
+    assert 0 < found.lr <= found.stability / 10 and found.excess <= 0.05 * 1.01
+    step, start = bc.make_step(loss, found.tx), found.tx.init(mode)
     draws = bc.sample(step, mode, start, found.batches, steps=2000, burn_in=1000, thinning=50)
-    levels = torch.stack([ridge(w, (x, y)) for w in draws.params])
-    assert draws.complete and float(levels.max()) < float(ridge(mode, (x, y))) + 2 * 500 / 40
+    levels = torch.stack([loss(w, data) for w in draws])
+    assert draws.complete and float(levels.max()) < float(loss(mode, data)) + 2 * P / N
 
 
 def heat_of(found, x, y):
