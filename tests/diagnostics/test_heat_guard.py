@@ -124,36 +124,36 @@ def told():
     texts += [str(w.message) for w in caught]
 
 
-def white(guard, variance, n=10, live=None, steps=100, momentum=0.9, rate=lambda t: 1.0, temperature=lambda t: 1.0):
-    """Show it white gradients of a variance in the first ``live`` of ``n`` elements; what was warned of."""
-    source, shown = torch.Generator().manual_seed(0), torch.arange(n) < (n if live is None else live)
+def shown(guard, leaves, steps=100, momentum=0.9, rate=lambda t: 1.0, temperature=lambda t: 1.0):
+    """Show it white gradients of these parameters, ``(variance, parameter, where they are not zero)``; what was warned of."""
+    source = torch.Generator().manual_seed(0)
     with told() as texts:
         for t in range(steps):
-            gradient = variance**0.5 * torch.randn(n, generator=source) * shown
-            leaf = Leaf(0, gradient, torch.zeros(n), 2 * rate(t), temperature(t), momentum, 1 - momentum, lr=0.1)
-            guard.look(lambda keys, leaf=leaf: [leaf])
+            noise = [torch.randn(p.shape, generator=source).as_strided(p.shape, p.stride()) for _, p, _ in leaves]
+            about = 2 * rate(t), temperature(t), momentum, 1 - momentum
+            each = enumerate(zip(noise, leaves))
+            found = [Leaf(j, v**0.5 * g * live, p, *about, lr=0.1) for j, (g, (v, p, live)) in each]
+            guard.look(lambda keys, found=found: found)
     return texts
+
+
+def white(guard, variance, n=10, live=None, **how):
+    """The same of the first ``live`` of ``n`` elements."""
+    return shown(guard, [(variance, torch.zeros(n), torch.arange(n) < (n if live is None else live))], **how)
 
 
 @pytest.mark.parametrize("live, n", [(10, 10), (48, 1000), (1, 10_000), (300, 1000), (5000, 5000)])
 def test_heat_is_seen_among_elements_without_gradient_and_in_many_directions(live, n):
     """White noise of variance 9 in some elements, nine times what the sampler injects, and of 0.05 in all."""
     hot, cold = HeatGuard(), HeatGuard()
-    assert len(white(hot, 9.0, n, live, 300)) == 1 and hot.readings[0].rho > 3
+    assert len(white(hot, 9.0, n, live, steps=300)) == 1 and hot.readings[0].rho > 3
     assert not white(cold, 0.05, n, steps=300) and all(abs(heat.rho) < 1.0 for heat in cold.readings if heat.ringing)
 
 
-def two_leaves(guard, hot, cold, n, steps=96, others=()):
-    """Show it white gradients in eight elements beside ``n`` others, of these variances; what was warned of."""
-    source, params = torch.Generator().manual_seed(0), [torch.zeros(n // 100, 100), torch.zeros(8), *others]
-    roots = [cold**0.5, hot**0.5, *[cold**0.5] * len(others)]
-    with told() as texts:
-        for _ in range(steps):
-            noise = [torch.randn(p.shape, generator=source).as_strided(p.shape, p.stride()) for p in params]
-            each = enumerate(zip(roots, noise, params))
-            leaves = [Leaf(j, root * g, p, 2.0, 1.0, 0.9, 0.1, lr=0.1) for j, (root, g, p) in each]
-            guard.look(lambda keys, leaves=leaves: leaves)
-    return texts
+def two_leaves(guard, hot, cold, n, others=()):
+    """The same of eight elements beside ``n`` others, of these variances."""
+    leaves = [(cold, torch.zeros(n // 100, 100), 1), (hot, torch.zeros(8), 1), *[(cold, x, 1) for x in others]]
+    return shown(guard, leaves, 96)
 
 
 def test_a_window_reads_at_most_eight_gradients_and_finds_a_small_leaf_that_is_hot(monkeypatch):

@@ -28,7 +28,8 @@ def make(dropout=0.1):
 
 
 def call(path=None, **changes):
-    return bc.posterior_ensemble(make, data(), bc.likelihoods.gaussian(), path=path, **{**SMALL, **changes})
+    given = {"make_model": make, "data": data(), "likelihood": bc.likelihoods.gaussian(), "path": path}
+    return bc.posterior_ensemble(**given | SMALL | changes)
 
 
 @pytest.fixture(scope="module")
@@ -73,20 +74,19 @@ def test_a_call_killed_within_a_stage_goes_on_bit_for_bit(tmp_path, monkeypatch,
     assert torch.equal(call(tmp_path).predict(data()[0]).log_prob(data()[1]), wanted)
 
 
-def test_another_call_under_the_same_path_is_refused(tmp_path):
-    call(tmp_path)
-    with pytest.raises(ValueError, match="seed"):
-        call(tmp_path, seed=1)
-
-
-def test_another_network_likelihood_or_frozen_weight_under_the_same_path_is_refused(tmp_path):
-    bc.posterior_ensemble(make, data(), bc.likelihoods.student_t(4.0), path=tmp_path, **SMALL)
-    for module, freedom, words in (
-        (lambda: make(0.2), 4.0, r"p=0\.1"),
-        (make, 8.0, r"likelihood.* is 4\.0, here 8\.0"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            bc.posterior_ensemble(module, data(), bc.likelihoods.student_t(freedom), path=tmp_path, **SMALL)
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"seed": 1}, "seed"),
+        ({"make_model": lambda: make(0.2)}, r"p=0\.1"),
+        ({"likelihood": bc.likelihoods.student_t(8.0)}, r"likelihood.* is 4\.0, here 8\.0"),
+    ],
+)
+def test_another_call_under_the_same_path_is_refused(tmp_path, change, words):
+    own = {"likelihood": bc.likelihoods.student_t(4.0)}
+    call(tmp_path, **own)
+    with pytest.raises(ValueError, match=words):
+        call(tmp_path, **own | change)
 
 
 @pytest.mark.slow

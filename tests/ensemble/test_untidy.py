@@ -111,26 +111,36 @@ def test_noise_at_an_end_of_its_grid_is_said():
     assert any("end of its grid" in sentence for sentence in found.report.said)
 
 
-class Attention(nn.Module):
-    def __init__(self):
+class Net(nn.Module):
+    """Layers and parameters by name, and a function of them and the inputs."""
+
+    def __init__(self, of, **parts):
         super().__init__()
-        self.mix, self.out = nn.MultiheadAttention(2, 1, batch_first=True), nn.Linear(2, 1)
+        self.of = of
+        for name, part in parts.items():
+            setattr(self, name, part)
 
-    def forward(self, x):
-        tokens = x[:, :, None].expand(-1, -1, 2)
-        return self.out(self.mix(tokens, tokens, tokens, need_weights=False)[0].mean(1))
+    def forward(self, *inputs, **named):
+        return self.of(self, *inputs, **named)
 
 
-class Root(nn.Module):
+def tokens(net, x):
+    x = x[:, :, None].expand(-1, -1, 2)
+    return net.out(net.mix(x, x, x, need_weights=False)[0].mean(1))
+
+
+def attention():
+    return Net(tokens, mix=nn.MultiheadAttention(2, 1, batch_first=True), out=nn.Linear(2, 1))
+
+
+def two_heads(net, x):
+    return torch.cat([x @ net.weight + net.bias, net.head(x)], 1).sum(1, keepdim=True)
+
+
+def root():
     """Two parameters of its own, one of them 0-d, and two heads."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(3, 1)), nn.Parameter(torch.randn(()))
-        self.head = nn.Linear(3, 1)
-
-    def forward(self, x):
-        return torch.cat([x @ self.weight + self.bias, self.head(x)], 1).sum(1, keepdim=True)
+    own = {"weight": nn.Parameter(torch.randn(3, 1)), "bias": nn.Parameter(torch.randn(()))}
+    return Net(two_heads, head=nn.Linear(3, 1), **own)
 
 
 def weight_normed():
@@ -141,52 +151,30 @@ def lazy():
     return nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(1))
 
 
-class Packed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gru, self.out = nn.GRU(1, 3, batch_first=True), nn.Linear(3, 1)
-
-    def forward(self, x):
-        packed = nn.utils.rnn.pack_padded_sequence(x[..., None], torch.full((len(x),), 2), batch_first=True)
-        return self.out(self.gru(packed)[1][0])
+def pack(net, x):
+    packed = nn.utils.rnn.pack_padded_sequence(x[..., None], torch.full((len(x),), 2), batch_first=True)
+    return net.out(net.gru(packed)[1][0])
 
 
-class Normed(nn.Module):
-    """BatchNorm and dropout."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
-
-    def forward(self, x):
-        return self.net(x)
+def packed():
+    return Net(pack, gru=nn.GRU(1, 3, batch_first=True), out=nn.Linear(3, 1))
 
 
-class Pictures(nn.Module):
-    """Convolutions over two inputs laid out as a picture."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.out = nn.Conv2d(1, 4, 3, padding=1), nn.Linear(36, 1)
-
-    def forward(self, x):
-        return self.out(self.conv(x[:, :1].reshape(-1, 1, 1, 1).expand(-1, 1, 3, 3)).relu().flatten(1))
+def picture(net, x):
+    return net.out(net.conv(x[:, :1].reshape(-1, 1, 1, 1).expand(-1, 1, 3, 3)).relu().flatten(1))
 
 
-class Words(nn.Module):
-    """An embedding and an LSTM over two tokens."""
+def words(net, x):
+    return net.out(net.lstm(net.embedding((x * 2).long().clamp(-2, 2) + 2))[0][:, -1])
 
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.lstm, self.out = nn.Embedding(5, 4), nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 1)
 
-    def forward(self, x):
-        tokens = (x * 2).long().clamp(-2, 2) + 2
-        return self.out(self.lstm(self.embedding(tokens))[0][:, -1])
+NORMED = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
+PICTURES = Net(picture, conv=nn.Conv2d(1, 4, 3, padding=1), out=nn.Linear(36, 1))
+WORDS = Net(words, embedding=nn.Embedding(5, 4), lstm=nn.LSTM(4, 4, batch_first=True), out=nn.Linear(4, 1))
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize("make", [Normed(), Attention, Root, weight_normed, lazy, Packed, Pictures(), Words()])
+@pytest.mark.parametrize("make", [NORMED, attention, root, weight_normed, lazy, packed, PICTURES, WORDS])
 def test_modules_of_any_kind_are_trained_by_a_maker_and_as_one_module(make):
     x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
     found = ensemble(x, x.sum(1, keepdim=True), make=make, steps=40, lr=0.05)
@@ -201,17 +189,12 @@ def test_modules_of_any_kind_are_trained_by_a_maker_and_as_one_module(make):
 
 
 def test_batches_may_be_dictionaries():
-    class Named(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = nn.Linear(3, 1)
-
-        def forward(self, left, right):
-            return self.net(torch.cat([left, right], 1))
+    def named():
+        return Net(lambda net, left, right: net.net(torch.cat([left, right], 1)), net=nn.Linear(3, 1))
 
     x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
     data = {"left": 5 * x[:, :1], "right": x[:, 1:], "labels": x[:, :1]}
-    found = bc.posterior_ensemble(Named, data, GAUSSIAN, members=2, steps=100, lr=0.05, progress=False)
+    found = bc.posterior_ensemble(named, data, GAUSSIAN, members=2, steps=100, lr=0.05, progress=False)
     only = {k: data[k] for k in ("left", "right")}
     assert found.predict(only).mean.shape == (60, 1)
     torch.testing.assert_close(torch.stack([m(**only) for m in found.modules()]).mean(0), found.predict(only).mean)

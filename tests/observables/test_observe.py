@@ -4,7 +4,6 @@ import copy
 import math
 
 import numpy as np
-import optree
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -396,18 +395,3 @@ def test_a_list_of_batches_is_drawn_anew_and_the_number_of_data_sets_the_tempera
         bc.observe(quartic, torch.zeros(2), None, {"w": torch.Tensor.clone}, temperature=0.1, steps=40, burn_in=2).bif(
             "w", "w"
         )
-
-
-def test_the_state_of_a_watch_is_plain():
-    """Everything that a checkpoint holds is a tensor, a number, a text, or a list or dictionary of them."""
-    seen = []
-    look = module.Watch.state_dict
-    try:
-        module.Watch.state_dict = lambda self: seen.append(look(self)) or seen[-1]
-        import tempfile
-
-        measured(steps=60, burn_in=3, path=tempfile.mkdtemp())
-    finally:
-        module.Watch.state_dict = look
-    kinds = {type(x) for x in optree.tree_leaves(seen[-1], none_is_leaf=True)}
-    assert kinds <= {torch.Tensor, int, float, str, type(None)}
