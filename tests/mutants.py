@@ -2,20 +2,19 @@
 
     python -m tests.mutants [--rooms core matching] [--each 10] [--seed 0] [--anew]
 
-Of each room expressions are drawn at random: a sum becomes a difference, ``<`` becomes ``<=``, ``and`` becomes ``or``, a number
-grows, a sign or a ``not`` goes. Messages, annotations and imports are left alone. Each mutant is made in a copy of what is
-committed, so that the tree is never touched, and the quick tests of its room run on it until one fails, first those of the
-files that name most of what the changed file defines. The table, with those that lived, goes to
-``benchmarks/results/mutants.json`` after each; a second call goes on where the first one stopped, at the same commit.
+``--anew`` forgets the record, and begins with the last commit. Of each room ``--each`` expressions are drawn at random: a sum
+becomes a difference, ``<`` becomes ``<=``, ``and`` becomes ``or``, a number grows, a sign or a ``not`` goes. Messages,
+annotations and imports are left alone. Each mutant is made in a copy of what is committed, so that the tree is never touched,
+and the quick tests of its room run on it until one fails, first those of the files that name most of what the changed file
+defines. The table, with those that lived, goes to ``benchmarks/results/mutants.json`` after each; a second call goes on where
+the first one stopped, at the same commit.
 
 One that lives is a test that is missing, or a change that makes no difference.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
-import json
 import os
 import random
 import re
@@ -27,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.measure import keep
+from benchmarks.measure import command, keep, known
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
@@ -152,22 +151,17 @@ def noticed(copy: Path, site: Site, tests: list[str], ill: list[str]) -> str:
 
 def main() -> None:
     """Draw mutants, run the tests of each, and keep the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rooms", nargs="*", default=list(TESTS), choices=TESTS)
-    parser.add_argument("--each", type=int, default=10, help="mutants of a room")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--anew", action="store_true", help="forget the record, and begin with the last commit")
-    args = parser.parse_args()
+    args = command(rooms=list(TESTS), each=10, seed=0, anew=False)
     git = lambda *what: subprocess.run(["git", *what], cwd=ROOT, check=True, capture_output=True)  # noqa: E731
     commit = git("rev-parse", "--short", "HEAD").stdout.decode().strip()
-    known: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    if args.anew or known.get("seed") != args.seed:
-        known = {"commit": commit, "seed": args.seed, "mutants": []}
+    record: dict[str, Any] = known(RESULTS)
+    if args.anew or record.get("seed") != args.seed:
+        record = {"commit": commit, "seed": args.seed, "mutants": []}
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
-        subprocess.run(["tar", "x", "-C", folder], input=git("archive", known["commit"]).stdout, check=True)
+        subprocess.run(["tar", "x", "-C", folder], input=git("archive", record["commit"]).stdout, check=True)
         for room in args.rooms:
-            ill = known.setdefault("fail without a mutant", {})
+            ill = record.setdefault("fail without a mutant", {})
             if room not in ill:
                 ill[room] = failures(copy, TESTS[room])
             every = [
@@ -175,19 +169,14 @@ def main() -> None:
             ]
             for site in random.Random(f"{room} {args.seed}").sample(every, min(args.each, len(every))):
                 where = f"{site.file}:{site.line}"
-                if any(row["where"] == where and row["change"] == site.change for row in known["mutants"]):
+                if any(row["where"] == where and row["change"] == site.change for row in record["mutants"]):
                     continue
                 start = time.monotonic()
                 by = noticed(copy, site, TESTS[room], ill[room])
-                row = {
-                    "where": where,
-                    "change": site.change,
-                    "noticed by": by,
-                    "seconds": round(time.monotonic() - start),
-                }
-                known["mutants"].append(row)
-                known["lived"] = sum(not row["noticed by"] for row in known["mutants"])
-                keep(RESULTS, known)
+                spent = round(time.monotonic() - start)
+                record["mutants"].append({"where": where, "change": site.change, "noticed by": by, "seconds": spent})
+                record["lived"] = sum(not row["noticed by"] for row in record["mutants"])
+                keep(RESULTS, record)
                 print(f"{where}: {site.change}: {by or 'LIVES'}", flush=True)
 
 

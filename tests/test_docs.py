@@ -5,7 +5,6 @@ The figures of the README and of the page on speed are those of the files that t
 """
 
 import importlib
-import inspect
 import pkgutil
 import re
 from pathlib import Path
@@ -51,15 +50,6 @@ def test_every_public_name_of_posteriors_stands_on_the_page():
             own = [found.name.removeprefix("posteriors."), *({*own} - {"build", "init", "update", "sample"})]
         missing += [(found.name, name) for name in own if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", theirs)]
     assert not missing
-
-
-def test_every_name_of_ours_on_the_page_is_public():
-    for path in sorted(set(re.findall(r"(?<!\w)bc((?:\.\w+)+)", COMING_FROM.read_text()))):
-        at, public = bc, True
-        for name in path.strip(".").split("."):
-            public = public and (not inspect.ismodule(at) or name in at.__all__)
-            at = getattr(at, name)
-        assert public, path
 
 
 @pytest.mark.slow

@@ -308,15 +308,6 @@ def assert_same(mine, want):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("name", MOVES)
-def test_steps_of_make_step_are_those_of_update(name, inplace):
-    tx, params = falling(name), start_at(0)
-    state = tx.init(params)
-    want = by_update(tx, params, state)
-    assert_same(by_step(bc.make_step(loss, tx, inplace=inplace), params, state), want)
-
-
 INDUCTOR = [pytest.mark.slow, pytest.mark.skipif(not replays.compiler_found(), reason="needs a C++ compiler")]
 
 
@@ -326,24 +317,13 @@ INDUCTOR = [pytest.mark.slow, pytest.mark.skipif(not replays.compiler_found(), r
     [
         *((name, "eager") for name in MOVES),
         pytest.param("Nesterov", "inductor", marks=INDUCTOR),
+        *((name, form) for name in MOVES for form in ("step", "step in place")),
     ],  # both kinds of branch
 )
-def test_captured_steps_are_those_of_update(name, backend):
+def test_steps_of_make_step_captured_or_not_are_those_of_update(name, backend):
     tx, params = falling(name), start_at(0)
     state = tx.init(params)
     want = by_update(tx, params, state)
-    fast = bc.capture(bc.make_step(loss, tx), params, state, None, backend=backend)
+    step = bc.make_step(loss, tx, inplace=backend == "step in place")
+    fast = step if backend.startswith("step") else bc.capture(step, params, state, None, backend=backend)
     assert_same(by_step(fast, params, state), want)
-
-
-@pytest.mark.parametrize("name", MOVES)
-def test_parallel_chains_with_rates_of_their_own_are_those_of_update(name):
-    rates = torch.tensor([0.02, 0.05, 0.1], dtype=torch.float64)
-    chains = bc.parallel(lambda lr: bc.make_step(loss, falling(name, lr)), 3, each={"lr": rates})
-    starts = [start_at(seed) for seed in range(3)]
-    params = {key: torch.stack([p[key] for p in starts]) for key in DIAGONAL}
-    state = chains.init(lambda lr: falling(name, lr), params)
-    mine = by_step(chains, params, state)
-    for i, (lr, own) in enumerate(zip(rates, bc.unstack(state), strict=True)):
-        want = by_update(falling(name, lr), starts[i], own)
-        assert_same([{key: x[i] for key, x in p.items()} for p in mine], want)

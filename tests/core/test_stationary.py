@@ -2,7 +2,6 @@
 
 import math
 
-import optree
 import pytest
 import torch
 import torchopt
@@ -18,7 +17,6 @@ from bayesopt_chain.testing import (
     stationary_covariance,
     variance_along,
 )
-from tests.registry import SAMPLERS
 from tests.walk import end_of
 
 DIM = 3
@@ -397,16 +395,6 @@ def test_two_thermostats_of_two_groups_are_two():
     _, state = end_of(tx, GROUPS, lambda p: p, 3)
     first, second = (s.friction[0] for s in state if hasattr(s, "friction"))
     assert first.ndim == second.ndim == 0 and first != second
-
-
-def test_samplers_that_need_every_gradient_keep_their_state_tensors_in_place():
-    (sampler,) = [s for s in SAMPLERS if s.name == "langevin_with_precision"]
-    tx = sampler.build(0.3)
-    state = tx.init(GROUPS)
-    before = [t.data_ptr() for t in optree.tree_leaves(state)]
-    for _ in range(2):
-        _, state = tx.update({k: v.clone() for k, v in GROUPS.items()}, state, params=GROUPS, inplace=True)
-    assert before == [t.data_ptr() for t in optree.tree_leaves(state)]
 
 
 def test_make_step_feeds_the_gradient_variance_to_fisher_scoring():

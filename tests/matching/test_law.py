@@ -260,25 +260,6 @@ def test_under_cosine_restarts_the_variance_stays_within_the_stated_bounds(mu, p
     assert error.min() > low and error.max() < high and np.sqrt(np.mean(error**2)) < rms
 
 
-@pytest.mark.sweep(4)
-@pytest.mark.parametrize("temperatures", [(1.0, 0.1), (0.1, 1.0), (1.0, 0.5)])
-@pytest.mark.parametrize("mu", [0.0, 0.5, 0.9])
-def test_behind_a_change_of_temperature_the_variance_goes_to_the_new_one_without_turning(mu, temperatures):
-    a, b = temperatures
-    before = level(0.1, mu, a)
-    k, weights = scheduled_noise(before, before, 0.0, mu, where=pick), []
-    for t in (a, *[b] * 3000):
-        now = level(0.1, mu, t)
-        k = scheduled_noise(now, before, k.surplus, mu, where=pick)
-        before = now
-        weights.append((k.velocity, k.current, k.previous))
-    for fraction in (0.01, 0.1, 0.5, 0.95):
-        curvature = fraction * 2 * (1 + mu) / 0.1
-        path = oracle.variance_along([0.1] * 3001, curvature, *np.array(weights).T) * curvature
-        assert (np.diff(path) * np.sign(b - a)).min() > -1e-12
-        assert path[-1] == pytest.approx(b, rel=1e-6)
-
-
 def test_a_falling_temperature_never_rescales():
     c = scheduled_noise(level(0.1, 0.9, 0.0), level(0.1, 0.9, 5.0), 0.0, 0.9, where=pick)
     assert c.velocity == 0.9 and c.surplus == 0.0 and c.current == 0.0

@@ -24,33 +24,18 @@ class Tied(nn.Module):
         return self.head(self.embed(tokens))
 
 
-def test_the_function_is_the_module():
+def test_the_function_is_the_module_which_it_leaves_alone_and_buffers_move_as_in_it():
     module, x = network(), torch.randn(6, 2)
     for mode in (True, False):
         module.train(mode)
-        forward, params, _ = bc.make_functional(module)
-        want = copy.deepcopy(module)(x)
-        assert torch.equal(forward(params, (x, None)), want) and torch.equal(forward(params, x), want)
-
-
-def test_a_call_leaves_module_params_and_buffers_alone():
-    module = network()
-    before = copy.deepcopy(module.state_dict())
-    forward, params, buffers = bc.make_functional(module)
-    forward(params, torch.randn(6, 2))
-    _, new = forward.with_buffers(params, torch.randn(6, 2), buffers)
-    assert all(torch.equal(before[k], v) for k, v in module.state_dict().items())
-    assert buffers["1.num_batches_tracked"] == 0 and new["1.num_batches_tracked"] == 1
-    assert not torch.equal(new["1.running_mean"], buffers["1.running_mean"])
-
-
-def test_buffers_move_as_in_the_module():
-    module, x = network(), torch.randn(6, 2)
-    forward, params, buffers = bc.make_functional(module)
-    for _ in range(3):
-        out, buffers = forward.with_buffers(params, x, buffers)
-        want = module(x)
-    assert torch.equal(out, want) and all(torch.equal(buffers[k], b) for k, b in module.named_buffers())
+        forward, params, buffers = bc.make_functional(module)
+        before, alone = copy.deepcopy(module.state_dict()), copy.deepcopy(module)
+        for _ in range(3):
+            want, (out, buffers) = alone(x), forward.with_buffers(params, x, buffers)
+            assert torch.equal(out, want) and torch.equal(forward(params, (x, None)), want)
+        assert all(torch.equal(buffers[k], b) for k, b in alone.named_buffers())
+        assert all(torch.equal(before[k], v) for k, v in module.state_dict().items())
+        assert buffers["1.num_batches_tracked"] == (3 if mode else 0)
 
 
 def test_frozen_parameters_stay_in_the_module():
