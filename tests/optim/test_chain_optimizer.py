@@ -1,7 +1,6 @@
 """``bc.optim.Optimizer``: any chain, bit for bit what ``update`` and ``apply_updates`` give."""
 
 import copy
-import io
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import torchopt
 from torch import nn
 
 import bayesopt_chain as bc
+from tests.optim.stepping import through_a_file, walk
 
 CHAINS = {
     "sghmc": lambda g: bc.sghmc(0.1, temperature=0.2),
@@ -53,8 +53,7 @@ def test_each_group_has_its_own_chain_and_tensors_follow_torchs_schedulers():
     )
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
     for _ in range(2):
-        a.grad, b.grad = torch.ones(2), torch.ones(2)
-        optimizer.step()
+        walk(optimizer, gradient=torch.ones_like)
         scheduler.step()
     torch.testing.assert_close(a.detach(), torch.full((2,), 1.0 - 0.5 - 0.05))
     torch.testing.assert_close(b.detach(), torch.full((2,), 1.0 - 0.1 - 0.01))
@@ -64,9 +63,8 @@ def test_a_number_built_into_the_chain_that_changes_is_refused_before_anything_m
     theta = torch.ones(2, requires_grad=True)
     optimizer = bc.optim.Optimizer([theta], lambda g: bc.sgd(g["lr"]), lr=0.1)
     optimizer.param_groups[0]["lr"] = 0.05
-    theta.grad = torch.ones(2)
     with pytest.raises(ValueError, match=r"lr changed from 0.1 to 0.05.*torch.tensor\(0.1\)"):
-        optimizer.step()
+        walk(optimizer)
     assert torch.equal(theta.detach(), torch.ones(2))
 
 
@@ -77,26 +75,16 @@ def test_its_state_dict_loads_without_code_and_goes_on_bit_for_bit():
         make = lambda g: bc.sghmc(g["lr"], temperature=0.2)  # noqa: E731
         return model, bc.optim.Optimizer(model.named_parameters(), make, lr=torch.tensor(0.1))
 
-    def walk(model, optimizer):
-        for _ in range(4):
-            for p in model.parameters():
-                p.grad = 0.5 * p.detach()
-            optimizer.step()
-        return torch.cat([p.detach().flatten() for p in model.parameters()])
-
     model, optimizer = fresh(0)
-    walk(model, optimizer)
-    buffer = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
-    buffer.seek(0)
-    twin = copy.deepcopy((model, optimizer))
-    expected = walk(model, optimizer)
-    assert torch.equal(walk(*twin), expected)
-    saved = torch.load(buffer, weights_only=True)
+    walk(optimizer, 4)
+    saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    twin = copy.deepcopy(optimizer)
+    expected = walk(optimizer, 4)
+    assert torch.equal(walk(twin, 4), expected)
     model, optimizer = fresh(1)
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
-    assert torch.equal(walk(model, optimizer), expected)
+    assert torch.equal(walk(optimizer, 4), expected)
     assert optimizer._chains[0].tx is not None and optimizer.param_groups[0]["lr"].item() == pytest.approx(0.1)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
+from tests.optim.stepping import walk
 
 N, T = 4000, 0.7
 FIVE_SIGMA = 5 * math.sqrt(2 / N)  # of a variance estimated from N independent normals: false alarms 6e-7 a check
@@ -24,7 +25,4 @@ def test_real_draws_give_the_variance_T_over_curvature(name, kwargs):
     """4000 independent chains on a unit quadratic, the variance over chains after 200 steps."""
     theta = torch.full((N,), 0.1, requires_grad=True)
     optimizer = getattr(bc.optim, name)([theta], temperature=T, **kwargs)
-    for _ in range(200):
-        theta.grad = theta.detach().clone()
-        optimizer.step()
-    assert abs(theta.detach().square().mean() / T - 1.0) < FIVE_SIGMA
+    assert abs(walk(optimizer, 200, torch.clone).square().mean() / T - 1.0) < FIVE_SIGMA

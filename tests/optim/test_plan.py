@@ -11,6 +11,7 @@ import torch
 
 import bayesopt_chain as bc
 from bayesopt_chain.engine.optimizer_cpu import Job
+from tests.optim.stepping import walk as step_on
 
 
 def walk(
@@ -244,10 +245,7 @@ def test_leaves_of_which_one_alone_has_a_velocity_are_moved_together(foreach):
         optimizer = maker("SGHMC", foreach=foreach)(params.items())
         if "a" in params:
             optimizer.state[params["a"]]["momentum_buffer"] = torch.full((3,), 2.0, dtype=torch.float64)
-        for _ in range(3):
-            for p in params.values():
-                p.grad = p.detach().clone()
-            optimizer.step()
+        step_on(optimizer, 3, torch.clone)
         return {name: p.detach() for name, p in params.items()}
 
     together, alone = walk("ab"), walk("a") | walk("b")

@@ -11,6 +11,7 @@ import bayesopt_chain as bc
 from bayesopt_chain.matching import law
 from bayesopt_chain.optim._rule import Linear, noise_of
 from tests.optim.probe import Probed
+from tests.optim.stepping import walk
 
 CURVATURE = torch.tensor([[2.0, 0.6], [0.6, 1.0]], dtype=torch.float64)
 T = 0.7
@@ -289,12 +290,10 @@ def test_decoupled_decay_beside_a_momentum_that_changes_is_off_by_no_more_than_i
 def test_a_state_that_lacks_a_number_of_the_last_step_is_refused_by_name():
     theta = torch.zeros(2, requires_grad=True)
     optimizer = bc.optim.SGHMC([theta], 0.1, temperature=T)
-    theta.grad = torch.ones(2)
-    optimizer.step()
+    before = walk(optimizer)
     del optimizer.state[theta]["noise_surplus"]
-    before = theta.detach().clone()
     with pytest.raises(ValueError, match="noise_surplus"):
-        optimizer.step()
+        walk(optimizer)
     assert torch.equal(theta, before)
 
 
@@ -317,8 +316,6 @@ def test_what_a_rise_of_nesterovs_momentum_costs_is_what_the_docstring_says(firs
     errors = []
     for t in range(130):
         made.param_groups[0]["momentum"] = first if t < 90 else then
-        p.grad = p.detach().clone()
-        made.step()
-        errors.append(p.detach().var().item() - 1)
+        errors.append(walk(made, gradient=torch.clone).var().item() - 1)
     assert max(errors[80:90], key=abs) == pytest.approx(0.0, abs=0.02)
     assert max(errors[90:]) == pytest.approx(worst, abs=0.02) and min(errors[90:]) > -0.02

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import bayesopt_chain as bc
+from tests.optim.stepping import walk
 
 CLASSES = [
     name
@@ -122,18 +123,10 @@ def test_lbfgs_and_sparse_adam_are_torchs_at_temperature_0():
 
     for ours, theirs in zip(quadratic(bc.optim.LBFGS), quadratic(torch.optim.LBFGS)):
         assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
-
-    def rows(cls):
-        torch.manual_seed(0)
-        table = nn.Embedding(5, 2, sparse=True)
-        optimizer = cls(table.parameters(), lr=0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            table(torch.tensor([1, 3])).square().sum().backward()
-            optimizer.step()
-        return table.weight.detach()
-
-    assert torch.equal(rows(bc.optim.SparseAdam), rows(torch.optim.SparseAdam))
+    tables = [torch.ones(5, 2, requires_grad=True) for _ in range(2)]
+    for table, cls in zip(tables, (bc.optim.SparseAdam, torch.optim.SparseAdam)):
+        walk(cls([table], lr=0.1), 3, of_one_row)
+    assert torch.equal(*tables)
 
 
 @pytest.mark.parametrize(
@@ -173,10 +166,7 @@ def test_at_a_temperature_the_three_implementations_agree_to_rounding(name, impl
         torch.manual_seed(0)
         theta = torch.linspace(-1, 1, 33, dtype=torch.float64).requires_grad_()
         optimizer = cls([theta], lr=0.01, temperature=0.1, **how)
-        for _ in range(5):
-            theta.grad = theta.detach().clone() + 0.1
-            optimizer.step()
-        return theta.detach()
+        return walk(optimizer, 5, lambda p: p + 0.1)
 
     torch.testing.assert_close(run(**implementation), run(foreach=False), rtol=1e-12, atol=1e-12)
 
@@ -188,8 +178,7 @@ def test_hooks_run_once_for_each_step_even_after_torchs_own_class_was_used():
         optimizer = bc.optim.SGD([theta], lr=0.1, temperature=temperature)
         optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
         optimizer.register_step_post_hook(lambda *_: calls.append("post"))
-        theta.grad = torch.ones(2)
-        optimizer.step()
+        walk(optimizer)
     assert calls == ["pre", "post"] * 2
 
 
@@ -224,12 +213,9 @@ def test_groups_have_temperatures_of_their_own_and_may_come_later_and_what_has_n
 def test_a_tensor_temperature_is_read_at_every_step():
     theta, dial = torch.zeros(3, requires_grad=True), torch.tensor(0.0)
     optimizer = bc.optim.SGLD([theta], 0.1, temperature=dial)
-    theta.grad = torch.zeros(3)
-    optimizer.step()
-    assert not theta.any()
+    assert not walk(optimizer).any()
     dial.fill_(0.5)
-    optimizer.step()
-    assert theta.all()
+    assert walk(optimizer).all()
 
 
 class Wrapped(torch.Tensor):
@@ -297,9 +283,8 @@ def test_sparse_gradients_without_momentum_move_all_rows_and_repeated_parameters
 
 def test_low_precision_parameters_warn_where_noise_rounds_away():
     theta = torch.ones(64, dtype=torch.bfloat16, requires_grad=True)
-    theta.grad = torch.zeros_like(theta)
     with pytest.warns(UserWarning, match="keep float32 parameters"):
-        bc.optim.SGHMC([theta], 1e-3, temperature=1e-6).step()
+        walk(bc.optim.SGHMC([theta], 1e-3, temperature=1e-6))
 
 
 def test_autocast_and_a_gradient_scaler_leave_float32_parameters_and_skip_overflows_with_their_noise():
@@ -346,10 +331,7 @@ def test_a_large_leaf_gets_the_same_noise_block_by_block(name, monkeypatch):
         torch.manual_seed(0)
         theta = torch.zeros(1000, dtype=torch.float64, requires_grad=True)
         optimizer = getattr(bc.optim, name)([theta], lr=0.01, temperature=0.1)
-        for _ in range(3):
-            theta.grad = theta.detach() + 1.0
-            optimizer.step()
-        return theta.detach()
+        return walk(optimizer, 3, lambda p: p + 1.0)
 
     whole = run()
     monkeypatch.setattr("bayesopt_chain.optim._leaves.BLOCK", 64)
@@ -375,17 +357,9 @@ def test_noise_is_numbered_by_name_so_that_leaving_one_parameter_out_leaves_the_
 
 
 def test_deepcopy_goes_on_with_the_same_noise_and_fork_does_not():
-    model = network()
-    optimizer = bc.optim.SGHMC(model.parameters(), 0.1, temperature=0.1)
-
-    def step(model, optimizer):
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p)
-        optimizer.step()
-        return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-    step(model, optimizer)
-    (m1, o1), (m2, o2) = copy.deepcopy((model, optimizer)), copy.deepcopy((model, optimizer))
+    optimizer = bc.optim.SGHMC(network().parameters(), 0.1, temperature=0.1)
+    walk(optimizer)
+    o1, o2 = copy.deepcopy(optimizer), copy.deepcopy(optimizer)
     o2.fork()
-    ours, first, second = step(model, optimizer), step(m1, o1), step(m2, o2)
+    ours, first, second = map(walk, (optimizer, o1, o2))
     assert torch.equal(ours, first) and not torch.equal(ours, second)
