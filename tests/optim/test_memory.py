@@ -24,14 +24,12 @@ MAKERS = {
 }
 
 
-def step(p, optimizer):
-    """One step at a gradient of ones."""
-    if hasattr(optimizer, "sampled"):
-        with optimizer.sampled():
+def step(p, optimizer, n=1):
+    """Steps at gradients of ones."""
+    for _ in range(n):
+        with optimizer.sampled() if hasattr(optimizer, "sampled") else nullcontext():
             p.grad = torch.ones_like(p)
-    else:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
+        optimizer.step()
 
 
 def made(name, n):
@@ -43,8 +41,7 @@ def made(name, n):
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_state_of_another_width_is_refused_when_it_is_loaded(name, n):
     p, optimizer = made(name, 8)
-    step(p, optimizer)
-    step(p, optimizer)
+    step(p, optimizer, 2)
     _, other = made(name, n)
     with pytest.raises(ValueError, match=rf"has the shape \(8,\) and its parameter \({n},\)"):
         other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -54,8 +51,7 @@ def test_a_state_of_another_width_is_refused_when_it_is_loaded(name, n):
 @pytest.mark.parametrize("name", [name for name in MAKERS if name != "IVON"])
 def test_a_state_of_another_width_that_was_put_there_is_refused_before_anything_moves(name):
     p, optimizer = made(name, 8)
-    step(p, optimizer)
-    step(p, optimizer)
+    step(p, optimizer, 2)
     for key, x in optimizer.state[p].items():
         if torch.is_tensor(x) and x.ndim:
             optimizer.state[p][key] = x[:4].clone()
@@ -77,8 +73,7 @@ def test_a_state_of_another_class_is_named(taking):
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_parameter_that_was_resized_is_refused_before_anything_moves(name):
     p, optimizer = made(name, 8)
-    for _ in range(3):  # a plan is there, which has to notice
-        step(p, optimizer)
+    step(p, optimizer, 3)  # a plan is there, which has to notice
     p.data = torch.zeros(64)
     with pytest.raises((ValueError, RuntimeError), match=r"\(8,\)|\(64,\)|size of tensor"):
         step(p, optimizer)
@@ -88,8 +83,7 @@ def test_a_parameter_that_was_resized_is_refused_before_anything_moves(name):
 @pytest.mark.parametrize("name", MAKERS)
 def test_chains_that_load_one_live_state_share_nothing(name):
     p, optimizer = made(name, 8)
-    step(p, optimizer)
-    step(p, optimizer)
+    step(p, optimizer, 2)
     state = optimizer.state_dict()
     chains = [made(name, 8) for _ in range(2)]
     for _, chain in chains:

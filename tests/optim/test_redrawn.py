@@ -53,12 +53,6 @@ def pair(rule, n=8, large=False, between=None, **kwargs):
     return out
 
 
-def assert_same(kept, redrawn):
-    assert all(torch.equal(a, b) for a, b in zip(kept[1], redrawn[1]))
-    entries = [state for state in redrawn[0].state.values()]
-    assert not any("noise" in state or "noise_direct" in state for state in entries)
-
-
 def forked(optimizer, params):
     optimizer.fork(torch.Generator().manual_seed(9))
     return optimizer
@@ -96,7 +90,9 @@ WALKS = {  # and the classes that go another way in each
 
 @pytest.mark.parametrize("how, rule", [(how, rule) for how, (_, rules) in WALKS.items() for rule in rules])
 def test_a_draw_that_is_made_again_is_the_one_that_was_kept(how, rule):
-    assert_same(*pair(rule, **WALKS[how][0]))
+    kept, redrawn = pair(rule, **WALKS[how][0])
+    assert all(map(torch.equal, kept[1], redrawn[1]))
+    assert not any(name in state for state in redrawn[0].state.values() for name in ("noise", "noise_direct"))
 
 
 def test_sghmc_keeps_as_many_numbers_as_sgd_with_momentum():

@@ -44,22 +44,6 @@ def test_a_lane_of_vmap_draws_what_it_draws_alone_bit_for_bit(name, dtype):
     assert not torch.equal(got[0] / xs[0], got[1] / xs[1])
 
 
-def test_gradients_inside_vmap_see_the_same_masks():
-    net = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.2), nn.ReLU(), nn.Dropout(0.5)).double().requires_grad_(False)
-    xs = torch.randn(3, 5, 6, dtype=torch.float64)
-
-    def slope(x, key, count):
-        with model_draws((key, count)):
-            return torch.func.grad(lambda x: net(x).square().sum())(x)
-
-    got = torch.vmap(slope, randomness="error")(xs, KEYS, COUNTS)
-    for i in range(3):
-        x = xs[i].clone().requires_grad_()
-        with model_draws((KEYS[i], COUNTS[i])):
-            net(x).square().sum().backward()
-        torch.testing.assert_close(got[i], x.grad, rtol=1e-12, atol=1e-14)
-
-
 def test_nobody_elses_draws_are_touched_and_count_and_key_decide():
     x, state = torch.ones(1000), torch.get_rng_state()
     masks = [alone(F.dropout, x, torch.tensor(k), torch.tensor(c)) for k, c in ((1, 0), (1, 0), (1, 1), (2, 0))]

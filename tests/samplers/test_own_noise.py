@@ -10,7 +10,6 @@ from bayesopt_chain import precision, samplers
 from bayesopt_chain.random import stream as keyed_stream
 from bayesopt_chain.samplers.microcanonical import Metric, freshness
 from bayesopt_chain.testing import NormalProbe, assert_bitwise_equal
-from bayesopt_chain.testing._zero_temperature import run, smooth_gradient
 from tests.registry.samplers import thermostat_probe
 from tests.samplers.transfer import QUARTIC, fitted_slope
 from tests.walk import average, end_of
@@ -127,17 +126,6 @@ def test_it_samples_a_gaussian_and_minibatches_only_turn_it():
         if t >= 150:
             total += (params**2).mean(0) / 150
     assert (total * k).mean() == pytest.approx(1.0, abs=0.03) and (total * k - 1).abs().max() < 0.12
-
-
-BOTH = [samplers.sgnht, samplers.badodab]
-
-
-@pytest.mark.parametrize("build", BOTH)
-def test_with_one_parameter_both_kinds_are_the_same(build):
-    p = torch.tensor([0.4], dtype=torch.float64)
-    a, _ = run(build(0.1, temperature=0.7), p, smooth_gradient, 20)
-    b, _ = run(build(0.1, temperature=0.7, per_parameter=True), p, smooth_gradient, 20)
-    assert_bitwise_equal(a, b)
 
 
 def test_the_scalar_thermostat_follows_the_mean_over_all_leaves():

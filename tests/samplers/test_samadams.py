@@ -12,7 +12,7 @@ import bayesopt_chain as bc
 from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.testing import assert_bitwise_equal
 from tests.samplers.transfer import QUARTIC, Basis, gibbs_grid, target_moment
-from tests.walk import end_of, walk
+from tests.walk import walk
 
 DOUBLE = torch.float64
 
@@ -111,16 +111,6 @@ def test_at_temperature_zero_with_a_constant_clock_it_is_sgd_with_momentum():
     lr, momentum = bc.samplers.splitting_parameters(0.1, friction=1.0)
     still = bc.samplers.samadams(0.2, 1.0, temperature=0.0, gradient_scale=1.0, slowest=0.5, fastest=0.5)
     torch.testing.assert_close(trajectory(still), trajectory(torchopt.sgd(lr, momentum)), rtol=1e-12, atol=1e-12)
-
-
-def test_it_holds_on_walls_that_throw_a_fixed_step_out():
-    """Down ``x^2 / 2 + x^6`` from high up; with ``slowest = fastest`` the step is fixed."""
-
-    def end(slowest):
-        tx = bc.samplers.samadams(0.3, 1.0, temperature=0.0, gradient_scale=4.0, slowest=slowest)
-        return end_of(tx, torch.tensor(2.0, dtype=DOUBLE), lambda x: x + 6 * x**5, 300)[0]
-
-    assert abs(end(0.1)) < 0.1 and not torch.isfinite(end(1.0))
 
 
 def loss(params, batch):
