@@ -186,6 +186,6 @@ def message_of(function, *args):
     """What a refusal says, or ``None`` if there was none."""
     try:
         function(*args)
-    except (ValueError, TypeError, RuntimeError, FileNotFoundError) as err:
+    except (ValueError, TypeError, RuntimeError, OSError) as err:
         return f"{type(err).__name__}: {err}"
     return None

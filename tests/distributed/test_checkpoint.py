@@ -12,6 +12,7 @@ import random
 import re
 import warnings
 import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import optree
@@ -69,16 +70,6 @@ def test_a_chain_goes_on_in_any_layout_on_any_number_of_ranks(route, tmp_path):
         torch.testing.assert_close(found, want, rtol=0, atol=rounding)
 
 
-def test_other_numbers_of_chains_are_refused(tmp_path):
-    gone_on(tmp_path, None, "a", 1, "chains", n=6)
-    for n, words in (
-        (4, r"no rank loads \[4, 5\]: run as many chains as were saved"),
-        (7, "chain 6/params/w is missing"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            gone_on(tmp_path, "a", None, 1, "chains", n=n)
-
-
 @on(2)
 def test_replicas_are_written_once_and_the_row_of_a_chain_alone(tmp_path):
     w, rank = torch.zeros(8, 10_000), world()[0]
@@ -121,8 +112,6 @@ def test_replicas_that_differ_on_some_ranks_are_refused_on_all_of_them(tmp_path)
 
 
 def test_a_state_is_a_tree_of_tensors(tmp_path):
-    with pytest.raises(TypeError, match="tree is NoneType; only tensors"):
-        bc.distributed.save(tmp_path / "step", None)
     states = [TX.init(matrices()), TX.init(matrices())]
     states[0][0].trace[0].fill_(3.0)
     bc.distributed.save(tmp_path / "step", {"state": states[0]})
@@ -130,42 +119,45 @@ def test_a_state_is_a_tree_of_tensors(tmp_path):
     assert all(map(torch.equal, optree.tree_leaves(states[1]), optree.tree_leaves(states[0])))
 
 
-@pytest.mark.parametrize(
-    "other, says",
-    [
-        (bc.sgld(0.1, temperature=0.05), r"state/0.Momentum.trace\['b'\] is not expected"),
-        (bc.adam(0.1, temperature=0.05), "is missing"),
-    ],
-)
-def test_the_state_of_another_chain_is_refused_and_nothing_is_written(other, says, tmp_path):
+def into(folder, tx=TX, **changed):
+    """Load into the parameters and the state of a chain, which are 9 before, and stay so where that is refused."""
+    tree = {"params": matrices() | changed, "state": bc.state_dict(tx.init(matrices()))}
+    for x in (leaves := [x for x in optree.tree_leaves(tree) if x.is_floating_point()]):
+        x.fill_(9.0)
+    try:
+        bc.distributed.load(folder / "a", tree)
+    finally:
+        assert all((x == 9.0).all() for x in leaves)
+
+
+MISFITS = {  # what is said, and what is done with the checkpoint of a chain, or of six chains
+    "fewer chains": ("no rank loads [4, 5]: run as many chains", lambda f: gone_on(f, "c", None, 1, "chains", n=4)),
+    "more chains": ("chain 6/params/w is missing", lambda f: gone_on(f, "c", None, 1, "chains", n=7)),
+    "another chain": ("state/0.Momentum.trace['b'] is not expected", lambda f: into(f, bc.sgld(0.1, temperature=0.05))),
+    "two moments": ("is missing", lambda f: into(f, bc.adam(0.1, temperature=0.05))),
+    "another shape": ("b is torch.float64 (3,), expected torch.float64 (4,)", lambda f: into(f, b=torch.ones(4).double())),
+    "another dtype": ("params/b is torch.float64 (3,), expected torch.float32 (3,)", lambda f: into(f, b=torch.ones(3))),
+    "a folder that is taken": ("holds a checkpoint already", lambda f: gone_on(f, None, "a", 3)),
+    "no table": ("not written to its end", lambda f: gone_on(f, "b", None, 1)),
+    "no tree": ("tree is NoneType; only tensors", lambda f: bc.distributed.save(f / "b", None)),
+    "no stack": (
+        "w is of shape (3,); with chains= axis 0 of every tensor counts the 2 chains",
+        lambda f: bc.distributed.save(f / "b", {"w": torch.ones(3)}, chains=range(2)),
+    ),
+}  # fmt: skip
+
+
+def test_what_does_not_fit_a_checkpoint_is_refused_and_nothing_is_written(tmp_path):
     gone_on(tmp_path, None, "a", 2)
-    params = {name: torch.zeros_like(x) for name, x in matrices().items()}
-    with pytest.raises(ValueError, match=says):
-        bc.distributed.load(tmp_path / "a", {"params": params, "state": bc.state_dict(other.init(params))})
-    assert not params["w"].any()
-
-
-def test_other_shapes_and_dtypes_are_refused(tmp_path):
-    bc.distributed.save(tmp_path / "step", {"w": torch.ones(3), "v": torch.ones(2, dtype=torch.float64)})
-    says = r"v is torch.float64 .*; w is torch.float32 \(3,\), expected torch.float32 \(4,\)"
-    with pytest.raises(ValueError, match=says):
-        bc.distributed.load(tmp_path / "step", {"w": torch.zeros(4), "v": torch.zeros(2)})
-    with pytest.raises(ValueError, match=r"w is of shape \(3,\); with chains= axis 0 .* counts the 2 chains"):
-        bc.distributed.save(tmp_path / "cut", {"w": torch.ones(3)}, chains=range(2))
-
-
-def test_a_checkpoint_is_whole_or_none_and_is_not_written_over(tmp_path):
-    gone_on(tmp_path, None, "a", 2)
-    with pytest.raises(FileExistsError, match="holds a checkpoint already"):
-        gone_on(tmp_path, None, "a", 3)
-    (tmp_path / "a" / ".metadata").unlink()
-    with pytest.raises(FileNotFoundError, match="not written to its end"):
-        gone_on(tmp_path, "a", None, 1)
+    gone_on(tmp_path, None, "c", 1, "chains", n=6)
+    for case, (words, act) in MISFITS.items():
+        assert words in message_of(act, tmp_path), case
 
 
 # what was damaged, cut, or written by somebody else
 
 TREE = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(7.0), "none": torch.zeros(0, 2)}
+FILES = (".metadata", "__0_0.distcp", DIGESTS)
 
 
 @pytest.fixture
@@ -174,87 +166,120 @@ def folder(tmp_path):
     return tmp_path / "step"
 
 
-@pytest.fixture
-def foreign(folder):
-    """The same without digests, as torch itself writes it."""
-    (folder / DIGESTS).unlink()
-    return folder
-
-
 def loaded(folder):
     """What a load leaves in tensors that were 9 before, and its error or warnings."""
     tree = {name: torch.full_like(x, 9.0) for name, x in TREE.items()}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        try:
-            bc.distributed.load(folder, tree)
-        except (ValueError, FileNotFoundError) as error:
-            assert all(bool((x == 9).all()) for x in tree.values()), "a refusal leaves the tensors as they were"
-            return None, str(error)
-    return tree, " ".join(str(x.message) for x in caught)
+        said = message_of(bc.distributed.load, folder, tree)
+    if said is None:
+        return tree, " ".join(str(x.message) for x in caught)
+    assert all(bool((x == 9).all()) for x in tree.values()), "a refusal leaves the tensors as they were"
+    return None, said
 
 
 def is_right(tree):
     return all(torch.equal(tree[name], x) for name, x in TREE.items())
 
 
-def flipped(raw, seed):
-    where = random.Random(seed)
-    changed = bytearray(raw)
-    changed[where.randrange(len(raw))] ^= 1 << where.randrange(8)
-    return bytes(changed)
-
-
-def change_table(folder, name, change):
-    table = pickle.loads((folder / ".metadata").read_bytes())
-    about = table.state_dict_metadata[name]
-    about.chunks = change(about.chunks)
-    (folder / ".metadata").write_bytes(pickle.dumps(table))
+@pytest.mark.parametrize("file, digests", [*itertools.product(FILES, (True,)), *itertools.product(FILES[:2], (False,))])
+def test_a_flipped_bit_is_refused_and_without_digests_read_as_other_numbers_or_refused(file, digests, folder):
+    """Never an error without a name, and never a tensor of which only a part was read."""
+    (folder / DIGESTS).rename(folder / (DIGESTS if digests else "elsewhere"))
+    raw, ends = (folder / file).read_bytes(), set()
+    for seed in range(25):
+        where, changed = random.Random(seed), bytearray(raw)
+        changed[where.randrange(len(raw))] ^= 1 << where.randrange(8)
+        (folder / file).write_bytes(bytes(changed))
+        tree, said = loaded(folder)
+        assert tree is None and "damaged" in said if digests else tree is not None or "load:" in said, (seed, said)
+        ends.add(tree is None)
+    assert True in ends
 
 
 def box(offsets, sizes):
     return ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
 
 
-def test_a_checkpoint_of_ours_is_compared_and_one_of_torchs_own_is_not_and_says_so(folder, tmp_path):
-    (folder / "__7_0.distcp").write_bytes(b"left from a save on more ranks that was cut off")
+def pieces(name, *boxes):
+    def spoil(folder):
+        table = pickle.loads((folder / ".metadata").read_bytes())
+        table.state_dict_metadata[name].chunks = [box(*x) for x in boxes]
+        (folder / ".metadata").write_bytes(pickle.dumps(table))
+
+    return spoil
+
+
+def cut(file):
+    return lambda folder: (folder / file).write_bytes((folder / file).read_bytes()[:-1])
+
+
+def raw(content, file=".metadata"):
+    return lambda folder: (folder / file).write_bytes(content)
+
+
+def instead(file, make):
+    """Something else by the name of a file."""
+
+    def spoil(folder):
+        (folder / file).unlink()
+        make(folder / file)
+
+    return spoil
+
+
+def compressed(folder):
+    """A zip bomb: a gigabyte of zeros takes a megabyte on the disk."""
+    torch.save(torch.zeros(2, 3), whole := io.BytesIO())
+    with zipfile.ZipFile(whole) as read, zipfile.ZipFile(packed := io.BytesIO(), "w", zipfile.ZIP_DEFLATED) as write:
+        for name in read.namelist():
+            write.writestr(name, read.read(name))
+    table = pickle.loads((folder / ".metadata").read_bytes())
+    for place in table.storage_data.values():
+        place.offset, place.length = 0, len(packed.getvalue())
+    (folder / ".metadata").write_bytes(pickle.dumps(table))
+    (folder / "__0_0.distcp").write_bytes(packed.getvalue())
+
+
+HARM, ALL = "damaged, or was made to do harm", ((0, 0), (2, 3))
+FOREIGN = {  # without digests, as torch itself writes it: what is done, and what is said; None where it is read
+    "nothing": (lambda folder: None, None),
+    "no pieces": (pieces("w"), "w"),
+    "no piece of a number": (pieces("b"), "b"),
+    "pieces that leave elements out": (pieces("w", ((0, 0), (2, 1)), ((0, 1), (1, 2))), "w"),
+    "a piece across the border": (pieces("w", ((1, 0), (2, 3))), "w"),
+    "pieces that overlap": (pieces("w", ALL, ((0, 1), (2, 1))), "w"),
+    "a piece of another rank": (pieces("w", ((0,), (2,))), "w"),
+    "a negative piece": (pieces("w", ((0, 0), (-2, -3))), "w"),
+    "a piece twice": (pieces("w", ALL, ALL), None),
+    "an attribute of a class": (raw(b"\x80\x04cpathlib\nPosixPath\n(N}\x8c\x04openNst\x86b."), HARM),
+    "a memo of two thousand million entries": (raw(b"\x80\x04r\xff\xff\xff\x7f."), HARM),
+    "bytes beyond all memory": (raw(b"\x80\x04\x8e" + b"\xff" * 7 + b"\x7f."), HARM),
+    "tuples in tuples": (raw(b"\x80\x04" + b"(" * 100_000 + b"t" * 100_000 + b"."), HARM),
+    "a command": (raw(b"\x80\x04cos\nsystem\n(\x8c\x04truetR."), HARM),
+    "no table": (raw(b""), HARM),
+    "a compressed piece": (compressed, "compressed"),
+}
+OURS = {
+    "files of a save on more ranks that was cut off": (raw(b"x", "__7_0.distcp"), None),
+    **{f"{file}, cut": (cut(file), "damaged") for file in FILES},
+    **{f"{file}, empty": (raw(b"", file), "damaged") for file in FILES},
+    **{f"{file}, a pipe": (instead(file, os.mkfifo), "step") for file in FILES},
+    **{f"{file}, endless": (instead(file, lambda path: path.symlink_to("/dev/zero")), "step") for file in FILES},
+    **{f"{file}, a folder": (instead(file, Path.mkdir), "step") for file in FILES},
+    **{f"{file}, gone": (lambda folder, file=file: (folder / file).unlink(), "step") for file in FILES[:2]},
+}
+
+
+@pytest.mark.parametrize("case", [*FOREIGN, *OURS])
+def test_a_checkpoint_that_was_damaged_or_crafted_is_refused_and_without_digests_it_is_said(case, folder):
+    spoil, words = (FOREIGN | OURS)[case]
+    if case in FOREIGN:
+        (folder / DIGESTS).unlink()
+    spoil(folder)
     tree, said = loaded(folder)
-    assert is_right(tree) and not said
-    dcp.save(dict(TREE), checkpoint_id=tmp_path / "torch", no_dist=True)
-    tree, said = loaded(tmp_path / "torch")
-    assert is_right(tree) and "has no digests, so that damage is not checked for" in said
-
-
-@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", DIGESTS])
-def test_a_flipped_bit_of_any_file_is_refused(file, folder):
-    raw = (folder / file).read_bytes()
-    for seed in range(12):
-        (folder / file).write_bytes(flipped(raw, seed))
-        tree, said = loaded(folder)
-        assert tree is None and "damaged" in said, seed
-    (folder / file).write_bytes(raw[:-1])
-    assert "damaged" in loaded(folder)[1]
-    (folder / file).write_bytes(b"")
-    assert "damaged" in loaded(folder)[1]
-
-
-@pytest.mark.parametrize(
-    "name, change, holds",
-    [
-        ("w", lambda pieces: [], False),
-        ("w", lambda pieces: [box((0, 0), (2, 1)), box((0, 1), (1, 2))], False),
-        ("w", lambda pieces: [box((1, 0), (2, 3))], False),
-        ("w", lambda pieces: [box((0, 0), (2, 3)), box((0, 1), (2, 1))], False),
-        ("w", lambda pieces: [box((0,), (2,))], False),
-        ("w", lambda pieces: [box((0, 0), (-2, -3))], False),
-        ("b", lambda pieces: [], False),
-        ("w", lambda pieces: pieces * 2, True),
-    ],
-)
-def test_pieces_that_do_not_cover_a_tensor_once_are_refused(name, change, holds, foreign):
-    change_table(foreign, name, change)
-    tree, said = loaded(foreign)
-    assert is_right(tree) if holds else tree is None and name in said
+    assert is_right(tree) if words is None else tree is None and words in said
+    assert (words is None and case in FOREIGN) == ("has no digests, so that damage is not checked for" in said)
 
 
 def test_covering_once_is_what_counting_every_element_says():
@@ -269,75 +294,6 @@ def test_covering_once_is_what_counting_every_element_says():
         assert _covers_once(SimpleNamespace(size=torch.Size((2, 2)), chunks=chunks)) == want, chosen
         seen.add(bool(want))
     assert seen == {True, False}
-
-
-def as_fifo(file):
-    file.unlink()
-    os.mkfifo(file)
-
-
-def as_endless(file):
-    file.unlink()
-    file.symlink_to("/dev/zero")
-
-
-@pytest.mark.parametrize("make", [as_fifo, as_endless, lambda file: file.unlink()])
-@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", DIGESTS])
-def test_what_is_no_regular_file_is_refused(file, make, folder):
-    make(folder / file)
-    tree, said = loaded(folder)
-    if file == DIGESTS and not os.path.lexists(folder / file):
-        assert is_right(tree)  # a checkpoint without digests
-    else:
-        assert tree is None and str(folder) in said
-
-
-@pytest.mark.filterwarnings("ignore:load")
-def test_a_piece_that_is_compressed_is_refused(foreign):
-    """A zip bomb: a gigabyte of zeros takes a megabyte on the disk."""
-    raw = io.BytesIO()
-    torch.save(torch.zeros(2, 3), raw)
-    packed = io.BytesIO()
-    with zipfile.ZipFile(raw) as read, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as write:
-        for name in read.namelist():
-            write.writestr(name, read.read(name))
-    table = pickle.loads((foreign / ".metadata").read_bytes())
-    for place in table.storage_data.values():
-        place.offset, place.length = 0, len(packed.getvalue())
-    (foreign / ".metadata").write_bytes(pickle.dumps(table))
-    (foreign / "__0_0.distcp").write_bytes(packed.getvalue())
-    tree, said = loaded(foreign)
-    assert tree is None and "compressed" in said
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"\x80\x04cpathlib\nPosixPath\n(N}\x8c\x04openNst\x86b.",  # sets an attribute of a class
-        b"\x80\x04r\xff\xff\xff\x7f.",  # asks for a memo of two thousand million entries
-        b"\x80\x04\x8e" + b"\xff" * 7 + b"\x7f.",  # for bytes beyond all memory
-        b"\x80\x04" + b"(" * 100_000 + b"t" * 100_000 + b".",  # for tuples in tuples
-        b"\x80\x04cos\nsystem\n(\x8c\x04truetR.",
-        b"",
-    ],
-)
-def test_a_crafted_table_is_refused_in_little_memory(raw, foreign):
-    (foreign / ".metadata").write_bytes(raw)
-    tree, said = loaded(foreign)
-    assert tree is None and "damaged, or was made to do harm" in said
-
-
-@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
-def test_a_flipped_bit_without_digests_is_read_as_other_numbers_or_refused(file, foreign):
-    """Never an error without a name, and never a tensor of which only a part was read."""
-    raw = (foreign / file).read_bytes()
-    ends = set()
-    for seed in range(25):
-        (foreign / file).write_bytes(flipped(raw, seed))
-        tree, said = loaded(foreign)
-        assert tree is not None or said.startswith("load:"), said
-        ends.add(tree is None)
-    assert True in ends
 
 
 # files of ranks

@@ -1,6 +1,7 @@
 """The commands of the pages on several ranks and in jobs, as they stand there."""
 
-import functools
+import contextlib
+import io
 import os
 import pickle
 import re
@@ -11,9 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import bayesopt_chain as bc
-from tests.distributed.ranks import begun
+from tests.distributed.ranks import run
 
 ROOT = Path(__file__).parents[2]
 HOWTO = {page.stem: page.read_text() for page in sorted((ROOT / "docs" / "howto").glob("*.md"))}
@@ -48,33 +50,22 @@ def torchrun(size, folder, draws, script):
     return python(folder, *command, DRAWS=str(draws))
 
 
-def forked(size, folder, draws, script, spread=True):
-    """As :func:`torchrun`, in processes that have imported torch already.
+def executed(folder, draws):
+    """What a script prints on this rank, whose group has begun already and stays."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
+        for name in ("init_process_group", "destroy_process_group"):
+            patch.setattr(dist, name, lambda *args, **options: None)
+        patch.setenv("DRAWS", str(draws))
+        patch.chdir(folder)
+        patch.syspath_prepend(folder)
+        runpy.run_path("page.py", run_name="__main__")
+    return out.getvalue()
 
-    ``spread``: it has DTensors, whose meshes torch keeps in caches of its own.
-    """
+
+def launched(size, folder, draws, script):
+    """As :func:`torchrun`, in processes that have imported torch already."""
     (folder / "page.py").write_text(script)
-    group = begun(_execute, size, folder, draws, spread)
-    for _, process in group:
-        process.join(200)
-    said = "".join((folder / f"{name}-{rank}").read_text() for name in ("err", "out") for rank in range(size))
-    assert all(process.exitcode == 0 for _, process in group), said
-    return "".join((folder / f"out-{rank}").read_text() for rank in range(size)).strip()
-
-
-def _execute(pipe, rank, size, port, folder, draws, spread):
-    torch.set_num_threads(1)
-    os.environ.update(
-        {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    )
-    os.environ.update({"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True", "DRAWS": str(draws)})
-    os.chdir(folder)
-    for number, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(f"{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    sys.path.insert(0, str(folder))
-    runpy.run_path("page.py", run_name="__main__")
-    names = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
-    assert spread or not [name for name in names if "gloo" in name]  # a thread that outlives Python aborts the process
+    return "".join(run(executed, size, folder, draws)).strip()
 
 
 def drawn(one, many):
@@ -92,25 +83,23 @@ def of_chains(one, many):
     return [(leaf, torch.cat([part[name] for part in parts])) for name, leaf in one.items()]
 
 
-SCRIPTS = {  # ranks, how far they may be off one process, what to compare, whether there are DTensors
-    "chains.py": (4, 0.0, drawn, False),
-    "gradients.py": (2, 1e-6, drawn, False),
-    "transformer.py": (2, 1e-6, loaded, True),
-    "mesh.py": (8, 1e-6, of_chains, True),
+SCRIPTS = {  # ranks, how far they may be off one process, what to compare
+    "chains.py": (4, 0.0, drawn),
+    "gradients.py": (2, 1e-6, drawn),
+    "transformer.py": (2, 1e-6, loaded),
+    "mesh.py": (8, 1e-6, of_chains),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_pages_command_gives_on_several_ranks_what_it_gives_on_one(name, tmp_path):
-    size, rounding, pairs, spread = SCRIPTS[name]
+    size, rounding, pairs = SCRIPTS[name]
     command = rf"\$ DRAWS=draws torchrun --standalone --nproc-per-node {size} {name}\n(.*?)\n```"
     (said,) = re.findall(command, PAGES)
-    launch = (
-        torchrun if name == "gradients.py" else functools.partial(forked, spread=spread)
-    )  # its start takes the longest
+    launch = torchrun if name == "gradients.py" else launched  # its start takes the longest
     assert launch(size, tmp_path, tmp_path / "many", script_of(name)) == said
-    forked(1, tmp_path, tmp_path / "one", script_of(name), spread)
+    launched(1, tmp_path, tmp_path / "one", script_of(name))
     for one, many in pairs(tmp_path / "one", tmp_path / "many"):
         torch.testing.assert_close(many, one, rtol=0, atol=rounding)
 
@@ -118,7 +107,7 @@ def test_the_pages_command_gives_on_several_ranks_what_it_gives_on_one(name, tmp
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["sharded_posteriors", "sharded_curvature", "engines"])
 def test_the_pieces_of_a_page_run_pasted_into_one_file_on_two_ranks(page, tmp_path):
-    forked(2, tmp_path, tmp_path / "draws", "\n\n".join(pieces(page)))
+    launched(2, tmp_path, tmp_path / "draws", "\n\n".join(pieces(page)))
 
 
 def test_where_torchrun_started_no_process_group_the_rank_is_what_it_said(monkeypatch):
