@@ -28,36 +28,31 @@ from tests.distributed.ranks import everywhere, mesh_of, message_of, on, run, wh
 pytestmark = pytest.mark.slow
 
 
+WHOLE_LEAVES = Traits()
+
+
 @dataclass(frozen=True)
 class Unit(Link):
-    """Divides the gradient of each leaf by its norm, as the page on architecture says, and says nothing of shards."""
+    """Divides the gradient of each leaf by its norm, as the page on architecture says."""
+
+    traits: Traits = WHOLE_LEAVES
 
     @property
     def response(self):
         return Nonlinear()
 
     def update(self, g, state, op, context):
-        return op.put(g, [x / x.norm() for x in g]), state
+        units = optree.tree_map(lambda x: x / x.norm(), context.tree(g))
+        return op.put(g, context.leaves(units)), state
 
     def __str__(self):
         return "unit()"
 
 
-@dataclass(frozen=True)
-class UnitOnShards(Unit):
-    """The same of DTensors, whose norms are those of whole leaves."""
-
-    traits = Traits(on_shards="tree")
-
-    def update(self, g, state, op, context):
-        units = optree.tree_map(lambda x: x / x.norm(), context.tree(g))
-        return op.put(g, context.leaves(units)), state
-
-
 CHAINS = {
     "Optimizer": lambda noise: bc.sghmc(0.05, **noise),
     "a link of a user's own": lambda noise: bc.chain(
-        bc.Chain((UnitOnShards(),)), bc.inject_langevin_noise(**noise), bc.scale_by_neg_lr(0.05)
+        bc.Chain((Unit(Traits(on_shards="tree")),)), bc.inject_langevin_noise(**noise), bc.scale_by_neg_lr(0.05)
     ),
 }
 OPTIMIZERS = {

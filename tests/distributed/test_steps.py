@@ -11,19 +11,28 @@ from torch.nn.parallel import DistributedDataParallel
 
 import bayesopt_chain as bc
 from bayesopt_chain.distributed.ranks import chain_seed
-from tests.distributed.ranks import everywhere, mesh_of, message_of, on, run, world
+from tests.distributed.ranks import mesh_of, message_of, on, run, world
 from tests.distributed.toys import TX, data, line, loss, start
 
 N = 8
 close = functools.partial(torch.testing.assert_close, rtol=0)
+STEP = bc.make_step(loss, TX)
 
 
-def drawn(seed=5, unseeded=False, **options):
+def warm(temperature):
+    return bc.sghmc(0.1, temperature=temperature)
+
+
+def warm_step(temperature):
+    return bc.make_step(loss, warm(temperature))
+
+
+def drawn(seed=5, unseeded=False, tx=TX, step=STEP, **options):
     """This rank's chains, draws of theirs and of all chains, of ranks that were seeded in any way."""
     torch.manual_seed(world()[0] if unseeded else 0)
-    made = bc.parallel(bc.make_step(loss, TX), N, mesh=line(), **options)
+    made = bc.parallel(step, N, mesh=line(), **options)
     params = made.mine(start(N))
-    draws = bc.sample(made, params, made.init(TX, params, seed=seed), data(), steps=14, burn_in=4)
+    draws = bc.sample(made, params, made.init(tx, params, seed=seed), data(), steps=14, burn_in=4)
     return [*made.numbers], draws.chains, made.gather(draws) if line() else draws
 
 
@@ -33,6 +42,11 @@ SHARED = {
     "in chunks": ({"chunk": 2}, (2, 4), 0.0),
     "all at once": ({}, (2,), 1e-12),  # the rounding of matrix products
     "numbers that do not divide": ({"loop": True}, (3,), 0.0),
+    "at temperatures of their own": (
+        {"step": warm_step, "tx": warm, "each": {"temperature": torch.linspace(0.0, 0.7, N)}, "loop": True},
+        (2,),
+        0.0,
+    ),
     "without a seed": ({"loop": True, "seed": None, "unseeded": True}, (2,), 0.0),
 }
 
@@ -66,23 +80,6 @@ def test_a_generator_in_the_chain_is_refused_beside_a_seed():
     tx = bc.chain(bc.inject_langevin_noise(0.1, generator=torch.Generator().manual_seed(0)), bc.scale_by_neg_lr(0.1))
     with pytest.raises(ValueError, match="generator of its own"):
         bc.parallel(bc.make_step(loss, tx), N).init(tx, start(N), seed=3)
-
-
-def with_temperatures():
-    tx = lambda temperature: bc.sghmc(0.1, temperature=temperature)  # noqa: E731
-    step, temperatures = lambda temperature: bc.make_step(loss, tx(temperature)), torch.linspace(0.0, 0.7, N)
-    made = bc.parallel(step, N, each={"temperature": temperatures}, mesh=line(), loop=True)
-    state = made.init(tx, params := made.mine(start(N)), seed=0)
-    for _ in range(6):
-        params, state, _ = made(params, state, data())
-    return [*made.numbers], params["w"]
-
-
-@pytest.mark.slow
-def test_chains_of_their_own_temperatures_are_those_of_one_process():
-    (every, want), ranks = with_temperatures(), run(with_temperatures, 2)
-    assert [i for numbers, _ in ranks for i in numbers] == every
-    assert torch.equal(torch.cat([mine for _, mine in ranks]), want)
 
 
 @on(2)
@@ -128,20 +125,21 @@ def trajectory(kind, sizes=None, inplace=False):
     return torch.stack(losses).detach(), {k: v.detach() for k, v in params.items()}
 
 
-@on(2)
 @pytest.mark.parametrize(
-    "kind, first, inplace",
-    [("sghmc", 6, True), ("sghmc", 5, False), ("adam", 4, False), ("skip", 6, False), ("vi", 3, False)],
+    "kind, sizes, inplace",
+    [
+        ("sghmc", (6, 6), True),
+        ("sghmc", (5, 7), False),
+        ("sghmc", (3, 3, 6, 0), False),
+        ("adam", (4, 8), False),
+        ("skip", (6, 6), False),
+        ("vi", (3, 9), False),
+    ],
 )
-def test_ranks_with_parts_of_the_data_make_the_step_of_one_process_with_all_of_it(kind, first, inplace):
-    losses, params = trajectory(kind, (first, 12 - first), inplace)
-    close((losses, params), trajectory(kind), atol=1e-12)
-    assert torch.equal(*everywhere(params["w"])), "replicas are bit-identical"
-
-
-@on(4)
-def test_a_rank_without_data_makes_the_step_of_one_process():
-    close(trajectory("sghmc", (3, 3, 6, 0)), trajectory("sghmc"), atol=1e-12)
+def test_ranks_with_parts_of_the_data_or_none_make_the_step_of_one_process_with_all_of_it(kind, sizes, inplace):
+    ranks = run(trajectory, len(sizes), kind, sizes, inplace)
+    close(ranks, [trajectory(kind)] * len(sizes), atol=1e-12)
+    assert all(torch.equal(params["w"], ranks[0][1]["w"]) for _, params in ranks), "replicas are bit-identical"
 
 
 @on(2)

@@ -220,4 +220,4 @@ def dies(fn, victim, calls, way=signal.SIGKILL):
 def fatal(kind, path, steps, victim, calls, **options):
     """A run whose rank ``victim`` is killed in the evaluation ``calls`` of its loss."""
     fn = elementwise if kind == "shards" else loss
-    sampled(kind, path, steps, 0, fn=dies(fn, victim, calls), **options)
+    sampled(kind, path, steps, fn=dies(fn, victim, calls), **options)
