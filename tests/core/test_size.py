@@ -36,9 +36,3 @@ def test_the_record_of_sizes_has_every_room_and_route():
     record = json.loads(size.RESULTS.read_text())
     assert list(record["rooms"]) == [*size.ROOMS, "everything"] and list(record["routes"]) == list(size.ROUTES)
     assert set(size.ROUTES) <= set(CALLS)
-
-
-def test_the_longest_beginning_of_a_path_names_its_room():
-    paths = ("loop/capture/build.py", "loop/step.py", "compose.py", "trees.py", "core/chain.py", "corebook.py")
-    rooms = ("engine", "loop", "links", "base and contrib", "chain", "base and contrib")
-    assert tuple(map(size.room_of, paths)) == rooms

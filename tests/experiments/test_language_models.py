@@ -3,9 +3,8 @@
 import random
 
 import pytest
-import torch
 
-from benchmarks.experiments import cells, language, llama, lora
+from benchmarks.experiments import language, llama, lora
 from benchmarks.experiments.cells import kept, minus, takeaway
 
 SMALLER = {"characters": 1500, "book_characters": 1500, "base_steps": 50}
@@ -100,25 +99,6 @@ def test_a_claim_is_decided_by_the_spread_over_seeds(values, verdict):
     opposite = {"confirmed": "contradicted", "contradicted": "confirmed"}.get(verdict, verdict)
     assert f"a claim: {verdict} (" in takeaway("a claim", value)
     assert f"a claim: {opposite} (" in takeaway("a claim", minus(value))
-
-
-@pytest.mark.parametrize("seeds, rate", [(2, 0.30), (3, 0.08), (4, 0.02)])
-def test_the_rule_decides_by_chance_as_often_as_it_says(seeds, rate):
-    """4,000 draws without a difference: five deviations of the share (false alarms 6e-7, the seed is fixed), and half a percent
-    for the rounding of the stated rate. For two seeds it is ``1 - (2 / pi) atan 2``."""
-    x = torch.randn(4000, seeds, generator=torch.Generator().manual_seed(seeds), dtype=torch.float64)
-    rows = zip(x.mean(1).tolist(), x.min(1).values.tolist(), x.max(1).values.tolist())
-    decided = ["undecided" not in takeaway("", {"mean": m, "low": a, "high": b}) for m, a, b in rows]
-    assert abs(sum(decided) / 4000 - rate) < 5 * (rate * (1 - rate) / 4000) ** 0.5 + 0.005
-    assert f"{round(100 * rate)} " in cells.RULE
-
-
-def test_scores_of_members_that_are_sure_and_disagree_are_epistemic():
-    p = torch.tensor([[[0.98, 0.01, 0.01]], [[0.01, 0.98, 0.01]]])
-    one, two = llama.scores(p[:1].log(), torch.tensor([0])), llama.scores(p.log(), torch.tensor([2]))
-    assert one.epistemic.item() == pytest.approx(0, abs=1e-6) and not one.wrong.item()
-    assert two.epistemic.item() > 0.5 and two.wrong.item()
-    assert two.nll.item() == pytest.approx(-torch.tensor(0.01).log().item(), rel=1e-5)
 
 
 def test_the_text_is_verified(tmp_path, monkeypatch):

@@ -192,8 +192,3 @@ def test_a_mode_that_is_no_tree_of_tensors_is_refused_by_its_name(mode, error, n
     words = " parameters near a minimum.*temperature=0 first" if near else ""
     with pytest.raises(error, match=f"control_variates: mode must be{words}"):
         bc.gradients.control_variates(squared, [torch.ones(2)], mode)
-
-
-def test_data_that_cannot_be_iterated_over_is_refused():
-    with pytest.raises(TypeError, match="cannot be gone through"):
-        bc.gradients.svrg(squared, lambda params: params)

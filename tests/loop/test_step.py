@@ -414,12 +414,6 @@ def test_what_was_bad_before_the_step_and_a_gradient_that_is_bad_alone_are_named
             bc.make_step(function, tx, check_finite=True)(given, state, batch)
 
 
-def test_unasked_nothing_is_checked():
-    tx, params, state, _ = setup()
-    params, _, info = bc.make_step(regression, tx)(params, state, {"x": torch.full((3,), NAN)})
-    assert info.finite == () and torch.isnan(params["w"]).all()
-
-
 @pytest.mark.parametrize("steps", [1, 2])
 def test_under_capture_it_is_a_flag(steps):
     tx, params, state, batch = setup()

@@ -794,13 +794,3 @@ def test_a_program_is_found_again_with_the_same_bits_and_not_for_another_process
     monkeypatch.setattr(cache, "tag", lambda on_cpu: f"{mine} {newer}")
     other, *compiled = five_steps()
     assert compiled == [0, 1] and torch.equal(first, other)
-
-
-@compiled
-def test_a_program_on_a_device_does_not_ask_for_the_instructions_of_the_processor(monkeypatch):
-    """torch finds them by compiling programs, which takes 17 s on two cores where none of them is on disk."""
-    asked = []
-    monkeypatch.setattr("torch._inductor.cpu_vec_isa.pick_vec_isa", lambda: asked.append(1))
-    assert cache.tag(on_cpu=False) == cache.tag(on_cpu=False) and not asked
-    cache.tag()
-    assert asked
