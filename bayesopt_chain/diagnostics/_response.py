@@ -25,7 +25,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -187,20 +187,16 @@ def polynomials(tx: Chain, state: State, j: int) -> Polynomials:
         elif isinstance(x, Decay):
             n = law.add(n, [x.weight_decay * v for v in a])
         elif isinstance(x, (Linear, Rate)):
-            up, down = (x.b, x.a) if isinstance(x, Linear) else (_rate(tx, state, i, j, x.sign), (1.0,))
+            up, down = (x.b, x.a) if isinstance(x, Linear) else ((1.0,), (1.0,))
+            if isinstance(x, Rate):  # which may change, as it is in this state
+                where: Any = state.layout.where[i]
+                up = (x.sign * float(link.rate(state[i], len(where))[where.index(j)]),)  # pyright: ignore
             b, a, n = law.multiply(b, up), law.multiply(a, down), law.multiply(n, up)
     b, n = (tuple([-v / a[0] for v in law.trim(p)]) for p in (b, n))
     a = tuple([v / a[0] for v in law.trim(a)])
     passed = [any(i < m for m in scaling) for i in decays if any(n)]
     wholly = all(i < m for i in decays for m in scaling)
     return Polynomials(b, a, n, order, 0.0 if not any(passed) else 1.0 if wholly else 0.5)
-
-
-def _rate(tx: Chain, state: State, i: int, j: int, sign: int) -> law.Poly:
-    """The gain of a link whose rate may change, as it is in this state."""
-    link: Any = tx.links[i]
-    where = state.layout.where[i]
-    return (sign * float(link.rate(state[i], len(where))[where.index(j)]),)
 
 
 def gains(tx: Chain, params: Any, state: Any) -> list[Tensor]:
@@ -252,15 +248,6 @@ class ThermalLeaf(NamedTuple):
     sign: float = 1.0
 
 
-@runtime_checkable
-class Thermal(Protocol):
-    """An optimizer that describes its leaves: those of :mod:`bayesopt_chain.optim`."""
-
-    def thermal_leaves(self) -> Mapping[str, ThermalLeaf]:
-        """By the parameter's name, what the next step does to it; without those that get no noise."""
-        ...
-
-
 def levels_of(tx: Chain, state: Any, temperature: float | None = None, step: int | None = None) -> dict[int, float]:
     """The temperature of each leaf that noise enters, by its number, at a step or at that of the state."""
     plan, out = tx.plan(state), dict[int, float]()
@@ -274,19 +261,12 @@ def levels_of(tx: Chain, state: Any, temperature: float | None = None, step: int
     return out
 
 
-class Forces(NamedTuple):
-    """What made some draws, as a check against their loss needs it.
-
-    Attributes:
-        levels: by the name of each leaf that gets noise, its temperature.
-        of: ``of(params, grads)`` gives for each leaf the gradient of loss and prior together, from that of the loss.
-    """
-
-    levels: dict[str, float]
-    of: Callable[[Any, Sequence[Any]], list[Any]]
+Force = Callable[[Any, Sequence[Any]], list[Any]]
 
 
-def forces_of(tx: Any, params: Any, temperature: float | None = None, step: int | None = None) -> Forces:
+def forces_of(
+    tx: Any, params: Any, temperature: float | None = None, step: int | None = None
+) -> tuple[dict[str, float], Force]:
     """Temperatures and forces of a chain, or of an optimizer by its groups as they are now.
 
     Args:
@@ -296,11 +276,15 @@ def forces_of(tx: Any, params: Any, temperature: float | None = None, step: int 
         temperature: in the place of its own.
         step: the number of steps at which a chain's schedule of temperatures is read. Default: its first step.
 
+    Returns:
+        By the name of each leaf that gets noise, its temperature; and ``force(params, grads)``, which gives for each leaf the
+        gradient of loss and prior together, from that of the loss.
+
     Raises:
         ValueError: parameters of other names than the optimizer's; when forces are asked for, a prior that is no part of the
             loss.
     """
-    if not isinstance(tx, Thermal):
+    if not hasattr(tx, "thermal_leaves"):
         chain, _ = inner(tx, None)
         own = [x for link in chain.links if isinstance(x := getattr(link, "generator", None), torch.Generator)]
         before = [generator.get_state() for generator in own]
@@ -310,7 +294,7 @@ def forces_of(tx: Any, params: Any, temperature: float | None = None, step: int 
             generator.set_state(was)
         names = names_of(state.layout.paths)
         levels = {names[j]: level for j, level in levels_of(chain, state, temperature, step).items()}
-        return Forces(levels, partial(with_decay, chain, state))
+        return levels, partial(with_decay, chain, state)
     from bayesopt_chain.runs.collect import with_names
 
     leaves, names = with_names(tx).thermal_leaves(), names_of(paths_of(params))
@@ -320,7 +304,7 @@ def forces_of(tx: Any, params: Any, temperature: float | None = None, step: int 
             f"{', '.join(list(leaves)[:3]) or 'none'}; build it with model.named_parameters()"
         )
     levels = {name: temperature or leaves[name].temperature for name in names if name in leaves}
-    return Forces(levels, partial(_with_decay_of, leaves))
+    return levels, partial(_with_decay_of, leaves)
 
 
 def _with_decay_of(leaves: Mapping[str, ThermalLeaf], params: Any, grads: Sequence[Any]) -> list[Any]:

@@ -225,16 +225,8 @@ def drift(x: Tensor, *, independent: bool = True) -> tuple[float, float]:
     return float(size[clearest.argmin()]), min(1.0, len(found) * _of_all(clearest))
 
 
-class SharedNoise(NamedTuple):
-    """Two chains that move together: their numbers, by how many draws the second is behind the first, and the correlation."""
-
-    chains: tuple[int, int]
-    lag: int
-    correlation: float
-
-
-def shared_noise(x: Tensor, level: float = 1e-4) -> SharedNoise | None:
-    """The two chains that most clearly use the same noise, if any do.
+def shared_noise(x: Tensor, level: float = 1e-4) -> tuple[tuple[int, int], int, float] | None:
+    """The two chains that most clearly use the same noise, by how many draws the second is behind, and the correlation, if any.
 
     Args:
         x: draws ``[draws, chains, elements]``, float64.
@@ -258,16 +250,13 @@ def shared_noise(x: Tensor, level: float = 1e-4) -> SharedNoise | None:
     own = torch.fft.irfft(spectrum.abs() ** 2, 2 * n, dim=0)[1 : LAGS + 1].mean(1) / n  # autocorrelation that is left
     freedom = (overlap / (1 + 2 * own.square().sum(0)) - 6).clamp(min=1.0)
     clear = (2 * math.log(tried / level) / freedom).sqrt().clamp(min=SHARED)  # [lags, 1, elements]
-    best: tuple[float, SharedNoise | None] = (1.0, None)
+    found = list[tuple[float, tuple[tuple[int, int], int, float]]]()
     for i in range(chains - 1):
         cross = torch.fft.irfft(spectrum[:, i, None].conj() * spectrum[:, i + 1 :], 2 * n, dim=0)[lags] / overlap
         k, j, e = (int(v) for v in torch.unravel_index((cross / clear).argmax(), cross.shape))
-        if float(cross[k, j, e] / clear[k, 0, e]) > best[0]:
-            best = (
-                float(cross[k, j, e] / clear[k, 0, e]),
-                SharedNoise((i, i + 1 + j), int(lags[k]), float(cross[k, j, e])),
-            )
-    return best[1]
+        found.append((float(cross[k, j, e] / clear[k, 0, e]), ((i, i + 1 + j), int(lags[k]), float(cross[k, j, e]))))
+    clearest, pair = max(found)
+    return pair if clearest > 1.0 else None
 
 
 def rank_normalised(x: Tensor) -> Tensor:

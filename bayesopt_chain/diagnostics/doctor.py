@@ -35,10 +35,9 @@ from bayesopt_chain import kinds
 from bayesopt_chain.batches import picked
 from bayesopt_chain.checks import installed, short
 from bayesopt_chain.curvature._plan import pair_targets
-from bayesopt_chain.diagnostics._response import Forces, forces_of, names_of
+from bayesopt_chain.diagnostics._response import forces_of, names_of
 from bayesopt_chain.diagnostics.convergence import (
     R_HAT,
-    SharedNoise,
     agreement,
     drift,
     effective,
@@ -357,13 +356,13 @@ def _finite(m: Any) -> dict[str, Any]:
 
 def _moving(m: Any) -> dict[str, Any]:
     """Leaves and chains that stand still; leaves without noise may."""
-    forces = _forces(m.draws, m.tx, m.told, is_needed=m.loss is not None)
-    noiseless = m.leaves.keys() - forces.levels.keys() if forces and forces.levels else set[str]()
+    temperatures, force = _forces(m.draws, m.tx, m.told, is_needed=m.loss is not None)
+    noiseless = m.leaves.keys() - temperatures.keys() if temperatures else set[str]()
     moving = [x.repeats for name, x in m.leaves.items() if name not in m.still]
     halts = _halts(torch.stack(moving).all(0)) if moving and m.count >= 8 else {}
     chain, halted = next(iter(halts.items()), (0, 0))
     idle = _listing(name for name in m.still if name not in noiseless)
-    return {"forces": forces, "idle": idle, "chain": chain, "halted": halted}
+    return {"temperatures": temperatures, "force": force, "idle": idle, "chain": chain, "halted": halted}
 
 
 def _halts(same: Tensor) -> dict[int, int]:
@@ -381,12 +380,11 @@ def _halts(same: Tensor) -> dict[int, int]:
 def _shared(m: Any) -> dict[str, Any]:
     """The numbers that must have mixed, and the two chains that most clearly have the same noise."""
     values = _watched(m)
-    together = shared_noise(values) or SharedNoise((0, 0), 0, 0.0)
-    if together.correlation:
-        m.numbers["correlation of chains' noise"] = together.correlation
-    behind = abs(together.lag)
-    lag = f", {behind} draw{'s' * (behind > 1)} apart" if behind else ""
-    return {"values": values, "pair": together.chains, "correlation": together.correlation, "lag": lag}
+    pair, lag, correlation = shared_noise(values) or ((0, 0), 0, 0.0)
+    if correlation:
+        m.numbers["correlation of chains' noise"] = correlation
+    behind = f", {abs(lag)} draw{'s' * (abs(lag) > 1)} apart" if lag else ""
+    return {"values": values, "pair": pair, "correlation": correlation, "lag": behind}
 
 
 def _watched(m: Any) -> Tensor:
@@ -457,9 +455,8 @@ def _resting(m: Any) -> dict[str, Any]:
 
 def _shown(m: Any) -> dict[str, Any]:
     """Loss and data, where there are any to compare the draws with."""
-    is_asked = all(x is not None for x in (m.loss, m.batches, m.forces))
-    if not (is_asked and m.forces.levels):
-        return {"is_asked": is_asked}
+    if m.loss is None or not m.temperatures:
+        return {"is_asked": m.loss is not None}
     one = _chain(m.draws[m.count - 1], m.draws.chains, 0)
     return {"is_asked": True, "one": one, "data": _Data(m.loss, _listed(m.batches), m.data_size, one)}
 
@@ -473,7 +470,7 @@ def _scaled(m: Any) -> dict[str, Any]:
     """Whether the loss is a sum, or a multiple of the likelihood, and what the temperature is over the posterior's."""
     if not m.doubled:
         return {}
-    data, temperature, (doubled, error) = m.data, max(m.forces.levels.values()), m.doubled
+    data, temperature, (doubled, error) = m.data, max(m.temperatures.values()), m.doubled
     is_sum = abs(doubled - 1) > max(1e-3, error)
     seen = None if m.known is None else data.times_likelihood(m.one, m.known, is_sum)
     factor, left = seen or (1.0, 0.0)
@@ -513,7 +510,7 @@ def _moved(m: Any) -> dict[str, Any]:
     """The temperatures of the leaves that move."""
     if m.data is None:
         return {}
-    return {"levels": {k: x for k, x in m.forces.levels.items() if k not in m.still and m.leaves[k].size}}
+    return {"levels": {k: x for k, x in m.temperatures.items() if k not in m.still and m.leaves[k].size}}
 
 
 def _tempered(m: Any) -> dict[str, Any]:
@@ -581,31 +578,26 @@ def _virials(m: Any) -> tuple[dict[str, Tensor], ...]:
     def flat(leaves: Sequence[Any]) -> Tensor:
         return torch.cat([leaves[j].detach().double().cpu().reshape(-1) for j in where]) / root
 
-    def by_leaf(x: Tensor) -> list[float]:
-        return [float(part.mean()) for part in x.split(sizes)]
+    def by_leaf(x: Tensor) -> Tensor:
+        return torch.stack([part.mean() for part in x.split(sizes)])
 
     stiff = _stiffest(m, trees[-1][0], where)
     parts = [[flat(optree.tree_leaves(tree, none_is_leaf=True)) for tree in row] for row in trees]
     theta = torch.stack([torch.stack(row) for row in parts])
     pooled = m.of is None and "modes" not in m.kinds
-    half, rows = len(trees) // 2, list[list[tuple[list[float], ...]]]()
+    half, rows = len(trees) // 2, list[Tensor]()
     for k, row in enumerate(trees):
-        rows.append([])
         others = theta[half:] if k < half else theta[:half]
         for c, params in enumerate(row):
             own = m.data.gradients(params)
             a = theta[k, c] - (others.mean((0, 1)) if pooled else others[:, c].mean(0))
-            f, g = flat(m.forces.of(params, own)), flat(own)
-            ahead = [float(a @ f) / len(a), *[float(u @ a) * float(u @ f) for u in stiff]]
-            rows[-1].append((ahead, by_leaf(a * f), by_leaf(a * g), by_leaf((f - g) * theta[k, c])))
+            f, g = flat(m.force(params, own)), flat(own)
+            ahead = torch.stack([a @ f / len(a), *[(u @ a) * (u @ f) for u in stiff]])
+            rows.append(torch.cat([ahead, *[by_leaf(x) for x in (a * f, a * g, (f - g) * theta[k, c])]]))
     along = ["all parameters", *[f"stiffest direction {i + 1}" for i in range(len(stiff))]]
-    found = [
-        torch.tensor([[each[part] for each in row] for row in rows], dtype=torch.float64, device="cpu")
-        for part in range(4)
-    ]
-    return tuple(
-        {n: x[..., i] for i, n in enumerate(names)} for names, x in zip((along, levels, levels, levels), found)
-    )
+    named = (along, levels, levels, levels)
+    found = torch.stack(rows).reshape(len(trees), m.n, -1).split([len(names) for names in named], -1)
+    return tuple({n: x[..., i] for i, n in enumerate(names)} for names, x in zip(named, found))
 
 
 def _stiffest(m: Any, params: Any, where: Sequence[int]) -> list[Tensor]:
@@ -659,24 +651,9 @@ def _listed(batches: Any) -> list[Any]:
     return [batches] if is_batch or not hasattr(batches, "__iter__") else list(batches)
 
 
-class _Leaf(NamedTuple):
-    """What is read of all draws of a leaf.
-
-    Attributes:
-        size: its number of elements in one chain.
-        is_finite: whether all of its numbers are.
-        repeats: whether a draw repeats the one before it, ``[draws - 1, chains]``.
-        some: elements at equal distances, ``[draws, chains, elements]``.
-    """
-
-    size: int
-    is_finite: bool
-    repeats: Tensor
-    some: Tensor
-
-
-def _looked_at(draws: Draws, name: str, chains: int, stride: int) -> _Leaf:
-    """Read a column of the draws once, some draws at a time."""
+def _looked_at(draws: Draws, name: str, chains: int, stride: int) -> SimpleNamespace:
+    """Read a column of the draws once, some draws at a time: its number of elements in one chain, whether all are finite,
+    whether a draw repeats the one before it ``[draws - 1, chains]``, and some elements ``[draws, chains, elements]``."""
     step, size, is_finite = draws.at_once(), 0, True
     repeats, some, last = list[Tensor](), list[Tensor](), None
     for low in range(0, len(draws), step):
@@ -686,7 +663,7 @@ def _looked_at(draws: Draws, name: str, chains: int, stride: int) -> _Leaf:
         repeats.append((joined[1:] == joined[:-1]).all(-1))
         some.append(x[..., ::stride].double())
         size, last, is_finite = x.shape[-1], x[-1:], is_finite and bool(torch.isfinite(x).all())
-    return _Leaf(size, is_finite, torch.cat(repeats), torch.cat(some))
+    return SimpleNamespace(size=size, is_finite=is_finite, repeats=torch.cat(repeats), some=torch.cat(some))
 
 
 def _chain(draw: Any, chains: int | None, c: int) -> Any:
@@ -694,18 +671,19 @@ def _chain(draw: Any, chains: int | None, c: int) -> Any:
     return draw if chains is None else optree.tree_map(lambda x: x[c], draw)
 
 
-def _forces(draws: Draws, tx: Any, temperature: float | None, *, is_needed: bool) -> Forces | None:
-    """Temperatures and forces of the chain, by its schedule at the last draw; ``None`` without one."""
+def _forces(draws: Draws, tx: Any, temperature: float | None, *, is_needed: bool) -> tuple[dict[str, float], Any]:
+    """Temperatures and forces of the chain, by its schedule at the last draw; no temperature without one."""
     try:
         step = int(draws.steps[-1]) - 1
     except KeyError:
         step = None
     try:
-        return None if tx is None else forces_of(tx, _chain(draws[len(draws) - 1], draws.chains, 0), temperature, step)
+        one = _chain(draws[len(draws) - 1], draws.chains, 0)
+        return ({}, None) if tx is None else forces_of(tx, one, temperature, step)
     except (TypeError, ValueError):  # it is asked for names of leaves alone, which an optimizer may lack
         if is_needed:
             raise
-        return None
+        return {}, None
 
 
 LOOK = "bc.make_step(..., check_finite=True) names the step and leaf; bc.skip_nonfinite(tx) leaves bad batches out."

@@ -334,7 +334,8 @@ def lanczos(
 
     def fresh(k: int) -> Tensor:
         start = torch.randn(n, generator=generator, dtype=torch.float64, device="cpu").to(like)
-        return _unit(_orthogonal(start, basis[:k]))
+        start = _orthogonal(start, basis[:k])
+        return start / start.norm()
 
     q, values, vectors = fresh(0), T[0, :0], T[:0, :0]
     for k in range(most):
@@ -360,7 +361,3 @@ def _orthogonal(v: Tensor, basis: Tensor) -> Tensor:
     for _ in range(2):
         v = v - basis.T @ (basis @ v)
     return v
-
-
-def _unit(v: Tensor) -> Tensor:
-    return v / v.norm()

@@ -50,6 +50,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -87,7 +88,7 @@ class Heating:
         assumed: whether the curvature was not given but taken from the noise, ``C = K T H``, as a well-specified model
             has it.
         overlap: share of the noise at the second draw (``again=``) in the directions of the first; NaN where it is not known.
-        cooling: the map of :meth:`cool`, where there is one.
+        cooling: the map of :meth:`cool`, a function of draws, where there is one.
         refusal: why there is none, a sentence.
     """
 
@@ -101,7 +102,7 @@ class Heating:
     steps_per_epoch: float
     assumed: bool
     overlap: float = math.nan
-    cooling: Cooling | None = field(default=None, repr=False)
+    cooling: Callable[[Any], Any] | None = field(default=None, repr=False)
     refusal: str = field(default="this report was not made by bc.diagnostics.heating", repr=False)
 
     @kinds.takes()
@@ -140,11 +141,11 @@ class Heating:
         if not kinds.TREE.fits(draws) or not all(x.ndim and x.is_floating_point() for x in optree.tree_leaves(draws)):
             raise TypeError(f"cool: draws must be a tree of real tensors [n, *leaf.shape], got {short(draws)}")
         shapes = [tuple(x.shape[1:]) for x in optree.tree_leaves(draws)]
-        if shapes != [tuple(rows.shape[1:]) for rows in self.cooling.directions]:
+        if shapes != [tuple(rows.shape[1:]) for rows in optree.tree_leaves(self.directions)]:
             raise ValueError(
                 f"cool: draws must be leaves [n, *leaf.shape], got {shapes} behind the first axis; of several chains pass one"
             )
-        return self.cooling.apply(draws)
+        return self.cooling(draws)
 
     def __str__(self) -> str:
         source = "assumed: C = K T H, a well-specified model" if self.assumed else "given"
@@ -158,27 +159,20 @@ class Heating:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True, eq=False)
-class Cooling:
-    """The map of :meth:`Heating.cool`.
+def _cooled(directions: list[Tensor], change: Tensor, scales: list[Tensor], draws: Any) -> Any:
+    """Draws, a tree of leaves ``[n, *leaf.shape]``, mapped by ``A`` about their mean.
 
-    Attributes:
-        directions: orthonormal directions in coordinates of gain one, for each leaf the rows ``[r, *leaf.shape]``.
+    Args:
+        directions: orthonormal, in coordinates of gain one, for each leaf the rows ``[r, *leaf.shape]``.
         change: ``A - I``, float64 ``[r, r]``.
         scales: the root of the gain of each element, of the shape of each leaf.
+        draws: as said.
     """
-
-    directions: tuple[Tensor, ...]
-    change: Tensor
-    scales: tuple[Tensor, ...]
-
-    def apply(self, draws: Any) -> Any:
-        """Map draws, a tree of leaves ``[n, *leaf.shape]``, by ``A`` about their mean."""
-        leaves, structure = optree.tree_flatten(draws)
-        centred = [(x - x.mean(0)) / s.to(x) for x, s in zip(leaves, self.scales)]
-        inside: Tensor = project(list(self.directions), centred)
-        moved = combine(inside @ self.change.to(inside), list(self.directions))
-        return structure.unflatten([x + s.to(x) * y.to(x) for x, s, y in zip(leaves, self.scales, moved)])
+    leaves, structure = optree.tree_flatten(draws)
+    centred = [(x - x.mean(0)) / s.to(x) for x, s in zip(leaves, scales)]
+    inside: Tensor = project(directions, centred)
+    moved = combine(inside @ change.to(inside), directions)
+    return structure.unflatten([x + s.to(x) * y.to(x) for x, s, y in zip(leaves, scales, moved)])
 
 
 CURVATURE = kinds.Kind(
@@ -284,19 +278,17 @@ NO_MAP = (  # why draws cannot be cooled: the first that holds
 )  # fmt: skip
 
 
-def _cooling(system: Reduced, closed: Loop, full: Tensor, mean: Tensor) -> Cooling:
+def _cooling(system: Reduced, closed: Loop, full: Tensor, mean: Tensor) -> Callable[[Any], Any]:
     """The map of :meth:`Heating.cool`."""
     variance = full.diagonal()
     half = variance.sqrt()
     m, P = torch.linalg.eigh(half[:, None] * (mean + torch.diag(variance)) * half)
     transport = half[:, None] * ((P / m.sqrt()) @ P.T) * half
     basis = closed.V.T.to(system.bases[0]) @ torch.cat(system.bases)
-    directions = tuple(optree.tree_leaves(unflatten(basis, system.like)))
-    return Cooling(
-        directions=directions,
-        change=(transport - torch.eye(len(half), dtype=torch.float64, device="cpu")).to(directions[0].device),
-        scales=tuple([gain.sqrt().to(leaf.device) for gain, leaf in zip(system.response.gains, directions)]),
-    )
+    directions = optree.tree_leaves(unflatten(basis, system.like))
+    change = (transport - torch.eye(len(half), dtype=torch.float64, device="cpu")).to(directions[0].device)
+    scales = [gain.sqrt().to(leaf.device) for gain, leaf in zip(system.response.gains, directions)]
+    return partial(_cooled, directions, change, scales)
 
 
 def _overlap(system: Reduced, again: GradientNoise) -> float:

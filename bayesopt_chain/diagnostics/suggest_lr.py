@@ -256,21 +256,20 @@ class _Adviser:
                 f"suggest_lr: state must be one of the chain that make_tx gives, at these params, got {short(state)}; take "
                 "tx.init(params), or leave it out"
             )
-        self.response = read(first, params, state)
+        self.readings = {m: read(self.make(FIRST, m), params, state) for m in momenta}
+        self.response = self.readings[momenta[0]]
         if not all(group.temperature > 0 for group in self.response.groups):
             raise ValueError(
                 "suggest_lr: the chain draws no noise, at least in some group, to compare that of the batches with; give it a "
                 "temperature above 0"
             )
         self.temperature = max(group.temperature for group in self.response.groups)
-        self.readings = {m: read(self.make(FIRST, m), params, state) for m in momenta}
-        doubled = read(self.make(2 * FIRST, momenta[0]), params, state)
-        for once, twice in zip(self.response.gains, doubled.gains):
-            if not torch.allclose(twice, 2 * once, rtol=1e-4, atol=0.0):
-                raise ValueError(
-                    "suggest_lr: twice the lr does not move the parameters twice as far; make_tx must use the lr that it is "
-                    "given, in every group"
-                )
+        doubled = read(self.make(2 * FIRST, momenta[0]), params, state).gains
+        if not all(torch.allclose(y, 2 * x, rtol=1e-4, atol=0.0) for x, y in zip(self.response.gains, doubled)):
+            raise ValueError(
+                "suggest_lr: twice the lr does not move the parameters twice as far; make_tx must use the lr that it is "
+                "given, in every group"
+            )
         self.allowed = math.inf if epochs is None else SHARE * epochs
         self.passes = 0.0
 

@@ -50,7 +50,7 @@ from bayesopt_chain.checks import installed
 from bayesopt_chain.diagnostics.findings import Row, judged
 from bayesopt_chain.diagnostics.observables.restrict import restrict
 from bayesopt_chain.diagnostics.observables.sums import BLOCKS, Estimate, Record, merged
-from bayesopt_chain.diagnostics.observables.target import Measured, Rate, Target, chosen, data_of, relaxation, steepest
+from bayesopt_chain.diagnostics.observables.target import Measured, Target, chosen, data_of, relaxation, steepest
 from bayesopt_chain.diagnostics.suggest_lr import heat_of_noise
 from bayesopt_chain.loop.step import make_step
 from bayesopt_chain.runs.inference_data import inference_data
@@ -421,10 +421,8 @@ def observe(
             f"observe: {wrong[0]!r} is no name for an observable here; covariances are of {known}, and names that are always "
             f"measured ({', '.join(RESERVED)}) are taken"
         )
-    fill: Callable[[Any], Any] = lambda x: x  # noqa: E731
-    inner, centre = loss, optree.tree_map(lambda p: p.detach().clone(), params)
-    if where is not None:
-        inner, centre, fill = restrict(loss, params, where)
+    everything = (loss, optree.tree_map(lambda p: p.detach().clone(), params), lambda x: x)
+    inner, centre, fill = everything if where is None else restrict(loss, params, where)
     data, n = data_of(batches)
     strength = temperature if strength is None else strength
     target = Target(inner, centre, fill, data, temperature, strength, 0.0 if momentum is None else momentum, seed)
@@ -532,8 +530,7 @@ def _settings(
         known = json.loads(file.read_text())
         if all(given in (None, known[name]) for name, given in zip(("lr", "momentum"), about[3:])):
             return known
-    rate: Rate = chosen(target, *about)
-    known = {**rate._asdict(), "kept": list(kept)}
+    known = {**chosen(target, *about), "kept": list(kept)}
     if file is not None and not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(".part")

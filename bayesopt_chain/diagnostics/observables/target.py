@@ -34,7 +34,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import optree
 import torch
@@ -370,22 +370,6 @@ PILOTS = 8
 THIN = 4  # steps of a pilot from one draw to the next
 
 
-class Rate(NamedTuple):
-    """Rate and momentum, what they were chosen by, and what that cost.
-
-    Attributes:
-        lr: the learning rate.
-        momentum: of the chains.
-        curvature: the largest that was seen, with the spring's.
-        gradients: that were spent, of one chain each.
-    """
-
-    lr: float
-    momentum: float
-    curvature: float
-    gradients: int
-
-
 def relaxation(lr: float, momentum: float, strength: float) -> float:
     """Steps in which a direction that only the spring holds forgets where it was; infinite without a spring."""
     friction, pull = 1 - momentum, lr * strength
@@ -408,7 +392,9 @@ def spreading(lr: float, strength: float, draws: int, coolest: float) -> float:
     return 1 - min(1 - MOMENTUM, max(lr * strength * draws / 4, least))
 
 
-def chosen(target: Target, chains: int, steps: int, draws: int, lr: float | None, momentum: float | None) -> Rate:
+def chosen(
+    target: Target, chains: int, steps: int, draws: int, lr: float | None, momentum: float | None
+) -> dict[str, Any]:
     """Choose rate and momentum by pilots, or look at those that are given.
 
     Args:
@@ -418,6 +404,10 @@ def chosen(target: Target, chains: int, steps: int, draws: int, lr: float | None
         draws: steps that will be measured.
         lr: a rate to take.
         momentum: a momentum to take.
+
+    Returns:
+        ``lr``; ``momentum``; the largest ``curvature`` that was seen, with the spring's; ``gradients`` of one chain that were
+        spent.
 
     Raises:
         ValueError: the given rate is beyond the limit at the centre; no rate is stable.
@@ -434,7 +424,7 @@ def chosen(target: Target, chains: int, steps: int, draws: int, lr: float | None
                 f"observe: lr={lr:.3g} is {lr * top / limit:.2g} times the stability limit at the start already "
                 f"(curvature {top:.3g}, with the spring's); take lr={0.1 * limit / top:.2g}, or leave it out"
             )
-        return Rate(lr, mu, top, spent)
+        return {"lr": lr, "momentum": mu, "curvature": top, "gradients": spent}
     top = max(top, _curvature(target, chains, _thermal(target, chains, centre, batch), batch))
     spent, noise, highest, most = spent + 80 * chains, 0.0, 0.5, math.inf
 
@@ -463,7 +453,7 @@ def chosen(target: Target, chains: int, steps: int, draws: int, lr: float | None
             break
         most = lr / 4 if hot else most
         top = max(min(now, 16 * top), top)
-    return Rate(allowed(), mu, top, spent)
+    return {"lr": allowed(), "momentum": mu, "curvature": top, "gradients": spent}
 
 
 @torch.no_grad()
