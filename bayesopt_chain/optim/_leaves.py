@@ -27,8 +27,7 @@ or, if the velocity averages ``g / D`` (RMSprop), ``V' = mu V + g / D`` and ``th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -281,8 +280,14 @@ def step_by_operations(rule: Any, work: Sequence[Leaves], others: list[Tensor]) 
             early.append(x)
             _add_noise(rule, x, noise, 0, early=True)
     frozen = [x for x in work if x.is_frozen]
-    with _without_gradients([*others, *(p for x in frozen for p in x.params)]):
+    left_out = [(p, p.grad) for p in (*others, *(p for x in frozen for p in x.params))]
+    for p, _ in left_out:  # torch's step leaves out what has no gradient
+        p.grad = None
+    try:
         rule._torch_step(None)
+    finally:
+        for p, gradient in left_out:
+            p.grad = gradient
     for x in frozen:
         _move_frozen(rule, x)
     for x, noise in noises:
@@ -404,19 +409,6 @@ def _move_frozen(rule: Any, x: Leaves) -> None:
         else:
             p.addcdiv_(scaled, denominator, value=-linear.step_size)
         rule._count_update(state, group)
-
-
-@contextmanager
-def _without_gradients(params: list[Tensor]) -> Iterator[None]:
-    """Set the gradients of some parameters to ``None`` for a while, so that torch's step leaves these parameters out."""
-    grads = [p.grad for p in params]
-    for p in params:
-        p.grad = None
-    try:
-        yield
-    finally:
-        for p, grad in zip(params, grads):
-            p.grad = grad
 
 
 def last_step(state: dict[str, Any]) -> Before | None:

@@ -124,11 +124,9 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             own = inspect.signature(cls.__init__)
             cls.__signature__ = own.replace(parameters=list(own.parameters.values())[1:], return_annotation=own.empty)
             return
-        theirs = list(inspect.signature(bases[0]).parameters.values())
-        names = ["temperature", "generator", "keep_draws", *(["freeze_after"] if cls.adaptive else [])]
-        names += ["heat_guard", "steps_per_epoch"]
-        mine = inspect.signature(Sampling.__init__).parameters
-        cls.__signature__ = inspect.Signature([*theirs, *(mine[name] for name in names)])
+        theirs, mine = (inspect.signature(of).parameters.values() for of in (bases[0], Sampling.__init__))
+        ours = [p for p in mine if p.kind is p.KEYWORD_ONLY and (cls.adaptive or p.name != "freeze_after")]
+        cls.__signature__ = inspect.Signature([*theirs, *ours])
 
     @kinds.with_plain_numbers
     def __init__(
@@ -161,17 +159,13 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         elif steps_per_epoch is not None:
             raise ValueError(f"{self._name}: steps_per_epoch= is for heat_guard='warn'; a HeatGuard takes its own")
         self.heat_guard = heat_guard
-        learns = {"freeze_after": freeze_after} if self.adaptive else {}
-        self._noise_defaults = {
-            "temperature": temperature,
-            "noise_kept": keep_draws,
-            **learns,
-        }
+        self._noise_defaults = {"temperature": temperature, "noise_kept": keep_draws}
+        if self.adaptive:
+            self._noise_defaults["freeze_after"] = freeze_after
         # torch's constructor calls add_param_group, which needs both
         self._is_constructing, self._generator = True, generator
         self._seed = None if generator is None else generator.initial_seed()  # a run on disk compares it
-        shown = {k: v for k, v in given.items() if k != "params"}
-        with _checks.with_call(lambda: _checks.call_of(self._name, {"params": "...", **shown})):
+        with _checks.with_call(lambda: _checks.call_of(self._name, {**given, "params": "..."})):
             super().__init__(params, *args, **kwargs)
         if generator is not None:  # at temperature 0 too: the generator is not kept until the temperature is raised
             self._draw_key()
@@ -271,12 +265,9 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         super().__setstate__(state)
         self._cache = Cache()
         # state dicts and pickles of torch's class, or of an older version of this one, lack some entries
+        known = {name: self.defaults[name] for name in _OURS if name in self.defaults}
         for group in self.param_groups:
-            for name in ("temperature", "noise_kept", "freeze_after"):
-                if name in self.defaults:
-                    group.setdefault(name, self.defaults[name])
-            group.setdefault("noise_key", None)
-            group.setdefault("noise_count", 0)
+            group.update({"noise_key": None, "noise_count": 0, **known, **group})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, and with it its noise, or a state dict of the class of ``torch.optim``.
