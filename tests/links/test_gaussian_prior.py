@@ -208,48 +208,50 @@ def test_clipping_may_stand_before_it_and_nothing_that_changes_gradients(form):
         bc.chain(bc.samplers.sgnht(0.1, temperature=0.1), prior).init(p)
 
 
+def prior(precision, n=2, params=None):
+    tx = bc.links.add_gaussian_prior(precision, n=n)
+    return tx if params is None else tx.init(params)
+
+
+def spring(centre, strength=1.0):
+    return bc.links.add_localization(centre, strength).init(PAIR)
+
+
+PAIR, THREE = {"w": torch.ones(2)}, {"w": torch.ones(3)}
+WIDER = bc.Gaussian(THREE, Dense(torch.eye(3), THREE, torch.tensor(1.0)))
 LOST = bc.Gaussian(torch.tensor([torch.nan]), Diagonal(torch.ones(1), torch.tensor(1.0)))
 
 
 @pytest.mark.parametrize(
     ("ask", "error", "words"),
     [
-        (lambda: bc.links.add_gaussian_prior(-1.0, n=2), ValueError, "prior must"),
-        (lambda: bc.links.add_gaussian_prior(1.0, n=0), ValueError, "n must"),
-        (lambda: bc.links.add_gaussian_prior("strong", n=2), TypeError, "a precision .* or a Gaussian"),
-        (lambda: bc.links.add_gaussian_prior({"w": True}, n=2), TypeError, "a precision .* or a Gaussian"),
-        (lambda: bc.links.add_gaussian_prior(LOST, n=2), ValueError, "NaN"),
-        (lambda: bc.links.add_localization(0.0, -1.0), ValueError, "strength must be finite"),
+        (lambda: prior(-1.0), ValueError, "prior must"),
+        (lambda: prior(1.0, n=0), ValueError, "n must"),
+        (lambda: prior("strong"), TypeError, "a precision .* or a Gaussian"),
+        (lambda: prior({"w": True}), TypeError, "a precision .* or a Gaussian"),
+        (lambda: prior(LOST), ValueError, "NaN"),
+        (lambda: spring(0.0, -1.0), ValueError, "strength must be finite"),
         (lambda: bc.links.fan_in(torch.ones(2)), TypeError, "module must be"),
+        (lambda: prior({"v": 1.0}, params=PAIR), ValueError, "the precision is no tree like the parameters"),
+        (lambda: prior(THREE, params=PAIR), ValueError, r"precision at \['w'\] has shape \(3,\)"),
+        (lambda: prior({"w": -1.0}, params=PAIR), ValueError, r"precision of \['w'\] must be finite and not negative"),
+        (lambda: prior(WIDER, params=PAIR), ValueError, "differs"),
+        (
+            lambda: spring(THREE),
+            ValueError,
+            r"center at \['w'\] has shape \(3,\), .* broadcast to the parameter's \(2,\)",
+        ),
+        (lambda: spring({"v": torch.zeros(2)}), ValueError, "no tree like the parameters"),
+        (
+            lambda: bc.links.add_localization(PAIR, 1.0).update(PAIR, spring(PAIR)),
+            ValueError,
+            "needs the parameters",
+        ),
     ],
 )
-def test_arguments_out_of_range_are_refused(ask, error, words):
+def test_what_does_not_fit_is_refused(ask, error, words):
     with pytest.raises(error, match=words):
         ask()
-
-
-def test_trees_that_do_not_fit_are_refused_at_init():
-    params = {"w": torch.ones(2)}
-    for prior, words in (
-        ({"v": 1.0}, "the precision is no tree like the parameters"),
-        ({"w": torch.ones(3)}, r"precision at \['w'\] has shape \(3,\)"),
-        ({"w": -1.0}, r"precision of \['w'\] must be finite and not negative"),
-        (bc.Gaussian({"w": torch.ones(3)}, Dense(torch.eye(3), {"w": torch.ones(3)}, torch.tensor(1.0))), "differs"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            bc.links.add_gaussian_prior(prior, n=2).init(params)
-    for centre, words in (
-        (
-            {"w": torch.zeros(3)},
-            r"center at \['w'\] has shape \(3,\), which does not broadcast to the parameter's \(2,\)",
-        ),
-        ({"v": torch.zeros(2)}, "no tree like the parameters"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            bc.links.add_localization(centre, 1.0).init(params)
-    tx = bc.links.add_localization(params, 1.0)
-    with pytest.raises(ValueError, match="needs the parameters"):
-        tx.update(params, tx.init(params))
 
 
 class Layers(torch.nn.Module):

@@ -59,14 +59,6 @@ def test_schedules_pickle_compare_and_hash(name):
     assert bc.sgd(twin) == bc.sgd(EVERY[name])
 
 
-def test_a_schedule_drives_an_optimizer_as_its_values_do():
-    tx, p = bc.sgd(s.cosine(1.0, 4)), torch.tensor([2.0])
-    state = tx.init(p)
-    for t in range(5):
-        updates, state = tx.update(torch.ones(1), state, params=p, inplace=False)
-        assert updates.item() == pytest.approx(-(1 + math.cos(math.pi * min(t / 4, 1))) / 2, abs=1e-7)
-
-
 @pytest.mark.parametrize("temperature", [1.0, torch.tensor(1.0)])
 @pytest.mark.parametrize("build", [bc.samplers.cyclical, partial(bc.samplers.cyclical, lr_inside=True)])
 def test_exploration_is_the_optimizer(build, temperature):
@@ -102,16 +94,3 @@ def test_the_late_sampling_phase_is_at_temperature_and_with_lr_inside_too_warm()
     )
     assert ours[-50:].abs().max() < 0.12
     assert inside[-10:].min() > 1.0
-
-
-def test_a_tensor_temperature_is_read_at_every_update():
-    heat = torch.zeros((), dtype=torch.float64)
-    tx, x = bc.samplers.cyclical(0.1, 4, 1, 0.5, temperature=heat), torch.ones(2)
-    state = tx.init(x)
-    for _ in range(2):
-        _, state = tx.update(x, state, params=x, inplace=False)
-    heat.fill_(1.0)
-    with_noise, _ = tx.update(x, state, params=x, inplace=False)
-    heat.fill_(0.0)
-    without, _ = tx.update(x, state, params=x, inplace=False)
-    assert not torch.equal(with_noise, without)
