@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import bayesopt_chain as bc
@@ -201,13 +201,30 @@ def box(offsets, sizes):
     return ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
 
 
-def pieces(name, *boxes):
+def table(change):
+    """Change the table of contents."""
+
     def spoil(folder):
-        table = pickle.loads((folder / ".metadata").read_bytes())
-        table.state_dict_metadata[name].chunks = [box(*x) for x in boxes]
-        (folder / ".metadata").write_bytes(pickle.dumps(table))
+        change(about := pickle.loads((folder / ".metadata").read_bytes()))
+        (folder / ".metadata").write_bytes(pickle.dumps(about))
 
     return spoil
+
+
+def pieces(name, *boxes):
+    return table(lambda about: setattr(about.state_dict_metadata[name], "chunks", [box(*x) for x in boxes]))
+
+
+def places(**changed):
+    """Other places of all pieces."""
+    return table(lambda about: [vars(x).update(changed) for x in about.storage_data.values()])
+
+
+class Exploit:
+    """Runs a command when it is unpickled."""
+
+    def __reduce__(self):
+        return os.system, ("false",)
 
 
 def cut(file):
@@ -234,10 +251,7 @@ def compressed(folder):
     with zipfile.ZipFile(whole) as read, zipfile.ZipFile(packed := io.BytesIO(), "w", zipfile.ZIP_DEFLATED) as write:
         for name in read.namelist():
             write.writestr(name, read.read(name))
-    table = pickle.loads((folder / ".metadata").read_bytes())
-    for place in table.storage_data.values():
-        place.offset, place.length = 0, len(packed.getvalue())
-    (folder / ".metadata").write_bytes(pickle.dumps(table))
+    places(offset=0, length=len(packed.getvalue()))(folder)
     (folder / "__0_0.distcp").write_bytes(packed.getvalue())
 
 
@@ -258,6 +272,14 @@ FOREIGN = {  # without digests, as torch itself writes it: what is done, and wha
     "tuples in tuples": (raw(b"\x80\x04" + b"(" * 100_000 + b"t" * 100_000 + b"."), HARM),
     "a command": (raw(b"\x80\x04cos\nsystem\n(\x8c\x04truetR."), HARM),
     "no table": (raw(b""), HARM),
+    "an unfinished table": (raw(b"\x80\x04"), HARM),
+    "a plan that is a command": (table(lambda about: setattr(about, "planner_data", Exploit())), "posix.system"),
+    "bytes that would be unpickled": (
+        table(lambda about: about.state_dict_metadata.update(x=BytesStorageMetadata())),
+        "would be unpickled",
+    ),
+    "a file elsewhere": (places(relative_path="../step/__0_0.distcp"), "which is no file of pieces"),
+    "a file of the machine": (places(relative_path="/etc/passwd"), "which is no file of pieces"),
     "a compressed piece": (compressed, "compressed"),
 }
 OURS = {

@@ -133,21 +133,6 @@ def test_a_folder_that_was_removed_is_named(tmp_path):
         loop.keep.flush()
 
 
-@pytest.mark.parametrize(
-    "bad, says",
-    [
-        ({"every": 0}, "every must be a whole number"),
-        ({"every": 1, "after": -1}, "after must be a whole number"),
-        ({"every": True}, "every must be a whole number"),
-    ],
-)
-def test_counts_out_of_range_are_refused(bad, says):
-    with pytest.raises(ValueError, match=says):
-        bc.collect(network(), **bad)
-    with pytest.raises(TypeError, match="model must be"):
-        bc.collect(torch.zeros(3), every=1)  # type: ignore[arg-type]
-
-
 def test_draws_without_statistics_predict_with_a_warning():
     loop = Loop()
     loop.train(0, 12)

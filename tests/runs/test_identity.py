@@ -32,50 +32,76 @@ def run(path, lr=0.1, momentum=0.9, temperature=0.01, fn=loss, batches=None, **m
     return bc.sample(bc.make_step(fn, tx), params, tx.init(params), batches, **{"steps": 6, "path": path, **more})
 
 
-OTHERS = {
-    "temperature": ({"temperature": 0.02}, r"LangevinNoise\.temperature is 0\.01, here 0\.02"),
-    "lr": ({"lr": 0.05}, r"step_size is 0\.1, here 0\.05"),
-    "momentum": ({"momentum": 0.8}, r"Momentum.* (is|absent)"),
-    "schedule": ({"lr": bc.schedules.cosine(0.1, 100)}, r"step_size is 0\.1, here \['cosine'"),
-    "loss": ({"fn": other_loss}, r"loss is .*\.loss, here .*\.other_loss"),
-    "data": ({"batches": data(1)}, r"data.tensors.0. is"),
-    "shape of the data": ({"batches": tuple(x[:9] for x in data())}, r"data.tensors"),
-    "batches": ({"batches": [data()]}, r"data.kind is one batch, here 1 batches"),
-    "epochs": ({"batches": bc.epochs(data(), 4)}, r"data.kind is one batch, here epochs"),
-    "longer": ({"lr": 0.05, "steps": 12}, r"step_size is 0\.1, here 0\.05"),
+def mended(epochs, label=0.0):
+    """All data in memory are compared, not some rows of them."""
+    g = torch.Generator().manual_seed(0)
+    x, y = torch.randn(1000, 3, generator=g), torch.randn(1000, generator=g) + label * (torch.arange(1000) == 1)
+    return {"batches": bc.epochs((x, y), 100, seed=0) if epochs else (x, y)}
+
+
+def epochs(seed=3, order="reshuffled", batch=4):
+    return {"batches": bc.epochs(data(), batch, seed=seed, order=order)}
+
+
+def closing_over(rate):
+    return {"lr": lambda count: rate / (1 + count)}
+
+
+def optimizer_run(path, lr=0.01, temperature=1e-3, gamma=0.5, steps=6):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    optimizer = bc.optim.SGHMC(model.parameters(), lr=lr, temperature=temperature)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma)
+    step = bc.optim.as_step(
+        model, optimizer, lambda m, batch: (m(batch[0])[:, 0] - batch[1]).square().mean(), scheduler=scheduler
+    )
+    return bc.sample(step, step.params, step.state, data(), steps=steps, path=path)
+
+
+def run_of_chains(path, last=0.02, steps=6):
+    def tempered(temperature):
+        return bc.sghmc(0.1, temperature=temperature)
+
+    torch.manual_seed(0)
+    each = {"temperature": torch.tensor([0.01, last])}
+    chains = bc.parallel(lambda temperature: bc.make_step(loss, tempered(temperature)), 2, each=each)
+    params = {"w": torch.zeros(2, 3)}
+    return bc.sample(chains, params, chains.init(tempered, params), data(), steps=steps, path=path)
+
+
+OTHERS = {  # a run, what is given to it first and then, and what is said
+    "temperature": (run, {}, {"temperature": 0.02}, r"LangevinNoise\.temperature is 0\.01, here 0\.02"),
+    "lr": (run, {}, {"lr": 0.05}, r"step_size is 0\.1, here 0\.05"),
+    "momentum": (run, {}, {"momentum": 0.8}, r"Momentum.* (is|absent)"),
+    "schedule": (run, {}, {"lr": bc.schedules.cosine(0.1, 100)}, r"step_size is 0\.1, here \['cosine'"),
+    "what a schedule sees": (run, closing_over(0.1), closing_over(0.2), r"sees\.rate is 0\.1, here 0\.2"),
+    "loss": (run, {}, {"fn": other_loss}, r"loss is .*\.loss, here .*\.other_loss"),
+    "data": (run, {}, {"batches": data(1)}, r"data.tensors.0. is"),
+    "a label": (run, mended(False), mended(False, 3.0), "data"),
+    "a label in epochs": (run, mended(True), mended(True, 3.0), "data"),
+    "shape of the data": (run, {}, {"batches": tuple(x[:9] for x in data())}, r"data.tensors"),
+    "batches": (run, {}, {"batches": [data()]}, r"data.kind is one batch, here 1 batches"),
+    "epochs": (run, {}, epochs(), r"data.kind is one batch, here epochs"),
+    "seed of epochs": (run, epochs(), epochs(seed=4), r"data\.seed is"),
+    "order of epochs": (run, epochs(), epochs(order="independent"), r"data\.(seed|order|batch_size) is"),
+    "size of batches": (run, epochs(), epochs(batch=3), r"data\.batch_size is"),
+    "longer": (run, {}, {"lr": 0.05, "steps": 12}, r"step_size is 0\.1, here 0\.05"),
+    "lr of an optimizer": (optimizer_run, {}, {"lr": 0.02}, "lr is"),
+    "temperature of an optimizer": (optimizer_run, {}, {"temperature": 1e-2}, "temperature is"),
+    "scheduler of an optimizer": (optimizer_run, {}, {"gamma": 0.1}, "gamma is"),
+    "what each chain has": (run_of_chains, {}, {"last": 0.03}, r"each\S*1\S*temperature is 0\.0199.*, here 0\.0299"),
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_another_run_under_the_same_path_is_refused_by_name(name, tmp_path):
-    change, says = OTHERS[name]
-    run(tmp_path)
+def test_another_run_under_the_same_path_is_refused_by_name_and_the_same_goes_on(name, tmp_path):
+    go, first, then, says = OTHERS[name]
+    go(tmp_path, **first)
     before = {f.name: f.read_bytes() for f in tmp_path.iterdir()}
     with pytest.raises(ValueError, match=rf"holds another run: .*{says}.*directory of its own"):
-        run(tmp_path, **change)
+        go(tmp_path, **then)
     assert {f.name: f.read_bytes() for f in tmp_path.iterdir()} == before
-
-
-@pytest.mark.parametrize("epochs", [False, True])
-def test_one_label_that_was_mended_makes_other_data(epochs, tmp_path):
-    """Wherever it stands: all data in memory are compared, not some rows of them."""
-    x, y = torch.randn(1000, 3), torch.randn(1000)
-    mended = y + 3.0 * (torch.arange(1000) == 1)
-    kept, other = (bc.epochs((x, y), 100, seed=0) if epochs else (x, y) for y in (y, mended))
-    run(tmp_path, batches=kept)
-    with pytest.raises(ValueError, match="data"):
-        run(tmp_path, batches=other, steps=12)
-
-
-@pytest.mark.parametrize("change", [{"seed": 4}, {"order": "independent"}, {"batch": 3}])
-def test_other_epochs_are_refused(change, tmp_path):
-    def epochs(seed=3, order="reshuffled", batch=4):
-        return bc.epochs(data(), batch, seed=seed, order=order)
-
-    run(tmp_path, batches=epochs())
-    with pytest.raises(ValueError, match=r"data\.(seed|order|batch_size) is"):
-        run(tmp_path, batches=epochs(**change))
-    run(tmp_path, batches=epochs(), steps=9)
+    assert len(go(tmp_path, **first, steps=9)) == 9
 
 
 def test_a_loss_of_the_same_name_and_other_code_warns_once_and_is_recorded(tmp_path):
@@ -232,38 +258,6 @@ def test_the_weights_of_a_module_that_is_a_loss_are_no_part_of_its_name():
     assert "reduction" in difference(describe(torch.nn.MSELoss()), describe(torch.nn.MSELoss(reduction="sum")))
 
 
-def test_a_lambda_schedule_is_known_by_what_it_closes_over(tmp_path):
-    def schedule(rate):
-        return lambda count: rate / (1 + count)
-
-    run(tmp_path, lr=schedule(0.1))
-    run(tmp_path, lr=schedule(0.1), steps=7)
-    with pytest.raises(ValueError, match=r"sees\.rate is 0\.1, here 0\.2"):
-        run(tmp_path, lr=schedule(0.2), steps=8)
-
-
-def optimizer_run(path, lr=0.01, temperature=1e-3, gamma=0.5, steps=6):
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 1)
-    optimizer = bc.optim.SGHMC(model.parameters(), lr=lr, temperature=temperature)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma)
-    step = bc.optim.as_step(
-        model, optimizer, lambda m, batch: (m(batch[0])[:, 0] - batch[1]).square().mean(), scheduler=scheduler
-    )
-    return bc.sample(step, step.params, step.state, data(), steps=steps, path=path)
-
-
-@pytest.mark.parametrize(
-    "change, says",
-    [({"lr": 0.02}, "lr is"), ({"temperature": 1e-2}, "temperature is"), ({"gamma": 0.1}, "gamma is")],
-)
-def test_another_optimizer_is_refused(change, says, tmp_path):
-    optimizer_run(tmp_path)
-    with pytest.raises(ValueError, match=says):
-        optimizer_run(tmp_path, **change, steps=9)
-    assert len(optimizer_run(tmp_path, steps=9)) == 9
-
-
 @pytest.mark.parametrize("kind", ["chain", "optimizer"])
 def test_a_generator_with_another_seed_is_another_run_and_one_that_was_not_given_is_not(kind, tmp_path):
     def go(path, steps, seed=None, torchs=0):
@@ -329,22 +323,3 @@ def test_descriptions_of_the_named_samplers_are_those_that_stand_in_runs_on_disk
     ]
     assert difference(describe(functools.partial(max, 1)), describe(functools.partial(max, 2)))
     assert not difference({"function": "f", "code": {"3.9": "a"}}, {"function": "f", "code": {"3.10": "b"}})
-
-
-def run_of_chains(path, each):
-    torch.manual_seed(0)
-
-    def tempered(temperature):
-        return bc.sghmc(0.1, temperature=temperature)
-
-    chains = bc.parallel(lambda temperature: bc.make_step(loss, tempered(temperature)), 2, each=each)
-    params = {"w": torch.zeros(2, 3)}
-    return bc.sample(chains, params, chains.init(tempered, params), data(), steps=6, path=path)
-
-
-def test_chains_with_other_hyperparameters_of_their_own_are_another_run(tmp_path):
-    one, other = ({"temperature": torch.tensor([0.01, x])} for x in (0.02, 0.03))
-    want = run_of_chains(tmp_path, one)
-    with pytest.raises(ValueError, match=r"holds another run: each\S*1\S*temperature is 0\.0199.*, here 0\.0299"):
-        run_of_chains(tmp_path, other)
-    assert torch.equal(run_of_chains(tmp_path, one).params["w"], want.params["w"])

@@ -51,6 +51,7 @@ def same(draws, kept):
 STEPS = {
     "pure": lambda: bc.make_step(loss, TX),
     "in place": lambda: bc.make_step(loss, TX, inplace=True),
+    "captured": lambda: bc.capture(bc.make_step(loss, TX), *start(), batches()[0], backend="eager"),
 }
 
 
@@ -65,13 +66,6 @@ def test_draws_come_after_the_burn_in_at_every_thinning(tmp_path, kind, on_disk)
         assert same(draws, by_hand(20, 5, 3))
     else:
         torch.testing.assert_close(draws.params["w"], torch.stack([p["w"] for _, p, _ in by_hand(20, 5, 3)]))
-
-
-def test_captured_steps_are_copied_as_they_come():
-    params, state = start()
-    step = bc.capture(bc.make_step(loss, TX), params, state, batches()[0], backend="eager")
-    draws = bc.sample(step, params, state, batches(), steps=20, burn_in=5, thinning=3)
-    torch.testing.assert_close(draws.params["w"], torch.stack([p["w"] for _, p, _ in by_hand(20, 5, 3)]))
 
 
 def test_parallel_chains_stand_on_axis_one(tmp_path):
@@ -158,30 +152,6 @@ def test_a_loader_that_cannot_say_where_it_stands_is_skipped_forward_with_a_warn
     assert same(draws, by_hand(9, 0, 1))
 
 
-def test_ctrl_c_ends_the_run_after_the_step_and_keeps_what_there_is(tmp_path):
-    step, calls = bc.make_step(loss, TX), iter(range(100))
-
-    def interrupted(params, state, batch):
-        if next(calls) == 6:
-            os.kill(os.getpid(), signal.SIGINT)
-        return step(params, state, batch)
-
-    draws = bc.sample(interrupted, *start(), batches(), steps=20, path=tmp_path)
-    assert not draws.complete and draws.why == "interrupted after step 7" and same(draws, by_hand(7, 0, 1))
-    assert same(bc.sample(step, *start(), batches(), steps=20, path=tmp_path), by_hand(20, 0, 1))
-
-
-def test_a_callback_ends_the_run():
-    seen = []
-
-    def callback(it):
-        seen.append(it.step)
-        return it.step == 4
-
-    draws = bc.sample(bc.make_step(loss, TX), *start(), batches(), steps=20, callbacks=[callback])
-    assert seen == [1, 2, 3, 4] and len(draws) == 4 and not draws.complete and "callback" in draws.why
-
-
 def test_a_run_that_diverges_says_so():
     tx = bc.sghmc(1e6, temperature=0.1)
     params = start()[0]
@@ -209,19 +179,6 @@ def test_the_directory_of_another_run_is_refused(tmp_path, change, says):
         params = {"w": torch.ones(3), "b": torch.tensor(1.0)}
         bc.sample(step, params, TX.init(params), batches(), **run)
     assert sorted((f.name, f.read_bytes()) for f in tmp_path.iterdir()) == before
-
-
-def test_two_writers_are_refused(tmp_path):
-    caught = []
-
-    def second(it):
-        with pytest.raises(RuntimeError, match="another process is writing") as error:
-            bc.sample(bc.make_step(loss, TX), *start(), batches(), steps=20, path=tmp_path)
-        caught.append(error)
-        return True
-
-    bc.sample(bc.make_step(loss, TX), *start(), batches(), steps=20, path=tmp_path, callbacks=[second])
-    assert caught
 
 
 def test_a_missing_shard_is_named(tmp_path):
