@@ -10,6 +10,7 @@ from torch import nn
 
 import bayesopt_chain as bc
 from tests.optim.stepping import through_a_file, walk
+from tests.walk import end_of
 
 CHAINS = {
     "sghmc": lambda g: bc.sghmc(0.1, temperature=0.2),
@@ -27,14 +28,9 @@ def gradients(params):
 @pytest.mark.parametrize("name", CHAINS)
 def test_it_is_update_and_apply_updates_bitwise_and_leaves_gradients_alone(name):
     start = [torch.linspace(-1, 1, 7), torch.ones(2, 2)]
-    params = [p.clone() for p in start]
-    tx = CHAINS[name]({})
     torch.manual_seed(4)
-    state = tx.init(params)
-    for _ in range(6):
-        updates, state = tx.update(gradients(params), state, params=params, inplace=False)
-        params = torchopt.apply_updates(params, updates, inplace=False)
-    theirs, leaves = params, [p.clone().requires_grad_() for p in start]
+    theirs, _ = end_of(CHAINS[name]({}), start, gradients, 6)
+    leaves = [p.clone().requires_grad_() for p in start]
     torch.manual_seed(4)
     optimizer = bc.optim.Optimizer(leaves, CHAINS[name])
     for _ in range(6):

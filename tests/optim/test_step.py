@@ -45,6 +45,14 @@ def built(name, schedule, seed=0):
     return bc.optim.as_step(model, optimizer, loss, scheduler=SCHEDULERS[schedule](optimizer))
 
 
+def run(step, params, state, n, batch=BATCH):
+    """What the last of some steps returns."""
+    out = params, state, None
+    for _ in range(n):
+        out = step(*out[:2], batch)
+    return out
+
+
 def flat(params):
     return torch.cat([params[name].flatten() for name in sorted(params)])
 
@@ -55,19 +63,10 @@ def test_copied_params_and_state_go_on_bit_for_bit_in_another_model(name, schedu
     if name == "chain" and schedule:
         schedule = None  # its lr is a number
     step = built(name, schedule)
-    params, state = step.params, step.state
-    for _ in range(4):
-        params, state, _ = step(params, state, BATCH)
-    kept = copy.deepcopy((params, state))
-    for _ in range(4):
-        params, state, _ = step(params, state, BATCH)
-    params, state, info = step(params, state, BATCH)
+    kept = copy.deepcopy(run(step, step.params, step.state, 4)[:2])
+    params, _, info = run(step, step.params, step.state, 5)
     expected, last = flat(params).clone(), info.loss.clone()
-    step = built(name, schedule, seed=1)
-    params, state = kept
-    for _ in range(4):
-        params, state, _ = step(params, state, BATCH)
-    params, state, info = step(params, state, BATCH)
+    params, _, info = run(built(name, schedule, seed=1), *kept, 5)
     assert torch.equal(flat(params), expected) and torch.equal(info.loss, last)
 
 
@@ -100,15 +99,13 @@ def test_it_is_an_ordinary_loop_where_the_model_draws_nothing():
     models[1].load_state_dict(models[0].state_dict())
     optimizers = [torch.optim.SGD(m.parameters(), 0.1, 0.9) for m in models]
     step, x = bc.optim.as_step(models[0], optimizers[0], quadratic), torch.ones(2, 3)
-    params, state = step.params, step.state
-    info = None
+    params, _, info = run(step, step.params, step.state, 3, x)
     for _ in range(3):
-        params, state, info = step(params, state, x)
         optimizers[1].zero_grad()
         models[1](x).square().mean().backward()
         optimizers[1].step()
     assert all(torch.equal(p, q.detach()) for p, q in zip(params.values(), models[1].parameters()))
-    assert info is not None and info.aux == {"size": 2}
+    assert info.aux == {"size": 2}
 
 
 def test_the_global_generator_is_left_alone():

@@ -126,12 +126,8 @@ def problem(temperature=0.5, **settings):
 def test_make_step_parallel_and_capture_report_the_weight_of_where_the_step_started():
     tx, params = problem()
     for inplace in (False, True):
-        step, x, state = (
-            bc.make_step(loss, tx, inplace=inplace),
-            {k: v.clone() for k, v in params.items()},
-            tx.init(params),
-        )
-        _, state, info = step(x, state, ())
+        step = bc.make_step(loss, tx, inplace=inplace)
+        _, state, info = step({k: v.clone() for k, v in params.items()}, tx.init(params), ())
         assert info.weight.item() == pytest.approx(0.2 + 0.8 / (1 + 8**0.5))
         assert info.weight.item() == state[0].weight.item()
     step = bc.make_step(loss, tx)
@@ -151,14 +147,12 @@ def test_make_step_parallel_and_capture_report_the_weight_of_where_the_step_star
 
 def test_a_step_that_is_left_out_counts_nothing():
     tx, params = problem()
-    tx = bc.skip_nonfinite(tx)
-    step = bc.make_step(lambda p, scale: scale * loss(p, ()), tx)
-    params, state, info = step(params, tx.init(params), torch.tensor(1.0))
-    assert info.weight > 0
-    params, state, info = step(params, state, torch.tensor(math.nan))
-    assert info.weight == 0
-    _, _, info = step(params, state, torch.tensor(1.0))
-    assert info.weight > 0
+    step = bc.make_step(lambda p, scale: scale * loss(p, ()), bc.skip_nonfinite(tx))
+    state, weights = step.init(params), list[bool]()
+    for scale in (1.0, math.nan, 1.0):
+        params, state, info = step(params, state, torch.tensor(scale))
+        weights.append(info.weight > 0)
+    assert weights == [True, False, True]
 
 
 def sampled(tmp_path=None, steps=40, n=None, **more):
