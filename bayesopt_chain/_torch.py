@@ -84,10 +84,15 @@ def specs_of(leaves: Iterable[Any]) -> list[Any]:
     return [x._spec if type(x) is kind or isinstance(x, kind) else None for x in leaves]
 
 
+def _parts(module: Any, name: str) -> list[Any]:
+    """The modules inside one, and itself, that are of a class of ``torch.distributed.fsdp``, which is not imported for it."""
+    kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), name, ())
+    return [part for part in module.modules() if isinstance(part, kind)]
+
+
 def is_fully_sharded(module: Any) -> bool:
     """Whether ``fully_shard`` was called on a module or on one inside it."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(isinstance(part, fsdp.FSDPModule) for part in module.modules())
+    return bool(_parts(module, "FSDPModule"))
 
 
 def reshard(module: Any) -> None:
@@ -95,16 +100,13 @@ def reshard(module: Any) -> None:
 
     The outermost of them keeps whole ones behind a forward pass that no backward pass follows.
     """
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    for part in module.modules():
-        if fsdp is not None and isinstance(part, fsdp.FSDPModule):
-            part.reshard()
+    for part in _parts(module, "FSDPModule"):
+        part.reshard()
 
 
 def is_flattened(module: Any) -> bool:
     """Whether a module, or one inside it, is a ``FullyShardedDataParallel`` (FSDP1)."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(isinstance(part, fsdp.FullyShardedDataParallel) for part in module.modules())
+    return bool(_parts(module, "FullyShardedDataParallel"))
 
 
 def whole(x: Any) -> Any:

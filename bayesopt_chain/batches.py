@@ -32,8 +32,8 @@ def tree_map(function: Callable[..., Any], batch: Any) -> Any:
 
 def spread(prefix: Any, batch: Any) -> list[Any]:
     """The leaf of ``prefix`` (``None`` is one) that stands above each leaf of the batch."""
-    _make_known(batch)
-    _make_known(prefix)
+    for tree in (batch, prefix):
+        flatten(tree)  # from here on its classes are known
     full = optree.tree_broadcast_prefix(prefix, batch, none_is_leaf=True, namespace=NAMESPACE)
     return optree.tree_leaves(full, none_is_leaf=True, namespace=NAMESPACE)
 
@@ -66,11 +66,6 @@ class Entry:
         return getattr(batch, self.key)
 
 
-def _make_known(batch: Any) -> None:
-    while _learnt(optree.tree_leaves(batch, namespace=NAMESPACE)):
-        pass
-
-
 def _learnt(leaves: list[Any]) -> bool:
     """Whether there were classes among the leaves that open and were not known; they are known from now on."""
     new = {type(leaf) for leaf in leaves if type(leaf) not in _known and _opens(leaf)}
@@ -85,27 +80,30 @@ def _opens(leaf: Any) -> bool:
 
 def _register(kind: type) -> None:
     _known.add(kind)
-    open_it, close_it = (_open_mapping, _close_mapping) if issubclass(kind, Mapping) else (_open_fields, _close_fields)
+    opened, closed = (_values, _mapping) if issubclass(kind, Mapping) else (_fields, _dataclass)
+
+    def flattened(batch: Any) -> Any:
+        held = opened(batch)
+        return list(held.values()), tuple(held), tuple(held)
+
     register: Any = optree.register_pytree_node  # its stubs ask for a class that says itself how it is opened
-    register(kind, open_it, lambda names, values: close_it(kind, names, values), namespace=NAMESPACE)
+    register(kind, flattened, lambda names, values: closed(kind, dict(zip(names, values))), namespace=NAMESPACE)
 
 
-def _open_mapping(batch: Mapping[Any, Any]) -> Any:
-    names = tuple(batch)
-    return [batch[name] for name in names], names, names
+def _values(batch: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {name: batch[name] for name in batch}
 
 
-def _close_mapping(kind: Any, names: tuple[Any, ...], values: Any) -> Any:
-    return kind(dict(zip(names, values)))
+def _mapping(kind: Any, held: dict[Any, Any]) -> Any:
+    return kind(held)
 
 
-def _open_fields(batch: Any) -> Any:
-    names = tuple([f.name for f in dataclasses.fields(batch)])
-    return [getattr(batch, name) for name in names], names, names
+def _fields(batch: Any) -> dict[str, Any]:
+    return {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
 
 
-def _close_fields(kind: Any, names: tuple[str, ...], values: Any) -> Any:
+def _dataclass(kind: Any, held: dict[str, Any]) -> Any:
     made = object.__new__(kind)  # its __init__ may convert or check what it is given
-    for name, value in zip(names, values):
+    for name, value in held.items():
         object.__setattr__(made, name, value)
     return made

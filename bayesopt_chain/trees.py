@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator
+from functools import reduce
 from operator import is_
 from typing import Any
 
@@ -87,10 +88,7 @@ def widened(tree: Tree) -> Tree:
 
 def common_dtype(tree: Tree) -> torch.dtype:
     """Return the dtype in which the leaves of a tree can be held together, float32 at least."""
-    dtype = torch.float32
-    for leaf in optree.tree_leaves(tree):
-        dtype = torch.promote_types(dtype, leaf.dtype)
-    return dtype
+    return reduce(torch.promote_types, (leaf.dtype for leaf in optree.tree_leaves(tree)), torch.float32)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -222,9 +220,8 @@ def scaled(tree: Tree, factor: float | Tensor) -> Tree:
 
 def inner(left: Tree, right: Tree, like: Tree) -> Tensor:
     """Return the inner products ``[*lead]`` of two trees like ``like``."""
-    total: Any = 0
-    for a, b, other in zip(*map(optree.tree_leaves, (left, right, like))):
-        total = total + _summed(a * b, other.ndim)
+    leaves = zip(*map(optree.tree_leaves, (left, right, like)))
+    total: Any = sum(_summed(a * b, other.ndim) for a, b, other in leaves)
     return total
 
 
@@ -276,16 +273,12 @@ def project(rows: Tree, tree: Tree) -> Tensor:
     """Return the inner products ``[*lead, M]`` of a tree like ``first(rows)`` with each of the rows."""
     total: Any = 0
     for leaf, row in zip(optree.tree_leaves(tree), optree.tree_leaves(rows)):
-        flat_rows = row.reshape(row.shape[0], -1)
         lead = leaf.shape[: leaf.ndim - row.ndim + 1]
-        total = total + leaf.reshape(*lead, flat_rows.shape[1]) @ flat_rows.mT
+        total = total + leaf.reshape(*lead, -1) @ row.reshape(row.shape[0], -1).mT
     return total
 
 
 def gram(rows: Tree) -> Tensor:
     """Return the matrix ``[M, M]`` of inner products between rows."""
-    first, *others = [row.reshape(row.shape[0], math.prod(row.shape[1:])) for row in optree.tree_leaves(rows)]
-    total = first @ first.mT
-    for flat in others:
-        total = total + flat @ flat.mT
-    return total
+    flat = [row.reshape(row.shape[0], math.prod(row.shape[1:])) for row in optree.tree_leaves(rows)]
+    return reduce(torch.add, [x @ x.mT for x in flat])

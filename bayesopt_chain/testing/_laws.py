@@ -110,9 +110,9 @@ def init_starts_afresh(build: Build) -> None:
 
 
 def tree_structure_does_not_matter(build: Build) -> None:
-    """A dict, a list, a nested tuple and TorchOpt's flat tuple of the same leaves move alike where nothing is drawn.
+    """A dict, a list, a nested tuple, TorchOpt's flat tuple of the same leaves move alike, a tensor as a tree of one.
 
-    Draws know a leaf by its path.
+    Where nothing is drawn: draws know a leaf by its path.
     """
     if _draws(build):
         return
@@ -120,20 +120,10 @@ def tree_structure_does_not_matter(build: Build) -> None:
     want = optree.tree_leaves(run(build(), params, smooth_gradient, 4)[0])
     a, b, c = optree.tree_leaves(params)
     others: tuple[Any, ...] = ([a, b, c], (a, (b, [c])), {"x": {"y": a}, "z": (b, c)})
-    for tree in others:
-        assert_bitwise_equal(
-            run(build(), tree, smooth_gradient, 4)[0], want, f"structure {optree.tree_structure(tree)}"
-        )
-
-
-def a_bare_tensor_is_a_tree(build: Build) -> None:
-    """One tensor works like a tree of one leaf, where nothing is drawn."""
-    if _draws(build):
-        return
-    p = example_params()["weight"]
-    assert_bitwise_equal(
-        run(build(), p, smooth_gradient, 3)[0], run(build(), [p], smooth_gradient, 3)[0], "a bare tensor"
-    )
+    moved = [run(build(), tree, smooth_gradient, 4)[0] for tree in (*others, [c], c)]
+    for end in moved[:-2]:
+        assert_bitwise_equal(end, want, f"structure {optree.tree_structure(end)}")
+    assert_bitwise_equal(moved[-1], moved[-2], "a bare tensor")
 
 
 def a_missing_gradient_leaves_its_leaf_alone(build: Build) -> None:
@@ -415,7 +405,6 @@ LAWS: tuple[Callable[[Build], None], ...] = (
     copies_and_pickles_continue_exactly,
     init_starts_afresh,
     tree_structure_does_not_matter,
-    a_bare_tensor_is_a_tree,
     a_missing_gradient_leaves_its_leaf_alone,
     absent_parameters_are_skipped,
     stacked_equals_looped,
