@@ -39,7 +39,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
@@ -250,7 +250,7 @@ class Observed:
         """
         refused = [text for text in self.findings if text.startswith("refused")]
         if refused:
-            raise ValueError("local learning coefficient: " + "; ".join(refused) + f" (lr={self.lr:.3g})")
+            raise ValueError("llc: " + "; ".join(refused) + f" (lr={self.lr:.3g})")
         heat, heat_error, _ = map(float, self.heat)
         found = self.mean("loss").scaled(1 / self.temperature, -self.reference / self.temperature - heat)
         found = Estimate(*[x.reshape(()) for x in found])
@@ -266,7 +266,7 @@ class Observed:
         if value < -3 * error:
             refused.append(f"it comes out as {found}: the loss is lower where the chains went than at the start")
         if refused:
-            raise ValueError("local learning coefficient: " + "; ".join(refused) + "; start where training has ended")
+            raise ValueError("llc: " + "; ".join(refused) + "; start where training has ended")
         return found
 
     def _spread(self) -> float:
@@ -335,7 +335,7 @@ def observe(
     batches: Any,
     of: Mapping[str, Callable[[Any], Tensor]] | None = None,
     *,
-    temperature: float,
+    temperature: float | None = None,
     strength: float | None = None,
     covariances: Sequence[tuple[str, str]] = (),
     kept: Sequence[str] = (),
@@ -361,7 +361,7 @@ def observe(
             list of batches, whose rows are drawn anew, independently.
         of: functions of all parameters that return a tensor of any shape: the losses of probes, ``[m]``, those of tokens,
             ``[m, length]``. Default: none; ``"loss"`` and ``"virial"`` are always measured.
-        temperature: ``1 / (n beta)`` for ``n`` data, in units of the mean loss.
+        temperature: ``1 / (n beta)`` for ``n`` data, in units of the mean loss. Default: Watanabe's ``log(n) / n``.
         strength: of the spring, ``s`` in ``s |theta - params|^2 / 2``, in units of the mean loss. Default:
             ``temperature``, by which the spring alone would allow each entry a standard deviation of 1. It never depends
             on ``params``.
@@ -408,6 +408,14 @@ def observe(
         (torch.Size([60, 60]), 60, 'no objection')
         >>> abs(run.llc().value - 2 / 2) < 0.2                 # half the number of parameters
         tensor(True)
+
+        A spring of the strength .25 leaves ``1 / (1 + .25)`` of each of the fifty parameters that count:
+
+        >>> def loss(w, batch):
+        ...     return (w[:50] ** 2).sum() / 2
+        >>> run = bc.observe(loss, torch.zeros(80), None, temperature=0.1, strength=0.25, steps=600, burn_in=200, chains=4)
+        >>> abs(run.llc().value - 50 / (2 * 1.25)) < 2
+        tensor(True)
     """
     of = dict(of or {})
     if steps < burn_in + thinning:
@@ -424,6 +432,10 @@ def observe(
     everything = (loss, optree.tree_map(lambda p: p.detach().clone(), params), lambda x: x)
     inner, centre, fill = everything if where is None else restrict(loss, params, where)
     data, n = data_of(batches)
+    if temperature is None:
+        if n is None or n < 2:
+            raise ValueError("observe: the number of data is not known from the batches; give temperature=")
+        temperature = math.log(n) / n
     strength = temperature if strength is None else strength
     target = Target(inner, centre, fill, data, temperature, strength, 0.0 if momentum is None else momentum, seed)
     on_cpu = all(x.device.type == "cpu" for x in target.leaves)
@@ -629,77 +641,3 @@ def findings(run: Observed) -> list[str]:
 def _round(steps: float) -> str:
     digits = max(0, math.floor(math.log10(max(steps, 1))) - 1)
     return f"{round(steps, -digits):,.0f}"
-
-
-class LearningCoefficient(NamedTuple):
-    """What :func:`local_learning_coefficient` returns.
-
-    Attributes:
-        value: the local learning coefficient, at this temperature and strength.
-        standard_error: its Monte Carlo error.
-        verdict: what is doubtful, in words, or ``"no objection"``.
-        temperature, strength: of the target, in units of the mean loss.
-        run: all that was measured.
-    """
-
-    value: float
-    standard_error: float
-    verdict: str
-    temperature: float
-    strength: float
-    run: Observed
-
-    def __str__(self) -> str:
-        return (
-            f"local learning coefficient {self.value:.4g} +- {2 * self.standard_error:.2g} at "
-            f"temperature {self.temperature:.3g}, strength {self.strength:.3g}: {self.verdict}"
-        )
-
-
-def local_learning_coefficient(
-    loss: Callable[..., Any],
-    params: Any,
-    batches: Any,
-    *,
-    temperature: float | None = None,
-    strength: float | None = None,
-    **options: Any,
-) -> LearningCoefficient:
-    """Estimate the local learning coefficient at trained parameters, or of a part of them.
-
-    Args:
-        loss: ``loss(params, batch)``, mean over the batch. A prior in it counts as loss.
-        params: ``theta*``, a (local) minimum.
-        batches: all data as one batch, ``bc.epochs(data, batch_size)``, or a list of batches.
-        temperature: ``1 / (n beta)`` for ``n`` data, per datum as the loss is. Default: Watanabe's ``log(n) / n``.
-        strength: of the spring to ``params``, in units of the mean loss. Default: ``temperature``. The value depends on it.
-        options: those of :func:`bayesopt_chain.observe`: ``where=`` for the refined coefficient of some entries,
-            ``chains=``, ``steps=``, ``path=``, ``lr=``, and the others.
-
-    Returns:
-        :class:`LearningCoefficient`.
-
-    Raises:
-        ValueError: the number of data is not known, and no temperature given; the chains diverged, were beyond the
-            stability limit where they went or too hot, or still drift; ``params`` are no minimum.
-
-    Example:
-        >>> import torch, bayesopt_chain as bc
-        >>> def loss(w, batch):
-        ...     return (w[:50] ** 2).sum() / 2
-        >>> found = bc.local_learning_coefficient(
-        ...     loss, torch.zeros(80), None, temperature=0.1, strength=0.25, steps=600, burn_in=200, chains=4
-        ... )
-        >>> abs(found.value - 50 / (2 * 1.25)) < 2       # thirty of the eighty parameters do not count
-        True
-    """
-    if temperature is None:
-        n = data_of(batches)[1]
-        if n is None or n < 2:
-            raise ValueError(
-                "local_learning_coefficient: the number of data is not known from the batches; give temperature="
-            )
-        temperature = math.log(n) / n
-    run = observe(loss, params, batches, temperature=temperature, strength=strength, **options)
-    found = run.llc()
-    return LearningCoefficient(float(found.value), float(found.error), run.verdict, temperature, run.strength, run)
