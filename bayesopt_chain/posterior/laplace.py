@@ -245,9 +245,8 @@ def laplace() -> Laplace:
     posterior.
 
     The low-rank structure alone depends on how the data were split into batches: what exceeds its rank moves to the diagonal
-    batch by batch. In a classifier of 93 parameters with 200 data (three seeds, batches of 1 to 100 against one batch of
-    all), the mean marginal variance moved by -7.1 to -0.7 % at rank 10 and by -2.0 to -0.4 % at rank 20. Take a rank well above
-    the number of directions that the data determine, or another structure.
+    batch by batch, and the marginal variances of many small batches come out somewhat smaller. Take a rank well above the
+    number of directions that the data determine, or another structure.
 
     Returns:
         A link with the methods ``posterior`` and ``log_evidence``.

@@ -197,23 +197,6 @@ def test_every_likelihood_meets_every_kind_of_factor(name):
     assert hessian.count == diagonal.count == B
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gaussian learned", "categorical"])
-def test_the_monte_carlo_fisher_is_unbiased(name):
-    """A mean of 2000 independent estimates against the exact GGN: each diagonal entry's standardised error is normal
-    up to the skew of a sum of 12,000 squares, and exceeds 6 with probability below 1e-7; any of 23 below 3e-6.
-    """
-    likelihood, targets = LIKELIHOODS[name]
-    forward, params, inputs = by_hand()
-    batch = (inputs, targets())
-    generator = torch.Generator().manual_seed(2)
-    exact = flatten(curvature.ggn(forward, likelihood, "diagonal")(params, batch).diag(), params)
-    estimate = curvature.fisher(forward, likelihood, "diagonal", samples=100, generator=generator)
-    runs = torch.stack([flatten(estimate(params, batch).diag(), params) for _ in range(20)])
-    # 20 runs of 100 samples: a t statistic with 19 degrees of freedom, beyond 9 with probability 3e-8
-    assert ((runs.mean(0) - exact) / (runs.std(0) / 20**0.5)).abs().max() < 9
-
-
 def test_probes_are_unbiased_with_variance_below_twice_the_square_and_never_negative():
     """1000 root-probes: the variance of one is at most 2 d^2 an entry, so that the mean errs by more than
     6 sqrt(2 / 1000) d with probability below 2e-7 (a chi-square mean; skew included by the margin below 1e-5).
@@ -319,18 +302,6 @@ def test_kronecker_describes_every_layer_that_it_knows(model):
     forward, params, batch, likelihood = case(model)
     curvature.ggn(forward, likelihood, "kronecker")(params, batch)
     assert not make_plan(forward, params, batch).generic
-
-
-def test_a_convolution_over_one_position_is_a_linear_layer_to_kronecker():
-    conv = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten())
-    linear = nn.Sequential(nn.Flatten(), nn.Linear(8, 3))
-    linear[1].weight.data = conv[0].weight.data.reshape(3, 8)
-    linear[1].bias.data = conv[0].bias.data
-    batch, likelihood = (torch.randn(B, 2, 2, 2), torch.randn(B, 3)), likelihoods.gaussian()
-    a, b = (
-        curvature.ggn(of_module(net)[0], likelihood, "kronecker")(of_module(net)[1], batch) for net in (conv, linear)
-    )
-    assert_close(a.to_dense(), b.to_dense())
 
 
 @pytest.mark.parametrize("model", [conv, by_hand, sequence], ids=["conv", "by_hand", "sequence"])
@@ -785,22 +756,6 @@ def test_its_curvature_and_predictions_are_those_that_taps_find(structure, bias,
     (mean, covariance), (m, c) = (bc.posterior.linearized(f, posterior, batch) for f in (forward, watched(forward)))
     torch.testing.assert_close(mean, m, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(covariance, c, rtol=1e-12, atol=1e-12)
-
-
-def test_it_is_run_and_not_watched(monkeypatch):
-    """No tap, no pullback, no datum alone."""
-    forward, params, batch = problem(True, ())
-    from bayesopt_chain.curvature import _chunks, _plan
-
-    def refuse(*args, **kwargs):
-        raise AssertionError("watched")
-
-    for module in (_plan, _chunks):
-        monkeypatch.setattr(module, "Taps", refuse)
-    monkeypatch.setattr(_chunks, "_pullback", refuse)
-    curvature.ggn(forward, likelihoods.categorical(), "kronecker")(params, batch)
-    with pytest.raises(AssertionError, match="watched"):
-        curvature.ggn(watched(forward), likelihoods.categorical(), "kronecker")(params, batch)
 
 
 def test_features_in_bfloat16_are_summed_in_float32():

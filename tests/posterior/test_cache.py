@@ -172,26 +172,3 @@ def test_a_cache_with_given_params_is_theirs():
 def test_what_a_cache_cannot_serve_is_refused(call, words):
     with pytest.raises(ValueError, match=words):
         call(batches())
-
-
-class TiedHead(nn.Module):
-    """A language model whose head is its embedding."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.norm, self.head = nn.Embedding(3, 4), nn.LayerNorm(4), nn.Linear(4, 3, bias=False)
-        self.head.weight = self.table.weight
-
-    def forward(self, tokens):
-        return self.head(self.norm(self.table(tokens)).mean(1))
-
-
-def test_a_head_tied_to_the_embedding_is_the_last_layer_with_both_of_its_uses():
-    model, data = TiedHead().eval(), [(torch.randint(0, 3, (20, 5)), torch.randint(0, 3, (20,)))]
-    fitted = bc.fit_laplace(model, CLASSES, data, structure="dense", tune_noise="evidence")
-    assert set(fitted.posterior.mean) == {"table.weight"} and fitted.model.features_of is None
-    forward, params, _ = bc.make_functional(model)
-    some, kept = bc.curvature.subset(forward, params, "table.weight")
-    total = bc.curvature.ggn(some, CLASSES, "dense")(kept, data[0]).to_dense()
-    prior = fitted.prior_precision["table.weight"]
-    torch.testing.assert_close(fitted.posterior.precision.to_dense(), total + prior * torch.eye(12))

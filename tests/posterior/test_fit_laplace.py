@@ -8,7 +8,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import bayesopt_chain as bc
-from bayesopt_chain.likelihoods import Predictive
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 
@@ -27,30 +26,6 @@ def loader(x, y, size=25):
 def classes():
     x = torch.randn(N, 2)
     return x, (x[:, 0] + 0.5 * torch.randn(N) > 0).long() + (x[:, 1] > 0.5).long()
-
-
-def test_a_last_layer_with_gaussian_noise_is_bayesian_linear_regression_on_its_features():
-    """Prior and noise are a stationary point of the Gaussian process's evidence, to 1e-8; the trained head does not matter."""
-    model, x = module(1), torch.randn(N, 2)
-    y = torch.sin(2 * x[:, :1]) + 0.1 * torch.randn(N, 1)
-    fitted = bc.fit_laplace(model, bc.likelihoods.gaussian(), loader(x, y), structure="dense", tune_noise="evidence")
-    phi = torch.cat([torch.ones(N, 1), torch.tanh(model[0](x)).detach()], 1)  # the bias first
-
-    def gp(prior, scale):
-        kernel = phi @ phi.T / prior + torch.eye(N) / scale
-        return torch.distributions.MultivariateNormal(torch.zeros(N), kernel).log_prob(y[:, 0])
-
-    prior = fitted.prior_precision["2.bias"].clone().requires_grad_()
-    scale = fitted.likelihood_scale.clone().requires_grad_()
-    slopes = torch.autograd.grad(gp(prior, scale), (prior, scale))
-    assert abs(slopes[0] * prior) < 1e-5 and abs(slopes[1] * scale) < 1e-5
-    prior, scale = prior.detach(), scale.detach()
-    torch.testing.assert_close(fitted.log_evidence, gp(prior, scale), rtol=1e-9, atol=1e-8)
-    assert isinstance(fitted.predict(x), Predictive)
-    nn.init.zeros_(model[2].weight)
-    again = bc.fit_laplace(model, bc.likelihoods.gaussian(), loader(x, y), structure="dense", tune_noise="evidence")
-    torch.testing.assert_close(again.log_evidence, fitted.log_evidence, rtol=1e-7, atol=1e-7)
-    torch.testing.assert_close(again.predict(x).mean, fitted.predict(x).mean, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.sweep(9)
@@ -229,31 +204,6 @@ def test_progress_shows_a_bar(capsys):
     assert "3/3" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_the_noise_is_found_by_root_and_last_layer_and_misjudged_by_kronecker_as_documented():
-    """A network of 2,701 parameters, noise of variance 4e-4: its mean square at the fit is 2e-4 to 5e-4. A variance that is
-    kept stays."""
-    x = 4 * torch.rand(100, 1) - 2
-    y = torch.sin(2 * x) + 0.02 * torch.randn(100, 1)
-    model = nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, 1))
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    for _ in range(1500):
-        optimizer.zero_grad()
-        (model(x) - y).square().mean().backward()
-        optimizer.step()
-
-    def variance(structure, subset, **options):
-        fitted = bc.fit_laplace(
-            model.eval(), bc.likelihoods.gaussian(4e-4), [(x, y)], structure=structure, subset=subset, **options
-        )
-        return 4e-4 / fitted.likelihood_scale.item()
-
-    for found in (variance("root", "all"), variance("dense", "last_layer"), variance("kronecker", "last_layer")):
-        assert 2e-4 < found < 8e-4
-    assert 1e-3 < variance("kronecker", "all") < 1e-2
-    assert variance("kronecker", "all", tune_noise=False) == 4e-4
-
-
 def case():
     module = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 3)).eval()
     x = torch.randn(50, 2)
@@ -368,39 +318,6 @@ def of_classes():
         x[:, :3].argmax(1),
         bc.likelihoods.categorical(),
     )
-
-
-def jacobian(model, x):
-    """``[DATA E, P]``, by autograd one output at a time."""
-    rows = []
-    for output in model(x).reshape(-1):
-        slopes = torch.autograd.grad(output, list(model.parameters()), retain_graph=True)
-        rows.append(torch.cat([slope.reshape(-1) for slope in slopes]))
-    return torch.stack(rows)
-
-
-@pytest.mark.parametrize("structure", ["dense", "root"])
-@pytest.mark.parametrize("case", [one_output, three_outputs, of_classes])
-def test_the_linearised_predictions_are_a_gaussian_process(case, structure):
-    """To 1e-8, with more parameters than data and with fewer."""
-    model, x, y, likelihood = case()
-    fitted = bc.fit_laplace(
-        model.eval(), likelihood, [(x, y)], subset="all", structure=structure, tune=None, prior_precision=0.7
-    )
-    new = torch.randn(6, x.shape[1])
-    outputs = model(x).detach()
-    roots = likelihood.factors(outputs, y)  # [K, DATA, E]
-    s = torch.block_diag(*roots.permute(1, 2, 0))
-    j, j_new = jacobian(model, x), jacobian(model, new)
-    k, k_cross, k_new = j @ j.T / 0.7, j_new @ j.T / 0.7, j_new @ j_new.T / 0.7
-    inner = torch.linalg.solve(torch.eye(s.shape[1]) + s.T @ k @ s, s.T @ k_cross.T)
-    wanted = k_new - k_cross @ s @ inner
-    got = fitted.predict(new, method="linearized")
-    e = outputs.shape[1]
-    for n in range(6):
-        block = slice(n * e, (n + 1) * e)
-        torch.testing.assert_close(got.outputs.covariance[n], wanted[block, block], rtol=1e-8, atol=1e-9)
-    torch.testing.assert_close(got.outputs.mean, model(new).detach())
 
 
 @pytest.mark.parametrize("structure", ["dense", "root", "kronecker", "diagonal", "block"])

@@ -88,42 +88,6 @@ def test_the_default_scalar_is_the_loss_and_a_temperature_changes_nothing_but_th
     torch.testing.assert_close(alone[0].outputs.covariance, 2 * alone[1].outputs.covariance)
 
 
-def test_a_newton_step_is_closer_to_retraining_than_the_influence_function():
-    """A logistic regression trained to its optimum, with and without each datum."""
-    x, y = torch.randn(30, 2), torch.randint(2, (30,))
-    loss = nn.CrossEntropyLoss(reduction="sum")
-
-    def trained(x, y):
-        torch.manual_seed(0)
-        module = nn.Linear(2, 2)
-        search = torch.optim.LBFGS(
-            module.parameters(),
-            max_iter=200,
-            tolerance_grad=1e-12,
-            tolerance_change=1e-15,
-            line_search_fn="strong_wolfe",
-        )
-
-        def closure():
-            search.zero_grad()
-            total = loss(module(x), y) + 0.5 * sum(p.square().sum() for p in module.parameters())
-            total.backward()
-            return total
-
-        search.step(closure)
-        return module.eval()
-
-    module = trained(x, y)
-    fitted = bc.fit_laplace(module, bc.likelihoods.categorical(), [(x, y)], structure="dense", tune=None)
-    true = torch.stack([trained(*without(n, x, y))(x)[:, 0] - module(x)[:, 0] for n in range(30)], 1).detach()
-    errors = [
-        (bc.influence(fitted, (x, y), x, of=lambda f, _: f[:, 0], leverage=leverage) - true).norm() / true.norm()
-        for leverage in (True, False)
-    ]
-
-    assert errors[0] < 0.02 and errors[0] < 0.3 * errors[1]
-
-
 def test_draws_have_the_covariance_of_losses_and_values():
     """Of a Gaussian posterior with linear losses the first order is exact: minus covariance times the slopes."""
     draws, log_weights = torch.randn(7, 3), torch.randn(7)

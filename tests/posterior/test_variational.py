@@ -12,7 +12,7 @@ import pytest
 import torch
 import torchopt
 from torch import nn
-from torch.distributions import MultivariateNormal, kl_divergence
+from torch.distributions import MultivariateNormal
 
 import bayesopt_chain as bc
 from bayesopt_chain.posterior.gaussian import Gaussian
@@ -270,24 +270,6 @@ def test_a_family_that_contains_the_posterior_converges_to_it(name, first):
     assert abs(elbo.value + log_evidence(*data, *before) / rest) < 1e-8
 
 
-@pytest.mark.slow
-def test_the_mean_field_finds_the_variance_one_over_lambda_ii():
-    """Descent on exact expectations (all sign patterns as draws): mean and 1 / Lambda_ii to 1e-8."""
-    (x, y), params, options = regression(), BOTH, {"temperature": 1 / N, "weight_decay": PRIOR / N}
-    corners = unflatten(torch.cartesian_prod(*[torch.tensor([-1.0, 1.0])] * 4), BOTH)
-    tx = make("mean_field", init_scale=0.1, n_samples=16, scale_optimizer=bc.sgd(5.0), **options)
-    state, noise = tx.init(params), tuple(optree.tree_leaves(corners))
-    for _ in range(1000):
-        points = {k: params[k] + s.exp() * z for k, s, z in zip(params, state[0].scale, noise)}
-        draw = tx.sample(state, params)._replace(params=points, noise=noise)
-        grads = torch.vmap(lambda p: torch.func.grad(negative_log_likelihood)(p, (x, y)))(points)
-        updates, state = tx.update(grads, state, params=params, draw=draw, inplace=False)
-        params = {k: params[k] + updates[k] for k in params}
-    mean, covariance = exact(x, y)
-    found = moments(tx.posterior(state, params))
-    close((found[0], found[1]), (mean, torch.diag(1 / torch.linalg.inv(covariance).diagonal())), 1e-8)
-
-
 def test_the_elbo_of_the_posterior_is_the_log_evidence_without_error():
     """Every draw gives the same number, to 1e-12."""
     (x, y), normaliser = regression(), 2 * math.log(PRIOR / (2 * math.pi))
@@ -301,26 +283,15 @@ def test_the_elbo_of_the_posterior_is_the_log_evidence_without_error():
     assert abs(elbo.value * N + wanted) < 1e-10 and elbo.standard_error < 1e-12
 
 
-def test_the_elbos_standard_error_is_that_of_the_draws():
-    """Of a linear loss at next to no temperature; 2,000 draws tell a deviation to 1.6 %, false alarm 1e-4 (3.9 of them)."""
-    q = Gaussian({"w": torch.zeros(3)}, Diagonal({"w": torch.full((3,), 4.0)}, torch.tensor(1.0)))
+def test_the_elbo_of_draws_is_the_expected_loss_less_the_entropy_within_its_standard_error():
+    """Of a linear loss; 2,000 draws tell a deviation to 2 %, false alarm 1e-4 each (3.9 of them)."""
+    q = Gaussian({"w": torch.ones(3)}, Diagonal({"w": torch.full((3,), 4.0)}, torch.tensor(1.0)))
     options = {"n_samples": 2000, "generator": torch.Generator().manual_seed(0)}
-    elbo = bc.vi.negative_elbo(lambda params, batch: params["w"].sum(), q, None, temperature=1e-9, **options)
-    assert float(elbo.standard_error) == pytest.approx((3 / 4 / 2000) ** 0.5, rel=3.9 * 0.016)
-
-
-@pytest.mark.slow
-def test_the_elbo_of_another_gaussian_is_lower_by_the_divergence():
-    """Within four standard errors of the KL divergence (false alarms 6e-5, the seed is fixed), which the mean field of the
-    right variances has to the correlated posterior."""
-    mean, covariance = exact(*regression())
-    variances = torch.diag(covariance.diagonal())
-    p, q = (gaussian_of(mean, c, 1) for c in (covariance, variances))
-    density = lambda params, batch: -p.log_prob(params)  # noqa: E731
-    options = {"n_samples": 4000, "generator": torch.Generator().manual_seed(0)}
-    elbo = bc.vi.negative_elbo(density, q, None, temperature=1.0, **options)
-    divergence = kl_divergence(MultivariateNormal(mean, variances), MultivariateNormal(mean, covariance))
-    assert divergence > 10 * elbo.standard_error and abs(elbo.value - divergence) < 4 * elbo.standard_error
+    elbo = bc.vi.negative_elbo(lambda params, batch: params["w"].sum(), q, None, temperature=0.7, **options)
+    of_one = 3 / 4 + 0.7**2 * 3 / 2  # of the loss, and of T log q, half a chi-square of three
+    assert float(elbo.standard_error) == pytest.approx((of_one / 2000) ** 0.5, rel=3.9 * 0.02)
+    entropy = MultivariateNormal(torch.ones(3), torch.eye(3) / 4).entropy()
+    assert abs(elbo.value - (3 - 0.7 * entropy)) < 3.9 * elbo.standard_error
 
 
 @pytest.mark.parametrize("sticks", [True, False])
@@ -423,34 +394,6 @@ def test_ivon_survives_a_temperature_that_comes_to_zero():
     broken = {"params": params, "draw": tx.sample(state, params), "inplace": False}
     _, state = tx.update(torch.full((2,), NAN), state, **broken)
     assert state[0].hessian[0].isnan().all()  # a broken gradient is not hidden
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scale", [1.0, 10_000.0])
-def test_ivon_at_the_settings_of_the_documentation_learns_whatever_the_noise(scale):
-    """``scale`` is one over the noise variance.
-
-    The mean of the last 20 losses is below .8 of that of the first 20, below half where the noise is smaller: one loss alone is
-    that of one draw, and varies sevenfold. Without the trust radius the larger scale ends twice as high.
-    """
-    torch.set_default_dtype(torch.float32)
-    x = torch.linspace(-2, 2, 64)[:, None]
-    module = nn.Sequential(nn.Linear(1, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 1))
-    forward, params, _ = bc.make_functional(module)
-    batch, steps, begun, ends = (x, torch.sin(3 * x) + 0.05 * torch.randn_like(x)), 500, {}, {}
-    for radius in (None, INF):
-        options = {"betas": (0.9, 1 - 5 / steps), "weight_decay": 1 / 64, "init_hessian": 0.1, "trust_radius": radius}
-        generator = torch.Generator().manual_seed(3)
-        tx = make("ivon", lambda count: 0.1 * (1 - count / steps), temperature=1 / 64, generator=generator, **options)
-        step = bc.make_step(lambda p, batch: (forward(p, batch) - batch[1]).square().mean() * scale / 2, tx)
-        mean, state, losses = params, tx.init(params), []
-        for _ in range(steps):
-            mean, state, info = step(mean, state, batch)
-            losses.append(info.loss.item())
-        begun[radius], ends[radius] = sum(losses[:20]), sum(losses[-20:])
-    assert ends[None] < (0.8 if scale == 1 else 0.5) * begun[None], (begun, ends)
-    if scale > 1:
-        assert not ends[INF] < 2 * ends[None], ends
 
 
 @pytest.mark.parametrize("name", NATURAL)
