@@ -9,7 +9,6 @@ import itertools
 import os
 import pickle
 import random
-import re
 import warnings
 import zipfile
 from pathlib import Path
@@ -339,15 +338,3 @@ def test_each_rank_reads_what_it_saved_and_as_many_ranks_read(tmp_path):
         assert f"{names[1]} is missing: save on every rank" in message_of(reading, path)
     dist.barrier()
     assert reading(tmp_path / "one.safetensors") == ([6.0] * 3, 1), "any rank reads a whole file"
-
-
-def test_as_many_ranks_read_as_have_saved_and_a_file_of_one_rank_by_its_name(tmp_path):
-    path, parts = tmp_path / "run.safetensors", [tmp_path / f"run.rank-0000{r}-of-00002.safetensors" for r in range(2)]
-    for n, part in enumerate(parts):
-        bc.save(part, {"w": torch.ones(3), "n": n})
-    assert re.search(
-        r"2 ranks saved .* and 1 load it: .*run.rank-0000\d-of-00002.safetensors", message_of(reading, path)
-    )
-    assert reading(parts[1]) == ([1.0] * 3, 1)
-    bc.save(path, {"w": torch.zeros(3), "n": 0})
-    assert "by 1 and by 2 ranks, and which is newer no file says: remove" in message_of(reading, path)

@@ -195,8 +195,13 @@ def test_ranks_without_a_mesh_are_chains_of_their_own_on_the_disk(tmp_path):
         assert torch.equal(opened.params["w"][:, i], w) and key == loaded
     files = sorted(tmp_path.glob("draws.rank*.safetensors"))
     assert [file.name for file in files] == [f"draws.rank-0000{rank}-of-00002.safetensors" for rank in range(2)]
+    whole, like = path.with_suffix(".safetensors"), {"w": torch.zeros(3)}
     with pytest.raises(ValueError, match=r"2 ranks saved .* and 1 load it"):
-        bc.load(path.with_suffix(".safetensors"), like={"w": torch.zeros(3)})
+        bc.load(whole, like=like)
+    bc.save(whole, like)
+    with pytest.raises(ValueError, match="by 1 and by 2 ranks, and which is newer no file says: remove"):
+        bc.load(whole, like=like)
+    whole.unlink()
     for file in files:
         file.unlink()
     (said,) = run(message_of, 1, on_its_own, path)
@@ -362,19 +367,13 @@ def test_what_ranks_drew_before_an_error_or_ctrl_c_is_on_disk_and_they_go_on(how
             must_be(part, want)
 
 
-def exploding(path):
-    """A run beyond its limit of stability."""
-    tx, params = bc.sgld(2.1, temperature=1e-3), spread(matrices(), "fsdp")
-    torch.manual_seed(7)
-    step = bc.make_step(elementwise, tx)
-    with pytest.warns(UserWarning, match="diverged"):
-        draws = bc.sample(step, params, tx.init(params), torch.tensor(0.0), steps=200, path=path)
-    return len(draws), draws.complete, draws.why
-
-
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:sample")
 def test_a_loss_of_dtensors_that_explodes_ends_the_run_where_that_of_one_process_ends(tmp_path):
-    want = exploding(None)
-    assert 10 < want[0] < 190 and "T P / 2" in want[2]
-    assert run(exploding, 2, tmp_path / "draws") == [want] * 2
-    assert bc.Draws.open(tmp_path / "draws").why == want[2]
+    """Beyond the limit of stability."""
+    explode = {"steps": 200, "burn_in": 0, "tx": bc.sgld(2.1, temperature=1e-3)}
+    want = sampled("shards", **explode)
+    assert 10 < len(want.steps) < 190 and "T P / 2" in want.why
+    for part in run(sampled, 2, "shards", tmp_path / "draws", **explode):
+        must_be(part, want)
+    assert part.why == want.why == bc.Draws.open(tmp_path / "draws").why

@@ -188,7 +188,7 @@ def sampled(kind, path=None, steps=STEPS, burn_in=4, thinning=1, seconds=30.0, c
     if not len(draws):
         return None
     lies = any(isinstance(x, DTensor) for x in draws.params.values())
-    velocity = None if lies or kind == "module" or draws.last is None else draws.last[1][0].trace[0]
+    velocity = None if lies or kind == "module" or draws.last is None else getattr(draws.last[1][0], "trace", [None])[0]
     params = {name: x.detach() for name, x in whole(dict(draws.params)).items()}
     return Part(numbers, params, draws.loss, draws.steps, draws.complete, draws.why, velocity, lies)
 
