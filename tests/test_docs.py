@@ -102,12 +102,6 @@ def test_the_examples_run():
             exec(compile(code, str(SAMPLERS_PAGE), "exec"), {})
 
 
-def test_every_name_in_the_table_is_public():
-    for name in rows_of_samplers():
-        name = name.split("(")[0]
-        assert hasattr(bc.samplers, name) or hasattr(bc.gradients, name), name
-
-
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 SPEED = (ROOT / "docs" / "speed.md").read_text()

@@ -63,24 +63,12 @@ def test_the_wheel_and_the_source_archive_are_complete_and_the_archive_passes_te
     assert passed.returncode == 0, passed.stdout[-2000:]
 
 
-@pytest.mark.slow
-@CHECKOUT
-def test_the_metadata_is_complete():
-    rated = subprocess.run(
-        [Path(sys.executable).with_name("pyroma"), "--min", "10", "."], cwd=ROOT, capture_output=True
-    )
-    assert rated.returncode == 0, rated.stdout.decode()
-
-
 @CHECKOUT
 def test_a_release_with_the_owners_placeholder_is_refused():
     urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
     waiting = [url for url in urls.values() if PLACEHOLDER in url]
     refused = [line for line in left_to_do() if PLACEHOLDER in line]
     assert bool(waiting) == bool(refused)
-
-
-def test_the_citation_names_this_version():
     assert not [line for line in left_to_do() if line.startswith("CITATION.cff: its version")]
 
 

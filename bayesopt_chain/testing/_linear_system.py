@@ -206,11 +206,8 @@ def closed_loop(
     parts = [*one.params, *one.numbers]
     sizes, d = [t.numel() for t in parts], len(curvature)
 
-    def respond(x: Tensor | None, xi: Tensor | None) -> Tensor:
+    def respond(x: Tensor, xi: Tensor | None) -> Tensor:
         """The difference that ``x`` and ``xi`` away from rest make to the next ``x``."""
-        if x is None:
-            moves, change = one(normals=xi)
-            return torch.cat([t.reshape(-1) for t in (*moves, *change)])
         at = [part.reshape(t.shape) for part, t in zip(x.split(sizes), parts)]
         force = (curvature @ x[:d]).split(sizes[: len(one.params)])
         moves, change = one(
@@ -226,7 +223,7 @@ def closed_loop(
     n = sum(sizes)
     B = torch.zeros(n, one.draws, dtype=torch.float64, device=curvature.device)
     for k in range(one.draws):
-        B[:, k] = respond(None, torch.eye(one.draws, dtype=torch.float64, device=curvature.device)[k])
+        B[:, k] = respond(B.new_zeros(n), torch.eye(one.draws, dtype=torch.float64, device=curvature.device)[k])
     A = torch.zeros(n, n, dtype=torch.float64, device=curvature.device)
     varies = (B != 0).any(dim=1)
     if varied is not None:
@@ -252,13 +249,11 @@ def closed_loop(
 
 def _in_double(tree: Any) -> Any:
     """The same state for parameters in float64, whose dtypes the states of chains know."""
-    if isinstance(tree, State):
-        dtypes = tuple([None if dtype is None else torch.float64 for dtype in tree.layout.dtypes])
-        return State([_in_double(entry) for entry in tree], tree.layout._replace(dtypes=dtypes))
 
     def doubled(x: Any) -> Any:
         if isinstance(x, State):
-            return _in_double(x)
+            dtypes = tuple([None if dtype is None else torch.float64 for dtype in x.layout.dtypes])
+            return State([_in_double(entry) for entry in x], x.layout._replace(dtypes=dtypes))
         return x.detach().to(torch.float64) if torch.is_tensor(x) and x.is_floating_point() else x
 
     return optree.tree_map(doubled, tree, is_leaf=lambda x: isinstance(x, State))

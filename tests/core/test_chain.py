@@ -270,11 +270,6 @@ def test_a_state_of_another_temperature_is_taken_over_key_excepted(name):
     assert all(torch.isfinite(x).all() for x in optree.tree_leaves(moved))
 
 
-def test_a_running_maximum_is_no_second_moment():
-    with pytest.raises(ValueError, match="ScaleByAdamaxState, which no link of this chain remembers"):
-        bc.adam(0.1).init(PARAMS, like=bc.adamax(0.1).init(PARAMS))
-
-
 @pytest.mark.parametrize("name", ["sgd to sghmc", "torchopt's sgd", "adam", "sghmc to a schedule"])
 def test_a_state_that_is_handed_over_as_it_is_works_or_the_error_says_how(name):
     cold, hot = HOTTER[name]

@@ -60,11 +60,6 @@ def test_methods_are_compared_on_one_axes_with_one_diagonal():
     assert len(ax.lines) == 3
 
 
-def test_traces_show_the_leaves_that_are_named():
-    draws = bc.Draws.from_trees([{"w": torch.randn(2), "b": torch.randn(())} for _ in range(20)])
-    assert bc.plot.traces(draws, ["b"], thinning=2).shape == (1, 2)
-
-
 @pytest.mark.parametrize(
     "call, error, says",
     [

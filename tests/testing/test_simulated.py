@@ -85,10 +85,3 @@ def test_what_is_no_posterior_is_refused():
         sbc(lambda y: torch.full((5, 2), torch.nan), *args)
     with pytest.raises(ValueError, match="simulations"):
         sbc(lambda y: torch.randn(5, 2), *args, simulations=3)
-
-
-def test_a_histogram_for_each_quantity():
-    matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("agg")
-    figure = found().plot()
-    assert [ax.get_title() for ax in figure.axes] == ["m"]
