@@ -479,7 +479,7 @@ def observe(
             if target.in_batches or name != "noise"
         }
         about["loss"] += reference
-        watches, ended = list[Watch](), list[tuple[bool, str]]()
+        made = list[tuple[Watch, Any]]()
         for number in range(chains // width):
             record = Record(
                 {name: x.shape if name in of else (x.numel(),) for name, x in about.items()},
@@ -497,16 +497,14 @@ def observe(
                 steps=steps, thinning=min(16, steps), keep=False, callbacks=[watch], path=folder,
                 seed=1_000_003 * seed + number, checkpoint_seconds=checkpoint_seconds,
             )  # fmt: skip
-            watches.append(watch)
-            ended.append((drawn.complete, drawn.why))
+            made.append((watch, drawn))
             if not drawn.complete:
                 break
-    whole = [w for w in watches if w.record.count == watches[0].record.count]
-    curvature = max([settings["curvature"], *[w.curvature + strength for w in watches]])
+    whole = [w for w, _ in made if w.record.count == made[0][0].record.count]
+    curvature = max([settings["curvature"], *[w.curvature + strength for w, _ in made]])
     record, none = merged([w.record for w in whole]), torch.zeros(1, dtype=torch.float64, device=device)
-    heat = Estimate(none, none, none == 0)
-    if target.in_batches and record.count:
-        heat = record.mean("noise").scaled(heat_of_noise(lr, momentum, temperature))
+    is_noisy = target.in_batches and record.count > 0
+    noise = record.mean("noise") if is_noisy else Estimate(none, none, none == 0)
     run = Observed(
         temperature=temperature,
         strength=strength,
@@ -518,13 +516,13 @@ def observe(
         limit=lr * curvature / target.limit,
         reference=reference,
         fall=square / (2 * settings["curvature"]) / temperature,
-        gradients=settings["gradients"] + sum(w.spent for w in watches),
+        gradients=settings["gradients"] + sum(w.spent for w, _ in made),
         relaxation=relaxation(lr, momentum, strength),
-        heat=heat,
+        heat=noise.scaled(heat_of_noise(lr, momentum, temperature)),
         burn_in=burn_in,
         thinning=thinning,
-        complete=all(complete for complete, _ in ended),
-        why=next((why for _, why in ended if why), ""),
+        complete=made[-1][1].complete,
+        why=made[-1][1].why,
         record=record,
         leaves={name: x.numel() for name, x in zip(target.names, target.leaves)},
         stiff=len(stiff),

@@ -160,17 +160,18 @@ class Record:
             ValueError: sums of it are kept alone.
         """
         self._require(name, self.kept, "all draws are kept")
-        rest = [torch.stack([y[name] for y in self.rest], 1)] if self.rest else []
-        return torch.cat([*self.traces[name], *rest], 1) + self.shift[name]
+        return torch.cat([*self.traces[name], self._rest(name)], 1) + self.shift[name]
 
     def _rest(self, name: str) -> Tensor:
         """The draws of no whole unit, ``[C, draws, m]``."""
+        if not self.rest:
+            return self.sums[name].part[:, None][:, :0]
         return torch.stack([y[name] for y in self.rest], 1)
 
     def _total(self, name: str) -> Tensor:
         """Sums over all draws of each chain, ``[C, m]``."""
-        parts = [self.sums[name].total()] if name in self.sums else []
-        return torch.stack([*parts, *([self._rest(name).sum(1)] if self.rest else [])]).sum(0)
+        rest = self._rest(name).sum(1)
+        return self.sums[name].total() + rest if name in self.sums else rest
 
     def _require(self, name: str, known: Sequence[str], what: str) -> None:
         if name not in known:
@@ -190,10 +191,8 @@ class Record:
     def covariance(self, a: str, b: str) -> Estimate:
         """The covariance of each entry of one with each entry of another, ``[*shape of a, *shape of b]``."""
         if (a, b) not in self.pairs and (b, a) in self.pairs:
-            turned = self.covariance(b, a)
-            m = math.prod(self.shapes[b])
-            turn = [x.reshape(m, -1).mT.reshape(*self.shapes[a], *self.shapes[b]) for x in turned]
-            return Estimate(*turn)
+            m, shape = math.prod(self.shapes[b]), (*self.shapes[a], *self.shapes[b])
+            return Estimate(*[x.reshape(m, -1).mT.reshape(shape) for x in self.covariance(b, a)])
         if (a, b) not in self.pairs:
             for name in (a, b):
                 self._require(name, self.kept, f"the covariance with {b if name == a else a!r} is known")
@@ -209,9 +208,7 @@ class Record:
             return (products - my[:, None] * x[..., None, :] - y[..., :, None] * mx) / draws + torch.outer(my, mx)
 
         each = products[a, b][1] if (a, b) in products else sy.new_zeros(chains, len(my), len(mx))
-        if self.rest:
-            each = each + self._rest(a).mT @ self._rest(b)
-        by_chain = centred(each, sy, sx, self.count)
+        by_chain = centred(each + self._rest(a).mT @ self._rest(b), sy, sx, self.count)
         blocks = by_chain[:0]
         if (a, b) in products:
             p, y, x = products[a, b][0], self.sums[a], self.sums[b]
