@@ -1,6 +1,7 @@
 """Draws of a loop that somebody else owns: with BatchNorm's statistics, over restarts, and as a callback of trainers."""
 
 import copy
+import functools
 import itertools
 import os
 import shutil
@@ -145,46 +146,6 @@ def test_draws_without_statistics_predict_with_a_warning():
     assert torch.equal(whole.buffers["1.running_mean"], loop.keep.draws.buffers["1.running_mean"])
 
 
-@pytest.mark.peers
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_it_is_a_callback_of_lightning_over_a_restart(tmp_path):
-    lightning = pytest.importorskip("lightning")
-    x, y = torch.randn(32, 3), torch.randint(2, (32,))
-    data = torch.utils.data.TensorDataset(x, y)
-
-    class Net(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net = network()
-
-        def training_step(self, batch, index):
-            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-        def configure_optimizers(self):
-            g = torch.Generator().manual_seed(1)
-            return bc.optim.SGHMC(self.parameters(), lr=0.01, temperature=1e-3, generator=g)
-
-    def fit(epochs, path, resume=None):
-        model = Net()
-        keep = bc.collect(model, every=3, after=4, path=path)
-        trainer = lightning.Trainer(
-            max_epochs=epochs, accelerator="cpu", callbacks=[keep], logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-        )  # fmt: skip
-        trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=8), ckpt_path=resume)
-        trainer.save_checkpoint(tmp_path / f"{epochs}.ckpt")
-        return keep.draws
-
-    whole = fit(5, None)
-    assert whole.steps.tolist() == [7, 10, 13, 16, 19]
-    fit(3, tmp_path / "draws")
-    again = fit(5, tmp_path / "draws", tmp_path / "3.ckpt")
-    assert again.steps.tolist() == whole.steps.tolist()
-    assert all(torch.equal(a, b) for a, b in zip(again.params.values(), whole.params.values()))
-    assert torch.equal(again.buffers["net.1.running_mean"], whole.buffers["net.1.running_mean"])
-
-
 @pytest.mark.parametrize("hook", ["on_train_begin", "on_train_start"])
 def test_a_trainer_says_where_its_optimizer_goes_on(hook, tmp_path):
     """Its optimizer steps before the trainer's own count of steps is told."""
@@ -212,37 +173,65 @@ def test_a_trainer_says_where_its_optimizer_goes_on(hook, tmp_path):
     assert trained(None, 6, 12) == [7, 9, 11]  # in memory: counted by the trainer too
 
 
+def generator():
+    return torch.Generator().manual_seed(1)
+
+
+def by_lightning(folder, steps, path, resume):
+    lightning = pytest.importorskip("lightning")
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(32, 3), torch.randint(2, (32,)))
+
+    class Net(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = network()
+
+        def training_step(self, batch, index):
+            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            return bc.optim.SGHMC(self.parameters(), lr=0.01, temperature=1e-3, generator=generator())
+
+    keep = bc.collect(model := Net(), every=2, after=1, path=path)
+    trainer = lightning.Trainer(
+        max_epochs=steps // 3, accelerator="cpu", callbacks=[keep], logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+    )  # fmt: skip
+    trainer.fit(
+        model, torch.utils.data.DataLoader(data, batch_size=11), ckpt_path=folder / "6.ckpt" if resume else None
+    )
+    trainer.save_checkpoint(folder / f"{steps}.ckpt")
+    return keep.draws
+
+
+def by_transformers(folder, steps, path, resume, hooked=False):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(11, (32, 8))]
+    sizes = {"vocab_size": 11, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    optimizer = bc.optim.SGHMC(model.parameters(), lr=0.01, temperature=1e-4, generator=generator())
+    keep = bc.collect(model, *[optimizer] * hooked, every=2, after=1, path=path)
+    arguments = transformers.TrainingArguments(
+        str(folder / "run"), max_steps=steps, per_device_train_batch_size=8, max_grad_norm=0.0, save_steps=6,
+        lr_scheduler_type="constant", use_cpu=True, report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = transformers.Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, None), callbacks=[keep])
+    trainer.train(resume_from_checkpoint=str(folder / "run" / "checkpoint-6") if resume else None)
+    return keep.draws
+
+
 @pytest.mark.peers
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("hooked", [False, True])
-def test_it_is_a_callback_of_transformers_over_a_restart(hooked, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(11, (32, 8))]
-
-    def train(steps, path, resume=None):
-        torch.manual_seed(0)
-        sizes = {"vocab_size": 11, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
-        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
-        g = torch.Generator().manual_seed(1)
-        optimizer = bc.optim.SGHMC(model.parameters(), lr=0.01, temperature=1e-4, generator=g)
-        keep = bc.collect(model, *[optimizer] * hooked, every=2, after=1, path=path)
-        arguments = transformers.TrainingArguments(
-            str(tmp_path / "run"), max_steps=steps, per_device_train_batch_size=8, max_grad_norm=0.0, save_steps=6,
-            lr_scheduler_type="constant", use_cpu=True, report_to="none", disable_tqdm=True,
-        )  # fmt: skip
-        trainer = transformers.Trainer(
-            model, arguments, train_dataset=data, optimizers=(optimizer, None), callbacks=[keep]
-        )
-        trainer.train(resume_from_checkpoint=resume)
-        return keep.draws
-
-    whole = train(12, None)
-    assert whole.steps.tolist() == [3, 5, 7, 9, 11]
-    train(9, tmp_path / "draws")
-    again = train(12, tmp_path / "draws", str(tmp_path / "run" / "checkpoint-6"))
-    assert again.steps.tolist() == whole.steps.tolist()
-    assert all(torch.equal(a, b) for a, b in zip(again.params.values(), whole.params.values()))
+@pytest.mark.parametrize("trained", [by_lightning, by_transformers, functools.partial(by_transformers, hooked=True)])
+def test_it_is_a_callback_of_trainers_over_a_restart(trained, tmp_path):
+    whole = trained(tmp_path, 12, None, False)
+    trained(tmp_path, 6, tmp_path / "draws", False)
+    again = trained(tmp_path, 12, tmp_path / "draws", True)
+    assert again.steps.tolist() == whole.steps.tolist() == [3, 5, 7, 9, 11]
+    assert all(map(torch.equal, (again.params | again.buffers).values(), (whole.params | whole.buffers).values()))
 
 
 @pytest.mark.parametrize("way", ["hook", "transformers", "lightning"])

@@ -85,6 +85,8 @@ OTHERS = {  # a run, what is given to it first and then, and what is said
     "seed of epochs": (run, epochs(), epochs(seed=4), r"data\.seed is"),
     "order of epochs": (run, epochs(), epochs(order="independent"), r"data\.(seed|order|batch_size) is"),
     "size of batches": (run, epochs(), epochs(batch=3), r"data\.batch_size is"),
+    "thinning": (run, {}, {"thinning": 2}, "thinning is 1, here 2"),
+    "burn-in": (run, {}, {"burn_in": 2}, "burn_in is 0, here 2"),
     "longer": (run, {}, {"lr": 0.05, "steps": 12}, r"step_size is 0\.1, here 0\.05"),
     "lr of an optimizer": (optimizer_run, {}, {"lr": 0.02}, "lr is"),
     "temperature of an optimizer": (optimizer_run, {}, {"temperature": 1e-2}, "temperature is"),
