@@ -22,7 +22,7 @@ from bayesopt_chain.distributed.ranks import chains_of, require_one_axis
 from bayesopt_chain.engine.engine import moved
 from bayesopt_chain.loop.chain_keys import chain_draws
 from bayesopt_chain.loop.interrupts import uninterrupted
-from bayesopt_chain.loop.loss import Info, LossGradient, detach, gradient, joined, split, value
+from bayesopt_chain.loop.loss import Info, LossGradient, detach, gradient, joined, split, unshared, value
 from bayesopt_chain.loop.module_state import is_keyed, keyed
 from bayesopt_chain.loop.step import Step
 from bayesopt_chain.modules.batch_norm import unshared_statistics
@@ -351,6 +351,9 @@ def _at_once(chains: Parallel, params: Any, state: Any, spec: Any, block: list[A
             if observe is not None:
                 given = torch.vmap(observed, in_dims=(0, 0, *dims), randomness="error")(params, grads, *block)
                 info = info._replace(observed=joined(given, seen))
+            if step.inplace:
+                aux, given = (unshared(x, params, grads) for x in (info.aux, info.observed))
+                info = info._replace(aux=aux, observed=given)
             with uninterrupted() if step.inplace else nullcontext():
                 after = moved(plan, params, grads, state, step.inplace, engine)
     except RuntimeError as err:

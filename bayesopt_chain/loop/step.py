@@ -35,7 +35,7 @@ from bayesopt_chain.loop import sources
 from bayesopt_chain.loop.finite import FiniteCheck
 from bayesopt_chain.loop.gradients import EstimatedState, EstimatorMemory, GradientEstimator
 from bayesopt_chain.loop.interrupts import uninterrupted
-from bayesopt_chain.loop.loss import PLAIN, Evaluation, GradientSource, Info, Loss, detach
+from bayesopt_chain.loop.loss import PLAIN, Evaluation, GradientSource, Info, Loss, detach, unshared
 from bayesopt_chain.loop.module_state import Memory, ModuleMemory, ModuleState
 from bayesopt_chain.loop.monitor import monitored
 from bayesopt_chain.random.model_draws import model_draws
@@ -179,6 +179,8 @@ class Step:
             found = found._replace(info=found.info._replace(observed=seen))
         if not self.inplace:
             return self._move(params, state, inner, found)
+        aux, seen = (unshared(x, params, found.grads) for x in (found.info.aux, found.info.observed))
+        found = found._replace(info=found.info._replace(aux=aux, observed=seen))
         with uninterrupted():  # Ctrl-C between two writes would leave parameters and state of different steps
             return self._move(params, state, inner, found)
 

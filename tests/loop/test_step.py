@@ -339,18 +339,24 @@ def cubic(params, batch):
 
 
 def virial(params, grads, batch):
-    return {"virial": (params["w"] * grads["w"]).sum(), "batch": batch * 1.0}
+    w = params["w"]
+    return {"virial": (w * grads["w"]).sum(), "batch": batch * 1.0, "w": w, "part": w[1:], "slope": grads["w"]}
 
 
-@pytest.mark.parametrize("kind", ["plain", "in place", "parallel", "captured", "buffers"])
-def test_the_observed_is_of_the_parameters_and_the_gradient_before_the_step(kind):
-    tx = bc.sghmc(0.01, temperature=0.1)
+@pytest.mark.parametrize("make", [bc.sghmc, bc.rmsprop, lambda lr, **k: bc.sgd(lr, momentum=0.9, nesterov=True, **k)])
+@pytest.mark.parametrize(
+    "kind", ["plain", "in place", "parallel", "parallel in place", "by vmap in place", "captured", "buffers"]
+)
+def test_the_observed_is_of_the_parameters_and_the_gradient_before_the_step(kind, make):
+    """Where it is a parameter, a part of one, or the gradient itself too, which a step in place overwrites; and so is ``aux``."""
+    tx = make(0.01, temperature=0.1)
     buffers = {"seen": torch.zeros(())} if kind == "buffers" else None
-    of = (lambda p, batch, b: (cubic(p, batch), b)) if buffers else cubic
-    step = bc.make_step(of, tx, observe=virial, inplace=kind == "in place", buffers=buffers)
+    of = (lambda p, batch, b: (cubic(p, batch), b, p["w"])) if buffers else lambda p, batch: (cubic(p, batch), p["w"])
+    options = {"inplace": "in place" in kind, "buffers": buffers, "check_finite": "vmap" in kind}
+    step = bc.make_step(of, tx, observe=virial, **options)
     params = {"w": torch.linspace(0.5, 1.0, 3, dtype=torch.float64)}
     batch = torch.tensor(2.0, dtype=torch.float64)
-    if kind == "parallel":
+    if "parallel" in kind or "vmap" in kind:
         step, params = bc.parallel(step, 2), bc.stack([params, {"w": 2 * params["w"]}])
         state = step.init(tx, params)
     else:
@@ -358,10 +364,14 @@ def test_the_observed_is_of_the_parameters_and_the_gradient_before_the_step(kind
     if kind == "captured":
         step = bc.capture(step, params, state, batch, backend="eager")
     for _ in range(3):
-        want = 3 * batch * (params["w"] ** 3).sum(-1)
+        w = params["w"].clone()
         params, state, info = step(params, state, batch)
-        assert torch.allclose(info.observed["virial"], want, rtol=1e-14) and not info.observed["virial"].requires_grad
-        assert bool((info.observed["batch"] == batch).all())
+        seen = info.observed
+        assert (
+            torch.allclose(seen["virial"], 3 * batch * (w**3).sum(-1), rtol=1e-14) and not seen["virial"].requires_grad
+        )
+        assert torch.equal(seen["w"], w) and torch.equal(seen["part"], w[..., 1:]) and torch.equal(info.aux, w)
+        assert torch.allclose(seen["slope"], 3 * batch * w**2, rtol=1e-14) and bool((seen["batch"] == batch).all())
 
 
 def test_a_step_without_it_reports_nothing_and_what_is_no_function_is_refused():
