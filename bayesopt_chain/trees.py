@@ -61,6 +61,19 @@ def size(tree: Tree) -> int:
 
 
 @kinds.takes(tree=kinds.TREE)
+def copied(tree: Any) -> Any:
+    """Copy the tensors of a tree, so that a step in place leaves them alone.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain.trees import copied
+        >>> p = {"w": torch.ones(2, requires_grad=True)}
+        >>> copied(p)
+        {'w': tensor([1., 1.])}
+    """
+    return optree.tree_map(lambda x: x.detach().clone(), tree)
+
+
 def shape_only(tree: Tree) -> Tree:
     """Return zeros of the leaves' shapes that share one element of storage: a template that costs no memory.
 

@@ -33,7 +33,7 @@ from bayesopt_chain.links.leaves import HoldsTree, require_numbers
 from bayesopt_chain.links.weight_decay import AddDecayedWeights, require_first
 from bayesopt_chain.matching.response import Linear, Response
 from bayesopt_chain.precision import Diagonal, Precision, Woodbury
-from bayesopt_chain.trees import paths_of
+from bayesopt_chain.trees import copied, paths_of
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -270,4 +270,4 @@ def _of_gaussian(prior: HasPrecision, n: float) -> Prior:
     precision = precision.unfactorised() if isinstance(precision, Woodbury) else precision
     if isinstance(precision, Diagonal):
         return AddDiagonalPrior(n, prior.mean, precision.values)
-    return AddGaussianPrior(n, prior.mean, precision)
+    return AddGaussianPrior(n, copied(prior.mean), precision)

@@ -45,7 +45,7 @@ from bayesopt_chain.precision import (
     Woodbury,
     Zero,
 )
-from bayesopt_chain.trees import Tree, require_like, spread
+from bayesopt_chain.trees import Tree, copied, require_like, spread
 
 
 class LaplaceState(NamedTuple):
@@ -301,7 +301,7 @@ def posterior_of(
     if temperature is not None:
         checks.positive("laplace: temperature", temperature)
         precision = precision.scale(1 / (temperature * count))
-    mean = optree.tree_map(torch.Tensor.detach, params)
+    mean = copied(params)
     # Kronecker factors can no longer be added to once they are decomposed, so that they are kept beside.
     grows = isinstance(precision, Kronecker)
     try:

@@ -348,7 +348,7 @@ def virial(params, grads, batch):
     "kind", ["plain", "in place", "parallel", "parallel in place", "by vmap in place", "captured", "buffers"]
 )
 def test_the_observed_is_of_the_parameters_and_the_gradient_before_the_step(kind, make):
-    """Where it is a parameter, a part of one, or the gradient itself too, which a step in place overwrites; and so is ``aux``."""
+    """Where it is a parameter, a part of one, or the gradient itself too, which a step in place overwrites; as is ``aux``."""
     tx = make(0.01, temperature=0.1)
     buffers = {"seen": torch.zeros(())} if kind == "buffers" else None
     of = (lambda p, batch, b: (cubic(p, batch), b, p["w"])) if buffers else lambda p, batch: (cubic(p, batch), p["w"])

@@ -363,6 +363,40 @@ def test_ivon_at_temperature_zero_is_averaged_gradient_descent(beta1, beta2, sam
     assert torch.equal(before, torch.random.get_rng_state())
 
 
+@pytest.mark.parametrize("name", ["mean_field", "low_rank", *NATURAL, "diagonal", "laplace"])
+def test_a_posterior_stays_when_its_parameters_are_overwritten(name):
+    params, makers = parameters(), {"laplace": bc.laplace} | {f: lambda f=f: filter_of(f) for f in FILTERS}
+    tx = makers.get(name, lambda: make(name))()
+    state = tx.init(params)
+    if name == "laplace":
+        ones = Diagonal(optree.tree_map(torch.ones_like, params), torch.tensor(1.0))
+        _, state = tx.update(params, state, params=params, curvature=ones, inplace=False)
+    found = tx.posterior(state, params, **({"prior_precision": 1.0} if name == "laplace" else {}))
+    before = optree.tree_map(torch.clone, found)
+    for p in params.values():
+        p.add_(1.0)
+    assert_bitwise_equal(found, before, "posterior")
+
+
+@pytest.mark.parametrize("name", (*FAMILIES, "ivon", "a link"))
+def test_a_prior_about_the_parameters_stays_in_place(name):
+    """One task after another: a step in place moves the parameters, and not the mean of the prior."""
+    ends = []
+    for inplace in (False, True):
+        params = {k: torch.ones_like(p) for k, p in parameters().items()}
+        diagonal = Diagonal({k: torch.full_like(p, 2.0) for k, p in params.items()}, torch.tensor(1.0))
+        precision = diagonal if name == "ivon" else Cholesky(torch.eye(9), shape_only(params), torch.tensor(1.0))
+        prior, generator = Gaussian(params, precision), torch.Generator().manual_seed(0)
+        tx = bc.chain(bc.links.add_gaussian_prior(prior, n=4), bc.sgd(0.1))
+        if name != "a link":
+            tx = make(name, prior=prior, generator=generator)
+        step, state, batch = bc.make_step(loss, tx, inplace=inplace), tx.init(params), torch.ones(5, 3)
+        for _ in range(3):
+            params, state, _ = step(params, state, batch)
+        ends.append(params)
+    close(*map(optree.tree_leaves, ends), 1e-12)
+
+
 @pytest.mark.parametrize("name", (*FAMILIES, "ivon"))
 def test_at_temperature_zero_gradients_of_several_samples_are_their_mean(name):
     """With a decay too: for at temperature 0 the decay is the optimizer's own."""

@@ -42,7 +42,7 @@ from bayesopt_chain.posterior.gaussian import (
 from bayesopt_chain.precision import Diagonal, Precision
 from bayesopt_chain.schedules import is_number, is_schedule
 from bayesopt_chain.tracing import is_readable
-from bayesopt_chain.trees import spread
+from bayesopt_chain.trees import copied, spread
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -216,7 +216,7 @@ class KalmanFilter(PosteriorTransformation):
         """
         mine, structure = self._state(state), self._link.structure
         require_these(structure.shapes(mine), params, str(self._link))
-        mean = optree.tree_map(torch.Tensor.detach, params)
+        mean = copied(params)
         return Gaussian(mean, structure.precision(mine, params)).factorised()
 
     def log_evidence(self, state: Any) -> Tensor:

@@ -61,10 +61,11 @@ from bayesopt_chain.posterior.draw import (
     require_samples,
 )
 from bayesopt_chain.posterior.gaussian import Gaussian, device_of, times
-from bayesopt_chain.posterior.vi._transform import DrawingTransformation, like_prior, require_one_prior, require_prior
+from bayesopt_chain.posterior.vi._transform import DrawingTransformation, like_prior, one_prior, require_prior
 from bayesopt_chain.precision import Diagonal, Precision
 from bayesopt_chain.schedules import ScalarOrSchedule, now, scalar
 from bayesopt_chain.tracing import is_readable
+from bayesopt_chain.trees import copied
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -128,7 +129,8 @@ class Natural(Drawing):
         if self.trust_radius is not None:
             checks.number(f"{who}: trust_radius", self.trust_radius, "(0, inf]")
         require_samples(who, self.n_samples, self.antithetic)
-        require_one_prior(who, self.prior, self.weight_decay, self.temperature)
+        prior = one_prior(who, self.prior, self.weight_decay, self.temperature)
+        object.__setattr__(self, "prior", prior)
         if self.prior is not None and not isinstance(self.prior.precision, Diagonal):
             raise ValueError(
                 f"{who}: the prior's precision is {type(self.prior.precision).__name__}, and this method takes a diagonal "
@@ -164,7 +166,7 @@ class Natural(Drawing):
     def posterior(self, state: NaturalState, params: Any) -> Gaussian:
         if self.is_deterministic:
             raise ValueError(f"{self.name}: at temperature=0 there is no posterior; pass temperature=1 / N")
-        mean = optree.tree_map(torch.Tensor.detach, params)
+        mean = copied(params)
         return Gaussian(mean, self.precision(state, params)).factorised()
 
     def precision(self, state: NaturalState, params: Any) -> Precision:

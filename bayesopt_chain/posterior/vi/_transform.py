@@ -66,7 +66,7 @@ from bayesopt_chain.posterior.gaussian import (
 )
 from bayesopt_chain.posterior.vi._families import Dense, Family, LowRank, MeanField
 from bayesopt_chain.schedules import ScalarOrSchedule, is_zero, now, scalar
-from bayesopt_chain.trees import paths_of, require_like, spread
+from bayesopt_chain.trees import copied, paths_of, require_like, spread
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -134,7 +134,8 @@ class Variational(Drawing):
         if isinstance(self.family.init_scale, (int, float)):
             checks.positive(f"{who}: init_scale", self.family.init_scale)
         require_samples(who, self.n_samples, self.antithetic)
-        require_one_prior(who, self.prior, self.weight_decay, self.temperature)
+        prior = one_prior(who, self.prior, self.weight_decay, self.temperature)
+        object.__setattr__(self, "prior", prior)
 
     @property
     def on_shards(self) -> OnShards:  # the optimizers are given DTensors, so that they keep their own rules about them
@@ -260,7 +261,7 @@ class Variational(Drawing):
             raise ValueError(f"{self.family.name}: at temperature=0 there is no posterior; pass temperature=1 / N")
         temperature = now(self.temperature, state.step - 1)
         data = 1 / scalar(temperature, state.step.device)
-        mean = optree.tree_map(torch.Tensor.detach, params)
+        mean = copied(params)
         require_finite(mean, "the posterior's mean")
         require_finite(state.scale, f"{self.family.name}: the scale")
         return Gaussian(mean, self.family.precision(state.scale, params, data)).factorised()
@@ -271,12 +272,13 @@ class Variational(Drawing):
         return f"{self.family.name}({', '.join(words)})"
 
 
-def require_one_prior(who: str, prior: Gaussian | None, weight_decay: float, temperature: ScalarOrSchedule) -> None:
-    """Refuse a weight decay that is no precision, and a prior that is no Gaussian or stands beside another one."""
+def one_prior(who: str, prior: Gaussian | None, weight_decay: float, temperature: ScalarOrSchedule) -> Gaussian | None:
+    """The prior with a mean of its own, which a step in place leaves alone; refuses a weight decay that is no precision, and a
+    prior that is no Gaussian or stands beside another one."""
     if not (math.isfinite(weight_decay) and weight_decay >= 0):
         raise ValueError(f"{who}: weight_decay must be finite and not negative, got {weight_decay!r}")
     if prior is None:
-        return
+        return None
     if not isinstance(prior, Gaussian):
         raise TypeError(f"{who}: prior must be a Gaussian, such as tx.posterior gives, got {type(prior).__name__}")
     if weight_decay:
@@ -285,6 +287,7 @@ def require_one_prior(who: str, prior: Gaussian | None, weight_decay: float, tem
         raise ValueError(
             f"{who}: at temperature=0 a prior of precision Lambda weighs temperature * Lambda = 0: use weight_decay"
         )
+    return prior._replace(mean=copied(prior.mean))
 
 
 def require_gradients_alone(tx: Any, params: Any, who: str) -> None:
