@@ -240,14 +240,15 @@ def unshared(tree: Any, *written: Any) -> Any:
     """Copy the tensors of a tree that share memory with trees that are written to next; anything else stays as it is."""
     if type(tree) is tuple and not tree:
         return tree
-    memory = {_torch.storage_of(shards.local(x)) for x in optree.tree_leaves(written)} if tracing.is_plain() else None
+    others: Any = written
+    memory = {_torch.storage_of(shards.local(x)) for x in optree.tree_leaves(others)} if tracing.is_plain() else None
 
     def kept(x: Any) -> Any:
         if not isinstance(x, Tensor) or x.layout is not torch.strided:
             return x
         return x.clone() if memory is None or _torch.storage_of(shards.local(x)) in memory else x
 
-    return optree.tree_map(kept, tree)
+    return optree.tree_map(kept, tree)  # pyright: ignore[reportArgumentType]
 
 
 def split(aux: Any) -> tuple[list[Tensor], list[Any]]:
