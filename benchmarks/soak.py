@@ -32,14 +32,23 @@ from tests.distributed.test_runs import killed_at_random
 from tests.runs.children import read_so_far
 from tests.runs.test_hostile import every_damage_is_seen
 from tests.runs.test_nothing_lost import interrupted_twice
-from tests.runs.test_sample import kill_and_resume
 
 PATH = RESULTS / "soak.json"
 ROW = 1 << 20  # elements of a draw of the large run
 
 
+def alone(folder: Path, kills: int, seed: int) -> int:
+    """Kill a run in a process that knows of no ranks."""
+    return killed_at_random(folder / "run", kills, seed, "one", (None,))
+
+
+def of_ranks(folder: Path, kills: int, seed: int) -> int:
+    """Kill a random rank, of which the others die too, in runs of chains, of shards, and of data that ranks share, in turn."""
+    return killed_at_random(folder / "run", kills, seed, ("chains", "shards", "one")[seed % 3])
+
+
 def killed(
-    count: int, seed: int, kill: Callable[[Path, int, int], int] = kill_and_resume, rounds: int = 10
+    count: int, seed: int, kill: Callable[[Path, int, int], int] = alone, rounds: int = 10
 ) -> Iterator[dict[str, Any]]:
     """SIGKILLs, shared among so many runs: the figures after each of them."""
     done = round = 0
@@ -48,11 +57,6 @@ def killed(
             done += kill(Path(folder), max(1, count // rounds), seed + round)
         round += 1
         yield {"kills": done, "of": count, "runs": round, "draws lost, doubled or torn": 0}  # else it has raised
-
-
-def of_ranks(folder: Path, kills: int, seed: int) -> int:
-    """Kill a random rank, of which the others die too, in runs of chains, of shards, and of data that ranks share, in turn."""
-    return killed_at_random(folder / "run", kills, seed, ("chains", "shards", "one")[seed % 3])
 
 
 def interrupted(count: int, seed: int) -> Iterator[dict[str, Any]]:

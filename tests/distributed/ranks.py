@@ -66,6 +66,8 @@ def run(function, size, *args, **options):
 def killed(function, size, victim, *args, now=lambda: False, **options):
     """Launch ranks, and kill the victim when it is time; when the first one is dead, kill the others as ``torchrun`` does.
 
+    Without ``size``: one process that knows of no ranks.
+
     Whether the victim was killed, by us or by itself.
     """
     group, end = begun(_once, size, function, args, options), time.monotonic() + 120
@@ -85,7 +87,7 @@ def begun(target, size, *args):
     """A pipe and a process for each rank; the store is in this process."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     group = []
-    for rank in range(size):
+    for rank in range(size or 1):
         ours, theirs = multiprocessing.Pipe()
         ours.store = store  # as long as somebody may send
         process = server().Process(target=target, args=(theirs, rank, size, store.port, *args), daemon=True)
@@ -109,7 +111,8 @@ def _joined(rank, size, port):
 
 
 def _once(pipe, rank, size, port, function, args, options):
-    _joined(rank, size, port)
+    if size:
+        _joined(rank, size, port)
     function(*args, **options)
     os._exit(0)  # whatever threads of the group are left
 

@@ -228,31 +228,32 @@ def _behind_a_commit(path, wait):
     return now
 
 
-def killed_at_random(path, kills, seed, kind):
-    """Kill a run on 1, 2 or 4 ranks, never on as many as before, a random rank of them at a random moment behind a commit of
-    its launch; then let it end, and compare with the run in one process that nobody killed.
+def killed_at_random(path, kills, seed, kind, sizes=(1, 2, 4)):
+    """Kill a run on one of these numbers of ranks, never on as many as before, a random rank of them at a random moment behind
+    a commit of its launch; then let it end, and compare with the run in one process that nobody killed.
 
-    Returns how many launches still ran when they were killed.
+    A number of ``None`` is a process that knows of no ranks. Returns how many launches still ran when they were killed.
     """
     g, size, hit, steps = torch.Generator().manual_seed(seed), 1, 0, LONG[kind]
     options = {"n": 4} if kind == "chains" else {}
     given = {"thinning": 7, "seconds": 0.02, **options}
     for _ in range(kills):
-        size = [s for s in (1, 2, 4) if s != size][int(torch.randint(2, (), generator=g))]
-        victim, wait = int(torch.randint(size, (), generator=g)), 0.15 * float(torch.rand((), generator=g))
+        others = [s for s in sizes if s != size] or sizes
+        size = others[int(torch.randint(len(others), (), generator=g))]
+        victim, wait = int(torch.randint(size or 1, (), generator=g)), 0.15 * float(torch.rand((), generator=g))
         hit += killed(sampled, size, victim, kind, path, steps, now=_behind_a_commit(path, wait), **given)
         with suppress(FileNotFoundError):  # of a chain whose rank had not begun
             bc.Draws.open(path).verify()
     want = sampled(kind, None, steps, thinning=7, **options)
-    for part in run(sampled, 2, kind, path, steps, thinning=7, **options):
-        must_be(part, want, 1e-6 if kind == "one" else 0.0)
+    for part in run(sampled, None if size is None else 2, kind, path, steps, thinning=7, **options):
+        must_be(part, want, 1e-6 if kind == "one" and size else 0.0)
     return hit
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", LONG)
-def test_a_run_that_is_killed_on_changing_numbers_of_ranks_is_the_uninterrupted_run(kind, tmp_path):
-    assert killed_at_random(tmp_path / "draws", 4, 11, kind) >= 2
+@pytest.mark.parametrize("kind, sizes", [*((kind, (1, 2, 4)) for kind in LONG), ("one", (None,))])
+def test_a_run_that_is_killed_on_changing_numbers_of_ranks_or_alone_is_the_uninterrupted_run(kind, sizes, tmp_path):
+    assert killed_at_random(tmp_path / "draws", 4, 11, kind, sizes) >= 2
 
 
 # shards

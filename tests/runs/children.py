@@ -10,7 +10,7 @@ from contextlib import suppress
 def started(target, *args):
     """A process that calls a function of a module."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.runs.test_sample", "tests.runs.test_nothing_lost"])
+    context.set_forkserver_preload(["tests.runs.test_nothing_lost"])
     process = context.Process(target=_run, args=(target, *args), daemon=True)
     process.start()
     return process

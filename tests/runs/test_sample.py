@@ -3,14 +3,11 @@
 import os
 import signal
 import stat
-import time
 
-import optree
 import pytest
 import torch
 
 import bayesopt_chain as bc
-from tests.runs import children
 
 TX = bc.sghmc(0.1, temperature=0.05)
 
@@ -177,49 +174,6 @@ def test_arguments_that_make_no_run_are_refused(bad, says):
         bc.sample(bc.make_step(loss, TX), *start(), batches(), **bad)
     with pytest.raises(ValueError, match="only once"):
         bc.sample(bc.make_step(loss, TX), *start(), iter(batches()), steps=3)
-
-
-RUN = {"steps": 4000, "burn_in": 10, "thinning": 7}
-
-
-def killed_run(path):
-    """A run that commits all the time."""
-    bc.sample(bc.make_step(loss, TX), *start(), batches(), path=path, checkpoint_seconds=0.02, **RUN)
-
-
-def kill_and_resume(tmp_path, kills: int, seed: int) -> int:
-    """Kill a run at random moments; then let it end, and compare with the run that nobody killed.
-
-    Each process is killed after its own first commit, that is while it samples and not while it starts. Returns how many
-    were still running when they were killed.
-    """
-    path, times, hit = tmp_path / "run", torch.Generator().manual_seed(seed), 0
-    index = path / "head.safetensors"
-    for _ in range(kills):
-        before = index.stat().st_mtime_ns if index.exists() else None
-        process = children.started(killed_run, path)
-        deadline = time.monotonic() + 60
-        while process.is_alive() and time.monotonic() < deadline:
-            if index.exists() and index.stat().st_mtime_ns != before:
-                break
-            time.sleep(0.002)
-        time.sleep(0.15 * torch.rand((), generator=times).item())
-        hit += process.is_alive()
-        process.kill()
-        process.join()
-        if index.exists():
-            bc.Draws.open(path).verify()
-    draws = bc.sample(bc.make_step(loss, TX), *start(), batches(), path=path, **RUN)
-    want = bc.sample(bc.make_step(loss, TX), *start(), batches(), **RUN)
-    assert torch.equal(draws.steps, want.steps)
-    for x, y in zip(optree.tree_leaves(draws.params), optree.tree_leaves(want.params)):
-        assert torch.equal(x, y)
-    return hit
-
-
-@pytest.mark.slow
-def test_a_run_that_is_killed_at_random_moments_ends_as_the_uninterrupted_one(tmp_path):
-    assert kill_and_resume(tmp_path, 4, 0) >= 2
 
 
 def test_a_second_ctrl_c_inside_a_commit_waits_for_its_end(tmp_path, monkeypatch):
