@@ -35,11 +35,28 @@ def by_hand():
     return mlp_by_hand, params, torch.randn(B, 3)
 
 
-def conv():
-    net = convolutional()
+def conv(make=convolutional):
+    net = make()
     for buffer in net.buffers():
         buffer.copy_(torch.rand_like(buffer) + 0.5 if buffer.is_floating_point() else buffer)
     return (*of_module(net), torch.randn(B, 2, 6, 6))
+
+
+class Residual(nn.Module):
+    """A strided block of convolutions and batch norms, over which its input skips; rectifiers work in place."""
+
+    def __init__(self):
+        super().__init__()
+        first, second = nn.Conv2d(2, 4, 3, 2, 1, bias=False), nn.Conv2d(4, 4, 3, 1, 1, bias=False)
+        self.body = nn.Sequential(first, nn.BatchNorm2d(4), nn.ReLU(inplace=True), second, nn.BatchNorm2d(4))
+        self.skip, self.head = nn.Conv2d(2, 4, 1, 2, bias=False), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(F.relu(self.body(x) + self.skip(x), inplace=True).mean((2, 3)))
+
+
+def residual():
+    return conv(lambda: Residual().eval())
 
 
 def transposed():
@@ -122,7 +139,16 @@ def sequence_first():
     return forward, {"w": torch.randn(3, 3)}, torch.randn(B, B, 3)
 
 
-TAPPED = (conv, transposed, turned, sequence, convolutions_of_one_and_three_axes, grouped, flattened_positions)
+TAPPED = (
+    conv,
+    residual,
+    transposed,
+    turned,
+    sequence,
+    convolutions_of_one_and_three_axes,
+    grouped,
+    flattened_positions,
+)
 UNTAPPED = (by_hand, bare, lookups_by_nothing, tied, autoencoder, unused, sequence_first)
 MODELS = {f.__name__: f for f in (*TAPPED, *UNTAPPED)}
 models = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
@@ -304,7 +330,7 @@ def test_kronecker_describes_every_layer_that_it_knows(model):
     assert not make_plan(forward, params, batch).generic
 
 
-@pytest.mark.parametrize("model", [conv, by_hand, sequence], ids=["conv", "by_hand", "sequence"])
+@pytest.mark.parametrize("model", [conv, residual, by_hand, sequence], ids=["conv", "residual", "by_hand", "sequence"])
 @pytest.mark.parametrize("chunk_bytes", [None, 2000])
 def test_ekfac_is_no_farther_from_the_ggn_than_kfac(model, chunk_bytes):
     """Its values are the Frobenius-optimal diagonal in the basis (George et al. 2018), so this holds block by block."""

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import bayesopt_chain as bc
+from tests.posterior.conftest import trained
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 
@@ -276,20 +277,11 @@ def test_an_overfitted_network_is_named_in_a_warning():
 
     (x, y), held = data(40), data(40)
     module = nn.Sequential(nn.Linear(2, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, 3))
-
-    def train(steps):
-        optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
-        for _ in range(steps):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(module(x), y).backward()
-            optimizer.step()
-
     likelihood = bc.likelihoods.categorical()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        train(20)
-        bc.fit_laplace(module.eval(), likelihood, [(x, y)])
-    train(1500)
+        bc.fit_laplace(trained(module, likelihood, x, y, 20, 1e-2), likelihood, [(x, y)])
+    trained(module, likelihood, x, y, 1500, 1e-2)
     with pytest.warns(UserWarning, match=r"on training data the predictive density .* the network itself 0\.00"):
         bc.fit_laplace(module, likelihood, [(x, y)], subset="all", tune_noise=False)
     with warnings.catch_warnings():

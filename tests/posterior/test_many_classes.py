@@ -1,7 +1,5 @@
 """Last layers of many classes: factors without columns, the diagonal factor of the outputs, predictions from variances."""
 
-import time
-
 import pytest
 import torch
 from torch import nn
@@ -10,6 +8,7 @@ import bayesopt_chain as bc
 from bayesopt_chain.curvature import ggn
 from bayesopt_chain.likelihoods import Outputs, categorical, gaussian
 from bayesopt_chain.posterior import outputs_by_target, probit, softmax_mean
+from tests.posterior.conftest import trained
 
 
 def problem(classes, steps=0, data=1000, features=64):
@@ -18,12 +17,7 @@ def problem(classes, steps=0, data=1000, features=64):
     centres, y = torch.randn(classes, 20), torch.randint(classes, (data,))
     x = centres[y] + 0.7 * torch.randn(data, 20)
     network = nn.Sequential(nn.Linear(20, features), nn.Tanh(), nn.Linear(features, classes))
-    optimizer = torch.optim.Adam(network.parameters(), 1e-2, weight_decay=1e-4)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(network(x), y).backward()
-        optimizer.step()
-    return network.eval(), x, y
+    return trained(network, categorical(), x, y, steps, 1e-2, weight_decay=1e-4), x, y
 
 
 pytestmark = pytest.mark.usefixtures("double_precision")
@@ -118,16 +112,3 @@ def test_variances_of_a_diagonal_factor_are_those_of_the_matrix_within_five_perc
     between = [v + v[data, top, None] - 2 * s[data, top] for v, s in zip(variance, (found, wanted))]
     is_other = torch.arange(200) != top[:, None]
     assert float((between[0] / between[1] - 1)[is_other].abs().mean()) < 0.05
-
-
-@pytest.mark.slow
-def test_10_000_classes_take_two_seconds():
-    """Processor time of one thread, of the second fit: 64 features, 1,000 data, four predictions."""
-    torch.set_default_dtype(torch.float32)
-    network, x, y = problem(10_000)
-    for _ in range(2):
-        start = time.process_time()
-        found = bc.fit_laplace(network, categorical(), [(x, y)]).predict(x[:4])
-        taken = time.process_time() - start
-    torch.testing.assert_close(found.sum(-1), torch.ones(4))
-    assert taken <= 2, taken

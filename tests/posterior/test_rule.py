@@ -8,6 +8,7 @@ import bayesopt_chain as bc
 from bayesopt_chain import likelihoods
 from bayesopt_chain.posterior import rule
 from bayesopt_chain.posterior.rule import effective_parameters
+from tests.posterior.conftest import trained
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 
@@ -15,20 +16,14 @@ pytestmark = pytest.mark.usefixtures("double_precision")
 N = 60
 
 
-def trained(outputs, likelihood, x, y, steps, lr=0.02):
-    net = nn.Sequential(nn.Linear(2, 12), nn.Tanh(), nn.Linear(12, outputs))
-    optimizer = torch.optim.Adam(net.parameters(), lr=lr)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        likelihood.nll(net(x), y).mean().backward()
-        optimizer.step()
-    return net.eval()
+def network(outputs):
+    return nn.Sequential(nn.Linear(2, 12), nn.Tanh(), nn.Linear(12, outputs))
 
 
 def classes(steps=300):
     x = torch.randn(N, 2)
     y = (x[:, 0] + x[:, 1] > 0).long() + (x[:, 0] > 1).long()
-    return trained(3, likelihoods.categorical(), x, y, steps), x, y
+    return trained(network(3), likelihoods.categorical(), x, y, steps), x, y
 
 
 @pytest.mark.parametrize("structure", ["dense", "root", "kronecker", "diagonal", "block"])
@@ -84,7 +79,7 @@ def test_counts_have_a_dispersion_too():
     for spread, low, high in ((0.0, 0.4, 2.0), (4.0, 2.0, 40.0)):
         rate = (1 + x[:, :1]).exp() * torch.exp(spread**0.5 * torch.randn(N, 1) / 2)
         y = torch.poisson(rate)
-        net = trained(1, likelihoods.poisson(), x, y, 60)
+        net = trained(network(1), likelihoods.poisson(), x, y, 60)
         fitted = bc.fit_laplace(net, likelihoods.poisson(), [(x, y)])
         assert low < 1 / float(fitted.likelihood_scale) < high and "dispersion" in repr(fitted)
 
@@ -95,16 +90,14 @@ def test_the_noise_of_a_regression_is_that_of_the_whole_networks_degrees_of_free
     each output by itself."""
     x, unit = torch.randn(N, 2), torch.tensor([1.0, 5.0])[:outputs]
     y = unit * (torch.sin(2 * x) + 0.3 * torch.randn(N, 2))[:, :outputs]
-    net = trained(outputs, likelihoods.gaussian(unit.square()), x, y, 300)
+    net = trained(network(outputs), likelihoods.gaussian(unit.square()), x, y, 300)
     fitted = bc.fit_laplace(net, likelihoods.gaussian(2.0), list(zip(x.chunk(batches), y.chunk(batches))))
-    params = {n: p.detach() for n, p in net.named_parameters()}
-    rows = torch.func.jacrev(lambda p: torch.func.functional_call(net, p, (x,)))(params)
-    rows = torch.cat([r.flatten(2) for r in rows.values()], 2)
+    rows = jacobian(net, x).reshape(N, outputs, -1)
     every, squares = 1 / fitted.likelihood_scale * 2.0, (net(x) - y).detach().square().sum(0)
     assert every.shape == ((2,) if outputs == 2 else ())
     for o, v in enumerate(every.reshape(-1)):
         w = torch.linalg.svdvals(rows[:, o]) ** 2
-        norm, delta = sum(p.square().sum() for p in params.values()), torch.ones(())
+        norm, delta = sum(p.detach().square().sum() for p in net.parameters()), torch.ones(())
         for _ in range(500):
             delta = (w / (w + v * delta)).sum() / norm
         gamma = (w / (w + v * delta)).sum()
@@ -149,7 +142,7 @@ def test_some_data_say_the_degrees_of_freedom_of_all(parameters, noise, rows, lo
 def test_validation_takes_the_noise_that_predicts_best():
     x, new = torch.randn(N, 2), torch.randn(200, 2)
     y, held = (torch.sin(2 * z[:, :1]) + 0.3 * torch.randn(len(z), 1) for z in (x, new))
-    net = trained(1, likelihoods.gaussian(), x, y, 1500)
+    net = trained(network(1), likelihoods.gaussian(), x, y, 1500)
     by = {
         name: bc.fit_laplace(net, likelihoods.gaussian(), [(x, y)], **options)
         for name, options in {

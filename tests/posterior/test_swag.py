@@ -8,6 +8,7 @@ import torch
 
 import bayesopt_chain as bc
 from bayesopt_chain.precision import flatten
+from tests.posterior.conftest import moments
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 
@@ -47,10 +48,6 @@ def by_definition(trajectory, rank):
     return means[-1], 0.5 * torch.diag(variance) + deviations.T @ deviations / (2 * (len(deviations) - 1))
 
 
-def moments(posterior):
-    return flatten(posterior.mean, posterior.mean), torch.linalg.inv(posterior.precision.to_dense())
-
-
 def iterates(n):
     """With correlations across the two parameters."""
     generator = torch.Generator().manual_seed(12)
@@ -84,13 +81,9 @@ def test_rank_zero_is_stochastic_weight_averaging():
     assert torch.equal(link.mean(state, params)["b"], params["b"])
     seen = []
     step = bc.make_step(lambda p, batch: sum(x.square().sum() for x in p.values()), tx)
-    plain, alone = params, bc.sgd(0.1, 0.9)
-    other, plain_step = alone.init(params), bc.make_step(lambda p, b: sum(x.square().sum() for x in p.values()), alone)
     for _ in range(7):
         params, state, _ = step(params, state, None)
-        plain, other, _ = plain_step(plain, other, None)
-        seen.append(flatten(plain, plain))
-    assert torch.equal(flatten(params, params), seen[-1])  # updates pass through
+        seen.append(flatten(params, params))
     torch.testing.assert_close(flatten(link.mean(state, params), params), torch.stack(seen).mean(0))
 
 
@@ -118,8 +111,6 @@ def test_stacked_states_are_multiswag():
     for _ in range(5):
         params, state, _ = chains(params, state, None)
     members = torch.vmap(lambda s, p: link.posterior(s, p).marginal_variance)(state, params)
-    mixture = torch.vmap(lambda s, p: link.posterior(s, p).sample((4,)), randomness="different")(state, params)
-    assert mixture["a"].shape == (3, 4, 2, 2)
     for i, (p, s) in enumerate(singles):
         for _ in range(5):
             p, s, _ = step(p, s, None)

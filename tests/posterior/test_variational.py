@@ -30,6 +30,7 @@ from bayesopt_chain.precision import (
 from bayesopt_chain.random.stream import Variables, leaf_numbers
 from bayesopt_chain.testing import assert_bitwise_equal
 from bayesopt_chain.testing._zero_temperature import example_params, run, smooth_gradient
+from tests.posterior.conftest import moments
 from tests.registry import POSTERIORS
 from tests.registry.posteriors import COUPLED
 from tests.registry.posteriors import FAMILIES as ROWS_OF_FAMILIES
@@ -52,10 +53,6 @@ def make(name, first=None, **options):
 
 def filter_of(name, **options):
     return getattr(bc.ekf, name)(**{**({"rank": 2} if name == "low_rank" else {}), **options})
-
-
-def moments(posterior):
-    return flatten(posterior.mean, posterior.mean), torch.linalg.inv(posterior.precision.to_dense())
 
 
 def close(got, wanted, tolerance=1e-10):

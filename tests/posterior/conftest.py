@@ -1,0 +1,19 @@
+"""What several of these tests need: a network after some steps of Adam, and a Gaussian's moments as matrices."""
+
+import torch
+
+from bayesopt_chain.precision import flatten
+
+
+def trained(net, likelihood, x, y, steps, lr=0.02, **options):
+    optimizer = torch.optim.Adam(net.parameters(), lr, **options)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        likelihood.nll(net(x), y).mean().backward()
+        optimizer.step()
+    return net.eval()
+
+
+def moments(posterior):
+    """Mean and covariance across all parameters."""
+    return flatten(posterior.mean, posterior.mean), torch.linalg.inv(posterior.precision.to_dense())
