@@ -264,8 +264,17 @@ class _Adviser:
                 "temperature above 0"
             )
         self.temperature = max(group.temperature for group in self.response.groups)
-        doubled = read(self.make(2 * FIRST, momenta[0]), params, state).gains
-        if not all(torch.allclose(y, 2 * x, rtol=1e-4, atol=0.0) for x, y in zip(self.response.gains, doubled)):
+        doubled = read(self.make(2 * FIRST, momenta[0]), params, state)
+        own, other = (
+            [x for group in r.groups for x in (group.A, group.B[:, 0], group.D[0])] for r in (self.response, doubled)
+        )
+        if not all(torch.allclose(x, y, rtol=1e-4, atol=1e-6) for x, y in zip(own, other)):
+            raise ValueError(
+                "suggest_lr: twice the lr changes the momentum too, as twice the step size of baoab or obabo does, so "
+                "that steps are not proportional to lr; hold it still: bc.sghmc(lr, momentum, ...), or "
+                "baoab(lr**0.5, friction=c / lr**0.5, ...)"
+            )
+        if not all(torch.allclose(y, 2 * x, rtol=1e-4, atol=0.0) for x, y in zip(self.response.gains, doubled.gains)):
             raise ValueError(
                 "suggest_lr: twice the lr does not move the parameters twice as far; make_tx must use the lr that it is "
                 "given, in every group"

@@ -27,6 +27,7 @@ from bayesopt_chain.likelihoods._likelihood import Grouping, Likelihood, OutputR
 from bayesopt_chain.likelihoods._predictive import Predictive
 from bayesopt_chain.likelihoods._quadrature import probit, probit_bernoulli, softmax_mean
 from bayesopt_chain.tracing import is_hidden, is_readable
+from bayesopt_chain.trees import wide
 
 
 def of_one(mean: Tensor, covariance: Tensor) -> Tensor:
@@ -124,7 +125,7 @@ class Categorical(OneOfSeveral):
     def _pooled(self, draws: Iterable[Tensor]) -> Predictive:
         log_p, entropy, count = torch.empty(0, device="cpu"), torch.empty(0, device="cpu"), 0
         for outputs in draws:
-            log = self._last(outputs).log_softmax(-1)
+            log = self._last(outputs).to(wide(outputs.dtype)).log_softmax(-1)
             own = torch.special.entr(log.exp()).sum(-1)
             log_p, entropy = (torch.logaddexp(log_p, log), entropy + own) if count else (log, own)
             count += 1

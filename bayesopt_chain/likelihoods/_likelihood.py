@@ -55,6 +55,7 @@ from bayesopt_chain.checks import short
 from bayesopt_chain.likelihoods._predictive import Mixture, Outputs, Predictive
 from bayesopt_chain.likelihoods._quadrature import normal_nodes, points_for
 from bayesopt_chain.tracing import is_hidden, is_readable, is_transformed
+from bayesopt_chain.trees import wide
 
 
 class OutputRoot(ABC):
@@ -1260,7 +1261,7 @@ def weights_of_draws(outputs: Tensor, log_weights: Tensor | None) -> Tensor:
             f"mixture: outputs must be [draws, N, *event] of at least one draw, got {tuple(outputs.shape)}"
         )
     if log_weights is None:
-        return outputs.new_full((len(outputs),), -math.log(len(outputs)))
+        return outputs.new_full((len(outputs),), -math.log(len(outputs)), dtype=wide(outputs.dtype))
     if log_weights.shape != outputs.shape[:1]:
         raise ValueError(
             f"mixture: log_weights must hold one number for each of {len(outputs)} draws, got shape {tuple(log_weights.shape)}"

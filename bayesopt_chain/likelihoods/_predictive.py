@@ -33,6 +33,7 @@ from torch import Tensor
 
 from bayesopt_chain import kinds
 from bayesopt_chain.likelihoods._quadrature import gauss_legendre, root_by_eigenvectors
+from bayesopt_chain.trees import wide
 
 NODES = 200  # of each of the two integrals of a score
 STRETCH = 14.0  # they reach sinh(14) = 600,000 quartile distances out
@@ -236,7 +237,7 @@ class Predictive:
 
     Attributes:
         likelihood: of targets given outputs, with its noise.
-        outputs: a Gaussian, :class:`Outputs`, or draws ``[S, N, *event]``.
+        outputs: a Gaussian, :class:`Outputs`, or draws ``[S, N, *event]``, in float32 at least.
         log_weights: of the draws, ``[S]``, whose exponentials sum to 1; ``None`` for a Gaussian.
         mean_entropy: where draws of classes were added up (``likelihood.pooled``), the mean of their entropies,
             ``[N, *positions]`` in nats. Outputs are then ``[1, N, *event]``, the logarithms of the mixture's probabilities, and
@@ -265,6 +266,10 @@ class Predictive:
     outputs: Outputs | Tensor
     log_weights: Tensor | None = None
     mean_entropy: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.outputs, Tensor):
+            object.__setattr__(self, "outputs", self.outputs.to(wide(self.outputs.dtype)))
 
     @property
     def mean(self) -> Tensor:

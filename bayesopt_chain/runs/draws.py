@@ -34,6 +34,7 @@ from bayesopt_chain.posterior.export import Members
 from bayesopt_chain.runs import files
 from bayesopt_chain.runs.folder import BUFFER, LEAF, LOSS, STEP, WEIGHT, Piece, opened, row_bytes, rows_of
 from bayesopt_chain.runs.inference_data import Stored, inference_data
+from bayesopt_chain.trees import wide
 
 Reduce = Literal["mean", "log_mean_exp", "stack"]
 _PATHS = kinds.Kind(lambda x: isinstance(x, (str, os.PathLike)), "a directory, a pattern, or a list of them")
@@ -902,11 +903,13 @@ def at_many(forward: Callable[[Any, Any, Any], Tensor]) -> Callable[[Any, Any, A
 
 
 def averaged(blocks: Iterable[Tensor], reduce: Reduce) -> Tensor:
-    """The mean, the log-mean-exp or the stack over axis 0 of blocks ``[S, ...]``, of which one at a time is held for a mean."""
+    """The mean or the log-mean-exp over axis 0 of blocks ``[S, ...]``, one held at a time and added up in float32 at least, or
+    their stack."""
     if reduce == "stack":
         return torch.cat(list(blocks))
     count, total = 0, None
     for x in blocks:
+        x = x.to(wide(x.dtype))
         block = x.logsumexp(0) if reduce == "log_mean_exp" else x.sum(0)
         more = torch.logaddexp if reduce == "log_mean_exp" else torch.add
         count, total = count + len(x), block if total is None else more(total, block)

@@ -301,7 +301,8 @@ def grouped(lr):
         ({"loss": lambda w, b: torch.nan * squares(w, b)}, ValueError, "not finite"),
         ({"make_tx": lambda lr: bc.sgd(lr, 0.9)}, ValueError, "draws no noise"),
         ({"make_tx": lambda lr: bc.adam(lr, temperature=T)}, ValueError, "state of a run"),
-        ({"make_tx": lambda lr: bc.sghmc(0.1, temperature=T)}, ValueError, "twice the lr"),
+        ({"make_tx": lambda lr: bc.sghmc(0.1, temperature=T)}, ValueError, "twice the lr does not"),
+        ({"make_tx": lambda lr: bc.samplers.baoab(lr, 1.0, temperature=T)}, ValueError, "changes the momentum"),
         ({"make_tx": lambda lr, mu: bc.sghmc(lr, mu, temperature=T)}, TypeError, "of lr, or of lr and momentum"),
         ({"make_tx": partial(bc.optim.SGHMC, temperature=T)}, TypeError, "make_tx|params"),
         (
