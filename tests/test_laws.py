@@ -116,10 +116,6 @@ def test_a_link_that_couples_elements_is_not_elementwise():
         assert_laws(lambda: bc.Chain((ByTheNorm(),)))
 
 
-def test_a_link_that_does_not_say_what_it_does_with_shards_refuses_them():
-    assert Link().traits.on_shards == "refused"
-
-
 FALSE = [
     (torchopt.transform.scale(0.5), bc.response.Linear((2.0,))),
     (torchopt.transform.trace(0.9), bc.response.Linear((1.0,), (1.0, -0.8))),

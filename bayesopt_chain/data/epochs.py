@@ -68,9 +68,7 @@ class Epochs:
         self.with_rows = with_rows
         device = torch.device("cpu") if self.leaves is None else self.leaves[0].device
         self.stream = IndexStream(self.size, batch_size, order, seed, leave_out, device)  # pyright: ignore[reportArgumentType]
-        self.epoch = 0
-        self.offset = 0
-        self.at_end = False
+        self._go(0, 0)
 
     def __len__(self) -> int:
         return self.stream.steps

@@ -17,17 +17,15 @@ from bayesopt_chain.distributed.shards import refusing_replicated
 
 Loss = Callable[..., Any]  # loss(params, batch), or loss(params, batch, buffers) of a module with buffers
 
-_NO_GRADIENT = (
-    "loss: does not depend on params, so that no gradient would hold the chain: compute it from the params it is given "
-    "(a module by torch.func.functional_call(module, params, ...))"
-)
-
 
 def no_gradient() -> str:
     """Return the message for a loss without a gradient: the reason, and what to do."""
     if torch.is_inference_mode_enabled():
         return "make_step: a step takes a gradient, and torch.inference_mode() is on, which records none; call it outside of it"
-    return _NO_GRADIENT
+    return (
+        "loss: does not depend on params, so that no gradient would hold the chain: compute it from the params it is given "
+        "(a module by torch.func.functional_call(module, params, ...))"
+    )
 
 
 # classes that need no further checks; DTensors and other subclasses may override operations

@@ -37,7 +37,6 @@ class Memory(Protocol):
             like: a state to take the memory from, or ``None``.
             generator: source of a key (default: torch's global generator).
         """
-        ...
 
 
 class Stream(NamedTuple):

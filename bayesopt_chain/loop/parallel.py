@@ -364,6 +364,33 @@ def _at_once(chains: Parallel, params: Any, state: Any, spec: Any, block: list[A
     return None if after is None else (*after, info)
 
 
+VMAP_ERRORS = (  # words of torch's message, and what to say of it
+    (
+        ("randomness error mode",),
+        "the model draws random numbers that no chain's key governs, so that a chain's draws would depend on the "
+        "others. Of dropout layers, rand_like and randn_like each chain draws its own once its state has a key: "
+        "make_step(loss, tx, buffers=buffers) with the buffers of bc.make_functional, and chains.init(tx, params). "
+        "Anything else that draws (an LSTM's dropout) runs with bc.parallel(step, n, loop=True)",
+    ),
+    (
+        ("running_mean should contain",),
+        "the model's BatchNorm sees another number of channels than it has ({why}): if an axis of the batch counts "
+        "the chains, say which: bc.parallel(step, n, batch_dim=0); the step then gets each chain's own part",
+    ),
+    (
+        ("running_mean", "captured Tensor"),
+        "the model writes into a tensor of its own, one for all chains ({why}). For BatchNorm's statistics take "
+        "the buffers out with bc.make_functional and make the step with make_step(loss, tx, buffers=buffers); anything "
+        "else runs with bc.parallel(step, n, loop=True)",
+    ),
+    (
+        ("",),
+        "the step failed under vmap ({why}). If vmap refuses your model, "
+        "bc.parallel(step, n, loop=True) runs its chains one after the other",
+    ),
+)
+
+
 def _vmap_message(error: RuntimeError) -> str:
     """Return the message for an error under vmap: the cause, and what to do instead."""
     why = str(error).strip().splitlines()[0][:400]
@@ -377,29 +404,8 @@ def _vmap_message(error: RuntimeError) -> str:
                 f"several chains at once ({why}). Compute it by torch (torch.cos in place of math.cos, torch.where in place of "
                 "if), or take one of bc.schedules; bc.parallel(step, n, loop=True) runs the chains one after the other"
             )
-    if "randomness error mode" in why:
-        return (
-            "parallel: the model draws random numbers that no chain's key governs, so that a chain's draws would depend on the "
-            "others. Of dropout layers, rand_like and randn_like each chain draws its own once its state has a key: "
-            "make_step(loss, tx, buffers=buffers) with the buffers of bc.make_functional, and chains.init(tx, params). "
-            "Anything else that draws (an LSTM's dropout) runs with bc.parallel(step, n, loop=True)"
-        )
-    if "running_mean should contain" in why:
-        return (
-            f"parallel: the model's BatchNorm sees another number of channels than it has ({why}): if an axis of the "
-            "batch counts "
-            "the chains, say which: bc.parallel(step, n, batch_dim=0); the step then gets each chain's own part"
-        )
-    if "running_mean" in why or "captured Tensor" in why:
-        return (
-            f"parallel: the model writes into a tensor of its own, one for all chains ({why}). For BatchNorm's statistics take "
-            "the buffers out with bc.make_functional and make the step with make_step(loss, tx, buffers=buffers); anything "
-            "else runs with bc.parallel(step, n, loop=True)"
-        )
-    return (
-        f"parallel: the step failed under vmap ({why}). If vmap refuses your model, "
-        "bc.parallel(step, n, loop=True) runs its chains one after the other"
-    )
+    said = next(message for words, message in VMAP_ERRORS if any(word in why for word in words))
+    return f"parallel: {said.format(why=why)}"
 
 
 def _loop(chains: Parallel, params, state, batch, dims: list, start: int, stop: int):

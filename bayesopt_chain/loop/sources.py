@@ -227,11 +227,9 @@ class HeatWatch(Protocol):
 
     def require(self, tx: Any) -> None:
         """Raise an error for a transformation that the guard cannot read."""
-        ...
 
     def watch(self, tx: Any, params: Any, state: Any, grads: Any) -> None:
         """Read the gradients of a step, before anything moves."""
-        ...
 
 
 def source_of(
@@ -282,10 +280,9 @@ def source_of(
             raise ValueError(f"make_step: {tx!r} follows a gradient: pass a loss")
         _check_only_losses(loss, particles, buffers is not None or microbatches > 1 or autocast is not None)
     if ranks is not None and (particles or functions or buffers or not callable(loss)):
-        asked = "particles" if particles else None
-        asked = asked or next(iter([*functions, *["buffers"] * bool(buffers), "an estimated gradient"]))
+        asks = [*["particles"] * particles, *functions, *["buffers"] * bool(buffers), "an estimated gradient"]
         raise ValueError(
-            f"make_step: with mesh= the ranks exchange gradients and losses, and {tx!r} asks for {asked}, which would be "
+            f"make_step: with mesh= the ranks exchange gradients and losses, and {tx!r} asks for {asks[0]}, which would be "
             "of one rank's data alone; run it without mesh="
         )
 

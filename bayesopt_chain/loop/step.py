@@ -203,9 +203,11 @@ class Step:
             # ``advanced`` compares the numbers of skipped steps before and after this step; in place the old one is lost
             skipped = inner.skipped.clone() if self.memory is not None and isinstance(inner, SkipState) else None
             # one sweep that moves the parameters saves the updates and a pass over memory
-            swept = None
-            if isinstance(self.tx, Chain) and not extra:
-                swept = moved(self.tx.plan(inner), params, grads, inner, self.inplace)
+            swept = (
+                moved(self.tx.plan(inner), params, grads, inner, self.inplace)
+                if isinstance(self.tx, Chain) and not extra
+                else None
+            )
             if swept is not None:
                 params, after = swept
             else:
