@@ -47,7 +47,7 @@ def main() -> None:
     for name, make in CLASSES.items():
         for size, leaves in SIZES.items():
             runs = {way: stepping(make, leaves[0], leaves[1], way == "scheduler") for way in ("constant", "scheduler")}
-            times = take_turns(runs, rounds=31, clock=time.process_time)
+            times = take_turns(runs, rounds=101, clock=time.process_time)
             rows.append({"class": name, "leaves": size, **ratio(times, "scheduler", "constant")})
             rows[-1]["constant_us"] = 1e6 * min(times["constant"])
             print(rows[-1])
