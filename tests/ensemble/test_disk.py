@@ -89,32 +89,22 @@ def test_another_call_under_the_same_path_is_refused(tmp_path, change, words):
         call(tmp_path, **own | change)
 
 
-@pytest.mark.slow
-def test_damaged_files_are_named(tmp_path):
-    call(tmp_path)
-    file = tmp_path / "training.safetensors"
-    file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(ValueError, match=r"training\.safetensors is truncated or damaged.*delete it"):
-        call(tmp_path)
-    file.unlink()
-    call(tmp_path)  # made anew
-    (tmp_path / "call.safetensors").write_text("{")
-    with pytest.raises(ValueError, match=r"call\.safetensors is truncated or damaged"):
-        call(tmp_path)
-
-
-def test_a_bit_that_flips_in_a_stage_is_noticed(tmp_path):
+def test_damage_is_named_and_a_stage_that_is_deleted_is_made_anew(tmp_path):
     """Without checksums most flips of a bit gave other weights in silence."""
     x = data()[0]
     before = call(tmp_path).predict(x).mean
     file = tmp_path / "training.safetensors"
     raw = file.read_bytes()
-    for at in range(3, len(raw), len(raw) // 4):
-        file.write_bytes(raw[:at] + bytes([raw[at] ^ 16]) + raw[at + 1 :])
+    flips = [raw[:at] + bytes([raw[at] ^ 16]) + raw[at + 1 :] for at in range(3, len(raw), len(raw) // 4)]
+    for spoiled in (raw[:100], *flips):
+        file.write_bytes(spoiled)
         with pytest.raises(ValueError, match=r"training\.safetensors.* damaged.*delete it"):
             call(tmp_path)
-    file.write_bytes(raw)
+    file.unlink()
     assert torch.equal(call(tmp_path).predict(x).mean, before)
+    (tmp_path / "call.safetensors").write_text("{")
+    with pytest.raises(ValueError, match=r"call\.safetensors is truncated or damaged"):
+        call(tmp_path)
 
 
 def test_a_complete_call_returns_at_once(tmp_path, monkeypatch):
