@@ -57,3 +57,7 @@ def test_a_float32_state_is_read_in_float64_and_stays_as_it_is():
 def test_what_is_not_linear_is_refused():
     with pytest.raises(ValueError, match="not linear"):
         closed_loop(bc.rmsprop(0.1, temperature=1.0), K, ZEROS, warmup=0)
+
+
+def test_a_chain_without_noise_samples_a_point():
+    assert not bc.testing.stationary_covariance(bc.sgd(0.1, momentum=0.9), K).any()

@@ -85,3 +85,8 @@ def test_what_is_no_posterior_is_refused():
         sbc(lambda y: torch.full((5, 2), torch.nan), *args)
     with pytest.raises(ValueError, match="simulations"):
         sbc(lambda y: torch.randn(5, 2), *args, simulations=3)
+
+
+def test_a_histogram_for_each_quantity():
+    pytest.importorskip("matplotlib").use("agg")
+    assert [ax.get_title() for ax in found().plot().axes] == ["m"]
