@@ -239,10 +239,6 @@ def test_many_small_files_are_made_few(tmp_path, monkeypatch):
     draws = bc.sample(*started(), steps=40, burn_in=1, thinning=2, path=tmp_path, checkpoint_seconds=0.0)
     assert len(list(tmp_path.glob("draws-*"))) < 9
     assert torch.equal(draws.params["w"], want(40)[2::2])
-    whole = folder.Folder(tmp_path)
-    whole.merge()
-    whole.close()
-    assert len(list(tmp_path.glob("draws-*"))) == 1
     again = bc.Draws.open(tmp_path)
     again.verify()
     assert torch.equal(again.params["w"], want(40)[2::2]) and again.steps.tolist() == list(range(3, 41, 2))
