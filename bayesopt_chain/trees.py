@@ -60,7 +60,6 @@ def size(tree: Tree) -> int:
     return sum(leaf.numel() for leaf in optree.tree_leaves(tree))
 
 
-@kinds.takes(tree=kinds.TREE)
 def copied(tree: Any) -> Any:
     """Copy the tensors of a tree, so that a step in place leaves them alone.
 
@@ -74,6 +73,7 @@ def copied(tree: Any) -> Any:
     return optree.tree_map(lambda x: x.detach().clone(), tree)
 
 
+@kinds.takes(tree=kinds.TREE)
 def shape_only(tree: Tree) -> Tree:
     """Return zeros of the leaves' shapes that share one element of storage: a template that costs no memory.
 
