@@ -141,24 +141,32 @@ class FromDistribution(Likelihood):
             return self.at(outputs).sample()
 
     def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
-        support = self.support_at(outputs)
-        inside = values.clamp(support.low, support.high)
+        low, high = self._ends(outputs)
         try:
             with _unvalidated():  # of a transformed distribution the base's support is narrower, by rounding
-                found = self.at(outputs).cdf(inside)
+                found = self.at(outputs).cdf(torch.maximum(torch.minimum(values, high), low))
         except NotImplementedError:
-            raise self._lacks("distribution function", "cdf") from None
-        return torch.where(values < support.low, 0.0, torch.where(values >= support.high, 1.0, found))
+            raise ValueError(
+                f"torch's {type(self.at(outputs)).__name__} has no cdf, so that predictions have a density, moments and draws, "
+                "but no quantiles and no CRPS: take those of predictive.sample(n), or a distribution with a cdf"
+            ) from None
+        return torch.where(values < low, 0.0, torch.where(values >= high, 1.0, found))
+
+    def _ends(self, outputs: Tensor) -> list[Tensor]:
+        """The ends of the distribution's support, where it says so: numbers, or one for each target."""
+        constraint: Any = self.at(outputs).support
+        ends = getattr(constraint, "lower_bound", REAL.low), getattr(constraint, "upper_bound", REAL.high)
+        return [torch.as_tensor(x, dtype=outputs.dtype, device=outputs.device) for x in ends]
 
     def support_at(self, outputs: Tensor) -> Support:
-        """The ends of the distribution's support, where it says so."""
+        """The ends of the support of all targets together."""
+        low, high = self._ends(outputs)
         constraint: Any = self.at(outputs).support
-        low = float(getattr(constraint, "lower_bound", REAL.low))
-        return Support(low, float(getattr(constraint, "upper_bound", REAL.high)), bool(constraint.is_discrete))
+        return Support(float(low.min()), float(high.max()), bool(constraint.is_discrete))
 
     def exact_root(self, outputs: Tensor, labels: Any) -> OutputRoot:
         if self.output_hessian is not None or self.grouping(outputs.shape[1:]).width > 1:
-            hessian = self.output_hessian or _hessian_of(lambda f, y: -self.log_prob(f, y).flatten(1).sum(1))
+            hessian = self.output_hessian or _hessian_of(lambda f, y: -self.log_prob(f, y).reshape(len(f), -1).sum(1))
             return _root_of(hessian(outputs, labels), outputs)
         slope = torch.func.grad(lambda f: -self.log_prob(f, labels).sum())
         curvature = torch.func.grad(lambda f: slope(f).sum())(outputs)  # each output is a target's own
@@ -191,7 +199,8 @@ def custom(
             output, or one for each last axis of outputs (such as a mean and a log scale). Outputs may have leading axes.
         output_hessian: ``output_hessian(outputs, targets) -> [B, E, E]``, E the number of entries of an event: the
             positive semidefinite expected Hessian in one datum's outputs. Default: the Hessian itself, by
-            differentiation at the observed targets, which gives the generalised Gauss-Newton matrix of that loss.
+            differentiation at the observed targets, which gives the generalised Gauss-Newton matrix of that loss. That of a
+            mean and a log scale is positive semidefinite at no target, and has to be passed.
         draw: ``draw(outputs, generator) -> targets``, of a loss; needed for a Monte Carlo Fisher and samples only.
         mean: ``mean(outputs)``, of a loss: ``E[y | f]``, with leading axes; needed for the predictions' mean only.
 

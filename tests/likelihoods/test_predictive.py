@@ -324,3 +324,38 @@ def test_outputs_that_are_no_classes_are_stacked():
     for likelihood in (likelihoods.gaussian(), likelihoods.categorical()):
         with pytest.raises(ValueError, match="at least one draw"):
             likelihood.pooled([])
+
+
+D = torch.distributions
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda f: D.Uniform(f, f + 2.0),
+        lambda f: D.Pareto(f.exp(), 3.0),
+        lambda f: D.Binomial(5, logits=f),
+    ],
+)
+def test_a_distribution_whose_support_ends_at_tensors_has_the_moments_and_the_shares_of_its_draws(make):
+    outputs = torch.tensor([[[0.0], [1.0]], [[0.5], [1.5]]], dtype=torch.float64)
+    mixed, each = likelihoods.custom(distribution=make).mixture(outputs), make(outputs)
+    torch.testing.assert_close(mixed.mean, each.mean.mean(0))
+    torch.testing.assert_close(
+        mixed.variance, (each.variance + each.mean.square()).mean(0) - each.mean.mean(0).square()
+    )
+    if isinstance(each, D.Binomial):
+        with pytest.raises(ValueError, match="Binomial has no cdf"):
+            mixed.quantile(0.5)
+        return
+    at = mixed.quantile(0.3)
+    share = torch.where(at < each.support.lower_bound, 0.0, each.cdf(torch.maximum(at, each.support.lower_bound)))
+    torch.testing.assert_close(share.mean(0), torch.full((2, 1), 0.3, dtype=torch.float64), rtol=1e-6, atol=1e-6)
+
+
+def test_a_distribution_of_several_outputs_for_one_target_has_their_curvature():
+    lik, f = likelihoods.custom(distribution=lambda f: D.Categorical(logits=f)), torch.randn(4, 3)
+    labels = torch.tensor([0, 1, 2, 0])
+    own, wanted = (x.factors(f, labels) for x in (lik, likelihoods.categorical()))
+    gram = lambda r: torch.einsum("kbi,kbj->bij", r, r)  # noqa: E731
+    torch.testing.assert_close(gram(own), gram(wanted), rtol=1e-4, atol=1e-6)
