@@ -295,9 +295,6 @@ class Seen(OutputRoot):
     def gram(self, scale: Tensor | None = None) -> Tensor:
         return self.root.gram(_product(self.scale, scale))
 
-    def scaled(self, scale: Tensor) -> OutputRoot:
-        return Seen(self.root, self.axis, _product(self.scale, scale))
-
     def _times(self, columns: Tensor) -> Tensor:
         moved = columns.movedim(-1, self.axis)
         return moved if self.scale is None else moved * self.scale

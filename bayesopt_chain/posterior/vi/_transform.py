@@ -204,13 +204,11 @@ class Variational(Drawing):
         moves = [x is not None for x in samples]
         filled = [p.new_zeros((self.n_samples, *p.shape)) if x is None else x for x, p in zip(samples, leaves)]
         temperature = now(self.temperature, state.step - 1)
-        if self.weight_decay:
+        if self.weight_decay or self.prior is not None:
             theta = [p + x for p, x in zip(leaves, family.displace(state.scale, noise, leaves))]
-            filled = [x + self.weight_decay * y if m else x for x, y, m in zip(filled, theta, moves)]
-        if self.prior is not None:
-            theta = [p + x for p, x in zip(leaves, family.displace(state.scale, noise, leaves))]
-            pull = prior_force(self.prior, theta)
-            filled = [x + times(y, temperature) if m else x for x, y, m in zip(filled, pull, moves)]
+            factor = self.weight_decay if self.prior is None else temperature
+            pull = theta if self.prior is None else prior_force(self.prior, theta)
+            filled = [x + times(y, factor) if m else x for x, y, m in zip(filled, pull, moves)]
         if self.stick_the_landing:
             score = family.score(state.scale, noise, leaves)
             filled = [x - times(y, temperature) if m else x for x, y, m in zip(filled, score, moves)]
