@@ -908,8 +908,7 @@ def averaged(blocks: Iterable[Tensor], reduce: Reduce) -> Tensor:
     if reduce == "stack":
         return torch.cat(list(blocks))
     count, total = 0, None
-    for x in blocks:
-        x = x.to(wide(x.dtype))
+    for x in (part.to(wide(part.dtype)) for part in blocks):
         block = x.logsumexp(0) if reduce == "log_mean_exp" else x.sum(0)
         more = torch.logaddexp if reduce == "log_mean_exp" else torch.add
         count, total = count + len(x), block if total is None else more(total, block)
