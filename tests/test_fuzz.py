@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torchopt.base import GradientTransformation
@@ -51,6 +52,21 @@ def test_every_callable_is_sound_as_it_is_called(tmp_path, monkeypatch):
     names = [name for name in fuzz.rows() if name not in fuzz.SLOW]
     assert len(names) > 300 and {name.rpartition(".")[0] for name in names} == {*GROUPS}
     assert not {name: wrong for name in names if (wrong := fuzz.wrong_of(name, "", None))}
+
+
+@pytest.mark.slow
+def test_numbers_of_numpy_are_taken_as_pythons_own(tmp_path, monkeypatch):
+    """Every argument that is a number, by default or in the sound call, as numpy's scalar of the same value."""
+    monkeypatch.chdir(tmp_path)
+    calls = 0
+    for name in [name for name in fuzz.rows() if name not in fuzz.SLOW]:
+        for word, parameter in fuzz.parameters(name).items():
+            given = fuzz.sound(name)
+            own = given.get(word, parameter.default)
+            if type(own) in (int, float):
+                fuzz.call(name, {**given, word: np.int64(own) if isinstance(own, int) else np.float64(own)})
+                calls += 1
+    assert calls > 400
 
 
 @pytest.mark.slow

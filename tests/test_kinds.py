@@ -74,6 +74,13 @@ def test_ordinary_wrong_arguments_are_refused_by_their_names(call, words):
     assert words in str(refusal.value)
 
 
+def test_lists_and_tensors_of_numbers_are_the_same_thresholds_and_weights():
+    for cuts in ([-1.0, 1.0], torch.tensor([-1.0, 1.0]), [torch.tensor(-1.0), 1]):
+        assert bc.likelihoods.ordinal(cuts).mean(torch.zeros(1)).shape == (1, 3)
+    for weight in ([1.0, 2.0], torch.tensor([1.0, 2.0]), (1.0, 2.0)):
+        assert bc.likelihoods.categorical(weight=weight).nll(torch.zeros(1, 2), torch.tensor([1])).ndim == 1
+
+
 def test_arguments_by_position_are_checked_and_missing_ones_are_pythons_own_errors():
     for given, words in (((3, W), "walked: loss"), ((print,), "missing 1 required positional argument")):
         with pytest.raises(TypeError, match=words):

@@ -213,13 +213,13 @@ class Draws:
         return next(iter(self._with([self._rows[at]])))
 
     def __iter__(self) -> Iterator[Any]:
-        """The draws one by one; of draws on disk a few are read at a time."""
+        """The draws one by one, as copies, from which a step in place may start; of draws on disk a few are read at a time."""
         names = [LEAF + name for name in self._names] if len(self) else []
         some = self.at_once()
         for start in range(0, len(self), some):
             blocks = [rows_of(self._pieces, self._rows[start : start + some], name) for name in names]
             for i in range(min(some, len(self) - start)):
-                yield self._tree([block[i] for block in blocks])
+                yield self._tree([block[i].clone() for block in blocks])
 
     def at_once(self) -> int:
         """How many draws are read together by what goes through them: of those on disk some 16 MB, at least one.

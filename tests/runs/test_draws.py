@@ -99,6 +99,14 @@ def test_arviz_1_gets_the_same_numbers_as_a_tree_of_data_sets(monkeypatch):
     assert loo(new).elpd == pytest.approx(arviz.loo(old).elpd_loo, rel=1e-6)
 
 
+def test_a_step_in_place_from_a_draw_leaves_the_draws_as_they_are():
+    draws = bc.Draws.from_trees([{"w": torch.ones(2)}] * 2)
+    step = bc.make_step(lambda p, batch: p["w"].sum(), bc.sgd(0.1), inplace=True)
+    for params in (draws[-1], *draws):
+        step(params, step.init(params), None)
+    assert torch.equal(draws.params["w"], torch.ones(2, 2))
+
+
 @pytest.mark.parametrize("chunk", [1, 32])
 def test_draws_of_half_precision_are_added_up_in_float32(chunk):
     """As models under autocast give them; in bfloat16 a sum of 1,000 numbers of 6 stops at 2,048."""
