@@ -17,7 +17,7 @@ from bayesopt_chain import (
 from bayesopt_chain.compose import chain, masked, partition, with_response
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.data.epochs import epochs
-from bayesopt_chain.diagnostics.observables.observe import observe
+from bayesopt_chain.diagnostics.observables.observe import local_learning_coefficient, observe
 from bayesopt_chain.diagnostics.observables.restrict import restrict
 from bayesopt_chain.diagnostics.suggest_lr import suggest_lr
 from bayesopt_chain.ensemble.call import posterior_ensemble
@@ -91,6 +91,7 @@ __all__ = [
     "links",
     "load",
     "load_state_dict",
+    "local_learning_coefficient",
     "log_to",
     "make_functional",
     "make_step",

@@ -3,7 +3,7 @@
     python -m benchmarks.learning_coefficient              # what its record lacks, and the record as a table
     python -m benchmarks.learning_coefficient --final      # held-out models and seeds
 
-Each model is sampled with ``bc.observe(loss, start, data, temperature=T).llc()`` and nothing else:
+Each model is sampled with ``bc.local_learning_coefficient(loss, start, data, temperature=T)`` and nothing else:
 full batches, and ``bc.epochs(data, 100)`` where it has data. ``T`` is Watanabe's ``log(n) / n`` for ``n = 1000``, and the
 spring has its default strength. What is right is the value at that temperature and spring, not the limit (the RLCT beside
 it): in closed form, by quadrature on a grid of two or three parameters, or by Hamiltonian Monte Carlo with Metropolis
@@ -283,12 +283,11 @@ def ours(model: Model, batches: Any, seed: int) -> dict[str, Any]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            run = bc.observe(model.loss, model.start, batches, temperature=T, seed=seed)
-            found = run.llc()
+            found = bc.local_learning_coefficient(model.loss, model.start, batches, temperature=T, seed=seed)
     except ValueError as err:
         return {"refused": str(err), "seconds": time.process_time() - begun}
-    of_run = {name: getattr(run, name) for name in ("lr", "limit", "gradients")}
-    answer = {"value": float(found.value), "error": float(found.error), "verdict": run.verdict}
+    of_run = {name: getattr(found.run, name) for name in ("lr", "limit", "gradients")}
+    answer = {"value": found.value, "error": found.standard_error, "verdict": found.verdict}
     return answer | of_run | {"seconds": time.process_time() - begun}
 
 

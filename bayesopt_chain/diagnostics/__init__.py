@@ -8,7 +8,7 @@ from bayesopt_chain.diagnostics.gradient_noise import GradientNoise, gradient_no
 from bayesopt_chain.diagnostics.heat_guard import Heat, HeatGuard
 from bayesopt_chain.diagnostics.heating import Heating, heating
 from bayesopt_chain.diagnostics.ksd import ksd
-from bayesopt_chain.diagnostics.observables.observe import Observed, susceptibility
+from bayesopt_chain.diagnostics.observables.observe import LearningCoefficient, Observed, susceptibility
 from bayesopt_chain.diagnostics.observables.restrict import Restricted
 from bayesopt_chain.diagnostics.suggest_lr import Suggestion
 
@@ -19,6 +19,7 @@ __all__ = [
     "Heat",
     "HeatGuard",
     "Heating",
+    "LearningCoefficient",
     "Observed",
     "Restricted",
     "Suggestion",

@@ -39,7 +39,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -250,7 +250,7 @@ class Observed:
         """
         refused = [text for text in self.findings if text.startswith("refused")]
         if refused:
-            raise ValueError("llc: " + "; ".join(refused) + f" (lr={self.lr:.3g})")
+            raise ValueError("local learning coefficient: " + "; ".join(refused) + f" (lr={self.lr:.3g})")
         heat, heat_error, _ = map(float, self.heat)
         found = self.mean("loss").scaled(1 / self.temperature, -self.reference / self.temperature - heat)
         found = Estimate(*[x.reshape(()) for x in found])
@@ -266,7 +266,7 @@ class Observed:
         if value < -3 * error:
             refused.append(f"it comes out as {found}: the loss is lower where the chains went than at the start")
         if refused:
-            raise ValueError("llc: " + "; ".join(refused) + "; start where training has ended")
+            raise ValueError("local learning coefficient: " + "; ".join(refused) + "; start where training has ended")
         return found
 
     def _spread(self) -> float:
@@ -639,3 +639,66 @@ def findings(run: Observed) -> list[str]:
 def _round(steps: float) -> str:
     digits = max(0, math.floor(math.log10(max(steps, 1))) - 1)
     return f"{round(steps, -digits):,.0f}"
+
+
+class LearningCoefficient(NamedTuple):
+    """What :func:`local_learning_coefficient` returns.
+
+    Attributes:
+        value: the local learning coefficient, at this temperature and strength.
+        standard_error: its Monte Carlo error.
+        verdict: what is doubtful, in words, or ``"no objection"``.
+        temperature, strength: of the target, in units of the mean loss.
+        run: all that was measured.
+    """
+
+    value: float
+    standard_error: float
+    verdict: str
+    temperature: float
+    strength: float
+    run: Observed
+
+    def __str__(self) -> str:
+        return (
+            f"local learning coefficient {self.value:.4g} +- {2 * self.standard_error:.2g} at "
+            f"temperature {self.temperature:.3g}, strength {self.strength:.3g}: {self.verdict}"
+        )
+
+
+def local_learning_coefficient(
+    loss: Callable[..., Any],
+    params: Any,
+    batches: Any,
+    **options: Any,
+) -> LearningCoefficient:
+    """Estimate the local learning coefficient at trained parameters, or of a part of them.
+
+    Args:
+        loss: ``loss(params, batch)``, mean over the batch. A prior in it counts as loss.
+        params: ``theta*``, a (local) minimum.
+        batches: all data as one batch, ``bc.epochs(data, batch_size)``, or a list of batches.
+        options: those of :func:`bayesopt_chain.observe`: ``temperature=`` (default: Watanabe's ``log(n) / n``) and
+            ``strength=`` of the spring to ``params``, on both of which the value depends, ``where=`` for the refined
+            coefficient of some entries, ``chains=``, ``steps=``, ``path=``, ``lr=``, and the others.
+
+    Returns:
+        :class:`LearningCoefficient`.
+
+    Raises:
+        ValueError: the number of data is not known, and no temperature given; the chains diverged, were beyond the
+            stability limit where they went or too hot, or still drift; ``params`` are no minimum.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> def loss(w, batch):
+        ...     return (w[:50] ** 2).sum() / 2
+        >>> found = bc.local_learning_coefficient(
+        ...     loss, torch.zeros(80), None, temperature=0.1, strength=0.25, steps=600, burn_in=200, chains=4
+        ... )
+        >>> abs(found.value - 50 / (2 * 1.25)) < 2       # thirty of the eighty parameters do not count
+        True
+    """
+    run = observe(loss, params, batches, **options)
+    found = run.llc()
+    return LearningCoefficient(float(found.value), float(found.error), run.verdict, run.temperature, run.strength, run)
