@@ -32,7 +32,7 @@ ANY = "**"  # among the keywords of a link, says that the link takes every keywo
 
 @dataclass(frozen=True, slots=True)
 class LinkScope:
-    """The leaves that a link acts on, and the links in front of it: what is the same in every update of one layout."""
+    """The leaves that a link acts on, and its neighbours: what is the same in every update of one layout."""
 
     index: tuple[int, ...]  # the numbers of these leaves, in the order of the user's tree
     paths: tuple[str, ...]
@@ -45,13 +45,18 @@ class LinkScope:
     blank: tuple[Any, ...]
     extra_kwargs: frozenset[str]  # the keywords of ``update`` that the link takes
     before: tuple[Link, ...]  # the links in front of it that act on any of its leaves
+    behind: tuple[Link, ...]
     shards: Sharding | None
 
     @staticmethod
     def of(links: Sequence[Link], i: int, layout: Layout, shards: Sharding | None) -> LinkScope:
         """The scope of link number ``i``."""
-        index, acting, pieces = layout.where[i], set(layout.where[i]), layout.pieces
-        numbers = leaf_numbers(layout.paths)
+        index, pieces, numbers, acting = (
+            layout.where[i],
+            layout.pieces,
+            leaf_numbers(layout.paths),
+            set(layout.where[i]),
+        )
         return LinkScope(
             index,
             paths=tuple([layout.paths[j] for j in index]),
@@ -62,6 +67,9 @@ class LinkScope:
             blank=tuple([None if j in acting or x is None else () for j, x in enumerate(layout.shapes)]),
             extra_kwargs=links[i].extra_kwargs,
             before=tuple([x for x, where in zip(links[:i], layout.where) if not acting.isdisjoint(where)]),
+            behind=tuple(
+                [x for x, where in zip(links[i + 1 :], layout.where[i + 1 :]) if not acting.isdisjoint(where)]
+            ),
             shards=shards,
         )
 

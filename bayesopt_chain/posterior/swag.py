@@ -107,6 +107,12 @@ class Collect(Link):
     def init(self, leaves: Leaves, context: LinkContext) -> SwagState:
         if self.rank > size(leaves):
             raise ValueError(f"swag: rank={self.rank} is above the number of parameters, {size(leaves)}")
+        for link in context.scope.behind:
+            if link.response != Linear():
+                raise ValueError(
+                    f"swag: {link.shown} stands behind it, so that what arrives here is not yet the step whose end it "
+                    "collects; write swag last: bc.chain(bc.sgd(...), bc.swag(...))"
+                )
         return empty(leaves, self.rank)
 
     def update(self, g: Leaves, state: SwagState, op: TensorOps, context: LinkContext) -> tuple[Leaves, SwagState]:
