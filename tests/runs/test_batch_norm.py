@@ -30,10 +30,11 @@ def data(sizes):
     return [torch.randn(n, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in sizes]
 
 
-def test_the_statistics_of_every_draw_are_those_torch_recomputes():
+def test_the_statistics_of_every_draw_are_those_torch_recomputes_and_other_buffers_stay():
     module, loader = network(), data([8, 8, 8])
+    module.register_buffer("shift", torch.tensor(3.0))
     kept, draws = copy.deepcopy(module.state_dict()), draws_of(module, 3)
-    fresh = bc.refresh_batch_norm(module, draws, loader)
+    fresh = bc.refresh_batch_norm(module, draws, [{"features": x, "labels": None} for x in loader], inputs="features")
     for i in range(3):
         other = copy.deepcopy(module)
         bc.write_back(other, draws[i])
@@ -76,35 +77,16 @@ def test_stacked_chains_have_statistics_each():
     assert torch.equal(fresh.steps, draws.steps)
 
 
-def test_inputs_come_by_key_and_other_buffers_stay():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.BatchNorm1d(2)
-            self.register_buffer("shift", torch.tensor(3.0))
-            self.weight = nn.Parameter(torch.ones(2))
-
-        def forward(self, x):
-            return self.norm(x * self.weight) + self.shift
-
-    module, x = Model(), torch.randn(10, 2)
-    params = bc.make_functional(module).params
-    found = bc.refresh_batch_norm(module, params, [{"features": x, "labels": None}], inputs="features")
-    torch.testing.assert_close(found["norm.running_mean"], x.mean(0))
-    assert found["shift"] == 3.0
-
-
 def test_what_cannot_be_refreshed_or_predicted_is_refused_by_name():
     module, loader = network(), data([8])
     draws = draws_of(module, 2)
-    with pytest.raises(ValueError, match="keeps running statistics"):
-        bc.refresh_batch_norm(nn.Linear(2, 1), {"weight": torch.ones(1, 2), "bias": torch.ones(1)}, loader)
-    with pytest.raises(ValueError, match="the loader has no batches"):
-        bc.refresh_batch_norm(module, draws, [])
-    fresh = bc.refresh_batch_norm(module, draws, loader)
-    forward = bc.make_functional(module).forward
-    with pytest.raises(ValueError, match=r"train mode.*module\.eval\(\)"):
-        fresh.predict(forward, loader)
-    with pytest.raises(ValueError, match="hold buffers of their own"):
-        fresh.predict(lambda params, batch: batch, loader)
+    fresh, linear = bc.refresh_batch_norm(module, draws, loader), {"weight": torch.ones(1, 2), "bias": torch.ones(1)}
+    for says, act, *args in (
+        ("keeps running statistics", bc.refresh_batch_norm, nn.Linear(2, 1), linear, loader),
+        ("the loader has no batches", bc.refresh_batch_norm, module, draws, []),
+        (r"train mode.*module\.eval\(\)", fresh.predict, bc.make_functional(module).forward, loader),
+        ("hold buffers of their own", fresh.predict, lambda params, batch: batch, loader),
+    ):
+        with pytest.raises(ValueError, match=says):
+            act(*args)
     assert fresh.predict(lambda params, batch, buffers: batch + buffers["1.running_mean"][:2], loader).shape == (8, 2)

@@ -11,9 +11,15 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
-from bayesopt_chain.runs.files import BLOCK
+from bayesopt_chain.runs.files import BLOCK, File, read_tree, write, write_tree
 from tests.runs import children
 from tests.runs.test_nothing_lost import started
+
+TREE = {
+    "a": [torch.arange(120).view(40, 3), None, (1, 0.1, float("inf"))],
+    7: {"x": torch.ones(()), "b": True, "": "text"},
+}
+CPU = torch.device("cpu")
 
 
 def sampled(path, steps=6, seconds=0.0, **more):
@@ -83,10 +89,17 @@ def every_damage_is_refused(file, read, trials, seed=0):
 
 
 @pytest.mark.parametrize("trials", [24, pytest.param(500, marks=pytest.mark.slow)])
-def test_damaged_checkpoints_are_refused_by_name_in_bounded_memory(tmp_path, trials):
-    tree, file = {"a": torch.randn(40, 3), "b": [torch.arange(7), True, 2.5], "c": "text"}, tmp_path / "saved"
-    bc.save(file, tree)
-    every_damage_is_refused(file, lambda: bc.load(file, like=tree), trials)
+@pytest.mark.parametrize(
+    "save, load", [(bc.save, lambda file: bc.load(file, like=TREE)), (write_tree, lambda file: read_tree(file, CPU))]
+)
+def test_a_tree_comes_back_as_it_was_and_damaged_ones_are_refused_by_name_in_bounded_memory(
+    save, load, trials, tmp_path
+):
+    """Structure, kinds of containers and numbers are exact."""
+    file = tmp_path / "saved"
+    save(file, TREE)
+    assert repr(load(file)) == repr(TREE)
+    every_damage_is_refused(file, lambda: load(file), trials)
 
 
 def test_damaged_files_are_named_and_never_believed(tmp_path):
@@ -275,57 +288,26 @@ def test_any_reader_of_safetensors_opens_the_files(tmp_path):
     assert torch.equal(got["params/w"], want.params["w"]) and got["_step"].tolist() == want.steps.tolist()
 
 
-def test_a_slice_reads_its_blocks_alone(tmp_path):
+def test_a_slice_reads_its_blocks_alone_and_those_that_changed_or_changed_places_are_noticed(tmp_path):
     w = torch.randn(64, 3 * BLOCK // 4)  # three blocks a row
-    from bayesopt_chain.runs.files import File, write
-
     write(tmp_path / "x", {"w": w}, {})
     file = File(tmp_path / "x")
     before = children.read_so_far()
     assert torch.equal(file.read("w", 10, 12), w[10:12])
     assert children.read_so_far() - before <= 8 * BLOCK
-    data = bytearray((tmp_path / "x").read_bytes())
-    data[-1] ^= 1
-    (tmp_path / "x").write_bytes(data)
-    assert torch.equal(file.read("w", 0, 63), w[:63])
-    with pytest.raises(ValueError, match=r"w in .* does not match its checksum"):
-        file.read("w", 63, 64)
-
-
-def test_blocks_that_change_places_are_noticed(tmp_path):
-    from bayesopt_chain.runs.files import File, write
-
-    w = torch.randn(2 * BLOCK // 4)
-    write(tmp_path / "x", {"w": w}, {})
     data = (tmp_path / "x").read_bytes()
-    (tmp_path / "x").write_bytes(data[: -2 * BLOCK] + data[-BLOCK:] + data[-2 * BLOCK : -BLOCK])
-    with pytest.raises(ValueError, match="checksum"):
-        File(tmp_path / "x").read("w")
-
-
-def test_a_tree_comes_back_as_it_was_or_is_refused_if_a_bit_of_its_file_flips(tmp_path):
-    """Structure, kinds of containers and numbers are exact; no flip, at every seventh byte, is read as something else."""
-    from bayesopt_chain.runs.files import read_tree, write_tree
-
-    file, cpu = tmp_path / "x", torch.device("cpu")
-    tree = {"a": [torch.arange(3), None, (1, 0.1, float("inf"))], 7: {"tensor": torch.ones(()), "b": True, "": "text"}}
-    write_tree(file, tree)
-    raw, known = file.read_bytes(), repr(tree)
-    assert repr(read_tree(file, cpu)) == known
-    for at in range(0, len(raw), 7):
-        file.write_bytes(raw[:at] + bytes([raw[at] ^ 1 << at % 8]) + raw[at + 1 :])
-        try:
-            assert repr(read_tree(file, cpu)) == known
-        except ValueError as err:
-            assert str(file) in str(err)
-    with pytest.raises(TypeError, match="Path cannot be saved"):
-        write_tree(file, {"a": tmp_path})
+    swapped = data[: -2 * BLOCK] + data[-BLOCK:] + data[-2 * BLOCK : -BLOCK]
+    for changed in (data[:-1] + bytes([data[-1] ^ 1]), swapped):
+        (tmp_path / "x").write_bytes(changed)
+        assert torch.equal(file.read("w", 0, 63), w[:63])
+        with pytest.raises(ValueError, match=r"w in .* does not match its checksum"):
+            file.read("w", 63, 64)
 
 
 def test_a_file_of_another_kind_or_a_crafted_tree_is_no_tree(tmp_path):
-    from bayesopt_chain.runs.files import read_tree, write
-
+    with pytest.raises(TypeError, match="Path cannot be saved"):
+        write_tree(tmp_path / "x", {"a": tmp_path})
     for metadata in ({}, {"tree": {"tensor": "1"}}, {"tree": {"set": []}}, {"tree": {}}, {"tree": {"dict": [1]}}):
         write(tmp_path / "x", {"0": torch.ones(2)}, metadata)
         with pytest.raises(ValueError, match="another function"):
-            read_tree(tmp_path / "x", torch.device("cpu"))
+            read_tree(tmp_path / "x", CPU)
