@@ -3,7 +3,6 @@
 import contextlib
 import io
 import os
-import pickle
 import re
 import runpy
 import subprocess
@@ -118,18 +117,6 @@ def test_where_torchrun_started_no_process_group_the_rank_is_what_it_said(monkey
 
 
 # the page on jobs: one function for each chain
-
-
-def loss(params, batch):
-    return (params["w"] - batch).square().mean() / 2
-
-
-def test_a_step_that_was_pickled_makes_the_same_step():
-    tx, params = bc.sghmc(0.1, temperature=0.1), {"w": torch.zeros(3)}
-    step, state = bc.make_step(loss, tx), tx.init(params)
-    for made in (step, bc.parallel(step, 2, loop=True).step):
-        other = pickle.loads(pickle.dumps(made))
-        assert torch.equal(other(params, state, torch.ones(3))[0]["w"], step(params, state, torch.ones(3))[0]["w"])
 
 
 def called(command, folder, **variables):

@@ -146,20 +146,19 @@ def test_draws_without_statistics_predict_with_a_warning():
     assert torch.equal(whole.buffers["1.running_mean"], loop.keep.draws.buffers["1.running_mean"])
 
 
-@pytest.mark.parametrize("hook", ["on_train_begin", "on_train_start"])
-def test_a_trainer_says_where_its_optimizer_goes_on(hook, tmp_path):
+@pytest.mark.parametrize(
+    "begin",
+    [lambda keep, told: keep.on_train_begin(None, told, None), lambda keep, told: keep.on_train_start(told, None)],
+)
+def test_a_trainer_says_where_its_optimizer_goes_on(begin, tmp_path):
     """Its optimizer steps before the trainer's own count of steps is told."""
-
-    def at(step):
-        told = SimpleNamespace(global_step=step)
-        return (None, told, None) if hook == "on_train_begin" else (told, None)
 
     def trained(path, start, stop):
         torch.manual_seed(0)
         model = nn.Linear(3, 1)
         optimizer = bc.optim.SGHMC(model.parameters(), lr=0.01, temperature=1e-3)
         keep = bc.collect(model, optimizer, every=2, after=1, path=path)
-        getattr(keep, hook)(*at(start))
+        begin(keep, SimpleNamespace(global_step=start))
         for _ in range(start, stop):
             model(torch.ones(4, 3)).square().mean().backward()
             optimizer.step()

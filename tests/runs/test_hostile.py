@@ -106,17 +106,6 @@ def test_damaged_files_are_named_and_never_believed(tmp_path):
     assert every_damage_is_seen(tmp_path, 24) == (0, 0)
 
 
-def test_the_command_that_damages_files_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
-    from benchmarks import soak  # which imports this module
-
-    monkeypatch.setattr(soak, "PATH", tmp_path / "soak.json")
-    first = next(soak.damaged(5, seed=3, some=2))
-    assert first == {"files": 2, "of": 5, "seed": 3, "wrong": 0, "unnamed": 0}
-    soak.record("damages", first, soak.PATH)
-    assert [x["files"] for x in soak.damaged(5, seed=3, some=2)] == [4, 5]
-    assert [x["files"] for x in soak.damaged(2, seed=4, some=2)] == [2]
-
-
 def test_a_damaged_shard_is_left_out_and_the_rest_is_read(tmp_path):
     want = sampled(tmp_path).params["w"]
     file = sorted(tmp_path.glob("draws-*"))[2]

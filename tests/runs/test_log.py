@@ -49,11 +49,11 @@ def test_a_loop_of_ones_own_logs_what_it_names():
 
 
 def test_what_is_no_writer_no_step_or_no_number_is_refused():
-    with pytest.raises(TypeError, match=r"writer must have add_scalar.* or log.* got list"):
-        bc.log_to([])
-    with pytest.raises(ValueError, match="every"):
-        bc.log_to(Wandb(), every=0)
-    with pytest.raises(TypeError, match=r"takes an Iteration, what bc\.collect returned, or the number of a step"):
-        bc.log_to(Wandb())("one")
-    with pytest.raises(TypeError, match="loss must be a number"):
-        bc.log_to(Wandb())(1, loss="low")
+    for says, act in (
+        (r"writer must have add_scalar.* or log.* got list", lambda: bc.log_to([])),
+        ("every", lambda: bc.log_to(Wandb(), every=0)),
+        (r"takes an Iteration, what bc\.collect returned, or the number", lambda: bc.log_to(Wandb())("one")),
+        ("loss must be a number", lambda: bc.log_to(Wandb())(1, loss="low")),
+    ):
+        with pytest.raises((TypeError, ValueError), match=says):
+            act()
