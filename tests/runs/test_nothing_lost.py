@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
-from bayesopt_chain.runs import files, folder
+from bayesopt_chain.runs import files
 from tests.runs import children
 
 TX = bc.sghmc(0.1, temperature=0.05)
@@ -232,18 +232,6 @@ def interrupted_twice(folder, trials, seed=0):
 
 def test_two_interrupts_lose_nothing(tmp_path):
     assert [lost for lost, _ in interrupted_twice(tmp_path, 1)] == [False]
-
-
-def test_many_small_files_are_made_few(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder, "SMALL_FILES", 8)
-    draws = bc.sample(*started(), steps=40, burn_in=1, thinning=2, path=tmp_path, checkpoint_seconds=0.0)
-    assert len(list(tmp_path.glob("draws-*"))) < 9
-    assert torch.equal(draws.params["w"], want(40)[2::2])
-    again = bc.Draws.open(tmp_path)
-    again.verify()
-    assert torch.equal(again.params["w"], want(40)[2::2]) and again.steps.tolist() == list(range(3, 41, 2))
-    longer = bc.sample(*started(), steps=50, burn_in=1, thinning=2, path=tmp_path)
-    assert torch.equal(longer.params["w"], want(50)[2::2])
 
 
 def test_large_draws_are_read_where_they_are_asked_for(tmp_path, monkeypatch):

@@ -65,14 +65,6 @@ def test_draws_come_after_the_burn_in_at_every_thinning(tmp_path, kind, on_disk)
         torch.testing.assert_close(draws.params["w"], torch.stack([p["w"] for _, p, _ in by_hand(20, 5, 3)]))
 
 
-def test_parallel_chains_stand_on_axis_one(tmp_path):
-    chains = bc.parallel(bc.make_step(loss, TX), 3)
-    params = bc.stack([start()[0]] * 3)
-    draws = bc.sample(chains, params, chains.init(TX, params), batches()[0], steps=6, thinning=2, path=tmp_path)
-    assert draws.chains == 3 and draws.params["w"].shape == (3, 3, 2) and draws.loss.shape == (3, 3)
-    assert bc.Draws.open(tmp_path).chains == 3
-
-
 def test_iterate_yields_every_step():
     steps = list(bc.iterate(bc.make_step(loss, TX), *start(), batches(), steps=7, burn_in=2, thinning=2))
     assert [it.step for it in steps] == list(range(1, 8)) and [it.step for it in steps if it.is_draw] == [4, 6]
@@ -137,14 +129,6 @@ def test_a_complete_run_returns_at_once_and_a_longer_one_goes_on(tmp_path):
     bc.sample(bc.make_step(loss, TX), *start(), batches(), steps=20, **run)
     assert same(bc.sample(never, *start(), batches(), steps=20, **run), by_hand(20, 5, 3))
     assert same(bc.sample(bc.make_step(loss, TX), *start(), batches(), steps=29, **run), by_hand(29, 5, 3))
-
-
-def test_a_run_that_diverges_says_so():
-    tx = bc.sghmc(1e6, temperature=0.1)
-    params = start()[0]
-    with pytest.warns(UserWarning, match="the run has diverged"):
-        draws = bc.sample(bc.make_step(loss, tx), params, tx.init(params), batches(), steps=200)
-    assert not draws.complete and len(draws) < 200 and draws.loss.isfinite().all()
 
 
 def test_a_missing_shard_is_named(tmp_path):
