@@ -51,19 +51,14 @@ class LinkScope:
     @staticmethod
     def of(links: Sequence[Link], i: int, layout: Layout, shards: Sharding | None) -> LinkScope:
         """The scope of link number ``i``."""
-        index, pieces, numbers, acting = (
-            layout.where[i],
-            layout.pieces,
-            leaf_numbers(layout.paths),
-            set(layout.where[i]),
-        )
+        index, acting, numbers = layout.where[i], set(layout.where[i]), leaf_numbers(layout.paths)
         return LinkScope(
             index,
             paths=tuple([layout.paths[j] for j in index]),
             numbers=tuple([numbers[j] for j in index]),
             shapes=tuple([layout.shapes[j] for j in index]),
             dtypes=tuple([layout.dtypes[j] for j in index]),
-            pieces=None if pieces is None else tuple([pieces[j] for j in index]),
+            pieces=None if layout.pieces is None else tuple([layout.pieces[j] for j in index]),
             blank=tuple([None if j in acting or x is None else () for j, x in enumerate(layout.shapes)]),
             extra_kwargs=links[i].extra_kwargs,
             before=tuple([x for x, where in zip(links[:i], layout.where) if not acting.isdisjoint(where)]),

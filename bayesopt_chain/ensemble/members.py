@@ -23,9 +23,7 @@ from bayesopt_chain.runs.run import describe
 
 DRAWING = (nn.modules.dropout._DropoutNd,)
 COLLINEAR = 1e4  # times that inputs vary more along the first of their principal axes than along half of them
-MOST_AXES = (
-    512  # inputs with more columns keep their own axes: turning a weight costs columns / batch size of its product
-)
+MOST_AXES = 512  # columns; to turn a weight [O, D] costs D / b of its product with a batch of b
 
 
 class Members(NamedTuple):

@@ -236,8 +236,6 @@ def detach(tree: Any) -> Any:
 
 def unshared(tree: Any, *written: Any) -> Any:
     """Copy the tensors of a tree that share memory with trees that are written to next; anything else stays as it is."""
-    if type(tree) is tuple and not tree:
-        return tree
     others: Any = written
     memory = {_torch.storage_of(shards.local(x)) for x in optree.tree_leaves(others)} if tracing.is_plain() else None
 

@@ -351,7 +351,7 @@ def _at_once(chains: Parallel, params: Any, state: Any, spec: Any, block: list[A
             if observe is not None:
                 given = torch.vmap(observed, in_dims=(0, 0, *dims), randomness="error")(params, grads, *block)
                 info = info._replace(observed=joined(given, seen))
-            if step.inplace:
+            if step.inplace and (observe is not None or tensors):
                 aux, given = (unshared(x, params, grads) for x in (info.aux, info.observed))
                 info = info._replace(aux=aux, observed=given)
             with uninterrupted() if step.inplace else nullcontext():

@@ -179,8 +179,9 @@ class Step:
             found = found._replace(info=found.info._replace(observed=seen))
         if not self.inplace:
             return self._move(params, state, inner, found)
-        aux, seen = (unshared(x, params, found.grads) for x in (found.info.aux, found.info.observed))
-        found = found._replace(info=found.info._replace(aux=aux, observed=seen))
+        if self.observe is not None or type(found.info.aux) is not tuple or found.info.aux:
+            aux, seen = (unshared(x, params, found.grads) for x in (found.info.aux, found.info.observed))
+            found = found._replace(info=found.info._replace(aux=aux, observed=seen))
         with uninterrupted():  # Ctrl-C between two writes would leave parameters and state of different steps
             return self._move(params, state, inner, found)
 
