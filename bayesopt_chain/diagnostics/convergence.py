@@ -266,8 +266,10 @@ def rank_normalised(x: Tensor) -> Tensor:
 
 
 def normal_scores(x: Tensor) -> Tensor:
-    """The same of the ranks along axis 0."""
-    ranks = x.argsort(0).argsort(0).double() + 1
+    """The same of the ranks along axis 0, equal values having the mean of theirs."""
+    from scipy.stats import rankdata
+
+    ranks = torch.as_tensor(rankdata(x.cpu().numpy(), axis=0), device="cpu")
     return torch.special.ndtri((ranks - 0.375) / (len(x) + 0.25))
 
 

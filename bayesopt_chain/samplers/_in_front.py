@@ -1,4 +1,5 @@
-"""What may stand in front of a link that uses more of the loss than its gradient: its value, its Hessian, or its scale."""
+"""What may stand in front of a link that uses more of the loss than its gradient (its value, its Hessian, or its scale), and
+whether it may act on some of the parameters only."""
 
 from __future__ import annotations
 
@@ -24,6 +25,24 @@ def require_in_front(context: LinkContext, who: str, allowed: tuple[str, ...], w
     for link in context.scope.before:
         if (kind := _kind(link)) is not None and kind not in allowed:
             raise ValueError(f"{who}: {link.shown} stands in front of it, and {why}")
+
+
+def require_all_parameters(link: Link, who: str, why: str) -> None:
+    """Refuse a mask or a group around a link that couples all parameters by more than their gradients.
+
+    Args:
+        link: the link.
+        who: its name, for the message.
+        why: what would be wrong.
+
+    Raises:
+        ValueError: the link is masked.
+    """
+    if link.masks:
+        raise ValueError(
+            f"{who}: a mask or a group leaves parameters out, and {why}; leave parameters that are to stay as they are out of "
+            "params"
+        )
 
 
 def _kind(link: Link) -> str | None:

@@ -33,7 +33,7 @@ from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.langevin_noise import inject_langevin_noise
 from bayesopt_chain.links.learning_rate import scale_by_neg_lr
 from bayesopt_chain.matching.response import Nonlinear, Response
-from bayesopt_chain.samplers._in_front import CLIPPING, GAINS, require_in_front
+from bayesopt_chain.samplers._in_front import CLIPPING, GAINS, require_all_parameters, require_in_front
 from bayesopt_chain.schedules import ScalarOrSchedule, is_zero, now
 
 
@@ -76,6 +76,7 @@ class Contour(Link):
 
     def init(self, leaves: Leaves, context: LinkContext) -> ContourState:
         if not is_zero(self.temperature):
+            require_all_parameters(self, "scale_by_contour", "these would move by another loss than the flattened one")
             why = "its bins count the loss alone, so that another prior would act; write it behind, or into the loss"
             require_in_front(context, "scale_by_contour", (CLIPPING, GAINS), why)
         device = leaves[0].device if leaves else torch.device("cpu")
@@ -150,8 +151,8 @@ def scale_by_contour(
         A link whose ``update`` takes ``loss=``.
 
     Raises:
-        ValueError: an argument out of range; at ``init``, weight decay or a prior in front, which the bins would not count
-            (behind it they are right); at ``update``, a missing loss.
+        ValueError: an argument out of range; at ``init``, a mask or a group; weight decay or a prior in front, which the bins
+            would not count (behind it they are right); at ``update``, a missing loss.
 
     Example:
         >>> import torch, bayesopt_chain as bc

@@ -31,6 +31,7 @@ from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.links.leaves import zeros
 from bayesopt_chain.matching.response import Response, SelfContainedSampler
 from bayesopt_chain.random import stream as keyed_stream
+from bayesopt_chain.samplers._in_front import CLIPPING, require_all_parameters, require_in_front
 
 _SWAP_STREAM = 0x2545F4914F6CDD1D
 
@@ -64,7 +65,7 @@ class ReplicaExchange(Keyed):
     loss_variance: float
     correction_factor: float
     swap_every: int
-    traits = Traits(needs_params=True, checks_gradients=True, acts_on_particles=True)
+    traits = Traits(needs_params=True, checks_gradients=True, needs_all_gradients=True, acts_on_particles=True)
 
     @property
     def response(self) -> Response:
@@ -79,6 +80,11 @@ class ReplicaExchange(Keyed):
         return frozenset({"loss"})
 
     def init(self, leaves: Leaves, context: LinkContext) -> ReplicaExchangeState:
+        require_all_parameters(
+            self, "replica_exchange", "chains that swap a part of them would not exchange their losses"
+        )
+        why = "swaps are accepted by the loss alone, so that a prior would be missing there; write it into the loss"
+        require_in_front(context, "replica_exchange", (CLIPPING,), why)
         n = len(self.temperatures)
         for i, p in zip(context.scope.index, leaves):
             if p.ndim == 0 or p.shape[0] != n:
@@ -175,7 +181,8 @@ def replica_exchange(
 
     Raises:
         ValueError: fewer than two temperatures, temperatures that do not increase, an argument out of range; at ``init``,
-            parameters that are not stacked; at ``update``, missing losses.
+            parameters that are not stacked, a mask or a group, weight decay or a prior in front, which the swaps would not
+            count; at ``update``, missing losses or a missing gradient.
 
     Example:
         >>> import torch, bayesopt_chain as bc

@@ -45,6 +45,7 @@ from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.links.leaves import zeros
 from bayesopt_chain.links.wrapper import Weighted
 from bayesopt_chain.matching.response import Refused, Response, SelfContainedSampler
+from bayesopt_chain.samplers._in_front import require_all_parameters
 from bayesopt_chain.schedules import ScalarOrSchedule, is_zero, now, root
 from bayesopt_chain.trees import wide
 
@@ -162,11 +163,7 @@ class TimeRescaledLangevin(Keyed, Weighted):
         return SelfContainedSampler()
 
     def init(self, leaves: Leaves, context: LinkContext) -> SamAdamsState:
-        if self.masks:
-            raise ValueError(
-                "samadams: a mask or a group leaves parameters out, and all have to share the clock, or their weights would "
-                "be wrong; leave parameters that are to stay as they are out of params"
-            )
+        require_all_parameters(self, "samadams", "all have to share the clock, or their weights would be wrong")
         key, _ = self.start(leaves, context)
         return SamAdamsState(key, *self.clock.start(leaves))
 

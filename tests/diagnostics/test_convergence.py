@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
+from bayesopt_chain.diagnostics import convergence
 
 pytest.importorskip("arviz_stats")
 
@@ -67,6 +68,17 @@ def test_a_single_chain_that_drifts_has_not_converged_and_a_stationary_one_has()
     x = torch.randn(400, 1, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert float(bc.diagnostics.r_hat(x)) < 1.02
     assert float(bc.diagnostics.r_hat(x + torch.linspace(0, 3, 400)[:, None, None])) > 1.2
+
+
+def test_equal_values_have_equal_ranks_so_that_draws_of_yes_and_no_do_not_seem_to_drift():
+    """``Phi^-1`` of the mean ranks of zeros and ones, times the difference of their shares in the last and the first third."""
+    x = (torch.rand(900, 4, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64) < 0.3).double()
+    n, ones = x.numel(), x.sum().item()
+    ranks = torch.tensor([(n - ones + 1) / 2, n - (ones - 1) / 2], dtype=torch.float64)
+    low, high = torch.special.ndtri((ranks - 0.375) / (n + 0.25)).tolist()
+    size, p_value = convergence.drift(x)
+    assert size == pytest.approx((x[-300:].mean() - x[:300].mean()).item() * (high - low), abs=1e-12)
+    assert p_value > 0.01
 
 
 K = torch.tensor([[2.0, 0.3], [0.3, 1.0]], dtype=torch.float64)

@@ -102,6 +102,22 @@ VALUES = [
     (lambda: replicas().init(torch.zeros(3)), r"stacked for 2 chains.*\(3,\)"),
     (lambda: updated(replicas(), torch.zeros(2, 3)), f"{LOSSES} nothing"),
     (lambda: updated(replicas(), torch.zeros(2, 3), loss=torch.zeros(())), rf"{LOSSES} shape \(\)"),
+    # swaps are accepted by the loss alone, and of all parameters
+    *(
+        (lambda front=front: behind(front, replicas(), torch.zeros(2, 3)), r"replica_exchange: .* into the loss")
+        for front in (bc.links.add_decayed_weights(0.1), bc.links.add_gaussian_prior(1.0, n=10))
+    ),
+    *(
+        (
+            lambda tx=tx: bc.partition({"x": tx(), "y": tx()}, {"a": "x", "b": "y"}).init(PAIR),
+            "a mask or a group leaves",
+        )
+        for tx in (replicas, contour)
+    ),
+    (
+        lambda: replicas().update({"w": None}, replicas().init({"w": TWO}), params={"w": TWO}, loss=TWO),
+        "every parameter needs a gradient",
+    ),
     (lambda: particles().init([torch.zeros(2, 1), torch.zeros(3)]), "same number in every leaf"),
     (lambda: particles(bandwidth=0.0), "bandwidth"),
     (
