@@ -66,7 +66,7 @@ def influence(
         train: the training data with targets, as for ``bc.fit_laplace``; read once.
         query: inputs, and targets where ``of`` needs them, as for ``fitted.predict``.
         of: ``of(outputs [Q, *event], targets) -> [Q]``, a differentiable scalar of each datum's prediction; a sum of several
-            outputs will do. Default: the loss, in nats.
+            outputs will do. Default: the loss, in nats, with the noise in force.
         leverage: whether a datum's own share of the precision is taken out. Default True, a Newton step, exact for linear
             models with Gaussian noise and a dense precision; False is the influence function, which needs no ``C_n``.
 
@@ -90,7 +90,7 @@ def influence(
         >>> torch.allclose(change[:, 2], more[:, 0])
         True
     """
-    scalar, posterior = of or fitted.model.likelihood.nll, _bayes(fitted)
+    scalar, posterior = of or fitted.likelihood.nll, _bayes(fitted)
 
     def move(some: Any) -> Tensor:
         return flatten(posterior.precision.solve(_seeded(fitted, posterior, some, scalar)), posterior.mean)

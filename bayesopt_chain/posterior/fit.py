@@ -469,9 +469,9 @@ def posterior_and_evidence(
         posterior = posterior._replace(undecomposed=summed.scale(factor).add_diagonal(prior_precision))
     of_prior = log_prior(model.params, prior_precision, model.how.prior_mean).to(torch.float64)
     evidence = posterior.log_evidence(seen.log_likelihood_at(model, scale) + of_prior)
+    mean = posterior.mean
     if seen.regression is not None:
         mean, evidence = solved(model, seen.regression, prior_precision, scale)
-        posterior = posterior._replace(mean=mean)
     temperature = model.how.temperature
     if share < 1:
         temperature = share / float(seen.precision.count)
@@ -483,7 +483,7 @@ def posterior_and_evidence(
             likelihood_scale=factor,
             temperature=temperature,
         )
-    return posterior, evidence
+    return posterior._replace(mean=mean), evidence
 
 
 def solved(model: Model, regression: Regression, prior_precision: Any, scale: Tensor) -> tuple[Tree, Tensor]:

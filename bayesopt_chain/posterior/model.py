@@ -134,7 +134,7 @@ class Model:
     @property
     def is_linear_gaussian(self) -> bool:
         """Whether the joint is quadratic in the kept parameters, and its curvature exact."""
-        exact = self.how.curvature in ("ggn", "default") and self.how.temperature is None
+        exact = self.how.curvature in ("ggn", "default")
         return exact and isinstance(self.forward, Affine) and self.likelihood.has_noise_scale
 
     def prior_means(self) -> Tree:

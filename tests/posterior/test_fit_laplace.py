@@ -234,12 +234,16 @@ def test_a_prior_mean_moves_the_linear_gaussian_posterior_and_its_evidence():
 
 
 @pytest.mark.parametrize("structure", ["dense", "kronecker", "diagonal"])
-def test_a_temperature_scales_the_covariance_and_leaves_the_evidence(structure):
+@pytest.mark.parametrize("likelihood", [bc.likelihoods.categorical(), bc.likelihoods.gaussian(0.4)])
+def test_a_temperature_scales_the_covariance_and_leaves_mean_and_evidence(structure, likelihood):
+    """The mean of a linear last layer with Gaussian noise is its mode, at every temperature."""
     module, x, y = case()
+    y = y if likelihood.has_classes else nn.functional.one_hot(y).to(x)
     options = {"structure": structure, "tune": None, "prior_precision": 2.0}
-    bayes = bc.fit_laplace(module, bc.likelihoods.categorical(), [(x, y)], **options)
-    cold = bc.fit_laplace(module, bc.likelihoods.categorical(), [(x, y)], temperature=0.1 / 50, **options)
+    bayes = bc.fit_laplace(module, likelihood, [(x, y)], **options)
+    cold = bc.fit_laplace(module, likelihood, [(x, y)], temperature=0.1 / 50, **options)
     torch.testing.assert_close(cold.outputs(x).covariance, 0.1 * bayes.outputs(x).covariance)
+    assert torch.equal(cold.outputs(x).mean, bayes.outputs(x).mean)
     assert torch.equal(cold.log_evidence, bayes.log_evidence)
 
 

@@ -88,6 +88,14 @@ def test_the_default_scalar_is_the_loss_and_a_temperature_changes_nothing_but_th
     torch.testing.assert_close(alone[0].outputs.covariance, 2 * alone[1].outputs.covariance)
 
 
+def test_the_default_scalar_has_the_noise_in_force():
+    x, y, module = torch.randn(20, 2), torch.randn(20, 3), network(3)
+    fitted = bc.fit_laplace(module, bc.likelihoods.gaussian(1.0), [(x, y)])
+    noise = fitted.likelihood.noise_variance.flatten()
+    loss = lambda f, t: ((f - t).square() / noise / 2).sum(1)  # noqa: E731
+    torch.testing.assert_close(bc.influence(fitted, (x, y), (x, y)), bc.influence(fitted, (x, y), (x, y), of=loss))
+
+
 def test_draws_have_the_covariance_of_losses_and_values():
     """Of a Gaussian posterior with linear losses the first order is exact: minus covariance times the slopes."""
     draws, log_weights = torch.randn(7, 3), torch.randn(7)
