@@ -12,7 +12,6 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-import optree
 import torch
 from torch import Tensor
 
@@ -135,7 +134,8 @@ class OnRanks:
         Two chains that load one live state dict would move one velocity, and so would the optimizer that it came from.
         Hyperparameters that are tensors here are filled, and stay the same objects, which the caller may hold.
         """
-        given = {id(x) for x in optree.tree_leaves(state_dict["state"])}
+        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        given = [state_dict["state"].get(i, {}) for i in ids]
         held = [
             {k: v for k, v in group.items() if isinstance(v, Tensor) and v.numel() == 1} for group in self.param_groups
         ]
@@ -144,12 +144,17 @@ class OnRanks:
             for name, tensor in tensors.items():
                 tensor.detach().fill_(float(group.get(name, tensor)))
                 group[name] = tensor
-        for p, entry in self.state.items():
-            for name, x in entry.items():
-                if isinstance(x, Tensor) and is_dtensor(p) and not is_dtensor(x) and name not in self.counters:
-                    entry[name] = cut_like(x, p)  # of a full state dict, whose tensors are whole on every rank
-                elif isinstance(x, Tensor) and id(x) in given:
-                    entry[name] = x.clone()
+        for p, saved in zip(self._all_params(), given):
+            for name, x in self.state[p].items() if saved else ():
+                old = saved.get(name)
+                if not isinstance(old, Tensor):
+                    continue
+                if name in self.counters:  # torch casts NAdam's product to the dtype of the parameter
+                    self.state[p][name] = old.detach().to(x.device, copy=True)
+                elif is_dtensor(p) and not is_dtensor(x):
+                    self.state[p][name] = cut_like(x, p)  # of a full state dict, whose tensors are whole on every rank
+                elif x is old:
+                    self.state[p][name] = x.clone()
         self._compare_anew()
 
     def _compare_anew(self) -> None:

@@ -170,6 +170,13 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         if generator is not None:  # at temperature 0 too: the generator is not kept until the temperature is raised
             self._draw_key()
         self._is_constructing, self._generator = False, None
+        for group in self.param_groups:
+            # Adagrad's state begins here, and torch.distributed.checkpoint, which asks no step for it then, loads what is in it
+            if begun := [p for p in group["params"] if p in self.state and self._temperature(group) > 0.0]:
+                x = Leaves(group, self._counts(self.state[begun[0]]), None, None)
+                x.params, x.states = begun, [self.state[p] for p in begun]
+                x.read(self)
+                x.remember()
 
     # groups and state
 

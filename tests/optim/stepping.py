@@ -1,6 +1,7 @@
 """Steps of an optimizer at gradients that are functions of each parameter."""
 
 import io
+from contextlib import nullcontext
 
 import torch
 
@@ -9,8 +10,9 @@ def walk(optimizer, steps=1, gradient=lambda p: 0.5 * p):
     """All parameters behind some steps, in one vector."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for _ in range(steps):
-        for p in params:
-            p.grad = gradient(p.detach())
+        with getattr(optimizer, "sampled", nullcontext)():
+            for p in params:
+                p.grad = gradient(p.detach())
         optimizer.step()
     return torch.cat([p.detach().flatten() for p in params])
 

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp
 
 import bayesopt_chain as bc
 from bayesopt_chain.distributed.ranks import World
@@ -23,12 +24,13 @@ SAMPLING = {
     "RAdam": {},
     "RMSprop": dict(momentum=0.9, centered=True),
     "Adagrad": {},
+    "IVON": dict(lr=0.1),
 }
 
 
 def make(name, seed=0, named=True, **kwargs):
     torch.manual_seed(seed)
-    model = nn.Linear(5, 3)
+    model = nn.Linear(5, 3, dtype=torch.float64)
     params = model.named_parameters() if named else model.parameters()
     return model, getattr(bc.optim, name)(params, temperature=0.3, **{**SAMPLING.get(name, {}), **kwargs})
 
@@ -132,21 +134,23 @@ def test_two_parameters_of_one_name_are_refused():
 
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("flattened", [False, True])
-@pytest.mark.parametrize("name", ["SGHMC", "SGD", "Adam", "NAdam"])
-def test_flattened_and_full_state_dicts_of_torch_distributed_go_on_bit_for_bit(name, flattened, full):
-    from torch.distributed.checkpoint import state_dict as dcp
-
+@pytest.mark.parametrize(("steps", "later"), [(0, 2), (4, 0)])
+@pytest.mark.parametrize("name", SAMPLING)
+def test_state_dicts_of_torch_distributed_go_on_bit_for_bit(name, steps, later, flattened, full):
+    """From a fresh optimizer or behind steps, into a fresh one or behind other steps."""
     options = dcp.StateDictOptions(flatten_optimizer_state_dict=flattened, full_state_dict=full)
     model, optimizer = make(name)
-    walk(optimizer, 4)
-    saved = copy.deepcopy(dcp.get_optimizer_state_dict(model, optimizer, options=options))
-    weights = copy.deepcopy(model.state_dict())
+    walk(optimizer, steps)
+    optimizer.zero_grad()  # torch makes the state of a fresh optimizer by a step if it finds no gradient
+    saved = copy.deepcopy((model.state_dict(), dcp.get_optimizer_state_dict(model, optimizer, options=options)))
     expected = walk(optimizer, 3)
     model, optimizer = make(name, seed=1)
-    model.load_state_dict(weights)
+    walk(optimizer, later)
+    optimizer.zero_grad()
+    model.load_state_dict(saved[0])
     # torch 2.13 loads no state dict that is both, of its own optimizers either (KeyError: 'param_groups.0.params.0')
     options = dcp.StateDictOptions(flatten_optimizer_state_dict=flattened, full_state_dict=full and not flattened)
-    dcp.set_optimizer_state_dict(model, optimizer, saved, options=options)
+    dcp.set_optimizer_state_dict(model, optimizer, saved[1], options=options)
     assert torch.equal(walk(optimizer, 3), expected)
 
 
