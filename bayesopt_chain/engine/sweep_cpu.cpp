@@ -51,21 +51,26 @@ inline Real plus(Real a, Real k, Real b) {
 #endif
 }
 
-// VELOCITY: 0 none, 1 heavy ball, 2 Nesterov; NOISE: 0 none, 1 this draw alone, 2 with the last one, which memory holds
-template <int VELOCITY, int NOISE, class Real>
+// VELOCITY: 0 none, 1 heavy ball, 2 Nesterov; NOISE: 0 none, 1 this draw alone, 2 with the last one, which memory holds;
+// DECAY: whether there is any, towards 0 or a centre. Both sides of what is chosen inside the loop are values at hand, so
+// that compilers turn the loop into vectors.
+template <int VELOCITY, int NOISE, bool DECAY, class Real>
 void run(int64_t n, const Real* p, const Real* g, const Real* s, const Real* m, const Real* c, const Real* xi, Real* u, Real* t,
          Real* w, const Move& k, int64_t flags) {
-  const bool moves = flags & MOVES, decays = flags & DECAYS, flips = flags & FLIPS, adds = flags & ADDS, pulls = c;
+  const bool moves = flags & MOVES, adds = flags & ADDS, pulls = c;
   const bool raw = k.remembers == 1, leaves = k.remembers == 2, defers = k.deferred != 0;
   const Real f(k.factor), mu(k.momentum), decay(k.decay), current(k.current), previous(k.previous), head(k.head),
-      deferred(k.deferred), scale(k.velocity_scale);
+      deferred(k.deferred), scale(k.velocity_scale), sign(flags & FLIPS ? -1 : 1);
   if (!p) p = g;  // read, and not used
   if (!c) c = g;
 #pragma omp simd
   for (int64_t j = 0; j < n; ++j) {
     const Real at = p[j];
-    Real x = flips ? -g[j] : g[j];
-    if (decays) x = plus(x, decay, pulls ? at - c[j] : at);
+    Real x = sign * g[j];
+    if constexpr (DECAY) {
+      const Real off = at - c[j];
+      x = plus(x, decay, pulls ? off : at);
+    }
     Real noise = 0;
     if constexpr (NOISE > 0) {
       const Real a = current * xi[j];
@@ -73,19 +78,23 @@ void run(int64_t n, const Real* p, const Real* g, const Real* s, const Real* m, 
       if constexpr (NOISE == 2) {
         const Real last = m[j];
         noise = a + previous * last;
-        w[j] = leaves ? last : raw ? xi[j] : a;
+        const Real kept = raw ? xi[j] : a;
+        w[j] = leaves ? last : kept;
       }
       noise = head * noise;
-      x = adds ? x + noise : x;
+      const Real noisy = x + noise;
+      x = adds ? noisy : x;
     }
     Real y = x;
     if constexpr (VELOCITY > 0) {
       const Real v = mu * (scale * s[j]) + x;
       y = VELOCITY == 2 ? plus(x, mu, v) : v;
-      t[j] = NOISE == 1 && defers ? v + deferred * noise : v;
+      const Real late = v + deferred * noise;
+      t[j] = NOISE == 1 && defers ? late : v;
     }
     y = f * y;
-    u[j] = moves ? at + y : y;
+    const Real there = at + y;
+    u[j] = moves ? there : y;
   }
 }
 
@@ -100,12 +109,11 @@ inline To* from(To* const* places, int64_t i, int64_t a) {
 
 template <class Real>
 void sweep(const Job& job) {
-  static const Kernel<Real> table[3][3] = {{run<0, 0, Real>, run<0, 1, Real>, run<0, 2, Real>},
-                                           {run<1, 0, Real>, run<1, 1, Real>, run<1, 2, Real>},
-                                           {run<2, 0, Real>, run<2, 1, Real>, run<2, 2, Real>}};
-  const bool draws = job.flags & DRAWS;
-  const Kernel<Real> kernel =
-      table[job.s ? (job.flags & NESTEROV ? 2 : 1) : 0][draws ? (job.m ? 2 : 1) : 0];
+#define BY_DECAY(V, N) {run<V, N, false, Real>, run<V, N, true, Real>}
+#define BY_NOISE(V) {BY_DECAY(V, 0), BY_DECAY(V, 1), BY_DECAY(V, 2)}
+  static const Kernel<Real> table[3][3][2] = {BY_NOISE(0), BY_NOISE(1), BY_NOISE(2)};
+  const bool draws = job.flags & DRAWS, decays = job.flags & DECAYS;
+  const Kernel<Real> kernel = table[job.s ? (job.flags & NESTEROV ? 2 : 1) : 0][draws ? (job.m ? 2 : 1) : 0][decays];
   const auto p = reinterpret_cast<const Real* const*>(job.p), g = reinterpret_cast<const Real* const*>(job.g),
              s = reinterpret_cast<const Real* const*>(job.s), m = reinterpret_cast<const Real* const*>(job.m),
              c = reinterpret_cast<const Real* const*>(job.c);

@@ -38,7 +38,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
+_FLAGS = (
+    *("-O3", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
+    "-fno-unswitch-loops",  # a loop that chooses between values becomes vectors; GCC leaves its copies for each choice scalar
+)
 # added to them: the first of these that the compiler takes
 _OPTIONAL = (("-march=native", "-fopenmp"), ("-fopenmp",), ())
 
