@@ -18,6 +18,7 @@ import functools
 import inspect
 import math
 import os
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Integral, Real
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import optree
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from bayesopt_chain.checks import interval, short
 from bayesopt_chain.tracing import is_hidden
@@ -175,12 +177,13 @@ def blaming(who: str, name: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, IndexError, AttributeError) as err:
-        raise ValueError(f"{who}: {name}: the model cannot take it ({err})") from err
-    except TypeError as err:
-        if f"{who}: " in str(err):
+    except (RuntimeError, IndexError, AttributeError, TypeError, ValueError) as err:
+        *_, (frame, _) = traceback.walk_tb(err.__traceback__)
+        of_torch = str(frame.f_globals.get("__name__")).startswith("torch.")  # as BatchNorm's ValueErrors are
+        if f"{who}: " in str(err) or (isinstance(err, ValueError) and not of_torch):
             raise
-        raise TypeError(f"{who}: {name}: the model cannot take it ({err})") from err
+        wrong = TypeError if isinstance(err, TypeError) else ValueError
+        raise wrong(f"{who}: {name}: the model cannot take it ({err})") from err
 
 
 def whole(least: int) -> Kind:
@@ -286,7 +289,11 @@ BATCH_OR_BATCHES = Kind(
     lambda x: not isinstance(x, (str, bytes, bool, type)), "one batch, or batches such as a list or a DataLoader"
 )
 MAPPING = Kind(lambda x: isinstance(x, Mapping), "a dictionary")
-MODULE = Kind(lambda x: isinstance(x, nn.Module), "a torch.nn.Module")
+MODULE = Kind(
+    lambda x: isinstance(x, nn.Module) and not any(map(is_lazy, x.parameters())),
+    "a torch.nn.Module (with lazy layers: once it was called on a batch, which makes their weights)",
+    (nn.Module,),
+)
 OPTIMIZER = Kind(lambda x: isinstance(x, torch.optim.Optimizer), "an optimizer of torch.optim or bc.optim")
 SCHEDULER = Kind(
     lambda x: all(callable(getattr(x, name, None)) for name in ("step", "state_dict", "load_state_dict")),
@@ -296,7 +303,8 @@ NUMBERS_OF_CLASSES = Kind(
     lambda x: _is_dense(x) and x.dtype == torch.int64, "class numbers, a tensor of int64", (Tensor,)
 )
 NETWORKS = Kind(
-    lambda x: MODULE.fits(x) or FUNCTION.fits(x), "a torch.nn.Module, or a function without arguments that makes one"
+    lambda x: isinstance(x, nn.Module) or FUNCTION.fits(x),
+    "a torch.nn.Module, or a function without arguments that makes one",
 )
 NUMBER = Kind(_is_number, "a finite number", (int, float))
 POSITIVE = Kind(lambda x: _is_number(x) and x > 0, "a positive, finite number", (int, float))

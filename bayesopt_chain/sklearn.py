@@ -22,7 +22,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
-from bayesopt_chain import likelihoods
+from bayesopt_chain import kinds, likelihoods
 from bayesopt_chain.ensemble.call import EnsembleError, posterior_ensemble
 from bayesopt_chain.likelihoods import Predictive
 
@@ -34,7 +34,7 @@ class _Posterior(BaseEstimator):
 
     def __init__(
         self,
-        hidden: Sequence[int] = (50, 50),
+        hidden: int | Sequence[int] = (50, 50),
         *,
         make_model: Callable[[int, int], nn.Module] | None = None,
         members: int = 4,
@@ -63,6 +63,11 @@ class _Posterior(BaseEstimator):
         if not isinstance(seed, (int, np.integer)):
             seed = check_random_state(seed).randint(2**20)
 
+        if isinstance(make, nn.Module):
+            raise TypeError(
+                "make_model is a module: pass a function of the numbers of inputs and outputs that returns a new one"
+            )
+
         def network() -> nn.Module:
             made = _network(width, self.hidden, outputs) if make is None else make(width, outputs)
             return made.double()
@@ -70,7 +75,7 @@ class _Posterior(BaseEstimator):
         try:
             self.ensemble_ = posterior_ensemble(
                 network,
-                (torch.from_numpy(np.ascontiguousarray(X)), targets),
+                (torch.tensor(X), targets),
                 likelihood,
                 members=self.members,
                 steps=self.steps,
@@ -79,6 +84,8 @@ class _Posterior(BaseEstimator):
                 lr=self.lr,
                 prior_precision=self.prior_precision,
                 held_out=self.held_out,
+                # one number alone is a target here, and no residual
+                standardize=None if len(targets.unique()) > 1 else True,
                 seed=int(seed),
                 progress=False,
             )
@@ -90,14 +97,14 @@ class _Posterior(BaseEstimator):
     def _prediction(self, X: Any) -> Predictive:
         check_is_fitted(self)
         X = validate_data(self, X, dtype=np.float64, reset=False)
-        return self.ensemble_.predict(torch.from_numpy(np.ascontiguousarray(X)))
+        return self.ensemble_.predict(torch.tensor(X))
 
 
 class PosteriorRegressor(RegressorMixin, _Posterior):
     """:func:`bayesopt_chain.posterior_ensemble` with Gaussian noise, as a regressor of scikit-learn.
 
     Args:
-        hidden: units of the hidden layers. Default ``(50, 50)``.
+        hidden: units of each hidden layer; a number is one layer. Default ``(50, 50)``.
         make_model: from the numbers of inputs and outputs to a module, in the place of ``hidden``. Default: none.
         members, steps, batch_size, lr, prior_precision, held_out, minutes: of
             :func:`bayesopt_chain.posterior_ensemble`, with the same defaults.
@@ -134,7 +141,7 @@ class PosteriorRegressor(RegressorMixin, _Posterior):
         _require_size(X)
         columns = np.asarray(y, dtype=np.float64).reshape(len(X), -1)
         self.single_ = np.ndim(y) == 1
-        self._fit(X, torch.from_numpy(columns), columns.shape[1], likelihoods.gaussian())
+        self._fit(X, torch.tensor(columns), columns.shape[1], likelihoods.gaussian())
         return self
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
@@ -200,7 +207,7 @@ class PosteriorClassifier(ClassifierMixin, _Posterior):
     """:func:`bayesopt_chain.posterior_ensemble` of classes, as a classifier of scikit-learn.
 
     Args:
-        hidden: units of the hidden layers. Default ``(50, 50)``.
+        hidden: units of each hidden layer; a number is one layer. Default ``(50, 50)``.
         make_model: from the numbers of inputs and classes to a module that returns logits, in the place of ``hidden``.
         members, steps, batch_size, lr, prior_precision, held_out, minutes: of
             :func:`bayesopt_chain.posterior_ensemble`, with the same defaults.
@@ -276,9 +283,10 @@ class PosteriorClassifier(ClassifierMixin, _Posterior):
         return self.classes_[p.argmax(1)]
 
 
-def _network(inputs: int, hidden: Sequence[int], outputs: int) -> nn.Module:
+def _network(inputs: int, hidden: int | Sequence[int], outputs: int) -> nn.Module:
     layers: list[nn.Module] = []
-    for width in hidden:
+    for width in np.atleast_1d(np.asarray(hidden)).tolist():
+        kinds.WHOLE("hidden, the units of each layer,", width)
         layers += [nn.Linear(inputs, width), nn.ReLU()]
         inputs = width
     return nn.Sequential(*layers, nn.Linear(inputs, outputs))

@@ -192,10 +192,13 @@ def posterior_ensemble(
     folds = [pair[m % 2] if prior_precision or likelihood.has_classes else pair[m // 2 % 2] for m in range(members)]
     axes = stages.once("axes", lambda: principal_axes(networks, raw, scale))
     problem = Problem(raw, trained, networks, members, size, folds, seed, stages.mine, axes=axes)
-    problem = replace(problem, loop=not vmappable(problem))
-    started = time.perf_counter()
-    training = Training(problem, stages, shown, event, prior_precision, not likelihood.has_classes, chains is not None)
-    cost = stages.once("cost", lambda: _cost(training, chosen["steps"], minutes, lr, started, chains))
+    with kinds.blaming("posterior_ensemble", f"a step of training with batch_size={size}"):
+        problem = replace(problem, loop=not vmappable(problem))
+        started = time.perf_counter()
+        training = Training(
+            problem, stages, shown, event, prior_precision, not likelihood.has_classes, chains is not None
+        )
+        cost = stages.once("cost", lambda: _cost(training, chosen["steps"], minutes, lr, started, chains))
     shown.say(cost["said"])
     found = stages.once("rate", lambda: {"lr": lr, "passes": 0.0} if lr else training.rate(cost["steps"]))
     failed, drawn = None, {}
@@ -411,7 +414,14 @@ def _training_likelihood(likelihood: Likelihood, data: Data, variance: Any, resi
         raise ValueError(
             f"{WHO}an output's targets are all equal, so that there is no noise to find: leave that output out"
         )
-    trained = gaussian(variance.to(batches.flatten(data.targets)[0][0].dtype))
+    dtype = torch.promote_types(batches.flatten(data.targets)[0][0].dtype, torch.get_default_dtype())
+    # held-out noise goes down to 1e-6 of it, and squares of what networks err by go up
+    if not bool(((variance > 1e6 * torch.finfo(dtype).tiny) & (variance < torch.finfo(dtype).max / 100)).all()):
+        raise ValueError(
+            f"{WHO}the targets' deviation is {float(variance.max().sqrt()):.3g}, whose square {dtype} cannot hold: pass "
+            "targets in other units, or in float64"
+        )
+    trained = gaussian(variance.to(dtype))
     return weighted(trained) if likelihood.weights(data.targets) is not None else trained
 
 
@@ -429,19 +439,19 @@ def _require_targets(networks: Members, data: Data, likelihood: Likelihood) -> t
     """The shape of one datum's outputs; raises for outputs and targets that do not belong together."""
     inputs, _ = data.take(torch.arange(2, device="cpu"))
     params = {k: x[:1] for k, x in networks.params.items()}
-    dtypes = {x.dtype for x in batches.flatten(inputs)[0] if x.is_floating_point()}
-    own = {p.dtype for p in params.values() if p.is_floating_point()}
-    try:
-        outputs: Any = networks.still.with_buffers(
-            {k: x[0] for k, x in params.items()}, (inputs, None), {k: x[0] for k, x in networks.buffers.items()}
-        )[0]
-    except RuntimeError as err:
-        if dtypes and own.isdisjoint(dtypes):
+    own, dtypes = ({x.dtype for x in leaves} for leaves in (params.values(), batches.flatten(inputs)[0]))
+    with kinds.blaming("posterior_ensemble", "data"):
+        try:
+            outputs: Any = networks.still.with_buffers(
+                {k: x[0] for k, x in params.items()}, (inputs, None), {k: x[0] for k, x in networks.buffers.items()}
+            )[0]
+        except RuntimeError as err:
+            if not own.isdisjoint(dtypes):
+                raise
             raise TypeError(
-                f"{WHO}inputs are {dtypes.pop()} and the module's weights {own.pop()}: convert the inputs, or return "
-                "module.double() from make_model"
+                f"{WHO}inputs are {dtypes.pop()} and the module's weights {own.pop()} ({err}): convert the inputs "
+                "(inputs.float()), or return module.double() from make_model"
             ) from err
-        raise
     if not isinstance(outputs, torch.Tensor):
         raise TypeError(
             f"{WHO}the module returns {type(outputs).__name__}: it must return a tensor, or something with logits"

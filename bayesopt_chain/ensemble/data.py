@@ -171,7 +171,7 @@ def _moments(x: Tensor, feature: int | None) -> tuple[Tensor, Tensor] | None:
     axes = [axis for axis in range(max(1, x.ndim)) if axis != feature or axis == 0]
     deviation, mean = (a[0] for a in torch.std_mean(x.double(), axes, correction=0, keepdim=True))
     # a column that hardly varies is noise of rounding
-    return mean, torch.where(deviation > 1e-6 * mean.abs() + 1e-30, deviation, 1.0)
+    return mean, torch.where(deviation > 1e-6 * mean.abs() + torch.finfo(x.dtype).tiny, deviation, 1.0)
 
 
 def read(data: Any) -> tuple[Data, int | None]:
@@ -197,7 +197,7 @@ def read(data: Any) -> tuple[Data, int | None]:
             "list "
             "of batches, or bc.epochs"
         )
-    inputs, targets = as_pair(data)
+    inputs, targets = batches.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, as_pair(data))
     if targets is None:
         raise ValueError("posterior_ensemble: data has no targets: pass (inputs, targets), or a mapping with labels")
     leaves = [*batches.flatten(inputs)[0], *batches.flatten(targets)[0]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +19,7 @@ from bayesopt_chain.ensemble.report import Report
 from bayesopt_chain.ensemble.stages import checksum, read_or_refuse
 from bayesopt_chain.ensemble.training import Tensors, outputs_of
 from bayesopt_chain.likelihoods import Likelihood, Predictive, gaussian, weighted
-from bayesopt_chain.modules.functional import arguments_of, write_back
+from bayesopt_chain.modules.functional import arguments_of, copied, write_back
 from bayesopt_chain.posterior.batches import as_pair
 from bayesopt_chain.posterior.model import batches_of
 from bayesopt_chain.runs import files
@@ -146,10 +145,10 @@ class Ensemble:
         base, made = self.members.still.module, list[nn.Module]()
         shared = {id(p): p for p in base.parameters() if not p.requires_grad}
         for m in range(next(iter(self.params.values())).shape[1]):
-            module = copy.deepcopy(base, dict(shared))
+            module = copied(base, dict(shared))
             last = ({k: x[-1, m] for k, x in t.items()} for t in (self.params, self.buffers))
             write_back(module, *last)
-            made.append(Scaled(module, self.scale) if self.scale.said else module)
+            made.append(Scaled(module, self.scale).eval() if self.scale.said else module)
         return made
 
     @kinds.takes(path=kinds.PATH)

@@ -8,7 +8,6 @@ parameters and no such method is refused, for starts that are equal are no ensem
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from bayesopt_chain import batches
 from bayesopt_chain.ensemble.data import Data, Scale
 from bayesopt_chain.loop.parallel import stack
-from bayesopt_chain.modules.functional import Forward, arguments_of, make_functional
+from bayesopt_chain.modules.functional import Forward, arguments_of, copied, make_functional
 from bayesopt_chain.runs.run import describe
 
 DRAWING = (nn.modules.dropout._DropoutNd,)
@@ -153,7 +152,7 @@ def _frozen(module: nn.Module) -> dict[str, Tensor]:
 
 def _copied(module: nn.Module) -> nn.Module:
     """A copy that shares the frozen parameters."""
-    return copy.deepcopy(module, {id(p): p for p in _frozen(module).values()})
+    return copied(module, {id(p): p for p in _frozen(module).values()})
 
 
 def _placed(module: nn.Module, device: Any) -> nn.Module:
@@ -161,7 +160,7 @@ def _placed(module: nn.Module, device: Any) -> nn.Module:
     if device is None:
         return module
     elsewhere = any(p.device != torch.device(device) for p in _frozen(module).values())
-    return (copy.deepcopy(module) if elsewhere else module).to(device)
+    return (copied(module) if elsewhere else module).to(device)
 
 
 def _made(make_model: Any, seed: int, inputs: Any) -> nn.Module:

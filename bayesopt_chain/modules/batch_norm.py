@@ -11,7 +11,6 @@ their sizes. Dropout and the like are off meanwhile.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from bayesopt_chain import batches
-from bayesopt_chain.modules.functional import Tensors, make_functional
+from bayesopt_chain import batches, kinds
+from bayesopt_chain.modules.functional import Tensors, copied, make_functional
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
 
@@ -48,7 +47,7 @@ def statistics(
     Raises:
         ValueError: no layer keeps statistics, or no batches.
     """
-    module = copy.deepcopy(module).eval()
+    module = copied(module).eval()
     layers = {name: x for name, x in module.named_modules() if isinstance(x, BatchNorm) and x.track_running_stats}
     if not layers:
         raise ValueError(
@@ -68,13 +67,17 @@ def statistics(
     seen = 0
     for batch in loader:
         n = _size(batch)
+        if not n:
+            continue
         seen += n
         for layer in layers.values():
             layer.momentum = n / seen  # torch's is the weight of the new statistics
         for low in range(0, size, some):
             high = min(low + some, size)
             own = {name: x[low:high] for name, x in found.items()}
-            for name, x in _mapped(one, read(low, high), own, batch, high - low).items():
+            with kinds.blaming("refresh_batch_norm", f"loader, a batch of {n} (drop_last=True leaves one of 1 out)"):
+                new = _mapped(one, read(low, high), own, batch, high - low)
+            for name, x in new.items():
                 found[name] = x if high - low == size else found[name].slice_scatter(x, 0, low, high)
     if not seen:
         raise ValueError("refresh_batch_norm: the loader has no batches; an iterator can be gone through only once")

@@ -7,6 +7,7 @@ parameters that are trained out of a module (one entry for a tensor that several
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from bayesopt_chain import batches, kinds
+from bayesopt_chain import batches, checks, kinds
 from bayesopt_chain._torch import is_fully_sharded
 
 Tensors = dict[str, Tensor]
@@ -66,7 +67,6 @@ class Forward:
             for d in (False, True)
         )
         self.shares = len(every) > len(once)  # whether a tensor has several names
-        self.by_torch = self.shares or isinstance(module, (torch.jit.ScriptModule, nn.DataParallel))
 
     def __call__(self, params: Mapping[str, Tensor], batch: Any) -> Any:
         """The module's outputs for a batch."""
@@ -92,7 +92,7 @@ class Forward:
                 f"forward: params lacks {sorted(missing)[:3]}, which make_functional gave; pass a tree of those names"
             )
         arguments, keywords = arguments_of(self.module, self.inputs(batch))
-        places = None if self.by_torch or torch.compiler.is_dynamo_compiling() else _places(self.module, tensors)
+        places = None if self.shares or torch.compiler.is_dynamo_compiling() else _places(self.module, tensors)
         if places is None:
             return self.outputs(functional_call(self.module, tensors, arguments, keywords, tie_weights=self.shares))
         own = [held[key] for held, key in places]
@@ -100,10 +100,32 @@ class Forward:
             for (held, key), x in zip(places, tensors.values()):
                 held[key] = x
             return self.outputs(self.module(*arguments, **keywords))
+        except TypeError as err:
+            if all(isinstance(x, Tensor) for x in (*arguments, *keywords.values())):
+                raise
+            raise TypeError(
+                f"forward: the module was called with {checks.short(keywords or arguments)} ({err}): hand it batches of "
+                "tensors (torch.as_tensor), or make_functional inputs=, which takes the module's arguments out of a batch"
+            ) from err
         finally:
             for (held, key), name, x in zip(places, tensors, own):
                 tensors[name] = held[key]
                 held[key] = x
+
+
+def copied(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A deep copy.
+
+    Raises:
+        ValueError: a module that cannot be copied.
+    """
+    try:
+        return copy.deepcopy(module, memo)
+    except (RuntimeError, TypeError) as err:
+        raise ValueError(
+            f"the module cannot be copied ({err}): keep no results of computations in it; in the place of "
+            "torch.nn.utils.weight_norm take torch.nn.utils.parametrizations.weight_norm"
+        ) from err
 
 
 def _places(module: nn.Module, tensors: Tensors) -> list[tuple[dict[str, Any], str]] | None:
@@ -195,8 +217,12 @@ def make_functional(
         >>> forward(params, (torch.ones(5, 2), None)).shape
         torch.Size([5, 1])
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"make_functional: module is {type(module).__name__}, not a torch.nn.Module")
+    kinds.require("make_functional", module=(module, kinds.MODULE))
+    if isinstance(module, (torch.jit.ScriptModule, nn.DataParallel)):
+        raise ValueError(
+            f"make_functional: a {type(module).__name__} cannot be called with other parameters than its own: pass the module "
+            "that it was made from (of DataParallel model.module)"
+        )
     if is_fully_sharded(module):
         raise ValueError(
             "make_functional: the module is under fully_shard and computes with the parameters that it gathers itself, not "

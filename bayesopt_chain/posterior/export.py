@@ -14,7 +14,6 @@ of :class:`bayesopt_chain.likelihoods.Predictive`.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesopt_chain.likelihoods import Likelihood, Outputs
-from bayesopt_chain.modules.functional import write_back
+from bayesopt_chain.modules.functional import copied, write_back
 from bayesopt_chain.posterior._linearized import MOST
 from bayesopt_chain.posterior.batches import logits_of
 from bayesopt_chain.posterior.gaussian import Gaussian
@@ -136,6 +135,6 @@ class Members(nn.Module):
 
 def _filled(network: nn.Module, params: Tensors, buffers: Tensors | None = None) -> nn.Module:
     """A copy with these tensors, for predictions alone."""
-    network = copy.deepcopy(network)
+    network = copied(network)
     write_back(network, params, buffers)
     return network.eval().requires_grad_(False)

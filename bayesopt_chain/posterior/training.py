@@ -57,7 +57,7 @@ def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 @kinds.takes(
     module=kinds.Kind(
-        kinds.MODULE.fits,
+        lambda x: isinstance(x, nn.Module),
         "a torch.nn.Module (with a forward function alternate your own loop with bc.fit_laplace, whose prior_precision and "
         "likelihood_scale go into the next loss)",
     ),

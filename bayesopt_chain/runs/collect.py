@@ -377,11 +377,9 @@ def collect(
         >>> keep.draws.steps, keep.draws.buffers["1.running_mean"].shape, keep.predict([torch.ones(2, 3)]).shape
         (tensor([15, 20, 25, 30]), torch.Size([4, 4]), torch.Size([2, 1]))
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"collect: model must be a torch.nn.Module, got {type(model).__name__}")
     if optimizer is not None and not hasattr(optimizer, "register_step_post_hook"):
         raise TypeError(f"collect: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    kinds.require("collect", every=(every, kinds.WHOLE), after=(after, kinds.whole(0)))
+    kinds.require("collect", model=(model, kinds.MODULE), every=(every, kinds.WHOLE), after=(after, kinds.whole(0)))
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("collect: no parameter of model requires a gradient; nothing would be kept")
     return callback_kind(Collector)(

@@ -192,6 +192,11 @@ class Bare(nn.Module):
         return x @ self.w
 
 
+def weight_normed():
+    with pytest.warns(FutureWarning):
+        return nn.Sequential(nn.utils.weight_norm(nn.Linear(2, 3)), nn.Linear(3, 1))
+
+
 SAME = maker()()
 FEW = (X[:, 0] > 0).long().where(torch.arange(N) < 5, -100)
 
@@ -206,6 +211,18 @@ FEW = (X[:, 0] > 0).long().where(torch.arange(N) < 5, -100)
         (maker(), [X], GAUSSIAN, ValueError, "no targets"),
         (maker(), (X.double(), Y), GAUSSIAN, TypeError, r"module.double\(\)"),
         (maker(), (X.to_sparse(), Y), GAUSSIAN, ValueError, "to_dense"),
+        (
+            maker(),
+            (X.long(), Y),
+            GAUSSIAN,
+            TypeError,
+            r"posterior_ensemble: inputs are torch.int64 .* \(inputs.float\(\)\)",
+        ),
+        (maker(), (X[:, :1], Y), GAUSSIAN, ValueError, "posterior_ensemble: data: the model cannot take it .*shapes"),
+        (weight_normed, (X, Y), GAUSSIAN, ValueError, r"parametrizations\.weight_norm"),
+        (maker(), (X, 1e-18 * Y), GAUSSIAN, ValueError, "targets in other units, or in float64"),
+        (maker(), (X, 1e30 * Y), GAUSSIAN, ValueError, "targets in other units, or in float64"),
+        (lambda: nn.DataParallel(maker()()), (X, Y), GAUSSIAN, ValueError, "a DataParallel cannot .* model.module"),
         (maker(), (X, Y), nn.MSELoss(), TypeError, "likelihood"),
         (maker(2), (X, FEW), bc.likelihoods.categorical(), ValueError, "fewer than 4 data whose targets count"),
     ],
@@ -213,6 +230,14 @@ FEW = (X[:, 0] > 0).long().where(torch.arange(N) < 5, -100)
 def test_what_cannot_be_made_right_is_refused(module, data, likelihood, error, words):
     with pytest.raises(error, match=words):
         bc.posterior_ensemble(module, data, likelihood, **SMALL)
+
+
+def test_batches_that_batch_norm_cannot_be_trained_on_are_refused():
+    normed = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    with pytest.raises(
+        ValueError, match=r"posterior_ensemble: a step of training with batch_size=1: .*more than 1 value"
+    ):
+        bc.posterior_ensemble(normed, (X, Y), GAUSSIAN, batch_size=1, **SMALL)
 
 
 def test_inputs_that_would_give_predictions_that_are_nothing_are_refused(fitted):

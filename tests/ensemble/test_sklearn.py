@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from sklearn.model_selection import GridSearchCV
 from sklearn.utils.estimator_checks import check_estimator
+from torch import nn
 
 from bayesopt_chain.ensemble import training
 from bayesopt_chain.sklearn import PosteriorClassifier, PosteriorRegressor
@@ -46,6 +47,25 @@ def test_several_outputs_are_predicted_together():
     assert both.predict(x).shape == (80, 2)
 
 
+def test_a_constant_is_predicted_where_all_targets_are_one_number_and_one_layer_is_a_number():
+    x, _ = data()
+    model = PosteriorRegressor(10, **{**TINY, "steps": 200}).fit(x, np.full(80, 300.0))
+    np.testing.assert_allclose(model.predict(x), 300, atol=0.5)
+
+
+@pytest.mark.parametrize(
+    "changes, error, words",
+    [
+        ({"hidden": (0,)}, ValueError, "hidden, the units of each layer, must be a whole number, at least 1, got 0"),
+        ({"hidden": "wide"}, TypeError, "hidden, the units of each layer, must be a whole number"),
+        ({"make_model": nn.Linear(2, 1)}, TypeError, "make_model is a module: pass a function"),
+    ],
+)
+def test_networks_that_cannot_be_made_are_refused(changes, error, words):
+    with pytest.raises(error, match=words):
+        PosteriorRegressor(**{**TINY, **changes}).fit(*data())
+
+
 def test_a_classifier_has_probabilities_of_its_labels_and_goes_through_pickle():
     x, y = data()
     model = PosteriorClassifier((10,), **TINY).fit(x, np.where(y > 50, "high", "low"))
@@ -57,8 +77,6 @@ def test_a_classifier_has_probabilities_of_its_labels_and_goes_through_pickle():
 
 @pytest.mark.slow
 def test_a_network_of_ones_own_is_searched_over():
-    from torch import nn
-
     x, y = data()
     search = GridSearchCV(
         PosteriorRegressor(make_model=lambda d, out: nn.Linear(d, out), **TINY), {"prior_precision": [1.0, 1e4]}, cv=2

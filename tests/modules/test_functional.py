@@ -86,8 +86,26 @@ def test_what_does_not_fit_is_named_and_nothing_is_written():
     with pytest.raises(ValueError, match=r"'0.bias'\] has shape \(2, 4\)"):
         bc.write_back(module, {"0.weight": params["0.weight"] + 1, "0.bias": torch.ones(2, 4)})
     assert all(torch.equal(before[k], v) for k, v in module.state_dict().items())
-    with pytest.raises(TypeError, match=r"not a torch\.nn\.Module"):
+    with pytest.raises(TypeError, match=r"make_functional: module must be a torch\.nn\.Module"):
         bc.make_functional(lambda x: x)
+    with pytest.raises(TypeError, match=r"(?s)forward: the module was called with \(array.*as_tensor"):
+        forward(params, torch.randn(6, 2).numpy())
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        bc.make_functional,
+        lambda m: bc.collect(m, None, every=1),
+        lambda m: bc.fit_laplace(m, bc.likelihoods.gaussian(), [(torch.ones(2, 3), torch.ones(2, 1))]),
+        lambda m: bc.optim.as_step(m, torch.optim.SGD(m.parameters(), lr=0.1), lambda m, b: m(b).sum()),
+    ],
+)
+def test_lazy_layers_are_asked_for_their_weights(call):
+    with pytest.raises(
+        ValueError, match=r"must be a torch\.nn\.Module \(with lazy layers: once it was called on a batch"
+    ):
+        call(nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 1)))
 
 
 def test_a_buffer_that_the_module_replaces_comes_back_and_stays_out_of_the_module():

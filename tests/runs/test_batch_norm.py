@@ -52,7 +52,7 @@ def test_batches_weigh_by_their_size_and_prediction_uses_each_draws_own():
     module, loader = network().eval(), data([4, 12])
     forward, _, _ = bc.make_functional(module)
     draws = draws_of(module, 4)
-    fresh = bc.refresh_batch_norm(module, draws, loader)
+    fresh = bc.refresh_batch_norm(module, draws, [loader[0][:0], *loader])
     x = torch.cat(loader) @ draws.params["0.weight"].mT + draws.params["0.bias"][:, None]
     torch.testing.assert_close(fresh.buffers["1.running_mean"], x.mean(1), rtol=1e-12, atol=1e-14)
     variance = (4 * x[:, :4].var(1) + 12 * x[:, 4:].var(1)) / 16
@@ -90,3 +90,20 @@ def test_what_cannot_be_refreshed_or_predicted_is_refused_by_name():
         with pytest.raises(ValueError, match=says):
             act(*args)
     assert fresh.predict(lambda params, batch, buffers: batch + buffers["1.running_mean"][:2], loader).shape == (8, 2)
+
+
+@pytest.mark.parametrize(
+    "batch, words",
+    [
+        (
+            torch.ones(1, 2, dtype=torch.float64),
+            r"loader, a batch of 1 \(drop_last=True .*more than 1 value per channel",
+        ),
+        (torch.ones(3, 2, dtype=torch.int64), "loader.* the model cannot take it"),
+        (torch.ones(3, 5, dtype=torch.float64), "loader.* the model cannot take it .*shapes"),
+    ],
+)
+def test_batches_that_the_model_cannot_take_are_refused_by_name(batch, words):
+    module = network()
+    with pytest.raises(ValueError, match="refresh_batch_norm: " + words):
+        bc.refresh_batch_norm(module, draws_of(module, 2), [batch])
