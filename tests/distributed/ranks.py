@@ -1,5 +1,6 @@
 """Several processes with a gloo group among them: they stay, one group for each number of ranks, and run what they are sent."""
 
+import contextlib
 import datetime
 import functools
 import importlib
@@ -7,11 +8,12 @@ import inspect
 import itertools
 import multiprocessing
 import os
-import pickle
 import signal
-import time
+import threading
 import traceback
 import warnings
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 
 import optree
 import pytest
@@ -28,112 +30,100 @@ CALLS = itertools.count(1)
 
 
 def server():
-    """Starts processes that have imported torch and the package already."""
+    """Starts processes that have imported torch and every file of the package already."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.distributed.preloaded"])
+    debug, states = "torch.distributed.tensor.debug", "torch.distributed.checkpoint.state_dict"
+    # functorch: tracing takes it
+    context.set_forkserver_preload(
+        ["functorch", "pytest", "safetensors.torch", debug, states, "tests.distributed.toys"]
+    )
     return context
 
 
 def run(function, size, *args, **options):
     """``function(*args, **options)`` on each of ``size`` ranks; the list of what they returned, by rank.
 
-    Without ``size``: the one of this process. Raises what the first of them raised, as text, and ends the group then.
+    Without ``size``: the one of this process. Raises what ranks raised, as text, and ends the group then.
     """
     if not size:
         return [function(*args, **options)]
-    group = GROUPS.pop(size, None) or begun(_serve, size)
-    call = pickle.dumps((next(CALLS), function, args, options))
-    for pipe, _ in group:
-        pipe.send_bytes(call)
-    results, end = {}, time.monotonic() + PATIENCE
-    while len(results) < size and time.monotonic() < end:
-        waiting = {pipe: rank for rank, (pipe, _) in enumerate(group) if rank not in results}
-        for pipe in multiprocessing.connection.wait([*waiting], 0.2):
-            try:
-                results[waiting[pipe]] = pickle.loads(pipe.recv_bytes())
-            except EOFError:
-                results[waiting[pipe]] = ("the process ended", None)
-        if any(said for said, _ in results.values()):
-            end = min(end, time.monotonic() + 0.5)  # the others wait for it in vain
-    said = {rank: results.get(rank, ("no result", None))[0] for rank in range(size)}
-    if any(said.values()):
-        _ended(group)
-        raise AssertionError("\n".join(f"rank {rank}: {text}" for rank, text in said.items() if text))
+    group, results = sent(function, size, args, options)
+    wait(results, PATIENCE, FIRST_EXCEPTION)
+    wait(results, 0.5)  # where one raised, the others wait for it in vain
+    if failed := {rank: x for rank, x in enumerate(results) if not x.done() or x.exception()}:
+        ended(group)
+        raise AssertionError("\n".join(f"rank {rank}: {said(x)}" for rank, x in failed.items()))
     GROUPS[size] = group
-    return [results[rank][1] for rank in range(size)]
+    return [x.result() for x in results]
 
 
 def killed(function, size, victim, *args, now=lambda: False, **options):
-    """Launch ranks, and kill the victim when it is time; when the first one is dead, kill the others as ``torchrun`` does.
+    """Kill the victim of these ranks when it is time; when the first one is dead, kill the others as ``torchrun`` does.
 
     Without ``size``: one process that knows of no ranks.
 
     Whether the victim was killed, by us or by itself.
     """
-    group, end = begun(_once, size, function, args, options), time.monotonic() + 120
-    processes = [process for _, process in group]
-    # a rank that has finished leaves the others to run on
-    while time.monotonic() < end and None in (codes := [process.exitcode for process in processes]) and not any(codes):
+    group, results = sent(function, size, args, options)
+    done, running = wait(results, 0, FIRST_EXCEPTION)
+    while running and not any(x.exception() for x in done):  # a rank that has finished leaves the others to run on
         if now():
-            processes[victim].kill()
-        time.sleep(0.002)
-    processes[victim].join(5)  # the end of another rank, which lost its connection, may be known first
-    died = processes[victim].exitcode == -signal.SIGKILL
-    _ended(group)
+            ended([group[victim]])
+        done, running = wait(results, 0.002, FIRST_EXCEPTION)
+    wait([results[victim]], 5)  # the end of another rank, which lost its connection, may be known first
+    died = results[victim].done() and isinstance(results[victim].exception(), BrokenProcessPool)
+    ended(group)
     return died
 
 
-def begun(target, size, *args):
-    """A pipe and a process for each rank; the store is in this process."""
+def sent(function, size, args, options):
+    """A pool and the process in it for each rank, and what they will have returned."""
+    group, call = GROUPS.pop(size, None) or begun(size), next(CALLS)
+    return group, [pool.submit(_called, call, function, args, options) for pool, _ in group]
+
+
+def begun(size):
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    group = []
-    for rank in range(size or 1):
-        ours, theirs = multiprocessing.Pipe()
-        ours.store = store  # as long as somebody may send
-        process = server().Process(target=target, args=(theirs, rank, size, store.port, *args), daemon=True)
-        process.start()
-        theirs.close()
-        group.append((ours, process))
-    return group
+    pools = [ProcessPoolExecutor(1, server(), _joined, (rank, size, store.port)) for rank in range(size or 1)]
+    pools[0].store = store  # as long as somebody may send
+    return [*zip(pools, [x.result() for x in [pool.submit(os.getpid) for pool in pools]])]
 
 
-def _ended(group):
+def ended(group):
     for _, process in group:
-        process.kill()
-        process.join()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
+def said(result):
+    return "".join(traceback.format_exception(result.exception())) if result.done() else "no result"
 
 
 def _joined(rank, size, port):
     torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=120)
-    store = dist.TCPStore("127.0.0.1", port, None, False, timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-
-
-def _once(pipe, rank, size, port, function, args, options):
+    threading.Thread(target=_follows, daemon=True).start()
     if size:
-        _joined(rank, size, port)
-    function(*args, **options)
-    os._exit(0)  # whatever threads of the group are left
+        timeout = datetime.timedelta(seconds=120)
+        store = dist.TCPStore("127.0.0.1", port, None, False, timeout)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
 
 
-def _serve(pipe, rank, size, port):
-    _joined(rank, size, port)
-    while True:
-        try:
-            call, function, args, options = pickle.loads(pipe.recv_bytes())
-        except EOFError:
-            os._exit(0)
-        witness._made = 1000 * call  # as in ranks that have run one program
-        dist.distributed_c10d._get_default_store().delete_key("bayesopt_chain/failed")
-        torch.manual_seed(0)
-        dist.barrier()
-        try:
-            result = ("", function(*args, **options))
-            dist.barrier()
-        except BaseException:
-            result = (traceback.format_exc(), None)
-        pipe.send_bytes(pickle.dumps(result))
+def _follows():
+    """Ends with the process of the tests."""
+    multiprocessing.parent_process().join()
+    os._exit(0)
+
+
+def _called(call, function, args, options):
+    if not dist.is_initialized():
+        return function(*args, **options)
+    witness._made = 1000 * call  # as in ranks that have run one program
+    dist.distributed_c10d._get_default_store().delete_key("bayesopt_chain/failed")
+    torch.manual_seed(0)
+    dist.barrier()
+    result = function(*args, **options)
+    dist.barrier()
+    return result
 
 
 def on(*sizes):
