@@ -1,7 +1,5 @@
 """Steps and chains that several ranks share are those of one process; what would be silently wrong is refused."""
 
-import functools
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,60 +10,49 @@ from torch.nn.parallel import DistributedDataParallel
 import bayesopt_chain as bc
 from bayesopt_chain.distributed.ranks import chain_seed
 from tests.distributed.ranks import mesh_of, message_of, on, run, world
-from tests.distributed.toys import TX, data, line, loss, start
-
-N = 8
-close = functools.partial(torch.testing.assert_close, rtol=0)
-STEP = bc.make_step(loss, TX)
+from tests.distributed.toys import TX, N, chains, line, loss, must_be, one, sampled, start
 
 
 def warm(temperature):
     return bc.sghmc(0.1, temperature=temperature)
 
 
-def warm_step(temperature):
-    return bc.make_step(loss, warm(temperature))
-
-
-def drawn(seed=5, unseeded=False, tx=TX, step=STEP, **options):
-    """This rank's chains, draws of theirs and of all chains, of ranks that were seeded in any way."""
-    torch.manual_seed(world()[0] if unseeded else 0)
-    made = bc.parallel(step, N, mesh=line(), **options)
-    params = made.mine(start(N))
-    draws = bc.sample(made, params, made.init(tx, params, seed=seed), data(), steps=14, burn_in=4)
-    return [*made.numbers], draws.chains, made.gather(draws) if line() else draws
-
-
-# Options of chains, the numbers of ranks, and how far they may be off the chains of one process.
+# The numbers of ranks, how far they may be off the chains of one rank, and options of chains.
 SHARED = {
-    "one after the other": ({"loop": True}, (2, 4), 0.0),
-    "in chunks": ({"chunk": 2}, (2, 4), 0.0),
-    "all at once": ({}, (2,), 1e-12),  # the rounding of matrix products
-    "numbers that do not divide": ({"loop": True}, (3,), 0.0),
-    "at temperatures of their own": (
-        {"step": warm_step, "tx": warm, "each": {"temperature": torch.linspace(0.0, 0.7, N)}, "loop": True},
-        (2,),
-        0.0,
-    ),
-    "without a seed": ({"loop": True, "seed": None, "unseeded": True}, (2,), 0.0),
+    "one after the other": ((4,), 0.0, {}),
+    "in chunks": ((2, 4), 0.0, {"n": 8, "loop": False, "chunk": 2}),
+    "all at once": ((2,), 1e-12, {"loop": False}),  # the rounding of matrix products
+    "numbers that do not divide": ((3,), 0.0, {"n": 8}),
+    "at temperatures of their own": ((2,), 0.0, {"tx": warm, "each": {"temperature": torch.linspace(0.0, 0.7, N)}}),
+    "without a seed": ((2,), 0.0, {"key": None}),
 }
 
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("case", SHARED)
 def test_chains_over_ranks_are_those_of_one_rank_whatever_their_number(case):
-    options, sizes, rounding = SHARED[case]
-    ((*_, alone),) = run(drawn, 1, **options)
-    assert alone.params["w"].shape == (10, N, 3) and len({tuple(x) for x in alone.params["w"][-1].tolist()}) == N
+    sizes, rounding, options = SHARED[case]
+    (want,), n = run(sampled, 1, "chains", **options), options.get("n", N)
+    assert want.params["w"].shape == (10, n, 3) and len({tuple(x) for x in want.params["w"][-1].tolist()}) == n
     for size in sizes:
-        for rank, (numbers, mine, every) in enumerate(run(drawn, size, **options)):
-            before = sum(len(range(r, N, size)) for r in range(rank))
-            assert numbers == [*range(before, before + len(range(rank, N, size)))]
-            assert (mine, every.chains, len(every)) == (len(numbers), N, 10)
-            close((every.params, every.loss), (alone.params, alone.loss), atol=rounding)
-            close(bc.diagnostics.r_hat(every), bc.diagnostics.r_hat(alone), atol=1e6 * rounding)
-    if case == "one after the other":  # a seed gives the same chains without a mesh
-        assert torch.equal(drawn(**options)[2].params["w"], alone.params["w"])
+        parts = run(sampled, size, "chains", **options)
+        for part in parts:
+            must_be(part, want, rounding)
+        assert [part.numbers for part in parts] == [x.tolist() for x in torch.arange(n).tensor_split(size)]
+
+
+def gathered():
+    made, params, state, batches, _ = chains()
+    draws = bc.sample(made, params, state, batches, steps=14, burn_in=4)
+    every = made.gather(draws) if line() else draws
+    return draws.chains, every.chains, every.params, every.loss, bc.diagnostics.r_hat(every)
+
+
+def test_every_rank_gathers_the_chains_of_all():
+    want = gathered()
+    for rank, (mine, *every) in enumerate(run(gathered, 4)):
+        assert mine == (2, 2, 1, 1)[rank]
+        torch.testing.assert_close(every, [*want[1:]], rtol=0, atol=0)
 
 
 def test_the_keys_of_many_chains_differ_between_chains_and_seeds():
@@ -76,53 +63,14 @@ def test_the_keys_of_many_chains_differ_between_chains_and_seeds():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_generator_in_the_chain_is_refused_beside_a_seed():
-    tx = bc.chain(bc.inject_langevin_noise(0.1, generator=torch.Generator().manual_seed(0)), bc.scale_by_neg_lr(0.1))
-    with pytest.raises(ValueError, match="generator of its own"):
-        bc.parallel(bc.make_step(loss, tx), N).init(tx, start(N), seed=3)
-
-
-@on(2)
-def test_what_cannot_be_shared_out_is_refused():
-    step = bc.make_step(loss, TX)
-    for words, n, mesh in (
-        ("1 chains on 2 ranks leave some without one", 1, mesh_of(2)),
-        ('mesh["first"]', 4, mesh_of(2, 1)),
-        ("DeviceMesh", 4, "cpu"),
-    ):
-        assert words in message_of(lambda n=n, mesh=mesh: bc.parallel(step, n, mesh=mesh))
-
-
 # one chain, each rank with a part of every batch
 
 TXS = {
-    "sghmc": lambda: bc.sghmc(0.05, temperature=0.01),
-    "adam": lambda: bc.adam(0.01, temperature=0.001),
-    "skip": lambda: bc.skip_nonfinite(bc.sgld(0.05, temperature=0.01)),
-    "vi": lambda: bc.vi.mean_field(bc.sgd(0.01), temperature=0.01),
+    "sghmc": TX,
+    "adam": bc.adam(0.01, temperature=0.001),
+    "skip": bc.skip_nonfinite(bc.sgld(0.05, temperature=0.01)),
+    "vi": bc.vi.mean_field(bc.sgd(0.01), temperature=0.01),
 }
-
-
-def batches(steps=12, size=12):
-    x, y = data(steps * size)
-    return [*zip(x.split(size), y.split(size))]
-
-
-def trajectory(kind, sizes=None, inplace=False):
-    """Losses and parameters of a rank that gets ``sizes[rank]`` of the data of every batch, and the step."""
-    (rank, _), mesh = world(), line() if sizes else None
-    torch.manual_seed(rank if sizes else 0)  # as it happens
-    tx, params, losses, first = TXS[kind](), start(), [], sum((sizes or [0])[:rank])
-    step, state = bc.make_step(loss, tx, mesh=mesh, inplace=inplace), tx.init(params)
-    if sizes:
-        params, state = bc.distributed.broadcast((params, state), mesh)
-    for batch in batches():
-        mine = tuple(x[first : first + sizes[rank]] for x in batch) if sizes else batch
-        params, state, info = step(params, state, mine)
-        losses.append(info.loss)
-    if sizes:
-        bc.distributed.require_replicas((params, state), mesh)
-    return torch.stack(losses).detach(), {k: v.detach() for k, v in params.items()}
 
 
 @pytest.mark.parametrize(
@@ -137,9 +85,13 @@ def trajectory(kind, sizes=None, inplace=False):
     ],
 )
 def test_ranks_with_parts_of_the_data_or_none_make_the_step_of_one_process_with_all_of_it(kind, sizes, inplace):
-    ranks = run(trajectory, len(sizes), kind, sizes, inplace)
-    close(ranks, [trajectory(kind)] * len(sizes), atol=1e-12)
-    assert all(torch.equal(params["w"], ranks[0][1]["w"]) for _, params in ranks), "replicas are bit-identical"
+    options = {"tx": TXS[kind], "total": 12}
+    want, parts = sampled("one", **options), run(sampled, len(sizes), "one", sizes=sizes, inplace=inplace, **options)
+    for part in parts:
+        must_be(part, want, 1e-12)
+        assert all(torch.equal(x, parts[0].params[name]) for name, x in part.params.items()), (
+            "replicas are bit-identical"
+        )
 
 
 @on(2)
@@ -153,28 +105,24 @@ def test_gradients_keep_their_dtypes():
 
 @on(2, 4)
 def test_a_step_sends_one_message_of_the_gradient_and_two_numbers_and_the_noise_none():
-    step = bc.make_step(loss, TX, mesh=line())
-    params, state = bc.distributed.broadcast((start(), TX.init(start())), line())
-    params, state, _ = step(params, state, batches(1)[0])
-    with CommDebugMode() as messages:
-        for batch in batches(5):
-            params, state, _ = step(params, state, batch)
-    ((name, count),) = messages.get_comm_counts().items()
-    assert count == 5 and "allreduce" in str(name).replace("_", "")
+    step, params, state, batch, _ = one()
+    params, state, _ = step(params, state, batch)
     sent, real = [], dist.all_reduce
-    with pytest.MonkeyPatch.context() as patch, CommDebugMode() as noise:
+    with pytest.MonkeyPatch.context() as patch, CommDebugMode() as messages:
         patch.setattr(dist, "all_reduce", lambda x, **options: (sent.append(x.numel()), real(x, **options))[1])
-        step(params, state, batches(1)[0])
-        before = noise.get_total_counts()
+        for _ in range(5):
+            params, state, _ = step(params, state, batch)
         TX.update(start(), state, params=params)
-    assert sent == [sum(x.numel() for x in params.values()) + 2] and noise.get_total_counts() == before
+    assert sent == 5 * [sum(x.numel() for x in params.values()) + 2] and messages.get_total_counts() == 5
 
 
 @on(2)
 def test_what_would_be_silently_wrong_is_refused_on_every_rank():
     rank, mesh = world()[0], line()
     torch.manual_seed(rank)
-    params, batch, still = start(), batches(1)[0], bc.sgd(0.1)
+    _, _, _, batch, _ = one()
+    params, still, seeded = start(), bc.sgd(0.1), torch.Generator().manual_seed(0)
+    own = bc.chain(bc.inject_langevin_noise(0.1, generator=seeded), bc.scale_by_neg_lr(0.1))
     cold, stacked = ({k: p + rank for k, p in params.items()}, {k: torch.stack([p, p]) for k, p in params.items()})
     step = bc.make_step(loss, still, mesh=mesh)
     plain, many = bc.make_step(lambda p, b: loss(p, b[:2]), still, mesh=mesh), bc.parallel(step, 2)
@@ -185,6 +133,10 @@ def test_what_would_be_silently_wrong_is_refused_on_every_rank():
     inside, theta = bc.make_step(lambda p, b: forward(p, b).square().mean(), still), [*model.parameters()]
     outside, noisy, hot = bc.make_step(wrapped, still), bc.make_step(loss, TX, mesh=mesh), {"temperature": 0.1}
     for words, act in {
+        ("1 chains on 2 ranks leave some without one",): lambda: bc.parallel(step, 1, mesh=mesh),
+        ('mesh["first"]',): lambda: bc.parallel(step, 4, mesh=mesh_of(2, 1)),
+        ("DeviceMesh",): lambda: bc.parallel(step, 4, mesh="cpu"),
+        ("generator of its own",): lambda: bc.parallel(bc.make_step(loss, own), N).init(own, start(N), seed=3),
         ("no replicas", "state/1/key", "bc.distributed.broadcast"): lambda: noisy(params, TX.init(params), batch),
         ("no replicas", "params/w"): lambda: step(cold, still.init(cold), batch),
         ("5 and 12 entries",): lambda: plain(params, still.init(params), (*batch, torch.zeros(5))),

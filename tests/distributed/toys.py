@@ -86,16 +86,21 @@ def line():
 # runs: a step, parameters, state, batches, and the numbers of this rank's chains where there are several
 
 
-def chains(n=N, fn=loss, shape=None, order=None, seed=3, tx=TX, **options):
-    """Chains over the first axis of a mesh, on the data of the second one; ``order``: batches by epochs."""
+def chains(n=N, fn=loss, shape=None, order=None, seed=3, tx=TX, key=5, each=None, **options):
+    """Chains over the first axis of a mesh, on the data of the second one; ``order``: batches by epochs.
+
+    Without a ``key`` ranks are seeded as it happens; ``each``: arguments of ``tx``, of which every chain has its own.
+    """
+    torch.manual_seed(world()[0])
     square = mesh_of(*shape) if shape and dist.is_initialized() else None
     mesh, within = (square["first"], square["second"]) if square else (line(), None)
     rows = slice(within.get_local_rank(), None, within.size()) if within else slice(None)
     batches = tuple(x[rows] for x in data())
-    made = bc.parallel(bc.make_step(fn, tx, mesh=within), n, mesh=mesh, **{"loop": True, **options})
+    make = lambda **given: bc.make_step(fn, tx(**given) if given else tx, mesh=within)  # noqa: E731
+    made = bc.parallel(make if each else make(), n, mesh=mesh, each=each, **{"loop": True, **options})
     params = made.mine(start(n))
     batches = bc.epochs(batches, 5, seed=seed) if order else batches
-    return made, params, made.init(tx, params, seed=5), batches, list(made.numbers)
+    return made, params, made.init(tx, params, seed=key), batches, list(made.numbers)
 
 
 def rows():
@@ -107,19 +112,26 @@ def rows():
     return made, params, made.init(TX, params, seed=1), batch, list(made.numbers)
 
 
-def one(fn=loss, order=None, total=24, inplace=False):
-    """One chain on the data of all ranks: all of each rank's, or ``order`` of batches: shared, of its part, of its own seed."""
+def one(fn=loss, order=None, total=24, inplace=False, tx=TX, sizes=None):
+    """One chain on the data of all ranks: all of each rank's, or ``order`` of batches: shared, of its part, of its own seed.
+
+    ``sizes``: how many data each rank has.
+    """
     (rank, size), every, mesh = world(), data(total), line() if world()[1] > 1 else None
-    mine = tuple(x[rank::size] for x in every)
+    where = slice(sum(sizes[:rank]), sum(sizes[: rank + 1])) if mesh and sizes else slice(rank, None, size)
+    mine = tuple(x[where] for x in every)
     batches = {
         None: lambda: mine,
         "shared": lambda: bc.epochs(every, 8, seed=5, mesh=mesh),
         "fixed": lambda: bc.epochs(mine, 6 // size, order="fixed"),
         "own": lambda: bc.epochs(mine, 8, seed=rank),
     }[order]()
-    torch.manual_seed(3)
+    torch.manual_seed(3 + rank)  # the first rank's key is all ranks'
     params = start()
-    return bc.make_step(fn, TX, mesh=mesh, inplace=inplace), params, TX.init(params), batches, None
+    state = tx.init(params)
+    if mesh:
+        params, state = bc.distributed.broadcast((params, state), mesh)
+    return bc.make_step(fn, tx, mesh=mesh, inplace=inplace), params, state, batches, None
 
 
 LAYOUTS = {
