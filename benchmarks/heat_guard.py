@@ -114,8 +114,8 @@ def stiffest(kind: str, module: nn.Module, x: Tensor, y: Tensor, decay: float) -
 
     def product(v: Tensor) -> Tensor:
         g = torch.autograd.grad(loss(kind, module, x, y), params, create_graph=True)
-        of_product = torch.autograd.grad(nn.utils.parameters_to_vector(g) @ v, params)
-        return nn.utils.parameters_to_vector(of_product) + decay * v
+        of_product = torch.autograd.grad(torch.cat([x.reshape(-1) for x in g]) @ v, params)
+        return torch.cat([x.reshape(-1) for x in of_product]) + decay * v  # of convolutions they are strided
 
     return lanczos(product, nn.utils.parameters_to_vector(params).detach(), 4, max_products=30)
 

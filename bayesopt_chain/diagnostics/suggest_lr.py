@@ -20,6 +20,8 @@ a direction of a quadratic by  lr C_i / (2 T (1 - mu))  (Mandt, Hoffman and Blei
 
 Curvature and noise are measured at ``params`` and at the end of a short trial run: in networks the curvature at draws is some
 times larger than at the mode, and the gradients of all batches may vanish at a mode that fits all data, and nowhere else.
+Where a part of the data is measured, it is another one there. Its largest curvature ``k = u^T H u`` contains the chance of that
+part; others have ``u^T H' u``, which shows it, and lowers the limit where it is larger.
 
 Where momentum or batch size are open, each pair of a short table gets its own rate, and the pair with the most effective draws
 an epoch wins,
@@ -35,6 +37,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice, repeat
@@ -51,12 +54,13 @@ from bayesopt_chain import kinds
 from bayesopt_chain.checks import short
 from bayesopt_chain.data.epochs import Epochs, epochs
 from bayesopt_chain.diagnostics._response import Response, read
-from bayesopt_chain.diagnostics.findings import Row, judged
+from bayesopt_chain.diagnostics.findings import Finding, Row, judged
 from bayesopt_chain.diagnostics.gradient_noise import gradient_noise, hessian_product, scalar, trace, twice_over_once
 from bayesopt_chain.diagnostics.heating import Heating, Reduced, loop, predict, reduce, rescaled
 from bayesopt_chain.loop.step import make_step
 from bayesopt_chain.modules.functional import make_functional
 from bayesopt_chain.testing._lyapunov import solve_lyapunov
+from bayesopt_chain.trees import unflatten
 
 MARGIN = 0.1  # share of the stability limit
 MOMENTA = (0.5, 0.9, 0.97, 0.99, 0.997)  # tried where the momentum is open
@@ -65,6 +69,7 @@ SHARE = 0.1  # of the passes of a run that suggesting may cost
 RANK, PROBES = 4, 4  # directions of noise and of curvature each; random vectors for the trace
 PRODUCTS = 2 * RANK + 3 * RANK + PROBES  # with the Hessian, at one point
 FEWEST, MOST, BASE = 4, 40, 64  # batches that are measured at one point, and data in each at most
+KNOWN = 1.5  # factor within which curvatures of other data must agree with those measured
 STEPS = (4, 200)  # of the trial run
 FIRST = 1e-3  # the rate at which the chain is read; curvature and noise are in its coordinates
 HALVINGS = 12  # of the margin, after trial runs that diverge
@@ -81,7 +86,8 @@ class Suggestion:
         batch_size: number of data in a batch.
         tx: the chain at these.
         batches: of that size, for :func:`bayesopt_chain.sample`.
-        stability: the rate from which on the chain diverges.
+        stability: the rate from which on the chain diverges, by the data that were measured and, where these are not all, by
+            others.
         heating: the largest rate within the tolerance; infinite where every stable one is.
         draws_per_epoch: effective draws that a pass over the data makes, in the slower of two directions: of the mean
             curvature, and of the largest.
@@ -121,15 +127,15 @@ class Source(NamedTuple):
 
     Attributes:
         size: number of data.
-        measured: from about so many data, the number of data in a batch, batches, and the same data in at most four larger ones
-            for products with the Hessian.
+        measured: from about so many data, at the first point or the second, the number of data in a batch, batches, the same
+            data in at most four larger ones for products with the Hessian, and as many other data in such ones.
         sizes: batch sizes to choose from.
         order: of the batches.
         batches: of a size, for :func:`bayesopt_chain.sample`.
     """
 
     size: float
-    measured: Callable[[float], tuple[int, list[Any], list[Any]]]
+    measured: Callable[[float, int], tuple[int, list[Any], list[Any], list[Any]]]
     sizes: tuple[int, ...]
     order: Any
     batches: Callable[[int], Any]
@@ -142,13 +148,15 @@ class LocalModel(NamedTuple):
         system: both, in the span that is looked at.
         mean: the mean curvature, ``tr(H) / P``.
         top: the largest curvature.
-        level: mean loss over the batches measured, and its standard error.
+        again: the curvature of other data in its direction over ``top``, and its standard error; 1 and 0 of all data.
+        level: mean loss over the batches measured first, and its standard error.
         moving: number of parameters that move.
     """
 
     system: Reduced
     mean: float
     top: float
+    again: tuple[float, float]
     level: tuple[float, float]
     moving: int
 
@@ -193,13 +201,17 @@ def suggest_lr(
             which leaves the batch size open; or batches of one size that share no datum and can be gone through again, such as
             a list, which is a fixed order, or a DataLoader.
         tolerance: by how much the batches may widen the variance of any direction, mean over an epoch; 0.05 is 5 %.
-        epochs: passes over the data that the run may take, a tenth of which or so pays for suggesting; the fewer they are, the
-            less certain the answer. Default: what a good answer needs.
+        epochs: passes over the data that the run may take, a tenth of which or so pays for suggesting, and for at least 40
+            data or 4 batches; the fewer are measured, the less certain the answer. Default: what a good answer needs.
         state: of the chain, where a preconditioner learns; start the run from it too.
         seed: of the trial run and of the batches.
 
     Returns:
         :class:`~bayesopt_chain.diagnostics.Suggestion`.
+
+    Warns:
+        UserWarning: other data have another curvature, by half or more, in the direction that is stiffest for those that were
+            measured, so that the stability limit is uncertain. The limit is at most that of either.
 
     Raises:
         TypeError: a ``make_tx`` that takes something else; data that can be gone through once, such as a generator.
@@ -280,11 +292,11 @@ class _Adviser:
                 "given, in every group"
             )
         self.allowed = math.inf if epochs is None else SHARE * epochs
-        self.passes = 0.0
+        self.passes, self.compared = 0.0, list[Any]()
 
     def run(self) -> Suggestion:
         """The answer."""
-        models, margin, diverged = [self._measure(self.params, 0.15 * self.allowed)], MARGIN, 0
+        models, margin, diverged = [self._measure(self.params, 0.15 * self.allowed, 0)], MARGIN, 0
         while (end := self._ends(max(self._candidates(models, margin)), models[0])) is None:
             diverged, margin = diverged + 1, margin / 2
             if diverged == HALVINGS:
@@ -292,11 +304,14 @@ class _Adviser:
                     "suggest_lr: trial runs from params diverge at every learning rate; go to a mode first, and look at "
                     "the loss and for NaN in the data"
                 )
-        models.append(self._measure(end, 0.6 * self.allowed))
-        candidates = self._candidates(models, margin)
-        best = max(candidates)
+        models.append(self._measure(end, 0.6 * self.allowed, 1))
+        best = max(self._candidates(models, margin))
         heating = rate(best.stability, lambda lr: self._heat(models, best, lr), self.tolerance, 0.999)
         reports = [self._report(model, best, best.lr) for model in models]
+        notes = [*self._notes(best, models, margin)]
+        for note in notes:
+            if note.kind == "unsure":
+                warnings.warn(f"suggest_lr: {note.says}", stacklevel=4)
         return Suggestion(
             best.lr,
             best.momentum,
@@ -309,13 +324,13 @@ class _Adviser:
             max(reports, key=lambda report: report.worst),
             self.passes,
             diverged,
-            tuple(self._notes(best, models, margin)),
+            tuple([note.says for note in notes]),
         )
 
-    def _measure(self, params: Any, passes: float) -> LocalModel:
+    def _measure(self, params: Any, passes: float, number: int) -> LocalModel:
         loss, response = self.loss, self.response
         # a point costs as many passes as the share of the data that is measured times 1 + 2 PRODUCTS
-        base, measured, joined = self.source.measured(passes / (1 + 2 * PRODUCTS) * self.source.size)
+        base, measured, joined, other = self.source.measured(passes / (1 + 2 * PRODUCTS) * self.source.size, number)
         product = hessian_product(loss, params, joined, max_batches=MOST)
         try:
             noise = gradient_noise(loss, params, measured, rank=RANK, max_batches=MOST)
@@ -323,6 +338,7 @@ class _Adviser:
             leaves = optree.tree_leaves(params)
             roots = [gain.to(leaf).sqrt() for gain, leaf in zip(response.gains, leaves)]
             curved = trace(product, params, roots, PROBES)
+            again = _again(system, [hessian_product(loss, params, [batch]) for batch in other])
         except RuntimeError as err:
             if not isinstance(err, NotImplementedError) and "no second derivative" not in str(err):
                 raise
@@ -331,17 +347,18 @@ class _Adviser:
                 f"{str(err).strip().splitlines()[0]:.160}; of nn.Embedding take sparse=False, and for nn.EmbeddingBag the mean "
                 "of an nn.Embedding"
             ) from err
+        self.compared = self.compared or measured
         with torch.no_grad():
-            levels = torch.stack([scalar(loss, params, batch).double().cpu() for batch in measured])
+            levels = torch.stack([scalar(loss, params, batch).double().cpu() for batch in self.compared])
         level = (float(levels.mean()), float(levels.std(correction=0)) / math.sqrt(len(levels)))
         prior = min(group.prior for group in response.groups)
         top = float(torch.linalg.eigvalsh(system.H)[-1]) if len(system.H) else 0.0
         if not top + prior > 0:
             raise ValueError("suggest_lr: the loss has no positive curvature at params; go to a mode first")
-        self.passes += len(measured) * base / self.source.size * (1 + 2 * PRODUCTS)
+        self.passes += len(measured) * base / self.source.size * (1 + 2 * PRODUCTS + 2 * len(other) / len(joined))
         moving = sum(int((root > 0).sum()) * (leaf.numel() // root.numel()) for root, leaf in zip(roots, leaves))
         mean = max(curved / moving, 1e-5 * top)
-        return LocalModel(replace(system, C=system.C * base, D=system.D * base), mean, top, level, moving)
+        return LocalModel(replace(system, C=system.C * base, D=system.D * base), mean, top, again, level, moving)
 
     def _at(self, model: LocalModel, candidate: Candidate, lr: float) -> Reduced:
         """Curvature and noise of batches in the coordinates of the chain at this rate."""
@@ -371,7 +388,8 @@ class _Adviser:
             start = Candidate(0.0, 0.0, momentum, 1, 0.0)
             stability = largest(
                 lambda lr, candidate=start: all(
-                    loop(self._at(model, candidate, lr)).radius < 1 + 1e-6 for model in models
+                    loop(self._at(model, candidate, lr * max(1.0, model.again[0]))).radius < 1 + 1e-6
+                    for model in models
                 ),
                 1e12,
             )
@@ -416,20 +434,23 @@ class _Adviser:
         finite = all(bool(x.isfinite().all()) for x in optree.tree_leaves(params))
         return params if finite and last <= highest else None
 
-    def _notes(self, best: Candidate, models: Sequence[LocalModel], margin: float) -> Iterator[str]:
+    def _notes(self, best: Candidate, models: Sequence[LocalModel], margin: float) -> Iterator[Finding]:
         """What limits the rate, what would buy more, and what was noticed."""
-        size = int(self.source.size)
+        size, (again, error) = int(self.source.size), max(models, key=lambda model: model.top).again
+        unsure = not (again - error > 1 / KNOWN and again + error < KNOWN)
         full = self._draws(models[-1], best._replace(batch_size=size), margin * best.stability)
         m = SimpleNamespace(
             tolerance=self.tolerance, stability=best.stability, slow=margin * best.stability, lr=best.lr,
             has_more=best.batch_size < size and full > FAR * best.draws,
             more=full / best.draws, parts=math.ceil(size / best.batch_size),
             draws=any(bool(model.system.D.any()) for model in models),
+            unsure=unsure, again=again, error=error,
+            more_data="" if math.isinf(self.allowed) else " A larger epochs= pays for measuring more of them.",
             fell=models[0].level[0] - models[1].level[0], noise=self.temperature * models[0].moving,
             # one with the chain's own weight decay is none of the loss alone
             is_whole=all(group.prior == 0 for group in self.response.groups),
         )  # fmt: skip
-        return (found.says for found in judged(NOTES, m, set()))
+        return judged(NOTES, m, set())
 
 
 NOTES = (
@@ -438,6 +459,9 @@ NOTES = (
     Row("limit", lambda m: True,
         "The rate is limited by the noise of the batches: above it some direction widens by more than {tolerance:.0%}; from "
         "{stability:.3g} on the chain diverges."),
+    Row("unsure", lambda m: m.unsure,
+        "The stability limit is uncertain: in the direction that is stiffest for the data measured, others have {again:.2g} +- "
+        "{error:.1g} times its curvature.{more_data}"),
     Row("full", lambda m: m.has_more,
         "Full batches would make {more:.2g} times the effective draws an epoch, at lr {slow:.2g}; where memory does not hold "
         "them, accumulate: bc.make_step(..., microbatches={parts})."),
@@ -448,6 +472,23 @@ NOTES = (
     Row("start", lambda m: m.is_whole and m.fell > 0.05 * m.noise,
         "params is no mode: the loss fell by {fell:.3g} in the trial run. Train to a mode first."),
 )  # fmt: skip
+
+
+def _again(system: Reduced, products: Sequence[Callable[[Any], Any]]) -> tuple[float, float]:
+    """The mean of some curvatures in the direction in which that of the system is largest, over it, and its standard error.
+
+    The largest eigenvalue of few data contains their chance: its mean is larger than that of all data, and other data have a
+    smaller one in its direction.
+    """
+    if len(products) < 2 or not len(system.H):
+        return 1.0, 0.0
+    values, vectors = torch.linalg.eigh(system.H)
+    u = unflatten(system.roots * (vectors[:, -1].to(system.roots) @ torch.cat(system.bases)), system.like)
+    pairs = [zip(optree.tree_leaves(u), optree.tree_leaves(product(u))) for product in products]
+    each = torch.tensor([sum(float((x * y).sum()) for x, y in pair) for pair in pairs], device="cpu") / float(
+        values[-1]
+    )
+    return float(each.mean()), float(each.std()) / math.sqrt(len(each))
 
 
 def _momenta(make_tx: Callable[..., Any]) -> tuple[float | None, ...]:
@@ -498,11 +539,16 @@ def _source(data: Any, seed: int) -> Source:
     base = sizes[0] if sizes else 1
     is_fixed = isinstance(data, Sequence) or isinstance(getattr(data, "sampler", None), SequentialSampler)
 
-    def measured(most: float) -> tuple[int, list[Any], list[Any]]:
+    def measured(most: float, number: int) -> tuple[int, list[Any], list[Any], list[Any]]:
         m = int(min(MOST, max(FEWEST, most / base)))
-        spread = data[:: math.ceil(count / m)] if isinstance(data, Sequence) else islice(data, m)
-        made = list(spread)  # the first of a list may be unlike the rest
-        return base, (made if len(made) > 1 else 2 * made), made
+        if isinstance(data, Sequence):
+            stride = math.ceil(count / m)  # the first of a list may be unlike the rest
+            made, other = (list(data[(number + i) % stride :: stride]) for i in range(2))
+            other = other if stride > 1 else []
+        else:
+            both = list(islice(data, 2 * m))
+            made, other = both[:m], both[m:]
+        return base, (made if len(made) > 1 else 2 * made), made, other
 
     return Source(base * count, measured, (base,), "fixed" if is_fixed else "reshuffled", lambda size: data)
 
@@ -510,15 +556,16 @@ def _source(data: Any, seed: int) -> Source:
 def _of_rows(tree: Any, size: int, sizes: tuple[int, ...], order: Any, seed: int) -> Source:
     """Batches of a tree of tensors; those that are measured are small, so that few data make many of them."""
 
-    def measured(most: float) -> tuple[int, list[Any], list[Any]]:
+    def measured(most: float, number: int) -> tuple[int, list[Any], list[Any], list[Any]]:
+        most = max(most, MOST)
         base = max(1, min(BASE, int(min(most, size) / MOST), *sizes))
-        small = epochs(tree, base, seed=seed)
+        small = epochs(tree, base, seed=seed + number)
         m = int(min(MOST, len(small), max(FEWEST, most / base)))
-        made = [small.batch(0, k) for k in range(m)]
+        made = [small.batch(0, k) for k in range(min(2 * m, len(small)))]
         each = m // 4 if m % 4 == 0 else m
-        parts = [made[i : i + each] for i in range(0, m, each)]
+        parts = [made[i : i + each] for i in range(0, len(made) - each + 1, each)]
         joined = [optree.tree_map(lambda *x: torch.cat(x), *part) for part in parts]
-        return base, (made if m > 1 else 2 * made), joined
+        return base, (made[:m] if m > 1 else 2 * made), joined[: m // each], joined[m // each :]
 
     def batches(b: int) -> Any:
         return [tree] if b == size else epochs(tree, b, order=order, seed=seed)
