@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from bayesopt_chain import kinds
 from bayesopt_chain.checks import installed
 
 installed("bayesopt_chain.botorch", "botorch", "botorch", "gpytorch")
@@ -42,6 +43,11 @@ from bayesopt_chain.trees import Tree, flatten
 __all__ = ["DrawsModel", "LinearizedModel"]
 
 Forward = Callable[[Tree, Any], Tensor]
+
+
+_FITTED = kinds.instance(FittedLaplace, "what bc.fit_laplace returned (of an ensemble call DrawsModel.of)")
+_ENSEMBLE = kinds.instance(Ensemble, "what bc.posterior_ensemble returned (of bc.fit_laplace call LinearizedModel.of)")
+_DRAWS = kinds.TREE._replace(words="a tree of tensors [S, *leaf.shape] (of bc.Draws draws.params)")
 
 
 def as_they_are(x: Tensor) -> tuple[Tensor, None]:
@@ -115,8 +121,10 @@ class LinearizedModel(Model):
             ValueError: a precision that is not positive definite.
         """
 
+        kinds.require("LinearizedModel.of", fitted=(fitted, _FITTED))
+
         def features(x: Tensor) -> Any:
-            return fitted.model.seen_by_head((x, None))
+            return fitted.model.seen_by_head((x.to(fitted.model.dtype), None))
 
         return cls(
             fitted.model.forward,
@@ -307,13 +315,13 @@ class LinearizedModel(Model):
         """Mean ``[*b, q, m]``, rows J and ``J Lambda^-1``, ``[*b, q m, P]``."""
         params = self._gaussian.mean
         batch = self._features(X.reshape(-1, X.shape[-1]))
-        mean = self._forward_of(params, batch)
+        mean = self._forward_of(params, batch).to(X)
         found = 1 if mean.ndim == 1 else mean.shape[-1]
         if found != self._outputs:
             raise ValueError(f"LinearizedModel: the model has {found} outputs: pass num_outputs={found}")
         rows = jacobian(self._forward_of, params, batch)
-        left = flatten(rows, params).to(mean.dtype)
-        right = flatten(self._gaussian.precision.solve(rows), params).to(mean.dtype)
+        left = flatten(rows, params).to(X)
+        right = flatten(self._gaussian.precision.solve(rows), params).to(X)
         shape = (*X.shape[:-2], X.shape[-2] * self._outputs, left.shape[1])
         return mean.reshape(*X.shape[:-1], self._outputs), left.reshape(shape), right.reshape(shape)
 
@@ -334,9 +342,12 @@ class DrawsModel(EnsembleModel):
         forward: ``forward(params, (x, None)) -> outputs [n, m]`` (or ``[n]``) for inputs ``[n, d]``.
         draws: a tree of leaves ``[S, *leaf.shape]``: a chain's draws, members of an ensemble, or
             ``posterior.sample((S,))`` of any Gaussian.
+        num_outputs: m. Default 1.
         weights: of the draws, ``[S]``. Default: equal.
+        input_transform, outcome_transform: of BoTorch, applied to inputs and to the posterior. Default: none.
 
     Raises:
+        TypeError: draws that are no tree of tensors.
         ValueError: leaves that disagree on S, or weights of another number.
 
     Example:
@@ -352,11 +363,13 @@ class DrawsModel(EnsembleModel):
         forward: Forward,
         draws: Tree,
         *,
+        num_outputs: int = 1,
         weights: Tensor | None = None,
         input_transform: Any = None,
         outcome_transform: Any = None,
     ) -> None:
         super().__init__(weights)
+        kinds.require("DrawsModel", draws=(draws, _DRAWS))
         leaves = optree.tree_leaves(draws)
         lengths = {leaf.shape[0] if leaf.ndim else 0 for leaf in leaves}
         if len(lengths) != 1 or 0 in lengths:
@@ -368,22 +381,24 @@ class DrawsModel(EnsembleModel):
             raise ValueError(
                 f"DrawsModel: weights has shape {tuple(weights.shape)} for {self._size} draws: pass one for each"
             )
-        self._num_outputs = 1
+        self._num_outputs = num_outputs
         if input_transform is not None:
             self.input_transform = input_transform
         if outcome_transform is not None:
             self.outcome_transform = outcome_transform
 
     @classmethod
-    def of(cls, ensemble: Ensemble, **transforms: Any) -> DrawsModel:
+    def of(cls, ensemble: Ensemble, *, num_outputs: int = 1, **transforms: Any) -> DrawsModel:
         """The model of what :func:`bayesopt_chain.posterior_ensemble` returned, its draws with their weights.
 
         Args:
             ensemble: the networks, or draws of them.
+            num_outputs: m. Default 1.
             **transforms: ``input_transform`` and ``outcome_transform``, as for the constructor.
 
         Returns:
-            A :class:`DrawsModel` of the networks' outputs, without the noise.
+            A :class:`DrawsModel` of the networks' outputs, without the noise: as every ``EnsembleModel`` of BoTorch it ignores
+            ``observation_noise=True``.
 
         Example:
             >>> import torch, bayesopt_chain as bc
@@ -395,6 +410,7 @@ class DrawsModel(EnsembleModel):
             >>> torch.allclose(model.posterior(x).mean, ensemble.predict(x).mean)
             True
         """
+        kinds.require("DrawsModel.of", ensemble=(ensemble, _ENSEMBLE))
         forward = ensemble.members.still
         kept = {"params": ensemble.params, "buffers": ensemble.buffers}
         draws: Any = {k: {n: x.flatten(0, 1) for n, x in tree.items()} for k, tree in kept.items() if tree}
@@ -402,7 +418,7 @@ class DrawsModel(EnsembleModel):
         def outputs(member: Any, batch: Any) -> Tensor:
             return forward.with_buffers(member["params"], batch, member.get("buffers", {}))[0]
 
-        return cls(outputs, draws, **transforms)
+        return cls(outputs, draws, num_outputs=num_outputs, **transforms)
 
     @property
     def batch_shape(self) -> torch.Size:
@@ -416,13 +432,18 @@ class DrawsModel(EnsembleModel):
             X: ``[*b, q, d]``.
 
         Returns:
-            ``[*b, S, q, m]``.
+            ``[*b, S, q, m]``, in the dtype of X; networks compute in theirs.
+
+        Raises:
+            ValueError: another number of outputs than the model was told.
         """
-        flat = X.reshape(-1, X.shape[-1])
+        flat = X.reshape(-1, X.shape[-1]).to(optree.tree_leaves(self._draws)[0].dtype)
         members = [optree.tree_map(lambda leaf, s=s: leaf[s], self._draws) for s in range(self._size)]
         values = torch.stack([self._forward_of(member, (flat, None)) for member in members])
-        self._num_outputs = 1 if values.ndim == 2 else values.shape[-1]
-        return values.reshape(self._size, *X.shape[:-1], self._num_outputs).movedim(0, -3)
+        found = 1 if values.ndim == 2 else values.shape[-1]
+        if found != self._num_outputs:
+            raise ValueError(f"DrawsModel: the model has {found} outputs: pass num_outputs={found}")
+        return values.to(X).reshape(self._size, *X.shape[:-1], found).movedim(0, -3)
 
 
 def _jittered(covariance: Tensor) -> Any:

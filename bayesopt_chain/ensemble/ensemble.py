@@ -104,6 +104,10 @@ class Ensemble:
     def _outputs(self, stacked: Sequence[Tensors], inputs: Any) -> tuple[Likelihood, Tensor]:
         """The likelihood and the outputs ``[S, n, *event]`` of stacked draws, as wide as held-out data asked for."""
         outputs = outputs_of(self.members.still, stacked[0], stacked[1], inputs, self.loop)
+        if outputs.shape[1] != (n := len(batches.flatten(inputs)[0][0])):
+            raise ValueError(
+                f"predict: the networks return {tuple(outputs.shape[1:])} for {n} data: pass inputs [N, *] (of one x[None])"
+            )
         return (self.likelihood, outputs) if self.factor == 1 else self.likelihood.widened(outputs, self.factor)
 
     @kinds.takes()

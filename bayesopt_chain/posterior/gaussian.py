@@ -48,10 +48,9 @@ class PosteriorTransformation(Chain):
 
 
 def find(state: Any, kind: type[Kind], maker: str) -> Kind:
-    """The one state of class ``kind`` in a chain's state."""
-    if isinstance(state, kind):
-        return state
-    found = [entry for entry in state if isinstance(entry, kind)] if isinstance(state, tuple) else []
+    """The one state of class ``kind`` in a state: of a chain, of TorchOpt's too, or of a wrapper around one."""
+    leaves: list[Any] = optree.tree_leaves(state, is_leaf=lambda x: isinstance(x, kind))
+    found = [x for x in leaves if isinstance(x, kind)]
     if len(found) != 1:
         raise ValueError(
             f"state holds {len(found)} states of {maker}, not one: pass what init of this transformation, or of a chain "
@@ -64,7 +63,7 @@ def names_in(state: Any, entry: Any) -> list[str]:
     """The paths of the leaves that the link with this entry acts on; empty for an entry that stands alone."""
     if not isinstance(state, State):
         return []
-    where = next(where for mine, where in zip(state, state.layout.where) if mine is entry)
+    where = next((where for mine, where in zip(state, state.layout.where) if mine is entry), ())
     return [state.layout.paths[j] for j in where]
 
 

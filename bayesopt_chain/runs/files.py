@@ -108,7 +108,8 @@ def _seal(entries: Mapping[str, Any], about: str) -> str:
 
 
 def _replace(path: Path, parts: list[Any]) -> None:
-    """Write a temporary neighbour, flush it to the disk, and put it in the place of ``path``."""
+    """Write a temporary neighbour, flush it to the disk, and put it in the place of ``path``, or of what a link there names."""
+    path = path.resolve()
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:

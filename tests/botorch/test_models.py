@@ -103,10 +103,17 @@ def without_noise():
         (lambda x: without_noise().condition_on_observations(x, x[:, :1]), "no observation noise is known"),
         (lambda x: LinearizedModel.of(fit("all", 2)[0]).posterior(x), "has 2 outputs: pass num_outputs=2"),
         (lambda x: DrawsModel(None, {"a": torch.zeros(2), "b": torch.zeros(3)}), r"lengths \[2, 3\]"),
+        (
+            lambda x: DrawsModel(lambda w, b: b[0] @ w, torch.ones(4, 2, 3)).posterior(x),
+            "3 outputs: pass num_outputs=3",
+        ),
+        (lambda x: DrawsModel(None, bc.Draws.from_trees([{"w": x}])), r"of bc.Draws draws.params"),
+        (lambda x: DrawsModel.of(fit()[0]), "of bc.fit_laplace call LinearizedModel.of"),
+        (lambda x: LinearizedModel.of(torch.nn.Linear(2, 1)), "what bc.fit_laplace returned"),
     ],
 )
 def test_noise_that_nobody_knows_is_refused(call, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((TypeError, ValueError), match=words):
         call(torch.rand(2, 2))
 
 
@@ -143,6 +150,17 @@ def test_draws_are_an_ensemble():
     ).reshape(16, 3, 4, 1)
     torch.testing.assert_close(got.mean, values.mean(0))
     torch.testing.assert_close(got.variance, values.var(0))
+
+
+@pytest.mark.parametrize("kind", ["laplace", "draws"])
+def test_inputs_of_another_dtype_than_the_weights_are_predicted_in_their_own(kind):
+    """BoTorch's inputs are in double precision, networks mostly in single."""
+    drawn, fitted, *_ = members()
+    model, x = drawn if kind == "draws" else LinearizedModel.of(fitted), torch.rand(4, 2).float()
+    got, wanted = model.posterior(x), model.posterior(x.double())
+    assert got.mean.dtype == got.variance.dtype == torch.float32
+    torch.testing.assert_close(got.mean.double(), wanted.mean, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got.variance.double(), wanted.variance, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["laplace", "last layer", "draws", "variational"])

@@ -243,6 +243,8 @@ def test_batches_that_batch_norm_cannot_be_trained_on_are_refused():
 def test_inputs_that_would_give_predictions_that_are_nothing_are_refused(fitted):
     with pytest.raises(ValueError, match="predict: the inputs of data hold NaN"):
         fitted.predict(torch.cat([X[:3], torch.full((1, 2), float("nan"))]))
+    with pytest.raises(ValueError, match=r"predict: the networks return \(1,\) for 2 data: pass inputs \[N, \*\]"):
+        fitted.predict(X[0])
 
 
 def test_the_passes_that_are_counted_are_those_that_were_made():
@@ -259,7 +261,8 @@ def test_the_report_is_printed(fitted):
 
 
 def test_an_ensemble_is_saved_and_opened(tmp_path, fitted):
-    fitted.save(tmp_path / "ensemble.safetensors")
+    (tmp_path / "latest").symlink_to(tmp_path / "ensemble.safetensors")  # a link stays one
+    fitted.save(tmp_path / "latest")
     opened = opened_as(tmp_path / "ensemble.safetensors")
     assert torch.equal(opened.predict(X).log_prob(Y), fitted.predict(X).log_prob(Y))
     assert fitted.draws().chains == 2 and str(opened.report) == str(fitted.report)

@@ -5,6 +5,7 @@ import math
 import optree
 import pytest
 import torch
+import torchopt
 
 import bayesopt_chain as bc
 from bayesopt_chain.precision import flatten
@@ -173,3 +174,19 @@ def test_entries_that_never_moved_have_the_floors_variance(rank):
         draws = posterior.sample((200,), generator=torch.Generator().manual_seed(0))["b"]
         assert (draws - 0.5).abs().max() < 6 * math.sqrt(floor) + 1e-15
         assert torch.isfinite(posterior.log_prob(posterior.mean))
+
+
+@pytest.mark.parametrize(
+    "around",
+    [lambda *x: bc.skip_nonfinite(bc.chain(*x)), torchopt.chain, lambda *x: torchopt.chain(torchopt.chain(*x))],
+)
+def test_the_average_is_found_in_wrappers_and_in_chains_of_torchopt(around):
+    average, means = bc.swag(rank=2), []
+    for tx in (bc.chain(bc.sgd(0.1), average), around(torchopt.sgd(0.1), average)):
+        params = torch.ones(4, dtype=torch.float64)
+        state = tx.init(params)
+        for _ in range(5):
+            updates, state = tx.update(params.sin(), state, params=params, inplace=False)
+            params = params + updates
+        means.append(torch.stack([average.mean(state, params), average.posterior(state, params).marginal_variance]))
+    torch.testing.assert_close(*means, rtol=0, atol=0)
