@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 import time
@@ -51,14 +50,14 @@ class Collector:
         run = Run(None, self._params(), (), ResumableBatches(None), 0, after, every)  # type: ignore[arg-type]
         place = Place() if path is None or not self.collects else Place(path, path)
         self.store, self.folder = Store(run, place, seconds), None
-        mine = weakref.WeakMethod(self.try_to_flush), weakref.WeakMethod(self.__call__)
+        mine = weakref.WeakMethod(self.__call__)
         if place.root is not None:
             self.folder = self._continue(place.root, optimizer)
-            atexit.register(lambda: (flush := mine[0]()) and flush())
+            weakref.finalize(self, _let_go, vars(self))  # at the end of the process too
         if optimizer is not None:
             _models[optimizer] = weakref.ref(model)
             self.hook = optimizer.register_step_post_hook(
-                lambda optimizer, *_: (look := mine[1]()) and look(None, optimizer)
+                lambda optimizer, *_: (look := mine()) and look(None, optimizer)
             )
 
     def _continue(self, path: Path, optimizer: Any) -> Folder:
@@ -330,6 +329,19 @@ def callback_kind(of: type[Any]) -> type[Any]:
     found = [getattr(sys.modules[module], name, None) for module, name in names if module in sys.modules]
     bases = tuple(dict.fromkeys(base for base in found if isinstance(base, type)))
     return type(of.__name__, (of, *bases), {"__doc__": of.__doc__}) if bases else of
+
+
+def _let_go(held: dict[str, Any]) -> None:
+    """Write what a collector that nobody holds any more has in memory, and say so if it has never seen a step."""
+    last = object.__new__(Collector)
+    vars(last).update(held)
+    if last.counts and not last.step:
+        warnings.warn(
+            f"collect: nothing was kept in {last.path}, for no step was made while what collect returned was held: "
+            "keep = bc.collect(...), for as long as draws are to be kept",
+            stacklevel=2,
+        )
+    last.try_to_flush()
 
 
 @kinds.with_plain_numbers

@@ -5,7 +5,7 @@ import functools
 import itertools
 import os
 import shutil
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 
 import pytest
@@ -271,3 +271,18 @@ def test_it_predicts_with_models_whose_outputs_are_no_tensors():
     x = torch.randn(5, 3)
     torch.testing.assert_close(keep.predict([x]), model(x).logits)
     torch.testing.assert_close(keep.draws.predict(model, [x]), model(x).logits)
+
+
+@pytest.mark.parametrize("steps", [0, 5])
+def test_what_is_let_go_of_is_written_and_a_collector_that_nobody_held_is_said(tmp_path, steps):
+    model = nn.Linear(1, 1)
+    keep = bc.collect(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2, path=tmp_path)
+    for step in range(1, steps + 1):
+        keep(step)
+    with (
+        nullcontext()
+        if steps
+        else pytest.warns(UserWarning, match=r"nothing was kept in .*keep = bc.collect\(\.\.\.\)")
+    ):
+        del keep
+    assert len(bc.Draws.open(tmp_path)) == steps // 2

@@ -94,7 +94,7 @@ def life(path):
 def few(monkeypatch):
     monkeypatch.setattr(folder, "SMALL_FILES", 3)
     monkeypatch.setattr(os, "fsync", lambda fd: None)  # it takes most of the time, and a process that dies needs none
-    monkeypatch.setattr("atexit.register", lambda *_: None)
+    monkeypatch.setattr("weakref.finalize", lambda *_: None)  # a process that dies lets go of nothing
 
 
 def calls_of(path, monkeypatch):
