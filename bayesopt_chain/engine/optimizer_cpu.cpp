@@ -17,7 +17,6 @@ struct Before {
 // the numbers of a step, in the order of bayesopt_chain.engine.optimizer_cpu.Job.set
 struct Given {
   double sign, decay, eps, step_size, momentum, gain, direct, shrink, square_decay, correction, temperature;
-  Before before;
 };
 
 struct Noise {
@@ -82,10 +81,10 @@ struct Job {
   const Real** g;
   Real **m, **v, **last[2];   // last draws of the two branches; null where they are made again
   const int64_t* draws[2];    // numbers of the leaves in the random stream; null without that branch
-  Given* numbers;
-  int64_t key, step;
-  int64_t again[2][2];        // of each branch, key and step of the draws that are made again; a step below 0 for none
-  int64_t threads;
+  const Given* numbers;
+  Before* before;
+  const int64_t (*again)[2];  // of each branch, key and step of the draws that are made again; a step below 0 for none
+  int64_t key, step, threads;
 };
 
 // DIRECT: whether there is a direct branch, which has a noise of its own
@@ -165,8 +164,8 @@ void sweep(const Job<Real>& job, const Numbers<Real>& k) {
 // whether the next step's noise depends on other numbers than that of this one
 template <class Real>
 int step(const Job<Real>& job) {
-  const Before last = job.numbers->before;
-  const Numbers<Real> k(*job.numbers, noise_of(*job.numbers, job.numbers->before));
+  const Before last = *job.before;
+  const Numbers<Real> k(*job.numbers, noise_of(*job.numbers, *job.before));
   switch (job.kind) {
     case MOMENT: sweep<MOMENT, false>(job, k); break;
     case SCALED: sweep<SCALED, false>(job, k); break;
@@ -174,7 +173,7 @@ int step(const Job<Real>& job) {
     case PLAIN: sweep<PLAIN, false>(job, k); break;
     default: job.draws[1] ? sweep<MOMENTUM, true>(job, k) : sweep<MOMENTUM, false>(job, k);
   }
-  return std::memcmp(&last, &job.numbers->before, sizeof last) != 0;
+  return std::memcmp(&last, job.before, sizeof last) != 0;
 }
 
 // what all counters were; NaN if they differ

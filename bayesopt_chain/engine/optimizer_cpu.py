@@ -39,9 +39,9 @@ from bayesopt_chain.random import compiled
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _PARALLEL = 2**15  # elements below which threads cost more than they save
 MOMENT, SCALED, SCALED_MOMENTUM, PLAIN, MOMENTUM = range(5)  # the ways to move: Adam, RMSprop (two), SGD (two)
-_NUMBERS, _BEFORE = 19, 11  # of ``Given`` of the source, and where what it remembers begins
-_Job: Any = ctypes.c_int64 * 19  # ``Job`` of the source
-_NOW = 12  # key and count of the draws, those of the last draws of both branches, threads
+_NUMBERS = 11  # of ``Given`` of the source
+_Job: Any = ctypes.c_int64 * 17  # ``Job`` of the source
+_NOW = 14  # key and count of the draws, threads
 _address = ctypes.addressof
 
 
@@ -77,6 +77,8 @@ class Job:
         tensors: lists of contiguous tensors, empty for what is not there: parameters, velocities, squares, and the last draws
             of the two branches, over which those of a step are written. They have to stay where they are in memory.
         draws: the leaves' numbers in the random stream, for each branch; empty for a branch that is not there.
+        remembered: what :class:`bayesopt_chain.optim._rule.Before` has of the last step, NaN if there was none, over which
+            that of a step is written; and key and count of each branch's last draws, if these are made again, else -1.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Job:
         sizes: tuple[int, ...],
         tensors: Sequence[Sequence[Tensor]],
         draws: Sequence[tuple[int, ...]],
+        remembered: tuple[Any, Any],
     ) -> None:
         kernels = _kernels()
         assert kernels is not None
@@ -95,35 +98,30 @@ class Job:
         theta, *state = (pointers(xs) if xs else None for xs in tensors)
         # alive as long as the job, which holds their addresses
         self._arrays = (integers(sizes), theta, self._gradients, *state, *(integers(x) if x else None for x in draws))
-        addresses = [0 if x is None else _address(x) for x in (*self._arrays, self._numbers)]
-        self._job = _Job(kind, len(sizes), *addresses, 0, 0, *(-1, -1) * 2, 1)
+        self._arrays += (self._numbers, *remembered)
+        self._job = _Job(kind, len(sizes), *[0 if x is None else _address(x) for x in self._arrays], 0, 0, 1)
 
     def set(self, *numbers: float) -> None:
-        """Give the numbers of a step, which hold until others are given; those behind the temperature go on by themselves.
+        """Give the numbers of a step, which hold until others are given.
 
         Args:
-            numbers: sign, decay, eps, step_size, momentum, gain, direct, shrink, square_decay, correction, the temperature, and
-                what :class:`bayesopt_chain.optim._rule.Before` has of the last step, NaN if there was none.
+            numbers: sign, decay, eps, step_size, momentum, gain, direct, shrink, square_decay, correction, the temperature.
         """
         self._numbers[:] = numbers
 
-    def run(
-        self, gradients: Sequence[Tensor], now: tuple[int, int], last: tuple[tuple[int, int], tuple[int, int]]
-    ) -> list[float] | None:
+    def run(self, gradients: Sequence[Tensor], key: int, count: int) -> bool:
         """Move parameters and state in place.
 
         Args:
             gradients: contiguous ones.
-            now: key and count of the draws.
-            last: key and count of each branch's last draws, if these are made again; a negative count if there are none.
+            key, count: of the draws.
 
         Returns:
-            The numbers of ``Before`` for the next step; ``None`` if they are those that this step was given.
+            Whether what is remembered of this step is what was remembered of the last one.
         """
         self._gradients[:] = [*map(Tensor.data_ptr, gradients)]
-        threads = torch.get_num_threads() if self._is_large else 1
-        self._job[_NOW:] = (*now, *last[0], *last[1], threads)
-        return self._numbers[_BEFORE:] if self._step(self._job) else None
+        self._job[_NOW:] = (key, count, torch.get_num_threads() if self._is_large else 1)
+        return not self._step(self._job)
 
 
 class Counter:

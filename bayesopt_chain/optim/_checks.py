@@ -22,7 +22,7 @@ from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.checks import sharing, short
 from bayesopt_chain.diagnostics.heat_guard import HeatGuard
 from bayesopt_chain.kinds import Kind
-from bayesopt_chain.optim._rule import Before, Linear
+from bayesopt_chain.optim._rule import Linear
 
 # bound on hyperparameters: with larger ones squares overflow in float32, and torch's own steps end in NaN
 LARGEST = 1e15
@@ -256,7 +256,7 @@ def check_leaf(who: str, p: Tensor, group: dict[str, Any]) -> None:
         )
 
 
-def check_state(who: str, p: Tensor, state: Mapping[str, Any], counters: Collection[str]) -> None:
+def check_state(who: str, p: Tensor, state: Mapping[str, Any], numbers: Collection[str]) -> None:
     """Check that velocities, averages and draws have the shape of their parameter.
 
     Torch's kernels do not check it: they would write past the end of a tensor that is too small.
@@ -265,13 +265,13 @@ def check_state(who: str, p: Tensor, state: Mapping[str, Any], counters: Collect
         who: the name of the optimizer in messages.
         p: the parameter.
         state: its entry of the optimizer's state.
-        counters: the names of entries that are numbers.
+        numbers: the names of entries that are numbers.
 
     Raises:
         ValueError: one of them has another shape, as in the checkpoint of a layer of another width.
     """
     for name, x in state.items():
-        if isinstance(x, Tensor) and name not in counters and x.shape != p.shape:
+        if isinstance(x, Tensor) and name not in numbers and x.shape != p.shape:
             raise ValueError(
                 f"{who}: {name} has the shape {tuple(x.shape)} and its parameter {tuple(p.shape)}. Was the state saved for "
                 "a layer of another width, or the parameter resized by .data? Remove the entry (del optimizer.state[p]), or "
@@ -293,18 +293,18 @@ def check_memory(who: str, names: Sequence[str], params: Sequence[Tensor | None]
         )
 
 
-def check_linear(who: str, linear: Linear, before: Before | None) -> None:
+def check_linear(who: str, linear: Linear, last: float) -> None:
     """Check the numbers of a step.
 
     Args:
         who: the name of the optimizer in messages.
         linear: the numbers.
-        before: those of the last step that drew noise.
+        last: the momentum of the last step that drew noise, NaN before the first one.
 
     Raises:
         ValueError: a step size is negative, infinite or NaN, or a momentum falls to 0.
     """
-    if before is not None and before.momentum and not linear.momentum:
+    if not linear.momentum and abs(last) > 0.0:
         raise ValueError(f"{who}: a momentum that falls to 0 cannot be followed at temperature > 0; keep it above 0")
     if not (0.0 <= linear.step_size < float("inf") and 0.0 <= linear.direct < float("inf")):
         raise ValueError(

@@ -26,6 +26,7 @@ or, if the velocity averages ``g / D`` (RMSprop), ``V' = mu V + g / D`` and ``th
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
@@ -58,10 +59,12 @@ from bayesopt_chain.trees import are_same
 # its key and count
 _BEFORE = tuple([f"noise_{name}" for name in Before._fields])
 _DRAWS = ("noise", "noise_direct")
-_AGAIN = (("noise_of", "noise_at"), ("noise_direct_of", "noise_direct_at"))
-REMEMBERED = (*_DRAWS, *_AGAIN[0], *_AGAIN[1], *_BEFORE)
+_AGAIN = ("noise_of", "noise_at", "noise_direct_of", "noise_direct_at")
 _NO_NUMBERS = (math.nan,) * len(_BEFORE)  # before the first draw
-_NEVER = ((-1, -1),) * 2  # for each branch key and count of a last draw that is kept, or that was never made
+_HALF, _MOMENTUM = map(Before._fields.index, ("half", "momentum"))
+_NEVER = (-1,) * 4  # for each branch key and count of a last draw that is kept, or that was never made
+NUMBERS = (*_BEFORE, *_AGAIN)  # 0-d tensors
+REMEMBERED = (*_DRAWS, *NUMBERS)
 _OPTIONS = ("foreach", "fused", "differentiable", "capturable", "noise_kept")
 _FIXED = frozenset((float, int, bool, str, type(None), list))  # types of settings that change only by being replaced
 _LEAST_MOMENTUM = 1 / 16  # below it noise is not added before torch's step, where it is divided by the momentum
@@ -76,13 +79,13 @@ class Leaves:
     Attributes:
         group, settings: their parameter group, and its values at the end of the last step.
         counts: what ``rule._counts`` reads from their state.
-        before: the numbers of the last step that drew noise; ``None`` before the first draw.
-        last: for each branch key and count of the last draw, if it is made again.
+        memory: the numbers of the last step that drew noise, in the order of :class:`Before`, NaN before the first one.
+        again: for each branch key and count of the last draw, if it is made again.
         params, states: the parameters, and their entries of ``optimizer.state``.
         numbers: the leaves' numbers in the random stream.
         linear, temperature: the numbers of torch's step, and the temperature.
-        after: the numbers of this step, which :attr:`before` is for the next one.
         rests: for both branches whether it draws nothing in this step.
+        repeats: whether this step left :attr:`memory` as it was.
         learned: the number of the last update in which the denominator learned; 0 without a denominator.
         is_frozen: whether it no longer learns.
         job: the call of the kernel; ``None`` until a step makes it.
@@ -90,11 +93,17 @@ class Leaves:
 
     linear: Linear
     temperature: float
-    rests: tuple[bool, bool]
+    rests: tuple[bool, bool] = True, True
 
-    def __init__(self, group: dict[str, Any], counts: tuple[float, ...], before: Before | None, last: Any) -> None:
-        self.group, self.counts, self.before, self.after = group, counts, before, before
-        self.last: Any = last
+    def __init__(
+        self,
+        group: dict[str, Any],
+        counts: tuple[float, ...],
+        before: Sequence[float] = _NO_NUMBERS,
+        last: Sequence[int] = _NEVER,
+    ) -> None:
+        self.group, self.counts = group, counts
+        self.memory, self.again = (ctypes.c_double * len(before))(*before), (ctypes.c_int64 * len(last))(*last)
         self.params: list[Any] = []
         self.states: list[dict[str, Any]] = []
         self.numbers: list[int] = []
@@ -102,8 +111,8 @@ class Leaves:
         self.job: Job | None = None
         self.counter: Counter | None = None
         self.layout: tuple[object, ...] = ()
-        self.is_settled = False
-        self.entry: dict[str, float] = {}
+        self.is_settled, self.repeats = False, True
+        self.written: dict[str, Tensor] = {}
         self.size = -1  # of an entry of the state when its tensors were listed
 
     def read(self, rule: Any) -> tuple[object, ...]:
@@ -116,12 +125,12 @@ class Leaves:
         self.settings, self.is_settled = [*group.values()], False
         self.temperature, self.linear = temperature_of(rule._name, group), rule._linear(group, self.counts)
         if is_noisy := self.temperature > 0.0:
-            check_linear(rule._name, self.linear, self.before)
+            check_linear(rule._name, self.linear, self.memory[_MOMENTUM])
         self.is_frozen = bool(self.counts) and self.learned < self.counts[0]
         options = tuple(map(group.get, _OPTIONS))
         asks_for_torch = options[0] is not None or options[1] is False
         # the kernel draws whole leaves; at an lr of 0 there is noise if the last step has left some to the velocity
-        has_left = self.before is not None and self.before.half > 0.0 and self.linear.momentum > 0.0
+        has_left = self.memory[_HALF] > 0.0 and self.linear.momentum > 0.0
         is_fit = (
             is_noisy and (self.linear.step_size > 0.0 or has_left) and not (asks_for_torch or rule._cache.is_spread)
         )
@@ -132,11 +141,10 @@ class Leaves:
         """Whether state and memory are those of the last step, and what is read for this one has the same form."""
         try:
             tensors = [*chain(self.params, *map(self.tensors_of, self.states))]
-            if self.entry and [*map(self.entry_of, self.states)] != self.entries:
-                return False
+            numbers = [*chain.from_iterable(map(self.numbers_of, self.states))]
         except KeyError:
             return False
-        if not are_same(tensors, self.tensors):
+        if not (are_same(tensors, self.tensors) and are_same(numbers, self.listed)):
             return False
         here = _here(tensors) if rule._cache.is_spread else tensors  # the parameters first, as the views of them
         if not all(map(Tensor.is_set_to, here, self.views)) or [*map(Tensor.data_ptr, here)] != self.addresses:
@@ -160,38 +168,41 @@ class Leaves:
                 state[name] = torch.zeros_like(p, memory_format=torch.preserve_format, requires_grad=False)
         return [state[name] for state in self.states]
 
+    @property
+    def before(self) -> Before | None:
+        """The numbers of the last step that drew noise; ``None`` before the first one."""
+        return None if math.isnan(self.memory[0]) else Before(*self.memory)
+
     def remember(self) -> None:
-        """After a step write its numbers into the state, and list what :meth:`holds` compares before the next one.
+        """After a step list what :meth:`holds` compares before the next one, and write into the state what it lacks.
 
         A leaf that has drawn nothing yet, since lr is 0, gets all its entries: ``torch.distributed.checkpoint`` makes a step at
         lr = 0 to find out which entries a state has, and loads only these.
         """
-        repeats, self.before = self.before == self.after, self.after
         # the next step has the numbers of this one, unless a setting changes
-        self.is_settled = repeats and (self.is_settled or _FIXED.issuperset(map(type, self.settings)))
-        if self.temperature > 0.0 and not (repeats and self.entry and self.last is _NEVER):
-            kept = self.group.get("noise_kept", True)
-            # a name for each number, since ``torch.distributed.checkpoint`` can flatten floats, but not tuples
-            entry = dict(zip(_BEFORE, self.before or _NO_NUMBERS))
-            if self.before is None:
+        self.is_settled = self.repeats and (self.is_settled or _FIXED.issuperset(map(type, self.settings)))
+        if self.temperature > 0.0:
+            if not self.group.get("noise_kept", True):
+                now = self.group["noise_key"], self.group["noise_count"]
+                for branch, rests in enumerate(self.rests):
+                    if not rests:
+                        self.again[2 * branch : 2 * branch + 2] = now
+            if not self.written:
+                # 0-d tensors that are memory and again, so that no later step has to write them
+                self.written = dict(zip(NUMBERS, torch.frombuffer(self.memory, dtype=torch.float64).unbind()))
+                if not self.draws(0):
+                    counts = torch.frombuffer(self.again, dtype=torch.int64).unbind()
+                    self.written |= dict(zip(_AGAIN[: 2 * self.linear.branches], counts))
                 for branch in range(self.linear.branches):
                     self.draws(branch)
-                    entry |= {} if kept else dict(zip(_AGAIN[branch], (self.group["noise_key"], -1)))
-            elif not kept:
-                now = self.group["noise_key"], self.group["noise_count"]
-                self.last = tuple([last if rests else now for last, rests in zip(self.last, self.rests)])
-                entry |= {n: x for names, last in zip(_AGAIN, self.last) for n, x in zip(names, last) if last[1] >= 0}
-            for state in self.states:
-                state.update(entry)
-            if entry.keys() != self.entry.keys():
-                self.entry_of = itemgetter(*entry)
-            self.entry, self.entries = entry, [(*entry.values(),)] * len(self.states)
+                for state in self.states:
+                    state.update(self.written)
         if len(self.states[0]) != self.size:
             self.size = len(self.states[0])
-            names = [name for name, x in self.states[0].items() if isinstance(x, Tensor)]
-            names = names * 2 if len(names) == 1 else names  # of two names itemgetter makes a tuple
-            self.tensors_of: Callable[[Any], Sequence[Tensor]] = itemgetter(*names) if names else lambda _: ()
+            names = [name for name, x in self.states[0].items() if isinstance(x, Tensor) and name not in self.written]
+            self.tensors_of, self.numbers_of = _entries(names), _entries([*self.written])
             self.tensors = [*chain(self.params, *map(self.tensors_of, self.states))]
+            self.listed = [*chain.from_iterable(map(self.numbers_of, self.states))]
             # these tell whether ``.data`` was replaced or resized, which a kernel that takes addresses does not see
             here = _here(self.tensors)
             self.views, self.addresses = here[: len(self.params)], [*map(Tensor.data_ptr, here)]
@@ -228,10 +239,11 @@ class Leaves:
         if not all([self._is_fit(xs) for xs in lists if xs]) or (steps and not Counter.can_count(steps)):
             return False
         draws = tuple(self.numbers), tuple([draw_number(n, 1) for n in self.numbers]) if direct else ()
-        self.written = [y for ys in (*lists, steps) for y in ys]
+        self.moved = [y for ys in (*lists, steps) for y in ys]
         self.counter = Counter(steps) if steps else None
         assert self.kind is not None
-        self.job = Job(self.kind, like.dtype, tuple([p.numel() for p in params]), lists, draws)
+        remembered = self.memory, self.again
+        self.job = Job(self.kind, like.dtype, tuple([p.numel() for p in params]), lists, draws, remembered)
         return True
 
     def move(self) -> None:
@@ -241,14 +253,13 @@ class Leaves:
         if not self.is_settled:
             sign, decay = -1.0 if group["maximize"] else 1.0, float(group["weight_decay"])
             decay = 0.0 if group.get("decoupled_weight_decay") else decay
-            given = float(group.get("eps", 0.0)), *linear[:7], self.temperature
-            job.set(sign, decay, *given, *(self.before or _NO_NUMBERS))
+            job.set(sign, decay, float(group.get("eps", 0.0)), *linear[:7], self.temperature)
         # the kernel writes by addresses, and autograd has to know that the tensors changed
-        torch.autograd.graph.increment_version(self.written)
+        torch.autograd.graph.increment_version(self.moved)
         if self.counter is not None:
             self.counter.add()
-        changed = job.run(self.gradients, (group["noise_key"], group["noise_count"]), self.last)
-        self.after, self.rests = Before(*changed) if changed else self.before, (False, linear.direct == 0.0)
+        self.repeats = job.run(self.gradients, group["noise_key"], group["noise_count"])
+        self.rests = False, linear.direct == 0.0
 
 
 # torch's step, and the noise by tensor operations
@@ -270,7 +281,7 @@ def step_by_operations(rule: Any, work: Sequence[Leaves], others: list[Tensor]) 
         [(x, noise_of(x.linear, x.temperature, x.before)) for x in work if x.temperature > 0.0],
     )
     for x, noise in noises:
-        x.after, x.rests = noise.before, (not (noise.current or noise.previous), not noise.direct)
+        x.rests = not (noise.current or noise.previous), not noise.direct
         name = x.linear.velocity or ""
         velocities = [local(v) for v in [state.get(name) for state in x.states] if v is not None]
         if velocities and noise.velocity_scale != 1.0:  # momentum and noise are of the rescaled velocity
@@ -293,6 +304,7 @@ def step_by_operations(rule: Any, work: Sequence[Leaves], others: list[Tensor]) 
     for x, noise in noises:
         for branch in (1,) if x in early else (0, 1):
             _add_noise(rule, x, noise, branch, early=False)
+        x.repeats, x.memory[:] = x.before == noise.before, noise.before or _NO_NUMBERS
 
 
 class _Batch:
@@ -343,6 +355,11 @@ def _batches(x: Leaves, branch: int) -> list[_Batch]:
     return [_Batch(x, branch, parts) for parts in batches]
 
 
+def _entries(names: Sequence[str]) -> Callable[[Any], Sequence[Tensor]]:
+    """A function that reads these entries of a dictionary."""
+    return itemgetter(*names, names[0]) if names else lambda _: ()  # of one name itemgetter makes no tuple
+
+
 def _here(xs: Iterable[Any]) -> list[Tensor]:
     """This rank's parts of tensors, which share their memory."""
     return local_parts([x.detach() for x in xs])
@@ -364,7 +381,7 @@ def _add_noise(rule: Any, x: Leaves, noise: Noise, branch: int, early: bool) -> 
             warn_of_rounding(rule._name, local(p), x.linear.step_size * max(noise.current, noise.direct), d)
     if branch not in x.batches:
         x.batches[branch] = _batches(x, branch)
-    last, now = x.last[branch], (x.group["noise_key"], x.group["noise_count"])
+    last, now = tuple(x.again[2 * branch : 2 * branch + 2]), (x.group["noise_key"], x.group["noise_count"])
     for batch in x.batches[branch]:
         params, velocities, roots = batch.params, batch.velocities, list[Tensor]()
         if rule.adaptive:
@@ -411,25 +428,25 @@ def _move_frozen(rule: Any, x: Leaves) -> None:
         rule._count_update(state, group)
 
 
-def last_step(state: dict[str, Any]) -> Before | None:
-    """Read the numbers of the last step that drew noise from a leaf's state entry; ``None`` if nothing was drawn yet.
+def last_step(state: dict[str, Any]) -> tuple[float, ...]:
+    """Read the numbers of the last step that drew noise from a leaf's state entry, NaN if nothing was drawn yet.
 
     Raises:
         ValueError: the entry has a draw, and lacks a number.
     """
     if "noise" not in state and "noise_at" not in state:
-        return None
+        return _NO_NUMBERS
     if lost := [name for name in _BEFORE if name not in state]:
         raise ValueError(
             f"bc.optim: optimizer.state[p] has a last draw but no {lost[0]}, without which no noise matches it; delete 'noise' "
             "and 'noise_direct' from it to go on from its parameters and velocities"
         )
-    before = Before(*[state[name] for name in _BEFORE])
-    return None if math.isnan(before.temperature) else before
+    before = tuple([float(state[name]) for name in _BEFORE])
+    return _NO_NUMBERS if math.isnan(before[0]) else before
 
 
-def last_draws(group: dict[str, Any], state: dict[str, Any]) -> tuple[tuple[int, int], ...]:
-    """Read, for each branch, key and count of the last draw; ``(-1, -1)`` if there was none, or if draws are kept.
+def last_draws(group: dict[str, Any], state: dict[str, Any]) -> tuple[int, ...]:
+    """Read key and count of the last draw, for each branch; -1 if there was none, or if draws are kept.
 
     Raises:
         ValueError: the last draw was kept and is to be made again, or the other way round.
@@ -440,4 +457,4 @@ def last_draws(group: dict[str, Any], state: dict[str, Any]) -> tuple[tuple[int,
             f"bc.optim: keep_draws (group['noise_kept']) was {not kept} at the last draw and is {kept} now, so that this draw "
             "would be lost; set it back, or make a step at temperature 0 first, which forgets the draw"
         )
-    return _NEVER if kept else tuple([(state.get(of, -1), state.get(at, -1)) for of, at in _AGAIN])
+    return _NEVER if kept else tuple([int(state.get(name, -1)) for name in _AGAIN])

@@ -7,9 +7,8 @@ Comparison: :mod:`bayesopt_chain.distributed.witness` compares which leaves get 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import chain
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -54,10 +53,10 @@ class OnRanks:
     """A mixin for a ``torch.optim.Optimizer`` that names parameters and compares ranks.
 
     Attributes:
-        counters: the names in a parameter's state of entries that are numbers; all others have the parameter's shape.
+        numbers: the names in a parameter's state of entries that are numbers; all others have the parameter's shape.
     """
 
-    counters: ClassVar[Mapping[str, float]] = MappingProxyType({"step": 0.0})
+    numbers: ClassVar[Collection[str]] = ("step",)
     defaults: dict[str, Any]
     param_groups: list[dict[str, Any]]
     state: Any
@@ -126,7 +125,7 @@ class OnRanks:
                 )
         saved = [state_dict["state"].get(i, {}) for group in groups for i in group["params"]]
         for p, entry in zip(self._all_params(), saved if with_shapes else ()):
-            _checks.check_state(who, p, entry, self.counters)
+            _checks.check_state(who, p, entry, self.numbers)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict by copying it: torch keeps the tensors of the given one where nothing has to be converted.
@@ -149,7 +148,7 @@ class OnRanks:
                 old = saved.get(name)
                 if not isinstance(old, Tensor):
                     continue
-                if name in self.counters:  # torch casts NAdam's product to the dtype of the parameter
+                if name in self.numbers:  # torch casts them to the dtype of the parameter
                     self.state[p][name] = old.detach().to(x.device, copy=True)
                 elif is_dtensor(p) and not is_dtensor(x):
                     self.state[p][name] = cut_like(x, p)  # of a full state dict, whose tensors are whole on every rank

@@ -16,7 +16,8 @@ The optimizer keeps what the noise depends on in two places:
   ``noise_kept``. ``load_state_dict`` leaves the entries of a group as they are, while it casts tensors in ``state[p]`` to the
   dtype of the parameter, which would change a 64-bit key.
 * ``state[p]`` holds the last draw, ``noise``, of unit variance, or with ``keep_draws=False`` the count and the key from which
-  the draw is made again. It also holds the numbers of the last step, each as a Python float.
+  the draw is made again. It also holds the numbers of the last step as 0-d tensors, in float64 and int64 on the CPU, which all
+  leaves of a kind share and which the kernel writes.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from bayesopt_chain.distributed.shards import are_spread, local
 from bayesopt_chain.distributed.witness import Claim
 from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.optim import _checks
-from bayesopt_chain.optim._leaves import REMEMBERED, Leaves, last_draws, last_step, step_by_operations
+from bayesopt_chain.optim._leaves import NUMBERS, REMEMBERED, Leaves, last_draws, last_step, step_by_operations
 from bayesopt_chain.optim._ranks import OnRanks, claim, shared_key
 from bayesopt_chain.optim._rule import Linear
 from bayesopt_chain.random.stream import leaf_numbers
@@ -119,7 +120,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         """Find torch's class, and give the new class a signature: torch's arguments, then those of this library."""
         super().__init_subclass__(**kwargs)
         bases = [base for base in cls.__mro__ if f"{base.__module__}.".startswith("torch.optim.")]
-        cls.torch_class = bases[0]
+        cls.torch_class, cls.numbers = bases[0], frozenset((*cls.counters, *NUMBERS))
         if "__init__" in vars(cls):
             own = inspect.signature(cls.__init__)
             cls.__signature__ = own.replace(parameters=list(own.parameters.values())[1:], return_annotation=own.empty)
@@ -173,7 +174,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         for group in self.param_groups:
             # Adagrad's state begins here, and torch.distributed.checkpoint, which asks no step for it then, loads what is in it
             if begun := [p for p in group["params"] if p in self.state and self._temperature(group) > 0.0]:
-                x = Leaves(group, self._counts(self.state[begun[0]]), None, None)
+                x = Leaves(group, self._counts(self.state[begun[0]]))
                 x.params, x.states = begun, [self.state[p] for p in begun]
                 x.read(self)
                 x.remember()
@@ -479,10 +480,10 @@ class Sampling(OnRanks, torch.optim.Optimizer):
                 if p.grad is None or not (is_noisy or group.get("freeze_after") is not None):
                     continue
                 state = self.state[p]
-                _checks.check_state(self._name, p, state, self.counters)
+                _checks.check_state(self._name, p, state, self.numbers)
                 if is_noisy:
                     _checks.check_leaf(self._name, p, group)
-                counts, before = self._counts(state), last_step(state) if is_noisy else None
+                counts, before = self._counts(state), last_step(state)
                 last = last_draws(group, state)
                 x = alike.setdefault(
                     (id(group), counts, before, p.dtype, p.device, last), Leaves(group, counts, before, last)

@@ -40,7 +40,7 @@ class Probed:
     def maps(self) -> tuple[torch.Tensor, torch.Tensor]:
         """``A`` and ``B`` of the next step; the optimizer's hyperparameters and memory of them go on by one step."""
         here = torch.cat([x.flatten() for x in self.slots]).clone()
-        before = {k: v for k, v in self.optimizer.state[self.theta].items() if not torch.is_tensor(v) or k == "step"}
+        before = {k: v for k, v in self.optimizer.state[self.theta].items() if not torch.is_tensor(v) or v.ndim == 0}
         before = {k: v.clone() if torch.is_tensor(v) else v for k, v in before.items()}
         group = {k: v for k, v in self.optimizer.param_groups[0].items() if k != "params"}
         n = len(here)

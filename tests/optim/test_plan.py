@@ -11,6 +11,7 @@ import torch
 
 import bayesopt_chain as bc
 from bayesopt_chain.engine.optimizer_cpu import Job
+from bayesopt_chain.optim._leaves import _BEFORE
 from tests.optim.stepping import walk as step_on
 
 
@@ -35,7 +36,7 @@ def walk(
         calls.append(kernel.call_count)
     states = [optimizer.state.get(p, {}) for p in params]
     tensors = [*params, *(x for state in states for x in state.values() if torch.is_tensor(x))]
-    numbers = [x for state in states for x in state.values() if isinstance(x, float)]
+    numbers = [state[name] for state in states for name in _BEFORE if name in state]
     return [*(x.detach() for x in tensors), torch.tensor(numbers, dtype=torch.float64)], plans, calls
 
 
