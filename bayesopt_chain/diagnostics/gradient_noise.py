@@ -45,7 +45,7 @@ from torch import Tensor
 from bayesopt_chain import curvature, kinds
 from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.diagnostics._response import read
-from bayesopt_chain.loop.loss import no_gradient, value
+from bayesopt_chain.loop.loss import gradient, value
 from bayesopt_chain.trees import gram
 
 SEEDS = 16  # of a loss that draws random numbers
@@ -130,8 +130,7 @@ def gradient_noise(
         raise ValueError(
             f"gradient_noise: batches must be at least two an epoch, got {max(map(len, blocks), default=0)}"
         )
-    devices = sorted({leaf.device.index or 0 for leaf in optree.tree_leaves(params) if leaf.is_cuda})
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=initialised_devices()):
         first = [gradients(loss, params, batch) for batch in used]
         again = gradients(loss, params, used[0])
         drawing = not all(torch.equal(x, y) for x, y in zip(first[0], again))
@@ -191,13 +190,7 @@ def take(batches: Iterable[Any], most: int) -> tuple[list[list[Any]], float | No
 
 def gradients(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> list[Tensor]:
     """The gradient of each leaf; zeros where the loss does not use it."""
-    leaves, spec = optree.tree_flatten(params)
-    with torch.enable_grad():
-        chosen = [leaf.detach().requires_grad_() for leaf in leaves]
-        out = scalar(loss, optree.tree_unflatten(spec, chosen), batch)
-        if not out.requires_grad:
-            raise ValueError(no_gradient())
-        return list(torch.autograd.grad(out, chosen, materialize_grads=True))
+    return optree.tree_leaves(gradient(loss, params, batch)[0])
 
 
 def scalar(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> Tensor:
@@ -290,16 +283,11 @@ def hessian_product(
 
     def product(tree: Any) -> Any:
         along = optree.tree_leaves(tree)
-        total: list[Tensor] | None = None
+        total = [torch.zeros_like(x) for x in here]
         for batch in used:
-
-            def value(chosen: list[Tensor], batch: Any = batch) -> Tensor:
-                return scalar(loss, optree.tree_unflatten(spec, chosen), batch)
-
-            _, mine = curvature.hvp(value, (here,), (along,))
-            total = list(mine) if total is None else [x + y for x, y in zip(total, mine)]
-        assert total is not None
-        return optree.tree_unflatten(spec, [x.detach() / len(used) for x in total])
+            _, curved = curvature.hvp(lambda x, b=batch: scalar(loss, spec.unflatten(x), b), (here,), (along,))
+            total = [x + y for x, y in zip(total, curved)]
+        return spec.unflatten([x.detach() / len(used) for x in total])
 
     return product
 

@@ -53,7 +53,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -167,7 +167,7 @@ class HeatGuard:
         self._close()
 
     def _close(self) -> None:
-        self._window: SimpleNamespace | None = None
+        self._window: Window | None = None
         self._rules: list[Any] | None = None  # of a chain
         self._missed, self._skipped = set[int](), 0
 
@@ -317,7 +317,7 @@ class HeatGuard:
         w = self._window
         here = {x.key: x for x in leaves(w.keys if w else ()) if x.key not in self._absent}
         if w is None and here:
-            w = self._window = _opened([*here.values()])
+            w = self._window = Window.opened([*here.values()])
         missing = set(w.keys) - here.keys() if w else set[int]()
         if w is None or missing:
             return self._skip(w, missing)
@@ -330,7 +330,7 @@ class HeatGuard:
             self._read(w, seen)
         return None
 
-    def _skip(self, w: SimpleNamespace | None, missing: set[int]) -> None:
+    def _skip(self, w: Window | None, missing: set[int]) -> None:
         """Pass over a step; a window with too many of them is given up, and the next one leaves out what was missing."""
         self._skipped += 1
         self._missed |= missing
@@ -347,7 +347,7 @@ class HeatGuard:
                 "they stay the same"
             )
 
-    def _read(self, w: SimpleNamespace, seen: list[Leaf]) -> None:
+    def _read(self, w: Window, seen: list[Leaf]) -> None:
         """Read a window that is complete or may end."""
         G, norms = w.gradients.read(w.rows)
         centred = G - G.mean(0)
@@ -362,28 +362,29 @@ class HeatGuard:
                     "out at temperature > 0"
                 )
             elif bound > BOUND:
-                return _go_on(w, seen)
+                self._window = w.full(seen)
+                return
             else:
                 self.readings.append(Heat(bound, math.inf, 0.0, 0.0, bound, 0.0, 0.0, self._steps))
-        elif math.isfinite(total):
+        elif w.positions is not None and math.isfinite(total):
             rates, temperatures = torch.tensor(w.rates, dtype=torch.float64, device="cpu").T
             filled = (G != 0).any(0)  # small models fill few buckets
+            momentum = max([x.momentum for x in w.leaves])
             heat = read_heat(
                 G[:, filled],
                 w.positions.read(w.places)[0][:, filled],
-                w.momentum,
+                momentum,
                 seen[0].first,
                 steps_per_epoch=self.steps_per_epoch if self.order == "reshuffled" else None,
-                rates=rates / w.units[0][0],
-                temperatures=temperatures / w.units[0][1],
+                rates=rates / w.leaves[0].rate,
+                temperatures=temperatures / w.leaves[0].temperature,
                 elements=sum([int(x.of(seen[x.leaf].gradient).count_nonzero()) for x in w.stretches]),
             )._replace(end=self._steps)
-            lrs = w.lrs if bool((rates == rates[0]).all()) else set()
-            self._judge(heat, float((rates / temperatures).mean()), w.momentum, lrs)
+            lrs = {x.lr for x in w.leaves} if bool((rates == rates[0]).all()) else set()
+            self._judge(heat, float((rates / temperatures).mean()), momentum, lrs)
         self._close()
         while self._start <= self._steps:
             self._start = max(STARTS[1], 2 * self._start)
-        return None
 
     def _judge(self, heat: Heat, rate: float, momentum: float, lrs: set[float | None]) -> None:
         """Remember a full window, and warn where it is hot."""
@@ -421,46 +422,6 @@ class HeatGuard:
         return {"heat": f"{self.readings[-1].excess:+.0%}"} if self.readings else {}
 
 
-def _opened(seen: list[Leaf]) -> SimpleNamespace:
-    """A window of the gradients of these leaves, which is empty yet."""
-    numbers = [math.sqrt(x.rate / (2.0 * x.temperature)) for x in seen]
-    is_one = min(numbers) == max(numbers)  # of Adam's kin the factors are tensors already
-    common = numbers[0] if is_one else 1.0
-    scales = [x.root if is_one else number * x.root for x, number in zip(seen, numbers)]
-    return SimpleNamespace(
-        keys=[x.key for x in seen],
-        units=[(x.rate, x.temperature) for x in seen],
-        lrs={x.lr for x in seen},
-        momentum=max([x.momentum for x in seen]),
-        common=common,
-        scales=scales,
-        stretches=[Stretch(i) for i in range(len(seen))],
-        gradients=Sketch([x.gradient for x in seen], scales, common),
-        positions=None,  # the sketch of parameters, of a full window
-        rows=[],  # of the gradients, for Sketch.read
-        places=[],  # of the parameters
-        rates=[],  # rate and temperature of the first leaf
-    )
-
-
-def _go_on(w: SimpleNamespace, seen: list[Leaf]) -> None:
-    """Choose what a full window reads of the leaves."""
-    gradients = [x.gradient for x in seen]
-    chosen = loudest(gradients, w.scales, max(FEW, sum([x.numel() for x in gradients]) // SHARE))
-    scales = [x.of(s) if isinstance(s, Tensor) and s.dim() else s for x, s in ((x, w.scales[x.leaf]) for x in chosen)]
-    sizes = [0.5 / (w.units[x.leaf][1] * w.common * abs(scale)) for x, scale in zip(chosen, scales)]
-    leaves = sorted({x.leaf for x in chosen})
-    vars(w).update(
-        gradients=Sketch([x.of(gradients[x.leaf]) for x in chosen], scales, w.common),
-        positions=Sketch([x.of(seen[x.leaf].param) for x in chosen], sizes),
-        stretches=[x._replace(leaf=leaves.index(x.leaf)) for x in chosen],
-        keys=[w.keys[i] for i in leaves],
-        units=[w.units[i] for i in leaves],
-        rows=[],
-        rates=[],
-    )
-
-
 def _is_clipped(norms: Tensor, seen: list[Leaf]) -> bool:
     """Whether most norms are their median. torch divides by the norm plus 1e-6; half precision has few norms anyway."""
     middle = float(norms.median())
@@ -496,7 +457,7 @@ def _rules(tx: Any, params: Any, state: Any) -> list[tuple[float, float, float, 
 
 
 BUCKETS = 256
-CHUNK = 2**18  # elements, a multiple of 256, that are laid end to end or weighted at a time
+CHUNK = 2**18  # elements of small leaves that are laid end to end
 FEW = 4096  # elements up to which a step is copied, and which a full window may read of any model
 LEAVES, STRETCHES = 32, 12  # leaves up to which a full window may read all, and stretches that it reads of more
 FOLDS = 4  # parts of a window; directions and H of each come from the others
@@ -528,6 +489,11 @@ class Leaf(NamedTuple):
     first: float
     root: float | Tensor = 1.0
     lr: float | None = None
+
+    @property
+    def scale(self) -> float | Tensor:
+        """``s = sqrt(lr_eff P / 2 T)``: the noise of the chain itself has variance 1 in ``s g``."""
+        return math.sqrt(self.rate / (2.0 * self.temperature)) * self.root
 
 
 class Heat(NamedTuple):
@@ -755,6 +721,57 @@ def loudest(tensors: Sequence[Tensor], factors: Sequence[float | Tensor], elemen
     return [found[k] for k in sorted(chosen)]
 
 
+@dataclass
+class Window:
+    """The consecutive steps that are read together, as far as they have been seen.
+
+    Attributes:
+        keys: of the parameters that are read.
+        leaves: those of the first step, whose rates and preconditioners are the units of all; without their tensors.
+        stretches: what is read of these parameters.
+        gradients: sketches their gradients.
+        positions: sketches the parameters; ``None`` in the opening, which reads gradients alone.
+        rows: of each step, what ``gradients`` keeps of it.
+        places: likewise ``positions``.
+        rates: of each step, rate and temperature of the first leaf.
+    """
+
+    keys: list[int]
+    leaves: list[Leaf]
+    stretches: list[Stretch]
+    gradients: Sketch
+    positions: Sketch | None = None
+    rows: list[Tensor] = field(default_factory=list)
+    places: list[Tensor] = field(default_factory=list)
+    rates: list[tuple[float, float]] = field(default_factory=list)
+
+    @classmethod
+    def opened(cls, seen: list[Leaf]) -> Window:
+        """One that reads all gradients of these leaves, and is empty yet."""
+        nothing = torch.zeros(0, device="cpu")
+        return cls(
+            keys=[x.key for x in seen],
+            leaves=[x._replace(gradient=nothing, param=nothing) for x in seen],
+            stretches=[Stretch(i) for i in range(len(seen))],
+            gradients=Sketch([x.gradient for x in seen], [x.scale for x in seen]),
+        )
+
+    def full(self, seen: list[Leaf]) -> Window:
+        """The window that follows this opening: empty, of the loudest parts of these leaves, and their parameters too."""
+        gradients, scales = [x.gradient for x in seen], [x.scale for x in self.leaves]
+        chosen = loudest(gradients, scales, max(FEW, sum([x.numel() for x in gradients]) // SHARE))
+        each = [x.of(s) if isinstance(s, Tensor) and s.dim() else s for x in chosen for s in (scales[x.leaf],)]
+        sizes = [0.5 / (self.leaves[x.leaf].temperature * abs(scale)) for x, scale in zip(chosen, each)]
+        numbers = sorted({x.leaf for x in chosen})
+        return Window(
+            keys=[self.keys[i] for i in numbers],
+            leaves=[self.leaves[i] for i in numbers],
+            stretches=[x._replace(leaf=numbers.index(x.leaf)) for x in chosen],
+            gradients=Sketch([x.of(gradients[x.leaf]) for x in chosen], each),
+            positions=Sketch([x.of(seen[x.leaf].param) for x in chosen], sizes),
+        )
+
+
 class Sketch:
     """``S`` times a factor for each element: 256 buckets, of elements whose numbers are alike modulo 256, with random signs.
 
@@ -766,10 +783,9 @@ class Sketch:
     Args:
         tensors: of the leaves.
         factors: of each leaf, a number or a tensor like it.
-        common: a factor of all.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], factors: Sequence[float | Tensor], common: float = 1.0) -> None:
+    def __init__(self, tensors: Sequence[Tensor], factors: Sequence[float | Tensor]) -> None:
         self.packs: list[list[int]] = []
         size = 0
         for i, x in enumerate(tensors):
@@ -780,7 +796,7 @@ class Sketch:
             size += x.numel()
         self.is_copied = len(self.packs) == 1 and size <= FEW
         is_common = not any([isinstance(x, Tensor) or x != factors[0] for x in factors])
-        self.common = common * factors[0] if is_common else common
+        self.common = factors[0] if is_common else 1.0
         self.signs, self.weights, begin = list[Tensor](), list[Tensor | None](), 0
         for pack in self.packs:
             counts, device = [tensors[i].numel() for i in pack], tensors[pack[0]].device
@@ -802,15 +818,10 @@ class Sketch:
         for pack, signs, weights in zip(self.packs, self.signs, self.weights):
             x = flattened([tensors[i] for i in pack]).to(dtype)
             norms.append(torch.linalg.vector_norm(x).to(total.device))
-            for begin in range(0, len(x), CHUNK):
-                part, some = x[begin : begin + CHUNK], signs[begin // BUCKETS : (begin + CHUNK) // BUCKETS].to(dtype)
-                part = part if weights is None else part * weights[begin : begin + CHUNK]
-                whole = len(part) // BUCKETS
-                total[:BUCKETS] += torch.mv(part[: whole * BUCKETS].view(whole, BUCKETS).T, some[:whole]).to(
-                    total.device
-                )
-                if len(some) > whole:
-                    total[: len(part) - whole * BUCKETS] += (part[whole * BUCKETS :] * some[-1]).to(total.device)
+            x, whole, some = x if weights is None else x * weights, len(x) // BUCKETS, signs.to(dtype)
+            total[:BUCKETS] += torch.mv(x[: whole * BUCKETS].view(whole, BUCKETS).T, some[:whole]).to(total.device)
+            if len(some) > whole:
+                total[: len(x) - whole * BUCKETS] += (x[whole * BUCKETS :] * some[-1]).to(total.device)
         total[:BUCKETS] *= self.common
         total[BUCKETS] = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
         return total

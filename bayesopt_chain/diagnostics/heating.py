@@ -362,14 +362,17 @@ def reduce(
     return Reduced(response, groups, bases, roots, H, C, D, like, curve is None)
 
 
-def rescaled(system: Reduced, response: Response) -> Reduced:
-    """The same for a chain whose groups have other gains, such as another learning rate."""
+def rescaled(system: Reduced, response: Response, ratio: float) -> Reduced:
+    """The same for a chain whose links answer as ``response``, at a learning rate so many times as large."""
     first = [group.leaves[0] for group in system.groups]
-    ratios = [float((response.gains[j] / system.response.gains[j]).reshape(-1)[0]) for j in first]
+    gains = [float((response.gains[j] / system.response.gains[j]).reshape(-1)[0]) * ratio for j in first]
     s = torch.cat(
-        [torch.full((len(x),), r**0.5, dtype=torch.float64, device="cpu") for x, r in zip(system.bases, ratios)]
+        [torch.full((len(x),), r**0.5, dtype=torch.float64, device="cpu") for x, r in zip(system.bases, gains)]
     )
-    groups = tuple([next(g for g in response.groups if j in g.leaves) for j in first])
+    # weight decay is a curvature, and grows with the rate as every other one does
+    by = torch.tensor([1.0, ratio, 1.0], dtype=torch.float64, device="cpu")
+    found = [next(g for g in response.groups if j in g.leaves) for j in first]
+    groups = tuple([g._replace(B=g.B * by, D=g.D * by, prior=g.prior * ratio) for g in found])
     outer = s[:, None] * s
     return replace(system, groups=groups, H=system.H * outer, C=system.C * outer, D=system.D * outer)
 

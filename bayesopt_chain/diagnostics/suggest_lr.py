@@ -53,9 +53,16 @@ from bayesopt_chain import batches as batch_trees
 from bayesopt_chain import kinds
 from bayesopt_chain.checks import short
 from bayesopt_chain.data.epochs import Epochs, epochs
-from bayesopt_chain.diagnostics._response import Response, read
+from bayesopt_chain.diagnostics._response import read
 from bayesopt_chain.diagnostics.findings import Finding, Row, judged
-from bayesopt_chain.diagnostics.gradient_noise import gradient_noise, hessian_product, scalar, trace, twice_over_once
+from bayesopt_chain.diagnostics.gradient_noise import (
+    gradient_noise,
+    hessian_product,
+    initialised_devices,
+    scalar,
+    trace,
+    twice_over_once,
+)
 from bayesopt_chain.diagnostics.heating import Heating, Reduced, loop, predict, reduce, rescaled
 from bayesopt_chain.loop.step import make_step
 from bayesopt_chain.modules.functional import make_functional
@@ -236,8 +243,7 @@ def suggest_lr(
         (25, 0.9)
     """
     loss, params = _of_module(loss, params)
-    devices = sorted({leaf.device.index or 0 for leaf in optree.tree_leaves(params) if leaf.is_cuda})
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=initialised_devices()):
         momenta = _momenta(make_tx)
         source = _source(data, seed)
         _require_mean(loss, params, source)
@@ -362,12 +368,8 @@ class _Adviser:
 
     def _at(self, model: LocalModel, candidate: Candidate, lr: float) -> Reduced:
         """Curvature and noise of batches in the coordinates of the chain at this rate."""
-        ratio, reading = lr / FIRST, self.readings[candidate.momentum]
-        # weight decay is a curvature, and grows with the rate as every other one does
-        by = torch.tensor([1.0, ratio, 1.0], dtype=torch.float64, device="cpu")
-        groups = tuple(g._replace(B=g.B * by, D=g.D * by, prior=g.prior * ratio) for g in reading.groups)
         system = replace(model.system, C=model.system.C / candidate.batch_size, D=model.system.D / candidate.batch_size)
-        return rescaled(system, Response(tuple(gain * ratio for gain in reading.gains), groups))
+        return rescaled(system, self.readings[candidate.momentum], lr / FIRST)
 
     def _report(self, model: LocalModel, candidate: Candidate, lr: float) -> Heating:
         """What :func:`bayesopt_chain.diagnostics.heating` says of this rate at a point."""
@@ -672,8 +674,3 @@ def largest(allowed: Callable[[float], bool], most: float) -> float:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if allowed(middle) else (low, middle)
     return low
-
-
-def heat_of_noise(lr: float, momentum: float, temperature: float) -> float:
-    """What independent batches add to ``E[U] / T`` of a quadratic under momentum, for each unit of ``tr(C)``."""
-    return lr / (4 * temperature * (1 - momentum))

@@ -50,8 +50,15 @@ from bayesopt_chain.checks import installed
 from bayesopt_chain.diagnostics.findings import Row, judged
 from bayesopt_chain.diagnostics.observables.restrict import restrict
 from bayesopt_chain.diagnostics.observables.sums import BLOCKS, Estimate, Record, merged
-from bayesopt_chain.diagnostics.observables.target import Measured, Target, chosen, data_of, relaxation, steepest
-from bayesopt_chain.diagnostics.suggest_lr import heat_of_noise
+from bayesopt_chain.diagnostics.observables.target import (
+    Measured,
+    Target,
+    chosen,
+    data_of,
+    heat_of_noise,
+    relaxation,
+    steepest,
+)
 from bayesopt_chain.loop.step import make_step
 from bayesopt_chain.runs.inference_data import inference_data
 from bayesopt_chain.runs.run import Iteration, describe, difference

@@ -46,7 +46,7 @@ from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.diagnostics.gradient_noise import lanczos
-from bayesopt_chain.diagnostics.suggest_lr import MARGIN, heat_of_noise, rate
+from bayesopt_chain.diagnostics.suggest_lr import MARGIN, rate
 from bayesopt_chain.links.weight_decay import add_localization
 from bayesopt_chain.loop.loss import gradient, value
 from bayesopt_chain.loop.step import make_step
@@ -375,6 +375,11 @@ def relaxation(lr: float, momentum: float, strength: float) -> float:
     friction, pull = 1 - momentum, lr * strength
     slow = 2 * pull / (friction + math.sqrt(max(friction**2 - 4 * pull, 0.0))) if pull else 0.0
     return 1 / min(slow, friction / 2) if slow else math.inf
+
+
+def heat_of_noise(lr: float, momentum: float, temperature: float) -> float:
+    """What independent batches add to ``E[U] / T`` of a quadratic under momentum, for each unit of ``tr(C)``."""
+    return lr / (4 * temperature * (1 - momentum))
 
 
 def spreading(lr: float, strength: float, draws: int, coolest: float) -> float:
