@@ -1,7 +1,6 @@
 """Engines that hand plain tensors or shards to the optimizer: right on two ranks, or refused on both."""
 
 import copy
-import os
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -21,30 +20,21 @@ import bayesopt_chain as bc
 from bayesopt_chain.core.link import Link, Traits
 from bayesopt_chain.matching.response import Nonlinear
 from tests.distributed import toys
-from tests.distributed.ranks import everywhere, mesh_of, message_of, on, run, whole, world
+from tests.distributed.ranks import everywhere, message_of, on, run, whole, world
 
 pytestmark = pytest.mark.slow
-
-
-WHOLE_LEAVES = Traits()
 
 
 @dataclass(frozen=True)
 class Unit(Link):
     """Divides the gradient of each leaf by its norm, as the page on architecture says."""
 
-    traits: Traits = WHOLE_LEAVES
-
-    @property
-    def response(self):
-        return Nonlinear()
+    traits: Traits
+    response = Nonlinear()
 
     def update(self, g, state, op, context):
         units = optree.tree_map(lambda x: x / x.norm(), context.tree(g))
         return op.put(g, context.leaves(units)), state
-
-    def __str__(self):
-        return "unit()"
 
 
 CHAINS = {
@@ -83,10 +73,10 @@ def under(engine, model=None):
     return toys.under(engine, model or network())
 
 
-def data(engine="ddp", n=12):
-    """This rank's part of the data where an engine averages over ranks; else all of them."""
-    every = torch.randn(n, 5, generator=torch.Generator().manual_seed(100), dtype=torch.float64)
-    return every if "tp" in engine or "dp" not in engine else every[world()[0] :: world()[1]]
+def data(parts=True):
+    """This rank's part of the data, or all of them."""
+    every = torch.randn(12, 5, generator=torch.Generator().manual_seed(100), dtype=torch.float64)
+    return every[world()[0] :: world()[1]] if parts else every
 
 
 def noise(chain=0, seed=0):
@@ -139,8 +129,8 @@ def made(name, engine="", seed=0):
 
 def trained(name, engine="", flat=None, full=False):
     """Steps with a change of temperature on the way; with ``flat``, of another optimizer from a state dict of the first."""
-    model, optimizer = made(name, engine)
-    assert train(model, optimizer, data(engine), 4) == (4, ""), engine
+    (model, optimizer), x = made(name, engine), data(engine in WRAPPED and "dp" in engine)
+    assert train(model, optimizer, x, 4) == (4, ""), engine
     if flat is not None:
         options = dcp.StateDictOptions(flatten_optimizer_state_dict=flat, full_state_dict=full)
         saved = copy.deepcopy((dcp.get_optimizer_state_dict(model, optimizer, options=options), model.state_dict()))
@@ -151,7 +141,7 @@ def trained(name, engine="", flat=None, full=False):
         dcp.set_optimizer_state_dict(model, optimizer, saved[0], options=options)
     for group in optimizer.param_groups:
         group |= {"temperature": 2 * group["temperature"]} if "temperature" in group else {}
-    assert train(model, optimizer, data(engine), 5) == (5, "")
+    assert train(model, optimizer, x, 5) == (5, "")
     for p, x in ((p, x) for p, state in optimizer.state.items() for x in state.values()):
         assert not torch.is_tensor(x) or x.ndim == 0 or getattr(p, "placements", 0) == getattr(x, "placements", 0)
     return weights(model)
@@ -160,17 +150,18 @@ def trained(name, engine="", flat=None, full=False):
 @on(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_makes_the_steps_of_one_process_under_every_engine_and_goes_on_from_its_state_dicts(name):
-    """Bit for bit from the state dicts. Without noise to 1e-12, as the wrappers, whose gradients are those of one process."""
-    want = trained(name)
+    """Bit for bit under DistributedDataParallel, whose average is of equal gradients of all data, and from state dicts. Steps of
+    shards, products of matrices that ranks share and means over parts of the data round otherwise."""
+    want, kinds = trained(name), [(False, True), (True, False), (False, False), (True, True)]
     for engine in (*ENGINES, *WRAPPED) if name == "SGHMC" else ENGINES:
-        found = trained(name, engine)
-        torch.testing.assert_close(found, want, rtol=0, atol=1e-12 if "cold" in name else 1e-9, msg=engine)
-        # a module under DistributedDataParallel that is new adds its first gradient up in another order
-        rounding = 1e-9 if engine == "ddp" else 0.0
-        for flat, full in ((False, True), (True, True), (False, False), (True, False)):
-            if engine in ("ddp", "fsdp"):
-                again = trained(name, engine, flat, full)
-                torch.testing.assert_close(again, found, rtol=0, atol=rounding)
+        found, rounding = trained(name, engine), 0.0 if engine in ("ddp", "zero", "checkpoint", "compile") else 1e-12
+        torch.testing.assert_close(found, want, rtol=0, atol=rounding, msg=lambda said: f"{engine}: {said}")  # noqa: B023
+        for flat, full in kinds if name == "SGHMC" else kinds[:2]:
+            if engine in ("ddp", "fsdp") and name != "Adagrad":  # torch does not read what begins before the first step
+                again, rounding = trained(name, engine, flat, full), 1e-9 if name == "NAdam" else 0.0
+                torch.testing.assert_close(
+                    again, found, rtol=0, atol=rounding
+                )  # it reads mu_product, float32, as float64
 
 
 def gone_on(name, engine, before, after):
@@ -180,7 +171,7 @@ def gone_on(name, engine, before, after):
         there, state = dcp.get_state_dict(model, optimizer)
         load({"model": there, "optimizer": state}, checkpoint_id=str(before))
         dcp.set_state_dict(model, optimizer, model_state_dict=there, optim_state_dict=state)
-    assert train(model, optimizer, data(engine), 4) == (4, "")
+    assert train(model, optimizer, data(False), 4) == (4, "")
     save(dict(zip(("model", "optimizer"), dcp.get_state_dict(model, optimizer))), checkpoint_id=str(after))
     return weights(model)
 
@@ -191,9 +182,9 @@ def test_an_optimizer_under_fsdp2_on_two_ranks_goes_on_under_four_and_in_one_pro
     run(gone_on, 2, name, "fsdp", None, tmp_path / "a")
     run(gone_on, 4, name, "fsdp", tmp_path / "a", tmp_path / "b")
     model, optimizer = made(name)
-    train(model, optimizer, data(""), 12)
+    train(model, optimizer, data(False), 12)
     found = gone_on(name, "", tmp_path / "b", tmp_path / "c")
-    torch.testing.assert_close(found, weights(model), rtol=0, atol=1e-9)
+    torch.testing.assert_close(found, weights(model), rtol=0, atol=1e-12)
 
 
 # what is refused, by words, or goes on
@@ -264,22 +255,13 @@ def forked(rank):
     return made_, said or "" if torch.equal(*everywhere(weights(model))) else "drifted"
 
 
-def one_order(rank):
-    """Parts of the data in the order of one seed."""
-    mesh, tx, params = mesh_of(2), bc.sghmc(0.05, temperature=0.01), {"w": torch.zeros(())}
-    params, state = bc.distributed.broadcast((params, tx.init(params)), mesh)
-    step = bc.make_step(lambda p, x: (p["w"] - x).square().mean(), tx, mesh=mesh)
-    batches = bc.epochs(torch.arange(24.0)[rank::2], 4, seed=3)
-    return 0, message_of(lambda: bc.sample(step, params, state, batches, steps=4))
-
-
 def as_step(rank):
     model, optimizer = made("SGHMC", "fsdp1 original")
     return 0, message_of(lambda: bc.optim.as_step(model, optimizer, lambda model, x: model(x).mean()))
 
 
 def whole_leaves_needed(rank):
-    tx = bc.chain(bc.Chain((Unit(),)), bc.scale_by_neg_lr(0.05))
+    tx = bc.chain(bc.Chain((Unit(Traits()),)), bc.scale_by_neg_lr(0.05))
     return 0, message_of(lambda: bc.optim.Optimizer(under("fsdp").named_parameters(), lambda group: tx))
 
 
@@ -304,13 +286,12 @@ ENDS = {
     "chains without keys": (2, KEYS, lambda rank: trains(network())),
     "an optimizer of chains without keys": (1, KEYS, lambda rank: trains(network(rank), "Optimizer")),
     "a fork without keys": (0, ("fork: 2 ranks run",), lambda rank: (0, message_of(made("SGHMC")[1].fork))),
-    "parts of the data in one order": (0, ("with one seed, 3", "mesh="), one_order),
-    "a link that says nothing of shards": (0, ("unit() needs whole leaves, and [0] is a DTensor",), whole_leaves_needed),
+    "a link that says nothing of shards": (0, ("needs whole leaves, and [0] is a DTensor",), whole_leaves_needed),
     "chains with dead leaves": (9, (), lambda rank: trains(Odd(), names=named, chain=rank)),
     "ddp with dead leaves": (9, (), lambda rank: trains(DistributedDataParallel(Odd(), **seen), names=named)),
     "hsdp with a fork": (9, (), forked),
-    "chains from one start on the same data": (9, (), lambda rank: trains(network(), x=data(""), chain=rank)),
-    "chains of an optimizer of chains": (9, (), lambda rank: trains(network(), "Optimizer", data(""), chain=rank)),
+    "chains from one start on the same data": (9, (), lambda rank: trains(network(), x=data(False), chain=rank)),
+    "chains of an optimizer of chains": (9, (), lambda rank: trains(network(), "Optimizer", data(False), chain=rank)),
     "one key on purpose": (9, (), on_purpose),
     "pipeline with parts": (
         3, (), lambda rank: stages(lambda s, r: bc.distributed.part(named(s), lambda name, p: f"stage{r}.{name}"))
@@ -330,28 +311,8 @@ def test_training_under_an_engine_goes_on_or_is_refused_on_every_rank(case):
 
 
 def test_flattened_parts_draw_on_two_ranks_what_the_whole_draws_on_one():
-    (one,), (two, other) = (run(trained, size, "SGHMC", "fsdp1") for size in (1, 2))
-    assert torch.equal(two, other)
-    torch.testing.assert_close(two, one, rtol=0, atol=1e-9)
-
-
-@on(2)
-def test_one_chain_under_ddp_is_sampled_to_disk_and_goes_on_where_it_stopped(tmp_path):
-    """With dropout, buffers and the batches of both ranks: replicas and draws have the bits of a run in one piece."""
-
-    def sampled(name, steps):
-        torch.manual_seed(world()[0])  # as it happens
-        module = nn.Sequential(nn.Dropout(0.3), *network(), nn.BatchNorm1d(3).double())
-        model, batches = under("ddp", module), bc.epochs(data(""), 6, seed=3, mesh=mesh_of(2))
-        step = bc.optim.as_step(model, optimizer_of(model.parameters()), lambda model, x: model(x).square().mean())
-        settings = {"burn_in": 2, "checkpoint_seconds": 0.0, "path": tmp_path / name}
-        draws = bc.sample(step, step.params, step.state, batches, steps=steps, **settings)
-        return draws.params["1.weight"].clone(), weights(model)
-
-    straight = sampled("whole", 9)
-    sampled("parts", 5)
-    for other in everywhere(sampled("parts", 9)):
-        assert len(straight[0]) == 7 and all(map(torch.equal, straight, other))
+    (one,), two = (run(trained, size, "SGHMC", "fsdp1") for size in (1, 2))
+    torch.testing.assert_close(two, [one, one], rtol=0, atol=1e-12)
 
 
 def by_hooks(model):
@@ -388,39 +349,30 @@ def test_lightnings_strategy_for_fsdp2_makes_the_steps_of_one_process():
     from lightning.pytorch.strategies import ModelParallelStrategy
 
     class Module(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net = network()
-
         def configure_model(self):
             fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
         def training_step(self, batch, index):
-            return self.net(batch[0]).square().mean()
+            return self.net(batch).square().mean()
 
         def configure_optimizers(self):
             return optimizer_of(named(self.net))
 
-    rank, size = world()
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data("")), batch_size=6)
+    (rank, size), module = world(), Module()
+    module.net = network()
     quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    loader = torch.utils.data.DataLoader(data(False), batch_size=6)
     strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    where = {
-        "accelerator": "cpu",
-        "devices": 2,
-        "strategy": strategy,
-        "max_steps": 4,
-        **dict.fromkeys(quiet, False),
-    }
+    where = {"accelerator": "cpu", "devices": 2, "strategy": strategy, "max_steps": 4, **dict.fromkeys(quiet, False)}
     launch = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0}
     launch |= {"TORCHELASTIC_RUN_ID": "test", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}  # of torchrun
     with pytest.MonkeyPatch.context() as patch:
         for name, value in launch.items():
-            patch.setitem(os.environ, name, str(value))
-        lightning.Trainer(**where).fit(module := Module(), loader)
-    (model, optimizer), found = made("SGHMC"), weights(module.net)
-    train(model, optimizer, data(""), 4)
-    torch.testing.assert_close(found, weights(model), rtol=0, atol=1e-9)
+            patch.setenv(name, str(value))
+        lightning.Trainer(**where).fit(module, loader)
+    model, optimizer = made("SGHMC")
+    train(model, optimizer, data(False), 4)
+    torch.testing.assert_close(weights(module.net), weights(model), rtol=0, atol=1e-12)
 
 
 @on(2)

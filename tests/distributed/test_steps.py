@@ -120,7 +120,7 @@ def test_a_step_sends_one_message_of_the_gradient_and_two_numbers_and_the_noise_
 def test_what_would_be_silently_wrong_is_refused_on_every_rank():
     rank, mesh = world()[0], line()
     torch.manual_seed(rank)
-    _, _, _, batch, _ = one()
+    noisy, *spread, batch, _ = one()
     params, still, seeded = start(), bc.sgd(0.1), torch.Generator().manual_seed(0)
     own = bc.chain(bc.inject_langevin_noise(0.1, generator=seeded), bc.scale_by_neg_lr(0.1))
     cold, stacked = ({k: p + rank for k, p in params.items()}, {k: torch.stack([p, p]) for k, p in params.items()})
@@ -131,13 +131,14 @@ def test_what_would_be_silently_wrong_is_refused_on_every_rank():
     wrapped = lambda p, b: torch.func.functional_call(model, p, (b[0],)).square().mean()  # noqa: E731
     forward, inner, _ = bc.make_functional(model)
     inside, theta = bc.make_step(lambda p, b: forward(p, b).square().mean(), still), [*model.parameters()]
-    outside, noisy, hot = bc.make_step(wrapped, still), bc.make_step(loss, TX, mesh=mesh), {"temperature": 0.1}
+    outside, hot, parts = bc.make_step(wrapped, still), {"temperature": 0.1}, bc.epochs(batch, 4, seed=3)
     for words, act in {
         ("1 chains on 2 ranks leave some without one",): lambda: bc.parallel(step, 1, mesh=mesh),
         ('mesh["first"]',): lambda: bc.parallel(step, 4, mesh=mesh_of(2, 1)),
         ("DeviceMesh",): lambda: bc.parallel(step, 4, mesh="cpu"),
         ("generator of its own",): lambda: bc.parallel(bc.make_step(loss, own), N).init(own, start(N), seed=3),
         ("no replicas", "state/1/key", "bc.distributed.broadcast"): lambda: noisy(params, TX.init(params), batch),
+        ("with one seed, 3", "mesh="): lambda: bc.sample(noisy, *spread, parts, steps=4),
         ("no replicas", "params/w"): lambda: step(cold, still.init(cold), batch),
         ("5 and 12 entries",): lambda: plain(params, still.init(params), (*batch, torch.zeros(5))),
         ("loop=True",): lambda: many(stacked, many.init(still, stacked), batch),

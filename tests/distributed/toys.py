@@ -172,18 +172,20 @@ def chains_of_shards(shape=None):
     return made, params, made.init(TX, params, seed=3), torch.tensor(0.5), list(made.numbers)
 
 
-def module():
-    """A module under ``fully_shard``, each rank with its part of the data."""
-    rank, size = world()
-    model = network(4, 6, 2)
-    if dist.is_initialized():
+def module(untidy=False):
+    """A module under ``fully_shard``, each rank with its part of the data; ``untidy``: replicas with dropout and buffers."""
+    (rank, size), model = world(), network(4, 6, 2)
+    x = torch.linspace(-1, 1, 32, dtype=torch.float64).view(8, 4)
+    batches = bc.epochs(x, 4, seed=3, mesh=line()) if untidy else x[rank::size]
+    if untidy:
+        model = under("ddp", nn.Sequential(nn.Dropout(0.3), *model, nn.BatchNorm1d(2).double()))
+    elif dist.is_initialized():
         under("fsdp", model)
     noise = {"temperature": 0.01, "generator": bc.distributed.generator(0)}
     optimizer = bc.optim.SGHMC(model.named_parameters(), lr=0.05, **noise)
     torch.manual_seed(3 + rank)  # the first rank's key is everyone's
     step = bc.optim.as_step(model, optimizer, lambda m, x: m(x).square().mean())
-    batch = torch.linspace(-1, 1, 32, dtype=torch.float64).view(8, 4)[rank::size]
-    return step, step.params, step.state, batch, None
+    return step, step.params, step.state, batches, None
 
 
 KINDS = {f.__name__: f for f in (chains, rows, one, shards, chains_of_shards, module)}
