@@ -150,8 +150,8 @@ def trained(name, engine="", flat=None, full=False):
 @on(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_makes_the_steps_of_one_process_under_every_engine_and_goes_on_from_its_state_dicts(name):
-    """Bit for bit under DistributedDataParallel, whose average is of equal gradients of all data, and from state dicts. Steps of
-    shards, products of matrices that ranks share and means over parts of the data round otherwise."""
+    """Bit for bit under DistributedDataParallel, whose average is of equal gradients of all data, and from state dicts. Steps
+    of shards, products of matrices that ranks share and means over parts of the data round otherwise."""
     want, kinds = trained(name), [(False, True), (True, False), (False, False), (True, True)]
     for engine in (*ENGINES, *WRAPPED) if name == "SGHMC" else ENGINES:
         found, rounding = trained(name, engine), 0.0 if engine in ("ddp", "zero", "checkpoint", "compile") else 1e-12

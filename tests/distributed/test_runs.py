@@ -190,6 +190,10 @@ def on_its_own(path, seed=None):
     return draws.params["w"], state[1].key, loaded[1][1].key
 
 
+def missing(path):
+    return message_of(lambda: bc.load(path, like={"w": torch.zeros(3)}))
+
+
 def test_ranks_without_a_mesh_are_chains_of_their_own_on_the_disk(tmp_path):
     path = tmp_path / "draws"
     ranks, opened = run(on_its_own, 2, path), bc.Draws.open(path)
@@ -205,8 +209,11 @@ def test_ranks_without_a_mesh_are_chains_of_their_own_on_the_disk(tmp_path):
     with pytest.raises(ValueError, match="by 1 and by 2 ranks, and which is newer no file says: remove"):
         bc.load(whole, like=like)
     whole.unlink()
-    for file in files:
-        file.unlink()
+    files[1].rename(tmp_path / "second.safetensors")
+    assert "00001-of-00002.safetensors is missing: save on" in run(missing, 2, whole)[1]
+    files[0].unlink()
+    params = {"w": torch.zeros(3).double(), "b": torch.zeros(()).double()}
+    assert bc.load(tmp_path / "second.safetensors", like=(params, TX.init(params)), tx=TX)[1][1].key == ranks[1][1]
     (said,) = run(message_of, 1, on_its_own, path)
     assert "a run of 2 ranks, and 1 run now" in said and "bc.parallel(step, n, mesh=mesh)" in said
     run(on_its_own, 2, tmp_path / "alike", 3)
@@ -262,21 +269,15 @@ def test_a_run_that_is_killed_on_changing_numbers_of_ranks_or_alone_is_the_unint
 # shards
 
 
-def opened(path):
-    """What each rank reads in another layout, and one rank alone."""
-    params = spread(matrices(), "columns")
-    draws = bc.Draws.open(path, like=params)
-    assert world()[0] or bc.Draws.open(path).params["w"].shape == (STEPS - 4, 6, 5), "one rank may read alone"
-    assert draws.params["w"].placements == tuple(Shard(p.dim + 1) for p in params["w"].placements)
-    return whole(draws[3]), draws.params["w"].full_tensor()
-
-
+@on(2)
 @pytest.mark.slow
 def test_draws_are_opened_in_any_layout_and_by_one_rank_alone(tmp_path):
-    path, want = tmp_path / "draws", sampled("shards")
-    run(sampled, 2, "shards", path)
-    for third, every in run(opened, 2, path):
-        assert torch.equal(every, want.params["w"]) and all(torch.equal(x, want.params[k][3]) for k, x in third.items())
+    want, columns = sampled("shards", tmp_path).params, spread(matrices(), "columns")
+    draws = bc.Draws.open(tmp_path, like=columns)
+    assert world()[0] or torch.equal(bc.Draws.open(tmp_path).params["w"], want["w"]), "one rank may read alone"
+    assert draws.params["w"].placements == tuple(Shard(p.dim + 1) for p in columns["w"].placements)
+    third, every = whole([draws[3], dict(draws.params)])
+    assert all(torch.equal(every[k], x) and torch.equal(third[k], x[3]) for k, x in want.items())
 
 
 def removed(file):

@@ -127,17 +127,12 @@ def called(command, folder, **variables):
     return subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=60).stdout.split()
 
 
-def test_the_pages_script_for_slurm_calls_the_function_with_the_number_of_its_job(tmp_path):
-    (script,) = re.findall(r"```bash\n(.*?)```", HOWTO["schedulers"], re.S)
-    subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=60)
+def test_the_pages_scripts_for_slurm_and_kubernetes_call_the_function_with_the_number_of_their_job(tmp_path):
+    yaml = pytest.importorskip("yaml")
+    (script,), (text,) = (re.findall(rf"```{kind}\n(.*?)```", HOWTO["schedulers"], re.S) for kind in ("bash", "yaml"))
     assert re.search(r"^#SBATCH --array=0-999$", script, re.M), "a line that Slurm reads begins with #SBATCH"
     said = called(["bash", "-c", script], tmp_path, SLURM_ARRAY_TASK_ID="7", USER="somebody")
     assert said == ["jobs.py", "7", "/scratch/somebody/draws", "2"]
-
-
-def test_the_pages_job_for_kubernetes_calls_the_function_with_the_number_of_its_pod(tmp_path):
-    yaml = pytest.importorskip("yaml")
-    (text,) = re.findall(r"```yaml\n(.*?)```", HOWTO["schedulers"], re.S)
     job = yaml.safe_load(text)["spec"]
     assert job["completionMode"] == "Indexed" and job["template"]["spec"]["restartPolicy"] == "Never"
     (container,), (volume,) = job["template"]["spec"]["containers"], job["template"]["spec"]["volumes"]

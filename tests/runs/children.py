@@ -1,17 +1,16 @@
 """Processes that are killed: forked from a server that has imported torch, so that one starts in milliseconds."""
 
-import multiprocessing
 import os
 import signal
 import time
 from contextlib import suppress
 
+from tests.distributed.ranks import server
+
 
 def started(target, *args):
     """A process that calls a function of a module."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.runs.test_nothing_lost"])
-    process = context.Process(target=_run, args=(target, *args), daemon=True)
+    process = server().Process(target=_run, args=(target, *args), daemon=True)
     process.start()
     return process
 
