@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 __all__ = ["bands", "coverage", "heat", "reliability", "traces"]
+MOST_LINES = 1000  # of traces, which take some 10 ms each
 
 
 def axes_or_new(who: str, ax: Any) -> Axes:
@@ -187,6 +188,10 @@ def reliability(
         raise ValueError(
             "plot.reliability: rows of probabilities must be at least 0 and add up to 1; pass softmax values"
         )
+    if not bool(((targets >= 0) & (targets < probabilities.shape[1])).all()):
+        raise ValueError(
+            f"plot.reliability: targets must be class numbers from 0 to {probabilities.shape[1] - 1}: leave out data without"
+        )
     confidence, predicted = probabilities.double().max(-1)
     right = (predicted == targets).double()
     which = (confidence * bins).long().clamp(max=bins - 1)
@@ -275,7 +280,7 @@ def traces(draws: Any, names: list[str] | None = None, *, thinning: int = 1) -> 
     Raises:
         ModuleNotFoundError: no ArviZ or no matplotlib.
         TypeError: no draws.
-        ValueError: a thinning below 1; a name that the draws do not have, with the names they have.
+        ValueError: a thinning below 1; a name that the draws do not have, with the names they have; more than 1,000 lines.
 
     Example:
         >>> import matplotlib, torch, bayesopt_chain as bc
@@ -294,6 +299,11 @@ def traces(draws: Any, names: list[str] | None = None, *, thinning: int = 1) -> 
     known = list(data.posterior.data_vars)
     if unknown := [name for name in names or () if name not in known]:
         raise ValueError(f"plot.traces: no leaf is called {unknown[0]!r}; there are {', '.join(known[:12])}")
+    lines = sum(data.posterior[name].isel(draw=0).size for name in names or known)
+    if lines > MOST_LINES:
+        raise ValueError(
+            f"plot.traces: {lines} numbers would be as many lines, more than {MOST_LINES}: choose leaves, names={known[:1]}"
+        )
     plot: Any = getattr(arviz, "plot_trace_dist", arviz.plot_trace)  # its name from ArviZ 1 on
     return plot(data.sel(draw=slice(None, None, thinning)), var_names=names)
 

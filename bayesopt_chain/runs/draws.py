@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesopt_chain import kinds
-from bayesopt_chain.checks import installed
+from bayesopt_chain.checks import installed, short
 from bayesopt_chain.distributed.ranks import gather_objects, gather_tensors, require_alike
 from bayesopt_chain.likelihoods import Likelihood, Predictive
 from bayesopt_chain.modules.batch_norm import statistics
@@ -210,7 +210,12 @@ class Draws:
         """One draw as a tree of parameters, or some of the draws."""
         if isinstance(at, slice):
             return self._with(self._rows[at])
-        return next(iter(self._with([self._rows[at]])))
+        try:
+            row = self._rows[at]
+        except (IndexError, TypeError) as err:
+            said = f"draws[i]: i must be a number of one of the {len(self)} draws, or a slice, got {short(at)}"
+            raise type(err)(said) from err
+        return next(iter(self._with([row])))
 
     def __iter__(self) -> Iterator[Any]:
         """The draws one by one, as copies, from which a step in place may start; of draws on disk a few are read at a time."""
@@ -557,7 +562,8 @@ class Draws:
         def outputs(batch: Any) -> Iterator[Tensor]:
             for start in range(0, len(self), each):
                 block, buffers = self[start : start + each].unchained()  # [S * chains, ...], chunk of them
-                y = run(block, batch, buffers)
+                with kinds.blaming("predict", "batches"):
+                    y = run(block, batch, buffers)
                 y = y if transform is None else transform(y)
                 if not isinstance(y, Tensor):
                     made = "forward" if transform is None else "transform"

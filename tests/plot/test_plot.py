@@ -88,6 +88,12 @@ def test_methods_are_compared_on_one_axes_with_one_diagonal():
         ),
         (lambda: bc.plot.coverage(gaussian(torch.full((3,), torch.nan)), torch.zeros(3, 1)), ValueError, "hold NaN"),
         (lambda: bc.plot.heat("hot"), TypeError, "bc.diagnostics.heating"),
+        (lambda: bc.plot.reliability(torch.ones(4, 1), torch.ones(4).long()), ValueError, "class numbers from 0 to 0"),
+        (
+            lambda: bc.plot.traces(bc.Draws.from_trees([{"w": torch.zeros(2000)}] * 3)),
+            ValueError,
+            r"2000 .* choose leaves, names=\['w'\]",
+        ),
         (lambda: bc.plot.traces([torch.zeros(2)]), TypeError, "must be a bc.Draws"),
         (lambda: bc.plot.traces(bc.Draws.from_trees([{"w": torch.zeros(2)}] * 3), ["v"]), ValueError, "there are w"),
     ],

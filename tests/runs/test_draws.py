@@ -197,3 +197,17 @@ def test_statistics_of_draws_on_disk_are_computed_a_block_at_a_time(tmp_path, mo
         torch.testing.assert_close(got.buffers[name], b[2:19], rtol=1e-12, atol=1e-12)
     assert got._pieces[0].parts and torch.equal(got.steps, some.steps)
     torch.testing.assert_close(got.predict(forward, [x], chunk=4), want[2:19].predict(forward, [x]))
+
+
+@pytest.mark.parametrize("at, error", [(2, IndexError), (-3, IndexError), ([0, 1], TypeError), ("w", TypeError)])
+def test_an_index_that_no_draw_has_is_refused_by_name(at, error):
+    with pytest.raises(error, match=r"draws\[i\]: i must be a number of one of the 2 draws, or a slice, got"):
+        bc.Draws.from_trees([{"w": torch.zeros(2)}] * 2)[at]
+
+
+@pytest.mark.parametrize("batch", [torch.ones(3, 2, dtype=torch.float64), torch.ones(3, 5), torch.ones(3, 2).numpy()])
+def test_batches_that_the_model_cannot_take_are_named(batch):
+    module = torch.nn.Linear(2, 1)
+    draws = bc.Draws.from_trees([bc.make_functional(module).params] * 2)
+    with pytest.raises((TypeError, ValueError), match=r"(?s)predict: batches: the model cannot take it \("):
+        draws.predict(module, [(batch, None)])
