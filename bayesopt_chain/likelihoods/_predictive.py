@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import optree
@@ -35,7 +35,12 @@ from bayesopt_chain import kinds
 from bayesopt_chain.likelihoods._quadrature import gauss_legendre, root_by_eigenvectors
 from bayesopt_chain.trees import wide
 
-NODES = 200  # of each of the two integrals of a score
+AT_ONCE = 2**18  # outputs at which a score takes the distribution function at once
+PIECES, NODES, ROUNDS = (
+    64,
+    8,
+    3,
+)  # of each of the two integrals of a score; nodes of a piece; times that pieces are shifted
 STRETCH = 14.0  # they reach sinh(14) = 600,000 quartile distances out
 BISECTIONS = 64
 MOST_COUNTS = 10**6
@@ -148,18 +153,42 @@ class Mixture:
         return total
 
     def _integrated_score(self, y: Tensor, support: Any) -> Tensor:
-        """Over ``x = middle + width sinh(u)``, fine near the middle and wide far out, u from y to each end of the support."""
-        nodes, weights = (x.to(self.outputs) for x in gauss_legendre(NODES))
+        """Over ``x = middle + width sinh(u)``, fine near the middle and wide far out, u from y to each end of the support, in
+        pieces that are short where the distribution function rises, as at components that are narrow and far apart."""
+        nodes, weights = (x.to(self.outputs).reshape(-1, *[1] * y.ndim) for x in gauss_legendre(NODES))
+        even = torch.linspace(0, 1, PIECES + 1, device="cpu").to(self.outputs)
         middle, width = self.quantile(0.5), (self.quantile(0.75) - self.quantile(0.25)) / 2
         width = width.clamp_min(torch.finfo(width.dtype).tiny)
+        many = replace(self, outputs=self.outputs[:, None])  # of values [nodes, N, *]
         start, total = torch.asinh((y - middle) / width), torch.zeros_like(middle)
+
+        def below(u: Tensor) -> Tensor:
+            at_once = max(1, AT_ONCE // max(1, self.outputs.numel()))
+            return torch.cat([many.cdf(x) for x in (middle + width * u.sinh()).split(at_once)])
+
         for end, sign in ((support.low, -1.0), (support.high, 1.0)):
             stop = torch.asinh((end - middle) / width) if math.isfinite(end) else torch.full_like(start, sign * STRETCH)
-            u = start + nodes.reshape(-1, *[1] * y.ndim) * (stop - start)
-            below = torch.stack([self.cdf(middle + width * x.sinh()) for x in u])
-            missed = below if sign < 0 else 1 - below
-            total = total + torch.tensordot(weights, missed.square() * u.cosh(), dims=1) * sign * (stop - start) * width
+            edges = start + even.reshape(-1, *[1] * y.ndim) * (stop - start)
+            for _ in range(ROUNDS):
+                edges = _shifted(edges, below(edges).detach())
+            steps = edges.diff(dim=0)[:, None]
+            u = (edges[:-1, None] + nodes * steps).flatten(0, 1)
+            missed = below(u) if sign < 0 else 1 - below(u)
+            terms = (weights * steps).flatten(0, 1) * missed.square() * u.cosh()
+            total = total + terms.sum(0) * sign * width
         return total
+
+
+def _shifted(edges: Tensor, reached: Tensor) -> Tensor:
+    """Edges ``[pieces + 1, *]`` of as many pieces with equal shares of the way and of the rise of what is reached there."""
+    tiny = torch.finfo(edges.dtype).tiny
+    way, rise = (x.diff(dim=0).abs() for x in (edges, reached))
+    share = way / way.sum(0).clamp_min(tiny) + rise / rise.sum(0).clamp_min(tiny)
+    known = torch.nn.functional.pad(share.cumsum(0).flatten(1).mT, (1, 0)).contiguous()
+    wanted = known[:, -1:] * torch.linspace(0, 1, len(edges), device="cpu").to(known)
+    at = torch.searchsorted(known, wanted).clamp(1, len(edges) - 1)
+    (a, b), (low, high) = ((x.gather(1, at - 1), x.gather(1, at)) for x in (known, edges.flatten(1).mT))
+    return (low + (high - low) * ((wanted - a) / (b - a).clamp_min(tiny))).mT.reshape(edges.shape)
 
 
 NUMBERS_AT_ONCE = 2**24  # of outputs at nodes; data beyond that are taken in parts
@@ -383,7 +412,7 @@ class Predictive:
         """The continuous ranked probability score: how far the predicted distribution is from what came.
 
         Of a Gaussian it is in closed form, of counts and classes in order a sum (their ranked probability score), of others an
-        integral, to about 1e-6 of the predictive's width.
+        integral, to about 1e-6 of the predictive's width (1e-3 where draws are a hundred times as far apart as their noise).
 
         Args:
             targets: ``[N, *positions]``.

@@ -96,6 +96,16 @@ def test_the_score_of_a_gaussian_is_its_closed_form():
     torch.testing.assert_close(predictive.crps(2 * z[:, None])[:, 0], wanted, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(("apart", "tolerance"), [(1.0, 1e-12), (10.0, 1e-8), (100.0, 1e-4)])
+def test_the_integrated_score_of_components_far_apart_is_the_closed_form(apart, tolerance):
+    """Gaussian noise as a custom likelihood, which is integrated, against ``E|X - y| - E|X - X'| / 2``."""
+    outputs = apart * torch.randn(5, 3, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    y = torch.tensor([[0.0], [apart], [3 * apart]], dtype=torch.float64)
+    noise = bc.likelihoods.custom(distribution=lambda f: torch.distributions.Normal(f, torch.ones_like(f)))
+    wanted = bc.likelihoods.gaussian(1.0).mixture(outputs).crps(y)
+    torch.testing.assert_close(noise.mixture(outputs).crps(y), wanted, rtol=tolerance, atol=0.0)
+
+
 def test_a_learned_variance_is_integrated_with_its_mean():
     """Density and variance against a product rule over both outputs, which are correlated."""
     mean, root = torch.randn(3, 4), torch.randn(3, 4, 4)
