@@ -84,7 +84,7 @@ class NegativeBinomial(Likelihood):
 
     def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
         mu, count = torch.broadcast_tensors(outputs.exp(), values.floor())
-        r = torch.tensor(self.dispersion, device=outputs.device)
+        r = torch.tensor(self.dispersion, dtype=torch.float64, device=outputs.device)
         value = incomplete_beta(r, count.clamp_min(0) + 1, r / (r + mu)).to(mu.dtype)
         return torch.where(count < 0, 0.0, value)
 

@@ -196,7 +196,7 @@ class StudentT(Likelihood):
 
     def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
         t = ((values - outputs) / self._scale(outputs)).to(torch.float64)
-        half, df = torch.tensor(0.5, device=outputs.device), torch.tensor(float(self.df), device=outputs.device)
+        half, df = torch.tensor([0.5, self.df], dtype=torch.float64, device=outputs.device)
         tail = incomplete_beta(df / 2, half, df / (df + t.square())) / 2
         return torch.where(t > 0, 1 - tail, tail).to(outputs.dtype)
 

@@ -936,7 +936,7 @@ class Likelihood(ABC):
 
         Args:
             outputs: ``[S, N, *event]``, as ``draws.predict(..., reduce="stack")`` returns them.
-            log_weights: ``[S]``; their exponentials sum to 1. Default: all alike.
+            log_weights: ``[S]``, of which only differences matter. Default: all alike.
 
         Returns:
             A :class:`Predictive`.
@@ -1248,7 +1248,7 @@ def slope(total: Any, outputs: Tensor) -> Tensor:
 
 
 def weights_of_draws(outputs: Tensor, log_weights: Tensor | None) -> Tensor:
-    """The logarithms of the draws' weights, all alike if none are given.
+    """The logarithms of the draws' weights, which sum to 1, all alike if none are given.
 
     Raises:
         ValueError: no draws, or another number of weights.
@@ -1263,4 +1263,4 @@ def weights_of_draws(outputs: Tensor, log_weights: Tensor | None) -> Tensor:
         raise ValueError(
             f"mixture: log_weights must hold one number for each of {len(outputs)} draws, got shape {tuple(log_weights.shape)}"
         )
-    return log_weights
+    return log_weights.log_softmax(0)

@@ -87,6 +87,16 @@ def test_scores_are_integrals_of_the_squared_distance_of_distribution_functions(
     assert abs(predictive.crps(y).item() - wanted.item()) < (1e-5 if is_discrete else grid[1] - grid[0])
 
 
+def test_distribution_functions_have_the_parameters_to_the_last_digit():
+    scipy_stats = pytest.importorskip("scipy.stats")
+    f, mu = torch.tensor([[0.3]]), math.exp(0.3)
+    for likelihood, y, known in (
+        (likelihoods.student_t(2.3, 0.7), 1.1, scipy_stats.t(2.3, loc=0.3, scale=0.7)),
+        (likelihoods.negative_binomial(0.37), 2.0, scipy_stats.nbinom(0.37, 0.37 / (0.37 + mu))),
+    ):
+        assert likelihood.cdf(f, torch.tensor([[y]])).item() == pytest.approx(known.cdf(y), rel=1e-13)
+
+
 def test_the_score_of_a_gaussian_is_its_closed_form():
     """Gneiting and Raftery (2007), equation 21; standard deviation 2, standardised targets 0 and 1.5."""
     predictive = likelihoods.gaussian(1.0).predictive(torch.zeros(2, 1), torch.full((2, 1, 1), 3.0))
@@ -273,7 +283,7 @@ def test_parts_of_the_data_have_the_answers_of_the_whole(monkeypatch):
 def test_covariances_are_of_draws_and_of_joint_gaussians():
     """Of draws the law of total covariance; of a joint Gaussian its own with the noise; a sample has it (10 deviations)."""
     noise, outputs, log_weights = torch.tensor([0.5, 2.0]), torch.randn(5, 3, 2), torch.randn(5).log_softmax(-1)
-    drawn = likelihoods.gaussian(noise).mixture(outputs, log_weights)
+    drawn = likelihoods.gaussian(noise).mixture(outputs, log_weights + 3.0)  # of which only differences matter
     wanted = torch.cov(outputs.reshape(5, 6).T, correction=0, aweights=log_weights.exp()) + torch.diag(noise.repeat(3))
     torch.testing.assert_close(drawn.covariance(joint=True), wanted)
     torch.testing.assert_close(drawn.covariance()[1], wanted[2:4, 2:4])
