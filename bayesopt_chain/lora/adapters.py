@@ -28,6 +28,7 @@ from bayesopt_chain.likelihoods import categorical
 from bayesopt_chain.modules.functional import evaluating, make_functional, write_back
 from bayesopt_chain.posterior.batches import LEFT_OUT, Reader, logits_of
 from bayesopt_chain.posterior.gaussian import Gaussian
+from bayesopt_chain.posterior.model import batches_of
 from bayesopt_chain.precision import Kronecker
 from bayesopt_chain.runs import files
 
@@ -99,7 +100,8 @@ class Adapters:
         """Predict the next token at every position (of answers, the answer).
 
         Args:
-            data: a mapping of tensors as the model takes them, ``[B, T]`` each; labels are not needed.
+            data: a mapping of tensors as the model takes them, ``[B, T]`` each, or batches of them, such as a list or a
+                DataLoader; labels are not needed.
             probabilities: whether to return them; without, memory does not grow with ``B T V``. Default True.
 
         Returns:
@@ -114,12 +116,13 @@ class Adapters:
             (torch.Size([1, 3, 5]), True)
         """
         parts = []
-        inputs = self.read(data)[0]
-        for some, _ in _rows(inputs, None):
+        for some in (rows for inputs, _ in batches_of(data, self.read) for rows, _ in _rows(inputs, None)):
             pooled = categorical().pooled(self._logits(some))
             mask = some.get("attention_mask") if isinstance(some, Mapping) else None
             mask = torch.ones_like(pooled.entropy, dtype=torch.bool) if mask is None else mask.bool()
             parts.append((pooled.probabilities if probabilities else None, pooled.entropy, pooled.epistemic, mask))
+        if not parts:
+            raise ValueError("Adapters.predict: data has no batches")
         p, entropy, information, attended = zip(*parts)
         joined = torch.cat(p) if probabilities else None
         return TokenPrediction(joined, torch.cat(entropy), torch.cat(information), torch.cat(attended))
@@ -129,21 +132,22 @@ class Adapters:
         """The negative log-likelihood of the mixture, a mean over the tokens that count, in nats.
 
         Args:
-            data: a mapping with ``labels`` (unshifted), or a pair of inputs and tokens by the position that predicts them.
+            data: a mapping with ``labels`` (unshifted), or a pair of inputs and tokens by the position that predicts them; or
+                batches of them, such as a list or a DataLoader.
 
         Raises:
             ValueError: no labels, or none that count.
         """
-        inputs, targets = self.read(data)
-        if targets is None:
+        pairs = list(batches_of(data, self.read))
+        if any(targets is None for _, targets in pairs):
             raise ValueError("Adapters.nll: data has no labels")
-        return self.nll_of(inputs, targets)
+        return self.nll_of(pairs)
 
     @torch.no_grad()
-    def nll_of(self, all_inputs: Any, all_targets: Tensor) -> float:
-        """The same of inputs and targets by the position that predicts them (of answers, their numbers)."""
+    def nll_of(self, pairs: list[Any]) -> float:
+        """The same of pairs of inputs and targets by the position that predicts them (of answers, their numbers)."""
         total, counted = 0.0, 0
-        for inputs, targets in _rows(all_inputs, all_targets):
+        for inputs, targets in (rows for pair in pairs for rows in _rows(*pair)):
             keep = targets != LEFT_OUT
             own = [
                 logits.log_softmax(-1).gather(-1, targets.clamp_min(0)[..., None])[..., 0][keep]
@@ -251,6 +255,10 @@ def write_adapter(model: Any, params: Mapping[str, Tensor], folder: Path) -> Non
 
 def read_adapter(model: Any, folder: Path) -> dict[str, Tensor]:
     """The trained parameters of an adapter's folder, by the model's names; its own stay as they are."""
+    if not hasattr(model, "peft_config"):
+        raise TypeError(
+            f"adapters: model is {type(model).__name__}: pass one of PEFT, peft.get_peft_model(base, config)"
+        )
     import peft
 
     own = make_functional(model).params

@@ -235,7 +235,10 @@ def _problem(model: Any, data: Any, answers: Any, batch_size: int, seed: int, pr
     ):
         raise ValueError(f"bayesian_lora: answers={answers!r:.60}: pass a list of at least two different tokens")
     checks.number("bayesian_lora: batch_size", batch_size, "[1, inf)", integer=True)
-    held, _ = read(data)
+    try:
+        held, _ = read(data)
+    except (TypeError, ValueError) as err:
+        raise type(err)(str(err).replace("posterior_ensemble", "bayesian_lora")) from err
     if held.raw is None:
         raise ValueError("bayesian_lora: data has no labels: pass mappings with input_ids and labels")
     possible = None if answers is None else list(answers)
@@ -367,7 +370,7 @@ class _Problem:
                 with self.started(0):
                     self.train(0, steps, LEARNING_RATES["ensemble"], precisions, rest)
                 one = {n: x[None] for n, x in self.params().items()}
-                losses[name] = Adapters(self.model, one, answers=self.answers).nll_of(*self.data.take(held))
+                losses[name] = Adapters(self.model, one, answers=self.answers).nll_of([self.data.take(held)])
         return losses
 
     def member(self, method: str, k: int, steps: int, count: int, lr: float, precisions: Prior) -> dict[str, Tensor]:

@@ -24,6 +24,10 @@ from bayesopt_chain.posterior.batches import LEFT_OUT, logits_of, next_labels
 
 def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """The sum over counted tokens of the negative log-likelihood in nats, in float32 at least, 0-d."""
+    if logits.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"labels are {tuple(targets.shape)}, where the model asks for {tuple(logits.shape[:-1])}, one a token"
+        )
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=LEFT_OUT, reduction="sum")
 

@@ -122,6 +122,9 @@ def test_predictions_are_those_of_the_draws_one_by_one(found, data):
     targets = torch.cat([data["labels"][:, 1:], torch.full((24, 1), -100)], 1)
     nll = cross_entropy(p.mean(0).log().flatten(0, 1), targets.flatten(), ignore_index=-100)
     assert result.nll(data) == pytest.approx(nll.item(), abs=tolerance["atol"])
+    parts = [{k: x[rows] for k, x in data.items()} for rows in (slice(10), slice(10, 24))]
+    torch.testing.assert_close(result.predict(parts).probabilities, got.probabilities)
+    assert result.nll(iter(parts)) == pytest.approx(result.nll(data))
 
 
 def test_every_draw_is_an_adapter_of_its_library_and_comes_back(found, data, tmp_path):
@@ -259,7 +262,8 @@ def test_the_mean_over_all_batches_of_the_loss_has_the_gradient_of_the_mean_over
         ({"mesh": 2, "method": "laplace"}, ValueError, "method='laplace' has one Gaussian"),
         ({"model": 3}, TypeError, "model is int"),
         ({"model": lambda: base().requires_grad_(False)}, ValueError, "no parameter of the model asks for a gradient"),
-        ({"data": {"input_ids": IDS}}, ValueError, "labels"),
+        ({"data": {"input_ids": IDS}}, ValueError, "bayesian_lora: data has no targets"),
+        ({"data": {**MASKED, "labels": IDS[:, 0]}}, ValueError, r"labels are \(\d+,\), where the model asks for"),
         ({"data": {**MASKED, "labels": torch.full_like(IDS, -100)}}, ValueError, "no label of data counts"),
     ],
 )
