@@ -458,12 +458,10 @@ def _shown(m: Any) -> dict[str, Any]:
     if m.loss is None or not m.temperatures:
         return {"is_asked": m.loss is not None}
     one = _chain(m.draws[m.count - 1], m.draws.chains, 0)
-    return {"is_asked": True, "one": one, "data": _Data(m.loss, _listed(m.batches), m.data_size, one)}
-
-
-def _doubled(m: Any) -> dict[str, Any]:
-    """The loss of a batch twice over that of the batch."""
-    return {} if m.data is None else {"doubled": m.data.n and twice_over_once(m.loss, m.one, m.data.batches[0])}
+    data = _Data(m.loss, _listed(m.batches), m.data_size, one)
+    # the loss of a batch twice over that of the batch
+    doubled = data.n and data.is_finite and twice_over_once(m.loss, one, data.batches[0])
+    return {"is_asked": True, "one": one, "data": data, "doubled": doubled}
 
 
 def _scaled(m: Any) -> dict[str, Any]:
@@ -763,13 +761,11 @@ QUESTIONS: tuple[tuple[Callable[[Any], dict[str, Any]], tuple[Row, ...]], ...] =
             "it is a sampler of another kind, pass temperature=."),
         Row("nonfinite", lambda m: m.data is not None and not m.data.is_finite, "The loss at the last draw is NaN or infinite.",
             "Look for NaN in the data."),
-    )),
-    # has the loss its scale
-    (_doubled, (
-        Row(UNSEEN, lambda m: not m.doubled,
+        Row(UNSEEN, lambda m: m.data is not None and m.data.is_finite and not m.doubled,
             "Not seen: whether loss and temperature have the scale of a posterior, since the data could not be counted or the "
             "loss does not take a batch twice; data_size= gives their number."),
     )),
+    # has the loss its scale
     (_scaled, (
         Row(UNSEEN, lambda m: m.known and not m.is_compared,
             "Not told: the loss against the likelihood, which has one value on all data, or NaN."),

@@ -248,14 +248,13 @@ def heating(
             "curvature=bc.diagnostics.hessian_product(loss, params, batches)"
         )
     system = reduce(response, noise, product(curvature, noise.mean), steps)
-    solution = solve(system, order, steps)
-    report = _report(system, order, steps, *solution)
+    report, *solution = predict(system, order, steps)
     m = SimpleNamespace(
         assumed=report.assumed, order=order, worst=report.worst, times=1 + report.worst, groups=len(response.groups),
         overlap=math.nan if again is None else _overlap(system, again),
     )  # fmt: skip
     refusal = next((found.says for found in judged(NO_MAP, m, set())), "")
-    cooling = None if refusal else _cooling(system, *solution[:3])
+    cooling = None if refusal else _cooling(system, *solution)
     return replace(report, overlap=m.overlap, cooling=cooling, refusal=refusal)
 
 
@@ -427,13 +426,12 @@ def loop(system: Reduced) -> Loop:
     return Loop(M, torch.cat([V.T @ d, -b]), torch.cat([-V.T @ f, E]), V, prior)
 
 
-def predict(system: Reduced, order: Order, steps: float) -> Heating:
-    """What the equations of the module say of this order of the batches."""
-    return _report(system, order, steps, *solve(system, order, steps))
+def predict(system: Reduced, order: Order, steps: float) -> tuple[Heating, Loop, Tensor, Tensor]:
+    """What the equations of the module say of this order of the batches.
 
-
-def solve(system: Reduced, order: Order, steps: float) -> tuple[Loop, Tensor, Tensor, Tensor]:
-    """The closed loop; the covariance without batches, and what they add to it: on average, and at the ends of epochs."""
+    Returns:
+        The report; the closed loop; the covariance without batches, and what they add to it on average.
+    """
     closed = loop(system)
     r = closed.V.shape[1]
     try:
@@ -445,20 +443,14 @@ def solve(system: Reduced, order: Order, steps: float) -> tuple[Loop, Tensor, Te
             + "; lower the learning rate"
         ) from None
     mean, end = added(closed.M, closed.Gamma, system.C, system.D, order, steps)
-    return closed, full, mean[:r, :r], end[:r, :r]
-
-
-def _report(
-    system: Reduced, order: Order, steps: float, closed: Loop, full: Tensor, mean: Tensor, end: Tensor
-) -> Heating:
-    """The report of a solution."""
+    mean, end = mean[:r, :r], end[:r, :r]
     values, vectors = torch.linalg.eigh(full)
     keep = values > SMALL * values.amax()
     whitening = vectors[:, keep] / values[keep].sqrt()
     curvature = (closed.V.T @ (system.H + closed.prior) @ closed.V).diagonal()
     noise = (closed.V.T @ (system.C * (1.0 - 1.0 / steps) + system.D) @ closed.V).diagonal()
     variance = full.diagonal()
-    return Heating(
+    report = Heating(
         excess=mean.diagonal() / variance,
         at_end=end.diagonal() / variance,
         worst=float(torch.linalg.eigvalsh(whitening.T @ mean @ whitening).amax()),
@@ -469,6 +461,7 @@ def _report(
         steps_per_epoch=steps,
         assumed=system.assumed,
     )
+    return report, closed, full, mean
 
 
 def added(M: Tensor, gamma: Tensor, C: Tensor, D: Tensor, order: Order, steps: float) -> tuple[Tensor, Tensor]:

@@ -374,7 +374,7 @@ class _Adviser:
     def _report(self, model: LocalModel, candidate: Candidate, lr: float) -> Heating:
         """What :func:`bayesopt_chain.diagnostics.heating` says of this rate at a point."""
         steps = self.source.size / candidate.batch_size
-        return predict(self._at(model, candidate, lr), self.source.order if steps > 1 else "independent", steps)
+        return predict(self._at(model, candidate, lr), self.source.order if steps > 1 else "independent", steps)[0]
 
     def _heat(self, models: Sequence[LocalModel], candidate: Candidate, lr: float) -> float:
         """The worst excess over points; infinite where the chain diverges."""
