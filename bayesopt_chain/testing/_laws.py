@@ -19,7 +19,14 @@ from bayesopt_chain.core.link import Link
 from bayesopt_chain.core.state import State
 from bayesopt_chain.loop.parallel import stack
 from bayesopt_chain.matching.response import Decay, Linear, Nonlinear
-from bayesopt_chain.testing._zero_temperature import assert_bitwise_equal, example_params, run, seeded, smooth_gradient
+from bayesopt_chain.testing._zero_temperature import (
+    assert_bitwise_equal,
+    example_params,
+    go_on,
+    run,
+    seeded,
+    smooth_gradient,
+)
 
 Build = Callable[[], Any]
 
@@ -91,14 +98,14 @@ def in_place_keeps_the_state_tensors(build: Build) -> None:
 def copies_and_pickles_continue_exactly(build: Build) -> None:
     """deepcopy and pickle of the state, and a second transformation, go on as the original does, noise included."""
     tx, params, state = _underway(build)
-    want, _ = _go_on(tx, params, state)
+    want = go_on(tx, params, state)[0]
     for how, (other, twin) in {
         "deepcopy": (tx, copy.deepcopy(state)),
         "pickle": (tx, pickle.loads(pickle.dumps(state))),
         "another transformation": (build(), state),
         "copy_ into a fresh state": (tx, _loaded(tx, params, state)),
     }.items():
-        assert_bitwise_equal(_go_on(other, params, twin)[0], want, how)
+        assert_bitwise_equal(go_on(other, params, twin)[0], want, how)
 
 
 def init_starts_afresh(build: Build) -> None:
@@ -158,8 +165,7 @@ def stacked_equals_looped(build: Build) -> None:
     states = [seeded(tx, p, seed) for seed, p in enumerate(singles)]
 
     def advance(params, state):
-        updates, state = tx.update(smooth_gradient(params), state, params=params, inplace=False)
-        return optree.tree_map(torch.add, params, updates), state
+        return go_on(tx, params, state, 1)[:2]
 
     params, state = stack(singles), stack(states)
     for _ in range(3):
@@ -451,7 +457,7 @@ def _draws(build: Build) -> bool:
 def _underway(build: Build, steps: int = 2):
     """A transformation, parameters and state after a few steps."""
     tx, params = build(), example_params()
-    return tx, *_go_on(tx, params, seeded(tx, params), steps)
+    return tx, *go_on(tx, params, seeded(tx, params), steps)[:2]
 
 
 def _loaded(tx, params, state):
@@ -459,13 +465,6 @@ def _loaded(tx, params, state):
     for mine, saved in zip(optree.tree_leaves(fresh), optree.tree_leaves(state)):
         mine.copy_(saved)
     return fresh
-
-
-def _go_on(tx, params, state, steps: int = 3):
-    for _ in range(steps):
-        updates, state = tx.update(smooth_gradient(params), state, params=params, inplace=False)
-        params = optree.tree_map(torch.add, params, updates)
-    return params, state
 
 
 def _of_leaf(state, i: int) -> list:

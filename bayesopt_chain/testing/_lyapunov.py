@@ -12,6 +12,7 @@ check solves for the covariance of the composed chain and looks at ``T C^-1 - K`
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from bayesopt_chain.links.learning_rate import scale
 from bayesopt_chain.links.momentum import add_momentum
 from bayesopt_chain.links.weight_decay import add_decayed_weights
 from bayesopt_chain.testing._linear_system import ClosedLoop, NormalProbe, closed_loop
+from bayesopt_chain.testing._zero_temperature import go_on
 
 
 class Unstable(ValueError):
@@ -222,10 +224,8 @@ def _what_happens(
         state = tx.init(theta)
     except ValueError:
         return "refused"
-    for k in range(burn_in):
-        wobble = torch.sin(torch.arange(2.0, dtype=torch.float64, device="cpu") + k)
-        updates, state = tx.update(curvature @ theta + wobble, state, params=theta, inplace=False)
-        theta = theta + updates
+    steps, each = itertools.count(), torch.arange(2.0, dtype=torch.float64, device="cpu")
+    _, state, _ = go_on(tx, theta, state, burn_in, lambda theta: curvature @ theta + torch.sin(each + next(steps)))
     try:
         covariance = stationary_covariance(tx, curvature, state=state)
     except Unstable:

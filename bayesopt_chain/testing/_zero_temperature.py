@@ -76,14 +76,22 @@ def seeded(tx: Any, params: Any, seed: int = 0) -> Any:
         return tx.init(params)
 
 
-def run(tx: Any, params: Any, gradient: Callable, steps: int, inplace: bool = False, seed: int = 0) -> tuple[Any, Any]:
-    """Final parameters and all updates of ``steps`` steps, the key being drawn after ``torch.manual_seed(seed)``."""
-    state, params, history = seeded(tx, params, seed), optree.tree_map(torch.clone, params), []
+def go_on(
+    tx: Any, params: Any, state: Any, steps: int = 3, gradient: Callable = smooth_gradient, inplace: bool = False
+) -> tuple[Any, Any, list[Any]]:
+    """Parameters and state after some steps, and copies of the updates."""
+    history = list[Any]()
     for _ in range(steps):
         updates, state = tx.update(gradient(params), state, params=params, inplace=inplace)
         history.append(optree.tree_map(torch.clone, updates))
         params = torchopt.apply_updates(params, updates, inplace=inplace)
-    return params, history
+    return params, state, history
+
+
+def run(tx: Any, params: Any, gradient: Callable, steps: int, inplace: bool = False, seed: int = 0) -> tuple[Any, Any]:
+    """Final parameters and all updates of ``steps`` steps, the key being drawn after ``torch.manual_seed(seed)``."""
+    state, params = seeded(tx, params, seed), optree.tree_map(torch.clone, params)
+    return go_on(tx, params, state, steps, gradient, inplace)[::2]
 
 
 REFERENCE = kinds.Kind(
