@@ -248,13 +248,13 @@ def heating(
             "curvature=bc.diagnostics.hessian_product(loss, params, batches)"
         )
     system = reduce(response, noise, product(curvature, noise.mean), steps)
-    report, *solution = predict(system, order, steps)
+    report, closed, full, mean = predict(system, order, steps)
     m = SimpleNamespace(
         assumed=report.assumed, order=order, worst=report.worst, times=1 + report.worst, groups=len(response.groups),
         overlap=math.nan if again is None else _overlap(system, again),
     )  # fmt: skip
     refusal = next((found.says for found in judged(NO_MAP, m, set())), "")
-    cooling = None if refusal else _cooling(system, *solution)
+    cooling = None if refusal else _cooling(system, closed, full, mean)
     return replace(report, overlap=m.overlap, cooling=cooling, refusal=refusal)
 
 

@@ -91,7 +91,8 @@ def go_on(
 def run(tx: Any, params: Any, gradient: Callable, steps: int, inplace: bool = False, seed: int = 0) -> tuple[Any, Any]:
     """Final parameters and all updates of ``steps`` steps, the key being drawn after ``torch.manual_seed(seed)``."""
     state, params = seeded(tx, params, seed), optree.tree_map(torch.clone, params)
-    return go_on(tx, params, state, steps, gradient, inplace)[::2]
+    params, _, history = go_on(tx, params, state, steps, gradient, inplace)
+    return params, history
 
 
 REFERENCE = kinds.Kind(
