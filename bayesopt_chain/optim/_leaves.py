@@ -91,6 +91,7 @@ class Leaves:
         job: the call of the kernel; ``None`` until a step makes it.
     """
 
+    settings: list[Any]
     linear: Linear
     temperature: float
     rests: tuple[bool, bool] = True, True
@@ -122,7 +123,7 @@ class Leaves:
             ValueError: numbers for which no noise is known.
         """
         group, self.learned = self.group, rule._learned(self.group, self.counts)
-        self.settings, self.is_settled = [*group.values()], False
+        self.is_settled = False
         self.temperature, self.linear = temperature_of(rule._name, group), rule._linear(group, self.counts)
         if is_noisy := self.temperature > 0.0:
             check_linear(rule._name, self.linear, self.memory[_MOMENTUM])
@@ -141,10 +142,10 @@ class Leaves:
         """Whether state and memory are those of the last step, and what is read for this one has the same form."""
         try:
             tensors = [*chain(self.params, *map(self.tensors_of, self.states))]
-            numbers = [*chain.from_iterable(map(self.numbers_of, self.states))]
+            numbers = [*map(self.numbers_of, self.states)]
         except KeyError:
             return False
-        if not (are_same(tensors, self.tensors) and are_same(numbers, self.listed)):
+        if not are_same(tensors, self.tensors):
             return False
         here = _here(tensors) if rule._cache.is_spread else tensors  # the parameters first, as the views of them
         if not all(map(Tensor.is_set_to, here, self.views)) or [*map(Tensor.data_ptr, here)] != self.addresses:
@@ -155,8 +156,8 @@ class Leaves:
             if counts or math.isnan(self.counts[0]):
                 return False
         elif self.is_settled and are_same(self.settings, self.group.values()):
-            return True
-        return self.read(rule) == self.layout
+            return numbers == self.listed  # other tensors of equal values do as long as these stay as they are
+        return [*map(id, chain.from_iterable(numbers))] == self.ids and self.read(rule) == self.layout
 
     def draws(self, branch: int) -> list[Tensor]:
         """The last draws of a branch, zeros before the first one; empty if they are not kept."""
@@ -180,7 +181,7 @@ class Leaves:
         lr = 0 to find out which entries a state has, and loads only these.
         """
         # the next step has the numbers of this one, unless a setting changes
-        self.is_settled = self.repeats and (self.is_settled or _FIXED.issuperset(map(type, self.settings)))
+        self.is_settled = self.repeats and (self.is_settled or _FIXED.issuperset(map(type, self.group.values())))
         if self.temperature > 0.0:
             if not self.group.get("noise_kept", True):
                 now = self.group["noise_key"], self.group["noise_count"]
@@ -202,7 +203,8 @@ class Leaves:
             names = [name for name, x in self.states[0].items() if isinstance(x, Tensor) and name not in self.written]
             self.tensors_of, self.numbers_of = _entries(names), _entries([*self.written])
             self.tensors = [*chain(self.params, *map(self.tensors_of, self.states))]
-            self.listed = [*chain.from_iterable(map(self.numbers_of, self.states))]
+            self.listed = [*map(self.numbers_of, self.states)]
+            self.ids = [*map(id, chain.from_iterable(self.listed))]
             # these tell whether ``.data`` was replaced or resized, which a kernel that takes addresses does not see
             here = _here(self.tensors)
             self.views, self.addresses = here[: len(self.params)], [*map(Tensor.data_ptr, here)]
@@ -357,7 +359,8 @@ def _batches(x: Leaves, branch: int) -> list[_Batch]:
 
 def _entries(names: Sequence[str]) -> Callable[[Any], Sequence[Tensor]]:
     """A function that reads these entries of a dictionary."""
-    return itemgetter(*names, names[0]) if names else lambda _: ()  # of one name itemgetter makes no tuple
+    names = [*names, *names] if len(names) == 1 else names  # of two names itemgetter makes a tuple
+    return itemgetter(*names) if names else lambda _: ()
 
 
 def _here(xs: Iterable[Any]) -> list[Tensor]:

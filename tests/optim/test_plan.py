@@ -60,6 +60,12 @@ def a_group_more(optimizer, params):
     optimizer.add_param_group({"params": [params[-1]], "lr": 0.2})
 
 
+def other_numbers(optimizer, params):
+    """Equal ones in tensors of their own, at a step from which on they change."""
+    optimizer.state[params[1]].update({name: optimizer.state[params[1]][name].clone() for name in _BEFORE})
+    optimizer.param_groups[0].update(lr=0.05)
+
+
 def another_velocity(optimizer, params):
     optimizer.state[params[0]]["momentum_buffer"] = optimizer.state[params[0]]["momentum_buffer"] * 2
 
@@ -72,6 +78,7 @@ CHANGES = {
     "key": lambda optimizer, params: optimizer.param_groups[0].update(noise_key=12345),
     "a gradient less": lambda optimizer, params: setattr(params[1], "grad", None),
     "a velocity": another_velocity,
+    "numbers": other_numbers,
     "a draw forgotten": lambda optimizer, params: optimizer.state[params[0]].pop("noise"),
     "a state forgotten": lambda optimizer, params: optimizer.state.pop(params[1]),
     "a group more": a_group_more,
