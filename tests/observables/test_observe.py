@@ -12,6 +12,7 @@ import bayesopt_chain as bc
 from bayesopt_chain.diagnostics import susceptibility
 from bayesopt_chain.diagnostics.observables import observe as module
 from bayesopt_chain.diagnostics.observables.target import relaxation, spreading
+from bayesopt_chain.loop.capture.replays import compiler_found
 
 N, D = 60, 6
 G = torch.Generator().manual_seed(0)
@@ -265,6 +266,21 @@ def test_one_chain_after_the_other_and_all_at_once_measure_the_same():
         assert z.abs().max() < 4.5
     assert apart.traces["loss"].shape == once.traces["loss"].shape == (4, 600, 1)
     assert apart.chains == 4 and apart.to_arviz()["posterior"]["loss"].shape == (4, 600, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not compiler_found(), reason="needs a C++ compiler")
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_compiled_steps_between_draws_measure_the_same(at_once):
+    """Of 60 data in batches of 25 the last is short; chains go one after the other through one program."""
+    batches = bc.epochs((X, Y), 25)
+    about = {"batches": batches, "chains": 2, "at_once": at_once, "steps": 90, "burn_in": 20, "thinning": 3}
+    plain, fast = (measured(**about, capture=capture) for capture in (False, True))
+    for name in ("loss", "virial by leaf", "noise"):
+        torch.testing.assert_close(fast.traces[name], plain.traces[name], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        fast.bif("probe", "train").value, plain.bif("probe", "train").value, rtol=1e-8, atol=1e-9
+    )
 
 
 def test_one_chain_of_few_draws_has_no_error_and_is_refused_for_that():

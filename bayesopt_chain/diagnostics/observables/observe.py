@@ -59,7 +59,8 @@ from bayesopt_chain.diagnostics.observables.target import (
     relaxation,
     steepest,
 )
-from bayesopt_chain.loop.step import make_step
+from bayesopt_chain.loop.capture.build import capture as record_step
+from bayesopt_chain.loop.step import Step, make_step
 from bayesopt_chain.runs.inference_data import inference_data
 from bayesopt_chain.runs.run import Iteration, describe, difference
 from bayesopt_chain.runs.sample import sample
@@ -89,12 +90,17 @@ class Watch:
         self.curvature, self.spent = 0.0, 0
         self.of = {name: describe(f) for name, f in of.items()}
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the next step starts from a draw."""
+        behind = self.step - self.burn_in
+        return behind >= 0 and behind % self.thinning == 0
+
     def seen(self, params: Any, grads: Any, batch: Any) -> dict[str, Tensor]:
         """What a step that starts from a draw sees."""
-        behind = self.step - self.burn_in
-        if behind < 0 or behind % self.thinning:
+        if not self.is_due:
             return {}
-        return self.measured(params, grads, batch, behind // self.thinning)
+        return self.measured(params, grads, batch, (self.step - self.burn_in) // self.thinning)
 
     def __call__(self, it: Iteration) -> None:
         """Add what the step has seen; look at the curvature after 1, 4, 16, ... steps of measuring."""
@@ -126,6 +132,18 @@ class Watch:
                 f"observe: this path holds a run with another {wrong}; its sums cannot go on with it: give another path"
             )
         self.step, self.spent, self.curvature = state["step"], state["spent"], state["curvature"]
+
+
+@dataclass(frozen=True)
+class Interleaved(Step):
+    """A step that is measured by ``watch`` where it starts from a draw; the other steps run as ``program``."""
+
+    watch: Any = field(default=None, compare=False)
+    program: Any = field(default=None, compare=False)
+
+    def __call__(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Any]:
+        """Make the step, as ``Step`` does."""
+        return (super().__call__ if self.watch.is_due else self.program)(params, state, batch)
 
 
 @dataclass
@@ -354,6 +372,7 @@ def observe(
     burn_in: int = 1000,
     thinning: int = 8,
     at_once: int | None = None,
+    capture: bool = False,
     seed: int = 0,
     path: str | Path | None = None,
     checkpoint_seconds: float = 30.0,
@@ -386,6 +405,8 @@ def observe(
             (2 % of the error at momentum .9); observables cost a forward pass each, and with minibatches a draw one gradient.
         at_once: how many chains run at once, a divisor of ``chains``. Default: all, and one after the other where a CPU is
             given more than 50,000 free entries, or where ``vmap`` refuses the loss or an observable.
+        capture: compile the steps between draws (:func:`bayesopt_chain.capture`), once for all chains: on a CPU that takes half
+            a minute or more, and a step then takes .4 to .8 of its time. Rounding differs. Default: False.
         seed: of noise and batches.
         path: a directory, from which the run goes on bit for bit if it was interrupted, and with more ``steps`` is made
             longer. Another run there is refused.
@@ -477,6 +498,7 @@ def observe(
         about_rate = (width, max(40, burn_in // 4), steps - burn_in, lr, momentum)
         settings = _settings(path, target, about_rate, sorted({*kept, *small} & {*of}))
         lr, momentum = float(settings["lr"]), float(settings["momentum"])
+        program: Any = None
         target, stiff = replace(target, momentum=momentum), target.stiff_directions(1 if target.free > ALONE else 4)
         device = target.leaves[0].device
         sizes = dict.fromkeys(RESERVED, 1) | {"virial by leaf": len(target.leaves)}
@@ -498,6 +520,10 @@ def observe(
             watch = Watch(measured, record, burn_in, thinning, target.one_batch(width), of)
             tx, start = target.chain(lr), target.start(width)
             step = replace(make_step(measured.stacked, tx, inplace=True, observe=watch.seen), loss=loss)
+            if capture:
+                about_step = replace(step, observe=None), start, tx.init(start), target.one_batch(width)
+                program = program or record_step(*about_step, signatures=2)
+                step = Interleaved(**{**vars(step), "watch": watch, "program": program})
             folder = None if path is None else Path(path) / f"chains-{number * width}"
             drawn = sample(
                 step, start, tx.init(start), target.course(width, number),

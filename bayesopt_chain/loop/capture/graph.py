@@ -184,6 +184,22 @@ def lift_draws(graph: torch.fx.GraphModule, static: list[Tensor]) -> tuple[list[
     return buffers, fills
 
 
+def write_out_multiples(graph: torch.fx.GraphModule) -> None:
+    """Write every ``x + alpha y`` as a product and a sum.
+
+    Inductor fuses a sum with a matrix product into ``addmm`` and loses ``alpha`` by it (torch 2.13; pytorch issue 167313 is the
+    same fault in the other direction), so that weight decay of a linear layer would count as 1.
+    """
+    for target in (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor):
+        for node in graph.graph.find_nodes(op="call_function", target=target):
+            alpha, y = node.kwargs.get("alpha", 1), node.args[1]
+            if alpha != 1 and isinstance(y, torch.fx.Node):
+                with graph.graph.inserting_before(node):
+                    multiple = graph.graph.call_function(torch.ops.aten.mul.Tensor, (y, alpha))
+                node.args, node.kwargs = (node.args[0], multiple), {}
+    graph.recompile()
+
+
 def _origin(node: Any) -> Any:
     """Return the node whose tensor a node returns, without ``detach`` and ``alias`` in between."""
     while node.op == "call_function" and node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):

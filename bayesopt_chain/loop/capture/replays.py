@@ -16,7 +16,7 @@ from bayesopt_chain import _torch
 from bayesopt_chain.loop.capture.buffers import Body
 from bayesopt_chain.loop.capture.cache import keyed_cache
 from bayesopt_chain.loop.capture.errors import CaptureError, first_line, users_line
-from bayesopt_chain.loop.capture.graph import lift_draws
+from bayesopt_chain.loop.capture.graph import lift_draws, write_out_multiples
 from bayesopt_chain.loop.interrupts import uninterrupted
 
 HELD = 0.02  # seconds for which Ctrl-C waits at most, beside the step that is running
@@ -70,6 +70,7 @@ class Compiled:
         if on_cpu:  # a CUDA graph keeps the memory of its draws, and nothing outside of it runs at a replay
             lifted, self.fills = lift_draws(graph, body.static)
             self.inputs += lifted
+        write_out_multiples(graph)
         self.batch_at = [(len(body.static) + i,) for i in range(len(example))]
         inductor: Any = config
         # every call comes with our own buffers, and with batches whose strides ``Batch`` has checked

@@ -81,6 +81,23 @@ def test_captured_equals_eager(name, backend, steps):
     assert fast.backend == backend and (backend != "inductor" or is_called_directly(fast))
 
 
+@compiled
+def test_multiples_that_are_added_to_a_matrix_product_stay_multiples():
+    """The gradient of a linear layer is a product, to which decay and a spring add multiples of parameters; a loss may too."""
+
+    def loss(p, batch):
+        out = torch.add(batch @ p["a"], p["b"], alpha=0.3).tanh() @ p["c"]
+        return out.add_(batch @ p["d"], alpha=-2.0).square().mean()
+
+    g = torch.Generator().manual_seed(0)
+    shapes = {"a": (6, 4), "b": (9, 4), "c": (4, 2), "d": (6, 2)}
+    params = {name: torch.randn(shape, generator=g, dtype=torch.float64) for name, shape in shapes.items()}
+    batch = torch.randn(9, 6, generator=g, dtype=torch.float64)
+    tx = bc.chain(bc.links.add_localization(params, 0.2), bc.sgd(0.05, 0.9, weight_decay=0.4, nesterov=True))
+    step, fast, start = record(loss, tx, params, batch, backend="inductor")
+    follow(step, fast, start, [batch] * 5, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("backend", [*BACKENDS, CUDA])
 def test_leaves_of_many_sizes_and_two_dtypes_under_schedules(backend):
     """More than a run of normals a leaf, two groups of leaves, and a temperature that changes between the calls."""
