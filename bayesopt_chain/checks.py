@@ -383,7 +383,9 @@ def name(path: tuple | str) -> str:
 def show(value: Any) -> str:
     """A hyperparameter as ``repr`` of a link shows it."""
     if torch.is_tensor(value):
-        return f"tensor({value.item():.6g})" if value.ndim == 0 else f"tensor{tuple(value.shape)}"
+        return (
+            f"tensor({value.item():.6g})" if value.ndim == 0 and not is_hidden(value) else f"tensor{tuple(value.shape)}"
+        )
     if callable(value):
         return getattr(value, "__name__", type(value).__name__)
     return repr(value)

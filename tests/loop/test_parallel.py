@@ -1,6 +1,7 @@
 """Many chains at once are the chains one by one."""
 
 import math
+from functools import partial
 
 import optree
 import pytest
@@ -124,6 +125,18 @@ def test_temperature_lr_and_data_order_of_each_chain(how):
     alone = [chosen(**{k: v[i] for k, v in each.items()}) for i in range(n)]
     batches, own = [(data, rows)] * 3, lambda batch, i: (batch[0], batch[1][i])
     each_alone(chains, alone, params, chains.init(tempered, params), batches, own, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("make", [bc.samplers.adam_sghmc, partial(bc.samplers.contour_sgld, low=0.0, high=5.0)])
+def test_a_temperature_of_each_chain_reaches_a_noise_that_names_its_neighbours(make):
+    def tx(temperature):
+        return make(lr=0.01, temperature=temperature)
+
+    each, params, ends = {"temperature": torch.tensor([0.01, 0.1, 1.0])}, stacked(3), []
+    for loop in (False, True):
+        chains = bc.parallel(lambda temperature: bc.make_step(loss, tx(temperature)), 3, each=each, loop=loop)
+        ends.append(chains(params, chains.init(tx, params, seed=0), torch.zeros(1, 3, dtype=torch.float64))[0])
+    torch.testing.assert_close(*ends)
 
 
 def test_values_of_each_are_moved_to_the_parameters():
