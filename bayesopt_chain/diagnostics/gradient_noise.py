@@ -205,10 +205,10 @@ def size_of(batch: Any) -> int | None:
 
 
 def twice_over_once(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> tuple[float, float] | None:
-    """The loss of a batch twice over that of the batch, 1 of a mean and 2 of a sum, and its chance error.
+    """The loss of a batch twice over that of the batch, 1 of a mean and 2 of a sum, and its error.
 
-    Both are means over 16 seeds, which differ for a loss that draws random numbers, as with dropout. ``None`` for a loss that
-    takes no batch twice. Torch's generators are left seeded.
+    Both are means over 16 seeds, which differ for a loss that draws random numbers, as with dropout; else the error is 0, or
+    that of rounding in half precision. ``None`` for a loss that takes no batch twice. Torch's generators are left seeded.
     """
     size, found = size_of(batch), list[Tensor]()
     twice = optree.tree_map(
@@ -218,12 +218,14 @@ def twice_over_once(loss: Callable[[Any, Any], Any], params: Any, batch: Any) ->
         for seed in range(2 * SEEDS):
             seed_all(seed)
             with torch.no_grad():
-                found.append(scalar(loss, params, twice if seed < SEEDS else batch).double().cpu())
+                found.append(scalar(loss, params, twice if seed < SEEDS else batch).cpu())
     except Exception:  # a loss may know the size of its batch
         return None
-    doubled, once = torch.stack(found).split(SEEDS)
+    doubled, once = torch.stack(found).double().split(SEEDS)
     one, error = float(once.mean()), 5 * float(((once.var() + doubled.var()) / SEEDS).sqrt())
-    return (float(doubled.mean()) / one, error / abs(one)) if one else (1.0, math.inf)
+    coarsest = max(torch.finfo(x.dtype).eps for x in [found[0], *optree.tree_leaves(params)] if x.is_floating_point())
+    rounding = 4 * coarsest if coarsest > 1e-4 else 0.0
+    return (float(doubled.mean()) / one, max(error / abs(one), rounding)) if one else (1.0, math.inf)
 
 
 def initialised_devices() -> list[int]:
