@@ -29,6 +29,7 @@ from torch import Tensor
 
 from bayesopt_chain import batches as any_batch
 from bayesopt_chain import kinds, tracing
+from bayesopt_chain.curvature._plan import batch_size
 from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.loop.loss import Info, Loss, gradient
 from bayesopt_chain.trees import inner
@@ -315,7 +316,8 @@ def mean_gradient(loss: Loss, data: Iterable[Any]) -> Callable[[Any], Any]:
 
     Raises:
         TypeError: ``data`` cannot be iterated over.
-        ValueError: the data differ from chain to chain; at a call, there is no batch, as of an iterator that is used up.
+        ValueError: the data differ from chain to chain; at a call, there is no batch, as of an iterator that is used up, or
+            the tensors of a batch have other lengths, so that its share of the data is not known.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -351,9 +353,12 @@ def mean_gradient(loss: Loss, data: Iterable[Any]) -> Callable[[Any], Any]:
 
 
 def _size(batch: Any) -> int:
-    """Return the number of data of a batch, the length of axis 0 of its first tensor; 1 if it has no tensor with axes."""
-    leaves, _ = any_batch.flatten(batch)
-    return next((x.shape[0] for x in leaves if isinstance(x, Tensor) and x.ndim), 1)
+    """Return the number of data of a batch, the length of axis 0 of its tensors; 1 if it has no tensor with axes.
+
+    Raises:
+        ValueError: the tensors have other lengths, so that the weight of the batch is not known, or there are no data.
+    """
+    return batch_size(batch) if any(isinstance(x, Tensor) and x.ndim for x in any_batch.flatten(batch)[0]) else 1
 
 
 def _require_like(params: Any, like: Any, what: str) -> None:

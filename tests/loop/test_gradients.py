@@ -93,6 +93,13 @@ def test_an_exhausted_iterator_of_batches_is_refused():
         full(mean)
 
 
+def test_batches_whose_share_of_the_data_is_not_known_are_refused():
+    """Of two batches the first tensor, weights of classes, has one length whatever the batch."""
+    data = [{"class weights": torch.ones(3), "x": torch.ones(n, 2)} for n in (5, 2)]
+    with pytest.raises(ValueError, match="one entry a datum"):
+        bc.gradients.mean_gradient(lambda p, batch: (p * batch["x"]).mean(), data)(torch.ones(2))
+
+
 def test_chains_in_parallel_have_a_reference_each():
     _, batches, _, _ = problem()
     tx = bc.sghmc(0.05, temperature=1 / N)
