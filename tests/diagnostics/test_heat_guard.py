@@ -223,18 +223,11 @@ def network():
 
 
 def without_gradients(when):
-    def change(t, model, optimizer):
-        if when(t):
-            optimizer.zero_grad(set_to_none=True)
-
-    return change
+    return lambda t, model, optimizer: when(t) and optimizer.zero_grad(set_to_none=True)
 
 
 def cooled(warm):
-    def change(t, model, optimizer):
-        optimizer.param_groups[0]["temperature"] = 1 / N if warm(t) else 0.0
-
-    return change
+    return lambda t, model, optimizer: optimizer.param_groups[0].update(temperature=1 / N if warm(t) else 0.0)
 
 
 def infinite(t, model, optimizer):
