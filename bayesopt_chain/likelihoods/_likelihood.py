@@ -38,6 +38,7 @@ C - 1. The C columns ``sqrt(p_k) (e_k - p)`` are a root as well, and cost one mo
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import weakref
@@ -332,6 +333,22 @@ def _nothing() -> None:
     """A reference to nothing."""
 
 
+def _unmixed(log_prob: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``log_prob`` of a likelihood that refuses what broadcasting has made more targets of than there are outputs."""
+
+    @functools.wraps(log_prob)
+    def checked(self: Any, outputs: Tensor, targets: Any) -> Tensor:
+        found = log_prob(self, outputs, targets)
+        if found.numel() > outputs.numel() and isinstance(targets, Tensor):
+            raise ValueError(
+                f"log_prob: targets {tuple(targets.shape)} would be compared with outputs {tuple(outputs.shape)} of other "
+                "data: reshape the targets, such as targets[:, None]"
+            )
+        return found
+
+    return checked
+
+
 # The likelihood and the targets that were checked last, with the shape of the outputs and the version of the targets.
 _checked: tuple[Callable[[], Any], Callable[[], Any], Any] = (_nothing, _nothing, None)
 
@@ -398,6 +415,8 @@ class Likelihood(ABC):
         }:
             if inspect.isfunction(vars(cls)[name]):
                 setattr(cls, name, kinds.takes()(vars(cls)[name]))
+        if inspect.isfunction(vars(cls).get("log_prob")):
+            cls.log_prob = _unmixed(vars(cls)["log_prob"])
 
     @abstractmethod
     def log_prob(self, outputs: Tensor, targets: Any) -> Tensor:
@@ -409,6 +428,9 @@ class Likelihood(ABC):
 
         Returns:
             ``[*lead, B, *positions]``.
+
+        Raises:
+            ValueError: targets that would be compared with outputs of other data, as ``[B]`` with ``[B, 1]``.
 
         Example:
             >>> import torch

@@ -420,7 +420,7 @@ def test_the_noise_of_a_gradient_over_the_curvature_is_shown_and_no_verdict(time
     "change, message",
     [
         ({"forward": None}, "likelihood= and forward= belong together"),
-        ({"forward": lambda p, batch: (batch[0] @ p["w"])[:, None]}, "outputs and targets broadcast"),
+        ({"forward": lambda p, batch: (batch[0] @ p["w"])[:, None]}, "would be compared with outputs"),
         ({"targets": lambda batch: batch["y"]}, r"forward\(params, batch\) and likelihood"),
         ({"likelihood": "gaussian"}, "likelihood must be"),
         ({"batches": [*EXACT.data]}, r"doctor: the loss cannot take batch 2 of 2.*a tuple, a dictionary or a tensor"),

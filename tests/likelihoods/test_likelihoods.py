@@ -387,3 +387,12 @@ ONE_EACH = "depends on the rest of the batch"
 def test_it_is_refused_by_name(ask, words):
     with pytest.raises(ValueError, match=words):
         ask()
+
+
+@pytest.mark.parametrize("name", ["gaussian", "bernoulli", "poisson", "student_t", "negative_binomial"])
+@pytest.mark.parametrize("outputs, targets", [((5, 1), (5,)), ((5,), (5, 1)), ((3, 5, 1), (5,))])
+def test_a_density_of_targets_is_never_that_of_other_data(name, outputs, targets):
+    likelihood = getattr(bc.likelihoods, name)()
+    with pytest.raises(ValueError, match=r"log_prob: targets .* would be compared with outputs .* reshape the targets"):
+        likelihood.log_prob(torch.zeros(outputs), torch.ones(targets))
+    assert likelihood.log_prob(torch.zeros(3, *targets), torch.ones(targets)).shape == (3, *targets)
