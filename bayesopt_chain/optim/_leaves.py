@@ -145,7 +145,8 @@ class Leaves:
             numbers = [*map(self.numbers_of, self.states)]
         except KeyError:
             return False
-        if not are_same(tensors, self.tensors):
+        # other numbers of the same values do, over which those of this step are written
+        if not are_same(tensors, self.tensors) or numbers != self.listed:
             return False
         here = _here(tensors) if rule._cache.is_spread else tensors  # the parameters first, as the views of them
         if not all(map(Tensor.is_set_to, here, self.views)) or [*map(Tensor.data_ptr, here)] != self.addresses:
@@ -156,8 +157,8 @@ class Leaves:
             if counts or math.isnan(self.counts[0]):
                 return False
         elif self.is_settled and are_same(self.settings, self.group.values()):
-            return numbers == self.listed  # other tensors of equal values do as long as these stay as they are
-        return [*map(id, chain.from_iterable(numbers))] == self.ids and self.read(rule) == self.layout
+            return True
+        return self.read(rule) == self.layout
 
     def draws(self, branch: int) -> list[Tensor]:
         """The last draws of a branch, zeros before the first one; empty if they are not kept."""
@@ -183,19 +184,21 @@ class Leaves:
         # the next step has the numbers of this one, unless a setting changes
         self.is_settled = self.repeats and (self.is_settled or _FIXED.issuperset(map(type, self.group.values())))
         if self.temperature > 0.0:
-            if not self.group.get("noise_kept", True):
+            kept, is_new = self.group.get("noise_kept", True), not self.written
+            if not kept:
                 now = self.group["noise_key"], self.group["noise_count"]
                 for branch, rests in enumerate(self.rests):
                     if not rests:
                         self.again[2 * branch : 2 * branch + 2] = now
-            if not self.written:
-                # 0-d tensors that are memory and again, so that no later step has to write them
+            if is_new:
+                # 0-d tensors that are memory and again, which the kernel writes
                 self.written = dict(zip(NUMBERS, torch.frombuffer(self.memory, dtype=torch.float64).unbind()))
-                if not self.draws(0):
+                if not kept:
                     counts = torch.frombuffer(self.again, dtype=torch.int64).unbind()
                     self.written |= dict(zip(_AGAIN[: 2 * self.linear.branches], counts))
                 for branch in range(self.linear.branches):
                     self.draws(branch)
+            if is_new or not (kept and self.repeats):
                 for state in self.states:
                     state.update(self.written)
         if len(self.states[0]) != self.size:
@@ -204,7 +207,6 @@ class Leaves:
             self.tensors_of, self.numbers_of = _entries(names), _entries([*self.written])
             self.tensors = [*chain(self.params, *map(self.tensors_of, self.states))]
             self.listed = [*map(self.numbers_of, self.states)]
-            self.ids = [*map(id, chain.from_iterable(self.listed))]
             # these tell whether ``.data`` was replaced or resized, which a kernel that takes addresses does not see
             here = _here(self.tensors)
             self.views, self.addresses = here[: len(self.params)], [*map(Tensor.data_ptr, here)]

@@ -11,7 +11,7 @@ import torch
 
 import bayesopt_chain as bc
 from bayesopt_chain.engine.optimizer_cpu import Job
-from bayesopt_chain.optim._leaves import _BEFORE
+from bayesopt_chain.optim._leaves import NUMBERS
 from tests.optim.stepping import walk as step_on
 
 
@@ -36,7 +36,7 @@ def walk(
         calls.append(kernel.call_count)
     states = [optimizer.state.get(p, {}) for p in params]
     tensors = [*params, *(x for state in states for x in state.values() if torch.is_tensor(x))]
-    numbers = [state[name] for state in states for name in _BEFORE if name in state]
+    numbers = [state[name] for state in states for name in NUMBERS[:8] if name in state]
     return [*(x.detach() for x in tensors), torch.tensor(numbers, dtype=torch.float64)], plans, calls
 
 
@@ -62,7 +62,7 @@ def a_group_more(optimizer, params):
 
 def other_numbers(optimizer, params):
     """Equal ones in tensors of their own, at a step from which on they change."""
-    optimizer.state[params[1]].update({name: optimizer.state[params[1]][name].clone() for name in _BEFORE})
+    optimizer.state[params[1]].update({k: x.clone() for k, x in optimizer.state[params[1]].items() if k in NUMBERS})
     optimizer.param_groups[0].update(lr=0.05)
 
 
@@ -79,7 +79,7 @@ CHANGES = {
     "a gradient less": lambda optimizer, params: setattr(params[1], "grad", None),
     "a velocity": another_velocity,
     "numbers": other_numbers,
-    "a draw forgotten": lambda optimizer, params: optimizer.state[params[0]].pop("noise"),
+    "a draw forgotten": lambda optimizer, params: optimizer.state[params[0]].pop("noise", None),
     "a state forgotten": lambda optimizer, params: optimizer.state.pop(params[1]),
     "a group more": a_group_more,
     "saved and loaded": lambda optimizer, params: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
@@ -90,6 +90,7 @@ MAKE = {
     "none": dict(momentum=0.0),
     "nesterov": dict(momentum=0.9, nesterov=True),
     "torch's loop": dict(momentum=0.9, foreach=False),
+    "draws made again": dict(momentum=0.9, keep_draws=False),
 }
 
 
