@@ -22,7 +22,7 @@ import tempfile
 import traceback
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -692,12 +692,12 @@ def wrong_of(name: str, argument: str, value: Any) -> str:
     return "NaN without a word" if has_nan(out) and not has_nan(value, True) and not name.startswith("links.") else ""
 
 
-def sweep(name: str, few: int | None = None) -> tuple[list[str], int]:
-    """Outcomes without a name, and the number of calls; with ``few`` that many values for each argument, always the same."""
+def sweep(name: str, chosen: Sequence[int] | None = None) -> tuple[list[str], int]:
+    """Outcomes without a name, and the number of calls; ``chosen``: those of the values for each argument, always the same."""
     found, calls = [], 0
     for argument in parameters(name):
         first = zlib.crc32(f"{name}.{argument}".encode())
-        values = VALUES if few is None else [VALUES[(first + 17 * k) % len(VALUES)] for k in range(few)]
+        values = VALUES if chosen is None else [VALUES[(first + 17 * k) % len(VALUES)] for k in chosen]
         for value in values:
             calls += 1
             if wrong := wrong_of(name, argument, value):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import bayesopt_chain as bc
-from bayesopt_chain.ensemble import report, stages
+from bayesopt_chain.ensemble import report
 from tests.distributed.ranks import message_of, on, run, world
 from tests.distributed.toys import line
 
@@ -64,14 +64,9 @@ class Killed(Exception):
     pass
 
 
-def killed(path, stage=None, step=None):
-    """A call that dies on every rank: behind a stage's run, or at a step of all runs together."""
-    once, seen = stages.Stages.once, []
-
-    def ends(self, name, make):
-        if name == stage:
-            raise Killed(name)
-        return once(self, name, make)
+def killed(path, step):
+    """A call that dies on every rank, at a step of all runs together."""
+    seen = []
 
     def dies(self, steps=1):
         seen.append(steps)
@@ -79,19 +74,17 @@ def killed(path, stage=None, step=None):
             raise Killed(str(step))
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(stages.Stages, "once", ends)
         patch.setattr(report.Progress, "__call__", dies)
         call(path=path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "where, size", [({"stage": "training"}, 2), ({"step": 12}, 2), ({"step": 70}, 2), ({"step": 12}, 1)], ids=str
-)
+@pytest.mark.parametrize("step, size", [(12, 2), (19, 2), (70, 2), (12, 1)])
 def test_a_call_that_is_killed_goes_on_with_the_same_results_bit_for_bit_also_on_another_number_of_ranks(
-    where, size, tmp_path
+    step, size, tmp_path
 ):
-    run(killed, 2, tmp_path / "kept", **where)
+    """18 steps try rates, 60 train."""
+    run(killed, 2, tmp_path / "kept", step)
     went_on, want, again = (run(call, size, path=path)[0] for path in (tmp_path / "kept", None, tmp_path / "kept"))
     names = [*want] if size == 2 else ["mean", "log_prob"]
     how = BITWISE if size == 2 else CLOSE

@@ -223,7 +223,7 @@ def test_ranks_without_a_mesh_are_chains_of_their_own_on_the_disk(tmp_path):
 
 # one chain on several ranks
 
-LONG = {"chains": 4_000, "one": 3_000, "shards": 2_000}  # steps, so that a run outlives ten launches
+LONG = {"chains": 400, "one": 300, "shards": 200}  # steps for each launch, so that a run outlives all of them
 
 
 def _behind_a_commit(path, wait):
@@ -244,7 +244,7 @@ def killed_at_random(path, kills, seed, kind, sizes=(1, 2, 4)):
 
     A number of ``None`` is a process that knows of no ranks. Returns how many launches still ran when they were killed.
     """
-    g, size, hit, steps = torch.Generator().manual_seed(seed), 1, 0, LONG[kind]
+    g, size, hit, steps = torch.Generator().manual_seed(seed), 1, 0, LONG[kind] * kills
     options = {"n": 4} if kind == "chains" else {}
     given = {"thinning": 7, "seconds": 0.02, **options}
     for _ in range(kills):

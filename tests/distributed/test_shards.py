@@ -155,7 +155,7 @@ def trajectory(tx, params, inplace, batches, seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("inplace, chosen", [(True, None), (False, ["Shard(0), uneven and empty", "FSDP x TP"])])
 def test_every_transform_makes_the_steps_of_one_process_in_every_layout_or_refuses_by_name(inplace, chosen):
-    batches = [leaves(10 + step) for step in range(4)]
+    batches = [leaves(10 + step) for step in range(3)]
     known = {name: layout for name, layout in layouts().items() if name in (chosen or layouts())}
     here = {name: [spread(batch, layout) for batch in batches] for name, layout in known.items()}
     sent = set()

@@ -67,25 +67,19 @@ def launched(size, folder, draws, script):
     return "".join(run(executed, size, folder, draws)).strip()
 
 
-def drawn(one, many):
-    one, many = (bc.Draws.open(path).params["w"] for path in (one, many))
-    return [(one, many)]
+def drawn(path):
+    return {"w": bc.Draws.open(path).params["w"]}
 
 
-def loaded(one, many):
-    one, many = (torch.load(path) for path in (one, many))
-    return [(leaf, many[name]) for name, leaf in one.items()]
-
-
-def of_chains(one, many):
-    one, *parts = (torch.load(f"{path}-{rank}") for path, rank in ((one, 0), (many, 0), (many, 2)))
-    return [(leaf, torch.cat([part[name] for part in parts])) for name, leaf in one.items()]
+def of_chains(path):
+    parts = [torch.load(file) for file in sorted(path.parent.glob(f"{path.name}-*"))]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 SCRIPTS = {  # ranks, how far they may be off one process, what to compare
     "chains.py": (4, 0.0, drawn),
     "gradients.py": (2, 1e-6, drawn),
-    "transformer.py": (2, 1e-6, loaded),
+    "transformer.py": (2, 1e-6, torch.load),
     "mesh.py": (8, 1e-6, of_chains),
 }
 
@@ -93,14 +87,14 @@ SCRIPTS = {  # ranks, how far they may be off one process, what to compare
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_pages_command_gives_on_several_ranks_what_it_gives_on_one(name, tmp_path):
-    size, rounding, pairs = SCRIPTS[name]
+    size, rounding, tensors = SCRIPTS[name]
     command = rf"\$ DRAWS=draws torchrun --standalone --nproc-per-node {size} {name}\n(.*?)\n```"
     (said,) = re.findall(command, PAGES)
     launch = torchrun if name == "gradients.py" else launched  # its start takes the longest
     assert launch(size, tmp_path, tmp_path / "many", script_of(name)) == said
     launched(1, tmp_path, tmp_path / "one", script_of(name))
-    for one, many in pairs(tmp_path / "one", tmp_path / "many"):
-        torch.testing.assert_close(many, one, rtol=0, atol=rounding)
+    one, many = tensors(tmp_path / "one"), tensors(tmp_path / "many")
+    torch.testing.assert_close(many, one, rtol=0, atol=rounding)
 
 
 @pytest.mark.slow
