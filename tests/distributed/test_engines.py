@@ -225,12 +225,6 @@ class Odd(nn.Module):
         return self.last(torch.relu(self.first(self.table(words))) * self.frozen) + 0.0 * self.dead
 
 
-def on_purpose(rank):
-    optimizer = optimizer_of((model := network(rank)).parameters())
-    optimizer.watch(first=False)
-    return train(model, optimizer)
-
-
 def parting_later(rank):
     optimizer = optimizer_of((model := under("ddp")).parameters())
     optimizer.watch(every=2)
@@ -265,8 +259,10 @@ def whole_leaves_needed(rank):
     return 0, message_of(lambda: bc.optim.Optimizer(under("fsdp").named_parameters(), lambda group: tx))
 
 
-def trains(model, name="SGHMC", x=None, names=nn.Module.parameters, **options):
-    return train(model, optimizer_of(names(model), name, **options), x)
+def trains(model, name="SGHMC", x=None, names=nn.Module.parameters, watched=True, **options):
+    optimizer = optimizer_of(names(model), name, **options)
+    optimizer.watch(first=watched)
+    return train(model, optimizer, x)
 
 
 named, seen = nn.Module.named_parameters, {"find_unused_parameters": True}
@@ -292,7 +288,7 @@ ENDS = {
     "hsdp with a fork": (9, (), forked),
     "chains from one start on the same data": (9, (), lambda rank: trains(network(), x=data(False), chain=rank)),
     "chains of an optimizer of chains": (9, (), lambda rank: trains(network(), "Optimizer", data(False), chain=rank)),
-    "one key on purpose": (9, (), on_purpose),
+    "one key on purpose": (9, (), lambda rank: trains(network(rank), watched=False)),
     "pipeline with parts": (
         3, (), lambda rank: stages(lambda s, r: bc.distributed.part(named(s), lambda name, p: f"stage{r}.{name}"))
     ),

@@ -8,6 +8,7 @@ import bayesopt_chain as bc
 from bayesopt_chain.ensemble import report
 from tests.distributed.ranks import message_of, on, run, world
 from tests.distributed.toys import line
+from tests.ensemble.test_untidy import Net
 
 SMALL = {"members": 3, "steps": 60, "lr": 0.03, "progress": False, "batch_size": 16}
 # 60 steps in float32, whose matrix products round as the members in one call are many
@@ -20,25 +21,21 @@ def data(n=48):
     return x, x[:, :1]
 
 
-class Normed(nn.Sequential):
+def normed():
     """What ``vmap`` takes: BatchNorm and dropout."""
-
-    def __init__(self):
-        super().__init__(nn.Linear(2, 6), nn.BatchNorm1d(6), nn.Dropout(0.1), nn.Tanh(), nn.Linear(6, 1))
+    return nn.Sequential(nn.Linear(2, 6), nn.BatchNorm1d(6), nn.Dropout(0.1), nn.Tanh(), nn.Linear(6, 1))
 
 
-class Recurrent(nn.Module):
+def last_output(net, x):
+    return net.out(net.lstm(x[..., None])[0][:, -1])
+
+
+def recurrent():
     """What ``vmap`` refuses, so that members run one after the other."""
-
-    def __init__(self):
-        super().__init__()
-        self.lstm, self.out = nn.LSTM(1, 3, batch_first=True), nn.Linear(3, 1)
-
-    def forward(self, x):
-        return self.out(self.lstm(x[..., None])[0][:, -1])
+    return Net(last_output, lstm=nn.LSTM(1, 3, batch_first=True), out=nn.Linear(3, 1))
 
 
-def call(module=Normed, **changes):
+def call(module=normed, **changes):
     """What a call comes to: predictions, every network, and what the report counts."""
     given = {"data": data(), "mesh": line(), **SMALL, **changes}
     e = bc.posterior_ensemble(module, given.pop("data"), bc.likelihoods.gaussian(), **given)
@@ -48,15 +45,15 @@ def call(module=Normed, **changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", [Normed, Recurrent])
+@pytest.mark.parametrize("module", [normed, recurrent])
 def test_uneven_members_over_ranks_are_those_of_one_process(module):
     """Bit for bit where they run one after the other. Else equal but for rounding, which is not asked of parameters, since a
     bias before BatchNorm is moved by rounding alone."""
     want, ranks = call(module), run(call, 2, module)
     torch.testing.assert_close(ranks[0], ranks[1], **BITWISE)
     assert all(x.shape[:2] == (1, 3) for x in ranks[0]["params"].values())
-    names = ["mean", "log_prob", "passes"] if module is Normed else [*want]
-    how = CLOSE if module is Normed else BITWISE
+    names = ["mean", "log_prob", "passes"] if module is normed else [*want]
+    how = CLOSE if module is normed else BITWISE
     torch.testing.assert_close([ranks[0][k] for k in names], [want[k] for k in names], **how)
 
 

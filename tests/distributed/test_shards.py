@@ -179,15 +179,6 @@ def test_every_transform_makes_the_steps_of_one_process_in_every_layout_or_refus
 # the runs are the elements that torch's placements give to each rank
 
 
-def held(shape, mesh, coordinate, placements):
-    """The numbers of the elements at a coordinate, by torch's own cutting of a tensor."""
-    return cut(torch.arange(torch.Size(shape).numel()).reshape(shape), mesh, coordinate, placements).flatten().tolist()
-
-
-def expanded(found):
-    return [i for start, length in found for i in range(start, start + length)]
-
-
 AXES = (Replicate(), Shard(0), Shard(1), Shard(2))
 LAYOUTS = [
     ((7,), (3,), (Shard(0),)),
@@ -213,8 +204,11 @@ def test_the_runs_and_the_noise_of_every_rank_are_what_the_placements_give_it_of
     assert runs_of(torch.zeros(shape)) == (((0, n),) if n else ()), "a plain tensor is one run"
     for coordinate in product(*map(range, mesh)):
         found = runs(shape, mesh, coordinate, placements)
-        mine = held(shape, mesh, coordinate, placements)
-        assert sorted(expanded(found)) == sorted(mine) and all(length > 0 for _, length in found)
+        mine = (
+            cut(torch.arange(n).reshape(shape), mesh, coordinate, placements).flatten().tolist()
+        )  # torch's own cutting
+        assert sorted(i for start, length in found for i in range(start, start + length)) == sorted(mine)
+        assert all(length > 0 for _, length in found)
         assert all(a + n < b for (a, n), (b, _) in pairwise(found)), "runs that touch are one"
         seen |= {*mine}
         for kind in ("gaussian", "uniform"):
@@ -268,12 +262,16 @@ def test_whole_steps_on_spread_parameters_are_those_of_one_process_clipped_by_th
 
 
 @on(4)
-def test_partial_gradients_are_summed():
+def test_partial_gradients_are_summed_and_those_that_are_not_finite_on_one_rank_are_left_out_on_all():
     layout, tx, ones = layouts()["FSDP x TP"], bc.sgd(1.0), {k: torch.ones_like(x) for k, x in leaves(0).items()}
     params = spread(leaves(0), layout)
     sums = {k: DTensor.from_local(x, layout[0], [Partial()] * 2) for k, x in ones.items()}
     updates, _ = tx.update(sums, tx.init(params), params=params, inplace=False)
     assert all((x.to_local() == -4.0).all() for x in updates.values())
+    ones["weight"][0, 0] = torch.nan
+    skipping, grads = bc.skip_nonfinite(tx), spread(ones, layout)
+    updates, _ = skipping.update(grads, skipping.init(params), params=params, inplace=False)
+    assert all((x.to_local() == 0.0).all() for x in updates.values())
 
 
 @on(2)
