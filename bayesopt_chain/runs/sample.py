@@ -187,6 +187,12 @@ def sample(
         if (attached := getattr(callback, "attached", None)) is not None:
             step = attached(step, batches)
     _require_batches_for(step, batches)
+    shapes = [tuple(x.shape) for x in optree.tree_leaves(params) if isinstance(x, torch.Tensor)]
+    if chains is not None and (wrong := [shape for shape in shapes if shape[:1] != (chains,)]):
+        raise ValueError(
+            f"sample: chains={chains} counts axis 0 of every leaf of params, of which one has the shape {wrong[0]}: chains are "
+            f"made by bc.parallel(step, {chains}), and start at bc.stack([params] * {chains})"
+        )
     chains = step.n if chains is None and isinstance(step, Parallel) else chains
     if seed is not None:
         state = seeded(state, seed, getattr(step, "numbers", None))

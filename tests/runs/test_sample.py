@@ -151,6 +151,7 @@ def test_a_missing_shard_is_named(tmp_path):
         ({"steps": 5, "burn_in": 5}, "ends before the first draw"),
         ({"steps": 5, "thinning": 0}, "thinning must be"),
         ({"steps": 5, "burn_in": -1}, "burn_in must be"),
+        ({"steps": 5, "chains": 3}, r"chains=3 counts axis 0 .* bc.parallel\(step, 3\)"),
     ],
 )
 def test_arguments_that_make_no_run_are_refused(bad, says):
