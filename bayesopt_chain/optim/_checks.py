@@ -9,6 +9,7 @@ afterwards get the call in front:
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -189,10 +190,10 @@ def temperature_of(who: str, group: dict[str, Any]) -> float:
         raise TypeError(
             f"{who}: temperature is a function; set group['temperature'] in the loop, or give a 0-d tensor and fill it"
         )
-    if torch.is_tensor(temperature) and temperature.requires_grad:
+    if isinstance(temperature, Tensor) and temperature.requires_grad:
         raise ValueError(f"{who}: temperature requires grad, which a step does not carry; detach it")
     value = float(temperature)
-    if not 0.0 <= value < float("inf"):
+    if not 0.0 <= value < math.inf:
         raise ValueError(f"{who}: temperature must be non-negative and finite, got {temperature!r}")
     return value
 
@@ -306,7 +307,7 @@ def check_linear(who: str, linear: Linear, last: float) -> None:
     """
     if not linear.momentum and abs(last) > 0.0:
         raise ValueError(f"{who}: a momentum that falls to 0 cannot be followed at temperature > 0; keep it above 0")
-    if not (0.0 <= linear.step_size < float("inf") and 0.0 <= linear.direct < float("inf")):
+    if not (0.0 <= linear.step_size < math.inf and 0.0 <= linear.direct < math.inf):
         raise ValueError(
             f"{who}: lr must be non-negative and finite at temperature > 0, got a step size of {linear.step_size}"
         )

@@ -153,8 +153,9 @@ def maker(case, temperature):
 def torchs_walk(case, scenario):
     """The parameters of torch's optimizer after a scenario; without loading, after which torch's NAdam has other bits."""
     name, kwargs = CLASSES[case]
-    of_torch = SCENARIOS[scenario]._replace(loads_at=None)
-    return walk(lambda groups: getattr(torch.optim, name)(groups, lr=0.1, **kwargs), of_torch)[0]
+    return walk(
+        lambda groups: getattr(torch.optim, name)(groups, lr=0.1, **kwargs), SCENARIOS[scenario]._replace(loads_at=None)
+    )[0]
 
 
 @cache

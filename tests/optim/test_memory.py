@@ -11,6 +11,7 @@ import torch
 import bayesopt_chain as bc
 from bayesopt_chain.engine import optimizer_cpu
 from bayesopt_chain.optim import ivon
+from tests.optim.stepping import walk
 
 T = {"lr": 0.01, "temperature": 1e-6}
 MAKERS = {
@@ -26,10 +27,7 @@ MAKERS = {
 
 def step(p, optimizer, n=1):
     """Steps at gradients of ones."""
-    for _ in range(n):
-        with optimizer.sampled() if hasattr(optimizer, "sampled") else nullcontext():
-            p.grad = torch.ones_like(p)
-        optimizer.step()
+    walk(optimizer, n, torch.ones_like)
 
 
 def made(name, n):

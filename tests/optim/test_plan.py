@@ -36,8 +36,7 @@ def walk(
         calls.append(kernel.call_count)
     states = [optimizer.state.get(p, {}) for p in params]
     tensors = [*params, *(x for state in states for x in state.values() if torch.is_tensor(x))]
-    numbers = [state[name] for state in states for name in NUMBERS[:8] if name in state]
-    return [*(x.detach() for x in tensors), torch.tensor(numbers, dtype=torch.float64)], plans, calls
+    return [x.detach() for x in tensors], plans, calls
 
 
 def maker(name, lr=0.1, **kwargs):
@@ -163,9 +162,8 @@ def test_step_and_noise_in_one_pass_are_torchs_step_and_then_the_noise(case, kee
     mine, one_pass = walk_of_one_pass(name, kwargs)
     theirs, none = walk_of_one_pass(name, kwargs | {"foreach": False})
     assert (one_pass, none) == (10 if name == "SGLD" else 9, 0)  # torch makes its state in the first step
-    assert len(mine[-1]) == 24 and torch.equal(mine[-1], theirs[-1])
     for x, y in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(x, y, rtol=1e-12 if x.ndim else 0.0, atol=1e-13 if x.ndim else 0.0)
 
 
 @pytest.mark.sweep(1)

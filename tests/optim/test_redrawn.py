@@ -96,11 +96,11 @@ def test_a_draw_that_is_made_again_is_the_one_that_was_kept(how, rule):
 
 
 def test_sghmc_keeps_as_many_numbers_as_sgd_with_momentum():
-    held = [
+    mine, redrawn = (
         sum(x.numel() for s in o.state.values() for name, x in s.items() if name[:6] != "noise_")
         for o, _ in pair("SGHMC")
-    ]
-    assert held == [2 * 23, 23]
+    )
+    assert (mine, redrawn) == (2 * 23, 23)
 
 
 def test_parts_of_leaves_are_redrawn_by_their_elements():
