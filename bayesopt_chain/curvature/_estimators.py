@@ -94,9 +94,9 @@ def ggn(
             targets)``. A batch is any tree of tensors with one entry a datum on the first axis.
 
     Returns:
-        ``estimate(params, batch)``, a precision summed over the batch, with ``count`` = B (of Kronecker factors: the sum of
-        the data's weights), held in float32 at least. Targets of weight 0, such as the label -100, are left out, and so
-        are the positions on which no other target depends.
+        ``estimate(params, batch)``, a precision summed over the batch, with ``count`` = B, held in float32 at least. Targets of
+        weight 0, such as the label -100, are left out, and so are the positions on which no other target depends; their data
+        are among the B, as they are in the mean of a loss over the batch.
 
     Raises:
         ValueError: for an unknown structure; parameters that the structure cannot describe (all are named); batch norm

@@ -374,8 +374,8 @@ class KroneckerSum(TappedSum):
         ]
         left, right = (self.to_tree(list(factors)) for factors in zip(*pairs))
         diagonal = self.to_tree([leaf.new_zeros((), dtype=wide(leaf.dtype)) for leaf in self.leaves])
-        data = count if self.data is None else self.data.to(count)
-        return Kronecker(left, right, diagonal, shape_only(self.to_tree(self.leaves)), data)
+        data = count.clone() if self.data is None else self.data.to(count)
+        return Kronecker(left, right, diagonal, shape_only(self.to_tree(self.leaves)), data, seen=count)
 
 
 class EigenbasisSum(TappedSum):

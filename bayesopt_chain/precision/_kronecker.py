@@ -4,8 +4,8 @@ A leaf seen as a matrix ``[d0, d1]`` (a vector as ``[n, 1]``, a convolution as `
 
     Lambda = c (L (x) R) / n + delta I,     L = left [d0, d0],  R = right [d1, d1],  n = data,  c = weight,
 
-where L and R are *sums* over n data: adding increments adds c L, c R, delta and c n, so that the result does not
-depend on how the data was split. With ``L = U diag(l) U^T`` and ``R = V diag(r) V^T`` the eigenvalues are
+where L and R are *sums* over n data, which count by their weights: adding increments adds c L, c R, delta and c n, so that the
+result does not depend on how the data was split. With ``L = U diag(l) U^T`` and ``R = V diag(r) V^T`` the eigenvalues are
 ``c l_i r_j / n + delta``; EKFAC (George et al. 2018) keeps U and V and replaces ``l_i r_j / n`` by the curvature measured
 along ``u_i (x) v_j``. A factor of one axis ``[d]`` is a diagonal matrix (the one-hot inputs of an embedding).
 
@@ -41,6 +41,7 @@ class _Kronecker(NamedTuple):
     like: Tree
     data: Tensor
     weight: Tensor
+    seen: Tensor
 
 
 class Kronecker(_Kronecker, Precision):
@@ -51,8 +52,9 @@ class Kronecker(_Kronecker, Precision):
         right: the same with leaves ``[d1, d1]`` or ``[d1]``.
         diagonal: the same with 0-d leaves.
         like: the params' shapes.
-        data: 0-d, the number of data in the factors.
-        weight: 0-d, what the factors are scaled by, 1 unless given; ``count`` is ``weight * data``.
+        data: 0-d, how much the data in the factors count, the sum of their weights.
+        weight: 0-d, what the factors are scaled by, 1 unless given.
+        seen: 0-d, the number of data, those of weight 0 too, ``data`` unless given; ``count`` is ``weight * seen``.
 
     Example:
         >>> import torch
@@ -66,16 +68,22 @@ class Kronecker(_Kronecker, Precision):
     __slots__ = ()
 
     def __new__(
-        cls, left: Tree, right: Tree, diagonal: Tree, like: Tree, data: Tensor, weight: Tensor | None = None
+        cls,
+        left: Tree,
+        right: Tree,
+        diagonal: Tree,
+        like: Tree,
+        data: Tensor,
+        weight: Tensor | None = None,
+        seen: Tensor | None = None,
     ) -> Kronecker:
-        return super().__new__(
-            cls, left, right, diagonal, like, data, torch.ones_like(data) if weight is None else weight
-        )
+        weight = torch.ones_like(data) if weight is None else weight
+        return super().__new__(cls, left, right, diagonal, like, data, weight, data.clone() if seen is None else seen)
 
     @property
     def count(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride, reportIncompatibleMethodOverride]
-        """The number of data, 0-d: that of the factors times their weight."""
-        return self.weight * self.data
+        """The number of data, 0-d: that of the factors times what they are scaled by."""
+        return self.weight * self.seen
 
     def add(self, other: Kronecker) -> Kronecker:
         require_same_structure(self, other)
@@ -93,8 +101,9 @@ class Kronecker(_Kronecker, Precision):
             return optree.tree_map(weighted, a, b)
 
         diagonal = optree.tree_map(torch.add, self.diagonal, other.diagonal)
-        count = self.count + other.count
-        return Kronecker(sums(self.left, other.left), sums(self.right, other.right), diagonal, self.like, count)
+        left, right = sums(self.left, other.left), sums(self.right, other.right)
+        data = self.weight * self.data + other.weight * other.data
+        return Kronecker(left, right, diagonal, self.like, data, seen=self.count + other.count)
 
     def scale(self, factor: float | Tensor) -> Kronecker:
         return self._replace(diagonal=scaled(self.diagonal, factor), weight=self.weight * factor)

@@ -315,7 +315,7 @@ def test_a_scaled_kronecker_precision_adds_as_a_sum_over_data():
     eager = a._replace(
         **{name: each_leaf(lambda leaf: 2.5 * leaf, getattr(a, name)) for name in ("left", "right", "diagonal")}
     )
-    eager = eager._replace(data=2.5 * a.data)
+    eager = eager._replace(data=2.5 * a.data, seen=2.5 * a.seen)
     assert_equal(a.scale(2.5).to_dense(), eager.to_dense())
     for total, expected in ((a.scale(2.5).add(b), eager.add(b)), (b.add(a.scale(2.5)), b.add(eager))):
         assert_equal(total.to_dense(), expected.to_dense())
