@@ -75,7 +75,7 @@ class _Posterior(BaseEstimator):
         try:
             self.ensemble_ = posterior_ensemble(
                 network,
-                (torch.tensor(X), targets),
+                (torch.tensor(X, device="cpu"), targets),
                 likelihood,
                 members=self.members,
                 steps=self.steps,
@@ -97,7 +97,7 @@ class _Posterior(BaseEstimator):
     def _prediction(self, X: Any) -> Predictive:
         check_is_fitted(self)
         X = validate_data(self, X, dtype=np.float64, reset=False)
-        return self.ensemble_.predict(torch.tensor(X))
+        return self.ensemble_.predict(torch.tensor(X, device="cpu"))
 
 
 class PosteriorRegressor(RegressorMixin, _Posterior):
@@ -141,7 +141,7 @@ class PosteriorRegressor(RegressorMixin, _Posterior):
         _require_size(X)
         columns = np.asarray(y, dtype=np.float64).reshape(len(X), -1)
         self.single_ = np.ndim(y) == 1
-        self._fit(X, torch.tensor(columns), columns.shape[1], likelihoods.gaussian())
+        self._fit(X, torch.tensor(columns, device="cpu"), columns.shape[1], likelihoods.gaussian())
         return self
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
