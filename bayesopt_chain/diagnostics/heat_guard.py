@@ -490,11 +490,6 @@ class Leaf(NamedTuple):
     root: float | Tensor = 1.0
     lr: float | None = None
 
-    @property
-    def scale(self) -> float | Tensor:
-        """``s = sqrt(lr_eff P / 2 T)``: the noise of the chain itself has variance 1 in ``s g``."""
-        return math.sqrt(self.rate / (2.0 * self.temperature)) * self.root
-
 
 class Heat(NamedTuple):
     """The heat that one window of steps shows.
@@ -728,6 +723,8 @@ class Window:
     Attributes:
         keys: of the parameters that are read.
         leaves: those of the first step, whose rates and preconditioners are the units of all; without their tensors.
+        common, scales: a factor of all gradients, and of each leaf: ``s = sqrt(lr_eff P / 2 T)``, with which the chain's own
+            noise has variance 1.
         stretches: what is read of these parameters.
         gradients: sketches their gradients.
         positions: sketches the parameters; ``None`` in the opening, which reads gradients alone.
@@ -738,6 +735,8 @@ class Window:
 
     keys: list[int]
     leaves: list[Leaf]
+    common: float
+    scales: Sequence[float | Tensor]
     stretches: list[Stretch]
     gradients: Sketch
     positions: Sketch | None = None
@@ -748,26 +747,32 @@ class Window:
     @classmethod
     def opened(cls, seen: list[Leaf]) -> Window:
         """One that reads all gradients of these leaves, and is empty yet."""
-        nothing = torch.zeros(0, device="cpu")
+        nothing, numbers = torch.zeros(0, device="cpu"), [math.sqrt(x.rate / (2.0 * x.temperature)) for x in seen]
+        # preconditioners of many leaves are not multiplied by a number that is common to all
+        scales = [x.root if n == numbers[0] else n / numbers[0] * x.root for x, n in zip(seen, numbers)]
         return cls(
             keys=[x.key for x in seen],
             leaves=[x._replace(gradient=nothing, param=nothing) for x in seen],
+            common=numbers[0],
+            scales=scales,
             stretches=[Stretch(i) for i in range(len(seen))],
-            gradients=Sketch([x.gradient for x in seen], [x.scale for x in seen]),
+            gradients=Sketch([x.gradient for x in seen], scales, numbers[0]),
         )
 
     def full(self, seen: list[Leaf]) -> Window:
         """The window that follows this opening: empty, of the loudest parts of these leaves, and their parameters too."""
-        gradients, scales = [x.gradient for x in seen], [x.scale for x in self.leaves]
+        gradients, scales = [x.gradient for x in seen], self.scales
         chosen = loudest(gradients, scales, max(FEW, sum([x.numel() for x in gradients]) // SHARE))
         each = [x.of(s) if isinstance(s, Tensor) and s.dim() else s for x in chosen for s in (scales[x.leaf],)]
-        sizes = [0.5 / (self.leaves[x.leaf].temperature * abs(scale)) for x, scale in zip(chosen, each)]
+        sizes = [0.5 / (self.leaves[x.leaf].temperature * self.common * abs(scale)) for x, scale in zip(chosen, each)]
         numbers = sorted({x.leaf for x in chosen})
         return Window(
             keys=[self.keys[i] for i in numbers],
             leaves=[self.leaves[i] for i in numbers],
+            common=self.common,
+            scales=each,
             stretches=[x._replace(leaf=numbers.index(x.leaf)) for x in chosen],
-            gradients=Sketch([x.of(gradients[x.leaf]) for x in chosen], each),
+            gradients=Sketch([x.of(gradients[x.leaf]) for x in chosen], each, self.common),
             positions=Sketch([x.of(seen[x.leaf].param) for x in chosen], sizes),
         )
 
@@ -783,9 +788,10 @@ class Sketch:
     Args:
         tensors: of the leaves.
         factors: of each leaf, a number or a tensor like it.
+        common: a factor of all.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], factors: Sequence[float | Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], factors: Sequence[float | Tensor], common: float = 1.0) -> None:
         self.packs: list[list[int]] = []
         size = 0
         for i, x in enumerate(tensors):
@@ -796,7 +802,7 @@ class Sketch:
             size += x.numel()
         self.is_copied = len(self.packs) == 1 and size <= FEW
         is_common = not any([isinstance(x, Tensor) or x != factors[0] for x in factors])
-        self.common = factors[0] if is_common else 1.0
+        self.common = common * factors[0] if is_common else common
         self.signs, self.weights, begin = list[Tensor](), list[Tensor | None](), 0
         for pack in self.packs:
             counts, device = [tensors[i].numel() for i in pack], tensors[pack[0]].device
