@@ -641,7 +641,8 @@ def fit_laplace(
     read = Reader(module_or_forward)
     batches = peeked(loader, read=read)
     how = How(likelihood, subset, structure, options, inputs, outputs, curvature, prior_mean, temperature, read)
-    model, first = make_model(module_or_forward, params, loader, batches.first, how)
+    with kinds.blaming("fit_laplace", "loader"):
+        model, first = make_model(module_or_forward, params, loader, batches.first, how)
     require_finite(model.params, "fit_laplace: a parameter")
     model = with_estimator(model, first, (batches.total or 1) * batch_size(batches.first))
     keep = Kept(data_for(model)) if tune == "evidence" and tune_noise is True else None

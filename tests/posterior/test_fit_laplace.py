@@ -332,3 +332,11 @@ def test_data_in_three_pieces_give_the_posterior_of_all_and_leave_the_first_alon
     torch.testing.assert_close(fitted.posterior.mean, whole.posterior.mean)
     torch.testing.assert_close(fitted.log_evidence, whole.log_evidence)
     assert fitted.posterior.precision.count == DATA and torch.equal(first.posterior.precision.to_dense(), before)
+
+
+@pytest.mark.parametrize("subset", ["last_layer", "all"])
+@pytest.mark.parametrize("x", [torch.ones(8, 2, dtype=torch.int64), torch.ones(8, 3)])
+def test_batches_that_the_module_cannot_take_are_named(subset, x):
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+    with pytest.raises(ValueError, match="fit_laplace: loader: the model cannot take it"):
+        bc.fit_laplace(module, bc.likelihoods.gaussian(), [(x, torch.ones(8, 1))], subset=subset)
