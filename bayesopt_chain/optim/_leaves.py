@@ -194,8 +194,8 @@ class Leaves:
                 # 0-d tensors that are memory and again, which the kernel writes
                 self.written = dict(zip(NUMBERS, torch.frombuffer(self.memory, dtype=torch.float64).unbind()))
                 if not kept:
-                    counts = torch.frombuffer(self.again, dtype=torch.int64).unbind()
-                    self.written |= dict(zip(_AGAIN[: 2 * self.linear.branches], counts))
+                    names = _AGAIN[: 2 * self.linear.branches]
+                    self.written |= dict(zip(names, torch.frombuffer(self.again, dtype=torch.int64).unbind()))
                 for branch in range(self.linear.branches):
                     self.draws(branch)
             if is_new or not (kept and self.repeats):
@@ -246,8 +246,8 @@ class Leaves:
         self.moved = [y for ys in (*lists, steps) for y in ys]
         self.counter = Counter(steps) if steps else None
         assert self.kind is not None
-        remembered = self.memory, self.again
-        self.job = Job(self.kind, like.dtype, tuple([p.numel() for p in params]), lists, draws, remembered)
+        sizes = tuple([p.numel() for p in params])
+        self.job = Job(self.kind, like.dtype, sizes, lists, draws, (self.memory, self.again))
         return True
 
     def move(self) -> None:

@@ -133,8 +133,7 @@ class OnRanks:
         Two chains that load one live state dict would move one velocity, and so would the optimizer that it came from.
         Hyperparameters that are tensors here are filled, and stay the same objects, which the caller may hold.
         """
-        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-        given = [state_dict["state"].get(i, {}) for i in ids]
+        given = [state_dict["state"].get(i, {}) for group in state_dict["param_groups"] for i in group["params"]]
         held = [
             {k: v for k, v in group.items() if isinstance(v, Tensor) and v.numel() == 1} for group in self.param_groups
         ]
