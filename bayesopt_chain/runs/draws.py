@@ -213,8 +213,9 @@ class Draws:
         try:
             row = self._rows[at]
         except (IndexError, TypeError) as err:
-            said = f"draws[i]: i must be a number of one of the {len(self)} draws, or a slice, got {short(at)}"
-            raise type(err)(said) from err
+            raise type(err)(
+                f"draws[i]: i must be a number of one of the {len(self)} draws, or a slice, got {short(at)}"
+            ) from err
         return next(iter(self._with([row])))
 
     def __iter__(self) -> Iterator[Any]:
