@@ -4,7 +4,8 @@ poisson             loss = e^f - y f + log y!                                   
 negative_binomial   mean mu = e^f, variance mu + mu^2 / r                        sum_k s_k s_k^T = mu r / (mu + r)
                     loss = (y + r) log(r + mu) - y f - r log r - log C(y + r - 1, y)
 
-At outputs ``f ~ N(m, S)`` a Poisson mean is exact: ``E e^f = exp(m + S / 2)``.
+At outputs ``f ~ N(m, S)`` moments are those of log-normal means ``mu = e^f``, exactly: ``E mu = exp(m + S / 2)``, ``E mu^2 =
+exp(2 m + 2 S)``, and ``Var y = E mu + E mu^2 / r + Var mu`` (of a Poisson without r). Nodes would have to reach to ``m + 2 S``.
 
 Targets between 0 and 1, such as rates: the beta distribution around a logit.
 
@@ -14,7 +15,7 @@ Fisher information in f: (phi mu (1 - mu))^2 (psi'(phi mu) + psi'(phi (1 - mu)))
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,15 +23,38 @@ from torch import Tensor
 
 from bayesopt_chain import checks
 from bayesopt_chain.likelihoods._likelihood import COUNTS, Likelihood, Support
+from bayesopt_chain.likelihoods._predictive import Mixture, Outputs
 from bayesopt_chain.likelihoods._quadrature import incomplete_beta, standard_gamma
 
 
+class LogRates(Likelihood):
+    """Counts of mean ``e^f`` and variance ``e^f + excess e^2f``."""
+
+    support = COUNTS
+    excess = 0.0
+
+    def mean(self, outputs: Tensor) -> Tensor:
+        return outputs.exp()
+
+    def variance(self, outputs: Tensor) -> Tensor:
+        mu = outputs.exp()
+        return mu + self.excess * mu.square()
+
+    def mixed(self, outputs: Outputs | Tensor, log_weights: Tensor | None = None) -> Mixture:
+        found = super().mixed(outputs, log_weights)
+        if not isinstance(outputs, Outputs):
+            return found
+        spread = outputs.variance.reshape(outputs.mean.shape)
+        mu = (outputs.mean + spread / 2).exp()
+        within = mu + self.excess * (mu.square() * spread.exp())
+        return replace(found, within=within, of_means=(mu, mu.square() * spread.expm1()))
+
+
 @dataclass(frozen=True, eq=False)
-class Poisson(Likelihood):
+class Poisson(LogRates):
     """See :func:`poisson`."""
 
     name = "poisson"
-    support = COUNTS
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return targets * outputs - outputs.exp() - torch.lgamma(targets.to(outputs.dtype) + 1)
@@ -39,10 +63,8 @@ class Poisson(Likelihood):
         self._require_once(outputs, targets)
         return outputs.exp() - targets
 
-    def mean(self, outputs: Tensor) -> Tensor:
+    def information(self, outputs: Tensor) -> Tensor:
         return outputs.exp()
-
-    information = variance = mean
 
     def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return torch.poisson(outputs.exp(), generator=generator)
@@ -53,12 +75,15 @@ class Poisson(Likelihood):
 
 
 @dataclass(frozen=True, eq=False)
-class NegativeBinomial(Likelihood):
+class NegativeBinomial(LogRates):
     """See :func:`negative_binomial`."""
 
     dispersion: float
     name = "negative_binomial"
-    support = COUNTS
+
+    @property
+    def excess(self) -> float:
+        return 1 / self.dispersion
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         y, r = targets.to(outputs.dtype), torch.as_tensor(self.dispersion, dtype=outputs.dtype, device=outputs.device)
@@ -69,13 +94,6 @@ class NegativeBinomial(Likelihood):
     def information(self, outputs: Tensor) -> Tensor:
         mu = outputs.exp()
         return self.dispersion / (1 + self.dispersion / mu)
-
-    def mean(self, outputs: Tensor) -> Tensor:
-        return outputs.exp()
-
-    def variance(self, outputs: Tensor) -> Tensor:
-        mu = outputs.exp()
-        return mu + mu.square() / self.dispersion
 
     def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         shape = torch.full_like(outputs, self.dispersion)

@@ -51,8 +51,9 @@ LOWEST, HIGHEST = float("-inf"), float("inf")
 class Mixture:
     """``likelihood`` of a target given its outputs, over the nodes ``outputs`` ``[S, N, *event]`` with ``log_weights`` ``[S]``.
 
-    ``within`` is ``E Var[y | f]``, shaped like the mean, where the variance at a node holds more than the noise; ``support`` is
-    where targets lie, by default what the likelihood says.
+    ``within`` is ``E Var[y | f]``, shaped like the mean, where the variance at a node holds more than the noise; ``of_means``
+    are mean and variance of ``E[y | f]`` where both are known without the nodes, and then ``within`` is; ``support`` is where
+    targets lie, by default what the likelihood says.
     """
 
     likelihood: Any
@@ -60,6 +61,7 @@ class Mixture:
     log_weights: Tensor
     within: Tensor | None = None
     support: Any = None
+    of_means: tuple[Tensor, Tensor] | None = None
 
     def average(self, values: Tensor) -> Tensor:
         """``sum_s w_s values_s`` of values ``[S, *]``."""
@@ -67,7 +69,7 @@ class Mixture:
 
     @property
     def mean(self) -> Tensor:
-        return self.average(self.likelihood.mean(self.outputs))
+        return self.average(self.likelihood.mean(self.outputs)) if self.of_means is None else self.of_means[0]
 
     @property
     def noise(self) -> Tensor:
@@ -76,6 +78,8 @@ class Mixture:
 
     @property
     def variance(self) -> Tensor:
+        if self.of_means is not None:
+            return self.noise + self.of_means[1]
         means = self.likelihood.mean(self.outputs)
         within = self.average(self.likelihood.variance(self.outputs))
         return within + self.average((means - self.average(means)).square())

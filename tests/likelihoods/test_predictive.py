@@ -54,6 +54,18 @@ def test_density_and_moments_are_integrals_over_the_outputs(name):
     torch.testing.assert_close(predictive.log_prob(y)[:, 0], wanted, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("variance", [1e-6, 9.0, 25.0])
+@pytest.mark.parametrize(
+    ("likelihood", "excess"), [(likelihoods.poisson(), 0.0), (likelihoods.negative_binomial(2.0), 0.5)]
+)
+def test_moments_of_counts_are_those_of_log_normal_rates_however_uncertain_they_are(likelihood, excess, variance):
+    predictive = likelihood.predictive(torch.full((1, 1), 0.3), torch.full((1, 1, 1), variance))
+    mu, square = math.exp(0.3 + variance / 2), math.exp(0.6 + 2 * variance)
+    within, between = mu + excess * square, math.exp(0.6 + variance) * math.expm1(variance)
+    found = [x.item() for x in (predictive.mean, predictive.aleatoric, predictive.variance)]
+    assert found == pytest.approx([mu, within, within + between], rel=1e-13)
+
+
 @pytest.mark.sweep(1)
 @one_output
 def test_quantiles_invert_the_distribution_function(name):
