@@ -1,7 +1,8 @@
 """Learning coefficients of models whose value is known, at default settings, beside devinterp.
 
     python -m benchmarks.learning_coefficient              # what its record lacks, and the record as a table
-    python -m benchmarks.learning_coefficient --final      # held-out models and seeds
+    python -m benchmarks.learning_coefficient --final      # held-out models and seeds, five of them
+    python -m benchmarks.learning_coefficient --speed      # a step of ours beside one of devinterp
 
 Each model is sampled with ``bc.local_learning_coefficient(loss, start, data, temperature=T)`` and nothing else:
 full batches, and ``bc.epochs(data, 100)`` where it has data. ``T`` is Watanabe's ``log(n) / n`` for ``n = 1000``, and the
@@ -24,8 +25,8 @@ was set. Two faults were seen in earlier such runs, and mended before these seed
 measured in pilots alone, and is greater where the chains go; and what it heats, 1 to 12 % of the answers, stood in their error
 and was not taken off.
 
-``speed`` in the record, a step of ours beside one of devinterp, was measured once
-(``git show ac03b86:benchmarks/learning_coefficient.py``).
+Steps are timed by an observable that reads the process's clock at every draw: gradient, move, what is measured and the loop,
+as they come and with ``capture=True``. devinterp's are gradient and ``SGMCMC.sgld``, and measure nothing.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -44,12 +46,13 @@ import torch
 from torch import Tensor
 
 import bayesopt_chain as bc
-from benchmarks.measure import RESULTS, command, keep, known, markdown
+from benchmarks.measure import RESULTS, command, keep, known, markdown, ratio
 
 PATH = RESULTS / "learning_coefficient.json"
 N, BATCH = 1000, 100
 T = math.log(N) / N
-SEEDS, FINAL = {"full": 0, "minibatch": 0}, {"full": 40, "minibatch": 50}
+THINNING = 8  # the default of bc.observe
+SEEDS, FINAL = {"full": [0], "minibatch": [0]}, {"full": range(40, 45), "minibatch": range(50, 55)}
 GRID = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 F64 = torch.float64
 
@@ -321,7 +324,70 @@ def judged(found: dict[str, Any], truth: dict[str, float]) -> str:
     return "answered" if off <= max(0.05 * truth["value"], 2 * both) else "wrong"
 
 
-def league(record: dict[str, Any], seeds: dict[str, int], held_out: bool) -> None:
+def networks() -> dict[str, tuple[torch.nn.Module, tuple[Tensor, Tensor], int]]:
+    """Networks of 60, 85,000, 50,000 and 800,000 weights; with each a batch, and how many chains run at once."""
+    torch.manual_seed(0)
+    nn, randn = torch.nn, torch.randn
+
+    def attention(width: int, layers: int) -> torch.nn.Module:
+        make = nn.TransformerEncoderLayer
+        return nn.Sequential(*[make(width, 4, 4 * width, dropout=0.0, batch_first=True) for _ in range(layers)])
+
+    factors = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Linear(5, 6, bias=False))
+    mlp = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 10))
+    return {
+        "reduced rank regression": (factors, (randn(60, 6), randn(60, 6)), 64),
+        "MLP": (mlp, (randn(64, 64), randn(64, 10)), 1),
+        "attention, small": (attention(64, 1), (randn(8, 16, 64), randn(8, 16, 64)), 1),
+        "attention, large": (attention(128, 4), (randn(8, 32, 128), randn(8, 32, 128)), 1),
+    }
+
+
+def clock(params: Any = None) -> Tensor:
+    """Seconds of this process."""
+    return torch.tensor(time.process_time(), dtype=F64)
+
+
+def timed(module: torch.nn.Module, batch: tuple[Tensor, Tensor], chains: int, rounds: int = 7) -> dict[str, Any]:
+    """Process time of a step of one chain in ms, medians over draws: ours, ours compiled, devinterp's and a gradient alone."""
+    from devinterp.optim.sgmcmc import SGMCMC
+
+    forward, params, _ = bc.make_functional(module)
+    optimizer, mse = (
+        SGMCMC.sgld(module.parameters(), lr=1e-6, nbeta=100.0, localization=1.0),
+        torch.nn.functional.mse_loss,
+    )
+    about = {"temperature": 0.01, "strength": 0.01, "lr": 1e-6, "momentum": 0.9, "chains": chains, "burn_in": 0}
+
+    def ours(capture: bool = False) -> float:
+        def loss(p: Any, data: Any) -> Tensor:
+            return mse(forward(p, (data[0], None)), data[1])
+
+        run = bc.observe(loss, params, batch, {"clock": clock}, steps=50 * THINNING, capture=capture, **about)
+        return float(run.traces["clock"][0].diff().median()) / chains
+
+    def theirs(moves: bool = True) -> float:
+        times = [clock()]
+        for _ in range(50):
+            for _ in range(THINNING):
+                optimizer.zero_grad()
+                mse(module(batch[0]), batch[1]).backward()
+                if moves:
+                    optimizer.step()
+            times.append(clock())
+        return float(torch.stack(times).diff().median())
+
+    contestants = {"ours": ours, "compiled": partial(ours, True), "theirs": theirs, "gradient": partial(theirs, False)}
+    times: dict[str, list[float]] = {who: [] for who in contestants}
+    for _ in range(rounds):
+        for who, run in contestants.items():
+            times[who].append(1000 / THINNING * run())
+    shortest = {f"{who}_ms": min(x) for who, x in times.items()}
+    ratios = {who: ratio(times, who, "theirs") for who in ("ours", "compiled", "gradient")}
+    return {"chains": chains, "weights": sum(x.numel() for x in module.parameters()), **shortest, "ratios": ratios}
+
+
+def league(record: dict[str, Any], seeds: dict[str, Any], held_out: bool) -> None:
     """Fill in what the record lacks."""
     for name, model in models().items():
         if model.held_out and not held_out:
@@ -330,16 +396,17 @@ def league(record: dict[str, Any], seeds: dict[str, int], held_out: bool) -> Non
         if "right" not in row:
             row["right"] = right(model)
             keep(PATH, record)
-        for kind in ("full", *(["minibatch"] if model.data is not None else [])):
-            key = f"{kind}, seed {seeds[kind]}"
+        both = ("full", *(["minibatch"] if model.data is not None else []))
+        for kind, seed in [(name, seed) for name in both for seed in seeds[name]]:
+            key = f"{kind}, seed {seed}"
             if key not in row:
-                row[key] = ours(model, model.data if kind == "full" else bc.epochs(model.data, BATCH), seeds[kind])
+                row[key] = ours(model, model.data if kind == "full" else bc.epochs(model.data, BATCH), seed)
                 row[key]["judged"] = judged(row[key], row["right"])
                 print(name, key, row["right"], row[key], flush=True)
                 keep(PATH, record)
-        taken = row[f"full, seed {seeds['full']}"].get("gradients")
+        taken = row[f"full, seed {seeds['full'][0]}"].get("gradients")
         if find_spec("devinterp") and taken and "devinterp" not in row:
-            found = {str(lr): theirs(model, model.data, lr, taken // 8, seeds["full"]) for lr in GRID}
+            found = {str(lr): theirs(model, model.data, lr, taken // 8, seeds["full"][0]) for lr in GRID}
             row["devinterp"] = {"gradients": taken, "values": found}
             print(name, "devinterp", row["devinterp"], flush=True)
             keep(PATH, record)
@@ -368,7 +435,11 @@ def table(models: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    final = command(final=False).final
+    options = command(final=False, speed=False)
     record = {"models": {}} | known(PATH)
-    league(record, FINAL if final else SEEDS, final)
+    if options.speed:
+        record["speed"] = {name: timed(*network) for name, network in networks().items()}
+        keep(PATH, record)
+    else:
+        league(record, FINAL if options.final else SEEDS, options.final)
     print(table(record["models"]))

@@ -290,6 +290,8 @@ SAMPLERS = (
         lambda t: two_chains(
             fed(bc.samplers.replica_exchange(0.05, 0.5, temperatures=(0.5, 1.0)), loss=stacked_losses)
         ),
+        skip=NEEDS_EVERY_GRADIENT,
+        why="swaps are accepted by the loss of all parameters",
     ),
     sampler(
         "lattice_walk",
