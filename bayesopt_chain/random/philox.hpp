@@ -4,6 +4,11 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__AVX2__) && defined(__GNUC__) && !defined(__clang__)
+#define WIDE_PRODUCTS
+#include <immintrin.h>
+#endif
+
 namespace {
 
 constexpr int RUN = 64;
@@ -66,11 +71,46 @@ inline void philox(int n, uint32_t (*words)[RUN], Of of) {
   }
 }
 
+// Ten rounds on vectors by hand take half the time of those that compilers make of 32-bit words.
+#if defined(WIDE_PRODUCTS) && defined(__AVX512F__)
+typedef uint64_t Lanes __attribute__((vector_size(64)));
+inline Lanes product(Lanes a, Lanes b) { return Lanes(_mm512_mul_epu32(__m512i(a), __m512i(b))); }
+#elif defined(WIDE_PRODUCTS)
+typedef uint64_t Lanes __attribute__((vector_size(32)));
+inline Lanes product(Lanes a, Lanes b) { return Lanes(_mm256_mul_epu32(__m256i(a), __m256i(b))); }
+#endif
+
 // neighbouring blocks of one draw
 void philox(uint32_t block, int n, const Stream& s, uint32_t (*words)[RUN]) {
+#ifdef WIDE_PRODUCTS
+  // A word lies in the lower half of 64 bits, where products are whole; what stands above it is never read. The last vector may
+  // go beyond n, not beyond RUN.
+  typedef uint32_t Words __attribute__((vector_size(sizeof(Lanes) / 2)));
+  constexpr int WIDTH = sizeof(Lanes) / sizeof(uint64_t);
+  uint64_t k0[10], k1[10];
+  for (uint32_t i = 0; i < 10; ++i) k0[i] = s.key[0] + i * 0x9E3779B9, k1[i] = s.key[1] + i * 0xBB67AE85;
+  const Lanes none = {}, m0 = none + 0xD2511F53, m1 = none + 0xCD9E8D57;
+  Lanes number = none + block;
+  for (int l = 0; l < WIDTH; ++l) number[l] += l;
+  for (int r = 0; r < n; r += WIDTH, number += WIDTH) {
+    Lanes c0 = number, c1 = none + s.draw, c2 = none + s.step[0], c3 = none + s.step[1];
+#pragma GCC unroll 10
+    for (int i = 0; i < 10; ++i) {
+      const Lanes p0 = product(c0, m0), p1 = product(c2, m1);
+      c0 = (p1 >> 32) ^ c1 ^ k0[i];
+      c1 = p1;
+      c2 = (p0 >> 32) ^ c3 ^ k1[i];
+      c3 = p0;
+    }
+    const Words w[4] = {__builtin_convertvector(c0, Words), __builtin_convertvector(c1, Words),
+                        __builtin_convertvector(c2, Words), __builtin_convertvector(c3, Words)};
+    for (int k = 0; k < 4; ++k) std::memcpy(words[k] + r, &w[k], sizeof(Words));
+  }
+#else
   philox(n, words, [=](int r, uint32_t& c0, uint32_t& c1, uint32_t& c2, uint32_t& c3, uint32_t& k0, uint32_t& k1) {
     c0 = block + r, c1 = s.draw, c2 = s.step[0], c3 = s.step[1], k0 = s.key[0], k1 = s.key[1];
   });
+#endif
 }
 
 template <class Real>
