@@ -107,7 +107,7 @@ def given(
 def _at_hand(bc: Any, grads: list[torch.Tensor]) -> Any:
     from bayesopt_chain.loop.loss import Evaluation, Info
 
-    found = Evaluation(grads, Info(torch.zeros(()), None), {}, None)
+    found = Evaluation(grads, Info(torch.zeros(()), ()), {}, None)
     return lambda *args: found
 
 
