@@ -283,6 +283,7 @@ def test_beside_a_likelihood_the_scale_of_the_loss_is_known(times, temperature, 
 OF = {"forward": lambda p, batch: batch[0] @ p["w"], "likelihood": bc.likelihoods.gaussian(variance=1.0)}
 
 
+@pytest.mark.slow
 def test_a_loss_of_another_likelihood_is_named_and_dropout_or_single_data_are_none():
     run = exact(0, 60, 4)
     found = doctor(run.draws, run.tx, lambda p, b: (b[0] @ p["w"] - b[1]).abs().mean(), run.data, **OF)

@@ -89,6 +89,7 @@ def test_another_call_under_the_same_path_is_refused(tmp_path, change, words):
         call(tmp_path, **own | change)
 
 
+@pytest.mark.slow
 def test_damage_is_named_and_a_stage_that_is_deleted_is_made_anew(tmp_path):
     """Without checksums most flips of a bit gave other weights in silence."""
     x = data()[0]

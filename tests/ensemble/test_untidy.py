@@ -243,6 +243,7 @@ class Clock:
         return timed
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("budget", [{"minutes": 0.25}, {"steps": 700}])
 @pytest.mark.parametrize("batch_size", [16, 100])
 @pytest.mark.parametrize("lr", [None, 0.01])

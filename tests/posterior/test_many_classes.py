@@ -58,6 +58,7 @@ def test_factors_of_the_last_layer_are_the_sums_over_columns(likelihood, positio
         torch.testing.assert_close(found.left["0.weight"], full.left["0.weight"].diagonal())
 
 
+@pytest.mark.slow
 def test_1001_classes_are_predicted_from_variances():
     network, x, y = problem(1001, data=30, features=3)
     fitted = bc.fit_laplace(network, categorical(), [(x, y)], tune=None, prior_precision=0.5)

@@ -291,6 +291,7 @@ def test_the_elbo_of_draws_is_the_expected_loss_less_the_entropy_within_its_stan
     assert abs(elbo.value - (3 - 0.7 * entropy)) < 3.9 * elbo.standard_error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sticks", [True, False])
 def test_a_correlated_gaussian_over_a_network_does_not_run_away(sticks):
     """At Adam's usual rate and the default first deviations. Off-diagonals of L in units of the parameters themselves move by
@@ -512,6 +513,7 @@ def test_a_natural_gradient_with_a_prior_about_zero_is_the_one_with_weight_decay
     close(*runs)
 
 
+@pytest.mark.slow
 def test_von_with_a_prior_elsewhere_finds_the_posterior_about_it():
     """Curvature is exact and antithetic draws of a quadratic leave no noise: mean and covariance to 1e-6 after 80 steps."""
     options = {"betas": (0.0, 0.8), "prior": diagonal_prior(2.0), "n_samples": 2, "antithetic": True}

@@ -246,6 +246,7 @@ def reads_odd_files(folder, connection):
     connection.send(None)
 
 
+@pytest.mark.slow
 def test_pipes_devices_and_headers_without_end_are_named_in_bounded_time_and_memory(tmp_path):
     mine, theirs = multiprocessing.Pipe()
     process = children.started(reads_odd_files, tmp_path / "run", theirs)
