@@ -36,11 +36,8 @@ from bayesopt_chain.likelihoods._quadrature import gauss_legendre, root_by_eigen
 from bayesopt_chain.trees import wide
 
 AT_ONCE = 2**18  # outputs at which a score takes the distribution function at once
-PIECES, NODES, ROUNDS = (
-    64,
-    8,
-    3,
-)  # of each of the two integrals of a score; nodes of a piece; times that pieces are shifted
+PIECES, NODES = 64, 8  # of each of the two integrals of a score, and nodes of a piece
+ROUNDS = 3  # times that pieces are shifted
 STRETCH = 14.0  # they reach sinh(14) = 600,000 quartile distances out
 BISECTIONS = 64
 MOST_COUNTS = 10**6

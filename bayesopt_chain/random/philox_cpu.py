@@ -1,10 +1,10 @@
 """The normals of the Philox stream (:mod:`bayesopt_chain.random.philox`) on a CPU, as one C++ kernel.
 
-Written as tensor operations Philox needs 64-bit words and over 200 passes; here the words are 32 bits wide and 64
-neighbouring blocks stay in registers and first-level cache from counter to normal (the row ``noise`` of the benchmarks
-compares them). The integers are the stream's; float32 logarithm, sine and cosine are polynomials good to a unit in the
-last place, so that the normals are within 1e-6 of every other back end's; in float64 they are libm's. The kernel is
-compiled at the first draw and kept, or came with the wheel (:mod:`bayesopt_chain.random.compiled`).
+Written as tensor operations Philox needs 64-bit words and over 200 passes; here 64 neighbouring blocks stay in registers and
+first-level cache from counter to normal (the row ``noise`` of the benchmarks compares them). The integers are the stream's;
+float32 logarithm, sine and cosine are polynomials good to a unit in the last place, so that the normals are within 1e-6 of
+every other back end's; in float64 they are libm's. The kernel is compiled at the first draw and kept, or came with the wheel
+(:mod:`bayesopt_chain.random.compiled`).
 """
 
 from __future__ import annotations

@@ -383,6 +383,7 @@ def test_neither_parameters_nor_batches_nor_random_states_are_changed():
         ({"steps": 200}, ValueError, "ends before the first draw"),
         ({"at_once": 3}, ValueError, "at_once=3 does not divide chains=8"),
         ({"temperature": 0.0}, ValueError, "temperature must be"),
+        ({"capture": "yes"}, TypeError, "capture must be"),
         ({"where": {"v": None}}, ValueError, "no parameter is called 'v'"),
         ({"batches": (X * torch.nan, Y)}, ValueError, "loss at params is nan: look for NaN"),
         ({"of": {"a": lambda w: 3.0}, "covariances": []}, TypeError, r"of\['a'\], at params, must be a tensor"),

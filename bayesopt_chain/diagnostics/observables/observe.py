@@ -353,6 +353,7 @@ _FOUND = kinds.Kind(
     kept=kinds.SEQUENCE,
     path=kinds.FOLDER.or_none(),
     at_once=kinds.WHOLE.or_none(),
+    capture=kinds.BOOL,
 )
 def observe(
     loss: Callable[..., Any],
@@ -406,7 +407,7 @@ def observe(
         at_once: how many chains run at once, a divisor of ``chains``. Default: all, and one after the other where a CPU is
             given more than 50,000 free entries, or where ``vmap`` refuses the loss or an observable.
         capture: compile the steps between draws (:func:`bayesopt_chain.capture`), once for all chains: on a CPU that takes half
-            a minute or more, and a step then takes .4 to .8 of its time. Rounding differs. Default: False.
+            a minute or more, and a step then takes half to five sixths of its time. Rounding differs. Default: False.
         seed: of noise and batches.
         path: a directory, from which the run goes on bit for bit if it was interrupted, and with more ``steps`` is made
             longer. Another run there is refused.
