@@ -12,31 +12,39 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.measure import RESULTS, command, keep, known, ratio
+from benchmarks.measure import RESULTS, command, keep, known, ratio, stepping
+
+Make = Callable[[Any], Any]  # a chain of a package
+Case = Callable[[Any], Callable[[], None]]  # what is timed, of a package
 
 
-def leaves(sizes: list[int]) -> list[torch.Tensor]:
-    return [torch.randn(n) for n in sizes]
+def leaves(shapes: Sequence[Any]) -> list[torch.Tensor]:
+    return [torch.randn(shape) for shape in shapes]
 
 
-def update_and_apply(make: Callable[[Any], Any], sizes: list[int]) -> Callable[[Any], Callable[[], None]]:
-    """``update`` in place and ``apply_updates``."""
+def quadratic(params: list[torch.Tensor], batch: Any) -> Any:
+    return sum((x * x).sum() for x in params)
+
+
+def update_and_apply(make: Make, shapes: Sequence[Any], inplace: bool = True) -> Case:
+    """``update`` and ``apply_updates``."""
 
     def case(bc: Any) -> Callable[[], None]:
         import torchopt
 
-        tx, params, grads = make(bc), leaves(sizes), leaves(sizes)
+        tx, params, grads = make(bc), leaves(shapes), leaves(shapes)
         state = [tx.init(params)]
 
         def run() -> None:
-            updates, state[0] = tx.update([g.clone() for g in grads], state[0], params=params, inplace=True)
+            given = [g.clone() for g in grads] if inplace else grads
+            updates, state[0] = tx.update(given, state[0], params=params, inplace=inplace)
             torchopt.apply_updates(params, updates, inplace=True)
 
         return run
@@ -44,27 +52,35 @@ def update_and_apply(make: Callable[[Any], Any], sizes: list[int]) -> Callable[[
     return case
 
 
-def step(make: Callable[[Any], Any], sizes: list[int], inplace: bool) -> Callable[[Any], Callable[[], None]]:
-    """``make_step`` on a quadratic loss."""
+def step(
+    make: Make, shapes: Sequence[Any], inplace: bool = False, captured: bool = False, at_hand: bool = False
+) -> Case:
+    """``make_step`` on a quadratic loss, as one program if it is ``captured``, or on gradients that are ``at_hand``."""
 
     def case(bc: Any) -> Callable[[], None]:
-        tx, params = make(bc), leaves(sizes)
-        run_step = bc.make_step(lambda p, batch: sum((x * x).sum() for x in p), tx, inplace=inplace)
-        now = [params, tx.init(params)]
-
-        def run() -> None:
-            now[0], now[1], _ = run_step(now[0], now[1], None)
-
-        return run
+        tx, params = make(bc), leaves(shapes)
+        run_step, state = bc.make_step(quadratic, tx, inplace=inplace), tx.init(params)
+        if at_hand:
+            object.__setattr__(run_step, "source", _at_hand(leaves(shapes)))
+        if captured:
+            run_step = bc.capture(run_step, params, state, None)
+        return stepping(run_step, params, state, None)
 
     return case
 
 
-def optim(name: str, sizes: list[int], **options: Any) -> Callable[[Any], Callable[[], None]]:
+def _at_hand(grads: list[torch.Tensor]) -> Any:
+    from bayesopt_chain.loop.loss import Evaluation, Info
+
+    found = Evaluation(grads, Info(torch.zeros(()), ()), {}, None)
+    return lambda *args: found
+
+
+def optim(name: str, shapes: Sequence[Any], **options: Any) -> Case:
     """A class of ``bc.optim``, with another learning rate at every step."""
 
     def case(bc: Any) -> Callable[[], None]:
-        params = [x.requires_grad_() for x in leaves(sizes)]
+        params = [x.requires_grad_() for x in leaves(shapes)]
         for p in params:
             p.grad = torch.randn_like(p)
         optimizer, steps = getattr(bc.optim, name)(params, lr=1e-3, temperature=1e-4, **options), count(1)
@@ -78,106 +94,52 @@ def optim(name: str, sizes: list[int], **options: Any) -> Callable[[Any], Callab
     return case
 
 
-def given(
-    lr: Callable[[Any], Any], shape: tuple[int, ...], count: int, form: str
-) -> Callable[[Any], Callable[[], None]]:
+def hot(name: str, scheduled: bool = False, **options: Any) -> Make:
+    """A chain of that name at a positive temperature, its rate constant or along a cosine."""
+    rate = lambda bc: bc.schedules.cosine(1e-3, 10**6) if scheduled else 1e-3  # noqa: E731
+    return lambda bc: getattr(bc, name)(rate(bc), temperature=1e-4, **options)
+
+
+SIZES = {"3 x 16x16": [(16, 16)] * 3, "30 x 64x64": [(64, 64)] * 30, "2 x 1e6": [10**6] * 2}
+
+
+def at_hand(rate: str, form: str, shapes: Sequence[Any]) -> Case:
     """``sghmc`` on gradients that are at hand: ``update`` and ``apply_updates``, or ``make_step``."""
-
-    def case(bc: Any) -> Callable[[], None]:
-        import torchopt
-
-        tx, params = bc.sghmc(lr(bc), temperature=1e-4), [torch.randn(shape) for _ in range(count)]
-        grads = [torch.randn(shape) for _ in range(count)]
-        now = [params, tx.init(params)]
-        run_step = bc.make_step(lambda p, batch: p[0].sum(), tx, inplace=form == "in place")
-        object.__setattr__(run_step, "source", _at_hand(bc, grads))
-
-        def update() -> None:
-            updates, now[1] = tx.update(grads, now[1], params=params, inplace=False)
-            torchopt.apply_updates(params, updates, inplace=True)
-
-        def move() -> None:
-            now[0], now[1], _ = run_step(now[0], now[1], None)
-
-        return update if form == "update" else move
-
-    return case
-
-
-def _at_hand(bc: Any, grads: list[torch.Tensor]) -> Any:
-    from bayesopt_chain.loop.loss import Evaluation, Info
-
-    found = Evaluation(grads, Info(torch.zeros(()), ()), {}, None)
-    return lambda *args: found
-
-
-RATES = {"constant": lambda bc: 1e-3, "cosine": lambda bc: bc.schedules.cosine(1e-3, 10**6)}
-SIZES = {"3 x 16x16": ((16, 16), 3), "30 x 64x64": ((64, 64), 30), "2 x 1e6": ((10**6,), 2)}
-
-
-def captured(make: Callable[[Any], Any], sizes: list[int]) -> Callable[[Any], Callable[[], None]]:
-    """``make_step`` on a quadratic loss as one program."""
-
-    def case(bc: Any) -> Callable[[], None]:
-        tx, params = make(bc), leaves(sizes)
-        now = [params, tx.init(params)]
-        run_step = bc.capture(bc.make_step(lambda p, batch: sum((x * x).sum() for x in p), tx), *now, None)
-
-        def run() -> None:
-            now[0], now[1], _ = run_step(now[0], now[1], None)
-
-        return run
-
-    return case
-
-
-def philox(bc: Any, tx: Any) -> Any:
-    """The counter-based stream: a commit with two of them is asked for it."""
-    return bc.with_stream(tx, "philox") if hasattr(bc, "with_stream") else tx
+    make = hot("sghmc", rate == "cosine")
+    if form == "update":
+        return update_and_apply(make, shapes, inplace=False)
+    return step(make, shapes, inplace=form == "in place", at_hand=True)
 
 
 SMALL, LARGE = [1000] * 60, [10**6] * 10
-CASES: dict[str, Callable[[Any], Callable[[], None]]] = {
+CASES: dict[str, Case] = {
     "sgd momentum, update + apply, 60 leaves of 1e3": update_and_apply(lambda bc: bc.sgd(1e-3, 0.9), SMALL),
     "sgd momentum, update + apply, 10 leaves of 1e6": update_and_apply(lambda bc: bc.sgd(1e-3, 0.9), LARGE),
     "adam, update + apply, 60 leaves of 1e3": update_and_apply(lambda bc: bc.adam(1e-3), SMALL),
     "adam, update + apply, 10 leaves of 1e6": update_and_apply(lambda bc: bc.adam(1e-3), LARGE),
-    "sghmc, update + apply, 60 leaves of 1e3": update_and_apply(lambda bc: bc.sghmc(1e-3, temperature=1e-4), SMALL),
-    "sghmc, update + apply, 10 leaves of 1e6": update_and_apply(lambda bc: bc.sghmc(1e-3, temperature=1e-4), LARGE),
-    "sghmc philox, update + apply, 60 leaves of 1e3": update_and_apply(
-        lambda bc: philox(bc, bc.sghmc(1e-3, temperature=1e-4)), SMALL
-    ),
-    "sghmc scheduled, update + apply, 60 leaves of 1e3": update_and_apply(
-        lambda bc: bc.sghmc(bc.schedules.cosine(1e-3, 10**6), temperature=1e-4), SMALL
-    ),
-    "sgld scheduled, update + apply, 60 leaves of 1e3": update_and_apply(
-        lambda bc: bc.sgld(bc.schedules.cosine(1e-3, 10**6), temperature=1e-4), SMALL
-    ),
+    "sghmc, update + apply, 60 leaves of 1e3": update_and_apply(hot("sghmc"), SMALL),
+    "sghmc, update + apply, 10 leaves of 1e6": update_and_apply(hot("sghmc"), LARGE),
+    "sghmc scheduled, update + apply, 60 leaves of 1e3": update_and_apply(hot("sghmc", True), SMALL),
+    "sgld scheduled, update + apply, 60 leaves of 1e3": update_and_apply(hot("sgld", True), SMALL),
     "nesterov scheduled, update + apply, 60 leaves of 1e3": update_and_apply(
-        lambda bc: bc.sgd(bc.schedules.cosine(1e-3, 10**6), 0.9, nesterov=True, temperature=1e-4), SMALL
+        hot("sgd", True, momentum=0.9, nesterov=True), SMALL
     ),
-    "sghmc scheduled, step in place, 10 leaves of 1e6": step(
-        lambda bc: bc.sghmc(bc.schedules.cosine(1e-3, 10**6), temperature=1e-4), LARGE, True
-    ),
-    "adam at T > 0, update + apply, 60 leaves of 1e3": update_and_apply(
-        lambda bc: bc.adam(1e-3, temperature=1e-4), SMALL
-    ),
-    "sghmc, step in place, 60 leaves of 1e3": step(lambda bc: bc.sghmc(1e-3, temperature=1e-4), SMALL, True),
-    "sghmc, step in place, 10 leaves of 1e6": step(lambda bc: bc.sghmc(1e-3, temperature=1e-4), LARGE, True),
+    "sghmc scheduled, step in place, 10 leaves of 1e6": step(hot("sghmc", True), LARGE, inplace=True),
+    "adam at T > 0, update + apply, 60 leaves of 1e3": update_and_apply(hot("adam"), SMALL),
+    "sghmc, step in place, 60 leaves of 1e3": step(hot("sghmc"), SMALL, inplace=True),
+    "sghmc, step in place, 10 leaves of 1e6": step(hot("sghmc"), LARGE, inplace=True),
     "bc.optim.SGLD, lr that changes, 60 leaves of 10": optim("SGLD", [10] * 60),
     "bc.optim.SGHMC, lr that changes, 60 leaves of 10": optim("SGHMC", [10] * 60),
     "bc.optim.SGHMC, lr that changes, 4 leaves of 1e6": optim("SGHMC", [10**6] * 4),
     "bc.optim Nesterov, lr that changes, 60 leaves of 10": optim("SGHMC", [10] * 60, nesterov=True),
     "bc.optim.Adam, lr that changes, 60 leaves of 10": optim("Adam", [10] * 60),
-    "sghmc scheduled, captured, 6 leaves of 100": captured(
-        lambda bc: bc.sghmc(bc.schedules.cosine(1e-3, 10**6), temperature=1e-4), [100] * 6
-    ),
-    "sghmc, pure step, 1 leaf of 10": step(lambda bc: bc.sghmc(1e-3, temperature=1e-4), [10], False),
-    "sgd, pure step, 1 leaf of 10": step(lambda bc: bc.sgd(1e-3, 0.9), [10], False),
+    "sghmc scheduled, captured, 6 leaves of 100": step(hot("sghmc", True), [100] * 6, captured=True),
+    "sghmc, pure step, 1 leaf of 10": step(hot("sghmc"), [10]),
+    "sgd, pure step, 1 leaf of 10": step(lambda bc: bc.sgd(1e-3, 0.9), [10]),
     **{
-        f"sghmc {rate}, {form}, {size}": given(lr, *leaves_of, form)
-        for size, leaves_of in SIZES.items()
-        for rate, lr in RATES.items()
+        f"sghmc {rate}, {form}, {size}": at_hand(rate, form, shapes)
+        for size, shapes in SIZES.items()
+        for rate in ("constant", "cosine")
         for form in ("update", "pure", "in place")
     },
 }
@@ -200,7 +162,7 @@ HERE = Path(__file__).parents[1]
 SERVE = """
 import json, sys, torch, bayesopt_chain
 sys.path.insert(0, {here!r})
-from benchmarks.{module} import answer
+from benchmarks.against import answer
 torch.set_num_threads(1)
 for line in sys.stdin:
     print(json.dumps(answer(bayesopt_chain, *json.loads(line))), flush=True)
@@ -208,25 +170,21 @@ for line in sys.stdin:
 
 
 class Worker:
-    """A process that answers by a benchmark of this checkout, with the package of another one."""
+    """A process that times the cases of this checkout with the package of another one."""
 
-    def __init__(self, checkout: Path, module: str = "against") -> None:
+    def __init__(self, checkout: Path) -> None:
         environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-W", "ignore", "-c", SERVE.format(here=str(HERE), module=module)]
+        command = [sys.executable, "-W", "ignore", "-c", SERVE.format(here=str(HERE))]
         self.process = subprocess.Popen(
             command, cwd=checkout, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def ask(self, *question: Any) -> Any:
-        """What ``answer`` of the benchmark says."""
+    def seconds(self, name: str, calls: int) -> float:
+        """Processor seconds of a call of a case."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps(question) + "\n")
+        self.process.stdin.write(json.dumps([name, calls]) + "\n")
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
-
-    def seconds(self, name: str, calls: int) -> float:
-        """Seconds a call."""
-        return self.ask(name, calls)
 
     def stop(self) -> None:
         """End the process."""

@@ -20,7 +20,7 @@ import torch
 
 import bayesopt_chain as bc
 from benchmarks.cpu import D, N, Row, captured_chains, logistic, regression_data
-from benchmarks.measure import take_turns
+from benchmarks.measure import stepping, take_turns
 
 SIZE = 32  # of a minibatch
 LR, MOMENTUM = 0.05, 0.9
@@ -113,13 +113,7 @@ def one_chain(steps: int = 500) -> Row:
     batch, params = regression_data(), torch.zeros(D)
     tx = bc.sghmc(LR, MOMENTUM, temperature=1 / N)
     step, state = bc.make_step(logistic, tx), tx.init(params)
-    fast: Any = bc.capture(step, params, state, batch, steps=steps)
-    now = params, state
-
-    def ours():
-        nonlocal now
-        *now, _ = fast(*now, batch)
-
+    ours = stepping(bc.capture(step, params, state, batch, steps=steps), params, state, batch)
     contestants = {"captured": ours, JAX: jax_chains(batch, 1, steps, whole=True)}
     times = take_turns(contestants, 15, clock=time.process_time)
     return Row(

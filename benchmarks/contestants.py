@@ -12,6 +12,7 @@ import torchopt
 
 import bayesopt_chain as bc
 from bayesopt_chain.engine.engine import moved
+from benchmarks.measure import stepping
 
 LR, MOMENTUM, TEMPERATURE = 1e-6, 0.9, 1e-6
 
@@ -58,12 +59,9 @@ def captured(tx, params, grads) -> Callable:
         updates, state = tx.update(grads, state, params=params, inplace=False)
         return optree.tree_map(torch.add, params, updates), state, bc.Info(torch.zeros(()), ())
 
-    fast: Any = bc.capture(step, params, tx.init(params), grads)
-    now = list(fast(params, tx.init(params), grads)[:2])
-
-    def run():
-        now[:] = fast(*now, grads)[:2]
-
+    state = tx.init(params)
+    run = stepping(bc.capture(step, params, state, grads), params, state, grads)
+    run()
     return run
 
 
@@ -78,19 +76,31 @@ def normal_and_fused(params, grads) -> Callable:
     return run
 
 
-def adaptive(make: Callable, shapes: list[tuple[int, ...]], draws: bool = False) -> Callable:
-    """A step of an adaptive class of ``torch.optim`` or ``bc.optim``, followed by a draw for each leaf if asked."""
+def adaptive(
+    make: Callable, shapes: list[tuple[int, ...]], draws: bool = False, scheduled: bool = False
+) -> Callable[[], Any]:
+    """A step of a class of ``torch.optim`` or ``bc.optim`` on gradients that are at hand.
+
+    Args:
+        make: the optimizer of parameters.
+        shapes: of the parameters.
+        draws: whether a draw for each leaf follows.
+        scheduled: whether a step of torch's cosine scheduler follows.
+    """
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
     for p in params:
         p.grad = torch.randn_like(p)
-    step = make(params).step
-    if not draws:
-        return step
+    optimizer = make(params)
+    if not (draws or scheduled):
+        return optimizer.step
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10**6)
 
     def run():
-        step()
-        for p in params:
+        optimizer.step()
+        for p in params if draws else ():
             torch.randn_like(p)
+        if scheduled:
+            scheduler.step()
 
     return run
 
@@ -200,14 +210,8 @@ def made_step(kind: str, tx, inplace: bool) -> Callable[[], None]:
     def loss(params, batch):
         return torch.nn.functional.cross_entropy(functional.forward(params, batch), batch[1])
 
-    step: Any
-    step, params, state = bc.make_step(loss, tx, inplace=inplace), functional.params, tx.init(functional.params)
-    now = [params, state]
-
-    def run() -> None:
-        now[:] = step(*now, (x, y))[:2]
-
-    return run
+    params = functional.params
+    return stepping(bc.make_step(loss, tx, inplace=inplace), params, tx.init(params), (x, y))
 
 
 def draw_alone(kind: str) -> Callable[[], None]:

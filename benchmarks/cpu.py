@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import bayesopt_chain as bc
 from bayesopt_chain.random.philox import in_tensors, whole_leaves
 from benchmarks import contestants as c
-from benchmarks.measure import ratio, take_turns
+from benchmarks.measure import ratio, stepping, take_turns
 
 
 class Row(NamedTuple):
@@ -147,14 +147,14 @@ def small_model() -> Row:
     batch, params = regression_data(), torch.zeros(D)
     tx = bc.sghmc(0.05, 0.9, temperature=1 / N)
     step, state = bc.make_step(logistic, tx), tx.init(params)
-    one = _running(bc.capture(step, params, state, batch), params, state, batch)
-    several = _running(bc.capture(step, params, state, batch, steps=STEPS, draws=True), params, state, batch)
+    one = stepping(bc.capture(step, params, state, batch), params, state, batch)
+    several = stepping(bc.capture(step, params, state, batch, steps=STEPS, draws=True), params, state, batch)
     jax_step, jax_scan = jax_sghmc(batch)
     times = take_turns(
         {
             "captured": one,
             f"captured, {STEPS} steps": several,
-            "eager": _running(step, params, state, batch),
+            "eager": stepping(step, params, state, batch),
             "posteriors": posteriors_step(batch),
             "BlackJAX, jitted": jax_step,
             f"lax.scan of {STEPS}": jax_scan,
@@ -167,15 +167,6 @@ def small_model() -> Row:
         (f"captured, {STEPS} steps", f"lax.scan of {STEPS}"): 0.5,
     }
     return Row(f"logistic regression {N} x {D}, one chain, whole step with gradient", times, targets)
-
-
-def _running(step, params, state, batch) -> Callable:
-    now = [params, state]
-
-    def run():
-        now[:] = step(*now, batch)[:2]
-
-    return run
 
 
 def posteriors_step(batch) -> Callable:

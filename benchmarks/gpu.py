@@ -13,7 +13,7 @@ import bayesopt_chain as bc
 from bayesopt_chain.loop.capture.captured import Backend
 from benchmarks import contestants as c
 from benchmarks.cpu import D, N, Row, chains_by_hand, logistic, posteriors_step, regression_data
-from benchmarks.measure import take_turns
+from benchmarks.measure import stepping, take_turns
 
 
 def _timed(run: Callable) -> Callable:
@@ -40,11 +40,7 @@ def small_model() -> Row:
         batch, params = regression_data(), torch.zeros(D)
         tx = bc.sghmc(0.05, 0.9, temperature=1 / N)
         step, state = bc.make_step(logistic, tx), tx.init(params)
-        fast, now = bc.capture(step, params, state, batch), [params, state]
-
-        def captured():
-            now[:] = fast(*now, batch)[:2]
-
+        captured = stepping(bc.capture(step, params, state, batch), params, state, batch)
         times = take_turns({"captured": _timed(captured), "posteriors": _timed(posteriors_step(batch))})
     finally:
         torch.set_default_device(None)

@@ -3,8 +3,6 @@
     python -m benchmarks.heat_guard --workers 2                    # about ten core-minutes; goes on where it stopped
     python -m benchmarks.heat_guard --workers 2 --first-seed 60    # the other half of the record
     python -m benchmarks.heat_guard --seeds 1 --kinds linear       # a part of it
-    python -m benchmarks.heat_guard --truths RECORD --out NEW      # another guard on the truths of a record
-    python -m benchmarks.heat_guard --cost                         # what the guard costs, into results/heat_guard_cost.json
 
 Linear and logistic regression on synthetic data, a network of 20 units on scikit-learn's diabetes, the same with one input
 eight times as large, so that one direction is hot and the others are not ("narrow"), and a small convolutional network on its
@@ -28,10 +26,8 @@ import copy
 import functools
 import itertools
 import math
-import time
 import warnings
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,8 +38,7 @@ from torch.nn import functional as F
 
 import bayesopt_chain as bc
 from bayesopt_chain.diagnostics.gradient_noise import lanczos
-from bayesopt_chain.diagnostics.heat_guard import HeatGuard
-from benchmarks.measure import RESULTS, command, keep, known, work_out
+from benchmarks.measure import RESULTS, command, work_out
 
 COLD, HOT = 1.3, 2.0
 FIRST = 20  # the first seed that the guard's constants were not looked at on
@@ -207,7 +202,7 @@ SAME_CHAIN = ("accumulation", "untold", FROM_INIT)  # as the plain loop
 
 
 class Prepared(NamedTuple):
-    """A model at its mode, its data, the learning rate, and the truth where it has to be asked (full batches are cold)."""
+    """A model at its mode, its data, the learning rate, and the truth (``None`` of full batches, which are cold)."""
 
     module: nn.Module
     data: tuple[Tensor, Tensor]
@@ -217,8 +212,8 @@ class Prepared(NamedTuple):
 
 
 @functools.cache
-def prepared(case: Case, is_asked: bool) -> Prepared:
-    """All that goes before the loop. ``feature`` is empty where it leaves the chain as it is; ``is_asked``: for the truth."""
+def prepared(case: Case) -> Prepared:
+    """All that goes before the loop. ``feature`` is empty where it leaves the chain as it is."""
     torch.manual_seed(case.seed)
     x, y = data(case.kind, case.seed)
     decay = 1 / len(x)
@@ -232,18 +227,14 @@ def prepared(case: Case, is_asked: bool) -> Prepared:
     largest *= 1.0 if case.kind in ("linear", "logistic") else 2.5  # it is that much larger at draws
     lr = case.share * 2 * (1 + case.momentum) / largest
     found = None, None
-    if is_asked and (case.batch is not None or case.feature == "dropout"):
+    if case.batch is not None or case.feature == "dropout":
         found = truth(case, copy.deepcopy(module), x, y, lr, largest)
     return Prepared(module, (x, y), lr, *found)
 
 
-def run(case: Case, truths: dict[str, tuple[float, float]] | None = None) -> dict[str, Any]:
-    """One loop with its guard, and its truth, which long chains find where ``truths`` does not have it."""
-    alike = case._replace(feature="" if case.feature in SAME_CHAIN else case.feature)
-    told = (truths or {}).get(str(case))
-    known = prepared(alike, told is None)
-    if told is not None:
-        known = known._replace(truth=told[0], error=told[1])
+def run(case: Case) -> dict[str, Any]:
+    """One loop with its guard, and its truth."""
+    known = prepared(case._replace(feature="" if case.feature in SAME_CHAIN else case.feature))
     module, (x, y), n = copy.deepcopy(known.module), known.data, len(known.data[0])
     torch.manual_seed(case.seed + 1)
     if case.feature == FROM_INIT:
@@ -348,109 +339,8 @@ def table(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-LOOPS = (  # leaves, elements of each, rule, optimizers
-    (1, 5, "SGHMC", 1),
-    (1, 5, "make_step", 1),
-    (4, 64, "SGHMC", 1),
-    (4, 64, "make_step", 1),
-    (30, 5000, "SGHMC", 1),
-    (300, 64, "SGHMC", 1),
-    (4, 64, "Adam", 1),
-    (60, 64, "Adam", 1),
-    (300, 64, "Adam", 1),
-    (30, 64, "SGHMC", 30),
-)
-
-
-class Timed(HeatGuard):
-    """A guard that adds up the processor time of its steps inside windows."""
-
-    spent = 0.0
-
-    def look(self, leaves: Any) -> None:
-        began = time.thread_time()
-        super().look(leaves)
-        self.spent += time.thread_time() - began
-
-
-def step_of(leaves: int, width: int, rule: str, guards: Sequence[HeatGuard], noise: float) -> Callable[[], None]:
-    """A step of optimizers, one for each guard, on gradients of this size; or of :func:`bayesopt_chain.make_step`."""
-    params = [torch.randn(width) for _ in range(leaves)]
-    turns = itertools.cycle([[noise * torch.randn(width) for _ in range(leaves)] for _ in range(7)])
-    if rule == "make_step":
-        step = bc.make_step(
-            lambda params, batch: sum((p * g).sum() for p, g in zip(params, batch)),
-            bc.sghmc(1e-4, temperature=1e-3),
-            heat_guard=guards[0],
-        )
-        at: list[Any] = [params, step.init(params)]
-
-        def one() -> None:
-            at[0], at[1], _ = step(*at, next(turns))
-
-        return one
-    leaf = [nn.Parameter(p) for p in params]
-    make = getattr(bc.optim, rule)
-    some = [make(leaf[i :: len(guards)], 1e-4, temperature=1e-3, heat_guard=guard) for i, guard in enumerate(guards)]
-
-    def all_of_them() -> None:
-        for p, g in zip(leaf, next(turns)):
-            p.grad = g
-        for optimizer in some:
-            optimizer.step()
-
-    return all_of_them
-
-
-def cost(leaves: int, width: int, rule: str, optimizers: int) -> dict[str, Any]:
-    """Milliseconds of processor time that guards take of 1,000 steps: in a loop that is cold, and in one that is neither cold
-    nor warned of, whose windows are all full.
-    """
-    torch.manual_seed(0)
-    row: dict[str, Any] = {"leaves": leaves, "elements of a leaf": width, "rule": rule, "optimizers": optimizers}
-    for name, noise in (("cold", 1e-3), ("full windows", 1.0)):
-        guards = [Timed(above=math.inf) for _ in range(optimizers)]
-        step = step_of(leaves, width, rule, guards, noise)
-        for _ in range(1000):
-            step()
-        row[f"ms of 1,000 steps, {name}"] = round(1e3 * sum(guard.spent for guard in guards), 2)
-    print(row, flush=True)
-    return row
-
-
-def first_warning(seed: int, is_warm: bool) -> dict[str, Any]:
-    """When an optimizer's own guard warns in a plain loop at 18.9 times the variance: five inputs, batches of 32."""
-    torch.manual_seed(seed)
-    x, model = torch.randn(1000, 5), nn.Linear(5, 1)
-    y = x.sum(1) + torch.randn(1000)
-    if is_warm:
-        nn.init.ones_(model.weight)
-    optimizer, steps = bc.optim.SGHMC(model.parameters(), lr=0.1, temperature=1 / 1000), 0
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        while not caught and steps < 2_000:
-            rows, steps = torch.randint(1000, (32,)), steps + 1
-            optimizer.zero_grad()
-            ((model(x[rows])[:, 0] - y[rows]).square().mean() / 2).backward()
-            optimizer.step()
-    return {"seed": seed, "from": "mode" if is_warm else "initialisation", "steps": steps if caught else None}
-
-
-def main() -> None:
-    out = RESULTS / "heat_guard.json"
-    args = command(seeds=2, first_seed=FIRST, workers=1, kinds=[*CHAINS], out=out, truths=None, cost=False)
-    if args.cost:
-        rows = [cost(*each) for each in LOOPS]
-        firsts = [first_warning(seed, is_warm) for is_warm in (True, False) for seed in range(20)]
-        keep(args.out.with_name("heat_guard_cost.json"), {"rows": rows, "first warning": firsts})
-        return
-    told = known(Path(args.truths))["rows"] if args.truths else []
-    truths = {row["cell"]: (row["truth"], row["standard_error"]) for row in told}
+if __name__ == "__main__":
+    args = command(seeds=2, first_seed=FIRST, workers=1, kinds=[*CHAINS])
     wanted = [c for c in cases(args.seeds, args.first_seed) if c.kind in args.kinds]
     ordered = sorted(wanted, key=lambda c: c.kind != "convolutions")
-    run_case = functools.partial(run, truths=truths)
-    print(table(work_out(run_case, ordered, args.out, workers=args.workers, summary=table)))
-
-
-if __name__ == "__main__":
-    main()
+    print(table(work_out(run, ordered, RESULTS / "heat_guard.json", workers=args.workers, summary=table)))

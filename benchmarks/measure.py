@@ -85,6 +85,27 @@ def take_turns(
     return times
 
 
+def stepping(step: Callable[..., Any], params: Any, state: Any, batch: Any) -> Callable[[], None]:
+    """A call that makes the next step on a batch."""
+    now = [params, state]
+
+    def run() -> None:
+        now[:] = step(*now, batch)[:2]
+
+    return run
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Median and quartiles."""
+    return {"median": statistics.median(values), "quartiles": statistics.quantiles(values)}
+
+
+def mean_and_error(values: Sequence[float]) -> dict[str, float | None]:
+    """Mean with its standard error, which one value has not."""
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+    return {"mean": statistics.fmean(values), "error": error}
+
+
 def ratio(times: dict[str, list[float]], ours: str, theirs: str) -> dict[str, float]:
     """Median of the paired ratios, their quartiles, and the ratio of the shortest times."""
     pairs = [a / b for a, b in zip(times[ours], times[theirs])]

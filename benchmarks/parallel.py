@@ -13,7 +13,6 @@ that others use too tells much the same. Results go to ``benchmarks/results/para
 from __future__ import annotations
 
 import json
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 
 import bayesopt_chain as bc
-from benchmarks.measure import RESULTS, command, keep, ratio, take_turns
+from benchmarks.measure import RESULTS, command, keep, ratio, spread, stepping, take_turns
 
 LR, MOMENTUM, TEMPERATURE = 0.01, 0.9, 1e-3
 CHAINS = (4, 64)
@@ -37,16 +36,6 @@ def start(chains: int) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(0)
     shapes = {"w": (10, 5), "b": (5,), "v": (5,)}
     return {name: 0.3 * torch.randn(chains, *shape, generator=g) for name, shape in shapes.items()}
-
-
-def stepped(step: Any, params: Any, state: Any, batch: Any) -> Callable[[], None]:
-    """A call that makes the next step."""
-    now = [params, state]
-
-    def call() -> None:
-        now[0], now[1], _ = step(now[0], now[1], batch)
-
-    return call
 
 
 def by_hand(params: dict[str, torch.Tensor], batch: Any) -> Callable[[], None]:
@@ -80,16 +69,13 @@ def row(chains: int, rounds: int) -> dict[str, Any]:
     written = bc.parallel(bc.make_step(loss, tx, inplace=True), chains)
     single = {name: v[0].clone() for name, v in params.items()}
     contestants = {
-        "parallel": stepped(many, params, many.init(tx, params), batch),
-        "in place": stepped(written, bc.stack([single] * chains), written.init(tx, params), batch),
-        "one chain": stepped(bc.make_step(loss, tx), single, tx.init(single), batch),
+        "parallel": stepping(many, params, many.init(tx, params), batch),
+        "in place": stepping(written, bc.stack([single] * chains), written.init(tx, params), batch),
+        "one chain": stepping(bc.make_step(loss, tx), single, tx.init(single), batch),
         "batched by hand": by_hand(params, batch),
     }
     times = take_turns(contestants, rounds, clock=time.process_time)
-    took = {
-        name: {"median": 1e3 * statistics.median(x), "quartiles": [1e3 * q for q in statistics.quantiles(x)]}
-        for name, x in times.items()
-    }
+    took = {name: spread([1e3 * x for x in seconds]) for name, seconds in times.items()}
     return {
         "chains": chains,
         "weights": sum(v[0].numel() for v in params.values()),

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 import bayesopt_chain as bc
+from benchmarks.contestants import adaptive
 from benchmarks.measure import RESULTS, command, keep, ratio, take_turns
 
-SIZES = {"3 x 16x16": ((16, 16), 3), "30 x 64x64": ((64, 64), 30), "2 x 1e6": ((10**6,), 2)}
+SIZES = {"3 x 16x16": [(16, 16)] * 3, "30 x 64x64": [(64, 64)] * 30, "2 x 1e6": [(10**6,)] * 2}
 HOT: dict[str, Any] = {"lr": 1e-3, "temperature": 1e-4}
 CLASSES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "bc.optim.SGHMC": lambda params: bc.optim.SGHMC(params, **HOT),
@@ -24,29 +25,13 @@ CLASSES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def stepping(make: Callable[[Any], torch.optim.Optimizer], shape: tuple[int, ...], count: int, scheduled: bool) -> Any:
-    """A step on gradients that are at hand, and one of the scheduler."""
-    params = [torch.randn(shape, requires_grad=True) for _ in range(count)]
-    for p in params:
-        p.grad = torch.randn(shape)
-    optimizer = make(params)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10**6) if scheduled else None
-
-    def run() -> None:
-        optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-
-    return run
-
-
 def main() -> None:
     """Measure and write the record."""
     command()
     rows: list[dict[str, Any]] = []
     for name, make in CLASSES.items():
-        for size, leaves in SIZES.items():
-            runs = {way: stepping(make, leaves[0], leaves[1], way == "scheduler") for way in ("constant", "scheduler")}
+        for size, shapes in SIZES.items():
+            runs = {"constant": adaptive(make, shapes), "scheduler": adaptive(make, shapes, scheduled=True)}
             times = take_turns(runs, rounds=101, clock=time.process_time)
             rows.append({"class": name, "leaves": size, **ratio(times, "scheduler", "constant")})
             rows[-1]["constant_us"] = 1e6 * min(times["constant"])

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 import bayesopt_chain as bc
-from benchmarks.measure import command, markdown
+from benchmarks.measure import command, markdown, stepping
 
 PACKAGE = Path(bc.__file__).parent
 
@@ -108,12 +108,7 @@ def update(make_tx: Callable[..., Any] = bc.sghmc, lr: Any = 0.1) -> Callable[[]
 def make_step() -> Callable[[], Any]:
     """One step of SGHMC by ``make_step``."""
     tx, params = bc.sghmc(0.1, temperature=0.01), tree()
-    step, now = bc.make_step(loss, tx), [params, tx.init(params)]
-
-    def call() -> None:
-        now[0], now[1], _ = step(now[0], now[1], None)
-
-    return call
+    return stepping(bc.make_step(loss, tx), params, tx.init(params), None)
 
 
 def optim(kind: str = "SGHMC") -> Callable[[], Any]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import bayesopt_chain as bc
-from benchmarks.measure import RESULTS, command, environment, keep, known
+from benchmarks.measure import RESULTS, command, environment, keep, known, spread
 
 
 def record(name: str, figures: Any, path: Path = RESULTS / "runs.json") -> None:
@@ -113,10 +113,6 @@ def overhead(blocks: int, steps: int) -> dict[str, Any]:
         "time outside of the step over time in it": {name: spread(x) for name, x in within.items()},
         "median time of a step over that in the bare loops before and after": {n: spread(x) for n, x in inside.items()},
     }
-
-
-def spread(values: list[float]) -> dict[str, Any]:
-    return {"median": statistics.median(values), "quartiles": statistics.quantiles(values)}
 
 
 def many(draws: int, rounds: int) -> dict[str, Any]:
