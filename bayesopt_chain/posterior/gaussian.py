@@ -26,8 +26,11 @@ from torch import Tensor
 from bayesopt_chain import kinds
 from bayesopt_chain._torch import dtensor_of, is_dtensor, spec_of, stacked_spec, whole
 from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.link import LinkContext
 from bayesopt_chain.core.state import State
 from bayesopt_chain.distributed import shards
+from bayesopt_chain.links.gaussian_prior import Prior
+from bayesopt_chain.matching.response import Linear, Nonlinear
 from bayesopt_chain.precision import Precision
 from bayesopt_chain.random.stream import Variables, leaf_numbers, new_key
 from bayesopt_chain.tracing import is_hidden
@@ -81,6 +84,28 @@ def require_these(shapes: list | int, params: Any, who: str) -> None:
             f"{who}: the state is over parameters of {wanted}, params has {mine}: pass the tree that init was given "
             "(behind a mask, the leaves it selects)"
         )
+
+
+def require_alone(context: LinkContext, who: str, instead: str) -> None:
+    """Refuse links beside one that moves a Gaussian: they would change its mean, and its covariance would not follow.
+
+    Links that pass gradients on stay, and so does clipping in front, which a sampler may have there too.
+
+    Args:
+        context: of ``init``.
+        who: the link, for the message.
+        instead: what to use in their place.
+
+    Raises:
+        ValueError: a link beside it; the message names it.
+    """
+    for where, links in (("before", context.scope.before), ("behind", context.scope.behind)):
+        for link in links:
+            is_prior, may_stand = isinstance(link, Prior), where == "before" and isinstance(link.response, Nonlinear)
+            if is_prior or not (link.response == Linear() or may_stand):
+                raise ValueError(
+                    f"{who}: {link.shown} {where} it would change the mean, and the covariance would not follow; {instead}"
+                )
 
 
 def require_values(tree: Any, wanted: Any, what: str, where: str) -> None:

@@ -800,6 +800,16 @@ def lanes():
             (lambda tx=tx: bc.chain(tx, bc.inject_langevin_noise(0.1)).init(SOME), "give")
             for tx in (make("mean_field"), make("ivon"), bc.ekf.diagonal())
         ),
+        *(  # in front it would move the mean and not the covariance, behind it would keep the mean from where it belongs
+            (lambda tx=tx: tx.init(SOME), r"would change the mean, and the covariance would not follow; .*prior=")
+            for tx in (
+                bc.chain(bc.links.add_decayed_weights(0.1), make("mean_field")),
+                bc.chain(bc.links.add_gaussian_prior({"w": 1.0, "b": 2.0}, n=4), make("ivon")),
+                bc.chain(bc.add_momentum(0.9), make("dense")),
+                bc.chain(make("von"), bc.scale_by_neg_lr(0.1)),
+                bc.chain(bc.ekf.diagonal(), bc.scale_by_neg_lr(0.1)),
+            )
+        ),
         (lanes, "every lane would get the same noise"),
     ],
 )

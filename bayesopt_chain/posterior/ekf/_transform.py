@@ -35,6 +35,7 @@ from bayesopt_chain.posterior.ekf._structures import (
 from bayesopt_chain.posterior.gaussian import (
     Gaussian,
     PosteriorTransformation,
+    require_alone,
     require_numbers,
     require_these,
     require_values,
@@ -114,6 +115,7 @@ class Filter(Link):
     def init(self, leaves: list, context: LinkContext) -> Any:
         params = context.tree(leaves)
         checks.parameters(leaves, optree.tree_paths(params))
+        require_alone(context, self.name, "the likelihood's weight is lr=, and a prior is prior_precision= or prior=")
         device = leaves[0].device
         zero = torch.zeros((), dtype=torch.float64, device=device)
         count = torch.zeros((), dtype=torch.int64, device=device)

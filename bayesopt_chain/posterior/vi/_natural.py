@@ -60,7 +60,7 @@ from bayesopt_chain.posterior.draw import (
     require_drawn_from,
     require_samples,
 )
-from bayesopt_chain.posterior.gaussian import Gaussian, device_of, times
+from bayesopt_chain.posterior.gaussian import Gaussian, device_of, require_alone, times
 from bayesopt_chain.posterior.vi._transform import DrawingTransformation, like_prior, one_prior, require_prior
 from bayesopt_chain.precision import Diagonal, Precision
 from bayesopt_chain.schedules import ScalarOrSchedule, now, scalar
@@ -150,6 +150,8 @@ class Natural(Drawing):
 
     def init(self, leaves: list, context: LinkContext) -> NaturalState:
         checks.parameters(leaves, context.paths)
+        if not self.is_deterministic:
+            require_alone(context, self.name, "give it lr=, betas=, and a prior as weight_decay= or prior=")
         params = context.tree(leaves)
         require_prior(self.prior, params, self.name)
         key, count = self.first_key(leaves, context)

@@ -58,6 +58,7 @@ from bayesopt_chain.posterior.gaussian import (
     Gaussian,
     PosteriorTransformation,
     names_in,
+    require_alone,
     require_finite,
     require_numbers,
     require_these,
@@ -154,6 +155,11 @@ class Variational(Drawing):
 
         require_prior(self.prior, params, self.family.name)
         if not self.is_deterministic:
+            require_alone(
+                context,
+                self.family.name,
+                "give such links to its optimizer (bc.chain(link, bc.adam(...))), and a prior as weight_decay= or prior=",
+            )
             require_gradients_alone(self.optimizer, shards.local_tree(params), self.family.name)
         scale = self.family.start(leaves, self._first_scales(params, context), normals)
         scale = tuple(context.spread(scale)) if self.family.elementwise else scale
