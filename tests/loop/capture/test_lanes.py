@@ -53,7 +53,7 @@ def few_chains(monkeypatch):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks of 64 chains, whatever they take."""
-    monkeypatch.setattr(lanes, "_CACHE", 1)
+    monkeypatch.setattr(lanes, "_cache", lambda: 1)
 
 
 @pytest.mark.parametrize("temperature", [1 / N, 0.0])
@@ -229,7 +229,10 @@ def test_a_chain_sees_its_own_part_of_any_leaf():
 
 def lanes_of(n: int, mesh: Any = None) -> tuple[list[int], Any, str]:
     """Numbers, parameters after three captured steps, and the way they were made: of ``n`` chains, or of this rank's."""
-    lanes.FEWEST, lanes._CACHE = 64, 1  # on a rank, in a process of its own; elsewhere the fixtures put them back
+    lanes.FEWEST, lanes._cache = (
+        64,
+        lambda: 1,
+    )  # on a rank, in a process of its own; elsewhere the fixtures put them back
     tx = bc.sghmc(0.1, temperature=1 / N)
     chains = bc.parallel(bc.make_step(loss, tx), n, batch_dim=(None, None, 0), mesh=mesh)
     g = torch.Generator().manual_seed(1)
