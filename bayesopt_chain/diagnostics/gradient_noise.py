@@ -138,9 +138,11 @@ def gradient_noise(
     m, spec = len(used), optree.tree_structure(params)
     averages = first if second is None else [[(x + y) / 2 for x, y in zip(*pair)] for pair in zip(first, second)]
     stacked = [torch.stack(leaf) for leaf in zip(*averages)]
-    if not all(map(kinds.is_finite, stacked)):
+    bad = torch.stack([~leaf.reshape(m, -1).isfinite().all(1).cpu() for leaf in stacked]).any(0).nonzero().flatten()
+    if len(bad):
         raise ValueError(
-            "gradient_noise: loss has a gradient that is not finite at params, of some of the batches; look for NaN in them"
+            f"gradient_noise: the loss has a gradient that is not finite at params, of {len(bad)} of {m} batches, the first of "
+            f"them number {int(bad[0]) + 1}; look for rows with NaN in them"
         )
     means = [leaf.mean(0) for leaf in stacked]
     sizes = [len(block) for block in blocks]

@@ -223,8 +223,9 @@ def suggest_lr(
     Raises:
         TypeError: a ``make_tx`` that takes something else; data that can be gone through once, such as a generator.
         ValueError: a chain without noise, one that is not linear, or whose steps are not proportional to ``lr``; a loss that is
-            a sum over the batch, or in which the data of a batch act on each other (BatchNorm in train mode); no positive
-            curvature; second derivatives that torch lacks; trial runs that diverge at every rate.
+            a sum over the batch, or in which the data of a batch act on each other (BatchNorm in train mode); loss, gradient or
+            curvature that is NaN or infinite on some of the data that were looked at; no positive curvature; second
+            derivatives that torch lacks; trial runs that diverge at every rate.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -357,6 +358,8 @@ class _Adviser:
         with torch.no_grad():
             levels = torch.stack([scalar(loss, params, batch).double().cpu() for batch in self.compared])
         level = (float(levels.mean()), float(levels.std(correction=0)) / math.sqrt(len(levels)))
+        _require_finite(level[0], "the mean loss of the batches that were measured")
+        _require_finite(again[0], "the curvature of other data than those measured")
         prior = min(group.prior for group in response.groups)
         top = float(torch.linalg.eigvalsh(system.H)[-1]) if len(system.H) else 0.0
         if not top + prior > 0:
@@ -428,7 +431,12 @@ class _Adviser:
         for batch in islice(chain.from_iterable(repeat(self.source.batches(candidate.batch_size))), steps):
             params, state, info = step(params, state, batch)
             losses.append(info.loss)
-        self.passes += steps / steps_per_epoch
+            if not math.isfinite(info.loss):  # of the chain, or of the batch, which no smaller rate mends
+                with torch.no_grad():
+                    here = float(scalar(self.loss, self.params, batch))
+                _require_finite(here, f"at params the loss of batch {len(losses)} of the trial run")
+                break
+        self.passes += len(losses) / steps_per_epoch
         level, error = mode.level
         # a Gaussian of P directions lies T P / 2 above its mode
         highest = level + 2 * self.temperature * mode.moving + 0.1 * abs(level) + 4 * error
@@ -474,6 +482,18 @@ NOTES = (
     Row("start", lambda m: m.is_whole and m.fell > 0.05 * m.noise,
         "params is no mode: the loss fell by {fell:.3g} in the trial run. Train to a mode first."),
 )  # fmt: skip
+
+
+def _require_finite(found: float, what: str) -> None:
+    """Refuse a loss or a curvature that data with NaN have made NaN.
+
+    Raises:
+        ValueError: it is NaN or infinite.
+    """
+    if not math.isfinite(found):
+        raise ValueError(
+            f"suggest_lr: {what} is {found}; look for rows of the data with NaN or infinity, drop them or fill them in"
+        )
 
 
 def _again(system: Reduced, products: Sequence[Callable[[Any], Any]]) -> tuple[float, float]:

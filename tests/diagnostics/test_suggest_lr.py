@@ -357,6 +357,24 @@ def test_what_cannot_be_told_is_refused_by_name(change, error, words):
         bc.suggest_lr(**given)
 
 
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (0, "not finite at params, of 1 of 30 batches, the first of them number 1"),
+        (1, "curvature of other data than those measured is nan"),
+        (2, "loss of batch 3 of the trial run is nan"),
+    ],
+)
+def test_a_batch_of_nan_is_named_wherever_it_is_met(bad, words):
+    """Of 90 batches every third is measured, every third of the others shows another curvature, the trial run takes all."""
+    g = torch.Generator().manual_seed(0)
+    (x, y), mode = linear(torch.randn(1800, 3, generator=g), g)
+    x[20 * bad : 20 * bad + 20] = torch.nan
+    batches = [*zip(x.split(20), y.split(20))]
+    with pytest.raises(ValueError, match=words):
+        bc.suggest_lr(at(1800), squares, mode, batches, epochs=1e4)
+
+
 def test_losses_that_are_no_mean_of_data_may_have_full_batches():
     """A weighted mean divides by its own weights: minibatches of it are refused, full batches are not."""
     (x, y), mode = regression()
