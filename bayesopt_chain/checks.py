@@ -294,11 +294,16 @@ def _addresses(x: Tensor) -> Tensor:
 
 
 def own_key(key: Tensor, g: Sequence[Tensor]) -> None:
-    """Refuse gradients with a ``vmap`` axis that the key lacks: every lane would get the same noise.
+    """Refuse a key of several chains, and gradients with a ``vmap`` axis that the key lacks: all lanes would get one noise.
 
     Raises:
         ValueError: with what to do instead.
     """
+    if key.ndim:
+        raise ValueError(
+            f"state: it is of {len(key)} stacked chains, and this step is of one: make it by bc.parallel(step, {len(key)}), or "
+            "take one of them, bc.unstack(state)[0]"
+        )
     if is_transformed() and any(batch_levels(x) - batch_levels(key) for x in g):
         raise ValueError(
             "state: its key is one for all lanes of vmap, while the gradients differ, so that every lane would get the same "

@@ -7,7 +7,7 @@ what stands before that shape, ``lead``, is a batch of vectors, the same for all
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import reduce
 from operator import is_
 from typing import Any
@@ -31,6 +31,14 @@ def paths(tree: Tree) -> list[str]:
 def paths_of(tree: Any) -> tuple[str, ...]:
     """Return the leaves' paths as text: ``['layer']['weight']``; empty for a bare tensor. ``None`` counts as a leaf."""
     return tuple(["".join([f"[{part!r}]" for part in path]) for path in optree.tree_paths(tree, none_is_leaf=True)])
+
+
+def entries_of(state: Any) -> Sequence[Any]:
+    """The entries of a state: of a wrapper's or a step's those of the chain inside, and an entry alone as a list of one."""
+    while hasattr(state, "inner"):
+        state = state.inner
+    is_entry = hasattr(state, "_fields") or not issubclass(type(state), (tuple, list))
+    return [state] if is_entry else state
 
 
 def flattened(tree: Any) -> tuple[list[Any], Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from bayesopt_chain.distributed.shards import Pieces
-from bayesopt_chain.trees import broadcast_prefix, flattened, is_bit
+from bayesopt_chain.trees import broadcast_prefix, entries_of, flattened, is_bit
 
 
 class Layout(NamedTuple):
@@ -112,15 +112,13 @@ def warm_start(fresh: State, like: Any) -> State:
 
     Args:
         fresh: the first state of this chain.
-        like: a state of another chain, a state of TorchOpt, or a list of entries.
+        like: a state of another chain, a state of TorchOpt, or a list of entries; of a wrapper or a step, the state inside it.
 
     Raises:
         ValueError: an entry of ``like`` fits no link of this chain.
     """
-    several = issubclass(type(like), (tuple, list)) and not hasattr(like, "_fields")
-    donors: Sequence[Any] = like if several else [like]
     out = list(fresh)
-    for donor in donors:
+    for donor in entries_of(like):
         tensors, _ = flattened(donor)
         if not tensors or getattr(donor, "begins_anew", False):
             continue

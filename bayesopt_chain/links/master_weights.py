@@ -55,7 +55,7 @@ class _Around:
 
     def init(self, params: Any, *, like: Any = None) -> MasterState:
         leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
-        given = {} if like is None else {"like": like.inner if isinstance(like, MasterState) else like}
+        given = {} if like is None else {"like": like}
         residue = [torch.zeros_like(p, dtype=torch.float32) for p in leaves if _is_narrow(p)]
         return MasterState(self.tx.init(spec.unflatten(map(_wide, leaves)), **given), tuple(residue))
 

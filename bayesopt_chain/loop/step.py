@@ -99,7 +99,7 @@ class Step:
             ['1.num_batches_tracked', '1.running_mean', '1.running_var']
         """
         kinds.require("step: init", tx=(tx, kinds.TX.or_none()), generator=(generator, kinds.GENERATOR))
-        given = {} if like is None else {"like": like.inner if isinstance(like, ModuleState | EstimatedState) else like}
+        given = {} if like is None else {"like": like}
         inner = (self.tx if tx is None else tx).init(params, **given)
         return inner if self.memory is None else self.memory.start(inner, params, like, generator)
 

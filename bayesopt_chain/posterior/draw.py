@@ -24,7 +24,7 @@ from bayesopt_chain.core.link import LinkContext, OnShards, Traits
 from bayesopt_chain.core.op import Leaves
 from bayesopt_chain.distributed import shards
 from bayesopt_chain.links.keyed import Keyed
-from bayesopt_chain.posterior.gaussian import device_of, spread_like, standard_normals
+from bayesopt_chain.posterior.gaussian import device_of, require_these, spread_like, standard_normals
 from bayesopt_chain.schedules import ScalarOrSchedule, is_zero
 from bayesopt_chain.tracing import is_readable
 
@@ -99,6 +99,8 @@ class Drawing(Keyed):
         checks.own_key(state.key, leaves)
         parts = [shards.Part.of(x) if is_dtensor(x) else None for x in leaves]
         are_spread = any([part is not None for part in parts])
+        if not are_spread:
+            require_these(self.shapes(state), list(leaves), str(self))
         here, mine = ([shards.local(x) for x in leaves], shards.local_tree(state)) if are_spread else (leaves, state)
         noise, moves = self.displacements(mine, here, names, parts if are_spread else None)
         drawn = [p + (x[0] if self.n_samples == 1 else x) for p, x in zip(here, moves)]
@@ -119,6 +121,10 @@ class Drawing(Keyed):
 
     def displace(self, state: Any, noise: tuple[Tensor, ...], leaves: Leaves) -> Leaves:
         """How far standard normals lead from the mean."""
+        raise NotImplementedError
+
+    def shapes(self, state: Any) -> list | int:
+        """The parameters' shapes that the state remembers, or their number."""
         raise NotImplementedError
 
 

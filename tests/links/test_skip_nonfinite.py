@@ -55,6 +55,14 @@ def test_a_run_with_bad_batches_is_the_run_over_the_others(name, inplace):
     compare(name, inplace, inplace)
 
 
+def test_a_sampler_starts_from_the_state_of_an_optimizer_in_wrappers():
+    optimizer, params = bc.skip_nonfinite(bc.with_master_weights(bc.sgd(0.1, 0.9))), start()
+    _, state = optimizer.update(start(), optimizer.init(params), params=params)
+    warm = bc.sghmc(0.1, temperature=0.1)
+    for begun in (bc.skip_nonfinite(warm).init(params, like=state).inner, warm.init(params, like=state)):
+        assert_bitwise_equal(begun[0].trace, state.inner.inner[0].trace)
+
+
 def compare(name, inplace, like):
     """Against the run over the good batches, made in place or not (which may round differently)."""
     tx = CHAINS[name]()

@@ -91,10 +91,19 @@ def test_every_chain_has_noise_of_its_own():
     assert len({tuple(row.tolist()) for row in params}) == 3
 
 
+def several(tx):
+    return bc.stack([tx.init(torch.zeros(4)) for _ in range(3)])
+
+
 def test_wrong_stacks_values_and_blocks_are_refused():
     tx = bc.sgd(0.1)
     step = bc.make_step(lambda p, b: p.sum(), tx)
+    warm = bc.sghmc(0.1, temperature=1.0)
     for build, words in (
+        (
+            lambda: bc.make_step(lambda p, b: p.sum(), warm)(torch.zeros(4), several(warm), ()),
+            "it is of 3 stacked chains",
+        ),
         (lambda: bc.parallel(step, 0), "n must be"),
         (lambda: bc.parallel(step, 3)(torch.zeros(2, 4), (), ()), "stacked for 3 chains"),
         (lambda: bc.parallel(tempered_step, 3, each={"lr": torch.zeros(2)}), "each"),

@@ -810,6 +810,10 @@ def lanes():
                 bc.chain(bc.ekf.diagonal(), bc.scale_by_neg_lr(0.1)),
             )
         ),
+        (
+            lambda: bc.make_step(lambda p, b: p["w"].sum(), tx := make("ivon"))(LAST_NAN, tx.init({"w": ONE}), ONE),
+            "the state is over parameters of",
+        ),
         (lanes, "every lane would get the same noise"),
     ],
 )

@@ -39,7 +39,7 @@ from torch import Tensor
 from torchopt.base import GradientTransformation
 
 from bayesopt_chain import checks, kinds
-from bayesopt_chain._torch import is_dtensor, whole
+from bayesopt_chain._torch import whole
 from bayesopt_chain.arguments import checked_types, with_options
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.link import LinkContext, OnShards
@@ -371,8 +371,6 @@ class DrawingTransformation(PosteriorTransformation):
         """
         leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
         entry, here = self._state(state), [i for i, leaf in enumerate(leaves) if leaf is not None]
-        if not any(map(is_dtensor, leaves)):
-            require_these(self._link.shapes(entry), params, str(self._link))
         names = names_in(state, entry) or [paths_of(params)[i] for i in here]
         draw = self._link.draw(entry, [leaves[i] for i in here], names)
         drawn = dict(zip(here, draw.params))
