@@ -22,6 +22,7 @@ from bayesopt_chain.distributed.witness import Claim
 from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.links.wrapper import Weighted
 from bayesopt_chain.loop.interrupts import uninterrupted
+from bayesopt_chain.loop.module_state import keyed
 from bayesopt_chain.optim import _checks
 from bayesopt_chain.optim._ranks import OnRanks, claim
 
@@ -79,7 +80,13 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
         _checks.require_group(f"{self._name}.add_param_group", param_group)
         super().add_param_group(param_group)
         try:
-            self._chains.append(_Built(self._make_chain, self.param_groups[-1]))
+            built = _Built(self._make_chain, self.param_groups[-1])
+            if any(built.keys() & other.keys() for other in self._chains):
+                raise ValueError(
+                    f"{self._name}: make_chain gave two groups one key, so that they would get the same noise; make the "
+                    "generator once, outside of make_chain, so that each group draws a key of its own from it"
+                )
+            self._chains.append(built)
         except BaseException:  # without a chain the group must not stay
             self.param_groups.pop()
             raise
@@ -225,6 +232,10 @@ class _Built:
                 require_named_chain(f"bc.optim.Optimizer: {link}", link.generator)
         self.numbers = {k: v for k, v in options.items() if isinstance(v, (int, float, tuple))}
         self.state = self.tx.init(group["params"])
+
+    def keys(self) -> set[int]:
+        """The keys of the random streams in the state; a link that draws nothing has the key 0."""
+        return {int(entry.key) for entry in keyed(self.state)} - {0}
 
     def check(self, group: dict[str, Any]) -> None:
         """Raise ValueError if a number that the chain holds as a constant has changed in the group."""

@@ -96,3 +96,9 @@ def test_what_is_no_transformation_is_refused():
     nothing: Any = lambda g: None  # noqa: E731
     with pytest.raises(TypeError, match="must return a gradient transformation"):
         bc.optim.Optimizer([torch.ones(2, requires_grad=True)], nothing)
+
+
+def test_groups_that_would_get_the_same_noise_are_refused():
+    groups = [{"params": [torch.ones(2, requires_grad=True)]} for _ in range(2)]
+    with pytest.raises(ValueError, match=r"gave two groups one key.*outside of make_chain"):
+        bc.optim.Optimizer(groups, lambda g: bc.sgld(0.1, temperature=1.0, generator=bc.distributed.generator(0)))
