@@ -34,7 +34,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +44,9 @@ from torch import Tensor
 
 from bayesopt_chain import Gaussian, optim
 from bayesopt_chain.lora import Adapters, bayesian_lora
-from bayesopt_chain.posterior import detection_auroc
+from bayesopt_chain.posterior import classification_metrics, detection_auroc
 from bayesopt_chain.precision import Diagonal
-from benchmarks.leaderboard.scores import calibration_error
-from benchmarks.measure import RESULTS, command, keep, known, ratio, take_turns
+from benchmarks.measure import RESULTS, command, fill, keep, known, mean_and_error, ratio, take_turns
 
 PATH = RESULTS / "adapters.json"
 DATA = Path(os.environ.get("BAYESOPT_CHAIN_DATA", "data"))
@@ -128,16 +127,12 @@ def measured(
     inside = found.predict({"input_ids": test, "labels": test})
     outside = found.predict({"input_ids": samoan, "labels": samoan})
     p, y = inside.probabilities[:, :-1].flatten(0, 1), test[:, 1:].flatten()
-    scores = {"NLL": float(-p.gather(1, y[:, None]).log().mean()), "ECE": calibration_error(p, y)}
+    metrics = classification_metrics(p.log(), y)
+    scores = {"NLL": metrics["nll"], "ECE": metrics["ece"]}
     for name in ("entropy", "mutual_information"):
         own, out = (getattr(x, name)[:, :-1].mean(1) for x in (inside, outside))
         scores[f"AUROC of {name.replace('_', ' ')}"] = detection_auroc(own, out)
     return {**scores, "seconds": seconds, "gradients": found.report["gradients"]}
-
-
-def mean_and_error(values: Sequence[float]) -> dict[str, float | None]:
-    error = float(np.std(values, ddof=1) / len(values) ** 0.5) if len(values) > 1 else None
-    return {"mean": float(np.mean(values)), "error": error}
 
 
 def summary(rows: dict[str, Any]) -> dict[str, Any]:
@@ -254,15 +249,14 @@ def steps(model: Any, texts: Tensor) -> dict[str, Any]:
     return {"ratio": float(np.median(ratios)), "low": low, "high": high, "by part": ratios}
 
 
-def league(weights: Any, model: Any, seeds: int, record: dict[str, Any], domain: dict[str, Tensor]) -> None:
+def league(weights: Any, model: Any, seeds: int, domain: dict[str, Tensor]) -> None:
     """Fill in what the record lacks."""
-    samoan, rows = domain.pop("Samoan")[:TEST], record.setdefault("rows", {})
-    for seed, (where, text), (name, told) in itertools.product(map(str, range(seeds)), domain.items(), METHODS.items()):
-        by_seed = rows.setdefault(where, {}).setdefault(name, {})
-        if seed not in by_seed:
-            by_seed[seed] = measured(weights, model, told, int(seed), text, samoan)
-            print(seed, where, name, by_seed[seed], flush=True)
-            keep(PATH, record | {"summary": summary(rows)})
+    samoan = domain.pop("Samoan")[:TEST]
+    cells = (
+        (("rows", where, name, str(seed)), partial(measured, weights, model, told, seed, text, samoan))
+        for seed, (where, text), (name, told) in itertools.product(range(seeds), domain.items(), METHODS.items())
+    )
+    fill(PATH, cells, lambda record: {"summary": summary(record["rows"])})
 
 
 def main() -> None:
@@ -283,7 +277,7 @@ def main() -> None:
     elif what == "step":
         keep(PATH, record | {"step of SGHMC over SGD": steps(model, domains()["essays"])})
     else:
-        league(weights, model, given.seeds, record, domains())
+        league(weights, model, given.seeds, domains())
 
 
 if __name__ == "__main__":

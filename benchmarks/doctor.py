@@ -1,6 +1,6 @@
 """How often the doctor is wrong: runs that are right and runs that are not, networks among both.
 
-    python -m benchmarks.doctor --workers 2        # about ten core-minutes; goes on where it stopped
+    python -m benchmarks.doctor                    # about ten minutes; goes on where it stopped
     python -m benchmarks.doctor --only network     # those whose name has this word
 
 Right runs: exact independent draws, slow chains with ten to twenty effective draws each, a far start whose burn-in was long
@@ -31,7 +31,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 import bayesopt_chain as bc
 from bayesopt_chain.diagnostics import doctor
-from benchmarks.measure import RESULTS, command, work_out
+from benchmarks.measure import RESULTS, command, fill
 
 N, B = 300, 20
 T, OF_WINES = 1 / N, 1 / 178
@@ -406,16 +406,15 @@ def run(name: str) -> dict[str, Any]:
         "first": found.findings[0].kind if found.findings else "",
         "right": is_right,
         "findings": [finding.says for finding in found.findings],
-        "says": ("" if is_right else "WRONG ") + ", ".join(sorted(found.kinds)),
     }
 
 
-def table(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """How the doctor's verdicts go with what the runs are."""
-    rows = [r for r in rows if "failed" not in r]
-    good, bad = ([r for r in rows if bool(r["expected"]) is flag] for flag in (False, True))
+def table(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """How the doctor's verdicts go with what the runs are, by their names."""
 
-    def counts(good: list, bad: list) -> dict[str, Any]:
+    def counts(fits: Callable[[str], bool]) -> dict[str, Any]:
+        some = [row for name, row in rows.items() if fits(name)]
+        good, bad = ([r for r in some if bool(r["expected"]) is flag] for flag in (False, True))
         return {
             "right runs": len(good),
             "called wrong": sum(not r["right"] for r in good),
@@ -425,20 +424,15 @@ def table(rows: list[dict[str, Any]]) -> dict[str, Any]:
             "called healthy": sum(not r["found"] for r in bad),
         }
 
-    networks, held_out = (
-        [[r for r in some if fits(r["cell"])] for some in (good, bad)] for fits in (OF_NETWORKS, HELD_OUT)
-    )
     return {
-        **counts(good, bad),
-        "networks": counts(*networks),
-        "held out": counts(*held_out),
-        "not as they should": [r["cell"] for r in rows if not r["right"]],
+        **counts(lambda name: True),
+        "networks": counts(OF_NETWORKS),
+        "held out": counts(HELD_OUT),
+        "not as they should": [name for name, row in rows.items() if not row["right"]],
     }
 
 
 if __name__ == "__main__":
-    args = command(workers=1, only="", out=RESULTS / "doctor.json")
-    names = sorted(
-        (name for name in runs() if args.only in name), key=lambda name: not OF_NETWORKS(name)
-    )  # the longest first
-    print(table(work_out(run, names, args.out, workers=args.workers, summary=table)))
+    args = command(only="", out=RESULTS / "doctor.json")
+    cells = ((("rows", name), partial(run, name)) for name in runs() if args.only in name)
+    print(fill(args.out, cells, lambda record: {"table": table(record["rows"])})["table"])

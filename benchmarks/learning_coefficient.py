@@ -35,7 +35,7 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -46,7 +46,7 @@ import torch
 from torch import Tensor
 
 import bayesopt_chain as bc
-from benchmarks.measure import RESULTS, command, keep, known, markdown, ratio
+from benchmarks.measure import RESULTS, command, fill, keep, known, markdown, ratio
 
 PATH = RESULTS / "learning_coefficient.json"
 N, BATCH = 1000, 100
@@ -387,29 +387,32 @@ def timed(module: torch.nn.Module, batch: tuple[Tensor, Tensor], chains: int, ro
     return {"chains": chains, "weights": sum(x.numel() for x in module.parameters()), **shortest, "ratios": ratios}
 
 
-def league(record: dict[str, Any], seeds: dict[str, Any], held_out: bool) -> None:
-    """Fill in what the record lacks."""
+def league(seeds: dict[str, Any], held_out: bool) -> Iterator[tuple[tuple[str, ...], Callable[[], Any]]]:
+    """Where in the record answers stand, and what finds them, devinterp's where it is installed and ours is known."""
     for name, model in models().items():
         if model.held_out and not held_out:
             continue
-        row = record["models"].setdefault(name, {"truth": model.truth, "rlct": model.rlct, "held_out": model.held_out})
-        if "right" not in row:
-            row["right"] = right(model)
-            keep(PATH, record)
-        both = ("full", *(["minibatch"] if model.data is not None else []))
-        for kind, seed in [(name, seed) for name in both for seed in seeds[name]]:
-            key = f"{kind}, seed {seed}"
-            if key not in row:
-                row[key] = ours(model, model.data if kind == "full" else bc.epochs(model.data, BATCH), seed)
-                row[key]["judged"] = judged(row[key], row["right"])
-                print(name, key, row["right"], row[key], flush=True)
-                keep(PATH, record)
-        taken = row[f"full, seed {seeds['full'][0]}"].get("gradients")
-        if find_spec("devinterp") and taken and "devinterp" not in row:
-            found = {str(lr): theirs(model, model.data, lr, taken // 8, seeds["full"][0]) for lr in GRID}
-            row["devinterp"] = {"gradients": taken, "values": found}
-            print(name, "devinterp", row["devinterp"], flush=True)
-            keep(PATH, record)
+        for about in ("truth", "rlct", "held_out"):
+            yield ("models", name, about), partial(getattr, model, about)
+        yield ("models", name, "right"), partial(right, model)
+        for kind in ("full", "minibatch") if model.data is not None else ("full",):
+            for seed in seeds[kind]:
+                yield ("models", name, f"{kind}, seed {seed}"), partial(answered, name, model, kind, seed)
+        taken = known(PATH)["models"][name][f"full, seed {seeds['full'][0]}"].get("gradients")
+        if find_spec("devinterp") and taken:
+            yield ("models", name, "devinterp"), partial(beside, model, taken, seeds["full"][0])
+
+
+def answered(name: str, model: Model, kind: str, seed: int) -> dict[str, Any]:
+    """Our answer, judged by the value that the record has."""
+    found = ours(model, model.data if kind == "full" else bc.epochs(model.data, BATCH), seed)
+    return found | {"judged": judged(found, known(PATH)["models"][name]["right"])}
+
+
+def beside(model: Model, gradients: int, seed: int) -> dict[str, Any]:
+    """devinterp's answers at every rate of the grid, from as many gradients."""
+    values = {str(lr): theirs(model, model.data, lr, gradients // 8, seed) for lr in GRID}
+    return {"gradients": gradients, "values": values}
 
 
 def table(models: dict[str, Any]) -> str:
@@ -436,10 +439,9 @@ def table(models: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     options = command(final=False, speed=False)
-    record = {"models": {}} | known(PATH)
     if options.speed:
-        record["speed"] = {name: timed(*network) for name, network in networks().items()}
-        keep(PATH, record)
+        speed = {name: timed(*network) for name, network in networks().items()}
+        keep(PATH, known(PATH) | {"speed": speed})
     else:
-        league(record, FINAL if options.final else SEEDS, options.final)
-    print(table(record["models"]))
+        fill(PATH, league(FINAL if options.final else SEEDS, options.final))
+    print(table(known(PATH)["models"]))

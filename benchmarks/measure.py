@@ -18,8 +18,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -150,61 +148,38 @@ def keep(path: Path, record: dict) -> None:
     written.replace(path)
 
 
-def work_out(
-    run: Callable[[Any], dict[str, Any]],
-    cells: Sequence[Any],
+def fill(
     path: Path,
-    *,
-    workers: int = 1,
-    summary: Callable[[list[dict[str, Any]]], Any],
-) -> list[dict[str, Any]]:
-    """Work out all cells that are not in the record yet, and write the record after each.
+    cells: Iterable[tuple[Sequence[str], Callable[[], Any]]],
+    more: Callable[[dict[str, Any]], dict[str, Any]] = lambda record: {},
+) -> dict[str, Any]:
+    """Work out the cells that a record lacks. It is written after each, so that a command that is stopped goes on there.
 
     Args:
-        run: makes the row of a cell, a function that a process can be told by its name. What it raises becomes the row.
-        cells: each with a ``str`` of its own, which names it in the record.
         path: of the record.
-        workers: processes, each on one thread.
-        summary: of all rows; it stands in the record as ``table``.
+        cells: keys that lead through the record to a cell, and what works it out.
+        more: what stands beside the cells, made of the record: tables and means.
 
     Returns:
-        All rows, in the order of the cells; those of other cells that the record holds come after them.
+        The record, with other cells that it has.
     """
     record = known(path)
-    done = {row["cell"]: row for row in record.get("rows", []) if "failed" not in row}
-    began, todo = time.perf_counter() - record.get("seconds", 0.0), [cell for cell in cells if str(cell) not in done]
-
-    def write() -> list[dict[str, Any]]:
-        names = dict.fromkeys([*map(str, cells), *done])
-        rows = [done[name] for name in names if name in done]
-        keep(path, {"seconds": time.perf_counter() - began, "table": summary(rows), "rows": rows})
-        return rows
-
-    with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        if workers > 1:
-            found = (each.result() for each in as_completed([pool.submit(_row, run, cell) for cell in todo]))
-        else:  # in this process
-            found = (_row(run, cell) for cell in todo)
-        for row in found:
-            done[row["cell"]] = row
-            print(f"{len(done)}/{len(cells)} {row['cell']}: {row.get('says', row.get('failed', ''))}", flush=True)
-            write()
-    return write()
+    for (*outer, name), work_out in cells:
+        at = record
+        for key in outer:
+            at = at.setdefault(key, {})
+        if name not in at:
+            at[name] = work_out()
+            print(*outer, name, at[name], flush=True)
+            record.update(more(record))
+            keep(path, record)
+    return record
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """A table for a page."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
-
-
-def _row(run: Callable[[Any], dict[str, Any]], cell: Any) -> dict[str, Any]:
-    began = time.perf_counter()
-    try:
-        row = run(cell)
-    except Exception as error:
-        row = {"failed": f"{type(error).__name__}: {error}"}
-    return {"cell": str(cell), **row, "seconds": round(time.perf_counter() - began, 2)}
 
 
 def _name() -> str:

@@ -4,37 +4,27 @@
     python -m benchmarks.soak --rank-kills 200       the same of a rank, on 1, 2 and 4 ranks in turn
     python -m benchmarks.soak --interrupts 30        two Ctrl-Cs, 20 to 300 ms apart
     python -m benchmarks.soak --damages 1000         a file flipped, zeroed, cut or grown; goes on where it was stopped
-    python -m benchmarks.soak --large 20             so many GB of draws in --folder, read in --memory GiB
 
 A killed run must end as the run that nobody killed; between two kills every file is compared with its checksums. Two Ctrl-Cs
-lose no finished draw. Of a damaged file no draw is wrong, and the error names it. The large run is summarised, predicted with
-and given to ArviZ in a process whose memory is limited, and the bytes that it reads are counted. Results go to
+lose no finished draw. Of a damaged file no draw is wrong, and the error names it. Results go to
 ``benchmarks/results/soak.json``, after every killed run, every pair of Ctrl-Cs and every 50 damages.
 """
 
 from __future__ import annotations
 
-import resource
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import bayesopt_chain as bc
 from benchmarks.measure import RESULTS, command, known
 from benchmarks.runs import record
 from tests.distributed.test_runs import killed_at_random
-from tests.runs.children import read_so_far
 from tests.runs.test_hostile import every_damage_is_seen
 from tests.runs.test_nothing_lost import interrupted_twice
 
 PATH = RESULTS / "soak.json"
-ROW = 1 << 20  # elements of a draw of the large run
 
 
 def alone(folder: Path, kills: int, seed: int) -> int:
@@ -82,64 +72,15 @@ def damaged(count: int, seed: int, some: int = 50) -> Iterator[dict[str, Any]]:
         yield {"files": done, "of": count, "seed": seed, "wrong": wrong, "unnamed": unnamed}
 
 
-def large(gigabytes: float, memory: float, folder: str | None) -> Iterator[dict[str, Any]]:
-    """Write draws of noise, and read them in another process with little memory."""
-    with tempfile.TemporaryDirectory(dir=folder) as path:
-        draws = int(gigabytes * 1e9 / (4 * ROW))
-        tx, params = bc.sgld(1e-3, temperature=1.0), {"w": torch.randn(ROW)}
-        step = bc.make_step(lambda p, batch: (p["w"] ** 2).sum() / 2, tx, inplace=True)
-        start = time.monotonic()
-        bc.sample(step, params, tx.init(params), None, steps=draws, path=path, checkpoint_seconds=1e9)
-        wrote = time.monotonic() - start
-        call = [sys.executable, "-m", "benchmarks.soak", "--read", path, "--memory", str(memory)]
-        out = subprocess.run(call, capture_output=True, text=True, check=True).stdout
-        files = len(list(Path(path).glob("draws-*")))
-    print(out, end="")
-    yield {
-        "draws": draws,
-        "gigabytes": gigabytes,
-        "files": files,
-        "write seconds": round(wrote, 1),
-        "read": out.splitlines(),
-    }
-
-
-def reading(path: str, memory: float) -> None:
-    """Look at a run with at most so many GiB of memory: prints the bytes read and the largest memory of each look."""
-    resource.setrlimit(resource.RLIMIT_DATA, (int(memory * 2**30), int(memory * 2**30)))
-    draws = bc.Draws.open(path)
-    x = draws.params["w"]
-    forward = lambda p, x: x * p["w"].mean()  # noqa: E731
-    looks: dict[str, Callable[[], Any]] = {
-        "every 100th draw, one element": lambda: x[::100, 5],
-        "a slice of 10 draws": lambda: x[7:17].mean(),
-        "predictions of every 10th draw": lambda: draws[::10].predict(forward, torch.ones(3), chunk=8),
-        "mean of every element": lambda: sum(draw["w"].double() for draw in draws) / len(draws),
-        "effective sample size of 20 elements": lambda: bc.diagnostics.ess({"w": x[:, :20][:, None]}),
-        "ArviZ, variance of some elements": lambda: draws.to_arviz().posterior["w"][..., :10].var().item(),
-    }
-    for name, what in looks.items():
-        before, start = read_so_far(), time.monotonic()
-        what()
-        read, seconds = (read_so_far() - before) / 1e9, time.monotonic() - start
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        whole = f"read {read:.3f} of {x.nbytes / 1e9:.1f} GB in {seconds:.1f} s"
-        print(f"{name}: {whole}, at most {peak:.2f} GiB of memory", flush=True)
-
-
 def main() -> None:
     counts = {"kills": 0, "rank_kills": 0, "interrupts": 0, "damages": 0}
-    args = command(**counts, large=0.0, memory=2.0, folder=None, read=None, seed=0)
-    if args.read:
-        reading(args.read, args.memory)
-        return
+    args = command(**counts, seed=0)
     begin = time.monotonic()
     for name, count, what in (
         ("kills", args.kills, lambda: killed(args.kills, args.seed)),
         ("kills on ranks", args.rank_kills, lambda: killed(args.rank_kills, args.seed, of_ranks)),
         ("interrupts", args.interrupts, lambda: interrupted(args.interrupts, args.seed)),
         ("damages", args.damages, lambda: damaged(args.damages, args.seed)),
-        ("large", args.large, lambda: large(args.large, args.memory, args.folder)),
     ):
         for figures in what() if count else ():
             print(name, figures, flush=True)

@@ -4,7 +4,6 @@
     python -m benchmarks.suite quick | full         run a tier on two processes: seconds of wall and of processors, tests
     python -m benchmarks.suite make                 the same of ``make test``, which is all that the workflow runs
     python -m benchmarks.suite shuffled SEED        the quick tier in another order (pytest-randomly), in the same figures
-    python -m benchmarks.suite coverage [REVISION]  lines and branches of the package that the quick tier runs (coverage.py)
 
 Each adds its part to the record. A tier also writes the load of the machine when it began, since seconds of wall count others'
 work too; those of processors do not. Revisions are run in folders of their own.
@@ -102,16 +101,6 @@ def timed(run: Callable[..., subprocess.CompletedProcess[str]], *arguments: str)
     return {"seconds": seconds, **ended, "ended with": done.returncode, "failures": failed, **of}
 
 
-def coverage(revision: str = "HEAD") -> dict[str, Any]:
-    """Lines and branches of the package that the quick tier runs in its own process."""
-    with checked_out(revision) as tree, tempfile.TemporaryDirectory() as out:
-        report = ["--cov=bayesopt_chain", "--cov-branch", f"--cov-report=json:{out}/cov.json"]
-        pytest("-n", "2", "-m", "not slow", "-p", "no:randomly", *report, "tests", cwd=tree)
-        totals = json.loads(Path(out, "cov.json").read_text())["totals"]
-    kept = ("covered_lines", "num_statements", "covered_branches", "num_branches", "percent_covered")
-    return {"revision": git("rev-parse", "--short", revision).strip(), **{name: totals[name] for name in kept}}
-
-
 def main() -> None:
     """Add one part to the record."""
     parts: dict[str, Callable[..., Any]] = {
@@ -120,7 +109,6 @@ def main() -> None:
         "full": lambda: timed(pytest, "-p", "no:randomly", "-n", "2", "--dist", "worksteal", "tests"),
         "make": lambda: timed(make),
         "shuffled": lambda seed: {"seed": int(seed), **timed(pytest, f"--randomly-seed={seed}")},
-        "coverage": coverage,
     }
     what, *arguments = sys.argv[1:]
     found, record = parts[what](*arguments), known(PATH)

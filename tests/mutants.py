@@ -1,13 +1,15 @@
 """Mutants by rule: the package with one expression changed, which the nearest tests have to notice.
 
     python -m tests.mutants [--rooms core matching] [--each 10] [--seed 0] [--anew]
+    python -m tests.mutants --gone
 
-``--anew`` forgets the record, and begins with the last commit. Of each room ``--each`` expressions are drawn at random: a sum
-becomes a difference, ``<`` becomes ``<=``, ``and`` becomes ``or``, a number grows, a sign or a ``not`` goes. Messages,
-annotations and imports are left alone. Each mutant is made in a copy of what is committed, so that the tree is never touched,
-and the quick tests of its room run on it until one fails, first those of the files that name most of what the changed file
-defines. The table, with those that lived, goes to ``benchmarks/results/mutants.json`` after each; a second call goes on where
-the first one stopped, at the same commit.
+``--anew`` forgets the record, and begins with the last commit. ``--gone`` makes those mutants again, in the last commit, that
+were noticed by a test which is no longer there; their rows have that commit. Of each room ``--each`` expressions are drawn at
+random: a sum becomes a difference, ``<`` becomes ``<=``, ``and`` becomes ``or``, a number grows, a sign or a ``not`` goes.
+Messages, annotations and imports are left alone. Each mutant is made in a copy of what is committed, so that the tree is never
+touched, and the quick tests of its room run on it until one fails, first those of the files that name most of what the changed
+file defines. The table, with those that lived, goes to ``benchmarks/results/mutants.json`` after each; a second call goes on
+where the first one stopped, at the same commit.
 
 One that lives is a test that is missing, or a change that makes no difference.
 """
@@ -149,17 +151,43 @@ def noticed(copy: Path, site: Site, tests: list[str], ill: list[str]) -> str:
     return ""
 
 
+def is_gone(copy: Path, by: str) -> bool:
+    """Whether a copy of the repository lacks the test that noticed a mutant."""
+    file, _, name = by.partition("::")
+    name = name.partition("[")[0].split("::")[-1]
+    return bool(name) and not ((copy / file).exists() and f"def {name}(" in (copy / file).read_text())
+
+
+def tried(copy: Path, site: Site, tests: list[str], ill: list[str]) -> dict[str, Any]:
+    """The row of a mutant."""
+    start = time.monotonic()
+    by = noticed(copy, site, tests, ill)
+    print(f"{site.file}:{site.line}: {site.change}: {by or 'LIVES'}", flush=True)
+    row = {"where": f"{site.file}:{site.line}", "change": site.change, "noticed by": by}
+    return {**row, "seconds": round(time.monotonic() - start)}
+
+
+def write(record: dict[str, Any]) -> None:
+    """Keep the table with how many of its mutants lived."""
+    record["lived"] = sum(not row["noticed by"] for row in record["mutants"])
+    keep(RESULTS, record)
+
+
 def main() -> None:
     """Draw mutants, run the tests of each, and keep the table."""
-    args = command(rooms=list(TESTS), each=10, seed=0, anew=False)
+    args = command(rooms=list(TESTS), each=10, seed=0, anew=False, gone=False)
     git = lambda *what: subprocess.run(["git", *what], cwd=ROOT, check=True, capture_output=True)  # noqa: E731
     commit = git("rev-parse", "--short", "HEAD").stdout.decode().strip()
     record: dict[str, Any] = known(RESULTS)
-    if args.anew or record.get("seed") != args.seed:
+    if args.anew or (record.get("seed") != args.seed and not args.gone):
         record = {"commit": commit, "seed": args.seed, "mutants": []}
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
-        subprocess.run(["tar", "x", "-C", folder], input=git("archive", record["commit"]).stdout, check=True)
+        archive = git("archive", commit if args.gone else record["commit"]).stdout
+        subprocess.run(["tar", "x", "-C", folder], input=archive, check=True)
+        if args.gone:
+            again(record, copy, commit)
+            return
         for room in args.rooms:
             ill = record.setdefault("fail without a mutant", {})
             if room not in ill:
@@ -171,13 +199,25 @@ def main() -> None:
                 where = f"{site.file}:{site.line}"
                 if any(row["where"] == where and row["change"] == site.change for row in record["mutants"]):
                     continue
-                start = time.monotonic()
-                by = noticed(copy, site, TESTS[room], ill[room])
-                spent = round(time.monotonic() - start)
-                record["mutants"].append({"where": where, "change": site.change, "noticed by": by, "seconds": spent})
-                record["lived"] = sum(not row["noticed by"] for row in record["mutants"])
-                keep(RESULTS, record)
-                print(f"{where}: {site.change}: {by or 'LIVES'}", flush=True)
+                record["mutants"].append(tried(copy, site, TESTS[room], ill[room]))
+                write(record)
+
+
+def again(record: dict[str, Any], copy: Path, commit: str) -> None:
+    """Make the mutants whose test has gone anew in a copy of a commit, where their lines are as they were."""
+    for k, row in enumerate(record["mutants"]):
+        if not is_gone(copy, row["noticed by"]):
+            continue
+        file, _, number = row["where"].partition(":")
+        before = subprocess.check_output(["git", "show", f"{row.get('commit', record['commit'])}:{file}"], cwd=ROOT)
+        line = before.decode().splitlines()[int(number) - 1]
+        now = (copy / file).read_text().splitlines()
+        alike = [x for x in sites(copy / file, copy) if x.change == row["change"] and now[x.line - 1] == line]
+        if not alike:
+            print(f"{row['where']}: {row['change']} is no longer there in {commit}", flush=True)
+            continue
+        record["mutants"][k] = tried(copy, alike[0], TESTS[file.split("/")[1]], []) | {"commit": commit}
+        write(record)
 
 
 if __name__ == "__main__":

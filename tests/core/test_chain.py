@@ -153,6 +153,19 @@ def test_zero_dimensional_leaves_keep_their_dtype_when_hot():
             assert p["s"].dtype == dtype == p["v"].dtype
 
 
+@pytest.mark.parametrize("temperature", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+def test_zero_dimensional_bfloat16_leaves_move_alike_in_place(temperature):
+    tx = bc.adam(0.1, temperature=temperature)
+    params = [torch.tensor(0.7, dtype=torch.bfloat16) for _ in range(20)]
+    torch.manual_seed(0)
+    state = tx.init(params)
+    for _ in range(3):
+        mine, kept = copy.deepcopy((params, state))
+        want, state = tx.update(copy.deepcopy(params), state, params=params, inplace=False)
+        got, kept = tx.update(mine, kept, params=params, inplace=True)
+        assert_bitwise_equal((got, kept[0].mu, kept[0].nu), (want, state[0].mu, state[0].nu))
+
+
 def test_torchopts_optimizers_can_be_heated_by_adding_the_noise():
     curvature = torch.tensor([[2.0, 0.3], [0.3, 1.0]], dtype=torch.float64)
     tx = bc.chain(torchopt.sgd(0.1, momentum=0.9, weight_decay=0.5), bc.inject_langevin_noise(T))

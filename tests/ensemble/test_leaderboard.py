@@ -10,7 +10,7 @@ from torch import nn
 from benchmarks.leaderboard import contestants
 from benchmarks.leaderboard.__main__ import PROTOCOL, cell
 from benchmarks.leaderboard.plain import plain
-from benchmarks.leaderboard.scores import calibration_error, scored
+from benchmarks.leaderboard.scores import scored
 from benchmarks.leaderboard.table import by_task, goal, markdown, paired, table
 from benchmarks.leaderboard.tasks import Task
 
@@ -58,12 +58,6 @@ def test_differences_are_paired_by_split_and_on_the_page():
     made["cells"]["pima-0"]["one_network"] = {"failed": "ValueError: no"}
     assert "pima-0 one_network failed: ValueError: no" in table(made)
     assert "| wing* | +1.033 +- 0.033 | +1.033 +- 0.033 | 0.90 | 0.90 |" in markdown(made)
-
-
-def test_the_calibration_error_is_the_gap_of_confidence_and_accuracy():
-    p = torch.tensor([[0.8, 0.2]] * 10)
-    assert calibration_error(p, torch.tensor([0] * 5 + [1] * 5)) == pytest.approx(0.3)
-    assert calibration_error(p, torch.tensor([0] * 8 + [1] * 2)) == pytest.approx(0, abs=1e-6)
 
 
 def test_a_prediction_that_is_exact_scores_its_entropy():
