@@ -135,6 +135,7 @@ class IVON(OnRanks, torch.optim.Optimizer):
 
         Raises:
             TypeError: ``param_group`` is no group, or an option has a wrong type.
+            ValueError: two parameters share memory.
 
         Example:
             >>> import torch, bayesopt_chain as bc
@@ -147,6 +148,12 @@ class IVON(OnRanks, torch.optim.Optimizer):
         _checks.require_group(f"{self._name}.add_param_group", param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        try:
+            drawn = [local(p.detach()) if p.requires_grad else None for _, p, _ in self._leaves()]
+            _checks.check_memory(self._name, self._names(), drawn)
+        except ValueError:  # the optimizer stays as it was
+            self.param_groups.pop()
+            raise
         # in the constructor there is no key yet; a group that is added later takes part in the draws of the others
         if len(self.param_groups) > 1 and "noise_key" in self.param_groups[0]:
             group |= {name: self.param_groups[0][name] for name in ("noise_key", "noise_count")}
@@ -193,6 +200,8 @@ class IVON(OnRanks, torch.optim.Optimizer):
                     x, h = local(p.detach()), local(self.state[p]["hessian"])
                     self._means.append((x, x.clone()))
                     count = group["noise_count"] if draw is None else _POSTERIOR + draw
+                    if count == 0 and x.dtype in (torch.bfloat16, torch.float16):
+                        _checks.warn_of_rounding(self._name, x, float(_sigma(group, h).float().mean()), None)
                     x.add_(_eps(group, p, x, number, count) * _sigma(group, h))
             self._has_draw = self._has_draw or draw is None
             yield

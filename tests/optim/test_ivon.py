@@ -147,3 +147,18 @@ def test_what_is_frozen_after_updates_keeps_its_posterior():
     with optimizer.sampled(draw=0):
         assert not torch.equal(theta, mean)
     assert torch.equal(theta, mean)
+
+
+def test_parameters_that_share_memory_are_refused_and_the_optimizer_stays_as_it_was():
+    """A draw of the one would be kept as the mean of the other."""
+    x = torch.zeros(3, requires_grad=True)
+    optimizer = bc.optim.IVON([x], 0.1, temperature=1.0)
+    with pytest.raises(ValueError, match="0 and 1 share memory"):
+        optimizer.add_param_group({"params": [x.detach()[1:].requires_grad_()]})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_draws_that_round_to_the_mean_are_said():
+    narrow = torch.ones(3, dtype=torch.bfloat16, requires_grad=True)
+    with pytest.warns(UserWarning, match="rounds away"), made([narrow], temperature=1e-8).sampled():
+        pass
