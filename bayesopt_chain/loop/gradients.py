@@ -19,13 +19,14 @@ is therefore measured: :func:`noise_left` is the ratio of the two traces, which 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from bayesopt_chain import batches as any_batch
 from bayesopt_chain import kinds, tracing
@@ -42,6 +43,20 @@ __all__ = [
     "svrg",
 ]
 
+
+_ALL_DATA = kinds.Kind(  # a DataLoader with drop_last leaves out some data, others in every pass
+    lambda x: (
+        isinstance(x, Iterable)
+        and not (
+            isinstance(x, DataLoader)
+            and x.drop_last
+            and isinstance(x.sampler, Sized)
+            and len(x.sampler) % (x.batch_size or 1)
+        )
+    ),
+    "bc.epochs(...) or batches of all data, to be gone through again; of a DataLoader with drop_last=False",
+    (DataLoader,),
+)
 MEASURED = 32  # largest number of batches that :func:`noise_left` evaluates
 
 
@@ -316,8 +331,9 @@ def mean_gradient(loss: Loss, data: Iterable[Any]) -> Callable[[Any], Any]:
 
     Raises:
         TypeError: ``data`` cannot be iterated over.
-        ValueError: the data differ from chain to chain; at a call, there is no batch, as of an iterator that is used up, or
-            the tensors of a batch have other lengths, so that its share of the data is not known.
+        ValueError: the data differ from chain to chain; a ``DataLoader`` with ``drop_last=True`` leaves data out; at a call,
+            there is no batch, as of an iterator that is used up, or the tensors of a batch have other lengths, so that its
+            share of the data is not known.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -325,11 +341,7 @@ def mean_gradient(loss: Loss, data: Iterable[Any]) -> Callable[[Any], Any]:
         >>> full(torch.tensor(5.0))
         tensor(2.)
     """
-    if not isinstance(data, Iterable):
-        raise TypeError(
-            f"mean_gradient: data must be bc.epochs(...) or batches of all data, got {type(data).__name__}, which cannot "
-            "be gone through"
-        )
+    kinds.require("mean_gradient", data=(data, _ALL_DATA))
     if isinstance(data, Epochs):
         data.common_rows()  # raises if the data differ from chain to chain
 

@@ -1,6 +1,7 @@
 """Control variates and SVRG: unbiased, quieter, exact where theory says so; what they leave of the heat is watched."""
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -91,6 +92,14 @@ def test_an_exhausted_iterator_of_batches_is_refused():
     full(mean)
     with pytest.raises(ValueError, match="not an iterator"):
         full(mean)
+
+
+def test_a_loader_that_leaves_out_data_is_no_pass_over_all_of_them():
+    loss, _, mean, _ = problem()
+    for n, allowed in ((6, True), (7, False)):
+        loader = torch.utils.data.DataLoader(torch.ones(n, 3), batch_size=3, shuffle=True, drop_last=True)
+        with nullcontext() if allowed else pytest.raises(ValueError, match="drop_last=False"):
+            bc.gradients.control_variates(loss, loader, mean)
 
 
 def test_batches_whose_share_of_the_data_is_not_known_are_refused():
