@@ -51,8 +51,16 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, max_pool1d
 
 import bayesopt_chain as bc
-from benchmarks.experiments.cells import folder_of, kept, slug, spent
-from benchmarks.experiments.common import Experiment, Table, data_folder, verified
+from benchmarks.experiments.common import (
+    Experiment,
+    Table,
+    data_folder,
+    folder_of,
+    kept,
+    slug,
+    spent,
+    verified,
+)
 
 SHA256 = "f95793fc7fed7bada1500cedf4f69344839d3e3d71c95bce833a83cfd17ffbc3"
 UNKNOWN = 2  # the id of words outside the vocabulary

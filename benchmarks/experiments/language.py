@@ -20,8 +20,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import bayesopt_chain as bc
-from benchmarks.experiments.cells import folder_of, last
-from benchmarks.experiments.common import data_folder, verified
+from benchmarks.experiments.common import (
+    data_folder,
+    folder_of,
+    last,
+    verified,
+)
 
 NOVELS = ("a_room_with_a_view", "anne_of_green_gables", "dubliners", "the_enchanted_april")
 EPISODES = ("the_souls_of_black_folk", "the_great_gatsby", "the_hound_of_the_baskervilles", "peter_pan")

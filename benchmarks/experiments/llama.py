@@ -35,8 +35,20 @@ from torch import Tensor
 
 import bayesopt_chain as bc
 from bayesopt_chain.precision import Diagonal
-from benchmarks.experiments.cells import RULE, folder_of, kept, last, minus, slug, spent, takeaway
-from benchmarks.experiments.common import Experiment, Table, data_folder, verified
+from benchmarks.experiments.common import (
+    RULE,
+    Experiment,
+    Table,
+    data_folder,
+    folder_of,
+    kept,
+    last,
+    minus,
+    slug,
+    spent,
+    takeaway,
+    verified,
+)
 from benchmarks.experiments.language import EPISODES, SCALES, Base, base, log_likelihood
 
 SHA256 = "0eb9b1faba0f59a9aa53ccca7100372e3c65e1b163be02e5a942b4f20d95c480"

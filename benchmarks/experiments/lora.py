@@ -31,8 +31,17 @@ import torch
 from torch import Tensor
 
 import bayesopt_chain as bc
-from benchmarks.experiments.cells import RULE, folder_of, kept, last, minus, spent, takeaway
-from benchmarks.experiments.common import Experiment, Table
+from benchmarks.experiments.common import (
+    RULE,
+    Experiment,
+    Table,
+    folder_of,
+    kept,
+    last,
+    minus,
+    spent,
+    takeaway,
+)
 from benchmarks.experiments.language import EPISODES, SCALES, SHORT, Base, Book, base, log_likelihood, nll
 
 

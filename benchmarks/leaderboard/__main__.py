@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from benchmarks.leaderboard import contestants, tasks
-from benchmarks.leaderboard.scores import scored
 from benchmarks.leaderboard.table import markdown, table
 from benchmarks.measure import RESULTS, command, keep, known
 
@@ -44,7 +43,7 @@ def cell(name: str, seed: int, steps: int, done: dict[str, Any], peers: bool) ->
                 continue
             seconds = time.process_time() - start
             passes = {} if result.passes is None else {"passes": result.passes}
-            done[who] = scored(task, result.predict) | {"seconds": seconds, "said": result.said} | passes
+            done[who] = contestants.scored(task, result.predict) | {"seconds": seconds, "said": result.said} | passes
         except Exception as err:
             done[who] = {"failed": f"{type(err).__name__}: {err}"[:500], "where": traceback.format_exc()[-800:]}
     about = {"source": task.source, "split": task.hash, "train": len(task.x), "test": len(task.x_test)}

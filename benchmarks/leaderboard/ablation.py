@@ -19,8 +19,7 @@ import torch
 import bayesopt_chain as bc
 from bayesopt_chain.ensemble import members
 from bayesopt_chain.ensemble.members import COLLINEAR
-from benchmarks.leaderboard.contestants import network
-from benchmarks.leaderboard.scores import scored
+from benchmarks.leaderboard.contestants import network, scored
 from benchmarks.leaderboard.tasks import split
 from benchmarks.measure import keep
 

@@ -1,4 +1,4 @@
-"""The contestants: the one call, plain ensembles of several costs, and two methods without networks."""
+"""The contestants: the one call, plain ensembles of several costs, and two methods without networks; and their scores."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ import bayesopt_chain as bc
 from bayesopt_chain.ensemble.call import batch_size_for
 from bayesopt_chain.ensemble.data import read
 from bayesopt_chain.likelihoods import Predictive
+from bayesopt_chain.posterior import classification_metrics, detection_auroc
 from bayesopt_chain.runs import files
 from benchmarks.leaderboard.plain import Plain, plain
-from benchmarks.leaderboard.tasks import Task
+from benchmarks.leaderboard.tasks import Task, shifted
 
 WIDTH, GP_MOST, MEMBERS = 50, 2000, 4
 
@@ -149,3 +150,28 @@ def gradient_boosting(task: Task, seed: int) -> Result:
     variance = np.mean((cross_val_predict(boosted, x, y) - y) ** 2)
     boosted.fit(x, y)
     return Result(lambda x: normal(boosted.predict(x.flatten(1).numpy()), np.full(len(x), variance)))
+
+
+def scored(task: Task, predict: Any) -> dict[str, float]:
+    """All scores of a contestant; ``nll`` and ``crps`` in units of the standardised targets."""
+    found, elsewhere = predict(task.x_test), predict(shifted(task))
+    if task.classes:
+        p, q = _probabilities(found), _probabilities(elsewhere)
+        metrics = classification_metrics(p.log(), task.y_test)
+        ood = detection_auroc(torch.special.entr(p).sum(1), torch.special.entr(q).sum(1))
+        return {**{name: metrics[name] for name in ("nll", "ece", "accuracy")}, "ood": ood}
+    low, high = found.interval(0.9)
+    y = task.y_test
+    return {
+        "nll": float(-found.log_prob(y).double().mean()),
+        "crps": float(found.crps(y).double().mean()),
+        "coverage": float(((low <= y) & (y <= high)).double().mean()),
+        "rmse": float((found.mean - y).square().mean().sqrt()),
+        "ood": detection_auroc(found.variance.flatten(), elsewhere.variance.flatten()),
+    }
+
+
+def _probabilities(found: Any) -> Tensor:
+    p = found if torch.is_tensor(found) else found.probabilities
+    p = p.detach().double().clamp(1e-12, 1)
+    return p / p.sum(1, keepdim=True)

@@ -10,7 +10,6 @@ from torch import nn
 from benchmarks.leaderboard import contestants
 from benchmarks.leaderboard.__main__ import PROTOCOL, cell
 from benchmarks.leaderboard.plain import plain
-from benchmarks.leaderboard.scores import scored
 from benchmarks.leaderboard.table import by_task, goal, markdown, paired, table
 from benchmarks.leaderboard.tasks import Task
 
@@ -61,7 +60,7 @@ def test_differences_are_paired_by_split_and_on_the_page():
 
 
 def test_a_prediction_that_is_exact_scores_its_entropy():
-    found = scored(task(), lambda x: contestants.normal(x[:, 0], torch.full((len(x),), 0.01)))
+    found = contestants.scored(task(), lambda x: contestants.normal(x[:, 0], torch.full((len(x),), 0.01)))
     assert found["nll"] == pytest.approx(math.log(0.1 * math.sqrt(2 * math.pi)), abs=1e-5)
     assert found["coverage"] == 1.0 and found["rmse"] == 0.0
     assert found["crps"] == pytest.approx(0.1 * (math.sqrt(2 / math.pi) - 1 / math.sqrt(math.pi)), abs=1e-5)

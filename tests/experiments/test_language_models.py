@@ -5,7 +5,7 @@ import random
 import pytest
 
 from benchmarks.experiments import language, llama, lora
-from benchmarks.experiments.cells import kept, minus, takeaway
+from benchmarks.experiments.common import kept, minus, takeaway
 
 SMALLER = {"characters": 1500, "book_characters": 1500, "base_steps": 50}
 WORDS = ["the", "river", "of", "a", "stone", "and", "light", "in", "every", "old", "house", "was", "not", "far", "from"]
