@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import bayesopt_chain as bc
-from benchmarks.measure import RESULTS, command, environment, keep, known, spread
+from benchmarks.measure import RESULTS, command, environment, keep, known, spread, take_turns
 
 
 def record(name: str, figures: Any, path: Path = RESULTS / "runs.json") -> None:
@@ -119,22 +119,19 @@ def many(draws: int, rounds: int) -> dict[str, Any]:
     """Seconds of a run of many small draws, to disk and in memory in turn, and of reading them all."""
     tx, params = bc.sgld(0.1, temperature=0.1), {"w": torch.zeros(10)}
     step = bc.make_step(lambda p, batch: (p["w"] ** 2).sum(), tx)
-    took: dict[str, list[float]] = {"memory": [], "disk": []}
+
+    def run(path: str | None = None) -> None:
+        read = bc.sample(step, params, tx.init(params), None, steps=draws, path=path).params["w"]
+        if len(read) != draws:
+            raise RuntimeError(f"{len(read)} of {draws} draws are there")
+
     with tempfile.TemporaryDirectory() as scratch:
-        for i in range(rounds + 1):
-            for name in took:
-                path = f"{scratch}/{i}" if name == "disk" else None
-                begin = time.perf_counter()
-                read = bc.sample(step, params, tx.init(params), None, steps=draws, path=path).params["w"]
-                if i:  # the first round warms up
-                    took[name].append(time.perf_counter() - begin)
-                if len(read) != draws:
-                    raise RuntimeError(f"{len(read)} of {draws} draws are there")
-    ratios = [a / b for a, b in zip(took["disk"], took["memory"])]
+        contestants = {"memory": run, "disk": lambda: run(tempfile.mkdtemp(dir=scratch))}
+        times = take_turns(contestants, rounds, seconds=0.0)
     return {
         "draws": draws,
-        "seconds": {name: statistics.median(x) for name, x in took.items()},
-        "disk over memory": spread(ratios),
+        "seconds": {name: statistics.median(x) for name, x in times.items()},
+        "disk over memory": spread([a / b for a, b in zip(times["disk"], times["memory"])]),
     }
 
 
