@@ -17,7 +17,7 @@ from bayesopt_chain.ensemble import held
 from bayesopt_chain.ensemble.data import LEAST_SCORED, Data, Scale, moments, read
 from bayesopt_chain.ensemble.ensemble import Ensemble
 from bayesopt_chain.ensemble.members import Members, described, members_of, principal_axes
-from bayesopt_chain.ensemble.recipe import FAN_IN, MORE, RATES, TRIAL, USUAL, Trained, Training, score_of
+from bayesopt_chain.ensemble.recipe import FAN_IN, FEWEST, MORE, RATES, TRIAL, USUAL, Trained, Training, score_of
 from bayesopt_chain.ensemble.report import Progress, Report
 from bayesopt_chain.ensemble.stages import Stages, checksum
 from bayesopt_chain.ensemble.training import Problem, vmappable
@@ -26,6 +26,7 @@ from bayesopt_chain.runs.run import describe
 
 WHO = "posterior_ensemble: "
 MOST_PRECISE = 1e12  # of priors: weights with a smaller deviation than 1e-6 cannot be trained
+SPARE = 0.04  # of minutes, for what follows training
 LONG = 300.0  # seconds that a default call says it takes longer than
 # standard errors of what the networks gain over a constant: an error below (of 37 such runs none was wrong, and 5 of 65 below
 # 0: benchmarks/results/constants.json)
@@ -46,7 +47,7 @@ class EnsembleError(ValueError):
 
 @kinds.takes(
     members=kinds.WHOLE,
-    steps=kinds.whole(20),
+    steps=kinds.whole(FEWEST),
     minutes=kinds.POSITIVE,
     batch_size=kinds.WHOLE,
     prior_precision=kinds.real(f"(0, {MOST_PRECISE}]"),
@@ -95,7 +96,8 @@ def posterior_ensemble(
         members: how many networks, at least 1. Default 4.
         steps: of training, before 0.3 of them more with all data. Default: 300 passes over the data, from 4,000 to 20,000
             steps; or as many as fit into ``minutes``.
-        minutes: how long the call may take. What it will cost is said before anything trains. Default: no limit.
+        minutes: how long the call may take, 20 steps at least. What it will cost is said before anything trains, and the pace is
+            measured again while it trains: as many steps follow as then fit. Default: no limit.
         batch_size: of training. Default: that of a loader or ``bc.epochs``; else all data up to 128, and beyond that the power
             of two nearest to N / 16, from 32 to 256.
         lr: of Adam. Default: the largest of 0.01, 0.003 and 0.001 that is within 5 % of the best descent in a trial on one
@@ -107,8 +109,8 @@ def posterior_ensemble(
             moments. Predictions and :meth:`Ensemble.modules` are in the data's own units. Default: yes, unless the module
             has frozen weights, which know the units that they were trained in, or all targets are equal (residuals).
         seed: of the starts, orders and streams: a whole number from 0.
-        path: a directory. A call that was killed at any point goes on from there with the same results, bit for bit; a complete
-            one returns at once. Another call under the same path is refused, naming what differs.
+        path: a directory. A call that was killed at any point goes on from there with the same results, bit for bit (of
+            ``minutes``, with as many steps as still fit); a complete one returns at once. Another call under the same path is refused, naming what differs.
         progress: show a bar for each stage (where tqdm is installed), or some lines where errors are not written to a
             terminal. Default True.
         mesh: a DeviceMesh of one axis whose ranks share out the members. Every rank makes the same call with all data, and gets
@@ -143,6 +145,7 @@ def posterior_ensemble(
         >>> prediction.mean.shape, prediction.quantile(0.95).shape, bool((prediction.epistemic >= 0).all())
         (torch.Size([3, 1]), torch.Size([3, 1]), True)
     """
+    began = time.perf_counter()
     if steps is not None and minutes is not None:
         raise ValueError(f"{WHO}steps={steps} and minutes={minutes:g} are two budgets: pass one of them")
     if chains is not None and mesh is not None:
@@ -155,8 +158,10 @@ def posterior_ensemble(
     plain = members_of(make_model, 1, seed, raw.device, inputs=few)
     raw, moved = raw.of(plain.still.module)
     event = _require_targets(plain, raw, likelihood)
-    variance = moments(likelihood, raw.targets)[1] if likelihood.has_noise_scale else None
-    residuals = variance is not None and not bool((variance > 0).any())
+    known = likelihood.support is not None or likelihood.has_classes  # else targets may be of any kind
+    variance = moments(likelihood, raw.targets)[1] if known else None
+    alike = variance is not None and not bool((variance > 0).any())
+    residuals = alike and likelihood.has_noise_scale
     if standardize is None:
         standardize = not residuals and not plain.frozen()
     scale = Scale.of(raw, likelihood, plain.still.module) if standardize else Scale()
@@ -194,16 +199,17 @@ def posterior_ensemble(
     problem = Problem(raw, trained, networks, members, size, folds, seed, stages.mine, axes=axes)
     with kinds.blaming("posterior_ensemble", f"a step of training with batch_size={size}"):
         problem = replace(problem, loop=not vmappable(problem))
-        started = time.perf_counter()
         training = Training(
             problem, stages, shown, event, prior_precision, not likelihood.has_classes, chains is not None
         )
-        cost = stages.once("cost", lambda: _cost(training, chosen["steps"], minutes, lr, started, chains))
+        cost = stages.once("cost", lambda: _cost(training, chosen["steps"], minutes, lr, began, chains))
     shown.say(cost["said"])
     found = stages.once("rate", lambda: {"lr": lr, "passes": 0.0} if lr else training.rate(cost["steps"]))
     failed, drawn = None, {}
     try:
-        done = Trained(**stages.once("training", lambda: training.train(found["lr"], cost["steps"])._asdict()))
+        until = minutes and began + 60 * minutes * (1 - SPARE) - cost["chains"]
+        length = cost["steps"], until, steps_for(raw.size, size) if chains == "auto" else math.inf
+        done = Trained(**stages.once("training", lambda: training.train(found["lr"], *length)._asdict()))
         training.last = done
         if chains is not None:
             from bayesopt_chain.ensemble.chains import chained  # a call without chains needs none of it
@@ -214,10 +220,10 @@ def posterior_ensemble(
             raise
         done, failed = training.last, err
     shown.close()
-    chosen |= {"steps": cost["steps"], "lr": found["lr"]}
-    seconds = {"all": time.perf_counter() - started}
+    chosen |= {"steps": done.steps[0], "lr": found["lr"]}
+    seconds = {"all": time.perf_counter() - began}
     failure = failed and (shown.name, failed)
-    return _finished(problem, done, chosen, cost, found["passes"], seconds, scale, residuals, failure, drawn)
+    return _finished(problem, done, chosen, cost, found["passes"], seconds, scale, alike, failure, drawn)
 
 
 def batch_size_for(size: int) -> int:
@@ -252,7 +258,7 @@ def _cost(
     if steps is None:
         assert minutes is not None
         own = 0.0 if chains in (None, "auto") else chains
-        steps = max(20, int((60 * minutes - spent - own) / each / (1 + MORE + trials)))
+        steps = max(FEWEST, int((60 * minutes * (1 - SPARE) - spent - own) / each / (1 + MORE + trials)))
     if chains == "auto":
         most = min(steps, steps_for(problem.data.size, problem.batch_size))
         steps, chains = most, (steps - most) * (1 + MORE + trials) * each
@@ -274,7 +280,7 @@ def _finished(
     trial: float,
     seconds: dict[str, float],
     scale: Scale,
-    residuals: bool,
+    alike: bool,
     failed: tuple[str, Exception] | None,
     drawn: dict[str, Any],
 ) -> Ensemble:
@@ -287,7 +293,7 @@ def _finished(
     params, buffers = ({k: x[None] for k, x in t.items()} for t in (problem.tree(trained.theta), trained.buffers))
     kind, size = f"ensemble of {problem.count} networks" if problem.count > 1 else "one network", chosen["batch_size"]
     n, steps = problem.data.size, chosen["steps"]
-    once, passes = steps * size / n, {"rate": trial, "training": (steps + max(1, round(MORE * steps))) * size / n}
+    once, passes = steps * size / n, {"rate": trial, "training": sum(trained.steps) * size / n}
     if "draws" in drawn:
         mixed, folds = held.joined(problem, folds, drawn["outputs"])
         # the networks come last, so that modules() are them
@@ -324,13 +330,19 @@ def _finished(
             table[f"pilots, {prior}"] = float(score_of(problem, held.folds_of(problem, trained.pilots, who))[0].mean())
     constant = None
     try:
-        constant = None if residuals else held.constant_scores(problem, problem.likelihood, folds)
+        constant = None if alike else held.constant_scores(problem, problem.likelihood, folds)
     except (ValueError, RuntimeError) as err:
         said.append(f"constant: none could be scored ({err}).")
     gain = math.inf
     if constant is not None:
         table["constant"], gain = float(constant.mean()), held.z_of(scores - constant)
         said.append(f"constant: the networks predict held-out data better than it by {gain:.1f} standard errors.")
+    support = problem.likelihood.support
+    if alike and (support is None or support.is_discrete):
+        advice["one value"] = (
+            "all targets are equal, so that nothing was to be learnt and no constant is worse: pass data that have other "
+            "targets too, or predict the one value without networks"
+        )
     if (phi := held.dispersion(problem.likelihood, folds)) is not None:
         said.append(
             f"dispersion: held-out squared errors are {phi[0]:.2f} of the variances promised (1 +- {phi[1]:.2f} if right)."

@@ -23,6 +23,7 @@ from bayesopt_chain.posterior.batches import Reader, as_pair, logits_of
 
 AT_ONCE = 1024  # data of a Dataset that are read together
 LEAST = 8
+ROUNDED = 1e-13  # of a mean in double precision: targets that vary less are equal
 LEAST_SCORED = 4  # data of a fold
 
 
@@ -147,12 +148,13 @@ class Scale(NamedTuple):
 
 
 def moments(likelihood: Likelihood, targets: Any) -> tuple[Tensor, Tensor]:
-    """Mean and variance of the targets of each output, by their weights."""
+    """Mean and variance of the targets of each output, by their weights; of equal ones 0, though their mean is rounded."""
     labels, weights = likelihood.labels(targets).double(), likelihood.weights(targets)
     w = torch.ones_like(labels) if weights is None else weights.double()
     total = w.sum(0).clamp_min(1e-30)
     mean = (w * labels).sum(0) / total
-    return mean, (w * (labels - mean).square()).sum(0) / total
+    variance = (w * (labels - mean).square()).sum(0) / total
+    return mean, torch.where(variance > (ROUNDED * mean).square(), variance, 0.0)
 
 
 def _features(module: nn.Module, x: Tensor) -> int | None:

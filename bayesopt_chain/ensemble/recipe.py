@@ -12,6 +12,9 @@ noise that it scores. Held-out noise itself contains what the network does not k
 share that is noise for N of some hundreds. At the end the halves are compared on the same folds, by the paired difference of
 their log scores in standard errors: the better prior is taken by all members, or, within one standard error, each keeps its
 own. Classes have the usual prior alone.
+
+Where ``steps`` come from a budget of seconds, the pace is measured anew at every twentieth of them, and as many steps follow as
+then fit: the cosine ends where the seconds do, also on a machine that becomes slower or faster meanwhile.
 """
 
 from __future__ import annotations
@@ -47,7 +50,8 @@ WITHIN, TRIAL = 0.05, 0.05  # of the best descent; of the steps
 NOISE, FIRST, SHARE = 0.02, 0.1, 0.3  # usual noise and first noise, of the targets' variance; v0 of the held-out noise
 RENEWALS = (0.2, 0.4, 0.6, 0.8)  # of the steps
 MORE, RATE = 0.3, 0.3  # steps with all data, and their rate
-KEPT = 20  # times that a training under way is written to disk
+KEPT = 20  # times that a training under way is written to disk, and that its pace is measured
+FEWEST = 20  # steps that a budget comes to
 TIMED = 20  # steps that are timed
 PRIORS = USUAL, FAN_IN = "usual prior", "fan-in prior"
 
@@ -62,6 +66,7 @@ class Trained(NamedTuple):
         kept: the members whose prior was taken.
         precision: of each member's prior at the end, ``[M, P]``.
         noise: of training at the end, ``[M, *event]``, in units of the targets' variance.
+        steps: of training, and with all data.
         z: by how many standard errors the fan-in prior was better; ``None`` where there was nothing to compare.
     """
 
@@ -72,6 +77,7 @@ class Trained(NamedTuple):
     kept: list[int]
     precision: Tensor
     noise: Tensor
+    steps: tuple[int, int]
     z: float | None
 
 
@@ -85,6 +91,19 @@ def rate_at(step: int, lr: float, first: int, second: int, again: Any = RATE) ->
     """
     size, at = (1.0, step / first) if step < first else (again, (step - first) / second)
     return lr * (size * (1 + math.cos(math.pi * min(at, 1.0))) / 2 + 1e-3)
+
+
+def refitted(t: int, steps: int, fit: float, most: float = math.inf) -> tuple[int, int]:
+    """Steps, and those with all data, where before step ``t`` of ``steps`` so many fit into what is left of the seconds.
+
+    Example:
+        >>> from bayesopt_chain.ensemble.recipe import refitted
+        >>> [refitted(50, 100, fit) for fit in (80, 210, 20, 0)], refitted(110, 100, 5)
+        ([(100, 30), (200, 60), (54, 16), (51, 1)], (100, 15))
+    """
+    if t < steps:
+        steps = int(min(most, max(FEWEST, t + 1, round((t + fit) / (1 + MORE)))))
+    return steps, min(max(1, round(MORE * steps)), max(steps + 1, t + 1, round(t + fit)) - steps)
 
 
 def timed(step: Callable[[int], Any], count: int) -> float:
@@ -140,6 +159,7 @@ class Training:
         self.chains = problem.stepper(adam, buffers, each=self.each(1e-3))
         self.state = started(self.chains, adam, own, buffers, 7919 * problem.seed + 2)
         self.last: Trained | None = None
+        self.steps = 0, 0
         self.ends, self.chained = None, chains
         self.run = program(self.chains, self.params, self.state, self.batch(0, self.order, self.priors, True))
 
@@ -202,26 +222,36 @@ class Training:
         """The first member's, for all members."""
         return optree.tree_map(lambda x: x[:1].expand_as(x).contiguous(), tree, namespace="bayesopt_chain.batch")
 
-    def train(self, lr: float, steps: int) -> Trained:
-        """All of it."""
+    def train(self, lr: float, steps: int, until: float | None = None, most: float = math.inf) -> Trained:
+        """All of it.
+
+        Args:
+            lr: the rate.
+            steps: as many, before those with all data.
+            until: when it has to end, by the clock of ``time.perf_counter``; as many steps as fit. Default: no end.
+            most: the steps that may become of ``steps`` then.
+        """
         problem, stages = self.problem, self.stages
-        more = max(1, round(MORE * steps))
-        total, start, pilots, kept, z = steps + more, 0, [], list(range(problem.count)), None
+        start, pilots, kept, z = 0, [], list(range(problem.count)), None
+        self.steps = steps, max(1, round(MORE * steps))
         priors, order = self.priors, self.order
-        renewals = {round(share * steps) for share in RENEWALS}
-        written = {round(i * total / KEPT) for i in range(1, KEPT)}
         both: Any = (self.params, self.state)
         spec = optree.tree_structure(both)
         if half := stages.read("training under way"):
             start, priors, pilots, kept, z = (half[k] for k in ("step", "priors", "pilots", "kept", "z"))
-            self.noise = half["noise"]
+            self.steps, self.noise = half["steps"], half["noise"]
+            until = until and time.perf_counter() + half["left"]
             self.params, self.state = spec.unflatten(stages.own(half["leaves"]))
-            order = order if start <= steps and not pilots else Order(problem, False, 3)
+            order = Order(problem, False, 3) if pilots else order
         fixed, again = self.constants(priors, not pilots), self.again(priors)
-        self.progress.stage("training", total)
+        self.progress.stage("training", sum(self.steps))
         self.progress(start)
-        for t in range(start, total):
-            if t in renewals and not (half and t == start):
+        t, looked = start, (start, time.perf_counter())
+        renewals, marks = self.marks()
+        while t < sum(self.steps):
+            steps, more = self.steps
+            new = not half or t > start
+            if new and t in renewals:
                 self.renew(priors)
                 fixed = self.constants(priors, True)
             if t == steps and not pilots:
@@ -235,25 +265,39 @@ class Training:
                 order = Order(problem, False, 3)
                 fixed, again = self.constants(priors, False), self.again(priors)
                 self.last = self.reached(theta, buffers, pilots, priors, kept, z)
-            if t in written and stages.path is not None and not (half and t == start):
-                both = (self.params, self.state)
-                leaves = stages.gathered(optree.tree_leaves(both))
-                under_way = {"priors": priors, "pilots": pilots, "kept": kept, "z": z, "noise": self.noise}
-                stages.write("training under way", {"step": t, "leaves": leaves, **under_way})
+            if new and t in marks:
+                (before, then), looked = looked, (t, time.perf_counter())
+                if until is not None:
+                    fit = max(0.0, until - looked[1]) / max(looked[1] - then, 1e-9) * (t - before)
+                    self.steps = steps, more = stages.firsts(refitted(t, steps, fit, most))
+                    self.progress.total, (renewals, marks) = steps + more, self.marks()
+                if stages.path is not None:
+                    both = (self.params, self.state)
+                    leaves = stages.gathered(optree.tree_leaves(both))
+                    under_way = {"priors": priors, "pilots": pilots, "kept": kept, "z": z, "noise": self.noise}
+                    under_way |= {"step": t, "steps": self.steps, "left": (until or 0.0) - looked[1]}
+                    stages.write("training under way", {"leaves": leaves, **under_way})
             at = t if t < steps else t - steps
             each = self.each(rate_at(t, lr, steps, more, again))
             self.params, self.state, _ = self.run(self.params, self.state, (*order.batch(at), *fixed), each)
             self.progress()
+            t += 1
         theta, buffers = self.everyones()
         _require_finite([theta], "training on all data")
         return self.reached(theta, buffers, pilots, priors, kept, z)
+
+    def marks(self) -> tuple[set[int], set[int]]:
+        """The steps before which noise is renewed, and before which training is written and its pace measured."""
+        return {round(share * self.steps[0]) for share in RENEWALS}, {
+            round(i * sum(self.steps) / KEPT) for i in range(1, KEPT)
+        }
 
     def reached(
         self, theta: Tensor, buffers: Tensors, pilots: list[Tensor], now: list[str], kept: list[int], z: float | None
     ) -> Trained:
         """What training came to, with the priors of now."""
         precision = torch.stack([self.precision_of[p] for p in now])
-        return Trained(theta, buffers, pilots, self.priors, kept, precision, self.noise.clone(), z)
+        return Trained(theta, buffers, pilots, self.priors, kept, precision, self.noise.clone(), self.steps, z)
 
     def everyones(self) -> tuple[Tensor, Tensors]:
         """Parameters and buffers of all members, ``[M, *]``."""

@@ -95,6 +95,7 @@ class Progress:
         """Count steps."""
         self.step += steps
         if self.bar is not None:
+            self.bar.total = self.total
             self.bar.update(steps)
         elif self.shown and self.step >= self.next * self.total:
             self.say(f"{self.name}, step {self.step} of {self.total}, {time.monotonic() - self.started:.0f} s")

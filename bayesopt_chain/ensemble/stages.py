@@ -87,7 +87,11 @@ class Stages:
     def once(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What the stage made: tensors, numbers, and containers of them; equal on all ranks."""
         if (found := self.read(name)) is None:
-            self.write(name, found := self.firsts(make()))
+            made: Any = self.firsts(make())
+            # as it is read again: products with another order of axes round in another way
+            made = optree.tree_map(lambda x: x.contiguous() if isinstance(x, Tensor) else x, made)
+            self.write(name, made)
+            return made
         return found
 
     def read(self, name: str) -> dict[str, Any] | None:

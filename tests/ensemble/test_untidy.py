@@ -8,7 +8,7 @@ from torch import nn
 
 import bayesopt_chain as bc
 from bayesopt_chain.ensemble import call, recipe
-from bayesopt_chain.ensemble.data import Data, Scale
+from bayesopt_chain.ensemble.data import Data, Scale, moments
 from bayesopt_chain.ensemble.members import members_of
 from bayesopt_chain.ensemble.training import Problem, program
 
@@ -109,6 +109,27 @@ def test_noise_at_an_end_of_its_grid_is_said():
     x = torch.linspace(-1, 1, 60).double()[:, None]
     found = ensemble(x, 2 * x, make=lambda: nn.Linear(1, 1).double(), prior_precision=1e-6, lr=0.05)
     assert any("end of its grid" in sentence for sentence in found.report.said)
+
+
+@pytest.mark.parametrize(
+    "likelihood, outputs, y",
+    [
+        (bc.likelihoods.categorical(), 3, torch.ones(60, dtype=torch.long)),
+        (bc.likelihoods.bernoulli(), 1, torch.zeros(60, 1)),
+        (bc.likelihoods.poisson(), 1, torch.full((60, 1), 2.0)),
+    ],
+)
+def test_targets_of_one_value_are_no_reason_to_train_longer_and_are_said(likelihood, outputs, y):
+    x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
+    found = ensemble(x, y, outputs, likelihood, steps=20)
+    assert "all targets are equal" in found.report.advice["one value"] and "constant" not in found.report.held_out
+
+
+def test_equal_targets_are_equal_also_where_their_mean_is_rounded():
+    y = torch.full((60, 1), 0.1)
+    mean, variance = moments(GAUSSIAN, y)
+    assert float(mean) == pytest.approx(float(y[0])) and float(variance) == 0
+    assert float(moments(GAUSSIAN, y.double() + 1e-9 * torch.arange(60)[:, None])[1]) > 0
 
 
 class Net(nn.Module):
@@ -225,9 +246,10 @@ def test_residuals_of_an_equation_are_trained_to_zero_in_their_own_units():
 
 
 class Clock:
-    """A clock by which a step takes 10 ms and tracing 2 s."""
+    """A clock by which a step takes 10 ms, from another time on as many times as long, and tracing 2 s."""
 
-    now = 0.0
+    def __init__(self, slower=1.0, behind=0.0):
+        self.now, self.slower, self.behind = 0.0, slower, behind
 
     def perf_counter(self):
         return self.now
@@ -237,7 +259,7 @@ class Clock:
         run = program(*given)
 
         def timed(*given):
-            self.now += 0.01
+            self.now += 0.01 * (self.slower if self.now > self.behind else 1.0)
             return run(*given)
 
         return timed
@@ -261,6 +283,21 @@ def test_what_a_budget_costs_is_said_before_and_kept_within_a_tenth(monkeypatch,
     assert sum(found.report.passes.values()) == pytest.approx(float(said[0]), rel=0.1)
     assert clock.now == pytest.approx(float(said[1]), rel=0.1)
     assert "minutes" not in budget or clock.now == pytest.approx(60 * budget["minutes"], rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slower, behind", [(3.0, 3.0), (3.0, 7.0), (3.0, 11.0), (0.4, 7.0)])
+def test_minutes_are_kept_within_a_tenth_where_the_machine_becomes_slower_or_faster(monkeypatch, slower, behind):
+    """Tracing ends at 2 s, and the rate is then tried for .5 s."""
+    clock = Clock(slower, behind)
+    monkeypatch.setattr(recipe, "time", clock)
+    monkeypatch.setattr(call, "time", clock)
+    monkeypatch.setattr(recipe, "program", clock.program)
+    x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
+    found = ensemble(x, x[:, :1], steps=None, minutes=0.25, lr=None)
+    assert clock.now == pytest.approx(15, rel=0.1)
+    steps, passes = found.report.chosen["steps"], found.report.passes["training"]
+    assert 1 < passes * 60 / found.report.chosen["batch_size"] / steps < 1.4
 
 
 @pytest.mark.parametrize("stage, at, held_back", [("training", 1, False), ("training", 3, True), ("all data", 6, True)])
