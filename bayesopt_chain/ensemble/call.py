@@ -96,8 +96,8 @@ def posterior_ensemble(
         members: how many networks, at least 1. Default 4.
         steps: of training, before 0.3 of them more with all data. Default: 300 passes over the data, from 4,000 to 20,000
             steps; or as many as fit into ``minutes``.
-        minutes: how long the call may take, 20 steps at least. What it will cost is said before anything trains, and the pace is
-            measured again while it trains: as many steps follow as then fit. Default: no limit.
+        minutes: how long the call may take, 20 steps at least. What it will cost is said before anything trains. The pace is
+            measured again meanwhile: as many steps follow as then fit. Default: no limit.
         batch_size: of training. Default: that of a loader or ``bc.epochs``; else all data up to 128, and beyond that the power
             of two nearest to N / 16, from 32 to 256.
         lr: of Adam. Default: the largest of 0.01, 0.003 and 0.001 that is within 5 % of the best descent in a trial on one
@@ -110,7 +110,8 @@ def posterior_ensemble(
             has frozen weights, which know the units that they were trained in, or all targets are equal (residuals).
         seed: of the starts, orders and streams: a whole number from 0.
         path: a directory. A call that was killed at any point goes on from there with the same results, bit for bit (of
-            ``minutes``, with as many steps as still fit); a complete one returns at once. Another call under the same path is refused, naming what differs.
+            ``minutes``, with as many steps as still fit); a complete one returns at once. Another call under the same path is
+            refused, naming what differs.
         progress: show a bar for each stage (where tqdm is installed), or some lines where errors are not written to a
             terminal. Default True.
         mesh: a DeviceMesh of one axis whose ranks share out the members. Every rank makes the same call with all data, and gets
