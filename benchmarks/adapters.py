@@ -34,6 +34,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -148,21 +149,25 @@ def summary(rows: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
+def training(model: Any, make: Callable[[Any], torch.optim.Optimizer], ids: Tensor) -> Callable[[], None]:
+    """A whole step, forward and backward included, with 16 sequences and the optimizer of what is trained."""
+    optimizer = make([p for p in model.parameters() if p.requires_grad])
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(input_ids=ids[:16], labels=ids[:16]).loss.backward()
+        optimizer.step()
+
+    return step
+
+
 def step_ratio(model: Any, texts: Tensor) -> dict[str, float]:
     """Processor time of a whole training step at T > 0 over that with torch's SGD."""
-    calls = {}
-    for name in ("SGHMC", "SGD"):
-        own = copy.deepcopy(model)
-        chosen = [p for p in own.parameters() if p.requires_grad]
-        sgd = torch.optim.SGD(chosen, 1e-3, momentum=0.9)
-        opt = optim.SGHMC(chosen, 1e-3, temperature=1e-4) if name == "SGHMC" else sgd
-
-        def step(own: Any = own, opt: Any = opt) -> None:
-            opt.zero_grad()
-            own(input_ids=texts[:16], labels=texts[:16]).loss.backward()
-            opt.step()
-
-        calls[name] = step
+    optimizers: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+        "SGHMC": lambda params: optim.SGHMC(params, 1e-3, temperature=1e-4),
+        "SGD": lambda params: torch.optim.SGD(params, 1e-3, momentum=0.9),
+    }
+    calls = {name: training(copy.deepcopy(model), make, texts) for name, make in optimizers.items()}
     return ratio(take_turns(calls, rounds=15, seconds=0.1, clock=time.process_time), "SGHMC", "SGD")
 
 
@@ -177,11 +182,9 @@ def memory_of(name: str) -> float:
     ids = torch.randint(512, (64, 64))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if name == ADAM:
-        adam = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-3)
+        step = training(model, lambda params: torch.optim.Adam(params, 1e-3), ids)
         for _ in range(4):
-            adam.zero_grad()
-            model(input_ids=ids[:16], labels=ids[:16]).loss.backward()
-            adam.step()
+            step()
     else:
         told = METHODS[name] | {"steps": 16, "prior_precision": 1.0}
         bayesian_lora(model, {"input_ids": ids, "labels": ids}, **told)

@@ -162,9 +162,11 @@ def oscillator(seed: int) -> Any:
     return split(torch.cat([t, w, d], 1), y, 250, seed)
 
 
+R = {"kind": "regression"}
+
+
 def tasks(seed: int) -> dict[str, Callable[[], Task]]:
     """The networks of a seed; made when they are asked for."""
-    R = {"kind": "regression"}
     return {
         "ResNet, digits": lambda: Task(*digits(seed), resnet(), 150, 3e-3, 5e-4),
         "overtrained MLP, digits": lambda: Task(*digits(seed, 300), mlp(64, 128, 128, 10), 1500, 1e-3),
@@ -196,7 +198,6 @@ def tasks(seed: int) -> dict[str, Callable[[], Task]]:
 
 def further(seed: int) -> dict[str, Callable[[], Task]]:
     """Six that the rule has not seen."""
-    R = {"kind": "regression"}
     return {
         "LayerNorm, breast cancer": lambda: Task(
             *split(*sklearn("load_breast_cancer"), 250, seed), mlp(30, 64, 64, 2, norm=True), 200, 3e-3
