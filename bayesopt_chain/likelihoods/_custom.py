@@ -32,7 +32,7 @@ from bayesopt_chain.likelihoods._likelihood import (
     OutputRoot,
     Support,
 )
-from bayesopt_chain.likelihoods._predictive import Mixture, Outputs, Predictive
+from bayesopt_chain.likelihoods._predictive import Predictive
 from bayesopt_chain.tracing import is_hidden, is_readable, unwrapped
 
 Loss = Callable[[Tensor, Any], Tensor]
@@ -67,8 +67,10 @@ class FromLoss(Likelihood):
         return -self.loss(outputs, targets)
 
     def exact_root(self, outputs: Tensor, labels: Any) -> OutputRoot:
-        self.losses(outputs, labels)
-        return _root_of((self.output_hessian or _hessian_of(self.loss))(outputs, labels), outputs)
+        if labels is not None:
+            self.losses(outputs, labels)
+        hessian: Loss = self.output_hessian or _hessian_of(self.loss)
+        return _root_of(hessian(outputs, labels), outputs)
 
     def mean(self, outputs: Tensor) -> Tensor:
         return super().mean(outputs) if self.inverse_link is None else self.inverse_link(outputs)
@@ -168,15 +170,12 @@ class FromDistribution(Likelihood):
         if self.output_hessian is not None or self.grouping(outputs.shape[1:]).width > 1:
             hessian = self.output_hessian or _hessian_of(lambda f, y: -self.log_prob(f, y).reshape(len(f), -1).sum(1))
             return _root_of(hessian(outputs, labels), outputs)
-        slope = torch.func.grad(lambda f: -self.log_prob(f, labels).sum())
+        slope = torch.func.grad(lambda f: -self.log_prob(f, observed(labels)).sum())
         curvature = torch.func.grad(lambda f: slope(f).sum())(outputs)  # each output is a target's own
         return Elementwise(semidefinite_root(curvature[..., None, None], self.name).reshape(outputs.shape).to(outputs))
 
     def _points(self, mean: Tensor, variance: Tensor) -> int:
         return 1025  # how sharp the density is nobody said
-
-    def mixed(self, outputs: Outputs | Tensor, log_weights: Tensor | None = None) -> Mixture:
-        return replace(super().mixed(outputs, log_weights), support=self.support_at(outputs[0]))
 
 
 def custom(
@@ -239,6 +238,16 @@ def custom(
     return FromLoss(nll, output_hessian, draw, mean)
 
 
+def observed(targets: Any) -> Any:
+    """The targets at which a Hessian is taken, which have to be there."""
+    if targets is None:
+        raise ValueError(
+            "the curvature of a custom likelihood is its Hessian at the targets, and here are none: pass "
+            "output_hessian=, of outputs alone, to likelihoods.custom, or use a likelihood whose expected Hessian is known"
+        )
+    return targets
+
+
 def _root_of(hessian: Tensor, outputs: Tensor) -> Explicit:
     """The root of a Hessian of every datum's outputs."""
     entries = outputs.shape[1:].numel()
@@ -290,7 +299,7 @@ def _hessian_of(nll: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Te
             # torch.func.hessian takes forward mode, which not every operation has
             return torch.func.jacrev(torch.func.grad(loss))(output.reshape(-1))
 
-        return torch.vmap(one)(outputs, targets)
+        return torch.vmap(one)(outputs, observed(targets))
 
     return hessian
 
@@ -328,9 +337,21 @@ class Weighted(Likelihood):
         _inner,
         ("support", "methods", "has_classes", "default_method", "noise_variance", "has_width"),
     )
-    log_prob, smoothed, information, exact_root, mean, variance, draw, cdf, grouping, mixed = map(
+    log_prob, smoothed, information, exact_root, mean, variance, draw, cdf, grouping, mixed, support_at = map(
         _inner,
-        ("log_prob", "smoothed", "information", "exact_root", "mean", "variance", "draw", "cdf", "grouping", "mixed"),
+        (
+            "log_prob",
+            "smoothed",
+            "information",
+            "exact_root",
+            "mean",
+            "variance",
+            "draw",
+            "cdf",
+            "grouping",
+            "mixed",
+            "support_at",
+        ),
     )
     expected_mean = _inner("expected_mean")
 

@@ -579,6 +579,23 @@ class Likelihood(ABC):
         """
         raise self._lacks("distribution function", "cdf")
 
+    def support_at(self, outputs: Tensor) -> Support | None:
+        """Where targets lie that have these outputs, all of them together.
+
+        Args:
+            outputs: ``[B, *event]``.
+
+        Returns:
+            By default :attr:`support`, whatever the outputs.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> likelihoods.custom(distribution=lambda f: torch.distributions.Exponential(f.exp())).support_at(torch.zeros(2))
+            Support(low=0.0, high=inf, is_discrete=False)
+        """
+        return self.support
+
     def require_values(self, targets: Tensor) -> None:
         """Raise for targets of a value that they cannot have; called where values can be read.
 

@@ -49,15 +49,13 @@ class Mixture:
     """``likelihood`` of a target given its outputs, over the nodes ``outputs`` ``[S, N, *event]`` with ``log_weights`` ``[S]``.
 
     ``within`` is ``E Var[y | f]``, shaped like the mean, where the variance at a node holds more than the noise; ``of_means``
-    are mean and variance of ``E[y | f]`` where both are known without the nodes, and then ``within`` is; ``support`` is where
-    targets lie, by default what the likelihood says.
+    are mean and variance of ``E[y | f]`` where both are known without the nodes, and then ``within`` is.
     """
 
     likelihood: Any
     outputs: Tensor
     log_weights: Tensor
     within: Tensor | None = None
-    support: Any = None
     of_means: tuple[Tensor, Tensor] | None = None
 
     def average(self, values: Tensor) -> Tensor:
@@ -110,7 +108,7 @@ class Mixture:
         return (self._summed_score if support.is_discrete else self._integrated_score)(labels, support)
 
     def _ordered(self, what: str) -> Any:
-        support = self.support or self.likelihood.support
+        support = self.likelihood.support_at(self.outputs[0])
         if support is None:
             raise ValueError(
                 f"{what}: targets of a {self.likelihood.name} likelihood have no order: use log_prob, or the "

@@ -18,8 +18,23 @@ from bayesopt_chain.matching.response import Response
 from bayesopt_chain.trees import flattened
 
 
+class LooksBehind:
+    """A link that would be wrong in silence in front of some others: it refuses them, also where a wrapper hides them."""
+
+    def require_behind(self, behind: Sequence[Link]) -> None:
+        """Refuse what may not stand behind this link; ``init`` calls it with the links behind that act on any of its leaves.
+
+        Args:
+            behind: these links; for a link within a wrapper also those behind the wrapper.
+
+        Raises:
+            ValueError: a link that may not stand there.
+        """
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class Foreign(Link):
+class Foreign(LooksBehind, Link):
     """The link that stands for a foreign transformation.
 
     Attributes:
@@ -43,7 +58,16 @@ class Foreign(Link):
     def extra_kwargs(self) -> frozenset[str]:
         return self.keywords
 
+    def require_behind(self, behind: Sequence[Link]) -> None:
+        inside = self.transformation
+        while hasattr(inside, "transformation"):  # a wrapper, whose links see nothing behind it
+            inside = inside.transformation
+        for link in getattr(inside, "links", ()):
+            if isinstance(link, LooksBehind):
+                link.require_behind(behind)
+
     def init(self, leaves: Leaves, context: LinkContext) -> Any:
+        self.require_behind(context.scope.behind)
         return self.transformation.init(context.tree(leaves))
 
     def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:

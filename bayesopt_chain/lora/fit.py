@@ -62,8 +62,7 @@ from bayesopt_chain.lora.loss import summed_loss
 from bayesopt_chain.modules.functional import arguments_of, write_back
 from bayesopt_chain.posterior.batches import LEFT_OUT
 from bayesopt_chain.posterior.fit import fit_laplace
-from bayesopt_chain.posterior.gaussian import Gaussian
-from bayesopt_chain.posterior.laplace import posterior_of
+from bayesopt_chain.posterior.gaussian import Gaussian, posterior_of
 from bayesopt_chain.precision import Kronecker
 from bayesopt_chain.runs.run import describe, difference
 from bayesopt_chain.trees import require_like

@@ -22,7 +22,7 @@ from bayesopt_chain import kinds
 from bayesopt_chain.curvature._kinds import Matrix, Vector
 from bayesopt_chain.curvature._plan import Affine, batch_size, fresh_leaves, part
 from bayesopt_chain.curvature._taps import Taps
-from bayesopt_chain.posterior._linearized import _of_affine, linearized
+from bayesopt_chain.posterior._linearized import linearized, of_affine
 from bayesopt_chain.posterior.fit import FittedLaplace
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.model import asked
@@ -118,7 +118,7 @@ def _of_layer(posterior: Gaussian, x: Tensor) -> Tensor:
     flat = {str(i): leaf.flatten(1) if leaf.ndim > 1 else leaf for i, leaf in enumerate(leaves)}
     weight = next(name for name, leaf in flat.items() if leaf.ndim > 1)
     layer = Affine(weight, next((name for name in flat if name != weight), None))
-    return _of_affine(layer, flat, x, posterior.precision.layer_bases(), posterior.precision)
+    return of_affine(layer, flat, x, posterior.precision.layer_bases(), posterior.precision)
 
 
 def _some(forward: Callable[[Tree, Any], Tensor], entries: Tensor) -> Callable[[Tree, Any], Tensor]:

@@ -255,7 +255,7 @@ def _without_graph(
         mean = forward(params, batch)
         row = 3 * sum(sizes) * mean.shape[1] * mean.element_size()
         at_once = len(mean) if bases else max(1, (ROW_BYTES if chunk_bytes is None else chunk_bytes) // row)
-        parts = [_of_affine(forward, params, x, bases, precision) for x in batch[0].split(at_once)]
+        parts = [of_affine(forward, params, x, bases, precision) for x in batch[0].split(at_once)]
         return mean, torch.cat(parts)
     formed = max(sizes) if bases else 3 * sum(sizes)
 
@@ -273,7 +273,9 @@ def _without_graph(
     return checks.run(params, batch, lambda: make_plan(forward, params, batch), run)
 
 
-def _of_affine(forward: Affine, params: Any, x: Tensor, bases: list[LayerBases] | None, precision: Precision) -> Tensor:
+def of_affine(
+    forward: Affine, params: Any, x: Tensor, bases: list[LayerBases] | None, precision: Precision | None
+) -> Tensor:
     """The covariance of ``W x + b``, whose output gradients are the unit vectors, those of one datum for all.
 
     With U and V the bases of W and v its variances there it is ``U diag(v (V^T x)^2) U^T``, and likewise of b. Of more than
@@ -285,17 +287,18 @@ def _of_affine(forward: Affine, params: Any, x: Tensor, bases: list[LayerBases] 
         variances: Any = 0
         for use, inputs in zip(uses, seen):
             _, right, values = bases[use.leaf]
-            inputs = inputs if inputs.ndim > 1 else inputs.new_ones(len(x), 1)
+            inputs = inputs if inputs.ndim > 1 else inputs.new_ones(x.shape[0], 1)
             inputs = inputs if right is None else turned(inputs, right)
             variances = variances + inputs.square() @ values.reciprocal().reshape(outputs, -1).mT
         return variances
     units = torch.eye(params[forward.weight].shape[0], dtype=wide(x.dtype), device=x.device)[:, None]
     gradients = [
-        (use.leaf, use.kind, use.canonical.x(inputs, len(x)), use.canonical.g(inputs, units, 1))
+        (use.leaf, use.kind, use.canonical.x(inputs, x.shape[0]), use.canonical.g(inputs, units, 1))
         for use, inputs in zip(uses, seen)
     ]
     if bases:
         return reduce(torch.add, (_in_basis(kind, of_x, g, bases[leaf]) for leaf, kind, of_x, g in gradients))
+    assert precision is not None
     all_data = {leaf: kind.rows(of_x, g.expand(len(g), len(x), *g.shape[2:])) for leaf, kind, of_x, g in gradients}
     return _by_rows(all_data, params, precision)
 

@@ -32,8 +32,7 @@ from bayesopt_chain.posterior._linearized import functional_samples
 from bayesopt_chain.posterior.batches import Reader, peeked
 from bayesopt_chain.posterior.evidence import by_output, require_prior_structure, spectra, tune_by_validation, tuned
 from bayesopt_chain.posterior.export import LinearizedHead
-from bayesopt_chain.posterior.gaussian import Gaussian, require_finite
-from bayesopt_chain.posterior.laplace import log_prior, posterior_of
+from bayesopt_chain.posterior.gaussian import Gaussian, log_prior, posterior_of, require_finite
 from bayesopt_chain.posterior.last_layer import Features, HeadBatch
 from bayesopt_chain.posterior.model import (
     ESTIMATORS,
@@ -308,9 +307,8 @@ class FittedLaplace:
                 "module: the posterior is over other parameters than a linear last layer, whose Jacobian an exported program "
                 "does not have: fit with subset='last_layer', or export draws (bc.Draws.from_trees, then Draws.module)"
             )
-        return LinearizedHead(
-            self.model.features_of, self.model.forward, self.posterior, self.likelihood, self.model.dtype
-        )
+        head: Any = self.model.forward
+        return LinearizedHead(self.model.features_of, head, self.posterior, self.likelihood, self.model.dtype)
 
     @kinds.takes(prior_precision=kinds.ANY, likelihood_scale=SCALE)
     def log_evidence_at(self, prior_precision: Any, likelihood_scale: Any = 1.0) -> Tensor:
@@ -564,10 +562,13 @@ def fit_laplace(
             "block" and "diagonal" leave the covariance of weights and biases out of the predictions' variance. Of more than
             1,000 classes the Kronecker factor of a layer of as many outputs is its diagonal, which the ``repr`` of the fit
             says; ``diagonal_above=`` sets another bound.
-        subset: which parameters are uncertain: "last_layer" (default; of a module the layer whose output reaches the output
-            last: a head, or several heads whose outputs are put together), "all", or names, a function of a name, or a tree of
-            booleans as for :func:`bayesopt_chain.curvature.subset`. A parameter named ``all`` or ``last_layer`` is chosen by
-            ``["all"]``.
+        subset: which parameters are uncertain; all others are taken for known, at their trained values. "last_layer" (default)
+            is, of a module, the layer whose output reaches the module's output last: a head, or several heads together if
+            their outputs are put together; for a forward function, whose layers cannot be seen, say another. "all" is every
+            parameter. Names choose those of ``module.named_parameters()``: ``["2.weight"]`` that one, ``["head"]`` everything
+            under ``head``, ``["*.bias"]`` what matches; so does a function from a name to a boolean, or a tree of booleans
+            like the parameters (:func:`bayesopt_chain.curvature.subset`). A list is always one of names, so that ``["all"]``
+            is a parameter that is called ``all``. The ``repr`` of the fit says which parameters it has.
         tune: "evidence" (default) maximises the evidence over the prior precision; "validation" takes what predicts
             ``validation`` best: of Gaussian noise the variance, with the prior by the evidence at each, of other likelihoods
             the prior precision of ``10^-4 ... 10^4``; ``None`` keeps ``prior_precision``.

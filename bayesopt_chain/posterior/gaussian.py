@@ -4,6 +4,13 @@ theta ~ N(mean, Lambda^-1),     log N = -1/2 (theta - mean)^T Lambda (theta - me
 
 log Z = log p(D, mean) + P/2 log 2 pi - 1/2 log |Lambda|        (Laplace's approximation of the evidence; MacKay, 1992)
 
+With another Gaussian as the prior, such as the posterior of the last task, its precision is one more increment,
+
+    Lambda = sum of the increments + Lambda_prior,    log p(params) = log N(params; prior mean, Lambda_prior^-1).
+
+Kronecker factors add as sums over data, ``(L + L') (x) (R + R') / (n + n')`` (Ritter, Botev and Barber, 2018); the Gaussian
+therefore keeps the factors beside their decomposition. A root takes up the rows of a low-rank prior exactly.
+
 What the transformations that carry a posterior share: they find their state in that of a chain, and refuse bad values.
 
 Their states are NamedTuples of tensors, with one tensor for each parameter that is present, in optree order.
@@ -23,7 +30,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import kinds
+from bayesopt_chain import checks, kinds
 from bayesopt_chain._torch import dtensor_of, is_dtensor, spec_of, stacked_spec, whole
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import LinkContext
@@ -31,10 +38,10 @@ from bayesopt_chain.core.state import State
 from bayesopt_chain.distributed import shards
 from bayesopt_chain.links.gaussian_prior import Prior
 from bayesopt_chain.matching.response import Linear, Nonlinear
-from bayesopt_chain.precision import Precision
+from bayesopt_chain.precision import Eigenbasis, Kronecker, LowRank, Precision, Root, Woodbury
 from bayesopt_chain.random.stream import Variables, leaf_numbers, new_key
 from bayesopt_chain.tracing import is_hidden
-from bayesopt_chain.trees import Tree, paths, require_like, size
+from bayesopt_chain.trees import Tree, copied, paths, require_like, size, spread
 
 Kind = TypeVar("Kind", bound=tuple[Any, ...])
 
@@ -281,6 +288,97 @@ class Gaussian(NamedTuple):
             tensor(-1.)
         """
         return log_joint + 0.5 * (size(self.mean) * math.log(2 * math.pi) - whole(self.precision.logdet()))
+
+
+def posterior_of(
+    data: Any,
+    params: Tree,
+    *,
+    prior_precision: Any = None,
+    prior: Gaussian | None = None,
+    temperature: float | None = None,
+    likelihood_scale: float | Tensor = 1.0,
+) -> Gaussian:
+    """The Gaussian posterior around ``params`` from the precision ``data`` of the data alone.
+
+    Arguments and errors are those of ``posterior`` of what :func:`bayesopt_chain.laplace` returns.
+    """
+    if (prior is None) == (prior_precision is None):
+        raise ValueError("pass one of prior_precision= (0.0 for none) and prior= (a Gaussian)")
+    entries = data.entries()
+    shapes = data.like if isinstance(data, Eigenbasis) else entries
+    require_finite(entries, "laplace: the accumulated curvature")
+    require_like(params, shapes, "params")
+    checks.number("laplace: likelihood_scale", likelihood_scale, "(0, inf)", tensor=True)
+    count = data.count
+    if not (isinstance(likelihood_scale, (int, float)) and likelihood_scale == 1):
+        data = data.scale(likelihood_scale)
+    if prior is None:
+        numbers = spread(prior_precision, params, "prior_precision")
+        require_numbers(numbers, params, "laplace: prior_precision", zero=True)
+        precision = data.add_diagonal(prior_precision)
+    else:
+        precision = with_prior(data, prior)
+    if temperature is not None:
+        checks.positive("laplace: temperature", temperature)
+        precision = precision.scale(1 / (temperature * count))
+    mean = copied(params)
+    # Kronecker factors can no longer be added to once they are decomposed, so that they are kept beside.
+    grows = isinstance(precision, Kronecker)
+    try:
+        return Gaussian(mean, precision, precision if grows else ()).factorised()
+    except ValueError as err:
+        if isinstance(likelihood_scale, (int, float)) and likelihood_scale == 1:
+            raise
+        raise ValueError(f"laplace: with likelihood_scale={checks.short(likelihood_scale)}: {err}") from err
+
+
+def with_prior(data: Any, prior: Gaussian) -> Any:
+    """The sum of the data's precision and a Gaussian prior's, in the data's structure.
+
+    Rows of a root are kept, all of them: a root and a low-rank prior make a low-rank precision of both their rows. Kronecker
+    factors need the prior's, from before it was decomposed.
+    """
+    other: Any = prior.undecomposed if isinstance(prior.undecomposed, Precision) else prior.precision
+    other = other.unfactorised() if isinstance(other, Woodbury) else other
+    if isinstance(data, Root) and isinstance(other, LowRank):
+        return data.add(Root(other.rows, other.count)).add_diagonal(other.diagonal)
+    if isinstance(data, Kronecker) and not isinstance(other, Kronecker):
+        raise TypeError(
+            f"laplace: prior has the structure {type(other).__name__}, the state Kronecker: pass a posterior that laplace made "
+            "from increments of structure='kronecker' (it keeps the factors as undecomposed), or prior_precision="
+        )
+    total: Any = data
+    return total.add(other)  # which refuses another structure
+
+
+def log_prior(params: Tree, prior_precision: Any, prior_mean: Any = 0.0) -> Tensor:
+    """The normalised log density of params under independent Gaussians, 0-d, in nats.
+
+    Args:
+        params: a tree.
+        prior_precision: a number, a 0-d tensor or a tree that broadcasts to the params. One that is not positive gives -inf
+            or nan.
+        prior_mean: likewise. Default 0.
+
+    Returns:
+        0-d, differentiable in all three.
+
+    Raises:
+        ValueError: a tree that does not broadcast to the params.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain.posterior.gaussian import log_prior
+        >>> log_prior(torch.ones(2), 1.0)
+        tensor(-2.8379)
+    """
+    total: Any = 0
+    precisions, means = spread(prior_precision, params, "prior_precision"), spread(prior_mean, params, "prior_mean")
+    for leaf, precision, mean in zip(optree.tree_leaves(params), precisions, means):
+        normaliser = whole((precision / (2 * math.pi)).log().expand(leaf.shape).sum())
+        total = total + 0.5 * (normaliser - whole((precision * (leaf - mean).square()).sum()))
+    return total
 
 
 def standard_normals(

@@ -11,41 +11,24 @@ data after training.
 
 Another temperature than Bayes' 1 / N divides the whole precision by T N: ``exp(-loss / T)`` for the mean loss per datum.
 
-With another Gaussian as the prior, such as the posterior of the last task, its precision is one more increment,
-
-    Lambda = sum of the increments + Lambda_prior,    log p(params) = log N(params; prior mean, Lambda_prior^-1).
-
-Kronecker factors add as sums over data, ``(L + L') (x) (R + R') / (n + n')`` (Ritter, Botev and Barber, 2018); the Gaussian
-therefore keeps the factors beside their decomposition. A root takes up the rows of a low-rank prior exactly.
+How the precision becomes a posterior, under a prior or after another posterior, stands in ``gaussian.py``.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import checks, kinds
-from bayesopt_chain._torch import whole
+from bayesopt_chain import kinds
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.matching.response import Linear, Response
-from bayesopt_chain.posterior.gaussian import Gaussian, PosteriorTransformation, require_finite, require_numbers
-from bayesopt_chain.precision import (
-    Diagonal,
-    Eigenbasis,
-    Kronecker,
-    LowRank,
-    Precision,
-    Root,
-    Woodbury,
-    Zero,
-)
-from bayesopt_chain.trees import Tree, copied, require_like, spread
+from bayesopt_chain.posterior.gaussian import Gaussian, PosteriorTransformation, log_prior, posterior_of
+from bayesopt_chain.precision import Diagonal, Precision, Zero
+from bayesopt_chain.trees import Tree
 
 
 class LaplaceState(NamedTuple):
@@ -267,94 +250,3 @@ def laplace() -> Laplace:
         {'w': tensor([0.2500, 0.2500])}
     """
     return Laplace((Accumulate(),))
-
-
-def posterior_of(
-    data: Any,
-    params: Tree,
-    *,
-    prior_precision: Any = None,
-    prior: Gaussian | None = None,
-    temperature: float | None = None,
-    likelihood_scale: float | Tensor = 1.0,
-) -> Gaussian:
-    """The Gaussian posterior around ``params`` from the precision ``data`` of the data alone.
-
-    Arguments and errors are those of :meth:`Laplace.posterior`.
-    """
-    if (prior is None) == (prior_precision is None):
-        raise ValueError("pass one of prior_precision= (0.0 for none) and prior= (a Gaussian)")
-    entries = data.entries()
-    shapes = data.like if isinstance(data, Eigenbasis) else entries
-    require_finite(entries, "laplace: the accumulated curvature")
-    require_like(params, shapes, "params")
-    checks.number("laplace: likelihood_scale", likelihood_scale, "(0, inf)", tensor=True)
-    count = data.count
-    if not (isinstance(likelihood_scale, (int, float)) and likelihood_scale == 1):
-        data = data.scale(likelihood_scale)
-    if prior is None:
-        numbers = spread(prior_precision, params, "prior_precision")
-        require_numbers(numbers, params, "laplace: prior_precision", zero=True)
-        precision = data.add_diagonal(prior_precision)
-    else:
-        precision = with_prior(data, prior)
-    if temperature is not None:
-        checks.positive("laplace: temperature", temperature)
-        precision = precision.scale(1 / (temperature * count))
-    mean = copied(params)
-    # Kronecker factors can no longer be added to once they are decomposed, so that they are kept beside.
-    grows = isinstance(precision, Kronecker)
-    try:
-        return Gaussian(mean, precision, precision if grows else ()).factorised()
-    except ValueError as err:
-        if isinstance(likelihood_scale, (int, float)) and likelihood_scale == 1:
-            raise
-        raise ValueError(f"laplace: with likelihood_scale={checks.short(likelihood_scale)}: {err}") from err
-
-
-def with_prior(data: Any, prior: Gaussian) -> Any:
-    """The sum of the data's precision and a Gaussian prior's, in the data's structure.
-
-    Rows of a root are kept, all of them: a root and a low-rank prior make a low-rank precision of both their rows. Kronecker
-    factors need the prior's, from before it was decomposed.
-    """
-    other: Any = prior.undecomposed if isinstance(prior.undecomposed, Precision) else prior.precision
-    other = other.unfactorised() if isinstance(other, Woodbury) else other
-    if isinstance(data, Root) and isinstance(other, LowRank):
-        return data.add(Root(other.rows, other.count)).add_diagonal(other.diagonal)
-    if isinstance(data, Kronecker) and not isinstance(other, Kronecker):
-        raise TypeError(
-            f"laplace: prior has the structure {type(other).__name__}, the state Kronecker: pass a posterior that laplace made "
-            "from increments of structure='kronecker' (it keeps the factors as undecomposed), or prior_precision="
-        )
-    total: Any = data
-    return total.add(other)  # which refuses another structure
-
-
-def log_prior(params: Tree, prior_precision: Any, prior_mean: Any = 0.0) -> Tensor:
-    """The normalised log density of params under independent Gaussians, 0-d, in nats.
-
-    Args:
-        params: a tree.
-        prior_precision: a number, a 0-d tensor or a tree that broadcasts to the params. One that is not positive gives -inf
-            or nan.
-        prior_mean: likewise. Default 0.
-
-    Returns:
-        0-d, differentiable in all three.
-
-    Raises:
-        ValueError: a tree that does not broadcast to the params.
-
-    Example:
-        >>> import torch
-        >>> from bayesopt_chain.posterior.laplace import log_prior
-        >>> log_prior(torch.ones(2), 1.0)
-        tensor(-2.8379)
-    """
-    total: Any = 0
-    precisions, means = spread(prior_precision, params, "prior_precision"), spread(prior_mean, params, "prior_mean")
-    for leaf, precision, mean in zip(optree.tree_leaves(params), precisions, means):
-        normaliser = whole((precision / (2 * math.pi)).log().expand(leaf.shape).sum())
-        total = total + 0.5 * (normaliser - whole((precision * (leaf - mean).square()).sum()))
-    return total

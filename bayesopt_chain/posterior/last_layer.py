@@ -334,15 +334,21 @@ class Features:
     def __call__(self, batch: Any) -> HeadBatch:
         if isinstance(batch, HeadBatch):
             return batch
-        seen: list[Tensor] = []
         graph = needs_graph(batch)
-        handle = self.layer.register_forward_hook(lambda _, inputs, output: seen.append(inputs[0]))
-        try:
-            with torch.set_grad_enabled(graph):
-                self.forward(self.params, batch)
-        finally:
-            handle.remove()
-        return HeadBatch(seen[-1] if graph else seen[-1].detach(), batch[1])
+        with torch.set_grad_enabled(graph):
+            seen = seen_by(self.layer, lambda: self.forward(self.params, batch))
+        return HeadBatch(seen if graph else seen.detach(), batch[1])
+
+
+def seen_by(layer: nn.Module, run: Callable[[], Any]) -> Tensor:
+    """What a layer is called with last while its network runs."""
+    seen: list[Tensor] = []
+    handle = layer.register_forward_hook(lambda _, inputs, output: seen.append(inputs[0]))
+    try:
+        run()
+    finally:
+        handle.remove()
+    return seen[-1]
 
 
 def head(names: tuple[str, ...]) -> Affine:

@@ -334,7 +334,10 @@ def _of_head(forward: Forward, params: Any, last: LastLayer, body: Body, how: Ho
 
 def _of_function(forward: Callable[[Tree, Any], Tensor], params: Tree, how: How, first: Any) -> Model:
     if not (isinstance(how.keep, str) and how.keep == "all"):
-        forward, params = subset(forward, params, how.keep)
+        try:
+            forward, params = subset(forward, params, how.keep)
+        except ValueError as err:
+            raise ValueError(f"fit_laplace: {err}".replace("keep=", "subset=", 1)) from err
     structure = how.structure or _structure(forward, params, first)
     return Model(forward, params, how._replace(structure=structure))
 
@@ -360,14 +363,12 @@ def method_for(method: str | None, likelihood: Likelihood) -> str:
     if method is None:
         return likelihood.default_method
     known = (*likelihood.methods, *ANY_LIKELIHOOD)
-    if method in known:
-        return method
-    if method in ("sobol", "probit", "quadrature"):
+    if method not in known:
         raise ValueError(
             f"predict: method={method!r} has no meaning for a {likelihood.name} likelihood: use one of "
             f"{', '.join(map(repr, known))}"
         )
-    raise ValueError(f"predict: method={method!r}: pass one of {', '.join(map(repr, known))}")
+    return method
 
 
 def predicted(

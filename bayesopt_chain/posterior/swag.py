@@ -16,6 +16,7 @@ Wilson, 2018). Several runs, their states stacked, make MultiSWAG (Wilson and Iz
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from bayesopt_chain import kinds
 from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
+from bayesopt_chain.links.foreign import LooksBehind
 from bayesopt_chain.matching.response import Linear, Response
 from bayesopt_chain.posterior.gaussian import (
     Gaussian,
@@ -90,7 +92,7 @@ def collected(state: SwagState, iterate: list[Tensor], due: Tensor, rank: int) -
 
 
 @dataclass(frozen=True)
-class Collect(Link):
+class Collect(LooksBehind, Link):
     """The link behind :func:`swag`."""
 
     rank: int
@@ -104,15 +106,18 @@ class Collect(Link):
     def response(self) -> Response:
         return Linear()  # gradients pass through
 
-    def init(self, leaves: Leaves, context: LinkContext) -> SwagState:
-        if self.rank > size(leaves):
-            raise ValueError(f"swag: rank={self.rank} is above the number of parameters, {size(leaves)}")
-        for link in context.scope.behind:
+    def require_behind(self, behind: Sequence[Link]) -> None:
+        for link in behind:
             if link.response != Linear():
                 raise ValueError(
                     f"swag: {link.shown} stands behind it, so that what arrives here is not yet the step whose end it "
                     "collects; write swag last: bc.chain(bc.sgd(...), bc.swag(...))"
                 )
+
+    def init(self, leaves: Leaves, context: LinkContext) -> SwagState:
+        if self.rank > size(leaves):
+            raise ValueError(f"swag: rank={self.rank} is above the number of parameters, {size(leaves)}")
+        self.require_behind(context.scope.behind)
         return empty(leaves, self.rank)
 
     def update(self, g: Leaves, state: SwagState, op: TensorOps, context: LinkContext) -> tuple[Leaves, SwagState]:
@@ -191,8 +196,9 @@ def _floored(variance: Tensor, floor: float) -> Tensor:
 def swag(rank: int = 20, *, start: int = 0, every: int = 1, variance_floor: float = 1e-30) -> Swag:
     """Collect the iterates of the optimizer before it in the chain; updates pass through.
 
-    It must stand last in the chain, since it takes the updates that it sees for the moves of the parameters. Statistics of
-    batch norm belong to the model and are not averaged: recompute them at the mean or at every draw.
+    It must stand last in the chain, since it takes the updates that it sees for the moves of the parameters. ``bc.chain``
+    refuses what stands behind it, also behind a wrapper such as ``bc.skip_nonfinite``; ``torchopt.chain`` cannot see it.
+    Statistics of batch norm belong to the model and are not averaged: recompute them at the mean or at every draw.
 
     The state is a value: ``update`` returns a new one and leaves the one it was given as it was. ``inplace=True``, TorchOpt's
     default, concerns the gradients' buffers alone.

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from bayesopt_chain import kinds
 from bayesopt_chain.curvature import STRUCTURES
+from bayesopt_chain.curvature._plan import batch_size
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.modules.functional import arguments_of, batch_inputs, write_back
 from bayesopt_chain.posterior.batches import Reader, as_batches, logits_of, peeked, with_progress
@@ -146,7 +147,7 @@ def train_by_evidence(
         How(likelihood, subset, structure, options, prior_mean=prior_mean, read=Reader(module)),
     )
     means: Any = model.prior_means()
-    count = sum(_length(batch) for batch in map(model.how.read, data))
+    count = sum(batch_size(batch) for batch in map(model.how.read, data))
     own = dict(module.named_parameters())
     chosen = {name: own[name] for name in model.params}
     stepper = optimizer(list(chosen.values()))
@@ -196,10 +197,6 @@ def _prepared(module: nn.Module, likelihood: Likelihood, loader: Any, how: How) 
     return cache, make_model(module, None, cache, cache.batches[0], how)[0]
 
 
-def _length(batch: Any) -> int:
-    return optree.tree_leaves(batch[1])[0].shape[0]
-
-
 def _epoch(
     module: nn.Module,
     model: Model,
@@ -224,7 +221,7 @@ def _epoch(
         for parameter, slope in zip(parameters, torch.autograd.grad(loss, parameters, materialize_grads=True)):
             parameter.grad = slope
         stepper.step()
-        total += loss.item() * _length(batch)
+        total += loss.item() * batch_size(batch)
     stepper.zero_grad()
     return total / count
 

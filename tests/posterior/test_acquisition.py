@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
-from bayesopt_chain.likelihoods import bernoulli, categorical, gaussian
+from bayesopt_chain.likelihoods import bernoulli, categorical, custom, gaussian
 from bayesopt_chain.posterior import batch_bald, d_optimal, epig
 
 DRAWS, DATA, CLASSES = 4, 6, 3
@@ -120,6 +120,8 @@ def test_what_has_no_answer_is_refused():
     pool, other = categorical().mixture(torch.zeros(2, 3, 2)), categorical().mixture(torch.zeros(5, 3, 2))
     broken = categorical().mixture(torch.zeros(2, 3, 2).index_fill(1, torch.tensor(1), torch.nan))
     without_number = gaussian(1.0).predictive(torch.tensor([[0.0], [torch.nan]]), torch.eye(2))
+    at_targets = custom(distribution=lambda f: torch.distributions.Exponential((-f).exp()))
+    of_loss = custom(lambda f, y: (f - y).square().sum(-1) / 2)
     for call, words in (
         (lambda: batch_bald(apart, 1), r"pool has Gaussian outputs.*functional_samples"),
         (lambda: batch_bald(numbers, 1), "no classes: use d_optimal"),
@@ -131,6 +133,14 @@ def test_what_has_no_answer_is_refused():
         (lambda: d_optimal(without_number, 1), "d_optimal: pool: .* for 1 of 2 data"),
         (lambda: d_optimal(apart, 1), "joint=True"),
         (lambda: d_optimal(pool, 1), "joint=True"),
+        (
+            lambda: d_optimal(at_targets.predictive(torch.zeros(2, 1), torch.eye(2)), 1),
+            "here are none: pass output_hessian=",
+        ),
+        (
+            lambda: d_optimal(of_loss.predictive(torch.zeros(2, 1), torch.eye(2)), 1),
+            "here are none: pass output_hessian=",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             call()

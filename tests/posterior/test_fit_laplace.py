@@ -136,7 +136,7 @@ GAUSSIAN = {"likelihood": bc.likelihoods.gaussian(), "loader": [(torch.eye(3, 2)
         ({"prior_precision": -1.0}, "prior_precision must be a positive"),
         ({"prior_precision": float("nan")}, "prior_precision must be a positive"),
         ({"structure": "low_rank"}, "LowRank has no basis"),
-        ({"subset": "tail"}, "keep='tail' matches none"),
+        ({"subset": "tail"}, "fit_laplace: subset='tail' matches none"),
         ({"layers": "all"}, r"fit_laplace: layers is no argument of it.*rank.*subset="),
         ({"module": matrix, "params": WEIGHT}, "of a forward function the last layer is not known"),
         ({"module": matrix, "subset": "head"}, "needs params="),

@@ -19,7 +19,8 @@ from bayesopt_chain.posterior.evidence import (
     tune_by_validation,
     tuned,
 )
-from bayesopt_chain.posterior.laplace import laplace, log_prior
+from bayesopt_chain.posterior.gaussian import log_prior
+from bayesopt_chain.posterior.laplace import laplace
 from bayesopt_chain.posterior.model import How, Model, Pass
 from bayesopt_chain.precision import Dense, Diagonal, LowRank, flatten
 

@@ -151,6 +151,16 @@ def test_a_mask_collects_some_parameters_only():
         (lambda link, s, p: link.posterior(bc.sgd(0.1).init(p), p), "holds 0 states of swag"),
         (lambda link, s, p: link.update(p, s, inplace=False), "needs the parameters"),
         (lambda link, s, p: bc.chain(link, bc.sgd(0.1)).init(p), "stands behind it.*write swag last"),
+        (
+            lambda link, s, p: bc.chain(bc.skip_nonfinite(link), bc.sgd(0.1)).init(p),
+            "stands behind it.*write swag last",
+        ),
+        (
+            lambda link, s, p: bc.chain(
+                bc.skip_nonfinite(bc.chain(bc.skip_nonfinite(bc.chain(bc.sgd(0.1), link)), bc.laplace())), bc.sgd(0.1)
+            ).init(p),
+            "stands behind it.*write swag last",
+        ),
     ],
 )
 def test_bad_input_is_refused(call, words):

@@ -65,7 +65,6 @@ from bayesopt_chain.posterior.vi._transform import DrawingTransformation, like_p
 from bayesopt_chain.precision import Diagonal, Precision
 from bayesopt_chain.schedules import ScalarOrSchedule, now, scalar
 from bayesopt_chain.tracing import is_readable
-from bayesopt_chain.trees import copied
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -165,13 +164,31 @@ class Natural(Drawing):
         """The parameters' shapes that the state remembers."""
         return [v.shape for v in state.momentum]
 
-    def posterior(self, state: NaturalState, params: Any) -> Gaussian:
-        if self.is_deterministic:
-            raise ValueError(f"{self.name}: at temperature=0 there is no posterior; pass temperature=1 / N")
-        mean = copied(params)
-        return Gaussian(mean, self.precision(state, params)).factorised()
-
     def precision(self, state: NaturalState, params: Any) -> Precision:
+        """Of the posterior, over the tree of params."""
+        raise NotImplementedError
+
+    def update(self, g: list, state: NaturalState, op: TensorOps, context: LinkContext) -> tuple[list, NaturalState]:
+        leaves = context.params
+        samples = self._samples(g, context.extra.get("draw"), state, leaves)
+        hessian = self.next_hessian(samples, state, context)
+        means = [None if x is None else over_samples(x) for x in samples]
+        force, momentum = self._force(means, state, leaves)
+        new = NaturalState(momentum, hessian, state.key, state.step + 1)
+        return self.moves(force, hessian, state, leaves), op.keep(state, new)
+
+    def next_hessian(self, samples: list, state: NaturalState, context: LinkContext) -> Any:
+        """The average of the Hessian with what this step says of it.
+
+        Args:
+            samples: gradients, ``[n_samples, *leaf.shape]`` or ``None``.
+            state: before the update.
+            context: with the draw and other keywords.
+        """
+        raise NotImplementedError
+
+    def moves(self, force: list, hessian: Any, state: NaturalState, leaves: list) -> list:
+        """Of the mean, within the trust radius; ``None`` without a force."""
         raise NotImplementedError
 
     def _samples(self, g: list, draw: Any, state: NaturalState, leaves: list) -> list:
@@ -245,23 +262,20 @@ class IVON(Natural):
         temperature = scalar(now(self.temperature, state.step), state.key.device)
         return [times((h + d).rsqrt(), temperature.sqrt()) for h, d in zip(state.hessian, self.decay(state))]
 
-    def update(self, g: list, state: NaturalState, op: TensorOps, context: LinkContext) -> tuple[list, NaturalState]:
+    def next_hessian(self, samples, state, context):
+        if self.is_deterministic:
+            return state.hessian
         draw: Any = context.extra.get("draw")
-        leaves = context.params
-        samples = self._samples(g, draw, state, leaves)
-        means = [None if x is None else over_samples(x) for x in samples]
-        hessian = state.hessian
-        if not self.is_deterministic:
-            estimates = [
-                None if x is None else over_samples(x * z) / s
-                for x, z, s in zip(samples, draw.noise, self._sigma(state))
-            ]
-            is_positive_temperature = scalar(now(self.temperature, state.step), state.key.device) > 0
-            hessian = tuple(
-                h if x is None else torch.where(is_positive_temperature, averaged(h, x, d, self.betas[1]), h)
-                for x, h, d in zip(estimates, state.hessian, self.decay(state))
-            )
-        force, momentum = self._force(means, state, leaves)
+        estimates = [
+            None if x is None else over_samples(x * z) / s for x, z, s in zip(samples, draw.noise, self._sigma(state))
+        ]
+        is_drawn = scalar(now(self.temperature, state.step), state.key.device) > 0
+        return tuple(
+            h if x is None else torch.where(is_drawn, averaged(h, x, d, self.betas[1]), h)
+            for x, h, d in zip(estimates, state.hessian, self.decay(state))
+        )
+
+    def moves(self, force, hessian, state, leaves):
         lr = now(self.lr, state.step)
         steps = [
             None
@@ -269,15 +283,14 @@ class IVON(Natural):
             else newton(f, h, d, lr, self.init_hessian + d if self.rescale_lr else 1, self.clip_radius)
             for f, h, d in zip(force, hessian, self.decay(state))
         ]
-        new = NaturalState(momentum, hessian, state.key, state.step + 1)
-        if self.radius != math.inf and not self.is_deterministic:
-            bounds = [self.radius * s for s in self._sigma(state._replace(hessian=hessian))]
-            is_drawn = scalar(now(self.temperature, state.step), state.key.device) > 0
-            steps = [
-                x if x is None else torch.where(is_drawn, torch.minimum(torch.maximum(x, -b), b), x)
-                for x, b in zip(steps, bounds)
-            ]
-        return steps, op.keep(state, new)
+        if self.radius == math.inf or self.is_deterministic:
+            return steps
+        bounds = [self.radius * s for s in self._sigma(state._replace(hessian=hessian))]
+        is_drawn = scalar(now(self.temperature, state.step), state.key.device) > 0
+        return [
+            x if x is None else torch.where(is_drawn, torch.minimum(torch.maximum(x, -b), b), x)
+            for x, b in zip(steps, bounds)
+        ]
 
     def precision(self, state, params):
         temperature = now(self.temperature, state.step)
@@ -310,13 +323,7 @@ class VON(Natural):
         tree = optree.tree_unflatten(optree.tree_structure(precision.diag()), list(noise))
         return [times(x, temperature.sqrt()) for x in optree.tree_leaves(precision.sqrt_solve(tree))]
 
-    def update(self, g: list, state: NaturalState, op: TensorOps, context: LinkContext) -> tuple[list, NaturalState]:
-        draw: Any = context.extra.get("draw")
-        leaves = context.params
-        samples = self._samples(g, draw, state, leaves)
-        means = [None if x is None else over_samples(x) for x in samples]
-        hessian = self._averaged(state, self._increment(leaves, context))
-        force, momentum = self._force(means, state, leaves)
+    def moves(self, force, hessian, state, leaves):
         tree = optree.tree_unflatten(
             optree.tree_structure(hessian.diag()),
             [torch.zeros_like(p) if f is None else f for f, p in zip(force, leaves)],
@@ -331,20 +338,15 @@ class VON(Natural):
             bound = self.radius * temperature.to(torch.float64).sqrt() * squares.clamp_min(1e-300).rsqrt()
             factor = torch.where(temperature > 0, bound.clamp_max(1.0), 1.0)
             solved = [times(x, factor) for x in solved]
-        steps = [None if f is None else -times(x, lr) for f, x in zip(force, solved)]
-        new = NaturalState(momentum, hessian, state.key, state.step + 1)
-        return steps, op.keep(state, new)
+        return [None if f is None else -times(x, lr) for f, x in zip(force, solved)]
 
-    def _increment(self, leaves: list, context: LinkContext) -> Precision:
+    def next_hessian(self, samples, state, context):
         increment = context.extra.get("curvature")
         if not isinstance(increment, Precision):
             raise ValueError(
                 f"{self.name}: update got curvature={type(increment).__name__}: pass an increment of an estimator of "
                 "bc.curvature at draw.params (make_step does, given curvature=)"
             )
-        return increment
-
-    def _averaged(self, state: NaturalState, increment: Precision) -> Precision:
         beta = self.betas[1]
         new = increment.scale((1 - beta) / increment.count)
         if type(state.hessian) is Diagonal and not isinstance(increment, Diagonal):

@@ -66,6 +66,7 @@ from bayesopt_chain.posterior.gaussian import (
     times,
 )
 from bayesopt_chain.posterior.vi._families import Dense, Family, LowRank, MeanField
+from bayesopt_chain.precision import Precision
 from bayesopt_chain.schedules import ScalarOrSchedule, is_zero, now, scalar
 from bayesopt_chain.trees import copied, paths_of, require_like, spread
 
@@ -139,6 +140,10 @@ class Variational(Drawing):
         object.__setattr__(self, "prior", prior)
 
     @property
+    def name(self) -> str:
+        return self.family.name
+
+    @property
     def on_shards(self) -> OnShards:  # the optimizers are given DTensors, so that they keep their own rules about them
         return "tree" if self.family.elementwise else "refused"
 
@@ -153,21 +158,21 @@ class Variational(Drawing):
         def normals(n: int) -> tuple[Tensor, ...]:
             return standard_normals(key, zero, leaves, context.paths, n)
 
-        require_prior(self.prior, params, self.family.name)
+        require_prior(self.prior, params, self.name)
         if not self.is_deterministic:
             require_alone(
                 context,
-                self.family.name,
+                self.name,
                 "give such links to its optimizer (bc.chain(link, bc.adam(...))), and a prior as weight_decay= or prior=",
             )
-            require_gradients_alone(self.optimizer, shards.local_tree(params), self.family.name)
+            require_gradients_alone(self.optimizer, shards.local_tree(params), self.name)
         scale = self.family.start(leaves, self._first_scales(params, context), normals)
         scale = tuple(context.spread(scale)) if self.family.elementwise else scale
         return VariationalState(scale, self.optimizer.init(params), self.scale_optimizer.init(scale), key, zero + 1)
 
     def _first_scales(self, params: Any, context: LinkContext) -> list[Tensor]:
         """The standard deviations to start from, by leaf."""
-        what = f"{self.family.name}: init_scale"
+        what = f"{self.name}: init_scale"
         scales = context.parts(spread(self.family.init_scale, params, what), what)
         require_numbers(scales, params, what)
         return scales
@@ -190,7 +195,7 @@ class Variational(Drawing):
             moves, optimizer = self._move_mean(g, state, params, op, context)
             return moves, state._replace(mean_optimizer=optimizer)
         draw: Any = context.extra.get("draw")
-        require_drawn_from(draw, state, self.family.name)
+        require_drawn_from(draw, state, self.name)
         mine = state._replace(scale=tuple(map(shards.local, state.scale)))
         by_mean, by_scale = self._gradients(g, draw.noise, mine, params)
         moves, mean_optimizer = self._move_mean(by_mean, state, params, op, context)
@@ -241,7 +246,7 @@ class Variational(Drawing):
         """``loss - T H[q]``, and the prior at the draw."""
         if (self.weight_decay or self.prior is not None) and draw is None:
             raise ValueError(
-                f"{self.family.name}: with a prior or weight_decay the negative ELBO needs draw=, the draw of the loss"
+                f"{self.name}: with a prior or weight_decay the negative ELBO needs draw=, the draw of the loss"
             )
         loss = whole(loss)
         drawn = [] if draw is None else optree.tree_leaves(draw.params)
@@ -260,20 +265,16 @@ class Variational(Drawing):
         """The parameters' shapes that the state remembers, or their number."""
         return self.family.shapes(state.scale)
 
-    def posterior(self, state: VariationalState, params: Any) -> Gaussian:
-        if self.is_deterministic:
-            raise ValueError(f"{self.family.name}: at temperature=0 there is no posterior; pass temperature=1 / N")
-        temperature = now(self.temperature, state.step - 1)
-        data = 1 / scalar(temperature, state.step.device)
-        mean = copied(params)
-        require_finite(mean, "the posterior's mean")
-        require_finite(state.scale, f"{self.family.name}: the scale")
-        return Gaussian(mean, self.family.precision(state.scale, params, data)).factorised()
+    def precision(self, state: VariationalState, params: Any) -> Precision:
+        """Of the posterior, over the tree of params."""
+        require_finite(state.scale, f"{self.name}: the scale")
+        data = 1 / scalar(now(self.temperature, state.step - 1), state.step.device)
+        return self.family.precision(state.scale, params, data)
 
     def __str__(self) -> str:
         words = [str(self.optimizer).replace("\n", " "), f"temperature={checks.show(self.temperature)}"]
         words += [f"n_samples={self.n_samples}"] if self.n_samples > 1 else []
-        return f"{self.family.name}({', '.join(words)})"
+        return f"{self.name}({', '.join(words)})"
 
 
 def one_prior(who: str, prior: Gaussian | None, weight_decay: float, temperature: ScalarOrSchedule) -> Gaussian | None:
@@ -391,9 +392,12 @@ class DrawingTransformation(PosteriorTransformation):
             ValueError: at ``temperature=0``, where there is none; parameters of other shapes than the state's; NaN in the
                 state or the parameters (named).
         """
-        mine = self._state(state)
-        require_these(self._link.shapes(mine), params, str(self._link))
-        return self._link.posterior(mine, params)
+        mine, link = self._state(state), self._link
+        require_these(link.shapes(mine), params, str(link))
+        if link.is_deterministic:
+            raise ValueError(f"{link.name}: at temperature=0 there is no posterior; pass temperature=1 / N")
+        require_finite(params, "the posterior's mean")
+        return Gaussian(copied(params), link.precision(mine, params)).factorised()
 
 
 class VariationalTransform(DrawingTransformation):
