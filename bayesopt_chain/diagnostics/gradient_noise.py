@@ -75,11 +75,6 @@ class GradientNoise(NamedTuple):
     steps_per_epoch: float | None
     order: str | None
 
-    @property
-    def rank(self) -> int:
-        """Number of directions kept."""
-        return len(self.eigenvalues)
-
 
 @kinds.takes(max_batches=kinds.whole(2))
 def gradient_noise(
@@ -136,8 +131,11 @@ def gradient_noise(
         drawing = not all(torch.equal(x, y) for x, y in zip(first[0], again))
         second = [again, *(gradients(loss, params, batch) for batch in used[1:])] if drawing else None
     m, spec = len(used), optree.tree_structure(params)
-    averages = first if second is None else [[(x + y) / 2 for x, y in zip(*pair)] for pair in zip(first, second)]
-    stacked = [torch.stack(leaf) for leaf in zip(*averages)]
+    stacked, draws = [torch.stack(leaf) for leaf in zip(*first)], None
+    if second is not None:
+        again = [torch.stack(leaf) for leaf in zip(*second)]
+        draws = [(x - y) / math.sqrt(2 * m) for x, y in zip(stacked, again)]
+        stacked = [(x + y) / 2 for x, y in zip(stacked, again)]
     bad = torch.stack([~leaf.reshape(m, -1).isfinite().all(1).cpu() for leaf in stacked]).any(0).nonzero().flatten()
     if len(bad):
         raise ValueError(
@@ -151,12 +149,6 @@ def gradient_noise(
     rows = [
         torch.cat([part - part.mean(0) for part in leaf.split(sizes)]) / math.sqrt(freedom * share) for leaf in stacked
     ]
-    draws = None
-    if second is not None:
-        draws = [
-            torch.stack([(x - y) / math.sqrt(2 * m) for x, y in zip(xs, ys)])
-            for xs, ys in zip(zip(*first), zip(*second))
-        ]
     gains = [torch.ones((), device=leaf.device) for leaf in means] if tx is None else read(tx, params, state).gains
     total = rows if draws is None else [torch.cat([x, y / math.sqrt(2)]) for x, y in zip(rows, draws)]
     values = torch.linalg.eigvalsh(weighted_gram(total, gains)).flip(0).clamp(min=0.0)

@@ -674,16 +674,15 @@ def _hessian(D: Tensor, d: Tensor, instruments: Tensor, known: Tensor) -> Tensor
 
 
 class Stretch(NamedTuple):
-    """Neighbouring elements of one leaf: a slice of one of its dimensions, or all of it where ``length`` is ``None``."""
+    """Neighbouring elements of one leaf: those from ``begin`` to ``end`` of all in a row."""
 
     leaf: int
-    dim: int = 0
-    begin: int = 0
-    length: int | None = None
+    begin: int
+    end: int
 
     def of(self, x: Tensor) -> Tensor:
-        """The elements in ``x``, without a copy."""
-        return x if self.length is None else x.narrow(self.dim, self.begin, self.length)
+        """The elements in ``x``, without a copy where it is contiguous; a number is that of all elements."""
+        return x.reshape(-1)[self.begin : self.end] if x.dim() else x
 
 
 def loudest(tensors: Sequence[Tensor], factors: Sequence[float | Tensor], elements: int) -> list[Stretch]:
@@ -692,22 +691,16 @@ def loudest(tensors: Sequence[Tensor], factors: Sequence[float | Tensor], elemen
     Everything, where it is not more than that. One stretch is taken however large it is.
     """
     if len(tensors) <= LEAVES and sum([x.numel() for x in tensors]) <= elements:
-        return [Stretch(i) for i in range(len(tensors))]
-    found = list[Stretch]()
+        return [Stretch(i, 0, x.numel()) for i, x in enumerate(tensors)]
+    found, norms = list[Stretch](), list[Tensor]()
     for i, x in enumerate(tensors):
-        dim = max(range(x.dim()), key=x.shape.__getitem__, default=0)
-        parts = min(-(-x.numel() * STRETCHES // elements), x.shape[dim]) if x.dim() else 1
-        ends = [x.shape[dim] * k // parts for k in range(parts + 1)] if parts > 1 else []
-        found += [Stretch(i, dim, begin, end - begin) for begin, end in pairwise(ends)] or [Stretch(i)]
-    scaled = list[Tensor]()
-    for part in found:
-        x = part.of(tensors[part.leaf])
-        factor = torch.as_tensor(factors[part.leaf], device=x.device)
-        size = torch.linalg.vector_norm((x * part.of(factor) if factor.dim() else x).float())
-        scaled.append((size if factor.dim() else size * factor.abs()).to(tensors[0].device))
-    norms = torch.stack(scaled).cpu()
-    counts = torch.tensor([part.of(tensors[part.leaf]).numel() for part in found], device="cpu")
-    order = (norms / counts.clamp(min=1).sqrt()).argsort(descending=True).tolist()[:STRETCHES]
+        n, factor = x.numel(), torch.as_tensor(factors[i], device=x.device)
+        parts = -(-n * STRETCHES // elements)
+        for part in [Stretch(i, n * k // parts, n * (k + 1) // parts) for k in range(parts)]:
+            found.append(part)
+            norms.append(torch.linalg.vector_norm((part.of(x) * part.of(factor)).float()).to(tensors[0].device))
+    counts = torch.tensor([part.end - part.begin for part in found], device="cpu")
+    order = (torch.stack(norms).cpu() / counts.sqrt()).argsort(descending=True).tolist()[:STRETCHES]
     room, chosen = elements, list[int]()
     for k in order:
         if not chosen or counts[k] <= room:
@@ -755,7 +748,7 @@ class Window:
             leaves=[x._replace(gradient=nothing, param=nothing) for x in seen],
             common=numbers[0],
             scales=scales,
-            stretches=[Stretch(i) for i in range(len(seen))],
+            stretches=[Stretch(i, 0, x.gradient.numel()) for i, x in enumerate(seen)],
             gradients=Sketch([x.gradient for x in seen], scales, numbers[0]),
         )
 
@@ -763,7 +756,7 @@ class Window:
         """The window that follows this opening: empty, of the loudest parts of these leaves, and their parameters too."""
         gradients, scales = [x.gradient for x in seen], self.scales
         chosen = loudest(gradients, scales, max(FEW, sum([x.numel() for x in gradients]) // SHARE))
-        each = [x.of(s) if isinstance(s, Tensor) and s.dim() else s for x in chosen for s in (scales[x.leaf],)]
+        each = [x.of(s) if isinstance(s, Tensor) else s for x in chosen for s in (scales[x.leaf],)]
         sizes = [0.5 / (self.leaves[x.leaf].temperature * self.common * abs(scale)) for x, scale in zip(chosen, each)]
         numbers = sorted({x.leaf for x in chosen})
         return Window(
@@ -805,15 +798,12 @@ class Sketch:
         self.common = common * factors[0] if is_common else common
         self.signs, self.weights, begin = list[Tensor](), list[Tensor | None](), 0
         for pack in self.packs:
-            counts, device = [tensors[i].numel() for i in pack], tensors[pack[0]].device
-            end = begin + -(-sum(counts) // BUCKETS)
+            device = tensors[pack[0]].device
+            end = begin + -(-sum([tensors[i].numel() for i in pack]) // BUCKETS)
             self.signs.append(_signs(begin, end, device))
             begin = end
-            self.weights.append(None)
-            if not is_common:
-                given = [torch.as_tensor(factors[i], device=device) for i in pack]
-                each = [x.reshape(-1) if x.dim() else x.expand(n) for x, n in zip(given, counts)]
-                self.weights[-1] = torch.cat(each)
+            each = [torch.as_tensor(factors[i], device=device).expand(tensors[i].shape) for i in pack]
+            self.weights.append(None if is_common else torch.cat([x.reshape(-1) for x in each]))
 
     def row(self, tensors: Sequence[Tensor]) -> Tensor:
         """What :meth:`read` needs of one step, in new memory."""

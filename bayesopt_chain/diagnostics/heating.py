@@ -295,7 +295,7 @@ def _overlap(system: Reduced, again: GradientNoise) -> float:
     Q = torch.cat(system.bases)
     rows = flatten(again.rows, system.like).to(Q) * system.roots
     _, vectors = torch.linalg.eigh((rows @ rows.T).double())
-    top = vectors[:, -again.rank :].T.to(rows) @ rows
+    top = vectors[:, -len(again.eigenvalues) :].T.to(rows) @ rows
     return float((top @ Q.T).square().sum() / top.square().sum())
 
 
@@ -322,7 +322,7 @@ def reduce(
     max_products: int = 120,
 ) -> Reduced:
     """Project curvature and noise onto the span of their largest directions, the curvature's found in so many products."""
-    like = noise.mean
+    like, rank = noise.mean, len(noise.eigenvalues)
     roots = flatten(optree.tree_unflatten(optree.tree_structure(like), [g.sqrt() for g in response.gains]), like)
     dtype = torch.float64 if sum(x.numel() for x in optree.tree_leaves(like)) < 4096 else common_dtype(like)
     rows = flatten(noise.rows, like).to(dtype)
@@ -331,7 +331,7 @@ def reduce(
     draws = rows[:0] if noise.draws is None else flatten(noise.draws, like).to(dtype) * roots
     total = torch.cat([rows, draws / 2**0.5])
     values, vectors = torch.linalg.eigh((total @ total.T).double())
-    largest = vectors[:, values > 1e-10 * values[-1]][:, -noise.rank :]
+    largest = vectors[:, values > 1e-10 * values[-1]][:, -rank:]
     span = largest.T.to(dtype) @ total
 
     def curved(v: Tensor) -> Tensor:
@@ -339,7 +339,7 @@ def reduce(
         return roots * flatten(curve(unflatten(roots * v, like)), like).to(dtype)
 
     if curve is not None:
-        span = torch.cat([span, lanczos(curved, roots, noise.rank, max_products=max_products)[1]])
+        span = torch.cat([span, lanczos(curved, roots, rank, max_products=max_products)[1]])
     parts = span.split([leaf.numel() for leaf in optree.tree_leaves(like)], 1)
     own = [torch.cat([x * (j in g.leaves) for j, x in enumerate(parts)], 1) for g in response.groups]
     found = [(group, basis) for group, part in zip(response.groups, own) if len(basis := _orthonormal(part))]

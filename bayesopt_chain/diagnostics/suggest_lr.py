@@ -67,7 +67,7 @@ from bayesopt_chain.diagnostics.heating import Heating, Reduced, loop, predict, 
 from bayesopt_chain.loop.step import make_step
 from bayesopt_chain.modules.functional import make_functional
 from bayesopt_chain.testing._lyapunov import solve_lyapunov
-from bayesopt_chain.trees import unflatten
+from bayesopt_chain.trees import copied, unflatten
 
 MARGIN = 0.1  # share of the stability limit
 MOMENTA = (0.5, 0.9, 0.97, 0.99, 0.997)  # tried where the momentum is open
@@ -342,8 +342,7 @@ class _Adviser:
         try:
             noise = gradient_noise(loss, params, measured, rank=RANK, max_batches=MOST)
             system = reduce(response, noise, product, self.source.size / base, max_products=3 * RANK)
-            leaves = optree.tree_leaves(params)
-            roots = [gain.to(leaf).sqrt() for gain, leaf in zip(response.gains, leaves)]
+            roots = [gain.to(leaf).sqrt() for gain, leaf in zip(response.gains, optree.tree_leaves(params))]
             curved = trace(product, params, roots, PROBES)
             again = _again(system, [hessian_product(loss, params, [batch]) for batch in other])
         except RuntimeError as err:
@@ -365,7 +364,7 @@ class _Adviser:
         if not top + prior > 0:
             raise ValueError("suggest_lr: the loss has no positive curvature at params; go to a mode first")
         self.passes += len(measured) * base / self.source.size * (1 + 2 * PRODUCTS + 2 * len(other) / len(joined))
-        moving = sum(int((root > 0).sum()) * (leaf.numel() // root.numel()) for root, leaf in zip(roots, leaves))
+        moving = int((system.roots > 0).sum())
         mean = max(curved / moving, 1e-5 * top)
         return LocalModel(replace(system, C=system.C * base, D=system.D * base), mean, top, again, level, moving)
 
@@ -426,8 +425,7 @@ class _Adviser:
         steps = int(max(fewest, min(most, 0.25 * self.allowed * steps_per_epoch, max(20, 40 * steps_per_epoch))))
         tx, params, losses = self.make(candidate.lr, candidate.momentum), self.params, []
         step = make_step(self.loss, tx)
-        copied = optree.tree_map(lambda x: x.clone() if torch.is_tensor(x) else x, self.state)
-        state = tx.init(params) if self.state is None else copied
+        state = tx.init(params) if self.state is None else copied(self.state)
         for batch in islice(chain.from_iterable(repeat(self.source.batches(candidate.batch_size))), steps):
             params, state, info = step(params, state, batch)
             losses.append(info.loss)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Link
-from bayesopt_chain.core.state import State
+from bayesopt_chain.core.state import State, is_by_leaf
 from bayesopt_chain.loop.parallel import stack
 from bayesopt_chain.matching.response import Decay, Linear, Nonlinear
 from bayesopt_chain.testing._zero_temperature import (
@@ -103,7 +103,7 @@ def copies_and_pickles_continue_exactly(build: Build) -> None:
         "deepcopy": (tx, copy.deepcopy(state)),
         "pickle": (tx, pickle.loads(pickle.dumps(state))),
         "another transformation": (build(), state),
-        "copy_ into a fresh state": (tx, _loaded(tx, params, state)),
+        "copy_ into a fresh state": (tx, optree.tree_map(torch.Tensor.copy_, tx.init(params), state)),
     }.items():
         assert_bitwise_equal(go_on(other, params, twin)[0], want, how)
 
@@ -255,11 +255,9 @@ def the_stream_reaches_every_draw(build: Build) -> None:
     """No draw comes from a generator: a state's key and count decide all of them."""
     tx, params, state = _underway(build)
     before = torch.random.get_rng_state()
-    tx.update(smooth_gradient(params), state, params=params, inplace=False)
+    with _NoGenerator():
+        tx.update(smooth_gradient(params), state, params=params, inplace=False)
     assert torch.equal(before, torch.random.get_rng_state()), "an update drew from torch's global generator"
-    if isinstance(tx, Chain):
-        with _NoGenerator():
-            tx.update(smooth_gradient(params), state, params=params, inplace=False)
 
 
 class _NoGenerator(TorchDispatchMode):
@@ -326,23 +324,14 @@ def _part_of(tx: Chain, state: State, leaves: list[torch.Tensor]) -> list[Any]:
     """The entries of a state, of each leaf the rows that :func:`_rows` takes."""
     noise, out = tx.plan(state).noise, list[Any]()
     for i, (entry, where) in enumerate(zip(state, state.layout.where)):
-        names = getattr(entry, "_fields", ())
-        of: Any = noise[i].by_leaf if i in noise else dict.fromkeys(names, where)
-        for name in names:
-            field, mine = getattr(entry, name), of.get(name, ())
-            if isinstance(field, tuple) and len(field) == len(mine):
+        fields: dict[str, Any] = entry._asdict() if hasattr(entry, "_asdict") else {}
+        of: Any = noise[i].by_leaf if i in noise else dict.fromkeys(fields, where)
+        for name, mine in of.items():
+            if is_by_leaf(fields[name], len(mine)):
                 # drawn noise that is remembered has an axis in front
-                entry = entry._replace(
-                    **{
-                        name: tuple(
-                            [
-                                _rows(x, x.ndim - leaves[j].ndim)[0] if x.ndim >= leaves[j].ndim > 0 else x
-                                for x, j in zip(field, mine)
-                            ]
-                        )
-                    }
-                )
-        out.append(entry)
+                each = [(x, leaves[j].ndim) for x, j in zip(fields[name], mine)]
+                fields[name] = tuple([_rows(x, x.ndim - n)[0] if x.ndim >= n > 0 else x for x, n in each])
+        out.append(type(entry)(**fields) if fields else entry)
     return out
 
 
@@ -458,13 +447,6 @@ def _underway(build: Build, steps: int = 2):
     """A transformation, parameters and state after a few steps."""
     tx, params = build(), example_params()
     return tx, *go_on(tx, params, seeded(tx, params), steps)[:2]
-
-
-def _loaded(tx, params, state):
-    fresh = tx.init(params)
-    for mine, saved in zip(optree.tree_leaves(fresh), optree.tree_leaves(state)):
-        mine.copy_(saved)
-    return fresh
 
 
 def _of_leaf(state, i: int) -> list:

@@ -682,21 +682,18 @@ class LearningCoefficient(NamedTuple):
         value: the local learning coefficient, at this temperature and strength.
         standard_error: its Monte Carlo error.
         verdict: what is doubtful, in words, or ``"no objection"``.
-        temperature, strength: of the target, in units of the mean loss.
-        run: all that was measured.
+        run: all that was measured, with temperature and strength of the target.
     """
 
     value: float
     standard_error: float
     verdict: str
-    temperature: float
-    strength: float
     run: Observed
 
     def __str__(self) -> str:
         return (
             f"local learning coefficient {self.value:.4g} +- {2 * self.standard_error:.2g} at "
-            f"temperature {self.temperature:.3g}, strength {self.strength:.3g}: {self.verdict}"
+            f"temperature {self.run.temperature:.3g}, strength {self.run.strength:.3g}: {self.verdict}"
         )
 
 
@@ -735,4 +732,4 @@ def local_learning_coefficient(
     """
     run = observe(loss, params, batches, **options)
     found = run.llc()
-    return LearningCoefficient(float(found.value), float(found.error), run.verdict, run.temperature, run.strength, run)
+    return LearningCoefficient(float(found.value), float(found.error), run.verdict, run)
