@@ -142,6 +142,16 @@ class SolvePrecision(Link):
     def response(self) -> Response:
         return Preconditioner(diagonal=False)
 
+    def init(self, leaves: Leaves, context: LinkContext) -> Any:
+        try:  # a precision of other parameters is refused before the first update
+            self.precision.solve(context.tree([torch.zeros_like(x, requires_grad=False) for x in leaves]))
+        except ValueError as error:
+            raise ValueError(
+                f"scale_by_preconditioner: its precision is of other parameters ({error}). Behind a mask or in a partition it has "
+                "to be over the whole tree, with () in the place of every leaf that is left out"
+            ) from None
+        return super().init(leaves, context)
+
     def apply_power(self, e: Leaves, power: float, state: Any, context: LinkContext) -> Leaves:
         # The power is 1/2 in any case: a chain refuses such a preconditioner behind the noise, where it would be -1/2.
         return [y.to(x.dtype) for x, y in zip(e, context.leaves(self.precision.sqrt_solve(context.tree(e))))]

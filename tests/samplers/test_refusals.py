@@ -7,6 +7,7 @@ import torchopt
 import bayesopt_chain as bc
 from bayesopt_chain import samplers
 from bayesopt_chain import schedules as s
+from bayesopt_chain.precision import Dense
 from bayesopt_chain.testing import stationary_covariance
 from tests.registry.samplers import TreePrecision
 
@@ -51,6 +52,7 @@ def cycles(*args, **more):
 
 
 PRECISION = lambda: samplers.langevin_with_precision(TreePrecision(), 0.1, temperature=1.0)  # noqa: E731
+PRECISE = bc.scale_by_preconditioner(Dense(torch.eye(2), {"a": TWO}, torch.tensor(1.0)))
 NO_LIMIT = r"temperature must be positive.*no limit as T -> 0; use bc\.sghmc"
 SHORTER = r"burn_in must be shorter than the cycle \(100 updates\), got"
 FLATTENED = r"scale_by_contour: .* stands in front of it"
@@ -82,6 +84,10 @@ VALUES = [
     (
         lambda: updated(PRECISION(), PAIR, {"a": torch.ones(2), "b": None}),
         "every parameter needs a gradient, since it couples them",
+    ),
+    (
+        lambda: bc.partition({"a": PRECISE, "b": bc.sgd(0.1)}, {"a": "a", "b": "b"}).init(PAIR),
+        r"its precision is of other parameters .*with \(\) in the place of every leaf that is left out",
     ),
     (lambda: samplers.cyclical(NAN, 10, 5, temperature=1.0), "cyclical: lr"),
     (lambda: cycles(10, 5, 1.5).init(TWO), "momentum must lie"),
