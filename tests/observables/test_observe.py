@@ -404,7 +404,7 @@ def test_a_loss_that_draws_is_refused():
 def test_a_list_of_batches_is_drawn_anew_and_the_number_of_data_sets_the_temperature():
     batches = [(X[i : i + 16], Y[i : i + 16]) for i in range(0, N, 16)]  # the last one is of what remains
     found = bc.local_learning_coefficient(loss, {"w": BEST}, batches, steps=300, burn_in=50)
-    assert found.temperature == math.log(N) / N == found.strength
+    assert found.run.temperature == math.log(N) / N == found.run.strength
     assert found.run.reference == pytest.approx(float(loss({"w": BEST}, (X, Y))), rel=1e-14)
     with pytest.raises(ValueError, match="number of data is not known from the batches; give temperature="):
         bc.local_learning_coefficient(lambda w, b: w.square().sum(), torch.zeros(2), None)
