@@ -147,8 +147,8 @@ class SolvePrecision(Link):
             self.precision.solve(context.tree([torch.zeros_like(x, requires_grad=False) for x in leaves]))
         except ValueError as error:
             raise ValueError(
-                f"scale_by_preconditioner: its precision is of other parameters ({error}). Behind a mask or in a partition it has "
-                "to be over the whole tree, with () in the place of every leaf that is left out"
+                f"scale_by_preconditioner: its precision is of other parameters ({error}). Behind a mask or in a partition "
+                "it has to be over the whole tree, with () in the place of every leaf that is left out"
             ) from None
         return super().init(leaves, context)
 
