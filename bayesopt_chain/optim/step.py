@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from bayesopt_chain import checks, kinds
 from bayesopt_chain._torch import is_flattened
@@ -21,6 +22,7 @@ from bayesopt_chain.distributed.ranks import gather_objects, world
 from bayesopt_chain.distributed.shards import are_spread, is_replicated
 from bayesopt_chain.loop.loss import Info, detach
 from bayesopt_chain.optim._ranks import OnRanks, fresh_key
+from bayesopt_chain.optim.ivon import IVON
 from bayesopt_chain.random.stream import seed_of
 from bayesopt_chain.runs.run import describe, describe_optimizer
 from bayesopt_chain.trees import require_like
@@ -168,7 +170,8 @@ def as_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: ModelLoss,
         they use the seed of the first rank.
 
     Raises:
-        ValueError: a model under FSDP1; at a step, params of other names or shapes than the model's; a loss that is no scalar;
+        ValueError: a model under FSDP1; IVON, LBFGS or ReduceLROnPlateau, which ask for more than a gradient; at a step, params
+            of other names or shapes than the model's; a loss that is no scalar;
             in ``bc.sample(..., path=)`` on several ranks, replicas that cannot be seen from the model (DistributedDataParallel
             is applied inside the loss), since their equal draws would be kept as chains of their own.
 
@@ -188,6 +191,21 @@ def as_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: ModelLoss,
         loss=(loss, kinds.FUNCTION),
         scheduler=(scheduler, kinds.SCHEDULER.or_none()),
     )
+    for given, kind, why in (
+        (
+            optimizer,
+            IVON,
+            "takes gradients at draws and moves their mean, which is no draw: use bc.make_step with bc.vi.ivon",
+        ),
+        (optimizer, torch.optim.LBFGS, "evaluates the loss several times a step: use bc.optim.SGHMC"),
+        (
+            scheduler,
+            ReduceLROnPlateau,
+            "asks for a metric, which a step has not: use one that depends on the count alone",
+        ),
+    ):
+        if isinstance(given, kind):
+            raise ValueError(f"as_step: {type(given).__name__} {why}, or a loop of your own")
     return ModelStep(model, optimizer, loss, scheduler)
 
 

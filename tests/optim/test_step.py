@@ -124,3 +124,18 @@ def test_foreign_params_and_losses_of_something_else_are_refused_with_both_sides
     step.loss = lambda model, batch: torch.ones(())
     with pytest.raises(ValueError, match="depends on the model's parameters"):
         step(step.params, step.state, None)
+
+
+@pytest.mark.parametrize(
+    ("optimizer_of", "scheduler_of", "words"),
+    [
+        (lambda p: bc.optim.IVON(p, 0.1, temperature=1.0), None, "IVON takes gradients at draws"),
+        (torch.optim.LBFGS, None, "LBFGS evaluates the loss several times"),
+        (torch.optim.SGD, torch.optim.lr_scheduler.ReduceLROnPlateau, "ReduceLROnPlateau asks for a metric"),
+    ],
+)
+def test_what_asks_for_more_than_a_gradient_is_refused_before_anything_moves(optimizer_of, scheduler_of, words):
+    model = nn.Linear(3, 1)
+    optimizer = optimizer_of(model.parameters())
+    with pytest.raises(ValueError, match=words):
+        bc.optim.as_step(model, optimizer, loss, scheduler=scheduler_of and scheduler_of(optimizer))
