@@ -18,14 +18,15 @@ from bayesopt_chain.matching.response import Response
 from bayesopt_chain.trees import flattened
 
 
-class LooksBehind:
-    """A link that would be wrong in silence in front of some others: it refuses them, also where a wrapper hides them."""
+class LooksAround:
+    """A link that would be wrong in silence beside some others: it refuses them, also where a wrapper hides them from it."""
 
-    def require_behind(self, behind: Sequence[Link]) -> None:
-        """Refuse what may not stand behind this link; ``init`` calls it with the links behind that act on any of its leaves.
+    def require_around(self, before: Sequence[Link], behind: Sequence[Link]) -> None:
+        """Refuse what may not stand beside this link; ``init`` calls it with the links that act on any of its leaves.
 
         Args:
-            behind: these links; for a link within a wrapper also those behind the wrapper.
+            before: the links in front; for a link within a wrapper also those in front of the wrapper.
+            behind: the links behind, likewise.
 
         Raises:
             ValueError: a link that may not stand there.
@@ -34,7 +35,7 @@ class LooksBehind:
 
 
 @dataclass(frozen=True)
-class Foreign(LooksBehind, Link):
+class Foreign(LooksAround, Link):
     """The link that stands for a foreign transformation.
 
     Attributes:
@@ -58,16 +59,16 @@ class Foreign(LooksBehind, Link):
     def extra_kwargs(self) -> frozenset[str]:
         return self.keywords
 
-    def require_behind(self, behind: Sequence[Link]) -> None:
+    def require_around(self, before: Sequence[Link], behind: Sequence[Link]) -> None:
         inside = self.transformation
-        while hasattr(inside, "transformation"):  # a wrapper, whose links see nothing behind it
+        while hasattr(inside, "transformation"):  # a wrapper, whose links see nothing outside of it
             inside = inside.transformation
         for link in getattr(inside, "links", ()):
-            if isinstance(link, LooksBehind):
-                link.require_behind(behind)
+            if isinstance(link, LooksAround):
+                link.require_around(before, behind)
 
     def init(self, leaves: Leaves, context: LinkContext) -> Any:
-        self.require_behind(context.scope.behind)
+        self.require_around(context.scope.before, context.scope.behind)
         return self.transformation.init(context.tree(leaves))
 
     def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from bayesopt_chain import checks
 from bayesopt_chain._torch import is_dtensor
-from bayesopt_chain.core.link import LinkContext, OnShards, Traits
+from bayesopt_chain.core.link import Link, LinkContext, OnShards, Traits
 from bayesopt_chain.core.op import Leaves
 from bayesopt_chain.distributed import shards
 from bayesopt_chain.links.keyed import Keyed
-from bayesopt_chain.posterior.gaussian import device_of, require_these, spread_like, standard_normals
+from bayesopt_chain.posterior.gaussian import Alone, device_of, require_these, spread_like, standard_normals
 from bayesopt_chain.schedules import ScalarOrSchedule, is_zero
 from bayesopt_chain.tracing import is_readable
 
@@ -45,7 +45,7 @@ class Draw(NamedTuple):
     step: Tensor
 
 
-class Drawing(Keyed):
+class Drawing(Alone, Keyed):
     """A link whose draws come before its update: the gradient is taken at them, and handed back with ``draw=``."""
 
     n_samples: int
@@ -75,6 +75,10 @@ class Drawing(Keyed):
     @property
     def required_kwargs(self) -> frozenset[str]:
         return self.extra_kwargs - {"draw"} if self.is_deterministic else self.extra_kwargs
+
+    def require_around(self, before: Sequence[Link], behind: Sequence[Link]) -> None:
+        if not self.is_deterministic:
+            super().require_around(before, behind)
 
     @property
     def is_deterministic(self) -> bool:

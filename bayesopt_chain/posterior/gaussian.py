@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import optree
 import torch
@@ -33,9 +33,10 @@ from torch import Tensor
 from bayesopt_chain import checks, kinds
 from bayesopt_chain._torch import dtensor_of, is_dtensor, spec_of, stacked_spec, whole
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import LinkContext
+from bayesopt_chain.core.link import Link
 from bayesopt_chain.core.state import State
 from bayesopt_chain.distributed import shards
+from bayesopt_chain.links.foreign import LooksAround
 from bayesopt_chain.links.gaussian_prior import Prior
 from bayesopt_chain.matching.response import Linear, Nonlinear
 from bayesopt_chain.precision import Eigenbasis, Kronecker, LowRank, Precision, Root, Woodbury
@@ -93,26 +94,27 @@ def require_these(shapes: list | int, params: Any, who: str) -> None:
         )
 
 
-def require_alone(context: LinkContext, who: str, instead: str) -> None:
-    """Refuse links beside one that moves a Gaussian: they would change its mean, and its covariance would not follow.
+class Alone(LooksAround):
+    """A link that moves a Gaussian: links beside it would change its mean, and its covariance would not follow.
 
     Links that pass gradients on stay, and so does clipping in front, which a sampler may have there too.
-
-    Args:
-        context: of ``init``.
-        who: the link, for the message.
-        instead: what to use in their place.
-
-    Raises:
-        ValueError: a link beside it; the message names it.
     """
-    for where, links in (("before", context.scope.before), ("behind", context.scope.behind)):
-        for link in links:
-            is_prior, may_stand = isinstance(link, Prior), where == "before" and isinstance(link.response, Nonlinear)
-            if is_prior or not (link.response == Linear() or may_stand):
-                raise ValueError(
-                    f"{who}: {link.shown} {where} it would change the mean, and the covariance would not follow; {instead}"
+
+    name: str
+    instead: ClassVar[str]  # what to use in the place of links beside it
+
+    def require_around(self, before: Sequence[Link], behind: Sequence[Link]) -> None:
+        for where, links in (("before", before), ("behind", behind)):
+            for link in links:
+                is_prior, may_stand = (
+                    isinstance(link, Prior),
+                    where == "before" and isinstance(link.response, Nonlinear),
                 )
+                if is_prior or not (link.response == Linear() or may_stand):
+                    raise ValueError(
+                        f"{self.name}: {link.shown} {where} it would change the mean, and the covariance would not follow; "
+                        f"{self.instead}"
+                    )
 
 
 def require_values(tree: Any, wanted: Any, what: str, where: str) -> None:

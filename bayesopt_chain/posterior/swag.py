@@ -28,7 +28,7 @@ from bayesopt_chain import kinds
 from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
-from bayesopt_chain.links.foreign import LooksBehind
+from bayesopt_chain.links.foreign import LooksAround
 from bayesopt_chain.matching.response import Linear, Response
 from bayesopt_chain.posterior.gaussian import (
     Gaussian,
@@ -92,7 +92,7 @@ def collected(state: SwagState, iterate: list[Tensor], due: Tensor, rank: int) -
 
 
 @dataclass(frozen=True)
-class Collect(LooksBehind, Link):
+class Collect(LooksAround, Link):
     """The link behind :func:`swag`."""
 
     rank: int
@@ -106,7 +106,7 @@ class Collect(LooksBehind, Link):
     def response(self) -> Response:
         return Linear()  # gradients pass through
 
-    def require_behind(self, behind: Sequence[Link]) -> None:
+    def require_around(self, before: Sequence[Link], behind: Sequence[Link]) -> None:
         for link in behind:
             if link.response != Linear():
                 raise ValueError(
@@ -117,7 +117,7 @@ class Collect(LooksBehind, Link):
     def init(self, leaves: Leaves, context: LinkContext) -> SwagState:
         if self.rank > size(leaves):
             raise ValueError(f"swag: rank={self.rank} is above the number of parameters, {size(leaves)}")
-        self.require_behind(context.scope.behind)
+        self.require_around(context.scope.before, context.scope.behind)
         return empty(leaves, self.rank)
 
     def update(self, g: Leaves, state: SwagState, op: TensorOps, context: LinkContext) -> tuple[Leaves, SwagState]:

@@ -808,6 +808,8 @@ def lanes():
                 bc.chain(bc.add_momentum(0.9), make("dense")),
                 bc.chain(make("von"), bc.scale_by_neg_lr(0.1)),
                 bc.chain(bc.ekf.diagonal(), bc.scale_by_neg_lr(0.1)),
+                bc.chain(bc.skip_nonfinite(bc.ekf.dense()), bc.scale_by_neg_lr(0.1)),
+                bc.chain(bc.links.add_decayed_weights(0.1), bc.skip_nonfinite(make("ivon"))),
             )
         ),
         (

@@ -33,9 +33,9 @@ from bayesopt_chain.posterior.ekf._structures import (
     weighed,
 )
 from bayesopt_chain.posterior.gaussian import (
+    Alone,
     Gaussian,
     PosteriorTransformation,
-    require_alone,
     require_numbers,
     require_these,
     require_values,
@@ -62,7 +62,7 @@ class Options(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Filter(Link):
+class Filter(Alone, Link):
     """The link behind the filters."""
 
     structure: Structure
@@ -71,6 +71,7 @@ class Filter(Link):
     prior_precision: Any = field(default=1.0, hash=False, compare=False)
     transition_noise: Any = field(default=0.0, hash=False, compare=False)
     forgetting: float | Tensor = 1.0
+    instead = "the likelihood's weight is lr=, and a prior is prior_precision= or prior="
 
     def __post_init__(self) -> None:
         if self.prior is None:
@@ -105,7 +106,7 @@ class Filter(Link):
         )
 
     @property
-    def name(self) -> str:
+    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.structure.name
 
     @property
@@ -115,7 +116,7 @@ class Filter(Link):
     def init(self, leaves: list, context: LinkContext) -> Any:
         params = context.tree(leaves)
         checks.parameters(leaves, optree.tree_paths(params))
-        require_alone(context, self.name, "the likelihood's weight is lr=, and a prior is prior_precision= or prior=")
+        self.require_around(context.scope.before, context.scope.behind)
         device = leaves[0].device
         zero = torch.zeros((), dtype=torch.float64, device=device)
         count = torch.zeros((), dtype=torch.int64, device=device)

@@ -60,7 +60,7 @@ from bayesopt_chain.posterior.draw import (
     require_drawn_from,
     require_samples,
 )
-from bayesopt_chain.posterior.gaussian import Gaussian, device_of, require_alone, times
+from bayesopt_chain.posterior.gaussian import Gaussian, device_of, times
 from bayesopt_chain.posterior.vi._transform import DrawingTransformation, like_prior, one_prior, require_prior
 from bayesopt_chain.precision import Diagonal, Precision
 from bayesopt_chain.schedules import ScalarOrSchedule, now, scalar
@@ -113,6 +113,7 @@ class Natural(Drawing):
     antithetic: bool = False
     state = NaturalState
     name = "vi"
+    instead = "give it lr=, betas=, and a prior as weight_decay= or prior="
     default_radius = 10.0
 
     def __post_init__(self) -> None:
@@ -149,8 +150,7 @@ class Natural(Drawing):
 
     def init(self, leaves: list, context: LinkContext) -> NaturalState:
         checks.parameters(leaves, context.paths)
-        if not self.is_deterministic:
-            require_alone(context, self.name, "give it lr=, betas=, and a prior as weight_decay= or prior=")
+        self.require_around(context.scope.before, context.scope.behind)
         params = context.tree(leaves)
         require_prior(self.prior, params, self.name)
         key, count = self.first_key(leaves, context)

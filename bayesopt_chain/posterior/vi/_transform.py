@@ -58,7 +58,6 @@ from bayesopt_chain.posterior.gaussian import (
     Gaussian,
     PosteriorTransformation,
     names_in,
-    require_alone,
     require_finite,
     require_numbers,
     require_these,
@@ -125,6 +124,7 @@ class Variational(Drawing):
     prior: Gaussian | None = field(default=None, hash=False, compare=False)
     scale_optimizer: Any = None
     state = VariationalState
+    instead = "give such links to its optimizer (bc.chain(link, bc.adam(...))), and a prior as weight_decay= or prior="
 
     def __post_init__(self) -> None:
         who = self.family.name
@@ -140,7 +140,7 @@ class Variational(Drawing):
         object.__setattr__(self, "prior", prior)
 
     @property
-    def name(self) -> str:
+    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.family.name
 
     @property
@@ -159,12 +159,8 @@ class Variational(Drawing):
             return standard_normals(key, zero, leaves, context.paths, n)
 
         require_prior(self.prior, params, self.name)
+        self.require_around(context.scope.before, context.scope.behind)
         if not self.is_deterministic:
-            require_alone(
-                context,
-                self.name,
-                "give such links to its optimizer (bc.chain(link, bc.adam(...))), and a prior as weight_decay= or prior=",
-            )
             require_gradients_alone(self.optimizer, shards.local_tree(params), self.name)
         scale = self.family.start(leaves, self._first_scales(params, context), normals)
         scale = tuple(context.spread(scale)) if self.family.elementwise else scale
