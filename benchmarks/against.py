@@ -162,7 +162,7 @@ HERE = Path(__file__).parents[1]
 SERVE = """
 import json, sys, torch, bayesopt_chain
 sys.path.insert(0, {here!r})
-from benchmarks.against import answer
+from benchmarks.{module} import answer
 torch.set_num_threads(1)
 for line in sys.stdin:
     print(json.dumps(answer(bayesopt_chain, *json.loads(line))), flush=True)
@@ -170,19 +170,19 @@ for line in sys.stdin:
 
 
 class Worker:
-    """A process that times the cases of this checkout with the package of another one."""
+    """A process that answers by a benchmark of this checkout, with the package of another one."""
 
-    def __init__(self, checkout: Path) -> None:
+    def __init__(self, checkout: Path, module: str = "against") -> None:
         environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-W", "ignore", "-c", SERVE.format(here=str(HERE))]
+        command = [sys.executable, "-W", "ignore", "-c", SERVE.format(here=str(HERE), module=module)]
         self.process = subprocess.Popen(
             command, cwd=checkout, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def seconds(self, name: str, calls: int) -> float:
-        """Processor seconds of a call of a case."""
+    def ask(self, *question: Any) -> Any:
+        """What ``answer`` of the benchmark says."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps([name, calls]) + "\n")
+        self.process.stdin.write(json.dumps(question) + "\n")
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
 
@@ -213,11 +213,11 @@ def main() -> None:
         times: dict[str, list[float]] = {"this": [], "other": []}
         for _ in range(given.processes):
             workers = {"this": Worker(here), "other": Worker(there)}
-            calls = max(1, int(0.05 / max(workers["this"].seconds(name, 3), 1e-6)))
-            workers["other"].seconds(name, calls)
+            calls = max(1, int(0.05 / max(workers["this"].ask(name, 3), 1e-6)))
+            workers["other"].ask(name, calls)
             for _ in range(given.rounds):
                 for who, worker in workers.items():
-                    times[who].append(worker.seconds(name, calls))
+                    times[who].append(worker.ask(name, calls))
             for worker in workers.values():
                 worker.stop()
         about = {"case": name, "processes": given.processes, "rounds": given.rounds}

@@ -1,14 +1,30 @@
-"""The command that counts how often the doctor is wrong: it runs, judges rightly, and goes on where it stopped."""
+"""The commands that count how often guard and doctor are wrong: they run, judge rightly, and go on where they stopped."""
 
 import json
 from functools import partial
 
 import pytest
 
-from benchmarks import doctor
+from benchmarks import doctor, heat_guard
 from benchmarks.measure import fill
 
 pytestmark = pytest.mark.slow
+
+
+def test_a_cold_and_a_hot_loop_are_told_apart_by_guard_and_truth(monkeypatch):
+    monkeypatch.setattr(heat_guard, "STEPS", 400)
+    monkeypatch.setattr(heat_guard, "LEAST", 200)
+    monkeypatch.setitem(heat_guard.CHAINS, "linear", 8)
+    hot = heat_guard.run(heat_guard.Case("linear", 0.05, 0.9, 32, "independent", "", 0))
+    cold = heat_guard.run(heat_guard.Case("linear", 0.6, 0.9, None, "independent", "", 0))
+    assert hot["warned"] and hot["truth"] - 2 * hot["standard_error"] > 2 and not cold["warned"]
+    counts = heat_guard.table({"hot": hot, "cold": cold})
+    assert (counts["cold runs"], counts["hot runs"], counts["misses"], counts["false alarms"]) == (1, 1, [], [])
+
+
+def test_the_loops_of_the_guard_have_names_of_their_own():
+    names = [str(case) for case in heat_guard.cases(2)]
+    assert len(set(names)) == len(names) > 200
 
 
 def test_the_doctor_names_the_fault_of_a_wrong_run_and_leaves_a_right_one_alone():
