@@ -270,16 +270,16 @@ def _named(who: str, tree: Any, chains: range | None) -> dict[str, Tensor]:
         TypeError: a leaf is not a tensor.
         ValueError: two tensors have the same name; with ``chains``, a tensor is not stacked.
     """
-    out: dict[str, Tensor] = {}
-    for name, x in [x for x in named_leaves(tree) if x[1] is not None] if tree is not None else [("tree", None)]:
+    named: dict[str, Any] = (
+        {"tree": None} if tree is None else {n: x for n, x in named_leaves(tree).items() if x is not None}
+    )
+    for name, x in named.items():
         if not isinstance(x, Tensor):
             raise TypeError(
                 f"{who}: {name} is {type(x).__name__}; only tensors can be spread over ranks: bc.state_dict(state) for the "
                 "state of a chain, for an optimizer torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
             )
-        if name in out:
-            raise ValueError(f"{who}: two tensors are named {name}; rename a key that contains '/'")
-        out[name] = x.detach()
+    out: dict[str, Tensor] = {name: x.detach() for name, x in named.items()}
     if chains is None:
         return out
     for name, x in out.items():

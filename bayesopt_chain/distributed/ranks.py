@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import lru_cache
@@ -211,7 +212,7 @@ def broadcast(tree: T, mesh: Mesh) -> T:
         >>> params, state = bc.distributed.broadcast(start, mesh)     # doctest: +SKIP
     """
     require_one_axis(mesh, "broadcast")
-    spread = {name: runs_of(x) for name, x in named_leaves(tree) if is_dtensor(x)}
+    spread = {name: runs_of(x) for name, x in named_leaves(tree).items() if is_dtensor(x)}
     if spread:
         require_alike(
             "broadcast: {} are DTensors, of which the ranks of this mesh hold different parts; pass the mesh of the ranks that "
@@ -254,7 +255,7 @@ def require_replicas(tree: Any, mesh: Mesh, *, who: str = "require_replicas") ->
         ...         bc.distributed.require_replicas((it.params, it.state), mesh)
     """
     require_one_axis(mesh, who)
-    mine = {name: digest(x) for name, x in named_leaves(tree) if isinstance(x, Tensor)}
+    mine = {name: digest(x) for name, x in named_leaves(tree).items() if isinstance(x, Tensor)}
     require_alike(
         who
         + ": the ranks hold no replicas of one chain: {} differ. Start all of them from the first rank's: params, state = "
@@ -264,11 +265,18 @@ def require_replicas(tree: Any, mesh: Mesh, *, who: str = "require_replicas") ->
     )
 
 
-def named_leaves(tree: Any) -> Iterable[tuple[str, Any]]:
-    """The leaves of a tree, ``None`` among them, each with its path as text, such as ``state/0/trace/w``."""
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree, ``None`` among them, each with its path as text, such as ``state/0/trace/w``.
+
+    Raises:
+        ValueError: two leaves have the same path.
+    """
     accessors, leaves = optree.tree_accessors(tree, none_is_leaf=True), optree.tree_leaves(tree, none_is_leaf=True)
     paths = [[str(getattr(x, "field", x.entry)) for x in accessor] for accessor in accessors]
-    return zip(["/".join(path) or "tensor" for path in paths], leaves)
+    named = dict(zip(names := ["/".join(path) or "tensor" for path in paths], leaves))
+    if twice := [name for name, n in Counter(names).items() if n > 1]:
+        raise ValueError(f"tree: two leaves are named {twice[0]}; rename a key that contains '/'")
+    return named
 
 
 def require_fit(what: str, here: Mapping[str, str], there: Mapping[str, str], besides: Iterable[str] = ()) -> None:

@@ -168,7 +168,7 @@ def packed(x: Any, tensors: dict[str, Tensor], prefix: str = "") -> Any:
     Raises:
         TypeError: something that a file cannot hold.
     """
-    if isinstance(x, Tensor):
+    if isinstance(x, Tensor) and not is_dtensor(x):
         tensors[name := f"{prefix}{len(tensors)}"] = x
         return {"tensor" if x.is_cpu else "elsewhere": name}
     if isinstance(x, dict):
@@ -178,7 +178,10 @@ def packed(x: Any, tensors: dict[str, Tensor], prefix: str = "") -> Any:
         return {"tuple": items} if isinstance(x, tuple) else items
     if x is None or isinstance(x, (bool, int, float, str)):
         return x
-    raise TypeError(f"save: {type(x).__name__} cannot be saved; tensors, numbers, strings and containers of them can")
+    raise TypeError(
+        f"save: {type(x).__name__} cannot be saved; tensors (of a DTensor x.full_tensor()), numbers, strings and containers of "
+        "them can"
+    )
 
 
 def unpacked(x: Any, file: File, device: torch.device, prefix: str = "") -> Any:
@@ -267,24 +270,22 @@ class File:
         Raises:
             ValueError: a block does not match its checksum, or the file has been replaced.
         """
-        x = self.entries[name]
-        rows = x.shape[0] if x.shape else 1
-        high = rows if high is None else high
-        row = (x.stop - x.start) // max(1, rows)
-        return self._tensor(name, (high - low, *x.shape[1:]) if x.shape else (), [(low * row, high * row)])
+        n, *shape = self.entries[name].shape or (1,)
+        high = n if high is None else high
+        rows = self.elements(name, range(low, high), 0, math.prod(shape))
+        return rows.reshape((high - low, *shape) if self.entries[name].shape else ())
 
     def elements(self, name: str, rows: range, low: int, high: int) -> Tensor:
         """Elements ``low`` to ``high`` of consecutive rows, each taken as flat; only the blocks that hold them are read."""
-        x = self.entries[name]
+        x, shape = self.entries[name], (len(rows), high - low)
         width, size = math.prod(x.shape[1:]), x.dtype.itemsize
-        spans = [((i * width + low) * size, (i * width + high) * size) for i in rows]
-        return self._tensor(name, (len(rows), high - low), spans)
-
-    def _tensor(self, name: str, shape: tuple[int, ...], spans: list[tuple[int, int]]) -> Tensor:
+        # whole rows follow one another, and are read at once
+        starts, length = (rows[:1], len(rows) * width) if high - low == width else (rows, high - low)
+        spans = [((i * width + low) * size, (i * width + low + length) * size) for i in starts if length]
         # in memory of torch's own alignment, by which matrix products round: a run that is read goes on bit for bit
         parts = [torch.empty(0, dtype=torch.uint8, device="cpu")]
         parts += [torch.frombuffer(raw, dtype=torch.uint8) for span in spans if (raw := self._bytes(name, *span))]
-        return torch.cat(parts).view(self.entries[name].dtype).reshape(shape)
+        return torch.cat(parts).view(x.dtype).reshape(shape)
 
     def verify(self) -> None:
         """Read every block.
@@ -367,11 +368,9 @@ def flat(tree: Any) -> tuple[dict[str, Tensor], dict[str, Scalar]]:
     """The tensors of a tree by path (``state/0/trace/1``), and its numbers, strings and ``None``.
 
     Raises:
-        TypeError: a leaf that is neither.
+        TypeError: a leaf that is neither. ValueError: two leaves have the same path.
     """
-    named = dict(leaves := list(named_leaves(tree)))
-    if len(named) < len(leaves):
-        raise ValueError("save: two leaves have the same path; rename a key that contains '/'")
+    named = named_leaves(tree)
     tensors = {name: x.detach() for name, x in named.items() if torch.is_tensor(x)}
     scalars = {name: kinds.plain(x) for name, x in named.items() if name not in tensors}
     if wrong := [n for n, x in scalars.items() if x is not None and not isinstance(x, (bool, int, float, str))]:
@@ -490,14 +489,13 @@ def _saved(path: Path, rank: int, size: int) -> Path:
 def filled(like: Any, tensors: Mapping[str, Tensor], scalars: Mapping[str, Scalar], where: str) -> Any:
     """``like`` with the values that were read, after comparing every leaf."""
     wanted, numbers = flat(like)
-    here, there = ({n: _kind(x) for n, x in {**a, **b}.items()} for a, b in ((wanted, numbers), (tensors, scalars)))
+    here, there = (
+        {n: f"{x.dtype} {tuple(x.shape)}" if torch.is_tensor(x) else "a number" for n, x in both.items()}
+        for both in ({**wanted, **numbers}, {**tensors, **scalars})
+    )
     require_fit(f"load: {where} does not fit the tree of like=", here, there)
     values = {**scalars, **{name: tensors[name].to(leaf.device) for name, leaf in wanted.items()}}
-    return optree.tree_structure(like, none_is_leaf=True).unflatten([values[name] for name, _ in named_leaves(like)])
-
-
-def _kind(x: Any) -> str:
-    return f"{x.dtype} {tuple(x.shape)}" if torch.is_tensor(x) else "a number"
+    return optree.tree_structure(like, none_is_leaf=True).unflatten([values[name] for name in named_leaves(like)])
 
 
 def nested(flat: Mapping[str, Any]) -> Any:

@@ -572,34 +572,27 @@ class Piece(NamedTuple):
         high = self.size if high is None else high
         if name in self.leaves or not self.parts:
             x = self.leaves[name] if (low, high) == (0, self.size) else self.leaves[name][low:high]
+            x = x if elements is None else x.reshape(len(x), -1)[:, slice(*elements)]
             x = x if name == STEP or self.like is None else x.to(self.device)
-        elif elements is not None and name != STEP:
-            return self._elements(name, low, high, *elements).to(self.device)
         else:
-            x = self._side_by_side(name, low, high)
+            shape = self.kind(name)[1]
+            x = self._elements(name, low, high, *(elements or (0, math.prod(shape))))
+            x = x if elements is not None else x.reshape(high - low, *shape)
             x = x if name == STEP else x.to(self.device)
         if elements is not None:
-            return x.reshape(len(x), -1)[:, slice(*elements)]
+            return x
         like = (self.like or {}).get(name.removeprefix(LEAF))
         return cut_like(x, like) if is_dtensor(like) and not is_dtensor(x) else x
 
     def _elements(self, name: str, low: int, high: int, first: int, stop: int) -> Tensor:
         """Elements of rows, of which each part holds consecutive ones: those of its chains."""
         out, at = list[Tensor](), 0
-        for part in self.parts:
+        for part in self.parts[:1] if name == STEP else self.parts:
             n = math.prod(part.file.entries[name].shape[1:])
             a, b = max(first - at, 0), min(stop - at, n)
-            if a < b or not n:
-                out.append(part.file.elements(name, range(part.first + low, part.first + high), a, max(a, b)))
+            out.append(part.file.elements(name, range(part.first + low, part.first + high), a, max(a, b)))
             at += n
-        return torch.cat(out, 1) if out else self._side_by_side(name, low, high).flatten(1)[:, :0]
-
-    def _side_by_side(self, name: str, low: int, high: int) -> Tensor:
-        parts = self.parts[:1] if name == STEP else self.parts
-        rows = [part.file.read(name, part.first + low, part.first + high) for part in parts]
-        if len(parts) == 1:
-            return rows[0]
-        return torch.cat([x if part.stacked else x[:, None] for x, part in zip(rows, parts)], 1)
+        return out[0] if len(out) == 1 else torch.cat(out, 1)
 
 
 def side_by_side(

@@ -61,7 +61,10 @@ class Stateful(Protocol):
         """Look at a step."""
 
     def state_dict(self) -> Any:
-        """Tensors, numbers, strings, and dictionaries, lists and tuples of them."""
+        """Tensors, numbers, strings, and dictionaries, lists and tuples of them.
+
+        Where parameters are DTensors every rank is asked, and all have to give the same: whole tensors, and sums over ranks.
+        """
 
     def load_state_dict(self, state: Any, /) -> Any:
         """Go on from what :meth:`state_dict` gave."""

@@ -369,8 +369,7 @@ class Interrupts:
         raises: whether a second one raises ``KeyboardInterrupt``: while code runs that may take long and that commits nothing.
     """
 
-    def __init__(self) -> None:
-        self.asked = self.raises = False
+    asked = raises = False
 
     def handle(self, number: int, frame: Any) -> None:
         """Take note; raise if asked before, once."""

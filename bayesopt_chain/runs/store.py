@@ -56,6 +56,7 @@ SHARD_BYTES = 1 << 26  # draws on disk are committed when they have grown to thi
 ASKED_EACH = 0.1  # of the interval between two commits: how often ranks ask the first one whether it is time
 MOST_BLOCKS = 256  # folders of one run
 GENERATOR, CALLBACK = "_generator/", "_callback/"
+_SEEN = "the states of callbacks ({}: state_dict has to give what is equal on all ranks, as x.full_tensor() is)"
 
 
 class Place(NamedTuple):
@@ -496,17 +497,20 @@ class Store:
 
     def _commit(self, params: Any, state: Any, step: int, complete: bool, why: str) -> None:
         tensors, scalars = files.flat((params, state))
-        generators = [generator_states()]
+        generators, seen = [generator_states()], dict[str, Tensor]()
+        of = [type(x).__qualname__ for x in self.run.stateful]
+
+        def pack() -> Any:
+            return files.packed([x.state_dict() for x in self.run.stateful], seen, CALLBACK)
+
+        states = self.together(pack) if self.place.sharded and of else pack()
         if self.place.sharded:
-            plain = {name: digest(x) for name, x in tensors.items() if not is_dtensor(x)}
+            plain: dict[str, Any] = {name: digest(x) for name, x in tensors.items() if not is_dtensor(x)}
+            plain[_SEEN.format(", ".join(of))] = (str(states), *map(digest, seen.values()))
             require_alike("save: {}" + DRIFTED, plain, self.place.mesh)
             tensors, generators = gathered(tensors, self.first), self.gathered(generators[0])
-        more = {f"{GENERATOR}{i}/{n}": x for i, states in enumerate(generators) for n, x in states.items()}
-        callbacks = dict[str, Any]()
-        if self.first and self.run.stateful:
-            states = files.packed([x.state_dict() for x in self.run.stateful], more, CALLBACK)
-            of = [type(x).__qualname__ for x in self.run.stateful]
-            callbacks = {"of": of, "chains": self.place.numbers, "states": states}
+        more = seen | {f"{GENERATOR}{i}/{n}": x for i, known in enumerate(generators) for n, x in known.items()}
+        callbacks = {"of": of, "chains": self.place.numbers, "states": states} if of else {}
 
         def write() -> None:
             columns = self.stacked()

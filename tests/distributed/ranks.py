@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import signal
 import threading
-import traceback
 import warnings
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -23,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from bayesopt_chain.distributed import witness
+from bayesopt_chain.distributed import world as world
 
 PATIENCE = 500.0  # seconds; a test takes a few of them where the machine is free
 GROUPS = {}
@@ -32,48 +32,37 @@ CALLS = itertools.count(1)
 def server():
     """Starts processes that have imported torch and every file of the package already."""
     context = multiprocessing.get_context("forkserver")
-    debug, states = "torch.distributed.tensor.debug", "torch.distributed.checkpoint.state_dict"
+    states = "torch.distributed.checkpoint.state_dict"
     # functorch: tracing takes it
-    context.set_forkserver_preload(
-        ["functorch", "pytest", "safetensors.torch", debug, states, "tests.distributed.toys"]
-    )
+    context.set_forkserver_preload(["functorch", "pytest", "safetensors.torch", states, "tests.distributed.toys"])
     return context
 
 
 def run(function, size, *args, **options):
     """``function(*args, **options)`` on each of ``size`` ranks; the list of what they returned, by rank.
 
-    Without ``size``: the one of this process. Raises what ranks raised, as text, and ends the group then.
+    Without ``size``: the one of this process. Raises what ranks raised, and ends the group then.
     """
     if not size:
         return [function(*args, **options)]
     group, results = sent(function, size, args, options)
     wait(results, PATIENCE, FIRST_EXCEPTION)
     wait(results, 0.5)  # where one raised, the others wait for it in vain
-    if failed := {rank: x for rank, x in enumerate(results) if not x.done() or x.exception()}:
+    if any(not x.done() or x.exception() for x in results):
         ended(group)
-        raise AssertionError("\n".join(f"rank {rank}: {said(x)}" for rank, x in failed.items()))
+        raise BaseExceptionGroup("ranks failed", [err for x in results if (err := x.exception())])
     GROUPS[size] = group
     return [x.result() for x in results]
 
 
-def killed(function, size, victim, *args, now=lambda: False, **options):
-    """Kill the victim of these ranks when it is time; when the first one is dead, kill the others as ``torchrun`` does.
-
-    Without ``size``: one process that knows of no ranks.
-
-    Whether the victim was killed, by us or by itself.
-    """
+def killed(function, size, victim, *args, **options):
+    """Where the victim of these ranks kills itself, kill the others as ``torchrun`` does; whether it did."""
     group, results = sent(function, size, args, options)
-    done, running = wait(results, 0, FIRST_EXCEPTION)
-    while running and not any(x.exception() for x in done):  # a rank that has finished leaves the others to run on
-        if now():
-            ended([group[victim]])
-        done, running = wait(results, 0.002, FIRST_EXCEPTION)
+    wait(results, PATIENCE, FIRST_EXCEPTION)  # a rank that has finished leaves the others to run on
     wait([results[victim]], 5)  # the end of another rank, which lost its connection, may be known first
-    died = results[victim].done() and isinstance(results[victim].exception(), BrokenProcessPool)
     ended(group)
-    return died
+    wait(results)  # until they are dead, and hold no lock
+    return isinstance(results[victim].exception(0), BrokenProcessPool)
 
 
 def sent(function, size, args, options):
@@ -93,10 +82,6 @@ def ended(group):
     for _, process in group:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
-
-
-def said(result):
-    return "".join(traceback.format_exception(result.exception())) if result.done() else "no result"
 
 
 def _joined(rank, size, port):
@@ -152,17 +137,6 @@ def _body(module, name, given):
         getattr(importlib.import_module(module), name).body(**given)
 
 
-def world():
-    """This rank, and how many there are."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def everywhere(value):
-    """What every rank has, by rank."""
-    dist.all_gather_object(every := [None] * world()[1], value)
-    return every
-
-
 @functools.cache
 def mesh_of(*shape):
     """A mesh over all ranks, the same one every time: each new one of several axes makes process groups of its own."""
@@ -175,10 +149,17 @@ def whole(tree):
     return optree.tree_map(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, tree)
 
 
-def message_of(function, *args):
+def refuses(cases):
+    """Each of the cases, words and an act, is refused in these words."""
+    for words, act in cases.items():
+        said = message_of(act)
+        assert said is not None and all(word in said for word in words), (words, said)
+
+
+def message_of(function, *args, **options):
     """What a refusal says, or ``None`` if there was none."""
     try:
-        function(*args)
+        function(*args, **options)
     except (ValueError, TypeError, RuntimeError, OSError) as err:
         return f"{type(err).__name__}: {err}"
     return None

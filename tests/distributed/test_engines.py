@@ -1,15 +1,16 @@
 """Engines that hand plain tensors or shards to the optimizer: right on two ranks, or refused on both."""
 
 import copy
+import os
 from contextlib import nullcontext
 from dataclasses import dataclass
+from unittest import mock
 
 import optree
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import load, save
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -18,9 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import bayesopt_chain as bc
 from bayesopt_chain.core.link import Link, Traits
+from bayesopt_chain.distributed.ranks import gather_objects
 from bayesopt_chain.matching.response import Nonlinear
-from tests.distributed import toys
-from tests.distributed.ranks import everywhere, message_of, on, run, whole, world
+from tests.distributed.ranks import message_of, on, run, whole, world
+from tests.distributed.toys import network, under
 
 pytestmark = pytest.mark.slow
 
@@ -43,6 +45,7 @@ CHAINS = {
         bc.Chain((Unit(Traits(on_shards="tree")),)), bc.inject_langevin_noise(**noise), bc.scale_by_neg_lr(0.05)
     ),
 }
+WHOLE = bc.chain(bc.Chain((Unit(Traits()),)), bc.scale_by_neg_lr(0.05))
 OPTIMIZERS = {
     "SGHMC": {"lr": 0.05},
     "SGD": {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
@@ -63,14 +66,6 @@ ENGINES = ("ddp", "fsdp", "hsdp", "tp", "tp by fsdp")
 WRAPPED = (
     "fsdp1 original", "zero", "checkpoint", "compile", "compile+ddp", "checkpoint+ddp+compile", "checkpoint+fsdp"
 )  # fmt: skip
-
-
-def network(seed=0):
-    return toys.network(5, 8, 3, seed=seed)
-
-
-def under(engine, model=None):
-    return toys.under(engine, model or network())
 
 
 def data(parts=True):
@@ -164,36 +159,13 @@ def test_every_optimizer_makes_the_steps_of_one_process_under_every_engine_and_g
                 )  # it reads mu_product, float32, as float64
 
 
-def gone_on(name, engine, before, after):
-    """Four steps of an optimizer between torch's own checkpoints of it."""
-    model, optimizer = made(name, engine)
-    if before:  # else torch would make the first state by a step
-        there, state = dcp.get_state_dict(model, optimizer)
-        load({"model": there, "optimizer": state}, checkpoint_id=str(before))
-        dcp.set_state_dict(model, optimizer, model_state_dict=there, optim_state_dict=state)
-    assert train(model, optimizer, data(False), 4) == (4, "")
-    save(dict(zip(("model", "optimizer"), dcp.get_state_dict(model, optimizer))), checkpoint_id=str(after))
-    return weights(model)
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("name", ["SGHMC", "Optimizer"])
-def test_an_optimizer_under_fsdp2_on_two_ranks_goes_on_under_four_and_in_one_process(name, tmp_path):
-    run(gone_on, 2, name, "fsdp", None, tmp_path / "a")
-    run(gone_on, 4, name, "fsdp", tmp_path / "a", tmp_path / "b")
-    model, optimizer = made(name)
-    train(model, optimizer, data(False), 12)
-    found = gone_on(name, "", tmp_path / "b", tmp_path / "c")
-    torch.testing.assert_close(found, weights(model), rtol=0, atol=1e-12)
-
-
 # what is refused, by words, or goes on
 
 
 def stages(names):
     """Two stages with a message between them, by hand: forward to the second, gradient back to the first."""
     rank = world()[0]
-    stage = toys.network(*((5, 4, 3) if rank == 0 else (3, 4, 1)), seed=rank)
+    stage = network(*((5, 4, 3) if rank == 0 else (3, 4, 1)), seed=rank)
 
     def backward():
         if rank == 0:
@@ -209,23 +181,16 @@ def stages(names):
     return train(stage, optimizer_of(names(stage, rank)), None, 3, backward)
 
 
-class Odd(nn.Module):
-    """A unit that is dead, a row of an embedding that nobody looks up, a leaf that is frozen, one that nothing uses."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.table, self.first, self.last = nn.Embedding(5, 3), nn.Linear(3, 4), nn.Linear(4, 1)
-        self.unused, self.frozen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(4), requires_grad=False)
-        self.dead = nn.Parameter(torch.ones(1))
-        nn.init.constant_(self.first.bias, -100.0)
-
-    def forward(self, x):
-        words = (x[:, 0] > 0).long()
-        return self.last(torch.relu(self.first(self.table(words))) * self.frozen) + 0.0 * self.dead
+def odd():
+    """A layer of dead units, whose gradients are zero, a leaf that is frozen, and one that nothing uses."""
+    model = network()
+    nn.init.constant_(model[0].bias, -100.0)
+    model[2].weight.requires_grad_(False)
+    model.register_parameter("unused", nn.Parameter(torch.ones(2, dtype=torch.float64)))
+    return model
 
 
-def parting_later(rank):
+def parting_later(rank, path):
     optimizer = optimizer_of((model := under("ddp")).parameters())
     optimizer.watch(every=2)
     assert train(model, optimizer, steps=3) == (3, "")
@@ -233,30 +198,37 @@ def parting_later(rank):
     return train(model, optimizer)
 
 
-def joined(rank):
+def joined(rank, path):
     model, optimizer = made("SGHMC", "ddp")
     with model.join():
         train(model, optimizer, steps=2 + 3 * rank)
     return train(model, optimizer)
 
 
-def forked(rank):
+def forked(rank, path):
     """Each rank has a generator of its own, and the first one's key counts."""
     model, optimizer = made("SGHMC", "hsdp")
     train(model, optimizer, steps=4)
     optimizer.fork(bc.distributed.generator(5, chain=rank))
     made_, said = train(model, optimizer)
-    return made_, said or "" if torch.equal(*everywhere(weights(model))) else "drifted"
+    return made_, said or "" if torch.equal(*gather_objects(weights(model), None)) else "drifted"
 
 
-def as_step(rank):
-    model, optimizer = made("SGHMC", "fsdp1 original")
-    return 0, message_of(lambda: bc.optim.as_step(model, optimizer, lambda model, x: model(x).mean()))
+def by_hooks(model):
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))
+    return model
 
 
-def whole_leaves_needed(rank):
-    tx = bc.chain(bc.Chain((Unit(Traits()),)), bc.scale_by_neg_lr(0.05))
-    return 0, message_of(lambda: bc.optim.Optimizer(under("fsdp").named_parameters(), lambda group: tx))
+def kept_as_chains(path, averaged=lambda model: model, chain=0):
+    """A run of two chains as it seems, on ranks that run one: its average is taken inside the loss, by hooks, or not at all."""
+    model, made = network(), []
+    optimizer, forward = optimizer_of(model.parameters(), chain=chain), averaged(model)
+    step = bc.optim.as_step(model, optimizer, lambda model, x: (made.append(1), forward(x).square().mean())[1])
+    said = message_of(lambda: bc.sample(step, step.params, step.state, [data()], steps=6, path=path))
+    dist.barrier()
+    assert said or bc.Draws.open(path).chains == 2
+    return len(made), said or ""
 
 
 def trains(model, name="SGHMC", x=None, names=nn.Module.parameters, watched=True, **options):
@@ -266,40 +238,52 @@ def trains(model, name="SGHMC", x=None, names=nn.Module.parameters, watched=True
 
 
 named, seen = nn.Module.named_parameters, {"find_unused_parameters": True}
-PARTS, KEYS = ("under one key", "bc.distributed.part("), ("last", "generator(seed, chain=rank)")
+PARTS, KEYS = (
+    ("under one key", "bc.distributed.part("),
+    ("last", "generator=bc.distributed.generator(seed, chain=rank)"),
+)
+KEPT = ("they run one chain, and this run would keep it as two",)
 # After how many steps training ends, and the words it is refused in; where they begin with "last", on the rank that comes last.
 ENDS = {
-    "fsdp1": (1, PARTS, lambda rank: trains(under("fsdp1"))),
-    "fsdp1, original": (1, PARTS, lambda rank: trains(under("fsdp1 original"), names=named)),
-    "fsdp1 as a step": (0, ("under FullyShardedDataParallel (FSDP1)",), as_step),
-    "zero": (1, PARTS, lambda rank: train(model := under("ddp"), zero_of(model))),
-    "pipeline": (1, PARTS, lambda rank: stages(lambda stage, rank: named(stage))),
+    "fsdp1": (1, PARTS, lambda rank, path: trains(under("fsdp1"))),
+    "fsdp1, original": (1, PARTS, lambda rank, path: trains(under("fsdp1 original"), names=named)),
+    "fsdp1 as a step": (0, ("under FullyShardedDataParallel (FSDP1)",), lambda rank, path: (
+        0, message_of(bc.optim.as_step, *made("SGHMC", "fsdp1 original"), lambda model, x: model(x).mean())
+    )),
+    "zero": (1, PARTS, lambda rank, path: train(model := under("ddp"), zero_of(model))),
+    "pipeline": (1, PARTS, lambda rank, path: stages(lambda stage, rank: named(stage))),
     "ddp with two keys": (
-        2, ("noise of two keys", "=bc.distributed.generator(seed)"), lambda rank: trains(under("ddp"), chain=rank)
+        2, ("noise of two keys", "=bc.distributed.generator(seed)"), lambda rank, path: trains(under("ddp"), chain=rank)
     ),
     "ddp with keys that part later": (2, ("noise of two keys",), parting_later),
     "replicas of unequal numbers of steps": (1, ("have drawn 2 and 5 times", "DistributedSampler"), joined),
-    "chains without keys": (2, KEYS, lambda rank: trains(network())),
-    "an optimizer of chains without keys": (1, KEYS, lambda rank: trains(network(rank), "Optimizer")),
-    "a fork without keys": (0, ("fork: 2 ranks run",), lambda rank: (0, message_of(made("SGHMC")[1].fork))),
-    "a link that says nothing of shards": (0, ("needs whole leaves, and [0] is a DTensor",), whole_leaves_needed),
-    "chains with dead leaves": (9, (), lambda rank: trains(Odd(), names=named, chain=rank)),
-    "ddp with dead leaves": (9, (), lambda rank: trains(DistributedDataParallel(Odd(), **seen), names=named)),
+    "chains without keys": (2, KEYS, lambda rank, path: trains(network())),
+    "an optimizer of chains without keys": (1, KEYS, lambda rank, path: trains(network(seed=rank), "Optimizer")),
+    "a fork without keys": (0, ("fork: 2 ranks run",), lambda rank, path: (0, message_of(made("SGHMC")[1].fork))),
+    "a link that says nothing of shards": (0, ("needs whole leaves, and [0] is a DTensor",), lambda rank, path: (
+        0, message_of(bc.optim.Optimizer, under("fsdp").parameters(), lambda group: WHOLE)
+    )),
+    "chains with dead leaves": (9, (), lambda rank, path: trains(odd(), names=named, chain=rank)),
+    "ddp with dead leaves": (9, (), lambda rank, path: trains(DistributedDataParallel(odd(), **seen), names=named)),
     "hsdp with a fork": (9, (), forked),
-    "chains from one start on the same data": (9, (), lambda rank: trains(network(), x=data(False), chain=rank)),
-    "chains of an optimizer of chains": (9, (), lambda rank: trains(network(), "Optimizer", data(False), chain=rank)),
-    "one key on purpose": (9, (), lambda rank: trains(network(rank), watched=False)),
+    "chains from one start on the same data": (9, (), lambda rank, path: trains(network(), x=data(False), chain=rank)),
+    "chains of an optimizer of chains": (9, (), lambda rank, path: trains(network(), "Optimizer", data(False), chain=rank)),
+    "one chain kept as two, averaged in its loss": (2, KEPT, lambda rank, path: kept_as_chains(path, DistributedDataParallel)),
+    "one chain kept as two, averaged by hooks": (2, KEPT, lambda rank, path: kept_as_chains(path, by_hooks)),
+    "chains without keys that are kept": (2, KEYS, lambda rank, path: kept_as_chains(path)),
+    "chains that are kept": (6, (), lambda rank, path: kept_as_chains(path, chain=rank)),
+    "one key on purpose": (9, (), lambda rank, path: trains(network(seed=rank), watched=False)),
     "pipeline with parts": (
-        3, (), lambda rank: stages(lambda s, r: bc.distributed.part(named(s), lambda name, p: f"stage{r}.{name}"))
+        3, (), lambda rank, path: stages(lambda s, r: bc.distributed.part(named(s), lambda name, p: f"stage{r}.{name}"))
     ),
 }  # fmt: skip
 
 
 @on(2)
 @pytest.mark.parametrize("case", ENDS)
-def test_training_under_an_engine_goes_on_or_is_refused_on_every_rank(case):
+def test_training_under_an_engine_goes_on_or_is_refused_on_every_rank(case, tmp_path):
     steps, words, make = ENDS[case]
-    last, every = "last" in words, everywhere(make(world()[0]))
+    last, every = "last" in words, gather_objects(make(world()[0], tmp_path), None)
     refused = [said for made, said in every if made == steps]
     assert refused if last else len(refused) == len(every), every
     assert all(word in said for said in refused for word in words if word != "last"), every
@@ -309,33 +293,6 @@ def test_training_under_an_engine_goes_on_or_is_refused_on_every_rank(case):
 def test_flattened_parts_draw_on_two_ranks_what_the_whole_draws_on_one():
     (one,), two = (run(trained, size, "SGHMC", "fsdp1") for size in (1, 2))
     torch.testing.assert_close(two, [one, one], rtol=0, atol=1e-12)
-
-
-def by_hooks(model):
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))
-    return model
-
-
-@on(2)
-def test_one_chain_that_a_run_would_keep_as_two_is_refused(tmp_path):
-    """Nothing tells the run that the ranks run one chain: the average is taken inside the loss, or by hooks, or not at all."""
-
-    def kept_as_chains(name, averaged, chain=0):
-        model, made = network(), []
-        optimizer, forward = optimizer_of(model.parameters(), chain=chain), averaged(model)
-        step = bc.optim.as_step(model, optimizer, lambda model, x: (made.append(1), forward(x).square().mean())[1])
-        run = lambda: bc.sample(step, step.params, step.state, [data()], steps=6, path=tmp_path / name)  # noqa: E731
-        return message_of(run) or "", len(made)
-
-    for name, averaged in (("inside", DistributedDataParallel), ("hooks", by_hooks)):
-        said, steps = kept_as_chains(name, averaged)
-        assert steps == 2 and "they run one chain, and this run would keep it as two" in said
-    every = everywhere(kept_as_chains("generator", lambda model: model))
-    assert any(steps == 2 and "generator=bc.distributed.generator(seed, chain=rank)" in said for said, steps in every)
-    assert kept_as_chains("chains", lambda model: model, chain=world()[0]) == ("", 6)
-    dist.barrier()
-    assert bc.Draws.open(tmp_path / "chains").chains == 2
 
 
 @on(2)
@@ -357,15 +314,14 @@ def test_lightnings_strategy_for_fsdp2_makes_the_steps_of_one_process():
     (rank, size), module = world(), Module()
     module.net = network()
     quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    loader = torch.utils.data.DataLoader(data(False), batch_size=6)
     strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
     where = {"accelerator": "cpu", "devices": 2, "strategy": strategy, "max_steps": 4, **dict.fromkeys(quiet, False)}
-    launch = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0}
-    launch |= {"TORCHELASTIC_RUN_ID": "test", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}  # of torchrun
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in launch.items():
-            patch.setenv(name, str(value))
-        lightning.Trainer(**where).fit(module, loader)
+    launch = {  # of torchrun
+        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0,
+        "TORCHELASTIC_RUN_ID": "test", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0,
+    }  # fmt: skip
+    with mock.patch.dict(os.environ, {name: str(value) for name, value in launch.items()}):
+        lightning.Trainer(**where).fit(module, torch.utils.data.DataLoader(data(False), batch_size=6))
     model, optimizer = made("SGHMC")
     train(model, optimizer, data(False), 4)
     torch.testing.assert_close(weights(module.net), weights(model), rtol=0, atol=1e-12)

@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -103,11 +104,10 @@ def test_the_pieces_of_a_page_run_pasted_into_one_file_on_two_ranks(page, tmp_pa
     launched(2, tmp_path, tmp_path / "draws", "\n\n".join(pieces(page)))
 
 
-def test_where_torchrun_started_no_process_group_the_rank_is_what_it_said(monkeypatch):
+def test_where_torchrun_started_no_process_group_the_rank_is_what_it_said():
     assert bc.distributed.world() == (0, 1)
-    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "2", "WORLD_SIZE": "5"}.items():
-        monkeypatch.setenv(name, value)
-    assert bc.distributed.world() == (2, 5)
+    with mock.patch.dict(os.environ, {"TORCHELASTIC_RUN_ID": "x", "RANK": "2", "WORLD_SIZE": "5"}):
+        assert bc.distributed.world() == (2, 5)
 
 
 # the page on jobs: one function for each chain
@@ -125,15 +125,22 @@ def test_the_pages_scripts_for_slurm_and_kubernetes_call_the_function_with_the_n
     yaml = pytest.importorskip("yaml")
     (script,), (text,) = (re.findall(rf"```{kind}\n(.*?)```", HOWTO["schedulers"], re.S) for kind in ("bash", "yaml"))
     assert re.search(r"^#SBATCH --array=0-999$", script, re.M), "a line that Slurm reads begins with #SBATCH"
-    said = called(["bash", "-c", script], tmp_path, SLURM_ARRAY_TASK_ID="7", USER="somebody")
-    assert said == ["jobs.py", "7", "/scratch/somebody/draws", "2"]
+    assert called(["bash", "-c", script], tmp_path, SLURM_ARRAY_TASK_ID="7", USER="somebody") == [
+        "jobs.py",
+        "7",
+        "/scratch/somebody/draws",
+        "2",
+    ]
     job = yaml.safe_load(text)["spec"]
     assert job["completionMode"] == "Indexed" and job["template"]["spec"]["restartPolicy"] == "Never"
     (container,), (volume,) = job["template"]["spec"]["containers"], job["template"]["spec"]["volumes"]
     (variable,), (mount,) = container["env"], container["volumeMounts"]
     assert mount["name"] == volume["name"] and variable == {"name": "DRAWS", "value": mount["mountPath"]}
-    said = called(container["command"], tmp_path, JOB_COMPLETION_INDEX="7", DRAWS=variable["value"])
-    assert said == ["jobs.py", "7", "/draws"]
+    assert called(container["command"], tmp_path, JOB_COMPLETION_INDEX="7", DRAWS=variable["value"]) == [
+        "jobs.py",
+        "7",
+        "/draws",
+    ]
 
 
 @pytest.mark.slow

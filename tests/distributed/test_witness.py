@@ -1,7 +1,6 @@
 """Ranks that compare what they are about to draw, in one process: each of them has its turn before the store."""
 
 import copy
-import datetime
 import itertools
 import re
 from pathlib import Path
@@ -10,10 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-import bayesopt_chain as bc
 from bayesopt_chain.distributed import witness
 from bayesopt_chain.distributed.witness import Claim, Witness
 from tests.distributed.ranks import mesh_of, world
@@ -69,8 +66,8 @@ def replicas(n):
     return [[leaf(i) for i in range(5)] for _ in range(n)]
 
 
-def shards(n, **numbers):
-    return [[leaf(i, r, ((3 * r, 3),), **(numbers if r == n - 1 else {})) for i in range(5)] for r in range(n)]
+def shards(n):
+    return [[leaf(i, r, ((3 * r, 3),)) for i in range(5)] for r in range(n)]
 
 
 def stages(n):
@@ -89,62 +86,55 @@ def test_what_a_rank_reads_does_not_grow_with_the_ranks(ranks, made):
     assert few[1] == more[1] == many[1] <= 10  # five leaves
 
 
-@pytest.mark.parametrize("at", [1, 4, 9])
-@pytest.mark.parametrize("made", [stages_beside, lambda n: [x for x in shards(n // 2) for _ in range(2)]])
-def test_replicas_of_stages_and_of_shards_that_drift_are_refused(ranks, made, at):
-    claims = made(10)
-    claims[at] = [claims[at][0]._replace(param=torch.full((3,), 5.0)), *claims[at][1:]]
-    errors, _ = ranks(claims)
-    assert errors and all("hold other values of" in said for said in errors.values())
+def drifted(claims, rank):
+    """The same, but for one leaf of this rank."""
+    claims[rank] = [claims[rank][0]._replace(param=torch.full((3,), 5.0)), *claims[rank][1:]]
+    return claims
 
 
-@pytest.mark.parametrize("name", ["lr", "temperature", "momentum", "weight_decay"])
-@pytest.mark.parametrize("made", [replicas, shards])
-def test_other_numbers_on_a_rank_are_refused_by_name(ranks, made, name):
-    claims = made(4)
-    claims[2] = [c._replace(group={**GROUP, name: 0.25}) for c in claims[2]]
-    errors, _ = ranks(claims)
-    assert set(errors) == {0, 1, 2, 3}
-    assert all(
-        f"ranks 0 and 2 step 'leaf 0' under one key, and so as one chain, with {name} =" in x for x in errors.values()
-    )
+def grouped(claims, rank, **changed):
+    """The same, but for the group of this rank's leaves."""
+    claims[rank] = [c._replace(group={**GROUP, **changed}) for c in claims[rank]]
+    return claims
 
 
-def test_chains_and_stages_may_have_numbers_of_their_own(ranks):
-    assert not ranks([[leaf(0, key=r, lr=0.1 * r)._replace(gradient=torch.ones(3) * r)] for r in range(1, 4)])[0]
-    assert not ranks([[leaf(r, lr=0.1 * r)] for r in range(1, 4)])[0]
-    assert not ranks([[leaf(0), leaf(1, float(r), key=8 + r)] for r in range(3)])[0], "one leaf of each has its own key"
+def shards_beside(n):
+    return [claims for claims in shards(n // 2) for _ in range(2)]
 
 
-def test_a_rank_without_a_part_of_a_shard_takes_the_same_numbers(ranks):
-    claims = shards(3)
-    claims[2] = [c._replace(param=c.param[:0], gradient=None, group={**GROUP, "lr": 0.2}) for c in claims[2]]
-    assert set(ranks(claims)[0]) == {0, 1, 2}
+NUMBERS = "ranks 0 and 2 step 'leaf 0' under one key, and so as one chain, with"
+CASES = {  # the claims, and what every rank says; nothing where they may be so
+    **{
+        f"{made.__name__} that drift, {at}": (drifted(made(10), at), "hold other values of")
+        for made, at in itertools.product((stages_beside, shards_beside), (1, 4, 9))
+    },
+    **{
+        f"{made.__name__} with another {name}": (grouped(made(4), 2, **{name: 0.25}), f"{NUMBERS} {name} =")
+        for made, name in itertools.product((replicas, shards), ("lr", "temperature", "momentum", "weight_decay"))
+    },
+    "a rank without a part of a shard, with another rate": (
+        [*shards(2), [c._replace(param=c.param[:0], gradient=None, group={**GROUP, "lr": 0.2}) for c in shards(3)[2]]],
+        f"{NUMBERS} lr =",
+    ),
+    "chains with rates of their own": (
+        [[leaf(0, key=r, lr=0.1 * r)._replace(gradient=torch.ones(3) * r)] for r in range(1, 4)],
+        "",
+    ),
+    "chains with parameters of their own whose gradients are zero": (
+        [[leaf(0, float(r), key=r)._replace(gradient=torch.zeros(3))] for r in range(1, 4)],
+        "",
+    ),
+    "stages with rates of their own": ([[leaf(r, lr=0.1 * r)] for r in range(1, 4)], ""),
+    "one leaf of each rank with a key of its own": ([[leaf(0), leaf(1, float(r), key=8 + r)] for r in range(3)], ""),
+}
 
 
-def fails_on_the_second_rank():
-    """What each rank is told where the second one fails in its third step, and ends."""
-    group = dist.new_group(timeout=datetime.timedelta(seconds=3))  # so long the first one waits for the second
-    mesh, calls = DeviceMesh.from_group(group, "cpu", mesh=torch.arange(2)), itertools.count(1)
-
-    def loss(params, batch):
-        if next(calls) == 3 and dist.get_rank() == 1:
-            raise ZeroDivisionError("a datum of zero")
-        return params["w"].square().sum()
-
-    tx, params = bc.sghmc(0.1, temperature=0.01), {"w": torch.ones(2)}
-    torch.manual_seed(0)
-    step, state = bc.make_step(loss, tx, mesh=mesh), tx.init(params)
-    try:
-        bc.sample(step, params, state, torch.ones(4), steps=9)
-    except (ZeroDivisionError, RuntimeError) as err:
-        return [type(err).__name__, *getattr(err, "__notes__", [])]
-
-
-def test_a_rank_that_raises_is_named_by_the_others():
-    other, own = launched(fails_on_the_second_rank, 2)
-    assert own[0] == "ZeroDivisionError" and "the first rank that failed" not in " ".join(own)
-    assert "the first rank that failed was rank 1: ZeroDivisionError: a datum of zero" in " ".join(other)
+@pytest.mark.parametrize("case", CASES)
+def test_claims_that_contradict_each_other_are_refused_on_every_rank(ranks, case):
+    claims, words = CASES[case]
+    errors, _ = ranks(claims, 3)
+    assert set(errors) == set(range(len(claims)) if words else ())
+    assert all(words in said for said in errors.values()), errors
 
 
 # the figures of the page's table for 512 ranks, of which two or four can be counted here

@@ -1,18 +1,21 @@
 """Runs that ranks share in every way, on small problems: those that launches begin, stop and go on with."""
 
 import collections
+import contextlib
 import functools
 import itertools
-import os
 import signal
 
 import torch
 import torch.distributed as dist
+import torchopt
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 import bayesopt_chain as bc
@@ -50,15 +53,16 @@ def elementwise(params, batch):
 
 
 def network(*sizes, seed=0, dtype=torch.float64):
-    """Layers of these sizes, with tanh between them."""
+    """Layers of these sizes, with tanh between them; of 5, 8 and 3 by default."""
     torch.manual_seed(seed)
+    sizes = sizes or (5, 8, 3)
     layers = [module for a, b in itertools.pairwise(sizes) for module in (nn.Linear(a, b), nn.Tanh())]
     return nn.Sequential(*layers[:-1]).to(dtype)
 
 
-def under(way, model):
+def under(way, model=None):
     """The model under an engine, over all ranks."""
-    size = world()[1]
+    size, model = world()[1], model or network()
     if way in ("ddp", "zero"):
         return DistributedDataParallel(model)
     if way == "compile":
@@ -139,6 +143,7 @@ LAYOUTS = {
     "columns": lambda size: (mesh_of(size), [Shard(1)]),
     "hsdp": lambda size: (mesh_of(2, size // 2), [Replicate(), Shard(0)]),
     "both": lambda size: (mesh_of(2, size // 2), [Shard(0), Shard(1)]),
+    "twice": lambda size: (mesh_of(2, size // 2), [_StridedShard(0, split_factor=size // 2), Shard(0)]),
 }
 
 
@@ -147,18 +152,19 @@ def spread(tree, layout):
     if not dist.is_initialized():
         return tree
     mesh, placements = LAYOUTS[layout](world()[1])
-    everywhere = [Replicate()] * mesh.ndim
-    return {name: distribute_tensor(x, mesh, placements if x.ndim == 2 else everywhere) for name, x in tree.items()}
+    ways = {name: placements if x.ndim == 2 else [Replicate()] * mesh.ndim for name, x in tree.items()}
+    return {name: distribute_tensor(x, mesh, ways[name], src_data_rank=None) for name, x in tree.items()}
 
 
-def shards(layout="fsdp", fn=elementwise, inplace=False, order=None, seed=3, tx=TX):
-    """One chain of DTensors; ``order``: over epochs of data that every rank has."""
+def shards(layout="fsdp", fn=elementwise, order=None, seed=3, tx=TX, clip=None, **options):
+    """One chain of DTensors; ``order``: over epochs of data that every rank has; ``clip``: the largest norm of a gradient."""
+    tx = bc.chain(torchopt.clip_grad_norm(clip), tx) if clip else tx
     params, batches = spread(matrices(), layout), [torch.tensor(float(i)) for i in range(5)]
     if order:
         batches = bc.epochs(torch.arange(12.0).double(), 3, seed=seed)
         fn = lambda p, batch: elementwise(p, batch.mean())  # noqa: E731
     torch.manual_seed(7)
-    return bc.make_step(fn, tx, inplace=inplace), params, tx.init(params), batches, None
+    return bc.make_step(fn, tx, **options), params, tx.init(params), batches, None
 
 
 def chains_of_shards(shape=None):
@@ -191,49 +197,61 @@ def module(untidy=False):
 KINDS = {f.__name__: f for f in (chains, rows, one, shards, chains_of_shards, module)}
 ROUNDING = {"one": 1e-12, "module": 1e-10}  # of sums over ranks; the other kinds are bit for bit
 
-Part = collections.namedtuple("Part", "numbers params loss steps complete why velocity spread")
+Part = collections.namedtuple("Part", "numbers norms chains params loss steps complete why velocity spread")
 
 
-def sampled(kind, path=None, steps=STEPS, burn_in=4, thinning=1, seconds=30.0, callbacks=(), **options):
-    """What this rank has of a run in the end; ``steps`` may say how far each rank gets."""
+def sampled(kind, path=None, steps=STEPS, burn_in=4, thinning=1, seconds=30.0, callbacks=(), quiet=False, **options):
+    """What this rank has of a run in the end, which sends no message where it is ``quiet``; ``steps`` may say how far each rank
+    gets."""
     step, params, state, batches, numbers = KINDS[kind](**options)
-    draws = bc.sample(
-        step, params, state, batches, steps=steps if isinstance(steps, int) else steps[world()[0]],
-        burn_in=burn_in, thinning=thinning, path=path, checkpoint_seconds=seconds, callbacks=callbacks,
-    )  # fmt: skip
-    if not len(draws):
-        return None
+    norms = [] if options.get("monitor") else None
+    with CommDebugMode() if quiet else contextlib.nullcontext() as messages:
+        draws = bc.sample(
+            step, params, state, batches, steps=steps if isinstance(steps, int) else steps[world()[0]],
+            burn_in=burn_in, thinning=thinning, path=path, checkpoint_seconds=seconds,
+            callbacks=[*callbacks, lambda it: None if norms is None else norms.append(whole(it.info.gradient_norm))],
+        )  # fmt: skip
+    assert not quiet or messages.get_total_counts() == 0
+    if numbers and path is None and line():  # chains in memory: every rank gathers those of all
+        draws, numbers = step.gather(draws), None
     lies = any(isinstance(x, DTensor) for x in draws.params.values())
     velocity = None if lies or kind == "module" or draws.last is None else getattr(draws.last[1][0], "trace", [None])[0]
     params = {name: x.detach() for name, x in whole(dict(draws.params)).items()}
-    return Part(numbers, params, draws.loss, draws.steps, draws.complete, draws.why, velocity, lies)
+    found = (params, draws.loss, draws.steps, draws.complete, draws.why, velocity, lies)
+    return Part(numbers, norms, draws.chains, *found)
 
 
 def must_be(part, want, rounding=0.0):
     """A part of a run is what the run in one process has there."""
     assert part.complete == want.complete and torch.equal(part.steps, want.steps)
+    assert part.chains == (len(part.numbers) if part.numbers else want.chains)
     mine = slice(None) if part.numbers is None else (slice(None), part.numbers)
     close = functools.partial(torch.testing.assert_close, rtol=0, atol=rounding)
+    close(part.norms, want.norms, atol=1e-12)
     close(part.params, {name: x[mine] for name, x in want.params.items()})
     close(part.loss, want.loss[mine], rtol=1e-12 + rounding)
     if part.velocity is not None:
         close(part.velocity, want.velocity if part.numbers is None else want.velocity[part.numbers])
 
 
-def dies(fn, victim, calls, way=signal.SIGKILL):
-    """The loss ``fn``, under its own name, whose evaluation number ``calls`` ends the rank ``victim``."""
+KILL, CTRL_C = (functools.partial(signal.raise_signal, x) for x in (signal.SIGKILL, signal.SIGINT))
+
+
+def dies(fn, victim, calls, way=KILL):
+    """The loss ``fn``, under its own name, whose evaluation number ``calls`` ends the rank ``victim`` in this way."""
     count = iter(range(1, 10**6))
 
     @functools.wraps(fn)
     def fatal(params, batch):
         if next(count) == calls and world()[0] == victim:
-            os.kill(os.getpid(), way)
+            way()
         return fn(params, batch)
 
     return fatal
 
 
-def fatal(kind, path, steps, victim, calls, **options):
-    """A run whose rank ``victim`` is killed in the evaluation ``calls`` of its loss."""
+def fatal(kind, path, steps, victim, calls, way=KILL, **options):
+    """How many draws a run makes whose rank ``victim`` is ended in the evaluation ``calls`` of its loss, and why it ended."""
     fn = elementwise if kind == "shards" else loss
-    sampled(kind, path, steps, fn=dies(fn, victim, calls), **options)
+    part = sampled(kind, path, steps, fn=dies(fn, victim, calls, way), **options)
+    return len(part.steps), part.why

@@ -86,6 +86,8 @@ def test_a_file_of_another_library_is_refused(tmp_path):
 def test_what_cannot_be_saved_is_named(tmp_path):
     with pytest.raises(TypeError, match="leaf a/1 is object"):
         bc.save(tmp_path / "x", {"a": [torch.ones(1), object()]})
+    with pytest.raises(ValueError, match="two leaves are named a/1"):
+        bc.save(tmp_path / "x", {"a": [torch.ones(1), torch.ones(1)], "a/1": torch.ones(1)})
     assert not list(tmp_path.iterdir())
     for leaf in (torch.ones(2).to_sparse(), torch.ones(2, device="meta"), torch.nested.nested_tensor([torch.ones(1)])):
         with pytest.raises(TypeError, match=r"save: leaf b.*cannot be written; make it dense"):

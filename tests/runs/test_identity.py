@@ -23,10 +23,12 @@ def data(seed=0):
     return torch.randn(12, 3, generator=g), torch.randn(12, generator=g)
 
 
-def run(path, lr=0.1, momentum=0.9, temperature=0.01, fn=loss, batches=None, generator=None, torchs=0, **more):
+def run(
+    path, lr=0.1, momentum=0.9, temperature=0.01, fn=loss, batches=None, generator=None, torchs=0, dtype=None, **more
+):
     torch.manual_seed(torchs)
     tx = bc.sghmc(lr, momentum, temperature=temperature, generator=generator)
-    params = {"w": torch.zeros(3)}
+    params = {"w": torch.zeros(3, dtype=dtype)}
     batches = data() if batches is None else batches
     return bc.sample(bc.make_step(fn, tx), params, tx.init(params), batches, **{"steps": 6, "path": path, **more})
 
@@ -86,6 +88,7 @@ OTHERS = {  # a run, what is given to it first and then, and what is said
     "seed of epochs": (run, epochs(), epochs(seed=4), r"data\.seed is"),
     "order of epochs": (run, epochs(), epochs(order="independent"), r"data\.(seed|order|batch_size) is"),
     "size of batches": (run, epochs(), epochs(batch=3), r"data\.batch_size is"),
+    "parameters": (run, {}, {"dtype": torch.float64}, r"tree.0/w is torch.float32 \[3\], here torch.float64"),
     "thinning": (run, {}, {"thinning": 2}, "thinning is 1, here 2"),
     "burn-in": (run, {}, {"burn_in": 2}, "burn_in is 0, here 2"),
     "longer": (run, {}, {"lr": 0.05, "steps": 12}, r"step_size is 0\.1, here 0\.05"),
