@@ -329,7 +329,8 @@ def require_same(folder: Any, theirs: Mapping[str, Any], mine: Mapping[str, Any]
         )
     for key in ("burn_in", "thinning", "keep", "chain", "tree", "seed", "each", "data"):
         a, b = cast(Any, theirs.get(key)), mine[key]
-        if key not in ("burn_in", "thinning", "keep", "tree") and (a is None or b is None):
+        # a seed that is given now would be the run's, which began with keys of its own
+        if key not in ("burn_in", "thinning", "keep", "tree") and (b is None or (a is None and key != "seed")):
             continue
         if key == "each" and a and b:  # of the chains that both have
             a, b = ({n: x[n] for n in sorted(a.keys() & b.keys())} for x in (a, b))

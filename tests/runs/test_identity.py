@@ -89,6 +89,8 @@ OTHERS = {  # a run, what is given to it first and then, and what is said
     "order of epochs": (run, epochs(), epochs(order="independent"), r"data\.(seed|order|batch_size) is"),
     "size of batches": (run, epochs(), epochs(batch=3), r"data\.batch_size is"),
     "parameters": (run, {}, {"dtype": torch.float64}, r"tree.0/w is torch.float32 \[3\], here torch.float64"),
+    "seed": (run, {"seed": 2}, {"seed": 3}, "seed is 2, here 3"),
+    "seed of a run that began without one": (run, {}, {"seed": 3}, "seed is None, here 3"),
     "thinning": (run, {}, {"thinning": 2}, "thinning is 1, here 2"),
     "burn-in": (run, {}, {"burn_in": 2}, "burn_in is 0, here 2"),
     "longer": (run, {}, {"lr": 0.05, "steps": 12}, r"step_size is 0\.1, here 0\.05"),
