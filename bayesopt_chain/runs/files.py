@@ -283,9 +283,8 @@ class File:
         starts, length = (rows[:1], len(rows) * width) if high - low == width else (rows, high - low)
         spans = [((i * width + low) * size, (i * width + low + length) * size) for i in starts if length]
         # in memory of torch's own alignment, by which matrix products round: a run that is read goes on bit for bit
-        parts = [torch.empty(0, dtype=torch.uint8, device="cpu")]
-        parts += [torch.frombuffer(raw, dtype=torch.uint8) for span in spans if (raw := self._bytes(name, *span))]
-        return torch.cat(parts).view(x.dtype).reshape(shape)
+        parts = [torch.frombuffer(raw, dtype=torch.uint8) for span in spans if (raw := self._bytes(name, *span))]
+        return torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *parts]).view(x.dtype).reshape(shape)
 
     def verify(self) -> None:
         """Read every block.
