@@ -29,6 +29,7 @@ from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.distributed.ranks import name_the_first
 from bayesopt_chain.distributed.shards import local, mean_everywhere
+from bayesopt_chain.links.wrapper import unwrapped
 from bayesopt_chain.loop import monitor
 from bayesopt_chain.loop.capture.captured import Captured
 from bayesopt_chain.loop.chain_keys import seeded
@@ -147,6 +148,9 @@ def sample(
         progress: show a progress bar with steps per second, loss, temperature, the number of draws, and the effective sample
             size and R-hat of the loss so far (needs tqdm; the last two the extra ``diagnostics``).
 
+    Of a chain that moves the mean of a Gaussian (``bc.vi``) the draws are its means, which a warning says. The Gaussian's own
+    are ``tx.posterior(state, params).sample((n,))`` with ``params, state = draws.last``.
+
     Returns:
         :class:`Draws`. Ctrl-C ends the run after the step under way, a second one at once, and both return what there is, with
         ``complete=False``. So do, with a warning, a loss or parameters that are not finite, and a loss that explodes: three
@@ -187,6 +191,12 @@ def sample(
         if (attached := getattr(callback, "attached", None)) is not None:
             step = attached(step, batches)
     _require_batches_for(step, batches)
+    if keep and steps - burn_in >= 2 * thinning and _carries_a_posterior(step):
+        warnings.warn(
+            "sample: this chain moves the mean of a Gaussian, and means along the way are no draws of it: draw from "
+            "tx.posterior(state, params) with params, state = run.last; burn_in=steps - 1 keeps the last mean alone",
+            stacklevel=2,
+        )
     shapes = [tuple(x.shape) for x in optree.tree_leaves(params) if isinstance(x, torch.Tensor)]
     if chains is not None and (wrong := [shape for shape in shapes if shape[:1] != (chains,)]):
         raise ValueError(
@@ -245,6 +255,14 @@ def _require_batches_for(step: Any, batches: Any) -> None:
                 f"sample: this sampler is meant for {wanted} batches, and these are {batches.order}: take "
                 f"bc.epochs(..., order={wanted!r}), or bc.samplers.ubu, which takes any"
             )
+
+
+def _carries_a_posterior(step: Any) -> bool:
+    """Whether the gradients of a step are taken at draws of a Gaussian whose mean the parameters are."""
+    while isinstance(step, (Parallel, Captured)):
+        step = step.step
+    tx: Any = getattr(step, "tx", None)
+    return any(link.traits.samples for link in getattr(unwrapped(tx), "links", ()))
 
 
 def _in_store(store: Store) -> Draws:
