@@ -23,7 +23,6 @@ from bayesopt_chain.core.state import State
 IMPULSE = 2.0**-26
 
 NORMALS = ("normal_", "normal", "randn", "randn_like", "normal_functional", "philox_normals", "philox_normals_")
-OTHER_DRAWS = ("rand", "rand_like", "uniform_", "bernoulli", "bernoulli_", "randint", "random_", "philox_others")
 
 
 class NormalProbe(TorchDispatchMode):
@@ -64,7 +63,7 @@ class NormalProbe(TorchDispatchMode):
             self.drawn += n
             mean, std = (_argument(func, args, kwargs or {}, *default) for default in (("mean", 0.0), ("std", 1.0)))
             drawn.copy_(mean + std * fresh.reshape(drawn.shape))
-        elif name in OTHER_DRAWS:
+        elif name == "philox_others" or torch.Tag.nondeterministic_seeded in func.tags:
             raise TypeError(
                 f"NormalProbe: the update draws {name}, which is not a normal; only Gaussian noise can be probed"
             )

@@ -22,12 +22,10 @@ from torch import Tensor
 
 from bayesopt_chain import kinds
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 
 def bits(x: Tensor) -> Tensor:
-    """The tensor's bits as integers, so that -0.0 differs from 0.0."""
-    return x.detach().contiguous().view(_INTEGERS[x.element_size()])
+    """The tensor's bytes, a vector, so that -0.0 differs from 0.0."""
+    return x.detach().reshape(-1).view(torch.uint8)
 
 
 def assert_bitwise_equal(ours: Any, theirs: Any, what: str = "values") -> None:

@@ -85,6 +85,16 @@ def test_a_learned_preconditioner_is_taken_from_the_state():
     assert torch.allclose(noise.eigenvalues, torch.linalg.eigvalsh(exact).flip(0), rtol=1e-3)
 
 
+def test_sums_that_differ_in_their_last_places_are_no_draws():
+    """As those of atomic additions on a device, by which the gradient of one batch changes at each call, here by 1e-10 of it."""
+
+    def loss(w, batch):
+        return (batch @ w).square().mean() * (1 + 1e-10 * torch.rand((), dtype=torch.float64))
+
+    batches = torch.randn(6, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert bc.diagnostics.gradient_noise(loss, torch.ones(3, dtype=torch.float64), [*batches]).draws is None
+
+
 def test_dropout_is_gradient_noise_and_kept_apart_from_that_of_the_data():
     """``loss = (w - batch)^2 / 2 + 0.3 w z`` with a draw z: D = 0.09, C = 2 for batches of one. 4 standard errors,
     false alarms 6e-5 each."""

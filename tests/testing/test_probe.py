@@ -23,3 +23,13 @@ def test_mean_and_deviation_of_a_draw_are_the_callers(draw):
         x = draw()
     assert probe.drawn == 3
     torch.testing.assert_close(x, torch.tensor([2.5, 1.5, 3.0]))
+
+
+@pytest.mark.parametrize(
+    "draw", [torch.Tensor.uniform_, torch.Tensor.exponential_, torch.poisson, torch.bernoulli, torch.dropout]
+)
+def test_draws_that_are_not_normal_are_refused(draw):
+    """Any operation that torch knows to draw, not those of a list: an exponential draw at its own value is no zero."""
+    more = (0.5, True) if draw is torch.dropout else ()
+    with NormalProbe(), pytest.raises(TypeError, match="not a normal; only Gaussian noise"):
+        draw(torch.full((3,), 0.5), *more)

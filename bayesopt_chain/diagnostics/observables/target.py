@@ -75,9 +75,6 @@ class Stacked:
         self.loss, self.chains, self.of_batches = loss, chains, of_batches
 
     def __call__(self, params: Any, batch: Any) -> tuple[Tensor, Tensor]:
-        if self.chains == 1:
-            out = value(self.loss, params, batch)[0]
-            return out, out.reshape(1)
         each = self.each(params, batch)
         return each.sum(), each
 
@@ -243,14 +240,12 @@ class Target:
 
     def stiff_directions(self, most: int) -> Tensor:
         """The directions of the largest curvatures at the centre, orthonormal, ``[m, d]``."""
-        product = hessian(self.stacked(1), self.centre, self.one_batch(1))
+        product, like = hessian(self.stacked(1), self.centre, self.one_batch(1)), self.leaves
 
         def flat(v: Tensor) -> Tensor:
-            return flatten(spec.unflatten(product(optree.tree_leaves(unflatten(v, self.centre)))), self.centre)
+            return flatten(product(unflatten(v, like)), like)
 
-        spec = optree.tree_structure(self.centre)
-        like = flatten(self.centre, self.centre).detach()
-        return lanczos(flat, like, min(most, self.free), max_products=PRODUCTS)[1]
+        return lanczos(flat, flatten(like, like).detach(), min(most, self.free), max_products=PRODUCTS)[1]
 
 
 def hessian(stacked: Stacked, params: Any, batch: Any) -> Callable[[Sequence[Tensor]], list[Tensor]]:
