@@ -172,8 +172,9 @@ def stacked_equals_looped(build: Build) -> None:
         params, state = torch.vmap(advance)(params, state)
         for i in range(3):
             singles[i], states[i] = advance(singles[i], states[i])
-    together, alone = (optree.tree_leaves(each) for each in ([params, state], [stack(singles), stack(states)]))
-    torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-12)
+    together: Any = (params, state)
+    alone: Any = (stack(singles), stack(states))
+    torch.testing.assert_close(optree.tree_leaves(together), optree.tree_leaves(alone), rtol=1e-12, atol=1e-12)
 
 
 def unknown_keywords_are_refused(build: Build) -> None:

@@ -90,8 +90,9 @@ def restrict(loss: Callable[..., Any], params: Any, where: Mapping[str, Tensor |
                 f"restrict: the mask of {name} has the shape {list(mask.shape)}, and the parameter {list(p.shape)}; give one "
                 "of the shape of the parameter, or None for all of it"
             )
-        is_whole = mask is None or bool(mask.all())
-        index = None if is_whole else mask.to(p.device).reshape(-1).nonzero().reshape(-1)
+        index = None  # of all entries
+        if mask is not None and not bool(mask.all()):
+            index = mask.to(p.device).reshape(-1).nonzero().reshape(-1)
         if index is None or len(index):
             free[name] = p.clone() if index is None else p.reshape(-1)[index]
             places.append((i, name, index))
