@@ -16,7 +16,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import batches, checks, kinds, tracing
+from bayesopt_chain import batches, kinds, tracing
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.distributed.ranks import chains_of, require_one_axis
 from bayesopt_chain.engine.engine import moved
@@ -586,6 +586,15 @@ def unstack(tree: Any) -> list[Any]:
     return [structure.unflatten(list(row)) for row in rows]
 
 
+_FORKABLE = kinds.Kind(
+    lambda x: (
+        (isinstance(x, Tensor) or not optree.tree_is_leaf(x, none_is_leaf=True))
+        and not (isinstance(x, Mapping) and ("param_groups" in x or {"optimizer", "step"} <= x.keys()))
+    ),
+    "the state of a chain, or a tree that holds such (that of bc.optim is loaded into an optimizer for each chain, whose "
+    "method fork() renews the key)",
+    (Mapping,),
+)
 _MOST_FORKS = 1 << 24  # larger numbers are refused before copies fill the memory
 
 
@@ -594,7 +603,8 @@ def fork(state: Any, n: int, *, generator: torch.Generator | None = None) -> lis
     """Copy a state for chains that draw different noise: each copy has the same velocities and averages, and a new key.
 
     Args:
-        state: the state of a chain, or any tree that holds such states, as ``state_dict()`` of an optimizer class.
+        state: the state of a chain, or any tree that holds such states, as ``state_dict()`` of ``bc.SGD``. A chain of
+            ``bc.optim`` has a method ``fork`` of its own.
         n: number of copies, at least 1.
         generator: source of the keys (default: torch's global generator).
 
@@ -603,7 +613,7 @@ def fork(state: Any, n: int, *, generator: torch.Generator | None = None) -> lis
 
     Raises:
         TypeError: ``state`` is no tree of tensors.
-        ValueError: ``n`` is below 1.
+        ValueError: ``n`` is below 1; the state of an optimizer of ``bc.optim``.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -612,11 +622,7 @@ def fork(state: Any, n: int, *, generator: torch.Generator | None = None) -> lis
         >>> bool(a[1].key == b[1].key)
         False
     """
-    kinds.require("fork", n=(n, kinds.whole(1)), generator=(generator, kinds.GENERATOR))
-    if optree.tree_is_leaf(state, none_is_leaf=True) and not isinstance(state, Tensor):
-        raise TypeError(
-            f"fork: state must be the state of a chain, or a tree that holds such, got {checks.short(state)}"
-        )
+    kinds.require("fork", state=(state, _FORKABLE), n=(n, kinds.whole(1)), generator=(generator, kinds.GENERATOR))
     if n > _MOST_FORKS:
         raise ValueError(f"fork: n={n} copies of a state are more than any run has chains")
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from bayesopt_chain import kinds
 from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.distributed.parts import elements_of, place_of
+from bayesopt_chain.distributed.ranks import require_named_chain
 from bayesopt_chain.distributed.shards import agreed_key, cut_like, local
 from bayesopt_chain.distributed.witness import Claim, Witness
 from bayesopt_chain.optim import _checks
@@ -91,6 +92,37 @@ class OnRanks:
         """
         kinds.require(f"{self._name}.watch", every=(every, kinds.WHOLE.or_none()), first=(first, kinds.BOOL))
         self._witness.every, self._witness.first = every, first
+
+    def fork(self, generator: torch.Generator | None = None) -> None:
+        """Draw a new key for the noise, so that this chain is independent of the chain whose state was loaded.
+
+        ``load_state_dict`` continues the noise of the saved run, as a resumed run needs it. A second chain that starts from
+        the same checkpoint calls ``fork`` once after loading.
+
+        Args:
+            generator: source of the key (default: torch's global generator). On several ranks it has to be given, as to the
+                constructor: ``bc.distributed.generator(seed)`` on replicas of one chain, and with ``chain=rank`` for a chain
+                on each rank. Ranks that hold parts of the same DTensors use the key of the first rank, and all of them have
+                to call this method.
+
+        Raises:
+            ValueError: there are several ranks, and no generator is given.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> theta = torch.zeros(2, requires_grad=True)
+            >>> optimizer = bc.optim.SGHMC([theta], lr=0.1, temperature=0.5)
+            >>> before = optimizer.param_groups[0]["noise_key"]
+            >>> optimizer.fork()
+            >>> optimizer.param_groups[0]["noise_key"] == before
+            False
+        """
+        _checks.require(f"{self._name}.fork", {"generator": generator})
+        require_named_chain(f"{self._name}.fork", generator)
+        key = shared_key(generator, self.param_groups)
+        for group in self.param_groups:
+            group["noise_key"] = key
+        self._compare_anew()
 
     def _loss_of(self, closure: Callable[[], Any] | None) -> Any:
         """Evaluate the model by a closure, with gradients, and return its loss; ``None`` without a closure."""

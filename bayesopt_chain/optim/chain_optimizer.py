@@ -23,6 +23,7 @@ from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.links.wrapper import Weighted
 from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.loop.module_state import keyed
+from bayesopt_chain.loop.parallel import fork
 from bayesopt_chain.optim import _checks
 from bayesopt_chain.optim._ranks import OnRanks, claim
 
@@ -69,6 +70,10 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
         Args:
             param_group: as in torch, with the hyperparameters that ``make_chain`` reads.
 
+        Raises:
+            TypeError: ``param_group`` is no group, or ``make_chain`` returns no transformation.
+            ValueError: the chain of the group has the key of another group. Nothing has changed then.
+
         Example:
             >>> import torch, bayesopt_chain as bc
             >>> a, b = torch.zeros(2, requires_grad=True), torch.zeros(2, requires_grad=True)
@@ -102,6 +107,27 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
             group["chain_state"] = ()
             for p in group["params"]:
                 self.state[p]
+
+    def fork(self, generator: torch.Generator | None = None) -> None:
+        """Draw new keys for the noise of every group, so that this chain is independent of the one whose state was loaded.
+
+        Args:
+            generator: source of the keys (default: torch's global generator); on several ranks as in :meth:`SGD.fork`.
+
+        Raises:
+            ValueError: there are several ranks, and no generator is given.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> theta = torch.zeros(2, requires_grad=True)
+            >>> optimizer = bc.optim.Optimizer([theta], lambda group: bc.sghmc(group["lr"], temperature=0.1), lr=0.1)
+            >>> optimizer.fork()
+        """
+        _checks.require(f"{self._name}.fork", {"generator": generator})
+        require_named_chain(f"{self._name}.fork", generator)
+        for built in self._chains:
+            (built.state,) = fork(built.state, 1, generator=generator)
+        self._compare_anew()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Make one update of every group.

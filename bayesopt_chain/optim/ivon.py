@@ -274,6 +274,10 @@ class IVON(OnRanks, torch.optim.Optimizer):
         scale = group["init_hessian"] + delta if group["rescale_lr"] else 1.0
         m.add_(newton(force, h, delta, lr, scale, group["clip_radius"]))
 
+    def fork(self, generator: torch.Generator | None = None) -> None:
+        super().fork(generator)
+        self._has_draw = False  # a draw of the old key would not be the one that the step computes again
+
     def callback(self) -> Any:
         """Make a callback of the trainers that own the loop: every step then takes its gradients at a draw.
 

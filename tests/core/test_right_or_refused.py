@@ -182,6 +182,8 @@ def test_stacking_copies_of_a_state_is_refused_and_fork_gives_each_a_key_of_its_
         assert_bitwise_equal(list(twin[0].trace), list(state[0].trace))
     groups = bc.fork(optimizer.state_dict(), 2)
     assert isinstance(groups[0], tuple) and groups[0][0][0].key != groups[1][0][0].key
+    with pytest.raises(ValueError, match=r"whose method fork\(\) renews the key"):
+        bc.fork(bc.optim.SGLD([torch.zeros(4, requires_grad=True)], lr=0.1, temperature=T).state_dict(), 2)
 
 
 DIFFERENTIATED = {

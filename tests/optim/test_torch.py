@@ -350,8 +350,20 @@ def test_noise_is_numbered_by_name_so_that_leaving_one_parameter_out_leaves_the_
     assert not torch.equal(full["a.weight"], full["b.weight"])
 
 
-def test_deepcopy_goes_on_with_the_same_noise_and_fork_does_not():
-    optimizer = bc.optim.SGHMC(network().parameters(), 0.1, temperature=0.1)
+def make_sghmc(group):
+    return bc.sghmc(0.1, temperature=0.1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: bc.optim.SGHMC(params, 0.1, temperature=0.1),
+        lambda params: bc.optim.IVON(params, 0.1, temperature=0.1),
+        lambda params: bc.optim.Optimizer(params, make_sghmc),
+    ],
+)
+def test_deepcopy_goes_on_with_the_same_noise_and_fork_does_not(make):
+    optimizer = make(network().parameters())
     walk(optimizer)
     o1, o2 = copy.deepcopy(optimizer), copy.deepcopy(optimizer)
     o2.fork()
