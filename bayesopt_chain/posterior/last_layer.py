@@ -321,7 +321,7 @@ def body_of(module: nn.Module, params: Mapping[str, Tensor] | None, names: Itera
 
 @dataclass(frozen=True)
 class Features:
-    """``features(batch)``: what the last layer sees of a batch; a :class:`HeadBatch` is handed through.
+    """``features(batch)``: what the last layer sees of a batch.
 
     They have a graph where somebody may differentiate them by the inputs.
     """
@@ -332,8 +332,6 @@ class Features:
     body: Body
 
     def __call__(self, batch: Any) -> HeadBatch:
-        if isinstance(batch, HeadBatch):
-            return batch
         graph = needs_graph(batch)
         with torch.set_grad_enabled(graph):
             seen = seen_by(self.layer, lambda: self.forward(self.params, batch))
@@ -438,8 +436,9 @@ def cache_features(
             "that runs once and gives the output, so that its features do not suffice: pass the loader itself"
         )
     features = Features(forward, chosen, last.module, body_of(module, params, last.names))
-    seen = batches.from_first(HeadBatch(last.inputs[0].detach(), batches.first[1]))
-    kept = tuple(features(batch) for batch in with_progress(seen, progress, batches.total))
+    all_batches = with_progress(batches.from_first(batches.first), progress, batches.total)
+    first = HeadBatch(last.inputs[0].detach(), batches.first[1])
+    kept = tuple(features(batch) if n else first for n, batch in enumerate(all_batches))
     return CachedFeatures(kept, last._replace(inputs=()), features.body)
 
 
@@ -450,7 +449,7 @@ LINEAR = 1e3  # rounding units by which outputs may differ from a straight line
 class Responses:
     """``responses(batch)``: of every output its response to each parameter of the last layer, and its value without it.
 
-    They are the features of a :class:`HeadBatch`, ``[B, *event, P + 1]``; such a batch is handed through.
+    They are the features of a :class:`HeadBatch`, ``[B, *event, P + 1]``.
     """
 
     forward: Forward
@@ -459,8 +458,6 @@ class Responses:
     body: Body
 
     def __call__(self, batch: Any) -> HeadBatch:
-        if isinstance(batch, HeadBatch):
-            return batch
         theta = self._theta()
         alone = self.outputs(0 * theta, batch)
         s = float(alone.abs().amax().clamp_min(1))

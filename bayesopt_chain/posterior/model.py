@@ -146,7 +146,7 @@ class Model:
     def seen_by_head(self, batch: Any) -> Any:
         """The batch as ``forward`` takes it: ``(features, targets)`` for a linear last layer."""
         if self.features_of is not None:
-            features, targets = self.features_of(batch)
+            features, targets = batch if isinstance(batch, HeadBatch) else self.features_of(batch)
             return HeadBatch(features.to(optree.tree_leaves(self.params)[0].dtype), targets)
         if isinstance(batch, HeadBatch):
             raise ValueError(

@@ -58,20 +58,13 @@ def classification_metrics(log_probabilities: Tensor, targets: Tensor, *, bins: 
     installed("classification_metrics", "metrics", "torchmetrics")
     from torchmetrics.functional.classification import multiclass_accuracy, multiclass_calibration_error
 
-    if log_probabilities.ndim != 2 or targets.shape != log_probabilities.shape[:1] or not log_probabilities.numel():
-        raise ValueError(
-            f"classification_metrics: expected log_probabilities [N, C] and targets [N], got {tuple(log_probabilities.shape)} "
-            f"and {tuple(targets.shape)}"
-        )
+    _require_of_classes("classification_metrics", "log_probabilities", log_probabilities, targets)
     total = log_probabilities.logsumexp(-1).abs().max().item()
     if not total < 1e-3:
         raise ValueError(
             f"classification_metrics: the probabilities of a row add up to exp({total:.3g}), not 1; pass log-softmax values"
         )
-    classes = log_probabilities.shape[1]
-    if targets.min() < 0 or targets.max() >= classes:
-        raise ValueError(f"classification_metrics: targets must lie in 0 to {classes - 1}")
-    p = log_probabilities.exp()
+    p, classes = log_probabilities.exp(), log_probabilities.shape[1]
     return {
         "accuracy": multiclass_accuracy(p, targets, classes, average="micro").item(),
         "nll": torch.nn.functional.nll_loss(log_probabilities, targets).item(),
@@ -111,6 +104,16 @@ def detection_auroc(known: Tensor, unknown: Tensor) -> float:
 
     labels = torch.cat([torch.zeros(len(known), device="cpu"), torch.ones(len(unknown), device="cpu")])
     return float(roc_auc_score(labels.numpy(), torch.cat([known, unknown]).detach().cpu().numpy()))
+
+
+def _require_of_classes(who: str, name: str, scores: Tensor, targets: Tensor) -> None:
+    """Refuse what are no scores of classes for each target, and classes that have none."""
+    if scores.ndim != 2 or targets.shape != scores.shape[:1] or not scores.numel():
+        raise ValueError(
+            f"{who}: expected {name} [N, C] and targets [N], got {tuple(scores.shape)} and {tuple(targets.shape)}"
+        )
+    if targets.min() < 0 or targets.max() >= scores.shape[1]:
+        raise ValueError(f"{who}: targets must lie in 0 to {scores.shape[1] - 1}")
 
 
 _SCALES = (1e-3, 1e3)  # between which the factor is looked for
@@ -191,14 +194,9 @@ def temperature_scaling(logits: Tensor, targets: Tensor) -> float:
         >>> (sure / factor).softmax(-1)[0]
         tensor([0.7500, 0.2500])
     """
-    if logits.ndim != 2 or targets.shape != logits.shape[:1] or not logits.numel():
-        raise ValueError(
-            f"temperature_scaling: expected logits [n, C] and targets [n], got {tuple(logits.shape)} and {tuple(targets.shape)}"
-        )
+    _require_of_classes("temperature_scaling", "logits", logits, targets)
     if not logits.isfinite().all():
         raise ValueError("temperature_scaling: logits hold NaN or infinity")
-    if targets.min() < 0 or targets.max() >= logits.shape[1]:
-        raise ValueError(f"temperature_scaling: targets must lie in 0 to {logits.shape[1] - 1}")
     f = logits.double()
     right = f.gather(1, targets[:, None])[:, 0]
 

@@ -39,14 +39,14 @@ from bayesopt_chain.posterior.gaussian import (
 )
 from bayesopt_chain.precision import Diagonal, low_rank_covariance
 from bayesopt_chain.tracing import is_hidden, is_readable
-from bayesopt_chain.trees import size
+from bayesopt_chain.trees import size, wide
 
 
 class SwagState(NamedTuple):
     """What :func:`swag` remembers.
 
     Attributes:
-        mean: m, one tensor for each parameter.
+        mean: m, one tensor for each parameter, in float32 at least: in 16 bits a sum of hundreds takes up no more.
         squares: s, likewise.
         deviations: the last K deviations d, ``[K, *leaf.shape]`` for each parameter; the oldest is overwritten first.
         collected: how many iterates were collected, 0-d int64.
@@ -62,7 +62,7 @@ class SwagState(NamedTuple):
 
 def empty(leaves: list[Tensor], rank: int) -> SwagState:
     """The state before the first iterate."""
-    zeros = tuple(torch.zeros_like(p).detach() for p in leaves)
+    zeros = tuple(torch.zeros_like(p, dtype=wide(p.dtype)).detach() for p in leaves)
     ring = tuple(p.new_zeros((rank, *p.shape)) for p in leaves)
     none = torch.zeros((), dtype=torch.int64, device=device_of(leaves))
     return SwagState(zeros, tuple(z.clone() for z in zeros), ring, none, none.clone())
@@ -85,7 +85,7 @@ def collected(state: SwagState, iterate: list[Tensor], due: Tensor, rank: int) -
     if rank:
         place = (torch.arange(rank, device=n.device) == (n - 1) % rank) & due
         deviations = tuple(
-            torch.where(place.reshape(-1, *[1] * x.ndim), (x - m)[None], d)
+            torch.where(place.reshape(-1, *[1] * x.ndim), (x - m)[None].to(d.dtype), d)
             for d, x, m in zip(state.deviations, iterate, mean)
         )
     return SwagState(tuple(mean), tuple(squares), deviations, n, state.step)
@@ -146,7 +146,10 @@ class Swag(PosteriorTransformation):
         Raises:
             ValueError: parameters of other shapes than the state's.
         """
-        mine = self._state(state)
+        return optree.tree_map(lambda m, p: m.to(p.dtype), self._mean(self._state(state), params), params)
+
+    def _mean(self, mine: SwagState, params: Any) -> Any:
+        """The same in float32 at least."""
         require_these([m.shape for m in mine.mean], params, str(self._link))
         leaves, structure = optree.tree_flatten(params)
         means = [torch.where(mine.collected > 0, m, p.detach()) for m, p in zip(mine.mean, leaves)]
@@ -161,7 +164,8 @@ class Swag(PosteriorTransformation):
             params: any parameters; their tree is what counts.
 
         Returns:
-            A :class:`Gaussian`. Entries that never moved have the variance ``variance_floor``: draws leave them at their mean.
+            A :class:`Gaussian`, in float32 at least. Entries that never moved have the variance ``variance_floor``: draws leave
+            them at their mean.
 
         Raises:
             ValueError: fewer than two iterates collected, iterates with NaN (named), parameters of other shapes.
@@ -172,7 +176,7 @@ class Swag(PosteriorTransformation):
                 f"swag: {int(mine.collected)} iterates collected, at least 2 make a covariance: run on past "
                 f"start={link.start} with every={link.every}, or use mean(state, params)"
             )
-        mean, structure = self.mean(state, params), optree.tree_structure(params)
+        mean, structure = self._mean(mine, params), optree.tree_structure(params)
         variances = [_floored(s / mine.collected.to(s.dtype), link.variance_floor) for s in mine.squares]
         require_finite(mean, "swag: the mean of the iterates")
         require_finite(optree.tree_unflatten(structure, variances), "swag: the variance of the iterates")
@@ -181,7 +185,7 @@ class Swag(PosteriorTransformation):
             inverse = optree.tree_unflatten(structure, [1 / v for v in variances])
             return Gaussian(mean, Diagonal(inverse, data)).factorised()
         divisor = 2 * (mine.collected.clamp(max=link.rank) - 1).to(torch.float64)  # half of the covariance is low rank
-        rows = [d / divisor.sqrt().to(d.dtype) for d in mine.deviations]
+        rows = [d.to(s.dtype) / divisor.sqrt().to(s.dtype) for d, s in zip(mine.deviations, mine.squares)]
         halves = [_floored(v / 2, link.variance_floor) for v in variances]
         diagonal, rows = (optree.tree_unflatten(structure, x) for x in (halves, rows))
         return Gaussian(mean, low_rank_covariance(diagonal, rows, data)).factorised()

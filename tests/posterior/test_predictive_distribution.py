@@ -138,7 +138,7 @@ def test_temperature_scaling_finds_the_least_held_out_loss(scale):
             ),
             "each output by itself",
         ),
-        (lambda: bc.posterior.temperature_scaling(torch.zeros(3, 2), torch.zeros(2).long()), r"logits \[n, C\]"),
+        (lambda: bc.posterior.temperature_scaling(torch.zeros(3, 2), torch.zeros(2).long()), r"logits \[N, C\]"),
         (lambda: bc.posterior.temperature_scaling(torch.zeros(3, 2), torch.full((3,), 2)), "lie in 0 to 1"),
         (
             lambda: bc.posterior.temperature_scaling(torch.full((1, 2), torch.inf), torch.zeros(1).long()),

@@ -86,9 +86,9 @@ class Family(ABC):
     def entropy_gradient(self, scale: Scale) -> Scale:
         """Gradient of the entropy by phi."""
 
-    @abstractmethod
     def only(self, gradient: Scale, leaves: list[Tensor], moves: list[bool]) -> list:
-        """The gradient by phi without the part of the leaves that do not move."""
+        """The gradient by phi without the part of the leaves that do not move; phi has as many tensors for each leaf."""
+        return [x if m else None for x, m in zip(gradient, moves * (len(gradient) // len(moves)))]
 
     def shapes(self, scale: Scale) -> list | int:
         """The parameters' shapes that phi remembers, or their number."""
@@ -125,9 +125,6 @@ class MeanField(Family):
 
     def entropy_gradient(self, scale):
         return tuple(torch.ones_like(s) for s in scale)
-
-    def only(self, gradient, leaves, moves):
-        return [x if m else None for x, m in zip(gradient, moves)]
 
     def precision(self, scale, params, count):
         values = [(-2 * s).exp() for s in scale]
@@ -228,9 +225,6 @@ class LowRank(Family):
         by_rows = covariance.times(list(rows))
         by_log_d = [v * (2 * d).exp() for v, d in zip(covariance.diag(), log_d)]
         return (*by_rows, *by_log_d)
-
-    def only(self, gradient, leaves, moves):
-        return [x if m else None for x, m in zip(gradient, [*moves, *moves])]
 
     def shapes(self, scale):
         return [s.shape for s in _halves(scale)[1]]
