@@ -389,6 +389,7 @@ def collect(
         >>> keep.draws.steps, keep.draws.buffers["1.running_mean"].shape, keep.predict([torch.ones(2, 3)]).shape
         (tensor([15, 20, 25, 30]), torch.Size([4, 4]), torch.Size([2, 1]))
     """
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate hands the loop a wrapper, which has no hooks
     if optimizer is not None and not hasattr(optimizer, "register_step_post_hook"):
         raise TypeError(f"collect: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     kinds.require("collect", model=(model, kinds.MODULE), every=(every, kinds.WHOLE), after=(after, kinds.whole(0)))

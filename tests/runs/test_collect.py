@@ -259,6 +259,20 @@ def test_of_an_optimizer_of_means_draws_of_its_posterior_are_kept(way):
     assert abs(apart - 1) < 5 * (2 / (400 * 24)) ** 0.5
 
 
+class Wrapped(torch.optim.Optimizer):
+    """As accelerate wraps an optimizer: without torch's constructor, and so without hooks."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+
+def test_the_steps_of_an_optimizer_that_a_trainer_wraps_are_seen():
+    loop = Loop()
+    keep = bc.collect(loop.model, Wrapped(loop.optimizer), every=10)
+    loop.train(0, 20)
+    assert keep.draws.steps.tolist() == [10, 20]
+
+
 def test_it_predicts_with_models_whose_outputs_are_no_tensors():
     class Net(nn.Linear):
         def forward(self, x):
