@@ -359,22 +359,23 @@ def _moving(m: Any) -> dict[str, Any]:
     temperatures, force = _forces(m.draws, m.tx, m.told, is_needed=m.loss is not None)
     noiseless = m.leaves.keys() - temperatures.keys() if temperatures else set[str]()
     moving = [x.repeats for name, x in m.leaves.items() if name not in m.still]
-    halts = _halts(torch.stack(moving).all(0)) if moving and m.count >= 8 else {}
-    chain, halted = next(iter(halts.items()), (0, 0))
+    chain, halted = _halt(torch.stack(moving).all(0)) if moving and m.count >= 8 else (0, 0)
     idle = _listing(name for name in m.still if name not in noiseless)
     return {"temperatures": temperatures, "force": force, "idle": idle, "chain": chain, "halted": halted}
 
 
-def _halts(same: Tensor) -> dict[int, int]:
-    """The longest run of equal draws of each chain whose length is no accident, by whether a draw repeats the one before it."""
-    out = dict[int, int]()
+def _halt(same: Tensor) -> tuple[int, int]:
+    """The first chain whose longest run of equal draws is no accident, and its length, by whether a draw repeats the last one.
+
+    Its length is 0 where there is none.
+    """
     for chain, repeats in enumerate(same.T.tolist()):
         longest = max(len(list(run)) if equal else 0 for equal, run in itertools.groupby(repeats))
         # the probability with which it repeats a draw otherwise, as chains do that reject proposals
         often = (sum(repeats) - longest + 1) / (len(repeats) - longest + 2)
         if longest >= 2 and len(repeats) * often**longest < STILL:
-            out[chain] = longest + 1
-    return out
+            return chain, longest + 1
+    return 0, 0
 
 
 def _shared(m: Any) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def test_a_learned_preconditioner_is_taken_from_the_state():
 
 
 def test_sums_that_differ_in_their_last_places_are_no_draws():
-    """As those of atomic additions on a device, by which the gradient of one batch changes at each call, here by 1e-10 of it."""
+    """As those of atomic additions on a device, where the gradient of a batch changes with each call, here by 1e-10 of it."""
 
     def loss(w, batch):
         return (batch @ w).square().mean() * (1 + 1e-10 * torch.rand((), dtype=torch.float64))

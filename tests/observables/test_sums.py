@@ -19,7 +19,7 @@ def autoregressive(chains, draws, m, phi, seed):
 def recorded(y, x, kept=(), chains=slice(None)):
     m, n = y.shape[2], x.shape[2]
     shift = {"y": torch.full((m,), 0.3, dtype=torch.float64), "x": torch.zeros(n, dtype=torch.float64)}
-    record = Record({"y": (m,), "x": (n,)}, [("y", "x")], kept, shift)
+    record = Record(len(y[chains]), {"y": (m,), "x": (n,)}, [("y", "x")], kept, shift)
     for t in range(y.shape[1]):
         record.add({"y": y[chains, t], "x": x[chains, t]})
     return record

@@ -512,6 +512,7 @@ def observe(
         made = list[tuple[Watch, Any]]()
         for number in range(chains // width):
             record = Record(
+                width,
                 {name: x.shape if name in of else (x.numel(),) for name, x in about.items()},
                 covariances,
                 settings["kept"],

@@ -108,6 +108,7 @@ class Record:
     """Sums, and draws where they are small, of observables of ``chains`` chains.
 
     Args:
+        chains: their number.
         shapes: of each observable, by name.
         pairs: of names, whose covariances are summed along the way.
         kept: the names of those of which all draws are kept, besides those of at most 16 entries. Of these every
@@ -121,21 +122,21 @@ class Record:
 
     def __init__(
         self,
+        chains: int,
         shapes: Mapping[str, Sequence[int]],
         pairs: Sequence[tuple[str, str]],
         kept: Sequence[str],
         shift: Mapping[str, Tensor],
     ) -> None:
+        self.chains = chains
+        self.count = 0
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self.kept = [name for name, shape in shapes.items() if name in kept or math.prod(shape) <= SMALL]
         self.pairs = [(a, b) for a, b in pairs if not (a in self.kept and b in self.kept)]
         self.shift = dict(shift)
-        self.count = 0
         self.rest: list[dict[str, Tensor]] = []  # draws that make no whole unit yet
-        self.sums: dict[str, Blocks] = {}  # [C, m]
-        self.products: dict[
-            tuple[str, str], tuple[Blocks, Tensor]
-        ] = {}  # summed over chains [m, n]; of each chain [C, m, n]
+        self.sums = {name: Blocks.like(x.expand(chains, -1)) for name, x in self.shift.items()}  # [C, m]
+        self.products = {(a, b): self._no_products(a, b) for a, b in self.pairs}
         self.traces: dict[str, list[Tensor]] = {name: [] for name in self.kept}
 
     def add(self, draw: Mapping[str, Tensor]) -> None:
@@ -147,11 +148,17 @@ class Record:
         unit = {name: torch.stack([y[name] for y in self.rest], 1) for name in draw}  # [C, UNIT, m]
         self.rest.clear()
         for name, x in unit.items():
-            self.sums.setdefault(name, Blocks.like(x[:, 0])).add(x.sum(1))
+            self.sums[name].add(x.sum(1))
             if name in self.traces:
                 self.traces[name].append(x)
-        for a, b in self.pairs:
-            _add_products(self.products, (a, b), unit[a], unit[b])
+        for (a, b), sums in self.products.items():
+            _add_products(sums, unit[a], unit[b])
+
+    def _no_products(self, a: str, b: str) -> tuple[Blocks, Tensor]:
+        """Empty sums of the products of two observables: of all chains ``[m, n]``, and of each ``[C, m, n]``."""
+        y, x = self.sums[a].part, self.sums[b].part
+        each = y.new_zeros(*y.shape, x.shape[1])
+        return Blocks.like(each[0]), each
 
     def trace(self, name: str) -> Tensor:
         """All draws of an observable, ``[C, draws, m]``.
@@ -170,8 +177,7 @@ class Record:
 
     def _total(self, name: str) -> Tensor:
         """Sums over all draws of each chain, ``[C, m]``."""
-        rest = self._rest(name).sum(1)
-        return self.sums[name].total() + rest if name in self.sums else rest
+        return self.sums[name].total() + self._rest(name).sum(1)
 
     def _require(self, name: str, known: Sequence[str], what: str) -> None:
         if name not in known:
@@ -183,8 +189,7 @@ class Record:
         """The mean of an observable, in its shape."""
         self._require(name, list(self.shapes), "the mean is known")
         total = self._total(name) / self.count  # [C, m]
-        blocks = self.sums[name].whole / self.sums[name].draws if name in self.sums else total[None, :0]
-        error, agree = _error(blocks, total)
+        error, agree = _error(self.sums[name].whole / self.sums[name].draws, total)
         shape = self.shapes[name]
         return Estimate((total.mean(0) + self.shift[name]).reshape(shape), error.reshape(shape), agree.reshape(shape))
 
@@ -197,9 +202,9 @@ class Record:
             for name in (a, b):
                 self._require(name, self.kept, f"the covariance with {b if name == a else a!r} is known")
         self._require(a, list(self.shapes), "draws are known")
-        products = self.products if (a, b) in self.pairs else _replayed(self.traces[a], self.traces[b], (a, b))
+        p, each = self.products[a, b] if (a, b) in self.pairs else self._replayed(a, b)
         sy, sx = self._total(a), self._total(b)  # [C, m]
-        chains, n = len(sy), self.count * len(sy)
+        n = self.count * self.chains
         my, mx = sy.sum(0) / n, sx.sum(0) / n
 
         def centred(
@@ -207,21 +212,23 @@ class Record:
         ) -> Tensor:  # mean of (y - my) (x - mx)^T over draws
             return (products - my[:, None] * x[..., None, :] - y[..., :, None] * mx) / draws + torch.outer(my, mx)
 
-        each = products[a, b][1] if (a, b) in products else sy.new_zeros(chains, len(my), len(mx))
         by_chain = centred(each + self._rest(a).mT @ self._rest(b), sy, sx, self.count)
-        blocks = by_chain[:0]
-        if (a, b) in products:
-            p, y, x = products[a, b][0], self.sums[a], self.sums[b]
-            blocks = centred(p.whole, y.whole.sum(1), x.whole.sum(1), p.draws * chains)
+        blocks = centred(p.whole, self.sums[a].whole.sum(1), self.sums[b].whole.sum(1), p.draws * self.chains)
         error, agree = _error(blocks[:, None], by_chain)
         shape = (*self.shapes[a], *self.shapes[b])
         value = by_chain.mean(0) * (n / max(n - 1, 1))
         return Estimate(value.reshape(shape), error.reshape(shape), agree.reshape(shape))
 
+    def _replayed(self, a: str, b: str) -> tuple[Blocks, Tensor]:
+        """The sums of products of two observables of which all draws are kept."""
+        sums = self._no_products(a, b)
+        for y, x in zip(self.traces[a], self.traces[b]):
+            for unit in zip(y.split(UNIT, 1), x.split(UNIT, 1)):
+                _add_products(sums, *unit)
+        return sums
+
     def blocks(self, name: str) -> Tensor:
         """Means of a number over blocks of successive draws of each chain, ``[B, C]``; empty where there are too few draws."""
-        if name not in self.sums:
-            return torch.zeros(0, 1, dtype=torch.float64, device="cpu")
         return (self.sums[name].whole / self.sums[name].draws)[..., 0]
 
     def drift(self, name: str) -> float:
@@ -268,7 +275,7 @@ def merged(records: Sequence[Record]) -> Record:
     first = records[0]
     if len(records) == 1:
         return first
-    out = Record(first.shapes, first.pairs, first.kept, first.shift)
+    out = Record(sum([r.chains for r in records]), first.shapes, first.pairs, first.kept, first.shift)
     out.count = first.count
     out.rest = [
         {name: torch.cat([y[name] for y in draws]) for name in draws[0]} for draws in zip(*[r.rest for r in records])
@@ -291,26 +298,11 @@ def merged(records: Sequence[Record]) -> Record:
     return out
 
 
-def _add_products(
-    sums: dict[tuple[str, str], tuple[Blocks, Tensor]], pair: tuple[str, str], y: Tensor, x: Tensor
-) -> None:
+def _add_products(sums: tuple[Blocks, Tensor], y: Tensor, x: Tensor) -> None:
     """Add the products of a unit of draws ``[C, UNIT, m]`` and ``[C, UNIT, n]``."""
     each = y.mT @ x  # [C, m, n]
-    if pair not in sums:
-        sums[pair] = Blocks.like(each[0]), torch.zeros_like(each)
-    sums[pair][0].add(each.sum(0))
-    sums[pair][1].add_(each)
-
-
-def _replayed(
-    y: Sequence[Tensor], x: Sequence[Tensor], pair: tuple[str, str]
-) -> dict[tuple[str, str], tuple[Blocks, Tensor]]:
-    """The sums of products of two observables of which all draws are kept."""
-    sums: dict[tuple[str, str], tuple[Blocks, Tensor]] = {}
-    if y:
-        for a, b in zip(torch.cat(list(y), 1).split(UNIT, 1), torch.cat(list(x), 1).split(UNIT, 1)):
-            _add_products(sums, pair, a, b)
-    return sums
+    sums[0].add(each.sum(0))
+    sums[1].add_(each)
 
 
 def _error(blocks: Tensor, by_chain: Tensor) -> tuple[Tensor, Tensor]:
