@@ -11,6 +11,7 @@ The draw carries its noise along: to compute it back as ``theta_s - mean`` would
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -108,6 +109,7 @@ class Drawing(Alone, Keyed):
         here, mine = ([shards.local(x) for x in leaves], shards.local_tree(state)) if are_spread else (leaves, state)
         noise, moves = self.displacements(mine, here, names, parts if are_spread else None)
         drawn = [p + (x[0] if self.n_samples == 1 else x) for p, x in zip(here, moves)]
+        warn_of_rounding(str(self), names, here, moves)
         axes = int(self.n_samples > 1)
         return Draw(spread_like(leaves, drawn, axes), noise, state.key, state.step)
 
@@ -130,6 +132,19 @@ class Drawing(Alone, Keyed):
     def shapes(self, state: Any) -> list | int:
         """The parameters' shapes that the state remembers, or their number."""
         raise NotImplementedError
+
+
+def warn_of_rounding(who: str, names: Sequence[str], means: Leaves, moves: Leaves) -> None:
+    """Warn of a 16-bit leaf most of whose entries stay at their mean, although a draw is to move them by ``moves``."""
+    for name, mean, move in zip(names, means, moves):
+        if mean.dtype not in (torch.bfloat16, torch.float16) or not is_readable(mean):
+            continue
+        if 2 * int(((mean + move == mean) & (move != 0)).sum()) > move.numel():
+            warnings.warn(
+                f"{who}: most entries of a draw of {name} in {mean.dtype} round to their mean, where no gradient tells of the "
+                "curvature; keep float32 parameters and use autocast",
+                stacklevel=2,
+            )
 
 
 def require_samples(who: str, n_samples: int, antithetic: bool) -> None:

@@ -822,3 +822,9 @@ def lanes():
 def test_calls_that_make_no_sense(call, words):
     with pytest.raises(REFUSED, match=words):
         call()
+
+
+def test_draws_that_round_to_their_mean_are_said():
+    tx, narrow = bc.vi.mean_field(bc.sgd(0.1), temperature=1e-6, init_scale=1e-3), {"w": torch.ones(8).bfloat16()}
+    with pytest.warns(UserWarning, match=r"a draw of \['w'\] in torch.bfloat16 round to their mean"):
+        tx.sample(tx.init(narrow), narrow)
