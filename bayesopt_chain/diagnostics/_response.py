@@ -42,7 +42,7 @@ from bayesopt_chain.links.wrapper import unwrapped
 from bayesopt_chain.matching import law
 from bayesopt_chain.matching.response import Decay, Linear, Noise, Preconditioner, Rate, SelfContainedSampler
 from bayesopt_chain.schedules import now
-from bayesopt_chain.testing._linear_system import IMPULSE, OneUpdate
+from bayesopt_chain.testing._linear_system import IMPULSE, OneUpdate, state_of
 from bayesopt_chain.trees import paths_of
 
 DRIFT = 0.01  # by which a gain may change from one step to the next
@@ -286,12 +286,7 @@ def forces_of(
     """
     if not hasattr(tx, "thermal_leaves"):
         chain, _ = inner(tx, None)
-        own = [x for link in chain.links if isinstance(x := getattr(link, "generator", None), torch.Generator)]
-        before = [generator.get_state() for generator in own]
-        with torch.random.fork_rng(devices=[]):
-            state = chain.init(params)
-        for generator, was in zip(own, before):
-            generator.set_state(was)
+        state = state_of(chain, params)
         names = names_of(state.layout.paths)
         levels = {names[j]: level for j, level in levels_of(chain, state, temperature, step).items()}
         return levels, partial(with_decay, chain, state)

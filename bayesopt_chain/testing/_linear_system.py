@@ -78,6 +78,17 @@ def _argument(func, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, de
     return kwargs.get(name, default)
 
 
+def state_of(tx: Any, params: Any) -> Any:
+    """The state of ``init``; torch's generator and those of the links, which keys are drawn from, are left as they were."""
+    own = [x for link in getattr(tx, "links", ()) if isinstance(x := getattr(link, "generator", None), torch.Generator)]
+    before = [generator.get_state() for generator in own]
+    with torch.random.fork_rng(devices=[]):
+        state = tx.init(params)
+    for generator, was in zip(own, before):
+        generator.set_state(was)
+    return state
+
+
 class OneUpdate:
     """One update of a transformation, as a function of gradient, parameters, state and normal draws, in float64.
 
@@ -102,8 +113,7 @@ class OneUpdate:
         self.params = [torch.zeros(p.shape, dtype=torch.float64, device=p.device) for p in leaves]
         if state is None:
             at_rest = optree.tree_unflatten(self._spec, self.params)
-            with torch.random.fork_rng(devices=[]):
-                state = tx.init(at_rest)
+            state = state_of(tx, at_rest)
             with NormalProbe():
                 for _ in range(warmup):
                     _, state = tx.update(at_rest, state, params=at_rest, inplace=False)

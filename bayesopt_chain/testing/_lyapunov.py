@@ -26,7 +26,7 @@ from bayesopt_chain.compose import chain
 from bayesopt_chain.links.learning_rate import scale
 from bayesopt_chain.links.momentum import add_momentum
 from bayesopt_chain.links.weight_decay import add_decayed_weights
-from bayesopt_chain.testing._linear_system import ClosedLoop, NormalProbe, closed_loop
+from bayesopt_chain.testing._linear_system import ClosedLoop, OneUpdate, closed_loop, state_of
 from bayesopt_chain.testing._zero_temperature import go_on
 
 
@@ -107,16 +107,13 @@ def variance_along(
         [0.25, 0.25, 0.25, 0.25, 0.25]
     """
     curvature, params = _of_one_size("variance_along", curvature, params)
-    at_rest = optree.tree_map(lambda p: torch.zeros(p.shape, dtype=torch.float64, device=p.device), params)
     if state is None:
-        with torch.random.fork_rng(devices=[]):
-            state = tx.init(at_rest)
-        with NormalProbe():
-            _, second = tx.update(at_rest, state, params=at_rest, inplace=False)
-        state = _with_integers(state, second)
+        at_rest = optree.tree_map(lambda p: torch.zeros(p.shape, dtype=torch.float64, device=p.device), params)
+        state = state_of(tx, at_rest)
+        state = _with_integers(state, OneUpdate(tx, params, state).next_state)
     first = state
     for _ in range(settle):
-        state = _with_integers(closed_loop(tx, curvature, params, state, tolerance=tolerance).next_state, first)
+        state = _with_integers(OneUpdate(tx, params, state).next_state, first)
     system = closed_loop(tx, curvature, params, state, tolerance=tolerance)
     d, X, varied, out = len(curvature), _at_rest(system), system.varies, list[Tensor]()
     for _ in range(steps):

@@ -61,3 +61,11 @@ def test_what_is_not_linear_is_refused():
 
 def test_a_chain_without_noise_samples_a_point():
     assert not bc.testing.stationary_covariance(bc.sgd(0.1, momentum=0.9), K).any()
+
+
+def test_reading_a_chain_leaves_the_generator_of_its_noise_as_it_was():
+    generator = torch.Generator().manual_seed(3)
+    before, tx = generator.get_state(), bc.sghmc(0.1, temperature=0.5, generator=generator)
+    bc.testing.stationary_covariance(tx, torch.eye(1, dtype=torch.float64))
+    bc.testing.variance_along(tx, torch.eye(1, dtype=torch.float64), 1)
+    assert torch.equal(generator.get_state(), before)
