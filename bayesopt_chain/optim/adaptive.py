@@ -68,7 +68,8 @@ class _TwoMoments(Sampling):
         return Linear(step_size, b1, 1.0 - b1, direct, shrink, velocity="exp_avg")
 
     def _linear(self, group: dict[str, Any], counts: tuple[float, ...]) -> Linear:
-        return self._first_moment(group, float(group["lr"]) / (1.0 - float(group["betas"][0]) ** counts[0]))
+        b1 = momentum_of(self._name, group["betas"][0], "betas[0]")
+        return self._first_moment(group, float(group["lr"]) / (1.0 - b1 ** counts[0]))
 
 
 class _Adam(_TwoMoments):
@@ -80,10 +81,10 @@ class _Adam(_TwoMoments):
         return square.sqrt().div_(correction).add_(group["eps"])
 
     def _linear(self, group: dict[str, Any], counts: tuple[float, ...]) -> Linear:
-        linear = super()._linear(group, counts)
+        linear, b2 = super()._linear(group, counts), momentum_of(self._name, group["betas"][1], "betas[1]")
         if group["amsgrad"]:
             return linear
-        b2, learned = float(group["betas"][1]), self._learned(group, counts)
+        learned = self._learned(group, counts)
         correction = (1.0 - b2**learned) ** -0.5
         return Linear(*linear[:5], b2 if learned == counts[0] else 1.0, correction, "exp_avg", MOMENT, "exp_avg_sq")
 

@@ -111,10 +111,6 @@ class IVON(OnRanks, torch.optim.Optimizer):
         given: dict[str, Any] = {"lr": lr, "temperature": temperature, "betas": betas, "weight_decay": weight_decay}
         given |= {"init_hessian": init_hessian, "rescale_lr": rescale_lr, "clip_radius": clip_radius}
         _checks.require(self._name, {"params": params, "generator": generator, **given})
-        for name, within in _RANGES.items():
-            checks.number(f"{self._name}: {name}", float(given[name]), within)
-        for i, (beta, within) in enumerate(zip(betas, ("[0, 1)", "[0, 1]"))):
-            checks.number(f"{self._name}: betas[{i}]", float(beta), within)
         require_named_chain(self._name, generator)
         self._seed = None if generator is None else generator.initial_seed()  # a run on disk compares it
         given["betas"] = tuple(betas)
@@ -135,7 +131,7 @@ class IVON(OnRanks, torch.optim.Optimizer):
 
         Raises:
             TypeError: ``param_group`` is no group, or an option has a wrong type.
-            ValueError: two parameters share memory.
+            ValueError: an option out of range; two parameters share memory.
 
         Example:
             >>> import torch, bayesopt_chain as bc
@@ -146,6 +142,11 @@ class IVON(OnRanks, torch.optim.Optimizer):
             torch.Size([3])
         """
         _checks.require_group(f"{self._name}.add_param_group", param_group)
+        options = {**self.defaults, **param_group}
+        for name, within in _RANGES.items():
+            checks.number(f"{self._name}: {name}", float(options[name]), within)
+        for i, (beta, within) in enumerate(zip(options["betas"], ("[0, 1)", "[0, 1]"))):
+            checks.number(f"{self._name}: betas[{i}]", float(beta), within)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:

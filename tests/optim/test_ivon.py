@@ -101,8 +101,10 @@ def test_a_saved_state_goes_on_bit_for_bit():
     ],
 )
 def test_numbers_out_of_range_are_refused(settings, words):
-    with pytest.raises(ValueError, match=words):
-        made([torch.zeros(2, requires_grad=True)], **settings)
+    theta = torch.zeros(2, requires_grad=True)
+    for call in (lambda: made([theta], **settings), lambda: made([{"params": [theta], **settings}])):
+        with pytest.raises(ValueError, match=words):
+            call()
 
 
 def test_an_update_of_a_parameter_is_corrected_by_the_count_of_its_own():

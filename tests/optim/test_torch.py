@@ -245,6 +245,8 @@ REFUSED = {  # how it is made, what changes before its step, what is said; and t
     "Nesterov's": (dict(momentum=0.9, nesterov=True), dict(momentum=0.0), "Nesterov's momentum"),
     "all is dampened": (dict(momentum=0.9, dampening=1.0), {}, "dampening must be below 1"),
     "an average beyond 1": (dict(cls="RMSprop", alpha=1.5), {}, "alpha must be a number from 0 to 1"),
+    "an average that becomes 1": (dict(cls="Adam"), dict(betas=(1.0, 0.9)), r"betas\[0\] must lie in \[0, 1\)"),
+    "squares that are averaged for ever": (dict(cls="AdamW"), dict(betas=(0.9, 1.0)), r"betas\[1\] must lie"),
     "no lr": (dict(lr=float("nan")), {}, "lr must be a real number"),
     "derivatives": (dict(differentiable=True), {}, r"differentiable=True at temperature > 0.*bc\.make_step"),
     "of Adam": (dict(cls="Adam", differentiable=True), {}, "differentiable"),
