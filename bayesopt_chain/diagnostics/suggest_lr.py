@@ -66,6 +66,7 @@ from bayesopt_chain.diagnostics.gradient_noise import (
 from bayesopt_chain.diagnostics.heating import Heating, Reduced, loop, predict, reduce, rescaled
 from bayesopt_chain.loop.step import make_step
 from bayesopt_chain.modules.functional import make_functional
+from bayesopt_chain.testing._linear_system import state_of
 from bayesopt_chain.testing._lyapunov import solve_lyapunov
 from bayesopt_chain.trees import copied, unflatten
 
@@ -270,7 +271,7 @@ class _Adviser:
         self.loss, self.params, self.source, self.tolerance, self.state = loss, params, source, tolerance, state
         self.make = lambda lr, momentum: make_tx(lr) if momentum is None else make_tx(lr, momentum)
         first = self.make(FIRST, momenta[0])
-        if state is not None and optree.tree_structure(state) != optree.tree_structure(first.init(params)):
+        if state is not None and optree.tree_structure(state) != optree.tree_structure(state_of(first, params)):
             raise TypeError(
                 f"suggest_lr: state must be one of the chain that make_tx gives, at these params, got {short(state)}; take "
                 "tx.init(params), or leave it out"
@@ -425,7 +426,7 @@ class _Adviser:
         steps = int(max(fewest, min(most, 0.25 * self.allowed * steps_per_epoch, max(20, 40 * steps_per_epoch))))
         tx, params, losses = self.make(candidate.lr, candidate.momentum), self.params, []
         step = make_step(self.loss, tx)
-        state = tx.init(params) if self.state is None else copied(self.state)
+        state = state_of(tx, params) if self.state is None else copied(self.state)
         for batch in islice(chain.from_iterable(repeat(self.source.batches(candidate.batch_size))), steps):
             params, state, info = step(params, state, batch)
             losses.append(info.loss)

@@ -375,6 +375,14 @@ def test_a_batch_of_nan_is_named_wherever_it_is_met(bad, words):
         bc.suggest_lr(at(1800), squares, mode, batches, epochs=1e4)
 
 
+def test_the_generator_of_the_noise_stays_where_it_was():
+    data, mode = regression()
+    generator = torch.Generator().manual_seed(3)
+    before = generator.get_state()
+    bc.suggest_lr(lambda lr: bc.sghmc(lr, temperature=T, generator=generator), squares, mode, bc.epochs(data, 20))
+    assert torch.equal(generator.get_state(), before)
+
+
 def test_losses_that_are_no_mean_of_data_may_have_full_batches():
     """A weighted mean divides by its own weights: minibatches of it are refused, full batches are not."""
     (x, y), mode = regression()
