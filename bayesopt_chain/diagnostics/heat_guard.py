@@ -681,8 +681,9 @@ class Stretch(NamedTuple):
     end: int
 
     def of(self, x: Tensor) -> Tensor:
-        """The elements in ``x``, without a copy where it is contiguous; a number is that of all elements."""
-        return x.reshape(-1)[self.begin : self.end] if x.dim() else x
+        """The elements in ``x``: ``x`` itself where these are all, and a number, else a vector."""
+        is_all = not x.dim() or self.end - self.begin == x.numel()
+        return x if is_all else x.reshape(-1)[self.begin : self.end]
 
 
 def loudest(tensors: Sequence[Tensor], factors: Sequence[float | Tensor], elements: int) -> list[Stretch]:
@@ -802,8 +803,10 @@ class Sketch:
             end = begin + -(-sum([tensors[i].numel() for i in pack]) // BUCKETS)
             self.signs.append(_signs(begin, end, device))
             begin = end
-            each = [torch.as_tensor(factors[i], device=device).expand(tensors[i].shape) for i in pack]
-            self.weights.append(None if is_common else torch.cat([x.reshape(-1) for x in each]))
+            self.weights.append(None)
+            if not is_common:
+                each = [torch.as_tensor(factors[i], device=device).expand(tensors[i].shape) for i in pack]
+                self.weights[-1] = torch.cat([x.reshape(-1) for x in each])
 
     def row(self, tensors: Sequence[Tensor]) -> Tensor:
         """What :meth:`read` needs of one step, in new memory."""
