@@ -155,7 +155,7 @@ def posterior_ensemble(
         raise ValueError(f"{WHO}chains={chains:g} seconds are all of minutes={minutes:g}: pass fewer, or chains='auto'")
     shown = Progress(progress)
     raw, loaders = read(data)
-    few = raw.take(torch.arange(2, device="cpu"))[0]
+    few = raw.inputs_of(2)
     plain = members_of(make_model, 1, seed, raw.device, inputs=few)
     raw, moved = raw.of(plain.still.module)
     event = _require_targets(plain, raw, likelihood)
@@ -419,8 +419,7 @@ def _training_likelihood(likelihood: Likelihood, data: Data, variance: Any, resi
         return likelihood
     if residuals is not None:
         inputs, targets = data.take(torch.arange(min(256, data.size), device="cpu"))
-        one = ({k: x[0] for k, x in t.items()} for t in (residuals.params, residuals.buffers))
-        outputs = residuals.still.with_buffers(next(one), (inputs, None), next(one))[0].detach()
+        outputs = residuals.outputs(inputs).detach()
         unit = (outputs - likelihood.labels(targets)).double().square().mean().clamp_min(1e-30)
         variance = unit + torch.zeros_like(variance)
     elif not bool((variance > 0).all()):
@@ -450,14 +449,11 @@ def _require_scores(likelihood: Likelihood, targets: Any) -> None:
 
 def _require_targets(networks: Members, data: Data, likelihood: Likelihood) -> torch.Size:
     """The shape of one datum's outputs; raises for outputs and targets that do not belong together."""
-    inputs, _ = data.take(torch.arange(2, device="cpu"))
-    params = {k: x[:1] for k, x in networks.params.items()}
-    own, dtypes = ({x.dtype for x in leaves} for leaves in (params.values(), batches.flatten(inputs)[0]))
+    inputs = data.inputs_of(2)
+    own, dtypes = ({x.dtype for x in leaves} for leaves in (networks.params.values(), batches.flatten(inputs)[0]))
     with kinds.blaming("posterior_ensemble", "data"):
         try:
-            outputs: Any = networks.still.with_buffers(
-                {k: x[0] for k, x in params.items()}, (inputs, None), {k: x[0] for k, x in networks.buffers.items()}
-            )[0]
+            outputs: Any = networks.outputs(inputs)
         except RuntimeError as err:
             if not own.isdisjoint(dtypes):
                 raise

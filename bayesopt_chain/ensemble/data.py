@@ -53,6 +53,10 @@ class Data(NamedTuple):
         """``(inputs, targets)`` of these rows, int64 ``[n]`` or ``[M, n]``."""
         return batches.tree_map(lambda x: x[rows], self.inputs), batches.tree_map(lambda x: x[rows], self.targets)
 
+    def inputs_of(self, count: int) -> Any:
+        """The inputs of the first so many data."""
+        return self.take(torch.arange(min(count, self.size), device="cpu"))[0]
+
     def folds(self, share: float, seed: int) -> list[Tensor]:
         """Two folds of about a share of the data each. Data with equal inputs are in the same fold, or in none.
 

@@ -41,6 +41,16 @@ class Members(NamedTuple):
     still: Forward
     draws: bool
 
+    @property
+    def first(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The parameters and buffers of one member at its start, by name."""
+        return {n: x[0] for n, x in self.params.items()}, {n: x[0] for n, x in self.buffers.items()}
+
+    def outputs(self, inputs: Any) -> Any:
+        """What one member returns at its start, in ``eval`` mode."""
+        params, buffers = self.first
+        return self.still.with_buffers(params, (inputs, None), buffers)[0]
+
     def frozen(self) -> dict[str, Tensor]:
         """The parameters that all members share, by name."""
         return {n: p.detach() for n, p in _frozen(self.still.module).items()}
@@ -118,7 +128,7 @@ def principal_axes(members: Members, data: Data, scale: Scale) -> dict[str, Tens
     Inputs are collinear where the median of l is below 1e-4 of the largest. Weaker collinearity is left as it is: there the
     slow axes also hold back what would be fitted to few data, and as many tables were predicted worse as better without it.
     """
-    first, seen = data.take(torch.arange(2, device="cpu"))[0], dict[str, Tensor]()
+    first, seen = data.inputs_of(2), dict[str, Tensor]()
 
     def look(name: str) -> Callable:
         return lambda layer, inputs: seen.update({f"{name}.weight".lstrip("."): inputs[0]})
@@ -126,9 +136,8 @@ def principal_axes(members: Members, data: Data, scale: Scale) -> dict[str, Tens
     layers = [(n, x) for n, x in members.still.module.named_modules() if isinstance(x, nn.Linear)]
     hooks = [x.register_forward_pre_hook(look(n)) for n, x in layers]
     try:
-        one = ({k: x[0] for k, x in t.items()} for t in (members.params, members.buffers))
         with torch.no_grad():
-            members.still.with_buffers(next(one), (first, None), next(one))
+            members.outputs(first)
     finally:
         for hook in hooks:
             hook.remove()

@@ -129,23 +129,16 @@ class Stages:
         """The first rank's value, on every rank: tensors, numbers, and containers of them."""
         if self.mesh is None:
             return value
-        device = torch.device("cpu")
-        if self.mesh.device_type == "cuda":
-            device = torch.device("cuda", torch.cuda.current_device())
         held = io.BytesIO()
         if self.is_first:
             torch.save(value, held)
-        (size, *_) = gather_objects(held.tell(), self.mesh)
-        raw = torch.zeros(size, dtype=torch.uint8, device="cpu")
-        if self.is_first:
-            raw = torch.frombuffer(bytearray(held.getvalue()), dtype=torch.uint8)
-        raw = raw.to(device)
-        dist.broadcast(raw, group=self.mesh.get_group(), group_src=0)
+        sent = [held.getvalue()]
+        dist.broadcast_object_list(sent, group=self.mesh.get_group(), group_src=0)
 
         def placed(storage: Any, place: str) -> Any:
             return storage if place == "cpu" else storage.to(device=self.device)
 
-        return torch.load(io.BytesIO(raw.cpu().numpy().tobytes()), map_location=placed, weights_only=True)
+        return torch.load(io.BytesIO(sent[0]), map_location=placed, weights_only=True)
 
 
 def _require_ranks(mesh: Any, members: int, about: Mapping[str, Any]) -> None:

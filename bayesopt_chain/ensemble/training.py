@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -85,10 +84,9 @@ class Problem:
         """The precision of each parameter under the fan-in prior, ``[P]``: of a factor of matrix products and convolutions, and
         of products that are summed up, the numbers of it that an output sums up, as one call of the network shows; 1 of what
         is added, scales, or is looked up."""
-        own, buffers = ({n: x[0] for n, x in t.items()} for t in (self.members.params, self.members.buffers))
-        inputs, sizes = self.data.take(torch.arange(2, device="cpu"))[0], []
+        sizes, (own, _) = [], self.members.first
         with torch.no_grad(), _Contracted(own) as found:
-            self.members.still.with_buffers(own, (inputs, None), buffers)
+            self.members.outputs(self.data.inputs_of(2))
         for name, x in own.items():
             layer = type(self.members.still.module.get_submodule(name.rpartition(".")[0])).__module__
             opaque = x[0].numel() if x.ndim > 1 and layer.startswith("torch.nn") else 1  # as of fused recurrent layers
@@ -228,21 +226,14 @@ def program(chains: Parallel, params: Any, state: Any, batch: Any) -> Callable:
 
     if chains.run.__name__ == "_loop":
         return step
-    traced: Any = (params, state, dict(chains.each))
-    before, below = optree.tree_structure(traced), batches.flatten(batch)[1]
-
-    def leaves_of(params: Any, state: Any, batch: Any, each: Any) -> list[Tensor]:
-        whole: Any = (params, state, each)
-        return [*optree.tree_leaves(whole), *batches.flatten(batch)[0]]
+    whole: Any = (params, state, batch, dict(chains.each))
+    given, before = batches.flatten(whole)
+    after = batches.flatten(whole[:2])[1]
+    shapes = [x.shape for x in given]  # which a graph may have written into itself
 
     def flat(*leaves: Tensor) -> list[Tensor]:
-        size = before.num_leaves
-        params, state, each = before.unflatten(leaves[:size])
-        return optree.tree_leaves(step(params, state, below.unflatten(leaves[size:]), each))
+        return batches.flatten(step(*before.unflatten(leaves)))[0]
 
-    given = leaves_of(params, state, batch, dict(chains.each))
-    shapes = [x.shape for x in given]  # which a graph may have written into itself
-    after = optree.tree_structure(traced[:2])
     try:
         graph = make_fx(flat)(*given)
         graph.graph.eliminate_dead_code()
@@ -253,14 +244,13 @@ def program(chains: Parallel, params: Any, state: Any, batch: Any) -> Callable:
     except (RuntimeError, AssertionError, TypeError, ValueError, NotImplementedError):
         return step
     finally:
-        own: Any = before.unflatten(given[: before.num_leaves])
-        chains.each = own[2]
+        chains.each = whole[3]
 
     others = list[Callable]()  # for batches of another size, as of all data behind those of a fold
 
     @torch.no_grad()
     def replayed(params: Any, state: Any, batch: Any, each: Any) -> Any:
-        leaves = leaves_of(params, state, batch, each)
+        leaves = batches.flatten((params, state, batch, each))[0]
         if [x.shape for x in leaves] != shapes:
             chains.each = each
             others[:] = others or [program(chains, params, state, batch)]
@@ -279,7 +269,11 @@ def vmappable(problem: Problem) -> bool:
     chains = problem.stepper(tx, few)
     rows = torch.stack([r[:2] for r in problem.seen(True)])
     try:
-        chains({"theta": theta}, started(chains, tx, theta, few, 0), (*problem.data.take(rows), *constants(problem)))
+        batch = (
+            *problem.data.take(rows),
+            *constants(problem, torch.ones(problem.count), torch.zeros_like(problem.theta)),
+        )
+        chains({"theta": theta}, started(chains, tx, theta, few, 0), batch)
         outputs_of(
             members.still, members.params, members.buffers, problem.data.take(torch.arange(1, device="cpu"))[0], False
         )
@@ -288,14 +282,11 @@ def vmappable(problem: Problem) -> bool:
     return True
 
 
-def constants(problem: Problem, noise: Tensor | None = None, decay: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Noise ``[m, *event]``, decay ``[m, P]`` and scale ``[m]`` of this rank's members, for a batch."""
-    theta = problem.theta
-    base = torch.ones(problem.count, device=theta.device) if noise is None else noise
-    decay = torch.zeros_like(theta) if decay is None else decay
-    mine = list(problem.mine)
-    size = base.reshape(len(base), -1).mean(1) if problem.gaussian else torch.ones_like(theta[:, 0])
-    return base[mine].to(theta), decay[mine].to(theta), size[mine].to(theta)
+def constants(problem: Problem, noise: Tensor, decay: Tensor) -> tuple[Tensor, ...]:
+    """Of noise ``[M, *event]`` and decay ``[M, P]`` those of this rank's members, and their scale ``[m]``, for a batch."""
+    theta, mine = problem.theta, list(problem.mine)
+    size = noise.reshape(len(noise), -1).mean(1) if problem.gaussian else torch.ones_like(theta[:, 0])
+    return noise[mine].to(theta), decay[mine].to(theta), size[mine].to(theta)
 
 
 @torch.no_grad()
