@@ -17,7 +17,7 @@ from bayesopt_chain.ensemble import held
 from bayesopt_chain.ensemble.data import LEAST_SCORED, Data, Scale, moments, read
 from bayesopt_chain.ensemble.ensemble import Ensemble
 from bayesopt_chain.ensemble.members import Members, described, members_of, principal_axes
-from bayesopt_chain.ensemble.recipe import FAN_IN, FEWEST, MORE, RATES, TRIAL, USUAL, Trained, Training, score_of
+from bayesopt_chain.ensemble.recipe import FAN_IN, FEWEST, MORE, RATES, TRIAL, USUAL, Trained, Training
 from bayesopt_chain.ensemble.report import Progress, Report
 from bayesopt_chain.ensemble.stages import Stages, checksum
 from bayesopt_chain.ensemble.training import Problem, vmappable
@@ -184,15 +184,15 @@ def posterior_ensemble(
         "seed": seed,
         **({"labels": "those of the next token"} if moved else {}),
     }
-    about = {
-        **chosen,
-        "lr": lr,
-        "data": checksum((raw.inputs, raw.targets)),
-        "starts": checksum(networks.params),
-        "frozen": checksum(networks.frozen()),
-        "network": described(networks.training.module),
-        "likelihood": [likelihood.name, describe(trained)],
-    }
+    about = {**chosen, "lr": lr}
+    if path is not None or mesh is not None:  # what another process or rank is to have too
+        about |= {
+            "data": checksum((raw.inputs, raw.targets)),
+            "starts": checksum(networks.params),
+            "frozen": checksum(networks.frozen()),
+            "network": described(networks.training.module),
+            "likelihood": [likelihood.name, describe(trained)],
+        }
     stages = Stages(path, about, raw.device, mesh)
     shown.shown = progress and stages.is_first
     folds = [pair[m % 2] if prior_precision or likelihood.has_classes else pair[m // 2 % 2] for m in range(members)]
@@ -200,9 +200,7 @@ def posterior_ensemble(
     problem = Problem(raw, trained, networks, members, size, folds, seed, stages.mine, axes=axes)
     with kinds.blaming("posterior_ensemble", f"a step of training with batch_size={size}"):
         problem = replace(problem, loop=not vmappable(problem))
-        training = Training(
-            problem, stages, shown, event, prior_precision, not likelihood.has_classes, chains is not None
-        )
+        training = Training(problem, stages, shown, event, prior_precision, not likelihood.has_classes)
         cost = stages.once("cost", lambda: _cost(training, chosen["steps"], minutes, lr, began, chains))
     shown.say(cost["said"])
     found = stages.once("rate", lambda: {"lr": lr, "passes": 0.0} if lr else training.rate(cost["steps"]))
@@ -222,9 +220,8 @@ def posterior_ensemble(
         done, failed = training.last, err
     shown.close()
     chosen |= {"steps": done.steps[0], "lr": found["lr"]}
-    seconds = {"all": time.perf_counter() - began}
     failure = failed and (shown.name, failed)
-    return _finished(problem, done, chosen, cost, found["passes"], seconds, scale, alike, failure, drawn)
+    return _finished(problem, done, chosen, found["passes"], time.perf_counter() - began, scale, alike, failure, drawn)
 
 
 def batch_size_for(size: int) -> int:
@@ -277,9 +274,8 @@ def _finished(
     problem: Problem,
     trained: Trained,
     chosen: dict[str, Any],
-    cost: dict[str, Any],
     trial: float,
-    seconds: dict[str, float],
+    seconds: float,
     scale: Scale,
     alike: bool,
     failed: tuple[str, Exception] | None,
@@ -290,11 +286,11 @@ def _finished(
     Raises:
         EnsembleError: training failed, or a constant scores better.
     """
-    folds, mixed = held.folds_of(problem, trained.pilots, trained.kept), problem
+    networks = folds = held.folds_of(problem, trained.pilots, trained.kept)
     params, buffers = ({k: x[None] for k, x in t.items()} for t in (problem.tree(trained.theta), trained.buffers))
-    kind, size = f"ensemble of {problem.count} networks" if problem.count > 1 else "one network", chosen["batch_size"]
-    n, steps = problem.data.size, chosen["steps"]
-    once, passes = steps * size / n, {"rate": trial, "training": sum(trained.steps) * size / n}
+    kind = f"ensemble of {problem.count} networks" if problem.count > 1 else "one network"
+    once, whole = (steps * chosen["batch_size"] / problem.data.size for steps in (trained.steps[0], sum(trained.steps)))
+    passes, mixed, factor = {"rate": trial, "training": whole}, problem, 1.0
     if "draws" in drawn:
         mixed, folds = held.joined(problem, folds, drawn["outputs"])
         # the networks come last, so that modules() are them
@@ -303,11 +299,9 @@ def _finished(
         if drawn["agree"]:
             kind = f"posterior of {problem.count} chain{'s' * (problem.count > 1)}"
         kind += f", {len(drawn['draws'])} draws of each"
-    scores, likelihood = score_of(mixed, folds)
-    factor, cut, said = 1.0, [], _said(problem, trained, chosen, scale)
-    if problem.gaussian:
-        noise, ends = held.best_noise(mixed, folds)
-        networks = held.folds_of(problem, trained.pilots, trained.kept)
+    said = _said(problem, trained, chosen, scale)
+    scores, likelihood, noise, ends = held.scored(mixed, folds)
+    if noise is not None:
         noise, cut = held.noise_of_all(problem, noise, networks, trained.pilots)
         likelihood = problem.likelihood.scaled(1 / noise)
         said.append(f"noise: {_numbers(likelihood.noise_variance)}, by held-out data.")
@@ -315,11 +309,11 @@ def _finished(
             said.append(
                 f"temperature: the chains' v0 is tempered, T N = v0 / v = {drawn['v0'] / float(noise.mean()):.2f}."
             )
+        said += ends + cut
     else:
-        factor, ends = held.best_factor(problem.likelihood, folds)
+        factor, ends = held.best_factor(likelihood, folds)
         scores = held.score(likelihood, folds, factor)
-        said.append(f"scale: {factor:.3g}, by held-out data.")
-    said += ends + cut
+        said += [f"scale: {factor:.3g}, by held-out data.", *ends]
     table, advice = {"ensemble": float(scores.mean())}, {}
     if drawn:
         said.append("chains: " + drawn["said"] + ("." if "draws" in drawn else ": an ensemble was the better buy."))
@@ -328,10 +322,12 @@ def _finished(
     for prior in (USUAL, FAN_IN):
         if trained.z is not None:
             who = [m for m, p in enumerate(trained.priors) if p == prior]
-            table[f"pilots, {prior}"] = float(score_of(problem, held.folds_of(problem, trained.pilots, who))[0].mean())
+            table[f"pilots, {prior}"] = float(
+                held.scored(problem, held.folds_of(problem, trained.pilots, who)).logs.mean()
+            )
     constant = None
     try:
-        constant = None if alike else held.constant_scores(problem, problem.likelihood, folds)
+        constant = None if alike else held.constant_scores(problem, folds)
     except (ValueError, RuntimeError) as err:
         said.append(f"constant: none could be scored ({err}).")
     gain = math.inf
@@ -359,7 +355,7 @@ def _finished(
         said=said,
         passes=passes,
         training=once,
-        seconds=seconds,
+        seconds={"all": seconds},
         held_out=table,
         scale=factor,
         advice=advice,

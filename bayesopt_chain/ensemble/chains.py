@@ -29,7 +29,7 @@ from bayesopt_chain.diagnostics.convergence import split_r_hat
 from bayesopt_chain.diagnostics.gradient_noise import lanczos
 from bayesopt_chain.ensemble import held
 from bayesopt_chain.ensemble.held import Fold
-from bayesopt_chain.ensemble.recipe import TIMED, Trained, Training, score_of, timed
+from bayesopt_chain.ensemble.recipe import TIMED, Trained, Training, timed
 from bayesopt_chain.ensemble.training import Order, Problem, Tensors, constants, held_out_outputs, started
 from bayesopt_chain.optimizers.functional import sgd
 from bayesopt_chain.samplers.splittings import baoab
@@ -142,7 +142,7 @@ def chained(training: Training, done: Trained, seconds: float, each: float) -> d
     found: dict[str, Any] = {"passes": float(steps), "said": f"they diverged within {steps} steps"}
     if not all(bool(x.isfinite().all()) for x in outputs):
         return found
-    alone, score = score_of(problem, folds)[0], score_of(*held.joined(problem, folds, outputs))[0]
+    alone, score = (held.scored(*given).logs for given in ((problem, folds), held.joined(problem, folds, outputs)))
     z, agreed = held.z_of(score - alone), r_hat(folds, outputs)
     found["said"] = (
         f"{steps} steps, held-out log score {score.mean():.3f} with draws beside {alone.mean():.3f} without ({z:.1f} standard "

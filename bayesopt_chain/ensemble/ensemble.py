@@ -29,8 +29,10 @@ from bayesopt_chain.runs.run import describe, difference
 FORMAT = 3
 MOST_NUMBERS = 2**26  # of outputs of all draws that are kept, if they are of classes
 # what a file has
-KEYS = {"params", "buffers", "factor", "report", "noise", "seed", "scale", "loop"}
-KEYS |= {"format", "likelihood", "network", "frozen"}
+KEYS = {
+    *("params", "buffers", "factor", "report", "noise", "seed", "scale", "loop"),
+    *("format", "likelihood", "network", "frozen"),
+}
 WHAT = {"likelihood": "likelihood", "network": "network", "frozen": "network, its frozen parameters differ,"}
 
 

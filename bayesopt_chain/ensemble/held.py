@@ -110,21 +110,22 @@ def z_of(difference: Tensor) -> float:
     return float(difference.mean() / (difference.std() / len(difference) ** 0.5 + 1e-12))
 
 
+def errors(likelihood: Likelihood, fold: Fold) -> tuple[Tensor, Tensor]:
+    """Whitened errors ``[m, n, E]`` of a fold's members, and the weights of its targets."""
+    whitened = torch.stack([likelihood.whitened(f, fold.targets) for f in fold.outputs])
+    weights = weights_of(likelihood, fold.targets).expand(len(whitened), -1, -1)
+    return whitened.reshape(*whitened.shape[:2], -1), weights
+
+
 def noise_of(problem: Problem, folds: Sequence[Fold]) -> Tensor:
     """The held-out noise of single members, ``[*event]``, trimmed and shrunk."""
-    event = folds[0].outputs.shape[2:]
-    squares, counts = [], []
-    for fold in folds:
-        whitened = torch.stack([problem.likelihood.whitened(f, fold.targets) for f in fold.outputs])
-        r = whitened.reshape(*whitened.shape[:2], -1).square()
-        w = weights_of(problem.likelihood, fold.targets).expand(len(r), -1, -1)
-        squares.append(r.flatten(0, 1))
-        counts.append(w.flatten(0, 1))
-    r, w = torch.cat(squares), torch.cat(counts)
+    every = [errors(problem.likelihood, fold) for fold in folds]
+    r, w = (torch.cat([x.flatten(0, 1) for x in parts]) for parts in zip(*every))
+    r = r.square()
     seen = torch.where(w > 0, r, torch.nan)
     bound = (4 * 1.4826) ** 2 * seen.nanmedian(0).values
     r = torch.where(bound > 0, r.minimum(bound), r)
-    return _shrunk(r.sum(0), w.sum(0)).reshape(event)
+    return _shrunk(r.sum(0), w.sum(0)).reshape(folds[0].outputs.shape[2:])
 
 
 def _shrunk(sums: Tensor, counts: Tensor) -> Tensor:
@@ -142,13 +143,36 @@ def best_noise(problem: Problem, folds: Sequence[Fold]) -> tuple[Tensor, list[st
     for c in NOISES.tolist():
         logs = [_floored(lik.scaled(1 / c).log_prob(f.outputs, lik.labels(f.targets))).logsumexp(0) for f in folds]
         table.append((torch.cat(logs) * weights).sum(0))
-    at = torch.stack(table).argmax(0)
-    counts = weights.sum(0)
-    said = []
-    if bool((at == 0).any()) or bool((at == len(NOISES) - 1).any()):
-        ends = f"{NOISES[0]:g} and {NOISES[-1]:g}"
-        said.append(f"noise: at an end of its grid (between {ends} of the targets' variance) for an output.")
-    return _shrunk(NOISES.to(counts)[at] * counts, counts).reshape(event), said
+    at, counts = torch.stack(table).argmax(0), weights.sum(0)
+    ends = f"{NOISES[0]:g} and {NOISES[-1]:g}"
+    said = f"noise: at an end of its grid (between {ends} of the targets' variance) for an output."
+    at_end = bool(((at == 0) | (at == len(NOISES) - 1)).any())
+    return _shrunk(NOISES.to(counts)[at] * counts, counts).reshape(event), [said] if at_end else []
+
+
+class Scored(NamedTuple):
+    """How well members predict folds.
+
+    Attributes:
+        logs: log scores ``[n]``.
+        likelihood: with the noise that is best there.
+        noise: that one, ``[*event]``; ``None`` of other likelihoods.
+        said: what is to be said of it.
+    """
+
+    logs: Tensor
+    likelihood: Likelihood
+    noise: Tensor | None
+    said: list[str]
+
+
+def scored(problem: Problem, folds: Sequence[Fold]) -> Scored:
+    """How well the members predict the folds, with the noise that is best there."""
+    likelihood, noise, said = problem.likelihood, None, []
+    if problem.gaussian:
+        noise, said = best_noise(problem, folds)
+        likelihood = likelihood.scaled(1 / noise)
+    return Scored(score(likelihood, folds), likelihood, noise, said)
 
 
 def noise_of_all(
@@ -171,16 +195,14 @@ def noise_of_all(
 
 def disagreement(problem: Problem, folds: Sequence[Fold], outputs: Sequence[Tensor]) -> Tensor:
     """``b`` of each output, ``[E]``, at least 0; 0 where each fold was left out by one member."""
-    lik, every = problem.likelihood, {int(f.rows[0]): f for f in folds_of(problem, outputs)}
-    products, counts = [], []
+    products, counts, every = [], [], {int(f.rows[0]): f for f in folds_of(problem, outputs)}
     for fold in folds:
-        all_who = every[int(fold.rows[0])]
-        whitened = torch.stack([lik.whitened(f, fold.targets) for f in all_who.outputs])
-        r = whitened.reshape(*whitened.shape[:2], -1)
+        left = every[int(fold.rows[0])]
+        r, w = errors(problem.likelihood, left)
         others = (r.sum(0) - r) / (len(r) - 1) if len(r) > 1 else r
-        here = [all_who.who.index(m) for m in fold.who]
+        here = [left.who.index(m) for m in fold.who]
         products.append((r * (r - others))[here].flatten(0, 1))
-        counts.append(weights_of(lik, fold.targets).repeat(len(here), 1))
+        counts.append(w[here].flatten(0, 1))
     return (torch.cat(products).sum(0) / torch.cat(counts).sum(0).clamp_min(1e-30)).clamp_min(0)
 
 
@@ -197,7 +219,7 @@ def best_factor(likelihood: Likelihood, folds: Sequence[Fold]) -> tuple[float, l
     return math.exp(mean), [f"scale: at the end {SCALES[best]:.3g} of its grid."] if end else []
 
 
-def constant_scores(problem: Problem, likelihood: Likelihood, folds: Sequence[Fold]) -> Tensor | None:
+def constant_scores(problem: Problem, folds: Sequence[Fold]) -> Tensor | None:
     """Log scores ``[n]``, on the same folds, of the best constant outputs for the other data: mean of numbers, frequencies of
     classes. Noise is that of the folds, as it is for networks. ``None`` for outputs of too many numbers."""
     if folds[0].outputs[0, 0].numel() > MOST_CONSTANTS:
@@ -206,10 +228,9 @@ def constant_scores(problem: Problem, likelihood: Likelihood, folds: Sequence[Fo
     for fold in folds:
         targets = doubled(problem.data.take(every[~torch.isin(every, fold.rows)])[1])
         n, event = problem.data.size - len(fold.rows), fold.outputs.shape[2:]
-        c = _constant(likelihood, targets, n, event, fold.outputs)
+        c = _constant(problem.likelihood, targets, n, event, fold.outputs)
         found.append(fold._replace(outputs=c.expand(1, len(fold.rows), *event)))
-    used = likelihood.scaled(1 / best_noise(problem, found)[0]) if likelihood.has_noise_scale else likelihood
-    return score(used, found)
+    return scored(problem, found).logs
 
 
 def _constant(likelihood: Likelihood, targets: Any, n: int, event: Any, like: Tensor) -> Tensor:

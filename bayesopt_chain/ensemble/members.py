@@ -58,11 +58,14 @@ class Members(NamedTuple):
 
 def described(module: nn.Module) -> dict[str, Any]:
     """What a network computes, as JSON that compares: of every layer its class, what it shows, and, of one's own, its code."""
-    layers = {}
-    for name, layer in module.named_modules():
-        own = not type(layer).__module__.startswith("torch.nn")
-        layers[name] = [type(layer).__name__, layer.extra_repr(), describe(type(layer).forward) if own else None]
-    return layers
+    return {
+        name: [
+            type(layer).__name__,
+            layer.extra_repr(),
+            None if type(layer).__module__.startswith("torch.nn") else describe(type(layer).forward),
+        ]
+        for name, layer in module.named_modules()
+    }
 
 
 def members_of(

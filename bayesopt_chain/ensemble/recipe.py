@@ -41,7 +41,6 @@ from bayesopt_chain.ensemble.training import (
     program,
     started,
 )
-from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.loop.module_state import buffers_of
 from bayesopt_chain.optimizers.functional import adam
 
@@ -125,7 +124,6 @@ class Training:
         event: the shape of one datum's outputs.
         prior: a precision for all weights, or ``None`` for the recipe.
         fan_in: whether half of the members try the fan-in prior.
-        chains: whether chains follow, which need ``ends`` on disk too.
 
     Attributes:
         last: what training came to when its outputs were last looked at and finite; ``None`` before.
@@ -140,14 +138,12 @@ class Training:
         event: Any,
         prior: float | None,
         fan_in: bool,
-        chains: bool = False,
     ) -> None:
         self.problem, self.stages, self.progress, self.event = problem, stages, progress, event
         theta, count = problem.theta, problem.count
-        alone = FAN_IN if count == 1 else USUAL
         self.priors = [USUAL] * count
         if prior is None and fan_in:
-            self.priors = [alone if count == 1 else PRIORS[m % 2] for m in range(count)]
+            self.priors = [FAN_IN] if count == 1 else [PRIORS[m % 2] for m in range(count)]
         usual = torch.full_like(theta[0], 1.0 if prior is None else prior)
         self.precision_of = {USUAL: usual, FAN_IN: problem.fan_in() if prior is None else usual}
         c = torch.tensor([NOISE if p == USUAL else FIRST for p in self.priors], dtype=torch.float64, device="cpu")
@@ -160,7 +156,7 @@ class Training:
         self.state = started(self.chains, adam, own, buffers, 7919 * problem.seed + 2)
         self.last: Trained | None = None
         self.steps = 0, 0
-        self.ends, self.chained = None, chains
+        self.ends: dict[str, Any] | None = None
         self.run = program(self.chains, self.params, self.state, self.batch(0, self.order, self.priors, True))
 
     def batch(self, step: int, order: Order, priors: list[str], held_out: bool) -> Any:
@@ -259,8 +255,7 @@ class Training:
                 pilots = held_out_outputs(problem, theta, buffers)
                 _require_finite(pilots, "training")
                 self.ends = {"theta": theta, "buffers": buffers}
-                if self.chained:
-                    stages.write("ends", self.ends)
+                stages.write("ends", self.ends)
                 priors, kept, z = self.chosen(pilots)
                 order = Order(problem, False, 3)
                 fixed, again = self.constants(priors, False), self.again(priors)
@@ -339,7 +334,7 @@ class Training:
         z, priors = None, self.priors
         if len(folds) == 2:
             shared = {int(f.rows[0]) for f in folds[USUAL]} & {int(f.rows[0]) for f in folds[FAN_IN]}
-            scores = [score_of(problem, [f for f in folds[p] if int(f.rows[0]) in shared])[0] for p in PRIORS]
+            scores = [held.scored(problem, [f for f in folds[p] if int(f.rows[0]) in shared]).logs for p in PRIORS]
             z = self.stages.firsts(held.z_of(scores[1] - scores[0]))
             if abs(z) >= 1:
                 priors = [FAN_IN if z > 0 else USUAL] * problem.count
@@ -348,14 +343,6 @@ class Training:
             for m, prior in enumerate(priors):
                 self.noise[m] = v0 if prior == FAN_IN else NOISE
         return priors, [m for m in every if self.priors[m] in priors], z
-
-
-def score_of(problem: Problem, folds: list[Fold]) -> tuple[Tensor, Likelihood]:
-    """Held-out log scores ``[n]`` under the noise that is best there, and the likelihood with that noise."""
-    likelihood = problem.likelihood
-    if problem.gaussian:
-        likelihood = likelihood.scaled(1 / held.best_noise(problem, folds)[0])
-    return held.score(likelihood, folds), likelihood
 
 
 def _require_finite(tensors: list[Tensor], stage: str) -> None:

@@ -32,7 +32,7 @@ from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.loop.module_state import ModuleState
 from bayesopt_chain.loop.parallel import Parallel, parallel
 from bayesopt_chain.loop.step import make_step
-from bayesopt_chain.optimizers.functional import sgd
+from bayesopt_chain.optimizers.functional import adam
 
 Tensors = dict[str, Tensor]
 FORWARDS = 2**24  # numbers of inputs and parameters that one batched forward may hold
@@ -121,14 +121,14 @@ class Problem:
         """Whether a step carries buffers, or a key for what the network draws."""
         return bool(self.members.buffers) or (self.members.draws and not still)
 
-    def stepper(self, tx: Any, buffers: Tensors, *, still: bool = False, each: Any = None, count: int = 0) -> Parallel:
-        """The step of this rank's members (of ``count`` copies, for rates that are compared)."""
+    def stepper(self, tx: Any, buffers: Tensors, *, still: bool = False, each: Any = None) -> Parallel:
+        """The step of this rank's members."""
         own = {k: x[0] for k, x in buffers.items()} if self.carries(still) else None
         loss = self.energy(still=still)
         make: Any = (lambda **k: make_step(loss, tx(**k), buffers=own)) if each else make_step(loss, tx, buffers=own)
-        chains = parallel(make, count or len(self.mine), batch_dim=0, each=each, loop=self.loop)
+        chains = parallel(make, len(self.mine), batch_dim=0, each=each, loop=self.loop)
         # keys of members depend on their numbers alone, not on the ranks that share them out
-        chains.numbers = range(count) if count else self.mine
+        chains.numbers = self.mine
         return chains
 
 
@@ -185,9 +185,9 @@ class Order:
     def __init__(self, problem: Problem, held_out: bool, salt: int) -> None:
         self.problem, self.rows, self.salt = problem, problem.seen(held_out), salt
         self.size = min(problem.batch_size, min(map(len, self.rows)))
-        self.whole = all(len(r) == self.size for r in self.rows)
-        self.epoch, self.picked = -1, torch.stack(self.rows) if self.whole else torch.empty(0, device="cpu")
-        self.all = problem.data.take(self.picked) if self.whole else None
+        self.epoch, self.picked = -1, torch.empty(0, device="cpu")
+        whole = all(len(r) == self.size for r in self.rows)
+        self.all = problem.data.take(torch.stack(self.rows)) if whole else None
 
     def batch(self, step: int) -> tuple[Any, Any]:
         """Inputs and targets ``[M, b, *]`` of a step."""
@@ -263,7 +263,7 @@ def program(chains: Parallel, params: Any, state: Any, batch: Any) -> Callable:
 
 def vmappable(problem: Problem) -> bool:
     """Whether ``vmap`` takes the network, its gradient and its predictions."""
-    members, tx = problem.members, sgd(0.0)
+    members, tx = problem.members, adam(1e-3)
     few = {k: x[list(problem.mine)] for k, x in members.buffers.items()}
     theta = problem.theta[list(problem.mine)]
     chains = problem.stepper(tx, few)
@@ -297,19 +297,18 @@ def outputs_of(forward: Any, params: Tensors, buffers: Tensors, inputs: Any, loo
     width = max(sum(x[0].numel() for x in leaves), sum(p.shape[1] if p.ndim > 1 else 1 for p in params.values()))
     at_once = max(1, FORWARDS // max(1, size * width))
 
-    def one(p: Any, b: Any, some: Any) -> Tensor:
-        return forward.with_buffers(p, (some, None), b)[0]
-
     parts = []
     for start in range(0, n, at_once):
         some = spec.unflatten([x[start : start + at_once] for x in leaves])
-        if not loop:
-            parts.append(torch.vmap(lambda p, b, some=some: one(p, b, some))(params, buffers))
-            continue
-        rows = [
-            one({k: x[i] for k, x in params.items()}, {k: x[i] for k, x in buffers.items()}, some) for i in range(size)
-        ]
-        parts.append(torch.stack(rows))
+
+        def one(p: Any, b: Any, some: Any = some) -> Tensor:
+            return forward.with_buffers(p, (some, None), b)[0]
+
+        if loop:
+            each = [[{k: x[i] for k, x in t.items()} for t in (params, buffers)] for i in range(size)]
+            parts.append(torch.stack([one(*trees) for trees in each]))
+        else:
+            parts.append(torch.vmap(one)(params, buffers))
     return torch.cat(parts, 1)
 
 
