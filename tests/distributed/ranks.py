@@ -12,7 +12,6 @@ import signal
 import threading
 import warnings
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 
 import optree
 import pytest
@@ -49,20 +48,12 @@ def run(function, size, *args, **options):
     wait(results, PATIENCE, FIRST_EXCEPTION)
     wait(results, 0.5)  # where one raised, the others wait for it in vain
     if any(not x.done() or x.exception() for x in results):
-        ended(group)
+        ended(
+            group
+        )  # as torchrun does, also where one of them killed itself; behind this they are dead, and hold no lock
         raise BaseExceptionGroup("ranks failed", [err for x in results if (err := x.exception())])
     GROUPS[size] = group
     return [x.result() for x in results]
-
-
-def killed(function, size, victim, *args, **options):
-    """Where the victim of these ranks kills itself, kill the others as ``torchrun`` does; whether it did."""
-    group, results = sent(function, size, args, options)
-    wait(results, PATIENCE, FIRST_EXCEPTION)  # a rank that has finished leaves the others to run on
-    wait([results[victim]], 5)  # the end of another rank, which lost its connection, may be known first
-    ended(group)
-    wait(results)  # until they are dead, and hold no lock
-    return isinstance(results[victim].exception(0), BrokenProcessPool)
 
 
 def sent(function, size, args, options):

@@ -155,8 +155,10 @@ def test_jobs_are_the_chains_that_one_process_makes_and_open_as_one_run(library,
         piece = (
             f"import ray\nray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)\n{piece}\nray.shutdown()\n"
         )
-    piece += "\nimport os, runpy, sys\nos.environ['DRAWS'], sys.argv = 'alone', ['jobs.py', '3']\n"
-    piece += "runpy.run_path('jobs.py', run_name='__main__')\n"  # what the scripts of a scheduler call
+    piece += (
+        "\nimport os, runpy, sys\nos.environ['DRAWS'], sys.argv = 'alone', ['jobs.py', '3']\n"
+        "runpy.run_path('jobs.py', run_name='__main__')\n"  # what the scripts of a scheduler call
+    )
     (tmp_path / "jobs.py").write_text(script_of("jobs.py"))
     (tmp_path / "main.py").write_text(piece)
     python(tmp_path, "main.py")
