@@ -53,6 +53,9 @@ def chains(bc: Any) -> dict[str, Callable[[Any, Any], Any]]:
         "maximised, sghmc": _chain(bc, flipped, None, momentum),
         "decay behind momentum": _chain(bc, momentum, None, decay),
         "localised, sghmc": _chain(bc, bc.links.add_localization(0.5, 0.2), momentum, None),
+        "adam": lambda lr, t: bc.adam(lr, weight_decay=0.1, temperature=t),
+        "frozen adam": lambda lr, t: bc.samplers.adam_sghmc(lr, temperature=t, freeze_after=3),
+        "rmsprop with momentum": lambda lr, t: bc.rmsprop(lr, momentum=0.9, weight_decay=0.1, temperature=t),
         "rate in front": lambda lr, t: bc.chain(
             bc.inject_langevin_noise(t), bc.scale_by_neg_lr(lr), bc.add_momentum(0.9)
         ),

@@ -1,4 +1,4 @@
-"""One step of SGD, SGLD, heavy-ball and Nesterov momentum with weight decay: its numbers, and the pass over memory.
+"""One step of SGD, SGLD, momentum, Adam and RMSprop, with weight decay: its numbers, and the pass over memory.
 
 Neighbouring links that say what part they play (:mod:`bayesopt_chain.engine.parts`) and the matched noise that enters them are
 one :class:`Engine`. A step has two halves. :meth:`Engine.numbers` reads the numbers of this step, a :class:`Move`, from links,
@@ -24,22 +24,21 @@ from torch import Tensor
 
 from bayesopt_chain import checks, schedules
 from bayesopt_chain._torch import dispatch_modes, foreach_add
-from bayesopt_chain.engine.parts import Accumulates, Decays, Scales
+from bayesopt_chain.engine.parts import Accumulates, Decays, Learns, Scales
 from bayesopt_chain.engine.sweep_cpu import (
     ADDS,
-    AFTER,
     DECAYS,
+    DIVIDES,
     DRAWS,
-    FLAGS,
     FLIPS,
     INPLACE,
+    MOMENT,
     MOVES,
     NESTEROV,
-    NUMBERS,
+    NOW,
     PARALLEL,
-    STRIDE,
-    THREADS,
     Job,
+    Sweep,
     integers,
     pointers,
     sweep_kernel,
@@ -54,7 +53,6 @@ _DTYPES = (torch.float32, torch.float64)
 _LAYOUT, _GRAD, _SHAPE = attrgetter("dtype", "is_cpu"), attrgetter("requires_grad"), attrgetter("shape")
 _COUNTERS = {(torch.int64, True)}
 _IS_CPU = attrgetter("is_cpu")
-_FUSES = torch.backends.cpu.get_cpu_capability() != "DEFAULT"  # whether torch's add with alpha rounds once
 _BLOCK = 1024  # counts at which a schedule is evaluated at once
 _address = ctypes.addressof
 
@@ -84,6 +82,27 @@ class Move(NamedTuple):
     remembers: float = 0.0
 
 
+class Learned(NamedTuple):
+    """The numbers by which a leaf learns in one step, in the order of the kernel.
+
+    Attributes:
+        square_decay, square_gain: of the mean square.
+        eps, eps_root: outside and inside of its root.
+        gain: of the gradient in the first moment.
+        correction, square_correction: by which the two moments are divided.
+        learns: 0 where the mean square stays as it is.
+    """
+
+    square_decay: float
+    square_gain: float
+    eps: float
+    eps_root: float
+    gain: float
+    correction: float = 1.0
+    square_correction: float = 1.0
+    learns: float = 1.0
+
+
 class Numbers(NamedTuple):
     """The numbers of one step.
 
@@ -93,6 +112,9 @@ class Numbers(NamedTuple):
         adds: whether the noise is added to the gradient; false where the temperature is 0 now.
         after: the conditions that the noise has to remember, as doubles ``[leaves, 5]``; ``None`` if nothing changes with time.
         wide: whether the rate is a float64 tensor, by which torch multiplies a narrower 0-d leaf in float64.
+        learned: a :class:`Learned` as doubles, one for all leaves or one for each; ``None`` where nothing learns.
+        learned_stride: 0 for all, 1 for each.
+        root: the address of the function that takes roots, 0 for that of C++.
     """
 
     moves: Any
@@ -100,6 +122,9 @@ class Numbers(NamedTuple):
     adds: bool = True
     after: Any = None
     wide: bool = False
+    learned: Any = None
+    learned_stride: int = 0
+    root: int = 0
 
 
 class _Tensors(NamedTuple):
@@ -108,8 +133,9 @@ class _Tensors(NamedTuple):
     theta: Sequence[Any]
     trace: Sequence[Tensor]
     memory: Sequence[Tensor]
+    square: Sequence[Tensor]
     centre: Sequence[Tensor]
-    counts: Sequence[Tensor]
+    counts: Sequence[Tensor]  # of every link that counts
     keys: tuple[Tensor, ...]  # key and step of the noise
     conditions: tuple[Tensor, ...]
 
@@ -140,6 +166,8 @@ class Engine:
     noise: Any
     of_chains: Engine | None = None  # the last result of :meth:`stacked`
     velocity: Any = None
+    trace: str = "trace"  # the field of the velocity
+    learner: Any = None
     rate: Any
 
     def __init__(self, links: Sequence[Any], plan: Any, run: Sequence[int], noise: int | None) -> None:
@@ -163,11 +191,19 @@ class Engine:
                 case Accumulates(momentum, nesterov):
                     self.flags |= NESTEROV * nesterov
                     self.velocity, given["momentum"] = i, float(momentum)
+                case Learns() as learns:
+                    self.learner, self.learns = i, learns
+                    self.flags |= DIVIDES
+                    if learns.momentum is not None:
+                        self.flags |= MOMENT
+                        self.velocity, self.trace, given["momentum"] = i, "mu", learns.momentum
                 case Scales(step_size, sign):
                     self.rate, self.step_size, self.sign = i, step_size, sign
                 case _:  # the noise, which enters here
                     pass
         self.is_counted = schedules.is_schedule(self.step_size)
+        self.counted = [self.rate] * self.is_counted
+        self.counted += [self.learner] * (self.learner is not None and self.learns.counts)
         self.is_table = self.is_counted and schedules.is_elementwise(self.step_size)
         self.remembers = self.changes = False
         if noise is not None:
@@ -215,14 +251,47 @@ class Engine:
         Raises:
             ValueError: a learning rate or temperature that is negative or not finite.
         """
-        kernel = sweep_kernel()
-        if kernel is None or self.dtype not in _DTYPES or is_transformed() or is_traced() or dispatch_modes():
+        if self.dtype not in _DTYPES or is_transformed() or is_traced() or dispatch_modes():
             return None  # a mode that watches operations must see them
-        if self.flags & (DECAYS | NESTEROV) and kernel.fuses != _FUSES:
+        kernel = sweep_kernel()
+        if kernel is None or (self.flags & (DECAYS | NESTEROV | DIVIDES) and not kernel.rounds_alike):
             return None
         present = _present(gradients if self.is_everything else [gradients[j] for j in self.where])
-        if self.constant is not None or present == []:
-            return self.constant if present != [] else None
+        found = None if present == [] else self.constant or self._moves(kernel, entries, present)
+        if found is None or self.learner is None:
+            return found
+        root = kernel.roots[self.dtype]
+        return None if root is None else self._with_learned(found._replace(root=root), entries, present)
+
+    def _with_learned(self, numbers: Numbers, entries: Sequence[Any], present: Sequence[int] | None) -> Numbers | None:
+        """The numbers of this step with those by which leaves learn; ``None`` where they cannot be read."""
+        part, state = self.learns, entries[self.learner]
+        if part.corrections and self.has_scalars and self.dtype != torch.get_default_dtype():
+            return None  # which is that of the corrections, and torch divides a narrower 0-d leaf in it
+        gain = 1.0 if part.momentum is None else 1.0 - part.momentum
+        every = Learned(part.square_decay, 1.0 - part.square_decay, part.eps, part.eps_root, gain)
+        if not part.counts:
+            return numbers._replace(learned=_packed([every]))
+        if (at := self._counts(state.count, present)) is None:
+            return None
+        known = {n: self._at_count(every, n) for n in {*at}}
+        if len(known) == 1:
+            return numbers._replace(learned=_packed([*known.values()]))
+        leaves = range(len(self.where)) if present is None else present
+        rows = [every] * len(self.where)
+        for k, n in zip(leaves, at):
+            rows[k] = known[n]
+        return numbers._replace(learned=_packed(rows), learned_stride=1)
+
+    def _at_count(self, numbers: Learned, n: int) -> Learned:
+        """The numbers of a leaf that has had ``n`` updates."""
+        part, count = self.learns, torch.tensor(n + 1, device="cpu")
+        learns = float(part.freeze_after is None or n < part.freeze_after)
+        first, second = [float(f(count)) for f in part.corrections] or (1.0, 1.0)
+        return numbers._replace(correction=first, square_correction=second, learns=learns)
+
+    def _moves(self, kernel: Sweep, entries: Sequence[Any], present: Sequence[int] | None) -> Numbers | None:
+        """The numbers of this step for a rate or a temperature that may change; ``None`` where one cannot be read."""
         rates, wide = self._rates(entries, present)
         if not rates or (wide and self.has_scalars and self.dtype != torch.float64):
             return None
@@ -261,22 +330,27 @@ class Engine:
         if not self.is_counted:
             value, wide = self._value(self.step_size, None)
             return ([] if value is None else [value]), wide
-        counts: Sequence[Tensor] = entries[self.rate].count
-        here = counts if present is None else [counts[k] for k in present]
-        if not all(map(_IS_CPU, here)):
+        if (at := self._counts(entries[self.rate].count, present)) is None:
             return [], False
-        if self.axes:
-            if not all(map(_are_equal, here)):
-                return [], False
-            here = [c[0] for c in here]
-        at: list[Any] = [*map(Tensor.item, here)]
         if self.is_table and len({*at}) == 1:
             return [_values(self.step_size, at[0] // _BLOCK)[at[0] % _BLOCK]], True
-        known = {n: self._value(self.step_size, c, n) for n, c in zip(at, here)}
+        known = {n: self._value(self.step_size, torch.tensor(n, device="cpu"), n) for n in {*at}}
         if any([value is None for value, _ in known.values()]):
             return [], False
         values: Any = [known[n][0] for n in (at if len(known) > 1 else at[:1])]
         return values, any([wide for _, wide in known.values()])
+
+    def _counts(self, counts: Sequence[Tensor], present: Sequence[int] | None) -> list[int] | None:
+        """The counter of each leaf that is present; ``None`` where one cannot be read, or differs between chains."""
+        here = counts if present is None else [counts[k] for k in present]
+        if not all(map(_IS_CPU, here)):
+            return None
+        if self.axes:
+            if not all(map(_are_equal, here)):
+                return None
+            here = [c[0] for c in here]
+        at: list[Any] = [*map(Tensor.item, here)]
+        return at
 
     def _value(self, value: Any, count: Tensor | None, n: Any = None) -> tuple[float | None, bool]:
         """A hyperparameter as a number, and whether it is a float64 tensor; ``None`` where it cannot be read."""
@@ -351,13 +425,16 @@ class Engine:
         return list(found.theta) if moves else g
 
     def _tensors(self, p: Sequence[Any] | None, entries: Sequence[Any], moves: bool) -> _Tensors:
-        noise = None if self.noise is None else entries[self.noise]
+        noise, counts = None if self.noise is None else entries[self.noise], ()
+        for i in self.counted:
+            counts += entries[i].count
         return _Tensors(
             theta=p or () if moves or self.flags & DECAYS else (),
-            trace=() if self.velocity is None else entries[self.velocity].trace,
+            trace=() if self.velocity is None else getattr(entries[self.velocity], self.trace),
             memory=noise.memory if noise is not None and self.remembers else (),
+            square=() if self.learner is None else entries[self.learner].nu,
             centre=() if self.centre is None else getattr(entries[self.centre[0]], self.centre[1]),
-            counts=entries[self.rate].count if self.is_counted else (),
+            counts=counts,
             keys=() if noise is None else (noise.key, noise.step),
             conditions=() if noise is None else noise.conditions,
         )
@@ -375,7 +452,7 @@ class Engine:
 
     def _fit(self, found: _Tensors, present: Sequence[int] | None, own: bool) -> bool:
         """Whether the kernel may run over the memory of all tensors but the gradients."""
-        states = (found.trace, 0), (found.memory, 1), (found.centre, 0)
+        states = (found.trace, 0), (found.memory, 1), (found.square, 0), (found.centre, 0)
         return (
             {*map(_LAYOUT, (*found.counts, *found.keys))} <= _COUNTERS
             and (
@@ -389,28 +466,33 @@ class Engine:
         self, tensors: tuple[Tensor, ...], g: Sequence[Any], found: _Tensors, present: Sequence[int] | None, moves: bool
     ) -> _Known:
         """The job of a step in place, which the next step uses again if its tensors are the same."""
-        at, p, s, m, c = (pointers(xs) if xs else None for xs in (g, *found[:4]))
-        counts = pointers([None if x is None else y for x, y in zip(g, found.counts)]) if found.counts else None
-        job = self._job(p, at, s, m, c, p if moves else at, s, m, counts, found.keys, found.conditions)
-        written = [*(found.theta if moves else ()), *found.trace, *found.memory, *found.counts, *found.conditions]
-        written += found.keys[1:]
-        return _Known(tensors, [x.detach() for x in tensors], present, moves, written, job, (at, p, s, m, c, counts))
+        at, p, s, m, q, c = (pointers(xs) if xs else None for xs in (g, *found[:5]))
+        live = [*g] * len(self.counted)
+        counts = pointers([None if x is None else y for x, y in zip(live, found.counts)]) if live else None
+        job = self._job((p, at, s, m, q, c, p if moves else at, s, m, q), counts, found.keys, found.conditions)
+        written = [*(found.theta if moves else ()), *found.trace, *found.memory, *found.square, *found.counts]
+        written += [*found.conditions, *found.keys[1:]]
+        return _Known(tensors, [x.detach() for x in tensors], present, moves, written, job, (at, p, s, m, q, c, counts))
 
     def _into_new(
         self, g: Sequence[Any], found: _Tensors, entries: list[Any], numbers: Numbers, flags: int
     ) -> list[Any]:
         """The step with its results in new tensors; a leaf without a gradient keeps its own."""
-        olds: tuple[Sequence[Any], ...] = found.theta if flags & MOVES else g, found.trace, found.memory
-        out, trace, memory = (_like(ys, g) for ys in olds)
+        olds: tuple[Sequence[Any], ...] = found.theta if flags & MOVES else g, found.trace, found.memory, found.square
+        out, trace, memory, square = [_like(ys, g) if ys else [] for ys in olds]
         conditions = found.conditions if numbers.after is None else [torch.empty_like(x) for x in found.conditions]
-        arrays: Any = [pointers(xs) if xs else None for xs in (found.theta, g, *found[1:4], out, trace, memory)]
-        self._run(self._job(*arrays, counts=None, keys=found.keys, conditions=conditions), numbers, flags)
+        lists = (found.theta, g, *found[1:5], out, trace, memory, square)
+        arrays = [pointers(xs) if xs else None for xs in lists]
+        self._run(self._job(arrays, None, found.keys, conditions), numbers, flags)
         if trace:
-            entries[self.velocity] = entries[self.velocity]._replace(trace=tuple(trace))
-        if found.counts:
-            new = iter(foreach_add([c for c, x in zip(found.counts, g) if x is not None], 1))
-            count = tuple([c if x is None else next(new) for c, x in zip(found.counts, g)])
-            entries[self.rate] = entries[self.rate]._replace(count=count)
+            entries[self.velocity] = entries[self.velocity]._replace(**{self.trace: tuple(trace)})
+        if square:
+            entries[self.learner] = entries[self.learner]._replace(nu=tuple(square))
+        for i in self.counted:
+            counts = entries[i].count
+            new = iter(foreach_add([c for c, x in zip(counts, g) if x is not None], 1))
+            count = tuple([c if x is None else next(new) for c, x in zip(counts, g)])
+            entries[i] = entries[i]._replace(count=count)
         if self.noise is not None:
             given = {"memory": tuple(memory)} if memory else {}
             step = found.keys[1] + 1
@@ -419,30 +501,26 @@ class Engine:
 
     def _job(
         self,
-        p: Any,
-        g: Any,
-        s: Any,
-        m: Any,
-        c: Any,
-        u: Any,
-        t: Any,
-        w: Any,
+        arrays: Sequence[Any],
         counts: Any,
         keys: Sequence[Tensor],
         conditions: Sequence[Tensor],
     ) -> Any:
-        """A job without the numbers of the step."""
-        lists = [0 if x is None else _address(x) for x in (p, g, s, m, c, u, t, w, counts)]
+        """A job without the numbers of the step; ``arrays`` are of the tensors p to r in the order of the kernel."""
+        *lists, at = [0 if x is None else _address(x) for x in (*arrays, counts)]
         keyed = (keys[0].data_ptr(), _address(self.draws), keys[1].data_ptr()) if keys else (0, 0, 0)
         kept = conditions[0].data_ptr() if conditions else 0
         sizes = _address(integers(self.sizes))
-        return Job(len(self.sizes), sizes, *lists[:8], 0, 0, *keyed, lists[8], 0, kept, 0, 1, self.chains)
+        counted = 0 if counts is None else len(counts)
+        return Job(len(self.sizes), sizes, *lists, *keyed, counted, at, kept, self.chains)
 
     def _run(self, job: Any, numbers: Numbers, flags: int) -> None:
         """Do a job with the numbers of this step."""
-        job[NUMBERS], job[STRIDE], job[FLAGS] = _address(numbers.moves), numbers.stride, flags
-        job[AFTER] = 0 if numbers.after is None else _address(numbers.after)
-        job[THREADS] = torch.get_num_threads() if self.is_large else 1
+        learned = 0 if numbers.learned is None else _address(numbers.learned)
+        after = 0 if numbers.after is None else _address(numbers.after)
+        threads = torch.get_num_threads() if self.is_large else 1
+        moves = _address(numbers.moves)
+        job[NOW:] = moves, numbers.stride, learned, numbers.learned_stride, numbers.root, after, flags, threads
         kernel: Any = sweep_kernel()
         kernel.sweep[self.dtype](job)
 
@@ -450,7 +528,7 @@ class Engine:
         """Move parameters and state in place by the Triton kernel, if it knows this step and these tensors."""
         if not _has_device_kernel(found.theta[0]) or not found.keys or numbers is not self.constant:
             return False
-        if found.centre or self.flags & (NESTEROV | FLIPS):
+        if found.centre or self.flags & (NESTEROV | FLIPS | DIVIDES):
             return False
         (key, step), move = found.keys, self.move
         kept = found.trace or [m[0] for m in found.memory]
@@ -536,8 +614,8 @@ def _spread(values: Sequence[float], present: Sequence[int], n: int) -> list[flo
     return every
 
 
-def _packed(moves: Sequence[Move]) -> Any:
-    return (ctypes.c_double * (9 * len(moves)))(*[x for move in moves for x in move])
+def _packed(rows: Sequence[Move] | Sequence[Learned]) -> Any:
+    return (ctypes.c_double * (len(rows[0]) * len(rows)))(*[x for row in rows for x in row])
 
 
 @lru_cache(maxsize=64)

@@ -1,4 +1,4 @@
-"""Which neighbouring links of a chain an engine stands for: [decay] [momentum] [noise] scale, all on the same leaves."""
+"""Which neighbouring links of a chain an engine stands for: [decay] [learning] [momentum] [noise] scale, on the same leaves."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from bayesopt_chain.engine.engine import Engine
-from bayesopt_chain.engine.parts import Accumulates, Decays, Scales
+from bayesopt_chain.engine.parts import Accumulates, Decays, Learns, Scales
 
-_TURN = {Decays: 0, Accumulates: 1, Scales: 3}  # noise without a momentum enters between the last two
+_NOISE = 3  # the turn of noise that enters neither a momentum nor a link that learns
 
 
 def engines(links: Sequence[Any], plan: Any) -> dict[int, Engine]:
@@ -37,22 +37,37 @@ def engines(links: Sequence[Any], plan: Any) -> dict[int, Engine]:
 
 def _run(links: Sequence[Any], plan: Any, last: int, taken: set[int]) -> tuple[list[int], int | None]:
     """The run that ends with the scale ``last``, and the noise link whose draws the engine makes."""
-    where, run, turn, noise = plan.where[last], [last], 3, None
+    where, run, turn, noise = plan.where[last], [last], 4, None
     for i in sorted({*plan.order, *plan.entering}, reverse=True):
         if i >= last or set(plan.where[i]).isdisjoint(where):
             continue
-        mine = 2 if i in plan.noise else _TURN.get(type(links[i].part), 4)
+        mine = _NOISE if i in plan.noise else _turn(links[i].part)
         if plan.where[i] != where or i in taken or mine >= turn:
             break
         entering = [n for n, x in plan.noise.items() if any(y.entry_link == i for y in x.noise_inputs)]
-        drawn = [n for n in entering if mine in (1, 2) and _is_drawn(plan, n, [i, *run])]
-        if i in plan.noise and not drawn:  # its link adds it to what the run is given
+        drawn = [n for n in entering if mine in (1, 2, _NOISE) and _is_drawn(plan, n, [i, *run])]
+        if (i in plan.noise or (i in plan.learning and entering)) and not drawn:  # its own link adds it
             break
         run.insert(0, i)
         if entering and not drawn:
             break
         turn, noise = mine, drawn[0] if drawn else noise
     return run, noise
+
+
+def _turn(part: Any) -> int:
+    """Where in a run a part may stand; 5, which is nowhere, for a link that plays none."""
+    match part:
+        case Decays():
+            return 0
+        case Learns(momentum=None):
+            return 1
+        case Learns() | Accumulates():
+            return 2
+        case Scales():
+            return 4
+        case _:
+            return 5
 
 
 def _is_drawn(plan: Any, n: int, run: Sequence[int]) -> bool:
@@ -62,4 +77,5 @@ def _is_drawn(plan: Any, n: int, run: Sequence[int]) -> bool:
     (x,) = plan.noise[n].noise_inputs
     front, behind = x.rates
     has_pole = x.transfer.pole_link is None or x.transfer.pole_link in run
-    return x.leaves == plan.where[run[-1]] and not front and {*behind} <= {run[-1]} and not x.powers and has_pole
+    is_shaped = all([m in run and m in plan.learning for m, _ in x.powers])
+    return x.leaves == plan.where[run[-1]] and not front and {*behind} <= {run[-1]} and is_shaped and has_pole

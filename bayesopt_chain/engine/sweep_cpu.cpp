@@ -8,11 +8,16 @@
 namespace {
 
 // what a step does, one bit each; see bayesopt_chain.engine.sweep_cpu
-enum : int { MOVES = 1, DECAYS = 2, FLIPS = 4, ADDS = 8, DRAWS = 16, NESTEROV = 32, INPLACE = 64 };
+enum : int { MOVES = 1, DECAYS = 2, FLIPS = 4, ADDS = 8, DRAWS = 16, NESTEROV = 32, INPLACE = 64, DIVIDES = 128, MOMENT = 256 };
 
 // the numbers of a step of a leaf, in the order of bayesopt_chain.engine.engine.Move
 struct Move {
   double factor, momentum, decay, current, previous, head, deferred, velocity_scale, remembers;
+};
+
+// the numbers by which a leaf learns, in the order of bayesopt_chain.engine.engine.Learned
+struct Learned {
+  double square_decay, square_gain, eps, eps_root, gain, correction, square_correction, learns;
 };
 
 // what of a run's numbers does not change, in the order of bayesopt_chain.engine.engine.Rule
@@ -29,16 +34,22 @@ struct Conditions {
 struct Job {
   int64_t leaves;
   const int64_t* sizes;
-  const void **p, **g, **s, **m, **c;
-  void **u, **t, **w;
-  const Move* numbers;
-  int64_t stride;
+  const void **p, **g, **s, **m, **q, **c;
+  void **u, **t, **w, **r;
   const int64_t *key, *draws;
   int64_t* step;
-  int64_t** counts;  // of the rate, one a leaf, null for a leaf without a gradient
-  const Conditions* after;
+  int64_t counted;
+  int64_t** counts;  // null for a leaf without a gradient
   Conditions* conditions;
-  int64_t flags, threads, chains;
+  int64_t chains;
+  // of this step
+  const Move* numbers;
+  int64_t stride;
+  const Learned* learned;
+  int64_t learned_stride;
+  void* root;  // a function that takes roots; null for that of C++
+  const Conditions* after;
+  int64_t flags, threads;
 };
 
 // a + k b as torch's add(a, b, alpha=k) rounds it
@@ -51,16 +62,18 @@ inline Real plus(Real a, Real k, Real b) {
 #endif
 }
 
-// VELOCITY: 0 none, 1 heavy ball, 2 Nesterov; NOISE: 0 none, 1 this draw alone, 2 with the last one, which memory holds;
-// DECAY: whether there is any, towards 0 or a centre. Both sides of what is chosen inside the loop are values at hand, so
+// SCALE: 0 none, 1 divides the velocity (Adam), 2 divides what enters it, or the gradient; VELOCITY: 0 none, 1 heavy ball,
+// 2 Nesterov; NOISE: 0 none, 1 this draw alone, 2 with the last one, which memory holds; DECAY: whether there is any, towards 0
+// or a centre. Both sides of what is chosen inside the loop are values at hand, so
 // that compilers turn the loop into vectors.
-template <int VELOCITY, int NOISE, bool DECAY, class Real>
-void run(int64_t n, const Real* p, const Real* g, const Real* s, const Real* m, const Real* c, const Real* xi, Real* u, Real* t,
-         Real* w, const Move& k, int64_t flags) {
+template <int SCALE, int VELOCITY, int NOISE, bool DECAY, class Real>
+void run(int64_t n, const Real* p, const Real* g, const Real* s, const Real* m, const Real* c, const Real* d, const Real* shape,
+         const Real* xi, Real* u, Real* t, Real* w, const Move& k, const Learned& l, int64_t flags) {
   const bool moves = flags & MOVES, adds = flags & ADDS, pulls = c;
   const bool raw = k.remembers == 1, leaves = k.remembers == 2, defers = k.deferred != 0;
   const Real f(k.factor), mu(k.momentum), decay(k.decay), current(k.current), previous(k.previous), head(k.head),
       deferred(k.deferred), scale(k.velocity_scale), sign(flags & FLIPS ? -1 : 1);
+  const Real gain(l.gain), correction(l.correction);
   if (!p) p = g;  // read, and not used
   if (!c) c = g;
 #pragma omp simd
@@ -82,25 +95,60 @@ void run(int64_t n, const Real* p, const Real* g, const Real* s, const Real* m, 
         w[j] = leaves ? last : kept;
       }
       noise = head * noise;
+      if constexpr (SCALE > 0) noise = noise * shape[j];
       const Real noisy = x + noise;
       x = adds ? noisy : x;
     }
+    if constexpr (SCALE == 2) x = x / d[j];
     Real y = x;
     if constexpr (VELOCITY > 0) {
-      const Real v = mu * (scale * s[j]) + x;
+      const Real kept = mu * (scale * s[j]), v = SCALE == 1 ? plus(kept, gain, x) : kept + x;
       y = VELOCITY == 2 ? plus(x, mu, v) : v;
       const Real late = v + deferred * noise;
       t[j] = NOISE == 1 && defers ? late : v;
     }
+    if constexpr (SCALE == 1) y = y / correction / d[j];
     y = f * y;
     const Real there = at + y;
     u[j] = moves ? there : y;
   }
 }
 
+// roots as torch takes them: by MKL, whose result is not always the nearest number, or, without it, each by itself
 template <class Real>
-using Kernel = void (*)(int64_t, const Real*, const Real*, const Real*, const Real*, const Real*, const Real*, Real*, Real*,
-                        Real*, const Move&, int64_t);
+using Root = void (*)(int, const Real*, Real*, int64_t);
+
+template <class Real>
+void roots(int64_t n, const Real* x, Real* y, Root<Real> mkl) {
+  constexpr int64_t MODE = 0x140102;  // high accuracy, denormal numbers, no errors: of ATen's vml.h
+  if (mkl) return mkl(int(n), x, y, MODE);
+  for (int64_t j = 0; j < n; ++j) y[j] = std::sqrt(x[j]);
+}
+
+// the mean squares r after this step, the divisors d, and the roots of these, which shape the noise
+template <class Real>
+void learn(int64_t n, const Real* p, const Real* g, const Real* q, const Real* c, Real* r, Real* d, Real* shape, const Move& k,
+           const Learned& l, int64_t flags, Root<Real> mkl) {
+  const bool learns = l.learns != 0, decays = flags & DECAYS, pulls = c;
+  const Real decay(k.decay), sign(flags & FLIPS ? -1 : 1), square_decay(l.square_decay), square_gain(l.square_gain), eps(l.eps),
+      eps_root(l.eps_root), correction(l.square_correction);
+  if (!p) p = g;  // read, and not used
+  if (!c) c = g;
+#pragma omp simd
+  for (int64_t j = 0; j < n; ++j) {
+    const Real clean = sign * g[j], off = p[j] - c[j], decayed = plus(clean, decay, pulls ? off : p[j]);
+    const Real x = decays ? decayed : clean, was = q[j], square = plus(square_decay * was, square_gain * x, x);
+    r[j] = learns ? square : was;
+    d[j] = r[j] / correction + eps_root;
+  }
+  roots(n, d, d, mkl);
+  for (int64_t j = 0; j < n; ++j) d[j] = d[j] + eps;
+  if (flags & DRAWS) roots(n, d, shape, mkl);
+}
+
+template <class Real>
+using Kernel = void (*)(int64_t, const Real*, const Real*, const Real*, const Real*, const Real*, const Real*, const Real*,
+                        const Real*, Real*, Real*, Real*, const Move&, const Learned&, int64_t);
 
 template <class To>
 inline To* from(To* const* places, int64_t i, int64_t a) {
@@ -109,18 +157,23 @@ inline To* from(To* const* places, int64_t i, int64_t a) {
 
 template <class Real>
 void sweep(const Job& job) {
-#define BY_DECAY(V, N) {run<V, N, false, Real>, run<V, N, true, Real>}
-#define BY_NOISE(V) {BY_DECAY(V, 0), BY_DECAY(V, 1), BY_DECAY(V, 2)}
-  static const Kernel<Real> table[3][3][2] = {BY_NOISE(0), BY_NOISE(1), BY_NOISE(2)};
+#define BY_DECAY(S, V, N) {run<S, V, N, false, Real>, run<S, V, N, true, Real>}
+#define BY_NOISE(S, V) {BY_DECAY(S, V, 0), BY_DECAY(S, V, 1), BY_DECAY(S, V, 2)}
+  static const Kernel<Real> table[7][3][2] = {BY_NOISE(0, 0), BY_NOISE(0, 1), BY_NOISE(0, 2), BY_NOISE(1, 1),
+                                              BY_NOISE(2, 0), BY_NOISE(2, 1), BY_NOISE(2, 2)};
   const bool draws = job.flags & DRAWS, decays = job.flags & DECAYS;
-  const Kernel<Real> kernel = table[job.s ? (job.flags & NESTEROV ? 2 : 1) : 0][draws ? (job.m ? 2 : 1) : 0][decays];
+  const int velocity = job.s ? (job.flags & NESTEROV ? 2 : 1) : 0, first = job.flags & DIVIDES ? 4 : 0;
+  const int form = job.flags & MOMENT ? 3 : first + velocity;
+  const Kernel<Real> kernel = table[form][draws ? (job.m ? 2 : 1) : 0][decays];
+  const Learned nothing = {0, 0, 0, 0, 1, 1, 1, 0};
   const auto p = reinterpret_cast<const Real* const*>(job.p), g = reinterpret_cast<const Real* const*>(job.g),
              s = reinterpret_cast<const Real* const*>(job.s), m = reinterpret_cast<const Real* const*>(job.m),
-             c = reinterpret_cast<const Real* const*>(job.c);
+             q = reinterpret_cast<const Real* const*>(job.q), c = reinterpret_cast<const Real* const*>(job.c);
   const auto u = reinterpret_cast<Real* const*>(job.u), t = reinterpret_cast<Real* const*>(job.t),
-             w = reinterpret_cast<Real* const*>(job.w);
+             w = reinterpret_cast<Real* const*>(job.w), r = reinterpret_cast<Real* const*>(job.r);
   constexpr int64_t BLOCK = 1 << 14;
-  const int64_t row_size = draws ? 4 * RUN : BLOCK;  // a row of draws lies in first-level cache while it is used
+  const bool learning = job.flags & (DIVIDES | MOMENT);
+  const int64_t row_size = draws || learning ? 4 * RUN : BLOCK;  // a row of draws lies in first-level cache while it is used
 #pragma omp parallel num_threads(int(job.threads)) if (job.threads > 1)
   for (int64_t k = 0; k < job.chains * job.leaves; ++k) {
     const int64_t chain = k / job.leaves, i = k % job.leaves;
@@ -134,12 +187,17 @@ void sweep(const Job& job) {
 #pragma omp for schedule(static) nowait
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t end = b * BLOCK + BLOCK < size ? b * BLOCK + BLOCK : size;
-      Real xi[4 * RUN];
+      Real xi[4 * RUN], d[4 * RUN], shape[4 * RUN];
+      const Move& move = job.numbers[i * job.stride];
+      const Learned& learned = job.learned ? job.learned[i * job.learned_stride] : nothing;
       for (int64_t a = b * BLOCK; a < end; a += row_size) {
         const int64_t n = end - a < row_size ? end - a : row_size, at = chain * size + a;
         if (draws) row(a / (4 * RUN), 0, int(n), stream, xi);
-        kernel(n, from(p, i, at), g[i] + at, from(s, i, at), from(m, i, at), from(c, i, at), xi, u[i] + at, from(t, i, at),
-               from(w, i, at), job.numbers[i * job.stride], job.flags);
+        if (learning)
+          learn(n, from(p, i, at), g[i] + at, from(q, i, at), from(c, i, at), from(r, i, at), d, shape, move, learned, job.flags,
+                reinterpret_cast<Root<Real>>(job.root));
+        kernel(n, from(p, i, at), g[i] + at, from(s, i, at), from(m, i, at), from(c, i, at), d, shape, xi, u[i] + at,
+               from(t, i, at), from(w, i, at), move, learned, job.flags);
       }
     }
   }
@@ -148,7 +206,7 @@ void sweep(const Job& job) {
       std::memcpy(job.conditions + chain * job.leaves, job.after, sizeof(Conditions) * job.leaves);
     if (!(job.flags & INPLACE)) continue;
     if (draws) ++job.step[chain];
-    for (int64_t i = 0; job.counts && i < job.leaves; ++i)
+    for (int64_t i = 0; i < job.counted; ++i)
       if (job.counts[i]) ++job.counts[i][chain];
   }
 }
@@ -206,6 +264,10 @@ Move move_of(const Rule& rule, double rate_now, double now_temperature, const Co
 
 extern "C" void sweep_float(const Job* job) { sweep<float>(*job); }
 extern "C" void sweep_double(const Job* job) { sweep<double>(*job); }
+extern "C" void roots_float(int64_t n, const float* x, float* y, void* mkl) { roots(n, x, y, reinterpret_cast<Root<float>>(mkl)); }
+extern "C" void roots_double(int64_t n, const double* x, double* y, void* mkl) {
+  roots(n, x, y, reinterpret_cast<Root<double>>(mkl));
+}
 
 // whether torch's add with alpha, as this library has it, rounds once
 extern "C" int fuses() {

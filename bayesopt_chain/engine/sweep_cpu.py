@@ -3,9 +3,13 @@ r"""One step of a run of links on a CPU: draws and a single pass over memory, wi
 For every element, where each operation is rounded by itself except the two of torch's ``add(..., alpha=)``, which rounds once:
 
     x = +-g (+ decay (theta - centre))
-    n = head (current xi + previous m);   x <- x + n;   m <- xi, or current xi, or m
-    v = mu (scale s) + x;                 y = v, or x + mu v (Nesterov), or x (no momentum);   s <- v + deferred n
+    q <- square_decay q + square_gain x^2, or q;   d = (q / c_2 + eps_root)^(1/2) + eps
+    n = head (current xi + previous m) d^(1/2);    x <- x + n;   m <- xi, or current xi, or m
+    v = mu (scale s) + x;                          y = v, or x + mu v (Nesterov), or x (no momentum);   s <- v + deferred n
     u = f y, or theta + f y
+
+Where nothing learns there is no ``d``. Elsewhere ``x`` is divided by it in front of the velocity, or, for Adam, the velocity
+``v = mu (scale s) + gain x`` behind it, ``y = v / c_1 / d``.
 
 ``xi`` is drawn by Philox (:mod:`bayesopt_chain.random.philox`) in rows of 256 elements that stay in first-level cache. The
 numbers of the step are :class:`bayesopt_chain.engine.engine.Move`. The library also computes these numbers for matched noise
@@ -32,15 +36,16 @@ from torch import Tensor
 from bayesopt_chain.random import compiled
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
-MOVES, DECAYS, FLIPS, ADDS, DRAWS, NESTEROV, INPLACE = (2**k for k in range(7))
+MOVES, DECAYS, FLIPS, ADDS, DRAWS, NESTEROV, INPLACE, DIVIDES, MOMENT = (2**k for k in range(9))
 # elements below which threads cost more than they save, with draws and without
 PARALLEL = {True: 2**15, False: 2**17}
 Pointers = ctypes.Array[ctypes.c_int64]
 
-# ``Job`` of the source, addresses of arrays (0 for none) and integers: leaves, sizes, p, g, s, m, c, u, t, w, numbers, stride,
-# key, draws, step, counts, after, conditions, flags, threads, chains
-Job: Any = ctypes.c_int64 * 21
-NUMBERS, STRIDE, AFTER, FLAGS, THREADS = 10, 11, 16, 18, 19
+# ``Job`` of the source, addresses of arrays (0 for none) and integers: leaves, sizes, p, g, s, m, q, c, u, t, w, r, key, draws,
+# step, counted, counts, conditions, chains, and of this step: numbers, stride, learned, learned_stride, root, after, flags,
+# threads
+Job: Any = ctypes.c_int64 * 27
+NOW = 19
 
 
 class Sweep(NamedTuple):
@@ -49,12 +54,14 @@ class Sweep(NamedTuple):
     Attributes:
         sweep: for each dtype, a function of the address of a :data:`Job`; it checks nothing.
         numbers: the numbers of a step of matched noise under a schedule.
-        fuses: whether its ``a + k b`` rounds once.
+        rounds_alike: whether its ``a + k b`` has the bits of torch's.
+        roots: for each dtype the address of the function that takes roots, 0 for that of C++; ``None`` if it is not as torch's.
     """
 
     sweep: dict[torch.dtype, Callable[..., None]]
     numbers: Callable[..., None]
-    fuses: bool
+    rounds_alike: bool
+    roots: dict[torch.dtype, int | None]
 
 
 def pointers(tensors: Sequence[Tensor | None]) -> Pointers:
@@ -77,7 +84,39 @@ def sweep_kernel() -> Sweep | None:
     integer, pointer, numbers = ctypes.c_int64, ctypes.c_void_p, library.numbers
     numbers.restype = None
     numbers.argtypes = [pointer, integer, pointer, pointer, integer, ctypes.c_double, pointer, pointer, pointer]
-    return Sweep(sweeps, numbers, bool(library.fuses()))
+    roots = {torch.float32: library.roots_float, torch.float64: library.roots_double}
+    found = {dtype: _root_of(dtype, function) for dtype, function in roots.items()}
+    return Sweep(sweeps, numbers, bool(library.fuses()) == _torch_fuses(), found)
+
+
+def _torch_fuses() -> bool | None:
+    """Whether torch rounds ``add`` with alpha and ``addcmul`` once; ``None`` if only for some elements."""
+    one = 1.0 + 2.0**-12  # the square, 1 + 2^-11 + 2^-24, loses its last part where it is rounded
+    x, less = torch.tensor([[one] * 37, [-(1.0 + 2.0**-11)] * 37], dtype=torch.float32, device="cpu")
+    found = {*torch.cat([less.add(x, alpha=one), less.addcmul(x, x)]).bool().tolist()}
+    return found.pop() if len(found) == 1 else None
+
+
+def _root_of(dtype: torch.dtype, roots: Any) -> int | None:
+    """The address of the function by which torch takes roots, 0 for that of C++; ``None`` if it has other bits than torch's.
+
+    Torch takes them by MKL, whose root is not always the nearest number, and which is a part of torch's own library.
+
+    Args:
+        dtype: of the numbers.
+        roots: the kernel's loop over roots.
+    """
+    names = {torch.float32: "vmsSqrt", torch.float64: "vmdSqrt"}
+    roots.restype, roots.argtypes = None, [ctypes.c_int64, *[ctypes.c_void_p] * 3]
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        mkl = ctypes.cast(getattr(library, names[dtype]), ctypes.c_void_p).value or 0
+    except (OSError, AttributeError):
+        mkl = 0
+    x = torch.linspace(0.0, 4.0, 4099, dtype=dtype, device="cpu")
+    y = torch.empty_like(x)
+    roots(len(x), x.data_ptr(), y.data_ptr(), mkl)
+    return mkl if torch.equal(y, x.sqrt()) else None
 
 
 @cache

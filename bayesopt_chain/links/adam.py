@@ -26,6 +26,7 @@ from bayesopt_chain.arguments import MOMENTUM, checked_within
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
+from bayesopt_chain.engine.parts import Learns, Part
 from bayesopt_chain.links.leaves import new_counts, zeros
 from bayesopt_chain.links.rms import LEARNS, averaged, frozen_note, root
 from bayesopt_chain.matching.response import Preconditioner, Response
@@ -135,14 +136,28 @@ class ScaleByAdam(TwoMoments):
 
     name = "scale_by_adam"
 
+    @property
+    def part(self) -> Part | None:
+        corrections = self.first_correction, self.second_correction
+        learns = Learns(self.b2, self.eps, self.eps_root, self.b1, corrections, self.freeze_after)
+        return None if self.moment_requires_grad else learns
+
+    def first_correction(self, count: Tensor) -> Tensor:
+        """The divisor of the first moment that corrects for its start at zero."""
+        return 1 - pow(self.b1, count)
+
+    def second_correction(self, count: Tensor) -> Tensor:
+        """The same of the second moment."""
+        return 1 - pow(self.b2, self.learned_updates(count))
+
     def scales(self, nu: Sequence[Tensor], count: Sequence[Tensor], op: TensorOps) -> list[Tensor]:
-        correct = by_count(lambda c: 1 - pow(self.b2, self.learned_updates(c)), count)
+        correct = by_count(self.second_correction, count)
         roots = [root(n.div(c).add_(self.eps_root), inplace=True) for n, c in zip(nu, correct)]
         # a new tensor of each leaf costs more than the arithmetic; the derivative of a root needs the root as it is
         return [x.add_(self.eps) if op.inplace else x.add(self.eps) for x in roots]
 
     def moves(self, mu: Sequence[Tensor], scales: Sequence[Tensor], count: Sequence[Tensor], op: TensorOps) -> Leaves:
-        correct = by_count(lambda c: 1 - pow(self.b1, c), count)
+        correct = by_count(self.first_correction, count)
         return op.div([m.div(c) for m, c in zip(mu, correct)], scales)
 
 

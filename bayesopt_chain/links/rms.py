@@ -44,6 +44,7 @@ from bayesopt_chain.checks import LARGEST
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import ELEMENTWISE, Link, LinkContext
 from bayesopt_chain.core.op import PURE, Leaves, TensorOps
+from bayesopt_chain.engine.parts import Learns, Part
 from bayesopt_chain.links.leaves import new_counts, zeros
 from bayesopt_chain.matching.response import Preconditioner, Refused, Response
 from bayesopt_chain.tracing import is_transformed
@@ -158,6 +159,10 @@ class RunningScale(Learned):
     eps: float = 1e-8
     initial_scale: float = 0.0
     freeze_after: int | None = None
+
+    @property
+    def part(self) -> Part | None:
+        return None if self.centred else Learns(self.decay, self.eps, freeze_after=self.freeze_after)
 
     def init(self, leaves: Leaves, context: LinkContext) -> RunningScaleState:
         return RunningScaleState(
