@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
-from types import NoneType
 from typing import Any, Self
 
 import optree
@@ -243,8 +242,7 @@ class Chain(GradientTransformation):
         # autograd may return one tensor for two leaves, which must not be overwritten twice
         if inplace and len(g) > 1 and len({id(x) for x in g if x is not None}) < len(g):
             g = owned(g)
-        is_missing = NoneType in map(type, g)
-        update = Update(plan, IN_PLACE if inplace else PURE, spec, p, list(state), g, extra, is_missing)
+        update = Update(plan, IN_PLACE if inplace else PURE, spec, p, list(state), g, extra, type(None) in map(type, g))
         update.run()
         new = State(update.entries, state.layout)
         return spec.unflatten(g), new if inplace or is_traced() else unshared(new, state)

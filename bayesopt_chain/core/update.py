@@ -138,10 +138,8 @@ class Plan:
     def require_like(self, g: Sequence[Any], p: Sequence[Any] | None) -> None:
         """Refuse gradients that are not dense tensors like the leaves; those at several draws have an axis in front."""
         shapes, dtypes = self.layout.shapes, self.layout.dtypes
-        for j in self.exact:
+        for j in [j for j in self.exact if g[j] is not None]:
             x = g[j]
-            if x is None:
-                continue
             if not isinstance(x, Tensor) or x.layout is not torch.strided:
                 checks.not_dense(j, x)
             if x.dtype != dtypes[j] or (x.shape != shapes[j] and j not in self.sampled):

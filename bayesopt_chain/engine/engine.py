@@ -478,8 +478,8 @@ class Engine:
         self, g: Sequence[Any], found: _Tensors, entries: list[Any], numbers: Numbers, flags: int
     ) -> list[Any]:
         """The step with its results in new tensors; a leaf without a gradient keeps its own."""
-        olds: tuple[Sequence[Any], ...] = found.theta if flags & MOVES else g, found.trace, found.memory, found.square
-        out, trace, memory, square = [_like(ys, g) if ys else [] for ys in olds]
+        out = _like(found.theta if flags & MOVES else g, g)
+        trace, memory, square = _like(found.trace, g), _like(found.memory, g), _like(found.square, g)
         conditions = found.conditions if numbers.after is None else [torch.empty_like(x) for x in found.conditions]
         lists = (found.theta, g, *found[1:5], out, trace, memory, square)
         arrays = [pointers(xs) if xs else None for xs in lists]

@@ -116,12 +116,12 @@ void run(int64_t n, const Real* p, const Real* g, const Real* s, const Real* m, 
 
 // roots as torch takes them: by MKL, whose result is not always the nearest number, or, without it, each by itself
 template <class Real>
-using Root = void (*)(int, const Real*, Real*, int64_t);
+using Root = void (*)(int64_t, const Real*, Real*, int64_t);
 
 template <class Real>
 void roots(int64_t n, const Real* x, Real* y, Root<Real> mkl) {
   constexpr int64_t MODE = 0x140102;  // high accuracy, denormal numbers, no errors: of ATen's vml.h
-  if (mkl) return mkl(int(n), x, y, MODE);
+  if (mkl) return mkl(n, x, y, MODE);
   for (int64_t j = 0; j < n; ++j) y[j] = std::sqrt(x[j]);
 }
 

@@ -166,8 +166,6 @@ class LangevinInjection:
         leaves: the leaf of each entry of the state.
         by_leaf: the same, by the fields of the state that it applies to.
         processes: the process that makes the noise of each entry.
-        level: the factor of the draws if the noise is white and the only one, ``None`` otherwise. The draws are then multiplied
-            by it while they are made, which saves a pass over them.
         variables: the random variables of one step.
     """
 
@@ -184,10 +182,7 @@ class LangevinInjection:
         runs = None if layout.pieces is None else tuple([layout.pieces[j] for j in self.leaves])
         self.processes = [noise_inputs[n].process for _, n in places]
         each = tuple([process.draws for process in self.processes])
-        lone = noise_inputs[0].process if len(noise_inputs) == 1 and not noise_inputs[0].changes else None
-        self.level = lone.c[0] if isinstance(lone, Filtered) and not lone.memory else None
-        scale = 1.0 if self.level is None else self.level
-        self.variables = keyed_stream.Variables(numbers, each, scale=scale, runs=runs)
+        self.variables = keyed_stream.Variables(numbers, each, runs=runs)
 
     @cached_property
     def drawn_by_kernel(self) -> Process | None:
@@ -273,9 +268,6 @@ class LangevinInjection:
             live = [n for n, j in enumerate(noise_input.leaves) if g[j] is not None]
             e: Leaves = []
             for n in live:
-                if self.level is not None:  # white noise: the draw is the noise
-                    e += xi[rows[n]]
-                    continue
                 kept = memory[rows[n]]
                 y, new = noise_input.process.step(xi[rows[n]], list(kept), c[n])
                 e.append(y if y.dtype == kept.dtype else y.to(kept.dtype))

@@ -36,12 +36,11 @@ class Variables:
         numbers: what names each leaf (:func:`leaf_numbers`); default 0, 1, ...
         each: how many variables each leaf draws; default one.
         kind: ``"gaussian"``, standard normals, or ``"uniform"``, on [0, 1); independent.
-        scale: what they are multiplied by.
         runs: for leaves that are spread over ranks, the elements of each that are here; ``None`` for all of a leaf.
 
     Example:
         >>> import torch
-        >>> ((z,),) = Variables(scale=0.1).draw(torch.tensor(3), torch.tensor(0), [torch.empty(1, 2, 4)])
+        >>> ((z,),) = Variables().draw(torch.tensor(3), torch.tensor(0), [torch.empty(1, 2, 4)])
         >>> z.shape
         torch.Size([2, 4])
     """
@@ -49,7 +48,6 @@ class Variables:
     numbers: tuple[int, ...] | None = None
     each: tuple[int, ...] | None = None
     kind: str = "gaussian"
-    scale: float = 1.0
     runs: tuple[Runs | None, ...] | None = None
 
     def draw(self, key: Tensor, step: Tensor, like: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -77,7 +75,7 @@ class Variables:
             shapes = [like[i].shape[1:] for i in members]
             elements = _elements_of(tuple([x.numel() for x in shapes]), numbers, every, runs)
             drawn = draw_elements(key.to(device), step.to(device), elements, dtype, self.kind)
-            parts = iter([x * self.scale for x in drawn] if self.scale != 1.0 else drawn)
+            parts = iter(drawn)
             for i, shape in zip(members, shapes):
                 mine = [next(parts) for _ in range(each[i])]
                 out[i] = mine if len(shape) == 1 else [x.view(shape) for x in mine]

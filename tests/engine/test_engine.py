@@ -219,6 +219,22 @@ def test_what_the_kernel_cannot_take_is_left_to_tensor_operations(monkeypatch):
     assert len(calls) == 1 and others[1].requires_grad and all(torch.equal(x, want) for x in others)
 
 
+@pytest.mark.parametrize(
+    "lacks", [{}, {"roots": dict.fromkeys((torch.float32, torch.float64))}, {"rounds_alike": False}]
+)
+def test_a_kernel_that_rounds_unlike_torch_leaves_adam_to_its_links(lacks, monkeypatch):
+    calls, kernel = [], sweep_kernel()
+    counting = {k: lambda job, f=f: (calls.append(1), f(job)) for k, f in kernel.sweep.items()}
+    monkeypatch.setattr(engine_module, "sweep_kernel", lambda: kernel._replace(sweep=counting, **lacks))
+    tx, theirs, g = bc.adam(0.1), torchopt.adam(0.1), [torch.linspace(-3.0, 3.0, 1001)]
+    state, their_state = tx.init(g), theirs.init(g)
+    for _ in range(3):
+        u, state = tx.update(g, state, inplace=False)
+        want, their_state = theirs.update(g, their_state, inplace=False)
+        assert torch.equal(u[0], want[0])
+    assert len(calls) == (0 if lacks else 3)
+
+
 @pytest.mark.parametrize("inplace", [False, True])
 def test_an_absent_parameter_is_passed_over_in_one_pass(inplace):
     params, g = (

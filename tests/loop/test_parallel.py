@@ -45,14 +45,17 @@ def test_chains_move_as_each_does_alone(tx, per_chain):
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("case", ["localised", "nesterov", "decay", "cosine", "float32", "in blocks", "other counts"])
+@pytest.mark.parametrize(
+    "case", ["localised", "nesterov", "decay", "cosine", "adam", "rmsprop", "float32", "in blocks", "other counts"]
+)
 def test_chains_at_once_have_the_noise_and_the_numbers_of_each_alone(case, inplace):
     """On a gradient that is exact in every order of summation, bit for bit, wherever the chains take one pass over memory."""
     dtype = torch.float32 if case == "float32" else torch.float64
     g = torch.Generator().manual_seed(0)
     params = {"w": torch.randn(4, 300, generator=g, dtype=dtype), "b": torch.ones(4, 2, 3, dtype=dtype)}
     centre, datum = optree.tree_map(lambda t: t[1], params), torch.tensor(1.0, dtype=dtype)
-    momentum = bc.links.add_momentum(0.9, nesterov=case == "nesterov")
+    adaptive = {"adam": bc.links.scale_by_adam(freeze_after=2), "rmsprop": bc.links.scale_by_rms(freeze_after=2)}
+    momentum = adaptive.get(case, bc.links.add_momentum(0.9, nesterov=case == "nesterov"))
     noise = bc.inject_langevin_noise(0.1)
     front = {
         "localised": [bc.links.add_localization(centre, 2.0)],
