@@ -25,7 +25,7 @@ from bayesopt_chain import kinds
 
 def bits(x: Tensor) -> Tensor:
     """The tensor's bytes, a vector, so that -0.0 differs from 0.0."""
-    return x.detach().reshape(-1).view(torch.uint8)
+    return x.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def assert_bitwise_equal(ours: Any, theirs: Any, what: str = "values") -> None:
