@@ -334,7 +334,7 @@ def require_same(folder: Any, theirs: Mapping[str, Any], mine: Mapping[str, Any]
             continue
         if key == "each" and a and b:  # of the chains that both have
             a, b = ({n: x[n] for n in sorted(a.keys() & b.keys())} for x in (a, b))
-        if key != "data" or a.get("ranks") == b["ranks"]:
+        if key != "data" or cast(Any, a).get("ranks") == b["ranks"]:
             _refuse(folder, difference(a, b, "" if key == "chain" else key))
     _compare_losses(folder, theirs, mine)
 
