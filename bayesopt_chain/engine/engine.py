@@ -285,7 +285,7 @@ class Engine:
 
     def _at_count(self, numbers: Learned, n: int) -> Learned:
         """The numbers of a leaf that has had ``n`` updates."""
-        part, count = self.learns, torch.tensor(n + 1, device="cpu")
+        part, count = self.learns, torch.full((), n + 1, dtype=torch.int64, device="cpu")
         learns = float(part.freeze_after is None or n < part.freeze_after)
         first, second = [float(f(count)) for f in part.corrections] or (1.0, 1.0)
         return numbers._replace(correction=first, square_correction=second, learns=learns)
@@ -334,7 +334,7 @@ class Engine:
             return [], False
         if self.is_table and len({*at}) == 1:
             return [_values(self.step_size, at[0] // _BLOCK)[at[0] % _BLOCK]], True
-        known = {n: self._value(self.step_size, torch.tensor(n, device="cpu"), n) for n in {*at}}
+        known = {n: self._value(self.step_size, torch.full((), n, dtype=torch.int64, device="cpu"), n) for n in {*at}}
         if any([value is None for value, _ in known.values()]):
             return [], False
         values: Any = [known[n][0] for n in (at if len(known) > 1 else at[:1])]

@@ -271,7 +271,7 @@ def vmappable(problem: Problem) -> bool:
     try:
         batch = (
             *problem.data.take(rows),
-            *constants(problem, torch.ones(problem.count), torch.zeros_like(problem.theta)),
+            *constants(problem, torch.ones(problem.count, device="cpu"), torch.zeros_like(problem.theta)),
         )
         chains({"theta": theta}, started(chains, tx, theta, few, 0), batch)
         outputs_of(
