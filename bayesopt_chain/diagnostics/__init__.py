@@ -1,13 +1,12 @@
 """Can this run be trusted: mixing, discrepancy, temperatures, and what the minibatches do."""
 
 from bayesopt_chain.diagnostics._response import ThermalLeaf
-from bayesopt_chain.diagnostics.convergence import ess, r_hat
+from bayesopt_chain.diagnostics.convergence import ess, ksd, r_hat
 from bayesopt_chain.diagnostics.doctor import Diagnosis, doctor
 from bayesopt_chain.diagnostics.findings import Finding
 from bayesopt_chain.diagnostics.gradient_noise import GradientNoise, gradient_noise, hessian_product
 from bayesopt_chain.diagnostics.heat_guard import Heat, HeatGuard
 from bayesopt_chain.diagnostics.heating import Heating, heating
-from bayesopt_chain.diagnostics.ksd import ksd
 from bayesopt_chain.diagnostics.observables.observe import LearningCoefficient, Observed, susceptibility
 from bayesopt_chain.diagnostics.observables.restrict import Restricted
 from bayesopt_chain.diagnostics.suggest_lr import Suggestion

@@ -46,7 +46,7 @@ from bayesopt_chain import curvature, kinds
 from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.diagnostics._response import read
 from bayesopt_chain.loop.loss import gradient, value
-from bayesopt_chain.trees import gram
+from bayesopt_chain.trees import flatten, gram, unflatten
 
 SEEDS = 16  # of a loss that draws random numbers
 
@@ -244,9 +244,6 @@ def weighted_gram(rows: list[Tensor], gains: Any) -> Tensor:
     )
 
 
-Product = Callable[[Tensor], Tensor]
-
-
 @kinds.takes()
 def hessian_product(
     loss: Callable[[Any, Any], Any], params: Any, batches: Iterable[Any], *, max_batches: int = 100
@@ -276,6 +273,11 @@ def hessian_product(
     used = take(batches, max_batches)[0][0]
     if not used:
         raise ValueError("hessian_product: batches is empty; pass at least one")
+    return product_of(loss, params, used)
+
+
+def product_of(loss: Callable[[Any, Any], Any], params: Any, used: Sequence[Any]) -> Callable[[Any], Any]:
+    """What :func:`hessian_product` returns, of parameters that may be NaN too: its product is NaN then."""
     leaves, spec = optree.tree_flatten(params)
     here = [leaf.detach() for leaf in leaves]
 
@@ -302,31 +304,32 @@ def trace(product: Callable[[Any], Any], params: Any, roots: Sequence[Tensor] | 
 
 
 def lanczos(
-    product: Product, like: Tensor, rank: int, *, tolerance: float = 1e-3, max_products: int = 120
+    product: Callable[[Any], Any], like: Any, rank: int, *, tolerance: float = 1e-3, max_products: int = 120
 ) -> tuple[Tensor, Tensor]:
-    """The ``rank`` largest eigenvalues, descending, and their eigenvectors as rows.
+    """The ``rank`` largest eigenvalues, descending, and their eigenvectors as rows ``[rank, P]``.
 
     Args:
-        product: ``v -> A v`` on vectors like ``like``.
-        like: a vector of the size, dtype and device wanted.
+        product: ``v -> A v`` on trees like ``like``.
+        like: a vector, or a tree of ``P`` numbers, of the dtype and device wanted.
         rank: how many; fewer come back where the matrix has fewer.
         tolerance: stop once every residual is below this, relative to the largest eigenvalue.
         max_products: stop after so many products at the latest.
     """
     generator = torch.Generator().manual_seed(0)
-    n, most = like.numel(), min(like.numel(), max_products)
-    basis = like.new_zeros(most, n)
+    zero = flatten(like, like).detach()
+    n, most = len(zero), min(len(zero), max_products)
+    basis = zero.new_zeros(most, n)
     T = torch.zeros(most + 1, most + 1, dtype=torch.float64, device="cpu")
 
     def fresh(k: int) -> Tensor:
-        start = torch.randn(n, generator=generator, dtype=torch.float64, device="cpu").to(like)
+        start = torch.randn(n, generator=generator, dtype=torch.float64, device="cpu").to(zero)
         start = _orthogonal(start, basis[:k])
         return start / start.norm()
 
     q, values, vectors = fresh(0), T[0, :0], T[:0, :0]
     for k in range(most):
         basis[k] = q
-        image = product(q)
+        image = flatten(product(unflatten(q, like)), like)
         T[k, k] = float(q @ image)
         rest = _orthogonal(image, basis[: k + 1])
         beta = float(rest.norm())
@@ -340,7 +343,7 @@ def lanczos(
             q = fresh(k + 1) if restart else rest / beta
             T[k, k + 1] = T[k + 1, k] = 0.0 if restart else beta
     chosen = vectors[:, -rank:].flip(1)
-    return values[-rank:].flip(0), chosen.T.to(like) @ basis[: len(vectors)]
+    return values[-rank:].flip(0), chosen.T.to(zero) @ basis[: len(vectors)]
 
 
 def _orthogonal(v: Tensor, basis: Tensor) -> Tensor:

@@ -22,11 +22,15 @@ The mean over an epoch of reshuffled batches is
 
     X_inf + (1/L) sum_{t=1..L} [M^t (X_0 - X_inf) M^tT - R_t C R_t^T / K],      X_inf = M X_inf M^T + Gamma C Gamma^T,
 
-by repeated squaring, so that an epoch of any length costs its binary digits. All of this holds
-since the ``L`` batches of an epoch are exchangeable with covariance ``C (delta_ij - 1/K)``: with replacement ``C``
-alone, without ``B = C (1 - 1/K)`` for one and ``-C / K`` between two, and nothing in their sum when ``b`` divides
-``N``. In the book-keeping of one batch's own covariance ``B`` that is ``B K/(K-1) (delta_ij - 1/K)``. The model's own
-draws (dropout) are independent in every order.
+by repeated squaring, so that an epoch of any length costs its binary digits; for palindromes with
+
+    sum_{i=1..L} M^{L+i-1} G M^{L-i}T = M^L T,         T the upper right block of ((M, G), (0, M^T))^L,
+    sum_{t=1..L} Z_t = M (1 - M^2)^-1 (1 - M^{2L}) X_inf - (that sum for G = M X_inf M^T).
+
+All of this holds since the ``L`` batches of an epoch are exchangeable with covariance ``C (delta_ij - 1/K)``: with replacement
+``C`` alone, without ``B = C (1 - 1/K)`` for one and ``-C / K`` between two, and nothing in their sum when ``b`` divides ``N``.
+In the book-keeping of one batch's own covariance ``B`` that is ``B K/(K-1) (delta_ij - 1/K)``. The model's own draws (dropout)
+are independent in every order.
 
 **Cooling.** :meth:`Heating.cool` maps draws of the chain, in coordinates of gain one, by the optimal transport from their
 covariance ``X + S^2`` to that of full gradients, ``A = S (S (X + S^2) S)^(-1/2) S``. In the eigenvectors of ``H`` the chain of
@@ -471,21 +475,35 @@ def added(M: Tensor, gamma: Tensor, C: Tensor, D: Tensor, order: Order, steps: f
         X = solve_lyapunov(M, gamma @ (C * (1.0 - 1.0 / steps)) @ gamma.T) + own
         return X, X
     L, G, n = int(steps + 1e-9), gamma @ C @ gamma.T, len(M)
-    if order == "palindrome":
-        return _palindrome(M, gamma, C, L, steps, own)
     S, power = _series(M, G, L)
     # a constant gradient beside x: the second moments of its effect after t steps are R_t C R_t^T
     constant = torch.eye(n + len(C), dtype=M.dtype, device=M.device)
     constant[:n, :n], constant[:n, n:] = M, gamma
     start = torch.block_diag(torch.zeros_like(M), C)
     squares, push = _series(constant, start, L)
-    Q = S - push[:n, n:] @ C @ push[:n, n:].T / steps
+    R = push[:n, n:]
+    Q = S - R @ C @ R.T / steps
     if order == "fixed":
         W = torch.linalg.inv(torch.eye(n, dtype=M.dtype, device=M.device) - power)
         X = W @ Q @ W.T + own
         return X, X
-    X, independent = solve_lyapunov(power, Q), solve_lyapunov(M, G)
-    fades = M @ _series(M, X - independent, L)[0] @ M.T
+    independent = solve_lyapunov(M, G)
+    if order == "reshuffled":
+        X = solve_lyapunov(power, Q)
+        fades = M @ _series(M, X - independent, L)[0] @ M.T
+    else:
+
+        def crossed(G: Tensor) -> Tensor:
+            """``sum_{i=1..L} M^{L+i-1} G M^{L-i}T``."""
+            both = torch.cat([torch.cat([M, G], 1), torch.cat([torch.zeros_like(M), M.T], 1)])
+            return power @ torch.linalg.matrix_power(both, L)[:n, n:]
+
+        one, twice, Z = torch.eye(n, dtype=M.dtype, device=M.device), power @ R + R, crossed(G)
+        X = solve_lyapunov(power @ power, power @ S @ power.T + S + Z + Z.T - twice @ C @ twice.T / steps)
+        Z = M @ torch.linalg.solve(one - M @ M, one - power @ power) @ independent - crossed(M @ independent @ M.T)
+        fades = M @ (_series(M, X, 2 * L)[0] + _series(M, S - 2 * independent, L)[0]) @ M.T + Z + Z.T
+        push = push[:, n:]  # of a constant gradient, at the end of an epoch
+        squares, L = squares + _series(constant, push @ C @ push.T, L)[0], 2 * L
     mean = independent + (fades - (constant @ squares @ constant.T)[:n, :n] / steps) / L
     return mean + own, X + own
 
@@ -498,31 +516,6 @@ def _series(B: Tensor, P: Tensor, count: int) -> tuple[Tensor, Tensor]:
         if digit == "1":
             total, power = P + B @ total @ B.T, B @ power
     return total, power
-
-
-def _palindrome(M: Tensor, gamma: Tensor, C: Tensor, L: int, steps: float, own: Tensor) -> tuple[Tensor, Tensor]:
-    """What :func:`added` returns, step by step."""
-    S, R = torch.zeros_like(M), torch.zeros_like(gamma)
-    sums = []
-    for _ in range(L):
-        S, R = M @ S @ M.T + gamma @ C @ gamma.T, M @ R + gamma
-        sums.append((S, R))
-    added_by = [S - R @ C @ R.T / steps for S, R in sums]
-    power, Z = M, torch.zeros_like(M)
-    S_L, R_L = sums[-1]
-    for S, R in sums:
-        # power = M^(2t-1) and Z = Z_t at the t-th step back
-        Z = M @ Z @ M.T + power @ gamma @ C @ gamma.T
-        power = M @ M @ power
-        S_L, R_L = M @ S_L @ M.T, M @ R_L
-        both = R_L + R
-        added_by.append(S_L + S + Z + Z.T - both @ C @ both.T / steps)
-    X = solve_lyapunov(torch.linalg.matrix_power(M, len(added_by)), added_by[-1])
-    total = torch.zeros_like(M)
-    for Q in added_by:
-        X = M @ X @ M.T
-        total += X + Q
-    return total / len(added_by) + own, X + added_by[-1] + own
 
 
 def product(curvature: Any, like: Any) -> Callable[[Tree], Tree] | None:

@@ -401,6 +401,17 @@ def test_a_loss_that_draws_is_refused():
         bc.observe(lambda w, b: torch.nn.functional.dropout(w).square().sum(), torch.ones(9), None, temperature=0.1)
 
 
+def test_the_loss_at_the_start_is_that_of_the_rows_that_are_left():
+    def weighted(w, batch):
+        return (losses(w, batch[0]) * batch[1]).mean()
+
+    data, left = bc.epochs((X, Y), 10, leave_out=torch.arange(0, N, 3), with_rows=True), torch.arange(N) % 3 > 0
+    run = bc.observe(weighted, {"w": BEST}, data, temperature=1 / N, steps=20, burn_in=2, chains=2)
+    assert run.reference == pytest.approx(
+        float((losses({"w": BEST}, (X, Y)) * torch.arange(N))[left].mean()), rel=1e-12
+    )
+
+
 def test_a_list_of_batches_is_drawn_anew_and_the_number_of_data_sets_the_temperature():
     batches = [(X[i : i + 16], Y[i : i + 16]) for i in range(0, N, 16)]  # the last one is of what remains
     found = bc.local_learning_coefficient(loss, {"w": BEST}, batches, steps=300, burn_in=50)

@@ -48,6 +48,7 @@ from torch import Tensor
 from bayesopt_chain import kinds
 from bayesopt_chain.checks import installed
 from bayesopt_chain.diagnostics.findings import Row, judged
+from bayesopt_chain.diagnostics.gradient_noise import initialised_devices
 from bayesopt_chain.diagnostics.observables.restrict import restrict
 from bayesopt_chain.diagnostics.observables.sums import BLOCKS, Estimate, Record, merged
 from bayesopt_chain.diagnostics.observables.target import (
@@ -471,8 +472,7 @@ def observe(
     width = at_once or (1 if on_cpu and target.free > ALONE else chains)
     if chains % width:
         raise ValueError(f"observe: at_once={width} does not divide chains={chains}")
-    devices = list({x.device.index for x in target.leaves if x.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=initialised_devices()):
         torch.manual_seed(seed)
         reference, square = target.at_centre()
         if not math.isfinite(reference):
@@ -656,8 +656,11 @@ def findings(run: Observed) -> list[str]:
         (float(x.value) / n, float(x.error) / n) for x, n in ((virial, run.free), (stiff, run.stiff))
     )
     if math.isnan(error) and math.isfinite(ratio):
-        few = f"refused: {run.record.count} draws of one chain are too few to tell an error"
-        return [*ended, f"{few}; run longer, or more chains, or take a smaller thinning"]
+        return [
+            *ended,
+            f"refused: {run.record.count} draws of one chain are too few to tell an error; run longer, or more chains, or "
+            "take a smaller thinning",
+        ]
     each = zip(run.leaves.items(), leaves.value.tolist(), leaves.error.tolist())
     steps = run.relaxation
     m = SimpleNamespace(

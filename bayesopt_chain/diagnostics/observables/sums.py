@@ -273,8 +273,6 @@ class Record:
 def merged(records: Sequence[Record]) -> Record:
     """The record of all chains, from those of some chains each, of equally many draws."""
     first = records[0]
-    if len(records) == 1:
-        return first
     out = Record(sum([r.chains for r in records]), first.shapes, first.pairs, first.kept, first.shift)
     out.count = first.count
     out.rest = [

@@ -39,20 +39,19 @@ from typing import Any, cast
 import optree
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bayesopt_chain import batches
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.data.epochs import Epochs
-from bayesopt_chain.diagnostics.gradient_noise import lanczos
+from bayesopt_chain.diagnostics.gradient_noise import lanczos, product_of
 from bayesopt_chain.diagnostics.suggest_lr import MARGIN, rate
 from bayesopt_chain.links.weight_decay import add_localization
 from bayesopt_chain.loop.loss import gradient, value
 from bayesopt_chain.loop.step import make_step
 from bayesopt_chain.runs.run import ResumableBatches
 from bayesopt_chain.samplers.langevin import sghmc
-from bayesopt_chain.trees import flatten, paths, unflatten
+from bayesopt_chain.trees import first, flatten, paths, unflatten
 
 PRODUCTS = 40  # of the Hessian at the centre, for its stiffest directions
 APART = 0x41504152  # keeps the batches that are measured apart from those of the course
@@ -203,18 +202,14 @@ class Target:
 
     def at_centre(self) -> tuple[float, float]:
         """The loss over all data, each once, and the squared norm of its gradient."""
-        parts = list(self.data.parts()) if self.in_batches else [self.data]
-        total, grads, count = 0.0, [torch.zeros_like(x, dtype=torch.float64) for x in self.leaves], 0
-        for part in parts:
-            if self.in_batches and self.data.with_rows:
-                part = (part, torch.arange(count, count + len(batches.flatten(part)[0][0]), device="cpu"))
-            rows = [x for x in batches.flatten(part)[0] if isinstance(x, Tensor) and x.ndim]
-            size = len(rows[0]) if rows and self.in_batches else 1
-            g, info = gradient(self.loss, self.centre, part)
-            total, count = total + size * float(info.loss), count + size
+        every = self.data.common_rows() if self.in_batches else torch.zeros(1, device="cpu")
+        total, grads = 0.0, [torch.zeros_like(x, dtype=torch.float64) for x in self.leaves]
+        for rows in every.split(self.data.batch_size if self.in_batches else 1):
+            g, info = gradient(self.loss, self.centre, self.data.of_rows(rows) if self.in_batches else self.data)
+            total += len(rows) * float(info.loss)
             for sum_, x in zip(grads, optree.tree_leaves(g)):
-                sum_.add_(x, alpha=size)
-        return total / count, sum(float(x.square().sum()) for x in grads) / count**2
+                sum_.add_(x, alpha=len(rows))
+        return total / len(every), sum(float(x.square().sum()) for x in grads) / len(every) ** 2
 
     @torch.no_grad()
     def require_one_loss(self) -> None:
@@ -240,49 +235,23 @@ class Target:
 
     def stiff_directions(self, most: int) -> Tensor:
         """The directions of the largest curvatures at the centre, orthonormal, ``[m, d]``."""
-        product, like = hessian(self.stacked(1), self.centre, self.one_batch(1)), self.leaves
-
-        def flat(v: Tensor) -> Tensor:
-            return flatten(product(unflatten(v, like)), like)
-
-        return lanczos(flat, flatten(like, like).detach(), min(most, self.free), max_products=PRODUCTS)[1]
-
-
-def hessian(stacked: Stacked, params: Any, batch: Any) -> Callable[[Sequence[Tensor]], list[Tensor]]:
-    """The product with each chain's Hessian at once: a function of leaves ``[C, ...]``. (Pearlmutter, 1994.)"""
-    leaves, spec = optree.tree_flatten(params)
-    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
-        x = [p.detach().clone().requires_grad_() for p in leaves]
-        total = stacked(spec.unflatten(x), batch)[0]
-        g = torch.autograd.grad(total, x, create_graph=True, materialize_grads=True)
-
-    def product(v: Sequence[Tensor]) -> list[Tensor]:
-        if not any(y.requires_grad for y in g):  # a linear loss
-            return [torch.zeros_like(y) for y in v]
-        return list(torch.autograd.grad(g, x, v, retain_graph=True, materialize_grads=True))
-
-    return product
+        product = product_of(self.loss, self.centre, [self.one_batch(1)])
+        return lanczos(product, self.centre, min(most, self.free), max_products=PRODUCTS)[1]
 
 
 def steepest(stacked: Stacked, params: Any, batch: Any, iterations: int = 20) -> float:
     """The largest absolute eigenvalue of the Hessian where any chain is, by power iteration: from below."""
-    product = hessian(stacked, params, batch)
+    product, like = product_of(stacked, params, [batch]), params if stacked.chains == 1 else first(params)
     generator = torch.Generator("cpu").manual_seed(0)
-    v = [
+    start = [
         torch.randn(p.shape, generator=generator, dtype=torch.float64, device="cpu").to(p)
         for p in optree.tree_leaves(params)
     ]
-
-    def rows(x: Tensor) -> Tensor:
-        return x.reshape(stacked.chains, -1)
-
-    def norm(v: Sequence[Tensor]) -> Tensor:
-        return torch.stack([rows(x).square().sum(1) for x in v]).sum(0).sqrt()
-
+    v = flatten(optree.tree_unflatten(optree.tree_structure(params), start), like)  # [C, d], of one chain [d]
     for _ in range(iterations):
-        size = norm(v).clamp_min(1e-30)[:, None]
-        v = product([(rows(x) / size).reshape(x.shape) for x in v])
-    return float(norm(v).nan_to_num(math.inf, math.inf).max())
+        size = v.norm(dim=-1, keepdim=True).clamp_min(1e-30)
+        v = flatten(product(unflatten(v / size, like)), like)
+    return float(v.norm(dim=-1).nan_to_num(math.inf, math.inf).max())
 
 
 class Measured:
