@@ -120,14 +120,14 @@ def read(tx: Any, params: Any, state: Any = None) -> Response:
         raise TypeError(f"state must be that of tx, as tx.init and its updates return it, got {state!r:.80}")
     state = OneUpdate(tx, params, warmup=1).next_state if state is None else state
     numbers = [i for i, p in enumerate(optree.tree_leaves(params, none_is_leaf=True)) if p is not None]
-    each = [polynomials(tx, state, i) for i in numbers]
+    levels, each = levels_of(tx, state), [polynomials(tx, state, i) for i in numbers]
     first, later = gains(tx, params, state), gains(tx, params, OneUpdate(tx, params, state).next_state)
     if any(not torch.allclose(x, y, rtol=DRIFT, atol=0.0) for x, y in zip(first, later)):
         raise ValueError(
             "the chain answers a gradient otherwise from one step to the next at this state; pass the state of "
             "a run, after its burn-in, as state="
         )
-    levels, found, groups = levels_of(tx, state), list[Tensor](), dict[Any, list[int]]()
+    found, groups = list[Tensor](), dict[Any, list[int]]()
     for j, (i, gain, (b, a, n, order, behind)) in enumerate(zip(numbers, first, each)):
         found.append(torch.zeros_like(gain))
         if not gain.any():
@@ -217,7 +217,7 @@ def gains(tx: Chain, params: Any, state: Any) -> list[Tensor]:
     for move, other, height in zip(one(gradient=even)[0], one(gradient=uneven)[0], uneven):
         gain = -move / IMPULSE
         # An element whose gain depends on how high its neighbours' impulses are has no gain of its own.
-        if bool(((gain + other / height).abs() > 1e-5 * gain.abs().amax()).any()):
+        if gain.numel() and bool(((gain + other / height).abs() > 1e-5 * gain.abs().amax()).any()):
             raise ValueError(
                 "the chain's response is not linear, or its elements act on each other, as behind a dense preconditioner; "
                 "freeze an adaptive preconditioner (freeze_after) and pass the state of a run, after its burn-in, as state="

@@ -75,10 +75,11 @@ def r_hat(draws: Draws | Any) -> Any:
             cut in two chains first (of which it then splits each, as it does any chain).
 
     Returns:
-        A tree with a tensor like each parameter; 1 at stationarity, above 1.01 not mixed. NaN where draws are constant.
+        A tree with a tensor like each parameter; 1 at stationarity, above 1.01 not mixed. NaN where draws are constant or not
+        all finite.
 
     Raises:
-        ValueError: fewer than four draws.
+        ValueError: fewer than four draws, or eight of a single chain.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -103,7 +104,7 @@ def ess(draws: Draws | Any, *, kind: Literal["bulk", "tail"] = "bulk") -> Any:
         kind: ``"bulk"`` for means and medians, ``"tail"`` for 5 % and 95 % quantiles.
 
     Returns:
-        A tree with a tensor like each parameter.
+        A tree with a tensor like each parameter. NaN where draws are not all finite.
 
     Raises:
         ValueError: fewer than four draws, or another kind.
@@ -132,9 +133,10 @@ def _each(draws: Any, who: str, statistic: Callable[[Any], Any]) -> Any:
 
     def found(shape: Sequence[int], chained: bool, read: Callable[[int, int], Tensor]) -> Tensor:
         size, n = shape[0], (shape[1] if len(shape) > 1 else 0) if chained else 1
-        if not n or size < 4:
+        least = 8 if who == "r_hat" and n == 1 else 4
+        if not n or size < least:
             raise ValueError(
-                f"{who}: needs leaves [draws, chains, ...] with at least 4 draws, got shape {tuple(shape)}; run longer"
+                f"{who}: needs leaves [draws, chains, ...] with at least {least} draws, got shape {tuple(shape)}; run longer"
             )
         event = torch.Size(shape[2 if chained else 1 :])
         width, parts = event.numel(), list[Tensor]()
@@ -142,7 +144,8 @@ def _each(draws: Any, who: str, statistic: Callable[[Any], Any]) -> Any:
         for low in range(0, width, some):
             high = min(low + some, width)
             x = torch.stack([read(c * width + low, c * width + high) for c in range(n)], 1)  # [draws, chains, elements]
-            rows = x.detach().to(torch.float64).permute(2, 1, 0).contiguous()
+            x = x.detach().to(torch.float64)
+            rows = torch.where(x.isfinite(), x, math.nan).permute(2, 1, 0).contiguous()
             parts.append(torch.as_tensor(statistic(rows.cpu().numpy()), device="cpu"))
         return torch.cat(parts).reshape(event) if parts else torch.zeros(event, dtype=torch.float64, device="cpu")
 

@@ -381,11 +381,13 @@ def _halt(same: Tensor) -> tuple[int, int]:
 def _shared(m: Any) -> dict[str, Any]:
     """The numbers that must have mixed, and the two chains that most clearly have the same noise."""
     values = _watched(m)
+    strange = int((~values.isfinite()).any(-1).any(-1).sum())
+    values = values[..., :0] if strange else values
     pair, lag, correlation = shared_noise(values) or ((0, 0), 0, 0.0)
     if correlation:
         m.numbers["correlation of chains' noise"] = correlation
     behind = f", {abs(lag)} draw{'s' * (abs(lag) > 1)} apart" if lag else ""
-    return {"values": values, "pair": pair, "correlation": correlation, "lag": behind}
+    return {"values": values, "strange": strange, "pair": pair, "correlation": correlation, "lag": behind}
 
 
 def _watched(m: Any) -> Tensor:
@@ -393,13 +395,11 @@ def _watched(m: Any) -> Tensor:
     if m.of is None:
         values = torch.cat([x.some for x in m.leaves.values()], -1)
     else:
-        rows = list[Tensor]()
-        for draw in m.draws:
-            each = [m.of(_chain(draw, m.draws.chains, c)) for c in range(m.n)]
-            if not all(isinstance(x, Tensor) for x in each):
-                raise TypeError(f"doctor: of must return a tensor, got {type(each[0]).__name__}")
-            rows.append(torch.stack([x.detach().reshape(-1) for x in each]))
-        values = torch.stack(rows).double()
+        found = [m.of(_chain(draw, m.draws.chains, c)) for draw in m.draws for c in range(m.n)]
+        shapes = {tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in found}
+        if [type(x) for x in shapes] != [tuple]:
+            raise TypeError(f"doctor: of must return a tensor, of one shape at every draw, got {short(shapes)}")
+        values = torch.stack([x.detach().reshape(-1).double() for x in found]).unflatten(0, (m.count, m.n))
     return values[..., (values != values[:1]).any(0).any(0)].cpu()
 
 
@@ -727,6 +727,10 @@ QUESTIONS: tuple[tuple[Callable[[Any], dict[str, Any]], tuple[Row, ...]], ...] =
     )),
     # do the chains agree
     (_shared, (
+        Row("nonfinite", lambda m: m.strange, "What of= gives is NaN or infinite at {strange} of {count} draws.",
+            "Look at the function of= at these draws, whose parameters are finite."),
+        Row(UNSEEN, lambda m: m.of and not m.strange and not m.values.shape[-1],
+            "Not seen: whether the chains agree, since what of= gives is the same at every draw, or empty."),
         Row("duplicate", lambda m: m.correlation > COPY, *SAME_NOISE),
         Row("together", lambda m: 0 < m.correlation <= COPY, *SAME_NOISE),
         Row("short", lambda m: m.count < 8, "{count} draws are too few to tell whether they mix.",

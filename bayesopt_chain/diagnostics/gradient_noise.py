@@ -46,7 +46,7 @@ from bayesopt_chain import curvature, kinds
 from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.diagnostics._response import read
 from bayesopt_chain.loop.loss import gradient, value
-from bayesopt_chain.trees import flatten, gram, unflatten
+from bayesopt_chain.trees import flatten, gram, require_like, unflatten
 
 SEEDS = 16  # of a loss that draws random numbers
 
@@ -229,6 +229,11 @@ def initialised_devices() -> list[int]:
     return [*range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
 
 
+def random_states() -> list[Tensor]:
+    """The states of torch's generators of the processor and of the CUDA devices in use."""
+    return [torch.get_rng_state(), *[torch.cuda.get_rng_state(device) for device in initialised_devices()]]
+
+
 def seed_all(seed: int) -> None:
     """Seed torch's generators of the processor and of the CUDA devices in use, and no others."""
     torch.default_generator.manual_seed(seed)
@@ -282,9 +287,10 @@ def product_of(loss: Callable[[Any, Any], Any], params: Any, used: Sequence[Any]
     here = [leaf.detach() for leaf in leaves]
 
     def product(tree: Any) -> Any:
-        along = optree.tree_leaves(tree)
-        total = [torch.zeros_like(x) for x in here]
+        require_like(tree, params, "hessian_product: v")
+        along, total = optree.tree_leaves(tree), [torch.zeros_like(x) for x in here]
         for batch in used:
+            # torch.func refuses what backward() would take for constant: a once_differentiable autograd.Function
             _, curved = curvature.hvp(lambda x, b=batch: scalar(loss, spec.unflatten(x), b), (here,), (along,))
             total = [x + y for x, y in zip(total, curved)]
         return spec.unflatten([x.detach() / len(used) for x in total])
@@ -314,6 +320,9 @@ def lanczos(
         rank: how many; fewer come back where the matrix has fewer.
         tolerance: stop once every residual is below this, relative to the largest eigenvalue.
         max_products: stop after so many products at the latest.
+
+    Raises:
+        ValueError: a product that is NaN or infinite.
     """
     generator = torch.Generator().manual_seed(0)
     zero = flatten(like, like).detach()
@@ -331,6 +340,8 @@ def lanczos(
         basis[k] = q
         image = flatten(product(unflatten(q, like)), like)
         T[k, k] = float(q @ image)
+        if not bool(T[k, k].isfinite()):
+            raise ValueError("a product with the curvature is NaN or infinite; look for NaN in parameters and data")
         rest = _orthogonal(image, basis[: k + 1])
         beta = float(rest.norm())
         values, vectors = torch.linalg.eigh(T[: k + 1, : k + 1])

@@ -445,14 +445,16 @@ def _rules(tx: Any, params: Any, state: Any) -> list[tuple[float, float, float, 
     out: list[tuple[float, float, float, float, float | Tensor] | None] = [None] * len(leaves)
     numbers = [j for j, p in enumerate(leaves) if p is not None]
     for j, gain in zip(numbers, gains(tx, params, state) if levels else ()):
-        if j not in levels or not bool((gain > 0).all()):
+        climbs = bool((gain < 0).any())
+        if j not in levels or not gain.numel() or not bool(((gain > 0) ^ climbs).all()):
             continue
         x = polynomials(tx, state, j)
         first, momentum = x.b[0] / (sum(x.b) / sum(x.a)), -x.a[1] if len(x.a) > 1 else 0.0
-        each = gain / first  # lr_eff P
+        each = gain.abs() / first  # lr_eff P
         rate = float(each.mean())
         is_one = float(each.max() - each.min()) <= EQUAL * float(each.max())
-        out[j] = rate, levels[j], momentum, first, 1.0 if is_one else (each / rate).sqrt().float()
+        root = 1.0 if is_one else (each / rate).sqrt().float()
+        out[j] = rate, levels[j], momentum, first, -root if climbs else root
     return out
 
 

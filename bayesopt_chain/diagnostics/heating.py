@@ -69,7 +69,7 @@ from bayesopt_chain.diagnostics._response import Group, Response, read
 from bayesopt_chain.diagnostics.findings import Row, judged
 from bayesopt_chain.diagnostics.gradient_noise import GradientNoise, lanczos
 from bayesopt_chain.precision._algebra import Precision
-from bayesopt_chain.testing._lyapunov import Unstable, solve_lyapunov
+from bayesopt_chain.testing._linear_system import Unstable, solve_lyapunov
 from bayesopt_chain.trees import Tree, combine, common_dtype, flatten, project, scaled, unflatten
 
 SMALL = 1e-7  # relative size below which eigenvalues count as zero
@@ -438,6 +438,11 @@ def predict(system: Reduced, order: Order, steps: float) -> tuple[Heating, Loop,
     """
     closed = loop(system)
     r = closed.V.shape[1]
+    if not r:
+        raise ValueError(
+            "heating: no direction that was looked at has a positive curvature, so that there is no variance to compare with; "
+            "take params near a mode, or put a prior into the loss or the chain"
+        )
     try:
         full = solve_lyapunov(closed.M, closed.F @ closed.F.T)[:r, :r]
     except Unstable:

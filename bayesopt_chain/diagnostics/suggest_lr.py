@@ -66,8 +66,7 @@ from bayesopt_chain.diagnostics.gradient_noise import (
 from bayesopt_chain.diagnostics.heating import Heating, Reduced, loop, predict, reduce, rescaled
 from bayesopt_chain.loop.step import make_step
 from bayesopt_chain.modules.functional import make_functional
-from bayesopt_chain.testing._linear_system import state_of
-from bayesopt_chain.testing._lyapunov import solve_lyapunov
+from bayesopt_chain.testing._linear_system import solve_lyapunov, state_of
 from bayesopt_chain.trees import copied, unflatten
 
 MARGIN = 0.1  # share of the stability limit
@@ -347,7 +346,10 @@ class _Adviser:
             curved = trace(product, params, roots, PROBES)
             again = _again(system, [hessian_product(loss, params, [batch]) for batch in other])
         except RuntimeError as err:
-            if not isinstance(err, NotImplementedError) and "no second derivative" not in str(err):
+            lacks = "no second derivative" in str(err) or "setup_context" in str(
+                err
+            )  # an autograd.Function of old form
+            if not isinstance(err, NotImplementedError) and not lacks:
                 raise
             raise ValueError(
                 "suggest_lr: loss must have dense gradients and products with its Hessian, which torch lacks for a part of it: "

@@ -7,9 +7,8 @@ is right; :mod:`bayesopt_chain.testing.strategies` draws
 trees, gradients and hyperparameters for Hypothesis.
 """
 
-from bayesopt_chain.testing._laws import LAWS, assert_laws
-from bayesopt_chain.testing._linear_system import NormalProbe
-from bayesopt_chain.testing._lyapunov import Unstable, assert_composes, stationary_covariance, variance_along
+from bayesopt_chain.testing._laws import LAWS, assert_composes, assert_laws
+from bayesopt_chain.testing._linear_system import NormalProbe, Unstable, stationary_covariance, variance_along
 from bayesopt_chain.testing._simulated import Calibration, sbc
 from bayesopt_chain.testing._zero_temperature import assert_bitwise_equal, assert_zero_temperature_limit
 

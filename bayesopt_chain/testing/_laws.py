@@ -1,24 +1,37 @@
 """The laws that every link and sampler obeys, as one list: a new sampler is tested by being added to the registry.
 
 A law is a function of ``build``, which takes no argument and returns the transformation.
+
+**Composition**: beside any other link a sampler keeps its law, or refuses to be built. A chain of exact linear links has the
+covariance ``T (K + D)^-1``, ``D`` the diagonal precision of the prior that weight decay amounts to (zero without decay). The
+check solves for the covariance of the composed chain and looks at ``T C^-1 - K``.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import optree
 import torch
+import torchopt
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bayesopt_chain import kinds
+from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Link
 from bayesopt_chain.core.state import State, is_by_leaf
+from bayesopt_chain.links.learning_rate import scale
+from bayesopt_chain.links.momentum import add_momentum
+from bayesopt_chain.links.weight_decay import add_decayed_weights
 from bayesopt_chain.loop.parallel import stack
 from bayesopt_chain.matching.response import Decay, Linear, Nonlinear
+from bayesopt_chain.testing._linear_system import Unstable, stationary_covariance
 from bayesopt_chain.testing._zero_temperature import (
     assert_bitwise_equal,
     example_params,
@@ -103,7 +116,7 @@ def copies_and_pickles_continue_exactly(build: Build) -> None:
         "deepcopy": (tx, copy.deepcopy(state)),
         "pickle": (tx, pickle.loads(pickle.dumps(state))),
         "another transformation": (build(), state),
-        "copy_ into a fresh state": (tx, optree.tree_map(torch.Tensor.copy_, tx.init(params), state)),
+        "copy_ into a fresh state": (tx, optree.tree_map(Tensor.copy_, tx.init(params), state)),
     }.items():
         assert_bitwise_equal(go_on(other, params, twin)[0], want, how)
 
@@ -172,9 +185,9 @@ def stacked_equals_looped(build: Build) -> None:
         params, state = torch.vmap(advance)(params, state)
         for i in range(3):
             singles[i], states[i] = advance(singles[i], states[i])
-    together: Any = (params, state)
-    alone: Any = (stack(singles), stack(states))
-    torch.testing.assert_close(optree.tree_leaves(together), optree.tree_leaves(alone), rtol=1e-12, atol=1e-12)
+    trees = (params, state), (stack(singles), stack(states))
+    together, alone = ([*optree.tree_leaves(p), *optree.tree_leaves(s)] for p, s in trees)
+    torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-12)
 
 
 def unknown_keywords_are_refused(build: Build) -> None:
@@ -233,7 +246,7 @@ def derivatives_agree_with_differences(build: Build) -> None:
         [torch.randn(x.shape, generator=generator, dtype=x.dtype, device="cpu") for x in leaves] for _ in range(2)
     )
 
-    def value(h: torch.Tensor) -> torch.Tensor:
+    def value(h: Tensor) -> Tensor:
         now, total = state, torch.zeros((), dtype=torch.float64, device="cpu")
         for _ in range(2):
             grads = optree.tree_unflatten(spec, [x + h * d for x, d in zip(leaves, direction)])
@@ -311,7 +324,7 @@ def a_part_of_a_leaf_moves_as_in_the_whole(build: Build) -> None:
         torch.testing.assert_close(optree.tree_leaves(moves), want, rtol=1e-12, atol=1e-12)
 
 
-def _rows(x: torch.Tensor, axis: int = 0) -> tuple[torch.Tensor, tuple[tuple[int, int], ...]]:
+def _rows(x: Tensor, axis: int = 0) -> tuple[Tensor, tuple[tuple[int, int], ...]]:
     """All but the first row of a leaf, and the runs of elements that these are; of a single row the row itself."""
     if x.ndim == axis or x.shape[axis] == 1:
         return x, ((0, x.numel()),)
@@ -319,7 +332,7 @@ def _rows(x: torch.Tensor, axis: int = 0) -> tuple[torch.Tensor, tuple[tuple[int
     return x.narrow(axis, 1, x.shape[axis] - 1).contiguous(), ((first, x.numel() - first),)
 
 
-def _part_of(tx: Chain, state: State, leaves: list[torch.Tensor]) -> list[Any]:
+def _part_of(tx: Chain, state: State, leaves: list[Tensor]) -> list[Any]:
     """The entries of a state, of each leaf the rows that :func:`_rows` takes."""
     noise, out = tx.plan(state).noise, list[Any]()
     for i, (entry, where) in enumerate(zip(state, state.layout.where)):
@@ -369,13 +382,13 @@ def _impulse(filter: Linear, steps: int = 3) -> list[float]:
     return h
 
 
-def _answers(link: Link, start: Any, params: Any, height: float, steps: int = 3) -> list[torch.Tensor]:
+def _answers(link: Link, start: Any, params: Any, height: float, steps: int = 3) -> list[Tensor]:
     """The updates of a link alone at fixed parameters, from the second step on, when the gradient is raised once.
 
     The first step fills a memory, in torch's momentum without the dampening of all others.
     """
     tx, g = Chain([link]), smooth_gradient(start)
-    state, out = tx.init(start), list[torch.Tensor]()
+    state, out = tx.init(start), list[Tensor]()
     for i in range(steps + 1):
         grads = optree.tree_map(torch.add, g, optree.tree_map(lambda x, h=height * (i == 1): torch.full_like(x, h), g))
         updates, state = tx.update(grads, state, params=params, inplace=False)
@@ -434,6 +447,71 @@ def assert_laws(build: Build, *, skip: Iterable[Callable] = ()) -> None:
                 law(build)
             except AssertionError as err:
                 raise AssertionError(f"{law.__name__}: {err}") from None
+
+
+NEIGHBOURS: dict[str, Callable[[], Any]] = {
+    "gain": lambda: scale(0.5),
+    "momentum": lambda: add_momentum(0.3),
+    "decay": lambda: add_decayed_weights(0.1),
+    "clip": lambda: torchopt.clip_grad_norm(1e9),
+}
+
+
+@kinds.takes(tolerance=kinds.real("[0, inf)"))
+def assert_composes(
+    build: Callable[[], Any], temperature: float, *, tolerance: float = 1e-8, burn_in: int = 40
+) -> dict[str, str]:
+    """Check that a sampler stays right, or refuses, with a gain, a momentum, a decay or a clip in front of it or behind it.
+
+    Args:
+        build: makes the sampler, at this temperature.
+        temperature: its temperature, in units of the loss.
+        tolerance: of ``T C^-1 - K`` relative to ``K``: rounding for exact samplers, the bias for others.
+        burn_in: updates on a noisy gradient before the covariance is solved for, in which preconditioners freeze.
+
+    Returns:
+        What happened, by ``"<neighbour> before"`` and ``"<neighbour> behind"``: ``"right"``, ``"refused"``, or ``"unstable"``
+        where the composed chain has no stationary law at all.
+
+    Raises:
+        AssertionError: a chain that samples something else, named.
+
+    Example:
+        >>> import bayesopt_chain as bc
+        >>> assert_composes(lambda: bc.sghmc(0.05, temperature=0.3), 0.3)["clip behind"]
+        'refused'
+    """
+    curvature = torch.tensor([[1.0, 0.3], [0.3, 0.6]], dtype=torch.float64, device="cpu")
+    return {
+        f"{name} {where}": _what_happens(
+            chain(link(), build()) if where == "before" else chain(build(), link()),
+            curvature, temperature, tolerance, burn_in, name, where,
+        )
+        for name, link in NEIGHBOURS.items()
+        for where in ("before", "behind")
+    }  # fmt: skip
+
+
+def _what_happens(
+    tx: Any, curvature: Tensor, temperature: float, tolerance: float, burn_in: int, name: str, where: str
+) -> str:
+    theta = torch.tensor([1.0, -2.0], dtype=torch.float64, device="cpu")
+    try:
+        state = tx.init(theta)
+    except ValueError:
+        return "refused"
+    steps, each = itertools.count(), torch.arange(2.0, dtype=torch.float64, device="cpu")
+    _, state, _ = go_on(tx, theta, state, burn_in, lambda theta: curvature @ theta + torch.sin(each + next(steps)))
+    try:
+        covariance = stationary_covariance(tx, curvature, state=state)
+    except Unstable:
+        return "unstable"
+    extra = temperature * torch.linalg.inv(covariance) - curvature
+    if name == "decay":
+        extra = extra - torch.diag(extra.diagonal())
+    off = (extra.abs().max() / curvature.abs().max()).item()
+    assert off <= tolerance, f"with a {name} {where} it the chain samples another covariance, off by {off:.3g}: {tx}"
+    return "right"
 
 
 def _draws(build: Build) -> bool:

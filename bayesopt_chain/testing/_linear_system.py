@@ -4,6 +4,9 @@ An update is a function of the gradient ``g``, the parameters ``theta``, the flo
 holds and the standard normal numbers ``xi`` that it draws. :class:`OneUpdate` calls it with any of the four moved away from
 a point of rest and returns by how much the parameters and the state move in response. On a quadratic loss, where ``g = K
 theta``, the parameters and the state together follow ``x' = A x + B xi``: :func:`closed_loop` reads ``A`` and ``B``.
+
+The stationary covariance solves ``X = A X A^T + B B^T``, and its parameter block is what a linear sampler samples. Where rates
+change with time the covariance follows ``X_{t+1} = A_t X_t A_t^T + B_t B_t^T``, with maps that are read anew at every step.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bayesopt_chain import kinds
 from bayesopt_chain.core.state import State
 
 # The height of an impulse where a link may answer larger ones otherwise: clipping does not act on gradients of this size.
@@ -46,6 +50,9 @@ class NormalProbe(TorchDispatchMode):
         (tensor([3., 4.]), 2)
     """
 
+    @kinds.takes(
+        values=kinds.Kind(lambda x: x is None or (kinds.REALS.fits(x) and x.ndim == 1), "numbers, a tensor [n]")
+    )
     def __init__(self, values: Tensor | None = None) -> None:
         super().__init__()
         self.values = values
@@ -57,6 +64,10 @@ class NormalProbe(TorchDispatchMode):
         if name in NORMALS:
             drawn = args[0] if out is None else out  # an operation in place may return nothing
             n = drawn.numel()
+            if self.values is not None and self.drawn + n > len(self.values):
+                raise ValueError(
+                    f"NormalProbe: values holds {len(self.values)} numbers, and {self.drawn + n} are drawn under it"
+                )
             fresh = (
                 drawn.new_zeros(n) if self.values is None else self.values[self.drawn : self.drawn + n].to(drawn.device)
             )
@@ -266,3 +277,145 @@ def _in_double(tree: Any) -> Any:
         return x.detach().to(torch.float64) if torch.is_tensor(x) and x.is_floating_point() else x
 
     return optree.tree_map(doubled, tree, is_leaf=lambda x: isinstance(x, State))
+
+
+class Unstable(ValueError):
+    """The sampler has no stationary distribution on this loss."""
+
+
+@kinds.takes(params=kinds.TREE.or_none(), curvature=kinds.REALS, warmup=kinds.whole(0))
+def stationary_covariance(
+    tx: Any, curvature: Tensor, params: Any = None, *, state: Any = None, warmup: int = 2, tolerance: float = 1e-9
+) -> Tensor:
+    """Covariance of the parameters that ``tx`` samples on ``loss = theta^T K theta / 2``.
+
+    Args:
+        tx: a sampler whose update is linear in the gradients, the state and the noise (frozen preconditioners included).
+        curvature: ``K``, shape ``[d, d]``, symmetric, float64.
+        params: tree with ``d`` elements in all, float64 (default: one vector). Only its structure matters.
+        state: state to probe at, for instance after a preconditioner was frozen (default: ``init`` and ``warmup`` steps).
+        warmup: number of noiseless steps at zero gradient before probing.
+        tolerance: how far from linear the update may be, relative to its size.
+
+    Returns:
+        Covariance, shape ``[d, d]``, in optree order of the leaves.
+
+    Raises:
+        ValueError: the update is not linear.
+        Unstable: it has no stationary distribution here.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> tx = bc.sghmc(0.1, momentum=0.9, temperature=0.5)
+        >>> round(stationary_covariance(tx, torch.tensor([[2.0]], dtype=torch.float64)).item(), 10)
+        0.25
+    """
+    curvature, params = _of_one_size("stationary_covariance", curvature, params)
+    d, system = len(curvature), closed_loop(tx, curvature, params, state, warmup=warmup, tolerance=tolerance)
+    return _at_rest(system)[:d, :d]
+
+
+@kinds.takes(params=kinds.TREE.or_none(), curvature=kinds.REALS, settle=kinds.whole(0))
+def variance_along(
+    tx: Any,
+    curvature: Tensor,
+    steps: int,
+    params: Any = None,
+    *,
+    state: Any = None,
+    settle: int = 3,
+    tolerance: float = 1e-9,
+) -> Tensor:
+    """Covariance of the parameters after each of the next steps of ``tx`` on ``loss = theta^T K theta / 2``, exactly.
+
+    The twin of :func:`stationary_covariance` for learning rates and temperatures that are schedules. The parameters
+    start in the stationary law of the first step: the one that they would have if its rates had held for ever. All integers
+    of the state (the counts of updates) stand still until then. By default the first step is the second update of the chain,
+    since the first is not dampened.
+
+    Args:
+        tx: a sampler whose update is linear in the gradients, the state and the noise (frozen preconditioners included).
+        curvature: ``K``, shape ``[d, d]``, symmetric, float64.
+        steps: number of steps to follow, 1 or more.
+        params: tree with ``d`` elements in all, float64 (default: one vector). Only its structure matters.
+        state: state whose counts are those of the first step (default: that of ``init``, its counts one higher).
+        settle: number of noiseless updates at zero gradient, with the counts held, before the stationary law is solved for.
+        tolerance: how far from linear an update may be, relative to its size.
+
+    Returns:
+        Covariances, shape ``[steps, d, d]``, float64: entry ``t`` holds after ``t + 1`` updates; elements in optree order.
+
+    Raises:
+        ValueError: an update is not linear, or ``params`` has not ``d`` elements.
+        Unstable: the first step's rates, held, have no stationary distribution here.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> tx = bc.sghmc(bc.schedules.piecewise([3], [0.1, 0.01]), momentum=0.9, temperature=0.5)  # falls after 3 updates
+        >>> [round(x.item(), 10) for x in variance_along(tx, torch.tensor([[2.0]], dtype=torch.float64), 5).flatten()]
+        [0.25, 0.25, 0.25, 0.25, 0.25]
+    """
+    curvature, params = _of_one_size("variance_along", curvature, params)
+    if state is None:
+        at_rest = optree.tree_map(lambda p: torch.zeros(p.shape, dtype=torch.float64, device=p.device), params)
+        state = state_of(tx, at_rest)
+        state = _with_integers(state, OneUpdate(tx, params, state).next_state)
+    first = state
+    for _ in range(settle):
+        state = _with_integers(OneUpdate(tx, params, state).next_state, first)
+    system = closed_loop(tx, curvature, params, state, tolerance=tolerance)
+    d, X, varied, out = len(curvature), _at_rest(system), system.varies, list[Tensor]()
+    for _ in range(steps):
+        system = closed_loop(tx, curvature, params, state, varied=varied, tolerance=tolerance)
+        X = system.A @ X @ system.A.T + system.B @ system.B.T
+        varied, state = system.varies, system.next_state
+        out.append(X[:d, :d])
+    return torch.stack(out)
+
+
+def _of_one_size(who: str, curvature: Tensor, params: Any) -> tuple[Tensor, Any]:
+    """The curvature in float64, and the parameters, by default a vector of its size."""
+    if params is None:
+        params = torch.zeros(curvature.shape[:1], dtype=torch.float64, device=curvature.device)
+    size = sum(p.numel() for p in optree.tree_leaves(params))
+    if tuple(curvature.shape) != (size, size):
+        raise ValueError(f"{who}: curvature must be a [{size}, {size}] matrix, got {tuple(curvature.shape)}")
+    return curvature.to(torch.float64), params
+
+
+def _at_rest(system: ClosedLoop) -> Tensor:
+    """The stationary covariance of all coordinates; those that never vary have none."""
+    varies = system.varies.nonzero().squeeze(1)
+    A, B = system.A[varies][:, varies], system.B[varies]
+    full = torch.zeros_like(system.A)
+    full[varies[:, None], varies] = solve_lyapunov(A, B @ B.T)
+    return full
+
+
+def _with_integers(state: Any, first: Any) -> Any:
+    """The same state with the integers of another."""
+    leaves, spec = optree.tree_flatten(state)
+    mine = [
+        y if torch.is_tensor(x) and not x.is_floating_point() else x for x, y in zip(leaves, optree.tree_leaves(first))
+    ]
+    return optree.tree_unflatten(spec, mine)
+
+
+def solve_lyapunov(A: Tensor, Q: Tensor) -> Tensor:
+    """The solution ``[n, n]`` of ``X = A X A^T + Q``, by doubling.
+
+    Raises:
+        Unstable: the spectral radius of ``A`` is not below 1.
+    """
+    if not len(A):
+        return Q
+    radius = torch.linalg.eigvals(A).abs().max().item()
+    if radius >= 1.0:
+        raise Unstable(f"no stationary distribution: the spectral radius is {radius:.6g}; lower lr or momentum")
+    X = Q
+    for _ in range(60):
+        X = X + A @ X @ A.T
+        A = A @ A
+        if A.abs().max() < 1e-200:
+            break
+    return (X + X.T) / 2

@@ -134,6 +134,12 @@ def test_it_falls_with_the_draws_and_sees_a_wrong_temperature():
     assert many < few / 2 and bc.diagnostics.ksd({"w": hot}, {"w": -hot @ K}, bandwidth=1.0) > 3 * many
 
 
+def test_draws_that_are_not_finite_have_no_r_hat_though_they_have_ranks():
+    x = chains(100, 4)
+    x[3] = math.inf
+    assert bc.diagnostics.r_hat({"w": x})["w"].isnan().all() and bc.diagnostics.ess({"w": x})["w"].isnan().all()
+
+
 def test_chains_are_pooled():
     x = torch.randn(6, 2, 2, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     draws = bc.Draws.from_trees([{"w": w} for w in x], chains=2)
@@ -147,6 +153,7 @@ def test_chains_are_pooled():
         (lambda x: bc.diagnostics.ksd({"w": x[:1, 0]}, score), "at least 2"),
         (lambda x: bc.diagnostics.ksd({"w": x[:, 0]}, score, kernel="rbf"), "kernel must be"),
         (lambda x: bc.diagnostics.r_hat({"w": x[:3]}), "at least 4 draws"),
+        (lambda x: bc.diagnostics.r_hat({"w": x[:, :1]}), "at least 8 draws"),  # of which each half is split again
         (lambda x: bc.diagnostics.ess({"w": x}, kind="all"), "'bulk' or 'tail'"),
     ],
 )

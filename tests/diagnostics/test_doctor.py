@@ -393,6 +393,8 @@ LOOKS = {  # what is changed in a look at exact draws, what is found, and a part
     "too high a temperature": (
         PLAIN | {"temperature": 20 / N, "posterior_temperature": 20}, {"cold"}, "have not spread out"
     ),
+    "predictions with NaN": ({"of": lambda p: p["w"].log()}, {"nonfinite"}, "What of= gives is NaN or infinite at"),
+    "predictions that never change": ({"of": lambda p: 0 * p["w"]}, set(), "Not seen: whether the chains agree"),
     "a loss without a Hessian": ({"loss": without_hessian}, set(), "no finite Hessian"),
     "names with quotes": (
         {"draws": bc.Draws.from_trees([{"it's": w} for w in EXACT.w], chains=4),
@@ -428,7 +430,8 @@ def test_the_noise_of_a_gradient_over_the_curvature_is_shown_and_no_verdict(time
         ({"batches": torch.utils.data.TensorDataset(*EXACT.data)}, r"batch \d of .*a tuple, a dictionary or a tensor"),
         ({"batches": None}, "needs tx= and batches="),
         ({"batches": []}, "batches is empty"),
-        ({"of": lambda p: 3.0}, "of must return a tensor, got float"),
+        ({"of": lambda p: 3.0}, "of must return a tensor, of one shape at every draw, got .*float"),
+        ({"of": lambda p: p["w"][p["w"] > 0]}, "of one shape at every draw"),
     ],
 )
 def test_what_cannot_be_looked_at_is_refused_with_what_to_pass(change, message):

@@ -260,6 +260,21 @@ def test_a_models_own_draws_are_independent_in_every_order():
         (lambda: bc.samplers.sgnht(0.1, temperature=T), {}, "thermostat"),
         (lambda: bc.sgd(0.1, temperature=T, maximize=True), {}, "climbs"),
         (
+            lambda: bc.sghmc(0.1, temperature=T),
+            {"curvature": torch.full((2, 2), math.nan).double()},
+            "is NaN or infinite",
+        ),
+        (
+            lambda: bc.sghmc(0.1, temperature=T),
+            {"curvature": -torch.eye(2).double()},
+            "no direction .* positive curvature",
+        ),
+        (
+            lambda: bc.sghmc(0.1, temperature=T),
+            {"state": bc.sgd(0.1).init(torch.zeros(2))},
+            "state: it is of the links",
+        ),
+        (
             lambda: bc.chain(
                 bc.links.add_decayed_weights(0.1),
                 bc.scale_by_preconditioner(torch.tensor([1.0, 2.0])),

@@ -359,11 +359,8 @@ def test_neither_parameters_nor_batches_nor_random_states_are_changed():
     params, batches = {"w": BEST.clone().requires_grad_()}, bc.epochs((X, Y), 10)
     before = copy.deepcopy(params), batches.state_dict(), torch.get_rng_state()
 
-    def noisy(w, data):
-        return loss({"w": torch.nn.functional.dropout(w["w"], 0.1)}, data)
-
     bc.observe(
-        noisy, params, batches, {"r": lambda w: w["w"].sum() + torch.rand(())}, temperature=0.1, steps=30, burn_in=2
+        loss, params, batches, {"r": lambda w: w["w"].sum() + torch.rand(())}, temperature=0.1, steps=30, burn_in=2
     )
     assert torch.equal(params["w"], before[0]["w"]) and params["w"].grad is None
     assert batches.state_dict() == before[1] and torch.equal(torch.get_rng_state(), before[2])
@@ -378,6 +375,7 @@ def test_neither_parameters_nor_batches_nor_random_states_are_changed():
             "DataLoader come in one order.*or list\\(loader\\)",
         ),
         ({"batches": []}, ValueError, "empty list"),
+        ({"batches": [X, Y]}, TypeError, "all of one structure; .*in one batch as a tuple"),
         ({"covariances": [("probe", "trains")]}, ValueError, "'trains' is no name"),
         ({"of": {"loss": loss}, "covariances": []}, ValueError, "'loss' is no name"),
         ({"steps": 200}, ValueError, "ends before the first draw"),
@@ -396,9 +394,25 @@ def test_what_makes_no_run_is_refused_by_name(change, error, said):
         measured(**change)
 
 
-def test_a_loss_that_draws_is_refused():
+@pytest.mark.parametrize("share", [0.5, 0.01])
+def test_a_loss_that_draws_is_refused_though_most_masks_are_alike(share):
+    def masked(w, batch):
+        return torch.nn.functional.dropout(w, share).square().sum()
+
     with pytest.raises(ValueError, match=r"loss is .* and .* at the same parameters and batch; put dropout"):
-        bc.observe(lambda w, b: torch.nn.functional.dropout(w).square().sum(), torch.ones(9), None, temperature=0.1)
+        bc.observe(masked, torch.ones(9), None, temperature=0.1)
+
+
+def test_a_function_that_can_be_differentiated_once_is_refused():
+    """Its gradient counts as constant in a second reverse pass, and the curvature would be that of the rest."""
+    from tests.diagnostics.test_doctor import EXACT, without_hessian
+
+    with pytest.raises(RuntimeError, match="setup_context"):
+        bc.observe(without_hessian, {"w": EXACT.w[0, 0]}, EXACT.data, steps=40, burn_in=2)
+
+
+def test_a_leaf_without_numbers_is_passed_over():
+    assert bc.observe(loss, {"w": BEST, "none": torch.zeros(0)}, (X, Y), steps=60, burn_in=20).free == D
 
 
 def test_the_loss_at_the_start_is_that_of_the_rows_that_are_left():

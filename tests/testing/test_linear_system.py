@@ -54,7 +54,9 @@ def test_a_float32_state_is_read_in_float64_and_stays_as_it_is():
     assert torch.equal(generator.get_state(), drawn)
 
 
-def test_what_is_not_linear_is_refused():
+def test_what_is_not_linear_or_no_matrix_is_refused():
+    with pytest.raises(ValueError, match=r"curvature must be a \[2, 2\] matrix, got \(2, 3\)"):
+        bc.testing.stationary_covariance(bc.sghmc(0.1, temperature=1.0), torch.ones(2, 3))
     with pytest.raises(ValueError, match="not linear"):
         closed_loop(bc.rmsprop(0.1, temperature=1.0), K, ZEROS, warmup=0)
 

@@ -25,6 +25,13 @@ def test_mean_and_deviation_of_a_draw_are_the_callers(draw):
     torch.testing.assert_close(x, torch.tensor([2.5, 1.5, 3.0]))
 
 
+def test_too_few_numbers_and_a_matrix_of_them_are_refused():
+    with NormalProbe(torch.ones(2)), pytest.raises(ValueError, match="values holds 2 numbers, and 3 are drawn"):
+        torch.randn(3)
+    with pytest.raises(TypeError, match=r"values must be numbers, a tensor \[n\]"):
+        NormalProbe(torch.ones(2, 2))
+
+
 @pytest.mark.parametrize(
     "draw", [torch.Tensor.uniform_, torch.Tensor.exponential_, torch.poisson, torch.bernoulli, torch.dropout]
 )

@@ -666,7 +666,7 @@ def findings(run: Observed) -> list[str]:
     m = SimpleNamespace(
         limit=run.limit, lower=0.1 * run.lr / max(run.limit, 1e-30), virial=virial, free=run.free, ratio=ratio, error=error,
         stiff=run.stiff, top=top, top_error=top_error, top_errors=2 * top_error,
-        flat=next(((name, x, count) for (name, count), x, e in each if x / count < 0.9 - 4 * e / count), None),
+        flat=next(((name, x, count) for (name, count), x, e in each if x < 0.9 * count - 4 * e), None),
         longer="it has no spring" if math.isinf(steps) else f"a flat direction relaxes in {_round(steps)} steps: run "
         f"{_round(3 * steps)} or more, or take a stronger spring",
         drift=run.record.drift("loss"), agree=bool(run.mean("loss").agree),

@@ -44,7 +44,7 @@ from bayesopt_chain import batches
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.data.epochs import Epochs
-from bayesopt_chain.diagnostics.gradient_noise import lanczos, product_of
+from bayesopt_chain.diagnostics.gradient_noise import lanczos, product_of, random_states
 from bayesopt_chain.diagnostics.suggest_lr import MARGIN, rate
 from bayesopt_chain.links.weight_decay import add_localization
 from bayesopt_chain.loop.loss import gradient, value
@@ -128,9 +128,13 @@ def data_of(given: Any) -> tuple[Any, int | None]:
         if not given:
             raise ValueError("observe: batches is an empty list")
         each = [batches.flatten(batch) for batch in given]
-        if not all(isinstance(x, Tensor) and x.ndim for x in each[0][0]):
+        alike = {
+            (spec, *[x.shape[1:] if isinstance(x, Tensor) and x.ndim else None for x in rows]) for rows, spec in each
+        }
+        if len(alike) > 1 or None in alike.pop():
             raise TypeError(
-                "observe: a list of batches must be of tensors with the data on axis 0; give bc.epochs(data, size)"
+                "observe: a list of batches must be of tensors with the data on axis 0, all of one structure; give "
+                "bc.epochs(data, size), or all data in one batch as a tuple"
             )
         leaves = [torch.cat([cast(Tensor, x) for x in column]) for column in zip(*[leaves for leaves, _ in each])]
         data = each[0][1].unflatten(leaves)
@@ -214,8 +218,11 @@ class Target:
     @torch.no_grad()
     def require_one_loss(self) -> None:
         """Refuse a loss that draws random numbers, as dropout does: the chains would take its noise for the target's."""
-        batch = self.one_batch(1)
+        batch, before = self.one_batch(1), random_states()
         first, second = (float(value(self.loss, self.centre, batch)[0]) for _ in range(2))
+        is_drawn = not all(map(torch.equal, before, random_states()))
+        for _ in range(100 * is_drawn):  # masks of few numbers are often alike
+            second = float(value(self.loss, self.centre, batch)[0]) if second == first else second
         if not math.isclose(first, second, rel_tol=1e-5):  # sums of a device may differ in their last places
             raise ValueError(
                 f"observe: loss is {first:.6g} and {second:.6g} at the same parameters and batch; put dropout and other layers "
