@@ -14,14 +14,16 @@ from torch import nn
 
 from bayesopt_chain import batches, kinds
 from bayesopt_chain.ensemble import held
-from bayesopt_chain.ensemble.data import LEAST_SCORED, Data, Scale, moments, read
+from bayesopt_chain.ensemble.data import LEAST, LEAST_SCORED, Data, Scale, moments, read
 from bayesopt_chain.ensemble.ensemble import Ensemble
 from bayesopt_chain.ensemble.members import Members, described, members_of, principal_axes
 from bayesopt_chain.ensemble.recipe import FAN_IN, FEWEST, MORE, RATES, TRIAL, USUAL, Trained, Training
 from bayesopt_chain.ensemble.report import Progress, Report
 from bayesopt_chain.ensemble.stages import Stages, checksum
-from bayesopt_chain.ensemble.training import Problem, vmappable
+from bayesopt_chain.ensemble.training import FLOOR, Problem, vmappable
 from bayesopt_chain.likelihoods import Likelihood, gaussian, weighted
+from bayesopt_chain.likelihoods._likelihood import REAL
+from bayesopt_chain.modules.batch_norm import unshared_statistics
 from bayesopt_chain.runs.run import describe
 
 WHO = "posterior_ensemble: "
@@ -88,7 +90,8 @@ def posterior_ensemble(
     Args:
         make_model: a function that returns a new module; or one module, whose trained weights are drawn anew for each member
             (frozen ones are shared with it, not copied: leave them as they are while the result is in use). Outputs are
-            ``[B, *event]``, or have them as ``logits``. Dropout and BatchNorm work, and lazy layers are made.
+            ``[B, *event]``, or have them as ``logits``. Dropout and BatchNorm work (frozen in ``eval`` mode it keeps its
+            statistics), and lazy layers are made.
         data: tensors ``(inputs, targets)`` with one entry a datum on axis 0, a Dataset, a DataLoader, a list of batches, or
             ``bc.epochs``. They are read once and kept in memory. Data with equal inputs are left out together.
         likelihood: of :mod:`bayesopt_chain.likelihoods`. Of ``gaussian`` noise of a known variance the number given is not
@@ -128,8 +131,9 @@ def posterior_ensemble(
 
     Raises:
         TypeError: neither a module nor a function; data that hold no tensors.
-        ValueError: an argument out of range; layers whose weights cannot be drawn anew; targets that the likelihood cannot
-            have; training that diverges; ``path`` of another call; fewer members than ranks, or ranks with other calls.
+        ValueError: an argument out of range; layers whose weights cannot be drawn anew; predictions that in ``eval`` mode
+            depend on other data or on chance; targets that the likelihood cannot have; training that diverges; ``path`` of
+            another call; fewer members than ranks, or ranks with other calls.
         EnsembleError: the networks predict held-out data worse than a constant does, by a standard error; or a stage failed
             after some training. What was fitted is the error's ``ensemble``.
 
@@ -158,7 +162,8 @@ def posterior_ensemble(
     few = raw.inputs_of(2)
     plain = members_of(make_model, 1, seed, raw.device, inputs=few)
     raw, moved = raw.of(plain.still.module)
-    event = _require_targets(plain, raw, likelihood)
+    with unshared_statistics(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        event = _require_targets(plain, raw, likelihood)
     known = likelihood.support is not None or likelihood.has_classes  # else targets may be of any kind
     variance = moments(likelihood, raw.targets)[1] if known else None
     alike = variance is not None and not bool((variance > 0).any())
@@ -166,8 +171,12 @@ def posterior_ensemble(
     if standardize is None:
         standardize = not residuals and not plain.frozen()
     scale = Scale.of(raw, likelihood, plain.still.module) if standardize else Scale()
-    networks = members_of(make_model, members, seed, raw.device, scale, few)
-    trained = _training_likelihood(likelihood, raw, variance, networks if residuals else None)
+    with kinds.blaming("posterior_ensemble", "data"):
+        networks = members_of(make_model, members, seed, raw.device, scale, few).looked_at(raw.inputs_of(LEAST))
+    unit = _unit(likelihood, raw, variance, networks if residuals else None)
+    trained = likelihood
+    if likelihood.has_noise_scale:  # with noise in the targets' units
+        trained = gaussian(unit) if likelihood.weights(raw.targets) is None else weighted(gaussian(unit))
     pair = raw.folds(held_out, seed)
     for rows in pair:
         _require_scores(likelihood, raw.take(rows)[1])
@@ -197,11 +206,18 @@ def posterior_ensemble(
     shown.shown = progress and stages.is_first
     folds = [pair[m % 2] if prior_precision or likelihood.has_classes else pair[m // 2 % 2] for m in range(members)]
     axes = stages.once("axes", lambda: principal_axes(networks, raw, scale))
-    problem = Problem(raw, trained, networks, members, size, folds, seed, stages.mine, axes=axes)
+    floor = FLOOR if unit is None else FLOOR - unit.log().flatten() / 2
+    problem = Problem(raw, trained, networks, members, size, folds, seed, stages.mine, axes=axes, floor=floor)
+    shared = [(x, x.clone()) for x in networks.attributes()]
     with kinds.blaming("posterior_ensemble", f"a step of training with batch_size={size}"):
         problem = replace(problem, loop=not vmappable(problem))
         training = Training(problem, stages, shown, event, prior_precision, not likelihood.has_classes)
         cost = stages.once("cost", lambda: _cost(training, chosen["steps"], minutes, lr, began, chains))
+        if not all(torch.equal(x, before) for x, before in shared):
+            raise ValueError(
+                f"{WHO}the module writes into a tensor of its own that is no buffer, which members would share and predictions "
+                "not see: register it (register_buffer)"
+            )
     shown.say(cost["said"])
     found = stages.once("rate", lambda: {"lr": lr, "passes": 0.0} if lr else training.rate(cost["steps"]))
     failed, drawn = None, {}
@@ -406,18 +422,22 @@ def _numbers(x: Any) -> str:
     return f"variance {few}" + (f" and {len(values) - 4} more" if len(values) > 4 else "")
 
 
-def _training_likelihood(likelihood: Likelihood, data: Data, variance: Any, residuals: Members | None) -> Likelihood:
-    """The likelihood to train with: of Gaussian noise of a known variance, noise in the targets' units.
+def _unit(likelihood: Likelihood, data: Data, variance: Any, residuals: Members | None) -> Any:
+    """The variance of targets on the real line, ``None`` of others.
 
-    Of residuals, whose targets are all equal, the unit is the mean square of what untrained networks give.
+    Of residuals, whose targets are all equal, it is the mean square of what untrained networks give.
     """
-    if not likelihood.has_noise_scale:
-        return likelihood
+    if likelihood.support != REAL:
+        return None
+    if likelihood.labels(data.targets).dtype == torch.bool:
+        raise TypeError(f"{WHO}targets are torch.bool: convert them (targets.float()), or pass likelihoods.bernoulli()")
     if residuals is not None:
         inputs, targets = data.take(torch.arange(min(256, data.size), device="cpu"))
         outputs = residuals.outputs(inputs).detach()
         unit = (outputs - likelihood.labels(targets)).double().square().mean().clamp_min(1e-30)
         variance = unit + torch.zeros_like(variance)
+    elif not likelihood.has_noise_scale:
+        variance = torch.where(variance > 0, variance, 1.0)
     elif not bool((variance > 0).all()):
         raise ValueError(
             f"{WHO}an output's targets are all equal, so that there is no noise to find: leave that output out"
@@ -429,8 +449,7 @@ def _training_likelihood(likelihood: Likelihood, data: Data, variance: Any, resi
             f"{WHO}the targets' deviation is {float(variance.max().sqrt()):.3g}, whose square {dtype} cannot hold: pass "
             "targets in other units, or in float64"
         )
-    trained = gaussian(variance.to(dtype))
-    return weighted(trained) if likelihood.weights(data.targets) is not None else trained
+    return variance.to(dtype)
 
 
 def _require_scores(likelihood: Likelihood, targets: Any) -> None:
@@ -444,7 +463,7 @@ def _require_scores(likelihood: Likelihood, targets: Any) -> None:
 
 
 def _require_targets(networks: Members, data: Data, likelihood: Likelihood) -> torch.Size:
-    """The shape of one datum's outputs; raises for outputs and targets that do not belong together."""
+    """The shape of one datum's outputs; raises for outputs and targets that do not belong together, and for data that mix."""
     inputs = data.inputs_of(2)
     own, dtypes = ({x.dtype for x in leaves} for leaves in (networks.params.values(), batches.flatten(inputs)[0]))
     with kinds.blaming("posterior_ensemble", "data"):
@@ -463,5 +482,13 @@ def _require_targets(networks: Members, data: Data, likelihood: Likelihood) -> t
         )
     if outputs.shape[:1] != (2,):
         raise ValueError(f"{WHO}the module returns {tuple(outputs.shape)} for 2 data: outputs are [B, *event]")
+    rows = torch.arange(LEAST, device="cpu")
+    halves = [networks.outputs(data.take(r)[0]) for r in rows.chunk(2)]
+    whole = networks.outputs(data.take(rows)[0])
+    if bool((whole - torch.cat(halves)).abs().max() > 0.01 * whole.abs().max()):
+        raise ValueError(
+            f"{WHO}in eval mode the module's outputs for a datum depend on the other data of its batch, or on chance: give "
+            "norms running statistics, have all layers as submodules (in nn.ModuleList, not a list), and draw in training alone"
+        )
     likelihood.require(outputs[:1].detach().expand(data.size, *outputs.shape[1:]), data.targets, wait=True)
     return outputs.shape[1:]

@@ -8,11 +8,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, Subset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+)
 
 from bayesopt_chain import batches
 from bayesopt_chain.data.epochs import Epochs
@@ -89,7 +98,7 @@ class Data(NamedTuple):
         """The number of each datum's group, ``[N]``: data with equal inputs have the same."""
         # flat copies: an axis of length 1, as of numpy, may have any stride
         columns = [
-            x.detach().cpu().flatten().clone(memory_format=torch.contiguous_format)
+            (x.detach().cpu().flatten() + 0).clone(memory_format=torch.contiguous_format)  # -0 is 0
             for x in batches.flatten(self.inputs)[0]
         ]
         first: dict[bytes, int] = {}
@@ -180,6 +189,7 @@ def _moments(x: Tensor, feature: int | None) -> tuple[Tensor, Tensor] | None:
     return mean, torch.where(deviation > 1e-6 * mean.abs() + torch.finfo(x.dtype).tiny, deviation, 1.0)
 
 
+@torch.random.fork_rng(devices=[])  # loaders and samplers draw
 def read(data: Any) -> tuple[Data, int | None]:
     """All data, and the batch size that the user's loader or epochs have.
 
@@ -205,11 +215,15 @@ def read(data: Any) -> tuple[Data, int | None]:
         )
     inputs, targets = batches.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, as_pair(data))
     if targets is None:
-        raise ValueError("posterior_ensemble: data has no targets: pass (inputs, targets), or a mapping with labels")
+        raise ValueError(
+            "posterior_ensemble: data has no targets: pass (inputs, targets), with weights (inputs, (targets, weights)), or a "
+            "mapping with labels"
+        )
     leaves = [*batches.flatten(inputs)[0], *batches.flatten(targets)[0]]
     if wrong := [type(x).__name__ for x in leaves if not isinstance(x, Tensor)]:
         raise TypeError(
-            f"posterior_ensemble: data holds {wrong[0]}, not tensors alone: convert it with torch.as_tensor"
+            f"posterior_ensemble: data holds {wrong[0]}, not tensors alone: convert it with torch.as_tensor (of pandas its "
+            ".to_numpy(), of names their class numbers)"
         )
     lengths = {tuple(x.shape[:1]) for x in leaves}
     if len(lengths) > 1 or () in lengths:
@@ -252,18 +266,22 @@ def _of_epochs(data: Epochs) -> Any:
 
 def _in_order(loader: DataLoader) -> Iterable[Any]:
     """All batches of a loader, with what ``drop_last`` would leave out and without what its sampler does, in order."""
-    if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
+    picks: Any = loader.batch_sampler
+    if isinstance(loader.dataset, IterableDataset) or picks is None:
         return loader
     data: Any = loader.dataset
-    if type(loader.sampler) not in (SequentialSampler, RandomSampler) or getattr(loader.sampler, "replacement", False):
-        rows = sorted(loader.sampler)
+    sampler = picks.sampler if type(picks) is BatchSampler else picks
+    if type(sampler) not in (SequentialSampler, RandomSampler) or getattr(sampler, "replacement", False):
+        rows = sorted(chain.from_iterable(picks) if sampler is picks else sampler)
         if len(set(rows)) < len(rows):
             raise ValueError(
-                f"posterior_ensemble: the loader's {type(loader.sampler).__name__} gives data more than once: pass the data "
+                f"posterior_ensemble: the loader's {type(sampler).__name__} gives data more than once: pass the data "
                 "without it, and weights by bc.likelihoods.weighted"
             )
         data = Subset(data, rows)
-    return DataLoader(data, loader.batch_size, collate_fn=loader.collate_fn, num_workers=loader.num_workers)
+    return DataLoader(
+        data, getattr(picks, "batch_size", AT_ONCE), collate_fn=loader.collate_fn, num_workers=loader.num_workers
+    )
 
 
 def _joined(loader: Iterable[Any]) -> Any:

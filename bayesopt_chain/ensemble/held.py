@@ -2,11 +2,11 @@ r"""Scores on the folds that members left out, the noise that they ask for, and 
 
 Of the m members that left a fold out, a target there has the log score
 
-    l = log 1/m sum_j p(y | f_j),      at least -50, so that one surprise does not decide everything,
+    l = log 1/m sum_j p(y | f_j),      at least -50 - log s, so that one surprise does not decide everything,
 
-and scores of a datum's targets are added up, times their weights. Noise stands in units c of the targets' variance, one number
-for each of E outputs, log c shrunk towards its mean over outputs as if two data more had said it. Of one member the held-out
-noise is
+with s the deviation of targets on the real line, and 1 of others; scores of a datum's targets are added up, times their
+weights. Noise stands in units c of the targets' variance, one number for each of E outputs, log c shrunk towards its mean over
+outputs as if two data more had said it. Of one member the held-out noise is
 
     c_e = mean_i min(r_ie^2, (4 s_e)^2) / v_e,      s_e = 1.4826 median_i |r_ie|,
 
@@ -40,11 +40,10 @@ from torch import Tensor
 
 from bayesopt_chain import batches
 from bayesopt_chain.ensemble.data import moments
-from bayesopt_chain.ensemble.training import Problem, grouped
+from bayesopt_chain.ensemble.training import FLOOR, Problem, grouped
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.likelihoods._gaussian import LearnedGaussian
 
-FLOOR = -50.0
 PSEUDO = 2.0  # data that say that the noise of all outputs is alike
 LEAST = 1e-6  # noise, in units of the targets' variance
 # variances in units of the targets', and what logits are divided by
@@ -55,12 +54,14 @@ MOST_CONSTANTS = 4096  # outputs of a datum beyond which no constant is fitted
 
 
 class Fold(NamedTuple):
-    """Targets that were left out, by whom, and the outputs ``[m, n, *event]`` of those members there."""
+    """Targets that were left out, by whom, the outputs ``[m, n, *event]`` of those members there, and the least log score of
+    a target."""
 
     rows: Tensor
     targets: Any
     who: list[int]
     outputs: Tensor
+    floor: Tensor = FLOOR
 
 
 def folds_of(problem: Problem, outputs: Sequence[Tensor], who: Sequence[int] | None = None) -> list[Fold]:
@@ -69,7 +70,7 @@ def folds_of(problem: Problem, outputs: Sequence[Tensor], who: Sequence[int] | N
     for rows, left in grouped(problem.folds):
         if some := [m for m in left if who is None or m in who]:
             stacked = torch.stack([outputs[m] for m in some]).double()
-            found.append(Fold(rows, doubled(problem.data.take(rows)[1]), some, stacked))
+            found.append(Fold(rows, doubled(problem.data.take(rows)[1]), some, stacked, problem.floor.to(stacked)))
     return found
 
 
@@ -89,13 +90,14 @@ def score(likelihood: Likelihood, folds: Sequence[Fold], factor: float = 1.0) ->
     found = []
     for fold in folds:
         lik, outputs = likelihood.widened(fold.outputs, factor) if factor != 1 else (likelihood, fold.outputs)
-        logs = _floored(lik.log_prob(outputs, likelihood.labels(fold.targets)))
+        logs = _floored(lik.log_prob(outputs, likelihood.labels(fold.targets)), fold)
         found.append(((logs.logsumexp(0) - math.log(len(logs))) * weights_of(likelihood, fold.targets)).sum(1))
     return torch.cat(found).cpu()
 
 
-def _floored(logs: Tensor) -> Tensor:
-    return logs.reshape(*logs.shape[:2], -1).nan_to_num(FLOOR, FLOOR, FLOOR).clamp_min(FLOOR)
+def _floored(logs: Tensor, fold: Fold) -> Tensor:
+    logs = logs.reshape(*logs.shape[:2], -1)
+    return logs.where(logs.isfinite(), fold.floor).maximum(fold.floor)
 
 
 def weights_of(likelihood: Likelihood, targets: Any) -> Tensor:
@@ -141,7 +143,8 @@ def best_noise(problem: Problem, folds: Sequence[Fold]) -> tuple[Tensor, list[st
     weights = torch.cat([weights_of(lik, fold.targets) for fold in folds])
     table = []
     for c in NOISES.tolist():
-        logs = [_floored(lik.scaled(1 / c).log_prob(f.outputs, lik.labels(f.targets))).logsumexp(0) for f in folds]
+        wider = lik.scaled(1 / c)
+        logs = [_floored(wider.log_prob(f.outputs, lik.labels(f.targets)), f).logsumexp(0) for f in folds]
         table.append((torch.cat(logs) * weights).sum(0))
     at, counts = torch.stack(table).argmax(0), weights.sum(0)
     ends = f"{NOISES[0]:g} and {NOISES[-1]:g}"

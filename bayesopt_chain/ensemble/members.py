@@ -21,6 +21,7 @@ from bayesopt_chain.modules.functional import Forward, arguments_of, copied, mak
 from bayesopt_chain.runs.run import describe
 
 DRAWING = (nn.modules.dropout._DropoutNd,)
+BatchNorm = nn.modules.batchnorm._BatchNorm
 COLLINEAR = 1e4  # times that inputs vary more along the first of their principal axes than along half of them
 MOST_AXES = 512  # columns; to turn a weight [O, D] costs D / b of its product with a batch of b
 
@@ -46,10 +47,22 @@ class Members(NamedTuple):
         """The parameters and buffers of one member at its start, by name."""
         return {n: x[0] for n, x in self.params.items()}, {n: x[0] for n, x in self.buffers.items()}
 
-    def outputs(self, inputs: Any) -> Any:
-        """What one member returns at its start, in ``eval`` mode."""
+    def outputs(self, inputs: Any, forward: Forward | None = None) -> Any:
+        """What one member returns at its start, in ``eval`` mode by default."""
         params, buffers = self.first
-        return self.still.with_buffers(params, (inputs, None), buffers)[0]
+        return (forward or self.still).with_buffers(params, (inputs, None), buffers)[0]
+
+    @torch.random.fork_rng(devices=[])
+    def looked_at(self, inputs: Any) -> Members:
+        """The same, ``draws`` also where functions draw that are no layers, as two calls show."""
+        before = torch.get_rng_state()
+        once, again = (self.outputs(inputs, self.training) for _ in range(2))
+        draws = not torch.equal(once, again) or not torch.equal(before, torch.get_rng_state())
+        return self._replace(draws=self.draws or draws)
+
+    def attributes(self) -> list[Tensor]:
+        """Tensors of the network in training that are neither parameters nor buffers, which all members share."""
+        return [x for layer in self.training.module.modules() for x in vars(layer).values() if isinstance(x, Tensor)]
 
     def frozen(self) -> dict[str, Tensor]:
         """The parameters that all members share, by name."""
@@ -115,6 +128,13 @@ def members_of(
                 "(return a new module), or pass one module, whose weights are drawn anew"
             )
     training, still = _copied(first).train(), _copied(first).eval()
+    for name, layer in first.named_modules():
+        if (
+            isinstance(layer, BatchNorm)
+            and layer.weight is not None
+            and not (layer.training or layer.weight.requires_grad)
+        ):
+            training.get_submodule(name).eval()
     forwards = [make_functional(network, inputs=scale.into, outputs=scale.out).forward for network in (training, still)]
     draws = any(isinstance(layer, DRAWING) or getattr(layer, "dropout", 0) for layer in training.modules())
     params, buffers = (stack(list(trees)) if trees[0] else {} for trees in zip(*parts))
@@ -178,25 +198,23 @@ def _placed(module: nn.Module, device: Any) -> nn.Module:
 def _made(make_model: Any, seed: int, inputs: Any) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if isinstance(make_model, nn.Module):
-            return _drawn_anew(make_model)
         if not callable(make_model):
             raise TypeError(
                 f"posterior_ensemble: make_model is {type(make_model).__name__}: pass a module, or a function that returns one"
             )
-        network: Any = make_model()
-    if not isinstance(network, nn.Module):
-        raise TypeError(f"posterior_ensemble: make_model returned {type(network).__name__}, not a torch.nn.Module")
-    if inputs is not None and any(isinstance(p, nn.UninitializedParameter) for p in network.parameters()):
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        anew = isinstance(make_model, nn.Module)
+        network: Any = _copied(make_model) if anew else make_model()
+        if not isinstance(network, nn.Module):
+            raise TypeError(f"posterior_ensemble: make_model returned {type(network).__name__}, not a torch.nn.Module")
+        if inputs is not None and any(isinstance(p, nn.UninitializedParameter) for p in network.parameters()):
             torch.manual_seed(seed)
             arguments, keywords = arguments_of(network, inputs)
-            network(*arguments, **keywords)
-    return network
+            with torch.no_grad():
+                network(*arguments, **keywords)
+        return _drawn_anew(network) if anew else network
 
 
 def _drawn_anew(module: nn.Module) -> nn.Module:
-    module = _copied(module)
     done: set[str] = set()
     for name, layer in module.named_modules():
         own = {n: p for n, p in layer.named_parameters(recurse=False) if p.requires_grad}

@@ -348,5 +348,6 @@ class Training:
 def _require_finite(tensors: list[Tensor], stage: str) -> None:
     if not all(bool(x.isfinite().all()) for x in tensors):
         raise ValueError(
-            f"posterior_ensemble: {stage} diverged: pass a smaller lr=, or look for outliers in the inputs"
+            f"posterior_ensemble: {stage} diverged: pass a smaller lr=, look for outliers in the inputs, or compute in float32 "
+            "what is float16"
         )

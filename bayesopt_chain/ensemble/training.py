@@ -35,6 +35,7 @@ from bayesopt_chain.loop.step import make_step
 from bayesopt_chain.optimizers.functional import adam
 
 Tensors = dict[str, Tensor]
+FLOOR = torch.full((), -50.0, device="cpu")
 FORWARDS = 2**24  # numbers of inputs and parameters that one batched forward may hold
 CLOSE = 1e-3  # relative difference of a program from the step that it records
 
@@ -54,6 +55,7 @@ class Problem:
         mine: the members that this rank trains.
         loop: whether ``vmap`` refuses the network, so that members run one after the other.
         axes: U of weights W that are trained as ``W U`` (:func:`bayesopt_chain.ensemble.members.principal_axes`).
+        floor: the least log score of a held-out target, ``[]`` or one for each target of a datum.
     """
 
     data: Data
@@ -66,6 +68,7 @@ class Problem:
     mine: range
     loop: bool = False
     axes: Tensors = field(default_factory=dict)
+    floor: Tensor = FLOOR
 
     @property
     def theta(self) -> Tensor:

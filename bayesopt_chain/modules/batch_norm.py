@@ -111,7 +111,7 @@ def unshared_statistics() -> Iterator[None]:
         raise ValueError(
             f"parallel: the chains would share the statistics of {type(shared[0][0]).__name__}, which the module "
             "keeps: take its buffers out with bc.make_functional and make the step with make_step(loss, tx, "
-            "buffers=buffers), or call module.eval()"
+            "buffers=buffers), or call module.eval(); a layer in a list is no submodule (nn.ModuleList makes it one)"
         )
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler, TensorDataset
 
 import bayesopt_chain as bc
 from bayesopt_chain.ensemble import ensemble
@@ -208,7 +208,9 @@ FEW = (X[:, 0] > 0).long().where(torch.arange(N) < 5, -100)
         (Bare(), (X, Y), GAUSSIAN, ValueError, "cannot be drawn anew"),
         (maker(), (X, X[:, 0]), GAUSSIAN, ValueError, "outputs ask for"),
         (maker(), (X / 0, Y), GAUSSIAN, ValueError, "NaN or infinity"),
-        (maker(), [X], GAUSSIAN, ValueError, "no targets"),
+        (maker(), [X], GAUSSIAN, ValueError, r"no targets: .* \(inputs, \(targets, weights\)\)"),
+        (maker(), (X.numpy(), Y), GAUSSIAN, TypeError, r"of pandas its \.to_numpy"),
+        (maker(), (X, Y > 0), GAUSSIAN, TypeError, r"targets\.float\(\)"),
         (maker(), (X.double(), Y), GAUSSIAN, TypeError, r"module.double\(\)"),
         (maker(), (X.to_sparse(), Y), GAUSSIAN, ValueError, "to_dense"),
         (
@@ -291,6 +293,14 @@ def test_a_loaders_sampler_says_which_data_there_are():
     assert torch.equal(read(DataLoader(pairs, 16, shuffle=True))[0].inputs, X)
     with pytest.raises(ValueError, match="RandomSampler gives data more than once"):
         read(DataLoader(pairs, 16, sampler=RandomSampler(pairs, replacement=True, num_samples=200)))
+    with pytest.raises(ValueError, match="list gives data more than once"):
+        read(DataLoader(pairs, batch_sampler=[list(range(9)), [8, 9]]))
+    before = torch.get_rng_state()
+    assert (
+        len(read(DataLoader(pairs, batch_sampler=BatchSampler(SubsetRandomSampler(range(20)), 9, True)))[0].inputs)
+        == 20
+    )
+    assert torch.equal(before, torch.get_rng_state())
 
 
 def opened_as(file, module=MAKE, likelihood=GAUSSIAN):

@@ -191,11 +191,22 @@ def words(net, x):
 
 NORMED = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
 PICTURES = Net(picture, conv=nn.Conv2d(1, 4, 3, padding=1), out=nn.Linear(36, 1))
+RUNNING, WIDE = nn.BatchNorm1d(4), nn.Linear(4, 1)
+MIXING = {
+    "a norm without statistics": lambda: nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False), WIDE
+    ),
+    "a norm in a list": lambda: Net(
+        lambda net, x: net.out(net.norms[0](net.net(x))), net=nn.Linear(3, 4), norms=[RUNNING], out=WIDE
+    ),
+    "dropout at all times": lambda: Net(lambda net, x: net.net(nn.functional.dropout(x)), net=nn.Linear(3, 1)),
+}
+
 WORDS = Net(words, embedding=nn.Embedding(5, 4), lstm=nn.LSTM(4, 4, batch_first=True), out=nn.Linear(4, 1))
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize("make", [NORMED, attention, root, weight_normed, lazy, packed, PICTURES, WORDS])
+@pytest.mark.parametrize("make", [NORMED, attention, root, weight_normed, lazy, lazy(), packed, PICTURES, WORDS])
 def test_modules_of_any_kind_are_trained_by_a_maker_and_as_one_module(make):
     x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
     found = ensemble(x, x.sum(1, keepdim=True), make=make, steps=40, lr=0.05)
@@ -380,3 +391,66 @@ def test_features_are_standardised_where_the_network_has_them(layer, shape, axes
     deviation, mean = torch.std_mean(scaled, axes, correction=0)
     torch.testing.assert_close(mean, torch.zeros_like(mean), rtol=0, atol=1e-12)
     torch.testing.assert_close(deviation, torch.ones_like(mean), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("case", MIXING)
+def test_predictions_that_other_data_or_chance_would_change_are_refused(case):
+    x, before = torch.randn(60, 3, generator=torch.Generator().manual_seed(0)), RUNNING.running_mean.clone()
+    with pytest.raises(ValueError, match="depend on the other data of its batch, or on chance"):
+        ensemble(x, x[:, :1], make=MIXING[case])
+    assert torch.equal(RUNNING.running_mean, before)
+
+
+def test_statistics_that_members_would_share_are_refused():
+    def normed(net, x):
+        return net.out(nn.functional.batch_norm(net.net(x), net.mean, net.variance, training=net.training))
+
+    def make():
+        return Net(normed, net=nn.Linear(3, 4), out=nn.Linear(4, 1), mean=torch.zeros(4), variance=torch.ones(4))
+
+    x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match=r"a tensor of its own .* .register_buffer"):
+        ensemble(x, x[:, :1], make=make, steps=20)
+
+
+def test_a_frozen_norm_in_eval_mode_keeps_its_statistics():
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    module[1].requires_grad_(False).eval()
+    x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
+    found = ensemble(x, x[:, :1], make=module, steps=20)
+    assert torch.equal(found.buffers["1.running_var"][0], torch.ones(2, 4))
+
+
+def test_what_functions_draw_is_a_function_of_the_seed():
+    def dropped(net, x):
+        return net.net(nn.functional.dropout(x, 0.3, net.training))
+
+    x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        kept = {"members": 2, "steps": 20, "lr": 0.01, "progress": False}
+        made = bc.posterior_ensemble(lambda: Net(dropped, net=nn.Linear(3, 1)), (x, x[:, :1]), GAUSSIAN, **kept)
+        assert torch.equal(torch.get_rng_state(), before)
+        found.append(made.params["net.weight"])
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("unit", [1e30, 1e-30])
+def test_noise_is_found_in_any_unit_of_the_targets(unit):
+    x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    y = x[:, :1] + torch.randn(60, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    one, other = (ensemble(x, k * y, make=lambda: maker(1), steps=40) for k in (1.0, unit))
+    torch.testing.assert_close(
+        other.likelihood.noise_variance / unit**2, one.likelihood.noise_variance, rtol=1e-6, atol=0
+    )
+
+
+@pytest.mark.parametrize(
+    "likelihood, outputs", [(bc.likelihoods.gaussian("learned"), 2), (bc.likelihoods.student_t(), 1)]
+)
+def test_targets_whose_square_cannot_be_held_are_refused(likelihood, outputs):
+    x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match=r"whose square torch\.float32 cannot hold"):
+        ensemble(x, 1e30 * x[:, :1], outputs, likelihood)
