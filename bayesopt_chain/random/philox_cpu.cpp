@@ -37,8 +37,7 @@ void normals(Real* out, const int64_t* keys, int64_t key_stride, const int64_t* 
 // the same elements of whole leaves, chains within elements: element e of chain c is out[e * chains + c]
 template <class Real>
 void normals_in_lanes(Real* out, const int64_t* keys, const int64_t* steps, int64_t chains, const int64_t* lengths,
-                      int64_t leaves, const int64_t* draws, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+                      int64_t leaves, const int64_t* draws) {
   for (int64_t c = 0; c < chains; c += RUN) {
     const int n = int(chains - c < RUN ? chains - c : RUN);
     Real* to = out + c;
@@ -60,16 +59,16 @@ void normals_in_lanes(Real* out, const int64_t* keys, const int64_t* steps, int6
 #define EXPORT(name, Real)                                                                                            \
   extern "C" void name(Real* out, const int64_t* keys, int64_t key_stride, const int64_t* steps, int64_t step_stride, \
                        int64_t chains, const int64_t* starts, const int64_t* lengths, int64_t runs,                   \
-                       const int64_t* draws, int threads) {                                                           \
-    normals(out, keys, key_stride, steps, step_stride, chains, starts, lengths, runs, draws, threads);                \
+                       const int64_t* draws, int64_t threads) {                                                       \
+    normals(out, keys, key_stride, steps, step_stride, chains, starts, lengths, runs, draws, int(threads));           \
   }
 EXPORT(normals_float, float)
 EXPORT(normals_double, double)
 
 #define EXPORT_LANES(name, Real)                                                                                 \
   extern "C" void name(Real* out, const int64_t* keys, const int64_t* steps, int64_t chains, const int64_t* lengths, \
-                       int64_t leaves, const int64_t* draws, int threads) {                                       \
-    normals_in_lanes(out, keys, steps, chains, lengths, leaves, draws, threads);                                  \
+                       int64_t leaves, const int64_t* draws) {                                                    \
+    normals_in_lanes(out, keys, steps, chains, lengths, leaves, draws);                                           \
   }
 EXPORT_LANES(lanes_float, float)
 EXPORT_LANES(lanes_double, double)

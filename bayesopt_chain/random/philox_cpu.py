@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,16 @@ from bayesopt_chain.random.compiled import require_memory
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _CPU = torch.device("cpu")
 _PARALLEL = 2**15  # normals below which threads cost more than they save
-_PARALLEL_IN_LANES = 2**13  # the same in a program whose other kernels keep the threads awake
+
+
+class Call(NamedTuple):
+    """A call of a function in C with these addresses and integers."""
+
+    function: Any
+    arguments: tuple[int, ...]
+
+    def __call__(self) -> None:
+        self.function(*self.arguments)
 
 
 @cache
@@ -62,13 +71,16 @@ def normals_kernel() -> Callable[..., None] | None:
         kernel.restype = None
         kernel.argtypes = [
             *(pointer, pointer, integer, pointer, integer, integer),
-            *(pointer, pointer, integer, pointer, ctypes.c_int),
+            *(pointer, pointer, integer, pointer, integer),
         ]
 
     @cache
     def array(numbers: tuple[int, ...]) -> Any:
         """The numbers as C takes them, made once: a step draws the same elements as the one before."""
         return (integer * len(numbers))(*numbers) if numbers else None
+
+    def address(numbers: tuple[int, ...]) -> int:
+        return ctypes.addressof(array(numbers)) if numbers else 0
 
     def call_of(
         out: Tensor,
@@ -77,16 +89,16 @@ def normals_kernel() -> Callable[..., None] | None:
         starts: tuple[int, ...],
         lengths: tuple[int, ...],
         draws: tuple[int, ...],
-    ) -> tuple[Any, tuple[Any, ...]]:
-        """The kernel and its arguments, once all of them fit each other."""
+    ) -> Call:
+        """The call, once its arguments fit each other; these very tensors have to stay where they are."""
         rows = out.shape[:-1].numel()
         dtype = out.dtype if out.dtype in kernels else torch.float32
         memory, shapes = {"out": (out, dtype, rows * total_of(starts, lengths, draws))}, ((), (rows,))
         require_memory("philox", _CPU, memory, keys=(keys, shapes), steps=(steps, shapes))
         keyed = keys.data_ptr(), keys.stride(0) if keys.ndim else 0
         stepped = steps.data_ptr(), steps.stride(0) if steps.ndim else 0
-        known = out.data_ptr(), *keyed, *stepped, rows, array(starts), array(lengths), len(lengths), array(draws)
-        return kernels[dtype], known
+        known = out.data_ptr(), *keyed, *stepped, rows, address(starts), address(lengths), len(lengths), address(draws)
+        return Call(kernels[dtype], (*known, torch.get_num_threads() if out.numel() > _PARALLEL else 1))
 
     def fill(
         out: Tensor,
@@ -97,8 +109,7 @@ def normals_kernel() -> Callable[..., None] | None:
         draws: tuple[int, ...],
     ) -> None:
         if keys.ndim or steps.ndim or out.ndim != 1:
-            kernel, known = call_of(out, keys, steps, starts, lengths, draws)
-            kernel(*known, torch.get_num_threads() if out.numel() > _PARALLEL else 1)
+            call_of(out, keys, steps, starts, lengths, draws)()
             return
         # one chain, in every step: what call_of compares, at less of its time
         total = total_of(starts, lengths, draws)
@@ -111,15 +122,8 @@ def normals_kernel() -> Callable[..., None] | None:
             torch.get_num_threads() if total > _PARALLEL else 1,
         )
 
-    def bound(out: Tensor, *about: Any) -> Callable[[], None]:
-        """A function without arguments that fills these very tensors, whose memory must stay where it is."""
-        (kernel, known), large = call_of(out, *about), out.numel() > _PARALLEL
-        return lambda: kernel(*known, torch.get_num_threads() if large else 1)
-
-    def in_lanes(
-        out: Tensor, keys: Tensor, steps: Tensor, lengths: tuple[int, ...], draws: tuple[int, ...]
-    ) -> Callable[[], None]:
-        """A function without arguments that fills these very tensors with whole leaves of many chains.
+    def in_lanes(out: Tensor, keys: Tensor, steps: Tensor, lengths: tuple[int, ...], draws: tuple[int, ...]) -> Call:
+        """The call that fills these very tensors with whole leaves of many chains.
 
         ``out`` is ``[sum(lengths), chains]``: the same element of all chains lies together, for vector units.
         """
@@ -131,12 +135,9 @@ def normals_kernel() -> Callable[..., None] | None:
         }
         require_memory("philox in lanes", _CPU, memory)
         kernel = {torch.float32: library.lanes_float, torch.float64: library.lanes_double}[dtype]
-        kernel.restype = None
-        kernel.argtypes = [pointer, pointer, pointer, integer, pointer, integer, pointer, ctypes.c_int]
-        known = (out.data_ptr(), keys.data_ptr(), steps.data_ptr(), chains, array(lengths), len(lengths))
-        large = out.numel() > _PARALLEL_IN_LANES
-        return lambda: kernel(*known, array(draws), torch.get_num_threads() if large else 1)
+        where = out.data_ptr(), keys.data_ptr(), steps.data_ptr()
+        return Call(kernel, (*where, chains, address(lengths), len(lengths), address(draws)))
 
-    fill.bound = bound  # pyright: ignore[reportFunctionMemberAccess]
+    fill.bound = call_of  # pyright: ignore[reportFunctionMemberAccess]
     fill.in_lanes = in_lanes  # pyright: ignore[reportFunctionMemberAccess]
     return fill

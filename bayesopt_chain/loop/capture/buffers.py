@@ -297,6 +297,7 @@ class Body:
         draws: whether the report holds the parameters after every step.
         params, state: the static buffers.
         batch: the first batch.
+        single: how many tensors of the report are not stacked, which is known once a step was made.
     """
 
     def __init__(self, step, params, state, batch, steps: int, batch_dim: int | None, draws: bool) -> None:
@@ -340,7 +341,7 @@ class Body:
         leaves, self._info_spec = optree.tree_flatten(report)
         # the program returns tensors only; constants are put back by ``info``
         self._constants = {i: x for i, x in enumerate(leaves) if not torch.is_tensor(x)}
-        self._single = len([x for x in optree.tree_leaves(info) if torch.is_tensor(x)]) if self.steps == 1 else 0
+        self.single = len([x for x in optree.tree_leaves(info) if torch.is_tensor(x)]) if self.steps == 1 else 0
         new = [*self.params.new_values(params, "params"), *self.state.new_values(state, "a state")]
         return new, [x for x in leaves if torch.is_tensor(x)]
 
@@ -359,9 +360,9 @@ class Body:
 
     def together(self, reports: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
         """Stack the reports of all steps on axis 0. The report of a single step is not stacked, except for its draws."""
-        if len(reports[0]) == self._single:
+        if len(reports[0]) == self.single:
             return reports[0]
-        return [xs[0] if i < self._single else torch.stack(xs) for i, xs in enumerate(zip(*reports))]
+        return [xs[0] if i < self.single else torch.stack(xs) for i, xs in enumerate(zip(*reports))]
 
     def info(self, tensors: Sequence[Tensor]) -> Info | Steps:
         """Return the report as a tree of these tensors and of the constants that the step reported."""

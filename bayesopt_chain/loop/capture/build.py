@@ -7,8 +7,9 @@ New parameters and states are copied into the static buffers at the end of the g
 * On a CUDA device the step is recorded as a CUDA graph. With ``backend="inductor"`` the graph of one step is compiled first,
   which pays for long runs of many small chains: their step is many small operations, of which few kernels are left.
 * On a CPU inductor compiles the graph of one step, and fuses update and copy into the kernels of the step. The noise is drawn
-  into further buffers. A call with several steps calls the program once for each. 256 chains or more of small matrices run in
-  blocks, with the chains as the last axis in memory (:mod:`bayesopt_chain.loop.capture.lanes`).
+  into further buffers. The calls of the kernels of a small step are recorded, and a loop in C++ makes them for all steps of a
+  call (:mod:`bayesopt_chain.loop.capture.kernels`). 256 chains or more of small matrices run in blocks, with the chains as the
+  last axis in memory, each thread with blocks of its own (:mod:`bayesopt_chain.loop.capture.lanes`).
 * On a CPU without a C++ compiler the operations of the graph run one after the other. A warning says so once.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +33,7 @@ from bayesopt_chain.loop.capture import lane_graph, lanes
 from bayesopt_chain.loop.capture.buffers import Body
 from bayesopt_chain.loop.capture.captured import Backend, Captured, Program
 from bayesopt_chain.loop.capture.graph import check_devices, overwritten, trace
+from bayesopt_chain.loop.capture.kernels import CannotBeRecorded
 from bayesopt_chain.loop.capture.lanes import Lanes
 from bayesopt_chain.loop.capture.modes import Modes
 from bayesopt_chain.loop.capture.replays import Compiled, CudaGraph, Eager, Interpreted, compiler_found
@@ -136,7 +139,8 @@ def capture(
         with modes.watching():
             graph, closed_over = trace(together)
         if chosen == "inductor" and lanes.suits(together, graph):
-            return Program(together, modes, Lanes(together, graph))
+            with suppress(CannotBeRecorded):
+                return Program(together, modes, Lanes(together, graph))
         if together is not body:  # no lanes: the chunks save memory after all
             graph, closed_over = trace(body)
         if graphed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from bayesopt_chain import _torch
 from bayesopt_chain.loop.capture.buffers import Body
 from bayesopt_chain.loop.capture.errors import CaptureError, describe, first_line, is_about_values, users_line
 from bayesopt_chain.loop.module_state import keyed
-from bayesopt_chain.random.philox_cpu import normals_kernel
+from bayesopt_chain.random.philox_cpu import Call, normals_kernel
 
 
 def trace(body: Body) -> tuple[torch.fx.GraphModule, list[Tensor]]:
@@ -137,7 +136,7 @@ def new_input(graph: torch.fx.GraphModule, name: str, meta: dict) -> torch.fx.No
     return placeholder
 
 
-def lift_draws(graph: torch.fx.GraphModule, static: list[Tensor]) -> tuple[list[Tensor], list[Callable[[], None]]]:
+def lift_draws(graph: torch.fx.GraphModule, static: list[Tensor]) -> tuple[list[Tensor], list[Call]]:
     """Replace the normal draws of a graph by further inputs.
 
     A draw that allocates its result causes page faults in every call, which for large leaves take as long as the draw itself.
@@ -150,9 +149,9 @@ def lift_draws(graph: torch.fx.GraphModule, static: list[Tensor]) -> tuple[list[
         static: the static buffers, which are its first inputs.
 
     Returns:
-        The buffers, one for each new input, and the functions that draw into some of them before the graph runs.
+        The buffers, one for each new input, and the calls that draw into some of them before the graph runs.
     """
-    buffers, fills = list[Tensor](), list[Callable[[], None]]()
+    buffers, fills = list[Tensor](), list[Call]()
     ops = torch.ops.bayesopt_chain
     places = {node: i for i, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
 

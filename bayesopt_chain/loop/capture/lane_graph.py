@@ -8,7 +8,7 @@ the chains. Inductor fuses both with the neighbouring operations, and computes a
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -196,29 +196,38 @@ def lift_gathers(graph: GraphModule, rows: Rows) -> tuple[list[Tensor], list[tup
     return [room for _, room in made.values()], [*made]
 
 
-def lift_normals(
-    graph: GraphModule, rows: Rows, static: Sequence[Tensor]
-) -> tuple[list[Tensor], list[Callable[[], None]]]:
+def lift_normals(graph: GraphModule, rows: Rows) -> tuple[list[Tensor], list[tuple[Any, ...]]]:
     """Replace the normal draws of all chains by further inputs of the graph.
 
-    Args:
-        graph: the graph, which is changed.
-        rows: the inputs of the graph.
-        static: the tensors of the first inputs, among them the keys and counts.
-
     Returns:
-        For each new input, a buffer in lanes, and a function that draws into it.
+        For each new input, a buffer in lanes; and the indices of the inputs that are its key and its count, and the lengths and
+        numbers of its draws.
     """
-    rooms, fills = list[Tensor](), list[Callable[[], None]]()
+    rooms, draws = list[Tensor](), list[tuple[Any, ...]]()
     for node in graph.graph.find_nodes(op="call_function", target=_normals):
         args: Any = node.args
-        *keyed, _, lengths, draws, dtype = args
-        key, step = (static[rows.place(x) or 0] for x in keyed)
-        room = in_lanes(torch.empty(node.meta["val"].shape, dtype=dtype, device="cpu"), rows.chains)
-        kernel: Any = normals_kernel()
-        fills.append(kernel.in_lanes(room.movedim(0, -1), key, step, tuple(lengths), tuple(draws)))
+        *keyed, _, lengths, numbers, dtype = args
+        rooms.append(in_lanes(torch.empty(node.meta["val"].shape, dtype=dtype, device="cpu"), rows.chains))
+        draws.append((*[rows.place(x) for x in keyed], tuple(lengths), tuple(numbers)))
         node.replace_all_uses_with(new_input(graph, f"draw_{len(rooms)}", node.meta))
         graph.graph.erase_node(node)
-        rooms.append(room)
     graph.recompile()
-    return rooms, fills
+    return rooms, draws
+
+
+def lift_report(graph: GraphModule, chains: int) -> list[Tensor]:
+    """Let the graph write its results into further inputs, and return nothing.
+
+    Returns:
+        For each result, a buffer in lanes.
+    """
+    (output,), rooms = graph.graph.find_nodes(op="output"), list[Tensor]()
+    for value in cast(Any, output.args[0]):
+        like = value.meta["val"]
+        rooms.append(in_lanes(torch.empty(like.shape, dtype=like.dtype, device="cpu"), chains))
+        room = new_input(graph, f"report_{len(rooms)}", value.meta)
+        with graph.graph.inserting_before(output):
+            graph.graph.call_function(aten.copy_.default, (room, value))
+    output.args = ((),)
+    graph.recompile()
+    return rooms

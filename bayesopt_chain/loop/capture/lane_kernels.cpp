@@ -1,5 +1,9 @@
 #include <cstdint>
 #include <cstring>
+#include <utility>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 
 // Leaves of many chains between their own layout, chain after chain, and lanes, in which neighbours are neighbouring chains:
 // element j of chain c is at c * stride + j there, and at j * chains + c here.
@@ -68,40 +72,39 @@ inline void tile_out(Row row, int rows, int64_t n, const T* from, int64_t chains
 }
 
 struct Leaf {
-  void *own, *lanes;
+  void* own;
   int64_t stride, size, bytes;  // stride between chains and size of a chain's in elements of so many bytes
+  int64_t next;                 // bytes from those of a step to those of the next one, where each step has its own
 };
 
 template <class T>
-void load(const Leaf& leaf, int64_t start, int64_t c, int rows, int64_t chains) {
+void load(const Leaf& leaf, void* lanes, int64_t start, int64_t c, int rows, int64_t chains) {
   const T* own = static_cast<const T*>(leaf.own) + (start + c) * leaf.stride;
-  tile_in<T>([=](int k) { return own + k * leaf.stride; }, rows, leaf.size, static_cast<T*>(leaf.lanes) + c, chains);
+  tile_in<T>([=](int k) { return own + k * leaf.stride; }, rows, leaf.size, static_cast<T*>(lanes) + c, chains);
 }
 
 template <class T>
-void store(const Leaf& leaf, int64_t start, int64_t c, int rows, int64_t chains) {
-  T* own = static_cast<T*>(leaf.own) + (start + c) * leaf.stride;
-  const T* lanes = static_cast<const T*>(leaf.lanes) + c;
-  tile_out<T>([=](int k) { return own + k * leaf.stride; }, rows, leaf.size, lanes, chains);
+void store(const Leaf& leaf, const void* lanes, int64_t step, int64_t start, int64_t c, int rows, int64_t chains) {
+  T* own = reinterpret_cast<T*>(static_cast<char*>(leaf.own) + step * leaf.next) + (start + c) * leaf.stride;
+  tile_out<T>([=](int k) { return own + k * leaf.stride; }, rows, leaf.size, static_cast<const T*>(lanes) + c, chains);
 }
 
 struct Gather {
   const void* table;
-  const int32_t* rows;  // in lanes, of all chains
-  void* lanes;
-  int64_t length, size, bytes;  // rows of the table, elements of a row, bytes of an element
-  int64_t count, total;         // row numbers of a chain, chains in all
+  const int32_t* rows;            // in lanes, of all chains
+  int64_t length, size, bytes;    // rows of the table, elements of a row, bytes of an element
+  int64_t count, total;           // row numbers of a chain, chains in all
 };
 
 template <class T>
-void gather(const Gather& g, int64_t start, int64_t c, int rows, int64_t chains) {
+void gather(const Gather& g, void* lanes, int64_t start, int64_t c, int rows, int64_t chains) {
   const T* table = static_cast<const T*>(g.table);
   const int32_t length = int32_t(g.length);
   for (int64_t b = 0; b < g.count; ++b) {
     const int32_t* numbers = g.rows + b * g.total + start + c;
     int32_t at[TILE];
     for (int k = 0; k < rows; ++k) at[k] = numbers[k] < 0 ? numbers[k] + length : numbers[k];
-    T* to = static_cast<T*>(g.lanes) + b * g.size * chains + c;
+    T* to = static_cast<T*>(lanes) + b * g.size * chains + c;
     if (g.size == 1)
       for (int k = 0; k < rows; ++k) to[k] = table[at[k]];
     else
@@ -130,16 +133,11 @@ void number(const I* rows, int32_t* lanes, int64_t stride, int64_t size, int64_t
   range[0] = low, range[1] = high;
 }
 
-// each tile of chains from `skip` on, of every leaf, on these threads
+// each tile of chains of every leaf, from chain `skip` of the block on
 template <class Each>
-void in_tiles(int64_t leaves, int64_t skip, int64_t chains, int threads, Each each) {
-  const int64_t tiles = (chains - skip + TILE - 1) / TILE;
-#pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (threads > 1)
+void in_tiles(int64_t leaves, int64_t skip, int64_t chains, Each each) {
   for (int64_t i = 0; i < leaves; ++i)
-    for (int64_t t = 0; t < tiles; ++t) {
-      const int64_t c = skip + TILE * t;
-      each(i, c, int(chains - c < TILE ? chains - c : TILE));
-    }
+    for (int64_t c = skip; c < chains; c += TILE) each(i, c, int(chains - c < TILE ? chains - c : TILE));
 }
 
 #define BY_SIZE(bytes, call)  \
@@ -150,30 +148,114 @@ void in_tiles(int64_t leaves, int64_t skip, int64_t chains, int threads, Each ea
     default: call(uint64_t);  \
   }
 
-}  // namespace
-
-extern "C" void load_lanes(const Leaf* leaves, int64_t n, int64_t start, int64_t chains, int threads) {
-  in_tiles(n, 0, chains, threads, [&](int64_t i, int64_t c, int rows) {
-#define CALL(T) return load<T>(leaves[i], start, c, rows, chains)
+void load_all(const Leaf* leaves, void* const* lanes, int64_t n, int64_t start, int64_t chains) {
+  in_tiles(n, 0, chains, [&](int64_t i, int64_t c, int rows) {
+#define CALL(T) return load<T>(leaves[i], lanes[i], start, c, rows, chains)
     BY_SIZE(leaves[i].bytes, CALL)
 #undef CALL
   });
 }
 
-extern "C" void store_lanes(const Leaf* leaves, int64_t n, int64_t start, int64_t skip, int64_t chains, int threads) {
-  in_tiles(n, skip, chains, threads, [&](int64_t i, int64_t c, int rows) {
-#define CALL(T) return store<T>(leaves[i], start, c, rows, chains)
+void store_all(const Leaf* leaves, void* const* lanes, int64_t n, int64_t step, int64_t start, int64_t skip,
+               int64_t chains) {
+  in_tiles(n, skip, chains, [&](int64_t i, int64_t c, int rows) {
+#define CALL(T) return store<T>(leaves[i], lanes[i], step, start, c, rows, chains)
     BY_SIZE(leaves[i].bytes, CALL)
 #undef CALL
   });
 }
 
-extern "C" void gather_lanes(const Gather* gathers, int64_t n, int64_t start, int64_t chains, int threads) {
-  in_tiles(n, 0, chains, threads, [&](int64_t i, int64_t c, int rows) {
-#define CALL(T) return gather<T>(gathers[i], start, c, rows, chains)
+void gather_all(const Gather* gathers, void* const* lanes, int64_t n, int64_t start, int64_t chains) {
+  in_tiles(n, 0, chains, [&](int64_t i, int64_t c, int rows) {
+#define CALL(T) return gather<T>(gathers[i], lanes[i], start, c, rows, chains)
     BY_SIZE(gathers[i].bytes, CALL)
 #undef CALL
   });
+}
+
+// A call of a kernel with N addresses or integers of 64 bits. Those behind the last one that it takes are not read: in the
+// calling conventions of C the caller removes them.
+template <size_t>
+using Argument = void*;
+template <size_t... I>
+void call(void* kernel, void* const* a, std::index_sequence<I...>) {
+  reinterpret_cast<void (*)(Argument<I>...)>(kernel)(a[I]...);
+}
+template <size_t N>
+void call_of(void* kernel, void* const* a) {
+  call(kernel, a, std::make_index_sequence<N>());
+}
+
+struct Kernel {
+  void* at;
+  int64_t arguments;  // a power of two from 8 to 1024
+
+  void operator()(void* const* a) const {
+    switch (arguments) {
+      case 8: return call_of<8>(at, a);
+      case 16: return call_of<16>(at, a);
+      case 32: return call_of<32>(at, a);
+      case 64: return call_of<64>(at, a);
+      case 128: return call_of<128>(at, a);
+      case 256: return call_of<256>(at, a);
+      case 512: return call_of<512>(at, a);
+      default: return call_of<1024>(at, a);
+    }
+  }
+};
+
+struct Thread {  // what a thread owns: leaves in lanes, and the arguments of all kernels, one kernel after the other
+  void* const *chains, *const *batch, *const *tables, *const *report;
+  void** arguments;
+};
+
+struct Given {  // the batch of a step: leaves and tables of all chains, and the addresses of what all chains share
+  const Leaf* batch;
+  const Gather* tables;
+  void* const* shared;
+};
+
+struct Plan {
+  const Leaf *chains, *report;
+  const Kernel* kernels;
+  const int64_t* shared;  // which arguments are addresses of what all chains share
+  int64_t n_chains, n_report, n_batch, n_tables, n_kernels, n_shared, n_given, all, block;
+};
+
+// the steps from first to end, for the block of chains that begins at a chain
+void run_block(const Plan& plan, const Thread& mine, const Given* each, int64_t first, int64_t end, int64_t begin) {
+  const int64_t n = plan.block, start = begin + n <= plan.all ? begin : plan.all - n;  // the last block overlaps
+  load_all(plan.chains, mine.chains, plan.n_chains, start, n);
+  for (int64_t k = first; k < end; ++k) {
+    if (k == first || plan.n_given > 1) {
+      const Given& given = each[k % plan.n_given];
+      load_all(given.batch, mine.batch, plan.n_batch, start, n);
+      gather_all(given.tables, mine.tables, plan.n_tables, start, n);
+      for (int64_t i = 0; i < plan.n_shared; ++i) mine.arguments[plan.shared[i]] = given.shared[i];
+    }
+    void* const* arguments = mine.arguments;
+    for (int64_t i = 0; i < plan.n_kernels; arguments += plan.kernels[i++].arguments)
+      plan.kernels[i](arguments);
+    store_all(plan.report, mine.report, plan.n_report, k, start, begin - start, n);
+  }
+  store_all(plan.chains, mine.chains, plan.n_chains, 0, start, begin - start, n);
+}
+
+}  // namespace
+
+// steps for one block of chains after the other; a thread that is free takes the next
+extern "C" void run_blocks(const Plan* plan, const Thread* threads, const Given* given, int64_t first, int64_t end, int many) {
+  const int64_t blocks = (plan->all + plan->block - 1) / plan->block;
+  // kernels with threads of their own must not be called within a parallel region, be it of one thread
+  if (many < 2)
+    for (int64_t b = 0; b < blocks; ++b) run_block(*plan, threads[0], given, first, end, b * plan->block);
+#ifdef _OPENMP
+  else {
+#pragma omp parallel for schedule(dynamic) num_threads(many)
+    for (int64_t b = 0; b < blocks; ++b)
+      run_block(*plan, threads[omp_get_thread_num()], given, first, end, b * plan->block);
+  }
+#endif
 }
 
 // row numbers [chains, size] to lanes [size, chains]; range: the least and the largest number so far

@@ -1,4 +1,4 @@
-"""Copy leaves of many chains between two memory layouts, by C++ kernels.
+"""Run the kernels of a compiled step for blocks of chains, and copy leaves of chains between two memory layouts, in C++.
 
 A leaf has the shape ``[chains, ...]``. In its own layout the numbers of one chain are contiguous. In the layout called *lanes*
 it has the same shape, and the axis of the chains is last in memory, so that the same number of neighbouring chains is
@@ -8,7 +8,7 @@ contiguous, and a vector instruction can compute several chains at once.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,19 +24,20 @@ _CPU = torch.device("cpu")
 _pointer, _integer, _small = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
-class _Leaf(ctypes.Structure):
-    """The struct ``Leaf`` of the kernels: one leaf in both layouts."""
+def _struct(name: str, pointers: str, integers: str = "") -> Any:
+    """A struct of the kernels: its fields that are addresses, then those that are integers of 64 bits."""
+    fields = [*[(field, _pointer) for field in pointers.split()], *[(field, _integer) for field in integers.split()]]
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
 
-    _fields_ = [("own", _pointer), ("lanes", _pointer), *[(name, _integer) for name in ("stride", "size", "bytes")]]
 
-
-class _Gather(ctypes.Structure):
-    """The struct ``Gather`` of the kernels: a table, row numbers, and the leaf in lanes for the result."""
-
-    _fields_ = [
-        *[(name, _pointer) for name in ("table", "rows", "lanes")],
-        *[(name, _integer) for name in ("length", "size", "bytes", "count", "total")],
-    ]
+# of the same names in the source, which says what the fields are
+Leaf = _struct("Leaf", "own", "stride size bytes next")
+Table = _struct("Gather", "table rows", "length size bytes count total")
+Kernel = _struct("Kernel", "at", "arguments")
+Thread = _struct("Thread", "chains batch tables report arguments")
+Given = _struct("Given", "batch tables shared")
+_COUNTS = "n_chains n_report n_batch n_tables n_kernels n_shared n_given all block"
+Plan = _struct("Plan", "chains report kernels shared", _COUNTS)
 
 
 @cache
@@ -46,9 +47,7 @@ def library() -> Any | None:
         found = compiled.load(_SOURCE)
     except (compiled.CompileError, OSError):
         return None
-    found.load_lanes.argtypes = [_pointer, _integer, _integer, _integer, _small]
-    found.store_lanes.argtypes = [_pointer, _integer, _integer, _integer, _integer, _small]
-    found.gather_lanes.argtypes = [_pointer, _integer, _integer, _integer, _small]
+    found.run_blocks.argtypes = [_pointer, _pointer, _pointer, _integer, _integer, _small]
     found.number_lanes.argtypes = [_pointer, _small, _pointer, _integer, _integer, _integer, _pointer, _small]
     return found
 
@@ -58,44 +57,34 @@ def in_lanes(x: Tensor, n: int) -> Tensor:
     return x.new_empty((*x.shape[1:], n)).movedim(-1, 0)
 
 
-class Move:
-    """Copies blocks of chains between leaves in their own layout and leaves in lanes.
+def addresses(xs: Sequence[Tensor]) -> Any:
+    """An array of the addresses of tensors."""
+    return (_pointer * len(xs))(*map(Tensor.data_ptr, xs))
+
+
+def array(kind: Any, entries: Sequence[Any]) -> Any:
+    """An array of structs."""
+    return (kind * len(entries))(*entries)
+
+
+def leaves(own: Sequence[Tensor], lanes: Sequence[Tensor]) -> Any:
+    """Describe leaves of all chains, ``[chains, ...]`` with the numbers of a chain contiguous, to be copied to and from lanes.
 
     Args:
-        own: leaves of all chains, ``[chains, ...]`` with the numbers of a chain contiguous.
-        lanes: leaves of one block of chains, in lanes.
+        own: the leaves.
+        lanes: those of one block of chains, in lanes.
 
-    The addresses of all tensors are read here once, so that they must not change.
+    Raises:
+        ValueError: memory that the kernels could not copy.
     """
-
-    def __init__(self, own: Sequence[Tensor], lanes: Sequence[Tensor]) -> None:
-        self.own, self.lanes = list(own), list(lanes)
-        of_lanes = {
-            f"leaf {i} in lanes": (y.movedim(0, -1), x.dtype, x[0].numel() * len(y))
-            for i, (x, y) in enumerate(zip(own, lanes, strict=True))
-        }
-        require_memory("lanes", _CPU, of_lanes)
-        for i, x in enumerate(own):  # one by one, since a batch may hold one tensor twice
-            require_memory("lanes", _CPU, {f"a chain of leaf {i}": (x[0], x.dtype, x[0].numel())})
-        rows = [
-            _Leaf(x.data_ptr(), y.data_ptr(), x.stride(0), x[0].numel(), x.element_size()) for x, y in zip(own, lanes)
-        ]
-        self.leaves, self.n = (_Leaf * len(rows))(*rows), len(rows)
-        self.chains, self.all = (len(lanes[0]), min(map(len, own))) if rows else (0, 0)
-        self.large = sum([x.numel() for x in lanes]) > _PARALLEL
-        self.kernels: Any = library()
-
-    def load(self, start: int) -> None:
-        """Copy the block of chains that begins at chain ``start`` into the lanes."""
-        if self.n:
-            _require_block(start, self.chains, self.all)
-            self.kernels.load_lanes(self.leaves, self.n, start, self.chains, _threads(self.large))
-
-    def store(self, start: int, skip: int) -> None:
-        """Copy the lanes back to the block of chains that begins at ``start``, except to its first ``skip`` chains."""
-        if self.n:
-            _require_block(start, self.chains, self.all)
-            self.kernels.store_lanes(self.leaves, self.n, start, skip, self.chains, _threads(self.large))
+    of_lanes = {
+        f"leaf {i} in lanes": (y.movedim(0, -1), x.dtype, x[0].numel() * len(y))
+        for i, (x, y) in enumerate(zip(own, lanes, strict=True))
+    }
+    require_memory("lanes", _CPU, of_lanes)
+    for i, x in enumerate(own):  # one by one, since a batch may hold one tensor twice
+        require_memory("lanes", _CPU, {f"a chain of leaf {i}": (x[0], x.dtype, x[0].numel())})
+    return array(Leaf, [Leaf(x.data_ptr(), x.stride(0), x[0].numel(), x.element_size(), 0) for x in own])
 
 
 class Rows:
@@ -128,50 +117,31 @@ class Rows:
         self.low, self.high = given
 
 
-class Gather:
-    """Computes ``table[rows]`` for a block of chains, and writes it into ``lanes``."""
+def gather(table: Tensor, rows: Rows, lanes: Tensor) -> Any:
+    """Describe ``table[rows]``, to be written into lanes.
 
-    def __init__(self, lanes: Tensor) -> None:
-        self.lanes = lanes
-        self.kernels: Any = library()
+    Args:
+        table: contiguous.
+        rows: the row numbers of all chains.
+        lanes: the leaf in lanes of one block of chains.
 
-    def of(self, table: Tensor, rows: Rows) -> Callable[[int], None]:
-        """Make a function that gathers from a table for one block.
-
-        Returns:
-            A function of the number of the first chain of the block.
-
-        Raises:
-            IndexError: a row number is out of range for the table.
-        """
-        table, length = table.contiguous(), len(table)
-        if rows.low < -length or rows.high >= length:  # negative numbers count from the end, as in torch
-            wrong = rows.low if rows.low < -length else rows.high
-            raise IndexError(f"capture: row {wrong} of the batch is out of range for a table of {length} rows")
-        block = {"table": (table, self.lanes.dtype, table.numel())}
-        elements = len(self.lanes) * (rows.lanes.numel() // rows.lanes.shape[-1]) * table[0].numel()
-        block["result"] = (self.lanes.movedim(0, -1), self.lanes.dtype, elements)
-        require_memory("lanes", _CPU, block)
-        addresses = (table.data_ptr(), rows.lanes.data_ptr(), self.lanes.data_ptr())
-        size, total = table[0].numel(), rows.lanes.shape[-1]
-        entry = _Gather(*addresses, length, size, table.element_size(), rows.lanes.numel() // total, total)
-        chains, threads = len(self.lanes), _threads(self.lanes.numel() > _PARALLEL)
-
-        # the default keeps both tensors alive, whose addresses are in ``entry``
-        def gather(start: int, kept: tuple[Tensor, Rows] = (table, rows)) -> None:
-            _require_block(start, chains, total)
-            self.kernels.gather_lanes(ctypes.byref(entry), 1, start, chains, threads)
-
-        return gather
+    Raises:
+        IndexError: a row number is out of range for the table.
+        ValueError: memory that the kernel could not read or write.
+    """
+    length = len(table)
+    if rows.low < -length or rows.high >= length:  # negative numbers count from the end, as in torch
+        wrong = rows.low if rows.low < -length else rows.high
+        raise IndexError(f"capture: row {wrong} of the batch is out of range for a table of {length} rows")
+    size, total = table[0].numel(), rows.lanes.shape[-1]
+    count = rows.lanes.numel() // total
+    block = {"table": (table, lanes.dtype, table.numel())}
+    block["result"] = (lanes.movedim(0, -1), lanes.dtype, len(lanes) * count * size)
+    require_memory("lanes", _CPU, block)
+    return Table(table.data_ptr(), rows.lanes.data_ptr(), length, size, table.element_size(), count, total)
 
 
 _PARALLEL = 2**13  # number of elements up to which one thread is faster than several
-
-
-def _require_block(start: int, chains: int, total: int) -> None:
-    """Refuse a block that reaches beyond the chains."""
-    if not 0 <= start <= total - chains:
-        raise ValueError(f"lanes: chains {start} to {start + chains} are not among {total}")
 
 
 def _threads(large: bool) -> int:

@@ -12,29 +12,32 @@ Row numbers of the batch are checked before the first block moves, so that a num
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bayesopt_chain import _torch
 from bayesopt_chain.loop.capture import lane_graph, lane_kernels
 from bayesopt_chain.loop.capture.buffers import Body
 from bayesopt_chain.loop.capture.graph import trace
-from bayesopt_chain.loop.capture.lane_kernels import Gather, Move, Rows, in_lanes
+from bayesopt_chain.loop.capture.kernels import CannotBeRecorded, Kernels
+from bayesopt_chain.loop.capture.lane_kernels import Rows, in_lanes
 from bayesopt_chain.loop.capture.replays import Compiled
 from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.loop.parallel import Parallel
+from bayesopt_chain.random.philox_cpu import Call, normals_kernel
 
 # the smallest number of chains that run in lanes: with fewer, copying costs more than lanes save (1.1 times as long with 64)
 FEWEST = 256
 _LEAST = 64  # smallest number of chains in a block, so that few lanes are empty
-_SIZE_OF_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")  # of a core's second level, as in "1024K"
+_SIZE_OF_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index0/size")  # of a core's first level, as in "48K"
 # with this setting inductor stores values that the gradient needs again, and does not compute them twice
-_OPTIONS = {"realize_opcount_threshold": 8}
+# each block is one thread's
+_OPTIONS = {"realize_opcount_threshold": 8, "cpp.threads": 1}
 
 
 def unchunked(body: Body) -> Body:
@@ -76,19 +79,17 @@ def _axes(step: Any, body: Body) -> list[int | None]:
 
 
 class Lanes:
-    """The program of a block of chains, called for one block after the other.
+    """The program of a block of chains, called for one block after the other, by several threads with blocks of their own.
 
     Attributes:
         body, step: all chains, with their static buffers.
         axes: the chain axis of every tensor of a step's batch.
         own: for every tensor of a batch and of ``each``, whether it has an axis of chains.
         block: the number of chains of a block.
-        batch: the batch of a block: buffers in lanes for tensors with an axis of chains, and the other tensors themselves.
-        program: the compiled step of a block.
+        kernels: the compiled step of a block.
         rows: for each batch of a call, the row numbers of its tensors that are such.
-        gathers: index of the table, index of the row numbers, and the operation that gathers.
-        chains: copies the static buffers of a block.
-        loaded: indices of the tensors of a batch that the program reads and that have an axis of chains.
+        gathers: index of the table, index of the row numbers, and the result in lanes, of each operation that gathers.
+        loaded: the tensors of a batch that the program reads and that have an axis of chains: index, and buffer in lanes.
     """
 
     def __init__(self, body: Body, graph: torch.fx.GraphModule) -> None:
@@ -96,15 +97,16 @@ class Lanes:
         self.body, self.step, self.axes = body, step, _axes(step, body)
         one = self.tensors_of_step(body.batch.tensors, 0)
         self.own = [d is not None for d in self.axes] + [True] * len(step.each)
-        self.block = _block(step.n, lane_graph.bytes_of_a_chain(graph, step.n, _own(body, graph)))
-        self.batch = [_of_block(x, self.block) if own else x for x, own in zip(one, self.own)]
+        threads = torch.get_num_threads()
+        self.block = _block(step.n, lane_graph.bytes_of_a_chain(graph, step.n, _own(body, graph)), threads)
+        batch = [_of_block(x, self.block) if own else x for x, own in zip(one, self.own)]
         each = len(self.axes)
         # the step of a block takes the values of ``each`` as a second part of its batch
         part = Body(
             step.of_any(self.block),
             body.params.tree([_of_block(x, self.block) for x in body.params.buffers]),
             body.state.tree([_of_block(x, self.block) for x in body.state.buffers]),
-            (body.batch.tree(self.batch[:each]), tuple(self.batch[each:])),
+            (body.batch.tree(batch[:each]), tuple(batch[each:])),
             body.steps,
             None,
             body.draws,
@@ -113,17 +115,42 @@ class Lanes:
         first = len(part.static)
         rows = lane_graph.Rows(graph, self.block, [*[True] * first, *self.own, *[False] * len(self.closed_over)])
         # kernels of this library write rows of tables and normals in lanes, as inputs of the compiled graph
-        rooms, places = lane_graph.lift_gathers(graph, rows)
-        normals, fills = lane_graph.lift_normals(graph, rows, part.static)
+        tables, places = lane_graph.lift_gathers(graph, rows)
+        normals, draws = lane_graph.lift_normals(graph, rows)
+        report = lane_graph.lift_report(graph, self.block)
         lane_graph.products(graph)
         read = [bool(node.users) for node in graph.graph.find_nodes(op="placeholder")]
-        self.program = Compiled(part, graph, [*self.closed_over, *rooms, *normals], _OPTIONS)
-        self.program.fills += fills
+        self.loaded = [(i, batch[i]) for i, own in enumerate(self.own) if own and read[first + i]]
         several = body.steps if body.batch.dim is not None else 1
         self.rows = [{j - first: Rows(one[j - first]) for _, j in places} for _ in range(several)]
-        self.gathers = [(i - first, j - first, Gather(room)) for (i, j), room in zip(places, rooms)]
-        self.chains = Move(body.static, part.static)
-        self.loaded = [i for i, own in enumerate(self.own) if own and read[first + i]]
+        self.gathers = [(i - first, j - first, table) for (i, j), table in zip(places, tables)]
+        program = Compiled(part, graph, [*self.closed_over, *tables, *normals, *report], _OPTIONS)
+        with torch.no_grad():
+            program.step(batch)  # the first call finds out how the generated function is called
+        if program.order is None:
+            raise CannotBeRecorded("inductor's function is called through torch's wrappers")
+        inputs = [*part.static, *batch, *self.closed_over, *tables, *normals, *report]
+        ends = [*accumulate(map(len, (part.static, batch, self.closed_over, tables, normals, report)))]
+        chains, of_batch, closed, of_tables, drawn, out = (range(a, b) for a, b in pairwise([0, *ends]))
+
+        def drawing(mine: list[Tensor]) -> list[Call]:
+            """The calls that draw normals in lanes into these inputs."""
+            kernel: Any = normals_kernel() if draws else None
+            places = zip(drawn, draws)
+            return [kernel.in_lanes(mine[i].movedim(0, -1), mine[k], mine[t], *what) for i, (k, t, *what) in places]
+
+        shared = [*[i for i, own in zip(of_batch, self.own) if not own], *closed]
+        buffers = chains, [of_batch[i] for i, _ in self.loaded], of_tables, out
+        threads = min(threads, -(-step.n // self.block))
+        self.kernels = Kernels(
+            *(program.program, program.order, inputs, shared, drawing, buffers, threads),
+            steps=body.steps,
+            single=body.single,
+            batches=several,
+            chains=lane_kernels.leaves(body.static, part.static),
+            n=step.n,
+            block=self.block,
+        )
 
     def tensors_of_step(self, batch: Sequence[Tensor], k: int) -> list[Tensor]:
         """Return the tensors of a step's batch and of ``each``, with the axis of chains moved to axis 0."""
@@ -132,48 +159,36 @@ class Lanes:
 
     def __call__(self, batch: list[Tensor]) -> Sequence[Tensor]:
         """Make all steps of a call for all chains, and return the tensors of the report."""
-        body, n = self.body, self.step.n
-        several = len(self.rows)
-        inputs = [self.inputs(self.tensors_of_step(batch, k), rows) for k, rows in enumerate(self.rows)]
-        reports: list[list[Sequence[Tensor]]] = [[] for _ in range(body.steps)]
-        graded = torch.is_grad_enabled()
-        _torch.set_grad_enabled(False)
-        try:
-            with uninterrupted():  # Ctrl-C between two blocks would leave chains at different steps
-                for begin in range(0, n, self.block):
-                    start = min(begin, n - self.block)  # the last block overlaps with the one before it
-                    self.chains.load(start)
-                    for k, report in enumerate(reports):
-                        tensors, loads = inputs[k % several]
-                        # one batch for all steps of a call is loaded once for each block
-                        for load in loads if not k or several > 1 else ():
-                            load(start)
-                        report.append([x[begin - start :] for x in self.program.step(tensors)])
-                    self.chains.store(start, begin - start)
-            return body.together([[torch.cat(parts) for parts in zip(*report)] for report in reports])
-        finally:
-            _torch.set_grad_enabled(graded)
+        kept = [self.give(k, self.tensors_of_step(batch, k), rows) for k, rows in enumerate(self.rows)]
+        reports = self.kernels.reports()
+        with uninterrupted():  # Ctrl-C between two blocks would leave chains at different steps
+            self.kernels.run(0, self.body.steps)
+        del kept  # until here the kernels may read it
+        return reports
 
-    def inputs(self, tensors: list[Tensor], rows: dict[int, Rows]) -> tuple[list[Tensor], list[Callable[[int], None]]]:
-        """Prepare a batch for the program.
+    def give(self, k: int, tensors: list[Tensor], rows: dict[int, Rows]) -> Any:
+        """Give the kernels the batch of a step.
 
         Args:
-            tensors: the tensors of a step's batch, from :meth:`tensors_of_step`.
+            k: the number of the step.
+            tensors: the tensors of the batch, from :meth:`tensors_of_step`.
             rows: by index, where to store the row numbers among them.
 
         Returns:
-            The inputs of the program, and functions of the number of a block's first chain that fill the inputs in lanes.
+            What has to stay alive until the steps are made.
 
         Raises:
             IndexError: a row number is out of range for its table.
         """
-        given = [lanes if own else x for x, lanes, own in zip(tensors, self.batch, self.own)]
         for i, numbers in rows.items():
             numbers.read(tensors[i])
         every = [*tensors, *self.closed_over]
-        whole = [tensors[i].contiguous() for i in self.loaded]
-        own = Move(whole, [self.batch[i] for i in self.loaded])
-        return given, [own.load, *[gather.of(every[i], rows[j]) for i, j, gather in self.gathers]]
+        whole = [tensors[i].contiguous() for i, _ in self.loaded]
+        tables = [every[i].contiguous() for i, *_ in self.gathers]
+        gathers = [lane_kernels.gather(x, rows[j], lanes) for x, (_, j, lanes) in zip(tables, self.gathers)]
+        shared = [*[x for x, own in zip(tensors, self.own) if not own], *self.closed_over]
+        leaves = lane_kernels.leaves(whole, [room for _, room in self.loaded])
+        return whole, tables, self.kernels.give(k, shared, leaves, lane_kernels.array(lane_kernels.Table, gathers))
 
 
 def _of_block(x: Tensor, n: int) -> Tensor:
@@ -181,27 +196,27 @@ def _of_block(x: Tensor, n: int) -> Tensor:
     return in_lanes(x, n).copy_(x[:n])
 
 
-def _block(chains: int, each: int) -> int:
+def _block(chains: int, each: int, threads: int) -> int:
     """Return the number of chains in a block.
 
-    It is a multiple of 16, so that vectors are full, unless there are fewer chains. What a thread reads of a block fills half
-    of its core's second-level cache: 5,000 chains with minibatches took 5 to 15 % longer with blocks of twice or four times
-    that, and 10 % longer with half of it, since every block's kernels have to be started. The number of chains is divided
-    into blocks of nearly equal size, so that the last two overlap little.
+    It is a multiple of 16, so that vectors are full, unless there are fewer chains. What a step reads of a block fits a core's
+    first-level cache, unless 64 chains need more. Blocks are of nearly equal size, so that the last two overlap little, and no
+    fewer than there are threads.
 
     Args:
         chains: the number of all chains.
         each: the number of bytes that a step reads for one chain.
+        threads: the number of threads.
     """
-    most = max(_LEAST, torch.get_num_threads() * _cache() // (2 * each))
+    most = min(max(_LEAST, _cache() // each), max(_LEAST, -(-chains // threads)))
     size = -(-chains // -(-chains // most))
     return min(chains, -(-size // 16) * 16)
 
 
 @cache
 def _cache() -> int:
-    """Return the bytes of a core's second-level cache: what the system says, or 1 MiB."""
+    """Return the bytes of a core's first-level cache for data: what the system says, or 32 KiB."""
     try:
         return int(_SIZE_OF_CACHE.read_text().strip().removesuffix("K")) << 10
     except (OSError, ValueError):
-        return 1 << 20
+        return 32 << 10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from operator import is_
 from time import perf_counter
@@ -13,12 +14,16 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import _torch
+from bayesopt_chain.loop.capture import lane_kernels
 from bayesopt_chain.loop.capture.buffers import Body
 from bayesopt_chain.loop.capture.cache import keyed_cache
 from bayesopt_chain.loop.capture.errors import CaptureError, first_line, users_line
 from bayesopt_chain.loop.capture.graph import lift_draws, write_out_multiples
+from bayesopt_chain.loop.capture.kernels import CannotBeRecorded, Kernels
 from bayesopt_chain.loop.interrupts import uninterrupted
+from bayesopt_chain.random.philox_cpu import Call
 
+LARGE = 2**24  # bytes of the inputs of a step from which on Python takes a small part of it
 HELD = 0.02  # seconds for which Ctrl-C waits at most, beside the step that is running
 
 
@@ -42,6 +47,8 @@ class Compiled:
         batch_at: for each tensor of a batch, its indices in ``inputs``.
         fills: functions that draw noise into some of the inputs before the program runs.
         program: the function that runs the step, given the inputs.
+        order: which inputs, by their indices in the graph, the generated function takes, where it is called directly.
+        kernels: the recorded kernels of the program, which make the steps of later calls; ``None`` if it has to be called.
     """
 
     def __init__(
@@ -65,7 +72,8 @@ class Compiled:
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
             for x in body.batch.of_step(body.batch.tensors, 0)
         ]
-        self.inputs, self.fills = [*body.static, *example, *closed_over], list[Callable[[], None]]()
+        self.closed_over = closed_over
+        self.inputs, self.fills = [*body.static, *example, *closed_over], list[Call]()
         on_cpu = all([x.device.type == "cpu" for x in self.inputs])
         if on_cpu:  # a CUDA graph keeps the memory of its draws, and nothing outside of it runs at a replay
             lifted, self.fills = lift_draws(graph, body.static)
@@ -78,9 +86,13 @@ class Compiled:
         with torch.no_grad(), inductor.patch(settings), keyed_cache(on_cpu) as fakes:
             self.compiled: Any = compile_fx(graph, fakes(self.inputs), inner_compile=remember)
         self.program = self._first if on_cpu else self._wrapped
+        self.order: list[int] | None = None
+        self.kernels: Kernels | None = None
 
     def __call__(self, batch: list[Tensor]) -> Sequence[Tensor]:
         """Make all steps of a call, and return the tensors of the report."""
+        if self.kernels is not None:
+            return self._by_kernels(self.kernels, batch)
         graded = torch.is_grad_enabled()
         _torch.set_grad_enabled(False)
         try:
@@ -97,6 +109,21 @@ class Compiled:
             return self.body.together(reports)
         finally:
             _torch.set_grad_enabled(graded)
+
+    def _by_kernels(self, kernels: Kernels, batch: list[Tensor]) -> Sequence[Tensor]:
+        """Make all steps of a call by the recorded kernels."""
+        body, done, many = self.body, 0, 1
+        # a batch and its addresses stay alive as long as this call
+        kept = [kernels.give(k, [*body.batch.of_step(batch, k), *self.closed_over]) for k in range(len(kernels.given))]
+        reports = kernels.reports()
+        while done < body.steps:
+            with uninterrupted():
+                began = perf_counter()
+                kernels.run(done, end := min(done + many, body.steps))
+            # as many steps as take HELD seconds
+            many, done = max(1, int(HELD * (end - done) / (perf_counter() - began + 1e-9))), end
+        del kept
+        return reports
 
     def step(self, batch: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run the program once; gradients must be off, and Ctrl-C held back."""
@@ -139,9 +166,31 @@ class Compiled:
         untouched = len(out) == len(returned) and all(map(is_, out, returned))
         if untouched and len(place) == len(args) and set(order) == set(range(len(args))):
             self.program = function
-            self.inputs = [self.inputs[i] for i in order]
+            self._record(function, order)
+            self.inputs, self.order = [self.inputs[i] for i in order], order
             self.batch_at = [tuple(k for k, o in enumerate(order) if o == i) for (i,) in self.batch_at]
         return out
+
+    def _record(self, function: Any, order: list[int]) -> None:
+        """Record the kernels of the generated function, if it does nothing but to call them, and the step is a small one.
+
+        Recorded kernels keep all memory that the function allocates, and a large step does not wait for Python.
+        """
+        static = self.body.static
+        if sum([x.nbytes for x in self.inputs]) > LARGE or lane_kernels.library() is None:
+            return
+        shared = range(len(static), len(static) + len(self.batch_at) + len(self.closed_over))
+        before = [x.clone() for x in static]
+        with suppress(CannotBeRecorded):
+            batches = 1 if self.body.batch.dim is None else self.body.steps
+            self.kernels = Kernels(
+                *(function, order, self.inputs, shared, lambda _: self.fills),
+                steps=self.body.steps,
+                single=self.body.single,
+                batches=batches,
+            )
+        for x, old in zip(static, before):
+            x.copy_(old)
 
 
 class Interpreted:

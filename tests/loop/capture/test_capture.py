@@ -811,3 +811,31 @@ def test_a_program_is_found_again_with_the_same_bits_and_not_for_another_process
     monkeypatch.setattr(cache, "tag", lambda on_cpu: f"{mine} {newer}")
     other, *compiled = five_steps()
     assert compiled == [0, 1] and torch.equal(first, other)
+
+
+@compiled
+@pytest.mark.parametrize("steps", [1, 5])
+def test_recorded_kernels_make_the_bits_of_the_generated_function(steps, monkeypatch):
+    data, scale = torch.randn(9, 40, 6, generator=torch.Generator().manual_seed(1)), torch.tensor(2.0)
+    params, tx = {"w": torch.ones(6), "b": torch.zeros(3, 2)}, bc.sghmc(torch.tensor(0.01), temperature=0.1)
+    state = tx.init(params)
+    several = {"steps": steps, "batch_dim": 0, "draws": True} if steps > 1 else {}
+
+    def loss(params, batch):
+        return scale * (batch * params["w"]).square().mean() + (params["b"] - 1.0).square().sum(), batch[0].exp()
+
+    def run():
+        fast = bc.capture(bc.make_step(loss, tx), params, state, data[:steps] if several else data[0], **several)
+        made, infos = (params, state), []
+        for k in range(4):
+            scale.set_(torch.tensor(2.0 + k))  # read where it is now, as batches are
+            *made, info = fast(*made, data[k : k + steps] if several else data[k])
+            infos.append(info)
+        return fast._program.replay, optree.tree_leaves(([x.clone() for x in optree.tree_leaves(made)], infos))
+
+    replay, found = run()
+    assert replay.kernels is not None
+    monkeypatch.setattr(replays, "LARGE", -1)
+    replay, wanted = run()
+    assert replay.kernels is None
+    assert all([torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(found, wanted, strict=True)])

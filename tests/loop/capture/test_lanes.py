@@ -1,6 +1,7 @@
 """Many small chains in lanes and blocks make the steps that stacked ones make."""
 
 import copy
+import ctypes
 from typing import Any
 
 import optree
@@ -11,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import bayesopt_chain as bc
-from bayesopt_chain.loop.capture import lane_kernels, lanes, replays
+from bayesopt_chain.loop.capture import kernels, lane_kernels, lanes, replays
 from bayesopt_chain.loop.capture.lanes import Lanes
 from tests.distributed.ranks import run
 from tests.loop.beside import COMPILED, assert_close, follow
@@ -213,18 +214,27 @@ def test_what_lanes_cannot_do_keeps_the_old_way(why, uncompiled, monkeypatch):
 
 
 def test_a_chain_sees_its_own_part_of_any_leaf():
+    """Blocks of 33 of 70 chains, the last of which overlaps: a leaf comes into lanes, and a report goes out of them."""
     for shape in ((70, 3), (70,), (70, 2, 9), (70, 0)):
         for dtype in (torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.uint8):
-            own = torch.randint(0, 200, shape).to(dtype)
-            room = lane_kernels.in_lanes(own, 33)
-            move = lane_kernels.Move([own], [room])
-            move.load(20)
-            assert torch.equal(room, own[20:53])
-            want = own.clone()
-            want[27:53] += 1
-            room += 1
-            move.store(20, 7)
-            assert torch.equal(own, want)
+            own, out = torch.randint(0, 200, shape).to(dtype), torch.zeros(shape, dtype=dtype)
+            room, none = lane_kernels.in_lanes(own, 33), lane_kernels.addresses([])
+            batch, report = lane_kernels.leaves([own], [room]), lane_kernels.leaves([out], [room])
+            at, here = ctypes.addressof, lane_kernels.addresses([room])
+            thread = lane_kernels.Thread(*map(at, (none, here, none, here, none)))
+            given = lane_kernels.Given(*map(at, (batch, none, none)))
+            plan = lane_kernels.Plan(*map(at, (none, report, none, none)), 0, 1, 1, 0, 0, 0, 1, 70, 33)
+            lane_kernels.library().run_blocks(*map(ctypes.byref, (plan, thread, given)), 0, 1, 1)
+            assert torch.equal(room, own[37:])
+            assert torch.equal(out, own)
+
+
+def test_a_program_that_does_more_than_to_call_kernels_stays_stacked(monkeypatch):
+    monkeypatch.setattr(kernels, "_CALLS", frozenset())  # nothing is known to be harmless
+    chains, params, state, batch = network(5)
+    fast = bc.capture(chains, params, state, batch)
+    assert isinstance(fast._program.replay, replays.Compiled)
+    follow(chains, fast, (params, state), [batch] * 2, **CLOSE)
 
 
 def lanes_of(n: int, mesh: Any = None) -> tuple[list[int], Any, str]:
