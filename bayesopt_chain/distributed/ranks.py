@@ -385,7 +385,7 @@ def gather_objects(value: T, mesh: Mesh | None) -> list[T]:
 
     Args:
         value: this rank's value, which is pickled, so that it should be small.
-        mesh: the ranks; ``None`` for all ranks.
+        mesh: the ranks, a mesh of any number of axes, each of which takes a message; ``None`` for all ranks.
 
     Returns:
         The values in the order of ranks, on every rank.
@@ -393,8 +393,11 @@ def gather_objects(value: T, mesh: Mesh | None) -> list[T]:
     # Behind ``torchrun`` there can be several ranks and no process group yet, over which values could be sent.
     if mesh is None and (world().size == 1 or not dist.is_initialized()):
         return [value]
-    out: list[Any] = [None] * (world().size if mesh is None else mesh.size())
-    dist.all_gather_object(out, value, group=None if mesh is None else mesh.get_group())
+    out: list[Any] = [value]
+    for group in [None] if mesh is None else [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]:
+        every: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(every, out, group=group)
+        out = [*itertools.chain(*every)]
     return out
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesopt_chain import kinds
-from bayesopt_chain.distributed.ranks import world
+from bayesopt_chain.distributed.ranks import require_alike, world
 from bayesopt_chain.distributed.shards import are_spread
 from bayesopt_chain.loop.module_state import ModuleState
 from bayesopt_chain.modules.functional import evaluating, make_functional
@@ -24,7 +24,7 @@ from bayesopt_chain.posterior.batches import logits_of
 from bayesopt_chain.runs.draws import Draws, Reduce
 from bayesopt_chain.runs.folder import STEP, Folder, drawn
 from bayesopt_chain.runs.run import Iteration, ResumableBatches, Run, describe_optimizer, require_same
-from bayesopt_chain.runs.store import SHARD_BYTES, Place, Store, gathered
+from bayesopt_chain.runs.store import ALIKE, SHARD_BYTES, Place, Store, gathered, mesh_of
 
 _COUNTING = kinds.Kind(lambda x: hasattr(x, "global_step"), "what a trainer gives its callbacks, with global_step")
 AGAIN = 1.0  # seconds after which draws that could not be written are tried again, at least
@@ -47,6 +47,7 @@ class Collector:
         self.collects = world().rank == 0
         self.counts = optimizer is not None  # whether the optimizer tells of its steps
         self.known = path is None or not self.collects  # whether it is known where the loop stands
+        self.compared = False  # whether ranks that hold parts of the model were found to keep draws of the same steps
         run = Run(None, self._params(), (), ResumableBatches(None), 0, after, every)  # type: ignore[arg-type]
         place = Place() if path is None or not self.collects else Place(path, path)
         self.store, self.folder = Store(run, place, seconds), None
@@ -89,7 +90,8 @@ class Collector:
                 a posterior (:class:`bayesopt_chain.optim.IVON`) a draw from it is kept, number ``step`` of its draws.
 
         Raises:
-            ValueError: in a directory that holds draws, a loop that does not say where it goes on, or that left some out.
+            ValueError: in a directory that holds draws, a loop that does not say where it goes on, or that left some out;
+                ranks with parts of one model that keep draws of other steps.
         """
         kinds.require("collect", step=(step, kinds.WHOLE.or_none()))
         if step is None and not self.known:
@@ -102,6 +104,11 @@ class Collector:
         if step - 1 != self.step:
             self.load_state_dict({"step": step - 1})
         self.step, self.known = step, True
+        if not self.compared:  # behind the first step, since the module may have been sharded after the call
+            self.compared, mesh = True, mesh_of(self._params())
+            if mesh is not None:
+                asked = {"every": self.every, "after": self.after, "steps so far": step}
+                require_alike(ALIKE.format("collect"), asked, mesh)
         store = self.store
         if not store.run.is_draw(step):
             return

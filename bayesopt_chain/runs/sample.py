@@ -157,8 +157,8 @@ def sample(
         draws in a row that lie further above the median of the run than 100 times ``T P / 2`` and its spread.
 
     Raises:
-        ValueError: arguments that make no run; a directory with another run, naming what differs; callbacks with a state
-            that have not seen its steps; a damaged file.
+        ValueError: arguments that make no run; other ones on ranks that share a chain; a directory with another run, naming
+            what differs; callbacks with a state that have not seen its steps; a damaged file.
         RuntimeError: another process writes to ``path``, or to the folder of a chain that goes on here.
         OSError: the disk is full or read-only; what was committed stays whole. This and any other exception in the middle of
             a run carries all finished draws in its attribute ``draws``.
@@ -208,7 +208,8 @@ def sample(
         state = seeded(state, seed, getattr(step, "numbers", None))
     about = (steps, burn_in, thinning, chains, callbacks, progress, seed, keep)
     run = Run(step, params, state, ResumableBatches(batches), *about)
-    place = place_of(None if path is None else Path(path).absolute(), step, (params, state))
+    alike = {"steps": steps, "burn_in": burn_in, "thinning": thinning, "seed": seed, "keep": keep}
+    place = place_of(None if path is None else Path(path).absolute(), step, (params, state), alike)
     if path is not None:
         getattr(step, "_keep_apart", bool)(place.alone and place.rank.size > 1)
     if place.mesh is not None or place.sharded:

@@ -100,16 +100,27 @@ class Place(NamedTuple):
         return None if self.chains is None else [self.chains.start, self.chains.stop]
 
 
-def place_of(path: Path | None, step: Any, tree: Any) -> Place:
+ALIKE = "{}: ranks that share a chain were given other {{}}; give the same on all of them"
+
+
+def mesh_of(tree: Any) -> Any:
+    """The largest mesh on which DTensors of a tree lie; ``None`` where there are none."""
+    return max([x.device_mesh for x in optree.tree_leaves(tree) if is_dtensor(x)], key=lambda m: m.size(), default=None)
+
+
+def place_of(path: Path | None, step: Any, tree: Any, asked: Mapping[str, Any]) -> Place:
     """The place of this rank.
 
     Args:
         path: the directory of the run; ``None``: in memory.
         step: of the run, which may know a mesh of chains, and one of data.
         tree: parameters and state.
+        asked: what all ranks that share these chains have to be given alike, by its name: a rank that drew after other steps
+            would wait for messages that never come, or add to its draws what others made of other steps.
 
     Raises:
-        ValueError: meshes that leave out some of the ranks; with a directory, DTensors on several meshes.
+        ValueError: ranks that were given other numbers; meshes that leave out some of the ranks; with a directory, DTensors on
+            several meshes.
     """
     chains, data = (
         getattr(step, "mesh", None),
@@ -125,9 +136,11 @@ def place_of(path: Path | None, step: Any, tree: Any) -> Place:
     meshes = list(dict.fromkeys(x.device_mesh for x in optree.tree_leaves(tree) if is_dtensor(x)))
     of_shards = meshes[0] if len(meshes) == 1 and meshes[0].ndim == 1 else None
     numbers, total = getattr(step, "numbers", None), getattr(step, "total", None)
+    shared = mesh_of(tree) if data is None else data
+    if shared is not None and shared.size() > 1:
+        require_alike(ALIKE.format("sample"), {**asked, "path": path is None}, shared)
     if path is None:
-        mesh = of_shards if data is None else data
-        return Place(mesh=mesh if mesh is not None and mesh.size() > 1 else None)
+        return Place(mesh=shared if shared is not None and shared.size() > 1 else None)
     if sharded and chains is None:
         return Place(path, path, True, None, numbers, total)
     if sharded and of_shards is None:
