@@ -16,10 +16,10 @@ from bayesopt_chain import batches, kinds
 from bayesopt_chain.ensemble import held
 from bayesopt_chain.ensemble.data import LEAST, LEAST_SCORED, Data, Scale, moments, read
 from bayesopt_chain.ensemble.ensemble import Ensemble
-from bayesopt_chain.ensemble.members import Members, described, members_of, principal_axes
+from bayesopt_chain.ensemble.members import Members, described, frozen_of, members_of, principal_axes
 from bayesopt_chain.ensemble.recipe import FAN_IN, FEWEST, MORE, RATES, TRIAL, USUAL, Trained, Training
 from bayesopt_chain.ensemble.report import Progress, Report
-from bayesopt_chain.ensemble.stages import Stages, checksum
+from bayesopt_chain.ensemble.stages import Stages
 from bayesopt_chain.ensemble.training import FLOOR, Problem, vmappable
 from bayesopt_chain.likelihoods import Likelihood, gaussian, weighted
 from bayesopt_chain.likelihoods._likelihood import REAL
@@ -169,7 +169,7 @@ def posterior_ensemble(
     alike = variance is not None and not bool((variance > 0).any())
     residuals = alike and likelihood.has_noise_scale
     if standardize is None:
-        standardize = not residuals and not plain.frozen()
+        standardize = not residuals and not frozen_of(plain.still.module)
     scale = Scale.of(raw, likelihood, plain.still.module) if standardize else Scale()
     with kinds.blaming("posterior_ensemble", "data"):
         networks = members_of(make_model, members, seed, raw.device, scale, few).looked_at(raw.inputs_of(LEAST))
@@ -196,9 +196,9 @@ def posterior_ensemble(
     about = {**chosen, "lr": lr}
     if path is not None or mesh is not None:  # what another process or rank is to have too
         about |= {
-            "data": checksum((raw.inputs, raw.targets)),
-            "starts": checksum(networks.params),
-            "frozen": checksum(networks.frozen()),
+            "data": describe(batches.flatten((raw.inputs, raw.targets))[0]),
+            "starts": describe(networks.params),
+            "frozen": describe(frozen_of(networks.still.module)),
             "network": described(networks.training.module),
             "likelihood": [likelihood.name, describe(trained)],
         }
@@ -211,7 +211,7 @@ def posterior_ensemble(
     shared = [(x, x.clone()) for x in networks.attributes()]
     with kinds.blaming("posterior_ensemble", f"a step of training with batch_size={size}"):
         problem = replace(problem, loop=not vmappable(problem))
-        training = Training(problem, stages, shown, event, prior_precision, not likelihood.has_classes)
+        training = Training(problem, stages, shown, event, prior_precision)
         cost = stages.once("cost", lambda: _cost(training, chosen["steps"], minutes, lr, began, chains))
         if not all(torch.equal(x, before) for x, before in shared):
             raise ValueError(

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from bayesopt_chain import batches, kinds
 from bayesopt_chain.checks import short
 from bayesopt_chain.ensemble.data import Scale, require_inputs
-from bayesopt_chain.ensemble.members import Members, described, members_of
+from bayesopt_chain.ensemble.members import Members, described, frozen_of, members_of
 from bayesopt_chain.ensemble.report import Report
-from bayesopt_chain.ensemble.stages import checksum, read_or_refuse
+from bayesopt_chain.ensemble.stages import read_or_refuse
 from bayesopt_chain.ensemble.training import Tensors, outputs_of
 from bayesopt_chain.likelihoods import Likelihood, Predictive, gaussian, weighted
 from bayesopt_chain.modules.functional import arguments_of, copied, write_back
@@ -26,14 +26,14 @@ from bayesopt_chain.runs import files
 from bayesopt_chain.runs.draws import Draws
 from bayesopt_chain.runs.run import describe, difference
 
-FORMAT = 3
+FORMAT = 4
 MOST_NUMBERS = 2**26  # of outputs of all draws that are kept, if they are of classes
 # what a file has
 KEYS = {
     *("params", "buffers", "factor", "report", "noise", "seed", "scale", "loop"),
-    *("format", "likelihood", "network", "frozen"),
+    *("format", "parameters", "likelihood", "network", "frozen"),
 }
-WHAT = {"likelihood": "likelihood", "network": "network", "frozen": "network, its frozen parameters differ,"}
+WHAT = {"likelihood": "likelihood", "frozen": "network, its frozen parameters differ,"}
 
 
 @dataclass(frozen=True)
@@ -228,17 +228,10 @@ class Ensemble:
         params, buffers = state["params"], state["buffers"]
         scale = Scale(*state["scale"])
         members = members_of(make_model, next(iter(params.values())).shape[1], state["seed"], None, scale)
-        wanted = {k: tuple(x.shape[1:]) for k, x in members.params.items()}
-        found = {k: tuple(x.shape[2:]) for k, x in params.items()}
-        if wanted != found:
-            wrong = sorted(k for k in {*wanted, *found} if wanted.get(k) != found.get(k))
-            raise ValueError(
-                f"Ensemble.open: make_model makes other parameters than the file's: {', '.join(wrong[:4])}"
-            )
         for name, mine in _known(likelihood, members).items():
             if what := difference({name: state[name]}, {name: mine}):
                 raise ValueError(
-                    f"Ensemble.open: this is not the {WHAT[name]} that was saved: {what}; pass what the call had"
+                    f"Ensemble.open: this is not the {WHAT.get(name, 'network')} that was saved: {what}; pass what the call had"
                 )
         if state["noise"] is not None:
             likelihood = (
@@ -290,9 +283,10 @@ def _known(likelihood: Likelihood, members: Members) -> dict[str, Any]:
     """What a file says of likelihood and network, to be compared when it is opened."""
     described_likelihood = None if likelihood.has_noise_scale else describe(likelihood)
     return {
+        "parameters": {name: list(x.shape[1:]) for name, x in members.params.items()},
         "likelihood": [likelihood.name, described_likelihood],
         "network": described(members.still.module),
-        "frozen": checksum(members.frozen()),
+        "frozen": describe(frozen_of(members.still.module)),
     }
 
 

@@ -64,10 +64,6 @@ class Members(NamedTuple):
         """Tensors of the network in training that are neither parameters nor buffers, which all members share."""
         return [x for layer in self.training.module.modules() for x in vars(layer).values() if isinstance(x, Tensor)]
 
-    def frozen(self) -> dict[str, Tensor]:
-        """The parameters that all members share, by name."""
-        return {n: p.detach() for n, p in _frozen(self.still.module).items()}
-
 
 def described(module: nn.Module) -> dict[str, Any]:
     """What a network computes, as JSON that compares: of every layer its class, what it shows, and, of one's own, its code."""
@@ -105,7 +101,7 @@ def members_of(
     """
     scale = scale or Scale()
     first, parts = _placed(_made(make_model, 1000 * seed, inputs), device), []
-    frozen = _frozen(first)
+    frozen = frozen_of(first)
     for i in range(members):
         network = _placed(_made(make_model, 1000 * seed + i, inputs), device) if i else first
         part = make_functional(network)
@@ -116,7 +112,7 @@ def members_of(
             raise ValueError(
                 f"posterior_ensemble: make_model returned other parameters for member {i} than for member 0"
             )
-        own = _frozen(network)
+        own = frozen_of(network)
         if any(x is not own[n] and not torch.equal(x, own[n]) for n, x in frozen.items()):
             raise ValueError(
                 "posterior_ensemble: the members' frozen parameters differ, but they share one network: load the same "
@@ -178,20 +174,21 @@ def principal_axes(members: Members, data: Data, scale: Scale) -> dict[str, Tens
     return found
 
 
-def _frozen(module: nn.Module) -> dict[str, Tensor]:
+def frozen_of(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters that all members share, by name."""
     return {name: p for name, p in module.named_parameters() if not p.requires_grad}
 
 
 def _copied(module: nn.Module) -> nn.Module:
     """A copy that shares the frozen parameters."""
-    return copied(module, {id(p): p for p in _frozen(module).values()})
+    return copied(module, {id(p): p for p in frozen_of(module).values()})
 
 
 def _placed(module: nn.Module, device: Any) -> nn.Module:
     """The module on a device; one that shares frozen parameters with a user's module leaves that one where it is."""
     if device is None:
         return module
-    elsewhere = any(p.device != torch.device(device) for p in _frozen(module).values())
+    elsewhere = any(p.device != torch.device(device) for p in frozen_of(module).values())
     return (copied(module) if elsewhere else module).to(device)
 
 

@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.ensemble import held
-from bayesopt_chain.ensemble.held import Fold
 from bayesopt_chain.ensemble.report import Progress
 from bayesopt_chain.ensemble.stages import Stages
 from bayesopt_chain.ensemble.training import (
@@ -52,6 +51,7 @@ MORE, RATE = 0.3, 0.3  # steps with all data, and their rate
 KEPT = 20  # times that a training under way is written to disk, and that its pace is measured
 FEWEST = 20  # steps that a budget comes to
 TIMED = 20  # steps that are timed
+UNDER_WAY = ("now", "pilots", "kept", "noise", "steps", "z", "ends")  # what is written besides steps and tensors
 PRIORS = USUAL, FAN_IN = "usual prior", "fan-in prior"
 
 
@@ -63,10 +63,10 @@ class Trained(NamedTuple):
         pilots: outputs of each member on the fold that it left out, before it was trained on all data.
         priors: of each member at first.
         kept: the members whose prior was taken.
-        precision: of each member's prior at the end, ``[M, P]``.
         noise: of training at the end, ``[M, *event]``, in units of the targets' variance.
         steps: of training, and with all data.
         z: by how many standard errors the fan-in prior was better; ``None`` where there was nothing to compare.
+        ends: theta and buffers before any member saw all data; nothing before.
     """
 
     theta: Tensor
@@ -74,10 +74,10 @@ class Trained(NamedTuple):
     pilots: list[Tensor]
     priors: list[str]
     kept: list[int]
-    precision: Tensor
     noise: Tensor
     steps: tuple[int, int]
     z: float | None
+    ends: dict[str, Any]
 
 
 def rate_at(step: int, lr: float, first: int, second: int, again: Any = RATE) -> Any:
@@ -123,73 +123,59 @@ class Training:
         stages, progress: where it is written, and shown.
         event: the shape of one datum's outputs.
         prior: a precision for all weights, or ``None`` for the recipe.
-        fan_in: whether half of the members try the fan-in prior.
 
     Attributes:
         last: what training came to when its outputs were last looked at and finite; ``None`` before.
-        ends: parameters and buffers of all members before they saw all data, ``None`` before.
+        now: the priors in force.
+        pilots, kept, noise, steps, z, ends: as in :class:`Trained`, so far.
     """
 
-    def __init__(
-        self,
-        problem: Problem,
-        stages: Stages,
-        progress: Progress,
-        event: Any,
-        prior: float | None,
-        fan_in: bool,
-    ) -> None:
-        self.problem, self.stages, self.progress, self.event = problem, stages, progress, event
+    def __init__(self, problem: Problem, stages: Stages, progress: Progress, event: Any, prior: float | None) -> None:
+        self.problem, self.stages, self.progress = problem, stages, progress
         theta, count = problem.theta, problem.count
         self.priors = [USUAL] * count
-        if prior is None and fan_in:
+        if prior is None and not problem.likelihood.has_classes:
             self.priors = [FAN_IN] if count == 1 else [PRIORS[m % 2] for m in range(count)]
         usual = torch.full_like(theta[0], 1.0 if prior is None else prior)
         self.precision_of = {USUAL: usual, FAN_IN: problem.fan_in() if prior is None else usual}
         c = torch.tensor([NOISE if p == USUAL else FIRST for p in self.priors], dtype=torch.float64, device="cpu")
         self.noise = c.reshape(count, *[1] * len(event)).expand(count, *event).clone()
-        self.order = Order(problem, True, 1)
+        self.now, self.kept, self.steps, self.z = self.priors, list(range(count)), (0, 0), None
+        self.pilots, self.ends, self.last = list[Tensor](), dict[str, Any](), None
         buffers = stages.own(problem.members.buffers)
         own = stages.own(theta)
         self.params = {"theta": own}
         self.chains = problem.stepper(adam, buffers, each=self.each(1e-3))
         self.state = started(self.chains, adam, own, buffers, 7919 * problem.seed + 2)
-        self.last: Trained | None = None
-        self.steps = 0, 0
-        self.ends: dict[str, Any] | None = None
-        self.run = program(self.chains, self.params, self.state, self.batch(0, self.order, self.priors, True))
+        self.prepare()
+        self.run = program(self.chains, self.params, self.state, self.batch(0))
 
-    def batch(self, step: int, order: Order, priors: list[str], held_out: bool) -> Any:
-        """What a step takes."""
-        return *order.batch(step), *self.constants(priors, held_out)
+    def prepare(self) -> None:
+        """Set what steps take by the priors, the noise and the data of now, and with which part of the rate members go on."""
+        self.order = Order(self.problem, not self.pilots, 3 if self.pilots else 1)
+        n = self.problem.data.size - (0 if self.pilots else len(self.problem.folds[0]))
+        decay = torch.stack([self.precision_of[p] for p in self.now]) / n
+        self.fixed = constants(self.problem, self.noise, decay)
+        heights = [RATE if self.priors[m] == self.now[m] else 1.0 for m in self.problem.mine]
+        self.again = torch.tensor(heights, dtype=torch.float64, device="cpu")
 
-    def constants(self, priors: list[str], held_out: bool) -> tuple[Tensor, ...]:
-        """Noise, decay and scale of this rank's members."""
-        n = self.problem.data.size - (len(self.problem.folds[0]) if held_out else 0)
-        decay = torch.stack([self.precision_of[p] for p in priors]) / n
-        return constants(self.problem, self.noise, decay)
+    def batch(self, step: int) -> Any:
+        """What a step takes: data, and noise, decay and scale of this rank's members."""
+        return *self.order.batch(step), *self.fixed
 
     def each(self, lr: Any) -> dict[str, Tensor]:
         """The rate of this rank's members, one for all or one for each."""
         theta: Any = self.params["theta"]
         return {"lr": torch.as_tensor(lr, dtype=theta.dtype, device=theta.device).expand(len(theta)).clone()}
 
-    def again(self, priors: list[str]) -> Tensor:
-        """With which part of the rate this rank's members go on under these priors."""
-        heights = [RATE if self.priors[m] == priors[m] else 1.0 for m in self.problem.mine]
-        return torch.tensor(heights, dtype=torch.float64, device="cpu")
-
     def seconds(self) -> float:
         """Of one step, measured."""
         each = self.each(1e-3)
-        return timed(
-            lambda i: self.run(self.params, self.state, self.batch(i, self.order, self.priors, True), each), TIMED
-        )
+        return timed(lambda i: self.run(self.params, self.state, self.batch(i), each), TIMED)
 
     def rate(self, steps: int) -> dict[str, Any]:
         """The largest of three rates whose descent is within 5 % of the best, each tried on one network."""
         count, tried = len(self.problem.mine), max(10, round(TRIAL * steps))
-        fixed = self.constants(self.priors, True)
         traces: list[Tensor] = []
         self.progress.stage("rate", -(-len(RATES) // count) * tried)
         for at in range(0, len(RATES), count):
@@ -198,8 +184,7 @@ class Training:
             )
             params, state, losses, each = self.of_first(self.params), self.state, [], self.each(rates)
             for i in range(tried):
-                batch = self.of_first((*self.order.batch(i), *fixed))
-                params, state, loss = self.run(params, state, batch, each)
+                params, state, loss = self.run(params, state, self.of_first(self.batch(i)), each)
                 losses.append(loss)
                 self.progress()
             traces.append(torch.stack(losses)[:, : len(RATES) - at])
@@ -227,19 +212,15 @@ class Training:
             until: when it has to end, by the clock of ``time.perf_counter``; as many steps as fit. Default: no end.
             most: the steps that may become of ``steps`` then.
         """
-        problem, stages = self.problem, self.stages
-        start, pilots, kept, z = 0, [], list(range(problem.count)), None
+        stages, start = self.stages, 0
         self.steps = steps, max(1, round(MORE * steps))
-        priors, order = self.priors, self.order
         both: Any = (self.params, self.state)
         spec = optree.tree_structure(both)
         if half := stages.read("training under way"):
-            start, priors, pilots, kept, z = (half[k] for k in ("step", "priors", "pilots", "kept", "z"))
-            self.steps, self.noise = half["steps"], half["noise"]
-            until = until and time.perf_counter() + half["left"]
+            start, until = half["step"], until and time.perf_counter() + half["left"]
+            self.now, self.pilots, self.kept, self.noise, self.steps, self.z, self.ends = (half[k] for k in UNDER_WAY)
             self.params, self.state = spec.unflatten(stages.own(half["leaves"]))
-            order = Order(problem, False, 3) if pilots else order
-        fixed, again = self.constants(priors, not pilots), self.again(priors)
+            self.prepare()
         self.progress.stage("training", sum(self.steps))
         self.progress(start)
         t, looked = start, (start, time.perf_counter())
@@ -248,18 +229,11 @@ class Training:
             steps, more = self.steps
             new = not half or t > start
             if new and t in renewals:
-                self.renew(priors)
-                fixed = self.constants(priors, True)
-            if t == steps and not pilots:
-                theta, buffers = self.everyones()
-                pilots = held_out_outputs(problem, theta, buffers)
-                _require_finite(pilots, "training")
-                self.ends = {"theta": theta, "buffers": buffers}
-                stages.write("ends", self.ends)
-                priors, kept, z = self.chosen(pilots)
-                order = Order(problem, False, 3)
-                fixed, again = self.constants(priors, False), self.again(priors)
-                self.last = self.reached(theta, buffers, pilots, priors, kept, z)
+                self.cross(self.look(), [m for m, p in enumerate(self.now) if p == FAN_IN])
+                self.prepare()
+            if t == steps and not self.pilots:
+                self.choose(self.look())
+                self.prepare()
             if new and t in marks:
                 (before, then), looked = looked, (t, time.perf_counter())
                 if until is not None:
@@ -268,18 +242,20 @@ class Training:
                     self.progress.total, (renewals, marks) = steps + more, self.marks()
                 if stages.path is not None:
                     both = (self.params, self.state)
-                    leaves = stages.gathered(optree.tree_leaves(both))
-                    under_way = {"priors": priors, "pilots": pilots, "kept": kept, "z": z, "noise": self.noise}
-                    under_way |= {"step": t, "steps": self.steps, "left": (until or 0.0) - looked[1]}
-                    stages.write("training under way", {"leaves": leaves, **under_way})
-            at = t if t < steps else t - steps
-            each = self.each(rate_at(t, lr, steps, more, again))
-            self.params, self.state, _ = self.run(self.params, self.state, (*order.batch(at), *fixed), each)
+                    at = {
+                        "leaves": stages.gathered(optree.tree_leaves(both)),
+                        "step": t,
+                        "left": (until or 0.0) - looked[1],
+                    }
+                    stages.write("training under way", at | {k: getattr(self, k) for k in UNDER_WAY})
+            each = self.each(rate_at(t, lr, steps, more, self.again))
+            batch = self.batch(t if t < steps else t - steps)
+            self.params, self.state, _ = self.run(self.params, self.state, batch, each)
             self.progress()
             t += 1
         theta, buffers = self.everyones()
         _require_finite([theta], "training on all data")
-        return self.reached(theta, buffers, pilots, priors, kept, z)
+        return self.reached(theta, buffers, self.pilots)
 
     def marks(self) -> tuple[set[int], set[int]]:
         """The steps before which noise is renewed, and before which training is written and its pace measured."""
@@ -287,12 +263,18 @@ class Training:
             round(i * sum(self.steps) / KEPT) for i in range(1, KEPT)
         }
 
-    def reached(
-        self, theta: Tensor, buffers: Tensors, pilots: list[Tensor], now: list[str], kept: list[int], z: float | None
-    ) -> Trained:
-        """What training came to, with the priors of now."""
-        precision = torch.stack([self.precision_of[p] for p in now])
-        return Trained(theta, buffers, pilots, self.priors, kept, precision, self.noise.clone(), self.steps, z)
+    def reached(self, theta: Tensor, buffers: Tensors, pilots: list[Tensor]) -> Trained:
+        """What training came to."""
+        noise = self.noise.clone()
+        return Trained(theta, buffers, pilots, self.priors, self.kept, noise, self.steps, self.z, self.ends)
+
+    def look(self) -> list[Tensor]:
+        """Outputs of each member on the fold that it left out; what is trained so far is kept as ``last``."""
+        theta, buffers = self.everyones()
+        outputs = held_out_outputs(self.problem, theta, buffers)
+        _require_finite(outputs, "training")
+        self.last = self.reached(theta, buffers, outputs)
+        return outputs
 
     def everyones(self) -> tuple[Tensor, Tensors]:
         """Parameters and buffers of all members, ``[M, *]``."""
@@ -302,47 +284,40 @@ class Training:
 
     def followed(self, done: Trained) -> dict[str, Any]:
         """What chains start with: the members before they saw their folds, the prior, and v0 without and with all data."""
-        folds = held.folds_of(self.problem, done.pilots)
-        ends: Any = self.ends or self.stages.read("ends")
         self.noise = torch.full_like(done.noise, NOISE)
-        self.cross(folds)
+        self.cross(done.pilots)
+        folds = held.folds_of(self.problem, done.pilots)
         whole = SHARE * held.noise_of(self.problem, folds).cpu() if self.problem.gaussian else self.noise[0]
         after = {"without": self.noise, "with": whole.expand_as(self.noise)}
-        return {**ends, **after, "precision": self.precision_of[FAN_IN]}
+        return {**done.ends, **after, "precision": self.precision_of[FAN_IN]}
 
-    def cross(self, folds: list[Fold]) -> None:
-        """Set the noise v0 of members that leave out one fold by the others."""
-        for fold in folds if self.problem.gaussian else []:
+    def cross(self, outputs: list[Tensor], who: list[int] | None = None) -> None:
+        """Set the noise v0 of members (default: of all) that leave out one fold by the others'."""
+        folds = held.folds_of(self.problem, outputs, who) if self.problem.gaussian else []
+        for fold in folds:
             others = [f for f in folds if f is not fold] or [fold]
             self.noise[fold.who] = SHARE * self.stages.firsts(held.noise_of(self.problem, others)).cpu()
 
-    def renew(self, priors: list[str]) -> None:
-        """Set the noise v0 of members under the fan-in prior; what is trained so far is kept as ``last``."""
-        theta, buffers = self.everyones()
-        outputs = held_out_outputs(self.problem, theta, buffers)
-        _require_finite(outputs, "training")
-        self.last = self.reached(theta, buffers, outputs, priors, list(range(self.problem.count)), None)
-        self.cross(held.folds_of(self.problem, outputs, [m for m, p in enumerate(priors) if p == FAN_IN]))
-
-    def chosen(self, pilots: list[Tensor]) -> tuple[list[str], list[int], float | None]:
-        """The priors to go on with, the members that speak for them, and the z of the comparison; noise is set."""
-        problem, every = self.problem, list(range(self.problem.count))
-        if FAN_IN not in self.priors:
-            return self.priors, every, None
-        who = {p: [m for m in every if self.priors[m] == p] for p in PRIORS}
-        folds = {p: held.folds_of(problem, pilots, who[p]) for p in PRIORS if who[p]}
-        z, priors = None, self.priors
-        if len(folds) == 2:
-            shared = {int(f.rows[0]) for f in folds[USUAL]} & {int(f.rows[0]) for f in folds[FAN_IN]}
-            scores = [held.scored(problem, [f for f in folds[p] if int(f.rows[0]) in shared]).logs for p in PRIORS]
-            z = self.stages.firsts(held.z_of(scores[1] - scores[0]))
-            if abs(z) >= 1:
-                priors = [FAN_IN if z > 0 else USUAL] * problem.count
-        if problem.gaussian:
-            v0 = SHARE * self.stages.firsts(held.noise_of(problem, folds[FAN_IN])).cpu()
-            for m, prior in enumerate(priors):
-                self.noise[m] = v0 if prior == FAN_IN else NOISE
-        return priors, [m for m in every if self.priors[m] in priors], z
+    def choose(self, pilots: list[Tensor]) -> None:
+        """Set the priors to go on with, the members that speak for them, the z of the comparison, and the noise."""
+        problem, every, last = self.problem, range(self.problem.count), self.last
+        assert last is not None
+        self.pilots, self.ends = pilots, {"theta": last.theta, "buffers": last.buffers}
+        if FAN_IN in self.priors:
+            who = {p: [m for m in every if self.priors[m] == p] for p in PRIORS}
+            folds = {p: held.folds_of(problem, pilots, who[p]) for p in PRIORS if who[p]}
+            if len(folds) == 2:
+                shared = {int(f.rows[0]) for f in folds[USUAL]} & {int(f.rows[0]) for f in folds[FAN_IN]}
+                scores = [held.scored(problem, [f for f in folds[p] if int(f.rows[0]) in shared]).logs for p in PRIORS]
+                z = self.z = self.stages.firsts(held.z_of(scores[1] - scores[0]))
+                if abs(z) >= 1:
+                    self.now = [FAN_IN if z > 0 else USUAL] * problem.count
+            if problem.gaussian:
+                v0 = SHARE * self.stages.firsts(held.noise_of(problem, folds[FAN_IN])).cpu()
+                for m, prior in enumerate(self.now):
+                    self.noise[m] = v0 if prior == FAN_IN else NOISE
+        self.kept = [m for m in every if self.priors[m] in self.now]
+        self.last = self.reached(last.theta, last.buffers, pilots)
 
 
 def _require_finite(tensors: list[Tensor], stage: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import json
-import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bayesopt_chain import batches
 from bayesopt_chain.distributed.ranks import (
     chains_of,
     gather_objects,
@@ -171,12 +169,3 @@ def read_or_refuse(file: Path, read: Callable[[Path], Any], instead: str = "dele
         return read(file)
     except ValueError as err:
         raise ValueError(f"posterior_ensemble: {str(err).removeprefix('load: ')}; {instead}") from err
-
-
-def checksum(tree: Any) -> int:
-    """The CRC-32 of all tensors of a tree."""
-    crc = 0
-    for x in batches.flatten(tree)[0]:
-        if isinstance(x, Tensor) and x.numel():
-            crc = zlib.crc32(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), crc)
-    return crc

@@ -175,8 +175,8 @@ def test_each_member_sees_every_datum_but_its_fold_once_an_epoch():
 def test_the_energy_is_that_of_ridge_regression_and_steps_follow_its_gradient():
     """The program repeats the step, and Adam's first step is the rate times the sign of the gradient."""
     p = problem(members=2, batch_size=30)
-    training = Training(p, Stages(None, {"members": 2}, torch.device("cpu"), None), Progress(False), (1,), 5.0, True)
-    batch = training.batch(0, training.order, training.priors, True)
+    training = Training(p, Stages(None, {"members": 2}, torch.device("cpu"), None), Progress(False), (1,), 5.0)
+    batch = training.batch(0)
     params, _, loss = training.run(training.params, training.state, batch, training.each(0.1))
     w, b = training.params["theta"].T[:, :, None, None]
     x, y = p.data.take(torch.arange(10, 40))
@@ -270,8 +270,8 @@ def test_curves_are_learnt_along_their_axes_that_are_not_along_their_columns(mon
 
 def test_noise_is_renewed_by_the_other_fold():
     p = problem(members=4)
-    training = Training(p, Stages(None, {"members": 4}, torch.device("cpu"), None), Progress(False), (1,), None, True)
-    training.renew(training.priors)
+    training = Training(p, Stages(None, {"members": 4}, torch.device("cpu"), None), Progress(False), (1,), None)
+    training.cross(training.look(), [1, 3])
     drawn = held.folds_of(p, [training_outputs(p, m) for m in range(4)], [1, 3])
     assert [training.priors[m] for m in (1, 3)] == [FAN_IN, FAN_IN]
     for m, other in ((1, 1), (3, 0)):
