@@ -218,10 +218,10 @@ def parameters(leaves: Sequence[Any], paths: Sequence[Any]) -> None:
                 "(bc.make_step(loss, tx, mesh=mesh)) or the chains (bc.parallel(step, n, mesh=mesh)); leaf.full_tensor() "
                 "gathers one"
             )
-        if not torch.is_tensor(leaf) or not leaf.is_floating_point():
-            kind = leaf.dtype if torch.is_tensor(leaf) else type(leaf).__name__
+        if not torch.is_tensor(leaf) or not leaf.is_floating_point() or leaf.layout is not torch.strided:
+            kind = f"{leaf.dtype}, {leaf.layout}" if torch.is_tensor(leaf) else type(leaf).__name__
             raise TypeError(
-                f"params: leaf {name(path)} is {kind}; only real floating-point tensors can be sampled. "
+                f"params: leaf {name(path)} is {kind}; only real floating-point tensors in the dense layout can be sampled. "
                 "Leave it out of the tree (buffers belong into the loss), or set temperature=0"
             )
     if not found:

@@ -117,6 +117,11 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def upcast(tree: Tree) -> Tree:
+    """Bring the leaves into the dtypes of :func:`wide`; ``None`` stays, and so does what is wide."""
+    return optree.tree_map(lambda leaf: leaf.to(wide(leaf.dtype)), tree)
+
+
 def require_like(tree: Tree, like: Tree, name: str, batched: bool = False) -> None:
     """Raise unless ``tree`` is like ``like``; the message calls it ``name`` and says which leaf differs."""
     structure, wanted = optree.tree_structure(tree), optree.tree_structure(like)

@@ -108,8 +108,8 @@ class Drawing(Alone, Keyed):
             require_these(self.shapes(state), list(leaves), str(self))
         here, mine = ([shards.local(x) for x in leaves], shards.local_tree(state)) if are_spread else (leaves, state)
         noise, moves = self.displacements(mine, here, names, parts if are_spread else None)
-        drawn = [p + (x[0] if self.n_samples == 1 else x) for p, x in zip(here, moves)]
-        warn_of_rounding(str(self), names, here, moves)
+        drawn = [(p + (x[0] if self.n_samples == 1 else x)).to(p.dtype) for p, x in zip(here, moves)]
+        warn_of_rounding(f"a draw of {self}", names, here, moves)
         axes = int(self.n_samples > 1)
         return Draw(spread_like(leaves, drawn, axes), noise, state.key, state.step)
 
@@ -134,15 +134,15 @@ class Drawing(Alone, Keyed):
         raise NotImplementedError
 
 
-def warn_of_rounding(who: str, names: Sequence[str], means: Leaves, moves: Leaves) -> None:
-    """Warn of a 16-bit leaf most of whose entries stay at their mean, although a draw is to move them by ``moves``."""
+def warn_of_rounding(what: str, names: Sequence[str], means: Leaves, moves: Leaves) -> None:
+    """Warn of a 16-bit leaf most of whose entries stay at their mean, although ``what`` is to move them by ``moves``."""
     for name, mean, move in zip(names, means, moves):
         if mean.dtype not in (torch.bfloat16, torch.float16) or not is_readable(mean):
             continue
-        if 2 * int(((mean + move == mean) & (move != 0)).sum()) > move.numel():
+        if 2 * int((((mean + move).to(mean.dtype) == mean) & (move != 0)).sum()) > move.numel():
             warnings.warn(
-                f"{who}: most entries of a draw of {name} in {mean.dtype} round to their mean, where no gradient tells of the "
-                "curvature; keep float32 parameters and use autocast",
+                f"{what}: most entries of {name} in {mean.dtype} round to their mean and stay there, so that the posterior is "
+                "not that of the data; keep float32 parameters and use autocast",
                 stacklevel=2,
             )
 

@@ -27,7 +27,19 @@ from torch import Tensor
 from bayesopt_chain import kinds
 from bayesopt_chain.precision._algebra import Precision, like, require_positive, require_same_structure
 from bayesopt_chain.precision._diagonal import Diagonal
-from bayesopt_chain.trees import Tree, combine, first, flatten, gram, inner, paths, project, require_like, scaled, wide
+from bayesopt_chain.trees import (
+    Tree,
+    combine,
+    first,
+    flatten,
+    gram,
+    inner,
+    paths,
+    project,
+    require_like,
+    scaled,
+    upcast,
+)
 
 
 class Root(NamedTuple("_Root", [("rows", Tree), ("count", Tensor)]), Precision):
@@ -70,7 +82,7 @@ class Root(NamedTuple("_Root", [("rows", Tree), ("count", Tensor)]), Precision):
         return optree.tree_map(lambda row: row.square().sum(0), self.rows)
 
     def quad(self, tree: Tree) -> Tensor:
-        return project(self.rows, _wide(tree)).square().sum(-1)
+        return project(self.rows, upcast(tree)).square().sum(-1)
 
     def as_rows(self) -> Tree:
         return self.rows
@@ -125,7 +137,7 @@ class LowRank(NamedTuple("_LowRank", [("diagonal", Tree), ("rows", Tree), ("coun
         return optree.tree_map(lambda d, row: d + row.square().sum(0), self.diagonal, self.rows)
 
     def quad(self, tree: Tree) -> Tensor:
-        return Diagonal(self.diagonal, self.count).quad(tree) + project(self.rows, _wide(tree)).square().sum(-1)
+        return Diagonal(self.diagonal, self.count).quad(tree) + project(self.rows, upcast(tree)).square().sum(-1)
 
     def to_dense(self) -> Tensor:
         return Diagonal(self.diagonal, self.count).to_dense() + Root(self.rows, self.count).to_dense()
@@ -306,11 +318,6 @@ def _whitened(diagonal: Tree, rows: Tree) -> tuple[Tree, Tensor]:
     whitened = optree.tree_map(lambda row, d: row / d.sqrt(), rows, diagonal)
     strengths, rotation = torch.linalg.eigh(gram(whitened))
     return combine(rotation.mT, whitened), strengths.clamp_min(0)
-
-
-def _wide(tree: Tree) -> Tree:
-    """Bring a tree of low precision into that of the rows."""
-    return optree.tree_map(lambda leaf: leaf.to(wide(leaf.dtype)), tree)
 
 
 def compress(rows: Tree, rank: int) -> tuple[Tree, Tree]:

@@ -773,6 +773,14 @@ def lanes():
             for tx in (make(f, weight_decay=0.1) for f in FAMILIES)
         ),
         *((lambda tx=tx: tx.init(NO_REALS), "only real floating-point") for tx in (make("ivon"), bc.ekf.dense())),
+        *(
+            (lambda tx=tx: tx.init(torch.eye(2).to_sparse()), "dense layout")
+            for tx in (make("ivon"), bc.ekf.diagonal())
+        ),
+        (
+            lambda: bc.vi.mean_field(bc.adam(0.1), temperature=0.1).init(torch.ones(2).half()),
+            "an eps such as 1e-8 rounds to 0",
+        ),
         *((lambda tx=tx: tx.init({}), "no leaves") for tx in (make("mean_field"), bc.ekf.dense())),
         (
             lambda: make("mean_field").sample(bc.sgd(0.1).init(SOME), SOME),
@@ -826,5 +834,46 @@ def test_calls_that_make_no_sense(call, words):
 
 def test_draws_that_round_to_their_mean_are_said():
     tx, narrow = bc.vi.mean_field(bc.sgd(0.1), temperature=1e-6, init_scale=1e-3), {"w": torch.ones(8).bfloat16()}
-    with pytest.warns(UserWarning, match=r"a draw of \['w'\] in torch.bfloat16 round to their mean"):
+    with pytest.warns(UserWarning, match=r"a draw of vi.mean_field.*\['w'\] in torch.bfloat16 round to their mean"):
         tx.sample(tx.init(narrow), narrow)
+    tx = bc.ekf.diagonal(prior_precision=1e6)  # of a deviation below the resolution of the mean
+    with pytest.warns(UserWarning, match=r"a deviation of ekf.diagonal.*most entries of \['w'\]"):
+        tx.posterior(tx.init(narrow), narrow)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "name", ["ivon", "von", "mean_field", "dense", "low_rank", "ekf.dense", "ekf.diagonal", "ekf.low_rank"]
+)
+def test_16_bit_parameters_have_the_posterior_of_float32_to_the_rounding_of_their_mean(name, dtype):
+    """Steps of a log deviation and of a Hessian that remembers 1,000 updates are below the resolution of bfloat16."""
+    torch.manual_seed(0)
+    x, means, variances = torch.randn(32, 3).to(dtype), [], []
+
+    def forward(p, b):
+        return b[0] @ p["w"]
+
+    for d in (torch.float32, dtype):
+        batch, generator = (x.to(d), x.to(d).sum(1, keepdim=True)), torch.Generator().manual_seed(1)
+        options: Any = {"temperature": 1 / 32, "generator": generator}
+        curvature = bc.ekf.observe(forward) if "ekf" in name else None
+        if "ekf" in name:
+            kind = name.removeprefix("ekf.")
+            tx: Any = getattr(bc.ekf, kind)(transition_noise=0.01, **({"rank": 2} if kind == "low_rank" else {}))
+        elif name in ("ivon", "von"):
+            tx = getattr(bc.vi, name)(0.1, betas=(0.9, 0.999), weight_decay=1 / 32, **options)
+            curvature = bc.curvature.ggn(forward, bc.likelihoods.gaussian(), "dense") if name == "von" else None
+        else:
+            tx = getattr(bc.vi, name)(bc.adam(1e-2, eps=1e-4), **options, **({"rank": 2} if name == "low_rank" else {}))
+        loss = None if "ekf" in name else lambda p, b: (forward(p, b) - b[1]).square().mean() / 2
+        step = bc.make_step(loss, tx, **({} if curvature is None else {"curvature": curvature}))
+        params = {"w": torch.zeros(3, 1, dtype=d)}
+        state = tx.init(params)
+        for _ in range(30):
+            params, state, _ = step(params, state, batch)
+        q = tx.posterior(state, params)
+        assert params["w"].dtype == d and q.sample((2,), generator=generator)["w"].isfinite().all()
+        means.append(params["w"].float())
+        variances.append(q.marginal_variance["w"].float())
+    torch.testing.assert_close(means[1], means[0], rtol=0.1, atol=0.02)
+    torch.testing.assert_close(variances[1], variances[0], rtol=0.1, atol=0)

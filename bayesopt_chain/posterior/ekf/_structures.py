@@ -73,7 +73,7 @@ from bayesopt_chain.precision._dense import signed
 from bayesopt_chain.precision._low_rank import compress
 from bayesopt_chain.schedules import is_number
 from bayesopt_chain.tracing import is_transformed
-from bayesopt_chain.trees import Tree, combine, common_dtype, gram, paths, project, size
+from bayesopt_chain.trees import Tree, combine, common_dtype, gram, paths, project, size, upcast
 
 SMALLEST = 1e-15  # a root of the output Hessian; below it the batch would say where to move and not how far
 
@@ -254,7 +254,7 @@ def information(context: LinkContext, who: str) -> Observation:
     """
     increment, loss = context.extra.get("curvature"), context.extra.get("loss")
     if isinstance(increment, Observation):
-        force = None if increment.force is None else optree.tree_leaves(increment.force)
+        force = None if increment.force is None else upcast(optree.tree_leaves(increment.force))
         return increment._replace(rows=_require_over(increment.rows, context, who), force=force)
     if isinstance(increment, Precision):
         log_likelihood = None if loss is None else -loss.to(torch.float64) * increment.count
@@ -269,7 +269,7 @@ def information(context: LinkContext, who: str) -> Observation:
 
 def _require_over(rows: Tree, context: LinkContext, who: str) -> list[Tensor]:
     """The leaves of a tree of rows over the parameters."""
-    mine, shapes = optree.tree_leaves(rows), [leaf.shape for leaf in context.params]
+    mine, shapes = upcast(optree.tree_leaves(rows)), [leaf.shape for leaf in context.params]
     if [row.shape[1:] for row in mine] != shapes:
         raise ValueError(
             f"{who}: the increment is over {dict(zip(paths(rows), [tuple(row.shape[1:]) for row in mine]))}, the parameters "
@@ -361,7 +361,7 @@ class LowRankFilterState(NamedTuple):
     """What the low-rank and the diagonal filter remember.
 
     Attributes:
-        diagonal: y, one tensor for each parameter.
+        diagonal: y, one tensor for each parameter, in float32 at least.
         rows: W^T, ``[rank, *leaf.shape]`` for each parameter; ``()`` of the diagonal filter.
         tally: what every filter counts.
     """
@@ -553,7 +553,9 @@ class LowRankInformation(Structure):
                 f"{self.name}: it holds a diagonal and {self.rank} directions, the prior is {type(prior).__name__}: pass a "
                 "Gaussian with a diagonal or low-rank precision of no more directions, or use bc.ekf.dense"
             )
-        return LowRankFilterState(tuple(v.detach().clone() for v in optree.tree_leaves(diagonal)), rows, tally)
+        return LowRankFilterState(
+            tuple(v.detach().to(p.dtype, copy=True) for v, p in zip(optree.tree_leaves(diagonal), leaves)), rows, tally
+        )
 
     def predict(self, state: Any, motion: Motion, leaves: list[Tensor]) -> LowRankFilterState:
         diagonal, rows = list(state.diagonal), list(state.rows)

@@ -21,6 +21,7 @@ from bayesopt_chain.arguments import Range, checked_as, with_options
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import TensorOps
 from bayesopt_chain.matching.response import Refused, Response
+from bayesopt_chain.posterior.draw import warn_of_rounding
 from bayesopt_chain.posterior.ekf._structures import (
     DenseRoot,
     LowRankInformation,
@@ -43,7 +44,7 @@ from bayesopt_chain.posterior.gaussian import (
 from bayesopt_chain.precision import Diagonal, Precision
 from bayesopt_chain.schedules import is_number, is_schedule
 from bayesopt_chain.tracing import is_readable
-from bayesopt_chain.trees import copied, spread
+from bayesopt_chain.trees import copied, paths_of, spread, upcast
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -123,7 +124,7 @@ class Filter(Alone, Link):
 
         if not is_schedule(self.transition_noise):
             self._noise(self.transition_noise, count, params)
-        return self.structure.start(self._prior(params), leaves, Tally(zero, count, zero.clone(), zero.clone()))
+        return self.structure.start(self._prior(params), upcast(leaves), Tally(zero, count, zero.clone(), zero.clone()))
 
     def _prior(self, params: Any) -> Precision:
         """The precision to start from."""
@@ -147,20 +148,20 @@ class Filter(Alone, Link):
         return out
 
     def update(self, g: list, state: Any, op: TensorOps, context: LinkContext) -> tuple[list, Any]:
-        leaves, moving = context.params, [x is not None for x in g]
+        leaves, moving = upcast(context.params), [x is not None for x in g]
         params = context.tree(leaves)
         lr = self._lr(context.extra.get("lr", self.lr), state.tally.updates)
         noise = context.extra.get("transition_noise", self.transition_noise)
         motion = Motion(self._noise(noise, state.tally.updates, params), self.forgetting)
         predicted = self.structure.predict(state, motion, leaves)
         known = information(context, self.name)
-        batch = weighed(known if all(moving) else of_moving(known, moving), g, leaves, lr)
+        batch = weighed(known if all(moving) else of_moving(known, moving), upcast(g), leaves, lr)
         moves, new, growth, misfit = self.structure.update(predicted, batch, leaves)
         gained, scored = evidence(batch, growth, misfit)
         seen, updates, log_evidence, known_of = state.tally
         tally = Tally(seen + batch.seen, updates + 1, log_evidence + gained, known_of + scored)
         new = self.structure.only(state, new, moving)._replace(tally=tally)
-        return [move if m else None for move, m in zip(moves, moving)], new
+        return [move.to(p.dtype) if m else None for move, p, m in zip(moves, context.params, moving)], new
 
     def _lr(self, value: Number, updates: Tensor) -> float | Tensor:
         """The learning rate now."""
@@ -219,8 +220,12 @@ class KalmanFilter(PosteriorTransformation):
         """
         mine, structure = self._state(state), self._link.structure
         require_these(structure.shapes(mine), params, str(self._link))
-        mean = copied(params)
-        return Gaussian(mean, structure.precision(mine, params)).factorised()
+        posterior = Gaussian(copied(params), structure.precision(mine, params)).factorised()
+        leaves = optree.tree_leaves(params)
+        if any(p.dtype in (torch.float16, torch.bfloat16) for p in leaves):
+            deviations = [v.sqrt() for v in optree.tree_leaves(posterior.marginal_variance)]
+            warn_of_rounding(f"a deviation of {self._link}", paths_of(params), leaves, deviations)
+        return posterior
 
     def log_evidence(self, state: Any) -> Tensor:
         """The log marginal likelihood of all data so far, in nats, accumulated batch by batch.

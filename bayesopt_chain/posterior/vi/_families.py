@@ -40,7 +40,7 @@ from bayesopt_chain.precision import (
     unflatten,
 )
 from bayesopt_chain.precision._dense import lower_root
-from bayesopt_chain.trees import combine, common_dtype, size
+from bayesopt_chain.trees import combine, common_dtype, size, wide
 
 Scale = tuple[Tensor, ...]
 Noise = tuple[Tensor, ...]
@@ -190,7 +190,7 @@ class LowRank(Family):
     def start(self, leaves, scales, normals):
         if self.rank > size(leaves):
             raise ValueError(f"vi.low_rank: rank={self.rank} is above the number of parameters, {size(leaves)}")
-        halves = [(scale / math.sqrt(2)).to(leaf.dtype) for scale, leaf in zip(scales, leaves)]
+        halves = [(scale / math.sqrt(2)).to(wide(leaf.dtype)) for scale, leaf in zip(scales, leaves)]
         rows = tuple(row * (half / math.sqrt(self.rank)) for row, half in zip(normals(self.rank), halves))
         return (*rows, *(_logs(leaf, half) for leaf, half in zip(leaves, halves)))
 
@@ -247,8 +247,8 @@ def _by_raw(by_factor: Tensor, raw: Tensor) -> Tensor:
 
 
 def _logs(leaf: Tensor, scale: Tensor) -> Tensor:
-    """log scale, like a leaf."""
-    return scale.log().to(leaf).expand(leaf.shape).clone().detach()
+    """log scale, like a leaf, in float32 at least: 16 bits would round the steps of an optimizer away."""
+    return scale.log().to(leaf.device, wide(leaf.dtype)).expand(leaf.shape).clone().detach()
 
 
 def cholesky(raw: Tensor) -> Tensor:

@@ -65,6 +65,7 @@ from bayesopt_chain.posterior.vi._transform import DrawingTransformation, like_p
 from bayesopt_chain.precision import Diagonal, Precision
 from bayesopt_chain.schedules import ScalarOrSchedule, now, scalar
 from bayesopt_chain.tracing import is_readable
+from bayesopt_chain.trees import upcast, wide
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -86,8 +87,8 @@ class NaturalState(NamedTuple):
     """What the natural-gradient methods remember.
 
     Attributes:
-        momentum: v, one tensor for each parameter.
-        hessian: H per datum; for IVON a tensor for each parameter, else a precision.
+        momentum: v, one tensor for each parameter, in float32 at least.
+        hessian: H per datum; for IVON a tensor for each parameter, in float32 at least, else a precision.
         key: of the random stream, 0-d int64.
         step: of the updates, 0-d int64.
     """
@@ -154,7 +155,7 @@ class Natural(Drawing):
         params = context.tree(leaves)
         require_prior(self.prior, params, self.name)
         key, count = self.first_key(leaves, context)
-        momentum = tuple(torch.zeros_like(leaf).detach() for leaf in leaves)
+        momentum = tuple(torch.zeros_like(leaf, dtype=wide(leaf.dtype)).detach() for leaf in leaves)
         return NaturalState(momentum, self.first_hessian(shards.local_tree(params)), key, count)
 
     def first_hessian(self, params: Any) -> Any:
@@ -170,12 +171,13 @@ class Natural(Drawing):
 
     def update(self, g: list, state: NaturalState, op: TensorOps, context: LinkContext) -> tuple[list, NaturalState]:
         leaves = context.params
-        samples = self._samples(g, context.extra.get("draw"), state, leaves)
+        samples: Any = upcast(self._samples(g, context.extra.get("draw"), state, leaves))
         hessian = self.next_hessian(samples, state, context)
         means = [None if x is None else over_samples(x) for x in samples]
         force, momentum = self._force(means, state, leaves)
         new = NaturalState(momentum, hessian, state.key, state.step + 1)
-        return self.moves(force, hessian, state, leaves), op.keep(state, new)
+        moves = self.moves(force, hessian, state, leaves)
+        return [None if x is None else x.to(p.dtype) for x, p in zip(moves, leaves)], op.keep(state, new)
 
     def next_hessian(self, samples: list, state: NaturalState, context: LinkContext) -> Any:
         """The average of the Hessian with what this step says of it.
@@ -253,7 +255,7 @@ class IVON(Natural):
             checks.positive("vi.ivon: clip_radius", self.clip_radius)
 
     def first_hessian(self, params):
-        return tuple(torch.full_like(leaf, self.init_hessian).detach() for leaf in optree.tree_leaves(params))
+        return tuple(torch.full_like(leaf, self.init_hessian).detach() for leaf in optree.tree_leaves(upcast(params)))
 
     def displace(self, state, noise, leaves):
         return [s * z for s, z in zip(self._sigma(state), noise)]
@@ -309,7 +311,7 @@ class VON(Natural):
 
     def first_hessian(self, params):
         one = torch.ones((), dtype=torch.float64, device=device_of(optree.tree_leaves(params)))
-        return Diagonal(optree.tree_map(lambda p: torch.full_like(p, self.init_hessian).detach(), params), one)
+        return Diagonal(optree.tree_map(lambda p: torch.full_like(p, self.init_hessian).detach(), upcast(params)), one)
 
     def decayed(self, hessian: Precision, state: NaturalState) -> Precision:
         """``H + delta``."""
@@ -326,7 +328,7 @@ class VON(Natural):
     def moves(self, force, hessian, state, leaves):
         tree = optree.tree_unflatten(
             optree.tree_structure(hessian.diag()),
-            [torch.zeros_like(p) if f is None else f for f, p in zip(force, leaves)],
+            [torch.zeros_like(v) if f is None else f for f, v in zip(force, state.momentum)],
         )
         precision = self.decayed(hessian, state)
         solved = optree.tree_leaves(precision.solve(tree))

@@ -67,7 +67,7 @@ from bayesopt_chain.posterior.gaussian import (
 from bayesopt_chain.posterior.vi._families import Dense, Family, LowRank, MeanField
 from bayesopt_chain.precision import Precision
 from bayesopt_chain.schedules import ScalarOrSchedule, is_zero, now, scalar
-from bayesopt_chain.trees import copied, paths_of, require_like, spread
+from bayesopt_chain.trees import copied, paths_of, require_like, spread, upcast, wide
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -209,7 +209,10 @@ class Variational(Drawing):
         family = self.family
         samples = along_samples(g, leaves, self.n_samples, family.name)
         moves = [x is not None for x in samples]
-        filled = [p.new_zeros((self.n_samples, *p.shape)) if x is None else x for x, p in zip(samples, leaves)]
+        filled = [
+            p.new_zeros((self.n_samples, *p.shape), dtype=wide(p.dtype)) if x is None else upcast(x)
+            for x, p in zip(samples, leaves)
+        ]
         temperature = now(self.temperature, state.step - 1)
         if self.weight_decay or self.prior is not None:
             theta = [p + x for p, x in zip(leaves, family.displace(state.scale, noise, leaves))]
@@ -223,7 +226,7 @@ class Variational(Drawing):
         if not self.stick_the_landing:
             entropy = family.entropy_gradient(state.scale)
             by_scale = tuple(x - times(y, temperature) for x, y in zip(by_scale, entropy))
-        by_mean = [over_samples(x) if m else None for x, m in zip(filled, moves)]
+        by_mean = [over_samples(x).to(p.dtype) if m else None for x, p, m in zip(filled, leaves, moves)]
         return by_mean, tuple(family.only(by_scale, leaves, moves))
 
     def _move_mean(
@@ -298,18 +301,22 @@ def require_gradients_alone(tx: Any, params: Any, who: str) -> None:
     optimizer is asked by an update of parameters of one entry each, at zero and at one; one that cannot be asked so passes.
     """
 
-    def moves(value: float) -> bool:
+    def moved(value: float) -> float:
         point = optree.tree_map(lambda p: p.new_full((1,) * p.ndim, value), params)
         nothing = optree.tree_map(torch.zeros_like, point)
         updates, _ = tx.update(nothing, tx.init(point), params=point, inplace=False)
-        return any(bool(x.any()) for x in optree.tree_leaves(updates))
+        return sum(float(x.abs().sum()) for x in optree.tree_leaves(updates))
 
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            draws = moves(0.0)
-            decays = not draws and moves(1.0)
+            draws, decays = moved(0.0), moved(1.0)
     except (RuntimeError, TypeError, ValueError, KeyError, AttributeError):
         return
+    if math.isnan(draws):
+        raise ValueError(
+            f"{who}: the optimizer's step is NaN where gradients are zero: in float16 an eps such as 1e-8 rounds to 0; keep "
+            "float32 parameters and use autocast, or pass the optimizer with an eps of at least 1e-4"
+        )
     if draws:
         raise ValueError(
             f"{who}: the optimizer adds noise (it is a sampler, or has a temperature): pass it at temperature 0; the "
