@@ -73,6 +73,7 @@ class Collector:
             assert folder.head is not None
             require_same(path, folder.head.metadata["identity"], store.identity, "one process")
         store.folders = [folder]
+        store.blocks.append((path, None))
         self.step = folder.step
         self.known = self.step == 0
         return folder
@@ -150,12 +151,7 @@ class Collector:
         if folder is None or os.getpid() != folder.pid or (not store.size and folder.step == self.step):
             return  # a forked child has copies of its parent's draws
         with closing(folder.open()):
-            if store.size:
-                folder.add(self.step, store.stacked())
-            assert folder.head is not None
-            folder.set_head({**folder.head.metadata, "step": self.step, "complete": True}, {})
-            store.forget()
-            folder.tidy()
+            store.commit({}, (), self.step, True)
 
     def state_dict(self) -> dict[str, int]:
         """Where the loop stands, for its checkpoint; the draws so far are written to ``path``.

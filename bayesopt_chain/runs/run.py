@@ -392,10 +392,7 @@ def describe(x: Any, depth: int = 0) -> Any:
         return str(x) if isinstance(x, float) and not math.isfinite(x) else x
     if depth > DEEP:
         return UNKNOWN
-
-    def inner(y: Any) -> Any:
-        return describe(y, depth + 1)
-
+    inner = functools.partial(describe, depth=depth + 1)
     if isinstance(x, Tensor):
         return _tensor(x)
     if isinstance(x, Chain):
@@ -447,13 +444,8 @@ def describe_callable(f: Any, depth: int = 0) -> Any:
     """
     if depth > DEEP:
         return UNKNOWN
-
-    def inner(y: Any) -> Any:
-        return describe(y, depth + 1)
-
-    def held(y: Any) -> Any:
-        return describe(y, max(depth + 1, DEEP + 1 - ATTRIBUTES))
-
+    inner = functools.partial(describe, depth=depth + 1)
+    held = functools.partial(describe, depth=max(depth + 1, DEEP + 1 - ATTRIBUTES))
     if isinstance(f, functools.partial):
         of = describe_callable(f.func, depth + 1)
         of = of if isinstance(of, dict) else {"function": of, "code": {}, "sees": {}}

@@ -289,7 +289,7 @@ def _go(run: Run, store: Store) -> Draws:
         ended = _Ended((last[0], last[1]), done)
         watch = Divergence(run, store.losses(done), last[1])
         try:
-            _steps(run, store, ended, watch, sigint, progress)
+            ended.why = _steps(run, store, ended, watch, sigint, progress)
             if ended.rescue:
                 _rescue(store, ended)
             else:
@@ -327,20 +327,19 @@ class _Ended:
 
 def _steps(
     run: Run, store: Store, ended: _Ended, watch: Divergence, sigint: Interrupts, progress: Progress | None
-) -> None:
-    """Make steps until the last one, or until something ends the run."""
+) -> str:
+    """Make steps until the last one, or until something ends the run; returns what did."""
     for n in range(ended.done + 1, run.steps + 1):
         if sigint.asked and not store.place.sharded:  # ranks with DTensors end after the same step
-            ended.why = f"interrupted after step {ended.done}"
-            return
+            return f"interrupted after step {ended.done}"
         sigint.raises = True
         it = run.made(n, *ended.last)
         loss, wrong = watch.look(it) if it.is_draw else (None, "")
         sigint.raises = False
         if wrong:
             warnings.warn(f"sample: {wrong}; the run has diverged and ends here. Lower lr", stacklevel=4)
-            ended.why, ended.rescue = wrong, True
-            return
+            ended.rescue = True
+            return wrong
         if it.is_draw and run.keep:
             store.add(_beside_its_weight(it, *ended.last), loss)
         ended.last, ended.done = (it.params, it.state), n
@@ -350,11 +349,10 @@ def _steps(
         asked = any([callback(it) is True for callback in run.callbacks])
         sigint.raises = False
         if asked:
-            ended.why = f"a callback ended it after step {n}"
-            return
+            return f"a callback ended it after step {n}"
         if store.maybe_checkpoint(it, sigint.asked):
-            ended.why = f"interrupted after step {n}"
-            return
+            return f"interrupted after step {n}"
+    return ""
 
 
 def _beside_its_weight(it: Iteration, params: Any, state: Any) -> Iteration:

@@ -162,9 +162,8 @@ def place_of(path: Path | None, step: Any, tree: Any, asked: Mapping[str, Any]) 
     if chains is None and rank.size > 1:
         numbers = total = None
     mesh = mesh if mesh is not None and (sharded or mesh.size() > 1) else None
-    of_rank = path / f"rank-{rank.rank:05d}-of-{rank.size:05d}"
-    folder = path if numbers is not None or rank.size == 1 else of_rank
-    return Place(path, folder, sharded, mesh, numbers, total, rank, chains is not None)
+    own = "" if numbers is not None or rank.size == 1 else f"rank-{rank.rank:05d}-of-{rank.size:05d}"
+    return Place(path, path / own, sharded, mesh, numbers, total, rank, chains is not None)
 
 
 def blocks_of(place: Place) -> list[tuple[Path, slice | None]]:
@@ -480,7 +479,7 @@ class Store:
             (late, wait, _), ends = every[0], any(theirs[2] for theirs in every)
         self.asked, self.asked_at, self.ask_at = now, it.step, it.step + wait
         if late and not ends:
-            self._commit(it.params, it.state, it.step, False, "")
+            self.commit(it.params, it.state, it.step, False)
         return ends
 
     def finish(self, params: Any, state: Any, step: int, complete: bool, why: str) -> None:
@@ -488,7 +487,7 @@ class Store:
         done = {"step": step, "complete": complete, "why": why}
         is_new = any(f.head is None or any(f.head.metadata[k] != v for k, v in done.items()) for f in self.folders)
         if self.gathered(is_new)[0] if self.place.sharded else is_new:
-            self._commit(params, state, step, complete, why)
+            self.commit(params, state, step, complete, why)
 
     def rescue(self, step: int, why: str) -> str:
         """Write draws alone, behind the checkpoint: the run goes on from that, and makes them again. No message is sent.
@@ -508,7 +507,13 @@ class Store:
             return str(err)
         return ""
 
-    def _commit(self, params: Any, state: Any, step: int, complete: bool, why: str) -> None:
+    def commit(self, params: Any, state: Any, step: int, complete: bool, why: str = "") -> None:
+        """Write the draws that are held, and a checkpoint; nothing is held then.
+
+        Args:
+            params, state, step: after the last step.
+            complete, why: whether the run is complete, and why it ended else.
+        """
         tensors, scalars = files.flat((params, state))
         generators, seen = [generator_states()], dict[str, Tensor]()
         of = [type(x).__qualname__ for x in self.run.stateful]
