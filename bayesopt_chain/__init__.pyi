@@ -18,7 +18,7 @@ from bayesopt_chain.compose import chain, masked, partition, with_response
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.data.epochs import epochs
 from bayesopt_chain.diagnostics.observables.observe import local_learning_coefficient, observe
-from bayesopt_chain.diagnostics.observables.restrict import restrict
+from bayesopt_chain.diagnostics.observables.target import restrict
 from bayesopt_chain.diagnostics.suggest_lr import suggest_lr
 from bayesopt_chain.ensemble.call import posterior_ensemble
 from bayesopt_chain.links.langevin_noise import inject_langevin_noise

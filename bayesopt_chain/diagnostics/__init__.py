@@ -8,7 +8,7 @@ from bayesopt_chain.diagnostics.gradient_noise import GradientNoise, gradient_no
 from bayesopt_chain.diagnostics.heat_guard import Heat, HeatGuard
 from bayesopt_chain.diagnostics.heating import Heating, heating
 from bayesopt_chain.diagnostics.observables.observe import LearningCoefficient, Observed, susceptibility
-from bayesopt_chain.diagnostics.observables.restrict import Restricted
+from bayesopt_chain.diagnostics.observables.target import Restricted
 from bayesopt_chain.diagnostics.suggest_lr import Suggestion
 
 __all__ = [

@@ -90,9 +90,12 @@ def r_hat(draws: Draws | Any) -> Any:
     installed("r_hat", "diagnostics", "arviz_stats")
     from arviz_stats.base.array import array_stats
 
-    return _each(
-        draws, "r_hat", lambda x: array_stats.rhat(_at_least_two(x), chain_axis=-2, draw_axis=-1, method="rank")
-    )
+    def found(x: Any) -> Any:
+        half = x.shape[-1] // 2
+        both = x if x.shape[1] > 1 else x[..., -2 * half :].reshape(len(x), 2, half)  # ArviZ has no R-hat of one chain
+        return array_stats.rhat(both, chain_axis=-2, draw_axis=-1, method="rank")
+
+    return _each(draws, "r_hat", found)
 
 
 @kinds.takes(kind=kinds.one_of("bulk", "tail"))
@@ -120,12 +123,6 @@ def ess(draws: Draws | Any, *, kind: Literal["bulk", "tail"] = "bulk") -> Any:
 
     prob = (0.05, 0.95) if kind == "tail" else None
     return _each(draws, "ess", lambda x: array_stats.ess(x, chain_axis=-2, draw_axis=-1, method=kind, prob=prob))
-
-
-def _at_least_two(x: Any) -> Any:
-    """``[elements, chains, draws]`` with a single chain cut in two: ArviZ has no R-hat of one."""
-    half = x.shape[-1] // 2
-    return x if x.shape[1] > 1 else x[..., -2 * half :].reshape(len(x), 2, half)
 
 
 def _each(draws: Any, who: str, statistic: Callable[[Any], Any]) -> Any:

@@ -324,11 +324,6 @@ class _Data:
         return noise / curved if curved > 0 else None
 
 
-def _begun(m: Any) -> dict[str, Any]:
-    """Whether there are draws."""
-    return {"because": f": {m.why}" if m.why else ""}
-
-
 def _finite(m: Any) -> dict[str, Any]:
     """Numbers of draws and losses that are not finite, and losses that ran away."""
     stride = max(1, math.ceil(sum(map(math.prod, m.draws.shapes.values())) / m.n / MOST))
@@ -503,13 +498,6 @@ def _scaled(m: Any) -> dict[str, Any]:
         "what": f"a {what}" if seen is None else f"{factor:.4g} times the likelihood's {what}",
         "other": "; for a loss that is already multiplied by N pass posterior_temperature=N" if seen is None else "",
     }
-
-
-def _moved(m: Any) -> dict[str, Any]:
-    """The temperatures of the leaves that move."""
-    if m.data is None:
-        return {}
-    return {"levels": {k: x for k, x in m.temperatures.items() if k not in m.still and m.leaves[k].size}}
 
 
 def _tempered(m: Any) -> dict[str, Any]:
@@ -703,7 +691,7 @@ UNSEEN_SCALE = (
 # What is measured, and the findings that follow from it and from what was measured before. The first of a kind is reported, of
 # those that name leaves all; where nothing could be measured none is.
 QUESTIONS: tuple[tuple[Callable[[Any], dict[str, Any]], tuple[Row, ...]], ...] = (
-    (_begun, (
+    (lambda m: {"because": f": {m.why}" if m.why else ""}, (
         Row(UNSEEN, lambda m: m.n == 1, "Not seen: other modes. One chain cannot show them; run several."),
         Row("diverged", lambda m: not m.count and "loss" in m.why, "The run has no draws{because}.",
             "Lower lr by ten, or look for NaN in the data."),
@@ -789,9 +777,11 @@ QUESTIONS: tuple[tuple[Callable[[Any], dict[str, Any]], tuple[Row, ...]], ...] =
             "{tokens}Set temperature={right:.4g}. Where another one is meant pass posterior_temperature={times:.3g}{other}."),
     )),
     # has it the temperature
-    (_moved, (
-        Row(UNSEEN, lambda m: True, "Not seen: whether a prior that is written into the loss has the strength that was meant."),
-        Row(UNSEEN, lambda m: m.count < 4, "Not told: the temperature of the draws, which takes four of them at least."),
+    (lambda m: {"levels": {k: x for k, x in m.temperatures.items() if m.data and k not in m.still and m.leaves[k].size}}, (
+        Row(UNSEEN, lambda m: m.data,
+            "Not seen: whether a prior that is written into the loss has the strength that was meant."),
+        Row(UNSEEN, lambda m: m.data and m.count < 4,
+            "Not told: the temperature of the draws, which takes four of them at least."),
     )),
     (_tempered, (
         Row(UNSEEN, lambda m: m.directions == 1,

@@ -153,7 +153,8 @@ def gradient_noise(
     ]
     gains = [torch.ones((), device=leaf.device) for leaf in means] if tx is None else read(tx, params, state).gains
     total = rows if draws is None else [torch.cat([x, y / math.sqrt(2)]) for x, y in zip(rows, draws)]
-    values = torch.linalg.eigvalsh(weighted_gram(total, gains)).flip(0).clamp(min=0.0)
+    weighted = [gram(row.double() * gain.to(row.device).sqrt()).cpu() for row, gain in zip(total, gains)]
+    values = torch.linalg.eigvalsh(torch.stack(weighted).sum(0)).flip(0).clamp(min=0.0)
     return GradientNoise(
         optree.tree_unflatten(spec, rows),
         None if draws is None else optree.tree_unflatten(spec, draws),
@@ -239,14 +240,6 @@ def seed_all(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     for device in initialised_devices():
         torch.cuda.default_generators[device].manual_seed(seed)
-
-
-def weighted_gram(rows: list[Tensor], gains: Any) -> Tensor:
-    """``R G R^T`` in float64."""
-    return sum(
-        (gram(row.double() * gain.to(row.device).sqrt()).cpu() for row, gain in zip(rows, gains)),
-        torch.zeros(len(rows[0]), len(rows[0]), dtype=torch.float64, device="cpu"),
-    )
 
 
 @kinds.takes()

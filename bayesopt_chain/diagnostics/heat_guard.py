@@ -66,7 +66,6 @@ from torch.nn import functional as F
 from bayesopt_chain import kinds, tracing
 from bayesopt_chain._torch import flattened, is_dtensor
 from bayesopt_chain.checks import short
-from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.diagnostics._response import EQUAL, gains, inner, levels_of, polynomials
 from bayesopt_chain.diagnostics.findings import Row, judged
 from bayesopt_chain.diagnostics.heating import added
@@ -430,8 +429,7 @@ def _is_clipped(norms: Tensor, seen: list[Leaf]) -> bool:
 
 
 def _links(tx: Any) -> Iterable[Any]:
-    tx, _ = inner(tx, None)
-    return tx.links if isinstance(tx, Chain) else ()
+    return getattr(inner(tx, None)[0], "links", ())
 
 
 def _rules(tx: Any, params: Any, state: Any) -> list[tuple[float, float, float, float, float | Tensor] | None]:

@@ -63,14 +63,13 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import kinds
-from bayesopt_chain.checks import short
 from bayesopt_chain.data.index_stream import Order
 from bayesopt_chain.diagnostics._response import Group, Response, read
 from bayesopt_chain.diagnostics.findings import Row, judged
 from bayesopt_chain.diagnostics.gradient_noise import GradientNoise, lanczos
 from bayesopt_chain.precision._algebra import Precision
 from bayesopt_chain.testing._linear_system import Unstable, solve_lyapunov
-from bayesopt_chain.trees import Tree, combine, common_dtype, flatten, project, scaled, unflatten
+from bayesopt_chain.trees import Tree, combine, common_dtype, flatten, project, require_like, scaled, unflatten
 
 SMALL = 1e-7  # relative size below which eigenvalues count as zero
 
@@ -109,7 +108,7 @@ class Heating:
     cooling: Callable[[Any], Any] | None = field(default=None, repr=False)
     refusal: str = field(default="this report was not made by bc.diagnostics.heating", repr=False)
 
-    @kinds.takes()
+    @kinds.takes(draws=kinds.PARAMS)
     def cool(self, draws: Any) -> Any:
         """Correct the covariance of draws for the heat of the batches, by an affine map about their mean.
 
@@ -142,9 +141,7 @@ class Heating:
         """
         if self.cooling is None:
             raise ValueError(f"cool: {self.refusal}")
-        if not kinds.TREE.fits(draws) or not all(x.ndim and x.is_floating_point() for x in optree.tree_leaves(draws)):
-            raise TypeError(f"cool: draws must be a tree of real tensors [n, *leaf.shape], got {short(draws)}")
-        shapes = [tuple(x.shape[1:]) for x in optree.tree_leaves(draws)]
+        shapes = [tuple(x.shape[1:]) if x.ndim else None for x in optree.tree_leaves(draws)]
         if shapes != [tuple(rows.shape[1:]) for rows in optree.tree_leaves(self.directions)]:
             raise ValueError(
                 f"cool: draws must be leaves [n, *leaf.shape], got {shapes} behind the first axis; of several chains pass one"
@@ -527,21 +524,18 @@ def product(curvature: Any, like: Any) -> Callable[[Tree], Tree] | None:
     """The curvature of the mean loss as a product on trees."""
     if curvature is None:
         return None
-    leaves, spec = optree.tree_flatten(like)
     if isinstance(curvature, Precision):
         if not float(curvature.count) > 0:
             raise ValueError("heating: this curvature has seen no data; pass a precision summed over a batch")
         return lambda tree: scaled(curvature.times(tree), 1.0 / float(curvature.count))
     if isinstance(curvature, Tensor):
-        size = sum(leaf.numel() for leaf in leaves)
+        size = sum(leaf.numel() for leaf in optree.tree_leaves(like))
         if tuple(curvature.shape) != (size, size):
             raise TypeError(f"heating: curvature must be a [{size}, {size}] matrix, got {tuple(curvature.shape)}")
         return lambda tree: unflatten(curvature.to(v := flatten(tree, like)) @ v, like)
 
     def checked(tree: Tree) -> Tree:
-        found: Any = curvature(tree)
-        if not kinds.TREE.fits(found) or optree.tree_structure(found) != spec:
-            raise TypeError(f"heating: curvature must return a tree of tensors like the parameters, got {short(found)}")
+        require_like(found := curvature(tree), like, "heating: what curvature returns")
         return found
 
     return checked

@@ -49,7 +49,6 @@ from bayesopt_chain import kinds
 from bayesopt_chain.checks import installed
 from bayesopt_chain.diagnostics.findings import Row, judged
 from bayesopt_chain.diagnostics.gradient_noise import initialised_devices
-from bayesopt_chain.diagnostics.observables.restrict import restrict
 from bayesopt_chain.diagnostics.observables.sums import BLOCKS, Estimate, Record, merged
 from bayesopt_chain.diagnostics.observables.target import (
     Measured,
@@ -58,6 +57,7 @@ from bayesopt_chain.diagnostics.observables.target import (
     data_of,
     heat_of_noise,
     relaxation,
+    restrict,
     steepest,
 )
 from bayesopt_chain.loop.capture.build import capture as record_step
