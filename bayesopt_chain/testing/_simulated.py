@@ -154,7 +154,7 @@ def sbc(
 
     Args:
         make_posterior: ``make_posterior(data) -> draws``, the method under test: a tree like the parameters with nearly
-            independent draws on axis 0, or :class:`bayesopt_chain.Draws`.
+            independent draws on axis 0, or :class:`bayesopt_chain.Draws`, whose chains are pooled.
         prior: ``prior(generator) -> params``, a draw of the prior, the one that the method assumes: a tree of tensors.
         simulator: ``simulator(params, generator) -> data``, a draw of data given parameters.
         simulations: how many parameters and data are drawn; each bin of ranks gets 10 of them or more, up to 20 bins.
@@ -168,8 +168,8 @@ def sbc(
         A :class:`Calibration`: its ``p_value`` is small where the method is wrong, ``str`` of it says how, ``plot()`` shows it.
 
     Raises:
-        TypeError: draws that are no tree like the parameters.
-        ValueError: another number of draws in another simulation, fewer than two, or draws that are not finite.
+        TypeError: draws that are no tree like the parameters, or have weights.
+        ValueError: another number of draws in another simulation, fewer than two, or numbers that are not finite.
 
     Source:
         Talts et al. (2018), arXiv:1804.06788.
@@ -194,10 +194,10 @@ def sbc(
     data = [simulator(params, generator) for params in truths]
     if together:
         every: Any = optree.tree_map(lambda *x: torch.stack(x), data[0], *data[1:])
-        drawn = _tree(make_posterior(every), truths[0])
+        drawn = _tree(make_posterior(every), truths[0], together)
         made = [optree.tree_map(lambda x, i=i: x[:, i], drawn) for i in range(simulations)]
     else:
-        made = [_tree(make_posterior(y), truths[0]) for y in data]
+        made = [_tree(make_posterior(y), truths[0], together) for y in data]
     ask = quantities or (lambda params, _: params)
     ranks, names, lengths = list[Tensor](), list[str](), set[int]()
     for params, y, draws in zip(truths, data, made):
@@ -208,10 +208,11 @@ def sbc(
             [x.double().flatten(1) if x.ndim > 1 else x.double()[:, None] for x in optree.tree_leaves(found)], 1
         )
         lengths.add(len(b))
-        if len(lengths) > 1 or len(b) < 2 or b.shape[1:] != a.shape or not bool(torch.isfinite(b).all()):
+        is_finite = bool(torch.isfinite(a).all() & torch.isfinite(b).all())
+        if len(lengths) > 1 or len(b) < 2 or b.shape[1:] != a.shape or not is_finite:
             raise ValueError(
                 f"sbc: make_posterior must give at least two finite draws, as many in every simulation, of {len(a)} "
-                f"quantities; got draws {tuple(b.shape)}, lengths {sorted(lengths)}"
+                f"quantities that are finite at the truth; got draws {tuple(b.shape)}, lengths {sorted(lengths)}"
             )
         ties = (b == a).sum(0)
         u = torch.rand(len(a), generator=generator, device="cpu").to(ties.device)
@@ -219,9 +220,11 @@ def sbc(
     return Calibration(torch.stack(ranks).cpu(), names, lengths.pop())
 
 
-def _tree(draws: Any, like: Any) -> Any:
-    """Draws as a tree like the parameters."""
-    tree = getattr(draws, "params", draws)
+def _tree(draws: Any, like: Any, together: bool) -> Any:
+    """Draws as a tree like the parameters; those of chains are pooled, unless each chain has data of its own."""
+    kinds.require("sbc", **{"what make_posterior returns": (draws, kinds.DRAWS)})
+    pooled = draws.unchained()[0] if hasattr(draws, "unchained") and not together else draws
+    tree = getattr(pooled, "params", pooled)
     mine, wanted = optree.tree_structure(tree), optree.tree_structure(like)
     if mine != wanted:
         raise TypeError(f"sbc: make_posterior must return draws as a tree like the parameters, {wanted}, got {mine}")

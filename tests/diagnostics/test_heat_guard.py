@@ -334,12 +334,11 @@ HOT = Heat(2.2, 0.3, 0.2, 0.0, 2.2, 0.0, 0.3, 1000)
         ([HOT._replace(rho=5.0, drift=9.0), HOT, HOT], True),
     ],
 )
+@pytest.mark.filterwarnings("ignore")
 def test_each_rule_of_the_verdict(readings, is_warned):
     guard = HeatGuard()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for heat in readings:
-            guard._judge(heat, 1.0, 0.9, {0.1})
+    for heat in readings:
+        guard._judge(heat, 1.0, 0.9, {0.1})
     assert guard.has_warned == is_warned
 
 
@@ -359,15 +358,14 @@ def test_what_the_warning_says(K, order, momentum, parts, not_said):
     assert all(part in str(caught[0].message) for part in parts) and not_said not in str(caught[0].message)
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("size", [1e-6, 1e-4, 1e-3])
 def test_small_gradients_of_many_dimensions_and_ones_that_stay_are_no_clip(size):
     """Of 1,101 white numbers, whose norm varies by 2 %."""
     assert not white(HeatGuard(), size**2, 1101, steps=20)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        guard = HeatGuard()
-        for _ in range(20):
-            guard.look(lambda keys: [Leaf(0, size * torch.ones(10), torch.zeros(10), 1.0, 1.0, 0.9, 0.1)])
+    guard = HeatGuard()
+    for _ in range(20):
+        guard.look(lambda keys: [Leaf(0, size * torch.ones(10), torch.zeros(10), 1.0, 1.0, 0.9, 0.1)])
     assert len(guard.readings) == 1
 
 
@@ -471,15 +469,14 @@ def test_a_step_and_a_run_are_watched_and_a_run_tells_its_guard_of_epochs():
         assert guard.steps_per_epoch == K
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("lr", [0.2, lambda step: 0.1 * (1 + torch.cos(torch.as_tensor(step) / 10.0))])
 def test_a_cold_chain_is_silent_and_draws_what_an_unwatched_one_draws(lr):
     tx, params = bc.chain(bc.scale_by_preconditioner(0.5), bc.sghmc(lr, 0.9, temperature=1 / N)), at_the_mode()
     found, guard, state = [], HeatGuard(), tx.init(params)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for watch in (guard, None):
-            step = bc.make_step(mean_loss, tx, heat_guard=watch)
-            found.append(bc.sample(step, params, state, (X, Y), steps=150).params["weight"])
+    for watch in (guard, None):
+        step = bc.make_step(mean_loss, tx, heat_guard=watch)
+        found.append(bc.sample(step, params, state, (X, Y), steps=150).params["weight"])
     assert torch.equal(*found) and guard.readings[-1].rho < 0.3
 
 

@@ -159,10 +159,12 @@ def regression(N=400, d=3):
     return linear(torch.randn(N, d, generator=g), g)
 
 
+data, mode = regression()
+
+
 @pytest.mark.slow
 def test_a_module_is_taken_with_momentum_and_batch_size_open_and_stays_as_it_is():
     """The same seed suggests the same, whatever torch's generator holds, which stays where it is; and bc.optim takes it."""
-    data, mode = regression()
     module, found = nn.Linear(3, 1, bias=False), []
     bc.write_back(module, {"weight": mode[None]})
     for seed in (1, 2):
@@ -296,7 +298,6 @@ def dropped(w, batch):
 
 
 def test_dropout_is_said_and_counted_and_no_sum():
-    data, mode = regression()
     found, plain = (bc.suggest_lr(at(400), loss, mode, [data]) for loss in (lambda w, b: dropped(w, b).mean(), squares))
     assert "dropout" in str(found) and found.excess > 0 and "dropout" not in str(plain) and plain.excess == 0
 
@@ -351,7 +352,6 @@ def grouped(lr):
     ],
 )
 def test_what_cannot_be_told_is_refused_by_name(change, error, words):
-    data, mode = regression()
     given = {"make_tx": lambda lr: bc.sghmc(lr, temperature=T), "loss": squares, "params": mode, "data": data, **change}
     with pytest.raises(error, match=words):
         bc.suggest_lr(**given)
@@ -376,7 +376,6 @@ def test_a_batch_of_nan_is_named_wherever_it_is_met(bad, words):
 
 
 def test_the_generator_of_the_noise_stays_where_it_was():
-    data, mode = regression()
     generator = torch.Generator().manual_seed(3)
     before = generator.get_state()
     bc.suggest_lr(lambda lr: bc.sghmc(lr, temperature=T, generator=generator), squares, mode, bc.epochs(data, 20))

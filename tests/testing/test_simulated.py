@@ -75,16 +75,29 @@ def test_chains_of_this_library_pass_with_data_of_their_own():
     assert sbc(posterior, prior, simulator, together=True).p_value > 0.01
 
 
-def test_what_is_no_posterior_is_refused():
-    args = (lambda g: torch.randn(2, generator=g), lambda p, g: p)
-    with pytest.raises(TypeError, match="draws as a tree like the parameters"):
-        sbc(lambda y: {"w": torch.randn(5, 2)}, *args)
-    with pytest.raises(ValueError, match=r"at least two finite draws, .* got draws \(5, 3\)"):
-        sbc(lambda y: torch.randn(5, 3), *args)
-    with pytest.raises(ValueError, match="finite"):
-        sbc(lambda y: torch.full((5, 2), torch.nan), *args)
-    with pytest.raises(ValueError, match="simulations"):
-        sbc(lambda y: torch.randn(5, 2), *args, simulations=3)
+PAIR = lambda g: torch.randn(2, generator=g)  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    "draws, more, error, words",
+    [
+        ({"w": torch.zeros(5, 2)}, {}, TypeError, "draws as a tree like the parameters"),
+        (torch.zeros(()), {}, TypeError, "what make_posterior returns must be"),
+        (torch.zeros(5, 3), {}, ValueError, r"at least two finite draws, .* got draws \(5, 3\)"),
+        (torch.full((5, 2), torch.nan), {}, ValueError, "finite"),
+        (torch.zeros(5, 2), {"quantities": lambda p, y: p[:1] / y[1:]}, ValueError, "finite at the truth"),
+        (torch.zeros(5, 2), {"simulations": 3}, ValueError, "simulations"),
+    ],
+)
+def test_what_is_no_posterior_is_refused(draws, more, error, words):
+    with pytest.raises(error, match=words):
+        sbc(lambda y: draws, PAIR, lambda p, g: p * torch.tensor([1.0, 0.0]), **more)
+
+
+def test_the_chains_of_draws_are_pooled():
+    one, four = torch.randn(12, 2), lambda x: bc.Draws.from_trees([*x.reshape(3, 4, 2)], chains=4)
+    ranks = [sbc(lambda y, f=f: f(one), PAIR, lambda p, g: p).ranks for f in (torch.Tensor.clone, four)]
+    assert torch.equal(*ranks)
 
 
 def test_a_histogram_for_each_quantity():
