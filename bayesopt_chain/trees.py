@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bayesopt_chain import kinds
 from bayesopt_chain._torch import is_dtensor
-from bayesopt_chain.tracing import is_traced, is_transformed
+from bayesopt_chain.tracing import is_hidden, is_traced, is_transformed
 
 Tree = Any
 
@@ -120,6 +120,15 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def upcast(tree: Tree) -> Tree:
     """Bring the leaves into the dtypes of :func:`wide`; ``None`` stays, and so does what is wide."""
     return optree.tree_map(lambda leaf: leaf.to(wide(leaf.dtype)), tree)
+
+
+def require_positive(values: Tensor, name: str) -> None:
+    """Raise ``ValueError`` where values that must be positive are not; inside a transform nothing can be checked."""
+    if not is_hidden(values) and not bool((values > 0).all()):
+        raise ValueError(
+            f"the precision is singular or indefinite at {name} (smallest value {values.min().item():.3g}): "
+            "pass a larger prior_precision, or more data"
+        )
 
 
 def require_like(tree: Tree, like: Tree, name: str, batched: bool = False) -> None:

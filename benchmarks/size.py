@@ -77,7 +77,6 @@ MISSED = {
     "testing": "calibration by simulation and the fixture came after the aim",
     "base and contrib": "kinds of arguments and their messages",
     "sample": "a step runs through twenty-four files, and a run through six",
-    "fit_laplace": "finding the layer, reading data and evidence each are a file, curvature is six",
     "posterior_ensemble": "training is a step of this library, with members, data, stages and report around it",
 }
 

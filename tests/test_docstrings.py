@@ -25,7 +25,6 @@ UNITS = {
 }
 # Rooms whose functions implement papers.
 PUBLISHED = tuple(f"bayesopt_chain.{room}." for room in ("samplers", "posterior", "curvature", "diagnostics"))
-READERS = "bayesopt_chain.posterior.batches"  # what reads loaders implements no paper
 SOURCE = re.compile(r"\(\d{4}[a-z]?\)|\b(19|20)\d\d\b|arXiv")
 
 
@@ -84,7 +83,7 @@ def missing_in(function, doc: str, shown: str) -> list[str]:
     lines = {name: re.search(rf"\b{name}\b[^\n]*(?:\n\s+(?!\w+:)[^\n]*)*", words) for name in arguments}
     unit = {k: " ".join(lines[k][0].split()) for k in arguments.keys() & UNITS.keys() if lines[k]}
     sources = doc + (getattr(inspect.getmodule(function), "__doc__", "") or "")
-    is_published = function.__module__.startswith(PUBLISHED) and function.__module__ != READERS
+    is_published = function.__module__.startswith(PUBLISHED)
     lacks = {
         **{f"Args: {name}": not line for name, line in lines.items()},
         "Returns": result not in (None, "None", inspect.Signature.empty) and "Returns:" not in doc,

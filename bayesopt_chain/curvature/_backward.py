@@ -27,8 +27,7 @@ from bayesopt_chain import kinds
 from bayesopt_chain._torch import dtensor_of, is_dtensor, local_of, reshard, spec_of, stacked_spec
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.precision import Diagonal
-from bayesopt_chain.precision._algebra import as_count
-from bayesopt_chain.trees import wide
+from bayesopt_chain.trees import as_tensor, wide
 
 
 @kinds.takes()
@@ -118,7 +117,7 @@ def diagonal_by_backward(
                         for k in range(each):
                             mine = rank == passes.place
                             square(lambda n, m, b=b, k=k, mine=mine: _one(n, m, b, k) if mine else None, 1.0)
-        count = as_count(float(sum([data for data, _ in sizes])), total[0].device)
+        count = as_tensor(float(sum([data for data, _ in sizes])), torch.float64, total[0].device)
         return Diagonal(passes.tree(total), count)
 
     return estimate

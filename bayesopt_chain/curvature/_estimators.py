@@ -42,8 +42,7 @@ from bayesopt_chain.curvature._taps import Check, Checks
 from bayesopt_chain.likelihoods import Likelihood, OutputRoot
 from bayesopt_chain.likelihoods._likelihood import Explicit
 from bayesopt_chain.precision import Dense, Diagonal, Eigenbasis, Kronecker, Precision, shape_only, unflatten
-from bayesopt_chain.precision._algebra import as_count
-from bayesopt_chain.trees import Tree, common_dtype, flatten, size, wide, widened
+from bayesopt_chain.trees import Tree, as_tensor, common_dtype, flatten, size, wide, widened
 
 Estimate = Callable[[Tree, Any], Precision]
 TargetsOf = str | Callable[[Any], Any]
@@ -285,7 +284,7 @@ def hessian(
                 total = total + _hutchinson(products, params, like, probes, generator)
             else:
                 total = total + _columns(products, params, chunk_bytes, structure == "diagonal")
-        count = as_count(n, plan.probe.device)
+        count = as_tensor(n, torch.float64, plan.probe.device)
         return Dense(total, like, count) if structure == "dense" else Diagonal(unflatten(total, widened(params)), count)
 
     return estimate
@@ -343,7 +342,7 @@ class Estimator:
                 if seen is not None and chunk.first:
                     seen.append(chunk.outputs)
                 del chunk  # before the next one is made
-            return total.finish(as_count(batch_size(batch), plan.probe.device))
+            return total.finish(as_tensor(batch_size(batch), torch.float64, plan.probe.device))
 
         return self.checks.run(params, batch, lambda: make_plan(self.forward, params, batch), work)
 
@@ -377,7 +376,7 @@ def _probed(
                 signs = _signs((stop - start, root.columns), plan.probe, generator)
                 (v,) = pull(root.combine(signs))
                 total = optree.tree_map(lambda t, leaf: t + leaf.to(t.dtype).square() / probes, total, v)
-        return Diagonal(total, as_count(n, plan.probe.device))
+        return Diagonal(total, as_tensor(n, torch.float64, plan.probe.device))
 
     return estimate
 

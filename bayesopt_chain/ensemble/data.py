@@ -27,8 +27,7 @@ from bayesopt_chain import batches
 from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.likelihoods._gaussian import LearnedGaussian, StudentT
-from bayesopt_chain.modules.functional import batch_inputs
-from bayesopt_chain.posterior.batches import Reader, as_pair, logits_of
+from bayesopt_chain.modules.functional import Reader, as_pair, batch_inputs, logits_of
 
 AT_ONCE = 1024  # data of a Dataset that are read together
 LEAST = 8
@@ -46,7 +45,7 @@ class Data(NamedTuple):
 
     def of(self, module: nn.Module) -> tuple[Data, bool]:
         """The data as this module is to see them, and whether its labels had to be moved to the next token's
-        (:class:`bayesopt_chain.posterior.batches.Reader`)."""
+        (:class:`bayesopt_chain.modules.functional.Reader`)."""
         if self.raw is None:
             return self, False
         read = Reader(module)

@@ -19,8 +19,7 @@ from bayesopt_chain.ensemble.report import Report
 from bayesopt_chain.ensemble.stages import read_or_refuse
 from bayesopt_chain.ensemble.training import Tensors, outputs_of
 from bayesopt_chain.likelihoods import Likelihood, Predictive, gaussian, weighted
-from bayesopt_chain.modules.functional import arguments_of, copied, write_back
-from bayesopt_chain.posterior.batches import as_pair
+from bayesopt_chain.modules.functional import arguments_of, as_pair, copied, write_back
 from bayesopt_chain.posterior.model import batches_of
 from bayesopt_chain.runs import files
 from bayesopt_chain.runs.draws import Draws

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 
 from bayesopt_chain.curvature._products import jvp
 from bayesopt_chain.likelihoods import categorical
-from bayesopt_chain.modules.functional import evaluating, make_functional, write_back
-from bayesopt_chain.posterior.batches import LEFT_OUT, Reader, logits_of
+from bayesopt_chain.modules.functional import LEFT_OUT, Reader, evaluating, logits_of, make_functional, write_back
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.model import batches_of
 from bayesopt_chain.precision import Kronecker

@@ -59,8 +59,7 @@ from bayesopt_chain.lora.adapters import (
     write_posterior,
 )
 from bayesopt_chain.lora.loss import summed_loss
-from bayesopt_chain.modules.functional import arguments_of, write_back
-from bayesopt_chain.posterior.batches import LEFT_OUT
+from bayesopt_chain.modules.functional import LEFT_OUT, arguments_of, write_back
 from bayesopt_chain.posterior.fit import fit_laplace
 from bayesopt_chain.posterior.gaussian import Gaussian, posterior_of
 from bayesopt_chain.precision import Kronecker

@@ -1,9 +1,9 @@
 from bayesopt_chain.likelihoods._quadrature import probit, probit_bernoulli, softmax_mean
+from bayesopt_chain.modules.functional import next_labels
 from bayesopt_chain.posterior._acquisition import Acquired, batch_bald, d_optimal, epig
 from bayesopt_chain.posterior._by_target import outputs_by_target
 from bayesopt_chain.posterior._influence import influence_of_draws, leave_one_out
 from bayesopt_chain.posterior._linearized import functional_samples, linearized, monte_carlo
-from bayesopt_chain.posterior.batches import next_labels
 from bayesopt_chain.posterior.evidence import tune_by_evidence, tune_by_validation
 from bayesopt_chain.posterior.fit import FittedLaplace, fit_laplace
 from bayesopt_chain.posterior.last_layer import CachedFeatures, cache_features

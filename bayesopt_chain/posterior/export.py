@@ -21,9 +21,8 @@ from torch import Tensor, nn
 
 from bayesopt_chain.curvature._plan import Affine
 from bayesopt_chain.likelihoods import Likelihood, Outputs
-from bayesopt_chain.modules.functional import copied, write_back
+from bayesopt_chain.modules.functional import copied, logits_of, write_back
 from bayesopt_chain.posterior._linearized import of_affine
-from bayesopt_chain.posterior.batches import logits_of
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.last_layer import Features, seen_by
 from bayesopt_chain.precision import Precision

@@ -28,8 +28,8 @@ from bayesopt_chain import checks, kinds
 from bayesopt_chain.curvature import STRUCTURES
 from bayesopt_chain.curvature._plan import batch_size, part
 from bayesopt_chain.likelihoods import Likelihood, Outputs, Predictive
+from bayesopt_chain.modules.functional import Reader, peeked
 from bayesopt_chain.posterior._linearized import functional_samples
-from bayesopt_chain.posterior.batches import Reader, peeked
 from bayesopt_chain.posterior.evidence import by_output, require_prior_structure, spectra, tune_by_validation, tuned
 from bayesopt_chain.posterior.export import LinearizedHead
 from bayesopt_chain.posterior.gaussian import Gaussian, log_prior, posterior_of, require_finite

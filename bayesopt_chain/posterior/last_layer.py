@@ -45,9 +45,16 @@ from torch.overrides import TorchFunctionMode
 
 from bayesopt_chain import batches, kinds
 from bayesopt_chain.curvature._plan import Affine, batch_size, part
-from bayesopt_chain.modules.functional import Forward, make_functional
+from bayesopt_chain.modules.functional import (
+    Forward,
+    Reader,
+    logits_of,
+    make_functional,
+    peeked,
+    require_eval,
+    with_progress,
+)
 from bayesopt_chain.posterior._linearized import needs_graph
-from bayesopt_chain.posterior.batches import Reader, logits_of, peeked, require_eval, with_progress
 from bayesopt_chain.tracing import is_transformed
 from bayesopt_chain.trees import flatten, unflatten
 

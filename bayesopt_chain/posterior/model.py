@@ -28,9 +28,8 @@ from bayesopt_chain.curvature._estimators import Estimator
 from bayesopt_chain.curvature._plan import UNUSED, Affine, batch_size, make_plan, part
 from bayesopt_chain.curvature._taps import Checks
 from bayesopt_chain.likelihoods import Likelihood, Outputs
-from bayesopt_chain.modules.functional import Forward, make_functional
+from bayesopt_chain.modules.functional import Forward, as_pair, logits_of, make_functional, require_eval, with_progress
 from bayesopt_chain.posterior._linearized import linearized_by, monte_carlo
-from bayesopt_chain.posterior.batches import as_pair, logits_of, require_eval, with_progress
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.last_layer import (
     Body,

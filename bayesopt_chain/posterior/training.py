@@ -26,8 +26,16 @@ from bayesopt_chain import kinds
 from bayesopt_chain.curvature import STRUCTURES
 from bayesopt_chain.curvature._plan import batch_size
 from bayesopt_chain.likelihoods import Likelihood
-from bayesopt_chain.modules.functional import arguments_of, batch_inputs, write_back
-from bayesopt_chain.posterior.batches import Reader, as_batches, logits_of, peeked, with_progress
+from bayesopt_chain.modules.functional import (
+    Reader,
+    arguments_of,
+    as_batches,
+    batch_inputs,
+    logits_of,
+    peeked,
+    with_progress,
+    write_back,
+)
 from bayesopt_chain.posterior.evidence import require_prior_structure, tuned
 from bayesopt_chain.posterior.fit import FittedLaplace, at
 from bayesopt_chain.posterior.gaussian import require_finite

@@ -25,15 +25,13 @@ The precision of knowing nothing yet, so that a state has a first value before t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.tracing import is_hidden
-from bayesopt_chain.trees import Tree, as_tensor
+from bayesopt_chain.trees import Tree
 
 
 class LayerBases(NamedTuple):
@@ -353,14 +351,6 @@ def like(tree: Tree, other: Tree) -> Tree:
     return optree.tree_map(lambda leaf, asked: leaf.to(asked.dtype), tree, other)
 
 
-def total(parts: Iterable[Tensor]) -> Tensor:
-    """Add the parts of a sum over leaves, of which there is at least one."""
-    first, *others = parts
-    for other in others:
-        first = first + other
-    return first
-
-
 def require_same_structure(left: Precision, right: Any, *accepted: type) -> None:
     """Raise ``TypeError`` unless ``right`` is one of the classes that can be added to ``left``."""
     if not isinstance(right, accepted or (type(left),)):
@@ -368,22 +358,6 @@ def require_same_structure(left: Precision, right: Any, *accepted: type) -> None
             f"cannot add {type(right).__name__} to {type(left).__name__}: one posterior has one structure; "
             "build every estimator with the same structure= (and give a new structure a new state)"
         )
-
-
-def require_positive(values: Tensor, name: str) -> None:
-    """Raise ``ValueError`` where values that must be positive are not; inside a transform nothing can be checked."""
-    if not is_hidden(values) and not bool((values > 0).all()):
-        raise ValueError(
-            f"the precision is singular or indefinite at {name} (smallest value {values.min().item():.3g}): "
-            "pass a larger prior_precision, or more data"
-        )
-
-
-def as_count(count: float | Tensor, device: torch.device) -> Tensor:
-    """Return a datum count as a 0-d float64 tensor, which holds any number of data exactly."""
-    if isinstance(count, Tensor):
-        return count
-    return as_tensor(float(count), torch.float64, device)
 
 
 class Zero(NamedTuple("_Zero", [("count", Tensor)]), Precision):

@@ -5,13 +5,14 @@ Lambda = blockdiag(Lambda_1, Lambda_2, ...)
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.precision._algebra import Precision, require_same_structure, total
+from bayesopt_chain.precision._algebra import Precision, require_same_structure
 from bayesopt_chain.trees import Tree, shape_only, spread
 
 
@@ -60,7 +61,7 @@ class Block(NamedTuple("_Block", [("blocks", Tree), ("count", Tensor)]), Precisi
         return self._each(lambda block, x: block.sqrt_solve(x), tree)
 
     def logdet(self) -> Tensor:
-        return total(block.logdet() for block in self._list())
+        return reduce(torch.add, (block.logdet() for block in self._list()))
 
     def diag(self) -> Tree:
         return self._each(lambda block: block.diag())
@@ -69,7 +70,7 @@ class Block(NamedTuple("_Block", [("blocks", Tree), ("count", Tensor)]), Precisi
         return self._each(lambda block: block.inverse_diag())
 
     def quad(self, tree: Tree) -> Tensor:
-        return total(block.quad(x) for block, x in zip(self._list(), optree.tree_leaves(tree)))
+        return reduce(torch.add, (block.quad(x) for block, x in zip(self._list(), optree.tree_leaves(tree))))
 
     def to_dense(self) -> Tensor:
         return torch.block_diag(*(block.to_dense() for block in self._list()))

@@ -5,6 +5,7 @@ Lambda = diag(d)
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any, NamedTuple
 
 import optree
@@ -15,11 +16,9 @@ from bayesopt_chain.precision._algebra import (
     LayerBases,
     Precision,
     like,
-    require_positive,
     require_same_structure,
-    total,
 )
-from bayesopt_chain.trees import Tree, flatten, inner, paths, require_like, scaled, spread
+from bayesopt_chain.trees import Tree, flatten, inner, paths, require_like, require_positive, scaled, spread
 
 
 class Diagonal(NamedTuple("_Diagonal", [("values", Tree), ("count", Tensor)]), Precision):
@@ -64,7 +63,7 @@ class Diagonal(NamedTuple("_Diagonal", [("values", Tree), ("count", Tensor)]), P
         return like(optree.tree_map(lambda x, v: x / v.sqrt(), tree, self.values), tree)
 
     def logdet(self) -> Tensor:
-        return total(leaf.log().sum() for leaf in optree.tree_leaves(self.values))
+        return reduce(torch.add, (leaf.log().sum() for leaf in optree.tree_leaves(self.values)))
 
     def diag(self) -> Tree:
         return self.values

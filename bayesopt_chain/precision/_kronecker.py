@@ -16,6 +16,7 @@ K-FAC: Martens and Grosse 2015; Laplace with it: Ritter et al. 2018.
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any, NamedTuple
 
 import optree
@@ -26,12 +27,10 @@ from bayesopt_chain.precision._algebra import (
     LayerBases,
     Precision,
     like,
-    require_positive,
     require_same_structure,
-    total,
 )
 from bayesopt_chain.tracing import is_hidden
-from bayesopt_chain.trees import Tree, paths, require_like, scaled, spread
+from bayesopt_chain.trees import Tree, paths, require_like, require_positive, scaled, spread
 
 
 class _Kronecker(NamedTuple):
@@ -230,7 +229,7 @@ class Eigenbasis(
         return like(_as_leaves(optree.tree_map(leaf, _as_matrices(tree, self), *self[:3]), self.like), tree)
 
     def logdet(self) -> Tensor:
-        return total(leaf.log().sum() for leaf in optree.tree_leaves(self.values))
+        return reduce(torch.add, (leaf.log().sum() for leaf in optree.tree_leaves(self.values)))
 
     def diag(self) -> Tree:
         return self._diagonal_of(self.values)
@@ -329,4 +328,4 @@ def _as_leaves(tree: Tree, like: Tree) -> Tree:
 
 
 def _sum_leaves(function: Any, *trees: Tree) -> Tensor:
-    return total(map(function, *map(optree.tree_leaves, trees)))
+    return reduce(torch.add, map(function, *map(optree.tree_leaves, trees)))

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import kinds
-from bayesopt_chain.precision._algebra import Precision, like, require_positive, require_same_structure
+from bayesopt_chain.precision._algebra import Precision, like, require_same_structure
 from bayesopt_chain.precision._diagonal import Diagonal
 from bayesopt_chain.trees import (
     Tree,
@@ -37,6 +37,7 @@ from bayesopt_chain.trees import (
     paths,
     project,
     require_like,
+    require_positive,
     scaled,
     upcast,
 )

@@ -19,8 +19,7 @@ from bayesopt_chain import kinds
 from bayesopt_chain.distributed.ranks import require_alike, world
 from bayesopt_chain.distributed.shards import are_spread
 from bayesopt_chain.loop.module_state import ModuleState
-from bayesopt_chain.modules.functional import evaluating, make_functional
-from bayesopt_chain.posterior.batches import logits_of
+from bayesopt_chain.modules.functional import evaluating, logits_of, make_functional
 from bayesopt_chain.runs.draws import Draws, Reduce
 from bayesopt_chain.runs.folder import STEP, Folder, drawn
 from bayesopt_chain.runs.run import Iteration, ResumableBatches, Run, describe_optimizer, require_same

@@ -28,8 +28,7 @@ from bayesopt_chain.checks import installed, short
 from bayesopt_chain.distributed.ranks import gather_objects, gather_tensors, require_alike
 from bayesopt_chain.likelihoods import Likelihood, Predictive
 from bayesopt_chain.modules.batch_norm import statistics
-from bayesopt_chain.modules.functional import make_functional
-from bayesopt_chain.posterior.batches import logits_of
+from bayesopt_chain.modules.functional import logits_of, make_functional
 from bayesopt_chain.posterior.export import Members
 from bayesopt_chain.runs import files
 from bayesopt_chain.runs.folder import BUFFER, LEAF, LOSS, STEP, WEIGHT, Piece, opened, row_bytes, rows_of

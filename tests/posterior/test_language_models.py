@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import bayesopt_chain as bc
+from bayesopt_chain.modules.functional import Reader
 from bayesopt_chain.posterior import fit
-from bayesopt_chain.posterior.batches import Reader
 
 transformers = pytest.importorskip("transformers")
 SMALL = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

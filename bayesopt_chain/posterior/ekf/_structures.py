@@ -44,6 +44,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NamedTuple
 
 import optree
@@ -68,7 +69,6 @@ from bayesopt_chain.precision import (
     shape_only,
     unflatten,
 )
-from bayesopt_chain.precision._algebra import total as summed
 from bayesopt_chain.precision._dense import signed
 from bayesopt_chain.precision._low_rank import compress
 from bayesopt_chain.schedules import is_number
@@ -497,14 +497,16 @@ def solve_with_rows(
     d, r, f = ([x.to(dtype) for x in leaves] for leaves in (diagonal, rows, force))
     scaled = [row / x for row, x in zip(r, d)]
     lower = _capacity_root([row / x.sqrt() for row, x in zip(r, d)])
-    along = torch.cholesky_solve(summed([project(row, x) for row, x in zip(scaled, f)])[:, None], lower)[:, 0]
+    along = torch.cholesky_solve(reduce(torch.add, [project(row, x) for row, x in zip(scaled, f)])[:, None], lower)[
+        :, 0
+    ]
     moves = [x / y - move for x, y, move in zip(f, d, combine(along, scaled))]
     return [m.to(like.dtype) for m, like in zip(moves, force)], 2 * lower.diagonal().log().sum()
 
 
 def dot(a: list[Tensor], b: list[Tensor]) -> Tensor:
     """The inner product of two lists of leaves."""
-    return summed([(x * y).sum() for x, y in zip(a, b)])
+    return reduce(torch.add, [(x * y).sum() for x, y in zip(a, b)])
 
 
 def gain(diagonal: list[Tensor], rows: list[Tensor], innovation: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -521,7 +523,7 @@ def gain(diagonal: list[Tensor], rows: list[Tensor], innovation: Tensor) -> tupl
 def _capacity_root(white: list[Tensor]) -> Tensor:
     """The lower root of ``I + w w^T`` of whitened rows, which is never singular."""
     dtype = common_dtype(white)
-    capacity = summed([gram(w.to(dtype)) for w in white])
+    capacity = reduce(torch.add, [gram(w.to(dtype)) for w in white])
     capacity.diagonal().add_(1)
     return torch.linalg.cholesky_ex(capacity).L
 
