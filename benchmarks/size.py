@@ -71,7 +71,6 @@ MISSED = {
     "likelihoods": "eleven likelihoods, with their own moments and draws in closed form, and what each refuses",
     "posterior": "influence, acquisition, forces, images and export (about 700) came after the aim",
     "diagnostics": "observables (721) came after the aim; of the rest 146 too many",
-    "runs": "what indices, batches, chains and means of a variational fit are refused or warned of with",
     "ensemble": "what untidy data are refused with; chains behind the networks (170) came after the aim",
     "distributed": "checkpoints that are compared with their digests and refused when pieces do not tile",
     "testing": "calibration by simulation and the fixture came after the aim",

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from bayesopt_chain import kinds
-from bayesopt_chain.distributed.ranks import require_alike, world
+from bayesopt_chain.distributed.ranks import world
 from bayesopt_chain.distributed.shards import are_spread
 from bayesopt_chain.loop.module_state import ModuleState
 from bayesopt_chain.modules.functional import evaluating, logits_of, make_functional
 from bayesopt_chain.runs.draws import Draws, Reduce
 from bayesopt_chain.runs.folder import STEP, Folder, drawn
 from bayesopt_chain.runs.run import Iteration, ResumableBatches, Run, describe_optimizer, require_same
-from bayesopt_chain.runs.store import ALIKE, SHARD_BYTES, Place, Store, gathered, mesh_of
+from bayesopt_chain.runs.store import SHARD_BYTES, Place, Store, gathered, mesh_of, require_given_alike
 
 _COUNTING = kinds.Kind(lambda x: hasattr(x, "global_step"), "what a trainer gives its callbacks, with global_step")
 AGAIN = 1.0  # seconds after which draws that could not be written are tried again, at least
@@ -105,10 +105,8 @@ class Collector:
             self.load_state_dict({"step": step - 1})
         self.step, self.known = step, True
         if not self.compared:  # behind the first step, since the module may have been sharded after the call
-            self.compared, mesh = True, mesh_of(self._params())
-            if mesh is not None:
-                asked = {"every": self.every, "after": self.after, "steps so far": step}
-                require_alike(ALIKE.format("collect"), asked, mesh)
+            self.compared, asked = True, {"every": self.every, "after": self.after, "steps so far": step}
+            require_given_alike("collect", asked, mesh_of(self._params()))
         store = self.store
         if not store.run.is_draw(step):
             return

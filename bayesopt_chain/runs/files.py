@@ -118,7 +118,11 @@ def _replace(path: Path, parts: list[Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        sync_folder(path.parent)
+        fd = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(fd)  # the name stays, too
+        finally:
+            os.close(fd)
     except BaseException as err:
         temporary.unlink(missing_ok=True)
         if isinstance(err, OSError):
@@ -126,15 +130,6 @@ def _replace(path: Path, parts: list[Any]) -> None:
                 err.errno, f"save: cannot write {path}: {err.strerror or err}; what stood there is untouched"
             ) from err
         raise
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush the names of a folder to the disk."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def write_tree(path: Path, tree: Any) -> None:

@@ -87,8 +87,7 @@ def drawn(about: Mapping[str, Any], step: int) -> int:
         >>> drawn({"burn_in": 10, "thinning": 5}, 24)
         2
     """
-    keep = about.get("identity", {}).get("keep", True)
-    return max(0, (step - about["burn_in"]) // about["thinning"]) * keep
+    return max(0, (step - about["burn_in"]) // about["thinning"]) * about.get("identity", {}).get("keep", True)
 
 
 def draws_name(since: int) -> str:

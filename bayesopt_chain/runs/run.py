@@ -369,8 +369,7 @@ def losses_of(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, A
 
 def keys_of(state: Any) -> list[int]:
     """The keys of all random streams of a state."""
-    keys = [key for entry in keyed(state) for key in local(entry.key).reshape(-1).tolist()]
-    return sorted({int(key) for key in keys if key})
+    return sorted({int(key) for entry in keyed(state) for key in local(entry.key).reshape(-1).tolist() if key})
 
 
 def describe(x: Any, depth: int = 0) -> Any:
@@ -397,8 +396,6 @@ def describe(x: Any, depth: int = 0) -> Any:
         return _tensor(x)
     if isinstance(x, Chain):
         return [type(x).__name__, *map(inner, x.links)]
-    if isinstance(x, (types.FunctionType, types.MethodType, functools.partial)):
-        return _function(x, inner) if isinstance(x, types.FunctionType) else describe_callable(x, depth)
     if isinstance(x, torch.Generator):
         return ["generator", seed] if (seed := x.initial_seed()) < CHOSEN else UNKNOWN
     if isinstance(x, (torch.dtype, torch.device, type, complex, bytes, types.BuiltinFunctionType)):
@@ -456,7 +453,7 @@ def describe_callable(f: Any, depth: int = 0) -> Any:
         of, owner = _function(f, inner), f.__self__
         known = isinstance(of, dict) and not isinstance(owner, type)
         return {**of, "sees": {**of["sees"], "self": _attributes(owner, held)}} if known else of
-    if inspect.isfunction(inspect.unwrap(f)):
+    if isinstance(f, types.FunctionType) or inspect.isfunction(inspect.unwrap(f)):
         return _function(f, inner)
     kind = type(f)
     if not isinstance(kind.__call__, types.FunctionType):

@@ -505,25 +505,23 @@ class Divergence:
 
     def _heat(self, state: Any) -> float:
         """``T P / 2`` of one chain; 0 where the temperature is not known."""
-        temperature = temperature_of(self.run.step, state) or 0.0
+        temperature = temperature_of(self.run.step, state)
         elements = sum(x.numel() for x in optree.tree_leaves(self.run.params)) // (self.run.chains or 1)
         return temperature * elements / 2
 
 
-def temperature_of(step: Any, state: Any) -> float | None:
-    """The highest temperature that is in force; ``None`` where nobody knows."""
+def temperature_of(step: Any, state: Any) -> float:
+    """The highest temperature that is in force; 0 where nobody knows."""
     each, inner = (getattr(step, "each", None) or {}).get("temperature"), getattr(step, "step", step)
     groups = getattr(getattr(inner, "optimizer", None), "param_groups", ())
     told = [g["temperature"] for g in groups if isinstance(g.get("temperature"), (int, float))]
     if each is not None or told:
         return float(max(told) if each is None else each.max())
-    tx = getattr(inner, "tx", None)
-    if tx is None:
-        return None
     try:
-        return float(monitor.temperature(tx, state, torch.zeros((), dtype=torch.float64, device="cpu")).max())
-    except (RuntimeError, TypeError, ValueError):  # a schedule of stacked counts
-        return None
+        like = torch.zeros((), dtype=torch.float64, device="cpu")
+        return float(monitor.temperature(getattr(inner, "tx", None), state, like).max())
+    except (RuntimeError, TypeError, ValueError):  # a schedule of stacked counts, or no chain
+        return 0.0
 
 
 def _shown(loss: Tensor) -> str:

@@ -100,7 +100,23 @@ class Place(NamedTuple):
         return None if self.chains is None else [self.chains.start, self.chains.stop]
 
 
-ALIKE = "{}: ranks that share a chain were given other {{}}; give the same on all of them"
+def require_given_alike(who: str, given: Mapping[str, Any], mesh: Any) -> None:
+    """Refuse ranks that share a chain and were given other arguments. It takes a message for each axis of the mesh.
+
+    A rank that drew after other steps would wait for messages that never come, or gather parts of other draws.
+
+    Args:
+        who: the caller, for the message.
+        given: arguments of this rank, by name.
+        mesh: the ranks; ``None`` where this one shares no chain.
+
+    Raises:
+        ValueError: on every rank, naming the arguments that differ.
+    """
+    if mesh is not None and mesh.size() > 1:
+        require_alike(
+            f"{who}: ranks that share a chain were given other {{}}; give the same on all of them", given, mesh
+        )
 
 
 def mesh_of(tree: Any) -> Any:
@@ -115,8 +131,7 @@ def place_of(path: Path | None, step: Any, tree: Any, asked: Mapping[str, Any]) 
         path: the directory of the run; ``None``: in memory.
         step: of the run, which may know a mesh of chains, and one of data.
         tree: parameters and state.
-        asked: what all ranks that share these chains have to be given alike, by its name: a rank that drew after other steps
-            would wait for messages that never come, or add to its draws what others made of other steps.
+        asked: what all ranks that share these chains have to be given alike, by name.
 
     Raises:
         ValueError: ranks that were given other numbers; meshes that leave out some of the ranks; with a directory, DTensors on
@@ -137,8 +152,7 @@ def place_of(path: Path | None, step: Any, tree: Any, asked: Mapping[str, Any]) 
     of_shards = meshes[0] if len(meshes) == 1 and meshes[0].ndim == 1 else None
     numbers, total = getattr(step, "numbers", None), getattr(step, "total", None)
     shared = mesh_of(tree) if data is None else data
-    if shared is not None and shared.size() > 1:
-        require_alike(ALIKE.format("sample"), {**asked, "path": path is None}, shared)
+    require_given_alike("sample", {**asked, "path": path is None}, shared)
     if path is None:
         return Place(mesh=shared if shared is not None and shared.size() > 1 else None)
     if sharded and chains is None:
@@ -256,8 +270,9 @@ class Store:
 
     def draws(self, complete: bool = True, why: str = "", last: tuple[Any, Any] | None = None) -> Draws:
         """All draws of these chains: those that are committed, and those that are held."""
-        about = {"chains": self.run.chains, "complete": complete, "why": why, "last": last}
-        return Draws(self._pieces(), self.spec, self.names, **about)
+        return Draws(
+            self._pieces(), self.spec, self.names, chains=self.run.chains, complete=complete, why=why, last=last
+        )
 
     def _pieces(self) -> list[Piece]:
         like = self.like if self.place.sharded else None
@@ -622,7 +637,6 @@ def set_generators(head: File, rank: int) -> None:
 
 def _as_many(mine: Any, theirs: Any) -> bool:
     """Whether two ranks' batches are of as many data, and as large."""
-    names = ("size", "batch_size")
     return all(isinstance(x, dict) for x in (mine, theirs)) and all(
-        n in mine and mine[n] == theirs.get(n) for n in names
+        n in mine and mine[n] == theirs.get(n) for n in ("size", "batch_size")
     )
