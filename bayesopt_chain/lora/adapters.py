@@ -286,13 +286,16 @@ def read_posterior(model: Any, path: Path) -> Gaussian:
 
 @contextmanager
 def holding(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
-    """The model with these parameters inside of the block, and with its own again behind it."""
+    """The model with these parameters inside of the block, and with its own again behind it, gradients too."""
+    grads = [(p, p.grad) for p in model.parameters()]
     own = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     try:
         write_back(model, params)
         yield
     finally:
         write_back(model, own)
+        for p, grad in grads:
+            p.grad = grad
 
 
 def logits_over(answers: list[int] | None) -> Callable[[Any], Tensor]:

@@ -241,6 +241,9 @@ def _problem(model: Any, data: Any, answers: Any, batch_size: int, seed: int, pr
         raise ValueError("bayesian_lora: data has no labels: pass mappings with input_ids and labels")
     possible = None if answers is None else list(answers)
     inputs, targets = AnswerReader(model, possible)(held.raw)
+    if targets.is_floating_point():
+        raise TypeError(f"bayesian_lora: labels are {targets.dtype}: pass numbers of tokens, int64")
+    targets = targets.long()
     if not bool((targets != LEFT_OUT).any()):
         raise ValueError("bayesian_lora: no label of data counts: all are -100, the first of a sequence, or no answer")
     if prior is not None:
@@ -341,12 +344,16 @@ class _Problem:
         try:
             for step in range(1, steps + 1):
                 optimizer.zero_grad()
-                with sampled():
+                with sampled(), torch.enable_grad():
                     self.loss(next(batches), mean_tokens).backward()
                 optimizer.step()
                 if schedule is not None and step < steps:
                     schedule.step()
                 then(step)
+            if not all(bool(p.isfinite().all()) for p in self.named.values()):
+                raise ValueError(
+                    "bayesian_lora: training diverged: pass a smaller lr=, or have adapters in float32 where they are float16"
+                )
         finally:
             optimizer.zero_grad()
             for layer, mode in modes.items():

@@ -265,6 +265,7 @@ def test_the_mean_over_all_batches_of_the_loss_has_the_gradient_of_the_mean_over
         ({"data": {"input_ids": IDS}}, ValueError, "bayesian_lora: data has no targets"),
         ({"data": {**MASKED, "labels": IDS[:, 0]}}, ValueError, r"labels are \(\d+,\), where the model asks for"),
         ({"data": {**MASKED, "labels": torch.full_like(IDS, -100)}}, ValueError, "no label of data counts"),
+        ({"data": {**MASKED, "labels": IDS.float()}}, TypeError, r"labels are torch\.float32: pass numbers of tokens"),
     ],
 )
 def test_bad_arguments_are_named(data, change, error, says):
@@ -281,3 +282,28 @@ def test_the_program_of_the_page_runs_as_pasted(tmp_path, monkeypatch):
     names = {}
     exec(page.read_text().split("```python\n")[1].split("```")[0], names)
     assert names["prediction"].probabilities.shape == (48, 8, 11) and len(names["again"]) == 4
+
+
+def words(dtype=torch.float32):
+    """In the place of a model of PEFT, and data with int32 labels."""
+    torch.manual_seed(0)
+    tokens = torch.arange(60).reshape(12, 5) % 5
+    module = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5)).to(dtype)
+    return module, {"input": tokens, "labels": ((tokens + 1) % 5).int()}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_gradients_that_were_there_stay_and_none_have_to_be_on(method):
+    module, data = words()
+    for p in module.parameters():
+        p.grad = torch.ones_like(p)
+    with torch.no_grad():
+        made = lora.bayesian_lora(module, data, method=method, **SHORT)
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in module.parameters()) and made.nll(data) > 0
+
+
+@pytest.mark.parametrize("given, dtype", [({}, torch.float16), ({"method": "sghmc", "lr": 1e6}, torch.float32)])
+def test_adapters_that_diverge_are_refused(given, dtype):
+    module, data = words(dtype)
+    with pytest.raises(ValueError, match="bayesian_lora: training diverged"):
+        lora.bayesian_lora(module, data, **SHORT | given)
