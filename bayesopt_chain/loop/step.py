@@ -403,12 +403,12 @@ def stream_of(state: Any) -> tuple[Tensor, Tensor] | None:
         return state.stream
     if isinstance(state, SkipState | MasterState | EstimatedState):
         return stream_of(state.inner)
-    if isinstance(state, tuple):
-        for entry in (state, *state):
-            key, count = getattr(entry, "key", None), getattr(entry, "step", None)
-            if isinstance(key, Tensor) and isinstance(count, Tensor) and key.ndim == count.ndim == 0:
-                return key, count
-    return None
+    if not isinstance(state, tuple):
+        return None
+    key, count = getattr(state, "key", None), getattr(state, "step", None)
+    if isinstance(key, Tensor) and isinstance(count, Tensor) and key.ndim == count.ndim == 0:
+        return key, count
+    return next(filter(None, map(stream_of, state)), None)
 
 
 def apply(params: Any, updates: Any, inplace: bool) -> Any:

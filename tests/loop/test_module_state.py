@@ -223,3 +223,20 @@ def test_particles_cannot_share_buffers():
     buffers = bc.make_functional(network()).buffers
     with pytest.raises(ValueError, match="gradients of particles, for which a module's buffers"):
         bc.make_step(lambda p, b, c: None, bc.samplers.svgd(0.1, temperature=0.1), buffers=buffers)
+
+
+def test_dropout_follows_the_key_of_a_chain_within_other_chains():
+    noise = bc.sgld(0.1, temperature=0.1)
+    for tx in (
+        bc.chain(bc.skip_nonfinite(noise)),
+        bc.partition({"a": bc.skip_nonfinite(noise), "b": bc.sgd(0.0)}, {"w": "a"}),
+    ):
+        step, params = (
+            bc.make_step(lambda p, x: nn.functional.dropout(p["w"] * x).square().sum(), tx),
+            {"w": torch.ones(20)},
+        )
+        state, losses = tx.init(params), set()
+        for k in range(3):
+            torch.manual_seed(k)
+            losses.add(step(params, state, torch.ones(20))[2].loss.item())
+        assert len(losses) == 1

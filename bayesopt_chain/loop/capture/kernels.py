@@ -74,7 +74,7 @@ class Kernels:
         self.strides = [inputs[i].stride() for i in shared]
         for t in range(threads):
             # new memory for the shared ones, by which they are told apart
-            mine = [_like(x) if i in shared else x.clone() if t else x for i, x in enumerate(inputs)]
+            mine = [_like(x).copy_(x) if i in shared else x.clone() if t else x for i, x in enumerate(inputs)]
             calls, returned = _recorded(program, [mine[i] for i in order])
             where = {mine[i].untyped_storage().data_ptr(): (k, mine[i].data_ptr()) for k, i in enumerate(shared)}
             if any([not _is_dense(x) or x.untyped_storage().data_ptr() in where for x in returned]):
@@ -117,6 +117,7 @@ class Kernels:
         self.plan = lane_kernels.Plan(*pointers, *counts, n, block)
         self.kept.append((chains, of_kernels, slots))
         self.library: Any = lane_kernels.library()
+        self.error = ctypes.create_string_buffer(512)
 
     def give(self, k: int, shared: Sequence[Tensor], batch: Any = (), tables: Any = ()) -> Any:
         """Set the batch of a step, or of all steps.
@@ -145,9 +146,16 @@ class Kernels:
         return out
 
     def run(self, first: int, end: int) -> None:
-        """Make the steps from a first one up to another one."""
-        many = min(len(self.threads), torch.get_num_threads())
-        self.library.run_blocks(ctypes.byref(self.plan), self.threads, self.given, first, end, many)
+        """Make the steps from a first one up to another one.
+
+        Raises:
+            RuntimeError: a kernel's, for a row that is out of range for its table.
+        """
+        many, what = min(len(self.threads), torch.get_num_threads()), self.error
+        self.library.run_blocks(ctypes.byref(self.plan), self.threads, self.given, first, end, many, what)
+        if what[0] != b"\0":
+            error, what[0] = what.value.decode(), b"\0"
+            raise RuntimeError(error)
 
 
 def _address(x: Any) -> int:

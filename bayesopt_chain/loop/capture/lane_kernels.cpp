@@ -1,5 +1,7 @@
+#include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <utility>
 #ifdef _OPENMP
 #include <omp.h>
@@ -243,17 +245,26 @@ void run_block(const Plan& plan, const Thread& mine, const Given* each, int64_t 
 
 }  // namespace
 
-// steps for one block of chains after the other; a thread that is free takes the next
-extern "C" void run_blocks(const Plan* plan, const Thread* threads, const Given* given, int64_t first, int64_t end, int many) {
+// Steps for one block of chains after the other; a thread that is free takes the next. The message of an exception of a
+// kernel (a row out of range) is written to what, of 512 bytes; the blocks that are left are not begun then.
+extern "C" void run_blocks(const Plan* plan, const Thread* threads, const Given* given, int64_t first, int64_t end, int many,
+                           char* what) {
   const int64_t blocks = (plan->all + plan->block - 1) / plan->block;
+  std::atomic<bool> fails{false};
+  const auto run = [&](int64_t b, int thread) {
+    if (!fails) try {
+        run_block(*plan, threads[thread], given, first, end, b * plan->block);
+      } catch (const std::exception& error) {
+        if (!fails.exchange(true)) std::strncpy(what, error.what(), 511);
+      }
+  };
   // kernels with threads of their own must not be called within a parallel region, be it of one thread
   if (many < 2)
-    for (int64_t b = 0; b < blocks; ++b) run_block(*plan, threads[0], given, first, end, b * plan->block);
+    for (int64_t b = 0; b < blocks; ++b) run(b, 0);
 #ifdef _OPENMP
   else {
 #pragma omp parallel for schedule(dynamic) num_threads(many)
-    for (int64_t b = 0; b < blocks; ++b)
-      run_block(*plan, threads[omp_get_thread_num()], given, first, end, b * plan->block);
+    for (int64_t b = 0; b < blocks; ++b) run(b, omp_get_thread_num());
   }
 #endif
 }

@@ -47,7 +47,7 @@ def library() -> Any | None:
         found = compiled.load(_SOURCE)
     except (compiled.CompileError, OSError):
         return None
-    found.run_blocks.argtypes = [_pointer, _pointer, _pointer, _integer, _integer, _small]
+    found.run_blocks.argtypes = [_pointer, _pointer, _pointer, _integer, _integer, _small, ctypes.c_char_p]
     found.number_lanes.argtypes = [_pointer, _small, _pointer, _integer, _integer, _integer, _pointer, _small]
     return found
 

@@ -166,25 +166,25 @@ class Compiled:
         untouched = len(out) == len(returned) and all(map(is_, out, returned))
         if untouched and len(place) == len(args) and set(order) == set(range(len(args))):
             self.program = function
-            self._record(function, order)
+            self._record(function, order, args)
             self.inputs, self.order = [self.inputs[i] for i in order], order
             self.batch_at = [tuple(k for k, o in enumerate(order) if o == i) for (i,) in self.batch_at]
         return out
 
-    def _record(self, function: Any, order: list[int]) -> None:
+    def _record(self, function: Any, order: list[int], inputs: list[Tensor]) -> None:
         """Record the kernels of the generated function, if it does nothing but to call them, and the step is a small one.
 
         Recorded kernels keep all memory that the function allocates, and a large step does not wait for Python.
         """
         static = self.body.static
-        if sum([x.nbytes for x in self.inputs]) > LARGE or lane_kernels.library() is None:
+        if sum([x.nbytes for x in inputs]) > LARGE or lane_kernels.library() is None:
             return
         shared = range(len(static), len(static) + len(self.batch_at) + len(self.closed_over))
         before = [x.clone() for x in static]
         with suppress(CannotBeRecorded):
             batches = 1 if self.body.batch.dim is None else self.body.steps
             self.kernels = Kernels(
-                *(function, order, self.inputs, shared, lambda _: self.fills),
+                *(function, order, inputs, shared, lambda _: self.fills),
                 steps=self.body.steps,
                 single=self.body.single,
                 batches=batches,

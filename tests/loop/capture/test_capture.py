@@ -839,3 +839,16 @@ def test_recorded_kernels_make_the_bits_of_the_generated_function(steps, monkeyp
     replay, wanted = run()
     assert replay.kernels is None
     assert all([torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(found, wanted, strict=True)])
+
+
+@compiled
+def test_a_row_out_of_range_is_an_error_of_python_and_the_next_batch_is_taken():
+    params, tx = {"w": torch.arange(6.0)}, bc.sgd(0.1)
+    step = bc.make_step(lambda p, rows: nn.functional.embedding(rows, p["w"].unsqueeze(-1)).square().sum(), tx)
+    rows = torch.tensor([0, 5])
+    fast = bc.capture(step, params, tx.init(params), rows, clone=True)
+    for _ in range(2):
+        follow(step, fast, (params, tx.init(params)), [rows])
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            fast(params, tx.init(params), torch.tensor([0, 6]))
+    assert fast._program.replay.kernels is not None

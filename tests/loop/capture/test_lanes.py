@@ -224,7 +224,7 @@ def test_a_chain_sees_its_own_part_of_any_leaf():
             thread = lane_kernels.Thread(*map(at, (none, here, none, here, none)))
             given = lane_kernels.Given(*map(at, (batch, none, none)))
             plan = lane_kernels.Plan(*map(at, (none, report, none, none)), 0, 1, 1, 0, 0, 0, 1, 70, 33)
-            lane_kernels.library().run_blocks(*map(ctypes.byref, (plan, thread, given)), 0, 1, 1)
+            lane_kernels.library().run_blocks(*map(ctypes.byref, (plan, thread, given)), 0, 1, 1, None)
             assert torch.equal(room, own[37:])
             assert torch.equal(out, own)
 
