@@ -20,7 +20,7 @@ from bayesopt_chain.ensemble.members import Members, described, frozen_of, membe
 from bayesopt_chain.ensemble.recipe import FAN_IN, FEWEST, MORE, RATES, TRIAL, USUAL, Trained, Training
 from bayesopt_chain.ensemble.report import Progress, Report
 from bayesopt_chain.ensemble.stages import Stages
-from bayesopt_chain.ensemble.training import FLOOR, Problem, vmappable
+from bayesopt_chain.ensemble.training import FLOOR, Problem
 from bayesopt_chain.likelihoods import Likelihood, gaussian, weighted
 from bayesopt_chain.likelihoods._likelihood import REAL
 from bayesopt_chain.modules.batch_norm import unshared_statistics
@@ -210,8 +210,11 @@ def posterior_ensemble(
     problem = Problem(raw, trained, networks, members, size, folds, seed, stages.mine, axes=axes, floor=floor)
     shared = [(x, x.clone()) for x in networks.attributes()]
     with kinds.blaming("posterior_ensemble", f"a step of training with batch_size={size}"):
-        problem = replace(problem, loop=not vmappable(problem))
-        training = Training(problem, stages, shown, event, prior_precision)
+        try:
+            training = Training(problem, stages, shown, event, prior_precision)
+        except RuntimeError:  # of vmap, or of the network, which then fails again
+            problem = replace(problem, loop=True)
+            training = Training(problem, stages, shown, event, prior_precision)
         cost = stages.once("cost", lambda: _cost(training, chosen["steps"], minutes, lr, began, chains))
         if not all(torch.equal(x, before) for x, before in shared):
             raise ValueError(

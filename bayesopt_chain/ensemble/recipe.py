@@ -37,6 +37,7 @@ from bayesopt_chain.ensemble.training import (
     Tensors,
     constants,
     held_out_outputs,
+    outputs_of,
     program,
     started,
 )
@@ -128,6 +129,9 @@ class Training:
         last: what training came to when its outputs were last looked at and finite; ``None`` before.
         now: the priors in force.
         pilots, kept, noise, steps, z, ends: as in :class:`Trained`, so far.
+
+    Raises:
+        RuntimeError: ``vmap`` refuses the network, its gradient or its predictions.
     """
 
     def __init__(self, problem: Problem, stages: Stages, progress: Progress, event: Any, prior: float | None) -> None:
@@ -149,6 +153,8 @@ class Training:
         self.state = started(self.chains, adam, own, buffers, 7919 * problem.seed + 2)
         self.prepare()
         self.run = program(self.chains, self.params, self.state, self.batch(0))
+        members = problem.members
+        outputs_of(members.still, members.params, members.buffers, problem.data.inputs_of(1), problem.loop)
 
     def prepare(self) -> None:
         """Set what steps take by the priors, the noise and the data of now, and with which part of the rate members go on."""

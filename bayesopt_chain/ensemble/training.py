@@ -32,7 +32,6 @@ from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.loop.module_state import ModuleState
 from bayesopt_chain.loop.parallel import Parallel, parallel
 from bayesopt_chain.loop.step import make_step
-from bayesopt_chain.optimizers.functional import adam
 
 Tensors = dict[str, Tensor]
 FLOOR = torch.full((), -50.0, device="cpu")
@@ -220,6 +219,9 @@ def program(chains: Parallel, params: Any, state: Any, batch: Any) -> Callable:
     Args:
         chains: the step; ``each`` are its hyperparameters, which may change from call to call.
         params, state, batch: arguments to trace with, and to compare the program with the step at.
+
+    Raises:
+        RuntimeError: ``vmap`` refuses the network.
     """
 
     def step(params: Any, state: Any, batch: Any, each: Any) -> Any:
@@ -237,11 +239,11 @@ def program(chains: Parallel, params: Any, state: Any, batch: Any) -> Callable:
     def flat(*leaves: Tensor) -> list[Tensor]:
         return batches.flatten(step(*before.unflatten(leaves)))[0]
 
+    *arrived, _ = flat(*given)
     try:
         graph = make_fx(flat)(*given)
         graph.graph.eliminate_dead_code()
         graph.recompile()
-        *arrived, _ = flat(*given)
         other = [*arrived, *given[len(arrived) :]]
         torch.testing.assert_close(graph(*other), flat(*other), rtol=CLOSE, atol=1e-6, equal_nan=True)
     except (RuntimeError, AssertionError, TypeError, ValueError, NotImplementedError):
@@ -262,27 +264,6 @@ def program(chains: Parallel, params: Any, state: Any, batch: Any) -> Callable:
         return *after.unflatten(both), loss
 
     return replayed
-
-
-def vmappable(problem: Problem) -> bool:
-    """Whether ``vmap`` takes the network, its gradient and its predictions."""
-    members, tx = problem.members, adam(1e-3)
-    few = {k: x[list(problem.mine)] for k, x in members.buffers.items()}
-    theta = problem.theta[list(problem.mine)]
-    chains = problem.stepper(tx, few)
-    rows = torch.stack([r[:2] for r in problem.seen(True)])
-    try:
-        batch = (
-            *problem.data.take(rows),
-            *constants(problem, torch.ones(problem.count, device="cpu"), torch.zeros_like(problem.theta)),
-        )
-        chains({"theta": theta}, started(chains, tx, theta, few, 0), batch)
-        outputs_of(
-            members.still, members.params, members.buffers, problem.data.take(torch.arange(1, device="cpu"))[0], False
-        )
-    except RuntimeError:
-        return False
-    return True
 
 
 def constants(problem: Problem, noise: Tensor, decay: Tensor) -> tuple[Tensor, ...]:
