@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import cuda_ahead
-from tests.random.without_a_device import INEXACT, run
+from tests.random.draws import INEXACT, run
 
 pytest.importorskip("triton")
 

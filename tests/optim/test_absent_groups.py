@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
-from tests.optim.stepping import walk as steps
+from tests.optim.probe import walk as steps
 
 STEPS = 10
 SHAPES = {"x": (3,), "y": (2, 5), "z": (4,)}  # x and y are one group, z is the other

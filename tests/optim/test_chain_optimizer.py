@@ -9,7 +9,7 @@ import torchopt
 from torch import nn
 
 import bayesopt_chain as bc
-from tests.optim.stepping import through_a_file, walk
+from tests.optim.probe import through_a_file, walk
 from tests.walk import end_of
 
 CHAINS = {

@@ -12,7 +12,7 @@ import torch
 import bayesopt_chain as bc
 from bayesopt_chain.engine.optimizer_cpu import Job
 from bayesopt_chain.optim._leaves import NUMBERS
-from tests.optim.stepping import walk as step_on
+from tests.optim.probe import walk as step_on
 
 
 def walk(

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import state_dict as dcp
 
 import bayesopt_chain as bc
 from bayesopt_chain.distributed.ranks import World
-from tests.optim.stepping import through_a_file, walk
+from tests.optim.probe import through_a_file, walk
 
 SAMPLING = {
     "SGD": dict(lr=0.1, momentum=0.9, nesterov=True),
@@ -53,7 +53,7 @@ def test_a_loaded_state_goes_on_bit_for_bit(name, named):
 
 SCRIPT = """
 import torch, sys
-from tests.optim.stepping import walk
+from tests.optim.probe import walk
 from tests.optim.test_state import make
 saved, out = torch.load(sys.argv[1], weights_only=True), {}
 for name in saved:

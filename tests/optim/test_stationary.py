@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 import bayesopt_chain as bc
 from bayesopt_chain.optim._rule import Linear, noise_of
-from tests.optim.probe import Probed
-from tests.optim.stepping import walk
+from tests.optim.probe import Probed, walk
 
 CURVATURE = torch.tensor([[2.0, 0.6], [0.6, 1.0]], dtype=torch.float64)
 T = 0.7

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import bayesopt_chain as bc
-from tests.optim.stepping import walk
+from tests.optim.probe import walk
 
 CLASSES = [
     name

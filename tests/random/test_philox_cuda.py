@@ -7,8 +7,7 @@ import torch
 
 from bayesopt_chain.random import philox
 from benchmarks import cuda_ahead
-from tests.random.draws import leaf
-from tests.random.without_a_device import INEXACT, run
+from tests.random.draws import INEXACT, leaf, run
 
 pytest.importorskip("triton")
 
