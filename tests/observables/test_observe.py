@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import bayesopt_chain as bc
 from bayesopt_chain.diagnostics import susceptibility
 from bayesopt_chain.diagnostics.observables import observe as module
+from bayesopt_chain.diagnostics.observables.sums import Record, merged
 from bayesopt_chain.diagnostics.observables.target import relaxation, spreading
 from bayesopt_chain.loop.capture.replays import compiler_found
 
@@ -437,3 +438,162 @@ def test_a_list_of_batches_is_drawn_anew_and_the_number_of_data_sets_the_tempera
         bc.observe(quartic, torch.zeros(2), None, {"w": torch.Tensor.clone}, temperature=0.1, steps=40, burn_in=2).bif(
             "w", "w"
         )
+
+
+# Means and covariances from block sums: the numbers of all draws at once, and errors that are as large as they say
+
+
+def autoregressive(chains, draws, m, phi, seed):
+    """Stationary series of variance 1, ``[C, draws, m]``."""
+    g = torch.Generator().manual_seed(seed)
+    noise = torch.randn(chains, draws, m, generator=g, dtype=torch.float64)
+    out = [noise[:, 0]]
+    for t in range(1, draws):
+        out.append(phi * out[-1] + (1 - phi**2) ** 0.5 * noise[:, t])
+    return torch.stack(out, 1)
+
+
+def recorded(y, x, kept=(), chains=slice(None)):
+    m, n = y.shape[2], x.shape[2]
+    shift = {"y": torch.full((m,), 0.3, dtype=torch.float64), "x": torch.zeros(n, dtype=torch.float64)}
+    record = Record(len(y[chains]), {"y": (m,), "x": (n,)}, [("y", "x")], kept, shift)
+    for t in range(y.shape[1]):
+        record.add({"y": y[chains, t], "x": x[chains, t]})
+    return record
+
+
+@pytest.mark.parametrize("draws", [3, 8, 21, 700, 1029])
+def test_every_draw_counts_and_all_ways_to_sum_agree(draws):
+    """Also draws that fill no unit of 8; along the way, from kept draws, and merged from chains that ran apart."""
+    y, x = autoregressive(4, draws, 20, 0.5, 0) + 2.0, autoregressive(4, draws, 30, 0.5, 1)
+    flat = [z.reshape(-1, z.shape[2]) for z in (y, x)]
+    off = [z - z.mean(0) for z in flat]
+    want = off[0].T @ off[1] / (4 * draws - 1)
+    apart = merged([recorded(y, x, chains=slice(i, i + 1)) for i in range(4)])
+    for record in (recorded(y, x), recorded(y, x, ("y", "x")), apart):
+        found, mean = record.covariance("y", "x"), record.mean("y")
+        assert torch.allclose(found.value, want, rtol=0, atol=1e-13)
+        assert torch.allclose(mean.value, flat[0].mean(0), rtol=0, atol=1e-13)
+        assert torch.allclose(record.covariance("x", "y").error, found.error.T, equal_nan=True)
+        if draws > 100:
+            assert torch.allclose(found.error, recorded(y, x).covariance("y", "x").error, rtol=1e-9)
+            assert torch.allclose(mean.error, recorded(y, x).mean("y").error, rtol=1e-9)
+    assert torch.allclose(recorded(y, x, ("y", "x")).trace("y"), y, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("chains", [4, 8])
+@pytest.mark.parametrize(("phi", "draws"), [(0.0, 500), (0.9, 1000), (0.97, 2000)])
+def test_errors_are_calibrated(phi, draws, chains):
+    """z of rms 1 within .1 over 400 series and 8,000 products, of 30 relaxations a chain or more: sampling error about .035."""
+    y, x = autoregressive(chains, draws, 400, phi, 2), autoregressive(chains, draws, 20, phi, 3)
+    record = recorded(y, x)
+    for found in (record.mean("y"), record.covariance("y", "x")):
+        z = found.value / found.error
+        assert z.square().mean().sqrt() == pytest.approx(1.0, abs=0.1)
+        assert found.agree.double().mean() > 0.9
+
+
+def test_chains_that_stay_apart_are_told_and_their_spread_is_the_error():
+    y = autoregressive(8, 400, 5, 0.5, 4) + torch.randn(8, 1, 5, generator=torch.Generator().manual_seed(1))
+    found = recorded(y, y).mean("y")
+    assert not found.agree.any()
+    assert torch.allclose(found.error, (y.mean(1).var(0) / 8).sqrt())
+
+
+def test_a_record_goes_on_from_its_state_and_refuses_that_of_other_observables():
+    y, x = autoregressive(2, 203, 20, 0.5, 0), autoregressive(2, 203, 3, 0.5, 1)
+    whole, half = recorded(y, x), recorded(y[:, :101], x[:, :101])
+    again = recorded(y[:, :0], x[:, :0])
+    again.load_state_dict(half.state_dict())
+    for t in range(101, 203):
+        again.add({"y": y[:, t], "x": x[:, t]})
+    for a, b in zip(whole.covariance("y", "x"), again.covariance("y", "x")):
+        assert torch.equal(a, b)
+    assert torch.equal(whole.trace("x"), again.trace("x"))
+    with pytest.raises(ValueError, match="whose shapes of observables are"):
+        recorded(y[:, :0, :9], x[:, :0]).load_state_dict(half.state_dict())
+    with pytest.raises(ValueError, match="no 'y' of which all draws are kept; there are 'x'"):
+        whole.trace("y")
+    with pytest.raises(ValueError, match="ended before its first draw"):
+        recorded(y[:, :0], x[:, :0]).mean("y")
+
+
+# A some_entries of some entries alone: its chain is that of the free entries, and no other entry has gradient, noise or state
+
+
+A = torch.linspace(0.5, 2.0, 6, dtype=torch.float64)
+
+
+def some_entries(params, batch):
+    return (A * (params["w"].reshape(-1) - 1.0) ** 2).sum() / 2 + params["block.b"].square().sum()
+
+
+PARAMS = {"w": torch.zeros(2, 3, dtype=torch.float64), "block.b": torch.ones(4, dtype=torch.float64)}
+MASK = torch.tensor([[True, False, False], [False, True, True]])
+
+
+def test_loss_and_gradient_are_those_of_the_free_entries():
+    part, free, fill = bc.restrict(some_entries, PARAMS, {"w": MASK, "block": None})
+    assert {name: tuple(x.shape) for name, x in free.items()} == {"w": (3,), "block.b": (4,)}
+    moved = {"w": torch.tensor([5.0, 6.0, 7.0], dtype=torch.float64), "block.b": 2 * free["block.b"]}
+    want = {"w": torch.tensor([[5.0, 0, 0], [0, 6.0, 7.0]], dtype=torch.float64), "block.b": 2 * PARAMS["block.b"]}
+    assert all(torch.equal(fill(moved)[name], want[name]) for name in want) and part(moved, None) == some_entries(
+        want, None
+    )
+    gradient = torch.func.grad(some_entries)(want, None)
+    found = torch.func.grad(part)(moved, None)
+    assert torch.equal(found["w"], gradient["w"][MASK]) and torch.equal(found["block.b"], gradient["block.b"])
+
+
+@pytest.mark.parametrize("run", ["plain", "parallel", "captured"])
+def test_a_chain_of_free_entries_is_the_chain_of_a_smaller_model(run):
+    """Bit for bit, alone, of several at once and captured: neither noise nor state knows of the entries that stay."""
+    part, free, fill = bc.restrict(some_entries, PARAMS, {"w": MASK})
+
+    curvature, stays = A[MASK.reshape(-1)], A[~MASK.reshape(-1)].sum() / 2 + 4.0
+
+    def small(params, batch):
+        return (curvature * (params["w"] - 1.0) ** 2).sum() / 2 + stays
+
+    def end(of):
+        tx = bc.sghmc(0.1, temperature=0.1, generator=torch.Generator().manual_seed(3))
+        step, params = bc.make_step(of, tx), free
+        if run == "parallel":
+            step, params = bc.parallel(step, 2), bc.stack([free, free])
+            state = step.init(bc.sghmc(0.1, temperature=0.1), params, seed=1)
+        else:
+            state = tx.init(params)
+        assert max(x.numel() for x in torch.utils._pytree.tree_leaves(state)) == 3 * (1 + (run == "parallel"))
+        if run == "captured":
+            step = bc.capture(step, params, state, None, backend="eager")
+        for _ in range(20):
+            params, state, _ = step(params, state, None)
+        return params["w"].clone()
+
+    assert torch.allclose(end(part), end(small), rtol=0, atol=1e-15)
+    if run == "plain":
+        assert torch.equal(fill({"w": end(part)})["w"][~MASK], torch.zeros(3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "said"),
+    [
+        ({"v": None}, ValueError, "no parameter is called 'v'.*there are block.b, w"),
+        ({"blo": None}, ValueError, "nor begins with it and a dot"),
+        ({"w": MASK[0]}, ValueError, r"mask of w has the shape \[3\], and the parameter \[2, 3\]"),
+        ({"w": torch.zeros(2, 3, dtype=torch.bool)}, ValueError, "no entry free"),
+        ({"w": MASK.float()}, ValueError, "masks of dtype bool"),
+        (MASK, TypeError, "where must be a dictionary"),
+    ],
+)
+def test_what_frees_nothing_is_refused_by_name(where, error, said):
+    with pytest.raises(error, match=said):
+        bc.restrict(some_entries, PARAMS, where)
+
+
+def test_the_longer_of_two_names_holds_and_a_tensor_is_called_parameters():
+    tree = {"a": {"w": torch.zeros(2), "v": torch.zeros(3)}}
+    _, free, _ = bc.restrict(lambda p, b: 0.0, tree, {"a": None, "a.v": torch.tensor([True, False, False])})
+    assert {name: len(x) for name, x in free.items()} == {"a.v": 1, "a.w": 2}
+    part, free, fill = bc.restrict(lambda p, b: p.sum(), torch.ones(2), {"parameters": torch.tensor([True, False])})
+    assert part({"parameters": torch.tensor([4.0])}, None) == 5.0 and fill(free).tolist() == [1.0, 1.0]

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
-from bayesopt_chain.testing import assert_bitwise_equal
+from bayesopt_chain.testing import NormalProbe, assert_bitwise_equal
 from bayesopt_chain.testing._linear_system import OneUpdate, closed_loop
+from bayesopt_chain.testing.fixtures import LAWS, law  # noqa: F401
 
 K = torch.tensor([[2.0, 0.5], [0.5, 1.0]], dtype=torch.float64)
 EYE = torch.eye(2, dtype=torch.float64)
@@ -65,3 +66,73 @@ def test_reading_a_chain_leaves_the_generator_of_its_noise_as_it_was():
     bc.testing.stationary_covariance(tx, torch.eye(1, dtype=torch.float64))
     bc.testing.variance_along(tx, torch.eye(1, dtype=torch.float64), 1)
     assert torch.equal(generator.get_state(), before)
+
+
+# The probe reads a user's own draws, whatever function makes them
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: torch.empty(3).normal_(2.0, 0.5),
+        lambda: torch.empty(3).normal_(mean=2.0, std=0.5),
+        lambda: torch.normal(2.0, 0.5, (3,)),
+        lambda: torch.normal(torch.full((3,), 2.0), 0.5),
+        lambda: torch.normal(2.0, torch.full((3,), 0.5)),
+        lambda: torch.normal(torch.full((3,), 2.0), torch.full((3,), 0.5)),
+        lambda: 2.0 + 0.5 * torch.randn(3),
+    ],
+)
+def test_mean_and_deviation_of_a_draw_are_the_callers(draw):
+    with NormalProbe(torch.tensor([1.0, -1.0, 2.0])) as probe:
+        x = draw()
+    assert probe.drawn == 3
+    torch.testing.assert_close(x, torch.tensor([2.5, 1.5, 3.0]))
+
+
+def test_too_few_numbers_and_a_matrix_of_them_are_refused():
+    with NormalProbe(torch.ones(2)), pytest.raises(ValueError, match="values holds 2 numbers, and 3 are drawn"):
+        torch.randn(3)
+    with pytest.raises(TypeError, match=r"values must be numbers, a tensor \[n\]"):
+        NormalProbe(torch.ones(2, 2))
+
+
+@pytest.mark.parametrize(
+    "draw", [torch.Tensor.uniform_, torch.Tensor.exponential_, torch.poisson, torch.bernoulli, torch.dropout]
+)
+def test_draws_that_are_not_normal_are_refused(draw):
+    """Any operation that torch knows to draw, not those of a list: an exponential draw at its own value is no zero."""
+    more = (0.5, True) if draw is torch.dropout else ()
+    with NormalProbe(), pytest.raises(TypeError, match="not a normal; only Gaussian noise"):
+        draw(torch.full((3,), 0.5), *more)
+
+
+# The fixture of the laws, as a user's own tests take it: one test a law, and a broken one fails by its name
+
+
+pytest_plugins = ["pytester"]
+
+BROKEN = """
+import bayesopt_chain as bc, torchopt
+from bayesopt_chain.testing.fixtures import law
+
+def update(grads, state, *, params=None, inplace=True):
+    for g in grads.values() if isinstance(grads, dict) else ():
+        if g is not None:
+            g.mul_(2)
+    return grads, state
+
+def test_broken(law):
+    law(lambda: torchopt.base.GradientTransformation(lambda params: (), update))
+"""
+
+
+def test_a_link_of_ones_own(law):  # noqa: F811
+    law(lambda: bc.chain(bc.add_momentum(0.9), bc.scale_by_neg_lr(0.1)))
+
+
+def test_a_broken_law_fails_by_its_name(pytester):
+    pytester.makepyfile(BROKEN)
+    ran = pytester.runpytest("-q", "-p", "no:randomly")
+    ran.stdout.fnmatch_lines(["*FAILED*test_broken[[]pure_updates_touch_nothing[]]*"])
+    assert sum(ran.parseoutcomes().values()) - ran.parseoutcomes().get("warnings", 0) >= len(LAWS)
