@@ -55,9 +55,11 @@ class OnRanks:
 
     Attributes:
         numbers: the names in a parameter's state of entries that are numbers; all others have the parameter's shape.
+        wide: the names of those that keep their dtype where the parameter has another one.
     """
 
     numbers: ClassVar[Collection[str]] = ("step",)
+    wide: ClassVar[Collection[str]] = ()
     defaults: dict[str, Any]
     param_groups: list[dict[str, Any]]
     state: Any
@@ -179,12 +181,13 @@ class OnRanks:
                 old = saved.get(name)
                 if not isinstance(old, Tensor):
                     continue
-                if name in self.numbers:  # torch casts them to the dtype of the parameter
-                    self.state[p][name] = old.detach().to(x.device, copy=True)
-                elif is_dtensor(p) and not is_dtensor(x):
-                    self.state[p][name] = cut_like(x, p)  # of a full state dict, whose tensors are whole on every rank
+                is_number = name in self.numbers
+                if is_number or name in self.wide:  # torch casts what it loads to the dtype of the parameter
+                    x = old.detach().to(x.device, copy=True)
                 elif x is old:
-                    self.state[p][name] = x.clone()
+                    x = x.clone()
+                # the tensors of a full state dict are whole on every rank
+                self.state[p][name] = cut_like(x, p) if is_dtensor(p) and not is_dtensor(x) and not is_number else x
         self._compare_anew()
 
     def _compare_anew(self) -> None:

@@ -39,6 +39,7 @@ from bayesopt_chain.optim._ranks import OnRanks, claim, shared_key
 from bayesopt_chain.posterior.vi._natural import averaged, newton
 from bayesopt_chain.random.philox import draw_elements, parts_of_leaves
 from bayesopt_chain.random.stream import leaf_numbers
+from bayesopt_chain.trees import wide
 
 _RANGES = {
     **dict.fromkeys(("temperature", "init_hessian"), "(0, inf)"),
@@ -94,6 +95,8 @@ class IVON(OnRanks, torch.optim.Optimizer):
         >>> with torch.no_grad(), optimizer.sampled(draw=0):           # predictions at draws 0, 1, ... of the posterior
         ...     prediction = model(x)
     """
+
+    wide = ("momentum", "hessian")  # averages with a long memory, which 16 bits would round away
 
     def __init__(
         self,
@@ -160,8 +163,8 @@ class IVON(OnRanks, torch.optim.Optimizer):
             group |= {name: self.param_groups[0][name] for name in ("noise_key", "noise_count")}
         for p in group["params"]:
             self.state[p] = {
-                "momentum": torch.zeros_like(p, requires_grad=False),
-                "hessian": torch.full_like(p, group["init_hessian"], requires_grad=False),
+                "momentum": torch.zeros_like(p, dtype=wide(p.dtype), requires_grad=False),
+                "hessian": torch.full_like(p, group["init_hessian"], dtype=wide(p.dtype), requires_grad=False),
                 "step": torch.tensor(0.0, device="cpu"),
             }
 
@@ -395,5 +398,5 @@ def _sigma(group: dict[str, Any], h: Tensor) -> Tensor:
 def _eps(group: dict[str, Any], p: Any, x: Tensor, number: int, count: int) -> Tensor:
     """Return the standard normals ``eps`` of the elements of a leaf that this rank holds, at a count of steps."""
     key, at = (torch.tensor(value, device=x.device) for value in (group["noise_key"], count))
-    (eps,) = draw_elements(key, at, parts_of_leaves((elements_of(p),), (number,)), x.dtype)
+    (eps,) = draw_elements(key, at, parts_of_leaves((elements_of(p),), (number,)), wide(x.dtype))
     return eps.view(x.shape)

@@ -15,7 +15,7 @@ from bayesopt_chain.ensemble.chains import Chains, chained
 from bayesopt_chain.ensemble.report import Progress
 from bayesopt_chain.ensemble.stages import Stages
 from bayesopt_chain.ensemble.training import held_out_outputs
-from tests.ensemble.test_disk import Killed, call, data, make
+from tests.ensemble.test_untidy import Killed, called, data, make
 from tests.ensemble.test_parts import problem
 
 V0 = 0.3
@@ -147,7 +147,7 @@ def test_chains_have_what_the_budget_leaves(monkeypatch, budget, chains, steps, 
 def test_draws_stand_beside_the_networks_and_are_saved_with_them(tmp_path, monkeypatch):
     monkeypatch.setattr(behind, "_planned", lambda *_: {"steps": 250})
     slow = {"lr": 0.003, "chains": 500.0}
-    plain, e = call(lr=0.003), call(tmp_path / "call", **slow)
+    plain, e = called(lr=0.003), called(tmp_path / "call", **slow)
     assert (
         e.report.kind.endswith("2 chains, 16 draws of each")
         or e.report.kind == "ensemble of 2 networks, 16 draws of each"
@@ -161,7 +161,7 @@ def test_draws_stand_beside_the_networks_and_are_saved_with_them(tmp_path, monke
     e.save(tmp_path / "e.safetensors")
     opened = bc.ensemble.Ensemble.open(tmp_path / "e.safetensors", make, bc.likelihoods.gaussian())
     assert torch.equal(opened.predict(data()[0]).log_prob(data()[1]), scores) and str(opened.report) == str(e.report)
-    assert torch.equal(call(tmp_path / "call", **slow).predict(data()[0]).log_prob(data()[1]), scores)
+    assert torch.equal(called(tmp_path / "call", **slow).predict(data()[0]).log_prob(data()[1]), scores)
 
     def kill(*_):
         raise Killed
@@ -169,8 +169,8 @@ def test_draws_stand_beside_the_networks_and_are_saved_with_them(tmp_path, monke
     with monkeypatch.context() as killing:
         killing.setattr(behind, "r_hat", kill)
         with pytest.raises(Killed):
-            call(tmp_path / "killed", **slow)
-    assert torch.equal(call(tmp_path / "killed", **slow).predict(data()[0]).log_prob(data()[1]), scores)
+            called(tmp_path / "killed", **slow)
+    assert torch.equal(called(tmp_path / "killed", **slow).predict(data()[0]).log_prob(data()[1]), scores)
 
 
 def test_classes_have_chains_too_and_seconds_that_hold_none_buy_an_ensemble():
@@ -189,7 +189,7 @@ def test_chains_that_fail_keep_the_networks(monkeypatch):
     monkeypatch.setattr(Chains, "run", lambda *_: torch.linalg.cholesky(-torch.eye(2)))
     monkeypatch.setattr(behind, "_planned", lambda *_: {"steps": 250})
     with pytest.raises(bc.ensemble.EnsembleError, match="in chains: ") as caught:
-        call(chains=500.0, lr=0.003)
+        called(chains=500.0, lr=0.003)
     assert len(caught.value.ensemble.modules()) == 2
 
 

@@ -164,3 +164,22 @@ def test_draws_that_round_to_the_mean_are_said():
     narrow = torch.ones(3, dtype=torch.bfloat16, requires_grad=True)
     with pytest.warns(UserWarning, match="rounds away"), made([narrow], temperature=1e-8).sampled():
         pass
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_parameters_have_the_precision_of_float32_after_loading_too(dtype):
+    def found(dtype):
+        theta = torch.zeros(3, dtype=dtype, requires_grad=True)
+        optimizer = made([theta], temperature=1e-2, betas=(0.9, 0.999))
+        for k in range(200):
+            if k == 100:
+                saved = copy.deepcopy(optimizer.state_dict())
+                optimizer = made([theta], temperature=1e-2, betas=(0.9, 0.999))
+                optimizer.load_state_dict(saved)
+            theta.grad = None
+            with optimizer.sampled():
+                (0.5 * K.to(dtype) * theta.square()).sum().backward()
+            optimizer.step()
+        return optimizer.state[theta]["hessian"]
+
+    torch.testing.assert_close(found(dtype), found(torch.float32), rtol=0.03, atol=0.0)
