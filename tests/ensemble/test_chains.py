@@ -15,8 +15,8 @@ from bayesopt_chain.ensemble.chains import Chains, chained
 from bayesopt_chain.ensemble.report import Progress
 from bayesopt_chain.ensemble.stages import Stages
 from bayesopt_chain.ensemble.training import held_out_outputs
-from tests.ensemble.test_untidy import Killed, called, data, make
 from tests.ensemble.test_parts import problem
+from tests.ensemble.test_untidy import Killed, called, data, make
 
 V0 = 0.3
 PRECISION = torch.tensor([2.0, 0.5]).double()
