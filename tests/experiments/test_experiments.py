@@ -1,7 +1,6 @@
 """Every experiment runs at its smoke scale, and the page of results is made of the records."""
 
 import json
-import math
 import os
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-import bayesopt_chain as bc
 from benchmarks.experiments import imdb, language, llama, mnist, pima, report
 from benchmarks.experiments.__main__ import NAMES, experiment
 from benchmarks.experiments.common import SCALES, averaged, keep, record
@@ -108,29 +106,7 @@ def test_the_double_well_has_its_exact_second_moment():
     assert abs(draws[1000:].square().mean() - 4.3568) < 0.4
 
 
-# The experiment on IMDB: its network, what it decides, and that an interrupted run goes on to the same table
-
-
-SETTINGS = imdb.EXPERIMENT.settings["smoke"]
-
-
-@pytest.fixture
-def reviews(monkeypatch, tmp_path):
-    """Random reviews in place of the data, and a folder for the runs."""
-    pytest.importorskip("torchmetrics")
-    g = torch.Generator().manual_seed(0)
-
-    def drawn(n):
-        ids = torch.randint(SETTINGS["words"], (n, 40), generator=g)
-        return ids, (ids[:, -1] > SETTINGS["words"] // 2).long()
-
-    halves = drawn(SETTINGS["data"]), drawn(SETTINGS["test"])
-    monkeypatch.setattr(imdb, "read", lambda words: halves)
-    monkeypatch.setenv("BAYESOPT_CHAIN_RUNS", str(tmp_path))
-
-
-def claim(low, high, error):
-    return {"difference": {"mean": (low + high) / 2, "low": low, "high": high}, "error": {"mean": error}}
+# The network of the experiment on IMDB
 
 
 def test_the_network_has_the_papers_number_of_weights():
@@ -148,47 +124,3 @@ def test_the_recurrence_is_that_of_torchs_lstm():
     ids = torch.randint(50, (3, 24))
     features = nn.functional.max_pool1d(net.convolution(net.embedding(ids).mT).relu(), 4).mT
     torch.testing.assert_close(net(ids), net.head(lstm(features)[0][:, -1]), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "error", "expected"),
-    [
-        (-0.3, -0.2, 0.09, "confirmed"),
-        (-0.3, -0.2, 0.11, "undecided"),
-        (-0.3, 0.1, 0.01, "undecided"),
-        (0.2, 0.3, 0.09, "contradicted"),
-    ],
-)
-def test_a_claim_is_decided_where_every_seed_is_two_errors_from_zero(low, high, error, expected):
-    assert imdb.verdict(claim(low, high, error)) == expected
-
-
-def test_while_the_chains_have_not_arrived_no_claim_rests_on_them():
-    far, near = claim(-0.3, -0.2, 0.01), claim(-0.001, -0.001, 0.01)
-    table = {
-        "parallel beats serial SGHMC": far,
-        "VI (T = 1) beats MAP": far,
-        imdb.STILL: near,
-        "MAP": {"nll": {"mean": 1.0}},
-    }
-    assert set(imdb.verdicts(table).values()) == {"confirmed", "undecided"}
-    assert imdb.verdicts(table)["parallel beats serial SGHMC"] == "confirmed"
-    table[imdb.STILL] = far
-    assert imdb.verdicts(table) == {
-        "parallel beats serial SGHMC": "undecided",
-        "VI (T = 1) beats MAP": "confirmed",
-        imdb.STILL: "confirmed",
-    }
-
-
-@pytest.mark.slow
-def test_it_runs_to_a_table_and_a_finished_cell_is_not_made_again(reviews, monkeypatch):
-    whole = imdb.run(SETTINGS, 0)
-    assert all(math.isfinite(value) for row in whole.values() for value in row.values())
-    assert len(imdb.says(averaged({"tables": [whole]}))) > 1000
-
-    def never(*_, **__):
-        raise AssertionError("a finished cell is made again")
-
-    monkeypatch.setattr(bc, "sample", never)
-    assert imdb.run(SETTINGS, 0) == whole
