@@ -14,6 +14,7 @@ import bayesopt_chain as bc
 from bayesopt_chain.optim import _checks
 from bayesopt_chain.posterior import train_by_evidence
 from tests import pretended
+from tests.pretended import DEVICE, Here
 
 N = 64
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -218,3 +219,30 @@ def test_laplace_after_training(structure, device):
 def test_training_by_the_evidence(device):
     training = train_by_evidence(network(device), bc.likelihoods.gaussian(), [regression(device)], epochs=4, every=2)
     assert bool(torch.as_tensor(training.log_evidence).isfinite().all())
+
+
+# The device of :mod:`tests.pretended` refuses what CUDA refuses, and computes what the CPU computes
+
+
+@pytest.fixture(autouse=True)
+def _here():
+    torch.manual_seed(0)
+    with Here():
+        yield
+
+
+@pytest.mark.parametrize(
+    "mixed",
+    [
+        lambda x: x + torch.ones(3),
+        lambda x: torch.where(torch.ones(3) > 0, x, x),
+        lambda x: torch.stack([x, torch.ones(3)]),
+        lambda x: torch.arange(3)[x.long()],
+        lambda x: x.new_zeros(3).normal_(generator=torch.Generator()),
+        lambda x: torch.randn(3, device=DEVICE, generator=torch.Generator()),
+        lambda x: torch.vmap(lambda a, b: a * b)(x, torch.ones(3)),
+    ],
+)
+def test_what_is_refused(mixed):
+    with pytest.raises(RuntimeError, match=r"same device|device type for generator"):
+        mixed(torch.rand(3, device=DEVICE))

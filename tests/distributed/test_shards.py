@@ -34,7 +34,7 @@ from tests.distributed.toys import KINDS, LAYOUTS, TX, matrices, network, under
 from tests.random.draws import leaf
 from tests.random.draws import parts as parts_of_leaves
 from tests.registry import POSTERIORS, TRANSFORMS
-from tests.registry.posteriors import variational
+from tests.registry.samplers import variational
 
 close = functools.partial(torch.testing.assert_close, rtol=0, atol=1e-12)
 

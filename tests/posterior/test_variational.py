@@ -32,8 +32,8 @@ from bayesopt_chain.testing import assert_bitwise_equal
 from bayesopt_chain.testing._zero_temperature import example_params, run, smooth_gradient
 from tests.posterior.conftest import moments
 from tests.registry import POSTERIORS
-from tests.registry.posteriors import COUPLED
-from tests.registry.posteriors import FAMILIES as ROWS_OF_FAMILIES
+from tests.registry.samplers import COUPLED
+from tests.registry.samplers import FAMILIES as ROWS_OF_FAMILIES
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 
