@@ -149,7 +149,7 @@ def test_the_code_of_the_readme_runs_as_pasted():
 # Numbers in documents are those of the records: behind a number stands, unseen on the page, where it comes from
 
 
-MARKED = [
+OF_NUMBERS = [
     ROOT / "README.md",
     ROOT / "CHANGELOG.md",
     *(ROOT / "docs").glob("*.md"),
@@ -180,7 +180,7 @@ def wrong(text):
 
 
 def test_every_marked_number_is_that_of_its_record():
-    texts = {page.name: page.read_text() for page in MARKED}
+    texts = {page.name: page.read_text() for page in OF_NUMBERS}
     marks = {name: len(MARKED.findall(text)) for name, text in texts.items()}
     assert sum(marks.values()) >= 16 and marks == {name: text.count(".json: ") for name, text in texts.items()}
     assert not [found for text in texts.values() for found in wrong(text)]

@@ -58,8 +58,8 @@ def test_the_picture_of_the_readme_is_wider_where_there_are_no_data(tmp_path):
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
-DEMO = Path(__file__).parents[1] / "examples" / "demo.py"
-DEMO = runpy.run_path(str(DEMO))
+OF_DEMO = ROOT / "examples" / "demo.py"
+DEMO = runpy.run_path(str(OF_DEMO))
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.7])
@@ -91,7 +91,18 @@ def test_too_few_steps_are_refused_by_name(capsys):
 @pytest.mark.slow
 def test_the_command_prints_the_tables_and_writes_picture_and_numbers(tmp_path):
     picture, found = tmp_path / "demo.png", tmp_path / "demo.json"
-    run = [sys.executable, str(DEMO), "--steps", "40", "--seeds", "1", "--figure", str(picture), "--json", str(found)]
+    run = [
+        sys.executable,
+        str(OF_DEMO),
+        "--steps",
+        "40",
+        "--seeds",
+        "1",
+        "--figure",
+        str(picture),
+        "--json",
+        str(found),
+    ]
     printed = subprocess.run(run, check=True, capture_output=True, text=True).stdout
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
     kept = json.loads(found.read_text())
