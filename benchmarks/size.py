@@ -75,7 +75,7 @@ MISSED = {
     "distributed": "checkpoints that are compared with their digests and refused when pieces do not tile",
     "testing": "calibration by simulation and the fixture came after the aim",
     "base and contrib": "kinds of arguments and their messages",
-    "sample": "a step runs through twenty-four files, and a run through six",
+    "sample": "a step runs through twenty-four files, and a run through seven",
     "posterior_ensemble": "training is a step of this library, with members, data, stages and report around it",
 }
 
