@@ -12,19 +12,48 @@ lose no finished draw. Of a damaged file no draw is wrong, and the error names i
 
 from __future__ import annotations
 
+import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import bayesopt_chain as bc
 from benchmarks.measure import RESULTS, command, known
 from benchmarks.runs import record
-from tests.distributed.test_runs import killed_at_random
+from tests.distributed.ranks import ended, run, sent
+from tests.distributed.toys import must_be, sampled
 from tests.runs.test_hostile import every_damage_is_seen
 from tests.runs.test_nothing_lost import interrupted_twice
 
 PATH = RESULTS / "soak.json"
+
+
+def killed_at_random(path: Path, kills: int, seed: int, kind: str, sizes: tuple[int | None, ...] = (1, 2, 4)) -> int:
+    """Kill a run at random moments, each time on one of these numbers of ranks (``None``: a process that knows of none).
+
+    Then let it end, and compare it with the run in one process that nobody killed.
+
+    Returns:
+        How many launches still ran when they were killed.
+    """
+    moments, steps, hit = random.Random(seed), 300 * kills, 0
+    given = {"thinning": 7, **({"n": 4} if kind == "chains" else {})}
+    for _ in range(kills):
+        group, results = sent(sampled, moments.choice(sizes), (kind, path, steps), {**given, "seconds": 0.02})
+        wait(results, moments.uniform(0.1, 0.6))
+        hit += not all([result.done() for result in results])
+        ended(group)
+        wait(results)  # behind this the processes are dead
+        with suppress(FileNotFoundError):  # of a run that had not begun
+            bc.Draws.open(path).verify()
+    want = sampled(kind, None, steps, **given)
+    for part in run(sampled, None if None in sizes else 2, kind, path, steps, **given):
+        must_be(part, want, 1e-6 if kind == "one" and None not in sizes else 0.0)
+    return hit
 
 
 def alone(folder: Path, kills: int, seed: int) -> int:
