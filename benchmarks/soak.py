@@ -41,7 +41,7 @@ def killed_at_random(path: Path, kills: int, seed: int, kind: str, sizes: tuple[
         How many launches still ran when they were killed.
     """
     moments, steps, hit = random.Random(seed), 300 * kills, 0
-    given = {"thinning": 7, **({"n": 4} if kind == "chains" else {})}
+    given: dict[str, Any] = {"thinning": 7, **({"n": 4} if kind == "chains" else {})}
     for _ in range(kills):
         group, results = sent(sampled, moments.choice(sizes), (kind, path, steps), {**given, "seconds": 0.02})
         wait(results, moments.uniform(0.1, 0.6))
