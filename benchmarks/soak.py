@@ -1,7 +1,7 @@
 """Soak: what a hostile or absent-minded world does to a run on disk, again and again.
 
     python -m benchmarks.soak --kills 400            SIGKILL at random moments
-    python -m benchmarks.soak --rank-kills 200       the same of a rank, on 1, 2 and 4 ranks in turn
+    python -m benchmarks.soak --rank-kills 200       the same of all ranks at once, on 1, 2 or 4 of them
     python -m benchmarks.soak --interrupts 30        two Ctrl-Cs, 20 to 300 ms apart
     python -m benchmarks.soak --damages 1000         a file flipped, zeroed, cut or grown; goes on where it was stopped
 
@@ -62,7 +62,7 @@ def alone(folder: Path, kills: int, seed: int) -> int:
 
 
 def of_ranks(folder: Path, kills: int, seed: int) -> int:
-    """Kill a random rank, of which the others die too, in runs of chains, of shards, and of data that ranks share, in turn."""
+    """Kill all ranks at once, in runs of chains, of shards, and of data that ranks share, in turn."""
     return killed_at_random(folder / "run", kills, seed, ("chains", "shards", "one")[seed % 3])
 
 

@@ -35,8 +35,7 @@ from bayesopt_chain.random.philox_cpu import Call, normals_kernel
 FEWEST = 256
 _LEAST = 64  # smallest number of chains in a block, so that few lanes are empty
 _SIZE_OF_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index0/size")  # of a core's first level, as in "48K"
-# with this setting inductor stores values that the gradient needs again, and does not compute them twice
-# each block is one thread's
+# inductor stores values that the gradient needs again, and does not compute them twice; its kernels are called by one thread
 _OPTIONS = {"realize_opcount_threshold": 8, "cpp.threads": 1}
 
 

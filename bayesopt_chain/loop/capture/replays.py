@@ -191,6 +191,9 @@ class Compiled:
             )
         for x, old in zip(static, before):
             x.copy_(old)
+        # what the kernels write between them may be much larger than the inputs, and stays as long as they do
+        if self.kernels is not None and sum({x.data_ptr(): x.nbytes for x in self.kernels.kept[1]}.values()) > LARGE:
+            self.kernels = None
 
 
 class Interpreted:
