@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,7 +40,7 @@ from bayesopt_chain.links.langevin_noise import LangevinNoise
 from bayesopt_chain.links.master_weights import MasterWeights
 from bayesopt_chain.links.wrapper import unwrapped
 from bayesopt_chain.matching import law
-from bayesopt_chain.matching.response import Decay, Linear, Noise, Preconditioner, Rate, SelfContainedSampler
+from bayesopt_chain.matching.response import Decay, Linear, Noise, Nonlinear, Preconditioner, Rate, SelfContainedSampler
 from bayesopt_chain.schedules import now
 from bayesopt_chain.testing._linear_system import IMPULSE, OneUpdate, state_of
 from bayesopt_chain.trees import paths_of
@@ -224,6 +224,29 @@ def gains(tx: Chain, params: Any, state: Any) -> list[Tensor]:
             )
         found.append(gain)
     return found
+
+
+def require_unchanged(tx: Any, gradients: Iterable[Any]) -> None:
+    """Refuse a chain that clips: :func:`read` takes a non-linear link for one that hands gradients on as they come.
+
+    Args:
+        tx: the chain.
+        gradients: trees like the parameters, of batches where it is used; computed for chains with such a link alone.
+
+    Raises:
+        ValueError: a non-linear link changes some of them.
+    """
+    links = [link for link in inner(tx, None)[0].links if isinstance(link.response, Nonlinear)]
+    for tree in gradients if links else ():
+        for link in links:
+            alone = Chain([link])
+            new, _ = alone.update(tree, alone.init(tree), params=tree, inplace=False)
+            if not all(map(torch.equal, optree.tree_leaves(tree), optree.tree_leaves(new))):
+                raise ValueError(
+                    f"{link.shown} changes the gradient of a batch that was looked at, and a chain that follows clipped "
+                    "gradients samples another distribution, whose heat is not known: raise its limit until it does not act, "
+                    "or leave it out at a temperature above 0"
+                )
 
 
 def _at_rest(link: Link, entry: Any) -> Any:

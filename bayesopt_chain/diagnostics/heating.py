@@ -52,7 +52,7 @@ k``; for reshuffled ones about ``(kappa/2) (1 - 2 (kappa - 1 + exp(-kappa)) / ka
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
@@ -64,7 +64,7 @@ from torch import Tensor
 
 from bayesopt_chain import kinds
 from bayesopt_chain.data.index_stream import Order
-from bayesopt_chain.diagnostics._response import Group, Response, read
+from bayesopt_chain.diagnostics._response import Group, Response, read, require_unchanged
 from bayesopt_chain.diagnostics.findings import Row, judged
 from bayesopt_chain.diagnostics.gradient_noise import GradientNoise, lanczos
 from bayesopt_chain.precision._algebra import Precision
@@ -220,7 +220,8 @@ def heating(
         :class:`Heating`; ``print`` it.
 
     Raises:
-        ValueError: a chain without noise, one that is not linear or diverges; an unknown order; ``K`` missing.
+        ValueError: a chain without noise, one that is not linear, that clips these gradients, or that diverges; an
+            unknown order; ``K`` missing.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -233,6 +234,7 @@ def heating(
         (True, True)
     """
     response = read(tx, noise.mean, state)
+    require_unchanged(tx, _gradients(noise))
     order, steps = order or noise.order, steps_per_epoch or noise.steps_per_epoch  # pyright: ignore[reportAssignmentType]
     if order is None or steps is None or (math.isinf(steps) and order != "independent"):
         raise ValueError(
@@ -257,6 +259,13 @@ def heating(
     refusal = next((found.says for found in judged(NO_MAP, m, set())), "")
     cooling = None if refusal else _cooling(system, closed, full, mean)
     return replace(report, overlap=m.overlap, cooling=cooling, refusal=refusal)
+
+
+def _gradients(noise: GradientNoise) -> Iterator[Any]:
+    """The gradients of the batches that noise was measured on, to a share of ``1 / m`` where they are of several epochs."""
+    for i in range(noise.batches):
+        away = optree.tree_map(lambda row, i=i: row[i] * math.sqrt(noise.batches - 1), noise.rows)
+        yield optree.tree_map(torch.add, noise.mean, away)
 
 
 NO_MAP = (  # why draws cannot be cooled: the first that holds

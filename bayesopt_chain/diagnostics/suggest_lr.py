@@ -53,7 +53,7 @@ from bayesopt_chain import batches as batch_trees
 from bayesopt_chain import kinds
 from bayesopt_chain.checks import short
 from bayesopt_chain.data.epochs import Epochs, epochs
-from bayesopt_chain.diagnostics._response import read
+from bayesopt_chain.diagnostics._response import read, require_unchanged
 from bayesopt_chain.diagnostics.findings import Finding, Row, judged
 from bayesopt_chain.diagnostics.gradient_noise import (
     gradient_noise,
@@ -64,6 +64,7 @@ from bayesopt_chain.diagnostics.gradient_noise import (
     twice_over_once,
 )
 from bayesopt_chain.diagnostics.heating import Heating, Reduced, loop, predict, reduce, rescaled
+from bayesopt_chain.loop.loss import gradient
 from bayesopt_chain.loop.step import make_step
 from bayesopt_chain.modules.functional import make_functional
 from bayesopt_chain.testing._linear_system import solve_lyapunov, state_of
@@ -222,8 +223,8 @@ def suggest_lr(
 
     Raises:
         TypeError: a ``make_tx`` that takes something else; data that can be gone through once, such as a generator.
-        ValueError: a chain without noise, one that is not linear, or whose steps are not proportional to ``lr``; a loss that is
-            a sum over the batch, or in which the data of a batch act on each other (BatchNorm in train mode); loss, gradient or
+        ValueError: a chain without noise, one that is not linear, that clips gradients, or whose steps are not proportional
+            to ``lr``; a loss that is a sum over the batch, or in which the data of a batch act on each other (BatchNorm in train mode); loss, gradient or
             curvature that is NaN or infinite on some of the data that were looked at; no positive curvature; second
             derivatives that torch lacks; trial runs that diverge at every rate.
 
@@ -313,6 +314,8 @@ class _Adviser:
                 )
         models.append(self._measure(end, 0.6 * self.allowed, 1))
         best = max(self._candidates(models, margin))
+        tx = self.make(best.lr, best.momentum)
+        require_unchanged(tx, self._gradients(end, best.batch_size))
         heating = rate(best.stability, lambda lr: self._heat(models, best, lr), self.tolerance, 0.999)
         reports = [self._report(model, best, best.lr) for model in models]
         notes = [*self._notes(best, models, margin)]
@@ -323,7 +326,7 @@ class _Adviser:
             best.lr,
             best.momentum,
             best.batch_size,
-            self.make(best.lr, best.momentum),
+            tx,
             self.source.batches(best.batch_size),
             best.stability,
             heating if heating < 0.99 * best.stability else math.inf,
@@ -333,6 +336,12 @@ class _Adviser:
             diverged,
             tuple([note.says for note in notes]),
         )
+
+    def _gradients(self, end: Any, batch_size: int) -> Iterator[Any]:
+        """Of some batches, at ``params`` and at the end of the trial run."""
+        for batch in islice(self.source.batches(batch_size), FEWEST):
+            for place in (self.params, end):
+                yield gradient(self.loss, place, batch)[0]
 
     def _measure(self, params: Any, passes: float, number: int) -> LocalModel:
         loss, response = self.loss, self.response

@@ -262,6 +262,11 @@ def test_a_models_own_draws_are_independent_in_every_order():
         (lambda: bc.sghmc(0.1, temperature=T), {"steps_per_epoch": None}, "steps_per_epoch"),
         (lambda: bc.sghmc(0.1, temperature=T), {"steps_per_epoch": math.inf}, "has epochs"),
         (lambda: bc.adam(0.1, temperature=T), {}, "state of a run"),
+        (
+            lambda: bc.chain(torchopt.clip_grad_norm(1e-3), bc.sghmc(0.1, temperature=T)),
+            {},
+            "clip_grad_norm changes the gradient of a batch",
+        ),
         (lambda: bc.samplers.sgnht(0.1, temperature=T), {}, "thermostat"),
         (lambda: bc.sgd(0.1, temperature=T, maximize=True), {}, "climbs"),
         (

@@ -6,6 +6,7 @@ from functools import partial
 import optree
 import pytest
 import torch
+import torchopt
 from torch import nn
 
 import bayesopt_chain as bc
@@ -293,6 +294,14 @@ def test_a_limit_from_few_data_at_an_exact_mode_is_right_or_called_uncertain(d, 
     ]
 
 
+def test_a_clip_that_never_acts_is_none():
+    far, none = (
+        bc.suggest_lr(lambda lr, f=front: bc.chain(*f, bc.sghmc(lr, temperature=T)), squares, mode, bc.epochs(data, 20))
+        for front in ((torchopt.clip_grad_norm(1e3),), ())
+    )
+    assert (far.lr, far.stability, far.excess) == (none.lr, none.stability, none.excess)
+
+
 def dropped(w, batch):
     return (nn.functional.dropout(batch[0], 0.3) @ w - batch[1]).square()
 
@@ -324,6 +333,11 @@ def grouped(lr):
         ({"make_tx": lambda lr: bc.samplers.baoab(lr, 1.0, temperature=T)}, ValueError, "changes the momentum"),
         ({"make_tx": lambda lr, mu: bc.sghmc(lr, mu, temperature=T)}, TypeError, "of lr, or of lr and momentum"),
         ({"make_tx": partial(bc.optim.SGHMC, temperature=T)}, TypeError, "make_tx|params"),
+        (
+            {"make_tx": lambda lr: bc.chain(torchopt.clip_grad_norm(1e-3), bc.sghmc(lr, temperature=T))},
+            ValueError,
+            "clip_grad_norm changes the gradient of a batch",
+        ),
         (
             {
                 "make_tx": grouped,
