@@ -1,7 +1,8 @@
-r"""Pictures of predictions, calibration, draws and minibatch heat, on matplotlib's axes.
+r"""Pictures of predictions and of their calibration, on matplotlib's axes.
 
-Needs the extra ``plot`` (matplotlib; traces also ArviZ). Each function draws onto the axes that it is given, or makes a
-figure of its own, and returns the axes, so that titles, scales and files are matplotlib's business.
+Needs the extra ``plot`` (matplotlib). Each function draws onto the axes that it is given, or makes a
+figure of its own, and returns the axes, so that titles, scales and files are matplotlib's business. Traces of draws are
+ArviZ's, of ``draws.to_arviz()``.
 
 Calibration of classes, in ``bins`` of equal width of the largest probability: the mean of that probability against the share
 of data for which the class was right (DeGroot and Fienberg, 1983). Of targets on the line: for every level ``p`` the share of
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-__all__ = ["bands", "coverage", "heat", "reliability", "traces"]
-MOST_LINES = 1000  # of traces, which take some 10 ms each
+__all__ = ["bands", "coverage", "reliability"]
 
 
 def axes_or_new(who: str, ax: Any) -> Axes:
@@ -262,88 +262,3 @@ def _diagonal(ax: Any, x: str, y: str) -> None:
     if not ax.lines:
         ax.plot([0, 1], [0, 1], color="black", linewidth=0.8, linestyle="--", label="calibrated")
         ax.set(xlabel=x, ylabel=y, xlim=(0, 1), ylim=(0, 1.02))
-
-
-@kinds.takes(draws=kinds.ANY, names=kinds.SEQUENCE)
-def traces(draws: Any, names: list[str] | None = None, *, thinning: int = 1) -> Any:
-    """The density and the trace of each parameter, a line for each chain, as ArviZ draws them.
-
-    Args:
-        draws: a :class:`bayesopt_chain.Draws`, or any that ``to_arviz()`` turns into inference data.
-        names: of the leaves to show, as in ``draws.to_arviz()`` (dots in place of slashes); default: all. Of a network
-            choose some: every element of a leaf is a line.
-        thinning: show every so many draws.
-
-    Returns:
-        What ArviZ returns: an array of axes, ``[leaves, 2]``, and from ArviZ 1 on its collection of plots.
-
-    Raises:
-        ModuleNotFoundError: no ArviZ or no matplotlib.
-        TypeError: no draws.
-        ValueError: a thinning below 1; a name that the draws do not have, with the names they have; more than 1,000 lines.
-
-    Example:
-        >>> import matplotlib, torch, bayesopt_chain as bc
-        >>> matplotlib.use("agg")
-        >>> draws = bc.Draws.from_trees([{"w": torch.randn(2)} for _ in range(20)])
-        >>> bc.plot.traces(draws).shape
-        (1, 2)
-    """
-    if not hasattr(draws, "to_arviz"):
-        raise TypeError(f"plot.traces: draws must be a bc.Draws, got {type(draws).__name__}")
-    installed("plot.traces", "plot", "matplotlib")
-    installed("plot.traces", "diagnostics", "arviz")
-    import arviz
-
-    data = draws.to_arviz()
-    known = list(data.posterior.data_vars)
-    if unknown := [name for name in names or () if name not in known]:
-        raise ValueError(f"plot.traces: no leaf is called {unknown[0]!r}; there are {', '.join(known[:12])}")
-    lines = sum(data.posterior[name].isel(draw=0).size for name in names or known)
-    if lines > MOST_LINES:
-        raise ValueError(
-            f"plot.traces: {lines} numbers would be as many lines, more than {MOST_LINES}: choose leaves, names={known[:1]}"
-        )
-    plot: Any = getattr(arviz, "plot_trace_dist", arviz.plot_trace)  # its name from ArviZ 1 on
-    return plot(data.sel(draw=slice(None, None, thinning)), var_names=names)
-
-
-@kinds.takes(report=kinds.ANY, label=kinds.TEXT, ax=kinds.ANY)
-def heat(report: Any, *, label: str | None = None, ax: Any = None) -> Any:
-    """The variance that minibatches add, over the variance without them, along each direction of a report.
-
-    Args:
-        report: of :func:`bayesopt_chain.diagnostics.heating`.
-        label: for the legend; by default the order of the batches.
-        ax: matplotlib axes (default: a new figure). Call again with the same axes to compare orders and rates.
-
-    Returns:
-        The axes: ``1 + excess`` against ``kappa``, the relaxations of a direction in an epoch, both logarithmic. On the
-        line at 1 the draws are as wide as the posterior.
-
-    Raises:
-        ModuleNotFoundError: no matplotlib.
-        TypeError: ``ax`` is no axes, or ``report`` is no report of heat.
-
-    Example:
-        >>> import torch, bayesopt_chain as bc
-        >>> def loss(w, batch):
-        ...     return (w - batch).square().mean() / 2
-        >>> data = bc.epochs(torch.linspace(-3**0.5, 3**0.5, 1000), 20)
-        >>> noise = bc.diagnostics.gradient_noise(loss, torch.tensor(0.0), data)
-        >>> report = bc.diagnostics.heating(bc.sghmc(0.002, temperature=1 / 1000), noise)
-        >>> bc.plot.heat(report).get_xlabel()
-        'relaxations in an epoch'
-    """
-    if not hasattr(report, "excess") or not hasattr(report, "kappa"):
-        raise TypeError(f"plot.heat: report must come from bc.diagnostics.heating, got {type(report).__name__}")
-    ax = axes_or_new("heat", ax)
-    if not ax.lines:
-        ax.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
-        ax.set(xscale="log", yscale="log", xlabel="relaxations in an epoch", ylabel="variance / posterior variance")
-    order = report.kappa.argsort()
-    ax.plot(
-        plain(report.kappa[order]), plain(1 + report.excess[order]), "o-", markersize=4, label=label or report.order
-    )
-    ax.legend()
-    return ax

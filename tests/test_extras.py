@@ -63,8 +63,7 @@ CALLS = {
     ("arviz_stats", "diagnostics", "doctor"): lambda _: bc.diagnostics.doctor(DRAWS, of=never),
     ("scipy", "diagnostics", "doctor"): lambda _: bc.diagnostics.doctor(DRAWS, of=never),
     ("arviz", "diagnostics", "to_arviz"): lambda _: DRAWS.to_arviz(),
-    ("arviz", "diagnostics", "traces"): lambda _: bc.plot.traces(DRAWS),
-    ("matplotlib", "plot", "traces"): lambda _: bc.plot.traces(DRAWS),
+    ("matplotlib", "plot", "bands"): lambda _: bc.plot.bands(torch.zeros(3), gaussian(torch.zeros(3))),
     ("torchmetrics", "metrics", "classes"): lambda _: bc.posterior.classification_metrics(
         PROBABILITIES, torch.tensor([0])
     ),
@@ -87,7 +86,6 @@ def test_a_missing_package_is_named_before_anything_runs(package, extra, call, m
     "module, package",
     [
         ("sklearn", "sklearn"),
-        ("testing.strategies", "hypothesis"),
         ("testing.fixtures", "pytest"),
         ("botorch", "botorch"),
     ],
@@ -215,15 +213,7 @@ def test_methods_are_compared_on_one_axes_with_one_diagonal():
             r"\[N, C\] and targets \[N\]",
         ),
         (lambda: bc.plot.coverage(gaussian(torch.full((3,), torch.nan)), torch.zeros(3, 1)), ValueError, "hold NaN"),
-        (lambda: bc.plot.heat("hot"), TypeError, "bc.diagnostics.heating"),
         (lambda: bc.plot.reliability(torch.ones(4, 1), torch.ones(4).long()), ValueError, "class numbers from 0 to 0"),
-        (
-            lambda: bc.plot.traces(bc.Draws.from_trees([{"w": torch.zeros(2000)}] * 3)),
-            ValueError,
-            r"2000 .* choose leaves, names=\['w'\]",
-        ),
-        (lambda: bc.plot.traces([torch.zeros(2)]), TypeError, "must be a bc.Draws"),
-        (lambda: bc.plot.traces(bc.Draws.from_trees([{"w": torch.zeros(2)}] * 3), ["v"]), ValueError, "there are w"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_by_name(call, error, says):

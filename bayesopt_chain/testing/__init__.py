@@ -3,8 +3,7 @@
 ``assert_laws`` runs every law a link must obey; ``assert_zero_temperature_limit`` checks that a sampler is its optimizer at
 T = 0 and moves away from it as the square root of T; ``stationary_covariance`` solves exactly for what a linear sampler
 samples, and ``variance_along`` for what it samples at every step of a schedule; ``sbc`` asks simulated data whether a posterior
-is right; :mod:`bayesopt_chain.testing.strategies` draws
-trees, gradients and hyperparameters for Hypothesis.
+is right.
 """
 
 from bayesopt_chain.testing._laws import LAWS, assert_composes, assert_laws

@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import kinds
-from bayesopt_chain.checks import installed
 from bayesopt_chain.trees import paths
 
 MOST_BINS, A_BIN = 20, 10  # bins, and simulations that each of them expects at least
@@ -100,37 +99,6 @@ class Calibration:
         )
         return said if self.p_value > 0.05 else f"{said}; {self.names[worst]}: {how}"
 
-    def plot(self) -> Any:
-        """A histogram of ranks for each of the first twelve quantities, with the 99 % band of a right posterior.
-
-        Returns:
-            The figure of matplotlib.
-
-        Raises:
-            ModuleNotFoundError: no matplotlib.
-
-        Example:
-            >>> import matplotlib, torch, bayesopt_chain as bc
-            >>> matplotlib.use("agg")
-            >>> len(bc.testing.Calibration(torch.randint(0, 10, (100, 1)), ["w"], 9).plot().axes)
-            1
-        """
-        installed("Calibration.plot", "plot", "matplotlib")
-        import matplotlib.pyplot as plt
-
-        shown = self.names[:12]
-        figure, axes = plt.subplots(1, len(shown), figsize=(2.6 * len(shown), 2.4), sharey=True, squeeze=False)
-        e = self.expected
-        error = 2.58 * (e * (1 - e / len(self.ranks))).sqrt()
-        at = torch.arange(len(e), device="cpu")
-        for ax, name, counts in zip(axes[0], shown, self.counts.T):
-            ax.bar(at, counts, width=1.0, color="0.7")
-            ax.fill_between(at, e - error, e + error, color="C0", alpha=0.3, lw=0)
-            ax.set(title=name, xlabel="rank", xticks=[0, len(e) - 1], xticklabels=["0", str(self.draws)])
-        axes[0, 0].set_ylabel("simulations")
-        figure.tight_layout()
-        return figure
-
 
 @kinds.takes(
     make_posterior=kinds.FUNCTION,
@@ -165,7 +133,8 @@ def sbc(
         seed: of prior and simulator, and of the ties.
 
     Returns:
-        A :class:`Calibration`: its ``p_value`` is small where the method is wrong, ``str`` of it says how, ``plot()`` shows it.
+        A :class:`Calibration`: its ``p_value`` is small where the method is wrong, ``str`` of it says how, and ``counts``
+        beside ``expected`` are the histogram of ranks.
 
     Raises:
         TypeError: draws that are no tree like the parameters, or have weights.

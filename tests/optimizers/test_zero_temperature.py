@@ -13,7 +13,7 @@ from torch import nn
 
 import bayesopt_chain as bc
 from bayesopt_chain.testing import NormalProbe, assert_bitwise_equal, assert_zero_temperature_limit
-from bayesopt_chain.testing import strategies as own
+from tests import strategies as own
 from tests.registry.links import COMPARED
 
 

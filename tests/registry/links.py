@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torchopt.base import GradientTransformation
 
 import bayesopt_chain as bc
-from bayesopt_chain.testing import strategies as own
+from tests import strategies as own
 from tests.registry.dressings import fed, half_square, two_chains
 from tests.registry.transform import Transform
 

@@ -98,8 +98,3 @@ def test_the_chains_of_draws_are_pooled():
     one, four = torch.randn(12, 2), lambda x: bc.Draws.from_trees([*x.reshape(3, 4, 2)], chains=4)
     ranks = [sbc(lambda y, f=f: f(one), PAIR, lambda p, g: p).ranks for f in (torch.Tensor.clone, four)]
     assert torch.equal(*ranks)
-
-
-def test_a_histogram_for_each_quantity():
-    pytest.importorskip("matplotlib").use("agg")
-    assert [ax.get_title() for ax in found().plot().axes] == ["m"]

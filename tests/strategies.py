@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from bayesopt_chain.checks import installed
-
-installed("bayesopt_chain.testing.strategies", "testing", "hypothesis")
-
 import optree
 import torch
 from hypothesis import strategies as st
