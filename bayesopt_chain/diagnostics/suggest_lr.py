@@ -224,9 +224,9 @@ def suggest_lr(
     Raises:
         TypeError: a ``make_tx`` that takes something else; data that can be gone through once, such as a generator.
         ValueError: a chain without noise, one that is not linear, that clips gradients, or whose steps are not proportional
-            to ``lr``; a loss that is a sum over the batch, or in which the data of a batch act on each other (BatchNorm in train mode); loss, gradient or
-            curvature that is NaN or infinite on some of the data that were looked at; no positive curvature; second
-            derivatives that torch lacks; trial runs that diverge at every rate.
+            to ``lr``; a loss that is a sum over the batch, or in which the data of a batch act on each other (BatchNorm in
+            train mode); loss, gradient or curvature that is NaN or infinite on some of the data that were looked at; no
+            positive curvature; second derivatives that torch lacks; trial runs that diverge at every rate.
 
     Example:
         >>> import torch, bayesopt_chain as bc
