@@ -226,27 +226,38 @@ def gains(tx: Chain, params: Any, state: Any) -> list[Tensor]:
     return found
 
 
-def require_unchanged(tx: Any, gradients: Iterable[Any]) -> None:
-    """Refuse a chain that clips: :func:`read` takes a non-linear link for one that hands gradients on as they come.
+def clips_of(tx: Any) -> list[Link]:
+    """The links that :func:`read` takes for the identity: functions of the gradients alone, such as a clip."""
+    links: Iterable[Link] = getattr(inner(tx, None)[0], "links", ())
+    return [link for link in links if isinstance(link.response, Nonlinear) and not link.extra_kwargs]
+
+
+def clipped(clips: Sequence[Link], grads: Any) -> Any:
+    """Gradients, a tree, as these links hand them on."""
+    for link in clips:
+        alone = Chain([link])
+        grads, _ = alone.update(grads, alone.init(grads), params=grads, inplace=False)
+    return grads
+
+
+def require_unclipped(tx: Any, gradients: Iterable[Any]) -> None:
+    """Refuse a chain that clips the gradients which are looked at.
 
     Args:
         tx: the chain.
-        gradients: trees like the parameters, of batches where it is used; computed for chains with such a link alone.
+        gradients: trees like the parameters, of batches where it is used; computed for chains with a clip alone.
 
     Raises:
-        ValueError: a non-linear link changes some of them.
+        ValueError: some of them are changed.
     """
-    links = [link for link in inner(tx, None)[0].links if isinstance(link.response, Nonlinear)]
-    for tree in gradients if links else ():
-        for link in links:
-            alone = Chain([link])
-            new, _ = alone.update(tree, alone.init(tree), params=tree, inplace=False)
-            if not all(map(torch.equal, optree.tree_leaves(tree), optree.tree_leaves(new))):
-                raise ValueError(
-                    f"{link.shown} changes the gradient of a batch that was looked at, and a chain that follows clipped "
-                    "gradients samples another distribution, whose heat is not known: raise its limit until it does not act, "
-                    "or leave it out at a temperature above 0"
-                )
+    clips = clips_of(tx)
+    for tree in gradients if clips else ():
+        if not all(map(torch.equal, optree.tree_leaves(tree), optree.tree_leaves(clipped(clips, tree)))):
+            raise ValueError(
+                f"{clips[0].shown} changes the gradient of a batch that was looked at, and a chain that follows clipped "
+                "gradients samples another distribution, whose heat is not known: raise its limit until it does not act, or "
+                "leave it out at a temperature above 0"
+            )
 
 
 def _at_rest(link: Link, entry: Any) -> Any:

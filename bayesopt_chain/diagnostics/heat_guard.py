@@ -66,7 +66,7 @@ from torch.nn import functional as F
 from bayesopt_chain import kinds, tracing
 from bayesopt_chain._torch import flattened, is_dtensor
 from bayesopt_chain.checks import short
-from bayesopt_chain.diagnostics._response import EQUAL, gains, inner, levels_of, polynomials
+from bayesopt_chain.diagnostics._response import EQUAL, clipped, clips_of, gains, inner, levels_of, polynomials
 from bayesopt_chain.diagnostics.findings import Row, judged
 from bayesopt_chain.diagnostics.heating import added
 from bayesopt_chain.loop.step import Step
@@ -233,7 +233,8 @@ class HeatGuard:
             callable(x) for link in _links(tx) for x in getattr(link, "__dict__", {}).values()
         ):
             self._rules = _rules(tx, params, state)
-        trees: list[list[Any]] = [optree.tree_leaves(tree, none_is_leaf=True) for tree in (grads, params)]
+        followed = clipped(clips_of(tx), grads)
+        trees: list[list[Any]] = [optree.tree_leaves(tree, none_is_leaf=True) for tree in (followed, params)]
         usable = [g is not None and g.layout is torch.strided for g in trees[0]]
         each = [*enumerate(zip(self._rules, *trees, usable))]
         self.look(lambda keys: [Leaf(j, g, p, *rule) for j, (rule, g, p, is_usable) in each if rule and is_usable])

@@ -64,7 +64,7 @@ from torch import Tensor
 
 from bayesopt_chain import kinds
 from bayesopt_chain.data.index_stream import Order
-from bayesopt_chain.diagnostics._response import Group, Response, read, require_unchanged
+from bayesopt_chain.diagnostics._response import Group, Response, read, require_unclipped
 from bayesopt_chain.diagnostics.findings import Row, judged
 from bayesopt_chain.diagnostics.gradient_noise import GradientNoise, lanczos
 from bayesopt_chain.precision._algebra import Precision
@@ -234,7 +234,7 @@ def heating(
         (True, True)
     """
     response = read(tx, noise.mean, state)
-    require_unchanged(tx, _gradients(noise))
+    require_unclipped(tx, _gradients(noise))
     order, steps = order or noise.order, steps_per_epoch or noise.steps_per_epoch  # pyright: ignore[reportAssignmentType]
     if order is None or steps is None or (math.isinf(steps) and order != "independent"):
         raise ValueError(

@@ -53,7 +53,7 @@ from bayesopt_chain import batches as batch_trees
 from bayesopt_chain import kinds
 from bayesopt_chain.checks import short
 from bayesopt_chain.data.epochs import Epochs, epochs
-from bayesopt_chain.diagnostics._response import read, require_unchanged
+from bayesopt_chain.diagnostics._response import read, require_unclipped
 from bayesopt_chain.diagnostics.findings import Finding, Row, judged
 from bayesopt_chain.diagnostics.gradient_noise import (
     gradient_noise,
@@ -315,7 +315,7 @@ class _Adviser:
         models.append(self._measure(end, 0.6 * self.allowed, 1))
         best = max(self._candidates(models, margin))
         tx = self.make(best.lr, best.momentum)
-        require_unchanged(tx, self._gradients(end, best.batch_size))
+        require_unclipped(tx, self._gradients(end, best.batch_size))
         heating = rate(best.stability, lambda lr: self._heat(models, best, lr), self.tolerance, 0.999)
         reports = [self._report(model, best, best.lr) for model in models]
         notes = [*self._notes(best, models, margin)]

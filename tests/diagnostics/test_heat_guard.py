@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+import torchopt
 from torch import nn
 
 import bayesopt_chain as bc
@@ -436,6 +437,20 @@ def test_leaves_without_elements_are_passed_over_and_a_chain_that_climbs_is_read
     params = {"w": torch.zeros(3), "none": torch.zeros(0)}
     (of_none, falls), (_, rises) = (heat_guard._rules(tx, params, tx.init(params)) for tx in (down, up))
     assert of_none is None and rises == (*falls[:-1], -falls[-1])
+
+
+def test_a_clip_in_front_of_a_chain_is_seen_and_one_that_never_acts_changes_nothing():
+    def readings(norm):
+        torch.manual_seed(0)
+        tx, w = bc.chain(torchopt.clip_grad_norm(norm), bc.sghmc(0.1, temperature=0.01)), torch.zeros(5)
+        guard, state = HeatGuard(above=math.inf), tx.init(w)
+        for _ in range(100):
+            guard.watch(tx, w, state, torch.randn(5))
+        return guard.readings
+
+    assert len(readings(1e3)) == 1 and readings(1e3) == readings(1e4)
+    with pytest.warns(UserWarning, match="one and the same norm"):
+        readings(0.05)
 
 
 def test_an_adaptive_rule_is_read_through_its_preconditioner():
