@@ -79,31 +79,21 @@ def _opens(leaf: Any) -> bool:
 
 
 def _register(kind: type) -> None:
+    """Let optree open the batches of a class into its values or fields, and make new ones of the class."""
     _known.add(kind)
-    opened, closed = (_values, _mapping) if issubclass(kind, Mapping) else (_fields, _dataclass)
+    is_mapping = issubclass(kind, Mapping)
 
-    def flattened(batch: Any) -> Any:
-        held = opened(batch)
-        return list(held.values()), tuple(held), tuple(held)
+    def opened(batch: Any) -> Any:
+        names = tuple(batch) if is_mapping else tuple([field.name for field in dataclasses.fields(batch)])
+        return [batch[name] if is_mapping else getattr(batch, name) for name in names], names, names
+
+    def closed(names: tuple[Any, ...], values: Any) -> Any:
+        if is_mapping:
+            return kind(dict(zip(names, values)))
+        made = object.__new__(kind)  # its __init__ may convert or check what it is given
+        for name, value in zip(names, values):
+            object.__setattr__(made, name, value)
+        return made
 
     register: Any = optree.register_pytree_node  # its stubs ask for a class that says itself how it is opened
-    register(kind, flattened, lambda names, values: closed(kind, dict(zip(names, values))), namespace=NAMESPACE)
-
-
-def _values(batch: Mapping[Any, Any]) -> dict[Any, Any]:
-    return {name: batch[name] for name in batch}
-
-
-def _mapping(kind: Any, held: dict[Any, Any]) -> Any:
-    return kind(held)
-
-
-def _fields(batch: Any) -> dict[str, Any]:
-    return {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
-
-
-def _dataclass(kind: Any, held: dict[str, Any]) -> Any:
-    made = object.__new__(kind)  # its __init__ may convert or check what it is given
-    for name, value in held.items():
-        object.__setattr__(made, name, value)
-    return made
+    register(kind, opened, closed, namespace=NAMESPACE)

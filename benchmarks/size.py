@@ -70,7 +70,7 @@ MISSED = {
     "optim": "parameter groups, closures, hooks and ranks as torch has them; noise by a kernel and by tensor operations; IVON",
     "likelihoods": "eleven likelihoods, with their own moments and draws in closed form, and what each refuses",
     "posterior": "influence, acquisition, forces, images and export (about 700) came after the aim",
-    "diagnostics": "observables (721) came after the aim; of the rest 166 too many",
+    "diagnostics": "observables (721) came after the aim; of the rest 169 too many",
     "ensemble": "what untidy data are refused with; chains behind the networks (170) came after the aim",
     "distributed": "checkpoints that are compared with their digests and refused when pieces do not tile",
     "testing": "calibration by simulation and the fixture came after the aim",

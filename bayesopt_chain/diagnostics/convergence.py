@@ -37,10 +37,9 @@ of their noise are not reported.
 
 (Liu, Lee and Jordan, 2016; Chwialkowski et al., 2016). With r^2 = |x - y|^2 / h^2 the kernel is
 
-    "imq"        k = (1 + r^2)^(-1/2),     which detects non-convergence (Gorham and Mackey, 2017)
-    "gaussian"   k = exp(-r^2 / 2)
+    k = (1 + r^2)^(-1/2),     which detects non-convergence, as a Gaussian one does not (Gorham and Mackey, 2017).
 
-Both depend on x - y alone: with f = dk/d(r^2) and f' its derivative, grad_x k = 2 f (x - y) / h^2 = -grad_y k and
+It depends on x - y alone: with f = dk/d(r^2) and f' its derivative, grad_x k = 2 f (x - y) / h^2 = -grad_y k and
 tr grad_x grad_y k = -(2 d f + 4 r^2 f') / h^2. Pairs are visited in blocks.
 """
 
@@ -318,7 +317,6 @@ def mean_and_error(x: Tensor) -> tuple[float, float]:
 
 @kinds.takes(
     score=kinds.SCORES,
-    kernel=kinds.one_of("imq", "gaussian"),
     bandwidth=kinds.POSITIVE,
     unbiased=kinds.BOOL,
     block=kinds.WHOLE,
@@ -327,7 +325,6 @@ def ksd(
     draws: Draws | Any,
     score: Callable[[Any], Any] | Any,
     *,
-    kernel: Literal["imq", "gaussian"] = "imq",
     bandwidth: float | None = None,
     unbiased: bool = False,
     block: int = 512,
@@ -339,7 +336,6 @@ def ksd(
             ``[S, ...]``.
         score: gradient of the log density: a function from the parameters of one draw to a tree like them, or a tree of
             scores like the draws. For a mean loss sampled at temperature ``T`` it is minus the gradient of the loss over T.
-        kernel: ``"imq"`` or ``"gaussian"``.
         bandwidth: ``h``; by default the median distance of (at most 1,000) draws.
         unbiased: leave out the pairs i = j and return the (possibly negative) estimate of the *squared* discrepancy.
         block: pairs are visited ``block x block`` at a time, which bounds the memory.
@@ -348,7 +344,7 @@ def ksd(
         The discrepancy (not squared), or with ``unbiased=True`` the U-statistic.
 
     Raises:
-        ValueError: fewer than two draws, another kernel, a bandwidth that is not positive, scores of another shape.
+        ValueError: fewer than two draws, a bandwidth that is not positive, scores of another shape.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -396,7 +392,7 @@ def ksd(
     total = first[0].new_zeros(())
     for i in range(0, size, block):
         for j in range(0, i + 1, block):
-            k0 = _stein_kernel(*blocks(i), *blocks(j), kernel, bandwidth)
+            k0 = _stein_kernel(*blocks(i), *blocks(j), bandwidth)
             if i == j:
                 total += k0.sum() - (k0.diagonal().sum() if unbiased else 0.0)
             else:
@@ -406,16 +402,12 @@ def ksd(
     return (total.clamp_min(0.0).sqrt() / size).item()
 
 
-def _stein_kernel(x: Tensor, s: Tensor, y: Tensor, t: Tensor, kernel: str, h: float) -> Tensor:
+def _stein_kernel(x: Tensor, s: Tensor, y: Tensor, t: Tensor, h: float) -> Tensor:
     """``k0`` between rows of ``x`` with scores ``s`` and rows of ``y`` with scores ``t``."""
     d = x.shape[1]
     square = torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist").square() / h**2
-    if kernel == "imq":
-        base = 1 + square
-        k, f, slope = base.rsqrt(), -0.5 * base.pow(-1.5), 0.75 * base.pow(-2.5)
-    else:
-        k = (-square / 2).exp()
-        f, slope = -k / 2, k / 4
+    base = 1 + square
+    k, f, slope = base.rsqrt(), -0.5 * base.pow(-1.5), 0.75 * base.pow(-2.5)
     # (s(y) - s(x)) . (x - y), without a tensor of all differences
     along = (x @ t.T - (y * t).sum(1)) - ((x * s).sum(1, keepdim=True) - s @ y.T)
     return (s @ t.T) * k + (2 * f * along - 2 * d * f - 4 * square * slope) / h**2
