@@ -68,7 +68,7 @@ MISSED = {
     "links": "every optimizer of TorchOpt with the noise that its adaptive scale asks for",
     "random": "models that draw (dropout) are seeded by chain and step, 144 of it",
     "optim": "parameter groups, closures, hooks and ranks as torch has them; noise by a kernel and by tensor operations; IVON",
-    "likelihoods": "eleven likelihoods, with their own moments and draws in closed form, and what each refuses",
+    "likelihoods": "ten likelihoods, with their own moments and draws in closed form, and what each refuses",
     "posterior": "influence, acquisition, forces, images and export (about 700) came after the aim",
     "diagnostics": "observables (721) came after the aim; of the rest 169 too many",
     "ensemble": "what untidy data are refused with; chains behind the networks (170) came after the aim",

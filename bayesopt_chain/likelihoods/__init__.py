@@ -1,7 +1,7 @@
 """Likelihoods of outputs: losses, roots of output Hessians, checks of targets, draws, predictions (``_likelihood.py``)."""
 
 from bayesopt_chain.likelihoods._classes import bernoulli, categorical, ordinal
-from bayesopt_chain.likelihoods._counts import beta, negative_binomial, poisson
+from bayesopt_chain.likelihoods._counts import negative_binomial, poisson
 from bayesopt_chain.likelihoods._custom import custom, weighted
 from bayesopt_chain.likelihoods._gaussian import gaussian, student_t
 from bayesopt_chain.likelihoods._likelihood import Grouping, Likelihood, OutputRoot, Support
@@ -15,7 +15,6 @@ __all__ = [
     "Predictive",
     "Support",
     "bernoulli",
-    "beta",
     "categorical",
     "custom",
     "gaussian",

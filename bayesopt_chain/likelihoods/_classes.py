@@ -2,8 +2,7 @@
 
 bernoulli     loss = softplus(f) - y f,  p = sigmoid(f)           sum_k s_k s_k^T = p (1 - p)
 categorical   loss = -log softmax(f)_y,  p = softmax(f)           sum_k s_k s_k^T = diag(p) - p p^T
-  weights     loss = -sum_k a_k log p_k                           sum_k a_k times that
-              a_k = (1 - e) w_y [k = y] + e w_k / C               with label smoothing e and class weights w
+  weights     loss = -w_y log p_y                                 w_y times that
 ordinal       P(y <= k) = sigmoid(c_k - f)                        sum_k (dp_k / df)^2 / p_k
 
 Class weights count a datum of class k as w_k data. The Hessian of that loss is taken at the observed class.
@@ -22,17 +21,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
-from bayesopt_chain import checks, kinds
+from bayesopt_chain import kinds
 from bayesopt_chain.likelihoods._likelihood import Grouping, Likelihood, OutputRoot, Seen, Softmax, Support
 from bayesopt_chain.likelihoods._predictive import Predictive
-from bayesopt_chain.likelihoods._quadrature import probit, probit_bernoulli, softmax_mean
+from bayesopt_chain.likelihoods._quadrature import probit, softmax_mean
 from bayesopt_chain.tracing import is_hidden, is_readable
 from bayesopt_chain.trees import wide
-
-
-def of_one(mean: Tensor, covariance: Tensor) -> Tensor:
-    """:func:`probit_bernoulli` of targets with one output each, ``[*, 1]``."""
-    return probit_bernoulli(mean[..., 0], covariance.reshape(mean.shape)[..., 0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +35,6 @@ class Bernoulli(Likelihood):
 
     name = "bernoulli"
     support = Support(0.0, 1.0, True)
-    methods = {"quadrature": None, "probit": of_one}  # noqa: RUF012
     default_method = "quadrature"
     has_classes = True
 
@@ -87,7 +80,6 @@ class Categorical(OneOfSeveral):
 
     weight: Any
     ignore_index: int
-    label_smoothing: float
     axis: int = -1
     name = "categorical"
     support = None
@@ -170,13 +162,12 @@ class Categorical(OneOfSeveral):
             self._refuse(labels >= classes, labels, f"class numbers from 0 to {classes - 1}")
 
     def weights(self, targets: Any) -> Tensor | None:
-        """Of a target with class weights and smoothing ``sum_k a_k``; 0 where it is ignored."""
+        """That of a target's class; 0 where it is ignored."""
         kept = targets != self.ignore_index
         if self.weight is None:
             return None if is_readable(kept) and bool(kept.all()) else kept
         table = torch.as_tensor(self.weight, device=targets.device)
-        mine = table[self.labels(targets)] * (1 - self.label_smoothing) + self.label_smoothing * table.mean()
-        return mine * kept
+        return table[self.labels(targets)] * kept
 
     def labels(self, targets: Any) -> Any:
         if not isinstance(targets, Tensor):
@@ -185,18 +176,6 @@ class Categorical(OneOfSeveral):
                 "of int64"
             )
         return torch.where(targets == self.ignore_index, 0, targets)
-
-    def smoothed(self, outputs: Tensor, labels: Any) -> Tensor:
-        losses = -self.log_prob(outputs, labels)
-        if not self.label_smoothing:
-            return losses
-        # divided by the weight sum_k a_k, by which losses() multiplies
-        e, log_p = self.label_smoothing, self._last(outputs).log_softmax(-1)
-        if self.weight is None:
-            return (1 - e) * losses - e * log_p.mean(-1)
-        table = torch.as_tensor(self.weight, dtype=log_p.dtype, device=log_p.device)
-        both = (1 - e) * table[labels] * losses - e * (table * log_p).mean(-1)
-        return both / (table[labels] * (1 - e) + e * table.mean())
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,7 +241,6 @@ def categorical(
     *,
     weight: Sequence[float] | Tensor | None = None,
     ignore_index: int = -100,
-    label_smoothing: float = 0.0,
     axis: int = -1,
 ) -> Likelihood:
     """One of C classes from logits, at every position of a datum (one position, or the tokens of a sequence).
@@ -273,8 +251,6 @@ def categorical(
     Args:
         weight: of each class, ``[C]``: a datum of class k counts as ``weight[k]`` data. Default: 1.
         ignore_index: the label of positions that are left out. Default -100, as in torch and transformers.
-        label_smoothing: in [0, 1): the share of a label that is spread over all classes. The loss is then no density's: its
-            curvature is right, an evidence is that of the smoothed labels. Default 0.
         axis: that of the classes in the outputs, counted from the end: -3 for images ``[B, C, H, W]``, -2 for ``[B, C, T]``.
             Default -1. Probabilities always have their classes last, ``[B, H, W, C]``.
 
@@ -283,7 +259,7 @@ def categorical(
         single class.
 
     Raises:
-        ValueError: weights that are negative, a smoothing out of range.
+        ValueError: weights that are negative.
 
     Example:
         >>> import torch
@@ -294,13 +270,12 @@ def categorical(
         >>> likelihoods.categorical().nll(torch.zeros(1, 3, 4), tokens).exp()
         tensor([16.])
     """
-    checks.number("categorical: label_smoothing", label_smoothing, "[0, 1)")
     if weight is not None and not bool((torch.as_tensor(weight, device="cpu") >= 0).all()):
         raise ValueError(f"categorical: weight={weight}: pass numbers that are not negative, one a class")
     if weight is not None:
         weight = weight if isinstance(weight, Tensor) else torch.tensor(weight, device="cpu")
         weight = weight if weight.is_floating_point() else weight.to(torch.get_default_dtype())
-    return Categorical(weight, ignore_index, float(label_smoothing), axis)
+    return Categorical(weight, ignore_index, axis)
 
 
 @kinds.takes(thresholds=kinds.VECTOR)

@@ -337,11 +337,10 @@ class Weighted(Likelihood):
         _inner,
         ("support", "methods", "has_classes", "default_method", "noise_variance", "has_width"),
     )
-    log_prob, smoothed, information, exact_root, mean, variance, draw, cdf, grouping, mixed, support_at = map(
+    log_prob, information, exact_root, mean, variance, draw, cdf, grouping, mixed, support_at = map(
         _inner,
         (
             "log_prob",
-            "smoothed",
             "information",
             "exact_root",
             "mean",

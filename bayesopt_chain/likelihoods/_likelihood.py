@@ -656,25 +656,6 @@ class Likelihood(ABC):
         """
         return targets
 
-    def smoothed(self, outputs: Tensor, labels: Any) -> Tensor:
-        """The loss of every target before its weight.
-
-        Args:
-            outputs: ``[B, *event]``.
-            labels: of :meth:`labels`.
-
-        Returns:
-            ``[B, *positions]``, in nats. Default: minus :meth:`log_prob`; with label smoothing another one.
-
-        Example:
-            >>> import torch
-            >>> from bayesopt_chain import likelihoods
-            >>> smooth = likelihoods.categorical(label_smoothing=0.2)
-            >>> smooth.smoothed(torch.tensor([[5.0, 0.0]]), torch.tensor([0]))
-            tensor([0.5067])
-        """
-        return -self.log_prob(outputs, labels)
-
     @property
     def noise_variance(self) -> Any:
         """Of Gaussian noise, a number or ``[*event]``, in squared units of the target; ``None`` for other likelihoods."""
@@ -801,7 +782,7 @@ class Likelihood(ABC):
         """
         self._require_once(outputs, targets)
         weights = self.weights(targets)
-        losses = self.smoothed(outputs, self.labels(targets))
+        losses = -self.log_prob(outputs, self.labels(targets))
         return losses if weights is None else losses * weights.to(losses.dtype)
 
     def nll(self, outputs: Tensor, targets: Any) -> Tensor:

@@ -1,12 +1,11 @@
-from bayesopt_chain.likelihoods._quadrature import probit, probit_bernoulli, softmax_mean
+from bayesopt_chain.likelihoods._quadrature import probit, softmax_mean
 from bayesopt_chain.modules.functional import next_labels
 from bayesopt_chain.posterior._acquisition import Acquired, batch_bald, d_optimal, epig
 from bayesopt_chain.posterior._by_target import outputs_by_target
 from bayesopt_chain.posterior._influence import influence_of_draws, leave_one_out
-from bayesopt_chain.posterior._linearized import functional_samples, linearized, monte_carlo
+from bayesopt_chain.posterior._linearized import functional_samples, linearized
 from bayesopt_chain.posterior.evidence import tune_by_evidence, tune_by_validation
 from bayesopt_chain.posterior.fit import FittedLaplace, fit_laplace
-from bayesopt_chain.posterior.last_layer import CachedFeatures, cache_features
 from bayesopt_chain.posterior.scores import (
     classification_metrics,
     conformal_level,
@@ -17,11 +16,9 @@ from bayesopt_chain.posterior.training import EvidenceTraining, train_by_evidenc
 
 __all__ = [
     "Acquired",
-    "CachedFeatures",
     "EvidenceTraining",
     "FittedLaplace",
     "batch_bald",
-    "cache_features",
     "classification_metrics",
     "conformal_level",
     "d_optimal",
@@ -32,11 +29,9 @@ __all__ = [
     "influence_of_draws",
     "leave_one_out",
     "linearized",
-    "monte_carlo",
     "next_labels",
     "outputs_by_target",
     "probit",
-    "probit_bernoulli",
     "softmax_mean",
     "temperature_scaling",
     "train_by_evidence",

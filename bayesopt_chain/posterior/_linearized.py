@@ -15,10 +15,6 @@ With its graph: outputs that can be differentiated, their covariance across inpu
 The rows of J are held, for all data at once where the covariance is joint,
 so that autograd can go back through them to the inputs and to whatever the precision depends on. Draws are directional
 derivatives and hold no J; the same draws of the parameters are the same functions at other inputs.
-
-Or by running the model at draws of its parameters, from a Gaussian posterior or a sampler's chain:
-
-p(y | x, D) ~ 1/S sum_s p(y | f(theta_s, x)),   theta_s ~ posterior          (Neal, 1996)
 """
 
 from __future__ import annotations
@@ -340,53 +336,3 @@ def _by_rows(formed: dict[int, Tensor], params: Tree, precision: Precision) -> T
     solved = torch.linalg.solve_triangular(factor, columns, upper=False)
     by_datum = solved.reshape(-1, *flat.shape[:2]).permute(2, 1, 0)
     return by_datum @ by_datum.mT
-
-
-@kinds.takes(
-    forward=kinds.FUNCTION,
-    batch=kinds.BATCH,
-    posterior=kinds.Kind(lambda x: kinds.POSTERIOR.fits(x) or kinds.TREE.fits(x), "a bc.Gaussian, or a tree of draws"),
-)
-def monte_carlo(
-    forward: Callable[[Tree, Any], Tensor],
-    posterior: Gaussian | Tree,
-    batch: Any,
-    *,
-    samples: int = 100,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """Run the model at draws of its parameters; average likelihoods, not outputs, over them.
-
-    Args:
-        forward: ``forward(params, batch) -> outputs [B, *event]``.
-        posterior: a ``Gaussian``, from which ``samples`` draws are made one at a time; or draws, a tree with leaves
-            ``[S, *leaf.shape]`` (``samples`` and ``generator`` are then not used).
-        samples: number of draws from a ``Gaussian``.
-        generator: source of their noise (default: torch's global generator).
-        batch: ``(inputs, targets)``, handed on to ``forward``.
-
-    Returns:
-        Outputs ``[S, B, *event]``, with gradients where the batch asks for them.
-
-    Raises:
-        ValueError: for draws whose leaves disagree on S, or fewer than one sample.
-
-    Example:
-        >>> import torch
-        >>> import bayesopt_chain as bc
-        >>> bc.posterior.monte_carlo(lambda w, batch: batch[0] * w, torch.tensor([1.0, 3.0]), (torch.ones(2), None))
-        tensor([[1., 1.],
-                [3., 3.]])
-    """
-    with torch.set_grad_enabled(needs_graph(batch)):
-        if isinstance(posterior, Gaussian):
-            posterior = posterior.factorised()
-            return torch.stack([forward(posterior.sample(generator=generator), batch) for _ in range(samples)])
-        lengths = {leaf.shape[0] if leaf.ndim else 0 for leaf in optree.tree_leaves(posterior)}
-        if len(lengths) != 1 or 0 in lengths:
-            raise ValueError(
-                f"monte_carlo: posterior: the draws' first axes have lengths {sorted(lengths)}: pass leaves [S, *leaf.shape] "
-                "with one S"
-            )
-        draws = [optree.tree_map(lambda leaf, s=s: leaf[s], posterior) for s in range(lengths.pop())]
-        return torch.stack([forward(draw, batch) for draw in draws])

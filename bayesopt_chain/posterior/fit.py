@@ -33,12 +33,11 @@ from bayesopt_chain.posterior._linearized import functional_samples
 from bayesopt_chain.posterior.evidence import by_output, require_prior_structure, spectra, tune_by_validation, tuned
 from bayesopt_chain.posterior.export import LinearizedHead
 from bayesopt_chain.posterior.gaussian import Gaussian, log_prior, posterior_of, require_finite
-from bayesopt_chain.posterior.last_layer import Features, HeadBatch
+from bayesopt_chain.posterior.last_layer import Features
 from bayesopt_chain.posterior.model import (
     ESTIMATORS,
     MANY,
     How,
-    Method,
     Model,
     Pass,
     asked,
@@ -47,8 +46,6 @@ from bayesopt_chain.posterior.model import (
     linearized,
     make_model,
     matrix_size,
-    method_for,
-    predicted,
     with_estimator,
 )
 from bayesopt_chain.posterior.regression import LEAST, TINY, Regression
@@ -151,22 +148,16 @@ class FittedLaplace:
         self,
         data: Any,
         *,
-        method: Method | None = None,
-        samples: int = 100,
-        generator: torch.Generator | None = None,
+        method: Literal["sobol", "probit", "quadrature", "linearized"] | None = None,
     ) -> Tensor | Predictive:
         """Predictions for new inputs.
 
         Args:
             data: a tensor of inputs; one batch, a tuple ``(inputs, targets)`` or a mapping such as a tokenizer gives, whose
-                labels are left out; an iterable of batches or inputs such as a ``DataLoader`` or a list; or
-                :func:`bayesopt_chain.posterior.cache_features` of one.
+                labels are left out; or an iterable of batches or inputs such as a ``DataLoader`` or a list.
             method: "sobol" (the default for classes), "probit" (classes), "quadrature" (the default for yes-or-no
-                and classes in order) turn the linearised outputs into means of the targets without chance; "linearized_mc"
-                averages over draws of the outputs, "mc" over draws of the parameters; "linearized", the default for all other
-                likelihoods, gives the whole predictive distribution.
-            samples: draws for the two Monte Carlo methods. Default 100.
-            generator: their source of randomness. Default: torch's global generator.
+                and classes in order) turn the linearised outputs into means of the targets without chance; "linearized", the
+                default for all other likelihoods, gives the whole predictive distribution.
 
         Returns:
             Means of the targets: probabilities ``[N, *, C]`` of classes, ``[N, *event]`` otherwise; for "linearized" a
@@ -175,15 +166,15 @@ class FittedLaplace:
 
         Raises:
             ValueError: a method that the likelihood has no use for, or a likelihood without a known mean ("linearized" always
-                works); a sample count below 1.
+                works).
         """
         likelihood = self.likelihood
-        how = method_for(method, likelihood)
+        how = method or likelihood.default_method
         if how == "linearized":
             return self.predictive(data)
 
         def answer(batch: Any) -> Tensor:
-            return predicted(self.model, self.posterior, batch, likelihood, how, samples, generator)
+            return likelihood.expected_mean(*linearized(self.model, self.posterior, batch), how)
 
         return torch.cat(asked(self.model, "FittedLaplace.predict", data, answer))
 
@@ -426,13 +417,12 @@ class FittedLaplace:
         """The posterior of the data so far and new data, at the same parameters, prior and noise (online Laplace).
 
         Args:
-            loader: the new data, or :func:`bayesopt_chain.posterior.cache_features` of them.
+            loader: the new data.
             progress: show a progress bar (needs tqdm).
 
         Returns:
             A new fit; this one stays as it is.
         """
-        self.model.require_seen(loader)
         batches = peeked(loader, read=self.model.how.read)
         new = self.model.run_over(batches.from_first(batches.first), progress, batches.total)
         seen = both(self.seen, new)
@@ -552,8 +542,7 @@ def fit_laplace(
         likelihood: of :mod:`bayesopt_chain.likelihoods`. With ``gaussian()``, its variance is a start; the evidence tunes it.
         loader: an iterable of batches ``(inputs, targets)``, or of mappings with ``"labels"`` such as a tokenizer's, read
             once; or one such batch. Labels of a causal language model, which its own loss moves to the next token, are moved
-            too (:func:`bayesopt_chain.posterior.next_labels`). Where several fits look at one last layer,
-            :func:`bayesopt_chain.posterior.cache_features` of the loader.
+            too (:func:`bayesopt_chain.posterior.next_labels`).
         params: the trained parameters; needed for a forward function, for a module its own by default.
         structure: of the posterior: "kronecker", "dense", "root", "diagonal", "block" or "low_rank". Default: "dense" for a
             linear last layer with Gaussian noise of at most 2,048 parameters, "kronecker" otherwise; where that cannot
@@ -643,7 +632,7 @@ def fit_laplace(
     batches = peeked(loader, read=read)
     how = How(likelihood, subset, structure, options, inputs, outputs, curvature, prior_mean, temperature, read)
     with kinds.blaming("fit_laplace", "loader"):
-        model, first = make_model(module_or_forward, params, loader, batches.first, how)
+        model, first = make_model(module_or_forward, params, batches.first, how)
     require_finite(model.params, "fit_laplace: a parameter")
     model = with_estimator(model, first, (batches.total or 1) * batch_size(batches.first))
     keep = Kept(data_for(model)) if tune == "evidence" and tune_noise is True else None
@@ -669,8 +658,7 @@ def fit_laplace(
         )
     start, scale, share = float(prior_precision), None if likelihood.has_noise_scale and tune_noise else one, 1.0
     if keep is not None and seen.regression is not None:
-        if not isinstance(batches.first, HeadBatch):
-            keep.batches[0] = part(batches.first, 0, keep.most)  # as the body sees it
+        keep.batches[0] = part(batches.first, 0, keep.most)  # as the body sees it
         best = by_network_noise(model, seen, keep.batches, of_prior)
         _warn_of_least_noise(seen.regression, best.likelihood_scale)
     elif keep is None or keep.scatter is None or model.how.curvature == "empirical_fisher" or temperature is not None:
@@ -746,7 +734,6 @@ def _validated(
     model: Model, seen: Pass, scale: Tensor | None, validation: Any, prior_structure: str | None
 ) -> FittedLaplace:
     """By held-out predictive density: Gaussian noise, with the prior by the evidence at each, or the prior alone."""
-    model.require_seen(validation)
     held_out = [(model.seen_by_head(batch), batch[1]) for batch in batches_of(validation, model.how.read)]
     if not held_out or any(targets is None for _, targets in held_out):
         raise ValueError("fit_laplace: validation= must be batches (inputs, targets), at least one, each with targets")

@@ -5,8 +5,6 @@ Predictions of a fitted model: Gaussian outputs, and new targets at them.
 linearized       outputs N(f, J Lambda^-1 J^T), and every question about a target that they answer: a
                  :class:`bayesopt_chain.likelihoods.Predictive`
 sobol, probit, quadrature   means of targets at these outputs, by rules that the likelihood has
-linearized_mc    the same by draws of the outputs
-mc               E of the likelihood's mean at draws of the parameters
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import optree
 import torch
@@ -29,19 +27,15 @@ from bayesopt_chain.curvature._plan import UNUSED, Affine, batch_size, make_plan
 from bayesopt_chain.curvature._taps import Checks
 from bayesopt_chain.likelihoods import Likelihood, Outputs
 from bayesopt_chain.modules.functional import Forward, as_pair, logits_of, make_functional, require_eval, with_progress
-from bayesopt_chain.posterior._linearized import linearized_by, monte_carlo
+from bayesopt_chain.posterior._linearized import linearized_by
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.last_layer import (
-    Body,
-    CachedFeatures,
     Features,
     HeadBatch,
     LastLayer,
     Responses,
-    body_of,
     find_last_layer,
     head,
-    require_body,
     respond,
     unwrapped,
 )
@@ -147,16 +141,7 @@ class Model:
         if self.features_of is not None:
             features, targets = batch if isinstance(batch, HeadBatch) else self.features_of(batch)
             return HeadBatch(features.to(optree.tree_leaves(self.params)[0].dtype), targets)
-        if isinstance(batch, HeadBatch):
-            raise ValueError(
-                "cached features are those of a linear last layer, which this fit does not have: pass the inputs"
-            )
         return batch
-
-    def require_seen(self, data: Any) -> None:
-        """Raise for cached features of another body."""
-        if isinstance(data, CachedFeatures) and self.features_of is not None:
-            require_body(data, self.features_of.body)
 
     def run_over(
         self,
@@ -217,13 +202,11 @@ def both(a: Pass, b: Pass) -> Pass:
     )
 
 
-def make_model(source: Any, params: Tree | None, data: Any, first: Any, how: How) -> tuple[Model, Any]:
-    """The model of the kept parameters of a module or a forward function, and the first batch as it sees it.
-
-    ``data`` is the loader, ``first`` its first batch, which shows which layer is the last.
-    """
+def make_model(source: Any, params: Tree | None, first: Any, how: How) -> tuple[Model, Any]:
+    """The model of the kept parameters of a module or a forward function, and the first batch as it sees it, which shows
+    which layer is the last."""
     if isinstance(source, nn.Module):
-        return _of_module(source, params, data, first, how)
+        return _of_module(source, params, first, how)
     if not callable(source):
         raise TypeError(f"fit_laplace: {type(source).__name__} is neither an nn.Module nor a function")
     if params is None:
@@ -274,26 +257,18 @@ def matrix_size(model: Model) -> int:
     return {"dense": sum(sizes), "root": sum(sizes), "block": max(sizes)}.get(model.how.structure or "", 0)
 
 
-def _of_module(module: nn.Module, params: Any, data: Any, first: Any, how: How) -> tuple[Model, Any]:
+def _of_module(module: nn.Module, params: Any, first: Any, how: How) -> tuple[Model, Any]:
     module = unwrapped(module)
     require_eval(module)
     forward, own, _ = make_functional(module, inputs=how.inputs, outputs=how.outputs or logits_of)
     chosen = own if params is None else params
-    if isinstance(data, CachedFeatures):
-        if not how.keeps_last_layer:
-            raise ValueError(
-                "fit_laplace: cached features go with subset='last_layer': for other parameters pass the loader"
-            )
-        require_body(data, body_of(module, params, data.last.names))
-        return _of_head(forward, chosen, data.last, data.body, how), first
     if not how.keeps_last_layer:
         return _of_function(forward, chosen, how, first), first
     last = find_last_layer(forward, chosen, first)
     if last.is_head:
-        body = body_of(module, params, last.names)
-        return _of_head(forward, chosen, last, body, how), HeadBatch(last.inputs[0].detach(), first[1])
+        return _of_head(forward, chosen, last, how), HeadBatch(last.inputs[0].detach(), first[1])
     if last.is_differentiated:
-        responses = Responses(forward, dict(chosen), last.names, body_of(module, params, last.names))
+        responses = Responses(forward, dict(chosen), last.names)
         model = Model(respond, {name: chosen[name] for name in last.names}, how, responses, last.behind)
         return require_responses(model, first), responses(first)
     return replace(_of_function(forward, chosen, how._replace(keep=list(last.names)), first), fixed=last.behind), first
@@ -320,10 +295,10 @@ def require_responses(model: Model, first: Any) -> Model:
     return replace(model, how=model.how._replace(structure=structure or "dense"))
 
 
-def _of_head(forward: Forward, params: Any, last: LastLayer, body: Body, how: How) -> Model:
+def _of_head(forward: Forward, params: Any, last: LastLayer, how: How) -> Model:
     kept = {name: params[name] for name in last.names}
     wanted, how = how, how._replace(structure=how.structure or "kronecker")
-    model = Model(head(last.names), kept, how, Features(forward, params, last.module, body))
+    model = Model(head(last.names), kept, how, Features(forward, params, last.module))
     if not model.is_linear_gaussian:
         return model
     structure = "dense" if wanted.structure is None and size(kept) <= DENSE else how.structure
@@ -349,46 +324,6 @@ def _structure(forward: Callable[[Tree, Any], Tensor], params: Tree, first: Any)
     return "dense" if size(params) <= DENSE else "diagonal"
 
 
-Method = Literal["sobol", "probit", "quadrature", "linearized", "linearized_mc", "mc"]
-ANY_LIKELIHOOD = ("linearized", "linearized_mc", "mc")
-
-
-def method_for(method: str | None, likelihood: Likelihood) -> str:
-    """The method, by default the one that suits the likelihood.
-
-    Raises:
-        ValueError: one that does not exist, or that the likelihood has no meaning for.
-    """
-    if method is None:
-        return likelihood.default_method
-    known = (*likelihood.methods, *ANY_LIKELIHOOD)
-    if method not in known:
-        raise ValueError(
-            f"predict: method={method!r} has no meaning for a {likelihood.name} likelihood: use one of "
-            f"{', '.join(map(repr, known))}"
-        )
-    return method
-
-
-def predicted(
-    model: Model,
-    posterior: Gaussian,
-    batch: Any,
-    likelihood: Likelihood,
-    method: str,
-    samples: int,
-    generator: torch.Generator | None,
-) -> Tensor:
-    """One batch's means of targets."""
-    if method == "mc":
-        outputs = monte_carlo(model.forward, posterior, batch, samples=samples, generator=generator)
-        return likelihood.mean(outputs.to(model.dtype)).mean(0)
-    outputs = linearized(model, posterior, batch)
-    if method == "linearized_mc":
-        return likelihood.mean(outputs.draw(samples, generator)).mean(0)
-    return likelihood.expected_mean(*outputs, method)
-
-
 def linearized(model: Model, posterior: Gaussian, batch: Any, joint: bool = False) -> Outputs:
     """One batch's outputs, in the module's precision."""
     found = linearized_by(model.checks, model.forward, posterior, batch, joint)
@@ -399,9 +334,8 @@ def asked(model: Model, who: str, data: Any, answer: Callable[[Any], Any], name:
     """What ``answer`` says of every batch as the last layer sees it.
 
     Raises:
-        ValueError: no batches, features of another body, or a batch that the model cannot take; ``who`` and ``name`` say where.
+        ValueError: no batches, or a batch that the model cannot take; ``who`` and ``name`` say where.
     """
-    model.require_seen(data)
     with kinds.blaming(who, name):
         found = [answer(model.seen_by_head(batch)) for batch in batches_of(data, model.how.read)]
     if not found:

@@ -85,7 +85,6 @@ from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.posterior._linearized import jacobian
 from bayesopt_chain.posterior.evidence import Tuned, spectra, tune_layer, tuned
 from bayesopt_chain.posterior.gaussian import Gaussian
-from bayesopt_chain.posterior.last_layer import HeadBatch
 from bayesopt_chain.posterior.model import Model, Pass, linearized
 from bayesopt_chain.posterior.regression import TINY
 from bayesopt_chain.trees import size
@@ -307,15 +306,15 @@ def _lower_gram(rows: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _network_noise(model: Model, seen: Pass, batches: list[Any]) -> Tensor | None:
-    """Of each output, in units of the likelihood's variance, ``[E]``; ``None`` where the inputs are not there or too few of
-    them fit."""
+    """Of each output, in units of the likelihood's variance, ``[E]``; ``None`` where too few data fit."""
     body = model.features_of
-    raw = [batch for batch in batches if not isinstance(batch, HeadBatch)]
-    count = sum(map(batch_size, raw))
+    count = sum(map(batch_size, batches))
     if body is None or count < min(float(seen.precision.count), LEAST_DATA):
         return None
     params, outputs = dict(body.params), seen.squares.numel()
-    rows, weights = map(torch.cat, zip(*(_whitened(model.likelihood, body.forward, params, batch) for batch in raw)))
+    rows, weights = map(
+        torch.cat, zip(*(_whitened(model.likelihood, body.forward, params, batch) for batch in batches))
+    )
     spectrum = [torch.linalg.eigvalsh(_lower_gram(rows[o::outputs])) for o in range(outputs)]
     squares = seen.squares.reshape(-1)
     entries = seen.entries.reshape(-1)

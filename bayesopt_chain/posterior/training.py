@@ -39,7 +39,7 @@ from bayesopt_chain.modules.functional import (
 from bayesopt_chain.posterior.evidence import require_prior_structure, tuned
 from bayesopt_chain.posterior.fit import FittedLaplace, at
 from bayesopt_chain.posterior.gaussian import require_finite
-from bayesopt_chain.posterior.last_layer import CachedFeatures, cache_features, unwrapped
+from bayesopt_chain.posterior.last_layer import unwrapped
 from bayesopt_chain.posterior.model import How, Model, make_model
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -198,11 +198,11 @@ def train_by_evidence(
 
 def _prepared(module: nn.Module, likelihood: Likelihood, loader: Any, how: How) -> tuple[Iterable, Model]:
     """The data, as features where the kept parameters are a linear last layer, and the model."""
-    model, _ = make_model(module, None, loader, peeked(loader, "train_by_evidence", how.read).first, how)
-    if model.features_of is None or isinstance(loader, CachedFeatures):
+    batches = peeked(loader, "train_by_evidence", how.read)
+    model, first = make_model(module, None, batches.first, how)
+    if model.features_of is None:
         return loader, model
-    cache = cache_features(module, loader)
-    return cache, make_model(module, None, cache, cache.batches[0], how)[0]
+    return [first, *map(model.features_of, batches.rest)], model
 
 
 def _epoch(

@@ -51,7 +51,6 @@ CASES = {
     "ordinal": (bc.likelihoods.ordinal([-1.0, 1.0]), 1, lambda x: (x[:, :1] > 0).long() + (x[:, 1:] > 0).long()),
     "poisson": (bc.likelihoods.poisson(), 1, lambda x: x[:, :1].exp().round()),
     "negative_binomial": (bc.likelihoods.negative_binomial(2.0), 1, lambda x: x[:, :1].exp().round()),
-    "beta": (bc.likelihoods.beta(5.0), 1, lambda x: x[:, :1].sigmoid()),
 }
 
 

@@ -23,7 +23,6 @@ ONE_OUTPUT = {
     "bernoulli": likelihoods.bernoulli(),
     "poisson": likelihoods.poisson(),
     "negative_binomial": likelihoods.negative_binomial(2.0),
-    "beta": likelihoods.beta(7.0),
     "ordinal": likelihoods.ordinal([-1.0, 0.5, 1.0]),
     "gamma": likelihoods.custom(distribution=lambda f: torch.distributions.Gamma(torch.full_like(f, 2.0), (-f).exp())),
 }
@@ -520,7 +519,6 @@ F = torch.tensor([-1.5, 0.3, 1.2], dtype=torch.float64)
 MU, P = F.exp().numpy(), F.sigmoid().numpy()
 COUNTS = torch.tensor([-1.0, 0.0, 0.5, 1.0, 4.0, 9.0], dtype=torch.float64)
 REALS = torch.tensor([-3.0, -0.2, 0.0, 1.7], dtype=torch.float64)
-SHARES = torch.tensor([0.01, 0.4, 0.99], dtype=torch.float64)
 CASES = {
     "poisson": (likelihoods.poisson(), stats.poisson(MU), COUNTS),
     "negative_binomial": (likelihoods.negative_binomial(2.5), stats.nbinom(2.5, 2.5 / (2.5 + MU)), COUNTS),
@@ -528,7 +526,6 @@ CASES = {
     "bernoulli": (likelihoods.bernoulli(), stats.bernoulli(P), COUNTS[:4]),
     "gaussian": (likelihoods.gaussian(0.7), stats.norm(F.numpy(), 0.7**0.5), REALS),
     "student_t": (likelihoods.student_t(4.5, 0.6), stats.t(4.5, F.numpy(), 0.6), REALS),
-    "beta": (likelihoods.beta(3.0), stats.beta(3.0 * P, 3.0 * (1 - P)), SHARES),
     "gumbel": (
         likelihoods.custom(distribution=lambda f: torch.distributions.Gumbel(f, torch.ones_like(f))),
         stats.gumbel_r(F.numpy()),
@@ -550,7 +547,7 @@ def test_a_likelihood_is_scipys_distribution(name):
     for value in values:
         y = torch.full_like(outputs, value)
         close(likelihood.cdf(outputs, y), wanted.cdf(float(value)))
-        if name in ("gaussian", "student_t", "beta", "gumbel"):
+        if name in ("gaussian", "student_t", "gumbel"):
             close(likelihood.nll(outputs, y), -wanted.logpdf(float(value)))
         elif value >= 0 and value == value.floor() and not (name == "bernoulli" and value > 1):
             close(likelihood.nll(outputs, y), -wanted.logpmf(float(value)))
@@ -629,11 +626,11 @@ def test_ignored_labels_are_left_out_of_fishers_gradients_and_filters():
         torch.testing.assert_close(ends[0], ends[1], rtol=1e-8, atol=1e-10)
 
 
-def test_class_weights_and_smoothing_are_those_of_torch():
+def test_class_weights_are_those_of_torch():
     """Losses of ``cross_entropy``, and the Hessian of that loss by differentiation."""
     weight = torch.tensor([0.5, 2.0, 1.0])
     outputs, y = torch.randn(6, 3), torch.tensor([0, 1, 2, 1, -100, 0])
-    for options in ({"weight": weight}, {"label_smoothing": 0.2}, {"weight": weight, "label_smoothing": 0.2}):
+    for options in ({}, {"weight": weight}):
         likelihood = likelihoods.categorical(**options)
         loss = lambda f: nn.functional.cross_entropy(f, y, reduction="none", **options)  # noqa: B023, E731
         torch.testing.assert_close(likelihood.nll(outputs, y), loss(outputs))
@@ -676,7 +673,6 @@ def test_a_weight_of_two_is_the_datum_twice_and_of_zero_not_there(name):
         (likelihoods.negative_binomial(), [[0.5], [1.0]], "not counts from 0, such as 0.5"),
         (likelihoods.gaussian(), [[math.nan], [0.0]], "not finite numbers, such as nan"),
         (likelihoods.student_t(), [[math.inf], [0.0]], "not finite numbers, such as inf"),
-        (likelihoods.beta(), [[0.0], [0.5]], "strictly between 0 and 1, such as 0"),
         (likelihoods.ordinal([0.0]), [[2.0], [1.0]], "whole numbers from 0 to 1, such as 2"),
         (
             likelihoods.custom(distribution=lambda f: torch.distributions.Exponential(f.exp())),
@@ -755,7 +751,6 @@ ONE_EACH = "depends on the rest of the batch"
         (lambda: CLASSES.nll(torch.zeros(2, 1), torch.tensor([0, 0])), r"at least two classes.*bernoulli"),
         (lambda: CLASSES.nll(torch.zeros(0, 3), torch.zeros(0).long()), "the batch is empty"),
         (lambda: likelihoods.categorical(weight=[1.0, 2.0]).nll(LOGITS, Y), "weight has 2 entries"),
-        (lambda: likelihoods.categorical(label_smoothing=1.0), "label_smoothing must lie in"),
         (
             lambda: likelihoods.weighted(CLASSES).nll(LOGITS, Y),
             r"not a pair: pass batches .inputs, .targets, weights.",

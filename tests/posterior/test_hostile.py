@@ -61,7 +61,7 @@ def test_inputs_without_data_are_refused_and_inputs_of_nan_stay_nan():
     with pytest.raises(ValueError, match="the batch is empty"):
         fitted.predict(X[:0])
     wanted = fitted.predict(X[:1])
-    for method in ("sobol", "probit", "linearized_mc"):
+    for method in ("sobol", "probit"):
         found = fitted.predict(torch.stack([X[0], X[1] * torch.nan]), method=method)
         assert found[0].isfinite().all() and found[1].isnan().all(), method
     torch.testing.assert_close(fitted.predict(torch.stack([X[0], X[1] * torch.nan]))[:1], wanted)
@@ -78,12 +78,11 @@ def test_a_network_in_half_precision_predicts_what_it_does_in_float32(dtype, sub
         bc.fit_laplace(module, likelihoods.categorical(), [(inputs, Y)], subset=subset, structure="diagonal")
         for module, inputs in ((half, x), (single, x.float()))
     ]
-    for method in ("sobol", "probit", "mc"):
+    for method in ("sobol", "probit"):
         found, wanted = (
-            fitted.predict(inputs[:4], method=method, generator=torch.Generator().manual_seed(0)).float()
-            for fitted, inputs in zip(fits, (x, x.float()))
+            fitted.predict(inputs[:4], method=method).float() for fitted, inputs in zip(fits, (x, x.float()))
         )
-        assert (found - wanted).abs().max() < (0.1 if method == "mc" else 8 * torch.finfo(dtype).eps)
+        assert (found - wanted).abs().max() < 8 * torch.finfo(dtype).eps
     prediction = fits[0].predictive(x[:4])
     assert prediction.mean.dtype == torch.float32 and prediction.log_prob(Y[:4]).isfinite().all()
 

@@ -330,13 +330,11 @@ class Attentive(nn.Module):
     ],
     ids=lambda x: type(x).__name__,
 )
-def test_layers_that_draw_or_mix_data_are_refused_by_fits_and_caches(module, words):
+def test_layers_that_draw_or_mix_data_are_refused(module, words):
     module = module.double()
     data = [(torch.randn(20, 2), torch.randint(0, 3, (20,)))]
     with pytest.raises(ValueError, match=words):
         bc.fit_laplace(module, bc.likelihoods.categorical(), data)
-    with pytest.raises(ValueError, match=words):
-        bc.posterior.cache_features(module, data)
 
 
 @pytest.mark.usefixtures("double_precision")

@@ -62,7 +62,7 @@ def test_pixels_have_the_mean_and_covariance_of_brute_force_in_both_layouts(stru
     torch.testing.assert_close(first.predict(x, method="probit"), bc.posterior.probit(mean, found))
 
 
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "weight": [1.0, 2.0, 0.5]}])
+@pytest.mark.parametrize("options", [{}, {"weight": [1.0, 2.0, 0.5]}])
 @pytest.mark.parametrize("axis, event", [(-3, (3, 2, 4)), (-2, (3, 5)), (-2, (2, 3, 4))])
 def test_a_likelihood_of_any_layout_is_that_of_classes_on_the_last_axis(axis, event, options):
     any_axis, plain = categorical(axis=axis, **options), categorical(**options)
@@ -116,9 +116,7 @@ def problem(classes, steps=0, data=1000, features=64):
 
 @pytest.mark.parametrize("diagonal_above", [None, 4])
 @pytest.mark.parametrize("positions", [(), (3,)])
-@pytest.mark.parametrize(
-    "likelihood", [categorical(), categorical(weight=[1.0, 2.0, 0.5, 1.5, 3.0], label_smoothing=0.1), gaussian(0.5)]
-)
+@pytest.mark.parametrize("likelihood", [categorical(), categorical(weight=[1.0, 2.0, 0.5, 1.5, 3.0]), gaussian(0.5)])
 @pytest.mark.parametrize("whole", [False, True])
 def test_factors_of_the_last_layer_are_the_sums_over_columns(likelihood, positions, diagonal_above, whole):
     module = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5)).eval()

@@ -74,12 +74,12 @@ def test_joint_outputs_are_the_jacobians_and_have_exact_derivatives(structure, s
         torch.testing.assert_close(slopes, differences(value, at), rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("method", [None, "probit", "mc", "linearized_mc"])
+@pytest.mark.parametrize("method", [None, "probit"])
 def test_predictions_have_derivatives_in_the_inputs(method):
     fit, x = fitted("kronecker", "all", bc.likelihoods.categorical(), 3), torch.randn(2, 3)
 
     def value(z):
-        return fit.predict(z, method=method, samples=5, generator=torch.Generator().manual_seed(1))
+        return fit.predict(z, method=method)
 
     slopes = torch.autograd.functional.jacobian(value, x)
     assert slopes.any()

@@ -94,18 +94,6 @@ def test_outputs_without_an_event_axis_have_one_output():
     assert mean.tolist() == [1, 1] and covariance.flatten().tolist() == [1, 0.25]
 
 
-def test_monte_carlo_takes_a_chains_draws_and_checks_them():
-    forward = lambda p, batch: batch[0] * p["a"] + p["b"]  # noqa: E731
-    draws = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([0.0, 1.0])}
-    assert bc.posterior.monte_carlo(forward, draws, (torch.ones(3), None)).tolist() == [[1, 1, 1], [3, 3, 3]]
-    with pytest.raises(ValueError, match=r"lengths \[1, 2\]"):
-        bc.posterior.monte_carlo(forward, {"a": torch.ones(2), "b": torch.ones(1)}, (torch.ones(3), None))
-    with pytest.raises(ValueError, match="at least 1"):
-        bc.posterior.monte_carlo(
-            forward, Gaussian(draws, Diagonal(draws, torch.tensor(1.0))), (torch.ones(3), None), samples=0
-        )
-
-
 @pytest.mark.slow
 def test_probit_for_two_outcomes_is_within_its_bound_of_quadrature():
     """The trapezoid rule on 4001 points of +-12 standard deviations integrates this analytic function to rounding
@@ -116,7 +104,9 @@ def test_probit_for_two_outcomes_is_within_its_bound_of_quadrature():
     weights = weights / weights.sum()
     mean, deviation = torch.meshgrid(torch.linspace(0, 30, 121), torch.logspace(-1, 2, 61), indexing="ij")
     exact = (torch.sigmoid(mean[..., None] + deviation[..., None] * z) * weights).sum(-1)
-    error = (bc.posterior.probit_bernoulli(mean, deviation.square()) - exact).abs()
+    zero = torch.zeros(())
+    pair = torch.stack([mean, zero.expand_as(mean)], -1), torch.stack([deviation.square(), zero.expand_as(mean)], -1)
+    error = (bc.posterior.probit(*pair)[..., 0] - exact).abs()
     assert error.max() < 0.019
     assert error[:, 0].max() < 1e-4  # nearly exact for small variance
 
@@ -173,7 +163,7 @@ def test_probit_is_exact_without_variance_and_sees_only_differences():
     two = bc.posterior.probit(mean[:, :2], covariance[:, :2, :2])
     c = covariance
     variance = c[:, 0, 0] + c[:, 1, 1] - 2 * c[:, 0, 1]
-    assert torch.allclose(two[:, 0], bc.posterior.probit_bernoulli(mean[:, 0] - mean[:, 1], variance))
+    assert torch.allclose(two[:, 0], ((mean[:, 0] - mean[:, 1]) / (1 + math.pi / 8 * variance).sqrt()).sigmoid())
 
 
 def test_uncertainty_splits_add_up_and_have_their_limits():
@@ -203,7 +193,7 @@ def singular():
     ("call", "words"),
     [
         (lambda: bc.posterior.probit(torch.zeros(3), torch.zeros(2)), r"\[\*, C, C\]"),
-        (lambda: bc.posterior.probit_bernoulli(torch.zeros(1), torch.tensor([-1.0])), "negative"),
+        (lambda: bc.posterior.probit(torch.zeros(2), -torch.ones(2)), "negative"),
         (singular, "singular"),
     ],
 )
@@ -276,7 +266,6 @@ def test_tokens_are_predicted_and_validated_position_by_position():
     mean = mean[:, 0]
     for method, rule in (("sobol", bc.posterior.softmax_mean), ("probit", bc.posterior.probit)):
         torch.testing.assert_close(fitted.predict(ids, method=method).reshape(-1, 4), rule(mean, covariance))
-    assert fitted.predict(ids, method="mc", samples=3).shape == (12, 3, 4)
     logs = fitted.predictive(ids).log_prob(labels)
     assert logs.shape == (12, 3) and not logs[:, 2].any()
     tuned = bc.fit_laplace(module, likelihood, [(ids, labels)], tune="validation", validation=[(ids, labels)])
