@@ -352,7 +352,6 @@ SOUND: dict[str, Callable[[], Any]] = {  # by the name of an argument, or of a c
     "posterior.temperature_scaling.targets": lambda: torch.arange(6) % 2,
     **{f"posterior.{name}.posterior": normal for name in ("functional_samples", "linearized")},
     **{f"posterior.{name}.batch": lambda: DATA for name in ("functional_samples", "linearized")},
-    "vi.negative_elbo.posterior": normal,
     "samplers.contour_weight.tx": lambda: CONTOUR,
     "vi.low_rank.rank": lambda: 2,
     "Laplace.posterior.prior_precision": lambda: 1.0,

@@ -1124,7 +1124,7 @@ class Likelihood(ABC):
         if method not in (None, *self.methods):
             raise ValueError(
                 f"method={method!r} has no meaning for a {self.name} likelihood: use one of "
-                f"{', '.join(map(repr, self.methods))}"
+                f"{', '.join(map(repr, self.methods))}; the whole distribution is predictive(...), 'linearized' of a fit"
             )
         rule = self.methods[next(iter(self.methods)) if method is None else method]
         if rule is None:

@@ -23,14 +23,12 @@ from bayesopt_chain.curvature._kinds import Matrix, Vector
 from bayesopt_chain.curvature._plan import Affine, batch_size, fresh_leaves, part
 from bayesopt_chain.curvature._taps import Taps
 from bayesopt_chain.posterior._linearized import linearized, of_affine
-from bayesopt_chain.posterior.fit import FittedLaplace
+from bayesopt_chain.posterior.fit import FITTED, FittedLaplace
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.model import asked
 from bayesopt_chain.trees import Tree
 
 LAYER = 64  # times as many targets at once where they need no backward pass
-
-FITTED = kinds.instance(FittedLaplace, "what bc.fit_laplace returned")
 
 
 @kinds.takes(fitted=FITTED, data=kinds.DATA, at_once=kinds.WHOLE)

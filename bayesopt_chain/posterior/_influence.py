@@ -35,14 +35,13 @@ from bayesopt_chain.curvature._plan import batch_size, part
 from bayesopt_chain.likelihoods import Outputs, Predictive
 from bayesopt_chain.likelihoods._likelihood import slope
 from bayesopt_chain.posterior._linearized import ROW_BYTES, linearized_by
-from bayesopt_chain.posterior.fit import FittedLaplace, posterior_and_evidence
+from bayesopt_chain.posterior.fit import FITTED, FittedLaplace, posterior_and_evidence
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.model import asked
 from bayesopt_chain.precision import flatten
 from bayesopt_chain.tracing import is_transformed
 from bayesopt_chain.trees import Tree, size
 
-FITTED = kinds.instance(FittedLaplace, "what bc.fit_laplace returned")
 OF = kinds.FUNCTION.or_none()
 
 

@@ -429,6 +429,9 @@ class FittedLaplace:
         return at(self.model, seen, self.prior_precision, self.likelihood_scale, self.covariance_scale)
 
 
+FITTED = kinds.instance(FittedLaplace, "what bc.fit_laplace returned")
+
+
 def _range(numbers: Any) -> str:
     """The least and the largest of a tree of numbers, or the one that there is."""
     leaves = optree.tree_leaves(numbers)

@@ -2,16 +2,14 @@
 
 from bayesopt_chain.posterior.draw import Draw
 from bayesopt_chain.posterior.vi._natural import ivon, von
-from bayesopt_chain.posterior.vi._transform import Elbo, VariationalInfo, dense, low_rank, mean_field, negative_elbo
+from bayesopt_chain.posterior.vi._transform import VariationalInfo, dense, low_rank, mean_field
 
 __all__ = [
     "Draw",
-    "Elbo",
     "VariationalInfo",
     "dense",
     "ivon",
     "low_rank",
     "mean_field",
-    "negative_elbo",
     "von",
 ]
