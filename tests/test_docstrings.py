@@ -108,7 +108,7 @@ def stated(owner: type) -> list[str]:
 
 def test_no_docstring_of_a_function_or_method_leaves_anything_out():
     found = {name: missing_in(function, doc, shown) for name, function, doc, shown in documented()}
-    assert len(found) > 400 and {name: lacks for name, lacks in found.items() if lacks} == {}
+    assert len(found) > 350 and {name: lacks for name, lacks in found.items() if lacks} == {}
 
 
 def missing_in_class(owner: type) -> list[str]:
