@@ -228,6 +228,20 @@ def parameters(leaves: Sequence[Any], paths: Sequence[Any]) -> None:
         raise ValueError("params: the tree has no leaves, so there is nothing to sample; pass the parameters to init")
 
 
+def with_values(who: str, leaves: Sequence[Any], paths: Sequence[Any]) -> None:
+    """Refuse parameters on the meta device, which have shapes alone.
+
+    Raises:
+        ValueError: naming the first of them.
+    """
+    for leaf, path in zip(leaves, paths):
+        if torch.is_tensor(leaf) and leaf.is_meta:
+            raise ValueError(
+                f"{who}: leaf {name(path)} of params is on the meta device and has no values: load them first, and call init "
+                "behind that"
+            )
+
+
 def samplable(leaves: Sequence[Any], paths: Sequence[str], which: Iterable[int] | None = None) -> None:
     """Refuse parameters that cannot be sampled: none at all, no real floating-point tensors, or one tensor twice.
 

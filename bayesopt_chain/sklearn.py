@@ -7,7 +7,7 @@ held-out data worse than a constant give a warning here, not an error. Needs sci
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bayesopt_chain.checks import installed
@@ -124,19 +124,22 @@ class PosteriorRegressor(RegressorMixin, _Posterior):
         ((40,), True)
     """
 
-    def fit(self, X: Any, y: Any) -> PosteriorRegressor:
+    def fit(self, X: Any, y: Any, **more: Any) -> PosteriorRegressor:
         """Train, and find the noise.
 
         Args:
             X: inputs ``[n, d]``.
             y: targets ``[n]`` or ``[n, outputs]``.
+            more: nothing; ``sample_weight`` is refused with what to do instead.
 
         Returns:
             Itself.
 
         Raises:
+            TypeError: further arguments, such as ``sample_weight``.
             ValueError: fewer than 9 data; what :func:`bayesopt_chain.posterior_ensemble` refuses.
         """
+        _refuse(more, "gaussian")
         X, y = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True)
         _require_size(X)
         columns = np.asarray(y, dtype=np.float64).reshape(len(X), -1)
@@ -228,19 +231,22 @@ class PosteriorClassifier(ClassifierMixin, _Posterior):
         (40, 2)
     """
 
-    def fit(self, X: Any, y: Any) -> PosteriorClassifier:
+    def fit(self, X: Any, y: Any, **more: Any) -> PosteriorClassifier:
         """Train.
 
         Args:
             X: inputs ``[n, d]``.
             y: labels ``[n]``.
+            more: nothing; ``sample_weight`` is refused with what to do instead.
 
         Returns:
             Itself.
 
         Raises:
+            TypeError: further arguments, such as ``sample_weight``.
             ValueError: one class alone, or fewer than 9 data; what :func:`bayesopt_chain.posterior_ensemble` refuses.
         """
+        _refuse(more, "categorical")
         X, y = validate_data(self, X, y, dtype=np.float64)
         check_classification_targets(y)
         self.classes_, numbers = np.unique(y, return_inverse=True)
@@ -290,6 +296,18 @@ def _network(inputs: int, hidden: int | Sequence[int], outputs: int) -> nn.Modul
         layers += [nn.Linear(inputs, width), nn.ReLU()]
         inputs = width
     return nn.Sequential(*layers, nn.Linear(inputs, outputs))
+
+
+def _refuse(more: Mapping[str, Any], likelihood: str) -> None:
+    """Refuse further arguments of ``fit`` by name."""
+    if "sample_weight" in more:
+        raise TypeError(
+            "fit: sample_weight is not taken here, for folds that are left out and duplicates would count otherwise than "
+            "scikit-learn asks for: call bc.posterior_ensemble with data (X, (y, weights)) and the likelihood "
+            f"bc.likelihoods.weighted(bc.likelihoods.{likelihood}())"
+        )
+    if more:
+        raise TypeError(f"fit: there is no argument {next(iter(more))}: it takes X and y")
 
 
 def _require_size(X: np.ndarray) -> None:

@@ -39,6 +39,7 @@ from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.distributed.parts import runs_of
 from bayesopt_chain.distributed.ranks import (
     DRIFTED,
+    answers,
     digest,
     gather_objects,
     named_leaves,
@@ -117,7 +118,7 @@ def save(path: str | Path, tree: Any, *, chains: range | None = None) -> None:
             file.flush()
             os.fsync(file.fileno())
 
-    every = gather_objects(together(None, sums), None)
+    every = answers(None, sums)
     together(None, record if rank == 0 else lambda: None)
 
 

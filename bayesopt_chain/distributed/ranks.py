@@ -415,15 +415,15 @@ def gather_tensors(mine: Mapping[str, Tensor], mesh: Mesh) -> list[dict[str, Ten
     return [{name: came[rank].to(device) for name, device, came in every} for rank in range(mesh.size())]
 
 
-def together(mesh: Mesh | None, what: Callable[[], T]) -> T:
+def answers(mesh: Mesh | None, what: Callable[[], T]) -> list[T]:
     """Run a function on every rank. If it fails on one rank, it fails on all, so that no rank waits for another in vain.
 
     Args:
         mesh: the ranks; ``None`` for all ranks.
-        what: the function.
+        what: the function; what it returns is pickled, so that it should be small.
 
     Returns:
-        What the function returned on this rank.
+        What the function returned on each rank, on every rank.
 
     Raises:
         RuntimeError: the function failed on another rank; the message is that of the other rank. A failure on this rank is
@@ -433,14 +433,21 @@ def together(mesh: Mesh | None, what: Callable[[], T]) -> T:
     value: Any = None
     try:
         value = what()
-    except Exception as err:
+    except BaseException as err:
         failure = err
-    messages = gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}", mesh)
+    every = gather_objects((value, None if failure is None else f"{type(failure).__name__}: {failure}"), mesh)
     if failure is not None:
         raise failure
-    if other := next(((rank, text) for rank, text in enumerate(messages) if text is not None), None):
+    if other := next(((rank, text) for rank, (_, text) in enumerate(every) if text is not None), None):
         raise RuntimeError(f"rank {other[0]} failed: {other[1]}")
-    return value
+    return [answer for answer, _ in every]
+
+
+def together(mesh: Mesh | None, what: Callable[[], T]) -> T:
+    """The same of a function that may return anything; what it returned on this rank."""
+    mine: list[T] = []
+    answers(mesh, lambda: mine.append(what()))
+    return mine[0]
 
 
 def name_the_first(error: BaseException, who: str) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from bayesopt_chain.curvature._products import jvp
 from bayesopt_chain.likelihoods import categorical
+from bayesopt_chain.lora.loss import largest_label, require_known
 from bayesopt_chain.modules.functional import LEFT_OUT, Reader, evaluating, logits_of, make_functional, write_back
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.model import batches_of
@@ -135,7 +136,7 @@ class Adapters:
                 batches of them, such as a list or a DataLoader.
 
         Raises:
-            ValueError: no labels, or none that count.
+            ValueError: no labels, none that count, or labels that are no tokens of the model.
         """
         pairs = list(batches_of(data, self.read))
         if any(targets is None for _, targets in pairs):
@@ -147,11 +148,10 @@ class Adapters:
         """The same of pairs of inputs and targets by the position that predicts them (of answers, their numbers)."""
         total, counted = 0.0, 0
         for inputs, targets in (rows for pair in pairs for rows in _rows(*pair)):
-            keep = targets != LEFT_OUT
-            own = [
-                logits.log_softmax(-1).gather(-1, targets.clamp_min(0)[..., None])[..., 0][keep]
-                for logits in self._logits(inputs)
-            ]
+            keep, largest, own = targets != LEFT_OUT, largest_label("Adapters.nll", targets), list[Tensor]()
+            for logits in self._logits(inputs):
+                require_known("Adapters.nll", largest, logits)
+                own.append(logits.log_softmax(-1).gather(-1, targets.clamp_min(0)[..., None])[..., 0][keep])
             total -= float((torch.stack(own).logsumexp(0) - math.log(len(self))).double().sum())
             counted += int(keep.sum())
         if not counted:

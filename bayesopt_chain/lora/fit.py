@@ -35,13 +35,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from bayesopt_chain import checks, likelihoods, optim
+from bayesopt_chain import checks, kinds, likelihoods, optim
 from bayesopt_chain.distributed.ranks import (
+    answers,
     chains_of,
     gather_objects,
     gather_tensors,
     require_one_axis,
-    together,
     world,
 )
 from bayesopt_chain.ensemble.data import Data, read
@@ -58,7 +58,7 @@ from bayesopt_chain.lora.adapters import (
     write_adapter,
     write_posterior,
 )
-from bayesopt_chain.lora.loss import summed_loss
+from bayesopt_chain.lora.loss import largest_label, require_known, summed_loss
 from bayesopt_chain.modules.functional import LEFT_OUT, arguments_of, write_back
 from bayesopt_chain.posterior.fit import fit_laplace
 from bayesopt_chain.posterior.gaussian import Gaussian, posterior_of
@@ -143,7 +143,7 @@ def bayesian_lora(
 
     Raises:
         TypeError: no module; a prior that is no Gaussian, or of another structure than "laplace" asks for.
-        ValueError: arguments out of range; no trained parameters; fewer than ten sequences for a prior that held-out ones
+        ValueError: arguments out of range; no trained parameters; labels that are no tokens of the model; fewer than ten sequences for a prior that held-out ones
             decide on; a prior over other parameters; a folder of another call; a mesh for one Gaussian, or of more ranks than
             members.
 
@@ -155,6 +155,7 @@ def bayesian_lora(
         >>> lora.bayesian_lora(model, data, method="sghmc", members=2, draws=6, steps=40)
         Adapters(6 draws of 3 tensors; method=sghmc, prior=..., gradients=..., tokens=60, T=1/60)
     """
+    kinds.require("bayesian_lora", seed=(seed, kinds.SEED))
     problem = _problem(model, data, answers, batch_size, seed, prior)
     if method not in METHODS:
         raise ValueError(f"bayesian_lora: method={method!r}: pass one of {', '.join(map(repr, METHODS))}")
@@ -277,6 +278,10 @@ class _Problem:
         return int((self.data.targets != LEFT_OUT).sum())
 
     @cached_property
+    def largest(self) -> int:
+        return largest_label("bayesian_lora", self.data.targets)
+
+    @cached_property
     def named(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
@@ -317,6 +322,7 @@ class _Problem:
         inputs, targets = self.data.take(rows)
         arguments, keywords = arguments_of(self.model, inputs)
         logits = logits_over(self.answers)(self.model(*arguments, **keywords))
+        require_known("bayesian_lora", self.largest, logits)
         value = summed_loss(logits, targets) / (len(rows) * mean_tokens)
         if self.prior is None:
             return value
@@ -466,7 +472,7 @@ class _Kept:
         """What the first rank's function returns, on every rank; what it raises, all raise."""
         if self.mesh is None:
             return what()
-        return gather_objects(together(self.mesh, lambda: what() if self.first else None), self.mesh)[0]  # pyright: ignore[reportReturnType]
+        return answers(self.mesh, lambda: what() if self.first else None)[0]  # pyright: ignore[reportReturnType]
 
     def _claim(self, given: Mapping[str, Any]) -> None:
         if self.path is None:

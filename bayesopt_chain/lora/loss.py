@@ -22,6 +22,34 @@ from bayesopt_chain import checks
 from bayesopt_chain.modules.functional import LEFT_OUT, logits_of, next_labels
 
 
+def largest_label(who: str, targets: Tensor) -> int:
+    """The largest label that counts.
+
+    Raises:
+        ValueError: a negative one, other than -100.
+    """
+    counted = targets[targets != LEFT_OUT]
+    if counted.numel() and int(counted.min()) < 0:
+        raise ValueError(
+            f"{who}: labels hold {int(counted.min())}: pass numbers of tokens, from 0, and {LEFT_OUT} where a token does not "
+            "count"
+        )
+    return int(counted.max()) if counted.numel() else 0
+
+
+def require_known(who: str, largest: int, logits: Tensor) -> None:
+    """Refuse labels outside of the model's vocabulary, of which there are as many as logits ``[*, V]``.
+
+    Raises:
+        ValueError: there are such labels.
+    """
+    if largest >= logits.shape[-1]:
+        raise ValueError(
+            f"{who}: labels hold {largest}, and the model predicts {logits.shape[-1]} tokens, from 0: pass labels of its own "
+            f"tokenizer, and {LEFT_OUT} where a token does not count"
+        )
+
+
 def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """The sum over counted tokens of the negative log-likelihood in nats, in float32 at least, 0-d."""
     if logits.shape[:-1] != targets.shape:
@@ -47,7 +75,7 @@ class TokenLoss:
         tokens_per_sequence: ``m = N / S``.
 
     Raises:
-        ValueError: no token counts.
+        ValueError: no token counts; negative labels other than -100; when called, labels outside of the vocabulary.
 
     Example:
         >>> import torch; from bayesopt_chain import lora
@@ -65,6 +93,7 @@ class TokenLoss:
         self.tokens = sum(int((row[1:] != LEFT_OUT).sum()) for row in rows)
         if not self.tokens:
             raise ValueError("TokenLoss: labels has no token that counts behind the first of its sequence")
+        self._largest = max([largest_label("TokenLoss", row[1:]) for row in rows])
         checks.number("TokenLoss: accumulation_steps", accumulation_steps, "[1, inf)", integer=True)
         self.tokens_per_sequence = self.tokens / len(rows)
         self.accumulation_steps = accumulation_steps
@@ -78,4 +107,6 @@ class TokenLoss:
             num_items_in_batch: what a Trainer hands over; not used.
         """
         sequences = len(labels) * self.accumulation_steps
-        return summed_loss(logits_of(outputs), next_labels(labels)) / (sequences * self.tokens_per_sequence)
+        logits = logits_of(outputs)
+        require_known("TokenLoss", self._largest, logits)
+        return summed_loss(logits, next_labels(labels)) / (sequences * self.tokens_per_sequence)

@@ -50,7 +50,8 @@ class SGD(Sampling, torch.optim.SGD):
         temperature: a number or a 0-d tensor (read at every step). With a loss that is a mean over ``N`` data
             ``1 / N`` samples the posterior. Default 0.
         generator: source of the key of the noise, used once, when the optimizer is made. Default: torch's global generator,
-            used when a temperature is first above 0.
+            used when a temperature is first above 0. Two optimizers over parts of one model need keys of their own: with equal
+            keys and names (or indices, without names) they draw the same noise, of which nobody warns.
         keep_draws: ``False`` makes the last draw again in every step, bit for bit, instead of keeping it. This saves 4 bytes
             per parameter in float32, and costs a second draw per step. Default: True.
         heat_guard: ``"warn"`` (default) or a :class:`bayesopt_chain.diagnostics.HeatGuard` warns if the noise of minibatches

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bayesopt_chain import kinds
+from bayesopt_chain import checks, kinds
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.matching.response import Linear, Response
@@ -79,6 +79,7 @@ class Accumulate(Link):
         return frozenset({"curvature"})
 
     def init(self, leaves: Leaves, context: LinkContext) -> LaplaceState:
+        checks.with_values("laplace", leaves, context.paths)
         device = leaves[0].device if leaves else None
         return LaplaceState(Zero(torch.zeros((), dtype=torch.float64, device=device)))
 

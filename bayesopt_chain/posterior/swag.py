@@ -24,7 +24,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import kinds
+from bayesopt_chain import checks, kinds
 from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
@@ -115,6 +115,7 @@ class Collect(LooksAround, Link):
                 )
 
     def init(self, leaves: Leaves, context: LinkContext) -> SwagState:
+        checks.with_values("swag", leaves, context.paths)
         if self.rank > size(leaves):
             raise ValueError(f"swag: rank={self.rank} is above the number of parameters, {size(leaves)}")
         self.require_around(context.scope.before, context.scope.behind)

@@ -27,7 +27,7 @@ from torch import Tensor
 from bayesopt_chain import kinds
 from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.data.epochs import Epochs
-from bayesopt_chain.distributed.ranks import name_the_first
+from bayesopt_chain.distributed.ranks import answers, gather_objects, name_the_first
 from bayesopt_chain.distributed.shards import local, mean_everywhere
 from bayesopt_chain.links.wrapper import unwrapped
 from bayesopt_chain.loop import monitor
@@ -212,9 +212,11 @@ def sample(
     place = place_of(None if path is None else Path(path).absolute(), step, (params, state), alike)
     if path is not None:
         getattr(step, "_keep_apart", bool)(place.alone and place.rank.size > 1)
-    if place.mesh is not None or place.sharded:
+    store = Store(run, place, checkpoint_seconds)
+    if place.shares:
         run.batches.share(place.mesh)
-    return _in_store(Store(run, place, checkpoint_seconds))
+        store.heeds = any(gather_objects(bool(callbacks), place.mesh))
+    return _in_store(store)
 
 
 def _check(who: str, step: Any, steps: int, burn_in: int, thinning: int) -> None:
@@ -330,7 +332,7 @@ def _steps(
 ) -> str:
     """Make steps until the last one, or until something ends the run; returns what did."""
     for n in range(ended.done + 1, run.steps + 1):
-        if sigint.asked and not store.place.sharded:  # ranks with DTensors end after the same step
+        if sigint.asked and not store.place.shares:  # ranks that share a chain end after the same step
             return f"interrupted after step {ended.done}"
         sigint.raises = True
         it = run.made(n, *ended.last)
@@ -346,13 +348,26 @@ def _steps(
         if progress is not None:
             progress.update(it)
         sigint.raises = True
-        asked = any([callback(it) is True for callback in run.callbacks])
+        asked = _is_ended_by_callback(run, store, it)
         sigint.raises = False
         if asked:
             return f"a callback ended it after step {n}"
         if store.maybe_checkpoint(it, sigint.asked):
             return f"interrupted after step {n}"
     return ""
+
+
+def _is_ended_by_callback(run: Run, store: Store, it: Iteration) -> bool:
+    """Whether a callback ends the run, on any of the ranks that share the chain. What one raises there, ends it on all."""
+
+    def called() -> bool:
+        try:
+            return any([callback(it) is True for callback in run.callbacks])
+        except Exception as err:
+            name_the_first(err, "sample")  # before the other ranks hear of it, and fail too
+            raise
+
+    return any(answers(store.place.mesh, called)) if store.heeds else called()
 
 
 def _beside_its_weight(it: Iteration, params: Any, state: Any) -> Iteration:

@@ -23,6 +23,7 @@ from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.distributed.ranks import (
     DRIFTED,
     World,
+    answers,
     digest,
     gather_objects,
     require_alike,
@@ -83,9 +84,14 @@ class Place(NamedTuple):
     in_blocks: bool = False
 
     @property
+    def shares(self) -> bool:
+        """Whether other ranks make the steps of these chains with this one, and wait for it in each of them."""
+        return self.mesh is not None or self.sharded
+
+    @property
     def alone(self) -> bool:
         """Whether no other rank shares what is kept of these chains."""
-        return self.root is None or (self.mesh is None and not self.sharded)
+        return self.root is None or not self.shares
 
     @property
     def shared(self) -> World:
@@ -225,6 +231,7 @@ class Store:
         folders: those that this rank writes.
         blocks: the folders of these chains, on every rank that shares them, and which of the run's chains each has.
         owns: whether this store has taken the folders' locks.
+        heeds: whether ranks that share the chains tell each other after each step whether a callback ends the run.
     """
 
     def __init__(self, run: Run, place: Place, interval: float) -> None:
@@ -233,7 +240,7 @@ class Store:
         self.device = next((local(x).device for x in self.like.values()), torch.device("cpu"))
         self.names, self.spec = list(self.like), optree.tree_structure(run.params, none_is_leaf=True)
         self.held, self.size = dict[str, list[Tensor]](), 0
-        self.first, self.owns = place.shared.rank == 0, True
+        self.first, self.owns, self.heeds = place.shared.rank == 0, True, False
         self.folders, self.blocks = list[Folder](), list[tuple[Path, slice | None]]()
         self.bytes = max(1, sum(x.nbytes for x in self.like.values()))
         self.committed = self.asked = time.monotonic()
@@ -313,8 +320,10 @@ class Store:
 
     def told(self, what: Callable[[], T]) -> T:
         """The first rank does it, and all learn what came of it."""
-        value: Any = self.together(lambda: what() if self.first else None)
-        return self.gathered(value)[0]
+        if self.place.alone:
+            return what()
+        value: Any = answers(self.place.mesh, lambda: what() if self.first else None)[0]
+        return value
 
     def __enter__(self) -> Store:
         if self.place.root is not None and self.owns:
@@ -473,27 +482,30 @@ class Store:
     # committing
 
     def maybe_checkpoint(self, it: Iteration, asked: bool = False) -> bool:
-        """Commit when it is time: of DTensors when the first rank says so.
+        """Commit when it is time: of chains that ranks share when the first rank says so.
 
         Args:
             it: the step that was made.
             asked: whether this rank was asked to end the run.
 
         Returns:
-            Whether ranks that share DTensors end after this step, since one of them was asked to.
+            Whether ranks that share the chains end after this step, since one of them was asked to.
         """
         place = self.place
-        if place.root is None or not (self.first or place.sharded) or it.step < self.ask_at:
+        if (place.root is None and not place.shares) or it.step < self.ask_at:
             return False
         now, full = time.monotonic(), max(1, SHARD_BYTES // self.bytes)  # draws
         late, ends = now - self.committed > self.interval or self.size >= full, False
         pace = max(1e-6, now - self.asked) / max(1, it.step - self.asked_at)
-        wait = max(1, min(int(ASKED_EACH * self.interval / pace), full - self.size))
-        if place.sharded:
-            every = self.gathered((late, wait, asked))
+        wait = int(ASKED_EACH * self.interval / pace)
+        if place.root is not None:
+            wait = min(wait, full - self.size)
+        wait = max(1, wait)
+        if place.shares:
+            every = gather_objects((late, wait, asked), place.mesh)
             (late, wait, _), ends = every[0], any(theirs[2] for theirs in every)
         self.asked, self.asked_at, self.ask_at = now, it.step, it.step + wait
-        if late and not ends:
+        if late and not ends and place.root is not None:
             self.commit(it.params, it.state, it.step, False)
         return ends
 
@@ -501,7 +513,7 @@ class Store:
         """Commit after the last step that was made, unless that has been done."""
         done = {"step": step, "complete": complete, "why": why}
         is_new = any(f.head is None or any(f.head.metadata[k] != v for k, v in done.items()) for f in self.folders)
-        if self.gathered(is_new)[0] if self.place.sharded else is_new:
+        if self.gathered(is_new)[0]:
             self.commit(params, state, step, complete, why)
 
     def rescue(self, step: int, why: str) -> str:
@@ -536,7 +548,8 @@ class Store:
         def pack() -> Any:
             return files.packed([x.state_dict() for x in self.run.stateful], seen, CALLBACK)
 
-        states = self.together(pack) if self.place.sharded and of else pack()
+        # of whole tensors the first rank's are written alone
+        states = self.together(lambda: pack() if self.first or self.place.sharded else [])
         if self.place.sharded:
             plain: dict[str, Any] = {name: digest(x) for name, x in tensors.items() if not is_dtensor(x)}
             plain[_SEEN.format(", ".join(of))] = (str(states), *map(digest, seen.values()))
@@ -554,7 +567,7 @@ class Store:
                 said = self.metadata(folder, rows, step, scalars, complete, why)
                 folder.set_head({**said, "callbacks": callbacks}, {**mine, **more})
 
-        self.together(write) if self.place.sharded else write()
+        self.together(write)
         self.forget()
         for folder in self.folders:
             folder.tidy()

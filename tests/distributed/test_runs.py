@@ -342,12 +342,14 @@ def error():
 
 
 def cut_off(path, where):
-    """A run that an error ends: in a step of all ranks, or behind a step of one of them, whose loss the other waits for."""
+    """A run that an error ends: in a step of all ranks, or behind a step of one of them, which then fails on all."""
     rank = world()[0]
     sampled("shards", path, 4, 0)
-    fails = dies(elementwise, None if where == rank else rank, 5, error)  # in step 9
+    fails = dies(elementwise, rank if where == "all" else None, 5, error)  # in step 9
     callback = lambda it: where == rank and it.step == 8 and error()  # noqa: E731
-    with pytest.raises(ZeroDivisionError) as caught:
+    own = where in ("all", rank)
+    says = "" if own else f"rank {where} failed: ZeroDivisionError"
+    with pytest.raises(ZeroDivisionError if own else RuntimeError, match=says) as caught:
         sampled("shards", path, STEPS, 0, fn=fails, callbacks=[callback])
     made = len(caught.value.draws)
     assert made == 8 if rank == 0 else 4 <= made <= 8
@@ -369,3 +371,45 @@ def test_what_ranks_drew_before_an_error_is_on_disk_and_they_go_on(where, tmp_pa
     for size in (3, 1):
         for part in run(sampled, size, "shards", path, burn_in=0):
             must_be(part, want)
+
+
+def ended(kind, path, where, raises):
+    """What a run came to whose callback asks for its end after step 6 on one rank, which alone has callbacks."""
+
+    def callback(it):
+        if it.step == 6 and raises:
+            raise KeyboardInterrupt if raises == "Ctrl-C" else ZeroDivisionError
+        return it.step == 6
+
+    return sampled(kind, path, callbacks=[callback] if world()[0] == where else [])
+
+
+@pytest.mark.filterwarnings("ignore:sample")
+@on(2)
+@pytest.mark.parametrize("kind", ["one", "shards", "module"])
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize("where", [0, 1])
+def test_a_callback_that_ends_a_run_on_one_rank_ends_it_on_all(kind, on_disk, where, tmp_path):
+    part = ended(kind, tmp_path / "ended" if on_disk else None, where, None)
+    assert part.steps.tolist() == [5, 6] and part.why == "a callback ended it after step 6"
+    path = tmp_path / "raised" if on_disk else None
+    with pytest.raises((ZeroDivisionError, RuntimeError)) as caught:
+        ended(kind, path, where, "an error")
+    if world()[0] != where:
+        assert str(caught.value) == f"rank {where} failed: ZeroDivisionError: "
+    if on_disk and world()[0] == 0:  # which has written them
+        assert bc.Draws.open(path).steps.tolist() == [5, 6]
+
+
+def interrupted(kind, path):
+    """A run on ranks that share a chain, of which the second is asked to end it after step 6."""
+    fn = elementwise if kind == "shards" else loss
+    return toys.sampled(kind, path, fn=dies(fn, 1, 6, CTRL_C), burn_in=0, seconds=0.0)
+
+
+@pytest.mark.filterwarnings("ignore:sample")
+@pytest.mark.parametrize("kind", ["one", "shards"])
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_ctrl_c_on_one_rank_ends_the_run_after_the_same_step_on_all(kind, on_disk, tmp_path):
+    parts = run(interrupted, 2, kind, tmp_path / "draws" if on_disk else None)
+    assert [(part.steps.tolist(), part.why) for part in parts] == [([1, 2, 3, 4, 5, 6], "interrupted after step 6")] * 2

@@ -440,6 +440,15 @@ def test_networks_that_cannot_be_made_are_refused(changes, error, words):
         PosteriorRegressor(**{**TINY, **changes}).fit(*data())
 
 
+@pytest.mark.parametrize("kind", [PosteriorRegressor, PosteriorClassifier])
+def test_weights_of_data_are_refused_with_what_to_do_instead(kind):
+    x, y = data()
+    with pytest.raises(TypeError, match=r"sample_weight is not taken here.*bc\.likelihoods\.weighted"):
+        kind((4,)).fit(x, y > 0, sample_weight=y)
+    with pytest.raises(TypeError, match="there is no argument weights: it takes X and y"):
+        kind((4,)).fit(x, y > 0, weights=y)
+
+
 def test_a_classifier_has_probabilities_of_its_labels_and_goes_through_pickle():
     x, y = data()
     model = PosteriorClassifier((10,), **TINY).fit(x, np.where(y > 50, "high", "low"))

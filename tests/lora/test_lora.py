@@ -262,6 +262,9 @@ def test_the_mean_over_all_batches_of_the_loss_has_the_gradient_of_the_mean_over
         ({"prior_precision": 0}, ValueError, "prior_precision"),
         ({"answers": [3]}, ValueError, r"answers=\[3\]"),
         ({"answers": [3, 3]}, ValueError, "answers"),
+        ({"seed": -1}, ValueError, "bayesian_lora: seed must be a whole number, at least 0, got -1"),
+        ({"data": {**MASKED, "labels": IDS + 1}}, ValueError, "bayesian_lora: labels hold 11, and the model predicts 11"),
+        ({"data": {**MASKED, "labels": IDS - 1}}, ValueError, "bayesian_lora: labels hold -1: pass numbers of tokens"),
         ({"prior": 1.0}, TypeError, "prior is float"),
         ({"prior": bc.Gaussian({}, bc.precision.Diagonal({}, torch.tensor(1.0)))}, ValueError, "prior"),
         ({"mesh": 2}, TypeError, "mesh must be a DeviceMesh"),
@@ -280,6 +283,17 @@ def test_bad_arguments_are_named(data, change, error, says):
     made = made() if callable(made) else made
     with pytest.raises(error, match=says):
         lora.bayesian_lora(made, **given)
+
+
+def test_labels_that_are_no_tokens_are_refused_where_they_are_scored():
+    module, data = words()
+    two = lora.Adapters(module, {name: torch.stack([p.detach()] * 2) for name, p in module.named_parameters()})
+    for label, says in ((5, "labels hold 5, and the model predicts 5 tokens"), (-1, "labels hold -1")):
+        labels = torch.full_like(data["labels"], label)
+        with pytest.raises(ValueError, match=f"Adapters.nll: {says}"):
+            two.nll({**data, "labels": labels})
+        with pytest.raises(ValueError, match=f"TokenLoss: {says}"):
+            lora.TokenLoss(labels)(torch.zeros(*labels.shape, 5), labels)
 
 
 def test_the_program_of_the_page_runs_as_pasted(tmp_path, monkeypatch):

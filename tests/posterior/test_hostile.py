@@ -91,3 +91,19 @@ def test_yes_or_no_targets_may_be_booleans():
     yes = Y == 1
     fits = [bc.fit_laplace(network(1), likelihoods.bernoulli(), [(X, y[:, None])]) for y in (yes, yes.float())]
     assert fits[0].log_evidence == fits[1].log_evidence
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        bc.laplace,
+        lambda: bc.swag(rank=2),
+        lambda: bc.chain(bc.sgd(0.1), bc.swag(rank=2)),
+        lambda: bc.vi.mean_field(bc.sgd(0.1), temperature=0.1),
+        lambda: bc.ekf.diagonal(lr=1.0, prior_precision=1.0),
+    ],
+)
+def test_parameters_without_values_are_refused_where_a_posterior_begins(make):
+    params = {"b": torch.zeros(()), "w": torch.zeros(3, device="meta")}
+    with pytest.raises(ValueError, match=r"leaf \['w'\] of params is on the meta device"):
+        make().init(params)
