@@ -228,8 +228,8 @@ def parameters(leaves: Sequence[Any], paths: Sequence[Any]) -> None:
         raise ValueError("params: the tree has no leaves, so there is nothing to sample; pass the parameters to init")
 
 
-def with_values(who: str, leaves: Sequence[Any], paths: Sequence[Any]) -> None:
-    """Refuse parameters on the meta device, which have shapes alone.
+def with_values(who: str, tree: str, leaves: Sequence[Any], paths: Sequence[Any]) -> None:
+    """Refuse tensors on the meta device, which have shapes alone; ``tree`` is what the leaves are of, for the message.
 
     Raises:
         ValueError: naming the first of them.
@@ -237,8 +237,8 @@ def with_values(who: str, leaves: Sequence[Any], paths: Sequence[Any]) -> None:
     for leaf, path in zip(leaves, paths):
         if torch.is_tensor(leaf) and leaf.is_meta:
             raise ValueError(
-                f"{who}: leaf {name(path)} of params is on the meta device and has no values: load them first, and call init "
-                "behind that"
+                f"{who}: leaf {name(path)} of {tree} is on the device meta, and has no values: call init under "
+                "torch.device('cpu'), or another default device than meta, behind loading them"
             )
 
 

@@ -143,9 +143,9 @@ def bayesian_lora(
 
     Raises:
         TypeError: no module; a prior that is no Gaussian, or of another structure than "laplace" asks for.
-        ValueError: arguments out of range; no trained parameters; labels that are no tokens of the model; fewer than ten sequences for a prior that held-out ones
-            decide on; a prior over other parameters; a folder of another call; a mesh for one Gaussian, or of more ranks than
-            members.
+        ValueError: arguments out of range; no trained parameters; labels that are no tokens of the model; fewer than ten
+            sequences for a prior that held-out ones decide on; a prior over other parameters; a folder of another call; a mesh
+            for one Gaussian, or of more ranks than members.
 
     Example:
         >>> import torch; from bayesopt_chain import lora

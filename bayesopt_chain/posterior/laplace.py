@@ -79,7 +79,7 @@ class Accumulate(Link):
         return frozenset({"curvature"})
 
     def init(self, leaves: Leaves, context: LinkContext) -> LaplaceState:
-        checks.with_values("laplace", leaves, context.paths)
+        checks.with_values("laplace", "params", leaves, context.paths)
         device = leaves[0].device if leaves else None
         return LaplaceState(Zero(torch.zeros((), dtype=torch.float64, device=device)))
 

@@ -115,7 +115,7 @@ class Collect(LooksAround, Link):
                 )
 
     def init(self, leaves: Leaves, context: LinkContext) -> SwagState:
-        checks.with_values("swag", leaves, context.paths)
+        checks.with_values("swag", "params", leaves, context.paths)
         if self.rank > size(leaves):
             raise ValueError(f"swag: rank={self.rank} is above the number of parameters, {size(leaves)}")
         self.require_around(context.scope.before, context.scope.behind)

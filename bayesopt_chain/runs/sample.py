@@ -24,7 +24,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import kinds
+from bayesopt_chain import checks, kinds
 from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.distributed.ranks import answers, gather_objects, name_the_first
@@ -140,8 +140,9 @@ def sample(
         seed: a whole number: the keys of all random streams in ``state`` become functions of it and of each chain's global
             number, so that the run is the same whenever it is started; by default they are those of ``state``.
         chains: number of chains on axis 0 of every leaf; known from the step where ``parallel`` made it.
-        callbacks: called with every :class:`Iteration`; one that returns ``True`` ends the run. What one with ``state_dict``
-            and ``load_state_dict`` has seen goes into every checkpoint, and is handed back to it when the run goes on. A
+        callbacks: called with every :class:`Iteration`; one that returns ``True`` ends the run. Of ranks that share a chain
+            one is enough to end it on all of them, which costs a message a step. What a callback with ``state_dict`` and
+            ``load_state_dict`` has seen goes into every checkpoint, and is handed back to it when the run goes on. A
             :class:`bayesopt_chain.diagnostics.HeatGuard` looks at the gradients of one plain chain, and warns on the way.
         keep: ``False`` keeps no draw, in memory or on disk: what the callbacks made of them is all there is. ``Draws.last`` and
             checkpoints are the same. Default: True.
@@ -181,17 +182,16 @@ def sample(
         keep=(keep, kinds.BOOL),
         progress=(progress, kinds.BOOL),
     )
-    for name, x in zip(optree.tree_paths(both := (params, state)), optree.tree_leaves(both)):  # type: ignore[arg-type]
-        if isinstance(x, torch.Tensor) and x.is_meta:
-            raise ValueError(
-                f"sample: leaf {'/'.join(map(str, name))} of (params, state) is on the device meta, and has no values: call "
-                "init under torch.device('cpu'), or another default device than meta"
-            )
+    both: Any = (params, state)
+    checks.with_values("sample", "(params, state)", optree.tree_leaves(both), optree.tree_paths(both))
     for callback in callbacks:
         if (attached := getattr(callback, "attached", None)) is not None:
             step = attached(step, batches)
-    _require_batches_for(step, batches)
-    if keep and steps - burn_in >= 2 * thinning and _carries_a_posterior(step):
+    inner: Any = step  # of one chain, as it was made
+    while isinstance(inner, (Parallel, Captured)):
+        inner = inner.step
+    _require_batches_for(step, inner, batches)
+    if keep and steps - burn_in >= 2 * thinning and _carries_a_posterior(inner):
         warnings.warn(
             "sample: this chain moves the mean of a Gaussian, and means along the way are no draws of it: draw from "
             "tx.posterior(state, params) with params, state = run.last; burn_in=steps - 1 keeps the last mean alone",
@@ -212,10 +212,10 @@ def sample(
     place = place_of(None if path is None else Path(path).absolute(), step, (params, state), alike)
     if path is not None:
         getattr(step, "_keep_apart", bool)(place.alone and place.rank.size > 1)
-    store = Store(run, place, checkpoint_seconds)
     if place.shares:
         run.batches.share(place.mesh)
-        store.heeds = any(gather_objects(bool(callbacks), place.mesh))
+    store = Store(run, place, checkpoint_seconds)  # describes the run, its batches among it
+    store.heeds = place.shares and any(gather_objects(bool(callbacks), place.mesh))
     return _in_store(store)
 
 
@@ -234,7 +234,7 @@ def _check(who: str, step: Any, steps: int, burn_in: int, thinning: int) -> None
         )
 
 
-def _require_batches_for(step: Any, batches: Any) -> None:
+def _require_batches_for(step: Any, inner: Any, batches: Any) -> None:
     """Refuse batches in another order than a sampler is meant for; and :func:`bayesopt_chain.epochs` with an axis of chains
     that the step does not know, or the reverse.
 
@@ -249,9 +249,7 @@ def _require_batches_for(step: Any, batches: Any) -> None:
             f"sample: the step has batch_dim={step.batch_dim!r}, and {batches!r} gives other batches; take "
             f"bc.parallel(step, {step.n}, batch_dim=0) with bc.epochs(..., chains={step.n}), or neither of the two arguments"
         )
-    while isinstance(step, (Parallel, Captured)):
-        step = step.step
-    for owner in (*getattr(getattr(step, "tx", None), "links", ()), getattr(step, "optimizer", None)):
+    for owner in (*getattr(getattr(inner, "tx", None), "links", ()), getattr(inner, "optimizer", None)):
         wanted = getattr(owner, "batch_order", None)
         if wanted is not None and getattr(batches, "order", wanted) != wanted:
             raise ValueError(
@@ -260,11 +258,9 @@ def _require_batches_for(step: Any, batches: Any) -> None:
             )
 
 
-def _carries_a_posterior(step: Any) -> bool:
+def _carries_a_posterior(inner: Any) -> bool:
     """Whether the gradients of a step are taken at draws of a Gaussian whose mean the parameters are."""
-    while isinstance(step, (Parallel, Captured)):
-        step = step.step
-    tx: Any = getattr(step, "tx", None)
+    tx: Any = getattr(inner, "tx", None)
     return any(link.traits.samples for link in getattr(unwrapped(tx), "links", ()))
 
 
@@ -489,12 +485,12 @@ class Divergence:
 
     def _exploded(self, step: int, loss: Tensor, state: Any) -> str:
         """What is wrong with the losses of a draw, one for each chain, as those before it were."""
-        if self.bounds is None:
-            return ""
-        if not bool((loss > self.bounds[1]).any()):  # nearly always: the rest is worked out where it is needed
+        # nearly always: the rest is worked out where it is needed
+        if self.bounds is None or not bool((loss > self.bounds[1]).any()):
             self.row = None
             return ""
-        (median, bound), heat = self.bounds, self._heat(state)
+        elements = sum(x.numel() for x in optree.tree_leaves(self.run.params)) // (self.run.chains or 1)
+        (median, bound), heat = self.bounds, temperature_of(self.run.step, state) * elements / 2
         out = loss > bound + FACTOR * heat if heat else torch.zeros_like(loss, dtype=torch.bool)
         self.row = torch.where(out, (0 if self.row is None else self.row) + 1, 0)
         if int(self.row.max()) < IN_A_ROW:
@@ -517,12 +513,6 @@ class Divergence:
             if len(self.losses) > MOST:
                 self.losses, self.stride = self.losses[::2], 2 * self.stride
         self.seen += 1
-
-    def _heat(self, state: Any) -> float:
-        """``T P / 2`` of one chain; 0 where the temperature is not known."""
-        temperature = temperature_of(self.run.step, state)
-        elements = sum(x.numel() for x in optree.tree_leaves(self.run.params)) // (self.run.chains or 1)
-        return temperature * elements / 2
 
 
 def temperature_of(step: Any, state: Any) -> float:

@@ -9,6 +9,7 @@ chains, whose numbers depend on the number of all chains alone: another number o
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -158,7 +159,8 @@ def place_of(path: Path | None, step: Any, tree: Any, asked: Mapping[str, Any]) 
     of_shards = meshes[0] if len(meshes) == 1 and meshes[0].ndim == 1 else None
     numbers, total = getattr(step, "numbers", None), getattr(step, "total", None)
     shared = mesh_of(tree) if data is None else data
-    require_given_alike("sample", {**asked, "path": path is None}, shared)
+    # DTensors are gathered for one folder; else the others' is not looked at
+    require_given_alike("sample", {**asked, "path": str(path) if sharded else path is None}, shared)
     if path is None:
         return Place(mesh=shared if shared is not None and shared.size() > 1 else None)
     if sharded and chains is None:
@@ -314,25 +316,12 @@ class Store:
         """Every rank that shares the chains does it; where one fails, all do."""
         return what() if self.place.alone else together(self.place.mesh, what)
 
-    def gathered(self, value: T) -> list[T]:
-        """What each of the ranks that share the chains holds."""
-        return [value] if self.place.alone else gather_objects(value, self.place.mesh)
-
     def told(self, what: Callable[[], T]) -> T:
         """The first rank does it, and all learn what came of it."""
-        if self.place.alone:
-            return what()
-        value: Any = answers(self.place.mesh, lambda: what() if self.first else None)[0]
-        return value
+        return what() if self.place.alone else answers(self.place.mesh, lambda: what() if self.first else None)[0]  # pyright: ignore[reportReturnType]
 
     def __enter__(self) -> Store:
         if self.place.root is not None and self.owns:
-            if self.place.sharded and len(named := {*map(str, self.gathered(self.place.root))}) > 1:
-                raise ValueError(
-                    f"sample: the ranks name {len(named)} directories ({sorted(named)[0]}, ...), and a run of DTensors is one "
-                    "run of all ranks: give the same path= everywhere; chains on meshes of their own are told apart by "
-                    'bc.parallel(step, n, loop=True, mesh=mesh["chains"])'
-                )
             self.blocks = self.told(self._open)
         return self
 
@@ -494,13 +483,10 @@ class Store:
         place = self.place
         if (place.root is None and not place.shares) or it.step < self.ask_at:
             return False
-        now, full = time.monotonic(), max(1, SHARD_BYTES // self.bytes)  # draws
+        now, full = time.monotonic(), math.inf if place.root is None else max(1, SHARD_BYTES // self.bytes)  # draws
         late, ends = now - self.committed > self.interval or self.size >= full, False
         pace = max(1e-6, now - self.asked) / max(1, it.step - self.asked_at)
-        wait = int(ASKED_EACH * self.interval / pace)
-        if place.root is not None:
-            wait = min(wait, full - self.size)
-        wait = max(1, wait)
+        wait = int(max(1, min(ASKED_EACH * self.interval / pace, full - self.size)))
         if place.shares:
             every = gather_objects((late, wait, asked), place.mesh)
             (late, wait, _), ends = every[0], any(theirs[2] for theirs in every)
@@ -513,7 +499,7 @@ class Store:
         """Commit after the last step that was made, unless that has been done."""
         done = {"step": step, "complete": complete, "why": why}
         is_new = any(f.head is None or any(f.head.metadata[k] != v for k, v in done.items()) for f in self.folders)
-        if self.gathered(is_new)[0]:
+        if self.told(lambda: is_new):
             self.commit(params, state, step, complete, why)
 
     def rescue(self, step: int, why: str) -> str:
@@ -554,7 +540,7 @@ class Store:
             plain: dict[str, Any] = {name: digest(x) for name, x in tensors.items() if not is_dtensor(x)}
             plain[_SEEN.format(", ".join(of))] = (str(states), *map(digest, seen.values()))
             require_alike("save: {}" + DRIFTED, plain, self.place.mesh)
-            tensors, generators = gathered(tensors, self.first), self.gathered(generators[0])
+            tensors, generators = gathered(tensors, self.first), gather_objects(generators[0], self.place.mesh)
         more = seen | {f"{GENERATOR}{i}/{n}": x for i, known in enumerate(generators) for n, x in known.items()}
         callbacks = {"of": of, "chains": self.place.numbers, "states": states} if of else {}
 

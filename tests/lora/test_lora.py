@@ -263,7 +263,11 @@ def test_the_mean_over_all_batches_of_the_loss_has_the_gradient_of_the_mean_over
         ({"answers": [3]}, ValueError, r"answers=\[3\]"),
         ({"answers": [3, 3]}, ValueError, "answers"),
         ({"seed": -1}, ValueError, "bayesian_lora: seed must be a whole number, at least 0, got -1"),
-        ({"data": {**MASKED, "labels": IDS + 1}}, ValueError, "bayesian_lora: labels hold 11, and the model predicts 11"),
+        (
+            {"data": {**MASKED, "labels": IDS + 1}},
+            ValueError,
+            "bayesian_lora: labels hold 11, and the model predicts 11",
+        ),
         ({"data": {**MASKED, "labels": IDS - 1}}, ValueError, "bayesian_lora: labels hold -1: pass numbers of tokens"),
         ({"prior": 1.0}, TypeError, "prior is float"),
         ({"prior": bc.Gaussian({}, bc.precision.Diagonal({}, torch.tensor(1.0)))}, ValueError, "prior"),

@@ -105,5 +105,5 @@ def test_yes_or_no_targets_may_be_booleans():
 )
 def test_parameters_without_values_are_refused_where_a_posterior_begins(make):
     params = {"b": torch.zeros(()), "w": torch.zeros(3, device="meta")}
-    with pytest.raises(ValueError, match=r"leaf \['w'\] of params is on the meta device"):
+    with pytest.raises(ValueError, match=r"leaf \['w'\] of params is on the device meta"):
         make().init(params)

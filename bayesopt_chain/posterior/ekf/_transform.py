@@ -117,7 +117,7 @@ class Filter(Alone, Link):
     def init(self, leaves: list, context: LinkContext) -> Any:
         params = context.tree(leaves)
         checks.parameters(leaves, optree.tree_paths(params))
-        checks.with_values("ekf", leaves, context.paths)
+        checks.with_values("ekf", "params", leaves, context.paths)
         self.require_around(context.scope.before, context.scope.behind)
         device = leaves[0].device
         zero = torch.zeros((), dtype=torch.float64, device=device)

@@ -151,7 +151,7 @@ class Natural(Drawing):
 
     def init(self, leaves: list, context: LinkContext) -> NaturalState:
         checks.parameters(leaves, context.paths)
-        checks.with_values(self.name, leaves, context.paths)
+        checks.with_values(self.name, "params", leaves, context.paths)
         self.require_around(context.scope.before, context.scope.behind)
         params = context.tree(leaves)
         require_prior(self.prior, params, self.name)

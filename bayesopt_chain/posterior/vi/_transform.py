@@ -152,7 +152,7 @@ class Variational(Drawing):
         return Refused("variational inference optimizes a distribution; give the noise to it as temperature=")
 
     def init(self, leaves: list, context: LinkContext) -> VariationalState:
-        checks.with_values(self.name, leaves, context.paths)
+        checks.with_values(self.name, "params", leaves, context.paths)
         params, (key, zero) = context.tree(leaves), self.first_key(leaves, context)
 
         # These are the normals of count 0, so that the first draw, at count 1, is independent of phi's start.
