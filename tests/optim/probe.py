@@ -1,7 +1,8 @@
 """What an optimizer class samples on a quadratic loss, by exact probing.
 
 One step is a linear map of the parameters, velocities and remembered draws and of the fresh normals: ``x' = A x + B xi``.
-Unit impulses in each, with the normals intercepted, read off ``A`` and ``B``.
+Unit impulses in each, with the normals intercepted, read off ``A`` and ``B``. The classes work element by element, so that one
+leaf holds a copy of the parameters for each impulse, and one step answers all of them.
 """
 
 from __future__ import annotations
@@ -13,59 +14,52 @@ import torch
 
 from bayesopt_chain.testing import NormalProbe
 
+SLOTS = ("momentum_buffer", "exp_avg", "noise", "noise_direct")
+DRAWS = 2  # at most, of each element in a step
+
 
 class Probed:
     """A one-leaf optimizer on ``theta^T K theta / 2`` as a linear system."""
 
-    def __init__(self, make, curvature: torch.Tensor, warmup: int = 3, slots=None) -> None:
+    def __init__(self, make, curvature: torch.Tensor, warmup: int = 3) -> None:
         self.curvature = curvature
-        self.theta = torch.full((len(curvature),), 0.3, dtype=torch.float64, requires_grad=True)
-        self.optimizer = make([self.theta])
+        copies = 2 + len(curvature) * (1 + len(SLOTS) + DRAWS)  # the system as it is, one at rest, and one an impulse
+        self.whole = torch.full((copies, len(curvature)), 0.3, dtype=torch.float64, requires_grad=True)
+        self.theta = self.whole.data[0]
+        self.optimizer = make([self.whole])
+        self.state = self.optimizer.state[self.whole]
         for _ in range(warmup):  # states come into being; adaptive rules are frozen here
             self.step()
         self.settle()
-        names = ("momentum_buffer", "exp_avg", "noise", "noise_direct")
-        state = self.optimizer.state[self.theta]
-        self.slots = [self.theta.data, *(state[name] for name in names if name in state)]
+        self.slots = [self.whole.data, *(self.state[name] for name in SLOTS if name in self.state)]
 
     def step(self, normals: torch.Tensor | None = None) -> int:
         """One step with these normals (zeros by default); returns how many it draws."""
-        self.theta.grad = self.curvature @ self.theta.detach()
+        self.whole.grad = self.whole.detach() @ self.curvature
         with NormalProbe(normals) as probe:
             self.optimizer.step()
         return probe.drawn
 
     def settle(self) -> None:
         """Forget the surplus of earlier falls, which runs out as 1 / n, so that the step is that of constant rates."""
-        state = self.optimizer.state[self.theta]
-        state.update({name: 0.0 for name in ("noise_surplus", "noise_direct_surplus") if name in state})
+        self.state.update({name: 0.0 for name in ("noise_surplus", "noise_direct_surplus") if name in self.state})
 
     def maps(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """``A`` and ``B`` of the next step; the optimizer's hyperparameters and memory of them go on by one step."""
-        here = torch.cat([x.flatten() for x in self.slots]).clone()
-        before = {k: v for k, v in self.optimizer.state[self.theta].items() if not torch.is_tensor(v) or v.ndim == 0}
-        before = {k: v.clone() if torch.is_tensor(v) else v for k, v in before.items()}
-        group = {k: v for k, v in self.optimizer.param_groups[0].items() if k != "params"}
-        n = len(here)
-
-        def image(x: torch.Tensor, normals: torch.Tensor | None) -> tuple[torch.Tensor, int]:
-            self.optimizer.param_groups[0].update(group)
-            state = self.optimizer.state[self.theta]
-            state.update({k: v.clone() if torch.is_tensor(v) else v for k, v in before.items()})
-            for slot, piece in zip(self.slots, x.split([s.numel() for s in self.slots])):
-                slot.copy_(piece.view(slot.shape))
-            drawn = self.step(normals)
-            return torch.cat([s.flatten() for s in self.slots]).clone(), drawn
-
-        zero = torch.zeros(n, dtype=torch.float64)
-        origin, drawn = image(zero, None)
-        assert torch.equal(origin, zero)
-        a = torch.stack([image(e, None)[0] for e in torch.eye(n, dtype=torch.float64)], dim=1)
-        b = torch.zeros(n, drawn, dtype=torch.float64)
-        for k, e in enumerate(torch.eye(drawn, dtype=torch.float64)):
-            b[:, k] = image(zero, e)[0]
-        image(here, None)
-        return a, b
+        """``A`` and ``B`` of the next step, which is made."""
+        copies, d = self.whole.shape
+        n = d * len(self.slots)
+        inputs, normals = torch.zeros(copies, n, dtype=torch.float64), torch.zeros(DRAWS, copies, d, dtype=torch.float64)
+        inputs[0] = torch.cat([slot[0] for slot in self.slots])
+        inputs[2 : 2 + n] = torch.eye(n)
+        normals[:, 2 + n : 2 + n + DRAWS * d] = torch.eye(DRAWS * d, dtype=torch.float64).view(-1, DRAWS, d).transpose(0, 1)
+        for slot, piece in zip(self.slots, inputs.split(d, dim=1)):
+            slot.copy_(piece)
+        self.step(normals.flatten())
+        after = torch.cat(self.slots, dim=1)
+        assert not after[1].any()
+        for slot in self.slots:
+            slot.copy_(slot[0].clone().expand_as(slot))
+        return after[2 : 2 + n].T, after[2 + n : 2 + n + DRAWS * d].T
 
     def stationary(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """``A``, ``B`` and the stationary covariance of all slots: ``X = A X A^T + B B^T`` by doubling."""
@@ -78,7 +72,7 @@ class Probed:
 
     def covariance(self) -> torch.Tensor:
         """The stationary covariance of the parameters."""
-        d = self.theta.numel()
+        d = len(self.theta)
         return self.stationary()[2][:d, :d]
 
 

@@ -72,7 +72,7 @@ def frozen(cls, freeze_after=8, **kwargs):
         torch.manual_seed(1)
         return cls(p, temperature=T, freeze_after=freeze_after, **kwargs)
 
-    return lambda curvature: Probed(make, curvature, warmup=700)
+    return lambda curvature: Probed(make, curvature, warmup=700 if cls is bc.optim.NAdam else 300)
 
 
 @pytest.mark.sweep(1)
@@ -98,14 +98,13 @@ def test_a_frozen_preconditioner_samples_exactly(case):
 def test_decoupled_decay_samples_the_prior_decay_times_D(cls, kwargs):
     lr, decay = 0.05, 0.4
     probed = frozen(cls, lr=lr, weight_decay=decay, **kwargs)(CURVATURE)
-    optimizer, theta = probed.optimizer, probed.theta
-    state, group = optimizer.state[theta], optimizer.param_groups[0]
-    denominator = optimizer._denominator(group, 8, state.__getitem__)
+    optimizer, state, group = probed.optimizer, probed.state, probed.optimizer.param_groups[0]
+    denominator = optimizer._denominator(group, 8, state.__getitem__)[0]
     # theta <- (1 - lr wd) theta - H g / D: at rest H(1) grad = -lr wd D theta, with H(1) = lr for Adam; NAdam's in the limit
     updates = int(state["step"])
     linear = optimizer._linear(group, optimizer._counts(state))
     gain = linear.direct + linear.step_size * linear.gain / (1.0 - linear.momentum)
-    assert updates > 500
+    assert updates > 250
     prior = torch.diag(lr * decay * denominator / gain)
     torch.testing.assert_close(probed.covariance(), T * torch.linalg.inv(CURVATURE + prior), rtol=1e-10, atol=0.0)
 
@@ -146,7 +145,7 @@ SCHEDULERS = {
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_along_every_falling_scheduler_the_variance_is_exact_at_every_step(scheduler, momentum):
     ratio = variances(
-        lambda p: bc.optim.SGD(p, 0.3, momentum, temperature=T),
+        lambda p: bc.optim.SGD(p, 0.3, momentum, temperature=T, heat_guard=None),
         SCHEDULERS[scheduler],
         of_the_limit(0.3, momentum),
         18,
@@ -262,8 +261,8 @@ def test_decoupled_decay_beside_a_momentum_that_changes_is_off_by_no_more_than_i
         return bc.optim.AdamW(p, 0.05, betas=(0.9, 0.9), weight_decay=decay, temperature=T, freeze_after=2)
 
     probed = Probed(make, torch.diag(K), warmup=400)
-    group, state = probed.optimizer.param_groups[0], probed.optimizer.state[probed.theta]
-    precision = K + decay * probed.optimizer._denominator(group, 2, state.__getitem__)
+    group = probed.optimizer.param_groups[0]
+    precision = K + decay * probed.optimizer._denominator(group, 2, probed.state.__getitem__)[0]
     x, off = probed.stationary()[2], []
     for step in range(25):
         group["betas"] = (0.9, 0.9) if step < 3 else (0.95, 0.9)
@@ -292,7 +291,7 @@ def test_a_temperature_that_rises_from_zero_and_falls_again_is_followed():
     torch.testing.assert_close(probed.covariance(), T * torch.linalg.inv(CURVATURE), rtol=1e-10, atol=0.0)
     probed.optimizer.param_groups[0]["temperature"] = 0.0
     assert probed.step() == 0
-    assert sorted(probed.optimizer.state[probed.theta]) == ["momentum_buffer"]
+    assert sorted(probed.state) == ["momentum_buffer"]
 
 
 @pytest.mark.parametrize(("first", "then", "worst"), [(0.9, 0.95, 0.0), (0.5, 0.9, 0.13), (0.1, 0.9, 0.46)])
