@@ -224,13 +224,6 @@ def test_training_by_the_evidence(device):
 # The device of :mod:`tests.pretended` refuses what CUDA refuses, and computes what the CPU computes
 
 
-@pytest.fixture(autouse=True)
-def _here():
-    torch.manual_seed(0)
-    with Here():
-        yield
-
-
 @pytest.mark.parametrize(
     "mixed",
     [
@@ -244,5 +237,5 @@ def _here():
     ],
 )
 def test_what_is_refused(mixed):
-    with pytest.raises(RuntimeError, match=r"same device|device type for generator"):
+    with Here(), pytest.raises(RuntimeError, match=r"same device|device type for generator"):
         mixed(torch.rand(3, device=DEVICE))
