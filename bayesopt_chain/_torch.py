@@ -175,6 +175,19 @@ def run_uncompiled(function: Callable[..., Any], *args: Any, **options: Any) -> 
     return function(*args, **options)
 
 
+def traced(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
+    """The graph of the operations of a function of tensors, by ``make_fx``.
+
+    That notes a fake tensor at every node, and makes a mode for each of them unless the trace has one: half of its time.
+    """
+    from torch._guards import TracingContext, tracing
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
+        return make_fx(function)(*inputs)
+
+
 def set_grad_enabled(enabled: bool) -> None:
     """What ``torch.set_grad_enabled`` does, without the microsecond of its object."""
     _C._set_grad_enabled(enabled)

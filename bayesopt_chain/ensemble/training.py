@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bayesopt_chain import batches
+from bayesopt_chain._torch import traced
 from bayesopt_chain.ensemble.data import Data
 from bayesopt_chain.ensemble.members import Members
 from bayesopt_chain.likelihoods import Likelihood
@@ -241,7 +241,7 @@ def program(chains: Parallel, params: Any, state: Any, batch: Any) -> Callable:
 
     *arrived, _ = flat(*given)
     try:
-        graph = make_fx(flat)(*given)
+        graph = traced(flat, given)
         graph.graph.eliminate_dead_code()
         graph.recompile()
         other = [*arrived, *given[len(arrived) :]]

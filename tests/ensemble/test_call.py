@@ -393,7 +393,7 @@ TINY = {"members": 1, "steps": 20, "lr": 0.1, "batch_size": 256, "random_state":
 @pytest.mark.parametrize("kind", [PosteriorRegressor, PosteriorClassifier])
 def test_an_estimator_passes_every_check_of_scikit_learn(kind, monkeypatch):
     """A hundred fits of 20 steps, for which tracing the step would take three times as long as making them."""
-    monkeypatch.setattr(training, "make_fx", Mock(side_effect=NotImplementedError))
+    monkeypatch.setattr(training, "traced", Mock(side_effect=NotImplementedError))
     check_estimator(kind((10,), **TINY))
 
 
