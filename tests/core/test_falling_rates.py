@@ -40,7 +40,7 @@ def error(tx: Any, curvatures, prior: float = 0.0, steps: int = STEPS, **kwargs:
 
 
 def of_the_limit(mu: float) -> list[float]:
-    return [fraction * 2 * (1 + mu) / 0.1 for fraction in (0.03, 0.1, 0.3, 0.6, 0.9)]
+    return [fraction * 2 * (1 + mu) / 0.1 for fraction in (0.03, 0.3, 0.9)]
 
 
 @pytest.mark.sweep(2)
@@ -241,7 +241,8 @@ def test_along_a_rate_that_falls_it_is_exact_at_every_step(name):
 def test_along_a_temperature_the_variance_goes_from_one_to_the_other(name, temperatures):
     """Without turning, but for OBABO, whose noise is white."""
     tx = FOLLOWS[name](S.piecewise([4, 9], temperatures))
-    path = variance_along(tx, CURVATURES.diag(), 16).diagonal(dim1=-2, dim2=-1) * CURVATURES
+    ends = CURVATURES[::2]
+    path = variance_along(tx, ends.diag(), 16).diagonal(dim1=-2, dim2=-1) * ends
     up = temperatures[-1] == 1.0
     ends = path[0], path[0] * temperatures[-1] / temperatures[0]
     assert (path > min(ends, key=torch.sum) - 1e-12).all() and (path < max(ends, key=torch.sum) + 1e-12).all()

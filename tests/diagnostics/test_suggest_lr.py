@@ -227,7 +227,7 @@ def test_models_of_many_parameters_do_not_run_away(problem, size):
     found = bc.suggest_lr(at(N), loss, mode, bc.epochs(data, size) if size < N else data)
     assert 0 < found.lr <= found.stability / 10 and found.excess <= 0.05 * 1.01
     step, start = bc.make_step(loss, found.tx), found.tx.init(mode)
-    draws = bc.sample(step, mode, start, found.batches, steps=2000, burn_in=1000, thinning=50)
+    draws = bc.sample(step, mode, start, found.batches, steps=1000, burn_in=500, thinning=25)
     levels = torch.stack([loss(w, data) for w in draws])
     assert draws.complete and float(levels.max()) < float(loss(mode, data)) + 2 * P / N
 

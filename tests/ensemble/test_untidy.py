@@ -93,7 +93,7 @@ def counts(seed, spread):
     return x, torch.poisson(rate, generator)
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(s, marks=pytest.mark.slow) for s in range(2, 7))])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(s, marks=pytest.mark.slow) for s in range(2, 4))])
 @pytest.mark.parametrize("spread, said", [(1.0, True), (1e6, False)])
 def test_counts_that_vary_more_than_promised_are_said(spread, said, seed):
     found = fitted(*counts(seed, spread), likelihood=bc.likelihoods.poisson(), prior_precision=10.0, steps=200)
@@ -280,9 +280,15 @@ class Clock:
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("budget", [{"minutes": 0.25}, {"steps": 700}])
-@pytest.mark.parametrize("batch_size", [16, 100])
-@pytest.mark.parametrize("lr", [None, 0.01])
+@pytest.mark.parametrize(
+    "budget, batch_size, lr",  # every two of them together
+    [
+        ({"minutes": 0.25}, 16, None),
+        ({"minutes": 0.25}, 100, 0.01),
+        ({"steps": 700}, 16, 0.01),
+        ({"steps": 700}, 100, None),
+    ],
+)
 def test_what_a_budget_costs_is_said_before_and_kept_within_a_tenth(monkeypatch, capsys, budget, batch_size, lr):
     clock = Clock()
     monkeypatch.setattr(recipe, "time", clock)

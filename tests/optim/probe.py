@@ -48,10 +48,15 @@ class Probed:
         """``A`` and ``B`` of the next step, which is made."""
         copies, d = self.whole.shape
         n = d * len(self.slots)
-        inputs, normals = torch.zeros(copies, n, dtype=torch.float64), torch.zeros(DRAWS, copies, d, dtype=torch.float64)
+        inputs, normals = (
+            torch.zeros(copies, n, dtype=torch.float64),
+            torch.zeros(DRAWS, copies, d, dtype=torch.float64),
+        )
         inputs[0] = torch.cat([slot[0] for slot in self.slots])
         inputs[2 : 2 + n] = torch.eye(n)
-        normals[:, 2 + n : 2 + n + DRAWS * d] = torch.eye(DRAWS * d, dtype=torch.float64).view(-1, DRAWS, d).transpose(0, 1)
+        normals[:, 2 + n : 2 + n + DRAWS * d] = (
+            torch.eye(DRAWS * d, dtype=torch.float64).view(-1, DRAWS, d).transpose(0, 1)
+        )
         for slot, piece in zip(self.slots, inputs.split(d, dim=1)):
             slot.copy_(piece)
         self.step(normals.flatten())
