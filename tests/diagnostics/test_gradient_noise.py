@@ -40,6 +40,7 @@ def test_gradients_of_single_data_give_the_covariance_of_one_datum():
     assert torch.allclose(noise.mean["b"], per_datum_gradients(x, y, params())[:, 0].mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["reshuffled", "independent"])
 def test_batches_with_and_without_common_data_estimate_the_same_covariance(order):
     """The mean over many epochs is s^2 / b in both. Four standard errors of the mean: false alarms 6e-5 each."""

@@ -262,6 +262,7 @@ def test_inputs_that_would_give_predictions_that_are_nothing_are_refused(fitted)
         fitted.predict(X[0])
 
 
+@pytest.mark.slow
 def test_the_passes_that_are_counted_are_those_that_were_made():
     """Batches of 16 of 48 data: 60 steps are 20 passes, the 18 with all data are 6."""
     e = bc.posterior_ensemble(maker(), (X, Y), GAUSSIAN, batch_size=16, **SMALL)
@@ -283,6 +284,7 @@ def test_an_ensemble_is_saved_and_opened(tmp_path, fitted):
     assert fitted.draws().chains == 2 and str(opened.report) == str(fitted.report)
 
 
+@pytest.mark.slow
 def test_a_prior_that_is_given_is_the_one_of_all_members():
     e = bc.posterior_ensemble(maker(), (X, Y), GAUSSIAN, prior_precision=7.0, **SMALL)
     assert e.report.chosen["prior_precision"] == 7.0 and "prior: precision 7, as given." in e.report.said
@@ -369,6 +371,7 @@ def test_five_hundred_damaged_ensembles_are_refused_by_name_in_bounded_memory(tm
     every_damage_is_refused(tmp_path / "e.safetensors", lambda: opened_as(tmp_path / "e.safetensors"), 500)
 
 
+@pytest.mark.slow
 def test_frozen_weights_of_another_network_are_refused(tmp_path):
     def frozen():
         module = maker()()
@@ -415,12 +418,14 @@ def test_a_regressor_predicts_in_the_units_of_its_targets():
     np.testing.assert_allclose(high - low, 2 * 1.645 * deviation, rtol=0.02)  # Gaussian noise is nearly all of it
 
 
+@pytest.mark.slow
 def test_several_outputs_are_predicted_together():
     x, y = data()
     both = PosteriorRegressor((10,), **TINY).fit(x, np.stack([y, -y], 1))
     assert both.predict(x).shape == (80, 2)
 
 
+@pytest.mark.slow
 def test_a_constant_is_predicted_where_all_targets_are_one_number_and_one_layer_is_a_number():
     x, _ = data()
     model = PosteriorRegressor(10, **{**TINY, "steps": 200}).fit(x, np.full(80, 300.0))

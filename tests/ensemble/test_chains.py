@@ -33,6 +33,7 @@ def chains_of(p, held_out=False):
     return Chains(p, {}, torch.full((p.count, 1), V0, dtype=torch.float64), PRECISION, held_out)
 
 
+@pytest.mark.slow
 def test_draws_mix_to_the_closed_posterior_predictive():
     """256 independent chains; false alarm 1e-4 for the law of the draws, and 1e-4 for each of two predictive moments."""
     p, x_new = problem(members=256), torch.tensor([[1.5, 1.0]]).double()
@@ -173,6 +174,7 @@ def test_draws_stand_beside_the_networks_and_are_saved_with_them(tmp_path, monke
     assert torch.equal(called(tmp_path / "killed", **slow).predict(data()[0]).log_prob(data()[1]), scores)
 
 
+@pytest.mark.slow
 def test_classes_have_chains_too_and_seconds_that_hold_none_buy_an_ensemble():
     x, _ = data()
     cheap = {"members": 2, "steps": 100, "lr": 0.05, "progress": False}
@@ -185,6 +187,7 @@ def test_classes_have_chains_too_and_seconds_that_hold_none_buy_an_ensemble():
     assert torch.equal(e.predict(x).probabilities, alone.predict(x).probabilities)
 
 
+@pytest.mark.slow
 def test_chains_that_fail_keep_the_networks(monkeypatch):
     monkeypatch.setattr(Chains, "run", lambda *_: torch.linalg.cholesky(-torch.eye(2)))
     monkeypatch.setattr(behind, "_planned", lambda *_: {"steps": 250})

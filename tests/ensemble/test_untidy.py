@@ -52,6 +52,7 @@ def test_units_of_inputs_and_targets_do_not_matter(likelihood, outputs):
     assert float(found.predict(inputs.double()).mean.sub(targets).square().mean() / targets.var()) < 0.1
 
 
+@pytest.mark.slow
 def test_outputs_without_an_axis_of_their_own_are_as_good_as_one_output():
     x = torch.randn(60, 3)
     column = ensemble(x, x[:, :1].sin(), make=lambda: maker(1).float(), steps=20).predict(x)
@@ -108,6 +109,7 @@ def fitted(*data, **changes):
         return err.ensemble
 
 
+@pytest.mark.slow
 def test_noise_at_an_end_of_its_grid_is_said():
     x = torch.linspace(-1, 1, 60).double()[:, None]
     found = ensemble(x, 2 * x, make=lambda: nn.Linear(1, 1).double(), prior_precision=1e-6, lr=0.05)
@@ -446,6 +448,7 @@ def test_what_functions_draw_is_a_function_of_the_seed():
     assert torch.equal(*found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", [1e30, 1e-30])
 def test_noise_is_found_in_any_unit_of_the_targets(unit):
     x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -524,6 +527,7 @@ def test_a_call_killed_within_a_stage_goes_on_bit_for_bit(tmp_path, monkeypatch,
     assert torch.equal(called(tmp_path).predict(data()[0]).log_prob(data()[1]), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change, words",
     [
@@ -558,6 +562,7 @@ def test_damage_is_named_and_a_stage_that_is_deleted_is_made_anew(tmp_path):
         called(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_complete_call_returns_at_once(tmp_path, monkeypatch):
     first = called(tmp_path)
     monkeypatch.setattr(Training, "train", None)

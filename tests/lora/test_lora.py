@@ -76,6 +76,7 @@ def test_the_model_ends_as_it_was_and_its_base_is_shared(found, data):
     assert all(x.dtype == torch.float32 for x in result.draws.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_there_is_one_copy_of_the_base(method, data, monkeypatch):
     """Counted among all tensors that are alive, in every batch, behind the Laplace fit and in a prediction."""

@@ -182,6 +182,7 @@ def quartic(w, batch):
     return (w**4).sum() / 4
 
 
+@pytest.mark.slow
 def test_the_rate_comes_from_where_the_chains_go_and_the_value_by_quadrature():
     """A quartic has no curvature at its minimum: 1/4 a dimension without a spring, within 4 errors."""
     found = bc.local_learning_coefficient(
@@ -202,6 +203,7 @@ def test_a_rate_beyond_the_limit_is_refused(lr, momentum, said):
         bc.local_learning_coefficient(quartic, torch.zeros(40, dtype=torch.float64), None, **about)
 
 
+@pytest.mark.slow
 def test_what_has_not_spread_is_said_beside_an_answer_and_what_starts_beside_a_minimum_is_refused():
     k = torch.cat([torch.ones(10), torch.zeros(20)])
 
@@ -227,6 +229,7 @@ def test_the_relaxation_is_that_of_the_slower_root_and_the_momentum_shortens_it(
     assert spreading(lr, s, 3000, lr / 0.1) == spreading(lr, 0.0, 3000, math.inf) == 0.9
 
 
+@pytest.mark.slow
 def test_what_is_missing_of_a_run_that_is_too_short_is_in_its_error():
     """Twenty directions as weak as the spring relax in half of a run: 4 to 5 of 15 of their share is missing at the start."""
     s = 0.002
@@ -242,6 +245,7 @@ def test_what_is_missing_of_a_run_that_is_too_short_is_in_its_error():
     assert abs(found.value - right) < 2 * found.standard_error
 
 
+@pytest.mark.slow
 def test_what_vmap_refuses_is_measured_one_chain_after_the_other():
     both = [
         measured(of={"a": f}, covariances=[], chains=2, steps=300, at_once=n) for f, n in ((read, None), (total, 1))
@@ -303,6 +307,7 @@ class Stop(Exception):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("at_once", [1, 2])
 @pytest.mark.parametrize("order", ["one batch", "independent", "reshuffled"])
@@ -427,6 +432,7 @@ def test_the_loss_at_the_start_is_that_of_the_rows_that_are_left():
     )
 
 
+@pytest.mark.slow
 def test_a_list_of_batches_is_drawn_anew_and_the_number_of_data_sets_the_temperature():
     batches = [(X[i : i + 16], Y[i : i + 16]) for i in range(0, N, 16)]  # the last one is of what remains
     found = bc.local_learning_coefficient(loss, {"w": BEST}, batches, steps=300, burn_in=50)

@@ -752,6 +752,7 @@ class Attention(nn.Module):
         return self.head(self.block(x).mean(1))
 
 
+@pytest.mark.slow
 def test_attention_is_captured_with_its_noise_and_a_short_last_batch():
     """Batches of 4, 4 and 2 sequences, the last of which is recorded when it comes; every step is the eager step's."""
     forward, params, _ = bc.make_functional(Attention())

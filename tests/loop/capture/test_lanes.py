@@ -261,6 +261,7 @@ def lanes_on_rank(n: int) -> tuple[list[int], Any, str]:
     return lanes_of(n, init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
+@pytest.mark.slow
 def test_chains_of_several_ranks_in_lanes_are_those_of_one_process(small_blocks):
     n = 128  # a block on each rank, whose program is the one of two blocks here
     alone, ranks = lanes_of(n), run(lanes_on_rank, 2, n)
