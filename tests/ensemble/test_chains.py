@@ -146,7 +146,7 @@ def test_chains_have_what_the_budget_leaves(monkeypatch, budget, chains, steps, 
 
 @pytest.mark.slow
 def test_draws_stand_beside_the_networks_and_are_saved_with_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(behind, "_planned", lambda *_: {"steps": 250})
+    monkeypatch.setattr(behind, "_planned", lambda *_: {"steps": 120})
     slow = {"lr": 0.003, "chains": 500.0}
     plain, e = called(lr=0.003), called(tmp_path / "call", **slow)
     assert (
@@ -190,7 +190,7 @@ def test_classes_have_chains_too_and_seconds_that_hold_none_buy_an_ensemble():
 @pytest.mark.slow
 def test_chains_that_fail_keep_the_networks(monkeypatch):
     monkeypatch.setattr(Chains, "run", lambda *_: torch.linalg.cholesky(-torch.eye(2)))
-    monkeypatch.setattr(behind, "_planned", lambda *_: {"steps": 250})
+    monkeypatch.setattr(behind, "_planned", lambda *_: {"steps": 120})
     with pytest.raises(bc.ensemble.EnsembleError, match="in chains: ") as caught:
         called(chains=500.0, lr=0.003)
     assert len(caught.value.ensemble.modules()) == 2

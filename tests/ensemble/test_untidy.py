@@ -255,7 +255,7 @@ class Residual(nn.Module):
 @pytest.mark.slow
 def test_residuals_of_an_equation_are_trained_to_zero_in_their_own_units():
     x = torch.linspace(0, 2, 80)[:, None]
-    found = ensemble(x, torch.zeros(80, 1), make=Residual, steps=1500)
+    found = ensemble(x, torch.zeros(80, 1), make=Residual, steps=1000)
     assert not found.scale.said and "constant" not in found.report.held_out
     for module in found.modules():
         torch.testing.assert_close(module.u(x), (-x).exp(), rtol=0, atol=0.05)
