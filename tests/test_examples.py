@@ -37,10 +37,6 @@ def test_it_runs_and_prints_a_row_for_each_method():
 @pytest.mark.slow
 def test_the_picture_of_the_readme_is_wider_where_there_are_no_data(tmp_path):
     """The example's own functions, with fewer steps than the picture."""
-    import runpy
-
-    import torch
-
     example = runpy.run_path(str(ROOT / "examples" / "with_and_without.py"))
     x, label = example["data"]()
     new = torch.tensor([[0.0, 1.0], [-2.0, -2.0], [4.0, 3.0], [2.0, 0.0]])

@@ -84,29 +84,13 @@ def run(tx, epochs=4, inplace=False, curvature=root):
     return params, state, losses
 
 
-@pytest.mark.sweep(4)
-@pytest.mark.parametrize("name", METHODS)
-def test_one_loop_serves_every_method(name):
-    """Each learns, and each that carries a posterior gives the same type of Gaussian, with covariance across parameters."""
-    tx, link = build(name)
-    params, state, _ = run(tx, epochs=10)
-    assert loss(params, data()) < 0.6 * loss(start(), data())
-    assert all(torch.isfinite(p).all() and not p.requires_grad for p in params.values())
-    if not hasattr(link, "posterior"):
-        return
-    posterior = posterior_of(name, link, state, params)
-    assert isinstance(posterior, Gaussian)
-    draws = posterior.sample((5,), generator=torch.Generator().manual_seed(4))
-    assert draws["body"].shape == (5, 2, 4) and torch.isfinite(posterior.log_prob(draws)).all()
-    assert (posterior.marginal_variance["head"] > 0).all()
-
-
 @pytest.mark.parametrize("name", [name for name in METHODS if hasattr(METHODS[name](), "posterior")])
 def test_prediction_never_asks_which_method_it_was(name):
     """Linearised moments against the dense covariance, for every posterior."""
     tx, link = build(name)
     params, state, _ = run(tx)
     posterior = posterior_of(name, link, state, params)
+    assert isinstance(posterior, Gaussian)
     inputs = data()[0][:5]
     mean, covariance = bc.posterior.linearized(forward, posterior, (inputs, None))
     jacobian = torch.func.jacrev(lambda p: forward(p, (inputs, None)))(posterior.mean)
@@ -119,9 +103,9 @@ def test_prediction_never_asks_which_method_it_was(name):
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", METHODS)
 def test_in_place_the_loop_is_the_same(name):
-    """Parameters and losses bit for bit."""
-    tx, _ = build(name)
-    params, _, losses = run(tx)
+    """Parameters and losses bit for bit, of a method that learns."""
+    params, _, losses = run(build(name)[0])
+    assert loss(params, data()) < 0.9 * loss(start(), data()) and not any(p.requires_grad for p in params.values())
     inplace, _, again = run(build(name)[0], inplace=True)
     assert losses == again
     assert all(torch.equal(params[k], inplace[k]) for k in params)
