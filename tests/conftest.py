@@ -44,12 +44,6 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.slow)
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    """Every test starts from the same place of the global generator, in whatever order tests run."""
-    torch.manual_seed(0)
-
-
 @pytest.fixture
 def double_precision():
     """New tensors are float64."""

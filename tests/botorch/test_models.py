@@ -24,7 +24,6 @@ pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
 @pytest.fixture(autouse=True)
 def double_precision():
-    torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)

@@ -9,7 +9,6 @@ from torch.func import functional_call
 
 @pytest.fixture(autouse=True)
 def double_precision():
-    torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)

@@ -15,11 +15,6 @@ F64 = {"dtype": torch.float64}
 ROOM = torch.finfo(torch.float64).eps
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 def problem(seed):
     """A layer, its likelihood, a prior, data of some batches; what varies goes through all combinations."""
     generator = torch.Generator().manual_seed(seed)
