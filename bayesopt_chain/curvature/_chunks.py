@@ -4,7 +4,7 @@ For the columns S ``[K, b, *event]`` of the output root of a chunk of b data, on
 several columns at once:
 
     (x, g) of every tapped parameter       one vjp with respect to the tapped outputs, vmapped over columns
-    rows J_b^T s_kb of the other ones      one vjp a datum, vmapped over data and columns
+    rows J_b^T s_kb of the other ones      one vjp a datum, vmapped over data and columns where that is right
 
 Columns are made when they are pulled back, and not held. Memory is the forward pass of b data, and K' columns with
 their output gradients for each of them: b and K' are chosen, from the shapes that one datum's forward pass shows, so
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import optree
@@ -335,21 +336,25 @@ class BatchPullback:
         self.demand.accepts(plan)
         if not plan.generic:
             return plan, Pulled(some, taps, [])
-        rows = _vmapped_rows(self.forward, self.params, linear.data, some, plan.generic)
-        if rows is None or not _are_right(rows, some, plan, check):
-            plan = plan._replace(one_by_one=True)
-            rows = _separate_rows(self.forward, self.params, linear, some, plan.generic)
+        while (rows := self._rows(linear, some, plan)) is None or not _are_right(rows, some, plan, check):
+            if plan.rows == len(ROWS) - 1:  # a plain backward pass: nothing simpler is left
+                assert rows is not None
+                break
+            plan = plan._replace(rows=plan.rows + 1)
         return plan, Pulled(some, taps, rows)
+
+    def _rows(self, linear: Linearised, some: Tensor, plan: TapPlan) -> list[Tensor] | None:
+        """Return the rows of the leaves without taps in the way of a plan; None if it does not work."""
+        return ROWS[plan.rows](self.forward, self.params, linear, some, plan.generic)
 
     def _pull(self, linear: Linearised, some: Tensor, plan: TapPlan) -> Pulled:
         """Pull columns back by a plan that is settled."""
         taps = _pulled_taps(linear, some)
-        rows = None
-        if plan.generic and not plan.one_by_one:
-            rows = _vmapped_rows(self.forward, self.params, linear.data, some, plan.generic)
-        if plan.generic and rows is None:
-            rows = _separate_rows(self.forward, self.params, linear, some, plan.generic)
-        return Pulled(some, taps, rows or [])
+        rows = self._rows(linear, some, plan) if plan.generic else []
+        while rows is None:  # data of another kind than those of the plan
+            plan = plan._replace(rows=plan.rows + 1)
+            rows = self._rows(linear, some, plan)
+        return Pulled(some, taps, rows)
 
     def _last_layer(self, linear: Linearised, root: OutputRoot, plan: TapPlan) -> list[Gradient]:
         """Return the leaves whose layer's output is the model's, with what the structure makes of all columns in the place of
@@ -499,21 +504,35 @@ def _pullback(run: Callable[[list[Tensor]], tuple[Tensor, Any]], zeros: list[Ten
         outputs, aux = run(zeros)
 
     def pull_many(columns: Tensor) -> list[Tensor]:
-        # an output that is not used has no gradient; autograd's own zeros would lack the axis of the columns
-        return [z.new_zeros((len(columns), *z.shape)) if g is None else g for g, z in zip(found_in(columns), zeros)]
-
-    def found_in(columns: Tensor) -> Any:
-        if not outputs.requires_grad:
-            return [None] * len(zeros)
-        if columns.shape[0] > 1:
-            try:
-                return gradients_of_columns(outputs, zeros, columns, retain_graph=True)
-            except UNSUPPORTED:
-                pass
-        rows = [torch.autograd.grad(outputs, zeros, s, retain_graph=True, allow_unused=True) for s in columns]
-        return [None if leaves[0] is None else _stacked(leaves) for leaves in zip(*rows)]
+        return _backward(outputs, zeros, columns)
 
     return outputs.detach(), pull_many, optree.tree_map(torch.Tensor.detach, aux)
+
+
+def _backward(outputs: Tensor, inputs: list[Tensor], columns: Tensor, together: bool = True) -> list[Tensor]:
+    """Pull columns ``[K, ...]`` back through autograd's graph, to ``[K, *input.shape]`` of each input, and keep the graph.
+
+    Args:
+        outputs: the graph's outputs.
+        inputs: the tensors to differentiate by.
+        columns: the columns, each of the outputs' shape.
+        together: whether the backward pass is vmapped over the columns, where all its operations can be.
+    """
+    found: Any = [None] * len(inputs)
+    if outputs.requires_grad:
+        found = _by_autograd(outputs, inputs, columns, together)
+    # an input that is not used has no gradient; autograd's own zeros would lack the axis of the columns
+    return [x.new_zeros((len(columns), *x.shape)) if g is None else g for g, x in zip(found, inputs)]
+
+
+def _by_autograd(outputs: Tensor, inputs: list[Tensor], columns: Tensor, together: bool) -> Any:
+    if together and columns.shape[0] > 1:
+        try:
+            return gradients_of_columns(outputs, inputs, columns, retain_graph=True)
+        except UNSUPPORTED:
+            pass
+    rows = [torch.autograd.grad(outputs, inputs, s, retain_graph=True, allow_unused=True) for s in columns]
+    return [None if leaves[0] is None else _stacked(leaves) for leaves in zip(*rows)]
 
 
 def _stacked(leaves: Sequence[Tensor]) -> Tensor:
@@ -580,7 +599,7 @@ def _generic_gradient(leaf: int, row: Tensor) -> Gradient:
 
 
 def _vmapped_rows(
-    forward: Forward, params: Tree, chunk: Any, columns: Tensor, wanted: list[int]
+    forward: Forward, params: Tree, linear: Linearised, columns: Tensor, wanted: list[int]
 ) -> list[Tensor] | None:
     """Return J_b^T s_kb for the wanted leaves, each ``[K, b, *leaf.shape]``, by one vjp vmapped over data and columns.
 
@@ -588,7 +607,7 @@ def _vmapped_rows(
     """
     leaves, structure, _ = fresh_leaves(params)
     pull = _datum_pullback(forward, structure, leaves, wanted)
-    entries, chunk_structure = optree.tree_flatten(chunk)
+    entries, chunk_structure = optree.tree_flatten(linear.data)
     batched = [i for i, entry in enumerate(entries) if isinstance(entry, Tensor) and entry.ndim]
 
     def vmapped(tensors: list[Tensor], s: Tensor) -> list[Tensor]:
@@ -607,18 +626,37 @@ def _vmapped_rows(
     return [row.transpose(0, 1) for row in rows]
 
 
-def _separate_rows(
-    forward: Forward, params: Tree, linear: Linearised, columns: Tensor, wanted: list[int]
+def _rows_by_datum(
+    forward: Forward, params: Tree, linear: Linearised, columns: Tensor, wanted: list[int], together: bool = True
 ) -> list[Tensor]:
-    """Return what :func:`_vmapped_rows` does, datum by datum."""
+    """Return the same by a forward pass for each datum, which is not vmapped, so that it may look at values.
+
+    Args:
+        forward, params, linear, columns, wanted: as in :func:`_vmapped_rows`.
+        together: whether the backward pass is vmapped over columns, where it can be; otherwise there is one for each column.
+    """
     alone = [part(linear.data, i, i + 1) for i in range(linear.size)]
     leaves, structure, _ = fresh_leaves(params)
-    if is_transformed():
-        pull = _datum_pullback(forward, structure, leaves, wanted)
-        each = [_over_columns(pull(datum))(s) for datum, s in zip(alone, columns.transpose(0, 1))]
-    else:
-        each = [_one_by_one(forward, params, datum, s, wanted) for datum, s in zip(alone, columns.transpose(0, 1))]
+    pull = _datum_pullback(forward, structure, leaves, wanted)
+
+    def rows(datum: Any, s: Tensor) -> list[Tensor]:
+        if is_transformed():
+            return _over_columns(pull(datum))(s)
+        some = [leaves[index].requires_grad_() for index in wanted]
+        with torch.enable_grad():
+            outputs = forward(optree.tree_unflatten(structure, leaves), datum)[0]
+        return _backward(outputs, some, s, together)
+
+    each = [rows(datum, s) for datum, s in zip(alone, columns.transpose(0, 1))]
     return [torch.stack(leaf).transpose(0, 1) for leaf in zip(*each)]
+
+
+# how the rows of leaves without taps are formed, from the fastest way to the one that works for every operation
+ROWS: tuple[Callable[..., list[Tensor] | None], ...] = (
+    _vmapped_rows,
+    _rows_by_datum,
+    partial(_rows_by_datum, together=False),
+)
 
 
 def _datum_pullback(
@@ -638,18 +676,3 @@ def _datum_pullback(
         return lambda s: back(s)[0]
 
     return pull
-
-
-def _one_by_one(forward: Forward, params: Tree, datum: Any, columns: Tensor, wanted: list[int]) -> list[Tensor]:
-    """Return one datum's rows, ``[K, *leaf.shape]``, by plain backward passes, which every operation has."""
-    leaves, structure, _ = fresh_leaves(params)
-    some = [leaves[index].requires_grad_() for index in wanted]
-    with torch.enable_grad():
-        outputs = forward(optree.tree_unflatten(structure, leaves), datum)[0]
-    if not outputs.requires_grad:
-        return [leaf.new_zeros((columns.shape[0], *leaf.shape)) for leaf in some]
-
-    def pull(s: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(outputs, some, s, retain_graph=True, allow_unused=True, materialize_grads=True)
-
-    return [torch.stack(rows) for rows in zip(*map(pull, columns))]

@@ -87,7 +87,7 @@ class TapPlan(NamedTuple):
             that needs no check.
         eps: the rounding unit of the coarsest dtype that the forward pass computes with. That of a layer's own dtype is too
             small where a frozen base is in bfloat16 and its adapters are in float32.
-        one_by_one: whether the generic leaves are done datum by datum instead of vmapped.
+        rows: in which way the generic leaves' gradients are formed: the number of one of ``ROWS`` in ``_chunks.py``.
         columns: how many columns the output root of a datum has; 0 where that is not yet known.
     """
 
@@ -100,7 +100,7 @@ class TapPlan(NamedTuple):
     probe: Tensor
     direct: Callable[[Tensor], list[Tensor]] | None
     eps: float
-    one_by_one: bool = False
+    rows: int = 0
     columns: int = 0
 
     def untap(self, leaves: dict[int, str]) -> TapPlan:
