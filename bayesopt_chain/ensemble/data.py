@@ -49,8 +49,8 @@ class Data(NamedTuple):
         if self.raw is None:
             return self, False
         read = Reader(module)
-        _, targets = read(self.raw)
-        return self._replace(targets=targets, raw=None), read.own == "moves"
+        inputs, targets = read(self.raw)
+        return self._replace(inputs=inputs, targets=targets, raw=None), read.own == "moves"
 
     @property
     def device(self) -> torch.device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -87,7 +88,7 @@ class Ensemble:
         size = len(next(iter(stacked[0].values())))
         draws = [[{k: x[i : i + 1] for k, x in t.items()} for t in stacked] for i in range(size)]
         parts, numbers, likelihood = list[Predictive](), 0, self.likelihood
-        for batch in batches_of(data):
+        for batch in batches_of(data, partial(as_pair, module=self.members.still.module)):
             with kinds.blaming("Ensemble.predict", "data"):
                 inputs = _inputs(batch)
                 if likelihood.has_classes:  # which alone can be added up

@@ -19,6 +19,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
@@ -30,6 +31,7 @@ from bayesopt_chain import batches, checks, kinds
 from bayesopt_chain._torch import is_fully_sharded
 
 Tensors = dict[str, Tensor]
+DECODER_INPUTS = {"decoder_input_ids", "decoder_inputs_embeds"}
 LABELS = ("labels", "label", "targets", "target")  # keys of a mapping that no model is called with
 LEFT_OUT = -100  # transformers' label of a position that does not count
 
@@ -68,7 +70,7 @@ class Forward:
         outputs: str | Callable[[Any], Any] | None = None,
     ) -> None:
         self.module = module
-        self.inputs = batches.picked(inputs, batch_inputs)
+        self.inputs = batches.picked(inputs, partial(batch_inputs, module=module))
         self.outputs = batches.picked(outputs, as_it_is)
         self.names = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
         self.has_buffers = any(True for _ in module.buffers())
@@ -183,13 +185,21 @@ def takes_keywords(module: nn.Module, names: Mapping[str, Any]) -> bool:
     return any(a.kind is a.VAR_KEYWORD for a in arguments.values()) or set(names) <= arguments.keys()
 
 
-def batch_inputs(batch: Any) -> Any:
-    """What of a batch a model takes: of ``(inputs, targets)`` the first, of a mapping all but its labels, else all of it."""
+def batch_inputs(batch: Any, module: Any = None) -> Any:
+    """What of a batch a model takes: of ``(inputs, targets)`` the first, of a mapping all but its labels, else all of it.
+
+    An encoder-decoder of transformers makes the decoder's inputs of its labels, which are each token's prediction from those
+    before it; they are made here, since without labels such a model takes other ones, or none.
+    """
     if isinstance(batch, (tuple, list)):
         return batch[0]
-    if isinstance(batch, Mapping):
-        return {k: v for k, v in batch.items() if k not in LABELS}
-    return batch
+    if not isinstance(batch, Mapping):
+        return batch
+    inputs = {k: v for k, v in batch.items() if k not in LABELS}
+    prepare: Any = getattr(module, "prepare_decoder_input_ids_from_labels", None)
+    if prepare is not None and "labels" in batch and not DECODER_INPUTS & inputs.keys():
+        inputs["decoder_input_ids"] = prepare(labels=batch["labels"])
+    return inputs
 
 
 def make_functional(
@@ -329,11 +339,12 @@ def as_batches(data: Any) -> Iterable:
     return [data] if alone else data
 
 
-def as_pair(batch: Any) -> Any:
-    """A batch as ``(inputs, targets)``: of a mapping all but its labels, and these; ``None`` where there are no targets."""
+def as_pair(batch: Any, module: Any = None) -> Any:
+    """A batch as ``(inputs, targets)``: of a mapping what a module is called with (:func:`batch_inputs`), and its labels; where
+    there are no targets, ``None``."""
     if isinstance(batch, Mapping):
         labels = [batch[key] for key in LABELS if key in batch]
-        return batch_inputs(batch), labels[0] if labels else None
+        return batch_inputs(batch, module), labels[0] if labels else None
     if isinstance(batch, (tuple, list)):
         return batch if len(batch) == 2 else (batch[0] if len(batch) == 1 else tuple(batch), None)
     return batch, None
@@ -358,7 +369,7 @@ class Reader:
         Raises:
             ValueError: labels that are the batch's ``input_ids``, for a module that does not say that it moves them.
         """
-        inputs, targets = pair = as_pair(batch)
+        inputs, targets = pair = as_pair(batch, self.module)
         if not (isinstance(batch, Mapping) and targets is batch.get("labels") and _are_of_tokens(targets)):
             return pair
         if self.own is None:

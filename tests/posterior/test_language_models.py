@@ -49,6 +49,50 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
+def translator() -> nn.Module:
+    """With a dropout of 0, so that its members' training draws nothing."""
+    sizes = {
+        f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in (("layers", 1), ("attention_heads", 2))
+    }
+    sizes |= {"encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "d_model": 8, "max_position_embeddings": 16, "dropout": 0.0}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+    config = transformers.BartConfig(vocab_size=VOCABULARY, tie_word_embeddings=False, **sizes, **tokens)
+    return transformers.BartForConditionalGeneration(config).eval()
+
+
+@pytest.mark.parametrize("make", [translator, sequence_to_sequence])
+def test_the_decoder_of_an_encoder_decoder_sees_its_labels_as_in_the_models_own_loss(make):
+    """Labels of the inputs' shape: BART would take the inputs in their place, without a word."""
+    data = {k: x.repeat(4, 1) for k, x in batch().items()}
+    data["labels"] = torch.where(data["labels"] < 0, data["labels"], data["labels"].flip(1).clamp(min=1))
+    model, few = make(), {k: x[:3] for k, x in data.items()}
+    forward, params, _ = bc.make_functional(model)
+    with torch.no_grad():
+        own = model(**few)
+        torch.testing.assert_close(forward(params, few).logits, own.logits, rtol=0, atol=0)
+    inputs = {
+        "input_ids": data["input_ids"],
+        "decoder_input_ids": model.prepare_decoder_input_ids_from_labels(data["labels"]),
+    }
+    fits = [
+        bc.fit_laplace(
+            model,
+            bc.likelihoods.categorical(),
+            [some],
+            subset=lambda name: "lm_head" in name or "layer_norm" in name,
+            structure="diagonal",
+            tune=None,
+        )
+        for some in (data, (inputs, data["labels"]))
+    ]
+    pairs = [fits[0].predict(few), fits[1].predict({k: x[:3] for k, x in inputs.items()})]
+    torch.testing.assert_close(*pairs, rtol=0, atol=0)
+    once = {"members": 1, "steps": 20, "lr": 1e-3, "batch_size": 4, "progress": False}
+    ensemble = bc.posterior_ensemble(make, data, bc.likelihoods.categorical(), **once)
+    answers = [ensemble.predict(some).probabilities for some in (few, {k: x[:3] for k, x in inputs.items()})]
+    torch.testing.assert_close(*answers, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("make", "moved"),
     [(llama, True), (adapted, True), (tokens_classified, False), (masked, False), (sequence_to_sequence, False)],
