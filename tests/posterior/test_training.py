@@ -98,6 +98,34 @@ def test_the_body_runs_once_where_the_last_layer_is_trained():
     assert len(calls) == 2  # once for each batch
 
 
+class Slopes(nn.Module):
+    """Energies and forces, linear in the last layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(2, 4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = self.head(torch.tanh(self.body(x)))
+            (slope,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return torch.cat([energy, -slope], 1)
+
+
+def test_a_last_layer_whose_outputs_are_derivatives_is_trained_on_its_responses():
+    """To where its evidence is that of the fit, which has settled."""
+    model, x = Slopes(), torch.randn(30, 2)
+    y = torch.cat([x.square().sum(1, keepdim=True), -2 * x], 1)
+    data, options = [(x[:15], y[:15]), (x[15:], y[15:])], {"subset": "last_layer", "structure": "dense"}
+    training = train_by_evidence(
+        model, bc.likelihoods.gaussian(), data, optimizer=adam(0.05), epochs=400, every=20, **options
+    )
+    fitted = bc.fit_laplace(model, bc.likelihoods.gaussian(), data, tune_noise="evidence", **options)
+    torch.testing.assert_close(training.fitted.log_evidence, fitted.log_evidence, rtol=1e-4, atol=0)
+    assert training.log_evidence[0] < training.log_evidence[-1]
+
+
 class Summed(nn.Module):
     def __init__(self):
         super().__init__()
