@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bayesopt_chain.distributed.ranks import (
+    answers,
     chains_of,
     gather_objects,
     gather_tensors,
     require_one_axis,
-    together,
     world,
 )
 from bayesopt_chain.runs import files
@@ -31,6 +31,7 @@ from bayesopt_chain.runs.files import File
 from bayesopt_chain.runs.run import difference
 
 T = TypeVar("T")
+CALL = "call.safetensors"
 
 
 class Stages:
@@ -40,30 +41,32 @@ class Stages:
         path: the directory; of a process among several without a mesh a folder of its own.
         mesh: the ranks, ``None`` for one process.
         mine: the members of this rank.
+        who: the function that was called, for messages.
     """
+
+    who = "posterior_ensemble"
 
     def __init__(self, path: str | Path | None, about: Mapping[str, Any], device: torch.device, mesh: Any) -> None:
         self.path = None if path is None else Path(path)
         self.device, self.mesh, count = device, mesh, about["members"]
         self.mine = range(count)
         if mesh is not None:
-            _require_ranks(mesh, count, about)
+            _require_ranks(self.who, mesh, count, about)
             self.mine = chains_of(count, mesh)
         elif self.path is not None and world().size > 1:
             self.path = self.path / f"rank-{world().rank:05d}-of-{world().size:05d}"
-        self._of_first(lambda: self._claim(about))
+        self.of_first(lambda: self._claim(about))
 
     @property
     def is_first(self) -> bool:
         """Whether this rank writes and speaks for all of them."""
         return self.mesh is None or self.mesh.get_local_rank() == 0
 
-    def _of_first(self, what: Callable[[], Any]) -> None:
-        """Let the first rank do it; what it raises, all raise."""
+    def of_first(self, what: Callable[[], T]) -> T:
+        """What comes of it where the first rank alone does it; what it raises, all raise."""
         if self.mesh is None:
-            what()
-        else:
-            together(self.mesh, lambda: what() if self.is_first else None)
+            return what()
+        return answers(self.mesh, lambda: what() if self.is_first else None)[0]  # pyright: ignore[reportReturnType]
 
     def _claim(self, about: Mapping[str, Any]) -> None:
         """Say whose directory it is.
@@ -74,12 +77,12 @@ class Stages:
         if self.path is None:
             return
         self.path.mkdir(parents=True, exist_ok=True)
-        file, mine = self.path / "call.safetensors", json.loads(json.dumps(dict(about)))
+        file, mine = self.path / CALL, json.loads(json.dumps(dict(about)))
         if not file.exists():
             files.write(file, {}, mine)
-        elif what := difference(read_or_refuse(file, lambda f: File(f).metadata), mine):
+        elif what := difference(read_or_refuse(file, lambda f: File(f).metadata, who=self.who), mine):
             raise ValueError(
-                f"posterior_ensemble: {self.path} holds another call: {what}; give this one a directory of its own"
+                f"{self.who}: {self.path} holds another call: {what}; give this one a directory of its own"
             )
 
     def once(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -97,9 +100,11 @@ class Stages:
         if self.path is None:
             return None
         file, read = self.path / f"{name}.safetensors", dict[str, Any]()
-        self._of_first(
+        self.of_first(
             lambda: (
-                read.update(read_or_refuse(file, lambda f: files.read_tree(f, self.device))) if file.exists() else None
+                read.update(read_or_refuse(file, lambda f: files.read_tree(f, self.device), who=self.who))
+                if file.exists()
+                else None
             )
         )
         return self.firsts(read) or None
@@ -108,7 +113,7 @@ class Stages:
         """Write a stage, or how far it is."""
         if self.path is not None:
             file = self.path / f"{name}.safetensors"
-            self._of_first(lambda: files.write_tree(file, what))
+            self.of_first(lambda: files.write_tree(file, what))
 
     def gathered(self, tree: T) -> T:
         """A tree of this rank's members ``[m, *]``, with those of all ranks ``[M, *]``."""
@@ -139,27 +144,32 @@ class Stages:
         return torch.load(io.BytesIO(sent[0]), map_location=placed, weights_only=True)
 
 
-def _require_ranks(mesh: Any, members: int, about: Mapping[str, Any]) -> None:
+def _require_ranks(who: str, mesh: Any, members: int, about: Mapping[str, Any]) -> None:
     """Refuse a mesh that members cannot be shared out over, and ranks that were not given the same call.
 
     Raises:
         TypeError, ValueError: on every rank.
     """
-    require_one_axis(mesh, "posterior_ensemble")
+    require_one_axis(mesh, who)
     if members < mesh.size():
         raise ValueError(
-            f"posterior_ensemble: members={members} on {mesh.size()} ranks leave some without one: pass members="
+            f"{who}: members={members} on {mesh.size()} ranks leave some without one: pass members="
             f"{mesh.size()} or more, or start fewer ranks"
         )
     every = gather_objects(dict(about), mesh)
     if wrong := sorted(k for k in about if any(theirs[k] != about[k] for theirs in every)):
         raise ValueError(
-            f"posterior_ensemble: the ranks were not given the same call: {', '.join(wrong)} differ. Every rank is given all "
+            f"{who}: the ranks were not given the same call: {', '.join(wrong)} differ. Every rank is given all "
             "data and the same arguments; each trains its share of the members"
         )
 
 
-def read_or_refuse(file: Path, read: Callable[[Path], Any], instead: str = "delete it, and it is made anew") -> Any:
+def read_or_refuse(
+    file: Path,
+    read: Callable[[Path], Any],
+    instead: str = "delete it, and it is made anew",
+    who: str = "posterior_ensemble",
+) -> Any:
     """What a file holds.
 
     Raises:
@@ -168,4 +178,4 @@ def read_or_refuse(file: Path, read: Callable[[Path], Any], instead: str = "dele
     try:
         return read(file)
     except ValueError as err:
-        raise ValueError(f"posterior_ensemble: {str(err).removeprefix('load: ')}; {instead}") from err
+        raise ValueError(f"{who}: {str(err).removeprefix('load: ')}; {instead}") from err

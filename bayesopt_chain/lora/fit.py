@@ -28,23 +28,16 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from bayesopt_chain import checks, kinds, likelihoods, optim
-from bayesopt_chain.distributed.ranks import (
-    answers,
-    chains_of,
-    gather_objects,
-    gather_tensors,
-    require_one_axis,
-    world,
-)
 from bayesopt_chain.ensemble.data import Data, read
+from bayesopt_chain.ensemble.stages import CALL, Stages
 from bayesopt_chain.lora.adapters import (
     ABOUT,
     MEAN,
@@ -63,16 +56,13 @@ from bayesopt_chain.modules.functional import LEFT_OUT, arguments_of, write_back
 from bayesopt_chain.posterior.fit import fit_laplace
 from bayesopt_chain.posterior.gaussian import Gaussian, posterior_of
 from bayesopt_chain.precision import Kronecker
-from bayesopt_chain.runs.run import describe, difference
+from bayesopt_chain.runs.run import describe
 from bayesopt_chain.trees import require_like
 
 METHODS = ("ensemble", "sghmc", "ivon", "laplace")
 EPOCHS = 4  # of each member, where the gradients are not given
 HELD_OUT = 5  # a fifth of the sequences decides on the prior
 LEARNING_RATES = {"ensemble": 3e-3, "sghmc": 0.05, "ivon": 0.3, "laplace": 3e-3}
-
-
-T = TypeVar("T")
 
 
 class Prior(NamedTuple):
@@ -193,7 +183,8 @@ def bayesian_lora(
         return kept.result()
     # a candidate takes half as many gradients as a member
     each = max(2, int(steps / (count + len(PRIORS) / 2))) if decides else max(2, steps // count)
-    losses = kept.once("losses", lambda: problem.held_out_losses(each // 2)) if decides else {}
+    held_out = partial(problem.held_out_losses, each // 2)
+    losses = kept.once("losses", lambda: kept.of_first(held_out)) if decides else {}
     name = min(losses, key=losses.get) if losses else f"{prior_precision} on both"  # pyright: ignore[reportCallIssue, reportArgumentType]
     if prior is not None:
         name, precisions = "given", Prior(0.0, 0.0, of_start=False)
@@ -442,75 +433,34 @@ class _Problem:
         return posterior_of(fitted.seen.precision, mean, prior=self.prior)
 
 
-class _Kept:
+class _Kept(Stages):
     """Draws as they are made, in memory or in a folder in which the same call goes on.
 
-    The folder has ``call.json`` (the arguments and a description of the data, by the run store's rules), ``losses.json`` once
-    the prior is decided, an adapter of PEFT for each draw, and at the end what :func:`bayesopt_chain.lora.adapters` reads. Of
-    several ranks each writes the draws of its own members, and the first one all else.
-
-    Attributes:
-        mine: the numbers of the members that are made here.
+    The folder has ``call.safetensors`` (the arguments and a description of the data), ``losses.safetensors`` once the prior is
+    decided, an adapter of PEFT for each draw, and at the end what :func:`bayesopt_chain.lora.adapters` reads. Of several ranks
+    each writes the draws of its own members, and the first one all else.
     """
 
+    who = "bayesian_lora"
+
     def __init__(self, problem: _Problem, path: str | Path | None, given: Mapping[str, Any], mesh: Any) -> None:
-        self.problem, self.path, self.mesh = problem, None if path is None else Path(path), mesh
-        self.mine, self.first = range(given["members"]), True
-        if mesh is not None:
-            require_one_axis(mesh, "bayesian_lora")
-            every = gather_objects(dict(given), mesh)
-            if wrong := sorted(k for k in given if any(theirs[k] != given[k] for theirs in every)):
-                raise ValueError(f"bayesian_lora: the ranks were not given the same call: {', '.join(wrong)} differ")
-            self.mine, self.first = chains_of(given["members"], mesh), mesh.get_local_rank() == 0
-        elif self.path is not None and world().size > 1:
-            self.path = self.path / f"rank-{world().rank:05d}-of-{world().size:05d}"
-        self.draws: list[dict[str, Tensor]] = []
+        self.problem, self.draws = problem, list[dict[str, Tensor]]()
         self.posterior: Gaussian | None = None
-        self._of_first(lambda: self._claim(given))
+        super().__init__(path, given, next(iter(problem.named.values())).device, mesh)
 
-    def _of_first(self, what: Callable[[], T]) -> T:
-        """What the first rank's function returns, on every rank; what it raises, all raise."""
-        if self.mesh is None:
-            return what()
-        return answers(self.mesh, lambda: what() if self.first else None)[0]  # pyright: ignore[reportReturnType]
-
-    def _claim(self, given: Mapping[str, Any]) -> None:
-        if self.path is None:
-            return
-        self.path.mkdir(parents=True, exist_ok=True)
-        call, text = self.path / "call.json", json.dumps(given, indent=1) + "\n"
-        if call.exists():
-            before = json.loads(call.read_text(encoding="utf-8"))
-            if other := difference(before, json.loads(text)):
-                raise ValueError(
-                    f"bayesian_lora: path {str(self.path)!r} is of another call: there {other}; pass another folder"
-                )
-        elif any(self.path.iterdir()):
-            raise ValueError(f"bayesian_lora: path {str(self.path)!r} holds other files: pass a folder of its own")
-        else:
-            _replace(call, text)
+    def _claim(self, about: Mapping[str, Any]) -> None:
+        if (path := self.path) is not None and not (path / CALL).exists() and path.is_dir() and any(path.iterdir()):
+            raise ValueError(f"bayesian_lora: path {str(path)!r} holds other files: pass a folder of its own")
+        super()._claim(about)
 
     @property
     def is_done(self) -> bool:
-        return self._of_first(lambda: self.path is not None and (self.path / ABOUT).exists())
+        return self.of_first(lambda: self.path is not None and (self.path / ABOUT).exists())
 
     def result(self) -> Adapters:
         """What a finished call left."""
         assert self.path is not None
         return adapters(self.path, self.problem.model)
-
-    def once(self, name: str, make: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """Numbers, made once and by the first rank."""
-
-        def made() -> dict[str, float]:
-            if self.path is None:
-                return make()
-            file = self.path / f"{name}.json"
-            if not file.exists():
-                _replace(file, json.dumps(make()))
-            return json.loads(file.read_text(encoding="utf-8"))
-
-        return self._of_first(made)
 
     def member(self, k: int, count: int, make: Callable[[], dict[str, Any]]) -> None:
         """The draws of member ``k``, made unless all of them are there."""
@@ -533,14 +483,11 @@ class _Kept:
 
     def finish(self, report: Mapping[str, Any]) -> Adapters:
         """All draws together, of all ranks."""
-        stacked = {name: torch.stack([draw[name] for draw in self.draws]) for name in self.draws[0]}
-        if self.mesh is not None:
-            parts = gather_tensors(stacked, self.mesh)
-            stacked = {name: torch.cat([part[name] for part in parts]) for name in stacked}
+        stacked = self.gathered({name: torch.stack([draw[name] for draw in self.draws]) for name in self.draws[0]})
         model, answers = self.problem.model, self.problem.answers
         found = Adapters(model, stacked, posterior=self.posterior, report=report, answers=answers)
         if (path := self.path) is not None:
-            self._of_first(lambda: _replace(path / ABOUT, json.dumps(found.about(), indent=1) + "\n"))
+            self.of_first(lambda: _replace(path / ABOUT, json.dumps(found.about(), indent=1) + "\n"))
         return found
 
 

@@ -175,11 +175,11 @@ def test_a_call_that_was_killed_goes_on_where_it_was(data, tmp_path, monkeypatch
     again = lora.bayesian_lora(own, data, path=tmp_path / "draws", **given)
     assert calls == [1] and again.report == whole.report
     assert all(torch.equal(x, again.draws[name]) for name, x in whole.draws.items())
-    with pytest.raises(ValueError, match="there steps is 30, here 31"):
+    with pytest.raises(ValueError, match="another call: steps is 30, here 31"):
         lora.bayesian_lora(own, data, path=tmp_path / "draws", **{**given, "steps": 31})
     other = {**data, "labels": data["labels"].clone()}
     other["labels"][3, 2] = 7
-    with pytest.raises(ValueError, match=r"there data.* is .*, here "):
+    with pytest.raises(ValueError, match=r"another call: data.* is .*, here "):
         lora.bayesian_lora(own, other, path=tmp_path / "draws", **given)
 
 
