@@ -7,11 +7,9 @@ temperature, so they look at types when they are made, and a chain that samples 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import optree
 from torchopt.base import GradientTransformation
@@ -168,40 +166,3 @@ def _checking(factory: Factory, ranges: bool, own: Mapping[str, Rule]) -> Factor
                 rules[name](_shown(factory.__name__, name), given[name], ranges or name in own)
 
     return looking(factory, look)
-
-
-def with_options(options: type, link: type) -> Callable[[Factory], Factory]:
-    """Show the keywords of a factory's ``**kwargs: Unpack[options]`` one by one, so that several factories share them.
-
-    A type checker reads the keywords off the annotation. This does the same for ``help``, for the documentation, for
-    :func:`checked` and for the error about a keyword that is unknown.
-
-    Args:
-        options: the ``TypedDict`` of the keywords.
-        link: the dataclass to whose fields the factory passes them on, and whose defaults they therefore have.
-    """
-    empty = inspect.Parameter.empty
-    shown = [
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=getattr(link, name, empty), annotation=kind.__forward_arg__
-        )
-        for name, kind in options.__annotations__.items()
-    ]
-
-    def decorate(factory: Factory) -> Factory:
-        own = inspect.signature(factory)
-        named = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        signature = own.replace(parameters=[*named, *shown])
-
-        @functools.wraps(factory)
-        def bound(*args: Any, **kwargs: Any) -> Any:
-            try:
-                signature.bind(*args, **kwargs)
-            except TypeError as error:
-                raise TypeError(f"{factory.__name__}() {error}") from None
-            return factory(*args, **kwargs)
-
-        vars(bound)["__signature__"] = signature
-        return cast(Factory, bound)
-
-    return decorate

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
 from bayesopt_chain import checks, kinds
-from bayesopt_chain.arguments import Range, checked_as, with_options
+from bayesopt_chain.arguments import Range, checked_as
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import TensorOps
 from bayesopt_chain.matching.response import Refused, Response
@@ -46,20 +46,8 @@ from bayesopt_chain.schedules import is_number, is_schedule
 from bayesopt_chain.tracing import is_readable
 from bayesopt_chain.trees import copied, paths_of, spread, upcast
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 Number = float | Tensor | Callable[[Tensor], Any]
 WEIGHT = Range("(0, inf)", tensor=True, schedule=True)  # of the log-likelihood; at 0 the data would say nothing
-
-
-class Options(TypedDict, total=False):
-    """The keywords that all filters have; :func:`dense` says what they mean."""
-
-    prior: Gaussian | None
-    prior_precision: Any
-    transition_noise: Any
-    forgetting: float | Tensor
 
 
 @dataclass(frozen=True)
@@ -263,10 +251,13 @@ class KalmanFilter(PosteriorTransformation):
 
 
 @checked_as(lr=WEIGHT)
-@with_options(Options, Filter)
 def dense(
     lr: Number = 1.0,
-    **options: Unpack[Options],
+    *,
+    prior: Gaussian | None = None,
+    prior_precision: Any = 1.0,
+    transition_noise: Any = 0.0,
+    forgetting: float | Tensor = 1.0,
 ) -> KalmanFilter:
     """The extended Kalman filter with every correlation, as a square root of the information.
 
@@ -310,14 +301,25 @@ def dense(
         >>> params, tx.posterior(state, params).marginal_variance
         (tensor([3.0000]), tensor([0.2500]))
     """
-    return KalmanFilter((Filter(DenseRoot(), lr, **options),))
+    link = Filter(
+        DenseRoot(),
+        lr,
+        prior=prior,
+        prior_precision=prior_precision,
+        transition_noise=transition_noise,
+        forgetting=forgetting,
+    )
+    return KalmanFilter((link,))
 
 
 @checked_as(lr=WEIGHT)
-@with_options(Options, Filter)
 def diagonal(
     lr: Number = 1.0,
-    **options: Unpack[Options],
+    *,
+    prior: Gaussian | None = None,
+    prior_precision: Any = 1.0,
+    transition_noise: Any = 0.0,
+    forgetting: float | Tensor = 1.0,
 ) -> KalmanFilter:
     """The extended Kalman filter that keeps the diagonal of the information.
 
@@ -344,16 +346,26 @@ def diagonal(
         >>> updates, tx.posterior(state, params).marginal_variance
         (tensor([1., 1.]), tensor([0.5000, 0.5000]))
     """
-    return KalmanFilter((Filter(LowRankInformation(0), lr, **options),))
+    link = Filter(
+        LowRankInformation(0),
+        lr,
+        prior=prior,
+        prior_precision=prior_precision,
+        transition_noise=transition_noise,
+        forgetting=forgetting,
+    )
+    return KalmanFilter((link,))
 
 
 @checked_as(lr=WEIGHT)
-@with_options(Options, Filter)
 def low_rank(
     lr: Number = 1.0,
     *,
     rank: int = 10,
-    **options: Unpack[Options],
+    prior: Gaussian | None = None,
+    prior_precision: Any = 1.0,
+    transition_noise: Any = 0.0,
+    forgetting: float | Tensor = 1.0,
 ) -> KalmanFilter:
     """The low-rank extended Kalman filter LO-FI: information of a diagonal and ``rank`` directions (Chang,
     Duran-Martin, Shestopaloff, Jones and Murphy, 2023).
@@ -384,4 +396,12 @@ def low_rank(
     """
     if not isinstance(rank, int) or rank < 1:
         raise ValueError(f"ekf.low_rank: rank must be an integer of at least 1, got {rank!r}; rank 0 is ekf.diagonal")
-    return KalmanFilter((Filter(LowRankInformation(rank), lr, **options),))
+    link = Filter(
+        LowRankInformation(rank),
+        lr,
+        prior=prior,
+        prior_precision=prior_precision,
+        transition_noise=transition_noise,
+        forgetting=forgetting,
+    )
+    return KalmanFilter((link,))

@@ -41,14 +41,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.arguments import checked_types, with_options
+from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.link import LinkContext, OnShards
 from bayesopt_chain.core.op import TensorOps
 from bayesopt_chain.distributed import shards
@@ -66,21 +66,6 @@ from bayesopt_chain.precision import Diagonal, Precision
 from bayesopt_chain.schedules import ScalarOrSchedule, now, scalar
 from bayesopt_chain.tracing import is_readable
 from bayesopt_chain.trees import upcast, wide
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-
-class Options(TypedDict, total=False):
-    """The keywords that all three methods have; :func:`ivon` says what they mean."""
-
-    weight_decay: float
-    prior: Gaussian | None
-    init_hessian: float
-    trust_radius: float | None
-    n_samples: int
-    antithetic: bool
-    generator: torch.Generator | None
 
 
 class NaturalState(NamedTuple):
@@ -366,7 +351,6 @@ class VON(Natural):
 
 
 @checked_types
-@with_options(Options, Natural)
 def ivon(
     lr: ScalarOrSchedule,
     *,
@@ -374,7 +358,13 @@ def ivon(
     betas: tuple[float, float] = (0.9, 0.99999),
     rescale_lr: bool = True,
     clip_radius: float = math.inf,
-    **options: Unpack[Options],
+    weight_decay: float = 0.0,
+    prior: Gaussian | None = None,
+    init_hessian: float = 1.0,
+    trust_radius: float | None = None,
+    n_samples: int = 1,
+    antithetic: bool = False,
+    generator: torch.Generator | None = None,
 ) -> DrawingTransformation:
     """Improved variational online Newton: a diagonal Gaussian at the cost of Adam (Shen et al., 2024).
 
@@ -414,19 +404,36 @@ def ivon(
         >>> tx.posterior(state, params).marginal_variance.shape
         torch.Size([2])
     """
-    return DrawingTransformation(
-        (IVON(lr, temperature, betas, rescale_lr=rescale_lr, clip_radius=clip_radius, **options),)
+    link = IVON(
+        lr,
+        temperature,
+        betas,
+        rescale_lr=rescale_lr,
+        clip_radius=clip_radius,
+        weight_decay=weight_decay,
+        prior=prior,
+        init_hessian=init_hessian,
+        trust_radius=trust_radius,
+        n_samples=n_samples,
+        antithetic=antithetic,
+        generator=generator,
     )
+    return DrawingTransformation((link,))
 
 
 @checked_types
-@with_options(Options, Natural)
 def von(
     lr: ScalarOrSchedule,
     *,
     temperature: ScalarOrSchedule,
     betas: tuple[float, float] = (0.0, 0.999),
-    **options: Unpack[Options],
+    weight_decay: float = 0.0,
+    prior: Gaussian | None = None,
+    init_hessian: float = 1.0,
+    trust_radius: float | None = None,
+    n_samples: int = 1,
+    antithetic: bool = False,
+    generator: torch.Generator | None = None,
 ) -> DrawingTransformation:
     """Variational online Newton with a precision of any structure (Khan et al., 2018; Khan and Rue, 2023).
 
@@ -463,4 +470,16 @@ def von(
         >>> tx.posterior(state, params).precision.to_dense().shape
         torch.Size([2, 2])
     """
-    return DrawingTransformation((VON(lr, temperature, betas, **options),))
+    link = VON(
+        lr,
+        temperature,
+        betas,
+        weight_decay=weight_decay,
+        prior=prior,
+        init_hessian=init_hessian,
+        trust_radius=trust_radius,
+        n_samples=n_samples,
+        antithetic=antithetic,
+        generator=generator,
+    )
+    return DrawingTransformation((link,))

@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -40,7 +40,7 @@ from torchopt.base import GradientTransformation
 
 from bayesopt_chain import checks, kinds
 from bayesopt_chain._torch import whole
-from bayesopt_chain.arguments import checked_types, with_options
+from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.link import LinkContext, OnShards
 from bayesopt_chain.core.op import TensorOps
@@ -68,9 +68,6 @@ from bayesopt_chain.posterior.vi._families import Dense, Family, LowRank, MeanFi
 from bayesopt_chain.precision import Precision
 from bayesopt_chain.schedules import ScalarOrSchedule, is_zero, now, scalar
 from bayesopt_chain.trees import copied, paths_of, require_like, spread, upcast, wide
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class VariationalState(NamedTuple):
@@ -428,26 +425,19 @@ class VariationalTransform(DrawingTransformation):
         return self._link.negative_elbo(self._state(state), loss, draw)
 
 
-class Options(TypedDict, total=False):
-    """The keywords that all families have; :func:`mean_field` says what they mean."""
-
-    n_samples: int
-    antithetic: bool
-    stick_the_landing: bool
-    weight_decay: float
-    prior: Gaussian | None
-    scale_optimizer: GradientTransformation | None
-    generator: torch.Generator | None
-
-
 @checked_types
-@with_options(Options, Variational)
 def mean_field(
     optimizer: GradientTransformation,
     *,
     temperature: ScalarOrSchedule,
     init_scale: Any = 1e-2,
-    **options: Unpack[Options],
+    n_samples: int = 1,
+    antithetic: bool = False,
+    stick_the_landing: bool = True,
+    weight_decay: float = 0.0,
+    prior: Gaussian | None = None,
+    scale_optimizer: GradientTransformation | None = None,
+    generator: torch.Generator | None = None,
 ) -> VariationalTransform:
     """Independent Gaussians on every parameter: ``theta = mu + sigma * z``. Bayes by backprop (Blundell, Cornebise, Kavukcuoglu
     and Wierstra, 2015).
@@ -492,17 +482,34 @@ def mean_field(
         >>> tx.posterior(state, params).marginal_variance["w"].shape
         torch.Size([2])
     """
-    return VariationalTransform((Variational(MeanField(init_scale), optimizer, temperature, **options),))
+    link = Variational(
+        MeanField(init_scale),
+        optimizer,
+        temperature,
+        n_samples=n_samples,
+        antithetic=antithetic,
+        stick_the_landing=stick_the_landing,
+        weight_decay=weight_decay,
+        prior=prior,
+        scale_optimizer=scale_optimizer,
+        generator=generator,
+    )
+    return VariationalTransform((link,))
 
 
 @checked_types
-@with_options(Options, Variational)
 def dense(
     optimizer: GradientTransformation,
     *,
     temperature: ScalarOrSchedule,
     init_scale: Any = 1e-2,
-    **options: Unpack[Options],
+    n_samples: int = 1,
+    antithetic: bool = False,
+    stick_the_landing: bool = True,
+    weight_decay: float = 0.0,
+    prior: Gaussian | None = None,
+    scale_optimizer: GradientTransformation | None = None,
+    generator: torch.Generator | None = None,
 ) -> VariationalTransform:
     """One Gaussian over all parameters, every correlation kept: ``theta = mu + L z`` (Kucukelbir, Tran, Ranganath, Gelman and
     Blei, 2017).
@@ -530,18 +537,35 @@ def dense(
         >>> tx.posterior(tx.init(params), params).marginal_variance
         tensor([0.0100, 0.0100, 0.0100])
     """
-    return VariationalTransform((Variational(Dense(init_scale), optimizer, temperature, **options),))
+    link = Variational(
+        Dense(init_scale),
+        optimizer,
+        temperature,
+        n_samples=n_samples,
+        antithetic=antithetic,
+        stick_the_landing=stick_the_landing,
+        weight_decay=weight_decay,
+        prior=prior,
+        scale_optimizer=scale_optimizer,
+        generator=generator,
+    )
+    return VariationalTransform((link,))
 
 
 @checked_types
-@with_options(Options, Variational)
 def low_rank(
     optimizer: GradientTransformation,
     *,
     temperature: ScalarOrSchedule,
     rank: int = 10,
     init_scale: Any = 1e-2,
-    **options: Unpack[Options],
+    n_samples: int = 1,
+    antithetic: bool = False,
+    stick_the_landing: bool = True,
+    weight_decay: float = 0.0,
+    prior: Gaussian | None = None,
+    scale_optimizer: GradientTransformation | None = None,
+    generator: torch.Generator | None = None,
 ) -> VariationalTransform:
     """A low-rank plus diagonal covariance: ``theta = mu + B z + d * eps`` (Ong, Nott and Smith, 2018).
 
@@ -571,4 +595,16 @@ def low_rank(
     """
     if not isinstance(rank, int) or rank < 1:
         raise ValueError(f"vi.low_rank: rank must be an integer of at least 1, got {rank!r}; rank 0 is vi.mean_field")
-    return VariationalTransform((Variational(LowRank(init_scale, rank), optimizer, temperature, **options),))
+    link = Variational(
+        LowRank(init_scale, rank),
+        optimizer,
+        temperature,
+        n_samples=n_samples,
+        antithetic=antithetic,
+        stick_the_landing=stick_the_landing,
+        weight_decay=weight_decay,
+        prior=prior,
+        scale_optimizer=scale_optimizer,
+        generator=generator,
+    )
+    return VariationalTransform((link,))
