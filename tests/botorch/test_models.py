@@ -19,14 +19,11 @@ from botorch.sampling import SobolQMCNormalSampler
 from bayesopt_chain.botorch import DrawsModel, LinearizedModel
 from bayesopt_chain.likelihoods import gaussian
 
-pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
-
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = [
+    pytest.mark.peers,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("double_precision"),
+]
 
 
 def fit(subset="all", outputs=1, structure="dense"):

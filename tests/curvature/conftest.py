@@ -8,10 +8,8 @@ from torch.func import functional_call
 
 
 @pytest.fixture(autouse=True)
-def double_precision():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+def doubles(double_precision):
+    """Of every test here."""
 
 
 def of_module(module):

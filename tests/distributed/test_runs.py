@@ -373,15 +373,10 @@ def test_what_ranks_drew_before_an_error_is_on_disk_and_they_go_on(where, tmp_pa
             must_be(part, want)
 
 
-def ended(kind, path, where, raises):
-    """What a run came to whose callback asks for its end after step 6 on one rank, which alone has callbacks."""
-
-    def callback(it):
-        if it.step == 6 and raises:
-            raise KeyboardInterrupt if raises == "Ctrl-C" else ZeroDivisionError
-        return it.step == 6
-
-    return sampled(kind, path, callbacks=[callback] if world()[0] == where else [])
+def ended(kind, path, where, ends):
+    """What a run came to whose callback is asked after step 6 on one rank, which alone has callbacks."""
+    callbacks = [lambda it: it.step == 6 and ends()] if world()[0] == where else []
+    return sampled(kind, path, callbacks=callbacks)
 
 
 @pytest.mark.filterwarnings("ignore:sample")
@@ -390,11 +385,11 @@ def ended(kind, path, where, raises):
 @pytest.mark.parametrize("on_disk", [False, True])
 @pytest.mark.parametrize("where", [0, 1])
 def test_a_callback_that_ends_a_run_on_one_rank_ends_it_on_all(kind, on_disk, where, tmp_path):
-    part = ended(kind, tmp_path / "ended" if on_disk else None, where, None)
+    part = ended(kind, tmp_path / "ended" if on_disk else None, where, lambda: True)
     assert part.steps.tolist() == [5, 6] and part.why == "a callback ended it after step 6"
     path = tmp_path / "raised" if on_disk else None
     with pytest.raises((ZeroDivisionError, RuntimeError)) as caught:
-        ended(kind, path, where, "an error")
+        ended(kind, path, where, error)
     if world()[0] != where:
         assert str(caught.value) == f"rank {where} failed: ZeroDivisionError: "
     if on_disk and world()[0] == 0:  # which has written them
