@@ -22,7 +22,6 @@ import bayesopt_chain as bc
 from tests.distributed.ranks import mesh_of, whole, world
 
 # The package imports a file when a name in it is first asked for: here, so that processes are forked with all of them.
-EVERY_NAME = [getattr(bc, name) for name in bc.__all__]
 N, STEPS = 6, 14
 TX = bc.sghmc(0.1, temperature=0.05)
 
