@@ -265,8 +265,7 @@ def place_of(p: Tensor) -> Place | None:
 
 def is_part(p: Tensor) -> bool:
     """Whether a tensor may hold some elements of its leaf only: a DTensor, or one whose elements :func:`part` was given."""
-    place = _places.get(p)
-    return is_dtensor(p) or (place is not None and place.runs is not None)
+    return is_dtensor(p) or getattr(place_of(p), "runs", None) is not None
 
 
 def elements_of(p: Tensor) -> Runs:
@@ -278,8 +277,8 @@ def elements_of(p: Tensor) -> Runs:
     Returns:
         ``((start, length), ...)`` in ascending order.
     """
-    place = _places.get(p)
-    return place.runs if place is not None and place.runs is not None else runs_of(p)
+    told = getattr(place_of(p), "runs", None)
+    return runs_of(p) if told is None else told
 
 
 def _place(name: str, p: Tensor, said: Any) -> Place:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -157,18 +157,31 @@ class Sharding:
         """The local gradients, each redistributed to the placements of its parameter first.
 
         Args:
-            g: the gradients.
+            g: the gradients; ``None`` for a missing one.
             own: their local tensors.
+
+        Returns:
+            The local tensors; ``None`` for a missing gradient.
 
         Raises:
             ValueError: a gradient is a DTensor and its parameter is not, or the other way round.
         """
-
-        def refuse(j: int) -> None:
-            if is_dtensor(g[j]) or self.pieces[j] is not None:
-                self.seen([None] * j + [g[j]], "updates")
-
-        return local_gradients(g, own, self.specs, self.alike, refuse)
+        came_as, out = specs_of(g), list(own)
+        if are_same(came_as, self.alike):
+            return out
+        for j, (x, came, spec) in enumerate(zip(g, came_as, self.specs)):
+            if x is None or (came is None and self.pieces[j] is None):
+                continue
+            if came is None or spec is None:
+                self.seen([None] * j + [x], "updates")
+                continue
+            if x.ndim == len(spec.shape) + 1:  # gradients at several draws have an axis of draws in front
+                spec = stacked_spec(spec, x, 1)
+            if came is spec or (came.placements == spec.placements and came.mesh == spec.mesh):
+                self.alike[j] = came
+            else:
+                out[j] = local_of(x.redistribute(spec.mesh, spec.placements))
+        return out
 
     def laid_out(self, leaves: Sequence[int], xs: Sequence[Any]) -> list[Any]:
         """Make DTensors of local tensors of these leaves, whose dtypes may differ from those of the leaves."""
@@ -257,8 +270,7 @@ class Sharding:
 
     def _agreed(self, entry: Any) -> Any:
         """The state of a link with the key of the first rank, if it has a key."""
-        meshes = [spec.mesh for spec in self.specs if spec is not None]
-        return entry._replace(key=_first(entry.key, meshes)) if hasattr(entry, "key") else entry
+        return entry._replace(key=agreed_key(entry.key, self.specs)) if hasattr(entry, "key") else entry
 
 
 def _cut_over(spec: Any) -> tuple[Any, ...]:
@@ -386,40 +398,6 @@ class _Entry(NamedTuple):
         return _Entry(spec.unflatten(leaves), leaves, parts, mine, False)
 
 
-def local_gradients(
-    g: Sequence[Any], own: Sequence[Any], specs: Sequence[Any], alike: list[Any], refuse: Callable[[int], None]
-) -> list[Any]:
-    """The local gradients, each redistributed to the placements of its parameter first.
-
-    Args:
-        g: the gradients; ``None`` for a missing one.
-        own: their local tensors.
-        specs: torch's description of each parameter; ``None`` for a plain tensor.
-        alike: the descriptions of the last gradients that had the placements of their parameters. This list is updated.
-            Gradients with the same description objects are returned at once.
-        refuse: called with the number of a gradient that is a DTensor while its parameter is not, or the other way round.
-
-    Returns:
-        The local tensors; ``None`` for a missing gradient.
-    """
-    came_as, out = specs_of(g), list(own)
-    if are_same(came_as, alike):
-        return out
-    for j, (x, came, spec) in enumerate(zip(g, came_as, specs)):
-        if x is None:
-            continue
-        if came is None or spec is None:
-            refuse(j)
-            continue
-        if x.ndim == len(spec.shape) + 1:  # gradients at several draws have an axis of draws in front
-            spec = stacked_spec(spec, x, 1)
-        if came is spec or (came.placements == spec.placements and came.mesh == spec.mesh):
-            alike[j] = came
-        else:
-            out[j] = local_of(x.redistribute(spec.mesh, spec.placements))
-    return out
-
-
 def memory_of(x: Any, part: Tensor, spec: Any) -> Any:
     """Make a DTensor of a state tensor that belongs to a leaf.
 
@@ -434,9 +412,8 @@ def memory_of(x: Any, part: Tensor, spec: Any) -> Any:
     """
     if spec is None or not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
         return x
-    if x.shape == part.shape:
-        return dtensor_of(x, stacked_spec(spec, x, 0))
-    return dtensor_of(x, stacked_spec(spec, x, 1)) if x.shape[1:] == part.shape else x
+    axes = x.ndim - part.ndim
+    return dtensor_of(x, stacked_spec(spec, x, axes)) if axes in (0, 1) and x.shape[axes:] == part.shape else x
 
 
 def cut_like(x: Tensor, like: Any) -> Any:
@@ -470,11 +447,8 @@ def everywhere(ok: Tensor, leaves: Sequence[Any]) -> Tensor:
     Returns:
         The condition on all ranks, 0-d bool.
     """
-    groups = _groups([x.device_mesh for x in leaves if is_dtensor(x)])
-    if not groups:
-        return ok
     least = ok.to(torch.int32)  # back ends reduce integers by their minimum, but not all of them booleans
-    for group in groups:
+    for group in _groups(leaves):
         dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
     return least.to(torch.bool)
 
@@ -487,28 +461,29 @@ def mean_everywhere(x: Tensor, leaves: Sequence[Any]) -> Tensor:
         leaves: the leaves.
     """
     x = x.clone()
-    for group in _groups([leaf.device_mesh for leaf in leaves if is_dtensor(leaf)]):
+    for group in _groups(leaves):
         dist.all_reduce(x, group=group)
         x /= dist.get_world_size(group)
     return x
 
 
 def agreed_key(key: Tensor, leaves: Sequence[Any]) -> Tensor:
-    """The key of the first rank, sent to all ranks that hold parts of these leaves."""
-    return _first(key, [x.device_mesh for x in leaves if is_dtensor(x)])
+    """The key of the first rank, sent to all ranks that hold parts of these leaves.
 
-
-def _first(key: Tensor, meshes: Sequence[Any]) -> Tensor:
-    """The key of the first rank, sent to all ranks of these meshes."""
+    Args:
+        key: this rank's key.
+        leaves: the leaves, or torch's descriptions of them.
+    """
     key = key.clone()
-    for group in _groups(meshes):
+    for group in _groups(leaves):
         dist.broadcast(key, group=group, group_src=0)
     return key
 
 
-def _groups(meshes: Sequence[Any]) -> list[Any]:
-    """The process groups of these meshes, in the same order on all ranks."""
-    return [mesh.get_group(axis) for mesh in dict.fromkeys(meshes) for axis in range(mesh.ndim)]
+def _groups(leaves: Sequence[Any]) -> list[Any]:
+    """The process groups of the meshes of these leaves, or of torch's descriptions of them, in one order on all ranks."""
+    meshes = dict.fromkeys([x.device_mesh for x in leaves if hasattr(x, "device_mesh")])
+    return [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
 
 
 def are_spread(tree: Any) -> bool:
@@ -516,9 +491,15 @@ def are_spread(tree: Any) -> bool:
     return any(map(is_dtensor, optree.tree_leaves(tree)))
 
 
-def like(x: Any, part: Any) -> Any:
-    """Make a DTensor with the layout of ``x`` from the local tensor ``part``; if ``x`` is plain, return ``part``."""
-    return dtensor_of(part, stacked_spec(spec_of(x), part, 0)) if is_dtensor(x) else part
+def like(x: Any, part: Any, axes: int = 0) -> Any:
+    """Make a DTensor with the layout of ``x`` from a local tensor; if ``x`` is plain, return the local tensor.
+
+    Args:
+        x: a leaf.
+        part: the local tensor.
+        axes: how many further axes it has in front, which every rank has whole.
+    """
+    return dtensor_of(part, stacked_spec(spec_of(x), part, axes)) if is_dtensor(x) else part
 
 
 def add(params: Sequence[Any], updates: Sequence[Any], inplace: bool) -> list[Any]:
@@ -560,7 +541,6 @@ def require_reached(leaves: Sequence[Any], grads: Sequence[Any]) -> None:
 # own data, without an error. A module under ``fully_shard`` computes with parameters that it gathers itself and not with those
 # that ``torch.func.functional_call`` gives it, so that the gradient would be zero.
 
-_AVAILABLE, _NOTHING = dist.is_available(), nullcontext()
 _seen: WeakSet[Callable[..., Any]] = WeakSet()  # losses whose first evaluation was watched
 
 
@@ -570,9 +550,8 @@ def is_replicated(module: Any) -> bool:
     Args:
         module: any object; what is not a module is not wrapped.
     """
-    if not dist.is_available() or not isinstance(module, torch.nn.Module):
-        return False
-    return any(isinstance(part, torch.nn.parallel.DistributedDataParallel) for part in module.modules())
+    kind = torch.nn.parallel.DistributedDataParallel
+    return isinstance(module, torch.nn.Module) and any([isinstance(part, kind) for part in module.modules()])
 
 
 REFUSAL = (
@@ -595,25 +574,16 @@ def refusing_replicated(loss: Callable[..., Any]) -> AbstractContextManager[None
     Only the first evaluation of each loss is watched, and only if there are several ranks.
 
     Args:
-        loss: the loss.
+        loss: the loss. A loss that cannot be hashed or referenced weakly counts as new every time.
 
     Returns:
         The context. Within it, the call of such a module raises a ``ValueError``.
     """
-    if not _AVAILABLE or not dist.is_initialized() or dist.get_world_size() == 1 or _known(loss):
-        return _NOTHING
-    return _watched()
-
-
-def _known(loss: Callable[..., Any]) -> bool:
-    """Whether a loss was seen before. A loss that cannot be hashed or referenced weakly counts as new every time."""
-    try:
-        if loss in _seen:
-            return True
+    known = dist.get_world_size() == 1
+    with suppress(TypeError):
+        known = known or loss in _seen
         _seen.add(loss)
-    except TypeError:
-        pass
-    return False
+    return nullcontext() if known else _watched()
 
 
 @contextmanager

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks, kinds
-from bayesopt_chain._torch import dtensor_of, is_dtensor, spec_of, stacked_spec, whole
+from bayesopt_chain._torch import is_dtensor, whole
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Link
 from bayesopt_chain.core.state import State
@@ -407,7 +407,7 @@ def standard_normals(
 
 def spread_like(leaves: Sequence[Tensor], drawn: Sequence[Tensor], axes: int) -> list[Tensor]:
     """Draws with ``axes`` further axes in front, as DTensors where the leaves are."""
-    return [dtensor_of(z, stacked_spec(spec_of(x), z, axes)) if is_dtensor(x) else z for x, z in zip(leaves, drawn)]
+    return [shards.like(x, z, axes) for x, z in zip(leaves, drawn)]
 
 
 def _white(mean: Tree, shape: tuple[int, ...], generator: torch.Generator | None) -> Tree:
