@@ -20,10 +20,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from bayesopt_chain import kinds
-from bayesopt_chain.checks import installed
+from bayesopt_chain import checks
 
-installed("bayesopt_chain.botorch", "botorch", "botorch", "gpytorch")
+checks.installed("bayesopt_chain.botorch", "botorch", "botorch", "gpytorch")
 
 import optree
 import torch
@@ -45,9 +44,9 @@ __all__ = ["DrawsModel", "LinearizedModel"]
 Forward = Callable[[Tree, Any], Tensor]
 
 
-_FITTED = kinds.instance(FittedLaplace, "what bc.fit_laplace returned (of an ensemble call DrawsModel.of)")
-_ENSEMBLE = kinds.instance(Ensemble, "what bc.posterior_ensemble returned (of bc.fit_laplace call LinearizedModel.of)")
-_DRAWS = kinds.TREE._replace(words="a tree of tensors [S, *leaf.shape] (of bc.Draws draws.params)")
+_FITTED = checks.instance(FittedLaplace, "what bc.fit_laplace returned (of an ensemble call DrawsModel.of)")
+_ENSEMBLE = checks.instance(Ensemble, "what bc.posterior_ensemble returned (of bc.fit_laplace call LinearizedModel.of)")
+_DRAWS = checks.TREE._replace(words="a tree of tensors [S, *leaf.shape] (of bc.Draws draws.params)")
 
 
 def as_they_are(x: Tensor) -> tuple[Tensor, None]:
@@ -105,6 +104,7 @@ class LinearizedModel(Model):
         self._outputs = num_outputs
 
     @classmethod
+    @checks.takes(fitted=_FITTED)
     def of(cls, fitted: FittedLaplace, *, num_outputs: int = 1, **transforms: Any) -> LinearizedModel:
         """The model of a fit, with the noise that it has.
 
@@ -120,8 +120,6 @@ class LinearizedModel(Model):
         Raises:
             ValueError: a precision that is not positive definite.
         """
-
-        kinds.require("LinearizedModel.of", fitted=(fitted, _FITTED))
 
         def features(x: Tensor) -> Any:
             return fitted.model.seen_by_head((x.to(fitted.model.dtype), None))
@@ -369,7 +367,7 @@ class DrawsModel(EnsembleModel):
         outcome_transform: Any = None,
     ) -> None:
         super().__init__(weights)
-        kinds.require("DrawsModel", draws=(draws, _DRAWS))
+        checks.require("DrawsModel", draws=(draws, _DRAWS))
         leaves = optree.tree_leaves(draws)
         lengths = {leaf.shape[0] if leaf.ndim else 0 for leaf in leaves}
         if len(lengths) != 1 or 0 in lengths:
@@ -388,6 +386,7 @@ class DrawsModel(EnsembleModel):
             self.outcome_transform = outcome_transform
 
     @classmethod
+    @checks.takes(ensemble=_ENSEMBLE)
     def of(cls, ensemble: Ensemble, *, num_outputs: int = 1, **transforms: Any) -> DrawsModel:
         """The model of what :func:`bayesopt_chain.posterior_ensemble` returned, its draws with their weights.
 
@@ -410,7 +409,6 @@ class DrawsModel(EnsembleModel):
             >>> torch.allclose(model.posterior(x).mean, ensemble.predict(x).mean)
             True
         """
-        kinds.require("DrawsModel.of", ensemble=(ensemble, _ENSEMBLE))
         forward = ensemble.members.still
         kept = {"params": ensemble.params, "buffers": ensemble.buffers}
         draws: Any = {k: {n: x.flatten(0, 1) for n, x in tree.items()} for k, tree in kept.items() if tree}

@@ -1,122 +1,316 @@
-"""Refusals: each names the argument, shows what came, and says what to do."""
+"""What arguments may be, and refusals: each names the argument, shows what came, and says what to do.
+
+What an argument may be is a :class:`Kind`. A word means the same everywhere: ``loss``, ``params`` and ``steps`` are one kind
+each, listed in :data:`WORDS`. So a function needs one line for all of its arguments, and says only where one of them is
+something else:
+
+    @takes(chains=whole(4))
+    def observe(loss, params, data, *, lr=None, chains=8): ...
+
+What does not fit is refused by its name before anything happens. A default always fits, and an argument without a kind is
+not checked here: the function itself does.
+
+Arguments of factories of transformations, such as ``lr``, are listed in :data:`ARGUMENTS`. Their ranges apply where a
+temperature is positive: at temperature 0 we accept what TorchOpt accepts. Links do not know the temperature, so they look at
+types when they are made (:func:`link_takes`), and a chain that samples looks at its links' ranges in ``init``
+(:func:`check_link`).
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
 import math
-from collections.abc import Iterable, Sequence
-from functools import cache
+import os
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from numbers import Integral, Real
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import optree
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torchopt.base import GradientTransformation
 
 from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.tracing import batch_levels, is_hidden, is_plain, is_readable, is_transformed
 
+LARGEST = 1 << 53  # of what is counted: a double and JSON hold it exactly
 
-def finite_data(what: str, numbers: Tensor) -> None:
-    """Refuse ``[N, ...]`` numbers of N data some of which are NaN or infinite.
 
-    Args:
-        what: whose numbers, with which the message begins.
-        numbers: of each datum.
+class Kind(NamedTuple):
+    """What an argument may be.
 
-    Raises:
-        ValueError: naming how many data, and the first.
+    Called with a name and a value it refuses what does not fit: by a ``ValueError`` a value of a type of which others fit, else
+    by a ``TypeError``.
+
+    Attributes:
+        fits: whether a value does.
+        words: what a value must be, for the message.
+        of: the types of which some values fit. With ``ranges=False`` all values of them pass.
+        hint: what to do instead, put at the end of the message.
 
     Example:
-        >>> finite_data("query: outputs", torch.tensor([1.0, torch.nan]))
+        >>> number("[0, 1)")("momentum", 1.0)
         Traceback (most recent call last):
-        ValueError: query: outputs are NaN or infinite for 1 of 2 data, number 1 first: leave these data out
+        ValueError: momentum must be a number in [0, 1), got 1.0
+        >>> number("[0, 1)")("momentum", 1.0, ranges=False)
+        >>> number("(0, inf)")("eps", "small")
+        Traceback (most recent call last):
+        TypeError: eps must be a positive, finite number, got 'small'
     """
-    wrong = ~numbers.flatten(1).isfinite().all(1) if numbers.ndim > 1 else ~numbers.isfinite()
-    if bool(wrong.any()):
-        raise ValueError(
-            f"{what} are NaN or infinite for {int(wrong.sum())} of {len(wrong)} data, number {int(wrong.nonzero()[0])} first: "
-            "leave these data out"
+
+    fits: Callable[[Any], bool]
+    words: str
+    of: tuple[type, ...] = ()
+    hint: str = ""
+
+    def __call__(self, name: str, value: Any, ranges: bool = True) -> None:
+        is_of = isinstance(value, self.of) and not isinstance(value, bool)
+        if not (is_of and not ranges) and not self.fits(value):
+            wrong = ValueError if is_of else TypeError
+            raise wrong(f"{name} must be {self.words}, got {short(value)}{'; ' * bool(self.hint)}{self.hint}")
+
+    def or_none(self) -> Kind:
+        """The same, or ``None``."""
+        return self._replace(fits=lambda x: x is None or self.fits(x), words=f"{self.words}, or None")
+
+    def or_tree(self) -> Kind:
+        """The same, or a tree or a function, which is looked at where the parameters are known."""
+        others = (bool, int, float, complex, type)
+        return self._replace(
+            fits=lambda x: not isinstance(x, others) or self.fits(x),
+            words=f"{self.words}, or a tree like the parameters",
         )
 
 
+_RANGES = {
+    "(-inf, inf)": "a finite number",
+    "(0, inf)": "a positive, finite number",
+    "[0, inf)": "a non-negative, finite number",
+    "[0, inf]": "a non-negative number",
+    "[1, inf)": "a finite number from 1 on",
+}
+
+
 def number(
-    name: str,
-    value: Any,
-    within: str | None = "(-inf, inf)",
+    within: str = "(-inf, inf)",
+    *,
     integer: bool = False,
     tensor: bool = False,
     schedule: bool = False,
     hint: str = "",
-) -> None:
-    """Refuse what is no number, or lies outside an interval. NaN lies in none, infinity in those that are closed there.
+) -> Kind:
+    """Numbers of an interval. NaN lies in none, infinity in those that are closed there.
 
     Args:
-        name: the argument's, with which the message begins.
-        value: what came. ``True`` and ``False`` are no numbers.
-        within: the interval as it is written, ``"[0, 1)"``: brackets include an end, parentheses do not; ``None`` for any.
+        within: the interval as it is written, ``"[0, 1)"``: brackets include an end, parentheses do not.
         integer: whether it must be an integer.
         tensor: whether a real 0-d tensor will do. One that is hidden (see :mod:`bayesopt_chain.tracing`) passes unread.
         schedule: whether a callable will do; it passes uncalled.
         hint: what to do instead, put at the end of the message.
+    """
+    low, high = map(float, within[1:-1].split(","))
+    of: Any = Integral if integer else Real
+
+    def fits(x: Any) -> Any:
+        if schedule and callable(x) and not isinstance(x, Tensor):
+            return True
+        if tensor and isinstance(x, Tensor) and not (x.ndim or x.is_complex() or x.dtype == torch.bool):
+            if is_hidden(x):
+                return True
+            x = x.item()
+        elif isinstance(x, bool) or not isinstance(x, of):
+            return False
+        is_inside = low < x < high or (x == low and within[0] == "[") or (x == high and within[-1] == "]")
+        return is_inside and not 1e300 < abs(x) < math.inf  # larger integers do not fit into a float
+
+    words = _RANGES.get(within, f"a number in {within}")
+    if integer:
+        words = f"a whole number, at least {int(low)}" if high >= LARGEST else f"a whole number in {within}"
+    words = " or ".join([words, *["a 0-d tensor"] * tensor, *["a schedule"] * schedule])
+    return Kind(fits, words, (of, *[Tensor] * tensor), hint)
+
+
+def whole(least: int) -> Kind:
+    """Whole numbers from ``least`` on."""
+    return number(f"[{least}, {LARGEST}]", integer=True)
+
+
+def instance(of: type, words: str) -> Kind:
+    """Objects of a class, which the words say how to make."""
+    return Kind(lambda x: isinstance(x, of), words)
+
+
+def having(words: str, *names: str) -> Kind:
+    """Objects, and no classes, that have attributes of these names."""
+    return Kind(lambda x: not isinstance(x, type) and all(hasattr(x, name) for name in names), words)
+
+
+def one_of(*choices: str) -> Kind:
+    """One of some words."""
+    return Kind(lambda x: isinstance(x, str) and x in choices, " or ".join(map(repr, choices)), (str,))
+
+
+def require(who: str, **given: tuple[Any, Kind]) -> None:
+    """Refuse the first of some arguments that is not what it may be.
+
+    Args:
+        who: the function whose arguments these are.
+        given: by its name each argument and what it may be.
 
     Raises:
-        TypeError: not a number (an integer, a tensor, a schedule).
-        ValueError: outside the interval; a tensor that is not 0-d and real.
+        TypeError: naming the argument, what it may be, and what came.
+        ValueError: likewise, of a value of the right type.
 
     Example:
-        >>> number("momentum", 0.9, "[0, 1)")
-        >>> number("momentum", 1.0, "[0, 1)")
+        >>> require("sample", steps=(3, WHOLE))
+        >>> require("sample", steps=("x", WHOLE))
         Traceback (most recent call last):
-        ValueError: momentum must lie in [0, 1), got 1.0
-        >>> number("eps", "small", "(0, inf)")
-        Traceback (most recent call last):
-        TypeError: eps must be a number, got 'small'
+        TypeError: sample: steps must be a whole number, at least 1, got 'x'
     """
-    if schedule and callable(value) and not isinstance(value, Tensor):
-        return
-    shown: Any = value
-    if isinstance(value, Tensor) and tensor:
-        if value.ndim or value.dtype.is_complex or value.dtype == torch.bool:
-            raise ValueError(f"{name}: a tensor must be 0-d and real, got shape {tuple(value.shape)}, {value.dtype}")
-        if is_hidden(value):
-            return
-        shown = value = value.item()
-    tail = f"; {hint}" if hint else ""
-    if isinstance(value, bool) or not isinstance(value, Integral if integer else Real):
-        kinds = ["an integer" if integer else "a number", *["a 0-d tensor"] * tensor, *["a schedule"] * schedule]
-        wanted = " or ".join([", ".join(kinds[:-1]), kinds[-1]] if len(kinds) > 1 else kinds)
-        raise TypeError(f"{name} must be {wanted}, got {short(shown)}{tail}")
+    for name, (value, kind) in given.items():
+        kind(f"{who}: {name}", value)
+
+
+def plain(value: Any) -> Any:
+    """Real numbers of other libraries, such as numpy's scalars and fractions, as Python's own; everything else as it is."""
+    if type(value) in (int, float, bool) or not isinstance(value, Real):
+        return value
     try:
-        x = float(value)
-    except OverflowError:
-        raise ValueError(f"{name} must be a number that fits into a float, got {short(shown)}{tail}") from None
-    if within is None:
-        return
-    low, high, has_low, has_high = interval(within)
-    if not (low < x < high or (has_low and x == low) or (has_high and x == high)):
-        wanted = _WORDS.get(within, f"lie in {within}")
-        if integer and high >= LARGEST:
-            wanted = f"be a whole number, at least {int(low)}"
-        raise ValueError(f"{name} must {wanted}, got {short(shown)}{tail}")
+        return int(value) if isinstance(value, Integral) else float(value)
+    except OverflowError:  # a fraction that is larger than every float
+        return value
 
 
-LARGEST = 2**62  # of what is counted
-TEMPERATURE_HINT = "1 / N samples a posterior of N data"
-
-_WORDS = {
-    "(-inf, inf)": "be finite",
-    "(0, inf)": "be a positive, finite number",
-    "[0, inf)": "be finite and not negative",
-    "[1, inf)": "be at least 1 and finite",
-}
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-@cache
-def interval(within: str) -> tuple[float, float, bool, bool]:
-    """Both ends, and whether each is included."""
-    low, high = within[1:-1].split(",")
-    return float(low), float(high), within[0] == "[", within[-1] == "]"
+def _checking(function: Function, kinds: Mapping[str, Kind], own: Mapping[str, Kind], ranges: bool = True) -> Function:
+    """A function that looks at its arguments before it runs; numbers of other libraries have become Python's own.
+
+    Args:
+        function: any function or method.
+        kinds: of arguments by their names. Where a temperature is given, or is by default, the Python number 0, only the
+            temperature is looked at, and ``own``.
+        own: kinds that go before these; ranges apply to them in any case.
+        ranges: whether they apply to the others, or types alone.
+
+    Raises:
+        TypeError: when the function is defined: a kind of no argument.
+    """
+    who = function.__qualname__.removesuffix(".__init__")
+    parameters = inspect.signature(function).parameters.values()
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    positional = [p.name for p in parameters if p.kind not in (*several, inspect.Parameter.KEYWORD_ONLY)]
+    defaults = {p.name: p.default for p in parameters if p.kind not in several}
+    if strange := own.keys() - defaults:
+        raise TypeError(f"{who} has no argument {', '.join(strange)}")
+    known = {name: kind for name, kind in {**kinds, **own}.items() if name in defaults}
+
+    @functools.wraps(function)
+    def checking(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tuple(map(plain, args)), {name: plain(value) for name, value in kwargs.items()}
+        given = {**dict(zip(positional, args)), **kwargs}
+        heat = given.get("temperature", defaults.get("temperature"))
+        is_cold = isinstance(heat, (int, float)) and heat == 0
+        for name, value in given.items():
+            always = name in own or name == "temperature" or not is_cold
+            if name in known and always and value is not defaults[name]:
+                known[name](f"{who}: {name}", value, ranges or name in own)
+        return function(*args, **kwargs)
+
+    return cast(Function, checking)
+
+
+def takes(**own: Kind) -> Callable[[Function], Function]:
+    """Check what a function or method is called with, each argument by its kind in :data:`WORDS`, before it runs.
+
+    Args:
+        own: kinds of arguments that are something else here, or that no other function has.
+
+    Raises:
+        TypeError: when the function is defined: a kind of no argument.
+
+    Example:
+        >>> @takes(shape=SEQUENCE)
+        ... def filled(steps, shape=()):
+        ...     return steps
+        >>> filled(3)
+        3
+        >>> filled(-1)
+        Traceback (most recent call last):
+        ValueError: filled: steps must be a whole number, at least 1, got -1
+        >>> filled(3, shape=4)
+        Traceback (most recent call last):
+        TypeError: filled: shape must be a list, got 4
+    """
+    return lambda function: _checking(function, WORDS, own)
+
+
+def factory_takes(**own: Kind) -> Callable[[Function], Function]:
+    """Check the arguments of a factory by :data:`ARGUMENTS` before it runs; at temperature 0 the temperature's alone.
+
+    Args:
+        own: kinds of arguments that are something else here, at any temperature: a learning rate by which a sampler divides
+            when it is made is a positive number, no schedule.
+    """
+    return lambda factory: _checking(factory, ARGUMENTS, own)
+
+
+def link_takes(**own: Kind) -> Callable[[Function], Function]:
+    """Check the types of a link's arguments before it is made.
+
+    Args:
+        own: kinds of arguments whose ranges are checked too, at any temperature.
+    """
+    return lambda factory: _checking(factory, ARGUMENTS, own, ranges=False)
+
+
+def check_link(link: Any) -> None:
+    """Check the fields of a link in a chain that samples, types and ranges."""
+    for part in dataclasses.fields(link):
+        value = getattr(link, part.name)
+        if part.name in ARGUMENTS and value is not part.default:
+            ARGUMENTS[part.name](f"{type(link).__name__}: {part.name}", value)
+
+
+def with_plain_numbers(function: Function) -> Function:
+    """A function whose arguments become Python's own numbers where they are those of other libraries.
+
+    Example:
+        >>> from fractions import Fraction
+        >>> with_plain_numbers(lambda x: x)(Fraction(1, 2))
+        0.5
+    """
+    return _checking(function, {}, {})
+
+
+@contextmanager
+def blaming(who: str, name: str) -> Iterator[None]:
+    """Say of what torch refuses inside which argument it came with: a model that cannot take these inputs.
+
+    Example:
+        >>> with blaming("predict", "data"):
+        ...     torch.zeros(2, 3) @ torch.zeros(2)
+        Traceback (most recent call last):
+        ValueError: predict: data: the model cannot take it (size mismatch, got input (2), mat (2x3), vec (2))
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, IndexError, AttributeError, TypeError, ValueError) as err:
+        *_, (frame, _) = traceback.walk_tb(err.__traceback__)
+        of_torch = str(frame.f_globals.get("__name__")).startswith("torch.")  # as BatchNorm's ValueErrors are
+        if f"{who}: " in str(err) or (isinstance(err, ValueError) and not of_torch):
+            raise
+        wrong = TypeError if isinstance(err, TypeError) else ValueError
+        raise wrong(f"{who}: {name}: the model cannot take it ({err})") from err
 
 
 def installed(who: str, extra: str, *packages: str) -> None:
@@ -145,10 +339,26 @@ def installed(who: str, extra: str, *packages: str) -> None:
 
 
 def short(value: Any) -> str:
-    if isinstance(value, Tensor):
+    """A value in a message."""
+    if isinstance(value, Tensor) and (value.ndim or is_hidden(value)):
         return f"a tensor of shape {tuple(value.shape)}, {value.dtype}"
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def name(path: tuple | str) -> str:
+    return (path if isinstance(path, str) else "".join(f"[{part!r}]" for part in path)) or "(the bare tensor)"
+
+
+def show(value: Any) -> str:
+    """A hyperparameter as ``repr`` of a link shows it."""
+    if torch.is_tensor(value):
+        return (
+            f"tensor({value.item():.6g})" if value.ndim == 0 and not is_hidden(value) else f"tensor{tuple(value.shape)}"
+        )
+    if callable(value):
+        return getattr(value, "__name__", type(value).__name__)
+    return repr(value)
 
 
 def recording(who: str) -> None:
@@ -163,9 +373,27 @@ def recording(who: str) -> None:
         )
 
 
-def temperature(value: Any) -> None:
-    """A number, a 0-d tensor or a schedule, not negative, not NaN, not infinite."""
-    number("temperature", value, "[0, inf)", tensor=True, schedule=True, hint=TEMPERATURE_HINT)
+def finite_data(what: str, numbers: Tensor) -> None:
+    """Refuse ``[N, ...]`` numbers of N data some of which are NaN or infinite.
+
+    Args:
+        what: whose numbers, with which the message begins.
+        numbers: of each datum.
+
+    Raises:
+        ValueError: naming how many data, and the first.
+
+    Example:
+        >>> finite_data("query: outputs", torch.tensor([1.0, torch.nan]))
+        Traceback (most recent call last):
+        ValueError: query: outputs are NaN or infinite for 1 of 2 data, number 1 first: leave these data out
+    """
+    wrong = ~numbers.flatten(1).isfinite().all(1) if numbers.ndim > 1 else ~numbers.isfinite()
+    if bool(wrong.any()):
+        raise ValueError(
+            f"{what} are NaN or infinite for {int(wrong.sum())} of {len(wrong)} data, number {int(wrong.nonzero()[0])} first: "
+            "leave these data out"
+        )
 
 
 def at_this_step(name: str, value: float | Tensor) -> None:
@@ -194,40 +422,6 @@ def positive_temperature(who: str, value: Any, why: str) -> None:
         raise ValueError(f"{who}: temperature must be positive, got {number}: {why}")
 
 
-def positive(name: str, value: Any) -> None:
-    """A positive, finite number."""
-    number(name, value, "(0, inf)")
-
-
-def momentum(name: str, value: Any) -> None:
-    """A number in [0, 1)."""
-    number(name, value, "[0, 1)")
-
-
-def parameters(leaves: Sequence[Any], paths: Sequence[Any]) -> None:
-    """Parameters that can be sampled: at least one, floating point, real, whole."""
-    found = False
-    for leaf, path in zip(leaves, paths):
-        if leaf is None:
-            continue
-        found = True
-        if is_dtensor(leaf):
-            raise ValueError(
-                f"params: leaf {name(path)} is a DTensor (FSDP2, tensor parallelism), of which each rank has a part, where "
-                "whole parameters are needed. Keep whole parameters on every rank and spread the data "
-                "(bc.make_step(loss, tx, mesh=mesh)) or the chains (bc.parallel(step, n, mesh=mesh)); leaf.full_tensor() "
-                "gathers one"
-            )
-        if not torch.is_tensor(leaf) or not leaf.is_floating_point() or leaf.layout is not torch.strided:
-            kind = f"{leaf.dtype}, {leaf.layout}" if torch.is_tensor(leaf) else type(leaf).__name__
-            raise TypeError(
-                f"params: leaf {name(path)} is {kind}; only real floating-point tensors in the dense layout can be sampled. "
-                "Leave it out of the tree (buffers belong into the loss), or set temperature=0"
-            )
-    if not found:
-        raise ValueError("params: the tree has no leaves, so there is nothing to sample; pass the parameters to init")
-
-
 def with_values(who: str, tree: str, leaves: Sequence[Any], paths: Sequence[Any]) -> None:
     """Refuse tensors on the meta device, which have shapes alone; ``tree`` is what the leaves are of, for the message.
 
@@ -242,24 +436,39 @@ def with_values(who: str, tree: str, leaves: Sequence[Any], paths: Sequence[Any]
             )
 
 
-def samplable(leaves: Sequence[Any], paths: Sequence[str], which: Iterable[int] | None = None) -> None:
+def samplable(leaves: Sequence[Any], paths: Sequence[Any], which: Iterable[int] | None = None) -> None:
     """Refuse parameters that cannot be sampled: none at all, no real floating-point tensors, or one tensor twice.
 
     Args:
-        leaves, paths: of all parameters.
+        leaves, paths: of all parameters; ``None`` is no parameter.
         which: the numbers of those that are sampled. Default: all.
 
     Raises:
         TypeError, ValueError: naming the leaves.
     """
-    chosen = sorted(range(len(leaves)) if which is None else which)
-    leaves, paths = [leaves[j] for j in chosen], [paths[j] for j in chosen]
-    parameters(leaves, paths)
-    if (pair := sharing(leaves)) is not None:
-        first, second = (paths[i] for i in sorted(pair))
+    chosen = [j for j in sorted(range(len(leaves)) if which is None else which) if leaves[j] is not None]
+    if not chosen:
+        raise ValueError("params: the tree has no leaves, so there is nothing to sample; pass the parameters to init")
+    for j in chosen:
+        leaf, path = leaves[j], name(paths[j])
+        if is_dtensor(leaf):
+            raise ValueError(
+                f"params: leaf {path} is a DTensor (FSDP2, tensor parallelism), of which each rank has a part, where "
+                "whole parameters are needed. Keep whole parameters on every rank and spread the data "
+                "(bc.make_step(loss, tx, mesh=mesh)) or the chains (bc.parallel(step, n, mesh=mesh)); leaf.full_tensor() "
+                "gathers one"
+            )
+        if not torch.is_tensor(leaf) or not leaf.is_floating_point() or leaf.layout is not torch.strided:
+            kind = f"{leaf.dtype}, {leaf.layout}" if torch.is_tensor(leaf) else type(leaf).__name__
+            raise TypeError(
+                f"params: leaf {path} is {kind}; only real floating-point tensors in the dense layout can be sampled. "
+                "Leave it out of the tree (buffers belong into the loss), or set temperature=0"
+            )
+    if (pair := sharing([leaves[j] for j in chosen])) is not None:
+        first, second = (name(paths[chosen[i]]) for i in sorted(pair))
         raise ValueError(
-            f"params: {first} and {second} share memory; each would get noise of its own, and together they would sample at "
-            "a higher temperature. Pass the tensor once, and let the loss use it twice"
+            f"params: {first} and {second} share memory, so that each would move, and get noise, for itself, and together they "
+            "would sample at a higher temperature. Pass the tensor once, and let the loss use it twice"
         )
 
 
@@ -326,26 +535,25 @@ def own_key(key: Tensor, g: Sequence[Tensor]) -> None:
 
 
 def differentiable(leaves: Sequence[Any], params: Any) -> None:
-    """Parameters that a gradient can be taken in: real floating-point tensors."""
+    """Refuse parameters in which no gradient can be taken: they are real floating-point tensors.
+
+    Raises:
+        TypeError, ValueError: naming the first of them.
+    """
     for i, leaf in enumerate(leaves):
-        if type(leaf) in (Tensor, torch.nn.Parameter) and leaf.is_floating_point():
-            continue
-        if is_dtensor(leaf) and is_transformed():
-            raise ValueError(
-                f"params: leaf {name(optree.tree_paths(params)[i])} is a DTensor, which vmap and torch.func "
-                "cannot transform; run several chains with bc.parallel(step, n, loop=True)"
-            )
-        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+        is_cut = is_dtensor(leaf) and is_transformed()
+        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()) and not is_cut:
             continue
         path = name(optree.tree_paths(params)[i])
-        if isinstance(leaf, torch.nn.Module):
+        if is_cut:
+            raise ValueError(
+                f"params: leaf {path} is a DTensor, which vmap and torch.func cannot transform; run several chains with "
+                "bc.parallel(step, n, loop=True)"
+            )
+        if isinstance(leaf, nn.Module):
+            named = "params.items()" if isinstance(leaf, nn.ParameterDict) else "module.named_parameters()"
             raise TypeError(
-                f"params: leaf {path} is a module, {type(leaf).__name__}; pass its parameters in a dict: "
-                + (
-                    "dict(params.items())"
-                    if isinstance(leaf, torch.nn.ParameterDict)
-                    else "dict(module.named_parameters())"
-                )
+                f"params: leaf {path} is a module, {type(leaf).__name__}; pass its parameters in a dict: dict({named})"
             )
         if isinstance(leaf, Tensor):
             raise TypeError(
@@ -357,30 +565,20 @@ def differentiable(leaves: Sequence[Any], params: Any) -> None:
         )
 
 
-def dense(grads: Sequence[Any], params: Any) -> None:
-    """Gradients as dense tensors: noise, momentum and curvature are."""
-    for i, g in enumerate(grads):
-        if g.layout is not torch.strided:
-            path = name(optree.tree_paths(params)[i])
-            raise ValueError(
-                f"loss: the gradient of leaf {path} is sparse ({g.layout}); noise and momentum are dense: build the layer with "
-                "sparse=False (torch.nn.Embedding)"
-            )
-
-
-def not_dense(i: int, x: Any) -> NoReturn:
-    """Refuse a gradient that is no dense tensor: noise and velocities are.
+def dense(what: str, x: Any) -> None:
+    """Refuse a gradient that is no dense tensor: noise, velocities and curvature are.
 
     Raises:
         TypeError: no tensor.
         ValueError: a sparse one.
     """
     if not isinstance(x, Tensor):
-        raise TypeError(f"updates: leaf {i} is {short(x)}, not a tensor")
-    raise ValueError(
-        f"updates: leaf {i} is sparse ({x.layout}), and noise is dense: build the layer with sparse=False "
-        "(torch.nn.Embedding), or pass .to_dense()"
-    )
+        raise TypeError(f"{what} is {short(x)}, not a tensor")
+    if x.layout is not torch.strided:
+        raise ValueError(
+            f"{what} is sparse ({x.layout}), and noise and momentum are dense: build the layer with sparse=False "
+            "(torch.nn.Embedding), or pass .to_dense()"
+        )
 
 
 def unlike(what: str, i: int, x: Tensor, whose: str, shape: Any, dtype: Any, device: Any) -> NoReturn:
@@ -395,16 +593,194 @@ def unlike(what: str, i: int, x: Tensor, whose: str, shape: Any, dtype: Any, dev
     )
 
 
-def name(path: tuple | str) -> str:
-    return (path if isinstance(path, str) else "".join(f"[{part!r}]" for part in path)) or "(the bare tensor)"
+def is_finite(x: Tensor) -> bool:
+    """Whether a tensor is dense, and no entry is NaN or infinite; reads it."""
+    return x.layout is torch.strided and bool(torch.isfinite(x).all())
 
 
-def show(value: Any) -> str:
-    """A hyperparameter as ``repr`` of a link shows it."""
-    if torch.is_tensor(value):
-        return (
-            f"tensor({value.item():.6g})" if value.ndim == 0 and not is_hidden(value) else f"tensor{tuple(value.shape)}"
-        )
-    if callable(value):
-        return getattr(value, "__name__", type(value).__name__)
-    return repr(value)
+def _is_iterable(x: Any) -> bool:
+    return hasattr(x, "__iter__") and not isinstance(x, (str, bytes, type)) and getattr(x, "ndim", 1) > 0
+
+
+def _is_dense(x: Any) -> bool:
+    return isinstance(x, Tensor) and not x.is_meta and not x.is_complex() and x.layout is torch.strided
+
+
+def _is_tree(x: Any, fits: Callable[[Any], bool] = lambda leaf: isinstance(leaf, Tensor)) -> bool:
+    """Whether a tree has leaves, and all of them fit."""
+    leaves = optree.tree_leaves(x)
+    return bool(leaves) and all(map(fits, leaves))
+
+
+def _is_place(x: Any) -> bool:
+    leaves = optree.tree_leaves(x)
+    return (
+        _is_tree(x, REALS.fits) and all(is_hidden(y) or is_finite(y) for y in leaves) and any(y.numel() for y in leaves)
+    )
+
+
+def _is_vector(x: Any) -> bool:
+    entries = x.tolist() if getattr(x, "ndim", 0) == 1 and (not isinstance(x, Tensor) or _is_dense(x)) else x
+    return isinstance(entries, Sequence) and not isinstance(entries, (str, bytes)) and all(map(SCALAR.fits, entries))
+
+
+def _is_stack(x: Any) -> bool:
+    return SAMPLED.fits(x) or _is_tree(x, lambda leaf: _is_dense(leaf) and leaf.ndim > 0)
+
+
+ANY = Kind(lambda x: True, "anything")  # the function itself looks at it
+BOOL = Kind(lambda x: isinstance(x, bool), "True or False")
+TEXT = Kind(lambda x: isinstance(x, str), "a text")
+FUNCTION = Kind(lambda x: callable(x) and not isinstance(x, type), "a function")
+SEQUENCE = Kind(lambda x: isinstance(x, Sequence) and not isinstance(x, (str, bytes)), "a list")
+MAPPING = instance(Mapping, "a dictionary")
+PATH = Kind(lambda x: isinstance(x, (str, os.PathLike)) and str(x) not in ("", "."), "the path of a file")
+FOLDER = Kind(lambda x: isinstance(x, (str, os.PathLike)) and str(x) != "", "the path of a directory")
+GENERATOR = instance(torch.Generator, "a torch.Generator").or_none()
+
+WHOLE, SEED = whole(1), whole(0)
+INDEX = Kind(lambda x: isinstance(x, int) and not isinstance(x, bool), "a whole number")
+NUMBER, POSITIVE, NOT_NEGATIVE = number(), number("(0, inf)"), number("[0, inf)")
+FROM_ZERO = number("[0, inf]")  # of links without noise, which accept what TorchOpt's accept
+MOMENTUM = number("[0, 1)")
+TEMPERATURE = number("[0, inf)", tensor=True, schedule=True, hint="1 / N samples a posterior of N data")
+SCALAR = Kind(
+    lambda x: NUMBER.fits(x) or (isinstance(x, Tensor) and not x.ndim and x.is_floating_point() and not x.is_meta),
+    "a finite number or a real 0-d tensor",
+    (Real, Tensor),
+)
+POSITIVES = Kind(
+    lambda x: POSITIVE.fits(x) or (_is_dense(x) and (is_hidden(x) or bool((x > 0).all()))),
+    "a positive number, or a dense tensor of positive numbers",
+    (Real, Tensor),
+)
+VECTOR = Kind(_is_vector, "a list of numbers, or a tensor of one axis", (list, tuple, Tensor))
+
+VALUES = Kind(_is_dense, "a dense, real tensor")
+REALS = Kind(lambda x: _is_dense(x) and x.is_floating_point(), "a dense tensor of floating-point numbers")
+NUMBERS_OF_CLASSES = Kind(
+    lambda x: _is_dense(x) and x.dtype == torch.int64, "class numbers, a tensor of int64", (Tensor,)
+)
+TREE = Kind(_is_tree, "a tree of tensors")
+TENSORS = Kind(lambda x: isinstance(x, (tuple, list)) and _is_tree(x), "a tuple of tensors, or of trees of them")
+PARAMS = Kind(lambda x: _is_tree(x, REALS.fits), "a tree of real tensors with values: parameters")
+PLACE = Kind(_is_place, "a tree of dense, real, finite tensors: the parameters of a place", (dict, list, tuple, Tensor))
+PREFIX = Kind(lambda x: not isinstance(x, type), "a tree like the parameters, a prefix of one, or a function to one")
+
+INPUTS = Kind(lambda x: TEXT.fits(x) or FUNCTION.fits(x), "a key of the batch, or a function of it").or_none()
+BATCH = Kind(
+    lambda x: all(
+        not isinstance(y, Tensor) or (y.layout is torch.strided and not y.is_meta) for y in optree.tree_leaves(x)
+    ),
+    "a batch of dense tensors with values",
+)
+BATCHES = Kind(_is_iterable, "batches, such as a list or a DataLoader")
+BATCH_OR_BATCHES = Kind(
+    lambda x: not isinstance(x, (str, bytes, bool, type)), "one batch, or batches such as a list or a DataLoader"
+)
+DATA = Kind(
+    lambda x: hasattr(x, "batches") or (_is_iterable(x) and (not isinstance(x, Tensor) or _is_dense(x))),
+    "inputs, a batch, or batches such as a list or a DataLoader",
+)
+
+MODULE = Kind(
+    lambda x: isinstance(x, nn.Module) and not any(map(is_lazy, x.parameters())),
+    "a torch.nn.Module (with lazy layers: once it was called on a batch, which makes their weights)",
+    (nn.Module,),
+)
+TX = having("a gradient transformation", "init", "update")
+LIKELIHOOD = having("one of bc.likelihoods, called, such as bc.likelihoods.categorical()", "nll", "log_prob")
+POSTERIOR = having("a bc.Gaussian posterior", "mean", "factorised")
+WITH_CDF = having("a prediction with cdf, such as of likelihood.mixture or of an ensemble", "cdf")
+SAMPLED = Kind(
+    lambda x: hasattr(x, "chains") and hasattr(type(x), "params"),  # x.params reads draws
+    "bc.Draws, such as bc.sample returns, or bc.Draws.from_trees of a list of parameters",
+)
+DRAWS = Kind(
+    lambda x: _is_stack(x) and not getattr(x, "is_weighted", False),
+    "Draws (of a chain whose draws have weights draws.equally_weighted()), or a tree of real tensors with one entry a draw on "
+    "the first axis",
+)
+SCORES = Kind(lambda x: FUNCTION.fits(x) or _is_stack(x), "a function of a draw, or a tree of tensors like the draws")
+
+WORDS: dict[str, Kind] = {  # what an argument of this name is in every function that is checked by `takes`
+    "batches": BATCHES,
+    "build": FUNCTION,
+    "burn_in": SEED,
+    "chains": WHOLE,
+    "checkpoint_seconds": NOT_NEGATIVE,
+    "covariance": REALS,
+    "draws": DRAWS,
+    "f": FUNCTION,
+    "forward": FUNCTION,
+    "generator": GENERATOR,
+    "likelihood": LIKELIHOOD,
+    "log_weights": REALS.or_none(),
+    "loss": FUNCTION,
+    "lr": POSITIVE,
+    "make_tx": Kind(callable, "a function of the learning rate that returns a chain"),
+    "max_batches": WHOLE,
+    "mean": REALS,
+    "mesh": having("a DeviceMesh of torch.distributed", "get_coordinate").or_none(),
+    "model": MODULE,
+    "module": MODULE,
+    "momentum": MOMENTUM,
+    "outputs": REALS,
+    "params": PLACE,
+    "posterior": POSTERIOR,
+    "primals": TENSORS,
+    "progress": BOOL,
+    "rank": WHOLE,
+    "samples": WHOLE,
+    "seed": SEED,
+    "state": ANY,  # a chain looks at its own
+    "steps": WHOLE,
+    "tangents": TENSORS,
+    "temperature": POSITIVE,
+    "thinning": WHOLE,
+    "tolerance": POSITIVE,
+    "tx": TX,
+    "values": Kind(lambda x: NUMBER.fits(x) or _is_dense(x), "a number, or a dense, real tensor"),
+}
+ARGUMENTS: dict[str, Kind] = {  # likewise of factories of transformations
+    "temperature": TEMPERATURE,
+    "lr": number("[0, inf)", tensor=True, schedule=True),
+    "step_size": number(tensor=True, schedule=True),
+    "generator": GENERATOR,
+    "betas": Kind(
+        lambda x: isinstance(x, (tuple, list)) and len(x) == 2 and all(map(MOMENTUM.fits, x)),
+        "two numbers in [0, 1)",
+        (tuple, list),
+    ),
+    "temperatures": Kind(
+        lambda x: SEQUENCE.fits(x) and all(map(POSITIVE.fits, x)), "a list of positive, finite numbers", (tuple, list)
+    ),
+    "mask": Kind(
+        lambda x: FUNCTION.fits(x) or all(isinstance(bit, bool) for bit in optree.tree_leaves(x)),
+        "a tree of True and False, or a function of the parameters",
+    ),
+    **dict.fromkeys(("momentum", "b1", "b2"), MOMENTUM),
+    **dict.fromkeys(("alpha", "rho", "decay"), number("[0, 1]")),
+    **dict.fromkeys(("weight_decay", "low", "high"), NUMBER),
+    **dict.fromkeys(("eps", "eps_root", "lr_decay", "initial_scale", "initial_accumulator_value"), NOT_NEGATIVE),
+    **dict.fromkeys(("friction", "loss_variance", "correction_factor", "strength"), NOT_NEGATIVE),
+    **dict.fromkeys(("init_hessian", "variance_floor"), POSITIVE),
+    "dampening": number("(-inf, 1)"),
+    "thermostat_mass": POSITIVE.or_none(),
+    "clip_radius": number("(0, inf]"),
+    "zeta": number("(0, 1]"),
+    "forgetting": number("(0, 1]", tensor=True),
+    **dict.fromkeys(("init_scale", "prior_precision"), POSITIVE.or_tree()),
+    "transition": NUMBER.or_tree(),
+    "transition_noise": NOT_NEGATIVE.or_tree(),
+    **dict.fromkeys(("omega", "step_size_fn"), Kind(callable, "a function of the step count")),
+    **dict.fromkeys(
+        ("optimizer", "scale_optimizer"), instance(GradientTransformation, "a gradient transformation").or_none()
+    ),
+    "freeze_after": SEED.or_none(),
+    **dict.fromkeys(("burn_in", "start", "rank"), SEED),
+    **dict.fromkeys(("cycle", "batch_size", "swap_every", "every"), WHOLE),
+    **dict.fromkeys(("n_samples", "bins"), number("[1, 16777216]", integer=True)),
+    **dict.fromkeys(("nesterov", "maximize", "moment_requires_grad", "centered", "use_accelerated_op"), BOOL),
+    **dict.fromkeys(("antithetic", "stick_the_landing", "rescale_lr", "per_parameter", "lr_inside"), BOOL),
+}

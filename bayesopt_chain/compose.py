@@ -12,7 +12,7 @@ import optree
 import torch
 from torchopt.base import ChainedGradientTransformation, GradientTransformation, IdentityGradientTransformation
 
-from bayesopt_chain import kinds
+from bayesopt_chain import checks
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Link
 from bayesopt_chain.links.foreign import Foreign, keywords_of
@@ -112,7 +112,7 @@ TORCHOPT: dict[str, Callable[[GradientTransformation, Mapping[str, Any]], Sequen
 }
 
 
-_NAME = kinds.Kind(lambda x: x is None or isinstance(x, str), "a string, or None")
+_NAME = checks.Kind(lambda x: x is None or isinstance(x, str), "a string, or None")
 
 
 def with_response(
@@ -160,7 +160,7 @@ def with_response(
         if isinstance(response, Decay)
         else ()
     )
-    kinds.require("with_response", name=(name, _NAME))
+    checks.require("with_response", name=(name, _NAME))
     empty = isinstance(response, Linear) and not (response.b and response.a and response.a[0])
     if empty or not all(map(math.isfinite, numbers)):
         raise ValueError(
@@ -169,6 +169,7 @@ def with_response(
     return Chain([Foreign(link, response, name or "declared link", keywords_of(link))])
 
 
+@checks.takes(mask=checks.PREFIX)
 def masked(link: GradientTransformation, mask: Any) -> Chain:
     """Apply ``link`` only to the leaves selected by ``mask``; the updates of the others pass through as they are.
 
@@ -195,7 +196,6 @@ def masked(link: GradientTransformation, mask: Any) -> Chain:
         >>> tx.update(grads, tx.init(params), params=params, inplace=False)[0]["w"]
         tensor([-0.1000])
     """
-    kinds.require("masked", mask=(mask, kinds.PREFIX))
     tx = chain(link)
     return type(tx)([replace(x, masks=(*x.masks, mask)) for x in tx.links])
 
@@ -224,6 +224,7 @@ class _Labelled:
         return optree.tree_map(lambda label: label == self.label, labels)  # pyright: ignore[reportArgumentType]
 
 
+@checks.takes(transformations=checks.MAPPING, labels=checks.PREFIX)
 def partition(transformations: Mapping[Any, GradientTransformation], labels: Any) -> Chain:
     """Give each group of leaves its own chain: its own learning rate, momentum and temperature.
 
@@ -244,6 +245,5 @@ def partition(transformations: Mapping[Any, GradientTransformation], labels: Any
         >>> import bayesopt_chain as bc
         >>> tx = bc.partition({"body": bc.sgd(0.1), "head": bc.sghmc(0.1, temperature=1e-3)}, {"conv": "body", "fc": "head"})
     """
-    kinds.require("partition", transformations=(transformations, kinds.MAPPING), labels=(labels, kinds.PREFIX))
     known = tuple(transformations)
     return chain(*(masked(tx, _Labelled(labels, name, known)) for name, tx in transformations.items()))

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bayesopt_chain import kinds
-from bayesopt_chain.checks import installed
+from bayesopt_chain import checks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,7 +34,7 @@ def axes_or_new(who: str, ax: Any) -> Axes:
         ModuleNotFoundError: no matplotlib.
         TypeError: not axes.
     """
-    installed(f"plot.{who}", "plot", "matplotlib")
+    checks.installed(f"plot.{who}", "plot", "matplotlib")
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -51,22 +50,22 @@ def plain(x: Tensor) -> Any:
     return x.detach().cpu().double().numpy()
 
 
-@kinds.takes(
-    x=kinds.ANY,
-    prediction=kinds.Kind(
+@checks.takes(
+    x=checks.ANY,
+    prediction=checks.Kind(
         lambda x: hasattr(x, "interval") and not isinstance(x, type), "a prediction with mean and interval"
     ),
-    levels=kinds.Kind(
-        lambda x: kinds.SEQUENCE.fits(x) and all(map(kinds.real("(0, 1)").fits, x)),
+    levels=checks.Kind(
+        lambda x: checks.SEQUENCE.fits(x) and all(map(checks.number("(0, 1)").fits, x)),
         "a list of numbers in (0, 1)",
         (list, tuple),
     ),
-    output=kinds.INDEX,
-    data=kinds.Kind(
-        lambda x: kinds.SEQUENCE.fits(x) and len(x) == 2 and all(map(kinds.VALUES.fits, x)),
+    output=checks.INDEX,
+    data=checks.Kind(
+        lambda x: checks.SEQUENCE.fits(x) and len(x) == 2 and all(map(checks.VALUES.fits, x)),
         "a pair (inputs, targets) of tensors",
     ),
-    ax=kinds.ANY,
+    ax=checks.ANY,
 )
 def bands(
     x: Tensor,
@@ -133,7 +132,7 @@ def bands(
 
 
 def _of_one_variable(name: str, x: Tensor) -> Tensor:
-    if not kinds.VALUES.fits(x) or x.ndim not in (1, 2) or (x.ndim == 2 and x.shape[1] != 1):
+    if not checks.VALUES.fits(x) or x.ndim not in (1, 2) or (x.ndim == 2 and x.shape[1] != 1):
         came = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"plot.bands: {name} must hold inputs of one variable, [N] or [N, 1], got {came}")
     return x.reshape(-1)
@@ -149,8 +148,8 @@ def _of_output(name: str, y: Tensor, output: int) -> Tensor:
     )
 
 
-@kinds.takes(
-    probabilities=kinds.REALS, targets=kinds.NUMBERS_OF_CLASSES, bins=kinds.WHOLE, label=kinds.TEXT, ax=kinds.ANY
+@checks.takes(
+    probabilities=checks.REALS, targets=checks.NUMBERS_OF_CLASSES, bins=checks.WHOLE, label=checks.TEXT, ax=checks.ANY
 )
 def reliability(
     probabilities: Tensor, targets: Tensor, *, bins: int = 15, label: str | None = None, ax: Any = None
@@ -210,7 +209,7 @@ def reliability(
     return ax
 
 
-@kinds.takes(prediction=kinds.WITH_CDF, targets=kinds.VALUES, label=kinds.TEXT, ax=kinds.ANY)
+@checks.takes(prediction=checks.WITH_CDF, targets=checks.VALUES, label=checks.TEXT, ax=checks.ANY)
 def coverage(prediction: Any, targets: Tensor, *, label: str | None = None, ax: Any = None) -> Any:
     """The share of targets inside the central intervals, for every level; on the diagonal the prediction is calibrated.
 

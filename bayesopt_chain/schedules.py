@@ -26,8 +26,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from bayesopt_chain.checks import LARGEST, number
-from bayesopt_chain.kinds import plain
+from bayesopt_chain.checks import NOT_NEGATIVE, POSITIVE, WHOLE, number, plain
 from bayesopt_chain.tracing import is_readable
 
 Schedule = Callable[[Any], Any]
@@ -109,13 +108,12 @@ def _boundaries(name: str, boundaries: Sequence[int], pieces: int) -> tuple[int,
     return boundaries
 
 
-_COUNT, _POSITIVE, _NOT_NEGATIVE = f"[1, {LARGEST}]", "(0, inf)", "[0, inf)"
 _RANGES = {
-    **dict.fromkeys(("value", "init", "final"), _NOT_NEGATIVE),
-    **dict.fromkeys(("steps", "cycle"), _COUNT),
-    **dict.fromkeys(("power", "a", "b"), _POSITIVE),
-    "decay": "(0, 1]",
-    "gamma": "(0.5, 1]",  # so that steps sum to infinity and their squares do not
+    **dict.fromkeys(("value", "init", "final"), NOT_NEGATIVE),
+    **dict.fromkeys(("steps", "cycle"), WHOLE),
+    **dict.fromkeys(("power", "a", "b"), POSITIVE),
+    "decay": number("(0, 1]"),
+    "gamma": number("(0.5, 1]"),  # so that steps sum to infinity and their squares do not
 }
 
 
@@ -126,7 +124,7 @@ class _Checked:
     def __post_init__(self) -> None:
         for name, value in [*vars(self).items()]:
             object.__setattr__(self, name, plain(value))
-            number(f"{type(self).__name__}: {name}", value, _RANGES[name], integer=_RANGES[name] == _COUNT)
+            _RANGES[name](f"{type(self).__name__}: {name}", value)
 
 
 @dataclass(frozen=True)
@@ -285,7 +283,7 @@ class piecewise:
     def __post_init__(self) -> None:
         object.__setattr__(self, "values", tuple(map(plain, self.values)))
         for value in self.values:
-            number("piecewise: values", value, "[0, inf)")
+            NOT_NEGATIVE("piecewise: values", value)
         object.__setattr__(self, "boundaries", _boundaries("piecewise: boundaries", self.boundaries, len(self.values)))
 
     def __call__(self, count: Any) -> Tensor:

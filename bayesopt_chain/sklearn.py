@@ -10,9 +10,9 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bayesopt_chain.checks import installed
+from bayesopt_chain import checks, likelihoods
 
-installed("bayesopt_chain.sklearn", "sklearn", "sklearn")
+checks.installed("bayesopt_chain.sklearn", "sklearn", "sklearn")
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
-from bayesopt_chain import kinds, likelihoods
 from bayesopt_chain.ensemble.call import EnsembleError, posterior_ensemble
 from bayesopt_chain.likelihoods import Predictive
 
@@ -292,7 +291,7 @@ class PosteriorClassifier(ClassifierMixin, _Posterior):
 def _network(inputs: int, hidden: int | Sequence[int], outputs: int) -> nn.Module:
     layers: list[nn.Module] = []
     for width in np.atleast_1d(np.asarray(hidden)).tolist():
-        kinds.WHOLE("hidden, the units of each layer,", width)
+        checks.WHOLE("hidden, the units of each layer,", width)
         layers += [nn.Linear(inputs, width), nn.ReLU()]
         inputs = width
     return nn.Sequential(*layers, nn.Linear(inputs, outputs))

@@ -16,7 +16,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import kinds
+from bayesopt_chain import checks
 from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.tracing import is_hidden, is_traced, is_transformed
 
@@ -81,7 +81,7 @@ def copied(tree: Any) -> Any:
     return optree.tree_map(lambda x: x.detach().clone(), tree)
 
 
-@kinds.takes(tree=kinds.TREE)
+@checks.takes(tree=checks.TREE)
 def shape_only(tree: Tree) -> Tree:
     """Return zeros of the leaves' shapes that share one element of storage: a template that costs no memory.
 
@@ -169,7 +169,7 @@ def flatten(tree: Tree, like: Tree) -> Tensor:
     return torch.cat(pieces, dim=-1)
 
 
-@kinds.takes(vector=kinds.instance(Tensor, "a tensor [*lead, P]"), like=kinds.TREE)
+@checks.takes(vector=checks.instance(Tensor, "a tensor [*lead, P]"), like=checks.TREE)
 def unflatten(vector: Tensor, like: Tree) -> Tree:
     """Cut ``[*lead, P]`` into leaves ``[*lead, *leaf.shape]`` in the dtypes of ``like``: the inverse of flatten.
 

@@ -15,9 +15,8 @@ from typing import Any, Self
 import optree
 from torchopt.base import EmptyState, GradientTransformation, IdentityGradientTransformation
 
-from bayesopt_chain import checks, kinds
+from bayesopt_chain import checks
 from bayesopt_chain._torch import is_compiling, run_uncompiled
-from bayesopt_chain.arguments import check_link
 from bayesopt_chain.core.link import ANY, Link, LinkContext
 from bayesopt_chain.core.op import IN_PLACE, PURE, owned
 from bayesopt_chain.core.state import Layout, State, selected, unshared, warm_start
@@ -54,7 +53,7 @@ class Chain(GradientTransformation):
         self = super().__new__(cls, init, update)
         return self
 
-    @kinds.takes(links=kinds.Kind(kinds.SEQUENCE.fits, "a list of links, such as those of another chain, tx.links"))
+    @checks.takes(links=checks.Kind(checks.SEQUENCE.fits, "a list of links, such as those of another chain, tx.links"))
     def __init__(self, links: Sequence[Link]) -> None:
         self.links = tuple(links)
         self.kinds = tuple([type(x).__name__ for x in self.links])
@@ -190,7 +189,7 @@ class Chain(GradientTransformation):
         samples = any(isinstance(x.response, Noise) for x in self.links)
         # a chain without noise accepts what TorchOpt accepts; noise puts conditions on the links
         for x in self.links if samples else ():
-            check_link(x)
+            checks.check_link(x)
         leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
         here = {j for j, p in enumerate(leaves) if p is not None}
         # a mask may be a function of the user's: it is called once, also where several links have it

@@ -141,7 +141,7 @@ class Plan:
         for j in [j for j in self.exact if g[j] is not None]:
             x = g[j]
             if not isinstance(x, Tensor) or x.layout is not torch.strided:
-                checks.not_dense(j, x)
+                checks.dense(f"updates: leaf {j}", x)
             if x.dtype != dtypes[j] or (x.shape != shapes[j] and j not in self.sampled):
                 checks.unlike("updates", j, x, "the state has", shapes[j], dtypes[j], x.device)
             if p is not None and x.device != p[j].device:

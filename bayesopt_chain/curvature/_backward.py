@@ -23,14 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bayesopt_chain import kinds
+from bayesopt_chain import checks
 from bayesopt_chain._torch import dtensor_of, is_dtensor, local_of, reshard, spec_of, stacked_spec
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.precision import Diagonal
 from bayesopt_chain.trees import as_tensor, wide
 
 
-@kinds.takes()
+@checks.takes()
 def diagonal_by_backward(
     model: torch.nn.Module,
     likelihood: Likelihood,

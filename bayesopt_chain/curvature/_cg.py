@@ -16,7 +16,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import kinds
+from bayesopt_chain import checks
 from bayesopt_chain.trees import Tree, require_like, size
 
 
@@ -34,15 +34,15 @@ class CGInfo(NamedTuple):
     converged: Tensor
 
 
-@kinds.takes(
-    product=kinds.FUNCTION,
-    b=kinds.TREE,
-    damping=kinds.SCALAR,
-    preconditioner=kinds.FUNCTION.or_none(),
-    rtol=kinds.NUMBER,
-    atol=kinds.NUMBER,
-    maxiter=kinds.WHOLE.or_none(),
-    batch_ndim=kinds.whole(0),
+@checks.takes(
+    product=checks.FUNCTION,
+    b=checks.TREE,
+    damping=checks.SCALAR,
+    preconditioner=checks.FUNCTION.or_none(),
+    rtol=checks.NUMBER,
+    atol=checks.NUMBER,
+    maxiter=checks.WHOLE.or_none(),
+    batch_ndim=checks.whole(0),
 )
 def cg(
     product: Callable[[Tree], Tree],

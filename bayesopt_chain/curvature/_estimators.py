@@ -23,7 +23,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import kinds
+from bayesopt_chain import checks
 from bayesopt_chain.batches import picked
 from bayesopt_chain.curvature._autodiff import UNSUPPORTED, double_backward, vjp, without_fused_recurrence
 from bayesopt_chain.curvature._chunks import BatchPullback, RootOf
@@ -52,7 +52,7 @@ PRODUCT_BYTES = 2**25  # the default bound on what Hessian products and probes h
 STRUCTURES = tuple(MAKERS)
 
 
-@kinds.takes(structure=kinds.TEXT, targets=kinds.INPUTS, probes=kinds.WHOLE.or_none())
+@checks.takes(structure=checks.TEXT, targets=checks.INPUTS, probes=checks.WHOLE.or_none())
 def ggn(
     forward: Forward,
     likelihood: Likelihood,
@@ -125,7 +125,7 @@ def ggn(
     )
 
 
-@kinds.takes(structure=kinds.TEXT, targets=kinds.INPUTS, samples=kinds.WHOLE)
+@checks.takes(structure=checks.TEXT, targets=checks.INPUTS, samples=checks.WHOLE)
 def fisher(
     forward: Forward,
     likelihood: Likelihood,
@@ -173,7 +173,7 @@ def fisher(
     return Estimator(forward, root_of, structure, chunk_bytes, options, targets, likelihood, draws=True)
 
 
-@kinds.takes(structure=kinds.TEXT, targets=kinds.INPUTS)
+@checks.takes(structure=checks.TEXT, targets=checks.INPUTS)
 def empirical_fisher(
     forward: Forward,
     likelihood: Likelihood,
@@ -216,7 +216,7 @@ def empirical_fisher(
     )
 
 
-@kinds.takes(structure=kinds.TEXT, targets=kinds.INPUTS, probes=kinds.WHOLE.or_none())
+@checks.takes(structure=checks.TEXT, targets=checks.INPUTS, probes=checks.WHOLE.or_none())
 def hessian(
     forward: Forward,
     likelihood: Likelihood,

@@ -18,13 +18,13 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import batches, kinds
+from bayesopt_chain import batches, checks
 from bayesopt_chain.curvature._autodiff import UNSUPPORTED, double_backward, vjp, without_fused_recurrence
 from bayesopt_chain.curvature._plan import batch_size, part
 from bayesopt_chain.trees import Tree
 
 
-@kinds.takes()
+@checks.takes()
 def jvp(f: Callable[..., Any], primals: tuple, tangents: tuple) -> tuple[Any, Any]:
     """Multiply the Jacobian of a function by a vector, by forward mode or, where an operation has none, by what works.
 
@@ -64,7 +64,7 @@ def _forward_mode(f: Callable[..., Any], primals: tuple, tangents: tuple) -> tup
     return result[0], result[1]
 
 
-@kinds.takes(has_aux=kinds.BOOL)
+@checks.takes(has_aux=checks.BOOL)
 def hvp(f: Callable[..., Any], primals: tuple, tangents: tuple, *, has_aux: bool = False) -> tuple:
     """Multiply the Hessian of a scalar function by a vector.
 
@@ -97,7 +97,7 @@ def hvp(f: Callable[..., Any], primals: tuple, tangents: tuple, *, has_aux: bool
     return (*result, f(*primals)[1]) if has_aux else result
 
 
-@kinds.takes()
+@checks.takes()
 def fvp(f: Callable[..., Tensor], primals: tuple, tangents: tuple, *, normalise: bool = False) -> tuple[Tensor, Any]:
     """Multiply the empirical Fisher matrix by a vector.
 
@@ -127,7 +127,7 @@ def fvp(f: Callable[..., Tensor], primals: tuple, tangents: tuple, *, normalise:
     return losses, _alone(pull(along / losses.shape[0] if normalise else along))
 
 
-@kinds.takes()
+@checks.takes()
 def ggnvp(
     forward: Callable[..., Any], loss: Callable[[Any], Tensor], primals: tuple, tangents: tuple
 ) -> tuple[Any, Any]:

@@ -24,7 +24,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import batches, kinds
+from bayesopt_chain import batches, checks
 from bayesopt_chain.data.index_stream import IndexStream, Order, Rule
 
 Mesh = Any  # a DeviceMesh of one axis, or (rank, number of ranks)
@@ -89,7 +89,7 @@ class Epochs:
         for _ in range(len(self) - self.offset):
             yield self.batch(*self._advance())
 
-    @kinds.with_plain_numbers
+    @checks.with_plain_numbers
     def batch(self, epoch: int, offset: int) -> Any:
         """Batch ``offset`` of an epoch, wherever the iteration stands: leaves ``[b, ...]`` or ``[chains, b, ...]``.
 
@@ -123,10 +123,10 @@ class Epochs:
             >>> bool(counted(w, state, torch.tensor(4))[0] == data.batch(1, 1).mean())
             True
         """
-        kinds.require("epochs: batch_at", step=(step, _COUNT))
+        checks.require("epochs: batch_at", step=(step, _COUNT))
         return self.of_rows(self._of_chains(lambda chain: self.stream.rows_at(step, chain)))
 
-    @kinds.with_plain_numbers
+    @checks.takes(epoch=checks.whole(0), offset=checks.whole(0))
     def rows(self, epoch: int, offset: int) -> Tensor:
         """The numbers of that batch's data, int64 ``[b]`` or ``[chains, b]``: a function of (seed, epoch, offset).
 
@@ -135,7 +135,6 @@ class Epochs:
             IndexError: an offset behind the last batch of the epoch.
             ValueError: a position before the first.
         """
-        kinds.require("epochs: batch", epoch=(epoch, kinds.whole(0)), offset=(offset, kinds.whole(0)))
         if offset >= len(self):
             raise IndexError(f"epochs: no batch at offset {offset} of epoch {epoch}; an epoch has {len(self)}, from 0")
         return self._numbers(epoch, offset).to(torch.int64)
@@ -173,7 +172,7 @@ class Epochs:
             )
         return self.stream.kept[0]
 
-    @kinds.with_plain_numbers
+    @checks.takes(size=checks.WHOLE.or_none(), shuffled=checks.BOOL)
     def parts(self, size: int | None = None, *, shuffled: bool = False) -> Iterator[Any]:
         """All data once, without those left out: batches of ``size`` (default: ``batch_size``), the last one of what remains.
 
@@ -187,7 +186,6 @@ class Epochs:
         Raises:
             TypeError, ValueError: a size that is no whole number, at least 1; chains that leave out different data.
         """
-        kinds.require("epochs: parts", size=(size, kinds.WHOLE.or_none()), shuffled=(shuffled, kinds.BOOL))
         return self._parts(self.batch_size if size is None else size, shuffled)
 
     def _parts(self, size: int, shuffled: bool) -> Iterator[Any]:
@@ -238,19 +236,17 @@ class Epochs:
             raise ValueError("epochs: indices are one chain's; make one epochs(..., seed=...) for each loader")
         return Indices(self)
 
-    @kinds.with_plain_numbers
+    @checks.takes(step=checks.whole(0))
     def seek(self, step: int) -> None:
         """Go to the batch after ``step`` batches, counted from epoch 0.
 
         A ``DataLoader`` with workers fetches ahead of its use: to resume one, seek to the number of batches used.
         """
-        kinds.require("epochs: seek", step=(step, kinds.whole(0)))
         self._go(*divmod(step, len(self)))
 
-    @kinds.with_plain_numbers
+    @checks.takes(epoch=checks.whole(0))
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch."""
-        kinds.require("epochs: set_epoch", epoch=(epoch, kinds.whole(0)))
         self._go(epoch, 0)
 
     def _go(self, epoch: int, offset: int) -> None:
@@ -261,13 +257,13 @@ class Epochs:
         """The position of the next batch, and what it is a position in. It is the same on all ranks, and for any number."""
         return {"epoch": self.epoch, "offset": self.offset, **self._identity()}
 
+    @checks.takes(state=checks.MAPPING)
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at a position from :meth:`state_dict`.
 
         Raises:
             ValueError: it is a position in another order, seed, batch size, number of data or of chains.
         """
-        kinds.require("epochs: load_state_dict", state=(state, kinds.MAPPING))
         mine = self._identity()
         if differing := [name for name in mine if state.get(name) != mine[name]]:
             raise ValueError(
@@ -301,23 +297,25 @@ class Indices:
         for _ in range(len(self.owner) - self.owner.offset):
             yield self.owner.rows(*self.owner._advance()).tolist()
 
-    @kinds.with_plain_numbers
+    @checks.with_plain_numbers
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch."""
         self.owner.set_epoch(epoch)
 
 
-_SEED = kinds.Kind(lambda x: isinstance(x, int) and not isinstance(x, bool), "a whole number", (int,))
-_COUNT = kinds.Kind(  # of which nothing is read, so that a program can be recorded
+_SEED = checks.Kind(lambda x: isinstance(x, int) and not isinstance(x, bool), "a whole number", (int,))
+_COUNT = checks.Kind(  # of which nothing is read, so that a program can be recorded
     lambda x: isinstance(x, Tensor) and x.ndim == 0 and x.dtype == torch.int64, "a 0-d tensor of int64", (Tensor,)
 )
-_ROWS = kinds.Kind(
-    lambda x: x is None or isinstance(x, Tensor) or (kinds.SEQUENCE.fits(x) and all(isinstance(r, Tensor) for r in x)),
+_ROWS = checks.Kind(
+    lambda x: x is None or isinstance(x, Tensor) or (checks.SEQUENCE.fits(x) and all(isinstance(r, Tensor) for r in x)),
     "a tensor of row numbers, a list of them, or None",
 )
 
 
-@kinds.with_plain_numbers
+@checks.takes(
+    batch_size=_SEED, seed=_SEED, chains=checks.WHOLE.or_none(), leave_out=_ROWS, with_rows=checks.BOOL, mesh=checks.ANY
+)
 def epochs(
     data: Any,
     batch_size: int,
@@ -371,16 +369,8 @@ def epochs(
         >>> torch.equal(torch.cat([first.batch(0, 0), second.batch(0, 0)]), data.batch(0, 0)[0])
         True
     """
-    kinds.require(
-        "epochs",
-        batch_size=(batch_size, _SEED),
-        seed=(seed, _SEED),
-        chains=(chains, kinds.WHOLE.or_none()),
-        leave_out=(leave_out, _ROWS),
-        with_rows=(with_rows, kinds.BOOL),
-    )
     named: Any = order
-    if not kinds.FUNCTION.fits(named) and not (isinstance(named, str) and named in get_args(Order)):
+    if not checks.FUNCTION.fits(named) and not (isinstance(named, str) and named in get_args(Order)):
         raise ValueError(
             f"epochs: order must be one of {', '.join(get_args(Order))}, or a function of (rows, seed, epoch, chain); got "
             f"{order!r}"

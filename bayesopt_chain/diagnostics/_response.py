@@ -31,7 +31,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import kinds
+from bayesopt_chain import checks
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Link
 from bayesopt_chain.core.op import PURE
@@ -112,7 +112,7 @@ def read(tx: Any, params: Any, state: Any = None) -> Response:
             f"a chain is asked for, and {type(tx).__name__} is an optimizer, which moves its own parameters: pass the chain "
             f"of the same hyperparameters, such as bc.sgd({', '.join(f'{k}={v!r}' for k, v in group.items())})"
         )
-    kinds.require("the diagnostics of a chain", tx=(tx, kinds.TX))
+    checks.require("the diagnostics of a chain", tx=(tx, checks.TX))
     tx, state = inner(tx, state)
     if not isinstance(tx, Chain):
         raise TypeError(f"a chain of bayesopt_chain is asked for, whose links say what they do, got {tx!r:.80}")

@@ -54,8 +54,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import kinds
-from bayesopt_chain.checks import installed
+from bayesopt_chain import checks
 
 if TYPE_CHECKING:
     from bayesopt_chain.runs.draws import Draws
@@ -65,7 +64,7 @@ AT_ONCE = 1 << 28  # bytes of draws on disk that are looked at together
 KEPT = 1 << 30  # bytes of blocks of draws and their scores that are kept
 
 
-@kinds.takes()
+@checks.takes()
 def r_hat(draws: Draws | Any) -> Any:
     """Rank-normalised split R-hat of every element (Vehtari, Gelman, Simpson, Carpenter and Bürkner, 2021).
 
@@ -86,7 +85,7 @@ def r_hat(draws: Draws | Any) -> Any:
         >>> bc.diagnostics.r_hat({"w": x})["w"].round(decimals=2)
         tensor([1., 1.], dtype=torch.float64)
     """
-    installed("r_hat", "diagnostics", "arviz_stats")
+    checks.installed("r_hat", "diagnostics", "arviz_stats")
     from arviz_stats.base.array import array_stats
 
     def found(x: Any) -> Any:
@@ -97,7 +96,7 @@ def r_hat(draws: Draws | Any) -> Any:
     return _each(draws, "r_hat", found)
 
 
-@kinds.takes(kind=kinds.one_of("bulk", "tail"))
+@checks.takes(kind=checks.one_of("bulk", "tail"))
 def ess(draws: Draws | Any, *, kind: Literal["bulk", "tail"] = "bulk") -> Any:
     """Effective sample size of every element, over all chains (Vehtari et al., 2021).
 
@@ -117,7 +116,7 @@ def ess(draws: Draws | Any, *, kind: Literal["bulk", "tail"] = "bulk") -> Any:
         >>> bool(bc.diagnostics.ess({"w": x})["w"] > 1000)
         True
     """
-    installed("ess", "diagnostics", "arviz_stats")
+    checks.installed("ess", "diagnostics", "arviz_stats")
     from arviz_stats.base.array import array_stats
 
     prob = (0.05, 0.95) if kind == "tail" else None
@@ -315,11 +314,11 @@ def mean_and_error(x: Tensor) -> tuple[float, float]:
     return float(x.mean()), error
 
 
-@kinds.takes(
-    score=kinds.SCORES,
-    bandwidth=kinds.POSITIVE,
-    unbiased=kinds.BOOL,
-    block=kinds.WHOLE,
+@checks.takes(
+    score=checks.SCORES,
+    bandwidth=checks.POSITIVE,
+    unbiased=checks.BOOL,
+    block=checks.WHOLE,
 )
 def ksd(
     draws: Draws | Any,
@@ -374,7 +373,7 @@ def ksd(
             scores = optree.tree_map(lambda *leaves: torch.stack(leaves), *each)
         x, s = _matrix(tree), _matrix(scores if callable(score) else part(scores, low))
         for name, matrix in (("draws", x), ("score", s)):
-            if not kinds.is_finite(matrix):
+            if not checks.is_finite(matrix):
                 raise ValueError(f"ksd: {name}: some of its numbers are NaN or infinite")
         if x.shape != s.shape:
             raise ValueError(

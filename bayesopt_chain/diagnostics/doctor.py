@@ -31,9 +31,8 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import kinds
+from bayesopt_chain import checks
 from bayesopt_chain.batches import picked
-from bayesopt_chain.checks import installed, short
 from bayesopt_chain.curvature._plan import pair_targets
 from bayesopt_chain.diagnostics._response import forces_of, names_of
 from bayesopt_chain.diagnostics.convergence import (
@@ -123,17 +122,20 @@ class Diagnosis(NamedTuple):
         return "\n".join([*lines, "", "What was looked at:", *(f"  {k:<34} {x:.4g}" for k, x in self.numbers.items())])
 
 
-@kinds.takes(
-    draws=kinds.SAMPLED,
-    tx=kinds.TX_OR_OPTIMIZER,
-    batches=kinds.BATCH_OR_BATCHES,
-    of=kinds.FUNCTION,
-    temperature=kinds.POSITIVE,
-    posterior_temperature=kinds.POSITIVE,
-    data_size=kinds.WHOLE,
-    forward=kinds.FUNCTION,
-    likelihood=kinds.LIKELIHOOD,
-    targets=kinds.INPUTS,
+@checks.takes(
+    draws=checks.SAMPLED,
+    tx=checks.Kind(
+        lambda x: checks.TX.fits(x) or (hasattr(x, "thermal_leaves") and not isinstance(x, type)),
+        "a gradient transformation, or an optimizer of bc.optim",
+    ),
+    batches=checks.BATCH_OR_BATCHES,
+    of=checks.FUNCTION,
+    temperature=checks.POSITIVE,
+    posterior_temperature=checks.POSITIVE,
+    data_size=checks.WHOLE,
+    forward=checks.FUNCTION,
+    likelihood=checks.LIKELIHOOD,
+    targets=checks.INPUTS,
 )
 def doctor(
     draws: Draws,
@@ -195,7 +197,7 @@ def doctor(
         >>> bc.diagnostics.doctor(draws, of=lambda w: w + 0).findings
         ()
     """
-    installed("doctor", "diagnostics", "arviz_stats", "scipy")
+    checks.installed("doctor", "diagnostics", "arviz_stats", "scipy")
     if loss is not None and (tx is None or batches is None):
         raise ValueError("doctor: with loss= it needs tx= and batches= as well")
     if (likelihood is None) != (forward is None) or (likelihood is not None and loss is None):
@@ -232,7 +234,7 @@ def _minus_log_likelihood(
         own = -likelihood.log_prob(forward(params, batch), y)
     except Exception as err:
         raise ValueError(
-            f"doctor: forward(params, batch) and likelihood.log_prob(outputs, targets) fail on {short(batch)}: {err}"
+            f"doctor: forward(params, batch) and likelihood.log_prob(outputs, targets) fail on {checks.short(batch)}: {err}"
         ) from err
     if own.numel() not in (len(y), y.numel()):
         raise ValueError(
@@ -261,8 +263,8 @@ class _Data:
                     self.is_finite &= bool(scalar(loss, params, batch).isfinite())
             except Exception as err:
                 raise ValueError(
-                    f"doctor: the loss cannot take batch {i + 1} of {len(batches)}, {short(batch)}: {err}. batches= takes all "
-                    "data as one batch, which is a tuple, a dictionary or a tensor, or a list or loader of batches"
+                    f"doctor: the loss cannot take batch {i + 1} of {len(batches)}, {checks.short(batch)}: {err}. batches= "
+                    "takes all data as one batch, which is a tuple, a dictionary or a tensor, or a list or loader of batches"
                 ) from err
         self.loss, self.batches = loss, batches
         sizes: list[Any] = [size_of(batch) for batch in batches]
@@ -393,7 +395,7 @@ def _watched(m: Any) -> Tensor:
         found = [m.of(_chain(draw, m.draws.chains, c)) for draw in m.draws for c in range(m.n)]
         shapes = {tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in found}
         if [type(x) for x in shapes] != [tuple]:
-            raise TypeError(f"doctor: of must return a tensor, of one shape at every draw, got {short(shapes)}")
+            raise TypeError(f"doctor: of must return a tensor, of one shape at every draw, got {checks.short(shapes)}")
         values = torch.stack([x.detach().reshape(-1).double() for x in found]).unflatten(0, (m.count, m.n))
     return values[..., (values != values[:1]).any(0).any(0)].cpu()
 

@@ -42,7 +42,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import curvature, kinds
+from bayesopt_chain import checks, curvature
 from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.diagnostics._response import read
 from bayesopt_chain.loop.loss import gradient, value
@@ -76,7 +76,7 @@ class GradientNoise(NamedTuple):
     order: str | None
 
 
-@kinds.takes(max_batches=kinds.whole(2))
+@checks.takes(max_batches=checks.whole(2))
 def gradient_noise(
     loss: Callable[[Any, Any], Any],
     params: Any,
@@ -242,7 +242,7 @@ def seed_all(seed: int) -> None:
         torch.cuda.default_generators[device].manual_seed(seed)
 
 
-@kinds.takes()
+@checks.takes()
 def hessian_product(
     loss: Callable[[Any, Any], Any], params: Any, batches: Iterable[Any], *, max_batches: int = 100
 ) -> Callable[[Any], Any]:

@@ -63,9 +63,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bayesopt_chain import kinds, tracing
+from bayesopt_chain import checks, tracing
 from bayesopt_chain._torch import flattened, is_dtensor
-from bayesopt_chain.checks import short
 from bayesopt_chain.diagnostics._response import EQUAL, clipped, clips_of, gains, inner, levels_of, polynomials
 from bayesopt_chain.diagnostics.findings import Row, judged
 from bayesopt_chain.diagnostics.heating import added
@@ -143,11 +142,11 @@ class HeatGuard:
         (1, True)
     """
 
-    @kinds.takes(
-        steps_per_epoch=kinds.WHOLE,
-        order=kinds.one_of("reshuffled", "independent"),
-        above=kinds.real("[0, inf]"),
-        who=kinds.TEXT,
+    @checks.takes(
+        steps_per_epoch=checks.WHOLE,
+        order=checks.one_of("reshuffled", "independent"),
+        above=checks.number("[0, inf]"),
+        who=checks.TEXT,
     )
     def __init__(
         self,
@@ -176,7 +175,7 @@ class HeatGuard:
 
     # of a chain: make_step(heat_guard=guard), bc.sample(callbacks=[guard])
 
-    @kinds.takes()
+    @checks.takes()
     def require(self, tx: Any) -> None:
         """Refuse a chain that this guard cannot read.
 
@@ -223,7 +222,7 @@ class HeatGuard:
             return
         tensors: list[Any] = optree.tree_leaves(grads)
         if not all([isinstance(x, Tensor) for x in tensors]):
-            raise TypeError(f"HeatGuard.watch: grads must be a tree of tensors like params, got {short(grads)}")
+            raise TypeError(f"HeatGuard.watch: grads must be a tree of tensors like params, got {checks.short(grads)}")
         if not tracing.is_plain(*tensors) or any(map(is_dtensor, tensors)):
             raise ValueError(
                 "heat_guard: the gradients of a step that is captured, runs under vmap or is sharded cannot be looked at one "

@@ -62,7 +62,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import kinds
+from bayesopt_chain import checks
 from bayesopt_chain.data.index_stream import Order
 from bayesopt_chain.diagnostics._response import Group, Response, read, require_unclipped
 from bayesopt_chain.diagnostics.findings import Row, judged
@@ -108,7 +108,7 @@ class Heating:
     cooling: Callable[[Any], Any] | None = field(default=None, repr=False)
     refusal: str = field(default="this report was not made by bc.diagnostics.heating", repr=False)
 
-    @kinds.takes(draws=kinds.PARAMS)
+    @checks.takes(draws=checks.PARAMS)
     def cool(self, draws: Any) -> Any:
         """Correct the covariance of draws for the heat of the batches, by an affine map about their mean.
 
@@ -176,18 +176,18 @@ def _cooled(directions: list[Tensor], change: Tensor, scales: list[Tensor], draw
     return structure.unflatten([x + s.to(x) * y.to(x) for x, s, y in zip(leaves, scales, moved)])
 
 
-CURVATURE = kinds.Kind(
-    lambda x: isinstance(x, Tensor) or kinds.PRECISION.fits(x) or kinds.FUNCTION.fits(x),
+CURVATURE = checks.Kind(
+    lambda x: isinstance(x, (Tensor, Precision)) or checks.FUNCTION.fits(x),
     "a matrix [P, P], one of bayesopt_chain.precision, or a product on trees, such as bc.diagnostics.hessian_product gives",
 )
 
 
-@kinds.takes(
-    tx=kinds.ANY,
-    noise=kinds.instance(GradientNoise, "a report of bc.diagnostics.gradient_noise"),
-    again=kinds.instance(GradientNoise, "a report of bc.diagnostics.gradient_noise, or None"),
-    order=kinds.one_of(*get_args(Order)),
-    steps_per_epoch=kinds.real("[1, inf]"),
+@checks.takes(
+    tx=checks.ANY,
+    noise=checks.instance(GradientNoise, "a report of bc.diagnostics.gradient_noise"),
+    again=checks.instance(GradientNoise, "a report of bc.diagnostics.gradient_noise, or None"),
+    order=checks.one_of(*get_args(Order)),
+    steps_per_epoch=checks.number("[1, inf]"),
     curvature=CURVATURE,
 )
 def heating(

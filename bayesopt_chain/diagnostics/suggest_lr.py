@@ -50,8 +50,7 @@ from torch import nn
 from torch.utils.data import SequentialSampler
 
 from bayesopt_chain import batches as batch_trees
-from bayesopt_chain import kinds
-from bayesopt_chain.checks import short
+from bayesopt_chain import checks
 from bayesopt_chain.data.epochs import Epochs, epochs
 from bayesopt_chain.diagnostics._response import read, require_unclipped
 from bayesopt_chain.diagnostics.findings import Finding, Row, judged
@@ -179,10 +178,10 @@ class Candidate(NamedTuple):
     stability: float
 
 
-@kinds.takes(
-    params=kinds.Kind(lambda x: kinds.MODULE.fits(x) or kinds.PLACE.fits(x), f"{kinds.PLACE.words}, or a module"),
-    data=kinds.ANY,
-    epochs=kinds.POSITIVE,
+@checks.takes(
+    params=checks.Kind(lambda x: checks.MODULE.fits(x) or checks.PLACE.fits(x), f"{checks.PLACE.words}, or a module"),
+    data=checks.ANY,
+    epochs=checks.POSITIVE,
 )
 def suggest_lr(
     make_tx: Callable[..., Any],
@@ -273,8 +272,8 @@ class _Adviser:
         first = self.make(FIRST, momenta[0])
         if state is not None and optree.tree_structure(state) != optree.tree_structure(state_of(first, params)):
             raise TypeError(
-                f"suggest_lr: state must be one of the chain that make_tx gives, at these params, got {short(state)}; take "
-                "tx.init(params), or leave it out"
+                f"suggest_lr: state must be one of the chain that make_tx gives, at these params, got {checks.short(state)}; "
+                "take tx.init(params), or leave it out"
             )
         self.readings = {m: read(self.make(FIRST, m), params, state) for m in momenta}
         self.response = self.readings[momenta[0]]

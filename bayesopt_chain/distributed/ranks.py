@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bayesopt_chain import batches, kinds, tracing
+from bayesopt_chain import batches, checks, tracing
 from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.distributed.parts import runs_of
 from bayesopt_chain.distributed.shards import like, local
@@ -130,7 +130,7 @@ def chain_seed(seed: int, chain: int) -> int:
     return splitmix64(splitmix64(seed & (2**64 - 1)) ^ splitmix64(~chain & (2**64 - 1))) >> 1
 
 
-@kinds.with_plain_numbers
+@checks.with_plain_numbers
 def generator(seed: int, chain: int = 0) -> torch.Generator:
     """Make the generator from which one chain draws its key. It is the same on any number of ranks.
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from bayesopt_chain import batches, kinds
+from bayesopt_chain import batches, checks
 from bayesopt_chain.ensemble import held
 from bayesopt_chain.ensemble.data import LEAST, LEAST_SCORED, Data, Scale, moments, read
 from bayesopt_chain.ensemble.ensemble import Ensemble
@@ -47,17 +47,17 @@ class EnsembleError(ValueError):
         self.ensemble = ensemble
 
 
-@kinds.takes(
-    members=kinds.WHOLE,
-    steps=kinds.whole(FEWEST),
-    minutes=kinds.POSITIVE,
-    batch_size=kinds.WHOLE,
-    prior_precision=kinds.real(f"(0, {MOST_PRECISE}]"),
-    held_out=kinds.real("(0, 0.4]"),
-    standardize=kinds.BOOL,
-    path=kinds.FOLDER,
-    chains=kinds.Kind(
-        lambda x: kinds.POSITIVE.fits(x) or (isinstance(x, str) and x == "auto"),
+@checks.takes(
+    members=checks.WHOLE,
+    steps=checks.whole(FEWEST),
+    minutes=checks.POSITIVE,
+    batch_size=checks.WHOLE,
+    prior_precision=checks.number(f"(0, {MOST_PRECISE}]"),
+    held_out=checks.number("(0, 0.4]"),
+    standardize=checks.BOOL,
+    path=checks.FOLDER,
+    chains=checks.Kind(
+        lambda x: checks.POSITIVE.fits(x) or (isinstance(x, str) and x == "auto"),
         "a positive, finite number of seconds, or 'auto'",
         (int, float, str),
     ),
@@ -171,7 +171,7 @@ def posterior_ensemble(
     if standardize is None:
         standardize = not residuals and not frozen_of(plain.still.module)
     scale = Scale.of(raw, likelihood, plain.still.module) if standardize else Scale()
-    with kinds.blaming("posterior_ensemble", "data"):
+    with checks.blaming("posterior_ensemble", "data"):
         networks = members_of(make_model, members, seed, raw.device, scale, few).looked_at(raw.inputs_of(LEAST))
     unit = _unit(likelihood, raw, variance, networks if residuals else None)
     trained = likelihood
@@ -209,7 +209,7 @@ def posterior_ensemble(
     floor = FLOOR if unit is None else FLOOR - unit.log().flatten() / 2
     problem = Problem(raw, trained, networks, members, size, folds, seed, stages.mine, axes=axes, floor=floor)
     shared = [(x, x.clone()) for x in networks.attributes()]
-    with kinds.blaming("posterior_ensemble", f"a step of training with batch_size={size}"):
+    with checks.blaming("posterior_ensemble", f"a step of training with batch_size={size}"):
         try:
             training = Training(problem, stages, shown, event, prior_precision)
         except RuntimeError:  # of vmap, or of the network, which then fails again
@@ -469,7 +469,7 @@ def _require_targets(networks: Members, data: Data, likelihood: Likelihood) -> t
     """The shape of one datum's outputs; raises for outputs and targets that do not belong together, and for data that mix."""
     inputs = data.inputs_of(2)
     own, dtypes = ({x.dtype for x in leaves} for leaves in (networks.params.values(), batches.flatten(inputs)[0]))
-    with kinds.blaming("posterior_ensemble", "data"):
+    with checks.blaming("posterior_ensemble", "data"):
         try:
             outputs: Any = networks.outputs(inputs)
         except RuntimeError as err:

@@ -12,8 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from bayesopt_chain import batches, kinds
-from bayesopt_chain.checks import short
+from bayesopt_chain import batches, checks
 from bayesopt_chain.ensemble.data import Scale, require_inputs
 from bayesopt_chain.ensemble.members import Members, described, frozen_of, members_of
 from bayesopt_chain.ensemble.report import Report
@@ -60,7 +59,7 @@ class Ensemble:
     scale: Scale
     loop: bool = False
 
-    @kinds.takes(data=kinds.DATA)
+    @checks.takes(data=checks.DATA)
     def predict(self, data: Any) -> Predictive:
         """The predictive distribution of new targets.
 
@@ -89,7 +88,7 @@ class Ensemble:
         draws = [[{k: x[i : i + 1] for k, x in t.items()} for t in stacked] for i in range(size)]
         parts, numbers, likelihood = list[Predictive](), 0, self.likelihood
         for batch in batches_of(data, partial(as_pair, module=self.members.still.module)):
-            with kinds.blaming("Ensemble.predict", "data"):
+            with checks.blaming("Ensemble.predict", "data"):
                 inputs = _inputs(batch)
                 if likelihood.has_classes:  # which alone can be added up
                     of_one = self._outputs(draws[0], batches.tree_map(lambda x: x[:1], inputs))[1]
@@ -112,7 +111,7 @@ class Ensemble:
             )
         return (self.likelihood, outputs) if self.factor == 1 else self.likelihood.widened(outputs, self.factor)
 
-    @kinds.takes()
+    @checks.takes()
     def draws(self) -> Draws:
         """The draws, the networks as chains, for diagnostics and ``to_arviz``.
 
@@ -131,7 +130,7 @@ class Ensemble:
         made = Draws.from_trees([{k: x[i] for k, x in self.params.items()} for i in range(size)], chains=count)
         return made.with_buffers(self.buffers) if self.buffers else made
 
-    @kinds.takes()
+    @checks.takes()
     def modules(self) -> list[nn.Module]:
         """The networks of the last draw as modules in ``eval`` mode, which take and give the data's own units.
 
@@ -157,7 +156,7 @@ class Ensemble:
             made.append(Scaled(module, self.scale).eval() if self.scale.said else module)
         return made
 
-    @kinds.takes(path=kinds.PATH)
+    @checks.takes(path=checks.PATH)
     def save(self, path: str | Path) -> None:
         """Write the ensemble to one safetensors file with checksums, without module, likelihood and data.
 
@@ -194,7 +193,14 @@ class Ensemble:
         files.write_tree(Path(path), state)
 
     @classmethod
-    @kinds.takes(path=kinds.PATH, make_model=kinds.NETWORKS, likelihood=kinds.LIKELIHOOD)
+    @checks.takes(
+        path=checks.PATH,
+        make_model=checks.Kind(
+            lambda x: isinstance(x, nn.Module) or checks.FUNCTION.fits(x),
+            "a torch.nn.Module, or a function without arguments that makes one",
+        ),
+        likelihood=checks.LIKELIHOOD,
+    )
     def open(
         cls, path: str | Path, make_model: nn.Module | Callable[[], nn.Module], likelihood: Likelihood
     ) -> Ensemble:
@@ -303,7 +309,7 @@ def _inputs(batch: Any) -> Any:
     """The inputs of a batch: tensors with the data on axis 0."""
     inputs = as_pair(batch)[0]
     leaves = batches.flatten(inputs)[0]
-    if not leaves or not all(kinds.VALUES.fits(x) and x.ndim for x in leaves):
-        raise TypeError(f"predict: data must be tensors with the data on axis 0, got {short(inputs)}")
+    if not leaves or not all(checks.VALUES.fits(x) and x.ndim for x in leaves):
+        raise TypeError(f"predict: data must be tensors with the data on axis 0, got {checks.short(inputs)}")
     require_inputs("predict", inputs)
     return inputs

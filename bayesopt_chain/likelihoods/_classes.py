@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
-from bayesopt_chain import kinds
+from bayesopt_chain import checks
 from bayesopt_chain.likelihoods._likelihood import Grouping, Likelihood, OutputRoot, Seen, Softmax, Support
 from bayesopt_chain.likelihoods._predictive import Predictive
 from bayesopt_chain.likelihoods._quadrature import probit, softmax_mean
@@ -233,10 +233,10 @@ def bernoulli() -> Likelihood:
     return Bernoulli()
 
 
-AXIS = kinds.Kind(lambda x: kinds.INDEX.fits(x) and x < 0, "an axis counted from the end, such as -3", (int,))
+AXIS = checks.Kind(lambda x: checks.INDEX.fits(x) and x < 0, "an axis counted from the end, such as -3", (int,))
 
 
-@kinds.takes(weight=kinds.VECTOR.or_none(), axis=AXIS)
+@checks.takes(weight=checks.VECTOR.or_none(), axis=AXIS)
 def categorical(
     *,
     weight: Sequence[float] | Tensor | None = None,
@@ -278,7 +278,7 @@ def categorical(
     return Categorical(weight, ignore_index, axis)
 
 
-@kinds.takes(thresholds=kinds.VECTOR)
+@checks.takes(thresholds=checks.VECTOR)
 def ordinal(thresholds: Sequence[float] | Tensor) -> Likelihood:
     """One of C classes in order, from one output: the cumulative logit model, ``P(y <= k) = sigmoid(c_k - f)``.
 

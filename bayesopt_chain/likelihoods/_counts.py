@@ -139,5 +139,5 @@ def negative_binomial(dispersion: float = 1.0) -> Likelihood:
         >>> likelihoods.negative_binomial(1.0).nll(torch.zeros(1, 1), torch.full((1, 1), 2.0)).exp()  # 2^3
         tensor([8.])
     """
-    checks.positive("negative_binomial: dispersion", dispersion)
+    checks.POSITIVE("negative_binomial: dispersion", dispersion)
     return NegativeBinomial(float(dispersion))

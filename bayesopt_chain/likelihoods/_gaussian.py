@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.special import ndtr
 
-from bayesopt_chain import kinds
+from bayesopt_chain import checks
 from bayesopt_chain.likelihoods._likelihood import Elementwise, Grouping, Likelihood, weights_of_draws
 from bayesopt_chain.likelihoods._predictive import Mixture, Outputs
 from bayesopt_chain.likelihoods._quadrature import incomplete_beta, normal_nodes, standard_gamma
@@ -207,11 +207,11 @@ class StudentT(Likelihood):
         return as_tensor(self.scale, outputs.dtype, outputs.device)
 
 
-@kinds.takes(
-    variance=kinds.Kind(
-        lambda x: (isinstance(x, str) and x == "learned") or kinds.POSITIVES.fits(x),
-        f"{kinds.POSITIVES.words}, or 'learned'",
-        (str, *kinds.POSITIVES.of),
+@checks.takes(
+    variance=checks.Kind(
+        lambda x: (isinstance(x, str) and x == "learned") or checks.POSITIVES.fits(x),
+        f"{checks.POSITIVES.words}, or 'learned'",
+        (str, *checks.POSITIVES.of),
     )
 )
 def gaussian(variance: float | Tensor | Literal["learned"] = 1.0) -> Likelihood:
@@ -240,7 +240,7 @@ def gaussian(variance: float | Tensor | Literal["learned"] = 1.0) -> Likelihood:
     return LearnedGaussian() if isinstance(variance, str) else Gaussian(variance)
 
 
-@kinds.takes(df=kinds.POSITIVE, scale=kinds.POSITIVES)
+@checks.takes(df=checks.POSITIVE, scale=checks.POSITIVES)
 def student_t(df: float = 4.0, scale: float | Tensor = 1.0) -> Likelihood:
     """Regression that outliers do not drag along: Student's t around every output.
 

@@ -51,8 +51,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bayesopt_chain import kinds
-from bayesopt_chain.checks import short
+from bayesopt_chain import checks
 from bayesopt_chain.likelihoods._predictive import Mixture, Outputs, Predictive
 from bayesopt_chain.likelihoods._quadrature import normal_nodes, points_for
 from bayesopt_chain.tracing import is_hidden, is_readable, is_transformed
@@ -414,7 +413,7 @@ class Likelihood(ABC):
             "expected_mean",
         }:
             if inspect.isfunction(vars(cls)[name]):
-                setattr(cls, name, kinds.takes()(vars(cls)[name]))
+                setattr(cls, name, checks.takes()(vars(cls)[name]))
         if inspect.isfunction(vars(cls).get("log_prob")):
             cls.log_prob = _unmixed(vars(cls)["log_prob"])
 
@@ -734,7 +733,7 @@ class Likelihood(ABC):
             raise ValueError(f"the {self.name} likelihood got outputs {tuple(outputs.shape)}: the batch is empty")
         labels, weights = self.labels(targets), self.weights(targets)
         if not isinstance(labels, Tensor):
-            raise TypeError(f"the {self.name} likelihood got targets that are no tensor: {short(labels)}")
+            raise TypeError(f"the {self.name} likelihood got targets that are no tensor: {checks.short(labels)}")
         positions = self.grouping(outputs.shape[1:]).positions
         wanted = (outputs.shape[0], *positions)
         for what, value in (("targets", labels), ("weights", weights)):
@@ -760,7 +759,7 @@ class Likelihood(ABC):
             self.require(outputs, targets)
             _checked = weakref.ref(self), weakref.ref(targets), what
 
-    @kinds.takes()
+    @checks.takes()
     def losses(self, outputs: Tensor, targets: Any) -> Tensor:
         """The weighted loss of every target; :meth:`nll` is its sum over a datum.
 
@@ -929,7 +928,7 @@ class Likelihood(ABC):
         factors = torch.stack(draws) / samples**0.5
         return factors if scale is None else factors * scale
 
-    @kinds.takes()
+    @checks.takes()
     def predictive(self, mean: Tensor, covariance: Tensor) -> Predictive:
         """The distribution of new targets at Gaussian outputs, target by target.
 
@@ -950,7 +949,7 @@ class Likelihood(ABC):
         """
         return Predictive(self, Outputs(mean, covariance))
 
-    @kinds.takes()
+    @checks.takes()
     def mixture(self, outputs: Tensor, log_weights: Tensor | None = None) -> Predictive:
         """The distribution of new targets as a mixture over outputs, such as those of the draws of a run.
 
@@ -973,7 +972,7 @@ class Likelihood(ABC):
         """
         return Predictive(self, outputs, weights_of_draws(outputs, log_weights))
 
-    @kinds.takes(draws=kinds.BATCHES)
+    @checks.takes(draws=checks.BATCHES)
     def pooled(self, draws: Iterable[Tensor]) -> Predictive:
         """:meth:`mixture` over draws that come one after another.
 
@@ -1000,7 +999,7 @@ class Likelihood(ABC):
 
         def checked() -> Iterator[Tensor]:
             for draw in draws:
-                kinds.require("pooled", draws=(draw, kinds.REALS))
+                checks.require("pooled", draws=(draw, checks.REALS))
                 yield draw
 
         return self._pooled(checked())
@@ -1100,7 +1099,7 @@ class Likelihood(ABC):
         nodes, log_weights = normal_nodes(m, s, points) if points else normal_nodes(m, s)
         return grouping.join(nodes, mean.shape[1:]), log_weights
 
-    @kinds.takes()
+    @checks.takes()
     def expected_mean(self, mean: Tensor, covariance: Tensor, method: str | None = None) -> Tensor:
         """``E[y]`` at Gaussian outputs: probabilities of classes, the mean of any other target.
 

@@ -31,7 +31,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import kinds
+from bayesopt_chain import checks
 from bayesopt_chain.likelihoods._quadrature import gauss_legendre, root_by_eigenvectors
 from bayesopt_chain.trees import wide
 
@@ -315,7 +315,7 @@ class Predictive:
         """``Var y``, noise included, in squared units of the target, shaped like :attr:`mean`."""
         return self._of(lambda p: p.variance)
 
-    @kinds.takes(joint=kinds.BOOL)
+    @checks.takes(joint=checks.BOOL)
     def covariance(self, joint: bool = False) -> Tensor:
         """The covariance of the numbers that a target's mean has, noise included.
 
@@ -460,7 +460,7 @@ class Predictive:
         self._require_values("cdf", "values", values)
         return self._of(lambda p, x: p.cdf(x), values.expand(self._shape))
 
-    @kinds.takes(level=kinds.real("(0, 1)"))
+    @checks.takes(level=checks.number("(0, 1)"))
     def quantile(self, level: float) -> Tensor:
         """The smallest value y with ``P(Y <= y) >= level``, ``[N, *positions]``, in the targets' units; not differentiated.
 
@@ -481,7 +481,7 @@ class Predictive:
         """
         return self._of(lambda p: p.quantile(level))
 
-    @kinds.takes(level=kinds.real("(0, 1)"))
+    @checks.takes(level=checks.number("(0, 1)"))
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """The central interval that holds a new target with probability ``level`` (counts: at least).
 
@@ -503,7 +503,7 @@ class Predictive:
         """
         return self.quantile((1 - level) / 2), self.quantile((1 + level) / 2)
 
-    @kinds.takes()
+    @checks.takes()
     def sample(self, samples: int = 100, *, generator: torch.Generator | None = None) -> Tensor:
         """Draws of new targets.
 
@@ -581,7 +581,7 @@ class Predictive:
 
     def _require_values(self, who: str, name: str, values: Any) -> None:
         """Refuse what is no number for every target."""
-        kinds.require(who, **{name: (values, kinds.VALUES)})
+        checks.require(who, **{name: (values, checks.VALUES)})
         shape = self._shape
         if (
             values.dtype == torch.bool

@@ -56,7 +56,7 @@ import torch
 from torch import Tensor
 from torch.quasirandom import SobolEngine
 
-from bayesopt_chain import kinds
+from bayesopt_chain import checks
 from bayesopt_chain.tracing import is_hidden
 
 FEW, MANY = 129, 4097  # points of the trapezoidal rule: the default and the most
@@ -240,7 +240,7 @@ def standard_gamma(shape: Tensor, generator: torch.Generator | None) -> Tensor:
 NUMBERS_AT_ONCE = 2**24  # of logits at nodes; data beyond that come in parts
 
 
-@kinds.takes(mean=kinds.REALS, covariance=kinds.REALS)
+@checks.takes(mean=checks.REALS, covariance=checks.REALS)
 def probit(mean: Tensor, covariance: Tensor) -> Tensor:
     """Approximate ``E softmax(f)`` for ``f ~ N(mean, covariance)``.
 
@@ -282,7 +282,7 @@ def probit(mean: Tensor, covariance: Tensor) -> Tensor:
     return torch.cat(logits, -1).softmax(-1)
 
 
-@kinds.takes(mean=kinds.REALS, covariance=kinds.REALS, pairs=kinds.WHOLE)
+@checks.takes(mean=checks.REALS, covariance=checks.REALS, pairs=checks.WHOLE)
 def softmax_mean(mean: Tensor, covariance: Tensor, *, pairs: int = 128) -> Tensor:
     """Compute ``E softmax(f)`` for ``f ~ N(mean, covariance)`` by antithetic Sobol points.
 

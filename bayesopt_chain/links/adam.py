@@ -22,7 +22,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from bayesopt_chain.arguments import MOMENTUM, checked_within
+from bayesopt_chain.checks import MOMENTUM, link_takes
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
@@ -263,7 +263,7 @@ def _power(decay: float, count: Tensor) -> Any:
     return decay ** _number(count)
 
 
-@checked_within(b1=MOMENTUM, b2=MOMENTUM, **LEARNS)
+@link_takes(b1=MOMENTUM, b2=MOMENTUM, **LEARNS)
 def scale_by_adam(
     b1: float = 0.9,
     b2: float = 0.999,
@@ -300,7 +300,7 @@ def scale_by_adam(
     return Chain((ScaleByAdam(b1, b2, eps, moment_requires_grad, freeze_after, eps_root),))
 
 
-@checked_within(b1=MOMENTUM, b2=MOMENTUM, **LEARNS)
+@link_takes(b1=MOMENTUM, b2=MOMENTUM, **LEARNS)
 def scale_by_adamax(
     b1: float = 0.9,
     b2: float = 0.999,
@@ -334,7 +334,7 @@ def scale_by_adamax(
     return Chain((ScaleByAdaMax(b1, b2, eps, moment_requires_grad, freeze_after),))
 
 
-@checked_within(b1=MOMENTUM, b2=MOMENTUM, **LEARNS)
+@link_takes(b1=MOMENTUM, b2=MOMENTUM, **LEARNS)
 def scale_by_radam(
     b1: float = 0.9,
     b2: float = 0.999,

@@ -243,13 +243,13 @@ def add_gaussian_prior(prior: Any, *, n: float) -> Chain:
         >>> bc.links.add_gaussian_prior(50.0, n=100) == bc.links.add_decayed_weights(0.5)
         True
     """
-    checks.positive("add_gaussian_prior: n", n)
+    checks.POSITIVE("add_gaussian_prior: n", n)
     n = float(n)
     if isinstance(prior, HasPrecision):
         return Chain((_of_gaussian(prior, n),))
     # The link of weight decay, so that both chains compare equal and are fused alike.
     if isinstance(prior, (int, float)):
-        checks.number("add_gaussian_prior: prior", prior, "[0, inf)")
+        checks.NOT_NEGATIVE("add_gaussian_prior: prior", prior)
         return Chain((AddDecayedWeights(float(prior) / n, is_prior=True),)) if prior else Chain(())
     wanted = "a precision (a number, or a tree of numbers and tensors) or a Gaussian"
     require_numbers("add_gaussian_prior: prior", prior, wanted)

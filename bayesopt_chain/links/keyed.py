@@ -197,7 +197,7 @@ def inject_filtered_noise(
         >>> inject_filtered_noise(0.5, (1.0,), beside=(0, 1))
         noise(0.5)
     """
-    checks.temperature(temperature)
+    checks.TEMPERATURE("temperature", temperature)
     if is_zero(temperature):
         return Chain(())
     if isinstance(temperature, int):

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.arguments import MOMENTUM, ORDER, POSITIVE, checked_as
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import LinkContext
 from bayesopt_chain.core.op import Leaves, TensorOps
@@ -421,7 +420,7 @@ def _one_leaf(
     return values, scale, after
 
 
-@checked_as(order=ORDER, lr=POSITIVE, momentum=MOMENTUM)
+@checks.factory_takes(order=checks.number("[1, 2]", integer=True), lr=checks.POSITIVE, momentum=checks.MOMENTUM)
 def inject_langevin_noise(
     temperature: ScalarOrSchedule,
     *,

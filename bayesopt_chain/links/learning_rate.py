@@ -14,7 +14,6 @@ from torch import Tensor
 from torchopt.base import EmptyState
 
 from bayesopt_chain import checks
-from bayesopt_chain.arguments import Range, checked_types, checked_within
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import ELEMENTWISE, Link, LinkContext
 from bayesopt_chain.core.op import Leaves, TensorOps
@@ -84,7 +83,7 @@ class Scale(Link):
         return f"scale_by_neg_lr({shown})" if self.sign < 0 else f"scale({shown})"
 
 
-@checked_within(lr=Range("[0, inf]", tensor=True, schedule=True))
+@checks.link_takes(lr=checks.number("[0, inf]", tensor=True, schedule=True))
 def scale_by_neg_lr(lr: ScalarOrSchedule) -> Chain:
     """Multiply by ``-lr``, so that the updates go down the gradient.
 
@@ -109,7 +108,7 @@ def scale_by_neg_lr(lr: ScalarOrSchedule) -> Chain:
     return Chain((Scale(lr, -1),))
 
 
-@checked_types
+@checks.link_takes()
 def scale(step_size: float) -> Chain:
     """Multiply by ``step_size``.
 
@@ -131,7 +130,7 @@ def scale(step_size: float) -> Chain:
     return Chain((Scale(step_size),))
 
 
-@checked_types
+@checks.link_takes()
 def scale_by_schedule(step_size_fn: Callable[[Tensor], Any]) -> Chain:
     """Multiply by ``step_size_fn(count)``, a positive function of the number of updates so far.
 

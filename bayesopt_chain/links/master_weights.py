@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torchopt.base import GradientTransformation
 
-from bayesopt_chain import kinds
+from bayesopt_chain import checks
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.links.wrapper import Wrapper
 
@@ -90,6 +90,7 @@ class MasterWeights(Wrapper):
 
     around = _Around
 
+    @checks.takes(params=checks.PARAMS, state=checks.instance(MasterState, "a state of this transformation"))
     def masters(self, state: MasterState, params: Any) -> Any:
         """The master weights.
 
@@ -111,11 +112,6 @@ class MasterWeights(Wrapper):
             >>> params + updates, tx.masters(state, params + updates)
             (tensor([1.], dtype=torch.bfloat16), tensor([0.9990]))
         """
-        kinds.require(
-            "masters",
-            params=(params, kinds.PARAMS),
-            state=(state, kinds.instance(MasterState, "a state of this transformation")),
-        )
         leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
         narrow = [p.shape for p in leaves if _is_narrow(p)]
         if narrow != (of := [r.shape for r in state.residue]):

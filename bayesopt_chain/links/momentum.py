@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bayesopt_chain.arguments import FROM_ZERO, checked_within
+from bayesopt_chain.checks import FROM_ZERO, link_takes
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import ELEMENTWISE, Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
@@ -85,7 +85,7 @@ class Momentum(Link):
         return f"add_momentum({', '.join(words)})"
 
 
-@checked_within(momentum=FROM_ZERO)
+@link_takes(momentum=FROM_ZERO)
 def add_momentum(
     momentum: float = 0.9, dampening: float = 0.0, nesterov: bool = False, *, moment_requires_grad: bool = False
 ) -> Chain:

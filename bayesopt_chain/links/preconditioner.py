@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.arguments import checked_within
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import ELEMENTWISE, Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
@@ -54,7 +53,7 @@ class SupportsSolve(Protocol):
         ...
 
 
-@checked_within(**LEARNS)
+@checks.link_takes(**LEARNS)
 def running_rms(
     decay: float = 0.99, eps: float = 1e-8, *, initial_scale: float = 0.0, freeze_after: int | None = None
 ) -> RunningScale:
@@ -194,7 +193,7 @@ def scale_by_preconditioner(preconditioner: Any) -> Chain:
     if isinstance(preconditioner, RunningScale):
         return Chain((preconditioner,))
     if isinstance(preconditioner, (int, float)):
-        checks.positive("scale_by_preconditioner: preconditioner", preconditioner)
+        checks.POSITIVE("scale_by_preconditioner: preconditioner", preconditioner)
         return Chain((Scale(float(preconditioner)),))
     if isinstance(preconditioner, SupportsSolve):
         return Chain((SolvePrecision(preconditioner),))

@@ -33,14 +33,13 @@ are updated, so that they contain clean gradients only.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bayesopt_chain.arguments import AT_LEAST_ONE, FROM_ZERO, MOMENTUM, POSITIVE, Range, checked_as, checked_within
-from bayesopt_chain.checks import LARGEST
+from bayesopt_chain.checks import FROM_ZERO, MOMENTUM, POSITIVE, WHOLE, factory_takes, link_takes
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import ELEMENTWISE, Link, LinkContext
 from bayesopt_chain.core.op import PURE, Leaves, TensorOps
@@ -263,10 +262,10 @@ class AdaDelta(Link):
 
 
 # the ranges of what all scalings here have, at any temperature
-LEARNS = {"eps": FROM_ZERO, "freeze_after": Range(f"[1, {LARGEST}]", integer=True, none=True)}
+LEARNS = {"eps": FROM_ZERO, "freeze_after": WHOLE.or_none()}
 
 
-@checked_within(**LEARNS)
+@link_takes(**LEARNS)
 def scale_by_rms(
     alpha: float = 0.9, eps: float = 1e-8, initial_scale: float = 0.0, *, freeze_after: int | None = None
 ) -> Chain:
@@ -295,7 +294,7 @@ def scale_by_rms(
     return Chain((RunningScale(False, alpha, eps, initial_scale, freeze_after),))
 
 
-@checked_within(**LEARNS)
+@link_takes(**LEARNS)
 def scale_by_stddev(
     alpha: float = 0.9, eps: float = 1e-8, initial_scale: float = 0.0, *, freeze_after: int | None = None
 ) -> Chain:
@@ -323,7 +322,7 @@ def scale_by_stddev(
     return Chain((RunningScale(True, alpha, eps, initial_scale, freeze_after),))
 
 
-@checked_within(**LEARNS)
+@link_takes(**LEARNS)
 def scale_by_rss(
     initial_accumulator_value: float = 0.0, eps: float = 1e-10, *, freeze_after: int | None = None
 ) -> Chain:
@@ -352,7 +351,7 @@ def scale_by_rss(
     return Chain((RootSumOfSquares(initial_accumulator_value, eps, freeze_after),))
 
 
-@checked_within(rho=MOMENTUM, eps=FROM_ZERO)
+@link_takes(rho=MOMENTUM, eps=FROM_ZERO)
 def scale_by_adadelta(rho: float = 0.9, eps: float = 1e-6, moment_requires_grad: bool = False) -> Chain:
     """Multiply by the ratio of the running root mean squares of updates and gradients (AdaDelta; Zeiler 2012).
 
@@ -424,7 +423,7 @@ class AdaptiveWindow(Learned):
         return f"scale_by_adaptive_window(freeze_after={self.freeze_after}, eps={self.eps})"
 
 
-@checked_as(freeze_after=replace(AT_LEAST_ONE, hint="nothing is learned without a burn-in"), eps=POSITIVE)
+@factory_takes(freeze_after=WHOLE._replace(hint="nothing is learned without a burn-in"), eps=POSITIVE)
 def scale_by_adaptive_window(freeze_after: int, eps: float = 1e-8) -> Chain:
     """Divide by the root of the gradients' mean square over a window that adapts (Springenberg et al. 2016).
 

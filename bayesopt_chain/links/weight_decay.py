@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from bayesopt_chain.arguments import FROM_ZERO, NOT_NEGATIVE, checked_within
+from bayesopt_chain.checks import FROM_ZERO, NOT_NEGATIVE, link_takes
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import ELEMENTWISE, Link, LinkContext, Traits
 from bayesopt_chain.core.op import IN_PLACE, Leaves, TensorOps
@@ -115,7 +115,7 @@ class FlipSign(Link):
         return "flip_sign"
 
 
-@checked_within(weight_decay=FROM_ZERO)
+@link_takes(weight_decay=FROM_ZERO)
 def add_decayed_weights(weight_decay: float = 0.0, mask: Any = None) -> Chain:
     """Add ``weight_decay * params`` to the updates.
 
@@ -147,7 +147,7 @@ def add_decayed_weights(weight_decay: float = 0.0, mask: Any = None) -> Chain:
     return Chain((AddDecayedWeights(weight_decay, masks=() if mask is None else (mask,)),))
 
 
-@checked_within(weight_decay=FROM_ZERO)
+@link_takes(weight_decay=FROM_ZERO)
 def flip_sign_and_add_weight_decay(weight_decay: float = 0.0, maximize: bool = False) -> Chain:
     """Negate the gradient if ``maximize``, then add ``weight_decay * params``, as TorchOpt's optimizers do first.
 
@@ -212,7 +212,7 @@ class AddLocalization(HoldsTree):
         return f"add_localization(..., {self.strength})"
 
 
-@checked_within(strength=NOT_NEGATIVE)
+@link_takes(strength=NOT_NEGATIVE)
 def add_localization(center: Any, strength: float) -> Chain:
     """Add ``strength * (params - center)`` to the updates, which pulls the parameters towards a point.
 

@@ -9,7 +9,7 @@ from typing import Any
 import optree
 import torch
 
-from bayesopt_chain import kinds
+from bayesopt_chain import checks
 from bayesopt_chain.distributed.ranks import agreed_seed, chain_seed
 from bayesopt_chain.links.wrapper import unwrapped
 from bayesopt_chain.loop.module_state import is_keyed
@@ -75,7 +75,7 @@ def seeded(state: Any, seed: int, numbers: range | None) -> Any:
         >>> bool(seeded(state, 1, None)[1].key == seeded(state, 1, None)[1].key)
         True
     """
-    kinds.require("sample", seed=(seed, kinds.INDEX))
+    checks.require("sample", seed=(seed, checks.INDEX))
     place = 0
 
     def renewed(entry: Any) -> Any:

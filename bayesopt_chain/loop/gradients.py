@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from bayesopt_chain import batches as any_batch
-from bayesopt_chain import kinds, tracing
+from bayesopt_chain import checks, tracing
 from bayesopt_chain.curvature._plan import batch_size
 from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.loop.loss import Info, Loss, gradient
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 
-_ALL_DATA = kinds.Kind(  # a DataLoader with drop_last leaves out some data, others in every pass
+_ALL_DATA = checks.Kind(  # a DataLoader with drop_last leaves out some data, others in every pass
     lambda x: (
         isinstance(x, Iterable)
         and not (
@@ -146,9 +146,11 @@ def _shapes(tree: Any) -> tuple[Any, ...]:
     return structure, [x.shape for x in leaves]
 
 
-@kinds.takes(
-    estimator=kinds.instance(GradientEstimator, "one of bc.gradients, such as svrg(loss, data)"),
-    memory=kinds.Kind(lambda x: hasattr(x, "_fields"), "the memory of the estimator: estimator.init(params)").or_none(),
+@checks.takes(
+    estimator=checks.instance(GradientEstimator, "one of bc.gradients, such as svrg(loss, data)"),
+    memory=checks.Kind(
+        lambda x: hasattr(x, "_fields"), "the memory of the estimator: estimator.init(params)"
+    ).or_none(),
 )
 def noise_left(estimator: GradientEstimator, params: Any, batches: Iterable[Any], *, memory: Any = None) -> float:
     r"""Measure the ratio of the minibatch noise of an estimator at ``params`` to that of the plain gradient.
@@ -267,7 +269,7 @@ def control_variates(loss: Loss, data: Iterable[Any], mode: Any, *, at: Sequence
             f"control_variates: mode must be parameters near a minimum of the loss, got {mode!r}; "
             "run the chain at temperature=0 first, or use svrg, which takes its references on the way"
         )
-    kinds.require("control_variates", mode=(mode, kinds.PARAMS))
+    checks.require("control_variates", mode=(mode, checks.PARAMS))
     mode = optree.tree_map(lambda p: p.detach().clone(), mode)
     full_gradient = mean_gradient(loss, data)
 
@@ -341,7 +343,7 @@ def mean_gradient(loss: Loss, data: Iterable[Any]) -> Callable[[Any], Any]:
         >>> full(torch.tensor(5.0))
         tensor(2.)
     """
-    kinds.require("mean_gradient", data=(data, _ALL_DATA))
+    checks.require("mean_gradient", data=(data, _ALL_DATA))
     if isinstance(data, Epochs):
         data.common_rows()  # raises if the data differ from chain to chain
 

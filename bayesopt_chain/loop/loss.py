@@ -166,7 +166,8 @@ def gradient(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
         out = out.detach()
         info = Info(out if type(out) is Tensor else _torch.whole(out), detach(aux))
     if not all([g.layout is torch.strided for g in grads]):
-        checks.dense(grads, params)
+        for path, g in zip(optree.tree_paths(params), grads):
+            checks.dense(f"loss: the gradient of leaf {checks.name(path)}", g)
     return spec.unflatten(grads), info
 
 

@@ -16,7 +16,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import batches, kinds, tracing
+from bayesopt_chain import batches, checks, tracing
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.distributed.ranks import chains_of, require_one_axis
 from bayesopt_chain.engine.engine import moved
@@ -32,6 +32,12 @@ from bayesopt_chain.trees import paths_of
 
 CALL_SCHEDULES = ("bayesopt_chain.schedules", "bayesopt_chain.links.learning_rate")  # files that call a user's schedule
 Gathered = TypeVar("Gathered", bound="Gatherable")
+
+
+_STACKED = checks.Kind(
+    lambda x: checks.TREE.fits(x) and all(leaf.ndim for leaf in optree.tree_leaves(x)),
+    "a tree of tensors with the chains on axis 0",
+)
 
 
 class Gatherable(Protocol):
@@ -84,7 +90,7 @@ class Parallel:
         self.watched = loop and n == 1
         self.model_draws = False
 
-    @kinds.with_plain_numbers
+    @checks.with_plain_numbers
     def init(self, tx: Any, params: Any, *, seed: int | None = None) -> Any:
         """Make the states of this rank's chains, each with a key of its own.
 
@@ -112,11 +118,11 @@ class Parallel:
             >>> chains.init(tx, torch.ones(3, 2), seed=0)[0].trace[0].shape
             torch.Size([3, 2])
         """
-        if not kinds.TX_OR_STEP.fits(tx) and not (self.each and callable(tx)):
+        if not callable(getattr(tx, "init", None)) and not (self.each and callable(tx)):
             raise TypeError(
                 f"parallel: init takes (tx, params), tx being the chain's transformation, got {type(tx).__name__}"
             )
-        kinds.require("parallel: init", params=(params, _STACKED), seed=(seed, kinds.SEED.or_none()))
+        checks.require("parallel: init", params=(params, _STACKED), seed=(seed, checks.SEED.or_none()))
         if wrong := [x.shape for x in optree.tree_leaves(params) if len(x) != self.n]:
             raise ValueError(
                 f"parallel: init takes params with the {self.n} chains of this rank on axis 0, got a leaf of {list(wrong[0])}"
@@ -135,6 +141,7 @@ class Parallel:
                 states.append(step.init(start, tx=mine) if isinstance(step, Step) else mine.init(start))
         return stack(states)
 
+    @checks.takes(tree=_STACKED)
     def mine(self, tree: Any) -> Any:
         """Select this rank's chains from a tree with the chains of all ranks on axis 0.
 
@@ -150,7 +157,6 @@ class Parallel:
             TypeError: ``tree`` is no tree of tensors with axes.
             ValueError: a leaf has another number of entries than ``total``.
         """
-        kinds.require("parallel: mine", tree=(tree, _STACKED))
         if wrong := [x.shape for x in optree.tree_leaves(tree) if len(x) != self.total]:
             raise ValueError(
                 f"parallel: mine takes a tree with the {self.total} chains of all ranks on axis 0, got a leaf of "
@@ -175,6 +181,7 @@ class Parallel:
             rows,
         )
 
+    @checks.takes(draws=checks.SAMPLED)
     def gather(self, draws: Gathered) -> Gathered:
         """Collect the draws of all chains on every rank of the mesh, for diagnostics.
 
@@ -188,7 +195,6 @@ class Parallel:
             TypeError: ``draws`` are no draws.
             ValueError: the ranks hold draws of different leaves or steps. Then all ranks raise.
         """
-        kinds.require("parallel: gather", draws=(draws, kinds.SAMPLED))
         return draws if self.mesh is None else draws.gather(self.mesh)
 
     @property
@@ -434,7 +440,14 @@ def _broadcast(dims: Any, batch: Any) -> list[int | None]:
     return batches.spread(dims, batch)
 
 
-@kinds.with_plain_numbers
+@checks.takes(
+    step=checks.FUNCTION,
+    n=checks.WHOLE,
+    each=checks.MAPPING.or_none(),
+    chunk=checks.WHOLE.or_none(),
+    loop=checks.BOOL,
+    mesh=checks.ANY,
+)
 def parallel(
     step: Callable,
     n: int,
@@ -487,14 +500,6 @@ def parallel(
         >>> params[0], info.loss.shape
         (tensor([0.8000, 0.8000]), torch.Size([3]))
     """
-    kinds.require(
-        "parallel",
-        step=(step, kinds.FUNCTION),
-        n=(n, kinds.WHOLE),
-        each=(each, kinds.MAPPING.or_none()),
-        chunk=(chunk, kinds.WHOLE.or_none()),
-        loop=(loop, kinds.BOOL),
-    )
     if getattr(step, "heat_guard", None) is not None:
         raise ValueError(
             "parallel: a heat guard looks at one chain, and this step has one; make the step of parallel chains without "
@@ -511,13 +516,9 @@ def parallel(
     return Parallel(step, len(numbers), batch_dim, mine, chunk, loop, mesh, numbers, n)
 
 
-_STACKED = kinds.Kind(
-    lambda x: kinds.TREE.fits(x) and all(leaf.ndim for leaf in optree.tree_leaves(x)),
-    "a tree of tensors with the chains on axis 0",
-)
-_TREES = kinds.Kind(
+_TREES = checks.Kind(
     lambda x: (
-        kinds.SEQUENCE.fits(x)
+        checks.SEQUENCE.fits(x)
         and len(x) > 0
         and all(isinstance(leaf, Tensor) for leaf in optree.tree_leaves(cast(Any, list(x)), none_is_leaf=True))
     ),
@@ -525,6 +526,7 @@ _TREES = kinds.Kind(
 )
 
 
+@checks.takes(trees=_TREES)
 def stack(trees: Sequence[Any]) -> Any:
     """Stack trees of the same structure on a new axis 0.
 
@@ -544,7 +546,6 @@ def stack(trees: Sequence[Any]) -> Any:
         >>> bc.stack([{"w": torch.zeros(2)}, {"w": torch.ones(2)}])["w"].shape
         torch.Size([2, 2])
     """
-    kinds.require("stack", trees=(trees, _TREES))
     trees = list(trees)
     for place in zip(*(keyed(tree) for tree in trees)):
         keys = [entry.key.item() for entry in place if is_readable(entry.key) and entry.key.ndim == 0]
@@ -586,7 +587,7 @@ def unstack(tree: Any) -> list[Any]:
     return [structure.unflatten(list(row)) for row in rows]
 
 
-_FORKABLE = kinds.Kind(
+_FORKABLE = checks.Kind(
     lambda x: (
         (isinstance(x, Tensor) or not optree.tree_is_leaf(x, none_is_leaf=True))
         and not (isinstance(x, Mapping) and ("param_groups" in x or {"optimizer", "step"} <= x.keys()))
@@ -598,7 +599,7 @@ _FORKABLE = kinds.Kind(
 _MOST_FORKS = 1 << 24  # larger numbers are refused before copies fill the memory
 
 
-@kinds.with_plain_numbers
+@checks.takes(state=_FORKABLE, n=checks.whole(1), generator=checks.GENERATOR)
 def fork(state: Any, n: int, *, generator: torch.Generator | None = None) -> list[Any]:
     """Copy a state for chains that draw different noise: each copy has the same velocities and averages, and a new key.
 
@@ -622,7 +623,6 @@ def fork(state: Any, n: int, *, generator: torch.Generator | None = None) -> lis
         >>> bool(a[1].key == b[1].key)
         False
     """
-    kinds.require("fork", state=(state, _FORKABLE), n=(n, kinds.whole(1)), generator=(generator, kinds.GENERATOR))
     if n > _MOST_FORKS:
         raise ValueError(f"fork: n={n} copies of a state are more than any run has chains")
 

@@ -9,7 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import kinds
+from bayesopt_chain import checks
 from bayesopt_chain.core.state import State, is_by_leaf
 from bayesopt_chain.trees import paths_of
 
@@ -50,6 +50,7 @@ class Difference(NamedTuple):
     unknown: list[str]
 
 
+@checks.takes(tensors=checks.MAPPING, strict=checks.BOOL)
 def load_state_dict(state: State, tensors: Mapping[str, Tensor], *, strict: bool = True) -> Difference:
     """Copy the tensors of a flat dictionary into those of a state, in place.
 
@@ -76,7 +77,6 @@ def load_state_dict(state: State, tensors: Mapping[str, Tensor], *, strict: bool
         >>> state[0].trace
         (tensor([1.]),)
     """
-    kinds.require("load_state_dict", tensors=(tensors, kinds.MAPPING), strict=(strict, kinds.BOOL))
     mine = state_dict(state)
     source = {name: name for name in mine.keys() & tensors.keys()}
     if not strict and mine.keys() != tensors.keys():

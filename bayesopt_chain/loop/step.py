@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torchopt.base import GradientTransformation
 
-from bayesopt_chain import _torch, checks, kinds, tracing
+from bayesopt_chain import _torch, checks, tracing
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.op import owned
 from bayesopt_chain.distributed import shards
@@ -154,7 +154,7 @@ class Step:
             >>> sorted(step.init(params).buffers)
             ['1.num_batches_tracked', '1.running_mean', '1.running_var']
         """
-        kinds.require("step: init", tx=(tx, kinds.TX.or_none()), generator=(generator, kinds.GENERATOR))
+        checks.require("step: init", tx=(tx, checks.TX.or_none()), generator=(generator, checks.GENERATOR))
         given = {} if like is None else {"like": like}
         inner = (self.tx if tx is None else tx).init(params, **given)
         return inner if self.memory is None else self.memory.start(inner, params, like, generator)
@@ -190,7 +190,7 @@ class Step:
                 "refresh: this step follows the gradient of a loss, which has no reference to move; pass "
                 "bc.gradients.svrg(loss, data) to make_step in the place of the loss"
             )
-        kinds.require("refresh", params=(params, kinds.PARAMS))
+        checks.require("refresh", params=(params, checks.PARAMS))
         _require(self.memory, state)
         with uninterrupted():
             return self.memory.refreshed(params, state, self.inplace)
@@ -292,17 +292,17 @@ class WeightedStep(Step):
         return params, state, info._replace(weight=weight)
 
 
-_KEYWORDS = kinds.Kind(
+_KEYWORDS = checks.Kind(
     lambda x: x is None or (isinstance(x, Mapping) and all(map(callable, x.values()))),
     "a dictionary of functions of (params, batch), or None",
 )
-_BUFFERS = kinds.Kind(
+_BUFFERS = checks.Kind(
     lambda x: x is None or (isinstance(x, Mapping) and all(isinstance(b, Tensor) for b in x.values())),
     "the buffers of a module by name, or None",
 )
 
 
-@kinds.with_plain_numbers
+@checks.with_plain_numbers
 def make_step(
     loss: Loss | GradientEstimator | None,
     tx: GradientTransformation,
@@ -397,14 +397,14 @@ def make_step(
         >>> params["w"], info.loss
         (tensor([0.9000, 0.9000]), tensor(1.))
     """
-    kinds.require(
+    checks.require(
         "make_step",
-        inplace=(inplace, kinds.BOOL),
-        check_finite=(check_finite, kinds.BOOL),
-        monitor=(monitor, kinds.BOOL),
+        inplace=(inplace, checks.BOOL),
+        check_finite=(check_finite, checks.BOOL),
+        monitor=(monitor, checks.BOOL),
         keywords=(keywords, _KEYWORDS),
         buffers=(buffers, _BUFFERS),
-        observe=(observe, kinds.FUNCTION.or_none()),
+        observe=(observe, checks.FUNCTION.or_none()),
     )
     if not isinstance(tx, GradientTransformation):
         raise TypeError(f"make_step: tx is {tx!r}, not a gradient transformation")

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bayesopt_chain import checks, kinds, likelihoods, optim
+from bayesopt_chain import checks, likelihoods, optim
 from bayesopt_chain.ensemble.data import Data, read
 from bayesopt_chain.ensemble.stages import CALL, Stages
 from bayesopt_chain.lora.adapters import (
@@ -145,15 +145,15 @@ def bayesian_lora(
         >>> lora.bayesian_lora(model, data, method="sghmc", members=2, draws=6, steps=40)
         Adapters(6 draws of 3 tensors; method=sghmc, prior=..., gradients=..., tokens=60, T=1/60)
     """
-    kinds.require("bayesian_lora", seed=(seed, kinds.SEED))
+    checks.require("bayesian_lora", seed=(seed, checks.SEED))
     problem = _problem(model, data, answers, batch_size, seed, prior)
     if method not in METHODS:
         raise ValueError(f"bayesian_lora: method={method!r}: pass one of {', '.join(map(repr, METHODS))}")
     for name, number in (("members", members), ("draws", draws), ("batch_size", batch_size)):
-        checks.number(f"bayesian_lora: {name}", number, "[1, inf)", integer=True)
+        checks.WHOLE(f"bayesian_lora: {name}", number)
     count = members if method in ("ensemble", "sghmc") else 1
     steps = EPOCHS * count * -(-problem.size // problem.batch_size) if steps is None else steps
-    checks.number("bayesian_lora: steps", steps, "[1, inf)", integer=True)
+    checks.WHOLE("bayesian_lora: steps", steps)
     if prior is not None and prior_precision != "held out":
         raise ValueError(
             "bayesian_lora: pass one of prior and prior_precision: a Gaussian prior has precisions of its own"
@@ -173,7 +173,7 @@ def bayesian_lora(
             f"bayesian_lora: {problem.size} sequences are too few to decide on the prior: pass prior_precision=, a number"
         )
     if prior_precision != "held out":
-        checks.positive("bayesian_lora: prior_precision", prior_precision)
+        checks.POSITIVE("bayesian_lora: prior_precision", prior_precision)
     given: dict[str, Any] = {"method": method, "members": count, "draws": draws, "steps": steps, "seed": seed, "lr": lr}
     given |= {"batch_size": problem.batch_size, "prior_precision": prior_precision}
     given |= {"data": describe([problem.data.inputs, problem.data.targets]), "answers": problem.answers}
@@ -224,7 +224,7 @@ def _problem(model: Any, data: Any, answers: Any, batch_size: int, seed: int, pr
         and all(isinstance(a, int) for a in answers)
     ):
         raise ValueError(f"bayesian_lora: answers={answers!r:.60}: pass a list of at least two different tokens")
-    checks.number("bayesian_lora: batch_size", batch_size, "[1, inf)", integer=True)
+    checks.WHOLE("bayesian_lora: batch_size", batch_size)
     try:
         held, _ = read(data)
     except (TypeError, ValueError) as err:

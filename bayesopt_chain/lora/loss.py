@@ -94,7 +94,7 @@ class TokenLoss:
         if not self.tokens:
             raise ValueError("TokenLoss: labels has no token that counts behind the first of its sequence")
         self._largest = max([largest_label("TokenLoss", row[1:]) for row in rows])
-        checks.number("TokenLoss: accumulation_steps", accumulation_steps, "[1, inf)", integer=True)
+        checks.WHOLE("TokenLoss: accumulation_steps", accumulation_steps)
         self.tokens_per_sequence = self.tokens / len(rows)
         self.accumulation_steps = accumulation_steps
 

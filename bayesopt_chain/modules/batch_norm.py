@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from bayesopt_chain import batches, kinds
+from bayesopt_chain import batches, checks
 from bayesopt_chain.modules.functional import Tensors, copied, make_functional
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
@@ -75,7 +75,7 @@ def statistics(
         for low in range(0, size, some):
             high = min(low + some, size)
             own = {name: x[low:high] for name, x in found.items()}
-            with kinds.blaming("refresh_batch_norm", f"loader, a batch of {n} (drop_last=True leaves one of 1 out)"):
+            with checks.blaming("refresh_batch_norm", f"loader, a batch of {n} (drop_last=True leaves one of 1 out)"):
                 new = _mapped(one, read(low, high), own, batch, high - low)
             for name, x in new.items():
                 found[name] = x if high - low == size else found[name].slice_scatter(x, 0, low, high)

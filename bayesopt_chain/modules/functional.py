@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from bayesopt_chain import batches, checks, kinds
+from bayesopt_chain import batches, checks
 from bayesopt_chain._torch import is_fully_sharded
 
 Tensors = dict[str, Tensor]
@@ -202,6 +202,7 @@ def batch_inputs(batch: Any, module: Any = None) -> Any:
     return inputs
 
 
+@checks.takes(module=checks.MODULE, outputs=checks.INPUTS)
 def make_functional(
     module: nn.Module,
     *,
@@ -237,7 +238,6 @@ def make_functional(
         >>> forward(params, (torch.ones(5, 2), None)).shape
         torch.Size([5, 1])
     """
-    kinds.require("make_functional", module=(module, kinds.MODULE))
     if isinstance(module, (torch.jit.ScriptModule, nn.DataParallel)):
         raise ValueError(
             f"make_functional: a {type(module).__name__} cannot be called with other parameters than its own: pass the module "
@@ -259,6 +259,7 @@ def make_functional(
 
 
 @torch.no_grad()
+@checks.takes(module=checks.MODULE, params=checks.MAPPING, buffers=checks.MAPPING.or_none())
 def write_back(module: nn.Module, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None) -> None:
     """Copy parameters (and buffers) by name into a module.
 
@@ -278,12 +279,6 @@ def write_back(module: nn.Module, params: Mapping[str, Tensor], buffers: Mapping
         >>> module(torch.ones(1, 2)).item()
         0.0
     """
-    kinds.require(
-        "write_back",
-        module=(module, kinds.MODULE),
-        params=(params, kinds.MAPPING),
-        buffers=(buffers, kinds.MAPPING.or_none()),
-    )
     places: list[tuple[Tensor, Tensor]] = []
     for what, values, own in (
         ("params", params, dict(module.named_parameters(remove_duplicate=False))),

@@ -18,11 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesopt_chain import kinds
+from bayesopt_chain import checks
 from bayesopt_chain._torch import is_dtensor
-from bayesopt_chain.checks import sharing, short
 from bayesopt_chain.diagnostics.heat_guard import HeatGuard
-from bayesopt_chain.kinds import Kind
 from bayesopt_chain.optim._rule import Linear
 
 # bound on hyperparameters: with larger ones squares overflow in float32, and torch's own steps end in NaN
@@ -51,9 +49,9 @@ def _are_real(x: Any) -> bool:
     return isinstance(x, (tuple, list)) and all(a is None or _is_real(a) for a in x)
 
 
-NUMBER = Kind(_is_real, "a real number of at most 1e15, or a tensor with one", (int, float, Tensor))
-PAIR = Kind(lambda x: _are_real(x) and len(x) == 2, "a pair of real numbers, or of None", (tuple, list))
-_PARAMS = Kind(
+NUMBER = checks.Kind(_is_real, "a real number of at most 1e15, or a tensor with one", (int, float, Tensor))
+PAIR = checks.Kind(lambda x: _are_real(x) and len(x) == 2, "a pair of real numbers, or of None", (tuple, list))
+_PARAMS = checks.Kind(
     lambda x: (
         hasattr(x, "__iter__") and not isinstance(x, (str, bytes, Mapping, Tensor, type)) and getattr(x, "ndim", 1) > 0
     ),
@@ -61,38 +59,40 @@ _PARAMS = Kind(
 )
 _KINDS = {
     "params": _PARAMS,
-    "generator": kinds.GENERATOR,
-    "betas": Kind(lambda x: _are_real(x) and len(x) in (2, 3), "a tuple of real numbers"),
+    "generator": checks.GENERATOR,
+    "betas": checks.Kind(lambda x: _are_real(x) and len(x) in (2, 3), "a tuple of real numbers"),
     "etas": PAIR,
     "step_sizes": PAIR,
     "eps": NUMBER,
     "Adafactor.eps": PAIR,
-    "line_search_fn": kinds.one_of("strong_wolfe").or_none(),
-    "adjust_lr_fn": Kind(lambda x: x is None or isinstance(x, str), "the name of a rule, or None"),
-    "heat_guard": Kind(
+    "line_search_fn": checks.one_of("strong_wolfe").or_none(),
+    "adjust_lr_fn": checks.Kind(lambda x: x is None or isinstance(x, str), "the name of a rule, or None"),
+    "heat_guard": checks.Kind(
         lambda x: x is None or isinstance(x, HeatGuard) or (isinstance(x, str) and x == "warn"),
         "'warn', None or a bc.diagnostics.HeatGuard",
         (str,),
     ),
-    "IVON.temperature": Kind(lambda x: _is_real(x) or (isinstance(x, float) and not x > 0), "a number of at most 1e15"),
-    "temperature": Kind(_is_scalar, "a number, or a tensor with one"),
-    "alpha": Kind(
+    "IVON.temperature": checks.Kind(
+        lambda x: _is_real(x) or (isinstance(x, float) and not x > 0), "a number of at most 1e15"
+    ),
+    "temperature": checks.Kind(_is_scalar, "a number, or a tensor with one"),
+    "alpha": checks.Kind(
         lambda x: _is_real(x) and abs(_value(x)) <= 100.0, "a real number of at most 100", (int, float, Tensor)
     ),
     # with weights outside [0, 1] the average of squares may be negative, and has no root
-    "RMSprop.alpha": Kind(
+    "RMSprop.alpha": checks.Kind(
         lambda x: _is_real(x) and 0.0 <= _value(x) <= 1.0, "a number from 0 to 1", (int, float, Tensor)
     ),
-    "freeze_after": kinds.WHOLE.or_none(),
-    "steps_per_epoch": kinds.WHOLE.or_none(),
-    "max_eval": kinds.WHOLE.or_none(),
-    "max_iter": kinds.WHOLE,
-    "history_size": kinds.WHOLE,
-    "ns_steps": kinds.WHOLE,
-    "ns_coefficients": Kind(lambda x: _are_real(x) and len(x) == 3, "three real numbers", (tuple, list)),
-    "clip_radius": Kind(lambda x: _is_real(x) or (isinstance(x, float) and x > 0), "a real number, or inf"),
-    "make_chain": kinds.FUNCTION,
-    "closure": kinds.FUNCTION,
+    "freeze_after": checks.WHOLE.or_none(),
+    "steps_per_epoch": checks.WHOLE.or_none(),
+    "max_eval": checks.WHOLE.or_none(),
+    "max_iter": checks.WHOLE,
+    "history_size": checks.WHOLE,
+    "ns_steps": checks.WHOLE,
+    "ns_coefficients": checks.Kind(lambda x: _are_real(x) and len(x) == 3, "three real numbers", (tuple, list)),
+    "clip_radius": checks.Kind(lambda x: _is_real(x) or (isinstance(x, float) and x > 0), "a real number, or inf"),
+    "make_chain": checks.FUNCTION,
+    "closure": checks.FUNCTION,
     "beta2_decay": NUMBER,
 }
 _NUMBERS = (
@@ -103,8 +103,8 @@ _FLAGS = (
     "maximize", "capturable", "differentiable", "nesterov", "amsgrad", "keep_draws", "centered",
     "decoupled_weight_decay", "rescale_lr",
 )  # fmt: skip
-_KINDS |= {**dict.fromkeys(_NUMBERS, NUMBER), **dict.fromkeys(_FLAGS, kinds.BOOL)}
-_KINDS |= dict.fromkeys(("foreach", "fused"), kinds.BOOL.or_none())
+_KINDS |= {**dict.fromkeys(_NUMBERS, NUMBER), **dict.fromkeys(_FLAGS, checks.BOOL)}
+_KINDS |= dict.fromkeys(("foreach", "fused"), checks.BOOL.or_none())
 
 
 def require(who: str, given: Mapping[str, Any]) -> None:
@@ -120,7 +120,7 @@ def require(who: str, given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         own = f"{who.removeprefix('bc.optim.').partition('.')[0]}.{name}"  # an entry as "RMSprop.alpha" goes first
         if (kind := _KINDS.get(own, _KINDS.get(name))) is not None:
-            kinds.require(who, **{name: (value, kind)})
+            checks.require(who, **{name: (value, kind)})
 
 
 def require_group(who: str, group: Any) -> None:
@@ -131,7 +131,7 @@ def require_group(who: str, group: Any) -> None:
     """
     if not isinstance(group, Mapping) or not isinstance(group.get("params"), (Tensor, Sequence, Iterator)):
         raise TypeError(
-            f"{who}: param_group must be a dictionary with 'params', a parameter or a list of them, got {short(group)}"
+            f"{who}: param_group must be a dictionary with 'params', a parameter or a list of them, got {checks.short(group)}"
         )
     require(who, {name: value for name, value in group.items() if name != "params"})
 
@@ -146,7 +146,7 @@ def require_state_dict(who: str, state_dict: Any) -> None:
     if not isinstance(groups, Sequence) or not all(isinstance(g, Mapping) for g in groups) or "state" not in state_dict:
         raise TypeError(
             f"{who}: state_dict must be what state_dict() of an optimizer returns, with 'state' and 'param_groups', got "
-            f"{short(state_dict)}"
+            f"{checks.short(state_dict)}"
         )
 
 
@@ -173,7 +173,7 @@ def with_call(call: Callable[[], str]) -> Iterator[None]:
 
 def call_of(who: str, given: Mapping[str, Any]) -> str:
     """Return a call as text, ``bc.optim.SGD(lr=0.1)``, with long values shortened."""
-    shown = [f"{name}={short(value)}" for name, value in given.items()]
+    shown = [f"{name}={checks.short(value)}" for name, value in given.items()]
     return f"{who}({', '.join(shown)})"
 
 
@@ -286,7 +286,7 @@ def check_memory(who: str, names: Sequence[str], params: Sequence[Tensor | None]
     Raises:
         ValueError: two do; the message names them.
     """
-    if (pair := sharing(params)) is not None:
+    if (pair := checks.sharing(params)) is not None:
         first, second = (names[i] for i in sorted(pair))
         raise ValueError(
             f"{who}: parameters {first} and {second} share memory, so that at temperature > 0 it would get the noise of both; "

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bayesopt_chain import kinds
+from bayesopt_chain import checks
 from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.distributed.parts import elements_of, place_of
 from bayesopt_chain.distributed.ranks import require_named_chain
@@ -70,6 +70,7 @@ class OnRanks:
         super().__init_subclass__(**kwargs)
         cls._name = f"bc.optim.{cls.__name__}"
 
+    @checks.takes(every=checks.WHOLE.or_none(), first=checks.BOOL)
     def watch(self, every: int | None = None, *, first: bool = True) -> None:
         """Choose the steps at which parameters, gradients and keys are compared between ranks.
 
@@ -92,7 +93,6 @@ class OnRanks:
             >>> optimizer = bc.optim.SGHMC([theta], 0.1, temperature=0.1, generator=bc.distributed.generator(0))
             >>> optimizer.watch(every=1000)
         """
-        kinds.require(f"{self._name}.watch", every=(every, kinds.WHOLE.or_none()), first=(first, kinds.BOOL))
         self._witness.every, self._witness.first = every, first
 
     def fork(self, generator: torch.Generator | None = None) -> None:

@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bayesopt_chain import kinds
+from bayesopt_chain import checks
 from bayesopt_chain._torch import is_dtensor, uncompiled
 from bayesopt_chain.diagnostics._response import ThermalLeaf
 from bayesopt_chain.diagnostics.heat_guard import HeatGuard, Leaf
@@ -129,7 +129,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         ours = [p for p in mine if p.kind is p.KEYWORD_ONLY and (cls.adaptive or p.name != "freeze_after")]
         cls.__signature__ = inspect.Signature([*theirs, *ours])
 
-    @kinds.with_plain_numbers
+    @checks.with_plain_numbers
     def __init__(
         self,
         params: Any,

@@ -147,9 +147,9 @@ class IVON(OnRanks, torch.optim.Optimizer):
         _checks.require_group(f"{self._name}.add_param_group", param_group)
         options = {**self.defaults, **param_group}
         for name, within in _RANGES.items():
-            checks.number(f"{self._name}: {name}", float(options[name]), within)
+            checks.number(within)(f"{self._name}: {name}", float(options[name]))
         for i, (beta, within) in enumerate(zip(options["betas"], ("[0, 1)", "[0, 1]"))):
-            checks.number(f"{self._name}: betas[{i}]", float(beta), within)
+            checks.number(within)(f"{self._name}: betas[{i}]", float(beta))
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:

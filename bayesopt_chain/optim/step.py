@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from bayesopt_chain import checks, kinds
+from bayesopt_chain import checks
 from bayesopt_chain._torch import is_flattened
 from bayesopt_chain.distributed.ranks import gather_objects, world
 from bayesopt_chain.distributed.shards import are_spread, is_replicated
@@ -152,6 +152,14 @@ class ModelStep:
                 self.scheduler.load_state_dict(_from_tensors(state["scheduler"], self.scheduler.state_dict()))
 
 
+@checks.takes(
+    model=checks.MODULE,
+    optimizer=checks.instance(torch.optim.Optimizer, "an optimizer of torch.optim or bc.optim"),
+    loss=checks.FUNCTION,
+    scheduler=checks.having(
+        "a scheduler of torch.optim.lr_scheduler", "step", "state_dict", "load_state_dict"
+    ).or_none(),
+)
 def as_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: ModelLoss, *, scheduler: Any = None) -> ModelStep:
     """Make a step of a torch model and a torch optimizer, for loops that take ``(params, state, batch)`` steps.
 
@@ -184,13 +192,6 @@ def as_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: ModelLoss,
         >>> sorted(params), info.loss.shape
         (['bias', 'weight'], torch.Size([]))
     """
-    kinds.require(
-        "as_step",
-        model=(model, kinds.MODULE),
-        optimizer=(optimizer, kinds.OPTIMIZER),
-        loss=(loss, kinds.FUNCTION),
-        scheduler=(scheduler, kinds.SCHEDULER.or_none()),
-    )
     for given, kind, why in (
         (
             optimizer,

@@ -15,8 +15,7 @@ import optree
 import torch
 import torchopt
 
-from bayesopt_chain import kinds
-from bayesopt_chain.checks import short
+from bayesopt_chain import checks
 from bayesopt_chain.distributed.ranks import require_named_chain
 from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.optimizers import functional
@@ -93,8 +92,8 @@ def _require_one_rank(optimizer: torchopt.Optimizer | torchopt.MetaOptimizer) ->
 
 
 LARGEST = 1e15  # of a hyperparameter: beyond it the squares of float32 are infinite
-_PARAMS = kinds.Kind(
-    lambda x: isinstance(x, (list, tuple)) and kinds.TREE.fits(x), "tensors, one at least, in a list or an iterator"
+_PARAMS = checks.Kind(
+    lambda x: isinstance(x, (list, tuple)) and checks.TREE.fits(x), "tensors, one at least, in a list or an iterator"
 )
 
 
@@ -112,14 +111,14 @@ def optimizer_class(namesake: type, build: Callable) -> type:
         given = list(bound.arguments.values())
         target: Any = given[1]
         if is_meta:
-            kinds.require(name, module=(target, kinds.MODULE))
+            checks.require(name, module=(target, checks.MODULE))
         else:
-            target = target if isinstance(target, (list, tuple)) or not kinds.BATCHES.fits(target) else tuple(target)
-            kinds.require(name, params=(target, _PARAMS))
+            target = target if isinstance(target, (list, tuple)) or not checks.BATCHES.fits(target) else tuple(target)
+            checks.require(name, params=(target, _PARAMS))
         settings = dict(list(bound.arguments.items())[2:])
         for word, value in settings.items():
             if isinstance(value, (int, float)) and abs(value) > LARGEST:
-                raise ValueError(f"{name}: {word} must be at most {LARGEST:g}, got {short(value)}")
+                raise ValueError(f"{name}: {word} must be at most {LARGEST:g}, got {checks.short(value)}")
         base.__init__(self, target, build(**settings))
 
     __init__.__signature__ = signature

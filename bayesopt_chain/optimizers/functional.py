@@ -15,8 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bayesopt_chain.arguments import checked
-from bayesopt_chain.checks import number, short
+from bayesopt_chain.checks import factory_takes, number, short
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.links.adam import scale_by_adam, scale_by_adamax, scale_by_radam
@@ -28,8 +27,10 @@ from bayesopt_chain.links.weight_decay import add_decayed_weights, flip_sign_and
 from bayesopt_chain.matching.response import Noise
 from bayesopt_chain.schedules import ScalarOrSchedule
 
+_NUMBER = number(tensor=True)
 
-@checked
+
+@factory_takes()
 def sgd(
     lr: ScalarOrSchedule,
     momentum: float = 0.0,
@@ -78,7 +79,7 @@ def sgd(
     )
 
 
-@checked
+@factory_takes()
 def adam(
     lr: ScalarOrSchedule = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -133,7 +134,7 @@ def adam(
     )
 
 
-@checked
+@factory_takes()
 def adamw(
     lr: ScalarOrSchedule = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -183,7 +184,7 @@ def adamw(
     )
 
 
-@checked
+@factory_takes()
 def adamax(
     lr: ScalarOrSchedule = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -231,7 +232,7 @@ def adamax(
     )
 
 
-@checked
+@factory_takes()
 def radam(
     lr: ScalarOrSchedule = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -279,7 +280,7 @@ def radam(
     )
 
 
-@checked
+@factory_takes()
 def adagrad(
     lr: ScalarOrSchedule = 1e-2,
     lr_decay: float = 0.0,
@@ -325,7 +326,7 @@ def adagrad(
     )
 
 
-@checked
+@factory_takes()
 def rmsprop(
     lr: ScalarOrSchedule = 1e-2,
     alpha: float = 0.99,
@@ -380,7 +381,7 @@ def rmsprop(
     )
 
 
-@checked
+@factory_takes()
 def adadelta(
     lr: ScalarOrSchedule = 1e-3,
     rho: float = 0.9,
@@ -445,12 +446,12 @@ def _betas(betas: tuple[float, float]) -> None:
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise TypeError(f"betas must be two numbers, got {short(betas)}")
     for i, beta in enumerate(betas):
-        number(f"betas[{i}]", beta, None, tensor=True)
+        _NUMBER(f"betas[{i}]", beta, ranges=False)
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"Invalid beta parameter at index {i}: {beta}; it must lie in [0, 1)")
 
 
 def _nonnegative(name: str, value: float) -> None:
-    number(name, value, None, tensor=True)
+    _NUMBER(name, value, ranges=False)
     if not value >= 0.0:
         raise ValueError(f"Invalid {name} value: {value}; it must not be negative")

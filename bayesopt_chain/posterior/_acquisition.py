@@ -23,12 +23,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bayesopt_chain import checks, kinds
+from bayesopt_chain import checks
 from bayesopt_chain.likelihoods import Outputs, Predictive
 
 AT_ONCE = 2**24  # probabilities of labels held at once
 
-PREDICTIVE = kinds.instance(Predictive, "a Predictive, such as draws.predictive or fitted.predictive returns")
+PREDICTIVE = checks.instance(Predictive, "a Predictive, such as draws.predictive or fitted.predictive returns")
 
 
 class Acquired(NamedTuple):
@@ -43,7 +43,7 @@ class Acquired(NamedTuple):
     gains: Tensor
 
 
-@kinds.takes(pool=PREDICTIVE, count=kinds.WHOLE, configurations=kinds.WHOLE)
+@checks.takes(pool=PREDICTIVE, count=checks.WHOLE, configurations=checks.WHOLE)
 def batch_bald(
     pool: Predictive, count: int, *, configurations: int = 10_000, generator: torch.Generator | None = None
 ) -> Acquired:
@@ -96,7 +96,7 @@ def batch_bald(
     return Acquired(torch.stack(indices), torch.stack(gains))
 
 
-@kinds.takes(pool=PREDICTIVE, targets=PREDICTIVE)
+@checks.takes(pool=PREDICTIVE, targets=PREDICTIVE)
 def epig(pool: Predictive, targets: Predictive) -> Tensor:
     """How much the label of each input would say about labels that shall be predicted (expected predictive information gain).
 
@@ -132,7 +132,7 @@ def epig(pool: Predictive, targets: Predictive) -> Tensor:
     return (alone[0] + alone[1].mean() - torch.cat(joint)).clamp_min(0)
 
 
-@kinds.takes(pool=PREDICTIVE, count=kinds.WHOLE)
+@checks.takes(pool=PREDICTIVE, count=checks.WHOLE)
 def d_optimal(pool: Predictive, count: int) -> Acquired:
     """The inputs whose targets together shrink the outputs' covariance most, chosen one after the other.
 

@@ -18,7 +18,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import kinds
+from bayesopt_chain import checks
 from bayesopt_chain.curvature._kinds import Matrix, Vector
 from bayesopt_chain.curvature._plan import Affine, batch_size, fresh_leaves, part
 from bayesopt_chain.curvature._taps import Taps
@@ -31,7 +31,7 @@ from bayesopt_chain.trees import Tree
 LAYER = 64  # times as many targets at once where they need no backward pass
 
 
-@kinds.takes(fitted=FITTED, data=kinds.DATA, at_once=kinds.WHOLE)
+@checks.takes(fitted=FITTED, data=checks.DATA, at_once=checks.WHOLE)
 def outputs_by_target(fitted: FittedLaplace, data: Any, *, at_once: int = 16) -> tuple[Tensor, Tensor]:
     """Mean and covariance of the outputs of each target alone, in memory that does not grow with the square of the targets.
 

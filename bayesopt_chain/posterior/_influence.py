@@ -29,7 +29,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import checks, kinds
+from bayesopt_chain import checks
 from bayesopt_chain.curvature import per_sample
 from bayesopt_chain.curvature._plan import batch_size, part
 from bayesopt_chain.likelihoods import Outputs, Predictive
@@ -42,10 +42,10 @@ from bayesopt_chain.precision import flatten
 from bayesopt_chain.tracing import is_transformed
 from bayesopt_chain.trees import Tree, size
 
-OF = kinds.FUNCTION.or_none()
+OF = checks.FUNCTION.or_none()
 
 
-@kinds.takes(fitted=FITTED, train=kinds.DATA, query=kinds.DATA, of=OF, leverage=kinds.BOOL)
+@checks.takes(fitted=FITTED, train=checks.DATA, query=checks.DATA, of=OF, leverage=checks.BOOL)
 def influence(
     fitted: FittedLaplace,
     train: Any,
@@ -103,7 +103,7 @@ def influence(
     return torch.cat(_answers("influence", fitted, posterior, train, "train", change), 1).to(fitted.model.dtype)
 
 
-@kinds.takes(fitted=FITTED, train=kinds.DATA)
+@checks.takes(fitted=FITTED, train=checks.DATA)
 def leave_one_out(fitted: FittedLaplace, train: Any) -> Predictive:
     """Each training datum as the fit to all others predicts it; ``leave_one_out(fitted, train).log_prob(y).mean()`` is the
     leave-one-out estimate of the predictive density.
@@ -137,7 +137,7 @@ def leave_one_out(fitted: FittedLaplace, train: Any) -> Predictive:
     return Predictive(fitted.likelihood, Outputs(mean, covariance * fitted._heat))
 
 
-@kinds.takes(train_losses=kinds.REALS, values=kinds.REALS)
+@checks.takes(train_losses=checks.REALS, values=checks.REALS)
 def influence_of_draws(train_losses: Tensor, values: Tensor, log_weights: Tensor | None = None) -> Tensor:
     """The same from draws: how much the mean of each value would change without a training datum, to first order.
 

@@ -27,7 +27,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import batches, kinds
+from bayesopt_chain import batches, checks
 from bayesopt_chain.curvature import jvp
 from bayesopt_chain.curvature._autodiff import double_backward
 from bayesopt_chain.curvature._chunks import BatchPullback, Chunk, Demand
@@ -110,7 +110,7 @@ def plain_rows(forward: Callable[[Tree, Any], Tensor], params: Tree, datum: Any)
     return structure.unflatten([torch.stack(rows) for rows in zip(*each)])
 
 
-@kinds.takes(forward=kinds.FUNCTION, batch=kinds.BATCH)
+@checks.takes(forward=checks.FUNCTION, batch=checks.BATCH)
 def functional_samples(
     forward: Callable[[Tree, Any], Tensor],
     posterior: Gaussian,
@@ -159,7 +159,7 @@ def functional_samples(
         return value + change
 
     wanted = needs_graph(batch, posterior.precision)
-    with torch.set_grad_enabled(wanted), kinds.blaming("functional_samples", "forward or batch"):
+    with torch.set_grad_enabled(wanted), checks.blaming("functional_samples", "forward or batch"):
         try:
             return torch.vmap(along)(moves)
         except (RuntimeError, NotImplementedError):
@@ -176,7 +176,7 @@ def functional_samples(
 MOST = 1000  # independent outputs of a datum whose covariance is a matrix
 
 
-@kinds.takes(forward=kinds.FUNCTION, batch=kinds.BATCH, joint=kinds.BOOL, chunk_bytes=kinds.WHOLE)
+@checks.takes(forward=checks.FUNCTION, batch=checks.BATCH, joint=checks.BOOL, chunk_bytes=checks.WHOLE)
 def linearized(
     forward: Callable[[Tree, Any], Tensor],
     posterior: Gaussian,

@@ -48,7 +48,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import checks, kinds
+from bayesopt_chain import checks
 from bayesopt_chain.posterior.model import Model, Pass
 from bayesopt_chain.posterior.regression import Regression
 from bayesopt_chain.precision import Block, Dense, Diagonal, Eigenbasis, Kronecker, LowRank, Precision, Root
@@ -71,13 +71,15 @@ class Trial(NamedTuple):
 
 def _is_start(x: Any) -> bool:
     leaves = optree.tree_leaves(x)
-    return bool(leaves) and all(kinds.NUMBER.fits(y) or kinds.PARAMS.fits(y) for y in leaves)
+    return bool(leaves) and all(checks.NUMBER.fits(y) or checks.PARAMS.fits(y) for y in leaves)
 
 
-START = kinds.Kind(_is_start, "a tree of positive numbers, or of real tensors", (dict, list, tuple, float, int, Tensor))
+START = checks.Kind(
+    _is_start, "a tree of positive numbers, or of real tensors", (dict, list, tuple, float, int, Tensor)
+)
 
 
-@kinds.takes(log_evidence=kinds.FUNCTION, start=START)
+@checks.takes(log_evidence=checks.FUNCTION, start=START)
 def tune_by_evidence(log_evidence: Callable[[Tree], Tensor], start: Tree, *, steps: int = 100) -> Tree:
     """Maximise a log evidence over positive hyperparameters.
 
@@ -262,6 +264,7 @@ def _cubic_minimum(low: Trial, high: Trial) -> float:
     return high.t - (high.t - low.t) * (high.slope + root - mean) / span if span else 0.5 * (low.t + high.t)
 
 
+@checks.takes(loss=checks.FUNCTION, candidates=checks.SEQUENCE)
 def tune_by_validation(loss: Callable[[Any], Any], candidates: Sequence[Any]) -> tuple[Any, list[float]]:
     """The candidate with the smallest held-out loss.
 
@@ -282,7 +285,6 @@ def tune_by_validation(loss: Callable[[Any], Any], candidates: Sequence[Any]) ->
         >>> bc.posterior.tune_by_validation(lambda h: (h - 2) ** 2, [1, 2, 4])
         (2, [1.0, 0.0, 4.0])
     """
-    kinds.require("tune_by_validation", loss=(loss, kinds.FUNCTION), candidates=(candidates, kinds.SEQUENCE))
     losses: list[float] = []
     refusals: list[str] = []
     for candidate in candidates:

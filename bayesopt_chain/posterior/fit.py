@@ -24,7 +24,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from bayesopt_chain import checks, kinds
+from bayesopt_chain import checks
 from bayesopt_chain.curvature import STRUCTURES
 from bayesopt_chain.curvature._plan import batch_size, part
 from bayesopt_chain.likelihoods import Likelihood, Outputs, Predictive
@@ -65,7 +65,7 @@ from bayesopt_chain.trees import Tree, paths, require_like, size, spread
 
 CANDIDATES = tuple(10.0**k for k in range(-4, 5))  # prior precisions that validation tries
 FEW_DATA, LEAST_DATA, SMALL_WORK = 64, 4, 2**26
-SCALE = kinds.POSITIVES
+SCALE = checks.POSITIVES
 DRAWS = 32  # of functions that held-out data are scored by, where a datum has many outputs
 WORSE = 0.05  # nats a target, beside as much as the network has itself up to half a nat, at which predictions are much worse
 
@@ -143,7 +143,7 @@ class FittedLaplace:
             f"{self.seen.precision.count:.0f} data, log evidence {float(self.log_evidence):.4g} nats"
         )
 
-    @kinds.takes(data=kinds.DATA, method=kinds.TEXT)
+    @checks.takes(data=checks.DATA, method=checks.TEXT)
     def predict(
         self,
         data: Any,
@@ -191,7 +191,7 @@ class FittedLaplace:
         own = self.model.likelihood
         return own.scaled(self.likelihood_scale) if own.has_noise_scale else own
 
-    @kinds.takes(data=kinds.DATA, joint=kinds.BOOL, prior_precision=kinds.ANY, likelihood_scale=SCALE.or_none())
+    @checks.takes(data=checks.DATA, joint=checks.BOOL, prior_precision=checks.ANY, likelihood_scale=SCALE.or_none())
     def outputs(
         self, data: Any, *, joint: bool = False, prior_precision: Any = None, likelihood_scale: Any = None
     ) -> Outputs:
@@ -233,7 +233,7 @@ class FittedLaplace:
         mean, covariance = zip(*parts)
         return Outputs(torch.cat(mean), torch.cat(covariance))
 
-    @kinds.takes(data=kinds.DATA)
+    @checks.takes(data=checks.DATA)
     def functional_samples(self, data: Any, *, samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
         """Draws of whole functions from the linearised posterior, at new inputs.
 
@@ -255,7 +255,7 @@ class FittedLaplace:
         drawn = functional_samples(self.model.forward, self.posterior, batches[0], samples=samples, generator=generator)
         return drawn.to(self.model.dtype)
 
-    @kinds.takes(data=kinds.DATA, joint=kinds.BOOL)
+    @checks.takes(data=checks.DATA, joint=checks.BOOL)
     def predictive(self, data: Any, *, joint: bool = False) -> Predictive:
         """The predictive distribution of new targets, for any likelihood: ``predict(data, method="linearized")``.
 
@@ -301,7 +301,7 @@ class FittedLaplace:
         head: Any = self.model.forward
         return LinearizedHead(self.model.features_of, head, self.posterior, self.likelihood, self.model.dtype)
 
-    @kinds.takes(prior_precision=kinds.ANY, likelihood_scale=SCALE)
+    @checks.takes(prior_precision=checks.ANY, likelihood_scale=SCALE)
     def log_evidence_at(self, prior_precision: Any, likelihood_scale: Any = 1.0) -> Tensor:
         """The log evidence under another prior and noise, for a search or a prior of your own.
 
@@ -318,7 +318,7 @@ class FittedLaplace:
         """
         return self._posterior_and_evidence(prior_precision, likelihood_scale)[1]
 
-    @kinds.takes(data=kinds.DATA)
+    @checks.takes(data=checks.DATA)
     def dispersion(self, data: Any) -> float:
         """How noisy the targets are, as a multiple of what the likelihood says of them.
 
@@ -389,7 +389,7 @@ class FittedLaplace:
             "covariance_scale": torch.tensor(self.covariance_scale, dtype=torch.float64, device="cpu"),
         }
 
-    @kinds.takes(state=kinds.MAPPING)
+    @checks.takes(state=checks.MAPPING)
     def load_state_dict(self, state: Mapping[str, Any]) -> FittedLaplace:
         """The fit with this state; this one, which says the module, subset, structure and likelihood, stays as it is.
 
@@ -412,7 +412,7 @@ class FittedLaplace:
         seen, share = Pass(*(state[name] for name in names)), float(state["covariance_scale"])
         return at(model, seen, state["prior_precision"], state["likelihood_scale"], share)
 
-    @kinds.takes(loader=kinds.DATA)
+    @checks.takes(loader=checks.DATA)
     def refit(self, loader: Iterable, *, progress: bool = False) -> FittedLaplace:
         """The posterior of the data so far and new data, at the same parameters, prior and noise (online Laplace).
 
@@ -429,7 +429,7 @@ class FittedLaplace:
         return at(self.model, seen, self.prior_precision, self.likelihood_scale, self.covariance_scale)
 
 
-FITTED = kinds.instance(FittedLaplace, "what bc.fit_laplace returned")
+FITTED = checks.instance(FittedLaplace, "what bc.fit_laplace returned")
 
 
 def _range(numbers: Any) -> str:
@@ -489,33 +489,33 @@ def solved(model: Model, regression: Regression, prior_precision: Any, scale: Te
     return optree.tree_map(lambda x, m, p: m + x.to(p), move, model.prior_means(), model.params), evidence
 
 
-SUBSET = kinds.Kind(
+SUBSET = checks.Kind(
     lambda x: not isinstance(x, (type, Tensor)) and not hasattr(x, "__array__"),
     "'all', 'last_layer', a list of names, or a function of a name",
 )
 
 
-@kinds.takes(
-    module_or_forward=kinds.ANY,
-    likelihood=kinds.instance(
+@checks.takes(
+    module_or_forward=checks.ANY,
+    likelihood=checks.instance(
         Likelihood,
         "one of bc.likelihoods, called, such as bc.likelihoods.categorical(), or bc.likelihoods.custom(...) of a loss",
     ),
-    loader=kinds.BATCHES,
-    params=kinds.TREE,
-    structure=kinds.one_of(*STRUCTURES).or_none(),
+    loader=checks.BATCHES,
+    params=checks.TREE,
+    structure=checks.one_of(*STRUCTURES).or_none(),
     subset=SUBSET,
-    tune=kinds.one_of("evidence", "validation").or_none(),
-    tune_noise=kinds.Kind(
+    tune=checks.one_of("evidence", "validation").or_none(),
+    tune_noise=checks.Kind(
         lambda x: isinstance(x, bool) or (isinstance(x, str) and x == "evidence"), "a bool or 'evidence'"
     ),
-    prior_precision=kinds.ANY,
-    prior_structure=kinds.TEXT.or_none(),
-    validation=kinds.BATCHES,
-    inputs=kinds.INPUTS,
-    outputs=kinds.INPUTS,
-    curvature=kinds.one_of("default", *ESTIMATORS),
-    prior_mean=kinds.ANY,
+    prior_precision=checks.ANY,
+    prior_structure=checks.TEXT.or_none(),
+    validation=checks.BATCHES,
+    inputs=checks.INPUTS,
+    outputs=checks.INPUTS,
+    curvature=checks.one_of("default", *ESTIMATORS),
+    prior_mean=checks.ANY,
 )
 def fit_laplace(
     module_or_forward: nn.Module | Callable[[Tree, Any], Tensor],
@@ -618,7 +618,7 @@ def fit_laplace(
     if (tune == "validation") != (validation is not None):
         raise ValueError("fit_laplace: tune='validation' and validation= (a loader) go together")
     if tune is not None:
-        kinds.require("fit_laplace", prior_precision=(prior_precision, kinds.POSITIVE))
+        checks.require("fit_laplace", prior_precision=(prior_precision, checks.POSITIVE))
     of_prior = None if tune is None else require_prior_structure("fit_laplace", prior_structure, structure)
     if prior_structure is not None and tune != "evidence":
         raise ValueError(
@@ -634,7 +634,7 @@ def fit_laplace(
     read = Reader(module_or_forward)
     batches = peeked(loader, read=read)
     how = How(likelihood, subset, structure, options, inputs, outputs, curvature, prior_mean, temperature, read)
-    with kinds.blaming("fit_laplace", "loader"):
+    with checks.blaming("fit_laplace", "loader"):
         model, first = make_model(module_or_forward, params, batches.first, how)
     require_finite(model.params, "fit_laplace: a parameter")
     model = with_estimator(model, first, (batches.total or 1) * batch_size(batches.first))

@@ -30,7 +30,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import checks, kinds
+from bayesopt_chain import checks
 from bayesopt_chain._torch import is_dtensor, whole
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Link
@@ -167,8 +167,8 @@ def device_of(leaves: Sequence[Tensor]) -> torch.device:
     return leaves[0].device if leaves else torch.device("cpu")
 
 
-_SHAPE = kinds.Kind(
-    lambda x: isinstance(x, (tuple, list)) and all(kinds.whole(0).fits(n) for n in x), "a tuple of whole numbers"
+_SHAPE = checks.Kind(
+    lambda x: isinstance(x, (tuple, list)) and all(checks.whole(0).fits(n) for n in x), "a tuple of whole numbers"
 )
 
 
@@ -219,7 +219,7 @@ class Gaussian(NamedTuple):
         require_finite(self.precision.entries(), "the posterior's precision")
         return self._replace(precision=self.precision.factorised())
 
-    @kinds.takes(shape=_SHAPE)
+    @checks.takes(shape=_SHAPE)
     def sample(self, shape: tuple[int, ...] = (), *, generator: torch.Generator | None = None) -> Tree:
         """Independent draws.
 
@@ -238,7 +238,7 @@ class Gaussian(NamedTuple):
         noise = _white(self.mean, shape, generator)
         return optree.tree_map(torch.add, precision.sqrt_solve(noise), self.mean)
 
-    @kinds.takes(tree=kinds.TREE)
+    @checks.takes(tree=checks.TREE)
     def log_prob(self, tree: Tree) -> Tensor:
         """The normalised log density, in nats.
 
@@ -269,7 +269,7 @@ class Gaussian(NamedTuple):
         """The diagonal of the covariance, a tree like the mean."""
         return self.precision.factorised().inverse_diag()
 
-    @kinds.takes(log_joint=kinds.SCALAR)
+    @checks.takes(log_joint=checks.SCALAR)
     def log_evidence(self, log_joint: float | Tensor) -> Tensor:
         """Laplace's approximation of the log evidence, in nats, for a Bayesian posterior (``temperature=None``).
 
@@ -311,7 +311,7 @@ def posterior_of(
     shapes = data.like if isinstance(data, Eigenbasis) else entries
     require_finite(entries, "laplace: the accumulated curvature")
     require_like(params, shapes, "params")
-    checks.number("laplace: likelihood_scale", likelihood_scale, "(0, inf)", tensor=True)
+    checks.number("(0, inf)", tensor=True)("laplace: likelihood_scale", likelihood_scale)
     count = data.count
     if not (isinstance(likelihood_scale, (int, float)) and likelihood_scale == 1):
         data = data.scale(likelihood_scale)
@@ -322,7 +322,7 @@ def posterior_of(
     else:
         precision = with_prior(data, prior)
     if temperature is not None:
-        checks.positive("laplace: temperature", temperature)
+        checks.POSITIVE("laplace: temperature", temperature)
         precision = precision.scale(1 / (temperature * count))
     mean = copied(params)
     # Kronecker factors can no longer be added to once they are decomposed, so that they are kept beside.

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bayesopt_chain import checks, kinds
+from bayesopt_chain import checks
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.matching.response import Linear, Response
@@ -98,7 +98,9 @@ class Accumulate(Link):
 class Laplace(PosteriorTransformation):
     """What :func:`laplace` returns: a transformation whose state, alone or within a chain's, makes a posterior."""
 
-    @kinds.takes(params=kinds.PARAMS, prior_precision=kinds.ANY, prior=kinds.POSTERIOR, likelihood_scale=kinds.SCALAR)
+    @checks.takes(
+        params=checks.PARAMS, prior_precision=checks.ANY, prior=checks.POSTERIOR, likelihood_scale=checks.SCALAR
+    )
     def posterior(
         self,
         state: Any,
@@ -160,13 +162,13 @@ class Laplace(PosteriorTransformation):
             likelihood_scale=likelihood_scale,
         )
 
-    @kinds.takes(
-        params=kinds.PARAMS,
-        log_likelihood=kinds.SCALAR,
-        prior_precision=kinds.ANY,
-        prior=kinds.POSTERIOR,
-        prior_mean=kinds.ANY,
-        likelihood_scale=kinds.SCALAR,
+    @checks.takes(
+        params=checks.PARAMS,
+        log_likelihood=checks.SCALAR,
+        prior_precision=checks.ANY,
+        prior=checks.POSTERIOR,
+        prior_mean=checks.ANY,
+        likelihood_scale=checks.SCALAR,
     )
     def log_evidence(
         self,

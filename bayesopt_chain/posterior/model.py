@@ -19,7 +19,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from bayesopt_chain import kinds
+from bayesopt_chain import checks
 from bayesopt_chain.batches import flatten
 from bayesopt_chain.curvature import empirical_fisher, fisher, ggn, subset
 from bayesopt_chain.curvature._estimators import Estimator
@@ -336,7 +336,7 @@ def asked(model: Model, who: str, data: Any, answer: Callable[[Any], Any], name:
     Raises:
         ValueError: no batches, or a batch that the model cannot take; ``who`` and ``name`` say where.
     """
-    with kinds.blaming(who, name):
+    with checks.blaming(who, name):
         found = [answer(model.seen_by_head(batch)) for batch in batches_of(data, model.how.read)]
     if not found:
         raise ValueError(f"{who}: {name} has no batches: pass at least one")

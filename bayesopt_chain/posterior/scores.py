@@ -28,11 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesopt_chain import kinds
-from bayesopt_chain.checks import installed
+from bayesopt_chain import checks
 
 
-@kinds.takes(log_probabilities=kinds.REALS, targets=kinds.NUMBERS_OF_CLASSES, bins=kinds.WHOLE)
+@checks.takes(log_probabilities=checks.REALS, targets=checks.NUMBERS_OF_CLASSES, bins=checks.WHOLE)
 def classification_metrics(log_probabilities: Tensor, targets: Tensor, *, bins: int = 15) -> dict[str, float]:
     """Accuracy, negative log likelihood, Brier score and expected calibration error of class predictions.
 
@@ -55,7 +54,7 @@ def classification_metrics(log_probabilities: Tensor, targets: Tensor, *, bins: 
         >>> metrics["accuracy"], round(metrics["brier"], 3)
         (1.0, 0.05)
     """
-    installed("classification_metrics", "metrics", "torchmetrics")
+    checks.installed("classification_metrics", "metrics", "torchmetrics")
     from torchmetrics.functional.classification import multiclass_accuracy, multiclass_calibration_error
 
     _require_of_classes("classification_metrics", "log_probabilities", log_probabilities, targets)
@@ -73,7 +72,7 @@ def classification_metrics(log_probabilities: Tensor, targets: Tensor, *, bins: 
     }
 
 
-@kinds.takes(known=kinds.VALUES, unknown=kinds.VALUES)
+@checks.takes(known=checks.VALUES, unknown=checks.VALUES)
 def detection_auroc(known: Tensor, unknown: Tensor) -> float:
     """Area under the ROC curve of telling unknown inputs from known ones by a score that should be higher for unknown.
 
@@ -94,7 +93,7 @@ def detection_auroc(known: Tensor, unknown: Tensor) -> float:
         >>> bc.posterior.detection_auroc(torch.tensor([0.1, 0.2]), torch.tensor([0.15, 0.9]))
         0.75
     """
-    installed("detection_auroc", "metrics", "sklearn")
+    checks.installed("detection_auroc", "metrics", "sklearn")
     for name, scores in (("known", known), ("unknown", unknown)):
         if scores.ndim != 1 or not scores.numel() or not scores.isfinite().all():
             raise ValueError(
@@ -119,10 +118,10 @@ def _require_of_classes(who: str, name: str, scores: Tensor, targets: Tensor) ->
 _SCALES = (1e-3, 1e3)  # between which the factor is looked for
 
 
-@kinds.takes(
-    prediction=kinds.WITH_CDF,
-    targets=kinds.VALUES,
-    level=kinds.real("(0, 1)"),
+@checks.takes(
+    prediction=checks.WITH_CDF,
+    targets=checks.VALUES,
+    level=checks.number("(0, 1)"),
 )
 def conformal_level(prediction: Any, targets: Tensor, level: float = 0.9) -> float:
     """The level to ask of :meth:`interval`, so that intervals of new predictions hold their targets with probability ``level``.
@@ -171,7 +170,7 @@ def conformal_level(prediction: Any, targets: Tensor, level: float = 0.9) -> flo
     return float(scores.reshape(-1).double().kthvalue(rank).values)
 
 
-@kinds.takes(logits=kinds.REALS, targets=kinds.NUMBERS_OF_CLASSES)
+@checks.takes(logits=checks.REALS, targets=checks.NUMBERS_OF_CLASSES)
 def temperature_scaling(logits: Tensor, targets: Tensor) -> float:
     """The factor by which logits are divided, so that held-out classes are as likely as possible.
 

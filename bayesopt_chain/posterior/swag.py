@@ -24,8 +24,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import checks, kinds
-from bayesopt_chain.arguments import checked
+from bayesopt_chain import checks
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.foreign import LooksAround
@@ -133,7 +132,7 @@ class Collect(LooksAround, Link):
 class Swag(PosteriorTransformation):
     """What :func:`swag` returns: a transformation whose state, alone or within a chain's, has a mean and a posterior."""
 
-    @kinds.takes(params=kinds.PARAMS)
+    @checks.takes(params=checks.PARAMS)
     def mean(self, state: Any, params: Any) -> Any:
         """The stochastic weight average.
 
@@ -156,7 +155,7 @@ class Swag(PosteriorTransformation):
         means = [torch.where(mine.collected > 0, m, p.detach()) for m, p in zip(mine.mean, leaves)]
         return optree.tree_unflatten(structure, means)
 
-    @kinds.takes(params=kinds.PARAMS)
+    @checks.takes(params=checks.PARAMS)
     def posterior(self, state: Any, params: Any) -> Gaussian:
         """The Gaussian of the iterates, around their mean, of the type that ``bc.laplace`` gives.
 
@@ -197,7 +196,7 @@ def _floored(variance: Tensor, floor: float) -> Tensor:
     return variance.clamp(min=max(floor, 4 * torch.finfo(variance.dtype).tiny))
 
 
-@checked
+@checks.factory_takes()
 def swag(rank: int = 20, *, start: int = 0, every: int = 1, variance_floor: float = 1e-30) -> Swag:
     """Collect the iterates of the optimizer before it in the chain; updates pass through.
 

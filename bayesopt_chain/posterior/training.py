@@ -22,7 +22,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from bayesopt_chain import kinds
+from bayesopt_chain import checks
 from bayesopt_chain.curvature import STRUCTURES
 from bayesopt_chain.curvature._plan import batch_size
 from bayesopt_chain.likelihoods import Likelihood
@@ -64,22 +64,22 @@ def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=1e-3)
 
 
-@kinds.takes(
-    module=kinds.Kind(
+@checks.takes(
+    module=checks.Kind(
         lambda x: isinstance(x, nn.Module),
         "a torch.nn.Module (with a forward function alternate your own loop with bc.fit_laplace, whose prior_precision and "
         "likelihood_scale go into the next loss)",
     ),
-    loader=kinds.Kind(
-        lambda x: kinds.BATCHES.fits(x) and (isinstance(x, (tuple, Mapping)) or iter(x) is not x),
+    loader=checks.Kind(
+        lambda x: checks.BATCHES.fits(x) and (isinstance(x, (tuple, Mapping)) or iter(x) is not x),
         "batches that can be read again and again, such as a list or a DataLoader",
     ),
-    optimizer=kinds.Kind(callable, "a function from a list of parameters to an optimizer of torch.optim"),
-    epochs=kinds.WHOLE,
-    every=kinds.WHOLE,
-    structure=kinds.one_of(*(name for name in STRUCTURES if name != "low_rank")),
-    prior_precision=kinds.POSITIVE,
-    tune_noise=kinds.BOOL,
+    optimizer=checks.Kind(callable, "a function from a list of parameters to an optimizer of torch.optim"),
+    epochs=checks.WHOLE,
+    every=checks.WHOLE,
+    structure=checks.one_of(*(name for name in STRUCTURES if name != "low_rank")),
+    prior_precision=checks.POSITIVE,
+    tune_noise=checks.BOOL,
 )
 def train_by_evidence(
     module: nn.Module,

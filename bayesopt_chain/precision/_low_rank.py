@@ -24,7 +24,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import kinds
+from bayesopt_chain import checks
 from bayesopt_chain.precision._algebra import Precision, like, require_same_structure
 from bayesopt_chain.precision._diagonal import Diagonal
 from bayesopt_chain.trees import (
@@ -288,7 +288,7 @@ class LowRankCovariance(_Spiked):
         return self.add(value)
 
 
-@kinds.takes(diagonal=kinds.TREE, rows=kinds.TREE)
+@checks.takes(diagonal=checks.TREE, rows=checks.TREE)
 def low_rank_covariance(diagonal: Tree, rows: Tree, count: Tensor) -> LowRankCovariance:
     """Return the precision whose inverse is ``diag(diagonal) + rows^T rows``.
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesopt_chain import kinds
+from bayesopt_chain import checks
 from bayesopt_chain.distributed.ranks import world
 from bayesopt_chain.distributed.shards import are_spread
 from bayesopt_chain.loop.module_state import ModuleState
@@ -25,7 +25,7 @@ from bayesopt_chain.runs.folder import STEP, Folder, drawn
 from bayesopt_chain.runs.run import Iteration, ResumableBatches, Run, describe_optimizer, require_same
 from bayesopt_chain.runs.store import SHARD_BYTES, Place, Store, gathered, mesh_of, require_given_alike
 
-_COUNTING = kinds.Kind(lambda x: hasattr(x, "global_step"), "what a trainer gives its callbacks, with global_step")
+_COUNTING = checks.Kind(lambda x: hasattr(x, "global_step"), "what a trainer gives its callbacks, with global_step")
 AGAIN = 1.0  # seconds after which draws that could not be written are tried again, at least
 _models: weakref.WeakKeyDictionary[Any, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()  # by optimizer
 
@@ -93,7 +93,7 @@ class Collector:
             ValueError: in a directory that holds draws, a loop that does not say where it goes on, or that left some out;
                 ranks with parts of one model that keep draws of other steps.
         """
-        kinds.require("collect", step=(step, kinds.WHOLE.or_none()))
+        checks.require("collect", step=(step, checks.WHOLE.or_none()))
         if step is None and not self.known:
             raise ValueError(
                 f"collect: {self.path} holds draws up to step {self.step}: say where this loop goes on, with "
@@ -224,7 +224,7 @@ class Collector:
         Raises:
             ValueError: no draws, or no batches.
         """
-        kinds.require("collect", inputs=(inputs, kinds.INPUTS))
+        checks.require("collect", inputs=(inputs, checks.INPUTS))
         with evaluating(self.model):
             forward = make_functional(self.model, inputs=inputs, outputs=logits_of).forward
             return self.draws.predict(forward, batches, transform=transform, reduce=reduce, chunk=chunk)
@@ -241,7 +241,7 @@ class Collector:
         Raises:
             TypeError: something that counts no steps.
         """
-        kinds.require("collect", trainer=(trainer, _COUNTING))
+        checks.require("collect", trainer=(trainer, _COUNTING))
         if not self.counts and trainer.global_step != self.step:
             self(trainer.global_step, trainer.optimizers[0] if len(trainer.optimizers) == 1 else None)
 
@@ -269,7 +269,7 @@ class Collector:
         Raises:
             TypeError: something that counts no steps.
         """
-        kinds.require("collect", state=(state, _COUNTING))
+        checks.require("collect", state=(state, _COUNTING))
         # a training that starts anew counts from 0 and does not say what becomes of the draws that are there
         if self.counts and (state.global_step > self.step or (state.global_step and not self.known)):
             self.load_state_dict({"step": state.global_step})
@@ -285,7 +285,7 @@ class Collector:
         Raises:
             TypeError: something that counts no steps.
         """
-        kinds.require("collect", state=(state, _COUNTING))
+        checks.require("collect", state=(state, _COUNTING))
         if not self.counts:
             self(state.global_step, more.get("optimizer"))
 
@@ -344,7 +344,7 @@ def _let_go(held: dict[str, Any]) -> None:
     last.try_to_flush()
 
 
-@kinds.with_plain_numbers
+@checks.with_plain_numbers
 def collect(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
@@ -392,7 +392,7 @@ def collect(
     optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate hands the loop a wrapper, which has no hooks
     if optimizer is not None and not hasattr(optimizer, "register_step_post_hook"):
         raise TypeError(f"collect: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    kinds.require("collect", model=(model, kinds.MODULE), every=(every, kinds.WHOLE), after=(after, kinds.whole(0)))
+    checks.require("collect", model=(model, checks.MODULE), every=(every, checks.WHOLE), after=(after, checks.whole(0)))
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("collect: no parameter of model requires a gradient; nothing would be kept")
     return callback_kind(Collector)(

@@ -23,8 +23,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from bayesopt_chain import kinds
-from bayesopt_chain.checks import installed, short
+from bayesopt_chain import checks
 from bayesopt_chain.distributed.ranks import gather_objects, gather_tensors, require_alike
 from bayesopt_chain.likelihoods import Likelihood, Predictive
 from bayesopt_chain.modules.batch_norm import statistics
@@ -36,9 +35,9 @@ from bayesopt_chain.runs.inference_data import Stored, inference_data
 from bayesopt_chain.trees import wide
 
 Reduce = Literal["mean", "log_mean_exp", "stack"]
-_PATHS = kinds.Kind(lambda x: isinstance(x, (str, os.PathLike)), "a directory, a pattern, or a list of them")
-_TREES = kinds.Kind(kinds.BATCHES.fits, "a sequence of trees of parameters")
-_FORWARD = kinds.Kind(callable, "a function of (params, batch), or a module")
+_PATHS = checks.Kind(lambda x: isinstance(x, (str, os.PathLike)), "a directory, a pattern, or a list of them")
+_TREES = checks.Kind(checks.BATCHES.fits, "a sequence of trees of parameters")
+_FORWARD = checks.Kind(callable, "a function of (params, batch), or a module")
 AT_ONCE = 1 << 24  # bytes of draws on disk that iterating holds
 LAZY = 1 << 20  # bytes of a column on disk that ArviZ reads when it looks at it
 
@@ -95,7 +94,7 @@ class Draws:
         self.identity = identity
 
     @classmethod
-    @kinds.with_plain_numbers
+    @checks.takes(trees=_TREES, chains=checks.WHOLE.or_none())
     def from_trees(cls, trees: Iterable[Any], *, chains: int | None = None) -> Draws:
         """Draws from a sequence of parameter trees.
 
@@ -115,7 +114,6 @@ class Draws:
             >>> bc.Draws.from_trees([torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2)]).buffers["running_mean"].shape
             torch.Size([2, 2])
         """
-        kinds.require("Draws.from_trees", trees=(trees, _TREES), chains=(chains, kinds.WHOLE.or_none()))
         if not (trees := list(trees)):
             raise ValueError("Draws.from_trees: no trees were given")
         modules = [tree if isinstance(tree, nn.Module) else None for tree in trees]
@@ -145,6 +143,7 @@ class Draws:
         return cls([Piece(len(flat), leaves)], spec, list(flat[0]), chains=chains)
 
     @classmethod
+    @checks.takes(like=checks.TREE.or_none(), damaged=checks.one_of("refuse", "skip"))
     def open(
         cls,
         path: str | Path | Sequence[str | Path],
@@ -180,11 +179,8 @@ class Draws:
             >>> bc.Draws.open(folder)[::10].params["w"].shape
             torch.Size([2, 2])
         """
-        kinds.require(
-            "Draws.open", like=(like, kinds.TREE.or_none()), damaged=(damaged, kinds.one_of("refuse", "skip"))
-        )
         for one in (given := path if isinstance(path, (list, tuple)) else [path]):
-            kinds.require("Draws.open", path=(one, _PATHS))
+            checks.require("Draws.open", path=(one, _PATHS))
         # The name of what is there is no pattern.
         named = [[g] if os.path.lexists(g) or not glob.has_magic(g) else sorted(glob.glob(g)) for g in map(str, given)]
         pieces, spec, names, about = opened(
@@ -213,7 +209,7 @@ class Draws:
             row = self._rows[at]
         except (IndexError, TypeError) as err:
             raise type(err)(
-                f"draws[i]: i must be a number of one of the {len(self)} draws, or a slice, got {short(at)}"
+                f"draws[i]: i must be a number of one of the {len(self)} draws, or a slice, got {checks.short(at)}"
             ) from err
         return next(iter(self._with([row])))
 
@@ -239,6 +235,7 @@ class Draws:
         """
         return max(1, AT_ONCE * len(self) // max(1, self._bytes()))
 
+    @checks.takes(device=checks.Kind(lambda x: isinstance(x, (str, torch.device)), "a device of torch, such as 'cpu'"))
     def to(self, device: torch.device | str) -> Draws:
         """These draws on a device; what is on disk comes there when it is read. Their steps stay on the CPU.
 
@@ -256,10 +253,9 @@ class Draws:
             >>> bc.Draws.from_trees([{"w": torch.zeros(2)}]).to("cpu").params["w"].device
             device(type='cpu')
         """
-        kinds.require("Draws.to", device=(device, kinds.DEVICE))
         return self._with(self._rows, [piece.to(torch.device(device)) for piece in self._pieces], self.last)
 
-    @kinds.with_plain_numbers
+    @checks.takes(every=checks.WHOLE)
     def thin(self, every: int) -> Draws:
         """Every ``every``-th draw, the first among them.
 
@@ -277,7 +273,6 @@ class Draws:
             >>> bc.Draws.from_trees([{"w": torch.tensor(float(i))} for i in range(5)]).thin(2).params["w"]
             tensor([0., 2., 4.])
         """
-        kinds.require("Draws.thin", every=(every, kinds.WHOLE))
         return self[::every]
 
     @property
@@ -440,7 +435,7 @@ class Draws:
             torch.Size([3, 2])
         """
         for other in others:
-            kinds.require("Draws.stack_chains", others=(other, kinds.instance(Draws, "Draws")))
+            checks.require("Draws.stack_chains", others=(other, checks.instance(Draws, "Draws")))
         every = [self, *others]
         size = min(map(len, every))
         columns = [draws[:size]._columns() for draws in every]
@@ -498,7 +493,7 @@ class Draws:
         return parts[0].stack_chains(*parts[1:])
 
     @torch.no_grad()
-    @kinds.with_plain_numbers
+    @checks.with_plain_numbers
     def predict(
         self,
         forward: Callable[[Any, Any], Tensor] | nn.Module,
@@ -537,12 +532,12 @@ class Draws:
             >>> draws.predict(lambda w, x: x * w, [torch.ones(3)])
             tensor([1., 1., 1.])
         """
-        kinds.require(
+        checks.require(
             "predict",
-            reduce=(reduce, kinds.one_of("mean", "log_mean_exp", "stack")),
-            chunk=(chunk, kinds.WHOLE),
+            reduce=(reduce, checks.one_of("mean", "log_mean_exp", "stack")),
+            chunk=(chunk, checks.WHOLE),
             forward=(forward, _FORWARD),
-            transform=(transform, kinds.FUNCTION.or_none()),
+            transform=(transform, checks.FUNCTION.or_none()),
         )
         if not len(self):
             raise ValueError("predict: there are no draws; run longer, or with a shorter burn-in")
@@ -556,13 +551,13 @@ class Draws:
         run = at_many(buffered_forward(forward) if self._buffer_names else lambda p, batch, _: forward(p, batch))
         if isinstance(batches, (Tensor, tuple, Mapping)):
             batches = [batches] if isinstance(batches, Tensor) or len(batches) else []
-        kinds.require("predict", batches=(batches, kinds.BATCHES))
+        checks.require("predict", batches=(batches, checks.BATCHES))
         each = max(1, chunk // (self.chains or 1))
 
         def outputs(batch: Any) -> Iterator[Tensor]:
             for start in range(0, len(self), each):
                 block, buffers = self[start : start + each].unchained()  # [S * chains, ...], chunk of them
-                with kinds.blaming("predict", "batches"):
+                with checks.blaming("predict", "batches"):
                     y = run(block, batch, buffers)
                 y = y if transform is None else transform(y)
                 if not isinstance(y, Tensor):
@@ -610,10 +605,10 @@ class Draws:
             >>> p.mean, p.variance
             (tensor([[1.]]), tensor([[1.5000]]))
         """
-        kinds.require("predictive", likelihood=(likelihood, kinds.LIKELIHOOD))
+        checks.require("predictive", likelihood=(likelihood, checks.LIKELIHOOD))
         return likelihood.mixture(self.predict(forward, batches, reduce="stack", chunk=chunk))
 
-    @kinds.takes(network=kinds.MODULE, likelihood=kinds.LIKELIHOOD)
+    @checks.takes(network=checks.MODULE, likelihood=checks.LIKELIHOOD)
     def module(self, network: nn.Module, likelihood: Likelihood) -> nn.Module:
         """The predictions of all draws and chains as an ordinary module, for ``torch.export`` and ONNX.
 
@@ -679,14 +674,14 @@ class Draws:
             >>> draws.log_likelihood(lambda w, x: x * w, data, bc.likelihoods.gaussian(1.0)).shape
             torch.Size([2, 3])
         """
-        kinds.require("log_likelihood", likelihood=(likelihood, kinds.LIKELIHOOD))
+        checks.require("log_likelihood", likelihood=(likelihood, checks.LIKELIHOOD))
         if self.is_weighted:
             raise ValueError("log_likelihood: these draws have weights; take draws.equally_weighted()")
         if isinstance(batches, tuple) or (
             isinstance(batches, list) and [*map(torch.is_tensor, batches)] == [True, True]
         ):
             batches = [batches]
-        kinds.require("log_likelihood", batches=(batches, kinds.BATCHES))
+        checks.require("log_likelihood", batches=(batches, checks.BATCHES))
         said = []
         for batch in batches:
             if not isinstance(batch, (tuple, list)) or len(batch) != 2:
@@ -728,12 +723,12 @@ class Draws:
             >>> data.posterior["w"].dims  # doctest: +SKIP
             ('chain', 'draw', 'w_dim_0')
         """
-        installed("to_arviz", "diagnostics", "arviz", "xarray")
+        checks.installed("to_arviz", "diagnostics", "arviz", "xarray")
         if self.is_weighted:
             raise ValueError(
                 "to_arviz: these draws have weights, which ArviZ does not know; take draws.equally_weighted()"
             )
-        kinds.require("to_arviz", log_likelihood=(log_likelihood, kinds.TENSOR.or_none()))
+        checks.require("to_arviz", log_likelihood=(log_likelihood, checks.VALUES.or_none()))
         lead = (len(self),) if self.chains is None else (len(self), self.chains)
         if log_likelihood is not None and log_likelihood.shape[: len(lead)] != lead:
             wanted = ", ".join(map(str, lead))
@@ -935,8 +930,8 @@ def warn_of_moving_buffers(forward: Any) -> None:
         )
 
 
-_DRAWS = kinds.Kind(
-    lambda x: kinds.MAPPING.fits(x) and kinds.TREE.fits(dict(x)) and all(isinstance(p, Tensor) for p in x.values()),
+_DRAWS = checks.Kind(
+    lambda x: checks.MAPPING.fits(x) and checks.TREE.fits(dict(x)) and all(isinstance(p, Tensor) for p in x.values()),
     "Draws, or a dictionary of parameters by name",
 )
 
@@ -978,14 +973,14 @@ def refresh_batch_norm(
         >>> torch.allclose(mean[1], 2 * mean[0]), fresh.predict(forward, [torch.zeros(5, 1)]).shape
         (True, torch.Size([5, 1]))
     """
-    kinds.require(
+    checks.require(
         "refresh_batch_norm",
-        module=(module, kinds.MODULE),
-        loader=(loader, kinds.BATCHES),
-        inputs=(inputs, kinds.INPUTS),
+        module=(module, checks.MODULE),
+        loader=(loader, checks.BATCHES),
+        inputs=(inputs, checks.INPUTS),
     )
     if not isinstance(draws, Draws):
-        kinds.require("refresh_batch_norm", draws=(draws, _DRAWS))
+        checks.require("refresh_batch_norm", draws=(draws, _DRAWS))
         if sorted(draws) != (names := sorted(name for name, _ in module.named_parameters())):
             raise ValueError(f"refresh_batch_norm: draws has the parameters {sorted(draws)}, and the module {names}")
         one = refresh_batch_norm(module, Draws.from_trees([dict(draws)]), loader, inputs=inputs)

@@ -39,7 +39,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import kinds
+from bayesopt_chain import checks
 from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.distributed.ranks import named_leaves, require_fit, world
 
@@ -366,7 +366,7 @@ def flat(tree: Any) -> tuple[dict[str, Tensor], dict[str, Scalar]]:
     """
     named = named_leaves(tree)
     tensors = {name: x.detach() for name, x in named.items() if torch.is_tensor(x)}
-    scalars = {name: kinds.plain(x) for name, x in named.items() if name not in tensors}
+    scalars = {name: checks.plain(x) for name, x in named.items() if name not in tensors}
     if wrong := [n for n, x in scalars.items() if x is not None and not isinstance(x, (bool, int, float, str))]:
         raise TypeError(
             f"save: leaf {wrong[0]} is {type(named[wrong[0]]).__name__}; only tensors, numbers and strings can be saved"
@@ -398,7 +398,7 @@ def save(path: str | os.PathLike, tree: Any, *, tx: Any = None) -> None:
         >>> params["w"]
         tensor([1., 1.])
     """
-    kinds.require("save", path=(path, kinds.PATH))
+    checks.require("save", path=(path, checks.PATH))
     tensors, scalars = flat(tree)
     if wrong := [name for name, x in tensors.items() if is_dtensor(x)]:
         raise TypeError(
@@ -433,7 +433,7 @@ def load(path: str | os.PathLike, *, like: Any, tx: Any = None) -> Any:
         >>> bc.load(file, like={"w": torch.zeros(2)})
         {'w': tensor([1., 1.])}
     """
-    kinds.require("load", path=(path, kinds.PATH))
+    checks.require("load", path=(path, checks.PATH))
     try:
         flat(like)
     except TypeError as err:

@@ -10,15 +10,14 @@ from typing import Any
 
 import torch
 
-from bayesopt_chain import kinds
-from bayesopt_chain.checks import installed
+from bayesopt_chain import checks
 from bayesopt_chain.runs.run import Iteration
 
 SECONDS = 2.0  # between two looks at how well the chains have mixed
 EACH = 16  # chains that have a curve each; of more there is the mean alone
 
 
-@kinds.with_plain_numbers
+@checks.takes(every=checks.WHOLE, prefix=checks.TEXT)
 def log_to(writer: Any, *, every: int = 1, prefix: str = "") -> Callable[..., None]:
     """A callback that writes the numbers of a run down while it runs.
 
@@ -51,7 +50,6 @@ def log_to(writer: Any, *, every: int = 1, prefix: str = "") -> Callable[..., No
         >>> table
         [('loss', 2.0, 1), ('draws', 1.0, 1), ('loss', 0.5, 2), ('draws', 2.0, 2)]
     """
-    kinds.require("log_to", every=(every, kinds.WHOLE), prefix=(prefix, kinds.TEXT))
     single, many = getattr(writer, "add_scalar", None), getattr(writer, "log", None)
     if not callable(single) and not callable(many):
         raise TypeError(
@@ -69,7 +67,7 @@ def log_to(writer: Any, *, every: int = 1, prefix: str = "") -> Callable[..., No
             found = {**{n: x for n, x in reported.items() if isinstance(x, torch.Tensor)}, "draws": kept, **more}
         elif hasattr(at, "every") and hasattr(at, "after"):  # what bc.collect returned
             found = {"draws": max(0, at.step - at.after) // at.every, **more}
-        elif not kinds.INDEX.fits(at):
+        elif not checks.INDEX.fits(at):
             raise TypeError(
                 f"log_to: the callback takes an Iteration, what bc.collect returned, or the number of a step, got {at!r:.100}"
             )
@@ -110,7 +108,7 @@ class Progress:
     """
 
     def __init__(self, steps: int, done: int, callbacks: Sequence[Any]) -> None:
-        installed("progress=True", "runs", "tqdm")
+        checks.installed("progress=True", "runs", "tqdm")
         from tqdm.auto import tqdm
 
         self.callbacks, self.losses = callbacks, list[torch.Tensor]()

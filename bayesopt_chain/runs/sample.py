@@ -24,7 +24,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import checks, kinds
+from bayesopt_chain import checks
 from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.distributed.ranks import answers, gather_objects, name_the_first
@@ -40,13 +40,13 @@ from bayesopt_chain.runs.run import Iteration, ResumableBatches, Run
 from bayesopt_chain.runs.store import Store, place_of
 from bayesopt_chain.trees import found_finite
 
-_STEP = kinds.Kind(callable, "a step (params, state, batch) -> (params, state, info), as of bc.make_step")
-_CALLBACKS = kinds.Kind(
-    lambda x: kinds.SEQUENCE.fits(x) and all(map(callable, x)), "functions of an Iteration, in a list"
+_STEP = checks.Kind(callable, "a step (params, state, batch) -> (params, state, info), as of bc.make_step")
+_CALLBACKS = checks.Kind(
+    lambda x: checks.SEQUENCE.fits(x) and all(map(callable, x)), "functions of an Iteration, in a list"
 )
 
 
-@kinds.with_plain_numbers
+@checks.with_plain_numbers
 def iterate(
     step: Callable,
     params: Any,
@@ -98,7 +98,7 @@ def _iterated(run: Run) -> Iterator[Iteration]:
         params, state = it.params, it.state
 
 
-@kinds.with_plain_numbers
+@checks.with_plain_numbers
 def sample(
     step: Callable,
     params: Any,
@@ -173,14 +173,14 @@ def sample(
         (5, torch.Size([5, 2]))
     """
     _check("sample", step, steps, burn_in, thinning)
-    kinds.require(
+    checks.require(
         "sample",
-        path=(path, kinds.FOLDER.or_none()),
-        checkpoint_seconds=(checkpoint_seconds, kinds.WORDS["checkpoint_seconds"]),
-        chains=(chains, kinds.WHOLE.or_none()),
+        path=(path, checks.FOLDER.or_none()),
+        checkpoint_seconds=(checkpoint_seconds, checks.WORDS["checkpoint_seconds"]),
+        chains=(chains, checks.WHOLE.or_none()),
         callbacks=(callbacks, _CALLBACKS),
-        keep=(keep, kinds.BOOL),
-        progress=(progress, kinds.BOOL),
+        keep=(keep, checks.BOOL),
+        progress=(progress, checks.BOOL),
     )
     both: Any = (params, state)
     checks.with_values("sample", "(params, state)", optree.tree_leaves(both), optree.tree_paths(both))
@@ -220,12 +220,12 @@ def sample(
 
 
 def _check(who: str, step: Any, steps: int, burn_in: int, thinning: int) -> None:
-    kinds.require(
+    checks.require(
         who,
         step=(step, _STEP),
-        steps=(steps, kinds.WHOLE),
-        burn_in=(burn_in, kinds.whole(0)),
-        thinning=(thinning, kinds.WHOLE),
+        steps=(steps, checks.WHOLE),
+        burn_in=(burn_in, checks.whole(0)),
+        thinning=(thinning, checks.WHOLE),
     )
     if steps < burn_in + thinning:
         raise ValueError(

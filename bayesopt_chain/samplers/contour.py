@@ -24,8 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bayesopt_chain import checks, kinds, schedules
-from bayesopt_chain.arguments import FINITE, Range, checked, checked_as
+from bayesopt_chain import checks, schedules
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Link, LinkContext, Traits
@@ -126,7 +125,12 @@ class Contour(Link):
         return f"scale_by_contour({self.low}, {self.high}, bins={self.bins}, zeta={self.zeta})"
 
 
-@checked_as(low=FINITE, high=FINITE, bins=Range("[2, 16777216]", integer=True), zeta=Range("(0, 1]"))
+@checks.factory_takes(
+    low=checks.NUMBER,
+    high=checks.NUMBER,
+    bins=checks.number("[2, 16777216]", integer=True),
+    zeta=checks.number("(0, 1]"),
+)
 def scale_by_contour(
     temperature: ScalarOrSchedule,
     low: float,
@@ -168,7 +172,7 @@ def scale_by_contour(
     return Chain((Contour(temperature, low, high, bins, zeta, omega),))
 
 
-@checked
+@checks.factory_takes()
 def contour_sgld(
     lr: ScalarOrSchedule,
     low: float,
@@ -213,7 +217,7 @@ def contour_sgld(
     )
 
 
-@kinds.takes(loss=kinds.VALUES, state=kinds.instance(tuple, "the state of tx"))
+@checks.takes(loss=checks.VALUES, state=checks.instance(tuple, "the state of tx"))
 def contour_weight(tx: Chain, state: tuple, loss: Tensor) -> Tensor:
     """Importance weight ``Psi(loss)^zeta`` of a sample with this loss, 0-d; only ratios of weights mean anything.
 

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks, schedules
-from bayesopt_chain.arguments import MOMENTUM, POSITIVE, checked_as
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.links.keyed import inject_filtered_noise
@@ -61,7 +60,7 @@ class sampling_phase:
 
     def __post_init__(self) -> None:
         _check(self.cycle, self.burn_in)
-        checks.temperature(self.temperature)
+        checks.TEMPERATURE("temperature", self.temperature)
 
     def __call__(self, count) -> Tensor:
         t = schedules.tensor_of(count)
@@ -69,7 +68,7 @@ class sampling_phase:
         return hot.to(torch.float64) * self.temperature
 
 
-@checked_as(lr=POSITIVE, momentum=MOMENTUM)
+@checks.factory_takes(lr=checks.POSITIVE, momentum=checks.MOMENTUM)
 def cyclical(
     lr: float,
     cycle: int,
@@ -135,7 +134,7 @@ class _Root:
 
 
 def _phase(temperature: ScalarOrSchedule, cycle: int, burn_in: int):
-    checks.temperature(temperature)
+    checks.TEMPERATURE("temperature", temperature)
     if is_zero(temperature):
         return 0.0
     if not isinstance(temperature, (int, float)):
@@ -155,8 +154,8 @@ class _Gated:
 
 
 def _check(cycle: int, burn_in: int) -> None:
-    checks.number("cyclical: cycle", cycle, f"[1, {checks.LARGEST}]", integer=True)
-    checks.number("cyclical: burn_in", burn_in, f"[0, {checks.LARGEST}]", integer=True)
+    checks.WHOLE("cyclical: cycle", cycle)
+    checks.whole(0)("cyclical: burn_in", burn_in)
     if burn_in >= cycle:
         raise ValueError(
             f"cyclical: burn_in must be shorter than the cycle ({cycle} updates), got {burn_in}; no update would sample"

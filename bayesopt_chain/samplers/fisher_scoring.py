@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.arguments import AT_LEAST_ONE, MOMENTUM, POSITIVE, checked_as
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import LinkContext
 from bayesopt_chain.core.op import Leaves, TensorOps
@@ -103,7 +102,7 @@ class FisherScoring(Keyed):
         return f"sgfs({self.lr}, batch_size={self.batch_size}, temperature={checks.show(self.temperature)})"
 
 
-@checked_as(lr=POSITIVE, batch_size=AT_LEAST_ONE, decay=MOMENTUM)
+@checks.factory_takes(lr=checks.POSITIVE, batch_size=checks.WHOLE, decay=checks.MOMENTUM)
 def sgfs(
     lr: float,
     *,

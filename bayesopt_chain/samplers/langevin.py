@@ -22,7 +22,6 @@ from __future__ import annotations
 import torch
 
 from bayesopt_chain import checks
-from bayesopt_chain.arguments import checked
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.links.langevin_noise import inject_langevin_noise
@@ -31,7 +30,7 @@ from bayesopt_chain.links.momentum import add_momentum
 from bayesopt_chain.schedules import ScalarOrSchedule
 
 
-@checked
+@checks.factory_takes()
 def sgld(
     lr: ScalarOrSchedule,
     *,
@@ -67,7 +66,7 @@ def sgld(
     return chain(noise, scale_by_neg_lr(lr))
 
 
-@checked
+@checks.factory_takes()
 def sghmc(
     lr: ScalarOrSchedule,
     momentum: float = 0.9,
@@ -131,8 +130,8 @@ def sghmc_from_friction(
         {'lr': 0.25, 'momentum': 0.875, 'temperature': 1.0}
     """
     for name, value in (("lr", lr), ("alpha", alpha), ("sigma", sigma), ("temperature", temperature)):
-        checks.positive(f"sghmc_from_friction: {name}", value)
-    checks.number("sghmc_from_friction: beta", beta)
+        checks.POSITIVE(f"sghmc_from_friction: {name}", value)
+    checks.NUMBER("sghmc_from_friction: beta", beta)
     momentum = 1.0 - lr * alpha / sigma**2
     if momentum < -1e-12:
         raise ValueError(
@@ -169,8 +168,8 @@ def sghmc_to_friction(lr: float, momentum: float, sigma: float = 1.0, temperatur
         {'lr': 0.5, 'alpha': 0.25, 'beta': 0.0, 'sigma': 1.0, 'temperature': 1.0}
     """
     for name, value in (("lr", lr), ("sigma", sigma), ("temperature", temperature)):
-        checks.positive(f"sghmc_to_friction: {name}", value)
-    checks.momentum("sghmc_to_friction: momentum", momentum)
+        checks.POSITIVE(f"sghmc_to_friction: {name}", value)
+    checks.MOMENTUM("sghmc_to_friction: momentum", momentum)
     eps = sigma * lr**0.5
     alpha = (1.0 - momentum) * sigma**2 / eps
     return {"lr": eps, "alpha": alpha, "beta": 0.0, "sigma": sigma, "temperature": temperature}

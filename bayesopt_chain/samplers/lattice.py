@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.arguments import POSITIVE, checked_as
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import LinkContext
 from bayesopt_chain.core.op import Leaves, TensorOps
@@ -72,7 +71,7 @@ class Lattice(Keyed):
         return f"lattice_walk({self.lr}, temperature={checks.show(self.temperature)})"
 
 
-@checked_as(lr=POSITIVE)
+@checks.factory_takes(lr=checks.POSITIVE)
 def lattice_walk(lr: float, *, temperature: ScalarOrSchedule, generator: torch.Generator | None = None) -> Chain:
     """Langevin sampling by steps of ``+-sqrt(2 T lr)``, up or down with odds set by the gradient (Duffield et al., 2025).
 

@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.arguments import POSITIVE, Range, checked_as
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Link, LinkContext, Traits
@@ -184,7 +183,7 @@ def _dot(x: Sequence[Tensor], y: Sequence[Tensor]) -> Tensor:
     return sum(terms[1:], terms[0])
 
 
-@checked_as(lr=POSITIVE, length=Range("(0, inf]"))
+@checks.factory_takes(lr=checks.POSITIVE, length=checks.number("(0, inf]"))
 def mclmc(
     lr: float,
     length: float,

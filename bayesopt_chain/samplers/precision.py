@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from bayesopt_chain.arguments import MOMENTUM, checked_as
+from bayesopt_chain.checks import MOMENTUM, factory_takes
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.links.langevin_noise import inject_langevin_noise
@@ -25,7 +25,7 @@ from bayesopt_chain.links.preconditioner import SolvePrecision, SupportsSolve
 from bayesopt_chain.schedules import ScalarOrSchedule
 
 
-@checked_as(momentum=MOMENTUM)
+@factory_takes(momentum=MOMENTUM)
 def langevin_with_precision(
     precision: SupportsSolve,
     lr: ScalarOrSchedule,

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import torch
 
-from bayesopt_chain.arguments import checked
+from bayesopt_chain.checks import factory_takes
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.links.adam import scale_by_adam
@@ -38,7 +38,7 @@ from bayesopt_chain.links.rms import scale_by_adaptive_window, scale_by_rms
 from bayesopt_chain.schedules import ScalarOrSchedule
 
 
-@checked
+@factory_takes()
 def psgld(
     lr: ScalarOrSchedule = 1e-2,
     alpha: float = 0.99,
@@ -83,7 +83,7 @@ def psgld(
     )
 
 
-@checked
+@factory_takes()
 def adam_sghmc(
     lr: ScalarOrSchedule = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -123,7 +123,7 @@ def adam_sghmc(
     )
 
 
-@checked
+@factory_takes()
 def adaptive_sghmc(
     lr: ScalarOrSchedule = 1e-2,
     momentum: float = 0.95,

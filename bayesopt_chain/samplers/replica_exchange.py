@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bayesopt_chain.arguments import MOMENTUM, POSITIVE, Range, checked_as
+from bayesopt_chain.checks import MOMENTUM, POSITIVE, factory_takes, number
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
@@ -154,7 +154,7 @@ def _along(values: Tensor, x: Tensor) -> Tensor:
     return values.to(x.dtype).to(x.device).reshape(-1, *[1] * (x.ndim - 1))
 
 
-@checked_as(lr=POSITIVE, momentum=MOMENTUM, correction_factor=Range("[1, inf)"))
+@factory_takes(lr=POSITIVE, momentum=MOMENTUM, correction_factor=number("[1, inf)"))
 def replica_exchange(
     lr: float,
     momentum: float = 0.0,

@@ -37,7 +37,6 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.arguments import POSITIVE, Range, checked_as
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
@@ -204,13 +203,13 @@ def _shown(clock: Clock, temperature: Any) -> str:
     return f"samadams({clock.step_size}, {clock.friction}, temperature={checks.show(temperature)})"
 
 
-@checked_as(
-    step_size=POSITIVE,
-    friction=POSITIVE,
-    gradient_scale=POSITIVE,
-    slowest=POSITIVE,
-    fastest=POSITIVE,
-    alpha=Range("(0, inf]"),
+@checks.factory_takes(
+    step_size=checks.POSITIVE,
+    friction=checks.POSITIVE,
+    gradient_scale=checks.POSITIVE,
+    slowest=checks.POSITIVE,
+    fastest=checks.POSITIVE,
+    alpha=checks.number("(0, inf]"),
 )
 def samadams(
     step_size: float,

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from bayesopt_chain.arguments import MOMENTUM, POSITIVE, checked_as
+from bayesopt_chain.checks import MOMENTUM, POSITIVE, factory_takes
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.links.keyed import inject_filtered_noise
@@ -25,7 +25,7 @@ from bayesopt_chain.links.momentum import add_momentum, delay
 from bayesopt_chain.schedules import ScalarOrSchedule
 
 
-@checked_as(lr=POSITIVE, momentum=MOMENTUM)
+@factory_takes(lr=POSITIVE, momentum=MOMENTUM)
 def sghmc_euler(
     lr: float, momentum: float = 0.9, *, temperature: ScalarOrSchedule, generator: torch.Generator | None = None
 ) -> Chain:

@@ -33,7 +33,6 @@ from typing import NamedTuple
 import torch
 
 from bayesopt_chain import checks
-from bayesopt_chain.arguments import POSITIVE, checked, checked_as
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.links.keyed import inject_filtered_noise
@@ -50,7 +49,7 @@ class ChainParameters(NamedTuple):
     momentum: float
 
 
-@checked
+@checks.factory_takes()
 def baoab(
     step_size: float, friction: float, *, temperature: ScalarOrSchedule, generator: torch.Generator | None = None
 ) -> Chain:
@@ -80,7 +79,7 @@ def baoab(
     return sghmc(lr, momentum, temperature=temperature, generator=generator)
 
 
-@checked
+@checks.factory_takes()
 def obabo(
     step_size: float, friction: float, *, temperature: ScalarOrSchedule, generator: torch.Generator | None = None
 ) -> Chain:
@@ -113,7 +112,7 @@ def obabo(
     return sghmc(lr, momentum, temperature=temperature, order=1, generator=generator)
 
 
-@checked_as(step_size=POSITIVE, friction=POSITIVE)
+@checks.factory_takes(step_size=checks.POSITIVE, friction=checks.POSITIVE)
 def ubu(
     step_size: float, friction: float, *, temperature: ScalarOrSchedule, generator: torch.Generator | None = None
 ) -> Chain:
@@ -145,7 +144,7 @@ def ubu(
     return _ubu(step_size, friction, temperature, generator)
 
 
-@checked_as(step_size=POSITIVE, friction=POSITIVE)
+@checks.factory_takes(step_size=checks.POSITIVE, friction=checks.POSITIVE)
 def palindromic_ubu(
     step_size: float, friction: float, *, temperature: ScalarOrSchedule, generator: torch.Generator | None = None
 ) -> Chain:
@@ -226,8 +225,8 @@ def splitting_parameters(step_size: float, friction: float) -> ChainParameters:
         >>> round(lr, 6), round(momentum, 6)
         (0.009524, 0.904837)
     """
-    checks.positive("step_size", step_size)
-    checks.positive("friction", friction)
+    checks.POSITIVE("step_size", step_size)
+    checks.POSITIVE("friction", friction)
     mu = math.exp(-friction * step_size)
     if mu == 1.0:
         raise ValueError(

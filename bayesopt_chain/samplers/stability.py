@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 from torchopt.base import GradientTransformation
 
-from bayesopt_chain import kinds
+from bayesopt_chain import checks
 from bayesopt_chain.curvature import jvp
 
 
-@kinds.takes()
+@checks.takes()
 def step_growth(
     loss: Callable[[Any, Any], Any],
     tx: GradientTransformation,

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.arguments import checked
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Link, LinkContext, Traits
@@ -94,7 +93,7 @@ class Stein(Link):
         return f"scale_by_stein_kernel({checks.show(self.temperature)}, bandwidth={self.bandwidth!r})"
 
 
-@checked
+@checks.factory_takes()
 def scale_by_stein_kernel(temperature: ScalarOrSchedule, *, bandwidth: float | str = "median") -> Chain:
     """Replace the gradients of stacked particles by the Stein variational force; put any optimizer behind it.
 
@@ -119,11 +118,11 @@ def scale_by_stein_kernel(temperature: ScalarOrSchedule, *, bandwidth: float | s
         torch.Size([5, 2])
     """
     if not (isinstance(bandwidth, str) and bandwidth == "median"):
-        checks.positive("scale_by_stein_kernel: bandwidth", bandwidth)
+        checks.POSITIVE("scale_by_stein_kernel: bandwidth", bandwidth)
     return Chain((Stein(temperature, bandwidth),))
 
 
-@checked
+@checks.factory_takes()
 def svgd(lr: ScalarOrSchedule, *, temperature: ScalarOrSchedule, bandwidth: float | str = "median") -> Chain:
     """Stein variational gradient descent (Liu and Wang, 2016). At ``temperature=0`` it is gradient descent smoothed by
     the kernel.

@@ -61,7 +61,6 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.arguments import MOMENTUM, POSITIVE, checked_as
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import LinkContext
 from bayesopt_chain.core.op import Leaves, TensorOps
@@ -201,7 +200,7 @@ def _ou_scale(x: Tensor) -> Tensor:
     return torch.where(small, 1.0 - x / 2.0 + x * x / 6.0, -torch.expm1(-safe) / safe).sqrt()
 
 
-@checked_as(lr=POSITIVE, momentum=MOMENTUM)
+@checks.factory_takes(lr=checks.POSITIVE, momentum=checks.MOMENTUM)
 def sgnht(
     lr: float,
     momentum: float = 0.9,
@@ -248,7 +247,7 @@ def sgnht(
     return Chain((NoseHoover(lr, -math.log(momentum), temperature, mass, per_parameter, generator=generator),))
 
 
-@checked_as(step_size=POSITIVE, friction=POSITIVE)
+@checks.factory_takes(step_size=checks.POSITIVE, friction=checks.POSITIVE)
 def badodab(
     step_size: float,
     friction: float = 1.0,
@@ -293,5 +292,5 @@ def _mass(who: str, mass: float | None, gamma: float) -> float:
     """``Q``; by default one friction's relative standard deviation is at most ``1 / sqrt(10)``."""
     if mass is None:
         return max(1.0, 10.0 / gamma**2)
-    checks.positive(f"{who}: thermostat_mass", mass)
+    checks.POSITIVE(f"{who}: thermostat_mass", mass)
     return float(mass)

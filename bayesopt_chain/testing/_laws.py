@@ -21,7 +21,7 @@ import torchopt
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bayesopt_chain import kinds
+from bayesopt_chain import checks
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Link
@@ -457,7 +457,7 @@ NEIGHBOURS: dict[str, Callable[[], Any]] = {
 }
 
 
-@kinds.takes(tolerance=kinds.real("[0, inf)"))
+@checks.takes(tolerance=checks.number("[0, inf)"))
 def assert_composes(
     build: Callable[[], Any], temperature: float, *, tolerance: float = 1e-8, burn_in: int = 40
 ) -> dict[str, str]:

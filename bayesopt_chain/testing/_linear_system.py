@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bayesopt_chain import kinds
+from bayesopt_chain import checks
 from bayesopt_chain.core.state import State
 
 # The height of an impulse where a link may answer larger ones otherwise: clipping does not act on gradients of this size.
@@ -50,8 +50,8 @@ class NormalProbe(TorchDispatchMode):
         (tensor([3., 4.]), 2)
     """
 
-    @kinds.takes(
-        values=kinds.Kind(lambda x: x is None or (kinds.REALS.fits(x) and x.ndim == 1), "numbers, a tensor [n]")
+    @checks.takes(
+        values=checks.Kind(lambda x: x is None or (checks.REALS.fits(x) and x.ndim == 1), "numbers, a tensor [n]")
     )
     def __init__(self, values: Tensor | None = None) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ class Unstable(ValueError):
     """The sampler has no stationary distribution on this loss."""
 
 
-@kinds.takes(params=kinds.TREE.or_none(), curvature=kinds.REALS, warmup=kinds.whole(0))
+@checks.takes(params=checks.TREE.or_none(), curvature=checks.REALS, warmup=checks.whole(0))
 def stationary_covariance(
     tx: Any, curvature: Tensor, params: Any = None, *, state: Any = None, warmup: int = 2, tolerance: float = 1e-9
 ) -> Tensor:
@@ -315,7 +315,7 @@ def stationary_covariance(
     return _at_rest(system)[:d, :d]
 
 
-@kinds.takes(params=kinds.TREE.or_none(), curvature=kinds.REALS, settle=kinds.whole(0))
+@checks.takes(params=checks.TREE.or_none(), curvature=checks.REALS, settle=checks.whole(0))
 def variance_along(
     tx: Any,
     curvature: Tensor,

@@ -31,7 +31,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import kinds
+from bayesopt_chain import checks
 from bayesopt_chain.trees import paths
 
 MOST_BINS, A_BIN = 20, 10  # bins, and simulations that each of them expects at least
@@ -100,13 +100,13 @@ class Calibration:
         return said if self.p_value > 0.05 else f"{said}; {self.names[worst]}: {how}"
 
 
-@kinds.takes(
-    make_posterior=kinds.FUNCTION,
-    prior=kinds.FUNCTION,
-    simulator=kinds.FUNCTION,
-    quantities=kinds.FUNCTION,
-    together=kinds.BOOL,
-    simulations=kinds.whole(20),
+@checks.takes(
+    make_posterior=checks.FUNCTION,
+    prior=checks.FUNCTION,
+    simulator=checks.FUNCTION,
+    quantities=checks.FUNCTION,
+    together=checks.BOOL,
+    simulations=checks.whole(20),
 )
 def sbc(
     make_posterior: Callable[[Any], Any],
@@ -191,7 +191,7 @@ def sbc(
 
 def _tree(draws: Any, like: Any, together: bool) -> Any:
     """Draws as a tree like the parameters; those of chains are pooled, unless each chain has data of its own."""
-    kinds.require("sbc", **{"what make_posterior returns": (draws, kinds.DRAWS)})
+    checks.require("sbc", **{"what make_posterior returns": (draws, checks.DRAWS)})
     pooled = draws.unchained()[0] if hasattr(draws, "unchained") and not together else draws
     tree = getattr(pooled, "params", pooled)
     mine, wanted = optree.tree_structure(tree), optree.tree_structure(like)

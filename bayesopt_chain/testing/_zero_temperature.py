@@ -20,7 +20,7 @@ import torch
 import torchopt
 from torch import Tensor
 
-from bayesopt_chain import kinds
+from bayesopt_chain import checks
 
 
 def bits(x: Tensor) -> Tensor:
@@ -93,13 +93,13 @@ def run(tx: Any, params: Any, gradient: Callable, steps: int, inplace: bool = Fa
     return params, history
 
 
-REFERENCE = kinds.Kind(
+REFERENCE = checks.Kind(
     lambda x: callable(x) or callable(getattr(x, "init", None)),
     "an optimizer of TorchOpt, or a function that returns one",
 )
 
 
-@kinds.takes(params=kinds.ANY, gradient=kinds.FUNCTION, reference=REFERENCE, power=kinds.NUMBER.or_none())
+@checks.takes(params=checks.ANY, gradient=checks.FUNCTION, reference=REFERENCE, power=checks.NUMBER.or_none())
 def assert_zero_temperature_limit(
     build: Callable[[Any], Any],
     reference: Any,

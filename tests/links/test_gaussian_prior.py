@@ -1,3 +1,4 @@
+# type: ignore  # many calls here have wrong types on purpose
 """A Gaussian prior or a spring as a link: exact at a temperature, and the posterior of one task as the prior of the next."""
 
 import pickle
@@ -230,7 +231,7 @@ LOST = bc.Gaussian(torch.tensor([torch.nan]), Diagonal(torch.ones(1), torch.tens
         (lambda: prior("strong"), TypeError, "a precision .* or a Gaussian"),
         (lambda: prior({"w": True}), TypeError, "a precision .* or a Gaussian"),
         (lambda: prior(LOST), ValueError, "NaN"),
-        (lambda: spring(0.0, -1.0), ValueError, "strength must be finite"),
+        (lambda: spring(0.0, -1.0), ValueError, "strength must be a non-negative, finite"),
         (lambda: bc.links.fan_in(torch.ones(2)), TypeError, "module must be"),
         (lambda: prior({"v": 1.0}, params=PAIR), ValueError, "the precision is no tree like the parameters"),
         (lambda: prior(THREE, params=PAIR), ValueError, r"precision at \['w'\] has shape \(3,\)"),

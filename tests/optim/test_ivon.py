@@ -97,7 +97,7 @@ def test_a_saved_state_goes_on_bit_for_bit():
         ({"temperature": 0.0}, "temperature must be a positive"),
         ({"betas": (1.0, 0.9)}, "betas"),
         ({"init_hessian": -1.0}, "init_hessian must be a positive"),
-        ({"weight_decay": -1.0}, "finite and not negative"),
+        ({"weight_decay": -1.0}, "non-negative, finite number"),
     ],
 )
 def test_numbers_out_of_range_are_refused(settings, words):

@@ -1,3 +1,4 @@
+# type: ignore  # many calls here have wrong types on purpose
 """The filters against one textbook filter, against joint densities of all data, and against what others compute."""
 
 import optree
@@ -334,7 +335,10 @@ def without_loss(tx):
 
 ELSEWHERE = {name: p + 1 for name, p in START.items()}
 REFUSED = {
-    "negative noise": (lambda: bc.ekf.dense(transition_noise=-0.1), "transition_noise must be finite and not negative"),
+    "negative noise": (
+        lambda: bc.ekf.dense(transition_noise=-0.1),
+        "transition_noise must be a non-negative, finite number",
+    ),
     "other shape": (lambda: bc.ekf.dense(transition_noise=torch.eye(4)), "transition_noise has the tree"),
     "prior of a number": (lambda: bc.ekf.dense(prior=1.0), "prior must be a Gaussian"),
     "two priors": (lambda: bc.ekf.dense(prior=gaussian(), prior_precision=2.0), "leave prior_precision out"),
@@ -355,7 +359,7 @@ REFUSED = {
         lambda: stepping(bc.ekf.dense(), form="observation", keywords={"temperature": lambda params, batch: 1.0}),
         "takes no temperature=",
     ),
-    "lr 0": (lambda: bc.ekf.dense(0.0), r"lr \(learning rate\) must"),
+    "lr 0": (lambda: bc.ekf.dense(0.0), r"lr must"),
     "unknown evidence": (lambda: without_loss(bc.ekf.dense()), "log-likelihood of 3 of 3 data is unknown: pass loss="),
 }
 

@@ -45,8 +45,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import kinds
-from bayesopt_chain.checks import installed
+from bayesopt_chain import checks
 from bayesopt_chain.diagnostics.findings import Row, judged
 from bayesopt_chain.diagnostics.gradient_noise import initialised_devices
 from bayesopt_chain.diagnostics.observables.sums import BLOCKS, Estimate, Record, merged
@@ -241,7 +240,7 @@ class Observed:
         Returns:
             ``arviz.InferenceData``, or an ``xarray.DataTree`` since ArviZ 1, with dimensions chain and draw.
         """
-        installed("to_arviz", "diagnostics", "arviz", "xarray")
+        checks.installed("to_arviz", "diagnostics", "arviz", "xarray")
         return inference_data({name: x.transpose(0, 1) for name, x in self.traces.items()}, {}, None, self.chains)
 
     def bif(self, a: str, b: str, *, n: int | None = None) -> Estimate:
@@ -327,34 +326,34 @@ class Observed:
         )
 
 
-_OF = kinds.Kind(
+_OF = checks.Kind(
     lambda x: x is None or (isinstance(x, Mapping) and all(callable(f) for f in x.values())),
     "a dictionary of functions of the parameters",
 )
-_PAIRS = kinds.Kind(
-    lambda x: kinds.SEQUENCE.fits(x) and all(isinstance(p, (tuple, list)) and len(p) == 2 for p in x),
+_PAIRS = checks.Kind(
+    lambda x: checks.SEQUENCE.fits(x) and all(isinstance(p, (tuple, list)) and len(p) == 2 for p in x),
     "a list of pairs of names",
 )
 
 
-_FOUND = kinds.Kind(
-    lambda x: isinstance(x, Tensor) and not x.is_complex() and kinds.is_finite(x),
+_FOUND = checks.Kind(
+    lambda x: isinstance(x, Tensor) and not x.is_complex() and checks.is_finite(x),
     "a tensor of finite numbers",
     (Tensor,),
 )
 
 
-@kinds.takes(
-    batches=kinds.BATCH_OR_BATCHES,
+@checks.takes(
+    batches=checks.BATCH_OR_BATCHES,
     of=_OF,
     covariances=_PAIRS,
-    strength=kinds.real("[0, inf)").or_none(),
-    lr=kinds.POSITIVE.or_none(),
-    momentum=kinds.real("[0, 1)").or_none(),
-    kept=kinds.SEQUENCE,
-    path=kinds.FOLDER.or_none(),
-    at_once=kinds.WHOLE.or_none(),
-    capture=kinds.BOOL,
+    strength=checks.number("[0, inf)").or_none(),
+    lr=checks.POSITIVE.or_none(),
+    momentum=checks.number("[0, 1)").or_none(),
+    kept=checks.SEQUENCE,
+    path=checks.FOLDER.or_none(),
+    at_once=checks.WHOLE.or_none(),
+    capture=checks.BOOL,
 )
 def observe(
     loss: Callable[..., Any],
@@ -481,7 +480,7 @@ def observe(
         with torch.no_grad():
             shift = {name: f(fill(centre)) for name, f in of.items()}
         for name, x in shift.items():
-            kinds.require("observe", **{f"of[{name!r}], at params,": (x, _FOUND)})
+            checks.require("observe", **{f"of[{name!r}], at params,": (x, _FOUND)})
         if width > 1 and (why := target.unmapped(width, of)):
             if at_once is not None:
                 raise ValueError(

@@ -45,7 +45,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import batches, kinds
+from bayesopt_chain import batches, checks
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.data.epochs import Epochs
@@ -74,7 +74,7 @@ class Restricted(NamedTuple):
     fill: Callable[[Any], Any]
 
 
-_WHERE = kinds.Kind(
+_WHERE = checks.Kind(
     lambda x: (
         isinstance(x, Mapping)
         and len(x) > 0
@@ -85,7 +85,7 @@ _WHERE = kinds.Kind(
 )
 
 
-@kinds.takes(where=_WHERE)
+@checks.takes(where=_WHERE)
 def restrict(loss: Callable[..., Any], params: Any, where: Mapping[str, Tensor | None]) -> Restricted:
     """Make the loss a function of some entries of the parameters; the others keep the values that they have here.
 

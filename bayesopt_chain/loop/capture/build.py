@@ -25,7 +25,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import kinds
+from bayesopt_chain import checks
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.links.foreign import Foreign
@@ -40,8 +40,8 @@ from bayesopt_chain.loop.capture.replays import Compiled, CudaGraph, Eager, Inte
 from bayesopt_chain.loop.capture.source import by_rows, rows_ahead
 from bayesopt_chain.loop.step import Step
 
-_UNROLLED = kinds.Kind(
-    lambda x: kinds.WHOLE.fits(x) and x <= 1 << 16, "a whole number from 1 to 65536, of steps in one graph", (int,)
+_UNROLLED = checks.Kind(
+    lambda x: checks.WHOLE.fits(x) and x <= 1 << 16, "a whole number from 1 to 65536, of steps in one graph", (int,)
 )
 
 
@@ -107,13 +107,13 @@ def capture(
         >>> info.loss.shape, info.draws["w"].shape
         (torch.Size([4]), torch.Size([4, 2]))
     """
-    kinds.require(
+    checks.require(
         "capture",
-        step=(step, kinds.FUNCTION),
+        step=(step, checks.FUNCTION),
         steps=(steps, _UNROLLED),
-        draws=(draws, kinds.BOOL),
-        clone=(clone, kinds.BOOL),
-        backend=(backend, kinds.one_of("cuda", "inductor", "eager").or_none()),
+        draws=(draws, checks.BOOL),
+        clone=(clone, checks.BOOL),
+        backend=(backend, checks.one_of("cuda", "inductor", "eager").or_none()),
     )
     for name, tree in (("params", params), ("state", state), ("batch", batch)):
         if any(isinstance(x, Tensor) and x.layout != torch.strided for x in optree.tree_leaves(tree)):

@@ -51,7 +51,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import kinds
+from bayesopt_chain import checks
 from bayesopt_chain._torch import gradients_of_columns
 from bayesopt_chain.core.link import LinkContext
 from bayesopt_chain.curvature._autodiff import vjp
@@ -98,14 +98,14 @@ class Observation(NamedTuple):
     log_likelihood: Tensor | None
 
 
-LIKELIHOOD = kinds.Kind(
-    lambda x: kinds.LIKELIHOOD.fits(x) or kinds.POSITIVES.fits(x),
+LIKELIHOOD = checks.Kind(
+    lambda x: checks.LIKELIHOOD.fits(x) or checks.POSITIVES.fits(x),
     "one of bc.likelihoods, called, or a variance: a positive number, or a tensor of them",
     (int, float, Tensor),
 )
 
 
-@kinds.takes(likelihood=LIKELIHOOD, linearisation=kinds.one_of("tangent", "empirical"))
+@checks.takes(likelihood=LIKELIHOOD, linearisation=checks.one_of("tangent", "empirical"))
 def observe(
     forward: Callable[[Tree, Any], Tensor],
     likelihood: Likelihood | float | Tensor = 1.0,

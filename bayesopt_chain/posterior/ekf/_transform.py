@@ -16,8 +16,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import checks, kinds
-from bayesopt_chain.arguments import Range, checked_as
+from bayesopt_chain import checks
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import TensorOps
 from bayesopt_chain.matching.response import Refused, Response
@@ -47,7 +46,7 @@ from bayesopt_chain.tracing import is_readable
 from bayesopt_chain.trees import copied, paths_of, spread, upcast
 
 Number = float | Tensor | Callable[[Tensor], Any]
-WEIGHT = Range("(0, inf)", tensor=True, schedule=True)  # of the log-likelihood; at 0 the data would say nothing
+WEIGHT = checks.number("(0, inf)", tensor=True, schedule=True)  # of the log-likelihood; at 0 the data would say nothing
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ class Filter(Alone, Link):
 
     def init(self, leaves: list, context: LinkContext) -> Any:
         params = context.tree(leaves)
-        checks.parameters(leaves, optree.tree_paths(params))
+        checks.samplable(leaves, context.paths)
         checks.with_values("ekf", "params", leaves, context.paths)
         self.require_around(context.scope.before, context.scope.behind)
         device = leaves[0].device
@@ -156,7 +155,7 @@ class Filter(Alone, Link):
         """The learning rate now."""
         lr: Any = value(updates) if is_schedule(value) else value
         if is_schedule(self.lr) or value is not self.lr:
-            checks.number(f"{self.name}: lr", lr, "[0, inf)", tensor=True)
+            checks.number("[0, inf)", tensor=True)(f"{self.name}: lr", lr)
         return lr
 
     def __str__(self) -> str:
@@ -187,7 +186,7 @@ class KalmanFilter(PosteriorTransformation):
     Its methods take the state of this transformation, or of a chain that has it as a link.
     """
 
-    @kinds.takes(params=kinds.PARAMS)
+    @checks.takes(params=checks.PARAMS)
     def posterior(self, state: Any, params: Any) -> Gaussian:
         """The Gaussian posterior around ``params``, of the type that ``bc.laplace`` gives.
 
@@ -250,7 +249,7 @@ class KalmanFilter(PosteriorTransformation):
         return mine.log_evidence
 
 
-@checked_as(lr=WEIGHT)
+@checks.factory_takes(lr=WEIGHT)
 def dense(
     lr: Number = 1.0,
     *,
@@ -312,7 +311,7 @@ def dense(
     return KalmanFilter((link,))
 
 
-@checked_as(lr=WEIGHT)
+@checks.factory_takes(lr=WEIGHT)
 def diagonal(
     lr: Number = 1.0,
     *,
@@ -357,7 +356,7 @@ def diagonal(
     return KalmanFilter((link,))
 
 
-@checked_as(lr=WEIGHT)
+@checks.factory_takes(lr=WEIGHT)
 def low_rank(
     lr: Number = 1.0,
     *,

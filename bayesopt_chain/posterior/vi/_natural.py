@@ -48,7 +48,6 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.link import LinkContext, OnShards
 from bayesopt_chain.core.op import TensorOps
 from bayesopt_chain.distributed import shards
@@ -105,15 +104,15 @@ class Natural(Drawing):
     def __post_init__(self) -> None:
         who, betas = self.name, tuple(self.betas)
         object.__setattr__(self, "betas", betas)  # a list would not hash
-        checks.number(f"{who}: lr", self.lr, "[0, inf)", tensor=True, schedule=True)
-        checks.temperature(self.temperature)
+        checks.ARGUMENTS["lr"](f"{who}: lr", self.lr)
+        checks.TEMPERATURE("temperature", self.temperature)
         if len(betas) != 2 or not (0 <= betas[0] < 1 and 0 <= betas[1] <= 1):
             raise ValueError(
                 f"{who}: betas must be two numbers, the first in [0, 1), the second in [0, 1], got {betas!r}"
             )
-        checks.positive(f"{who}: init_hessian", self.init_hessian)
+        checks.POSITIVE(f"{who}: init_hessian", self.init_hessian)
         if self.trust_radius is not None:
-            checks.number(f"{who}: trust_radius", self.trust_radius, "(0, inf]")
+            checks.number("(0, inf]")(f"{who}: trust_radius", self.trust_radius)
         require_samples(who, self.n_samples, self.antithetic)
         prior = one_prior(who, self.prior, self.weight_decay, self.temperature)
         object.__setattr__(self, "prior", prior)
@@ -135,7 +134,7 @@ class Natural(Drawing):
         return Refused("natural-gradient inference optimizes a distribution; give the noise to it as temperature=")
 
     def init(self, leaves: list, context: LinkContext) -> NaturalState:
-        checks.parameters(leaves, context.paths)
+        checks.samplable(leaves, context.paths)
         checks.with_values(self.name, "params", leaves, context.paths)
         self.require_around(context.scope.before, context.scope.behind)
         params = context.tree(leaves)
@@ -238,7 +237,7 @@ class IVON(Natural):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.clip_radius != math.inf:
-            checks.positive("vi.ivon: clip_radius", self.clip_radius)
+            checks.POSITIVE("vi.ivon: clip_radius", self.clip_radius)
 
     def first_hessian(self, params):
         return tuple(torch.full_like(leaf, self.init_hessian).detach() for leaf in optree.tree_leaves(upcast(params)))
@@ -350,7 +349,7 @@ class VON(Natural):
         return self.decayed(state.hessian, state).scale(1 / now(self.temperature, state.step))
 
 
-@checked_types
+@checks.link_takes()
 def ivon(
     lr: ScalarOrSchedule,
     *,
@@ -421,7 +420,7 @@ def ivon(
     return DrawingTransformation((link,))
 
 
-@checked_types
+@checks.link_takes()
 def von(
     lr: ScalarOrSchedule,
     *,

@@ -38,9 +38,8 @@ import torch
 from torch import Tensor
 from torchopt.base import GradientTransformation
 
-from bayesopt_chain import checks, kinds
+from bayesopt_chain import checks
 from bayesopt_chain._torch import whole
-from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.link import LinkContext, OnShards
 from bayesopt_chain.core.op import TensorOps
@@ -129,9 +128,9 @@ class Variational(Drawing):
             if not isinstance(tx, GradientTransformation):
                 raise TypeError(f"{who}: {name} is {tx!r}, not a gradient transformation")
             object.__setattr__(self, name, chain(tx))  # so that both take params= and unknown keywords as chains do
-        checks.temperature(self.temperature)
+        checks.TEMPERATURE("temperature", self.temperature)
         if isinstance(self.family.init_scale, (int, float)):
-            checks.positive(f"{who}: init_scale", self.family.init_scale)
+            checks.POSITIVE(f"{who}: init_scale", self.family.init_scale)
         require_samples(who, self.n_samples, self.antithetic)
         prior = one_prior(who, self.prior, self.weight_decay, self.temperature)
         object.__setattr__(self, "prior", prior)
@@ -356,7 +355,7 @@ class DrawingTransformation(PosteriorTransformation):
     Its methods take the state of this transformation, or of a chain that has it as a link.
     """
 
-    @kinds.takes(params=kinds.PARAMS)
+    @checks.takes(params=checks.PARAMS)
     def sample(self, state: Any, params: Any) -> Draw:
         """Draw parameters from the posterior, to take the loss's gradient at.
 
@@ -378,7 +377,7 @@ class DrawingTransformation(PosteriorTransformation):
         drawn = dict(zip(here, draw.params))
         return draw._replace(params=optree.tree_unflatten(spec, [drawn.get(i) for i in range(len(leaves))]))
 
-    @kinds.takes(params=kinds.PARAMS)
+    @checks.takes(params=checks.PARAMS)
     def posterior(self, state: Any, params: Any) -> Gaussian:
         """The Gaussian posterior around ``params``, of the type that ``bc.laplace`` gives.
 
@@ -404,8 +403,8 @@ class DrawingTransformation(PosteriorTransformation):
 class VariationalTransform(DrawingTransformation):
     """What ``mean_field``, ``dense`` and ``low_rank`` return."""
 
-    @kinds.takes(
-        loss=kinds.SCALAR, draw=kinds.Kind(lambda x: isinstance(x, Draw), "what tx.sample(state, params) returned")
+    @checks.takes(
+        loss=checks.SCALAR, draw=checks.Kind(lambda x: isinstance(x, Draw), "what tx.sample(state, params) returned")
     )
     def negative_elbo(self, state: Any, loss: Tensor, draw: Draw | None = None) -> Tensor:
         """The negative ELBO per datum, in nats: ``loss - T H[q]``.
@@ -425,7 +424,7 @@ class VariationalTransform(DrawingTransformation):
         return self._link.negative_elbo(self._state(state), loss, draw)
 
 
-@checked_types
+@checks.link_takes()
 def mean_field(
     optimizer: GradientTransformation,
     *,
@@ -497,7 +496,7 @@ def mean_field(
     return VariationalTransform((link,))
 
 
-@checked_types
+@checks.link_takes()
 def dense(
     optimizer: GradientTransformation,
     *,
@@ -552,7 +551,7 @@ def dense(
     return VariationalTransform((link,))
 
 
-@checked_types
+@checks.link_takes()
 def low_rank(
     optimizer: GradientTransformation,
     *,

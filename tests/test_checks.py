@@ -1,3 +1,4 @@
+# type: ignore  # many calls here have wrong types on purpose
 """One line checks all arguments of a function, by what their names mean in the whole library."""
 
 import inspect
@@ -8,10 +9,10 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
-from bayesopt_chain import kinds
+from bayesopt_chain import checks
 
 
-@kinds.takes(chains=kinds.whole(2), way=kinds.one_of("up", "down"))
+@checks.takes(chains=checks.whole(2), way=checks.one_of("up", "down"))
 def walked(loss, params, *, steps=3, chains=2, way=None, **rest):
     """Walk."""
     return steps
@@ -94,11 +95,11 @@ def test_signature_and_docstring_stay():
 
 def test_methods_and_constructors_are_named_by_their_class():
     class Box:
-        @kinds.takes(size=kinds.WHOLE)
+        @checks.takes(size=checks.WHOLE)
         def __init__(self, size):
             self.size = size
 
-        @kinds.takes(by=kinds.POSITIVE)
+        @checks.takes(by=checks.POSITIVE)
         def grown(self, by):
             return self.size * by
 
@@ -112,13 +113,13 @@ def test_methods_and_constructors_are_named_by_their_class():
 def test_a_kind_of_no_argument_is_found_when_the_function_is_defined():
     with pytest.raises(TypeError, match="has no argument colour"):
 
-        @kinds.takes(colour=kinds.ANY)
+        @checks.takes(colour=checks.ANY)
         def plain(steps):
             return steps
 
 
 def test_nothing_is_read_of_tensors_that_are_hidden():
-    @kinds.takes()
+    @checks.takes()
     def at(params):
         return params["w"].sum()
 
@@ -127,7 +128,7 @@ def test_nothing_is_read_of_tensors_that_are_hidden():
 
 
 def test_what_a_model_cannot_take_is_said_of_its_inputs():
-    with pytest.raises(ValueError, match="predict: data: the model cannot take it"), kinds.blaming("predict", "data"):
+    with pytest.raises(ValueError, match="predict: data: the model cannot take it"), checks.blaming("predict", "data"):
         torch.zeros(2, 3) @ torch.zeros(2)
-    with pytest.raises(KeyError), kinds.blaming("predict", "data"):
+    with pytest.raises(KeyError), checks.blaming("predict", "data"):
         {}["x"]  # not torch's
