@@ -50,10 +50,9 @@ def additive(H, noises):
     return loss, torch.arange(len(noises))
 
 
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize(("condition", "order"), [(30.0, "independent"), (1e4, "reshuffled")])
 @pytest.mark.parametrize("chain", LIMITS)
-@pytest.mark.parametrize(
-    ("condition", "order"), [(30.0, "independent"), pytest.param(1e4, "reshuffled", marks=pytest.mark.slow)]
-)
 def test_both_limits_on_quadratics(chain, condition, order):
     make, limit = LIMITS[chain]
     H, noises = quadratic(condition)
@@ -294,6 +293,7 @@ def test_a_limit_from_few_data_at_an_exact_mode_is_right_or_called_uncertain(d, 
     ]
 
 
+@pytest.mark.slow
 def test_a_clip_that_never_acts_is_none():
     far, none = (
         bc.suggest_lr(lambda lr, f=front: bc.chain(*f, bc.sghmc(lr, temperature=T)), squares, mode, bc.epochs(data, 20))

@@ -281,7 +281,7 @@ class Clock:
         return timed
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "budget, batch_size, lr",  # every two of them together
     [

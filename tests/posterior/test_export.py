@@ -17,8 +17,6 @@ CASES = {
     "poisson": (likelihoods.poisson(), 2, COUNTS),
 }
 
-SOME_SLOW = [n if n in ("gaussian", "categorical") else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
-
 
 def network(outputs):
     torch.manual_seed(1)
@@ -51,8 +49,9 @@ def of_draws(name):
     return draws.module(network(outputs), likelihood), draws.predictive(network(outputs), NEW, likelihood)
 
 
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("structure", ["dense", "kronecker", "diagonal", "root"])
-@pytest.mark.parametrize("name", SOME_SLOW)
 def test_a_fits_module_has_its_predictive_and_its_export_runs_for_any_number_of_data(name, structure):
     module, wanted = of_fit(name, structure)
     close(module(NEW), wanted)
@@ -60,7 +59,8 @@ def test_a_fits_module_has_its_predictive_and_its_export_runs_for_any_number_of_
         close(exported(module, X).module()(NEW), wanted)
 
 
-@pytest.mark.parametrize("name", SOME_SLOW)
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("name", CASES)
 def test_a_draws_module_has_their_predictive_with_buffers_and_so_has_its_export(name):
     module, wanted = of_draws(name)
     close(module(NEW), wanted)

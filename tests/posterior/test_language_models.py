@@ -60,7 +60,8 @@ def translator() -> nn.Module:
     return transformers.BartForConditionalGeneration(config).eval()
 
 
-@pytest.mark.parametrize("make", [translator, sequence_to_sequence])
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("make", [sequence_to_sequence, translator])
 def test_the_decoder_of_an_encoder_decoder_sees_its_labels_as_in_the_models_own_loss(make):
     """Labels of the inputs' shape: BART would take the inputs in their place, without a word."""
     data = {k: x.repeat(4, 1) for k, x in batch().items()}

@@ -182,7 +182,8 @@ def test_1001_classes_are_predicted_from_variances():
     assert bool((again.outputs(x[:2]).covariance < found).all())
 
 
-@pytest.mark.parametrize("steps", [0, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [0, 40])
 def test_variances_of_a_diagonal_factor_are_those_of_the_matrix_within_five_percent(steps):
     """200 classes, prior and dispersion as tuned, at inputs that were seen and at others: that of every target, and on average
     that of an output and of its difference from the likeliest one, which is what a softmax sees."""

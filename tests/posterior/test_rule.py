@@ -54,6 +54,7 @@ def test_dispersion_and_prior_are_the_fixed_point_of_their_equations(structure):
     assert max(abs(float(t)) for t in total) < 1e-4
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("steps", [30, 2000], ids=["learning", "overtrained"])
 def test_averages_stay_within_the_budget_and_use_it_up_where_it_binds(steps):
     net, x, y = classes(steps)

@@ -113,6 +113,7 @@ class Slopes(nn.Module):
         return torch.cat([energy, -slope], 1)
 
 
+@pytest.mark.slow
 def test_a_last_layer_whose_outputs_are_derivatives_is_trained_on_its_responses():
     """To where its evidence is that of the fit, which has settled."""
     model, x = Slopes(), torch.randn(30, 2)

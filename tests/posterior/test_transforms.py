@@ -164,6 +164,7 @@ def loss(params, batch):
     return LIKELIHOOD.nll(forward(params, batch), batch[1]).mean()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", ONE_LOOP)
 def test_one_loop_runs_every_method_by_one_changed_line(name):
     """Of a linear model, whose posterior given all data EPOCHS times is known: filters and Laplace's precision exactly, the
