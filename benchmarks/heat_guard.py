@@ -3,7 +3,6 @@
     python -m benchmarks.heat_guard                             # about ten core-minutes; goes on where it stopped
     python -m benchmarks.heat_guard --first-seed 60             # the other half of the record
     python -m benchmarks.heat_guard --seeds 1 --kinds linear    # a part of it
-    python -m benchmarks.heat_guard --cost                      # what the guard costs, into results/heat_guard_cost.json
 
 Linear and logistic regression on synthetic data, a network of 20 units on scikit-learn's diabetes, the same with one input
 eight times as large, so that one direction is hot and the others are not ("narrow"), and a small convolutional network on its
@@ -27,9 +26,8 @@ import copy
 import functools
 import itertools
 import math
-import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,8 +38,7 @@ from torch.nn import functional as F
 
 import bayesopt_chain as bc
 from bayesopt_chain.diagnostics.gradient_noise import lanczos
-from bayesopt_chain.diagnostics.heat_guard import HeatGuard
-from benchmarks.measure import RESULTS, command, fill, keep
+from benchmarks.measure import RESULTS, command, fill
 
 COLD, HOT = 1.3, 2.0
 FIRST = 20  # the first seed that the guard's constants were not looked at on
@@ -338,101 +335,8 @@ def table(cells: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-LOOPS = (  # leaves, elements of each, rule, optimizers
-    (1, 5, "SGHMC", 1),
-    (1, 5, "make_step", 1),
-    (4, 64, "SGHMC", 1),
-    (4, 64, "make_step", 1),
-    (30, 5000, "SGHMC", 1),
-    (300, 64, "SGHMC", 1),
-    (4, 64, "Adam", 1),
-    (60, 64, "Adam", 1),
-    (300, 64, "Adam", 1),
-    (30, 64, "SGHMC", 30),
-)
-
-
-class Timed(HeatGuard):
-    """A guard that adds up the processor time of its steps inside windows."""
-
-    spent = 0.0
-
-    def look(self, leaves: Any) -> None:
-        began = time.thread_time()
-        super().look(leaves)
-        self.spent += time.thread_time() - began
-
-
-def step_of(leaves: int, width: int, rule: str, guards: Sequence[HeatGuard], noise: float) -> Callable[[], None]:
-    """A step of optimizers, one for each guard, on gradients of this size; or of :func:`bayesopt_chain.make_step`."""
-    params = [torch.randn(width) for _ in range(leaves)]
-    turns = itertools.cycle([[noise * torch.randn(width) for _ in range(leaves)] for _ in range(7)])
-    if rule == "make_step":
-        step = bc.make_step(
-            lambda params, batch: sum((p * g).sum() for p, g in zip(params, batch)),
-            bc.sghmc(1e-4, temperature=1e-3),
-            heat_guard=guards[0],
-        )
-        at: list[Any] = [params, step.init(params)]
-
-        def one() -> None:
-            at[0], at[1], _ = step(*at, next(turns))
-
-        return one
-    leaf = [nn.Parameter(p) for p in params]
-    make = getattr(bc.optim, rule)
-    some = [make(leaf[i :: len(guards)], 1e-4, temperature=1e-3, heat_guard=guard) for i, guard in enumerate(guards)]
-
-    def all_of_them() -> None:
-        for p, g in zip(leaf, next(turns)):
-            p.grad = g
-        for optimizer in some:
-            optimizer.step()
-
-    return all_of_them
-
-
-def cost(leaves: int, width: int, rule: str, optimizers: int) -> dict[str, Any]:
-    """Milliseconds of processor time that guards take of 1,000 steps: in a loop that is cold, and in one that is neither cold
-    nor warned of, whose windows are all full.
-    """
-    torch.manual_seed(0)
-    row: dict[str, Any] = {"leaves": leaves, "elements of a leaf": width, "rule": rule, "optimizers": optimizers}
-    for name, noise in (("cold", 1e-3), ("full windows", 1.0)):
-        guards = [Timed(above=math.inf) for _ in range(optimizers)]
-        step = step_of(leaves, width, rule, guards, noise)
-        for _ in range(1000):
-            step()
-        row[f"ms of 1,000 steps, {name}"] = round(1e3 * sum(guard.spent for guard in guards), 2)
-    print(row, flush=True)
-    return row
-
-
-def first_warning(seed: int, is_warm: bool) -> dict[str, Any]:
-    """When an optimizer's own guard warns in a plain loop at 18.9 times the variance: five inputs, batches of 32."""
-    torch.manual_seed(seed)
-    x, model = torch.randn(1000, 5), nn.Linear(5, 1)
-    y = x.sum(1) + torch.randn(1000)
-    if is_warm:
-        nn.init.ones_(model.weight)
-    optimizer, steps = bc.optim.SGHMC(model.parameters(), lr=0.1, temperature=1 / 1000), 0
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        while not caught and steps < 2_000:
-            rows, steps = torch.randint(1000, (32,)), steps + 1
-            optimizer.zero_grad()
-            ((model(x[rows])[:, 0] - y[rows]).square().mean() / 2).backward()
-            optimizer.step()
-    return {"seed": seed, "from": "mode" if is_warm else "initialisation", "steps": steps if caught else None}
-
-
 def main() -> None:
-    args = command(seeds=2, first_seed=FIRST, kinds=[*CHAINS], out=RESULTS / "heat_guard.json", cost=False)
-    if args.cost:
-        rows = [cost(*each) for each in LOOPS]
-        firsts = [first_warning(seed, is_warm) for is_warm in (True, False) for seed in range(20)]
-        keep(args.out.with_name("heat_guard_cost.json"), {"rows": rows, "first warning": firsts})
-        return
+    args = command(seeds=2, first_seed=FIRST, kinds=[*CHAINS], out=RESULTS / "heat_guard.json")
     wanted = [c for c in cases(args.seeds, args.first_seed) if c.kind in args.kinds]
     rows = [(("rows", str(case)), functools.partial(run, case)) for case in wanted]
     print(fill(args.out, rows, lambda record: {"table": table(record["rows"])})["table"])
