@@ -161,14 +161,19 @@ def training(model: Any, make: Callable[[Any], torch.optim.Optimizer], ids: Tens
     return step
 
 
-def step_ratio(model: Any, texts: Tensor) -> dict[str, float]:
-    """Processor time of a whole training step at T > 0 over that with torch's SGD."""
+def steps(model: Any, texts: Tensor) -> dict[str, Any]:
+    """Processor time of a whole training step at T > 0 over that with torch's SGD, on five parts of the texts."""
     optimizers: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
         "SGHMC": lambda params: optim.SGHMC(params, 1e-3, temperature=1e-4),
         "SGD": lambda params: torch.optim.SGD(params, 1e-3, momentum=0.9),
     }
-    calls = {name: training(copy.deepcopy(model), make, texts) for name, make in optimizers.items()}
-    return ratio(take_turns(calls, rounds=15, seconds=0.1, clock=time.process_time), "SGHMC", "SGD")
+    parts = []
+    for k in range(5):
+        calls = {who: training(copy.deepcopy(model), make, texts[16 * k :]) for who, make in optimizers.items()}
+        parts.append(ratio(take_turns(calls, rounds=15, seconds=0.1, clock=time.process_time), *optimizers))
+    ratios = [part["ratio"] for part in parts]
+    low, high = min(part["low"] for part in parts), max(part["high"] for part in parts)
+    return {"ratio": float(np.median(ratios)), "low": low, "high": high, "by part": ratios}
 
 
 def memory_of(name: str) -> float:
@@ -244,24 +249,6 @@ def books(weights: Any, model: Any, folder: Path) -> dict[str, Any]:
     return found | {"posterior less trained on": mean_and_error(gap.tolist())}
 
 
-def steps(model: Any, texts: Tensor) -> dict[str, Any]:
-    """The ratio of whole steps, on five parts of the texts."""
-    parts = [step_ratio(model, texts[16 * k :]) for k in range(5)]
-    ratios = [part["ratio"] for part in parts]
-    low, high = min(part["low"] for part in parts), max(part["high"] for part in parts)
-    return {"ratio": float(np.median(ratios)), "low": low, "high": high, "by part": ratios}
-
-
-def league(weights: Any, model: Any, seeds: int, domain: dict[str, Tensor]) -> None:
-    """Fill in what the record lacks."""
-    samoan = domain.pop("Samoan")[:TEST]
-    cells = (
-        (("rows", where, name, str(seed)), partial(measured, weights, model, told, seed, text, samoan))
-        for seed, (where, text), (name, told) in itertools.product(range(seeds), domain.items(), METHODS.items())
-    )
-    fill(PATH, cells, lambda record: {"summary": summary(record["rows"])})
-
-
 def main() -> None:
     import peft
 
@@ -269,18 +256,24 @@ def main() -> None:
     if given.of:
         print(memory_of(given.of))
         return
-    record, what = known(PATH), given.what
-    if what == "memory":
-        keep(PATH, record | {"memory": memory()})
+    if given.what == "memory":
+        keep(PATH, known(PATH) | {"memory": memory()})
         return
-    model = peft.get_peft_model(base(given.folder, OTHERS if what == "books" else NOVELS), adapter())
+    model = peft.get_peft_model(base(given.folder, OTHERS if given.what == "books" else NOVELS), adapter())
     weights = {name: x.clone() for name, x in model.state_dict().items()}
-    if what == "books":
-        keep(PATH, record | {"books": books(weights, model, given.folder)})
-    elif what == "step":
-        keep(PATH, record | {"step of SGHMC over SGD": steps(model, domains()["essays"])})
-    else:
-        league(weights, model, given.seeds, domains())
+    if given.what == "books":
+        keep(PATH, known(PATH) | {"books": books(weights, model, given.folder)})
+        return
+    texts = domains()
+    if given.what == "step":
+        keep(PATH, known(PATH) | {"step of SGHMC over SGD": steps(model, texts["essays"])})
+        return
+    samoan = texts.pop("Samoan")[:TEST]
+    cells = (
+        (("rows", where, name, str(seed)), partial(measured, weights, model, told, seed, text, samoan))
+        for seed, (where, text), (name, told) in itertools.product(range(given.seeds), texts.items(), METHODS.items())
+    )
+    fill(PATH, cells, lambda record: {"summary": summary(record["rows"])})
 
 
 if __name__ == "__main__":

@@ -94,6 +94,23 @@ def optim(name: str, shapes: Sequence[Any], **options: Any) -> Case:
     return case
 
 
+def laplace(subset: str, structure: str, predicts: bool = False) -> Case:
+    """A fit of a perceptron 784-256-10 to 512 data, or its predictions of 16 inputs."""
+
+    def case(bc: Any) -> Callable[[], None]:
+        net = torch.nn.Sequential(torch.nn.Linear(784, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
+        data, new = list(zip(torch.randn(4, 128, 784), torch.randint(10, (4, 128)))), torch.randn(16, 784)
+
+        def fit() -> Any:
+            how = {"subset": subset, "structure": structure, "tune": None}
+            return bc.fit_laplace(net, bc.likelihoods.categorical(), data, **how)
+
+        fitted = fit()
+        return (lambda: fitted.predict(new)) if predicts else fit
+
+    return case
+
+
 def hot(name: str, scheduled: bool = False, **options: Any) -> Make:
     """A chain of that name at a positive temperature, its rate constant or along a cosine."""
     rate = lambda bc: bc.schedules.cosine(1e-3, 10**6) if scheduled else 1e-3  # noqa: E731
@@ -136,6 +153,10 @@ CASES: dict[str, Case] = {
     "sghmc scheduled, captured, 6 leaves of 100": step(hot("sghmc", True), [100] * 6, captured=True),
     "sghmc, pure step, 1 leaf of 10": step(hot("sghmc"), [10]),
     "sgd, pure step, 1 leaf of 10": step(lambda bc: bc.sgd(1e-3, 0.9), [10]),
+    "Laplace fit, last layer, Kronecker": laplace("last_layer", "kronecker"),
+    "Laplace fit, all layers, diagonal": laplace("all", "diagonal"),
+    "Laplace fit, all layers, Kronecker": laplace("all", "kronecker"),
+    "Laplace predictions, last layer, Kronecker": laplace("last_layer", "kronecker", predicts=True),
     **{
         f"sghmc {rate}, {form}, {size}": at_hand(rate, form, shapes)
         for size, shapes in SIZES.items()

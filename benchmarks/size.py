@@ -13,16 +13,14 @@ A room is one folder of the package or several, as ``ROOMS`` says; ``everything`
     Any          how often the type ``Any`` is written
     ignores      of the type checker
 
-Both revisions are read from git, so that neither has to be checked out. The *front door* are the lines and links of the README,
-the pages in the sidebar of the documentation and the bytes of the changelog. *Routes* are those of :mod:`benchmarks.route`,
-of this checkout. An aim that is missed stands in ``MISSED`` with the reason; ``tests/core/test_size.py`` holds the others.
+Both revisions are read from git, so that neither has to be checked out. *Routes* are those of :mod:`benchmarks.route`, of this
+checkout. An aim that is missed stands in ``MISSED`` with the reason; ``tests/core/test_size.py`` holds the others.
 """
 
 from __future__ import annotations
 
 import ast
 import io
-import re
 import subprocess
 import tokenize
 from collections import Counter
@@ -141,20 +139,6 @@ def rooms(files: dict[str, str]) -> dict[str, dict[str, int]]:
     return {room: {name: figures[name] for name in COLUMNS} for room, figures in found.items()}
 
 
-def front_door(revision: str) -> dict[str, int]:
-    """Sizes of what a stranger sees first."""
-    readme, index, changelog = (git("show", f"{revision}:{p}") for p in ("README.md", "docs/index.md", "CHANGELOG.md"))
-    trees = re.findall(r"```{toctree}(.*?)```", index, re.S)
-    pages = sum(bool(line) and not line.startswith(":") for tree in trees for line in tree.split("\n"))
-    links = len(re.findall(r"(?<!!)\[[^]]*\]\(", readme))
-    return {
-        "README lines": readme.count("\n"),
-        "links": links,
-        "pages": pages,
-        "CHANGELOG bytes": len(changelog.encode()),
-    }
-
-
 def over(found: dict[str, dict[str, int]]) -> set[str]:
     """The rooms that are larger than their aims."""
     aims = {room: aim for room, (aim, _) in ROOMS.items()} | {"everything": EVERYTHING}
@@ -169,17 +153,12 @@ def main() -> None:
     given = command(before="53a4d5a", after="HEAD")
     was, now = rooms(files_of(given.before)), rooms(files_of(given.after))
     routes = {name: measured(name) for name in ROUTES}
-    revisions = {"before": given.before, "after": given.after}
-    door = {when: front_door(revision) for when, revision in revisions.items()}
-    keep(
-        RESULTS,
-        {
-            "revisions": {when: git("rev-parse", "--short", it).strip() for when, it in revisions.items()},
-            "rooms": {room: {"before": was[room], "after": now[room]} for room in now},
-            "routes": {name: {"files": len(r.files), "functions": len(r.functions)} for name, r in routes.items()},
-            "front door": door,
-        },
-    )
+    record = {
+        "revisions": {when: git("rev-parse", "--short", it).strip() for when, it in vars(given).items()},
+        "rooms": {room: {"before": was[room], "after": now[room]} for room in now},
+        "routes": {name: {"files": len(r.files), "functions": len(r.functions)} for name, r in routes.items()},
+    }
+    keep(RESULTS, record)
     of_rooms, of_routes = [], []
     for room, row in now.items():
         aim = ROOMS[room][0] if room in ROOMS else EVERYTHING
@@ -191,9 +170,6 @@ def main() -> None:
     tables = [
         markdown(("room", "files", "statements", "aim", "before", ""), of_rooms),
         markdown(("route", "files, aim", "functions, aim", ""), of_routes),
-        markdown(
-            ("front door", "before", "now"), [(name, door["before"][name], x) for name, x in door["after"].items()]
-        ),
     ]
     RESULTS.with_suffix(".md").write_text("\n\n".join(tables) + "\n")
     print(*tables, sep="\n\n")

@@ -1,10 +1,14 @@
-"""The table of speed in ``docs/speed.md``, from the file that ``python -m benchmarks`` wrote."""
+"""The tables of ``docs/speed.md``, from the records: of speed (``python -m benchmarks``), and of Laplace fits beside peers."""
 
 from __future__ import annotations
+
+import itertools
+import math
 
 from benchmarks.measure import RESULTS, known, markdown
 
 ROWS = known(RESULTS / "cpu.json")["rows"]
+PHASES, TARGET = ("factors", "fit", "tune", "predict"), 0.9  # of a fit; of the fastest peer's time
 
 
 def table() -> str:
@@ -28,5 +32,23 @@ def when() -> str:
     return f"{e['cpu']}, {e['cores']} cores, torch {e['versions']['torch']}, {' and '.join(dates)}"
 
 
+def fits() -> str:
+    """How many phases of the record are at most at the target beside the fastest peer, and a table of the others, with the
+    time of the passes alone over the peer's.
+    """
+    found = []
+    for (case, rows), phase in itertools.product(known(RESULTS / "curvature_fit.json")["cases"].items(), PHASES):
+        timed = {who: row[phase] for who, row in rows.items() if "ratio" in row.get(phase, ())}
+        floor = timed.pop("passes alone", {}).get("ms", math.nan)
+        peers = {who: row["ratio"] for who, row in timed.items() if who != "bayesopt_chain"}
+        if peers:
+            who = max(peers, key=lambda name: peers[name])
+            found.append((case, phase, who, peers[who], floor / timed[who]["ms"]))
+    above = [(*where, f"{ratio:.2f}", f"{floor:.2f}") for *where, ratio, floor in found if ratio > TARGET]
+    head = ("network, weights, structure", "phase", "fastest peer", "ours", "passes alone")
+    most = f"{len(found) - len(above)} of {len(found)} rows are at most {TARGET}; the others are"
+    return f"{most}\n\n{markdown(head, above)}"
+
+
 if __name__ == "__main__":
-    print(f"{when()}\n\n{table()}")
+    print(f"{when()}\n\n{table()}\n\n{fits()}")

@@ -15,9 +15,8 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
-from benchmarks.curvature_fit import summary
 from benchmarks.measure import RESULTS, known
-from benchmarks.table import table, when
+from benchmarks.table import fits, table, when
 from tests.registry import SAMPLERS
 from tests.site import build
 
@@ -111,7 +110,7 @@ SPEED = (ROOT / "docs" / "speed.md").read_text()
 def test_the_tables_of_speed_and_of_fits_are_the_measured_ones():
     captures = known(RESULTS / "captures.json")["rows"]
     first, second = (", ".join(f"{row[which]['wall_s']:.1f}" for row in captures) for which in ("first", "second"))
-    for text in (table(), when(), summary(), f"{first} s in the first process and {second} s in the second"):
+    for text in (table(), when(), fits(), f"{first} s in the first process and {second} s in the second"):
         assert " ".join(text.split()) in " ".join(SPEED.split()), "run `python -m benchmarks.table` for docs/speed.md"
 
 

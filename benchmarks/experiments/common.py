@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import statistics
@@ -93,10 +94,8 @@ def stepped(
     loss: Callable[[Any, Any], Tensor], tx: Any, params: Any, batch: Any, steps: int, state: Any = None
 ) -> tuple[Any, Any]:
     """Parameters and state after so many steps on one batch, from a state or the first one."""
-    step, state = bc.make_step(loss, tx), tx.init(params) if state is None else state
-    for _ in range(steps):
-        params, state, _ = step(params, state, batch)
-    return params, state
+    state = tx.init(params) if state is None else state
+    return bc.sample(bc.make_step(loss, tx), params, state, batch, steps=steps, burn_in=steps - 1).last
 
 
 def laplace_at(mode: Any, forward: Callable[[Any, Any], Tensor], likelihood: Any, data: Any) -> bc.Gaussian:
@@ -167,15 +166,21 @@ def spent(name: str, settings: Mapping[str, Any], seeds: Sequence[int]) -> float
     return sum(json.loads(path.read_text())["seconds"] for path in cells)
 
 
-def last(run: bc.Draws) -> Any:
-    """The last draw of a finished run.
+def finished(step: Any, params: Any, state: Any, batches: Any, steps: int, path: Path, **how: Any) -> bc.Draws:
+    """A run in its folder, where it goes on after an interruption; by default its last parameters alone.
 
     Raises:
         RuntimeError: the run was interrupted, or diverged.
     """
+    run = bc.sample(step, params, state, batches, steps=steps, path=path, **{"burn_in": steps - 1, **how})
     if not run.complete:
-        raise RuntimeError(f"the run is not finished: {run.why}. The same command goes on from its last checkpoint")
-    return run[-1]
+        raise RuntimeError(f"{path} is not finished: {run.why}. The same command goes on from its last checkpoint")
+    return run
+
+
+def log_mean(log_p: Tensor) -> Tensor:
+    """The logarithm of the mean over axis 0."""
+    return log_p.logsumexp(0) - math.log(len(log_p))
 
 
 def takeaway(claim: str, difference: Mapping[str, float]) -> str:

@@ -55,8 +55,10 @@ from benchmarks.experiments.common import (
     Experiment,
     Table,
     data_folder,
+    finished,
     folder_of,
     kept,
+    log_mean,
     slug,
     spent,
     verified,
@@ -167,20 +169,15 @@ class Work(NamedTuple):
         """A run in its folder, where it goes on after an interruption; default: its last parameters alone.
 
         Its batches and its noise are those of its ``name``, the same at every temperature ``at``.
-
-        Raises:
-            InterruptedError: it did not come to its end; run again to go on.
         """
         torch.manual_seed(self.key("noise", name))
         params, step = {leaf: p.clone() for leaf, p in start.items()}, bc.make_step(self.loss, tx, inplace=True)
         batches = bc.epochs(self.train, self.s["batch"], seed=self.key("batches", name))
         path = self.folder / "runs" / slug(name if at is None else f"{name} {at:g}")
-        length = {"steps": steps, "burn_in": 0 if thinning else steps - 1, "thinning": thinning or 1}
-        disk: dict[str, Any] = {"path": path, "checkpoint_seconds": CHECKPOINT_SECONDS}
-        draws = bc.sample(step, params, tx.init(params), batches, **length, **disk)
-        if not draws.complete:
-            raise InterruptedError(f"the run {name!r} of seed {self.seed} is not complete: {draws.why}")
-        return draws
+        how = {"burn_in": 0, "thinning": thinning} if thinning else {}
+        return finished(
+            step, params, tx.init(params), batches, steps, path, checkpoint_seconds=CHECKPOINT_SECONDS, **how
+        )
 
     def optimizer(self, decay: float) -> Any:
         return bc.chain(bc.links.add_decayed_weights(decay), bc.adam(self.s["adam_lr"]))
@@ -320,11 +317,6 @@ class Work(NamedTuple):
         """The negative log-likelihood of every test review under a finished method, float64 ``[T]``."""
         log_p = torch.load(self.predictions(name)).double()
         return -log_p[torch.arange(len(log_p)), self.test[1]]
-
-
-def log_mean(log_p: Tensor) -> Tensor:
-    """The logarithm of the mean over axis 0."""
-    return log_p.logsumexp(0) - math.log(len(log_p))
 
 
 def cell_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

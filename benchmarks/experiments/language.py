@@ -22,8 +22,8 @@ from torch.nn.functional import cross_entropy
 import bayesopt_chain as bc
 from benchmarks.experiments.common import (
     data_folder,
+    finished,
     folder_of,
-    last,
     verified,
 )
 
@@ -164,7 +164,6 @@ def base(settings: Mapping[str, Any]) -> Base:
     tx = bc.adamw(lr, weight_decay=0.1)
     batches = bc.epochs(data, s["base_batch"], seed=0)
     step = bc.make_step(loss, tx, inplace=True)
-    run = bc.sample(step, params, tx.init(params), batches, steps=steps, burn_in=steps - 1, path=folder / "weights")
-    bc.write_back(model, last(run))
+    bc.write_back(model, finished(step, params, tx.init(params), batches, steps, folder / "weights")[-1])
     model.set_attn_implementation("eager")  # torch.vmap has no rule for the fused kernel, and would loop
     return found

@@ -40,9 +40,10 @@ from benchmarks.experiments.common import (
     Experiment,
     Table,
     data_folder,
+    finished,
     folder_of,
     kept,
-    last,
+    log_mean,
     minus,
     slug,
     spent,
@@ -87,7 +88,7 @@ class Scores(NamedTuple):
 def scores(log_p: Tensor, targets: Tensor) -> Scores:
     """Of log probabilities ``[S, L, C]`` of tokens ``[L]``."""
     u = bc.likelihoods.categorical().mixture(log_p)
-    mean = log_p.logsumexp(0) - torch.tensor(float(len(log_p))).log()
+    mean = log_mean(log_p)
     chosen = mean.gather(-1, targets[..., None]).squeeze(-1)
     return Scores(u.entropy, u.epistemic, -chosen, mean.argmax(-1) != targets)
 
@@ -137,9 +138,7 @@ class Work(NamedTuple):
         chains = bc.parallel(bc.make_step(self.loss, tx), count, batch_dim=0)
         start = bc.stack([self.start] * count)
         batches = bc.epochs(self.train, self.s["batch"], seed=self.seed, chains=count)
-        steps = self.s["steps"]
-        run = bc.sample(chains, start, chains.init(tx, start), batches, steps=steps, burn_in=steps - 1, path=folder)
-        return last(run)
+        return finished(chains, start, chains.init(tx, start), batches, self.s["steps"], folder)[-1]
 
     @torch.no_grad()
     def log_p(self, members: Members, tokens: Tensor) -> Tensor:

@@ -35,9 +35,9 @@ from benchmarks.experiments.common import (
     RULE,
     Experiment,
     Table,
+    finished,
     folder_of,
     kept,
-    last,
     minus,
     spent,
     takeaway,
@@ -88,8 +88,7 @@ class Work(NamedTuple):
         step = bc.make_step(lambda p, rows: -self.density(p, rows).mean(), tx)
         batches = bc.epochs(tokens, batch, seed=100 * self.seed + episode)
         steps = self.s["epochs"] * len(batches)
-        run = bc.sample(step, params, tx.init(params), batches, steps=steps, burn_in=steps - 1, path=folder)
-        return last(run)
+        return finished(step, params, tx.init(params), batches, steps, folder)[-1]
 
     def posterior(self, params: Any, tokens: Tensor, prior: Any, method: Method) -> bc.Gaussian:
         """The Laplace posterior around ``params``."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, cross_entropy
 
 import bayesopt_chain as bc
-from benchmarks.experiments.common import Experiment, Table, data_folder, laplace_at, stepped
+from benchmarks.experiments.common import Experiment, Table, data_folder, laplace_at, log_mean, stepped
 
 SEEN = 8  # classes 0 to 7 are trained on
 TASKS = ("clean", "few", "noisy")
@@ -170,7 +170,7 @@ def predictions(name: str, s: Mapping[str, Any], seed: int) -> tuple[Task, dict[
 
 def measures(task: Task, log_p: Tensor) -> dict[str, float]:
     """Of log probabilities ``[S, T, C]``."""
-    mean = log_p.logsumexp(0) - torch.tensor(float(len(log_p))).log()
+    mean = log_mean(log_p)
     known, unknown = mean[: len(task.test[0])], mean[len(task.test[0]) :]
     out = bc.posterior.classification_metrics(known, task.test[1])
     entropy = [torch.special.entr(p.exp()).sum(-1) for p in (known, unknown)]

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import bayesopt_chain as bc
-from benchmarks.experiments.common import Experiment, Table, laplace_at, stepped
+from benchmarks.experiments.common import Experiment, Table, laplace_at, log_mean, stepped
 
 NOISE = 0.1  # standard deviation of the regression's targets
 Params = dict[str, Tensor]
@@ -166,7 +166,7 @@ METHODS = {"SGD": sgd, "Laplace": laplace, "VI": variational, "EKF": kalman, "SG
 def nll(outputs: Tensor, y: Tensor) -> float:
     """Negative log of the average likelihood over draws, nats a datum."""
     log_p = -((outputs - y) ** 2) / (2 * NOISE**2) - math.log(NOISE * math.sqrt(2 * math.pi))
-    return -(log_p.logsumexp(0) - math.log(len(outputs))).mean().item()
+    return -log_mean(log_p).mean().item()
 
 
 def continual(s: Mapping[str, Any]) -> dict[str, float]:

@@ -39,21 +39,17 @@ def adapted() -> nn.Module:
     return peft.get_peft_model(Model(), peft.LoraConfig(r=2, target_modules=["value", "head"]))
 
 
-def texts() -> list[Tensor]:
-    """Sequences of bytes ``[40, LENGTH]`` of every task."""
-    folder = Path(os.environ.get("BAYESOPT_CHAIN_DATA", "")) / "books"
-    books = sorted(folder.glob("*.txt"))[:TASKS] if os.environ.get("BAYESOPT_CHAIN_DATA") else []
-    if len(books) == TASKS:
-        raw = [torch.tensor(list(book.read_bytes()[5000 : 5000 + 40 * LENGTH])) for book in books]
-    else:
+def data(epochs: int = 20) -> tuple[list[Tensor], int]:
+    """Sequences of bytes ``[40, LENGTH]`` of every task, and the epochs over each."""
+    folder = Path(os.environ.get("BAYESOPT_CHAIN_DATA") or "nowhere") / "books"
+    raw = [
+        torch.tensor(list(book.read_bytes()[5000 : 5000 + 40 * LENGTH]))
+        for book in sorted(folder.glob("*.txt"))[:TASKS]
+    ]
+    if len(raw) < TASKS:
         g = torch.Generator().manual_seed(0)
         raw = [torch.randint(97 + 8 * t, 105 + 8 * t, (40 * LENGTH,), generator=g) for t in range(TASKS)]
-    return [x.reshape(40, LENGTH) for x in raw]
-
-
-def data(epochs: int = 20) -> tuple[list[Tensor], int]:
-    """The texts and the epochs over each."""
-    return texts(), epochs
+    return [x.reshape(40, LENGTH) for x in raw], epochs
 
 
 def log_likelihood(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -102,30 +98,23 @@ def ours(problem: tuple[list[Tensor], int]) -> dict[str, Any]:
     import optree
 
     import bayesopt_chain as bc
-    from bayesopt_chain.posterior.gaussian import Gaussian
-    from bayesopt_chain.precision import Diagonal
 
     (tasks, epochs), losses = problem, []
     forward, params, _ = bc.make_functional(adapted())
     density = lambda p, tokens: log_likelihood(forward(p, tokens), tokens)  # noqa: E731
     itself = bc.likelihoods.custom(lambda outputs, _: -outputs[:, 0])  # the density is the model's only output
     fisher = bc.curvature.empirical_fisher(lambda p, tokens: density(p, tokens)[:, None], itself, targets=lambda x: x)
-    ones = Diagonal(optree.tree_map(torch.ones_like, params), torch.tensor(0.0))
-    prior = Gaussian(optree.tree_map(torch.zeros_like, params), ones)
-    tx, laplace = bc.adamw(1e-2), bc.laplace()
+    prior, laplace, given = 1.0, bc.laplace(), {"prior_precision": 1.0}
     for tokens in tasks:
-
-        def loss(params, batch, prior=prior):
-            return -density(params, batch).mean() - prior.log_prob(params) / 40
-
-        step, state = bc.make_step(loss, tx), tx.init(params)
-        for _ in range(epochs):
-            for batch in tokens.split(8):
-                params, state, _ = step(params, state, batch)
+        tx = bc.chain(bc.links.add_gaussian_prior(prior, n=len(tokens)), bc.adamw(1e-2))
+        step, batches = bc.make_step(lambda p, batch: -density(p, batch).mean(), tx), list(tokens.split(8))
+        steps = epochs * len(batches)
+        params = bc.sample(step, params, tx.init(params), batches, steps=steps, burn_in=steps - 1)[-1]
         state = laplace.init(params)
-        for batch in tokens.split(8):
+        for batch in batches:
             _, state = laplace.update(params, state, curvature=fisher(params, batch))
-        prior = laplace.posterior(state, params, prior=prior)
+        prior = laplace.posterior(state, params, **given)
+        given = {"prior": prior}
         losses.append([-density(params, seen).mean().item() for seen in tasks])
     deviations = optree.tree_leaves(prior.marginal_variance)
     return {"losses": torch.tensor(losses), "sd": torch.cat([v.sqrt().flatten() for v in deviations])}
