@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 import bayesopt_chain as bc
-from benchmarks.cpu import D, N, Row, captured_chains, logistic, regression_data
-from benchmarks.measure import stepping, take_turns
+from benchmarks.cpu import D, N, Row, captured_chains, jax_logistic, logistic, regression_data
+from benchmarks.measure import stepping, take_turns, threads
 
 SIZE = 32  # of a minibatch
 LR, MOMENTUM = 0.05, 0.9
@@ -44,21 +44,13 @@ def jax_chains(
     import jax.numpy as jnp
     from blackjax.sgmcmc import diffusions
 
-    x, y = (jnp.asarray(leaf.numpy()) for leaf in data)
-    step_size = LR**0.5
+    log_density, step_size = jax_logistic(*data), LR**0.5
     integrate = integrate or diffusions.sghmc((1 - MOMENTUM) / step_size, 0.0)
-
-    def log_density(p, x, y):
-        logits = x @ p
-        return -(jnp.logaddexp(0.0, logits) - y * logits).mean() - (p**2).sum() / (2 * N)
 
     def one(key, p, m):
         for_rows, for_noise = jax.random.split(key)
-        batch = (x, y)
-        if not whole:
-            rows = jax.random.randint(for_rows, (SIZE,), 0, N)
-            batch = x[rows], y[rows]
-        return integrate(for_noise, p, m, jax.grad(log_density)(p, *batch), step_size, 1 / N)
+        rows = slice(None) if whole else jax.random.randint(for_rows, (SIZE,), 0, N)
+        return integrate(for_noise, p, m, jax.grad(log_density)(p, rows), step_size, 1 / N)
 
     def advance(carry, _):
         key, p, m = carry
@@ -78,32 +70,24 @@ def jax_chains(
 
 def five_thousand_chains(clock: str, chains: int = 5000, steps: int = 500, rounds: int = 7) -> Row:
     """All chains. In wall time both libraries have all cores, in process time ours has one thread and JAX what it takes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(before if clock == "process time" else os.cpu_count() or 1)
-    try:
-        return _chains(clock, chains, steps, rounds)
-    finally:
-        torch.set_num_threads(before)
+    with threads(torch.get_num_threads() if clock == "process time" else os.cpu_count() or 1):
+        data, tx, params = regression_data(), bc.sghmc(LR, MOMENTUM, temperature=1 / N), torch.zeros(chains, D)
+        contestants = {"torch.randint": captured_chains(data, chains, steps, SIZE)}
+        inside = bc.parallel(bc.make_step(logistic, tx), chains, batch_dim=0)
+        state = inside.init(tx, params)
+        for order in ("independent", "reshuffled"):
+            source: Any = bc.epochs(data, SIZE, order=order, chains=chains)
+            whole = bc.capture(inside, params, state, source)
 
+            def from_source(source=source, whole=whole):
+                p, s = params, state
+                for _ in range(steps):
+                    p, s, _ = whole(p, s, source)
 
-def _chains(clock: str, chains: int, steps: int, rounds: int) -> Row:
-    data, tx, params = regression_data(), bc.sghmc(LR, MOMENTUM, temperature=1 / N), torch.zeros(chains, D)
-    contestants = {"torch.randint": captured_chains(data, chains, steps, SIZE)}
-    inside = bc.parallel(bc.make_step(logistic, tx), chains, batch_dim=0)
-    state = inside.init(tx, params)
-    for order in ("independent", "reshuffled"):
-        source: Any = bc.epochs(data, SIZE, order=order, chains=chains)
-        whole = bc.capture(inside, params, state, source)
-
-        def from_source(source=source, whole=whole):
-            p, s = params, state
-            for _ in range(steps):
-                p, s, _ = whole(p, s, source)
-
-        contestants[f"bc.epochs, {order}"] = from_source
-    targets = {(name, JAX): 0.6 for name in contestants}
-    contestants[JAX] = jax_chains(data, chains, steps)
-    times = take_turns(contestants, rounds, seconds=0.0, clock=CLOCKS[clock])
+            contestants[f"bc.epochs, {order}"] = from_source
+        targets = {(name, JAX): 0.6 for name in contestants}
+        contestants[JAX] = jax_chains(data, chains, steps)
+        times = take_turns(contestants, rounds, seconds=0.0, clock=CLOCKS[clock])
     where = "wall time on all cores" if clock == "wall time" else clock
     return Row(f"{chains} chains x {steps} steps, minibatches of {SIZE} of their own, {where}", times, targets)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -19,10 +20,6 @@ LR, MOMENTUM, TEMPERATURE = 1e-6, 0.9, 1e-6
 
 def tensors(leaves: int, size: int, device: str = "cpu") -> list[torch.Tensor]:
     return [torch.randn(size, device=device) for _ in range(leaves)]
-
-
-def torchopt_sgd(params, grads) -> Callable:
-    return update_and_apply(torchopt.sgd(LR, MOMENTUM), params, grads)
 
 
 def update_and_apply(tx, params, grads) -> Callable:
@@ -105,14 +102,16 @@ def adaptive(
     return run
 
 
-def posteriors_sghmc(params, grads) -> Callable:
-    """posteriors' SGHMC in place, net of the gradient: its ``grad_and_value`` hands back the gradients given here."""
+def posteriors() -> Any:
+    """The library, without what it warns of when it is imported."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from posteriors.sgmcmc import sghmc as module
-    sghmc: Any = module
+        return importlib.import_module("posteriors")
 
-    value = torch.zeros(()), torch.zeros(())
+
+def posteriors_sghmc(params, grads) -> Callable:
+    """posteriors' SGHMC in place, net of the gradient: its ``grad_and_value`` hands back the gradients given here."""
+    sghmc, value = posteriors().sgmcmc.sghmc, (torch.zeros(()), torch.zeros(()))
     tree = {str(i): p for i, p in enumerate(params)}
     given = {str(i): g for i, g in enumerate(grads)}
     state = sghmc.init(tree, momenta=0.0)

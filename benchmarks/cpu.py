@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+import torchopt
 
 import bayesopt_chain as bc
 from bayesopt_chain.random.philox import in_tensors, whole_leaves
 from benchmarks import contestants as c
-from benchmarks.measure import ratio, stepping, take_turns
+from benchmarks.measure import ratio, stepping, take_turns, threads
 
 
 class Row(NamedTuple):
@@ -38,7 +38,7 @@ def optimizer() -> Row:
         {
             "fused": c.fused(tx, params, grads),
             "update + apply": c.update_and_apply(tx, params, grads),
-            "torchopt": c.torchopt_sgd(params, grads),
+            "torchopt": c.update_and_apply(torchopt.sgd(c.LR, c.MOMENTUM), params, grads),
             "torch.optim fused": c.torch_optim(params, grads, fused=True),
             "torch.optim foreach": c.torch_optim(params, grads, foreach=True),
         },
@@ -77,12 +77,8 @@ def sampler() -> Row:
 
 
 def sampler_on_all_threads() -> Row:
-    one = torch.get_num_threads()
-    torch.set_num_threads(torch.get_num_interop_threads() if one > 1 else 2)
-    try:
+    with threads(torch.get_num_interop_threads() if torch.get_num_threads() > 1 else 2):
         row = sampler()
-    finally:
-        torch.set_num_threads(one)
     targets = {("fused", "posteriors"): 0.5, ("captured", "posteriors"): 0.5}
     return Row("SGHMC of order 2, 1e7 parameters in 10 leaves, update only, two threads", row.times, targets)
 
@@ -119,14 +115,6 @@ def adam(work: str, shapes: list[tuple[int, ...]]) -> Row:
     )
     ours = ("bc.optim.Adam", "bc.optim.AdamW", "bc.optim.RMSprop")
     return Row(f"{work}, update only", times, {(name, "torch.optim.Adam fused + draw"): 1.1 for name in ours})
-
-
-def adam_mlp() -> Row:
-    return adam("Adam with noise, MLP 784-1024-256-10", [(1024, 784), (1024,), (256, 1024), (256,), (10, 256), (10,)])
-
-
-def adam_sixty_leaves() -> Row:
-    return adam("Adam with noise, 60 leaves, 1e5 parameters", [(1667,)] * 60)
 
 
 N, D, STEPS = 768, 8, 8
@@ -169,13 +157,21 @@ def small_model() -> Row:
     return Row(f"logistic regression {N} x {D}, one chain, whole step with gradient", times, targets)
 
 
-def posteriors_step(batch) -> Callable:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import posteriors as module
+def jax_logistic(x, y) -> Callable:
+    """Minus :func:`logistic`, in JAX, of parameters and (default: all) rows."""
+    import jax.numpy as jnp
 
-    posteriors: Any = module
-    transform = posteriors.sgmcmc.sghmc.build(
+    x, y = jnp.asarray(x.numpy()), jnp.asarray(y.numpy())
+
+    def log_density(p, rows=slice(None)):
+        logits = x[rows] @ p
+        return -(jnp.logaddexp(0.0, logits) - y[rows] * logits).mean() - (p**2).sum() / (2 * N)
+
+    return log_density
+
+
+def posteriors_step(batch) -> Callable:
+    transform = c.posteriors().sgmcmc.sghmc.build(
         lambda p, b: (-logistic(p, b), torch.zeros(())), lr=0.2, alpha=0.5, temperature=1 / N
     )
     now = [transform.init(torch.zeros(D), momenta=0.0)]
@@ -189,13 +185,6 @@ def posteriors_step(batch) -> Callable:
 def jax_sghmc(batch) -> tuple[Callable, Callable]:
     """BlackJAX's SGHMC: jitted once a step, and inside one scan with every draw."""
     import jax
-    import jax.numpy as jnp
-
-    x, y = (jnp.asarray(t.numpy()) for t in batch)
-
-    def log_density(p):
-        logits = x @ p
-        return -(jnp.logaddexp(0.0, logits) - y * logits).mean() - (p**2).sum() / (2 * N)
 
     def running(program):
         now = [first]
@@ -205,7 +194,7 @@ def jax_sghmc(batch) -> tuple[Callable, Callable]:
 
         return run
 
-    first, step, scan = c.blackjax_sghmc(log_density, torch.zeros(D), 0.2, 0.5, 1 / N, STEPS)
+    first, step, scan = c.blackjax_sghmc(jax_logistic(*batch), torch.zeros(D), 0.2, 0.5, 1 / N, STEPS)
     return running(step), running(scan)
 
 
@@ -340,24 +329,19 @@ def whole_step(
     return Row(f"{c.NETWORKS[kind]}, whole step with gradient", times, targets)
 
 
-def whole_step_cnn() -> Row:
-    return whole_step("cnn", 1.10)
-
-
-def whole_step_cnn_lstm() -> Row:
-    return whole_step("cnn_lstm", 1.10, rounds=25)
-
-
-def whole_step_mlp() -> Row:
-    return whole_step("mlp", 1.25, in_place=1.15, pure=1.4)
-
-
 def rows(quick: bool) -> dict[str, Callable[[], Row]]:
     """The rows by name, each measured when called."""
     from benchmarks import against_jax
 
-    chains = partial(five_thousand_chains, steps=50, rounds=5) if quick else five_thousand_chains
     plain = (optimizer, sixty_leaves, noise, dispatch, small_model, sampler, sampler_on_all_threads)
-    plain += (adam_mlp, adam_sixty_leaves, whole_step_cnn, whole_step_cnn_lstm, whole_step_mlp)
-    named = {row.__name__: row for row in plain} | {"five_thousand_chains": chains}
-    return named | against_jax.rows(quick)
+    mlp, sixty = [(1024, 784), (1024,), (256, 1024), (256,), (10, 256), (10,)], [(1667,)] * 60
+    return {
+        **{row.__name__: row for row in plain},
+        "adam_mlp": partial(adam, "Adam with noise, MLP 784-1024-256-10", mlp),
+        "adam_sixty_leaves": partial(adam, "Adam with noise, 60 leaves, 1e5 parameters", sixty),
+        "whole_step_cnn": partial(whole_step, "cnn", 1.10),
+        "whole_step_cnn_lstm": partial(whole_step, "cnn_lstm", 1.10, rounds=25),
+        "whole_step_mlp": partial(whole_step, "mlp", 1.25, in_place=1.15, pure=1.4),
+        "five_thousand_chains": partial(five_thousand_chains, **({"steps": 50, "rounds": 5} if quick else {})),
+        **against_jax.rows(quick),
+    }
