@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import RESULTS, command, keep, known, ratio, stepping
+from benchmarks.measure import RESULTS, command, commit, keep, known, ratio, stepping
 
 Make = Callable[[Any], Any]  # a chain of a package
 Case = Callable[[Any], Callable[[], None]]  # what is timed, of a package
@@ -212,13 +212,6 @@ class Worker:
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait()
-
-
-def commit(path: Path) -> str:
-    """The commit of a checkout."""
-    return subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=path, capture_output=True, text=True
-    ).stdout.strip()
 
 
 def main() -> None:

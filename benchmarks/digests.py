@@ -16,8 +16,8 @@ from typing import Any
 import optree
 import torch
 
-from benchmarks.against import HERE, Worker, commit
-from benchmarks.measure import RESULTS, command, keep
+from benchmarks.against import HERE, Worker
+from benchmarks.measure import RESULTS, command, commit, keep
 
 STEPS = 5
 

@@ -35,15 +35,12 @@ def bandwidth(n: int = 2**28) -> Row:
 
 
 def small_model() -> Row:
-    torch.set_default_device("cuda")
-    try:
+    with torch.device("cuda"):
         batch, params = regression_data(), torch.zeros(D)
         tx = bc.sghmc(0.05, 0.9, temperature=1 / N)
         step, state = bc.make_step(logistic, tx), tx.init(params)
         captured = stepping(bc.capture(step, params, state, batch), params, state, batch)
         times = take_turns({"captured": _timed(captured), "posteriors": _timed(posteriors_step(batch))})
-    finally:
-        torch.set_default_device(None)
     return Row("captured step of a small model", times, {("captured", "posteriors"): 0.1})
 
 

@@ -110,12 +110,6 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
     return {"median": statistics.median(values), "quartiles": statistics.quantiles(values)}
 
 
-def mean_and_error(values: Sequence[float]) -> dict[str, float | None]:
-    """Mean with its standard error, which one value has not."""
-    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
-    return {"mean": statistics.fmean(values), "error": error}
-
-
 def ratio(times: dict[str, list[float]], ours: str, theirs: str) -> dict[str, float]:
     """Median of the paired ratios, their quartiles, and the ratio of the shortest times."""
     pairs = [a / b for a, b in zip(times[ours], times[theirs])]
@@ -134,7 +128,7 @@ def environment() -> dict:
             versions[package] = None
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": _commit(),
+        "commit": commit(),
         "python": platform.python_version(),
         "versions": versions,
         "cpu": _cpu(),
@@ -205,9 +199,9 @@ def _name() -> str:
     return f"python -m {'.'.join(file.relative_to(root).with_suffix('').parts)}"
 
 
-def _commit() -> str | None:
-    """The commit of this working copy, with a plus sign where its code differs; ``None`` outside of git."""
-    git = ["git", "-C", str(Path(__file__).parent)]
+def commit(checkout: Path = Path(__file__).parent) -> str | None:
+    """The commit of a working copy (default: this one), with a plus sign where its code differs; ``None`` outside of git."""
+    git = ["git", "-C", str(checkout)]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
         changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ":/*.py"], capture_output=True).returncode

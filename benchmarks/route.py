@@ -4,7 +4,6 @@ For nine calls that users make, the table counts what a reader has to open and t
 
     files       entered by the call
     functions   entered, comprehensions included (Python 3.12 runs those in place), lambdas not
-    lines       that run, each counted once, ``def`` lines included
 
 Only files of the package count. ``python -m benchmarks.route --calls update`` lists the functions of one call as well.
 """
@@ -29,15 +28,9 @@ PACKAGE = Path(bc.__file__).parent
 
 
 class Route(NamedTuple):
-    """What a call ran through.
-
-    Attributes:
-        entered: the code of the functions.
-        lines: the lines that ran, as (file, number).
-    """
+    """The code of the functions that a call ran through."""
 
     entered: set[CodeType]
-    lines: set[tuple[str, int]]
 
     @property
     def files(self) -> list[str]:
@@ -65,17 +58,12 @@ def route(call: Callable[[], Any]) -> Route:
         >>> "core/update.py" in route(lambda: tx.update(torch.ones(1), state)).files
         True
     """
-    found, inside = Route(set(), set()), f"{PACKAGE}{os.sep}"
+    found, inside = Route(set()), f"{PACKAGE}{os.sep}"
 
-    def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        code = frame.f_code
-        if not code.co_filename.startswith(inside):
-            return None
-        if event == "call":
-            found.entered.add(code)
-        if event in ("call", "line"):
-            found.lines.add((code.co_filename, frame.f_lineno))
-        return trace
+    def trace(frame: FrameType, event: str, arg: Any) -> None:
+        """Take note of a call; that it returns nothing spares the tracer the function's lines."""
+        if frame.f_code.co_filename.startswith(inside):
+            found.entered.add(frame.f_code)
 
     before = sys.gettrace()
     sys.settrace(trace)
@@ -180,7 +168,7 @@ def measured(name: str) -> Route:
 if __name__ == "__main__":
     asked = command(calls=[""]).calls
     found = {name: measured(name) for name in CALLS if name in asked or not any(asked)}
-    rows = [(name, len(route.files), len(route.functions), len(route.lines)) for name, route in found.items()]
-    print(markdown(("", "files", "functions", "lines"), rows))
+    rows = [(name, len(route.files), len(route.functions)) for name, route in found.items()]
+    print(markdown(("", "files", "functions"), rows))
     for name in filter(None, asked):
         print(name, *found[name].functions, sep="\n    ")

@@ -424,17 +424,16 @@ def claims(w: Work, table: Table) -> Table:
     }
 
 
-def verdict(claim: Mapping[str, Mapping[str, float]]) -> str:
-    """Confirmed or contradicted where every seed is on one side of zero by two standard errors or more, else undecided."""
-    difference, margin = claim["difference"], 2 * claim["error"]["mean"]
-    if difference["high"] < -margin:
-        return "confirmed"
-    return "contradicted" if difference["low"] > margin else "undecided"
-
-
 def verdicts(table: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, str]:
-    """Of every claim. While the chains have not arrived, nothing is decided that rests on them."""
-    found = {name: verdict(row) for name, row in table.items() if "difference" in row}
+    """Of every claim: confirmed or contradicted where every seed is on one side of zero by two standard errors or more, else
+    undecided. While the chains have not arrived, nothing is decided that rests on them.
+    """
+    found = {}
+    for name, claim in table.items():
+        if "difference" in claim:
+            difference, margin = claim["difference"], 2 * claim["error"]["mean"]
+            against = "contradicted" if difference["low"] > margin else "undecided"
+            found[name] = "confirmed" if difference["high"] < -margin else against
     young = found[STILL] == "confirmed"
     rests = ("SGHMC", "epochs")
     return {

@@ -31,21 +31,17 @@ Params = dict[str, Tensor]
 
 def network(inputs: int, hidden: int) -> Params:
     """A random tanh network of two hidden layers."""
-    sizes = [inputs, hidden, hidden, 1]
-    params: Params = {}
-    for i, (n, m) in enumerate(pairwise(sizes)):
-        params[f"w{i}"] = torch.randn(n, m) / math.sqrt(n)
-        params[f"b{i}"] = torch.zeros(m)
-    return params
+    layers = list(enumerate(pairwise((inputs, hidden, hidden, 1))))
+    weights = {f"w{i}": torch.randn(n, m) / math.sqrt(n) for i, (n, m) in layers}
+    return weights | {f"b{i}": torch.zeros(m) for i, (_, m) in layers}
 
 
 def forward(params: Params, batch: Any) -> Tensor:
     """Outputs ``[B, 1]`` for inputs ``[B, inputs]``."""
     x = batch[0]
-    for i in range(3):
-        x = x @ params[f"w{i}"] + params[f"b{i}"]
-        x = x.tanh() if i < 2 else x
-    return x
+    for i in range(2):
+        x = (x @ params[f"w{i}"] + params[f"b{i}"]).tanh()
+    return x @ params["w2"] + params["b2"]
 
 
 def function(x: Tensor) -> Tensor:
@@ -142,9 +138,8 @@ def filtered(task: Task) -> tuple[Any, Any]:
 
 def in_batches(step: Any, params: Params, state: Any, data: Any) -> tuple[Params, Any]:
     """After one pass over random batches of ten."""
-    for rows in torch.randperm(len(data[0])).split(10):
-        params, state, _ = step(params, state, (data[0][rows], data[1][rows]))
-    return params, state
+    batches = [(data[0][rows], data[1][rows]) for rows in torch.randperm(len(data[0])).split(10)]
+    return bc.sample(step, params, state, batches, steps=len(batches), burn_in=len(batches) - 1).last
 
 
 def sghmc(task: Task, data: Any, s: Mapping[str, Any]) -> Predictive:

@@ -15,10 +15,9 @@ from benchmarks import size
 from benchmarks.route import CALLS, measured
 
 PACKAGE = Path(bc.__file__).parent
-SLOW = ("posterior_ensemble",)  # half a minute under a tracer
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in size.ROUTES])
+@pytest.mark.parametrize("name", size.ROUTES)
 def test_a_call_stays_within_its_aim_or_the_table_says_why_not(name):
     found, (files, functions) = measured(name), size.ROUTES[name]
     over = len(found.files) > files or len(found.functions) > (functions or math.inf)
