@@ -69,6 +69,25 @@ def step(
     return case
 
 
+def chains(count: int) -> Case:
+    """A step of chains of a network of 10 inputs and 5 hidden units, 60 weights, on 64 data."""
+
+    def loss(params: list[torch.Tensor], batch: Any) -> torch.Tensor:
+        w, b, v = params
+        return (torch.tanh(batch[0] @ w + b) @ v - batch[1]).square().mean()
+
+    def case(bc: Any) -> Callable[[], None]:
+        tx, params, batch = (
+            bc.sghmc(0.01, temperature=1e-3),
+            bc.stack([leaves([(10, 5), 5, 5])] * count),
+            leaves([(64, 10), 64]),
+        )
+        many = bc.parallel(bc.make_step(loss, tx), count)
+        return stepping(many, params, many.init(tx, params), tuple(batch))
+
+    return case
+
+
 def _at_hand(grads: list[torch.Tensor]) -> Any:
     from bayesopt_chain.loop.loss import Evaluation, Info
 
@@ -153,6 +172,8 @@ CASES: dict[str, Case] = {
     "sghmc scheduled, captured, 6 leaves of 100": step(hot("sghmc", True), [100] * 6, captured=True),
     "sghmc, pure step, 1 leaf of 10": step(hot("sghmc"), [10]),
     "sgd, pure step, 1 leaf of 10": step(lambda bc: bc.sgd(1e-3, 0.9), [10]),
+    "4 chains of 60 weights": chains(4),
+    "64 chains of 60 weights": chains(64),
     "Laplace fit, last layer, Kronecker": laplace("last_layer", "kronecker"),
     "Laplace fit, all layers, diagonal": laplace("all", "diagonal"),
     "Laplace fit, all layers, Kronecker": laplace("all", "kronecker"),

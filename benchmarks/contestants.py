@@ -73,31 +73,19 @@ def normal_and_fused(params, grads) -> Callable:
     return run
 
 
-def adaptive(
-    make: Callable, shapes: list[tuple[int, ...]], draws: bool = False, scheduled: bool = False
-) -> Callable[[], Any]:
-    """A step of a class of ``torch.optim`` or ``bc.optim`` on gradients that are at hand.
-
-    Args:
-        make: the optimizer of parameters.
-        shapes: of the parameters.
-        draws: whether a draw for each leaf follows.
-        scheduled: whether a step of torch's cosine scheduler follows.
-    """
+def adaptive(make: Callable, shapes: list[tuple[int, ...]], draws: bool = False) -> Callable[[], Any]:
+    """A step of the optimizer that ``make(params)`` gives on gradients that are at hand, and a draw for each leaf."""
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
     for p in params:
         p.grad = torch.randn_like(p)
     optimizer = make(params)
-    if not (draws or scheduled):
+    if not draws:
         return optimizer.step
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10**6)
 
     def run():
         optimizer.step()
-        for p in params if draws else ():
+        for p in params:
             torch.randn_like(p)
-        if scheduled:
-            scheduler.step()
 
     return run
 
