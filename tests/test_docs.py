@@ -195,3 +195,14 @@ def test_the_numbers_of_the_readme_are_marked():
 )
 def test_a_number_that_differs_is_seen(text):
     assert len(wrong(text)) == text.count(".json")
+
+
+def test_every_record_has_a_command_that_is_there_or_stands_among_those_made_once():
+    """``demo.json`` is written by ``examples/demo.py``; of what was made once a table names record, question and command."""
+    once, gone = (ROOT / "benchmarks" / "measured_choices.md").read_text(), []
+    for record in RESULTS.glob("*.json"):
+        command = known(record).get("command", f"python -m benchmarks.{record.stem}").split()
+        module = ROOT / command[2].replace(".", "/")
+        if not (module.is_dir() or module.with_suffix(".py").exists() or f"`{record.name}`" in once):
+            gone.append(record.name)
+    assert gone == ["demo.json"]
