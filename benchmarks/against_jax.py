@@ -8,6 +8,9 @@ Rows of the minibatches are drawn on both sides: by JAX inside the program, with
 (``torch.randint``), and inside by ``bc.epochs``, as fresh subsets and in reshuffled epochs.
 """
 
+# JAX may be absent.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import os

@@ -1,5 +1,8 @@
 """The same work in every library: parameters, gradients and one function that does a step."""
 
+# JAX may be absent.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import importlib

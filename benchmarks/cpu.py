@@ -1,5 +1,8 @@
 """The rows of the comparison that need no GPU. Each returns its times and the ratios that have a target."""
 
+# JAX may be absent.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import time

@@ -111,7 +111,7 @@ def walk(bc: Any, tx: Any, form: str, dtype: torch.dtype, kind: int) -> Any:
         tx = bc.with_stream(tx, "philox")
     shapes = [(), (3,), ()] if kind == 2 else [(300,), (2, 3), (7,)]
     params = [torch.randn(shape, dtype=dtype) for shape in shapes]
-    grads = [[torch.randn(p.shape, dtype=dtype) for p in params] for _ in range(STEPS)]
+    grads: list[list[Any]] = [[torch.randn(p.shape, dtype=dtype) for p in params] for _ in range(STEPS)]
     if kind == 1:
         grads[1][0] = grads[2][0] = grads[3][2] = None
     inplace, state = form.endswith("in place"), tx.init(params)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import nn
@@ -62,7 +63,7 @@ def five_thousand_chains(chains: int = 5000, steps: int = 2000, size: int = 32) 
 
     def ours(name: str, backend: Backend | None) -> Callable:
         begin = perf_counter()
-        fast = bc.capture(many, params, state, rows(), steps=10, batch_dim=0, backend=backend)
+        fast: Any = bc.capture(many, params, state, rows(), steps=10, batch_dim=0, backend=backend)
         torch.cuda.synchronize()
         captures[f"{name}: the capture"] = [perf_counter() - begin]
 

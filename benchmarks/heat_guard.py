@@ -27,7 +27,7 @@ import functools
 import itertools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -75,12 +75,12 @@ def data(kind: str, seed: int) -> tuple[Tensor, Tensor]:
         x = torch.randn(800, 10, generator=g) * torch.logspace(0, -0.5, 10)
         return x, torch.bernoulli(torch.sigmoid(2 * x @ torch.randn(10, 1, generator=g)), generator=g)
     if kind in ("network", "narrow"):
-        table = load_diabetes()
+        table: Any = load_diabetes()
         y = torch.tensor(table.target).float()[:, None]
         scale = torch.ones(10)
         scale[2] = 8.0 if kind == "narrow" else 1.0
         return torch.tensor(table.data).float() * 20 * scale, (y - y.mean()) / y.std()
-    table = load_digits()
+    table: Any = load_digits()
     rows = torch.randperm(len(table.target), generator=g)[:300]
     return torch.tensor(table.images).float()[rows, None] / 16, torch.tensor(table.target)[rows]
 
@@ -95,7 +95,7 @@ def model(kind: str, x: Tensor, dropout: float) -> nn.Module:
     return nn.Sequential(*blocks, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32, 10))
 
 
-def loss(kind: str, module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def loss(kind: str, module: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
     """The mean negative log-likelihood."""
     out = module(x)
     if kind in ("linear", "network", "narrow"):

@@ -87,7 +87,7 @@ TWO_CHAINS = ("svgd", "replica_exchange")  # their rows in the registry are dres
 
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
 def test_its_row_has_the_buffers_of_the_state_the_fitted_order_and_its_optimizer(sampler):
-    _, _, optimizer, order, buffers, _ = rows_of_samplers()[SPELLINGS.get(sampler.name, sampler.name)]
+    _, _, optimizer, order, buffers, _ = rows_of_samplers()[str(SPELLINGS.get(sampler.name, sampler.name))]
     params = torch.zeros(500) if sampler.function in TWO_CHAINS else torch.zeros(2, 500)
     held = optree.tree_leaves(sampler.build(0.3).init(params))
     assert sum(t.numel() for t in held if t.is_floating_point()) // 1000 == int(buffers)

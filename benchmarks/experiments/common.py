@@ -90,9 +90,7 @@ def averaged(result: Mapping[str, Any]) -> dict[str, dict[str, dict[str, float]]
     return {method: {name: over(method, name) for name in row} for method, row in result["tables"][0].items()}
 
 
-def stepped(
-    loss: Callable[[Any, Any], Tensor], tx: Any, params: Any, batch: Any, steps: int, state: Any = None
-) -> tuple[Any, Any]:
+def stepped(loss: Callable[[Any, Any], Tensor], tx: Any, params: Any, batch: Any, steps: int, state: Any = None) -> Any:
     """Parameters and state after so many steps on one batch, from a state or the first one."""
     state = tx.init(params) if state is None else state
     return bc.sample(bc.make_step(loss, tx), params, state, batch, steps=steps, burn_in=steps - 1).last
@@ -100,7 +98,7 @@ def stepped(
 
 def laplace_at(mode: Any, forward: Callable[[Any, Any], Tensor], likelihood: Any, data: Any) -> bc.Gaussian:
     """The Gaussian at a mode with the dense GGN, under the prior N(0, 1) of every weight."""
-    tx = bc.laplace()
+    tx: Any = bc.laplace()
     increment = bc.curvature.ggn(forward, likelihood, structure="dense")(mode, data)
     _, state = tx.update(mode, tx.init(mode), params=mode, inplace=False, curvature=increment)
     return tx.posterior(state, mode, prior_precision=1.0)

@@ -165,7 +165,7 @@ class Work(NamedTuple):
 
     def run(
         self, name: str, tx: Any, start: Any, steps: int, *, at: float | None = None, thinning: int | None = None
-    ) -> bc.Draws:
+    ) -> Any:
         """A run in its folder, where it goes on after an interruption; default: its last parameters alone.
 
         Its batches and its noise are those of its ``name``, the same at every temperature ``at``.
@@ -243,7 +243,8 @@ class Work(NamedTuple):
 
     def laplace(self, estimator: Callable[..., Any]) -> Callable[[float], bc.Gaussian]:
         """The Gaussian at the MAP, from one pass over the training set, as a function of the temperature."""
-        mode, tx = self.optimum(self.decay), bc.laplace()
+        mode: Any = self.optimum(self.decay)
+        tx: Any = bc.laplace()
         path = self.folder / "runs" / f"{estimator.__name__}.pt"
         if not path.exists():
             estimate = estimator(self.forward, bc.likelihoods.categorical(), structure="diagonal")

@@ -107,7 +107,7 @@ def nll(forward: Any, params: Any, tokens: Tensor, batch: int = 32) -> float:
     )
 
 
-def untrained(s: Mapping[str, Any]) -> nn.Module:
+def untrained(s: Mapping[str, Any]) -> Any:
     """A Llama at random initial weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -92,7 +92,7 @@ class Work(NamedTuple):
 
     def posterior(self, params: Any, tokens: Tensor, prior: Any, method: Method) -> bc.Gaussian:
         """The Laplace posterior around ``params``."""
-        laplace = bc.laplace()
+        laplace: Any = bc.laplace()
         itself = bc.likelihoods.custom(lambda outputs, _: -outputs[:, 0])  # the density is the model's only output
         estimate = bc.curvature.empirical_fisher(
             lambda p, rows: self.density(p, rows)[:, None],

@@ -136,7 +136,7 @@ def filtered(task: Task) -> tuple[Any, Any]:
     return tx, bc.make_step(loss_of(task), tx, curvature=bc.curvature.ggn(forward, task.likelihood, structure="root"))
 
 
-def in_batches(step: Any, params: Params, state: Any, data: Any) -> tuple[Params, Any]:
+def in_batches(step: Any, params: Params, state: Any, data: Any) -> Any:
     """After one pass over random batches of ten."""
     batches = [(data[0][rows], data[1][rows]) for rows in torch.randperm(len(data[0])).split(10)]
     return bc.sample(step, params, state, batches, steps=len(batches), burn_in=len(batches) - 1).last

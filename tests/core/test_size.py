@@ -45,14 +45,13 @@ NAMES = (
     "arange as_tensor asarray empty empty_permuted empty_strided eye full linspace logspace ones rand randint randn randperm "
     "scalar_tensor sparse_coo_tensor sparse_csr_tensor tensor tril_indices triu_indices zeros"
 )
-FACTORIES = {*NAMES.split()}
+FACTORIES = {f"torch.{name}" for name in NAMES.split()}
 
 
 def without_device(source: str) -> list[int]:
     """The lines of calls ``torch.<factory>(...)`` that say nothing of a device."""
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    made = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr in FACTORIES]
-    of_torch = [call for call in made if isinstance(call.func.value, ast.Name) and call.func.value.id == "torch"]
+    of_torch = [call for call in calls if ast.unparse(call.func) in FACTORIES]
     return [call.lineno for call in of_torch if not {k.arg for k in call.keywords} & {"device", None}]
 
 
