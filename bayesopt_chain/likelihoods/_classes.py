@@ -155,7 +155,7 @@ class Categorical(OneOfSeveral):
             raise ValueError(f"the categorical likelihood got targets of {targets.dtype}: pass class numbers, int64")
         if not (is_readable(targets) or (wait and not is_hidden(targets))) or not targets.numel():
             return
-        low, high = targets.aminmax()
+        low, high = _signed(targets).aminmax()
         if int(low) < 0 or int(high) >= classes:  # only then it is worth asking which of them are ignored
             labels = self.labels(targets)
             self._refuse(labels < 0, labels, f"class numbers from 0 (or ignore_index={self.ignore_index})")
@@ -163,7 +163,7 @@ class Categorical(OneOfSeveral):
 
     def weights(self, targets: Any) -> Tensor | None:
         """That of a target's class; 0 where it is ignored."""
-        kept = targets != self.ignore_index
+        kept = _signed(targets) != self.ignore_index
         if self.weight is None:
             return None if is_readable(kept) and bool(kept.all()) else kept
         table = torch.as_tensor(self.weight, device=targets.device)
@@ -175,7 +175,13 @@ class Categorical(OneOfSeveral):
                 f"the categorical likelihood got targets of the type {type(targets).__name__}: pass class numbers, a tensor "
                 "of int64"
             )
-        return torch.where(targets == self.ignore_index, 0, targets)
+        numbers = _signed(targets)
+        return torch.where(numbers == self.ignore_index, 0, numbers)
+
+
+def _signed(targets: Tensor) -> Tensor:
+    """Class numbers as int64: torch compares unsigned ones with -100 modulo 256, as 156."""
+    return targets if targets.is_floating_point() or targets.dtype == torch.bool else targets.to(torch.int64)
 
 
 @dataclass(frozen=True, eq=False)

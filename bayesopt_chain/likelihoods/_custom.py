@@ -389,12 +389,6 @@ class Weighted(Likelihood):
     def scaled(self, scale: Tensor | float) -> Likelihood:
         return Weighted(self.inner.scaled(scale))
 
-    def whitened(self, outputs: Tensor, targets: Any) -> Tensor:
-        self.require(outputs, targets)
-        weights = self.weights(targets)
-        assert weights is not None
-        return self.inner.whitened(outputs, self.labels(targets)) * weights.to(outputs.dtype).sqrt()
-
     def widened(self, outputs: Tensor, factor: float) -> tuple[Likelihood, Tensor]:
         wider, outputs = self.inner.widened(outputs, factor)
         return Weighted(wider), outputs

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.special import ndtr
 
 from bayesopt_chain import checks
-from bayesopt_chain.likelihoods._likelihood import Elementwise, Grouping, Likelihood, weights_of_draws
+from bayesopt_chain.likelihoods._likelihood import Elementwise, Grouping, Likelihood
 from bayesopt_chain.likelihoods._predictive import Mixture, Outputs
 from bayesopt_chain.likelihoods._quadrature import incomplete_beta, normal_nodes, standard_gamma
 from bayesopt_chain.trees import as_tensor
@@ -58,7 +58,7 @@ class Normal(Likelihood):
     def mixture_crps(self, outputs: Tensor, log_weights: Tensor, targets: Tensor) -> Tensor:
         """``E|X - y| - E|X - X'| / 2`` for a mixture of Gaussians (Grimit et al., 2006)."""
         mean, log_variance = self.pair(outputs)
-        return mixture_crps(mean, log_variance.exp(), log_weights.exp().to(mean), targets)
+        return mixture_crps(mean, log_variance.exp().expand_as(mean), log_weights.exp().to(mean), targets)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,17 +87,13 @@ class Gaussian(Normal):
     def scaled(self, scale: Tensor | float) -> Likelihood:
         return Gaussian(self.variance_of_noise / scale)
 
-    def whitened(self, outputs: Tensor, targets: Any) -> Tensor:
-        self._require_once(outputs, targets)
-        return (targets - outputs) * self._variance(outputs).rsqrt()
-
     def mixed(self, outputs: Outputs | Tensor, log_weights: Tensor | None = None) -> Mixture:
-        noise = within = self.variance(outputs[0])
-        if isinstance(outputs, Outputs):
-            spread = outputs.variance.reshape(noise.shape)
-            outputs, log_weights, noise = outputs.mean[None], outputs.mean.new_zeros(1), noise + spread
-        stacked = torch.stack([outputs, noise.log().expand_as(outputs)], -1)
-        return Mixture(_Stacked(), stacked, weights_of_draws(outputs, log_weights), within)
+        noise = self.variance(outputs[0])
+        if not isinstance(outputs, Outputs):
+            return replace(super().mixed(outputs, log_weights), within=noise)
+        mean, spread = outputs.mean, outputs.variance.reshape(noise.shape)
+        stacked = torch.stack([mean, (noise + spread).log()], -1)[None]
+        return Mixture(_Stacked(), stacked, mean.new_zeros(1), noise, (mean, spread))
 
     def widened(self, outputs: Tensor, factor: float) -> tuple[Likelihood, Tensor]:
         return Gaussian(self.variance_of_noise * factor), outputs
@@ -143,13 +139,9 @@ class LearnedGaussian(Normal):
         _, log_variance = self.pair(outputs)
         return Elementwise(torch.cat([(-log_variance / 2).exp(), torch.full_like(log_variance, 0.5**0.5)], dim=-1))
 
-    def mixed(self, outputs: Outputs | Tensor, log_weights: Tensor | None = None) -> Mixture:
-        found = super().mixed(outputs, log_weights)
-        if not isinstance(outputs, Outputs):
-            return found
-        _, log_variance = self.pair(outputs.mean)
-        spread = self.pair(outputs.variance.reshape(outputs.mean.shape))[1]
-        return replace(found, within=(log_variance + spread / 2).exp())
+    def moments(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        (of_mean, log_noise), (spread, of_log) = self.pair(mean), self.pair(variance)
+        return (log_noise + of_log / 2).exp(), (of_mean, spread)
 
     def widened(self, outputs: Tensor, factor: float) -> tuple[Likelihood, Tensor]:
         mean, log_variance = self.pair(outputs)

@@ -55,7 +55,7 @@ from bayesopt_chain import checks
 from bayesopt_chain.likelihoods._predictive import Mixture, Outputs, Predictive
 from bayesopt_chain.likelihoods._quadrature import normal_nodes, points_for
 from bayesopt_chain.tracing import is_hidden, is_readable, is_transformed
-from bayesopt_chain.trees import wide
+from bayesopt_chain.trees import as_tensor, wide
 
 
 class OutputRoot(ABC):
@@ -708,7 +708,12 @@ class Likelihood(ABC):
             >>> likelihoods.gaussian(0.25).whitened(torch.zeros(1, 1), torch.ones(1, 1))
             tensor([[2.]])
         """
-        raise ValueError(f"a {self.name} likelihood has no residuals in units of Gaussian noise")
+        if not self.has_noise_scale:
+            raise ValueError(f"a {self.name} likelihood has no residuals in units of Gaussian noise")
+        self._require_once(outputs, targets)
+        found = (self.labels(targets) - outputs) * as_tensor(self.noise_variance, outputs.dtype, outputs.device).rsqrt()
+        weights = self.weights(targets)
+        return found if weights is None else found * weights.to(outputs.dtype).sqrt()
 
     # What follows.
 
@@ -734,6 +739,11 @@ class Likelihood(ABC):
         labels, weights = self.labels(targets), self.weights(targets)
         if not isinstance(labels, Tensor):
             raise TypeError(f"the {self.name} likelihood got targets that are no tensor: {checks.short(labels)}")
+        if labels.dtype == torch.bool and self.support is not None and not self.support.is_discrete:
+            raise TypeError(
+                f"the {self.name} likelihood got targets that are torch.bool: convert them (targets.float()), or pass "
+                "likelihoods.bernoulli()"
+            )
         positions = self.grouping(outputs.shape[1:]).positions
         wanted = (outputs.shape[0], *positions)
         for what, value in (("targets", labels), ("weights", weights)):
@@ -742,7 +752,7 @@ class Likelihood(ABC):
                     f"the {self.name} likelihood got {what} {tuple(value.shape)}, but the outputs ask for {wanted}: "
                     f"reshape the {what} (broadcasting would mix data)"
                 )
-        if isinstance(labels, Tensor) and (is_readable(labels) or (wait and not is_hidden(labels))):
+        if is_readable(labels) or (wait and not is_hidden(labels)):
             self.require_values(labels)
 
     def _require_once(self, outputs: Tensor, targets: Any) -> None:
@@ -1025,8 +1035,26 @@ class Likelihood(ABC):
             tensor([[1.]])
         """
         if isinstance(outputs, Outputs):
-            return Mixture(self, *self.nodes(*outputs))
+            variance = outputs.variance.reshape(outputs.mean.shape)
+            return Mixture(self, *self.nodes(*outputs), *self.moments(outputs.mean, variance))
         return Mixture(self, outputs, weights_of_draws(outputs, log_weights))
+
+    def moments(self, mean: Tensor, variance: Tensor) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
+        """What is known of a target at Gaussian outputs in closed form.
+
+        Args:
+            mean, variance: of the outputs, ``[N, *event]``.
+
+        Returns:
+            ``E Var[y | f]``, and mean and variance of ``E[y | f]``; ``None``, the default, where nodes have to say it.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> likelihoods.poisson().moments(torch.zeros(1, 1), torch.zeros(1, 1))
+            (tensor([[1.]]), (tensor([[1.]]), tensor([[0.]])))
+        """
+        return None, None
 
     def log_prob_at_nodes(self, outputs: Tensor, targets: Any) -> Tensor:
         """:meth:`log_prob` of a mixture's nodes, ``[S, N, *event]``: at once, where the likelihood takes leading axes.

@@ -49,8 +49,8 @@ LOWEST, HIGHEST = float("-inf"), float("inf")
 class Mixture:
     """``likelihood`` of a target given its outputs, over the nodes ``outputs`` ``[S, N, *event]`` with ``log_weights`` ``[S]``.
 
-    ``within`` is ``E Var[y | f]``, shaped like the mean, where the variance at a node holds more than the noise; ``of_means``
-    are mean and variance of ``E[y | f]`` where both are known without the nodes, and then ``within`` is.
+    ``within`` is ``E Var[y | f]``, shaped like the mean, and ``of_means`` are mean and variance of ``E[y | f]``, each where it
+    is known without the nodes.
     """
 
     likelihood: Any
@@ -73,12 +73,16 @@ class Mixture:
         return self.average(self.likelihood.variance(self.outputs)) if self.within is None else self.within
 
     @property
-    def variance(self) -> Tensor:
+    def spread(self) -> Tensor:
+        """``Var E[y | f]``, shaped like the mean: the part of the variance that more data could remove."""
         if self.of_means is not None:
-            return self.noise + self.of_means[1]
+            return self.of_means[1]
         means = self.likelihood.mean(self.outputs)
-        within = self.average(self.likelihood.variance(self.outputs))
-        return within + self.average((means - self.average(means)).square())
+        return self.average((means - self.average(means)).square())
+
+    @property
+    def variance(self) -> Tensor:
+        return self.noise + self.spread
 
     def log_prob(self, labels: Any) -> Tensor:
         each = self.likelihood.log_prob_at_nodes(self.outputs, labels)
@@ -395,8 +399,9 @@ class Predictive:
     def epistemic(self) -> Tensor:
         """What more data could remove, shaped like :attr:`aleatoric`: of classes the mutual information of label and outputs in
         nats, otherwise the variance of the mean."""
-        whole = self.entropy if self.likelihood.has_classes else self.variance
-        return (whole - self.aleatoric).clamp_min(0)
+        if not self.likelihood.has_classes:
+            return self._of(lambda p: p.spread)
+        return (self.entropy - self.aleatoric).clamp_min(0)
 
     def log_prob(self, targets: Any) -> Tensor:
         """The log density of new targets.

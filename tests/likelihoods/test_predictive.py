@@ -295,6 +295,23 @@ def test_parts_of_the_data_have_the_answers_of_the_whole(monkeypatch):
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize(
+    "likelihood",
+    [likelihoods.student_t(1.5), likelihoods.gaussian(1e6), likelihoods.negative_binomial(1e-3)],
+)
+def test_what_more_data_could_remove_is_the_variance_of_the_means_beside_any_noise(likelihood):
+    """Noise may be infinite, or so large that the sum of both says nothing of the smaller one."""
+    outputs = 1e-4 * torch.randn(5, 2, 1, dtype=torch.float32)
+    wanted = likelihood.mean(outputs.double()).var(0, correction=0)
+    drawn = likelihood.mixture(outputs)
+    torch.testing.assert_close(drawn.epistemic.double(), wanted, rtol=1e-2, atol=0)
+    variance = torch.full((2, 1), 1e-8, dtype=torch.float32)
+    known = likelihood.predictive(torch.zeros(2, 1, dtype=torch.float32), variance)
+    torch.testing.assert_close(known.variance, known.aleatoric + known.epistemic)
+    slope = torch.func.jacfwd(lambda f: likelihood.mean(f)[0])(torch.zeros(1, 1))[..., 0, 0]
+    torch.testing.assert_close(known.epistemic[0].double(), 1e-8 * slope.square(), rtol=1e-2, atol=0)
+
+
 def test_covariances_are_of_draws_and_of_joint_gaussians():
     """Of draws the law of total covariance; of a joint Gaussian its own with the noise; a sample has it (10 deviations)."""
     noise, outputs, log_weights = torch.tensor([0.5, 2.0]), torch.randn(5, 3, 2), torch.randn(5).log_softmax(-1)
@@ -554,6 +571,18 @@ def test_a_likelihood_is_scipys_distribution(name):
             close(likelihood.nll(outputs, y), -wanted.logpmf(float(value)))
 
 
+@pytest.mark.parametrize("mean", [2.7, 1e4, 1e6, 1e8])
+def test_log_densities_of_large_counts_in_single_precision_are_scipys(mean):
+    """They are differences of terms as large as y log y, of a dispersion of 10^6 also where counts are small."""
+    f, y = torch.tensor([[mean]]).log().float(), torch.tensor([[float(round(mean + mean**0.5))]])
+    mu, count = f.double().exp().item(), y.item()
+    poisson, binomial = (
+        x.nll(f, y.float()).item() for x in (likelihoods.poisson(), likelihoods.negative_binomial(1e6))
+    )
+    assert poisson == pytest.approx(-stats.poisson(mu).logpmf(count), abs=1e-5)
+    assert binomial == pytest.approx(-stats.nbinom(1e6, 1 / (1 + mu / 1e6)).logpmf(count), abs=1e-5)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_draws_follow_the_distribution_function(name):
     """By Kolmogorov and Smirnov's test of 4,000 draws at their places in it, at random between the two ends of a step of
@@ -749,6 +778,7 @@ ONE_EACH = "depends on the rest of the batch"
         ),
         (lambda: CLASSES.nll(LOGITS, torch.tensor([0, 3])), "class numbers from 0 to 2, such as 3"),
         (lambda: CLASSES.nll(LOGITS, torch.tensor([0.0, 1.0])), "class numbers, int64"),
+        (lambda: CLASSES.nll(LOGITS, torch.tensor([0, 3], dtype=torch.uint16)), "class numbers from 0 to 2, such as 3"),
         (lambda: CLASSES.nll(torch.zeros(2, 1), torch.tensor([0, 0])), r"at least two classes.*bernoulli"),
         (lambda: CLASSES.nll(torch.zeros(0, 3), torch.zeros(0).long()), "the batch is empty"),
         (lambda: likelihoods.categorical(weight=[1.0, 2.0]).nll(LOGITS, Y), "weight has 2 entries"),
@@ -768,6 +798,27 @@ ONE_EACH = "depends on the rest of the batch"
 def test_it_is_refused_by_name(ask, words):
     with pytest.raises(ValueError, match=words):
         ask()
+
+
+@pytest.mark.parametrize(
+    "likelihood", [likelihoods.gaussian(), likelihoods.student_t(), likelihoods.gaussian("learned")]
+)
+def test_yes_and_no_are_no_numbers_of_a_real_line(likelihood):
+    outputs, y = torch.zeros(2, 2 if "learned" in likelihood.name else 1), torch.tensor([[True], [False]])
+    for ask in (likelihood.nll, likelihood.root, lambda f, y: likelihood.mixture(f[None]).log_prob(y)):
+        with pytest.raises(TypeError, match=r"torch\.bool: .*bernoulli"):
+            ask(outputs, y)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int16, torch.int32])
+def test_classes_may_be_whole_numbers_of_any_kind(dtype):
+    """Unsigned ones are compared with -100 modulo 256, as which class 156 was left out."""
+    outputs, y = torch.randn(3, 200), torch.tensor([156, 3, 199])
+    given = y.to(dtype)
+    torch.testing.assert_close(CLASSES.nll(outputs, given), CLASSES.nll(outputs, y))
+    pair = [(x, torch.tensor([1.0, 0.0, 2.0])) for x in (given, y)]
+    torch.testing.assert_close(*(likelihoods.weighted(CLASSES).nll(outputs, x) for x in pair))
+    torch.testing.assert_close(*(CLASSES.mixture(outputs[None]).log_prob(x) for x in (given, y)))
 
 
 @pytest.mark.parametrize("name", ["gaussian", "bernoulli", "poisson", "student_t", "negative_binomial"])
