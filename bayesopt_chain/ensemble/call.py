@@ -28,6 +28,7 @@ from bayesopt_chain.runs.run import describe
 
 WHO = "posterior_ensemble: "
 MOST_PRECISE = 1e12  # of priors: weights with a smaller deviation than 1e-6 cannot be trained
+COARSE = 4.0  # roundings of outputs at the targets' mean, of which a deviation has to be larger
 SPARE = 0.04  # of minutes, for what follows training
 LONG = 300.0  # seconds that a default call says it takes longer than
 # standard errors of what the networks gain over a constant: an error below (of 37 such runs none was wrong, and 5 of 65 below
@@ -165,7 +166,7 @@ def posterior_ensemble(
     with unshared_statistics(), torch.no_grad(), torch.random.fork_rng(devices=[]):
         event = _require_targets(plain, raw, likelihood)
     known = likelihood.support is not None or likelihood.has_classes  # else targets may be of any kind
-    variance = moments(likelihood, raw.targets)[1] if known else None
+    mean, variance = moments(likelihood, raw.targets) if known else (None, None)
     alike = variance is not None and not bool((variance > 0).any())
     residuals = alike and likelihood.has_noise_scale
     if standardize is None:
@@ -173,7 +174,7 @@ def posterior_ensemble(
     scale = Scale.of(raw, likelihood, plain.still.module) if standardize else Scale()
     with checks.blaming("posterior_ensemble", "data"):
         networks = members_of(make_model, members, seed, raw.device, scale, few).looked_at(raw.inputs_of(LEAST))
-    unit = _unit(likelihood, raw, variance, networks if residuals else None)
+    unit = _unit(likelihood, raw, mean, variance, networks, residuals)
     trained = likelihood
     if likelihood.has_noise_scale:  # with noise in the targets' units
         trained = gaussian(unit) if likelihood.weights(raw.targets) is None else weighted(gaussian(unit))
@@ -318,7 +319,7 @@ def _finished(
         if drawn["agree"]:
             kind = f"posterior of {problem.count} chain{'s' * (problem.count > 1)}"
         kind += f", {len(drawn['draws'])} draws of each"
-    said = _said(problem, trained, chosen, scale)
+    said, advice = _said(problem, trained, chosen, scale), dict[str, str]()
     scores, likelihood, noise, ends = held.scored(mixed, folds)
     if noise is not None:
         noise, cut = held.noise_of_all(problem, noise, networks, trained.pilots)
@@ -330,10 +331,15 @@ def _finished(
             )
         said += ends + cut
     else:
-        factor, ends = held.best_factor(likelihood, folds)
+        factor, far = held.best_factor(likelihood, folds)
         scores = held.score(likelihood, folds, factor)
-        said += [f"scale: {factor:.3g}, by held-out data.", *ends]
-    table, advice = {"ensemble": float(scores.mean())}, {}
+        said.append(f"scale: {factor:.3g}, by held-out data.")
+        if far and not likelihood.has_classes:
+            advice["scale"] = (
+                f"held-out errors ask for {factor:.3g} times the variance that the networks were trained with: pass a scale= "
+                f"of student_t that is {factor**0.5:.3g} times as large, in the targets' units"
+            )
+    table = {"ensemble": float(scores.mean())}
     if drawn:
         said.append("chains: " + drawn["said"] + ("." if "draws" in drawn else ": an ensemble was the better buy."))
         passes["chains"] = drawn.get("passes", 0.0)
@@ -425,18 +431,22 @@ def _numbers(x: Any) -> str:
     return f"variance {few}" + (f" and {len(values) - 4} more" if len(values) > 4 else "")
 
 
-def _unit(likelihood: Likelihood, data: Data, variance: Any, residuals: Members | None) -> Any:
+def _unit(likelihood: Likelihood, data: Data, mean: Any, variance: Any, networks: Members, residuals: bool) -> Any:
     """The variance of targets on the real line, ``None`` of others.
 
     Of residuals, whose targets are all equal, it is the mean square of what untrained networks give.
     """
     if likelihood.support != REAL:
         return None
-    if likelihood.labels(data.targets).dtype == torch.bool:
-        raise TypeError(f"{WHO}targets are torch.bool: convert them (targets.float()), or pass likelihoods.bernoulli()")
-    if residuals is not None:
+    own = next(iter(networks.params.values())).dtype
+    if bool(((variance > 0) & (variance.sqrt() < COARSE * torch.finfo(own).eps * mean.abs())).any()):
+        raise ValueError(
+            f"{WHO}targets vary by {float(variance.min().sqrt()):.3g} around {float(mean.abs().max()):.3g}, which outputs in "
+            f"{own} cannot tell apart: subtract from the targets what they have in common"
+        )
+    if residuals:
         inputs, targets = data.take(torch.arange(min(256, data.size), device="cpu"))
-        outputs = residuals.outputs(inputs).detach()
+        outputs = networks.outputs(inputs).detach()
         unit = (outputs - likelihood.labels(targets)).double().square().mean().clamp_min(1e-30)
         variance = unit + torch.zeros_like(variance)
     elif not likelihood.has_noise_scale:

@@ -30,9 +30,9 @@ from bayesopt_chain.likelihoods._gaussian import LearnedGaussian, StudentT
 from bayesopt_chain.modules.functional import Reader, as_pair, batch_inputs, logits_of
 
 AT_ONCE = 1024  # data of a Dataset that are read together
-LEAST = 8
 ROUNDED = 1e-13  # of a mean in double precision: targets that vary less are equal
 LEAST_SCORED = 4  # data of a fold
+LEAST = 2 * LEAST_SCORED + 1
 
 
 class Data(NamedTuple):
@@ -184,8 +184,9 @@ def _moments(x: Tensor, feature: int | None) -> tuple[Tensor, Tensor] | None:
         return None
     axes = [axis for axis in range(max(1, x.ndim)) if axis != feature or axis == 0]
     deviation, mean = (a[0] for a in torch.std_mean(x.double(), axes, correction=0, keepdim=True))
-    # a column that hardly varies is noise of rounding
-    return mean, torch.where(deviation > 1e-6 * mean.abs() + torch.finfo(x.dtype).tiny, deviation, 1.0)
+    # a column that varies by less is noise of rounding, which is to stay as small as it is
+    least = 2 * torch.finfo(x.dtype).eps * mean.abs() + torch.finfo(x.dtype).tiny
+    return mean, torch.where(deviation > least, deviation, torch.where(deviation > 0, mean.abs() + least, 1.0))
 
 
 @torch.random.fork_rng(devices=[])  # loaders and samplers draw
@@ -251,16 +252,11 @@ def require_inputs(who: str, inputs: Any) -> None:
 
 
 def _of_epochs(data: Epochs) -> Any:
+    """All data of epochs but those that they leave out."""
+    rows = data.common_rows()
     if data.leaves is None:
-        return _joined(DataLoader(data.data, AT_ONCE))
-    if any(not torch.equal(rows, data.left_out[0]) for rows in data.left_out):
-        raise ValueError(
-            "posterior_ensemble: these epochs leave out other data for each chain: pass the data; held_out= leaves folds out"
-        )
-    kept = torch.ones(data.size, dtype=torch.bool, device="cpu")
-    for rows in data.left_out:
-        kept[rows] = False
-    return batches.tree_map(lambda x: x[kept.to(x.device)], data.data)
+        return _joined(DataLoader(Subset(data.data, rows.tolist()), AT_ONCE))
+    return batches.tree_map(lambda x: x[rows.to(x.device)], data.data)
 
 
 def _in_order(loader: DataLoader) -> Iterable[Any]:
@@ -294,7 +290,6 @@ def _joined(loader: Iterable[Any]) -> Any:
         )
     except (RuntimeError, TypeError, ValueError) as err:
         raise ValueError(
-            f"posterior_ensemble: the batches cannot be put together ({err}): every datum needs the same shape, so pad "
-            "texts to "
-            "one length"
+            f"posterior_ensemble: the batches cannot be put together ({err}): each has to hold tensors, its data on axis 0, "
+            "and every datum needs the same shape (pad texts to one length, number names); of single data make a DataLoader"
         ) from err

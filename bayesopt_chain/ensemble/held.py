@@ -25,7 +25,8 @@ Logits are divided, and noise scales other than these multiplied, by the c whose
 
     p(log c | folds)  ~  exp(sum_i l_i(c) - (log c)^2 / 2),
 
-so that few data, which cannot tell, leave predictions as they are, and some of them do not have to be sure.
+so that few data, which cannot tell, leave predictions as they are, and some of them do not have to be sure. Where the best c is
+an end of a grid from .1 to 31.6, as of a scale in other units than the targets, a wide one without this prior decides.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ LEAST = 1e-6  # noise, in units of the targets' variance
 # variances in units of the targets', and what logits are divided by
 NOISES = torch.logspace(-6, 1, 100, dtype=torch.float64, device="cpu")
 SCALES = torch.logspace(-1, 1.5, 60, dtype=torch.float64, device="cpu")
+FAR = torch.logspace(-12, 12, 289, dtype=torch.float64, device="cpu")  # where an end of them is the best
 NEGLIGIBLE = 0.05  # of log c: a smaller one is no factor at all
 MOST_CONSTANTS = 4096  # outputs of a datum beyond which no constant is fitted
 
@@ -209,17 +211,18 @@ def disagreement(problem: Problem, folds: Sequence[Fold], outputs: Sequence[Tens
     return (torch.cat(products).sum(0) / torch.cat(counts).sum(0).clamp_min(1e-30)).clamp_min(0)
 
 
-def best_factor(likelihood: Likelihood, folds: Sequence[Fold]) -> tuple[float, list[str]]:
-    """What logits are divided by, or noise scales are widened by, and what is to be said of it."""
-    if not likelihood.has_width:
-        return 1.0, []
-    logs = SCALES.log()
-    table = torch.stack([score(likelihood, folds, c).sum() for c in SCALES.tolist()]).to(logs) - logs.square() / 2
-    mean, best = float(table.softmax(0) @ logs), int(table.argmax())
-    if abs(mean) < NEGLIGIBLE:
-        return 1.0, []
-    end = best in (0, len(SCALES) - 1)
-    return math.exp(mean), [f"scale: at the end {SCALES[best]:.3g} of its grid."] if end else []
+def best_factor(likelihood: Likelihood, folds: Sequence[Fold]) -> tuple[float, bool]:
+    """What logits are divided by, or noise scales are widened by, and whether it is far from 1."""
+    mean, far = 0.0, False
+    for scales, prior in ((SCALES, 0.5), (FAR, 0.0)) if likelihood.has_width else ():
+        logs = scales.log()
+        table = (
+            torch.stack([score(likelihood, folds, c).sum() for c in scales.tolist()]).to(logs) - prior * logs.square()
+        )
+        mean, far = float(table.softmax(0) @ logs), int(table.argmax()) in (0, len(scales) - 1) or scales is FAR
+        if not far:
+            break
+    return 1.0 if abs(mean) < NEGLIGIBLE else math.exp(mean), far
 
 
 def constant_scores(problem: Problem, folds: Sequence[Fold]) -> Tensor | None:

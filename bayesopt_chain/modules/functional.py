@@ -133,10 +133,10 @@ def copied(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """
     try:
         return copy.deepcopy(module, memo)
-    except (RuntimeError, TypeError) as err:
+    except (RuntimeError, TypeError, ValueError) as err:
         raise ValueError(
             f"the module cannot be copied ({err}): keep no results of computations in it; in the place of "
-            "torch.nn.utils.weight_norm take torch.nn.utils.parametrizations.weight_norm"
+            "torch.nn.utils.weight_norm take torch.nn.utils.parametrizations.weight_norm; call a module with lazy norms once"
         ) from err
 
 

@@ -213,9 +213,21 @@ FEW = (X[:, 0] > 0).long().where(torch.arange(N) < 5, -100)
         (Bare(), (X, Y), GAUSSIAN, ValueError, "cannot be drawn anew"),
         (maker(), (X, X[:, 0]), GAUSSIAN, ValueError, "outputs ask for"),
         (maker(), (X / 0, Y), GAUSSIAN, ValueError, "NaN or infinity"),
+        (maker(), [*zip(X, Y[:, 0])], GAUSSIAN, ValueError, "of single data make a DataLoader"),
+        (maker(), [*zip(X, "abc" * 16)], GAUSSIAN, ValueError, "of single data make a DataLoader"),
+        (nn.Sequential(nn.LazyBatchNorm1d(), nn.Linear(2, 1)), (X, Y), GAUSSIAN, ValueError, "with lazy norms once"),
         (maker(), [X], GAUSSIAN, ValueError, r"no targets: .* \(inputs, \(targets, weights\)\)"),
         (maker(), (X.numpy(), Y), GAUSSIAN, TypeError, r"of pandas its \.to_numpy"),
         (maker(), (X, Y > 0), GAUSSIAN, TypeError, r"targets\.float\(\)"),
+        (
+            maker(),
+            (X, 1e9 + 10 * Y.double()),
+            GAUSSIAN,
+            ValueError,
+            r"around 1e\+09.*float32 cannot tell apart: subtract",
+        ),
+        (maker(), (X, 10**9 + (10 * Y).long()), bc.likelihoods.student_t(), ValueError, "cannot tell apart: subtract"),
+        (maker(), (X[:8], Y[:8]), GAUSSIAN, ValueError, "8 data are too few to leave some out: at least 9"),
         (maker(), (X.double(), Y), GAUSSIAN, TypeError, r"module.double\(\)"),
         (maker(), (X.to_sparse(), Y), GAUSSIAN, ValueError, "to_dense"),
         (
@@ -245,6 +257,14 @@ FEW = (X[:, 0] > 0).long().where(torch.arange(N) < 5, -100)
 def test_what_cannot_be_made_right_is_refused(module, data, likelihood, error, words):
     with pytest.raises(error, match=words):
         bc.posterior_ensemble(module, data, likelihood, **SMALL)
+
+
+def test_the_call_that_makes_lazy_layers_leaves_no_statistics_in_a_norm():
+    def make():
+        return nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d(), nn.Linear(3, 1))
+
+    buffers = members_of(make, 2, 0, "cpu", inputs=1e6 * X[:2]).buffers
+    assert not bool(buffers["1.running_mean"].any()) and bool((buffers["1.running_var"] == 1).all())
 
 
 def test_batches_that_batch_norm_cannot_be_trained_on_are_refused():
@@ -316,6 +336,13 @@ def test_a_loaders_sampler_says_which_data_there_are():
         == 20
     )
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("data", [(X, Y), TensorDataset(X, Y)])
+def test_what_epochs_leave_out_is_not_read(data):
+    found, size = read(bc.epochs(data, 8, leave_out=torch.tensor([0, 5])))
+    kept = [i for i in range(N) if i not in (0, 5)]
+    assert size == 8 and torch.equal(found.inputs, X[kept]) and torch.equal(found.targets, Y[kept])
 
 
 def opened_as(file, module=MAKE, likelihood=GAUSSIAN):

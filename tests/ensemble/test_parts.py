@@ -298,6 +298,16 @@ def test_networks_see_unit_moments_and_predict_in_the_targets_units():
     assert Scale.of(Data((masks, torch.ones(20, 3).long()), y, 20), GAUSSIAN, nn.Identity()).inputs == [None, None]
 
 
+def test_columns_far_from_zero_are_seen_with_unit_deviation_and_noise_of_rounding_as_nothing():
+    """Times in nanoseconds that are a minute apart, and a constant of which one number is rounded to the next."""
+    x = 1.6e18 + 6e10 * torch.arange(20.0, dtype=torch.float64)[:, None]
+    seen = Scale.of(Data(x, x, 20), GAUSSIAN, nn.Identity()).into((x, None))
+    torch.testing.assert_close(seen.std(0, correction=0), torch.ones(1, dtype=torch.float64))
+    x = torch.full((20, 1), 1e9)
+    x[3] += 64
+    assert float(Scale.of(Data(x, x, 20), GAUSSIAN, nn.Identity()).into((x, None)).abs().max()) < 1e-6
+
+
 @pytest.mark.parametrize("lik", [bc.likelihoods.gaussian("learned"), bc.likelihoods.student_t(4.0, 2.0)])
 def test_widened_noise_has_the_variance_times_the_factor(lik):
     drawn = torch.randn(5, 2)
