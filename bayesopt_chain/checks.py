@@ -279,17 +279,6 @@ def check_link(link: Any) -> None:
             ARGUMENTS[part.name](f"{type(link).__name__}: {part.name}", value)
 
 
-def with_plain_numbers(function: Function) -> Function:
-    """A function whose arguments become Python's own numbers where they are those of other libraries.
-
-    Example:
-        >>> from fractions import Fraction
-        >>> with_plain_numbers(lambda x: x)(Fraction(1, 2))
-        0.5
-    """
-    return _checking(function, {}, {})
-
-
 @contextmanager
 def blaming(who: str, name: str) -> Iterator[None]:
     """Say of what torch refuses inside which argument it came with: a model that cannot take these inputs.

@@ -89,7 +89,6 @@ class Epochs:
         for _ in range(len(self) - self.offset):
             yield self.batch(*self._advance())
 
-    @checks.with_plain_numbers
     def batch(self, epoch: int, offset: int) -> Any:
         """Batch ``offset`` of an epoch, wherever the iteration stands: leaves ``[b, ...]`` or ``[chains, b, ...]``.
 
@@ -297,7 +296,6 @@ class Indices:
         for _ in range(len(self.owner) - self.owner.offset):
             yield self.owner.rows(*self.owner._advance()).tolist()
 
-    @checks.with_plain_numbers
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch."""
         self.owner.set_epoch(epoch)

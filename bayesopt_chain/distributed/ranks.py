@@ -130,7 +130,7 @@ def chain_seed(seed: int, chain: int) -> int:
     return splitmix64(splitmix64(seed & (2**64 - 1)) ^ splitmix64(~chain & (2**64 - 1))) >> 1
 
 
-@checks.with_plain_numbers
+@checks.takes(seed=checks.INDEX, chain=checks.INDEX)
 def generator(seed: int, chain: int = 0) -> torch.Generator:
     """Make the generator from which one chain draws its key. It is the same on any number of ranks.
 

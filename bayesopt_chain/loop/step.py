@@ -302,7 +302,21 @@ _BUFFERS = checks.Kind(
 )
 
 
-@checks.with_plain_numbers
+@checks.takes(
+    loss=checks.Kind(
+        lambda x: x is None or callable(x) or isinstance(x, GradientEstimator),
+        "loss(params, batch), an estimator of bc.gradients, or None for a filter",
+    ),
+    tx=checks.instance(GradientTransformation, "a gradient transformation"),
+    keywords=_KEYWORDS,
+    buffers=_BUFFERS,
+    inplace=checks.BOOL,
+    check_finite=checks.BOOL,
+    monitor=checks.BOOL,
+    heat_guard=checks.having("a bc.diagnostics.HeatGuard, or None", "watch"),
+    observe=checks.FUNCTION,
+    mesh=checks.ANY,
+)
 def make_step(
     loss: Loss | GradientEstimator | None,
     tx: GradientTransformation,
@@ -397,24 +411,7 @@ def make_step(
         >>> params["w"], info.loss
         (tensor([0.9000, 0.9000]), tensor(1.))
     """
-    checks.require(
-        "make_step",
-        inplace=(inplace, checks.BOOL),
-        check_finite=(check_finite, checks.BOOL),
-        monitor=(monitor, checks.BOOL),
-        keywords=(keywords, _KEYWORDS),
-        buffers=(buffers, _BUFFERS),
-        observe=(observe, checks.FUNCTION.or_none()),
-    )
-    if not isinstance(tx, GradientTransformation):
-        raise TypeError(f"make_step: tx is {tx!r}, not a gradient transformation")
-    if loss is not None and not callable(loss) and not isinstance(loss, GradientEstimator):
-        raise TypeError(
-            f"make_step: loss is {loss!r}; pass loss(params, batch), an estimator of bc.gradients, or None for a filter"
-        )
     if heat_guard is not None:
-        if not callable(getattr(heat_guard, "watch", None)):
-            raise ValueError(f"make_step: heat_guard must be a bc.diagnostics.HeatGuard or None, got {heat_guard!r}")
         heat_guard.require(tx)
     chain = unwrapped(tx)
     ranks = None if mesh is None else DataParallel(mesh)

@@ -129,7 +129,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         ours = [p for p in mine if p.kind is p.KEYWORD_ONLY and (cls.adaptive or p.name != "freeze_after")]
         cls.__signature__ = inspect.Signature([*theirs, *ours])
 
-    @checks.with_plain_numbers
+    @checks.takes(params=checks.ANY, temperature=checks.ANY, generator=checks.ANY)
     def __init__(
         self,
         params: Any,

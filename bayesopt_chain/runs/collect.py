@@ -344,7 +344,7 @@ def _let_go(held: dict[str, Any]) -> None:
     last.try_to_flush()
 
 
-@checks.with_plain_numbers
+@checks.takes(model=checks.MODULE, every=checks.WHOLE, after=checks.SEED)
 def collect(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
@@ -392,7 +392,6 @@ def collect(
     optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate hands the loop a wrapper, which has no hooks
     if optimizer is not None and not hasattr(optimizer, "register_step_post_hook"):
         raise TypeError(f"collect: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    checks.require("collect", model=(model, checks.MODULE), every=(every, checks.WHOLE), after=(after, checks.whole(0)))
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("collect: no parameter of model requires a gradient; nothing would be kept")
     return callback_kind(Collector)(

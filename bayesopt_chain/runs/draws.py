@@ -493,7 +493,13 @@ class Draws:
         return parts[0].stack_chains(*parts[1:])
 
     @torch.no_grad()
-    @checks.with_plain_numbers
+    @checks.takes(
+        forward=_FORWARD,
+        batches=checks.BATCHES,
+        transform=checks.FUNCTION,
+        reduce=checks.one_of("mean", "log_mean_exp", "stack"),
+        chunk=checks.WHOLE,
+    )
     def predict(
         self,
         forward: Callable[[Any, Any], Tensor] | nn.Module,
@@ -532,13 +538,6 @@ class Draws:
             >>> draws.predict(lambda w, x: x * w, [torch.ones(3)])
             tensor([1., 1., 1.])
         """
-        checks.require(
-            "predict",
-            reduce=(reduce, checks.one_of("mean", "log_mean_exp", "stack")),
-            chunk=(chunk, checks.WHOLE),
-            forward=(forward, _FORWARD),
-            transform=(transform, checks.FUNCTION.or_none()),
-        )
         if not len(self):
             raise ValueError("predict: there are no draws; run longer, or with a shorter burn-in")
         if self.is_weighted:
@@ -551,7 +550,6 @@ class Draws:
         run = at_many(buffered_forward(forward) if self._buffer_names else lambda p, batch, _: forward(p, batch))
         if isinstance(batches, (Tensor, tuple, Mapping)):
             batches = [batches] if isinstance(batches, Tensor) or len(batches) else []
-        checks.require("predict", batches=(batches, checks.BATCHES))
         each = max(1, chunk // (self.chains or 1))
 
         def outputs(batch: Any) -> Iterator[Tensor]:
@@ -576,6 +574,7 @@ class Draws:
             )
         return torch.cat(out, 1 if reduce == "stack" else 0)
 
+    @checks.takes(forward=_FORWARD, batches=checks.BATCHES)
     def predictive(
         self,
         forward: Callable[[Any, Any], Tensor] | nn.Module,
@@ -605,7 +604,6 @@ class Draws:
             >>> p.mean, p.variance
             (tensor([[1.]]), tensor([[1.5000]]))
         """
-        checks.require("predictive", likelihood=(likelihood, checks.LIKELIHOOD))
         return likelihood.mixture(self.predict(forward, batches, reduce="stack", chunk=chunk))
 
     @checks.takes(network=checks.MODULE, likelihood=checks.LIKELIHOOD)
@@ -641,6 +639,7 @@ class Draws:
         return Members(network, draws, likelihood, logs)
 
     @torch.no_grad()
+    @checks.takes(forward=_FORWARD, batches=checks.BATCHES)
     def log_likelihood(
         self,
         forward: Callable[[Any, Any], Tensor] | nn.Module,
@@ -674,14 +673,12 @@ class Draws:
             >>> draws.log_likelihood(lambda w, x: x * w, data, bc.likelihoods.gaussian(1.0)).shape
             torch.Size([2, 3])
         """
-        checks.require("log_likelihood", likelihood=(likelihood, checks.LIKELIHOOD))
         if self.is_weighted:
             raise ValueError("log_likelihood: these draws have weights; take draws.equally_weighted()")
         if isinstance(batches, tuple) or (
             isinstance(batches, list) and [*map(torch.is_tensor, batches)] == [True, True]
         ):
             batches = [batches]
-        checks.require("log_likelihood", batches=(batches, checks.BATCHES))
         said = []
         for batch in batches:
             if not isinstance(batch, (tuple, list)) or len(batch) != 2:

@@ -46,7 +46,7 @@ _CALLBACKS = checks.Kind(
 )
 
 
-@checks.with_plain_numbers
+@checks.takes(step=_STEP, params=checks.ANY, batches=checks.ANY)
 def iterate(
     step: Callable,
     params: Any,
@@ -83,7 +83,7 @@ def iterate(
         2 True 0.25
         3 True 0.125
     """
-    _check("iterate", step, steps, burn_in, thinning)
+    _require_draws("iterate", steps, burn_in, thinning)
     return _iterated(Run(step, params, state, ResumableBatches(batches), steps, burn_in, thinning))
 
 
@@ -98,7 +98,15 @@ def _iterated(run: Run) -> Iterator[Iteration]:
         params, state = it.params, it.state
 
 
-@checks.with_plain_numbers
+@checks.takes(
+    step=_STEP,
+    params=checks.ANY,
+    batches=checks.ANY,
+    path=checks.FOLDER,
+    seed=checks.INDEX,
+    callbacks=_CALLBACKS,
+    keep=checks.BOOL,
+)
 def sample(
     step: Callable,
     params: Any,
@@ -172,16 +180,7 @@ def sample(
         >>> len(draws), draws.params["w"].shape
         (5, torch.Size([5, 2]))
     """
-    _check("sample", step, steps, burn_in, thinning)
-    checks.require(
-        "sample",
-        path=(path, checks.FOLDER.or_none()),
-        checkpoint_seconds=(checkpoint_seconds, checks.WORDS["checkpoint_seconds"]),
-        chains=(chains, checks.WHOLE.or_none()),
-        callbacks=(callbacks, _CALLBACKS),
-        keep=(keep, checks.BOOL),
-        progress=(progress, checks.BOOL),
-    )
+    _require_draws("sample", steps, burn_in, thinning)
     both: Any = (params, state)
     checks.with_values("sample", "(params, state)", optree.tree_leaves(both), optree.tree_paths(both))
     for callback in callbacks:
@@ -219,14 +218,7 @@ def sample(
     return _in_store(store)
 
 
-def _check(who: str, step: Any, steps: int, burn_in: int, thinning: int) -> None:
-    checks.require(
-        who,
-        step=(step, _STEP),
-        steps=(steps, checks.WHOLE),
-        burn_in=(burn_in, checks.whole(0)),
-        thinning=(thinning, checks.WHOLE),
-    )
+def _require_draws(who: str, steps: int, burn_in: int, thinning: int) -> None:
     if steps < burn_in + thinning:
         raise ValueError(
             f"{who}: steps={steps} ends before the first draw, which comes after burn_in + thinning = {burn_in + thinning} "
