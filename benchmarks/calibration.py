@@ -70,13 +70,20 @@ def sghmc(m: Model, y: Tensor) -> Tensor:
     return bc.sample(chains, start, state, y, steps=steps, burn_in=200, thinning=40).params
 
 
+def ends(chains: Any, tx: Any, start: Tensor, batches: Any, steps: int, seed: int | None = None) -> Any:
+    """Where chains end, and their states."""
+    state = chains.init(tx, start, seed=seed)
+    return bc.sample(chains, start, state, batches, steps=steps, burn_in=steps - 1).last
+
+
 def laplace(m: Model, y: Tensor) -> Tensor:
     """The mode, by the same chains at T = 0, and a Gaussian with the curvature there."""
     step, start = bc.make_step(m.loss, bc.sgd(m.lr, momentum=0.9)), torch.zeros(len(y), m.size)
     chains = bc.parallel(step, len(y), batch_dim=0)
-    modes, _ = bc.sample(chains, start, chains.init(step.tx, start), y, steps=3000, burn_in=2999).last
-    estimate, tx, out = bc.curvature.ggn(lambda p, b: m.forward(p, b[0]), m.likelihood, "dense"), bc.laplace(), []
-    for mode, targets in zip(modes, y):
+    out: list[Tensor] = []
+    tx: Any = bc.laplace()
+    estimate: Any = bc.curvature.ggn(lambda p, b: m.forward(p, b[0]), m.likelihood, "dense")
+    for mode, targets in zip(ends(chains, step.tx, start, y, 3000)[0], y):
         _, state = tx.update(mode, tx.init(mode), curvature=estimate(mode, (m.inputs, targets)), inplace=False)
         out.append(tx.posterior(state, mode, prior_precision=1.0).sample((DRAWS,)))
     return torch.stack(out, 1)
@@ -96,9 +103,7 @@ def variational(family: Callable[..., Any]) -> Callable[[Model, Tensor], Tensor]
         rate = lambda count: 0.03 * (1 - 0.99 * torch.clamp(count / 4000, max=1.0))  # noqa: E731
         tx = family(bc.adam(rate), temperature=1 / n, weight_decay=1 / n, init_scale=0.3, n_samples=4)
         chains = bc.parallel(bc.make_step(lambda p, y: m.nll(p, (m.inputs, y)), tx), len(y), batch_dim=0)
-        params, state = start, chains.init(tx, start, seed=2)
-        params, state = bc.sample(chains, params, state, y, steps=4000, burn_in=3999).last
-        return of_chains(tx, params, state)
+        return of_chains(tx, *ends(chains, tx, start, y, 4000, seed=2))
 
     return fit
 
@@ -108,11 +113,8 @@ def kalman(m: Model, y: Tensor) -> Tensor:
     tx, start = bc.ekf.dense(prior_precision=1.0), torch.zeros(len(y), m.size)
     estimate = bc.ekf.observe(lambda p, b: m.forward(p, b[0]), m.likelihood)
     chains = bc.parallel(bc.make_step(None, tx, curvature=estimate), len(y), batch_dim=0)
-    params, state = start, chains.init(tx, start)
-    for i in range(len(m.inputs)):
-        batch = m.inputs[i].expand(len(y), 1, -1), y[:, i : i + 1]
-        params, state, _ = chains(params, state, batch)
-    return of_chains(tx, params, state)
+    data = [(x.expand(len(y), 1, -1), y[:, i : i + 1]) for i, x in enumerate(m.inputs)]
+    return of_chains(tx, *ends(chains, tx, start, data, len(data)))
 
 
 METHODS: dict[str, Callable[[Model, Tensor], Tensor]] = {
