@@ -190,8 +190,8 @@ def _moments(x: Tensor, feature: int | None) -> tuple[Tensor, Tensor] | None:
 
 
 @torch.random.fork_rng(devices=[])  # loaders and samplers draw
-def read(data: Any) -> tuple[Data, int | None]:
-    """All data, and the batch size that the user's loader or epochs have.
+def read(data: Any, least: int = LEAST) -> tuple[Data, int | None]:
+    """All data, at least so many, and the batch size that the user's loader or epochs have.
 
     Raises:
         TypeError: nothing that data can be read from.
@@ -232,8 +232,8 @@ def read(data: Any) -> tuple[Data, int | None]:
             + ", ".join(str(tuple(x.shape)) for x in leaves)
         )
     n = leaves[0].shape[0]
-    if n < LEAST:
-        raise ValueError(f"posterior_ensemble: {n} data are too few to leave some out: at least {LEAST}")
+    if n < least:
+        raise ValueError(f"posterior_ensemble: {n} data are too few to leave some out: at least {least}")
     require_inputs("posterior_ensemble", inputs)
     return Data(inputs, targets, n, data if isinstance(data, Mapping) else None), size
 

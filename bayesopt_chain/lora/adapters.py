@@ -315,7 +315,7 @@ class AnswerReader(Reader):
         inputs, targets = super().__call__(batch)
         if self.answers is None or targets is None:
             return inputs, targets
-        numbers = torch.full_like(targets, LEFT_OUT)
+        numbers = torch.full_like(targets, LEFT_OUT, dtype=torch.int64)
         for number, token in enumerate(self.answers):
             numbers[targets == token] = number
         return inputs, numbers

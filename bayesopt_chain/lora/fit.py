@@ -226,7 +226,7 @@ def _problem(model: Any, data: Any, answers: Any, batch_size: int, seed: int, pr
         raise ValueError(f"bayesian_lora: answers={answers!r:.60}: pass a list of at least two different tokens")
     checks.WHOLE("bayesian_lora: batch_size", batch_size)
     try:
-        held, _ = read(data)
+        held, _ = read(data, least=1)
     except (TypeError, ValueError) as err:
         raise type(err)(str(err).replace("posterior_ensemble", "bayesian_lora")) from err
     if held.raw is None:
@@ -235,6 +235,11 @@ def _problem(model: Any, data: Any, answers: Any, batch_size: int, seed: int, pr
     inputs, targets = AnswerReader(model, possible)(held.raw)
     if targets.is_floating_point():
         raise TypeError(f"bayesian_lora: labels are {targets.dtype}: pass numbers of tokens, int64")
+    if targets.ndim != 2:
+        raise ValueError(
+            f"bayesian_lora: labels are {tuple(targets.shape)}: pass one a token, [S, T], such as a DataLoader makes of single "
+            "sequences; for one label a sequence take posterior_ensemble"
+        )
     targets = targets.long()
     if not bool((targets != LEFT_OUT).any()):
         raise ValueError("bayesian_lora: no label of data counts: all are -100, the first of a sequence, or no answer")
@@ -366,6 +371,11 @@ class _Problem:
         """By candidate prior: the loss of held-out sequences, nats a token, of an adapter trained without them."""
         order = torch.randperm(self.size, generator=torch.Generator().manual_seed(self.seed), device="cpu")
         held, rest = order[: self.size // HELD_OUT], order[self.size // HELD_OUT :]
+        if not bool((self.data.targets[held] != LEFT_OUT).any()):
+            raise ValueError(
+                f"bayesian_lora: of the {len(held)} sequences that decide on the prior no label counts: leave sequences "
+                "without labels out, or pass prior_precision=, a number"
+            )
         losses = {}
         with holding(self.model, {}):
             for name, precisions in PRIORS.items():

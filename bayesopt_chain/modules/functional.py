@@ -371,6 +371,7 @@ class Reader:
             self.own = _own_loss(self.module, batch) if isinstance(self.module, nn.Module) else "none"
         if self.own == "moves":
             return inputs, next_labels(targets)
+        targets = targets.to(torch.int64)  # torch compares unsigned ones with -100 modulo 256
         tokens, counted = batch.get("input_ids"), targets != LEFT_OUT
         alike = (
             isinstance(tokens, Tensor) and tokens.shape == targets.shape and bool((tokens == targets)[counted].all())
@@ -388,7 +389,7 @@ def next_labels(labels: Tensor) -> Tensor:
     """Labels by the position that predicts them: those of the next token, and -100 (left out) at the last position.
 
     Args:
-        labels: int64 ``[B, T]``, the tokens themselves; -100 where a token does not count.
+        labels: whole numbers ``[B, T]``, the tokens themselves; -100 where a token does not count.
 
     Returns:
         int64 ``[B, T]``, a new tensor.
@@ -398,7 +399,7 @@ def next_labels(labels: Tensor) -> Tensor:
         >>> bc.posterior.next_labels(torch.tensor([[5, 6, 7]]))
         tensor([[   6,    7, -100]])
     """
-    moved = torch.full_like(labels, LEFT_OUT)
+    moved = torch.full_like(labels, LEFT_OUT, dtype=torch.int64)
     moved[:, :-1] = labels[:, 1:]
     return moved
 
@@ -418,7 +419,7 @@ def _own_loss(module: nn.Module, batch: Mapping[str, Any]) -> Literal["moves", "
         return "none"
     rows = len(batch["labels"])
     one = {k: v[:1] if isinstance(v, Tensor) and v.ndim and len(v) == rows else v for k, v in batch.items()}
-    only = torch.full_like(one["labels"], LEFT_OUT)
+    only = torch.full_like(one["labels"], LEFT_OUT, dtype=torch.int64)
     only[:, 0] = 0
     with evaluating(module):
         output = module(**{**one, "labels": only})

@@ -277,7 +277,17 @@ def test_the_mean_over_all_batches_of_the_loss_has_the_gradient_of_the_mean_over
         ({"model": 3}, TypeError, "model is int"),
         ({"model": lambda: base().requires_grad_(False)}, ValueError, "no parameter of the model asks for a gradient"),
         ({"data": {"input_ids": IDS}}, ValueError, "bayesian_lora: data has no targets"),
-        ({"data": {**MASKED, "labels": IDS[:, 0]}}, ValueError, r"labels are \(\d+,\), where the model asks for"),
+        ({"data": {**MASKED, "labels": IDS[:, 0]}}, ValueError, r"labels are \(24,\): pass one a token"),
+        (
+            {"data": [{k: x[i] for k, x in MASKED.items()} for i in range(24)]},
+            ValueError,
+            r"labels are \(192,\): .* a DataLoader makes of single sequences",
+        ),
+        (
+            {"data": {**MASKED, "labels": IDS.where(torch.arange(24)[:, None] == 0, -100)}},
+            ValueError,
+            "of the 4 sequences that decide on the prior no label counts",
+        ),
         ({"data": {**MASKED, "labels": torch.full_like(IDS, -100)}}, ValueError, "no label of data counts"),
         ({"data": {**MASKED, "labels": IDS.float()}}, TypeError, r"labels are torch\.float32: pass numbers of tokens"),
     ],
@@ -288,6 +298,16 @@ def test_bad_arguments_are_named(data, change, error, says):
     made = made() if callable(made) else made
     with pytest.raises(error, match=says):
         lora.bayesian_lora(made, **given)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
+@pytest.mark.parametrize("answers", [None, [2, 5, 9]])
+def test_labels_are_whole_numbers_of_any_kind_and_a_prior_that_is_given_needs_few(dtype, answers):
+    few = {name: x[8:13] for name, x in MASKED.items()}
+    call = {**SHORT, "steps": 4, "answers": answers}
+    wanted = lora.bayesian_lora(model(), few, **call)
+    found = lora.bayesian_lora(model(), {**few, "labels": few["labels"].to(dtype)}, **call)
+    assert found.nll(few) == wanted.nll(few) and found.report == wanted.report
 
 
 def test_labels_that_are_no_tokens_are_refused_where_they_are_scored():
