@@ -198,12 +198,12 @@ def posterior_ensemble(
     if path is not None or mesh is not None:  # what another process or rank is to have too
         about |= {
             "data": describe(batches.flatten((raw.inputs, raw.targets))[0]),
-            "starts": describe(networks.params),
             "frozen": describe(frozen_of(networks.still.module)),
             "network": described(networks.training.module),
             "likelihood": [likelihood.name, describe(trained)],
         }
-    stages = Stages(path, about, raw.device, mesh)
+    stages = Stages(path, about, raw.device, mesh, None if mesh is None else {"starts": describe(networks.params)})
+    networks = networks.starting_as(stages.once("starts", networks.starts))
     shown.shown = progress and stages.is_first
     folds = [pair[m % 2] if prior_precision or likelihood.has_classes else pair[m // 2 % 2] for m in range(members)]
     axes = stages.once("axes", lambda: principal_axes(networks, raw, scale))

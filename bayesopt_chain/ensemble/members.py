@@ -60,6 +60,25 @@ class Members(NamedTuple):
         draws = not torch.equal(once, again) or not torch.equal(before, torch.get_rng_state())
         return self._replace(draws=self.draws or draws)
 
+    def starts(self) -> dict[str, dict[str, Tensor]]:
+        """Where all members start."""
+        return {"params": self.params, "buffers": self.buffers}
+
+    def starting_as(self, starts: dict[str, dict[str, Tensor]]) -> Members:
+        """The same from starts that were written before: drawn on other threads, or another processor, they may be rounded
+        otherwise.
+
+        Raises:
+            ValueError: starts that are others.
+        """
+        params, buffers = ({k: starts[name][k] for k in own} for name, own in self.starts().items())
+        if any((x - params[k]).abs().max() > 1e-3 * x.abs().max() for k, x in self.params.items()):
+            raise ValueError(
+                "posterior_ensemble: path holds another call: its networks start from other weights; give this one a directory "
+                "of its own"
+            )
+        return self._replace(params=params, buffers=buffers)
+
     def attributes(self) -> list[Tensor]:
         """Tensors of the network in training that are neither parameters nor buffers, which all members share."""
         return [x for layer in self.training.module.modules() for x in vars(layer).values() if isinstance(x, Tensor)]

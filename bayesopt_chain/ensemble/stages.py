@@ -42,16 +42,27 @@ class Stages:
         mesh: the ranks, ``None`` for one process.
         mine: the members of this rank.
         who: the function that was called, for messages.
+
+    Args:
+        about: of the call, by name; another one under the same path is refused.
+        of_ranks: what all ranks have to have in common besides.
     """
 
     who = "posterior_ensemble"
 
-    def __init__(self, path: str | Path | None, about: Mapping[str, Any], device: torch.device, mesh: Any) -> None:
+    def __init__(
+        self,
+        path: str | Path | None,
+        about: Mapping[str, Any],
+        device: torch.device,
+        mesh: Any,
+        of_ranks: Mapping[str, Any] | None = None,
+    ) -> None:
         self.path = None if path is None else Path(path)
         self.device, self.mesh, count = device, mesh, about["members"]
         self.mine = range(count)
         if mesh is not None:
-            _require_ranks(self.who, mesh, count, about)
+            _require_ranks(self.who, mesh, count, {**about, **(of_ranks or {})})
             self.mine = chains_of(count, mesh)
         elif self.path is not None and world().size > 1:
             self.path = self.path / f"rank-{world().rank:05d}-of-{world().size:05d}"

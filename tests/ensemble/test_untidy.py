@@ -1,6 +1,7 @@
 """Untidy data and modules of any kind: units, noise of each output, constants that do better, residuals, lazy layers."""
 
 import re
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -545,6 +546,7 @@ def test_a_call_killed_within_a_stage_goes_on_bit_for_bit(tmp_path, monkeypatch,
         ({"seed": 1}, "seed"),
         ({"make_model": lambda: make(0.2)}, r"p=0\.1"),
         ({"likelihood": bc.likelihoods.student_t(8.0)}, r"likelihood.* is 4\.0, here 8\.0"),
+        ({"make_model": lambda: times(1.01)}, "its networks start from other weights"),
     ],
 )
 def test_another_call_under_the_same_path_is_refused(tmp_path, change, words):
@@ -552,6 +554,23 @@ def test_another_call_under_the_same_path_is_refused(tmp_path, change, words):
     called(tmp_path, **own)
     with pytest.raises(ValueError, match=words):
         called(tmp_path, **own | change)
+
+
+def times(factor):
+    made = make()
+    with torch.no_grad():
+        made[0].weight.mul_(factor)
+    return made
+
+
+def test_starts_that_another_processor_rounds_otherwise_are_those_that_were_written(tmp_path, monkeypatch):
+    """As orthogonal and normal ones are on other threads, or with other instructions."""
+    with monkeypatch.context() as killing:
+        killing.setattr(Training, "train", Mock(side_effect=Killed))
+        with pytest.raises(Killed):
+            called(tmp_path, lr=0.01)
+    again = called(tmp_path, lr=0.01, make_model=lambda: times(1 + 1e-6))
+    assert torch.equal(again.predict(data()[0]).mean, called(lr=0.01).predict(data()[0]).mean)
 
 
 @pytest.mark.slow
