@@ -5,10 +5,12 @@ Each was read in torch 2.11 to 2.13. Whoever needs to know whether a tensor may 
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +33,28 @@ is_batched: Callable[[Tensor], bool] = _functorch.is_batchedtensor
 level: Callable[[Tensor], int] = _functorch.maybe_get_level
 # the tensor below the outermost wrapper
 unwrapped: Callable[[Tensor], Tensor] = _functorch.get_unwrapped
+
+
+@cache
+def function_in_c(name: str) -> int | None:
+    """The address of one of torch's functions for programs in C; ``None`` if this build has none of that name."""
+    files = [*(Path(torch.__file__).parent / "lib").glob("*torch_cpu.*")]
+    library = ctypes.CDLL(str(next(x for x in files if x.suffix in (".so", ".dylib", ".dll"))))
+    return ctypes.cast(getattr(library, name), ctypes.c_void_p).value if hasattr(library, name) else None
+
+
+def handles(tensors: Sequence[Tensor]) -> list[int]:
+    """Handles of tensors for these functions, which keep them alive until :func:`delete_handles`."""
+    read = ctypes.pythonapi.PyCapsule_GetPointer
+    read.restype, read.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    return [read(x, None) for x in _C._aoti.unsafe_alloc_void_ptrs_from_tensors([*tensors])]
+
+
+def delete_handles(given: Sequence[int]) -> None:
+    """Delete what :func:`handles` made."""
+    delete = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(function_in_c("aoti_torch_delete_tensor_object") or 0)
+    for handle in given:
+        delete(handle)
 
 
 def gradients_of_columns(

@@ -5,19 +5,26 @@ function and those around it. Where the function does nothing else, its calls ar
 arguments, and a loop in C++ makes them (``lane_kernels.cpp``). Each thread has buffers and arguments of its own, so that
 threads never wait for one another between two steps.
 
+Products of matrices, which inductor leaves to torch, are recorded as calls of torch's functions for programs in C. These take
+handles of tensors, which stay the same from step to step.
+
 Tensors that every call is given anew (*shared* ones: data, and what a step closes over) are known by the storage that a kernel
-reads; their addresses are written over those of the recording before a step.
+reads; their addresses are written over those of the recording before a step. What a product reads of them is first copied to
+memory that stays.
 """
 
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bayesopt_chain import _torch
 from bayesopt_chain.loop.capture import lane_kernels
 from bayesopt_chain.loop.capture.lane_kernels import addresses, array
 from bayesopt_chain.random.philox_cpu import Call
@@ -25,10 +32,15 @@ from bayesopt_chain.random.philox_cpu import Call
 _MOST = 1024  # arguments of a kernel, as in the source
 # what a generated function may call beside its kernels
 _CALLS = frozenset(("torch", "clear", "empty_strided_cpu", "reinterpret_tensor"))
+# torch's products of matrices, and the functions of the library that call them
+_PRODUCTS = {"mm": "product", "bmm": "product", "addmm": "sum_and_product", "baddbmm": "sum_and_product"}
+_COPIED = (
+    2**20
+)  # bytes of the shared tensors that products read, from which on copying them could take longer than Python
 
 
 class CannotBeRecorded(Exception):
-    """The function that inductor generated does more than to call kernels."""
+    """The function that inductor generated does more than to call kernels and to multiply matrices."""
 
 
 class Kernels:
@@ -49,7 +61,7 @@ class Kernels:
         n, block: the number of chains, and of those of a block.
 
     Raises:
-        CannotBeRecorded: the function does more than to call kernels.
+        CannotBeRecorded: the function does more than to call kernels, or multiplies matrices of blocks of chains.
     """
 
     def __init__(
@@ -70,6 +82,7 @@ class Kernels:
         block: int = 1,
     ) -> None:
         made, kernels, places = [], list[Any](), list[Any]()
+        self.library: Any = lane_kernels.library()
         self.kept, self.report = list[Any](), [inputs[i] for i in buffers[3]]
         self.strides = [inputs[i].stride() for i in shared]
         for t in range(threads):
@@ -79,9 +92,18 @@ class Kernels:
             where = {mine[i].untyped_storage().data_ptr(): (k, mine[i].data_ptr()) for k, i in enumerate(shared)}
             if any([not _is_dense(x) or x.untyped_storage().data_ptr() in where for x in returned]):
                 raise CannotBeRecorded("it returns what it was given")
-            drawn = draws(mine)
+            products = [(name, given) for name, given in calls if isinstance(name, str)]
+            if products and len(chains):
+                raise CannotBeRecorded("products would compete with the threads of the blocks")
+            read = {x.untyped_storage().data_ptr() for _, given in products for x in given}
+            copied = [mine[i] for i in shared if mine[i].untyped_storage().data_ptr() in read]
+            if sum([x.nbytes for x in copied]) > _COPIED or not all(map(_is_dense, copied)):
+                raise CannotBeRecorded("products read much that every call is given anew")
+            copies = [(self.library.copy, [x.data_ptr(), x, x.nbytes]) for x in copied]
             arguments, kernels, places = list[int](), list[Any](), list[tuple[int, int, int]]()
-            for function, given in (*drawn, *calls):
+            for function, given in (*draws(mine), *copies, *calls):
+                if isinstance(function, str):
+                    function, given = self._product(function, given)
                 room = max(8, 1 << (len(given) - 1).bit_length())
                 kernels.append(lane_kernels.Kernel(ctypes.cast(function, ctypes.c_void_p), room))
                 for at, x in enumerate(given, len(arguments)):
@@ -116,8 +138,19 @@ class Kernels:
         pointers = [*map(_address, (chains, self.leaves, of_kernels, slots))]
         self.plan = lane_kernels.Plan(*pointers, *counts, n, block)
         self.kept.append((chains, of_kernels, slots))
-        self.library: Any = lane_kernels.library()
         self.error = ctypes.create_string_buffer(512)
+
+    def _product(self, name: str, given: Sequence[Any]) -> tuple[Any, list[int]]:
+        """The function of the library that calls a product of torch's, and its arguments, which keep the tensors alive.
+
+        Raises:
+            CannotBeRecorded: this build of torch has no such function.
+        """
+        if (function := _torch.function_in_c(f"aoti_torch_cpu_{name}_out")) is None:
+            raise CannotBeRecorded(f"torch has no {name} for programs in C")
+        handles = _torch.handles(given)
+        weakref.finalize(self, _torch.delete_handles, handles).atexit = False
+        return getattr(self.library, _PRODUCTS[name]), [function, *handles]
 
     def give(self, k: int, shared: Sequence[Tensor], batch: Any = (), tables: Any = ()) -> Any:
         """Set the batch of a step, or of all steps.
@@ -177,7 +210,8 @@ def _recorded(program: Any, inputs: Sequence[Tensor]) -> tuple[list[tuple[Any, l
     """Call a function that inductor generated, and record which kernels it calls.
 
     Returns:
-        For each call the kernel, and the tensors that it was given; and what the function returned.
+        For each call the kernel, or the name of a product, and the tensors that it was given, of a product its result first;
+        and what the function returned.
 
     Raises:
         CannotBeRecorded: it does anything else than to call its own kernels, with tensors, in memory that it allocates.
@@ -185,8 +219,10 @@ def _recorded(program: Any, inputs: Sequence[Tensor]) -> tuple[list[tuple[Any, l
     function = getattr(program, "__func__", program)
     names, space = function.__code__.co_names, function.__globals__
     kernels = {name: space[name] for name in names if name.startswith("cpp_fused") and name in space}
-    others = {name for name in names if not isinstance(getattr(torch, name, None), torch.dtype)} - {*kernels}
-    if not others <= _CALLS:
+    products = [name for name in names if name in _PRODUCTS]
+    replaced = {**kernels, **({"extern_kernels": space["extern_kernels"]} if products else {})}
+    others = {name for name in names if not isinstance(getattr(torch, name, None), torch.dtype)}
+    if not (others := others - {*replaced, *products}) <= _CALLS:
         raise CannotBeRecorded(sorted(others))
     calls: list[tuple[Any, list[Tensor]]] = []
 
@@ -202,11 +238,22 @@ def _recorded(program: Any, inputs: Sequence[Tensor]) -> tuple[list[tuple[Any, l
 
         return call
 
+    def multiplied(name: str) -> Callable[..., None]:
+        def call(*given: Tensor, out: Tensor, alpha: float = 1.0, beta: float = 1.0) -> None:
+            if (alpha, beta) != (1, 1):
+                raise CannotBeRecorded("a multiple of a product")
+            calls.append((name, [out, *given]))
+            getattr(replaced["extern_kernels"], name)(*given, out=out)
+
+        return call
+
     try:
         space.update({name: watched(kernel) for name, kernel in kernels.items()})
+        if products:
+            space["extern_kernels"] = SimpleNamespace(**{name: multiplied(name) for name in products})
         returned = [*program([*inputs])]
     finally:
-        space.update(kernels)
+        space.update(replaced)
     every = [x for _, given in calls for x in given] + returned
     if not all([isinstance(x, Tensor) for x in every]) or any([len(given) > _MOST for _, given in calls]):
         raise CannotBeRecorded("its kernels take numbers, or too many arguments")

@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <cstring>
 #include <exception>
+#include <stdexcept>
 #include <utility>
 #ifdef _OPENMP
 #include <omp.h>
@@ -244,6 +245,19 @@ void run_block(const Plan& plan, const Thread& mine, const Given* each, int64_t 
 }
 
 }  // namespace
+
+// A product of matrices by a function of torch's, which takes handles of tensors, and returns another number than 0 if it fails.
+extern "C" void product(void* torchs, void* out, void* a, void* b) {
+  if (reinterpret_cast<int32_t (*)(void*, void*, void*)>(torchs)(out, a, b)) throw std::runtime_error("mm failed");
+}
+
+// The same, added to a tensor: out = c + a b.
+extern "C" void sum_and_product(void* torchs, void* out, void* c, void* a, void* b) {
+  using Function = int32_t (*)(void*, void*, void*, void*, double, double);
+  if (reinterpret_cast<Function>(torchs)(out, c, a, b, 1.0, 1.0)) throw std::runtime_error("addmm failed");
+}
+
+extern "C" void copy(void* to, const void* from, int64_t bytes) { std::memcpy(to, from, bytes); }
 
 // Steps for one block of chains after the other; a thread that is free takes the next. The message of an exception of a
 // kernel (a row out of range) is written to what, of 512 bytes; the blocks that are left are not begun then.

@@ -15,6 +15,7 @@ import torchopt
 from torch import nn
 
 import bayesopt_chain as bc
+from bayesopt_chain import _torch
 from bayesopt_chain.loop.capture import build as capture_module
 from bayesopt_chain.loop.capture import cache, replays
 from bayesopt_chain.random.stream import new_key
@@ -814,16 +815,28 @@ def test_a_program_is_found_again_with_the_same_bits_and_not_for_another_process
     assert compiled == [0, 1] and torch.equal(first, other)
 
 
+def of_elements(params, batch):
+    return (batch * params["w"][0]).square().mean() + (params["b"] - 1.0).square().sum()
+
+
+def of_products(params, batch):
+    """Products of a batch, of results and of many matrices, with a bias and without, which torch makes and not inductor."""
+    hidden = nn.functional.linear(batch, params["w"], params["b"]).tanh()
+    return ((hidden @ params["w"]).view(4, 10, 6) @ params["many"]).square().mean()
+
+
 @compiled
+@pytest.mark.parametrize("value", [of_elements, of_products])
 @pytest.mark.parametrize("steps", [1, 5])
-def test_recorded_kernels_make_the_bits_of_the_generated_function(steps, monkeypatch):
+def test_recorded_kernels_make_the_bits_of_the_generated_function(steps, value, monkeypatch):
     data, scale = torch.randn(9, 40, 6, generator=torch.Generator().manual_seed(1)), torch.tensor(2.0)
-    params, tx = {"w": torch.ones(6), "b": torch.zeros(3, 2)}, bc.sghmc(torch.tensor(0.01), temperature=0.1)
+    params = {"w": torch.eye(6), "b": torch.zeros(6), "many": torch.ones(4, 6, 2)}
+    tx = bc.sghmc(torch.tensor(0.01), temperature=0.1)
     state = tx.init(params)
     several = {"steps": steps, "batch_dim": 0, "draws": True} if steps > 1 else {}
 
     def loss(params, batch):
-        return scale * (batch * params["w"]).square().mean() + (params["b"] - 1.0).square().sum(), batch[0].exp()
+        return scale * value(params, batch), batch[0].exp()
 
     def run():
         fast = bc.capture(bc.make_step(loss, tx), params, state, data[:steps] if several else data[0], **several)
@@ -840,6 +853,14 @@ def test_recorded_kernels_make_the_bits_of_the_generated_function(steps, monkeyp
     replay, wanted = run()
     assert replay.kernels is None
     assert all([torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(found, wanted, strict=True)])
+
+
+def test_a_handle_keeps_its_tensor_until_it_is_deleted():
+    x = torch.ones(2)
+    alone, handles = x._use_count(), _torch.handles([x, x])
+    assert x._use_count() == alone + 2
+    _torch.delete_handles(handles)
+    assert x._use_count() == alone
 
 
 @compiled
