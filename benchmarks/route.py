@@ -28,20 +28,15 @@ PACKAGE = Path(bc.__file__).parent
 
 
 class Route(NamedTuple):
-    """The code of the functions that a call ran through."""
+    """What a call ran through.
 
-    entered: set[CodeType]
+    Attributes:
+        files: the files entered, as paths below the package.
+        functions: the functions entered, each with its file and its first line.
+    """
 
-    @property
-    def files(self) -> list[str]:
-        """The files entered, as paths below the package."""
-        return sorted({_file(code) for code in self.entered})
-
-    @property
-    def functions(self) -> list[str]:
-        """The functions entered, each with its file and its first line."""
-        found = (code for code in self.entered if code.co_name != "<lambda>")
-        return sorted(f"{_file(code)}:{code.co_firstlineno} {code.co_name}" for code in found)
+    files: list[str]
+    functions: list[str]
 
 
 def _file(code: CodeType) -> str:
@@ -58,12 +53,12 @@ def route(call: Callable[[], Any]) -> Route:
         >>> "core/update.py" in route(lambda: tx.update(torch.ones(1), state)).files
         True
     """
-    found, inside = Route(set()), f"{PACKAGE}{os.sep}"
+    entered, inside = set[CodeType](), f"{PACKAGE}{os.sep}"
 
     def trace(frame: FrameType, event: str, arg: Any) -> None:
         """Take note of a call; that it returns nothing spares the tracer the function's lines."""
         if frame.f_code.co_filename.startswith(inside):
-            found.entered.add(frame.f_code)
+            entered.add(frame.f_code)
 
     before = sys.gettrace()
     sys.settrace(trace)
@@ -71,7 +66,9 @@ def route(call: Callable[[], Any]) -> Route:
         call()
     finally:
         sys.settrace(before)
-    return found
+    named = (code for code in entered if code.co_name != "<lambda>")
+    functions = sorted(f"{_file(code)}:{code.co_firstlineno} {code.co_name}" for code in named)
+    return Route(sorted({_file(code) for code in entered}), functions)
 
 
 def loss(params: Any, batch: Any) -> torch.Tensor:

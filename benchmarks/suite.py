@@ -32,6 +32,7 @@ from benchmarks.size import counted, git
 ROOT = Path(__file__).parents[1]
 PATH = RESULTS / "tests.json"
 BEFORE = "53a4d5a"
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
 
 
 def folder(path: str) -> str:
@@ -51,41 +52,34 @@ def checked_out(revision: str) -> Iterator[Path]:
             git("worktree", "remove", "--force", f"{made}/tree")
 
 
-def pytest(*arguments: str, cwd: Path = ROOT, **options: Any) -> subprocess.CompletedProcess[str]:
-    """What pytest says, run on the package of a folder."""
+def run(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """What a command says, run on the package of a folder."""
     path = os.pathsep.join([str(cwd), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, **options)
+    return subprocess.run(command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def sizes(revision: str = BEFORE) -> dict[str, Any]:
     """Statements and tests, all and those of the quick tier, by folder and in all."""
     found = {}
     for name, commit in (("before", revision), ("after", git("rev-parse", "--short", "HEAD").strip())):
-        statements, tests = Counter[str](), {"tests": Counter[str](), "quick": Counter[str]()}
-        for path in git("ls-tree", "-r", "--name-only", commit, "tests").split():
-            if path.endswith(".py"):
-                statements[folder(path)] += counted(path, git("show", f"{commit}:{path}"))["statements"]
+        counts = {kind: Counter[str]() for kind in ("statements", "tests", "quick")}
         with checked_out(commit) as tree:
+            for file in (tree / "tests").rglob("*.py"):
+                where = folder(file.relative_to(tree).as_posix())
+                counts["statements"][where] += counted(file.name, file.read_text())["statements"]
             for tier, marks in (("tests", ""), ("quick", "not slow")):
-                said = pytest("--collect-only", "-m", marks, "-p", "no:randomly", "tests", cwd=tree).stdout
-                tests[tier].update(folder(line) for line in said.splitlines() if "::" in line)
-        rows = {"statements": statements, **tests}
-        folders = {each: {kind: row[each] for kind, row in rows.items()} for each in sorted(statements)}
-        found[name] = {"revision": commit, **{kind: row.total() for kind, row in rows.items()}, "folders": folders}
+                said = run(*PYTEST, "--collect-only", "-m", marks, "-p", "no:randomly", "tests", cwd=tree).stdout
+                counts[tier].update(folder(line) for line in said.splitlines() if "::" in line)
+        folders = {each: {kind: row[each] for kind, row in counts.items()} for each in sorted(counts["statements"])}
+        found[name] = {"revision": commit, **{kind: row.total() for kind, row in counts.items()}, "folders": folders}
     return found
 
 
-def make() -> subprocess.CompletedProcess[str]:
-    """What ``make test`` says."""
-    return subprocess.run(["make", "test"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def timed(run: Callable[..., subprocess.CompletedProcess[str]], *arguments: str) -> dict[str, Any]:
+def timed(*command: str) -> dict[str, Any]:
     """A run of pytest: seconds of wall and of processors, and how it ended."""
     load, start, before = os.getloadavg()[0], time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = run(*arguments)
+    done = run(*command)
     spent = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = {
         "wall": round(time.monotonic() - start, 1),
@@ -105,10 +99,10 @@ def main() -> None:
     """Add one part to the record."""
     parts: dict[str, Callable[..., Any]] = {
         "sizes": sizes,
-        "quick": lambda: timed(pytest, "-p", "no:randomly"),
-        "full": lambda: timed(pytest, "-p", "no:randomly", "-n", "2", "--dist", "worksteal", "tests"),
-        "make": lambda: timed(make),
-        "shuffled": lambda seed: {"seed": int(seed), **timed(pytest, f"--randomly-seed={seed}")},
+        "quick": lambda: timed(*PYTEST, "-p", "no:randomly"),
+        "full": lambda: timed(*PYTEST, "-p", "no:randomly", "-n", "2", "--dist", "worksteal", "tests"),
+        "make": lambda: timed("make", "test"),
+        "shuffled": lambda seed: {"seed": int(seed), **timed(*PYTEST, f"--randomly-seed={seed}")},
     }
     what, *arguments = sys.argv[1:]
     found, record = parts[what](*arguments), known(PATH)
