@@ -141,6 +141,7 @@ def blackjax_sghmc(
 
 NETWORKS = {
     "cnn": "CNN of 2 convolutions, batch 32",
+    "small_cnn": "CNN of 2 convolutions on 16 x 16 pixels, batch 32",
     "mlp": "MLP 64-32-8, batch 64",
     "cnn_lstm": "CNN-LSTM of 2.7e6 parameters, 2.56e6 of them an embedding, batch 32",
 }
@@ -169,6 +170,10 @@ def network(kind: str) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
         model, x = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)), torch.randn(64, 64)
     elif kind == "cnn_lstm":
         model, x = Reader(), torch.randint(10_000, (32, 40))
+    elif kind == "small_cnn":
+        first = nn.Conv2d(1, 16, 3), nn.ReLU(), nn.MaxPool2d(2)
+        model = nn.Sequential(*first, nn.Conv2d(16, 32, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 25, 10))
+        x = torch.randn(32, 1, 16, 16)
     else:
         model = nn.Sequential(
             *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
@@ -192,16 +197,15 @@ def training_step(kind: str, make: Callable) -> Callable[[], None]:
     return step
 
 
-def made_step(kind: str, tx, inplace: bool) -> Callable[[], None]:
-    """The same step by ``make_step``, the module taken as a function of its parameters."""
+def functional_step(kind: str, tx, inplace: bool) -> tuple[Any, Any, Any, Any]:
+    """The same step by ``make_step``, the module taken as a function of its parameters; with them, a state and a batch."""
     model, x, y = network(kind)
-    functional = bc.make_functional(model)
+    forward, params, _ = bc.make_functional(model)
 
     def loss(params, batch):
-        return torch.nn.functional.cross_entropy(functional.forward(params, batch), batch[1])
+        return torch.nn.functional.cross_entropy(forward(params, batch), batch[1])
 
-    params = functional.params
-    return stepping(bc.make_step(loss, tx, inplace=inplace), params, tx.init(params), (x, y))
+    return bc.make_step(loss, tx, inplace=inplace), params, tx.init(params), (x, y)
 
 
 def draw_alone(kind: str) -> Callable[[], None]:

@@ -313,8 +313,8 @@ def whole_step(
     times = take_turns(
         {
             "bc.optim.SGHMC": c.training_step(kind, lambda p: bc.optim.SGHMC(p, c.LR, temperature=c.TEMPERATURE)),
-            "make_step in place": c.made_step(kind, sample, inplace=True),
-            "make_step": c.made_step(kind, sample, inplace=False),
+            "make_step in place": stepping(*c.functional_step(kind, sample, inplace=True)),
+            "make_step": stepping(*c.functional_step(kind, sample, inplace=False)),
             "bc.optim.SGD, T = 0": c.training_step(kind, lambda p: bc.optim.SGD(p, c.LR, c.MOMENTUM, foreach=False)),
             "torch.optim.SGD": torchs,
             "torch.optim.SGD + draw": torchs_and_draw,

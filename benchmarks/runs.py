@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import bayesopt_chain as bc
+from benchmarks.contestants import functional_step
 from benchmarks.measure import RESULTS, command, environment, keep, known, spread, take_turns
 
 
@@ -28,25 +29,8 @@ def record(name: str, figures: Any, path: Path = RESULTS / "runs.json") -> None:
 
 
 def cnn() -> tuple[Any, Any, Any, Any]:
-    """A step of a CNN with two convolutions on 32 images of 16 x 16, its parameters, state and batch."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Conv2d(1, 16, 3), torch.nn.ReLU(), torch.nn.MaxPool2d(2), torch.nn.Conv2d(16, 32, 3), torch.nn.ReLU(),
-        torch.nn.Flatten(), torch.nn.Linear(32 * 25, 10),
-    )  # fmt: skip
-    params = {name: p.detach().clone() for name, p in model.named_parameters()}
-
-    def loss(params: Any, batch: Any) -> torch.Tensor:
-        x, y = batch
-        return torch.nn.functional.cross_entropy(torch.func.functional_call(model, params, (x,)), y)
-
-    tx = bc.sghmc(1e-3, temperature=1e-4)
-    return (
-        bc.make_step(loss, tx, inplace=True),
-        params,
-        tx.init(params),
-        (torch.randn(32, 1, 16, 16), torch.arange(32) % 10),
-    )
+    """A step of a small CNN in place, its parameters, state and batch."""
+    return functional_step("small_cnn", bc.sghmc(1e-3, temperature=1e-4), inplace=True)
 
 
 class Timed:
