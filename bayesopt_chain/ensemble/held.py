@@ -174,7 +174,7 @@ class Scored(NamedTuple):
 def scored(problem: Problem, folds: Sequence[Fold]) -> Scored:
     """How well the members predict the folds, with the noise that is best there."""
     likelihood, noise, said = problem.likelihood, None, []
-    if problem.gaussian:
+    if problem.likelihood.has_noise_scale:
         noise, said = best_noise(problem, folds)
         likelihood = likelihood.scaled(1 / noise)
     return Scored(score(likelihood, folds), likelihood, noise, said)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from bayesopt_chain import batches
 from bayesopt_chain.ensemble.data import Data, Scale
 from bayesopt_chain.loop.parallel import stack
-from bayesopt_chain.modules.functional import Forward, arguments_of, copied, evaluating, make_functional
+from bayesopt_chain.modules.functional import Forward, arguments_of, copied, in_mode, make_functional
 from bayesopt_chain.runs.run import describe
 
 DRAWING = (nn.modules.dropout._DropoutNd,)
@@ -225,7 +225,7 @@ def _made(make_model: Any, seed: int, inputs: Any) -> nn.Module:
         if inputs is not None and any(isinstance(p, nn.UninitializedParameter) for p in network.parameters()):
             torch.manual_seed(seed)
             arguments, keywords = arguments_of(network, inputs)
-            with torch.no_grad(), evaluating(network):  # so that no norm takes statistics
+            with torch.no_grad(), in_mode(network, training=False):  # so that no norm takes statistics
                 network(*arguments, **keywords)
         return _drawn_anew(network) if anew else network
 

@@ -293,13 +293,17 @@ class Training:
         self.noise = torch.full_like(done.noise, NOISE)
         self.cross(done.pilots)
         folds = held.folds_of(self.problem, done.pilots)
-        whole = SHARE * held.noise_of(self.problem, folds).cpu() if self.problem.gaussian else self.noise[0]
+        whole = (
+            SHARE * held.noise_of(self.problem, folds).cpu()
+            if self.problem.likelihood.has_noise_scale
+            else self.noise[0]
+        )
         after = {"without": self.noise, "with": whole.expand_as(self.noise)}
         return {**done.ends, **after, "precision": self.precision_of[FAN_IN]}
 
     def cross(self, outputs: list[Tensor], who: list[int] | None = None) -> None:
         """Set the noise v0 of members (default: of all) that leave out one fold by the others'."""
-        folds = held.folds_of(self.problem, outputs, who) if self.problem.gaussian else []
+        folds = held.folds_of(self.problem, outputs, who) if self.problem.likelihood.has_noise_scale else []
         for fold in folds:
             others = [f for f in folds if f is not fold] or [fold]
             self.noise[fold.who] = SHARE * self.stages.firsts(held.noise_of(self.problem, others)).cpu()
@@ -318,7 +322,7 @@ class Training:
                 z = self.z = self.stages.firsts(held.z_of(scores[1] - scores[0]))
                 if abs(z) >= 1:
                     self.now = [FAN_IN if z > 0 else USUAL] * problem.count
-            if problem.gaussian:
+            if problem.likelihood.has_noise_scale:
                 v0 = SHARE * self.stages.firsts(held.noise_of(problem, folds[FAN_IN])).cpu()
                 for m, prior in enumerate(self.now):
                     self.noise[m] = v0 if prior == FAN_IN else NOISE

@@ -95,11 +95,6 @@ class Problem:
             sizes.append(torch.full_like(x, found.sizes.get(name, opaque)).flatten())
         return torch.cat(sizes)
 
-    @property
-    def gaussian(self) -> bool:
-        """Whether noise is found on held-out data."""
-        return self.likelihood.has_noise_scale
-
     def seen(self, held_out: bool) -> list[Tensor]:
         """The rows that each of this rank's members sees."""
         every = torch.arange(self.data.size, device="cpu")
@@ -113,19 +108,18 @@ class Problem:
             inputs, targets, noise, decay, size = batch
             theta = params["theta"]
             outputs, new = forward.with_buffers(self.tree(theta), (inputs, None), buffers or {})
-            likelihood = self.likelihood.scaled(1 / noise) if self.gaussian else self.likelihood
+            likelihood = self.likelihood.scaled(1 / noise) if self.likelihood.has_noise_scale else self.likelihood
             value = size * (likelihood.nll(outputs, targets).mean() + (decay * theta.square()).sum() / 2)
             return value if buffers is None else (value, new)
 
         return plain
 
-    def carries(self, still: bool) -> bool:
-        """Whether a step carries buffers, or a key for what the network draws."""
-        return bool(self.members.buffers) or (self.members.draws and not still)
-
     def stepper(self, tx: Any, buffers: Tensors, *, still: bool = False, each: Any = None) -> Parallel:
         """The step of this rank's members."""
-        own = {k: x[0] for k, x in buffers.items()} if self.carries(still) else None
+        carries = self.members.buffers or (
+            self.members.draws and not still
+        )  # buffers, or a key for what the network draws
+        own = {k: x[0] for k, x in buffers.items()} if carries else None
         loss = self.energy(still=still)
         make: Any = (lambda **k: make_step(loss, tx(**k), buffers=own)) if each else make_step(loss, tx, buffers=own)
         chains = parallel(make, len(self.mine), batch_dim=0, each=each, loop=self.loop)
@@ -269,7 +263,7 @@ def program(chains: Parallel, params: Any, state: Any, batch: Any) -> Callable:
 def constants(problem: Problem, noise: Tensor, decay: Tensor) -> tuple[Tensor, ...]:
     """Of noise ``[M, *event]`` and decay ``[M, P]`` those of this rank's members, and their scale ``[m]``, for a batch."""
     theta, mine = problem.theta, list(problem.mine)
-    size = noise.reshape(len(noise), -1).mean(1) if problem.gaussian else torch.ones_like(theta[:, 0])
+    size = noise.reshape(len(noise), -1).mean(1) if problem.likelihood.has_noise_scale else torch.ones_like(theta[:, 0])
     return noise[mine].to(theta), decay[mine].to(theta), size[mine].to(theta)
 
 

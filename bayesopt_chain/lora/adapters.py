@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from bayesopt_chain.curvature._products import jvp
 from bayesopt_chain.likelihoods import categorical
 from bayesopt_chain.lora.loss import largest_label, require_known
-from bayesopt_chain.modules.functional import LEFT_OUT, Reader, evaluating, logits_of, make_functional, write_back
+from bayesopt_chain.modules.functional import LEFT_OUT, Reader, in_mode, logits_of, make_functional, write_back
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.model import batches_of
 from bayesopt_chain.precision import Kronecker
@@ -160,7 +160,7 @@ class Adapters:
 
     def _logits(self, inputs: Any) -> Iterator[Tensor]:
         """The logits of each draw, ``[B, T, V]``, in float32 at least."""
-        with evaluating(self.model):
+        with in_mode(self.model, training=False):
             for k in range(len(self)):
                 theta = self.draw(k)
                 if self.posterior is None:

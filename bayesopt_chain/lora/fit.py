@@ -52,10 +52,11 @@ from bayesopt_chain.lora.adapters import (
     write_posterior,
 )
 from bayesopt_chain.lora.loss import largest_label, require_known, summed_loss
-from bayesopt_chain.modules.functional import LEFT_OUT, arguments_of, write_back
+from bayesopt_chain.modules.functional import LEFT_OUT, arguments_of, in_mode, write_back
 from bayesopt_chain.posterior.fit import fit_laplace
 from bayesopt_chain.posterior.gaussian import Gaussian, posterior_of
 from bayesopt_chain.precision import Kronecker
+from bayesopt_chain.runs import files
 from bayesopt_chain.runs.run import describe
 from bayesopt_chain.trees import require_like
 
@@ -341,25 +342,22 @@ class _Problem:
             highest = [group["lr"] for group in optimizer.param_groups]
             schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, highest, max(2, steps), cycle_momentum=False)
         sampled: Any = getattr(optimizer, "sampled", nullcontext)
-        modes = {layer: layer.training for layer in self.model.modules()}
-        self.model.train()
         try:
-            for step in range(1, steps + 1):
-                optimizer.zero_grad()
-                with sampled(), torch.enable_grad():
-                    self.loss(next(batches), mean_tokens).backward()
-                optimizer.step()
-                if schedule is not None and step < steps:
-                    schedule.step()
-                then(step)
-            if not all(bool(p.isfinite().all()) for p in self.named.values()):
-                raise ValueError(
-                    "bayesian_lora: training diverged: pass a smaller lr=, or have adapters in float32 where they are float16"
-                )
+            with in_mode(self.model, training=True):
+                for step in range(1, steps + 1):
+                    optimizer.zero_grad()
+                    with sampled(), torch.enable_grad():
+                        self.loss(next(batches), mean_tokens).backward()
+                    optimizer.step()
+                    if schedule is not None and step < steps:
+                        schedule.step()
+                    then(step)
         finally:
             optimizer.zero_grad()
-            for layer, mode in modes.items():
-                layer.training = mode
+        if not all(bool(p.isfinite().all()) for p in self.named.values()):
+            raise ValueError(
+                "bayesian_lora: training diverged: pass a smaller lr=, or have adapters in float32 where they are float16"
+            )
 
     def train(self, k: int, steps: int, lr: float, precisions: Prior, rows: Tensor) -> Iterator[Tensor]:
         """Train the member that was started by Adam on these rows, in the model; returns the batches that come next."""
@@ -421,9 +419,7 @@ class _Problem:
     def laplace(self, precisions: Prior) -> Gaussian:
         """The Laplace posterior, of Kronecker factors, around the model's parameters."""
         mean, every = self.params(), torch.arange(self.size, device="cpu")
-        modes = {layer: layer.training for layer in self.model.modules()}
-        self.model.eval()
-        try:
+        with in_mode(self.model, training=False):
             fitted = fit_laplace(
                 self.model,
                 likelihoods.categorical(),
@@ -435,9 +431,6 @@ class _Problem:
                 prior_precision={n: p.new_tensor(precisions.precision(n, p) or 1.0) for n, p in mean.items()},
                 outputs=logits_over(self.answers),
             )
-        finally:
-            for layer, mode in modes.items():
-                layer.training = mode
         if self.prior is None:
             return fitted.posterior
         return posterior_of(fitted.seen.precision, mean, prior=self.prior)
@@ -497,12 +490,6 @@ class _Kept(Stages):
         model, answers = self.problem.model, self.problem.answers
         found = Adapters(model, stacked, posterior=self.posterior, report=report, answers=answers)
         if (path := self.path) is not None:
-            self.of_first(lambda: _replace(path / ABOUT, json.dumps(found.about(), indent=1) + "\n"))
+            text = json.dumps(found.about(), indent=1) + "\n"
+            self.of_first(lambda: files.replace(path / ABOUT, [text.encode()]))
         return found
-
-
-def _replace(file: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    partial = file.with_name(file.name + ".part")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(file)

@@ -37,10 +37,10 @@ LEFT_OUT = -100  # transformers' label of a position that does not count
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode, and each layer in its own mode again behind the block."""
+def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """The model in training or in eval mode, and each layer in its own mode again behind the block."""
     modes = {layer: layer.training for layer in model.modules()}
-    model.eval()
+    model.train(training)
     try:
         yield
     finally:
@@ -421,7 +421,7 @@ def _own_loss(module: nn.Module, batch: Mapping[str, Any]) -> Literal["moves", "
     one = {k: v[:1] if isinstance(v, Tensor) and v.ndim and len(v) == rows else v for k, v in batch.items()}
     only = torch.full_like(one["labels"], LEFT_OUT, dtype=torch.int64)
     only[:, 0] = 0
-    with evaluating(module):
+    with in_mode(module, training=False):
         output = module(**{**one, "labels": only})
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(loss, Tensor):

@@ -19,7 +19,7 @@ from bayesopt_chain import checks
 from bayesopt_chain.distributed.ranks import world
 from bayesopt_chain.distributed.shards import are_spread
 from bayesopt_chain.loop.module_state import ModuleState
-from bayesopt_chain.modules.functional import evaluating, logits_of, make_functional
+from bayesopt_chain.modules.functional import in_mode, logits_of, make_functional
 from bayesopt_chain.runs.draws import Draws, Reduce
 from bayesopt_chain.runs.folder import STEP, Folder, drawn
 from bayesopt_chain.runs.run import Iteration, ResumableBatches, Run, describe_optimizer, require_same
@@ -225,7 +225,7 @@ class Collector:
             ValueError: no draws, or no batches.
         """
         checks.require("collect", inputs=(inputs, checks.INPUTS))
-        with evaluating(self.model):
+        with in_mode(self.model, training=False):
             forward = make_functional(self.model, inputs=inputs, outputs=logits_of).forward
             return self.draws.predict(forward, batches, transform=transform, reduce=reduce, chunk=chunk)
 

@@ -90,7 +90,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]
         raise ValueError(
             f"save: {path} would have a header of {len(header)} bytes; save fewer or smaller tensors in a file"
         )
-    _replace(path, [len(header).to_bytes(8, "little"), header, *data])
+    replace(path, [len(header).to_bytes(8, "little"), header, *data])
 
 
 def _bytes(x: Tensor) -> memoryview:
@@ -107,7 +107,7 @@ def _seal(entries: Mapping[str, Any], about: str) -> str:
     return f"{zlib.crc32((json.dumps(entries) + about).encode()):08x}"
 
 
-def _replace(path: Path, parts: list[Any]) -> None:
+def replace(path: Path, parts: list[Any]) -> None:
     """Write a temporary neighbour, flush it to the disk, and put it in the place of ``path``, or of what a link there names."""
     path = path.resolve()
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
