@@ -297,7 +297,12 @@ def dispatch() -> Row:
 
 
 def whole_step(
-    kind: str, target: float, rounds: int = 101, in_place: float | None = None, pure: float | None = None
+    kind: str,
+    target: float,
+    rounds: int = 101,
+    in_place: float | None = None,
+    pure: float | None = None,
+    captured: float | None = None,
 ) -> Row:
     """A training step with its gradient, as a class and in place, against torch's class and the stream's draw alone.
 
@@ -310,11 +315,14 @@ def whole_step(
         torchs()
         draw()
 
+    step, *given = c.functional_step(kind, sample, inplace=False)
+    compiled = {} if captured is None else {"captured": stepping(bc.capture(step, *given), *given)}
     times = take_turns(
         {
+            **compiled,
             "bc.optim.SGHMC": c.training_step(kind, lambda p: bc.optim.SGHMC(p, c.LR, temperature=c.TEMPERATURE)),
             "make_step in place": stepping(*c.functional_step(kind, sample, inplace=True)),
-            "make_step": stepping(*c.functional_step(kind, sample, inplace=False)),
+            "make_step": stepping(step, *given),
             "bc.optim.SGD, T = 0": c.training_step(kind, lambda p: bc.optim.SGD(p, c.LR, c.MOMENTUM, foreach=False)),
             "torch.optim.SGD": torchs,
             "torch.optim.SGD + draw": torchs_and_draw,
@@ -327,6 +335,8 @@ def whole_step(
         ("make_step in place", "torch.optim.SGD + draw"): in_place or target,
         ("bc.optim.SGD, T = 0", "torch.optim.SGD"): 1.05,
     }
+    if captured is not None:
+        targets["captured", "torch.optim.SGD + draw"] = captured
     if pure is not None:  # new parameters and a new state at every step
         targets["make_step", "torch.optim.SGD + draw"] = targets["make_step", "torch.optim.SGD"] = pure
     return Row(f"{c.NETWORKS[kind]}, whole step with gradient", times, targets)
@@ -344,7 +354,7 @@ def rows(quick: bool) -> dict[str, Callable[[], Row]]:
         "adam_sixty_leaves": partial(adam, "Adam with noise, 60 leaves, 1e5 parameters", sixty),
         "whole_step_cnn": partial(whole_step, "cnn", 1.10),
         "whole_step_cnn_lstm": partial(whole_step, "cnn_lstm", 1.10, rounds=25),
-        "whole_step_mlp": partial(whole_step, "mlp", 1.25, in_place=1.15, pure=1.4),
+        "whole_step_mlp": partial(whole_step, "mlp", 1.25, in_place=1.15, pure=1.4, captured=0.4),
         "five_thousand_chains": partial(five_thousand_chains, **({"steps": 50, "rounds": 5} if quick else {})),
         **against_jax.rows(quick),
     }
