@@ -1,7 +1,6 @@
 from bayesopt_chain import (
     curvature,
     diagnostics,
-    distributed,
     ensemble,
     likelihoods,
     links,
@@ -13,6 +12,9 @@ from bayesopt_chain import (
     samplers,
     schedules,
     testing,
+)
+from bayesopt_chain import (
+    distributed as distributed,
 )
 from bayesopt_chain.compose import chain, masked, partition, with_response
 from bayesopt_chain.core.chain import Chain

@@ -447,11 +447,13 @@ def samplable(leaves: Sequence[Any], paths: Sequence[Any], which: Iterable[int] 
                 "(bc.make_step(loss, tx, mesh=mesh)) or the chains (bc.parallel(step, n, mesh=mesh)); leaf.full_tensor() "
                 "gathers one"
             )
-        if not torch.is_tensor(leaf) or not leaf.is_floating_point() or leaf.layout is not torch.strided:
+        # of 8 bits torch has no sums and products
+        computes = torch.is_tensor(leaf) and leaf.is_floating_point() and leaf.dtype.itemsize > 1
+        if not computes or leaf.layout is not torch.strided:
             kind = f"{leaf.dtype}, {leaf.layout}" if torch.is_tensor(leaf) else type(leaf).__name__
             raise TypeError(
-                f"params: leaf {path} is {kind}; only real floating-point tensors in the dense layout can be sampled. "
-                "Leave it out of the tree (buffers belong into the loss), or set temperature=0"
+                f"params: leaf {path} is {kind}; only real floating-point tensors of 16 bits or more in the dense layout can "
+                "be sampled. Leave it out of the tree (buffers belong into the loss), or set temperature=0"
             )
     if (pair := sharing([leaves[j] for j in chosen])) is not None:
         first, second = (name(paths[chosen[i]]) for i in sorted(pair))

@@ -43,6 +43,8 @@ from bayesopt_chain.trees import common_dtype
 T = TypeVar("T")
 Mesh = Any  # a DeviceMesh, whose module is not imported here because that is slow and few programs need it
 
+COMPARED = frozenset([0, 1, *(4**i - 1 for i in range(1, 31))])  # the steps since a start at which ranks are compared
+
 _BLOCK = 2**17  # how many words of 64 bits are hashed at once
 
 
@@ -259,7 +261,7 @@ def require_replicas(tree: Any, mesh: Mesh, *, who: str = "require_replicas") ->
     require_alike(
         who
         + ": the ranks hold no replicas of one chain: {} differ. Start all of them from the first rank's: params, state = "
-        "bc.distributed.broadcast((params, state), mesh)",
+        "bc.distributed.broadcast((params, state), mesh), and give all of them the same chain and schedules",
         {**mine, "the tree": tuple(mine)},
         mesh,
     )
@@ -329,7 +331,7 @@ def shown_some(names: Iterable[Any], most: int = 4, comma: str = ", ") -> str:
 
 
 def digest(x: Tensor) -> tuple[Any, ...]:
-    """The shape of a tensor and a hash of its bits. Of a DTensor, this rank's elements and a hash of their bits.
+    """Dtype and shape of a tensor and a hash of its bits. Of a DTensor, this rank's elements, and those of their tensor.
 
     Args:
         x: a plain tensor or a DTensor.
@@ -339,7 +341,7 @@ def digest(x: Tensor) -> tuple[Any, ...]:
     """
     if is_dtensor(x):
         return (runs_of(x), *digest(local(x.detach())))
-    return (*x.shape, int(hash_of_bits(x)))
+    return (str(x.dtype), *x.shape, int(hash_of_bits(x)))
 
 
 def hash_of_bits(x: Tensor) -> Tensor:
@@ -415,6 +417,10 @@ def gather_tensors(mine: Mapping[str, Tensor], mesh: Mesh) -> list[dict[str, Ten
     return [{name: came[rank].to(device) for name, device, came in every} for rank in range(mesh.size())]
 
 
+class FailedElsewhere(RuntimeError):
+    """What :func:`answers` raises where another rank failed, which the message names."""
+
+
 def answers(mesh: Mesh | None, what: Callable[[], T]) -> list[T]:
     """Run a function on every rank. If it fails on one rank, it fails on all, so that no rank waits for another in vain.
 
@@ -439,7 +445,7 @@ def answers(mesh: Mesh | None, what: Callable[[], T]) -> list[T]:
     if failure is not None:
         raise failure
     if other := next(((rank, text) for rank, (_, text) in enumerate(every) if text is not None), None):
-        raise RuntimeError(f"rank {other[0]} failed: {other[1]}")
+        raise FailedElsewhere(f"rank {other[0]} failed: {other[1]}")
     return [answer for answer, _ in every]
 
 
@@ -450,18 +456,27 @@ def together(mesh: Mesh | None, what: Callable[[], T]) -> T:
     return mine[0]
 
 
-def name_the_first(error: BaseException, who: str) -> None:
+def rendezvous_store() -> Any:
+    """The rendezvous store of the default process group; ``None`` if there is only one process."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return dist.distributed_c10d._get_default_store()
+
+
+def name_the_first(error: BaseException, who: str, number: int) -> None:
     """Say in a note of an error which rank failed first, where that was another one: its peers see broken connections.
 
     Args:
         error: of this rank.
         who: the first words of the note.
+        number: of the run that failed among those of this process, equal on all ranks that run one program.
     """
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    store = rendezvous_store()
+    if store is None or isinstance(error, FailedElsewhere):
         return
     mine = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"[:1000]
     with suppress(Exception):  # the process that held the store may have ended
-        first = dist.distributed_c10d._get_default_store().compare_set("bayesopt_chain/failed", "", mine).decode()
+        first = store.compare_set(f"bayesopt_chain/failed/{number}", "", mine).decode()
         if first != mine and hasattr(error, "add_note"):
             error.add_note(f"{who}: the first rank that failed was {first}")
 
@@ -479,19 +494,21 @@ class DataParallel:
     def __init__(self, mesh: Mesh) -> None:
         require_one_axis(mesh, "make_step")
         self.mesh = mesh
-        self._compared = False  # whether parameters and states of the ranks were compared
+        self._calls = 0
 
-    def compare_once(self, params: Any, state: Any) -> None:
-        """Refuse, at the first call, ranks that do not start from equal parameters and states. Later calls do nothing.
+    def compare(self, params: Any, state: Any) -> None:
+        """Refuse ranks whose parameters or states are not equal: where they started, or since their chains differ.
+
+        Only the calls 1, 2, 4, 16, 64 and so on compare them, so that the mean cost of a step vanishes.
 
         Raises:
             ValueError: parameters or states differ between ranks; a call within ``vmap`` or a trace.
         """
-        if not self._compared:
+        if self._calls in COMPARED:
             if not tracing.is_plain():
                 raise ValueError(_HIDDEN)
             require_replicas({"params": params, "state": state}, self.mesh, who="make_step(mesh=)")
-            self._compared = True
+        self._calls += 1
 
     def gradient(self, grads: Any, loss: Tensor, batch: Any) -> tuple[Any, Tensor]:
         """Average gradient and loss over the ranks. It takes one message.

@@ -458,10 +458,10 @@ def mean_everywhere(x: Tensor, leaves: Sequence[Any]) -> Tensor:
 
     Args:
         x: this rank's tensor, of one shape on all ranks.
-        leaves: the leaves.
+        leaves: the leaves. If none is a DTensor, they are replicas, and the mean is over all ranks.
     """
     x = x.clone()
-    for group in _groups(leaves):
+    for group in _groups(leaves) or [None]:
         dist.all_reduce(x, group=group)
         x /= dist.get_world_size(group)
     return x

@@ -43,11 +43,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bayesopt_chain.distributed.ranks import hash_of_bits
+from bayesopt_chain.distributed.ranks import COMPARED, hash_of_bits, rendezvous_store
 from bayesopt_chain.random.philox import Runs
 
 _IN_ONE = 3  # so many records of whole leaves a rank reads under one key, before there is one for each leaf
-_STEPS = frozenset([0, 1, *(4**i - 1 for i in range(1, 31))])  # the steps since a start at which ranks compare
 # How many witnesses this process has made. Ranks that run one program make them in one order, so that equal numbers belong
 # to the same optimizer.
 _made = 0
@@ -159,10 +158,10 @@ class Witness:
             self.restart()
         self.written_to = written_to
         step, self.steps = self.steps, self.steps + 1
-        due = (self.first and step in _STEPS) or (self.every is not None and step % self.every == 0)
+        due = (self.first and step in COMPARED) or (self.every is not None and step % self.every == 0)
         if not due and not self.met and self.refusal is None:
             return
-        store = _store()
+        store = rendezvous_store()
         if store is None:
             return
         try:
@@ -197,7 +196,7 @@ class Witness:
             store.compare_set(f"{top}/refusal", "", found)
         # The few records of the steps of a start stay, for ranks that come much later. Of the others the last two are kept,
         # so that the store does not grow.
-        if step in _STEPS:
+        if step in COMPARED:
             self.written.pop()
         elif len(self.written) > 2:
             for name in self.written.pop(0):
@@ -328,10 +327,3 @@ def _read(values: list[Tensor]) -> list[Any]:
         here = [i for i, x in enumerate(values) if x.device == device]
         found.update(zip(here, torch.stack([values[i] for i in here]).tolist()))
     return [found[i] for i in range(len(values))]
-
-
-def _store() -> Any:
-    """The rendezvous store of the default process group; ``None`` if there is only one process."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    return dist.distributed_c10d._get_default_store()

@@ -215,7 +215,7 @@ class Step:
         if torch.compiler.is_dynamo_compiling():  # tested here, since dynamo cannot trace what follows
             return _compiled_by_bc_capture_only(self, params, state, batch)
         if self.ranks is not None:
-            self.ranks.compare_once(params, state)
+            self.ranks.compare(params, state)
         inner, carried = state, None
         if self.memory is not None:
             _require(self.memory, state)
@@ -380,8 +380,9 @@ def make_step(
             gets, and must not be written to. Default: none.
         mesh: a DeviceMesh of one axis whose ranks share this chain and call the step with different data. The gradient and the
             loss are averaged over all data, by one message per step. Every tensor of the batch has the data on axis 0.
-            All ranks have to start from the same parameters and state (:func:`bayesopt_chain.distributed.broadcast`), which
-            the first step compares. ``aux`` is not averaged. Default: one process.
+            All ranks have to start from the same parameters and state (:func:`bayesopt_chain.distributed.broadcast`) and to
+            have the same chain, so that these stay equal, bit for bit; the steps 1, 2, 4, 16, 64 and so on compare them.
+            ``aux`` is not averaged. Default: one process.
 
     Returns:
         ``step(params, state, batch) -> (params, state, Info(loss, aux))``, detached. Parameters that the loss does not

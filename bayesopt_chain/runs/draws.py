@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesopt_chain import checks
-from bayesopt_chain.distributed.ranks import gather_objects, gather_tensors, require_alike
+from bayesopt_chain.distributed.ranks import gather_objects, gather_tensors, require_alike, require_one_axis
 from bayesopt_chain.likelihoods import Likelihood, Predictive
 from bayesopt_chain.modules.batch_norm import statistics
 from bayesopt_chain.modules.functional import logits_of, make_functional
@@ -121,20 +121,20 @@ class Draws:
             tree if m is None else {n: p.detach() for n, p in m.named_parameters()} for tree, m in zip(trees, modules)
         ]
         flat = [files.flat(tree)[0] for tree in trees]
-        if not flat[0] or any(files.flat(tree)[1] for tree in trees):
+        if not flat[0] or any(x is not None for tree in trees for x in files.flat(tree)[1].values()):
             raise TypeError(
                 "Draws.from_trees: trees must be of tensors alone, and of one at least; make numbers tensors"
             )
-        shapes = [{name: x.shape for name, x in tree.items()} for tree in flat]
+        shapes = [{name: (x.shape, x.dtype) for name, x in tree.items()} for tree in flat]
         for i, tree in enumerate(shapes):
             if wrong := sorted({name for name, _ in tree.items() ^ shapes[0].items()}):
                 raise ValueError(f"Draws.from_trees: trees[{i}] and trees[0] differ in {', '.join(wrong[:4])}")
-        for name, shape in shapes[0].items():
+        for name, (shape, _) in shapes[0].items():
             if chains is not None and shape[:1] != (chains,):
                 raise ValueError(
                     f"Draws.from_trees: chains={chains} counts axis 0 of every leaf, and {name} has shape {tuple(shape)}"
                 )
-        spec = optree.tree_structure(trees[0], none_is_leaf=True)
+        spec = optree.tree_structure(trees[0])
         leaves = {LEAF + name: torch.stack([tree[name] for tree in flat]) for name in flat[0]}
         if all(m is not None for m in modules):
             buffers = [dict(m.named_buffers()) for m in modules if m is not None]
@@ -426,7 +426,7 @@ class Draws:
 
         Raises:
             TypeError: what is no :class:`Draws`.
-            ValueError: other leaves, draws after other steps, or one chain twice.
+            ValueError: other leaves, or leaves of other shapes or dtypes; draws after other steps, or one chain twice.
 
         Example:
             >>> import torch, bayesopt_chain as bc
@@ -439,10 +439,14 @@ class Draws:
         every = [self, *others]
         size = min(map(len, every))
         columns = [draws[:size]._columns() for draws in every]
-        if any(
-            c.keys() != columns[0].keys() or (c and not torch.equal(c[STEP], columns[0][STEP])) for c in columns[1:]
-        ):
-            raise ValueError("Draws.stack_chains: these are draws of other leaves, or after other steps")
+        rows = [
+            {n: (x.dtype, x.shape[1 if n == STEP or d.chains is None else 2 :]) for n, x in c.items()}
+            for c, d in zip(columns, every)
+        ]
+        if any(r != rows[0] or (c and not torch.equal(c[STEP], columns[0][STEP])) for r, c in zip(rows, columns)):
+            raise ValueError(
+                "Draws.stack_chains: these are draws of other leaves, shapes or dtypes, or after other steps"
+            )
         leaves = [[x for n, x in c.items() if n.startswith(LEAF)] for c in columns]
         for i, j in itertools.combinations(range(len(every)), 2):
             if size and every[i].chains == every[j].chains and all(map(torch.equal, leaves[i], leaves[j])):
@@ -469,7 +473,7 @@ class Draws:
 
         Raises:
             TypeError: what is no mesh.
-            ValueError: on every rank, draws of other leaves or steps.
+            ValueError: a mesh of several axes; on every rank, draws of other leaves or steps.
 
         Example:
             On each of the ranks of ``mesh``, with draws of its own chains:
@@ -477,8 +481,7 @@ class Draws:
             >>> def all_chains(draws, mesh):
             ...     return draws.gather(mesh).params
         """
-        if not hasattr(mesh, "get_local_rank"):
-            raise TypeError(f"Draws.gather: mesh must be a DeviceMesh of torch.distributed, got {type(mesh).__name__}")
+        require_one_axis(mesh, "Draws.gather")
         mine = self._columns()
         require_alike(
             "gather: the ranks' draws have other {}; run the same chains over the same parameters on each",
@@ -728,9 +731,9 @@ class Draws:
         checks.require("to_arviz", log_likelihood=(log_likelihood, checks.VALUES.or_none()))
         lead = (len(self),) if self.chains is None else (len(self), self.chains)
         if log_likelihood is not None and log_likelihood.shape[: len(lead)] != lead:
-            wanted = ", ".join(map(str, lead))
             raise ValueError(
-                f"to_arviz: log_likelihood has shape {tuple(log_likelihood.shape)}, and these draws need [{wanted}, N]"
+                f"to_arviz: log_likelihood has shape {tuple(log_likelihood.shape)}, and these draws need "
+                f"[{', '.join(map(str, lead))}, N]"
                 + (
                     f": unfold the chains, log_likelihood.unflatten(0, {lead})"
                     if len(log_likelihood) == math.prod(lead)

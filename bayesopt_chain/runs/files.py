@@ -24,6 +24,7 @@ of DTensors, and another number of ranks: :func:`bayesopt_chain.distributed.save
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -72,6 +73,8 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]
         OSError: the file cannot be written; what stood there is untouched.
     """
     entries, sums, data, at = dict[str, Any](), dict[str, str](), list[memoryview](), 0
+    if "__metadata__" in tensors:
+        raise ValueError("save: a leaf is named __metadata__, as the header of every file of safetensors; rename it")
     for name, x in tensors.items():
         if x.dtype not in NAMES or x.layout != torch.strided or x.is_meta or x.is_nested:
             raise TypeError(
@@ -297,7 +300,7 @@ class File:
         try:
             with open_regular(self.path) as (fd, status):
                 if (status.st_ino, status.st_size) != (self.inode, self.bytes):
-                    raise OSError("it has been written anew; open the run again")
+                    raise OSError("it has been written anew since")
                 for low in range(start // BLOCK * BLOCK, stop, AT_ONCE):
                     high = min(low + AT_ONCE, -(-stop // BLOCK) * BLOCK, x.stop - x.start)
                     data = memoryview(os.pread(fd, high - low, x.start + low))
@@ -309,7 +312,9 @@ class File:
                     a, b = max(low, start), min(high, stop)
                     out[a - start : b - start] = data[a - low : b - low]
         except OSError as err:
-            raise ValueError(f"load: {self.path} cannot be read: {err.strerror or err}") from None
+            raise ValueError(
+                f"load: {self.path} cannot be read: {err.strerror or err}; open the run again where files were merged"
+            ) from None
         return out
 
 
@@ -358,8 +363,12 @@ def is_count(x: Any) -> bool:
 Scalar = bool | int | float | str | None
 
 
-def flat(tree: Any) -> tuple[dict[str, Tensor], dict[str, Scalar]]:
+def flat(tree: Any, who: str = "save:") -> tuple[dict[str, Tensor], dict[str, Scalar]]:
     """The tensors of a tree by path (``state/0/trace/1``), and its numbers, strings and ``None``.
+
+    Args:
+        tree: any.
+        who: the first words of the message.
 
     Raises:
         TypeError: a leaf that is neither. ValueError: two leaves have the same path.
@@ -369,7 +378,7 @@ def flat(tree: Any) -> tuple[dict[str, Tensor], dict[str, Scalar]]:
     scalars = {name: checks.plain(x) for name, x in named.items() if name not in tensors}
     if wrong := [n for n, x in scalars.items() if x is not None and not isinstance(x, (bool, int, float, str))]:
         raise TypeError(
-            f"save: leaf {wrong[0]} is {type(named[wrong[0]]).__name__}; only tensors, numbers and strings can be saved"
+            f"{who} leaf {wrong[0]} is {type(named[wrong[0]]).__name__}; only tensors, numbers and strings can be saved"
         )
     return tensors, scalars
 
@@ -434,10 +443,7 @@ def load(path: str | os.PathLike, *, like: Any, tx: Any = None) -> Any:
         {'w': tensor([1., 1.])}
     """
     checks.require("load", path=(path, checks.PATH))
-    try:
-        flat(like)
-    except TypeError as err:
-        raise TypeError(f"load: like must be a tree of tensors, numbers and strings: {err}") from None
+    flat(like, "load: in like=")
     file = File(_saved(Path(path), *world()))
     tensors, header = {name: file.read(name) for name in file.entries}, file.metadata
     if tx is not None and header.get("chain") not in (None, repr(tx)):
@@ -493,7 +499,9 @@ def filled(like: Any, tensors: Mapping[str, Tensor], scalars: Mapping[str, Scala
 
 
 def nested(flat: Mapping[str, Any]) -> Any:
-    """A nested dictionary from one with paths as keys."""
+    """A nested dictionary from one with paths as keys; where one path begins another, as ``a`` and ``a/b``, that one itself."""
+    if any(b.startswith(a) for a, b in itertools.pairwise(sorted(name + "/" for name in flat))):
+        return dict(flat)
     return flat["tensor"] if list(flat) == ["tensor"] else merged({}, flat)
 
 

@@ -698,7 +698,7 @@ def opened(paths: Sequence[Path], like: Any, skip: bool) -> tuple[list[Piece], A
     why = next((why for one in every if (why := one.why())), "" if even else "some of the chains have more draws")
     stacked = len(every) > 1 or every[0].head["chains"] is not None
     chains = sum(one.head["chains"] or 1 for one in every) if stacked else None
-    spec = optree.tree_structure(tree, none_is_leaf=True)
+    spec = optree.tree_structure(tree)  # an absent parameter, None, is no leaf of it
     return pieces, spec, mine, {"chains": chains, "complete": not why, "why": why, "identity": first}
 
 

@@ -29,11 +29,14 @@ import torch
 from torch import Tensor
 from torchopt.base import GradientTransformation
 
+from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.distributed.ranks import gather_objects, hash_of_bits
 from bayesopt_chain.distributed.shards import are_spread, local
+from bayesopt_chain.loop.capture.captured import Captured
 from bayesopt_chain.loop.module_state import keyed
+from bayesopt_chain.loop.parallel import Parallel
 from bayesopt_chain.runs import files
 
 
@@ -91,6 +94,11 @@ class Run(NamedTuple):
         """Those of the callbacks that have a state."""
         return [x for x in self.callbacks if isinstance(x, Stateful)]
 
+    @property
+    def seers(self) -> list[str]:
+        """Their classes, by name."""
+        return [type(x).__qualname__ for x in self.stateful]
+
     def is_draw(self, step: int) -> bool:
         """Whether the parameters after this step are kept."""
         return step > self.burn_in and (step - self.burn_in) % self.thinning == 0
@@ -104,8 +112,8 @@ class Run(NamedTuple):
         """The same run for some of its chains, up to a step. Callbacks are left out: they expect all chains."""
         both: Any = (self.params, self.state)
         params, state = optree.tree_map(lambda x: x[rows], both)
-        about = {"step": self.step.some(rows), "steps": steps, "chains": rows.stop - rows.start}  # type: ignore[attr-defined]
-        return self._replace(params=params, state=state, callbacks=(), **about)
+        step, chains = uncaptured(self.step).some(rows), rows.stop - rows.start
+        return self._replace(step=step, params=params, state=state, steps=steps, chains=chains, callbacks=())
 
 
 class ResumableBatches:
@@ -143,10 +151,15 @@ class ResumableBatches:
         mine = self.batches
         if not isinstance(mine, Epochs):
             return {}
-        hashed = hashed and mine.leaves is not None and mine.order != "fixed"
-        bits = [int(hash_of_bits(x)) for x in mine.leaves or ()] if hashed else None
-        about = {"data": mine.size, "batch": mine.batch_size, "order": mine.order}
-        return {**about, "shared": mine.ranks > 1, "seed": mine.seed, "bits": bits}
+        shuffled = mine.leaves if hashed and mine.order != "fixed" else None
+        return {
+            "data": mine.size,
+            "batch": mine.batch_size,
+            "order": mine.order,
+            "shared": mine.ranks > 1,
+            "seed": mine.seed,
+            "bits": None if shuffled is None else [int(hash_of_bits(x)) for x in shuffled],
+        }
 
     def next(self) -> Any:
         """The next batch."""
@@ -241,9 +254,12 @@ def _together(parts: list[dict[str, Any]]) -> dict[str, Any]:
     if not all(parts):
         return {"ranks": len(parts)}
     own = parts[:1] if shared == {True} else parts  # with mesh= each of them knows the whole data
-    order = "/".join(sorted({part["order"] for part in parts}))
-    sizes = {name: sum(part[name] for part in own) for name in ("data", "batch")}
-    return {"ranks": len(parts), **sizes, "order": order}
+    return {
+        "ranks": len(parts),
+        "data": sum(part["data"] for part in own),
+        "batch": sum(part["batch"] for part in own),
+        "order": "/".join(sorted({part["order"] for part in parts})),
+    }
 
 
 STATE = "1/"  # the paths of a state begin with it in a file of ``(params, state)``
@@ -257,12 +273,10 @@ ATTRIBUTES = 3  # levels of what a callable object holds: it may refer to itself
 
 def identity_of(run: Run, total: int | None) -> dict[str, Any]:
     """What is known of a run, as JSON."""
-    step, inner = run.step, getattr(run.step, "step", run.step)
-    tensors = files.flat((run.params, run.state))[0].items()
+    step, tensors = uncaptured(run.step), files.flat((run.params, run.state))[0].items()
+    each = (getattr(step, "each", None) or {}).items()
     if getattr(step, "grows", False):  # its state has no shapes of its own
         tensors = [(n, x) for n, x in tensors if not n.startswith(STATE)]
-    told, each = getattr(inner, "identity", None), (getattr(step, "each", None) or {}).items()
-    numbers = enumerate(getattr(step, "numbers", ()) if each else ())
     return {
         "burn_in": run.burn_in,
         "thinning": run.thinning,
@@ -271,20 +285,40 @@ def identity_of(run: Run, total: int | None) -> dict[str, Any]:
         "sharded": are_spread((run.params, run.state)),
         "tree": {n: f"{x.dtype} {list(x.shape[run.chains is not None :])}" for n, x in tensors},
         # of chains with hyperparameters of their own what makes them, and those of each chain by its global number
-        "chain": describe(getattr(inner, "tx", None)) if told is None else told,
-        "each": {str(n): {k: x[i].tolist() for k, x in sorted(each)} for i, n in numbers},
+        "chain": chain_of(run.step),
+        "each": {
+            str(n): {k: x[i].tolist() for k, x in sorted(each)}
+            for i, n in enumerate(getattr(step, "numbers", ()) if each else ())
+        },
         "data": data_of(run),
-        "loss": describe(getattr(inner, "loss", None)),
+        "loss": describe(getattr(of_one_chain(run.step), "loss", None)),
         "losses": [],
         "seed": run.seed,
     }
+
+
+def of_one_chain(step: Any, around: Any = (Parallel, Captured)) -> Any:
+    """The step of one chain as it was made, without what stands ``around`` it."""
+    while isinstance(step, around):
+        step = step.step
+    return step
+
+
+uncaptured: Callable[[Any], Any] = functools.partial(of_one_chain, around=Captured)  # of one chain, or of several
+
+
+def chain_of(step: Any) -> Any:
+    """The description of what makes the steps of a chain: links with hyperparameters, or an optimizer with its groups."""
+    inner = of_one_chain(step)
+    told = getattr(inner, "identity", None)
+    return describe(getattr(inner, "tx", None)) if told is None else told
 
 
 def data_of(run: Run) -> dict[str, Any] | None:
     """Number and shapes of the data, and a checksum of all that are tensors in memory; ``None`` where each chain has its own,
     or nothing is known."""
     batches = run.batches.batches
-    if batches is None or getattr(run.step, "batch_dim", None) is not None:
+    if batches is None or getattr(uncaptured(run.step), "batch_dim", None) is not None:
         return None
     held: Any = batches
     about: dict[str, Any] = {"kind": type(batches).__name__}
@@ -401,10 +435,8 @@ def describe(x: Any, depth: int = 0) -> Any:
     if isinstance(x, (torch.dtype, torch.device, type, complex, bytes, types.BuiltinFunctionType)):
         return str(getattr(x, "__qualname__", x))
     if dataclasses.is_dataclass(x) and not (callable(x) and type(x).__module__.partition(".")[0] != "bayesopt_chain"):
-        told = [(f.name, getattr(x, f.name), f.default) for f in dataclasses.fields(x)]
-        # only other values than the defaults, so that a link may learn a new option
-        other = {n: inner(v) for n, v, d in told if isinstance(v, Tensor) or type(v) is not type(d) or v != d}
-        return [type(x).__name__, other]
+        defaults = {f.name: f.default for f in dataclasses.fields(x)}
+        return [type(x).__name__, inner(_chosen({n: getattr(x, n) for n in defaults}, defaults))]
     if isinstance(x, Mapping):
         return {str(k): inner(v) for k, v in x.items()}
     if isinstance(x, (set, frozenset)):
@@ -439,16 +471,12 @@ def describe_callable(f: Any, depth: int = 0) -> Any:
         >>> difference(describe_callable(Loss(1.0)), describe_callable(Loss(1.0).__call__)) != ""
         True
     """
-    if depth > DEEP:
-        return UNKNOWN
     inner = functools.partial(describe, depth=depth + 1)
     held = functools.partial(describe, depth=max(depth + 1, DEEP + 1 - ATTRIBUTES))
     if isinstance(f, functools.partial):
-        of = describe_callable(f.func, depth + 1)
+        of = inner(f.func)
         of = of if isinstance(of, dict) else {"function": of, "code": {}, "sees": {}}
         return {**of, "sees": {**of["sees"], "bound": [inner(list(f.args)), inner(f.keywords)]}}
-    if isinstance(f, types.BuiltinFunctionType):
-        return {"function": f.__qualname__, "code": {}, "sees": {}}
     if isinstance(f, types.MethodType):
         of, owner = _function(f, inner), f.__self__
         known = isinstance(of, dict) and not isinstance(owner, type)
@@ -458,14 +486,27 @@ def describe_callable(f: Any, depth: int = 0) -> Any:
     kind = type(f)
     if not isinstance(kind.__call__, types.FunctionType):
         return UNKNOWN
-    homes = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("builtins", "torch")]
-    codes = [m.__code__ for base in homes for _, m in sorted(vars(base).items()) if isinstance(m, types.FunctionType)]
+    codes = [
+        method.__code__
+        for base in kind.__mro__
+        if base.__module__.partition(".")[0] not in ("builtins", "torch")
+        for _, method in sorted(vars(base).items())
+        if isinstance(method, types.FunctionType)
+    ]
     digest = hashlib.sha256(" ".join(map(code_digest, codes)).encode()).hexdigest()[:16]
     return {
         "function": f"{kind.__module__}.{kind.__qualname__}",
         "code": {PYTHON: digest},
         "sees": {"self": _attributes(f, held)},
     }
+
+
+def _chosen(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the values that are not their defaults, so that a link, or an optimizer of torch, may learn a new option."""
+    same = {
+        n for n, d in defaults.items() if type(v := values.get(n)) is type(d) and not isinstance(v, Tensor) and v == d
+    }
+    return {n: v for n, v in values.items() if n not in same}
 
 
 def _attributes(x: Any, held: Callable[[Any], Any]) -> dict[str, Any]:
@@ -476,8 +517,10 @@ def _attributes(x: Any, held: Callable[[Any], Any]) -> dict[str, Any]:
 
 def _tensor(x: Tensor) -> Any:
     """Dtype and shape, and the numbers of a few, or the CRC-32 of all: one label that was mended is seen."""
-    x = local(x.detach())
     about: list[Any] = ["tensor", str(x.dtype).removeprefix("torch."), list(x.shape)]
+    if is_dtensor(x):  # of which every rank, and every number of ranks, has other parts
+        return [*about, UNKNOWN]
+    x = x.detach()
     try:
         if x.numel() <= FEW and not x.dtype.is_complex:
             return [*about, [describe(v) for v in x.reshape(-1).tolist()]]
@@ -530,7 +573,9 @@ def describe_optimizer(optimizer: torch.optim.Optimizer, without: tuple[str, ...
     """
     hidden = {"params", "noise_key", "noise_count", "chain_state", *without}
     groups = [{**group, "lr": group.get("initial_lr", group.get("lr"))} for group in optimizer.param_groups]
-    groups = [{k: v for k, v in group.items() if k not in hidden} for group in groups]
+    bases = reversed(type(optimizer).__mro__)
+    defaults = {n: x.default for base in bases for n, x in inspect.signature(base).parameters.items()}
+    groups = [_chosen({k: v for k, v in group.items() if k not in hidden}, defaults) for group in groups]
     chains = [built.tx for built in getattr(optimizer, "_chains", ())]
     about = {"kind": type(optimizer).__name__, "groups": groups, "chains": chains}
     seed = getattr(optimizer, "_seed", None)  # of the generator that it was given

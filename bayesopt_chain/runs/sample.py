@@ -25,18 +25,17 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain._torch import is_dtensor
+from bayesopt_chain._torch import is_dtensor, whole
 from bayesopt_chain.data.epochs import Epochs
-from bayesopt_chain.distributed.ranks import answers, gather_objects, name_the_first
-from bayesopt_chain.distributed.shards import local, mean_everywhere
+from bayesopt_chain.distributed.ranks import answers, gather_objects, name_the_first, world
+from bayesopt_chain.distributed.shards import is_replicated, local, mean_everywhere
 from bayesopt_chain.links.wrapper import unwrapped
 from bayesopt_chain.loop import monitor
-from bayesopt_chain.loop.capture.captured import Captured
 from bayesopt_chain.loop.chain_keys import seeded
 from bayesopt_chain.loop.parallel import Parallel
 from bayesopt_chain.runs.draws import Draws
 from bayesopt_chain.runs.log import Progress
-from bayesopt_chain.runs.run import Iteration, ResumableBatches, Run
+from bayesopt_chain.runs.run import Iteration, ResumableBatches, Run, chain_of, of_one_chain, uncaptured
 from bayesopt_chain.runs.store import Store, place_of
 from bayesopt_chain.trees import found_finite
 
@@ -186,10 +185,8 @@ def sample(
     for callback in callbacks:
         if (attached := getattr(callback, "attached", None)) is not None:
             step = attached(step, batches)
-    inner: Any = step  # of one chain, as it was made
-    while isinstance(inner, (Parallel, Captured)):
-        inner = inner.step
-    _require_batches_for(step, inner, batches)
+    made, inner = uncaptured(step), of_one_chain(step)
+    _require_batches_for(made, inner, batches)
     if keep and steps - burn_in >= 2 * thinning and _carries_a_posterior(inner):
         warnings.warn(
             "sample: this chain moves the mean of a Gaussian, and means along the way are no draws of it: draw from "
@@ -202,18 +199,21 @@ def sample(
             f"sample: chains={chains} counts axis 0 of every leaf of params, of which one has the shape {wrong[0]}: chains are "
             f"made by bc.parallel(step, {chains}), and start at bc.stack([params] * {chains})"
         )
-    chains = step.n if chains is None and isinstance(step, Parallel) else chains
+    chains = made.n if chains is None and isinstance(made, Parallel) else chains
     if seed is not None:
-        state = seeded(state, seed, getattr(step, "numbers", None))
+        state = seeded(state, seed, getattr(made, "numbers", None))
     about = (steps, burn_in, thinning, chains, callbacks, progress, seed, keep)
     run = Run(step, params, state, ResumableBatches(batches), *about)
     alike = {"steps": steps, "burn_in": burn_in, "thinning": thinning, "seed": seed, "keep": keep}
+    alike["chains, rates, temperatures or generators"] = str(chain_of(step))
+    alike["callbacks with a state"] = str(run.seers) if run.seers and path is not None else ""
     place = place_of(None if path is None else Path(path).absolute(), step, (params, state), alike)
     if path is not None:
         getattr(step, "_keep_apart", bool)(place.alone and place.rank.size > 1)
     if place.shares:
         run.batches.share(place.mesh)
     store = Store(run, place, checkpoint_seconds)  # describes the run, its batches among it
+    store.number = next(Store.runs)
     store.heeds = place.shares and any(gather_objects(bool(callbacks), place.mesh))
     return _in_store(store)
 
@@ -274,7 +274,9 @@ def _go(run: Run, store: Store) -> Draws:
     why. An exception goes on to the caller with the finished draws in its attribute ``draws``.
     """
     with interrupts() as sigint:
+        sigint.raises = True  # to go through batches that were seen may take long
         *last, done = store.restore()
+        sigint.raises = False
         progress = Progress(run.steps, done, run.callbacks) if run.progress else None
         ended = _Ended((last[0], last[1]), done)
         watch = Divergence(run, store.losses(done), last[1])
@@ -290,7 +292,7 @@ def _go(run: Run, store: Store) -> Draws:
         except BaseException as err:
             sigint.raises = False
             ended.why = f"{type(err).__name__} in step {ended.done + 1}"
-            name_the_first(err, "sample")
+            name_the_first(err, "sample", store.number)
             failed = store.rescue(ended.done, ended.why)
             with suppress(Exception):  # what ended the run says more
                 finished: Any = store.draws(False, ended.why, ended.last)
@@ -349,11 +351,7 @@ def _is_ended_by_callback(run: Run, store: Store, it: Iteration) -> bool:
     """Whether a callback ends the run, on any of the ranks that share the chain. What one raises there, ends it on all."""
 
     def called() -> bool:
-        try:
-            return any([callback(it) is True for callback in run.callbacks])
-        except Exception as err:
-            name_the_first(err, "sample")  # before the other ranks hear of it, and fail too
-            raise
+        return any([callback(it) is True for callback in run.callbacks])
 
     return any(answers(store.place.mesh, called)) if store.heeds else called()
 
@@ -436,10 +434,12 @@ class Divergence:
     Attributes:
         losses: of some draws, spread over the whole run: at most ``MOST``, one row of chains each.
         row: for each chain, how many draws in a row are out of bounds; ``None`` where no chain's last one is.
+        replicated: whether every rank has a replica under DistributedDataParallel, and the loss of its own data.
     """
 
     def __init__(self, run: Run, losses: Tensor | None = None, state: Any = None) -> None:
         self.run = run
+        self.replicated = world().size > 1 and is_replicated(getattr(run.step, "model", None))
         self.losses: list[Tensor] = []
         self.bounds: tuple[Tensor, Tensor] | None = None  # of some of them: their median m, and m + 100 d
         self.stride, self.seen = 1, 0
@@ -456,11 +456,10 @@ class Divergence:
         Nothing is wrong with a draw that may be kept.
         """
         loss = getattr(it.info, "loss", None)
-        loss = loss.detach() if isinstance(loss, Tensor) else torch.zeros(0, device="cpu")
-        loss = loss.full_tensor() if is_dtensor(loss) else loss  # type: ignore[attr-defined]
+        loss = whole(loss.detach()) if isinstance(loss, Tensor) else torch.zeros(0, device="cpu")
         leaves = optree.tree_leaves(it.params)
         found, finite = loss.reshape(-1).to("cpu", torch.float64), found_finite(map(local, leaves))
-        if any(map(is_dtensor, leaves)):
+        if self.replicated or any(map(is_dtensor, leaves)):
             # One message: a rank whose part is not finite makes the last number NaN on all of them.
             told = torch.cat([found, torch.tensor([0.0 if finite else torch.nan], dtype=found.dtype, device="cpu")])
             told = mean_everywhere(told.to(loss.device), leaves).cpu()
@@ -509,14 +508,14 @@ class Divergence:
 
 def temperature_of(step: Any, state: Any) -> float:
     """The highest temperature that is in force; 0 where nobody knows."""
-    each, inner = (getattr(step, "each", None) or {}).get("temperature"), getattr(step, "step", step)
+    each, inner = (getattr(uncaptured(step), "each", None) or {}).get("temperature"), of_one_chain(step)
     groups = getattr(getattr(inner, "optimizer", None), "param_groups", ())
     told = [g["temperature"] for g in groups if isinstance(g.get("temperature"), (int, float))]
     if each is not None or told:
         return float(max(told) if each is None else each.max())
     try:
-        like = torch.zeros((), dtype=torch.float64, device="cpu")
-        return float(monitor.temperature(getattr(inner, "tx", None), state, like).max())
+        zero = torch.zeros((), dtype=torch.float64, device="cpu")
+        return float(monitor.temperature(getattr(inner, "tx", None), state, zero).max())
     except (RuntimeError, TypeError, ValueError):  # a schedule of stacked counts, or no chain
         return 0.0
 

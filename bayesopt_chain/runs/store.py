@@ -12,9 +12,9 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import optree
 import torch
@@ -50,7 +50,17 @@ from bayesopt_chain.runs.folder import (
     side_by_side,
     tiles_of,
 )
-from bayesopt_chain.runs.run import STATE, Iteration, Run, identity_of, keys_of, losses_of, require_same
+from bayesopt_chain.runs.run import (
+    STATE,
+    Iteration,
+    Run,
+    identity_of,
+    keys_of,
+    losses_of,
+    of_one_chain,
+    require_same,
+    uncaptured,
+)
 
 T = TypeVar("T")
 
@@ -75,7 +85,7 @@ class Place(NamedTuple):
         in_blocks: whether a mesh shares the chains out.
     """
 
-    root: Path | None = None
+    root: Any = None  # a path
     folder: Path = Path()
     sharded: bool = False
     mesh: Any = None
@@ -144,20 +154,15 @@ def place_of(path: Path | None, step: Any, tree: Any, asked: Mapping[str, Any]) 
         ValueError: ranks that were given other numbers; meshes that leave out some of the ranks; with a directory, DTensors on
             several meshes.
     """
-    chains, data = (
-        getattr(step, "mesh", None),
-        getattr(getattr(getattr(step, "step", step), "ranks", None), "mesh", None),
-    )
+    chains, numbers, total = (getattr(uncaptured(step), name, None) for name in ("mesh", "numbers", "total"))
+    data = getattr(getattr(of_one_chain(step), "ranks", None), "mesh", None)
     everyone, sharded = world(), are_spread(tree)
     if data is None and everyone.size > 1 and is_replicated(model := getattr(step, "model", None)):
         from torch.distributed.device_mesh import init_device_mesh
 
-        data = init_device_mesh(
-            next(cast(Any, model).parameters()).device.type, (everyone.size,)
-        )  # DistributedDataParallel
+        data = init_device_mesh(next(cast(Any, model).parameters()).device.type, (everyone.size,))
     meshes = list(dict.fromkeys(x.device_mesh for x in optree.tree_leaves(tree) if is_dtensor(x)))
     of_shards = meshes[0] if len(meshes) == 1 and meshes[0].ndim == 1 else None
-    numbers, total = getattr(step, "numbers", None), getattr(step, "total", None)
     shared = mesh_of(tree) if data is None else data
     # DTensors are gathered for one folder; else the others' is not looked at
     require_given_alike("sample", {**asked, "path": str(path) if sharded else path is None}, shared)
@@ -197,7 +202,6 @@ def blocks_of(place: Place) -> list[tuple[Path, slice | None]]:
         ValueError: the directory holds a run of another layout; chains of this rank that are no whole blocks.
     """
     root, chains, total = place.root, place.chains, place.total
-    assert root is not None
     there = folders_of(root)
     blocks = place.in_blocks or any(path.name.startswith("chains-") for path in there if path != root)
     ranks = {int(path.name[-5:]) for path in there if path.name.startswith("rank-") and path != root}
@@ -234,15 +238,18 @@ class Store:
         blocks: the folders of these chains, on every rank that shares them, and which of the run's chains each has.
         owns: whether this store has taken the folders' locks.
         heeds: whether ranks that share the chains tell each other after each step whether a callback ends the run.
+        number: of the run among those that :func:`sample` has made in this process.
     """
+
+    runs: ClassVar[Iterator[int]] = itertools.count()
 
     def __init__(self, run: Run, place: Place, interval: float) -> None:
         self.run, self.place, self.interval = run, place, interval
         self.like = files.flat(run.params)[0]
         self.device = next((local(x).device for x in self.like.values()), torch.device("cpu"))
-        self.names, self.spec = list(self.like), optree.tree_structure(run.params, none_is_leaf=True)
+        self.names, self.spec = list(self.like), optree.tree_structure(run.params)
         self.held, self.size = dict[str, list[Tensor]](), 0
-        self.first, self.owns, self.heeds = place.shared.rank == 0, True, False
+        self.first, self.owns, self.heeds, self.number = place.shared.rank == 0, True, False, 0
         self.folders, self.blocks = list[Folder](), list[tuple[Path, slice | None]]()
         self.bytes = max(1, sum(x.nbytes for x in self.like.values()))
         self.committed = self.asked = time.monotonic()
@@ -256,10 +263,10 @@ class Store:
         """Copy a draw; every rank that shares the chains does, since DTensors are gathered."""
         if not self.first and not self.place.sharded:
             return
-        leaves, spec = optree.tree_flatten(it.params, none_is_leaf=True)
+        leaves, spec = optree.tree_flatten(it.params)
         # The names are those of the first parameters: making them anew is half of what a small draw costs.
         names = self.names if spec == self.spec else list(files.flat(it.params)[0])
-        row: dict[str, Any] = {LEAF + n: x for n, x in zip(names, filter(torch.is_tensor, leaves), strict=True)}
+        row: dict[str, Any] = {LEAF + n: x for n, x in zip(names, leaves, strict=True)}
         row |= {BUFFER + name: x for name, x in buffers_of(it.state).items()}
         if torch.is_tensor(getattr(it.info, "weight", None)):
             row[WEIGHT] = it.info.weight
@@ -294,9 +301,7 @@ class Store:
 
     def losses(self, done: int) -> Tensor | None:
         """The losses of the draws up to a step, ``[S, chains]``; ``None`` where none were kept."""
-
-        pieces = [p for p in self._pieces() if LOSS in p.names()] if done else []
-        rows = [p.read(LOSS)[p.read(STEP) <= done] for p in pieces]
+        rows = [p.read(LOSS)[p.read(STEP) <= done] for p in (self._pieces() if done else ()) if LOSS in p.names()]
         return torch.cat([x.reshape(len(x), -1) for x in rows if len(x)]) if any(map(len, rows)) else None
 
     def stacked(self) -> dict[str, Tensor]:
@@ -327,13 +332,8 @@ class Store:
 
     def _open(self) -> list[tuple[Path, slice | None]]:
         """Take the locks of these chains' folders, unless the directory is another run's."""
-        assert self.place.root is not None
         blocks = blocks_of(self.place)
-        for path in folders_of(self.place.root):
-            if self.place.chains is not None or path in {path for path, _ in blocks}:
-                head = _head(path).metadata
-                by = "one process" if head["rank"][1] == 1 else f"{head['rank'][1]} ranks"
-                require_same(path, head["identity"], self.identity, by)
+        self._require_same(blocks)
         try:
             for path, _ in blocks:
                 self.folders.append(Folder(path))
@@ -341,6 +341,14 @@ class Store:
             self.__exit__()
             raise
         return blocks
+
+    def _require_same(self, blocks: list[tuple[Path, slice | None]]) -> None:
+        """Refuse a directory whose folders, or of chains without global numbers these ones, are another run's."""
+        for path in folders_of(self.place.root):
+            if self.place.chains is not None or path in {path for path, _ in blocks}:
+                head = _head(path).metadata
+                by = "one process" if head["rank"][1] == 1 else f"{head['rank'][1]} ranks"
+                require_same(path, head["identity"], self.identity, by)
 
     def __exit__(self, *error: object) -> None:
         for folder in self.folders if self.owns else ():
@@ -373,21 +381,21 @@ class Store:
         place = self.place._replace(chains=self.place.chains[first:stop])
         out = Store(self.run.some(slice(first, stop), steps), place, self.interval)
         out.blocks = [(path, slice(rows.start - first, rows.stop - first)) for path, rows in some]
-        out.folders, out.owns = self.folders[blocks.start : blocks.stop], False
+        out.folders, out.owns, out.number = self.folders[blocks.start : blocks.stop], False, self.number
         return out
 
     def restore(self) -> tuple[Any, Any, int]:
         """Parameters, state and number of the last step that was committed."""
         run = self.run
+        self.together(self._claim)
         # step and id of the head of each folder, as the first rank has them; in memory there is none
         written = self.told(lambda: [(f.step, f.head and f.head.metadata["id"]) for f in self.folders])
+        heads = self.together(lambda: self._heads(written))
         step = self.ask_at = self.asked_at = written[0][0] if written else 0
         if not step:
             if written:
                 self.together(run.batches.rewind)
-                self.together(self._claim)
             return run.params, run.state, 0
-        heads = self.together(lambda: self._heads(written))
         grows = getattr(run.step, "grows", False)
         params, state = self.together(lambda: self._read(heads, grows))
         self.together(lambda: self._hand_back(heads, step))
@@ -416,9 +424,11 @@ class Store:
 
     def _claim(self) -> None:
         """Write heads of step 0, before the first step: from then on the folders are this run's."""
-        for folder, (_, rows) in zip(self.folders, self.blocks):
-            if folder.head is None:
-                folder.set_head(self.metadata(folder, rows), {})
+        new = [(folder, rows) for folder, (_, rows) in zip(self.folders, self.blocks) if folder.head is None]
+        for folder, rows in new:
+            folder.set_head(self.metadata(folder, rows), {})
+        if new:  # of ranks with chains of their own that begin at the same time, the last one sees the others' heads
+            self._require_same(self.blocks)
 
     def _hand_back(self, heads: list[File], step: int) -> None:
         """Give the callbacks the state that they had after the step of the checkpoint; all ranks get the first one's.
@@ -426,7 +436,7 @@ class Store:
         Raises:
             ValueError: other callbacks, or callbacks of other chains: what they saw would be lost, or they missed steps.
         """
-        mine = [type(x).__qualname__ for x in self.run.stateful]
+        mine = self.run.seers
         # Blocks of chains that have caught up had no callbacks: those that did not have to hold what they saw.
         head = next((x for x in heads if x.metadata["callbacks"]), heads[0])
         saved = {"of": [], "chains": self.place.numbers, "states": [], **head.metadata["callbacks"]}
@@ -463,7 +473,8 @@ class Store:
     def _go_on(self, heads: list[File]) -> None:
         """Go to the place of the checkpoint in the batches, and put back the generators that a rank of this number had."""
         batches, there = self.run.batches, heads[0].metadata["batches"]
-        if self.place.sharded and _as_many(batches.state()["loader"], there["loader"]):
+        mine, theirs = (x if isinstance(x, dict) else {} for x in (batches.state()["loader"], there["loader"]))
+        if self.place.sharded and all(n in mine and mine[n] == theirs.get(n) for n in ("size", "batch_size")):
             there = {**there, "whole": batches.whole}  # each rank's batches are what they were
         batches.seek(there, self.first)
         set_generators(heads[0], self.place.shared.rank)
@@ -514,8 +525,9 @@ class Store:
                     folder.add(step, chains_of(self.stacked(), rows), why)
                     folder.ahead = step
                 elif not self.size and (head := folder.head) is not None:
-                    about = {**head.metadata, "complete": False, "why": why}
-                    folder.set_head(about, {n: head.read(n) for n in head.entries})
+                    folder.set_head(
+                        {**head.metadata, "complete": False, "why": why}, {n: head.read(n) for n in head.entries}
+                    )
         except Exception as err:  # out of memory, too: what ended the run says more
             return str(err)
         return ""
@@ -529,13 +541,10 @@ class Store:
         """
         tensors, scalars = files.flat((params, state))
         generators, seen = [generator_states()], dict[str, Tensor]()
-        of = [type(x).__qualname__ for x in self.run.stateful]
-
-        def pack() -> Any:
-            return files.packed([x.state_dict() for x in self.run.stateful], seen, CALLBACK)
-
+        of = self.run.seers
         # of whole tensors the first rank's are written alone
-        states = self.together(lambda: pack() if self.first or self.place.sharded else [])
+        asked = self.run.stateful if self.first or self.place.sharded else []
+        states = self.together(lambda: files.packed([x.state_dict() for x in asked], seen, CALLBACK))
         if self.place.sharded:
             plain: dict[str, Any] = {name: digest(x) for name, x in tensors.items() if not is_dtensor(x)}
             plain[_SEEN.format(", ".join(of))] = (str(states), *map(digest, seen.values()))
@@ -632,10 +641,3 @@ def set_generators(head: File, rank: int) -> None:
         cuda = [head.read(n) for n in sorted(names) if "cuda" in n]
         if cuda and torch.cuda.is_available():
             torch.cuda.set_rng_state_all(cuda)
-
-
-def _as_many(mine: Any, theirs: Any) -> bool:
-    """Whether two ranks' batches are of as many data, and as large."""
-    return all(isinstance(x, dict) for x in (mine, theirs)) and all(
-        n in mine and mine[n] == theirs.get(n) for n in ("size", "batch_size")
-    )

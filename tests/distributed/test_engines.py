@@ -374,7 +374,8 @@ def test_gradients_keep_their_dtypes():
 @on(2, 4)
 def test_a_step_sends_one_message_of_the_gradient_and_two_numbers_and_the_noise_none():
     step, params, state, batch, _ = one()
-    params, state, _ = step(params, state, batch)
+    for _ in range(4):  # of which the first, the second and the fourth are compared
+        params, state, _ = step(params, state, batch)
     sent, real = [], dist.all_reduce
     with pytest.MonkeyPatch.context() as patch, CommDebugMode() as messages:
         patch.setattr(dist, "all_reduce", lambda x, **options: (sent.append(x.numel()), real(x, **options))[1])
@@ -393,6 +394,8 @@ def test_what_would_be_silently_wrong_is_refused_on_every_rank():
     own = bc.chain(bc.inject_langevin_noise(0.1, generator=seeded), bc.scale_by_neg_lr(0.1))
     cold, stacked = ({k: p + rank for k, p in params.items()}, {k: torch.stack([p, p]) for k, p in params.items()})
     step = bc.make_step(loss, still, mesh=mesh)
+    dtypes, apart = (torch.float32, torch.float64), bc.make_step(loss, bc.sgd(0.1 + 0.1 * rank), mesh=mesh)
+    parting = apart(params, still.init(params), batch)[:2]
     plain, many = bc.make_step(lambda p, b: loss(p, b[:2]), still, mesh=mesh), bc.parallel(step, 2)
     model = DistributedDataParallel(nn.Linear(3, 1).double())
     weights = {name: p.detach() for name, p in model.named_parameters()}
@@ -409,6 +412,10 @@ def test_what_would_be_silently_wrong_is_refused_on_every_rank():
             ("no replicas", "state/1/key", "bc.distributed.broadcast"): lambda: noisy(params, TX.init(params), batch),
             ("with one seed, 3", "mesh="): lambda: bc.sample(noisy, *spread, parts, steps=4),
             ("no replicas", "params/w"): lambda: step(cold, still.init(cold), batch),
+            ("no replicas", "params/w", "the same chain"): lambda: apart(*parting, batch),
+            ("no replicas", "tensor differ"): lambda: bc.distributed.require_replicas(
+                torch.zeros(2, dtype=dtypes[rank]), mesh
+            ),
             ("two leaves are named a/b",): lambda: bc.distributed.require_replicas({"a/b": rank, "a": {"b": 0}}, mesh),
             ("5 and 12 entries",): lambda: plain(params, still.init(params), (*batch, torch.zeros(5))),
             ("loop=True",): lambda: many(stacked, many.init(still, stacked), batch),

@@ -1,16 +1,20 @@
 """Runs on disk that several ranks share go on, on any number of ranks, as if nothing had happened."""
 
 import fcntl
+import itertools
 import re
 from functools import partial
 from itertools import product
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 import bayesopt_chain as bc
+from bayesopt_chain.distributed.ranks import gather_objects, name_the_first
 from bayesopt_chain.runs import files
+from bayesopt_chain.runs.store import Store
 from tests.distributed import toys
 from tests.distributed.ranks import message_of, on, refuses, run, whole, world
 from tests.distributed.toys import (
@@ -280,7 +284,19 @@ def test_ranks_that_share_a_chain_and_are_given_other_numbers_are_refused_by_nam
     for (other, x), path in [*product(OTHER.items(), (tmp_path / "draws", None))][:-1]:  # the last one is alike
         given = {"steps": STEPS, "path": path} | ({other: x} if world()[0] == 2 else {})
         assert f"were given other {other};" in message_of(bc.sample, *toys.KINDS[name](**options)[:4], **given)
+    _, *given = toys.KINDS[name](**options)[:4]
+    step, *_ = toys.KINDS[name](tx=bc.sghmc(0.1 + 0.1 * (world()[0] == 2), temperature=0.05), **options)
+    assert "were given other chains, rates, temperatures" in message_of(bc.sample, step, *given, steps=STEPS)
     assert not (tmp_path / "draws").exists()
+
+
+@on(2)
+def test_chains_of_ranks_that_begin_together_at_other_temperatures_are_refused_on_one_of_them(tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        restore = Store.restore
+        patch.setattr(Store, "restore", lambda store: (dist.barrier(), restore(store))[1])
+        said = message_of(sampled, "chains", tmp_path, tx=bc.sghmc(0.1, temperature=0.1 + world()[0]))
+    assert any("LangevinNoise.temperature is" in (said or "") for said in gather_objects(said, None))
 
 
 @on(2)
@@ -322,6 +338,38 @@ def test_what_callbacks_have_seen_of_whole_leaves_goes_on_and_of_a_rank_s_part_i
     assert torch.equal(resumed.total, unbroken.total)
 
 
+@pytest.mark.filterwarnings("ignore:sample", "ignore:iterate")
+@on(2)
+@pytest.mark.parametrize("extra", [1e9, float("inf")])
+@pytest.mark.parametrize("way", ["sample", "iterate"])
+def test_a_loss_that_leaves_its_bounds_on_one_replica_ends_the_run_on_all_after_the_same_draw(way, extra):
+    """Each rank under DistributedDataParallel has the loss of its own data: a run that one of them ends alone hangs."""
+    calls, model = itertools.count(1), toys.under("ddp")
+    bad = lambda model, x: model(x).square().mean() + (extra if world()[0] and next(calls) > 10 else 0.0)  # noqa: E731
+    noise = {"temperature": 1e-6, "generator": bc.distributed.generator(0)}
+    step = bc.optim.as_step(model, bc.optim.SGHMC(model.parameters(), lr=1e-3, **noise), bad)
+    draws = getattr(bc, way)(step, step.params, step.state, torch.ones(4, 5).double() + world()[0], steps=30)
+    kept = len(draws if way == "sample" else [*draws])
+    assert {*gather_objects(kept, None)} == {10 if extra == float("inf") else 12}
+
+
+@on(2)
+def test_a_directory_that_only_the_first_rank_sees_is_refused_before_the_first_step(tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        if world()[0]:
+            patch.setattr("bayesopt_chain.runs.store.head_of", lambda path: None)
+        said = message_of(sampled, "one", tmp_path, callbacks=[error])
+    assert "all ranks have to see the directory of the run" in said
+
+
+@on(2)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_callbacks_with_a_state_on_one_of_the_ranks_of_a_chain_are_refused(rank, tmp_path):
+    """A checkpoint would not hold what they saw, or hand it to ranks that did not."""
+    mine = [Total(torch.sum)] if world()[0] == rank else []
+    assert "were given other callbacks with a state" in message_of(sampled, "one", tmp_path, callbacks=mine)
+
+
 @pytest.mark.filterwarnings("ignore:sample")
 @on(2)
 @pytest.mark.parametrize("of", ["loss", "gradient"])
@@ -339,6 +387,19 @@ def test_a_loss_or_parameters_that_are_not_finite_on_one_rank_end_the_run_on_all
 
 def error():
     raise ZeroDivisionError
+
+
+@on(2)
+def test_of_two_runs_that_fail_each_names_the_rank_that_failed_first_in_it():
+    for number, first in enumerate((1, 0)):
+        failure = ZeroDivisionError()
+        for turn in (first, 1 - first):
+            if world()[0] == turn:
+                name_the_first(failure, "sample", number)
+            dist.barrier()
+        told = getattr(failure, "__notes__", [])
+        names = [f"sample: the first rank that failed was rank {first}: ZeroDivisionError: "]
+        assert told == ([] if world()[0] == first else names)
 
 
 def cut_off(path, where):
@@ -363,7 +424,8 @@ def cut_off(path, where):
 @pytest.mark.parametrize("where", ["all", 0, 1])
 def test_what_ranks_drew_before_an_error_is_on_disk_and_they_go_on(where, tmp_path):
     path, want = tmp_path / "draws", sampled("shards", burn_in=0)
-    assert sum(run(cut_off, 2, path, where)) == 1, "one of them was the first, and the other one names it"
+    # one of them was the first, and the other one names it: in a note, or in the error itself
+    assert sum(run(cut_off, 2, path, where)) == (where == "all")
     kept = bc.Draws.open(path)
     kept.verify()
     assert not kept.complete and kept.steps.tolist() == list(range(1, 9))

@@ -202,7 +202,7 @@ def ranks(monkeypatch):
 
     def run(claims, steps=2):
         run.store, errors, most = Store(), {}, 0
-        monkeypatch.setattr(witness, "_store", lambda: run.store)
+        monkeypatch.setattr(witness, "rendezvous_store", lambda: run.store)
         every = [copy.deepcopy(witness_of_all) for _ in claims]
         for _, (rank, mine) in itertools.product(range(steps), enumerate(claims)):
             monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)

@@ -1,5 +1,6 @@
 """Callbacks with a state: it is in every checkpoint, so that a run that goes on ends with what an unbroken one has seen."""
 
+import signal
 from contextlib import nullcontext
 
 import pytest
@@ -68,6 +69,29 @@ def test_callbacks_that_missed_steps_are_refused(tmp_path, before, after, said):
     with pytest.raises(ValueError, match=said):
         run(tmp_path, after)
     assert len(bc.Draws.open(tmp_path)) == 5
+
+
+@pytest.mark.filterwarnings("ignore:sample")
+def test_a_second_ctrl_c_ends_the_way_through_batches_that_were_seen(tmp_path):
+    class Shuffled:
+        """Batches that cannot say where they stand, behind which somebody loses patience."""
+
+        def __init__(self, impatient=False):
+            self.impatient, self.given = impatient, 0
+
+        def __iter__(self):
+            for _ in range(30):
+                self.given += 1
+                if self.impatient and self.given in (3, 4):
+                    signal.raise_signal(signal.SIGINT)
+                yield torch.ones(1)
+
+    step, params, state, _ = started()
+    run_on = lambda batches, steps: bc.sample(step, params, state, batches, steps=steps, path=tmp_path)  # noqa: E731
+    run_on(Shuffled(), 20)
+    with pytest.raises(KeyboardInterrupt):
+        run_on(hurried := Shuffled(impatient=True), 30)
+    assert hurried.given == 4 and len(run_on(Shuffled(), 30)) == 30
 
 
 def test_what_no_file_can_hold_is_refused_and_the_draws_are_kept(tmp_path):

@@ -133,15 +133,38 @@ def test_the_log_likelihood_is_that_of_every_datum_under_every_draw(chains):
         draws.log_likelihood(forward, [x], noise)
 
 
+def row(x):
+    return bc.Draws.from_trees([{"w": x}])
+
+
 def test_errors_say_what_to_do():
     predict = made()[1].predict
     for says, act, *args in (
         ("reduce must be", functools.partial(predict, reduce="sum"), forward, []),
         ("batches is empty", predict, forward, []),
         ("no trees", bc.Draws.from_trees, []),
+        ("differ in w", bc.Draws.from_trees, [{"w": torch.ones(1)}, {"w": torch.ones(1).double()}]),
+        ("shapes or dtypes", row(torch.ones(1)).stack_chains, row(torch.ones(2))),
+        ("shapes or dtypes", row(torch.ones(1)).stack_chains, row(torch.ones(1).double())),
     ):
         with pytest.raises(ValueError, match=says):
             act(*args)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"a": [torch.ones(2), None], "b": torch.ones(1)}, {"a": torch.ones(2), "a/b": torch.ones(1)}, {"": torch.ones(0)}],
+    ids=["an absent parameter", "a path that begins another", "no element"],
+)
+def test_a_tree_of_any_shape_comes_back_from_the_disk(params, tmp_path):
+    tx = bc.sghmc(0.1, temperature=0.1)
+    step = bc.make_step(lambda p, batch: sum(x.square().sum() for x in optree.tree_leaves(p)), tx)
+    draws, held = (bc.sample(step, params, tx.init(params), None, steps=3, seed=1, path=x) for x in (tmp_path, None))
+    for found in (draws, bc.Draws.open(tmp_path, like=params), bc.Draws.open(tmp_path)):
+        assert all(map(torch.equal, optree.tree_leaves(found.params), optree.tree_leaves(held.params)))
+    assert optree.tree_structure(draws[0]) == optree.tree_structure(params) == optree.tree_structure(held.params)
+    again = bc.Draws.from_trees([*held])
+    assert optree.tree_structure(again.params) == optree.tree_structure(params)
 
 
 @pytest.fixture(scope="module")

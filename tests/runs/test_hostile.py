@@ -395,6 +395,8 @@ def test_what_cannot_be_saved_is_named(tmp_path):
         bc.save(tmp_path / "x", {"a": [torch.ones(1), object()]})
     with pytest.raises(ValueError, match="two leaves are named a/1"):
         bc.save(tmp_path / "x", {"a": [torch.ones(1), torch.ones(1)], "a/1": torch.ones(1)})
+    with pytest.raises(ValueError, match="named __metadata__"):
+        bc.save(tmp_path / "x", {"__metadata__": torch.ones(1)})
     assert not list(tmp_path.iterdir())
     for leaf in (torch.ones(2).to_sparse(), torch.ones(2, device="meta"), torch.nested.nested_tensor([torch.ones(1)])):
         with pytest.raises(TypeError, match=r"save: leaf b.*cannot be written; make it dense"):

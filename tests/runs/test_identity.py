@@ -9,7 +9,7 @@ import torch
 
 import bayesopt_chain as bc
 from bayesopt_chain.random import compiled
-from bayesopt_chain.runs.run import code_digest, describe, difference
+from bayesopt_chain.runs.run import code_digest, describe, describe_optimizer, difference
 
 
 def loss(params, batch):
@@ -308,6 +308,34 @@ def test_descriptions_of_the_named_samplers_are_those_that_stand_in_runs_on_disk
     ]
     assert difference(describe(functools.partial(max, 1)), describe(functools.partial(max, 2)))
     assert not difference({"function": "f", "code": {"3.9": "a"}}, {"function": "f", "code": {"3.10": "b"}})
+
+
+def test_an_optimizer_that_learns_an_option_is_the_one_it_was(monkeypatch):
+    """As torch's learn them from one version to the next."""
+
+    class Newer(torch.optim.SGD):
+        def __init__(self, params, lr, momentum=0, decoupled=False):
+            super().__init__(params, lr, momentum)
+            self.param_groups[0]["decoupled"] = decoupled
+
+    told = [describe_optimizer(torch.optim.SGD([torch.zeros(1)], 0.1))]
+    told += [{**describe_optimizer(Newer([torch.zeros(1)], 0.1, decoupled=x)), "kind": "SGD"} for x in (False, True)]
+    assert not difference(told[0], told[1])
+    assert "decoupled is absent, here True" in difference(told[0], told[2])
+
+
+def test_chains_that_were_captured_are_the_chains_that_they_are(tmp_path):
+    def go(temperature, path, steps=4):
+        tx, params = bc.sghmc(0.1, temperature=temperature), torch.ones(3, 2)
+        chains = bc.parallel(bc.make_step(lambda p, batch: (p**2).sum(), tx), 3)
+        state = chains.init(tx, params, seed=1)
+        step = bc.capture(chains, params, state, None, backend="eager")
+        return bc.sample(step, params, state, None, steps=steps, path=path, seed=1)
+
+    assert go(0.1, tmp_path).chains == bc.Draws.open(tmp_path).chains == 3
+    with pytest.raises(ValueError, match=r"LangevinNoise.temperature is 0.1, here 0.2"):
+        go(0.2, tmp_path, 8)
+    assert torch.equal(go(0.1, tmp_path, 8).params, go(0.1, None, 8).params)
 
 
 # What used to be an error about something else says what is wrong and what to do
