@@ -950,6 +950,9 @@ class Likelihood(ABC):
         Returns:
             A :class:`Predictive`.
 
+        Raises:
+            ValueError: a covariance of another shape, or with negative variances.
+
         Example:
             >>> import torch
             >>> from bayesopt_chain import likelihoods
@@ -957,6 +960,18 @@ class Likelihood(ABC):
             >>> predictive.variance, predictive.quantile(0.975)
             (tensor([[1.]]), tensor([[1.9600]]))
         """
+        n, entries = mean.shape[:1].numel(), mean.shape[1:].numel()
+        if covariance.shape not in ((n, entries, entries), (n * entries, n * entries), (n, entries)):
+            raise ValueError(
+                f"predictive: covariance has shape {tuple(covariance.shape)}, for a mean {tuple(mean.shape)} pass one of "
+                f"{(n, entries, entries)}, {(n * entries, n * entries)} or {(n, entries)}"
+            )
+        variance = Outputs(mean, covariance).variance.detach()
+        # by more than rounding
+        if is_readable(variance) and variance.numel() and bool(variance.min() < -1e-4 * variance.max().abs()):
+            raise ValueError(
+                f"predictive: a variance is negative ({variance.min().item():.3g}): pass a positive semidefinite covariance"
+            )
         return Predictive(self, Outputs(mean, covariance))
 
     @checks.takes()

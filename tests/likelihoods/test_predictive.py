@@ -791,6 +791,11 @@ ONE_EACH = "depends on the rest of the batch"
             "finite and not negative",
         ),
         (lambda: of_classes().quantile(0.5), "have no order"),
+        (
+            lambda: CLASSES.predictive(torch.zeros(2, 3), torch.ones(2, 2, 2)),
+            r"shape \(2, 2, 2\), for a mean \(2, 3\) pass one of \(2, 3, 3\), \(6, 6\) or \(2, 3\)",
+        ),
+        (lambda: likelihoods.gaussian().predictive(*torch.tensor([[[1.0]], [[-2.0]]])), r"variance is negative \(-2\)"),
         (lambda: of_classes().crps(torch.tensor([0])), "have no order"),
         (lambda: of_gaussian().quantile(1.0), r"level must be a number in \(0, 1\)"),
     ],
