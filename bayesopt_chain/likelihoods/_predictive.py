@@ -40,6 +40,7 @@ PIECES, NODES = 64, 8  # of each of the two integrals of a score, and nodes of a
 ROUNDS = 3  # times that pieces are shifted
 STRETCH = 14.0  # they reach sinh(14) = 600,000 quartile distances out
 BISECTIONS = 64
+TAIL = 1e-4  # levels nearer to 0 or 1 are so coarse in float32 that quantiles would be wrong
 MOST_COUNTS = 10**6
 COUNTS = 64  # added up between two looks at which data are not yet
 LOWEST, HIGHEST = float("-inf"), float("inf")
@@ -94,7 +95,9 @@ class Mixture:
     @torch.no_grad()
     def quantile(self, level: float) -> Tensor:
         """The smallest value y with ``P(Y <= y) >= level``; not differentiated."""
-        support = self._ordered("quantile")
+        dtype, support = self.outputs.dtype, self._ordered("quantile")
+        if dtype != torch.float64 and not TAIL < level < 1 - TAIL:
+            return replace(self, outputs=self.outputs.double()).quantile(level).to(dtype)
         low, high, value = self._line(support)
         for _ in range(BISECTIONS):
             if support.is_discrete and not bool((value(high) - value(low) > 1).any()):

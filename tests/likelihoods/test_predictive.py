@@ -606,6 +606,15 @@ def test_quantiles_are_scipys_out_to_the_tails(name, level):
     torch.testing.assert_close(found.flatten(), torch.as_tensor(wanted.ppf(level)), rtol=1e-8, atol=1e-14)
 
 
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("level", [1e-9, 1e-4, 1 - 1e-9])
+def test_quantiles_in_single_precision_are_those_in_double_out_to_the_tails(name, level):
+    outputs = torch.tensor([[[-1.5], [0.25], [1.25]]])
+    single, double = (CASES[name][0].mixture(outputs.to(t)).quantile(level) for t in (torch.float32, torch.float64))
+    assert single.dtype == torch.float32
+    torch.testing.assert_close(single.double(), double, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["poisson", "negative_binomial", "gumbel"])
 def test_scores_in_single_precision_are_those_in_double(name):
     likelihood, y = CASES[name][0], torch.tensor([[0.0], [2.0], [7.0]], dtype=torch.float32)
