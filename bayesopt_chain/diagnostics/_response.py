@@ -113,9 +113,7 @@ def read(tx: Any, params: Any, state: Any = None) -> Response:
             f"of the same hyperparameters, such as bc.sgd({', '.join(f'{k}={v!r}' for k, v in group.items())})"
         )
     checks.require("the diagnostics of a chain", tx=(tx, checks.TX))
-    tx, state = inner(tx, state)
-    if not isinstance(tx, Chain):
-        raise TypeError(f"a chain of bayesopt_chain is asked for, whose links say what they do, got {tx!r:.80}")
+    tx, state = chain_in(tx, state)
     if not isinstance(state, (State, type(None))):
         raise TypeError(f"state must be that of tx, as tx.init and its updates return it, got {state!r:.80}")
     state = OneUpdate(tx, params, warmup=1).next_state if state is None else state
@@ -319,7 +317,7 @@ def forces_of(
             loss.
     """
     if not hasattr(tx, "thermal_leaves"):
-        chain, _ = inner(tx, None)
+        chain, _ = chain_in(tx, None)
         state = state_of(chain, params)
         names = names_of(state.layout.paths)
         levels = {names[j]: level for j, level in levels_of(chain, state, temperature, step).items()}
@@ -398,3 +396,15 @@ def inner(tx: Any, state: Any) -> tuple[Any, Any]:
     while hasattr(state, "inner") and not isinstance(state, State):
         state = state.inner
     return unwrapped(tx), state
+
+
+def chain_in(tx: Any, state: Any) -> tuple[Chain, Any]:
+    """What :func:`inner` gives, of a chain of this library.
+
+    Raises:
+        TypeError: anything else.
+    """
+    tx, state = inner(tx, state)
+    if not isinstance(tx, Chain):
+        raise TypeError(f"a chain of bayesopt_chain is asked for, whose links say what they do, got {tx!r:.80}")
+    return tx, state

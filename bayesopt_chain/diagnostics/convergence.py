@@ -356,7 +356,10 @@ def ksd(
     stored: Draws | None = draws if hasattr(type(draws), "params") else None
     chains = getattr(draws, "chains", None) or 1
     given: Any = draws
-    size = len(optree.tree_leaves(given)[0]) if stored is None else chains * len(stored)
+    lengths = {len(x) for x in optree.tree_leaves(given)} if stored is None else {chains * len(stored)}
+    if len(lengths) > 1:
+        raise ValueError(f"ksd: draws must have one number of draws in every leaf, got {sorted(lengths)}")
+    size = lengths.pop()
     if size < 2:
         raise ValueError(f"ksd: needs at least 2 draws, got {size}")
     block = max(chains, block // chains * chains)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -56,6 +56,7 @@ from bayesopt_chain.diagnostics.gradient_noise import (
     trace,
     twice_over_once,
 )
+from bayesopt_chain.modules.functional import as_batches
 from bayesopt_chain.trees import flatten, paths_of, unflatten
 
 if TYPE_CHECKING:
@@ -393,9 +394,12 @@ def _watched(m: Any) -> Tensor:
         values = torch.cat([x.some for x in m.leaves.values()], -1)
     else:
         found = [m.of(_chain(draw, m.draws.chains, c)) for draw in m.draws for c in range(m.n)]
-        shapes = {tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in found}
+        shapes = {tuple(x.shape) if checks.VALUES.fits(x) else getattr(x, "dtype", type(x).__name__) for x in found}
         if [type(x) for x in shapes] != [tuple]:
-            raise TypeError(f"doctor: of must return a tensor, of one shape at every draw, got {checks.short(shapes)}")
+            raise TypeError(
+                f"doctor: of must return a tensor, of one shape at every draw, got {checks.short(shapes)}; of complex numbers "
+                "return torch.view_as_real"
+            )
         values = torch.stack([x.detach().reshape(-1).double() for x in found]).unflatten(0, (m.count, m.n))
     return values[..., (values != values[:1]).any(0).any(0)].cpu()
 
@@ -456,7 +460,7 @@ def _shown(m: Any) -> dict[str, Any]:
     if m.loss is None or not m.temperatures:
         return {"is_asked": m.loss is not None}
     one = _chain(m.draws[m.count - 1], m.draws.chains, 0)
-    data = _Data(m.loss, _listed(m.batches), m.data_size, one)
+    data = _Data(m.loss, list(as_batches(m.batches)), m.data_size, one)
     # the loss of a batch twice over that of the batch
     doubled = data.n and data.is_finite and twice_over_once(m.loss, one, data.batches[0])
     return {"is_asked": True, "one": one, "data": data, "doubled": doubled}
@@ -630,14 +634,6 @@ def _has_grown(losses: Tensor) -> bool:
     grown, spread = float(last.mean() - first.mean()), max(spread, 1e-3 * float(first.abs().mean()))
     is_faster = last.mean() - middle > SPEEDING * (middle - first.mean())
     return float(last.min()) > float(first.max()) and grown > GROWTH * spread and bool(is_faster)
-
-
-def _listed(batches: Any) -> list[Any]:
-    """Batches as a list: a tensor, a dictionary and a tuple with tensors are all data in one batch."""
-    is_batch = isinstance(batches, (Tensor, Mapping)) or (
-        isinstance(batches, tuple) and any(isinstance(x, Tensor) for x in batches)
-    )
-    return [batches] if is_batch or not hasattr(batches, "__iter__") else list(batches)
 
 
 def _looked_at(draws: Draws, name: str, chains: int, stride: int) -> SimpleNamespace:

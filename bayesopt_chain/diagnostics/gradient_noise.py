@@ -46,6 +46,7 @@ from bayesopt_chain import checks, curvature
 from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.diagnostics._response import read
 from bayesopt_chain.loop.loss import gradient, value
+from bayesopt_chain.modules.functional import as_batches
 from bayesopt_chain.trees import flatten, gram, require_like, unflatten
 
 SEEDS = 16  # of a loss that draws random numbers
@@ -123,7 +124,8 @@ def gradient_noise(
     freedom = len(used) - len(blocks)
     if freedom < 1:
         raise ValueError(
-            f"gradient_noise: batches must be at least two an epoch, got {max(map(len, blocks), default=0)}"
+            f"gradient_noise: batches must be at least two an epoch, got {max(map(len, blocks), default=0)}; a tensor, a "
+            "dictionary or a tuple of tensors is one"
         )
     with torch.random.fork_rng(devices=initialised_devices()):
         first = [gradients(loss, params, batch) for batch in used]
@@ -170,10 +172,11 @@ def gradient_noise(
 def take(batches: Iterable[Any], most: int) -> tuple[list[list[Any]], float | None, str | None]:
     """At most so many batches, in blocks that share no datum; the steps of an epoch and the order, where they say them.
 
-    ``epochs`` give their current epoch and, where that is shorter, following ones, and stay where they are.
+    A tensor, a mapping and a tuple with tensors are one batch. ``epochs`` give their current epoch and, where that is shorter,
+    following ones, and stay where they are.
     """
     if not isinstance(batches, Epochs):
-        return [list(islice(batches, most))], None, None
+        return [list(islice(as_batches(batches), most))], None, None
     length = min(most, len(batches))
     stride = 2 if batches.order == "palindrome" else 1
     numbers = range(
@@ -223,6 +226,25 @@ def twice_over_once(loss: Callable[[Any, Any], Any], params: Any, batch: Any) ->
     coarsest = max(torch.finfo(x.dtype).eps for x in [found[0], *optree.tree_leaves(params)] if x.is_floating_point())
     rounding = 4 * coarsest if coarsest > 1e-4 else 0.0
     return (float(doubled.mean()) / one, max(error / abs(one), rounding)) if one else (1.0, math.inf)
+
+
+def require_mean(who: str, loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> tuple[float, float]:
+    """Refuse a loss that is a sum over the batch.
+
+    Returns:
+        What :func:`twice_over_once` does, ``(1, 0)`` where that is not known.
+
+    Raises:
+        ValueError: it is twice as large on a batch that is given twice.
+    """
+    doubled, error = twice_over_once(loss, params, batch) or (1.0, 0.0)
+    if doubled > max(1.5, 1 + error):
+        raise ValueError(
+            f"{who}: the loss is a sum over the batch: it is {doubled:.3g} times as large on a batch that is given twice; "
+            "divide it by the number of data in the batch, a prior beside it by the number of all data, and give the chain "
+            "temperature 1 / N"
+        )
+    return doubled, error
 
 
 def initialised_devices() -> list[int]:

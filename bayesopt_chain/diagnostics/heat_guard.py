@@ -337,13 +337,18 @@ class HeatGuard:
             return
         if w is not None and len(self._missed) < len(w.keys):
             self._absent |= self._missed
+        self._fail(
+            "the parameters that have a gradient and a temperature changed too often. Look at it in a run in which they stay "
+            "the same"
+        )
+
+    def _fail(self, why: str) -> None:
+        """Give up a window, and say so once where none was read."""
         self._close()
         self._failed += 1
         if self._failed == GIVE_UP and not self.readings:
             self._warn(
-                f"the heat of the gradients' noise was not looked at: {GIVE_UP} windows of {WINDOW} steps were begun, and in "
-                "each the parameters that have a gradient and a temperature changed too often. Look at it in a run in which "
-                "they stay the same"
+                f"the heat of the gradients' noise was not looked at: {GIVE_UP} windows were begun, and in each {why}"
             )
 
     def _read(self, w: Window, seen: list[Leaf]) -> None:
@@ -351,7 +356,9 @@ class HeatGuard:
         G, norms = w.gradients.read(w.rows)
         centred = G - G.mean(0)
         total = float(centred.square().sum())
-        if math.isfinite(total) and w.positions is None:
+        if not math.isfinite(total):
+            self._fail("a gradient was NaN or infinite. Look for rows of the data with NaN, and leave them out")
+        elif w.positions is None:
             each = torch.linalg.eigvalsh(centred @ centred.T)
             bound = float(each[-1] - each[1]) / (SHORT - 1)
             if _is_clipped(norms, seen) and total > 1e-6 * float(G.square().sum()):
@@ -365,7 +372,7 @@ class HeatGuard:
                 return
             else:
                 self.readings.append(Heat(bound, math.inf, 0.0, 0.0, bound, 0.0, 0.0, self._steps))
-        elif w.positions is not None and math.isfinite(total):
+        else:
             rates, temperatures = torch.tensor(w.rates, dtype=torch.float64, device="cpu").T
             filled = (G != 0).any(0)  # small models fill few buckets
             momentum = max([x.momentum for x in w.leaves])

@@ -541,6 +541,8 @@ def product(curvature: Any, like: Any) -> Callable[[Tree], Tree] | None:
         size = sum(leaf.numel() for leaf in optree.tree_leaves(like))
         if tuple(curvature.shape) != (size, size):
             raise TypeError(f"heating: curvature must be a [{size}, {size}] matrix, got {tuple(curvature.shape)}")
+        if bool((curvature - curvature.mT).abs().max() > 1e-3 * curvature.abs().max()):
+            raise ValueError("heating: curvature must be symmetric; of a triangular root of it pass root @ root.mT")
         return lambda tree: unflatten(curvature.to(v := flatten(tree, like)) @ v, like)
 
     def checked(tree: Tree) -> Tree:

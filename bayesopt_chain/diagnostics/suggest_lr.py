@@ -58,9 +58,9 @@ from bayesopt_chain.diagnostics.gradient_noise import (
     gradient_noise,
     hessian_product,
     initialised_devices,
+    require_mean,
     scalar,
     trace,
-    twice_over_once,
 )
 from bayesopt_chain.diagnostics.heating import Heating, Reduced, loop, predict, reduce, rescaled
 from bayesopt_chain.loop.loss import gradient
@@ -621,13 +621,7 @@ def _require_mean(loss: Callable[[Any, Any], Any], params: Any, source: Source) 
     ]
     with torch.no_grad():
         whole, *halves = (float(scalar(loss, params, part)) for part in parts)
-    doubled, error = twice_over_once(loss, params, parts[0]) or (1.0, 0.0)
-    if doubled > max(1.5, 1 + error):
-        raise ValueError(
-            f"suggest_lr: the loss is a sum over the batch: it is {doubled:.3g} times as large on a batch that is given twice; "
-            "divide it by the number of data in the batch, a prior beside it by the number of all data, and give the chain "
-            "temperature 1 / N"
-        )
+    _, error = require_mean("suggest_lr", loss, params, parts[0])
     draws = error > 0 or not math.isfinite(whole)
     is_mean = abs(whole - sum(halves) / 2) <= 1e-3 * max(map(abs, (whole, *halves)))
     if not draws and not is_mean and source.sizes != (int(source.size),):

@@ -90,7 +90,7 @@ class Parallel:
         self.watched = loop and n == 1
         self.model_draws = False
 
-    @checks.takes(tx=checks.ANY, params=_STACKED)
+    @checks.takes(tx=checks.ANY, params=checks.ANY)
     def init(self, tx: Any, params: Any, *, seed: int | None = None) -> Any:
         """Make the states of this rank's chains, each with a key of its own.
 
@@ -122,6 +122,7 @@ class Parallel:
             raise TypeError(
                 f"parallel: init takes (tx, params), tx being the chain's transformation, got {type(tx).__name__}"
             )
+        checks.require("parallel: init", params=(params, _STACKED))
         if wrong := [x.shape for x in optree.tree_leaves(params) if len(x) != self.n]:
             raise ValueError(
                 f"parallel: init takes params with the {self.n} chains of this rank on axis 0, got a leaf of {list(wrong[0])}"

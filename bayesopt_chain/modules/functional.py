@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
+from operator import length_hint
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -325,13 +326,15 @@ def peeked(loader: Iterable, who: str = "fit_laplace", read: Callable[[Any], Any
             f"{who}: batches must be (inputs, targets), or mappings with one of the keys {', '.join(LABELS)}, got "
             f"{type(first[0]).__name__}; make pairs of any other, such as ((b['x'], b['y']) for b in loader)"
         )
-    return Batches(first, rest, length_of(loader))
+    return Batches(first, rest, length_hint(loader) or None)
 
 
 def as_batches(data: Any) -> Iterable:
-    """Return ``data``, or, of one batch (a mapping, or a tuple that begins with a tensor), the list of it."""
-    alone = isinstance(data, Mapping) or (isinstance(data, tuple) and data[:1] and isinstance(data[0], Tensor))
-    return [data] if alone else data
+    """Return ``data``, or, of one batch (a tensor, a mapping, a tuple with a tensor in it, no iterable), the list of it."""
+    is_batch = isinstance(data, (Tensor, Mapping)) or (
+        isinstance(data, tuple) and any(isinstance(x, Tensor) for x in data)
+    )
+    return [data] if is_batch or not hasattr(data, "__iter__") else data
 
 
 def as_pair(batch: Any, module: Any = None) -> Any:
@@ -434,14 +437,6 @@ def logits_of(output: Any) -> Any:
     if isinstance(output, Mapping) and "logits" in output:
         return output["logits"]
     return getattr(output, "logits", output)
-
-
-def length_of(loader: Any) -> int | None:
-    """The number of its batches, where it knows."""
-    try:
-        return len(loader)
-    except TypeError:
-        return None
 
 
 def with_progress(all_batches: Iterable, progress: bool, total: int | None = None, unit: str = "batch") -> Iterable:

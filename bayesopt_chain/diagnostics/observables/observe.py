@@ -47,7 +47,7 @@ from torch import Tensor
 
 from bayesopt_chain import checks
 from bayesopt_chain.diagnostics.findings import Row, judged
-from bayesopt_chain.diagnostics.gradient_noise import initialised_devices
+from bayesopt_chain.diagnostics.gradient_noise import initialised_devices, require_mean
 from bayesopt_chain.diagnostics.observables.sums import BLOCKS, Estimate, Record, merged
 from bayesopt_chain.diagnostics.observables.target import (
     Measured,
@@ -327,8 +327,10 @@ class Observed:
 
 
 _OF = checks.Kind(
-    lambda x: x is None or (isinstance(x, Mapping) and all(callable(f) for f in x.values())),
-    "a dictionary of functions of the parameters",
+    lambda x: (
+        x is None or (isinstance(x, Mapping) and all(isinstance(name, str) and callable(f) for name, f in x.items()))
+    ),
+    "a dictionary of functions of the parameters, by names",
 )
 _PAIRS = checks.Kind(
     lambda x: checks.SEQUENCE.fits(x) and all(isinstance(p, (tuple, list)) and len(p) == 2 for p in x),
@@ -461,6 +463,7 @@ def observe(
     everything = (loss, optree.tree_map(lambda p: p.detach().clone(), params), lambda x: x)
     inner, centre, fill = everything if where is None else restrict(loss, params, where)
     data, n = data_of(batches)
+    is_default = temperature is None
     if temperature is None:
         if n is None or n < 2:
             raise ValueError("observe: the number of data is not known from the batches; give temperature=")
@@ -472,6 +475,8 @@ def observe(
     if chains % width:
         raise ValueError(f"observe: at_once={width} does not divide chains={chains}")
     with torch.random.fork_rng(devices=initialised_devices()):
+        if target.in_batches or is_default:  # a sum over all data may have a temperature of its own
+            require_mean("observe", inner, centre, target.one_batch(1))
         torch.manual_seed(seed)
         reference, square = target.at_centre()
         if not math.isfinite(reference):

@@ -1,0 +1,87 @@
+"""What an untidy user hands to the diagnostics is taken as it was meant, or refused by name."""
+
+from typing import Any
+
+import pytest
+import torch
+import torchopt
+
+import bayesopt_chain as bc
+from bayesopt_chain.diagnostics import HeatGuard, doctor, gradient_noise, heating, hessian_product, ksd
+
+torch.manual_seed(0)
+X = torch.randn(300, 3)
+Y = X @ torch.tensor([1.0, -1.0, 0.5]) + 0.1 * torch.randn(300)
+W = torch.linalg.lstsq(X, Y[:, None]).solution[:, 0]
+BATCHES = [(X[i : i + 50], Y[i : i + 50]) for i in range(0, 300, 50)]
+TX = bc.sghmc(0.05, 0.9, temperature=1 / 300)
+
+
+def loss(w, batch):
+    x, y = batch
+    return (x @ w - y).square().mean() / 2
+
+
+def summed(w, batch):
+    return loss(w, batch) * len(batch[0])
+
+
+def test_one_batch_alone_is_all_data_and_not_rows_or_columns_of_them():
+    for whole, of in (((X, Y), loss), ({"x": X, "y": Y}, lambda w, b: loss(w, (b["x"], b["y"])))):
+        found: Any = hessian_product(of, W, whole)(torch.ones(3))
+        assert torch.allclose(found, X.T @ X @ torch.ones(3) / 300, rtol=1e-4)
+    rows: Any = hessian_product(lambda w, x: (x @ w).square().mean() / 2, W, X)(torch.ones(3))
+    assert torch.allclose(rows, X.T @ X @ torch.ones(3) / 300, rtol=1e-4)  # not those of the first 100 rows
+    with pytest.raises(
+        ValueError, match=r"at least two an epoch, got 1; a tensor, a dictionary or a tuple of tensors is one"
+    ):
+        gradient_noise(loss, W, (X, Y))
+
+
+def test_a_curvature_that_is_not_symmetric_is_refused():
+    noise = gradient_noise(loss, W, BATCHES)
+    root = torch.linalg.cholesky(X.T @ X / 300 + torch.eye(3))
+    with pytest.raises(ValueError, match="curvature must be symmetric"):
+        heating(TX, noise, order="reshuffled", steps_per_epoch=6, curvature=torch.triu(root.mT, 0) + torch.eye(3))
+    assert heating(TX, noise, order="reshuffled", steps_per_epoch=6, curvature=root @ root.mT).worst > 0
+
+
+def test_the_doctor_names_a_foreign_chain_and_an_observable_that_is_complex():
+    draws = bc.Draws.from_trees([W + 0.01 * torch.randn(3) for _ in range(40)])
+    with pytest.raises(TypeError, match="a chain of bayesopt_chain is asked for"):
+        doctor(draws, torchopt.sgd(0.1), loss, (X, Y))
+    with pytest.raises(TypeError, match=r"of must return a tensor.*complex64.*view_as_real"):
+        doctor(draws, of=lambda w: torch.complex(w, w))
+
+
+def test_leaves_with_other_numbers_of_draws_are_refused():
+    with pytest.raises(ValueError, match=r"ksd: draws must have one number of draws in every leaf, got \[4, 5\]"):
+        ksd({"a": torch.randn(5, 2), "b": torch.randn(4, 2)}, lambda p: p)
+
+
+@pytest.mark.parametrize("batches", [(X, Y), bc.epochs((X, Y), 50)])
+def test_observing_refuses_a_loss_that_is_a_sum(batches):
+    with pytest.raises(ValueError, match="observe: the loss is a sum over the batch"):
+        bc.observe(summed, W, batches, steps=60, burn_in=20)
+
+
+def test_a_sum_over_all_data_may_be_observed_at_a_temperature_of_its_own():
+    """Both are one target, so that they have the same learning coefficient."""
+    options: dict[str, Any] = {"steps": 400, "burn_in": 100, "chains": 2}
+    one = bc.observe(summed, W, (X, Y), temperature=1.0, strength=0.0, **options)
+    other = bc.observe(loss, W, (X, Y), temperature=1 / 300, strength=0.0, **options)
+    assert abs(float(one.llc().value - other.llc().value)) < 1.0
+
+
+def test_names_of_observables_are_texts():
+    names: Any = {1: lambda w: w}
+    with pytest.raises(TypeError, match="of must be a dictionary of functions of the parameters, by names"):
+        bc.observe(loss, W, (X, Y), names)
+
+
+def test_a_guard_that_meets_nan_in_every_window_says_that_it_has_seen_nothing():
+    guard, state = HeatGuard(), TX.init(W)
+    with pytest.warns(UserWarning, match="was not looked at.*in each a gradient was NaN or infinite"):
+        for i in range(600):
+            guard.watch(TX, W, state, torch.full((3,), torch.nan) if i % 4 == 0 else torch.randn(3))
+    assert guard.readings == []
