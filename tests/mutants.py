@@ -4,12 +4,12 @@
     python -m tests.mutants --gone
 
 ``--anew`` forgets the record, and begins with the last commit. ``--gone`` makes those mutants again, in the last commit, that
-were noticed by a test which is no longer there; their rows have that commit. Of each room ``--each`` expressions are drawn at
-random: a sum becomes a difference, ``<`` becomes ``<=``, ``and`` becomes ``or``, a number grows, a sign or a ``not`` goes.
-Messages, annotations and imports are left alone. Each mutant is made in a copy of what is committed, so that the tree is never
-touched, and the quick tests of its room run on it until one fails, first those of the files that name most of what the changed
-file defines. The table, with those that lived, goes to ``benchmarks/results/mutants.json`` after each; a second call goes on
-where the first one stopped, at the same commit.
+were noticed by a test which is no longer there, or by none; their rows have that commit. Of each room ``--each`` expressions
+are drawn at random: a sum becomes a difference, ``<`` becomes ``<=``, ``and`` becomes ``or``, a number grows, a sign or a
+``not`` goes. Messages, annotations and imports are left alone. Each mutant is made in a copy of what is committed, so that the
+tree is never touched, and the quick tests of its room run on it until one fails, first those of the files that name most of
+what the changed file defines, last the slow ones of these files. The table, with those that lived, goes to
+``benchmarks/results/mutants.json`` after each; a second call goes on where the first one stopped, at the same commit.
 
 One that lives is a test that is missing, or a change that makes no difference.
 """
@@ -35,11 +35,11 @@ RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
 TESTS = {
     "core": ["tests/core", "tests/test_laws.py"],
     "matching": ["tests/matching", "tests/core", "tests/test_laws.py"],
-    "engine": ["tests/engine", "tests/test_laws.py", "tests/samplers"],
-    "optim": ["tests/optim"],
+    "engine": ["tests/engine", "tests/random", "tests/test_laws.py", "tests/samplers"],
+    "optim": ["tests/optim", "tests/diagnostics/test_doctor.py"],
     "likelihoods": ["tests/likelihoods", "tests/posterior"],
     "posterior": ["tests/posterior"],
-    "runs": ["tests/runs"],
+    "runs": ["tests/runs", "tests/distributed"],
 }
 SWAPS: dict[type, type] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.And: ast.Or, ast.Or: ast.And,
@@ -122,9 +122,9 @@ def nearest(copy: Path, changed_file: str, tests: list[str]) -> list[str]:
     return [file.relative_to(copy).as_posix() for file in sorted(files, key=score, reverse=True)]
 
 
-def failures(copy: Path, files: list[str], *options: str) -> list[str]:
-    """Quick tests of these files that fail in a copy of the repository; how pytest ended, where none of them says."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-n", "0", *options]
+def failures(copy: Path, files: list[str], *options: str, tier: str = "not slow") -> list[str]:
+    """Tests of a tier of these files that fail in a copy of the repository; how pytest ended, where none of them says."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", tier, "-p", "no:cacheprovider", "-n", "0", *options]
     environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, *files], cwd=copy, env=environment, capture_output=True, text=True, timeout=SECONDS
@@ -132,7 +132,7 @@ def failures(copy: Path, files: list[str], *options: str) -> list[str]:
     found = [line.split(" ")[1] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     return found or (
         [f"pytest ended with {done.returncode}"] if done.returncode not in (0, 5) else []
-    )  # 5: no quick test
+    )  # 5: no test of the tier
 
 
 def noticed(copy: Path, site: Site, tests: list[str], ill: list[str]) -> str:
@@ -141,8 +141,8 @@ def noticed(copy: Path, site: Site, tests: list[str], ill: list[str]) -> str:
     text = file.read_text()
     try:
         file.write_text(mutated(text, site.number))
-        for part in filter(None, (ordered[:FIRST], ordered[FIRST:])):
-            if found := failures(copy, part, "-x", *(f"--deselect={test}" for test in ill)):
+        for part, tier in ((ordered[:FIRST], "not slow"), (ordered[FIRST:], "not slow"), (ordered[:FIRST], "slow")):
+            if part and (found := failures(copy, part, "-x", *(f"--deselect={test}" for test in ill), tier=tier)):
                 return found[0]
     except subprocess.TimeoutExpired:
         return "runs without end"
@@ -204,9 +204,9 @@ def main() -> None:
 
 
 def again(record: dict[str, Any], copy: Path, commit: str) -> None:
-    """Make the mutants whose test has gone anew in a copy of a commit, where their lines are as they were."""
+    """Make the mutants that lived, or whose test has gone, anew in a copy of a commit, where their lines are as they were."""
     for k, row in enumerate(record["mutants"]):
-        if not is_gone(copy, row["noticed by"]):
+        if row["noticed by"] and not is_gone(copy, row["noticed by"]):
             continue
         file, _, number = row["where"].partition(":")
         before = subprocess.check_output(["git", "show", f"{row.get('commit', record['commit'])}:{file}"], cwd=ROOT)
