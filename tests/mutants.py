@@ -205,6 +205,7 @@ def main() -> None:
 
 def again(record: dict[str, Any], copy: Path, commit: str) -> None:
     """Make the mutants that lived, or whose test has gone, anew in a copy of a commit, where their lines are as they were."""
+    ill = dict[str, list[str]]()  # by room, the tests that fail without a mutant
     for k, row in enumerate(record["mutants"]):
         if row["noticed by"] and not is_gone(copy, row["noticed by"]):
             continue
@@ -216,7 +217,9 @@ def again(record: dict[str, Any], copy: Path, commit: str) -> None:
         if not alike:
             print(f"{row['where']}: {row['change']} is no longer there in {commit}", flush=True)
             continue
-        record["mutants"][k] = tried(copy, alike[0], TESTS[file.split("/")[1]], []) | {"commit": commit}
+        if (room := file.split("/")[1]) not in ill:
+            ill[room] = failures(copy, TESTS[room])
+        record["mutants"][k] = tried(copy, alike[0], TESTS[room], ill[room]) | {"commit": commit}
         write(record)
 
 

@@ -814,7 +814,7 @@ TYPES = [
         "precision has no sqrt_solve.*got Tensor; pass a precision",
     ),
     (lambda: microcanonical(precision=3.0), "mclmc: precision has no solve"),
-    (lambda: bc.make_step(None, torch.nn.ReLU()), "make_step: tx is ReLU"),
+    (lambda: bc.make_step(None, torch.nn.ReLU()), "make_step: tx must be a gradient transformation, got ReLU"),
     (
         lambda: stationary_covariance(samplers.lattice_walk(0.1, temperature=1.0), torch.eye(1, dtype=torch.float64)),
         "draws philox_others, which is not a normal",
