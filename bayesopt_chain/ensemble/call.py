@@ -96,7 +96,8 @@ def posterior_ensemble(
         data: tensors ``(inputs, targets)`` with one entry a datum on axis 0, a Dataset, a DataLoader, a list of batches, or
             ``bc.epochs``. They are read once and kept in memory. Data with equal inputs are left out together.
         likelihood: of :mod:`bayesopt_chain.likelihoods`. Of ``gaussian`` noise of a known variance the number given is not
-            used: the noise of each output is found on held-out data.
+            used: the noise of each output is found on held-out data. The scale of ``student_t``, in the targets' units, is that
+            of training; predictions have the one that held-out data ask for.
         members: how many networks, at least 1. Default 4.
         steps: of training, before 0.3 of them more with all data. Default: 300 passes over the data, from 4,000 to 20,000
             steps; or as many as fit into ``minutes``.
@@ -133,8 +134,9 @@ def posterior_ensemble(
     Raises:
         TypeError: neither a module nor a function; data that hold no tensors.
         ValueError: an argument out of range; layers whose weights cannot be drawn anew; predictions that in ``eval`` mode
-            depend on other data or on chance; targets that the likelihood cannot have; training that diverges; ``path`` of
-            another call; fewer members than ranks, or ranks with other calls.
+            depend on other data or on chance; targets that the likelihood cannot have, or that are so far from 0 that the
+            networks' dtype cannot tell them apart; training that diverges; ``path`` of another call; fewer members than ranks,
+            or ranks with other calls.
         EnsembleError: the networks predict held-out data worse than a constant does, by a standard error; or a stage failed
             after some training. What was fitted is the error's ``ensemble``.
 
@@ -337,7 +339,8 @@ def _finished(
         if far and not likelihood.has_classes:
             advice["scale"] = (
                 f"held-out errors ask for {factor:.3g} times the variance that the networks were trained with: pass a scale= "
-                f"of student_t that is {factor**0.5:.3g} times as large, in the targets' units"
+                f"of student_t that is {factor**0.5:.3g} times as large, in the targets' units; where the variance was learnt, "
+                "train for fewer steps="
             )
     table = {"ensemble": float(scores.mean())}
     if drawn:

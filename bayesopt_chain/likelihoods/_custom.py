@@ -110,9 +110,6 @@ class FromDistribution(Likelihood):
             )
         return Grouping(shape, 1 if shape == tuple(event) else event[-1])
 
-    def require_values(self, targets: Tensor) -> None:
-        pass
-
     def require(self, outputs: Tensor, targets: Any, *, wait: bool = False) -> None:
         super().require(outputs, targets, wait=wait)
         if (
