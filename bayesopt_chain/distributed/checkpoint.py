@@ -73,6 +73,7 @@ def save(path: str | Path, tree: Any, *, chains: range | None = None) -> None:
     Raises:
         TypeError: a leaf that is not a tensor.
         FileExistsError: the directory has a checkpoint already.
+        OSError: it cannot be written, as on a full disk. It is raised on every rank.
         ValueError: a plain tensor differs between ranks, or elements of a DTensor differ between ranks that both hold them;
             with ``chains``, a tensor is not stacked.
 
@@ -105,7 +106,7 @@ def save(path: str | Path, tree: Any, *, chains: range | None = None) -> None:
     # Nothing is written before every rank has passed its checks: one that failed would leave the others waiting.
     tensors, digests = together(None, checked)
     require_alike("save: {}" + DRIFTED + ", chains=chains.numbers for chains on ranks of their own", digests, None)
-    with _alone_without_a_warning() as alone:
+    with _by_name(f"save: {path} cannot be written (is the disk full?)", OSError) as alone:
         write(tensors, checkpoint_id=str(path), no_dist=alone)
 
     def sums() -> list[str]:
@@ -187,7 +188,6 @@ def load(path: str | Path, tree: Any, *, chains: range | None = None) -> None:
         >>> w
         tensor([1., 1.])
     """
-    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load as read
 
     from bayesopt_chain.distributed.restricted import RestrictedReader
@@ -231,12 +231,8 @@ def load(path: str | Path, tree: Any, *, chains: range | None = None) -> None:
         )
     # Reading what was not compared can end in the middle.
     into = tensors if compared else {name: torch.empty_like(x) for name, x in tensors.items()}
-    try:
-        with _alone_without_a_warning() as alone:
-            read(into, storage_reader=RestrictedReader(str(path)), no_dist=alone)
-    except CheckpointException as error:
-        why = next(iter(error.failures.values()))[0]
-        raise ValueError(f"load: {path} cannot be read: {type(why).__name__}: {why}") from error
+    with _by_name(f"load: {path} cannot be read", ValueError) as alone:
+        read(into, storage_reader=RestrictedReader(str(path)), no_dist=alone)
     if not compared:
         for name, x in tensors.items():
             x.copy_(into[name])
@@ -249,11 +245,22 @@ def _is_cut(x: Tensor) -> bool:
 
 
 @contextmanager
-def _alone_without_a_warning() -> Iterator[bool]:
-    """Yield whether this is the only process, and suppress the warning that DCP gives in that case."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        yield world().size == 1
+def _by_name(what: str, kind: type[Exception]) -> Iterator[bool]:
+    """Run DCP, and yield whether this is the only process, of which DCP would warn.
+
+    Args:
+        what: the first words of the message of an error, on every rank.
+        kind: the class of that error. That of DCP is no ``Exception``, and its message is a traceback of each rank.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            yield world().size == 1
+    except CheckpointException as error:
+        rank, (why, _) = next(iter(error.failures.items()))
+        raise kind(f"{what}: rank {rank} failed: {type(why).__name__}: {why}") from error
 
 
 def _named(who: str, tree: Any, chains: range | None) -> dict[str, Tensor]:

@@ -427,6 +427,11 @@ def test_what_torch_keeps_of_one_rank_alone_and_files_of_one_rank_are_refused_on
     )
     dist.barrier()
     assert not os.listdir(tmp_path)
+    dist.barrier()
+    if rank == 0:
+        (tmp_path / "ours").touch()
+    dist.barrier()
+    refuses({("OSError: save: ", "ours cannot be written", "FileExistsError"): save(shards)})
 
 
 def loaded(folder, **tensors):
