@@ -331,16 +331,9 @@ def test_what_no_link_remembers_is_named_and_can_be_left_out():
         constant.init(params, like=state)
 
 
-PARAMS = {"w": torch.randn(3), "b": torch.randn(2)}
-
-
-def state_of(tx):
-    return end_of(tx, PARAMS, lambda params: PARAMS, 2)[1]
-
-
 def test_a_sampler_takes_what_it_shares_with_an_optimizer_and_says_what_is_left():
-    saved = bc.state_dict(state_of(bc.chain(bc.links.delay(), bc.sgd(0.1, 0.9))))
-    state = bc.sghmc(0.1, 0.9, temperature=0.01).init(PARAMS)
+    saved = bc.state_dict(trained(bc.chain(bc.links.delay(), bc.sgd(0.1, 0.9)))[1])
+    state = bc.sghmc(0.1, 0.9, temperature=0.01).init(TRAINED)
     key = state[1].key.clone()
     with pytest.raises(ValueError, match=r"is missing.*strict=False"):
         bc.load_state_dict(state, saved)
@@ -353,14 +346,14 @@ def test_a_sampler_takes_what_it_shares_with_an_optimizer_and_says_what_is_left(
 
 def test_names_that_are_not_unique_are_left_out():
     two = bc.chain(bc.add_momentum(0.9), bc.add_momentum(0.5), bc.scale_by_neg_lr(0.1))
-    state = bc.sgd(0.1, 0.9).init(PARAMS)
-    missing, unknown = bc.load_state_dict(state, bc.state_dict(state_of(two)), strict=False)
+    state = bc.sgd(0.1, 0.9).init(TRAINED)
+    missing, unknown = bc.load_state_dict(state, bc.state_dict(trained(two)[1]), strict=False)
     assert len(missing) == 2 and len(unknown) == 4 and not state[0].trace[0].any()
 
 
 def test_another_shape_is_refused_either_way_and_nothing_is_written():
-    state = bc.sgd(0.1, 0.9).init(PARAMS)
-    saved = {name: torch.ones(7) if "w" in name else torch.ones(2) for name in bc.state_dict(state)}
+    state = bc.sgd(0.1, 0.9).init(TRAINED)
+    saved = {name: torch.ones(7) if "w" in name else torch.ones(()) for name in bc.state_dict(state)}
     for strict in (True, False):
         with pytest.raises(ValueError, match=r"trace\['w'\] is \(7,\)"):
             bc.load_state_dict(state, saved, strict=strict)

@@ -197,12 +197,20 @@ DIFFERENTIATED = {
     "nesterov": lambda lr, t: bc.sgd(lr, 0.9, nesterov=True, temperature=t),
     "adam": lambda lr, t: bc.adam(lr, temperature=t),
     "rmsprop": lambda lr, t: bc.rmsprop(lr, momentum=0.5, temperature=t),
+    "preconditioner": lambda lr, t: bc.chain(scaled_by(lr), bc.sgld(0.1, temperature=t)),
+    "preconditioner, order 1": lambda lr, t: bc.chain(scaled_by(lr), bc.sgld(0.1, temperature=t, order=1)),
+    "preconditioner and momentum": lambda lr, t: bc.chain(scaled_by(lr), bc.sghmc(0.1, temperature=t)),
 }
+
+
+def scaled_by(lr):
+    return bc.scale_by_preconditioner([torch.stack([lr, 20 * lr])])
 
 
 @pytest.mark.parametrize("name", DIFFERENTIATED)
 def test_derivatives_by_lr_temperature_and_data_at_positive_temperature_are_right(name):
-    """Autograd through three updates against central differences; the noise of one key is part of the function."""
+    """Autograd through three updates against central differences, by a preconditioner too; the noise of one key is part of the
+    function."""
     params = [torch.tensor([0.3, -0.4], dtype=torch.float64)]
     key = bc.sgld(0.1, temperature=T).init(params)[0].key
 
@@ -592,13 +600,6 @@ def test_a_rate_that_turns_wrong_where_nobody_may_look_turns_to_nan(value):
 def test_a_cold_group_may_hold_what_cannot_be_sampled():
     params = {"a": torch.ones(2), "n": torch.ones(2, dtype=torch.int64)}
     bc.partition({"hot": bc.sgd(0.1, temperature=1.0), "cold": bc.sgd(0.1)}, {"a": "hot", "n": "cold"}).init(params)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_keyword_that_nobody_takes_is_a_type_error(temperature):
-    tx = bc.sgd(0.1, temperature=temperature)
-    with pytest.raises(TypeError, match="curvature="):
-        tx.update({"w": torch.ones(2)}, tx.init(W), params=W, curvature=1)
 
 
 def test_weight_decay_needs_parameters():

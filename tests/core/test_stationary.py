@@ -286,16 +286,6 @@ def test_a_learning_rate_of_zero_gives_no_nan(start_at_zero):
     assert torch.equal(updates[0], torch.zeros(3))
 
 
-def test_the_probe_refuses_what_is_not_linear_and_what_is_unstable():
-    for tx, options, error, words in (
-        (bc.rmsprop(0.1, temperature=1.0), {"warmup": 0}, ValueError, "not linear"),
-        (bc.sgd(2.5, temperature=1.0), {}, Unstable, ""),
-        (bc.sgd(0.1, temperature=1.0), {"params": torch.zeros(3)}, ValueError, r"\[3, 3\] matrix"),
-    ):
-        with pytest.raises(error, match=words):
-            stationary_covariance(tx, torch.eye(2, dtype=torch.float64), **options)
-
-
 @pytest.mark.parametrize("dampening", [0.0, 0.3])
 @pytest.mark.parametrize("mask", [None, True])
 def test_the_velocity_carries_half_of_the_noise(dampening, mask):
@@ -395,13 +385,3 @@ def test_two_thermostats_of_two_groups_are_two():
     _, state = end_of(tx, GROUPS, lambda p: p, 3)
     first, second = (s.friction[0] for s in state if hasattr(s, "friction"))
     assert first.ndim == second.ndim == 0 and first != second
-
-
-def test_make_step_feeds_the_gradient_variance_to_fisher_scoring():
-    tx = bc.samplers.sgfs(0.1, temperature=1.0, batch_size=2)
-    step = bc.make_step(
-        lambda p, batch: (p**2).sum(), tx, keywords={"gradient_variance": lambda p, batch: torch.full_like(p, 3.0)}
-    )
-    p = torch.ones(2)
-    _, state, _ = step(p, tx.init(p), ())
-    torch.testing.assert_close(state[0].variance[0], torch.full((2,), 0.05 * 3.0))

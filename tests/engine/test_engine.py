@@ -304,17 +304,3 @@ def test_a_bad_number_of_one_group_is_refused_before_another_moves(what, inplace
     with pytest.raises(ValueError, match=f"{what}: .*nothing was changed"):
         tx.update([torch.ones(3), torch.ones(2)], state, params=params, inplace=inplace)
     assert all(map(torch.equal, optree.tree_leaves((params, state)), optree.tree_leaves(before)))
-
-
-def test_at_the_temperature_zero_it_is_torchs_optimizer():
-    w = torch.randn(1000)
-    mine, module = w.clone(), torch.nn.Parameter(w.clone())
-    tx = bc.sgd(0.1, 0.9, weight_decay=0.01, nesterov=True)
-    theirs = torch.optim.SGD([module], 0.1, 0.9, weight_decay=0.01, nesterov=True)
-    step, state = bc.make_step(lambda p, b: torch.cos(2 * p).sum(), tx, inplace=True), tx.init(mine)
-    for _ in range(5):
-        mine, state, _ = step(mine, state, None)
-        theirs.zero_grad()
-        torch.cos(2 * module).sum().backward()
-        theirs.step()
-    torch.testing.assert_close(mine, module.detach(), rtol=1e-6, atol=1e-7)

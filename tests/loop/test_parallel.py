@@ -86,14 +86,6 @@ def test_a_model_that_draws_is_seen_and_each_chain_draws_its_own():
     assert chains.model_draws and losses[0] != losses[1]
 
 
-def test_every_chain_has_noise_of_its_own():
-    tx = bc.sghmc(0.1, temperature=1.0)
-    chains = bc.parallel(bc.make_step(lambda p, b: (p**2).sum(), tx), 3)
-    params = torch.zeros(3, 4)
-    params, _, _ = chains(params, chains.init(tx, params), ())
-    assert len({tuple(row.tolist()) for row in params}) == 3
-
-
 def several(tx):
     return bc.stack([tx.init(torch.zeros(4)) for _ in range(3)])
 

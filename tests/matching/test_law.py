@@ -67,26 +67,6 @@ def test_any_product_of_links_samples_exactly_or_is_refused(links, y, temperatur
         assert variance == pytest.approx(temperature, rel=1e-8)
 
 
-@pytest.mark.parametrize(
-    "b, a",
-    [
-        ((1.0,), (1.0,)),
-        momentum(0.9),
-        momentum(0.9, 0.5),
-        nesterov(0.9),
-        ema(0.9),
-        ((1.0,), tuple(np.convolve([1, -0.5], [1, -0.1]))),
-    ],
-)
-@pytest.mark.parametrize("y", [0.01, 0.1, 0.5])
-def test_the_filter_is_the_oracles(b, a, y):
-    c, d = matched_noise(b, a, y, 0.7)
-    want_c, want_d = oracle.noise_filter(b, a, y, 0.7)
-    np.testing.assert_allclose(np.abs(c), np.abs(want_c), rtol=1e-8)
-    np.testing.assert_allclose(d, want_d, rtol=1e-12)
-    assert oracle.stationary_variance(b, a, y, 1.0, (np.array(c), np.array(d))) == pytest.approx(0.7, rel=1e-10)
-
-
 def test_sgd_and_momentum_take_the_mean_of_two_consecutive_draws():
     for mu in (0.0, 0.5, 0.99):
         c, d = matched_noise((1.0,), (1.0, -mu), 0.1, 0.3)
@@ -102,13 +82,6 @@ def test_the_level_at_zero_frequency_is_einsteins(link, lr):
     for order in (1, 2):
         c, d = matched_noise(b, a, lr, 0.7, order=order)
         assert (sum(c) / sum(d)) ** 2 == pytest.approx(2 * 0.7 / gain, rel=1e-9)
-
-
-@given(mu=st.floats(0.0, 0.95), y=st.floats(0.01, 1.0))
-def test_white_noise_has_the_closed_form_bias(mu, y):
-    c, d = matched_noise((1.0,), (1.0, -mu), y, 1.0, order=1)
-    variance = oracle.stationary_variance((1.0,), (1.0, -mu), y, 1.0, (np.array(c), np.array(d)))
-    assert variance - 1 == pytest.approx(y / (2 * (1 + mu) - y), rel=1e-8)
 
 
 @given(mu1=st.floats(0.0, 0.95), mu2=st.floats(0.0, 0.95))

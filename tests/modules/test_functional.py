@@ -151,10 +151,3 @@ def test_tensors_by_other_names_are_attributes_or_nothing_as_for_torch():
     assert torch.equal(out, 2 * module(x)) and module.scale == 1 and not hasattr(module, "noise")
     with pytest.raises(TypeError, match=r"not an instance of torch\.Tensor"):
         forward({**params, "linear.bias": 0.0}, x)
-
-
-def test_a_submodule_may_be_replaced():
-    module, x = network().eval(), torch.randn(6, 2)
-    forward, params, _ = bc.make_functional(module)
-    module[2] = nn.Identity()
-    assert torch.equal(forward(params, x), module(x))

@@ -76,14 +76,6 @@ def test_adamws_mask_is_honoured():
     assert outcomes["torchopt"] == pytest.approx((-0.05, -0.05))
 
 
-def test_adams_count_advances_in_place_and_is_a_tensor():
-    tx, params = bc.adam(0.1), [torch.ones(1)]
-    state = tx.init(params)
-    for _ in range(3):
-        _, state = tx.update([torch.ones(1)], state, params=params, inplace=True)
-    assert state[0].count[0].item() == 3
-
-
 def test_a_tensor_lr_is_read_at_every_update():
     outcomes = {}
     for library in (torchopt, bc):
@@ -94,10 +86,3 @@ def test_a_tensor_lr_is_read_at_every_update():
         outcomes[library.__name__] = second_update(tx, state)[0]
     assert outcomes["bayesopt_chain"] == -0.5
     assert outcomes["torchopt"] == -1.0
-
-
-def test_radams_step_count_is_part_of_the_tensors():
-    """TorchOpt keeps a Python number in RAdam's and AdaMax's state, which cannot be stacked or captured."""
-    params = [torch.ones(1)]
-    assert isinstance(torchopt.radam(0.1).init(params)[0].t, int)
-    assert all(torch.is_tensor(c) for c in bc.radam(0.1).init(params)[0].count)

@@ -1,4 +1,6 @@
-"""Learned preconditioners: where they are exact, what they sample where they move, what ``step_growth`` finds frozen."""
+"""Learned preconditioners: where they are exact, what they sample where they move, what ``step_growth`` finds frozen, and the
+derivatives through them.
+"""
 
 import math
 import warnings
@@ -163,3 +165,37 @@ def test_radam_that_never_rectifies_samples_from_its_first_update(settings):
     found = variances(bc.radam(0.2, temperature=0.5, **settings), 2.0, 200)
     assert found[0] > 0
     assert found[-1].item() == pytest.approx(0.25, rel=1e-6)
+
+
+# Derivatives through a preconditioner: finite where a unit's gradient is always 0, and exact
+
+
+MAKES = {
+    "adam": lambda: bc.adam(0.1, eps=1e-3),
+    "adamw": lambda: bc.adamw(0.1, eps=1e-3),
+    "radam": lambda: bc.radam(0.1, eps=1e-3),
+    "rmsprop": lambda: bc.rmsprop(0.1, eps=1e-3),
+    "centred": lambda: bc.rmsprop(0.1, eps=1e-3, centered=True),
+    "adagrad": lambda: bc.adagrad(0.1, eps=1e-3),
+    "window": lambda: bc.chain(bc.samplers.scale_by_adaptive_window(100, eps=1e-3), bc.scale_by_neg_lr(0.1)),
+}
+
+
+def descended(make, w: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """The sum of the parameters after three steps down ``w theta^2 / 2``."""
+    return end_of(make(), start, lambda p: w * p, 3)[0].sum()
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_derivatives_are_finite_and_those_of_living_units_those_of_differences(name):
+    make, start = MAKES[name], torch.tensor([1.0, 0.0], dtype=torch.float64)
+    w = torch.tensor([0.7, 2.0], dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(descended(make, w, start), w)
+    step = torch.tensor([1e-6, 0.0], dtype=torch.float64)
+    want = (descended(make, w + step, start) - descended(make, w - step, start)).detach() / 2e-6
+    torch.testing.assert_close(slope, torch.stack([want, torch.zeros_like(want)]), rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(torch.func.grad(lambda w: descended(make, w, start))(w.detach()), slope)
+    many = torch.func.grad(lambda w: torch.vmap(lambda s: descended(make, w, s))(torch.stack([start, start])).sum())(
+        w.detach()
+    )
+    torch.testing.assert_close(many, 2 * slope)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
-from bayesopt_chain.testing import NormalProbe, assert_bitwise_equal
+from bayesopt_chain.testing import NormalProbe, Unstable, assert_bitwise_equal
 from bayesopt_chain.testing._linear_system import OneUpdate, closed_loop
 from bayesopt_chain.testing.fixtures import LAWS, law  # noqa: F401
 
@@ -49,11 +49,19 @@ def test_a_float32_state_is_read_in_float64_and_stays_as_it_is():
     assert torch.equal(generator.get_state(), drawn)
 
 
-def test_what_is_not_linear_or_no_matrix_is_refused():
-    with pytest.raises(ValueError, match=r"curvature must be a \[2, 2\] matrix, got \(2, 3\)"):
-        bc.testing.stationary_covariance(bc.sghmc(0.1, temperature=1.0), torch.ones(2, 3))
-    with pytest.raises(ValueError, match="not linear"):
-        closed_loop(bc.rmsprop(0.1, temperature=1.0), K, ZEROS, warmup=0)
+@pytest.mark.parametrize(
+    ("tx", "curvature", "options", "error", "words"),
+    [
+        (bc.rmsprop(0.1, temperature=1.0), EYE, {"warmup": 0}, ValueError, "not linear"),
+        (bc.sgd(2.5, temperature=1.0), EYE, {}, Unstable, "spectral radius"),
+        (bc.sgd(0.1, temperature=1.0), EYE, {"params": torch.zeros(3)}, ValueError, r"\[3, 3\] matrix"),
+        (bc.sghmc(0.1, temperature=1.0), torch.ones(2, 3), {}, ValueError, r"\[2, 2\] matrix, got \(2, 3\)"),
+    ],
+    ids=["not linear", "unstable", "other parameters", "no square"],
+)
+def test_what_is_not_linear_not_stable_or_no_matrix_is_refused(tx, curvature, options, error, words):
+    with pytest.raises(error, match=words):
+        bc.testing.stationary_covariance(tx, curvature, **options)
 
 
 def test_a_chain_without_noise_samples_a_point():

@@ -1,46 +1,12 @@
 """An independent oracle for the matched-noise law, with numpy and scipy only; it shares no code with the library.
 
 A chain of linear links turns a gradient sequence g into displacements, ``theta <- theta - F g`` with ``F = lr b / a``. Noise
-of power spectrum ``T Re[(1 + e^{iw}) / F(e^{iw})]`` added to the gradient samples ``exp(-U / T)`` of every quadratic ``U``.
-``noise_filter`` factors that spectrum by its roots; ``stationary_variance`` solves the Lyapunov equation of the closed loop.
+of power spectrum ``T Re[(1 + e^{iw}) / F(e^{iw})]`` added to the gradient samples ``exp(-U / T)`` of every quadratic ``U``:
+``stationary_variance`` solves the Lyapunov equation of the closed loop.
 """
 
 import numpy as np
 from scipy.linalg import solve_discrete_lyapunov
-
-
-def noise_filter(b, a, lr, temperature):
-    """Coefficients (c, b) of the matched noise filter for F = lr * b / a, lowest power of z^-1 first.
-
-    Raises ValueError where the spectrum is negative somewhere: no noise at the head can be matched to it.
-    """
-    b, a = np.asarray(b, float), np.asarray(a, float)
-    w = np.linspace(0, np.pi, 2001)
-    z = np.exp(1j * w)
-
-    def poly(c):
-        return sum(ck * z ** (-k) for k, ck in enumerate(c))
-
-    psi = temperature / lr * np.real((1 + z) * poly(a) / poly(b))
-    if psi.min() < -1e-9 * psi.max():
-        raise ValueError("the chain's response admits no matched noise")
-    # numerator of Psi as a symmetric Laurent polynomial: Re[(1+z) a(1/z) b(z)]
-    left = np.convolve([1.0, 1.0], np.convolve(a[::-1], b))  # coefficients of z^{-(na-1)} ... z^{nb}
-    na, nb = len(a), len(b)
-    powers = np.arange(-(na - 1), nb + 1)
-    span = max(na - 1, nb)
-    sym = np.zeros(2 * span + 1)
-    for p, v in zip(powers, left):
-        sym[p + span] += v / 2
-        sym[-p + span] += v / 2
-    # Re[(1+z) ...] vanishes doubly at z = -1: divide (1+z)(1+1/z) out, then take the roots inside the circle
-    rest, _ = np.polydiv(sym[::-1], [1.0, 2.0, 1.0])
-    rest = np.trim_zeros(np.where(np.abs(rest) < 1e-12 * np.abs(rest).max(), 0.0, rest))
-    roots = [r for r in np.roots(rest) if abs(r) < 1] if len(rest) > 1 else []
-    c = np.real(np.poly([*roots, -1.0])) if roots else np.array([1.0, 1.0])
-    b = b / b[0]
-    i = 400  # match the level at one interior frequency
-    return c * np.sqrt(psi[i]) / abs(poly(c)[i] / poly(b)[i]), b
 
 
 def stationary_variance(b, a, lr, curvature, noise):
