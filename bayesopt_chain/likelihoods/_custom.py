@@ -95,7 +95,7 @@ class FromDistribution(Likelihood):
     support = None  # known at outputs alone, see ``support_at``
 
     def at(self, outputs: Tensor) -> Distribution:
-        """The distribution of targets given outputs; targets are checked by ``require_values``."""
+        """The distribution of targets given outputs; targets are checked by :meth:`require`."""
         with _unvalidated():
             return self.distribution(outputs)
 
@@ -334,7 +334,7 @@ class Weighted(Likelihood):
         _inner,
         ("support", "methods", "has_classes", "default_method", "noise_variance", "has_width"),
     )
-    log_prob, information, exact_root, mean, variance, draw, cdf, grouping, mixed, support_at = map(
+    log_prob, information, exact_root, mean, variance, draw, cdf, grouping, mixed, support_at, expected_mean = map(
         _inner,
         (
             "log_prob",
@@ -347,9 +347,9 @@ class Weighted(Likelihood):
             "grouping",
             "mixed",
             "support_at",
+            "expected_mean",
         ),
     )
-    expected_mean = _inner("expected_mean")
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]

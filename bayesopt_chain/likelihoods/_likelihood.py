@@ -170,7 +170,7 @@ class Elementwise(OutputRoot):
 
     @property
     def columns(self) -> int:
-        return _entries(self.scale)
+        return self.scale.shape[1:].numel()
 
     def part(self, start: int, stop: int) -> Tensor:
         return self.scale * _units(self.scale, start, stop)
@@ -305,13 +305,9 @@ def _product(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return b if a is None else a if b is None else a * b
 
 
-def _entries(outputs: Tensor) -> int:
-    return outputs.shape[1:].numel()
-
-
 def _units(outputs: Tensor, start: int, stop: int) -> Tensor:
     """Return the unit vectors ``start`` to ``stop`` of an event, ``[stop - start, 1, *event]``."""
-    units = torch.zeros(stop - start, _entries(outputs), dtype=outputs.dtype, device=outputs.device)
+    units = torch.zeros(stop - start, outputs.shape[1:].numel(), dtype=outputs.dtype, device=outputs.device)
     units.diagonal(start).fill_(1)
     return units.reshape(stop - start, 1, *outputs.shape[1:])
 
