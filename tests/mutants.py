@@ -204,9 +204,12 @@ def main() -> None:
 
 
 def again(record: dict[str, Any], copy: Path, commit: str) -> None:
-    """Make the mutants that lived, or whose test has gone, anew in a copy of a commit, where their lines are as they were."""
+    """Make the mutants that lived, or whose test has gone, anew in a copy of a commit, where their lines are as they were.
+
+    Of those that lived, the ones whose lines are no longer there go.
+    """
     ill = dict[str, list[str]]()  # by room, the tests that fail without a mutant
-    for k, row in enumerate(record["mutants"]):
+    for row in [*record["mutants"]]:
         if row["noticed by"] and not is_gone(copy, row["noticed by"]):
             continue
         file, _, number = row["where"].partition(":")
@@ -216,10 +219,14 @@ def again(record: dict[str, Any], copy: Path, commit: str) -> None:
         alike = [x for x in sites(copy / file, copy) if x.change == row["change"] and now[x.line - 1] == line]
         if not alike:
             print(f"{row['where']}: {row['change']} is no longer there in {commit}", flush=True)
+            if not row["noticed by"]:
+                record["mutants"].remove(row)
             continue
         if (room := file.split("/")[1]) not in ill:
             ill[room] = failures(copy, TESTS[room])
-        record["mutants"][k] = tried(copy, alike[0], TESTS[room], ill[room]) | {"commit": commit}
+        record["mutants"][record["mutants"].index(row)] = tried(copy, alike[0], TESTS[room], ill[room]) | {
+            "commit": commit
+        }
         write(record)
 
 

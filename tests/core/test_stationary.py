@@ -286,6 +286,12 @@ def test_a_learning_rate_of_zero_gives_no_nan(start_at_zero):
     assert torch.equal(updates[0], torch.zeros(3))
 
 
+@pytest.mark.parametrize("lr", [0.1, bc.schedules.cosine(0.1, 10)])
+def test_white_noise_is_not_remembered(lr):
+    (noise,) = [x for x in bc.sghmc(lr, temperature=0.1, order=1).init(torch.ones(3)) if hasattr(x, "memory")]
+    assert noise.memory[0].numel() == 0
+
+
 @pytest.mark.parametrize("dampening", [0.0, 0.3])
 @pytest.mark.parametrize("mask", [None, True])
 def test_the_velocity_carries_half_of_the_noise(dampening, mask):
