@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import optree
@@ -42,28 +43,22 @@ def picked(what: str | Callable[[Any], Any] | None, default: Callable[[Any], Any
     """A function of a batch from a function, a key (of a mapping; of anything else an attribute), or ``None`` for a default."""
     if what is None:
         return default
-    if callable(what):
-        return what
-
-    return Entry(what)
+    return what if callable(what) else partial(entry, what)
 
 
-class Entry:
-    """``entry(batch)``: of a mapping its value under a key, of anything else an attribute of that name. It can be pickled."""
+def entry(key: str, batch: Any) -> Any:
+    """Of a mapping its value under a key, of anything else an attribute of that name.
 
-    def __init__(self, key: str) -> None:
-        self.key = key
-
-    def __call__(self, batch: Any) -> Any:
-        if isinstance(batch, Mapping):
-            if self.key not in batch:
-                raise ValueError(f"the batch has no {self.key!r}; it has {sorted(map(str, batch))}")
-            return batch[self.key]
-        if not hasattr(batch, self.key):
-            raise ValueError(
-                f"the batch is a {type(batch).__name__}, which has no {self.key!r}; pass a function of the batch"
-            )
-        return getattr(batch, self.key)
+    Raises:
+        ValueError: there is none.
+    """
+    if isinstance(batch, Mapping):
+        if key not in batch:
+            raise ValueError(f"the batch has no {key!r}; it has {sorted(map(str, batch))}")
+        return batch[key]
+    if not hasattr(batch, key):
+        raise ValueError(f"the batch is a {type(batch).__name__}, which has no {key!r}; pass a function of the batch")
+    return getattr(batch, key)
 
 
 def _learnt(leaves: list[Any]) -> bool:
