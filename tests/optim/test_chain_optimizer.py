@@ -1,15 +1,13 @@
 """``bc.optim.Optimizer``: any chain, bit for bit what ``update`` and ``apply_updates`` give."""
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 import torchopt
-from torch import nn
 
 import bayesopt_chain as bc
-from tests.optim.probe import through_a_file, walk
+from tests.optim.probe import walk
 from tests.walk import end_of
 
 CHAINS = {
@@ -62,26 +60,6 @@ def test_a_number_built_into_the_chain_that_changes_is_refused_before_anything_m
     with pytest.raises(ValueError, match=r"lr changed from 0.1 to 0.05.*torch.tensor\(0.1\)"):
         walk(optimizer)
     assert torch.equal(theta.detach(), torch.ones(2))
-
-
-def test_its_state_dict_loads_without_code_and_goes_on_bit_for_bit():
-    def fresh(seed):
-        torch.manual_seed(seed)
-        model = nn.Linear(4, 2)
-        make = lambda g: bc.sghmc(g["lr"], temperature=0.2)  # noqa: E731
-        return model, bc.optim.Optimizer(model.named_parameters(), make, lr=torch.tensor(0.1))
-
-    model, optimizer = fresh(0)
-    walk(optimizer, 4)
-    saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    twin = copy.deepcopy(optimizer)
-    expected = walk(optimizer, 4)
-    assert torch.equal(walk(twin, 4), expected)
-    model, optimizer = fresh(1)
-    model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    assert torch.equal(walk(optimizer, 4), expected)
-    assert optimizer._chains[0].tx is not None and optimizer.param_groups[0]["lr"].item() == pytest.approx(0.1)
 
 
 def test_the_state_of_another_chain_is_refused():

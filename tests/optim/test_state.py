@@ -27,6 +27,7 @@ SAMPLING = {
     "RMSprop": dict(momentum=0.9, centered=True),
     "Adagrad": {},
     "IVON": dict(lr=0.1),
+    "Optimizer": dict(lr=torch.tensor(0.1), make_chain=lambda g: bc.sghmc(g["lr"], temperature=g["temperature"])),
 }
 
 

@@ -2,7 +2,10 @@
 
 import torch
 
+import bayesopt_chain as bc
 from bayesopt_chain.precision import flatten
+
+FILTERS = ("dense", "diagonal", "low_rank")
 
 
 def trained(net, likelihood, x, y, steps, lr=0.02, **options):
@@ -17,3 +20,7 @@ def trained(net, likelihood, x, y, steps, lr=0.02, **options):
 def moments(posterior):
     """Mean and covariance across all parameters."""
     return flatten(posterior.mean, posterior.mean), torch.linalg.inv(posterior.precision.to_dense())
+
+
+def filter_of(name, *args, rank=5, **options):
+    return getattr(bc.ekf, name)(*args, **options, **({"rank": rank} if name == "low_rank" else {}))

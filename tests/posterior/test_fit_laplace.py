@@ -1,5 +1,6 @@
 """``bc.fit_laplace`` against closed forms, Gaussian processes and its own pieces; its options, and what it refuses."""
 
+import copy
 import warnings
 
 import pytest
@@ -116,12 +117,13 @@ def test_a_forward_function_is_fitted_by_names():
     assert list(fitted.posterior.mean) == ["head.w"] and fitted.predict(x).shape == (N, 3)
 
 
-def dropping():
-    return nn.Sequential(nn.Linear(2, 3), nn.Dropout(), nn.Linear(3, 3))
-
-
 def matrix(params, batch):
     return batch[0] @ params["head"]
+
+
+def without_numbers(layer):
+    for p in layer.parameters():
+        p.data.fill_(torch.nan)
 
 
 BATCH = torch.zeros(4, 2, dtype=torch.float64), torch.arange(4) % 3
@@ -155,7 +157,14 @@ GAUSSIAN = {"likelihood": bc.likelihoods.gaussian(), "loader": [(torch.eye(3, 2)
         ({"loader": []}, "the loader has no batches"),
         ({"loader": [BATCH[0]]}, r"batches must be .inputs, targets."),
         ({"loader": [(BATCH[0] / 0, BATCH[1])]}, "is NaN"),
-        ({"module": dropping()}, r"1 \(Dropout\) is in training mode.*module.eval"),
+        ({"loader": [(BATCH[0], torch.full((4,), -100))]}, "every target is left out"),
+        ({"loader": [(BATCH[0], ["a"] * 4)]}, "targets of the type list"),
+        ({"loader": [BATCH, (BATCH[0][:0], BATCH[1][:0])]}, "the batch is empty"),
+        ({"loader": [(BATCH[0][:0], BATCH[1][:0])]}, "the batch is empty"),
+        ({"module": module().to("meta")}, "2.weight is on the meta device|0.weight is on the meta device"),
+        ({"module": module().double().apply(without_numbers)}, "a parameter is NaN"),
+        ({"tune": "validation", "validation": []}, "at least one, each with targets"),
+        ({"tune": "validation", "validation": [BATCH[0]]}, "at least one, each with targets"),
         ({"ask": {"method": "magic"}}, "method='magic'"),
         ({"ask": {"method": "probit"}, **GAUSSIAN}, "no meaning for a gaussian likelihood"),
         ({"ask": {"data": []}}, "data has no batches"),
@@ -207,28 +216,22 @@ def test_progress_shows_a_bar(capsys):
     assert "3/3" in capsys.readouterr().err
 
 
-def case():
-    module = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 3)).eval()
-    x = torch.randn(50, 2)
-    return module, x, (x[:, 0] > 0).long() + (x[:, 1] > 0.5).long()
-
-
 def test_a_prior_mean_moves_the_linear_gaussian_posterior_and_its_evidence():
     """The Gaussian process with that mean: posterior mean, evidence, and the maximum over prior and noise."""
-    module, x, _ = case()
-    y, phi = torch.randn(50, 3), torch.cat([torch.ones(50, 1), torch.tanh(module[0](x)).detach()], 1)
+    model, (x, _) = module(), classes()
+    y, phi = torch.randn(N, 3), torch.cat([torch.ones(N, 1), torch.tanh(model[0](x)).detach()], 1)
     mean = {"2.weight": 0.3 * torch.randn(3, 6), "2.bias": torch.tensor([1.0, -1.0, 0.5])}
     options = {"structure": "dense", "prior_mean": mean, "tune": None, "prior_precision": 0.8}
-    fitted = bc.fit_laplace(module, bc.likelihoods.gaussian(0.4), [(x, y)], **options)
+    fitted = bc.fit_laplace(model, bc.likelihoods.gaussian(0.4), [(x, y)], **options)
     m0 = torch.cat([mean["2.bias"][None], mean["2.weight"].T])
-    kernel = phi @ phi.T / 0.8 + 0.4 * torch.eye(50)
+    kernel = phi @ phi.T / 0.8 + 0.4 * torch.eye(N)
     exact = sum(torch.distributions.MultivariateNormal(phi @ m0[:, c], kernel).log_prob(y[:, c]) for c in range(3))
     torch.testing.assert_close(fitted.log_evidence, exact, rtol=1e-10, atol=1e-8)
     precision = phi.T @ phi / 0.4 + 0.8 * torch.eye(7)
     solution = torch.linalg.solve(precision, phi.T @ y / 0.4 + 0.8 * m0)
     torch.testing.assert_close(fitted.posterior.mean["2.weight"].T, solution[1:], rtol=1e-8, atol=1e-9)
     options = {"structure": "dense", "prior_mean": mean, "tune_noise": "evidence"}
-    tuned = bc.fit_laplace(module, bc.likelihoods.gaussian(0.4), [(x, y)], **options)
+    tuned = bc.fit_laplace(model, bc.likelihoods.gaussian(0.4), [(x, y)], **options)
     prior = next(iter(tuned.prior_precision.values()))
     for factor in (0.9, 1.1):
         assert tuned.log_evidence_at(prior * factor, tuned.likelihood_scale) < tuned.log_evidence
@@ -238,28 +241,28 @@ def test_a_prior_mean_moves_the_linear_gaussian_posterior_and_its_evidence():
 @pytest.mark.parametrize("structure", ["dense", "kronecker", "diagonal"])
 @pytest.mark.parametrize("likelihood", [bc.likelihoods.categorical(), bc.likelihoods.gaussian(0.4)])
 def test_a_temperature_scales_the_covariance_and_leaves_mean_and_evidence(structure, likelihood):
-    """The mean of a linear last layer with Gaussian noise is its mode, at every temperature. All 50 data count, some of which
+    """The mean of a linear last layer with Gaussian noise is its mode, at every temperature. All data count, some of which
     have labels that are left out: so the mean of a loss has them too."""
-    module, x, y = case()
-    y = torch.where(torch.arange(50) < 12, -100, y) if likelihood.has_classes else nn.functional.one_hot(y).to(x)
+    model, (x, y) = module(), classes()
+    y = torch.where(torch.arange(N) < 12, -100, y) if likelihood.has_classes else nn.functional.one_hot(y).to(x)
     options = {"structure": structure, "tune": None, "prior_precision": 2.0}
-    bayes = bc.fit_laplace(module, likelihood, [(x, y)], **options)
-    cold = bc.fit_laplace(module, likelihood, [(x, y)], temperature=0.1 / 50, **options)
+    bayes = bc.fit_laplace(model, likelihood, [(x, y)], **options)
+    cold = bc.fit_laplace(model, likelihood, [(x, y)], temperature=0.1 / N, **options)
     torch.testing.assert_close(cold.outputs(x).covariance, 0.1 * bayes.outputs(x).covariance)
     assert torch.equal(cold.outputs(x).mean, bayes.outputs(x).mean)
     assert torch.equal(cold.log_evidence, bayes.log_evidence)
 
 
 def test_the_fishers_are_those_of_their_estimators():
-    module, x, y = case()
-    forward, params, _ = bc.make_functional(module)
+    model, (x, y) = module(), classes()
+    forward, params, _ = bc.make_functional(model)
     options = {"subset": "all", "structure": "dense", "tune": None, "prior_precision": 2.0}
-    got = bc.fit_laplace(module, bc.likelihoods.categorical(), [(x, y)], curvature="empirical_fisher", **options)
+    got = bc.fit_laplace(model, bc.likelihoods.categorical(), [(x, y)], curvature="empirical_fisher", **options)
     wanted = bc.curvature.empirical_fisher(forward, bc.likelihoods.categorical(), "dense")(params, (x, y)).to_dense()
     torch.testing.assert_close(got.posterior.precision.to_dense(), wanted + 2 * torch.eye(len(wanted)))
     generators = [torch.Generator().manual_seed(1) for _ in range(2)]
     got = bc.fit_laplace(
-        module,
+        model,
         bc.likelihoods.categorical(),
         [(x, y)],
         curvature="fisher",
@@ -342,3 +345,126 @@ def test_batches_that_the_module_cannot_take_are_named(subset, x):
     module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
     with pytest.raises(ValueError, match="fit_laplace: loader: the model cannot take it"):
         bc.fit_laplace(module, bc.likelihoods.gaussian(), [(x, torch.ones(8, 1))], subset=subset)
+
+
+# Inference mode, empty batches, NaN, half precision, booleans, parameters without values
+
+
+def test_a_fit_inside_inference_mode_is_refused_and_a_prediction_is_not():
+    model, (x, y) = module(), classes()
+    with torch.inference_mode(), pytest.raises(ValueError, match="call it outside of it"):
+        bc.fit_laplace(model, bc.likelihoods.categorical(), [(x, y)])
+    fitted = bc.fit_laplace(model, bc.likelihoods.categorical(), [(x, y)])
+    wanted = fitted.predict(x[:3])
+    with torch.inference_mode():
+        torch.testing.assert_close(fitted.predict(x[:3]), wanted)
+
+
+def test_inputs_without_data_are_refused_and_inputs_of_nan_stay_nan():
+    x, y = classes()
+    fitted = bc.fit_laplace(module(), bc.likelihoods.categorical(), [(x, y)])
+    with pytest.raises(ValueError, match="the batch is empty"):
+        fitted.predict(x[:0])
+    for method in ("sobol", "probit"):
+        found = fitted.predict(torch.stack([x[0], x[1] * torch.nan]), method=method)
+        assert found[1].isnan().all(), method
+        torch.testing.assert_close(found[:1], fitted.predict(x[:1], method=method))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("subset", ["last_layer", "all"])
+def test_a_network_in_half_precision_predicts_what_it_does_in_float32(dtype, subset):
+    """To the rounding of its own outputs: logits of up to 1 in 8 or 11 bits."""
+    x, y = classes()
+    half, x = module().to(dtype), x.to(dtype)
+    fits = [
+        bc.fit_laplace(model, bc.likelihoods.categorical(), [(inputs, y)], subset=subset, structure="diagonal")
+        for model, inputs in ((half, x), (copy.deepcopy(half).float(), x.float()))
+    ]
+    for method in ("sobol", "probit"):
+        found, wanted = (
+            fitted.predict(inputs[:4], method=method).float() for fitted, inputs in zip(fits, (x, x.float()))
+        )
+        assert (found - wanted).abs().max() < 8 * torch.finfo(dtype).eps
+    prediction = fits[0].predictive(x[:4])
+    assert prediction.mean.dtype == torch.float32 and prediction.log_prob(y[:4]).isfinite().all()
+
+
+def test_yes_or_no_targets_may_be_booleans():
+    model, (x, y) = module(1), classes()
+    yes = y == 1
+    fits = [bc.fit_laplace(model, bc.likelihoods.bernoulli(), [(x, t[:, None])]) for t in (yes, yes.double())]
+    assert fits[0].log_evidence == fits[1].log_evidence
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        bc.laplace,
+        lambda: bc.swag(rank=2),
+        lambda: bc.chain(bc.sgd(0.1), bc.swag(rank=2)),
+        lambda: bc.vi.mean_field(bc.sgd(0.1), temperature=0.1),
+        lambda: bc.ekf.diagonal(lr=1.0, prior_precision=1.0),
+    ],
+)
+def test_parameters_without_values_are_refused_where_a_posterior_begins(make):
+    params = {"b": torch.zeros(()), "w": torch.zeros(3, device="meta")}
+    with pytest.raises(ValueError, match=r"leaf \['w'\] of params is on the device meta"):
+        make().init(params)
+
+
+# The body of a linear last layer runs once for each batch, and the head alone has the fit of the whole on its features
+
+
+def normalised():
+    return nn.Sequential(nn.Linear(2, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).eval()
+
+
+def batches(n=N, size=15):
+    x, y = torch.randn(n, 2), torch.randint(0, 3, (n,))
+    return list(zip(x.split(size), y.split(size)))
+
+
+def features(model, data):
+    return [(model[:-1](x).detach(), y) for x, y in data]
+
+
+@pytest.mark.parametrize("structure", ["kronecker", "dense", "low_rank"])
+def test_a_head_on_its_features_is_fitted_as_the_last_layer_of_the_whole(structure):
+    model, train, held_out, new = normalised(), batches(), batches(20), batches(25)
+    options = {"structure": structure, "tune": "validation"}
+    if structure == "low_rank":
+        options["rank"] = 5
+    plain = bc.fit_laplace(model, bc.likelihoods.categorical(), train, validation=held_out, **options)
+    train, held_out, seen = (features(model, data) for data in (train, held_out, new))
+    fitted = bc.fit_laplace(model[-1], bc.likelihoods.categorical(), train, validation=held_out, **options)
+    assert fitted.prior_precision == plain.prior_precision
+    torch.testing.assert_close(fitted.log_evidence, plain.log_evidence)
+    torch.testing.assert_close(fitted.predict(seen), plain.predict(new))
+    again = fitted.refit(seen)
+    torch.testing.assert_close(again.posterior.precision.to_dense(), plain.refit(new).posterior.precision.to_dense())
+
+
+def test_validation_and_predictions_run_the_body_once_for_each_batch():
+    """Nine candidates look at the same features."""
+    model, train, held_out, calls = normalised(), batches(), batches(20, 10), []
+    model[0].register_forward_hook(lambda _, inputs, out: calls.append(1) if len(out) > 2 else None)
+    fitted = bc.fit_laplace(model, bc.likelihoods.categorical(), train, tune="validation", validation=held_out)
+    assert len(calls) == len(train) + len(held_out) and not model[3]._forward_hooks
+    fitted.predict(train[0][0])
+    assert len(calls) == len(train) + len(held_out) + 1
+
+
+def test_a_loader_is_read_once():
+    model, train, reads = normalised(), batches(), []
+
+    class Loader:
+        def __iter__(self):
+            reads.append(1)
+            return iter(train)
+
+        def __len__(self):
+            return len(train)
+
+    bc.fit_laplace(model, bc.likelihoods.categorical(), Loader())
+    assert reads == [1]

@@ -22,6 +22,7 @@ from bayesopt_chain.precision import (
     shape_only,
 )
 from bayesopt_chain.testing import assert_bitwise_equal
+from tests.loop.beside import each_alone
 from tests.posterior.conftest import moments
 
 pytestmark = pytest.mark.usefixtures("double_precision")
@@ -336,17 +337,10 @@ def test_stacked_states_are_multiswag():
     link = bc.swag(rank=2)
     tx = bc.chain(bc.sghmc(0.1, temperature=0.1), link)
     step = bc.make_step(lambda p, batch: 0.5 * sum(x.square().sum() for x in p.values()), tx)
-    starts = [tree(torch.full((P,), float(i))) for i in range(3)]
-    chains = bc.parallel(step, 3)
-    params = bc.stack(starts)
-    state = chains.init(tx, params)
-    singles = [optree.tree_map(lambda x, i=i: x[i], (params, state)) for i in range(3)]
-    for _ in range(5):
-        params, state, _ = chains(params, state, None)
+    chains, params = bc.parallel(step, 3), bc.stack([tree(torch.full((P,), float(i))) for i in range(3)])
+    params, state, _ = each_alone(chains, [step] * 3, params, chains.init(tx, params), [None] * 5)
     members = torch.vmap(lambda s, p: link.posterior(s, p).marginal_variance)(state, params)
-    for i, (p, s) in enumerate(singles):
-        for _ in range(5):
-            p, s, _ = step(p, s, None)
+    for i, (s, p) in enumerate(zip(bc.unstack(state), bc.unstack(params))):
         torch.testing.assert_close(members["a"][i], link.posterior(s, p).marginal_variance["a"])
 
 
