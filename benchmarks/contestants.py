@@ -17,6 +17,7 @@ import torchopt
 import bayesopt_chain as bc
 from bayesopt_chain.engine.engine import moved
 from benchmarks.measure import stepping
+from benchmarks.networks import cnn, mlp
 
 LR, MOMENTUM, TEMPERATURE = 1e-6, 0.9, 1e-6
 
@@ -164,23 +165,15 @@ class Reader(torch.nn.Module):
 
 def network(kind: str) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
     """A small network, inputs and labels."""
-    nn = torch.nn
     torch.manual_seed(0)
     if kind == "mlp":
-        model, x = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)), torch.randn(64, 64)
+        model, x = mlp(64, 32, 8), torch.randn(64, 64)
     elif kind == "cnn_lstm":
         model, x = Reader(), torch.randint(10_000, (32, 40))
     elif kind == "small_cnn":
-        first = nn.Conv2d(1, 16, 3), nn.ReLU(), nn.MaxPool2d(2)
-        model = nn.Sequential(*first, nn.Conv2d(16, 32, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 25, 10))
-        x = torch.randn(32, 1, 16, 16)
+        model, x = cnn(16, [1, 16, 32], padding=0, pools=(2, 1)), torch.randn(32, 1, 16, 16)
     else:
-        model = nn.Sequential(
-            *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-            *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-            *(nn.Flatten(), nn.Linear(32 * 49, 8)),
-        )
-        x = torch.randn(32, 1, 28, 28)
+        model, x = cnn(28, [1, 16, 32], classes=8), torch.randn(32, 1, 28, 28)
     return model, x, torch.randint(0, 8, (len(x),))
 
 

@@ -39,6 +39,7 @@ from torch.nn import functional as F
 import bayesopt_chain as bc
 from bayesopt_chain.diagnostics.gradient_noise import lanczos
 from benchmarks.measure import RESULTS, command, fill
+from benchmarks.networks import cnn
 
 COLD, HOT = 1.3, 2.0
 FIRST = 20  # the first seed that the guard's constants were not looked at on
@@ -91,8 +92,7 @@ def model(kind: str, x: Tensor, dropout: float) -> nn.Module:
         return nn.Linear(x.shape[1], 1)
     if kind in ("network", "narrow"):
         return nn.Sequential(nn.Linear(10, 20), nn.Tanh(), nn.Dropout(dropout), nn.Linear(20, 1))
-    blocks = [nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()]
-    return nn.Sequential(*blocks, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32, 10))
+    return cnn(8, [1, 8, 8])
 
 
 def loss(kind: str, module: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""The tables of ``docs/speed.md``, from the records: of speed (``python -m benchmarks``), and of Laplace fits beside peers."""
+"""The tables of ``docs/speed.md``, from the records: of speed (``python -m benchmarks``), and of Laplace fits beside peers
+(``python -m benchmarks.curvature_fit``).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import math
 from benchmarks.measure import RESULTS, known, markdown
 
 ROWS = known(RESULTS / "cpu.json")["rows"]
+OURS, FLOOR = "bayesopt_chain", "passes alone"  # of the contenders of a fit
 PHASES, TARGET = ("factors", "fit", "tune", "predict"), 0.9  # of a fit; of the fastest peer's time
 
 
@@ -39,8 +42,8 @@ def fits() -> str:
     found = []
     for (case, rows), phase in itertools.product(known(RESULTS / "curvature_fit.json")["cases"].items(), PHASES):
         timed = {who: row[phase] for who, row in rows.items() if "ratio" in row.get(phase, ())}
-        floor = timed.pop("passes alone", {}).get("ms", math.nan)
-        peers = {who: row["ratio"] for who, row in timed.items() if who != "bayesopt_chain"}
+        floor = timed.pop(FLOOR, {}).get("ms", math.nan)
+        peers = {who: row["ratio"] for who, row in timed.items() if who != OURS}
         if peers:
             who = max(peers, key=lambda name: peers[name])
             found.append((case, phase, who, peers[who], floor / timed[who]["ms"]))

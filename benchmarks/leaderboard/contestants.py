@@ -21,6 +21,7 @@ from bayesopt_chain.posterior import classification_metrics, detection_auroc
 from bayesopt_chain.runs import files
 from benchmarks.leaderboard.plain import Plain, plain
 from benchmarks.leaderboard.tasks import Task, shifted
+from benchmarks.networks import mlp
 
 WIDTH, GP_MOST, MEMBERS = 50, 2000, 4
 
@@ -51,8 +52,7 @@ def network(task: Task) -> nn.Module:
     if task.x.ndim == 4:
         first = [nn.Conv2d(1, 8, 5, 2), nn.ReLU(), nn.Conv2d(8, 16, 3, 2), nn.ReLU(), nn.Flatten()]
         return nn.Sequential(*first, nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1))
-    hidden = [nn.Linear(task.x.shape[1], WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU()]
-    return nn.Sequential(*hidden, nn.Linear(WIDTH, task.classes or 1))
+    return mlp(task.x.shape[1], WIDTH, WIDTH, task.classes or 1)
 
 
 def networks_contest(task: Task, seed: int, steps: int, members: int = MEMBERS) -> dict[str, Callable[[], Any]]:
