@@ -35,8 +35,15 @@ RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
 TESTS = {
     "core": ["tests/core", "tests/test_laws.py"],
     "matching": ["tests/matching", "tests/core", "tests/test_laws.py"],
-    "engine": ["tests/engine", "tests/random", "tests/test_laws.py", "tests/samplers"],
-    "optim": ["tests/optim", "tests/diagnostics/test_doctor.py"],
+    "engine": [
+        "tests/engine",
+        "tests/random",
+        "tests/test_laws.py",
+        "tests/samplers",
+        "tests/loop/test_parallel.py",
+        "tests/test_roads.py",
+    ],
+    "optim": ["tests/optim", "tests/diagnostics/test_doctor.py", "tests/distributed"],
     "likelihoods": ["tests/likelihoods", "tests/posterior"],
     "posterior": ["tests/posterior"],
     "runs": ["tests/runs", "tests/distributed"],
