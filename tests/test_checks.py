@@ -1,4 +1,3 @@
-# type: ignore  # many calls here have wrong types on purpose
 """One line checks all arguments of a function, by what their names mean in the whole library."""
 
 import inspect

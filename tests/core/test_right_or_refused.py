@@ -1,4 +1,3 @@
-# type: ignore  # many calls here have wrong types on purpose
 """Nothing is silently wrong: what cannot be right is refused at build, init or update, by name, with what to do instead."""
 
 import copy

@@ -1,4 +1,3 @@
-# type: ignore  # many calls here have wrong types on purpose
 """The heat guard warns where minibatches heat a chain, is silent where they do not, and changes nothing."""
 
 import copy

@@ -1,4 +1,3 @@
-# type: ignore  # many calls here have wrong types on purpose
 """A Gaussian prior or a spring as a link: exact at a temperature, and the posterior of one task as the prior of the next."""
 
 import pickle

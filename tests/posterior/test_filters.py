@@ -1,4 +1,3 @@
-# type: ignore  # many calls here have wrong types on purpose
 """The filters against one textbook filter, against joint densities of all data, and against what others compute."""
 
 import optree

@@ -1,4 +1,3 @@
-# type: ignore  # many calls here have wrong types on purpose
 """Variational inference: gradients against autograd, updates against their equations, and posteriors that are known."""
 
 import itertools
