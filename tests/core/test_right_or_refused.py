@@ -636,6 +636,7 @@ def test_losses_that_are_not_scalars():
         (lambda p, b: 1.0, "float"),
         (lambda p, b: (p["w"].sum(), 1, 2), "tuple of 3"),
         (lambda p, b: torch.tensor(1.0), "depend"),
+        (lambda p, b: (p["w"] * (1 + 1j)).sum(), r"must return a real scalar tensor .*complex64"),
     ):
         with pytest.raises(ValueError, match=words):
             bc.make_step(loss, tx)(W, tx.init(W), None)

@@ -161,12 +161,6 @@ def test_a_loss_that_is_its_parameter_has_gradient_one_at_every_step():
         assert params == 1 - 1.5 * (k + 1)
 
 
-def test_a_complex_loss_is_refused():
-    step = bc.make_step(lambda p, b: (p * (1 + 1j)).sum(), bc.sgd(0.1))
-    with pytest.raises(ValueError, match=r"must return a real scalar tensor .*complex64"):
-        step(torch.ones(2), bc.sgd(0.1).init(torch.ones(2)), None)
-
-
 @pytest.mark.parametrize("options", [{}, {"microbatches": 2}, {"autocast": torch.bfloat16}, {"inplace": True}])
 def test_a_step_survives_pickling(options):
     params, batch = line()

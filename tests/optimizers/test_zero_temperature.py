@@ -276,3 +276,43 @@ def test_what_torchopt_refuses_we_refuse(name):
         for library in (torchopt, bc):
             with pytest.raises(ValueError):
                 getattr(library, name)(**bad)
+
+
+# Where TorchOpt 0.7.3 is wrong and we are right; each test shows both
+
+
+def test_a_second_parameter_group_is_dampened_like_the_first():
+    outcomes = {}
+    for library in (torchopt, bc):
+        a, b = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+        optimizer = library.SGD([a], lr=1.0, momentum=0.5, dampening=0.5)
+        optimizer.add_param_group([b])
+        a.grad, b.grad = torch.ones(1), torch.ones(1)
+        optimizer.step()
+        outcomes[library.__name__] = (a.item(), b.item())
+    assert outcomes["bayesopt_chain"] == (-1.0, -1.0)
+    assert outcomes["torchopt"] == (-1.0, -0.5)
+
+
+def test_adamws_mask_is_honoured():
+    params = {"w": torch.ones(1), "b": torch.ones(1)}
+    grads = {"w": torch.zeros(1), "b": torch.zeros(1)}
+    outcomes = {}
+    for library in (torchopt, bc):
+        tx = library.adamw(0.1, weight_decay=0.5, mask={"w": True, "b": False})
+        updates, _ = tx.update(grads, tx.init(params), params=params, inplace=False)
+        outcomes[library.__name__] = (updates["w"].item(), updates["b"].item())
+    assert outcomes["bayesopt_chain"] == pytest.approx((-0.05, 0.0))
+    assert outcomes["torchopt"] == pytest.approx((-0.05, -0.05))
+
+
+def test_a_tensor_lr_is_read_at_every_update():
+    outcomes = {}
+    for library in (torchopt, bc):
+        lr = torch.tensor(1.0)
+        tx = library.sgd(lr)
+        state = tx.init([torch.zeros(1)])
+        lr.fill_(0.5)
+        outcomes[library.__name__] = tx.update([torch.ones(1)], state, inplace=False)[0][0].item()
+    assert outcomes["bayesopt_chain"] == -0.5
+    assert outcomes["torchopt"] == -1.0
