@@ -1,5 +1,6 @@
 """Callbacks with a state: it is in every checkpoint, so that a run that goes on ends with what an unbroken one has seen."""
 
+import functools
 import signal
 from contextlib import nullcontext
 
@@ -10,9 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import bayesopt_chain as bc
 from bayesopt_chain.runs.folder import Folder
-from tests.runs.test_nothing_lost import loss, started
-
-TX = bc.sghmc(0.1, temperature=0.05)
+from tests.runs.toys import TX, loss, sampled, started
 
 
 class Sums:
@@ -35,8 +34,7 @@ class Sums:
         assert rest == ["words", 1.5, None]
 
 
-def run(path, callbacks, steps=40, seconds=0.0):
-    return bc.sample(*started(), steps=steps, path=path, callbacks=callbacks, checkpoint_seconds=seconds)
+run = functools.partial(sampled, steps=40)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1e9], ids=["each step", "at the end"])
@@ -44,14 +42,14 @@ def run(path, callbacks, steps=40, seconds=0.0):
 @pytest.mark.parametrize("stop", [1, 17, 40])
 def test_a_run_that_goes_on_has_seen_every_step_once(tmp_path, fails, stop, seconds):
     unbroken, broken, resumed, again = Sums(), Sums(stop, fails), Sums(), Sums()
-    run(None, [unbroken])
+    run(None, callbacks=[unbroken])
     with pytest.raises(ZeroDivisionError) if fails else nullcontext():
-        run(tmp_path, [broken], seconds=seconds)
-    draws = run(tmp_path, [resumed])
+        run(tmp_path, callbacks=[broken], seconds=seconds)
+    draws = run(tmp_path, callbacks=[resumed])
     assert draws.complete and (resumed.n, resumed.total) == (40, unbroken.total)
-    run(tmp_path, [again])  # a run that is complete says what was seen
+    run(tmp_path, callbacks=[again])  # a run that is complete says what was seen
     assert (again.n, again.total) == (40, unbroken.total)
-    run(tmp_path, [again], steps=50)
+    run(tmp_path, callbacks=[again], steps=50)
     assert again.n == 50
 
 
@@ -65,9 +63,9 @@ def test_a_run_that_goes_on_has_seen_every_step_once(tmp_path, fails, stop, seco
     ids=["left out", "another one", "added later"],
 )
 def test_callbacks_that_missed_steps_are_refused(tmp_path, before, after, said):
-    run(tmp_path, before)
+    run(tmp_path, callbacks=before)
     with pytest.raises(ValueError, match=said):
-        run(tmp_path, after)
+        run(tmp_path, callbacks=after)
     assert len(bc.Draws.open(tmp_path)) == 5
 
 
@@ -100,7 +98,7 @@ def test_what_no_file_can_hold_is_refused_and_the_draws_are_kept(tmp_path):
             return {"f": loss}
 
     with pytest.raises(TypeError, match="function cannot be saved") as caught:
-        run(tmp_path, [Holds()])
+        run(tmp_path, callbacks=[Holds()])
     assert len(caught.value.draws) == len(bc.Draws.open(tmp_path)) == 1
 
 

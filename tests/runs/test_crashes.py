@@ -10,6 +10,7 @@ from torch import nn
 
 import bayesopt_chain as bc
 from bayesopt_chain.runs import folder
+from tests.runs.toys import sampled
 
 
 class Dead(BaseException):
@@ -161,19 +162,9 @@ def test_a_loop_that_dies_twice_anywhere(tmp_path, monkeypatch, few):
         )
 
 
-TX = bc.sghmc(0.1, temperature=0.05)
-
-
-def sampled(path=None, steps=5):
-    torch.manual_seed(0)
-    params = {"weight": torch.ones(2)}
-    step = bc.make_step(lambda p, batch: (p["weight"] ** 2).sum(), TX)
-    return bc.sample(step, params, TX.init(params), None, steps=steps, path=path, checkpoint_seconds=0.0)
-
-
 @pytest.mark.parametrize("each", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_that_dies_anywhere_ends_as_the_run_that_did_not(tmp_path, monkeypatch, few, each):
-    want = sampled().params["weight"]
+    want = sampled().params["w"]
     with monkeypatch.context() as patch:
         machine = Machine(patch)
         sampled(tmp_path / "whole")
@@ -186,7 +177,7 @@ def test_a_run_that_dies_anywhere_ends_as_the_run_that_did_not(tmp_path, monkeyp
         with suppress(FileNotFoundError):
             draws = bc.Draws.open(path)
             before = len(draws)
-            assert not before or torch.equal(draws.params["weight"], want[:before]), at
+            assert not before or torch.equal(draws.params["w"], want[:before]), at
         assert before >= at // 2 // 6 - 2, "steps that were committed are there"
-        assert torch.equal(sampled(path).params["weight"], want), at
-        assert torch.equal(bc.Draws.open(path).params["weight"], want), at
+        assert torch.equal(sampled(path).params["w"], want), at
+        assert torch.equal(bc.Draws.open(path).params["w"], want), at

@@ -15,17 +15,13 @@ import torch
 import bayesopt_chain as bc
 from bayesopt_chain.runs.files import BLOCK, File, read_tree, write, write_tree
 from tests.runs import children
-from tests.runs.test_nothing_lost import started
+from tests.runs.toys import TX, sampled, started
 
 TREE = {
     "a": [torch.arange(120).view(40, 3), None, (1, 0.1, float("inf"))],
     7: {"x": torch.ones(()), "b": True, "": "text"},
 }
 CPU = torch.device("cpu")
-
-
-def sampled(path, steps=6, seconds=0.0, **more):
-    return bc.sample(*started(), steps=steps, path=path, checkpoint_seconds=seconds, **more)
 
 
 def everything(path):
@@ -65,9 +61,7 @@ def every_damage_is_seen(folder, trials, seed=0):
             try:
                 said = read(folder / "run")
                 wrong += read is everything and said != want
-                wrong += read is sampled and not torch.equal(
-                    said.params["w"], bc.sample(*started(), steps=6).params["w"]
-                )
+                wrong += read is sampled and not torch.equal(said.params["w"], sampled().params["w"])
             except (ValueError, FileNotFoundError) as err:
                 unnamed += file.name not in str(err) and folder.name not in str(err)
         for other in (folder / "run").iterdir():  # what a resumed run wrote
@@ -90,17 +84,41 @@ def every_damage_is_refused(file, read, trials, seed=0):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # KiB
 
 
+class Pair(NamedTuple):
+    left: tuple
+    right: torch.Tensor
+
+
+def tree():
+    shared = torch.arange(6.0)
+    return {
+        "transposed": shared.view(2, 3).t(),
+        "same storage": shared,
+        "pair": Pair((torch.tensor(3), torch.zeros(0)), torch.ones(2, dtype=torch.bfloat16)),
+        "flag": torch.tensor(True),
+        "number": 3,
+        "nothing": None,
+        "text": "a",
+    }
+
+
 @pytest.mark.parametrize("trials", [24, pytest.param(500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "save, load", [(bc.save, lambda file: bc.load(file, like=TREE)), (write_tree, lambda file: read_tree(file, CPU))]
+    "save, load, saved",
+    [
+        (bc.save, lambda file: bc.load(file, like=TREE), TREE),
+        (bc.save, lambda file: bc.load(file, like=tree()), tree()),
+        (write_tree, lambda file: read_tree(file, CPU), TREE),
+    ],
+    ids=["any keys", "tuples, dtypes and views", "containers"],
 )
 def test_a_tree_comes_back_as_it_was_and_damaged_ones_are_refused_by_name_in_bounded_memory(
-    save, load, trials, tmp_path
+    save, load, saved, trials, tmp_path
 ):
     """Structure, kinds of containers and numbers are exact."""
     file = tmp_path / "saved"
-    save(file, TREE)
-    assert repr(load(file)) == repr(TREE)
+    save(file, saved)
+    assert repr(load(file)) == repr(saved)
     every_damage_is_refused(file, lambda: load(file), trials)
 
 
@@ -223,8 +241,6 @@ ODD = {
 
 def reads_odd_files(folder, connection):
     """Put something odd in the place of each file of a run, and read it, where 500 MB more memory are all there is."""
-    import resource
-
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + (500 << 20),) * 2)
@@ -317,48 +333,16 @@ def test_a_file_of_another_kind_or_a_crafted_tree_is_no_tree(tmp_path):
 # Files of trees: what is saved comes back, and what is foreign or damaged is refused by name
 
 
-class Pair(NamedTuple):
-    left: tuple
-    right: torch.Tensor
-
-
-def tree():
-    shared = torch.arange(6.0)
-    return {
-        "transposed": shared.view(2, 3).t(),
-        "same storage": shared,
-        "pair": Pair((torch.tensor(3), torch.zeros(0)), torch.ones(2, dtype=torch.bfloat16)),
-        "flag": torch.tensor(True),
-        "number": 3,
-        "nothing": None,
-        "text": "a",
-    }
-
-
-def equal(a, b):
-    return optree.tree_structure(a, none_is_leaf=True) == optree.tree_structure(b, none_is_leaf=True) and all(
-        torch.equal(x, y) and x.dtype == y.dtype if torch.is_tensor(x) else x == y
-        for x, y in zip(optree.tree_leaves(a, none_is_leaf=True), optree.tree_leaves(b, none_is_leaf=True))
-    )
-
-
-def test_a_tree_comes_back_as_it_was(tmp_path):
-    bc.save(tmp_path / "tree", tree())
-    assert equal(bc.load(tmp_path / "tree", like=tree()), tree())
-
-
 def test_a_sampler_resumes_bit_for_bit_in_the_file_and_another_chain_is_refused(tmp_path):
-    tx, params = bc.sghmc(0.1, temperature=0.1), {"w": torch.ones(3)}
-    step = bc.make_step(lambda p, batch: (p["w"] ** 2).sum(), tx)
-    state = tx.init(params)
-    params, state, _ = step(params, state, None)
-    bc.save(tmp_path / "run", (params, state), tx=tx)
-    params, state, _ = step(params, state, None)
-    again, its_state = bc.load(tmp_path / "run", like=({"w": torch.zeros(3)}, tx.init(params)), tx=tx)
-    again, its_state, _ = step(again, its_state, None)
-    assert equal((again, its_state), (params, state))
+    step, *begun, _ = started()
+    params, state, _ = step(*begun, None)
+    bc.save(tmp_path / "run", (params, state), tx=TX)
+    loaded = bc.load(tmp_path / "run", like=({"w": torch.zeros(3)}, TX.init(params)), tx=TX)
+    here, there = step(params, state, None)[:2], step(*loaded, None)[:2]
+    assert optree.tree_structure(here) == optree.tree_structure(there)
+    assert all(map(torch.equal, optree.tree_leaves(here), optree.tree_leaves(there)))
     with pytest.raises(ValueError, match="another chain"):
-        bc.load(tmp_path / "run", like=(params, state), tx=bc.sghmc(0.2, temperature=0.1))
+        bc.load(tmp_path / "run", like=(params, state), tx=bc.sghmc(0.2, temperature=0.05))
 
 
 @pytest.mark.parametrize(
@@ -390,17 +374,25 @@ def test_a_file_of_another_library_is_refused(tmp_path):
         bc.load(tmp_path / "none", like=())
 
 
-def test_what_cannot_be_saved_is_named(tmp_path):
-    with pytest.raises(TypeError, match="leaf a/1 is object"):
-        bc.save(tmp_path / "x", {"a": [torch.ones(1), object()]})
-    with pytest.raises(ValueError, match="two leaves are named a/1"):
-        bc.save(tmp_path / "x", {"a": [torch.ones(1), torch.ones(1)], "a/1": torch.ones(1)})
-    with pytest.raises(ValueError, match="named __metadata__"):
-        bc.save(tmp_path / "x", {"__metadata__": torch.ones(1)})
+UNWRITABLE = {  # what makes a tree, and what is said
+    "an object": (lambda: {"a": [torch.ones(1), object()]}, "leaf a/1 is object"),
+    "two of one name": (lambda: {"a": [torch.ones(1)] * 2, "a/1": torch.ones(1)}, "two leaves are named a/1"),
+    "a name of the format": (lambda: {"__metadata__": torch.ones(1)}, "named __metadata__"),
+    "sparse": (lambda: {"b": torch.ones(2).to_sparse()}, "save: leaf b.*cannot be written; make it dense"),
+    "meta": (lambda: {"b": torch.ones(2, device="meta")}, "save: leaf b.*cannot be written; make it dense"),
+    "nested": (
+        lambda: {"b": torch.nested.nested_tensor([torch.ones(1)])},
+        "save: leaf b.*cannot be written; make it dense",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNWRITABLE)
+def test_what_cannot_be_saved_is_named(case, tmp_path):
+    make, says = UNWRITABLE[case]
+    with pytest.raises((TypeError, ValueError), match=says):
+        bc.save(tmp_path / "x", make())
     assert not list(tmp_path.iterdir())
-    for leaf in (torch.ones(2).to_sparse(), torch.ones(2, device="meta"), torch.nested.nested_tensor([torch.ones(1)])):
-        with pytest.raises(TypeError, match=r"save: leaf b.*cannot be written; make it dense"):
-            bc.save(tmp_path / "x", {"b": leaf})
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Whatever ends a run, every finished draw is returned or on disk, and the run says so."""
 
+import functools
 import itertools
 import json
 import multiprocessing
@@ -15,25 +16,14 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
-from bayesopt_chain.runs import files, store
+from bayesopt_chain.runs import store
 from bayesopt_chain.runs.folder import Folder
 from tests.runs import children
-
-TX = bc.sghmc(0.1, temperature=0.05)
-
-
-def loss(params, batch):
-    return (params["w"] ** 2).sum()
-
-
-def started(tx=TX, fn=loss):
-    torch.manual_seed(0)
-    params = {"w": torch.ones(3)}
-    return bc.make_step(fn, tx), params, tx.init(params), None
+from tests.runs.toys import loss, sampled, started
 
 
 def want(steps):
-    return bc.sample(*started(), steps=steps).params["w"]
+    return sampled(steps=steps).params["w"]
 
 
 def failing(after, error):
@@ -92,22 +82,22 @@ def test_no_memory_is_the_error_that_is_raised_and_draws_of_a_full_device_are_re
 
 
 @pytest.mark.filterwarnings("ignore:sample")
-def test_a_full_disk_leaves_the_draws_in_the_exception(tmp_path, monkeypatch):
-    real, calls = files.write, itertools.count()
+def test_a_full_disk_leaves_the_draws_in_the_exception_and_the_run_goes_on_when_there_is_room(tmp_path, monkeypatch):
+    whole, real, calls = sampled(steps=20), os.fsync, itertools.count()
 
-    def full(*args):
-        if next(calls) >= 8:
+    def full(descriptor):
+        if next(calls) >= 20:
             raise OSError(28, "No space left on device")
-        return real(*args)
+        return real(descriptor)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(files, "write", full)
-        with pytest.raises(OSError, match="No space left") as caught:
-            bc.sample(*started(), steps=20, path=tmp_path, checkpoint_seconds=0.0)
-    draws = caught.value.draws
-    assert torch.equal(draws.params["w"], want(len(draws))) and len(draws) == 4
-    assert len(bc.Draws.open(tmp_path)) == 4
-    assert torch.equal(bc.sample(*started(), steps=20, path=tmp_path).params["w"], want(20))
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left on device; what stood") as caught:
+        patch.setattr(os, "fsync", full)
+        sampled(tmp_path, 20)
+    made, kept = caught.value.draws, bc.Draws.open(tmp_path)
+    kept.verify()
+    assert 3 < len(kept) <= len(made) < 20 and same(made, whole[: len(made)]) and same(kept, whole[: len(kept)])
+    assert not [*tmp_path.glob(".*.tmp")]
+    assert same(sampled(tmp_path, 20), whole)
 
 
 def nan_at(step):
@@ -240,15 +230,8 @@ def test_two_interrupts_lose_nothing(tmp_path):
 
 
 def test_large_draws_are_read_where_they_are_asked_for(tmp_path, monkeypatch):
-    def flat(params, batch):
-        return (params["w"] ** 2).mean()
-
-    params = {"w": torch.randn(1 << 17)}
-    tx = bc.sgld(0.1, temperature=1e-6)
-    held = bc.sample(bc.make_step(flat, tx), params, tx.init(params), None, steps=12, seed=1).params["w"]
-    bc.sample(
-        bc.make_step(flat, tx), params, tx.init(params), None, steps=12, seed=1, path=tmp_path, checkpoint_seconds=0.0
-    )
+    held = sampled(None, 12, size=1 << 17).params["w"]
+    sampled(tmp_path, 12, size=1 << 17)
     draws, before = bc.Draws.open(tmp_path), children.read_so_far()
     assert torch.equal(draws[::5].params["w"], held[::5]) and torch.equal(draws[3]["w"], held[3])
     assert torch.equal(draws.column("params/w", slice(2, 4), slice(0, 7)), held[2:4, :7])
@@ -257,22 +240,9 @@ def test_large_draws_are_read_where_they_are_asked_for(tmp_path, monkeypatch):
     assert all(torch.equal(draw["w"], x) for draw, x in zip(draws, held))
     monkeypatch.setattr("bayesopt_chain.runs.draws.largest", lambda: 5 * held[0].nbytes)
     assert torch.equal(draws[:5].params["w"], held[:5])
-    with pytest.raises(ValueError, match=r"12 draws on disk are .* GiB.*draws.column\('params/"):
-        draws.params  # noqa: B018
 
 
 # Runs where the machine is in the way: a full disk, one that is read only, little memory, forks, workers, clocks
-
-
-def nearby(params, batch):
-    return ((params["w"] - batch.mean()) ** 2).sum()
-
-
-def sampled(path=None, steps=30, batches=None, size=1000, **more):
-    torch.manual_seed(0)
-    params, batches = {"w": torch.zeros(size)}, torch.ones(2) if batches is None else batches
-    step, state = bc.make_step(nearby, TX), TX.init(params)
-    return bc.sample(step, params, state, batches, steps=steps, path=path, **{"checkpoint_seconds": 0.0, **more})
 
 
 def same(draws, want):
@@ -292,18 +262,6 @@ def disk(tmp_path):
     subprocess.run(["umount", tmp_path], check=True)
 
 
-def test_a_disk_that_fills_up_keeps_what_was_committed_and_the_run_goes_on_when_there_is_room(disk):
-    (path, mount), want = disk, sampled()
-    with pytest.raises(OSError, match="No space left on device; what stood there is untouched") as caught:
-        sampled(path)
-    made, kept = caught.value.draws, bc.Draws.open(path)
-    kept.verify()
-    assert 3 < len(kept) <= len(made) < 30 and same(made, want[: len(made)]) and same(kept, want[: len(kept)])
-    assert not [p for p in path.iterdir() if p.suffix == ".tmp"]
-    mount("remount", "size=4m")
-    assert same(sampled(path), want) and same(bc.Draws.open(path), want)
-
-
 def test_training_goes_on_beside_a_full_disk_and_its_draws_are_written_when_there_is_room(disk):
     (path, mount), model = disk, torch.nn.Linear(1000, 1, bias=False)
     keep = bc.collect(model, every=1, path=path, checkpoint_seconds=0.0)
@@ -317,7 +275,7 @@ def test_training_goes_on_beside_a_full_disk_and_its_draws_are_written_when_ther
 
 def test_a_disk_that_is_read_only_is_read_and_one_clear_error_where_it_is_written(disk):
     (path, mount), want = disk, sampled(steps=5)
-    sampled(path, 5, checkpoint_seconds=1e9)
+    sampled(path, 5, seconds=1e9)
     mount("remount", "ro")
     assert same(bc.Draws.open(path), want)
     for folder in (path, path / "new"):
@@ -328,11 +286,11 @@ def test_a_disk_that_is_read_only_is_read_and_one_clear_error_where_it_is_writte
 def in_little_memory(path, connection):
     """Write and read draws of 320 MiB where 200 MiB more memory are all there is."""
     store.SHARD_BYTES = 1 << 23
-    sampled(size=10)  # what is imported at a first step
+    sampled()  # what is imported at a first step
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + (200 << 20),) * 2)
-    made = sampled(path, 160, size=1 << 19, checkpoint_seconds=1e9)
+    made = sampled(path, 160, size=1 << 19, seconds=1e9)
     mean = sum(draw["w"].double() for draw in made) / len(made)
     predicted = made.predict(lambda p, x: x * p["w"].mean(), torch.ones(3), chunk=4)
     column = made.column("params/w", elements=slice(7, 9))
@@ -351,13 +309,12 @@ def test_draws_larger_than_the_memory_are_written_and_read(tmp_path):
 @pytest.mark.filterwarnings("ignore:sample")
 @pytest.mark.parametrize("way", ["fork", "spawn"])
 def test_living_workers_of_a_loader_hold_no_lock_and_change_no_draw(way, tmp_path):
-    def loader(**workers):
-        return torch.utils.data.DataLoader(torch.arange(12.0), batch_size=2, **workers)
-
-    want = sampled(batches=loader())
+    loader = functools.partial(torch.utils.data.DataLoader, torch.arange(12.0), batch_size=2)
     batches = loader(num_workers=1, persistent_workers=True, multiprocessing_context=way)
-    sampled(tmp_path, 9, batches)  # the workers start while the lock is held, and live on
-    assert same(sampled(tmp_path, 30, batches), want) and same(bc.Draws.open(tmp_path), want)
+    run = functools.partial(sampled, steps=30, fn=lambda p, batch: ((p["w"] - batch.mean()) ** 2).sum())
+    want = run(batches=loader())
+    run(tmp_path, steps=9, batches=batches)  # the workers start while the lock is held, and live on
+    assert same(run(tmp_path, batches=batches), want) and same(bc.Draws.open(tmp_path), want)
 
 
 def test_a_forked_copy_writes_nothing_and_does_not_give_the_lock_away(tmp_path):
@@ -379,7 +336,7 @@ def test_a_forked_copy_writes_nothing_and_does_not_give_the_lock_away(tmp_path):
 
 
 def test_a_clock_that_is_set_back_changes_nothing(tmp_path, monkeypatch):
-    want = sampled()
+    want = sampled(steps=30)
     for steps in (7, 8, 20, 30):
         monkeypatch.setattr(time, "time", lambda steps=steps: 1e9 - 1e6 * steps)
         made = sampled(tmp_path, steps)
