@@ -23,7 +23,7 @@ import torch
 
 import bayesopt_chain as bc
 from benchmarks.cpu import D, N, Row, captured_chains, jax_logistic, logistic, regression_data
-from benchmarks.measure import stepping, take_turns, threads
+from benchmarks.measure import from_start, stepping, take_turns, threads
 
 SIZE = 32  # of a minibatch
 LR, MOMENTUM = 0.05, 0.9
@@ -81,13 +81,8 @@ def five_thousand_chains(clock: str, chains: int = 5000, steps: int = 500, round
         for order in ("independent", "reshuffled"):
             source: Any = bc.epochs(data, SIZE, order=order, chains=chains)
             whole = bc.capture(inside, params, state, source)
-
-            def from_source(source=source, whole=whole):
-                p, s = params, state
-                for _ in range(steps):
-                    p, s, _ = whole(p, s, source)
-
-            contestants[f"bc.epochs, {order}"] = from_source
+            again = partial(lambda source: source, source)
+            contestants[f"bc.epochs, {order}"] = from_start(whole, params, state, again, steps)
         targets = {(name, JAX): 0.6 for name in contestants}
         contestants[JAX] = jax_chains(data, chains, steps)
         times = take_turns(contestants, rounds, seconds=0.0, clock=CLOCKS[clock])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import optree
@@ -16,7 +17,7 @@ import torchopt
 
 import bayesopt_chain as bc
 from bayesopt_chain.engine.engine import moved
-from benchmarks.measure import stepping
+from benchmarks.measure import one_by_one, stepping
 from benchmarks.networks import cnn, mlp
 
 LR, MOMENTUM, TEMPERATURE = 1e-6, 0.9, 1e-6
@@ -68,13 +69,8 @@ def captured(tx, params, grads) -> Callable:
 
 def normal_and_fused(params, grads) -> Callable:
     """The floor of eager code: one flat draw and torch's fused SGD."""
-    flat, step = torch.empty(sum(p.numel() for p in params)), torch_optim(params, grads, fused=True)
-
-    def run():
-        flat.normal_()
-        step()
-
-    return run
+    flat = torch.empty(sum(p.numel() for p in params))
+    return one_by_one(flat.normal_, torch_optim(params, grads, fused=True))
 
 
 def adaptive(make: Callable, shapes: list[tuple[int, ...]], draws: bool = False) -> Callable[[], Any]:
@@ -82,16 +78,8 @@ def adaptive(make: Callable, shapes: list[tuple[int, ...]], draws: bool = False)
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
     for p in params:
         p.grad = torch.randn_like(p)
-    optimizer = make(params)
-    if not draws:
-        return optimizer.step
-
-    def run():
-        optimizer.step()
-        for p in params:
-            torch.randn_like(p)
-
-    return run
+    calls = [partial(torch.randn_like, p) for p in params] if draws else []
+    return one_by_one(make(params).step, *calls)
 
 
 def posteriors() -> Any:

@@ -17,7 +17,7 @@ import torchopt
 import bayesopt_chain as bc
 from bayesopt_chain.random.philox import in_tensors, whole_leaves
 from benchmarks import contestants as c
-from benchmarks.measure import ratio, stepping, take_turns, threads
+from benchmarks.measure import from_start, one_by_one, ratio, stepping, take_turns, threads
 
 
 class Row(NamedTuple):
@@ -213,13 +213,7 @@ def captured_chains(data, chains: int, steps: int, size: int) -> Callable[[], No
     params = torch.zeros(chains, D)
     state = many.init(tx, params)
     fast = bc.capture(many, params, state, (x, y, torch.zeros(chains, size, dtype=torch.int64)))
-
-    def run():
-        p, s = params, state
-        for _ in range(steps):
-            p, s, _ = fast(p, s, (x, y, torch.randint(N, (chains, size))))
-
-    return run
+    return from_start(fast, params, state, lambda: (x, y, torch.randint(N, (chains, size))), steps)
 
 
 def chains_by_hand(data, chains: int, size: int) -> Callable[[], None]:
@@ -243,12 +237,7 @@ def chains_by_hand(data, chains: int, size: int) -> Callable[[], None]:
 
 def five_thousand_chains(chains: int = 5000, steps: int = 2000, size: int = 32, rounds: int = 2) -> Row:
     data = regression_data()
-    step = chains_by_hand(data, chains, size)
-
-    def by_hand():
-        for _ in range(steps):
-            step()
-
+    by_hand = one_by_one(*[chains_by_hand(data, chains, size)] * steps)
     runs = {"captured parallel": captured_chains(data, chains, steps, size), "batched torch by hand": by_hand}
     times = take_turns(runs, rounds, seconds=0.0)
     targets = {("captured parallel", "batched torch by hand"): 1.1}
@@ -310,11 +299,6 @@ def whole_step(
     """
     draw, sample = c.draw_alone(kind), bc.sghmc(c.LR, c.MOMENTUM, temperature=c.TEMPERATURE)
     torchs = c.training_step(kind, lambda p: torch.optim.SGD(p, c.LR, c.MOMENTUM, foreach=False))
-
-    def torchs_and_draw() -> None:
-        torchs()
-        draw()
-
     step, *given = c.functional_step(kind, sample, inplace=False)
     compiled = {} if captured is None else {"captured": stepping(bc.capture(step, *given), *given)}
     times = take_turns(
@@ -325,7 +309,7 @@ def whole_step(
             "make_step": stepping(step, *given),
             "bc.optim.SGD, T = 0": c.training_step(kind, lambda p: bc.optim.SGD(p, c.LR, c.MOMENTUM, foreach=False)),
             "torch.optim.SGD": torchs,
-            "torch.optim.SGD + draw": torchs_and_draw,
+            "torch.optim.SGD + draw": one_by_one(torchs, draw),
         },
         rounds,
         clock=time.process_time,

@@ -250,4 +250,4 @@ if __name__ == "__main__":
     given = command(rounds=3, only="", out=RESULTS / "curvature_fit.json")
     warnings.simplefilter("ignore")
     cells = ((("cases", name), partial(compare, case, given.rounds)) for name, case in cases(given.only))
-    fill(given.out, cells, lambda record: {"rounds": given.rounds})
+    fill(given.out, cells, rounds=given.rounds)

@@ -8,21 +8,17 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import nn
 
 import bayesopt_chain as bc
 from bayesopt_chain.loop.capture.captured import Backend
 from benchmarks import contestants as c
 from benchmarks.cpu import D, N, Row, chains_by_hand, logistic, posteriors_step, regression_data
-from benchmarks.measure import stepping, take_turns
+from benchmarks.measure import from_start, one_by_one, stepping, take_turns
+from benchmarks.networks import mlp
 
 
 def _timed(run: Callable) -> Callable:
-    def wait():
-        run()
-        torch.cuda.synchronize()
-
-    return wait
+    return one_by_one(run, torch.cuda.synchronize)
 
 
 def bandwidth(n: int = 2**28) -> Row:
@@ -66,13 +62,7 @@ def five_thousand_chains(chains: int = 5000, steps: int = 2000, size: int = 32) 
         fast: Any = bc.capture(many, params, state, rows(), steps=10, batch_dim=0, backend=backend)
         torch.cuda.synchronize()
         captures[f"{name}: the capture"] = [perf_counter() - begin]
-
-        def run():
-            now = params, state
-            for _ in range(steps // 10):
-                *now, _ = fast(*now, rows())
-
-        return _timed(run)
+        return _timed(from_start(fast, params, state, rows, steps // 10))
 
     step = chains_by_hand((x, y), chains, size)
     side = torch.cuda.Stream()
@@ -85,14 +75,9 @@ def five_thousand_chains(chains: int = 5000, steps: int = 2000, size: int = 32) 
     with torch.cuda.graph(graph):
         for _ in range(10):
             step()
-
-    def by_hand():
-        for _ in range(steps // 10):
-            graph.replay()
-
     programs: dict[str, Backend | None] = {"captured parallel": None, "captured parallel, inductor": "inductor"}
     runs = {name: ours(name, backend) for name, backend in programs.items()}
-    times = take_turns({**runs, "captured by hand": _timed(by_hand)}, rounds=5)
+    times = take_turns({**runs, "captured by hand": _timed(one_by_one(*[graph.replay] * (steps // 10)))}, rounds=5)
     targets = {(name, "captured by hand"): 1.1 for name in programs}
     return Row(f"{chains} chains x {steps} steps", times | captures, targets)
 
@@ -102,9 +87,7 @@ def guarded_loop(width: int = 64, steps: int = 1000) -> Row:
     x, y = torch.randn(N, 32, device="cuda"), torch.randn(N, 1, device="cuda")
 
     def loop(guard: str | None) -> Callable:
-        model = nn.Sequential(
-            nn.Linear(32, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1)
-        ).cuda()
+        model = mlp(32, width, width, 1).cuda()
 
         def run():
             optimizer = bc.optim.SGHMC(model.parameters(), lr=1e-5, temperature=1 / N, heat_guard=guard)

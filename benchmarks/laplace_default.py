@@ -30,6 +30,7 @@ import bayesopt_chain as bc
 from benchmarks.measure import RESULTS, command, fill, markdown
 from benchmarks.networks import Attention, Pair, cnn, mlp, resnet, sklearn, split
 
+SEEDS = 5
 categorical, gaussian, poisson = bc.likelihoods.categorical, bc.likelihoods.gaussian, bc.likelihoods.poisson
 
 
@@ -172,7 +173,8 @@ def ours(net: nn.Module, likelihood: Any, train: Pair, test: Pair) -> tuple[floa
     x, y = test
     fitted = bc.fit_laplace(net, likelihood(), list(zip(*(part.split(64) for part in train))))
     if likelihood is categorical:
-        return nn.functional.nll_loss(fitted.predict(x).log(), y).item(), None
+        p: Any = fitted.predict(x)
+        return nn.functional.nll_loss(p.log(), y).item(), None
     predictive = fitted.predictive(x)
     low, high = predictive.interval(0.9)
     return -predictive.log_prob(y).mean().item(), ((low <= y) & (y <= high)).double().mean().item()
@@ -203,7 +205,7 @@ def peer(net: nn.Module, likelihood: Any, train: Pair, test: Pair) -> tuple[floa
     return nn.functional.gaussian_nll_loss(mean, y, variance, full=True).item(), covered
 
 
-def row(task: Task, seeds: int, fit: Fit) -> dict[str, Any]:
+def row(task: Task, fit: Fit, seeds: int = SEEDS) -> dict[str, Any]:
     """One network over the seeds; a fit that is refused has an infinite loss."""
     changes, owns, covered, seconds = [], [], [], []
     for seed in range(seeds):
@@ -240,13 +242,11 @@ def page(record: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    given = command(seeds=5, only="", further=False, peer=False, name="default", out=RESULTS / "laplace_default.json")
+    given = command(only="", further=False, peer=False, name="default", out=RESULTS / "laplace_default.json")
     warnings.simplefilter("ignore")
     table = ("laplace-torch" if given.peer else given.name) + (", further" if given.further else "")
     tasks, fit = FURTHER if given.further else RULE, peer if given.peer else ours
-    cells = (
-        ((table, name), partial(row, task, given.seeds, fit)) for name, task in tasks.items() if given.only in name
-    )
+    cells = (((table, name), partial(row, task, fit)) for name, task in tasks.items() if given.only in name)
     given.out.with_suffix(".md").write_text(page(fill(given.out, cells)))
 
 

@@ -105,6 +105,29 @@ def stepping(step: Callable[..., Any], params: Any, state: Any, batch: Any) -> C
     return run
 
 
+def from_start(
+    step: Callable[..., Any], params: Any, state: Any, batch: Callable[[], Any], steps: int
+) -> Callable[[], None]:
+    """A call that makes ``steps`` steps from the same start, each on the batch that ``batch()`` gives."""
+
+    def run() -> None:
+        now = params, state
+        for _ in range(steps):
+            *now, _ = step(*now, batch())
+
+    return run
+
+
+def one_by_one(*calls: Callable[[], Any]) -> Callable[[], None]:
+    """A call that makes these calls."""
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
+
+
 def spread(values: Sequence[float]) -> dict[str, Any]:
     """Median and quartiles."""
     return {"median": statistics.median(values), "quartiles": statistics.quantiles(values)}
@@ -158,6 +181,7 @@ def fill(
     path: Path,
     cells: Iterable[tuple[Sequence[str], Callable[[], Any]]],
     more: Callable[[dict[str, Any]], dict[str, Any]] = lambda record: {},
+    **settings: Any,
 ) -> dict[str, Any]:
     """Work out the cells that a record lacks. It is written after each, so that a command that is stopped goes on there.
 
@@ -165,11 +189,20 @@ def fill(
         path: of the record.
         cells: keys that lead through the record to a cell, and what works it out.
         more: what stands beside the cells, made of the record: tables and means.
+        settings: what all cells of the record have in common, which stands beside them too.
 
     Returns:
         The record, with other cells that it has.
+
+    Raises:
+        SystemExit: the cells that the record has are of other settings.
     """
     record = known(path)
+    others = {name: record[name] for name, value in settings.items() if record.get(name, value) != value}
+    if others:
+        raise SystemExit(
+            f"{path} has cells of {others}, not {settings}: write to another file by --out, or take it away"
+        )
     for (*outer, name), work_out in cells:
         at = record
         for key in outer:
@@ -177,7 +210,7 @@ def fill(
         if name not in at:
             at[name] = work_out()
             print(*outer, name, at[name], flush=True)
-            record.update(more(record))
+            record.update(settings | more(record))
             keep(path, record)
     return record
 

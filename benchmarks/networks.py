@@ -18,7 +18,7 @@ def mlp(*sizes: int, act: Callable[[], nn.Module] = nn.ReLU, norm: bool = False)
     layers: list[nn.Module] = []
     for a, b in pairwise(sizes[:-1]):
         layers += [nn.Linear(a, b), *([nn.LayerNorm(b)] if norm else []), act()]
-    return nn.Sequential(*layers, nn.Linear(*sizes[-2:]))
+    return nn.Sequential(*layers, nn.Linear(sizes[-2], sizes[-1]))
 
 
 def cnn(

@@ -8,10 +8,10 @@ of the package where it is not named there), so that whoever quotes a number see
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 from benchmarks.measure import RESULTS, known, markdown
+from benchmarks.size import git
 
 ROOT = Path(__file__).parents[1]
 ROOMS = {
@@ -41,22 +41,15 @@ ROOMS = {
 }
 
 
-def git(*what: str) -> str:
-    """What git says in this repository."""
-    return subprocess.run(["git", *what], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
-
-
 def row(file: Path) -> tuple[str, str, str, int]:
     """Name, commit and date of a record, and how many commits have changed its code since."""
-    written, measured = (
-        git("log", "-1", "--format=%H", "--", str(file)),
-        known(file).get("environment", {}).get("commit"),
-    )
-    ours = measured is not None and measured in git("log", "--format=%H").split()
-    commit, _, date = git("log", "-1", "--format=%h %cs", measured if ours else written).partition(" ")
+    at = known(file).get("environment", {}).get("commit")
+    if at is None or at not in git("log", "--format=%H").split():
+        at = git("log", "-1", "--format=%H", "--", str(file)).strip()
+    commit, date = git("log", "-1", "--format=%h %cs", at).split()
     code = [f"bayesopt_chain/{room}" for room in ROOMS.get(file.stem, [""])]
     benchmark = ROOT / "benchmarks" / file.stem
-    code += [str(at) for at in (benchmark, benchmark.with_suffix(".py")) if at.exists()]
+    code += [str(place) for place in (benchmark, benchmark.with_suffix(".py")) if place.exists()]
     return file.name, commit, date, len(git("log", "--format=%h", f"{commit}..HEAD", "--", *code).split())
 
 
