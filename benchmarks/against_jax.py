@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import bayesopt_chain as bc
-from benchmarks.cpu import D, N, Row, captured_chains, jax_logistic, logistic, regression_data
+from benchmarks.cpu import D, N, Row, captured_chains, jax_logistic, logistic, logistic_step, regression_data
 from benchmarks.measure import from_start, stepping, take_turns, threads
 
 SIZE = 32  # of a minibatch
@@ -92,11 +92,9 @@ def five_thousand_chains(clock: str, chains: int = 5000, steps: int = 500, round
 
 def one_chain(steps: int = 500) -> Row:
     """The shape of Pima: 768 data of 8 numbers, every step all of them."""
-    batch, params = regression_data(), torch.zeros(D)
-    tx = bc.sghmc(LR, MOMENTUM, temperature=1 / N)
-    step, state = bc.make_step(logistic, tx), tx.init(params)
-    ours = stepping(bc.capture(step, params, state, batch, steps=steps), params, state, batch)
-    contestants = {"captured": ours, JAX: jax_chains(batch, 1, steps, whole=True)}
+    step, *given = logistic_step()
+    ours = stepping(bc.capture(step, *given, steps=steps), *given)
+    contestants = {"captured": ours, JAX: jax_chains(given[-1], 1, steps, whole=True)}
     times = take_turns(contestants, 15, clock=time.process_time)
     return Row(
         f"logistic regression {N} x {D}, one chain x {steps} steps, process time", times, {("captured", JAX): 1.0}

@@ -134,18 +134,22 @@ def logistic(params, batch):
     return F.binary_cross_entropy_with_logits(x @ params, y) + prior
 
 
-def small_model() -> Row:
+def logistic_step() -> tuple[Any, Any, Any, Any]:
+    """SGHMC's step on it, parameters, state, and all data as the batch."""
     batch, params = regression_data(), torch.zeros(D)
     tx = bc.sghmc(0.05, 0.9, temperature=1 / N)
-    step, state = bc.make_step(logistic, tx), tx.init(params)
-    one = stepping(bc.capture(step, params, state, batch), params, state, batch)
-    several = stepping(bc.capture(step, params, state, batch, steps=STEPS, draws=True), params, state, batch)
+    return bc.make_step(logistic, tx), params, tx.init(params), batch
+
+
+def small_model() -> Row:
+    step, *given = logistic_step()
+    batch = given[-1]
     jax_step, jax_scan = jax_sghmc(batch)
     times = take_turns(
         {
-            "captured": one,
-            f"captured, {STEPS} steps": several,
-            "eager": stepping(step, params, state, batch),
+            "captured": stepping(bc.capture(step, *given), *given),
+            f"captured, {STEPS} steps": stepping(bc.capture(step, *given, steps=STEPS, draws=True), *given),
+            "eager": stepping(step, *given),
             "posteriors": posteriors_step(batch),
             "BlackJAX, jitted": jax_step,
             f"lax.scan of {STEPS}": jax_scan,

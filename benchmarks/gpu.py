@@ -12,7 +12,7 @@ import torch
 import bayesopt_chain as bc
 from bayesopt_chain.loop.capture.captured import Backend
 from benchmarks import contestants as c
-from benchmarks.cpu import D, N, Row, chains_by_hand, logistic, posteriors_step, regression_data
+from benchmarks.cpu import D, N, Row, chains_by_hand, logistic, logistic_step, posteriors_step, regression_data
 from benchmarks.measure import from_start, one_by_one, stepping, take_turns
 from benchmarks.networks import mlp
 
@@ -33,11 +33,9 @@ def bandwidth(n: int = 2**28) -> Row:
 
 def small_model() -> Row:
     with torch.device("cuda"):
-        batch, params = regression_data(), torch.zeros(D)
-        tx = bc.sghmc(0.05, 0.9, temperature=1 / N)
-        step, state = bc.make_step(logistic, tx), tx.init(params)
-        captured = stepping(bc.capture(step, params, state, batch), params, state, batch)
-        times = take_turns({"captured": _timed(captured), "posteriors": _timed(posteriors_step(batch))})
+        step, *given = logistic_step()
+        captured = stepping(bc.capture(step, *given), *given)
+        times = take_turns({"captured": _timed(captured), "posteriors": _timed(posteriors_step(given[-1]))})
     return Row("captured step of a small model", times, {("captured", "posteriors"): 0.1})
 
 

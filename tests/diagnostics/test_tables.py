@@ -1,12 +1,15 @@
-"""The commands that count how often guard and doctor are wrong: they run, judge rightly, and go on where they stopped."""
+"""Commands that fill a record cell by cell: they run, judge rightly, and go on where they stopped."""
 
 import json
 from functools import partial
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks import doctor, heat_guard
-from benchmarks.measure import fill
+from benchmarks import curvature_fit, doctor, heat_guard, laplace_default
+from benchmarks.measure import RESULTS, fill, known
+from benchmarks.networks import mlp, sklearn
 
 pytestmark = pytest.mark.slow
 
@@ -51,3 +54,32 @@ def test_a_record_is_filled_where_it_lacks_something_and_what_it_has_stays(tmp_p
     path.write_text(json.dumps(record))
     assert filled("a", "cc", "dd")["lengths"] == {"a": {"a": 7}, "b": {"bb": 2}, "c": {"cc": 2}, "d": {"dd": 2}}
     assert json.loads(path.read_text())["letters"] == 4
+
+
+def test_a_record_of_other_settings_is_not_filled(tmp_path):
+    path = tmp_path / "record.json"
+    cells = [(("lengths", "a"), partial(len, "a"))]
+    assert fill(path, cells, rounds=3)["rounds"] == 3
+    with pytest.raises(SystemExit, match="rounds"):
+        fill(path, [(("lengths", "bb"), partial(len, "bb"))], rounds=1)
+    assert fill(path, cells, rounds=3)["lengths"] == {"a": 1}
+
+
+def test_a_network_is_trained_and_fitted_as_the_rows_of_the_record_were():
+    iris = laplace_default.Task(partial(sklearn, "load_iris", 75), partial(mlp, 4, 32, 3), 5)
+    record = known(RESULTS / "laplace_default.json")
+    assert laplace_default.row(iris, laplace_default.ours, 1).keys() == record["default"]["MLP, iris"].keys()
+    assert list(laplace_default.RULE) == list(record["default"])
+    assert list(laplace_default.FURTHER) == list(record["default, further"])
+    assert laplace_default.page(record) == (RESULTS / "laplace_default.md").read_text()
+
+
+def test_each_phase_of_a_fit_is_timed_and_what_fails_says_so(monkeypatch):
+    monkeypatch.setitem(curvature_fit.CONTENDERS, "absent", partial(__import__, "no_such_library"))
+    data = TensorDataset(torch.randn(20, 4), torch.randint(0, 3, (20,)))
+    case = curvature_fit.Case(mlp(4, 5, 3), DataLoader(data, 10), torch.randn(2, 4), "all", "kronecker")
+    rows = curvature_fit.compare(case, 1)
+    assert rows["bayesopt_chain"].keys() == {"factors", "fit", "tune", "predict"}
+    assert rows["passes alone"].keys() == {"factors", "fit", "predict"}
+    assert all(row["ms"] > 0 for row in rows["bayesopt_chain"].values())
+    assert "not possible" in rows["absent"]["start"]
