@@ -24,20 +24,20 @@ from tests.distributed.toys import (
     TX,
     N,
     data,
-    dies,
     elementwise,
     loss,
-    matrices,
     must_be,
     sampled,
     spread,
 )
+from tests.runs.test_callbacks import Sums
 
 SQUARE, FIXED, EPOCHS, NOW = {"shape": (2, 2)}, {"order": "fixed"}, {"order": True}, {"seconds": 0.0}
 COLUMNS, UNTIDY = {"layout": "columns"}, {"untidy": True}
 OWN = {"order": "own", "inplace": True, "thinning": 2, "total": 31}  # parts of 16 and 15 data, of two batches and one
 SPLIT = {"total": 12}
 ADAM, VI = bc.adam(0.01, temperature=0.001), bc.vi.mean_field(bc.sgd(0.01), temperature=0.01)
+ROWS = {"batch_dim": (1, None)}
 CHUNKS = {"n": 8, "loop": False, "chunk": 2}
 HEATS = {"tx": partial(bc.sghmc, 0.1), "each": {"temperature": torch.linspace(0.0, 0.7, N)}}
 TWICE, WATCHED = {"layout": "twice"}, {"monitor": True, "check_finite": True}
@@ -69,7 +69,7 @@ LAUNCHES = {
     "chains that are behind, on more ranks": ("chains", (2, [6, 11]), (3, STEPS)),
     "chains of which some are complete": ("chains", (2, [STEPS, 8]), (1, STEPS)),
     "chains with the batches of their step": ("chains", (2, [7, 5], EPOCHS), (None, STEPS, EPOCHS)),
-    "chains with rows of their own": ("rows", (2, [6, 9]), (None, STEPS)),
+    "chains with rows of their own": ("chains", (2, [6, 9], ROWS), (None, STEPS, ROWS)),
     "data split otherwise": ("one", (2, 7), (1, STEPS)),
     "data split over more ranks": ("one", (1, 7), (3, STEPS)),
     "batches that ranks share": ("one", (4, 8, {"order": "shared"}), (2, STEPS, {"order": "shared"})),
@@ -117,17 +117,17 @@ def test_a_run_goes_on_on_any_number_of_ranks_as_that_of_one_process(case, tmp_p
     want, *_ = run(sampled, REFERENCE.get(case), kind, None, steps, **alone)
     rounding = ROUNDED.get(case, ROUNDING.get(kind, 1e-12 if "monitor" in alone else 0.0))
     for size, steps, *options in launches:
-        launch = (size, kind, path, STEPS, *steps) if isinstance(steps, tuple) else (size, kind, path, steps)
+        launch = partial(run, sampled, size, kind, path, **dict(*options))
         if not isinstance(steps, tuple):
-            parts = run(sampled, *launch, **dict(*options))
+            parts = launch(steps)
         elif CTRL_C in steps:
-            (made, why), *others = run(toys.fatal, *launch, **dict(*options))
-            kept = bc.Draws.open(path)
-            assert why == f"interrupted after step {made}" and {*others} <= {(made, why)} and len(kept) == made
+            parts, kept = launch(ends=steps), bc.Draws.open(path)
+            made = len(kept)
+            assert all(len(part.steps) == made and part.why == f"interrupted after step {made}" for part in parts)
             assert all(torch.equal(kept.params[name], x[:made]) for name, x in want.params.items())
         else:
             with pytest.raises(BaseExceptionGroup):
-                run(toys.fatal, *launch, **dict(*options))
+                launch(ends=steps)
             # the first rank, which commits, may not have come to its last step
             head = path / ("chains-00002-00003" if kind == "chains" else "") / "head.safetensors"
             assert steps[1] - files.File(head).metadata["step"] * (1 + (kind == "chains")) in (1, 1 + steps[0])
@@ -181,10 +181,6 @@ REFUSED = {
 }  # fmt: skip
 
 
-def refusal(*args, **options):
-    return message_of(lambda: sampled(*args, **options))
-
-
 @pytest.mark.sweep(3)
 @pytest.mark.filterwarnings("ignore:epochs")
 @pytest.mark.parametrize("case", REFUSED)
@@ -195,7 +191,7 @@ def test_another_run_is_refused_on_every_rank_and_nothing_is_written(case, tmp_p
     for name in removed:
         (path / name).unlink()
     before = {p: p.stat().st_mtime_ns for p in path.rglob("*.safetensors")}
-    assert all(words in said for said in run(refusal, ranks, kind, path, then, **dict(*other)))
+    assert all(words in said for said in run(message_of, ranks, sampled, kind, path, then, **dict(*other)))
     assert {p: p.stat().st_mtime_ns for p in path.rglob("*.safetensors")} == before
 
 
@@ -204,7 +200,9 @@ def test_a_part_that_is_missing_or_that_is_still_written_is_named_and_run_from_i
     run(sampled, 2, "chains", path, 9)
     with open(path / "chains-00003-00004" / "lock", "a") as file:  # as a rank of the earlier launch has it
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert re.search("RuntimeError.* another process is writing to .*chains-00003-00004", refusal("chains", path))
+        assert re.search(
+            "RuntimeError.* another process is writing to .*chains-00003-00004", message_of(sampled, "chains", path)
+        )
     for file in path.glob("chains-0000[345]*/*"):
         file.unlink()
     assert f"no draws of chain 3 of {N}" in message_of(bc.Draws.open, path)
@@ -217,8 +215,8 @@ def test_a_part_that_is_missing_or_that_is_still_written_is_named_and_run_from_i
 ZEROS = {"w": torch.zeros(3).double(), "b": torch.zeros(()).double()}
 
 
-def on_its_own(path, seed=None):
-    torch.manual_seed(world()[0] if seed is None else seed)
+def on_its_own(path):
+    torch.manual_seed(world()[0])
     params = {name: x.clone() for name, x in ZEROS.items()}
     state, file = TX.init(params), path.with_suffix(".safetensors")
     bc.save(file, (params, state), tx=TX)
@@ -227,8 +225,7 @@ def on_its_own(path, seed=None):
     return draws.params["w"], state[1].key, loaded[1][1].key
 
 
-def missing(path):
-    return message_of(lambda: bc.load(path, like=ZEROS))
+missing = partial(message_of, bc.load, like=ZEROS)
 
 
 def test_ranks_without_a_mesh_are_chains_of_their_own_on_the_disk(tmp_path):
@@ -250,8 +247,6 @@ def test_ranks_without_a_mesh_are_chains_of_their_own_on_the_disk(tmp_path):
     assert bc.load(tmp_path / "second.safetensors", like=(ZEROS, TX.init(ZEROS)), tx=TX)[1][1].key == ranks[1][1]
     (said,) = run(message_of, 1, on_its_own, path)
     assert "a run of 2 ranks, and 1 run now" in said and "bc.parallel(step, n, mesh=mesh)" in said
-    run(on_its_own, 2, tmp_path / "alike", 3)
-    assert "drew the same noise" in message_of(bc.Draws.open, tmp_path / "alike")
 
 
 # shards
@@ -260,7 +255,7 @@ def test_ranks_without_a_mesh_are_chains_of_their_own_on_the_disk(tmp_path):
 @on(2)
 @pytest.mark.slow
 def test_draws_are_opened_in_any_layout_and_by_one_rank_alone(tmp_path):
-    want, columns = sampled("shards", tmp_path).params, spread(matrices(), "columns")
+    want, columns = sampled("shards", tmp_path).params, spread(toys.start(6), "columns")
     draws = bc.Draws.open(tmp_path, like=columns)
     assert world()[0] or torch.equal(bc.Draws.open(tmp_path).params["w"], want["w"]), "one rank may read alone"
     assert draws.params["w"].placements == tuple(Shard(p.dim + 1) for p in columns["w"].placements)
@@ -271,7 +266,7 @@ def test_draws_are_opened_in_any_layout_and_by_one_rank_alone(tmp_path):
 @on(2)
 def test_ranks_of_one_run_that_name_directories_of_their_own_are_refused(tmp_path):
     path = tmp_path / f"rank-{world()[0]}"
-    assert "were given other path;" in refusal("shards", path) and not path.exists()
+    assert "were given other path;" in message_of(sampled, "shards", path) and not path.exists()
 
 
 OTHER = {"steps": 15, "burn_in": 5, "thinning": 2, "seed": 1, "keep": False, "path": None}
@@ -306,20 +301,15 @@ def test_ranks_of_a_sharded_module_that_collect_other_draws_are_refused_by_name(
     assert f"were given other {name};" in message_of(keep)
 
 
-class Total:
-    """A callback that adds up what it looks at."""
+class Total(Sums):
+    """Adds up what it looks at."""
 
     def __init__(self, look):
-        self.look, self.total = look, 0.0
+        super().__init__()
+        self.look = look
 
     def __call__(self, it):
         self.total = self.total + self.look(it.params["w"].detach())
-
-    def state_dict(self):
-        return {"total": self.total}
-
-    def load_state_dict(self, state):
-        self.total = state["total"]
 
 
 @pytest.mark.slow
@@ -402,16 +392,12 @@ def test_of_two_runs_that_fail_each_names_the_rank_that_failed_first_in_it():
         assert told == ([] if world()[0] == first else names)
 
 
-def cut_off(path, where):
-    """A run that an error ends: in a step of all ranks, or behind a step of one of them, which then fails on all."""
+def cut_off(path):
+    """A run that ends in an error in a step of all ranks."""
     rank = world()[0]
     sampled("shards", path, 4, 0)
-    fails = dies(elementwise, rank if where == "all" else None, 5, error)  # in step 9
-    callback = lambda it: where == rank and it.step == 8 and error()  # noqa: E731
-    own = where in ("all", rank)
-    says = "" if own else f"rank {where} failed: ZeroDivisionError"
-    with pytest.raises(ZeroDivisionError if own else RuntimeError, match=says) as caught:
-        sampled("shards", path, STEPS, 0, fn=fails, callbacks=[callback])
+    with pytest.raises(ZeroDivisionError) as caught:
+        sampled("shards", path, STEPS, 0, ends=(rank, 5, error))  # in step 9
     made = len(caught.value.draws)
     assert made == 8 if rank == 0 else 4 <= made <= 8
     notes = " ".join(caught.value.__notes__)
@@ -421,11 +407,9 @@ def cut_off(path, where):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:sample")
-@pytest.mark.parametrize("where", ["all", 0, 1])
-def test_what_ranks_drew_before_an_error_is_on_disk_and_they_go_on(where, tmp_path):
+def test_what_ranks_drew_before_an_error_is_on_disk_and_they_go_on(tmp_path):
     path, want = tmp_path / "draws", sampled("shards", burn_in=0)
-    # one of them was the first, and the other one names it: in a note, or in the error itself
-    assert sum(run(cut_off, 2, path, where)) == (where == "all")
+    assert sum(run(cut_off, 2, path)) == 1, "one of them was the first, and the other one names it"
     kept = bc.Draws.open(path)
     kept.verify()
     assert not kept.complete and kept.steps.tolist() == list(range(1, 9))
@@ -454,19 +438,18 @@ def test_a_callback_that_ends_a_run_on_one_rank_ends_it_on_all(kind, on_disk, wh
         ended(kind, path, where, error)
     if world()[0] != where:
         assert str(caught.value) == f"rank {where} failed: ZeroDivisionError: "
+    assert world()[0] or caught.value.draws.steps.tolist() == [5, 6]
+    assert "the first rank that failed" not in " ".join(getattr(caught.value, "__notes__", [])), (
+        "the error itself says it"
+    )
     if on_disk and world()[0] == 0:  # which has written them
         assert bc.Draws.open(path).steps.tolist() == [5, 6]
-
-
-def interrupted(kind, path):
-    """A run on ranks that share a chain, of which the second is asked to end it after step 6."""
-    fn = elementwise if kind == "shards" else loss
-    return toys.sampled(kind, path, fn=dies(fn, 1, 6, CTRL_C), burn_in=0, seconds=0.0)
 
 
 @pytest.mark.filterwarnings("ignore:sample")
 @pytest.mark.parametrize("kind", ["one", "shards"])
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_ctrl_c_on_one_rank_ends_the_run_after_the_same_step_on_all(kind, on_disk, tmp_path):
-    parts = run(interrupted, 2, kind, tmp_path / "draws" if on_disk else None)
+    path, interrupt = tmp_path / "draws" if on_disk else None, {"ends": (1, 6, CTRL_C), "burn_in": 0, "seconds": 0.0}
+    parts = run(sampled, 2, kind, path, **interrupt)
     assert [(part.steps.tolist(), part.why) for part in parts] == [([1, 2, 3, 4, 5, 6], "interrupted after step 6")] * 2

@@ -149,20 +149,20 @@ def test_the_pages_scripts_for_slurm_and_kubernetes_call_the_function_with_the_n
     ]
 
 
+RAY = "import ray\nray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)"
+
+
 @pytest.mark.slow
 @pytest.mark.peers
-@pytest.mark.parametrize("library, chains", [("joblib", 8), ("ray", 4)])
-def test_jobs_are_the_chains_that_one_process_makes_and_open_as_one_run(library, chains, tmp_path):
+@pytest.mark.parametrize("library, chains, begins, ends", [("joblib", 8, "", ""), ("ray", 4, RAY, "ray.shutdown()")])
+def test_jobs_are_the_chains_that_one_process_makes_and_open_as_one_run(library, chains, begins, ends, tmp_path):
     pytest.importorskip(library)
     # the page's piece on a machine of two cores, with as many chains and a folder that exists here
     (piece,) = [block for block in pieces("jobs") if f"import {library}" in block or f"from {library}" in block]
     piece = piece.replace("range(1000)", f"range({chains})").replace("/shared/draws", str(tmp_path / "draws"))
-    if library == "ray":
-        piece = (
-            f"import ray\nray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)\n{piece}\nray.shutdown()\n"
-        )
-    piece += (
-        "\nimport os, runpy, sys\nos.environ['DRAWS'], sys.argv = 'alone', ['jobs.py', '3']\n"
+    piece = (
+        f"{begins}\n{piece}\n{ends}\n"
+        "import os, runpy, sys\nos.environ['DRAWS'], sys.argv = 'alone', ['jobs.py', '3']\n"
         "runpy.run_path('jobs.py', run_name='__main__')\n"  # what the scripts of a scheduler call
     )
     (tmp_path / "jobs.py").write_text(script_of("jobs.py"))
@@ -177,7 +177,6 @@ def test_jobs_are_the_chains_that_one_process_makes_and_open_as_one_run(library,
 # Ranks that compare what they are about to draw, in one process: each of them has its turn before the store
 
 
-PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "scale.md").read_text()
 GROUP = {"lr": 0.1, "temperature": 0.01, "momentum": 0.9, "weight_decay": 0.0, "noise_key": 7, "noise_count": 0}
 
 
@@ -247,15 +246,9 @@ def test_what_a_rank_reads_does_not_grow_with_the_ranks(ranks, made):
     assert few[1] == more[1] == many[1] <= 10  # five leaves
 
 
-def drifted(claims, rank):
-    """The same, but for one leaf of this rank."""
-    claims[rank] = [claims[rank][0]._replace(param=torch.full((3,), 5.0)), *claims[rank][1:]]
-    return claims
-
-
-def grouped(claims, rank, **changed):
-    """The same, but for the group of this rank's leaves."""
-    claims[rank] = [c._replace(group={**GROUP, **changed}) for c in claims[rank]]
+def but_for(claims, rank, **changed):
+    """The same, but for the first leaf of this rank."""
+    claims[rank] = [claims[rank][0]._replace(**changed), *claims[rank][1:]]
     return claims
 
 
@@ -266,11 +259,17 @@ def shards_beside(n):
 NUMBERS = "ranks 0 and 2 step 'leaf 0' under one key, and so as one chain, with"
 CASES = {  # the claims, and what every rank says; nothing where they may be so
     **{
-        f"{made.__name__} that drift, {at}": (drifted(made(10), at), "hold other values of")
+        f"{made.__name__} that drift, {at}": (
+            but_for(made(10), at, param=torch.full((3,), 5.0)),
+            "hold other values of",
+        )
         for made, at in itertools.product((stages_beside, shards_beside), (1, 4, 9))
     },
     **{
-        f"{made.__name__} with another {name}": (grouped(made(4), 2, **{name: 0.25}), f"{NUMBERS} {name} =")
+        f"{made.__name__} with another {name}": (
+            but_for(made(4), 2, group={**GROUP, name: 0.25}),
+            f"{NUMBERS} {name} =",
+        )
         for made, name in itertools.product((replicas, shards), ("lr", "temperature", "momentum", "weight_decay"))
     },
     "a rank without a part of a shard, with another rate": (
@@ -310,7 +309,7 @@ def contents(folder, leaves):
 
 @pytest.mark.slow
 def test_the_table_of_contents_takes_as_many_bytes_a_shard_as_the_page_says(tmp_path):
-    (said,) = re.findall(r"table of contents takes (\d+) bytes a shard", PAGE)
+    (said,) = re.findall(r"table of contents takes (\d+) bytes a shard", HOWTO["scale"])
     two, four = (run(contents, size, tmp_path / f"{size}", 60)[0] for size in (2, 4))
     assert (four - two) / (2 * 60) == pytest.approx(int(said), rel=0.05)
 
@@ -320,5 +319,5 @@ def test_the_records_of_a_comparison_are_as_long_as_the_page_says(ranks):
     x, names = torch.randn(723, 3), [f"layers.{i // 9}.attention.{i % 9}.weight" for i in range(723)]
     numbered = [Claim(name, 2**62, 2**31 + i, None, 0, x[i], x[i], {}) for i, name in enumerate(names)]
     ranks([numbered], 1)
-    ((longest, second),) = re.findall(r"records of some (\d+) kB and (\d+) bytes", PAGE)
+    ((longest, second),) = re.findall(r"records of some (\d+) kB and (\d+) bytes", HOWTO["scale"])
     assert ranks.store.written == pytest.approx([1000 * int(longest), int(second)], rel=0.1)

@@ -41,11 +41,6 @@ def loss(params, batch):
     return ((torch.tanh(x @ params["w"] + params["b"]) - y) ** 2).mean() / 2 + 0.01 * (params["w"] ** 2).sum()
 
 
-def matrices():
-    g = torch.Generator().manual_seed(1)
-    return {"w": torch.randn(6, 5, generator=g).double(), "b": torch.randn(3, generator=g).double()}
-
-
 def elementwise(params, batch):
     """Its gradient has the same bits in every layout."""
     return 0.5 * ((params["w"] - batch) ** 2).sum() + 0.5 * (params["b"] ** 2).sum()
@@ -70,8 +65,7 @@ def under(way, model=None):
         model[0] = checkpoint_wrapper(model[0])
         return model
     if way.startswith("fsdp1"):
-        cpu = torch.device("cpu")
-        return FullyShardedDataParallel(model, device_id=cpu, use_orig_params=way == "fsdp1 original")
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=way == "fsdp1 original")
     if way in ("tp", "tp by fsdp"):
         mesh = mesh_of(size) if way == "tp" else mesh_of(2, size // 2)["second"]
         parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -102,17 +96,10 @@ def chains(n=N, fn=loss, shape=None, order=None, seed=3, tx=TX, key=5, each=None
     make = lambda **given: bc.make_step(fn, tx(**given) if given else tx, mesh=within)  # noqa: E731
     made = bc.parallel(make if each else make(), n, mesh=mesh, each=each, **{"loop": True, **options})
     params = made.mine(start(n))
+    if "batch_dim" in options:  # every chain has inputs of its own
+        batches = torch.stack([batches[0] + i for i in made.numbers], 1), batches[1]
     batches = bc.epochs(batches, 5, seed=seed) if order else batches
     return made, params, made.init(tx, params, seed=key), batches, list(made.numbers)
-
-
-def rows():
-    """Every chain has its own data: axis 1 of the inputs counts chains."""
-    step = bc.make_step(lambda p, batch: (p["w"] - batch[0]).square().mean() + batch[1] * p["w"].sum(), TX)
-    made = bc.parallel(step, 4, mesh=line(), loop=True, batch_dim=(1, None))
-    inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(2))
-    params, batch = {"w": torch.zeros(made.n, 3)}, (inputs[:, list(made.numbers)], torch.tensor(0.1))
-    return made, params, made.init(TX, params, seed=1), batch, list(made.numbers)
 
 
 def one(fn=loss, order=None, total=24, inplace=False, tx=TX, sizes=None):
@@ -146,19 +133,26 @@ LAYOUTS = {
 }
 
 
+def distributed(tree, mesh, ways):
+    """Every leaf on a mesh in a way of its own, without a message; ``None``: as it is."""
+    put = functools.partial(distribute_tensor, device_mesh=mesh, src_data_rank=None)
+    return {name: x if ways[name] is None else put(x, placements=ways[name]) for name, x in tree.items()}
+
+
 def spread(tree, layout):
     """Every matrix in a layout, and the vectors on every rank; the tree itself in one process."""
     if not dist.is_initialized():
         return tree
     mesh, placements = LAYOUTS[layout](world()[1])
-    ways = {name: placements if x.ndim == 2 else [Replicate()] * mesh.ndim for name, x in tree.items()}
-    return {name: distribute_tensor(x, mesh, ways[name], src_data_rank=None) for name, x in tree.items()}
+    return distributed(
+        tree, mesh, {name: placements if x.ndim == 2 else [Replicate()] * mesh.ndim for name, x in tree.items()}
+    )
 
 
 def shards(layout="fsdp", fn=elementwise, order=None, seed=3, tx=TX, clip=None, **options):
     """One chain of DTensors; ``order``: over epochs of data that every rank has; ``clip``: the largest norm of a gradient."""
     tx = bc.chain(torchopt.clip_grad_norm(clip), tx) if clip else tx
-    params, batches = spread(matrices(), layout), [torch.tensor(float(i)) for i in range(5)]
+    params, batches = spread(start(6), layout), [torch.tensor(float(i)) for i in range(5)]
     if order:
         batches = bc.epochs(torch.arange(12.0).double(), 3, seed=seed)
         fn = lambda p, batch: elementwise(p, batch.mean())  # noqa: E731
@@ -170,10 +164,9 @@ def chains_of_shards(shape=None):
     """Chains on ranks of their own, each of DTensors on the ranks of its row."""
     mesh = mesh_of(*shape) if shape else None
     made = bc.parallel(bc.make_step(elementwise, TX), 4, loop=True, mesh=mesh and mesh["first"])
-    params = bc.stack([matrices()] * made.n)
+    params = bc.stack([start(6)] * made.n)
     if mesh:
-        cut = {"w": Shard(1), "b": Replicate()}
-        params = {name: distribute_tensor(x, mesh["second"], [cut[name]]) for name, x in params.items()}
+        params = distributed(params, mesh["second"], {"w": [Shard(1)], "b": [Replicate()]})
     return made, params, made.init(TX, params, seed=3), torch.tensor(0.5), list(made.numbers)
 
 
@@ -193,15 +186,19 @@ def module(untidy=False):
     return step, step.params, step.state, batches, None
 
 
-KINDS = {f.__name__: f for f in (chains, rows, one, shards, chains_of_shards, module)}
+KINDS = {f.__name__: f for f in (chains, one, shards, chains_of_shards, module)}
 ROUNDING = {"one": 1e-12, "module": 1e-10}  # of sums over ranks; the other kinds are bit for bit
 
 Part = collections.namedtuple("Part", "numbers norms chains params loss steps complete why velocity spread")
 
 
-def sampled(kind, path=None, steps=STEPS, burn_in=4, thinning=1, seconds=30.0, callbacks=(), quiet=False, **options):
+def sampled(
+    kind, path=None, steps=STEPS, burn_in=4, thinning=1, seconds=30.0, callbacks=(), quiet=False, ends=None, **options
+):
     """What this rank has of a run in the end, which sends no message where it is ``quiet``; ``steps`` may say how far each rank
-    gets."""
+    gets, and ``ends`` on which one, in which evaluation of its loss, and in which way the run is ended."""
+    if ends:
+        options["fn"] = dies(elementwise if kind == "shards" else loss, *ends)
     step, params, state, batches, numbers = KINDS[kind](**options)
     norms = [] if options.get("monitor") else None
     with CommDebugMode() if quiet else contextlib.nullcontext() as messages:
@@ -216,8 +213,9 @@ def sampled(kind, path=None, steps=STEPS, burn_in=4, thinning=1, seconds=30.0, c
     lies = any(isinstance(x, DTensor) for x in draws.params.values())
     velocity = None if lies or kind == "module" or draws.last is None else getattr(draws.last[1][0], "trace", [None])[0]
     params = {name: x.detach() for name, x in whole(dict(draws.params)).items()}
-    found = (params, draws.loss, draws.steps, draws.complete, draws.why, velocity, lies)
-    return Part(numbers, norms, draws.chains, *found)
+    return Part(
+        numbers, norms, draws.chains, params, draws.loss, draws.steps, draws.complete, draws.why, velocity, lies
+    )  # fmt: skip
 
 
 def must_be(part, want, rounding=0.0):
@@ -247,10 +245,3 @@ def dies(fn, victim, calls, way=KILL):
         return fn(params, batch)
 
     return fatal
-
-
-def fatal(kind, path, steps, victim, calls, way=KILL, **options):
-    """How many draws a run makes whose rank ``victim`` is ended in the evaluation ``calls`` of its loss, and why it ended."""
-    fn = elementwise if kind == "shards" else loss
-    part = sampled(kind, path, steps, fn=dies(fn, victim, calls, way), **options)
-    return len(part.steps), part.why
