@@ -1,5 +1,5 @@
 # Two commands: `make demo` and `make test`. Each builds the virtual environment on a machine that has only Python.
-# Beside them: `make quick` (two to three minutes), `make doctests`, `make lint`, `make types`, `make processors`, `make package`,
+# Beside them: `make quick` (two minutes), `make doctests`, `make lint`, `make types`, `make processors`, `make package`,
 # `make clean`.
 PYTHON ?= python3
 VENV := .venv
