@@ -23,8 +23,8 @@ W = {"w": torch.ones(2)}
 def test_what_fits_goes_through_with_defaults_and_keywords_that_have_no_kind():
     assert walked(lambda p: 0.0, W, way="up", colour="red") == 3
     assert walked(print, params=W, steps=5) == 5
-    assert type(walked(print, W, steps=np.int64(5))) is int  # numpy's numbers are Python's
-    assert type(walked(print, W, steps=np.uint8(5), chains=np.int32(2))) is int
+    # numpy's numbers are Python's
+    assert {type(walked(print, W, steps=n, chains=np.int32(2))) for n in (np.int64(5), np.uint8(5))} == {int}
     assert walked(print, W, way=None) == 3  # a default fits even where its kind does not have it
 
 
@@ -88,8 +88,10 @@ def test_arguments_by_position_are_checked_and_missing_ones_are_pythons_own_erro
 
 
 def test_signature_and_docstring_stay():
-    assert list(inspect.signature(walked).parameters) == ["loss", "params", "steps", "chains", "way", "rest"]
-    assert walked.__doc__ == "Walk."
+    assert [*inspect.signature(walked).parameters, walked.__doc__] == [
+        *("loss", "params", "steps", "chains", "way", "rest"),
+        "Walk.",
+    ]
 
 
 def test_methods_and_constructors_are_named_by_their_class():

@@ -70,9 +70,10 @@ template <int SCALE, int VELOCITY, int NOISE, bool DECAY, class Real>
 void run(int64_t n, const Real* p, const Real* g, const Real* s, const Real* m, const Real* c, const Real* d, const Real* shape,
          const Real* xi, Real* u, Real* t, Real* w, const Move& k, const Learned& l, int64_t flags) {
   const bool moves = flags & MOVES, adds = flags & ADDS, pulls = c;
-  const bool raw = k.remembers == 1, leaves = k.remembers == 2, defers = k.deferred != 0;
+  const bool leaves = k.remembers == 2, defers = k.deferred != 0;
   const Real f(k.factor), mu(k.momentum), decay(k.decay), current(k.current), previous(k.previous), head(k.head),
       deferred(k.deferred), scale(k.velocity_scale), sign(flags & FLIPS ? -1 : 1);
+  const Real kept(k.remembers == 1 ? 1 : k.current);  // memory holds the draw, or what it was multiplied by
   const Real gain(l.gain), correction(l.correction);
   if (!p) p = g;  // read, and not used
   if (!c) c = g;
@@ -91,8 +92,8 @@ void run(int64_t n, const Real* p, const Real* g, const Real* s, const Real* m, 
       if constexpr (NOISE == 2) {
         const Real last = m[j];
         noise = a + previous * last;
-        const Real kept = raw ? xi[j] : a;
-        w[j] = leaves ? last : kept;
+        const Real now = kept * xi[j];
+        w[j] = leaves ? last : now;
       }
       noise = head * noise;
       if constexpr (SCALE > 0) noise = noise * shape[j];
@@ -102,7 +103,7 @@ void run(int64_t n, const Real* p, const Real* g, const Real* s, const Real* m, 
     if constexpr (SCALE == 2) x = x / d[j];
     Real y = x;
     if constexpr (VELOCITY > 0) {
-      const Real kept = mu * (scale * s[j]), v = SCALE == 1 ? plus(kept, gain, x) : kept + x;
+      const Real old = mu * (scale * s[j]), v = SCALE == 1 ? plus(old, gain, x) : old + x;
       y = VELOCITY == 2 ? plus(x, mu, v) : v;
       const Real late = v + deferred * noise;
       t[j] = NOISE == 1 && defers ? late : v;

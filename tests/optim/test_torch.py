@@ -4,7 +4,6 @@ import copy
 import inspect
 import warnings
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -282,11 +281,6 @@ def test_sparse_gradients_without_momentum_move_all_rows_and_repeated_parameters
     with warnings.catch_warnings(), pytest.raises(ValueError, match="twice"):
         warnings.simplefilter("ignore")
         bc.optim.SGLD([table, table], 0.1, temperature=0.1)
-
-
-def test_an_array_without_an_axis_is_no_list_of_parameters():
-    with pytest.raises(TypeError, match="params must be parameters"):
-        bc.optim.SGD(np.array(1.0), 0.1)
 
 
 def test_low_precision_parameters_warn_where_noise_rounds_away():

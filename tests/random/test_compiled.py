@@ -2,6 +2,8 @@
 
 import multiprocessing
 import os
+import platform
+import re
 import shutil
 import stat
 import subprocess
@@ -208,6 +210,35 @@ def test_a_compile_that_fails_warns_once_with_the_reason(cache, private, monkeyp
     finally:
         monkeypatch.undo()
         philox_cpu.normals_kernel.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not shutil.which("g++") or platform.machine() != "x86_64", reason="asks GCC, for processors of one kind"
+)
+@pytest.mark.parametrize("name", ["engine/sweep_cpu.cpp", "engine/optimizer_cpu.cpp"])
+def test_every_loop_of_a_step_becomes_vectors(name, tmp_path):
+    """GCC names the loops that it left scalar by their first line; of those meant for vectors these are draws in float64."""
+    code = tmp_path / "code.cpp"
+    code.write_text(compiled.text_of(Path(compiled.__file__).parents[1] / name))
+    said = subprocess.check_output(
+        [
+            "g++",
+            *compiled._FLAGS,
+            *compiled.LEVELS["avx2"],
+            "-fopenmp",
+            "-fopt-info-vec-missed",
+            "-o",
+            tmp_path / "a.so",
+            code,
+        ],
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    lines = code.read_text().splitlines()
+    loops = {str(n): lines[n - 1].strip() for n, line in enumerate(lines, 3) if "pragma omp simd" in line}
+    scalar = {loops.get(n, "") for n in re.findall(r"code.cpp:(\d+):\d+: missed: couldn.t vectorize loop", said)}
+    assert len(loops) > 2 and all(line.startswith("const Real u = ") for line in scalar if line), scalar
 
 
 def test_the_compiler_may_bring_arguments(cache, source, monkeypatch):
