@@ -38,9 +38,10 @@ unwrapped: Callable[[Tensor], Tensor] = _functorch.get_unwrapped
 @cache
 def function_in_c(name: str) -> int | None:
     """The address of one of torch's functions for programs in C; ``None`` if this build has none of that name."""
-    files = [*(Path(torch.__file__).parent / "lib").glob("*torch_cpu.*")]
-    library = ctypes.CDLL(str(next(x for x in files if x.suffix in (".so", ".dylib", ".dll"))))
-    return ctypes.cast(getattr(library, name), ctypes.c_void_p).value if hasattr(library, name) else None
+    files = (Path(torch.__file__).parent / "lib").glob("*torch_cpu.*")
+    of = next((str(x) for x in files if x.suffix in (".so", ".dylib", ".dll")), None)  # None: linked into another file
+    function = None if of is None else getattr(ctypes.CDLL(of), name, None)
+    return None if function is None else ctypes.cast(function, ctypes.c_void_p).value
 
 
 def handles(tensors: Sequence[Tensor]) -> list[int]:

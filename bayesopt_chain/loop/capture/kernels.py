@@ -34,9 +34,8 @@ _MOST = 1024  # arguments of a kernel, as in the source
 _CALLS = frozenset(("torch", "clear", "empty_strided_cpu", "reinterpret_tensor"))
 # torch's products of matrices, and the functions of the library that call them
 _PRODUCTS = {"mm": "product", "bmm": "product", "addmm": "sum_and_product", "baddbmm": "sum_and_product"}
-_COPIED = (
-    2**20
-)  # bytes of the shared tensors that products read, from which on copying them could take longer than Python
+# bytes of the shared tensors that products read, from which on copying them could take longer than Python
+_COPIED = 2**20
 
 
 class CannotBeRecorded(Exception):
