@@ -137,6 +137,7 @@ def hot(name: str, scheduled: bool = False, **options: Any) -> Make:
 
 
 SIZES = {"3 x 16x16": [(16, 16)] * 3, "30 x 64x64": [(64, 64)] * 30, "2 x 1e6": [10**6] * 2}
+FORMS = ("update", "pure", "in place")
 
 
 def at_hand(rate: str, form: str, shapes: Sequence[Any]) -> Case:
@@ -182,7 +183,7 @@ CASES: dict[str, Case] = {
         f"sghmc {rate}, {form}, {size}": at_hand(rate, form, shapes)
         for size, shapes in SIZES.items()
         for rate in ("constant", "cosine")
-        for form in ("update", "pure", "in place")
+        for form in FORMS
     },
 }
 

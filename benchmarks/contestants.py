@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -73,13 +73,20 @@ def normal_and_fused(params, grads) -> Callable:
     return one_by_one(flat.normal_, torch_optim(params, grads, fused=True))
 
 
-def adaptive(make: Callable, shapes: list[tuple[int, ...]], draws: bool = False) -> Callable[[], Any]:
-    """A step of the optimizer that ``make(params)`` gives on gradients that are at hand, and a draw for each leaf."""
+def adaptive(
+    make: Callable, shapes: Sequence[Any], draws: bool = False, schedule: Callable | None = None
+) -> Callable[[], Any]:
+    """A step of the optimizer that ``make(params)`` gives on gradients that are at hand, with a draw for each leaf or a step of
+    the scheduler that ``schedule(optimizer)`` gives.
+    """
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
     for p in params:
         p.grad = torch.randn_like(p)
+    optimizer = make(params)
     calls = [partial(torch.randn_like, p) for p in params] if draws else []
-    return one_by_one(make(params).step, *calls)
+    if schedule is not None:
+        calls.append(schedule(optimizer).step)
+    return one_by_one(optimizer.step, *calls)
 
 
 def posteriors() -> Any:

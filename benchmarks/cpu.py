@@ -17,6 +17,7 @@ import torchopt
 import bayesopt_chain as bc
 from bayesopt_chain.random.philox import in_tensors, whole_leaves
 from benchmarks import contestants as c
+from benchmarks.against import FORMS, SIZES, at_hand
 from benchmarks.measure import from_start, one_by_one, ratio, stepping, take_turns, threads
 
 
@@ -330,6 +331,22 @@ def whole_step(
     return Row(f"{c.NETWORKS[kind]}, whole step with gradient", times, targets)
 
 
+def falling_rate(size: str, chain: float, optim: float) -> Row:
+    """SGHMC whose rate falls along a cosine over the same at a constant one, as a chain and as a class with torch's scheduler,
+    whose own time counts. In seconds of this process.
+    """
+    runs = {
+        f"{form}, {rate}": at_hand(rate, form, SIZES[size])(bc) for form in FORMS for rate in ("cosine", "constant")
+    }
+    schedules = {"scheduler": partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=10**6), "constant": None}
+    for name, schedule in schedules.items():
+        make = partial(bc.optim.SGHMC, lr=1e-3, temperature=1e-4)
+        runs[f"bc.optim.SGHMC, {name}"] = c.adaptive(make, SIZES[size], schedule=schedule)
+    targets = {(f"{form}, cosine", f"{form}, constant"): chain for form in FORMS}
+    targets["bc.optim.SGHMC, scheduler", "bc.optim.SGHMC, constant"] = optim
+    return Row(f"SGHMC, {size}, falling rate", take_turns(runs, rounds=101, clock=time.process_time), targets)
+
+
 def rows(quick: bool) -> dict[str, Callable[[], Row]]:
     """The rows by name, each measured when called."""
     from benchmarks import against_jax
@@ -338,6 +355,9 @@ def rows(quick: bool) -> dict[str, Callable[[], Row]]:
     mlp, sixty = [(1024, 784), (1024,), (256, 1024), (256,), (10, 256), (10,)], [(1667,)] * 60
     return {
         **{row.__name__: row for row in plain},
+        "falling_rate_small": partial(falling_rate, "3 x 16x16", 1.3, 1.3),
+        "falling_rate": partial(falling_rate, "30 x 64x64", 1.2, 1.05),
+        "falling_rate_large": partial(falling_rate, "2 x 1e6", 1.05, 1.0),
         "adam_mlp": partial(adam, "Adam with noise, MLP 784-1024-256-10", mlp),
         "adam_sixty_leaves": partial(adam, "Adam with noise, 60 leaves, 1e5 parameters", sixty),
         "whole_step_cnn": partial(whole_step, "cnn", 1.10),
