@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
@@ -9,6 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import closing, nullcontext
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +55,10 @@ class Collector:
         mine = weakref.WeakMethod(self.__call__)
         if place.root is not None:
             self.folder = self._continue(place.root, optimizer)
-            weakref.finalize(self, _let_go, vars(self))  # at the end of the process too
+            # At the end of the process too. What atexit got last runs first, and so before optree forgets what a tree is;
+            # processes of multiprocessing have a list of their own
+            ending = atexit.register(weakref.finalize(self, _let_go, vars(self)))
+            Finalize(None, ending, exitpriority=0)
         if optimizer is not None:
             _models[optimizer] = weakref.ref(model)
             self.hook = optimizer.register_step_post_hook(

@@ -5,6 +5,8 @@ import functools
 import itertools
 import os
 import shutil
+import subprocess
+import sys
 from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 
@@ -300,6 +302,34 @@ def test_what_is_let_go_of_is_written_and_a_collector_that_nobody_held_is_said(t
     ):
         del keep
     assert len(bc.Draws.open(tmp_path)) == steps // 2
+
+
+ENDS = """
+import multiprocessing, sys, torch
+import bayesopt_chain as bc
+
+def train(path):
+    global keep  # held until the process ends
+    model = torch.nn.Linear(1, 1)
+    optimizer = bc.optim.SGD(model.parameters(), lr=0.1)
+    keep = bc.collect(model, optimizer, every=1, path=path)
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+
+train(sys.argv[1] + "/main")
+child = multiprocessing.get_context("fork").Process(target=train, args=(sys.argv[1] + "/child",))
+child.start()
+child.join()
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_while_a_collector_is_held_writes_its_draws(tmp_path):
+    done = subprocess.run([sys.executable, "-c", ENDS, str(tmp_path)], capture_output=True, text=True)
+    assert not done.returncode and not done.stderr, done.stderr
+    assert [len(bc.Draws.open(tmp_path / name)) for name in ("main", "child")] == [5, 5]
 
 
 # Numbers of a run for TensorBoard and wandb: read back from a file of events, exactly
