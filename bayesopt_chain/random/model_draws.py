@@ -7,11 +7,12 @@ code are the same as without the model.
 Where tensors are transformed, traced or on a device, no generator can be seeded for one chain. There the calls that draw are
 intercepted, and take their numbers from the same generator, whose state is carried along as a tensor, one for each chain:
 
-    (mask, generator) = model_draw(generator, kind, shape, ...)
+    (mask, generator) = model_draw(key, count, generator, kind, shape, ...)
 
 so that a chain among many, or in a captured step, drops the units that it would drop alone. On a device, in plain code too, a
 call takes its numbers from Philox instead, under its place among the step's calls. Operations that draw inside themselves
-(fused attention, the dropout of an LSTM) cannot be intercepted in this way and are refused by name.
+(fused attention, the dropout of an LSTM) and other functions that draw (``torch.normal``, ``x.uniform_()``) are not intercepted
+and are refused there.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -68,8 +69,29 @@ class Keyed(TorchFunctionMode):
     def __init__(self, key: Tensor, count: Tensor) -> None:
         super().__init__()
         self.key, self.count = key, count
-        self.generator: Tensor | None = None
+        self.generator = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.calls = 0
+
+    def __enter__(self) -> Self:
+        self.position = self._position()
+        return super().__enter__()
+
+    def __exit__(self, kind: Any, *rest: Any) -> None:
+        """Leave the context.
+
+        Raises:
+            RuntimeError: something has drawn from the generator of the key's device: fused attention with dropout,
+                ``torch.normal``, ``x.uniform_()``. Under ``vmap`` torch refuses these, in a captured step ``capture`` does.
+        """
+        super().__exit__(kind, *rest)
+        if kind is None and self._position() != self.position:
+            raise RuntimeError(f"make_step: the model, or its loss, {_REFUSED}")
+
+    def _position(self) -> int:
+        """How far the generator of the key's device has come, where that is a CUDA device and nothing is traced."""
+        if self.key.device.type != "cuda" or not tracing.is_plain(self.key) or tracing.is_hidden(self.key):
+            return 0
+        return torch.cuda.default_generators[self.key.get_device()].get_offset()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         caught = CAUGHT.get(func)
@@ -84,9 +106,8 @@ class Keyed(TorchFunctionMode):
             p: the probability of a one, for ``"bernoulli"`` only.
         """
         if self.key.device.type == "cpu" and device.type == "cpu":
-            if self.generator is None:
-                self.generator = seeded_state(self.key, self.count)
-            x, self.generator = model_draw(self.generator, kind, list(shape), p, dtype)
+            given = self.key, self.count, self.generator
+            x, self.generator = model_draw(*given, kind, list(shape), p, dtype)
             return x
         self.calls += 1
         key, elements = self.key ^ SALT, whole_leaves([math.prod(shape)], [draw_number(0, self.calls)])
@@ -112,61 +133,42 @@ class Keyed(TorchFunctionMode):
                 )
 
 
-@torch.library.custom_op("bayesopt_chain::seeded_state", mutates_args=())
-def seeded_state(key: Tensor, count: Tensor) -> Tensor:
-    """The state, as bytes, of the generator with which :func:`seeded` starts a model."""
-    return torch.Generator().manual_seed(seed_of(int(key) + SALT, int(count))).get_state()
-
-
-@seeded_state.register_fake  # pyright: ignore[reportUnknownMemberType]
-def _(key: Tensor, count: Tensor) -> Tensor:
-    return torch.empty(STATE_BYTES, dtype=torch.uint8, device="cpu")
-
-
-@seeded_state.register_vmap  # pyright: ignore[reportUnknownMemberType]
-def _(info: Any, in_dims: tuple[int | None, ...], key: Tensor, count: Tensor) -> tuple[Tensor, int]:
-    keys, counts = (_lanes(x, d, info.batch_size) for x, d in zip((key, count), in_dims))
-    return torch.stack([seeded_state(k, c) for k, c in zip(keys, counts)]), 0
-
-
 @torch.library.custom_op("bayesopt_chain::model_draw", mutates_args=())
 def model_draw(
-    generator: Tensor, kind: str, shape: Sequence[int], p: float, dtype: torch.dtype
+    key: Tensor, count: Tensor, generator: Tensor, kind: str, shape: Sequence[int], p: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The next numbers of a generator whose state is given as bytes, and its state after them."""
+    """The next numbers of a generator, and its state after them.
+
+    Args:
+        key, count: the seed of the first draw of a step, as in :func:`seeded`.
+        generator: the state before the draw as bytes; empty at the first draw.
+        kind, shape, p, dtype: as in :meth:`Keyed.draw`.
+    """
     source = torch.Generator()
-    source.set_state(generator.clone())  # torch reads a row of a larger tensor wrongly
-    if kind == "bernoulli":
-        x = torch.empty(shape, dtype=dtype, device="cpu").bernoulli_(p, generator=source)
-    elif kind == "uniform":
-        x = torch.rand(shape, dtype=dtype, device="cpu", generator=source)
+    if generator.numel():
+        source.set_state(generator.clone())  # torch reads a row of a larger tensor wrongly
     else:
-        x = torch.randn(shape, dtype=dtype, device="cpu", generator=source)
+        source.manual_seed(seed_of(int(key) + SALT, int(count)))
+    x = torch.empty(shape, dtype=dtype, device="cpu")
+    x = x.bernoulli_(p, generator=source) if kind == "bernoulli" else getattr(x, f"{kind}_")(generator=source)
     return x, source.get_state()
 
 
 @model_draw.register_fake  # pyright: ignore[reportUnknownMemberType]
-def _(generator: Tensor, kind: str, shape: Sequence[int], p: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return torch.empty(shape, dtype=dtype, device="cpu"), torch.empty_like(generator)
+def _(
+    key: Tensor, count: Tensor, generator: Tensor, kind: str, shape: Sequence[int], p: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    state = torch.empty(STATE_BYTES, dtype=torch.uint8, device="cpu")
+    return torch.empty(shape, dtype=dtype, device="cpu"), state
 
 
 @model_draw.register_vmap  # pyright: ignore[reportUnknownMemberType]
-def _(
-    info: Any,
-    in_dims: tuple[Any, ...],
-    generator: Tensor,
-    kind: str,
-    shape: Sequence[int],
-    p: float,
-    dtype: torch.dtype,
-) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    made = [model_draw(g, kind, shape, p, dtype) for g in _lanes(generator, in_dims[0], info.batch_size)]
-    return (torch.stack([x for x, _ in made]), torch.stack([g for _, g in made])), (0, 0)
-
-
-def _lanes(x: Tensor, dim: int | None, n: int) -> Tensor:
-    """A tensor with the lanes of ``vmap`` on axis 0; one that all lanes share is repeated."""
-    return x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0)
+def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
+    """Draw for one lane of ``vmap`` after the other."""
+    n = info.batch_size
+    lanes = [x.expand(n, *x.shape) if d is None else x.movedim(d, 0) for x, d in zip(args[:3], in_dims)]
+    made = [model_draw(*lane, *args[3:]) for lane in zip(*lanes)]
+    return tuple(map(torch.stack, zip(*made))), (0, 0)
 
 
 STATE_BYTES = torch.Generator().get_state().numel()
@@ -248,38 +250,22 @@ def _require_plain_call(func: Any, rest: dict[str, Any]) -> None:
         )
 
 
-def _attention(keyed: Keyed, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call attention without dropout; with dropout it draws inside one fused operation, and is refused."""
-    name = func.__name__
-    if name == "multi_head_attention_forward":
-        p = kwargs.get("dropout_p", args[10] if len(args) > 10 else 0.0)
-        active = kwargs.get("training", args[13] if len(args) > 13 else True)
-    else:
-        p, active = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0), True
-    if p and active:
-        _refuse(f"{name} with dropout {p}", "build the attention with dropout=0 (dropout layers beside it are fine)")
-    return func(*args, **kwargs)
-
-
 def _recurrent(keyed: Keyed, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call recurrent layers without dropout; with dropout they draw inside one fused operation, and are refused."""
+    """Call recurrent layers without dropout; with dropout they draw inside one fused operation, and are refused.
+
+    By name, since cuDNN has a generator of its own, which :meth:`Keyed.__exit__` does not see.
+    """
     # torch.lstm and its kin take many tensors, then dropout as their only float, with `train` right behind it
     at = next((i for i, x in enumerate(args) if isinstance(x, float)), len(args))
     if args[at + 1 : at + 2] == (True,) and args[at] > 0:
-        _refuse(
-            f"{func.__name__} with dropout {args[at]}",
-            "give the recurrent layer dropout=0, with dropout layers beside it",
-        )
+        raise RuntimeError(f"{func.__name__} with dropout {args[at]} {_REFUSED}")
     return func(*args, **kwargs)
 
 
-def _refuse(what: str, instead: str) -> None:
-    raise RuntimeError(
-        f"{what} draws inside one fused operation, which takes no key of the chain's; run the chains one after the other "
-        f"(bc.parallel(step, n, loop=True), uncaptured), or {instead}"
-    )
-
-
+_REFUSED = (
+    "draws inside one fused operation, which takes no key of the chain's; give the layer dropout=0, with dropout layers beside "
+    "it, or, on a CPU, run the chains one after the other (bc.parallel(step, n, loop=True), uncaptured)"
+)
 FEATURES = {  # how many axes an input has that is one datum without an axis for data; 0 where torch takes no such input
     "dropout1d": 2, "dropout2d": 0, "dropout3d": 4, "feature_dropout": 0, "feature_alpha_dropout": 0,
 }  # fmt: skip
@@ -298,7 +284,5 @@ CAUGHT: dict[Any, Callable[..., Any]] = {
     torch.randn_like: _like("normal"),
     torch.rand: _factory("uniform"),
     torch.randn: _factory("normal"),
-    F.scaled_dot_product_attention: _attention,
-    F.multi_head_attention_forward: _attention,
     **dict.fromkeys([_T.lstm, _T.gru, _T.rnn_tanh, _T.rnn_relu], _recurrent),
 }

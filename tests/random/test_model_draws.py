@@ -1,5 +1,6 @@
 """What a model draws is a function of key and count, and the same alone, stacked and traced."""
 
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -61,7 +62,7 @@ def test_dropout_that_is_off_draws_nothing():
     with Keyed(key, count) as keyed:
         assert F.dropout(x, 0.5, training=False) is x and F.alpha_dropout(x, 0.5) is x and F.dropout(x, 0.0) is x
         assert torch.equal(F.dropout(x, 1.0), torch.zeros_like(x)) and nn.Dropout(0.5).eval()(x) is x
-        assert keyed.generator is None and keyed.calls == 0
+        assert not keyed.generator.numel() and keyed.calls == 0
         with pytest.raises(ValueError, match="probability"):
             F.dropout(x, 1.5)
 
@@ -91,22 +92,31 @@ def under_vmap(model, x):
     return torch.vmap(lambda x, k, c: alone(model, x, k, c), randomness="error")(x, KEYS, COUNTS)
 
 
-def test_draws_inside_fused_operations_are_refused_by_name():
+def test_draws_inside_fused_operations_are_refused():
     x = torch.randn(3, 5, 2, 6)
     attention, lstm = nn.MultiheadAttention(6, 2, dropout=0.1), nn.LSTM(6, 4, 2, dropout=0.3)
     for model, words in (
-        (lambda x: attention(x, x, x)[0], r"multi_head_attention_forward with dropout 0\.1 draws inside.*loop=True"),
-        (
-            lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.2),
-            r"scaled_dot_product_attention with dropout 0\.2",
-        ),
-        (lambda x: lstm(x)[0], r"lstm with dropout 0\.3"),
+        (lambda x: attention(x, x, x)[0], "randomness error mode"),
+        (lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.2), "randomness error mode"),
+        (lambda x: lstm(x)[0], r"lstm with dropout 0\.3 draws inside.*loop=True"),
     ):
         with pytest.raises(RuntimeError, match=words):
             under_vmap(model, x)
     attention.eval()
     want = torch.stack([attention(y, y, y)[0] for y in x])
     torch.testing.assert_close(under_vmap(lambda x: attention(x, x, x)[0], x), want)
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_on_a_device_draws_that_nobody_intercepts_are_refused(draws, monkeypatch):
+    """Shown on a CPU, whose generator's state takes the place of the position of a device's generator."""
+    offset = mock.Mock(get_offset=lambda: hash(bytes(torch.get_rng_state().tolist())))
+    monkeypatch.setattr(torch.cuda, "default_generators", [offset], raising=False)
+    key = torch.tensor(3)
+    on_device = mock.MagicMock(wraps=key, device=torch.device("cuda"), is_meta=False, get_device=lambda: 0)
+    monkeypatch.setattr("bayesopt_chain.tracing.is_hidden", lambda x: False)
+    with pytest.raises(RuntimeError, match="takes no key") if draws else nullcontext(), Keyed(on_device, key):
+        torch.normal(0.0, 1.0, (2,)) if draws else torch.zeros(2).add(1)
 
 
 def test_data_by_data_gradients_of_a_model_that_drops_are_refused():
