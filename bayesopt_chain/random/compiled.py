@@ -9,13 +9,11 @@ user. Hence the folder is ``$XDG_CACHE_HOME/bayesopt_chain`` or ``~/.cache/bayes
 
 * it is a folder of this user's that nobody else can read or write, and no folder above it can be changed by another user
   than root (a folder in which everybody may only touch files of their own, like ``/tmp``, passes);
-* the library in it is a regular file of this user's that nobody else can write to, and whose name holds its own SHA-256: the
-  dynamic loader maps a file that was cut short without a look, and the process dies at the first page that is missing.
+* the library in it is a regular file of this user's that nobody else can write to.
 
 A library that fails the second check is compiled again and replaced. Where the folder fails the first, a fresh private one is
 made for this process and removed at its end, with a warning. Files are written under another name, flushed to the disk and
-renamed, so that a reader sees a whole library or none. Paths are arguments of the compiler, never words of a shell. The
-libraries of a wheel have no digest of ours: installers compare every file of a wheel with the list in it.
+renamed, so that a reader sees a whole library or none. Paths are arguments of the compiler, never words of a shell.
 """
 
 from __future__ import annotations
@@ -112,31 +110,22 @@ def prebuild(source: Path, level: str, library: Path) -> None:
 
 
 def _load_compiled(source: Path) -> ctypes.CDLL:
-    compiler, text, folder = find_compiler(), text_of(source), private_folder()
-    name = f"{source.stem}-{_digest(text, compiler)}"
-    for library in folder.glob(f"{name}-*.so"):
-        if is_own_file(library) and library.stem == f"{name}-{_content(library)}":
-            return ctypes.CDLL(str(library))
-        library.unlink()  # a process that has loaded it keeps what it has mapped
-    with tempfile.TemporaryDirectory(prefix="kept-", dir=folder) as scratch:
-        made = Path(scratch) / "library.so"
-        build(text, compiler, made)
-        library = folder / f"{name}-{_content(made)}.so"
-        os.replace(made, library)
+    compiler, text = find_compiler(), text_of(source)
+    library = private_folder() / f"{source.stem}-{_digest(text, compiler)}.so"
+    if not is_own_file(library):
+        build(text, compiler, library)
     return ctypes.CDLL(str(library))
-
-
-def _content(library: Path) -> str:
-    """A hash of the bytes of a library."""
-    return hashlib.sha256(library.read_bytes()).hexdigest()[:32]
 
 
 def private_folder() -> Path:
     """The folder for compiled programs: :func:`cache_folder`, or, with a warning, one of this process alone."""
     try:
         return cache_folder()
-    except OSError as err:
-        warnings.warn(f"{err}; compiling into a private temporary folder, in every process anew", stacklevel=5)
+    except (OSError, RuntimeError) as err:  # RuntimeError: no HOME, and no entry in the table of users
+        warnings.warn(
+            f"{err}; compiling into a private temporary folder, in every process anew (XDG_CACHE_HOME may name another one)",
+            stacklevel=5,
+        )
         return _temporary()
 
 
@@ -162,15 +151,12 @@ def cache_folder() -> Path:
 
     Raises:
         PermissionError: another user can write to it, or to a folder above it. OSError: it cannot be made.
+        RuntimeError: this user has no home directory.
     """
     if not hasattr(os, "getuid"):
         raise PermissionError("this system has no owners of files that could be checked")
-    root = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not root.is_absolute():  # unset, or relative, which the XDG specification says to ignore
-        try:
-            root = Path.home() / ".cache"
-        except RuntimeError:  # no HOME, and no entry in the table of users
-            raise PermissionError("this user has no home directory; set XDG_CACHE_HOME") from None
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))  # where it is relative, the XDG specification says to ignore it
+    root = given if given.is_absolute() else Path.home() / ".cache"
     folder = root.resolve() / "bayesopt_chain"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     mine = folder.lstat()

@@ -83,7 +83,7 @@ class Keyed(TorchFunctionMode):
             RuntimeError: something has drawn from the generator of the key's device: fused attention with dropout,
                 ``torch.normal``, ``x.uniform_()``. Under ``vmap`` torch refuses these, in a captured step ``capture`` does.
         """
-        super().__exit__(kind, *rest)
+        super().__exit__(kind, *rest)  # pyright: ignore[reportUnknownMemberType]
         if kind is None and self._position() != self.position:
             raise RuntimeError(f"make_step: the model, or its loss, {_REFUSED}")
 

@@ -60,8 +60,13 @@ class Elements(NamedTuple):
 
 
 def whole_leaves(sizes: Sequence[int], draws: Sequence[int]) -> Elements:
-    """All elements of leaves of these sizes, whose draws have these numbers (32 bits each)."""
+    """All elements of leaves of these sizes, whose draws have these numbers (32 bits each).
+
+    Raises:
+        ValueError: a leaf of more than ``2^34`` elements.
+    """
     lengths = tuple(sizes)
+    _require_in_range(max(lengths, default=0), "params: a leaf")
     return Elements((), lengths, tuple(draws), lengths)
 
 
@@ -79,27 +84,21 @@ def parts_of_leaves(runs: tuple[Runs, ...], draws: tuple[int, ...]) -> Elements:
         Elements(starts=(0, 10), lengths=(3, 2), draws=(7, 7), sizes=(5, 0))
     """
     for each in runs:
-        _require_ascending(each)
+        end = 0
+        for start, length in each:
+            if start < end or length < 1:
+                raise ValueError(
+                    f"pieces: runs must be ascending (start, length) with length at least 1, got {each[:4]}"
+                )
+            end = start + length
+        _require_in_range(end, "pieces: a leaf")
     flat = [(start, length, draw) for each, draw in zip(runs, draws, strict=True) for start, length in each]
     starts, lengths, numbers = (tuple([run[i] for run in flat]) for i in range(3))
     return Elements(starts, lengths, numbers, tuple([sum(length for _, length in each) for each in runs]))
 
 
-def _require_ascending(runs: Runs) -> None:
-    end = 0
-    for start, length in runs:
-        if start < end or length < 1:
-            raise ValueError(f"pieces: runs must be ascending (start, length) with length at least 1, got {runs[:4]}")
-        end = start + length
-    require_in_range(end, "pieces: a leaf")
-
-
-def require_in_range(size: int, what: str = "params: a leaf") -> None:
-    """Refuse draws of more elements than the counter has numbers for.
-
-    Raises:
-        ValueError: more than ``2^34``.
-    """
+def _require_in_range(size: int, what: str) -> None:
+    """Refuse draws of more elements than the counter has numbers for."""
     if size > LARGEST:
         raise ValueError(
             f"{what} has {size} elements, and the counter-based stream numbers 2^34: the noise of further ones would "
@@ -118,9 +117,6 @@ def draw_elements(
         elements: what is drawn, from :func:`whole_leaves` or :func:`parts_of_leaves`.
         dtype: the dtype of the result. Normals are computed in float64 for float64, else in float32.
         kind: ``"gaussian"`` or ``"uniform"`` (on [0, 1)).
-
-    Raises:
-        ValueError: a leaf of more than ``2^34`` elements.
 
     Example:
         >>> import torch
@@ -199,7 +195,6 @@ def in_tensors(key: Tensor, step: Tensor, elements: Elements, real: torch.dtype,
     is computed from the group of its first element to that of its last, all runs at once, and its elements are picked out.
     """
     starts, lengths, draws, _ = elements
-    _require_counted(starts, lengths)
     if len(lengths) > 1 and sum(lengths) > _TOGETHER:
         ends = (0, len(lengths) // 2), (len(lengths) // 2, len(lengths))
         halves = [Elements(starts[a:b], lengths[a:b], draws[a:b], ()) for a, b in ends]
@@ -235,11 +230,6 @@ _OPS.define(f"philox_normals_(Tensor(a!) out, {_ARGUMENTS}) -> ()")
 _OPS.define(f"philox_others({_ARGUMENTS}, ScalarType dtype, str kind) -> Tensor")
 
 
-def _require_counted(starts: Sequence[int], lengths: Sequence[int]) -> None:
-    if starts or sum(lengths) > LARGEST:
-        require_in_range(max(map(sum, zip(starts, lengths)) if starts else lengths, default=0))
-
-
 def _room(
     key: Tensor,
     step: Tensor,
@@ -250,7 +240,6 @@ def _room(
     kind: str = "gaussian",
 ) -> Tensor:
     """An empty tensor for the elements; where keys or steps have axes for chains, it has them in front."""
-    _require_counted(starts, lengths)
     chains: tuple[int, ...] = _functions.broadcast_shapes(key.shape, step.shape) if key.ndim or step.ndim else ()
     return torch.empty(*chains, sum(lengths), dtype=dtype, device=key.device)
 
@@ -266,7 +255,6 @@ def _drawn(
 def _fill(
     out: Tensor, key: Tensor, step: Tensor, starts: Sequence[int], lengths: Sequence[int], draws: Sequence[int]
 ) -> None:
-    _require_counted(starts, lengths)
     if key.ndim or step.ndim:
         key, step = (x.expand(out.shape[:-1]).reshape(-1) for x in (key, step))
     fill: Callable[..., None] | None = None
