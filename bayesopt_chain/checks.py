@@ -23,7 +23,9 @@ import functools
 import inspect
 import math
 import os
+import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -40,6 +42,14 @@ from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.tracing import batch_levels, is_hidden, is_plain, is_readable, is_transformed
 
 LARGEST = 1 << 53  # of what is counted: a double and JSON hold it exactly
+_INSIDE = {
+    "bayesopt_chain",
+    "torch",
+    "optree",
+    "contextlib",
+    "functools",
+    "weakref",
+}  # packages that no warning points into
 
 
 class Kind(NamedTuple):
@@ -325,6 +335,14 @@ def installed(who: str, extra: str, *packages: str) -> None:
         except ModuleNotFoundError:
             line = f"{who} needs {package}: pip install 'bayesopt_chain[{extra}]'"
             raise ModuleNotFoundError(line, name=package) from None
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn, and point at the line outside of this library, and of what runs inside its calls, from which it was called."""
+    level, frame = 1, sys._getframe()
+    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _INSIDE:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, category, stacklevel=level)
 
 
 def short(value: Any) -> str:

@@ -6,7 +6,6 @@ held-out data worse than a constant give a warning here, not an error. Needs sci
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -89,7 +88,7 @@ class _Posterior(BaseEstimator):
                 progress=False,
             )
         except EnsembleError as err:
-            warnings.warn(str(err), stacklevel=3)
+            checks.warn(str(err))
             self.ensemble_ = err.ensemble
         self.report_ = self.ensemble_.report
 

@@ -16,7 +16,6 @@ The row numbers come from :mod:`bayesopt_chain.data.index_stream`; the position 
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
@@ -392,10 +391,9 @@ def epochs(
                 f"epochs: order='fixed' with batches of {batch_size} would never use the last {left} of {least} "
                 "data; take a batch_size that divides their number, or order='reshuffled'"
             )
-        warnings.warn(
+        checks.warn(
             "epochs: a fixed order biases the mean of a chain, and no number of epochs averages that away (its square is "
-            "5 % of the variance at one relaxation an epoch, 20 % at two); order='reshuffled' has no such bias",
-            stacklevel=2,
+            "5 % of the variance at one relaxation an epoch, 20 % at two); order='reshuffled' has no such bias"
         )
     return Epochs(data, batch_size, order, operator.index(seed), chains, left_out, place, with_rows)
 

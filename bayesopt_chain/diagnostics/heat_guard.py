@@ -51,7 +51,6 @@ from __future__ import annotations
 
 import math
 import sys
-import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -412,7 +411,7 @@ class HeatGuard:
     def _warn(self, text: str) -> None:
         if not self.has_warned:
             self.has_warned, self._start = True, sys.maxsize
-            warnings.warn(f"{self.who}: {text}. heat_guard=None silences this", stacklevel=5)
+            checks.warn(f"{self.who}: {text}. heat_guard=None silences this")
 
     def postfix(self) -> dict[str, str]:
         """What a progress bar shows.

@@ -37,7 +37,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice, repeat
@@ -320,7 +319,7 @@ class _Adviser:
         notes = [*self._notes(best, models, margin)]
         for note in notes:
             if note.kind == "unsure":
-                warnings.warn(f"suggest_lr: {note.says}", stacklevel=4)
+                checks.warn(f"suggest_lr: {note.says}")
         return Suggestion(
             best.lr,
             best.momentum,

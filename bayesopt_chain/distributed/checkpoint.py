@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bayesopt_chain import checks
 from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.distributed.parts import runs_of
 from bayesopt_chain.distributed.ranks import (
@@ -223,11 +224,10 @@ def load(path: str | Path, tree: Any, *, chains: range | None = None) -> None:
             "as were saved"
         )
     if not compared:
-        warnings.warn(
+        checks.warn(
             f"load: {path} has no digests, so that damage is not checked for: bc.distributed.save has not written it, or not "
             "to its end",
             RuntimeWarning,
-            stacklevel=2,
         )
     # Reading what was not compared can end in the middle.
     into = tensors if compared else {name: torch.empty_like(x) for name, x in tensors.items()}

@@ -11,7 +11,6 @@ Class weights count a datum of class k as w_k data. The Hessian of that loss is 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -143,10 +142,9 @@ class Categorical(OneOfSeveral):
             and not is_hidden(outputs)
             and bool((outputs >= 0).all() & ((outputs.sum(self.axis) - 1).abs() < 1e-3).all())
         ):
-            warnings.warn(
+            checks.warn(
                 "categorical: the outputs are probabilities, which sum to 1, where logits are meant: leave the softmax out of "
-                "the model, or return logarithms (torch.nn.LogSoftmax)",
-                stacklevel=4,
+                "the model, or return logarithms (torch.nn.LogSoftmax)"
             )
         classes = outputs.shape[self.axis]
         if self.weight is not None and len(self.weight) != classes:

@@ -9,7 +9,6 @@ has their values at the last step, because the rule for schedules
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -318,10 +317,9 @@ def _rounds_away(j: int, leaf: Tensor, step: float) -> bool:
     size = float(leaf.detach().abs().float().mean())
     if not 0 < step < torch.finfo(leaf.dtype).eps * size / 2:
         return False
-    warnings.warn(
+    checks.warn(
         f"inject_langevin_noise: leaf {j} is {leaf.dtype} with entries near {size:.2g}, and a step's "
-        f"noise of about {step:.2g} would round away; wrap the chain, bc.with_master_weights(tx), or keep float32 parameters",
-        stacklevel=4,
+        f"noise of about {step:.2g} would round away; wrap the chain, bc.with_master_weights(tx), or keep float32 parameters"
     )
     return True
 

@@ -12,7 +12,6 @@ The random numbers of the model itself (dropout) are a function of the state (:m
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -500,10 +499,9 @@ def _compiled_by_bc_capture_only(step: Step, params: Any, state: Any, batch: Any
 
     Dynamo can trace neither the ``torch.func`` transformations of a step nor its random numbers.
     """
-    warnings.warn(
+    checks.warn(
         "make_step: torch.compile leaves this step as it is, and compiles only what stands around it; "
-        "bc.capture(step, params, state, batch) compiles the whole step",
-        stacklevel=3,
+        "bc.capture(step, params, state, batch) compiles the whole step"
     )
     return step(params, state, batch)
 

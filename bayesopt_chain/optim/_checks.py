@@ -10,7 +10,6 @@ afterwards get the call in front:
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -326,8 +325,7 @@ def warn_of_rounding(who: str, p: Tensor, step: float, denominator: Tensor | Non
     if denominator is not None:  # the noise of the parameter is divided by D^(1/2)
         step /= float(denominator.float().mean().sqrt())
     if step < torch.finfo(p.dtype).eps * float(size) / 2:
-        warnings.warn(
+        checks.warn(
             f"{who}: parameters in {p.dtype} with entries near {float(size):.2g}, and a step's noise of about "
-            f"{step:.2g} rounds away; keep float32 parameters and use autocast",
-            stacklevel=6,
+            f"{step:.2g} rounds away; keep float32 parameters and use autocast"
         )

@@ -23,7 +23,6 @@ The optimizer keeps what the noise depends on in two places:
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from itertools import chain
@@ -379,7 +378,6 @@ class Sampling(OnRanks, torch.optim.Optimizer):
                     self,
                     "parameters that are spread over ranks (DTensors), since no rank sees the noise of a whole gradient. Run "
                     "the loop in one process with it first",
-                    4,
                 )
         work = cache.work  # the leaves of the last step, if they still hold
         cache.work = None  # a step that raises leaves none
@@ -532,19 +530,17 @@ def _asks_for_more(group: dict[str, Any]) -> bool:
     )
 
 
-def _warn_left_out(rule: Any, what: str, stacklevel: int) -> None:
+def _warn_left_out(rule: Any, what: str) -> None:
     """Warn that the heat guard does not look at some gradients; called once for an optimizer.
 
     Args:
         rule: the optimizer.
         what: these gradients, the reason, and what to do instead.
-        stacklevel: of the warning, such that it points at the call of ``step``.
     """
     if any([_checks.temperature_of(rule._name, group) for group in rule.param_groups]):
-        warnings.warn(
+        checks.warn(
             f"{rule._name}: the heat guard does not look at {what}, or ask bc.diagnostics.heating; heat_guard=None silences "
-            "this",
-            stacklevel=stacklevel,
+            "this"
         )
 
 
@@ -581,7 +577,6 @@ def heat_leaves(rule: Any, keys: Collection[int] = ()) -> Iterator[Leaf]:
                     _warn_left_out(
                         rule,
                         "sparse gradients, as those of Embedding(sparse=True). Run the loop with sparse=False first",
-                        7,
                     )
                 continue
             if linear is None or not wanted:

@@ -11,7 +11,6 @@ The draw carries its noise along: to compute it back as ``theta_s - mean`` would
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -140,10 +139,9 @@ def warn_of_rounding(what: str, names: Sequence[str], means: Leaves, moves: Leav
         if mean.dtype not in (torch.bfloat16, torch.float16) or not is_readable(mean):
             continue
         if 2 * int((((mean + move).to(mean.dtype) == mean) & (move != 0)).sum()) > move.numel():
-            warnings.warn(
+            checks.warn(
                 f"{what}: most entries of {name} in {mean.dtype} round to their mean and stay there, so that the posterior is "
-                "not that of the data; keep float32 parameters and use autocast",
-                stacklevel=2,
+                "not that of the data; keep float32 parameters and use autocast"
             )
 
 

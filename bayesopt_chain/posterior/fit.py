@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -676,22 +675,20 @@ def fit_laplace(
 
 def _warn_of_least_noise(regression: Regression, scale: Tensor) -> None:
     if bool((1 / scale < 2 * regression.least_noise()).any()):
-        warnings.warn(
+        checks.warn(
             f"fit_laplace: the features of the last layer explain the targets but for {LEAST:g} of their variance, the least "
-            "that is taken for noise: give the noise (likelihoods.gaussian(variance), tune_noise=False) if it is known",
-            stacklevel=4,
+            "that is taken for noise: give the noise (likelihoods.gaussian(variance), tune_noise=False) if it is known"
         )
 
 
 def _warn_of_low_rank(model: Model, data: float) -> None:
     parameters, samples = matrix_size(model), model.how.options.get("samples", 1)
     if model.how.curvature != "ggn" and data * samples < parameters:
-        warnings.warn(
+        checks.warn(
             f"fit_laplace: {data:.0f} data and {samples} labels for each make a curvature of rank {data * samples:.0f} at "
             f"most, of {parameters} parameters: the posterior is as wide as the prior in all other directions. Pass "
             f"curvature='ggn', which is exact, 'fisher' with "
-            f"samples={math.ceil(parameters / data)} or more, or structure='kronecker'",
-            stacklevel=4,
+            f"samples={math.ceil(parameters / data)} or more, or structure='kronecker'"
         )
 
 
@@ -711,12 +708,11 @@ def _warn_where_worse(fitted: FittedLaplace, batch: Any) -> None:
         under = fitted.likelihood.predictive(mean, covariance).log_prob(some[1]).mean().item()
         own = fitted.likelihood.log_prob(outputs[:data], targets).mean().item()
     if own - under > WORSE + min(0.5, abs(own)):
-        warnings.warn(
+        checks.warn(
             f"fit_laplace: on training data the predictive density has a negative log-likelihood of {-under:.2f} a target, "
             f"the network itself {-own:.2f}: the posterior is far wider than the data ask for, as for an overfitted network or "
             "few data. Tune by held-out data (tune='validation'), set the prior (tune=None), or sample the network "
-            "(bc.posterior_ensemble)",
-            stacklevel=3,
+            "(bc.posterior_ensemble)"
         )
 
 

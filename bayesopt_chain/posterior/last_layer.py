@@ -25,7 +25,6 @@ the parameters (``create_graph``). The size s, that of f(0), keeps a large const
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -35,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from bayesopt_chain import batches
+from bayesopt_chain import batches, checks
 from bayesopt_chain.curvature._plan import Affine, batch_size, part
 from bayesopt_chain.modules.functional import Forward
 from bayesopt_chain.posterior._linearized import needs_graph
@@ -131,10 +130,9 @@ def find_last_layer(forward: Forward, params: Mapping[str, Tensor], batch: Any) 
                 "fit_laplace: no layer of the module with trained parameters of its own reaches the output, so that there is "
                 f"no last layer: pass subset= the names to keep, of {sorted(params)[:8]}, or subset='all'"
             )
-        warnings.warn(
+        checks.warn(
             f"fit_laplace: no layer with a matrix reaches the output, so that the last layer is {reached[0].name}, "
-            "whose parameters are numbers and vectors alone: pass subset= the names to keep, or subset='all'",
-            stacklevel=4,
+            "whose parameters are numbers and vectors alone: pass subset= the names to keep, or subset='all'"
         )
     is_differentiated = differentiated.first is not None
     still: Any = with_gradients(forward) if is_differentiated else forward

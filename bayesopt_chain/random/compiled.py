@@ -29,7 +29,6 @@ import shutil
 import stat
 import subprocess
 import tempfile
-import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
@@ -122,9 +121,10 @@ def private_folder() -> Path:
     try:
         return cache_folder()
     except (OSError, RuntimeError) as err:  # RuntimeError: no HOME, and no entry in the table of users
-        warnings.warn(
-            f"{err}; compiling into a private temporary folder, in every process anew (XDG_CACHE_HOME may name another one)",
-            stacklevel=5,
+        from bayesopt_chain import checks  # here, since building a wheel needs this file and has no torch
+
+        checks.warn(
+            f"{err}; compiling into a private temporary folder, in every process anew (XDG_CACHE_HOME may name another one)"
         )
         return _temporary()
 

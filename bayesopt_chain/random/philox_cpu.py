@@ -10,7 +10,6 @@ every other back end's; in float64 they are libm's. The kernel is compiled at th
 from __future__ import annotations
 
 import ctypes
-import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bayesopt_chain import checks
 from bayesopt_chain.random import compiled
 from bayesopt_chain.random.compiled import require_memory
 
@@ -59,10 +59,9 @@ def normals_kernel() -> Callable[..., None] | None:
     try:
         library = compiled.load(_SOURCE)
     except (compiled.CompileError, OSError) as err:
-        warnings.warn(
+        checks.warn(
             f"the Philox stream runs as tensor operations, about 14 times slower than its C++ kernel: {err}. "
-            "Install g++ or clang, or set CXX",
-            stacklevel=3,
+            "Install g++ or clang, or set CXX"
         )
         return None
     kernels = {torch.float32: library.normals_float, torch.float64: library.normals_double}

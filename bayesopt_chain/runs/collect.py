@@ -6,7 +6,6 @@ import atexit
 import os
 import sys
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import closing, nullcontext
@@ -137,9 +136,8 @@ class Collector:
             self.flush()
         except (OSError, RuntimeError, ValueError) as err:
             self.store.committed = time.monotonic()
-            warnings.warn(
-                f"collect: the last {self.store.size} draws are in memory only, and are written when that is possible: {err}",
-                stacklevel=4,
+            checks.warn(
+                f"collect: the last {self.store.size} draws are in memory only, and are written when that is possible: {err}"
             )
 
     def flush(self) -> None:
@@ -341,10 +339,9 @@ def _let_go(held: dict[str, Any]) -> None:
     last = object.__new__(Collector)
     vars(last).update(held)
     if last.counts and not last.step:
-        warnings.warn(
+        checks.warn(
             f"collect: nothing was kept in {last.path}, for no step was made while what collect returned was held: "
-            "keep = bc.collect(...), for as long as draws are to be kept",
-            stacklevel=2,
+            "keep = bc.collect(...), for as long as draws are to be kept"
         )
     last.try_to_flush()
 

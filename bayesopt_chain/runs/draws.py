@@ -14,7 +14,6 @@ import inspect
 import itertools
 import math
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -921,12 +920,11 @@ def warn_of_moving_buffers(forward: Any) -> None:
     """Warn where draws hold no buffers, and the module they predict with has statistics that training moved."""
     module = getattr(forward, "module", None)
     if module is not None and any(name.endswith("running_mean") for name, _ in module.named_buffers()):
-        warnings.warn(
+        checks.warn(
             "predict: the module has BatchNorm, and these draws hold no statistics of their own: every draw predicts "
             "with those "
             "that the module has now. Keep them with the draws (make_step(..., buffers=), bc.collect), or compute them: "
-            "bc.refresh_batch_norm(module, draws, loader)",
-            stacklevel=3,
+            "bc.refresh_batch_norm(module, draws, loader)"
         )
 
 

@@ -42,7 +42,6 @@ import math
 import os
 import re
 import stat
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,6 +50,7 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain import checks
 from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.distributed.shards import cut_like, local
 from bayesopt_chain.runs import files
@@ -175,7 +175,7 @@ def _tiled(folder: Path, head: File, skip: bool, names: Mapping[str, Any]) -> li
         except ValueError as err:
             if not skip:
                 raise
-            warnings.warn(f"Draws.open: left out: {err}", stacklevel=6)
+            checks.warn(f"Draws.open: left out: {err}")
             known = False
             continue
         if known and since > done:
@@ -491,7 +491,7 @@ class Folder:
         try:
             self.merge()
         except OSError as err:
-            warnings.warn(f"sample: small files of draws stay as they are: {err}", stacklevel=4)
+            checks.warn(f"sample: small files of draws stay as they are: {err}")
             self._look()
 
 

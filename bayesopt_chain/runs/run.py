@@ -19,7 +19,6 @@ import inspect
 import math
 import sys
 import types
-import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
@@ -29,6 +28,7 @@ import torch
 from torch import Tensor
 from torchopt.base import GradientTransformation
 
+from bayesopt_chain import checks
 from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.data.epochs import Epochs
@@ -204,11 +204,10 @@ class ResumableBatches:
             self._seek_loader(state, state["whole"], own)
         elif not self.is_one and not isinstance(self.batches, list):
             if position:
-                warnings.warn(
+                checks.warn(
                     f"sample: {type(self.batches).__name__} cannot say where it stands: {position} batches are read and "
                     "skipped. If it shuffles, the run goes on with other batches than without the interruption; "
-                    "bc.epochs(...) resumes exactly",
-                    stacklevel=4,
+                    "bc.epochs(...) resumes exactly"
                 )
             for _ in range(position):
                 self.next()
@@ -388,10 +387,9 @@ def _compare_losses(folder: Any, theirs: Mapping[str, Any], mine: Mapping[str, A
         _refuse(folder, difference(a.get("code"), b["code"], "loss.code"))
     if any(not difference(known, b) for known in [a, *theirs.get("losses", [])]):
         return
-    warnings.warn(
+    checks.warn(
         f"sample: {folder} was sampled with a loss {a['function']} that was another one: {difference(a, b)}. If they compute "
-        f"different things, its draws are of another posterior: {INSTEAD}",
-        stacklevel=10,
+        f"different things, its draws are of another posterior: {INSTEAD}"
     )
 
 

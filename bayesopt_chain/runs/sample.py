@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import signal
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -91,7 +90,7 @@ def _iterated(run: Run) -> Iterator[Iteration]:
     for n in range(1, run.steps + 1):
         it = run.made(n, params, state)
         if it.is_draw and (wrong := watch.look(it)[1]):
-            warnings.warn(f"iterate: {wrong}; the run has diverged and ends here. Lower lr", stacklevel=2)
+            checks.warn(f"iterate: {wrong}; the run has diverged and ends here. Lower lr")
             return
         yield it
         params, state = it.params, it.state
@@ -188,10 +187,9 @@ def sample(
     made, inner = uncaptured(step), of_one_chain(step)
     _require_batches_for(made, inner, batches)
     if keep and steps - burn_in >= 2 * thinning and _carries_a_posterior(inner):
-        warnings.warn(
+        checks.warn(
             "sample: this chain moves the mean of a Gaussian, and means along the way are no draws of it: draw from "
-            "tx.posterior(state, params) with params, state = run.last; burn_in=steps - 1 keeps the last mean alone",
-            stacklevel=2,
+            "tx.posterior(state, params) with params, state = run.last; burn_in=steps - 1 keeps the last mean alone"
         )
     shapes = [tuple(x.shape) for x in optree.tree_leaves(params) if isinstance(x, torch.Tensor)]
     if chains is not None and (wrong := [shape for shape in shapes if shape[:1] != (chains,)]):
@@ -329,7 +327,7 @@ def _steps(
         loss, wrong = watch.look(it) if it.is_draw else (None, "")
         sigint.raises = False
         if wrong:
-            warnings.warn(f"sample: {wrong}; the run has diverged and ends here. Lower lr", stacklevel=4)
+            checks.warn(f"sample: {wrong}; the run has diverged and ends here. Lower lr")
             ended.rescue = True
             return wrong
         if it.is_draw and run.keep:
@@ -376,7 +374,7 @@ def _rescue(store: Store, ended: _Ended) -> None:
     """Keep the draws of a run that ended in the middle of a step, or with one that is no draw."""
     ended.rescue = True
     if (failed := store.rescue(ended.done, ended.why)) and store.size:
-        warnings.warn(f"sample: the last {store.size} draws are in memory only: {failed}", stacklevel=4)
+        checks.warn(f"sample: the last {store.size} draws are in memory only: {failed}")
 
 
 class Interrupts:

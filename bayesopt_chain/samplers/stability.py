@@ -17,7 +17,6 @@ before the first update of RAdam, whose first updates are not scaled at all.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -109,10 +108,9 @@ def step_growth(
     late = logs[steps // 2 :]
     growth = math.exp(sum(late) / len(late))
     if growth > 1.0 + 3.0 / steps:
-        warnings.warn(
+        checks.warn(
             f"step_growth: an update multiplies small displacements by {growth:.3g}, so that the chain diverges; lower lr"
             " (by a schedule from the update on at which freeze_after stops the preconditioner), or freeze later",
             RuntimeWarning,
-            stacklevel=2,
         )
     return growth

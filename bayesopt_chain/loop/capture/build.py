@@ -15,7 +15,6 @@ New parameters and states are copied into the static buffers at the end of the g
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -191,9 +190,7 @@ def _fastest_backend(body: Body) -> Backend:
     global _said
     if not _said:
         _said = True
-        warnings.warn(
-            "capture: no C++ compiler found, so the step stays eager; install g++ or clang, or set CXX", stacklevel=3
-        )
+        checks.warn("capture: no C++ compiler found, so the step stays eager; install g++ or clang, or set CXX")
     return "eager"
 
 
