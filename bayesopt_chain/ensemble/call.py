@@ -162,20 +162,19 @@ def posterior_ensemble(
         raise ValueError(f"{WHO}chains={chains:g} seconds are all of minutes={minutes:g}: pass fewer, or chains='auto'")
     shown = Progress(progress)
     raw, loaders = read(data)
-    few = raw.inputs_of(2)
-    plain = members_of(make_model, 1, seed, raw.device, inputs=few)
-    raw, moved = raw.of(plain.still.module)
+    networks = members_of(make_model, members, seed, raw.device, raw.inputs_of(2))
+    raw, moved = raw.of(networks.still.module)
     with unshared_statistics(), torch.no_grad(), torch.random.fork_rng(devices=[]):
-        event = _require_targets(plain, raw, likelihood)
+        event = _require_targets(networks, raw, likelihood)
     known = likelihood.support is not None or likelihood.has_classes  # else targets may be of any kind
     mean, variance = moments(likelihood, raw.targets) if known else (None, None)
     alike = variance is not None and not bool((variance > 0).any())
     residuals = alike and likelihood.has_noise_scale
     if standardize is None:
-        standardize = not residuals and not frozen_of(plain.still.module)
-    scale = Scale.of(raw, likelihood, plain.still.module) if standardize else Scale()
+        standardize = not residuals and not frozen_of(networks.still.module)
+    scale = Scale.of(raw, likelihood, networks.still.module) if standardize else Scale()
     with checks.blaming("posterior_ensemble", "data"):
-        networks = members_of(make_model, members, seed, raw.device, scale, few).looked_at(raw.inputs_of(LEAST))
+        networks = networks.within(scale).looked_at(raw.inputs_of(LEAST))
     unit = _unit(likelihood, raw, mean, variance, networks, residuals)
     trained = likelihood
     if likelihood.has_noise_scale:  # with noise in the targets' units

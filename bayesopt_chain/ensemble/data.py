@@ -7,8 +7,8 @@ augmentation that draws at random is therefore drawn once. :class:`Scale` standa
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -134,12 +134,18 @@ class Scale(NamedTuple):
         return cls(inputs, (mean, torch.where(variance > 0, variance, 1.0).sqrt()), learned)
 
     def into(self, batch: Any) -> Any:
-        """What the network is called with."""
+        """What the network is called with: copies, since some networks write into their inputs.
+
+        Raises:
+            ValueError: other inputs than those that the moments are of.
+        """
         leaves, spec = batches.flatten(batch_inputs(batch))
-        if len(self.inputs) != len(leaves):
-            return batch_inputs(batch)
-        pairs = zip(leaves, self.inputs)
-        return spec.unflatten([x if s is None else (x - s[0].to(x)) / s[1].to(x) for x, s in pairs])
+        if any(self.inputs) and len(leaves) != len(self.inputs):
+            raise ValueError(
+                f"the networks were trained on inputs of {len(self.inputs)} tensors, which have their moments, got "
+                f"{len(leaves)}: pass the same ones"
+            )
+        return spec.unflatten([_scaled(x, s) for x, s in itertools.zip_longest(leaves, self.inputs[: len(leaves)])])
 
     def out(self, output: Any) -> Any:
         """What the network's output stands for."""
@@ -157,6 +163,14 @@ class Scale(NamedTuple):
         """Which of them are not the identity."""
         parts = ["inputs"] * any(s is not None for s in self.inputs) + ["targets"] * (self.outputs is not None)
         return " and ".join(parts)
+
+
+def _scaled(x: Tensor, scale: tuple[Tensor, Tensor] | None) -> Tensor:
+    if scale is None:
+        return x.clone() if isinstance(x, Tensor) else x
+    # of whole numbers, where the network was trained on others, moments would be cut to whole ones
+    x = x if x.is_floating_point() else x.to(torch.get_default_dtype())
+    return (x - scale[0].to(x)) / scale[1].to(x)
 
 
 def moments(likelihood: Likelihood, targets: Any) -> tuple[Tensor, Tensor]:
@@ -267,7 +281,7 @@ def _in_order(loader: DataLoader) -> Iterable[Any]:
     data: Any = loader.dataset
     sampler = picks.sampler if type(picks) is BatchSampler else picks
     if type(sampler) not in (SequentialSampler, RandomSampler) or getattr(sampler, "replacement", False):
-        rows = sorted(chain.from_iterable(picks) if sampler is picks else sampler)
+        rows = sorted(itertools.chain.from_iterable(picks) if sampler is picks else sampler)
         if len(set(rows)) < len(rows):
             raise ValueError(
                 f"posterior_ensemble: the loader's {type(sampler).__name__} gives data more than once: pass the data "

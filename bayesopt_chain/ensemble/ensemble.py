@@ -233,7 +233,7 @@ class Ensemble:
             raise ValueError(f"Ensemble.open: {path} has format {state.get('format')!r}, this version reads {FORMAT}")
         params, buffers = state["params"], state["buffers"]
         scale = Scale(*state["scale"])
-        members = members_of(make_model, next(iter(params.values())).shape[1], state["seed"], None, scale)
+        members = members_of(make_model, next(iter(params.values())).shape[1], state["seed"], None).within(scale)
         for name, mine in _known(likelihood, members).items():
             if what := difference({name: state[name]}, {name: mine}):
                 raise ValueError(

@@ -8,16 +8,18 @@ parameters and no such method is refused, for starts that are equal are no ensem
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bayesopt_chain import batches
 from bayesopt_chain.ensemble.data import Data, Scale
 from bayesopt_chain.loop.parallel import stack
-from bayesopt_chain.modules.functional import Forward, arguments_of, copied, in_mode, make_functional
+from bayesopt_chain.modules.functional import Forward, Tensors, arguments_of, copied, in_mode, make_functional
 from bayesopt_chain.runs.run import describe
 
 DRAWING = (nn.modules.dropout._DropoutNd,)
@@ -36,14 +38,20 @@ class Members(NamedTuple):
         draws: whether it draws while it is trained.
     """
 
-    params: dict[str, Tensor]
-    buffers: dict[str, Tensor]
+    params: Tensors
+    buffers: Tensors
     training: Forward
     still: Forward
     draws: bool
 
+    def within(self, scale: Scale) -> Members:
+        """The networks between these affine maps."""
+        modules = (self.training.module, self.still.module)
+        training, still = (make_functional(m, inputs=scale.into, outputs=scale.out).forward for m in modules)
+        return self._replace(training=training, still=still)
+
     @property
-    def first(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def first(self) -> tuple[Tensors, Tensors]:
         """The parameters and buffers of one member at its start, by name."""
         return {n: x[0] for n, x in self.params.items()}, {n: x[0] for n, x in self.buffers.items()}
 
@@ -60,11 +68,11 @@ class Members(NamedTuple):
         draws = not torch.equal(once, again) or not torch.equal(before, torch.get_rng_state())
         return self._replace(draws=self.draws or draws)
 
-    def starts(self) -> dict[str, dict[str, Tensor]]:
+    def starts(self) -> dict[str, Tensors]:
         """Where all members start."""
         return {"params": self.params, "buffers": self.buffers}
 
-    def starting_as(self, starts: dict[str, dict[str, Tensor]]) -> Members:
+    def starting_as(self, starts: dict[str, Tensors]) -> Members:
         """The same from starts that were written before: drawn on other threads, or another processor, they may be rounded
         otherwise.
 
@@ -79,9 +87,64 @@ class Members(NamedTuple):
             )
         return self._replace(params=params, buffers=buffers)
 
+    def products(self, inputs: Any) -> Products:
+        """The products with parameters that one member makes of these inputs."""
+        with torch.no_grad(), Products(self.first[0]) as found:
+            self.outputs(inputs)
+        return found
+
     def attributes(self) -> list[Tensor]:
         """Tensors of the network in training that are neither parameters nor buffers, which all members share."""
         return [x for layer in self.training.module.modules() for x in vars(layer).values() if isinstance(x, Tensor)]
+
+
+class Products(TorchDispatchMode):
+    """Products with parameters while it is on: a parameter is known by its memory, so that views of it are too, and copies are
+    followed.
+
+    Attributes:
+        sizes: the most numbers that a product with it sums up, by name.
+        left: the left factors of the products of matrices with it, by name.
+    """
+
+    def __init__(self, params: Tensors) -> None:
+        super().__init__()
+        self.names = {x.untyped_storage().data_ptr(): name for name, x in params.items()}
+        # by the identity of a product, which is held so that no other takes its place
+        self.products = dict[int, tuple[Tensor, str, list[int]]]()
+        self.sizes, self.left = dict[str, int](), dict[str, list[Tensor]]()
+
+    def name_of(self, x: Any) -> str | None:
+        """Of the parameter whose memory this is."""
+        return self.names.get(x.untyped_storage().data_ptr()) if isinstance(x, Tensor) else None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at what the operation sums up, and do it."""
+        kind, out = func._schema.name.removeprefix("aten::"), func(*args, **(kwargs or {}))
+        factors: Any = ()
+        size = 1
+        if kind in ("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addmv"):
+            factors = args[1:3] if "add" in kind else args[:2]
+            size = factors[0].shape[-1]
+        elif kind == "convolution":
+            (_, weight, _, strides, *_, transposed, _, groups), factors = args, args[1:2]
+            size = weight[:, 0].numel() // groups // math.prod(strides) if transposed else weight[0].numel()
+        elif kind == "embedding":
+            factors = args[:1]
+        elif kind == "mul":
+            for x in filter(self.name_of, args):  # its own axes, not those that it is repeated along
+                own = [n if step else 1 for n, step in zip(x.shape, x.stride())]
+                self.products[id(out)] = out, str(self.name_of(x)), [1] * (out.ndim - x.ndim) + own
+        elif kind == "sum" and id(args[0]) in self.products:
+            product, name, lengths = self.products[id(args[0])]
+            axes = (args[1] if len(args) > 1 else None) or range(product.ndim)
+            self.sizes[name] = max(math.prod(lengths[axis] for axis in axes), self.sizes.get(name, 1))
+        elif kind in ("clone", "_to_copy") and (name := self.name_of(args[0])):
+            self.names[out.untyped_storage().data_ptr()] = name
+        for name in filter(None, map(self.name_of, factors)):
+            self.sizes[name] = max(size, self.sizes.get(name, 1))
+            self.left.setdefault(name, []).append(factors[0])
+        return out
 
 
 def described(module: nn.Module) -> dict[str, Any]:
@@ -101,7 +164,6 @@ def members_of(
     members: int,
     seed: int,
     device: Any,
-    scale: Scale | None = None,
     inputs: Any = None,
 ) -> Members:
     """Make the members; torch's global generator is left as it was.
@@ -111,15 +173,17 @@ def members_of(
         members: how many.
         seed: of their weights.
         device: where they are to be; ``None`` for where ``make_model`` makes them.
-        scale: the affine maps around each network. Default: none.
         inputs: two data, which make the weights of lazy layers.
 
     Raises:
         TypeError: neither a module nor a function that returns one.
-        ValueError: starts that are equal, or frozen parameters that differ.
+        ValueError: starts that are equal, frozen parameters that differ, or complex parameters.
     """
-    scale = scale or Scale()
     first, parts = _placed(_made(make_model, 1000 * seed, inputs), device), []
+    if any(p.is_complex() for p in first.parameters()):
+        raise ValueError(
+            "posterior_ensemble: the module has complex parameters, which have no prior here: make it of real ones"
+        )
     frozen = frozen_of(first)
     for i in range(members):
         network = _placed(_made(make_model, 1000 * seed + i, inputs), device) if i else first
@@ -127,9 +191,12 @@ def members_of(
         parts.append((part.params, part.buffers))  # a base that make_model made again goes with its network
         if not i:
             continue
-        if {n: p.shape for n, p in part.params.items()} != {n: p.shape for n, p in parts[0][0].items()}:
+        if any(
+            {n: x.shape for n, x in a.items()} != {n: x.shape for n, x in b.items()}
+            for a, b in zip(parts[0], parts[-1])
+        ):
             raise ValueError(
-                f"posterior_ensemble: make_model returned other parameters for member {i} than for member 0"
+                f"posterior_ensemble: make_model returned other parameters or buffers for member {i} than for member 0"
             )
         own = frozen_of(network)
         if any(x is not own[n] and not torch.equal(x, own[n]) for n, x in frozen.items()):
@@ -150,13 +217,13 @@ def members_of(
             and not (layer.training or layer.weight.requires_grad)
         ):
             training.get_submodule(name).eval()
-    forwards = [make_functional(network, inputs=scale.into, outputs=scale.out).forward for network in (training, still)]
     draws = any(isinstance(layer, DRAWING) or getattr(layer, "dropout", 0) for layer in training.modules())
     params, buffers = (stack(list(trees)) if trees[0] else {} for trees in zip(*parts))
-    return Members(params, buffers, forwards[0], forwards[1], draws)
+    networks = make_functional(training).forward, make_functional(still).forward
+    return Members(params, buffers, networks[0], networks[1], draws).within(Scale())
 
 
-def principal_axes(members: Members, data: Data, scale: Scale) -> dict[str, Tensor]:
+def principal_axes(members: Members, data: Data, scale: Scale) -> Tensors:
     r"""Principal axes ``[D, D]`` of standardised inputs that are collinear, by the name of each weight ``[O, D]`` on them.
 
     Adam divides the gradient of each weight by its own size. Where inputs are collinear, as spectra, curves and windows of a
@@ -166,25 +233,20 @@ def principal_axes(members: Members, data: Data, scale: Scale) -> dict[str, Tens
     Inputs are collinear where the median of l is below 1e-4 of the largest. Weaker collinearity is left as it is: there the
     slow axes also hold back what would be fitted to few data, and as many tables were predicted worse as better without it.
     """
-    first, seen = data.inputs_of(2), dict[str, Tensor]()
-
-    def look(name: str) -> Callable:
-        return lambda layer, inputs: seen.update({f"{name}.weight".lstrip("."): inputs[0]})
-
-    layers = [(n, x) for n, x in members.still.module.named_modules() if isinstance(x, nn.Linear)]
-    hooks = [x.register_forward_pre_hook(look(n)) for n, x in layers]
-    try:
-        with torch.no_grad():
-            members.outputs(first)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    found: dict[str, Tensor] = {}
+    first, layers = data.inputs_of(2), dict(members.still.module.named_modules())
+    left = {
+        name: seen
+        for name, seen in members.products(first).left.items()
+        if isinstance(layers[name.rpartition(".")[0]], nn.Linear)
+    }
+    found: Tensors = {}
     few, every = (batches.flatten(scale.into((x, None)))[0] for x in (first, data.inputs))
     for used, x, moments in zip(few, every, scale.inputs):
-        names = [n for n, s in seen.items() if n in members.params and s.shape == used.shape and torch.equal(s, used)]
-        rows = x.reshape(-1, x.shape[-1])
-        if moments is None or not names or not rows.shape[1] < min(len(rows), MOST_AXES):
+        if moments is None or x.ndim < 2:
+            continue
+        used, rows = used.flatten(0, -2), x.flatten(0, -2)
+        names = [name for name, seen in left.items() if any(torch.equal(factor, used) for factor in seen)]
+        if not names or not rows.shape[1] < min(len(rows), MOST_AXES):
             continue
         rows = rows.double()
         variances, axes = torch.linalg.eigh(rows.mT @ rows / len(rows))
@@ -193,7 +255,7 @@ def principal_axes(members: Members, data: Data, scale: Scale) -> dict[str, Tens
     return found
 
 
-def frozen_of(module: nn.Module) -> dict[str, Tensor]:
+def frozen_of(module: nn.Module) -> Tensors:
     """The parameters that all members share, by name."""
     return {name: p for name, p in module.named_parameters() if not p.requires_grad}
 

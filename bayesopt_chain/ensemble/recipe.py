@@ -36,6 +36,7 @@ from bayesopt_chain.ensemble.training import (
     Problem,
     Tensors,
     constants,
+    forget,
     held_out_outputs,
     outputs_of,
     program,
@@ -271,6 +272,7 @@ class Training:
 
     def reached(self, theta: Tensor, buffers: Tensors, pilots: list[Tensor]) -> Trained:
         """What training came to."""
+        forget(self.problem.members.training.module)
         noise = self.noise.clone()
         return Trained(theta, buffers, pilots, self.priors, self.kept, noise, self.steps, self.z, self.ends)
 

@@ -15,25 +15,23 @@ quarters of its time for small networks. Where tracing fails, or the program doe
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bayesopt_chain import batches
-from bayesopt_chain._torch import traced
+from bayesopt_chain._torch import is_wrapped, traced
 from bayesopt_chain.ensemble.data import Data
 from bayesopt_chain.ensemble.members import Members
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.loop.module_state import ModuleState
 from bayesopt_chain.loop.parallel import Parallel, parallel
 from bayesopt_chain.loop.step import make_step
+from bayesopt_chain.modules.functional import Tensors
 
-Tensors = dict[str, Tensor]
 FLOOR = torch.full((), -50.0, device="cpu")
 FORWARDS = 2**24  # numbers of inputs and parameters that one batched forward may hold
 CLOSE = 1e-3  # relative difference of a program from the step that it records
@@ -86,10 +84,8 @@ class Problem:
         """The precision of each parameter under the fan-in prior, ``[P]``: of a factor of matrix products and convolutions, and
         of products that are summed up, the numbers of it that an output sums up, as one call of the network shows; 1 of what
         is added, scales, or is looked up."""
-        sizes, (own, _) = [], self.members.first
-        with torch.no_grad(), _Contracted(own) as found:
-            self.members.outputs(self.data.inputs_of(2))
-        for name, x in own.items():
+        sizes, found = [], self.members.products(self.data.inputs_of(2))
+        for name, x in self.members.first[0].items():
             layer = type(self.members.still.module.get_submodule(name.rpartition(".")[0])).__module__
             opaque = x[0].numel() if x.ndim > 1 and layer.startswith("torch.nn") else 1  # as of fused recurrent layers
             sizes.append(torch.full_like(x, found.sizes.get(name, opaque)).flatten())
@@ -126,50 +122,6 @@ class Problem:
         # keys of members depend on their numbers alone, not on the ranks that share them out
         chains.numbers = self.mine
         return chains
-
-
-class _Contracted(TorchDispatchMode):
-    """Of each parameter by name the most numbers that a product with it sums up, in ``sizes``.
-
-    A parameter is known by its memory, so that views of it are too, and copies are followed.
-    """
-
-    def __init__(self, params: Tensors) -> None:
-        super().__init__()
-        self.names = {x.untyped_storage().data_ptr(): name for name, x in params.items()}
-        # by the identity of a product, which is held so that no other takes its place
-        self.products = dict[int, tuple[Tensor, str, list[int]]]()
-        self.sizes = dict[str, int]()
-
-    def name_of(self, x: Any) -> str | None:
-        """Of the parameter whose memory this is."""
-        return self.names.get(x.untyped_storage().data_ptr()) if isinstance(x, Tensor) else None
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look at what the operation sums up, and do it."""
-        kind, out = func._schema.name.removeprefix("aten::"), func(*args, **(kwargs or {}))
-        factors, size = (), 1
-        if kind in ("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addmv"):
-            factors = args[1:3] if "add" in kind else args[:2]
-            size = factors[0].shape[-1]
-        elif kind == "convolution":
-            (_, weight, _, strides, *_, transposed, _, groups), factors = args, args[1:2]
-            size = weight[:, 0].numel() // groups // math.prod(strides) if transposed else weight[0].numel()
-        elif kind == "embedding":
-            factors = args[:1]
-        elif kind == "mul":
-            for x in filter(self.name_of, args):  # its own axes, not those that it is repeated along
-                own = [n if step else 1 for n, step in zip(x.shape, x.stride())]
-                self.products[id(out)] = out, str(self.name_of(x)), [1] * (out.ndim - x.ndim) + own
-        elif kind == "sum" and id(args[0]) in self.products:
-            product, name, lengths = self.products[id(args[0])]
-            axes = (args[1] if len(args) > 1 else None) or range(product.ndim)
-            self.sizes[name] = max(math.prod(lengths[axis] for axis in axes), self.sizes.get(name, 1))
-        elif kind in ("clone", "_to_copy") and (name := self.name_of(args[0])):
-            self.names[out.untyped_storage().data_ptr()] = name
-        for name in filter(None, map(self.name_of, factors)):
-            self.sizes[name] = max(size, self.sizes.get(name, 1))
-        return out
 
 
 class Order:
@@ -287,7 +239,16 @@ def outputs_of(forward: Any, params: Tensors, buffers: Tensors, inputs: Any, loo
             parts.append(torch.stack([one(*trees) for trees in each]))
         else:
             parts.append(torch.vmap(one)(params, buffers))
+    forget(forward.module)
     return torch.cat(parts, 1)
+
+
+def forget(module: torch.nn.Module) -> None:
+    """Drop what a network kept of its calls as attributes: tensors with a graph, or without memory, as under ``vmap``. Neither
+    can be copied."""
+    for layer in module.modules():
+        own = {name: x for name, x in vars(layer).items() if isinstance(x, Tensor)}
+        vars(layer).update({name: None for name, x in own.items() if is_wrapped(x) or x.grad_fn is not None})
 
 
 def held_out_outputs(problem: Problem, theta: Tensor, buffers: Tensors) -> list[Tensor]:

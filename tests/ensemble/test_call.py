@@ -202,6 +202,18 @@ def weight_normed():
         return nn.Sequential(nn.utils.weight_norm(nn.Linear(2, 3)), nn.Linear(3, 1))
 
 
+def growing():
+    """Makes modules, the next of which has a larger buffer."""
+    made = []
+
+    def make():
+        made.append(nn.Linear(2, 1))
+        made[-1].register_buffer("count", torch.zeros(len(made)))
+        return made[-1]
+
+    return make
+
+
 SAME = maker()()
 FEW = (X[:, 0] > 0).long().where(torch.arange(N) < 5, -100)
 
@@ -251,6 +263,9 @@ FEW = (X[:, 0] > 0).long().where(torch.arange(N) < 5, -100)
         (maker(), (X, 1e30 * Y), bc.likelihoods.student_t(), ValueError, "targets in other units, or in float64"),
         (lambda: nn.DataParallel(maker()()), (X, Y), GAUSSIAN, ValueError, "a DataParallel cannot .* model.module"),
         (maker(), (X, Y), nn.MSELoss(), TypeError, "likelihood"),
+        (growing(), (X, Y), GAUSSIAN, ValueError, "returned other parameters or buffers for member 1"),
+        (Mock(side_effect=[SAME, RuntimeError("no second")]), (X, Y), GAUSSIAN, RuntimeError, "^no second"),
+        (lambda: nn.Linear(2, 1, dtype=torch.complex64), (X, Y), GAUSSIAN, ValueError, "complex parameters"),
         (maker(2), (X, FEW), bc.likelihoods.categorical(), ValueError, "fewer than 4 data whose targets count"),
     ],
 )

@@ -242,7 +242,7 @@ CURVES, ROWS = spectra(), torch.randn(60, 9, generator=torch.Generator().manual_
 )
 def test_axes_are_those_of_weights_on_collinear_inputs_as_they_are(make, inputs, found):
     data = Data(inputs, ROWS[: len(inputs) if isinstance(inputs, torch.Tensor) else 60, :1], 60)
-    networks = members_of(lambda: make().double(), 2, 0, "cpu", Scale.of(data, GAUSSIAN, make()))
+    networks = members_of(lambda: make().double(), 2, 0, "cpu").within(Scale.of(data, GAUSSIAN, make()))
     assert list(principal_axes(networks, data, Scale.of(data, GAUSSIAN, make()))) == found
 
 

@@ -1,5 +1,6 @@
 """Untidy data and modules of any kind: units, noise of each output, constants that do better, residuals, lazy layers."""
 
+import copy
 import re
 from unittest.mock import Mock
 
@@ -206,6 +207,16 @@ def words(net, x):
     return net.out(net.lstm(net.embedding((x * 2).long().clamp(-2, 2) + 2))[0][:, -1])
 
 
+def keeping(net, x):
+    """What it computes stays as an attribute, under ``vmap`` a tensor without memory."""
+    net.features = net.net(input=x).tanh()
+    return net.out(input=net.features)
+
+
+def keeps():
+    return Net(keeping, net=nn.Linear(3, 4), out=nn.Linear(4, 1), features=None)
+
+
 NORMED = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
 PICTURES = Net(picture, conv=nn.Conv2d(1, 4, 3, padding=1), out=nn.Linear(36, 1))
 RUNNING, WIDE = nn.BatchNorm1d(4), nn.Linear(4, 1)
@@ -223,7 +234,7 @@ WORDS = Net(words, embedding=nn.Embedding(5, 4), lstm=nn.LSTM(4, 4, batch_first=
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize("make", [NORMED, attention, root, weight_normed, lazy, lazy(), packed, PICTURES, WORDS])
+@pytest.mark.parametrize("make", [NORMED, attention, root, weight_normed, lazy, lazy(), packed, PICTURES, WORDS, keeps])
 def test_modules_of_any_kind_are_trained_by_a_maker_and_as_one_module(make):
     x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
     found = ensemble(x, x.sum(1, keepdim=True), make=make, steps=40, lr=0.05)
@@ -235,6 +246,39 @@ def test_modules_of_any_kind_are_trained_by_a_maker_and_as_one_module(make):
     )
     first = next(iter(found.params.values()))[0]
     assert not torch.equal(first[0], first[1])
+    assert torch.equal(copy.deepcopy(found).predict(x).mean, mean)
+
+
+@pytest.mark.parametrize("vmaps", [True, False])
+def test_networks_that_write_into_their_inputs_leave_data_alone(vmaps):
+    """Masks, which are not standardised, in full batches: each step would add to them what the steps before it added."""
+
+    def written(net, x):
+        return net.net(x.add_(1) if vmaps or bool(x.sum() > -1) else x)
+
+    masks, found = (torch.randn(60, 3, generator=torch.Generator().manual_seed(0)) > 0).float(), []
+    for of in (written, lambda net, x: net.net(x + 1)):
+        given = masks.clone()
+        fitted = ensemble(given, masks[:, :1] - masks[:, 1:2], make=Net(of, net=nn.Linear(3, 1)), steps=20)
+        found.append(fitted.predict(given).mean)
+        assert torch.equal(given, masks)
+    torch.testing.assert_close(*found)
+
+
+def test_whole_numbers_are_predicted_as_the_same_floating_point_ones_and_other_inputs_refused():
+    x = 10 * torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
+    found = ensemble(x, x[:, :1], steps=20)
+    assert torch.equal(found.predict(x.long()).mean, found.predict(x.long().float()).mean)
+
+    def either(net, x, more=0.0):
+        return net.net(x) + more
+
+    data = {"x": x, "labels": x[:, :1]}
+    found = bc.posterior_ensemble(
+        lambda: Net(either, net=nn.Linear(3, 1)), data, GAUSSIAN, members=2, steps=20, progress=False
+    )
+    with pytest.raises(ValueError, match="trained on inputs of 1 tensors, which have their moments, got 2"):
+        found.predict({"x": x, "more": x[:, :1]})
 
 
 def test_batches_may_be_dictionaries():
