@@ -477,7 +477,7 @@ def name_the_first(error: BaseException, who: str, number: int) -> None:
     mine = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"[:1000]
     with suppress(Exception):  # the process that held the store may have ended
         first = store.compare_set(f"bayesopt_chain/failed/{number}", "", mine).decode()
-        if first != mine and hasattr(error, "add_note"):
+        if first != mine:
             error.add_note(f"{who}: the first rank that failed was {first}")
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from bayesopt_chain import checks
 from bayesopt_chain._torch import is_dtensor, whole
 from bayesopt_chain.data.epochs import Epochs
-from bayesopt_chain.distributed.ranks import answers, gather_objects, name_the_first, world
+from bayesopt_chain.distributed.ranks import FailedElsewhere, answers, gather_objects, name_the_first, world
 from bayesopt_chain.distributed.shards import is_replicated, local, mean_everywhere
 from bayesopt_chain.links.wrapper import unwrapped
 from bayesopt_chain.loop import monitor
@@ -161,7 +161,8 @@ def sample(
     Returns:
         :class:`Draws`. Ctrl-C ends the run after the step under way, a second one at once, and both return what there is, with
         ``complete=False``. So do, with a warning, a loss or parameters that are not finite, and a loss that explodes: three
-        draws in a row that lie further above the median of the run than 100 times ``T P / 2`` and its spread.
+        draws in a row that lie further above the median of the run than 100 times ``T P / 2`` and its spread. Within a step of
+        ranks that share a chain a second Ctrl-C is raised as an error is, since the others wait for this rank there.
 
     Raises:
         ValueError: arguments that make no run; other ones on ranks that share a chain; a directory with another run, naming
@@ -280,29 +281,29 @@ def _go(run: Run, store: Store) -> Draws:
         watch = Divergence(run, store.losses(done), last[1])
         try:
             ended.why = _steps(run, store, ended, watch, sigint, progress)
-            if ended.rescue:
-                _rescue(store, ended)
-            else:
+            if not ended.rescue:
                 store.finish(*ended.last, ended.done, ended.done >= run.steps, ended.why)
-        except KeyboardInterrupt:
-            ended.why = f"interrupted after step {ended.done}"
-            _rescue(store, ended)
         except BaseException as err:
-            sigint.raises = False
-            ended.why = f"{type(err).__name__} in step {ended.done + 1}"
-            name_the_first(err, "sample", store.number)
-            failed = store.rescue(ended.done, ended.why)
-            with suppress(Exception):  # what ended the run says more
-                finished: Any = store.draws(False, ended.why, ended.last)
-                err.draws = finished  # type: ignore[attr-defined]
-                on_disk = ", and on disk" * (store.place.root is not None and not failed)
-                if len(finished) and hasattr(err, "add_note"):
-                    note = f"{len(finished)} finished draws are in the attribute draws of this exception{on_disk}"
-                    err.add_note(f"sample: {note}")  # type: ignore[attr-defined]
-            raise
+            sigint.raises, interrupted = False, isinstance(err, KeyboardInterrupt)
+            what = err if isinstance(err, FailedElsewhere) else type(err).__name__
+            ended.why = f"interrupted after step {ended.done}" if interrupted else f"{what} in step {ended.done + 1}"
+            # Ranks that share the chain wait in the middle of the step, and learn of it when this one ends.
+            if not interrupted or store.place.shares:
+                name_the_first(err, "sample", store.number)
+                failed = store.rescue(ended.done, ended.why)
+                with suppress(Exception):  # what ended the run says more
+                    err.draws = finished = store.draws(False, ended.why, ended.last)  # type: ignore[attr-defined]
+                    if len(finished):
+                        on_disk = ", and on disk" * (store.place.root is not None and not failed)
+                        note = f"{len(finished)} finished draws are in the attribute draws of this exception{on_disk}"
+                        err.add_note(f"sample: {note}")
+                raise
+            ended.rescue = True
         finally:
             if progress is not None:
                 progress.bar.close()
+        if ended.rescue and (failed := store.rescue(ended.done, ended.why)) and store.size:
+            checks.warn(f"sample: the last {store.size} draws are in memory only: {failed}")
         store.together(lambda: None)  # until the first rank has written
         return store.draws(ended.done >= run.steps and not ended.rescue, ended.why, ended.last)
 
@@ -335,23 +336,31 @@ def _steps(
         ended.last, ended.done = (it.params, it.state), n
         if progress is not None:
             progress.update(it)
-        sigint.raises = True
-        asked = _is_ended_by_callback(run, store, it)
-        sigint.raises = False
-        if asked:
-            return f"a callback ended it after step {n}"
+        if why := _ended_by_callback(run, store, it, sigint):
+            ended.rescue = why == "interrupted"  # a callback may not have seen this step, which is made again
+            return f"{why} after step {n}"
         if store.maybe_checkpoint(it, sigint.asked):
             return f"interrupted after step {n}"
     return ""
 
 
-def _is_ended_by_callback(run: Run, store: Store, it: Iteration) -> bool:
-    """Whether a callback ends the run, on any of the ranks that share the chain. What one raises there, ends it on all."""
+def _ended_by_callback(run: Run, store: Store, it: Iteration, sigint: Interrupts) -> str:
+    """Why the run ends after this step, because of a callback on any of the ranks that share the chain; else empty.
 
-    def called() -> bool:
-        return any([callback(it) is True for callback in run.callbacks])
+    What one raises there ends it on all of them; Ctrl-C is no error.
+    """
 
-    return any(answers(store.place.mesh, called)) if store.heeds else called()
+    def called() -> str:
+        sigint.raises = True
+        try:
+            return "a callback ended it" if any([callback(it) is True for callback in run.callbacks]) else ""
+        except KeyboardInterrupt:
+            return "interrupted"
+        finally:
+            sigint.raises = False
+
+    every = answers(store.place.mesh, called) if store.heeds else [called()]
+    return next(why for why in ("interrupted", "a callback ended it", "") if why in every)
 
 
 def _beside_its_weight(it: Iteration, params: Any, state: Any) -> Iteration:
@@ -368,13 +377,6 @@ def _beside_its_weight(it: Iteration, params: Any, state: Any) -> Iteration:
             "step overwrites them; make it with inplace=False, and not captured"
         )
     return it._replace(params=params, state=state)
-
-
-def _rescue(store: Store, ended: _Ended) -> None:
-    """Keep the draws of a run that ended in the middle of a step, or with one that is no draw."""
-    ended.rescue = True
-    if (failed := store.rescue(ended.done, ended.why)) and store.size:
-        checks.warn(f"sample: the last {store.size} draws are in memory only: {failed}")
 
 
 class Interrupts:

@@ -45,27 +45,21 @@ def run(function, size, *args, **options):
     """
     if not size:
         return [function(*args, **options)]
-    group, results = sent(function, size, args, options)
+    group, call = GROUPS.pop(size, None) or begun(size), next(CALLS)
+    results = [pool.submit(_called, call, function, args, options) for pool, _ in group]
     wait(results, PATIENCE, FIRST_EXCEPTION)
     wait(results, 0.5)  # where one raised, the others wait for it in vain
     if any(not x.done() or x.exception() for x in results):
-        ended(
-            group
-        )  # as torchrun does, also where one of them killed itself; behind this they are dead, and hold no lock
+        ended(group)  # as torchrun does, also where one killed itself; behind this they are dead, and hold no lock
         raise BaseExceptionGroup("ranks failed", [err for x in results if (err := x.exception())])
     GROUPS[size] = group
     return [x.result() for x in results]
 
 
-def sent(function, size, args, options):
-    """A pool and the process in it for each rank, and what they will have returned."""
-    group, call = GROUPS.pop(size, None) or begun(size), next(CALLS)
-    return group, [pool.submit(_called, call, function, args, options) for pool, _ in group]
-
-
 def begun(size):
+    """A pool and the process in it for each rank."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    pools = [ProcessPoolExecutor(1, server(), _joined, (rank, size, store.port)) for rank in range(size or 1)]
+    pools = [ProcessPoolExecutor(1, server(), _joined, (rank, size, store.port)) for rank in range(size)]
     pools[0].store = store  # as long as somebody may send
     return [*zip(pools, [x.result() for x in [pool.submit(os.getpid) for pool in pools]])]
 
@@ -79,10 +73,9 @@ def ended(group):
 def _joined(rank, size, port):
     torch.set_num_threads(1)
     threading.Thread(target=_follows, daemon=True).start()
-    if size:
-        timeout = datetime.timedelta(seconds=120)
-        store = dist.TCPStore("127.0.0.1", port, None, False, timeout)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    timeout = datetime.timedelta(seconds=120)
+    store = dist.TCPStore("127.0.0.1", port, None, False, timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def _follows():
@@ -92,8 +85,6 @@ def _follows():
 
 
 def _called(call, function, args, options):
-    if not dist.is_initialized():
-        return function(*args, **options)
     witness._made = 1000 * call  # as in ranks that have run one program
     Store.runs = itertools.count(1000 * call)
     torch.manual_seed(0)

@@ -26,7 +26,7 @@ from bayesopt_chain.ensemble import report
 from bayesopt_chain.matching.response import Nonlinear
 from tests.distributed.ranks import mesh_of, message_of, on, refuses, run, whole, world
 from tests.distributed.toys import TX, N, line, loss, network, one, start, under
-from tests.ensemble.test_untidy import Net
+from tests.ensemble.test_untidy import packed
 
 pytestmark = pytest.mark.slow
 
@@ -448,17 +448,8 @@ def points(n=48):
 
 
 def normed():
-    """What ``vmap`` takes: BatchNorm and dropout."""
+    """BatchNorm and dropout, which ``vmap`` takes."""
     return nn.Sequential(nn.Linear(2, 6), nn.BatchNorm1d(6), nn.Dropout(0.1), nn.Tanh(), nn.Linear(6, 1))
-
-
-def last_output(net, x):
-    return net.out(net.lstm(x[..., None])[0][:, -1])
-
-
-def recurrent():
-    """What ``vmap`` refuses, so that members run one after the other."""
-    return Net(last_output, lstm=nn.LSTM(1, 3, batch_first=True), out=nn.Linear(3, 1))
 
 
 def call(module=normed, **changes):
@@ -477,14 +468,14 @@ def agree(found, want, bitwise):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", [normed, recurrent])
+@pytest.mark.parametrize("module", [normed, packed])
 def test_uneven_members_over_ranks_are_those_of_one_process(module):
-    """Bit for bit where they run one after the other. Else equal but for rounding, which is not asked of parameters, since a
-    bias before BatchNorm is moved by rounding alone."""
+    """Bit for bit where ``vmap`` refuses the module, so that they run one after the other. Else equal but for rounding, which
+    is not asked of parameters, since a bias before BatchNorm is moved by rounding alone."""
     want, (one, other) = call(module), run(call, 2, module)
     torch.testing.assert_close(one, other, **BITWISE)
     assert all(x.shape[:2] == (1, 3) for x in one["params"].values()) and one["passes"] == want["passes"]
-    agree(one, want, bitwise=module is recurrent)
+    agree(one, want, bitwise=module is packed)
 
 
 @functools.cache

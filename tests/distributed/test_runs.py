@@ -4,7 +4,6 @@ import fcntl
 import itertools
 import re
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
@@ -15,20 +14,23 @@ import bayesopt_chain as bc
 from bayesopt_chain.distributed.ranks import gather_objects, name_the_first
 from bayesopt_chain.runs import files
 from bayesopt_chain.runs.store import Store
-from tests.distributed import toys
 from tests.distributed.ranks import message_of, on, refuses, run, whole, world
 from tests.distributed.toys import (
     CTRL_C,
+    KINDS,
     ROUNDING,
     STEPS,
     TX,
     N,
     data,
     elementwise,
+    interrupt,
     loss,
     must_be,
     sampled,
     spread,
+    start,
+    under,
 )
 from tests.runs.test_callbacks import Sums
 
@@ -39,11 +41,9 @@ SPLIT = {"total": 12}
 ADAM, VI = bc.adam(0.01, temperature=0.001), bc.vi.mean_field(bc.sgd(0.01), temperature=0.01)
 ROWS = {"batch_dim": (1, None)}
 CHUNKS = {"n": 8, "loop": False, "chunk": 2}
-HEATS = {"tx": partial(bc.sghmc, 0.1), "each": {"temperature": torch.linspace(0.0, 0.7, N)}}
 TWICE, WATCHED = {"layout": "twice"}, {"monitor": True, "check_finite": True}
 CLIPPED = {**WATCHED, "clip": 0.1}  # below the norm of every step's gradient
 START = {"burn_in": 0}
-UNSTABLE = {"burn_in": 0, "tx": bc.sgld(2.1, temperature=1e-3)}  # beyond the limit of stability
 
 DROPOUT = "a module with dropout, buffers and batches of two ranks"
 # The kind of a run, and its launches: ranks (None: this process), the step at which it or each rank stops, what else is given.
@@ -53,7 +53,9 @@ LAUNCHES = {
     "chains in memory, in one chunk": ("chains", (4, STEPS, CHUNKS)),
     "chains in memory, all at once": ("chains", (2, STEPS, {"loop": False})),
     "chains in memory, as many on no two ranks": ("chains", (3, STEPS, {"n": 8})),
-    "chains in memory, at temperatures of their own": ("chains", (2, STEPS, HEATS)),
+    "chains in memory, at temperatures of their own": (
+        "chains", (2, STEPS, {"tx": partial(bc.sghmc, 0.1), "each": {"temperature": torch.linspace(0.0, 0.7, N)}})
+    ),
     "chains in memory, without a seed": ("chains", (2, STEPS, {"key": None})),
     "data in memory, in place": ("one", (2, STEPS, SPLIT | {"sizes": (6, 6), "inplace": True})),
     "data in memory, uneven": ("one", (2, STEPS, SPLIT | {"sizes": (5, 7)})),
@@ -96,11 +98,13 @@ LAUNCHES = {
     "chains whose second rank is killed": ("chains", (4, (1, 15), NOW), (2, STEPS)),
     "shards whose first rank is killed": ("shards", (2, (0, 10), NOW), (2, STEPS)),
     "shards whose second rank is killed": ("shards", (2, (1, 10), NOW), (2, STEPS)),
+    "shards whose second rank is interrupted within a step": ("shards", (2, (1, 10, interrupt), NOW), (2, STEPS)),
     # (rank, evaluation, Ctrl-C)
     "shards interrupted on the first rank": ("shards", (2, (0, 6, CTRL_C), START | NOW), (3, STEPS, START), (1, STEPS, START)),
     "shards interrupted on the second rank": ("shards", (2, (1, 6, CTRL_C), START | NOW), (3, STEPS, START)),
     "chains interrupted while they catch up": ("chains", (2, [12, 5], START), (None, (0, 9, CTRL_C), START), (1, STEPS, START)),
-    "shards that explode": ("shards", (2, 200, UNSTABLE)),
+    # beyond the limit of stability
+    "shards that explode": ("shards", (2, 200, START | {"tx": bc.sgld(2.1, temperature=1e-3)})),
 }  # fmt: skip
 OF_RANKS = {"shape", "layout", "inplace", "seconds", "sizes", "quiet"}  # what is not of the run in one process
 ROUNDED = {"chains by data": 1e-12, "chains in memory, all at once": 1e-12, DROPOUT: 0.0}  # of sums, matrix products
@@ -255,18 +259,12 @@ def test_ranks_without_a_mesh_are_chains_of_their_own_on_the_disk(tmp_path):
 @on(2)
 @pytest.mark.slow
 def test_draws_are_opened_in_any_layout_and_by_one_rank_alone(tmp_path):
-    want, columns = sampled("shards", tmp_path).params, spread(toys.start(6), "columns")
+    want, columns = sampled("shards", tmp_path).params, spread(start(6), "columns")
     draws = bc.Draws.open(tmp_path, like=columns)
     assert world()[0] or torch.equal(bc.Draws.open(tmp_path).params["w"], want["w"]), "one rank may read alone"
     assert draws.params["w"].placements == tuple(Shard(p.dim + 1) for p in columns["w"].placements)
     third, every = whole([draws[3], dict(draws.params)])
     assert all(torch.equal(every[k], x) and torch.equal(third[k], x[3]) for k, x in want.items())
-
-
-@on(2)
-def test_ranks_of_one_run_that_name_directories_of_their_own_are_refused(tmp_path):
-    path = tmp_path / f"rank-{world()[0]}"
-    assert "were given other path;" in message_of(sampled, "shards", path) and not path.exists()
 
 
 OTHER = {"steps": 15, "burn_in": 5, "thinning": 2, "seed": 1, "keep": False, "path": None}
@@ -276,11 +274,13 @@ OTHER = {"steps": 15, "burn_in": 5, "thinning": 2, "seed": 1, "keep": False, "pa
 @pytest.mark.parametrize("kind", [("one", {}), ("shards", {"layout": "both"})])
 def test_ranks_that_share_a_chain_and_are_given_other_numbers_are_refused_by_name(kind, tmp_path):
     name, options = kind
-    for (other, x), path in [*product(OTHER.items(), (tmp_path / "draws", None))][:-1]:  # the last one is alike
+    for (other, x), path in [*itertools.product(OTHER.items(), (tmp_path / "draws", None))][
+        :-1
+    ]:  # the last one is alike
         given = {"steps": STEPS, "path": path} | ({other: x} if world()[0] == 2 else {})
-        assert f"were given other {other};" in message_of(bc.sample, *toys.KINDS[name](**options)[:4], **given)
-    _, *given = toys.KINDS[name](**options)[:4]
-    step, *_ = toys.KINDS[name](tx=bc.sghmc(0.1 + 0.1 * (world()[0] == 2), temperature=0.05), **options)
+        assert f"were given other {other};" in message_of(bc.sample, *KINDS[name](**options)[:4], **given)
+    _, *given = KINDS[name](**options)[:4]
+    step, *_ = KINDS[name](tx=bc.sghmc(0.1 + 0.1 * (world()[0] == 2), temperature=0.05), **options)
     assert "were given other chains, rates, temperatures" in message_of(bc.sample, step, *given, steps=STEPS)
     assert not (tmp_path / "draws").exists()
 
@@ -294,13 +294,6 @@ def test_chains_of_ranks_that_begin_together_at_other_temperatures_are_refused_o
     assert any("LangevinNoise.temperature is" in (said or "") for said in gather_objects(said, None))
 
 
-@on(2)
-@pytest.mark.parametrize("name", ["every", "after"])
-def test_ranks_of_a_sharded_module_that_collect_other_draws_are_refused_by_name(name):
-    keep = bc.collect(toys.under("fsdp"), **{"every": 2, name: 2 + world()[0]})
-    assert f"were given other {name};" in message_of(keep)
-
-
 class Total(Sums):
     """Adds up what it looks at."""
 
@@ -310,6 +303,27 @@ class Total(Sums):
 
     def __call__(self, it):
         self.total = self.total + self.look(it.params["w"].detach())
+
+
+def watched(who, path):
+    """A checkpoint would not hold what a callback of one rank saw, or hand it to ranks that did not."""
+    return sampled("one", path, callbacks=[Total(torch.sum)] * (world()[0] == who))
+
+
+OTHERS = {  # what is given otherwise, and what each rank calls
+    "path": lambda rank, path: sampled("shards", path / f"rank-{rank}"),
+    "callbacks with a state": lambda rank, path: watched(0, path),
+    "callbacks with a state; on the second": lambda rank, path: watched(1, path),
+    "every": lambda rank, path: bc.collect(under("fsdp"), every=2 + rank)(),
+    "after": lambda rank, path: bc.collect(under("fsdp"), every=2, after=2 + rank)(),
+}
+
+
+@on(2)
+@pytest.mark.parametrize("case", OTHERS)
+def test_ranks_that_share_a_chain_and_are_given_other_paths_callbacks_or_counts_are_refused_by_name(case, tmp_path):
+    said = message_of(OTHERS[case], world()[0], tmp_path)
+    assert f"were given other {case.partition(';')[0]};" in said and not [*tmp_path.iterdir()]
 
 
 @pytest.mark.slow
@@ -334,7 +348,7 @@ def test_what_callbacks_have_seen_of_whole_leaves_goes_on_and_of_a_rank_s_part_i
 @pytest.mark.parametrize("way", ["sample", "iterate"])
 def test_a_loss_that_leaves_its_bounds_on_one_replica_ends_the_run_on_all_after_the_same_draw(way, extra):
     """Each rank under DistributedDataParallel has the loss of its own data: a run that one of them ends alone hangs."""
-    calls, model = itertools.count(1), toys.under("ddp")
+    calls, model = itertools.count(1), under("ddp")
     bad = lambda model, x: model(x).square().mean() + (extra if world()[0] and next(calls) > 10 else 0.0)  # noqa: E731
     noise = {"temperature": 1e-6, "generator": bc.distributed.generator(0)}
     step = bc.optim.as_step(model, bc.optim.SGHMC(model.parameters(), lr=1e-3, **noise), bad)
@@ -350,14 +364,6 @@ def test_a_directory_that_only_the_first_rank_sees_is_refused_before_the_first_s
             patch.setattr("bayesopt_chain.runs.store.head_of", lambda path: None)
         said = message_of(sampled, "one", tmp_path, callbacks=[error])
     assert "all ranks have to see the directory of the run" in said
-
-
-@on(2)
-@pytest.mark.parametrize("rank", [0, 1])
-def test_callbacks_with_a_state_on_one_of_the_ranks_of_a_chain_are_refused(rank, tmp_path):
-    """A checkpoint would not hold what they saw, or hand it to ranks that did not."""
-    mine = [Total(torch.sum)] if world()[0] == rank else []
-    assert "were given other callbacks with a state" in message_of(sampled, "one", tmp_path, callbacks=mine)
 
 
 @pytest.mark.filterwarnings("ignore:sample")
@@ -420,9 +426,9 @@ def test_what_ranks_drew_before_an_error_is_on_disk_and_they_go_on(tmp_path):
 
 
 def ended(kind, path, where, ends):
-    """What a run came to whose callback is asked after step 6 on one rank, which alone has callbacks."""
+    """What a run comes to whose callback is asked after step 6 on one rank, which alone has callbacks."""
     callbacks = [lambda it: it.step == 6 and ends()] if world()[0] == where else []
-    return sampled(kind, path, callbacks=callbacks)
+    return sampled(kind, path, callbacks=callbacks, **NOW)
 
 
 @pytest.mark.filterwarnings("ignore:sample")
@@ -431,8 +437,17 @@ def ended(kind, path, where, ends):
 @pytest.mark.parametrize("on_disk", [False, True])
 @pytest.mark.parametrize("where", [0, 1])
 def test_a_callback_that_ends_a_run_on_one_rank_ends_it_on_all(kind, on_disk, where, tmp_path):
-    part = ended(kind, tmp_path / "ended" if on_disk else None, where, lambda: True)
-    assert part.steps.tolist() == [5, 6] and part.why == "a callback ended it after step 6"
+    """On disk it goes on. What a callback raises is raised on all of them, but for a second Ctrl-C."""
+    ways, want = (
+        [(lambda: True, "a callback ended it"), (CTRL_C, "interrupted"), (interrupt, "interrupted")],
+        sampled(kind),
+    )
+    for ends, why in ways:
+        path = tmp_path / why / ends.__class__.__name__ if on_disk else None
+        part = ended(kind, path, where, ends)
+        assert part.steps.tolist() == [5, 6] and part.why == f"{why} after step 6"
+        if on_disk:
+            must_be(sampled(kind, path), want)
     path = tmp_path / "raised" if on_disk else None
     with pytest.raises((ZeroDivisionError, RuntimeError)) as caught:
         ended(kind, path, where, error)
@@ -442,14 +457,3 @@ def test_a_callback_that_ends_a_run_on_one_rank_ends_it_on_all(kind, on_disk, wh
     assert "the first rank that failed" not in " ".join(getattr(caught.value, "__notes__", [])), (
         "the error itself says it"
     )
-    if on_disk and world()[0] == 0:  # which has written them
-        assert bc.Draws.open(path).steps.tolist() == [5, 6]
-
-
-@pytest.mark.filterwarnings("ignore:sample")
-@pytest.mark.parametrize("kind", ["one", "shards"])
-@pytest.mark.parametrize("on_disk", [False, True])
-def test_ctrl_c_on_one_rank_ends_the_run_after_the_same_step_on_all(kind, on_disk, tmp_path):
-    path, interrupt = tmp_path / "draws" if on_disk else None, {"ends": (1, 6, CTRL_C), "burn_in": 0, "seconds": 0.0}
-    parts = run(sampled, 2, kind, path, **interrupt)
-    assert [(part.steps.tolist(), part.why) for part in parts] == [([1, 2, 3, 4, 5, 6], "interrupted after step 6")] * 2

@@ -9,8 +9,6 @@ import random
 import warnings
 import zipfile
 from contextlib import nullcontext
-from itertools import pairwise, product
-from pathlib import Path
 from types import SimpleNamespace
 
 import optree
@@ -26,13 +24,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import bayesopt_chain as bc
-from bayesopt_chain.distributed import runs_of
 from bayesopt_chain.distributed.checkpoint import DIGESTS, _covers_once
-from bayesopt_chain.distributed.parts import runs
+from bayesopt_chain.distributed.parts import runs, runs_of
+from bayesopt_chain.distributed.shards import local_tree
 from tests.distributed.ranks import mesh_of, message_of, on, refuses, run, whole, world
 from tests.distributed.toys import KINDS, LAYOUTS, TX, distributed, network, start, under
-from tests.random.draws import leaf
-from tests.random.draws import parts as parts_of_leaves
+from tests.random import draws
 from tests.registry import POSTERIORS, TRANSFORMS
 from tests.registry.samplers import variational
 
@@ -87,10 +84,6 @@ def cut(x, mesh, coordinate, placements):
         if not isinstance(placement, Replicate):
             x = placement._split_tensor(x, size, with_padding=False)[0][place]
     return x.contiguous().clone()
-
-
-def local(tree):
-    return {name: x.to_local() if isinstance(x, DTensor) else x for name, x in tree.items()}
 
 
 # chains on such trees
@@ -161,7 +154,7 @@ def test_every_transform_makes_the_steps_of_one_process_in_its_layouts_or_refuse
             plain = {tuple(x.shape) for x in optree.tree_leaves(state) if x.ndim > 1 and not isinstance(x, DTensor)}
             assert not plain & {(10, 6), (3, 7)}, (row, name, "a state is spread as its leaf")
             sent |= {str(row)} if messages else set()
-            close(local(got), local(distributed(want, *layout)), msg=lambda said: f"{row}, {name}: {said}")  # noqa: B023
+            close(local_tree(got), local_tree(distributed(want, *layout)), msg=lambda said: f"{row}, {name}: {said}")  # noqa: B023
     assert sent == SENDS & {str(row) for row in ROWS[part::2]}, sent ^ SENDS
 
 
@@ -183,7 +176,7 @@ PARTS = [
     ((5, 3), (2, 2), (Replicate(), Replicate())),
     ((), (2,), (Replicate(),)),
     ((0, 3), (2,), (Shard(1),)),
-    *(((5, 9, 3), (a, b), (x, y)) for a, b in ((3, 2), (4, 4), (1, 3)) for x, y in product(AXES, AXES)),
+    *(((5, 9, 3), (a, b), (x, y)) for a, b in ((3, 2), (4, 4), (1, 3)) for x, y in itertools.product(AXES, AXES)),
 ]
 
 
@@ -191,18 +184,18 @@ PARTS = [
 def test_the_runs_and_the_noise_of_every_rank_are_what_the_placements_give_it_of_one_process(shape, mesh, placements):
     key, step, n, seen = torch.tensor(11), torch.tensor(4), torch.Size(shape).numel(), set()
     assert runs_of(torch.zeros(shape)) == (((0, n),) if n else ()), "a plain tensor is one run"
-    for coordinate in product(*map(range, mesh)):
+    for coordinate in itertools.product(*map(range, mesh)):
         found = runs(shape, mesh, coordinate, placements)
         mine = (
             cut(torch.arange(n).reshape(shape), mesh, coordinate, placements).flatten().tolist()
         )  # torch's own cutting
         assert sorted(i for start, length in found for i in range(start, start + length)) == sorted(mine)
         assert all(length > 0 for _, length in found)
-        assert all(a + n < b for (a, n), (b, _) in pairwise(found)), "runs that touch are one"
+        assert all(a + n < b for (a, n), (b, _) in itertools.pairwise(found)), "runs that touch are one"
         seen |= {*mine}
         for kind in ("gaussian", "uniform"):
-            whole = leaf(key, step, n, 8, torch.float64, kind)
-            (drawn,) = parts_of_leaves(key, step, [found], [8], torch.float64, kind=kind)
+            whole = draws.leaf(key, step, n, 8, torch.float64, kind)
+            (drawn,) = draws.parts(key, step, [found], [8], torch.float64, kind=kind)
             assert torch.equal(drawn, whole[mine].reshape(-1))
     assert len(seen) == n
 
@@ -569,7 +562,7 @@ OURS = {
     **{f"{file}, empty": (raw(b"", file), "damaged") for file in FILES},
     **{f"{file}, a pipe": (instead(file, os.mkfifo), "step") for file in FILES},
     **{f"{file}, endless": (instead(file, lambda path: path.symlink_to("/dev/zero")), "step") for file in FILES},
-    **{f"{file}, a folder": (instead(file, Path.mkdir), "step") for file in FILES},
+    **{f"{file}, a folder": (instead(file, os.mkdir), "step") for file in FILES},
     **{f"{file}, gone": (lambda folder, file=file: (folder / file).unlink(), "step") for file in FILES[:2]},
 }
 

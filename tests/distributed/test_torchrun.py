@@ -20,7 +20,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import bayesopt_chain as bc
 from bayesopt_chain.distributed import witness
-from bayesopt_chain.distributed.witness import Claim, Witness
 from tests.distributed.ranks import mesh_of, run, world
 
 ROOT = Path(__file__).parents[2]
@@ -35,8 +34,7 @@ def script_of(name):
 
 def pieces(page):
     """All pieces of Python of a page, as a reader pastes them into a file; doctests are not theirs."""
-    blocks = re.findall(r"```python\n(.*?)```", HOWTO[page], re.S)
-    return [block for block in blocks if not block.startswith(">>>")]
+    return [x for x in re.findall(r"```python\n(.*?)```", HOWTO[page], re.S) if not x.startswith(">>>")]
 
 
 def python(folder, *arguments, **variables):
@@ -183,14 +181,12 @@ GROUP = {"lr": 0.1, "temperature": 0.01, "momentum": 0.9, "weight_decay": 0.0, "
 class Store(dist.HashStore):
     """A rendezvous store, which counts the records of others that are read, and how long those are that are written."""
 
-    def __init__(self):
-        super().__init__()
-        self.read, self.written = 0, []
+    read, written = 0, ()
 
     def compare_set(self, name, expected, desired):
         there = super().compare_set(name, expected, desired)
         if there == desired.encode():
-            self.written.append(len(name) + len(desired))
+            self.written += (len(name) + len(desired),)
         self.read += there != desired.encode()
         return there
 
@@ -213,13 +209,13 @@ def ranks(monkeypatch):
             most = max(most, run.store.read)
         return errors, most
 
-    witness_of_all = Witness("test")
+    witness_of_all = witness.Witness("test")
     return run
 
 
 def leaf(number, value=1.0, runs=None, key=7, **numbers):
     x = torch.full((3,), value)
-    return Claim(f"leaf {number}", key, number, runs, 0, x, x + number, {**GROUP, "noise_key": key, **numbers})
+    return witness.Claim(f"leaf {number}", key, number, runs, 0, x, x + number, {**GROUP, "noise_key": key, **numbers})
 
 
 def replicas(n):
@@ -317,7 +313,7 @@ def test_the_table_of_contents_takes_as_many_bytes_a_shard_as_the_page_says(tmp_
 def test_the_records_of_a_comparison_are_as_long_as_the_page_says(ranks):
     """Of 723 leaves: one of hashes of the leaves and their groups' numbers, one of the gradients."""
     x, names = torch.randn(723, 3), [f"layers.{i // 9}.attention.{i % 9}.weight" for i in range(723)]
-    numbered = [Claim(name, 2**62, 2**31 + i, None, 0, x[i], x[i], {}) for i, name in enumerate(names)]
+    numbered = [witness.Claim(name, 2**62, 2**31 + i, None, 0, x[i], x[i], {}) for i, name in enumerate(names)]
     ranks([numbered], 1)
     ((longest, second),) = re.findall(r"records of some (\d+) kB and (\d+) bytes", HOWTO["scale"])
-    assert ranks.store.written == pytest.approx([1000 * int(longest), int(second)], rel=0.1)
+    assert ranks.store.written == pytest.approx((1000 * int(longest), int(second)), rel=0.1)

@@ -54,25 +54,28 @@ def network(*sizes, seed=0, dtype=torch.float64):
     return nn.Sequential(*layers[:-1]).to(dtype)
 
 
-def under(way, model=None):
+CUT = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+ENGINES = {  # of a model and the number of ranks
+    "ddp": lambda model, size: DistributedDataParallel(model),
+    "zero": lambda model, size: DistributedDataParallel(model),
+    "compile": lambda model, size: torch.compile(model, backend="eager"),
+    "checkpoint": lambda model, size: nn.Sequential(checkpoint_wrapper(model[0]), *model[1:]),
+    "fsdp1": lambda model, size: FullyShardedDataParallel(model, device_id=torch.device("cpu")),
+    "fsdp1 original": lambda model, size: FullyShardedDataParallel(
+        model, device_id=torch.device("cpu"), use_orig_params=True
+    ),
+    "fsdp": lambda model, size: fully_shard(model, mesh=mesh_of(size)),
+    "hsdp": lambda model, size: fully_shard(model, mesh=mesh_of(2, size // 2)),
+    "tp": lambda model, size: parallelize_module(model, mesh_of(size), CUT),
+    "tp by fsdp": lambda model, size: fully_shard(
+        parallelize_module(model, mesh_of(2, size // 2)["second"], CUT), mesh=mesh_of(2, size // 2)["first"]
+    ),
+}
+
+
+def under(engine, model=None):
     """The model under an engine, over all ranks."""
-    size, model = world()[1], model or network()
-    if way in ("ddp", "zero"):
-        return DistributedDataParallel(model)
-    if way == "compile":
-        return torch.compile(model, backend="eager")
-    if way == "checkpoint":
-        model[0] = checkpoint_wrapper(model[0])
-        return model
-    if way.startswith("fsdp1"):
-        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=way == "fsdp1 original")
-    if way in ("tp", "tp by fsdp"):
-        mesh = mesh_of(size) if way == "tp" else mesh_of(2, size // 2)["second"]
-        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    if way != "tp":
-        mesh = mesh_of(size) if way == "fsdp" else mesh_of(2, size // 2)
-        fully_shard(model, mesh=mesh["first"] if way == "tp by fsdp" else mesh)
-    return model
+    return ENGINES[engine](model or network(), world()[1])
 
 
 def line():
@@ -232,6 +235,11 @@ def must_be(part, want, rounding=0.0):
 
 
 KILL, CTRL_C = (functools.partial(signal.raise_signal, x) for x in (signal.SIGKILL, signal.SIGINT))
+
+
+def interrupt():
+    """As a second Ctrl-C does, in the middle of a step or a callback."""
+    raise KeyboardInterrupt
 
 
 def dies(fn, victim, calls, way=KILL):
