@@ -41,6 +41,7 @@ from bayesopt_chain.links.master_weights import MasterWeights
 from bayesopt_chain.links.wrapper import unwrapped
 from bayesopt_chain.matching import law
 from bayesopt_chain.matching.response import Decay, Linear, Noise, Nonlinear, Preconditioner, Rate, SelfContainedSampler
+from bayesopt_chain.random.stream import without_wrappers
 from bayesopt_chain.schedules import now
 from bayesopt_chain.testing._linear_system import IMPULSE, OneUpdate, state_of
 from bayesopt_chain.trees import paths_of
@@ -325,6 +326,7 @@ def forces_of(
     from bayesopt_chain.runs.collect import with_names
 
     leaves, names = with_names(tx).thermal_leaves(), names_of(paths_of(params))
+    leaves = dict(zip(without_wrappers(tuple(leaves)), leaves.values()))
     if not any(path in leaves for path in names):
         raise ValueError(
             f"doctor: the draws have the leaves {', '.join(names[:3])}, the optimizer gives noise to "
@@ -383,7 +385,7 @@ def names_of(paths: Sequence[str]) -> tuple[str, ...]:
     parts = [[part.strip("'\"") for part in path[1:-1].split("][")] for path in paths]
     names = ["/".join(each) or "tensor" for each in parts]
     often = Counter(names)
-    return tuple([path if often[name] > 1 else name for path, name in zip(paths, names)])
+    return without_wrappers(tuple([path if often[name] > 1 else name for path, name in zip(paths, names)]))
 
 
 def inner(tx: Any, state: Any) -> tuple[Any, Any]:

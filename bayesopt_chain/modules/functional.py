@@ -27,6 +27,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
 
 from bayesopt_chain import batches, checks
 from bayesopt_chain._torch import is_fully_sharded
@@ -47,6 +48,12 @@ def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
     finally:
         for layer, mode in modes.items():
             layer.training = mode
+
+
+def inner_of(module: nn.Module) -> Any:
+    """The module that ``torch.compile`` and ``DistributedDataParallel`` wrapped, by whose names its parameters go."""
+    inner = module.module if isinstance(module, DistributedDataParallel) else getattr(module, "_orig_mod", module)
+    return inner if inner is module else inner_of(inner)
 
 
 class Functional(NamedTuple):
@@ -70,7 +77,7 @@ class Forward:
         inputs: str | Callable[[Any], Any] | None,
         outputs: str | Callable[[Any], Any] | None = None,
     ) -> None:
-        self.module = module
+        self.called, self.module = module, (module := inner_of(module))
         self.inputs = batches.picked(inputs, partial(batch_inputs, module=module))
         self.outputs = batches.picked(outputs, as_it_is)
         self.names = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
@@ -112,7 +119,7 @@ class Forward:
         try:
             for (held, key), x in zip(places, tensors.values()):
                 held[key] = x
-            return self.outputs(self.module(*arguments, **keywords))
+            return self.outputs(self.called(*arguments, **keywords))
         except TypeError as err:
             if all(isinstance(x, Tensor) for x in (*arguments, *keywords.values())):
                 raise
@@ -214,7 +221,8 @@ def make_functional(
 
     Args:
         module: any module, in the mode (``train`` or ``eval``) in which it is to run. It is not changed, and stays the
-            place of its frozen parameters.
+            place of its frozen parameters. Under ``torch.compile`` or ``DistributedDataParallel`` parameters have the
+            names of the module inside, so that draws fit it with and without.
         inputs: from a batch to what the module is called with: one argument, a tuple of them, or a dictionary of
             keywords; or the key (of a dataclass, the field) of the one argument. By default ``batch[0]`` of a tuple or list, a
             mapping without its labels, and any other batch itself. A dictionary whose keys are no arguments of the module's
@@ -250,12 +258,13 @@ def make_functional(
             "with those it is handed. Train it by loss.backward() and an optimizer of bc.optim, such as "
             "bc.optim.SGHMC(model.parameters(), lr, temperature=T, generator=bc.distributed.generator(seed))"
         )
-    params = {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
+    inner = inner_of(module)
+    params = {name: p.detach().clone() for name, p in inner.named_parameters() if p.requires_grad}
     if not params:
         raise ValueError(
             "make_functional: no parameter of the module requires a gradient, so there is nothing to sample"
         )
-    buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
+    buffers = {name: b.detach().clone() for name, b in inner.named_buffers()}
     return Functional(Forward(module, inputs, outputs), params, buffers)
 
 
@@ -280,6 +289,7 @@ def write_back(module: nn.Module, params: Mapping[str, Tensor], buffers: Mapping
         >>> module(torch.ones(1, 2)).item()
         0.0
     """
+    module = inner_of(module)
     places: list[tuple[Tensor, Tensor]] = []
     for what, values, own in (
         ("params", params, dict(module.named_parameters(remove_duplicate=False))),

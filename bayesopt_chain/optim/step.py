@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from bayesopt_chain import checks
@@ -21,6 +20,7 @@ from bayesopt_chain._torch import is_flattened
 from bayesopt_chain.distributed.ranks import gather_objects, world
 from bayesopt_chain.distributed.shards import are_spread, is_replicated
 from bayesopt_chain.loop.loss import Info, detach
+from bayesopt_chain.modules.functional import inner_of
 from bayesopt_chain.optim._ranks import OnRanks, fresh_key
 from bayesopt_chain.optim.ivon import IVON
 from bayesopt_chain.random.stream import seed_of
@@ -53,7 +53,7 @@ class ModelStep:
             )
         replicated = is_replicated(model)
         self._rank = world().rank if replicated else 0  # added to the seed: replicas draw different dropout masks
-        named: Any = model.module if isinstance(model, DistributedDataParallel) else model
+        named = inner_of(model)
         self._named, self._buffers = dict(named.named_parameters()), dict(named.named_buffers())
         self.params: dict[str, Tensor] = {name: p.detach() for name, p in self._named.items()}
         self._key, self._count = fresh_key(), 0

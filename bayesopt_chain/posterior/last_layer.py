@@ -36,7 +36,7 @@ from torch.overrides import TorchFunctionMode
 
 from bayesopt_chain import batches, checks
 from bayesopt_chain.curvature._plan import Affine, batch_size, part
-from bayesopt_chain.modules.functional import Forward
+from bayesopt_chain.modules.functional import Forward, inner_of
 from bayesopt_chain.posterior._linearized import needs_graph
 from bayesopt_chain.tracing import is_transformed
 from bayesopt_chain.trees import flatten, unflatten
@@ -78,8 +78,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
     Raises:
         ValueError: a compiled module within another; a script module.
     """
-    module = getattr(module, "_orig_mod", module)
-    module = module.module if isinstance(module, nn.DataParallel) else module
+    module = inner_of(module.module if isinstance(module, nn.DataParallel) else module)
     if isinstance(module, torch.jit.ScriptModule):
         raise ValueError(
             "fit_laplace: the layers of a script module cannot be watched: pass the module it was made from"

@@ -20,7 +20,7 @@ from bayesopt_chain import checks
 from bayesopt_chain.distributed.ranks import world
 from bayesopt_chain.distributed.shards import are_spread
 from bayesopt_chain.loop.module_state import ModuleState
-from bayesopt_chain.modules.functional import in_mode, logits_of, make_functional
+from bayesopt_chain.modules.functional import in_mode, inner_of, logits_of, make_functional
 from bayesopt_chain.runs.draws import Draws, Reduce
 from bayesopt_chain.runs.folder import STEP, Folder, drawn
 from bayesopt_chain.runs.run import Iteration, ResumableBatches, Run, describe_optimizer, require_same
@@ -391,6 +391,7 @@ def collect(
         >>> keep.draws.steps, keep.draws.buffers["1.running_mean"].shape, keep.predict([torch.ones(2, 3)]).shape
         (tensor([15, 20, 25, 30]), torch.Size([4, 4]), torch.Size([2, 1]))
     """
+    model = inner_of(model)
     optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate hands the loop a wrapper, which has no hooks
     if optimizer is not None and not hasattr(optimizer, "register_step_post_hook"):
         raise TypeError(f"collect: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")

@@ -37,6 +37,7 @@ from bayesopt_chain.distributed.shards import are_spread, local
 from bayesopt_chain.loop.capture.captured import Captured
 from bayesopt_chain.loop.module_state import keyed
 from bayesopt_chain.loop.parallel import Parallel
+from bayesopt_chain.random.stream import without_wrappers
 from bayesopt_chain.runs import files
 
 
@@ -573,6 +574,9 @@ def describe_optimizer(optimizer: torch.optim.Optimizer, without: tuple[str, ...
     groups = [{**group, "lr": group.get("initial_lr", group.get("lr"))} for group in optimizer.param_groups]
     bases = reversed(type(optimizer).__mro__)
     defaults = {n: x.default for base in bases for n, x in inspect.signature(base).parameters.items()}
+    for group in groups:
+        if names := group.get("param_names"):
+            group["param_names"] = without_wrappers(tuple(names))
     groups = [_chosen({k: v for k, v in group.items() if k not in hidden}, defaults) for group in groups]
     chains = [built.tx for built in getattr(optimizer, "_chains", ())]
     about = {"kind": type(optimizer).__name__, "groups": groups, "chains": chains}

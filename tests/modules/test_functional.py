@@ -1,6 +1,7 @@
 """Modules as functions: which parameters come out, what they compute, and what goes back."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -151,3 +152,33 @@ def test_tensors_by_other_names_are_attributes_or_nothing_as_for_torch():
     assert torch.equal(out, 2 * module(x)) and module.scale == 1 and not hasattr(module, "noise")
     with pytest.raises(TypeError, match=r"not an instance of torch\.Tensor"):
         forward({**params, "linear.bias": 0.0}, x)
+
+
+@pytest.mark.slow
+def test_draws_of_a_compiled_module_are_those_of_the_module_inside(tmp_path):
+    """Names, predictions, resumed runs and the temperatures that the doctor finds are the same with and without."""
+    saved, x = [], torch.ones(2, 3)
+    for wrap in (partial(torch.compile, backend="eager"), lambda module: module):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(3, 1))
+        wrapped = wrap(module)
+        optimizer = bc.optim.SGHMC(wrapped.named_parameters(), lr=0.1, temperature=0.1)
+        keep = bc.collect(wrapped, optimizer, every=1, path=tmp_path)
+        if saved:
+            optimizer.load_state_dict(saved[0])
+            keep.load_state_dict(saved[1])
+        for _ in range(20):
+            optimizer.zero_grad()
+            wrapped(x).square().sum().backward()
+            optimizer.step()
+        saved = [optimizer.state_dict(), keep.state_dict()]
+        forward, params, _ = bc.make_functional(wrapped)
+        assert params.keys() == keep.draws.params.keys() == bc.optim.as_step(wrapped, optimizer, len).params.keys()
+        assert torch.equal(forward(keep.draws[-1], x), keep.draws[-1:].predict(module, [x]))
+        bc.write_back(wrapped, keep.draws[0])
+        assert torch.equal(module[0].weight, keep.draws[0]["0.weight"])
+        loss = lambda params, batch: forward(params, batch).square().sum()  # noqa: E731, B023
+        report = bc.diagnostics.doctor(keep.draws, tx=optimizer, loss=loss, batches=[x])
+        assert {f"temperature, {name}" for name in params} <= report.numbers.keys()
+        keep = None
+    assert len(bc.Draws.open(tmp_path)) == 40
