@@ -1,12 +1,11 @@
 """Runs cells (task, seed), each recorded as soon as it is done, and writes the table, also for the pages.
 
-python -m benchmarks.leaderboard --data           # write the data to files (packages and folder: tasks.py)
 python -m benchmarks.leaderboard                  # run what the record lacks, seed by seed
 python -m benchmarks.leaderboard --peers          # a Gaussian process and boosted trees beside them
 python -m benchmarks.leaderboard --seeds          # the tables of what is there
 
-One process; a run of three seeds takes about a quarter of an hour of processor time. Beside the record lie ``.md``, the part
-for the pages, and ``.txt``, every mean score.
+One process; a run of three seeds takes about a quarter of an hour of processor time. ``tasks.py`` says where the data are from.
+Beside the record lies ``.md``, the part for the pages.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.leaderboard import contestants, tasks
-from benchmarks.leaderboard.table import markdown, table
+from benchmarks.leaderboard.table import markdown
 from benchmarks.measure import RESULTS, command, keep, known
 
 PROTOCOL = json.loads((Path(__file__).parent / "protocol.json").read_text())
@@ -30,20 +29,14 @@ PROTOCOL = json.loads((Path(__file__).parent / "protocol.json").read_text())
 def cell(name: str, seed: int, steps: int, done: dict[str, Any], peers: bool) -> dict[str, Any]:
     """The networks of a split, or what has no networks, beside what is done."""
     task = tasks.split(name, seed)
-    todo = contestants.networks_contest(task, seed, steps)
-    if peers:
-        both = (contestants.gaussian_process, contestants.gradient_boosting)
-        todo = {f.__name__: (lambda f=f: f(task, seed)) for f in both}
+    todo = contestants.peers(task, seed) if peers else contestants.networks_contest(task, seed, steps)
     for who, run in todo.items():
         torch.manual_seed(seed)
         start = time.process_time()
         try:
             result = run()
-            if result is None:
-                continue
             seconds = time.process_time() - start
-            passes = {} if result.passes is None else {"passes": result.passes}
-            done[who] = contestants.scored(task, result.predict) | {"seconds": seconds, "said": result.said} | passes
+            done[who] = contestants.scored(task, result.predict) | {"seconds": seconds, **result.about}
         except Exception as err:
             done[who] = {"failed": f"{type(err).__name__}: {err}"[:500], "where": traceback.format_exc()[-800:]}
     about = {"source": task.source, "split": task.hash, "train": len(task.x), "test": len(task.x_test)}
@@ -53,10 +46,7 @@ def cell(name: str, seed: int, steps: int, done: dict[str, Any], peers: bool) ->
 def main() -> None:
     names = PROTOCOL["seen before"] + PROTOCOL["new"]
     path, steps = RESULTS / "leaderboard.json", PROTOCOL["steps"]
-    given = command(data=False, peers=False, tasks=names, seeds=[0, 1, 2, 3, 4], steps=steps, record=path)
-    if given.data:
-        tasks.write()
-        return
+    given = command(peers=False, tasks=names, seeds=[0, 1, 2, 3, 4], steps=steps, record=path)
     record = {"protocol": PROTOCOL, "cells": {}} | known(given.record)
     for seed, name in product(given.seeds, given.tasks):
         found = record["cells"].setdefault(f"{name}-{seed}", {})
@@ -65,8 +55,7 @@ def main() -> None:
             print(name, seed, flush=True)
             keep(given.record, record)
     given.record.with_suffix(".md").write_text(markdown(record))
-    given.record.with_suffix(".txt").write_text(table(record) + "\n")
-    print(table(record))
+    print(markdown(record))
 
 
 if __name__ == "__main__":

@@ -10,24 +10,21 @@ from __future__ import annotations
 
 import math
 import time
-from pathlib import Path
+from functools import partial
+from itertools import product
+from statistics import fmean, stdev
 from typing import Any
+from unittest import mock
 
-import numpy as np
-import torch
-
-import bayesopt_chain as bc
 from bayesopt_chain.ensemble import members
-from bayesopt_chain.ensemble.members import COLLINEAR
-from benchmarks.leaderboard.contestants import network, scored
+from benchmarks.leaderboard.contestants import called, scored
 from benchmarks.leaderboard.tasks import split
-from benchmarks.measure import keep
+from benchmarks.measure import RESULTS, command, fill
 
-RECORD = Path(__file__).parents[1] / "results" / "ablation.json"
-TASKS, SEEDS, STEPS = ("concrete", "sunspots", "meats"), range(3), 1000
-ALONG_COLUMNS = "without principal axes"
+TASKS, SEEDS, STEPS = ["concrete", "sunspots", "meats"], 3, 1000
+WHOLE, ALONG_COLUMNS = "the whole call", "without principal axes"
 WITHOUT: dict[str, dict[str, Any]] = {
-    "the whole call": {},
+    WHOLE: {},
     "without the fan-in prior and renewed noise": {"prior_precision": 1.0},
     "without the trial of rates, at 0.003": {"lr": 0.003},
     "folds of a twentieth": {"held_out": 0.05},
@@ -35,29 +32,29 @@ WITHOUT: dict[str, dict[str, Any]] = {
 }
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name in WITHOUT}
-    for task, seed in ((split(name, seed), seed) for seed in SEEDS for name in TASKS):
-        for name, without in WITHOUT.items():
-            began, members.COLLINEAR = time.process_time(), math.inf if name == ALONG_COLUMNS else COLLINEAR
-            data, make = (task.x, task.y), lambda task=task: network(task)
-            told: dict[str, Any] = {"steps": STEPS, "seed": seed, "progress": False, **without}
-            try:
-                found = bc.posterior_ensemble(make, data, bc.likelihoods.gaussian(), **told)
-            except bc.ensemble.EnsembleError as err:
-                found = err.ensemble
-            scores = scored(task, found.predict)
-            row = {"seconds": time.process_time() - began, "passes": sum(found.report.passes.values())}
-            runs[name].append({k: scores[k] for k in ("nll", "crps", "coverage")} | row)
-            print(task.name, seed, name, runs[name][-1], flush=True)
-    whole, table = runs["the whole call"], {}
-    for name, rows in runs.items():
-        gaps = {k: [r[k] - w[k] for r, w in zip(rows, whole)] for k in ("nll", "crps")}
-        table[name] = {k: [float(np.mean(g)), float(np.std(g, ddof=1) / len(g) ** 0.5)] for k, g in gaps.items()}
-        table[name] |= {k: float(np.mean([r[k] for r in rows])) for k in ("coverage", "passes", "seconds")}
-    keep(RECORD, {"tasks": TASKS, "seeds": len(SEEDS), "steps": STEPS, "without": table, "runs": runs})
+def run(task: str, seed: int, name: str) -> dict[str, float]:
+    """The call without a choice on a split."""
+    began, data = time.process_time(), split(task, seed)
+    collinear = math.inf if name == ALONG_COLUMNS else members.COLLINEAR
+    with mock.patch.object(members, "COLLINEAR", collinear):
+        found = called(data, seed, steps=STEPS, **WITHOUT[name])
+    scores, passes = scored(data, found.predict), sum(found.report.passes.values())
+    seconds = time.process_time() - began
+    return {k: scores[k] for k in ("nll", "crps", "coverage")} | {"seconds": seconds, "passes": passes}
+
+
+def table(record: dict[str, Any]) -> dict[str, Any]:
+    """Of each choice the differences from the whole call with their standard errors, and means."""
+    whole, found = record["runs"][WHOLE], {}
+    for name, rows in record["runs"].items():
+        gaps = {k: [row[k] - whole[split][k] for split, row in rows.items()] for k in ("nll", "crps")}
+        found[name] = {k: [fmean(g), stdev(g) / len(g) ** 0.5] for k, g in gaps.items() if len(g) > 1}
+        found[name] |= {k: fmean(row[k] for row in rows.values()) for k in ("coverage", "passes", "seconds")}
+    return {"without": found}
 
 
 if __name__ == "__main__":
-    main()
+    given = command(out=RESULTS / "ablation.json")
+    every = product(range(SEEDS), TASKS, WITHOUT)
+    cells = ((("runs", name, f"{task}-{seed}"), partial(run, task, seed, name)) for seed, task, name in every)
+    fill(given.out, cells, table, tasks=TASKS, seeds=SEEDS, steps=STEPS)

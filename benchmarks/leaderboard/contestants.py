@@ -6,6 +6,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,19 +20,18 @@ from bayesopt_chain.ensemble.data import read
 from bayesopt_chain.likelihoods import Predictive
 from bayesopt_chain.posterior import classification_metrics, detection_auroc
 from bayesopt_chain.runs import files
-from benchmarks.leaderboard.plain import Plain, plain
+from benchmarks.leaderboard.plain import plain
 from benchmarks.leaderboard.tasks import Task, shifted
 from benchmarks.networks import mlp
 
-WIDTH, GP_MOST, MEMBERS = 50, 2000, 4
+WIDTH, MEMBERS = 50, 4
 
 
 class Result(NamedTuple):
-    """Predictions for inputs; gradients of the data for each network; a report."""
+    """Predictions for inputs; of networks ``passes``, gradients of the data for each, and ``said``, a report."""
 
     predict: Callable[[Tensor], Any]
-    passes: float | None = None
-    said: str = ""
+    about: dict[str, Any]
 
 
 class Letters(nn.Module):
@@ -55,27 +55,30 @@ def network(task: Task) -> nn.Module:
     return mlp(task.x.shape[1], WIDTH, WIDTH, task.classes or 1)
 
 
+def called(task: Task, seed: int, **how: Any) -> Any:
+    """The one call on a task, told nothing but ``how``; an ensemble that it warns of counts as any other."""
+    likelihood = bc.likelihoods.categorical() if task.classes else bc.likelihoods.gaussian()
+    try:
+        data = task.x, task.y
+        return bc.posterior_ensemble(lambda: network(task), data, likelihood, seed=seed, progress=False, **how)
+    except bc.ensemble.EnsembleError as err:
+        return err.ensemble
+
+
 def networks_contest(task: Task, seed: int, steps: int, members: int = MEMBERS) -> dict[str, Callable[[], Any]]:
     """The call and the plain ensembles, to be run in this order: what the call cost and found, they are given."""
     size = batch_size_for(len(task.x))
     pair = read((task.x, task.y))[0].folds(0.15, seed)
-    likelihood = bc.likelihoods.categorical() if task.classes else bc.likelihoods.gaussian()
     known: dict[str, Any] = {}
 
     def call() -> Result:
         began = time.process_time()
         with tempfile.TemporaryDirectory() as path:
-            try:
-                found = bc.posterior_ensemble(
-                    lambda: network(task), (task.x, task.y), likelihood, members=members, steps=steps, seed=seed,
-                    progress=False, path=path,
-                )  # fmt: skip
-            except bc.ensemble.EnsembleError as err:
-                found = err.ensemble
+            found = called(task, seed, members=members, steps=steps, path=path)
             known["seconds"] = time.process_time() - began
             known["trained"] = files.read_tree(Path(path) / "training.safetensors", torch.device("cpu"))
         known["passes"], known["lr"] = sum(found.report.passes.values()), found.report.chosen["lr"]
-        return Result(found.predict, known["passes"], str(found.report))
+        return Result(found.predict, {"passes": known["passes"], "said": str(found.report)})
 
     def others(count: int, all_steps: int, **options: Any) -> Result:
         torch.manual_seed(1000 * seed)
@@ -83,7 +86,8 @@ def networks_contest(task: Task, seed: int, steps: int, members: int = MEMBERS) 
         folds = [pair[m % 2] for m in range(count)]
         found = plain(made, task.x, task.y, folds, all_steps, size, known["lr"], seed, **options)
         known["plain"] = known.get("plain", found)
-        return Result(lambda x: predictive(task, found, x), all_steps * size / len(task.x))
+        used = bc.likelihoods.categorical() if task.classes else bc.likelihoods.gaussian(found.variance)
+        return Result(lambda x: used.mixture(found.outputs(x)), {"passes": all_steps * size / len(task.x)})
 
     def equal() -> int:
         return round(known["passes"] * len(task.x) / size)
@@ -106,10 +110,12 @@ def networks_contest(task: Task, seed: int, steps: int, members: int = MEMBERS) 
     }
 
 
-def predictive(task: Task, found: Plain, x: Tensor) -> Predictive:
-    """The mixture of the members."""
-    used = bc.likelihoods.categorical() if task.classes else bc.likelihoods.gaussian(found.variance)
-    return used.mixture(found.outputs(x))
+def peers(task: Task, seed: int) -> dict[str, Callable[[], Result]]:
+    """What there is without networks; a Gaussian process of tables with numbers as targets."""
+    found = {"gradient_boosting": partial(gradient_boosting, task, seed)}
+    if task.classes or task.x.ndim > 2:
+        return found
+    return {"gaussian_process": partial(gaussian_process, task, seed), **found}
 
 
 def normal(mean: Any, variance: Any) -> Predictive:
@@ -119,9 +125,7 @@ def normal(mean: Any, variance: Any) -> Predictive:
     return bc.likelihoods.gaussian("learned").mixture(outputs)
 
 
-def gaussian_process(task: Task, seed: int) -> Result | None:
-    if task.classes or len(task.x) > GP_MOST or task.x.ndim > 2:
-        return None
+def gaussian_process(task: Task, seed: int) -> Result:
     from sklearn.gaussian_process import GaussianProcessRegressor
     from sklearn.gaussian_process.kernels import RBF, ConstantKernel, WhiteKernel
 
@@ -135,7 +139,7 @@ def gaussian_process(task: Task, seed: int) -> Result | None:
         mean, deviation = gp.predict(x.numpy(), return_std=True)
         return normal(mean, deviation**2)
 
-    return Result(predict)
+    return Result(predict, {})
 
 
 def gradient_boosting(task: Task, seed: int) -> Result:
@@ -145,11 +149,11 @@ def gradient_boosting(task: Task, seed: int) -> Result:
     x, y = task.x.flatten(1).numpy(), task.y.numpy().ravel()
     if task.classes:
         boosted = HistGradientBoostingClassifier(early_stopping=True, random_state=seed).fit(x, y)
-        return Result(lambda x: torch.as_tensor(boosted.predict_proba(x.flatten(1).numpy())))
+        return Result(lambda x: torch.as_tensor(boosted.predict_proba(x.flatten(1).numpy())), {})
     boosted = HistGradientBoostingRegressor(early_stopping=True, random_state=seed)
     variance = np.mean((cross_val_predict(boosted, x, y) - y) ** 2)
     boosted.fit(x, y)
-    return Result(lambda x: normal(boosted.predict(x.flatten(1).numpy()), np.full(len(x), variance)))
+    return Result(lambda x: normal(boosted.predict(x.flatten(1).numpy()), np.full(len(x), variance)), {})
 
 
 def scored(task: Task, predict: Any) -> dict[str, float]:

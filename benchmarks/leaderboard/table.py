@@ -1,4 +1,4 @@
-"""The tables of a record, and the goal of the protocol as code.
+"""The page of a record, and the goal of the protocol as code.
 
 Of a task, d is the mean over seeds of the call's score minus the plain ensemble's on the same split, and e the standard error
 of that mean. Smaller scores are better.
@@ -13,7 +13,6 @@ from typing import Any
 
 from benchmarks import measure
 
-COLUMNS = ("nll", "crps", "ece", "coverage", "accuracy", "rmse", "ood", "seconds", "passes")
 OURS, REFERENCE = "posterior_ensemble", "plain_ensemble"
 Scores = dict[str, dict[str, dict[int, dict[str, float]]]]
 
@@ -74,23 +73,8 @@ def means_of(runs: dict[int, dict[str, float]], score: str) -> float:
     return fmean(values) if values else math.nan
 
 
-def table(record: dict[str, Any]) -> str:
-    """Every mean score, as text."""
-    lines = []
-    for name, contestants in by_task(record).items():
-        columns = [c for c in COLUMNS if any(c in s for runs in contestants.values() for s in runs.values())]
-        lines += ["", name, f"{'':<22}" + "".join(f"{c:>10}" for c in columns)]
-        for who, runs in contestants.items():
-            cells = (f"{means_of(runs, c):>10.4g}" for c in columns)
-            lines.append(f"{who:<22}" + "".join(cells).replace("nan", "   "))
-    lines += ["", *(f"{part}: {'met' if met else 'not met'} ({said})" for part, (met, said) in goal(record).items())]
-    for key, cell in record["cells"].items():
-        lines += [f"{key} {who} failed: {scores['failed']}" for who, scores in cell.items() if "failed" in scores]
-    return "\n".join(lines)
-
-
 def markdown(record: dict[str, Any]) -> str:
-    """The goal, the differences from the plain ensemble by task, and every contestant's means, for a page."""
+    """The goal, the differences from the plain ensemble by task, every contestant's means, and what failed, for a page."""
     tasks, new = by_task(record), record["protocol"]["new"]
     seeds = sorted({s for runs in tasks.values() for s in runs[OURS]})
     nll, crps, rows, means = paired(tasks, "nll"), paired(tasks, "crps"), [], []
@@ -106,6 +90,12 @@ def markdown(record: dict[str, Any]) -> str:
             known = [value for value in values if not math.isnan(value)]
             cells.append(f"{fmean(known):.{digits}f}" if known else "")
         means.append([who, *cells])
+    failed = [
+        f"\n{key}: {who} failed, {scores['failed']}\n"
+        for key, cell in record["cells"].items()
+        for who, scores in cell.items()
+        if "failed" in scores
+    ]
     return f"""Seeds {", ".join(map(str, seeds))}; differences are call minus plain ensemble of equal gradients, +- one \
 paired standard error; smaller is better. New tasks are marked *.
 
@@ -117,4 +107,4 @@ Mean NLL of every contestant; then means over tasks of coverage, calibration err
 of telling permuted inputs, and processor seconds:
 
 {measure.markdown(("", *tasks, "coverage", "ECE", "OOD", "seconds"), means)}
-"""
+{"".join(failed)}"""

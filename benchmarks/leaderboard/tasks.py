@@ -6,8 +6,7 @@ numbers, with noise) for perceptrons; ``angles`` (by how much a handwritten digi
 ``authors`` (which of eight authors wrote 48 letters; an embedding and convolutions over letters), which are neither perceptrons
 nor tables. Their data lie in the folder that ``BAYESOPT_CHAIN_DATA`` names.
 
-A series is predicted one step ahead from its last values, and split in time. ``python -m benchmarks.leaderboard --data`` writes
-the data to ``benchmarks/data_device``, from which a machine without those packages reads them.
+A series is predicted one step ahead from its last values, and split in time.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from torch import Tensor
 
 from benchmarks.experiments.common import data_folder
 
-FOLDER = Path(__file__).parents[1] / "data_device"
 AT_MOST = 1000
 LAGS = 12
 
@@ -55,34 +53,15 @@ TABLES = {
 }
 LOGARITHM = ("ames", "car_prices")  # prices
 NEW = ("pima", "wing", "angles", "authors")
-NAMES = (*TABLES, "sunspots", *NEW)
 LETTERS, SIDE = 48, 14
-
-
-def table(name: str) -> tuple[str, np.ndarray, np.ndarray, str]:
-    """Kind, inputs ``[N, D]``, targets ``[N]`` and source, from the file where there is one."""
-    file = FOLDER / f"leaderboard_{name}.npz"
-    if not file.exists():
-        return _read(name)
-    with np.load(file) as held:
-        return str(held["kind"]), held["x"], held["y"], str(held["source"])
-
-
-def write() -> None:
-    """Write every table to a file."""
-    FOLDER.mkdir(exist_ok=True)
-    for name in NAMES:
-        kind, x, y, source = _read(name)
-        np.savez_compressed(FOLDER / f"leaderboard_{name}.npz", kind=kind, x=x, y=y, source=source)
 
 
 def split(name: str, seed: int) -> Task:
     """A fifth for testing, at most 1,000 data on each side."""
-    kind, x, y, source = table(name)
+    kind, x, y, source = read(name)
     n = len(x)
     order = np.arange(n) if kind == "series" else np.random.default_rng(seed).permutation(n)
-    tests = n // 5
-    train, test = order[: n - tests], order[n - tests :]
+    train, test = order[: n - n // 5], order[n - n // 5 :]
     if kind == "series":  # seeds begin at different years
         train = train[3 * seed :]
     train, test = train[:AT_MOST], test[:AT_MOST]
@@ -93,17 +72,12 @@ def split(name: str, seed: int) -> Task:
     elif x.dtype == float:
         x = (x - x[train].mean()) / x[train].std()
     digest = hashlib.sha256(np.concatenate([train, [-1], test]).astype(np.int64).tobytes()).hexdigest()[:12]
-    classes = 0
-    if kind == "classification":
-        classes = int(y.max()) + 1
-        targets = torch.as_tensor(y).long()
-    else:
-        targets = torch.as_tensor((y - y[train].mean()) / y[train].std()).float()[:, None]
     inputs = torch.as_tensor(x).long() if x.dtype.kind in "iu" else torch.as_tensor(x).float()
-    rows = torch.as_tensor(train), torch.as_tensor(test)
-    return Task(
-        name, kind, inputs[rows[0]], targets[rows[0]], inputs[rows[1]], targets[rows[1]], classes, source, digest
-    )
+    if kind == "classification":
+        classes, targets = int(y.max()) + 1, torch.as_tensor(y).long()
+    else:
+        classes, targets = 0, torch.as_tensor((y - y[train].mean()) / y[train].std()).float()[:, None]
+    return Task(name, kind, inputs[train], targets[train], inputs[test], targets[test], classes, source, digest)
 
 
 def shifted(task: Task) -> Tensor:
@@ -113,7 +87,8 @@ def shifted(task: Task) -> Tensor:
     return torch.stack(columns, 1).reshape(task.x_test.shape)
 
 
-def _read(name: str) -> tuple[str, np.ndarray, np.ndarray, str]:
+def read(name: str) -> tuple[str, np.ndarray, np.ndarray, str]:
+    """Kind, inputs ``[N, *]``, targets ``[N]`` and source."""
     if name in NEW:
         return MADE[name](data_folder())
     if name == "sunspots":
