@@ -14,8 +14,7 @@ import torch
 from benchmarks import cpu, gpu
 from benchmarks.measure import RESULTS, command, environment, keep, known
 
-
-def main() -> None:
+if __name__ == "__main__":
     given = command(gpu=False, quick=False, out=RESULTS, only="")
     torch.manual_seed(0)
     path = given.out / f"{'gpu' if given.gpu else 'cpu'}.json"
@@ -36,7 +35,3 @@ def main() -> None:
         about = {"seconds": medians, "ratios": row.report(), "environment": environment()}
         done[row.work] = {"work": row.work} | about
         keep(path, {"rows": list(done.values())})
-
-
-if __name__ == "__main__":
-    main()

@@ -236,7 +236,7 @@ class Worker:
         self.process.wait()
 
 
-def main() -> None:
+if __name__ == "__main__":
     path = RESULTS / "against.json"
     given = command(other=Path, rounds=15, processes=2, only="")
     here, there = HERE, given.other.resolve()
@@ -260,7 +260,3 @@ def main() -> None:
         rows[name] = about | ratio(times, "this", "other")
         print(f"{name:52} {rows[name]['ratio']:.3f} ({rows[name]['low']:.3f} to {rows[name]['high']:.3f})", flush=True)
         keep(path, {"commits": both, "rows": list(rows.values())})
-
-
-if __name__ == "__main__":
-    main()

@@ -5,20 +5,20 @@
 Parameters are drawn from the prior N(0, I), data from the model, and the rank of every parameter and of the log likelihood
 among 99 draws of each method is counted (``bc.testing.sbc``). Two of the models are linear and Gaussian, where Laplace, the
 filter and the full Gaussian of VI are exact; independent Gaussians are not, and chains have to be right on all four. Results go
-to ``benchmarks/results/calibration.json``.
+to ``benchmarks/results/calibration.json``, and a second call goes on where the first stopped.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import bayesopt_chain as bc
-from benchmarks.measure import RESULTS, command, keep
+from benchmarks.measure import RESULTS, command, fill
 
 DRAWS = 99
 
@@ -126,10 +126,10 @@ METHODS: dict[str, Callable[[Model, Tensor], Tensor]] = {
 }
 
 
-def judged(m: Model, method: Callable[[Model, Tensor], Tensor], simulations: int) -> bc.testing.Calibration:
-    """The ranks of one method on one model."""
+def judged(m: Model, method: Callable[[Model, Tensor], Tensor], simulations: int) -> dict[str, Any]:
+    """What the ranks of one method on one model say."""
     torch.manual_seed(3)
-    return bc.testing.sbc(
+    found = bc.testing.sbc(
         lambda y: method(m, y),
         prior=lambda g: torch.randn(m.size, generator=g),
         simulator=lambda p, g: m.likelihood.draw(m.forward(p, m.inputs), g),
@@ -137,21 +137,14 @@ def judged(m: Model, method: Callable[[Model, Tensor], Tensor], simulations: int
         simulations=simulations,
         together=True,
     )
-
-
-def main() -> None:
-    """Run all, and keep the record after each."""
-    simulations = command(simulations=200).simulations
-    figures: dict[str, Any] = {"simulations": simulations, "draws": DRAWS}
-    for name, m in models().items():
-        for method, posterior in METHODS.items():
-            start = time.monotonic()
-            found = judged(m, posterior, simulations)
-            said = str(found).partition("; ")[2]
-            figures[f"{name}, {method}"] = {"p": float(f"{found.p_value:.2g}"), "said": said}
-            print(f"{name}, {method}: {found} ({time.monotonic() - start:.0f} s)", flush=True)
-            keep(RESULTS / "calibration.json", {"calibration": figures})
+    return {"p": float(f"{found.p_value:.2g}"), "said": str(found).partition("; ")[2]}
 
 
 if __name__ == "__main__":
-    main()
+    given = command(simulations=200, out=RESULTS / "calibration.json")
+    cells = [
+        (("calibration", f"{name}, {method}"), partial(judged, m, posterior, given.simulations))
+        for name, m in models().items()
+        for method, posterior in METHODS.items()
+    ]
+    fill(given.out, cells, simulations=given.simulations, draws=DRAWS)

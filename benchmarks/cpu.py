@@ -38,22 +38,24 @@ class Row(NamedTuple):
 def optimizer() -> Row:
     params, grads = c.tensors(10, 1_000_000), c.tensors(10, 1_000_000)
     tx = bc.sgd(c.LR, c.MOMENTUM)
-    times = take_turns(
+    return Row(
+        "SGD with momentum, T = 0, 1e7 parameters in 10 leaves, update only",
+        take_turns(
+            {
+                "fused": c.fused(tx, params, grads),
+                "update + apply": c.update_and_apply(tx, params, grads),
+                "torchopt": c.update_and_apply(torchopt.sgd(c.LR, c.MOMENTUM), params, grads),
+                "torch.optim fused": c.torch_optim(params, grads, fused=True),
+                "torch.optim foreach": c.torch_optim(params, grads, foreach=True),
+            },
+            rounds=201,
+        ),
         {
-            "fused": c.fused(tx, params, grads),
-            "update + apply": c.update_and_apply(tx, params, grads),
-            "torchopt": c.update_and_apply(torchopt.sgd(c.LR, c.MOMENTUM), params, grads),
-            "torch.optim fused": c.torch_optim(params, grads, fused=True),
-            "torch.optim foreach": c.torch_optim(params, grads, foreach=True),
+            ("fused", "torchopt"): 0.45,
+            ("fused", "torch.optim fused"): 1.25,
+            ("update + apply", "torchopt"): 0.70,
         },
-        rounds=201,
     )
-    targets = {
-        ("fused", "torchopt"): 0.45,
-        ("fused", "torch.optim fused"): 1.25,
-        ("update + apply", "torchopt"): 0.70,
-    }
-    return Row("SGD with momentum, T = 0, 1e7 parameters in 10 leaves, update only", times, targets)
 
 
 def samplers(leaves: int, size: int, rounds: int, **more: Callable[..., Callable]) -> dict[str, list[float]]:
@@ -70,32 +72,39 @@ def samplers(leaves: int, size: int, rounds: int, **more: Callable[..., Callable
 
 
 def sampler() -> Row:
-    times = samplers(10, 1_000_000, 25)
-    targets = {
-        ("fused", "normal_ + torch.optim fused"): 1.0,
-        ("fused", "posteriors"): 0.5,
-        ("captured", "posteriors"): 0.5,
-        ("captured", "normal_ + torch.optim fused"): 1.0,
-    }
-    return Row("SGHMC of order 2, 1e7 parameters in 10 leaves, update only", times, targets)
+    return Row(
+        "SGHMC of order 2, 1e7 parameters in 10 leaves, update only",
+        samplers(10, 1_000_000, 25),
+        {
+            ("fused", "normal_ + torch.optim fused"): 1.0,
+            ("fused", "posteriors"): 0.5,
+            ("captured", "posteriors"): 0.5,
+            ("captured", "normal_ + torch.optim fused"): 1.0,
+        },
+    )
 
 
 def sampler_on_all_threads() -> Row:
     with threads(torch.get_num_interop_threads() if torch.get_num_threads() > 1 else 2):
         row = sampler()
-    targets = {("fused", "posteriors"): 0.5, ("captured", "posteriors"): 0.5}
-    return Row("SGHMC of order 2, 1e7 parameters in 10 leaves, update only, two threads", row.times, targets)
+    return Row(
+        "SGHMC of order 2, 1e7 parameters in 10 leaves, update only, two threads",
+        row.times,
+        {("fused", "posteriors"): 0.5, ("captured", "posteriors"): 0.5},
+    )
 
 
 def sixty_leaves() -> Row:
-    times = samplers(60, 1667, 41, **{"update + apply": c.update_and_apply})
-    targets = {
-        ("update + apply", "posteriors"): 0.4,
-        ("fused", "normal_ + torch.optim fused"): 1.3,
-        ("fused", "posteriors"): 0.35,
-        ("captured", "fused"): 1.0,
-    }
-    return Row("SGHMC, 60 leaves, 1e5 parameters, update only", times, targets)
+    return Row(
+        "SGHMC, 60 leaves, 1e5 parameters, update only",
+        samplers(60, 1667, 41, **{"update + apply": c.update_and_apply}),
+        {
+            ("update + apply", "posteriors"): 0.4,
+            ("fused", "normal_ + torch.optim fused"): 1.3,
+            ("fused", "posteriors"): 0.35,
+            ("captured", "fused"): 1.0,
+        },
+    )
 
 
 def adam(work: str, shapes: list[tuple[int, ...]]) -> Row:
@@ -146,23 +155,25 @@ def small_model() -> Row:
     step, *given = logistic_step()
     batch = given[-1]
     jax_step, jax_scan = jax_sghmc(batch)
-    times = take_turns(
+    return Row(
+        f"logistic regression {N} x {D}, one chain, whole step with gradient",
+        take_turns(
+            {
+                "captured": stepping(bc.capture(step, *given), *given),
+                f"captured, {STEPS} steps": stepping(bc.capture(step, *given, steps=STEPS, draws=True), *given),
+                "eager": stepping(step, *given),
+                "posteriors": posteriors_step(batch),
+                "BlackJAX, jitted": jax_step,
+                f"lax.scan of {STEPS}": jax_scan,
+            },
+            rounds=31,
+        ),
         {
-            "captured": stepping(bc.capture(step, *given), *given),
-            f"captured, {STEPS} steps": stepping(bc.capture(step, *given, steps=STEPS, draws=True), *given),
-            "eager": stepping(step, *given),
-            "posteriors": posteriors_step(batch),
-            "BlackJAX, jitted": jax_step,
-            f"lax.scan of {STEPS}": jax_scan,
+            ("captured", "posteriors"): 1 / 15,
+            ("captured", "BlackJAX, jitted"): 1 / 5,
+            (f"captured, {STEPS} steps", f"lax.scan of {STEPS}"): 0.5,
         },
-        rounds=31,
     )
-    targets = {
-        ("captured", "posteriors"): 1 / 15,
-        ("captured", "BlackJAX, jitted"): 1 / 5,
-        (f"captured, {STEPS} steps", f"lax.scan of {STEPS}"): 0.5,
-    }
-    return Row(f"logistic regression {N} x {D}, one chain, whole step with gradient", times, targets)
 
 
 def jax_logistic(x, y) -> Callable:
@@ -244,24 +255,28 @@ def five_thousand_chains(chains: int = 5000, steps: int = 2000, size: int = 32, 
     data = regression_data()
     by_hand = one_by_one(*[chains_by_hand(data, chains, size)] * steps)
     runs = {"captured parallel": captured_chains(data, chains, steps, size), "batched torch by hand": by_hand}
-    times = take_turns(runs, rounds, seconds=0.0)
-    targets = {("captured parallel", "batched torch by hand"): 1.1}
-    return Row(f"{chains} chains x {steps} steps, minibatches of {size} of their own", times, targets)
+    return Row(
+        f"{chains} chains x {steps} steps, minibatches of {size} of their own",
+        take_turns(runs, rounds, seconds=0.0),
+        {("captured parallel", "batched torch by hand"): 1.1},
+    )
 
 
 def noise(n: int = 1_000_000) -> Row:
     out, key, step = torch.empty(n), torch.tensor(7), torch.tensor(3)
     generator = torch.Generator()
-    times = take_turns(
-        {
-            "Philox kernel": lambda: torch.ops.bayesopt_chain.philox_normals_(out, key, step, [], [n], [0]),
-            "Philox by tensor operations": lambda: in_tensors(key, step, whole_leaves([n], [0]), torch.float32),
-            "normal_": lambda: out.normal_(generator=generator),
-        },
-        rounds=31,
+    return Row(
+        "1e6 float32 normals",
+        take_turns(
+            {
+                "Philox kernel": lambda: torch.ops.bayesopt_chain.philox_normals_(out, key, step, [], [n], [0]),
+                "Philox by tensor operations": lambda: in_tensors(key, step, whole_leaves([n], [0]), torch.float32),
+                "normal_": lambda: out.normal_(generator=generator),
+            },
+            rounds=31,
+        ),
+        {("Philox kernel", "normal_"): 0.5},
     )
-    targets = {("Philox kernel", "normal_"): 0.5}
-    return Row("1e6 float32 normals", times, targets)
 
 
 def dispatch() -> Row:
@@ -286,8 +301,11 @@ def dispatch() -> Row:
         torch.mul(velocity, -c.LR, out=grad)
         theta.add_(grad)
 
-    times = take_turns({"chain of 5 links": c.update_and_apply(tx, p, g), "by hand": by_hand}, rounds=41)
-    return Row("dispatch: a chain of 5 links, 1e5 parameters", times, {("chain of 5 links", "by hand"): 1.1})
+    return Row(
+        "dispatch: a chain of 5 links, 1e5 parameters",
+        take_turns({"chain of 5 links": c.update_and_apply(tx, p, g), "by hand": by_hand}, rounds=41),
+        {("chain of 5 links", "by hand"): 1.1},
+    )
 
 
 def whole_step(

@@ -94,16 +94,8 @@ def frozen(net: nn.Module) -> nn.Module:
     return net
 
 
-def numbers(*shape: int) -> Tensor:
-    """Inputs of a shape, and new ones, 16."""
-    return torch.randn(DATA + 16, *shape)
-
-
-def words() -> Tensor:
-    """Tokens in place of numbers."""
-    return torch.randint(0, WORDS, (DATA + 16, TOKENS))
-
-
+# inputs of all data, and 16 new ones
+numbers, words = partial(torch.randn, DATA + 16), partial(torch.randint, 0, WORDS, (DATA + 16, TOKENS))
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "MLP 784-256-10": (partial(mlp, 784, 256, 10), partial(numbers, 784)),
     "CNN, width 16": (partial(cnn, 16, [3, 16, 16]), partial(numbers, 3, 16, 16)),

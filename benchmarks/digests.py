@@ -37,7 +37,7 @@ def chains(bc: Any) -> dict[str, Callable[[Any, Any], Any]]:
     """What is compared: functions of learning rate and temperature."""
     decay, momentum = bc.links.add_decayed_weights(0.1), bc.add_momentum(0.9)
     flipped = bc.links.flip_sign_and_add_weight_decay(0.1, maximize=True)
-    made: dict[str, Callable[[Any, Any], Any]] = {
+    return {
         "sgd": lambda lr, t: bc.sgd(lr),
         "sgd momentum": lambda lr, t: bc.sgd(lr, 0.9),
         "sgd dampened": lambda lr, t: bc.sgd(lr, 0.9, dampening=0.3, temperature=t),
@@ -60,7 +60,6 @@ def chains(bc: Any) -> dict[str, Callable[[Any, Any], Any]]:
             bc.inject_langevin_noise(t), bc.scale_by_neg_lr(lr), bc.add_momentum(0.9)
         ),
     }
-    return made
 
 
 def rates(bc: Any) -> dict[str, Any]:
@@ -107,8 +106,6 @@ def walk(bc: Any, tx: Any, form: str, dtype: torch.dtype, kind: int) -> Any:
     import torchopt
 
     torch.manual_seed(0)
-    if hasattr(bc, "with_stream"):  # a commit with two streams draws by the one that is left
-        tx = bc.with_stream(tx, "philox")
     shapes = [(), (3,), ()] if kind == 2 else [(300,), (2, 3), (7,)]
     params = [torch.randn(shape, dtype=dtype) for shape in shapes]
     grads: list[list[Any]] = [[torch.randn(p.shape, dtype=dtype) for p in params] for _ in range(STEPS)]
@@ -142,7 +139,7 @@ def answer(bc: Any, name: str | None = None) -> Any:
     return digest.hexdigest(), torch.cat([p.flatten().double() for p in done[0]]).tolist()
 
 
-def main() -> None:
+if __name__ == "__main__":
     checkouts = {"this": HERE, "other": command(other=Path).other.resolve()}
     this, other = (Worker(checkout, "digests") for checkout in checkouts.values())
     names, differ, refused = this.ask(), {}, 0
@@ -156,7 +153,3 @@ def main() -> None:
     print(f"{len(names) - len(differ)} of {len(names)} digests agree")
     record: dict[str, Any] = {"commits": {who: commit(path) for who, path in checkouts.items()}}
     keep(RESULTS / "digests.json", record | {"cases": len(names), "refused": refused, "differ": differ})
-
-
-if __name__ == "__main__":
-    main()

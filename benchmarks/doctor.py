@@ -141,8 +141,7 @@ def sampled(
 
 
 def judged(draws: bc.Draws, tx: Any, problem: Problem) -> Any:
-    of = {} if problem.of is None else {"of": problem.of}
-    return doctor(draws, tx, problem.loss, [problem.data], **of)
+    return doctor(draws, tx, problem.loss, [problem.data], of=problem.of)
 
 
 def loop(make: Callable[[int], Problem], tx: Any, summed: bool = False, **how: Any) -> Callable[[int], Any]:
@@ -175,70 +174,68 @@ def of_stacked(draws: dict[str, Tensor]) -> bc.Draws:
     return bc.Draws.from_trees(trees, chains=next(iter(draws.values())).shape[1])
 
 
-class Exact:
-    """Independent draws of the posterior of a linear regression with noise and prior of variance 1.
+class Exact(NamedTuple):
+    """Independent draws ``[draws, chains, P]`` of the posterior of a linear regression with noise and prior of variance 1."""
 
-    Args:
-        draws, chains: how many.
-        P, n: parameters and data.
-        times: the temperature that the draws have, over that of the posterior.
-    """
+    w: Tensor
+    x: Tensor
+    y: Tensor
 
-    def __init__(self, seed: int, draws: int, chains: int, P: int = 4, n: int = N, times: float = 1.0):
+    @classmethod
+    def make(cls, seed: int, draws: int, chains: int, P: int = 4, n: int = N, times: float = 1.0) -> Exact:
+        """Of P parameters and n data, at a temperature ``times`` that of the posterior."""
         g = torch.Generator().manual_seed(1000 + seed)
         x = torch.randn(n, P, generator=g) / (P / 4) ** 0.5
         y = x @ torch.randn(P, generator=g) + torch.randn(n, generator=g)
         precision = (x.T @ x + torch.eye(P)).double()
         root = torch.linalg.cholesky(torch.linalg.inv(precision) * times)
         mean = torch.linalg.solve(precision, (x.T @ y).double())
-        self.w = (mean + torch.randn(draws, chains, P, generator=g).double() @ root.T).float()
-        self.x, self.y, self.n = x, y, n
-
-    def judged(self, batch: int | None = None, frozen: bool = False) -> Any:
-        """What the doctor says of these draws, with the prior as weight decay.
-
-        Args:
-            batch: data in a batch; ``None``: all.
-            frozen: put a leaf that is not sampled beside them.
-        """
-        tx = bc.sgd(0.1, momentum=0.9, weight_decay=1 / self.n, temperature=1 / self.n)
-
-        def loss(p: Any, rows: Any) -> Tensor:
-            pinned = 50 * (p["still"] - 1).square().sum() if frozen else 0.0
-            return (rows[0] @ p["w"] - rows[1]).square().mean() / 2 + pinned
-
-        leaves = {"w": self.w}
-        if frozen:
-            leaves["still"] = torch.ones(*self.w.shape[:2], 2)
-            tx = bc.partition({True: tx, False: bc.sgd(0.0)}, {"w": True, "still": False})
-        size = batch or self.n
-        return doctor(of_stacked(leaves), tx, loss, [*zip(self.x.split(size), self.y.split(size))])
-
-    def jumped(self) -> Any:
-        """Each chain jumps once, by thirty standard deviations, to one side or the other."""
-        half, chains = len(self.w) // 2, self.w.shape[1]
-        self.w[half:, : (chains + 1) // 2] += 2.0
-        self.w[:half, (chains + 1) // 2 :] += 2.0
-        return self.judged()
-
-    def elsewhere(self) -> Any:
-        """One chain is thirty standard deviations away."""
-        self.w[:, 3] += 2.0
-        return self.judged()
-
-    def stopped(self) -> Any:
-        """One chain repeats a draw from the middle on."""
-        half = len(self.w) // 2
-        self.w[half:, 0] = self.w[half, 0]
-        return self.judged()
+        return cls((mean + torch.randn(draws, chains, P, generator=g).double() @ root.T).float(), x, y)
 
 
 def exact(
-    *size: int, judge: Callable[..., Any] = Exact.judged, batch: int | None = None, frozen: bool = False, **of: Any
-):
-    """The verdict on exact draws, by seed."""
-    how = {"batch": batch, "frozen": frozen} if judge is Exact.judged else {}
-    return lambda seed: judge(Exact(seed, *size, **of), **how)
+    *size: int, change: Callable[[Tensor], None] | None = None, batch: int = N, frozen: bool = False, **of: Any
+) -> Callable[[int], Any]:
+    """The verdict on exact draws after a change, with the prior as weight decay, by seed.
+
+    Args:
+        size, of: arguments of :meth:`Exact.make`.
+        batch: data in a batch; default: all.
+        frozen: put a leaf that is not sampled beside them.
+    """
+
+    def loss(p: Any, rows: Any) -> Tensor:
+        pinned = 50 * (p["still"] - 1).square().sum() if frozen else 0.0
+        return (rows[0] @ p["w"] - rows[1]).square().mean() / 2 + pinned
+
+    def run(seed: int) -> Any:
+        w, x, y = Exact.make(seed, *size, **of)
+        if change is not None:
+            change(w)
+        leaves, tx = {"w": w}, bc.sgd(0.1, momentum=0.9, weight_decay=1 / len(x), temperature=1 / len(x))
+        if frozen:
+            leaves["still"] = torch.ones(*w.shape[:2], 2)
+            tx = bc.partition({True: tx, False: bc.sgd(0.0)}, {"w": True, "still": False})
+        return doctor(of_stacked(leaves), tx, loss, [*zip(x.split(batch), y.split(batch))])
+
+    return run
+
+
+def jumped(w: Tensor) -> None:
+    """Each chain jumps once, by thirty standard deviations, to one side or the other."""
+    half, some = len(w) // 2, (w.shape[1] + 1) // 2
+    w[half:, :some] += 2.0
+    w[:half, some:] += 2.0
+
+
+def elsewhere(w: Tensor) -> None:
+    """One chain is thirty standard deviations away."""
+    w[:, 3] += 2.0
+
+
+def stopped(w: Tensor) -> None:
+    """One chain repeats a draw from the middle on."""
+    w[len(w) // 2 :, 0] = w[len(w) // 2, 0]
 
 
 def far(seed: int) -> dict[str, Tensor]:
@@ -371,9 +368,9 @@ def wrong() -> Iterator[Run]:
         ("linear, one seed from four starts", 2, {"duplicate"}, one_seed),
         ("linear, a copy three draws behind", 2, {"duplicate"}, changed(behind)),
         ("common drift", 4, {"mixing"}, drifts),
-        ("exact, one jump", 6, {"mixing", "short"}, exact(60, 4, judge=Exact.jumped)),
-        ("exact, one of 50 chains elsewhere", 6, {"modes"}, exact(60, 50, judge=Exact.elsewhere)),
-        ("exact, a chain that stops", 6, {"dead"}, exact(60, 2, judge=Exact.stopped)),
+        ("exact, one jump", 6, {"mixing", "short"}, exact(60, 4, change=jumped)),
+        ("exact, one of 50 chains elsewhere", 6, {"modes"}, exact(60, 50, change=elsewhere)),
+        ("exact, a chain that stops", 6, {"dead"}, exact(60, 2, change=stopped)),
         ("exact, at twice the temperature", 6, {"heated"}, exact(60, 4, times=2.0)),
         ("exact, at half the temperature", 6, {"cold"}, exact(60, 4, times=0.5)),
         ("linear, nan", 1, {"nonfinite"}, changed(nan)),

@@ -27,8 +27,11 @@ def bandwidth(n: int = 2**28) -> Row:
     source = torch.randint(0, 256, (10 * n,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     step = c.fused(bc.sghmc(c.LR, c.MOMENTUM, temperature=c.TEMPERATURE), params, grads)
-    times = take_turns({"fused": _timed(step), "copy of 20 bytes a parameter": _timed(lambda: target.copy_(source))})
-    return Row(f"SGHMC step, {n} parameters", times, {("fused", "copy of 20 bytes a parameter"): 1.2})
+    return Row(
+        f"SGHMC step, {n} parameters",
+        take_turns({"fused": _timed(step), "copy of 20 bytes a parameter": _timed(lambda: target.copy_(source))}),
+        {("fused", "copy of 20 bytes a parameter"): 1.2},
+    )
 
 
 def small_model() -> Row:
@@ -76,8 +79,11 @@ def five_thousand_chains(chains: int = 5000, steps: int = 2000, size: int = 32) 
     programs: dict[str, Backend | None] = {"captured parallel": None, "captured parallel, inductor": "inductor"}
     runs = {name: ours(name, backend) for name, backend in programs.items()}
     times = take_turns({**runs, "captured by hand": _timed(one_by_one(*[graph.replay] * (steps // 10)))}, rounds=5)
-    targets = {(name, "captured by hand"): 1.1 for name in programs}
-    return Row(f"{chains} chains x {steps} steps", times | captures, targets)
+    return Row(
+        f"{chains} chains x {steps} steps",
+        times | captures,
+        {(name, "captured by hand"): 1.1 for name in programs},
+    )
 
 
 def guarded_loop(width: int = 64, steps: int = 1000) -> Row:
@@ -97,8 +103,11 @@ def guarded_loop(width: int = 64, steps: int = 1000) -> Row:
 
         return _timed(run)
 
-    times = take_turns({"guarded": loop("warn"), "unguarded": loop(None)}, rounds=7)
-    return Row(f"{steps} steps of a loop, network of width {width}", times, {("guarded", "unguarded"): 1.02})
+    return Row(
+        f"{steps} steps of a loop, network of width {width}",
+        take_turns({"guarded": loop("warn"), "unguarded": loop(None)}, rounds=7),
+        {("guarded", "unguarded"): 1.02},
+    )
 
 
 def rows(quick: bool) -> dict[str, Callable[[], Row]]:

@@ -133,7 +133,7 @@ def truth(case: Case, module: nn.Module, x: Tensor, y: Tensor, lr: float, larges
     ``theta' = theta - lr v'``: no code of the library moves these chains.
     """
     n, mu, chains = len(x), case.momentum, CHAINS[case.kind]
-    decay, heat = 1 / n, 1 / n
+    decay = 1 / n
     shapes = {name: p.detach() for name, p in module.named_parameters()}
     sizes = [p.numel() for p in shapes.values()]
 
@@ -153,7 +153,7 @@ def truth(case: Case, module: nn.Module, x: Tensor, y: Tensor, lr: float, larges
     orders = [batches(n, case.batch, case.order) for _ in range(chains)]
     forget = (1 - mu) / (lr * largest)  # steps in which the stiffest direction forgets itself
     steps = int(min(max(LEAST, 40 * forget), MOST))
-    size = (2 * heat * (1 - mu) / lr) ** 0.5 / 2
+    size = (2 / n * (1 - mu) / lr) ** 0.5 / 2
     places, forced, noise = list[Tensor](), list[Tensor](), list[Tensor]()
     for t in range(steps):
         g = forces(theta, torch.stack([next(order) for order in orders]))
@@ -201,19 +201,14 @@ FROM_INIT = "from initialisation"
 SAME_CHAIN = ("accumulation", "untold", FROM_INIT)  # as the plain loop
 
 
-class Prepared(NamedTuple):
-    """A model at its mode, its data, the learning rate, and the truth where it has to be asked (full batches are cold)."""
-
-    module: nn.Module
-    data: tuple[Tensor, Tensor]
-    lr: float
-    truth: float | None
-    error: float | None
-
-
 @functools.cache
-def prepared(case: Case) -> Prepared:
-    """All that goes before the loop. ``feature`` is empty where it leaves the chain as it is."""
+def prepared(case: Case) -> tuple[nn.Module, Tensor, Tensor, float, tuple[float | None, float | None]]:
+    """All that goes before the loop; ``feature`` is empty where it leaves the chain as it is.
+
+    Returns:
+        A model at its mode, inputs and targets, the learning rate, and the truth with its error where it has to be asked (full
+        batches are cold).
+    """
     torch.manual_seed(case.seed)
     x, y = data(case.kind, case.seed)
     decay = 1 / len(x)
@@ -229,20 +224,19 @@ def prepared(case: Case) -> Prepared:
     found = None, None
     if case.batch is not None or case.feature == "dropout":
         found = truth(case, copy.deepcopy(module), x, y, lr, largest)
-    return Prepared(module, (x, y), lr, *found)
+    return module, x, y, lr, found
 
 
 def run(case: Case) -> dict[str, Any]:
     """One loop with its guard, and its truth from long chains."""
-    known = prepared(case._replace(feature="" if case.feature in SAME_CHAIN else case.feature))
-    module, (x, y), n = copy.deepcopy(known.module), known.data, len(known.data[0])
+    like = case._replace(feature="" if case.feature in SAME_CHAIN else case.feature)
+    mode, x, y, lr, (heat, error) = prepared(like)
     torch.manual_seed(case.seed + 1)
-    if case.feature == FROM_INIT:
-        module = model(case.kind, x, 0.0)
+    module, n = model(case.kind, x, 0.0) if case.feature == FROM_INIT else copy.deepcopy(mode), len(x)
     K = n // case.batch if case.batch and case.order == "reshuffled" and case.feature != "untold" else None
     guard = bc.diagnostics.HeatGuard(K)
     sampler = bc.optim.SGHMC(
-        module.train().parameters(), known.lr, case.momentum, temperature=1 / n, weight_decay=1 / n, heat_guard=guard
+        module.train().parameters(), lr, case.momentum, temperature=1 / n, weight_decay=1 / n, heat_guard=guard
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -251,8 +245,8 @@ def run(case: Case) -> dict[str, Any]:
     warned = any(word in str(w.message) for w in caught for word in ("heat this chain", "heats this chain"))
     return {
         **case._asdict(),
-        "truth": known.truth,
-        "standard_error": known.error,
+        "truth": heat,
+        "standard_error": error,
         "warned": warned,
         "delay": readings[-1]["end"] if warned else None,
         "readings": readings,
@@ -335,12 +329,8 @@ def table(cells: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+if __name__ == "__main__":
     args = command(seeds=2, first_seed=FIRST, kinds=[*CHAINS], out=RESULTS / "heat_guard.json")
     wanted = [c for c in cases(args.seeds, args.first_seed) if c.kind in args.kinds]
     rows = [(("rows", str(case)), functools.partial(run, case)) for case in wanted]
     print(fill(args.out, rows, lambda record: {"table": table(record["rows"])})["table"])
-
-
-if __name__ == "__main__":
-    main()

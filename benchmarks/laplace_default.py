@@ -207,7 +207,7 @@ def peer(net: nn.Module, likelihood: Any, train: Pair, test: Pair) -> tuple[floa
 
 def row(task: Task, fit: Fit, seeds: int = SEEDS) -> dict[str, Any]:
     """One network over the seeds; a fit that is refused has an infinite loss."""
-    changes, owns, covered, seconds = [], [], [], []
+    found = []
     for seed in range(seeds):
         net, train, test = trained(task, seed)
         start = time.process_time()
@@ -216,10 +216,9 @@ def row(task: Task, fit: Fit, seeds: int = SEEDS) -> dict[str, Any]:
         except (ValueError, RuntimeError) as error:
             print(f"  seed {seed}: {type(error).__name__}: {error}", flush=True)
             loss, coverage = math.inf, None
-        seconds.append(time.process_time() - start)
-        owns.append(own(net, task.likelihood, train, test))
-        changes.append(loss - owns[-1])
-        covered.append(coverage)
+        seconds, before = time.process_time() - start, own(net, task.likelihood, train, test)
+        found.append((before, loss - before, coverage, seconds))
+    owns, changes, covered, seconds = zip(*found)
     return {
         "network": statistics.mean(owns),
         "change": statistics.mean(changes),
@@ -241,14 +240,10 @@ def page(record: dict[str, Any]) -> str:
     return markdown(("network", "its test NLL", *fits), lines) + "\n"
 
 
-def main() -> None:
+if __name__ == "__main__":
     given = command(only="", further=False, peer=False, name="default", out=RESULTS / "laplace_default.json")
     warnings.simplefilter("ignore")
     table = ("laplace-torch" if given.peer else given.name) + (", further" if given.further else "")
     tasks, fit = FURTHER if given.further else RULE, peer if given.peer else ours
     cells = (((table, name), partial(row, task, fit)) for name, task in tasks.items() if given.only in name)
     given.out.with_suffix(".md").write_text(page(fill(given.out, cells)))
-
-
-if __name__ == "__main__":
-    main()

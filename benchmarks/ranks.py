@@ -117,7 +117,8 @@ def small(blocks: int, leaves: int = 100) -> dict[str, Any]:
     return out | {what: figures(turns(both, blocks), "spread", "local") for what, both in calls.items()}
 
 
-def main() -> None:
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
     arguments = command(blocks=15, batch=64, draws_only=False)
     path = RESULTS / "ranks.json"
     found = known(path)
@@ -132,9 +133,4 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(json.dumps(found, indent=1))
         keep(path, found)
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    main()
     dist.destroy_process_group()

@@ -151,7 +151,7 @@ def growth(steps: int, thinning: int, warm_up: float = 0.1) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+if __name__ == "__main__":
     arguments = command(blocks=15, steps=2000, long=20_000, draws=10_000)
     for name, figures in (
         ("overhead", overhead(arguments.blocks, arguments.steps)),
@@ -160,7 +160,3 @@ def main() -> None:
     ):
         record(name, figures)
         print(name, json.dumps(figures, indent=1), flush=True)
-
-
-if __name__ == "__main__":
-    main()

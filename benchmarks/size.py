@@ -146,7 +146,7 @@ def over(found: dict[str, dict[str, int]]) -> set[str]:
     return larger | ({"files"} if found["everything"]["files"] > FILES else set())
 
 
-def main() -> None:
+if __name__ == "__main__":
     from benchmarks.measure import command, keep, markdown
     from benchmarks.route import measured
 
@@ -173,7 +173,3 @@ def main() -> None:
     ]
     RESULTS.with_suffix(".md").write_text("\n\n".join(tables) + "\n")
     print(*tables, sep="\n\n")
-
-
-if __name__ == "__main__":
-    main()

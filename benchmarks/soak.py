@@ -101,7 +101,7 @@ def damaged(count: int, seed: int, some: int = 50) -> Iterator[dict[str, Any]]:
         yield {"files": done, "of": count, "seed": seed, "wrong": wrong, "unnamed": unnamed}
 
 
-def main() -> None:
+if __name__ == "__main__":
     counts = {"kills": 0, "rank_kills": 0, "interrupts": 0, "damages": 0}
     args = command(**counts, seed=0)
     begin = time.monotonic()
@@ -114,7 +114,3 @@ def main() -> None:
         for figures in what() if count else ():
             print(name, figures, flush=True)
             record(name, {**figures, "seconds": int(time.monotonic() - begin)}, PATH)
-
-
-if __name__ == "__main__":
-    main()

@@ -79,8 +79,7 @@ def timed(*command: str) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Add one part to the record."""
+if __name__ == "__main__":
     parts: dict[str, Callable[..., Any]] = {
         "sizes": sizes,
         "quick": lambda: timed(*PYTEST, "-p", "no:randomly"),
@@ -92,7 +91,3 @@ def main() -> None:
     found, record = parts[what](*arguments), known(PATH)
     keep(PATH, record | {what: [*record.get(what, []), found]})
     print(json.dumps(found, indent=1))
-
-
-if __name__ == "__main__":
-    main()

@@ -37,8 +37,7 @@ class Experiment:
     """An experiment: ``run(settings, seed)`` returns a table of methods and measures.
 
     ``settings`` has the arguments of every scale; ``paper`` is what the paper reports, in one sentence; ``says`` makes one
-    honest sentence on the difference from the averaged table. ``shown`` are the measures on the page, all of them by default;
-    ``seconds(settings, seeds)`` is the time of a run made in cells, several calls together, by default that of this call.
+    honest sentence on the difference from the averaged table. ``shown`` are the measures on the page, all of them by default.
     """
 
     name: str
@@ -49,11 +48,13 @@ class Experiment:
     run: Callable[[Mapping[str, Any], int], Table]
     says: Callable[[Mapping[str, Mapping[str, Mapping[str, float]]]], str]
     shown: tuple[str, ...] = ()
-    seconds: Callable[[Mapping[str, Any], Sequence[int]], float] | None = None
 
 
 def record(experiment: Experiment, scale: str, *, seeds: int | None = None, first_seed: int = 0) -> dict[str, Any]:
-    """Run an experiment over its seeds; returns what is kept of it."""
+    """Run an experiment over its seeds; returns what is kept of it.
+
+    Its seconds are those of its cells, several calls together, or of this call where it has none.
+    """
     if scale not in SCALES:
         raise ValueError(f"scale is one of {SCALES}, got {scale!r}")
     settings = experiment.settings[scale]
@@ -62,7 +63,7 @@ def record(experiment: Experiment, scale: str, *, seeds: int | None = None, firs
         torch.manual_seed(seed)
         tables.append(experiment.run(settings, seed))
     run = list(range(first_seed, first_seed + len(tables)))
-    seconds = experiment.seconds(settings, run) if experiment.seconds else time.time() - start
+    seconds = spent(experiment.name, settings, run) or time.time() - start
     return {
         "experiment": experiment.name,
         "scale": scale,
@@ -91,7 +92,7 @@ def averaged(result: Mapping[str, Any]) -> dict[str, dict[str, dict[str, float]]
 
 
 def stepped(loss: Callable[[Any, Any], Tensor], tx: Any, params: Any, batch: Any, steps: int, state: Any = None) -> Any:
-    """Parameters and state after so many steps on one batch, from a state or the first one."""
+    """Parameters and state after so many steps on one batch, or a list of them, from a state or the first one."""
     state = tx.init(params) if state is None else state
     return bc.sample(bc.make_step(loss, tx), params, state, batch, steps=steps, burn_in=steps - 1).last
 
@@ -131,13 +132,11 @@ def verified(path: Path, sha256: str) -> Path:
 def folder_of(name: str, settings: Mapping[str, Any]) -> Path:
     """The folder of a run of these settings, in the one that ``BAYESOPT_CHAIN_RUNS`` names (default ``runs``).
 
-    It is made if absent. Other settings have another folder.
+    Other settings have another folder; but other temperatures make further cells beside those that are there.
     """
-    key = hashlib.sha256(json.dumps(dict(settings), sort_keys=True).encode()).hexdigest()[:10]
-    folder = Path(os.environ.get("BAYESOPT_CHAIN_RUNS") or "runs") / f"{name}-{key}"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "settings.json").write_text(json.dumps(dict(settings), indent=1) + "\n")
-    return folder
+    same = {name: value for name, value in settings.items() if name != "temperatures"}
+    key = hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()[:10]
+    return Path(os.environ.get("BAYESOPT_CHAIN_RUNS") or "runs") / f"{name}-{key}"
 
 
 def slug(name: str) -> str:

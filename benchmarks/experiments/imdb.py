@@ -60,7 +60,6 @@ from benchmarks.experiments.common import (
     kept,
     log_mean,
     slug,
-    spent,
     verified,
 )
 
@@ -320,16 +319,6 @@ class Work(NamedTuple):
         return -log_p[torch.arange(len(log_p)), self.test[1]]
 
 
-def cell_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What a cell depends on: other temperatures make further cells beside those that are there."""
-    return {name: value for name, value in settings.items() if name != "temperatures"}
-
-
-def seconds(settings: Mapping[str, Any], seeds: Sequence[int]) -> float:
-    """Process time of a run's cells."""
-    return spent("imdb", cell_settings(settings), seeds)
-
-
 def at(method: str, temperature: float) -> str:
     """The name of a row."""
     return f"{method}, T = {temperature:g}"
@@ -362,7 +351,7 @@ def methods(w: Work, t: float) -> dict[str, Prediction]:
 
 def run(settings: Mapping[str, Any], seed: int) -> Table:
     """Every method at every temperature, then what the minibatches did, then the claims."""
-    w = Work.make(settings, seed, folder_of("imdb", cell_settings(settings)) / f"seed-{seed}")
+    w = Work.make(settings, seed, folder_of("imdb", settings) / f"seed-{seed}")
     first = settings["temperatures"][0]
     networks: dict[str, Callable[[], list[dict[str, Tensor]]]] = {
         "MLE": lambda: [w.optimum(0.0)],
@@ -512,5 +501,4 @@ EXPERIMENT = Experiment(
     {"smoke": 1, "small": 3, "full": 5},
     run,
     says,
-    seconds=seconds,
 )

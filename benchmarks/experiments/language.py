@@ -142,6 +142,7 @@ def base(settings: Mapping[str, Any]) -> Base:
     """The base model of these settings, trained or read from the folder of the run; an interrupted training goes on."""
     s = {name: settings[name] for name in SCALES["small"]}
     folder = folder_of("language", s)
+    folder.mkdir(parents=True, exist_ok=True)
     texts = [parts(text_of(name), s["characters"])[0] for name in NOVELS]
     tokenizer = tokenizer_of(texts, s, folder / "tokenizer.json")
     with torch.random.fork_rng():

@@ -26,7 +26,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,7 +45,6 @@ from benchmarks.experiments.common import (
     log_mean,
     minus,
     slug,
-    spent,
     takeaway,
     verified,
 )
@@ -305,5 +303,4 @@ EXPERIMENT = Experiment(
     run,
     says,
     shown=SHOWN,
-    seconds=partial(spent, "llama"),
 )

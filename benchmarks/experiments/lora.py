@@ -39,25 +39,17 @@ from benchmarks.experiments.common import (
     folder_of,
     kept,
     minus,
-    spent,
     takeaway,
 )
 from benchmarks.experiments.language import EPISODES, SCALES, SHORT, Base, Book, base, log_likelihood, nll
 
-
-class Method(NamedTuple):
-    """Structure of the Laplace posterior (``None`` for none), and what multiplies the Fisher matrix."""
-
-    structure: str | None
-    scale: str | None = None  # the setting that holds it; None: 1
-
-
+# structure of the Laplace posterior ("" for none), and whether the setting "fisher_scale" multiplies the Fisher matrix
 METHODS = {
-    "AdamW": Method(None),
-    "Laplace, diagonal": Method("diagonal"),
-    "Laplace, diagonal, s = 100": Method("diagonal", "fisher_scale"),
-    "Laplace, Kronecker": Method("kronecker"),
-    "Laplace, dense": Method("dense"),
+    "AdamW": ("", False),
+    "Laplace, diagonal": ("diagonal", False),
+    "Laplace, diagonal, s = 100": ("diagonal", True),
+    "Laplace, Kronecker": ("kronecker", False),
+    "Laplace, dense": ("dense", False),
 }
 
 
@@ -90,35 +82,35 @@ class Work(NamedTuple):
         steps = self.s["epochs"] * len(batches)
         return finished(step, params, tx.init(params), batches, steps, folder)[-1]
 
-    def posterior(self, params: Any, tokens: Tensor, prior: Any, method: Method) -> bc.Gaussian:
+    def posterior(self, params: Any, tokens: Tensor, prior: Any, structure: str, scaled: bool) -> bc.Gaussian:
         """The Laplace posterior around ``params``."""
         laplace: Any = bc.laplace()
         itself = bc.likelihoods.custom(lambda outputs, _: -outputs[:, 0])  # the density is the model's only output
         estimate = bc.curvature.empirical_fisher(
             lambda p, rows: self.density(p, rows)[:, None],
             itself,
-            method.structure or "diagonal",
+            structure,
             targets=lambda rows: rows,
         )
         state = laplace.init(params)
         for rows in tokens.split(self.s["fisher_batch"]):
             _, state = laplace.update(params, state, curvature=estimate(params, rows))
         given = {"prior": prior} if isinstance(prior, bc.Gaussian) else {"prior_precision": prior}
-        scale = 1.0 if method.scale is None else self.s[method.scale]
+        scale = self.s["fisher_scale"] if scaled else 1.0
         return laplace.posterior(state, params, likelihood_scale=scale, **given)
 
     def losses(self, params: Any) -> list[float]:
         """Of the held-out part of every book."""
         return [nll(self.forward, params, book.held_out) for book in self.books]
 
-    def continual(self, method: Method, folder: Path) -> dict[str, float]:
+    def continual(self, structure: str, scaled: bool, folder: Path) -> dict[str, float]:
         """Book after book."""
         params, prior, after = self.start, self.s["prior_precision"], []
         for k, book in enumerate(self.books):
             params = self.learned(params, book.train, prior, k, folder / f"episode-{k + 1}")
             after.append(self.losses(params))
-            if method.structure and k + 1 < len(self.books):
-                prior = self.posterior(params, book.train, prior, method)
+            if structure and k + 1 < len(self.books):
+                prior = self.posterior(params, book.train, prior, structure, scaled)
         curves = {f"{i + 1}|{k + 1}": loss for k, losses in enumerate(after) for i, loss in enumerate(losses)}
         own = [losses[k] for k, losses in enumerate(after)]
         rises = [after[-1][k] - own[k] for k in range(len(own) - 1)]
@@ -156,7 +148,7 @@ def run(settings: Mapping[str, Any], seed: int) -> Table:
     work = Work.make(llama, settings, seed)
     table: Table = {"base": kept(folder, "base", lambda _: at_the_end(work.losses(work.start)))}
     for name, method in METHODS.items():
-        table[name] = kept(folder, name, lambda chains, method=method: work.continual(method, chains))
+        table[name] = kept(folder, name, partial(work.continual, *method))
     table["offline"] = kept(folder, "offline", work.offline)
     plain = table["AdamW"]
     for row in table.values():
@@ -211,5 +203,4 @@ EXPERIMENT = Experiment(
     run,
     says,
     shown=(*SHORT, "all", "new", "forgotten"),
-    seconds=partial(spent, "lora"),
 )

@@ -83,14 +83,10 @@ class Work(NamedTuple):
         """Seen and unseen test images."""
         return torch.cat([self.task.test[0], self.task.unseen])
 
-    def likelihood(self, params: Any, batch: Any) -> Tensor:
-        """Mean cross entropy."""
-        return cross_entropy(self.forward(params, batch), batch[1])
-
     def loss(self, params: Any, batch: Any) -> Tensor:
-        """With the prior's share: mean negative log posterior per datum."""
+        """Mean negative log posterior per datum: the mean cross entropy with the prior's share."""
         prior = sum((p**2).sum() for p in params.values())
-        return self.likelihood(params, batch) + prior / (2 * self.n)
+        return cross_entropy(self.forward(params, batch), batch[1]) + prior / (2 * self.n)
 
     def run(self, tx: Any, draws: int) -> bc.Draws:
         """All chains: ``draws`` from the second half."""
@@ -106,11 +102,6 @@ class Work(NamedTuple):
         return torch.vmap(lambda p: self.forward(p, (self.inputs, None)))(draws).log_softmax(-1).detach()
 
 
-def modes(w: Work) -> bc.Draws:
-    """The optimizer of every start."""
-    return w.run(bc.sgd(w.s["lr"], momentum=0.9), 1)
-
-
 def sghmc(w: Work, share: float) -> Tensor:
     """Parallel chains at a share of the Bayesian temperature ``1 / N``."""
     draws = w.run(bc.sghmc(w.s["lr"], 0.9, temperature=share / w.n), w.s["draws"])
@@ -123,13 +114,11 @@ def multi_swag(w: Work, start: dict[str, Tensor]) -> Tensor:
     every = w.n // size
     swag = bc.swag(rank=w.s["rank"], every=every)
     tx = bc.chain(bc.sgd(w.s["swag_lr"], momentum=0.9), swag)
-    step, out = bc.make_step(w.loss, tx), []
+    out = []
     for k in range(w.s["chains"]):
-        params = {name: p[k] for name, p in start.items()}
-        state = tx.init(params)
-        for _ in range(2 * w.s["rank"]):
-            for rows in torch.randperm(w.n)[: every * size].split(size):
-                params, state, _ = step(params, state, (w.task.train[0][rows], w.task.train[1][rows]))
+        epochs = [torch.randperm(w.n)[: every * size].split(size) for _ in range(2 * w.s["rank"])]
+        batches = [tuple(part[rows] for part in w.task.train) for epoch in epochs for rows in epoch]
+        params, state = stepped(w.loss, tx, {name: p[k] for name, p in start.items()}, batches, len(batches))
         out.append(w.classes(swag.posterior(state, params).sample((w.s["draws"],))))
     return torch.cat(out)
 
@@ -155,7 +144,7 @@ def predictions(name: str, s: Mapping[str, Any], seed: int) -> tuple[Task, dict[
     forward = bc.make_functional(network(s)).forward
     starts = [bc.make_functional(network(s)).params for _ in range(s["chains"])]
     w = Work(task, s, forward, {n: p.detach() for n, p in bc.stack(starts).items()})
-    ensemble = {n: p[-1] for n, p in modes(w).params.items()}
+    ensemble = w.run(bc.sgd(s["lr"], momentum=0.9), 1)[-1]  # the optimizer of every start
     members = w.classes(ensemble)
     return task, {
         "SGD": members[:1],

@@ -38,7 +38,10 @@ SHARE = 0.5  # of the stability limit at the mode
 
 
 class Problem(NamedTuple):
-    """Features ``[N, 8]``, classes ``[N]``, and the Pyro model's negative log joint of a vector ``[9]``."""
+    """Features ``[N, 8]``, classes ``[N]``, and the Pyro model's negative log joint of a vector ``[9]``.
+
+    Our samplers run on the mean loss ``U / N`` at ``T = 1 / N``.
+    """
 
     x: Tensor
     y: Tensor
@@ -48,9 +51,76 @@ class Problem(NamedTuple):
 
     def plain(self, w: Tensor) -> Tensor:
         """The same potential in torch alone: ``torch.func`` cannot look through Pyro's handlers."""
-        logits = self.x @ w[:8] + w[8]
-        nll = torch.nn.functional.binary_cross_entropy_with_logits(logits, self.y, reduction="sum")
-        return nll + (w**2).sum() / 2
+        return len(self.x) * self.loss(w, (self.x, self.y))
+
+    def loss(self, w: Tensor, batch: Any) -> Tensor:
+        """Mean negative log posterior per datum; equal to ``plain / N`` on the whole set."""
+        x, y = batch
+        logits = x @ w[:8] + w[8]
+        prior = (w**2).sum() / (2 * len(self.x))
+        return torch.nn.functional.binary_cross_entropy_with_logits(logits, y) + prior
+
+    @property
+    def limit(self) -> float:
+        """The largest stable lr of heavy ball on the mean loss."""
+        top = torch.linalg.eigvalsh(self.hessian)[-1].item() / len(self.x)
+        return 2 * (1 + MOMENTUM) / top
+
+    def chain(
+        self, s: Mapping[str, Any], order: int, dtype: torch.dtype = torch.float64, share: float = SHARE
+    ) -> tuple[Tensor, float]:
+        """One chain on the full batch, captured."""
+        n, block = len(self.x), 100
+        tx = bc.sghmc(share * self.limit, MOMENTUM, temperature=1 / n, order=order)
+        w, data = self.mode.to(dtype, copy=True), (self.x.to(dtype), self.y.to(dtype))
+        state = tx.init(w)
+        step: Any = bc.capture(bc.make_step(self.loss, tx), w, state, data, steps=block, draws=True)
+        step(w, state, data)
+        start, kept = time.perf_counter(), []
+        for _ in range(s["gradients"] // block):
+            w, state, info = step(w, state, data)
+            kept.append(info.draws)
+        draws = torch.cat(kept)
+        return draws[len(draws) // 20 :], time.perf_counter() - start
+
+    def minibatch(self, s: Mapping[str, Any], batch_size: int = 32) -> tuple[Tensor, float]:
+        """One chain on reshuffled minibatches, as many data seen as the full-batch chain sees; lr a hundredth."""
+        n = len(self.x)
+        tx = bc.sghmc(0.008 * self.limit, MOMENTUM, temperature=1 / n)
+        w, batches = self.mode.clone(), bc.epochs((self.x, self.y), batch_size, seed=0)
+        steps = s["gradients"] * n // batch_size // s["minibatch_share"]
+        start = time.perf_counter()
+        step = bc.make_step(self.loss, tx)
+        draws = bc.sample(step, w, tx.init(w), batches, steps=steps, burn_in=steps // 20, thinning=24)
+        return draws.params, time.perf_counter() - start
+
+    def parallel(self, s: Mapping[str, Any]) -> tuple[Tensor, float]:
+        """Many chains from the mode, captured; their last positions."""
+        n, k, block = len(self.x), s["chains"], 10
+        tx = bc.sghmc(SHARE * self.limit, MOMENTUM, temperature=1 / n)
+        w, data = self.mode.expand(k, 9).clone(), (self.x, self.y)
+        chains = bc.parallel(bc.make_step(self.loss, tx), k)
+        state = chains.init(tx, w)
+        step = bc.capture(chains, w, state, data, steps=block)
+        step(w, state, data)
+        start = time.perf_counter()
+        for _ in range(s["parallel_steps"] // block):
+            w, state, _ = step(w, state, data)
+        return w, time.perf_counter() - start
+
+    def variational(self, s: Mapping[str, Any]) -> tuple[Tensor, float]:
+        """A dense Gaussian."""
+        tx = bc.vi.dense(bc.adam(1e-2), temperature=1 / len(self.x), init_scale=0.05, n_samples=4)
+        start = time.perf_counter()
+        w, state = stepped(self.loss, tx, self.mode.clone(), (self.x, self.y), s["vi_steps"])
+        return tx.posterior(state, w).sample((s["draws"],)), time.perf_counter() - start
+
+    def laplace(self, s: Mapping[str, Any]) -> tuple[Tensor, float]:
+        """The Gaussian at the mode with the GGN, which is the Hessian here."""
+        start, data = time.perf_counter(), (self.x, self.y[:, None])
+        forward = lambda w, batch: (batch[0] @ w[:8] + w[8])[:, None]  # noqa: E731
+        draws = laplace_at(self.mode, forward, bc.likelihoods.bernoulli(), data).sample((s["draws"],))
+        return draws, time.perf_counter() - start
 
 
 def read() -> tuple[Tensor, Tensor]:
@@ -101,81 +171,6 @@ def nuts(p: Problem, draws: int, warmup: int) -> tuple[Tensor, float]:
     mcmc = MCMC(kernel, draws, warmup_steps=warmup, initial_params={"w": p.mode}, disable_progbar=True)
     mcmc.run()
     return mcmc.get_samples()["w"], time.perf_counter() - start
-
-
-class Ours(NamedTuple):
-    """Our samplers on the mean loss ``U / N`` at ``T = 1 / N``."""
-
-    p: Problem
-
-    def loss(self, w: Tensor, batch: Any) -> Tensor:
-        """Mean negative log posterior per datum; equal to ``plain / N`` on the whole set."""
-        x, y = batch
-        logits = x @ w[:8] + w[8]
-        prior = (w**2).sum() / (2 * len(self.p.x))
-        return torch.nn.functional.binary_cross_entropy_with_logits(logits, y) + prior
-
-    @property
-    def limit(self) -> float:
-        """The largest stable lr of heavy ball on the mean loss."""
-        top = torch.linalg.eigvalsh(self.p.hessian)[-1].item() / len(self.p.x)
-        return 2 * (1 + MOMENTUM) / top
-
-    def chain(
-        self, s: Mapping[str, Any], order: int, dtype: torch.dtype = torch.float64, share: float = SHARE
-    ) -> tuple[Tensor, float]:
-        """One chain on the full batch, captured."""
-        n, block = len(self.p.x), 100
-        tx = bc.sghmc(share * self.limit, MOMENTUM, temperature=1 / n, order=order)
-        w, data = self.p.mode.to(dtype, copy=True), (self.p.x.to(dtype), self.p.y.to(dtype))
-        state = tx.init(w)
-        step: Any = bc.capture(bc.make_step(self.loss, tx), w, state, data, steps=block, draws=True)
-        step(w, state, data)
-        start, kept = time.perf_counter(), []
-        for _ in range(s["gradients"] // block):
-            w, state, info = step(w, state, data)
-            kept.append(info.draws)
-        draws = torch.cat(kept)
-        return draws[len(draws) // 20 :], time.perf_counter() - start
-
-    def minibatch(self, s: Mapping[str, Any], batch_size: int = 32) -> tuple[Tensor, float]:
-        """One chain on reshuffled minibatches, as many data seen as the full-batch chain sees; lr a hundredth."""
-        n = len(self.p.x)
-        tx = bc.sghmc(0.008 * self.limit, MOMENTUM, temperature=1 / n)
-        w, batches = self.p.mode.clone(), bc.epochs((self.p.x, self.p.y), batch_size, seed=0)
-        steps = s["gradients"] * n // batch_size // s["minibatch_share"]
-        start = time.perf_counter()
-        step = bc.make_step(self.loss, tx)
-        draws = bc.sample(step, w, tx.init(w), batches, steps=steps, burn_in=steps // 20, thinning=24)
-        return draws.params, time.perf_counter() - start
-
-    def parallel(self, s: Mapping[str, Any]) -> tuple[Tensor, float]:
-        """Many chains from the mode, captured; their last positions."""
-        n, k, block = len(self.p.x), s["chains"], 10
-        tx = bc.sghmc(SHARE * self.limit, MOMENTUM, temperature=1 / n)
-        w, data = self.p.mode.expand(k, 9).clone(), (self.p.x, self.p.y)
-        chains = bc.parallel(bc.make_step(self.loss, tx), k)
-        state = chains.init(tx, w)
-        step = bc.capture(chains, w, state, data, steps=block)
-        step(w, state, data)
-        start = time.perf_counter()
-        for _ in range(s["parallel_steps"] // block):
-            w, state, _ = step(w, state, data)
-        return w, time.perf_counter() - start
-
-    def variational(self, s: Mapping[str, Any]) -> tuple[Tensor, float]:
-        """A dense Gaussian."""
-        tx = bc.vi.dense(bc.adam(1e-2), temperature=1 / len(self.p.x), init_scale=0.05, n_samples=4)
-        start = time.perf_counter()
-        w, state = stepped(self.loss, tx, self.p.mode.clone(), (self.p.x, self.p.y), s["vi_steps"])
-        return tx.posterior(state, w).sample((s["draws"],)), time.perf_counter() - start
-
-    def laplace(self, s: Mapping[str, Any]) -> tuple[Tensor, float]:
-        """The Gaussian at the mode with the GGN, which is the Hessian here."""
-        start, data = time.perf_counter(), (self.p.x, self.p.y[:, None])
-        forward = lambda w, batch: (batch[0] @ w[:8] + w[8])[:, None]  # noqa: E731
-        draws = laplace_at(self.p.mode, forward, bc.likelihoods.bernoulli(), data).sample((s["draws"],))
-        return draws, time.perf_counter() - start
 
 
 def posteriors_sghmc(p: Problem, gradients: int, h: float, alpha: float) -> tuple[Tensor, float]:
@@ -243,7 +238,7 @@ def measures(p: Problem, truth: Tensor, draws: Tensor, seconds: float) -> dict[s
 def run(settings: Mapping[str, Any], seed: int) -> Table:
     """Every sampler against long NUTS."""
     s, p = settings, problem()
-    ours, (truth, _) = Ours(p), nuts(p, s["truth"], s["warmup"])
+    truth, _ = nuts(p, s["truth"], s["warmup"])
     top = torch.linalg.eigvalsh(p.hessian)[-1].item()
     # the stale gradient is stable for h^2 top < 1 - mu, with mu = 1 - alpha h
     grid = [(math.sqrt(f * (1 - mu) / top), mu) for mu in s["momenta"] for f in s["fractions"]]
@@ -254,14 +249,14 @@ def run(settings: Mapping[str, Any], seed: int) -> Table:
 
     made = {
         "NUTS (Pyro)": lambda: nuts(p, s["nuts"], s["warmup"]),
-        "ours, SGHMC": lambda: ours.chain(s, 2),
-        "ours, SGHMC float32": lambda: ours.chain(s, 2, torch.float32),
-        "ours, SGHMC near the limit": lambda: ours.chain(s, 2, share=0.8),
-        "ours, SGHMC order 1": lambda: ours.chain(s, 1),
-        "ours, SGHMC minibatch": lambda: ours.minibatch(s),
-        f"ours, SGHMC {s['chains']} chains": lambda: ours.parallel(s),
-        "ours, VI dense": lambda: ours.variational(s),
-        "ours, Laplace": lambda: ours.laplace(s),
+        "ours, SGHMC": lambda: p.chain(s, 2),
+        "ours, SGHMC float32": lambda: p.chain(s, 2, torch.float32),
+        "ours, SGHMC near the limit": lambda: p.chain(s, 2, share=0.8),
+        "ours, SGHMC order 1": lambda: p.chain(s, 1),
+        "ours, SGHMC minibatch": lambda: p.minibatch(s),
+        f"ours, SGHMC {s['chains']} chains": lambda: p.parallel(s),
+        "ours, VI dense": lambda: p.variational(s),
+        "ours, Laplace": lambda: p.laplace(s),
         "posteriors, VI dense": lambda: posteriors_vi(p, s["vi_steps"], s["draws"]),
     }
     table = {name: measures(p, truth, *draw()) for name, draw in made.items()}

@@ -43,7 +43,7 @@ def cell(name: str, seed: int, steps: int, done: dict[str, Any], peers: bool) ->
     return done | {"about": about}
 
 
-def main() -> None:
+if __name__ == "__main__":
     names = PROTOCOL["seen before"] + PROTOCOL["new"]
     path, steps = RESULTS / "leaderboard.json", PROTOCOL["steps"]
     given = command(peers=False, tasks=names, seeds=[0, 1, 2, 3, 4], steps=steps, record=path)
@@ -56,7 +56,3 @@ def main() -> None:
             keep(given.record, record)
     given.record.with_suffix(".md").write_text(markdown(record))
     print(markdown(record))
-
-
-if __name__ == "__main__":
-    main()

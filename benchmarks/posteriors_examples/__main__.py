@@ -34,9 +34,8 @@ def lines(function: Callable[..., Any]) -> int:
     return sum(bool(source[i].strip()) for node in counted for i in range(node.lineno - 1, node.end_lineno or 0))
 
 
-def main(names: list[str]) -> None:
-    """Print the table."""
-    for name in names or NAMES:
+if __name__ == "__main__":
+    for name in sys.argv[1:] or NAMES:
         module, results, seconds = example(name), [], []
         problem = module.data()
         for function in (module.theirs, module.ours):
@@ -49,7 +48,3 @@ def main(names: list[str]) -> None:
         print(f"  {'seconds':43s} {seconds[0]:12.2f} {seconds[1]:12.2f}")
         for label, (a, b, apart) in module.compare(*results).items():
             print(f"  {label:43s} {a:12.4f} {b:12.4f} {apart:14.4g}{'' if abs(a - b) <= apart else '   DIFFERS'}")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -179,7 +179,7 @@ def test_independent_draws_share_no_noise(draws, chains):
 
 def exact(seed, draws, chains, n=N):
     """Independent draws of the posterior of a linear regression with noise and prior of variance 1, and what they are of."""
-    of = runs.Exact(seed, draws, chains, n=n)
+    of = runs.Exact.make(seed, draws, chains, n=n)
     likelihood = lambda p, batch: (batch[0] @ p["w"] - batch[1]).square().mean() / 2  # noqa: E731
     return SimpleNamespace(
         w=of.w,
