@@ -166,6 +166,11 @@ def one_of(*choices: str) -> Kind:
     return Kind(lambda x: isinstance(x, str) and x in choices, " or ".join(map(repr, choices)), (str,))
 
 
+def is_spread(shape: Sequence[int], to: Sequence[int]) -> bool:
+    """Whether tensors of one shape are broadcast to another without changing it."""
+    return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(shape[::-1], to[::-1]))
+
+
 def require(who: str, **given: tuple[Any, Kind]) -> None:
     """Refuse the first of some arguments that is not what it may be.
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
 from bayesopt_chain import checks
-from bayesopt_chain.likelihoods._likelihood import Grouping, Likelihood, OutputRoot, Seen, Softmax, Support
+from bayesopt_chain.likelihoods._likelihood import Grouping, Likelihood, Moved, OutputRoot, Softmax, Support
 from bayesopt_chain.likelihoods._predictive import Predictive
 from bayesopt_chain.likelihoods._quadrature import probit, softmax_mean
 from bayesopt_chain.tracing import is_hidden, is_readable
@@ -104,7 +104,7 @@ class Categorical(OneOfSeveral):
 
     def exact_root(self, outputs: Tensor, labels: Any) -> OutputRoot:
         root = Softmax(self.mean(outputs))
-        return root if self.axis == -1 else Seen(root, self.axis)
+        return root if self.axis == -1 else Moved(root, self.axis)
 
     def mean(self, outputs: Tensor) -> Tensor:
         return self._last(outputs).softmax(-1)
@@ -149,37 +149,26 @@ class Categorical(OneOfSeveral):
         classes = outputs.shape[self.axis]
         if self.weight is not None and len(self.weight) != classes:
             raise ValueError(f"categorical: weight has {len(self.weight)} entries, but the outputs {classes} classes")
-        if targets.is_floating_point() or targets.dtype == torch.bool:
-            raise ValueError(f"the categorical likelihood got targets of {targets.dtype}: pass class numbers, int64")
-        if not (is_readable(targets) or (wait and not is_hidden(targets))) or not targets.numel():
-            return
-        low, high = _signed(targets).aminmax()
-        if int(low) < 0 or int(high) >= classes:  # only then it is worth asking which of them are ignored
-            labels = self.labels(targets)
-            self._refuse(labels < 0, labels, f"class numbers from 0 (or ignore_index={self.ignore_index})")
-            self._refuse(labels >= classes, labels, f"class numbers from 0 to {classes - 1}")
+
+    def require_values(self, outputs: Tensor, targets: Tensor) -> None:
+        classes = outputs.shape[self.axis]
+        self._refuse(targets < 0, targets, f"class numbers from 0 (or ignore_index={self.ignore_index})")
+        self._refuse(targets >= classes, targets, f"class numbers from 0 to {classes - 1}")
 
     def weights(self, targets: Any) -> Tensor | None:
         """That of a target's class; 0 where it is ignored."""
-        kept = _signed(targets) != self.ignore_index
+        kept = targets.to(torch.int64) != self.ignore_index
         if self.weight is None:
             return None if is_readable(kept) and bool(kept.all()) else kept
         table = torch.as_tensor(self.weight, device=targets.device)
         return table[self.labels(targets)] * kept
 
     def labels(self, targets: Any) -> Any:
-        if not isinstance(targets, Tensor):
-            raise ValueError(
-                f"the categorical likelihood got targets of the type {type(targets).__name__}: pass class numbers, a tensor "
-                "of int64"
-            )
-        numbers = _signed(targets)
+        if not isinstance(targets, Tensor) or targets.is_floating_point() or targets.dtype == torch.bool:
+            what = targets.dtype if isinstance(targets, Tensor) else f"the type {type(targets).__name__}"
+            raise ValueError(f"the categorical likelihood got targets of {what}: pass class numbers, a tensor of int64")
+        numbers = targets.to(torch.int64)  # torch compares unsigned ones with -100 modulo 256, as 156
         return torch.where(numbers == self.ignore_index, 0, numbers)
-
-
-def _signed(targets: Tensor) -> Tensor:
-    """Class numbers as int64: torch compares unsigned ones with -100 modulo 256, as 156."""
-    return targets if targets.is_floating_point() or targets.dtype == torch.bool else targets.to(torch.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,7 +229,7 @@ def bernoulli() -> Likelihood:
 AXIS = checks.Kind(lambda x: checks.INDEX.fits(x) and x < 0, "an axis counted from the end, such as -3", (int,))
 
 
-@checks.takes(weight=checks.VECTOR.or_none(), axis=AXIS)
+@checks.takes(weight=checks.VECTOR.or_none(), ignore_index=checks.INDEX, axis=AXIS)
 def categorical(
     *,
     weight: Sequence[float] | Tensor | None = None,

@@ -35,11 +35,11 @@ class LogRates(Likelihood):
 
     def variance(self, outputs: Tensor) -> Tensor:
         mu = outputs.exp()
-        return mu + self.excess * mu.square()
+        return mu + self.excess * mu * mu  # of squares a Poisson's excess of 0 would make 0 times infinity
 
     def moments(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         mu = (mean + variance / 2).exp()
-        within = mu + self.excess * (mu.square() * variance.exp())
+        within = mu + self.excess * mu * (mu * variance.exp())
         return within, (mu, mu.square() * variance.expm1())
 
 
@@ -55,7 +55,7 @@ class Poisson(LogRates):
 
     def gradient(self, outputs: Tensor, targets: Any) -> Tensor:
         self._require_once(outputs, targets)
-        return outputs.exp() - targets
+        return outputs.exp() - targets.to(outputs.dtype)  # also of yes and no
 
     def information(self, outputs: Tensor) -> Tensor:
         return outputs.exp()

@@ -17,12 +17,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from operator import attrgetter
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
+from bayesopt_chain import checks
 from bayesopt_chain.likelihoods._likelihood import (
     REAL,
     Elementwise,
@@ -40,15 +42,35 @@ Sampler = Callable[[Tensor, "torch.Generator | None"], Any]
 
 
 @dataclass(frozen=True, eq=False)
-class FromLoss(Likelihood):
+class Custom(Likelihood):
+    """See :func:`custom`: the Hessian in the outputs is that of the loss at the observed targets, unless one is given."""
+
+    output_hessian: Loss | None
+    name = "custom"
+    support = None
+
+    def exact_root(self, outputs: Tensor, labels: Any) -> OutputRoot:
+        hessian = self._differentiated if self.output_hessian is None else self.output_hessian
+        return _root_of(hessian(outputs, labels), outputs)
+
+    def _differentiated(self, outputs: Tensor, targets: Any) -> Tensor:
+        def one(output: Tensor, target: Tensor) -> Tensor:
+            def loss(entries: Tensor) -> Tensor:
+                return -self.log_prob(entries.reshape((1, *output.shape)), target[None]).sum()
+
+            # torch.func.hessian takes forward mode, which not every operation has
+            return torch.func.jacrev(torch.func.grad(loss))(output.reshape(-1))
+
+        return torch.vmap(one)(outputs, observed(targets))
+
+
+@dataclass(frozen=True, eq=False)
+class FromLoss(Custom):
     """See :func:`custom`; a datum is one target, and all its outputs are that target's."""
 
     loss: Loss
-    output_hessian: Loss | None
     sampler: Sampler | None
     inverse_link: Callable[[Tensor], Tensor] | None
-    name = "custom"
-    support = None
 
     def grouping(self, event: torch.Size) -> Grouping:
         return Grouping((), event.numel())
@@ -69,8 +91,7 @@ class FromLoss(Likelihood):
     def exact_root(self, outputs: Tensor, labels: Any) -> OutputRoot:
         if labels is not None:
             self.losses(outputs, labels)
-        hessian: Loss = self.output_hessian or _hessian_of(self.loss)
-        return _root_of(hessian(outputs, labels), outputs)
+        return super().exact_root(outputs, labels)
 
     def mean(self, outputs: Tensor) -> Tensor:
         return super().mean(outputs) if self.inverse_link is None else self.inverse_link(outputs)
@@ -86,13 +107,10 @@ class FromLoss(Likelihood):
 
 
 @dataclass(frozen=True, eq=False)
-class FromDistribution(Likelihood):
-    """See :func:`custom`."""
+class FromDistribution(Custom):
+    """See :func:`custom`; where targets lie is known at outputs alone, see :meth:`support_at`."""
 
     distribution: Callable[[Tensor], Distribution]
-    output_hessian: Loss | None
-    name = "custom"
-    support = None  # known at outputs alone, see ``support_at``
 
     def at(self, outputs: Tensor) -> Distribution:
         """The distribution of targets given outputs; targets are checked by :meth:`require`."""
@@ -110,13 +128,8 @@ class FromDistribution(Likelihood):
             )
         return Grouping(shape, 1 if shape == tuple(event) else event[-1])
 
-    def require(self, outputs: Tensor, targets: Any, *, wait: bool = False) -> None:
-        super().require(outputs, targets, wait=wait)
-        if (
-            isinstance(targets, Tensor)
-            and not (is_hidden(targets) or is_hidden(outputs))
-            and (wait or not targets.is_cuda)
-        ):
+    def require_values(self, outputs: Tensor, targets: Tensor) -> None:
+        if not is_hidden(outputs):
             support: Any = self.at(outputs.detach()).support
             self._refuse(~(support.check(targets) & targets.isfinite()), targets, f"in the support, {support}")
 
@@ -165,8 +178,7 @@ class FromDistribution(Likelihood):
 
     def exact_root(self, outputs: Tensor, labels: Any) -> OutputRoot:
         if self.output_hessian is not None or self.grouping(outputs.shape[1:]).width > 1:
-            hessian = self.output_hessian or _hessian_of(lambda f, y: -self.log_prob(f, y).reshape(len(f), -1).sum(1))
-            return _root_of(hessian(outputs, labels), outputs)
+            return super().exact_root(outputs, labels)
         slope = torch.func.grad(lambda f: -self.log_prob(f, observed(labels)).sum())
         curvature = torch.func.grad(lambda f: slope(f).sum())(outputs)  # each output is a target's own
         return Elementwise(semidefinite_root(curvature[..., None, None], self.name).reshape(outputs.shape).to(outputs))
@@ -230,9 +242,9 @@ def custom(
             raise ValueError(
                 "likelihoods.custom: a distribution has draws and a mean of its own: leave out draw= and mean="
             )
-        return FromDistribution(distribution, output_hessian)
+        return FromDistribution(output_hessian, distribution)
     assert nll is not None
-    return FromLoss(nll, output_hessian, draw, mean)
+    return FromLoss(output_hessian, nll, draw, mean)
 
 
 def observed(targets: Any) -> Any:
@@ -287,20 +299,6 @@ def _unvalidated() -> Iterator[None]:
         Distribution.set_default_validate_args(before)
 
 
-def _hessian_of(nll: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    def hessian(outputs: Tensor, targets: Tensor) -> Tensor:
-        def one(output: Tensor, target: Tensor) -> Tensor:
-            def loss(entries: Tensor) -> Tensor:
-                return nll(entries.reshape((1, *output.shape)), target[None]).sum()
-
-            # torch.func.hessian takes forward mode, which not every operation has
-            return torch.func.jacrev(torch.func.grad(loss))(output.reshape(-1))
-
-        return torch.vmap(one)(outputs, observed(targets))
-
-    return hessian
-
-
 def _require_separate(
     losses: Tensor, nll: Callable[[Tensor, Tensor], Tensor], outputs: Tensor, targets: Tensor
 ) -> None:
@@ -321,35 +319,23 @@ def _require_separate(
         )
 
 
-def _inner(name: str) -> Any:
-    return property(lambda self: getattr(self.inner, name))
-
-
 @dataclass(frozen=True, eq=False)
 class Weighted(Likelihood):
     """See :func:`weighted`."""
 
     inner: Likelihood
-    support, methods, has_classes, default_method, noise_variance, has_width = map(  # type: ignore
-        _inner,
-        ("support", "methods", "has_classes", "default_method", "noise_variance", "has_width"),
-    )
-    log_prob, information, exact_root, mean, variance, draw, cdf, grouping, mixed, support_at, expected_mean = map(
-        _inner,
-        (
-            "log_prob",
-            "information",
-            "exact_root",
-            "mean",
-            "variance",
-            "draw",
-            "cdf",
-            "grouping",
-            "mixed",
-            "support_at",
-            "expected_mean",
-        ),
-    )
+    (  # what does not look at weights is the inner likelihood's own
+        noise_variance, has_width,  # pyright: ignore[reportIncompatibleMethodOverride]
+        support, methods, has_classes, default_method, log_prob, information, exact_root, mean, variance, draw, cdf, grouping,
+        moments, nodes, mixed, log_prob_at_nodes, support_at, expected_mean,
+    ) = (
+        cast(Any, property(attrgetter(f"inner.{name}")))
+        for name in (
+            "noise_variance", "has_width",
+            "support", "methods", "has_classes", "default_method", "log_prob", "information", "exact_root", "mean", "variance",
+            "draw", "cdf", "grouping", "moments", "nodes", "mixed", "log_prob_at_nodes", "support_at", "expected_mean",
+        )
+    )  # fmt: skip
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -419,8 +405,8 @@ def weighted(likelihood: Likelihood) -> Likelihood:
 
 
 def _pair(targets: Any) -> tuple[Tensor, Tensor]:
-    if not (isinstance(targets, (tuple, list)) and len(targets) == 2):
+    if not (isinstance(targets, (tuple, list)) and len(targets) == 2 and isinstance(targets[0], Tensor)):
         raise ValueError(
-            f"weighted: the targets are a {type(targets).__name__}, not a pair: pass batches (inputs, (targets, weights))"
+            f"weighted: the targets are {checks.short(targets)}, not a pair: pass batches (inputs, (targets, weights))"
         )
-    return targets[0], targets[1]
+    return targets[0], torch.as_tensor(targets[1], device=targets[0].device)

@@ -68,6 +68,10 @@ class Gaussian(Normal):
     variance_of_noise: Any
     name = "gaussian"
 
+    def grouping(self, event: torch.Size) -> Grouping:
+        _require_of_event("gaussian: variance", self.variance_of_noise, event)
+        return super().grouping(event)
+
     def pair(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         return outputs, self._variance(outputs).log()
 
@@ -166,6 +170,10 @@ class StudentT(Likelihood):
     scale: Any
     name = "student_t"
 
+    def grouping(self, event: torch.Size) -> Grouping:
+        _require_of_event("student_t: scale", self.scale, event)
+        return super().grouping(event)
+
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         s, df = self._scale(outputs), self.df
         constant = math.lgamma((df + 1) / 2) - math.lgamma(df / 2) - 0.5 * math.log(math.pi * df)
@@ -256,6 +264,15 @@ def student_t(df: float = 4.0, scale: float | Tensor = 1.0) -> Likelihood:
         tensor([1.0009, 8.0731])
     """
     return StudentT(float(df), scale)
+
+
+def _require_of_event(what: str, value: Any, event: torch.Size) -> None:
+    """Refuse numbers that are no one for each output of a datum, as one for each datum would be."""
+    if isinstance(value, Tensor) and not checks.is_spread(value.shape, event):
+        raise ValueError(
+            f"{what} of shape {tuple(value.shape)} is not one number for each output of a datum, of shape {tuple(event)}: "
+            "let the model return a log variance for each datum (gaussian(variance='learned'))"
+        )
 
 
 def normal_like(tensor: Tensor, generator: torch.Generator | None) -> Tensor:

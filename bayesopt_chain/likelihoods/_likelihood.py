@@ -30,7 +30,9 @@ of softmaxes ``diag(sum_bt p_bt) - sum_bt p_bt p_bt^T``.
     Elementwise    s_k = scale_k e_k                               K = E, the number of entries of an event
     Softmax        s_k = d_k (e_k - sum_{j > k} p_j e_j / q_k)     K = E (C - 1) / C: one softmax of C classes a position
     Explicit       columns that are held                           K of them
-    Seen           r s_k for columns s_k of another root           for weights r^2 of the data and their positions, axes moved
+    Moved          columns of another root, the last axis moved
+
+    Weights r^2 of the data and their positions multiply each column by r.
 
 with ``q_k = sum_{j > k} p_j`` and ``d_k^2 = p_k q_k / (p_k + q_k)``: the Cholesky factor of ``diag(p) - p p^T``, whose rank is
 C - 1. The C columns ``sqrt(p_k) (e_k - p)`` are a root as well, and cost one more backward pass.
@@ -122,11 +124,8 @@ class OutputRoot(ABC):
     has_gram = False
     """Whether :meth:`gram` is known in closed form."""
 
-    def gram(self, scale: Tensor | None = None) -> Tensor:
+    def gram(self) -> Tensor:
         """The sum of ``S S^T`` over data and positions, of all outputs of a position, without a column.
-
-        Args:
-            scale: as for :meth:`scaled`, of columns that are multiplied first. Default: 1.
 
         Returns:
             ``[C, C]`` for outputs ``[b, *, C]``.
@@ -157,7 +156,7 @@ class OutputRoot(ABC):
             >>> root.scaled(torch.full((1, 2), 3.0)).diagonal()
             tensor([[36., 36.]])
         """
-        return Seen(self, scale=scale)
+        return Explicit(self.part(0, self.columns) * scale)
 
 
 @dataclass(frozen=True)
@@ -173,7 +172,9 @@ class Elementwise(OutputRoot):
         return self.scale.shape[1:].numel()
 
     def part(self, start: int, stop: int) -> Tensor:
-        return self.scale * _units(self.scale, start, stop)
+        units = torch.zeros(stop - start, self.columns, dtype=self.scale.dtype, device=self.scale.device)
+        units.diagonal(start).fill_(1)
+        return self.scale * units.reshape(stop - start, 1, *self.scale.shape[1:])
 
     def combine(self, weights: Tensor) -> Tensor:
         return self.scale * weights.reshape(self.scale.shape)
@@ -181,9 +182,8 @@ class Elementwise(OutputRoot):
     def diagonal(self) -> Tensor:
         return self.scale.square()
 
-    def gram(self, scale: Tensor | None = None) -> Tensor:
-        own = self.scale if scale is None else self.scale * scale
-        return torch.diag(own.square().flatten(0, -2).sum(0))
+    def gram(self) -> Tensor:
+        return torch.diag(self.scale.square().flatten(0, -2).sum(0))
 
     def scaled(self, scale: Tensor) -> OutputRoot:
         return Elementwise(self.scale * scale)
@@ -191,9 +191,13 @@ class Elementwise(OutputRoot):
 
 @dataclass(frozen=True)
 class Softmax(OutputRoot):
-    """The Cholesky factor of ``diag(p) - p p^T`` at every position: ``p``, ``[b, *, C]``, are the class probabilities."""
+    """The Cholesky factor of ``diag(p) - p p^T`` at every position, times ``scale`` where there is one.
+
+    ``p``, ``[b, *, C]``, are the class probabilities, and ``scale`` is like them.
+    """
 
     p: Tensor
+    scale: Tensor | None = None
     separates_positions = True
     has_gram = True
 
@@ -218,26 +222,32 @@ class Softmax(OutputRoot):
         positions = self.p.shape[1:-1].numel()
         if positions == 1:
             here, after = (scale[0].mT[start:stop, :, None] for scale in (d, d_over_q))
-            return (is_label * here - is_behind * after * p).reshape(-1, *self.p.shape)
+            return self._times((is_label * here - is_behind * after * p).reshape(-1, *self.p.shape))
         here, after = (scale[position, :, label][..., None] for scale in (d, d_over_q))
         columns = is_label * here - is_behind * after * p[position]  # [k, b, C]
         zeros = torch.zeros(stop - start, b, positions, classes, dtype=p.dtype, device=p.device)
         where = (position + first)[:, None, None, None].expand(stop - start, b, 1, classes)
-        return zeros.scatter(2, where, columns[:, :, None]).reshape(-1, *self.p.shape)
+        return self._times(zeros.scatter(2, where, columns[:, :, None]).reshape(-1, *self.p.shape))
 
     def combine(self, weights: Tensor) -> Tensor:
         d, d_over_q = self._scales(self.p)
         weights, classes = weights.reshape(d.shape), self.p.shape[-1]
         before = pad((weights * d_over_q).cumsum(-1), (1, 0))[..., :classes]
-        return pad(weights * d, (0, max(0, classes - self.labels))) - self.p * before
+        return self._times(pad(weights * d, (0, max(0, classes - self.labels))) - self.p * before)
 
     def diagonal(self) -> Tensor:
-        return self.p * (1 - self.p)
+        squares = self.p * (1 - self.p)
+        return squares if self.scale is None else squares * self.scale.square()
 
-    def gram(self, scale: Tensor | None = None) -> Tensor:
-        p = self.p.flatten(0, -2)
-        rows = p if scale is None else p * scale.flatten(0, -2)
-        return torch.diag((p if scale is None else rows * scale.flatten(0, -2)).sum(0)) - rows.mT @ rows
+    def gram(self) -> Tensor:
+        rows = self._times(self.p).flatten(0, -2)
+        return torch.diag(self._times(rows.reshape(self.p.shape)).flatten(0, -2).sum(0)) - rows.mT @ rows
+
+    def scaled(self, scale: Tensor) -> OutputRoot:
+        return Softmax(self.p, self._times(scale))
+
+    def _times(self, values: Tensor) -> Tensor:
+        return values if self.scale is None else values * self.scale
 
     def _scales(self, p: Tensor) -> tuple[Tensor, Tensor]:
         """Return d and d / q, ``[*, labels]``; both are 0 where no probability is left."""
@@ -263,53 +273,28 @@ class Explicit(OutputRoot):
 
 
 @dataclass(frozen=True)
-class Seen(OutputRoot):
-    """The columns of ``root``, the event's last axis moved to ``axis`` (counted from the end), times ``scale [b, *event]``."""
+class Moved(OutputRoot):
+    """The columns of ``root``, the event's last axis moved to ``axis`` (counted from the end)."""
 
     root: OutputRoot
-    axis: int = -1
-    scale: Tensor | None = None
-
-    @property
-    def separates_positions(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.axis == -1 and self.root.separates_positions
+    axis: int
+    separates_positions = False
 
     @property
     def columns(self) -> int:
         return self.root.columns
 
     def part(self, start: int, stop: int) -> Tensor:
-        return self._times(self.root.part(start, stop))
+        return self.root.part(start, stop).movedim(-1, self.axis)
 
     def combine(self, weights: Tensor) -> Tensor:
-        return self._times(self.root.combine(weights))
+        return self.root.combine(weights).movedim(-1, self.axis)
 
     def diagonal(self) -> Tensor:
-        squares = self.root.diagonal().movedim(-1, self.axis)
-        return squares if self.scale is None else squares * self.scale.square()
+        return self.root.diagonal().movedim(-1, self.axis)
 
-    @property
-    def has_gram(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.axis == -1 and self.root.has_gram
-
-    def gram(self, scale: Tensor | None = None) -> Tensor:
-        return self.root.gram(_product(self.scale, scale))
-
-    def _times(self, columns: Tensor) -> Tensor:
-        moved = columns.movedim(-1, self.axis)
-        return moved if self.scale is None else moved * self.scale
-
-
-def _product(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """The product of what is there."""
-    return b if a is None else a if b is None else a * b
-
-
-def _units(outputs: Tensor, start: int, stop: int) -> Tensor:
-    """Return the unit vectors ``start`` to ``stop`` of an event, ``[stop - start, 1, *event]``."""
-    units = torch.zeros(stop - start, outputs.shape[1:].numel(), dtype=outputs.dtype, device=outputs.device)
-    units.diagonal(start).fill_(1)
-    return units.reshape(stop - start, 1, *outputs.shape[1:])
+    def scaled(self, scale: Tensor) -> OutputRoot:
+        return Moved(self.root.scaled(scale.movedim(self.axis, -1)), self.axis)
 
 
 class Support(NamedTuple):
@@ -591,10 +576,11 @@ class Likelihood(ABC):
         """
         return self.support
 
-    def require_values(self, targets: Tensor) -> None:
+    def require_values(self, outputs: Tensor, targets: Tensor) -> None:
         """Raise for targets of a value that they cannot have; called where values can be read.
 
         Args:
+            outputs: ``[B, *event]``.
             targets: of :meth:`labels`, ``[B, *positions]``. By default they must lie in :attr:`support`.
 
         Raises:
@@ -603,7 +589,7 @@ class Likelihood(ABC):
         Example:
             >>> import torch
             >>> from bayesopt_chain import likelihoods
-            >>> likelihoods.poisson().require_values(torch.tensor([0.0, 2.0]))
+            >>> likelihoods.poisson().require_values(torch.zeros(2), torch.tensor([0.0, 2.0]))
         """
         support = self.support
         if support is None or targets.dtype == torch.bool:
@@ -679,9 +665,7 @@ class Likelihood(ABC):
             >>> likelihoods.gaussian(1.0).scaled(4.0).variance(torch.zeros(1, 1))
             tensor([[0.2500]])
         """
-        if isinstance(scale, (int, float)) and scale == 1:
-            return self
-        if isinstance(scale, Tensor) and not is_hidden(scale) and scale.numel() == 1 and scale.item() == 1:
+        if not (isinstance(scale, Tensor) and (is_hidden(scale) or scale.numel() != 1)) and float(scale) == 1:
             return self
         raise ValueError(f"a {self.name} likelihood has no noise to scale: leave likelihood_scale at 1")
 
@@ -749,7 +733,7 @@ class Likelihood(ABC):
                     f"reshape the {what} (broadcasting would mix data)"
                 )
         if is_readable(labels) or (wait and not is_hidden(labels)):
-            self.require_values(labels)
+            self.require_values(outputs, labels)
 
     def _require_once(self, outputs: Tensor, targets: Any) -> None:
         """:meth:`require`, unless it has just been asked of these very targets.
@@ -1225,8 +1209,7 @@ class Grouping(NamedTuple):
             tensor([[[0, 1],
                      [2, 3]]])
         """
-        flat = outputs.reshape(outputs.shape[0], -1)
-        flat = flat if self.order is None else flat[:, self.order.to(flat.device)]
+        flat = outputs if self.order is None else outputs.flatten(1)[:, self.order.to(outputs.device)]
         return flat.reshape(outputs.shape[0], *self.positions, self.width)
 
     def blocks(self, covariance: Tensor) -> Tensor:
@@ -1273,7 +1256,7 @@ class Grouping(NamedTuple):
             tensor([[0, 1, 2, 3]])
         """
         lead = groups.shape[: groups.ndim - 1 - len(self.positions)]
-        flat = groups.reshape(*lead, -1)
+        flat = groups.flatten(len(lead))
         flat = flat if self.order is None else flat[..., self.order.argsort().to(flat.device)]
         return flat.reshape(*lead, *event)
 
@@ -1317,8 +1300,11 @@ def weights_of_draws(outputs: Tensor, log_weights: Tensor | None) -> Tensor:
         )
     if log_weights is None:
         return outputs.new_full((len(outputs),), -math.log(len(outputs)), dtype=wide(outputs.dtype))
+    found = log_weights.log_softmax(0) if log_weights.ndim else log_weights
     if log_weights.shape != outputs.shape[:1]:
         raise ValueError(
             f"mixture: log_weights must hold one number for each of {len(outputs)} draws, got shape {tuple(log_weights.shape)}"
         )
-    return log_weights.log_softmax(0)
+    if is_readable(found) and bool(found.isnan().any()):
+        raise ValueError("mixture: log_weights are NaN, or no draw has a weight: look at what they were computed from")
+    return found

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from bayesopt_chain import checks
 from bayesopt_chain.likelihoods._quadrature import gauss_legendre, root_by_eigenvectors
-from bayesopt_chain.trees import wide
+from bayesopt_chain.trees import upcast
 
 AT_ONCE = 2**18  # outputs at which a score takes the distribution function at once
 PIECES, NODES = 64, 8  # of each of the two integrals of a score, and nodes of a piece
@@ -157,7 +157,7 @@ class Mixture:
         some, rows = self, torch.arange(len(y), device=y.device)
         for k in range(low, int(ends.max()) + 1):
             if (k - low) % COUNTS == 0:  # data whose counts are added up are left out from here on
-                rows = (ends.flatten(1).amax(1) >= k).nonzero()[:, 0]
+                rows = (ends.reshape(len(y), -1).amax(1) >= k).nonzero()[:, 0]
                 some = replace(self, outputs=self.outputs[:, rows].to(torch.float64))
             at = torch.full_like(ends[rows], k)
             below[rows] += some.log_prob(at).exp()  # at many nodes much cheaper than the distribution function
@@ -278,7 +278,7 @@ class Predictive:
 
     Attributes:
         likelihood: of targets given outputs, with its noise.
-        outputs: a Gaussian, :class:`Outputs`, or draws ``[S, N, *event]``, in float32 at least.
+        outputs: a Gaussian, :class:`Outputs`, or draws ``[S, N, *event]``; held in float32 at least.
         log_weights: of the draws, ``[S]``, whose exponentials sum to 1; ``None`` for a Gaussian.
         mean_entropy: where draws of classes were added up (``likelihood.pooled``), the mean of their entropies,
             ``[N, *positions]`` in nats. Outputs are then ``[1, N, *event]``, the logarithms of the mixture's probabilities, and
@@ -309,8 +309,7 @@ class Predictive:
     mean_entropy: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.outputs, Tensor):
-            object.__setattr__(self, "outputs", self.outputs.to(wide(self.outputs.dtype)))
+        object.__setattr__(self, "outputs", upcast(self.outputs))
 
     @property
     def mean(self) -> Tensor:
@@ -591,11 +590,7 @@ class Predictive:
         """Refuse what is no number for every target."""
         checks.require(who, **{name: (values, checks.VALUES)})
         shape = self._shape
-        if (
-            values.dtype == torch.bool
-            or values.ndim > len(shape)
-            or any(a not in (1, b) for a, b in zip(values.shape[::-1], shape[::-1]))
-        ):
+        if values.dtype == torch.bool or not checks.is_spread(values.shape, shape):
             raise ValueError(
                 f"{who}: {name} must be numbers of shape {shape}, got shape {tuple(values.shape)}, {values.dtype}"
             )

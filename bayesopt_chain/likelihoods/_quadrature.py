@@ -58,6 +58,7 @@ from torch.quasirandom import SobolEngine
 
 from bayesopt_chain import checks
 from bayesopt_chain.tracing import is_hidden
+from bayesopt_chain.trees import wide
 
 FEW, MANY = 129, 4097  # points of the trapezoidal rule: the default and the most
 PAIRS = 128  # antithetic pairs of Sobol points
@@ -200,7 +201,8 @@ def incomplete_beta(a: Tensor, b: Tensor, x: Tensor) -> Tensor:
     a, b = torch.where(is_far, b, a), torch.where(is_far, a, b)
     near = torch.where(is_far, 1 - x, x)
     inside = near.clamp_min(TINY)
-    front = a * inside.log() + b * (-near).log1p() - a.log() - _log_beta(a, b)
+    log_beta = torch.lgamma(a) + torch.lgamma(b) - torch.lgamma(a + b)
+    front = a * inside.log() + b * (-near).log1p() - a.log() - log_beta
     value = torch.where(near > 0, front.exp() / _fraction(a, b, near), 0.0)
     return torch.where(is_far, 1 - value, value)
 
@@ -209,11 +211,9 @@ def _fraction(a: Tensor, b: Tensor, x: Tensor) -> Tensor:
     numerator, denominator = torch.ones_like(x), torch.zeros_like(x)
     total = torch.ones_like(x)
     for n in range(1, TERMS):
-        m, is_odd = n // 2, n % 2
-        if is_odd:
-            d = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
-        else:
-            d = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+        m = n // 2
+        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
+        d = odd if n % 2 else m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
         denominator = 1 / _away_from_zero(1 + d * denominator)
         numerator = _away_from_zero(1 + d / numerator)
         change = numerator * denominator
@@ -227,14 +227,10 @@ def _away_from_zero(x: Tensor) -> Tensor:
     return torch.where(x.abs() < TINY, TINY, x)
 
 
-def _log_beta(a: Tensor, b: Tensor) -> Tensor:
-    return torch.lgamma(a) + torch.lgamma(b) - torch.lgamma(a + b)
-
-
 def standard_gamma(shape: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Gamma variables of these shapes, elementwise, and scale 1."""
+    """Gamma variables of these shapes, elementwise, and scale 1; torch draws none in half precision."""
     draw: Any = torch._standard_gamma  # pyright: ignore[reportPrivateImportUsage]
-    return draw(shape, generator=generator)
+    return draw(shape.to(wide(shape.dtype)), generator=generator).to(shape.dtype)
 
 
 NUMBERS_AT_ONCE = 2**24  # of logits at nodes; data beyond that come in parts
@@ -264,15 +260,11 @@ def probit(mean: Tensor, covariance: Tensor) -> Tensor:
         >>> bc.posterior.probit(torch.tensor([1.0, 0.0]), torch.zeros(2, 2))
         tensor([0.7311, 0.2689])
     """
-    _require_shapes(mean, covariance)
-    is_matrix = covariance.ndim > mean.ndim
-    variance = covariance.diagonal(dim1=-2, dim2=-1) if is_matrix else covariance
-    _require_variance(variance)
-    logits = []
+    variance, logits = _variance_of(mean, covariance), []
     for k in range(0, mean.shape[-1], at_once := max(1, NUMBERS_AT_ONCE // mean.numel())):
         some = slice(k, k + at_once)
         of_difference = variance[..., some, None] + variance[..., None, :]  # [*, k, j]
-        if is_matrix:
+        if covariance.ndim > mean.ndim:
             of_difference = of_difference - 2 * covariance[..., some, :]
         else:
             j = torch.arange(mean.shape[-1], device=mean.device)
@@ -306,13 +298,9 @@ def softmax_mean(mean: Tensor, covariance: Tensor, *, pairs: int = 128) -> Tenso
         >>> bc.posterior.softmax_mean(torch.tensor([1.0, 0.0]), torch.zeros(2, 2))
         tensor([0.7311, 0.2689])
     """
-    _require_shapes(mean, covariance)
-    is_matrix, classes = covariance.ndim > mean.ndim, mean.shape[-1]
-    _require_variance(covariance.diagonal(dim1=-2, dim2=-1) if is_matrix else covariance)
+    variance, is_matrix, classes = _variance_of(mean, covariance), covariance.ndim > mean.ndim, mean.shape[-1]
     root = (
-        square_root(covariance).reshape(-1, classes, classes)
-        if is_matrix
-        else covariance.sqrt().reshape(-1, classes, 1)
+        square_root(covariance).reshape(-1, classes, classes) if is_matrix else variance.sqrt().reshape(-1, classes, 1)
     )
     half, mean = sobol_normals(classes, pairs).to(root).mT, mean.to(root.dtype)
     z = torch.cat([half, -half], 1)  # [C, 2 S]: points last, where torch's softmax over few classes is fast
@@ -323,7 +311,12 @@ def softmax_mean(mean: Tensor, covariance: Tensor, *, pairs: int = 128) -> Tenso
     return torch.cat(parts).reshape(mean.shape) if parts else mean.softmax(-1)
 
 
-def _require_shapes(mean: Tensor, covariance: Tensor) -> None:
+def _variance_of(mean: Tensor, covariance: Tensor) -> Tensor:
+    """The variance of each logit, ``[*, C]``.
+
+    Raises:
+        ValueError: shapes that do not fit, or a negative variance.
+    """
     if not mean.ndim or not mean.numel():
         raise ValueError(f"mean must be [*, C], got shape {tuple(mean.shape)}")
     if covariance.shape not in (mean.shape, (*mean.shape, mean.shape[-1])):
@@ -331,10 +324,9 @@ def _require_shapes(mean: Tensor, covariance: Tensor) -> None:
             f"covariance has shape {tuple(covariance.shape)}, not {(*mean.shape, mean.shape[-1])}: "
             "pass [*, C, C] for a mean [*, C]"
         )
-
-
-def _require_variance(variance: Tensor) -> None:
+    variance = covariance if covariance.ndim == mean.ndim else covariance.diagonal(dim1=-2, dim2=-1)
     if not is_hidden(variance) and bool((variance < 0).any()):
         raise ValueError(
             f"a variance is negative ({variance.min().item():.3g}): pass a positive semidefinite covariance"
         )
+    return variance

@@ -786,7 +786,7 @@ ONE_EACH = "depends on the rest of the batch"
             r"class numbers from 0 .or ignore_index=-100., such as -1",
         ),
         (lambda: CLASSES.nll(LOGITS, torch.tensor([0, 3])), "class numbers from 0 to 2, such as 3"),
-        (lambda: CLASSES.nll(LOGITS, torch.tensor([0.0, 1.0])), "class numbers, int64"),
+        (lambda: CLASSES.nll(LOGITS, torch.tensor([0.0, 1.0])), "class numbers, a tensor of int64"),
         (lambda: CLASSES.nll(LOGITS, torch.tensor([0, 3], dtype=torch.uint16)), "class numbers from 0 to 2, such as 3"),
         (lambda: CLASSES.nll(torch.zeros(2, 1), torch.tensor([0, 0])), r"at least two classes.*bernoulli"),
         (lambda: CLASSES.nll(torch.zeros(0, 3), torch.zeros(0).long()), "the batch is empty"),
@@ -807,6 +807,20 @@ ONE_EACH = "depends on the rest of the batch"
         (lambda: likelihoods.gaussian().predictive(*torch.tensor([[[1.0]], [[-2.0]]])), r"variance is negative \(-2\)"),
         (lambda: of_classes().crps(torch.tensor([0])), "have no order"),
         (lambda: of_gaussian().quantile(1.0), r"level must be a number in \(0, 1\)"),
+        (
+            lambda: likelihoods.gaussian(torch.ones(2)).nll(*torch.zeros(2, 2)),
+            r"variance of shape \(2,\) is not one number",
+        ),
+        (
+            lambda: likelihoods.gaussian(torch.ones(2, 1)).nll(*torch.zeros(2, 2, 3)),
+            r"for each output of a datum.*\(3,\)",
+        ),
+        (
+            lambda: likelihoods.student_t(4.0, torch.ones(2)).root(*torch.zeros(2, 2)),
+            r"scale of shape \(2,\) is not one",
+        ),
+        (lambda: CLASSES.mixture(torch.zeros(2, 1, 3), torch.tensor([math.nan, 0.0])), "log_weights are NaN"),
+        (lambda: likelihoods.weighted(CLASSES).nll(LOGITS, ([0, 1], [1.0, 1.0])), "not a pair"),
     ],
 )
 def test_it_is_refused_by_name(ask, words):
@@ -842,3 +856,45 @@ def test_a_density_of_targets_is_never_that_of_other_data(name, outputs, targets
     with pytest.raises(ValueError, match=r"log_prob: targets .* would be compared with outputs .* reshape the targets"):
         likelihood.log_prob(torch.zeros(outputs), torch.ones(targets))
     assert likelihood.log_prob(torch.zeros(3, *targets), torch.ones(targets)).shape == (3, *targets)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@one_output
+def test_outputs_in_half_precision_are_drawn_from_and_predicted_from(name, dtype):
+    """The predictive is that of the same outputs in single precision; torch has neither gamma variables nor roots in half."""
+    likelihood, f, s = ONE_OUTPUT[name], MEAN.to(dtype), COVARIANCE.to(dtype)
+    if name != "gamma":
+        assert likelihood.draw(f, torch.Generator().manual_seed(0)).isfinite().all()
+    half, single = (likelihood.predictive(*x) for x in ((f, s), (f.float(), s.float())))
+    y = likelihood.draw(f.float(), torch.Generator().manual_seed(0))
+    for ask in ("mean", "variance", lambda p: p.quantile(0.4), lambda p: p.crps(y), lambda p: p.log_prob(y)):
+        of = [getattr(p, ask) if isinstance(ask, str) else ask(p) for p in (half, single)]
+        torch.testing.assert_close(*of, rtol=0, atol=0)
+    assert half.outputs.draw(3).dtype == torch.float32
+
+
+@one_output
+def test_outputs_without_further_axes_have_every_answer_and_no_data_are_predicted(name):
+    likelihood, y = ONE_OUTPUT[name], ONE_OUTPUT[name].draw(MEAN, torch.Generator().manual_seed(3))
+    columns = likelihood.predictive(MEAN, COVARIANCE)
+    for n in (2, 0):
+        flat = likelihood.predictive(MEAN[:n, 0], COVARIANCE[:n])
+        scored = (lambda p, y: p.crps(y), lambda p, y: p.log_prob(y)) if n else ()
+        for ask in (lambda p, y: p.mean, lambda p, y: p.quantile(0.4), lambda p, y: p.cdf(y), *scored):
+            found = ask(flat, y[:n, 0])
+            torch.testing.assert_close(found, ask(columns, y)[:n].reshape(found.shape))
+
+
+def test_rates_whose_squares_overflow_have_a_variance_and_yes_or_no_a_slope_as_counts():
+    poisson, large = likelihoods.poisson(), torch.full((1, 1), 60.0, dtype=torch.float32)
+    assert poisson.variance(large).item() == poisson.mean(large).item() < math.inf
+    predictive = poisson.predictive(large, torch.full((1, 1, 1), 9.0, dtype=torch.float32))
+    assert predictive.aleatoric.item() == predictive.mean.item() < math.inf
+    f, y = torch.zeros(2), torch.tensor([True, False])
+    torch.testing.assert_close(poisson.gradient(f, y), poisson.gradient(f, y.double()))
+
+
+def test_weights_may_be_a_list():
+    f, y = torch.zeros(3, 1), torch.ones(3, 1)
+    likelihood = likelihoods.weighted(likelihoods.gaussian())
+    torch.testing.assert_close(likelihood.nll(f, (y, [1, 2, 0])), likelihood.nll(f, (y, torch.tensor([1.0, 2.0, 0.0]))))
