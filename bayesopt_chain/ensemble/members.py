@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bayesopt_chain import batches
 from bayesopt_chain.ensemble.data import Data, Scale
 from bayesopt_chain.loop.parallel import stack
-from bayesopt_chain.modules.functional import Forward, Tensors, arguments_of, copied, in_mode, make_functional
+from bayesopt_chain.modules.functional import Forward, Tensors, arguments_of, copied, in_mode, inner_of, make_functional
 from bayesopt_chain.runs.run import describe
 
 DRAWING = (nn.modules.dropout._DropoutNd,)
@@ -284,6 +284,7 @@ def _made(make_model: Any, seed: int, inputs: Any) -> nn.Module:
         network: Any = _copied(make_model) if anew else make_model()
         if not isinstance(network, nn.Module):
             raise TypeError(f"posterior_ensemble: make_model returned {type(network).__name__}, not a torch.nn.Module")
+        network = inner_of(network)
         if inputs is not None and any(isinstance(p, nn.UninitializedParameter) for p in network.parameters()):
             torch.manual_seed(seed)
             arguments, keywords = arguments_of(network, inputs)

@@ -32,6 +32,7 @@ from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.leaves import HoldsTree, require_numbers
 from bayesopt_chain.links.weight_decay import AddDecayedWeights, require_first
 from bayesopt_chain.matching.response import Linear, Response
+from bayesopt_chain.modules.functional import inner_of
 from bayesopt_chain.precision import Diagonal, Precision, Woodbury
 from bayesopt_chain.trees import copied, paths_of
 
@@ -163,7 +164,7 @@ def fan_in(module: nn.Module) -> dict[str, float]:
         module: any module.
 
     Returns:
-        A number for each name of ``named_parameters()``.
+        A number for each name of ``named_parameters()``, without what ``torch.compile`` puts in front.
 
         * For linear layers, convolutions, recurrent layers and attention: the product of all axes but the first. This is the
           number of input channels of a group, times the size of the kernel.
@@ -187,7 +188,7 @@ def fan_in(module: nn.Module) -> dict[str, float]:
     """
     if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"fan_in: module must be a torch.nn.Module, got {checks.short(module)}")
-    found: dict[str, float] = {}
+    module, found = inner_of(module), dict[str, float]()
     for path, p in module.named_parameters():
         layer, _, name = path.rpartition(".")
         found[path] = _fan_in(module.get_submodule(layer), name, p)

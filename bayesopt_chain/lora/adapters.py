@@ -26,7 +26,15 @@ from torch import Tensor, nn
 from bayesopt_chain.curvature._products import jvp
 from bayesopt_chain.likelihoods import categorical
 from bayesopt_chain.lora.loss import largest_label, require_known
-from bayesopt_chain.modules.functional import LEFT_OUT, Reader, in_mode, logits_of, make_functional, write_back
+from bayesopt_chain.modules.functional import (
+    LEFT_OUT,
+    Reader,
+    in_mode,
+    inner_of,
+    logits_of,
+    make_functional,
+    write_back,
+)
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.model import batches_of
 from bayesopt_chain.precision import Kronecker
@@ -79,6 +87,7 @@ class Adapters:
         report: Mapping[str, Any] | None = None,
         answers: list[int] | None = None,
     ) -> None:
+        model = inner_of(model)
         self.model, self.draws, self.posterior = model, dict(draws), posterior
         self.report, self.answers = dict(report or {}), answers
         self.read = AnswerReader(model, answers)
@@ -232,7 +241,7 @@ def adapters(path: str | Path, model: nn.Module) -> Adapters:
         raise FileNotFoundError(
             f"adapters: path {str(path)!r} holds no draws (no {ABOUT}): pass what save_adapters wrote"
         )
-    about = json.loads((path / ABOUT).read_text(encoding="utf-8"))
+    model, about = inner_of(model), json.loads((path / ABOUT).read_text(encoding="utf-8"))
     draws = [read_adapter(model, path / f"draw-{k:03d}") for k in range(about["draws"])]
     stacked = {name: torch.stack([draw[name] for draw in draws]) for name in draws[0]}
     posterior = read_posterior(model, path) if about["linearised"] else None
@@ -287,6 +296,7 @@ def read_posterior(model: Any, path: Path) -> Gaussian:
 @contextmanager
 def holding(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
     """The model with these parameters inside of the block, and with its own again behind it, gradients too."""
+    model = inner_of(model)
     grads = [(p, p.grad) for p in model.parameters()]
     own = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     try:

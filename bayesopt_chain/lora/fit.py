@@ -52,7 +52,7 @@ from bayesopt_chain.lora.adapters import (
     write_posterior,
 )
 from bayesopt_chain.lora.loss import largest_label, require_known, summed_loss
-from bayesopt_chain.modules.functional import LEFT_OUT, arguments_of, in_mode, write_back
+from bayesopt_chain.modules.functional import LEFT_OUT, arguments_of, in_mode, inner_of, write_back
 from bayesopt_chain.posterior.fit import fit_laplace
 from bayesopt_chain.posterior.gaussian import Gaussian, posterior_of
 from bayesopt_chain.precision import Kronecker
@@ -215,6 +215,7 @@ def bayesian_lora(
 def _problem(model: Any, data: Any, answers: Any, batch_size: int, seed: int, prior: Any) -> _Problem:
     if not isinstance(model, nn.Module):
         raise TypeError(f"bayesian_lora: model is {type(model).__name__}, not a torch.nn.Module")
+    model = inner_of(model)
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(
             "bayesian_lora: no parameter of the model asks for a gradient: pass a PEFT model with its adapter on"

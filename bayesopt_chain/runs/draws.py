@@ -26,7 +26,7 @@ from bayesopt_chain import checks
 from bayesopt_chain.distributed.ranks import gather_objects, gather_tensors, require_alike, require_one_axis
 from bayesopt_chain.likelihoods import Likelihood, Predictive
 from bayesopt_chain.modules.batch_norm import statistics
-from bayesopt_chain.modules.functional import logits_of, make_functional
+from bayesopt_chain.modules.functional import inner_of, logits_of, make_functional
 from bayesopt_chain.posterior.export import Members
 from bayesopt_chain.runs import files
 from bayesopt_chain.runs.folder import BUFFER, LEAF, LOSS, STEP, WEIGHT, Piece, opened, row_bytes, rows_of
@@ -115,7 +115,7 @@ class Draws:
         """
         if not (trees := list(trees)):
             raise ValueError("Draws.from_trees: no trees were given")
-        modules = [tree if isinstance(tree, nn.Module) else None for tree in trees]
+        modules = [inner_of(tree) if isinstance(tree, nn.Module) else None for tree in trees]
         trees = [
             tree if m is None else {n: p.detach() for n, p in m.named_parameters()} for tree, m in zip(trees, modules)
         ]
@@ -977,6 +977,7 @@ def refresh_batch_norm(
         loader=(loader, checks.BATCHES),
         inputs=(inputs, checks.INPUTS),
     )
+    module = inner_of(module)
     if not isinstance(draws, Draws):
         checks.require("refresh_batch_norm", draws=(draws, _DRAWS))
         if sorted(draws) != (names := sorted(name for name, _ in module.named_parameters())):

@@ -182,3 +182,13 @@ def test_draws_of_a_compiled_module_are_those_of_the_module_inside(tmp_path):
         assert {f"temperature, {name}" for name in params} <= report.numbers.keys()
         keep = None
     assert len(bc.Draws.open(tmp_path)) == 40
+
+
+def test_whatever_names_the_parameters_of_a_compiled_module_names_those_inside():
+    plain = network()
+    compiled = torch.compile(plain, backend="eager")
+    assert bc.links.fan_in(compiled) == bc.links.fan_in(plain)
+    draws = bc.Draws.from_trees([compiled, plain])
+    assert draws.params.keys() == bc.make_functional(plain).params.keys()
+    fresh = [bc.refresh_batch_norm(m, draws, [torch.ones(5, 2)]).buffers["1.running_mean"] for m in (compiled, plain)]
+    assert torch.equal(*fresh)
