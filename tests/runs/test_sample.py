@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
+from bayesopt_chain.runs.run import ResumableBatches
 
 TX = bc.sghmc(0.1, temperature=0.05)
 
@@ -211,3 +212,13 @@ def test_means_of_a_variational_fit_are_no_draws_and_a_warning_says_so():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(run(burn_in=3)) == 1 and len(run(keep=False)) == 0
+
+
+@pytest.mark.parametrize("own, ranks", [(False, 2), (True, 3)])
+def test_the_place_of_another_rank_or_of_other_ranks_is_gone_to_by_how_many_batches_they_have_seen(own, ranks):
+    """Of 8 data, five batches of two are an epoch and one more; of 6 data an epoch and two."""
+    theirs, mine = (ResumableBatches(bc.epochs(torch.arange(n), 2, order="fixed")) for n in (8, 6))
+    theirs.whole, mine.whole = ({"ranks": n, "data": 14, "batch": 4, "order": "fixed"} for n in (ranks, 2))
+    [theirs.next() for _ in range(5)]
+    mine.seek(theirs.state(), own)
+    assert mine.next().tolist() == [4, 5]
