@@ -32,6 +32,11 @@ class Wrapper(GradientTransformation):
         return self
 
     @property
+    def links(self) -> tuple[Any, ...]:
+        """The links of the chain inside; none of another transformation."""
+        return getattr(self.transformation, "links", ())
+
+    @property
     def extra_kwargs(self) -> frozenset[str]:
         """The keywords that ``update`` takes and passes on to the transformation inside."""
         return keywords_of(self.transformation)
@@ -90,5 +95,5 @@ def weight_of(tx: GradientTransformation, state: Any) -> Tensor:
     Returns:
         A copy, which later updates in place do not change.
     """
-    entries: Any = zip(getattr(unwrapped(tx), "links", ()), state_inside(tx, state))
+    entries: Any = zip(getattr(tx, "links", ()), state_inside(tx, state))
     return next(entry.weight for link, entry in entries if isinstance(link, Weighted)).clone()

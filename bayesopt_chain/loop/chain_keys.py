@@ -11,7 +11,6 @@ import torch
 
 from bayesopt_chain import checks
 from bayesopt_chain.distributed.ranks import agreed_seed, chain_seed
-from bayesopt_chain.links.wrapper import unwrapped
 from bayesopt_chain.loop.module_state import is_keyed
 
 
@@ -40,7 +39,7 @@ def _seeded(tx: Any, seed: int) -> Iterator[None]:
     Raises:
         ValueError: a link of ``tx`` has a generator of its own.
     """
-    if any(getattr(link, "generator", None) is not None for link in getattr(unwrapped(tx), "links", ())):
+    if any(getattr(link, "generator", None) is not None for link in getattr(tx, "links", ())):
         raise ValueError(
             "parallel: tx has a generator of its own, from which chains on different ranks would draw the same keys; "
             "build it without generator=, and give the seed to chains.init(tx, params, seed=...)"

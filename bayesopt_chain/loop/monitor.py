@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain._torch import whole
-from bayesopt_chain.links.wrapper import state_inside, unwrapped
+from bayesopt_chain.links.wrapper import state_inside
 from bayesopt_chain.schedules import now, scalar
 
 
@@ -45,7 +45,7 @@ def temperature(tx: Any, state: Any, like: Tensor) -> Tensor:
     Returns:
         A 0-d tensor, which is 0 if no link samples; one entry per link if several links sample.
     """
-    links = getattr(unwrapped(tx), "links", ())
+    links = getattr(tx, "links", ())
     found = [
         scalar(now(link.temperature, entry.step), like.device).to(like.dtype)
         for link, entry in zip(links, state_inside(tx, state))

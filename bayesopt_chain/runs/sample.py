@@ -28,7 +28,6 @@ from bayesopt_chain._torch import is_dtensor, whole
 from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.distributed.ranks import FailedElsewhere, answers, gather_objects, name_the_first, world
 from bayesopt_chain.distributed.shards import is_replicated, local, mean_everywhere
-from bayesopt_chain.links.wrapper import unwrapped
 from bayesopt_chain.loop import monitor
 from bayesopt_chain.loop.chain_keys import seeded
 from bayesopt_chain.loop.parallel import Parallel
@@ -240,7 +239,7 @@ def _require_batches_for(step: Any, inner: Any, batches: Any) -> None:
             f"sample: the step has batch_dim={step.batch_dim!r}, and {batches!r} gives other batches; take "
             f"bc.parallel(step, {step.n}, batch_dim=0) with bc.epochs(..., chains={step.n}), or neither of the two arguments"
         )
-    for owner in (*getattr(getattr(inner, "tx", None), "links", ()), getattr(inner, "optimizer", None)):
+    for owner in (*_links_of(inner), getattr(inner, "optimizer", None)):
         wanted = getattr(owner, "batch_order", None)
         if wanted is not None and getattr(batches, "order", wanted) != wanted:
             raise ValueError(
@@ -249,10 +248,14 @@ def _require_batches_for(step: Any, inner: Any, batches: Any) -> None:
             )
 
 
+def _links_of(step: Any) -> Sequence[Any]:
+    """The links of the chain of a step, of which an optimizer has none."""
+    return getattr(getattr(step, "tx", None), "links", ())
+
+
 def _carries_a_posterior(inner: Any) -> bool:
     """Whether the gradients of a step are taken at draws of a Gaussian whose mean the parameters are."""
-    tx: Any = getattr(inner, "tx", None)
-    return any(link.traits.samples for link in getattr(unwrapped(tx), "links", ()))
+    return any(link.traits.samples for link in _links_of(inner))
 
 
 def _in_store(store: Store) -> Draws:

@@ -398,7 +398,7 @@ def _answers(link: Link, start: Any, params: Any, height: float, steps: int = 3)
 
 def _link_at(tx: Any, path: tuple[Any, ...]) -> str:
     """The link whose state lies at this path of the chain's."""
-    links: tuple[Any, ...] = getattr(tx, "links", ())
+    links: tuple[Any, ...] = tx.links if isinstance(tx, Chain) else ()
     return links[path[0]].shown if path and path[0] in range(len(links)) else "the transformation"
 
 

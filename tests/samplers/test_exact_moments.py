@@ -314,10 +314,11 @@ def mean_loss(w, batch):
     return (batch[0] - w).square().mean() / 2
 
 
+@pytest.mark.parametrize("wrapped", [bc.chain, bc.skip_nonfinite])
 @pytest.mark.parametrize("chains", [None, 2])
-def test_sample_takes_palindromic_epochs_and_refuses_others(chains):
+def test_sample_takes_palindromic_epochs_and_refuses_others(chains, wrapped):
     data, w = (torch.linspace(-1.0, 1.0, 12, dtype=DOUBLE)[:, None],), torch.zeros(1, dtype=DOUBLE)
-    tx = bc.samplers.palindromic_ubu(0.1, 1.0, temperature=COLD)
+    tx = wrapped(bc.samplers.palindromic_ubu(0.1, 1.0, temperature=COLD))
     step = bc.make_step(mean_loss, tx)
     params, state = w, tx.init(w)
     if chains is not None:

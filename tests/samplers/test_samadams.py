@@ -245,9 +245,14 @@ NEIGHBOURS = bc.links.scale(0.5), bc.add_momentum(0.5), bc.inject_langevin_noise
             "samadams at temperature 0 is an optimizer",
         ),
         (lambda: made().update({"a": torch.ones(2), "b": None}, made().init(TREE), params=TREE), "gradient"),
-        (
-            lambda: bc.optim.Optimizer([torch.zeros(2, requires_grad=True)], lambda group: made()),
-            r"bc\.optim\.Optimizer: the draws of samadams.* have weights",
+        *(
+            (
+                lambda wrapped=wrapped: bc.optim.Optimizer(
+                    [torch.zeros(2, requires_grad=True)], lambda group: wrapped(made())
+                ),
+                r"bc\.optim\.Optimizer: the draws of samadams.* have weights",
+            )
+            for wrapped in (bc.chain, bc.skip_nonfinite)
         ),
         (lambda: made(slowest=2.0), "slowest must not exceed fastest"),
     ],
