@@ -12,24 +12,36 @@ lose no finished draw. Of a damaged file no draw is wrong, and the error names i
 
 from __future__ import annotations
 
+import os
 import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
+from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import bayesopt_chain as bc
 from benchmarks.measure import RESULTS, command, known
 from benchmarks.runs import record
-from tests.distributed.ranks import ended, run, sent
+from tests.distributed.ranks import _called, begun, ended, run, server
 from tests.distributed.toys import must_be, sampled
 from tests.runs.test_hostile import every_damage_is_seen
 from tests.runs.test_nothing_lost import interrupted_twice
 
 PATH = RESULTS / "soak.json"
+
+
+def launched(size: int | None, function: Callable[..., Any], args: tuple, options: dict[str, Any]) -> Any:
+    """A pool and the process in it for each rank (``None``: one process without ranks), and what they will have returned."""
+    if size is None:
+        pool = ProcessPoolExecutor(1, server(), torch.set_num_threads, (1,))
+        return [(pool, pool.submit(os.getpid).result())], [pool.submit(function, *args, **options)]
+    group = begun(size)
+    return group, [pool.submit(_called, 1, function, args, options) for pool, _ in group]
 
 
 def killed_at_random(path: Path, kills: int, seed: int, kind: str, sizes: tuple[int | None, ...] = (1, 2, 4)) -> int:
@@ -43,7 +55,7 @@ def killed_at_random(path: Path, kills: int, seed: int, kind: str, sizes: tuple[
     moments, steps, hit = random.Random(seed), 300 * kills, 0
     given: dict[str, Any] = {"thinning": 7, **({"n": 4} if kind == "chains" else {})}
     for _ in range(kills):
-        group, results = sent(sampled, moments.choice(sizes), (kind, path, steps), {**given, "seconds": 0.02})
+        group, results = launched(moments.choice(sizes), sampled, (kind, path, steps), {**given, "seconds": 0.02})
         wait(results, moments.uniform(0.1, 0.6))
         hit += not all([result.done() for result in results])
         ended(group)

@@ -197,6 +197,13 @@ def test_a_number_that_differs_is_seen(text):
     assert len(wrong(text)) == text.count(".json")
 
 
+def test_every_benchmark_can_be_imported():
+    files = [file.relative_to(ROOT).with_suffix("") for file in (ROOT / "benchmarks").rglob("*.py")]
+    for file in files:
+        importlib.import_module(".".join(file.parts))
+    assert len(files) > 40
+
+
 def test_every_record_has_a_command_that_is_there_or_stands_among_those_made_once():
     """``demo.json`` is written by ``examples/demo.py``; of what was made once a table names record, question and command."""
     once, gone = (ROOT / "benchmarks" / "measured_choices.md").read_text(), []
