@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from numbers import Real
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -27,21 +28,13 @@ LARGEST = 1e15
 KINDS = frozenset((Tensor, torch.nn.Parameter))  # the types of parameters that can be sampled
 
 
-def _is_scalar(x: Any) -> bool:
-    """Whether ``x`` is a real number (NaN and infinities included) or a real, dense tensor with one element."""
-    if isinstance(x, Tensor):
-        return x.numel() == 1 and not (x.is_complex() or x.is_meta or x.is_sparse or x.dtype == torch.bool)
-    if type(x).__module__ == "numpy":
-        return getattr(x, "ndim", 1) == 0 and x.dtype.kind in "iuf"
-    return isinstance(x, float) or (isinstance(x, int) and not isinstance(x, bool) and abs(x) < 10**300)
-
-
 def _is_real(x: Any) -> bool:
-    return _is_scalar(x) and abs(_value(x)) <= LARGEST
-
-
-def _value(x: Any) -> float:
-    return float(x.detach() if isinstance(x, Tensor) else x)
+    """Whether ``x`` is a real number of at most 1e15, or a real, dense tensor with one such element."""
+    if isinstance(x, Tensor):
+        if x.numel() != 1 or x.is_complex() or x.is_meta or x.is_sparse or x.dtype == torch.bool:
+            return False
+        x = x.item()
+    return isinstance(x, Real) and not isinstance(x, bool) and abs(cast(float, x)) <= LARGEST
 
 
 def _are_real(x: Any) -> bool:
@@ -71,16 +64,22 @@ _KINDS = {
         "'warn', None or a bc.diagnostics.HeatGuard",
         (str,),
     ),
-    "IVON.temperature": checks.Kind(
-        lambda x: _is_real(x) or (isinstance(x, float) and not x > 0), "a number of at most 1e15"
+    "IVON.lr": checks.number("[0, 1e15]", tensor=True),
+    "IVON.temperature": checks.number("(0, 1e15]"),
+    "IVON.init_hessian": checks.number("(0, 1e15]"),
+    "IVON.weight_decay": checks.number("[0, 1e15]"),
+    "IVON.betas": checks.Kind(
+        lambda x: _are_real(x) and len(x) == 2 and None not in x and 0 <= x[0] < 1 and 0 <= x[1] <= 1,
+        "two numbers, the first in [0, 1), the second in [0, 1]",
+        (tuple, list),
     ),
-    "temperature": checks.Kind(_is_scalar, "a number, or a tensor with one"),
+    "clip_radius": checks.number("(0, inf]"),
     "alpha": checks.Kind(
-        lambda x: _is_real(x) and abs(_value(x)) <= 100.0, "a real number of at most 100", (int, float, Tensor)
+        lambda x: _is_real(x) and abs(x) <= 100.0, "a real number of at most 100", (int, float, Tensor)
     ),
     # with weights outside [0, 1] the average of squares may be negative, and has no root
     "RMSprop.alpha": checks.Kind(
-        lambda x: _is_real(x) and 0.0 <= _value(x) <= 1.0, "a number from 0 to 1", (int, float, Tensor)
+        lambda x: _is_real(x) and 0.0 <= x <= 1.0, "a number from 0 to 1", (int, float, Tensor)
     ),
     "freeze_after": checks.WHOLE.or_none(),
     "steps_per_epoch": checks.WHOLE.or_none(),
@@ -89,14 +88,13 @@ _KINDS = {
     "history_size": checks.WHOLE,
     "ns_steps": checks.WHOLE,
     "ns_coefficients": checks.Kind(lambda x: _are_real(x) and len(x) == 3, "three real numbers", (tuple, list)),
-    "clip_radius": checks.Kind(lambda x: _is_real(x) or (isinstance(x, float) and x > 0), "a real number, or inf"),
     "make_chain": checks.FUNCTION,
     "closure": checks.FUNCTION,
     "beta2_decay": NUMBER,
 }
 _NUMBERS = (
-    "lr", "momentum", "dampening", "weight_decay", "rho", "lambd", "t0", "lr_decay", "d",
-    "initial_accumulator_value", "momentum_decay", "tolerance_grad", "tolerance_change", "init_hessian",
+    "temperature", "lr", "momentum", "dampening", "weight_decay", "rho", "lambd", "t0", "lr_decay", "d",
+    "initial_accumulator_value", "momentum_decay", "tolerance_grad", "tolerance_change",
 )  # fmt: skip
 _FLAGS = (
     "maximize", "capturable", "differentiable", "nesterov", "amsgrad", "keep_draws", "centered",

@@ -7,7 +7,7 @@ Comparison: :mod:`bayesopt_chain.distributed.witness` compares which leaves get 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -56,10 +56,12 @@ class OnRanks:
     Attributes:
         numbers: the names in a parameter's state of entries that are numbers; all others have the parameter's shape.
         wide: the names of those that keep their dtype where the parameter has another one.
+        own_options: entries of a group that a state dict of torch's class lacks; then they keep their values.
     """
 
     numbers: ClassVar[Collection[str]] = ("step",)
     wide: ClassVar[Collection[str]] = ()
+    own_options: ClassVar[Collection[str]] = ()
     defaults: dict[str, Any]
     param_groups: list[dict[str, Any]]
     state: Any
@@ -140,34 +142,53 @@ class OnRanks:
             self.__dict__["_compared"] = Witness(self._name)
         return self.__dict__["_compared"]
 
-    def _check_saved(self, state_dict: Mapping[str, Any], with_shapes: bool) -> None:
-        """Check a state dict before it is loaded.
+    def _has_noise(self) -> bool:
+        """Whether the next step draws, so that velocities, averages and draws must have the shapes of their parameters."""
+        return True
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this class, and with it its noise, or a state dict of the class of ``torch.optim``.
+
+        The draws go on as they would have in the saved run. A state dict of ``torch.optim`` sets velocities, moments and
+        hyperparameters; temperature and key stay those of this optimizer, so that a model can be trained with ``torch.optim``
+        and then sampled. As everywhere in torch, the lr and momentum are the saved ones.
+
+        The state dict is copied: torch keeps the tensors of the given one where nothing has to be converted, and two chains
+        that load one live state dict would move one velocity. Hyperparameters that are tensors here are filled, and stay the
+        same objects, which the caller may hold.
 
         Args:
-            state_dict: the state dict.
-            with_shapes: whether velocities, averages and draws must have the shapes of their parameters.
+            state_dict: from an optimizer of this class, or of the class of ``torch.optim`` that it extends.
 
         Raises:
-            ValueError: it was saved by another class, whose groups lack a hyperparameter of this one; another shape.
+            TypeError: ``state_dict`` is no state dict of an optimizer.
+            ValueError: as in torch, groups of other sizes; a state dict of another class, whose groups lack a hyperparameter;
+                where noise is drawn, velocities, averages or draws of other shapes than the parameters. Nothing has
+                changed then.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> theta = torch.zeros(2, requires_grad=True)
+            >>> trained = torch.optim.SGD([theta], lr=0.05, momentum=0.8)
+            >>> optimizer = bc.optim.SGHMC([theta], lr=0.1, temperature=0.5)
+            >>> optimizer.load_state_dict(trained.state_dict())
+            >>> optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["temperature"]
+            (0.05, 0.5)
         """
-        who, groups = f"{self._name}.load_state_dict", state_dict["param_groups"]
-        for name, value in self.defaults.items():
-            if isinstance(value, (float, int, tuple, Tensor)) and not all([name in group for group in groups]):
+        who = f"{self._name}.load_state_dict"
+        _checks.require_state_dict(who, state_dict)
+        groups = state_dict["param_groups"]
+        # torch adds a default to every optimizer that has loaded a state, which is in no group
+        for name in [name for name in self.defaults if name in self.param_groups[0] and name not in self.own_options]:
+            is_number = isinstance(self.defaults[name], (float, int, tuple, Tensor))
+            if is_number and not all([name in group for group in groups]):
                 raise ValueError(
                     f"{who}: a group of the state dict has no {name!r}, only {sorted({*groups[0]} - {'params'})}; it is of "
                     f"another class, so load it into an optimizer of that class"
                 )
-        saved = [state_dict["state"].get(i, {}) for group in groups for i in group["params"]]
-        for p, entry in zip(self._all_params(), saved if with_shapes else ()):
+        given = [state_dict["state"].get(i, {}) for group in groups for i in group["params"]]
+        for p, entry in zip(self._all_params(), given if self._has_noise() else ()):
             _checks.check_state(who, p, entry, self.numbers)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict by copying it: torch keeps the tensors of the given one where nothing has to be converted.
-
-        Two chains that load one live state dict would move one velocity, and so would the optimizer that it came from.
-        Hyperparameters that are tensors here are filled, and stay the same objects, which the caller may hold.
-        """
-        given = [state_dict["state"].get(i, {}) for group in state_dict["param_groups"] for i in group["params"]]
         held = [
             {k: v for k, v in group.items() if isinstance(v, Tensor) and v.numel() == 1} for group in self.param_groups
         ]

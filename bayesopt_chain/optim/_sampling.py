@@ -50,8 +50,6 @@ from bayesopt_chain.optim._rule import Linear
 from bayesopt_chain.random.stream import leaf_numbers
 from bayesopt_chain.trees import are_same
 
-# entries of a group that a state dict of torch's class lacks, and that then keep the values of this optimizer
-_OURS = ("temperature", "noise_key", "noise_count", "noise_kept", "freeze_after")
 _HAS_RANKS = dist.is_available()
 _gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 _params: Callable[[dict[str, Any]], list[Any]] = itemgetter("params")
@@ -104,14 +102,12 @@ class Sampling(OnRanks, torch.optim.Optimizer):
     refusal: ClassVar[str | None] = None
     adaptive: ClassVar[bool] = False
     averages_scaled: ClassVar[bool] = False
+    own_options = ("temperature", "noise_key", "noise_count", "noise_kept", "freeze_after")
     counters: ClassVar[Mapping[str, float]] = MappingProxyType({"step": 0.0})
     torch_class: ClassVar[type[torch.optim.Optimizer]]
 
     # defaults on the class: torch's constructor calls add_param_group, and torch's __getstate__ drops all of these
     _noise_defaults: Mapping[str, Any] = MappingProxyType({})
-    _is_constructing: bool = False
-    _generator: torch.Generator | None = None
-    _scales_in_kernel: bool = False
     heat_guard: HeatGuard | None = None
     _cache: Cache
 
@@ -162,17 +158,18 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         self._noise_defaults = {"temperature": temperature, "noise_kept": keep_draws}
         if self.adaptive:
             self._noise_defaults["freeze_after"] = freeze_after
-        # torch's constructor calls add_param_group, which needs both
-        self._is_constructing, self._generator = True, generator
         self._seed = None if generator is None else generator.initial_seed()  # a run on disk compares it
         with _checks.with_call(lambda: _checks.call_of(self._name, {**given, "params": "..."})):
             super().__init__(params, *args, **kwargs)
-        if generator is not None:  # at temperature 0 too: the generator is not kept until the temperature is raised
-            self._draw_key()
-        self._is_constructing, self._generator = False, None
-        for group in self.param_groups:
+        # where gradients are infinite, torch's fused kernel would leave out its own step, but not the noise: GradScaler is to
+        # look at them, and to unscale them, which gives the same bits
+        self._step_supports_amp_scaling = False
+        hot = [group for group in self.param_groups if self._temperature(group) > 0.0]
+        if hot or generator is not None:  # the generator is not kept until the temperature is raised
+            self._draw_key(generator, "give it")
+        for group in hot:
             # Adagrad's state begins here, and torch.distributed.checkpoint, which asks no step for it then, loads what is in it
-            if begun := [p for p in group["params"] if p in self.state and self._temperature(group) > 0.0]:
+            if begun := [p for p in group["params"] if p in self.state]:
                 x = Leaves(group, self._counts(self.state[begun[0]]))
                 x.params, x.states = begun, [self.state[p] for p in begun]
                 x.read(self)
@@ -202,33 +199,29 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         # torch fills a group with the defaults, which its constructor made of its own arguments only
         for name, value in self._noise_defaults.items():
             self.defaults.setdefault(name, value)
-        options = {**self.defaults, **param_group}
-        is_noisy = _checks.temperature_of(self._name, options) > 0.0
-        if is_noisy:
-            _checks.check_group(self._name, options, self.refusal)
+        self._temperature({**self.defaults, **param_group})
         with _checks.with_call(lambda: f"{self._name}.add_param_group(param_group)"):
             super().add_param_group(param_group)
         group = self.param_groups[-1]
         group.setdefault("noise_key", next((g["noise_key"] for g in self.param_groups[:-1]), None))
         group.setdefault("noise_count", 0)
         self._cache = Cache()
-        if is_noisy and len(set(group["params"])) < len(group["params"]):  # torch only warns of this
-            self.param_groups.pop()
-            raise ValueError(
-                f"{self._name}: a parameter appears twice in a group, and would move twice; give each parameter once"
-            )
-        if is_noisy:
-            self._draw_key()
 
-    def _draw_key(self) -> None:
-        """Give every group without a key the key of another group, or a new key if no group has one."""
+    def _draw_key(
+        self,
+        generator: torch.Generator | None = None,
+        where: str = "its temperature was raised later, so call its fork() once with",
+    ) -> None:
+        """Give every group without a key the key of another group, or a new key if no group has one.
+
+        Args:
+            generator: source of the key, ``None`` for torch's global generator.
+            where: how to give another one, for the message on several ranks.
+        """
         key = next((g["noise_key"] for g in self.param_groups if g["noise_key"] is not None), None)
         if key is None:
-            where = (
-                "give it" if self._is_constructing else "its temperature was raised later, so call its fork() once with"
-            )
-            require_named_chain(self._name, self._generator, where)
-            key = shared_key(self._generator, self.param_groups)
+            require_named_chain(self._name, generator, where)
+            key = shared_key(generator, self.param_groups)
         for group in self.param_groups:
             if group["noise_key"] is None:
                 group["noise_key"] = key
@@ -238,63 +231,14 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         return {**super().__getstate__(), **guard}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        before = self.__dict__.get("param_groups", [])
         super().__setstate__(state)
         self._cache = Cache()
-        # state dicts and pickles of torch's class, or of an older version of this one, lack some entries
-        known = {name: self.defaults[name] for name in _OURS if name in self.defaults}
-        for group in self.param_groups:
-            group.update({"noise_key": None, "noise_count": 0, **known, **group})
+        for group, mine in zip(self.param_groups, before):  # a state dict of torch's class lacks some entries
+            group.update({name: mine[name] for name in self.own_options if name in mine} | group)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class, and with it its noise, or a state dict of the class of ``torch.optim``.
-
-        A state dict of ``torch.optim`` sets velocities, moments and hyperparameters. Temperature and key stay those of
-        this optimizer, so that a model can be trained with ``torch.optim`` and then sampled. As everywhere in torch, the lr
-        and momentum are the saved ones. A hyperparameter of this optimizer that is a tensor is filled with the saved value and
-        stays the same object.
-
-        Args:
-            state_dict: from an optimizer of this class, or of the class of ``torch.optim`` that it extends.
-
-        Raises:
-            TypeError: ``state_dict`` is no state dict of an optimizer.
-            ValueError: as in torch, groups of other sizes; a state dict of another class, whose groups lack a hyperparameter;
-                at T > 0, velocities, averages or draws of other shapes than the parameters. Nothing has changed then.
-
-        Example:
-            >>> import torch, bayesopt_chain as bc
-            >>> theta = torch.zeros(2, requires_grad=True)
-            >>> trained = torch.optim.SGD([theta], lr=0.05, momentum=0.8)
-            >>> optimizer = bc.optim.SGHMC([theta], lr=0.1, temperature=0.5)
-            >>> optimizer.load_state_dict(trained.state_dict())
-            >>> optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["temperature"]
-            (0.05, 0.5)
-        """
-        _checks.require_state_dict(f"{self._name}.load_state_dict", state_dict)
-        saved = [dict(group) for group in state_dict["param_groups"]]
-        for mine, theirs in zip(self.param_groups, saved):
-            for name in _OURS:
-                if name in mine:
-                    theirs.setdefault(name, mine[name])
-        noisy = any([_checks.temperature_of(self._name, group) > 0.0 for group in self.param_groups])
-        state_dict = {**state_dict, "param_groups": saved}
-        self._check_saved(state_dict, with_shapes=noisy)
-        super().load_state_dict(state_dict)
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """Whether ``GradScaler`` may leave unscaling to torch's fused kernel.
-
-        It may not at T > 0: the kernel would leave out its own step where gradients are infinite, but not the noise.
-        """
-        return self._scales_in_kernel and not any(
-            _checks.temperature_of(self._name, group) > 0.0 for group in self.param_groups
-        )
-
-    @_step_supports_amp_scaling.setter
-    def _step_supports_amp_scaling(self, value: bool) -> None:
-        """Store the value that torch's constructor assigns."""
-        self._scales_in_kernel = value
+    def _has_noise(self) -> bool:
+        return any([_checks.temperature_of(self._name, group) > 0.0 for group in self.param_groups])
 
     def thermal_leaves(self) -> dict[str, ThermalLeaf]:
         """Describe the leaves that get noise in the next step, for :func:`bayesopt_chain.diagnostics.doctor`.
@@ -537,7 +481,7 @@ def _warn_left_out(rule: Any, what: str) -> None:
         rule: the optimizer.
         what: these gradients, the reason, and what to do instead.
     """
-    if any([_checks.temperature_of(rule._name, group) for group in rule.param_groups]):
+    if rule._has_noise():
         checks.warn(
             f"{rule._name}: the heat guard does not look at {what}, or ask bc.diagnostics.heating; heat_guard=None silences "
             "this"

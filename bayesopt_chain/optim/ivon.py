@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesopt_chain import checks
 from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.distributed.parts import elements_of
 from bayesopt_chain.distributed.ranks import require_named_chain
@@ -41,11 +40,6 @@ from bayesopt_chain.random.philox import draw_elements, parts_of_leaves
 from bayesopt_chain.random.stream import leaf_numbers
 from bayesopt_chain.trees import wide
 
-_RANGES = {
-    **dict.fromkeys(("temperature", "init_hessian"), "(0, inf)"),
-    **dict.fromkeys(("lr", "weight_decay"), "[0, inf)"),
-    "clip_radius": "(0, inf]",
-}
 _POSTERIOR = 2**62  # counts from here on are those of draws for predictions, which no count of steps reaches
 
 
@@ -60,7 +54,7 @@ class IVON(OnRanks, torch.optim.Optimizer):
     Args:
         params: as in torch: tensors, ``named_parameters()``, or dicts (groups). The draws of a parameter depend on its name, or
             on its index if parameters have no names.
-        lr: learning rate, a number or a tensor with one element.
+        lr: learning rate, a number or a 0-d tensor.
         temperature: ``1 / N`` for a loss that is a mean over ``N`` data (the paper's ``1 / lambda``); positive.
         betas: ``(beta1, beta2)``, the decays of the averages of gradients and of Hessians. The default ``beta2 = 0.99999`` is
             for training of 100,000 steps and more; in a run of ``t`` steps ``beta2 = 1 - 5 / t`` forgets the initial Hessian.
@@ -145,11 +139,6 @@ class IVON(OnRanks, torch.optim.Optimizer):
             torch.Size([3])
         """
         _checks.require_group(f"{self._name}.add_param_group", param_group)
-        options = {**self.defaults, **param_group}
-        for name, within in _RANGES.items():
-            checks.number(within)(f"{self._name}: {name}", float(options[name]))
-        for i, (beta, within) in enumerate(zip(options["betas"], ("[0, 1)", "[0, 1]"))):
-            checks.number(within)(f"{self._name}: betas[{i}]", float(beta))
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -335,21 +324,6 @@ class IVON(OnRanks, torch.optim.Optimizer):
         super().__setstate__(state)
         # a copy, or an optimizer that loads a state dict, holds no draw and needs a new one before its next step
         self._means, self._has_draw = None, False
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class by copying it. The draws go on as they would have in the saved run.
-
-        Args:
-            state_dict: a result of ``state_dict()``.
-
-        Raises:
-            TypeError: ``state_dict`` is no state dict of an optimizer.
-            ValueError: it is of another class, or of parameters of other shapes. Nothing has changed then.
-        """
-        _checks.require_state_dict(f"{self._name}.load_state_dict", state_dict)
-        self._check_saved(state_dict, with_shapes=True)
-        super().load_state_dict(state_dict)
-        self._has_draw = False
 
 
 class StepsAtDraws:

@@ -232,8 +232,9 @@ def of_one_row(table):
 
 REFUSED = {  # how it is made, what changes before its step, what is said; and the parameter and its gradient
     "a negative temperature": (dict(temperature=-1.0), {}, "temperature must be non-negative and finite"),
-    "no temperature": (dict(temperature=float("nan")), {}, "temperature must be non-negative and finite"),
-    "an infinite one": (dict(temperature=float("inf")), {}, "temperature must be non-negative and finite"),
+    "no temperature": (dict(temperature=float("nan")), {}, "temperature must be a real number"),
+    "an infinite one": (dict(temperature=float("inf")), {}, "temperature must be a real number"),
+    "one that becomes infinite": ({}, dict(temperature=torch.tensor(float("inf"))), "temperature must be non-negative"),
     "one that becomes negative": (dict(momentum=0.9), dict(temperature=-1.0), "temperature must be non-negative"),
     "one that is lost": (dict(momentum=0.9), dict(temperature=float("nan")), "temperature must be non-negative"),
     "a momentum of 1": (dict(momentum=1.0), {}, "momentum must lie"),
@@ -278,9 +279,14 @@ def test_sparse_gradients_without_momentum_move_all_rows_and_repeated_parameters
     table.grad = of_one_row(table)
     bc.optim.SGLD([table], 0.1, temperature=0.1).step()
     assert not torch.equal(table[0], table[2])
-    with warnings.catch_warnings(), pytest.raises(ValueError, match="twice"):
-        warnings.simplefilter("ignore")
-        bc.optim.SGLD([table, table], 0.1, temperature=0.1)
+    for params, words in (([table, table], "share memory"), ([("w", table)] * 2, "have the same name")):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer = bc.optim.SGLD(params, 0.1, temperature=0.1)
+        table.grad, before = torch.ones(5, 2), table.detach().clone()
+        with pytest.raises(ValueError, match=words):
+            optimizer.step()
+        assert torch.equal(table, before)
 
 
 def test_low_precision_parameters_warn_where_noise_rounds_away():
@@ -311,11 +317,10 @@ def test_autocast_and_a_gradient_scaler_leave_float32_parameters_and_skip_overfl
     assert optimizer.param_groups[0]["noise_count"] == 1
 
 
-def test_a_gradient_scaler_leaves_unscaling_to_the_fused_kernel_at_temperature_0():
+def test_a_gradient_scaler_gives_torchs_bits_with_the_fused_kernel_at_temperature_0():
     def run(cls):
         model, scaler = network(), torch.amp.GradScaler("cpu", init_scale=8.0)
         optimizer = cls(model.parameters(), 0.1, fused=True)
-        assert optimizer._step_supports_amp_scaling
         return torch.stack([scaled_step(model, optimizer, scaler) for _ in range(3)])
 
     assert torch.equal(run(bc.optim.SGD), run(torch.optim.SGD))
