@@ -70,7 +70,7 @@ _FIXED = frozenset((float, int, bool, str, type(None), list))  # types of settin
 _LEAST_MOMENTUM = 1 / 16  # below it noise is not added before torch's step, where it is divided by the momentum
 BLOCK = 2**18  # elements of a block of a large leaf, few enough for a block and its draws to stay in a CPU's cache
 _FORM = attrgetter("shape", "dtype", "is_cpu", "layout")
-_gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
+gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 
 
 class Leaves:
@@ -176,7 +176,7 @@ class Leaves:
         return None if math.isnan(self.memory[0]) else Before(*self.memory)
 
     def remember(self) -> None:
-        """After a step list what :meth:`holds` compares before the next one, and write into the state what it lacks.
+        """After a step, counted already, list what :meth:`holds` compares before the next one; write what the state lacks.
 
         A leaf that has drawn nothing yet, since lr is 0, gets all its entries: ``torch.distributed.checkpoint`` makes a step at
         lr = 0 to find out which entries a state has, and loads only these.
@@ -186,7 +186,7 @@ class Leaves:
         if self.temperature > 0.0:
             kept, is_new = self.group.get("noise_kept", True), not self.written
             if not kept:
-                now = self.group["noise_key"], self.group["noise_count"]
+                now = self.group["noise_key"], self.group["noise_count"] - 1
                 for branch, rests in enumerate(self.rests):
                     if not rests:
                         self.again[2 * branch : 2 * branch + 2] = now
@@ -201,6 +201,7 @@ class Leaves:
             if is_new or not (kept and self.repeats):
                 for state in self.states:
                     state.update(self.written)
+        self.settings = [*self.group.values()]
         if len(self.states[0]) != self.size:
             self.size = len(self.states[0])
             names = [name for name, x in self.states[0].items() if isinstance(x, Tensor) and name not in self.written]
@@ -221,7 +222,7 @@ class Leaves:
         """
         if self.kind is None or dispatch_modes() or (self.job is None and not self._made_job()):
             return False
-        self.gradients: list[Any] = [*map(_gradient, self.params)]
+        self.gradients: list[Any] = [*map(gradient, self.params)]
         return self._is_fit(self.gradients)
 
     def _is_fit(self, tensors: Sequence[Any]) -> bool:

@@ -24,16 +24,11 @@ from bayesopt_chain.optim import _checks
 from bayesopt_chain.random.stream import new_key
 
 
-def fresh_key(generator: torch.Generator | None = None) -> int:
-    """Draw a random 63-bit key from ``generator``, or from torch's global generator if that is ``None``."""
-    return int(new_key(generator, torch.device("cpu")))
-
-
 def shared_key(generator: torch.Generator | None, groups: list[dict[str, Any]]) -> int:
     """Draw a random key. Ranks that hold parts of the same DTensors all get the key of the first of them."""
     params = [p for group in groups for p in group["params"]]
     device = next((p.device for p in params if is_dtensor(p)), torch.device("cpu"))
-    return int(agreed_key(torch.tensor(fresh_key(generator), device=device), params))
+    return int(agreed_key(new_key(generator, device), params))
 
 
 def claim(name: str, number: int, p: Any, group: dict[str, Any], stream: Any = None) -> Claim:
@@ -123,10 +118,14 @@ class OnRanks:
         """
         _checks.require(f"{self._name}.fork", {"generator": generator})
         require_named_chain(f"{self._name}.fork", generator)
+        self._new_keys(generator)
+        self._compare_anew()
+
+    def _new_keys(self, generator: torch.Generator | None) -> None:
+        """Draw a new key from ``generator``, or from torch's global generator, and give it to all groups."""
         key = shared_key(generator, self.param_groups)
         for group in self.param_groups:
             group["noise_key"] = key
-        self._compare_anew()
 
     def _loss_of(self, closure: Callable[[], Any] | None) -> Any:
         """Evaluate the model by a closure, with gradients, and return its loss; ``None`` without a closure."""

@@ -26,7 +26,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from types import MappingProxyType, NoneType
 from typing import Any, ClassVar, Literal
 
@@ -44,14 +44,20 @@ from bayesopt_chain.distributed.shards import are_spread, local
 from bayesopt_chain.distributed.witness import Claim
 from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.optim import _checks
-from bayesopt_chain.optim._leaves import NUMBERS, REMEMBERED, Leaves, last_draws, last_step, step_by_operations
+from bayesopt_chain.optim._leaves import (
+    NUMBERS,
+    REMEMBERED,
+    Leaves,
+    gradient,
+    last_draws,
+    last_step,
+    step_by_operations,
+)
 from bayesopt_chain.optim._ranks import OnRanks, claim, shared_key
 from bayesopt_chain.optim._rule import Linear
 from bayesopt_chain.random.stream import leaf_numbers
 from bayesopt_chain.trees import are_same
 
-_HAS_RANKS = dist.is_available()
-_gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 _params: Callable[[dict[str, Any]], list[Any]] = itemgetter("params")
 
 
@@ -105,6 +111,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
     own_options = ("temperature", "noise_key", "noise_count", "noise_kept", "freeze_after")
     counters: ClassVar[Mapping[str, float]] = MappingProxyType({"step": 0.0})
     torch_class: ClassVar[type[torch.optim.Optimizer]]
+    _torch_step: Callable[..., Any]  # torch's own step
 
     # defaults on the class: torch's constructor calls add_param_group, and torch's __getstate__ drops all of these
     _noise_defaults: Mapping[str, Any] = MappingProxyType({})
@@ -116,6 +123,8 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         super().__init_subclass__(**kwargs)
         bases = [base for base in cls.__mro__ if f"{base.__module__}.".startswith("torch.optim.")]
         cls.torch_class, cls.numbers = bases[0], frozenset((*cls.counters, *NUMBERS))
+        # without the hooks that torch runs around the step of this class already
+        cls._torch_step = inspect.unwrap(bases[0].step, stop=lambda step: not getattr(step, "hooked", False))
         if "__init__" in vars(cls):
             own = inspect.signature(cls.__init__)
             cls.__signature__ = own.replace(parameters=list(own.parameters.values())[1:], return_annotation=own.empty)
@@ -326,7 +335,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         work = cache.work  # the leaves of the last step, if they still hold
         cache.work = None  # a step that raises leaves none
         params = [*chain.from_iterable(map(_params, self.param_groups))]
-        objects, kinds = [*self.param_groups, *params, *self.state.values()], [*map(type, map(_gradient, params))]
+        objects, kinds = [*self.param_groups, *params, *self.state.values()], [*map(type, map(gradient, params))]
         holds = work is not None and kinds == cache.kinds and are_same(objects, cache.objects)
         holds = holds and not any([self._temperature(group) != t for group, t in cache.others])
         if work is None or not (holds and all([x.holds(self) for x in work])):
@@ -337,7 +346,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             cache.others = [(group, self._temperature(group)) for group in self.param_groups if id(group) not in hot]
             cache.is_whole = sum([len(x.params) for x in work]) == len(kinds) - kinds.count(NoneType)
         noisy = cache.noisy
-        witness = self._witness if _HAS_RANKS and noisy and dist.is_initialized() else None
+        witness = self._witness if noisy and dist.is_available() and dist.is_initialized() else None
         if witness is not None:
             witness.look(lambda: self._claims(noisy), local(noisy[0].params[0]))
         by_kernel = [x for x in work if x.has_job()]
@@ -347,24 +356,15 @@ class Sampling(OnRanks, torch.optim.Optimizer):
                 step_by_operations(self, [x for x in work if x not in by_kernel], moved)
         for x in by_kernel:
             x.move()
+        for group in cache.groups:
+            group["noise_count"] += 1
         for x in work:
             x.remember()
         if not cache.objects:  # the first step makes entries of the state
             cache.objects = [*self.param_groups, *params, *self.state.values()]
         if witness is not None:
             witness.stepped(local(noisy[0].params[0]))
-        for group in cache.groups:
-            group["noise_count"] += 1
-        for x in work:
-            x.settings = [*x.group.values()]
         cache.work = work
-
-    def _torch_step(self, closure: Callable[[], Any] | None) -> Any:
-        """Make torch's own step without its hooks, which torch already runs around the step of this class."""
-        step: Any = self.torch_class.step
-        while getattr(step, "hooked", False):
-            step = step.__wrapped__
-        return step(self, closure)
 
     def _planned(self) -> list[Leaves]:
         """List the leaves that have a gradient and need more than torch's step, those with equal numbers together.

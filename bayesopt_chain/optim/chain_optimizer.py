@@ -108,26 +108,9 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
             for p in group["params"]:
                 self.state[p]
 
-    def fork(self, generator: torch.Generator | None = None) -> None:
-        """Draw new keys for the noise of every group, so that this chain is independent of the one whose state was loaded.
-
-        Args:
-            generator: source of the keys (default: torch's global generator); on several ranks as in :meth:`SGD.fork`.
-
-        Raises:
-            ValueError: there are several ranks, and no generator is given.
-
-        Example:
-            >>> import torch, bayesopt_chain as bc
-            >>> theta = torch.zeros(2, requires_grad=True)
-            >>> optimizer = bc.optim.Optimizer([theta], lambda group: bc.sghmc(group["lr"], temperature=0.1), lr=0.1)
-            >>> optimizer.fork()
-        """
-        _checks.require(f"{self._name}.fork", {"generator": generator})
-        require_named_chain(f"{self._name}.fork", generator)
+    def _new_keys(self, generator: torch.Generator | None) -> None:
         for built in self._chains:
             (built.state,) = fork(built.state, 1, generator=generator)
-        self._compare_anew()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Make one update of every group.
@@ -170,16 +153,14 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
 
         A claim names a parameter by the number of its group and its index in the group.
         """
-        out: list[Claim] = []
-        for i, (group, built) in enumerate(zip(self.param_groups, self._chains)):
-            for entry in built.state if isinstance(built.state, tuple) else ():
-                if not hasattr(entry, "key"):
-                    continue
-                for j, p in enumerate(group["params"]):
-                    if p.grad is not None:
-                        stream = int(entry.key), int(getattr(entry, "step", 0))
-                        out.append(claim(f"{i}.{j}", j, p, group, stream))
-        return out
+        return [
+            claim(f"{i}.{j}", j, p, group, (int(entry.key), int(getattr(entry, "step", 0))))
+            for i, (group, built) in enumerate(zip(self.param_groups, self._chains))
+            for entry in keyed(built.state)
+            if int(entry.key)  # a link that draws nothing has the key 0
+            for j, p in enumerate(group["params"])
+            if p.grad is not None
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer, for :meth:`load_state_dict`.

@@ -34,7 +34,7 @@ from bayesopt_chain.distributed.ranks import require_named_chain
 from bayesopt_chain.distributed.shards import local
 from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.optim import _checks
-from bayesopt_chain.optim._ranks import OnRanks, claim, shared_key
+from bayesopt_chain.optim._ranks import OnRanks, claim
 from bayesopt_chain.posterior.vi._natural import averaged, newton
 from bayesopt_chain.random.philox import draw_elements, parts_of_leaves
 from bayesopt_chain.random.stream import leaf_numbers
@@ -115,10 +115,8 @@ class IVON(OnRanks, torch.optim.Optimizer):
         self._means: list[tuple[Tensor, Tensor]] | None = None
         self._has_draw = False  # whether a draw was made since the last step
         with _checks.with_call(lambda: _checks.call_of(self._name, {"params": "...", **given})):
-            super().__init__(params, {**given, "noise_count": 0})
-        key = shared_key(generator, self.param_groups)
-        for group in self.param_groups:
-            group["noise_key"] = key
+            super().__init__(params, {**given, "noise_key": None, "noise_count": 0})
+        self._new_keys(generator)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, and make its state.
@@ -147,9 +145,8 @@ class IVON(OnRanks, torch.optim.Optimizer):
         except ValueError:  # the optimizer stays as it was
             self.param_groups.pop()
             raise
-        # in the constructor there is no key yet; a group that is added later takes part in the draws of the others
-        if len(self.param_groups) > 1 and "noise_key" in self.param_groups[0]:
-            group |= {name: self.param_groups[0][name] for name in ("noise_key", "noise_count")}
+        # a group that is added later takes part in the draws of the others
+        group |= {name: self.param_groups[0][name] for name in ("noise_key", "noise_count")}
         for p in group["params"]:
             self.state[p] = {
                 "momentum": torch.zeros_like(p, dtype=wide(p.dtype), requires_grad=False),
@@ -239,16 +236,12 @@ class IVON(OnRanks, torch.optim.Optimizer):
         moving = [(group, p, number) for group, p, number in self._leaves() if p.grad is not None]
         for group, p, _ in moving:
             _checks.check_leaf(self._name, p, group)
-        if moving:
-            self._witness.look(
-                lambda: [claim(str(n), n, p, group) for group, p, n in moving],
-                local(moving[0][1].detach()),
-            )
+        first = local(self.param_groups[0]["params"][0].detach())
+        self._witness.look(lambda: [claim(str(n), n, p, group) for group, p, n in moving], first)
         with uninterrupted():  # Ctrl-C between two writes would leave means, precisions and counts of different steps
             for group, p, number in moving:
                 self._move(group, p, number)
-            if moving:
-                self._witness.stepped(local(moving[0][1].detach()))
+            self._witness.stepped(first)
             for group in self.param_groups:
                 group["noise_count"] += 1
             self._has_draw = False
@@ -267,8 +260,8 @@ class IVON(OnRanks, torch.optim.Optimizer):
         scale = group["init_hessian"] + delta if group["rescale_lr"] else 1.0
         m.add_(newton(force, h, delta, lr, scale, group["clip_radius"]))
 
-    def fork(self, generator: torch.Generator | None = None) -> None:
-        super().fork(generator)
+    def _new_keys(self, generator: torch.Generator | None) -> None:
+        super()._new_keys(generator)
         self._has_draw = False  # a draw of the old key would not be the one that the step computes again
 
     def callback(self) -> Any:

@@ -9,6 +9,7 @@ into the model, the optimizer and the scheduler first.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ from bayesopt_chain.distributed.ranks import gather_objects, world
 from bayesopt_chain.distributed.shards import are_spread, is_replicated
 from bayesopt_chain.loop.loss import Info, detach
 from bayesopt_chain.modules.functional import inner_of
-from bayesopt_chain.optim._ranks import OnRanks, fresh_key
+from bayesopt_chain.optim._ranks import OnRanks
 from bayesopt_chain.optim.ivon import IVON
-from bayesopt_chain.random.stream import seed_of
+from bayesopt_chain.random.stream import new_key, seed_of
 from bayesopt_chain.runs.run import describe, describe_optimizer
 from bayesopt_chain.trees import require_like
 
@@ -56,7 +57,7 @@ class ModelStep:
         named = inner_of(model)
         self._named, self._buffers = dict(named.named_parameters()), dict(named.named_buffers())
         self.params: dict[str, Tensor] = {name: p.detach() for name, p in self._named.items()}
-        self._key, self._count = fresh_key(), 0
+        self._key, self._count = int(new_key(None, torch.device("cpu"))), 0
         # the ranks of one chain need one key; on replicas _rank is added to it
         if are_spread(self.params) or replicated:
             self._key = gather_objects(self._key, None)[0]
@@ -254,13 +255,11 @@ def _from_tensors(saved: Any, like: Any = None) -> Any:
     if isinstance(saved, dict) and saved.keys() == {"number"}:
         return saved["number"].item()
     if isinstance(saved, dict) and (isinstance(like, (list, tuple)) or (saved and all(k[:1] == "[" for k in saved))):
-        saved = [saved[f"[{i}]"] for i in range(len(saved))]
-        mine = list(like) if isinstance(like, (list, tuple)) and len(like) == len(saved) else [None] * len(saved)
-        out = [_from_tensors(v, m) for v, m in zip(saved, mine)]
-        return out if isinstance(like, list) else tuple(out)
+        mine = chain(like if isinstance(like, (list, tuple)) else (), repeat(None))
+        items = [_from_tensors(saved[f"[{i}]"], x) for i, x in zip(range(len(saved)), mine)]
+        return items if isinstance(like, list) else tuple(items)
     if isinstance(saved, dict):
         mine = like if isinstance(like, dict) else {}
-        out = {k: _from_tensors(saved[str(k)], v) if str(k) in saved else v for k, v in mine.items()}
-        known = {str(k) for k in mine}
-        return {**out, **{k: _from_tensors(v) for k, v in saved.items() if k not in known}}
+        names = {str(k): k for k in mine}
+        return {**mine, **{names.get(k, k): _from_tensors(v, mine.get(names.get(k, k))) for k, v in saved.items()}}
     return saved

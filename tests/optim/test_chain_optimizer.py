@@ -80,3 +80,14 @@ def test_groups_that_would_get_the_same_noise_are_refused():
     groups = [{"params": [torch.ones(2, requires_grad=True)]} for _ in range(2)]
     with pytest.raises(ValueError, match=r"gave two groups one key.*outside of make_chain"):
         bc.optim.Optimizer(groups, lambda g: bc.sgld(0.1, temperature=1.0, generator=bc.distributed.generator(0)))
+
+
+def test_ranks_compare_noise_inside_of_other_links_too():
+    theta = torch.zeros(2, requires_grad=True)
+    theta.grad = torch.ones(2)
+    noise = bc.sgld(0.1, temperature=0.1)
+    counts = {
+        tx: len(bc.optim.Optimizer([theta], lambda group, tx=tx: tx)._claims())
+        for tx in (noise, bc.chain(bc.skip_nonfinite(noise)), bc.sgd(0.1), bc.sghmc(0.1, temperature=0.0))
+    }
+    assert [*counts.values()] == [1, 1, 0, 0]
