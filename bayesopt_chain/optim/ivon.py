@@ -168,7 +168,7 @@ class IVON(OnRanks, torch.optim.Optimizer):
             A context manager.
 
         Raises:
-            ValueError: the parameters hold a draw already.
+            ValueError: the parameters hold a draw already; a hyperparameter has left its range.
 
         Example:
             >>> import torch, bayesopt_chain as bc
@@ -179,6 +179,8 @@ class IVON(OnRanks, torch.optim.Optimizer):
             >>> bool((theta == 0.0).all())
             True
         """
+        for group in self.param_groups:  # whose numbers may have changed
+            _checks.require(self._name, group)
         if self._means is not None:
             raise ValueError(f"{self._name}.sampled: a draw is in the parameters already; end its with block first")
         self._means = []

@@ -54,15 +54,13 @@ class ModelStep:
             )
         replicated = is_replicated(model)
         self._rank = world().rank if replicated else 0  # added to the seed: replicas draw different dropout masks
-        named = inner_of(model)
-        self._named, self._buffers = dict(named.named_parameters()), dict(named.named_buffers())
-        self.params: dict[str, Tensor] = {name: p.detach() for name, p in self._named.items()}
+        self._module = inner_of(model)
+        self._named = dict(self._module.named_parameters())
         self._key, self._count = int(new_key(None, torch.device("cpu"))), 0
         # the ranks of one chain need one key; on replicas _rank is added to it
-        if are_spread(self.params) or replicated:
+        if are_spread(self._named) or replicated:
             self._key = gather_objects(self._key, None)[0]
-        self._sources = list(self._named.values())
-        self.state = self._pack()
+        self.params, self.state = self._pack()
 
     def __call__(self, params: Any, state: Any, batch: Any) -> tuple[dict[str, Tensor], dict[str, Any], Info]:
         """Make one step of the model, the optimizer and the scheduler.
@@ -79,7 +77,7 @@ class ModelStep:
         self._load(params, state)
         self.optimizer.zero_grad(set_to_none=True)
         # the random numbers of the model are seeded from the state, and the caller's generators are restored afterwards
-        devices = sorted({p.device.index or 0 for p in self._sources if p.device.type == "cuda"})
+        devices = sorted({p.device.index or 0 for p in self._named.values() if p.device.type == "cuda"})
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
             torch.manual_seed(seed_of(self._key + self._rank, self._count))
             out = self.loss(self.model, batch)
@@ -95,7 +93,7 @@ class ModelStep:
         if self.scheduler is not None:
             self.scheduler.step()
         self._count += 1
-        self.state = self._pack()
+        self.params, self.state = self._pack()
         return self.params, self.state, Info(loss.detach(), detach(aux))
 
     def _keep_apart(self, apart: bool) -> None:
@@ -111,19 +109,22 @@ class ModelStep:
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
         get_optimizer_state_dict(self.model, self.optimizer)  # makes the state of an optimizer that has none
-        self.state = self._pack()
+        _, self.state = self._pack()
         return self.state
 
-    def _pack(self) -> dict[str, Any]:
-        """Return the state of optimizer, buffers, step and scheduler as nested dictionaries of tensors."""
+    def _pack(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the parameters by name, and the state of optimizer, buffers, step and scheduler as dictionaries of tensors.
+
+        Both are read anew after every step: a module may replace a buffer, and ``model.to`` the memory of parameters.
+        """
         out = {
             "optimizer": _to_tensors(self.optimizer.state_dict()),
-            "buffers": {name: b.detach() for name, b in self._buffers.items()},
+            "buffers": {name: b.detach() for name, b in self._module.named_buffers()},
             "step": _to_tensors({"key": self._key, "count": self._count}),
         }
         if self.scheduler is not None:
             out["scheduler"] = _to_tensors(self.scheduler.state_dict())
-        return out
+        return {name: p.detach() for name, p in self._named.items()}, out
 
     @torch.no_grad()
     def _load(self, params: Any, state: Any) -> None:
@@ -141,12 +142,14 @@ class ModelStep:
             for name, p in self._named.items():
                 p.copy_(params[name])
         if state is not self.state:
+            buffers = dict(self._module.named_buffers())
+            require_like(dict(state["buffers"]), buffers, "as_step: the buffers of state")
             saved = _from_tensors(state["optimizer"], self.optimizer.state_dict())
             # torch numbers parameters by integers, and _to_tensors writes all keys as strings
             saved["state"] = {int(k): v for k, v in saved["state"].items()}
             self.optimizer.load_state_dict(saved)
             for name, value in state["buffers"].items():
-                self._buffers[name].copy_(value)
+                buffers[name].copy_(value)
             position = _from_tensors(state["step"])
             self._key, self._count = position["key"], position["count"]
             if self.scheduler is not None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -213,29 +213,19 @@ def _flags(func: Any, flags: Sequence[bool], named: dict[str, bool]) -> tuple[bo
     return bool(training), bool(given.get("inplace", func.__name__.endswith("_")))
 
 
-def _like(kind: str) -> Callable[..., Any]:
-    """Take the place of ``torch.rand_like`` and the functions like it."""
-
-    def caught(keyed: Keyed, func: Any, input: Tensor, *args: Any, dtype: Any = None, **rest: Any) -> Tensor:
-        _require_plain_call(func, rest)
-        keyed.require_own_key(func.__name__, input)
-        return keyed.draw(kind, input.shape, 0.5, dtype or input.dtype, input.device)
-
-    return caught
-
-
-def _factory(kind: str) -> Callable[..., Any]:
-    """Take the place of ``torch.rand`` and ``torch.randn``, which take shape, dtype and device in several forms."""
-
-    def caught(keyed: Keyed, func: Any, *size: Any, dtype: Any = None, device: Any = None, **rest: Any) -> Tensor:
-        if "size" in rest:
-            size = (rest.pop("size"),)
-        _require_plain_call(func, rest)
-        shape = cast("Sequence[int]", size[0] if size and isinstance(size[0], (tuple, list)) else size)
-        where = torch.device(device) if device is not None else torch.get_default_device()
-        return keyed.draw(kind, shape, 0.5, dtype or torch.get_default_dtype(), where)
-
-    return caught
+def _numbers(keyed: Keyed, func: Any, *size: Any, dtype: Any = None, device: Any = None, **rest: Any) -> Tensor:
+    """Take the place of ``torch.rand``, ``torch.randn`` and the two with ``_like``, which take a shape in several forms."""
+    name, shape = func.__name__, size
+    _require_plain_call(func, rest)
+    if name.endswith("_like"):
+        like = rest["input"] if "input" in rest else size[0]
+        keyed.require_own_key(name, like)
+        shape, dtype, device = like.shape, dtype or like.dtype, device or like.device
+    elif "size" in rest or (size and not isinstance(size[0], int)):  # one argument that is a shape
+        shape = rest.get("size", size and size[0])
+    where = torch.get_default_device() if device is None else torch.device(device)
+    kind = "normal" if name.startswith("randn") else "uniform"
+    return keyed.draw(kind, shape, 0.5, dtype or torch.get_default_dtype(), where)
 
 
 def _require_plain_call(func: Any, rest: dict[str, Any]) -> None:
@@ -280,9 +270,6 @@ _DROPOUTS = [
 ]
 CAUGHT: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_DROPOUTS, _dropout),
-    torch.rand_like: _like("uniform"),
-    torch.randn_like: _like("normal"),
-    torch.rand: _factory("uniform"),
-    torch.randn: _factory("normal"),
+    **dict.fromkeys([torch.rand_like, torch.randn_like, torch.rand, torch.randn], _numbers),
     **dict.fromkeys([_T.lstm, _T.gru, _T.rnn_tanh, _T.rnn_relu], _recurrent),
 }

@@ -94,6 +94,16 @@ def test_numbers_out_of_range_are_refused(settings, words):
             call()
 
 
+@pytest.mark.parametrize("settings", [{"temperature": -1.0}, {"lr": float("nan")}, {"weight_decay": -1.0}], ids=str)
+def test_numbers_that_leave_their_range_are_refused_before_a_draw(settings):
+    theta = torch.zeros(2, requires_grad=True)
+    optimizer = made([theta])
+    optimizer.param_groups[0].update(settings)
+    with pytest.raises(ValueError, match=f"{next(iter(settings))} must be a number"), optimizer.sampled():
+        pass
+    assert not theta.any()
+
+
 def test_a_state_may_be_loaded_twice():
     """Torch adds a default to an optimizer that loads, of which no group knows."""
     theta = torch.zeros(2, requires_grad=True)

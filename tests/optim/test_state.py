@@ -245,6 +245,49 @@ def test_copied_params_and_state_go_on_bit_for_bit_in_another_model(name, schedu
     assert torch.equal(flat(params), expected) and torch.equal(info.loss, last)
 
 
+class Counted(nn.Module):
+    """A module that replaces its buffer at every call."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self):
+        self.calls = self.calls + 1
+        return (self.weight * self.calls).square().mean()
+
+
+def counted():
+    model = Counted()
+    optimizer = bc.optim.SGHMC(model.parameters(), 0.01, temperature=1e-3)
+    return bc.optim.as_step(model, optimizer, lambda model, batch: model())
+
+
+def test_a_buffer_that_the_model_replaces_goes_on_bit_for_bit():
+    step = counted()
+    kept = copy.deepcopy(run(step, step.params, step.state, 4)[:2])
+    expected = run(step, step.params, step.state, 5)
+    params, state, _ = run(counted(), *kept, 5)
+    assert torch.equal(params["weight"], expected[0]["weight"])
+    assert state["buffers"]["calls"] == expected[1]["buffers"]["calls"] == 9
+
+
+def test_a_state_with_the_buffers_of_another_model_is_refused_by_name():
+    step, other = counted(), built("SGHMC", None)
+    with pytest.raises(ValueError, match="as_step: the buffers of state"):
+        step(step.params, step.state | {"buffers": other.state["buffers"]}, None)
+
+
+def test_parameters_that_move_to_another_dtype_are_those_that_a_step_returns():
+    step = counted()
+    params, state, _ = step(step.params, step.state, None)
+    step.model.double()
+    step.optimizer.state.clear()
+    after, _, _ = step(params, state, None)
+    assert after["weight"].dtype == torch.float64 and torch.equal(after["weight"], step.model.weight)
+
+
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("schedule", SCHEDULERS)
 @pytest.mark.parametrize("name", MAKE)

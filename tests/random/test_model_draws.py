@@ -119,6 +119,19 @@ def test_on_a_device_draws_that_nobody_intercepts_are_refused(draws, monkeypatch
         torch.normal(0.0, 1.0, (2,)) if draws else torch.zeros(2).add(1)
 
 
+def test_numbers_have_the_shape_dtype_and_device_that_are_asked_for():
+    x, given = torch.ones(2, 3), {"dtype": torch.float64, "device": "meta"}
+    with Keyed(torch.tensor(1), torch.tensor(0)):
+        made = [torch.randn_like(x, **given), torch.rand_like(input=x, **given), torch.rand(2, 3, **given)]
+        made += [
+            torch.randn((2, 3), **given),
+            torch.randn(size=(2, 3), **given),
+            torch.rand(torch.Size((2, 3)), **given),
+        ]
+        assert torch.rand(()).shape == torch.randn([]).shape == ()
+    assert {(tuple(y.shape), y.dtype, y.device.type) for y in made} == {((2, 3), torch.float64, "meta")}
+
+
 def test_data_by_data_gradients_of_a_model_that_drops_are_refused():
     key, count = torch.tensor(1), torch.tensor(0)
     with pytest.raises(RuntimeError, match=r"dropout: the model draws once for many data"), Keyed(key, count):
