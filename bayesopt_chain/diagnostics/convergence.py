@@ -55,6 +55,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
+from bayesopt_chain.trees import require_like
 
 if TYPE_CHECKING:
     from bayesopt_chain.runs.draws import Draws
@@ -357,8 +358,10 @@ def ksd(
     chains = getattr(draws, "chains", None) or 1
     given: Any = draws
     lengths = {len(x) for x in optree.tree_leaves(given)} if stored is None else {chains * len(stored)}
+    if not callable(score):
+        lengths |= {len(x) for x in optree.tree_leaves(score)}
     if len(lengths) > 1:
-        raise ValueError(f"ksd: draws must have one number of draws in every leaf, got {sorted(lengths)}")
+        raise ValueError(f"ksd: draws and score must have one number of draws in every leaf, got {sorted(lengths)}")
     size = lengths.pop()
     if size < 2:
         raise ValueError(f"ksd: needs at least 2 draws, got {size}")
@@ -370,18 +373,17 @@ def ksd(
     def rows(low: int) -> tuple[Tensor, Tensor]:
         """A block of draws and their scores."""
         tree = part(given, low) if stored is None else stored[low // chains : (low + block) // chains].unchained()[0]
-        count, scores = len(optree.tree_leaves(tree)[0]), score
+        x = _matrix(tree)
         if callable(score):
-            each: list[Any] = [score(optree.tree_map(lambda x, i=i: x[i], tree)) for i in range(count)]
+            each: list[Any] = [score(optree.tree_map(lambda x, i=i: x[i], tree)) for i in range(len(x))]
             scores = optree.tree_map(lambda *leaves: torch.stack(leaves), *each)
-        x, s = _matrix(tree), _matrix(scores if callable(score) else part(scores, low))
+        else:
+            scores = part(score, low)
+        require_like(scores, tree, "ksd: score")
+        s = _matrix(scores)
         for name, matrix in (("draws", x), ("score", s)):
             if not checks.is_finite(matrix):
                 raise ValueError(f"ksd: {name}: some of its numbers are NaN or infinite")
-        if x.shape != s.shape:
-            raise ValueError(
-                f"ksd: score must be like the draws, which are a matrix {(size, x.shape[1])}, got one {(len(s), s.shape[1])}"
-            )
         return x, s
 
     first = rows(0)

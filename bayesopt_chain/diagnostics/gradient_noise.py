@@ -96,7 +96,8 @@ def gradient_noise(
     Args:
         loss: as for :func:`bayesopt_chain.make_step`. Draws of the model (dropout) are counted, and kept apart.
         params: where to look; after burn-in.
-        batches: ``bc.epochs(...)`` (whose position stays) or any iterable of batches of one size.
+        batches: ``bc.epochs(...)`` (whose position stays) or any iterable of batches of one size; a smaller one at the end is
+            left out.
             Batches of an iterable must share no datum, as those of a shuffled ``DataLoader`` do not.
         tx: a chain whose preconditioner and learning rates weigh the parameters; default: none, ``G = 1``.
         state: its state (default: that of ``init``).
@@ -176,7 +177,10 @@ def take(batches: Iterable[Any], most: int) -> tuple[list[list[Any]], float | No
     following ones, and stay where they are.
     """
     if not isinstance(batches, Epochs):
-        return [list(islice(as_batches(batches), most))], None, None
+        found = list(islice(as_batches(batches), most))
+        sizes = [size_of(batch) or 0 for batch in found]
+        # a loader that drops nothing ends with a batch that is smaller, and noisier
+        return [found[:-1] if len(set(sizes[:-1])) == 1 and sizes[-1] < sizes[0] else found], None, None
     length = min(most, len(batches))
     stride = 2 if batches.order == "palindrome" else 1
     numbers = range(
@@ -272,7 +276,8 @@ def hessian_product(
 
     Args:
         loss, params: as for :func:`gradient_noise`.
-        batches: of one size; ``bc.epochs(...)`` gives those of its current epoch. They are kept.
+        batches: of one size; ``bc.epochs(...)`` gives those of its current epoch. They are kept; a smaller one at the end is
+            left out.
         max_batches: use at most so many.
 
     Returns:

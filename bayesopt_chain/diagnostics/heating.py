@@ -245,10 +245,10 @@ def heating(
         raise ValueError(
             "heating: the chain draws no noise, so there is no variance to compare with; give it a temperature above 0"
         )
-    if curvature is None and math.isinf(steps):
+    if curvature is None and (math.isinf(steps) or not noise.trace > 0):
         raise ValueError(
-            "heating: with steps_per_epoch=inf the curvature cannot be assumed from the noise; pass "
-            "curvature=bc.diagnostics.hessian_product(loss, params, batches)"
+            "heating: with steps_per_epoch=inf, or batches of one gradient, the curvature cannot be assumed from the noise; "
+            "pass curvature=bc.diagnostics.hessian_product(loss, params, batches)"
         )
     system = reduce(response, noise, product(curvature, noise.mean), steps)
     report, closed, full, mean = predict(system, order, steps)
@@ -302,6 +302,7 @@ def _cooling(system: Reduced, closed: Loop, full: Tensor, mean: Tensor) -> Calla
 
 def _overlap(system: Reduced, again: GradientNoise) -> float:
     """The share of the largest directions of the noise at another draw that lies in the span."""
+    require_like(again.mean, system.like, "heating: what again is of")
     Q = torch.cat(system.bases)
     rows = flatten(again.rows, system.like).to(Q) * system.roots
     _, vectors = torch.linalg.eigh((rows @ rows.T).double())

@@ -378,8 +378,8 @@ def _of_one_size(who: str, curvature: Tensor, params: Any) -> tuple[Tensor, Any]
     if params is None:
         params = torch.zeros(curvature.shape[:1], dtype=torch.float64, device=curvature.device)
     size = sum(p.numel() for p in optree.tree_leaves(params))
-    if tuple(curvature.shape) != (size, size):
-        raise ValueError(f"{who}: curvature must be a [{size}, {size}] matrix, got {tuple(curvature.shape)}")
+    if tuple(curvature.shape) != (size, size) or not torch.allclose(curvature, curvature.mT):
+        raise ValueError(f"{who}: curvature must be a symmetric [{size}, {size}] matrix, got {checks.short(curvature)}")
     return curvature.to(torch.float64), params
 
 

@@ -49,7 +49,7 @@ def assert_bitwise_equal(ours: Any, theirs: Any, what: str = "values") -> None:
             f"{what}, leaf {i}: {x.dtype}{x.shape} against {y.dtype}{y.shape}"
         )
         if not torch.equal(bits(x), bits(y)):
-            worst = (x.double() - y.double()).abs().max().item()
+            worst = (x.to(torch.complex128) - y).abs().max().item()
             raise AssertionError(f"{what}, leaf {i}: bits differ, by up to {worst:.3g}")
 
 

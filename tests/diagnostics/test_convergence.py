@@ -147,7 +147,16 @@ def test_chains_are_pooled():
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda x: bc.diagnostics.ksd({"w": x[:, 0]}, {"w": x[:, 0, :1]}), "score must be like the draws"),
+        (lambda x: bc.diagnostics.ksd({"w": x[:, 0]}, {"w": x[:, 0, :1]}), r"ksd: score at .* has shape \(6, 1\)"),
+        (
+            lambda x: bc.diagnostics.ksd({"w": x[:, 0]}, {"w": x[:5, 0]}),
+            r"one number of draws in every leaf, got \[5, 6\]",
+        ),
+        (lambda x: bc.diagnostics.ksd({"w": x[:, 0]}, lambda p: {"v": p["w"]}), "ksd: score has the tree"),
+        (
+            lambda x: bc.diagnostics.ksd({"a": x[:, 0], "b": x[:, 0, 0]}, lambda p: {"a": p["b"], "b": p["a"]}),
+            "score at",
+        ),
         (lambda x: bc.diagnostics.ksd({"w": x[:1, 0]}, score), "at least 2"),
         (lambda x: bc.diagnostics.r_hat({"w": x[:3]}), "at least 4 draws"),
         (lambda x: bc.diagnostics.r_hat({"w": x[:, :1]}), "at least 8 draws"),  # of which each half is split again

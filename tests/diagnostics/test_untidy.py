@@ -55,7 +55,9 @@ def test_the_doctor_names_a_foreign_chain_and_an_observable_that_is_complex():
 
 
 def test_leaves_with_other_numbers_of_draws_are_refused():
-    with pytest.raises(ValueError, match=r"ksd: draws must have one number of draws in every leaf, got \[4, 5\]"):
+    with pytest.raises(
+        ValueError, match=r"ksd: draws and score must have one number of draws in every leaf, got \[4, 5\]"
+    ):
         ksd({"a": torch.randn(5, 2), "b": torch.randn(4, 2)}, lambda p: p)
 
 
@@ -71,6 +73,43 @@ def test_a_sum_over_all_data_may_be_observed_at_a_temperature_of_its_own():
     one = bc.observe(summed, W, (X, Y), temperature=1.0, strength=0.0, **options)
     other = bc.observe(loss, W, (X, Y), temperature=1 / 300, strength=0.0, **options)
     assert abs(float(one.llc().value - other.llc().value)) < 1.0
+
+
+def test_a_smaller_last_batch_is_left_out():
+    """The gradient of one datum has fifty times the covariance of the others."""
+    more = [*BATCHES, (X[:1], Y[:1] + 10)]
+    noise, wanted = gradient_noise(loss, W, more), gradient_noise(loss, W, BATCHES)
+    assert (noise.batches, noise.trace) == (6, wanted.trace)
+    found: Any = hessian_product(loss, W, more)(torch.ones(3))
+    assert torch.equal(found, hessian_product(loss, W, BATCHES)(torch.ones(3)))  # pyright: ignore
+    unlike = [(X[: n + 2], Y[: n + 2]) for n in (5, 3, 9, 4)]  # whose sizes say nothing
+    assert gradient_noise(loss, W, unlike).batches == 4
+
+
+def test_noise_that_is_none_and_noise_of_other_parameters_are_refused_by_name():
+    still = gradient_noise(lambda w, batch: (0 * w).sum(), W, BATCHES)
+    with pytest.raises(ValueError, match="batches of one gradient, the curvature cannot be assumed"):
+        heating(TX, still, order="reshuffled", steps_per_epoch=6)
+    noise, other = (gradient_noise(loss, W, BATCHES), gradient_noise(lambda p, b: loss(p["w"], b), {"w": W}, BATCHES))
+    with pytest.raises(ValueError, match="heating: what again is of has the tree"):
+        heating(TX, noise, order="reshuffled", steps_per_epoch=6, curvature=torch.eye(3), again=other)
+
+
+def test_what_is_no_observable_or_changes_its_shape_is_refused_by_name():
+    short: dict[str, Any] = {"steps": 80, "burn_in": 20, "chains": 2, "at_once": 1}
+    with pytest.raises(
+        ValueError, match="observe: 'other' is no name for an observable here; covariances and kept are of"
+    ):
+        bc.observe(loss, W, (X, Y), kept=["other"], **short)
+    count = iter(range(10**6))
+    with pytest.raises(ValueError, match=r"'w' has 1 entries at a draw, and 3 at the start"):
+        bc.observe(loss, W, (X, Y), {"w": lambda w: w[: 3 - 2 * (next(count) > 3)]}, **short)
+    run = bc.observe(loss, W, (X, Y), {"w": lambda w: w}, **short)
+    with pytest.raises(ValueError, match="n must be a whole number, at least 1, got 0"):
+        run.bif("w", "w", n=0)
+    nothing: Any = 1
+    with pytest.raises(TypeError, match=r"part must be a run of bc\.observe"):
+        bc.diagnostics.susceptibility(nothing, run, "loss", "w")
 
 
 def test_names_of_observables_are_texts():

@@ -13,8 +13,6 @@ from tests import strategies as own
 from tests.registry.dressings import fed, half_square, two_chains
 from tests.registry.transform import Transform
 
-NO_GRADIENT = ("updates_can_be_differentiated",)
-
 
 def halving():
     """A transformation of one's own, with its response declared."""
@@ -88,8 +86,6 @@ LINKS = (
         "delay",
         lambda t: bc.links.delay(),
         namespace="links",
-        skip=NO_GRADIENT,
-        why="it passes on the gradient of the step before",
     ),
     Transform(
         "inject_langevin_noise",

@@ -29,7 +29,6 @@ ON_PARTS = ("a_part_of_a_leaf_moves_as_in_the_whole",)
 NEEDS_EVERY_GRADIENT = (  # these leave a gradient out
     *COUPLED,
     "in_place_keeps_the_state_tensors",
-    "states_hold_no_views",
     "nothing_shares_memory",
 )
 
@@ -127,8 +126,6 @@ SAMPLERS = (
             ),
             (0.0025, 0.005, 0.01),
         ),
-        skip=NO_GRADIENT,
-        why="this step's gradient moves the parameters in the next",
     ),
     sampler(
         "baoab",

@@ -55,9 +55,10 @@ def test_a_float32_state_is_read_in_float64_and_stays_as_it_is():
         (bc.rmsprop(0.1, temperature=1.0), EYE, {"warmup": 0}, ValueError, "not linear"),
         (bc.sgd(2.5, temperature=1.0), EYE, {}, Unstable, "spectral radius"),
         (bc.sgd(0.1, temperature=1.0), EYE, {"params": torch.zeros(3)}, ValueError, r"\[3, 3\] matrix"),
-        (bc.sghmc(0.1, temperature=1.0), torch.ones(2, 3), {}, ValueError, r"\[2, 2\] matrix, got \(2, 3\)"),
+        (bc.sghmc(0.1, temperature=1.0), torch.ones(2, 3), {}, ValueError, r"\[2, 2\] matrix, got .*\(2, 3\)"),
+        (bc.sghmc(0.1, temperature=1.0), torch.ones(2, 2).triu(), {}, ValueError, r"a symmetric \[2, 2\] matrix"),
     ],
-    ids=["not linear", "unstable", "other parameters", "no square"],
+    ids=["not linear", "unstable", "other parameters", "no square", "not symmetric"],
 )
 def test_what_is_not_linear_not_stable_or_no_matrix_is_refused(tx, curvature, options, error, words):
     with pytest.raises(error, match=words):

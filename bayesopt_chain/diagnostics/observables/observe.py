@@ -243,6 +243,7 @@ class Observed:
         checks.installed("to_arviz", "diagnostics", "arviz", "xarray")
         return inference_data({name: x.transpose(0, 1) for name, x in self.traces.items()}, {}, None, self.chains)
 
+    @checks.takes(n=checks.WHOLE)
     def bif(self, a: str, b: str, *, n: int | None = None) -> Estimate:
         """The Bayesian influence of training data: the change of the mean of ``a`` with the weight of each datum.
 
@@ -454,11 +455,12 @@ def observe(
             f"observe: steps={steps} ends before the first draw, after burn_in={burn_in} and thinning={thinning}"
         )
     known = sorted({*of, "loss", "virial"})
-    wrong = [name for name in of if name in RESERVED] + [b for pair in covariances for b in pair if b not in known]
+    wanted = [*(name for pair in covariances for name in pair), *kept]
+    wrong = [name for name in of if name in RESERVED] + [name for name in wanted if name not in known]
     if wrong:
         raise ValueError(
-            f"observe: {wrong[0]!r} is no name for an observable here; covariances are of {known}, and names that are always "
-            f"measured ({', '.join(RESERVED)}) are taken"
+            f"observe: {wrong[0]!r} is no name for an observable here; covariances and kept are of {known}, and names that are "
+            f"always measured ({', '.join(RESERVED)}) are taken"
         )
     everything = (loss, optree.tree_map(lambda p: p.detach().clone(), params), lambda x: x)
     inner, centre, fill = everything if where is None else restrict(loss, params, where)
@@ -588,6 +590,10 @@ def _settings(
     return known
 
 
+@checks.takes(
+    part=checks.instance(Observed, "a run of bc.observe"),
+    full=checks.instance(Observed, "a run of bc.observe"),
+)
 def susceptibility(part: Observed, full: Observed, train: str, probe: str) -> Estimate:
     """The susceptibility of a part of the model to each probe (Baker et al., 2025).
 

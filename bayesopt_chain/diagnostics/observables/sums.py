@@ -141,6 +141,12 @@ class Record:
 
     def add(self, draw: Mapping[str, Tensor]) -> None:
         """Take a draw of all chains: ``[C, m]`` by name."""
+        for name, x in draw.items():
+            if x.shape[1:] != self.shift[name].shape:
+                raise ValueError(
+                    f"observe: {name!r} has {x.shape[1]} entries at a draw, and {len(self.shift[name])} at the start: return "
+                    "tensors of one shape"
+                )
         self.rest.append({name: x.double() - self.shift[name] for name, x in draw.items()})
         self.count += 1
         if len(self.rest) < UNIT:
