@@ -10,7 +10,7 @@ afterwards get the call in front:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any, cast
@@ -148,13 +148,14 @@ def require_state_dict(who: str, state_dict: Any) -> None:
 
 
 @contextmanager
-def with_call(call: Callable[[], str]) -> Iterator[None]:
-    """Put the call in front of the message of an error that torch raises inside.
+def with_call(who: str, /, **given: Any) -> Iterator[None]:
+    """Put the call, ``bc.optim.SGD(lr=0.1)``, in front of the message of an error that torch raises inside.
 
     Errors other than TypeError and ValueError become ValueError.
 
     Args:
-        call: returns the call as text.
+        who: the function that is called.
+        given: its arguments.
 
     Raises:
         TypeError, ValueError: the error that torch raised, with the call in front.
@@ -165,13 +166,8 @@ def with_call(call: Callable[[], str]) -> Iterator[None]:
         if str(err).startswith("bc.optim."):
             raise
         kind = err if isinstance(err, (TypeError, ValueError)) else ValueError()
-        raise type(kind)(f"{call()}: {err}") from err
-
-
-def call_of(who: str, given: Mapping[str, Any]) -> str:
-    """Return a call as text, ``bc.optim.SGD(lr=0.1)``, with long values shortened."""
-    shown = [f"{name}={checks.short(value)}" for name, value in given.items()]
-    return f"{who}({', '.join(shown)})"
+        shown = [name if value is ... else f"{name}={checks.short(value)}" for name, value in given.items()]
+        raise type(kind)(f"{who}({', '.join(shown)}): {err}") from err
 
 
 def temperature_of(who: str, group: dict[str, Any]) -> float:

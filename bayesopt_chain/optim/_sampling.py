@@ -154,7 +154,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             "heat_guard": heat_guard,
             "steps_per_epoch": steps_per_epoch,
         }
-        with _checks.with_call(lambda: f"{self._name}()"):
+        with _checks.with_call(self._name):
             given = inspect.signature(super().__init__).bind(params, *args, **kwargs).arguments
         _checks.require(self._name, {**given, **ours})
         if freeze_after is not None and not self.adaptive:
@@ -164,11 +164,16 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         elif steps_per_epoch is not None:
             raise ValueError(f"{self._name}: steps_per_epoch= is for heat_guard='warn'; a HeatGuard takes its own")
         self.heat_guard = heat_guard
-        self._noise_defaults = {"temperature": temperature, "noise_kept": keep_draws}
+        self._noise_defaults = {
+            "temperature": temperature,
+            "noise_kept": keep_draws,
+            "noise_key": None,
+            "noise_count": 0,
+        }
         if self.adaptive:
             self._noise_defaults["freeze_after"] = freeze_after
         self._seed = None if generator is None else generator.initial_seed()  # a run on disk compares it
-        with _checks.with_call(lambda: _checks.call_of(self._name, {**given, "params": "..."})):
+        with _checks.with_call(self._name, **{**given, "params": ...}):
             super().__init__(params, *args, **kwargs)
         # where gradients are infinite, torch's fused kernel would leave out its own step, but not the noise: GradScaler is to
         # look at them, and to unscale them, which gives the same bits
@@ -209,11 +214,8 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         for name, value in self._noise_defaults.items():
             self.defaults.setdefault(name, value)
         self._temperature({**self.defaults, **param_group})
-        with _checks.with_call(lambda: f"{self._name}.add_param_group(param_group)"):
+        with _checks.with_call(f"{self._name}.add_param_group", param_group=...):
             super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        group.setdefault("noise_key", next((g["noise_key"] for g in self.param_groups[:-1]), None))
-        group.setdefault("noise_count", 0)
         self._cache = Cache()
 
     def _draw_key(

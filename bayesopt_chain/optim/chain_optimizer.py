@@ -61,7 +61,7 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
         _checks.require(self._name, {"params": params, "make_chain": make_chain, **defaults})
         self._make_chain = make_chain
         self._chains: list[_Built] = []
-        with _checks.with_call(lambda: _checks.call_of(self._name, {"params": "...", **defaults})):
+        with _checks.with_call(self._name, params=..., **defaults):
             super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -201,13 +201,11 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
         _checks.require_state_dict(f"{self._name}.load_state_dict", state_dict)
         saved = [dict(group) for group in state_dict["param_groups"]]
         states = [group.pop("chain_state", None) for group in saved]
-        if len(states) == len(self._chains):
-            for built, state in zip(self._chains, states):
-                built.accepts(state)
+        laid = [built.loaded(state) for built, state in zip(self._chains, states)]
         super().load_state_dict({**state_dict, "param_groups": saved})
         self._show_a_state()
-        for built, state in zip(self._chains, states):
-            built.load(state)
+        for built, state in zip(self._chains, laid):
+            built.state = state
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_make_chain": self._make_chain, "_chains": self._chains}
@@ -261,24 +259,23 @@ class _Built:
         updates, self.state = self.tx.update(grads, self.state, params=params, inplace=False)
         add(params, updates, inplace=True)
 
-    def accepts(self, saved: list[Tensor] | None) -> None:
-        """Raise ValueError if saved tensors have other shapes than the state of this chain."""
-        mine = optree.tree_leaves(self.state)
-        shapes = None if saved is None else [tuple(x.shape) for x in saved]
-        if shapes != [tuple(x.shape) for x in mine]:
-            raise ValueError(
-                f"bc.optim.Optimizer: the state dict holds a chain state of shapes {shapes}, this chain's has "
-                f"{[tuple(x.shape) for x in mine]}; load a state of the same chain and parameters"
-            )
-
-    def load(self, saved: list[Tensor]) -> None:
-        """Set the chain's state to copies of saved tensors.
+    def loaded(self, saved: list[Tensor] | None) -> Any:
+        """Return a state of the chain that has copies of saved tensors.
 
         Where the state holds a DTensor and the saved tensor is plain, this rank takes its part of the saved tensor.
+
+        Raises:
+            ValueError: saved tensors have other shapes than the state of this chain.
         """
         leaves, spec = optree.tree_flatten(self.state)
+        shapes, mine = ([tuple(x.shape) for x in xs] for xs in (saved or (), leaves))
+        if saved is None or shapes != mine:
+            raise ValueError(
+                f"bc.optim.Optimizer: the state dict holds a chain of shapes {saved and shapes}, this chain's has {mine}; "
+                "load a state of the same chain and parameters"
+            )
         laid = [
             cut_like(new, old) if is_dtensor(old) and not is_dtensor(new) else new for old, new in zip(leaves, saved)
         ]
         fresh = [new.detach().to(old.device, old.dtype, copy=True) for old, new in zip(leaves, laid)]
-        self.state = optree.tree_unflatten(spec, fresh)
+        return optree.tree_unflatten(spec, fresh)

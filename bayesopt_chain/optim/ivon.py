@@ -114,7 +114,7 @@ class IVON(OnRanks, torch.optim.Optimizer):
         # pairs of a local parameter and its mean while the parameters hold a draw, else None
         self._means: list[tuple[Tensor, Tensor]] | None = None
         self._has_draw = False  # whether a draw was made since the last step
-        with _checks.with_call(lambda: _checks.call_of(self._name, {"params": "...", **given})):
+        with _checks.with_call(self._name, params=..., **given):
             super().__init__(params, {**given, "noise_key": None, "noise_count": 0})
         self._new_keys(generator)
 
