@@ -231,9 +231,7 @@ class Worker:
 
     def stop(self) -> None:
         """End the process."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
+        self.process.communicate()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torchopt
 import bayesopt_chain as bc
 from bayesopt_chain.engine.engine import moved
 from benchmarks.measure import one_by_one, stepping
-from benchmarks.networks import cnn, mlp
+from benchmarks.networks import cnn, descend, mlp
 
 LR, MOMENTUM, TEMPERATURE = 1e-6, 0.9, 1e-6
 
@@ -175,14 +175,7 @@ def network(kind: str) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
 def training_step(kind: str, make: Callable) -> Callable[[], None]:
     """One step of an ordinary loop with the optimizer that ``make(params)`` gives."""
     model, x, y = network(kind)
-    optimizer = make(model.parameters())
-
-    def step() -> None:
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-    return step
+    return partial(descend, make(model.parameters()), lambda: torch.nn.functional.cross_entropy(model(x), y))
 
 
 def functional_step(kind: str, tx, inplace: bool) -> tuple[Any, Any, Any, Any]:

@@ -32,6 +32,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 import bayesopt_chain as bc
 from bayesopt_chain.diagnostics import doctor
 from benchmarks.measure import RESULTS, command, fill
+from benchmarks.networks import descend
 
 N, B = 300, 20
 T, OF_WINES = 1 / N, 1 / 178
@@ -86,10 +87,7 @@ def modes(chains: int, shapes: dict[str, tuple[int, ...]], loss: Any, data: Any,
     g = torch.Generator().manual_seed(seed)
     p = {k: (0.3 * torch.randn(chains, *s, generator=g)).requires_grad_() for k, s in shapes.items()}
     adam = torch.optim.Adam(p.values(), 0.02)
-    for _ in range(500):
-        adam.zero_grad()
-        sum(loss({k: t[i] for k, t in p.items()}, data) for i in range(chains)).backward()
-        adam.step()
+    descend(adam, lambda: sum(loss({k: t[i] for k, t in p.items()}, data) for i in range(chains)), 500)
     return {k: t.detach() for k, t in p.items()}
 
 

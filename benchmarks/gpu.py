@@ -14,7 +14,7 @@ from bayesopt_chain.loop.capture.captured import Backend
 from benchmarks import contestants as c
 from benchmarks.cpu import D, N, Row, chains_by_hand, logistic, logistic_step, posteriors_step, regression_data
 from benchmarks.measure import from_start, one_by_one, stepping, take_turns
-from benchmarks.networks import mlp
+from benchmarks.networks import descend, mlp
 
 
 def _timed(run: Callable) -> Callable:
@@ -93,13 +93,13 @@ def guarded_loop(width: int = 64, steps: int = 1000) -> Row:
     def loop(guard: str | None) -> Callable:
         model = mlp(32, width, width, 1).cuda()
 
+        def loss():
+            rows = torch.randint(N, (64,), device="cuda")
+            return (model(x[rows]) - y[rows]).square().mean()
+
         def run():
             optimizer = bc.optim.SGHMC(model.parameters(), lr=1e-5, temperature=1 / N, heat_guard=guard)
-            for _ in range(steps):
-                rows = torch.randint(N, (64,), device="cuda")
-                optimizer.zero_grad()
-                (model(x[rows]) - y[rows]).square().mean().backward()
-                optimizer.step()
+            descend(optimizer, loss, steps)
 
         return _timed(run)
 

@@ -39,7 +39,7 @@ from torch.nn import functional as F
 import bayesopt_chain as bc
 from bayesopt_chain.diagnostics.gradient_noise import lanczos
 from benchmarks.measure import RESULTS, command, fill
-from benchmarks.networks import cnn
+from benchmarks.networks import cnn, descend
 
 COLD, HOT = 1.3, 2.0
 FIRST = 20  # the first seed that the guard's constants were not looked at on
@@ -214,10 +214,7 @@ def prepared(case: Case) -> tuple[nn.Module, Tensor, Tensor, float, tuple[float 
     decay = 1 / len(x)
     module = model(case.kind, x, 0.2 if case.feature == "dropout" else 0.0)
     adam = torch.optim.Adam(module.parameters(), lr=0.02 if case.kind != "convolutions" else 0.005, weight_decay=decay)
-    for _ in range(400):
-        adam.zero_grad()
-        loss(case.kind, module.eval(), x, y).backward()
-        adam.step()
+    descend(adam, lambda: loss(case.kind, module.eval(), x, y), 400)
     largest = float(stiffest(case.kind, module, x, y, decay)[0][0])
     largest *= 1.0 if case.kind in ("linear", "logistic") else 2.5  # it is that much larger at draws
     lr = case.share * 2 * (1 + case.momentum) / largest

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import bayesopt_chain as bc
 from benchmarks.measure import RESULTS, command, fill, markdown
-from benchmarks.networks import Attention, Pair, cnn, mlp, resnet, sklearn, split
+from benchmarks.networks import Attention, Pair, cnn, descend, mlp, resnet, sklearn, split
 
 SEEDS = 5
 categorical, gaussian, poisson = bc.likelihoods.categorical, bc.likelihoods.gaussian, bc.likelihoods.poisson
@@ -154,9 +154,7 @@ def trained(task: Task, seed: int) -> tuple[nn.Module, Pair, Pair]:
     optimizer = torch.optim.AdamW(net.parameters(), lr=task.lr, weight_decay=task.decay)
     for _ in range(task.steps):
         for part in torch.randperm(len(x)).split(64):
-            optimizer.zero_grad()
-            likelihood.nll(net(x[part]), y[part]).mean().backward()
-            optimizer.step()
+            descend(optimizer, lambda: likelihood.nll(net(x[part]), y[part]).mean())  # noqa: B023
     return net.eval(), (x, y), test
 
 
@@ -194,11 +192,8 @@ def peer(net: nn.Module, likelihood: Any, train: Pair, test: Pair) -> tuple[floa
         fit.optimize_prior_precision(method="marglik")
         return nn.functional.nll_loss(fit(x, link_approx="probit").log(), y).item(), None
     logs = [torch.zeros(1, requires_grad=True) for _ in range(2)]
-    optimizer = torch.optim.Adam(logs, lr=0.1)
-    for _ in range(300):  # its documented recipe for a regression's prior and noise
-        optimizer.zero_grad()
-        (-fit.log_marginal_likelihood(logs[0].exp(), logs[1].exp())).backward()
-        optimizer.step()
+    adam = torch.optim.Adam(logs, lr=0.1)  # its documented recipe for a regression's prior and noise
+    descend(adam, lambda: -fit.log_marginal_likelihood(logs[0].exp(), logs[1].exp()), 300)
     mean, covariance = fit(x)
     variance = covariance.diagonal(dim1=1, dim2=2) + fit.sigma_noise.detach() ** 2
     covered = ((y - mean).abs() <= 1.6449 * variance.sqrt()).double().mean().item()

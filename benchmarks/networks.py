@@ -1,4 +1,4 @@
-"""Small networks of the kinds that people train, and data sets of scikit-learn's to train them on, for the other commands."""
+"""Small networks of the kinds that people train, data sets of scikit-learn's, and a loop that trains them, for the commands."""
 
 from __future__ import annotations
 
@@ -66,6 +66,14 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.layers(self.embed(x)).mean(1))
+
+
+def descend(optimizer: torch.optim.Optimizer, loss: Callable[[], Any], steps: int = 1) -> None:
+    """Steps of an optimizer, each on a loss that is computed anew."""
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
 
 
 def split(x: Tensor, y: Tensor, n: int, seed: int) -> tuple[Pair, Pair]:

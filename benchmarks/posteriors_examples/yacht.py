@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.networks import descend
+
 VARIANCE, PRIOR = 0.01, 1.0
 
 
@@ -20,12 +22,12 @@ def data(epochs: int = 300) -> tuple[torch.nn.Module, Tensor, Tensor, Tensor]:
     y = torch.sin(x[:, :1]) * x[:, 1:2] + 0.5 * x[:, 5:] ** 2 + VARIANCE**0.5 * torch.randn(308, 1, generator=g)
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(6, 20), torch.nn.Tanh(), torch.nn.Linear(20, 1))
-    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
-    for _ in range(epochs):
-        optimizer.zero_grad()
+
+    def loss() -> Tensor:
         squares = (net(x) - y).square().sum() / VARIANCE + PRIOR * sum(p.square().sum() for p in net.parameters())
-        (squares / 616).backward()
-        optimizer.step()
+        return squares / 616
+
+    descend(torch.optim.Adam(net.parameters(), lr=1e-2), loss, epochs)
     return net, x, y, new
 
 
