@@ -135,14 +135,6 @@ def blackjax_sghmc(
     return (jax.random.PRNGKey(0), theta, jnp.zeros_like(theta)), jax.jit(advance), scan
 
 
-NETWORKS = {
-    "cnn": "CNN of 2 convolutions, batch 32",
-    "small_cnn": "CNN of 2 convolutions on 16 x 16 pixels, batch 32",
-    "mlp": "MLP 64-32-8, batch 64",
-    "cnn_lstm": "CNN-LSTM of 2.7e6 parameters, 2.56e6 of them an embedding, batch 32",
-}
-
-
 class Reader(torch.nn.Module):
     """Words embedded, convolved, read by an LSTM whose last output is classified."""
 
@@ -158,17 +150,32 @@ class Reader(torch.nn.Module):
         return self.head(self.lstm(x.mT)[0][:, -1])
 
 
+# what it is, how it is made, and its inputs
+NETWORKS: dict[str, tuple[str, Callable[[], torch.nn.Module], Callable[[], torch.Tensor]]] = {
+    "cnn": (
+        "CNN of 2 convolutions, batch 32",
+        partial(cnn, 28, [1, 16, 32], classes=8),
+        partial(torch.randn, 32, 1, 28, 28),
+    ),
+    "small_cnn": (
+        "CNN of 2 convolutions on 16 x 16 pixels, batch 32",
+        partial(cnn, 16, [1, 16, 32], padding=0, pools=(2, 1)),
+        partial(torch.randn, 32, 1, 16, 16),
+    ),
+    "mlp": ("MLP 64-32-8, batch 64", partial(mlp, 64, 32, 8), partial(torch.randn, 64, 64)),
+    "cnn_lstm": (
+        "CNN-LSTM of 2.7e6 parameters, 2.56e6 of them an embedding, batch 32",
+        Reader,
+        partial(torch.randint, 10_000, (32, 40)),
+    ),
+}
+
+
 def network(kind: str) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
     """A small network, inputs and labels."""
     torch.manual_seed(0)
-    if kind == "mlp":
-        model, x = mlp(64, 32, 8), torch.randn(64, 64)
-    elif kind == "cnn_lstm":
-        model, x = Reader(), torch.randint(10_000, (32, 40))
-    elif kind == "small_cnn":
-        model, x = cnn(16, [1, 16, 32], padding=0, pools=(2, 1)), torch.randn(32, 1, 16, 16)
-    else:
-        model, x = cnn(28, [1, 16, 32], classes=8), torch.randn(32, 1, 28, 28)
+    _, make, inputs = NETWORKS[kind]
+    model, x = make(), inputs()
     return model, x, torch.randint(0, 8, (len(x),))
 
 

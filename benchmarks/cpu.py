@@ -346,7 +346,7 @@ def whole_step(
         targets["captured", "torch.optim.SGD + draw"] = captured
     if pure is not None:  # new parameters and a new state at every step
         targets["make_step", "torch.optim.SGD + draw"] = targets["make_step", "torch.optim.SGD"] = pure
-    return Row(f"{c.NETWORKS[kind]}, whole step with gradient", times, targets)
+    return Row(f"{c.NETWORKS[kind][0]}, whole step with gradient", times, targets)
 
 
 def falling_rate(size: str, chain: float, optim: float) -> Row:
