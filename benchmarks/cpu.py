@@ -112,22 +112,23 @@ def adam(work: str, shapes: list[tuple[int, ...]]) -> Row:
 
     In seconds of this process, which other work on the machine does not count into.
     """
-    hot: dict[str, Any] = {"temperature": c.TEMPERATURE, "heat_guard": None}
-    optim, torchs = bc.optim, torch.optim
-    times = take_turns(
-        {
-            "torch.optim.Adam fused + draw": c.adaptive(lambda p: torchs.Adam(p, c.LR, fused=True), shapes, draws=True),
-            "torch.optim.Adam fused": c.adaptive(lambda p: torchs.Adam(p, c.LR, fused=True), shapes),
-            "bc.optim.Adam": c.adaptive(lambda p: optim.Adam(p, c.LR, **hot), shapes),
-            "bc.optim.AdamW": c.adaptive(lambda p: optim.AdamW(p, c.LR, **hot), shapes),
-            "bc.optim.RMSprop": c.adaptive(lambda p: optim.RMSprop(p, c.LR, **hot), shapes),
-            "bc.optim.Adam, torch's loop": c.adaptive(lambda p: optim.Adam(p, c.LR, foreach=False, **hot), shapes),
-        },
-        rounds=41,
-        clock=time.process_time,
+    hot: dict[str, Any] = {"lr": c.LR, "temperature": c.TEMPERATURE, "heat_guard": None}
+    torchs = partial(torch.optim.Adam, lr=c.LR, fused=True)
+    kinds = {f"bc.optim.{kind}": getattr(bc.optim, kind) for kind in ("Adam", "AdamW", "RMSprop")}
+    return Row(
+        f"{work}, update only",
+        take_turns(
+            {
+                "torch.optim.Adam fused + draw": c.adaptive(torchs, shapes, draws=True),
+                "torch.optim.Adam fused": c.adaptive(torchs, shapes),
+                **{name: c.adaptive(partial(kind, **hot), shapes) for name, kind in kinds.items()},
+                "bc.optim.Adam, torch's loop": c.adaptive(partial(bc.optim.Adam, foreach=False, **hot), shapes),
+            },
+            rounds=41,
+            clock=time.process_time,
+        ),
+        {(name, "torch.optim.Adam fused + draw"): 1.1 for name in kinds},
     )
-    ours = ("bc.optim.Adam", "bc.optim.AdamW", "bc.optim.RMSprop")
-    return Row(f"{work}, update only", times, {(name, "torch.optim.Adam fused + draw"): 1.1 for name in ours})
 
 
 N, D, STEPS = 768, 8, 8

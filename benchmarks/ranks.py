@@ -60,12 +60,11 @@ def sharded(temperature: float, batch: int) -> tuple[nn.Module, torch.optim.Opti
 def large(blocks: int, batch: int) -> dict[str, Any]:
     """A whole step and the optimizer's part of it, at T > 0 and T = 0."""
     made = {name: sharded(temperature, batch) for name, temperature in {"T > 0": 1e-5, "T = 0": 0.0}.items()}
-    steps = {name: step for name, (_, _, step) in made.items()}
-    alone: dict[str, Callable[[], Any]] = {name: optimizer.step for name, (_, optimizer, _) in made.items()}
+    alone = {name: optimizer.step for name, (_, optimizer, _) in made.items()}
     return {
         "parameters": 10_010_000,
         "batch": batch,
-        "whole step": figures(turns(steps, blocks), "T > 0", "T = 0"),
+        "whole step": figures(turns({name: step for name, (_, _, step) in made.items()}, blocks), "T > 0", "T = 0"),
         "optimizer alone": figures(turns(alone, blocks), "T > 0", "T = 0"),
     }
 

@@ -121,11 +121,7 @@ def fit_laplace() -> Callable[[], Any]:
     """A Laplace approximation of the last layer of a trained network."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
     data = [(torch.randn(8, 3), torch.arange(8) % 2)]
-
-    def call() -> None:
-        bc.fit_laplace(model, bc.likelihoods.categorical(), data, tune=None)
-
-    return call
+    return partial(bc.fit_laplace, model, bc.likelihoods.categorical(), data, tune=None)
 
 
 def posterior_ensemble() -> Callable[[], Any]:
@@ -135,10 +131,8 @@ def posterior_ensemble() -> Callable[[], Any]:
     def network() -> torch.nn.Module:
         return torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
 
-    def call() -> None:
-        bc.posterior_ensemble(network, (x, x.sin()), bc.likelihoods.gaussian(0.1), steps=40, lr=0.01, progress=False)
-
-    return call
+    how: dict[str, Any] = {"steps": 40, "lr": 0.01, "progress": False}
+    return partial(bc.posterior_ensemble, network, (x, x.sin()), bc.likelihoods.gaussian(0.1), **how)
 
 
 CALLS: dict[str, Callable[[], Callable[[], Any]]] = {
