@@ -354,16 +354,29 @@ def falling_rate(size: str, chain: float, optim: float) -> Row:
     """SGHMC whose rate falls along a cosine over the same at a constant one, as a chain and as a class with torch's scheduler,
     whose own time counts. In seconds of this process.
     """
-    runs = {
-        f"{form}, {rate}": at_hand(rate, form, SIZES[size])(bc) for form in FORMS for rate in ("cosine", "constant")
-    }
-    schedules = {"scheduler": partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=10**6), "constant": None}
-    for name, schedule in schedules.items():
-        make = partial(bc.optim.SGHMC, lr=1e-3, temperature=1e-4)
-        runs[f"bc.optim.SGHMC, {name}"] = c.adaptive(make, SIZES[size], schedule=schedule)
-    targets = {(f"{form}, cosine", f"{form}, constant"): chain for form in FORMS}
-    targets["bc.optim.SGHMC, scheduler", "bc.optim.SGHMC, constant"] = optim
-    return Row(f"SGHMC, {size}, falling rate", take_turns(runs, rounds=101, clock=time.process_time), targets)
+    forms = dict(zip(("update + apply", "make_step", "make_step in place"), FORMS))
+    make = partial(bc.optim.SGHMC, lr=1e-3, temperature=1e-4)
+    cosine = partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=10**6)
+    return Row(
+        f"SGHMC on gradients at hand, {size}, falling rate over constant",
+        take_turns(
+            {
+                **{
+                    f"{name}, {rate}": at_hand(rate, form, SIZES[size])(bc)
+                    for name, form in forms.items()
+                    for rate in ("cosine", "constant")
+                },
+                "bc.optim.SGHMC, scheduler": c.adaptive(make, SIZES[size], schedule=cosine),
+                "bc.optim.SGHMC, constant": c.adaptive(make, SIZES[size]),
+            },
+            rounds=101,
+            clock=time.process_time,
+        ),
+        {
+            **{(f"{name}, cosine", f"{name}, constant"): chain for name in forms},
+            ("bc.optim.SGHMC, scheduler", "bc.optim.SGHMC, constant"): optim,
+        },
+    )
 
 
 def rows(quick: bool) -> dict[str, Callable[[], Row]]:
