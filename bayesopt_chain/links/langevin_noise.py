@@ -221,12 +221,6 @@ class LangevinInjection:
             raise ValueError(
                 "state: its temperature and lr were constant, here one changes; call init(params, like=state)"
             )
-        if state.conditions and state.conditions[0].shape[-1] != CONDITIONS:
-            raise ValueError(
-                f"state: conditions hold {state.conditions[0].shape[-1]} numbers a leaf, not {CONDITIONS}: it was saved by a "
-                "version whose schedules were not exact; start a sampler from the parameters by init(params), or "
-                "init(params, like=state) to keep the velocity"
-            )
         temperature = value_at(self.link.temperature, state.step)
         if not self.link.is_static:
             checks.at_this_step("temperature", temperature)

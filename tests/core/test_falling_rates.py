@@ -119,16 +119,6 @@ def test_correlated_parameters_and_groups_with_rates_of_their_own_are_exact():
     assert (path - want).abs().max() < 1e-9
 
 
-def test_a_state_of_an_older_version_is_refused_by_name():
-    p = torch.zeros(2)
-    tx = bc.sgd(FALLS["cosine"], 0.9, temperature=T)
-    state = tx.init(p)
-    (i,) = [i for i, entry in enumerate(state) if hasattr(entry, "conditions")]
-    old = state.replace(i, state[i]._replace(conditions=(torch.zeros(1, 3, dtype=torch.float64),)))
-    with pytest.raises(ValueError, match="conditions hold 3 numbers"):
-        tx.update(p, old, params=p)
-
-
 CURVATURES = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
 WARM = 60  # updates after which Adam's bias correction, 0.5^60, is gone
 
