@@ -16,7 +16,7 @@ import optree
 from torchopt.base import EmptyState, GradientTransformation, IdentityGradientTransformation
 
 from bayesopt_chain import checks
-from bayesopt_chain._torch import is_compiling, run_uncompiled
+from bayesopt_chain._torch import is_compiling, is_dtensor, run_uncompiled
 from bayesopt_chain.core.link import ANY, Link, LinkContext
 from bayesopt_chain.core.op import IN_PLACE, PURE, owned
 from bayesopt_chain.core.state import Layout, State, selected, unshared, warm_start
@@ -203,7 +203,8 @@ class Chain(GradientTransformation):
             tuple([getattr(p, name) if hasattr(p, "requires_grad") else None for p in leaves])
             for name in ("shape", "dtype")
         )
-        layout = Layout(self.kinds, paths_of(params), shapes, dtypes, where, whole and shards.pieces_of(whole))
+        pieces = whole and tuple([shards.runs_of(x) if is_dtensor(x) else None for x in whole])
+        layout = Layout(self.kinds, paths_of(params), shapes, dtypes, where, pieces)
         plan = self.plan(State((), layout))
         plan.spec = spec
         if whole is not None and plan.shards is not None:

@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
 import optree
@@ -49,11 +49,6 @@ from bayesopt_chain.trees import are_same
 Pieces = tuple[Runs | None, ...]  # for each leaf the elements that this rank holds; None for a plain tensor
 
 
-def pieces_of(leaves: Sequence[Any]) -> Pieces:
-    """The elements of each leaf that this rank holds; ``None`` for a plain tensor."""
-    return tuple([runs_of(x) if is_dtensor(x) else None for x in leaves])
-
-
 def local(x: Any) -> Any:
     """This rank's local tensor of a DTensor. Anything else is returned as it is."""
     return local_of(x) if is_dtensor(x) else x
@@ -61,28 +56,13 @@ def local(x: Any) -> Any:
 
 def local_tree(tree: Any) -> Any:
     """A tree in which each DTensor is replaced by this rank's local tensor."""
-    return optree.tree_map(local, tree)
+    leaves, spec = optree.tree_flatten(tree)
+    return spec.unflatten(local_parts(leaves))
 
 
-class Part(NamedTuple):
-    """The part of a leaf that this rank holds.
-
-    Attributes:
-        runs: the elements that this rank holds.
-        size: the number of elements of the whole leaf.
-    """
-
-    runs: Runs
-    size: int
-
-    @staticmethod
-    def of(x: Any) -> Part:
-        """The part of a DTensor that this rank holds."""
-        return Part(runs_of(x), x.numel())
-
-    def repeated(self, n: int) -> Runs:
-        """The elements that this rank holds of ``n`` such leaves, one behind the other in one numbering."""
-        return _repeated(self.runs, self.size, n)
+def repeated(x: Any, n: int) -> Runs:
+    """The elements that this rank holds of ``n`` leaves like a DTensor, one behind the other in one numbering."""
+    return _repeated(runs_of(x), x.numel(), n)
 
 
 @lru_cache(maxsize=4096)
@@ -294,7 +274,7 @@ def start(init: Callable[..., Any], params: Any, *, like: Any = None) -> Any:
     leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
     if not any(map(is_dtensor, leaves)):
         return init(params) if like is None else init(params, like=like)
-    return init(spec.unflatten(local_parts(leaves)), like=optree.tree_map(local, like), whole=leaves)
+    return init(spec.unflatten(local_parts(leaves)), like=local_tree(like), whole=leaves)
 
 
 def step(
@@ -335,14 +315,12 @@ def step(
         params = structure.unflatten(local_parts(leaves))
     own = local_parts(g)
     mine = sharding.gradients(g, own)
-    # The update that made the state has left its entries there, so that they need not be taken apart again.
-    entries: list[_Entry] | None = getattr(state, "taken_apart", None)
-    if entries is None:
-        entries = [_Entry.of(x, link.traits.on_shards == "tree") for x, link in zip(state, sharding.links)]
+    takes = [link.traits.on_shards == "tree" for link in sharding.links]  # DTensors, and returns them
+    parts = [entry if tree else local_tree(entry) for entry, tree in zip(state, takes)]
     moves: Any
     moves, after = update(
         spec.unflatten(mine),
-        type(state)([entry.parts for entry in entries], state.layout),
+        type(state)(parts, state.layout),
         params=params,
         inplace=inplace,
         **{name: whole(x) for name, x in extra.items()},
@@ -353,49 +331,22 @@ def step(
         old if x is part else x if x is None or known is None else dtensor_of(x, known)
         for x, part, old, known in zip(flat, own, g, sharding.specs)
     ]
-    entries = [entry.put(x) for entry, x in zip(entries, after)]
-    made = type(state)([entry.whole for entry in entries], state.layout)
-    made.taken_apart = entries
-    return spec.unflatten(new), made
+    made = [x if tree else _put(was, part, x) for was, part, x, tree in zip(state, parts, after, takes)]
+    return spec.unflatten(new), type(state)(made, state.layout)
 
 
-class _Entry(NamedTuple):
-    """The state of one link, with DTensors and with local tensors.
+def _put(old: Any, before: Any, after: Any) -> Any:
+    """The state of a link after an update of its local tensors; where one of them is the same, so is its DTensor.
 
-    Attributes:
-        whole: the state with DTensors.
-        leaves: its leaves.
-        parts: the state with this rank's local tensors.
-        mine: the leaves of that.
-        stays: whether the link takes DTensors itself, so that ``parts`` is ``whole`` and there are no leaves.
+    Args:
+        old: the state before the update.
+        before: the same with local tensors.
+        after: local tensors after the update.
     """
-
-    whole: Any
-    leaves: list[Any]
-    parts: Any
-    mine: list[Any]
-    stays: bool
-
-    @staticmethod
-    def of(entry: Any, stays: bool) -> _Entry:
-        """Replace the DTensors of a state by local tensors, unless it ``stays``."""
-        if stays:
-            return _Entry(entry, [], entry, [], stays)
-        leaves, spec = optree.tree_flatten(entry)
-        mine = local_parts(leaves)
-        return _Entry(entry, leaves, spec.unflatten(mine), mine, stays)
-
-    def put(self, parts: Any) -> _Entry:
-        """The entry for the state after an update, whose local tensors are given; the same object if no tensor is new."""
-        if self.stays:
-            return _Entry(parts, [], parts, [], True)
-        mine: list[Any]
-        mine, spec = optree.tree_flatten(parts)
-        if are_same(mine, self.mine):
-            return self
-        every = zip(self.leaves, specs_of(self.leaves), self.mine, mine, strict=True)
-        leaves: list[Any] = [x if y is part else y if was is None else dtensor_of(y, was) for x, was, part, y in every]
-        return _Entry(spec.unflatten(leaves), leaves, parts, mine, False)
+    new, spec = optree.tree_flatten(after)
+    every = zip(optree.tree_leaves(old), optree.tree_leaves(before), new, strict=True)
+    leaves: list[Any] = [x if y is part else like(x, y) for x, part, y in every]
+    return spec.unflatten(leaves)
 
 
 def memory_of(x: Any, part: Tensor, spec: Any) -> Any:

@@ -101,23 +101,22 @@ class Drawing(Alone, Keyed):
             same = [p if self.n_samples == 1 else p.expand(self.n_samples, *p.shape) for p in leaves]
             return Draw(same, (), state.key, state.step)
         checks.own_key(state.key, leaves)
-        parts = [shards.Part.of(x) if is_dtensor(x) else None for x in leaves]
-        are_spread = any([part is not None for part in parts])
+        are_spread = any(map(is_dtensor, leaves))
         if not are_spread:
             require_these(self.shapes(state), list(leaves), str(self))
         here, mine = ([shards.local(x) for x in leaves], shards.local_tree(state)) if are_spread else (leaves, state)
-        noise, moves = self.displacements(mine, here, names, parts if are_spread else None)
+        noise, moves = self.displacements(mine, here, names, leaves if are_spread else None)
         drawn = [(p + (x[0] if self.n_samples == 1 else x)).to(p.dtype) for p, x in zip(here, moves)]
         warn_of_rounding(f"a draw of {self}", names, here, moves)
         axes = int(self.n_samples > 1)
         return Draw(spread_like(leaves, drawn, axes), noise, state.key, state.step)
 
     def displacements(
-        self, state: Any, leaves: Leaves, names: Sequence[str], parts: Sequence[shards.Part | None] | None = None
+        self, state: Any, leaves: Leaves, names: Sequence[str], whole: Leaves | None = None
     ) -> tuple[tuple[Tensor, ...], Leaves]:
         """Standard normals, and how far they lead from the mean: ``[n_samples, ...]`` each."""
         like, names = self.noise_like(leaves, names)
-        noise = standard_normals(state.key, state.step, like, names, self.n_samples, self.antithetic, parts)
+        noise = standard_normals(state.key, state.step, like, names, self.n_samples, self.antithetic, whole)
         return noise, self.displace(state, noise, leaves)
 
     def noise_like(self, leaves: Leaves, names: Sequence[str]) -> tuple[Leaves, Sequence[str]]:

@@ -390,16 +390,16 @@ def standard_normals(
     names: Sequence[str],
     samples: int,
     antithetic: bool = False,
-    parts: Sequence[shards.Part | None] | None = None,
+    whole: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
     """``[samples, *template.shape]`` for each template; antithetic draws come as ``(z, -z)``.
 
     ``names`` tell the templates from each other: the paths of leaves, or other words.
-    ``parts`` say of which elements of a leaf a template is, where ranks hold parts of it.
+    ``whole`` are the leaves that the templates are of, where some are DTensors, of which ranks hold parts.
     """
     drawn = samples // 2 if antithetic else samples
     shapes = [t.new_empty(()).expand(1, drawn, *t.shape) for t in templates]
-    runs = None if parts is None else tuple([None if part is None else part.repeated(drawn) for part in parts])
+    runs = None if whole is None else tuple([shards.repeated(x, drawn) if is_dtensor(x) else None for x in whole])
     variables = Variables(leaf_numbers(tuple(names)), runs=runs)
     noise = [z for (z,) in variables.draw(key, count, shapes)]
     return tuple(torch.cat([z, -z]) for z in noise) if antithetic else tuple(noise)
@@ -418,7 +418,6 @@ def _white(mean: Tree, shape: tuple[int, ...], generator: torch.Generator | None
         return structure.unflatten(noise)
     here = [shards.local(x) for x in leaves]
     key = shards.agreed_key(new_key(generator, here[0].device), leaves)
-    parts = [shards.Part.of(x) if is_dtensor(x) else None for x in leaves]
-    noise = standard_normals(key, torch.zeros_like(key), here, paths(mean), math.prod(shape), parts=parts)
+    noise = standard_normals(key, torch.zeros_like(key), here, paths(mean), math.prod(shape), whole=leaves)
     drawn = [z.reshape(*shape, *x.shape) for z, x in zip(noise, here)]
     return structure.unflatten(spread_like(leaves, drawn, len(shape)))
