@@ -298,7 +298,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             The loss that the closure returned; ``None`` without a closure.
 
         Raises:
-            TypeError: ``closure`` is no function.
+            TypeError: ``closure`` is no function; at T > 0, an option of a group has a wrong type. Nothing has moved then.
             ValueError: at T > 0, options or parameters for which no noise is known. Nothing has moved then.
 
         Example:
@@ -316,8 +316,14 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             return self._torch_step(closure)
         loss = None if closure is None else self._loss_of(closure)
         # Ctrl-C between two writes would leave parameters, velocities and the count of draws of different steps
-        with uninterrupted():
-            self._noisy_step()  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            with uninterrupted():
+                self._noisy_step()  # pyright: ignore[reportAttributeAccessIssue]
+        except (TypeError, ValueError, OverflowError) as err:
+            # numbers in a group may have become anything since the last step, and what float() says of it names none of them
+            for group in () if str(err).startswith("bc.optim.") else self.param_groups:
+                _checks.require(self._name, group)
+            raise
         return loss
 
     @uncompiled

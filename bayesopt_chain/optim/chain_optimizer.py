@@ -123,7 +123,8 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
 
         Raises:
             TypeError: a closure that is no function.
-            ValueError: a hyperparameter that was built into the chain as a number has changed. Nothing has moved then.
+            ValueError: a hyperparameter that was built into the chain as a number has changed, or a tensor that the chain reads
+                was replaced by another object. Nothing has moved then.
 
         Example:
             >>> import torch, bayesopt_chain as bc
@@ -217,7 +218,8 @@ class _Built:
     Attributes:
         tx: the chain.
         state: the chain's state.
-        numbers: by name, the hyperparameters that are numbers, which the chain holds as constants.
+        numbers, tensors: by name, the hyperparameters that are numbers, which the chain holds as constants, and those that it
+            reads at every step.
     """
 
     def __init__(self, make_chain: MakeChain, group: dict[str, Any]) -> None:
@@ -236,6 +238,7 @@ class _Built:
             if isinstance(link, Keyed):
                 require_named_chain(f"bc.optim.Optimizer: {link}", link.generator)
         self.numbers = {k: v for k, v in options.items() if isinstance(v, (int, float, tuple))}
+        self.tensors = {k: v for k, v in options.items() if isinstance(v, Tensor) and v.numel() == 1}
         self.state = self.tx.init(group["params"])
 
     def keys(self) -> set[int]:
@@ -243,7 +246,13 @@ class _Built:
         return {int(entry.key) for entry in keyed(self.state)} - {0}
 
     def check(self, group: dict[str, Any]) -> None:
-        """Raise ValueError if a number that the chain holds as a constant has changed in the group."""
+        """Raise ValueError if the group has another number or tensor than the chain holds, which would go unnoticed."""
+        for name, tensor in self.tensors.items():
+            if group[name] is not tensor:
+                raise ValueError(
+                    f"bc.optim.Optimizer: {name} is another object than the tensor that the chain reads; fill that one: "
+                    f"group[{name!r}].fill_(...)"
+                )
         for name, value in self.numbers.items():
             if group[name] != value:
                 raise ValueError(

@@ -62,6 +62,23 @@ def test_a_number_built_into_the_chain_that_changes_is_refused_before_anything_m
     assert torch.equal(theta.detach(), torch.ones(2))
 
 
+def test_a_tensor_that_the_chain_reads_is_filled_and_another_in_its_place_refused_before_anything_moves():
+    theta = torch.ones(2, requires_grad=True)
+    optimizer = bc.optim.Optimizer([theta], lambda g: bc.sgd(g["lr"]), lr=torch.tensor(0.1))
+    group = optimizer.param_groups[0]
+    group["lr"] *= 0.5
+    theta.grad = torch.ones(2)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    torch.testing.assert_close(theta.detach(), torch.full((2,), 0.9))
+    for other in (group["lr"] * 0.5, 0.05):
+        optimizer.param_groups[0]["lr"] = other
+        with pytest.raises(ValueError, match=r"lr is another object than the tensor.*group\['lr'\]\.fill_"):
+            optimizer.step()
+    torch.testing.assert_close(theta.detach(), torch.full((2,), 0.9))
+
+
 def test_the_state_of_another_chain_is_refused():
     theta = torch.ones(2, requires_grad=True)
     one = bc.optim.Optimizer([theta], lambda g: bc.sgd(0.1))

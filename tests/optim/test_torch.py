@@ -258,6 +258,20 @@ REFUSED = {  # how it is made, what changes before its step, what is said; and t
 }
 
 
+@pytest.mark.parametrize("value", [None, "much", torch.ones(2), 10**400], ids=["None", "a word", "two", "too large"])
+@pytest.mark.parametrize("name", ["temperature", "lr", "momentum"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_number_that_becomes_something_else_is_refused_by_name_before_anything_moves(name, value, steps):
+    theta = torch.ones(2, requires_grad=True)
+    optimizer = bc.optim.SGHMC([theta], 0.1, temperature=0.1)
+    walk(optimizer, steps)
+    theta.grad, before = torch.ones(2), theta.detach().clone()
+    optimizer.param_groups[0][name] = value
+    with pytest.raises((TypeError, ValueError), match=f"bc.optim.SGHMC: {name} must be a real number"):
+        optimizer.step()
+    assert torch.equal(theta, before)
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_has_no_matched_noise_is_refused_by_name_before_anything_moves(case):
     made, change, words, start, gradient = *REFUSED[case][:3], *(REFUSED[case][3:] or (torch.ones(2), dense))
