@@ -350,6 +350,29 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(text, category, stacklevel=level)
 
 
+def rounds_away(what: str, leaf: Tensor, step: float, cure: str) -> bool:
+    """Whether noise is smaller than half of a unit in the last place of the parameters it is added to; if so, warn.
+
+    Args:
+        what: whose leaf it is, the first words of the warning.
+        leaf: the parameters.
+        step: by how much the noise of one step moves a parameter.
+        cure: what to do instead, the last words of the warning.
+
+    Example:
+        >>> rounds_away("sgld: leaf 0", torch.ones(2), 1e-3, "keep float32")
+        False
+    """
+    size = float(leaf.detach().abs().float().mean())
+    is_lost = 0 < step < torch.finfo(leaf.dtype).eps * size / 2
+    if is_lost:
+        warn(
+            f"{what} is {leaf.dtype} with entries near {size:.2g}, and a step's noise of about {step:.2g} would round away; "
+            f"{cure}"
+        )
+    return is_lost
+
+
 def short(value: Any) -> str:
     """A value in a message."""
     if isinstance(value, Tensor) and (value.ndim or is_hidden(value)):

@@ -64,7 +64,7 @@ MISSED = {
     "everything": "the rooms below",
     "files": "pages of one answer each, in posterior, diagnostics and links most of all",
     "links": "every optimizer of TorchOpt with the noise that its adaptive scale asks for",
-    "random": "models that draw (dropout) are seeded by chain and step, 132 of it",
+    "random": "models that draw (dropout) are seeded by chain and step, 134 of it",
     "optim": "parameter groups, closures, hooks and ranks as torch has them; noise by a kernel and by tensor operations; IVON",
     "likelihoods": "ten likelihoods, with their own moments and draws in closed form, and what each refuses",
     "posterior": "influence, acquisition, forces, images and export (about 700) came after the aim",

@@ -36,6 +36,8 @@ from bayesopt_chain.schedules import now as value_at
 from bayesopt_chain.tracing import is_plain, is_readable
 
 LOW = (torch.bfloat16, torch.float16)  # dtypes in which a step's noise can be lost to rounding
+LEAF = "inject_langevin_noise: leaf {}"
+CURE = "wrap the chain, bc.with_master_weights(tx), or keep float32 parameters"
 CONDITIONS = 5  # how many numbers are remembered for each leaf if rates or the temperature can change
 
 
@@ -130,7 +132,7 @@ class ExplicitLangevinNoise(FilteredNoise):
         scale, gain = self.scale(state.step), self.lr * sum(map(abs, (*self.current, *self.later)))
         for j, leaf in zip(context.scope.index, leaves):
             plain = is_plain(leaf, *([scale] if isinstance(scale, Tensor) else []))
-            if plain and leaf.dtype in LOW and _rounds_away(j, leaf, float(scale) * gain):
+            if plain and leaf.dtype in LOW and checks.rounds_away(LEAF.format(j), leaf, float(scale) * gain, CURE):
                 break
         return state
 
@@ -214,8 +216,7 @@ class LangevinInjection:
             rates: returns the gains of a link at this step, for given leaves.
 
         Raises:
-            ValueError: a temperature that is negative or not finite; a state of a chain in which nothing changed with time, or
-                of a version of this package whose state was another.
+            ValueError: a temperature that is negative or not finite; a state of a chain in which nothing changed with time.
         """
         if not state.conditions and any(noise_input.changes for noise_input in self.noise_inputs):
             raise ValueError(
@@ -296,26 +297,9 @@ class LangevinInjection:
                 # By how much noise of size 1 at its place of entry moves a parameter in the same step.
                 gain = noise_input.transfer.b[0] / noise_input.transfer.a[0] / noise_input.transfer.head
                 behind = 1.0 if after is None else float((after[n, 1] / after[n, 2]).abs().nan_to_num())
-                if _rounds_away(j, leaves[j], float(e.float().abs().mean()) * gain * behind):
+                step = float(e.float().abs().mean()) * gain * behind
+                if checks.rounds_away(LEAF.format(j), leaves[j], step, CURE):
                     return
-
-
-def _rounds_away(j: int, leaf: Tensor, step: float) -> bool:
-    """Whether adding noise of this size to a leaf would round to no change; if so, warn.
-
-    Args:
-        j: the number of the leaf, for the warning.
-        leaf: the parameters.
-        step: by how much the noise of one step moves a parameter.
-    """
-    size = float(leaf.detach().abs().float().mean())
-    if not 0 < step < torch.finfo(leaf.dtype).eps * size / 2:
-        return False
-    checks.warn(
-        f"inject_langevin_noise: leaf {j} is {leaf.dtype} with entries near {size:.2g}, and a step's "
-        f"noise of about {step:.2g} would round away; wrap the chain, bc.with_master_weights(tx), or keep float32 parameters"
-    )
-    return True
 
 
 def _taken(x: Tensor, rows: Sequence[int]) -> Tensor:

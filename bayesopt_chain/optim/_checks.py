@@ -304,22 +304,3 @@ def check_linear(who: str, linear: Linear, last: float) -> None:
         raise ValueError(
             f"{who}: lr must be non-negative and finite at temperature > 0, got a step size of {linear.step_size}"
         )
-
-
-def warn_of_rounding(who: str, p: Tensor, step: float, denominator: Tensor | None) -> None:
-    """Warn if the noise of a step is smaller than half of a unit in the last place of the parameters, and so rounds away.
-
-    Args:
-        who: the name of the optimizer in messages.
-        p: the parameter.
-        step: the standard deviation of the displacement by this draw, where ``D = 1``.
-        denominator: ``D`` of an adaptive rule.
-    """
-    size = p.detach().abs().float().mean()
-    if denominator is not None:  # the noise of the parameter is divided by D^(1/2)
-        step /= float(denominator.float().mean().sqrt())
-    if step < torch.finfo(p.dtype).eps * float(size) / 2:
-        checks.warn(
-            f"{who}: parameters in {p.dtype} with entries near {float(size):.2g}, and a step's noise of about "
-            f"{step:.2g} rounds away; keep float32 parameters and use autocast"
-        )

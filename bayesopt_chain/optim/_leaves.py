@@ -36,6 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bayesopt_chain import checks
 from bayesopt_chain._torch import (
     dispatch_modes,
     foreach_add_,
@@ -49,7 +50,7 @@ from bayesopt_chain.distributed.parts import elements_of
 from bayesopt_chain.distributed.shards import local
 from bayesopt_chain.engine import optimizer_cpu
 from bayesopt_chain.engine.optimizer_cpu import Counter, Job
-from bayesopt_chain.optim._checks import KINDS, check_linear, temperature_of, warn_of_rounding
+from bayesopt_chain.optim._checks import KINDS, check_linear, temperature_of
 from bayesopt_chain.optim._rule import Before, Linear, Noise, noise_of
 from bayesopt_chain.random.philox import Runs, draw_elements, parts_of_leaves
 from bayesopt_chain.random.stream import draw_number
@@ -383,8 +384,10 @@ def _add_noise(rule: Any, x: Leaves, noise: Noise, branch: int, early: bool) -> 
     factors = (noise.previous, noise.current) if branch == 0 else (noise.direct_previous, noise.direct)
     if x.before is None and x.params[0].dtype in (torch.bfloat16, torch.float16):
         for p, state in zip(x.params, x.states):
-            d = local(rule._denominator(x.group, x.learned, state.__getitem__)) if rule.adaptive else None
-            warn_of_rounding(rule._name, local(p), x.linear.step_size * max(noise.current, noise.direct), d)
+            step = x.linear.step_size * max(noise.current, noise.direct)
+            if rule.adaptive:  # the noise of the parameter is divided by D^(1/2)
+                step /= float(local(rule._denominator(x.group, x.learned, state.__getitem__)).float().mean().sqrt())
+            checks.rounds_away(f"{rule._name}: a parameter", local(p), step, "keep float32 parameters and use autocast")
     if branch not in x.batches:
         x.batches[branch] = _batches(x, branch)
     last, now = tuple(x.again[2 * branch : 2 * branch + 2]), (x.group["noise_key"], x.group["noise_count"])

@@ -35,6 +35,7 @@ from bayesopt_chain.distributed.shards import local
 from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.optim import _checks
 from bayesopt_chain.optim._ranks import OnRanks, claim
+from bayesopt_chain.posterior.draw import warn_of_rounding
 from bayesopt_chain.posterior.vi._natural import averaged, newton
 from bayesopt_chain.random.philox import draw_elements, parts_of_leaves
 from bayesopt_chain.random.stream import leaf_numbers
@@ -192,9 +193,10 @@ class IVON(OnRanks, torch.optim.Optimizer):
                     x, h = local(p.detach()), local(self.state[p]["hessian"])
                     self._means.append((x, x.clone()))
                     count = group["noise_count"] if draw is None else _POSTERIOR + draw
-                    if count == 0 and x.dtype in (torch.bfloat16, torch.float16):
-                        _checks.warn_of_rounding(self._name, x, float(_sigma(group, h).float().mean()), None)
-                    x.add_(_eps(group, p, x, number, count) * _sigma(group, h))
+                    move = _eps(group, p, x, number, count) * _sigma(group, h)
+                    if count == 0:
+                        warn_of_rounding(f"{self._name}.sampled", ["a parameter"], [x], [move])
+                    x.add_(move)
             self._has_draw = self._has_draw or draw is None
             yield
         finally:  # after an error too
