@@ -29,6 +29,7 @@ from bayesopt_chain.runs.store import SHARD_BYTES, Place, Store, gathered, mesh_
 _COUNTING = checks.Kind(lambda x: hasattr(x, "global_step"), "what a trainer gives its callbacks, with global_step")
 AGAIN = 1.0  # seconds after which draws that could not be written are tried again, at least
 _models: weakref.WeakKeyDictionary[Any, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()  # by optimizer
+_writing: weakref.WeakSet[Any] = weakref.WeakSet()  # collectors of this process that have a folder
 
 
 class Collector:
@@ -53,11 +54,13 @@ class Collector:
         self.store, self.folder = Store(run, place, seconds), None
         mine = weakref.WeakMethod(self.__call__)
         if place.root is not None:
+            for other in [x for x in _writing if x.path == path]:  # as where a cell of a notebook is run again
+                other.try_to_flush()
             self.folder = self._continue(place.root, optimizer)
+            _writing.add(self)
             # At the end of the process too. What atexit got last runs first, and so before optree forgets what a tree is;
             # processes of multiprocessing have a list of their own
-            ending = atexit.register(weakref.finalize(self, _let_go, vars(self)))
-            Finalize(None, ending, exitpriority=0)
+            Finalize(None, atexit.register(weakref.finalize(self, _let_go, vars(self))), exitpriority=0)
         if optimizer is not None:
             _models[optimizer] = weakref.ref(model)
             self.hook = optimizer.register_step_post_hook(
@@ -227,7 +230,6 @@ class Collector:
         Raises:
             ValueError: no draws, or no batches.
         """
-        checks.require("collect", inputs=(inputs, checks.INPUTS))
         with in_mode(self.model, training=False):
             forward = make_functional(self.model, inputs=inputs, outputs=logits_of).forward
             return self.draws.predict(forward, batches, transform=transform, reduce=reduce, chunk=chunk)

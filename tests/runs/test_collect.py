@@ -304,6 +304,19 @@ def test_what_is_let_go_of_is_written_and_a_collector_that_nobody_held_is_said(t
     assert len(bc.Draws.open(tmp_path)) == steps // 2
 
 
+def test_a_cell_that_is_run_again_finds_the_draws_that_the_first_still_held(tmp_path):
+    model = nn.Linear(1, 1)
+    for again in (False, True):
+        keep = bc.collect(model, path=tmp_path, every=1)
+        for _ in range(3):
+            with pytest.raises(ValueError, match="holds draws up to step 3: say where") if again else nullcontext():
+                keep()
+    keep.load_state_dict({"step": 3})
+    keep()
+    del keep
+    assert len(bc.Draws.open(tmp_path)) == 4
+
+
 ENDS = """
 import multiprocessing, sys, torch
 import bayesopt_chain as bc
