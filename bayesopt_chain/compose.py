@@ -14,8 +14,8 @@ from torchopt.base import ChainedGradientTransformation, GradientTransformation,
 
 from bayesopt_chain import checks
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import Link
-from bayesopt_chain.links.foreign import Foreign, keywords_of
+from bayesopt_chain.core.link import Link, keywords_of
+from bayesopt_chain.links.foreign import Foreign
 from bayesopt_chain.links.learning_rate import Scale
 from bayesopt_chain.links.momentum import add_momentum
 from bayesopt_chain.links.weight_decay import AddDecayedWeights, flip_sign_and_add_weight_decay

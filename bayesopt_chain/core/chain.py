@@ -42,7 +42,9 @@ class Chain(GradientTransformation):
 
     def __new__(cls, links: Sequence[Link]) -> Self:
         def init(params: Any, **options: Any) -> Any:
-            return shards.start(self._start, params, **options)
+            if any([is_dtensor(x) for x in optree.tree_leaves(params, none_is_leaf=True)]):
+                return shards.start(self._start, params, **options)
+            return self._start(params, **options)
 
         def update(updates: Any, state: Any, **options: Any) -> Any:
             if isinstance(state, State) and state.layout.pieces is not None:

@@ -37,7 +37,7 @@ from bayesopt_chain import batches, checks, tracing
 from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.distributed.parts import runs_of
 from bayesopt_chain.distributed.shards import like, local
-from bayesopt_chain.random.stream import splitmix64
+from bayesopt_chain.random.stream import chain_seed
 from bayesopt_chain.trees import common_dtype
 
 T = TypeVar("T")
@@ -122,16 +122,6 @@ def chains_of(n: int, mesh: Mesh) -> range:
     return range(start, start + each + (rank < more))
 
 
-def chain_seed(seed: int, chain: int) -> int:
-    """The seed of one chain, a hash of 63 bits.
-
-    Args:
-        seed: the seed of the run.
-        chain: the global number of the chain.
-    """
-    return splitmix64(splitmix64(seed & (2**64 - 1)) ^ splitmix64(~chain & (2**64 - 1))) >> 1
-
-
 @checks.takes(seed=checks.INDEX, chain=checks.INDEX)
 def generator(seed: int, chain: int = 0) -> torch.Generator:
     """Make the generator from which one chain draws its key. It is the same on any number of ranks.
@@ -174,21 +164,6 @@ def require_named_chain(who: str, generator: torch.Generator | None, instead: st
             f"{instead} generator=bc.distributed.generator(seed) on replicas (DistributedDataParallel), and "
             "generator=bc.distributed.generator(seed, chain=rank) for a chain on each rank"
         )
-
-
-def agreed_seed(seed: int | None, *meshes: Mesh) -> int:
-    """A seed that is equal on all ranks of these meshes.
-
-    Args:
-        seed: the seed that the user gave; ``None`` for a random one, which the first rank draws and sends to the others.
-        meshes: the meshes, of one axis each.
-    """
-    if seed is not None:
-        return int(seed)
-    drawn = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
-    for mesh in meshes:
-        drawn = broadcast(drawn, mesh)
-    return int(drawn)
 
 
 def broadcast(tree: T, mesh: Mesh) -> T:

@@ -261,7 +261,7 @@ def _cut_over(spec: Any) -> tuple[Any, ...]:
 
 
 def start(init: Callable[..., Any], params: Any, *, like: Any = None) -> Any:
-    """Call ``init``; if some of the parameters are DTensors, on the local tensors of this rank.
+    """Call ``init`` on the local tensors of this rank, where some of the parameters are DTensors.
 
     Args:
         init: makes a state from parameters.
@@ -272,8 +272,6 @@ def start(init: Callable[..., Any], params: Any, *, like: Any = None) -> Any:
         What ``init`` returned.
     """
     leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
-    if not any(map(is_dtensor, leaves)):
-        return init(params) if like is None else init(params, like=like)
     return init(spec.unflatten(local_parts(leaves)), like=local_tree(like), whole=leaves)
 
 

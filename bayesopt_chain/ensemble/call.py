@@ -117,8 +117,7 @@ def posterior_ensemble(
         path: a directory. A call that was killed at any point goes on from there with the same results, bit for bit (of
             ``minutes``, with as many steps as still fit); a complete one returns at once. Another call under the same path is
             refused, naming what differs.
-        progress: show a bar for each stage (where tqdm is installed), or some lines where errors are not written to a
-            terminal. Default True.
+        progress: write what the call will cost, and some lines of how far it is, to standard error. Default True.
         mesh: a DeviceMesh of one axis whose ranks share out the members. Every rank makes the same call with all data, and gets
             the whole ensemble. Members are those of one process to the rounding of their matrix products, and bit for bit where
             ``vmap`` refuses the network. With ``path=`` the first rank writes, and any number of ranks goes on. Default: one
@@ -182,7 +181,8 @@ def posterior_ensemble(
     pair = raw.folds(held_out, seed)
     for rows in pair:
         _require_scores(likelihood, raw.take(rows)[1])
-    size = min(raw.size - len(pair[0]), batch_size or loaders or batch_size_for(raw.size))
+    folds = [pair[m % 2] if prior_precision or likelihood.has_classes else pair[m // 2 % 2] for m in range(members)]
+    size = min(raw.size - max(map(len, folds)), batch_size or loaders or batch_size_for(raw.size))
     chosen = {
         "members": members,
         "steps": steps or (None if minutes else steps_for(raw.size, size)),
@@ -206,7 +206,6 @@ def posterior_ensemble(
     stages = Stages(path, about, raw.device, mesh, None if mesh is None else {"starts": describe(networks.params)})
     networks = networks.starting_as(stages.once("starts", networks.starts))
     shown.shown = progress and stages.is_first
-    folds = [pair[m % 2] if prior_precision or likelihood.has_classes else pair[m // 2 % 2] for m in range(members)]
     axes = stages.once("axes", lambda: principal_axes(networks, raw, scale))
     floor = FLOOR if unit is None else FLOOR - unit.log().flatten() / 2
     problem = Problem(raw, trained, networks, members, size, folds, seed, stages.mine, axes=axes, floor=floor)
@@ -225,23 +224,21 @@ def posterior_ensemble(
             )
     shown.say(cost["said"])
     found = stages.once("rate", lambda: {"lr": lr, "passes": 0.0} if lr else training.rate(cost["steps"]))
-    failed, drawn = None, {}
+    failure, drawn = None, {}
     try:
         until = minutes and began + 60 * minutes * (1 - SPARE) - cost["chains"]
         length = cost["steps"], until, steps_for(raw.size, size) if chains == "auto" else math.inf
-        done = Trained(**stages.once("training", lambda: training.train(found["lr"], *length)._asdict()))
-        training.last = done
+        training.done = Trained(**stages.once("training", lambda: training.train(found["lr"], *length)._asdict()))
         if chains is not None:
             from bayesopt_chain.ensemble.chains import chained  # a call without chains needs none of it
 
-            drawn = stages.once("chains", lambda: chained(training, done, cost["chains"], cost["each"]))
+            drawn = stages.once("chains", lambda: chained(training, cost["chains"], cost["each"]))
     except (ValueError, RuntimeError) as err:
-        if training.last is None:
+        if not training.done.pilots:
             raise
-        done, failed = training.last, err
-    shown.close()
+        failure = shown.name, err
+    done = training.done
     chosen |= {"steps": done.steps[0], "lr": found["lr"]}
-    failure = failed and (shown.name, failed)
     return _finished(problem, done, chosen, found["passes"], time.perf_counter() - began, scale, alike, failure, drawn)
 
 
@@ -311,9 +308,9 @@ def _finished(
     params, buffers = ({k: x[None] for k, x in t.items()} for t in (problem.tree(trained.theta), trained.buffers))
     kind = f"ensemble of {problem.count} networks" if problem.count > 1 else "one network"
     once, whole = (steps * chosen["batch_size"] / problem.data.size for steps in (trained.steps[0], sum(trained.steps)))
-    passes, mixed, factor = {"rate": trial, "training": whole}, problem, 1.0
+    passes, factor = {"rate": trial, "training": whole}, 1.0
     if "draws" in drawn:
-        mixed, folds = held.joined(problem, folds, drawn["outputs"])
+        folds = held.joined(folds, drawn["outputs"])
         # the networks come last, so that modules() are them
         both = zip((problem.tree(drawn["draws"]), drawn["buffers"]), (params, buffers))
         params, buffers = ({k: torch.cat([x, own[k]]) for k, x in t.items()} for t, own in both)
@@ -321,12 +318,12 @@ def _finished(
             kind = f"posterior of {problem.count} chain{'s' * (problem.count > 1)}"
         kind += f", {len(drawn['draws'])} draws of each"
     said, advice = _said(problem, trained, chosen, scale), dict[str, str]()
-    scores, likelihood, noise, ends = held.scored(mixed, folds)
+    scores, likelihood, noise, ends = held.scored(problem, folds)
     if noise is not None:
         noise, cut = held.noise_of_all(problem, noise, networks, trained.pilots)
         likelihood = problem.likelihood.scaled(1 / noise)
         said.append(f"noise: {_numbers(likelihood.noise_variance)}, by held-out data.")
-        if mixed is not problem:
+        if "draws" in drawn:
             said.append(
                 f"temperature: the chains' v0 is tempered, T N = v0 / v = {drawn['v0'] / float(noise.mean()):.2f}."
             )
@@ -382,7 +379,7 @@ def _finished(
         said=said,
         passes=passes,
         training=once,
-        seconds={"all": seconds},
+        seconds=seconds,
         held_out=table,
         scale=factor,
         advice=advice,

@@ -29,7 +29,7 @@ from bayesopt_chain.diagnostics.convergence import split_r_hat
 from bayesopt_chain.diagnostics.gradient_noise import lanczos
 from bayesopt_chain.ensemble import held
 from bayesopt_chain.ensemble.held import Fold
-from bayesopt_chain.ensemble.recipe import TIMED, Trained, Training, timed
+from bayesopt_chain.ensemble.recipe import TIMED, Training, timed
 from bayesopt_chain.ensemble.training import Order, Problem, Tensors, constants, held_out_outputs, started
 from bayesopt_chain.optimizers.functional import sgd
 from bayesopt_chain.samplers.splittings import baoab
@@ -59,7 +59,8 @@ class Chains:
     """
 
     def __init__(self, problem: Problem, buffers: Tensors, noise: Tensor, precision: Tensor, held_out: bool) -> None:
-        self.problem, self.buffers = replace(problem, batch_size=problem.data.size), buffers
+        least = min(len(rows) for rows in problem.seen(held_out))
+        self.problem, self.buffers = replace(problem, batch_size=least), buffers
         self.order = Order(self.problem, held_out, 5)
         noise, decay, size = constants(problem, noise, (precision / self.order.size).expand_as(problem.theta))
         self.fixed, self.temperature = (noise, decay, torch.ones_like(size)), 1 / self.order.size
@@ -112,11 +113,11 @@ class Chains:
         return torch.stack(draws)
 
 
-def chained(training: Training, done: Trained, seconds: float, each: float) -> dict[str, Any]:
+def chained(training: Training, seconds: float, each: float) -> dict[str, Any]:
     """Run chains for so many seconds, and say whether they paid.
 
     Args:
-        training, done: of the members.
+        training: of the members, which is done.
         seconds: the budget.
         each: seconds of one step of training.
 
@@ -126,7 +127,8 @@ def chained(training: Training, done: Trained, seconds: float, each: float) -> d
     """
     began, problem, progress = time.perf_counter(), training.problem, training.progress
     progress.stage("chains", 1)
-    ends, folds = training.followed(done), held.folds_of(problem, done.pilots, done.kept)
+    done, ends = training.done, training.followed()
+    folds = held.folds_of(problem, done.pilots, done.kept)
     buffers, precision = ends["buffers"], ends["precision"]
     numbers = DRAWS * sum(x.numel() for x in done.pilots)
     if numbers > MOST:
@@ -142,7 +144,7 @@ def chained(training: Training, done: Trained, seconds: float, each: float) -> d
     found: dict[str, Any] = {"passes": float(steps), "said": f"they diverged within {steps} steps"}
     if not all(bool(x.isfinite().all()) for x in outputs):
         return found
-    alone, score = (held.scored(*given).logs for given in ((problem, folds), held.joined(problem, folds, outputs)))
+    alone, score = (held.scored(problem, given).logs for given in (folds, held.joined(folds, outputs)))
     z, agreed = held.z_of(score - alone), r_hat(folds, outputs)
     found["said"] = (
         f"{steps} steps, held-out log score {score.mean():.3f} with draws beside {alone.mean():.3f} without ({z:.1f} standard "

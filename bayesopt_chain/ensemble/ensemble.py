@@ -25,14 +25,9 @@ from bayesopt_chain.runs import files
 from bayesopt_chain.runs.draws import Draws
 from bayesopt_chain.runs.run import describe, difference
 
-FORMAT = 4
+FORMAT = 5
 MOST_NUMBERS = 2**26  # of outputs of all draws that are kept, if they are of classes
-# what a file has
-KEYS = {
-    *("params", "buffers", "factor", "report", "noise", "seed", "scale", "loop"),
-    *("format", "parameters", "likelihood", "network", "frozen"),
-}
-WHAT = {"likelihood": "likelihood", "frozen": "network, its frozen parameters differ,"}
+KEYS = {"format", "params", "buffers", "factor", "report", "noise", "seed", "scale", "loop", "about"}  # what a file has
 
 
 @dataclass(frozen=True)
@@ -188,7 +183,7 @@ class Ensemble:
             "seed": self.report.chosen["seed"],
             "scale": [list(self.scale.inputs), self.scale.outputs, self.scale.log_variance],
             "loop": self.loop,
-            **_known(self.likelihood, self.members),
+            "about": _about(self.likelihood, self.members),
         }
         files.write_tree(Path(path), state)
 
@@ -227,18 +222,13 @@ class Ensemble:
         if not os.path.isfile(path):
             raise FileNotFoundError(f"Ensemble.open: path {str(path)!r} is no file; pass what save wrote")
         state = read_or_refuse(Path(path), lambda file: files.read_tree(file, torch.device("cpu")), "save it again")
-        if not isinstance(state, dict) or not state.keys() >= KEYS:
-            raise ValueError(f"Ensemble.open: {path} was not written by Ensemble.save")
-        if state["format"] != FORMAT:
-            raise ValueError(f"Ensemble.open: {path} has format {state.get('format')!r}, this version reads {FORMAT}")
+        if not isinstance(state, dict) or state.keys() != KEYS or state["format"] != FORMAT:
+            raise ValueError(f"Ensemble.open: {path} was not written by Ensemble.save of this version")
         params, buffers = state["params"], state["buffers"]
         scale = Scale(*state["scale"])
         members = members_of(make_model, next(iter(params.values())).shape[1], state["seed"], None).within(scale)
-        for name, mine in _known(likelihood, members).items():
-            if what := difference({name: state[name]}, {name: mine}):
-                raise ValueError(
-                    f"Ensemble.open: this is not the {WHAT.get(name, 'network')} that was saved: {what}; pass what the call had"
-                )
+        if what := difference(state["about"], _about(likelihood, members)):
+            raise ValueError(f"Ensemble.open: this is not what was saved: {what}; pass what the call had")
         if state["noise"] is not None:
             likelihood = (
                 weighted(gaussian(state["noise"])) if hasattr(likelihood, "inner") else gaussian(state["noise"])
@@ -285,7 +275,7 @@ class Scaled(nn.Module):
         return self.scale.out(self.module(*arguments, **keywords))
 
 
-def _known(likelihood: Likelihood, members: Members) -> dict[str, Any]:
+def _about(likelihood: Likelihood, members: Members) -> dict[str, Any]:
     """What a file says of likelihood and network, to be compared when it is opened."""
     described_likelihood = None if likelihood.has_noise_scale else describe(likelihood)
     return {

@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -76,10 +75,9 @@ def folds_of(problem: Problem, outputs: Sequence[Tensor], who: Sequence[int] | N
     return found
 
 
-def joined(problem: Problem, folds: Sequence[Fold], drawn: Sequence[Tensor]) -> tuple[Problem, list[Fold]]:
-    """The problem and its folds with the draws of the members beside them, ``[D, n, *event]`` of each on its fold."""
-    more = [f._replace(outputs=torch.cat([f.outputs, *(drawn[m].double() for m in f.who)])) for f in folds]
-    return replace(problem, count=problem.count * (1 + len(drawn[0]))), more
+def joined(folds: Sequence[Fold], drawn: Sequence[Tensor]) -> list[Fold]:
+    """The folds with the draws of the members beside them, ``[D, n, *event]`` of each on its fold."""
+    return [f._replace(outputs=torch.cat([f.outputs, *(drawn[m].double() for m in f.who)])) for f in folds]
 
 
 def doubled(targets: Any) -> Any:

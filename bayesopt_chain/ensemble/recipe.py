@@ -28,6 +28,7 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain.compose import chain
 from bayesopt_chain.ensemble import held
 from bayesopt_chain.ensemble.report import Progress
 from bayesopt_chain.ensemble.stages import Stages
@@ -42,8 +43,9 @@ from bayesopt_chain.ensemble.training import (
     program,
     started,
 )
+from bayesopt_chain.links.adam import scale_by_adam
+from bayesopt_chain.links.learning_rate import scale_by_neg_lr
 from bayesopt_chain.loop.module_state import buffers_of
-from bayesopt_chain.optimizers.functional import adam
 
 RATES = (1e-2, 3e-3, 1e-3)
 WITHIN, TRIAL = 0.05, 0.05  # of the best descent; of the steps
@@ -53,19 +55,19 @@ MORE, RATE = 0.3, 0.3  # steps with all data, and their rate
 KEPT = 20  # times that a training under way is written to disk, and that its pace is measured
 FEWEST = 20  # steps that a budget comes to
 TIMED = 20  # steps that are timed
-UNDER_WAY = ("now", "pilots", "kept", "noise", "steps", "z", "ends")  # what is written besides steps and tensors
 PRIORS = USUAL, FAN_IN = "usual prior", "fan-in prior"
 
 
 class Trained(NamedTuple):
-    """What training came to.
+    """What training came to, or has come to when its outputs were last looked at and finite.
 
     Attributes:
         theta, buffers: of all members, ``[M, *]``.
-        pilots: outputs of each member on the fold that it left out, before it was trained on all data.
+        pilots: outputs of each member on the fold that it left out, before it was trained on all data; none before the first
+            look.
         priors: of each member at first.
-        kept: the members whose prior was taken.
-        noise: of training at the end, ``[M, *event]``, in units of the targets' variance.
+        now: those in force.
+        noise: of training, ``[M, *event]``, in units of the targets' variance.
         steps: of training, and with all data.
         z: by how many standard errors the fan-in prior was better; ``None`` where there was nothing to compare.
         ends: theta and buffers before any member saw all data; nothing before.
@@ -75,11 +77,21 @@ class Trained(NamedTuple):
     buffers: Tensors
     pilots: list[Tensor]
     priors: list[str]
-    kept: list[int]
+    now: list[str]
     noise: Tensor
     steps: tuple[int, int]
     z: float | None
     ends: dict[str, Any]
+
+    @property
+    def kept(self) -> list[int]:
+        """The members whose prior was taken."""
+        return [m for m, prior in enumerate(self.priors) if prior in self.now]
+
+
+def adam(lr: Any) -> Any:
+    """Adam, which needs no noise here."""
+    return chain(scale_by_adam(), scale_by_neg_lr(lr))
 
 
 def rate_at(step: int, lr: float, first: int, second: int, again: Any = RATE) -> Any:
@@ -127,9 +139,7 @@ class Training:
         prior: a precision for all weights, or ``None`` for the recipe.
 
     Attributes:
-        last: what training came to when its outputs were last looked at and finite; ``None`` before.
-        now: the priors in force.
-        pilots, kept, noise, steps, z, ends: as in :class:`Trained`, so far.
+        done: what it has come to.
 
     Raises:
         RuntimeError: ``vmap`` refuses the network, its gradient or its predictions.
@@ -138,17 +148,15 @@ class Training:
     def __init__(self, problem: Problem, stages: Stages, progress: Progress, event: Any, prior: float | None) -> None:
         self.problem, self.stages, self.progress = problem, stages, progress
         theta, count = problem.theta, problem.count
-        self.priors = [USUAL] * count
+        priors = [USUAL] * count
         if prior is None and not problem.likelihood.has_classes:
-            self.priors = [FAN_IN] if count == 1 else [PRIORS[m % 2] for m in range(count)]
+            priors = [FAN_IN] if count == 1 else [PRIORS[m % 2] for m in range(count)]
         usual = torch.full_like(theta[0], 1.0 if prior is None else prior)
         self.precision_of = {USUAL: usual, FAN_IN: problem.fan_in() if prior is None else usual}
-        c = torch.tensor([NOISE if p == USUAL else FIRST for p in self.priors], dtype=torch.float64, device="cpu")
-        self.noise = c.reshape(count, *[1] * len(event)).expand(count, *event).clone()
-        self.now, self.kept, self.steps, self.z = self.priors, list(range(count)), (0, 0), None
-        self.pilots, self.ends, self.last = list[Tensor](), dict[str, Any](), None
-        buffers = stages.own(problem.members.buffers)
-        own = stages.own(theta)
+        c = torch.tensor([NOISE if p == USUAL else FIRST for p in priors], dtype=torch.float64, device="cpu")
+        noise = c.reshape(count, *[1] * len(event)).expand(count, *event).clone()
+        self.done = Trained(theta, problem.members.buffers, [], priors, priors, noise, (0, 0), None, {})
+        buffers, own = stages.own(problem.members.buffers), stages.own(theta)
         self.params = {"theta": own}
         self.chains = problem.stepper(adam, buffers, each=self.each(1e-3))
         self.state = started(self.chains, adam, own, buffers, 7919 * problem.seed + 2)
@@ -159,11 +167,12 @@ class Training:
 
     def prepare(self) -> None:
         """Set what steps take by the priors, the noise and the data of now, and with which part of the rate members go on."""
-        self.order = Order(self.problem, not self.pilots, 3 if self.pilots else 1)
-        n = self.problem.data.size - (0 if self.pilots else len(self.problem.folds[0]))
-        decay = torch.stack([self.precision_of[p] for p in self.now]) / n
-        self.fixed = constants(self.problem, self.noise, decay)
-        heights = [RATE if self.priors[m] == self.now[m] else 1.0 for m in self.problem.mine]
+        problem, done = self.problem, self.done
+        self.order = Order(problem, not done.ends, 3 if done.ends else 1)
+        seen = [problem.data.size - (0 if done.ends else len(fold)) for fold in problem.folds]
+        decay = torch.stack([self.precision_of[p] / n for p, n in zip(done.now, seen)])
+        self.fixed = constants(problem, done.noise, decay)
+        heights = [RATE if done.priors[m] == done.now[m] else 1.0 for m in problem.mine]
         self.again = torch.tensor(heights, dtype=torch.float64, device="cpu")
 
     def batch(self, step: int) -> Any:
@@ -220,32 +229,35 @@ class Training:
             most: the steps that may become of ``steps`` then.
         """
         stages, start = self.stages, 0
-        self.steps = steps, max(1, round(MORE * steps))
+        self.done = self.done._replace(steps=(steps, max(1, round(MORE * steps))))
         both: Any = (self.params, self.state)
         spec = optree.tree_structure(both)
         if half := stages.read("training under way"):
             start, until = half["step"], until and time.perf_counter() + half["left"]
-            self.now, self.pilots, self.kept, self.noise, self.steps, self.z, self.ends = (half[k] for k in UNDER_WAY)
+            self.done = Trained(**half["done"])
             self.params, self.state = spec.unflatten(stages.own(half["leaves"]))
             self.prepare()
-        self.progress.stage("training", sum(self.steps))
+        self.progress.stage("training", sum(self.done.steps))
         self.progress(start)
         t, looked = start, (start, time.perf_counter())
         renewals, marks = self.marks()
-        while t < sum(self.steps):
-            steps, more = self.steps
+        while t < sum(self.done.steps):
+            steps, more = self.done.steps
             new = not half or t > start
             if new and t in renewals:
-                self.cross(self.look(), [m for m, p in enumerate(self.now) if p == FAN_IN])
+                self.look()
+                self.cross(self.done.noise, [m for m, p in enumerate(self.done.now) if p == FAN_IN])
                 self.prepare()
-            if t == steps and not self.pilots:
-                self.choose(self.look())
+            if t == steps and not self.done.ends:
+                self.look()
+                self.choose()
                 self.prepare()
             if new and t in marks:
                 (before, then), looked = looked, (t, time.perf_counter())
                 if until is not None:
                     fit = max(0.0, until - looked[1]) / max(looked[1] - then, 1e-9) * (t - before)
-                    self.steps = steps, more = stages.firsts(refitted(t, steps, fit, most))
+                    steps, more = stages.firsts(refitted(t, steps, fit, most))
+                    self.done = self.done._replace(steps=(steps, more))
                     self.progress.total, (renewals, marks) = steps + more, self.marks()
                 if stages.path is not None:
                     both = (self.params, self.state)
@@ -253,8 +265,9 @@ class Training:
                         "leaves": stages.gathered(optree.tree_leaves(both)),
                         "step": t,
                         "left": (until or 0.0) - looked[1],
+                        "done": self.done._asdict(),
                     }
-                    stages.write("training under way", at | {k: getattr(self, k) for k in UNDER_WAY})
+                    stages.write("training under way", at)
             each = self.each(rate_at(t, lr, steps, more, self.again))
             batch = self.batch(t if t < steps else t - steps)
             self.params, self.state, _ = self.run(self.params, self.state, batch, each)
@@ -262,74 +275,63 @@ class Training:
             t += 1
         theta, buffers = self.everyones()
         _require_finite([theta], "training on all data")
-        return self.reached(theta, buffers, self.pilots)
+        return self.done._replace(theta=theta, buffers=buffers)
 
     def marks(self) -> tuple[set[int], set[int]]:
         """The steps before which noise is renewed, and before which training is written and its pace measured."""
-        return {round(share * self.steps[0]) for share in RENEWALS}, {
-            round(i * sum(self.steps) / KEPT) for i in range(1, KEPT)
-        }
+        steps, more = self.done.steps
+        return {round(share * steps) for share in RENEWALS}, {round(i * (steps + more) / KEPT) for i in range(1, KEPT)}
 
-    def reached(self, theta: Tensor, buffers: Tensors, pilots: list[Tensor]) -> Trained:
-        """What training came to."""
-        forget(self.problem.members.training.module)
-        noise = self.noise.clone()
-        return Trained(theta, buffers, pilots, self.priors, self.kept, noise, self.steps, self.z, self.ends)
-
-    def look(self) -> list[Tensor]:
-        """Outputs of each member on the fold that it left out; what is trained so far is kept as ``last``."""
+    def look(self) -> None:
+        """Look at the outputs of each member on the fold that it left out."""
         theta, buffers = self.everyones()
         outputs = held_out_outputs(self.problem, theta, buffers)
         _require_finite(outputs, "training")
-        self.last = self.reached(theta, buffers, outputs)
-        return outputs
+        self.done = self.done._replace(theta=theta, buffers=buffers, pilots=outputs)
 
     def everyones(self) -> tuple[Tensor, Tensors]:
         """Parameters and buffers of all members, ``[M, *]``."""
+        forget(self.problem.members.training.module)
         own = buffers_of(self.state) or self.stages.own(self.problem.members.buffers)
         every: Any = self.stages.gathered((self.params["theta"], own))
         return every
 
-    def followed(self, done: Trained) -> dict[str, Any]:
+    def followed(self) -> dict[str, Any]:
         """What chains start with: the members before they saw their folds, the prior, and v0 without and with all data."""
-        self.noise = torch.full_like(done.noise, NOISE)
-        self.cross(done.pilots)
-        folds = held.folds_of(self.problem, done.pilots)
-        whole = (
-            SHARE * held.noise_of(self.problem, folds).cpu()
-            if self.problem.likelihood.has_noise_scale
-            else self.noise[0]
-        )
-        after = {"without": self.noise, "with": whole.expand_as(self.noise)}
-        return {**done.ends, **after, "precision": self.precision_of[FAN_IN]}
+        noise, whole = torch.full_like(self.done.noise, NOISE), torch.full_like(self.done.noise, NOISE)
+        self.cross(noise)
+        if self.problem.likelihood.has_noise_scale:
+            whole[:] = self.v0(held.folds_of(self.problem, self.done.pilots))
+        return {**self.done.ends, "without": noise, "with": whole, "precision": self.precision_of[FAN_IN]}
 
-    def cross(self, outputs: list[Tensor], who: list[int] | None = None) -> None:
+    def v0(self, folds: list[held.Fold]) -> Tensor:
+        """The noise to train with, of the members that left these folds out."""
+        return SHARE * self.stages.firsts(held.noise_of(self.problem, folds)).cpu()
+
+    def cross(self, noise: Tensor, who: list[int] | None = None) -> None:
         """Set the noise v0 of members (default: of all) that leave out one fold by the others'."""
-        folds = held.folds_of(self.problem, outputs, who) if self.problem.likelihood.has_noise_scale else []
+        gaussian = self.problem.likelihood.has_noise_scale
+        folds = held.folds_of(self.problem, self.done.pilots, who) if gaussian else []
         for fold in folds:
-            others = [f for f in folds if f is not fold] or [fold]
-            self.noise[fold.who] = SHARE * self.stages.firsts(held.noise_of(self.problem, others)).cpu()
+            noise[fold.who] = self.v0([f for f in folds if f is not fold] or [fold])
 
-    def choose(self, pilots: list[Tensor]) -> None:
-        """Set the priors to go on with, the members that speak for them, the z of the comparison, and the noise."""
-        problem, every, last = self.problem, range(self.problem.count), self.last
-        assert last is not None
-        self.pilots, self.ends = pilots, {"theta": last.theta, "buffers": last.buffers}
-        if FAN_IN in self.priors:
-            who = {p: [m for m in every if self.priors[m] == p] for p in PRIORS}
-            folds = {p: held.folds_of(problem, pilots, who[p]) for p in PRIORS if who[p]}
+    def choose(self) -> None:
+        """Set the priors to go on with, the z of their comparison, and the noise."""
+        problem, done, z, now = self.problem, self.done, None, self.done.priors
+        if FAN_IN in done.priors:
+            who = {p: [m for m, own in enumerate(done.priors) if own == p] for p in PRIORS}
+            folds = {p: held.folds_of(problem, done.pilots, who[p]) for p in PRIORS if who[p]}
             if len(folds) == 2:
                 shared = {int(f.rows[0]) for f in folds[USUAL]} & {int(f.rows[0]) for f in folds[FAN_IN]}
                 scores = [held.scored(problem, [f for f in folds[p] if int(f.rows[0]) in shared]).logs for p in PRIORS]
-                z = self.z = self.stages.firsts(held.z_of(scores[1] - scores[0]))
+                z = self.stages.firsts(held.z_of(scores[1] - scores[0]))
                 if abs(z) >= 1:
-                    self.now = [FAN_IN if z > 0 else USUAL] * problem.count
+                    now = [FAN_IN if z > 0 else USUAL] * problem.count
             if problem.likelihood.has_noise_scale:
-                v0 = SHARE * self.stages.firsts(held.noise_of(problem, folds[FAN_IN])).cpu()
-                for m, prior in enumerate(self.now):
-                    self.noise[m] = v0 if prior == FAN_IN else NOISE
-        self.kept = [m for m in every if self.priors[m] in self.now]
-        self.last = self.reached(last.theta, last.buffers, pilots)
+                v0 = self.v0(folds[FAN_IN])
+                for m, prior in enumerate(now):
+                    done.noise[m] = v0 if prior == FAN_IN else NOISE
+        self.done = done._replace(now=now, z=z, ends={"theta": done.theta, "buffers": done.buffers})
 
 
 def _require_finite(tensors: list[Tensor], stage: str) -> None:

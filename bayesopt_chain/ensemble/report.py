@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +18,7 @@ class Report:
         said: one sentence for each stage, in order.
         passes: what each stage cost, in gradients of all data for each member.
         training: the passes of one plain training of the members, to compare with.
-        seconds: what each stage took.
+        seconds: what the call took.
         held_out: mean held-out log score by what is predicted with, in nats a datum.
         scale: what logits are divided by, or noise scales are multiplied by.
         advice: what would help, by name.
@@ -36,7 +35,7 @@ class Report:
     said: list[str]
     passes: dict[str, float]
     training: float
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
     held_out: dict[str, float] = field(default_factory=dict)
     scale: float = 1.0
     advice: dict[str, str] = field(default_factory=dict)
@@ -47,33 +46,30 @@ class Report:
         return sum(self.passes.values()) / self.training
 
     def __str__(self) -> str:
+        shares = ", ".join(f"{name} {value / self.training:.2f}" for name, value in self.passes.items())
         lines = [f"{self.kind[0].upper()}{self.kind[1:]}.", ""]
         lines += ["Chosen: " + ", ".join(f"{k}={_short(v)}" for k, v in self.chosen.items()), ""]
         lines += [f"* {sentence}" for sentence in self.said]
-        if self.held_out:
-            lines += ["", "Held-out log score, nats a datum:"]
-            lines += [f"  {name:<28} {value:.4f}" for name, value in self.held_out.items()]
+        lines += ["", "Held-out log score, nats a datum:"]
+        lines += [f"  {name:<28} {value:.4f}" for name, value in self.held_out.items()]
         lines += [
             "",
-            f"Cost: {sum(self.passes.values()):.4g} passes over the data for each member, {self.cost:.2f} times ",
+            f"Cost: {sum(self.passes.values()):.4g} passes over the data for each member, {self.cost:.2f} times one training, "
+            f"in {self.seconds:.3g} s ({shares})",
         ]
-        lines[-1] += f"one training, in {sum(self.seconds.values()):.3g} s ("
-        lines[-1] += ", ".join(f"{name} {value / self.training:.2f}" for name, value in self.passes.items()) + ")"
         lines += [f"Advice ({name}): {text}" for name, text in self.advice.items()]
         return "\n".join(lines)
 
 
 def _short(value: Any) -> str:
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_short, value[:4])) + (", ...]" if len(value) > 4 else "]")
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 class Progress:
-    """A bar on a terminal; elsewhere at most about twenty lines for a whole call. Turned off it does nothing."""
+    """Lines on standard error, about ten for each stage of a call. Turned off it does nothing."""
 
     def __init__(self, shown: bool) -> None:
-        self.shown, self.bar, self.total, self.step, self.next = shown, None, 1, 0, 0.0
+        self.shown, self.total, self.step, self.next = shown, 1, 0, 0.0
         self.started, self.name = time.monotonic(), "training"
 
     def say(self, what: str) -> None:
@@ -83,26 +79,11 @@ class Progress:
 
     def stage(self, name: str, steps: int) -> None:
         """Begin a stage of so many steps."""
-        self.close()
         self.name, self.total, self.step, self.next = name, steps, 0, 0.1
-        if self.shown and sys.stderr.isatty():
-            with suppress(ImportError):
-                from tqdm.auto import tqdm
-
-                self.bar: Any = tqdm(total=steps, unit="step", desc=name)
 
     def __call__(self, steps: int = 1) -> None:
         """Count steps."""
         self.step += steps
-        if self.bar is not None:
-            self.bar.total = self.total
-            self.bar.update(steps)
-        elif self.shown and self.step >= self.next * self.total:
+        if self.step >= self.next * self.total:
             self.say(f"{self.name}, step {self.step} of {self.total}, {time.monotonic() - self.started:.0f} s")
             self.next = self.step / self.total + 0.1
-
-    def close(self) -> None:
-        """Leave the bar as it is."""
-        if self.bar is not None:
-            self.bar.close()
-        self.bar = None

@@ -21,8 +21,8 @@ from torch import Tensor
 from bayesopt_chain.distributed.ranks import (
     answers,
     chains_of,
-    gather_objects,
     gather_tensors,
+    require_alike,
     require_one_axis,
     world,
 )
@@ -62,7 +62,7 @@ class Stages:
         self.device, self.mesh, count = device, mesh, about["members"]
         self.mine = range(count)
         if mesh is not None:
-            _require_ranks(self.who, mesh, count, {**about, **(of_ranks or {})})
+            _require_ranks(self.who, mesh, count, {name: repr(x) for name, x in {**about, **(of_ranks or {})}.items()})
             self.mine = chains_of(count, mesh)
         elif self.path is not None and world().size > 1:
             self.path = self.path / f"rank-{world().rank:05d}-of-{world().size:05d}"
@@ -155,7 +155,7 @@ class Stages:
         return torch.load(io.BytesIO(sent[0]), map_location=placed, weights_only=True)
 
 
-def _require_ranks(who: str, mesh: Any, members: int, about: Mapping[str, Any]) -> None:
+def _require_ranks(who: str, mesh: Any, members: int, about: Mapping[str, str]) -> None:
     """Refuse a mesh that members cannot be shared out over, and ranks that were not given the same call.
 
     Raises:
@@ -167,12 +167,8 @@ def _require_ranks(who: str, mesh: Any, members: int, about: Mapping[str, Any]) 
             f"{who}: members={members} on {mesh.size()} ranks leave some without one: pass members="
             f"{mesh.size()} or more, or start fewer ranks"
         )
-    every = gather_objects(dict(about), mesh)
-    if wrong := sorted(k for k in about if any(theirs[k] != about[k] for theirs in every)):
-        raise ValueError(
-            f"{who}: the ranks were not given the same call: {', '.join(wrong)} differ. Every rank is given all "
-            "data and the same arguments; each trains its share of the members"
-        )
+    same = "the ranks were not given the same call: {} differ. Every rank is given all data and the same arguments; each trains"
+    require_alike(f"{who}: {same} its share of the members", about, mesh)
 
 
 def read_or_refuse(

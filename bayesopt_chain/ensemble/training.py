@@ -46,7 +46,7 @@ class Problem:
         likelihood: of training; of Gaussian noise its variances are the targets'.
         members: the networks.
         count: how many.
-        batch_size: data in a step.
+        batch_size: data in a step, at most as many as any member sees.
         folds: the rows that each member leaves out, one tensor a member.
         seed: of every order, start and stream.
         mine: the members that this rank trains.
@@ -131,8 +131,7 @@ class Order:
     """
 
     def __init__(self, problem: Problem, held_out: bool, salt: int) -> None:
-        self.problem, self.rows, self.salt = problem, problem.seen(held_out), salt
-        self.size = min(problem.batch_size, min(map(len, self.rows)))
+        self.problem, self.rows, self.salt, self.size = problem, problem.seen(held_out), salt, problem.batch_size
         self.epoch, self.picked = -1, torch.empty(0, device="cpu")
         whole = all(len(r) == self.size for r in self.rows)
         self.all = problem.data.take(torch.stack(self.rows)) if whole else None
@@ -164,7 +163,7 @@ def program(chains: Parallel, params: Any, state: Any, batch: Any) -> Callable:
 
     Args:
         chains: the step; ``each`` are its hyperparameters, which may change from call to call.
-        params, state, batch: arguments to trace with, and to compare the program with the step at.
+        params, state, batch: arguments to trace with, and to compare the program with the step at; others are of these shapes.
 
     Raises:
         RuntimeError: ``vmap`` refuses the network.
@@ -180,7 +179,6 @@ def program(chains: Parallel, params: Any, state: Any, batch: Any) -> Callable:
     whole: Any = (params, state, batch, dict(chains.each))
     given, before = batches.flatten(whole)
     after = batches.flatten(whole[:2])[1]
-    shapes = [x.shape for x in given]  # which a graph may have written into itself
 
     def flat(*leaves: Tensor) -> list[Tensor]:
         return batches.flatten(step(*before.unflatten(leaves)))[0]
@@ -197,16 +195,9 @@ def program(chains: Parallel, params: Any, state: Any, batch: Any) -> Callable:
     finally:
         chains.each = whole[3]
 
-    others = list[Callable]()  # for batches of another size, as of all data behind those of a fold
-
     @torch.no_grad()
     def replayed(params: Any, state: Any, batch: Any, each: Any) -> Any:
-        leaves = batches.flatten((params, state, batch, each))[0]
-        if [x.shape for x in leaves] != shapes:
-            chains.each = each
-            others[:] = others or [program(chains, params, state, batch)]
-            return others[0](params, state, batch, each)
-        *both, loss = graph(*leaves)
+        *both, loss = graph(*batches.flatten((params, state, batch, each))[0])
         return *after.unflatten(both), loss
 
     return replayed

@@ -5,14 +5,11 @@ Links of this library act on lists of leaves. The transformation is given trees 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torchopt.base import GradientTransformation
-
-from bayesopt_chain.core.link import ANY, Link, LinkContext, Traits
+from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.matching.response import Response
 from bayesopt_chain.trees import flattened
@@ -98,25 +95,3 @@ def _copied(old: Sequence[Any], new: Sequence[Any], op: TensorOps) -> list[Any]:
     for n, y in zip(live, op.copy([old[n] for n in live], [new[n] for n in live])):
         out[n] = y
     return out
-
-
-def keywords_of(link: GradientTransformation) -> frozenset[str]:
-    """The keywords that the ``update`` of a transformation takes besides ``params`` and ``inplace``.
-
-    Args:
-        link: a transformation of this library, of TorchOpt or of the user.
-
-    Returns:
-        The names; :data:`bayesopt_chain.core.link.ANY` among them stands for every keyword.
-
-    Example:
-        >>> import torchopt
-        >>> keywords_of(torchopt.transform.scale(2.0))
-        frozenset()
-    """
-    extra_kwargs: frozenset[str] | None = getattr(link, "extra_kwargs", None)
-    if extra_kwargs is not None:
-        return extra_kwargs
-    parameters = list(inspect.signature(link.update).parameters.values())[2:]
-    names = {ANY if p.kind is p.VAR_KEYWORD else p.name for p in parameters}
-    return frozenset(names) - {"params", "inplace"}

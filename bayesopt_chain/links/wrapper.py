@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 from torchopt.base import GradientTransformation
 
-from bayesopt_chain.links.foreign import keywords_of
+from bayesopt_chain.core.link import keywords_of
 
 
 class Wrapper(GradientTransformation):

@@ -10,8 +10,9 @@ import optree
 import torch
 
 from bayesopt_chain import checks
-from bayesopt_chain.distributed.ranks import agreed_seed, chain_seed
+from bayesopt_chain.distributed.ranks import broadcast
 from bayesopt_chain.loop.module_state import is_keyed
+from bayesopt_chain.random.stream import chain_seed
 
 
 def chain_draws(chains: Any, seed: int | None) -> Callable[[Any, int], AbstractContextManager[None]]:
@@ -28,8 +29,12 @@ def chain_draws(chains: Any, seed: int | None) -> Callable[[Any, int], AbstractC
         return lambda tx, number: nullcontext()
     # a chain may itself be shared by ranks with different data, which have to agree on its key too
     data = getattr(getattr(chains.step, "ranks", None), "mesh", None)
-    agreed = agreed_seed(seed, *[mesh for mesh in (data, chains.mesh) if mesh is not None])
-    return lambda tx, number: _seeded(tx, chain_seed(agreed, number))
+    if seed is None:
+        drawn = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
+        for mesh in (data, chains.mesh):
+            drawn = drawn if mesh is None else broadcast(drawn, mesh)
+        seed = int(drawn)
+    return lambda tx, number: _seeded(tx, chain_seed(seed, number))
 
 
 @contextmanager

@@ -176,6 +176,16 @@ def seed_of(key: int, count: int) -> int:
     return splitmix64(splitmix64(key) + count)
 
 
+def chain_seed(seed: int, chain: int) -> int:
+    """The seed of one chain, a hash of 63 bits.
+
+    Args:
+        seed: the seed of the run.
+        chain: the global number of the chain.
+    """
+    return splitmix64(splitmix64(seed & (2**64 - 1)) ^ splitmix64(~chain & (2**64 - 1))) >> 1
+
+
 def splitmix64(x: int) -> int:
     """Steele, Lea and Flood's 64-bit mixer."""
     x = (x + 0x9E3779B97F4A7C15) & (2**64 - 1)

@@ -21,9 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import bayesopt_chain as bc
 from bayesopt_chain.core.link import Link, Traits
-from bayesopt_chain.distributed.ranks import chain_seed, chains_of, gather_objects
+from bayesopt_chain.distributed.ranks import chains_of, gather_objects
 from bayesopt_chain.ensemble import report
 from bayesopt_chain.matching.response import Nonlinear
+from bayesopt_chain.random.stream import chain_seed
 from tests.distributed.ranks import mesh_of, message_of, on, refuses, run, whole, world
 from tests.distributed.toys import TX, N, line, loss, network, one, start, under
 from tests.ensemble.test_untidy import packed

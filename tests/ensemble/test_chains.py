@@ -73,8 +73,9 @@ def judged(monkeypatch, start, noise, seconds=1e6):
     theta, level = torch.as_tensor(start).double().expand(4, 2), torch.full((4, 1), noise).double()
     ends = {"theta": theta, "buffers": {}, "precision": PRECISION, "without": level, "with": level}
     stages = Stages(None, {"members": 4}, torch.device("cpu"), None)
-    training = SimpleNamespace(problem=p, stages=stages, progress=Progress(False), followed=lambda done: ends)
-    return chained(training, SimpleNamespace(pilots=held_out_outputs(p, theta, {}), kept=range(4)), seconds, 1.0)
+    training = SimpleNamespace(problem=p, stages=stages, progress=Progress(False), followed=lambda: ends)
+    training.done = SimpleNamespace(pilots=held_out_outputs(p, theta, {}), kept=range(4))
+    return chained(training, seconds, 1.0)
 
 
 def test_draws_are_kept_where_they_predict_better(monkeypatch):

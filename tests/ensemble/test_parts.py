@@ -271,12 +271,13 @@ def test_curves_are_learnt_along_their_axes_that_are_not_along_their_columns(mon
 def test_noise_is_renewed_by_the_other_fold():
     p = problem(members=4)
     training = Training(p, Stages(None, {"members": 4}, torch.device("cpu"), None), Progress(False), (1,), None)
-    training.cross(training.look(), [1, 3])
+    training.look()
+    training.cross(training.done.noise, [1, 3])
     drawn = held.folds_of(p, [training_outputs(p, m) for m in range(4)], [1, 3])
-    assert [training.priors[m] for m in (1, 3)] == [FAN_IN, FAN_IN]
+    assert [training.done.priors[m] for m in (1, 3)] == [FAN_IN, FAN_IN]
     for m, other in ((1, 1), (3, 0)):
-        torch.testing.assert_close(training.noise[m], SHARE * held.noise_of(p, [drawn[other]]))
-    assert float(training.noise[0]) == 0.02
+        torch.testing.assert_close(training.done.noise[m], SHARE * held.noise_of(p, [drawn[other]]))
+    assert float(training.done.noise[0]) == 0.02
 
 
 def training_outputs(p, m):

@@ -515,6 +515,15 @@ def test_noise_is_found_in_any_unit_of_the_targets(unit):
     )
 
 
+def test_batches_are_as_large_as_every_fold_allows(monkeypatch):
+    """One of two folds may be larger, as of data with equal inputs; the passes are those that were made."""
+    monkeypatch.setattr(Data, "folds", lambda *_: [torch.arange(6), torch.arange(6, 18)])
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    found = ensemble(x, x[:, :1], members=4, steps=20)
+    assert found.report.chosen["batch_size"] == 28
+    assert found.report.passes["training"] == pytest.approx(26 * 28 / 40)
+
+
 # A call that is killed at any stage goes on from there, with the same results bit for bit
 
 
@@ -581,6 +590,19 @@ def test_a_call_killed_within_a_stage_goes_on_bit_for_bit(tmp_path, monkeypatch,
         called(tmp_path)
     monkeypatch.undo()
     assert torch.equal(called(tmp_path).predict(data()[0]).log_prob(data()[1]), wanted)
+
+
+def test_a_call_that_goes_on_hands_back_what_was_trained_before_it_was_killed(tmp_path, monkeypatch):
+    """Of 78 steps 76 were taken, the last 16 with all data; outputs were looked at by the first process alone."""
+    left = iter([None] * 76)
+    with monkeypatch.context() as killing:
+        killing.setattr(Progress, "__call__", lambda self, steps=1: next(left))
+        with pytest.raises(StopIteration):
+            called(tmp_path, lr=0.01)
+    monkeypatch.setattr(recipe, "_require_finite", Mock(side_effect=ValueError("training on all data diverged")))
+    with pytest.raises(bc.ensemble.EnsembleError, match="training on all data diverged") as caught:
+        called(tmp_path, lr=0.01)
+    assert caught.value.ensemble.predict(data()[0]).mean.isfinite().all()
 
 
 @pytest.mark.slow
