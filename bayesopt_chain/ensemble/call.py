@@ -165,6 +165,8 @@ def posterior_ensemble(
     raw, moved = raw.of(networks.still.module)
     with unshared_statistics(), torch.no_grad(), torch.random.fork_rng(devices=[]):
         event = _require_targets(networks, raw, likelihood)
+        with checks.blaming("posterior_ensemble", "data"):
+            networks = networks.looked_at(raw.inputs_of(LEAST))
     known = likelihood.support is not None or likelihood.has_classes  # else targets may be of any kind
     mean, variance = moments(likelihood, raw.targets) if known else (None, None)
     alike = variance is not None and not bool((variance > 0).any())
@@ -172,8 +174,7 @@ def posterior_ensemble(
     if standardize is None:
         standardize = not residuals and not frozen_of(networks.still.module)
     scale = Scale.of(raw, likelihood, networks.still.module) if standardize else Scale()
-    with checks.blaming("posterior_ensemble", "data"):
-        networks = networks.within(scale).looked_at(raw.inputs_of(LEAST))
+    networks = networks.within(scale)
     unit = _unit(likelihood, raw, mean, variance, networks, residuals)
     trained = likelihood
     if likelihood.has_noise_scale:  # with noise in the targets' units

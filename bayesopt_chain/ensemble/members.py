@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bayesopt_chain import batches
+from bayesopt_chain import batches, checks
 from bayesopt_chain.ensemble.data import Data, Scale
 from bayesopt_chain.loop.parallel import stack
 from bayesopt_chain.modules.functional import Forward, Tensors, arguments_of, copied, in_mode, inner_of, make_functional
@@ -62,9 +62,18 @@ class Members(NamedTuple):
 
     @torch.random.fork_rng(devices=[])
     def looked_at(self, inputs: Any) -> Members:
-        """The same, ``draws`` also where functions draw that are no layers, as two calls show."""
+        """The same, ``draws`` also where functions draw that are no layers, as two calls show.
+
+        Raises:
+            ValueError: outputs in training of another kind than in ``eval`` mode.
+        """
         before = torch.get_rng_state()
         once, again = (self.outputs(inputs, self.training) for _ in range(2))
+        if getattr(once, "shape", None) != (wanted := self.outputs(inputs).shape):
+            raise ValueError(
+                f"posterior_ensemble: in training mode the module returns {checks.short(once)}, in eval mode outputs of shape "
+                f"{tuple(wanted)}: return the same in both"
+            )
         draws = not torch.equal(once, again) or not torch.equal(before, torch.get_rng_state())
         return self._replace(draws=self.draws or draws)
 
@@ -80,7 +89,7 @@ class Members(NamedTuple):
             ValueError: starts that are others.
         """
         params, buffers = ({k: starts[name][k] for k in own} for name, own in self.starts().items())
-        if any((x - params[k]).abs().max() > 1e-3 * x.abs().max() for k, x in self.params.items()):
+        if any((x - params[k]).norm() > 1e-3 * x.norm() for k, x in self.params.items()):
             raise ValueError(
                 "posterior_ensemble: path holds another call: its networks start from other weights; give this one a directory "
                 "of its own"

@@ -213,7 +213,7 @@ class Training:
         close = last <= last.min() + WITHIN * (first - last.min()).abs()
         found = next(lr for lr, good in zip(RATES, close.tolist()) if good)
         share = len(RATES) / self.problem.count
-        return {"lr": found, "passes": share * tried * self.order.size / self.problem.data.size}
+        return {"lr": found, "passes": share * tried * self.problem.batch_size / self.problem.data.size}
 
     def of_first(self, tree: Any) -> Any:
         """The first member's, for all members."""
@@ -298,20 +298,20 @@ class Training:
 
     def followed(self) -> dict[str, Any]:
         """What chains start with: the members before they saw their folds, the prior, and v0 without and with all data."""
-        noise, whole = torch.full_like(self.done.noise, NOISE), torch.full_like(self.done.noise, NOISE)
+        noise = torch.full_like(self.done.noise, NOISE)
         self.cross(noise)
-        if self.problem.likelihood.has_noise_scale:
-            whole[:] = self.v0(held.folds_of(self.problem, self.done.pilots))
+        whole = self.v0(held.folds_of(self.problem, self.done.pilots)).expand_as(noise)
         return {**self.done.ends, "without": noise, "with": whole, "precision": self.precision_of[FAN_IN]}
 
     def v0(self, folds: list[held.Fold]) -> Tensor:
-        """The noise to train with, of the members that left these folds out."""
+        """The noise to train with, of the members that left these folds out; of targets without noise it is not used."""
+        if not self.problem.likelihood.has_noise_scale:
+            return torch.full_like(self.done.noise[0], NOISE)
         return SHARE * self.stages.firsts(held.noise_of(self.problem, folds)).cpu()
 
     def cross(self, noise: Tensor, who: list[int] | None = None) -> None:
         """Set the noise v0 of members (default: of all) that leave out one fold by the others'."""
-        gaussian = self.problem.likelihood.has_noise_scale
-        folds = held.folds_of(self.problem, self.done.pilots, who) if gaussian else []
+        folds = held.folds_of(self.problem, self.done.pilots, who)
         for fold in folds:
             noise[fold.who] = self.v0([f for f in folds if f is not fold] or [fold])
 
@@ -327,10 +327,9 @@ class Training:
                 z = self.stages.firsts(held.z_of(scores[1] - scores[0]))
                 if abs(z) >= 1:
                     now = [FAN_IN if z > 0 else USUAL] * problem.count
-            if problem.likelihood.has_noise_scale:
-                v0 = self.v0(folds[FAN_IN])
-                for m, prior in enumerate(now):
-                    done.noise[m] = v0 if prior == FAN_IN else NOISE
+            v0 = self.v0(folds[FAN_IN])
+            for m, prior in enumerate(now):
+                done.noise[m] = v0 if prior == FAN_IN else NOISE
         self.done = done._replace(now=now, z=z, ends={"theta": done.theta, "buffers": done.buffers})
 
 

@@ -104,6 +104,10 @@ class Problem:
             inputs, targets, noise, decay, size = batch
             theta = params["theta"]
             outputs, new = forward.with_buffers(self.tree(theta), (inputs, None), buffers or {})
+            if not (still or outputs.requires_grad):
+                raise ValueError(
+                    "posterior_ensemble: the module's outputs have no gradient: leave out detach, no_grad and rounding"
+                )
             likelihood = self.likelihood.scaled(1 / noise) if self.likelihood.has_noise_scale else self.likelihood
             value = size * (likelihood.nll(outputs, targets).mean() + (decay * theta.square()).sum() / 2)
             return value if buffers is None else (value, new)

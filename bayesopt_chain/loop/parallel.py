@@ -9,7 +9,7 @@ import copy
 import itertools
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar, cast
 
 import optree
@@ -18,15 +18,15 @@ from torch import Tensor
 
 from bayesopt_chain import batches, checks, tracing
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.distributed.ranks import chains_of, require_one_axis
+from bayesopt_chain.distributed.ranks import broadcast, chains_of, require_one_axis
 from bayesopt_chain.engine.engine import moved
-from bayesopt_chain.loop.chain_keys import chain_draws
 from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.loop.loss import Info, LossGradient, detach, gradient, joined, split, unshared, value
 from bayesopt_chain.loop.module_state import is_keyed, keyed
 from bayesopt_chain.loop.step import Step
 from bayesopt_chain.modules.batch_norm import unshared_statistics
 from bayesopt_chain.random import stream as keyed_stream
+from bayesopt_chain.random.model_draws import seeded
 from bayesopt_chain.tracing import is_readable
 from bayesopt_chain.trees import paths_of
 
@@ -130,7 +130,7 @@ class Parallel:
         device = optree.tree_leaves(params)[0].device
         self.each = {name: value.to(device) for name, value in self.each.items()}
         states = []
-        drawing = chain_draws(self, seed)
+        drawing = _draws(self, seed)
         for i in range(self.n):
             hyper = {k: v[i] for k, v in self.each.items()}
             mine: Any = tx(**hyper) if hyper else tx.tx if isinstance(tx, Step) else tx
@@ -269,6 +269,38 @@ class Parallel:
         """Make the step of one chain, whose values of ``each`` are ``hyper``."""
         step = self.step(**hyper) if hyper else self.step
         return step(params, state, batch)
+
+
+def _draws(chains: Parallel, seed: int | None) -> Callable[[Any, int], AbstractContextManager[None]]:
+    """Make the context in which ``init`` makes the state of a chain.
+
+    Args:
+        chains: the chains.
+        seed: the seed; ``None`` draws one on the first rank of a mesh, and leaves the global generator alone without a mesh.
+
+    Returns:
+        A function of the chain's transformation and of its number among the chains of all ranks, which returns the context.
+    """
+    if seed is None and chains.mesh is None:
+        return lambda tx, number: nullcontext()
+    # a chain may itself be shared by ranks with different data, which have to agree on its key too
+    data = getattr(getattr(chains.step, "ranks", None), "mesh", None)
+    if seed is None:
+        drawn = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
+        for mesh in (data, chains.mesh):
+            drawn = drawn if mesh is None else broadcast(drawn, mesh)
+        seed = int(drawn)
+
+    def drawing(tx: Any, number: int) -> AbstractContextManager[None]:
+        if any(getattr(link, "generator", None) is not None for link in getattr(tx, "links", ())):
+            raise ValueError(
+                "parallel: tx has a generator of its own, from which chains on different ranks would draw the same keys; "
+                "build it without generator=, and give the seed to chains.init(tx, params, seed=...)"
+            )
+        # ``init`` draws keys from torch's global generator, which it takes as no argument
+        return seeded(keyed_stream.chain_seed(seed, number))
+
+    return drawing
 
 
 def _stacked(chains: Parallel, params, state, batch, dims: list, start: int, stop: int):
@@ -635,3 +667,48 @@ def fork(state: Any, n: int, *, generator: torch.Generator | None = None) -> lis
 
     tree: Any = state
     return [optree.tree_map(renewed, tree, is_leaf=is_keyed) for _ in range(n)]
+
+
+def seeded_state(state: Any, seed: int, numbers: range | None) -> Any:
+    """A state whose random streams have keys that depend on a seed, on the chain, and on the place of the stream.
+
+    Args:
+        state: of one chain, or of chains stacked on axis 0.
+        seed: a whole number.
+        numbers: the global numbers of stacked chains.
+
+    Returns:
+        A state with new keys; a key of 0, where nothing is drawn, stays.
+
+    Raises:
+        TypeError: a seed that is no whole number.
+        ValueError: a state without a random stream.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> state = bc.sghmc(0.1, temperature=0.1).init(torch.zeros(2))
+        >>> bool(seeded_state(state, 1, None)[1].key == seeded_state(state, 1, None)[1].key)
+        True
+    """
+    checks.require("sample", seed=(seed, checks.INDEX))
+    place = 0
+
+    def renewed(entry: Any) -> Any:
+        nonlocal place
+        if not is_keyed(entry):
+            return entry
+        place += 1
+        stream = keyed_stream.chain_seed(seed, place)
+        rows = list(numbers) if numbers is not None and entry.key.ndim else list(range(entry.key.numel()))
+        keys = torch.tensor(
+            [keyed_stream.chain_seed(stream, i) for i in rows], dtype=entry.key.dtype, device=entry.key.device
+        )
+        return entry._replace(key=torch.where(entry.key == 0, entry.key, keys.reshape(entry.key.shape)))
+
+    out = optree.tree_map(renewed, state, is_leaf=is_keyed)
+    if not place:
+        raise ValueError(
+            "sample: seed= sets the keys of the state's random streams, and this state has none: give the optimizer "
+            "generator=torch.Generator().manual_seed(seed) instead"
+        )
+    return out

@@ -29,8 +29,7 @@ from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.distributed.ranks import FailedElsewhere, answers, gather_objects, name_the_first, world
 from bayesopt_chain.distributed.shards import is_replicated, local, mean_everywhere
 from bayesopt_chain.loop import monitor
-from bayesopt_chain.loop.chain_keys import seeded
-from bayesopt_chain.loop.parallel import Parallel
+from bayesopt_chain.loop.parallel import Parallel, seeded_state
 from bayesopt_chain.runs.draws import Draws
 from bayesopt_chain.runs.log import Progress
 from bayesopt_chain.runs.run import Iteration, ResumableBatches, Run, chain_of, of_one_chain, uncaptured
@@ -199,7 +198,7 @@ def sample(
         )
     chains = made.n if chains is None and isinstance(made, Parallel) else chains
     if seed is not None:
-        state = seeded(state, seed, getattr(made, "numbers", None))
+        state = seeded_state(state, seed, getattr(made, "numbers", None))
     about = (steps, burn_in, thinning, chains, callbacks, progress, seed, keep)
     run = Run(step, params, state, ResumableBatches(batches), *about)
     alike = {"steps": steps, "burn_in": burn_in, "thinning": thinning, "seed": seed, "keep": keep}

@@ -177,9 +177,9 @@ def two_heads(net, x):
 
 
 def root():
-    """Two parameters of its own, one of them 0-d, and two heads."""
+    """Parameters of its own, one of them 0-d and one without numbers, and two heads."""
     own = {"weight": nn.Parameter(torch.randn(3, 1)), "bias": nn.Parameter(torch.randn(()))}
-    return Net(two_heads, head=nn.Linear(3, 1), **own)
+    return Net(two_heads, head=nn.Linear(3, 1), **own, nothing=nn.Parameter(torch.zeros(0)))
 
 
 def weight_normed():
@@ -466,6 +466,21 @@ def test_predictions_that_other_data_or_chance_would_change_are_refused(case):
     with pytest.raises(ValueError, match="depend on the other data of its batch, or on chance"):
         ensemble(x, x[:, :1], make=MIXING[case])
     assert torch.equal(RUNNING.running_mean, before)
+
+
+@pytest.mark.parametrize(
+    "of, words",
+    [
+        (lambda net, x: net.net(x).detach(), "outputs have no gradient"),
+        (lambda net, x: (net.net(x), x) if net.training else net.net(x), "in training mode the module returns"),
+        (lambda net, x: net.net(x)[:, 0] if net.training else net.net(x), r"shape \(9,\).* in eval mode .*\(9, 1\)"),
+    ],
+)
+def test_outputs_that_cannot_be_trained_or_differ_in_training_are_refused(of, words):
+    """Of what has no gradient the prior alone was followed, and untrained networks came out."""
+    x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match=words):
+        ensemble(x, x[:, :1], make=Net(of, net=nn.Linear(3, 1)))
 
 
 def test_statistics_that_members_would_share_are_refused():
