@@ -22,6 +22,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
 from bayesopt_chain.ensemble.call import EnsembleError, posterior_ensemble
+from bayesopt_chain.ensemble.data import LEAST
 from bayesopt_chain.likelihoods import Predictive
 
 __all__ = ["PosteriorClassifier", "PosteriorRegressor"]
@@ -82,8 +83,8 @@ class _Posterior(BaseEstimator):
                 lr=self.lr,
                 prior_precision=self.prior_precision,
                 held_out=self.held_out,
-                # one number alone is a target here, and no residual
-                standardize=None if len(targets.unique()) > 1 else True,
+                # targets that are all equal are targets here, and no residuals
+                standardize=None if bool((targets != targets[0]).any()) else True,
                 seed=int(seed),
                 progress=False,
             )
@@ -138,8 +139,7 @@ class PosteriorRegressor(RegressorMixin, _Posterior):
             ValueError: fewer than 9 data; what :func:`bayesopt_chain.posterior_ensemble` refuses.
         """
         _refuse(more, "gaussian")
-        X, y = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True)
-        _require_size(X)
+        X, y = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True, ensure_min_samples=LEAST)
         columns = np.asarray(y, dtype=np.float64).reshape(len(X), -1)
         self.single_ = np.ndim(y) == 1
         self._fit(X, torch.tensor(columns, device="cpu"), columns.shape[1], likelihoods.gaussian())
@@ -190,9 +190,8 @@ class PosteriorRegressor(RegressorMixin, _Posterior):
         Raises:
             ValueError: a level out of range.
         """
-        if not 0 < level < 1:
-            raise ValueError(f"predict_interval: level must lie between 0 and 1, got {level}")
-        return self.predict_quantile(X, (1 - level) / 2), self.predict_quantile(X, (1 + level) / 2)
+        low, high = self._prediction(X).interval(level)
+        return self._shaped(low.numpy()), self._shaped(high.numpy())
 
     def _shaped(self, columns: np.ndarray) -> np.ndarray:
         return columns[:, 0] if self.single_ else columns
@@ -245,14 +244,13 @@ class PosteriorClassifier(ClassifierMixin, _Posterior):
             ValueError: one class alone, or fewer than 9 data; what :func:`bayesopt_chain.posterior_ensemble` refuses.
         """
         _refuse(more, "categorical")
-        X, y = validate_data(self, X, y, dtype=np.float64)
+        X, y = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=LEAST)
         check_classification_targets(y)
         self.classes_, numbers = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             raise ValueError(
                 "PosteriorClassifier: y has one class alone, so that there is nothing to classify: pass two"
             )
-        _require_size(X)
         self._fit(X, torch.from_numpy(numbers.astype(np.int64)), len(self.classes_), likelihoods.categorical())
         return self
 
@@ -306,8 +304,3 @@ def _refuse(more: Mapping[str, Any], likelihood: str) -> None:
         )
     if more:
         raise TypeError(f"fit: there is no argument {next(iter(more))}: it takes X and y")
-
-
-def _require_size(X: np.ndarray) -> None:
-    if len(X) < 9:
-        raise ValueError(f"n_samples={len(X)}: at least 9 samples are needed, for two folds are left out of training")

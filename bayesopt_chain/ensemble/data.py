@@ -294,16 +294,14 @@ def _in_order(loader: DataLoader) -> Iterable[Any]:
 
 
 def _joined(loader: Iterable[Any]) -> Any:
-    parts: Sequence[Any] = list(loader)
-    if not parts:
-        raise ValueError("posterior_ensemble: data has no batches")
-    flat = [batches.flatten(tuple(part) if isinstance(part, list) else part) for part in parts]
     try:
-        return flat[0][1].unflatten(
-            [torch.cat(columns) for columns in zip(*(leaves for leaves, _ in flat), strict=True)]
-        )
+        flat = [batches.flatten(tuple(part) if isinstance(part, list) else part) for part in loader]
+        whole = [torch.cat(columns) for columns in zip(*(leaves for leaves, _ in flat), strict=True)]
     except (RuntimeError, TypeError, ValueError) as err:
         raise ValueError(
             f"posterior_ensemble: the batches cannot be put together ({err}): each has to hold tensors, its data on axis 0, "
             "and every datum needs the same shape (pad texts to one length, number names); of single data make a DataLoader"
         ) from err
+    if not flat:
+        raise ValueError("posterior_ensemble: data has no batches")
+    return flat[0][1].unflatten(whole)

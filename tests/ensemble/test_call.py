@@ -227,6 +227,14 @@ FEW = (X[:, 0] > 0).long().where(torch.arange(N) < 5, -100)
         (maker(), (X / 0, Y), GAUSSIAN, ValueError, "NaN or infinity"),
         (maker(), [*zip(X, Y[:, 0])], GAUSSIAN, ValueError, "of single data make a DataLoader"),
         (maker(), [*zip(X, "abc" * 16)], GAUSSIAN, ValueError, "of single data make a DataLoader"),
+        (
+            maker(),
+            DataLoader([(X[i, : 1 + i % 2], Y[i]) for i in range(N)], 9),
+            GAUSSIAN,
+            ValueError,
+            "needs the same shape",
+        ),
+        (maker(), iter([]), GAUSSIAN, TypeError, "data is list_iterator: pass tensors"),
         (nn.Sequential(nn.LazyBatchNorm1d(), nn.Linear(2, 1)), (X, Y), GAUSSIAN, ValueError, "with lazy norms once"),
         (maker(), [X], GAUSSIAN, ValueError, r"no targets: .* \(inputs, \(targets, weights\)\)"),
         (maker(), (X.numpy(), Y), GAUSSIAN, TypeError, r"of pandas its \.to_numpy"),
@@ -470,8 +478,12 @@ def test_several_outputs_are_predicted_together():
 @pytest.mark.slow
 def test_a_constant_is_predicted_where_all_targets_are_one_number_and_one_layer_is_a_number():
     x, _ = data()
-    model = PosteriorRegressor(10, **{**TINY, "steps": 200}).fit(x, np.full(80, 300.0))
-    np.testing.assert_allclose(model.predict(x), 300, atol=0.5)
+    model = PosteriorRegressor(10, **{**TINY, "steps": 200})
+    for y in (np.full(80, 300.0), np.full((80, 2), [300.0, -7.0])):
+        np.testing.assert_allclose(model.fit(x, y).predict(x), y, atol=0.5)
+    for level in (1.0, "wide"):
+        with pytest.raises((TypeError, ValueError), match="interval: level must be"):
+            model.predict_interval(x, level)
 
 
 @pytest.mark.parametrize(
