@@ -8,7 +8,6 @@ the chain rescales the field before a step in which a rate changed, and adds the
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -17,7 +16,7 @@ from typing import Any, ClassVar, Literal
 import optree
 import torch
 from torch import Tensor
-from torchopt.base import EmptyState, GradientTransformation
+from torchopt.base import EmptyState
 
 from bayesopt_chain.checks import short
 from bayesopt_chain.core.op import Leaves, TensorOps
@@ -410,25 +409,3 @@ class Link:
             The report; ``None`` for the usual one, of loss and aux.
         """
         return None
-
-
-def keywords_of(link: GradientTransformation) -> frozenset[str]:
-    """The keywords that the ``update`` of a transformation takes besides ``params`` and ``inplace``.
-
-    Args:
-        link: a transformation of this library, of TorchOpt or of the user.
-
-    Returns:
-        The names; :data:`bayesopt_chain.core.link.ANY` among them stands for every keyword.
-
-    Example:
-        >>> import torchopt
-        >>> keywords_of(torchopt.transform.scale(2.0))
-        frozenset()
-    """
-    extra_kwargs: frozenset[str] | None = getattr(link, "extra_kwargs", None)
-    if extra_kwargs is not None:
-        return extra_kwargs
-    parameters = list(inspect.signature(link.update).parameters.values())[2:]
-    names = {ANY if p.kind is p.VAR_KEYWORD else p.name for p in parameters}
-    return frozenset(names) - {"params", "inplace"}

@@ -20,7 +20,7 @@ from bayesopt_chain.ensemble.members import Members, described, frozen_of, membe
 from bayesopt_chain.ensemble.recipe import FAN_IN, FEWEST, MORE, RATES, TRIAL, USUAL, Trained, Training
 from bayesopt_chain.ensemble.report import Progress, Report
 from bayesopt_chain.ensemble.stages import Stages
-from bayesopt_chain.ensemble.training import FLOOR, Problem
+from bayesopt_chain.ensemble.training import FLOOR, Problem, forget
 from bayesopt_chain.likelihoods import Likelihood, gaussian, weighted
 from bayesopt_chain.likelihoods._likelihood import REAL
 from bayesopt_chain.modules.batch_norm import unshared_statistics
@@ -374,6 +374,8 @@ def _finished(
                 f"counts vary {phi[0]:.1f} times as much as the {problem.likelihood.name} likelihood promises, and intervals "
                 "are too narrow: likelihoods.negative_binomial has a dispersion"
             )
+    for forward in (problem.members.training, problem.members.still):
+        forget(forward.module)
     report = Report(
         kind=kind,
         chosen=chosen,

@@ -69,13 +69,9 @@ class Data(NamedTuple):
         """Two folds of about a share of the data each. Data with equal inputs are in the same fold, or in none.
 
         Raises:
-            ValueError: too few data, or too few that differ.
+            ValueError: too few data that differ.
         """
         wanted = max(LEAST_SCORED, int(share * self.size))
-        if 2 * wanted >= self.size:
-            raise ValueError(
-                f"posterior_ensemble: {self.size} data are too few for two folds of {wanted}: pass more data"
-            )
         group = self.groups()
         found, rest = (
             [],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -219,9 +218,9 @@ class Ensemble:
             Traceback (most recent call last):
             FileNotFoundError: ...
         """
-        if not os.path.isfile(path):
-            raise FileNotFoundError(f"Ensemble.open: path {str(path)!r} is no file; pass what save wrote")
-        state = read_or_refuse(Path(path), lambda file: files.read_tree(file, torch.device("cpu")), "save it again")
+        state = read_or_refuse(
+            Path(path), lambda file: files.read_tree(file, torch.device("cpu")), "save it again", "Ensemble.open"
+        )
         if not isinstance(state, dict) or state.keys() != KEYS or state["format"] != FORMAT:
             raise ValueError(f"Ensemble.open: {path} was not written by Ensemble.save of this version")
         params, buffers = state["params"], state["buffers"]

@@ -37,7 +37,6 @@ from bayesopt_chain.ensemble.training import (
     Problem,
     Tensors,
     constants,
-    forget,
     held_out_outputs,
     outputs_of,
     program,
@@ -291,7 +290,6 @@ class Training:
 
     def everyones(self) -> tuple[Tensor, Tensors]:
         """Parameters and buffers of all members, ``[M, *]``."""
-        forget(self.problem.members.training.module)
         own = buffers_of(self.state) or self.stages.own(self.problem.members.buffers)
         every: Any = self.stages.gathered((self.params["theta"], own))
         return every

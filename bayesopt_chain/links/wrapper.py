@@ -5,13 +5,36 @@ Draws of a link that is :class:`Weighted` have importance weights, so that avera
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
 from torchopt.base import GradientTransformation
 
-from bayesopt_chain.core.link import keywords_of
+from bayesopt_chain.core.link import ANY
+
+
+def keywords_of(link: GradientTransformation) -> frozenset[str]:
+    """The keywords that the ``update`` of a transformation takes besides ``params`` and ``inplace``.
+
+    Args:
+        link: a transformation of this library, of TorchOpt or of the user.
+
+    Returns:
+        The names; :data:`bayesopt_chain.core.link.ANY` among them stands for every keyword.
+
+    Example:
+        >>> import torchopt
+        >>> keywords_of(torchopt.transform.scale(2.0))
+        frozenset()
+    """
+    extra_kwargs: frozenset[str] | None = getattr(link, "extra_kwargs", None)
+    if extra_kwargs is not None:
+        return extra_kwargs
+    parameters = list(inspect.signature(link.update).parameters.values())[2:]
+    names = {ANY if p.kind is p.VAR_KEYWORD else p.name for p in parameters}
+    return frozenset(names) - {"params", "inplace"}
 
 
 class Wrapper(GradientTransformation):

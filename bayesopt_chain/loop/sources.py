@@ -28,9 +28,9 @@ from torchopt.base import GradientTransformation
 
 from bayesopt_chain import batches, tracing
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import ANY, keywords_of
+from bayesopt_chain.core.link import ANY
 from bayesopt_chain.distributed.ranks import DataParallel
-from bayesopt_chain.links.wrapper import state_inside
+from bayesopt_chain.links.wrapper import keywords_of, state_inside
 from bayesopt_chain.loop.gradients import GradientEstimator
 from bayesopt_chain.loop.loss import (
     Evaluation,

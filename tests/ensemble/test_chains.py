@@ -1,5 +1,6 @@
 """Chains behind the members: their law on a linear Gaussian model, verdict, budget, and what a call keeps of them."""
 
+import copy
 import math
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from bayesopt_chain.ensemble.report import Progress
 from bayesopt_chain.ensemble.stages import Stages
 from bayesopt_chain.ensemble.training import held_out_outputs
 from tests.ensemble.test_parts import problem
-from tests.ensemble.test_untidy import Killed, called, data, make
+from tests.ensemble.test_untidy import Killed, called, data, keeps, make
 
 V0 = 0.3
 PRECISION = torch.tensor([2.0, 0.5]).double()
@@ -173,6 +174,14 @@ def test_draws_stand_beside_the_networks_and_are_saved_with_them(tmp_path, monke
         with pytest.raises(Killed):
             called(tmp_path / "killed", **slow)
     assert torch.equal(called(tmp_path / "killed", **slow).predict(data()[0]).log_prob(data()[1]), scores)
+
+
+def test_ensembles_with_draws_are_copied_where_networks_keep_what_they_compute(monkeypatch):
+    monkeypatch.setattr(behind, "_planned", lambda *_: {"steps": 110})
+    x, y = data()[0].repeat(1, 2)[:, :3], data()[1]
+    given = {"members": 2, "steps": 20, "lr": 0.003, "chains": 500.0, "progress": False}
+    e = bc.posterior_ensemble(keeps, (x, y), bc.likelihoods.gaussian(), **given)
+    assert "draws" in e.report.kind and torch.equal(copy.deepcopy(e).predict(x).mean, e.predict(x).mean)
 
 
 @pytest.mark.slow
