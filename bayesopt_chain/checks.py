@@ -671,8 +671,11 @@ TEXT = Kind(lambda x: isinstance(x, str), "a text")
 FUNCTION = Kind(lambda x: callable(x) and not isinstance(x, type), "a function")
 SEQUENCE = Kind(lambda x: isinstance(x, Sequence) and not isinstance(x, (str, bytes)), "a list")
 MAPPING = instance(Mapping, "a dictionary")
-PATH = Kind(lambda x: isinstance(x, (str, os.PathLike)) and str(x) not in ("", "."), "the path of a file")
-FOLDER = Kind(lambda x: isinstance(x, (str, os.PathLike)) and str(x) != "", "the path of a directory")
+FOLDER = Kind(
+    lambda x: isinstance(x, (str, os.PathLike)) and str(x) != "" and str(x)[0] != "~",
+    "the path of a directory, with ~ written out by os.path.expanduser",
+)
+PATH = Kind(lambda x: FOLDER.fits(x) and str(x) != ".", "the path of a file, with ~ written out by os.path.expanduser")
 GENERATOR = instance(torch.Generator, "a torch.Generator").or_none()
 
 WHOLE, SEED = whole(1), whole(0)

@@ -56,8 +56,12 @@ TABLE = ".metadata"  # the file of DCP's table of contents
 DIGESTS = ".sha256"  # the digests of all other files, as sha256sum writes them, behind the table
 CHAIN = re.compile(r"chain ([0-9]{1,9})/")  # how the names of tensors of one chain begin
 MOST_CORNERS = 1 << 22  # of pieces of one tensor
+_CHAINS = checks.Kind(
+    lambda x: isinstance(x, range) and min(x, default=0) >= 0, "a range of numbers of chains, as chains.numbers is"
+).or_none()
 
 
+@checks.takes(path=checks.FOLDER, tree=checks.ANY, chains=_CHAINS)
 def save(path: str | Path, tree: Any, *, chains: range | None = None) -> None:
     """Write the tensors of all ranks into a directory. Call it on every rank, with the same ``path``.
 
@@ -72,7 +76,7 @@ def save(path: str | Path, tree: Any, *, chains: range | None = None) -> None:
             ``chains.numbers`` of :func:`bayesopt_chain.parallel` with a mesh. Default: the tensors are not stacked.
 
     Raises:
-        TypeError: a leaf that is not a tensor.
+        TypeError: a leaf that is not a dense tensor with values.
         FileExistsError: the directory has a checkpoint already.
         OSError: it cannot be written, as on a full disk. It is raised on every rank.
         ValueError: a plain tensor differs between ranks, or elements of a DTensor differ between ranks that both hold them;
@@ -159,6 +163,7 @@ def _require_digests(folder: Path, files: Iterable[str]) -> bool:
     return True
 
 
+@checks.takes(path=checks.FOLDER, tree=checks.ANY, chains=_CHAINS)
 def load(path: str | Path, tree: Any, *, chains: range | None = None) -> None:
     """Read a checkpoint into the tensors of a tree. Call it on every rank.
 
@@ -172,8 +177,9 @@ def load(path: str | Path, tree: Any, *, chains: range | None = None) -> None:
 
     Raises:
         FileNotFoundError: the directory has no complete checkpoint.
-        TypeError: a leaf that is not a tensor.
-        ValueError: a tensor is only in the tree or only in the checkpoint, or has another shape or dtype; a saved chain is
+        TypeError: a leaf that is not a dense tensor with values.
+        ValueError: a tensor is only in the tree or only in the checkpoint, or has another shape or dtype, or in the tree one
+            element in several places, as ``x.expand`` gives it; a saved chain is
             loaded by no rank; a file differs from its digest; pieces of a tensor do not cover each of its elements once; the
             table of contents has anything but descriptions of tensors, in which case no code that it names is run.
 
@@ -202,16 +208,16 @@ def load(path: str | Path, tree: Any, *, chains: range | None = None) -> None:
         contents = RestrictedReader(str(path)).read_metadata()
         compared = _require_digests(Path(path), {str(x.relative_path) for x in (contents.storage_data or {}).values()})
         table: dict[str, Any] = contents.state_dict_metadata
-        saved = {name: int(match[1]) for name in table if (match := CHAIN.match(name))}
+        # without chains= a name that begins so is the user's own
+        saved = {name: int(match[1]) for name in table if (match := CHAIN.match(name)) and chains is not None}
         here = {name: about for name, about in table.items() if saved.get(name) in {None, *(chains or ())}}
         require_fit(
             f"load: the checkpoint in {path} does not fit",
             {name: f"{x.dtype} {tuple(x.shape)}" for name, x in tensors.items()},
             {name: f"{about.properties.dtype} {tuple(about.size)}" for name, about in here.items()},
             [
-                f"the pieces of {n} do not cover each of its elements once"
-                for n, x in here.items()
-                if not _covers_once(x)
+                *(f"the pieces of {n} do not cover its elements once" for n, x in here.items() if not _covers_once(x)),
+                *(f"{n} has one element in several places; clone it" for n, x in tensors.items() if _repeats(local(x))),
             ],
         )
         return tensors, {*saved.values()}, compared
@@ -236,6 +242,11 @@ def load(path: str | Path, tree: Any, *, chains: range | None = None) -> None:
     if not compared:
         for name, x in tensors.items():
             x.copy_(into[name])
+
+
+def _repeats(x: Tensor) -> bool:
+    """Whether a tensor has one element in several places, as ``x.expand`` gives it, so that nothing can be read into it."""
+    return any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride()))
 
 
 def _is_cut(x: Tensor) -> bool:
@@ -275,16 +286,17 @@ def _named(who: str, tree: Any, chains: range | None) -> dict[str, Tensor]:
         Tensors that share their memory with those of the tree.
 
     Raises:
-        TypeError: a leaf is not a tensor.
+        TypeError: a leaf is not a dense tensor with values.
         ValueError: two tensors have the same name; with ``chains``, a tensor is not stacked.
     """
     named: dict[str, Any] = (
         {"tree": None} if tree is None else {n: x for n, x in named_leaves(tree).items() if x is not None}
     )
     for name, x in named.items():
-        if not isinstance(x, Tensor):
+        if not isinstance(x, Tensor) or x.is_meta or x.layout != torch.strided:
+            told = f"{x.layout} on {x.device}" if isinstance(x, Tensor) else type(x).__name__
             raise TypeError(
-                f"{who}: {name} is {type(x).__name__}; only tensors can be spread over ranks: bc.state_dict(state) for the "
+                f"{who}: {name} is {told}; only dense tensors can be spread over ranks: bc.state_dict(state) for the "
                 "state of a chain, for an optimizer torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
             )
     out: dict[str, Tensor] = {name: x.detach() for name, x in named.items()}

@@ -348,7 +348,7 @@ def _let_go(held: dict[str, Any]) -> None:
     last.try_to_flush()
 
 
-@checks.takes(model=checks.MODULE, every=checks.WHOLE, after=checks.SEED)
+@checks.takes(model=checks.MODULE, every=checks.WHOLE, after=checks.SEED, path=checks.FOLDER.or_none())
 def collect(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,

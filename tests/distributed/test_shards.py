@@ -387,7 +387,7 @@ def test_what_torch_keeps_of_one_rank_alone_and_files_of_one_rank_are_refused_on
     refuses(
         {
             ("params/w differ from rank to rank", "chains=chains.numbers"): save({"params": params}),
-            ("opt/param_groups/0/", " is int; only tensors", "bc.state_dict(state)"): save(
+            ("opt/param_groups/0/", " is int; only dense tensors", "bc.state_dict(state)"): save(
                 {"opt": optimizer.state_dict()}
             ),
             ("tensor is SGD",): save(optimizer),
@@ -436,7 +436,23 @@ MISFITS = {  # what is said, and what is done with the checkpoint of a chain, or
         "two leaves are named a/b",
         lambda f: message_of(bc.distributed.save, f / "b", {"a/b": torch.ones(1), "a": {"b": torch.ones(1)}}),
     ),
-    "no tree": ("tree is NoneType; only tensors", lambda f: message_of(bc.distributed.save, f / "b", None)),
+    "no tree": ("tree is NoneType; only dense tensors", lambda f: message_of(bc.distributed.save, f / "b", None)),
+    "sparse": (
+        "w is torch.sparse_coo on cpu", lambda f: message_of(bc.distributed.save, f / "b", {"w": torch.eye(2).to_sparse()})
+    ),
+    "no numbers": ("on meta; only dense", lambda f: message_of(bc.distributed.save, f / "b", torch.ones(2, device="meta"))),
+    "a number of chains": (
+        "chains must be a range of numbers", lambda f: message_of(bc.distributed.save, f / "b", torch.ones(2), chains=2)
+    ),
+    "a path of a shell": ("with ~ written out", lambda f: message_of(bc.distributed.save, "~/b", torch.ones(2))),
+    "one element in several places": (
+        "b has one element in several places",
+        lambda f: message_of(
+            bc.distributed.load,
+            f / "a",
+            {"params": start(6) | {"b": torch.ones(1).double().expand(6)}, "state": bc.state_dict(TX.init(start(6)))},
+        ),
+    ),
     "no stack": (
         "w is of shape (3,); with chains= axis 0 of every tensor counts the 2 chains",
         lambda f: message_of(bc.distributed.save, f / "b", {"w": torch.ones(3)}, chains=range(2)),
@@ -453,7 +469,12 @@ def test_what_does_not_fit_a_checkpoint_is_refused_and_nothing_is_written(tmp_pa
 
 # what was damaged, cut, or written by somebody else
 
-TREE = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(7.0), "none": torch.zeros(0, 2)}
+TREE = {
+    "w": torch.arange(6.0).reshape(2, 3),
+    "b": torch.tensor(7.0),
+    "none": torch.zeros(0, 2),
+    "chain 1/w": torch.ones(1),
+}
 FILES = (".metadata", "__0_0.distcp", DIGESTS)
 
 

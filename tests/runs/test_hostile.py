@@ -272,9 +272,10 @@ def test_pipes_devices_and_headers_without_end_are_named_in_bounded_time_and_mem
     assert mine.recv() is None
 
 
-def test_a_path_without_a_name_is_refused():
+@pytest.mark.parametrize("path", ["", "~/run"])
+def test_a_path_without_a_name_or_of_a_shell_is_refused(path):
     with pytest.raises((TypeError, ValueError), match="path must be the path of a directory"):
-        sampled("")
+        sampled(path)
 
 
 def test_what_is_not_ours_stays_in_the_folder(tmp_path):
