@@ -210,7 +210,7 @@ def batch_inputs(batch: Any, module: Any = None) -> Any:
     return inputs
 
 
-@checks.takes(module=checks.MODULE, outputs=checks.INPUTS)
+@checks.takes(module=checks.MODULE, inputs=checks.INPUTS, outputs=checks.INPUTS)
 def make_functional(
     module: nn.Module,
     *,
