@@ -44,6 +44,21 @@ def function_in_c(name: str) -> int | None:
     return None if function is None else ctypes.cast(function, ctypes.c_void_p).value
 
 
+def mark_generator(number: int) -> int:
+    """Write a number on torch's default generator, where it keeps its seed: its ``initial_seed()`` from now on.
+
+    What it draws stays as it is. The number is part of the generator's state, whose first 64 bits it is.
+
+    Returns:
+        What stood there.
+    """
+    state = torch.default_generator.get_state()
+    seed = ctypes.c_uint64.from_address(state.data_ptr())
+    before, seed.value = seed.value, number
+    torch.default_generator.set_state(state)
+    return before
+
+
 def handles(tensors: Sequence[Tensor]) -> list[int]:
     """Handles of tensors for these functions, which keep them alive until :func:`delete_handles`."""
     read = ctypes.pythonapi.PyCapsule_GetPointer

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from bayesopt_chain import tracing
+from bayesopt_chain._torch import mark_generator
 from bayesopt_chain.random.philox import draw_elements, whole_leaves
 from bayesopt_chain.random.stream import draw_number, seed_of
 
@@ -64,16 +65,20 @@ def seeded(seed: int) -> Generator[None]:
 
 
 class Keyed(TorchFunctionMode):
-    """Intercept the calls by which a model draws, and give them numbers that follow from a key and a count."""
+    """Intercept the calls by which a model draws, and give them numbers that follow from a key and a count.
+
+    How many calls have drawn is written on torch's default generator, in the place of the seed that it once had: activation
+    checkpointing sets that generator back before it computes a part of the model again, so that the part draws what it drew.
+    """
 
     def __init__(self, key: Tensor, count: Tensor) -> None:
         super().__init__()
         self.key, self.count = key, count
-        self.generator = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self.calls = 0
+        # of the carried generator, by how many calls have drawn before
+        self.states = {0: torch.empty(0, dtype=torch.uint8, device="cpu")}
 
     def __enter__(self) -> Self:
-        self.position = self._position()
+        self.position, self.seed = self._position(), mark_generator(0)
         return super().__enter__()
 
     def __exit__(self, kind: Any, *rest: Any) -> None:
@@ -84,6 +89,7 @@ class Keyed(TorchFunctionMode):
                 ``torch.normal``, ``x.uniform_()``. Under ``vmap`` torch refuses these, in a captured step ``capture`` does.
         """
         super().__exit__(kind, *rest)  # pyright: ignore[reportUnknownMemberType]
+        mark_generator(self.seed)
         if kind is None and self._position() != self.position:
             raise RuntimeError(f"make_step: the model, or its loss, {_REFUSED}")
 
@@ -105,12 +111,13 @@ class Keyed(TorchFunctionMode):
             shape, dtype, device: those of the result.
             p: the probability of a one, for ``"bernoulli"`` only.
         """
+        calls = torch.default_generator.initial_seed()
+        mark_generator(calls + 1)
         if self.key.device.type == "cpu" and device.type == "cpu":
-            given = self.key, self.count, self.generator
-            x, self.generator = model_draw(*given, kind, list(shape), p, dtype)
+            state = self.states.get(calls, next(reversed(self.states.values())))
+            x, self.states[calls + 1] = model_draw(self.key, self.count, state, kind, list(shape), p, dtype)
             return x
-        self.calls += 1
-        key, elements = self.key ^ SALT, whole_leaves([math.prod(shape)], [draw_number(0, self.calls)])
+        key, elements = self.key ^ SALT, whole_leaves([math.prod(shape)], [draw_number(0, calls + 1)])
         if kind == "normal":
             (flat,) = draw_elements(key, self.count, elements, dtype)
         else:

@@ -7,8 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import bayesopt_chain as bc
+from bayesopt_chain._torch import mark_generator
 from bayesopt_chain.random.model_draws import Keyed, model_draws
 
 KEYS, COUNTS = torch.tensor([5, 7, 9]), torch.tensor([0, 1, 2])
@@ -57,12 +59,26 @@ def test_nobody_elses_draws_are_touched_and_count_and_key_decide():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_where_calls_are_intercepted_others_draw_from_torchs_generator_as_without():
+    def others(context):
+        torch.manual_seed(5)
+        with context:
+            made = [torch.normal(0.0, 1.0, (3,)), F.dropout(torch.ones(9)), torch.randint(99, (3,)), torch.rand(3)]
+        return [made[0], made[2], torch.normal(0.0, 1.0, (3,))], torch.initial_seed()
+
+    plain, seed = others(nullcontext())
+    torch.manual_seed(5)
+    want = [torch.normal(0.0, 1.0, (3,)), torch.randint(99, (3,)), torch.normal(0.0, 1.0, (3,))]
+    got, after = others(Keyed(torch.tensor(1), torch.tensor(0)))
+    assert all(map(torch.equal, got, want)) and after == seed == 5 and torch.equal(plain[0], want[0])
+
+
 def test_dropout_that_is_off_draws_nothing():
     x, key, count = torch.randn(5, 6), torch.tensor(3), torch.tensor(0)
     with Keyed(key, count) as keyed:
         assert F.dropout(x, 0.5, training=False) is x and F.alpha_dropout(x, 0.5) is x and F.dropout(x, 0.0) is x
         assert torch.equal(F.dropout(x, 1.0), torch.zeros_like(x)) and nn.Dropout(0.5).eval()(x) is x
-        assert not keyed.generator.numel() and keyed.calls == 0
+        assert [*keyed.states] == [0] and not torch.default_generator.initial_seed()
         with pytest.raises(ValueError, match="probability"):
             F.dropout(x, 1.5)
 
@@ -76,6 +92,7 @@ def test_on_a_device_philox_gives_masks_by_key_count_and_call():
 
     def drawn(count, kind="bernoulli", dtype=torch.float32):
         keyed = Keyed(key, count)
+        mark_generator(0)  # as the context does
         keyed.key = mock.MagicMock(device=torch.device("cuda"), __xor__=lambda self, salt: key ^ salt)
         return [keyed.draw(kind, (n,), 0.7, dtype, torch.device("cpu")) for _ in range(2)]
 
@@ -109,14 +126,42 @@ def test_draws_inside_fused_operations_are_refused():
 
 @pytest.mark.parametrize("draws", [False, True])
 def test_on_a_device_draws_that_nobody_intercepts_are_refused(draws, monkeypatch):
-    """Shown on a CPU, whose generator's state takes the place of the position of a device's generator."""
-    offset = mock.Mock(get_offset=lambda: hash(bytes(torch.get_rng_state().tolist())))
-    monkeypatch.setattr(torch.cuda, "default_generators", [offset], raising=False)
+    """Shown on a CPU, with a number in the place of the position of a device's generator."""
+    generator = mock.Mock(**{"get_offset.side_effect": [0, 4 if draws else 0]})
+    monkeypatch.setattr(torch.cuda, "default_generators", [generator], raising=False)
     key = torch.tensor(3)
     on_device = mock.MagicMock(wraps=key, device=torch.device("cuda"), is_meta=False, get_device=lambda: 0)
     monkeypatch.setattr("bayesopt_chain.tracing.is_hidden", lambda x: False)
     with pytest.raises(RuntimeError, match="takes no key") if draws else nullcontext(), Keyed(on_device, key):
-        torch.normal(0.0, 1.0, (2,)) if draws else torch.zeros(2).add(1)
+        pass
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_what_activation_checkpointing_computes_again_draws_the_same(captured, monkeypatch):
+    if not captured:  # as on a device, where calls are intercepted in plain code too
+        monkeypatch.setattr("bayesopt_chain.random.model_draws.tracing.is_plain", lambda *tensors: False)
+
+    def layer(w, x):
+        return F.dropout(torch.tanh(x @ w), 0.5) * torch.rand_like(x)
+
+    def loss(checkpointed):
+        def of(w, x):
+            x = checkpoint(layer, w, x, use_reentrant=False) if checkpointed else layer(w, x)
+            return F.dropout(layer(w, x), 0.5).square().sum()
+
+        return of
+
+    w, x, tx = (
+        torch.randn(6, 6, dtype=torch.float64),
+        torch.randn(4, 6, dtype=torch.float64),
+        bc.sgld(0.01, temperature=0.1),
+    )
+    state, found = tx.init(w), []
+    for checkpointed in (False, True):
+        step = bc.make_step(loss(checkpointed), tx)
+        step = bc.capture(step, w, state, x, backend="eager") if captured else step
+        found.append(step(w, state, x)[0])
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
 def test_numbers_have_the_shape_dtype_and_device_that_are_asked_for():
