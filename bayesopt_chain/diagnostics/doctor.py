@@ -224,25 +224,20 @@ def doctor(
 
 def _minus_log_likelihood(
     forward: Any, likelihood: Any, targets: Callable[[Any], Any], params: Any, batch: Any
-) -> Tensor:
-    """``- likelihood.log_prob(forward(params, batch), targets(batch))`` of each datum.
+) -> tuple[Tensor, Any]:
+    """The sum of ``- likelihood.log_prob(forward(params, batch), targets(batch))`` over a batch, and how many targets count.
 
     Raises:
         ValueError: it fails, or outputs and targets broadcast.
     """
     try:
         y = targets(batch)
-        own = -likelihood.log_prob(forward(params, batch), y)
+        own, weights = likelihood.losses(forward(params, batch), y), likelihood.weights(y)
     except Exception as err:
         raise ValueError(
-            f"doctor: forward(params, batch) and likelihood.log_prob(outputs, targets) fail on {checks.short(batch)}: {err}"
+            f"doctor: forward(params, batch) and likelihood.losses(outputs, targets) fail on {checks.short(batch)}: {err}"
         ) from err
-    if own.numel() not in (len(y), y.numel()):
-        raise ValueError(
-            f"doctor: likelihood.log_prob gives {tuple(own.shape)} for targets {tuple(y.shape)}: outputs and targets "
-            "broadcast; give forward's outputs the shape that the likelihood takes"
-        )
-    return own
+    return own.sum(), own.numel() if weights is None else weights.sum()
 
 
 class _Data:
@@ -294,7 +289,7 @@ class _Data:
             optree.tree_map(lambda x, i=i: part(x, i * each), self.batches[0]) for i in range(min(most, length // each))
         ]
 
-    def times_likelihood(self, params: Any, known: Callable[..., Tensor], is_sum: bool) -> tuple[float, float] | None:
+    def times_likelihood(self, params: Any, known: Callable[..., Any], is_sum: bool) -> tuple[float, float] | None:
         """The factor ``c`` in ``loss = c * (mean or sum of - log p) + rest``, and the share that no factor explains.
 
         At one draw the rest (a prior, constants) is the same for every part of a batch, so that differences give ``c``.
@@ -304,9 +299,9 @@ class _Data:
         for x in parts if len(parts) > 1 else self.batches[:8]:
             with torch.no_grad():
                 seed_all(0)  # dropout has the same masks in both
-                own = known(params, x)
+                own, count = known(params, x)
                 seed_all(0)
-                both.append((scalar(self.loss, params, x), own.sum() if is_sum else own.mean()))
+                both.append((scalar(self.loss, params, x), own if is_sum else own / count))
         L, own = (torch.stack([x.double().cpu() for x in column]) for column in zip(*both))
         L, own = L - L.mean(), own - own.mean()
         if not (L.norm() * own.norm()).isfinite() or not float(own.norm()):

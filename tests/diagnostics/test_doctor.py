@@ -283,6 +283,34 @@ def test_beside_a_likelihood_the_scale_of_the_loss_is_known(times, temperature, 
 OF = {"forward": lambda p, batch: batch[0] @ p["w"], "likelihood": bc.likelihoods.gaussian(variance=1.0)}
 
 
+def test_targets_that_are_left_out_or_weighted_do_not_hide_the_scale_of_the_loss():
+    inputs, weights = torch.randn(2, 40, 5, generator=torch.Generator().manual_seed(0)).abs()
+    inputs, labels = inputs[..., None] * torch.tensor([1.0, -1.0]), (inputs > 0.7).long()
+    labels[:, 3:] = -100
+    kept = labels != -100
+    trees = torch.randn(6, 2, 2, 2, generator=torch.Generator().manual_seed(1))
+    draws = bc.Draws.from_trees([{"w": w} for w in trees], chains=2)
+
+    def losses(p, batch):
+        y = batch[1][0] if isinstance(batch[1], tuple) else batch[1]
+        return nn.functional.cross_entropy((batch[0] @ p["w"]).flatten(0, 1), y.flatten(), reduction="none")
+
+    def weighted(p, batch):
+        w = (batch[1][1] * (batch[1][0] != -100)).flatten()
+        return (losses(p, batch) * w).sum() / w.sum()
+
+    ignored, count = bc.likelihoods.categorical(), int(kept.sum())
+    for loss, batch, likelihood in (
+        (lambda p, b: losses(p, b).sum() / (b[1] != -100).sum(), (inputs, labels), ignored),
+        (weighted, (inputs, (labels, weights)), bc.likelihoods.weighted(ignored)),
+    ):
+        about = {"forward": OF["forward"], "likelihood": likelihood, "data_size": count}
+        found = doctor(
+            draws, bc.sghmc(0.1, temperature=1 / count), lambda p, b, loss=loss: 3 * loss(p, b), [batch], **about
+        )
+        assert found.numbers["loss / - log likelihood"] == pytest.approx(3.0, rel=1e-4)
+
+
 @pytest.mark.slow
 def test_a_loss_of_another_likelihood_is_named_and_dropout_or_single_data_are_none():
     run = exact(0, 60, 4)
@@ -423,7 +451,7 @@ def test_the_noise_of_a_gradient_over_the_curvature_is_shown_and_no_verdict(time
     "change, message",
     [
         ({"forward": None}, "likelihood= and forward= belong together"),
-        ({"forward": lambda p, batch: (batch[0] @ p["w"])[:, None]}, "would be compared with outputs"),
+        ({"forward": lambda p, batch: (batch[0] @ p["w"])[:, None]}, r"the outputs ask for \(\d+, 1\)"),
         ({"targets": lambda batch: batch["y"]}, r"forward\(params, batch\) and likelihood"),
         ({"likelihood": "gaussian"}, "likelihood must be"),
         ({"batches": [*EXACT.data]}, r"doctor: the loss cannot take batch 2 of 2.*a tuple, a dictionary or a tensor"),
