@@ -96,9 +96,9 @@ class NegativeBinomial(LogRates):
         return torch.poisson(rate, generator=generator)
 
     def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
-        mu, count = torch.broadcast_tensors(outputs.exp(), values.floor())
-        r = torch.tensor(self.dispersion, dtype=torch.float64, device=outputs.device)
-        value = incomplete_beta(r, count.clamp_min(0) + 1, r / (r + mu)).to(mu.dtype)
+        mu, count = torch.broadcast_tensors(outputs.double().exp(), values.floor())
+        r = torch.full_like(mu, self.dispersion)
+        value = incomplete_beta(r, count.clamp_min(0) + 1, r / (r + mu), mu / (r + mu)).to(outputs.dtype)
         return torch.where(count < 0, 0.0, value)
 
 
@@ -119,19 +119,20 @@ def poisson() -> Likelihood:
     return Poisson()
 
 
+@checks.takes(dispersion=checks.number("(0, 1e9]", hint="a larger one is likelihoods.poisson() to a billionth"))
 def negative_binomial(dispersion: float = 1.0) -> Likelihood:
     """Counts that vary more than a Poisson's: mean ``e^f``, variance ``e^f + e^2f / dispersion``.
 
     Outputs ``[B, *event]`` are logarithms of means; targets are counts and have the same shape.
 
     Args:
-        dispersion: r, positive; a large one is nearly Poisson. Default 1 (geometric).
+        dispersion: r, in (0, 1e9]; a large one is nearly Poisson. Default 1 (geometric).
 
     Returns:
         A :class:`Likelihood`; it raises a ``ValueError`` for targets of another shape, or that are no counts.
 
     Raises:
-        ValueError: a dispersion that is not positive.
+        ValueError: a dispersion that is not positive, or above 1e9.
 
     Example:
         >>> import torch
@@ -139,5 +140,4 @@ def negative_binomial(dispersion: float = 1.0) -> Likelihood:
         >>> likelihoods.negative_binomial(1.0).nll(torch.zeros(1, 1), torch.full((1, 1), 2.0)).exp()  # 2^3
         tensor([8.])
     """
-    checks.POSITIVE("negative_binomial: dispersion", dispersion)
     return NegativeBinomial(float(dispersion))

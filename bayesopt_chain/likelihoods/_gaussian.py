@@ -197,7 +197,7 @@ class StudentT(Likelihood):
     def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
         t = ((values - outputs) / self._scale(outputs)).to(torch.float64)
         half, df = torch.tensor([0.5, self.df], dtype=torch.float64, device=outputs.device)
-        tail = incomplete_beta(df / 2, half, df / (df + t.square())) / 2
+        tail = incomplete_beta(df / 2, half, df / (df + t.square()), t.square() / (df + t.square())) / 2
         return torch.where(t > 0, 1 - tail, tail).to(outputs.dtype)
 
     def widened(self, outputs: Tensor, factor: float) -> tuple[Likelihood, Tensor]:
@@ -240,7 +240,10 @@ def gaussian(variance: float | Tensor | Literal["learned"] = 1.0) -> Likelihood:
     return LearnedGaussian() if isinstance(variance, str) else Gaussian(variance)
 
 
-@checks.takes(df=checks.POSITIVE, scale=checks.POSITIVES)
+@checks.takes(
+    df=checks.number("(0, 1e9]", hint="a larger one is likelihoods.gaussian(scale**2) to a billionth"),
+    scale=checks.POSITIVES,
+)
 def student_t(df: float = 4.0, scale: float | Tensor = 1.0) -> Likelihood:
     """Regression that outliers do not drag along: Student's t around every output.
 
@@ -248,14 +251,14 @@ def student_t(df: float = 4.0, scale: float | Tensor = 1.0) -> Likelihood:
     where the Hessian of the loss is not.
 
     Args:
-        df: degrees of freedom, positive; below 2 the variance of a target is infinite, which predictions say. Default 4.
+        df: degrees of freedom, in (0, 1e9]; below 2 the variance of a target is infinite, which predictions say. Default 4.
         scale: in the targets' units: a number, or a tensor ``[*event]``. Default 1.
 
     Returns:
         A :class:`Likelihood`.
 
     Raises:
-        ValueError: numbers that are not positive; where it is used for targets of another shape, or NaN.
+        ValueError: numbers that are not positive, or ``df`` above 1e9; where it is used for targets of another shape, or NaN.
 
     Example:
         >>> import torch

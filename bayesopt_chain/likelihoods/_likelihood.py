@@ -946,6 +946,7 @@ class Likelihood(ABC):
                 f"predictive: covariance has shape {tuple(covariance.shape)}, for a mean {tuple(mean.shape)} pass one of "
                 f"{(n, entries, entries)}, {(n * entries, n * entries)} or {(n, entries)}"
             )
+        self.grouping(mean.shape[1:])
         variance = Outputs(mean, covariance).variance.detach()
         # by more than rounding
         if is_readable(variance) and variance.numel() and bool(variance.min() < -1e-4 * variance.max().abs()):
@@ -966,7 +967,8 @@ class Likelihood(ABC):
             A :class:`Predictive`.
 
         Raises:
-            ValueError: no outputs on axis 0, or another number of weights.
+            ValueError: no outputs on axis 0, or of a shape that the likelihood does not take; weights that are NaN, or not
+                one for each draw.
 
         Example:
             >>> import torch
@@ -975,7 +977,9 @@ class Likelihood(ABC):
             >>> likelihoods.gaussian(0.5).mixture(outputs).variance
             tensor([[1.5000]])
         """
-        return Predictive(self, outputs, weights_of_draws(outputs, log_weights))
+        weights = weights_of_draws(outputs, log_weights)
+        self.grouping(outputs.shape[2:])
+        return Predictive(self, outputs, weights)
 
     @checks.takes(draws=checks.BATCHES)
     def pooled(self, draws: Iterable[Tensor]) -> Predictive:
@@ -992,7 +996,7 @@ class Likelihood(ABC):
 
         Raises:
             TypeError: draws that are no tensors.
-            ValueError: no draws.
+            ValueError: no draws, or draws of different shapes.
 
         Example:
             >>> import torch
@@ -1003,8 +1007,14 @@ class Likelihood(ABC):
         """
 
         def checked() -> Iterator[Tensor]:
+            shapes = set[torch.Size]()
             for draw in draws:
                 checks.require("pooled", draws=(draw, checks.REALS))
+                shapes.add(draw.shape)
+                if len(shapes) > 1:
+                    raise ValueError(
+                        f"pooled: draws must be outputs of one shape, got {' and '.join(map(str, map(tuple, shapes)))}"
+                    )
                 yield draw
 
         return self._pooled(checked())

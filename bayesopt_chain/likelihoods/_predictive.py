@@ -94,10 +94,12 @@ class Mixture:
 
     @torch.no_grad()
     def quantile(self, level: float) -> Tensor:
-        """The smallest value y with ``P(Y <= y) >= level``; not differentiated."""
+        """The smallest value y with ``P(Y <= y) >= level``, infinite where no number of its dtype is; not differentiated."""
         dtype, support = self.outputs.dtype, self._ordered("quantile")
         if dtype != torch.float64 and not TAIL < level < 1 - TAIL:
-            return replace(self, outputs=self.outputs.double()).quantile(level).to(dtype)
+            # in single precision weights add up to one within 1e-7, which is a tail
+            exact = replace(self, outputs=self.outputs.double(), log_weights=self.log_weights.double().log_softmax(0))
+            return exact.quantile(level).to(dtype)
         low, high, value = self._line(support)
         for _ in range(BISECTIONS):
             if support.is_discrete and not bool((value(high) - value(low) > 1).any()):
@@ -105,7 +107,9 @@ class Mixture:
             middle = (low + high) / 2
             reached = self.cdf(value(middle)) >= level
             low, high = torch.where(reached, low, middle), torch.where(reached, middle, high)
-        return value(high)
+        found, below = (self.cdf(value(u)) for u in (high, low))
+        outside = torch.where(found < level, math.inf, -math.inf).to(found) + 0 * found  # NaN stays
+        return torch.where((found >= level) & (below < level), value(high), outside)
 
     def crps(self, labels: Tensor) -> Tensor:
         support = self._ordered("crps")

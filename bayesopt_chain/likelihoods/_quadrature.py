@@ -183,12 +183,14 @@ def normal_nodes(mean: Tensor, covariance: Tensor, points: int = FEW) -> tuple[T
     return torch.cat([mean + moves, mean - moves]), mean.new_full((count,), -math.log(count))
 
 
-TERMS, TINY = 400, 1e-300
+TERMS, TINY = 4000, 1e-300
 
 
 @torch.no_grad()
-def incomplete_beta(a: Tensor, b: Tensor, x: Tensor) -> Tensor:
+def incomplete_beta(a: Tensor, b: Tensor, x: Tensor, rest: Tensor | None = None) -> Tensor:
     """``I_x(a, b)`` for ``0 <= x <= 1`` and positive a, b, elementwise, in float64; it is not differentiated.
+
+    ``rest`` is ``1 - x``, where that is known better than by subtraction.
 
     Example:
         >>> import torch
@@ -196,20 +198,21 @@ def incomplete_beta(a: Tensor, b: Tensor, x: Tensor) -> Tensor:
         >>> incomplete_beta(torch.tensor(2.0), torch.tensor(3.0), torch.tensor(0.5))
         tensor(0.6875, dtype=torch.float64)
     """
-    a, b, x = torch.broadcast_tensors(*(v.to(x.device, torch.float64) for v in (a, b, x)))
+    given = (a, b, x, 1 - x if rest is None else rest)
+    a, b, x, y = torch.broadcast_tensors(*(v.to(x.device, torch.float64) for v in given))
     is_far = x > (a + 1) / (a + b + 2)
     a, b = torch.where(is_far, b, a), torch.where(is_far, a, b)
-    near = torch.where(is_far, 1 - x, x)
-    inside = near.clamp_min(TINY)
+    near, far = torch.where(is_far, y, x), torch.where(is_far, x, y)
+    log_far = torch.where(near < 0.5, (-near).log1p(), far.clamp_min(TINY).log())
     log_beta = torch.lgamma(a) + torch.lgamma(b) - torch.lgamma(a + b)
-    front = a * inside.log() + b * (-near).log1p() - a.log() - log_beta
+    front = a * near.clamp_min(TINY).log() + b * log_far - a.log() - log_beta
     value = torch.where(near > 0, front.exp() / _fraction(a, b, near), 0.0)
     return torch.where(is_far, 1 - value, value)
 
 
 def _fraction(a: Tensor, b: Tensor, x: Tensor) -> Tensor:
     numerator, denominator = torch.ones_like(x), torch.zeros_like(x)
-    total = torch.ones_like(x)
+    total = change = torch.ones_like(x)
     for n in range(1, TERMS):
         m = n // 2
         odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
@@ -220,7 +223,7 @@ def _fraction(a: Tensor, b: Tensor, x: Tensor) -> Tensor:
         total = total * change
         if n % 16 == 0 and bool(((change - 1).abs() < 1e-15).all()):
             break
-    return total
+    return torch.where((change - 1).abs() < 1e-9, total, math.nan)
 
 
 def _away_from_zero(x: Tensor) -> Tensor:

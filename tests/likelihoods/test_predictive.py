@@ -821,6 +821,15 @@ ONE_EACH = "depends on the rest of the batch"
         ),
         (lambda: CLASSES.mixture(torch.zeros(2, 1, 3), torch.tensor([math.nan, 0.0])), "log_weights are NaN"),
         (lambda: likelihoods.weighted(CLASSES).nll(LOGITS, ([0, 1], [1.0, 1.0])), "not a pair"),
+        (lambda: CLASSES.mixture(torch.zeros(3, 4)), r"outputs \[B, \]: return the logits of at least two classes"),
+        (lambda: CLASSES.mixture(torch.zeros(3, 4, 1)), "at least two classes.*bernoulli"),
+        (lambda: CLASSES.pooled([torch.zeros(4)]), "at least two classes"),
+        (lambda: CLASSES.pooled([LOGITS, LOGITS[:1]]), r"outputs of one shape, got .*\(1, 3\)"),
+        (lambda: likelihoods.gaussian().pooled([torch.zeros(2), torch.zeros(3)]), "outputs of one shape"),
+        (lambda: likelihoods.gaussian("learned").mixture(torch.zeros(2, 4, 3)), "2 C"),
+        (lambda: CLASSES.predictive(torch.zeros(4), torch.ones(4, 1)), "at least two classes"),
+        (lambda: likelihoods.negative_binomial(1e12), r"dispersion must be a number in \(0, 1e9\].*poisson"),
+        (lambda: likelihoods.student_t(1e12), r"df must be a number in \(0, 1e9\].*gaussian"),
     ],
 )
 def test_it_is_refused_by_name(ask, words):
@@ -898,3 +907,38 @@ def test_weights_may_be_a_list():
     f, y = torch.zeros(3, 1), torch.ones(3, 1)
     likelihood = likelihoods.weighted(likelihoods.gaussian())
     torch.testing.assert_close(likelihood.nll(f, (y, [1, 2, 0])), likelihood.nll(f, (y, torch.tensor([1.0, 2.0, 0.0]))))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [10.0, 1e5, 1e9])
+def test_distribution_functions_are_scipys_however_large_dispersion_and_degrees_of_freedom_are(size, dtype):
+    """Of rates in single precision one that is small beside the dispersion was lost: 0.6 off at 1e9."""
+    tolerance = 2e-6 if size > 1e6 or dtype == torch.float32 else 1e-9
+    for mu in (1.0, 1e3, 1e5):
+        f, counts = (
+            torch.full((5,), mu).log().to(dtype),
+            (mu * torch.tensor([0.1, 0.9, 1.0, 1.1, 2.0])).floor().to(dtype),
+        )
+        known = stats.nbinom.cdf(counts.numpy(), size, size / (size + f.double().exp().numpy()))
+        found = likelihoods.negative_binomial(size).cdf(f, counts)
+        torch.testing.assert_close(found, torch.as_tensor(known, dtype=dtype), rtol=0, atol=tolerance)
+    t = torch.tensor([-8.0, -1.0, 0.01, 1.0, 3.0], dtype=dtype)
+    known = torch.as_tensor(stats.t.cdf(t.numpy(), size), dtype=dtype)
+    torch.testing.assert_close(likelihoods.student_t(size).cdf(torch.zeros_like(t), t), known, rtol=0, atol=tolerance)
+
+
+def test_quantiles_beyond_every_number_are_infinite_and_those_of_nan_are_nan():
+    wide, f = likelihoods.student_t(0.01), torch.zeros(2, 3, dtype=torch.float32)
+    for level, wanted in ((0.1, -math.inf), (0.5, 0.0), (0.9, math.inf)):
+        torch.testing.assert_close(wide.mixture(f).quantile(level), torch.full((3,), wanted, dtype=torch.float32))
+    poisson = likelihoods.poisson()
+    assert (
+        poisson.mixture(f + math.nan).quantile(0.5).isnan().all()
+        and poisson.mixture(f + 1000).quantile(0.5).isinf().all()
+    )
+
+
+def test_intervals_of_draws_in_single_precision_are_symmetric_far_out():
+    low, high = likelihoods.gaussian().mixture(torch.zeros(3, 2, dtype=torch.float32)).interval(1 - 1e-7)
+    torch.testing.assert_close(high, torch.full_like(high, stats.norm.isf(5e-8)), rtol=1e-5, atol=0)
+    torch.testing.assert_close(low, -high, rtol=1e-5, atol=0)
