@@ -9,11 +9,13 @@ user. Hence the folder is ``$XDG_CACHE_HOME/bayesopt_chain`` or ``~/.cache/bayes
 
 * it is a folder of this user's that nobody else can read or write, and no folder above it can be changed by another user
   than root (a folder in which everybody may only touch files of their own, like ``/tmp``, passes);
-* the library in it is a regular file of this user's that nobody else can write to.
+* the library in it is a regular file of this user's that nobody else can write to, and whose name holds its own SHA-256: the
+  dynamic loader maps a file that was cut short without a look, and the process dies at the first page that is missing.
 
 A library that fails the second check is compiled again and replaced. Where the folder fails the first, a fresh private one is
 made for this process and removed at its end, with a warning. Files are written under another name, flushed to the disk and
-renamed, so that a reader sees a whole library or none. Paths are arguments of the compiler, never words of a shell.
+renamed, so that a reader sees a whole library or none. Paths are arguments of the compiler, never words of a shell. The
+libraries of a wheel have no digest of ours: installers compare every file of a wheel with the list in it.
 """
 
 from __future__ import annotations
@@ -109,11 +111,23 @@ def prebuild(source: Path, level: str, library: Path) -> None:
 
 
 def _load_compiled(source: Path) -> ctypes.CDLL:
-    compiler, text = find_compiler(), text_of(source)
-    library = private_folder() / f"{source.stem}-{_digest(text, compiler)}.so"
-    if not is_own_file(library):
-        build(text, compiler, library)
+    compiler, text, folder = find_compiler(), text_of(source), private_folder()
+    name = f"{source.stem}-{_digest(text, compiler)}"
+    for library in folder.glob(f"{name}-*.so"):
+        if is_own_file(library) and library.stem == f"{name}-{_content(library)}":
+            return ctypes.CDLL(str(library))
+        library.unlink()  # a process that has loaded it keeps what it has mapped
+    with tempfile.TemporaryDirectory(prefix="kept-", dir=folder) as scratch:
+        made = Path(scratch) / "library.so"
+        build(text, compiler, made)
+        library = folder / f"{name}-{_content(made)}.so"
+        os.replace(made, library)
     return ctypes.CDLL(str(library))
+
+
+def _content(library: Path) -> str:
+    """A hash of the bytes of a library."""
+    return hashlib.sha256(library.read_bytes()).hexdigest()[:32]
 
 
 def private_folder() -> Path:

@@ -78,6 +78,13 @@ def _load(source: Path, environment: dict[str, str], pipe) -> None:
     pipe.send(compiled.load(source).answer())
 
 
+def plant(library: Path) -> Path:
+    """Another library in its place, under the name that its content has to have, which leaves a mark when it is loaded."""
+    compiled.build(FOREIGN, compiled.find_compiler(), library)
+    key = library.stem.rpartition("-")[0]
+    return library.rename(library.with_stem(f"{key}-{compiled._content(library)}"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["nothing", "another owner", "writable by all", "a link"])
 def test_a_foreign_file_in_the_cache_is_not_run(cache, private, source, how):
@@ -86,7 +93,8 @@ def test_a_foreign_file_in_the_cache_is_not_run(cache, private, source, how):
         pytest.skip("only root can give files away")
     compiled.load(source)
     library, marker = the_library(cache), private / "marker"
-    compiled.build(FOREIGN, compiled.find_compiler(), library)
+    library.unlink()
+    library = plant(library)
     if how == "another owner":
         os.chown(library, 12345, 12345)
     elif how == "writable by all":
@@ -100,6 +108,32 @@ def test_a_foreign_file_in_the_cache_is_not_run(cache, private, source, how):
         assert (
             compiled.is_own_file(the_library(cache)) and load_in_a_process(source, marker) == 42
         )  # replaced, and found the next time
+
+
+DAMAGES = {
+    "cut short": lambda raw: raw[:5000],
+    "empty": lambda raw: b"",
+    "one bit": lambda raw: raw[: len(raw) // 2] + bytes([raw[len(raw) // 2] ^ 1]) + raw[len(raw) // 2 + 1 :],
+    "another library": lambda raw: None,
+}
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_library_is_built_again(cache, source, how):
+    """Loaded as it is, a library that was cut short kills the process."""
+    compiled.load(source)
+    library = the_library(cache)
+    damaged = DAMAGES[how](library.read_bytes())
+    library.unlink()  # this process has mapped the old file, and keeps it
+    if damaged is None:
+        compiled.build(FOREIGN, compiled.find_compiler(), library)
+    else:
+        library.write_bytes(damaged)
+        library.chmod(0o700)
+    before = library.stat().st_ino
+    assert compiled.load(source).answer() == 42
+    kept = the_library(cache)
+    assert kept.stat().st_ino != before and kept.stem.endswith(compiled._content(kept))
 
 
 @pytest.mark.parametrize("how", ["open to others", "another owner", "a link", "an open folder above"])
