@@ -412,6 +412,9 @@ def _said(problem: Problem, trained: Trained, chosen: dict[str, Any], scale: Sca
         f"training: Adam at {chosen['lr']:g}, {chosen['steps']} steps of {chosen['batch_size']}, each member without one of "
         f"two folds of about {fold}, and {MORE:g} of them more with all data.",
     ]
+    weights = problem.likelihood.weights(problem.data.targets)
+    if weights is not None and (never := int((weights == 0).all(0).sum())):
+        said.append(f"targets: {never} of those of each datum never count, so that nothing was learnt there.")
     if problem.axes:
         said.append("axes: the inputs are collinear, so that Adam goes along their principal axes.")
     if trained.z is not None:

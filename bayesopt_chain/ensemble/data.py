@@ -170,13 +170,17 @@ def _scaled(x: Tensor, scale: tuple[Tensor, Tensor] | None) -> Tensor:
 
 
 def moments(likelihood: Likelihood, targets: Any) -> tuple[Tensor, Tensor]:
-    """Mean and variance of the targets of each output, by their weights; of equal ones 0, though their mean is rounded."""
+    """Mean and variance of the targets of each output, by their weights; of equal ones 0, though their mean is rounded. Of
+    outputs whose targets never count those of the others, on average."""
     labels, weights = likelihood.labels(targets).double(), likelihood.weights(targets)
     w = torch.ones_like(labels) if weights is None else weights.double()
     total = w.sum(0).clamp_min(1e-30)
     mean = (w * labels).sum(0) / total
     variance = (w * (labels - mean).square()).sum(0) / total
-    return mean, torch.where(variance > (ROUNDED * mean).square(), variance, 0.0)
+    variance = torch.where(variance > (ROUNDED * mean).square(), variance, 0.0)
+    if bool((seen := w.sum(0) > 0).all()):
+        return mean, variance
+    return torch.where(seen, mean, mean[seen].mean()), torch.where(seen, variance, variance[seen].mean())
 
 
 def _features(module: nn.Module, x: Tensor) -> int | None:

@@ -149,7 +149,7 @@ def best_noise(problem: Problem, folds: Sequence[Fold]) -> tuple[Tensor, list[st
     at, counts = torch.stack(table).argmax(0), weights.sum(0)
     ends = f"{NOISES[0]:g} and {NOISES[-1]:g}"
     said = f"noise: at an end of its grid (between {ends} of the targets' variance) for an output."
-    at_end = bool(((at == 0) | (at == len(NOISES) - 1)).any())
+    at_end = bool(((at == 0) | (at == len(NOISES) - 1))[counts > 0].any())
     return _shrunk(NOISES.to(counts)[at] * counts, counts).reshape(event), [said] if at_end else []
 
 

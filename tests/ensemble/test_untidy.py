@@ -143,6 +143,20 @@ def test_targets_of_one_value_are_no_reason_to_train_longer_and_are_said(likelih
     assert "all targets are equal" in found.report.advice["one value"] and "constant" not in found.report.held_out
 
 
+def test_outputs_whose_targets_never_count_are_said_and_take_the_noise_of_the_others():
+    """A map with a row of pixels that nobody observes; noise is that of the map without it, within a fifth."""
+    x = torch.randn(60, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    y = x + 0.5 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+    weights = torch.ones_like(y)
+    weights[:, :, 0], y[:, :, 0] = 0.0, float("nan")
+    found = ensemble(x, (y, weights), make=nn.Conv2d(1, 1, 1), likelihood=bc.likelihoods.weighted(GAUSSIAN), steps=200)
+    assert "targets: 4 of those of each datum never count" in str(found.report) and "end of its grid" not in str(
+        found.report
+    )
+    noise = found.likelihood.noise_variance
+    assert bool((noise[:, 0] / noise[:, 1:].mean() - 1).abs().max() < 0.2) and found.predict(x).mean.isfinite().all()
+
+
 def test_equal_targets_are_equal_also_where_their_mean_is_rounded():
     y = torch.full((60, 1), 0.1)
     mean, variance = moments(GAUSSIAN, y)
