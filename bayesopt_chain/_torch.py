@@ -11,12 +11,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # has a shape and no numbers, as during a trace
 
+_checkpoint: Any = torch.utils.checkpoint
 _C: Any = torch._C  # the stubs of these two modules leave out what is used here
 _functions: Any = torch
 _functorch = _C._functorch
@@ -42,6 +45,37 @@ def function_in_c(name: str) -> int | None:
     of = next((str(x) for x in files if x.suffix in (".so", ".dylib", ".dll")), None)  # None: linked into another file
     function = None if of is None else getattr(ctypes.CDLL(of), name, None)
     return None if function is None else ctypes.cast(function, ctypes.c_void_p).value
+
+
+@contextmanager
+def without_checkpointing(met: Callable[[], None]) -> Iterator[None]:
+    """Let ``torch.utils.checkpoint`` keep what it is to compute again in the backward pass, inside of the block.
+
+    Args:
+        met: called where it is used and gradients are recorded.
+    """
+
+    def said() -> None:
+        if torch.is_grad_enabled():
+            met()
+
+    def around(*_: Any, **more: Any) -> Iterator[None]:
+        said()
+        yield
+
+    def apply(function: Callable[..., Any], _: bool, *args: Any) -> Any:
+        said()
+        return function(*args)
+
+    names = "_checkpoint_without_reentrant_generator", "CheckpointFunction"
+    before = [getattr(_checkpoint, name) for name in names]
+    try:
+        for name, new in zip(names, (around, SimpleNamespace(apply=apply))):
+            setattr(_checkpoint, name, new)
+        yield
+    finally:
+        for name, old in zip(names, before):
+            setattr(_checkpoint, name, old)
 
 
 def mark_generator(number: int) -> int:

@@ -30,7 +30,7 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 from bayesopt_chain import batches, checks
-from bayesopt_chain._torch import is_fully_sharded
+from bayesopt_chain._torch import is_fully_sharded, without_checkpointing
 
 Tensors = dict[str, Tensor]
 DECODER_INPUTS = {"decoder_input_ids", "decoder_inputs_embeds"}
@@ -105,6 +105,14 @@ class Forward:
         return out, {name: tensors[name] for name in new}
 
     def _call(self, tensors: Tensors, batch: Any) -> Any:
+        """The module's outputs for these tensors, without activation checkpointing: what is computed again in the backward pass
+        would be computed with the module's own parameters."""
+        if torch.compiler.is_dynamo_compiling():
+            return self._outputs(tensors, batch)
+        with without_checkpointing(_warn_of_checkpointing):
+            return self._outputs(tensors, batch)
+
+    def _outputs(self, tensors: Tensors, batch: Any) -> Any:
         """The module's outputs for these tensors; a tensor that it puts in the place of one of them (``self.count = self.count
         + 1``) comes back under its name."""
         if missing := self.names - tensors.keys():
@@ -131,6 +139,13 @@ class Forward:
             for (held, key), name, x in zip(places, tensors, own):
                 tensors[name] = held[key]
                 held[key] = x
+
+
+def _warn_of_checkpointing() -> None:
+    checks.warn(
+        "make_functional: the module's activation checkpointing has no effect here, and saves no memory: what it computes "
+        "again in the backward pass would be computed with the module's own parameters"
+    )
 
 
 def copied(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
@@ -233,6 +248,7 @@ def make_functional(
     Returns:
         ``(forward, params, buffers)``: ``forward(params, batch) -> outputs``; copies of the parameters with
         ``requires_grad``, by name, a tensor that several modules share under its first name only; copies of the buffers.
+        Activation checkpointing in the module has no effect, with a warning; ``bc.optim`` trains such a module as it is.
 
     Raises:
         TypeError: not a module.

@@ -1,11 +1,13 @@
 """Modules as functions: which parameters come out, what they compute, and what goes back."""
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import bayesopt_chain as bc
 
@@ -192,3 +194,41 @@ def test_whatever_names_the_parameters_of_a_compiled_module_names_those_inside()
     assert draws.params.keys() == bc.make_functional(plain).params.keys()
     fresh = [bc.refresh_batch_norm(m, draws, [torch.ones(5, 2)]).buffers["1.running_mean"] for m in (compiled, plain)]
     assert torch.equal(*fresh)
+
+
+class Checkpointed(nn.Module):
+    """A network that computes its activations again in the backward pass."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.net, self.reentrant = (
+            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)),
+            reentrant,
+        )
+
+    def forward(self, x):
+        return self.net(x) if self.reentrant is None else checkpoint(self.net, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_has_no_effect_and_says_so(reentrant):
+    """It would compute with the parameters of the module, which are those of no chain."""
+    x, found = torch.randn(5, 4, requires_grad=True), []
+    for kind in (None, reentrant):
+        torch.manual_seed(0)
+        forward, params, buffers = bc.make_functional(Checkpointed(kind))
+        moved = {name: p.detach() + 1.0 for name, p in params.items()}
+        step = bc.make_step(
+            lambda p, x, b, forward=forward: ((out := forward.with_buffers(p, x, b))[0].square().mean(), out[1]),
+            bc.sgd(0.1),
+            buffers=buffers,
+        )
+        warned = (
+            nullcontext() if kind is None else pytest.warns(UserWarning, match="activation checkpointing has no effect")
+        )
+        with warned:
+            params, state, _ = step(moved, step.init(moved), x)
+        found.append(torch.cat([y.flatten() for y in (*params.values(), *state.buffers.values())]))
+    assert torch.equal(*found)
+    with torch.no_grad():  # where nothing is computed again, nothing is said
+        forward(moved, x)
