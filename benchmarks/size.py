@@ -73,7 +73,7 @@ MISSED = {
     "distributed": "checkpoints whose pieces must tile and have their digests (184), the comparison of ranks (145)",
     "testing": "calibration by simulation and the fixture came after the aim",
     "base and contrib": "arguments and their messages (271), BoTorch, scikit-learn and plots (354)",
-    "sample": "a step runs through twenty-two files, and a run through seven",
+    "sample": "a step runs through ten files, the start of its chain through seven more, and a run through eleven",
     "posterior_ensemble": "training is a step of this library, with members, data, stages and report around it",
 }
 

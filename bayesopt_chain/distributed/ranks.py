@@ -412,15 +412,18 @@ def answers(mesh: Mesh | None, what: Callable[[], T]) -> list[T]:
     """
     failure: BaseException | None = None
     value: Any = None
+    told: str | None = None
     try:
         value = what()
     except BaseException as err:
         failure = err
-    every = gather_objects((value, None if failure is None else f"{type(failure).__name__}: {failure}"), mesh)
+        # the number among all ranks, of which a mesh may have some
+        told = f"rank {world().rank} failed: {type(err).__name__}: {err}"
+    every = gather_objects((value, told), mesh)
     if failure is not None:
         raise failure
-    if other := next(((rank, text) for rank, (_, text) in enumerate(every) if text is not None), None):
-        raise FailedElsewhere(f"rank {other[0]} failed: {other[1]}")
+    if other := next((text for _, text in every if text is not None), None):
+        raise FailedElsewhere(other)
     return [answer for answer, _ in every]
 
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 import bayesopt_chain as bc
-from bayesopt_chain.distributed.ranks import gather_objects, name_the_first
+from bayesopt_chain.distributed.ranks import answers, gather_objects, name_the_first
 from bayesopt_chain.runs import files
 from bayesopt_chain.runs.store import Store
-from tests.distributed.ranks import message_of, on, refuses, run, whole, world
+from tests.distributed.ranks import mesh_of, message_of, on, refuses, run, whole, world
 from tests.distributed.toys import (
     CTRL_C,
     KINDS,
@@ -396,6 +396,13 @@ def test_of_two_runs_that_fail_each_names_the_rank_that_failed_first_in_it():
         told = getattr(failure, "__notes__", [])
         names = [f"sample: the first rank that failed was rank {first}: ZeroDivisionError: "]
         assert told == ([] if world()[0] == first else names)
+
+
+@on(4)
+def test_a_rank_of_one_row_of_a_mesh_that_fails_is_named_by_its_number_among_all():
+    rank, row = world()[0], mesh_of(2, 2)["second"]
+    said = message_of(answers, row, lambda: rank == 3 and int("x"))
+    assert (said is None) == (rank < 2) and (rank != 2 or "rank 3 failed: ValueError: invalid literal" in said)
 
 
 def cut_off(path):
