@@ -9,6 +9,8 @@ from typing import Any
 import optree
 import torch
 
+from bayesopt_chain.random import model_draws
+
 
 class CaptureError(RuntimeError):
     """The step cannot be captured; the message names the line and what to change.
@@ -38,14 +40,15 @@ def first_line(err: Exception) -> str:
 
 
 _LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (torch, optree))
-_HERE = str(Path(__file__).parent.parent)  # the folder of this package's loop
+# the folder of this package's loop, and what stands around every call of a model whose draws follow a key
+_HERE = str(Path(__file__).parent.parent), model_draws.__file__
 
 
 def users_line(err: BaseException) -> str | None:
     """Return file, number and text of the innermost line of a traceback outside of torch, optree and this package's loop."""
     frames = traceback.extract_tb(err.__traceback__)
     for frame in reversed(frames):
-        if not frame.filename.startswith((*_LIBRARIES, _HERE)):
+        if not frame.filename.startswith((*_LIBRARIES, *_HERE)):
             return f"{frame.filename}:{frame.lineno}: `{frame.line}`"
     return None
 

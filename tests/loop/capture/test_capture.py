@@ -359,10 +359,11 @@ def selecting(params, batch):
     return w[w > 0].sum()
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.1])  # above 0 the draws of the model are intercepted
 @pytest.mark.parametrize("bad, line", [(branching, "if w.sum"), (reading, "item"), (selecting, "w > 0")])
-def test_what_cannot_be_captured_is_named_with_its_line(bad, line):
+def test_what_cannot_be_captured_is_named_with_its_line(bad, line, temperature):
     with pytest.raises(bc.CaptureError, match=rf"test_capture.py:\d+: `.*{line}"):
-        record(bad, bc.sgd(0.1), setup()[0], (), backend="eager")
+        record(bad, bc.sgd(0.1, temperature=temperature), setup()[0], (), backend="eager")
 
 
 def test_without_a_compiler_it_stays_eager_and_says_so(monkeypatch):
