@@ -14,14 +14,14 @@ from torch import nn
 
 from bayesopt_chain import batches, checks
 from bayesopt_chain.ensemble import held
-from bayesopt_chain.ensemble.data import LEAST, LEAST_SCORED, Data, Scale, moments, read
+from bayesopt_chain.ensemble.data import LEAST, LEAST_SCORED, Data, Scale, moments, read, with_noise
 from bayesopt_chain.ensemble.ensemble import Ensemble
 from bayesopt_chain.ensemble.members import Members, described, frozen_of, members_of, principal_axes
 from bayesopt_chain.ensemble.recipe import FAN_IN, FEWEST, MORE, RATES, TRIAL, USUAL, Trained, Training
 from bayesopt_chain.ensemble.report import Progress, Report
 from bayesopt_chain.ensemble.stages import Stages
 from bayesopt_chain.ensemble.training import FLOOR, Problem, forget
-from bayesopt_chain.likelihoods import Likelihood, gaussian, weighted
+from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.likelihoods._likelihood import REAL
 from bayesopt_chain.modules.batch_norm import unshared_statistics
 from bayesopt_chain.runs.run import describe
@@ -167,6 +167,9 @@ def posterior_ensemble(
         event = _require_targets(networks, raw, likelihood)
         with checks.blaming("posterior_ensemble", "data"):
             networks = networks.looked_at(raw.inputs_of(LEAST))
+    pair = raw.folds(held_out, seed)
+    for rows in pair:
+        _require_scores(likelihood, raw.take(rows)[1])
     known = likelihood.support is not None or likelihood.has_classes  # else targets may be of any kind
     mean, variance = moments(likelihood, raw.targets) if known else (None, None)
     alike = variance is not None and not bool((variance > 0).any())
@@ -176,12 +179,7 @@ def posterior_ensemble(
     scale = Scale.of(raw, likelihood, networks.still.module) if standardize else Scale()
     networks = networks.within(scale)
     unit = _unit(likelihood, raw, mean, variance, networks, residuals)
-    trained = likelihood
-    if likelihood.has_noise_scale:  # with noise in the targets' units
-        trained = gaussian(unit) if likelihood.weights(raw.targets) is None else weighted(gaussian(unit))
-    pair = raw.folds(held_out, seed)
-    for rows in pair:
-        _require_scores(likelihood, raw.take(rows)[1])
+    trained = with_noise(likelihood, unit) if likelihood.has_noise_scale else likelihood
     folds = [pair[m % 2] if prior_precision or likelihood.has_classes else pair[m // 2 % 2] for m in range(members)]
     size = min(raw.size - max(map(len, folds)), batch_size or loaders or batch_size_for(raw.size))
     chosen = {

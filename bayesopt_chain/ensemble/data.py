@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from bayesopt_chain import batches
 from bayesopt_chain.data.epochs import Epochs
-from bayesopt_chain.likelihoods import Likelihood
+from bayesopt_chain.likelihoods import Likelihood, gaussian, weighted
 from bayesopt_chain.likelihoods._gaussian import LearnedGaussian, StudentT
 from bayesopt_chain.modules.functional import Reader, as_pair, batch_inputs, logits_of
 
@@ -167,6 +167,11 @@ def _scaled(x: Tensor, scale: tuple[Tensor, Tensor] | None) -> Tensor:
     # of whole numbers, where the network was trained on others, moments would be cut to whole ones
     x = x if x.is_floating_point() else x.to(torch.get_default_dtype())
     return (x - scale[0].to(x)) / scale[1].to(x)
+
+
+def with_noise(likelihood: Likelihood, variance: Any) -> Likelihood:
+    """The Gaussian likelihood with noise of this variance, weighted if it was."""
+    return weighted(gaussian(variance)) if hasattr(likelihood, "inner") else gaussian(variance)
 
 
 def moments(likelihood: Likelihood, targets: Any) -> tuple[Tensor, Tensor]:

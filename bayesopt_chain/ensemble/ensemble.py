@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from bayesopt_chain import batches, checks
-from bayesopt_chain.ensemble.data import Scale, require_inputs
+from bayesopt_chain.ensemble.data import Scale, require_inputs, with_noise
 from bayesopt_chain.ensemble.members import Members, described, frozen_of, members_of
 from bayesopt_chain.ensemble.report import Report
 from bayesopt_chain.ensemble.stages import read_or_refuse
 from bayesopt_chain.ensemble.training import Tensors, outputs_of
-from bayesopt_chain.likelihoods import Likelihood, Predictive, gaussian, weighted
+from bayesopt_chain.likelihoods import Likelihood, Predictive
 from bayesopt_chain.modules.functional import arguments_of, as_pair, copied, write_back
 from bayesopt_chain.posterior.model import batches_of
 from bayesopt_chain.runs import files
@@ -229,9 +229,7 @@ class Ensemble:
         if what := difference(state["about"], _about(likelihood, members)):
             raise ValueError(f"Ensemble.open: this is not what was saved: {what}; pass what the call had")
         if state["noise"] is not None:
-            likelihood = (
-                weighted(gaussian(state["noise"])) if hasattr(likelihood, "inner") else gaussian(state["noise"])
-            )
+            likelihood = with_noise(likelihood, state["noise"])
         device = next(iter(members.params.values())).device
         params, buffers = ({k: x.to(device) for k, x in t.items()} for t in (params, buffers))
         return cls(

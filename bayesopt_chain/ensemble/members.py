@@ -74,7 +74,7 @@ class Members(NamedTuple):
                 f"posterior_ensemble: in training mode the module returns {checks.short(once)}, in eval mode outputs of shape "
                 f"{tuple(wanted)}: return the same in both"
             )
-        draws = not torch.equal(once, again) or not torch.equal(before, torch.get_rng_state())
+        draws = not torch.equal(once.nan_to_num(), again.nan_to_num()) or not torch.equal(before, torch.get_rng_state())
         return self._replace(draws=self.draws or draws)
 
     def starts(self) -> dict[str, Tensors]:

@@ -271,6 +271,13 @@ FEW = (X[:, 0] > 0).long().where(torch.arange(N) < 5, -100)
         (maker(), (X, 1e30 * Y), bc.likelihoods.student_t(), ValueError, "targets in other units, or in float64"),
         (lambda: nn.DataParallel(maker()()), (X, Y), GAUSSIAN, ValueError, "a DataParallel cannot .* model.module"),
         (maker(), (X, Y), nn.MSELoss(), TypeError, "likelihood"),
+        (
+            maker(),
+            (X, (Y, 0 * Y)),
+            bc.likelihoods.weighted(GAUSSIAN),
+            ValueError,
+            "fewer than 4 data whose targets count",
+        ),
         (growing(), (X, Y), GAUSSIAN, ValueError, "returned other parameters or buffers for member 1"),
         (Mock(side_effect=[SAME, RuntimeError("no second")]), (X, Y), GAUSSIAN, RuntimeError, "^no second"),
         (lambda: nn.Linear(2, 1, dtype=torch.complex64), (X, Y), GAUSSIAN, ValueError, "complex parameters"),
