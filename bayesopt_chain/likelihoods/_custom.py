@@ -364,10 +364,12 @@ class Weighted(Likelihood):
         self.inner.require(outputs, self._filled(labels, weights), wait=wait)
 
     def _filled(self, labels: Tensor, weights: Tensor) -> Tensor:
-        left_out = weights.reshape(*weights.shape, *[1] * (labels.ndim - weights.ndim)) == 0
-        return torch.where(
-            left_out, torch.as_tensor(self.inner.filler, dtype=labels.dtype, device=labels.device), labels
-        )
+        """The targets, those of weight 0 replaced by one of the others, which no support excludes; by 0 where there is none."""
+        left_out = (weights.reshape(*weights.shape, *[1] * (labels.ndim - weights.ndim)) == 0).expand(labels.shape)
+        if not labels.numel():
+            return labels
+        first = left_out.flatten().to(torch.int32).argmin(0, keepdim=True)  # no number to index with, for vmap
+        return torch.where(left_out, torch.where(left_out.all(), 0, labels.flatten()[first]), labels)
 
     def scaled(self, scale: Tensor | float) -> Likelihood:
         return Weighted(self.inner.scaled(scale))

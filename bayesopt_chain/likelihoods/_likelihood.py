@@ -348,7 +348,6 @@ class Likelihood(ABC):
         has_classes: whether targets are classes without an order, or yes and no, whose uncertainty is an entropy.
         methods: by their names the rules by which :meth:`expected_mean` works, the first by default: functions of a target's
             Gaussian outputs, mean ``[*, C]`` and covariance ``[*, C, C]``, or ``None`` for the mean of the predictive.
-        filler: a value that a target may have; it stands in for targets of weight 0.
 
     Example:
         A likelihood of waiting times with rate ``exp(-f)``:
@@ -376,7 +375,6 @@ class Likelihood(ABC):
     methods: Mapping[str, Callable[[Tensor, Tensor], Tensor] | None] = {"quadrature": None}
     default_method: str = "linearized"
     has_classes: bool = False
-    filler: float = 0.0
 
     # What a subclass says.
 
@@ -627,7 +625,7 @@ class Likelihood(ABC):
             targets: as for :meth:`nll`.
 
         Returns:
-            ``[B, *positions]``, those of weight 0 replaced by ``filler``.
+            ``[B, *positions]``, those of weight 0 replaced by values that targets may have.
 
         Example:
             >>> import torch
@@ -772,7 +770,7 @@ class Likelihood(ABC):
         self._require_once(outputs, targets)
         weights = self.weights(targets)
         losses = -self.log_prob(outputs, self.labels(targets))
-        return losses if weights is None else losses * weights.to(losses.dtype)
+        return losses if weights is None else torch.where(weights != 0, losses * weights.to(losses.dtype), 0)
 
     def nll(self, outputs: Tensor, targets: Any) -> Tensor:
         """The negative log-likelihood of each datum, ``[B]``, in nats, normalised: the sum over its targets.

@@ -583,7 +583,7 @@ class Predictive:
         self.likelihood.require(self._first, targets, wait=True)
         found = self._of(question, self.likelihood.labels(targets))
         weights = self.likelihood.weights(targets)
-        return found if weights is None else found * weights.to(found.dtype)
+        return found if weights is None else torch.where(weights != 0, found * weights.to(found.dtype), 0)
 
     def _entropy(self, p: Tensor) -> Tensor:
         if self.likelihood.support is None:

@@ -942,3 +942,23 @@ def test_intervals_of_draws_in_single_precision_are_symmetric_far_out():
     low, high = likelihoods.gaussian().mixture(torch.zeros(3, 2, dtype=torch.float32)).interval(1 - 1e-7)
     torch.testing.assert_close(high, torch.full_like(high, stats.norm.isf(5e-8)), rtol=1e-5, atol=0)
     torch.testing.assert_close(low, -high, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    "make", [torch.distributions.LogNormal, torch.distributions.Gamma], ids=["log-normal", "gamma"]
+)
+def test_targets_that_are_missing_need_not_be_zeros_of_the_support(make):
+    """Zero has no density of the one, and an infinite loss of the other, which made NaN of the weight 0."""
+    likelihood = likelihoods.custom(distribution=lambda f: make(f.exp(), torch.ones_like(f)))
+    weighted, f = likelihoods.weighted(likelihood), torch.tensor([[0.1], [0.2], [0.3]])
+    y, weights = torch.tensor([[math.nan], [0.5], [0.25]]), torch.tensor([0.0, 1.0, 2.0])
+    for ask in (likelihood.nll, likelihood.gradient):
+        wanted = ask(f[1:], y[1:])
+        found = getattr(weighted, ask.__name__)(f, (y, weights))
+        of_two = weights[1:].reshape(-1, *[1] * (wanted.ndim - 1))
+        torch.testing.assert_close(found, torch.cat([torch.zeros_like(found[:1]), wanted * of_two]))
+    each = torch.vmap(lambda *x: weighted.nll(x[0], x[1:]))(f[1:, None], y[1:, None], weights[1:, None])
+    torch.testing.assert_close(each[:, 0], weighted.nll(f, (y, weights))[1:])
+    p, pair = weighted.predictive(f, torch.ones(3, 1)), (y, weights)
+    torch.testing.assert_close(p.log_prob(pair)[0], torch.zeros(1))
+    assert p.log_prob(pair).isfinite().all() and p.crps(pair).isfinite().all()
