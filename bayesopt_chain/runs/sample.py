@@ -185,7 +185,7 @@ def sample(
             step = attached(step, batches)
     made, inner = uncaptured(step), of_one_chain(step)
     _require_batches_for(made, inner, batches)
-    if keep and steps - burn_in >= 2 * thinning and _carries_a_posterior(inner):
+    if keep and steps - burn_in >= 2 * thinning and any(link.traits.samples for link in _links_of(inner)):
         checks.warn(
             "sample: this chain moves the mean of a Gaussian, and means along the way are no draws of it: draw from "
             "tx.posterior(state, params) with params, state = run.last; burn_in=steps - 1 keeps the last mean alone"
@@ -250,11 +250,6 @@ def _require_batches_for(step: Any, inner: Any, batches: Any) -> None:
 def _links_of(step: Any) -> Sequence[Any]:
     """The links of the chain of a step, of which an optimizer has none."""
     return getattr(getattr(step, "tx", None), "links", ())
-
-
-def _carries_a_posterior(inner: Any) -> bool:
-    """Whether the gradients of a step are taken at draws of a Gaussian whose mean the parameters are."""
-    return any(link.traits.samples for link in _links_of(inner))
 
 
 def _in_store(store: Store) -> Draws:
