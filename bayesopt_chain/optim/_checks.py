@@ -65,9 +65,9 @@ _KINDS = {
         (str,),
     ),
     "IVON.lr": checks.number("[0, 1e15]", tensor=True),
-    "IVON.temperature": checks.number("(0, 1e15]"),
-    "IVON.init_hessian": checks.number("(0, 1e15]"),
-    "IVON.weight_decay": checks.number("[0, 1e15]"),
+    "IVON.temperature": checks.number("(0, 1e15]", tensor=True),
+    "IVON.init_hessian": checks.number("(0, 1e15]", tensor=True),
+    "IVON.weight_decay": checks.number("[0, 1e15]", tensor=True),
     "IVON.betas": checks.Kind(
         lambda x: _are_real(x) and len(x) == 2 and None not in x and 0 <= x[0] < 1 and 0 <= x[1] <= 1,
         "two numbers, the first in [0, 1), the second in [0, 1]",

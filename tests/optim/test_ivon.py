@@ -104,6 +104,20 @@ def test_numbers_that_leave_their_range_are_refused_before_a_draw(settings):
     assert not theta.any()
 
 
+def test_numbers_may_be_tensors():
+    def walked(number):
+        theta = torch.ones(2, requires_grad=True)
+        given = {name: number(x) for name, x in (("temperature", 0.1), ("init_hessian", 2.0), ("weight_decay", 0.5))}
+        optimizer = made([theta], generator=torch.Generator().manual_seed(0), **given)
+        for _ in range(3):
+            with optimizer.sampled():
+                theta.grad = 2.0 * theta.detach()
+            optimizer.step()
+        return theta.detach()
+
+    torch.testing.assert_close(walked(torch.tensor), walked(float))
+
+
 def test_a_state_may_be_loaded_twice():
     """Torch adds a default to an optimizer that loads, of which no group knows."""
     theta = torch.zeros(2, requires_grad=True)
