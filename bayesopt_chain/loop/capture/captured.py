@@ -102,6 +102,17 @@ class Captured:
                 self._owner = None
             self._lock.release()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied or pickled.
+
+        Raises:
+            TypeError: always; the message says what to copy instead.
+        """
+        raise TypeError(
+            "capture: a captured step is a program of this process, which can be neither copied nor pickled: copy the step "
+            "that was captured (captured.step), and capture that again"
+        )
+
     def _refuse_second_thread(self, thread: threading.Thread) -> None:
         """Raise CaptureError if another living thread holds the static buffers."""
         owner = self._owner

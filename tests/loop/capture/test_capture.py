@@ -689,6 +689,14 @@ def test_a_second_thread_that_would_share_buffers_is_refused():
     fast(params, state, torch.ones(50))
 
 
+def test_a_captured_step_is_not_copied():
+    w, tx = torch.ones(2), bc.sgld(0.1, temperature=0.1)
+    captured = bc.capture(bc.make_step(lambda w, batch: (w**2).sum(), tx), w, tx.init(w), None, backend="eager")
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="can be neither copied nor pickled: copy the step"):
+            copied(captured)
+
+
 def test_a_step_whose_thread_has_ended_may_go_on_in_another():
     _, fast, params, state = captured()
     assert not in_a_thread(lambda: fast(params, state, torch.ones(50)))
