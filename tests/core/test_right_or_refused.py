@@ -339,143 +339,121 @@ def repelled(temperature):
     )
 
 
-@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, torch.tensor(-1.0), torch.tensor(math.nan), torch.ones(2)])
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda t: bc.inject_langevin_noise(t),
-        lambda t: bc.sgd(0.1, temperature=t),
-        lambda t: bc.adam(temperature=t),
-        lambda t: bc.sgld(0.1, temperature=t),
-        lambda t: bc.SGD([torch.ones(1)], lr=0.1, temperature=t),
-    ],
-)
-def test_temperature_is_checked_when_the_chain_is_built(build, value):
-    with pytest.raises(ValueError, match="temperature"):
-        build(value)
-
-
-@pytest.mark.parametrize(
-    "words, error, build",
-    [
-        *(("temperature", TypeError, lambda t=t: bc.inject_langevin_noise(t)) for t in ("hot", None, True)),
-        *(("temperature", TypeError, lambda sampler=sampler: sampler(0.1)) for sampler in (bc.sgld, bc.sghmc)),
-        *(("lr must be", ValueError, lambda lr=lr: bc.sgd(lr, temperature=1.0)) for lr in (-0.1, NAN)),
-        *(("lr must be", TypeError, lambda lr=lr: bc.sgd(lr)) for lr in ("0.1", None)),
-        ("momentum", ValueError, lambda: bc.sgd(0.1, -0.5, temperature=1.0)),
-        ("lr= and momentum= go together", ValueError, lambda: bc.inject_langevin_noise(1.0, momentum=0.9)),
-        ("lr= and momentum= go together", ValueError, lambda: bc.inject_langevin_noise(1.0, lr=0.1)),
-        ("order", ValueError, lambda: bc.inject_langevin_noise(1.0, order=3)),
-        *(("preconditioner", ValueError, lambda bad=bad: bc.scale_by_preconditioner(bad)) for bad in (0.0, -1.0, INF)),
-        ("link 1", TypeError, lambda: bc.chain(bc.sgd(0.1), None)),
-        ("tx", TypeError, lambda: bc.make_step(lambda p, b: p["w"].sum(), "sgd")),
-        ("exceeds 1", ValueError, lambda: bc.samplers.sghmc_from_friction(lr=1.0, alpha=2.0)),
-        *(
-            ("lr", ValueError, lambda bad=bad: bc.samplers.sghmc_from_friction(lr=bad, alpha=1.0))
-            for bad in (0.0, -1.0, NAN)
+WHEN_BUILT = [
+    *(
+        ("temperature", ValueError, lambda build=build, value=value: build(value))
+        for value in (-1.0, NAN, INF, torch.tensor(-1.0), torch.tensor(NAN), torch.ones(2))
+        for build in (
+            lambda t: bc.inject_langevin_noise(t),
+            lambda t: bc.sgd(0.1, temperature=t),
+            lambda t: bc.adam(temperature=t),
+            lambda t: bc.sgld(0.1, temperature=t),
+            lambda t: bc.SGD([torch.ones(1)], lr=0.1, temperature=t),
+        )
+    ),
+    *(("temperature", TypeError, lambda t=t: bc.inject_langevin_noise(t)) for t in ("hot", None, True)),
+    *(("temperature", TypeError, lambda sampler=sampler: sampler(0.1)) for sampler in (bc.sgld, bc.sghmc)),
+    *(("lr must be", ValueError, lambda lr=lr: bc.sgd(lr, temperature=1.0)) for lr in (-0.1, NAN)),
+    *(("lr must be", TypeError, lambda lr=lr: bc.sgd(lr)) for lr in ("0.1", None)),
+    ("momentum", ValueError, lambda: bc.sgd(0.1, -0.5, temperature=1.0)),
+    ("lr= and momentum= go together", ValueError, lambda: bc.inject_langevin_noise(1.0, momentum=0.9)),
+    ("lr= and momentum= go together", ValueError, lambda: bc.inject_langevin_noise(1.0, lr=0.1)),
+    ("order", ValueError, lambda: bc.inject_langevin_noise(1.0, order=3)),
+    *(("preconditioner", ValueError, lambda bad=bad: bc.scale_by_preconditioner(bad)) for bad in (0.0, -1.0, INF)),
+    ("link 1", TypeError, lambda: bc.chain(bc.sgd(0.1), None)),
+    ("tx", TypeError, lambda: bc.make_step(lambda p, b: p["w"].sum(), "sgd")),
+    ("exceeds 1", ValueError, lambda: bc.samplers.sghmc_from_friction(lr=1.0, alpha=2.0)),
+    *(
+        ("lr", ValueError, lambda bad=bad: bc.samplers.sghmc_from_friction(lr=bad, alpha=1.0))
+        for bad in (0.0, -1.0, NAN)
+    ),
+    *(
+        ("Linear, Nonlinear, Decay", TypeError, lambda r=r: bc.with_response(torchopt.transform.scale(1.0), r))
+        for r in (
+            bc.response.Preconditioner(),
+            bc.response.Rate(),
+            bc.response.Noise(),
+            bc.response.SelfContainedSampler(),
+            "linear",
+        )
+    ),
+    *(
+        ("finite coefficients", ValueError, lambda r=r: bc.with_response(torchopt.transform.scale(1.0), r))
+        for r in (bc.response.Linear(()), bc.response.Linear((1.0,), (0.0,)), bc.response.Decay(NAN))
+    ),
+]
+AT_INIT = [
+    ("lr", lambda: bc.sgd(INF, temperature=1.0)),
+    *(
+        ("lr", lambda lr=lr: bc.sgd(lr, temperature=1.0))
+        for lr in (torch.tensor(INF), torch.ones(1), lambda count: torch.ones(2))
+    ),
+    *(("temperature", lambda t=t: bc.sgd(0.1, temperature=lambda count: t)) for t in (NAN, -1.0, INF)),
+    *(("lr", lambda lr=lr: bc.sgd(lambda count: lr, temperature=1.0)) for lr in (NAN, -1.0, INF)),
+    *((r"momentum must be a number in \[0, 1\)", lambda mu=mu: bc.sgd(0.1, mu, temperature=1.0)) for mu in (1.0, 1.5)),
+    ("weight_decay must", lambda: bc.sgd(0.1, weight_decay=INF, temperature=1.0)),
+    *(
+        ("preconditioner", lambda bad=bad: bc.scale_by_preconditioner({"w": torch.tensor([1.0, bad])}))
+        for bad in (0.0, -1.0, INF)
+    ),
+    (r"temperature.*-1", lambda: bc.inject_langevin_noise(lambda count: -1.0, lr=0.1, momentum=0.0)),
+    ("lr=", lambda: torchopt.chain(bc.inject_langevin_noise(1.0), bc.scale_by_neg_lr(0.1))),
+    (
+        "leave them out",
+        lambda: bc.chain(bc.inject_langevin_noise(1.0, lr=0.1, momentum=0.0), bc.scale_by_neg_lr(0.1)),
+    ),
+    (
+        "taken to be positive",
+        lambda: bc.chain(bc.inject_langevin_noise(1.0), bc.links.scale_by_schedule(lambda count: -0.1)),
+    ),
+    (
+        "not negative",
+        lambda: bc.chain(
+            bc.inject_langevin_noise(1.0), bc.links.scale_by_schedule(lambda count: -0.1), bc.scale_by_neg_lr(1.0)
         ),
-        *(
-            ("Linear, Nonlinear, Decay", TypeError, lambda r=r: bc.with_response(torchopt.transform.scale(1.0), r))
-            for r in (
-                bc.response.Preconditioner(),
-                bc.response.Rate(),
-                bc.response.Noise(),
-                bc.response.SelfContainedSampler(),
-                "linear",
-            )
-        ),
-        *(
-            ("finite coefficients", ValueError, lambda r=r: bc.with_response(torchopt.transform.scale(1.0), r))
-            for r in (bc.response.Linear(()), bc.response.Linear((1.0,), (0.0,)), bc.response.Decay(NAN))
-        ),
-    ],
-)
-def test_it_is_refused_when_built(build, error, words):
-    with pytest.raises(error, match=words):
-        build()
-
-
-@pytest.mark.parametrize(
-    "words, build",
-    [
-        ("lr", lambda: bc.sgd(INF, temperature=1.0)),
-        *(
-            ("lr", lambda lr=lr: bc.sgd(lr, temperature=1.0))
-            for lr in (torch.tensor(INF), torch.ones(1), lambda count: torch.ones(2))
-        ),
-        *(("temperature", lambda t=t: bc.sgd(0.1, temperature=lambda count: t)) for t in (NAN, -1.0, INF)),
-        *(("lr", lambda lr=lr: bc.sgd(lambda count: lr, temperature=1.0)) for lr in (NAN, -1.0, INF)),
-        *(
-            (r"momentum must be a number in \[0, 1\)", lambda mu=mu: bc.sgd(0.1, mu, temperature=1.0))
-            for mu in (1.0, 1.5)
-        ),
-        ("weight_decay must", lambda: bc.sgd(0.1, weight_decay=INF, temperature=1.0)),
-        *(
-            ("preconditioner", lambda bad=bad: bc.scale_by_preconditioner({"w": torch.tensor([1.0, bad])}))
-            for bad in (0.0, -1.0, INF)
-        ),
-        (r"temperature.*-1", lambda: bc.inject_langevin_noise(lambda count: -1.0, lr=0.1, momentum=0.0)),
-        ("lr=", lambda: torchopt.chain(bc.inject_langevin_noise(1.0), bc.scale_by_neg_lr(0.1))),
-        (
-            "leave them out",
-            lambda: bc.chain(bc.inject_langevin_noise(1.0, lr=0.1, momentum=0.0), bc.scale_by_neg_lr(0.1)),
-        ),
-        (
-            "taken to be positive",
-            lambda: bc.chain(bc.inject_langevin_noise(1.0), bc.links.scale_by_schedule(lambda count: -0.1)),
-        ),
-        (
-            "not negative",
-            lambda: bc.chain(
-                bc.inject_langevin_noise(1.0), bc.links.scale_by_schedule(lambda count: -0.1), bc.scale_by_neg_lr(1.0)
-            ),
-        ),
-        ("2 noise links", lambda: bc.chain(bc.inject_langevin_noise(1.0), bc.sgd(0.1, temperature=1.0))),
-        (
-            r"unknown_link.*bc\.with_response",
-            lambda: bc.chain(unknown_link(), bc.sgd(0.1, temperature=1.0)),
-        ),
-        ("nobody declared", lambda: bc.chain(torchopt.adam(0.1), bc.inject_langevin_noise(1.0))),
-        (
-            "adaptive",
-            lambda: bc.chain(bc.links.scale_by_rms(), bc.links.scale_by_adam(), bc.sgd(0.1, temperature=1.0)),
-        ),
-        (
-            "adaptive",
-            lambda: bc.chain(bc.links.scale_by_adam(), torchopt.clip_grad_norm(1.0), bc.sgd(0.1, temperature=1.0)),
-        ),
-        ("1 - mu1 - mu2 - 3 mu1 mu2 < 0", lambda: bc.chain(bc.add_momentum(0.9), bc.sgd(0.1, 0.9, temperature=1.0))),
-        (
-            "changing learning rate",
-            lambda: bc.chain(bc.add_momentum(0.1), bc.sgd(lambda count: 0.1, 0.1, temperature=1.0)),
-        ),
-        ("fed by its own updates", lambda: bc.adadelta(temperature=1.0)),
-        ("scale_by_neg_lr", lambda: bc.chain(bc.add_momentum(0.9), bc.inject_langevin_noise(1.0))),
-        *(("negative at w = 0", lambda t=t: repelled(t)) for t in (0.4, torch.tensor(0.4), lambda count: 0.4)),
-        ("mask", lambda: bc.masked(bc.sgd(0.1), {"v": True})),
-        (r"labels \['oops'\]", lambda: bc.partition({"a": bc.sgd(0.1)}, {"w": "oops"})),
-        (r"labels \['None'\]", lambda: bc.partition({"a": bc.sgd(0.1)}, {"w": None})),
-        (
-            "this order works: clip_grad_norm, add_momentum, inject_langevin_noise, scale_by_neg_lr",
-            lambda: bc.chain(bc.add_momentum(0.9), torchopt.clip_grad_norm(1.0), bc.sgd(0.1, temperature=1.0)),
-        ),
-        (
-            "this order works: clip_grad_norm, inject_langevin_noise, scale_by_neg_lr",
-            lambda: bc.chain(bc.inject_langevin_noise(1.0), torchopt.clip_grad_norm(1.0), bc.sgd(0.1)),
-        ),
-        (
-            "this order works: scale_by_adam, inject_langevin_noise, scale_by_neg_lr",
-            lambda: bc.chain(bc.inject_langevin_noise(1.0), bc.adam(0.1)),
-        ),
-        (
-            "this order works: scale_by_rms, add_momentum, inject_langevin_noise, scale_by_neg_lr",
-            lambda: bc.chain(bc.add_momentum(0.5), bc.links.scale_by_rms(), bc.sgd(0.1, temperature=1.0)),
-        ),
-    ],
-)
-def test_it_is_refused_at_init(build, words):
-    with pytest.raises(ValueError, match=words):
-        build().init(W)
+    ),
+    ("2 noise links", lambda: bc.chain(bc.inject_langevin_noise(1.0), bc.sgd(0.1, temperature=1.0))),
+    (
+        r"unknown_link.*bc\.with_response",
+        lambda: bc.chain(unknown_link(), bc.sgd(0.1, temperature=1.0)),
+    ),
+    ("nobody declared", lambda: bc.chain(torchopt.adam(0.1), bc.inject_langevin_noise(1.0))),
+    (
+        "adaptive",
+        lambda: bc.chain(bc.links.scale_by_rms(), bc.links.scale_by_adam(), bc.sgd(0.1, temperature=1.0)),
+    ),
+    (
+        "adaptive",
+        lambda: bc.chain(bc.links.scale_by_adam(), torchopt.clip_grad_norm(1.0), bc.sgd(0.1, temperature=1.0)),
+    ),
+    ("1 - mu1 - mu2 - 3 mu1 mu2 < 0", lambda: bc.chain(bc.add_momentum(0.9), bc.sgd(0.1, 0.9, temperature=1.0))),
+    (
+        "changing learning rate",
+        lambda: bc.chain(bc.add_momentum(0.1), bc.sgd(lambda count: 0.1, 0.1, temperature=1.0)),
+    ),
+    ("fed by its own updates", lambda: bc.adadelta(temperature=1.0)),
+    ("scale_by_neg_lr", lambda: bc.chain(bc.add_momentum(0.9), bc.inject_langevin_noise(1.0))),
+    *(("negative at w = 0", lambda t=t: repelled(t)) for t in (0.4, torch.tensor(0.4), lambda count: 0.4)),
+    ("mask", lambda: bc.masked(bc.sgd(0.1), {"v": True})),
+    (r"labels \['oops'\]", lambda: bc.partition({"a": bc.sgd(0.1)}, {"w": "oops"})),
+    (r"labels \['None'\]", lambda: bc.partition({"a": bc.sgd(0.1)}, {"w": None})),
+    (
+        "this order works: clip_grad_norm, add_momentum, inject_langevin_noise, scale_by_neg_lr",
+        lambda: bc.chain(bc.add_momentum(0.9), torchopt.clip_grad_norm(1.0), bc.sgd(0.1, temperature=1.0)),
+    ),
+    (
+        "this order works: clip_grad_norm, inject_langevin_noise, scale_by_neg_lr",
+        lambda: bc.chain(bc.inject_langevin_noise(1.0), torchopt.clip_grad_norm(1.0), bc.sgd(0.1)),
+    ),
+    (
+        "this order works: scale_by_adam, inject_langevin_noise, scale_by_neg_lr",
+        lambda: bc.chain(bc.inject_langevin_noise(1.0), bc.adam(0.1)),
+    ),
+    (
+        "this order works: scale_by_rms, add_momentum, inject_langevin_noise, scale_by_neg_lr",
+        lambda: bc.chain(bc.add_momentum(0.5), bc.links.scale_by_rms(), bc.sgd(0.1, temperature=1.0)),
+    ),
+]
 
 
 @pytest.mark.parametrize(
@@ -532,7 +510,7 @@ def test_gradients_that_do_not_fit_are_refused_and_nothing_is_touched(grads, wor
     assert state[1].step == 0
 
 
-ONE, THREE = {"w": torch.ones(2)}, {"w": torch.ones(3)}
+THREE = {"w": torch.ones(3)}
 BOTH = {"w": torch.ones(3), "v": torch.ones(3)}
 HEATED = bc.sghmc(0.1, temperature=T)
 TURNED = bc.chain(bc.inject_langevin_noise(T), bc.add_momentum(0.9), bc.scale_by_neg_lr(0.1))
@@ -541,8 +519,8 @@ TURNED = bc.chain(bc.inject_langevin_noise(T), bc.add_momentum(0.9), bc.scale_by
 @pytest.mark.parametrize(
     "params, state, words",
     [
-        (ONE, lambda: HEATED.init(THREE), "the state has"),
-        (ONE, lambda: HEATED.init(THREE)[:1], "state: must be what init"),
+        (W, lambda: HEATED.init(THREE), "the state has"),
+        (W, lambda: HEATED.init(THREE)[:1], "state: must be what init"),
         (BOTH, lambda: HEATED.init(THREE), r"the leaves \(\['v'\], \['w'\]\), the state is for \(\['w'\]\)"),
         (THREE, lambda: HEATED.init(BOTH), r"the leaves \(\['w'\]\), the state is for \(\['v'\], \['w'\]\)"),
         (P, lambda: TURNED.init(P), r"LangevinNoise, Momentum, Scale\), this chain has \(Momentum"),
@@ -601,12 +579,6 @@ def test_a_cold_group_may_hold_what_cannot_be_sampled():
     bc.partition({"hot": bc.sgd(0.1, temperature=1.0), "cold": bc.sgd(0.1)}, {"a": "hot", "n": "cold"}).init(params)
 
 
-def test_weight_decay_needs_parameters():
-    tx = bc.sgd(0.1, weight_decay=0.1)
-    with pytest.raises(ValueError, match="params=params"):
-        tx.update({"w": torch.ones(2)}, tx.init(W))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_noise_that_would_round_away_is_warned_of(dtype):
     ones = {"w": torch.ones(4, dtype=dtype)}
@@ -621,25 +593,6 @@ def test_noise_that_would_round_away_is_warned_of(dtype):
         warnings.simplefilter("error")
         bc.sghmc(0.1, temperature=1.0).init(ones)
         bc.sghmc(1e-3, temperature=1e-6).init({"w": torch.ones(4)})
-
-
-@pytest.mark.parametrize("tx", [bc.sghmc(0.1, temperature=1.0), bc.adamax(0.1)], ids=["sghmc", "adamax"])
-def test_like_must_fit(tx):
-    with pytest.raises(ValueError, match="like="):
-        tx.init(W, like=bc.adam(0.1).init(W))
-
-
-def test_losses_that_are_not_scalars():
-    tx = bc.sgd(0.1)
-    for loss, words in (
-        (lambda p, b: p["w"], r"shape \(2,\)"),
-        (lambda p, b: 1.0, "float"),
-        (lambda p, b: (p["w"].sum(), 1, 2), "tuple of 3"),
-        (lambda p, b: torch.tensor(1.0), "depend"),
-        (lambda p, b: (p["w"] * (1 + 1j)).sum(), r"must return a real scalar tensor .*complex64"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            bc.make_step(loss, tx)(W, tx.init(W), None)
 
 
 @pytest.mark.filterwarnings("error")
@@ -691,6 +644,7 @@ def cycles(*args, **more):
     return samplers.cyclical(0.1, *args, temperature=1.0, **more)
 
 
+DECAYING = bc.sgd(0.1, weight_decay=0.1)
 PRECISION = lambda: samplers.langevin_with_precision(TreePrecision(), 0.1, temperature=1.0)  # noqa: E731
 PRECISE = bc.scale_by_preconditioner(Dense(torch.eye(2), {"a": OF_TWO}, torch.tensor(1.0)))
 NO_LIMIT = r"temperature must be positive.*no limit as T -> 0; use bc\.sghmc"
@@ -699,6 +653,22 @@ FLATTENED = r"scale_by_contour: .* stands in front of it"
 LOSSES = r"update needs loss=.*\[2\], got"
 
 VALUES = [
+    *((lambda build=build: build().init(W), words) for words, build in AT_INIT),
+    *(
+        (lambda tx=tx: tx.init(W, like=bc.adam(0.1).init(W)), "like=")
+        for tx in (bc.sghmc(0.1, temperature=1.0), bc.adamax(0.1))
+    ),
+    (lambda: DECAYING.update(W, DECAYING.init(W)), "params=params"),
+    *(
+        (lambda loss=loss: bc.make_step(loss, DECAYING)(W, DECAYING.init(W), None), words)
+        for loss, words in (
+            (lambda p, b: p["w"], r"shape \(2,\)"),
+            (lambda p, b: 1.0, "float"),
+            (lambda p, b: (p["w"].sum(), 1, 2), "tuple of 3"),
+            (lambda p, b: torch.tensor(1.0), "depend"),
+            (lambda p, b: (p["w"] * (1 + 1j)).sum(), r"must return a real scalar tensor .*complex64"),
+        )
+    ),
     (lambda: samplers.baoab(-0.1, 1.0, temperature=1.0), "step_size must be a positive, finite number, got -0.1"),
     (lambda: samplers.obabo(0.1, 0.0, temperature=1.0), "friction must be a positive, finite number, got 0.0"),
     (lambda: samplers.ubu(0.1, NAN, temperature=1.0), "ubu: friction must be "),
@@ -824,7 +794,12 @@ TYPES = [
 
 
 @pytest.mark.parametrize(
-    ("ask", "words", "error"), [(*row, ValueError) for row in VALUES] + [(*row, TypeError) for row in TYPES]
+    ("words", "error", "ask"),
+    [
+        *WHEN_BUILT,
+        *((words, ValueError, ask) for ask, words in VALUES),
+        *((words, TypeError, ask) for ask, words in TYPES),
+    ],
 )
 def test_a_wrong_argument_is_named(ask, words, error):
     with pytest.raises(error, match=words):

@@ -20,6 +20,7 @@ from bayesopt_chain.curvature._plan import Affine, make_plan
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.precision import Block, Dense, Diagonal, Eigenbasis, Kronecker, LowRank, Root, flatten, unflatten
 from tests.curvature.conftest import block_diagonal, convolutional, naive, of_module
+from tests.nets import Net
 
 B = 6
 
@@ -46,21 +47,16 @@ def conv(make=convolutional):
     return (*of_module(net), torch.randn(B, 2, 6, 6))
 
 
-class Residual(nn.Module):
-    """A strided block of convolutions and batch norms, over which its input skips; rectifiers work in place."""
-
-    def __init__(self):
-        super().__init__()
-        first, second = nn.Conv2d(2, 4, 3, 2, 1, bias=False), nn.Conv2d(4, 4, 3, 1, 1, bias=False)
-        self.body = nn.Sequential(first, nn.BatchNorm2d(4), nn.ReLU(inplace=True), second, nn.BatchNorm2d(4))
-        self.skip, self.head = nn.Conv2d(2, 4, 1, 2, bias=False), nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.head(F.relu(self.body(x) + self.skip(x), inplace=True).mean((2, 3)))
+def skipped(net, x):
+    return net.head(F.relu(net.body(x) + net.skip(x), inplace=True).mean((2, 3)))
 
 
 def residual():
-    return conv(lambda: Residual().eval())
+    """A strided block of convolutions and batch norms, over which its input skips; rectifiers work in place."""
+    first, second = nn.Conv2d(2, 4, 3, 2, 1, bias=False), nn.Conv2d(4, 4, 3, 1, 1, bias=False)
+    body = nn.Sequential(first, nn.BatchNorm2d(4), nn.ReLU(inplace=True), second, nn.BatchNorm2d(4))
+    layers = {"body": body, "skip": nn.Conv2d(2, 4, 1, 2, bias=False), "head": nn.Linear(4, 3)}
+    return conv(lambda: Net(skipped, **layers).eval())
 
 
 def transposed():

@@ -14,6 +14,7 @@ import bayesopt_chain as bc
 from bayesopt_chain import curvature, likelihoods
 from bayesopt_chain.posterior.gaussian import Gaussian
 from tests.curvature.conftest import of_module
+from tests.nets import Net
 
 GAUSSIAN = likelihoods.gaussian(0.5)
 
@@ -121,36 +122,26 @@ def test_a_grouped_convolution_whose_groups_see_the_same_is_exact_within_groups(
     torch.testing.assert_close(per_datum(factors(module, x), "weight"), block(module, x, "weight") * within)
 
 
-class Projections(nn.Module):
+def linear(weight, bias):
+    """The layer of these."""
+    layer = nn.Linear(*weight.mT.shape)
+    layer.weight.data, layer.bias.data = weight.data, bias.data
+    return layer
+
+
+def projected(net, x):
     """Attention of one head out of three linear layers."""
-
-    def __init__(self, attention):
-        super().__init__()
-        self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-        for part, weight, bias in zip(self.parts, attention.in_proj_weight.chunk(3), attention.in_proj_bias.chunk(3)):
-            part.weight.data, part.bias.data = weight.data, bias.data
-        self.out = nn.Linear(4, 4)
-        self.out.weight.data, self.out.bias.data = attention.out_proj.weight.data, attention.out_proj.bias.data
-
-    def forward(self, x):
-        q, k, v = (part(some) for part, some in zip(self.parts, (x[:, :2], x, x.flip(1))))
-        return self.out((q @ k.mT / 2).softmax(-1) @ v)
-
-
-class Cross(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 1, batch_first=True)
-
-    def forward(self, x):
-        return self.attention(x[:, :2], x, x.flip(1))[0]
+    q, k, v = (part(some) for part, some in zip(net.parts, (x[:, :2], x, x.flip(1))))
+    return net.out((q @ k.mT / 2).softmax(-1) @ v)
 
 
 def test_attention_has_the_factors_of_its_linear_layers():
     """Three projections in one weight: a block each on the output side, on the input side all the 2, 3 and 3 tokens."""
-    fused, x = Cross(), torch.randn(5, 3, 4)
-    plain = Projections(fused.attention)
-    got, want = factors(fused, x), factors(plain, x)
+    attention, x = nn.MultiheadAttention(4, 1, batch_first=True), torch.randn(5, 3, 4)
+    fused = Net(lambda net, x: net.attention(x[:, :2], x, x.flip(1))[0], attention=attention)
+    parts = map(linear, attention.in_proj_weight.chunk(3), attention.in_proj_bias.chunk(3))
+    out = linear(attention.out_proj.weight, attention.out_proj.bias)
+    got, want = factors(fused, x), factors(Net(projected, parts=nn.ModuleList(parts), out=out), x)
     blocks = [want.left[f"parts.{i}.weight"] for i in range(3)]
     seen = [want.right[f"parts.{i}.weight"] for i in range(3)]
     torch.testing.assert_close(got.left["attention.in_proj_weight"], torch.block_diag(*blocks))
@@ -161,51 +152,36 @@ def test_attention_has_the_factors_of_its_linear_layers():
     torch.testing.assert_close(per_datum(got, "attention.in_proj_bias"), exact)
 
 
-class SelfAttention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-
-    def forward(self, x):
-        return self.attention(x, x, x, need_weights=False)[0]
-
-
-class Stacked(nn.Module):
-    def __init__(self, attention):
-        super().__init__()
-        self.qkv, self.out = nn.Linear(4, 12), nn.Linear(4, 4)
-        self.qkv.weight.data, self.qkv.bias.data = attention.in_proj_weight.data, attention.in_proj_bias.data
-        self.out.weight.data, self.out.bias.data = attention.out_proj.weight.data, attention.out_proj.bias.data
-
-    def forward(self, x):
-        q, k, v = (part.unflatten(-1, (2, 2)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+def stacked(net, x):
+    q, k, v = (part.unflatten(-1, (2, 2)).transpose(1, 2) for part in net.qkv(x).chunk(3, -1))
+    return net.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_self_attention_is_one_linear_layer_of_queries_keys_and_values(sharing):
-    fused, x = SelfAttention(), torch.randn(5, 3, 4)
-    got, want = factors(fused, x, sharing), factors(Stacked(fused.attention), x, sharing)
+    attention, x = nn.MultiheadAttention(4, 2, batch_first=True), torch.randn(5, 3, 4)
+    fused = Net(lambda net, x: net.attention(x, x, x, need_weights=False)[0], attention=attention)
+    qkv = linear(attention.in_proj_weight, attention.in_proj_bias)
+    out = linear(attention.out_proj.weight, attention.out_proj.bias)
+    got, want = factors(fused, x, sharing), factors(Net(stacked, qkv=qkv, out=out), x, sharing)
     names = {"in_proj_weight": "qkv.weight", "in_proj_bias": "qkv.bias"}
     names |= {"out_proj.weight": "out.weight", "out_proj.bias": "out.bias"}
     assert_same(got, want, {f"attention.{mine}": theirs for mine, theirs in names.items()})
 
 
-class Twice(nn.Module):
+def twice(summed):
     """One linear layer on two halves of the input, its outputs summed or side by side."""
 
-    def __init__(self, summed):
-        super().__init__()
-        self.layer, self.summed = nn.Linear(3, 2), summed
+    def both(net, x):
+        outputs = net.layer(x[:, 0]), net.layer(x[:, 1])
+        return outputs[0] + outputs[1] if summed else torch.stack(outputs, 1)
 
-    def forward(self, x):
-        outputs = self.layer(x[:, 0]), self.layer(x[:, 1])
-        return outputs[0] + outputs[1] if self.summed else torch.stack(outputs, 1)
+    return Net(both, layer=nn.Linear(3, 2))
 
 
 @pytest.mark.parametrize("summed, sharing", [(False, "expand"), (True, "reduce")])
 def test_a_linear_layer_used_twice_is_exact_where_shared_weights_are(summed, sharing):
-    module, x = Twice(summed), torch.randn(1, 2, 3)
+    module, x = twice(summed), torch.randn(1, 2, 3)
     kfac = factors(module, x, sharing)
     for name in ("layer.weight", "layer.bias"):
         torch.testing.assert_close(per_datum(kfac, name), block(module, x, name))
@@ -213,43 +189,34 @@ def test_a_linear_layer_used_twice_is_exact_where_shared_weights_are(summed, sha
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_two_uses_are_two_positions_of_one(sharing):
-    module, x = Twice(False), torch.randn(6, 2, 3)
+    module, x = twice(False), torch.randn(6, 2, 3)
     got, want = factors(module, x, sharing), factors(module.layer, x, sharing)
     assert_same(got, want, {"layer.weight": "weight"})
 
 
-class Odd(nn.Module):
-    """Vectors and a number in places where no layer has them, and a recurrent layer's biases."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale, self.power = nn.Parameter(torch.rand(3) + 0.5), nn.Parameter(torch.tensor(0.7))
-        self.head = nn.Linear(3, 2)
-
-    def forward(self, x):
-        return self.head(torch.tanh(x * self.scale.exp()).abs() ** self.power.sigmoid())
-
-
 def test_vectors_and_numbers_have_their_exact_blocks_however_they_are_used():
-    module, x = Odd(), torch.randn(6, 3)
+    """In places where no layer has them."""
+    own = {
+        "scale": nn.Parameter(torch.rand(3) + 0.5),
+        "power": nn.Parameter(torch.tensor(0.7)),
+        "head": nn.Linear(3, 2),
+    }
+    module = Net(lambda net, x: net.head(torch.tanh(x * net.scale.exp()).abs() ** net.power.sigmoid()), **own)
+    x = torch.randn(6, 3)
     kfac = factors(module, x)
     for name in ("scale", "power", "head.bias"):
         torch.testing.assert_close(per_datum(kfac, name), block(module, x, name))
 
 
-class Language(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table, self.norm, self.rnn = nn.Embedding(5, 3), nn.LayerNorm(3), nn.GRU(3, 3, batch_first=True)
-
-    def forward(self, tokens):
-        return F.linear(self.norm(self.rnn(self.table(tokens))[0]), self.table.weight)
+def language(net, tokens):
+    return F.linear(net.norm(net.rnn(net.table(tokens))[0]), net.table.weight)
 
 
 def test_what_has_no_kronecker_factors_is_named_all_at_once_with_what_to_do():
     """An embedding that is the head as well: its two uses have their factors the other way round."""
+    layers = {"table": nn.Embedding(5, 3), "norm": nn.LayerNorm(3), "rnn": nn.GRU(3, 3, batch_first=True)}
     with pytest.raises(ValueError) as refusal:
-        factors(Language(), torch.randint(0, 5, (4, 3)))
+        factors(Net(language, **layers), torch.randint(0, 5, (4, 3)))
     message = str(refusal.value)
     assert "cannot describe 3 of 7 parameters" in message and "'diagonal'" in message
     assert "table.weight: its weights are tied: it is used in two ways" in message
@@ -284,19 +251,13 @@ def test_ekfac_and_predictions_of_these_layers_are_those_of_the_dense_block(laye
         torch.testing.assert_close(covariance[n], dense[4 * n : 4 * n + 4, 4 * n : 4 * n + 4])
 
 
-class Folded(nn.Module):
+def folded(net, x):
     """A layer that sees the positions of a datum as further data, and one that sees one position."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.outer = nn.Linear(3, 2), nn.Linear(8, 2)
-
-    def forward(self, x):
-        return self.outer(torch.tanh(self.inner(x.reshape(-1, 3))).reshape(len(x), -1))
+    return net.outer(torch.tanh(net.inner(x.reshape(-1, 3))).reshape(len(x), -1))
 
 
 def test_a_weight_and_its_bias_share_one_factor_only_where_a_datum_has_one_position():
-    module, x = Folded(), torch.randn(5, 4, 3)
+    module, x = Net(folded, inner=nn.Linear(3, 2), outer=nn.Linear(8, 2)), torch.randn(5, 4, 3)
     kfac = factors(module, x)
     assert kfac.left["outer.bias"] is kfac.left["outer.weight"]
     both = kfac.add(factors(module, x))
@@ -309,26 +270,25 @@ def test_a_weight_and_its_bias_share_one_factor_only_where_a_datum_has_one_posit
     torch.testing.assert_close(basis.to_dense(), both.to_dense())
 
 
-class Causal(nn.Module):
+def causal(net, ids):
     """One layer of causal attention between an embedding and a head."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.head = nn.Embedding(11, 6), nn.Linear(6, 11)
-        self.query, self.value = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, ids):
-        h = self.table(ids)
-        scores = self.query(h) @ h.mT
-        future = torch.ones(ids.shape[1], ids.shape[1]).triu(1).bool()
-        return self.head(h + torch.tanh(scores.masked_fill(future, -torch.inf).softmax(-1) @ self.value(h)))
+    h = net.table(ids)
+    scores = net.query(h) @ h.mT
+    future = torch.ones(ids.shape[1], ids.shape[1]).triu(1).bool()
+    return net.head(h + torch.tanh(scores.masked_fill(future, -torch.inf).softmax(-1) @ net.value(h)))
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("estimator", ["ggn", "empirical_fisher"])
 def test_padded_sequences_have_the_factors_of_each_sequence_alone(sharing, estimator):
     """Lengths 3, 5 and 7, the first two tokens of each a prompt whose labels are ignored, padded to 9."""
-    forward, params, _ = bc.make_functional(Causal().eval())
+    layers = {
+        "table": nn.Embedding(11, 6),
+        "head": nn.Linear(6, 11),
+        "query": nn.Linear(6, 6),
+        "value": nn.Linear(6, 6),
+    }
+    forward, params, _ = bc.make_functional(Net(causal, **layers).eval())
     estimate = getattr(curvature, estimator)(forward, likelihoods.categorical(), "kronecker", sharing=sharing)
     ids, labels = torch.randint(0, 11, (3, 9)), torch.full((3, 9), -100)
     alone = None

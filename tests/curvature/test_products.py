@@ -12,6 +12,7 @@ import bayesopt_chain as bc
 from bayesopt_chain import curvature, likelihoods
 from bayesopt_chain.precision import Dense, Diagonal, flatten, shape_only, unflatten
 from tests.curvature.conftest import naive
+from tests.nets import Net
 
 PARAMS = lambda: {"w": torch.randn(3, 4), "v": torch.randn(4, 2), "s": torch.tensor(0.7)}  # noqa: E731
 COUNT = torch.tensor(1.0)
@@ -238,33 +239,22 @@ def test_what_is_frozen_below_the_first_kept_parameter_costs_no_backward_pass():
     assert count.products <= 6
 
 
-class Attention(nn.Module):
+def attends(net, x):
     """One head of attention over the positions, then a linear layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.head = nn.Linear(3, 9), nn.Linear(3, 1)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).chunk(3, -1)
-        mixed = nn.functional.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])
-        return self.head(mixed[:, 0].mean(1))
+    q, k, v = net.qkv(x).chunk(3, -1)
+    mixed = nn.functional.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])
+    return net.head(mixed[:, 0].mean(1))
 
 
-class Inner(nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer, self.head = layer, nn.Linear(4, 1)
-
-    def forward(self, x):
-        out = self.layer(x if isinstance(self.layer, nn.LSTM) else x.mean(1))
-        return self.head(torch.tanh(out[0][:, -1] if isinstance(out, tuple) else out))
+def inner(net, x):
+    out = net.layer(x if isinstance(net.layer, nn.LSTM) else x.mean(1))
+    return net.head(torch.tanh(out[0][:, -1] if isinstance(out, tuple) else out))
 
 
 MODELS = {
-    "attention": Attention,
-    "weight_norm": lambda: Inner(parametrizations.weight_norm(nn.Linear(3, 4))),
-    "LSTM": lambda: Inner(nn.LSTM(3, 4, batch_first=True)),
+    "attention": lambda: Net(attends, qkv=nn.Linear(3, 9), head=nn.Linear(3, 1)),
+    "weight_norm": lambda: Net(inner, layer=parametrizations.weight_norm(nn.Linear(3, 4)), head=nn.Linear(4, 1)),
+    "LSTM": lambda: Net(inner, layer=nn.LSTM(3, 4, batch_first=True), head=nn.Linear(4, 1)),
 }
 
 

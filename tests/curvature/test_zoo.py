@@ -13,39 +13,27 @@ from torch.func import functional_call
 
 from bayesopt_chain import curvature, likelihoods
 from bayesopt_chain.precision import flatten
+from tests.nets import Net
 
 B = 3
 TRANSFORMER = {"dim_feedforward": 3, "batch_first": True}
 
 
-class On(nn.Module):
-    """A linear map of the last axis, which keeps the shape, and then the layer: curvature above and below it."""
-
-    def __init__(self, width, layer, call=lambda layer, x: layer(x)):
-        super().__init__()
-        self.front, self.layer, self.call = nn.Linear(width, width), layer, call
-
-    def forward(self, x):
-        return self.call(self.layer, self.front(x))
-
-
-class Over(nn.Module):
+def over(layer):
     """A layer of indices."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        return self.layer(x)
+    return Net(lambda net, x: net.layer(x), layer=layer)
 
 
 def on(layer, *shape, call=lambda layer, x: layer(x)):
-    """A layer over random inputs `[B, *shape]`; a lazy one sees a batch first."""
+    """A linear map of the last axis of random inputs `[B, *shape]`, then the layer: curvature above and below it.
+
+    A lazy layer sees a batch first.
+    """
     x = torch.randn(B, *shape)
     with torch.no_grad():
         call(layer, x)
-    return On(shape[-1], layer, call).eval(), x
+    front = nn.Linear(shape[-1], shape[-1])
+    return Net(lambda net, x: call(net.layer, net.front(x)), front=front, layer=layer).eval(), x
 
 
 def unpool(pool, unpool_layer, *shape):
@@ -159,8 +147,8 @@ RIGHT = {
         nn.TransformerDecoder(nn.TransformerDecoderLayer(4, 2, **TRANSFORMER), 1), 2, 4, call=decode
     ),
     "Transformer": lambda: on(nn.Transformer(4, 2, 1, 1, **TRANSFORMER), 2, 4, call=decode),
-    "Embedding": lambda: (Over(nn.Embedding(4, 2, padding_idx=1)), torch.randint(0, 4, (B, 3))),
-    "EmbeddingBag": lambda: (Over(nn.EmbeddingBag(4, 2)), torch.randint(0, 4, (B, 3))),
+    "Embedding": lambda: (over(nn.Embedding(4, 2, padding_idx=1)), torch.randint(0, 4, (B, 3))),
+    "EmbeddingBag": lambda: (over(nn.EmbeddingBag(4, 2)), torch.randint(0, 4, (B, 3))),
     "CosineSimilarity": lambda: on(nn.CosineSimilarity(), 3, call=lambda layer, x: layer(x, x.flip(-1))[:, None]),
     "PairwiseDistance": lambda: on(nn.PairwiseDistance(), 3, call=lambda layer, x: layer(x, x.flip(-1))[:, None]),
     "PixelShuffle": lambda: on(nn.PixelShuffle(2), 4, 1, 2),
@@ -249,7 +237,7 @@ WAYS = {
     "InstanceNorm1d with running statistics": lambda: on(
         nn.InstanceNorm1d(2, affine=True, track_running_stats=True), 2, 3
     ),
-    "EmbeddingBag of sums": lambda: (Over(nn.EmbeddingBag(4, 2, mode="sum")), torch.randint(0, 4, (B, 3))),
+    "EmbeddingBag of sums": lambda: (over(nn.EmbeddingBag(4, 2, mode="sum")), torch.randint(0, 4, (B, 3))),
 }
 
 

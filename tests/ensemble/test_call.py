@@ -18,6 +18,7 @@ from bayesopt_chain.ensemble.data import read
 from bayesopt_chain.ensemble.members import members_of
 from bayesopt_chain.runs import files
 from bayesopt_chain.sklearn import PosteriorClassifier, PosteriorRegressor
+from tests.nets import Net
 from tests.runs.test_hostile import every_damage_is_refused
 
 N = 48
@@ -145,15 +146,7 @@ def test_adapters_are_drawn_anew_as_their_library_draws_them():
     """Of LoRA one factor is random and the other 0, so that every member starts as the pretrained network."""
     peft = pytest.importorskip("peft")
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(2, 8), nn.Linear(8, 1)
-
-        def forward(self, x):
-            return self.b(self.a(x).tanh())
-
-    base = Net()
+    base = Net(lambda net, x: net.b(net.a(x).tanh()), a=nn.Linear(2, 8), b=nn.Linear(8, 1))
     wanted = base(X).detach()
     module = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["a", "b"]))
     members = members_of(module, 2, 0, "cpu")
@@ -186,17 +179,6 @@ def test_arguments_out_of_range_or_of_another_kind_are_refused_by_name(change, s
         bc.posterior_ensemble(maker(), (X, Y), GAUSSIAN, **{**SMALL, **change})
 
 
-class Bare(nn.Module):
-    """A parameter of its own, which no module says how to draw."""
-
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(2, 1))
-
-    def forward(self, x):
-        return x @ self.w
-
-
 def weight_normed():
     with pytest.warns(FutureWarning):
         return nn.Sequential(nn.utils.weight_norm(nn.Linear(2, 3)), nn.Linear(3, 1))
@@ -214,7 +196,7 @@ def growing():
     return make
 
 
-SAME = maker()()
+SAME, BARE = maker()(), Net(lambda net, x: x @ net.w, w=nn.Parameter(torch.zeros(2, 1)))
 FEW = (X[:, 0] > 0).long().where(torch.arange(N) < 5, -100)
 
 
@@ -222,7 +204,7 @@ FEW = (X[:, 0] > 0).long().where(torch.arange(N) < 5, -100)
     "module, data, likelihood, error, words",
     [
         (lambda: SAME, (X, Y), GAUSSIAN, ValueError, "start from the same weights"),
-        (Bare(), (X, Y), GAUSSIAN, ValueError, "cannot be drawn anew"),
+        (BARE, (X, Y), GAUSSIAN, ValueError, "cannot be drawn anew"),
         (maker(), (X, X[:, 0]), GAUSSIAN, ValueError, "outputs ask for"),
         (maker(), (X / 0, Y), GAUSSIAN, ValueError, "NaN or infinity"),
         (maker(), [*zip(X, Y[:, 0])], GAUSSIAN, ValueError, "of single data make a DataLoader"),

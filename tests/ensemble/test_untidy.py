@@ -16,6 +16,7 @@ from bayesopt_chain.ensemble.members import members_of
 from bayesopt_chain.ensemble.recipe import Training
 from bayesopt_chain.ensemble.report import Progress
 from bayesopt_chain.ensemble.training import Problem, program
+from tests.nets import Net
 
 GAUSSIAN = bc.likelihoods.gaussian()
 
@@ -65,8 +66,8 @@ def test_outputs_without_an_axis_of_their_own_are_as_good_as_one_output():
     torch.testing.assert_close(plain.variance, column.variance[:, 0], rtol=1e-4, atol=1e-5)
 
 
-def maker(outputs, inputs=3):
-    return nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs)).double()
+def maker(outputs, inputs=3, width=8):
+    return nn.Sequential(nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, outputs)).double()
 
 
 def wide():
@@ -162,19 +163,6 @@ def test_equal_targets_are_equal_also_where_their_mean_is_rounded():
     mean, variance = moments(GAUSSIAN, y)
     assert float(mean) == pytest.approx(float(y[0])) and float(variance) == 0
     assert float(moments(GAUSSIAN, y.double() + 1e-9 * torch.arange(60)[:, None])[1]) > 0
-
-
-class Net(nn.Module):
-    """Layers and parameters by name, and a function of them and the inputs."""
-
-    def __init__(self, of, **parts):
-        super().__init__()
-        self.of = of
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, *inputs, **named):
-        return self.of(self, *inputs, **named)
 
 
 def tokens(net, x):
@@ -307,28 +295,23 @@ def test_batches_may_be_dictionaries():
     torch.testing.assert_close(torch.stack([m(**only) for m in found.modules()]).mean(0), found.predict(only).mean)
 
 
-class Residual(nn.Module):
+def solution(net, x):
+    return 1 + x * net.net(x)
+
+
+def residual(net, x):
     """``u' + u`` of a network ``u`` with ``u(0) = 1``: zero for ``exp(-x)``."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
-
-    def u(self, x):
-        return 1 + x * self.net(x)
-
-    def forward(self, x):
-        value, slope = torch.func.jvp(self.u, (x,), (torch.ones_like(x),))
-        return value + slope
+    value, slope = torch.func.jvp(lambda x: solution(net, x), (x,), (torch.ones_like(x),))
+    return value + slope
 
 
 @pytest.mark.slow
 def test_residuals_of_an_equation_are_trained_to_zero_in_their_own_units():
     x = torch.linspace(0, 2, 80)[:, None]
-    found = ensemble(x, torch.zeros(80, 1), make=Residual, steps=1000)
+    found = ensemble(x, torch.zeros(80, 1), make=lambda: Net(residual, net=maker(1, 1, 16).float()), steps=1000)
     assert not found.scale.said and "constant" not in found.report.held_out
     for module in found.modules():
-        torch.testing.assert_close(module.u(x), (-x).exp(), rtol=0, atol=0.05)
+        torch.testing.assert_close(solution(module, x), (-x).exp(), rtol=0, atol=0.05)
 
 
 class Clock:
@@ -410,31 +393,27 @@ def test_a_stage_that_fails_hands_back_what_was_trained(monkeypatch, stage, at, 
         assert caught.value.ensemble.predict(x).mean.isfinite().all()
 
 
-class Product(nn.Module):
+def products(net, x):
     """``x @ w`` and its relatives, an embedding that is also the head, and what is added or scales."""
+    h = net.norm((x @ net.right) * net.gain[0] + net.added.sum(0))
+    a = h @ net.turned.T + h @ net.copied.double().to(h.dtype)
+    b = net.table(torch.zeros(len(x), dtype=torch.long)) @ net.table.weight.T
+    c = net.conv(net.up(b[:, :, None].expand(-1, -1, 3))).mean((1, 2))
+    d = (h[..., None] * net.weighed).sum(-2) + (a[:, :, None] * net.repeated).sum(1)
+    return (h @ net.vector + d.mean(1) + a.sum(1) + c + net.lstm(a[:, None])[0].sum((1, 2)))[:, None]
 
-    def __init__(self):
-        super().__init__()
-        sizes = {"right": (3, 5), "vector": (5,), "turned": (7, 5), "copied": (5, 7), "added": (2, 5), "gain": (1, 5)}
-        sizes |= {"weighed": (5, 4), "repeated": (4,)}
-        for name, size in sizes.items():
-            setattr(self, name, nn.Parameter(torch.randn(size)))
-        self.table, self.norm = nn.Embedding(4, 7), nn.LayerNorm(5)
-        self.up, self.conv = nn.ConvTranspose1d(4, 6, 2, 2), nn.Conv1d(6, 3, 5, padding=2)
-        self.lstm = nn.LSTM(7, 2, batch_first=True)
 
-    def forward(self, x):
-        h = self.norm((x @ self.right) * self.gain[0] + self.added.sum(0))
-        a = h @ self.turned.T + h @ self.copied.double().to(h.dtype)
-        b = self.table(torch.zeros(len(x), dtype=torch.long)) @ self.table.weight.T
-        c = self.conv(self.up(b[:, :, None].expand(-1, -1, 3))).mean((1, 2))
-        d = (h[..., None] * self.weighed).sum(-2) + (a[:, :, None] * self.repeated).sum(1)
-        return (h @ self.vector + d.mean(1) + a.sum(1) + c + self.lstm(a[:, None])[0].sum((1, 2)))[:, None]
+def of_products():
+    sizes = {"right": (3, 5), "vector": (5,), "turned": (7, 5), "copied": (5, 7), "added": (2, 5), "gain": (1, 5)}
+    sizes |= {"weighed": (5, 4), "repeated": (4,)}
+    layers = {"table": nn.Embedding(4, 7), "norm": nn.LayerNorm(5), "up": nn.ConvTranspose1d(4, 6, 2, 2)}
+    layers |= {"conv": nn.Conv1d(6, 3, 5, padding=2), "lstm": nn.LSTM(7, 2, batch_first=True)}
+    return Net(products, **layers, **{name: nn.Parameter(torch.randn(size)) for name, size in sizes.items()})
 
 
 def test_the_precision_of_a_weight_is_what_an_output_sums_up_wherever_it_stands():
     x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
-    made = members_of(Product, 1, 0, "cpu")
+    made = members_of(of_products, 1, 0, "cpu")
     problem = Problem(Data(x, x[:, :1], 60), GAUSSIAN, made, 1, 8, [torch.arange(6)], 0, range(1))
     found = {k: p.unique().tolist() for k, p in problem.tree(problem.fan_in()).items()}
     wanted = {

@@ -254,23 +254,15 @@ def test_what_does_not_fit_is_refused(ask, error, words):
         ask()
 
 
-class Layers(torch.nn.Module):
-    """One layer of each kind whose inputs are counted in a way of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = torch.nn.Linear(7, 3)
-        self.grouped = torch.nn.Conv2d(4, 6, 3, groups=2)
-        self.up = torch.nn.ConvTranspose1d(4, 2, 6, stride=3)
-        self.words = torch.nn.Embedding(11, 5)
-        self.lstm = torch.nn.LSTM(5, 8)
-        self.norm = torch.nn.LayerNorm(8)
-        self.tied = self.linear
-
-
 def test_fan_in_counts_the_inputs_of_a_unit():
-    fans = bc.links.fan_in(Layers())
-    assert list(fans) == [name for name, _ in Layers().named_parameters()]
+    """Of one layer of each kind whose inputs are counted in a way of its own."""
+    linear = torch.nn.Linear(7, 3)
+    layers = torch.nn.ModuleDict({
+        "linear": linear, "grouped": torch.nn.Conv2d(4, 6, 3, groups=2), "up": torch.nn.ConvTranspose1d(4, 2, 6, stride=3),
+        "words": torch.nn.Embedding(11, 5), "lstm": torch.nn.LSTM(5, 8), "norm": torch.nn.LayerNorm(8), "tied": linear,
+    })  # fmt: skip
+    fans = bc.links.fan_in(layers)
+    assert list(fans) == [name for name, _ in layers.named_parameters()]
     weights = {
         "linear.weight": 7, "grouped.weight": 2 * 9, "up.weight": 4 * 6 / 3, "words.weight": 1, "lstm.weight_ih_l0": 5,
         "lstm.weight_hh_l0": 8,

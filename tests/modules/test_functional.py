@@ -10,21 +10,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import bayesopt_chain as bc
+from tests.nets import Net
 
 
 def network():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens):
-        return self.head(self.embed(tokens))
 
 
 def test_the_function_is_the_module_which_it_leaves_alone_and_buffers_move_as_in_it():
@@ -53,7 +44,9 @@ def test_frozen_parameters_stay_in_the_module():
 
 
 def test_a_tied_weight_comes_once_and_acts_twice():
-    module, tokens = Tied(), torch.tensor([1, 2])
+    embed, head, tokens = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False), torch.tensor([1, 2])
+    head.weight = embed.weight
+    module = Net(lambda net, tokens: net.head(net.embed(tokens)), embed=embed, head=head)
     forward, params, _ = bc.make_functional(module)
     assert list(params) == ["embed.weight"]
     w = torch.randn(5, 3)
@@ -63,15 +56,8 @@ def test_a_tied_weight_comes_once_and_acts_twice():
 
 
 def test_batches_may_be_mappings_or_anything_with_a_function():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(2, 1)
-
-        def forward(self, x, scale=1.0):
-            return scale * self.linear(x)
-
-    module, x = Model(), torch.ones(3, 2)
+    module = Net(lambda net, x, scale=1.0: scale * net.linear(x), linear=nn.Linear(2, 1))
+    x = torch.ones(3, 2)
     forward, params, _ = bc.make_functional(module)
     assert torch.equal(forward(params, {"x": x, "scale": 2.0, "labels": None}), 2 * module(x))
     other = bc.make_functional(module, inputs=lambda batch: (batch["features"], 3.0)).forward
@@ -112,17 +98,11 @@ def test_lazy_layers_are_asked_for_their_weights(call):
 
 
 def test_a_buffer_that_the_module_replaces_comes_back_and_stays_out_of_the_module():
-    class Counting(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(2, 1)
-            self.register_buffer("calls", torch.zeros(()))
+    def counting(net, x):
+        net.calls = net.calls + 1
+        return net.linear(x) * net.calls
 
-        def forward(self, x):
-            self.calls = self.calls + 1
-            return self.linear(x) * self.calls
-
-    module, x = Counting(), torch.ones(3, 2)
+    module, x = Net(counting, linear=nn.Linear(2, 1), calls=nn.Buffer(torch.zeros(()))), torch.ones(3, 2)
     forward, params, buffers = bc.make_functional(module)
     for k in range(1, 4):
         out, buffers = forward.with_buffers(params, x, buffers)
@@ -140,15 +120,8 @@ def test_the_module_has_its_own_tensors_back_when_it_fails():
 
 
 def test_tensors_by_other_names_are_attributes_or_nothing_as_for_torch():
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.scale = nn.Linear(2, 1), torch.tensor(1.0)
-
-        def forward(self, x):
-            return self.linear(x) * self.scale
-
-    module, x = Scaled(), torch.ones(3, 2)
+    module = Net(lambda net, x: net.linear(x) * net.scale, linear=nn.Linear(2, 1), scale=torch.tensor(1.0))
+    x = torch.ones(3, 2)
     forward, params, _ = bc.make_functional(module)
     out = forward({**params, "scale": torch.tensor(2.0), "noise": torch.tensor(0.1)}, x)
     assert torch.equal(out, 2 * module(x)) and module.scale == 1 and not hasattr(module, "noise")

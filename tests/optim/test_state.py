@@ -13,6 +13,7 @@ from torch.distributed.checkpoint import state_dict as dcp
 
 import bayesopt_chain as bc
 from bayesopt_chain.distributed.ranks import World
+from tests.nets import Net
 from tests.optim.probe import through_a_file, walk
 
 SAMPLING = {
@@ -245,21 +246,14 @@ def test_copied_params_and_state_go_on_bit_for_bit_in_another_model(name, schedu
     assert torch.equal(flat(params), expected) and torch.equal(info.loss, last)
 
 
-class Counted(nn.Module):
-    """A module that replaces its buffer at every call."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self):
-        self.calls = self.calls + 1
-        return (self.weight * self.calls).square().mean()
+def counting(net):
+    """What replaces its buffer at every call."""
+    net.calls = net.calls + 1
+    return (net.weight * net.calls).square().mean()
 
 
 def counted():
-    model = Counted()
+    model = Net(counting, weight=nn.Parameter(torch.ones(3)), calls=nn.Buffer(torch.zeros(())))
     optimizer = bc.optim.SGHMC(model.parameters(), 0.01, temperature=1e-3)
     return bc.optim.as_step(model, optimizer, lambda model, batch: model())
 
@@ -366,16 +360,10 @@ T = 0.7
 STIFF = torch.linspace(0.5, 2.0, 600)
 
 
-class Bowl(torch.nn.Module):
+def bowl():
     """Parameters of curvatures ``k``, and some of curvature 1."""
-
-    def __init__(self):
-        super().__init__()
-        self.w = torch.nn.Parameter(torch.zeros(600))
-        self.v = torch.nn.Parameter(torch.zeros(400))
-
-    def forward(self):
-        return (STIFF * self.w**2).sum() / 2 + (self.v**2).sum() / 2
+    parts = {"w": nn.Parameter(torch.zeros(600)), "v": nn.Parameter(torch.zeros(400))}
+    return Net(lambda net: (STIFF * net.w**2).sum() / 2 + (net.v**2).sum() / 2, **parts)
 
 
 RUNS = {
@@ -397,7 +385,7 @@ def temperatures(optimizer, model, sign=1.0, steps=500):
 @pytest.mark.parametrize("kind", RUNS)
 def test_a_run_has_the_temperature_that_it_was_given(kind):
     """Within 5 standard errors of 1; two-sided false alarms below 1e-4."""
-    model = Bowl()
+    model = bowl()
     found = temperatures(RUNS[kind](model.named_parameters()), model, -1.0 if kind == "climbing" else 1.0)
     for leaf in "wv":
         error = found[f"  its standard error, {leaf}"]
@@ -406,7 +394,7 @@ def test_a_run_has_the_temperature_that_it_was_given(kind):
 
 @pytest.mark.slow
 def test_what_cannot_be_read_is_refused():
-    model = Bowl()
+    model = bowl()
     with pytest.raises(ValueError, match="named_parameters"):
         bc.optim.SGHMC(model.parameters(), 0.1, temperature=T).thermal_leaves()
     with pytest.raises(TypeError, match="gradient transformation, or an optimizer"):

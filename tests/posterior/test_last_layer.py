@@ -12,6 +12,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.nn.utils.parametrize import register_parametrization
 
 import bayesopt_chain as bc
+from tests import nets
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 X, NEW = torch.linspace(-1, 1, 60).reshape(20, 3).double(), torch.linspace(-3, 3, 12).reshape(4, 3).double()
@@ -33,58 +34,25 @@ class Net(nn.Module):
         return f + getattr(self, "shift", 0) if not hasattr(self, "gain") else f * self.gain
 
 
-class Scale(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor([1.5]))
-
-    def forward(self, x):
-        return x * self.scale
+def scale():
+    return nets.Net(lambda net, x: x * net.scale, scale=nn.Parameter(torch.tensor([1.5])))
 
 
-class BiasOfItsOwn(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.bias = nn.Linear(5, 2, bias=False), nn.Parameter(torch.ones(2))
-
-    def forward(self, x):
-        return self.inner(x) + self.bias
+def of_inputs(function):
+    """A layer without parameters."""
+    return nets.Net(lambda net, x: function(x))
 
 
-class Symmetric(nn.Module):
-    def forward(self, x):
-        return x + 0.1 * x.flip(0)
+def with_a_bias():
+    parts = {"inner": nn.Linear(5, 2, bias=False), "bias": nn.Parameter(torch.ones(2))}
+    return nets.Net(lambda net, x: net.inner(x) + net.bias, **parts)
 
 
-class Flat(nn.Module):
-    def forward(self, x):
-        return x.mean((2, 3))
-
-
-class Tied(nn.Module):
+def tied():
     """An autoencoder whose decoder is the encoder's transpose: the matrix runs twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.encode, self.decode = nn.Linear(3, 5, bias=False), nn.Linear(3, 5, bias=False)
-        self.decode.weight = self.encode.weight
-
-    def forward(self, x):
-        return self.decode(torch.tanh(self.encode(x)[:, :3]))
-
-
-class After(nn.Module):
-    """A body and a head, and what ``after`` makes of them."""
-
-    def __init__(self, after, **parts):
-        super().__init__()
-        self.body, self.head, self.after = nn.Linear(3, 5), nn.Linear(5, 2), after
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, x):
-        h = torch.tanh(self.body(x))
-        return self.after(self, self.head(h), h)
+    parts = {"encode": nn.Linear(3, 5, bias=False), "decode": nn.Linear(3, 5, bias=False)}
+    parts["decode"].weight = parts["encode"].weight
+    return nets.Net(lambda net, x: net.decode(torch.tanh(net.encode(x)[:, :3])), **parts)
 
 
 def auxiliary(net, f, h):
@@ -93,7 +61,13 @@ def auxiliary(net, f, h):
 
 
 def after(then, **parts):
-    return lambda: After(then, **parts)
+    """A body and a head, and what ``then`` makes of them."""
+
+    def of(net, x):
+        h = torch.tanh(net.body(x))
+        return then(net, net.head(h), h)
+
+    return lambda: nets.Net(of, body=nn.Linear(3, 5), head=nn.Linear(5, 2), **parts)
 
 
 def hooked():
@@ -110,7 +84,7 @@ def frozen_bias():
 
 def parametrized_by_hand():
     head = nn.Linear(5, 2)
-    register_parametrization(head, "weight", Symmetric())
+    register_parametrization(head, "weight", of_inputs(lambda x: x + 0.1 * x.flip(0)))
     return Net(head)
 
 
@@ -175,7 +149,7 @@ UNTIDY = {  # module, the parameters of the last layer (or the words of a refusa
     "pruned for good": (permanently_pruned, PLAIN),
     "compiled": (lambda: torch.compile(Net(), backend="eager"), PLAIN),
     "a compiled part": (compiled_inside, "body was compiled by torch.compile"),
-    "a scale behind": (lambda: Net(None, Scale()), PLAIN),
+    "a scale behind": (lambda: Net(None, scale()), PLAIN),
     "a norm behind": (lambda: Net(None, nn.LayerNorm(2), nn.PReLU()), PLAIN),
     "a norm of two axes behind": (
         lambda: Net(None, nn.Unflatten(1, (2, 1)), nn.LayerNorm((2, 1)), nn.Flatten()),
@@ -184,14 +158,19 @@ UNTIDY = {  # module, the parameters of the last layer (or the words of a refusa
     "a batch norm behind": (lambda: Net(None, nn.BatchNorm1d(2)), PLAIN),
     "a gain of its own": (lambda: Net(gain=torch.tensor([[2.0, 3.0]]).reshape(1, 1, 2)[0]), "depends on gain behind"),
     "a shift of its own": (lambda: Net(shift=torch.ones(2)), {*PLAIN, "shift"}),
-    "a head with a bias of its own": (lambda: Net(BiasOfItsOwn()), {"head.inner.weight", "head.bias"}),
+    "a head with a bias of its own": (lambda: Net(with_a_bias()), {"head.inner.weight", "head.bias"}),
     "a head whose output a hook changes": (hooked, PLAIN),
     "a frozen bias": (frozen_bias, {"head.weight"}),
     "a convolution at the end": (
-        lambda: nn.Sequential(nn.Linear(3, 4), nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 2, 2, padding=1), Flat()),
+        lambda: nn.Sequential(
+            nn.Linear(3, 4),
+            nn.Unflatten(1, (1, 2, 2)),
+            nn.Conv2d(1, 2, 2, padding=1),
+            of_inputs(lambda x: x.mean((2, 3))),
+        ),
         {"2.weight", "2.bias"},
     ),
-    "tied weights": (Tied, {"encode.weight"}),
+    "tied weights": (tied, {"encode.weight"}),
     "averaged": (lambda: torch.optim.swa_utils.AveragedModel(Net()), {"module.head.weight", "module.head.bias"}),
     "data parallel": (lambda: nn.DataParallel(Net()), PLAIN),
     "lightning": (lightning, {"net.head.weight", "net.head.bias"}),
@@ -264,7 +243,7 @@ def test_the_last_layer_of_an_untidy_module_has_the_dense_posterior_or_is_refuse
 
 
 def test_kept_parameters_that_the_outputs_do_not_depend_on_are_named():
-    module = After(lambda n, f, h: f, other=nn.Linear(5, 2)).double().eval()
+    module = after(lambda n, f, h: f, other=nn.Linear(5, 2))().double().eval()
     with pytest.raises(ValueError, match=r"do not depend on the kept parameters .other.bias, other.weight."):
         bc.fit_laplace(
             module,
@@ -278,39 +257,25 @@ def test_kept_parameters_that_the_outputs_do_not_depend_on_are_named():
 
 def test_parameters_behind_the_last_layer_are_named_and_a_model_without_a_matrix_warns():
     data = [(X, X[:, :2].exp().round())]
-    fitted = bc.fit_laplace(Net(None, Scale()).double().eval(), bc.likelihoods.poisson(), data)
+    fitted = bc.fit_laplace(Net(None, scale()).double().eval(), bc.likelihoods.poisson(), data)
     assert "behind them behind.0.scale stay as they are" in repr(fitted) and len(repr(fitted).splitlines()) == 3
     with pytest.warns(UserWarning, match="no layer with a matrix"):
-        bc.fit_laplace(Scale().double().eval(), bc.likelihoods.poisson(), [(X, X.exp().round())])
+        bc.fit_laplace(scale().double().eval(), bc.likelihoods.poisson(), [(X, X.exp().round())])
 
 
-class Draws(nn.Module):
-    def forward(self, x):
-        return x + 0.1 * torch.randn_like(x)
+def recurrent(**options):
+    lstm = nn.LSTM(2, 4, num_layers=2, batch_first=True, **options)
+    return nets.Net(lambda net, x: net.head(net.lstm(over_positions(x))[0][:, -1]), lstm=lstm, head=nn.Linear(4, 3))
 
 
-class Centred(nn.Module):
-    def forward(self, x):
-        return x - x.mean(0)
+def over_positions(x):
+    return x[:, None].expand(-1, 3, -1)
 
 
-class Recurrent(nn.Module):
-    def __init__(self, **options):
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(2, 4, num_layers=2, batch_first=True, **options), nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.head(self.lstm(x[:, None].expand(-1, 3, -1))[0][:, -1])
-
-
-class Attentive(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention, self.head = nn.MultiheadAttention(2, 1, dropout=0.5, batch_first=True), nn.Linear(2, 3)
-
-    def forward(self, x):
-        x = x[:, None].expand(-1, 3, -1)
-        return self.head(self.attention(x, x, x)[0][:, 0])
+def attentive():
+    attention = nn.MultiheadAttention(2, 1, dropout=0.5, batch_first=True)
+    attended = lambda net, x: net.head(net.attention(*[over_positions(x)] * 3)[0][:, 0])  # noqa: E731
+    return nets.Net(attended, attention=attention, head=nn.Linear(2, 3))
 
 
 @pytest.mark.usefixtures("double_precision")
@@ -319,16 +284,16 @@ class Attentive(nn.Module):
     [
         (nn.Sequential(nn.Dropout(), nn.Linear(2, 3)), r"0 .Dropout. is in training mode"),
         (nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 3)), r"0 .BatchNorm1d. is in training mode"),
-        (Recurrent(dropout=0.5), r"lstm .LSTM. is in training mode"),
-        (Attentive(), r"attention .MultiheadAttention. is in training mode"),
-        (nn.Sequential(Draws(), nn.Linear(2, 3)), "the outputs are random"),
-        (nn.Sequential(Centred(), nn.Linear(2, 3)), "depend on the rest of its batch"),
+        (recurrent(dropout=0.5), r"lstm .LSTM. is in training mode"),
+        (attentive(), r"attention .MultiheadAttention. is in training mode"),
+        (nn.Sequential(of_inputs(lambda x: x + 0.1 * torch.randn_like(x)), nn.Linear(2, 3)), "the outputs are random"),
+        (nn.Sequential(of_inputs(lambda x: x - x.mean(0)), nn.Linear(2, 3)), "depend on the rest of its batch"),
         (
             nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False), nn.Linear(2, 3)).eval(),
             "no running statistics",
         ),
     ],
-    ids=lambda x: type(x).__name__,
+    ids=["dropout", "batch norm", "LSTM", "attention", "draws", "centred", "no statistics"],
 )
 def test_layers_that_draw_or_mix_data_are_refused(module, words):
     module = module.double()
@@ -340,7 +305,7 @@ def test_layers_that_draw_or_mix_data_are_refused(module, words):
 @pytest.mark.usefixtures("double_precision")
 def test_a_recurrent_network_without_dropout_may_be_in_training_mode():
     fitted = bc.fit_laplace(
-        Recurrent().train(), bc.likelihoods.categorical(), [(torch.randn(20, 2), torch.randint(0, 3, (20,)))]
+        recurrent().train(), bc.likelihoods.categorical(), [(torch.randn(20, 2), torch.randint(0, 3, (20,)))]
     )
     assert set(fitted.posterior.mean) == {"head.weight", "head.bias"}
 

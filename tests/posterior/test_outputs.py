@@ -9,6 +9,7 @@ from torch import nn
 import bayesopt_chain as bc
 from bayesopt_chain.likelihoods import gaussian, weighted
 from bayesopt_chain.trees import flatten
+from tests.nets import Net
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 
@@ -264,16 +265,10 @@ def test_all_layers_are_right_densely_whatever_takes_the_derivative(by):
     torch.testing.assert_close(drawn, fitted.outputs(data).mean + torch.einsum("nep,sp->sne", rows, off))
 
 
-class Enabled(nn.Module):
-    """Takes derivatives also where gradients are off, of data of its own."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, positions, mask):
-        with torch.enable_grad():
-            return self.inner(positions.clone(), mask)
+@torch.enable_grad()
+def enabled(net, positions, mask):
+    """Derivatives also where gradients are off, of data of its own."""
+    return net.inner(positions.clone(), mask)
 
 
 def test_what_is_not_right_is_refused_by_name():
@@ -281,42 +276,43 @@ def test_what_is_not_right_is_refused_by_name():
     loader = [(inputs, torch.randn(5, 13))]
     for module, told, words in (
         (Potential(), {"structure": "kronecker"}, r"derivatives of the last layer's \(head.*structure='dense'"),
-        (Enabled(Potential(False)), {"subset": "all", "structure": "dense"}, "gradients off or without create_graph"),
-        (Enabled(Potential()), {"subset": "all"}, "cannot describe .* use structure='dense'"),
+        (
+            Net(enabled, inner=Potential(False)),
+            {"subset": "all", "structure": "dense"},
+            "gradients off or without create_graph",
+        ),
+        (Net(enabled, inner=Potential()), {"subset": "all"}, "cannot describe .* use structure='dense'"),
         (Potential(by="func"), {}, "differentiates by torch.func"),
     ):
         with pytest.raises(ValueError, match=words):
             bc.fit_laplace(module.eval(), gaussian(), loader, tune=None, **told)
 
 
-class Residual(nn.Module):
+def residual(burgers=False):
     """Of the heat equation, ``u_t - u_xx``, or with ``u u_x`` of Burgers' equation."""
 
-    def __init__(self, burgers=False):
-        super().__init__()
-        self.u = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 1))
-        self.burgers = burgers
-
-    def forward(self, x):
+    def of(net, x):
         x.requires_grad_()
-        u = self.u(x)
+        u = net.u(x)
         (first,) = torch.autograd.grad(u.sum(), x, create_graph=True)
         (second,) = torch.autograd.grad(first[:, 1].sum(), x, create_graph=True)
-        drift = u * first[:, 1:] if self.burgers else 0.0
+        drift = u * first[:, 1:] if burgers else 0.0
         return torch.cat([u, first[:, :1] + drift - second[:, 1:]], 1)
+
+    return Net(of, u=nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 1))).eval()
 
 
 def test_the_residual_of_a_linear_equation_is_right_and_of_another_refused():
     x, y = torch.randn(8, 2), torch.randn(8, 2)
-    module = Residual().eval()
+    module = residual()
     fitted = bc.fit_laplace(module, gaussian(0.1), [(x, y)], tune=None)
     hidden = torch.tanh(module.u[0](x)).detach()
     w, slope = module.u[0].weight.detach(), 1 - hidden.square()
-    residual = slope * w[:, 0] + 2 * hidden * slope * w[:, 1].square()
+    second = slope * w[:, 0] + 2 * hidden * slope * w[:, 1].square()
     ones = torch.ones(8, 1)
-    j = torch.stack([torch.cat([ones, hidden], 1), torch.cat([0 * ones, residual], 1)], 1)  # bias and weight
+    j = torch.stack([torch.cat([ones, hidden], 1), torch.cat([0 * ones, second], 1)], 1)  # bias and weight
     precision = torch.eye(6) + torch.einsum("nep,neq->pq", j, j) / 0.1
     wanted = j @ torch.linalg.solve(precision, j.mT)
     torch.testing.assert_close(fitted.outputs(x).covariance, wanted, rtol=1e-8, atol=1e-8)
     with pytest.raises(ValueError, match=r"derivatives and not linear in u\.2\.weight"):
-        bc.fit_laplace(Residual(burgers=True).eval(), gaussian(), [(x, y)])
+        bc.fit_laplace(residual(burgers=True), gaussian(), [(x, y)])

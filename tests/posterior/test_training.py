@@ -7,6 +7,7 @@ from torch import nn
 import bayesopt_chain as bc
 from bayesopt_chain.posterior import train_by_evidence
 from bayesopt_chain.posterior.training import moved
+from tests.nets import Net
 
 N = 60
 
@@ -98,25 +99,19 @@ def test_the_body_runs_once_where_the_last_layer_is_trained():
     assert len(calls) == 2  # once for each batch
 
 
-class Slopes(nn.Module):
+@torch.enable_grad()
+def slopes(net, x):
     """Energies and forces, linear in the last layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = nn.Linear(2, 4), nn.Linear(4, 1)
-
-    def forward(self, x):
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            energy = self.head(torch.tanh(self.body(x)))
-            (slope,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
-        return torch.cat([energy, -slope], 1)
+    x = x.detach().requires_grad_()
+    energy = net.head(torch.tanh(net.body(x)))
+    (slope,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+    return torch.cat([energy, -slope], 1)
 
 
 @pytest.mark.slow
 def test_a_last_layer_whose_outputs_are_derivatives_is_trained_on_its_responses():
     """To where its evidence is that of the fit, which has settled."""
-    model, x = Slopes(), torch.randn(30, 2)
+    model, x = Net(slopes, body=nn.Linear(2, 4), head=nn.Linear(4, 1)), torch.randn(30, 2)
     y = torch.cat([x.square().sum(1, keepdim=True), -2 * x], 1)
     data, options = [(x[:15], y[:15]), (x[15:], y[15:])], {"subset": "last_layer", "structure": "dense"}
     training = train_by_evidence(
@@ -127,22 +122,13 @@ def test_a_last_layer_whose_outputs_are_derivatives_is_trained_on_its_responses(
     assert training.log_evidence[0] < training.log_evidence[-1]
 
 
-class Summed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(2, 1)
-
-    def forward(self, a, b):
-        return self.layer(a + b)
-
-
 @pytest.mark.parametrize("kind", ["keywords", "arguments"])
 def test_inputs_may_be_keywords_or_several_arguments(kind):
     """The same numbers as for one input, the sum."""
     x, y = regression()
     inputs = {"a": x / 2, "b": x / 2} if kind == "keywords" else (x / 2, x / 2)
     torch.manual_seed(0)
-    several, one = Summed(), nn.Linear(2, 1)
+    several, one = Net(lambda net, a, b: net.layer(a + b), layer=nn.Linear(2, 1)), nn.Linear(2, 1)
     one.load_state_dict(several.layer.state_dict())
     options = {"structure": "dense", "epochs": 20, "every": 5, "optimizer": adam(0.02)}
     got = train_by_evidence(several, bc.likelihoods.gaussian(), [(inputs, y)], **options)

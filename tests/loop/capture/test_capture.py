@@ -20,6 +20,7 @@ from bayesopt_chain.loop.capture import build as capture_module
 from bayesopt_chain.loop.capture import cache, replays
 from bayesopt_chain.random.stream import new_key
 from tests.loop.beside import BACKENDS, COMPILED, CUDA, assert_close, follow, record
+from tests.nets import Net
 from tests.random.draws import leaf
 
 
@@ -748,24 +749,12 @@ def test_recurrent_layers_are_captured(layer):
     follow(*run, [x] * 3, rtol=1e-5, atol=1e-6)
 
 
-class Attention(nn.Module):
-    """A transformer's block over a sequence, and a mean over it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = nn.TransformerEncoderLayer(
-            8, 2, dim_feedforward=16, dropout=0.0, batch_first=True, norm_first=True
-        )
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.block(x).mean(1))
-
-
 @pytest.mark.slow
 def test_attention_is_captured_with_its_noise_and_a_short_last_batch():
     """Batches of 4, 4 and 2 sequences, the last of which is recorded when it comes; every step is the eager step's."""
-    forward, params, _ = bc.make_functional(Attention())
+    block = nn.TransformerEncoderLayer(8, 2, dim_feedforward=16, dropout=0.0, batch_first=True, norm_first=True)
+    model = Net(lambda net, x: net.head(net.block(x).mean(1)), block=block, head=nn.Linear(8, 3))
+    forward, params, _ = bc.make_functional(model)
     x, y = torch.randn(10, 5, 8), torch.arange(10) % 3
 
     def loss(params, batch):
