@@ -158,26 +158,10 @@ def written(save):
     return path
 
 
-def saved():
-    return written(lambda path: bc.save(path, params()))
-
-
 def model_step():
     net = model()
     made = bc.optim.SGHMC(net.parameters(), lr=0.1, temperature=0.1)
     return bc.optim.as_step(net, made, lambda m, x: m(x).square().mean())
-
-
-def kept():
-    return written(several().save)
-
-
-def normal():
-    return VI.posterior(VI.init(params()), params())
-
-
-def scalar(x):
-    return x.square().sum()
 
 
 def BUILD(temperature=0.1):
@@ -239,7 +223,7 @@ SOUND: dict[str, Callable[[], Any]] = {  # by the name of an argument, or of a c
     "link": lambda: bc.sgd(0.1),
     "response": lambda: bc.add_momentum(0.9).links[0].response,
     "stream": lambda: "philox",
-    "path": saved,
+    "path": lambda: written(lambda path: bc.save(path, params())),
     "like": params,
     "tree": params,
     "trees": lambda: [params(), params()],
@@ -331,7 +315,7 @@ SOUND: dict[str, Callable[[], Any]] = {  # by the name of an argument, or of a c
     **{f"curvature.{name}.{word}": lambda: VECTOR for name in PRODUCTS for word in ("primals", "tangents")},
     "curvature.fvp.f": lambda: torch.square,
     "curvature.jvp.f": lambda: torch.square,
-    "curvature.hvp.f": lambda: scalar,
+    "curvature.hvp.f": lambda: lambda x: x.square().sum(),
     "curvature.ggnvp.forward": lambda: torch.square,
     "curvature.ggnvp.loss": lambda: torch.sum,
     "diagnostics.heating.order": lambda: "independent",
@@ -350,7 +334,10 @@ SOUND: dict[str, Callable[[], Any]] = {  # by the name of an argument, or of a c
     "plot.reliability.targets": lambda: torch.arange(6) % 2,
     "posterior.classification_metrics.targets": lambda: torch.arange(6) % 2,
     "posterior.temperature_scaling.targets": lambda: torch.arange(6) % 2,
-    **{f"posterior.{name}.posterior": normal for name in ("functional_samples", "linearized")},
+    **{
+        f"posterior.{name}.posterior": lambda: VI.posterior(VI.init(params()), params())
+        for name in ("functional_samples", "linearized")
+    },
     **{f"posterior.{name}.batch": lambda: DATA for name in ("functional_samples", "linearized")},
     "samplers.contour_weight.tx": lambda: CONTOUR,
     "vi.low_rank.rank": lambda: 2,
@@ -382,7 +369,7 @@ SOUND: dict[str, Callable[[], Any]] = {  # by the name of an argument, or of a c
     "FittedLaplace.dispersion.data": lambda: PAIRS,
     "FittedLaplace.load_state_dict.state": lambda: fitted().state_dict(),
     "Gaussian.log_prob.tree": lambda: fitted().posterior.mean,
-    "Ensemble.open.path": kept,
+    "Ensemble.open.path": lambda: written(several().save),
     **{
         f"Laplace.{name}.state": lambda: after(bc.laplace(), 1, curvature=INCREMENT)
         for name in ("log_evidence", "posterior")

@@ -15,6 +15,7 @@ from bayesopt_chain.optim import _checks
 from bayesopt_chain.posterior import train_by_evidence
 from tests import pretended
 from tests.pretended import DEVICE, Here
+from tests.walk import descend
 
 N = 64
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -79,9 +80,7 @@ def test_a_loop_that_collects_and_predicts(name, device):
     keep = bc.collect(model, optimizer, every=8, after=16)
     for _ in range(16):
         for rows in torch.randperm(N, device=device).split(16):
-            optimizer.zero_grad()
-            (-likelihood.log_prob(model(x[rows]), y[rows]).mean()).backward()
-            optimizer.step()
+            descend(optimizer, (-likelihood.log_prob(model(x[rows]), y[rows]).mean()))
             schedule.step()
     require_on(device, dict(model.named_parameters()), dict(model.named_buffers()))
     mixture = likelihood.mixture(keep.predict([x], reduce="stack"))
@@ -175,9 +174,7 @@ def test_optimizer_classes(name, device):
     model = network(device)
     optimizer = getattr(bc.optim, name)(model.parameters(), lr=1e-4, temperature=1 / N)
     for _ in range(3):
-        optimizer.zero_grad()
-        (model(x) - y).square().mean().backward()
-        optimizer.step()
+        descend(optimizer, (model(x) - y).square().mean())
     optimizer.load_state_dict(optimizer.state_dict())
     require_on(device, dict(model.named_parameters()))
 

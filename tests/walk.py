@@ -25,6 +25,13 @@ def end_of(*args, **kwargs):
     return last
 
 
+def descend(optimizer, loss):
+    """One step of an optimizer of torch's down a loss."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
 def path_of(tx, theta, gradient, normals):
     """The parameters after each update of a chain whose draws are given, a row for each update."""
     state, path = tx.init(theta), []

@@ -139,6 +139,10 @@ def test_a_loader_with_workers_resumes_at_the_number_of_batches_used():
     assert [b.tolist() for (b,) in loader] == [wanted.batch(1, k).tolist() for k in (2, 3, 4)]
 
 
+def backward(rows, seed, epoch, chain):
+    return rows.flip(0).roll(epoch)
+
+
 @pytest.mark.parametrize(
     ("build", "error", "words"),
     [
@@ -153,6 +157,29 @@ def test_a_loader_with_workers_resumes_at_the_number_of_batches_used():
         (lambda: bc.epochs(torch.arange(4), 2, chains=2).indices, ValueError, "one chain"),
         (lambda: next(iter(bc.epochs(range(4), 2))), TypeError, "batch_sampler"),
         (lambda: bc.epochs(torch.arange(4), 2).rows(0, 2), IndexError, "an epoch has 2"),
+        *(
+            (lambda settings=settings: bc.epochs(torch.arange(12), 6, **settings), error, words)
+            for settings, error, words in (
+                ({"mesh": (0, 4)}, ValueError, "shared equally by 4 ranks.*batch_size of 4 or 8"),
+                ({"mesh": (2, 2)}, TypeError, "rank, number of ranks"),
+                ({"mesh": "data"}, TypeError, "DeviceMesh of one axis"),
+                ({"leave_out": torch.arange(8)}, ValueError, "the 4 data that are not left out"),
+                ({"leave_out": torch.tensor([12])}, ValueError, "row numbers"),
+                ({"leave_out": [torch.tensor([1])] * 2}, ValueError, "2 folds for 1 chains"),
+            )
+        ),
+        (
+            lambda: bc.epochs(torch.arange(6), 2).load_state_dict(
+                bc.epochs(torch.arange(6), 2, order=backward).state_dict()
+            ),
+            ValueError,
+            "backward",
+        ),
+        (
+            lambda: bc.epochs(torch.arange(6), 2, order=lambda rows, seed, epoch, chain: rows[:4]).batch(0, 0),
+            ValueError,
+            "no permutation of the 6 rows",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(build, error, words):
@@ -208,16 +235,9 @@ def test_folds_are_a_partition_and_each_chain_leaves_its_own_out():
             assert seen == set(range(11)) - set(rows.tolist())
 
 
-def test_an_order_of_ones_own_is_cut_into_batches_and_its_name_is_part_of_the_position():
-    def backward(rows, seed, epoch, chain):
-        return rows.flip(0).roll(epoch)
-
+def test_an_order_of_ones_own_is_cut_into_batches():
     data = bc.epochs(torch.arange(6), 2, order=backward)
     assert [b.tolist() for b in data] == [[5, 4], [3, 2], [1, 0]] and next(iter(data)).tolist() == [0, 5]
-    with pytest.raises(ValueError, match="backward"):
-        bc.epochs(torch.arange(6), 2).load_state_dict(data.state_dict())
-    with pytest.raises(ValueError, match="no permutation of the 6 rows"):
-        bc.epochs(torch.arange(6), 2, order=lambda rows, seed, epoch, chain: rows[:4]).batch(0, 0)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -248,22 +268,6 @@ def test_a_captured_step_draws_its_own_batches():
         fast, fast_state, _ = captured(fast, fast_state, torch.tensor(count))
         slow, slow_state, _ = inner(slow, slow_state, data.batch(*divmod(count, 3)))
         torch.testing.assert_close(fast, slow)
-
-
-@pytest.mark.parametrize(
-    ("settings", "error", "words"),
-    [
-        ({"mesh": (0, 4)}, ValueError, "shared equally by 4 ranks.*batch_size of 4 or 8"),
-        ({"mesh": (2, 2)}, TypeError, "rank, number of ranks"),
-        ({"mesh": "data"}, TypeError, "DeviceMesh of one axis"),
-        ({"leave_out": torch.arange(8)}, ValueError, "the 4 data that are not left out"),
-        ({"leave_out": torch.tensor([12])}, ValueError, "row numbers"),
-        ({"leave_out": [torch.tensor([1])] * 2}, ValueError, "2 folds for 1 chains"),
-    ],
-)
-def test_what_ranks_and_folds_cannot_be_is_refused_by_name(settings, error, words):
-    with pytest.raises(error, match=words):
-        bc.epochs(torch.arange(12), 6, **settings)
 
 
 # Row numbers of many chains by one kernel are those of each chain alone

@@ -16,6 +16,7 @@ from bayesopt_chain.diagnostics import heat_guard
 from bayesopt_chain.diagnostics.heat_guard import Heat, HeatGuard, Leaf, Sketch, excess_variance, read_heat
 from bayesopt_chain.optim._sampling import heat_leaves
 from tests.diagnostics.oracle import enumerated
+from tests.walk import descend
 
 N, WIDTH = 1000, 5
 G = torch.Generator().manual_seed(0)
@@ -392,9 +393,7 @@ def test_sparse_gradients_are_said_to_be_left_out(beside):
     optimizer = bc.optim.SGLD([table.weight, dense] if beside else [table.weight], 0.1, temperature=0.01)
     with told() as texts:
         for t in range(20):
-            optimizer.zero_grad()
-            (table(torch.tensor([t % 20])).sum() + dense.square().sum()).backward()
-            optimizer.step()
+            descend(optimizer, (table(torch.tensor([t % 20])).sum() + dense.square().sum()))
     said = [text for text in texts if "sparse" in text]
     assert len(said) == 1 and "Embedding(sparse=True)" in said[0]
 

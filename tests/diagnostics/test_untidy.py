@@ -32,39 +32,90 @@ def test_one_batch_alone_is_all_data_and_not_rows_or_columns_of_them():
         assert torch.allclose(found, X.T @ X @ torch.ones(3) / 300, rtol=1e-4)
     rows: Any = hessian_product(lambda w, x: (x @ w).square().mean() / 2, W, X)(torch.ones(3))
     assert torch.allclose(rows, X.T @ X @ torch.ones(3) / 300, rtol=1e-4)  # not those of the first 100 rows
-    with pytest.raises(
-        ValueError, match=r"at least two an epoch, got 1; a tensor, a dictionary or a tuple of tensors is one"
-    ):
-        gradient_noise(loss, W, (X, Y))
 
 
-def test_a_curvature_that_is_not_symmetric_is_refused():
-    noise = gradient_noise(loss, W, BATCHES)
-    root = torch.linalg.cholesky(X.T @ X / 300 + torch.eye(3))
-    with pytest.raises(ValueError, match="curvature must be symmetric"):
-        heating(TX, noise, order="reshuffled", steps_per_epoch=6, curvature=torch.triu(root.mT, 0) + torch.eye(3))
-    assert heating(TX, noise, order="reshuffled", steps_per_epoch=6, curvature=root @ root.mT).worst > 0
+def heat(noise=None, **changes):
+    """The heating of batches, at the exact curvature and noise unless another is given."""
+    noise = gradient_noise(loss, W, BATCHES) if noise is None else noise
+    return heating(TX, noise, **{"order": "reshuffled", "steps_per_epoch": 6, "curvature": X.T @ X / 300, **changes})
 
 
-def test_the_doctor_names_a_foreign_chain_and_an_observable_that_is_complex():
-    draws = bc.Draws.from_trees([W + 0.01 * torch.randn(3) for _ in range(40)])
-    with pytest.raises(TypeError, match="a chain of bayesopt_chain is asked for"):
-        doctor(draws, torchopt.sgd(0.1), loss, (X, Y))
-    with pytest.raises(TypeError, match=r"of must return a tensor.*complex64.*view_as_real"):
-        doctor(draws, of=lambda w: torch.complex(w, w))
+def observed(of=None, batches=(X, Y), function=loss, **options):
+    return bc.observe(function, W, batches, of, **{"steps": 80, "burn_in": 20, "chains": 2, "at_once": 1, **options})
 
 
-def test_leaves_with_other_numbers_of_draws_are_refused():
-    with pytest.raises(
-        ValueError, match=r"ksd: draws and score must have one number of draws in every leaf, got \[4, 5\]"
-    ):
-        ksd({"a": torch.randn(5, 2), "b": torch.randn(4, 2)}, lambda p: p)
+def narrowing():
+    """An observable that has three entries, and one from the fifth draw on."""
+    count = iter(range(10**6))
+    return lambda w: w[: 3 - 2 * (next(count) > 3)]
 
 
-@pytest.mark.parametrize("batches", [(X, Y), bc.epochs((X, Y), 50)])
-def test_observing_refuses_a_loss_that_is_a_sum(batches):
-    with pytest.raises(ValueError, match="observe: the loss is a sum over the batch"):
-        bc.observe(summed, W, batches, steps=60, burn_in=20)
+DRAWS = bc.Draws.from_trees([W + 0.01 * torch.randn(3) for _ in range(40)])
+NOTHING: Any = 1
+WRONG: list[Any] = [
+    (
+        lambda: gradient_noise(loss, W, (X, Y)),
+        ValueError,
+        "at least two an epoch, got 1; a tensor, a dictionary or a tuple of tensors is one",
+    ),
+    (
+        lambda: heat(curvature=(X.T @ X / 300).triu() + torch.ones(3, 3).triu(1)),
+        ValueError,
+        "curvature must be symmetric",
+    ),
+    (
+        lambda: heat(gradient_noise(lambda w, batch: (0 * w).sum(), W, BATCHES), curvature=None),
+        ValueError,
+        "batches of one gradient, the curvature cannot be assumed",
+    ),
+    (
+        lambda: heat(again=gradient_noise(lambda p, b: loss(p["w"], b), {"w": W}, BATCHES)),
+        ValueError,
+        "heating: what again is of has the tree",
+    ),
+    (lambda: doctor(DRAWS, torchopt.sgd(0.1), loss, (X, Y)), TypeError, "a chain of bayesopt_chain is asked for"),
+    (
+        lambda: doctor(DRAWS, of=lambda w: torch.complex(w, w)),
+        TypeError,
+        "of must return a tensor.*complex64.*view_as_real",
+    ),
+    (
+        lambda: ksd({"a": torch.randn(5, 2), "b": torch.randn(4, 2)}, lambda p: p),
+        ValueError,
+        r"ksd: draws and score must have one number of draws in every leaf, got \[4, 5\]",
+    ),
+    *(
+        (lambda b=b: observed(batches=b, function=summed), ValueError, "observe: the loss is a sum over the batch")
+        for b in ((X, Y), bc.epochs((X, Y), 50))
+    ),
+    (
+        lambda: observed(kept=["other"]),
+        ValueError,
+        "observe: 'other' is no name for an observable here; covariances and kept are of",
+    ),
+    (lambda: observed({"w": narrowing()}), ValueError, "'w' has 1 entries at a draw, and 3 at the start"),
+    (
+        lambda: observed({"w": lambda w: w}).bif("w", "w", n=0),
+        ValueError,
+        "n must be a whole number, at least 1, got 0",
+    ),
+    (
+        lambda: bc.diagnostics.susceptibility(NOTHING, observed({"w": lambda w: w}), "loss", "w"),
+        TypeError,
+        r"part must be a run of bc\.observe",
+    ),
+    (
+        lambda: observed({1: lambda w: w}),
+        TypeError,
+        "of must be a dictionary of functions of the parameters, by names",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "words"), WRONG)
+def test_what_cannot_be_told_is_refused_by_name(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
 
 
 def test_a_sum_over_all_data_may_be_observed_at_a_temperature_of_its_own():
@@ -84,38 +135,6 @@ def test_a_smaller_last_batch_is_left_out():
     assert torch.equal(found, hessian_product(loss, W, BATCHES)(torch.ones(3)))  # pyright: ignore
     unlike = [(X[: n + 2], Y[: n + 2]) for n in (5, 3, 9, 4)]  # whose sizes say nothing
     assert gradient_noise(loss, W, unlike).batches == 4
-
-
-def test_noise_that_is_none_and_noise_of_other_parameters_are_refused_by_name():
-    still = gradient_noise(lambda w, batch: (0 * w).sum(), W, BATCHES)
-    with pytest.raises(ValueError, match="batches of one gradient, the curvature cannot be assumed"):
-        heating(TX, still, order="reshuffled", steps_per_epoch=6)
-    noise, other = (gradient_noise(loss, W, BATCHES), gradient_noise(lambda p, b: loss(p["w"], b), {"w": W}, BATCHES))
-    with pytest.raises(ValueError, match="heating: what again is of has the tree"):
-        heating(TX, noise, order="reshuffled", steps_per_epoch=6, curvature=torch.eye(3), again=other)
-
-
-def test_what_is_no_observable_or_changes_its_shape_is_refused_by_name():
-    short: dict[str, Any] = {"steps": 80, "burn_in": 20, "chains": 2, "at_once": 1}
-    with pytest.raises(
-        ValueError, match="observe: 'other' is no name for an observable here; covariances and kept are of"
-    ):
-        bc.observe(loss, W, (X, Y), kept=["other"], **short)
-    count = iter(range(10**6))
-    with pytest.raises(ValueError, match=r"'w' has 1 entries at a draw, and 3 at the start"):
-        bc.observe(loss, W, (X, Y), {"w": lambda w: w[: 3 - 2 * (next(count) > 3)]}, **short)
-    run = bc.observe(loss, W, (X, Y), {"w": lambda w: w}, **short)
-    with pytest.raises(ValueError, match="n must be a whole number, at least 1, got 0"):
-        run.bif("w", "w", n=0)
-    nothing: Any = 1
-    with pytest.raises(TypeError, match=r"part must be a run of bc\.observe"):
-        bc.diagnostics.susceptibility(nothing, run, "loss", "w")
-
-
-def test_names_of_observables_are_texts():
-    names: Any = {1: lambda w: w}
-    with pytest.raises(TypeError, match="of must be a dictionary of functions of the parameters, by names"):
-        bc.observe(loss, W, (X, Y), names)
 
 
 def test_a_guard_that_meets_nan_in_every_window_says_that_it_has_seen_nothing():

@@ -158,27 +158,6 @@ def test_adapters_are_drawn_anew_as_their_library_draws_them():
     assert e.predict(X).mean.shape == (N, 1)
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"members": 0}, "posterior_ensemble: members must be"),
-        ({"steps": 3}, "posterior_ensemble: steps must be"),
-        ({"held_out": 0.6}, "posterior_ensemble: held_out must be"),
-        ({"lr": -1.0}, "lr"),
-        ({"minutes": 0}, "minutes"),
-        ({"minutes": 1.0}, "two budgets"),
-        ({"prior_precision": "evidence"}, "prior_precision"),
-        ({"seed": 2**70}, "posterior_ensemble: seed must be"),
-        ({"path": 3}, "path must be"),
-        ({"progress": "no"}, "progress must be"),
-        ({"mesh": "cpu"}, "mesh must be a DeviceMesh"),
-    ],
-)
-def test_arguments_out_of_range_or_of_another_kind_are_refused_by_name(change, says):
-    with pytest.raises((TypeError, ValueError), match=says):
-        bc.posterior_ensemble(maker(), (X, Y), GAUSSIAN, **{**SMALL, **change})
-
-
 def weight_normed():
     with pytest.warns(FutureWarning):
         return nn.Sequential(nn.utils.weight_norm(nn.Linear(2, 3)), nn.Linear(3, 1))
@@ -196,79 +175,104 @@ def growing():
     return make
 
 
+NORMED = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
 SAME, BARE = maker()(), Net(lambda net, x: x @ net.w, w=nn.Parameter(torch.zeros(2, 1)))
 FEW = (X[:, 0] > 0).long().where(torch.arange(N) < 5, -100)
 
 
+OF_THE_CALL = [
+    ({"members": 0}, "posterior_ensemble: members must be"),
+    ({"steps": 3}, "posterior_ensemble: steps must be"),
+    ({"held_out": 0.6}, "posterior_ensemble: held_out must be"),
+    ({"lr": -1.0}, "lr"),
+    ({"minutes": 0}, "minutes"),
+    ({"minutes": 1.0}, "two budgets"),
+    ({"prior_precision": "evidence"}, "prior_precision"),
+    ({"seed": 2**70}, "posterior_ensemble: seed must be"),
+    ({"path": 3}, "path must be"),
+    ({"progress": "no"}, "progress must be"),
+    ({"mesh": "cpu"}, "mesh must be a DeviceMesh"),
+    (
+        {"make_model": NORMED, "batch_size": 1},
+        r"posterior_ensemble: a step of training with batch_size=1: .*more than 1 v",
+    ),
+]
+WRONG = [
+    (lambda: SAME, (X, Y), GAUSSIAN, ValueError, "start from the same weights"),
+    (BARE, (X, Y), GAUSSIAN, ValueError, "cannot be drawn anew"),
+    (maker(), (X, X[:, 0]), GAUSSIAN, ValueError, "outputs ask for"),
+    (maker(), (X / 0, Y), GAUSSIAN, ValueError, "NaN or infinity"),
+    (maker(), [*zip(X, Y[:, 0])], GAUSSIAN, ValueError, "of single data make a DataLoader"),
+    (maker(), [*zip(X, "abc" * 16)], GAUSSIAN, ValueError, "of single data make a DataLoader"),
+    (
+        maker(),
+        DataLoader([(X[i, : 1 + i % 2], Y[i]) for i in range(N)], 9),
+        GAUSSIAN,
+        ValueError,
+        "needs the same shape",
+    ),
+    (maker(), iter([]), GAUSSIAN, TypeError, "data is list_iterator: pass tensors"),
+    (nn.Sequential(nn.LazyBatchNorm1d(), nn.Linear(2, 1)), (X, Y), GAUSSIAN, ValueError, "with lazy norms once"),
+    (maker(), [X], GAUSSIAN, ValueError, r"no targets: .* \(inputs, \(targets, weights\)\)"),
+    (maker(), (X.numpy(), Y), GAUSSIAN, TypeError, r"of pandas its \.to_numpy"),
+    (maker(), (X, Y > 0), GAUSSIAN, TypeError, r"targets\.float\(\)"),
+    (
+        maker(),
+        (X, 1e9 + 10 * Y.double()),
+        GAUSSIAN,
+        ValueError,
+        r"around 1e\+09.*float32 cannot tell apart: subtract",
+    ),
+    (maker(), (X, 10**9 + (10 * Y).long()), bc.likelihoods.student_t(), ValueError, "cannot tell apart: subtract"),
+    (maker(), (X[:8], Y[:8]), GAUSSIAN, ValueError, "8 data are too few to leave some out: at least 9"),
+    (maker(), (X.double(), Y), GAUSSIAN, TypeError, r"module.double\(\)"),
+    (maker(), (X.to_sparse(), Y), GAUSSIAN, ValueError, "to_dense"),
+    (
+        maker(),
+        (X.long(), Y),
+        GAUSSIAN,
+        TypeError,
+        r"posterior_ensemble: inputs are torch.int64 .* \(inputs.float\(\)\)",
+    ),
+    (maker(), (X[:, :1], Y), GAUSSIAN, ValueError, "posterior_ensemble: data: the model cannot take it .*shapes"),
+    (weight_normed, (X, Y), GAUSSIAN, ValueError, r"parametrizations\.weight_norm"),
+    (maker(), (X, 1e-18 * Y), GAUSSIAN, ValueError, "targets in other units, or in float64"),
+    (maker(), (X, 1e30 * Y), GAUSSIAN, ValueError, "targets in other units, or in float64"),
+    (
+        maker(2),
+        (X, 1e30 * Y),
+        bc.likelihoods.gaussian("learned"),
+        ValueError,
+        "targets in other units, or in float64",
+    ),
+    (maker(), (X, 1e30 * Y), bc.likelihoods.student_t(), ValueError, "targets in other units, or in float64"),
+    (lambda: nn.DataParallel(maker()()), (X, Y), GAUSSIAN, ValueError, "a DataParallel cannot .* model.module"),
+    (maker(), (X, Y), nn.MSELoss(), TypeError, "likelihood"),
+    (
+        maker(),
+        (X, (Y, 0 * Y)),
+        bc.likelihoods.weighted(GAUSSIAN),
+        ValueError,
+        "fewer than 4 data whose targets count",
+    ),
+    (growing(), (X, Y), GAUSSIAN, ValueError, "returned other parameters or buffers for member 1"),
+    (Mock(side_effect=[SAME, RuntimeError("no second")]), (X, Y), GAUSSIAN, RuntimeError, "^no second"),
+    (lambda: nn.Linear(2, 1, dtype=torch.complex64), (X, Y), GAUSSIAN, ValueError, "complex parameters"),
+    (maker(2), (X, FEW), bc.likelihoods.categorical(), ValueError, "fewer than 4 data whose targets count"),
+]
+
+
 @pytest.mark.parametrize(
-    "module, data, likelihood, error, words",
+    "change, error, words",
     [
-        (lambda: SAME, (X, Y), GAUSSIAN, ValueError, "start from the same weights"),
-        (BARE, (X, Y), GAUSSIAN, ValueError, "cannot be drawn anew"),
-        (maker(), (X, X[:, 0]), GAUSSIAN, ValueError, "outputs ask for"),
-        (maker(), (X / 0, Y), GAUSSIAN, ValueError, "NaN or infinity"),
-        (maker(), [*zip(X, Y[:, 0])], GAUSSIAN, ValueError, "of single data make a DataLoader"),
-        (maker(), [*zip(X, "abc" * 16)], GAUSSIAN, ValueError, "of single data make a DataLoader"),
-        (
-            maker(),
-            DataLoader([(X[i, : 1 + i % 2], Y[i]) for i in range(N)], 9),
-            GAUSSIAN,
-            ValueError,
-            "needs the same shape",
-        ),
-        (maker(), iter([]), GAUSSIAN, TypeError, "data is list_iterator: pass tensors"),
-        (nn.Sequential(nn.LazyBatchNorm1d(), nn.Linear(2, 1)), (X, Y), GAUSSIAN, ValueError, "with lazy norms once"),
-        (maker(), [X], GAUSSIAN, ValueError, r"no targets: .* \(inputs, \(targets, weights\)\)"),
-        (maker(), (X.numpy(), Y), GAUSSIAN, TypeError, r"of pandas its \.to_numpy"),
-        (maker(), (X, Y > 0), GAUSSIAN, TypeError, r"targets\.float\(\)"),
-        (
-            maker(),
-            (X, 1e9 + 10 * Y.double()),
-            GAUSSIAN,
-            ValueError,
-            r"around 1e\+09.*float32 cannot tell apart: subtract",
-        ),
-        (maker(), (X, 10**9 + (10 * Y).long()), bc.likelihoods.student_t(), ValueError, "cannot tell apart: subtract"),
-        (maker(), (X[:8], Y[:8]), GAUSSIAN, ValueError, "8 data are too few to leave some out: at least 9"),
-        (maker(), (X.double(), Y), GAUSSIAN, TypeError, r"module.double\(\)"),
-        (maker(), (X.to_sparse(), Y), GAUSSIAN, ValueError, "to_dense"),
-        (
-            maker(),
-            (X.long(), Y),
-            GAUSSIAN,
-            TypeError,
-            r"posterior_ensemble: inputs are torch.int64 .* \(inputs.float\(\)\)",
-        ),
-        (maker(), (X[:, :1], Y), GAUSSIAN, ValueError, "posterior_ensemble: data: the model cannot take it .*shapes"),
-        (weight_normed, (X, Y), GAUSSIAN, ValueError, r"parametrizations\.weight_norm"),
-        (maker(), (X, 1e-18 * Y), GAUSSIAN, ValueError, "targets in other units, or in float64"),
-        (maker(), (X, 1e30 * Y), GAUSSIAN, ValueError, "targets in other units, or in float64"),
-        (
-            maker(2),
-            (X, 1e30 * Y),
-            bc.likelihoods.gaussian("learned"),
-            ValueError,
-            "targets in other units, or in float64",
-        ),
-        (maker(), (X, 1e30 * Y), bc.likelihoods.student_t(), ValueError, "targets in other units, or in float64"),
-        (lambda: nn.DataParallel(maker()()), (X, Y), GAUSSIAN, ValueError, "a DataParallel cannot .* model.module"),
-        (maker(), (X, Y), nn.MSELoss(), TypeError, "likelihood"),
-        (
-            maker(),
-            (X, (Y, 0 * Y)),
-            bc.likelihoods.weighted(GAUSSIAN),
-            ValueError,
-            "fewer than 4 data whose targets count",
-        ),
-        (growing(), (X, Y), GAUSSIAN, ValueError, "returned other parameters or buffers for member 1"),
-        (Mock(side_effect=[SAME, RuntimeError("no second")]), (X, Y), GAUSSIAN, RuntimeError, "^no second"),
-        (lambda: nn.Linear(2, 1, dtype=torch.complex64), (X, Y), GAUSSIAN, ValueError, "complex parameters"),
-        (maker(2), (X, FEW), bc.likelihoods.categorical(), ValueError, "fewer than 4 data whose targets count"),
+        *((change, (TypeError, ValueError), words) for change, words in OF_THE_CALL),
+        *(({"make_model": m, "data": d, "likelihood": p}, error, words) for m, d, p, error, words in WRONG),
     ],
 )
-def test_what_cannot_be_made_right_is_refused(module, data, likelihood, error, words):
+def test_what_cannot_be_made_right_is_refused_by_name(change, error, words):
+    given = {"make_model": maker(), "data": (X, Y), "likelihood": GAUSSIAN, **SMALL}
     with pytest.raises(error, match=words):
-        bc.posterior_ensemble(module, data, likelihood, **SMALL)
+        bc.posterior_ensemble(**given | change)
 
 
 def test_the_call_that_makes_lazy_layers_leaves_no_statistics_in_a_norm():
@@ -277,14 +281,6 @@ def test_the_call_that_makes_lazy_layers_leaves_no_statistics_in_a_norm():
 
     buffers = members_of(make, 2, 0, "cpu", inputs=1e6 * X[:2]).buffers
     assert not bool(buffers["1.running_mean"].any()) and bool((buffers["1.running_var"] == 1).all())
-
-
-def test_batches_that_batch_norm_cannot_be_trained_on_are_refused():
-    normed = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
-    with pytest.raises(
-        ValueError, match=r"posterior_ensemble: a step of training with batch_size=1: .*more than 1 value"
-    ):
-        bc.posterior_ensemble(normed, (X, Y), GAUSSIAN, batch_size=1, **SMALL)
 
 
 def test_inputs_that_would_give_predictions_that_are_nothing_are_refused(fitted):

@@ -12,6 +12,7 @@ from benchmarks.leaderboard.__main__ import PROTOCOL, cell
 from benchmarks.leaderboard.plain import plain
 from benchmarks.leaderboard.table import by_task, goal, markdown, paired
 from benchmarks.leaderboard.tasks import Task
+from tests.walk import descend
 
 
 def task(n=40):
@@ -89,9 +90,7 @@ def test_members_of_the_plain_ensemble_are_networks_trained_one_by_one(classes, 
             f = module(x[rows])
             prior = precision * sum(p.square().sum() for p in module.parameters()) / (2 * int(rows.sum()))
             nll = nn.functional.cross_entropy(f, y[rows]) if classes else (f - y[rows]).square().mean() / (2 * v)
-            adam.zero_grad()
-            ((nll + prior) * (1 if classes else v)).backward()
-            adam.step()
+            descend(adam, ((nll + prior) * (1 if classes else v)))
         torch.testing.assert_close(found.outputs(x)[m], module(x).detach(), rtol=1e-10, atol=1e-10)
 
 

@@ -16,6 +16,7 @@ from bayesopt_chain.ensemble.members import members_of
 from bayesopt_chain.ensemble.recipe import Training
 from bayesopt_chain.ensemble.report import Progress
 from bayesopt_chain.ensemble.training import Problem, program
+from tests.failing import failing
 from tests.nets import Net
 
 GAUSSIAN = bc.likelihoods.gaussian()
@@ -29,6 +30,11 @@ def ensemble(x, y, outputs=1, likelihood=GAUSSIAN, make=None, **changes):
 
     kept = {"members": 2, "steps": 300, "lr": 0.01, "progress": False, **changes}
     return bc.posterior_ensemble(make or plain, (x, y), likelihood, **kept)
+
+
+@pytest.fixture
+def x():
+    return torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.slow
@@ -138,8 +144,7 @@ def test_a_scale_of_students_t_in_other_units_than_the_targets_is_made_good_and_
         (bc.likelihoods.poisson(), 1, torch.full((60, 1), 2.0)),
     ],
 )
-def test_targets_of_one_value_are_no_reason_to_train_longer_and_are_said(likelihood, outputs, y):
-    x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
+def test_targets_of_one_value_are_no_reason_to_train_longer_and_are_said(likelihood, outputs, y, x):
     found = ensemble(x, y, outputs, likelihood, steps=20)
     assert "all targets are equal" in found.report.advice["one value"] and "constant" not in found.report.held_out
 
@@ -237,8 +242,7 @@ WORDS = Net(words, embedding=nn.Embedding(5, 4), lstm=nn.LSTM(4, 4, batch_first=
 
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("make", [NORMED, attention, root, weight_normed, lazy, lazy(), packed, PICTURES, WORDS, keeps])
-def test_modules_of_any_kind_are_trained_by_a_maker_and_as_one_module(make):
-    x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
+def test_modules_of_any_kind_are_trained_by_a_maker_and_as_one_module(make, x):
     found = ensemble(x, x.sum(1, keepdim=True), make=make, steps=40, lr=0.05)
     mean = found.predict(x).mean
     torch.testing.assert_close(torch.stack([m(x) for m in found.modules()]).mean(0), mean, rtol=1e-3, atol=1e-4)
@@ -283,11 +287,10 @@ def test_whole_numbers_are_predicted_as_the_same_floating_point_ones_and_other_i
         found.predict({"x": x, "more": x[:, :1]})
 
 
-def test_batches_may_be_dictionaries():
+def test_batches_may_be_dictionaries(x):
     def named():
         return Net(lambda net, left, right: net.net(torch.cat([left, right], 1)), net=nn.Linear(3, 1))
 
-    x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
     data = {"left": 5 * x[:, :1], "right": x[:, 1:], "labels": x[:, :1]}
     found = bc.posterior_ensemble(named, data, GAUSSIAN, members=2, steps=100, lr=0.05, progress=False)
     only = {k: data[k] for k in ("left", "right")}
@@ -317,8 +320,7 @@ def test_residuals_of_an_equation_are_trained_to_zero_in_their_own_units():
 class Clock:
     """A clock by which a step takes 10 ms, from another time on as many times as long, and tracing 2 s."""
 
-    def __init__(self, slower=1.0, behind=0.0):
-        self.now, self.slower, self.behind = 0.0, slower, behind
+    now, slower, behind = 0.0, 1.0, 0.0
 
     def perf_counter(self):
         return self.now
@@ -334,6 +336,15 @@ class Clock:
         return timed
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    for module in (recipe, call):
+        monkeypatch.setattr(module, "time", made)
+    monkeypatch.setattr(recipe, "program", made.program)
+    return made
+
+
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "budget, batch_size, lr",  # every two of them together
@@ -344,12 +355,7 @@ class Clock:
         ({"steps": 700}, 100, None),
     ],
 )
-def test_what_a_budget_costs_is_said_before_and_kept_within_a_tenth(monkeypatch, capsys, budget, batch_size, lr):
-    clock = Clock()
-    monkeypatch.setattr(recipe, "time", clock)
-    monkeypatch.setattr(call, "time", clock)
-    monkeypatch.setattr(recipe, "program", clock.program)
-    x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
+def test_what_a_budget_costs_is_said_before_and_kept_within_a_tenth(clock, capsys, budget, batch_size, lr, x):
     changes = {"steps": None, "batch_size": batch_size, "lr": lr, "progress": True, **budget}
     found = ensemble(x, x[:, :1], **changes)
     lines = capsys.readouterr().err.splitlines()
@@ -362,13 +368,9 @@ def test_what_a_budget_costs_is_said_before_and_kept_within_a_tenth(monkeypatch,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("slower, behind", [(3.0, 3.0), (3.0, 7.0), (3.0, 11.0), (0.4, 7.0)])
-def test_minutes_are_kept_within_a_tenth_where_the_machine_becomes_slower_or_faster(monkeypatch, slower, behind):
+def test_minutes_are_kept_within_a_tenth_where_the_machine_becomes_slower_or_faster(clock, slower, behind, x):
     """Tracing ends at 2 s, and the rate is then tried for .5 s."""
-    clock = Clock(slower, behind)
-    monkeypatch.setattr(recipe, "time", clock)
-    monkeypatch.setattr(call, "time", clock)
-    monkeypatch.setattr(recipe, "program", clock.program)
-    x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
+    clock.slower, clock.behind = slower, behind
     found = ensemble(x, x[:, :1], steps=None, minutes=0.25, lr=None)
     assert clock.now == pytest.approx(15, rel=0.1)
     steps, passes = found.report.chosen["steps"], found.report.passes["training"]
@@ -376,7 +378,7 @@ def test_minutes_are_kept_within_a_tenth_where_the_machine_becomes_slower_or_fas
 
 
 @pytest.mark.parametrize("stage, at, held_back", [("training", 1, False), ("training", 3, True), ("all data", 6, True)])
-def test_a_stage_that_fails_hands_back_what_was_trained(monkeypatch, stage, at, held_back):
+def test_a_stage_that_fails_hands_back_what_was_trained(monkeypatch, stage, at, held_back, x):
     """Outputs are looked at four times, before the pilots end, and then; the sixth look is at weights."""
     looks, whole = [], recipe._require_finite
 
@@ -385,7 +387,6 @@ def test_a_stage_that_fails_hands_back_what_was_trained(monkeypatch, stage, at, 
         whole([torch.tensor(float("nan"))] if len(looks) == at else tensors, name)
 
     monkeypatch.setattr(recipe, "_require_finite", look)
-    x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
     with pytest.raises(ValueError, match=f"{stage} diverged") as caught:
         ensemble(x, x[:, :1])
     assert isinstance(caught.value, bc.ensemble.EnsembleError) is held_back
@@ -411,8 +412,7 @@ def of_products():
     return Net(products, **layers, **{name: nn.Parameter(torch.randn(size)) for name, size in sizes.items()})
 
 
-def test_the_precision_of_a_weight_is_what_an_output_sums_up_wherever_it_stands():
-    x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
+def test_the_precision_of_a_weight_is_what_an_output_sums_up_wherever_it_stands(x):
     made = members_of(of_products, 1, 0, "cpu")
     problem = Problem(Data(x, x[:, :1], 60), GAUSSIAN, made, 1, 8, [torch.arange(6)], 0, range(1))
     found = {k: p.unique().tolist() for k, p in problem.tree(problem.fan_in()).items()}
@@ -469,38 +469,34 @@ def test_predictions_that_other_data_or_chance_would_change_are_refused(case):
         (lambda net, x: net.net(x)[:, 0] if net.training else net.net(x), r"shape \(9,\).* in eval mode .*\(9, 1\)"),
     ],
 )
-def test_outputs_that_cannot_be_trained_or_differ_in_training_are_refused(of, words):
+def test_outputs_that_cannot_be_trained_or_differ_in_training_are_refused(of, words, x):
     """Of what has no gradient the prior alone was followed, and untrained networks came out."""
-    x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
     with pytest.raises(ValueError, match=words):
         ensemble(x, x[:, :1], make=Net(of, net=nn.Linear(3, 1)))
 
 
-def test_statistics_that_members_would_share_are_refused():
+def test_statistics_that_members_would_share_are_refused(x):
     def normed(net, x):
         return net.out(nn.functional.batch_norm(net.net(x), net.mean, net.variance, training=net.training))
 
     def make():
         return Net(normed, net=nn.Linear(3, 4), out=nn.Linear(4, 1), mean=torch.zeros(4), variance=torch.ones(4))
 
-    x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
     with pytest.raises(ValueError, match=r"a tensor of its own .* .register_buffer"):
         ensemble(x, x[:, :1], make=make, steps=20)
 
 
-def test_a_frozen_norm_in_eval_mode_keeps_its_statistics():
+def test_a_frozen_norm_in_eval_mode_keeps_its_statistics(x):
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     module[1].requires_grad_(False).eval()
-    x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
     found = ensemble(x, x[:, :1], make=module, steps=20)
     assert torch.equal(found.buffers["1.running_var"][0], torch.ones(2, 4))
 
 
-def test_what_functions_draw_is_a_function_of_the_seed():
+def test_what_functions_draw_is_a_function_of_the_seed(x):
     def dropped(net, x):
         return net.net(nn.functional.dropout(x, 0.3, net.training))
 
-    x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
     found = []
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -584,16 +580,7 @@ def test_a_call_killed_before_a_stage_goes_on_bit_for_bit(tmp_path, monkeypatch,
 @pytest.mark.parametrize("at", [30, *(pytest.param(at, marks=pytest.mark.slow) for at in (38, 61, 78, 93))])
 def test_a_call_killed_within_a_stage_goes_on_bit_for_bit(tmp_path, monkeypatch, wanted, at):
     """18 steps try rates, 60 train, in which noise is renewed before steps 12, 24, 36 and 48, and 18 are with all data."""
-    seen = []
-    whole = Progress.__call__
-
-    def dies(self, steps=1):
-        seen.append(steps)
-        if len(seen) == at:
-            raise Killed
-        whole(self, steps)
-
-    monkeypatch.setattr(Progress, "__call__", dies)
+    monkeypatch.setattr(Progress, "__call__", failing(Progress.__call__, at, Killed))
     with pytest.raises(Killed):
         called(tmp_path)
     monkeypatch.undo()

@@ -17,6 +17,8 @@ import bayesopt_chain as bc
 from bayesopt_chain import lora, optim
 from bayesopt_chain.lora import fit
 from tests.distributed.ranks import run, world
+from tests.failing import failing
+from tests.walk import descend
 
 METHODS = ("ensemble", "sghmc", "ivon", "laplace")
 SHORT = {"steps": 24, "members": 2, "draws": 4, "batch_size": 8, "prior_precision": 1.0}
@@ -156,14 +158,9 @@ def test_a_call_that_was_killed_goes_on_where_it_was(data, tmp_path, monkeypatch
     whole = lora.bayesian_lora(model(), data, **given)
     trained = fit._Problem.member
 
-    def killed(self, method, k, *rest):
-        if k == 1:
-            raise KeyboardInterrupt
-        return trained(self, method, k, *rest)
-
     own = model()
     with monkeypatch.context() as patch:
-        patch.setattr(fit._Problem, "member", killed)
+        patch.setattr(fit._Problem, "member", failing(trained, 2, KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             lora.bayesian_lora(own, data, path=tmp_path / "draws", **given)
     assert all(torch.equal(p, q) for p, q in zip(own.parameters(), model().parameters()))
@@ -376,9 +373,7 @@ def trained():
     loss = lora.TokenLoss(data["labels"])
     network = DistributedDataParallel(own) if size > 1 else own
     for _ in range(3):
-        chain.zero_grad()
-        loss(network(**some), some["labels"]).backward()
-        chain.step()
+        descend(chain, loss(network(**some), some["labels"]))
     return torch.cat([p.detach().flatten() for p in chosen])
 
 

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bayesopt_chain as bc
 from tests.nets import Net
+from tests.walk import descend
 
 
 def network():
@@ -68,17 +69,33 @@ def test_what_does_not_fit_is_named_and_nothing_is_written():
     module = network()
     forward, params, _ = bc.make_functional(module)
     before = copy.deepcopy(module.state_dict())
-    with pytest.raises(ValueError, match=r"params lacks \['3.bias'\]"):
-        forward({k: v for k, v in params.items() if k != "3.bias"}, torch.randn(6, 2))
-    with pytest.raises(ValueError, match=r"'9\.weight', which the module lacks"):
-        bc.write_back(module, {**{k: v + 1 for k, v in params.items()}, "9.weight": torch.ones(1)})
-    with pytest.raises(ValueError, match=r"'0.bias'\] has shape \(2, 4\)"):
-        bc.write_back(module, {"0.weight": params["0.weight"] + 1, "0.bias": torch.ones(2, 4)})
-    assert all(torch.equal(before[k], v) for k, v in module.state_dict().items())
-    with pytest.raises(TypeError, match=r"make_functional: module must be a torch\.nn\.Module"):
-        bc.make_functional(lambda x: x)
-    with pytest.raises(TypeError, match=r"(?s)forward: the module was called with \(array.*as_tensor"):
-        forward(params, torch.randn(6, 2).numpy())
+    x = torch.randn(6, 2)
+    for call, error, words in (
+        (
+            lambda: forward({k: v for k, v in params.items() if k != "3.bias"}, x),
+            ValueError,
+            r"params lacks \['3.bias'\]",
+        ),
+        (
+            lambda: bc.write_back(module, {**{k: v + 1 for k, v in params.items()}, "9.weight": torch.ones(1)}),
+            ValueError,
+            r"'9\.weight', which the module lacks",
+        ),
+        (
+            lambda: bc.write_back(module, {"0.weight": params["0.weight"] + 1, "0.bias": torch.ones(2, 4)}),
+            ValueError,
+            r"'0.bias'\] has shape \(2, 4\)",
+        ),
+        (lambda: bc.make_functional(lambda x: x), TypeError, r"make_functional: module must be a torch\.nn\.Module"),
+        (
+            lambda: forward(params, x.numpy()),
+            TypeError,
+            r"(?s)forward: the module was called with \(array.*as_tensor",
+        ),
+    ):
+        with pytest.raises(error, match=words):
+            call()
+        assert all(torch.equal(before[k], v) for k, v in module.state_dict().items())
 
 
 @pytest.mark.parametrize(
@@ -143,9 +160,7 @@ def test_draws_of_a_compiled_module_are_those_of_the_module_inside(tmp_path):
             optimizer.load_state_dict(saved[0])
             keep.load_state_dict(saved[1])
         for _ in range(20):
-            optimizer.zero_grad()
-            wrapped(x).square().sum().backward()
-            optimizer.step()
+            descend(optimizer, wrapped(x).square().sum())
         saved = [optimizer.state_dict(), keep.state_dict()]
         forward, params, _ = bc.make_functional(wrapped)
         assert params.keys() == keep.draws.params.keys() == bc.optim.as_step(wrapped, optimizer, len).params.keys()

@@ -14,6 +14,7 @@ from bayesopt_chain.diagnostics.observables import observe as module
 from bayesopt_chain.diagnostics.observables.sums import Record, merged
 from bayesopt_chain.diagnostics.observables.target import relaxation, spreading
 from bayesopt_chain.loop.capture.replays import compiler_found
+from tests.failing import failing
 
 N, D = 60, 6
 G = torch.Generator().manual_seed(0)
@@ -192,17 +193,6 @@ def test_the_rate_comes_from_where_the_chains_go_and_the_value_by_quadrature():
     assert 0.02 < found.run.limit < 0.4 and "local learning coefficient" in str(found)
 
 
-@pytest.mark.filterwarnings("ignore:sample")
-@pytest.mark.parametrize(
-    ("lr", "momentum", "said"), [(0.2, 0.0, "limit where|ended|too hot"), (1e3, 0.9, "at the start")]
-)
-def test_a_rate_beyond_the_limit_is_refused(lr, momentum, said):
-    """At the centre of a quartic with a weak spring there is nearly no curvature; where the chains go 3 x^2 exceeds 2 / lr."""
-    about = {"temperature": 1.0, "strength": 0.1, "lr": lr, "momentum": momentum, "steps": 500, "burn_in": 100}
-    with pytest.raises(ValueError, match=said):
-        bc.local_learning_coefficient(quartic, torch.zeros(40, dtype=torch.float64), None, **about)
-
-
 @pytest.mark.slow
 def test_what_has_not_spread_is_said_beside_an_answer_and_what_starts_beside_a_minimum_is_refused():
     k = torch.cat([torch.ones(10), torch.zeros(20)])
@@ -288,12 +278,6 @@ def test_compiled_steps_between_draws_measure_the_same(at_once):
     )
 
 
-def test_one_chain_of_few_draws_has_no_error_and_is_refused_for_that():
-    run = measured(of=None, chains=1, steps=225)  # 25 draws, of which no four blocks can be made
-    with pytest.raises(ValueError, match="refused: 25 draws of one chain are too few to tell an error; run longer"):
-        run.llc()
-
-
 def test_what_is_per_token_keeps_its_shape():
     def tokens(w):
         return losses(w, PROBE).reshape(5, 5)
@@ -317,17 +301,9 @@ def test_a_kill_loses_nothing_and_changes_no_bit(tmp_path, monkeypatch, order, a
         about = {"chains": 2, "at_once": at_once, "steps": steps, "burn_in": 20, "thinning": 3, "lr": None}
         return measured(batches, path=path, checkpoint_seconds=0.0, **about)
 
-    whole, look = run(None), module.Watch.__call__
-    calls = 0
+    whole = run(None)
 
-    def killed(self, it):
-        nonlocal calls
-        calls += 1
-        if calls == 57:
-            raise Stop
-        look(self, it)
-
-    monkeypatch.setattr(module.Watch, "__call__", killed)
+    monkeypatch.setattr(module.Watch, "__call__", failing(module.Watch.__call__, 57, Stop))
     with pytest.raises(Stop):
         run(tmp_path)
     monkeypatch.undo()
@@ -370,43 +346,6 @@ def test_neither_parameters_nor_batches_nor_random_states_are_changed():
     assert batches.state_dict() == before[1] and torch.equal(torch.get_rng_state(), before[2])
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "said"),
-    [
-        (
-            {"batches": DataLoader(TensorDataset(X, Y), 10)},
-            TypeError,
-            "DataLoader come in one order.*or list\\(loader\\)",
-        ),
-        ({"batches": []}, ValueError, "empty list"),
-        ({"batches": [X, Y]}, TypeError, "all of one structure; .*in one batch as a tuple"),
-        ({"covariances": [("probe", "trains")]}, ValueError, "'trains' is no name"),
-        ({"of": {"loss": loss}, "covariances": []}, ValueError, "'loss' is no name"),
-        ({"steps": 200}, ValueError, "ends before the first draw"),
-        ({"at_once": 3}, ValueError, "at_once=3 does not divide chains=8"),
-        ({"temperature": 0.0}, ValueError, "temperature must be"),
-        ({"capture": "yes"}, TypeError, "capture must be"),
-        ({"where": {"v": None}}, ValueError, "no parameter is called 'v'"),
-        ({"batches": (X * torch.nan, Y)}, ValueError, "loss at params is nan: look for NaN"),
-        ({"of": {"a": lambda w: 3.0}, "covariances": []}, TypeError, r"of\['a'\], at params, must be a tensor"),
-        ({"of": {"a": lambda w: w["w"] / 0}, "covariances": []}, ValueError, "of finite numbers"),
-        ({"of": {"a": read}, "covariances": [], "at_once": 2}, ValueError, "at_once=2: vmap refuses .*pass at_once=1"),
-    ],
-)
-def test_what_makes_no_run_is_refused_by_name(change, error, said):
-    with pytest.raises(error, match=said):
-        measured(**change)
-
-
-@pytest.mark.parametrize("share", [0.5, 0.01])
-def test_a_loss_that_draws_is_refused_though_most_masks_are_alike(share):
-    def masked(w, batch):
-        return torch.nn.functional.dropout(w, share).square().sum()
-
-    with pytest.raises(ValueError, match=r"loss is .* and .* at the same parameters and batch; put dropout"):
-        bc.observe(masked, torch.ones(9), None, temperature=0.1)
-
-
 def test_a_function_that_can_be_differentiated_once_is_refused():
     """Its gradient counts as constant in a second reverse pass, and the curvature would be that of the rest."""
     from tests.diagnostics.test_doctor import EXACT, without_hessian
@@ -436,12 +375,6 @@ def test_a_list_of_batches_is_drawn_anew_and_the_number_of_data_sets_the_tempera
     found = bc.local_learning_coefficient(loss, {"w": BEST}, batches, steps=300, burn_in=50)
     assert found.run.temperature == math.log(N) / N == found.run.strength
     assert found.run.reference == pytest.approx(float(loss({"w": BEST}, (X, Y))), rel=1e-14)
-    with pytest.raises(ValueError, match="number of data is not known from the batches; give temperature="):
-        bc.local_learning_coefficient(lambda w, b: w.square().sum(), torch.zeros(2), None)
-    with pytest.raises(ValueError, match="bif: the number of training data is not known"):
-        bc.observe(quartic, torch.zeros(2), None, {"w": torch.Tensor.clone}, temperature=0.1, steps=40, burn_in=2).bif(
-            "w", "w"
-        )
 
 
 # Means and covariances from block sums: the numbers of all draws at once, and errors that are as large as they say
@@ -579,20 +512,84 @@ def test_a_chain_of_free_entries_is_the_chain_of_a_smaller_model(run):
         assert torch.equal(fill({"w": end(part)})["w"][~MASK], torch.zeros(3, dtype=torch.float64))
 
 
+def masked(share):
+    return lambda w, batch: torch.nn.functional.dropout(w, share).square().sum()
+
+
+def beyond(lr, momentum):
+    """At the centre of a quartic with a weak spring there is nearly no curvature; where the chains go 3 x^2 exceeds 2 / lr."""
+    about = {"temperature": 1.0, "strength": 0.1, "lr": lr, "momentum": momentum, "steps": 500, "burn_in": 100}
+    return bc.local_learning_coefficient(quartic, torch.zeros(40, dtype=torch.float64), None, **about)
+
+
+CHANGES = [
+    (
+        {"batches": DataLoader(TensorDataset(X, Y), 10)},
+        TypeError,
+        "DataLoader come in one order.*or list\\(loader\\)",
+    ),
+    ({"batches": []}, ValueError, "empty list"),
+    ({"batches": [X, Y]}, TypeError, "all of one structure; .*in one batch as a tuple"),
+    ({"covariances": [("probe", "trains")]}, ValueError, "'trains' is no name"),
+    ({"of": {"loss": loss}, "covariances": []}, ValueError, "'loss' is no name"),
+    ({"steps": 200}, ValueError, "ends before the first draw"),
+    ({"at_once": 3}, ValueError, "at_once=3 does not divide chains=8"),
+    ({"temperature": 0.0}, ValueError, "temperature must be"),
+    ({"capture": "yes"}, TypeError, "capture must be"),
+    ({"where": {"v": None}}, ValueError, "no parameter is called 'v'"),
+    ({"batches": (X * torch.nan, Y)}, ValueError, "loss at params is nan: look for NaN"),
+    ({"of": {"a": lambda w: 3.0}, "covariances": []}, TypeError, r"of\['a'\], at params, must be a tensor"),
+    ({"of": {"a": lambda w: w["w"] / 0}, "covariances": []}, ValueError, "of finite numbers"),
+    ({"of": {"a": read}, "covariances": [], "at_once": 2}, ValueError, "at_once=2: vmap refuses .*pass at_once=1"),
+]
+WHERE = [
+    ({"v": None}, ValueError, "no parameter is called 'v'.*there are block.b, w"),
+    ({"blo": None}, ValueError, "nor begins with it and a dot"),
+    ({"w": MASK[0]}, ValueError, r"mask of w has the shape \[3\], and the parameter \[2, 3\]"),
+    ({"w": torch.zeros(2, 3, dtype=torch.bool)}, ValueError, "no entry free"),
+    ({"w": MASK.float()}, ValueError, "masks of dtype bool"),
+    (MASK, TypeError, "where must be a dictionary"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:sample")
 @pytest.mark.parametrize(
-    ("where", "error", "said"),
+    ("call", "error", "said"),
     [
-        ({"v": None}, ValueError, "no parameter is called 'v'.*there are block.b, w"),
-        ({"blo": None}, ValueError, "nor begins with it and a dot"),
-        ({"w": MASK[0]}, ValueError, r"mask of w has the shape \[3\], and the parameter \[2, 3\]"),
-        ({"w": torch.zeros(2, 3, dtype=torch.bool)}, ValueError, "no entry free"),
-        ({"w": MASK.float()}, ValueError, "masks of dtype bool"),
-        (MASK, TypeError, "where must be a dictionary"),
+        *((lambda change=change: measured(**change), error, said) for change, error, said in CHANGES),
+        *((lambda at=at: bc.restrict(some_entries, PARAMS, at), error, said) for at, error, said in WHERE),
+        (lambda: beyond(0.2, 0.0), ValueError, "limit where|ended|too hot"),
+        (lambda: beyond(1e3, 0.9), ValueError, "at the start"),
+        (  # 25 draws, of which no four blocks can be made
+            lambda: measured(of=None, chains=1, steps=225).llc(),
+            ValueError,
+            "refused: 25 draws of one chain are too few to tell an error; run longer",
+        ),
+        *(  # though most masks are alike
+            (
+                lambda share=share: bc.observe(masked(share), torch.ones(9), None, temperature=0.1),
+                ValueError,
+                "loss is .* and .* at the same parameters and batch; put dropout",
+            )
+            for share in (0.5, 0.01)
+        ),
+        (
+            lambda: bc.local_learning_coefficient(lambda w, b: w.square().sum(), torch.zeros(2), None),
+            ValueError,
+            "number of data is not known from the batches; give temperature=",
+        ),
+        (
+            lambda: bc.observe(
+                quartic, torch.zeros(2), None, {"w": torch.Tensor.clone}, temperature=0.1, steps=40, burn_in=2
+            ).bif("w", "w"),
+            ValueError,
+            "bif: the number of training data is not known",
+        ),
     ],
 )
-def test_what_frees_nothing_is_refused_by_name(where, error, said):
+def test_what_cannot_be_measured_is_refused_by_name(call, error, said):
     with pytest.raises(error, match=said):
-        bc.restrict(some_entries, PARAMS, where)
+        call()
 
 
 def test_the_longer_of_two_names_holds_and_a_tensor_is_called_parameters():

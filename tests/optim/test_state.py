@@ -15,6 +15,7 @@ import bayesopt_chain as bc
 from bayesopt_chain.distributed.ranks import World
 from tests.nets import Net
 from tests.optim.probe import through_a_file, walk
+from tests.walk import descend
 
 SAMPLING = {
     "SGD": dict(lr=0.1, momentum=0.9, nesterov=True),
@@ -313,9 +314,7 @@ def test_it_is_an_ordinary_loop_where_the_model_draws_nothing():
     step, x = bc.optim.as_step(models[0], optimizers[0], quadratic), torch.ones(2, 3)
     params, _, info = run(step, step.params, step.state, 3, x)
     for _ in range(3):
-        optimizers[1].zero_grad()
-        models[1](x).square().mean().backward()
-        optimizers[1].step()
+        descend(optimizers[1], models[1](x).square().mean())
     assert all(torch.equal(p, q.detach()) for p, q in zip(params.values(), models[1].parameters()))
     assert info.aux == {"size": 2}
 
@@ -395,12 +394,17 @@ def test_a_run_has_the_temperature_that_it_was_given(kind):
 @pytest.mark.slow
 def test_what_cannot_be_read_is_refused():
     model = bowl()
+    other = bc.optim.SGHMC([("elsewhere", model.w), ("nowhere", model.v)], 0.1, temperature=T)
+    for optimizer, error, words in (
+        (torch.optim.SGD(model.parameters(), 0.1), TypeError, "gradient transformation, or an optimizer"),
+        (
+            bc.optim.AdamW(model.named_parameters(), 0.01, eps=1.0, temperature=T),
+            ValueError,
+            "decoupled weight decay",
+        ),
+        (other, ValueError, "gives noise to elsewhere, nowhere"),
+    ):
+        with pytest.raises(error, match=words):
+            temperatures(optimizer, model, steps=200)
     with pytest.raises(ValueError, match="named_parameters"):
         bc.optim.SGHMC(model.parameters(), 0.1, temperature=T).thermal_leaves()
-    with pytest.raises(TypeError, match="gradient transformation, or an optimizer"):
-        temperatures(torch.optim.SGD(model.parameters(), 0.1), model, steps=200)
-    with pytest.raises(ValueError, match="decoupled weight decay"):
-        temperatures(bc.optim.AdamW(model.named_parameters(), 0.01, eps=1.0, temperature=T), model, steps=200)
-    other = bc.optim.SGHMC([("elsewhere", model.w), ("nowhere", model.v)], 0.1, temperature=T)
-    with pytest.raises(ValueError, match="gives noise to elsewhere, nowhere"):
-        temperatures(other, model, steps=200)

@@ -15,6 +15,7 @@ import bayesopt_chain as bc
 from bayesopt_chain.testing import NormalProbe, assert_bitwise_equal, assert_zero_temperature_limit
 from tests import strategies as own
 from tests.registry.links import COMPARED
+from tests.walk import descend
 
 
 def ours(row):
@@ -119,9 +120,7 @@ def test_classes_equal_torchopts_bitwise(name):
         model = network()
         optimizer = getattr(library, name)(model.parameters(), **{"lr": 0.05, **CLASS_SETTINGS[name]})
         for batch in BATCHES:
-            optimizer.zero_grad()
-            model(batch).square().mean().backward()
-            optimizer.step()
+            descend(optimizer, model(batch).square().mean())
         return list(model.parameters())
 
     assert_bitwise_equal(train(bc), train(torchopt), name)
@@ -203,9 +202,7 @@ def test_copies_of_a_class_train_on():
     optimizer = bc.SGD(model.parameters(), lr=0.1, momentum=0.9, temperature=1e-3)
 
     def step(model, optimizer, batch):
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        optimizer.step()
+        descend(optimizer, model(batch).square().mean())
 
     step(model, optimizer, BATCHES[0])
     twin, states = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
@@ -229,34 +226,20 @@ CLASSES = [
 ]
 
 
-def described(parameters):
-    return [(p.name, p.kind, p.default) for p in parameters]
-
-
 def test_the_lists_are_complete():
     assert len(FUNCTIONS) == 8 and len(CLASSES) == 24
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_have_torchopts_signature_then_temperature(name):
-    theirs = inspect.signature(getattr(torchopt, name)).parameters.values()
-    ours = list(inspect.signature(getattr(bc, name)).parameters.values())
-    assert described(ours[: len(theirs)]) == described(theirs)
-    temperature, *rest = ours[len(theirs) :]
-    assert (temperature.name, temperature.default, temperature.kind) == (
-        "temperature",
-        0.0,
-        inspect.Parameter.KEYWORD_ONLY,
-    )
-    assert [p.name for p in rest] in ([], ["freeze_after"])
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_classes_have_torchopts_signature_then_temperature(name):
+@pytest.mark.parametrize("name", [*FUNCTIONS, *CLASSES])
+def test_signatures_are_torchopts_and_then_a_temperature(name):
     theirs = inspect.signature(getattr(torchopt, name)).parameters.values()
     ours = list(inspect.signature(getattr(bc, name, None) or getattr(bc.meta, name)).parameters.values())
-    assert described(ours[: len(theirs)]) == described(theirs)
-    assert ours[len(theirs)].name == "temperature" and ours[len(theirs)].kind is inspect.Parameter.KEYWORD_ONLY
+    same = [[(p.name, p.kind, p.default) for p in parameters] for parameters in (ours[: len(theirs)], theirs)]
+    assert same[0] == same[1]
+    temperature, *rest = ours[len(theirs) :]
+    assert temperature.name == "temperature" and temperature.kind is inspect.Parameter.KEYWORD_ONLY
+    if name in FUNCTIONS:
+        assert temperature.default == 0.0 and [p.name for p in rest] in ([], ["freeze_after"])
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import torch
 
 import bayesopt_chain as bc
 from bayesopt_chain.precision import flatten
+from tests.walk import descend
 
 FILTERS = ("dense", "diagonal", "low_rank")
 
@@ -11,9 +12,7 @@ FILTERS = ("dense", "diagonal", "low_rank")
 def trained(net, likelihood, x, y, steps, lr=0.02, **options):
     optimizer = torch.optim.Adam(net.parameters(), lr, **options)
     for _ in range(steps):
-        optimizer.zero_grad()
-        likelihood.nll(net(x), y).mean().backward()
-        optimizer.step()
+        descend(optimizer, likelihood.nll(net(x), y).mean())
     return net.eval()
 
 

@@ -24,6 +24,7 @@ from bayesopt_chain.precision import (
 from bayesopt_chain.testing import assert_bitwise_equal
 from tests.loop.beside import each_alone
 from tests.posterior.conftest import moments
+from tests.walk import end_of
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 
@@ -347,11 +348,7 @@ def test_stacked_states_are_multiswag():
 def test_a_mask_collects_some_parameters_only():
     link = bc.swag(rank=2)
     tx = bc.chain(bc.sgd(0.1), bc.masked(link, {"a": True, "b": False}))
-    params = tree(torch.ones(P))
-    state = tx.init(params)
-    for _ in range(3):
-        updates, state = tx.update(optree.tree_map(torch.clone, params), state, params=params, inplace=False)
-        params = optree.tree_map(torch.add, params, updates)
+    params, state = end_of(tx, tree(torch.ones(P)), lambda p: optree.tree_map(torch.clone, p), 3)
     posterior = link.posterior(state, {"a": params["a"]})
     assert set(posterior.mean) == {"a"}
     with pytest.raises(ValueError, match="the state is over parameters of"):
@@ -419,10 +416,6 @@ def test_entries_that_never_moved_have_the_floors_variance(rank):
 def test_the_average_is_found_in_wrappers_and_in_chains_of_torchopt(around):
     average, means = bc.swag(rank=2), []
     for tx in (bc.chain(bc.sgd(0.1), average), around(torchopt.sgd(0.1), average)):
-        params = torch.ones(4, dtype=torch.float64)
-        state = tx.init(params)
-        for _ in range(5):
-            updates, state = tx.update(params.sin(), state, params=params, inplace=False)
-            params = params + updates
+        params, state = end_of(tx, torch.ones(4, dtype=torch.float64), torch.sin, 5)
         means.append(torch.stack([average.mean(state, params), average.posterior(state, params).marginal_variance]))
     torch.testing.assert_close(*means, rtol=0, atol=0)

@@ -678,59 +678,40 @@ def test_optimizers_that_decay_weights_and_samplers_are_refused(name):
     make(name, bc.adamw(1e-2), temperature=0.0).init(SOME)  # there it is that optimizer
 
 
-@pytest.mark.parametrize(
-    ("names", "options", "words"),
-    [
-        *((ALL, {"temperature": x}, "temperature") for x in (-0.1, NAN, INF, torch.tensor(-1.0))),
-        (ALL, {"n_samples": 0}, "n_samples must"),
-        (ALL, {"n_samples": 3, "antithetic": True}, "come in pairs"),
-        *((FAMILIES, {"init_scale": x}, "init_scale must be a positive") for x in (0.0, -1.0, NAN)),
-        *((NATURAL, {"init_hessian": x}, "init_hessian must be a positive") for x in (0.0, -1.0, NAN)),
-        (ALL, {"weight_decay": -0.1}, "weight_decay must be finite"),
-        *((NATURAL, {"betas": x}, "betas must be two") for x in ((1.0, 0.9), (0.9, 1.1), (-0.1, 0.9), (0.9,))),
-        (NATURAL, {"trust_radius": 0.0}, r"trust_radius must be a number in \(0, inf\]"),
-        (NATURAL, {"first": -0.1}, "lr must"),
-        *((("low_rank",), {"rank": r}, "rank must") for r in (0, -1, 1.5)),
-        (("low_rank",), {"rank": 9}, "above the number of parameters, 8"),
-        (("mean_field",), {"first": torch.optim.SGD}, "must be a gradient transformation"),
-        (("mean_field",), {"scale_optimizer": 0.1}, "scale_optimizer"),
-        (("mean_field",), {"init_scale": {"b": 0.0, "w": 1.0}}, "init_scale is not positive at b"),
-        (("dense",), {"init_scale": {"b": 1.0}}, r"vi\.dense: init_scale has the tree"),
-        (ALL, {"prior": 1.0}, r"prior must be a Gaussian, such as tx\.posterior gives, got float"),
-        (ALL, {"prior": diagonal_prior(), "weight_decay": 0.1}, "are two priors: leave one out"),
-        (ALL, {"prior": diagonal_prior(), "temperature": 0.0}, r"temperature \* Lambda = 0: use weight_decay"),
-        (ALL, {"prior": OTHER}, r"prior\.mean has the tree"),
-        (
-            NATURAL,
-            {"prior": Gaussian(LIKE, Cholesky(torch.eye(8), shape_only(LIKE), ONE))},
-            "Cholesky, and this method",
-        ),
-    ],
-)
-def test_options_of_the_methods_that_make_no_sense(names, options, words):
-    for name in names:
-        with pytest.raises(REFUSED, match=words):
-            make(name, **options).init(LIKE)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        *(({"prior_precision": x}, "prior_precision must be a positive, fin") for x in (0.0, -1.0, NAN, INF)),
-        *(({"transition_noise": x}, "transition_noise must") for x in (-1.0, NAN, INF)),
-        *(({"lr": x}, r"lr.* must") for x in (-1.0, NAN, INF)),
-        *(({"forgetting": x}, "forgetting must be a number in") for x in (0.0, 1.1, -0.5)),
-        ({"prior_precision": LAST_NEGATIVE}, "not positive at b"),
-        *(
-            ({"transition_noise": q}, "transition_noise is negative or not fin.* at b")
-            for q in (LAST_NEGATIVE, LAST_NAN)
-        ),
-    ],
-)
-@pytest.mark.parametrize("name", FILTERS)
-def test_options_of_the_filters_that_make_no_sense(name, options, words):
-    with pytest.raises(REFUSED, match=words):
-        filter_of(name, **options).init(SOME)
+OPTIONS = [
+    *((ALL, {"temperature": x}, "temperature") for x in (-0.1, NAN, INF, torch.tensor(-1.0))),
+    (ALL, {"n_samples": 0}, "n_samples must"),
+    (ALL, {"n_samples": 3, "antithetic": True}, "come in pairs"),
+    *((FAMILIES, {"init_scale": x}, "init_scale must be a positive") for x in (0.0, -1.0, NAN)),
+    *((NATURAL, {"init_hessian": x}, "init_hessian must be a positive") for x in (0.0, -1.0, NAN)),
+    (ALL, {"weight_decay": -0.1}, "weight_decay must be finite"),
+    *((NATURAL, {"betas": x}, "betas must be two") for x in ((1.0, 0.9), (0.9, 1.1), (-0.1, 0.9), (0.9,))),
+    (NATURAL, {"trust_radius": 0.0}, r"trust_radius must be a number in \(0, inf\]"),
+    (NATURAL, {"first": -0.1}, "lr must"),
+    *((("low_rank",), {"rank": r}, "rank must") for r in (0, -1, 1.5)),
+    (("low_rank",), {"rank": 9}, "above the number of parameters, 8"),
+    (("mean_field",), {"first": torch.optim.SGD}, "must be a gradient transformation"),
+    (("mean_field",), {"scale_optimizer": 0.1}, "scale_optimizer"),
+    (("mean_field",), {"init_scale": {"b": 0.0, "w": 1.0}}, "init_scale is not positive at b"),
+    (("dense",), {"init_scale": {"b": 1.0}}, r"vi\.dense: init_scale has the tree"),
+    (ALL, {"prior": 1.0}, r"prior must be a Gaussian, such as tx\.posterior gives, got float"),
+    (ALL, {"prior": diagonal_prior(), "weight_decay": 0.1}, "are two priors: leave one out"),
+    (ALL, {"prior": diagonal_prior(), "temperature": 0.0}, r"temperature \* Lambda = 0: use weight_decay"),
+    (ALL, {"prior": OTHER}, r"prior\.mean has the tree"),
+    (
+        NATURAL,
+        {"prior": Gaussian(LIKE, Cholesky(torch.eye(8), shape_only(LIKE), ONE))},
+        "Cholesky, and this method",
+    ),
+]
+OF_FILTERS = [
+    *(({"prior_precision": x}, "prior_precision must be a positive, fin") for x in (0.0, -1.0, NAN, INF)),
+    *(({"transition_noise": x}, "transition_noise must") for x in (-1.0, NAN, INF)),
+    *(({"lr": x}, r"lr.* must") for x in (-1.0, NAN, INF)),
+    *(({"forgetting": x}, "forgetting must be a number in") for x in (0.0, 1.1, -0.5)),
+    ({"prior_precision": LAST_NEGATIVE}, "not positive at b"),
+    *(({"transition_noise": q}, "transition_noise is negative or not fin.* at b") for q in (LAST_NEGATIVE, LAST_NAN)),
+]
 
 
 def posterior(tx, state=None, at=SOME):
@@ -761,6 +742,16 @@ def lanes():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
+        *(
+            (lambda name=name, options=options: make(name, **options).init(LIKE), words)
+            for names, options, words in OPTIONS
+            for name in names
+        ),
+        *(
+            (lambda name=name, options=options: filter_of(name, **options).init(SOME), words)
+            for options, words in OF_FILTERS
+            for name in FILTERS
+        ),
         *((lambda r=r: filter_of("low_rank", rank=r), "rank must") for r in (0, -1, 1.5)),
         (lambda: filter_of("low_rank", rank=9).init(SOME), "above the number of parameters, 8"),
         *((lambda f=f: posterior(make(f, temperature=0.0)), "at temperature=0 there is no post") for f in ALL),

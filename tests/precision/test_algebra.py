@@ -98,6 +98,12 @@ def draws_like(tree, *lead):
     return each_leaf(lambda leaf: torch.randn((*lead, *leaf.shape)), tree)
 
 
+@pytest.fixture
+def tree():
+    """That of the tests which need no other."""
+    return TREES["dict"]()
+
+
 @cases
 @structures
 def test_its_answers_are_those_of_its_matrix(make, tree):
@@ -123,8 +129,7 @@ def test_its_answers_are_those_of_its_matrix(make, tree):
 
 
 @pytest.mark.parametrize("make", [diagonal, dense, low_rank, block])
-def test_a_whole_tree_of_prior_precisions_is_added(make):
-    tree = TREES["dict"]()
+def test_a_whole_tree_of_prior_precisions_is_added(make, tree):
     prior = each_leaf(lambda leaf: torch.rand(leaf.shape), tree)
     precision = make(tree)
     assert_equal(precision.add_diagonal(prior).to_dense(), precision.to_dense() + torch.diag(flatten(prior, tree)))
@@ -140,16 +145,14 @@ def test_add_is_the_sum_of_matrices_and_of_counts(make, tree):
     assert total.count == 14
 
 
-def test_kronecker_factors_add_as_sums_over_data():
-    tree = TREES["dict"]()
+def test_kronecker_factors_add_as_sums_over_data(tree):
     a, b = kronecker(tree), kronecker(tree)
     total = a.add(b)
     left, right = a.left["w"] + b.left["w"], a.right["w"] + b.right["w"]
     assert_equal(total.diag()["w"], (torch.outer(left.diagonal(), right.diagonal()) / 14 + 0.6))
 
 
-def test_an_eigenbasis_adds_in_the_same_basis():
-    tree = TREES["dict"]()
+def test_an_eigenbasis_adds_in_the_same_basis(tree):
     a = kronecker(tree).factorised()
     assert_equal(a.add(copy.deepcopy(a)).to_dense(), 2 * a.to_dense())
 
@@ -172,8 +175,7 @@ def test_low_rank_keeps_the_longest_directions():
     assert_equal(total.diagonal, torch.tensor([0.0, 1.0, 0.0]))
 
 
-def test_a_root_concatenates_and_becomes_low_rank_with_a_prior():
-    tree = TREES["dict"]()
+def test_a_root_concatenates_and_becomes_low_rank_with_a_prior(tree):
     a, b = (Root(draws_like(tree, 3), COUNT) for _ in range(2))
     total = a.add(b)
     assert_equal(total.to_dense(), a.to_dense() + b.to_dense())
@@ -187,8 +189,7 @@ def test_a_root_concatenates_and_becomes_low_rank_with_a_prior():
     assert_equal(flatten(total.diag(), tree), total.to_dense().diagonal())
 
 
-def test_zero_is_neutral_and_says_what_is_missing():
-    tree = TREES["dict"]()
+def test_zero_is_neutral_and_says_what_is_missing(tree):
     precision = dense(tree)
     zero = Zero(torch.tensor(0.0))
     assert zero.add(precision) is precision
@@ -199,17 +200,16 @@ def test_zero_is_neutral_and_says_what_is_missing():
 
 
 @structures
-def test_another_structure_or_tree_is_refused(make):
-    tree = TREES["dict"]()
+def test_another_structure_or_tree_is_refused(make, tree):
     precision = make(tree)
     other = Root(draws_like(tree, 1), COUNT) if not isinstance(precision, (LowRank, Woodbury)) else diagonal(tree)
-    with pytest.raises(TypeError, match="one posterior has one structure"):
-        precision.add(other)
-    smaller = {**tree, "b": torch.zeros(2)}
-    with pytest.raises(ValueError, match=r"\bb\b"):
-        precision.add(make(smaller))
-    with pytest.raises(ValueError):
-        precision.add(make({"w": tree["w"]}))
+    for added, error, words in (
+        (other, TypeError, "one posterior has one structure"),
+        (make({**tree, "b": torch.zeros(2)}), ValueError, r"\bb\b"),
+        (make({"w": tree["w"]}), ValueError, ""),
+    ):
+        with pytest.raises(error, match=words):
+            precision.add(added)
 
 
 SINGULAR = {
@@ -254,8 +254,7 @@ def test_what_has_no_answer_is_refused_by_the_parameters_name(call, error, words
 
 
 @structures
-def test_a_precision_is_a_pytree_that_copies_pickles_and_vmaps(make):
-    tree = TREES["dict"]()
+def test_a_precision_is_a_pytree_that_copies_pickles_and_vmaps(make, tree):
     precision = make(tree)
     for other in (
         copy.deepcopy(precision),
@@ -309,8 +308,7 @@ def test_the_derivative_in_a_scale_is_exact_where_kronecker_factors_have_equal_e
     assert_equal(torch.autograd.functional.jacobian(found, scale), torch.autograd.functional.jacobian(exact, scale))
 
 
-def test_a_scaled_kronecker_precision_adds_as_a_sum_over_data():
-    tree = TREES["dict"]()
+def test_a_scaled_kronecker_precision_adds_as_a_sum_over_data(tree):
     a, b = kronecker(tree), kronecker(tree)
     eager = a._replace(
         **{name: each_leaf(lambda leaf: 2.5 * leaf, getattr(a, name)) for name in ("left", "right", "diagonal")}
@@ -322,8 +320,7 @@ def test_a_scaled_kronecker_precision_adds_as_a_sum_over_data():
         assert total.count == expected.count == 3.5 * COUNT
 
 
-def test_an_eigenbasis_made_once_takes_scales_and_diagonals():
-    tree = TREES["dict"]()
+def test_an_eigenbasis_made_once_takes_scales_and_diagonals(tree):
     data = kronecker(tree)
     once = data.eigenbasis()
     assert_equal(once.scale(0.4).add_diagonal(2.0).to_dense(), data.scale(0.4).add_diagonal(2.0).to_dense())
@@ -333,8 +330,7 @@ ROWS = {"root": lambda tree: Root(draws_like(tree, 3), COUNT), "dense": dense, "
 
 
 @pytest.mark.parametrize("make", ROWS.values(), ids=ROWS)
-def test_rows_are_a_root_of_the_matrix(make):
-    tree = TREES["dict"]()
+def test_rows_are_a_root_of_the_matrix(make, tree):
     precision = make(tree)
     rows = flatten(precision.as_rows(), tree)
     assert_equal(rows.T @ rows, precision.to_dense())
@@ -352,8 +348,7 @@ def test_a_lower_factor_is_that_of_the_matrix_or_absent(name):
 
 
 @pytest.mark.parametrize("name", ["diagonal", "eigenbasis", "dense", "woodbury"])
-def test_layer_bases_diagonalise_every_block_or_are_absent(name):
-    tree = TREES["dict"]()
+def test_layer_bases_diagonalise_every_block_or_are_absent(name, tree):
     precision = STRUCTURES[name](tree)
     bases = precision.layer_bases()
     if name in ("dense", "woodbury"):

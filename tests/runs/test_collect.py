@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import itertools
 import os
 import shutil
 import subprocess
@@ -15,6 +14,8 @@ import torch
 from torch import nn
 
 import bayesopt_chain as bc
+from tests.failing import failing
+from tests.walk import descend
 
 
 def network():
@@ -41,9 +42,7 @@ class Loop:
     def train(self, start, stop):
         for step in range(start + 1, stop + 1):
             x, y = batch(step)
-            self.optimizer.zero_grad()
-            nn.functional.cross_entropy(self.model(x), y).backward()
-            self.optimizer.step()
+            descend(self.optimizer, nn.functional.cross_entropy(self.model(x), y))
             self.seen.append(copy.deepcopy(self.model))
 
     def saved(self):
@@ -107,18 +106,12 @@ def test_a_loop_that_does_not_say_where_it_goes_on_is_refused(tmp_path):
 
 
 def test_draws_are_neither_doubled_nor_lost_by_a_write_that_fails(tmp_path, monkeypatch):
-    real = os.fsync
     for at in range(1, 8):
-        loop, calls = Loop(tmp_path / str(at)), itertools.count(1)
+        loop = Loop(tmp_path / str(at))
         loop.train(0, 10)
 
-        def failing(fd, at=at, calls=calls):
-            if next(calls) == at:
-                raise OSError(5, "I/O error")
-            return real(fd)
-
         with monkeypatch.context() as patched, suppress(OSError):
-            patched.setattr(os, "fsync", failing)
+            patched.setattr(os, "fsync", failing(os.fsync, at, OSError(5, "I/O error")))
             loop.keep.flush()
         loop.train(10, 20)
         loop.keep.flush()
