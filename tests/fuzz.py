@@ -103,7 +103,6 @@ PAIRS = [(DATA[:6], DATA[:6, :1]), (DATA[6:], DATA[6:, :1])]
 MODEL, TX = model(), bc.sghmc(0.1, 0.5, temperature=0.1)
 STEP = bc.make_step(loss, TX)
 NORMED = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-HELD = nn.ParameterDict(params())
 MASTERS = bc.with_master_weights(bc.sgd(0.1))
 CONTOUR = bc.samplers.contour_sgld(0.1, temperature=0.1, low=-1.0, high=100.0)
 REFERRING = bc.make_step(bc.gradients.svrg(loss, list(DATA.split(3))), TX)
@@ -169,8 +168,6 @@ def BUILD(temperature=0.1):
 
 
 VECTOR, PRODUCTS = (torch.ones(3),), ("fvp", "ggnvp", "hvp", "jvp")
-LOG_PROBS = torch.randn(6, 2).log_softmax(-1)
-CUBE = torch.eye(3).expand(2, 3, 3) + 0.1
 SOUND: dict[str, Callable[[], Any]] = {  # by the name of an argument, or of a callable and its argument
     "params": params,
     "loss": lambda: loss,
@@ -237,7 +234,7 @@ SOUND: dict[str, Callable[[], Any]] = {  # by the name of an argument, or of a c
     "targets": lambda: DATA[:, :1],
     "prediction": lambda: several().predict(DATA),
     "mean": lambda: torch.ones(2, 3),
-    "covariance": lambda: CUBE,
+    "covariance": lambda: torch.eye(3).expand(2, 3, 3) + 0.1,
     "variance": lambda: torch.ones(2, 3),
     "score": lambda: lambda p: {"w": -p["w"]},
     "other": lambda: DRAWS,
@@ -253,7 +250,7 @@ SOUND: dict[str, Callable[[], Any]] = {  # by the name of an argument, or of a c
     "known": lambda: torch.randn(4),
     "unknown": lambda: torch.randn(5),
     "logits": lambda: torch.randn(6, 2),
-    "log_probabilities": lambda: LOG_PROBS,
+    "log_probabilities": lambda: torch.randn(6, 2).log_softmax(-1),
     "probabilities": lambda: torch.full((4, 2, 3), 1 / 3),
     "means": lambda: torch.ones(4, 2),
     "variances": lambda: torch.tensor(0.5),
@@ -309,7 +306,7 @@ SOUND: dict[str, Callable[[], Any]] = {  # by the name of an argument, or of a c
     ),
     "swag.rank": lambda: 2,
     "refresh_batch_norm.module": lambda: NORMED,
-    "write_back.module": lambda: HELD,
+    "write_back.module": lambda: nn.ParameterDict(params()),
     "refresh_batch_norm.draws": lambda: bc.Draws.from_trees([NORMED] * 2),
     "refresh_batch_norm.loader": lambda: [torch.randn(4, 2)],
     **{f"curvature.{name}.{word}": lambda: VECTOR for name in PRODUCTS for word in ("primals", "tangents")},
@@ -652,21 +649,18 @@ def has_nan(out: Any, also_large: bool = False) -> bool:
     )
 
 
-def fresh(value: Any) -> Any:
-    """A copy of a value that a call might change."""
-    return copy.deepcopy(value) if isinstance(value, (list, dict, set, torch.Tensor)) else value
-
-
 def wrong_of(name: str, argument: str, value: Any) -> str:
     """What is wrong with the outcome of one call; nothing if it is sound, or says what is at fault."""
     given = sound(name)
+    if argument:  # a copy of a value that the call might change
+        given[argument] = copy.deepcopy(value) if isinstance(value, (list, dict, set, torch.Tensor)) else value
     torch.manual_seed(0)
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         signal.signal(signal.SIGALRM, signal.default_int_handler)
         signal.alarm(SECONDS)
         try:
-            out = call(name, {**given, argument: fresh(value)} if argument else given)
+            out = call(name, given)
         except AssertionError as err:  # is what functions of bc.testing answer with
             return "" if name.startswith("testing.") else complaint(err, argument, value)
         except Exception as err:

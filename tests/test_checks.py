@@ -136,20 +136,10 @@ def test_what_a_model_cannot_take_is_said_of_its_inputs():
 # Warnings point at the line of the user's, however many calls of this library and of torch lie between
 
 
-def loose(tmp_path):
-    x = torch.arange(6.0)
-    return bc.epochs((x, x), 2, order="fixed", seed=0)
-
-
 def rounding(tmp_path):
     p = nn.Parameter(torch.full((4,), 1e3, dtype=torch.bfloat16))
     p.square().sum().backward()
     bc.optim.SGHMC([p], lr=1e-9, temperature=1e-3).step()
-
-
-def probabilities(tmp_path):
-    module = nn.Sequential(nn.Linear(2, 3), nn.Softmax(-1))
-    bc.fit_laplace(module, bc.likelihoods.categorical(), (torch.randn(20, 2), torch.arange(20) % 3))
 
 
 def diverged(tmp_path):
@@ -165,13 +155,10 @@ def skipped(tmp_path):
         bc.sample(step, w, step.init(w), loader, steps=steps, path=tmp_path)
 
 
-@pytest.mark.parametrize("call", [loose, rounding, probabilities, diverged, skipped])
+@pytest.mark.parametrize("call", [rounding, diverged, skipped])
 def test_a_warning_points_at_the_line_that_called(call, tmp_path):
     torch.manual_seed(0)
     with pytest.warns(UserWarning) as caught:
         call(tmp_path)
-    first, last = (
-        inspect.getsourcelines(call)[1],
-        inspect.getsourcelines(call)[1] + len(inspect.getsourcelines(call)[0]),
-    )
-    assert all(w.filename == __file__ and first <= w.lineno < last for w in caught), [str(w) for w in caught]
+    lines, first = inspect.getsourcelines(call)
+    assert all(w.filename == __file__ and w.lineno - first in range(len(lines)) for w in caught), [*map(str, caught)]

@@ -47,6 +47,22 @@ def block(module, x, name):
     return curvature.ggn(flat, GAUSSIAN, "dense")({name: own[name]}, (x, None)).to_dense()
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_the_factor_of_many_outputs_is_the_diagonal_of_the_whole_one(sharing, bias):
+    """The hidden layer has five outputs at each of six positions."""
+    module, x = nn.Sequential(nn.Linear(3, 5, bias), nn.Tanh(), nn.Linear(5, 2)), torch.randn(4, 6, 3)
+    forward, own = of_module(module)
+    pooled = lambda p, b: forward(p, b).sum(1)  # noqa: E731
+    whole, wide = (
+        curvature.ggn(pooled, GAUSSIAN, "kronecker", sharing=sharing, **limit)(own, (x, None))
+        for limit in ({}, {"diagonal_above": 3})
+    )
+    for name in ("0.weight", "0.bias")[: 1 + bias]:
+        torch.testing.assert_close(wide.left[name], whole.left[name].diagonal())
+        torch.testing.assert_close(wide.right[name], whole.right[name])
+
+
 CONVOLUTIONS = {
     "transposed": lambda: nn.ConvTranspose2d(3, 2, (2, 3), stride=2, dilation=2, bias=False),
     "transposed, padded": lambda: nn.ConvTranspose2d(3, 2, 3, stride=2, padding=1, output_padding=1, bias=False),

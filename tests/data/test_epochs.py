@@ -87,8 +87,7 @@ def test_any_position_resumes(order, position, seed):
     resumed = make(torch.arange(12), 2, order=order, seed=seed)
     resumed.load_state_dict(pickle.loads(pickle.dumps(data.state_dict())))
     assert (resumed.epoch, resumed.offset, resumed.at_end) == (data.epoch, data.offset, data.at_end)
-    rest = flat(rows_of(resumed, 8))
-    assert rest[: 48 - position] == reference[position:]
+    assert flat(rows_of(resumed, 8))[: 48 - position] == reference[position:]
 
 
 def test_a_copy_goes_on_by_itself():

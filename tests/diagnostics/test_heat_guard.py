@@ -88,8 +88,7 @@ def test_batch_noise_is_read_within_a_factor_of_two(rho, mu):
     """Fixed seeds; the median of five windows."""
     lr = 0.02 * (1 - mu)
     rows = [chain([1.0, 0.3, 0.1], lr, mu, rho * 2 * (1 - mu) / lr, 400, s) for s in range(5)]
-    read = sorted(read_heat(*r, mu, 1 - mu).rho for r in rows)[2]
-    assert rho / 2 < read < rho * 2
+    assert rho / 2 < sorted(read_heat(*r, mu, 1 - mu).rho for r in rows)[2] < rho * 2
 
 
 def test_white_noise_neither_rings_nor_drifts_and_an_oscillation_and_a_slope_do():

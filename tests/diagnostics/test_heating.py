@@ -491,8 +491,7 @@ def test_every_example_with_minibatches_is_computed_or_says_what_it_is():
     found = [(name, code) for name, code in [*blocks(), *docstrings()] if SAMPLER.search(code) and BATCHES.search(code)]
     assert len(found) >= 8  # the search finds something
     assert {name for name, _ in found} >= COMPUTED
-    silent = [name for name, code in found if name not in COMPUTED and not SAYS.search(code)]
-    assert silent == []
+    assert [name for name, code in found if name not in COMPUTED and not SAYS.search(code)] == []
 
 
 @pytest.mark.slow
@@ -546,6 +545,5 @@ def test_the_chain_whose_data_lie_on_all_ranks_is_cool():
         return ((batch[0] @ w - batch[1]) ** 2).mean() / 2
 
     mode = torch.linalg.lstsq(x, y).solution
-    tx = bc.sghmc(lr, temperature=1 / N)
-    assert excess(loss, mode, (x, y), batch, tx) < WITHIN
+    assert excess(loss, mode, (x, y), batch, bc.sghmc(lr, temperature=1 / N)) < WITHIN
     assert excess(loss, mode, (x, y), batch, bc.sghmc(3 * lr, temperature=1 / N)) > WITHIN  # the law can fail

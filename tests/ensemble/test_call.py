@@ -154,8 +154,7 @@ def test_adapters_are_drawn_anew_as_their_library_draws_them():
     for i in range(2):
         params = {k: v[i] for k, v in members.params.items()}
         torch.testing.assert_close(members.still(params, (X, None)), wanted)
-    e = bc.posterior_ensemble(module, (X, Y), GAUSSIAN, **SMALL)
-    assert e.predict(X).mean.shape == (N, 1)
+    assert bc.posterior_ensemble(module, (X, Y), GAUSSIAN, **SMALL).predict(X).mean.shape == (N, 1)
 
 
 def weight_normed():

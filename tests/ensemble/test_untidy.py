@@ -657,5 +657,4 @@ def test_damage_is_named_and_a_stage_that_is_deleted_is_made_anew(tmp_path):
 def test_a_complete_call_returns_at_once(tmp_path, monkeypatch):
     first = called(tmp_path)
     monkeypatch.setattr(Training, "train", None)
-    again = called(tmp_path)
-    assert torch.equal(first.predict(data()[0]).mean, again.predict(data()[0]).mean)
+    assert torch.equal(first.predict(data()[0]).mean, called(tmp_path).predict(data()[0]).mean)

@@ -42,8 +42,7 @@ def test_an_experiment_runs_at_smoke_scale_and_says_what_came_out(name, tmp_path
         pytest.skip(f"set BAYESOPT_CHAIN_DATA to a folder with {DATA[name]}")
     result = record(experiment(name), "smoke")
     assert set(experiment(name).settings) == set(experiment(name).seeds) == set(SCALES)
-    path = keep(result, tmp_path)
-    assert json.loads(path.read_text())["tables"] == result["tables"]
+    assert json.loads(keep(result, tmp_path).read_text())["tables"] == result["tables"]
     assert all(torch.tensor(list(row.values())).isfinite().all() for row in result["tables"][0].values())
     assert len(experiment(name).says(averaged(result))) > 40
     assert experiment(name).title in report.section(name, tmp_path)

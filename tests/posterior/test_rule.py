@@ -66,8 +66,7 @@ def test_averages_stay_within_the_budget_and_use_it_up_where_it_binds(steps):
     assert share <= 1 + 1e-6 and (fitted.covariance_scale == 1 or share > 0.99)
     whole = bc.fit_laplace(net, likelihoods.categorical(), [(x, y)], tune=None, prior_precision=fitted.prior_precision)
     assert fitted.covariance_scale < 1 or torch.equal(fitted.outputs(x).mean, whole.outputs(x).mean)
-    again = fitted.load_state_dict(fitted.state_dict())
-    torch.testing.assert_close(again.predict(x), q)
+    torch.testing.assert_close(fitted.load_state_dict(fitted.state_dict()).predict(x), q)
     more = fitted.refit([(x, y)])
     assert more.covariance_scale == fitted.covariance_scale
     assert (

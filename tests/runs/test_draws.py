@@ -297,8 +297,7 @@ def test_stacked_chains_have_statistics_each():
     one = bc.refresh_batch_norm(module, {k: p[2, 1] for k, p in draws.params.items()}, loader)
     for name, b in one.items():
         torch.testing.assert_close(fresh.buffers[name][2, 1], b, rtol=1e-12, atol=1e-14)
-    forward = bc.make_functional(module.eval()).forward
-    assert fresh.predict(forward, loader).shape == (12, 3)
+    assert fresh.predict(bc.make_functional(module.eval()).forward, loader).shape == (12, 3)
     assert len(fresh[1:].thin(2)) == 1 and fresh[1:].buffers["1.running_mean"].shape[0] == 2
     assert torch.equal(fresh.steps, draws.steps)
 

@@ -197,8 +197,7 @@ def test_equally_weighted_draws_count_every_draw_by_its_weight():
     got = draws.predict(forward, [torch.zeros(2)])
     assert got[0].item() == pytest.approx(exact.item(), rel=0.05)
     assert bc.diagnostics.r_hat(same)["b"] > 0
-    stacked = draws.stack_chains(sampled(steps=150))
-    assert stacked.weights.shape == (150, 4)
+    assert draws.stack_chains(sampled(steps=150)).weights.shape == (150, 4)
 
 
 def test_what_counts_all_draws_the_same_refuses_weights():
