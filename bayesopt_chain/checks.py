@@ -42,14 +42,8 @@ from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.tracing import batch_levels, is_hidden, is_plain, is_readable, is_transformed
 
 LARGEST = 1 << 53  # of what is counted: a double and JSON hold it exactly
-_INSIDE = {
-    "bayesopt_chain",
-    "torch",
-    "optree",
-    "contextlib",
-    "functools",
-    "weakref",
-}  # packages that no warning points into
+# packages that no warning points into
+_INSIDE = {"bayesopt_chain", "torch", "optree", "contextlib", "functools", "weakref"}
 
 
 class Kind(NamedTuple):
