@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,35 +47,51 @@ def function_in_c(name: str) -> int | None:
     return None if function is None else ctypes.cast(function, ctypes.c_void_p).value
 
 
+class _Keeping(threading.local):
+    met: Callable[[], None] | None = None  # called where checkpointing is met; None where it works as ever
+
+
+_keeping = _Keeping()
+
+
 @contextmanager
 def without_checkpointing(met: Callable[[], None]) -> Iterator[None]:
-    """Let ``torch.utils.checkpoint`` keep what it is to compute again in the backward pass, inside of the block.
+    """Let ``torch.utils.checkpoint`` keep what it would compute again in the backward pass, in this thread inside of the block.
 
     Args:
         met: called where it is used and gradients are recorded.
     """
-
-    def said() -> None:
-        if torch.is_grad_enabled():
-            met()
-
-    def around(*_: Any, **more: Any) -> Iterator[None]:
-        said()
-        yield
-
-    def apply(function: Callable[..., Any], _: bool, *args: Any) -> Any:
-        said()
-        return function(*args)
-
-    names = "_checkpoint_without_reentrant_generator", "CheckpointFunction"
-    before = [getattr(_checkpoint, name) for name in names]
+    _ask_before_checkpointing()
+    before, _keeping.met = _keeping.met, met
     try:
-        for name, new in zip(names, (around, SimpleNamespace(apply=apply))):
-            setattr(_checkpoint, name, new)
         yield
     finally:
-        for name, old in zip(names, before):
-            setattr(_checkpoint, name, old)
+        _keeping.met = before
+
+
+@cache
+def _ask_before_checkpointing() -> None:
+    """Let each use of ``torch.utils.checkpoint`` ask what its thread keeps: once in a process, since a change around each block
+    would reach into other threads."""
+    generator, function = _checkpoint._checkpoint_without_reentrant_generator, _checkpoint.CheckpointFunction
+
+    def keeps() -> bool:
+        if _keeping.met is not None and torch.is_grad_enabled():
+            _keeping.met()
+        return _keeping.met is not None
+
+    def nothing() -> Iterator[None]:
+        yield
+
+    def around(*args: Any, **more: Any) -> Iterator[None]:
+        return nothing() if keeps() else generator(*args, **more)
+
+    class Asking(function):
+        @classmethod
+        def apply(cls, run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            return run(*args) if keeps() else function.apply(run, preserve, *args)
+
+    _checkpoint._checkpoint_without_reentrant_generator, _checkpoint.CheckpointFunction = around, Asking
 
 
 def mark_generator(number: int) -> int:

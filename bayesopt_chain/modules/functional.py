@@ -77,7 +77,8 @@ class Forward:
         inputs: str | Callable[[Any], Any] | None,
         outputs: str | Callable[[Any], Any] | None = None,
     ) -> None:
-        self.called, self.module = module, (module := inner_of(module))
+        self.called, self.module = module, inner_of(module)
+        module = self.module
         self.inputs = batches.picked(inputs, partial(batch_inputs, module=module))
         self.outputs = batches.picked(outputs, as_it_is)
         self.names = frozenset(name for name, p in module.named_parameters() if p.requires_grad)

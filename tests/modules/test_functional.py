@@ -1,6 +1,7 @@
 """Modules as functions: which parameters come out, what they compute, and what goes back."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 
@@ -167,10 +168,14 @@ def test_draws_of_a_compiled_module_are_those_of_the_module_inside(tmp_path):
         assert torch.equal(forward(keep.draws[-1], x), keep.draws[-1:].predict(module, [x]))
         bc.write_back(wrapped, keep.draws[0])
         assert torch.equal(module[0].weight, keep.draws[0]["0.weight"])
-        loss = lambda params, batch: forward(params, batch).square().sum()  # noqa: E731, B023
-        report = bc.diagnostics.doctor(keep.draws, tx=optimizer, loss=loss, batches=[x])
+        report = bc.diagnostics.doctor(
+            keep.draws,
+            tx=optimizer,
+            loss=lambda params, batch, forward=forward: forward(params, batch).square().sum(),
+            batches=[x],
+        )
         assert {f"temperature, {name}" for name in params} <= report.numbers.keys()
-        keep = None
+    keep.flush()
     assert len(bc.Draws.open(tmp_path)) == 40
 
 
@@ -180,43 +185,48 @@ def test_whatever_names_the_parameters_of_a_compiled_module_names_those_inside()
     assert bc.links.fan_in(compiled) == bc.links.fan_in(plain)
     draws = bc.Draws.from_trees([compiled, plain])
     assert draws.params.keys() == bc.make_functional(plain).params.keys()
-    fresh = [bc.refresh_batch_norm(m, draws, [torch.ones(5, 2)]).buffers["1.running_mean"] for m in (compiled, plain)]
-    assert torch.equal(*fresh)
-
-
-class Checkpointed(nn.Module):
-    """A network that computes its activations again in the backward pass."""
-
-    def __init__(self, reentrant):
-        super().__init__()
-        self.net, self.reentrant = (
-            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)),
-            reentrant,
-        )
-
-    def forward(self, x):
-        return self.net(x) if self.reentrant is None else checkpoint(self.net, x, use_reentrant=self.reentrant)
+    assert torch.equal(
+        *[bc.refresh_batch_norm(m, draws, [torch.ones(5, 2)]).buffers["1.running_mean"] for m in (compiled, plain)]
+    )
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing_has_no_effect_and_says_so(reentrant):
     """It would compute with the parameters of the module, which are those of no chain."""
     x, found = torch.randn(5, 4, requires_grad=True), []
-    for kind in (None, reentrant):
+    for of in (
+        lambda net, x: net.layers(x),
+        lambda net, x: checkpoint(net.layers, x, use_reentrant=reentrant),
+    ):
         torch.manual_seed(0)
-        forward, params, buffers = bc.make_functional(Checkpointed(kind))
+        layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
+        forward, params, buffers = bc.make_functional(Net(of, layers=layers))
         moved = {name: p.detach() + 1.0 for name, p in params.items()}
         step = bc.make_step(
             lambda p, x, b, forward=forward: ((out := forward.with_buffers(p, x, b))[0].square().mean(), out[1]),
             bc.sgd(0.1),
             buffers=buffers,
         )
-        warned = (
-            nullcontext() if kind is None else pytest.warns(UserWarning, match="activation checkpointing has no effect")
-        )
-        with warned:
+        with pytest.warns(UserWarning, match="checkpointing has no effect") if found else nullcontext():
             params, state, _ = step(moved, step.init(moved), x)
         found.append(torch.cat([y.flatten() for y in (*params.values(), *state.buffers.values())]))
     assert torch.equal(*found)
     with torch.no_grad():  # where nothing is computed again, nothing is said
         forward(moved, x)
+
+
+def test_another_thread_computes_again_as_ever_meanwhile():
+    seen, w = [], torch.ones(3, requires_grad=True)
+
+    def squared(w):
+        seen.append(w)
+        return w.square()
+
+    def of(net, x):
+        with ThreadPoolExecutor(1) as other:
+            other.submit(lambda: checkpoint(squared, w, use_reentrant=False).sum().backward()).result()
+        return net.layer(x)
+
+    forward, params, _ = bc.make_functional(Net(of, layer=nn.Linear(3, 1)))
+    forward(params, torch.ones(2, 3))
+    assert len(seen) == 2
