@@ -7,6 +7,7 @@ given, in one. ``-m`` and ``-n`` take the place of either default. Doctests are 
 import gc
 import os
 import signal
+import tempfile
 from importlib.util import find_spec
 
 import pytest
@@ -33,6 +34,19 @@ def pytest_cmdline_main(config):
     if not is_worker and getattr(config.option, "numprocesses", 0) is None and not config.option.usepdb:
         config.option.numprocesses = 2
         config.option.dist = "worksteal"
+
+
+def pytest_configure(config):
+    """What tests, doctests and the processes that they start leave in the temporary folder goes when the session ends.
+
+    pytest-xdist's workers find the session's folder in the environment.
+    """
+    if not hasattr(config, "workerinput"):
+        # there pytest keeps ``tmp_path`` of the last three sessions
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        config.add_cleanup(folder.cleanup)
+        os.environ["TMPDIR"] = tempfile.tempdir = folder.name
 
 
 @pytest.hookimpl(wrapper=True)
