@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import RESULTS, command, commit, keep, known, ratio, stepping
+from benchmarks.measure import RESULTS, ROOT, command, commit, keep, known, ratio, stepping
 
 Make = Callable[[Any], Any]  # a chain of a package
 Case = Callable[[Any], Callable[[], None]]  # what is timed, of a package
@@ -201,7 +201,6 @@ def answer(bc: Any, name: str, calls: int, made: dict[str, Callable[[], None]] =
     return (time.process_time() - start) / calls
 
 
-HERE = Path(__file__).parents[1]
 SERVE = """
 import json, sys, torch, bayesopt_chain
 sys.path.insert(0, {here!r})
@@ -217,7 +216,7 @@ class Worker:
 
     def __init__(self, checkout: Path, module: str = "against") -> None:
         environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-W", "ignore", "-c", SERVE.format(here=str(HERE), module=module)]
+        command = [sys.executable, "-W", "ignore", "-c", SERVE.format(here=str(ROOT), module=module)]
         self.process = subprocess.Popen(
             command, cwd=checkout, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -237,7 +236,7 @@ class Worker:
 if __name__ == "__main__":
     path = RESULTS / "against.json"
     given = command(other=Path, rounds=15, processes=2, only="")
-    here, there = HERE, given.other.resolve()
+    here, there = ROOT, given.other.resolve()
     both, before = {"this": commit(here), "other": commit(there)}, known(path)
     if given.only and before["commits"] != both:
         raise SystemExit(f"{path.name} is of {before['commits']}, not of {both}: measure all cases")

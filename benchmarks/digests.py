@@ -16,8 +16,8 @@ from typing import Any
 import optree
 import torch
 
-from benchmarks.against import HERE, Worker
-from benchmarks.measure import RESULTS, command, commit, keep
+from benchmarks.against import Worker
+from benchmarks.measure import RESULTS, ROOT, command, commit, keep
 
 STEPS = 5
 
@@ -140,7 +140,7 @@ def answer(bc: Any, name: str | None = None) -> Any:
 
 
 if __name__ == "__main__":
-    checkouts = {"this": HERE, "other": command(other=Path).other.resolve()}
+    checkouts = {"this": ROOT, "other": command(other=Path).other.resolve()}
     this, other = (Worker(checkout, "digests") for checkout in checkouts.values())
     names, differ, refused = this.ask(), {}, 0
     for name in names:

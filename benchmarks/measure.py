@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def command(**options: Any) -> argparse.Namespace:
@@ -226,21 +227,24 @@ def _name() -> str:
     main = sys.modules["__main__"]
     if main.__spec__ is not None:
         return f"python -m {main.__spec__.name.removesuffix('.__main__')}"
-    root, file = Path(__file__).parents[1], Path(getattr(main, "__file__", "/")).resolve()
-    if not file.is_relative_to(root):
+    file = Path(getattr(main, "__file__", "/")).resolve()
+    if not file.is_relative_to(ROOT):
         return "python -c ..."
-    return f"python -m {'.'.join(file.relative_to(root).with_suffix('').parts)}"
+    return f"python -m {'.'.join(file.relative_to(ROOT).with_suffix('').parts)}"
 
 
-def commit(checkout: Path = Path(__file__).parent) -> str | None:
+def git(*arguments: str, of: Path = ROOT) -> str:
+    """What git says to ``arguments``, of a working copy (default: this one)."""
+    return subprocess.run(["git", "-C", str(of), *arguments], check=True, capture_output=True, text=True).stdout
+
+
+def commit(checkout: Path = ROOT) -> str | None:
     """The commit of a working copy (default: this one), with a plus sign where its code differs; ``None`` outside of git."""
-    git = ["git", "-C", str(checkout)]
     try:
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ":/*.py"], capture_output=True).returncode
+        changed = git("diff", "--name-only", "HEAD", "--", ":/*.py", of=checkout)
+        return git("rev-parse", "HEAD", of=checkout).strip() + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return None
-    return head + ("+" if changed else "")
 
 
 def _cpu() -> str:

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.measure import RESULTS, known, markdown
-from benchmarks.size import git
+from benchmarks.measure import RESULTS, ROOT, git, known, markdown
 
-ROOT = Path(__file__).parents[1]
 ROOMS = {
     "against": ["engine", "links", "core"],
     "calibration": ["testing", "samplers", "posterior"],

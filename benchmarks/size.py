@@ -4,14 +4,7 @@
     python -m benchmarks.size --before REVISION
 
 A room is one folder of the package or several, as ``ROOMS`` says; ``everything`` is the package with all of them. Counted are
-
-    files        of Python
-    statements   without docstrings, which say how much code there is whatever its line breaks are
-    prose        lines of docstrings and comments
-    lines        of the files, everything
-    native       lines of C++ and CUDA kernels
-    Any          how often the type ``Any`` is written
-    ignores      of the type checker
+files of Python and their statements without docstrings, which say how much code there is whatever its line breaks are.
 
 Both revisions are read from git, so that neither has to be checked out. *Routes* are those of :mod:`benchmarks.route`, of this
 checkout. An aim that is missed stands in ``MISSED`` with the reason; ``tests/core/test_size.py`` holds the others.
@@ -20,15 +13,12 @@ checkout. An aim that is missed stands in ``MISSED`` with the reason; ``tests/co
 from __future__ import annotations
 
 import ast
-import io
-import subprocess
-import tokenize
-from collections import Counter
-from pathlib import Path, PurePosixPath
 
-RESULTS = Path(__file__).parent / "results" / "size.json"
+from benchmarks.measure import RESULTS, command, git, keep, markdown
+from benchmarks.route import measured
+
+PATH = RESULTS / "size.json"
 PACKAGE = "bayesopt_chain"
-COLUMNS = ("files", "statements", "prose", "lines", "native", "Any", "ignores")
 ROOMS: dict[str, tuple[int, tuple[str, ...]]] = {  # the aim, and where it is
     "chain": (1050, ("core", "matching")),
     "links": (1300, ("links", "compose.py", "schedules.py")),
@@ -78,46 +68,22 @@ MISSED = {
 }
 
 
-def git(*arguments: str) -> str:
-    """What git says to ``arguments``, in the folder of this file's repository."""
-    return subprocess.run(
-        ["git", "-C", str(Path(__file__).parents[1]), *arguments], check=True, capture_output=True, text=True
-    ).stdout
-
-
 def files_of(revision: str) -> dict[str, str]:
     """The text of every source file of the package, by its path below the package."""
-    paths = git("ls-tree", "-r", "--name-only", revision, PACKAGE).split()
-    kept = [p for p in paths if PurePosixPath(p).suffix in (".py", ".cpp", ".hpp", ".cu", ".cuh", ".h")]
-    return {p.removeprefix(PACKAGE + "/"): git("show", f"{revision}:{p}") for p in kept}
+    paths = [path for path in git("ls-tree", "-r", "--name-only", revision, PACKAGE).split() if path.endswith(".py")]
+    return {path.removeprefix(PACKAGE + "/"): git("show", f"{revision}:{path}") for path in paths}
 
 
-def counted(path: str, text: str) -> Counter[str]:
-    """The figures of one file.
+def statements(text: str) -> int:
+    """Statements of a file, without docstrings and other strings that stand alone.
 
     Example:
-        >>> text = 'X: Any = 1  # why\\n\\ndef f():\\n    "Say it."\\n    return X\\n'
-        >>> [(name, counted("a.py", text)[name]) for name in ("statements", "prose", "lines", "Any")]
-        [('statements', 3), ('prose', 2), ('lines', 5), ('Any', 1)]
+        >>> statements('X: Any = 1  # why\\n\\ndef f():\\n    "Say it."\\n    return X\\n')
+        3
     """
-    lines = text.count("\n")
-    if not path.endswith(".py"):
-        return Counter(native=lines)
     nodes = list(ast.walk(ast.parse(text)))
-    said = [
-        node
-        for node in nodes
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-    ]
-    comments = [t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type == tokenize.COMMENT]
-    return Counter(
-        files=1,
-        statements=sum(isinstance(node, ast.stmt) for node in nodes) - len(said),
-        prose=sum((node.end_lineno or node.lineno) - node.lineno + 1 for node in said) + len(comments),
-        lines=lines,
-        Any=sum(isinstance(node, ast.Name) and node.id == "Any" for node in nodes),
-        ignores=sum("type: ignore" in t.string or "pyright: ignore" in t.string for t in comments),
-    )
+    alone = [node.value for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
+    return sum(isinstance(node, ast.stmt) for node in nodes) - sum(isinstance(value.value, str) for value in alone)
 
 
 def room_of(path: str) -> str:
@@ -130,13 +96,13 @@ def room_of(path: str) -> str:
 
 
 def rooms(files: dict[str, str]) -> dict[str, dict[str, int]]:
-    """The figures of each room, with zeros, and of everything."""
-    found = {room: Counter[str]() for room in (*ROOMS, "everything")}
+    """Files and statements of each room, and of everything."""
+    found = {room: {"files": 0, "statements": 0} for room in (*ROOMS, "everything")}
     for path, text in files.items():
-        figures = counted(path, text)
         for room in (room_of(path), "everything"):
-            found[room].update(figures)
-    return {room: {name: figures[name] for name in COLUMNS} for room, figures in found.items()}
+            found[room]["files"] += 1
+            found[room]["statements"] += statements(text)
+    return found
 
 
 def over(found: dict[str, dict[str, int]]) -> set[str]:
@@ -147,9 +113,6 @@ def over(found: dict[str, dict[str, int]]) -> set[str]:
 
 
 if __name__ == "__main__":
-    from benchmarks.measure import command, keep, markdown
-    from benchmarks.route import measured
-
     given = command(before="53a4d5a", after="HEAD")
     was, now = rooms(files_of(given.before)), rooms(files_of(given.after))
     routes = {name: measured(name) for name in ROUTES}
@@ -158,7 +121,7 @@ if __name__ == "__main__":
         "rooms": {room: {"before": was[room], "after": now[room]} for room in now},
         "routes": {name: {"files": len(r.files), "functions": len(r.functions)} for name, r in routes.items()},
     }
-    keep(RESULTS, record)
+    keep(PATH, record)
     of_rooms, of_routes = [], []
     for room, row in now.items():
         aim = ROOMS[room][0] if room in ROOMS else EVERYTHING
@@ -171,5 +134,5 @@ if __name__ == "__main__":
         markdown(("room", "files", "statements", "aim", "before", ""), of_rooms),
         markdown(("route", "files, aim", "functions, aim", ""), of_routes),
     ]
-    RESULTS.with_suffix(".md").write_text("\n\n".join(tables) + "\n")
+    PATH.with_suffix(".md").write_text("\n\n".join(tables) + "\n")
     print(*tables, sep="\n\n")

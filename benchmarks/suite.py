@@ -21,13 +21,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import RESULTS, commit, keep, known
-from benchmarks.size import counted
+from benchmarks.measure import RESULTS, ROOT, commit, keep, known
+from benchmarks.size import statements
 
-ROOT = Path(__file__).parents[1]
 PATH = RESULTS / "tests.json"
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
 
@@ -52,7 +50,7 @@ def sizes() -> dict[str, Any]:
     counts = {kind: Counter[str]() for kind in ("statements", "tests", "quick")}
     for file in (ROOT / "tests").rglob("*.py"):
         where = folder(file.relative_to(ROOT).as_posix())
-        counts["statements"][where] += counted(file.name, file.read_text())["statements"]
+        counts["statements"][where] += statements(file.read_text())
     for tier, marks in (("tests", ""), ("quick", "not slow")):
         said = run(*PYTEST, "--collect-only", "-m", marks, "-p", "no:randomly", "tests")
         counts[tier].update(folder(line) for line in said.splitlines() if "::" in line)
