@@ -25,8 +25,9 @@ import functools
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +39,7 @@ from bayesopt_chain.posterior.evidence import tuned
 from bayesopt_chain.posterior.fit import FittedLaplace, at
 from bayesopt_chain.precision import Zero
 from benchmarks.measure import RESULTS, command, fill, ratio, take_turns
-from benchmarks.networks import Attention, cnn, mlp, resnet
+from benchmarks.networks import cnn, mlp
 from benchmarks.table import FLOOR, OURS, PHASES
 
 CONFIGURATIONS = (("last_layer", "kronecker"), ("last_layer", "dense"), ("all", "diagonal"), ("all", "kronecker"))
@@ -57,15 +58,44 @@ class Case(NamedTuple):
     structure: str
 
 
-class Words(nn.Module):
-    """Embedded tokens and their positions."""
+class Residual(nn.Module):
+    """Two convolutions with batch norm and a skip connection; more channels come with half as many pixels."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, channels: int, out: int) -> None:
         super().__init__()
-        self.table, self.position = nn.Embedding(WORDS, width), nn.Embedding(TOKENS, width)
+        stride = 1 if out == channels else 2
+        self.one, self.norm_one = nn.Conv2d(channels, out, 3, stride, 1, bias=False), nn.BatchNorm2d(out)
+        self.two, self.norm_two = nn.Conv2d(out, out, 3, 1, 1, bias=False), nn.BatchNorm2d(out)
+        self.skip = nn.Conv2d(channels, out, 1, stride, bias=False) if stride > 1 else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.table(x) + self.position(torch.arange(TOKENS)[None])
+        y = self.norm_one(self.one(x)).relu()
+        return (self.norm_two(self.two(y)) + self.skip(x)).relu()
+
+
+def resnet(channels: int, widths: Sequence[int]) -> nn.Sequential:
+    """A stem, a residual block of each width, the mean over the image, and a head; batch norms are not trained."""
+    stem = nn.Conv2d(channels, widths[0], 3, padding=1, bias=False), nn.BatchNorm2d(widths[0]), nn.ReLU()
+    blocks = [Residual(a, b) for a, b in pairwise((widths[0], *widths))]
+    net = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10))
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.requires_grad_(False)
+    return net
+
+
+class Transformer(nn.Module):
+    """Embedded tokens and their positions, two layers of attention, their mean, and a head."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.table, self.position = nn.Embedding(WORDS, width), nn.Embedding(TOKENS, width)
+        layer = nn.TransformerEncoderLayer(width, 4, 2 * width, 0.0, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(self.table(x) + self.position(torch.arange(TOKENS)[None])).mean(1))
 
 
 class GPT2(nn.Module):
@@ -86,21 +116,13 @@ class GPT2(nn.Module):
         return self.head(self.body(x).last_hidden_state[:, -1])
 
 
-def frozen(net: nn.Module) -> nn.Module:
-    """The network with batch norms that are not trained."""
-    for module in net.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.requires_grad_(False)
-    return net
-
-
 # inputs of all data, and 16 new ones
 numbers, words = partial(torch.randn, DATA + 16), partial(torch.randint, 0, WORDS, (DATA + 16, TOKENS))
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "MLP 784-256-10": (partial(mlp, 784, 256, 10), partial(numbers, 784)),
     "CNN, width 16": (partial(cnn, 16, [3, 16, 16]), partial(numbers, 3, 16, 16)),
-    "ResNet-8, width 8, norms frozen": (lambda: frozen(resnet(3, [8, 16, 32])), partial(numbers, 3, 16, 16)),
-    "transformer, width 32": (lambda: Attention(Words(32), 32, 4, 64, layers=2, norm_first=True), words),
+    "ResNet-8, width 8, norms frozen": (partial(resnet, 3, [8, 16, 32]), partial(numbers, 3, 16, 16)),
+    "transformer, width 32": (Transformer, words),
     "GPT-2, width 32": (GPT2, words),
 }
 

@@ -42,7 +42,7 @@ beyond their noise, 1,000 of them gave .94 to 1.4 times the noise by all, 500 ga
 by N / n, by which gamma stays below n, gave .03 to .92 of it. Costs, for n data up to 1,000: the Jacobian's n rows, half of the
 ``n^2 P`` products of ``J J^T``, and its eigenvalues, for each output.
 
-Both rules were chosen on 22 networks; ``benchmarks/laplace_default.py`` has them and further ones.
+Both rules were chosen on 22 networks (``benchmarks/results/laplace_default.md``).
 
 How noisy the targets are, against what the likelihood says: the dispersion of a fit.
 

@@ -7,27 +7,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks import curvature_fit, doctor, heat_guard, laplace_default
-from benchmarks.measure import RESULTS, fill, known
-from benchmarks.networks import mlp, sklearn
+from benchmarks import curvature_fit, doctor
+from benchmarks.measure import fill
+from benchmarks.networks import mlp
 
 pytestmark = pytest.mark.slow
-
-
-def test_a_cold_and_a_hot_loop_are_told_apart_by_guard_and_truth(monkeypatch):
-    monkeypatch.setattr(heat_guard, "STEPS", 400)
-    monkeypatch.setattr(heat_guard, "LEAST", 200)
-    monkeypatch.setitem(heat_guard.CHAINS, "linear", 8)
-    hot = heat_guard.run(heat_guard.Case("linear", 0.05, 0.9, 32, "independent", "", 0))
-    cold = heat_guard.run(heat_guard.Case("linear", 0.6, 0.9, None, "independent", "", 0))
-    assert hot["warned"] and hot["truth"] - 2 * hot["standard_error"] > 2 and not cold["warned"]
-    counts = heat_guard.table({"hot": hot, "cold": cold})
-    assert (counts["cold runs"], counts["hot runs"], counts["misses"], counts["false alarms"]) == (1, 1, [], [])
-
-
-def test_the_loops_of_the_guard_have_names_of_their_own():
-    names = [str(case) for case in heat_guard.cases(2)]
-    assert len(set(names)) == len(names) > 200
 
 
 def test_the_doctor_names_the_fault_of_a_wrong_run_and_leaves_a_right_one_alone():
@@ -63,15 +47,6 @@ def test_a_record_of_other_settings_is_not_filled(tmp_path):
     with pytest.raises(SystemExit, match="rounds"):
         fill(path, [(("lengths", "bb"), partial(len, "bb"))], rounds=1)
     assert fill(path, cells, rounds=3)["lengths"] == {"a": 1}
-
-
-def test_a_network_is_trained_and_fitted_as_the_rows_of_the_record_were():
-    iris = laplace_default.Task(partial(sklearn, "load_iris", 75), partial(mlp, 4, 32, 3), 5)
-    record = known(RESULTS / "laplace_default.json")
-    assert laplace_default.row(iris, laplace_default.ours, 1).keys() == record["default"]["MLP, iris"].keys()
-    assert list(laplace_default.RULE) == list(record["default"])
-    assert list(laplace_default.FURTHER) == list(record["default, further"])
-    assert laplace_default.page(record) == (RESULTS / "laplace_default.md").read_text()
 
 
 def test_each_phase_of_a_fit_is_timed_and_what_fails_says_so(monkeypatch):
