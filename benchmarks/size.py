@@ -64,7 +64,6 @@ MISSED = {
     "testing": "calibration by simulation and the fixture came after the aim",
     "base and contrib": "arguments and their messages (287), BoTorch, scikit-learn and plots (343)",
     "sample": "a step runs through ten files, the start of its chain through seven more, and a run through eleven",
-    "posterior_ensemble": "training is a step of this library, with members, data, stages and report around it",
 }
 
 

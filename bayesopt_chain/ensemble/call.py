@@ -165,8 +165,6 @@ def posterior_ensemble(
     raw, moved = raw.of(networks.still.module)
     with unshared_statistics(), torch.no_grad(), torch.random.fork_rng(devices=[]):
         event = _require_targets(networks, raw, likelihood)
-        with checks.blaming("posterior_ensemble", "data"):
-            networks = networks.looked_at(raw.inputs_of(LEAST))
     pair = raw.folds(held_out, seed)
     for rows in pair:
         _require_scores(likelihood, raw.take(rows)[1])
@@ -501,6 +499,13 @@ def _require_targets(networks: Members, data: Data, likelihood: Likelihood) -> t
     rows = torch.arange(LEAST, device="cpu")
     halves = [networks.outputs(data.take(r)[0]) for r in rows.chunk(2)]
     whole = networks.outputs(data.take(rows)[0])
+    with checks.blaming("posterior_ensemble", "data"):
+        trained = networks.outputs(data.take(rows)[0], networks.training)
+    if getattr(trained, "shape", None) != whole.shape:
+        raise ValueError(
+            f"{WHO}in training mode the module returns {checks.short(trained)}, in eval mode outputs of shape "
+            f"{tuple(whole.shape)}: return the same in both"
+        )
     if bool((whole - torch.cat(halves)).abs().max() > 0.01 * whole.abs().max()):
         raise ValueError(
             f"{WHO}in eval mode the module's outputs for a datum depend on the other data of its batch, or on chance: give "

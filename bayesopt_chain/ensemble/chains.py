@@ -30,7 +30,9 @@ from bayesopt_chain.diagnostics.gradient_noise import lanczos
 from bayesopt_chain.ensemble import held
 from bayesopt_chain.ensemble.held import Fold
 from bayesopt_chain.ensemble.recipe import TIMED, Training, timed
-from bayesopt_chain.ensemble.training import Order, Problem, Tensors, constants, held_out_outputs, started
+from bayesopt_chain.ensemble.training import Order, Problem, Tensors, constants, held_out_outputs
+from bayesopt_chain.loop.parallel import parallel
+from bayesopt_chain.loop.step import make_step
 from bayesopt_chain.optimizers.functional import sgd
 from bayesopt_chain.samplers.splittings import baoab
 from bayesopt_chain.schedules import polynomial
@@ -67,12 +69,17 @@ class Chains:
 
     def stepper(self, tx: Any, theta: Tensor, seed: int) -> Any:
         """The step of all chains, ``(params, state, t) -> (params, state)``, and its first params and state."""
-        chains = self.problem.stepper(tx, self.buffers, still=True)
+        problem = self.problem
+
+        def loss(params: Any, batch: Any) -> Tensor:
+            return problem.energy(params["theta"], *batch, still=True)[0]
+
+        chains = parallel(make_step(loss, tx), problem.count, batch_dim=0, loop=problem.loop)
 
         def step(params: Any, state: Any, t: int) -> Any:
-            return chains(params, state, (*self.order.batch(t), *self.fixed))[:2]
+            return chains(params, state, ((*self.order.batch(t), *self.fixed), self.buffers))[:2]
 
-        return step, {"theta": theta}, started(chains, tx, theta, self.buffers, seed)
+        return step, {"theta": theta}, chains.init(tx, {"theta": theta}, seed=seed)
 
     def curvature(self, theta: Tensor) -> float:
         """The largest eigenvalue of any member's Hessian, by Lanczos' method on differences of gradients."""

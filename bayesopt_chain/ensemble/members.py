@@ -16,13 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bayesopt_chain import batches, checks
+from bayesopt_chain import batches
 from bayesopt_chain.ensemble.data import Data, Scale
-from bayesopt_chain.loop.parallel import stack
 from bayesopt_chain.modules.functional import Forward, Tensors, arguments_of, copied, in_mode, inner_of, make_functional
 from bayesopt_chain.runs.run import describe
 
-DRAWING = (nn.modules.dropout._DropoutNd,)
 BatchNorm = nn.modules.batchnorm._BatchNorm
 COLLINEAR = 1e4  # times that inputs vary more along the first of their principal axes than along half of them
 MOST_AXES = 512  # columns; to turn a weight [O, D] costs D / b of its product with a batch of b
@@ -35,14 +33,12 @@ class Members(NamedTuple):
         params, buffers: stacked, ``[M, *]``, by name.
         training: the network as it is trained, its dropout on and BatchNorm on the batch.
         still: the network in ``eval`` mode, a function of parameters and data alone.
-        draws: whether it draws while it is trained.
     """
 
     params: Tensors
     buffers: Tensors
     training: Forward
     still: Forward
-    draws: bool
 
     def within(self, scale: Scale) -> Members:
         """The networks between these affine maps."""
@@ -59,23 +55,6 @@ class Members(NamedTuple):
         """What one member returns at its start, in ``eval`` mode by default."""
         params, buffers = self.first
         return (forward or self.still).with_buffers(params, (inputs, None), buffers)[0]
-
-    @torch.random.fork_rng(devices=[])
-    def looked_at(self, inputs: Any) -> Members:
-        """The same, ``draws`` also where functions draw that are no layers, as two calls show.
-
-        Raises:
-            ValueError: outputs in training of another kind than in ``eval`` mode.
-        """
-        before = torch.get_rng_state()
-        once, again = (self.outputs(inputs, self.training) for _ in range(2))
-        if getattr(once, "shape", None) != (wanted := self.outputs(inputs).shape):
-            raise ValueError(
-                f"posterior_ensemble: in training mode the module returns {checks.short(once)}, in eval mode outputs of shape "
-                f"{tuple(wanted)}: return the same in both"
-            )
-        draws = not torch.equal(once.nan_to_num(), again.nan_to_num()) or not torch.equal(before, torch.get_rng_state())
-        return self._replace(draws=self.draws or draws)
 
     def starts(self) -> dict[str, Tensors]:
         """Where all members start."""
@@ -226,10 +205,9 @@ def members_of(
             and not (layer.training or layer.weight.requires_grad)
         ):
             training.get_submodule(name).eval()
-    draws = any(isinstance(layer, DRAWING) or getattr(layer, "dropout", 0) for layer in training.modules())
-    params, buffers = (stack(list(trees)) if trees[0] else {} for trees in zip(*parts))
+    params, buffers = ({k: torch.stack([x[k] for x in trees]) for k in trees[0]} for trees in zip(*parts))
     networks = make_functional(training).forward, make_functional(still).forward
-    return Members(params, buffers, networks[0], networks[1], draws).within(Scale())
+    return Members(params, buffers, *networks).within(Scale())
 
 
 def principal_axes(members: Members, data: Data, scale: Scale) -> Tensors:

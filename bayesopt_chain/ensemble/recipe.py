@@ -28,7 +28,6 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.compose import chain
 from bayesopt_chain.ensemble import held
 from bayesopt_chain.ensemble.report import Progress
 from bayesopt_chain.ensemble.stages import Stages
@@ -40,11 +39,7 @@ from bayesopt_chain.ensemble.training import (
     held_out_outputs,
     outputs_of,
     program,
-    started,
 )
-from bayesopt_chain.links.adam import scale_by_adam
-from bayesopt_chain.links.learning_rate import scale_by_neg_lr
-from bayesopt_chain.loop.module_state import buffers_of
 
 RATES = (1e-2, 3e-3, 1e-3)
 WITHIN, TRIAL = 0.05, 0.05  # of the best descent; of the steps
@@ -86,11 +81,6 @@ class Trained(NamedTuple):
     def kept(self) -> list[int]:
         """The members whose prior was taken."""
         return [m for m, prior in enumerate(self.priors) if prior in self.now]
-
-
-def adam(lr: Any) -> Any:
-    """Adam, which needs no noise here."""
-    return chain(scale_by_adam(), scale_by_neg_lr(lr))
 
 
 def rate_at(step: int, lr: float, first: int, second: int, again: Any = RATE) -> Any:
@@ -155,12 +145,11 @@ class Training:
         c = torch.tensor([NOISE if p == USUAL else FIRST for p in priors], dtype=torch.float64, device="cpu")
         noise = c.reshape(count, *[1] * len(event)).expand(count, *event).clone()
         self.done = Trained(theta, problem.members.buffers, [], priors, priors, noise, (0, 0), None, {})
-        buffers, own = stages.own(problem.members.buffers), stages.own(theta)
-        self.params = {"theta": own}
-        self.chains = problem.stepper(adam, buffers, each=self.each(1e-3))
-        self.state = started(self.chains, adam, own, buffers, 7919 * problem.seed + 2)
+        self.state: Any = problem.start()
         self.prepare()
-        self.run = program(self.chains, self.params, self.state, self.batch(0))
+        self.run = problem.step
+        if not problem.loop:
+            self.run = program(problem.step, self.state, self.batch(0), self.rates(1e-3))
         members = problem.members
         outputs_of(members.still, members.params, members.buffers, problem.data.inputs_of(1), problem.loop)
 
@@ -178,15 +167,15 @@ class Training:
         """What a step takes: data, and noise, decay and scale of this rank's members."""
         return *self.order.batch(step), *self.fixed
 
-    def each(self, lr: Any) -> dict[str, Tensor]:
-        """The rate of this rank's members, one for all or one for each."""
-        theta: Any = self.params["theta"]
-        return {"lr": torch.as_tensor(lr, dtype=theta.dtype, device=theta.device).expand(len(theta)).clone()}
+    def rates(self, lr: Any) -> Tensor:
+        """The rates of this rank's members, ``[m]``, from one for all or one for each."""
+        theta = self.state.theta
+        return torch.as_tensor(lr, dtype=theta.dtype, device=theta.device).expand(len(theta)).clone()
 
     def seconds(self) -> float:
         """Of one step, measured."""
-        each = self.each(1e-3)
-        return timed(lambda i: self.run(self.params, self.state, self.batch(i), each), TIMED)
+        rates = self.rates(1e-3)
+        return timed(lambda i: self.run(self.state, self.batch(i), rates), TIMED)
 
     def rate(self, steps: int) -> dict[str, Any]:
         """The largest of three rates whose descent is within 5 % of the best, each tried on one network."""
@@ -197,9 +186,9 @@ class Training:
             rates = torch.tensor(
                 [*RATES[at : at + count], *[RATES[-1]] * count][:count], dtype=torch.float64, device="cpu"
             )
-            params, state, losses, each = self.of_first(self.params), self.state, [], self.each(rates)
+            state, losses = self.state._replace(theta=self.of_first(self.state.theta)), []
             for i in range(tried):
-                params, state, loss = self.run(params, state, self.of_first(self.batch(i)), each)
+                state, loss = self.run(state, self.of_first(self.batch(i)), self.rates(rates))
                 losses.append(loss)
                 self.progress()
             traces.append(torch.stack(losses)[:, : len(RATES) - at])
@@ -229,12 +218,10 @@ class Training:
         """
         stages, start = self.stages, 0
         self.done = self.done._replace(steps=(steps, max(1, round(MORE * steps))))
-        both: Any = (self.params, self.state)
-        spec = optree.tree_structure(both)
         if half := stages.read("training under way"):
             start, until = half["step"], until and time.perf_counter() + half["left"]
             self.done = Trained(**half["done"])
-            self.params, self.state = spec.unflatten(stages.own(half["leaves"]))
+            self.state = optree.tree_structure(self.state).unflatten(stages.own(half["leaves"]))
             self.prepare()
         self.progress.stage("training", sum(self.done.steps))
         self.progress(start)
@@ -259,17 +246,15 @@ class Training:
                     self.done = self.done._replace(steps=(steps, more))
                     self.progress.total, (renewals, marks) = steps + more, self.marks()
                 if stages.path is not None:
-                    both = (self.params, self.state)
                     at = {
-                        "leaves": stages.gathered(optree.tree_leaves(both)),
+                        "leaves": stages.gathered(optree.tree_leaves(self.state)),
                         "step": t,
                         "left": (until or 0.0) - looked[1],
                         "done": self.done._asdict(),
                     }
                     stages.write("training under way", at)
-            each = self.each(rate_at(t, lr, steps, more, self.again))
-            batch = self.batch(t if t < steps else t - steps)
-            self.params, self.state, _ = self.run(self.params, self.state, batch, each)
+            rates = self.rates(rate_at(t, lr, steps, more, self.again))
+            self.state, _ = self.run(self.state, self.batch(t if t < steps else t - steps), rates)
             self.progress()
             t += 1
         theta, buffers = self.everyones()
@@ -290,9 +275,7 @@ class Training:
 
     def everyones(self) -> tuple[Tensor, Tensors]:
         """Parameters and buffers of all members, ``[M, *]``."""
-        own = buffers_of(self.state) or self.stages.own(self.problem.members.buffers)
-        every: Any = self.stages.gathered((self.params["theta"], own))
-        return every
+        return self.stages.gathered((self.state.theta, self.state.buffers))
 
     def followed(self) -> dict[str, Any]:
         """What chains start with: the members before they saw their folds, the prior, and v0 without and with all data."""

@@ -127,17 +127,19 @@ class Stages:
             self.of_first(lambda: files.write_tree(file, what))
 
     def gathered(self, tree: T) -> T:
-        """A tree of this rank's members ``[m, *]``, with those of all ranks ``[M, *]``."""
+        """A tree of this rank's members ``[m, *]``, with those of all ranks ``[M, *]``; 0-d ones are the same on all."""
         if self.mesh is None:
             return tree
         leaves, spec = optree.tree_flatten(tree)  # pyright: ignore[reportArgumentType]
         parts = gather_tensors({str(i): x for i, x in enumerate(leaves)}, self.mesh)
-        return spec.unflatten([torch.cat([part[name] for part in parts]) for name in parts[0]])  # pyright: ignore
+        first = parts[0]  # of numbers, which all ranks have in common
+        every = [torch.cat([part[name] for part in parts]) if x.ndim else x for name, x in first.items()]
+        return spec.unflatten(every)  # pyright: ignore
 
     def own(self, tree: T) -> T:
         """Of a tree of all members ``[M, *]`` those of this rank."""
         rows = slice(self.mine.start, self.mine.stop)
-        return optree.tree_map(lambda x: x[rows], tree)  # pyright: ignore[reportArgumentType, reportReturnType]
+        return optree.tree_map(lambda x: x[rows] if x.ndim else x, tree)  # pyright: ignore[reportArgumentType, reportReturnType]
 
     def firsts(self, value: T) -> T:
         """The first rank's value, on every rank: tensors, numbers, and containers of them."""

@@ -9,32 +9,54 @@ of the energy per datum
 times ``s_m``, the mean of v in units of the targets' variance: Adam's steps then do not depend on v when it changes. Precision,
 noise and s are part of each batch, so that one program serves all of the training.
 
-The step is that of :func:`bayesopt_chain.parallel`, traced once into a program of tensor operations, which saves three
-quarters of its time for small networks. Where tracing fails, or the program does not repeat the step, the step itself runs.
+The gradient of all members is one call under ``vmap``, and one update of TorchOpt's Adam moves them: where nothing is sampled
+no noise has to be matched. Both are traced once into a program of tensor operations, which saves three quarters of their time
+for small networks. Where tracing fails, or the program does not repeat the step, the step itself runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
+from torchopt.transform import scale_by_adam
 
 from bayesopt_chain import batches
 from bayesopt_chain._torch import is_wrapped, traced
 from bayesopt_chain.ensemble.data import Data
 from bayesopt_chain.ensemble.members import Members
 from bayesopt_chain.likelihoods import Likelihood
-from bayesopt_chain.loop.module_state import ModuleState
-from bayesopt_chain.loop.parallel import Parallel, parallel
-from bayesopt_chain.loop.step import make_step
+from bayesopt_chain.loop.loss import gradient
 from bayesopt_chain.modules.functional import Tensors
+from bayesopt_chain.random.model_draws import model_draws, seeded
+from bayesopt_chain.random.stream import chain_seed, new_key
 
 FLOOR = torch.full((), -50.0, device="cpu")
 FORWARDS = 2**24  # numbers of inputs and parameters that one batched forward may hold
 CLOSE = 1e-3  # relative difference of a program from the step that it records
+ADAM = scale_by_adam()
+
+
+class State(NamedTuple):
+    """What a step of training moves, of the members of this rank.
+
+    Attributes:
+        theta: parameters, ``[m, P]``.
+        buffers: by name, ``[m, *]``.
+        keys: of what the networks draw, such as dropout, ``[m]``.
+        count: of the steps that were taken, 0-d.
+        adam: the moments.
+    """
+
+    theta: Tensor
+    buffers: Tensors
+    keys: Tensor
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    adam: Any
 
 
 @dataclass(frozen=True)
@@ -96,36 +118,52 @@ class Problem:
         every = torch.arange(self.data.size, device="cpu")
         return [every[~torch.isin(every, self.folds[m])] if held_out else every for m in self.mine]
 
-    def energy(self, *, still: bool) -> Callable:
-        """``s U``, of ``({"theta": theta_m}, batch)`` or with buffers behind."""
+    def start(self) -> State:
+        """Where this rank's members start. Their keys depend on their numbers alone, not on the ranks that share them out."""
+        rows, keys = slice(self.mine.start, self.mine.stop), []
+        theta = self.theta[rows]
+        for member in self.mine:
+            with seeded(chain_seed(7919 * self.seed + 2, member)):
+                keys.append(new_key(None, theta.device))
+        buffers = {k: x[rows] for k, x in self.members.buffers.items()}
+        return State(theta, buffers, torch.stack(keys), torch.zeros_like(keys[0]), ADAM.init(theta))
+
+    def energy(self, theta: Tensor, batch: Any, buffers: Tensors, *, still: bool) -> tuple[Tensor, Tensors]:
+        """``s U`` of one member, and its next buffers."""
+        inputs, targets, noise, decay, size = batch
         forward = self.members.still if still else self.members.training
+        outputs, new = forward.with_buffers(self.tree(theta), (inputs, None), buffers)
+        if not (still or outputs.requires_grad):
+            raise ValueError(
+                "posterior_ensemble: the module's outputs have no gradient: leave out detach, no_grad and rounding"
+            )
+        likelihood = self.likelihood.scaled(1 / noise) if self.likelihood.has_noise_scale else self.likelihood
+        return size * (likelihood.nll(outputs, targets).mean() + (decay * theta.square()).sum() / 2), new
 
-        def plain(params: Any, batch: Any, buffers: Any = None) -> Any:
-            inputs, targets, noise, decay, size = batch
-            theta = params["theta"]
-            outputs, new = forward.with_buffers(self.tree(theta), (inputs, None), buffers or {})
-            if not (still or outputs.requires_grad):
-                raise ValueError(
-                    "posterior_ensemble: the module's outputs have no gradient: leave out detach, no_grad and rounding"
+    def step(self, state: State, batch: Any, rate: Tensor) -> tuple[State, Tensor]:
+        """One step of Adam of this rank's members, at rates ``[m]``, and their energies before it, ``[m]``."""
+        leaves, spec = batches.flatten(batch)
+
+        def one(theta: Tensor, buffers: Tensors, key: Tensor, leaves: list[Tensor]) -> Any:
+            with model_draws((key, state.count)):
+                grads, info = gradient(
+                    lambda theta, batch: self.energy(theta, batch, buffers, still=False), theta, spec.unflatten(leaves)
                 )
-            likelihood = self.likelihood.scaled(1 / noise) if self.likelihood.has_noise_scale else self.likelihood
-            value = size * (likelihood.nll(outputs, targets).mean() + (decay * theta.square()).sum() / 2)
-            return value if buffers is None else (value, new)
+            return grads, info.loss, info.aux
 
-        return plain
+        grads, losses, buffers = mapped(one, self.loop, state.theta, state.buffers, state.keys, leaves)
+        moves, adam = ADAM.update(grads, state.adam, inplace=False)
+        return State(state.theta - rate[:, None] * moves, buffers, state.keys, state.count + 1, adam), losses
 
-    def stepper(self, tx: Any, buffers: Tensors, *, still: bool = False, each: Any = None) -> Parallel:
-        """The step of this rank's members."""
-        carries = self.members.buffers or (
-            self.members.draws and not still
-        )  # buffers, or a key for what the network draws
-        own = {k: x[0] for k, x in buffers.items()} if carries else None
-        loss = self.energy(still=still)
-        make: Any = (lambda **k: make_step(loss, tx(**k), buffers=own)) if each else make_step(loss, tx, buffers=own)
-        chains = parallel(make, len(self.mine), batch_dim=0, each=each, loop=self.loop)
-        # keys of members depend on their numbers alone, not on the ranks that share them out
-        chains.numbers = self.mine
-        return chains
+
+def mapped(function: Callable, loop: bool, *stacked: Any) -> Any:
+    """What a function makes of every member's part of stacked trees: under ``vmap``, or of one member after the other."""
+    if not loop:
+        return torch.vmap(function, randomness="error")(*stacked)
+    whole: Any = stacked
+    count = len(optree.tree_leaves(whole)[0])
+    rows = [function(*optree.tree_map(lambda x, i=i: x[i], whole)) for i in range(count)]
+    return optree.tree_map(lambda *x: torch.stack(x), *rows)
 
 
 class Order:
@@ -156,53 +194,36 @@ class Order:
         return self.problem.data.take(self.picked[:, at : at + self.size])
 
 
-def started(chains: Parallel, tx: Any, theta: Tensor, buffers: Tensors, seed: int) -> Any:
-    """States of members, each with its own buffers and with keys that are functions of the seed."""
-    state = chains.init(tx, {"theta": theta}, seed=seed)
-    return state._replace(buffers=dict(buffers)) if isinstance(state, ModuleState) else state
-
-
-def program(chains: Parallel, params: Any, state: Any, batch: Any) -> Callable:
-    """The step ``(params, state, batch, each) -> (params, state, loss)``, traced where that repeats it.
+def program(step: Callable, *given: Any) -> Callable:
+    """The step ``(state, batch, rate) -> (state, losses)``, traced where that repeats it.
 
     Args:
-        chains: the step; ``each`` are its hyperparameters, which may change from call to call.
-        params, state, batch: arguments to trace with, and to compare the program with the step at; others are of these shapes.
+        step: :meth:`Problem.step`, of members that run under ``vmap``.
+        *given: arguments to trace with, and to compare the program with the step at; others are of these shapes.
 
     Raises:
         RuntimeError: ``vmap`` refuses the network.
     """
-
-    def step(params: Any, state: Any, batch: Any, each: Any) -> Any:
-        chains.each = each
-        params, state, info = chains(params, state, batch)
-        return params, state, info.loss
-
-    if chains.run.__name__ == "_loop":
-        return step
-    whole: Any = (params, state, batch, dict(chains.each))
-    given, before = batches.flatten(whole)
-    after = batches.flatten(whole[:2])[1]
+    leaves, before = batches.flatten(given)
+    after = batches.flatten(given[0])[1]
 
     def flat(*leaves: Tensor) -> list[Tensor]:
         return batches.flatten(step(*before.unflatten(leaves)))[0]
 
-    *arrived, _ = flat(*given)
+    *arrived, _ = flat(*leaves)
     try:
-        graph = traced(flat, given)
+        graph = traced(flat, leaves)
         graph.graph.eliminate_dead_code()
         graph.recompile()
-        other = [*arrived, *given[len(arrived) :]]
+        other = [*arrived, *leaves[len(arrived) :]]
         torch.testing.assert_close(graph(*other), flat(*other), rtol=CLOSE, atol=1e-6, equal_nan=True)
     except (RuntimeError, AssertionError, TypeError, ValueError, NotImplementedError):
         return step
-    finally:
-        chains.each = whole[3]
 
     @torch.no_grad()
-    def replayed(params: Any, state: Any, batch: Any, each: Any) -> Any:
-        *both, loss = graph(*batches.flatten((params, state, batch, each))[0])
-        return *after.unflatten(both), loss
+    def replayed(*given: Any) -> Any:
+        *state, losses = graph(*batches.flatten(given)[0])
+        return after.unflatten(state), losses
 
     return replayed
 
@@ -229,11 +250,7 @@ def outputs_of(forward: Any, params: Tensors, buffers: Tensors, inputs: Any, loo
         def one(p: Any, b: Any, some: Any = some) -> Tensor:
             return forward.with_buffers(p, (some, None), b)[0]
 
-        if loop:
-            each = [[{k: x[i] for k, x in t.items()} for t in (params, buffers)] for i in range(size)]
-            parts.append(torch.stack([one(*trees) for trees in each]))
-        else:
-            parts.append(torch.vmap(one)(params, buffers))
+        parts.append(mapped(one, loop, params, buffers))
     forget(forward.module)
     return torch.cat(parts, 1)
 

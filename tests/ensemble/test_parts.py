@@ -184,8 +184,8 @@ def test_the_energy_is_that_of_ridge_regression_and_steps_follow_its_gradient():
     p = problem(members=2, batch_size=30)
     training = Training(p, Stages(None, {"members": 2}, torch.device("cpu"), None), Progress(False), (1,), 5.0)
     batch = training.batch(0)
-    params, _, loss = training.run(training.params, training.state, batch, training.each(0.1))
-    w, b = training.params["theta"].T[:, :, None, None]
+    state, loss = training.run(training.state, batch, training.rates(0.1))
+    w, b = training.state.theta.T[:, :, None, None]
     x, y = p.data.take(torch.arange(10, 40))
     v = 0.02 * p.likelihood.variance_of_noise
 
@@ -196,7 +196,7 @@ def test_the_energy_is_that_of_ridge_regression_and_steps_follow_its_gradient():
     torch.testing.assert_close(loss, energy(w, b))
     w, b = w.clone().requires_grad_(), b.clone().requires_grad_()
     slopes = torch.autograd.grad(energy(w, b).sum(), (w, b))
-    moved = params["theta"] - training.params["theta"]
+    moved = state.theta - training.state.theta
     torch.testing.assert_close(moved, -0.1 * torch.stack(slopes)[:, :, 0, 0].T.sign(), rtol=1e-5, atol=1e-6)
 
 
@@ -222,7 +222,7 @@ def test_training_along_axes_is_training_on_inputs_that_are_turned():
 
     def slope(q):
         batch = (*q.data.take(torch.arange(60)), torch.tensor(0.5), torch.full_like(q.theta[0], 0.1), torch.tensor(2.0))
-        return torch.func.grad_and_value(lambda theta: q.energy(still=True)({"theta": theta}, batch))(q.theta[1])
+        return torch.func.grad_and_value(lambda theta: q.energy(theta, batch, {}, still=True)[0])(q.theta[1])
 
     torch.testing.assert_close(slope(p), slope(on_turned))
 
