@@ -102,12 +102,13 @@ def require_one_axis(mesh: Mesh, who: str) -> None:
         )
 
 
-def chains_of(n: int, mesh: Mesh) -> range:
+def chains_of(n: int, mesh: Mesh, who: str = "parallel:") -> range:
     """The global numbers of the chains that this rank runs.
 
     Args:
         n: the number of all chains.
         mesh: the ranks.
+        who: the first words of the error message.
 
     Raises:
         ValueError: there are fewer chains than ranks.
@@ -115,7 +116,7 @@ def chains_of(n: int, mesh: Mesh) -> range:
     size, rank = mesh.size(), mesh.get_local_rank()
     if n < size:
         raise ValueError(
-            f"parallel: {n} chains on {size} ranks leave some without one; run at least {size} chains, or fewer ranks"
+            f"{who} {n} chains on {size} ranks leave some without one; run at least {size} chains, or fewer ranks"
         )
     each, more = divmod(n, size)
     start = rank * each + min(rank, more)

@@ -18,7 +18,7 @@ from bayesopt_chain.ensemble.data import LEAST, LEAST_SCORED, Data, Scale, momen
 from bayesopt_chain.ensemble.ensemble import Ensemble
 from bayesopt_chain.ensemble.members import Members, described, frozen_of, members_of, principal_axes
 from bayesopt_chain.ensemble.recipe import FAN_IN, FEWEST, MORE, RATES, TRIAL, USUAL, Trained, Training
-from bayesopt_chain.ensemble.report import Progress, Report
+from bayesopt_chain.ensemble.report import Report
 from bayesopt_chain.ensemble.stages import Stages
 from bayesopt_chain.ensemble.training import FLOOR, Problem, forget
 from bayesopt_chain.likelihoods import Likelihood
@@ -159,7 +159,6 @@ def posterior_ensemble(
         raise ValueError(f"{WHO}chains={chains!r} run in one process: pass chains=None, or mesh=None")
     if minutes is not None and chains not in (None, "auto") and chains >= 60 * minutes:
         raise ValueError(f"{WHO}chains={chains:g} seconds are all of minutes={minutes:g}: pass fewer, or chains='auto'")
-    shown = Progress(progress)
     raw, loaders = read(data)
     networks = members_of(make_model, members, seed, raw.device, raw.inputs_of(2))
     raw, moved = raw.of(networks.still.module)
@@ -200,26 +199,27 @@ def posterior_ensemble(
             "network": described(networks.training.module),
             "likelihood": [likelihood.name, describe(trained)],
         }
-    stages = Stages(path, about, raw.device, mesh, None if mesh is None else {"starts": describe(networks.params)})
-    networks = networks.starting_as(stages.once("starts", networks.starts))
-    shown.shown = progress and stages.is_first
+    stages = Stages(path, about, raw.device, mesh, progress)
+    starts = stages.once("starts", lambda: {"params": networks.params, "buffers": networks.buffers})
+    stages.of_first(networks.require_start, starts["params"])
+    networks = networks._replace(**starts)
     axes = stages.once("axes", lambda: principal_axes(networks, raw, scale))
     floor = FLOOR if unit is None else FLOOR - unit.log().flatten() / 2
     problem = Problem(raw, trained, networks, members, size, folds, seed, stages.mine, axes=axes, floor=floor)
     shared = [(x, x.clone()) for x in networks.attributes()]
     with checks.blaming("posterior_ensemble", f"a step of training with batch_size={size}"):
         try:
-            training = Training(problem, stages, shown, event, prior_precision)
+            training = Training(problem, stages, event, prior_precision)
         except RuntimeError:  # of vmap, or of the network, which then fails again
             problem = replace(problem, loop=True)
-            training = Training(problem, stages, shown, event, prior_precision)
+            training = Training(problem, stages, event, prior_precision)
         cost = stages.once("cost", lambda: _cost(training, chosen["steps"], minutes, lr, began, chains))
         if not all(torch.equal(x, before) for x, before in shared):
             raise ValueError(
                 f"{WHO}the module writes into a tensor of its own that is no buffer, which members would share and predictions "
                 "not see: register it (register_buffer)"
             )
-    shown.say(cost["said"])
+    stages.say(cost["said"])
     found = stages.once("rate", lambda: {"lr": lr, "passes": 0.0} if lr else training.rate(cost["steps"]))
     failure, drawn = None, {}
     try:
@@ -233,7 +233,7 @@ def posterior_ensemble(
     except (ValueError, RuntimeError) as err:
         if not training.done.pilots:
             raise
-        failure = shown.name, err
+        failure = stages.name, err
     done = training.done
     chosen |= {"steps": done.steps[0], "lr": found["lr"]}
     return _finished(problem, done, chosen, found["passes"], time.perf_counter() - began, scale, alike, failure, drawn)

@@ -30,7 +30,7 @@ from bayesopt_chain.diagnostics.gradient_noise import lanczos
 from bayesopt_chain.ensemble import held
 from bayesopt_chain.ensemble.held import Fold
 from bayesopt_chain.ensemble.recipe import TIMED, Training, timed
-from bayesopt_chain.ensemble.training import Order, Problem, Tensors, constants, held_out_outputs
+from bayesopt_chain.ensemble.training import Problem, Tensors, constants, held_out_outputs
 from bayesopt_chain.loop.parallel import parallel
 from bayesopt_chain.loop.step import make_step
 from bayesopt_chain.optimizers.functional import sgd
@@ -61,11 +61,11 @@ class Chains:
     """
 
     def __init__(self, problem: Problem, buffers: Tensors, noise: Tensor, precision: Tensor, held_out: bool) -> None:
-        least = min(len(rows) for rows in problem.seen(held_out))
+        least = min(problem.seen(held_out))
         self.problem, self.buffers = replace(problem, batch_size=least), buffers
-        self.order = Order(self.problem, held_out, 5)
-        noise, decay, size = constants(problem, noise, (precision / self.order.size).expand_as(problem.theta))
-        self.fixed, self.temperature = (noise, decay, torch.ones_like(size)), 1 / self.order.size
+        self.batch_of = self.problem.batches(held_out, 5)
+        noise, decay, size = constants(problem, noise, (precision / least).expand_as(problem.theta))
+        self.fixed, self.temperature = (noise, decay, torch.ones_like(size)), 1 / least
 
     def stepper(self, tx: Any, theta: Tensor, seed: int) -> Any:
         """The step of all chains, ``(params, state, t) -> (params, state)``, and its first params and state."""
@@ -77,7 +77,7 @@ class Chains:
         chains = parallel(make_step(loss, tx), problem.count, batch_dim=0, loop=problem.loop)
 
         def step(params: Any, state: Any, t: int) -> Any:
-            return chains(params, state, ((*self.order.batch(t), *self.fixed), self.buffers))[:2]
+            return chains(params, state, ((*self.batch_of(t), *self.fixed), self.buffers))[:2]
 
         return step, {"theta": theta}, chains.init(tx, {"theta": theta}, seed=seed)
 
@@ -96,7 +96,7 @@ class Chains:
         found = lanczos(product, theta.flatten(), 1, tolerance=0.02, max_products=PRODUCTS)[0]
         return max(float(found[0]), float(self.fixed[1].min()), 1e-12)
 
-    def run(self, theta: Tensor, steps: int, seed: int, progress: Any = lambda: None) -> Tensor:
+    def run(self, theta: Tensor, steps: int, seed: int, advance: Any = lambda: None) -> Tensor:
         """Draws ``[D, M, P]`` of the last half of so many steps from theta ``[M, P]``, the last where they end."""
         every = max(1, steps // (2 * DRAWS))
         kept, draws = {steps - every * i for i in range(DRAWS)}, []
@@ -113,7 +113,7 @@ class Chains:
             step, params, state = self.stepper(tx, theta, 3 * seed + i)
             for t in range(start, stop):
                 params, state = step(params, state, t)
-                progress()
+                advance()
                 if t + 1 in kept:
                     draws.append(params["theta"])
             theta = params["theta"]
@@ -132,8 +132,8 @@ def chained(training: Training, seconds: float, each: float) -> dict[str, Any]:
         ``said``; where there were chains ``passes``; where they paid ``draws`` ``[D, M, P]``, ``buffers``, ``outputs``, of each
         member on its fold ``[D, n, *event]``, ``v0``, whether the chains ``agree``, and what members score ``alone``.
     """
-    began, problem, progress = time.perf_counter(), training.problem, training.progress
-    progress.stage("chains", 1)
+    began, problem, stages = time.perf_counter(), training.problem, training.stages
+    stages.begin("chains", 1)
     done, ends = training.done, training.followed()
     folds = held.folds_of(problem, done.pilots, done.kept)
     buffers, precision = ends["buffers"], ends["precision"]
@@ -141,12 +141,12 @@ def chained(training: Training, seconds: float, each: float) -> dict[str, Any]:
     if numbers > MOST:
         return {"said": f"{DRAWS} draws of the outputs on the folds are {numbers} numbers, and at most {MOST} are held"}
     chains = Chains(problem, buffers, ends["without"], precision, True)
-    plan = training.stages.once("chains planned", lambda: _planned(chains, ends["theta"], seconds, each, began))
+    plan = stages.once("chains planned", lambda: _planned(chains, ends["theta"], seconds, each, began))
     if "said" in plan:
         return plan
     steps = plan["steps"]
-    progress.stage("chains", 2 * steps)
-    draws = chains.run(ends["theta"], steps, 2 * problem.seed + 1, progress)
+    stages.begin("chains", 2 * steps)
+    draws = chains.run(ends["theta"], steps, 2 * problem.seed + 1, stages.advance)
     outputs = [torch.stack(x) for x in zip(*(held_out_outputs(problem, theta, buffers) for theta in draws))]
     found: dict[str, Any] = {"passes": float(steps), "said": f"they diverged within {steps} steps"}
     if not all(bool(x.isfinite().all()) for x in outputs):
@@ -160,8 +160,8 @@ def chained(training: Training, seconds: float, each: float) -> dict[str, Any]:
     if z > SURE:
         after, spent = Chains(problem, buffers, ends["with"], precision, False), time.perf_counter() - began
         left = {"steps": max(round(LEAST / (1 - RAMP)), min(steps, int((seconds - spent) / spent * steps)))}
-        more = training.stages.once("chains with all data", lambda: left)["steps"]
-        draws = after.run(draws[-1], more, 2 * problem.seed + 2, progress)
+        more = stages.once("chains with all data", lambda: left)["steps"]
+        draws = after.run(draws[-1], more, 2 * problem.seed + 2, stages.advance)
         found |= {"passes": float(steps + more), "agree": agreed <= AGREE, "v0": float(ends["with"].mean())}
         if not bool(draws.isfinite().all()):
             return {**found, "said": found["said"] + ", but they diverged with all data"}

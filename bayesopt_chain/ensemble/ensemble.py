@@ -15,7 +15,7 @@ from bayesopt_chain import batches, checks
 from bayesopt_chain.ensemble.data import Scale, require_inputs, with_noise
 from bayesopt_chain.ensemble.members import Members, described, frozen_of, members_of
 from bayesopt_chain.ensemble.report import Report
-from bayesopt_chain.ensemble.stages import read_or_refuse
+from bayesopt_chain.ensemble.stages import damage_named
 from bayesopt_chain.ensemble.training import Tensors, outputs_of
 from bayesopt_chain.likelihoods import Likelihood, Predictive
 from bayesopt_chain.modules.functional import arguments_of, as_pair, copied, write_back
@@ -218,9 +218,8 @@ class Ensemble:
             Traceback (most recent call last):
             FileNotFoundError: ...
         """
-        state = read_or_refuse(
-            Path(path), lambda file: files.read_tree(file, torch.device("cpu")), "save it again", "Ensemble.open"
-        )
+        with damage_named("Ensemble.open", "save it again"):
+            state = files.read_tree(Path(path), torch.device("cpu"))
         if not isinstance(state, dict) or state.keys() != KEYS or state["format"] != FORMAT:
             raise ValueError(f"Ensemble.open: {path} was not written by Ensemble.save of this version")
         params, buffers = state["params"], state["buffers"]

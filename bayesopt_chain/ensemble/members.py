@@ -56,24 +56,18 @@ class Members(NamedTuple):
         params, buffers = self.first
         return (forward or self.still).with_buffers(params, (inputs, None), buffers)[0]
 
-    def starts(self) -> dict[str, Tensors]:
-        """Where all members start."""
-        return {"params": self.params, "buffers": self.buffers}
-
-    def starting_as(self, starts: dict[str, Tensors]) -> Members:
-        """The same from starts that were written before: drawn on other threads, or another processor, they may be rounded
-        otherwise.
+    def require_start(self, written: Tensors) -> None:
+        """Refuse starts that were written before and are others; drawn on other threads, or another processor, they may be
+        rounded otherwise.
 
         Raises:
-            ValueError: starts that are others.
+            ValueError: they are others.
         """
-        params, buffers = ({k: starts[name][k] for k in own} for name, own in self.starts().items())
-        if any((x - params[k]).norm() > 1e-3 * x.norm() for k, x in self.params.items()):
+        if any((x - written[k]).norm() > 1e-3 * x.norm() for k, x in self.params.items()):
             raise ValueError(
                 "posterior_ensemble: path holds another call: its networks start from other weights; give this one a directory "
                 "of its own"
             )
-        return self._replace(params=params, buffers=buffers)
 
     def products(self, inputs: Any) -> Products:
         """The products with parameters that one member makes of these inputs."""

@@ -29,10 +29,8 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.ensemble import held
-from bayesopt_chain.ensemble.report import Progress
 from bayesopt_chain.ensemble.stages import Stages
 from bayesopt_chain.ensemble.training import (
-    Order,
     Problem,
     Tensors,
     constants,
@@ -123,7 +121,7 @@ class Training:
 
     Args:
         problem: the networks and the data.
-        stages, progress: where it is written, and shown.
+        stages: where it is written and shown.
         event: the shape of one datum's outputs.
         prior: a precision for all weights, or ``None`` for the recipe.
 
@@ -134,8 +132,8 @@ class Training:
         RuntimeError: ``vmap`` refuses the network, its gradient or its predictions.
     """
 
-    def __init__(self, problem: Problem, stages: Stages, progress: Progress, event: Any, prior: float | None) -> None:
-        self.problem, self.stages, self.progress = problem, stages, progress
+    def __init__(self, problem: Problem, stages: Stages, event: Any, prior: float | None) -> None:
+        self.problem, self.stages = problem, stages
         theta, count = problem.theta, problem.count
         priors = [USUAL] * count
         if prior is None and not problem.likelihood.has_classes:
@@ -155,17 +153,16 @@ class Training:
 
     def prepare(self) -> None:
         """Set what steps take by the priors, the noise and the data of now, and with which part of the rate members go on."""
-        problem, done = self.problem, self.done
-        self.order = Order(problem, not done.ends, 3 if done.ends else 1)
-        seen = [problem.data.size - (0 if done.ends else len(fold)) for fold in problem.folds]
-        decay = torch.stack([self.precision_of[p] / n for p, n in zip(done.now, seen)])
-        self.fixed = constants(problem, done.noise, decay)
+        problem, done, held_out = self.problem, self.done, not self.done.ends
+        self.batch_of = problem.batches(held_out, 1 if held_out else 3)
+        decay = [self.precision_of[done.now[m]] / n for m, n in zip(problem.mine, problem.seen(held_out))]
+        self.fixed = constants(problem, done.noise, torch.stack(decay))
         heights = [RATE if done.priors[m] == done.now[m] else 1.0 for m in problem.mine]
         self.again = torch.tensor(heights, dtype=torch.float64, device="cpu")
 
     def batch(self, step: int) -> Any:
         """What a step takes: data, and noise, decay and scale of this rank's members."""
-        return *self.order.batch(step), *self.fixed
+        return *self.batch_of(step), *self.fixed
 
     def rates(self, lr: Any) -> Tensor:
         """The rates of this rank's members, ``[m]``, from one for all or one for each."""
@@ -181,7 +178,7 @@ class Training:
         """The largest of three rates whose descent is within 5 % of the best, each tried on one network."""
         count, tried = len(self.problem.mine), max(10, round(TRIAL * steps))
         traces: list[Tensor] = []
-        self.progress.stage("rate", -(-len(RATES) // count) * tried)
+        self.stages.begin("rate", -(-len(RATES) // count) * tried)
         for at in range(0, len(RATES), count):
             rates = torch.tensor(
                 [*RATES[at : at + count], *[RATES[-1]] * count][:count], dtype=torch.float64, device="cpu"
@@ -190,7 +187,7 @@ class Training:
             for i in range(tried):
                 state, loss = self.run(state, self.of_first(self.batch(i)), self.rates(rates))
                 losses.append(loss)
-                self.progress()
+                self.stages.advance()
             traces.append(torch.stack(losses)[:, : len(RATES) - at])
         trace = torch.cat(traces, 1).double().cpu()
         first, last = trace[0].mean(), trace[-max(1, tried // 3) :].mean(0).nan_to_num(math.inf, math.inf, math.inf)
@@ -223,8 +220,7 @@ class Training:
             self.done = Trained(**half["done"])
             self.state = optree.tree_structure(self.state).unflatten(stages.own(half["leaves"]))
             self.prepare()
-        self.progress.stage("training", sum(self.done.steps))
-        self.progress(start)
+        stages.begin("training", sum(self.done.steps), start)
         t, looked = start, (start, time.perf_counter())
         renewals, marks = self.marks()
         while t < sum(self.done.steps):
@@ -242,9 +238,9 @@ class Training:
                 (before, then), looked = looked, (t, time.perf_counter())
                 if until is not None:
                     fit = max(0.0, until - looked[1]) / max(looked[1] - then, 1e-9) * (t - before)
-                    steps, more = stages.firsts(refitted(t, steps, fit, most))
+                    steps, more = stages.of_first(refitted, t, steps, fit, most)
                     self.done = self.done._replace(steps=(steps, more))
-                    self.progress.total, (renewals, marks) = steps + more, self.marks()
+                    stages.total, (renewals, marks) = steps + more, self.marks()
                 if stages.path is not None:
                     at = {
                         "leaves": stages.gathered(optree.tree_leaves(self.state)),
@@ -255,7 +251,7 @@ class Training:
                     stages.write("training under way", at)
             rates = self.rates(rate_at(t, lr, steps, more, self.again))
             self.state, _ = self.run(self.state, self.batch(t if t < steps else t - steps), rates)
-            self.progress()
+            self.stages.advance()
             t += 1
         theta, buffers = self.everyones()
         _require_finite([theta], "training on all data")
@@ -288,7 +284,7 @@ class Training:
         """The noise to train with, of the members that left these folds out; of targets without noise it is not used."""
         if not self.problem.likelihood.has_noise_scale:
             return torch.full_like(self.done.noise[0], NOISE)
-        return SHARE * self.stages.firsts(held.noise_of(self.problem, folds)).cpu()
+        return SHARE * self.stages.of_first(held.noise_of, self.problem, folds).cpu()
 
     def cross(self, noise: Tensor, who: list[int] | None = None) -> None:
         """Set the noise v0 of members (default: of all) that leave out one fold by the others'."""
@@ -305,7 +301,7 @@ class Training:
             if len(folds) == 2:
                 shared = {int(f.rows[0]) for f in folds[USUAL]} & {int(f.rows[0]) for f in folds[FAN_IN]}
                 scores = [held.scored(problem, [f for f in folds[p] if int(f.rows[0]) in shared]).logs for p in PRIORS]
-                z = self.stages.firsts(held.z_of(scores[1] - scores[0]))
+                z = self.stages.of_first(held.z_of, scores[1] - scores[0])
                 if abs(z) >= 1:
                     now = [FAN_IN if z > 0 else USUAL] * problem.count
             v0 = self.v0(folds[FAN_IN])

@@ -1,9 +1,7 @@
-"""What the call did, why, what it cost and what would help: to be printed; and how far it is, while it runs."""
+"""What the call did, why, what it cost and what would help: to be printed."""
 
 from __future__ import annotations
 
-import sys
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,27 +61,3 @@ class Report:
 
 def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-class Progress:
-    """Lines on standard error, about ten for each stage of a call. Turned off it does nothing."""
-
-    def __init__(self, shown: bool) -> None:
-        self.shown, self.total, self.step, self.next = shown, 1, 0, 0.0
-        self.started, self.name = time.monotonic(), "training"
-
-    def say(self, what: str) -> None:
-        """Write a line."""
-        if self.shown:
-            print(f"posterior_ensemble: {what}", file=sys.stderr, flush=True)
-
-    def stage(self, name: str, steps: int) -> None:
-        """Begin a stage of so many steps."""
-        self.name, self.total, self.step, self.next = name, steps, 0, 0.1
-
-    def __call__(self, steps: int = 1) -> None:
-        """Count steps."""
-        self.step += steps
-        if self.step >= self.next * self.total:
-            self.say(f"{self.name}, step {self.step} of {self.total}, {time.monotonic() - self.started:.0f} s")
-            self.next = self.step / self.total + 0.1

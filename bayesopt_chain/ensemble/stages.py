@@ -1,15 +1,19 @@
-"""Stages on disk and over ranks: each is done once, and a call that was killed goes on from where it was last written.
+"""Stages on disk, over ranks and on standard error: each is done once, and a call that was killed goes on from where it was.
 
 A stage that is done is one file with checksums (:mod:`bayesopt_chain.runs.files`), and so is what a stage under way writes now
 and then. ``call.safetensors`` says of which call they are. Of several ranks each trains its share of the members; what they
-reach is gathered on every rank, the first rank writes, and where numbers decide what is done next all take the first rank's.
+reach is gathered on every rank, the first rank writes and speaks, and where numbers decide what is done next all take the first
+rank's.
 """
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Mapping
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,14 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bayesopt_chain.distributed.ranks import (
-    answers,
-    chains_of,
-    gather_tensors,
-    require_alike,
-    require_one_axis,
-    world,
-)
+from bayesopt_chain.distributed.ranks import answers, chains_of, gather_tensors, require_alike, require_one_axis, world
 from bayesopt_chain.runs import files
 from bayesopt_chain.runs.files import File
 from bayesopt_chain.runs.run import difference
@@ -42,42 +39,71 @@ class Stages:
         mesh: the ranks, ``None`` for one process.
         mine: the members of this rank.
         who: the function that was called, for messages.
+        name, step, total: of the stage that is under way.
 
     Args:
-        about: of the call, by name; another one under the same path is refused.
-        of_ranks: what all ranks have to have in common besides.
+        about: of the call, by name, ``members`` among it; another one under the same path, or on another rank, is refused.
+        shown: whether lines on standard error, about ten for each stage, say how far it is.
+
+    Raises:
+        TypeError, ValueError: on every rank: a mesh that members cannot be shared out over; another call.
     """
 
     who = "posterior_ensemble"
 
     def __init__(
-        self,
-        path: str | Path | None,
-        about: Mapping[str, Any],
-        device: torch.device,
-        mesh: Any,
-        of_ranks: Mapping[str, Any] | None = None,
+        self, path: str | Path | None, about: Mapping[str, Any], device: torch.device, mesh: Any, shown: bool = False
     ) -> None:
         self.path = None if path is None else Path(path)
-        self.device, self.mesh, count = device, mesh, about["members"]
-        self.mine = range(count)
+        self.device, self.mesh, self.mine = device, mesh, range(about["members"])
         if mesh is not None:
-            _require_ranks(self.who, mesh, count, {name: repr(x) for name, x in {**about, **(of_ranks or {})}.items()})
-            self.mine = chains_of(count, mesh)
+            require_one_axis(mesh, self.who)
+            self.mine = chains_of(about["members"], mesh, f"{self.who}: members:")
+            same = (
+                "the ranks were not given the same call: {} differ. Every rank is given all data and the same arguments"
+            )
+            require_alike(f"{self.who}: {same}", {name: repr(x) for name, x in about.items()}, mesh)
         elif self.path is not None and world().size > 1:
             self.path = self.path / f"rank-{world().rank:05d}-of-{world().size:05d}"
-        self.of_first(lambda: self._claim(about))
+        self.shown, self.started = shown and self.is_first, time.monotonic()
+        self.begin("training", 1)
+        self.of_first(self._claim, about)
 
     @property
     def is_first(self) -> bool:
         """Whether this rank writes and speaks for all of them."""
         return self.mesh is None or self.mesh.get_local_rank() == 0
 
-    def of_first(self, what: Callable[[], T]) -> T:
-        """What comes of it where the first rank alone does it; what it raises, all raise."""
+    def say(self, what: str) -> None:
+        """Write a line."""
+        if self.shown:
+            print(f"{self.who}: {what}", file=sys.stderr, flush=True)
+
+    def begin(self, name: str, total: int, step: int = 0) -> None:
+        """Begin a stage of so many steps, or go on with it."""
+        self.name, self.total, self.step, self.next = name, total, step, step / total + 0.1
+
+    def advance(self) -> None:
+        """Count a step."""
+        self.step += 1
+        if self.step >= self.next * self.total:
+            self.say(f"{self.name}, step {self.step} of {self.total}, {time.monotonic() - self.started:.0f} s")
+            self.next = self.step / self.total + 0.1
+
+    def of_first(self, what: Callable[..., T], *given: Any) -> T:
+        """What comes of a function where the first rank alone calls it: tensors, numbers, and containers of them. What it
+        raises, all raise."""
         if self.mesh is None:
-            return what()
-        return answers(self.mesh, lambda: what() if self.is_first else None)[0]  # pyright: ignore[reportReturnType]
+            return what(*given)
+        held = io.BytesIO()
+        answers(self.mesh, lambda: torch.save(what(*given), held) if self.is_first else None)
+        sent = [held.getvalue()]
+        dist.broadcast_object_list(sent, group=self.mesh.get_group(), group_src=0)
+
+        def placed(storage: Any, place: str) -> Any:
+            return storage if place == "cpu" else storage.to(device=self.device)
+
+        return torch.load(io.BytesIO(sent[0]), map_location=placed, weights_only=True)
 
     def _claim(self, about: Mapping[str, Any]) -> None:
         """Say whose directory it is.
@@ -91,7 +117,10 @@ class Stages:
         file, mine = self.path / CALL, json.loads(json.dumps(dict(about)))
         if not file.exists():
             files.write(file, {}, mine)
-        elif what := difference(read_or_refuse(file, lambda f: File(f).metadata, who=self.who), mine):
+            return
+        with damage_named(self.who):
+            written = File(file).metadata
+        if what := difference(written, mine):
             raise ValueError(
                 f"{self.who}: {self.path} holds another call: {what}; give this one a directory of its own"
             )
@@ -99,7 +128,8 @@ class Stages:
     def once(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What the stage made: tensors, numbers, and containers of them; equal on all ranks."""
         if (found := self.read(name)) is None:
-            made: Any = self.firsts(make())
+            own: Any = make()
+            made: Any = self.of_first(lambda: own)
             # as it is read again: products with another order of axes round in another way
             made = optree.tree_map(lambda x: x.contiguous() if isinstance(x, Tensor) else x, made)
             self.write(name, made)
@@ -110,21 +140,19 @@ class Stages:
         """What was written under a name, ``None`` if nothing was."""
         if self.path is None:
             return None
-        file, read = self.path / f"{name}.safetensors", dict[str, Any]()
-        self.of_first(
-            lambda: (
-                read.update(read_or_refuse(file, lambda f: files.read_tree(f, self.device), who=self.who))
-                if file.exists()
-                else None
-            )
-        )
-        return self.firsts(read) or None
+        file = self.path / f"{name}.safetensors"
+
+        def stored() -> Any:
+            with damage_named(self.who):
+                return files.read_tree(file, self.device) if file.exists() else None
+
+        return self.of_first(stored)
 
     def write(self, name: str, what: dict[str, Any]) -> None:
         """Write a stage, or how far it is."""
         if self.path is not None:
             file = self.path / f"{name}.safetensors"
-            self.of_first(lambda: files.write_tree(file, what))
+            self.of_first(files.write_tree, file, what)
 
     def gathered(self, tree: T) -> T:
         """A tree of this rank's members ``[m, *]``, with those of all ranks ``[M, *]``; 0-d ones are the same on all."""
@@ -141,50 +169,11 @@ class Stages:
         rows = slice(self.mine.start, self.mine.stop)
         return optree.tree_map(lambda x: x[rows] if x.ndim else x, tree)  # pyright: ignore[reportArgumentType, reportReturnType]
 
-    def firsts(self, value: T) -> T:
-        """The first rank's value, on every rank: tensors, numbers, and containers of them."""
-        if self.mesh is None:
-            return value
-        held = io.BytesIO()
-        if self.is_first:
-            torch.save(value, held)
-        sent = [held.getvalue()]
-        dist.broadcast_object_list(sent, group=self.mesh.get_group(), group_src=0)
 
-        def placed(storage: Any, place: str) -> Any:
-            return storage if place == "cpu" else storage.to(device=self.device)
-
-        return torch.load(io.BytesIO(sent[0]), map_location=placed, weights_only=True)
-
-
-def _require_ranks(who: str, mesh: Any, members: int, about: Mapping[str, str]) -> None:
-    """Refuse a mesh that members cannot be shared out over, and ranks that were not given the same call.
-
-    Raises:
-        TypeError, ValueError: on every rank.
-    """
-    require_one_axis(mesh, who)
-    if members < mesh.size():
-        raise ValueError(
-            f"{who}: members={members} on {mesh.size()} ranks leave some without one: pass members="
-            f"{mesh.size()} or more, or start fewer ranks"
-        )
-    same = "the ranks were not given the same call: {} differ. Every rank is given all data and the same arguments; each trains"
-    require_alike(f"{who}: {same} its share of the members", about, mesh)
-
-
-def read_or_refuse(
-    file: Path,
-    read: Callable[[Path], Any],
-    instead: str = "delete it, and it is made anew",
-    who: str = "posterior_ensemble",
-) -> Any:
-    """What a file holds.
-
-    Raises:
-        ValueError: a damaged file, by name.
-    """
+@contextmanager
+def damage_named(who: str, instead: str = "delete it, and it is made anew") -> Iterator[None]:
+    """Say which function read a damaged file, and what to do instead."""
     try:
-        return read(file)
+        yield
     except ValueError as err:
         raise ValueError(f"{who}: {str(err).removeprefix('load: ')}; {instead}") from err

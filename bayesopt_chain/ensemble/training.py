@@ -27,6 +27,7 @@ from torchopt.transform import scale_by_adam
 
 from bayesopt_chain import batches
 from bayesopt_chain._torch import is_wrapped, traced
+from bayesopt_chain.data.epochs import epochs
 from bayesopt_chain.ensemble.data import Data
 from bayesopt_chain.ensemble.members import Members
 from bayesopt_chain.likelihoods import Likelihood
@@ -113,10 +114,29 @@ class Problem:
             sizes.append(torch.full_like(x, found.sizes.get(name, opaque)).flatten())
         return torch.cat(sizes)
 
-    def seen(self, held_out: bool) -> list[Tensor]:
-        """The rows that each of this rank's members sees."""
-        every = torch.arange(self.data.size, device="cpu")
-        return [every[~torch.isin(every, self.folds[m])] if held_out else every for m in self.mine]
+    def seen(self, held_out: bool) -> list[int]:
+        """How many data each of this rank's members sees."""
+        return [self.data.size - held_out * len(self.folds[m]) for m in self.mine]
+
+    def batches(self, held_out: bool, salt: int) -> Callable[[int], Any]:
+        """Inputs and targets ``[m, b, *]`` by step: each of this rank's members goes through the data that it sees, epoch after
+        epoch, in orders that are functions of seed, member and epoch. A rest that fills no batch waits for another epoch."""
+        whole = set(self.seen(held_out)) == {self.batch_size}
+
+        def shuffled(rows: Tensor, seed: int, epoch: int, chain: int) -> Tensor:
+            own = torch.Generator("cpu").manual_seed(hash((seed, salt, epoch, self.mine[chain])) % 2**63)
+            return rows if whole else rows[torch.randperm(len(rows), generator=own, device="cpu")]
+
+        every = epochs(
+            (self.data.inputs, self.data.targets),
+            self.batch_size,
+            order=shuffled,
+            seed=self.seed,
+            chains=len(self.mine),
+            leave_out=[self.folds[m] if held_out else self.folds[m][:0] for m in self.mine],
+        )
+        first = every.batch(0, 0)
+        return lambda step: first if whole else every.batch(*divmod(step, len(every)))
 
     def start(self) -> State:
         """Where this rank's members start. Their keys depend on their numbers alone, not on the ranks that share them out."""
@@ -166,34 +186,6 @@ def mapped(function: Callable, loop: bool, *stacked: Any) -> Any:
     return optree.tree_map(lambda *x: torch.stack(x), *rows)
 
 
-class Order:
-    """Batches without replacement: each member goes through the data that it sees in orders of its own, epoch after epoch.
-
-    The batch of a step is a function of seed, member and step alone. A rest that does not fill a batch waits for another epoch.
-    """
-
-    def __init__(self, problem: Problem, held_out: bool, salt: int) -> None:
-        self.problem, self.rows, self.salt, self.size = problem, problem.seen(held_out), salt, problem.batch_size
-        self.epoch, self.picked = -1, torch.empty(0, device="cpu")
-        whole = all(len(r) == self.size for r in self.rows)
-        self.all = problem.data.take(torch.stack(self.rows)) if whole else None
-
-    def batch(self, step: int) -> tuple[Any, Any]:
-        """Inputs and targets ``[M, b, *]`` of a step."""
-        if self.all is not None:
-            return self.all
-        per = min(len(r) // self.size for r in self.rows)
-        if step // per != self.epoch:
-            self.epoch, drawn = step // per, []
-            for m, rows in zip(self.problem.mine, self.rows):
-                seed = hash((self.problem.seed, self.salt, self.epoch, m)) % 2**63
-                order = torch.randperm(len(rows), generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
-                drawn.append(rows[order[: per * self.size]])
-            self.picked = torch.stack(drawn)
-        at = step % per * self.size
-        return self.problem.data.take(self.picked[:, at : at + self.size])
-
-
 def program(step: Callable, *given: Any) -> Callable:
     """The step ``(state, batch, rate) -> (state, losses)``, traced where that repeats it.
 
@@ -229,10 +221,10 @@ def program(step: Callable, *given: Any) -> Callable:
 
 
 def constants(problem: Problem, noise: Tensor, decay: Tensor) -> tuple[Tensor, ...]:
-    """Of noise ``[M, *event]`` and decay ``[M, P]`` those of this rank's members, and their scale ``[m]``, for a batch."""
-    theta, mine = problem.theta, list(problem.mine)
-    size = noise.reshape(len(noise), -1).mean(1) if problem.likelihood.has_noise_scale else torch.ones_like(theta[:, 0])
-    return noise[mine].to(theta), decay[mine].to(theta), size[mine].to(theta)
+    """Of noise ``[M, *event]`` and decay ``[m, P]`` those of this rank's members, and their scale ``[m]``, for a batch."""
+    theta, noise = problem.theta, noise[list(problem.mine)]
+    size = noise.reshape(len(noise), -1).mean(1) if problem.likelihood.has_noise_scale else torch.ones_like(decay[:, 0])
+    return noise.to(theta), decay.to(theta), size.to(theta)
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import bayesopt_chain as bc
 from bayesopt_chain.core.link import Link, Traits
 from bayesopt_chain.distributed.ranks import chains_of, gather_objects
-from bayesopt_chain.ensemble import report
+from bayesopt_chain.ensemble.stages import Stages
 from bayesopt_chain.matching.response import Nonlinear
 from bayesopt_chain.random.stream import chain_seed
 from tests.distributed.ranks import mesh_of, message_of, on, refuses, run, whole, world
@@ -488,7 +488,7 @@ def killed(path, step):
     """A call that dies on every rank, at a step of all runs together."""
     left = iter(range(step - 1))
     with pytest.MonkeyPatch.context() as patch, pytest.raises(StopIteration):
-        patch.setattr(report.Progress, "__call__", lambda self, steps=1: next(left))
+        patch.setattr(Stages, "advance", lambda self: next(left))
         call(path=path)
 
 
@@ -512,9 +512,9 @@ def test_what_ranks_cannot_share_out_is_refused_on_every_rank_and_that_training_
     refused = lambda **changes: lambda: call(**changes)  # noqa: E731
     refuses(
         {
-            ("ValueError", "members=1 on 2 ranks"): refused(members=1),
+            ("ValueError", "members: 1 chains on 2 ranks"): refused(members=1),
             ("not given the same call: data differ",): refused(data=(x + rank, y)),
-            ("seed", "starts differ"): refused(seed=rank),
+            ("not given the same call: seed differ",): refused(seed=rank),
             ("TypeError", "mesh must be a DeviceMesh"): refused(mesh="cpu"),
             ("holds another call",): refused(path=path, seed=5),
             ("diverged",): refused(lr=1e30),

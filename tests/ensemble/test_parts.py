@@ -18,9 +18,8 @@ from bayesopt_chain.ensemble.chains import Chains, chained
 from bayesopt_chain.ensemble.data import Data, Scale, moments
 from bayesopt_chain.ensemble.members import members_of, principal_axes
 from bayesopt_chain.ensemble.recipe import FAN_IN, SHARE, Training
-from bayesopt_chain.ensemble.report import Progress
 from bayesopt_chain.ensemble.stages import Stages
-from bayesopt_chain.ensemble.training import Order, Problem, held_out_outputs
+from bayesopt_chain.ensemble.training import Problem, held_out_outputs
 from tests.ensemble.test_untidy import Killed, called, data, keeps, make
 
 GAUSSIAN = bc.likelihoods.gaussian()
@@ -171,10 +170,10 @@ def test_data_with_equal_inputs_are_left_out_together():
 
 def test_each_member_sees_every_datum_but_its_fold_once_an_epoch():
     p = problem(members=3, batch_size=10)
-    order = Order(p, True, 0)
+    batch = p.batches(True, 0)
     for m in range(3):
         for epoch in range(2):
-            seen = torch.cat([order.batch(3 * epoch + i)[0][m, :, 0] for i in range(3)])
+            seen = torch.cat([batch(3 * epoch + i)[0][m, :, 0] for i in range(3)])
             rest = p.data.inputs[[i for i in range(40) if i not in p.folds[m].tolist()], 0]
             assert torch.equal(seen.sort().values, rest.sort().values)
 
@@ -182,7 +181,7 @@ def test_each_member_sees_every_datum_but_its_fold_once_an_epoch():
 def test_the_energy_is_that_of_ridge_regression_and_steps_follow_its_gradient():
     """The program repeats the step, and Adam's first step is the rate times the sign of the gradient."""
     p = problem(members=2, batch_size=30)
-    training = Training(p, Stages(None, {"members": 2}, torch.device("cpu"), None), Progress(False), (1,), 5.0)
+    training = Training(p, Stages(None, {"members": 2}, torch.device("cpu"), None), (1,), 5.0)
     batch = training.batch(0)
     state, loss = training.run(training.state, batch, training.rates(0.1))
     w, b = training.state.theta.T[:, :, None, None]
@@ -277,7 +276,7 @@ def test_curves_are_learnt_along_their_axes_that_are_not_along_their_columns(mon
 
 def test_noise_is_renewed_by_the_other_fold():
     p = problem(members=4)
-    training = Training(p, Stages(None, {"members": 4}, torch.device("cpu"), None), Progress(False), (1,), None)
+    training = Training(p, Stages(None, {"members": 4}, torch.device("cpu"), None), (1,), None)
     training.look()
     training.cross(training.done.noise, [1, 3])
     drawn = held.folds_of(p, [training_outputs(p, m) for m in range(4)], [1, 3])
@@ -383,7 +382,8 @@ def test_chains_at_temperature_zero_leave_members_that_are_at_their_mode():
     p = problem()
     found = chains_of(p, True)
     found.temperature = 0.0
-    mode = torch.stack([closed(p, *p.data.take(rows))[0] for rows in p.seen(True)])
+    left = [torch.tensor([i for i in range(40) if i not in fold]) for fold in p.folds]
+    mode = torch.stack([closed(p, *p.data.take(rows))[0] for rows in left])
     torch.testing.assert_close(found.run(mode, 60, 1)[-1], mode, rtol=0, atol=1e-10)
 
 
@@ -402,7 +402,7 @@ def judged(monkeypatch, start, noise, seconds=1e6):
     theta, level = torch.as_tensor(start).double().expand(4, 2), torch.full((4, 1), noise).double()
     ends = {"theta": theta, "buffers": {}, "precision": PRECISION, "without": level, "with": level}
     stages = Stages(None, {"members": 4}, torch.device("cpu"), None)
-    training = SimpleNamespace(problem=p, stages=stages, progress=Progress(False), followed=lambda: ends)
+    training = SimpleNamespace(problem=p, stages=stages, followed=lambda: ends)
     training.done = SimpleNamespace(pilots=held_out_outputs(p, theta, {}), kept=range(4))
     return chained(training, seconds, 1.0)
 

@@ -14,7 +14,6 @@ from bayesopt_chain.ensemble import stages as on_disk
 from bayesopt_chain.ensemble.data import Data, Scale, moments
 from bayesopt_chain.ensemble.members import members_of
 from bayesopt_chain.ensemble.recipe import Training
-from bayesopt_chain.ensemble.report import Progress
 from bayesopt_chain.ensemble.training import Problem, program
 from tests.failing import failing
 from tests.nets import Net
@@ -580,7 +579,7 @@ def test_a_call_killed_before_a_stage_goes_on_bit_for_bit(tmp_path, monkeypatch,
 @pytest.mark.parametrize("at", [30, *(pytest.param(at, marks=pytest.mark.slow) for at in (38, 61, 78, 93))])
 def test_a_call_killed_within_a_stage_goes_on_bit_for_bit(tmp_path, monkeypatch, wanted, at):
     """18 steps try rates, 60 train, in which noise is renewed before steps 12, 24, 36 and 48, and 18 are with all data."""
-    monkeypatch.setattr(Progress, "__call__", failing(Progress.__call__, at, Killed))
+    monkeypatch.setattr(on_disk.Stages, "advance", failing(on_disk.Stages.advance, at, Killed))
     with pytest.raises(Killed):
         called(tmp_path)
     monkeypatch.undo()
@@ -591,7 +590,7 @@ def test_a_call_that_goes_on_hands_back_what_was_trained_before_it_was_killed(tm
     """Of 78 steps 76 were taken, the last 16 with all data; outputs were looked at by the first process alone."""
     left = iter([None] * 76)
     with monkeypatch.context() as killing:
-        killing.setattr(Progress, "__call__", lambda self, steps=1: next(left))
+        killing.setattr(on_disk.Stages, "advance", lambda self: next(left))
         with pytest.raises(StopIteration):
             called(tmp_path, lr=0.01)
     monkeypatch.setattr(recipe, "_require_finite", Mock(side_effect=ValueError("training on all data diverged")))
