@@ -227,8 +227,7 @@ def gains(tx: Chain, params: Any, state: Any) -> list[Tensor]:
 
 def clips_of(tx: Any) -> list[Link]:
     """The links that :func:`read` takes for the identity: functions of the gradients alone, such as a clip."""
-    links: Iterable[Link] = getattr(inner(tx, None)[0], "links", ())
-    return [link for link in links if isinstance(link.response, Nonlinear) and not link.extra_kwargs]
+    return [link for link in links_of(tx) if isinstance(link.response, Nonlinear) and not link.extra_kwargs]
 
 
 def clipped(clips: Sequence[Link], grads: Any) -> Any:
@@ -398,6 +397,11 @@ def inner(tx: Any, state: Any) -> tuple[Any, Any]:
     while hasattr(state, "inner") and not isinstance(state, State):
         state = state.inner
     return unwrapped(tx), state
+
+
+def links_of(tx: Any) -> Sequence[Link]:
+    """The links of the chain inside wrappers; none of anything else."""
+    return getattr(inner(tx, None)[0], "links", ())
 
 
 def chain_in(tx: Any, state: Any) -> tuple[Chain, Any]:

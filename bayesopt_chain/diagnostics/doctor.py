@@ -50,12 +50,12 @@ from bayesopt_chain.diagnostics.gradient_noise import (
     hessian_product,
     initialised_devices,
     lanczos,
-    scalar,
     seed_all,
     size_of,
     trace,
     twice_over_once,
 )
+from bayesopt_chain.loop.loss import value
 from bayesopt_chain.modules.functional import as_batches
 from bayesopt_chain.trees import flatten, paths_of, unflatten
 
@@ -256,7 +256,7 @@ class _Data:
         for i, batch in enumerate(batches):
             try:
                 with torch.no_grad():
-                    self.is_finite &= bool(scalar(loss, params, batch).isfinite())
+                    self.is_finite &= bool(value(loss, params, batch)[0].isfinite())
             except Exception as err:
                 raise ValueError(
                     f"doctor: the loss cannot take batch {i + 1} of {len(batches)}, {checks.short(batch)}: {err}. batches= "
@@ -301,7 +301,7 @@ class _Data:
                 seed_all(0)  # dropout has the same masks in both
                 own, count = known(params, x)
                 seed_all(0)
-                both.append((scalar(self.loss, params, x), own if is_sum else own / count))
+                both.append((value(self.loss, params, x)[0], own if is_sum else own / count))
         L, own = (torch.stack([x.double().cpu() for x in column]) for column in zip(*both))
         L, own = L - L.mean(), own - own.mean()
         if not (L.norm() * own.norm()).isfinite() or not float(own.norm()):

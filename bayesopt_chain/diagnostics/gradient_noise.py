@@ -197,11 +197,6 @@ def gradients(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> list[
     return optree.tree_leaves(gradient(loss, params, batch)[0])
 
 
-def scalar(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> Tensor:
-    """The loss without its auxiliary output."""
-    return value(loss, params, batch)[0]
-
-
 def size_of(batch: Any) -> int | None:
     """The data in a batch: the length that most of its tensors have along axis 0; ``None`` without one."""
     lengths = Counter(len(x) for x in optree.tree_leaves(batch) if torch.is_tensor(x) and x.ndim)
@@ -222,7 +217,7 @@ def twice_over_once(loss: Callable[[Any, Any], Any], params: Any, batch: Any) ->
         for seed in range(2 * SEEDS):
             seed_all(seed)
             with torch.no_grad():
-                found.append(scalar(loss, params, twice if seed < SEEDS else batch).cpu())
+                found.append(value(loss, params, twice if seed < SEEDS else batch)[0].cpu())
     except Exception:  # a loss may know the size of its batch
         return None
     doubled, once = torch.stack(found).double().split(SEEDS)
@@ -311,7 +306,7 @@ def product_of(loss: Callable[[Any, Any], Any], params: Any, used: Sequence[Any]
         along, total = optree.tree_leaves(tree), [torch.zeros_like(x) for x in here]
         for batch in used:
             # torch.func refuses what backward() would take for constant: a once_differentiable autograd.Function
-            _, curved = curvature.hvp(lambda x, b=batch: scalar(loss, spec.unflatten(x), b), (here,), (along,))
+            _, curved = curvature.hvp(lambda x, b=batch: value(loss, spec.unflatten(x), b)[0], (here,), (along,))
             total = [x + y for x, y in zip(total, curved)]
         return spec.unflatten([x.detach() / len(used) for x in total])
 

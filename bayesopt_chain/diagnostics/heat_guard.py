@@ -52,7 +52,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -64,10 +64,18 @@ from torch.nn import functional as F
 
 from bayesopt_chain import checks, tracing
 from bayesopt_chain._torch import flattened, is_dtensor
-from bayesopt_chain.diagnostics._response import EQUAL, clipped, clips_of, gains, inner, levels_of, polynomials
+from bayesopt_chain.diagnostics._response import (
+    EQUAL,
+    clipped,
+    clips_of,
+    gains,
+    inner,
+    levels_of,
+    links_of,
+    polynomials,
+)
 from bayesopt_chain.diagnostics.findings import Row, judged
 from bayesopt_chain.diagnostics.heating import added
-from bayesopt_chain.loop.step import Step
 from bayesopt_chain.matching.response import Noise, SelfContainedSampler
 
 SHORT = 6  # steps after which a window ends where nothing can be hot
@@ -172,7 +180,7 @@ class HeatGuard:
         """A copy, or a guard that comes out of a file, begins anew: its window is that of another loop."""
         return HeatGuard(self.steps_per_epoch, self.order, above=self.above, who=self.who).__dict__
 
-    # of a chain: make_step(heat_guard=guard), bc.sample(callbacks=[guard])
+    # of a chain: make_step(heat_guard=guard)
 
     @checks.takes()
     def require(self, tx: Any) -> None:
@@ -188,13 +196,11 @@ class HeatGuard:
             >>> import bayesopt_chain as bc
             >>> bc.diagnostics.HeatGuard().require(bc.sghmc(0.1, temperature=0.01))
         """
-        links = _links(tx)
-        own = [x for x in links if isinstance(x.response, SelfContainedSampler)]
-        if own or not any(isinstance(x.response, Noise) for x in links):
-            what = own[0] if own else f"this {type(inner(tx, None)[0]).__name__}"
+        kinds = {type(link.response) for link in links_of(tx)}
+        if Noise not in kinds or SelfContainedSampler in kinds:
             raise ValueError(
-                f"heat_guard: {what} has no matched noise that the batches' could be compared with; leave heat_guard out, or "
-                "take a chain such as bc.sghmc(...)"
+                f"heat_guard: {checks.short(tx)} has no matched noise that the batches' could be compared with; leave "
+                "heat_guard out, or take a chain such as bc.sghmc(...)"
             )
 
     def watch(self, tx: Any, params: Any, state: Any, grads: Any) -> None:
@@ -228,7 +234,7 @@ class HeatGuard:
                 "by one; run one plain chain with the guard first, or ask bc.diagnostics.heating"
             )
         if self._rules is None or any(
-            callable(x) for link in _links(tx) for x in getattr(link, "__dict__", {}).values()
+            callable(x) for link in links_of(tx) for x in getattr(link, "__dict__", {}).values()
         ):
             self._rules = _rules(tx, params, state)
         followed = clipped(clips_of(tx), grads)
@@ -236,45 +242,6 @@ class HeatGuard:
         usable = [g is not None and g.layout is torch.strided for g in trees[0]]
         each = [*enumerate(zip(self._rules, *trees, usable))]
         self.look(lambda keys: [Leaf(j, g, p, *rule) for j, (rule, g, p, is_usable) in each if rule and is_usable])
-
-    def attached(self, step: Any, batches: Any = None) -> Step:
-        """The step that shows its gradients to this guard; :func:`bayesopt_chain.sample` calls it for its callbacks.
-
-        Args:
-            step: of :func:`bayesopt_chain.make_step`.
-            batches: of the run; of reshuffled :func:`bayesopt_chain.epochs` a guard without ``steps_per_epoch`` takes theirs.
-
-        Returns:
-            The same step, whose gradients this guard sees.
-
-        Raises:
-            ValueError: a step that cannot show them: captured, parallel, of an optimizer, or with a guard of its own.
-
-        Example:
-            >>> import bayesopt_chain as bc
-            >>> step = bc.make_step(lambda w, batch: w.square().sum(), bc.sghmc(0.1, temperature=0.01))
-            >>> guard = bc.diagnostics.HeatGuard()
-            >>> guard.attached(step).heat_guard is guard
-            True
-        """
-        if not isinstance(step, Step) or step.heat_guard is not None:
-            has_own = isinstance(step, Step) or hasattr(step, "optimizer")
-            raise ValueError(
-                "sample: a HeatGuard among callbacks looks at the gradients of a step of make_step; this "
-                f"{type(step).__name__} "
-                + (
-                    "has a heat guard of its own: leave this one out"
-                    if has_own
-                    else "shows none: run one plain chain first"
-                )
-            )
-        self.require(step.tx)
-        if self.steps_per_epoch is None and getattr(batches, "order", None) == self.order == "reshuffled":
-            self.steps_per_epoch = round(batches.steps_per_epoch)
-        return replace(step, heat_guard=self)
-
-    def __call__(self, it: Any) -> None:
-        """Do nothing: the step that the guard is attached to shows it the gradients."""
 
     # of every loop
 
@@ -321,10 +288,10 @@ class HeatGuard:
             return self._skip(w, missing)
         seen = [here[key] for key in w.keys]
         w.rates.append((seen[0].rate, seen[0].temperature))
-        w.rows.append(w.gradients.row([x.of(seen[x.leaf].gradient) for x in w.stretches]))
+        w.gradients.add([x.of(seen[x.leaf].gradient) for x in w.stretches])
         if w.positions is not None:
-            w.places.append(w.positions.row([x.of(seen[x.leaf].param) for x in w.stretches]))
-        if len(w.rows) == (SHORT if w.positions is None else WINDOW):
+            w.positions.add([x.of(seen[x.leaf].param) for x in w.stretches])
+        if len(w.rates) == (SHORT if w.positions is None else WINDOW):
             self._read(w, seen)
         return None
 
@@ -352,7 +319,7 @@ class HeatGuard:
 
     def _read(self, w: Window, seen: list[Leaf]) -> None:
         """Read a window that is complete or may end."""
-        G, norms = w.gradients.read(w.rows)
+        G, norms = w.gradients.read()
         centred = G - G.mean(0)
         total = float(centred.square().sum())
         if not math.isfinite(total):
@@ -377,7 +344,7 @@ class HeatGuard:
             momentum = max([x.momentum for x in w.leaves])
             heat = read_heat(
                 G[:, filled],
-                w.positions.read(w.places)[0][:, filled],
+                w.positions.read()[0][:, filled],
                 momentum,
                 seen[0].first,
                 steps_per_epoch=self.steps_per_epoch if self.order == "reshuffled" else None,
@@ -413,29 +380,12 @@ class HeatGuard:
             self.has_warned, self._start = True, sys.maxsize
             checks.warn(f"{self.who}: {text}. heat_guard=None silences this")
 
-    def postfix(self) -> dict[str, str]:
-        """What a progress bar shows.
-
-        Returns:
-            ``{"heat": text}``, the excess of the last reading over the variance asked for; empty before the first.
-
-        Example:
-            >>> import bayesopt_chain as bc
-            >>> bc.diagnostics.HeatGuard().postfix()
-            {}
-        """
-        return {"heat": f"{self.readings[-1].excess:+.0%}"} if self.readings else {}
-
 
 def _is_clipped(norms: Tensor, seen: list[Leaf]) -> bool:
     """Whether most norms are their median. torch divides by the norm plus 1e-6; half precision has few norms anyway."""
     middle = float(norms.median())
     alike = (norms - middle).abs() < max(1e-5 * middle, 1.1e-6)
     return middle > 4e-4 and float(alike.double().mean()) > 0.5 and seen[0].gradient.dtype.itemsize >= 4
-
-
-def _links(tx: Any) -> Iterable[Any]:
-    return getattr(inner(tx, None)[0], "links", ())
 
 
 def _rules(tx: Any, params: Any, state: Any) -> list[tuple[float, float, float, float, float | Tensor] | None]:
@@ -728,8 +678,6 @@ class Window:
         stretches: what is read of these parameters.
         gradients: sketches their gradients.
         positions: sketches the parameters; ``None`` in the opening, which reads gradients alone.
-        rows: of each step, what ``gradients`` keeps of it.
-        places: likewise ``positions``.
         rates: of each step, rate and temperature of the first leaf.
     """
 
@@ -739,10 +687,8 @@ class Window:
     scales: Sequence[float | Tensor]
     stretches: list[Stretch]
     gradients: Sketch
-    positions: Sketch | None = None
-    rows: list[Tensor] = field(default_factory=list)
-    places: list[Tensor] = field(default_factory=list)
-    rates: list[tuple[float, float]] = field(default_factory=list)
+    positions: Sketch | None
+    rates: list[tuple[float, float]]
 
     @classmethod
     def opened(cls, seen: list[Leaf]) -> Window:
@@ -757,6 +703,8 @@ class Window:
             scales=scales,
             stretches=[Stretch(i, 0, x.gradient.numel()) for i, x in enumerate(seen)],
             gradients=Sketch([x.gradient for x in seen], scales, numbers[0]),
+            positions=None,
+            rates=[],
         )
 
     def full(self, seen: list[Leaf]) -> Window:
@@ -774,6 +722,7 @@ class Window:
             stretches=[x._replace(leaf=numbers.index(x.leaf)) for x in chosen],
             gradients=Sketch([x.of(gradients[x.leaf]) for x in chosen], each, self.common),
             positions=Sketch([x.of(seen[x.leaf].param) for x in chosen], sizes),
+            rates=[],
         )
 
 
@@ -792,6 +741,7 @@ class Sketch:
     """
 
     def __init__(self, tensors: Sequence[Tensor], factors: Sequence[float | Tensor], common: float = 1.0) -> None:
+        self.rows = list[Tensor]()
         self.packs: list[list[int]] = []
         size = 0
         for i, x in enumerate(tensors):
@@ -809,15 +759,14 @@ class Sketch:
             end = begin + -(-sum([tensors[i].numel() for i in pack]) // BUCKETS)
             self.signs.append(_signs(begin, end, device))
             begin = end
-            self.weights.append(None)
-            if not is_common:
-                each = [torch.as_tensor(factors[i], device=device).expand(tensors[i].shape) for i in pack]
-                self.weights[-1] = torch.cat([x.reshape(-1) for x in each])
+            each = [torch.as_tensor(factors[i], device=device).expand(tensors[i].shape).reshape(-1) for i in pack]
+            self.weights.append(None if is_common else torch.cat(each))
 
-    def row(self, tensors: Sequence[Tensor]) -> Tensor:
-        """What :meth:`read` needs of one step, in new memory."""
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        """Take a step."""
         if self.is_copied:
-            return torch.cat([x.reshape(-1) for x in tensors])
+            self.rows.append(torch.cat([x.reshape(-1) for x in tensors]))
+            return
         dtype = torch.promote_types(tensors[0].dtype, torch.float32)
         total, norms = tensors[0].new_zeros(BUCKETS + 1, dtype=dtype), list[Tensor]()
         for pack, signs, weights in zip(self.packs, self.signs, self.weights):
@@ -829,11 +778,11 @@ class Sketch:
                 total[: len(x) - whole * BUCKETS] += (x[whole * BUCKETS :] * some[-1]).to(total.device)
         total[:BUCKETS] *= self.common
         total[BUCKETS] = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
-        return total
+        self.rows.append(total)
 
-    def read(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def read(self) -> tuple[Tensor, Tensor]:
         """The buckets ``[steps, 256 or fewer]`` and the norms ``[steps]`` of all tensors, in float64 on the CPU."""
-        x = torch.stack([*rows]).double().cpu()
+        x = torch.stack(self.rows).double().cpu()
         if not self.is_copied:
             return x[:, :BUCKETS], x[:, BUCKETS]
         norms, weights = torch.linalg.vector_norm(x, dim=1), self.weights[0]

@@ -45,7 +45,6 @@ from typing import Any, NamedTuple
 
 import optree
 import torch
-from torch import nn
 from torch.utils.data import SequentialSampler
 
 from bayesopt_chain import batches as batch_trees
@@ -58,13 +57,11 @@ from bayesopt_chain.diagnostics.gradient_noise import (
     hessian_product,
     initialised_devices,
     require_mean,
-    scalar,
     trace,
 )
 from bayesopt_chain.diagnostics.heating import Heating, Reduced, loop, predict, reduce, rescaled
-from bayesopt_chain.loop.loss import gradient
+from bayesopt_chain.loop.loss import gradient, value
 from bayesopt_chain.loop.step import make_step
-from bayesopt_chain.modules.functional import make_functional
 from bayesopt_chain.testing._linear_system import solve_lyapunov, state_of
 from bayesopt_chain.trees import copied, unflatten
 
@@ -178,7 +175,7 @@ class Candidate(NamedTuple):
 
 
 @checks.takes(
-    params=checks.Kind(lambda x: checks.MODULE.fits(x) or checks.PLACE.fits(x), f"{checks.PLACE.words}, or a module"),
+    params=checks.PLACE,
     data=checks.ANY,
     epochs=checks.POSITIVE,
 )
@@ -199,10 +196,9 @@ def suggest_lr(
         make_tx: ``make_tx(lr)`` returns the chain, such as ``lambda lr: bc.sghmc(lr, 0.9, temperature=1 / N)``; or
             ``make_tx(lr, momentum)``, such as ``functools.partial(bc.sghmc, temperature=1 / N)``, which leaves the momentum
             open.
-        loss: as for :func:`bayesopt_chain.make_step`: the mean over the batch, prior included. Of a module,
-            ``loss(module, batch)``.
-        params: a mode, near which the chain will sample, not the initial values. A tree of tensors, or a module, which stays
-            as it is.
+        loss: as for :func:`bayesopt_chain.make_step`: the mean over the batch, prior included.
+        params: a mode, near which the chain will sample, not the initial values: a tree of tensors. Of a module see
+            :func:`bayesopt_chain.make_functional`.
         data: ``bc.epochs(...)``, whose batch size and order are taken; all data as a tree of tensors with one entry a datum,
             which leaves the batch size open; or batches of one size that share no datum and can be gone through again, such as
             a list, which is a fixed order, or a DataLoader.
@@ -242,7 +238,6 @@ def suggest_lr(
         >>> found.batch_size, found.momentum
         (25, 0.9)
     """
-    loss, params = _of_module(loss, params)
     with torch.random.fork_rng(devices=initialised_devices()):
         momenta = _momenta(make_tx)
         source = _source(data, seed)
@@ -314,7 +309,7 @@ class _Adviser:
         best = max(self._candidates(models, margin))
         tx = self.make(best.lr, best.momentum)
         require_unclipped(tx, self._gradients(end, best.batch_size))
-        heating = rate(best.stability, lambda lr: self._heat(models, best, lr), self.tolerance, 0.999)
+        heating = self._largest(best, models, 0.999)
         reports = [self._report(model, best, best.lr) for model in models]
         notes = [*self._notes(best, models, margin)]
         for note in notes:
@@ -365,7 +360,7 @@ class _Adviser:
             ) from err
         self.compared = self.compared or measured
         with torch.no_grad():
-            levels = torch.stack([scalar(loss, params, batch).double().cpu() for batch in self.compared])
+            levels = torch.stack([value(loss, params, batch)[0].double().cpu() for batch in self.compared])
         level = (float(levels.mean()), float(levels.std(correction=0)) / math.sqrt(len(levels)))
         _require_finite(level[0], "the mean loss of the batches that were measured")
         _require_finite(again[0], "the curvature of other data than those measured")
@@ -388,12 +383,16 @@ class _Adviser:
         steps = self.source.size / candidate.batch_size
         return predict(self._at(model, candidate, lr), self.source.order if steps > 1 else "independent", steps)[0]
 
-    def _heat(self, models: Sequence[LocalModel], candidate: Candidate, lr: float) -> float:
-        """The worst excess over points; infinite where the chain diverges."""
-        try:
-            return max(self._report(model, candidate, lr).worst for model in models)
-        except ValueError:
-            return math.inf
+    def _largest(self, candidate: Candidate, models: Sequence[LocalModel], margin: float) -> float:
+        """The largest rate, to a share of the stability limit, that no point is too hot at."""
+
+        def allowed(lr: float) -> bool:
+            try:
+                return all(self._report(model, candidate, lr).worst <= self.tolerance for model in models)
+            except ValueError:  # the chain diverges
+                return False
+
+        return largest(allowed, margin * candidate.stability)
 
     def _candidates(self, models: Sequence[LocalModel], margin: float) -> list[Candidate]:
         """Each pair of momentum and batch size at the largest rate that both limits allow."""
@@ -409,9 +408,7 @@ class _Adviser:
             )
             for size in self.source.sizes:
                 candidate = start._replace(batch_size=size, stability=stability)
-                lr = rate(
-                    stability, lambda lr, candidate=candidate: self._heat(models, candidate, lr), self.tolerance, margin
-                )
+                lr = self._largest(candidate, models, margin)
                 candidates.append(candidate._replace(lr=lr, draws=self._draws(models[-1], candidate, lr)))
         return candidates
 
@@ -441,7 +438,7 @@ class _Adviser:
             losses.append(info.loss)
             if not math.isfinite(info.loss):  # of the chain, or of the batch, which no smaller rate mends
                 with torch.no_grad():
-                    here = float(scalar(self.loss, self.params, batch))
+                    here = float(value(self.loss, self.params, batch)[0])
                 _require_finite(here, f"at params the loss of batch {len(losses)} of the trial run")
                 break
         self.passes += len(losses) / steps_per_epoch
@@ -619,7 +616,7 @@ def _require_mean(loss: Callable[[Any, Any], Any], params: Any, source: Source) 
         for at in (slice(2 * half), slice(half), slice(half, 2 * half))
     ]
     with torch.no_grad():
-        whole, *halves = (float(scalar(loss, params, part)) for part in parts)
+        whole, *halves = (float(value(loss, params, part)[0]) for part in parts)
     _, error = require_mean("suggest_lr", loss, params, parts[0])
     draws = error > 0 or not math.isfinite(whole)
     is_mean = abs(whole - sum(halves) / 2) <= 1e-3 * max(map(abs, (whole, *halves)))
@@ -632,54 +629,8 @@ def _require_mean(loss: Callable[[Any, Any], Any], params: Any, source: Source) 
         )
 
 
-def _of_module(loss: Callable[[Any, Any], Any], params: Any) -> tuple[Callable[[Any, Any], Any], Any]:
-    """Loss and parameters of a module as a function of a tree, and the tree.
-
-    Raises:
-        ValueError: a module with BatchNorm in train mode.
-    """
-    if not isinstance(params, nn.Module):
-        return loss, params
-    norms = [key for key, x in params.named_modules() if isinstance(x, nn.modules.batchnorm._BatchNorm) and x.training]
-    if norms:
-        raise ValueError(
-            f"suggest_lr: {', '.join(norms[:3])} is a BatchNorm in train mode, in which the data of a batch act on each other; "
-            "put these layers into eval mode, in the run too"
-        )
-
-    class Bound(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.module = params
-
-        def forward(self, batch: Any) -> Any:
-            return loss(self.module, batch)
-
-    forward, named, _ = make_functional(Bound(), inputs=lambda batch: (batch,))
-    tree = {key.removeprefix("module."): p for key, p in named.items()}
-    return lambda tree, batch: forward({f"module.{key}": p for key, p in tree.items()}, batch), tree
-
-
-def rate(stability: float, heat: Callable[[float], float], tolerance: float, margin: float = MARGIN) -> float:
-    """The learning rate of a chain.
-
-    Args:
-        stability: the rate from which on it diverges.
-        heat: what the noise of the batches adds at a rate; it grows with the rate.
-        tolerance: how much it may add.
-        margin: share of ``stability``.
-
-    Returns:
-        The largest rate, to a hundredth, that is at most ``margin * stability`` and adds at most ``tolerance``.
-
-    Raises:
-        ValueError: there is none.
-    """
-    return largest(lambda lr: heat(lr) <= tolerance, margin * stability)
-
-
 def largest(allowed: Callable[[float], bool], most: float) -> float:
-    """The largest number that is allowed, ``most`` at most, to a hundredth.
+    """The largest learning rate that is allowed, ``most`` at most, to a hundredth; all that are smaller are allowed.
 
     Raises:
         ValueError: there is none.

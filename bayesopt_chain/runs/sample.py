@@ -146,8 +146,7 @@ def sample(
         chains: number of chains on axis 0 of every leaf; known from the step where ``parallel`` made it.
         callbacks: called with every :class:`Iteration`; one that returns ``True`` ends the run. Of ranks that share a chain
             one is enough to end it on all of them, which costs a message a step. What a callback with ``state_dict`` and
-            ``load_state_dict`` has seen goes into every checkpoint, and is handed back to it when the run goes on. A
-            :class:`bayesopt_chain.diagnostics.HeatGuard` looks at the gradients of one plain chain, and warns on the way.
+            ``load_state_dict`` has seen goes into every checkpoint, and is handed back to it when the run goes on.
         keep: ``False`` keeps no draw, in memory or on disk: what the callbacks made of them is all there is. ``Draws.last`` and
             checkpoints are the same. Default: True.
         progress: show a progress bar with steps per second, loss, temperature, the number of draws, and the effective sample
@@ -180,9 +179,6 @@ def sample(
     _require_draws("sample", steps, burn_in, thinning)
     both: Any = (params, state)
     checks.with_values("sample", "(params, state)", optree.tree_leaves(both), optree.tree_paths(both))
-    for callback in callbacks:
-        if (attached := getattr(callback, "attached", None)) is not None:
-            step = attached(step, batches)
     made, inner = uncaptured(step), of_one_chain(step)
     _require_batches_for(made, inner, batches)
     if keep and steps - burn_in >= 2 * thinning and any(link.traits.samples for link in _links_of(inner)):

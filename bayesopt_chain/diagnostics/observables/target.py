@@ -50,7 +50,7 @@ from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.diagnostics.gradient_noise import lanczos, product_of, random_states
-from bayesopt_chain.diagnostics.suggest_lr import MARGIN, rate
+from bayesopt_chain.diagnostics.suggest_lr import MARGIN, largest
 from bayesopt_chain.links.weight_decay import add_localization
 from bayesopt_chain.loop.loss import gradient, value
 from bayesopt_chain.loop.step import make_step
@@ -513,8 +513,8 @@ def chosen(
     def allowed() -> float:
         """The rate at this momentum, after what was seen."""
         margin = MARGIN * math.sqrt(min(1.0, (1 - mu) / (1 - MOMENTUM)))
-        found = rate(2 * (1 + mu) / top, lambda lr: heat_of_noise(lr, mu, temperature) * noise / highest, HEAT, margin)
-        return min(found, most)
+        stable = margin * (2 * (1 + mu) / top)
+        return min(largest(lambda lr: heat_of_noise(lr, mu, temperature) * noise / highest <= HEAT, stable), most)
 
     coolest = math.inf  # the largest lr / (1 - mu) that the noise allows
     for k in range(PILOTS):
