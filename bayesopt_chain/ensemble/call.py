@@ -16,7 +16,7 @@ from bayesopt_chain import batches, checks
 from bayesopt_chain.ensemble import held
 from bayesopt_chain.ensemble.data import LEAST, LEAST_SCORED, Data, Scale, moments, read, with_noise
 from bayesopt_chain.ensemble.ensemble import Ensemble
-from bayesopt_chain.ensemble.members import Members, described, frozen_of, members_of, principal_axes
+from bayesopt_chain.ensemble.members import MAKER, Members, described, frozen_of, members_of, principal_axes
 from bayesopt_chain.ensemble.recipe import FAN_IN, FEWEST, MORE, RATES, TRIAL, USUAL, Trained, Training
 from bayesopt_chain.ensemble.report import Report
 from bayesopt_chain.ensemble.stages import Stages
@@ -49,6 +49,7 @@ class EnsembleError(ValueError):
 
 
 @checks.takes(
+    make_model=MAKER,
     members=checks.WHOLE,
     steps=checks.whole(FEWEST),
     minutes=checks.POSITIVE,
@@ -315,10 +316,11 @@ def _finished(
             kind = f"posterior of {problem.count} chain{'s' * (problem.count > 1)}"
         kind += f", {len(drawn['draws'])} draws of each"
     said, advice = _said(problem, trained, chosen, scale), dict[str, str]()
-    scores, likelihood, noise, ends = held.scored(problem, folds)
-    if noise is not None:
+    scores, likelihood = held.log_scores(problem, folds), problem.likelihood
+    if likelihood.has_noise_scale:
+        noise, ends = held.best_noise(problem, folds)
         noise, cut = held.noise_of_all(problem, noise, networks, trained.pilots)
-        likelihood = problem.likelihood.scaled(1 / noise)
+        likelihood = likelihood.scaled(1 / noise)
         said.append(f"noise: {_numbers(likelihood.noise_variance)}, by held-out data.")
         if "draws" in drawn:
             said.append(
@@ -344,7 +346,7 @@ def _finished(
         if trained.z is not None:
             who = [m for m, p in enumerate(trained.priors) if p == prior]
             table[f"pilots, {prior}"] = float(
-                held.scored(problem, held.folds_of(problem, trained.pilots, who)).logs.mean()
+                held.log_scores(problem, held.folds_of(problem, trained.pilots, who)).mean()
             )
     constant = None
     try:
@@ -478,11 +480,11 @@ def _require_scores(likelihood: Likelihood, targets: Any) -> None:
 
 def _require_targets(networks: Members, data: Data, likelihood: Likelihood) -> torch.Size:
     """The shape of one datum's outputs; raises for outputs and targets that do not belong together, and for data that mix."""
-    inputs = data.inputs_of(2)
+    inputs = data.inputs_of(LEAST)
     own, dtypes = ({x.dtype for x in leaves} for leaves in (networks.params.values(), batches.flatten(inputs)[0]))
     with checks.blaming("posterior_ensemble", "data"):
         try:
-            outputs: Any = networks.outputs(inputs)
+            whole: Any = networks.outputs(inputs)
         except RuntimeError as err:
             if not own.isdisjoint(dtypes):
                 raise
@@ -490,26 +492,22 @@ def _require_targets(networks: Members, data: Data, likelihood: Likelihood) -> t
                 f"{WHO}inputs are {dtypes.pop()} and the module's weights {own.pop()} ({err}): convert the inputs "
                 "(inputs.float()), or return module.double() from make_model"
             ) from err
-    if not isinstance(outputs, torch.Tensor):
-        raise TypeError(
-            f"{WHO}the module returns {type(outputs).__name__}: it must return a tensor, or something with logits"
+        trained: Any = networks.outputs(inputs, networks.training)
+    if not isinstance(whole, torch.Tensor) or whole.shape[:1] != (LEAST,):
+        raise ValueError(
+            f"{WHO}the module returns {checks.short(whole)} for {LEAST} data: it must return a tensor [B, *event], or "
+            "something with logits that are one"
         )
-    if outputs.shape[:1] != (2,):
-        raise ValueError(f"{WHO}the module returns {tuple(outputs.shape)} for 2 data: outputs are [B, *event]")
-    rows = torch.arange(LEAST, device="cpu")
-    halves = [networks.outputs(data.take(r)[0]) for r in rows.chunk(2)]
-    whole = networks.outputs(data.take(rows)[0])
-    with checks.blaming("posterior_ensemble", "data"):
-        trained = networks.outputs(data.take(rows)[0], networks.training)
     if getattr(trained, "shape", None) != whole.shape:
         raise ValueError(
             f"{WHO}in training mode the module returns {checks.short(trained)}, in eval mode outputs of shape "
             f"{tuple(whole.shape)}: return the same in both"
         )
-    if bool((whole - torch.cat(halves)).abs().max() > 0.01 * whole.abs().max()):
+    parts = [networks.outputs(data.take(rows)[0]) for rows in torch.arange(LEAST, device="cpu").chunk(2)]
+    if bool((whole - torch.cat(parts)).abs().max() > 0.01 * whole.abs().max()):
         raise ValueError(
             f"{WHO}in eval mode the module's outputs for a datum depend on the other data of its batch, or on chance: give "
             "norms running statistics, have all layers as submodules (in nn.ModuleList, not a list), and draw in training alone"
         )
-    likelihood.require(outputs[:1].detach().expand(data.size, *outputs.shape[1:]), data.targets, wait=True)
-    return outputs.shape[1:]
+    likelihood.require(whole[:1].detach().expand(data.size, *whole.shape[1:]), data.targets, wait=True)
+    return whole.shape[1:]

@@ -151,7 +151,7 @@ def chained(training: Training, seconds: float, each: float) -> dict[str, Any]:
     found: dict[str, Any] = {"passes": float(steps), "said": f"they diverged within {steps} steps"}
     if not all(bool(x.isfinite().all()) for x in outputs):
         return found
-    alone, score = (held.scored(problem, given).logs for given in (folds, held.joined(folds, outputs)))
+    alone, score = (held.log_scores(problem, given) for given in (folds, held.joined(folds, outputs)))
     z, agreed = held.z_of(score - alone), r_hat(folds, outputs)
     found["said"] = (
         f"{steps} steps, held-out log score {score.mean():.3f} with draws beside {alone.mean():.3f} without ({z:.1f} standard "

@@ -18,8 +18,6 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
-    RandomSampler,
-    SequentialSampler,
     Subset,
 )
 
@@ -283,19 +281,15 @@ def _in_order(loader: DataLoader) -> Iterable[Any]:
     picks: Any = loader.batch_sampler
     if isinstance(loader.dataset, IterableDataset) or picks is None:
         return loader
-    data: Any = loader.dataset
     sampler = picks.sampler if type(picks) is BatchSampler else picks
-    if type(sampler) not in (SequentialSampler, RandomSampler) or getattr(sampler, "replacement", False):
-        rows = sorted(itertools.chain.from_iterable(picks) if sampler is picks else sampler)
-        if len(set(rows)) < len(rows):
-            raise ValueError(
-                f"posterior_ensemble: the loader's {type(sampler).__name__} gives data more than once: pass the data "
-                "without it, and weights by bc.likelihoods.weighted"
-            )
-        data = Subset(data, rows)
-    return DataLoader(
-        data, getattr(picks, "batch_size", AT_ONCE), collate_fn=loader.collate_fn, num_workers=loader.num_workers
-    )
+    rows = sorted(itertools.chain.from_iterable(picks) if sampler is picks else sampler)
+    if len(set(rows)) < len(rows):
+        raise ValueError(
+            f"posterior_ensemble: the loader's {type(sampler).__name__} gives data more than once: pass the data "
+            "without it, and weights by bc.likelihoods.weighted"
+        )
+    each = getattr(picks, "batch_size", AT_ONCE)
+    return DataLoader(Subset(loader.dataset, rows), each, collate_fn=loader.collate_fn, num_workers=loader.num_workers)
 
 
 def _joined(loader: Iterable[Any]) -> Any:

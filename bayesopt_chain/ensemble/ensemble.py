@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bayesopt_chain import batches, checks
 from bayesopt_chain.ensemble.data import Scale, require_inputs, with_noise
-from bayesopt_chain.ensemble.members import Members, described, frozen_of, members_of
+from bayesopt_chain.ensemble.members import MAKER, Members, described, frozen_of, members_of
 from bayesopt_chain.ensemble.report import Report
 from bayesopt_chain.ensemble.stages import damage_named
 from bayesopt_chain.ensemble.training import Tensors, outputs_of
@@ -64,7 +64,7 @@ class Ensemble:
         Returns:
             :class:`bayesopt_chain.likelihoods.Predictive`: mean, variance, quantile, interval, probabilities, log_prob, crps,
             aleatoric, epistemic. Where classes of all draws and data are more than 2^26 numbers, as those of tokens soon are,
-            draws run one after another and are added up (``likelihood.pooled``): one distribution of each target is held.
+            those of a batch are added up (``likelihood.pooled``): one distribution of each of its targets is held.
 
         Raises:
             ValueError: no batches, or inputs with NaN.
@@ -77,28 +77,20 @@ class Ensemble:
             >>> e.predict(torch.zeros(3, 1)).quantile(0.9).shape
             torch.Size([3, 1])
         """
-        stacked = [{k: x.flatten(0, 1) for k, x in t.items()} for t in (self.params, self.buffers)]
-        size = len(next(iter(stacked[0].values())))
-        draws = [[{k: x[i : i + 1] for k, x in t.items()} for t in stacked] for i in range(size)]
         parts, numbers, likelihood = list[Predictive](), 0, self.likelihood
         for batch in batches_of(data, partial(as_pair, module=self.members.still.module)):
             with checks.blaming("Ensemble.predict", "data"):
-                inputs = _inputs(batch)
-                if likelihood.has_classes:  # which alone can be added up
-                    of_one = self._outputs(draws[0], batches.tree_map(lambda x: x[:1], inputs))[1]
-                    numbers += size * len(batches.flatten(inputs)[0][0]) * of_one.numel()
-                if numbers > MOST_NUMBERS:
-                    parts.append(likelihood.pooled(self._outputs(draw, inputs)[1][0] for draw in draws))
-                else:
-                    likelihood, outputs = self._outputs(stacked, inputs)
-                    parts.append(likelihood.mixture(outputs))
+                likelihood, outputs = self._outputs(_inputs(batch))
+            numbers += outputs.numel() if likelihood.has_classes else 0  # which alone can be added up
+            parts.append(likelihood.pooled(outputs) if numbers > MOST_NUMBERS else likelihood.mixture(outputs))
         if not parts:
             raise ValueError("predict: data has no batches")
         return _joined(likelihood, parts)
 
-    def _outputs(self, stacked: Sequence[Tensors], inputs: Any) -> tuple[Likelihood, Tensor]:
-        """The likelihood and the outputs ``[S, n, *event]`` of stacked draws, as wide as held-out data asked for."""
-        outputs = outputs_of(self.members.still, stacked[0], stacked[1], inputs, self.loop)
+    def _outputs(self, inputs: Any) -> tuple[Likelihood, Tensor]:
+        """The likelihood and the outputs ``[S, n, *event]`` of all draws, as wide as held-out data asked for."""
+        params, buffers = ({k: x.flatten(0, 1) for k, x in t.items()} for t in (self.params, self.buffers))
+        outputs = outputs_of(self.members.still, params, buffers, inputs, self.loop)
         if outputs.shape[1] != (n := len(batches.flatten(inputs)[0][0])):
             raise ValueError(
                 f"predict: the networks return {tuple(outputs.shape[1:])} for {n} data: pass inputs [N, *] (of one x[None])"
@@ -189,10 +181,7 @@ class Ensemble:
     @classmethod
     @checks.takes(
         path=checks.PATH,
-        make_model=checks.Kind(
-            lambda x: isinstance(x, nn.Module) or checks.FUNCTION.fits(x),
-            "a torch.nn.Module, or a function without arguments that makes one",
-        ),
+        make_model=MAKER,
         likelihood=checks.LIKELIHOOD,
     )
     def open(

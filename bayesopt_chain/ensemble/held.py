@@ -153,29 +153,12 @@ def best_noise(problem: Problem, folds: Sequence[Fold]) -> tuple[Tensor, list[st
     return _shrunk(NOISES.to(counts)[at] * counts, counts).reshape(event), [said] if at_end else []
 
 
-class Scored(NamedTuple):
-    """How well members predict folds.
-
-    Attributes:
-        logs: log scores ``[n]``.
-        likelihood: with the noise that is best there.
-        noise: that one, ``[*event]``; ``None`` of other likelihoods.
-        said: what is to be said of it.
-    """
-
-    logs: Tensor
-    likelihood: Likelihood
-    noise: Tensor | None
-    said: list[str]
-
-
-def scored(problem: Problem, folds: Sequence[Fold]) -> Scored:
-    """How well the members predict the folds, with the noise that is best there."""
-    likelihood, noise, said = problem.likelihood, None, []
-    if problem.likelihood.has_noise_scale:
-        noise, said = best_noise(problem, folds)
-        likelihood = likelihood.scaled(1 / noise)
-    return Scored(score(likelihood, folds), likelihood, noise, said)
+def log_scores(problem: Problem, folds: Sequence[Fold]) -> Tensor:
+    """Log scores ``[n]`` of the folds, with the noise that is best there."""
+    likelihood = problem.likelihood
+    if likelihood.has_noise_scale:
+        likelihood = likelihood.scaled(1 / best_noise(problem, folds)[0])
+    return score(likelihood, folds)
 
 
 def noise_of_all(
@@ -234,7 +217,7 @@ def constant_scores(problem: Problem, folds: Sequence[Fold]) -> Tensor | None:
         n, event = problem.data.size - len(fold.rows), fold.outputs.shape[2:]
         c = _constant(problem.likelihood, targets, n, event, fold.outputs)
         found.append(fold._replace(outputs=c.expand(1, len(fold.rows), *event)))
-    return scored(problem, found).logs
+    return log_scores(problem, found)
 
 
 def _constant(likelihood: Likelihood, targets: Any, n: int, event: Any, like: Tensor) -> Tensor:

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bayesopt_chain import batches
+from bayesopt_chain import batches, checks
 from bayesopt_chain.ensemble.data import Data, Scale
 from bayesopt_chain.modules.functional import Forward, Tensors, arguments_of, copied, in_mode, inner_of, make_functional
 from bayesopt_chain.runs.run import describe
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
+MAKER = checks.Kind(callable, "a torch.nn.Module, or a function (or class) without arguments that makes one")
 COLLINEAR = 1e4  # times that inputs vary more along the first of their principal axes than along half of them
 MOST_AXES = 512  # columns; to turn a weight [O, D] costs D / b of its product with a batch of b
 
@@ -158,7 +159,7 @@ def members_of(
         inputs: two data, which make the weights of lazy layers.
 
     Raises:
-        TypeError: neither a module nor a function that returns one.
+        TypeError: a function that returns no module.
         ValueError: starts that are equal, frozen parameters that differ, or complex parameters.
     """
     first, parts = _placed(_made(make_model, 1000 * seed, inputs), device), []
@@ -200,8 +201,7 @@ def members_of(
         ):
             training.get_submodule(name).eval()
     params, buffers = ({k: torch.stack([x[k] for x in trees]) for k in trees[0]} for trees in zip(*parts))
-    networks = make_functional(training).forward, make_functional(still).forward
-    return Members(params, buffers, *networks).within(Scale())
+    return Members(params, buffers, *(make_functional(m).forward for m in (training, still))).within(Scale())
 
 
 def principal_axes(members: Members, data: Data, scale: Scale) -> Tensors:
@@ -257,10 +257,6 @@ def _placed(module: nn.Module, device: Any) -> nn.Module:
 def _made(make_model: Any, seed: int, inputs: Any) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if not callable(make_model):
-            raise TypeError(
-                f"posterior_ensemble: make_model is {type(make_model).__name__}: pass a module, or a function that returns one"
-            )
         anew = isinstance(make_model, nn.Module)
         network: Any = _copied(make_model) if anew else make_model()
         if not isinstance(network, nn.Module):

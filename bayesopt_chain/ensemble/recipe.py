@@ -19,8 +19,10 @@ then fit: the cosine ends where the seconds do, also on a machine that becomes s
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
+import timeit
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -108,12 +110,10 @@ def refitted(t: int, steps: int, fit: float, most: float = math.inf) -> tuple[in
 
 def timed(step: Callable[[int], Any], count: int) -> float:
     """Seconds of one of so many steps, measured behind two others."""
-    start = 0.0
-    for i in range(count + 2):
-        if i == 2:
-            start = time.perf_counter()
-        step(i)
-    return (time.perf_counter() - start) / count
+    steps = map(step, itertools.count())
+    timer = timeit.Timer(lambda: next(steps), timer=time.perf_counter)
+    timer.timeit(2)
+    return timer.timeit(count) / count
 
 
 class Training:
@@ -300,7 +300,7 @@ class Training:
             folds = {p: held.folds_of(problem, done.pilots, who[p]) for p in PRIORS if who[p]}
             if len(folds) == 2:
                 shared = {int(f.rows[0]) for f in folds[USUAL]} & {int(f.rows[0]) for f in folds[FAN_IN]}
-                scores = [held.scored(problem, [f for f in folds[p] if int(f.rows[0]) in shared]).logs for p in PRIORS]
+                scores = [held.log_scores(problem, [f for f in folds[p] if int(f.rows[0]) in shared]) for p in PRIORS]
                 z = self.stages.of_first(held.z_of, scores[1] - scores[0])
                 if abs(z) >= 1:
                     now = [FAN_IN if z > 0 else USUAL] * problem.count

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import bayesopt_chain as bc
 from bayesopt_chain.ensemble.call import batch_size_for
 from bayesopt_chain.ensemble.data import read
+from bayesopt_chain.ensemble.recipe import FAN_IN
 from bayesopt_chain.likelihoods import Predictive
 from bayesopt_chain.posterior import classification_metrics, detection_auroc
 from bayesopt_chain.runs import files
@@ -93,8 +94,10 @@ def networks_contest(task: Task, seed: int, steps: int, members: int = MEMBERS) 
         return round(known["passes"] * len(task.x) / size)
 
     def same() -> Result:
-        trained = known["trained"]
-        return others(members, equal(), precision=trained["precision"], noise=trained["noise"].flatten())
+        trained, params = known["trained"], [*network(task).parameters()]
+        fan_in = torch.cat([torch.full((p.numel(),), float(p[0].numel() if p.ndim > 1 else 1)) for p in params])
+        precision = torch.stack([fan_in if prior == FAN_IN else torch.ones_like(fan_in) for prior in trained["now"]])
+        return others(members, equal(), precision=precision, noise=trained["noise"].flatten())
 
     def seconds() -> Result:
         reference = known["plain"]

@@ -311,6 +311,19 @@ def test_an_ensemble_is_saved_and_opened(tmp_path, fitted):
     assert fitted.draws().chains == 2 and str(opened.report) == str(fitted.report)
 
 
+class Small(nn.Linear):
+    """A network that its class makes."""
+
+    def __init__(self):
+        super().__init__(2, 1)
+
+
+def test_a_class_makes_the_networks_of_a_call_and_of_a_file(tmp_path):
+    made = bc.posterior_ensemble(Small, (X, Y), GAUSSIAN, **SMALL)
+    made.save(tmp_path / "e.safetensors")
+    assert torch.equal(opened_as(tmp_path / "e.safetensors", Small).predict(X).mean, made.predict(X).mean)
+
+
 @pytest.mark.slow
 def test_a_prior_that_is_given_is_the_one_of_all_members():
     e = bc.posterior_ensemble(maker(), (X, Y), GAUSSIAN, prior_precision=7.0, **SMALL)
@@ -333,6 +346,8 @@ def test_a_loaders_sampler_says_which_data_there_are():
     assert torch.equal(held.inputs, X[[1, 3, *range(20, 30)]])
     assert torch.equal(read(DataLoader(pairs, 16, sampler=Even()))[0].inputs, X[::2])
     assert torch.equal(read(DataLoader(pairs, 16, shuffle=True))[0].inputs, X)
+    few = RandomSampler(pairs, num_samples=20)
+    assert len(read(DataLoader(pairs, 16, sampler=few))[0].inputs) == 20
     with pytest.raises(ValueError, match="RandomSampler gives data more than once"):
         read(DataLoader(pairs, 16, sampler=RandomSampler(pairs, replacement=True, num_samples=200)))
     with pytest.raises(ValueError, match="list gives data more than once"):

@@ -105,5 +105,6 @@ def test_a_cell_is_resumed_and_keeps_what_failed(monkeypatch):
     kept = json.loads(json.dumps(cell("made", 0, 30, cell("made", 0, 30, {}, False), True)))
     passes = {who: kept[who]["passes"] for who in kept if "passes" in kept[who]}
     assert passes["plain_ensemble"] == pytest.approx(passes["posterior_ensemble"], rel=0.05)  # whole steps
+    assert passes["same_prior"] == passes["plain_ensemble"]
     assert passes["twice_ensemble"] == 2 * passes["plain_ensemble"] == 2 * passes["one_network"]
     assert kept["gaussian_process"]["nll"] < 0 and kept["gradient_boosting"]["failed"].startswith("ZeroDivisionError")
