@@ -9,13 +9,12 @@ are parts of a parameter, and ``save`` and ``load`` for parameters and states on
 """
 
 from bayesopt_chain.distributed.checkpoint import load, save
-from bayesopt_chain.distributed.parts import flat_shards, part, runs_of
+from bayesopt_chain.distributed.parts import part, runs_of
 from bayesopt_chain.distributed.ranks import World, broadcast, generator, require_replicas, world
 
 __all__ = [
     "World",
     "broadcast",
-    "flat_shards",
     "generator",
     "load",
     "part",

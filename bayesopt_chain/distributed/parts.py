@@ -19,7 +19,6 @@ hold, and so the user does, by :func:`part`:
 
     pipeline stages            whole leaves, under names that another stage may use, too
     ZeroRedundancyOptimizer    whole leaves, without names
-    FSDP1                      consecutive elements of flattened leaves
 
 The noise of an element is a function of the key, the leaf, the number of the element in the leaf and the step. Different ranks
 therefore draw independent noise once leaf and elements are known. They are remembered by the identity of the tensor, so that
@@ -28,19 +27,16 @@ they are known in an optimizer, too, that another library builds from the same t
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.random.philox import Runs
-from bayesopt_chain.random.stream import without_wrappers
 
 
 def runs_of(x: Tensor) -> Runs:
@@ -97,31 +93,27 @@ def runs(
         >>> runs((4, 6), (2,), (1,), (Shard(1),))
         ((3, 3), (9, 3), (15, 3), (21, 3))
     """
-    axes = _axes(shape, mesh, coordinate, placements)
     # From the last axis to the first: ``held`` are the elements within one index of the axes that are still to come, and
     # ``stride`` is the number of all elements there.
     held: Runs = ((0, 1),)
     stride = 1
-    for n, axis in zip(reversed(shape), reversed(axes)):
-        # If all elements of one index are held, the elements of neighbouring indices are neighbours, and make one run.
-        if held == ((0, stride),):
-            held = tuple([(start * stride, length * stride) for start, length in axis])
-        else:
-            inside = held
-            indices = [i for start, length in axis for i in range(start, start + length)]
-            held = tuple([(i * stride + start, length) for i in indices for start, length in inside])
+    for n, axis in zip(reversed(shape), reversed(_axes(shape, mesh, coordinate, placements))):
+        # If all elements of one index are held, those of neighbouring indices are neighbours, and are taken at once.
+        at_once = held == ((0, stride),) and isinstance(axis, range)
+        indices = [(axis[0], len(axis))] if at_once and axis else [(i, 1) for i in axis]
+        held = _merged([(i * stride + start, k * length) for i, k in indices for start, length in held])
         stride *= n
-    return _merged(held)
+    return held
 
 
-def axes_of(x: Tensor) -> list[Runs]:
+def axes_of(x: Tensor) -> list[Sequence[int]]:
     """For each axis of a leaf, the indices that this rank holds. The rank holds the elements of all their combinations.
 
     Args:
         x: a leaf, a plain tensor or a DTensor.
 
     Returns:
-        For each axis the indices as ``((start, length), ...)``, in ascending order.
+        For each axis the indices in ascending order.
 
     Raises:
         ValueError: a placement is neither ``Replicate`` nor ``Shard`` nor ``_StridedShard``.
@@ -129,10 +121,10 @@ def axes_of(x: Tensor) -> list[Runs]:
     Example:
         >>> import torch
         >>> axes_of(torch.zeros(2, 3))
-        [((0, 2),), ((0, 3),)]
+        [range(0, 2), range(0, 3)]
     """
     if not is_dtensor(x):
-        return [((0, n),) for n in x.shape]
+        return [range(n) for n in x.shape]
     layout = _layout(x)
     return [() for _ in x.shape] if layout is None else _axes(*layout)
 
@@ -145,9 +137,9 @@ def _layout(x: Any) -> tuple[Any, ...] | None:
 
 def _axes(
     shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: tuple[int, ...], placements: tuple[Any, ...]
-) -> list[Runs]:
-    """The same for one rank of a mesh, as in :func:`runs`."""
-    axes: list[Runs] = [_merged([(0, n)]) for n in shape]
+) -> list[Sequence[int]]:
+    """For each axis of a leaf the indices that one rank of a mesh holds, as in :func:`runs`."""
+    axes: list[Sequence[int]] = [range(n) for n in shape]
     for size, place, placement in zip(mesh, coordinate, placements, strict=True):
         kind = type(placement).__name__
         if kind == "Replicate":
@@ -157,35 +149,28 @@ def _axes(
                 f"params: placement {placement!r} does not say which elements a rank holds; redistribute the tensor "
                 "to Shard or Replicate"
             )
-        parts = int(placement.split_factor) if kind == "_StridedShard" else 1
         d = placement.dim % len(shape)
-        axis = axes[d]
-        axes[d] = _merged([run for i in range(parts) for run in _part(_part(axis, parts, i), size, place)])
+        if kind == "Shard":
+            axes[d] = _part(axes[d], size, place)
+        else:
+            cut = [_part(axes[d], placement.split_factor, i) for i in range(placement.split_factor)]
+            axes[d] = [index for part in cut for index in _part(part, size, place)]
     return axes
 
 
-def _part(axis: Sequence[tuple[int, int]], parts: int, i: int) -> list[tuple[int, int]]:
+def _part(axis: Sequence[int], parts: int, i: int) -> Sequence[int]:
     """The indices of part ``i`` of ``parts``, cut as ``torch.chunk`` does but with empty parts at the end."""
-    total = sum(length for _, length in axis)
-    size = -(-total // parts)
-    low, high = min(i * size, total), min((i + 1) * size, total)
-    out: list[tuple[int, int]] = []
-    before = 0
-    for start, length in axis:
-        a, b = max(low, before), min(high, before + length)
-        if a < b:
-            out.append((start + a - before, b - a))
-        before += length
-    return out
+    size = -(-len(axis) // parts)
+    return axis[i * size : (i + 1) * size]
 
 
 def _merged(runs: Iterable[tuple[int, int]]) -> Runs:
-    """Merge adjacent ranges, and leave out empty ones."""
+    """Merge adjacent runs."""
     out: list[tuple[int, int]] = []
     for start, length in runs:
         if out and sum(out[-1]) == start:
             out[-1] = (out[-1][0], out[-1][1] + length)
-        elif length:
+        else:
             out.append((start, length))
     return tuple(out)
 
@@ -211,8 +196,7 @@ _places: WeakIdKeyDictionary = WeakIdKeyDictionary()
 def part(params: Iterable[tuple[str, Tensor]], where: Where | None = None) -> list[tuple[str, Tensor]]:
     """Say which elements of the whole model tensors hold, so that ranks with different parts draw different noise.
 
-    Call it on every rank before the first step. With FSDP1 call it after the model is wrapped, because the wrapper replaces the
-    model's tensors by its own. The optimizer may be built from the returned pairs or from the tensors alone.
+    Call it on every rank before the first step. The optimizer may be built from the returned pairs or from the tensors alone.
 
     Args:
         params: ``(name, tensor)`` pairs, such as ``model.named_parameters()``.
@@ -222,8 +206,7 @@ def part(params: Iterable[tuple[str, Tensor]], where: Where | None = None) -> li
             * ``(name, start)``: the tensor holds consecutive elements of that leaf, from number ``start`` in row-major order;
             * ``(name, ((start, length), ...))``: the tensor holds these elements of that leaf, in ascending order.
 
-            By default, and if its name is not in the dictionary, a tensor is the whole leaf of its own name. For FSDP1
-            :func:`flat_shards` returns the dictionary.
+            By default, and if its name is not in the dictionary, a tensor is the whole leaf of its own name.
 
     Returns:
         ``(name, tensor)`` pairs with the names of the leaves, for the argument ``params`` of an optimizer.
@@ -306,50 +289,3 @@ def _place(name: str, p: Tensor, said: Any) -> Place:
         if any(a < 0 for a, _ in runs) or any(b < a + n for (a, n), (b, _) in pairwise(runs)):
             raise ValueError(f"part: the elements of {name!r} must ascend from 0 in {leaf!r}, got {runs[:4]}")
     return Place(leaf, runs)
-
-
-def flat_shards(module: nn.Module) -> dict[str, Any]:
-    """Find the elements of each parameter that a rank holds under FSDP1 (``FullyShardedDataParallel``).
-
-    With ``use_orig_params=True`` a leaf is a parameter of the model, so that the noise on any number of ranks is that of one
-    process. Without it a leaf is a flattened parameter, and the noise is the same on any number of
-    ranks if the modules are wrapped in the same way.
-
-    Args:
-        module: a module that is wrapped in ``torch.distributed.fsdp.FullyShardedDataParallel`` or has parts that are.
-
-    Returns:
-        By the name of each parameter its place, for the argument ``where`` of :func:`part`.
-
-    Raises:
-        ValueError: no part of the module is wrapped.
-
-    Example:
-        >>> from torch.distributed.fsdp import FullyShardedDataParallel
-        >>> model = FullyShardedDataParallel(model, use_orig_params=True)                             # doctest: +SKIP
-        >>> mine = bc.distributed.part(model.named_parameters(), bc.distributed.flat_shards(model))   # doctest: +SKIP
-        >>> optimizer = bc.optim.SGHMC(mine, 0.1, temperature=0.1, generator=generator)               # doctest: +SKIP
-    """
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
-    handles = [] if fsdp is None else [
-        unit._handle for unit in fsdp.FullyShardedDataParallel.fsdp_modules(module) if unit._handle is not None
-    ]  # fmt: skip
-    if not handles:
-        raise ValueError("flat_shards: no part of the module is wrapped in FullyShardedDataParallel")
-    names = {id(p): name for name, p in module.named_parameters()}
-    out: dict[str, Any] = {}
-    for handle in handles:
-        flat = handle.flat_param
-        parts = [(flat, None)] if not handle._use_orig_params else list(zip(flat._params, flat._shard_param_infos))
-        for p, info in parts:
-            name = names.get(id(p))
-            if name is None:
-                continue
-            (leaf,) = without_wrappers((name,))
-            if not handle.uses_sharded_strategy:  # NO_SHARD: every rank has all elements
-                out[name] = leaf
-            elif info is None:  # a flattened parameter, of which the ranks have parts of equal length
-                out[name] = (leaf, dist.get_rank(handle.process_group) * p.numel())
-            else:
-                out[name] = (leaf, info.intra_param_start_idx if info.in_shard else ())
-    return out

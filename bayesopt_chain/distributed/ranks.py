@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import optree
 import torch
@@ -203,13 +203,12 @@ def broadcast(tree: T, mesh: Mesh) -> T:
         if not isinstance(x, Tensor):
             return x
         part = local(x.detach())
-        y = part.to(_device(mesh), memory_format=torch.contiguous_format, copy=True)
+        # "cuda" is the current device, since NCCL sends from no other
+        y = part.to(mesh.device_type, memory_format=torch.contiguous_format, copy=True)
         dist.broadcast(y, group=mesh.get_group(), group_src=0)
         return like(x, y.to(part.device))
 
-    everything: Any = tree
-    copied: Any = optree.tree_map(sent, everything)
-    return copied
+    return cast(T, optree.tree_map(sent, cast(Any, tree)))
 
 
 def require_replicas(tree: Any, mesh: Mesh, *, who: str = "require_replicas") -> None:
@@ -323,9 +322,9 @@ def digest(x: Tensor) -> tuple[Any, ...]:
 def hash_of_bits(x: Tensor) -> Tensor:
     """A hash of 64 bits of the bits of a plain tensor, computed on its device without waiting for it.
 
-    The bits are read as words of 64 bits and cut into blocks. Each word of a block is multiplied by a random odd number that
-    belongs to its place in the block, and the sums of the blocks are combined by Horner's rule, all modulo ``2^64``. It takes
-    about as long as adding two such tensors.
+    The bits are read as words of 64 bits, the last one filled up with zeros, and cut into blocks. Each word of a block is
+    multiplied by a random odd number that belongs to its place in the block, and the sums of the blocks are combined by
+    Horner's rule, all modulo ``2^64``. It takes about as long as adding two such tensors.
 
     Args:
         x: a tensor of any dtype and shape.
@@ -333,19 +332,15 @@ def hash_of_bits(x: Tensor) -> Tensor:
     Returns:
         The hash, 0-d int64.
     """
-    bits = x.detach().contiguous().reshape(-1)
-    bits = torch.view_as_real(bits).reshape(-1) if bits.is_complex() else bits
-    a_word = 8 // bits.element_size()
-    whole = bits.numel() - bits.numel() % a_word
-    head, tail = bits[:whole], bits[whole:].contiguous().view(torch.uint8)
-    if head.storage_offset() % a_word:  # a view as 64-bit words must begin at a multiple of 64 bits
-        head = head.clone()
-    words, weights = head.view(torch.int64), _weights(x.device)
+    weights = _weights(x.device)
     total = torch.zeros((), dtype=torch.int64, device=x.device)
-    for block in [*words.split(_BLOCK), tail.to(torch.int64)]:
-        of_block = weights[: block.numel()]
+    for block in x.detach().contiguous().reshape(-1).view(torch.uint8).split(8 * _BLOCK):
+        if len(block) % 8 or block.storage_offset() % 8:  # words are whole, and begin at a multiple of 64 bits
+            block = torch.nn.functional.pad(block, (0, -len(block) % 8))
+        words = block.view(torch.int64)
+        of_block = weights[: len(words)]
         # ``dot`` needs no tensor for the products, but CUDA has no dot product of integers.
-        summed = torch.dot(block, of_block) if x.device.type == "cpu" else (block * of_block).sum()
+        summed = torch.dot(words, of_block) if x.device.type == "cpu" else (words * of_block).sum()
         total = total * 0x5851F42D4C957F2D + summed  # the multiplier of Knuth's MMIX generator
     return total
 
@@ -411,16 +406,12 @@ def answers(mesh: Mesh | None, what: Callable[[], T]) -> list[T]:
         RuntimeError: the function failed on another rank; the message is that of the other rank. A failure on this rank is
             raised as it is.
     """
-    failure: BaseException | None = None
-    value: Any = None
-    told: str | None = None
     try:
-        value = what()
+        mine, failure = (what(), None), None
     except BaseException as err:
-        failure = err
         # the number among all ranks, of which a mesh may have some
-        told = f"rank {world().rank} failed: {type(err).__name__}: {err}"
-    every = gather_objects((value, told), mesh)
+        mine, failure = (None, f"rank {world().rank} failed: {type(err).__name__}: {err}"), err
+    every: list[Any] = gather_objects(mine, mesh)
     if failure is not None:
         raise failure
     if other := next((text for _, text in every if text is not None), None):
@@ -553,12 +544,3 @@ def data_of(batch: Any) -> int:
             "all data"
         )
     return sizes[0] if sizes else 1
-
-
-def _device(mesh: Mesh) -> torch.device:
-    """The device of the tensors that ranks of a mesh send; with CUDA the current one, since NCCL sends from no other."""
-    return (
-        torch.device(mesh.device_type)
-        if mesh.device_type != "cuda"
-        else torch.device("cuda", torch.cuda.current_device())
-    )

@@ -44,7 +44,6 @@ from bayesopt_chain._torch import (
 )
 from bayesopt_chain.distributed.parts import axes_of, runs_of
 from bayesopt_chain.random.philox import Runs
-from bayesopt_chain.trees import are_same
 
 Pieces = tuple[Runs | None, ...]  # for each leaf the elements that this rank holds; None for a plain tensor
 
@@ -80,10 +79,6 @@ class Sharding:
         where: for each link the leaves on which it acts.
         links: the links of the chain.
         specs: for each leaf torch's description of the DTensor that was seen last; ``None`` for a plain tensor.
-        alike: for each leaf the description of the last gradient that had the placements of its parameter. A gradient with the
-            same description object needs no comparison of placements. Before the first such gradient of a sharded leaf it is
-            ``()``, which is the description of no gradient.
-        met: whether every leaf was seen.
     """
 
     def __init__(self, layout: Any, links: Sequence[Any]) -> None:
@@ -96,8 +91,6 @@ class Sharding:
         self.shapes = layout.shapes
         self.paths, self.where, self.links = layout.paths, layout.where, links
         self.specs: list[Any] = [None] * len(self.pieces)
-        self.alike: list[Any] = [None if mine is None else () for mine in self.pieces]
-        self.met = False
         for link, w in zip(links, self.where):
             here = [j for j in w if self.pieces[j] is not None]
             if here and link.traits.on_shards == "refused":
@@ -117,11 +110,8 @@ class Sharding:
         Raises:
             ValueError: the layout is another; the message names the leaf.
         """
-        # Layouts hardly ever change, and then every description is the same object as at the last step.
-        specs = specs_of(leaves)
-        if self.met and are_same(specs, self.specs):
-            return
-        for j, (x, spec) in enumerate(zip(leaves, specs)):
+        for j, (x, spec) in enumerate(zip(leaves, specs_of(leaves))):
+            # Layouts hardly ever change, and then a description is the same object as at the last step.
             if x is None or (spec is self.specs[j] and (spec is None) == (self.pieces[j] is None)):
                 continue
             if (spec is None) != (self.pieces[j] is None) or (spec is not None and runs_of(x) != self.pieces[j]):
@@ -131,7 +121,6 @@ class Sharding:
                     "made for; call init with these parameters"
                 )
             self.specs[j] = spec
-        self.met = all([(spec is None) == (mine is None) for spec, mine in zip(self.specs, self.pieces)])
 
     def gradients(self, g: Sequence[Any], own: Sequence[Any]) -> list[Any]:
         """The local gradients, each redistributed to the placements of its parameter first.
@@ -146,10 +135,8 @@ class Sharding:
         Raises:
             ValueError: a gradient is a DTensor and its parameter is not, or the other way round.
         """
-        came_as, out = specs_of(g), list(own)
-        if are_same(came_as, self.alike):
-            return out
-        for j, (x, came, spec) in enumerate(zip(g, came_as, self.specs)):
+        out = list(own)
+        for j, (x, came, spec) in enumerate(zip(g, specs_of(g), self.specs)):
             if x is None or (came is None and self.pieces[j] is None):
                 continue
             if came is None or spec is None:
@@ -157,9 +144,7 @@ class Sharding:
                 continue
             if x.ndim == len(spec.shape) + 1:  # gradients at several draws have an axis of draws in front
                 spec = stacked_spec(spec, x, 1)
-            if came is spec or (came.placements == spec.placements and came.mesh == spec.mesh):
-                self.alike[j] = came
-            else:
+            if came.placements != spec.placements or came.mesh != spec.mesh:
                 out[j] = local_of(x.redistribute(spec.mesh, spec.placements))
         return out
 
@@ -232,12 +217,12 @@ class Sharding:
         """
         out: list[Any] = []
         for i, (link, entry, w) in enumerate(zip(self.links, entries, self.where)):
-            if link.traits.on_shards == "elementwise" and hasattr(entry, "_fields"):
-                of: Any = noise[i].by_leaf if i in noise else dict.fromkeys(entry._fields, w)
-                fields = [self._memory(x, of.get(name, ()), leaves) for name, x in zip(entry._fields, entry)]
-                entry = self._agreed(type(entry)(*fields))
-            elif link.traits.samples:
-                entry = self._agreed(entry)
+            fields: tuple[str, ...] = getattr(entry, "_fields", ())
+            if fields and link.traits.on_shards == "elementwise":
+                of: Any = noise[i].by_leaf if i in noise else dict.fromkeys(fields, w)
+                entry = type(entry)(*[self._memory(x, of.get(name, ()), leaves) for name, x in zip(fields, entry)])
+            if "key" in fields:
+                entry = entry._replace(key=agreed_key(entry.key, self.specs))
             out.append(entry)
         return out
 
@@ -247,10 +232,6 @@ class Sharding:
         if type(field) is not tuple or len(field) != len(where):  # pyright: ignore[reportUnknownArgumentType]
             return field
         return tuple([memory_of(x, leaves[j], self.specs[j]) for x, j in zip(field, where)])
-
-    def _agreed(self, entry: Any) -> Any:
-        """The state of a link with the key of the first rank, if it has a key."""
-        return entry._replace(key=agreed_key(entry.key, self.specs)) if hasattr(entry, "key") else entry
 
 
 def _cut_over(spec: Any) -> tuple[Any, ...]:
@@ -315,7 +296,6 @@ def step(
     mine = sharding.gradients(g, own)
     takes = [link.traits.on_shards == "tree" for link in sharding.links]  # DTensors, and returns them
     parts = [entry if tree else local_tree(entry) for entry, tree in zip(state, takes)]
-    moves: Any
     moves, after = update(
         spec.unflatten(mine),
         type(state)(parts, state.layout),
@@ -377,9 +357,8 @@ def cut_like(x: Tensor, like: Any) -> Any:
     """
     lead = x.ndim - like.ndim
     for d, axis in enumerate(axes_of(like)):
-        if axis != ((0, like.shape[d]),):
-            held = [torch.arange(start, start + n, device=x.device) for start, n in axis]
-            x = x.index_select(lead + d, torch.cat([x.new_zeros(0, dtype=torch.long), *held]))
+        if len(axis) < like.shape[d]:
+            x = x.index_select(lead + d, torch.tensor(axis, dtype=torch.long, device=x.device))
     x = x.to(local_of(like).device)
     return dtensor_of(x, stacked_spec(spec_of(like), x, lead))
 

@@ -19,17 +19,16 @@ records are made of the key or of the gradients:
     key/<key>/<hash>     the same for parts of leaves, of the first rank there that holds these parts
     gradient/<hash>      (key, hash of the parameters) of the first rank there with these gradients
 
-Leaves that the first rank with a key does not have are compared with the next record of that key, and from the fourth on in
-a record for each leaf. So the number of records that a rank reads does not grow with the number of ranks, and shards that
-nobody else holds are compared with nothing. A rank that finds a contradiction writes a refusal,
-and every rank, including that one, raises it at the step after its comparison. In this way no rank is left alone in a
-collective operation that the others make. Gradients that are zero everywhere are ignored, because they are equal without an
-average.
+A leaf that the first rank with a key does not have is compared in a record of its own. So the number of records that a rank
+reads does not grow with the number of ranks, and shards that nobody else holds are compared with nothing. A rank that finds a
+contradiction writes a refusal, and every rank, including that one, raises it at the step after its comparison. In this way no
+rank is left alone in a collective operation that the others make. Gradients that are zero everywhere are ignored, because they
+are equal without an average.
 
-Ranks compare at the steps 1, 2, 4, 16, 64 and so on after a start, so that the mean cost of a step vanishes, and at every so
-many steps if asked for. Only from step 2 on does an averaged gradient differ from the gradient at equal starts. A start is the
-first step, a fork, a loaded state, or a write of somebody else into the parameters between two steps, unless that happens in
-every step. ``DistributedDataParallel.join`` makes such a write on every rank at its end.
+Ranks compare at the steps 1, 2, 4, 16, 64 and so on after a start, so that the mean cost of a step vanishes. Only from step 2
+on does an averaged gradient differ from the gradient at equal starts. A start is the first step, a fork, a loaded state, or a
+write of somebody else into the parameters between two steps, unless that happens in every step.
+``DistributedDataParallel.join`` makes such a write on every rank at its end.
 """
 
 from __future__ import annotations
@@ -39,23 +38,22 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from bayesopt_chain.distributed.ranks import COMPARED, hash_of_bits, rendezvous_store
 from bayesopt_chain.random.philox import Runs
 
-_IN_ONE = 3  # so many records of whole leaves a rank reads under one key, before there is one for each leaf
 # How many witnesses this process has made. Ranks that run one program make them in one order, so that equal numbers belong
 # to the same optimizer.
 _made = 0
 
 _SHARED = (
-    "ranks {} and {} hold other values of {!r} under one key{}, so that they draw the same noise for it. Parts of one model "
-    "(FSDP1, ZeroRedundancyOptimizer, pipeline stages): say of which by bc.distributed.part(model.named_parameters(), where), "
-    "or take fully_shard. Replicas (DistributedDataParallel): start them alike and let them make equally many "
-    "steps (DistributedSampler evens batches out). A chain on each rank: generator=bc.distributed.generator(seed, chain=rank)"
+    "ranks {} and {} hold other values of {!r} under one key{}, so that they draw the same noise for it. Parts of one model: "
+    "take fully_shard in the place of FullyShardedDataParallel (FSDP1); of ZeroRedundancyOptimizer and pipeline stages say "
+    "which parts by bc.distributed.part(model.named_parameters(), where). Replicas (DistributedDataParallel): start them alike "
+    "and let them make equally many steps (DistributedSampler evens batches out). A chain on each rank: "
+    "generator=bc.distributed.generator(seed, chain=rank)"
 )
 _COUNTS = (
     "ranks {} and {} are replicas that have drawn {} and {} times, and would draw other noise from now on. Give all "
@@ -112,8 +110,7 @@ class Witness:
         who: the first words of its error messages.
 
     Attributes:
-        every: compare in addition at every so many steps; ``None`` (default) for not.
-        first: whether to compare at the first two steps and at powers of four (default: true).
+        compares: whether the ranks are compared (default: true).
         apart: whether the chain of every rank is kept as a chain of its own, so that replicas are refused (default: false).
         number: the number of this witness, equal on all ranks.
         events: how many starts there were besides the first.
@@ -122,14 +119,11 @@ class Witness:
         written_to: whether somebody else wrote into that parameter before the last step.
         met: whether the last step compared, so that a refusal of another rank may wait in the store.
         refusal: the contradiction that was found; it is raised at every step until the next start.
-        written: the names of this rank's records, for each of the last comparisons outside of the steps of a start.
     """
 
     def __init__(self, who: str) -> None:
         global _made
-        self.who, self.first = who, True
-        self.every: int | None = None
-        self.apart = False
+        self.who, self.compares, self.apart = who, True, False
         self.number, _made = _made, _made + 1
         self.events = 0
         self.steps = 0
@@ -137,7 +131,6 @@ class Witness:
         self.written_to = False
         self.met = False
         self.refusal: str | None = None
-        self.written: list[list[str]] = []
 
     def restart(self) -> None:
         """Begin anew to compare, because the key, the state or the parameters were replaced."""
@@ -158,18 +151,15 @@ class Witness:
             self.restart()
         self.written_to = written_to
         step, self.steps = self.steps, self.steps + 1
-        due = (self.first and step in COMPARED) or (self.every is not None and step % self.every == 0)
-        if not due and not self.met and self.refusal is None:
-            return
-        store = rendezvous_store()
-        if store is None:
-            return
-        try:
-            self._meet(store, claims if due else None, step)
-        except dist.DistError:
-            # The process that held the store has ended before this one, so that nothing can be compared any more.
-            self.first, self.every, due = False, None, False
-        self.met = due
+        due = self.compares and step in COMPARED
+        store = rendezvous_store() if self.refusal is None and (due or self.met) else None
+        if store is not None:
+            try:
+                self._meet(store, claims if due else None, step)
+            except dist.DistError:
+                # The process that held the store has ended before this one, so that nothing can be compared any more.
+                self.compares = due = False
+            self.met = due
         if self.refusal is not None:
             raise ValueError(f"{self.who}: {self.refusal}")
 
@@ -186,21 +176,10 @@ class Witness:
             step: the number of the step since the last start.
         """
         top = f"bayesopt_chain/witness/{self.number}/{self.events}"
-        if self.refusal is None and self.met and store.check([f"{top}/refusal"]):
+        if self.met and store.check([f"{top}/refusal"]):
             self.refusal = store.get(f"{top}/refusal").decode()
-        if self.refusal is not None or claims is None:
-            return
-        self.written.append([])
-        found = self._contradiction(store, claims(), f"{top}/{step}")
-        if found is not None:
+        elif claims is not None and (found := self._contradiction(store, claims(), f"{top}/{step}")) is not None:
             store.compare_set(f"{top}/refusal", "", found)
-        # The few records of the steps of a start stay, for ranks that come much later. Of the others the last two are kept,
-        # so that the store does not grow.
-        if step in COMPARED:
-            self.written.pop()
-        elif len(self.written) > 2:
-            for name in self.written.pop(0):
-                store.delete_key(name)
 
     def _contradiction(self, store: Any, claims: list[Claim], top: str) -> str | None:
         """Publish this rank's claims, and compare them with those of other ranks.
@@ -214,7 +193,7 @@ class Witness:
             The message of a refusal; ``None`` without a contradiction.
         """
         rank = dist.get_rank()
-        bits, refusal = hashes([c.param for c in claims]), None
+        bits, refusal = [int(hash_of_bits(c.param)) for c in claims], None
         for key in dict.fromkeys(claim.key for claim in claims):
             groups, leaves, parts = dict[int, tuple[int, dict[str, Any]]](), dict[str, _Record](), dict[str, _Record]()
             for c, b in ((c, b) for c, b in zip(claims, bits) if c.key == key):
@@ -225,37 +204,29 @@ class Witness:
                     parts[place] = here
             numbers = [told for _, told in groups.values()]
             for slot, held in ((key, leaves), (f"{key}/{_combined(parts)}", parts)):
-                refusal = refusal or self._compare(store, f"{top}/key/{slot}", numbers, held, rank)
-        gradients = [(c, c.gradient, b) for c, b in zip(claims, bits) if c.gradient is not None]
-        nonzero = _read([g.any() for _, g, _ in gradients])
-        gradients = [x for x, there in zip(gradients, nonzero) if there]
+                if held and refusal is None:
+                    refusal = self._compare(store, f"{top}/key/{slot}", numbers, held, rank)
+        gradients = [(c, c.gradient, b) for c, b in zip(claims, bits) if c.gradient is not None and c.gradient.any()]
         if refusal is None and gradients:
-            name = _combined([(_place(c), b) for (c, _, _), b in zip(gradients, hashes([g for _, g, _ in gradients]))])
+            name = _combined([(_place(c), int(hash_of_bits(g))) for c, g, _ in gradients])
             mine = [rank, _combined([c.key for c, _, _ in gradients]), _combined([b for _, _, b in gradients])]
-            other = self._first(store, f"{top}/gradient/{name}", mine)
+            other = _first(store, f"{top}/gradient/{name}", mine)
             # Different chains with bitwise equal gradients at different parameters can only follow an average.
             if other[1] != mine[1] and other[2] != mine[2]:
                 return _TWO_KEYS.format(*sorted([rank, other[0]]))
         return refusal
-
-    def _first(self, store: Any, name: str, mine: list[Any]) -> Any:
-        """Publish ``mine`` under a name unless another rank was first, and return the record of the first rank."""
-        there = json.loads(store.compare_set(name, "", json.dumps(mine)))
-        if there[0] == mine[0]:
-            self.written[-1].append(name)
-        return there
 
     def _compare(
         self, store: Any, slot: str, numbers: list[dict[str, Any]], mine: dict[str, _Record], rank: int
     ) -> str | None:
         """Compare the claims of one key with those of other ranks.
 
-        They are compared with those of the first rank that has the key; claims for leaves that it does not have are compared
-        with those of the next rank in the same way, and those that the first few do not have leaf by leaf.
+        They are compared with those of the first rank that has the key, and claims for leaves that it does not have leaf by
+        leaf in the same way.
 
         Args:
             store: the rendezvous store.
-            slot: the first part of the names of the records of this key.
+            slot: the name of the record.
             numbers: the hyperparameters of this rank's groups.
             mine: this rank's claims with this key, by leaf and elements.
             rank: this rank.
@@ -263,32 +234,32 @@ class Witness:
         Returns:
             The message of a refusal; ``None`` without a contradiction.
         """
-        records = iter(range(_IN_ONE))
-        while mine:
-            number = next(records, None)
-            name, of = (
-                (f"{slot}/{number}", mine) if number is not None else (f"{slot}/{(x := min(mine))}", {x: mine[x]})
+        other, others, theirs = _first(store, slot, [rank, numbers, mine])
+        for place in sorted(mine.keys() & theirs.keys()) if other != rank else ():
+            # Sorted, so that the message is the same whichever of the two ranks finds the contradiction.
+            (a, (g, leaf, held, count), told), (b, (h, _, holds, counted), known) = sorted(
+                [(rank, mine[place], numbers), (other, theirs[place], others)], key=lambda x: x[0]
             )
-            other, others, theirs = self._first(store, name, [rank, numbers, of])
-            for place in sorted(mine.keys() & theirs.keys()) if other != rank else ():
-                # Sorted, so that the message is the same whichever of the two ranks finds the contradiction.
-                (a, (g, leaf, held, count), told), (b, (h, _, holds, counted), known) = sorted(
-                    [(rank, mine[place], numbers), (other, theirs[place], others)], key=lambda x: x[0]
-                )
-                here, there = told[g], known[h]
-                if wrong := [k for k in here if k in there and here[k] != there[k]]:
-                    return _NUMBERS.format(a, b, leaf, wrong[0], here[wrong[0]], there[wrong[0]])
-                if held is None or holds is None:
-                    continue
-                if held != holds:
-                    after = f" after {count} and {counted} draws" if count != counted else ""
-                    return _SHARED.format(a, b, leaf, after)
-                if count != counted:
-                    return _COUNTS.format(a, b, count, counted)
-                if self.apart:
-                    return _ONE_CHAIN.format(a, b, leaf)
-            mine = {place: value for place, value in mine.items() if place not in theirs}
-        return None
+            here, there = told[g], known[h]
+            if wrong := [k for k in here if k in there and here[k] != there[k]]:
+                return _NUMBERS.format(a, b, leaf, wrong[0], here[wrong[0]], there[wrong[0]])
+            if held is None or holds is None:
+                continue
+            if held != holds:
+                after = f" after {count} and {counted} draws" if count != counted else ""
+                return _SHARED.format(a, b, leaf, after)
+            if count != counted:
+                return _COUNTS.format(a, b, count, counted)
+            if self.apart:
+                return _ONE_CHAIN.format(a, b, leaf)
+        missing = [place for place in mine if place not in theirs]
+        found = (self._compare(store, f"{slot}/{place}", numbers, {place: mine[place]}, rank) for place in missing)
+        return next((refusal for refusal in found if refusal is not None), None)
+
+
+def _first(store: Any, name: str, mine: list[Any]) -> Any:
+    """Publish ``mine`` under a name unless another rank was first, and return the record of the first rank."""
+    return json.loads(store.compare_set(name, "", json.dumps(mine)))
 
 
 def _place(claim: Claim) -> str:
@@ -306,24 +277,3 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
 def _combined(values: Iterable[Any]) -> str:
     """A hash of values, which does not depend on their order."""
     return hashlib.blake2b(json.dumps(sorted(values)).encode(), digest_size=8).hexdigest()
-
-
-def hashes(tensors: list[Tensor]) -> list[int]:
-    """A hash of 64 bits of the bits of each tensor, with one wait for each device and not for each tensor.
-
-    Args:
-        tensors: plain tensors.
-
-    Returns:
-        The hashes as Python numbers.
-    """
-    return _read([hash_of_bits(x) for x in tensors])
-
-
-def _read(values: list[Tensor]) -> list[Any]:
-    """The values of 0-d tensors of one dtype as Python numbers, with one wait for each device."""
-    found: dict[int, Any] = {}
-    for device in dict.fromkeys(x.device for x in values):
-        here = [i for i, x in enumerate(values) if x.device == device]
-        found.update(zip(here, torch.stack([values[i] for i in here]).tolist()))
-    return [found[i] for i in range(len(values))]

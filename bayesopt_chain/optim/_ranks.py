@@ -67,30 +67,28 @@ class OnRanks:
         super().__init_subclass__(**kwargs)
         cls._name = f"bc.optim.{cls.__name__}"
 
-    @checks.takes(every=checks.WHOLE.or_none(), first=checks.BOOL)
-    def watch(self, every: int | None = None, *, first: bool = True) -> None:
-        """Choose the steps at which parameters, gradients and keys are compared between ranks.
+    @checks.takes(compares=checks.BOOL)
+    def watch(self, compares: bool) -> None:
+        """Choose whether parameters, gradients and keys are compared between ranks, as they are by default.
 
-        By default ranks compare hashes of these at the first two steps that draw noise and at steps 4, 16, 64 and so on. The
+        Ranks compare hashes of these at the first two steps that draw noise and at steps 4, 16, 64 and so on. The
         count begins again after :meth:`fork` and :meth:`load_state_dict`. If parts of a model would draw the same noise, or if
-        replicas differ, every rank raises at its next step. No rank waits for another, and no collective is called.
+        replicas differ, every rank raises at its next step. No rank waits for another, and no collective is called. Replicas
+        are compared more often by ``bc.distributed.require_replicas(list(model.parameters()), mesh)``, a collective.
 
         Args:
-            every: compare at every ``every``-th step too. Reading all parameters and gradients once costs about as much as
-                the optimizer's own step. Default ``None``: only at the steps named above.
-            first: ``False`` leaves out the steps named above, for ranks that share their noise on purpose. Default ``True``.
+            compares: ``False`` for ranks that share their noise on purpose.
 
         Raises:
-            TypeError: ``every`` is no whole number, or ``first`` is no bool.
-            ValueError: ``every`` is below 1.
+            TypeError: ``compares`` is no bool.
 
         Example:
             >>> import torch, bayesopt_chain as bc
             >>> theta = torch.zeros(2, requires_grad=True)
             >>> optimizer = bc.optim.SGHMC([theta], 0.1, temperature=0.1, generator=bc.distributed.generator(0))
-            >>> optimizer.watch(every=1000)
+            >>> optimizer.watch(False)
         """
-        self._witness.every, self._witness.first = every, first
+        self._witness.compares = compares
 
     def fork(self, generator: torch.Generator | None = None) -> None:
         """Draw a new key for the noise, so that this chain is independent of the chain whose state was loaded.
