@@ -29,7 +29,7 @@ MOST_NUMBERS = 2**26  # of outputs of all draws that are kept, if they are of cl
 KEYS = {"format", "params", "buffers", "factor", "report", "noise", "seed", "scale", "loop", "about"}  # what a file has
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Ensemble:
     """Several networks, or draws of each; made by :func:`bayesopt_chain.posterior_ensemble`.
 
@@ -52,6 +52,9 @@ class Ensemble:
     members: Members
     scale: Scale
     loop: bool = False
+
+    def __repr__(self) -> str:
+        return f"Ensemble({self.report.kind})"
 
     @checks.takes(data=checks.DATA)
     def predict(self, data: Any) -> Predictive:
@@ -79,8 +82,9 @@ class Ensemble:
         """
         parts, numbers, likelihood = list[Predictive](), 0, self.likelihood
         for batch in batches_of(data, partial(as_pair, module=self.members.still.module)):
+            inputs = _inputs(batch)
             with checks.blaming("Ensemble.predict", "data"):
-                likelihood, outputs = self._outputs(_inputs(batch))
+                likelihood, outputs = self._outputs(inputs)
             numbers += outputs.numel() if likelihood.has_classes else 0  # which alone can be added up
             parts.append(likelihood.pooled(outputs) if numbers > MOST_NUMBERS else likelihood.mixture(outputs))
         if not parts:
@@ -281,10 +285,9 @@ def _joined(likelihood: Likelihood, parts: list[Predictive]) -> Predictive:
 
 
 def _inputs(batch: Any) -> Any:
-    """The inputs of a batch: tensors with the data on axis 0."""
-    inputs = as_pair(batch)[0]
-    leaves = batches.flatten(inputs)[0]
+    """The inputs of a batch ``(inputs, targets)``: tensors with the data on axis 0."""
+    leaves = batches.flatten(batch[0])[0]
     if not leaves or not all(checks.VALUES.fits(x) and x.ndim for x in leaves):
-        raise TypeError(f"predict: data must be tensors with the data on axis 0, got {checks.short(inputs)}")
-    require_inputs("predict", inputs)
-    return inputs
+        raise TypeError(f"predict: data must be tensors with the data on axis 0, got {checks.short(batch[0])}")
+    require_inputs("predict", batch[0])
+    return batch[0]

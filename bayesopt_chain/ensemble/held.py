@@ -40,7 +40,7 @@ from torch import Tensor
 
 from bayesopt_chain import batches
 from bayesopt_chain.ensemble.data import moments
-from bayesopt_chain.ensemble.training import FLOOR, Problem, grouped
+from bayesopt_chain.ensemble.training import FLOOR, Problem
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.likelihoods._gaussian import LearnedGaussian
 
@@ -68,7 +68,7 @@ class Fold(NamedTuple):
 def folds_of(problem: Problem, outputs: Sequence[Tensor], who: Sequence[int] | None = None) -> list[Fold]:
     """The folds, with the outputs of some members (default: of all)."""
     found = []
-    for rows, left in grouped(problem.folds):
+    for rows, left in problem.left_out:
         if some := [m for m in left if who is None or m in who]:
             stacked = torch.stack([outputs[m] for m in some]).double()
             found.append(Fold(rows, doubled(problem.data.take(rows)[1]), some, stacked, problem.floor.to(stacked)))
@@ -181,9 +181,9 @@ def noise_of_all(
 
 def disagreement(problem: Problem, folds: Sequence[Fold], outputs: Sequence[Tensor]) -> Tensor:
     """``b`` of each output, ``[E]``, at least 0; 0 where each fold was left out by one member."""
-    products, counts, every = [], [], {int(f.rows[0]): f for f in folds_of(problem, outputs)}
+    products, counts, every = [], [], {f.rows: f for f in folds_of(problem, outputs)}
     for fold in folds:
-        left = every[int(fold.rows[0])]
+        left = every[fold.rows]
         r, w = errors(problem.likelihood, left)
         others = (r.sum(0) - r) / (len(r) - 1) if len(r) > 1 else r
         here = [left.who.index(m) for m in fold.who]

@@ -30,6 +30,7 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain import batches
 from bayesopt_chain.ensemble import held
 from bayesopt_chain.ensemble.stages import Stages
 from bayesopt_chain.ensemble.training import (
@@ -116,6 +117,11 @@ def timed(step: Callable[[int], Any], count: int) -> float:
     return timer.timeit(count) / count
 
 
+def alike(tree: Any) -> Any:
+    """The first member's part of a tree ``[m, *]``, for all members."""
+    return optree.tree_map(lambda x: x[:1].expand_as(x).contiguous(), tree, namespace=batches.NAMESPACE)
+
+
 class Training:
     """The one training, from its starts to all data; it goes on from where ``stages`` has it.
 
@@ -183,9 +189,9 @@ class Training:
             rates = torch.tensor(
                 [*RATES[at : at + count], *[RATES[-1]] * count][:count], dtype=torch.float64, device="cpu"
             )
-            state, losses = self.state._replace(theta=self.of_first(self.state.theta)), []
+            state, losses = self.state._replace(theta=alike(self.state.theta)), []
             for i in range(tried):
-                state, loss = self.run(state, self.of_first(self.batch(i)), self.rates(rates))
+                state, loss = self.run(state, alike(self.batch(i)), self.rates(rates))
                 losses.append(loss)
                 self.stages.advance()
             traces.append(torch.stack(losses)[:, : len(RATES) - at])
@@ -199,10 +205,6 @@ class Training:
         found = next(lr for lr, good in zip(RATES, close.tolist()) if good)
         share = len(RATES) / self.problem.count
         return {"lr": found, "passes": share * tried * self.problem.batch_size / self.problem.data.size}
-
-    def of_first(self, tree: Any) -> Any:
-        """The first member's, for all members."""
-        return optree.tree_map(lambda x: x[:1].expand_as(x).contiguous(), tree, namespace="bayesopt_chain.batch")
 
     def train(self, lr: float, steps: int, until: float | None = None, most: float = math.inf) -> Trained:
         """All of it.
@@ -218,7 +220,7 @@ class Training:
         if half := stages.read("training under way"):
             start, until = half["step"], until and time.perf_counter() + half["left"]
             self.done = Trained(**half["done"])
-            self.state = optree.tree_structure(self.state).unflatten(stages.own(half["leaves"]))
+            self.state = optree.tree_structure(self.state).unflatten(self.problem.own(half["leaves"]))
             self.prepare()
         stages.begin("training", sum(self.done.steps), start)
         t, looked = start, (start, time.perf_counter())
@@ -299,8 +301,8 @@ class Training:
             who = {p: [m for m, own in enumerate(done.priors) if own == p] for p in PRIORS}
             folds = {p: held.folds_of(problem, done.pilots, who[p]) for p in PRIORS if who[p]}
             if len(folds) == 2:
-                shared = {int(f.rows[0]) for f in folds[USUAL]} & {int(f.rows[0]) for f in folds[FAN_IN]}
-                scores = [held.log_scores(problem, [f for f in folds[p] if int(f.rows[0]) in shared]) for p in PRIORS]
+                shared = {f.rows for f in folds[USUAL]} & {f.rows for f in folds[FAN_IN]}
+                scores = [held.log_scores(problem, [f for f in folds[p] if f.rows in shared]) for p in PRIORS]
                 z = self.stages.of_first(held.z_of, scores[1] - scores[0])
                 if abs(z) >= 1:
                     now = [FAN_IN if z > 0 else USUAL] * problem.count

@@ -164,11 +164,6 @@ class Stages:
         every = [torch.cat([part[name] for part in parts]) if x.ndim else x for name, x in first.items()]
         return spec.unflatten(every)  # pyright: ignore
 
-    def own(self, tree: T) -> T:
-        """Of a tree of all members ``[M, *]`` those of this rank."""
-        rows = slice(self.mine.start, self.mine.stop)
-        return optree.tree_map(lambda x: x[rows] if x.ndim else x, tree)  # pyright: ignore[reportArgumentType, reportReturnType]
-
 
 @contextmanager
 def damage_named(who: str, instead: str = "delete it, and it is made anew") -> Iterator[None]:

@@ -16,7 +16,7 @@ for small networks. Where tracing fails, or the program does not repeat the step
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -49,14 +49,12 @@ class State(NamedTuple):
         theta: parameters, ``[m, P]``.
         buffers: by name, ``[m, *]``.
         keys: of what the networks draw, such as dropout, ``[m]``.
-        count: of the steps that were taken, 0-d.
-        adam: the moments.
+        adam: the moments, and how many steps were taken.
     """
 
     theta: Tensor
     buffers: Tensors
     keys: Tensor
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     adam: Any
 
 
@@ -70,7 +68,7 @@ class Problem:
         members: the networks.
         count: how many.
         batch_size: data in a step, at most as many as any member sees.
-        folds: the rows that each member leaves out, one tensor a member.
+        folds: the rows that each member leaves out, one tensor a member; the same tensor if they are the same.
         seed: of every order, start and stream.
         mine: the members that this rank trains.
         loop: whether ``vmap`` refuses the network, so that members run one after the other.
@@ -89,6 +87,12 @@ class Problem:
     loop: bool = False
     axes: Tensors = field(default_factory=dict)
     floor: Tensor = FLOOR
+
+    @property
+    def left_out(self) -> list[tuple[Tensor, list[int]]]:
+        """The folds, each with the members that left it out."""
+        folds = dict.fromkeys(self.folds)  # a tensor is equal to itself alone
+        return [(fold, [m for m, own in enumerate(self.folds) if own is fold]) for fold in folds]
 
     @property
     def theta(self) -> Tensor:
@@ -138,15 +142,17 @@ class Problem:
         first = every.batch(0, 0)
         return lambda step: first if whole else every.batch(*divmod(step, len(every)))
 
+    def own(self, tree: Any) -> Any:
+        """Of a tree of all members ``[M, *]`` those of this rank; what is 0-d they have in common."""
+        return optree.tree_map(lambda x: x[self.mine.start : self.mine.stop] if x.ndim else x, tree)
+
     def start(self) -> State:
         """Where this rank's members start. Their keys depend on their numbers alone, not on the ranks that share them out."""
-        rows, keys = slice(self.mine.start, self.mine.stop), []
-        theta = self.theta[rows]
+        theta, keys = self.own(self.theta), []
         for member in self.mine:
             with seeded(chain_seed(7919 * self.seed + 2, member)):
                 keys.append(new_key(None, theta.device))
-        buffers = {k: x[rows] for k, x in self.members.buffers.items()}
-        return State(theta, buffers, torch.stack(keys), torch.zeros_like(keys[0]), ADAM.init(theta))
+        return State(theta, self.own(self.members.buffers), torch.stack(keys), ADAM.init(theta))
 
     def energy(self, theta: Tensor, batch: Any, buffers: Tensors, *, still: bool) -> tuple[Tensor, Tensors]:
         """``s U`` of one member, and its next buffers."""
@@ -165,7 +171,7 @@ class Problem:
         leaves, spec = batches.flatten(batch)
 
         def one(theta: Tensor, buffers: Tensors, key: Tensor, leaves: list[Tensor]) -> Any:
-            with model_draws((key, state.count)):
+            with model_draws((key, state.adam.count)):
                 grads, info = gradient(
                     lambda theta, batch: self.energy(theta, batch, buffers, still=False), theta, spec.unflatten(leaves)
                 )
@@ -173,7 +179,7 @@ class Problem:
 
         grads, losses, buffers = mapped(one, self.loop, state.theta, state.buffers, state.keys, leaves)
         moves, adam = ADAM.update(grads, state.adam, inplace=False)
-        return State(state.theta - rate[:, None] * moves, buffers, state.keys, state.count + 1, adam), losses
+        return State(state.theta - rate[:, None] * moves, buffers, state.keys, adam), losses
 
 
 def mapped(function: Callable, loop: bool, *stacked: Any) -> Any:
@@ -259,17 +265,9 @@ def held_out_outputs(problem: Problem, theta: Tensor, buffers: Tensors) -> list[
     """Of each member, outputs ``[n_f, *event]`` on the fold that it left out; all members ``[M, *]`` are given."""
     params = problem.tree(theta)
     found: list[Any] = [None] * problem.count
-    for fold, who in grouped(problem.folds):
+    for fold, who in problem.left_out:
         some, still = [{k: x[who] for k, x in t.items()} for t in (params, buffers)], problem.members.still
         outputs = outputs_of(still, some[0], some[1], problem.data.take(fold)[0], problem.loop)
         for m, f in zip(who, outputs):
             found[m] = f
     return found
-
-
-def grouped(folds: Sequence[Tensor]) -> list[tuple[Tensor, list[int]]]:
-    """The folds that differ, each with the members that left it out."""
-    found: dict[int, tuple[Tensor, list[int]]] = {}
-    for m, fold in enumerate(folds):
-        found.setdefault(int(fold[0]), (fold, []))[1].append(m)
-    return list(found.values())

@@ -285,6 +285,8 @@ def test_the_call_that_makes_lazy_layers_leaves_no_statistics_in_a_norm():
 def test_inputs_that_would_give_predictions_that_are_nothing_are_refused(fitted):
     with pytest.raises(ValueError, match="predict: the inputs of data hold NaN"):
         fitted.predict(torch.cat([X[:3], torch.full((1, 2), float("nan"))]))
+    with pytest.raises(TypeError, match=r"^predict: data must be tensors with the data on axis 0"):
+        fitted.predict(X.numpy())
     with pytest.raises(ValueError, match=r"predict: the networks return \(1,\) for 2 data: pass inputs \[N, \*\]"):
         fitted.predict(X[0])
 
@@ -298,6 +300,7 @@ def test_the_passes_that_are_counted_are_those_that_were_made():
 
 
 def test_the_report_is_printed(fitted):
+    assert repr(fitted) == "Ensemble(ensemble of 2 networks)"
     said = str(fitted.report)
     for word in ("standardised:", "training:", "prior:", "noise:", "constant", "Cost:", "Ensemble of 2 networks"):
         assert word in said

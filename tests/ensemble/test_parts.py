@@ -31,7 +31,8 @@ def problem(members=4, n=40, make=lambda: nn.Linear(1, 1), x=None, y=None, batch
     y = 2 * x + 0.3 * torch.randn(n, 1, generator=torch.Generator().manual_seed(1)) if y is None else y
     data = Data(x, y, len(x))
     likelihood = bc.likelihoods.gaussian(moments(GAUSSIAN, y)[1])
-    folds = [torch.arange(10) if m // 2 % 2 == 0 else torch.arange(10, 20) for m in range(members)]
+    pair = torch.arange(10), torch.arange(10, 20)
+    folds = [pair[m // 2 % 2] for m in range(members)]
     networks = members_of(lambda: make().double(), members, 0, "cpu")
     return Problem(data, likelihood, networks, members, batch_size, folds, 0, range(members))
 
@@ -114,7 +115,8 @@ def test_all_members_err_by_what_their_mixture_promises():
 
     y = torch.randn(n, 1, generator=generator).double()
     p = problem(members=M, x=y, y=y)
-    p.folds[:] = [torch.arange(n // 2) + (m // 2 % 2) * (n // 2) for m in range(M)]
+    halves = torch.arange(n).chunk(2)
+    p.folds[:] = [halves[m // 2 % 2] for m in range(M)]
     drawn = [(y + e)[rows] for e, rows in zip(errors(), p.folds)]
     unit = float(p.likelihood.variance_of_noise)
     two = torch.tensor([1 / unit])  # of mixtures of two: a - b + 2 b / 2
