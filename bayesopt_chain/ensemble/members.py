@@ -93,7 +93,7 @@ class Products(TorchDispatchMode):
     def __init__(self, params: Tensors) -> None:
         super().__init__()
         self.names = {x.untyped_storage().data_ptr(): name for name, x in params.items()}
-        # by the identity of a product, which is held so that no other takes its place
+        # by the identity of a product or copy, which is held so that no other takes its place or its memory
         self.products = dict[int, tuple[Tensor, str, list[int]]]()
         self.sizes, self.left = dict[str, int](), dict[str, list[Tensor]]()
 
@@ -124,6 +124,7 @@ class Products(TorchDispatchMode):
             self.sizes[name] = max(math.prod(lengths[axis] for axis in axes), self.sizes.get(name, 1))
         elif kind in ("clone", "_to_copy") and (name := self.name_of(args[0])):
             self.names[out.untyped_storage().data_ptr()] = name
+            self.products[id(out)] = out, name, [1] * out.ndim
         for name in filter(None, map(self.name_of, factors)):
             self.sizes[name] = max(size, self.sizes.get(name, 1))
             self.left.setdefault(name, []).append(factors[0])

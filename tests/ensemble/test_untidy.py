@@ -431,6 +431,21 @@ def test_the_precision_of_a_weight_is_what_an_output_sums_up_wherever_it_stands(
     assert found == {k: [v] for k, v in wanted.items()}
 
 
+def after_a_copy(net, x):
+    h = net.b(net.a(x @ net.w.clone()))
+    return net.o(net.b(net.a(h)))
+
+
+def test_what_takes_the_memory_of_a_weights_copy_is_not_taken_for_the_weight():
+    """Of 24 sizes, two were, so that the prior's precision was that of another layer."""
+    for width in (4, 8, 16, 32, 64, 100):
+        for n in (1, 2, 3, 9):
+            layers = {"a": nn.Linear(width, width), "b": nn.Linear(width, width), "o": nn.Linear(width, 1)}
+            net = Net(after_a_copy, w=nn.Parameter(torch.randn(n, width)), **layers)
+            found = members_of(lambda net=net: net, 1, 0, "cpu")
+            assert found.products(torch.randn(n, n)).sizes["w"] == n
+
+
 @pytest.mark.parametrize(
     "layer, shape, axes",
     [
