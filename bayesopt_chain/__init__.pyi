@@ -19,7 +19,7 @@ from bayesopt_chain import (
 from bayesopt_chain.compose import chain, masked, partition, with_response
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.data.epochs import epochs
-from bayesopt_chain.diagnostics.observables.observe import local_learning_coefficient, observe
+from bayesopt_chain.diagnostics.observables.observe import observe
 from bayesopt_chain.diagnostics.observables.target import restrict
 from bayesopt_chain.diagnostics.suggest_lr import suggest_lr
 from bayesopt_chain.ensemble.call import posterior_ensemble
@@ -93,7 +93,6 @@ __all__ = [
     "links",
     "load",
     "load_state_dict",
-    "local_learning_coefficient",
     "log_to",
     "make_functional",
     "make_step",

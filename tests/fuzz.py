@@ -510,7 +510,6 @@ SLOW = (
     "suggest_lr",
     "posterior.train_by_evidence",
     "fit_laplace",
-    "local_learning_coefficient",
     "observe",
     "plot.bands",
     "testing.assert_laws",

@@ -7,7 +7,7 @@ from bayesopt_chain.diagnostics.findings import Finding
 from bayesopt_chain.diagnostics.gradient_noise import GradientNoise, gradient_noise, hessian_product
 from bayesopt_chain.diagnostics.heat_guard import Heat, HeatGuard
 from bayesopt_chain.diagnostics.heating import Heating, heating
-from bayesopt_chain.diagnostics.observables.observe import LearningCoefficient, Observed, susceptibility
+from bayesopt_chain.diagnostics.observables.observe import Observed, susceptibility
 from bayesopt_chain.diagnostics.observables.target import Restricted
 from bayesopt_chain.diagnostics.suggest_lr import Suggestion
 
@@ -18,7 +18,6 @@ __all__ = [
     "Heat",
     "HeatGuard",
     "Heating",
-    "LearningCoefficient",
     "Observed",
     "Restricted",
     "Suggestion",

@@ -218,7 +218,7 @@ def add_localization(center: Any, strength: float) -> Chain:
 
     Written first in a chain, it makes the chain sample ``exp(-(loss + strength / 2 |params - center|^2) / temperature)``.
     Behind the momentum the strength that is sampled is ``1 - momentum`` times the given one. The local learning coefficient
-    (:func:`bayesopt_chain.local_learning_coefficient`) is estimated from draws of such a chain.
+    (``bc.observe(...).llc()``) is estimated from draws of such a chain.
 
     Args:
         center: a tree like the parameters, a prefix of one, or one number for all parameters. The state keeps a copy.

@@ -186,11 +186,11 @@ def quartic(w, batch):
 @pytest.mark.slow
 def test_the_rate_comes_from_where_the_chains_go_and_the_value_by_quadrature():
     """A quartic has no curvature at its minimum: 1/4 a dimension without a spring, within 4 errors."""
-    found = bc.local_learning_coefficient(
+    run = bc.observe(
         quartic, torch.zeros(40, dtype=torch.float64), None, temperature=1.0, strength=0.0, steps=1500, burn_in=300
     )
-    assert abs(found.value - 10.0) < 4 * found.standard_error < 0.4 and found.verdict == "no objection"
-    assert 0.02 < found.run.limit < 0.4 and "local learning coefficient" in str(found)
+    assert abs(run.llc().value - 10.0) < 4 * run.llc().error < 0.4 and run.verdict == "no objection"
+    assert 0.02 < run.limit < 0.4
 
 
 @pytest.mark.slow
@@ -201,11 +201,11 @@ def test_what_has_not_spread_is_said_beside_an_answer_and_what_starts_beside_a_m
         return (k * w.square()).sum() / 2
 
     about = {"temperature": 0.01, "strength": 1e-4, "steps": 800, "burn_in": 200}
-    found = bc.local_learning_coefficient(flat, torch.zeros(30), None, **about)
-    assert "flat directions have not spread: virial" in found.verdict and "steps: run" in found.verdict
-    assert abs(found.value - 5.0) < 4 * found.standard_error
+    run = bc.observe(flat, torch.zeros(30), None, **about)
+    assert "flat directions have not spread: virial" in run.verdict and "steps: run" in run.verdict
+    assert abs(run.llc().value - 5.0) < 4 * run.llc().error
     with pytest.raises(ValueError, match="the start is no minimum: a step down its gradient lowers the loss by"):
-        bc.local_learning_coefficient(flat, torch.ones(30), None, **about)
+        bc.observe(flat, torch.ones(30), None, **about).llc()
 
 
 @pytest.mark.parametrize("momentum", [0.9, 0.97, 0.99])
@@ -229,10 +229,10 @@ def test_what_is_missing_of_a_run_that_is_too_short_is_in_its_error():
         return (k * w.square()).sum() / 2
 
     about = {"temperature": 0.01, "strength": s, "lr": 0.05, "momentum": 0.9, "steps": 1200, "burn_in": 0}
-    found = bc.local_learning_coefficient(weak, torch.zeros(30).double(), None, **about)
-    right, statistical = float((k / (k + s)).sum()) / 2, float(found.run.mean("loss").error) / 0.01
-    assert found.value < right - 3 * statistical and found.standard_error > 2 * statistical
-    assert abs(found.value - right) < 2 * found.standard_error
+    run = bc.observe(weak, torch.zeros(30).double(), None, **about)
+    right, statistical, found = float((k / (k + s)).sum()) / 2, float(run.mean("loss").error) / 0.01, run.llc()
+    assert found.value < right - 3 * statistical and found.error > 2 * statistical
+    assert abs(found.value - right) < 2 * found.error
 
 
 @pytest.mark.slow
@@ -372,9 +372,9 @@ def test_the_loss_at_the_start_is_that_of_the_rows_that_are_left():
 @pytest.mark.slow
 def test_a_list_of_batches_is_drawn_anew_and_the_number_of_data_sets_the_temperature():
     batches = [(X[i : i + 16], Y[i : i + 16]) for i in range(0, N, 16)]  # the last one is of what remains
-    found = bc.local_learning_coefficient(loss, {"w": BEST}, batches, steps=300, burn_in=50)
-    assert found.run.temperature == math.log(N) / N == found.run.strength
-    assert found.run.reference == pytest.approx(float(loss({"w": BEST}, (X, Y))), rel=1e-14)
+    run = bc.observe(loss, {"w": BEST}, batches, steps=300, burn_in=50)
+    assert run.temperature == math.log(N) / N == run.strength
+    assert run.reference == pytest.approx(float(loss({"w": BEST}, (X, Y))), rel=1e-14)
 
 
 # Means and covariances from block sums: the numbers of all draws at once, and errors that are as large as they say
@@ -519,7 +519,7 @@ def masked(share):
 def beyond(lr, momentum):
     """At the centre of a quartic with a weak spring there is nearly no curvature; where the chains go 3 x^2 exceeds 2 / lr."""
     about = {"temperature": 1.0, "strength": 0.1, "lr": lr, "momentum": momentum, "steps": 500, "burn_in": 100}
-    return bc.local_learning_coefficient(quartic, torch.zeros(40, dtype=torch.float64), None, **about)
+    return bc.observe(quartic, torch.zeros(40, dtype=torch.float64), None, **about).llc()
 
 
 CHANGES = [
@@ -574,7 +574,7 @@ WHERE = [
             for share in (0.5, 0.01)
         ),
         (
-            lambda: bc.local_learning_coefficient(lambda w, b: w.square().sum(), torch.zeros(2), None),
+            lambda: bc.observe(lambda w, b: w.square().sum(), torch.zeros(2), None),
             ValueError,
             "number of data is not known from the batches; give temperature=",
         ),

@@ -39,7 +39,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
@@ -168,7 +168,6 @@ class Observed:
         record: the sums.
         leaves: the number of free entries of each parameter.
         stiff: the number of stiff directions whose virial is measured.
-        findings: what is wrong, or doubtful, in words; those that begin with ``"refused"`` leave no answer.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -204,7 +203,6 @@ class Observed:
     record: Record
     leaves: dict[str, int]
     stiff: int
-    findings: list[str] = field(default_factory=list)
 
     def mean(self, name: str) -> Estimate:
         """The mean of an observable.
@@ -314,6 +312,35 @@ class Observed:
         virial = self.mean("virial")
         short = max(0.0, 1 - float(virial.value) / self.free) + float(virial.error) / self.free
         return min(1.0, short / 0.1) * missing / self.temperature
+
+    @property
+    def findings(self) -> list[str]:
+        """What is wrong or doubtful, in words; those that begin with ``"refused"`` leave no answer."""
+        is_broken = not self.complete and "interrupted" not in self.why
+        ended = [] if self.complete else ["refused: " * is_broken + f"the run has not ended: {self.why}"]
+        if self.record.count < 2:
+            return [*ended, "refused: there are no draws"]
+        virial, stiff, leaves = (self.mean(name) for name in ("virial", "virial of stiff", "virial by leaf"))
+        (ratio, error), (top, top_error) = (
+            (float(x.value) / n, float(x.error) / n) for x, n in ((virial, self.free), (stiff, self.stiff))
+        )
+        if math.isnan(error) and math.isfinite(ratio):
+            return [
+                *ended,
+                f"refused: {self.record.count} draws of one chain are too few to tell an error; run longer, or more chains, or "
+                "take a smaller thinning",
+            ]
+        each = zip(self.leaves.items(), leaves.value.tolist(), leaves.error.tolist())
+        steps = self.relaxation
+        m = SimpleNamespace(
+            limit=self.limit, lower=0.1 * self.lr / max(self.limit, 1e-30), virial=virial, free=self.free, ratio=ratio,
+            error=error, stiff=self.stiff, top=top, top_error=top_error, top_errors=2 * top_error,
+            flat=next(((name, x, count) for (name, count), x, e in each if x < 0.9 * count - 4 * e), None),
+            longer="it has no spring" if math.isinf(steps) else f"a flat direction relaxes in {_round(steps)} steps: run "
+            f"{_round(3 * steps)} or more, or take a stronger spring",
+            drift=self.record.drift("loss"), agree=bool(self.mean("loss").agree),
+        )  # fmt: skip
+        return [*ended, *(found.says for found in judged(FINDINGS, m, set()))]
 
     @property
     def verdict(self) -> str:
@@ -546,7 +573,7 @@ def observe(
     record, none = merged([w.record for w in whole]), torch.zeros(1, dtype=torch.float64, device=device)
     is_noisy = target.in_batches and record.count > 0
     noise = record.mean("noise") if is_noisy else Estimate(none, none, none == 0)
-    run = Observed(
+    return Observed(
         temperature=temperature,
         strength=strength,
         n=n,
@@ -568,8 +595,6 @@ def observe(
         leaves={name: x.numel() for name, x in zip(target.names, target.leaves)},
         stiff=len(stiff),
     )
-    run.findings = findings(run)
-    return run
 
 
 def _settings(
@@ -655,95 +680,6 @@ FINDINGS = (
 )  # fmt: skip
 
 
-def findings(run: Observed) -> list[str]:
-    """What is wrong or doubtful of a run; ``"refused"`` stands before what leaves no answer."""
-    is_broken = not run.complete and "interrupted" not in run.why
-    ended = [] if run.complete else ["refused: " * is_broken + f"the run has not ended: {run.why}"]
-    if run.record.count < 2:
-        return [*ended, "refused: there are no draws"]
-    virial, stiff, leaves = (run.mean(name) for name in ("virial", "virial of stiff", "virial by leaf"))
-    (ratio, error), (top, top_error) = (
-        (float(x.value) / n, float(x.error) / n) for x, n in ((virial, run.free), (stiff, run.stiff))
-    )
-    if math.isnan(error) and math.isfinite(ratio):
-        return [
-            *ended,
-            f"refused: {run.record.count} draws of one chain are too few to tell an error; run longer, or more chains, or "
-            "take a smaller thinning",
-        ]
-    each = zip(run.leaves.items(), leaves.value.tolist(), leaves.error.tolist())
-    steps = run.relaxation
-    m = SimpleNamespace(
-        limit=run.limit, lower=0.1 * run.lr / max(run.limit, 1e-30), virial=virial, free=run.free, ratio=ratio, error=error,
-        stiff=run.stiff, top=top, top_error=top_error, top_errors=2 * top_error,
-        flat=next(((name, x, count) for (name, count), x, e in each if x < 0.9 * count - 4 * e), None),
-        longer="it has no spring" if math.isinf(steps) else f"a flat direction relaxes in {_round(steps)} steps: run "
-        f"{_round(3 * steps)} or more, or take a stronger spring",
-        drift=run.record.drift("loss"), agree=bool(run.mean("loss").agree),
-    )  # fmt: skip
-    return [*ended, *(found.says for found in judged(FINDINGS, m, set()))]
-
-
 def _round(steps: float) -> str:
     digits = max(0, math.floor(math.log10(max(steps, 1))) - 1)
     return f"{round(steps, -digits):,.0f}"
-
-
-class LearningCoefficient(NamedTuple):
-    """What :func:`local_learning_coefficient` returns.
-
-    Attributes:
-        value: the local learning coefficient, at this temperature and strength.
-        standard_error: its Monte Carlo error.
-        verdict: what is doubtful, in words, or ``"no objection"``.
-        run: all that was measured, with temperature and strength of the target.
-    """
-
-    value: float
-    standard_error: float
-    verdict: str
-    run: Observed
-
-    def __str__(self) -> str:
-        return (
-            f"local learning coefficient {self.value:.4g} +- {2 * self.standard_error:.2g} at "
-            f"temperature {self.run.temperature:.3g}, strength {self.run.strength:.3g}: {self.verdict}"
-        )
-
-
-def local_learning_coefficient(
-    loss: Callable[..., Any],
-    params: Any,
-    batches: Any,
-    **options: Any,
-) -> LearningCoefficient:
-    """Estimate the local learning coefficient at trained parameters, or of a part of them.
-
-    Args:
-        loss: ``loss(params, batch)``, mean over the batch. A prior in it counts as loss.
-        params: ``theta*``, a (local) minimum.
-        batches: all data as one batch, ``bc.epochs(data, batch_size)``, or a list of batches.
-        options: those of :func:`bayesopt_chain.observe`: ``temperature=`` (default: Watanabe's ``log(n) / n``) and
-            ``strength=`` of the spring to ``params``, on both of which the value depends, ``where=`` for the refined
-            coefficient of some entries, ``chains=``, ``steps=``, ``path=``, ``lr=``, and the others.
-
-    Returns:
-        :class:`LearningCoefficient`.
-
-    Raises:
-        ValueError: the number of data is not known, and no temperature given; the chains diverged, were beyond the
-            stability limit where they went or too hot, or still drift; ``params`` are no minimum.
-
-    Example:
-        >>> import torch, bayesopt_chain as bc
-        >>> def loss(w, batch):
-        ...     return (w[:50] ** 2).sum() / 2
-        >>> found = bc.local_learning_coefficient(
-        ...     loss, torch.zeros(80), None, temperature=0.1, strength=0.25, steps=600, burn_in=200, chains=4
-        ... )
-        >>> abs(found.value - 50 / (2 * 1.25)) < 2       # thirty of the eighty parameters do not count
-        True
-    """
-    run = observe(loss, params, batches, **options)
-    found = run.llc()
-    return LearningCoefficient(float(found.value), float(found.error), run.verdict, run)

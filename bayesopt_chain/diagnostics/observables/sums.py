@@ -23,6 +23,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
@@ -61,10 +62,10 @@ class Estimate(NamedTuple):
 
 
 class Blocks:
-    """Sums of a tensor over blocks of successive units.
+    """Sums of a tensor over blocks of successive units, on axis 0 of each chain.
 
     Attributes:
-        sums: ``[2 BLOCKS, ...]``, of which ``closed`` are whole.
+        sums: ``[C, 2 BLOCKS, ...]``, of which ``closed`` are whole.
         part: of the block that is being filled.
         closed, length, inside: whole blocks; units in each; units in the one that is being filled.
     """
@@ -74,25 +75,25 @@ class Blocks:
 
     @classmethod
     def like(cls, x: Tensor) -> Blocks:
-        """Empty sums of tensors like this one."""
-        return cls(x.new_zeros(2 * BLOCKS, *x.shape), torch.zeros_like(x))
+        """Empty sums of tensors like this one, ``[C, ...]``."""
+        return cls(x.new_zeros(len(x), 2 * BLOCKS, *x.shape[1:]), torch.zeros_like(x))
 
     def add(self, x: Tensor) -> None:
         """Add the sum over a unit of draws."""
         self.part += x
         self.inside += 1
         if self.inside == self.length:
-            self.sums[self.closed] = self.part
+            self.sums[:, self.closed] = self.part
             self.part.zero_()
             self.closed, self.inside = self.closed + 1, 0
         if self.closed == 2 * BLOCKS:
-            self.sums[:BLOCKS] = self.sums[0::2] + self.sums[1::2]
+            self.sums[:, :BLOCKS] = self.sums[:, 0::2] + self.sums[:, 1::2]
             self.closed, self.length = BLOCKS, 2 * self.length
 
     @property
     def whole(self) -> Tensor:
-        """The sums of the whole blocks."""
-        return self.sums[: self.closed]
+        """The sums of the whole blocks, ``[B, C, ...]``."""
+        return self.sums[:, : self.closed].transpose(0, 1).contiguous()
 
     @property
     def draws(self) -> int:
@@ -161,10 +162,10 @@ class Record:
             _add_products(sums, unit[a], unit[b])
 
     def _no_products(self, a: str, b: str) -> tuple[Blocks, Tensor]:
-        """Empty sums of the products of two observables: of all chains ``[m, n]``, and of each ``[C, m, n]``."""
+        """Empty sums of the products of two observables: of all chains ``[1, m, n]``, and of each ``[C, m, n]``."""
         y, x = self.sums[a].part, self.sums[b].part
         each = y.new_zeros(*y.shape, x.shape[1])
-        return Blocks.like(each[0]), each
+        return Blocks.like(each[:1]), each
 
     def trace(self, name: str) -> Tensor:
         """All draws of an observable, ``[C, draws, m]``.
@@ -219,7 +220,7 @@ class Record:
             return (products - my[:, None] * x[..., None, :] - y[..., :, None] * mx) / draws + torch.outer(my, mx)
 
         by_chain = centred(each + self._rest(a).mT @ self._rest(b), sy, sx, self.count)
-        blocks = centred(p.whole, self.sums[a].whole.sum(1), self.sums[b].whole.sum(1), p.draws * self.chains)
+        blocks = centred(p.whole.sum(1), self.sums[a].whole.sum(1), self.sums[b].whole.sum(1), p.draws * self.chains)
         error, agree = _error(blocks[:, None], by_chain)
         shape = (*self.shapes[a], *self.shapes[b])
         value = by_chain.mean(0) * (n / max(n - 1, 1))
@@ -280,32 +281,17 @@ def merged(records: Sequence[Record]) -> Record:
     """The record of all chains, from those of some chains each, of equally many draws."""
     first = records[0]
     out = Record(sum([r.chains for r in records]), first.shapes, first.pairs, first.kept, first.shift)
-    out.count = first.count
-    out.rest = [
-        {name: torch.cat([y[name] for y in draws]) for name in draws[0]} for draws in zip(*[r.rest for r in records])
-    ]
-
-    def joined(blocks: Sequence[Blocks], sums: Tensor, part: Tensor) -> Blocks:
-        return Blocks(sums, part, blocks[0].closed, blocks[0].length, blocks[0].inside)
-
-    for name in first.sums:
-        each = [r.sums[name] for r in records]
-        out.sums[name] = joined(each, torch.cat([b.sums for b in each], 1), torch.cat([b.part for b in each]))
-    for pair in first.products:
-        every = [r.products[pair] for r in records]
-        each = [p for p, _ in every]
-        blocks = joined(each, torch.stack([p.sums for p in each]).sum(0), torch.stack([p.part for p in each]).sum(0))
-        out.products[pair] = blocks, torch.cat([chains for _, chains in every])
-    out.traces = {
-        name: [torch.cat([torch.cat(r.traces[name], 1) for r in records])] for name, x in first.traces.items() if x
-    } | {name: [] for name, x in first.traces.items() if not x}
+    states = [r.state_dict() for r in records]  # tensors have the chains on axis 0
+    out.load_state_dict(
+        optree.tree_map(lambda x, *others: torch.cat([x, *others]) if isinstance(x, Tensor) else x, *states)
+    )
     return out
 
 
 def _add_products(sums: tuple[Blocks, Tensor], y: Tensor, x: Tensor) -> None:
     """Add the products of a unit of draws ``[C, UNIT, m]`` and ``[C, UNIT, n]``."""
     each = y.mT @ x  # [C, m, n]
-    sums[0].add(each.sum(0))
+    sums[0].add(each.sum(0, keepdim=True))
     sums[1].add_(each)
 
 
