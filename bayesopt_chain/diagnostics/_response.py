@@ -31,7 +31,6 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import checks
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Link
 from bayesopt_chain.core.op import PURE
@@ -107,13 +106,6 @@ def read(tx: Any, params: Any, state: Any = None) -> Response:
         ValueError: ``tx`` is not linear at that state, or its elements act on each other in ways that no gain
             describes.
     """
-    if isinstance(tx, torch.optim.Optimizer):
-        group = {k: v for k, v in tx.param_groups[0].items() if k in ("lr", "momentum", "weight_decay", "temperature")}
-        raise TypeError(
-            f"a chain is asked for, and {type(tx).__name__} is an optimizer, which moves its own parameters: pass the chain "
-            f"of the same hyperparameters, such as bc.sgd({', '.join(f'{k}={v!r}' for k, v in group.items())})"
-        )
-    checks.require("the diagnostics of a chain", tx=(tx, checks.TX))
     tx, state = chain_in(tx, state)
     if not isinstance(state, (State, type(None))):
         raise TypeError(f"state must be that of tx, as tx.init and its updates return it, got {state!r:.80}")
@@ -412,5 +404,8 @@ def chain_in(tx: Any, state: Any) -> tuple[Chain, Any]:
     """
     tx, state = inner(tx, state)
     if not isinstance(tx, Chain):
-        raise TypeError(f"a chain of bayesopt_chain is asked for, whose links say what they do, got {tx!r:.80}")
+        raise TypeError(
+            f"a chain of bayesopt_chain is asked for, whose links say what they do, got {tx!r:.80}; of an optimizer pass "
+            "the chain of the same hyperparameters, such as bc.sgd(...)"
+        )
     return tx, state

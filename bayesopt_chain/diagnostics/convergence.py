@@ -45,7 +45,6 @@ tr grad_x grad_y k = -(2 d f + 4 r^2 f') / h^2. Pairs are visited in blocks.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -62,7 +61,6 @@ if TYPE_CHECKING:
 
 R_HAT = 1.01  # above which draws have not mixed
 AT_ONCE = 1 << 28  # bytes of draws on disk that are looked at together
-KEPT = 1 << 30  # bytes of blocks of draws and their scores that are kept
 
 
 @checks.takes()
@@ -332,7 +330,7 @@ def ksd(
     """Kernel Stein discrepancy of draws.
 
     Args:
-        draws: :class:`bayesopt_chain.Draws` (chains are pooled; those on disk are read by blocks), or a tree with leaves
+        draws: :class:`bayesopt_chain.Draws` (chains are pooled), or a tree with leaves
             ``[S, ...]``.
         score: gradient of the log density: a function from the parameters of one draw to a tree like them, or a tree of
             scores like the draws. For a mean loss sampled at temperature ``T`` it is minus the gradient of the loss over T.
@@ -354,10 +352,8 @@ def ksd(
         >>> right < 0.2 < shifted
         True
     """
-    stored: Draws | None = draws if hasattr(type(draws), "params") else None
-    chains = getattr(draws, "chains", None) or 1
-    given: Any = draws
-    lengths = {len(x) for x in optree.tree_leaves(given)} if stored is None else {chains * len(stored)}
+    pooled: Any = draws.unchained()[0] if hasattr(draws, "unchained") else draws
+    lengths = {len(x) for x in optree.tree_leaves(pooled)}
     if not callable(score):
         lengths |= {len(x) for x in optree.tree_leaves(score)}
     if len(lengths) > 1:
@@ -365,38 +361,21 @@ def ksd(
     size = lengths.pop()
     if size < 2:
         raise ValueError(f"ksd: needs at least 2 draws, got {size}")
-    block = max(chains, block // chains * chains)
-
-    def part(tree: Any, low: int) -> Any:
-        return optree.tree_map(lambda x: x[low : low + block], tree)
-
-    def rows(low: int) -> tuple[Tensor, Tensor]:
-        """A block of draws and their scores."""
-        tree = part(given, low) if stored is None else stored[low // chains : (low + block) // chains].unchained()[0]
-        x = _matrix(tree)
-        if callable(score):
-            each: list[Any] = [score(optree.tree_map(lambda x, i=i: x[i], tree)) for i in range(len(x))]
-            scores = optree.tree_map(lambda *leaves: torch.stack(leaves), *each)
-        else:
-            scores = part(score, low)
-        require_like(scores, tree, "ksd: score")
-        s = _matrix(scores)
-        for name, matrix in (("draws", x), ("score", s)):
-            if not checks.is_finite(matrix):
-                raise ValueError(f"ksd: {name}: some of its numbers are NaN or infinite")
-        return x, s
-
-    first = rows(0)
-    # Blocks that are many times smaller than the memory are kept; of a longer run they are read again for every pair.
-    blocks = functools.lru_cache(max(2, KEPT // (2 * first[0].nbytes + 1)))(rows)
+    if callable(score):
+        each: list[Any] = [score(optree.tree_map(lambda x, i=i: x[i], pooled)) for i in range(size)]
+        score = optree.tree_map(lambda *leaves: torch.stack(leaves), *each)
+    require_like(score, pooled, "ksd: score")
+    x, s = _matrix(pooled), _matrix(score)
+    for name, matrix in (("draws", x), ("score", s)):
+        if not checks.is_finite(matrix):
+            raise ValueError(f"ksd: {name}: some of its numbers are NaN or infinite")
     if bandwidth is None:
-        each = max(1, size // 1000)
-        some = torch.cat([blocks(low)[0][-low % each :: each] for low in range(0, size, block)])
-        bandwidth = torch.pdist(some).median().item() or 1.0
-    total = first[0].new_zeros(())
-    for i in range(0, size, block):
-        for j in range(0, i + 1, block):
-            k0 = _stein_kernel(*blocks(i), *blocks(j), bandwidth)
+        bandwidth = torch.pdist(x[:: max(1, size // 1000)]).median().item() or 1.0
+    blocks = [*zip(x.split(block), s.split(block))]
+    total = x.new_zeros(())
+    for i, first in enumerate(blocks):
+        for j, second in enumerate(blocks[: i + 1]):
+            k0 = _stein_kernel(*first, *second, bandwidth)
             if i == j:
                 total += k0.sum() - (k0.diagonal().sum() if unbiased else 0.0)
             else:

@@ -349,7 +349,7 @@ def _finite(m: Any) -> dict[str, Any]:
 
 def _moving(m: Any) -> dict[str, Any]:
     """Leaves and chains that stand still; leaves without noise may."""
-    temperatures, force = _forces(m.draws, m.tx, m.told, is_needed=m.loss is not None)
+    temperatures, force = _forces(m.draws, m.tx, m.told)
     noiseless = m.leaves.keys() - temperatures.keys() if temperatures else set[str]()
     moving = [x.repeats for name, x in m.leaves.items() if name not in m.still]
     chain, halted = _halt(torch.stack(moving).all(0)) if moving and m.count >= 8 else (0, 0)
@@ -651,19 +651,15 @@ def _chain(draw: Any, chains: int | None, c: int) -> Any:
     return draw if chains is None else optree.tree_map(lambda x: x[c], draw)
 
 
-def _forces(draws: Draws, tx: Any, temperature: float | None, *, is_needed: bool) -> tuple[dict[str, float], Any]:
+def _forces(draws: Draws, tx: Any, temperature: float | None) -> tuple[dict[str, float], Any]:
     """Temperatures and forces of the chain, by its schedule at the last draw; no temperature without one."""
+    if tx is None:
+        return {}, None
     try:
         step = int(draws.steps[-1]) - 1
     except KeyError:
         step = None
-    try:
-        one = _chain(draws[len(draws) - 1], draws.chains, 0)
-        return ({}, None) if tx is None else forces_of(tx, one, temperature, step)
-    except (TypeError, ValueError):  # it is asked for names of leaves alone, which an optimizer may lack
-        if is_needed:
-            raise
-        return {}, None
+    return forces_of(tx, _chain(draws[len(draws) - 1], draws.chains, 0), temperature, step)
 
 
 LOOK = "bc.make_step(..., check_finite=True) names the step and leaf; bc.skip_nonfinite(tx) leaves bad batches out."

@@ -466,13 +466,14 @@ def predict(system: Reduced, order: Order, steps: float) -> tuple[Heating, Loop,
     curvature = (closed.V.T @ (system.H + closed.prior) @ closed.V).diagonal()
     noise = (closed.V.T @ (system.C * (1.0 - 1.0 / steps) + system.D) @ closed.V).diagonal()
     variance = full.diagonal()
+    rows = closed.V.T.to(system.roots) @ torch.cat(system.bases) / torch.where(system.roots > 0, system.roots, 1.0)
     report = Heating(
         excess=mean.diagonal() / variance,
         at_end=end.diagonal() / variance,
         worst=float(torch.linalg.eigvalsh(whitening.T @ mean @ whitening).amax()),
         rho=noise / (2.0 * variance * curvature),
         kappa=steps * curvature,
-        directions=_directions(system, closed.V),
+        directions=unflatten(rows / rows.norm(dim=1, keepdim=True), system.like),
         order=order,
         steps_per_epoch=steps,
         assumed=system.assumed,
@@ -551,11 +552,6 @@ def product(curvature: Any, like: Any) -> Callable[[Tree], Tree] | None:
         return found
 
     return checked
-
-
-def _directions(system: Reduced, V: Tensor) -> Any:
-    rows = V.T.to(system.roots) @ torch.cat(system.bases) / torch.where(system.roots > 0, system.roots, 1.0)
-    return unflatten(rows / rows.norm(dim=1, keepdim=True), system.like)
 
 
 def _orthonormal(rows: Tensor) -> Tensor:

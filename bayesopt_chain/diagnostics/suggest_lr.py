@@ -308,7 +308,8 @@ class _Adviser:
         models.append(self._measure(end, 0.6 * self.allowed, 1))
         best = max(self._candidates(models, margin))
         tx = self.make(best.lr, best.momentum)
-        require_unclipped(tx, self._gradients(end, best.batch_size))
+        some = islice(self.source.batches(best.batch_size), FEWEST)
+        require_unclipped(tx, (gradient(self.loss, place, batch)[0] for batch in some for place in (self.params, end)))
         heating = self._largest(best, models, 0.999)
         reports = [self._report(model, best, best.lr) for model in models]
         notes = [*self._notes(best, models, margin)]
@@ -329,12 +330,6 @@ class _Adviser:
             diverged,
             tuple([note.says for note in notes]),
         )
-
-    def _gradients(self, end: Any, batch_size: int) -> Iterator[Any]:
-        """Of some batches, at ``params`` and at the end of the trial run."""
-        for batch in islice(self.source.batches(batch_size), FEWEST):
-            for place in (self.params, end):
-                yield gradient(self.loss, place, batch)[0]
 
     def _measure(self, params: Any, passes: float, number: int) -> LocalModel:
         loss, response = self.loss, self.response

@@ -191,15 +191,13 @@ def test_elements_are_read_out_of_the_chains_that_hold_them(stored):
 
 def test_diagnostics_read_a_run_that_is_larger_than_the_memory_a_part_at_a_time(stored, monkeypatch):
     def found(draws):
-        r_hat, ess = bc.diagnostics.r_hat(draws), bc.diagnostics.ess(draws)
-        return r_hat, ess, bc.diagnostics.ksd(draws, lambda p: {"w": -p["w"], "b": -p["b"]}, block=8)
+        return bc.diagnostics.r_hat(draws), bc.diagnostics.ess(draws)
 
     disk, memory = stored
     want, told = found(memory), bc.diagnostics.doctor(memory)
     monkeypatch.setattr("bayesopt_chain.diagnostics.convergence.AT_ONCE", 8 * 30 * 2 * 5)  # five elements
     monkeypatch.setattr("bayesopt_chain.runs.draws.AT_ONCE", 4 * 3 * 4 * 2 * 2)  # three draws
     monkeypatch.setattr("bayesopt_chain.runs.draws.largest", lambda: 10 * 4 * 13 * 2)
-    monkeypatch.setattr("bayesopt_chain.diagnostics.convergence.KEPT", 0)
     with pytest.raises(ValueError, match=r"30 draws on disk are .* GiB, more than half .*draws\.column\('params/"):
         _ = disk.params
     torch.testing.assert_close(found(disk), want, rtol=1e-12, atol=0)

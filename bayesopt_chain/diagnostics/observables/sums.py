@@ -281,10 +281,9 @@ def merged(records: Sequence[Record]) -> Record:
     """The record of all chains, from those of some chains each, of equally many draws."""
     first = records[0]
     out = Record(sum([r.chains for r in records]), first.shapes, first.pairs, first.kept, first.shift)
-    states = [r.state_dict() for r in records]  # tensors have the chains on axis 0
-    out.load_state_dict(
-        optree.tree_map(lambda x, *others: torch.cat([x, *others]) if isinstance(x, Tensor) else x, *states)
-    )
+    states: list[Any] = [r.state_dict() for r in records]  # tensors have the chains on axis 0
+    both: Any = optree.tree_map(lambda x, *more: torch.cat([x, *more]) if isinstance(x, Tensor) else x, *states)
+    out.load_state_dict(both)
     return out
 
 
