@@ -34,6 +34,7 @@ write of somebody else into the parameters between two steps, unless that happen
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -44,9 +45,9 @@ from torch import Tensor
 from bayesopt_chain.distributed.ranks import COMPARED, hash_of_bits, rendezvous_store
 from bayesopt_chain.random.philox import Runs
 
-# How many witnesses this process has made. Ranks that run one program make them in one order, so that equal numbers belong
+# The numbers of the witnesses of this process. Ranks that run one program make them in one order, so that equal numbers belong
 # to the same optimizer.
-_made = 0
+_made = itertools.count()
 
 _SHARED = (
     "ranks {} and {} hold other values of {!r} under one key{}, so that they draw the same noise for it. Parts of one model: "
@@ -122,9 +123,8 @@ class Witness:
     """
 
     def __init__(self, who: str) -> None:
-        global _made
         self.who, self.compares, self.apart = who, True, False
-        self.number, _made = _made, _made + 1
+        self.number = next(_made)
         self.events = 0
         self.steps = 0
         self.version: int | None = None
@@ -176,10 +176,12 @@ class Witness:
             step: the number of the step since the last start.
         """
         top = f"bayesopt_chain/witness/{self.number}/{self.events}"
-        if self.met and store.check([f"{top}/refusal"]):
-            self.refusal = store.get(f"{top}/refusal").decode()
+        # Not that of this step's own comparison, which some ranks would see one step before others.
+        earlier = [f"{top}/{x}/refusal" for x in sorted(COMPARED) if x < step] if self.met else []
+        if told := [name for name in earlier if store.check([name])]:
+            self.refusal = store.get(told[0]).decode()
         elif claims is not None and (found := self._contradiction(store, claims(), f"{top}/{step}")) is not None:
-            store.compare_set(f"{top}/refusal", "", found)
+            store.compare_set(f"{top}/{step}/refusal", "", found)
 
     def _contradiction(self, store: Any, claims: list[Claim], top: str) -> str | None:
         """Publish this rank's claims, and compare them with those of other ranks.
@@ -269,9 +271,14 @@ def _place(claim: Claim) -> str:
 
 
 def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of a group: rate, temperature, momentum, decay and whatever else is a number there."""
-    told = {k: v for k, v in group.items() if isinstance(v, (bool, int, float)) and not k.startswith("noise_")}
-    return told | {k: float(v) for k, v in group.items() if isinstance(v, Tensor) and v.numel() == 1}
+    """The hyperparameters of a group: rate, temperature, momentum, decay and what else is a number or a tuple of numbers."""
+    every = {k: v if isinstance(v, tuple) else (v,) for k, v in group.items() if not k.startswith("noise_")}
+    told = {k: [float(x) for x in xs] for k, xs in every.items() if all(map(_is_number, xs))}
+    return {k: xs if isinstance(group[k], tuple) else xs[0] for k, xs in told.items()}
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (bool, int, float)) or (isinstance(x, Tensor) and x.numel() == 1)
 
 
 def _combined(values: Iterable[Any]) -> str:

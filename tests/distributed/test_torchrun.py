@@ -203,7 +203,7 @@ def ranks(monkeypatch):
             monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
             run.store.read = 0
             try:
-                every[rank].look(lambda mine=mine: mine, torch.zeros(()))
+                every[rank].look(mine if callable(mine) else lambda mine=mine: mine, torch.zeros(()))
             except ValueError as err:
                 errors[rank] = str(err)
             most = max(most, run.store.read)
@@ -272,6 +272,10 @@ CASES = {  # the claims, and what every rank says; nothing where they may be so
         [*shards(2), [c._replace(param=c.param[:0], gradient=None, group={**GROUP, "lr": 0.2}) for c in shards(3)[2]]],
         f"{NUMBERS} lr =",
     ),
+    "replicas with other betas": (
+        [[leaf(0, betas=(0.9, 0.99 - r / 8))] for r in range(2)],
+        "with betas = [0.9, 0.99] and [0.9, 0.865]",
+    ),
     "chains with rates of their own": (
         [[leaf(0, key=r, lr=0.1 * r)._replace(gradient=torch.ones(3) * r)] for r in range(1, 4)],
         "",
@@ -291,6 +295,14 @@ def test_claims_that_contradict_each_other_are_refused_on_every_rank(ranks, case
     errors, _ = ranks(claims, 3)
     assert set(errors) == set(range(len(claims)) if words else ())
     assert all(words in said for said in errors.values()), errors
+
+
+@pytest.mark.parametrize("steps, refused", [(2, set()), (3, {0, 1, 2, 3})])
+def test_all_ranks_raise_what_a_comparison_has_found_at_the_step_behind_it(ranks, steps, refused):
+    """One that raised before would leave the others alone in the average of their gradients."""
+    times = [itertools.count() for _ in range(4)]  # nothing differs at the first comparison
+    parting = [lambda r=r: [leaf(0, lr=0.1 + r * next(times[r]))] for r in range(4)]
+    assert set(ranks(parting, steps)[0]) == refused
 
 
 # the figures of the page's table for 512 ranks, of which two or four can be counted here
