@@ -3,7 +3,7 @@
 bernoulli     loss = softplus(f) - y f,  p = sigmoid(f)           sum_k s_k s_k^T = p (1 - p)
 categorical   loss = -log softmax(f)_y,  p = softmax(f)           sum_k s_k s_k^T = diag(p) - p p^T
   weights     loss = -w_y log p_y                                 w_y times that
-ordinal       P(y <= k) = sigmoid(c_k - f)                        sum_k (dp_k / df)^2 / p_k
+ordinal       P(y <= k) = sigmoid(c_k - f)                        sum_k p_k (d log p_k / df)^2
 
 Class weights count a datum of class k as w_k data. The Hessian of that loss is taken at the observed class.
 """
@@ -38,11 +38,13 @@ class Bernoulli(Likelihood):
     has_classes = True
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return targets * outputs - softplus(outputs)
+        wrong = torch.where(targets > 0, -outputs, outputs)  # y f - softplus(f) would cancel where the model is right
+        return -softplus(wrong, threshold=40)  # up to where 1 + e^f is e^f
 
     def gradient(self, outputs: Tensor, targets: Any) -> Tensor:
         self._require_once(outputs, targets)
-        return outputs.sigmoid() - targets.to(outputs.dtype)  # yes or no, maybe as booleans
+        sign = 1 - 2 * targets.to(outputs.dtype)  # yes or no, maybe as booleans
+        return sign * (sign * outputs).sigmoid()
 
     def variance(self, outputs: Tensor) -> Tensor:
         return outputs.sigmoid() * (-outputs).sigmoid()
@@ -184,21 +186,17 @@ class Ordinal(OneOfSeveral):
         return Support(0.0, float(len(self.thresholds)), True)
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        cuts = self._cuts(outputs)
-        y = targets.to(torch.int64)
-        low, high = cuts[y], cuts[y + 1]
-        gap = torch.log1p(-torch.exp(low - high))
-        return logsigmoid(high - outputs) + logsigmoid(outputs - low) + gap
+        cuts, y = self._cuts(outputs), targets.to(torch.int64)
+        return _log_between(cuts[y], cuts[y + 1], outputs)
 
     def information(self, outputs: Tensor) -> Tensor:
-        cuts = self._cuts(outputs)
-        below = (cuts - outputs[..., None]).sigmoid()
-        slopes = (below * (1 - below)).diff(dim=-1)
-        p = below.diff(dim=-1).clamp_min(torch.finfo(outputs.dtype).tiny)
-        return (slopes.square() / p).sum(-1)
+        cuts, f = self._cuts(outputs), outputs[..., None]
+        slopes = (cuts[:-1] - f).sigmoid() - (f - cuts[1:]).sigmoid()  # of log p
+        return (self.mean(outputs) * slopes.square()).sum(-1)
 
     def mean(self, outputs: Tensor) -> Tensor:
-        return (self._cuts(outputs) - outputs[..., None]).sigmoid().diff(dim=-1)
+        cuts = self._cuts(outputs)
+        return _log_between(cuts[:-1], cuts[1:], outputs[..., None]).exp()
 
     def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
         index = (values.floor() + 1).clamp(0, len(self.thresholds) + 1).to(torch.int64)
@@ -207,6 +205,11 @@ class Ordinal(OneOfSeveral):
     def _cuts(self, outputs: Tensor) -> Tensor:
         ends = (-math.inf, *self.thresholds, math.inf)
         return torch.tensor(ends, dtype=outputs.dtype, device=outputs.device)
+
+
+def _log_between(low: Tensor, high: Tensor, f: Tensor) -> Tensor:
+    """``log(sigmoid(high - f) - sigmoid(low - f))``, of which both terms round to 1 far from the thresholds."""
+    return logsigmoid(high - f) + logsigmoid(f - low) + torch.log1p(-torch.exp(low - high))
 
 
 def bernoulli() -> Likelihood:

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from bayesopt_chain import checks
 from bayesopt_chain.likelihoods._quadrature import gauss_legendre, root_by_eigenvectors
+from bayesopt_chain.tracing import is_hidden
 from bayesopt_chain.trees import upcast
 
 AT_ONCE = 2**18  # outputs at which a score takes the distribution function at once
@@ -572,9 +573,10 @@ class Predictive:
         if not isinstance(self.outputs, Outputs):
             yield slice(None), self.likelihood.mixed(self.outputs, self.log_weights)
             return
-        mean, covariance = self.outputs.mean, self.outputs.blocks
-        first: Mixture = self.likelihood.mixed(Outputs(mean[:1], covariance[:1]))
-        at_once = max(1, NUMBERS_AT_ONCE // max(1, first.outputs.numel()))
+        mean, covariance, variance = self.outputs.mean, self.outputs.blocks, self.outputs.variance
+        widest = 0 if is_hidden(variance) or not variance.numel() else int(variance.amax(1).argmax())
+        most: Mixture = self.likelihood.mixed(Outputs(*(x[widest : widest + 1] for x in (mean, covariance))))  # nodes
+        at_once = max(1, NUMBERS_AT_ONCE // max(1, most.outputs.numel()))
         for start in range(0, max(1, len(mean)), at_once):
             some = slice(start, start + at_once)
             yield some, self.likelihood.mixed(Outputs(mean[some], covariance[some]))

@@ -60,7 +60,7 @@ from bayesopt_chain import checks
 from bayesopt_chain.tracing import is_hidden
 from bayesopt_chain.trees import wide
 
-FEW, MANY = 129, 4097  # points of the trapezoidal rule: the default and the most
+FEW, MANY = 129, 2**15 + 1  # points of the trapezoidal rule: the default, and the most, for deviations of 1,000 widths
 PAIRS = 128  # antithetic pairs of Sobol points
 REACH = 8.5  # standard deviations; a normal variable lies outside with probability 2e-17
 
