@@ -301,7 +301,12 @@ def first(rows: Tree) -> Tree:
 
 def combine(coefficients: Tensor, rows: Tree) -> Tree:
     """Return ``coefficients @ rows``: leaves ``[*lead, *leaf.shape]`` from ``[*lead, M]`` and leaves ``[M, *leaf.shape]``."""
-    return optree.tree_map(lambda leaf: torch.tensordot(coefficients.to(leaf.dtype), leaf, dims=1), rows)
+
+    def of_leaf(leaf: Tensor) -> Tensor:  # torch.tensordot takes four times as long for small ones
+        flat = leaf.reshape(len(leaf), leaf.shape[1:].numel())
+        return (coefficients.to(leaf.dtype) @ flat).reshape(*coefficients.shape[:-1], *leaf.shape[1:])
+
+    return optree.tree_map(of_leaf, rows)
 
 
 def project(rows: Tree, tree: Tree) -> Tensor:

@@ -11,6 +11,7 @@ The draw carries its noise along: to compute it back as ``theta_s - mean`` would
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -45,7 +46,7 @@ class Draw(NamedTuple):
     step: Tensor
 
 
-class Drawing(Alone, Keyed):
+class Drawing(Alone, Keyed, ABC):
     """A link whose draws come before its update: the gradient is taken at them, and handed back with ``draw=``."""
 
     n_samples: int
@@ -123,13 +124,13 @@ class Drawing(Alone, Keyed):
         """Templates of one sample's standard normals, and their names in the random stream."""
         return leaves, names
 
+    @abstractmethod
     def displace(self, state: Any, noise: tuple[Tensor, ...], leaves: Leaves) -> Leaves:
         """How far standard normals lead from the mean."""
-        raise NotImplementedError
 
+    @abstractmethod
     def shapes(self, state: Any) -> list | int:
         """The parameters' shapes that the state remembers, or their number."""
-        raise NotImplementedError
 
 
 def warn_of_rounding(what: str, names: Sequence[str], means: Leaves, moves: Leaves) -> None:

@@ -303,6 +303,7 @@ def tune_by_validation(loss: Callable[[Any], Any], candidates: Sequence[Any]) ->
 
 
 SCALAR, LAYERWISE = "scalar", "layerwise"  # structures of a prior
+OF_PRIOR = checks.one_of(SCALAR, LAYERWISE).or_none()
 WHOLE = ("dense", "root")  # structures of a posterior with one basis for all leaves
 
 LOWEST, HIGHEST = 1e-10, 1e10  # of hyperparameters: an evidence may rise towards 0 or infinity without end
@@ -416,10 +417,8 @@ class Tuned(NamedTuple):
 
 
 def require_prior_structure(name: str, prior_structure: str | None, structure: str | None) -> str | None:
-    """The structure of a prior, "scalar" by default for a posterior whose basis mixes the layers; refuse an unknown one, or one
-    that the posterior's structure has no evidence for."""
-    if prior_structure not in (SCALAR, LAYERWISE, None):
-        raise ValueError(f"{name}: prior_structure={prior_structure!r}: pass 'scalar', 'layerwise' or None")
+    """The structure of a prior, "scalar" by default for a posterior whose basis mixes the layers; refuse one that the
+    posterior's structure has no evidence for."""
     if structure not in WHOLE:
         return prior_structure
     if prior_structure == LAYERWISE:

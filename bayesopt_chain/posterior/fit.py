@@ -29,7 +29,14 @@ from bayesopt_chain.curvature._plan import batch_size, part
 from bayesopt_chain.likelihoods import Likelihood, Outputs, Predictive
 from bayesopt_chain.modules.functional import Reader, peeked
 from bayesopt_chain.posterior._linearized import functional_samples
-from bayesopt_chain.posterior.evidence import by_output, require_prior_structure, spectra, tune_by_validation, tuned
+from bayesopt_chain.posterior.evidence import (
+    OF_PRIOR,
+    by_output,
+    require_prior_structure,
+    spectra,
+    tune_by_validation,
+    tuned,
+)
 from bayesopt_chain.posterior.export import LinearizedHead
 from bayesopt_chain.posterior.gaussian import Gaussian, log_prior, posterior_of, require_finite
 from bayesopt_chain.posterior.last_layer import Features
@@ -509,7 +516,7 @@ SUBSET = checks.Kind(
         lambda x: isinstance(x, bool) or (isinstance(x, str) and x == "evidence"), "a bool or 'evidence'"
     ),
     prior_precision=checks.ANY,
-    prior_structure=checks.TEXT.or_none(),
+    prior_structure=OF_PRIOR,
     validation=checks.BATCHES,
     inputs=checks.INPUTS,
     outputs=checks.INPUTS,

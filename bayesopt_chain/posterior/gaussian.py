@@ -324,15 +324,9 @@ def posterior_of(
     if temperature is not None:
         checks.POSITIVE("laplace: temperature", temperature)
         precision = precision.scale(1 / (temperature * count))
-    mean = copied(params)
     # Kronecker factors can no longer be added to once they are decomposed, so that they are kept beside.
-    grows = isinstance(precision, Kronecker)
-    try:
-        return Gaussian(mean, precision, precision if grows else ()).factorised()
-    except ValueError as err:
-        if isinstance(likelihood_scale, (int, float)) and likelihood_scale == 1:
-            raise
-        raise ValueError(f"laplace: with likelihood_scale={checks.short(likelihood_scale)}: {err}") from err
+    undecomposed = precision if isinstance(precision, Kronecker) else ()
+    return Gaussian(copied(params), precision, undecomposed).factorised()
 
 
 def with_prior(data: Any, prior: Gaussian) -> Any:

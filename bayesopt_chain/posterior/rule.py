@@ -82,6 +82,7 @@ from torch import Tensor
 
 from bayesopt_chain.curvature._plan import batch_size, part
 from bayesopt_chain.likelihoods import Likelihood
+from bayesopt_chain.likelihoods._classes import OneOfSeveral
 from bayesopt_chain.posterior._linearized import jacobian
 from bayesopt_chain.posterior.evidence import Tuned, spectra, tune_layer, tuned
 from bayesopt_chain.posterior.gaussian import Gaussian
@@ -237,18 +238,23 @@ def within_budget(model: Model, posterior: Gaussian, batches: list[Any], seen: P
 
 
 def _own(likelihood: Likelihood, mean: Tensor) -> Any:
-    """What the network says of targets: probabilities of classes, of other targets draws."""
-    if "sobol" in likelihood.methods:
-        return likelihood.mean(mean)
+    """What the network says of targets: probabilities of classes, in order or not, of other targets draws."""
+    if likelihood.has_classes or isinstance(likelihood, OneOfSeveral):
+        return _of_labels(likelihood, likelihood.mean(mean))
     generator = torch.Generator(mean.device).manual_seed(0)
     return [likelihood.draw(mean, generator) for _ in range(DRAWS)]
 
 
+def _of_labels(likelihood: Likelihood, p: Tensor) -> Tensor:
+    """Probabilities of all labels, ``[*, C]``, where those of yes are given for targets that are yes or no."""
+    return torch.stack([1 - p, p], -1) if likelihood.has_classes and likelihood.support is not None else p
+
+
 def _divergence(likelihood: Likelihood, own: Any, mean: Tensor, covariance: Tensor) -> Tensor:
     if isinstance(own, Tensor):
-        method = "sobol" if own.shape[-1] <= 32 else "probit"
+        method = "probit" if own.shape[-1] > 32 and "probit" in likelihood.methods else None
         tiny = torch.finfo(own.dtype).tiny
-        averaged = likelihood.expected_mean(mean, covariance, method)
+        averaged = _of_labels(likelihood, likelihood.expected_mean(mean, covariance, method))
         return (own * (own.clamp_min(tiny) / averaged.clamp_min(tiny)).log()).sum(-1).flatten()
     predictive = likelihood.predictive(mean, covariance)
     return torch.stack([likelihood.log_prob(mean, y) - predictive.log_prob(y) for y in own]).mean(0).flatten()

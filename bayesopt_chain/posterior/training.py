@@ -36,7 +36,7 @@ from bayesopt_chain.modules.functional import (
     with_progress,
     write_back,
 )
-from bayesopt_chain.posterior.evidence import require_prior_structure, tuned
+from bayesopt_chain.posterior.evidence import OF_PRIOR, require_prior_structure, tuned
 from bayesopt_chain.posterior.fit import FittedLaplace, at
 from bayesopt_chain.posterior.gaussian import require_finite
 from bayesopt_chain.posterior.last_layer import unwrapped
@@ -79,6 +79,7 @@ def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     every=checks.WHOLE,
     structure=checks.one_of(*(name for name in STRUCTURES if name != "low_rank")),
     prior_precision=checks.POSITIVE,
+    prior_structure=OF_PRIOR,
     tune_noise=checks.BOOL,
 )
 def train_by_evidence(

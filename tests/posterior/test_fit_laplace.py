@@ -144,7 +144,7 @@ GAUSSIAN = {"likelihood": bc.likelihoods.gaussian(), "loader": [(torch.eye(3, 2)
         ({"layers": "all"}, r"fit_laplace: layers is no argument of it.*rank.*subset="),
         ({"module": matrix, "params": WEIGHT}, "of a forward function the last layer is not known"),
         ({"module": matrix, "subset": "head"}, "needs params="),
-        ({"prior_structure": "one"}, "fit_laplace: prior_structure='one': pass 'scalar', 'layerwise' or None"),
+        ({"prior_structure": "one"}, "fit_laplace: prior_structure must be 'scalar' or 'layerwise', or None, got"),
         ({"prior_structure": "layerwise", "structure": "dense"}, "'layerwise' with structure='dense'.*pass 'scalar'"),
         ({"prior_structure": "scalar", "tune": None}, "'scalar' is for tune='evidence'.*tune=None"),
         ({"curvature": "hessian"}, "curvature must be 'default' or 'ggn' or .*, got 'hessian'"),

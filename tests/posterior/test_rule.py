@@ -20,10 +20,11 @@ def network(outputs):
     return nn.Sequential(nn.Linear(2, 12), nn.Tanh(), nn.Linear(12, outputs))
 
 
-def classes(steps=300):
+def classes(steps=300, likelihood=likelihoods.categorical()):  # noqa: B008
     x = torch.randn(N, 2)
     y = (x[:, 0] + x[:, 1] > 0).long() + (x[:, 0] > 1).long()
-    return trained(network(3), likelihoods.categorical(), x, y, steps), x, y
+    y = y if likelihood.name == "categorical" else y[:, None].clamp_max(likelihood.support.high).to(x)
+    return trained(network(3 if y.ndim == 1 else 1), likelihood, x, y, steps), x, y
 
 
 @pytest.mark.parametrize("structure", ["dense", "root", "kronecker", "diagonal", "block"])
@@ -55,16 +56,25 @@ def test_dispersion_and_prior_are_the_fixed_point_of_their_equations(structure):
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("steps", [30, 2000], ids=["learning", "overtrained"])
-def test_averages_stay_within_the_budget_and_use_it_up_where_it_binds(steps):
-    net, x, y = classes(steps)
-    fitted = bc.fit_laplace(net, likelihoods.categorical(), [(x, y)])
-    p = net(x).detach().softmax(1)
+@pytest.mark.parametrize(
+    ("steps", "likelihood", "subset"),
+    [
+        (30, likelihoods.categorical(), "last_layer"),
+        (2000, likelihoods.categorical(), "last_layer"),
+        (1000, likelihoods.bernoulli(), "all"),
+    ],
+    ids=["learning", "overtrained", "yes or no"],
+)
+def test_averages_stay_within_the_budget_and_use_it_up_where_it_binds(steps, likelihood, subset):
+    net, x, y = classes(steps, likelihood)
+    fitted = bc.fit_laplace(net, likelihood, [(x, y)], subset=subset)
     q = fitted.predict(x)
-    cost, loss = (p * (p / q).log()).sum(1).mean(), nn.functional.nll_loss(p.log(), y)
-    share = cost / (0.1 * (loss + 1e-3))
+    p, mean = (p.reshape(N, -1) for p in (likelihood.mean(net(x).detach()), q))
+    p, mean = (torch.cat([1 - p, p], 1) if p.shape[1] == 1 else p for p in (p, mean))
+    share = (p * (p / mean).log()).sum(1).mean() / (0.1 * (likelihood.nll(net(x), y).mean() + 1e-3))
     assert share <= 1 + 1e-6 and (fitted.covariance_scale == 1 or share > 0.99)
-    whole = bc.fit_laplace(net, likelihoods.categorical(), [(x, y)], tune=None, prior_precision=fitted.prior_precision)
+    options = dict(subset=subset, tune=None, prior_precision=fitted.prior_precision)
+    whole = bc.fit_laplace(net, likelihood, [(x, y)], **options)
     assert fitted.covariance_scale < 1 or torch.equal(fitted.outputs(x).mean, whole.outputs(x).mean)
     torch.testing.assert_close(fitted.load_state_dict(fitted.state_dict()).predict(x), q)
     more = fitted.refit([(x, y)])

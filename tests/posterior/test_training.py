@@ -152,7 +152,7 @@ def test_hyperparameters_move_by_a_factor_of_e_at_most():
         ({"burn_in": -1}, "burn_in must be a whole number, at least 0, got -1"),
         ({"structure": "low_rank"}, "structure must be 'dense' or"),
         ({"prior_precision": 0.0}, "prior_precision must be a positive, finite number"),
-        ({"prior_structure": "one"}, "prior_structure='one': pass 'scalar', 'layerwise' or None"),
+        ({"prior_structure": "one"}, "prior_structure must be 'scalar' or 'layerwise', or None, got"),
         ({"prior_structure": "layerwise", "structure": "root"}, "'layerwise' with structure='root'.*pass 'scalar'"),
         ({"subset": 3}, "subset=3 is no prefix of params: pass names"),
         ({"subset": {"0.bias": True}}, "subset=.* is no prefix"),

@@ -73,7 +73,7 @@ from bayesopt_chain.precision._dense import signed
 from bayesopt_chain.precision._low_rank import compress
 from bayesopt_chain.schedules import is_number
 from bayesopt_chain.tracing import is_transformed
-from bayesopt_chain.trees import Tree, combine, common_dtype, gram, paths, project, size, upcast
+from bayesopt_chain.trees import Tree, combine, common_dtype, gram, inner, paths, project, size, upcast
 
 SMALLEST = 1e-15  # a root of the output Hessian; below it the batch would say where to move and not how far
 
@@ -187,7 +187,7 @@ def _observation(
         scale = root.scale.reshape(-1).clamp_min(SMALLEST)
         innovation = -slope.reshape(-1) / scale
         rows = pull(torch.diag(scale).reshape(-1, *f.shape))
-        force = [weighted_sum(innovation, row) for row in rows]
+        force = combine(innovation, rows)
     else:
         columns = torch.cat([_separate(root.part(0, root.columns)), -slope[None]])
         innovation, pulled = None, pull(columns)
@@ -231,11 +231,6 @@ def _evaluated(
         return [leaf.new_zeros((v.shape[0], *leaf.shape)) if x is None else x for x, leaf in zip(pulled, chosen)]
 
     return f.detach(), pull
-
-
-def weighted_sum(weights: Tensor, rows: Tensor) -> Tensor:
-    """``sum_m weights_m rows_m`` of ``[M]`` and ``[M, *leaf.shape]``; ``torch.tensordot`` takes four times as long."""
-    return (weights.to(rows.dtype) @ rows.reshape(rows.shape[0], rows.shape[1:].numel())).reshape(rows.shape[1:])
 
 
 def information(context: LinkContext, who: str) -> Observation:
@@ -504,11 +499,6 @@ def solve_with_rows(
     return [m.to(like.dtype) for m, like in zip(moves, force)], 2 * lower.diagonal().log().sum()
 
 
-def dot(a: list[Tensor], b: list[Tensor]) -> Tensor:
-    """The inner product of two lists of leaves."""
-    return reduce(torch.add, [(x * y).sum() for x, y in zip(a, b)])
-
-
 def gain(diagonal: list[Tensor], rows: list[Tensor], innovation: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
     """``D^-1 r^T (I + r D^-1 r^T)^-1 e``, the Kalman gain of whitened innovations, the determinant's growth, and q."""
     roots = [d.sqrt() for d in diagonal]
@@ -516,7 +506,7 @@ def gain(diagonal: list[Tensor], rows: list[Tensor], innovation: Tensor) -> tupl
     lower = _capacity_root(white)
     e = innovation.to(lower.dtype)
     along = torch.cholesky_solve(e[:, None], lower)[:, 0]
-    moves = [weighted_sum(along, w) / root for w, root in zip(white, roots)]
+    moves = [move / root for move, root in zip(combine(along, white), roots)]
     return moves, 2 * lower.diagonal().log().sum(), e @ along
 
 
@@ -579,10 +569,10 @@ class LowRankInformation(Structure):
                 common_dtype(rows) if self.rank else torch.float64
             )  # a diagonal has nothing of the past's directions
             moves, growth = solve_with_rows(before, rows, batch.force, dtype)
-            misfit = -dot(batch.force, moves)
+            misfit = -inner(batch.force, moves, moves)
         else:
             moves, growth, misfit = gain(before, rows, e)
-            misfit = misfit if batch.force is None else -dot(batch.force, moves)
+            misfit = misfit if batch.force is None else -inner(batch.force, moves, moves)
         kept, overflow = (), [row.square().sum(0) for row in rows]
         if self.rank:
             known = _capacity_root([row / d.sqrt() for row, d in zip(state.rows, before)])

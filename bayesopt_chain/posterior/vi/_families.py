@@ -58,13 +58,10 @@ class Family(ABC):
         """The first phi for standard deviations that broadcast to the leaves; ``normals(n)`` are ``n`` standard normals like
         every leaf, ``[n, *leaf.shape]``."""
 
-    @abstractmethod
-    def noise_like(self, leaves: list[Tensor]) -> list[Tensor]:
-        """Templates of one sample's standard normals."""
-
-    def noise_names(self, paths: Sequence[str]) -> Sequence[str]:
-        """The names by which the random stream tells these normals apart: by default the paths of the leaves."""
-        return paths
+    def noise_like(self, leaves: list[Tensor], paths: Sequence[str]) -> tuple[list[Tensor], Sequence[str]]:
+        """Templates of one sample's standard normals, by default those of the leaves, and the names by which the random stream
+        tells them apart."""
+        return leaves, paths
 
     @abstractmethod
     def displace(self, scale: Scale, noise: Noise, leaves: list[Tensor]) -> list[Tensor]:
@@ -108,9 +105,6 @@ class MeanField(Family):
     def start(self, leaves, scales, normals):
         return tuple(_logs(leaf, scale) for leaf, scale in zip(leaves, scales))
 
-    def noise_like(self, leaves):
-        return leaves
-
     def displace(self, scale, noise, leaves):
         return [s.exp() * z for s, z in zip(scale, noise)]
 
@@ -142,11 +136,8 @@ class Dense(Family):
         logs = [_logs(leaf, scale) for leaf, scale in zip(leaves, scales)]
         return (torch.diag(flatten(logs, leaves).to(dtype)),)
 
-    def noise_like(self, leaves):
-        return [leaves[0].new_empty((), dtype=common_dtype(leaves)).expand(size(leaves))]
-
-    def noise_names(self, paths):
-        return [self.name]
+    def noise_like(self, leaves, paths):
+        return [leaves[0].new_empty((), dtype=common_dtype(leaves)).expand(size(leaves))], [self.name]
 
     def displace(self, scale, noise, leaves):
         return unflatten(noise[0] @ cholesky(scale[0]).mT, leaves)
@@ -194,12 +185,9 @@ class LowRank(Family):
         rows = tuple(row * (half / math.sqrt(self.rank)) for row, half in zip(normals(self.rank), halves))
         return (*rows, *(_logs(leaf, half) for leaf, half in zip(leaves, halves)))
 
-    def noise_like(self, leaves):
-        dtype = common_dtype(leaves)
-        return [*leaves, leaves[0].new_empty((), dtype=dtype).expand(self.rank)]
-
-    def noise_names(self, paths):
-        return [*paths, self.name]
+    def noise_like(self, leaves, paths):
+        of_rows = leaves[0].new_empty((), dtype=common_dtype(leaves)).expand(self.rank)
+        return [*leaves, of_rows], [*paths, self.name]
 
     def displace(self, scale, noise, leaves):
         (rows, log_d), (*eps, z) = _halves(scale), noise

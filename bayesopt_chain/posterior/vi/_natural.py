@@ -40,6 +40,7 @@ the posterior.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -143,16 +144,17 @@ class Natural(Drawing):
         momentum = tuple(torch.zeros_like(leaf, dtype=wide(leaf.dtype)).detach() for leaf in leaves)
         return NaturalState(momentum, self.first_hessian(shards.local_tree(params)), key, count)
 
+    @abstractmethod
     def first_hessian(self, params: Any) -> Any:
-        raise NotImplementedError
+        """The Hessian before the first step, from the tree of params."""
 
     def shapes(self, state: NaturalState) -> list:
         """The parameters' shapes that the state remembers."""
         return [v.shape for v in state.momentum]
 
+    @abstractmethod
     def precision(self, state: NaturalState, params: Any) -> Precision:
         """Of the posterior, over the tree of params."""
-        raise NotImplementedError
 
     def update(self, g: list, state: NaturalState, op: TensorOps, context: LinkContext) -> tuple[list, NaturalState]:
         leaves = context.params
@@ -164,6 +166,7 @@ class Natural(Drawing):
         moves = self.moves(force, hessian, state, leaves)
         return [None if x is None else x.to(p.dtype) for x, p in zip(moves, leaves)], op.keep(state, new)
 
+    @abstractmethod
     def next_hessian(self, samples: list, state: NaturalState, context: LinkContext) -> Any:
         """The average of the Hessian with what this step says of it.
 
@@ -172,11 +175,10 @@ class Natural(Drawing):
             state: before the update.
             context: with the draw and other keywords.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def moves(self, force: list, hessian: Any, state: NaturalState, leaves: list) -> list:
         """Of the mean, within the trust radius; ``None`` without a force."""
-        raise NotImplementedError
 
     def _samples(self, g: list, draw: Any, state: NaturalState, leaves: list) -> list:
         """The leaves' gradients, samples on axis 0."""

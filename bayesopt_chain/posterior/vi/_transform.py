@@ -171,7 +171,7 @@ class Variational(Drawing):
         return scales
 
     def noise_like(self, leaves: list, names: Sequence[str]) -> tuple[list, Sequence[str]]:
-        return self.family.noise_like(leaves), self.family.noise_names(names)
+        return self.family.noise_like(leaves, names)
 
     def displace(self, state: VariationalState, noise: tuple, leaves: list) -> list:
         return self.family.displace(state.scale, noise, leaves)
