@@ -304,7 +304,7 @@ def combine(coefficients: Tensor, rows: Tree) -> Tree:
 
     def of_leaf(leaf: Tensor) -> Tensor:  # torch.tensordot takes four times as long for small ones
         flat = leaf.reshape(len(leaf), leaf.shape[1:].numel())
-        return (coefficients.to(leaf.dtype) @ flat).reshape(*coefficients.shape[:-1], *leaf.shape[1:])
+        return (coefficients.to(leaf.dtype) @ flat).reshape((*coefficients.shape[:-1], *leaf.shape[1:]))
 
     return optree.tree_map(of_leaf, rows)
 

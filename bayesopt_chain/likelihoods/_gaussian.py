@@ -23,7 +23,8 @@ from torch.special import ndtr
 from bayesopt_chain import checks
 from bayesopt_chain.likelihoods._likelihood import Elementwise, Grouping, Likelihood
 from bayesopt_chain.likelihoods._predictive import Mixture, Outputs
-from bayesopt_chain.likelihoods._quadrature import incomplete_beta, normal_nodes, standard_gamma
+from bayesopt_chain.likelihoods._quadrature import FEW, incomplete_beta, normal_nodes, points_for, standard_gamma
+from bayesopt_chain.tracing import is_hidden
 from bayesopt_chain.trees import as_tensor
 
 LOG_2PI = math.log(2 * math.pi)
@@ -154,12 +155,18 @@ class LearnedGaussian(Normal):
     def nodes(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
         grouping = self.grouping(mean.shape[1:])
         m, s = grouping.split(mean), grouping.blocks(covariance)
-        r, log_weights = normal_nodes(m[..., 1:], s[..., 1:, 1:])
+        s = torch.diag_embed(s) if s.ndim == m.ndim else s
+        r, log_weights = normal_nodes(m[..., 1:], s[..., 1:, 1:], self._points(mean, s.diagonal(dim1=-2, dim2=-1)))
         r = r[..., 0]
         gain = s[..., 0, 1] / s[..., 1, 1].clamp_min(torch.finfo(s.dtype).tiny)
         left = (s[..., 0, 0] - gain * s[..., 0, 1]).clamp_min(0)
         of_y = torch.stack([m[..., 0] + gain * (r - m[..., 1]), torch.logaddexp(r, left.log())], -1)
         return grouping.join(of_y, mean.shape[1:]), log_weights
+
+    def _points(self, mean: Tensor, variance: Tensor) -> int:
+        """For densities that change with the log variance on a width of two thirds."""
+        deviation = variance[..., 1].detach().clamp_min(0).sqrt()
+        return FEW if is_hidden(deviation) or not deviation.numel() else points_for(1.5 * float(deviation.amax()))
 
 
 @dataclass(frozen=True, eq=False)

@@ -55,7 +55,7 @@ from torch.nn.functional import pad
 
 from bayesopt_chain import checks
 from bayesopt_chain.likelihoods._predictive import Mixture, Outputs, Predictive
-from bayesopt_chain.likelihoods._quadrature import normal_nodes, points_for
+from bayesopt_chain.likelihoods._quadrature import FEW, normal_nodes, points_for
 from bayesopt_chain.tracing import is_hidden, is_readable, is_transformed
 from bayesopt_chain.trees import as_tensor, wide
 
@@ -1112,7 +1112,7 @@ class Likelihood(ABC):
 
         Args:
             mean: of the outputs, ``[N, *event]``.
-            covariance: of one datum's E outputs, ``[N, E, E]``.
+            covariance: of one datum's E outputs, ``[N, E, E]``, or variances of independent ones, ``[N, E]``.
 
         Returns:
             Outputs ``[S, N, *event]`` and log weights ``[S]``.
@@ -1126,8 +1126,8 @@ class Likelihood(ABC):
         """
         grouping = self.grouping(mean.shape[1:])
         m, s = grouping.split(mean), grouping.blocks(covariance)
-        points = self._points(mean, s) if grouping.width == 1 else 0
-        nodes, log_weights = normal_nodes(m, s, points) if points else normal_nodes(m, s)
+        variance = s if s.ndim == m.ndim else s.diagonal(dim1=-2, dim2=-1)
+        nodes, log_weights = normal_nodes(m, s, self._points(mean, variance))
         return grouping.join(nodes, mean.shape[1:]), log_weights
 
     @checks.takes()
@@ -1163,10 +1163,11 @@ class Likelihood(ABC):
         return rule(grouping.split(mean), grouping.blocks(covariance))
 
     def _points(self, mean: Tensor, variance: Tensor) -> int:
-        """Enough points for the narrowest log density at these outputs."""
-        if is_hidden(mean) or type(self).information is Likelihood.information or mean.numel() == 0:
-            return 0
-        deviation = variance[..., 0, 0].detach().clamp_min(0).sqrt().reshape(mean.shape)
+        """Enough points of a rule over one output for the narrowest log density at these outputs."""
+        is_known = variance.shape[-1] == 1 and type(self).information is not Likelihood.information
+        if is_hidden(mean) or not is_known or mean.numel() == 0:
+            return FEW
+        deviation = variance.detach().clamp_min(0).sqrt().reshape(mean.shape)
         ends = [self.information(mean.detach() + k * deviation) for k in (-3, 0, 3)]
         sharpest = torch.stack(ends).amax(0).sqrt()
         return points_for(float((deviation * sharpest).amax()))

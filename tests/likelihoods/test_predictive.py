@@ -575,6 +575,26 @@ def test_what_a_sure_prediction_leaves_has_all_its_digits(dtype):
         torch.testing.assert_close(found, torch.full_like(f, math.exp(-30.0)))
 
 
+@pytest.mark.parametrize("name", [*ONE_OUTPUT, "learned"])
+def test_variances_of_independent_outputs_are_a_diagonal_covariance(name):
+    likelihood, mean, variance = (
+        ONE_OUTPUT.get(name, likelihoods.gaussian("learned")),
+        torch.randn(3, 4),
+        torch.rand(3, 4),
+    )
+    found, wanted = (likelihood.predictive(mean, c).variance for c in (variance, torch.diag_embed(variance)))
+    torch.testing.assert_close(found, wanted)
+
+
+def test_a_log_variance_that_is_hardly_known_is_integrated_over():
+    """With a deviation of 20, against 10^5 points."""
+    z = torch.linspace(-10, 10, 100_001)
+    each = torch.distributions.Normal(0.0, (1e-4 + (20 * z - 2).exp()).sqrt()).log_prob(torch.tensor(0.5))
+    wanted = (each - z.square() / 2).logsumexp(0) - (-z.square() / 2).logsumexp(0)
+    predictive = likelihoods.gaussian("learned").predictive(torch.tensor([[0.0, -2.0]]), torch.tensor([[1e-4, 400.0]]))
+    torch.testing.assert_close(predictive.log_prob(torch.tensor([[0.5]])).squeeze(), wanted, rtol=1e-9, atol=0.0)
+
+
 def test_noise_a_thousand_times_narrower_than_the_outputs_is_not_missed():
     """The variances then add up, in a batch with outputs that are hardly spread too."""
     variance, y = torch.tensor([[[1e-6]], [[100.0]]]), torch.tensor([[0.01], [7.0]])
