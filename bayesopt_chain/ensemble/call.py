@@ -488,9 +488,10 @@ def _require_targets(networks: Members, data: Data, likelihood: Likelihood) -> t
         except RuntimeError as err:
             if not own.isdisjoint(dtypes):
                 raise
+            wanted = own.pop()
             raise TypeError(
-                f"{WHO}inputs are {dtypes.pop()} and the module's weights {own.pop()} ({err}): convert the inputs "
-                "(inputs.float()), or return module.double() from make_model"
+                f"{WHO}inputs are {dtypes.pop()} and the module's weights {wanted} ({err}): convert the inputs "
+                f"(inputs.to({wanted})), or return another module from make_model (module.double(), module.float())"
             ) from err
         trained: Any = networks.outputs(inputs, networks.training)
     if not isinstance(whole, torch.Tensor) or whole.shape[:1] != (LEAST,):

@@ -183,19 +183,18 @@ class Training:
     def rate(self, steps: int) -> dict[str, Any]:
         """The largest of three rates whose descent is within 5 % of the best, each tried on one network."""
         count, tried = len(self.problem.mine), max(10, round(TRIAL * steps))
+        # as many at a time as this rank has members, so that one program serves
+        padded = torch.tensor([*RATES, *RATES[-1:] * (-len(RATES) % count)], dtype=torch.float64, device="cpu")
         traces: list[Tensor] = []
-        self.stages.begin("rate", -(-len(RATES) // count) * tried)
-        for at in range(0, len(RATES), count):
-            rates = torch.tensor(
-                [*RATES[at : at + count], *[RATES[-1]] * count][:count], dtype=torch.float64, device="cpu"
-            )
+        self.stages.begin("rate", len(padded) // count * tried)
+        for rates in padded.split(count):
             state, losses = self.state._replace(theta=alike(self.state.theta)), []
             for i in range(tried):
                 state, loss = self.run(state, alike(self.batch(i)), self.rates(rates))
                 losses.append(loss)
                 self.stages.advance()
-            traces.append(torch.stack(losses)[:, : len(RATES) - at])
-        trace = torch.cat(traces, 1).double().cpu()
+            traces.append(torch.stack(losses))
+        trace = torch.cat(traces, 1)[:, : len(RATES)].double().cpu()
         first, last = trace[0].mean(), trace[-max(1, tried // 3) :].mean(0).nan_to_num(math.inf, math.inf, math.inf)
         if not bool(last.isfinite().any()):
             raise ValueError(
