@@ -61,7 +61,7 @@ class Epochs:
         self.order: Any = order if isinstance(order, str) else getattr(order, "__qualname__", type(order).__name__)
         self.seed = seed
         self.chains = chains
-        self.leaves, self.spec, self.size = _columns(data)
+        self.leaves, self.spec, self.size = columns(data)
         self.left_out = leave_out
         self.rank, self.ranks = place
         self.with_rows = with_rows
@@ -373,7 +373,7 @@ def epochs(
             f"{order!r}"
         )
     batch_size, place = operator.index(batch_size), _place(mesh)
-    size = _columns(data)[2]
+    size = columns(data)[2]
     left_out = _left_out(leave_out, size, chains)
     least = size - max([len(rows) for rows in left_out], default=0)
     if not 1 <= batch_size <= least:
@@ -430,19 +430,23 @@ def _left_out(leave_out: Tensor | Sequence[Tensor] | None, size: int, chains: in
     return [rows.cpu().unique() for rows in each]
 
 
-def _columns(data: Any) -> tuple[list[Tensor] | None, Any, int]:
-    """The tensors of a tree of data, its structure, and the number of data."""
+def columns(data: Any, who: str = "epochs") -> tuple[list[Tensor] | None, Any, int]:
+    """The tensors of a tree of data, its structure, and the number of data; of a dataset their number alone.
+
+    Raises:
+        TypeError: data that are neither. ValueError: tensors of different lengths.
+    """
     leaves, spec = batches.flatten(data)
     if leaves and all(torch.is_tensor(leaf) for leaf in leaves):
         lengths = {leaf.shape[0] if leaf.ndim else None for leaf in leaves}
         if len(lengths) > 1 or None in lengths:
             shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)
-            raise ValueError(f"epochs: every tensor of data needs one entry a datum on axis 0, got shapes {shapes}")
+            raise ValueError(f"{who}: every tensor of data needs one entry a datum on axis 0, got shapes {shapes}")
         return leaves, spec, leaves[0].shape[0]
     if optree.tree_structure(data).num_nodes > 1 or not hasattr(data, "__len__"):
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves if not torch.is_tensor(leaf)})) or "nothing"
         raise TypeError(
-            f"epochs: data must be a tree of tensors, or a dataset with a length; it holds {kinds} (torch.as_tensor makes "
-            "tensors of arrays)"
+            f"{who}: data must be a tree of tensors, or a dataset with a length; it holds {kinds} (torch.as_tensor makes "
+            "tensors of arrays, of pandas of its .to_numpy(); names need numbers)"
         )
     return None, None, len(data)

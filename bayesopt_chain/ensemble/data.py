@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 from bayesopt_chain import batches
-from bayesopt_chain.data.epochs import Epochs
+from bayesopt_chain.data.epochs import Epochs, columns
 from bayesopt_chain.likelihoods import Likelihood, gaussian, weighted
 from bayesopt_chain.likelihoods._gaussian import LearnedGaussian, StudentT
 from bayesopt_chain.modules.functional import Reader, as_pair, batch_inputs, logits_of
@@ -211,7 +211,7 @@ def read(data: Any, least: int = LEAST) -> tuple[Data, int | None]:
     """All data, at least so many, and the batch size that the user's loader or epochs have.
 
     Raises:
-        TypeError: nothing that data can be read from.
+        TypeError: nothing that data can be read from, or no tensors.
         ValueError: no targets, inputs that are not finite, too few data, or batches that do not fit together.
     """
     size = None
@@ -227,8 +227,7 @@ def read(data: Any, least: int = LEAST) -> tuple[Data, int | None]:
     elif not isinstance(data, (tuple, list, Mapping)):
         raise TypeError(
             f"posterior_ensemble: data is {type(data).__name__}: pass tensors (inputs, targets), a Dataset, a DataLoader, a "
-            "list "
-            "of batches, or bc.epochs"
+            "list of batches, or bc.epochs"
         )
     inputs, targets = batches.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, as_pair(data))
     if targets is None:
@@ -236,19 +235,7 @@ def read(data: Any, least: int = LEAST) -> tuple[Data, int | None]:
             "posterior_ensemble: data has no targets: pass (inputs, targets), with weights (inputs, (targets, weights)), or a "
             "mapping with labels"
         )
-    leaves = [*batches.flatten(inputs)[0], *batches.flatten(targets)[0]]
-    if wrong := [type(x).__name__ for x in leaves if not isinstance(x, Tensor)]:
-        raise TypeError(
-            f"posterior_ensemble: data holds {wrong[0]}, not tensors alone: convert it with torch.as_tensor (of pandas its "
-            ".to_numpy(), of names their class numbers)"
-        )
-    lengths = {tuple(x.shape[:1]) for x in leaves}
-    if len(lengths) > 1 or () in lengths:
-        raise ValueError(
-            "posterior_ensemble: inputs and targets need one entry a datum on axis 0, got shapes "
-            + ", ".join(str(tuple(x.shape)) for x in leaves)
-        )
-    n = leaves[0].shape[0]
+    _, _, n = columns((inputs, targets), "posterior_ensemble")
     if n < least:
         raise ValueError(f"posterior_ensemble: {n} data are too few to leave some out: at least {least}")
     require_inputs("posterior_ensemble", inputs)
@@ -270,10 +257,9 @@ def require_inputs(who: str, inputs: Any) -> None:
 
 def _of_epochs(data: Epochs) -> Any:
     """All data of epochs but those that they leave out."""
-    rows = data.common_rows()
     if data.leaves is None:
-        return _joined(DataLoader(Subset(data.data, rows.tolist()), AT_ONCE))
-    return batches.tree_map(lambda x: x[rows.to(x.device)], data.data)
+        return _joined(DataLoader(Subset(data.data, data.common_rows().tolist()), AT_ONCE))
+    return next(data.parts(data.size))
 
 
 def _in_order(loader: DataLoader) -> Iterable[Any]:

@@ -213,7 +213,13 @@ WRONG = [
     (maker(), iter([]), GAUSSIAN, TypeError, "data is list_iterator: pass tensors"),
     (nn.Sequential(nn.LazyBatchNorm1d(), nn.Linear(2, 1)), (X, Y), GAUSSIAN, ValueError, "with lazy norms once"),
     (maker(), [X], GAUSSIAN, ValueError, r"no targets: .* \(inputs, \(targets, weights\)\)"),
-    (maker(), (X.numpy(), Y), GAUSSIAN, TypeError, r"of pandas its \.to_numpy"),
+    (
+        maker(),
+        (X.numpy(), Y),
+        GAUSSIAN,
+        TypeError,
+        r"posterior_ensemble: .* holds ndarray .*of pandas of its \.to_numpy",
+    ),
     (maker(), (X, Y > 0), GAUSSIAN, TypeError, r"targets\.float\(\)"),
     (
         maker(),
