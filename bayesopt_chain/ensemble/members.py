@@ -163,14 +163,14 @@ def members_of(
         TypeError: a function that returns no module.
         ValueError: starts that are equal, frozen parameters that differ, or complex parameters.
     """
-    first, parts = _placed(_made(make_model, 1000 * seed, inputs), device), []
+    first, parts = _made(make_model, 1000 * seed, inputs, device), []
     if any(p.is_complex() for p in first.parameters()):
         raise ValueError(
             "posterior_ensemble: the module has complex parameters, which have no prior here: make it of real ones"
         )
     frozen = frozen_of(first)
     for i in range(members):
-        network = _placed(_made(make_model, 1000 * seed + i, inputs), device) if i else first
+        network = _made(make_model, 1000 * seed + i, inputs, device) if i else first
         part = make_functional(network)
         parts.append((part.params, part.buffers))  # a base that make_model made again goes with its network
         if not i:
@@ -247,15 +247,8 @@ def _copied(module: nn.Module) -> nn.Module:
     return copied(module, {id(p): p for p in frozen_of(module).values()})
 
 
-def _placed(module: nn.Module, device: Any) -> nn.Module:
-    """The module on a device; one that shares frozen parameters with a user's module leaves that one where it is."""
-    if device is None:
-        return module
-    elsewhere = any(p.device != torch.device(device) for p in frozen_of(module).values())
-    return (copied(module) if elsewhere else module).to(device)
-
-
-def _made(make_model: Any, seed: int, inputs: Any) -> nn.Module:
+def _made(make_model: Any, seed: int, inputs: Any, device: Any) -> nn.Module:
+    """A network of these weights, on a device; frozen ones that it shares with a user's module stay where they are there."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         anew = isinstance(make_model, nn.Module)
@@ -268,7 +261,9 @@ def _made(make_model: Any, seed: int, inputs: Any) -> nn.Module:
             arguments, keywords = arguments_of(network, inputs)
             with torch.no_grad(), in_mode(network, training=False):  # so that no norm takes statistics
                 network(*arguments, **keywords)
-        return _drawn_anew(network) if anew else network
+        network = _drawn_anew(network) if anew else network
+        elsewhere = device and any(p.device != torch.device(device) for p in frozen_of(network).values())
+        return (copied(network) if elsewhere else network).to(device)
 
 
 def _drawn_anew(module: nn.Module) -> nn.Module:
