@@ -207,8 +207,8 @@ def _moments(x: Tensor, feature: int | None) -> tuple[Tensor, Tensor] | None:
 
 
 @torch.random.fork_rng(devices=[])  # loaders and samplers draw
-def read(data: Any, least: int = LEAST) -> tuple[Data, int | None]:
-    """All data, at least so many, and the batch size that the user's loader or epochs have.
+def read(data: Any, least: int = LEAST, who: str = "posterior_ensemble") -> tuple[Data, int | None]:
+    """All data, at least so many, and the batch size that the user's loader or epochs have; ``who`` asks for them.
 
     Raises:
         TypeError: nothing that data can be read from, or no tensors.
@@ -216,29 +216,29 @@ def read(data: Any, least: int = LEAST) -> tuple[Data, int | None]:
     """
     size = None
     if isinstance(data, Epochs):
-        data, size = _of_epochs(data), data.batch_size
+        data, size = _of_epochs(data, who), data.batch_size
     elif isinstance(data, DataLoader):
         size = data.batch_size
-        data = _joined(_in_order(data))
+        data = _joined(_in_order(data, who), who)
     elif isinstance(data, Dataset):
-        data = _joined(DataLoader(data, AT_ONCE))
+        data = _joined(DataLoader(data, AT_ONCE), who)
     elif isinstance(data, list) and data and not isinstance(data[0], Tensor):
-        data = _joined(data)
+        data = _joined(data, who)
     elif not isinstance(data, (tuple, list, Mapping)):
         raise TypeError(
-            f"posterior_ensemble: data is {type(data).__name__}: pass tensors (inputs, targets), a Dataset, a DataLoader, a "
+            f"{who}: data is {type(data).__name__}: pass tensors (inputs, targets), a Dataset, a DataLoader, a "
             "list of batches, or bc.epochs"
         )
     inputs, targets = batches.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, as_pair(data))
     if targets is None:
         raise ValueError(
-            "posterior_ensemble: data has no targets: pass (inputs, targets), with weights (inputs, (targets, weights)), or a "
+            f"{who}: data has no targets: pass (inputs, targets), with weights (inputs, (targets, weights)), or a "
             "mapping with labels"
         )
-    _, _, n = columns((inputs, targets), "posterior_ensemble")
+    _, _, n = columns((inputs, targets), who)
     if n < least:
-        raise ValueError(f"posterior_ensemble: {n} data are too few to leave some out: at least {least}")
-    require_inputs("posterior_ensemble", inputs)
+        raise ValueError(f"{who}: {n} data are too few to leave some out: at least {least}")
+    require_inputs(who, inputs)
     return Data(inputs, targets, n, data if isinstance(data, Mapping) else None), size
 
 
@@ -255,14 +255,14 @@ def require_inputs(who: str, inputs: Any) -> None:
             raise ValueError(f"{who}: the inputs of data hold NaN or infinity: fill in what is missing first")
 
 
-def _of_epochs(data: Epochs) -> Any:
+def _of_epochs(data: Epochs, who: str) -> Any:
     """All data of epochs but those that they leave out."""
     if data.leaves is None:
-        return _joined(DataLoader(Subset(data.data, data.common_rows().tolist()), AT_ONCE))
+        return _joined(DataLoader(Subset(data.data, data.common_rows().tolist()), AT_ONCE), who)
     return next(data.parts(data.size))
 
 
-def _in_order(loader: DataLoader) -> Iterable[Any]:
+def _in_order(loader: DataLoader, who: str) -> Iterable[Any]:
     """All batches of a loader, with what ``drop_last`` would leave out and without what its sampler does, in order."""
     picks: Any = loader.batch_sampler
     if isinstance(loader.dataset, IterableDataset) or picks is None:
@@ -271,22 +271,22 @@ def _in_order(loader: DataLoader) -> Iterable[Any]:
     rows = sorted(itertools.chain.from_iterable(picks) if sampler is picks else sampler)
     if len(set(rows)) < len(rows):
         raise ValueError(
-            f"posterior_ensemble: the loader's {type(sampler).__name__} gives data more than once: pass the data "
+            f"{who}: the loader's {type(sampler).__name__} gives data more than once: pass the data "
             "without it, and weights by bc.likelihoods.weighted"
         )
     each = getattr(picks, "batch_size", AT_ONCE)
     return DataLoader(Subset(loader.dataset, rows), each, collate_fn=loader.collate_fn, num_workers=loader.num_workers)
 
 
-def _joined(loader: Iterable[Any]) -> Any:
+def _joined(loader: Iterable[Any], who: str) -> Any:
     try:
         flat = [batches.flatten(tuple(part) if isinstance(part, list) else part) for part in loader]
         whole = [torch.cat(columns) for columns in zip(*(leaves for leaves, _ in flat), strict=True)]
     except (RuntimeError, TypeError, ValueError) as err:
         raise ValueError(
-            f"posterior_ensemble: the batches cannot be put together ({err}): each has to hold tensors, its data on axis 0, "
+            f"{who}: the batches cannot be put together ({err}): each has to hold tensors, its data on axis 0, "
             "and every datum needs the same shape (pad texts to one length, number names); of single data make a DataLoader"
         ) from err
     if not flat:
-        raise ValueError("posterior_ensemble: data has no batches")
+        raise ValueError(f"{who}: data has no batches")
     return flat[0][1].unflatten(whole)

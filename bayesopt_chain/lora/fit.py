@@ -227,10 +227,7 @@ def _problem(model: Any, data: Any, answers: Any, batch_size: int, seed: int, pr
     ):
         raise ValueError(f"bayesian_lora: answers={answers!r:.60}: pass a list of at least two different tokens")
     checks.WHOLE("bayesian_lora: batch_size", batch_size)
-    try:
-        held, _ = read(data, least=1)
-    except (TypeError, ValueError) as err:
-        raise type(err)(str(err).replace("posterior_ensemble", "bayesian_lora")) from err
+    held, _ = read(data, least=1, who="bayesian_lora")
     if held.raw is None:
         raise ValueError("bayesian_lora: data has no labels: pass mappings with input_ids and labels")
     possible = None if answers is None else list(answers)
