@@ -7,12 +7,14 @@ Prints the ratios that have a target, with their quartiles; writes them with eve
 
 from __future__ import annotations
 
+import json
 import statistics
 
 import torch
 
 from benchmarks import cpu, gpu
 from benchmarks.measure import RESULTS, command, environment, keep, known
+from benchmarks.table import table
 
 if __name__ == "__main__":
     given = command(gpu=False, quick=False, out=RESULTS, only="")
@@ -21,17 +23,10 @@ if __name__ == "__main__":
     # rows measured again alone take their places among the others, each with its own environment
     done = {row["work"]: row for row in known(path).get("rows", [])} if given.only else {}
     for name, measure in (gpu if given.gpu else cpu).rows(given.quick).items():
-        if given.only not in ("", name):
-            continue
-        row = measure()
-        print(f"\n{row.work}")
-        medians = {name: statistics.median(times) for name, times in row.times.items()}
-        for name, times in row.times.items():
-            print(f"    {name:32s} {1e6 * medians[name]:12.1f} us (shortest {1e6 * min(times):.1f})")
-        for r in row.report():
-            met = "met" if r["ratio"] <= r["target"] else "missed"
-            quartiles = f"quartiles {r['low']:.3f} .. {r['high']:.3f}, of shortest {r['of_shortest']:.3f}"
-            print(f"  {r['ours']} / {r['theirs']}: {r['ratio']:.3f} ({quartiles}), target {r['target']:.3f}: {met}")
-        about = {"seconds": medians, "ratios": row.report(), "environment": environment()}
-        done[row.work] = {"work": row.work} | about
-        keep(path, {"rows": list(done.values())})
+        if given.only in ("", name):
+            row = measure()
+            seconds = {who: statistics.median(times) for who, times in row.times.items()}
+            about = {"work": row.work, "seconds": seconds, "ratios": row.report()}
+            done[row.work] = about | {"environment": environment()}
+            keep(path, {"rows": list(done.values())})
+            print(json.dumps(seconds, indent=1), table([about]), sep="\n", flush=True)

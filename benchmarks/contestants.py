@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -199,10 +200,9 @@ def functional_step(kind: str, tx, inplace: bool) -> tuple[Any, Any, Any, Any]:
 def draw_alone(kind: str) -> Callable[[], None]:
     """A step's normals, one generator and one draw for all leaves."""
     flat = torch.empty(sum(p.numel() for p in network(kind)[0].parameters()))
-    count = [0]
+    seeds = itertools.count(1)
 
     def draw() -> None:
-        count[0] += 1
-        flat.normal_(generator=torch.Generator().manual_seed(count[0]))
+        flat.normal_(generator=torch.Generator().manual_seed(next(seeds)))
 
     return draw

@@ -151,5 +151,10 @@ if __name__ == "__main__":
             differ[name] = max(abs(a - b) for a, b in zip(params, there)) if alike else f"{mine} / {theirs}"
             print(f"  {name}: {differ[name]}")
     print(f"{len(names) - len(differ)} of {len(names)} digests agree")
-    record: dict[str, Any] = {"commits": {who: commit(path) for who, path in checkouts.items()}}
-    keep(RESULTS / "digests.json", record | {"cases": len(names), "refused": refused, "differ": differ})
+    record = {
+        "commits": {who: commit(path) for who, path in checkouts.items()},
+        "cases": len(names),
+        "refused": refused,
+        "differ": differ,
+    }
+    keep(RESULTS / "digests.json", record)

@@ -35,11 +35,13 @@ def command(**options: Any) -> argparse.Namespace:
         options: by name their defaults, whose type is that of what is given; ``False`` for a switch, a list for several values,
             a type in place of a default for an argument that has to be given.
     """
-    main = sys.modules["__main__"]
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog=_name(), description=main.__doc__, formatter_class=raw)
+    parser = argparse.ArgumentParser(
+        prog=_name(),
+        description=sys.modules["__main__"].__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     for name, default in options.items():
-        flag, kind = f"--{name.replace('_', '-')}", str if default is None else type(default)
+        flag = f"--{name.replace('_', '-')}"
         if isinstance(default, type):
             parser.add_argument(name, type=default)
         elif default is False:
@@ -47,7 +49,7 @@ def command(**options: Any) -> argparse.Namespace:
         elif isinstance(default, list):
             parser.add_argument(flag, nargs="*", type=type(default[0]), default=default)
         else:
-            parser.add_argument(flag, type=kind, default=default)
+            parser.add_argument(flag, type=type(default), default=default)
     torch.set_num_threads(1)
     return parser.parse_args()
 
@@ -144,17 +146,12 @@ def ratio(times: dict[str, list[float]], ours: str, theirs: str) -> dict[str, fl
 def environment() -> dict:
     """Machine, versions and date, kept with every result."""
     packages = ("torch", "torchopt", "optree", "numpy", "posteriors", "blackjax", "jax", "triton", "laplace-torch")
-    versions = {}
-    for package in packages:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
+    installed = {found.name: found.version for found in importlib.metadata.distributions()}
     return {
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
         "python": platform.python_version(),
-        "versions": versions,
+        "versions": {package: installed.get(package) for package in packages},
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),

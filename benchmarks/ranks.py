@@ -121,14 +121,13 @@ if __name__ == "__main__":
     arguments = command(blocks=15, batch=64, draws_only=False)
     path = RESULTS / "ranks.json"
     found = known(path)
-    kept = {**found.get("draws", {}), str(dist.get_world_size()): draws(arguments.blocks, arguments.batch)}
+    found.setdefault("draws", {})[str(dist.get_world_size())] = draws(arguments.blocks, arguments.batch)
     if not arguments.draws_only:
-        found = {
+        found |= {
             "ranks": dist.get_world_size(),
             "large": large(arguments.blocks, arguments.batch),
             "small": small(arguments.blocks),
         }
-    found["draws"] = kept
     if dist.get_rank() == 0:
         print(json.dumps(found, indent=1))
         keep(path, found)

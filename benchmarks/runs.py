@@ -120,11 +120,9 @@ def many(draws: int, rounds: int) -> dict[str, Any]:
 
 
 def resident() -> float:
-    """Resident memory of this process that no file backs, in MiB."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon"):
-            return int(line.split()[1]) / 1024
-    raise RuntimeError("no RssAnon in /proc/self/status; this needs Linux")
+    """Resident memory of this process that no file backs, in MiB; this needs Linux."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon"))
 
 
 def growth(steps: int, thinning: int, warm_up: float = 0.1) -> dict[str, Any]:

@@ -16,9 +16,10 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def launched(size: int | None, function: Callable[..., Any], args: tuple, option
     return group, [pool.submit(_called, 1, function, args, options) for pool, _ in group]
 
 
-def killed_at_random(path: Path, kills: int, seed: int, kind: str, sizes: tuple[int | None, ...] = (1, 2, 4)) -> int:
+def killed_at_random(path: Path, kills: int, seed: int, kind: str, sizes: tuple[int | None, ...]) -> int:
     """Kill a run at random moments, each time on one of these numbers of ranks (``None``: a process that knows of none).
 
     Then let it end, and compare it with the run in one process that nobody killed.
@@ -68,24 +69,15 @@ def killed_at_random(path: Path, kills: int, seed: int, kind: str, sizes: tuple[
     return hit
 
 
-def alone(folder: Path, kills: int, seed: int) -> int:
-    """Kill a run in a process that knows of no ranks."""
-    return killed_at_random(folder / "run", kills, seed, "one", (None,))
-
-
-def of_ranks(folder: Path, kills: int, seed: int) -> int:
-    """Kill all ranks at once, in runs of chains, of shards, and of data that ranks share, in turn."""
-    return killed_at_random(folder / "run", kills, seed, ("chains", "shards", "one")[seed % 3])
-
-
 def killed(
-    count: int, seed: int, kill: Callable[[Path, int, int], int] = alone, rounds: int = 10
+    count: int, seed: int, kinds: Sequence[str], sizes: tuple[int | None, ...], rounds: int = 10
 ) -> Iterator[dict[str, Any]]:
-    """SIGKILLs, shared among so many runs: the figures after each of them."""
+    """SIGKILLs, shared among so many runs, whose kinds take turns: the figures after each of them."""
     done = round = 0
     while done < count:
         with tempfile.TemporaryDirectory() as folder:
-            done += kill(Path(folder), max(1, count // rounds), seed + round)
+            kind = kinds[(seed + round) % len(kinds)]
+            done += killed_at_random(Path(folder) / "run", max(1, count // rounds), seed + round, kind, sizes)
         round += 1
         yield {"kills": done, "of": count, "runs": round, "draws lost, doubled or torn": 0}  # else it has raised
 
@@ -114,15 +106,14 @@ def damaged(count: int, seed: int, some: int = 50) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    counts = {"kills": 0, "rank_kills": 0, "interrupts": 0, "damages": 0}
-    args = command(**counts, seed=0)
+    args = command(kills=0, rank_kills=0, interrupts=0, damages=0, seed=0)
     begin = time.monotonic()
     for name, count, what in (
-        ("kills", args.kills, lambda: killed(args.kills, args.seed)),
-        ("kills on ranks", args.rank_kills, lambda: killed(args.rank_kills, args.seed, of_ranks)),
-        ("interrupts", args.interrupts, lambda: interrupted(args.interrupts, args.seed)),
-        ("damages", args.damages, lambda: damaged(args.damages, args.seed)),
+        ("kills", args.kills, partial(killed, kinds=["one"], sizes=(None,))),
+        ("kills on ranks", args.rank_kills, partial(killed, kinds=["chains", "shards", "one"], sizes=(1, 2, 4))),
+        ("interrupts", args.interrupts, interrupted),
+        ("damages", args.damages, damaged),
     ):
-        for figures in what() if count else ():
+        for figures in what(count, args.seed) if count else ():
             print(name, figures, flush=True)
             record(name, {**figures, "seconds": int(time.monotonic() - begin)}, PATH)

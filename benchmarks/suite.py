@@ -32,14 +32,12 @@ PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
 
 def folder(path: str) -> str:
     """The folder of tests that a path is in; ``.`` for files beside the folders."""
-    parts = path.split("/")
-    return parts[1] if len(parts) > 2 else "."
+    return path.split("/")[1] if path.count("/") > 1 else "."
 
 
 def run(*command: str) -> str:
     """What a command says, run on the package of this checkout."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
     return subprocess.run(
         command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ).stdout

@@ -42,6 +42,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,8 +74,6 @@ Reviews = tuple[Tensor, Tensor]  # word ids [B, 100] and classes [B]
 def read(words: int) -> tuple[Reviews, Reviews]:
     """The official halves for training and test; ids from ``words`` on become the unknown word."""
     path = data_folder() / "imdb" / "imdb_20k_100.npz"
-    if not path.exists():
-        raise FileNotFoundError(f"there is no {path}: BAYESOPT_CHAIN_DATA names a folder without the reviews")
     with numpy.load(verified(path, SHA256)) as file:
         x, y, x_test, y_test = (
             torch.from_numpy(file[f"{kind}_{part}"].astype("int64")) for part in ("train", "test") for kind in "xy"
@@ -147,9 +146,6 @@ class Work(NamedTuple):
         """A seed for what has this name."""
         text = "/".join(map(str, (self.seed, *names)))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "little")
-
-    def generator(self, *names: Any) -> torch.Generator:
-        return torch.Generator().manual_seed(self.key(*names))
 
     def loss(self, params: Any, batch: Any) -> Tensor:
         """Mean cross entropy; the chains add the prior."""
@@ -240,22 +236,14 @@ class Work(NamedTuple):
         params, state = self.run("vi", tx, self.warm(0, 0.0), self.behind_warmup, at=temperature).last
         return tx.posterior(state, params)
 
-    def laplace(self, estimator: Callable[..., Any]) -> Callable[[float], bc.Gaussian]:
-        """The Gaussian at the MAP, from one pass over the training set, as a function of the temperature."""
-        mode: Any = self.optimum(self.decay)
+    def laplace(self, estimator: Callable[..., Any], temperature: float) -> bc.Gaussian:
+        """The Gaussian at the MAP, from one pass over the training set."""
         tx: Any = bc.laplace()
-        path = self.folder / "runs" / f"{estimator.__name__}.pt"
-        if not path.exists():
-            estimate = estimator(self.forward, bc.likelihoods.categorical(), structure="diagonal")
-            state = tx.init(mode)
-            for rows in torch.arange(self.n).split(self.s["batch"]):
-                batch = (self.train[0][rows], self.train[1][rows])
-                _, state = tx.update(mode, state, params=mode, curvature=estimate(mode, batch))
-            torch.save(state, path.with_suffix(".tmp"))
-            path.with_suffix(".tmp").replace(path)
-        state = torch.load(path, weights_only=False)
-        prior = float(self.s["prior"])
-        return lambda temperature: tx.posterior(state, mode, prior_precision=prior, temperature=temperature / self.n)
+        mode: Any = self.optimum(self.decay)
+        state, estimate = tx.init(mode), estimator(self.forward, bc.likelihoods.categorical(), structure="diagonal")
+        for batch in zip(*(part.split(self.s["batch"]) for part in self.train)):
+            _, state = tx.update(mode, state, params=mode, curvature=estimate(mode, batch))
+        return tx.posterior(state, mode, prior_precision=float(self.s["prior"]), temperature=temperature / self.n)
 
     @torch.no_grad()
     def logits(self, params: Any) -> Tensor:
@@ -268,12 +256,12 @@ class Work(NamedTuple):
 
     def sampled(self, posterior: bc.Gaussian, name: str) -> Tensor:
         """The networks at draws of a Gaussian."""
-        generator = self.generator("draws", name)
+        generator = torch.Generator().manual_seed(self.key("draws", name))
         return self.of_members([posterior.sample(generator=generator) for _ in range(self.s["draws"])])
 
     def linearized(self, posterior: bc.Gaussian, name: str) -> Tensor:
         """Draws of the logits of the network linearised at a Gaussian's mean."""
-        out, generator = [], self.generator("logits", name)
+        out, generator = [], torch.Generator().manual_seed(self.key("logits", name))
         for ids in self.test[0].split(AT_ONCE):
             mean, covariance = bc.posterior.linearized(self.forward, posterior.factorised(), (ids, None))
             values, vectors = torch.linalg.eigh(covariance.double())
@@ -337,8 +325,8 @@ Prediction = Callable[[], tuple[Tensor, dict[str, float]]]
 def methods(w: Work, t: float) -> dict[str, Prediction]:
     """Predictions of every method with a temperature, and what is measured beside them, by the name of the row."""
     gaussians: dict[str, Callable[[], bc.Gaussian]] = {
-        **{method: lambda e=estimator: w.laplace(e)(t) for method, estimator in ESTIMATORS.items()},
-        "VI": lambda: w.variational(t),
+        **{method: partial(w.laplace, estimator, t) for method, estimator in ESTIMATORS.items()},
+        "VI": partial(w.variational, t),
     }
     found: dict[str, Prediction] = {}
     for method, fit in gaussians.items():
@@ -425,9 +413,8 @@ def verdicts(table: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str
             against = "contradicted" if difference["low"] > margin else "undecided"
             found[name] = "confirmed" if difference["high"] < -margin else against
     young = found[STILL] == "confirmed"
-    rests = ("SGHMC", "epochs")
     return {
-        name: "undecided" if young and name != STILL and any(word in name for word in rests) else which
+        name: "undecided" if young and name != STILL and ("SGHMC" in name or "epochs" in name) else which
         for name, which in found.items()
     }
 

@@ -69,11 +69,6 @@ def shuffled(text: str, generator: torch.Generator) -> str:
     return " ".join(words[i] for i in torch.randperm(len(words), generator=generator).tolist())
 
 
-def without_last_word(text: str) -> str:
-    """As the paper has its statements continued."""
-    return text.rsplit(" ", 1)[0]
-
-
 class Scores(NamedTuple):
     """Of the tokens of one text, or of all texts one after the other: uncertainties and losses in nats, and wrong guesses."""
 
@@ -185,7 +180,8 @@ class Work(NamedTuple):
         """Of one ensemble; of a single member there is no epistemic uncertainty."""
         texts, rows, g = self.texts(), self.held_out.tolist(), torch.Generator().manual_seed(self.seed)
         read = {name: self.read(members, these) for name, these in texts.items()}
-        cut = {name: [without_last_word(text) for text in these] for name, these in texts.items()}
+        # without the last word, as the paper has its statements continued
+        cut = {name: [text.rsplit(" ", 1)[0] for text in these] for name, these in texts.items()}
         cut["shuffled"] = [shuffled(text, g) for text in cut["English"]]
         went_on = {name: self.continued(members, these) for name, these in cut.items()}
         books = [scores(p[:, :-1], torch.tensor(row[1:])).nll for p, row in zip(self.each(members, rows), rows)]

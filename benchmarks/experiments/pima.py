@@ -66,22 +66,28 @@ class Problem(NamedTuple):
         top = torch.linalg.eigvalsh(self.hessian)[-1].item() / len(self.x)
         return 2 * (1 + MOMENTUM) / top
 
+    def captured(
+        self, step: Any, w: Tensor, state: Any, data: Any, steps: int, block: int, draws: bool = False
+    ) -> tuple[list[Tensor], float]:
+        """So many steps in captured blocks: of each block its draws, or where it ends, and the seconds."""
+        run: Any = bc.capture(step, w, state, data, steps=block, draws=draws)
+        run(w, state, data)
+        start, kept = time.perf_counter(), []
+        for _ in range(steps // block):
+            w, state, info = run(w, state, data)
+            kept.append(info.draws if draws else w)
+        return kept, time.perf_counter() - start
+
     def chain(
         self, s: Mapping[str, Any], order: int, dtype: torch.dtype = torch.float64, share: float = SHARE
     ) -> tuple[Tensor, float]:
         """One chain on the full batch, captured."""
-        n, block = len(self.x), 100
-        tx = bc.sghmc(share * self.limit, MOMENTUM, temperature=1 / n, order=order)
+        tx = bc.sghmc(share * self.limit, MOMENTUM, temperature=1 / len(self.x), order=order)
         w, data = self.mode.to(dtype, copy=True), (self.x.to(dtype), self.y.to(dtype))
-        state = tx.init(w)
-        step: Any = bc.capture(bc.make_step(self.loss, tx), w, state, data, steps=block, draws=True)
-        step(w, state, data)
-        start, kept = time.perf_counter(), []
-        for _ in range(s["gradients"] // block):
-            w, state, info = step(w, state, data)
-            kept.append(info.draws)
+        step, steps = bc.make_step(self.loss, tx), s["gradients"]
+        kept, seconds = self.captured(step, w, tx.init(w), data, steps, block=100, draws=True)
         draws = torch.cat(kept)
-        return draws[len(draws) // 20 :], time.perf_counter() - start
+        return draws[len(draws) // 20 :], seconds
 
     def minibatch(self, s: Mapping[str, Any], batch_size: int = 32) -> tuple[Tensor, float]:
         """One chain on reshuffled minibatches, as many data seen as the full-batch chain sees; lr a hundredth."""
@@ -96,17 +102,11 @@ class Problem(NamedTuple):
 
     def parallel(self, s: Mapping[str, Any]) -> tuple[Tensor, float]:
         """Many chains from the mode, captured; their last positions."""
-        n, k, block = len(self.x), s["chains"], 10
-        tx = bc.sghmc(SHARE * self.limit, MOMENTUM, temperature=1 / n)
-        w, data = self.mode.expand(k, 9).clone(), (self.x, self.y)
-        chains = bc.parallel(bc.make_step(self.loss, tx), k)
-        state = chains.init(tx, w)
-        step = bc.capture(chains, w, state, data, steps=block)
-        step(w, state, data)
-        start = time.perf_counter()
-        for _ in range(s["parallel_steps"] // block):
-            w, state, _ = step(w, state, data)
-        return w, time.perf_counter() - start
+        tx = bc.sghmc(SHARE * self.limit, MOMENTUM, temperature=1 / len(self.x))
+        w, data = self.mode.expand(s["chains"], 9).clone(), (self.x, self.y)
+        chains = bc.parallel(bc.make_step(self.loss, tx), s["chains"])
+        kept, seconds = self.captured(chains, w, chains.init(tx, w), data, s["parallel_steps"], block=10)
+        return kept[-1], seconds
 
     def variational(self, s: Mapping[str, Any]) -> tuple[Tensor, float]:
         """A dense Gaussian."""

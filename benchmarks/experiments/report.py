@@ -16,11 +16,8 @@ def section(name: str, folder: Path = RESULTS) -> str:
     """One experiment: what the paper reports, what was measured at the largest scale on record, and one sentence."""
     it = experiment(name)
     head = f"## {it.title}\n\nThe paper: {it.paper}.\n"
-    records = [known(folder / f"{name}-{scale}.json") for scale in reversed(SCALES)]
-    found = [result for result in records if result]
-    if not found:
-        return f"{head}\nNot run yet.\n"
-    table, e, seeds = averaged(found[0]), found[0]["environment"], found[0]["seeds"]
+    found = next(filter(None, (known(folder / f"{name}-{scale}.json") for scale in reversed(SCALES))))
+    table, e, seeds = averaged(found), found["environment"], found["seeds"]
     measures = list(it.shown) or list(dict.fromkeys(m for row in table.values() for m in row))
     rows = [
         (method, *(cell(row[m], len(seeds)) if m in row else "" for m in measures)) for method, row in table.items()
@@ -32,9 +29,9 @@ def section(name: str, folder: Path = RESULTS) -> str:
 
 {it.says(table)}
 
-Scale {found[0]["scale"]}, {of_seeds}, {found[0]["seconds"]} s (load {e["load"][0]:.0f} on {e["cores"]} cores), \
+Scale {found["scale"]}, {of_seeds}, {found["seconds"]} s (load {e["load"][0]:.0f} on {e["cores"]} cores), \
 {e["date"]}, {e["cpu"]}, {versions}. Mean over seeds (range). \
-Settings: {", ".join(f"{k} {v}" for k, v in found[0]["settings"].items())}.
+Settings: {", ".join(f"{k} {v}" for k, v in found["settings"].items())}.
 """
 
 

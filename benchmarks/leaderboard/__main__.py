@@ -39,14 +39,13 @@ def cell(name: str, seed: int, steps: int, done: dict[str, Any], peers: bool) ->
             done[who] = contestants.scored(task, result.predict) | {"seconds": seconds, **result.about}
         except Exception as err:
             done[who] = {"failed": f"{type(err).__name__}: {err}"[:500], "where": traceback.format_exc()[-800:]}
-    about = {"source": task.source, "split": task.hash, "train": len(task.x), "test": len(task.x_test)}
-    return done | {"about": about}
+    sizes = {"train": len(task.x), "test": len(task.x_test)}
+    return done | {"about": {"source": task.source, "split": task.hash, **sizes}}
 
 
 if __name__ == "__main__":
-    names = PROTOCOL["seen before"] + PROTOCOL["new"]
-    path, steps = RESULTS / "leaderboard.json", PROTOCOL["steps"]
-    given = command(peers=False, tasks=names, seeds=[0, 1, 2, 3, 4], steps=steps, record=path)
+    names, path = PROTOCOL["seen before"] + PROTOCOL["new"], RESULTS / "leaderboard.json"
+    given = command(peers=False, tasks=names, seeds=[0, 1, 2, 3, 4], steps=PROTOCOL["steps"], record=path)
     record = {"protocol": PROTOCOL, "cells": {}} | known(given.record)
     for seed, name in product(given.seeds, given.tasks):
         found = record["cells"].setdefault(f"{name}-{seed}", {})
