@@ -25,10 +25,10 @@ def flatten(batch: Any) -> tuple[list[Any], Any]:
             return leaves, structure
 
 
-def tree_map(function: Callable[..., Any], batch: Any) -> Any:
-    """The batch with a function applied to its leaves."""
+def tree_map(function: Callable[..., Any], batch: Any, *others: Any) -> Any:
+    """The batch with a function applied to its leaves, and to those of others of the same structure beside them."""
     leaves, structure = flatten(batch)
-    return structure.unflatten([function(x) for x in leaves])
+    return structure.unflatten([function(*column) for column in zip(leaves, *(flatten(x)[0] for x in others))])
 
 
 def spread(prefix: Any, batch: Any) -> list[Any]:

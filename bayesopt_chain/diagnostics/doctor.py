@@ -31,8 +31,8 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain import batches as batch_trees
 from bayesopt_chain import checks
-from bayesopt_chain.batches import picked
 from bayesopt_chain.curvature._plan import pair_targets
 from bayesopt_chain.diagnostics._response import forces_of, names_of
 from bayesopt_chain.diagnostics.convergence import (
@@ -208,7 +208,7 @@ def doctor(
     m = SimpleNamespace(
         draws=draws, tx=tx, loss=loss, batches=batches, of=of, told=temperature, wanted=posterior_temperature,
         data_size=data_size, count=len(draws), n=draws.chains or 1, why=draws.why,
-        known=forward and partial(_minus_log_likelihood, forward, likelihood, picked(targets, pair_targets)),
+        known=forward and partial(_minus_log_likelihood, forward, likelihood, batch_trees.picked(targets, pair_targets)),
         numbers={"draws": float(len(draws)), "chains": float(draws.chains or 1)}, found=[], kinds=set(),
         data=None, doubled=None, levels={},
     )  # fmt: skip
@@ -267,7 +267,7 @@ class _Data:
         self.sizes = None if None in sizes else sizes
         self.n = count or (None if self.sizes is None else sum(self.sizes))
         self.is_guess = count is None and any(
-            torch.is_tensor(x) and not x.is_floating_point() and x.ndim > 1 for x in optree.tree_leaves(batches[0])
+            torch.is_tensor(x) and not x.is_floating_point() and x.ndim > 1 for x in batch_trees.flatten(batches[0])[0]
         )
         known = self.sizes if self.sizes and sum(self.sizes) else [1] * len(batches)
         self.weights = [size / sum(known) for size in known]
@@ -286,7 +286,8 @@ class _Data:
             return x[low : low + each] if torch.is_tensor(x) and x.ndim and len(x) == length else x
 
         return [
-            optree.tree_map(lambda x, i=i: part(x, i * each), self.batches[0]) for i in range(min(most, length // each))
+            batch_trees.tree_map(lambda x, i=i: part(x, i * each), self.batches[0])
+            for i in range(min(most, length // each))
         ]
 
     def times_likelihood(self, params: Any, known: Callable[..., Any], is_sum: bool) -> tuple[float, float] | None:

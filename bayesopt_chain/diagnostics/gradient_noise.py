@@ -42,6 +42,7 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain import batches as batch_trees
 from bayesopt_chain import checks, curvature
 from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.diagnostics._response import read
@@ -199,7 +200,7 @@ def gradients(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> list[
 
 def size_of(batch: Any) -> int | None:
     """The data in a batch: the length that most of its tensors have along axis 0; ``None`` without one."""
-    lengths = Counter(len(x) for x in optree.tree_leaves(batch) if torch.is_tensor(x) and x.ndim)
+    lengths = Counter(len(x) for x in batch_trees.flatten(batch)[0] if torch.is_tensor(x) and x.ndim)
     return lengths.most_common(1)[0][0] if lengths else None
 
 
@@ -210,7 +211,7 @@ def twice_over_once(loss: Callable[[Any, Any], Any], params: Any, batch: Any) ->
     that of rounding in half precision. ``None`` for a loss that takes no batch twice. Torch's generators are left seeded.
     """
     size, found = size_of(batch), list[Tensor]()
-    twice = optree.tree_map(
+    twice = batch_trees.tree_map(
         lambda x: torch.cat([x, x]) if torch.is_tensor(x) and x.ndim and len(x) == size else x, batch
     )
     try:

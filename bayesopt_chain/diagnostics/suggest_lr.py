@@ -57,6 +57,7 @@ from bayesopt_chain.diagnostics.gradient_noise import (
     hessian_product,
     initialised_devices,
     require_mean,
+    size_of,
     trace,
 )
 from bayesopt_chain.diagnostics.heating import Heating, Reduced, loop, predict, reduce, rescaled
@@ -557,8 +558,7 @@ def _source(data: Any, seed: int) -> Source:
     count = len(data)  # pyright: ignore[reportArgumentType]
     if not count:
         raise ValueError("suggest_lr: data is empty; pass at least one batch")
-    sizes = [len(leaf) for leaf in batch_trees.flatten(next(iter(data)))[0] if torch.is_tensor(leaf) and leaf.ndim]
-    base = sizes[0] if sizes else 1
+    base = size_of(next(iter(data))) or 1
     is_fixed = isinstance(data, Sequence) or isinstance(getattr(data, "sampler", None), SequentialSampler)
 
     def measured(most: float, number: int) -> tuple[int, list[Any], list[Any], list[Any]]:
@@ -586,7 +586,7 @@ def _of_rows(tree: Any, size: int, sizes: tuple[int, ...], order: Any, seed: int
         made = [small.batch(0, k) for k in range(min(2 * m, len(small)))]
         each = m // 4 if m % 4 == 0 else m
         parts = [made[i : i + each] for i in range(0, len(made) - each + 1, each)]
-        joined = [optree.tree_map(lambda *x: torch.cat(x), *part) for part in parts]
+        joined = [batch_trees.tree_map(lambda *x: torch.cat(x), *part) for part in parts]
         return base, (made[:m] if m > 1 else 2 * made), joined[: m // each], joined[m // each :]
 
     def batches(b: int) -> Any:

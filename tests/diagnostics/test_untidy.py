@@ -1,5 +1,6 @@
 """What an untidy user hands to the diagnostics is taken as it was meant, or refused by name."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -50,6 +51,18 @@ def narrowing():
     return lambda w: w[: 3 - 2 * (next(count) > 3)]
 
 
+@dataclass
+class Rows:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+def of_rows(w, batch):
+    return loss(w, (batch.x, batch.y))
+
+
+DATA = Rows(X, Y)
+TUPLES = [*BATCHES, (X[:1], Y[:1] + 10)]  # the last one is smaller
 DRAWS = bc.Draws.from_trees([W + 0.01 * torch.randn(3) for _ in range(40)])
 NOTHING: Any = 1
 WRONG: list[Any] = [
@@ -118,6 +131,22 @@ def test_what_cannot_be_told_is_refused_by_name(call, error, words):
         call()
 
 
+def test_batches_of_a_class_of_ones_own_are_counted_and_looked_at_as_tuples_are():
+    """As those of a dataclass, or of transformers' mappings."""
+    noises = [gradient_noise(f, W, b) for f, b in ((loss, TUPLES), (of_rows, [Rows(*batch) for batch in TUPLES]))]
+    assert [(noise.batches, noise.trace) for noise in noises] == 2 * [(6, noises[0].trace)]
+    found = [
+        bc.suggest_lr(lambda lr: bc.sghmc(lr, temperature=1 / 300), *how)
+        for how in ((loss, W, (X, Y)), (of_rows, W, DATA))
+    ]
+    assert str(found[0]) == str(found[1])
+    assert doctor(DRAWS, TX, lambda w, b: of_rows(w, b) * len(b.x), [Rows(*batch) for batch in BATCHES]).kinds >= {
+        "scale"
+    }
+    with pytest.raises(ValueError, match="observe: the loss is a sum over the batch"):
+        observed(batches=DATA, function=lambda w, b: of_rows(w, b) * len(b.x))
+
+
 def test_a_sum_over_all_data_may_be_observed_at_a_temperature_of_its_own():
     """Both are one target, so that they have the same learning coefficient."""
     options: dict[str, Any] = {"steps": 400, "burn_in": 100, "chains": 2}
@@ -128,10 +157,9 @@ def test_a_sum_over_all_data_may_be_observed_at_a_temperature_of_its_own():
 
 def test_a_smaller_last_batch_is_left_out():
     """The gradient of one datum has fifty times the covariance of the others."""
-    more = [*BATCHES, (X[:1], Y[:1] + 10)]
-    noise, wanted = gradient_noise(loss, W, more), gradient_noise(loss, W, BATCHES)
+    noise, wanted = gradient_noise(loss, W, TUPLES), gradient_noise(loss, W, BATCHES)
     assert (noise.batches, noise.trace) == (6, wanted.trace)
-    found: Any = hessian_product(loss, W, more)(torch.ones(3))
+    found: Any = hessian_product(loss, W, TUPLES)(torch.ones(3))
     assert torch.equal(found, hessian_product(loss, W, BATCHES)(torch.ones(3)))  # pyright: ignore
     unlike = [(X[: n + 2], Y[: n + 2]) for n in (5, 3, 9, 4)]  # whose sizes say nothing
     assert gradient_noise(loss, W, unlike).batches == 4

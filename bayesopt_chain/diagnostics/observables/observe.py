@@ -414,8 +414,8 @@ def observe(
         loss: ``loss(params, batch)``, a mean over the batch, or ``(mean, aux)``. A prior in it counts as loss, in the
             learning coefficient too.
         params: a tree of tensors, where the spring is fixed. They are not changed, nor is any random state of torch.
-        batches: all data as one batch; ``bc.epochs(data, batch_size)``, of which each chain has an order of its own; or a
-            list of batches, whose rows are drawn anew, independently.
+        batches: all data as one batch; or ``bc.epochs(data, batch_size)``, or a list of batches, whose rows each chain draws
+            anew, independently, in whatever order they are given.
         of: functions of all parameters that return a tensor of any shape: the losses of probes, ``[m]``, those of tokens,
             ``[m, length]``. Default: none; ``"loss"`` and ``"virial"`` are always measured.
         temperature: ``1 / (n beta)`` for ``n`` data, in units of the mean loss. Default: Watanabe's ``log(n) / n``.

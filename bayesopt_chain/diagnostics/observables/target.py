@@ -9,11 +9,11 @@ The target is ``exp(-(L + s |theta - c|^2 / 2) / T)``: loss ``L``, centre ``c``,
 by integration by parts (``s > 0``, or a loss that grows). A chain that is too hot has more, one that has not spread yet
 has less, and the two may cancel in the sum: so each leaf and the stiffest directions at ``c`` are measured by themselves.
 
-Loss and gradient of a batch that does not depend on ``theta`` are unbiased. Under reshuffled epochs the batches still to come
-are not independent of those behind, nor is ``theta``: so from minibatches everything is measured on batches drawn apart from
-the course. The loss is ``L_b(theta) - L_b(c) + L(c)``, of which the first difference has little noise and ``L(c)`` is over all
-data. Half the squared distance of its gradient from that of the step is an estimate of ``tr(C)``, ``C`` the covariance of a
-batch's gradient at the draw, from which the heat of the batches follows (:mod:`bayesopt_chain.diagnostics.suggest_lr`).
+Minibatches are drawn independently, so that the law of their heat is known, and everything is then measured on batches drawn
+apart from those of the steps. The loss is ``L_b(theta) - L_b(c) + L(c)``, of which the first difference has little noise and
+``L(c)`` is over all data. Half the squared distance of its gradient from that of the step is an estimate of ``tr(C)``, ``C``
+the covariance of a batch's gradient at the draw, from which the heat of the batches follows
+(:mod:`bayesopt_chain.diagnostics.suggest_lr`).
 
 **Rate and momentum** are what stability, the noise of batches (:mod:`bayesopt_chain.diagnostics.suggest_lr`) and the spring
 allow where a pilot goes.
@@ -292,13 +292,15 @@ class Target:
         return optree.tree_map(lambda x: x.detach().expand(*axis, *x.shape).clone(), self.centre)
 
     def course(self, chains: int, number: int, apart: bool = False) -> Any:
-        """Batches for chains, each in an order of its own that no other run of them has."""
+        """Batches for chains, drawn independently for each, whatever the order of the epochs that are given.
+
+        Reshuffled epochs heat less, by an amount that depends on every curvature, so that it could not be taken off.
+        """
         if not self.in_batches:
             return self.data
-        old, order = self.data, "independent" if apart else self.data.stream.order
+        old, stacked = self.data, chains if chains > 1 else None
         seed = old.seed + 7919 * (number + 1) + 104729 * self.seed + (APART if apart else 0)
-        stacked = chains if chains > 1 else None
-        return Epochs(old.data, old.batch_size, order, seed, stacked, old.left_out, (0, 1), old.with_rows)
+        return Epochs(old.data, old.batch_size, "independent", seed, stacked, old.left_out, (0, 1), old.with_rows)
 
     def one_batch(self, chains: int) -> Any:
         """A batch for each of some chains, always the same."""
