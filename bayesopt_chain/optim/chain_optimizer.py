@@ -154,9 +154,10 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
 
         A claim names a parameter by the number of its group and its index in the group.
         """
+        groups = [group | built.constants() for group, built in zip(self.param_groups, self._chains)]
         return [
             claim(f"{i}.{j}", j, p, group, (int(entry.key), int(getattr(entry, "step", 0))))
-            for i, (group, built) in enumerate(zip(self.param_groups, self._chains))
+            for i, (group, built) in enumerate(zip(groups, self._chains))
             for entry in keyed(built.state)
             if int(entry.key)  # a link that draws nothing has the key 0
             for j, p in enumerate(group["params"])
@@ -240,6 +241,11 @@ class _Built:
         self.numbers = {k: v for k, v in options.items() if isinstance(v, (int, float, tuple))}
         self.tensors = {k: v for k, v in options.items() if isinstance(v, Tensor) and v.numel() == 1}
         self.state = self.tx.init(group["params"])
+
+    def constants(self) -> dict[str, Any]:
+        """What the links of the chain hold besides their states, such as a rate, by the names of link and field."""
+        links = enumerate(getattr(self.tx, "links", ()))
+        return {f"{type(x).__name__}.{name} of link {i}": v for i, x in links for name, v in vars(x).items()}
 
     def keys(self) -> set[int]:
         """The keys of the random streams in the state; a link that draws nothing has the key 0."""

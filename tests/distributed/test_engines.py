@@ -205,6 +205,11 @@ def parting_later(rank, path):
     return train(model, optimizer, steps=20)
 
 
+def apart(rank, path):
+    model, tx = under("fsdp"), bc.sghmc(0.05 * (1 + rank), **noise())
+    return train(model, bc.optim.Optimizer(model.parameters(), lambda group: tx))
+
+
 def joined(rank, path):
     model, optimizer = made("SGHMC", "ddp")
     with model.join():
@@ -265,6 +270,7 @@ ENDS = {
     "ddp with keys that part later": (13, ("noise of two keys",), parting_later),
     "replicas of unequal numbers of steps": (1, ("have drawn 2 and 5 times", "DistributedSampler"), joined),
     "chains without keys": (2, KEYS, lambda rank, path: trains(network())),
+    "a chain at another rate on shards": (1, ("with Scale.step_size of link 2 = 0.05 and 0.1",), apart),
     "an optimizer of chains without keys": (1, KEYS, lambda rank, path: trains(network(seed=rank), "Optimizer")),
     "a fork without keys": (0, ("fork: 2 ranks run",), lambda rank, path: (0, message_of(made("SGHMC")[1].fork))),
     "a link that says nothing of shards": (0, ("needs whole leaves, and [0] is a DTensor",), lambda rank, path: (
