@@ -70,11 +70,9 @@ class Data(NamedTuple):
             ValueError: too few data that differ.
         """
         wanted = max(LEAST_SCORED, int(share * self.size))
-        group = self.groups()
-        found, rest = (
-            [],
-            torch.randperm(int(group.max()) + 1, generator=torch.Generator("cpu").manual_seed(seed), device="cpu"),
-        )
+        group, found = self.groups(), list[Tensor]()
+        generator = torch.Generator("cpu").manual_seed(seed)
+        rest = torch.randperm(int(group.max()) + 1, generator=generator, device="cpu")
         sizes = group.bincount()
         for _ in range(2):
             taken = int((sizes[rest].cumsum(0) < wanted).sum()) + 1

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import optree
@@ -140,7 +141,11 @@ class Problem:
             leave_out=[self.folds[m] if held_out else self.folds[m][:0] for m in self.mine],
         )
         first = every.batch(0, 0)
-        return lambda step: first if whole else every.batch(*divmod(step, len(every)))
+
+        def batch(step: int) -> Any:
+            return first if whole else every.batch(*divmod(step, len(every)))
+
+        return batch
 
     def own(self, tree: Any) -> Any:
         """Of a tree of all members ``[M, *]`` those of this rank; what is 0-d they have in common."""
@@ -172,9 +177,8 @@ class Problem:
 
         def one(theta: Tensor, buffers: Tensors, key: Tensor, leaves: list[Tensor]) -> Any:
             with model_draws((key, state.adam.count)):
-                grads, info = gradient(
-                    lambda theta, batch: self.energy(theta, batch, buffers, still=False), theta, spec.unflatten(leaves)
-                )
+                loss = partial(self.energy, buffers=buffers, still=False)
+                grads, info = gradient(loss, theta, spec.unflatten(leaves))
             return grads, info.loss, info.aux
 
         grads, losses, buffers = mapped(one, self.loop, state.theta, state.buffers, state.keys, leaves)
