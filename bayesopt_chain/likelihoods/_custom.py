@@ -153,7 +153,7 @@ class FromDistribution(Custom):
             return self.at(outputs).sample()
 
     def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
-        low, high = self._ends(outputs)
+        low, high, _ = self._support(outputs)
         try:
             with _unvalidated():  # of a transformed distribution the base's support is narrower, by rounding
                 found = self.at(outputs).cdf(torch.maximum(torch.minimum(values, high), low))
@@ -164,17 +164,17 @@ class FromDistribution(Custom):
             ) from None
         return torch.where(values < low, 0.0, torch.where(values >= high, 1.0, found))
 
-    def _ends(self, outputs: Tensor) -> list[Tensor]:
-        """The ends of the distribution's support, where it says so: numbers, or one for each target."""
+    def _support(self, outputs: Tensor) -> tuple[Tensor, Tensor, bool]:
+        """The ends of the distribution's support, where it says so, 0-d or one for each target; whether it is discrete."""
         constraint: Any = self.at(outputs).support
         ends = getattr(constraint, "lower_bound", REAL.low), getattr(constraint, "upper_bound", REAL.high)
-        return [torch.as_tensor(x, dtype=outputs.dtype, device=outputs.device) for x in ends]
+        low, high = (torch.as_tensor(x, dtype=outputs.dtype, device=outputs.device) for x in ends)
+        return low, high, bool(constraint.is_discrete)
 
     def support_at(self, outputs: Tensor) -> Support:
         """The ends of the support of all targets together."""
-        low, high = self._ends(outputs)
-        constraint: Any = self.at(outputs).support
-        return Support(float(low.min()), float(high.max()), bool(constraint.is_discrete))
+        low, high, is_discrete = self._support(outputs)
+        return Support(float(low.min()), float(high.max()), is_discrete)
 
     def exact_root(self, outputs: Tensor, labels: Any) -> OutputRoot:
         if self.output_hessian is not None or self.grouping(outputs.shape[1:]).width > 1:

@@ -326,7 +326,7 @@ REFUSED = {
         "transition_noise must be a non-negative, finite number",
     ),
     "other shape": (lambda: bc.ekf.dense(transition_noise=torch.eye(4)), "transition_noise has the tree"),
-    "prior of a number": (lambda: bc.ekf.dense(prior=1.0), "prior must be a Gaussian"),
+    "prior of a number": (lambda: bc.ekf.dense(prior=1.0), r"prior must be a bc\.Gaussian posterior"),
     "two priors": (lambda: bc.ekf.dense(prior=gaussian(), prior_precision=2.0), "leave prior_precision out"),
     "dense prior of a diagonal": (lambda: bc.ekf.diagonal(prior=gaussian()), "the prior is Cholesky.*ekf.dense"),
     "dense prior of low rank": (lambda: bc.ekf.low_rank(rank=1, prior=gaussian()), "the prior is Cholesky"),

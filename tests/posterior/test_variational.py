@@ -694,7 +694,7 @@ OPTIONS = [
     (("mean_field",), {"scale_optimizer": 0.1}, "scale_optimizer"),
     (("mean_field",), {"init_scale": {"b": 0.0, "w": 1.0}}, "init_scale is not positive at b"),
     (("dense",), {"init_scale": {"b": 1.0}}, r"vi\.dense: init_scale has the tree"),
-    (ALL, {"prior": 1.0}, r"prior must be a Gaussian, such as tx\.posterior gives, got float"),
+    (ALL, {"prior": 1.0}, r"prior must be a bc\.Gaussian posterior, or None, got 1\.0"),
     (ALL, {"prior": diagonal_prior(), "weight_decay": 0.1}, "are two priors: leave one out"),
     (ALL, {"prior": diagonal_prior(), "temperature": 0.0}, r"temperature \* Lambda = 0: use weight_decay"),
     (ALL, {"prior": OTHER}, r"prior\.mean has the tree"),

@@ -48,6 +48,8 @@ from bayesopt_chain.trees import copied, paths_of, spread, upcast
 Number = float | Tensor | Callable[[Tensor], Any]
 WEIGHT = checks.number("(0, inf)", tensor=True, schedule=True)  # of the log-likelihood; at 0 the data would say nothing
 
+PRIOR = checks.POSTERIOR.or_none()
+
 
 @dataclass(frozen=True)
 class Filter(Alone, Link):
@@ -62,13 +64,7 @@ class Filter(Alone, Link):
     instead = "the likelihood's weight is lr=, and a prior is prior_precision= or prior="
 
     def __post_init__(self) -> None:
-        if self.prior is None:
-            return
-        if not isinstance(self.prior, Gaussian):
-            raise TypeError(
-                f"{self.name}: prior must be a Gaussian, such as tx.posterior gives, got {type(self.prior).__name__}"
-            )
-        if not self._is_default("prior_precision", 1.0):
+        if self.prior is not None and not self._is_default("prior_precision", 1.0):
             raise ValueError(f"{self.name}: prior has a precision of its own: leave prior_precision out")
 
     @property
@@ -249,7 +245,7 @@ class KalmanFilter(PosteriorTransformation):
         return mine.log_evidence
 
 
-@checks.factory_takes(lr=WEIGHT)
+@checks.factory_takes(lr=WEIGHT, prior=PRIOR)
 def dense(
     lr: Number = 1.0,
     *,
@@ -311,7 +307,7 @@ def dense(
     return KalmanFilter((link,))
 
 
-@checks.factory_takes(lr=WEIGHT)
+@checks.factory_takes(lr=WEIGHT, prior=PRIOR)
 def diagonal(
     lr: Number = 1.0,
     *,
@@ -356,7 +352,11 @@ def diagonal(
     return KalmanFilter((link,))
 
 
-@checks.factory_takes(lr=WEIGHT)
+@checks.factory_takes(
+    lr=WEIGHT,
+    prior=PRIOR,
+    rank=checks.number(f"[1, {checks.LARGEST}]", integer=True, hint="rank 0 is ekf.diagonal"),
+)
 def low_rank(
     lr: Number = 1.0,
     *,
@@ -393,8 +393,6 @@ def low_rank(
         tensor([[0.2000, 0.2000],
                 [0.2000, 0.2000]])
     """
-    if not isinstance(rank, int) or rank < 1:
-        raise ValueError(f"ekf.low_rank: rank must be an integer of at least 1, got {rank!r}; rank 0 is ekf.diagonal")
     link = Filter(
         LowRankInformation(rank),
         lr,

@@ -61,7 +61,7 @@ from bayesopt_chain.posterior.draw import (
     require_samples,
 )
 from bayesopt_chain.posterior.gaussian import Gaussian, device_of, times
-from bayesopt_chain.posterior.vi._transform import DrawingTransformation, like_prior, one_prior, require_prior
+from bayesopt_chain.posterior.vi._transform import TAKEN, DrawingTransformation, like_prior, one_prior, require_prior
 from bayesopt_chain.precision import Diagonal, Precision
 from bayesopt_chain.schedules import ScalarOrSchedule, now, scalar
 from bayesopt_chain.tracing import is_readable
@@ -351,7 +351,7 @@ class VON(Natural):
         return self.decayed(state.hessian, state).scale(1 / now(self.temperature, state.step))
 
 
-@checks.link_takes()
+@checks.link_takes(**TAKEN)
 def ivon(
     lr: ScalarOrSchedule,
     *,
@@ -422,7 +422,7 @@ def ivon(
     return DrawingTransformation((link,))
 
 
-@checks.link_takes()
+@checks.link_takes(**TAKEN)
 def von(
     lr: ScalarOrSchedule,
     *,

@@ -275,13 +275,11 @@ class Variational(Drawing):
 
 def one_prior(who: str, prior: Gaussian | None, weight_decay: float, temperature: ScalarOrSchedule) -> Gaussian | None:
     """The prior with a mean of its own, which a step in place leaves alone; refuses a weight decay that is no precision, and a
-    prior that is no Gaussian or stands beside another one."""
+    prior beside another one."""
     if not (math.isfinite(weight_decay) and weight_decay >= 0):
         raise ValueError(f"{who}: weight_decay must be finite and not negative, got {weight_decay!r}")
     if prior is None:
         return None
-    if not isinstance(prior, Gaussian):
-        raise TypeError(f"{who}: prior must be a Gaussian, such as tx.posterior gives, got {type(prior).__name__}")
     if weight_decay:
         raise ValueError(f"{who}: prior and weight_decay={weight_decay} are two priors: leave one out")
     if is_zero(temperature):
@@ -396,7 +394,7 @@ class DrawingTransformation(PosteriorTransformation):
         require_these(link.shapes(mine), params, str(link))
         if link.is_deterministic:
             raise ValueError(f"{link.name}: at temperature=0 there is no posterior; pass temperature=1 / N")
-        require_finite(params, "the posterior's mean")
+        require_finite(params, "the posterior's mean")  # which is named, as numbers of phi are not
         return Gaussian(copied(params), link.precision(mine, params)).factorised()
 
 
@@ -424,7 +422,10 @@ class VariationalTransform(DrawingTransformation):
         return self._link.negative_elbo(self._state(state), loss, draw)
 
 
-@checks.link_takes()
+TAKEN: dict[str, checks.Kind] = {"n_samples": checks.WHOLE, "prior": checks.POSTERIOR.or_none()}  # at any temperature
+
+
+@checks.link_takes(**TAKEN)
 def mean_field(
     optimizer: GradientTransformation,
     *,
@@ -496,7 +497,7 @@ def mean_field(
     return VariationalTransform((link,))
 
 
-@checks.link_takes()
+@checks.link_takes(**TAKEN)
 def dense(
     optimizer: GradientTransformation,
     *,
@@ -551,7 +552,7 @@ def dense(
     return VariationalTransform((link,))
 
 
-@checks.link_takes()
+@checks.link_takes(rank=checks.number(f"[1, {checks.LARGEST}]", integer=True, hint="rank 0 is vi.mean_field"), **TAKEN)
 def low_rank(
     optimizer: GradientTransformation,
     *,
@@ -592,8 +593,6 @@ def low_rank(
         >>> tx.sample(tx.init(params), params).params["w"].shape
         torch.Size([4, 3, 2])
     """
-    if not isinstance(rank, int) or rank < 1:
-        raise ValueError(f"vi.low_rank: rank must be an integer of at least 1, got {rank!r}; rank 0 is vi.mean_field")
     link = Variational(
         LowRank(init_scale, rank),
         optimizer,
