@@ -145,8 +145,6 @@ def _each(draws: Any, who: str, statistic: Callable[[Any], Any]) -> Any:
 
     if not hasattr(draws, "shapes"):
         return optree.tree_map(lambda x: found(x.shape, True, lambda a, b: x.reshape(len(x), -1)[:, a:b]), draws)
-    if not len(draws):
-        raise ValueError(f"{who}: needs at least 4 draws, got none; run longer")
 
     def column(name: str) -> Callable[[int, int], Tensor]:
         return lambda low, high: draws.column(f"params/{name}", elements=slice(low, high))
@@ -273,8 +271,7 @@ def shared_noise(x: Tensor, level: float = 1e-4) -> tuple[tuple[int, int], int, 
 
 def rank_normalised(x: Tensor) -> Tensor:
     """``Phi^-1((r - 3/8) / (n + 1/4))`` of the ranks over all draws and chains (Blom; Vehtari et al., 2021)."""
-    n, c, elements = x.shape
-    return normal_scores(x.reshape(n * c, elements)).reshape(n, c, elements)
+    return normal_scores(x.flatten(0, 1)).reshape(x.shape)
 
 
 def normal_scores(x: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.diagnostics.gradient_noise import lanczos, product_of, random_states
-from bayesopt_chain.diagnostics.suggest_lr import MARGIN, largest
+from bayesopt_chain.diagnostics.suggest_lr import MARGIN
 from bayesopt_chain.links.weight_decay import add_localization
 from bayesopt_chain.loop.loss import gradient, value
 from bayesopt_chain.loop.step import make_step
@@ -510,26 +510,25 @@ def chosen(
             )
         return {"lr": lr, "momentum": mu, "curvature": top, "gradients": spent}
     top = max(top, _curvature(target, chains, _thermal(target, chains, centre, batch), batch))
-    spent, noise, highest, most = spent + 80 * chains, 0.0, 0.5, math.inf
+    spent, highest, most = spent + 80 * chains, 0.5, math.inf
+    coolest = math.inf  # the largest lr / (1 - mu) that the noise of batches allows
 
     def allowed() -> float:
         """The rate at this momentum, after what was seen."""
         margin = MARGIN * math.sqrt(min(1.0, (1 - mu) / (1 - MOMENTUM)))
-        stable = margin * (2 * (1 + mu) / top)
-        return min(largest(lambda lr: heat_of_noise(lr, mu, temperature) * noise / highest <= HEAT, stable), most)
+        return min(margin * (2 * (1 + mu) / top), coolest * (1 - mu), most)
 
-    coolest = math.inf  # the largest lr / (1 - mu) that the noise allows
     for k in range(PILOTS):
         lr = allowed()
-        if momentum is None and (noise or (k and not target.in_batches)):  # after the noise of batches is known
+        if momentum is None and (k if not target.in_batches else coolest < math.inf):
             mu = spreading(lr, target.strength, draws, coolest)
         params, (virial, rise, heat) = _pilot(replace(target, momentum=mu), chains, steps, lr, k)
         now = _curvature(target, chains, params, batch)
         spent += (steps + steps // (2 * THIN) * target.in_batches + 40) * chains
         hot = not virial < HOT * target.free
         if target.in_batches and not hot:
-            noise, highest = heat, max(highest, rise)
-            coolest = HEAT * highest / (heat_of_noise(1, 0, temperature) * noise) if noise else math.inf
+            highest = max(highest, rise)
+            coolest = HEAT * highest / (heat_of_noise(1, 0, temperature) * heat) if heat else math.inf
         wanted = mu if momentum is not None else spreading(lr, target.strength, draws, coolest)
         settled = abs(math.log((1 - wanted) / (1 - mu))) < 0.2
         if now <= 1.2 * top and not hot and lr <= 1.2 * coolest * (1 - mu) and settled:
