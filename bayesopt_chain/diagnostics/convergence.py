@@ -84,13 +84,11 @@ def r_hat(draws: Draws | Any) -> Any:
         >>> bc.diagnostics.r_hat({"w": x})["w"].round(decimals=2)
         tensor([1., 1.], dtype=torch.float64)
     """
-    checks.installed("r_hat", "diagnostics", "arviz_stats")
-    from arviz_stats.base.array import array_stats
 
-    def found(x: Any) -> Any:
+    def found(stats: Any, x: Any) -> Any:
         half = x.shape[-1] // 2
         both = x if x.shape[1] > 1 else x[..., -2 * half :].reshape(len(x), 2, half)  # ArviZ has no R-hat of one chain
-        return array_stats.rhat(both, chain_axis=-2, draw_axis=-1, method="rank")
+        return stats.rhat(both, chain_axis=-2, draw_axis=-1, method="rank")
 
     return _each(draws, "r_hat", found)
 
@@ -115,15 +113,20 @@ def ess(draws: Draws | Any, *, kind: Literal["bulk", "tail"] = "bulk") -> Any:
         >>> bool(bc.diagnostics.ess({"w": x})["w"] > 1000)
         True
     """
-    checks.installed("ess", "diagnostics", "arviz_stats")
-    from arviz_stats.base.array import array_stats
-
     prob = (0.05, 0.95) if kind == "tail" else None
-    return _each(draws, "ess", lambda x: array_stats.ess(x, chain_axis=-2, draw_axis=-1, method=kind, prob=prob))
+    return _each(draws, "ess", lambda stats, x: stats.ess(x, chain_axis=-2, draw_axis=-1, method=kind, prob=prob))
 
 
-def _each(draws: Any, who: str, statistic: Callable[[Any], Any]) -> Any:
-    """A statistic of arrays ``[elements, chains, draws]`` for every leaf; of draws on disk some elements are read at a time."""
+def _each(draws: Any, who: str, statistic: Callable[[Any, Any], Any]) -> Any:
+    """A statistic of arrays ``[elements, chains, draws]`` for every leaf; of draws on disk some elements are read at a time.
+
+    Args:
+        draws: as for :func:`r_hat`.
+        who: the name of the public function.
+        statistic: a function of ArviZ's statistics and an array.
+    """
+    checks.installed(who, "diagnostics", "arviz_stats")
+    from arviz_stats.base.array import array_stats
 
     def found(shape: Sequence[int], chained: bool, read: Callable[[int, int], Tensor]) -> Tensor:
         size, n = shape[0], (shape[1] if len(shape) > 1 else 0) if chained else 1
@@ -140,7 +143,7 @@ def _each(draws: Any, who: str, statistic: Callable[[Any], Any]) -> Any:
             x = torch.stack([read(c * width + low, c * width + high) for c in range(n)], 1)  # [draws, chains, elements]
             x = x.detach().to(torch.float64)
             rows = torch.where(x.isfinite(), x, math.nan).permute(2, 1, 0).contiguous()
-            parts.append(torch.as_tensor(statistic(rows.cpu().numpy()), device="cpu"))
+            parts.append(torch.as_tensor(statistic(array_stats, rows.cpu().numpy()), device="cpu"))
         return torch.cat(parts).reshape(event) if parts else torch.zeros(event, dtype=torch.float64, device="cpu")
 
     if not hasattr(draws, "shapes"):

@@ -239,9 +239,12 @@ class HeatGuard:
             self._rules = _rules(tx, params, state)
         followed = clipped(clips_of(tx), grads)
         trees: list[list[Any]] = [optree.tree_leaves(tree, none_is_leaf=True) for tree in (followed, params)]
-        usable = [g is not None and g.layout is torch.strided for g in trees[0]]
-        each = [*enumerate(zip(self._rules, *trees, usable))]
-        self.look(lambda keys: [Leaf(j, g, p, *rule) for j, (rule, g, p, is_usable) in each if rule and is_usable])
+        each = [*enumerate(zip(self._rules, *trees))]
+        self.look(
+            lambda keys: [
+                Leaf(j, g, p, *rule) for j, (rule, g, p) in each if rule and g is not None and g.layout is torch.strided
+            ]
+        )
 
     # of every loop
 
