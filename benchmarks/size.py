@@ -59,7 +59,7 @@ MISSED = {
     "optim": "parameter groups, closures, hooks and ranks as torch has them; noise by a kernel and by tensor operations; IVON",
     "likelihoods": "ten likelihoods, with their own moments and draws in closed form, and what each refuses",
     "posterior": "influence, acquisition, forces, images and export (about 700) came after the aim",
-    "diagnostics": "observables (702) came after the aim; of the rest 104 too many",
+    "diagnostics": "observables (702) came after the aim; of the rest 106 too many",
     "ensemble": "what untidy data are refused with; chains behind the networks (123) came after the aim",
     "distributed": "checkpoints whose pieces must tile and have their digests (189), the comparison of ranks (117)",
     "testing": "calibration by simulation and the fixture came after the aim",
