@@ -175,9 +175,9 @@ def stacked_equals_looped(build: Build) -> None:
     def advance(params, state):
         return go_on(tx, params, state)[:2]
 
-    alone = [advance(params, state) for params, state in zip(singles, states)]
-    together = torch.vmap(advance)(stack(singles), stack(states))
-    torch.testing.assert_close(optree.tree_leaves(together), optree.tree_leaves(stack(alone)), rtol=1e-12, atol=1e-12)
+    alone: Any = stack([advance(params, state) for params, state in zip(singles, states)])
+    together: Any = torch.vmap(advance)(stack(singles), stack(states))
+    torch.testing.assert_close(optree.tree_leaves(together), optree.tree_leaves(alone), rtol=1e-12, atol=1e-12)
 
 
 def unknown_keywords_are_refused(build: Build) -> None:

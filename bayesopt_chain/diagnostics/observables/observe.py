@@ -61,6 +61,7 @@ from bayesopt_chain.diagnostics.observables.target import (
 )
 from bayesopt_chain.loop.capture.build import capture as record_step
 from bayesopt_chain.loop.step import Step, make_step
+from bayesopt_chain.runs import files
 from bayesopt_chain.runs.inference_data import inference_data
 from bayesopt_chain.runs.run import Iteration, describe, difference
 from bayesopt_chain.runs.sample import sample
@@ -609,9 +610,7 @@ def _settings(
     known = {**chosen(target, *about), "kept": list(kept)}
     if file is not None and not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(".part")
-        part.write_text(json.dumps(known))
-        part.replace(file)
+        files.replace(file, [json.dumps(known).encode()])
     return known
 
 
