@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -99,19 +99,18 @@ def _scalars(name: str, value: Any) -> list[tuple[str, float]]:
 class Progress:
     """A progress bar: loss, number of draws, and the effective sample size and R-hat of the loss so far.
 
-    The last two need the extra ``diagnostics``. Callbacks with ``postfix()`` say more by name.
+    The last two need the extra ``diagnostics``.
 
     Args:
         steps: of the whole run.
         done: that were made before.
-        callbacks: of the run.
     """
 
-    def __init__(self, steps: int, done: int, callbacks: Sequence[Any]) -> None:
+    def __init__(self, steps: int, done: int) -> None:
         checks.installed("progress=True", "runs", "tqdm")
         from tqdm.auto import tqdm
 
-        self.callbacks, self.losses = callbacks, list[torch.Tensor]()
+        self.losses = list[torch.Tensor]()
         self.looked, self.mixed = 0.0, dict[str, str]()
         self.bar: Any = tqdm(total=steps, initial=done, unit="step")
 
@@ -122,8 +121,6 @@ class Progress:
             if isinstance(loss, torch.Tensor):
                 self.losses.append(loss.detach().double().cpu().reshape(-1))
                 told = {"loss": f"{loss.mean().item():.4g}", "draws": str(len(self.losses)), **self._mixing()}
-            for callback in self.callbacks:
-                told |= callback.postfix() if hasattr(callback, "postfix") else {}
             self.bar.set_postfix(told, refresh=False)
         self.bar.update()
 

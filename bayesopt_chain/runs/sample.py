@@ -269,7 +269,7 @@ def _go(run: Run, store: Store) -> Draws:
         sigint.raises = True  # to go through batches that were seen may take long
         *last, done = store.restore()
         sigint.raises = False
-        progress = Progress(run.steps, done, run.callbacks) if run.progress else None
+        progress = Progress(run.steps, done) if run.progress else None
         ended = _Ended((last[0], last[1]), done)
         watch = Divergence(run, store.losses(done), last[1])
         try:
