@@ -309,7 +309,6 @@ def storage_of(x: Tensor) -> int:
 
 
 # for lists of tensors: x += alpha y;  x += value y z;  x += value y / z;  x *= factor, a number or a 0-d tensor;  x <- y
-foreach_add: Callable[..., Any] = _functions._foreach_add
 foreach_add_: Callable[..., None] = _functions._foreach_add_
 foreach_addcmul_: Callable[..., None] = _functions._foreach_addcmul_
 foreach_addcdiv_: Callable[..., None] = _functions._foreach_addcdiv_

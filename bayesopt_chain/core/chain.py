@@ -247,4 +247,4 @@ class Chain(GradientTransformation):
         update = Update(plan, IN_PLACE if inplace else PURE, spec, p, list(state), g, extra, type(None) in map(type, g))
         update.run()
         new = State(update.entries, state.layout)
-        return spec.unflatten(g), new if inplace or is_traced() else unshared(new, state)
+        return spec.unflatten(g), new if inplace or update.is_new or is_traced() else unshared(new, state)

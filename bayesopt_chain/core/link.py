@@ -342,13 +342,14 @@ class Link:
         """
         raise NotImplementedError
 
-    def rescaled(self, state: Any, at: Sequence[int], factors: Leaves, op: TensorOps) -> Any:
+    def rescaled(self, state: Any, at: Sequence[int], factors: Sequence[Any], op: TensorOps) -> Any:
         """Multiply the memory of some leaves. The chain calls it before a step in which a rate changed.
 
         Args:
             state: the link's whole state.
             at: the places of these leaves among the link's own.
-            factors: 0-d, one for each: by them the memory gets the variance that it has under the new rate.
+            factors: a number or a 0-d float64 tensor for each: by them the memory gets the variance that it has under the
+                new rate.
             op: the operations, pure or in place.
 
         Returns:

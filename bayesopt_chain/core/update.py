@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bayesopt_chain import checks
 from bayesopt_chain.core.link import Link, LinkContext, LinkScope
-from bayesopt_chain.core.op import Leaves, TensorOps
+from bayesopt_chain.core.op import PURE, Leaves, TensorOps
 from bayesopt_chain.core.state import Layout, is_by_leaf, replaced
 from bayesopt_chain.distributed.shards import Sharding
 from bayesopt_chain.engine.engine import Engine
@@ -39,6 +39,7 @@ class Injected(NamedTuple):
     scale: Sequence[Tensor | float] | None  # what the velocity is multiplied by before the step
     # where False (the temperature is 0 now) no noise is added, and the gradients keep their bits
     is_positive_temperature: Tensor | None
+    shares: Sequence[Tensor | float] | None = None  # of the noise that the velocity keeps for the next step; None for 1
     has_entered: bool = False
 
 
@@ -162,6 +163,7 @@ class Update:
         extra: the keywords of this update.
         missing: whether any leaf has no gradient.
         noises: the noise drawn for this step, each until its link has had its turn.
+        is_new: whether one engine made all entries, which then share no memory with those of before.
     """
 
     plan: Plan
@@ -173,6 +175,7 @@ class Update:
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
     missing: bool = False
     noises: list[Injected] = field(default_factory=list[Injected])
+    is_new: bool = False
 
     def run(self) -> None:
         """Run the update: read all numbers, draw the noise, rescale velocities, then let one after the other act."""
@@ -186,7 +189,9 @@ class Update:
         for turn in self.plan.turns:
             if isinstance(turn, int):
                 self.take(turn)
-            elif not ((found := numbers.get(turn)) and turn.act(self, found)):
+            elif (found := numbers.get(turn)) and turn.act(self, found):
+                self.is_new = turn.is_whole
+            else:
                 if found and turn.noise is not None:
                     self.draw([turn.noise])
                 for i in turn.run:
@@ -206,20 +211,14 @@ class Update:
     def draw(self, links: Iterable[int]) -> None:
         """Draw the noise of these links, and rescale velocities whose variance belongs to another learning rate."""
         drawn = {i: (noise := self.plan.noise[i], noise.strength(self.entries[i], self.rates)) for i in links}
-        new = list[Injected]()
+        before = len(self.noises)
         for i, (noise, strength) in drawn.items():
-            mine, self.entries[i] = noise.draw(self.entries[i], strength, self.g, self.op)
-            new += mine
-        self.noises += new
-        for x in new:
+            new, self.entries[i] = noise.draw(self.entries[i], strength, self.g, self.op)
+            self.noises += new
+        for x in self.noises[before:]:
             if x.scale is not None and x.leaves and (i := x.noise_input.transfer.pole_link) is not None:
-                dtypes = self.plan.layout.dtypes
-                factors = [
-                    s.to(dtypes[j]) if isinstance(s, Tensor) else torch.tensor(s, dtype=dtypes[j], device="cpu")
-                    for s, j in zip(x.scale, x.leaves)
-                ]
                 at = self.positions(i, x.leaves)
-                self.entries[i] = self.plan.links[i].rescaled(self.entries[i], at, factors, self.op)
+                self.entries[i] = self.plan.links[i].rescaled(self.entries[i], at, x.scale, self.op)
 
     def take(self, i: int) -> None:
         """Let a link take its turn: noise enters, it acts, and its velocity keeps the deferred noise."""
@@ -246,8 +245,10 @@ class Update:
         """Let the velocity of link ``i`` keep the part of the noise that acts in the next step."""
         for x in self.noises:
             if x.noise and x.noise_input.deferred_gain and x.noise_input.transfer.pole_link == i:
-                waits, at = [e * x.noise_input.deferred_gain for e in x.noise], self.positions(i, x.leaves)
-                self.entries[i] = self.plan.links[i].carrying(self.entries[i], at, waits, self.op)
+                waits = PURE.mul(x.noise, [x.noise_input.deferred_gain * k for k in x.shares or [1.0] * len(x.noise)])
+                self.entries[i] = self.plan.links[i].carrying(
+                    self.entries[i], self.positions(i, x.leaves), waits, self.op
+                )
 
     def at(self, i: int, present: tuple[int, ...]) -> LinkContext:
         """Make the context of link ``i`` for a turn in which these of its leaves have gradients."""

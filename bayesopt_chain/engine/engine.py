@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks, schedules
-from bayesopt_chain._torch import dispatch_modes, foreach_add
+from bayesopt_chain._torch import dispatch_modes
 from bayesopt_chain.engine.parts import Accumulates, Decays, Learns, Scales
 from bayesopt_chain.engine.sweep_cpu import (
     ADDS,
@@ -31,7 +31,6 @@ from bayesopt_chain.engine.sweep_cpu import (
     DIVIDES,
     DRAWS,
     FLIPS,
-    INPLACE,
     MOMENT,
     MOVES,
     NESTEROV,
@@ -234,7 +233,8 @@ class Engine:
             return
         ((gain, mu),), is_behind = process.branches, float(noise_input.rates[1] != ())
         rule = (self.sign, given.get("momentum", 0.0), given.get("decay", 0.0), gain, mu)
-        self.rule = (ctypes.c_double * 9)(*rule, process.head, process.decay, process.order, is_behind)
+        deferred = noise_input.deferred_gain
+        self.rule = (ctypes.c_double * 10)(*rule, process.head, process.decay, process.order, is_behind, deferred)
 
     # the numbers of one step
 
@@ -302,12 +302,12 @@ class Engine:
                 _packed([self.move._replace(factor=self.sign * x) for x in factors]), int(len(factors) > 1), wide=wide
             )
         state = entries[self.noise]
-        if not state.conditions or tuple(state.conditions[0].shape) != (*self.axes, n, 5):
+        last: Any = state.conditions[0] if state.conditions else None
+        if not (_is_readable(last) and last.shape == (*self.axes, n, 5)):
             return None
-        last: Tensor = state.conditions[0]
         if self.axes and not (_are_equal(last) and _are_equal(state.step)):
             return None
-        if not (_is_readable(last) and last.is_contiguous() and last.dtype == torch.float64):
+        if not (last.is_contiguous() and last.dtype == torch.float64):
             return None
         temperature: Any = self.temperature
         if not isinstance(temperature, float):
@@ -413,7 +413,7 @@ class Engine:
         known = self.known if inplace and self._are_known(tensors, present, moves) else None
         if known is None and not self._fit(found, present, inplace or not torch.is_grad_enabled()):
             return None
-        flags = self.flags | MOVES * moves | ADDS * numbers.adds | INPLACE * inplace
+        flags = self.flags | MOVES * moves | ADDS * numbers.adds
         if not inplace:
             return self._into_new(g, found, entries, numbers, flags)
         if known is None:
@@ -467,9 +467,9 @@ class Engine:
     ) -> _Known:
         """The job of a step in place, which the next step uses again if its tensors are the same."""
         at, p, s, m, q, c = (pointers(xs) if xs else None for xs in (g, *found[:5]))
-        live = [*g] * len(self.counted)
-        counts = pointers([None if x is None else y for x, y in zip(live, found.counts)]) if live else None
-        job = self._job((p, at, s, m, q, c, p if moves else at, s, m, q), counts, found.keys, found.conditions)
+        counts = pointers(_where(found.counts, [*g] * len(self.counted))) if self.counted else None
+        arrays = p, at, s, m, q, c, p if moves else at, s, m, q, counts, counts
+        job = self._job(arrays, (*found.keys, *found.keys[1:]), found.conditions)
         written = [*(found.theta if moves else ()), *found.trace, *found.memory, *found.square, *found.counts]
         written += [*found.conditions, *found.keys[1:]]
         return _Known(tensors, [x.detach() for x in tensors], present, moves, written, job, (at, p, s, m, q, c, counts))
@@ -477,42 +477,48 @@ class Engine:
     def _into_new(
         self, g: Sequence[Any], found: _Tensors, entries: list[Any], numbers: Numbers, flags: int
     ) -> list[Any]:
-        """The step with its results in new tensors; a leaf without a gradient keeps its own."""
-        out = _like(found.theta if flags & MOVES else g, g)
+        """The step with its results in new tensors; a leaf without a gradient keeps its own, and copies of its state."""
+        live = [*g] * len(self.counted)
+        out = [y if x is None else torch.empty_like(y) for x, y in zip(g, found.theta if flags & MOVES else g)]
         trace, memory, square = _like(found.trace, g), _like(found.memory, g), _like(found.square, g)
-        conditions = found.conditions if numbers.after is None else [torch.empty_like(x) for x in found.conditions]
-        lists = (found.theta, g, *found[1:5], out, trace, memory, square)
+        counts = _like(found.counts, live)
+        conditions = [*map(torch.clone if numbers.after is None else torch.empty_like, found.conditions)]
+        steps = [*map(torch.empty_like, found.keys[1:])]
+        counters = _where(found.counts, live), _where(counts, live)
+        lists = (found.theta, g, *found[1:5], out, trace, memory, square, *counters)
         arrays = [pointers(xs) if xs else None for xs in lists]
-        self._run(self._job(arrays, None, found.keys, conditions), numbers, flags)
+        self._run(self._job(arrays, (*found.keys, *steps), conditions), numbers, flags)
         if trace:
             entries[self.velocity] = entries[self.velocity]._replace(**{self.trace: tuple(trace)})
         if square:
             entries[self.learner] = entries[self.learner]._replace(nu=tuple(square))
-        for i in self.counted:
-            counts = entries[i].count
-            new = iter(foreach_add([c for c, x in zip(counts, g) if x is not None], 1))
-            count = tuple([c if x is None else next(new) for c, x in zip(counts, g)])
-            entries[i] = entries[i]._replace(count=count)
-        if self.noise is not None:
+        for k, i in enumerate(self.counted):
+            entries[i] = entries[i]._replace(count=tuple(counts[k * len(g) : (k + 1) * len(g)]))
+        if (noise := self.noise) is not None:
             given = {"memory": tuple(memory)} if memory else {}
-            step = found.keys[1] + 1
-            entries[self.noise] = entries[self.noise]._replace(step=step, conditions=tuple(conditions), **given)
+            # a key of its own: whoever overwrites one state must not change the other
+            given |= {"key": found.keys[0].clone(), "step": steps[0], "conditions": tuple(conditions)}
+            entries[noise] = entries[noise]._replace(**given)
         return out
 
     def _job(
         self,
         arrays: Sequence[Any],
-        counts: Any,
         keys: Sequence[Tensor],
         conditions: Sequence[Tensor],
     ) -> Any:
-        """A job without the numbers of the step; ``arrays`` are of the tensors p to r in the order of the kernel."""
-        *lists, at = [0 if x is None else _address(x) for x in (*arrays, counts)]
-        keyed = (keys[0].data_ptr(), _address(self.draws), keys[1].data_ptr()) if keys else (0, 0, 0)
+        """A job without the numbers of the step.
+
+        Args:
+            arrays: of the addresses of the tensors p to r and of the old and the new counters, in the order of the kernel.
+            keys: key, step, and where the next step is written.
+            conditions: over which those of this step are written.
+        """
+        *lists, before, after = [0 if x is None else _address(x) for x in arrays]
+        keyed = (keys[0].data_ptr(), _address(self.draws), *map(Tensor.data_ptr, keys[1:])) if keys else (0, 0, 0, 0)
+        counted = 0 if arrays[-1] is None else len(arrays[-1]), before, after
         kept = conditions[0].data_ptr() if conditions else 0
-        sizes = _address(integers(self.sizes))
-        counted = 0 if counts is None else len(counts)
-        return Job(len(self.sizes), sizes, *lists, *keyed, counted, at, kept, self.chains)
+        return Job(len(self.sizes), _address(integers(self.sizes)), *lists, *keyed, *counted, kept, self.chains)
 
     def _run(self, job: Any, numbers: Numbers, flags: int) -> None:
         """Do a job with the numbers of this step."""
@@ -584,7 +590,7 @@ def _are_equal(xs: Tensor) -> bool:
     return _is_readable(xs) and bool((xs == xs[:1]).all())
 
 
-def _is_readable(x: Tensor) -> bool:
+def _is_readable(x: Any) -> bool:
     """Whether a tensor has numbers in the host's memory, where nothing is being traced."""
     return type(x) in _KINDS and x.is_cpu
 
@@ -595,10 +601,15 @@ def _dense(g: Sequence[Any]) -> list[Any]:
 
 
 def _like(xs: Sequence[Any], g: Sequence[Any]) -> list[Any]:
-    """A new tensor for each of these; a leaf without a gradient keeps its own."""
+    """A new tensor for each of these, a copy for a leaf without a gradient."""
     if NoneType in map(type, g):
-        return [x if y is None else torch.empty_like(x) for x, y in zip(xs, g)]
+        return [x.clone() if y is None else torch.empty_like(x) for x, y in zip(xs, g)]
     return [*map(torch.empty_like, xs)]
+
+
+def _where(xs: Sequence[Tensor], g: Sequence[Any]) -> Sequence[Tensor | None]:
+    """These tensors, ``None`` for leaves without a gradient."""
+    return [None if y is None else x for x, y in zip(xs, g)] if NoneType in map(type, g) else xs
 
 
 def _has_device_kernel(x: Any) -> bool:
@@ -657,6 +668,4 @@ def moved(
         return params, state
     for j, x in zip(engine.where, new):
         p[j] = x
-    if (n := engine.noise) is not None:  # a key of its own: whoever overwrites one state must not change the other
-        entries[n] = entries[n]._replace(key=entries[n].key.clone())
     return spec.unflatten(p), type(state)(entries, state.layout)

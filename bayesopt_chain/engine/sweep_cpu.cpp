@@ -8,7 +8,7 @@
 namespace {
 
 // what a step does, one bit each; see bayesopt_chain.engine.sweep_cpu
-enum : int { MOVES = 1, DECAYS = 2, FLIPS = 4, ADDS = 8, DRAWS = 16, NESTEROV = 32, INPLACE = 64, DIVIDES = 128, MOMENT = 256 };
+enum : int { MOVES = 1, DECAYS = 2, FLIPS = 4, ADDS = 8, DRAWS = 16, NESTEROV = 32, DIVIDES = 64, MOMENT = 128 };
 
 // the numbers of a step of a leaf, in the order of bayesopt_chain.engine.engine.Move
 struct Move {
@@ -22,7 +22,7 @@ struct Learned {
 
 // what of a run's numbers does not change, in the order of bayesopt_chain.engine.engine.Rule
 struct Rule {
-  double sign, momentum, decay, gain, mu, head, noise_decay, order, behind;
+  double sign, momentum, decay, gain, mu, head, noise_decay, order, behind, deferred;
 };
 
 // what the noise of a leaf remembers of the last step: LangevinNoiseState.conditions
@@ -36,10 +36,11 @@ struct Job {
   const int64_t* sizes;
   const void **p, **g, **s, **m, **q, **c;
   void **u, **t, **w, **r;
-  const int64_t *key, *draws;
-  int64_t* step;
+  const int64_t *key, *draws, *step;
+  int64_t* next_step;
   int64_t counted;
-  int64_t** counts;  // null for a leaf without a gradient
+  const int64_t** counts;  // null for a leaf without a gradient
+  int64_t** next_counts;
   Conditions* conditions;
   int64_t chains;
   // of this step
@@ -205,10 +206,9 @@ void sweep(const Job& job) {
   for (int64_t chain = 0; chain < job.chains; ++chain) {
     if (job.conditions && job.after)
       std::memcpy(job.conditions + chain * job.leaves, job.after, sizeof(Conditions) * job.leaves);
-    if (!(job.flags & INPLACE)) continue;
-    if (draws) ++job.step[chain];
+    if (draws) job.next_step[chain] = job.step[chain] + 1;
     for (int64_t i = 0; i < job.counted; ++i)
-      if (job.counts[i]) ++job.counts[i][chain];
+      if (job.counts[i]) job.next_counts[i][chain] = job.counts[i][chain] + 1;
   }
 }
 
@@ -257,7 +257,10 @@ Move move_of(const Rule& rule, double rate_now, double now_temperature, const Co
   }
   after = {now_temperature, moves ? now : -now, 1.0, rule.mu != 0 ? k.surplus : (moves ? k.surplus : c), last.other};
   const double factor = rule.sign * rate_now, previous = began ? k.previous : 0.0;
-  if (rule.order == 1) return {factor, rule.momentum, rule.decay, rule.head * k.current, 0.0, 1.0, 0.0, scale, 0.0};
+  const double alpha2 = temperature * level_now.half, a2 = alpha2 + k.surplus;  // of the step that is made
+  const double deferred = rule.deferred * (alpha2 / (a2 > 0 ? a2 : 1.0));
+  if (rule.order == 1 || rule.deferred > 0)
+    return {factor, rule.momentum, rule.decay, rule.head * k.current, 0.0, 1.0, deferred, scale, 0.0};
   return {factor, rule.momentum, rule.decay, k.current, previous, rule.head, 0.0, scale, has_velocity || moves ? 1.0 : 2.0};
 }
 
@@ -283,6 +286,11 @@ extern "C" int fuses() {
 extern "C" void numbers(const Rule* rule, int64_t leaves, const uint8_t* live, const double* rates, int64_t stride,
                         double temperature, const Conditions* last, Move* moves, Conditions* after) {
   for (int64_t i = 0; i < leaves; ++i) {
+    if (i && !live && !stride && !std::memcmp(last + i, last + i - 1, sizeof *last)) {  // as most leaves are: like the one before
+      moves[i] = moves[i - 1];
+      after[i] = after[i - 1];
+      continue;
+    }
     after[i] = last[i];
     if (!live || live[i]) moves[i] = move_of(*rule, rates[i * stride], temperature, last[i], after[i]);
   }

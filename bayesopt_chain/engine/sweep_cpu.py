@@ -36,16 +36,16 @@ from torch import Tensor
 from bayesopt_chain.random import compiled
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
-MOVES, DECAYS, FLIPS, ADDS, DRAWS, NESTEROV, INPLACE, DIVIDES, MOMENT = (2**k for k in range(9))
+MOVES, DECAYS, FLIPS, ADDS, DRAWS, NESTEROV, DIVIDES, MOMENT = (2**k for k in range(8))
 # elements below which threads cost more than they save, with draws and without
 PARALLEL = {True: 2**15, False: 2**17}
 Pointers = ctypes.Array[ctypes.c_int64]
 
 # ``Job`` of the source, addresses of arrays (0 for none) and integers: leaves, sizes, p, g, s, m, q, c, u, t, w, r, key, draws,
-# step, counted, counts, conditions, chains, and of this step: numbers, stride, learned, learned_stride, root, after, flags,
-# threads
-Job: Any = ctypes.c_int64 * 27
-NOW = 19
+# step, next_step, counted, counts, next_counts, conditions, chains, and of this step: numbers, stride, learned, learned_stride,
+# root, after, flags, threads
+Job: Any = ctypes.c_int64 * 29
+NOW = 21
 
 
 class Sweep(NamedTuple):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from bayesopt_chain.core.link import Link, LinkContext, Traits
-from bayesopt_chain.core.op import Leaves, TensorOps
+from bayesopt_chain.core.op import PURE, Leaves, TensorOps
 from bayesopt_chain.matching.response import Response
 from bayesopt_chain.trees import flattened
 
@@ -78,10 +78,10 @@ class Foreign(LooksAround, Link):
         # In place the state stays in its tensors, although TorchOpt's own transformations make new ones.
         return new, op.keep(state, later)
 
-    def rescaled(self, state: Any, at: Sequence[int], factors: Leaves, op: TensorOps) -> Any:
+    def rescaled(self, state: Any, at: Sequence[int], factors: Sequence[Any], op: TensorOps) -> Any:
         factor = factors[0]  # one for the whole state, because it is not known which tensor of it belongs to which leaf
         tensors, structure = flattened(state)
-        new = [t * factor.to(t.dtype) if t.is_floating_point() else t for t in tensors]
+        new = [PURE.mul([t], [factor])[0] if t.is_floating_point() else t for t in tensors]
         return op.keep(state, structure.unflatten(new))
 
     def __str__(self) -> str:

@@ -270,7 +270,9 @@ class LangevinInjection:
                 at = [rows[n] for n in live]
                 conditions = op.put(conditions, [_written(conditions[0], at, _taken(after, live))])
                 scale = None if scale is None else [scale[n] for n in live]
-            out.append(Injected(noise_input, [noise_input.leaves[n] for n in live], e, scale, is_positive_temperature))  # pyright: ignore[reportArgumentType]
+            shares = [c[n][0].share for n in live] if getattr(noise_input.process, "defers", False) else None
+            leaves = [noise_input.leaves[n] for n in live]
+            out.append(Injected(noise_input, leaves, e, scale, is_positive_temperature, shares))  # pyright: ignore[reportArgumentType]
         return out, LangevinNoiseState(key, op.next_count(step), tuple(memory), tuple(conditions))
 
     def started(self, state: LangevinNoiseState, update: Update) -> None:
@@ -429,8 +431,8 @@ def inject_langevin_noise(
 
     Returns:
         A link. With ``order=2`` its state has one draw for each parameter. It has none if heavy-ball momentum of at least 1/16
-        follows at a constant learning rate and temperature, since then the velocity keeps the part of the noise that acts in
-        the next step.
+        follows and no changing learning rate stands in front of it, since then the velocity keeps the part of the noise that
+        acts in the next step.
 
     Raises:
         ValueError: a temperature that is negative or not finite; an order other than 1 or 2; ``lr`` without ``momentum`` or the

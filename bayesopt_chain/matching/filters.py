@@ -27,7 +27,7 @@ is reversed: the covariance of the two branches' ``q`` is then ``K T / 2`` in pl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -64,12 +64,15 @@ class Weights(NamedTuple):
         previous: the factor of the last step's draw.
         moves: whether the parameters move; where False, SGD remembers its old draw in place of the fresh one.
         velocity_scale: the factor by which the link's velocity is multiplied before the step; ``None`` without velocity.
+        share: the share of the fresh draw's variance that the position feels, not the velocity alone:
+            ``alpha_t^2 / (alpha_t^2 + c_t)``. This share of ``current xi_t`` acts once more in the next step.
     """
 
     current: Any
     previous: Any
     moves: Any
     velocity_scale: Any
+    share: Any
 
 
 def pick(condition: Any, x: Any, y: Any) -> Any:
@@ -111,6 +114,10 @@ class Filtered:
     def memory(self) -> int:
         """How many tensors of the shape of the leaf are remembered from one step to the next."""
         return max(len(self.c), len(self.d)) - 1
+
+    def deferring(self) -> Filtered | None:
+        """The white noise of which a velocity keeps a part for the next step; ``None`` unless it is ``c (xi_t + xi_{t-1})``."""
+        return Filtered(self.c[:1]) if self.d == (1.0,) and len(self.c) == 2 and self.c[0] == self.c[1] else None
 
     def coefficients(self, now: Conditions, before: Conditions) -> tuple[Any, Any, tuple[Any, ...]]:
         """The factors of one step under a schedule.
@@ -159,12 +166,14 @@ class Scheduled:
         order: 2 for matched noise, 1 for white noise.
         decay: ``mu s / lr`` of a decoupled weight decay behind the only branch
             (:func:`bayesopt_chain.matching.law.level`).
+        defers: whether the velocity keeps what the next step still needs of a draw, so that no draw is remembered.
     """
 
     branches: tuple[tuple[float, float], ...]
     head: float
     order: int
     decay: float = 0.0
+    defers: bool = False
 
     @classmethod
     def of(cls, b: Sequence[float], a: Sequence[float], head: float, order: int) -> Scheduled | None:
@@ -210,7 +219,11 @@ class Scheduled:
     @property
     def memory(self) -> int:
         """How many tensors of the shape of the leaf are remembered from one step to the next."""
-        return 0 if self.order == 1 else 2 * len(self.branches) - 1
+        return 0 if self.order == 1 or self.defers else 2 * len(self.branches) - 1
+
+    def deferring(self) -> Scheduled | None:
+        """The white noise of which a velocity keeps a part for the next step; ``None`` if this noise has no such form."""
+        return replace(self, defers=True) if self.order == 2 and len(self.branches) == 1 else None
 
     def coefficients(self, now: Conditions, before: Conditions) -> tuple[Any, Any, tuple[Any, ...]]:
         """The coefficients of one step.
@@ -245,12 +258,14 @@ class Scheduled:
                 c = pick(began, c, 0.0)
                 k = law.scheduled_noise(level, last_level, c, own, where=pick)
             surplus.append(k.surplus if mu else pick(now.moves, k.surplus, c))
+            alpha2 = temperature * level.half
+            share = alpha2 / pick(alpha2 + k.surplus > 0, alpha2 + k.surplus, 1.0)
             previous = pick(began, k.previous * now.front, 0.0)
             if mu:
                 front = now.front / pick(last_front > 0, last_front, 1.0)
                 # The quotient need not be exactly 1 in floating point, and at a factor of 1 the velocity is to keep its bits.
                 scale = pick(k.velocity == own, 1.0 + 0.0 * front, k.velocity / mu * front)
-            weights.append(Weights(k.current * now.front, previous, now.moves, scale))
+            weights.append(Weights(k.current * now.front, previous, now.moves, scale, share))
         return tuple(weights), scale, tuple(surplus)
 
     def step(self, fresh: list[Tensor], memory: list[Tensor], c: Any) -> tuple[Tensor, list[Tensor]]:
@@ -265,7 +280,7 @@ class Scheduled:
         Returns:
             The noise, of the leaf's shape, and the new memory.
         """
-        if self.order == 1:
+        if not self.memory:
             return fresh[0] * (self.head * c[0].current), []
         e = [x * k.current + m * k.previous for x, m, k in zip(fresh, memory, c)]
         drawn = [x if mu else pick(k.moves, x, m) for x, m, k, (_, mu) in zip(fresh, memory, c, self.branches)]

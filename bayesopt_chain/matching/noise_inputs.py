@@ -26,6 +26,12 @@ The noise that enters is then white with the factor ``c``, and after the step th
 the next step; ``d`` is called ``deferred_gain``. ``mu q`` is the velocity of BAOAB after its Ornstein-Uhlenbeck step
 (Leimkuhler and Matthews 2013). With little momentum ``d`` is large, so that the velocity would be mostly noise or overflow.
 Below ``LEAST_MOMENTUM`` the noise therefore remembers its last draw in a tensor of its own.
+
+Under a schedule (:func:`bayesopt_chain.matching.law.scheduled_noise`) the noise is ``a_t w_t + k_t b_t w_{t-1}``, and the
+velocity is multiplied by ``k_t mu``: the factor ``k_t`` is the same, and ``b_t = s a_{t-1}`` with the share
+``s = alpha_{t-1}^2 / (alpha_{t-1}^2 + c_{t-1})``, which the last step knew. So the velocity keeps ``d s`` times the noise of a
+step, and no draw is remembered here either. With a changing rate in front of the noise, how much of the last draw enters
+depends on the next rate, and the draw is remembered.
 """
 
 from __future__ import annotations
@@ -109,7 +115,8 @@ class NoiseInput(NamedTuple):
         powers: ``(number, power)`` of each preconditioner by which the noise is shaped. The noise is multiplied by ``P^(1/2)``
             if ``P`` stands before the place where the noise enters, and by ``P^(-1/2)`` if it stands behind.
         rates: the numbers of the links whose gain changes with time, those before the noise and those behind it.
-        deferred_gain: the part of this step's noise that the velocity keeps for the next step; 0 where it keeps none.
+        deferred_gain: the part of this step's noise that the velocity keeps for the next step, under a schedule times the
+            ``share`` of that step (:class:`bayesopt_chain.matching.filters.Weights`); 0 where it keeps none.
     """
 
     transfer: TransferFunction
@@ -209,13 +216,11 @@ def match_group(
     noise_inputs = list[NoiseInput]()
     for met, process in parts:
         deferred_gain = 0.0
-        if carrier and len(carrier.b) == 1 and isinstance(process, Filtered) and process.d == (1.0,):
-            mu, c = -carrier.a[1], process.c
-            # Only e_t = c (xi_t + xi_{t-1}) is white noise of which the velocity keeps a part.
-            if mu >= LEAST_MOMENTUM and len(c) == 2 and c[0] == c[1]:
-                deferred_gain, process = carrier.b[0] / mu, Filtered(c[:1])
-        powers = *((m, 0.5) for m in transfer.preconditioners if m < at), *((m, -0.5) for m in met if m >= at)
         rates = tuple([i for i in transfer.rates if i < at]), tuple([i for i in transfer.rates if i >= at])
+        keeps = carrier and len(carrier.b) == 1 and -carrier.a[1] >= LEAST_MOMENTUM and not rates[0]
+        if carrier and keeps and (deferring := process.deferring()):
+            deferred_gain, process = carrier.b[0] / -carrier.a[1], deferring
+        powers = *((m, 0.5) for m in transfer.preconditioners if m < at), *((m, -0.5) for m in met if m >= at)
         noise_inputs.append(NoiseInput(transfer, at, leaves, process, changes, powers, rates, deferred_gain))
     return {written: noise_inputs}
 

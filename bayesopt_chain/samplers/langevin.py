@@ -87,8 +87,8 @@ def sghmc(
         generator: source of the random key (default: torch's global generator).
 
     Returns:
-        A chain; its state holds one tensor for each parameter: at constant lr and temperature the velocity carries the half of
-        the noise that acts in the next update. Under a schedule, or with momentum below 1/16, order 2 keeps one more.
+        A chain; its state holds one tensor for each parameter: the velocity carries the part of the noise that acts in the next
+        update, under a schedule too. With momentum below 1/16, order 2 keeps one more.
 
     Raises:
         ValueError: momentum outside [0, 1), at ``init``, if the temperature is not the number 0.

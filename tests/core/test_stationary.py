@@ -1,7 +1,5 @@
 """What chains of linear links sample, solved exactly: T / curvature, beside every neighbour and in groups, or refused."""
 
-import math
-
 import pytest
 import torch
 import torchopt
@@ -9,6 +7,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import bayesopt_chain as bc
+from bayesopt_chain.matching import law
+from bayesopt_chain.matching.filters import pick
 from bayesopt_chain.random import stream as keyed_stream
 from bayesopt_chain.testing import (
     Unstable,
@@ -292,11 +292,21 @@ def test_white_noise_is_not_remembered(lr):
     assert [x.memory[0].numel() for x in state if hasattr(x, "memory")] == [0]
 
 
+RATES = {  # of each step; where it rises by half, the velocity is rescaled
+    "constant": [0.1] * 6,
+    "falling": [0.1, 0.1, 0.02, 0.02, 0.015, 0.001],
+    "rising": [0.1, 0.02, 0.02, 0.06, 0.07, 0.1],
+    "zero first, and now and then": [0.0, 0.1, 0.0, 0.05, 0.0, 0.0],
+}
+
+
+@pytest.mark.parametrize("rates", RATES)
 @pytest.mark.parametrize("dampening", [0.0, 0.3])
 @pytest.mark.parametrize("mask", [None, True])
-def test_the_velocity_carries_half_of_the_noise(dampening, mask):
-    """Path by path the chain is ``v = mu v + b (g + c (xi_t + xi_{t-1}))``, without a buffer for ``xi_{t-1}``."""
-    mu, lr, temperature = 0.7, 0.1, 0.4
+def test_the_velocity_carries_what_the_next_step_needs_of_the_noise(dampening, mask, rates):
+    """Path by path the chain is ``v = k v + b (g + a xi_t + b' xi_{t-1})`` of the law, without a buffer for ``xi_{t-1}``."""
+    mu, temperature, steps = 0.7, 0.4, RATES[rates]
+    lr = steps[0] if rates == "constant" else bc.schedules.piecewise([1, 2, 3, 4, 5], steps)
     links = bc.add_momentum(mu, dampening), bc.inject_langevin_noise(temperature)
     if mask:
         links = tuple(bc.masked(link, mask) for link in links)
@@ -304,14 +314,21 @@ def test_the_velocity_carries_half_of_the_noise(dampening, mask):
     theta = torch.linspace(-1, 1, 20, dtype=torch.float64)
     state = tx.init(theta)
     assert state[1].memory[0].numel() == 0
-    key, (b, c) = state[1].key, (1 - dampening, math.sqrt(temperature * (1 - mu) / (2 * lr * (1 - dampening))))
+    key, b, last, surplus, moved = state[1].key, 1 - dampening, None, 0.0, True
     want, v, before = theta, torch.zeros(20, dtype=torch.float64), torch.zeros(20, dtype=torch.float64)
-    for t in range(6):
+    for t, rate in enumerate(steps):
+        k = law.ScheduleCoefficients(0.0, 0.0, mu, surplus)  # before the first rate that moves there is no noise
+        if rate or last:
+            now = law.level(rate * b, mu, temperature) if rate else last._replace(half=0.0)
+            # behind a step of rate 0 the velocity is reversed, and owes nothing to its draw
+            then = last._replace(**({} if moved else {"half": 0.0, "momentum": -1.0})) if last else now
+            k = law.scheduled_noise(now, then, surplus, mu, where=pick)
+            last, surplus, moved = (now if rate else last), k.surplus, rate != 0
         [[xi]] = keyed_stream.Variables(keyed_stream.leaf_numbers(("",))).draw(
             key, torch.tensor(t), [theta.unsqueeze(0)]
         )
-        v = mu * v + (1.0 if t == 0 else b) * (torch.sin(want) + c * (xi + before))
-        want, before = want - lr * v, xi
+        v = k.velocity * v + (1.0 if t == 0 else b) * (torch.sin(want) + k.current * xi + k.previous * before)
+        want, before = want - rate * v, xi * bool(last)
         updates, state = tx.update(torch.sin(theta), state, params=theta, inplace=False)
         theta = theta + updates
         torch.testing.assert_close(theta, want, rtol=1e-12, atol=1e-12)

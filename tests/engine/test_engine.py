@@ -118,20 +118,22 @@ def test_an_engine_has_the_bits_of_its_links(name, lr, temperature, form, shapes
     rates=st.lists(st.one_of(st.just(0.0), st.just(0.1), st.floats(1e-4, 1.0)), min_size=3, max_size=8),
     temperatures=st.lists(st.one_of(st.just(0.0), st.just(0.3), st.floats(1e-4, 1.0)), min_size=8, max_size=8),
     behind=st.booleans(),
+    deferred=st.sampled_from([0.0, 0.7]),
 )
 def test_the_numbers_of_a_schedule_are_those_of_the_law_in_every_bit(
-    order, mu, decay, gain, rates, temperatures, behind
+    order, mu, decay, gain, rates, temperatures, behind, deferred
 ):
     process = Scheduled(((gain, mu),), 0.7, order, decay if mu else 0.0)
-    rule = (ctypes.c_double * 9)(-1.0, mu, 0.0, gain, mu, 0.7, process.decay, order, behind)
+    deferred = deferred if mu and order == 2 else 0.0
+    rule = (ctypes.c_double * 10)(-1.0, mu, 0.0, gain, mu, 0.7, process.decay, order, behind, deferred)
     last = torch.zeros(1, 5, dtype=torch.float64)
     for rate, temperature in zip(rates, temperatures):
         (k,), scale, want = _one_leaf(process, temperature, 1.0, rate if behind else 1.0, *last[0].tolist())
         move, after = (ctypes.c_double * 9)(), (ctypes.c_double * 5)()
         sweep_kernel().numbers(rule, 1, None, (ctypes.c_double * 1)(rate), 0, temperature, last.data_ptr(), move, after)
-        white = (0.7 * k.current, 0.0, 1.0, 0.0, 1.0 if scale is None else scale, 0.0)
+        white = (0.7 * k.current, 0.0, 1.0, deferred * k.share, 1.0 if scale is None else scale, 0.0)
         matched = (k.current, k.previous, 0.7, 0.0, 1.0 if scale is None else scale, 1.0 if mu or k.moves else 2.0)
-        assert [*move] == [-rate, mu, 0.0, *(white if order == 1 else matched)]
+        assert [*move] == [-rate, mu, 0.0, *(white if order == 1 or deferred else matched)]
         assert [*after] == [*want]
         last = torch.tensor([[*after]], dtype=torch.float64)
 
