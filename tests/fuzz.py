@@ -170,6 +170,7 @@ def BUILD(temperature=0.1):
 VECTOR, PRODUCTS = (torch.ones(3),), ("fvp", "ggnvp", "hvp", "jvp")
 SOUND: dict[str, Callable[[], Any]] = {  # by the name of an argument, or of a callable and its argument
     "params": params,
+    "compares": lambda: False,
     "loss": lambda: loss,
     "batches": lambda: list(DATA.split(3)),
     "batch": lambda: DATA[0],

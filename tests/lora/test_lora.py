@@ -446,32 +446,3 @@ def test_chains_over_an_adapter_leave_the_base_to_the_bit_and_are_their_single_s
         want = forward(draw, batch)
         torch.testing.assert_close(model(X), want)
         torch.testing.assert_close(model.merge_and_unload()(X), want)
-
-
-def test_an_adapters_laplace_posterior_is_the_prior_of_its_next_task():
-    model = adapted(dropout=0.0).eval()
-    frozen = copy.deepcopy(model.state_dict())
-    forward, params, _ = bc.make_functional(model)
-    likelihood, laplace = bc.likelihoods.categorical(), bc.laplace()
-    estimate = bc.curvature.ggn(forward, likelihood, "kronecker")
-
-    def learn(batch, prior):
-        given = {"prior": prior} if isinstance(prior, bc.Gaussian) else {"prior_precision": prior}
-        tx = bc.chain(bc.links.add_gaussian_prior(prior, n=len(batch[0])), bc.sgd(0.01, 0.9))
-        step = bc.make_step(lambda p, b: cross_entropy(forward(p, b), b[1]), tx)
-        p, state = params, tx.init(params)
-        for _ in range(40):
-            p, state, _ = step(p, state, batch)
-        _, state = laplace.update(p, laplace.init(p), curvature=estimate(p, batch))
-        return laplace.posterior(state, p, **given)
-
-    one, two = ((X[rows], (X[rows, i] > 0).long()) for i, rows in enumerate((slice(0, 12), slice(12, 24))))
-    first, alone = learn(one, 1.0), learn(two, 1.0)
-    second = learn(two, first)
-
-    def away(posterior):
-        """How far a mean is from the first one, in the first posterior's standard deviations."""
-        return float(first.precision.quad({name: m - first.mean[name] for name, m in posterior.mean.items()})) ** 0.5
-
-    assert 0 < away(second) < away(alone)
-    assert all(torch.equal(frozen[name], x) for name, x in model.state_dict().items())
