@@ -477,7 +477,7 @@ EACH = r"bc\.parallel\(step, 3, batch_dim=0\) with bc\.epochs\(\.\.\., chains=3\
             r"parallel: init takes \(tx, params\).*got dict",
         ),
         (on_meta, ValueError, r"w.* on the device meta"),
-        (heat_of_an_optimizer, TypeError, r"SGHMC is an optimizer.*bc\.sgd\(lr=0\.1"),
+        (heat_of_an_optimizer, TypeError, "of an optimizer pass the chain of the same hyperparameters"),
         (folded_chains, ValueError, r"need \[5, 2, N\]: unfold the chains"),
         (lambda: batches_of_chains(None, 3), ValueError, EACH),
         (lambda: batches_of_chains(0, None), ValueError, EACH),
