@@ -184,8 +184,8 @@ class Chain(GradientTransformation):
         Args:
             params: the parameters; of DTensors, this rank's parts.
             like: the state of an optimizer, or of a chain of another temperature, whose memory is taken over. Keys are new.
-                The velocity of a sampler holds half of its last draw, so that an optimizer that takes it over starts with
-                that half.
+                The velocity of a sampler holds a part of its last draw, so that an optimizer that takes it over starts with
+                that part.
             whole: the DTensors whose parts ``params`` are; None without shards.
         """
         samples = any(isinstance(x.response, Noise) for x in self.links)

@@ -190,7 +190,7 @@ class Update:
             if isinstance(turn, int):
                 self.take(turn)
             elif (found := numbers.get(turn)) and turn.act(self, found):
-                self.is_new = turn.is_whole
+                self.is_new = turn.is_whole and turn.centre is None  # a centre stays as it is, and would be shared
             else:
                 if found and turn.noise is not None:
                     self.draw([turn.noise])

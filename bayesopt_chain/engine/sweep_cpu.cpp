@@ -20,7 +20,7 @@ struct Learned {
   double square_decay, square_gain, eps, eps_root, gain, correction, square_correction, learns;
 };
 
-// what of a run's numbers does not change, in the order of bayesopt_chain.engine.engine.Rule
+// what of a run's numbers does not change, in the order of Engine.rule
 struct Rule {
   double sign, momentum, decay, gain, mu, head, noise_decay, order, behind, deferred;
 };

@@ -47,6 +47,7 @@ LINKS = (
     alone("add_decayed_weights, mask", lambda: bc.links.add_decayed_weights(0.1, mask=matrices)),
     alone("add_gaussian_prior", lambda: bc.links.add_gaussian_prior(torch.tensor(0.1), n=1)),
     alone("add_localization", lambda: bc.links.add_localization(0.5, 0.1)),
+    alone("add_localization, sgd", lambda: bc.chain(bc.links.add_localization(0.5, 0.1), bc.sgd(0.1, 0.9))),
     alone("flip_sign_and_add_weight_decay", lambda: bc.links.flip_sign_and_add_weight_decay(0.1, maximize=True)),
     alone("scale_by_rms", lambda: bc.links.scale_by_rms(0.9)),
     alone("scale_by_stddev", lambda: bc.links.scale_by_stddev(0.9)),
