@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
 from bayesopt_chain import checks
-from bayesopt_chain.likelihoods._likelihood import Grouping, Likelihood, Moved, OutputRoot, Softmax, Support
+from bayesopt_chain.likelihoods._likelihood import Grouping, Likelihood, OutputRoot, Softmax, Support
 from bayesopt_chain.likelihoods._predictive import Predictive
 from bayesopt_chain.likelihoods._quadrature import probit, softmax_mean
 from bayesopt_chain.tracing import is_hidden, is_readable
@@ -105,8 +105,7 @@ class Categorical(OneOfSeveral):
         return log_p.gather(-1, index)[..., 0]
 
     def exact_root(self, outputs: Tensor, labels: Any) -> OutputRoot:
-        root = Softmax(self.mean(outputs))
-        return root if self.axis == -1 else Moved(root, self.axis)
+        return Softmax(self.mean(outputs), self.axis)
 
     def mean(self, outputs: Tensor) -> Tensor:
         return self._last(outputs).softmax(-1)

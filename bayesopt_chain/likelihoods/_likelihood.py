@@ -30,7 +30,6 @@ of softmaxes ``diag(sum_bt p_bt) - sum_bt p_bt p_bt^T``.
     Elementwise    s_k = scale_k e_k                               K = E, the number of entries of an event
     Softmax        s_k = d_k (e_k - sum_{j > k} p_j e_j / q_k)     K = E (C - 1) / C: one softmax of C classes a position
     Explicit       columns that are held                           K of them
-    Moved          columns of another root, the last axis moved
 
     Weights r^2 of the data and their positions multiply each column by r.
 
@@ -193,13 +192,19 @@ class Elementwise(OutputRoot):
 class Softmax(OutputRoot):
     """The Cholesky factor of ``diag(p) - p p^T`` at every position, times ``scale`` where there is one.
 
-    ``p``, ``[b, *, C]``, are the class probabilities, and ``scale`` is like them.
+    ``p``, ``[b, *, C]``, are the class probabilities, and ``scale`` is like them; the outputs have their classes on ``axis``,
+    counted from the end.
     """
 
     p: Tensor
+    axis: int = -1
     scale: Tensor | None = None
-    separates_positions = True
-    has_gram = True
+
+    @property
+    def separates_positions(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.axis == -1
+
+    has_gram = separates_positions
 
     @property
     def labels(self) -> int:
@@ -222,32 +227,34 @@ class Softmax(OutputRoot):
         positions = self.p.shape[1:-1].numel()
         if positions == 1:
             here, after = (scale[0].mT[start:stop, :, None] for scale in (d, d_over_q))
-            return self._times((is_label * here - is_behind * after * p).reshape(-1, *self.p.shape))
+            return self._as_outputs((is_label * here - is_behind * after * p).reshape(-1, *self.p.shape))
         here, after = (scale[position, :, label][..., None] for scale in (d, d_over_q))
         columns = is_label * here - is_behind * after * p[position]  # [k, b, C]
         zeros = torch.zeros(stop - start, b, positions, classes, dtype=p.dtype, device=p.device)
         where = (position + first)[:, None, None, None].expand(stop - start, b, 1, classes)
-        return self._times(zeros.scatter(2, where, columns[:, :, None]).reshape(-1, *self.p.shape))
+        return self._as_outputs(zeros.scatter(2, where, columns[:, :, None]).reshape(-1, *self.p.shape))
 
     def combine(self, weights: Tensor) -> Tensor:
         d, d_over_q = self._scales(self.p)
         weights, classes = weights.reshape(d.shape), self.p.shape[-1]
         before = pad((weights * d_over_q).cumsum(-1), (1, 0))[..., :classes]
-        return self._times(pad(weights * d, (0, max(0, classes - self.labels))) - self.p * before)
+        return self._as_outputs(pad(weights * d, (0, max(0, classes - self.labels))) - self.p * before)
 
     def diagonal(self) -> Tensor:
-        squares = self.p * (1 - self.p)
-        return squares if self.scale is None else squares * self.scale.square()
+        return self._as_outputs(self._times(self.p * (1 - self.p)))
 
     def gram(self) -> Tensor:
         rows = self._times(self.p).flatten(0, -2)
         return torch.diag(self._times(rows.reshape(self.p.shape)).flatten(0, -2).sum(0)) - rows.mT @ rows
 
     def scaled(self, scale: Tensor) -> OutputRoot:
-        return Softmax(self.p, self._times(scale))
+        return Softmax(self.p, self.axis, self._times(scale.movedim(self.axis, -1)))
 
     def _times(self, values: Tensor) -> Tensor:
         return values if self.scale is None else values * self.scale
+
+    def _as_outputs(self, columns: Tensor) -> Tensor:
+        return self._times(columns).movedim(-1, self.axis)
 
     def _scales(self, p: Tensor) -> tuple[Tensor, Tensor]:
         """Return d and d / q, ``[*, labels]``; both are 0 where no probability is left."""
@@ -270,31 +277,6 @@ class Explicit(OutputRoot):
 
     def part(self, start: int, stop: int) -> Tensor:
         return self.held[start:stop]
-
-
-@dataclass(frozen=True)
-class Moved(OutputRoot):
-    """The columns of ``root``, the event's last axis moved to ``axis`` (counted from the end)."""
-
-    root: OutputRoot
-    axis: int
-    separates_positions = False
-
-    @property
-    def columns(self) -> int:
-        return self.root.columns
-
-    def part(self, start: int, stop: int) -> Tensor:
-        return self.root.part(start, stop).movedim(-1, self.axis)
-
-    def combine(self, weights: Tensor) -> Tensor:
-        return self.root.combine(weights).movedim(-1, self.axis)
-
-    def diagonal(self) -> Tensor:
-        return self.root.diagonal().movedim(-1, self.axis)
-
-    def scaled(self, scale: Tensor) -> OutputRoot:
-        return Moved(self.root.scaled(scale.movedim(self.axis, -1)), self.axis)
 
 
 class Support(NamedTuple):
