@@ -146,8 +146,10 @@ def is_dtensor(x: Any) -> bool:
     return module is not None and isinstance(x, module.DTensor)
 
 
-def local_of(x: Any) -> Tensor:
-    """This rank's part of a DTensor, no copy; differentiable where gradients are recorded."""
+def local(x: Any) -> Any:
+    """This rank's part of a DTensor, no copy; differentiable where gradients are recorded. Anything else as it is."""
+    if not is_dtensor(x):
+        return x
     if x.requires_grad and torch.is_grad_enabled():
         return x.to_local()
     part = x._local_tensor
@@ -155,7 +157,7 @@ def local_of(x: Any) -> Tensor:
 
 
 def local_parts(leaves: Iterable[Any]) -> list[Any]:
-    """This rank's parts of the DTensors among leaves, as :func:`local_of` gives them; anything else as it is."""
+    """This rank's parts of the DTensors among leaves, as :func:`local` gives them; anything else as it is."""
     kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     recorded = torch.is_grad_enabled()
     return [
@@ -163,7 +165,7 @@ def local_parts(leaves: Iterable[Any]) -> list[Any]:
         if type(x) is not kind and not isinstance(x, kind)
         else part
         if type(part := x._local_tensor) is Tensor and not (recorded and x.requires_grad)
-        else local_of(x)
+        else local(x)
         for x in leaves
     ]
 
@@ -219,6 +221,17 @@ def dtensor_of(part: Tensor, spec: Any) -> Any:
         )
     kind = module.DTensor  # whose __init__ does nothing, behind a wrapper that costs more than the rest
     return kind.__new__(kind, part, spec, requires_grad=False)
+
+
+def like(x: Any, part: Any, axes: int = 0) -> Any:
+    """Make a DTensor with the layout of ``x`` from a local tensor; if ``x`` is plain, return the local tensor.
+
+    Args:
+        x: a leaf.
+        part: the local tensor.
+        axes: how many further axes it has in front, which every rank has whole.
+    """
+    return dtensor_of(part, stacked_spec(spec_of(x), part, axes)) if is_dtensor(x) else part
 
 
 def stacked_spec(spec: Any, part: Tensor, axes: int) -> Any:

@@ -818,3 +818,20 @@ ARGUMENTS: dict[str, Kind] = {  # likewise of factories of transformations
     **dict.fromkeys(("nesterov", "maximize", "moment_requires_grad", "centered", "use_accelerated_op"), BOOL),
     **dict.fromkeys(("antithetic", "stick_the_landing", "rescale_lr", "per_parameter", "lr_inside"), BOOL),
 }
+
+
+def require_numbers(who: str, tree: Any, wanted: str) -> None:
+    """Refuse a tree whose leaves are not all real numbers or real tensors.
+
+    Args:
+        who: the function and its argument, with which the message begins.
+        tree: the argument.
+        wanted: what the argument must be.
+
+    Raises:
+        TypeError: a leaf is something else.
+    """
+    for leaf in optree.tree_leaves(tree, none_is_leaf=True):
+        real = isinstance(leaf, Tensor) and not leaf.is_complex() and leaf.dtype != torch.bool
+        if not real and (isinstance(leaf, bool) or not isinstance(leaf, Real)):
+            raise TypeError(f"{who} must be {wanted}, got {short(leaf)}")

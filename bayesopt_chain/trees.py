@@ -7,6 +7,7 @@ what stands before that shape, ``lead``, is a batch of vectors, the same for all
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import reduce
 from operator import is_
@@ -31,6 +32,25 @@ def paths(tree: Tree) -> list[str]:
 def paths_of(tree: Any) -> tuple[str, ...]:
     """Return the leaves' paths as text: ``['layer']['weight']``; empty for a bare tensor. ``None`` counts as a leaf."""
     return tuple(["".join([f"[{part!r}]" for part in path]) for path in optree.tree_paths(tree, none_is_leaf=True)])
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree, ``None`` among them, each with its path as text, such as ``state/0/trace/w``.
+
+    Raises:
+        ValueError: two leaves have the same path.
+    """
+    accessors, leaves = optree.tree_accessors(tree, none_is_leaf=True), optree.tree_leaves(tree, none_is_leaf=True)
+    paths = [[str(getattr(x, "field", x.entry)) for x in accessor] for accessor in accessors]
+    named = dict(zip(names := ["/".join(path) or "tensor" for path in paths], leaves))
+    if twice := [name for name, n in Counter(names).items() if n > 1]:
+        raise ValueError(f"tree: two leaves are named {twice[0]}; rename a key that contains '/'")
+    return named
+
+
+def are_spread(tree: Any) -> bool:
+    """Whether any leaf of a tree is a DTensor."""
+    return any(map(is_dtensor, optree.tree_leaves(tree)))
 
 
 def entries_of(state: Any) -> Sequence[Any]:

@@ -65,7 +65,6 @@ MISSED = {
     "distributed": "checkpoints whose pieces must tile and have their digests (189), the comparison of ranks (117)",
     "testing": "calibration by simulation and the fixture came after the aim",
     "base and contrib": "arguments and their messages (287), BoTorch, scikit-learn and plots (343)",
-    "sample": "a step runs through ten files, the start of its chain through seven more, and a run through eleven",
 }
 
 

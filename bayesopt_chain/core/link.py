@@ -9,7 +9,7 @@ the chain rescales the field before a step in which a rate changed, and adds the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Real
 from typing import Any, ClassVar, Literal
 
@@ -25,7 +25,7 @@ from bayesopt_chain.distributed.shards import Sharding
 from bayesopt_chain.engine.parts import Part
 from bayesopt_chain.matching.response import Response
 from bayesopt_chain.random.stream import leaf_numbers
-from bayesopt_chain.trees import broadcast_prefix, paths_of
+from bayesopt_chain.trees import broadcast_prefix, flattened, paths_of
 
 ANY = "**"  # among the keywords of a link, says that the link takes every keyword
 
@@ -410,3 +410,23 @@ class Link:
             The report; ``None`` for the usual one, of loss and aux.
         """
         return None
+
+
+@dataclass(frozen=True, eq=False)
+class HoldsTree(Link):
+    """A link with arguments that are trees of tensors, of which a dataclass would ask the truth value to compare them."""
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        mine, theirs = (flattened([getattr(x, f.name) for f in fields(self)]) for x in (self, other))
+        return mine[1] == theirs[1] and all(map(_are_equal, mine[0], theirs[0]))
+
+    __hash__ = Link.__hash__
+
+
+def _are_equal(x: object, y: object) -> bool:
+    """Whether two leaves, tensors or anything else, are equal."""
+    if isinstance(x, Tensor) or isinstance(y, Tensor):
+        return torch.equal(torch.as_tensor(x, device="cpu"), torch.as_tensor(y, device="cpu"))
+    return x == y

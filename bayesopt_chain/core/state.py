@@ -2,6 +2,8 @@
 
 The layout is not a tensor: tree maps, ``vmap``, copies, pickles and compilers carry it along unchanged. By it a chain refuses
 the state of another chain, and every tensor of a state is named by its link and the path of its leaf.
+
+What entries hold for each leaf starts as :func:`zeros` or :func:`new_counts`.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import optree
+import torch
 from torch import Tensor
 from torch.utils import _pytree
 
@@ -62,6 +65,33 @@ _trees.register_pytree_node(
     namespace=getattr(_trees.registry, "__GLOBAL_NAMESPACE"),
 )
 _pytree.register_pytree_node(State, _flatten, State, serialized_type_name="bayesopt_chain.State")
+
+
+def zeros(leaves: Sequence[Tensor], value: float = 0.0, requires_grad: bool = False) -> tuple[Tensor, ...]:
+    """For each leaf a tensor of its shape, dtype and device.
+
+    Args:
+        leaves: the leaves.
+        value: the value of every entry.
+        requires_grad: whether autograd records what is done to the tensors, for meta-learning.
+
+    Example:
+        >>> zeros([torch.ones(2)], 0.5)
+        (tensor([0.5000, 0.5000]),)
+    """
+    return tuple([torch.full_like(p, value, requires_grad=requires_grad) for p in leaves])
+
+
+def new_counts(leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """For each leaf a counter at zero, 0-d int64 on the device of the leaf.
+
+    A counter belongs to its leaf, because a leaf without a gradient does not take part in an update.
+
+    Example:
+        >>> new_counts([torch.ones(2)])
+        (tensor(0),)
+    """
+    return tuple([torch.zeros((), dtype=torch.int64, device=p.device) for p in leaves])
 
 
 def is_by_leaf(field: Any, n: int) -> bool:

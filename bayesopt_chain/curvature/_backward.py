@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain._torch import dtensor_of, is_dtensor, local_of, reshard, spec_of, stacked_spec
+from bayesopt_chain._torch import like, local, reshard
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.precision import Diagonal
 from bayesopt_chain.trees import as_tensor, wide
@@ -88,7 +88,7 @@ def diagonal_by_backward(
                 outputs = model(batch[0])
             n, columns = len(outputs), likelihood.root(outputs, batch[1]).columns
             sizes = passes.sizes(n, columns)
-            total = [torch.zeros_like(_local(p), dtype=wide(p.dtype)) for p in passes.params.values()]
+            total = [torch.zeros_like(local(p.detach()), dtype=wide(p.dtype)) for p in passes.params.values()]
 
             def square(weights_of: Callable[[int, int], Tensor | None], share: float) -> None:
                 """Add ``share`` times the squared gradients of one backward pass.
@@ -182,7 +182,8 @@ class BackwardPasses:
             outputs = self.model(inputs)
         outputs.backward(weights_of(outputs.detach()))
         return [
-            torch.zeros_like(_local(p)) if p.grad is None else _local(p.grad) * self.ranks for p in self.params.values()
+            torch.zeros_like(local(p.detach())) if p.grad is None else local(p.grad.detach()) * self.ranks
+            for p in self.params.values()
         ]
 
     def sizes(self, *sizes: int) -> list[tuple[int, ...]]:
@@ -210,18 +211,10 @@ class BackwardPasses:
 
         Where a parameter is a DTensor so is the result. A tensor has its parameter's local shape, or further axes in front.
         """
-        return {name: _like(p, x) for (name, p), x in zip(self.params.items(), values, strict=True)}
+        return {name: like(p, x, x.ndim - p.ndim) for (name, p), x in zip(self.params.items(), values, strict=True)}
 
 
 def _one(n: int, columns: int, b: int, k: int) -> Tensor:
     weights = torch.zeros(n, columns, device="cpu")
     weights[b, k] = 1.0
     return weights
-
-
-def _local(x: Any) -> Tensor:
-    return local_of(x.detach()) if is_dtensor(x) else x.detach()
-
-
-def _like(p: Any, x: Tensor) -> Tensor:
-    return dtensor_of(x, stacked_spec(spec_of(p), x, x.ndim - p.ndim)) if is_dtensor(p) else x

@@ -36,21 +36,20 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain._torch import is_dtensor
+from bayesopt_chain._torch import is_dtensor, local
 from bayesopt_chain.distributed.parts import runs_of
 from bayesopt_chain.distributed.ranks import (
     DRIFTED,
     answers,
     digest,
     gather_objects,
-    named_leaves,
     require_alike,
     require_fit,
     shown_some,
     together,
     world,
 )
-from bayesopt_chain.distributed.shards import local
+from bayesopt_chain.trees import named_leaves
 
 TABLE = ".metadata"  # the file of DCP's table of contents
 DIGESTS = ".sha256"  # the digests of all other files, as sha256sum writes them, behind the table

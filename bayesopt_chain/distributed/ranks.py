@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import lru_cache
@@ -34,11 +33,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bayesopt_chain import batches, checks, tracing
-from bayesopt_chain._torch import is_dtensor
+from bayesopt_chain._torch import is_dtensor, like, local
 from bayesopt_chain.distributed.parts import runs_of
-from bayesopt_chain.distributed.shards import like, local
 from bayesopt_chain.random.stream import chain_seed
-from bayesopt_chain.trees import common_dtype
+from bayesopt_chain.trees import common_dtype, named_leaves
 
 T = TypeVar("T")
 Mesh = Any  # a DeviceMesh, whose module is not imported here because that is slow and few programs need it
@@ -240,20 +238,6 @@ def require_replicas(tree: Any, mesh: Mesh, *, who: str = "require_replicas") ->
         {**mine, "the tree": tuple(mine)},
         mesh,
     )
-
-
-def named_leaves(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree, ``None`` among them, each with its path as text, such as ``state/0/trace/w``.
-
-    Raises:
-        ValueError: two leaves have the same path.
-    """
-    accessors, leaves = optree.tree_accessors(tree, none_is_leaf=True), optree.tree_leaves(tree, none_is_leaf=True)
-    paths = [[str(getattr(x, "field", x.entry)) for x in accessor] for accessor in accessors]
-    named = dict(zip(names := ["/".join(path) or "tensor" for path in paths], leaves))
-    if twice := [name for name, n in Counter(names).items() if n > 1]:
-        raise ValueError(f"tree: two leaves are named {twice[0]}; rename a key that contains '/'")
-    return named
 
 
 def require_fit(what: str, here: Mapping[str, str], there: Mapping[str, str], besides: Iterable[str] = ()) -> None:

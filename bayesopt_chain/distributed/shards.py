@@ -35,7 +35,8 @@ from bayesopt_chain._torch import (
     dtensor_of,
     is_dtensor,
     is_fully_sharded,
-    local_of,
+    like,
+    local,
     local_parts,
     spec_of,
     specs_of,
@@ -46,11 +47,6 @@ from bayesopt_chain.distributed.parts import axes_of, runs_of
 from bayesopt_chain.random.philox import Runs
 
 Pieces = tuple[Runs | None, ...]  # for each leaf the elements that this rank holds; None for a plain tensor
-
-
-def local(x: Any) -> Any:
-    """This rank's local tensor of a DTensor. Anything else is returned as it is."""
-    return local_of(x) if is_dtensor(x) else x
 
 
 def local_tree(tree: Any) -> Any:
@@ -145,7 +141,7 @@ class Sharding:
             if x.ndim == len(spec.shape) + 1:  # gradients at several draws have an axis of draws in front
                 spec = stacked_spec(spec, x, 1)
             if came.placements != spec.placements or came.mesh != spec.mesh:
-                out[j] = local_of(x.redistribute(spec.mesh, spec.placements))
+                out[j] = local(x.redistribute(spec.mesh, spec.placements))
         return out
 
     def laid_out(self, leaves: Sequence[int], xs: Sequence[Any]) -> list[Any]:
@@ -359,7 +355,7 @@ def cut_like(x: Tensor, like: Any) -> Any:
     for d, axis in enumerate(axes_of(like)):
         if len(axis) < like.shape[d]:
             x = x.index_select(lead + d, torch.tensor(axis, dtype=torch.long, device=x.device))
-    x = x.to(local_of(like).device)
+    x = x.to(local(like).device)
     return dtensor_of(x, stacked_spec(spec_of(like), x, lead))
 
 
@@ -412,22 +408,6 @@ def _groups(leaves: Sequence[Any]) -> list[Any]:
     """The process groups of the meshes of these leaves, or of torch's descriptions of them, in one order on all ranks."""
     meshes = dict.fromkeys([x.device_mesh for x in leaves if hasattr(x, "device_mesh")])
     return [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
-
-
-def are_spread(tree: Any) -> bool:
-    """Whether any leaf of a tree is a DTensor."""
-    return any(map(is_dtensor, optree.tree_leaves(tree)))
-
-
-def like(x: Any, part: Any, axes: int = 0) -> Any:
-    """Make a DTensor with the layout of ``x`` from a local tensor; if ``x`` is plain, return the local tensor.
-
-    Args:
-        x: a leaf.
-        part: the local tensor.
-        axes: how many further axes it has in front, which every rank has whole.
-    """
-    return dtensor_of(part, stacked_spec(spec_of(x), part, axes)) if is_dtensor(x) else part
 
 
 def add(params: Sequence[Any], updates: Sequence[Any], inplace: bool) -> list[Any]:

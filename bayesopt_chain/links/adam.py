@@ -26,8 +26,8 @@ from bayesopt_chain.checks import MOMENTUM, link_takes
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
+from bayesopt_chain.core.state import new_counts, zeros
 from bayesopt_chain.engine.parts import Learns, Part
-from bayesopt_chain.links.leaves import new_counts, zeros
 from bayesopt_chain.links.rms import LEARNS, averaged, frozen_note, root
 from bayesopt_chain.matching.response import Preconditioner, Response
 from bayesopt_chain.schedules import by_count

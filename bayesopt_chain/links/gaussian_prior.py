@@ -27,9 +27,8 @@ from torch import Tensor, nn
 
 from bayesopt_chain import checks
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import LinkContext, Traits
+from bayesopt_chain.core.link import HoldsTree, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
-from bayesopt_chain.links.leaves import HoldsTree, require_numbers
 from bayesopt_chain.links.weight_decay import AddDecayedWeights, require_first
 from bayesopt_chain.matching.response import Linear, Response
 from bayesopt_chain.modules.functional import inner_of
@@ -253,7 +252,7 @@ def add_gaussian_prior(prior: Any, *, n: float) -> Chain:
         checks.NOT_NEGATIVE("add_gaussian_prior: prior", prior)
         return Chain((AddDecayedWeights(float(prior) / n, is_prior=True),)) if prior else Chain(())
     wanted = "a precision (a number, or a tree of numbers and tensors) or a Gaussian"
-    require_numbers("add_gaussian_prior: prior", prior, wanted)
+    checks.require_numbers("add_gaussian_prior: prior", prior, wanted)
     return Chain((AddDiagonalPrior(n, 0.0, prior),))
 
 

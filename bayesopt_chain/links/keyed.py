@@ -25,7 +25,7 @@ from bayesopt_chain import checks
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
-from bayesopt_chain.links.leaves import zeros
+from bayesopt_chain.core.state import zeros
 from bayesopt_chain.matching.response import Response, SelfContainedSampler
 from bayesopt_chain.random import stream as keyed_stream
 from bayesopt_chain.schedules import ScalarOrSchedule, is_zero, now, root

@@ -17,8 +17,8 @@ from bayesopt_chain import checks
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import ELEMENTWISE, Link, LinkContext
 from bayesopt_chain.core.op import Leaves, TensorOps
+from bayesopt_chain.core.state import new_counts
 from bayesopt_chain.engine.parts import Part, Scales
-from bayesopt_chain.links.leaves import new_counts
 from bayesopt_chain.matching.response import Linear, Rate, Response
 from bayesopt_chain.schedules import ScalarOrSchedule, by_count, is_schedule, returned, scalar
 

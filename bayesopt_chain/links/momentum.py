@@ -26,8 +26,8 @@ from bayesopt_chain.checks import FROM_ZERO, link_takes
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import ELEMENTWISE, Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
+from bayesopt_chain.core.state import new_counts, zeros
 from bayesopt_chain.engine.parts import Accumulates, Part
-from bayesopt_chain.links.leaves import new_counts, zeros
 from bayesopt_chain.matching.response import Linear, Response
 
 

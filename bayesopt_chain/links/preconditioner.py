@@ -22,10 +22,9 @@ from torch import Tensor
 
 from bayesopt_chain import checks
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import ELEMENTWISE, Link, LinkContext, Traits
+from bayesopt_chain.core.link import ELEMENTWISE, HoldsTree, Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.learning_rate import Scale
-from bayesopt_chain.links.leaves import HoldsTree, require_numbers
 from bayesopt_chain.links.rms import LEARNS, RunningScale
 from bayesopt_chain.matching.response import Preconditioner, Response
 
@@ -198,5 +197,5 @@ def scale_by_preconditioner(preconditioner: Any) -> Chain:
     if isinstance(preconditioner, SupportsSolve):
         return Chain((SolvePrecision(preconditioner),))
     wanted = "a positive number, a tree of such numbers and tensors, or an estimator"
-    require_numbers("scale_by_preconditioner: preconditioner", preconditioner, wanted)
+    checks.require_numbers("scale_by_preconditioner: preconditioner", preconditioner, wanted)
     return Chain((ScaleByPreconditioner(preconditioner),))

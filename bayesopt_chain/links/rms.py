@@ -43,8 +43,8 @@ from bayesopt_chain.checks import FROM_ZERO, MOMENTUM, POSITIVE, WHOLE, factory_
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import ELEMENTWISE, Link, LinkContext
 from bayesopt_chain.core.op import PURE, Leaves, TensorOps
+from bayesopt_chain.core.state import new_counts, zeros
 from bayesopt_chain.engine.parts import Learns, Part
-from bayesopt_chain.links.leaves import new_counts, zeros
 from bayesopt_chain.matching.response import Preconditioner, Refused, Response
 from bayesopt_chain.tracing import is_transformed
 

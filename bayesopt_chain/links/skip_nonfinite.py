@@ -22,7 +22,8 @@ from torch import Tensor
 from torchopt.base import GradientTransformation
 
 from bayesopt_chain import tracing
-from bayesopt_chain.distributed.shards import everywhere, local
+from bayesopt_chain._torch import local
+from bayesopt_chain.distributed.shards import everywhere
 from bayesopt_chain.links.wrapper import Wrapper
 from bayesopt_chain.trees import all_finite, flattened
 

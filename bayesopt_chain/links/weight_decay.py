@@ -19,10 +19,9 @@ from torch import Tensor
 
 from bayesopt_chain.checks import FROM_ZERO, NOT_NEGATIVE, link_takes
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import ELEMENTWISE, Link, LinkContext, Traits
+from bayesopt_chain.core.link import ELEMENTWISE, HoldsTree, Link, LinkContext, Traits
 from bayesopt_chain.core.op import IN_PLACE, Leaves, TensorOps
 from bayesopt_chain.engine.parts import Decays, Part
-from bayesopt_chain.links.leaves import HoldsTree
 from bayesopt_chain.matching.response import (
     Decay,
     Linear,

@@ -238,12 +238,12 @@ def detach(tree: Any) -> Any:
 def unshared(tree: Any, *written: Any) -> Any:
     """Copy the tensors of a tree that share memory with trees that are written to next; anything else stays as it is."""
     others: Any = written
-    memory = {_torch.storage_of(shards.local(x)) for x in optree.tree_leaves(others)} if tracing.is_plain() else None
+    memory = {_torch.storage_of(_torch.local(x)) for x in optree.tree_leaves(others)} if tracing.is_plain() else None
 
     def kept(x: Any) -> Any:
         if not isinstance(x, Tensor) or x.layout is not torch.strided:
             return x
-        return x.clone() if memory is None or _torch.storage_of(shards.local(x)) in memory else x
+        return x.clone() if memory is None or _torch.storage_of(_torch.local(x)) in memory else x
 
     return optree.tree_map(kept, tree)  # pyright: ignore[reportArgumentType]
 

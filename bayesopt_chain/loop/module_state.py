@@ -107,18 +107,3 @@ class ModuleMemory:
         key = new_key(generator, leaves[0].device if leaves else torch.device("cpu"))
         own = {name: x.detach().clone() for name, x in buffers.items()}
         return ModuleState(inner, own, Stream(key, torch.zeros_like(key)))
-
-
-def is_keyed(entry: Any) -> bool:
-    """Whether an entry of a state has a random stream, with the fields ``key`` and ``step``."""
-    return {"key", "step"} <= set(getattr(entry, "_fields", ())) and isinstance(entry.key, Tensor)
-
-
-def keyed(tree: Any) -> list[Any]:
-    """List the entries of a tree that have a random stream; an entry may hold the streams of several chains, stacked."""
-    return [entry for entry in optree.tree_leaves(tree, is_leaf=is_keyed) if is_keyed(entry)]
-
-
-def buffers_of(state: Any) -> dict[str, Tensor]:
-    """Return the module's buffers in the state of a step; an empty dictionary if it has none."""
-    return state.buffers if isinstance(state, ModuleState) else {}

@@ -68,7 +68,7 @@ class FiniteCheck:
         self.calls += 1
         leaves: list[Any] = optree.tree_leaves(grads)
         # all ranks that hold parts of the gradient must agree: if only some of them raised, the others would wait for them
-        flag = shards.everywhere(all_finite([loss, *map(shards.local, leaves)]), leaves)
+        flag = shards.everywhere(all_finite([loss, *map(_torch.local, leaves)]), leaves)
         if tracing.is_hidden(flag) or bool(flag):
             return flag
         bad = ([f"the loss is {loss.item()}"] if not bool(torch.isfinite(loss).all()) else []) + _not_finite(
@@ -88,7 +88,7 @@ def _not_finite(what: str, tree: Any) -> list[str]:
     """Describe each leaf of a tree that holds NaN or infinities, and count these entries."""
     found = []
     for path, x in zip(optree.tree_paths(tree), optree.tree_leaves(tree)):
-        x = shards.local(x)
+        x = _torch.local(x)
         if isinstance(x, Tensor) and x.layout is torch.strided and not found_finite([x]):
             wrong = x.numel() - int(torch.isfinite(x).sum())
             kind = "nan" if bool(torch.isnan(x).any()) else "inf"
@@ -489,8 +489,8 @@ def apply(params: Any, updates: Any, inplace: bool) -> Any:
 def _writable(grads: Any) -> Any:
     """Copy gradients that share memory, since an update in place of one would change the other."""
     leaves, spec = optree.tree_flatten(grads, none_is_leaf=True)
-    mine = owned([shards.local(x) for x in leaves])
-    return optree.tree_unflatten(spec, [shards.like(x, y) for x, y in zip(leaves, mine)])
+    mine = owned([_torch.local(x) for x in leaves])
+    return optree.tree_unflatten(spec, [_torch.like(x, y) for x, y in zip(leaves, mine)])
 
 
 @_torch.uncompiled

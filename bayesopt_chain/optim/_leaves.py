@@ -44,10 +44,10 @@ from bayesopt_chain._torch import (
     foreach_addcmul_,
     foreach_copy_,
     foreach_mul_,
+    local,
     local_parts,
 )
 from bayesopt_chain.distributed.parts import elements_of
-from bayesopt_chain.distributed.shards import local
 from bayesopt_chain.engine import optimizer_cpu
 from bayesopt_chain.engine.optimizer_cpu import Counter, Job
 from bayesopt_chain.optim._checks import KINDS, check_linear, temperature_of

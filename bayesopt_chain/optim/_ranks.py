@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain._torch import is_dtensor
+from bayesopt_chain._torch import is_dtensor, local
 from bayesopt_chain.distributed.parts import elements_of, place_of
 from bayesopt_chain.distributed.ranks import require_named_chain
-from bayesopt_chain.distributed.shards import agreed_key, cut_like, local
+from bayesopt_chain.distributed.shards import agreed_key, cut_like
 from bayesopt_chain.distributed.witness import Claim, Witness
 from bayesopt_chain.optim import _checks
 from bayesopt_chain.random.stream import new_key

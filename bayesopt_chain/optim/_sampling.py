@@ -35,12 +35,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain._torch import is_dtensor, uncompiled
+from bayesopt_chain._torch import is_dtensor, local, uncompiled
 from bayesopt_chain.diagnostics._response import ThermalLeaf
 from bayesopt_chain.diagnostics.heat_guard import HeatGuard, Leaf
 from bayesopt_chain.distributed.parts import is_part
 from bayesopt_chain.distributed.ranks import require_named_chain
-from bayesopt_chain.distributed.shards import are_spread, local
 from bayesopt_chain.distributed.witness import Claim
 from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.optim import _checks
@@ -56,7 +55,7 @@ from bayesopt_chain.optim._leaves import (
 from bayesopt_chain.optim._ranks import OnRanks, claim, shared_key
 from bayesopt_chain.optim._rule import Linear
 from bayesopt_chain.random.stream import leaf_numbers
-from bayesopt_chain.trees import are_same
+from bayesopt_chain.trees import are_same, are_spread
 
 _params: Callable[[dict[str, Any]], list[Any]] = itemgetter("params")
 

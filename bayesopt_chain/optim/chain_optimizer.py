@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 from torchopt.base import GradientTransformation
 
-from bayesopt_chain._torch import is_dtensor
+from bayesopt_chain._torch import is_dtensor, local
 from bayesopt_chain.distributed.ranks import require_named_chain
-from bayesopt_chain.distributed.shards import add, cut_like, local
+from bayesopt_chain.distributed.shards import add, cut_like
 from bayesopt_chain.distributed.witness import Claim
 from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.links.wrapper import Weighted
 from bayesopt_chain.loop.interrupts import uninterrupted
-from bayesopt_chain.loop.module_state import keyed
 from bayesopt_chain.loop.parallel import fork
 from bayesopt_chain.optim import _checks
 from bayesopt_chain.optim._ranks import OnRanks, claim
+from bayesopt_chain.random.stream import keyed
 
 MakeChain = Callable[[dict[str, Any]], GradientTransformation]
 

@@ -28,10 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesopt_chain._torch import is_dtensor
+from bayesopt_chain._torch import is_dtensor, local
 from bayesopt_chain.distributed.parts import elements_of
 from bayesopt_chain.distributed.ranks import require_named_chain
-from bayesopt_chain.distributed.shards import local
 from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.optim import _checks
 from bayesopt_chain.optim._ranks import OnRanks, claim

@@ -19,14 +19,14 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from bayesopt_chain import checks
 from bayesopt_chain._torch import is_flattened
 from bayesopt_chain.distributed.ranks import gather_objects, world
-from bayesopt_chain.distributed.shards import are_spread, is_replicated
+from bayesopt_chain.distributed.shards import is_replicated
 from bayesopt_chain.loop.loss import Info, detach
 from bayesopt_chain.modules.functional import inner_of
 from bayesopt_chain.optim._ranks import OnRanks
 from bayesopt_chain.optim.ivon import IVON
 from bayesopt_chain.random.stream import new_key, seed_of
 from bayesopt_chain.runs.run import describe, describe_optimizer
-from bayesopt_chain.trees import require_like
+from bayesopt_chain.trees import are_spread, require_like
 
 ModelLoss = Callable[[nn.Module, Any], Any]
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain._torch import is_dtensor
+from bayesopt_chain._torch import is_dtensor, local
 from bayesopt_chain.core.link import Link, LinkContext, OnShards, Traits
 from bayesopt_chain.core.op import Leaves
 from bayesopt_chain.distributed import shards
@@ -105,7 +105,7 @@ class Drawing(Alone, Keyed, ABC):
         are_spread = any(map(is_dtensor, leaves))
         if not are_spread:
             require_these(self.shapes(state), list(leaves), str(self))
-        here, mine = ([shards.local(x) for x in leaves], shards.local_tree(state)) if are_spread else (leaves, state)
+        here, mine = ([local(x) for x in leaves], shards.local_tree(state)) if are_spread else (leaves, state)
         noise, moves = self.displacements(mine, here, names, leaves if are_spread else None)
         drawn = [(p + (x[0] if self.n_samples == 1 else x)).to(p.dtype) for p, x in zip(here, moves)]
         warn_of_rounding(f"a draw of {self}", names, here, moves)

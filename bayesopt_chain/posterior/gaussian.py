@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain._torch import is_dtensor, whole
+from bayesopt_chain._torch import is_dtensor, like, local, whole
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Link
 from bayesopt_chain.core.state import State
@@ -394,7 +394,7 @@ def standard_normals(
 
 def spread_like(leaves: Sequence[Tensor], drawn: Sequence[Tensor], axes: int) -> list[Tensor]:
     """Draws with ``axes`` further axes in front, as DTensors where the leaves are."""
-    return [shards.like(x, z, axes) for x, z in zip(leaves, drawn)]
+    return [like(x, z, axes) for x, z in zip(leaves, drawn)]
 
 
 def _white(mean: Tree, shape: tuple[int, ...], generator: torch.Generator | None) -> Tree:
@@ -403,7 +403,7 @@ def _white(mean: Tree, shape: tuple[int, ...], generator: torch.Generator | None
     if not any(map(is_dtensor, leaves)):
         noise = [torch.randn((*shape, *x.shape), dtype=x.dtype, device=x.device, generator=generator) for x in leaves]
         return structure.unflatten(noise)
-    here = [shards.local(x) for x in leaves]
+    here = [local(x) for x in leaves]
     key = shards.agreed_key(new_key(generator, here[0].device), leaves)
     noise = standard_normals(key, torch.zeros_like(key), here, paths(mean), math.prod(shape), whole=leaves)
     drawn = [z.reshape(*shape, *x.shape) for z, x in zip(noise, here)]

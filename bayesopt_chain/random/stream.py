@@ -15,7 +15,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
@@ -26,6 +28,16 @@ def new_key(generator: torch.Generator | None, device: torch.device) -> Tensor:
     """One random int64 key, 0-d, from ``generator`` or from torch's global generator."""
     source = generator.device if generator is not None else "cpu"
     return torch.randint(2**63 - 1, (), dtype=torch.int64, generator=generator, device=source).to(device)
+
+
+def is_keyed(entry: Any) -> bool:
+    """Whether an entry of a state has a random stream, with the fields ``key`` and ``step``."""
+    return {"key", "step"} <= set(getattr(entry, "_fields", ())) and isinstance(entry.key, Tensor)
+
+
+def keyed(tree: Any) -> list[Any]:
+    """List the entries of a tree that have a random stream; an entry may hold the streams of several chains, stacked."""
+    return [entry for entry in optree.tree_leaves(tree, is_leaf=is_keyed) if is_keyed(entry)]
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from bayesopt_chain import checks
 from bayesopt_chain.distributed.ranks import world
-from bayesopt_chain.distributed.shards import are_spread
 from bayesopt_chain.loop.module_state import ModuleState
 from bayesopt_chain.modules.functional import in_mode, inner_of, logits_of, make_functional
 from bayesopt_chain.runs.draws import Draws, Reduce
 from bayesopt_chain.runs.folder import STEP, Folder, drawn
 from bayesopt_chain.runs.run import Iteration, ResumableBatches, Run, describe_optimizer, require_same
 from bayesopt_chain.runs.store import SHARD_BYTES, Place, Store, gathered, mesh_of, require_given_alike
+from bayesopt_chain.trees import are_spread
 
 _COUNTING = checks.Kind(lambda x: hasattr(x, "global_step"), "what a trainer gives its callbacks, with global_step")
 AGAIN = 1.0  # seconds after which draws that could not be written are tried again, at least

@@ -42,7 +42,8 @@ from torch import Tensor
 
 from bayesopt_chain import checks
 from bayesopt_chain._torch import is_dtensor
-from bayesopt_chain.distributed.ranks import named_leaves, require_fit, world
+from bayesopt_chain.distributed.ranks import require_fit, world
+from bayesopt_chain.trees import named_leaves
 
 FORMAT = "bayesopt_chain/3"
 BLOCK = 1 << 16  # bytes under one checksum: what has to be read for a few wanted rows stays small

@@ -51,8 +51,8 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain._torch import is_dtensor
-from bayesopt_chain.distributed.shards import cut_like, local
+from bayesopt_chain._torch import is_dtensor, local
+from bayesopt_chain.distributed.shards import cut_like
 from bayesopt_chain.runs import files
 from bayesopt_chain.runs.files import File, is_count
 

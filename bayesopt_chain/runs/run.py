@@ -29,16 +29,15 @@ from torch import Tensor
 from torchopt.base import GradientTransformation
 
 from bayesopt_chain import checks
-from bayesopt_chain._torch import is_dtensor
+from bayesopt_chain._torch import is_dtensor, local
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.distributed.ranks import gather_objects, hash_of_bits
-from bayesopt_chain.distributed.shards import are_spread, local
 from bayesopt_chain.loop.capture.captured import Captured
-from bayesopt_chain.loop.module_state import keyed
 from bayesopt_chain.loop.parallel import Parallel
-from bayesopt_chain.random.stream import without_wrappers
+from bayesopt_chain.random.stream import keyed, without_wrappers
 from bayesopt_chain.runs import files
+from bayesopt_chain.trees import are_spread
 
 
 class Iteration(NamedTuple):

@@ -20,7 +20,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain._torch import is_dtensor
+from bayesopt_chain._torch import is_dtensor, local
 from bayesopt_chain.distributed.ranks import (
     DRIFTED,
     World,
@@ -31,8 +31,8 @@ from bayesopt_chain.distributed.ranks import (
     together,
     world,
 )
-from bayesopt_chain.distributed.shards import are_spread, cut_like, is_replicated, local
-from bayesopt_chain.loop.module_state import buffers_of
+from bayesopt_chain.distributed.shards import cut_like, is_replicated
+from bayesopt_chain.loop.module_state import ModuleState
 from bayesopt_chain.runs import files
 from bayesopt_chain.runs.draws import Draws
 from bayesopt_chain.runs.files import File
@@ -61,6 +61,7 @@ from bayesopt_chain.runs.run import (
     require_same,
     uncaptured,
 )
+from bayesopt_chain.trees import are_spread
 
 T = TypeVar("T")
 
@@ -267,7 +268,8 @@ class Store:
         # The names are those of the first parameters: making them anew is half of what a small draw costs.
         names = self.names if spec == self.spec else list(files.flat(it.params)[0])
         row: dict[str, Any] = {LEAF + n: x for n, x in zip(names, leaves, strict=True)}
-        row |= {BUFFER + name: x for name, x in buffers_of(it.state).items()}
+        if isinstance(it.state, ModuleState):
+            row |= {BUFFER + name: x for name, x in it.state.buffers.items()}
         if torch.is_tensor(getattr(it.info, "weight", None)):
             row[WEIGHT] = it.info.weight
         row = gathered(row, self.first) if self.place.sharded else {n: x.detach().clone() for n, x in row.items()}

@@ -27,8 +27,8 @@ from bayesopt_chain.checks import MOMENTUM, POSITIVE, factory_takes, number
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
+from bayesopt_chain.core.state import zeros
 from bayesopt_chain.links.keyed import Keyed
-from bayesopt_chain.links.leaves import zeros
 from bayesopt_chain.matching.response import Response, SelfContainedSampler
 from bayesopt_chain.random import stream as keyed_stream
 from bayesopt_chain.samplers._in_front import CLIPPING, require_all_parameters, require_in_front

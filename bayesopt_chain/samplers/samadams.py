@@ -40,8 +40,8 @@ from bayesopt_chain import checks
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
+from bayesopt_chain.core.state import zeros
 from bayesopt_chain.links.keyed import Keyed
-from bayesopt_chain.links.leaves import zeros
 from bayesopt_chain.links.wrapper import Weighted
 from bayesopt_chain.matching.response import Refused, Response, SelfContainedSampler
 from bayesopt_chain.samplers._in_front import require_all_parameters

@@ -64,8 +64,8 @@ from bayesopt_chain import checks
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import LinkContext
 from bayesopt_chain.core.op import Leaves, TensorOps
+from bayesopt_chain.core.state import zeros
 from bayesopt_chain.links.keyed import Keyed
-from bayesopt_chain.links.leaves import zeros
 from bayesopt_chain.matching.response import Response, SelfContainedSampler
 from bayesopt_chain.schedules import ScalarOrSchedule, now, root
 

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from bayesopt_chain import _torch
 from bayesopt_chain.loop.capture.buffers import Body
 from bayesopt_chain.loop.capture.errors import CaptureError, describe, first_line, is_about_values, users_line
-from bayesopt_chain.loop.module_state import keyed
 from bayesopt_chain.random.philox_cpu import Call, normals_kernel
+from bayesopt_chain.random.stream import keyed
 
 
 def trace(body: Body) -> tuple[torch.fx.GraphModule, list[Tensor]]:

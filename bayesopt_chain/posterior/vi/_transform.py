@@ -39,7 +39,7 @@ from torch import Tensor
 from torchopt.base import GradientTransformation
 
 from bayesopt_chain import checks
-from bayesopt_chain._torch import whole
+from bayesopt_chain._torch import local, whole
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.link import LinkContext, OnShards
 from bayesopt_chain.core.op import TensorOps
@@ -66,7 +66,7 @@ from bayesopt_chain.posterior.gaussian import (
 from bayesopt_chain.posterior.vi._families import Dense, Family, LowRank, MeanField
 from bayesopt_chain.precision import Precision
 from bayesopt_chain.schedules import ScalarOrSchedule, is_zero, now, scalar
-from bayesopt_chain.trees import copied, paths_of, require_like, spread, upcast, wide
+from bayesopt_chain.trees import are_spread, copied, paths_of, require_like, spread, upcast, wide
 
 
 class VariationalState(NamedTuple):
@@ -189,7 +189,7 @@ class Variational(Drawing):
             return moves, state._replace(mean_optimizer=optimizer)
         draw: Any = context.extra.get("draw")
         require_drawn_from(draw, state, self.name)
-        mine = state._replace(scale=tuple(map(shards.local, state.scale)))
+        mine = state._replace(scale=tuple(map(local, state.scale)))
         by_mean, by_scale = self._gradients(g, draw.noise, mine, params)
         moves, mean_optimizer = self._move_mean(by_mean, state, params, op, context)
         if self.family.elementwise:
@@ -326,7 +326,7 @@ def require_gradients_alone(tx: Any, params: Any, who: str) -> None:
 
 def require_prior(prior: Gaussian | None, params: Any, who: str) -> None:
     """Refuse a prior over other parameters, and one over parameters of which every rank holds a part."""
-    if prior is not None and shards.are_spread(params):
+    if prior is not None and are_spread(params):
         raise ValueError(
             f"{who}: prior= is over whole leaves, and the parameters are DTensors, of which each rank has a part: give "
             "weight_decay=, or put the prior into the loss"
