@@ -50,3 +50,11 @@ def double_precision():
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def any_threads():
+    """A test may set the number of threads: those behind it have as many as those before it."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

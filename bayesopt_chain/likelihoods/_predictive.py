@@ -39,7 +39,7 @@ from bayesopt_chain.trees import upcast
 AT_ONCE = 2**18  # outputs at which a score takes the distribution function at once
 PIECES, NODES = 64, 8  # of each of the two integrals of a score, and nodes of a piece
 ROUNDS = 3  # times that pieces are shifted
-STRETCH = 14.0  # they reach sinh(14) = 600,000 quartile distances out
+STRETCH = 14.0  # they reach sinh(14) = 600,000 interquartile ranges out
 BISECTIONS = 64
 TAIL = 1e-4  # levels nearer to 0 or 1 are so coarse in float32 that quantiles would be wrong
 MOST_COUNTS = 10**6
@@ -174,7 +174,7 @@ class Mixture:
         pieces that are short where the distribution function rises, as at components that are narrow and far apart."""
         nodes, weights = (x.to(self.outputs).reshape(-1, *[1] * y.ndim) for x in gauss_legendre(NODES))
         even = torch.linspace(0, 1, PIECES + 1, device="cpu").to(self.outputs)
-        middle, width = self.quantile(0.5), (self.quantile(0.75) - self.quantile(0.25)) / 2
+        middle, width = self.quantile(0.5), self.quantile(0.75) - self.quantile(0.25)
         width = width.clamp_min(torch.finfo(width.dtype).tiny)
         many = replace(self, outputs=self.outputs[:, None])  # of values [nodes, N, *]
         start, total = torch.asinh((y - middle) / width), torch.zeros_like(middle)

@@ -187,7 +187,7 @@ def spectral_factor(r: Sequence[float]) -> Poly:
         rows = [[(q[j - k] if j >= k else 0.0) + (q[j + k] if j + k < n else 0.0) for j in range(n)] for k in range(n)]
         rhs = [r[k] + sum(q[j] * q[j + k] for j in range(n - k)) for k in range(n)]
         new = _solve(rows, rhs)
-        if max(abs(x - y) for x, y in zip(new, q)) <= 1e-16 * math.sqrt(scale):
+        if max(abs(x - y) for x, y in zip(new, q, strict=True)) <= 1e-16 * math.sqrt(scale):
             return tuple(new)
         q = new
     return tuple(q)

@@ -44,9 +44,7 @@ def _are_real(x: Any) -> bool:
 NUMBER = checks.Kind(_is_real, "a real number of at most 1e15, or a tensor with one", (int, float, Tensor))
 PAIR = checks.Kind(lambda x: _are_real(x) and len(x) == 2, "a pair of real numbers, or of None", (tuple, list))
 _PARAMS = checks.Kind(
-    lambda x: (
-        hasattr(x, "__iter__") and not isinstance(x, (str, bytes, Mapping, Tensor, type)) and getattr(x, "ndim", 1) > 0
-    ),
+    lambda x: hasattr(x, "__iter__") and not hasattr(x, "ndim") and not isinstance(x, (str, bytes, Mapping, type)),
     "parameters, parameters with names, or groups of them, in a list or an iterator",
 )
 _KINDS = {

@@ -10,7 +10,7 @@ import torchopt
 from torchopt.base import ChainedGradientTransformation, GradientTransformation
 
 import bayesopt_chain as bc
-from bayesopt_chain.core.op import owned
+from bayesopt_chain.core.op import IN_PLACE, owned
 from bayesopt_chain.testing import assert_bitwise_equal, stationary_covariance
 from bayesopt_chain.testing._zero_temperature import example_params, run, smooth_gradient
 from tests.walk import end_of
@@ -52,9 +52,7 @@ def test_chains_pickle_copy_and_compare():
     tx = bc.sgd(0.1, 0.9, temperature=T, weight_decay=0.1)
     for twin in (pickle.loads(pickle.dumps(tx)), copy.deepcopy(tx), copy.copy(tx)):
         assert twin == tx and hash(twin) == hash(tx) and repr(twin) == repr(tx)
-    assert tx != bc.sgd(0.2, 0.9, temperature=T, weight_decay=0.1)
-    assert tx != torchopt.sgd(0.1)
-    assert bc.chain() == bc.chain()
+    assert tx not in (bc.sgd(0.2, 0.9, temperature=T, weight_decay=0.1), torchopt.sgd(0.1)) and bc.chain() == bc.chain()
 
 
 def test_masks_labels_and_preconditioners_tell_chains_apart():
@@ -228,6 +226,11 @@ def test_gradients_are_copied_where_they_share_memory_and_nowhere_else():
 
     torch.vmap(inside)(torch.ones(2, 3), torch.ones(2, 3))
     assert kept == [True, True]
+
+
+def test_a_sum_of_squares_takes_one_operation_on_each_leaf():
+    (total,) = IN_PLACE.average([torch.zeros(3)], 1.0, [torch.full((3,), 2.0)], square=True)
+    assert total._version == 1 and total.tolist() == [4.0, 4.0, 4.0]
 
 
 COLD = 0.01

@@ -42,6 +42,8 @@ CHAINS = {
     "decayed, nesterov": lambda lr, t: bc.sgd(lr, 0.9, weight_decay=0.1, nesterov=True, maximize=True),
     "sgld": lambda lr, t: bc.chain(DECAY, bc.inject_langevin_noise(t), bc.scale_by_neg_lr(lr)),
     "sghmc": lambda lr, t: bc.chain(DECAY, MOMENTUM, bc.inject_langevin_noise(t), bc.scale_by_neg_lr(lr)),
+    "white sgld": lambda lr, t: bc.samplers.sgld(lr, temperature=t, order=1),
+    "sghmc, maximized": lambda lr, t: bc.sgd(lr, 0.9, maximize=True, temperature=t),
     "localised": lambda lr, t: bc.chain(bc.links.add_localization(0.5, 0.2), bc.sghmc(lr, temperature=t)),
     "white": lambda lr, t: bc.chain(MOMENTUM, bc.inject_langevin_noise(t, order=1), bc.scale_by_neg_lr(lr)),
     "little momentum": lambda lr, t: bc.sghmc(lr, 0.03, temperature=t),
@@ -140,21 +142,23 @@ def test_the_numbers_of_a_schedule_are_those_of_the_law_in_every_bit(
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_large_leaves_and_threads_change_no_bit(threads, momentum):
-    before = torch.get_num_threads()
+def test_large_leaves_and_threads_change_no_bit(threads, momentum, any_threads):
     torch.set_num_threads(threads)
-    try:
-        params = [torch.randn(n) for n in (2**14 + 5, 64, 3 * 2**14)]
-        gradients, tx = (
-            [[torch.randn_like(p) for p in params] for _ in range(2)],
-            bc.sgd(0.05, momentum, temperature=0.1),
-        )
-        mine = walk(tx, params, gradients, "step in place")
-        with link_by_link():
-            want = walk(tx, params, gradients, "update")
-        assert all(map(torch.equal, optree.tree_leaves(mine), optree.tree_leaves(want)))
-    finally:
-        torch.set_num_threads(before)
+    params = [torch.randn(n) for n in (2**14 + 5, 64, 3 * 2**14)]
+    gradients, tx = [[torch.randn_like(p) for p in params] for _ in range(2)], bc.sgd(0.05, momentum, temperature=0.1)
+    mine = walk(tx, params, gradients, "step in place")
+    with link_by_link():
+        want = walk(tx, params, gradients, "update")
+    assert all(map(torch.equal, optree.tree_leaves(mine), optree.tree_leaves(want)))
+
+
+@pytest.mark.parametrize("lr", ["number", "cosine"])
+@pytest.mark.parametrize("name", ["sgd", "white sgld", "localised", "nesterov", "sghmc, maximized", "rmsprop"])
+def test_what_the_kernel_of_a_device_does_not_know_is_moved_all_the_same(name, lr, monkeypatch):
+    monkeypatch.setattr(engine_module, "_has_device_kernel", lambda x: True)
+    tx, params, gradients = CHAINS[name](RATES[lr], 0.3), [torch.ones(3)], [[torch.ones(3)]] * 2
+    mine, want = (walk(tx, params, gradients, form) for form in ("step in place", "update"))
+    assert all(map(torch.equal, optree.tree_leaves(mine), optree.tree_leaves(want)))
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,7 @@ def test_stability_is_that_of_the_roots(coefficients, stable):
 
 def test_no_excess_means_no_noise():
     assert spectrum((0.1,), (1.0,)) == pytest.approx((0.1,))  # r over |b|^2 is 1 / lr
+    assert [noise_filter((0.0,), (1.0,), order)[0] for order in (1, 2)] == [(0.0,), (0.0, 0.0)]
 
 
 def test_a_response_without_a_stable_inverse_is_refused():

@@ -83,6 +83,7 @@ def test_what_is_no_chain_or_another_or_shares_its_noise_is_refused():
     groups = [{"params": [torch.ones(2, requires_grad=True)]} for _ in range(2)]
     for call, words in (
         (lambda: other.load_state_dict(one.state_dict()), "load a state of the same chain"),
+        (lambda: bc.optim.Optimizer(torch.ones(()).numpy(), CHAINS["sgd"]), "params must be parameters"),
         (lambda: bc.optim.Optimizer([theta], nothing), "must return a gradient transformation"),  # pyright: ignore
         (
             lambda: bc.optim.Optimizer(

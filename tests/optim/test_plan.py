@@ -177,15 +177,12 @@ def test_step_and_noise_in_one_pass_are_torchs_step_and_then_the_noise(case, kee
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["SGHMC", "Adam", "AdamW", "RMSprop"])
-def test_one_pass_on_two_threads_gives_the_bits_of_one(name, monkeypatch):
+def test_one_pass_on_two_threads_gives_the_bits_of_one(name, monkeypatch, any_threads):
     monkeypatch.setattr("bayesopt_chain.engine.optimizer_cpu._PARALLEL", 100)
-    walks, threads = [], torch.get_num_threads()
-    try:
-        for n in (1, 2):
-            torch.set_num_threads(n)
-            walks.append(walk_of_one_pass(name, {}, torch.float32, ((40_000,), (7,), (17_000,))))
-    finally:
-        torch.set_num_threads(threads)
+    walks = []
+    for n in (1, 2):
+        torch.set_num_threads(n)
+        walks.append(walk_of_one_pass(name, {}, torch.float32, ((40_000,), (7,), (17_000,))))
     assert walks[0][1] == walks[1][1] == 9
     assert all(map(torch.equal, walks[0][0], walks[1][0]))
 

@@ -212,9 +212,10 @@ def test_data_that_say_nothing_of_the_noise_are_refused_unless_it_is_given(x, y,
     assert fitted.log_evidence.isfinite() and fitted.predictive(x).variance.isfinite().all()
 
 
-def test_inputs_that_are_all_the_same_leave_the_noise_to_the_targets():
+@pytest.mark.parametrize("unit", [1.0, 1e-5, 1e5])
+def test_inputs_that_are_all_the_same_leave_the_noise_to_the_targets_in_any_unit(unit):
     """Nothing but their mean is explained, so that their variance is the noise, to the share that one of 50 data costs."""
     net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).eval()
-    x, y = torch.ones(50, 2), 1 + torch.randn(50, 1)
+    x, y = torch.ones(50, 2), unit * (1 + torch.randn(50, 1))
     fitted = bc.fit_laplace(net, gaussian(), [(x, y)], tune_noise="evidence")
     assert 1 / float(fitted.likelihood_scale) == pytest.approx(float(y.var()), rel=0.03)

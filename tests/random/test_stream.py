@@ -67,25 +67,21 @@ def test_philox_elements_do_not_depend_on_the_size_of_the_leaf():
 @pytest.mark.skipif(normals_kernel() is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.float64, 1e-12)])
-def test_the_cpu_kernel_draws_what_tensor_operations_draw(dtype, tolerance, threads, monkeypatch):
+def test_the_cpu_kernel_draws_what_tensor_operations_draw(dtype, tolerance, threads, monkeypatch, any_threads):
     """Every length around the kernel's runs, negative and large words, and one draw of all lengths together."""
     sizes = [0, 1, 5, 63, 64, 65, 127, 128, 129, 192, 193, 255, 256, 257, 40_000]
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    try:
-        for key, step in ((7692698082559361259, 3 + (5 << 33)), (-5, 2**62)):
-            streams = torch.tensor(key), torch.tensor(step)
-            draws = [(1 << 24 | i) * 0x9E3779B1 % 2**32 for i in range(len(sizes))]
-            mine = draw_elements(*streams, whole_leaves(sizes, draws), dtype)
-            with monkeypatch.context() as without:
-                without.setattr(philox_module, "normals_kernel", lambda: None)
-                wants = draw_elements(*streams, whole_leaves(sizes, draws), dtype)
-            for i, (n, x, want) in enumerate(zip(sizes, mine, wants, strict=True)):
-                assert x.shape == (n,) and x.dtype == dtype
-                torch.testing.assert_close(x, want, rtol=0, atol=tolerance)
-                assert torch.equal(x, leaf(*streams, n, draws[i], dtype))
-    finally:
-        torch.set_num_threads(before)
+    for key, step in ((7692698082559361259, 3 + (5 << 33)), (-5, 2**62)):
+        streams = torch.tensor(key), torch.tensor(step)
+        draws = [(1 << 24 | i) * 0x9E3779B1 % 2**32 for i in range(len(sizes))]
+        mine = draw_elements(*streams, whole_leaves(sizes, draws), dtype)
+        with monkeypatch.context() as without:
+            without.setattr(philox_module, "normals_kernel", lambda: None)
+            wants = draw_elements(*streams, whole_leaves(sizes, draws), dtype)
+        for i, (n, x, want) in enumerate(zip(sizes, mine, wants, strict=True)):
+            assert x.shape == (n,) and x.dtype == dtype
+            torch.testing.assert_close(x, want, rtol=0, atol=tolerance)
+            assert torch.equal(x, leaf(*streams, n, draws[i], dtype))
 
 
 @pytest.mark.parametrize("compiler", [True, False])

@@ -127,10 +127,11 @@ def test_parameters_that_are_not_finite_end_the_run(tmp_path, on_disk):
 
 @pytest.mark.sweep(3)
 @pytest.mark.filterwarnings("ignore:sample")
-@pytest.mark.parametrize("rise, whole", [(40.0, True), (60.0, False)])
-def test_a_rise_that_the_temperature_allows_is_no_explosion(rise, whole):
-    """T P / 2 is 0.5 here, and 100 of it is the bound above losses that hardly differed: as at a start in the minimum."""
-    values = torch.cat([torch.linspace(0, 1e-3, 10), torch.full((30,), rise)])
+@pytest.mark.parametrize("spread, rise, whole", [(1e-3, 40.0, True), (0.0, 50.0, True), (1e-3, 60.0, False)])
+def test_a_rise_that_the_temperature_allows_is_no_explosion(spread, rise, whole):
+    """T P / 2 is 0.5 here, and 100 of it is the bound above losses that hardly differed: as at a start in the minimum. The
+    bound itself is allowed."""
+    values = torch.cat([torch.linspace(0, spread, 10), torch.full((30,), rise)])
     tx, p = bc.sgld(0.01, temperature=0.01), torch.zeros(100)
     step = bc.make_step(lambda p, batch: 0.0 * p.sum() + batch[0], tx)
     draws = bc.sample(step, p, tx.init(p), list(values[:, None]), steps=40)

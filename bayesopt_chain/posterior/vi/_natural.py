@@ -125,10 +125,13 @@ class Natural(Drawing):
 
     @property
     def radius(self) -> float:
-        """How many deviations a step may move; without a word it depends on how far the Hessian lags behind."""
+        """How many deviations a step may move; without a word it depends on how far the Hessian lags behind.
+
+        At temperature 0 there are no deviations, and no step is bounded.
+        """
         if self.trust_radius is not None:
             return self.trust_radius
-        return math.inf if self.betas[1] in (0, 1) else self.default_radius
+        return math.inf if self.is_deterministic or self.betas[1] in (0, 1) else self.default_radius
 
     @property
     def response(self) -> Response:
@@ -272,7 +275,7 @@ class IVON(Natural):
             else newton(f, h, d, lr, self.init_hessian + d if self.rescale_lr else 1, self.clip_radius)
             for f, h, d in zip(force, hessian, self.decay(state))
         ]
-        if self.radius == math.inf or self.is_deterministic:
+        if self.radius == math.inf:
             return steps
         bounds = [self.radius * s for s in self._sigma(state._replace(hessian=hessian))]
         is_drawn = scalar(now(self.temperature, state.step), state.key.device) > 0
@@ -320,7 +323,7 @@ class VON(Natural):
         precision = self.decayed(hessian, state)
         solved = optree.tree_leaves(precision.solve(tree))
         lr = now(self.lr, state.step)
-        if self.radius != math.inf and not self.is_deterministic:
+        if self.radius != math.inf:
             moved = optree.tree_unflatten(optree.tree_structure(tree), [times(x, lr) for x in solved])
             temperature = scalar(now(self.temperature, state.step), state.key.device)
             squares = precision.quad(moved).to(torch.float64) / sum(x.numel() for x in solved)

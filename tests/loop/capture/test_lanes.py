@@ -271,13 +271,10 @@ def test_chains_of_several_ranks_in_lanes_are_those_of_one_process(small_blocks)
         assert torch.equal(torch.cat([params[name] for _, params, _ in ranks]), whole)
 
 
-def test_two_threads_make_the_bits_of_one(small_blocks):
-    before, found = torch.get_num_threads(), {}
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            _, found[threads], way = lanes_of(300)
-            assert way == "Lanes"
-    finally:
-        torch.set_num_threads(before)
+def test_two_threads_make_the_bits_of_one(small_blocks, any_threads):
+    found = {}
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        _, found[threads], way = lanes_of(300)
+        assert way == "Lanes"
     assert all(torch.equal(found[1][name], found[2][name]) for name in found[1])
