@@ -37,7 +37,6 @@ from bayesopt_chain.engine.sweep_cpu import (
     NOW,
     PARALLEL,
     Job,
-    Sweep,
     integers,
     pointers,
     sweep_kernel,
@@ -50,7 +49,8 @@ from bayesopt_chain.tracing import is_traced, is_transformed
 _KINDS = frozenset((Tensor, torch.nn.Parameter))  # subclasses may keep their numbers elsewhere
 _DTYPES = (torch.float32, torch.float64)
 _LAYOUT, _GRAD, _SHAPE = attrgetter("dtype", "is_cpu"), attrgetter("requires_grad"), attrgetter("shape")
-_COUNTERS = {(torch.int64, True)}
+_COUNTERS, _NOTED = {(torch.int64, True)}, (torch.float64, True)
+_CONDITIONS = 5  # numbers of a leaf in LangevinNoiseState.conditions
 _IS_CPU = attrgetter("is_cpu")
 _BLOCK = 1024  # counts at which a schedule is evaluated at once
 _address = ctypes.addressof
@@ -106,10 +106,13 @@ class Numbers(NamedTuple):
     """The numbers of one step.
 
     Attributes:
-        moves: a :class:`Move` as doubles, one for all leaves or one for each.
+        moves: a :class:`Move` as doubles, one for all leaves or one for each; ``None`` where the kernel works them out of
+            ``given``.
         stride: 0 for all, 1 for each.
         adds: whether the noise is added to the gradient; false where the temperature is 0 now.
-        after: the conditions that the noise has to remember, as doubles ``[leaves, 5]``; ``None`` if nothing changes with time.
+        given: the temperature, and behind it the rate of all leaves or of each, as doubles, where noise follows a schedule;
+            ``None`` elsewhere.
+        live: of ``given``, for each leaf whether it has a gradient; ``None`` for all.
         wide: whether the rate is a float64 tensor, by which torch multiplies a narrower 0-d leaf in float64.
         learned: a :class:`Learned` as doubles, one for all leaves or one for each; ``None`` where nothing learns.
         learned_stride: 0 for all, 1 for each.
@@ -119,7 +122,8 @@ class Numbers(NamedTuple):
     moves: Any
     stride: int = 0
     adds: bool = True
-    after: Any = None
+    given: Any = None
+    live: Any = None
     wide: bool = False
     learned: Any = None
     learned_stride: int = 0
@@ -257,7 +261,7 @@ class Engine:
         if kernel is None or (self.flags & (DECAYS | NESTEROV | DIVIDES) and not kernel.rounds_alike):
             return None
         present = _present(gradients if self.is_everything else [gradients[j] for j in self.where])
-        found = None if present == [] else self.constant or self._moves(kernel, entries, present)
+        found = None if present == [] else self.constant or self._moves(entries, present)
         if found is None or self.learner is None:
             return found
         root = kernel.roots[self.dtype]
@@ -290,7 +294,7 @@ class Engine:
         first, second = [float(f(count)) for f in part.corrections] or (1.0, 1.0)
         return numbers._replace(correction=first, square_correction=second, learns=learns)
 
-    def _moves(self, kernel: Sweep, entries: Sequence[Any], present: Sequence[int] | None) -> Numbers | None:
+    def _moves(self, entries: Sequence[Any], present: Sequence[int] | None) -> Numbers | None:
         """The numbers of this step for a rate or a temperature that may change; ``None`` where one cannot be read."""
         rates, wide = self._rates(entries, present)
         if not rates or (wide and self.has_scalars and self.dtype != torch.float64):
@@ -301,15 +305,11 @@ class Engine:
             return Numbers(
                 _packed([self.move._replace(factor=self.sign * x) for x in factors]), int(len(factors) > 1), wide=wide
             )
-        state = entries[self.noise]
-        last: Any = state.conditions[0] if state.conditions else None
-        if not (_is_readable(last) and last.shape == (*self.axes, n, 5)):
+        state, temperature = entries[self.noise], self.temperature
+        if not state.conditions or not _is_readable(state.conditions[0]):
             return None
-        if self.axes and not (_are_equal(last) and _are_equal(state.step)):
+        if self.axes and not (_are_equal(state.conditions[0]) and _are_equal(state.step)):
             return None
-        if not (last.is_contiguous() and last.dtype == torch.float64):
-            return None
-        temperature: Any = self.temperature
         if not isinstance(temperature, float):
             temperature = self._value(temperature, state.step[0] if self.axes else state.step)[0]
             if temperature is None:
@@ -318,12 +318,11 @@ class Engine:
         for rate in rates:
             if not 0.0 <= rate < torch.inf:
                 checks.at_this_step("lr", rate)
-        moves, after = (ctypes.c_double * (9 * n))(), (ctypes.c_double * (5 * n))()
-        live = None if present is None else bytes([k in present for k in range(n)])
         every = rates if len(rates) == 1 or present is None else _spread(rates, present, n)
-        given = (ctypes.c_double * len(every))(*every)
-        kernel.numbers(self.rule, n, live, given, int(len(every) > 1), temperature, last.data_ptr(), moves, after)
-        return Numbers(moves, 1, isinstance(self.temperature, float) or temperature != 0, after, wide)
+        given = (ctypes.c_double * (1 + len(every)))(temperature, *every)
+        live = None if present is None else (ctypes.c_uint8 * n)(*[k in present for k in range(n)])
+        adds = isinstance(self.temperature, float) or temperature != 0
+        return Numbers(None, int(len(every) > 1), adds, given, live, wide)
 
     def _rates(self, entries: Sequence[Any], present: Sequence[int] | None) -> tuple[list[float], bool]:
         """The learning rate of each leaf that is present, or one for all; none if it cannot be read. And whether it is wide."""
@@ -453,8 +452,10 @@ class Engine:
     def _fit(self, found: _Tensors, present: Sequence[int] | None, own: bool) -> bool:
         """Whether the kernel may run over the memory of all tensors but the gradients."""
         states = (found.trace, 0), (found.memory, 1), (found.square, 0), (found.centre, 0)
+        noted = (*self.axes, len(self.where), _CONDITIONS)  # what the noise has to remember
         return (
             {*map(_LAYOUT, (*found.counts, *found.keys))} <= _COUNTERS
+            and all([_LAYOUT(x) == _NOTED and x.shape == noted and x.is_contiguous() for x in found.conditions])
             and (
                 not self.axes or all([x.shape == self.axes and x.is_contiguous() for x in (*found.counts, *found.keys)])
             )
@@ -469,7 +470,7 @@ class Engine:
         at, p, s, m, q, c = (pointers(xs) if xs else None for xs in (g, *found[:5]))
         counts = pointers(_where(found.counts, [*g] * len(self.counted))) if self.counted else None
         arrays = p, at, s, m, q, c, p if moves else at, s, m, q, counts, counts
-        job = self._job(arrays, (*found.keys, *found.keys[1:]), found.conditions)
+        job = self._job(arrays, (*found.keys, *found.keys[1:]), (*found.conditions, *found.conditions))
         written = [*(found.theta if moves else ()), *found.trace, *found.memory, *found.square, *found.counts]
         written += [*found.conditions, *found.keys[1:]]
         return _Known(tensors, [x.detach() for x in tensors], present, moves, written, job, (at, p, s, m, q, c, counts))
@@ -482,12 +483,12 @@ class Engine:
         out = [y if x is None else torch.empty_like(y) for x, y in zip(g, found.theta if flags & MOVES else g)]
         trace, memory, square = _like(found.trace, g), _like(found.memory, g), _like(found.square, g)
         counts = _like(found.counts, live)
-        conditions = [*map(torch.clone if numbers.after is None else torch.empty_like, found.conditions)]
+        conditions = [*map(torch.clone if numbers.given is None else torch.empty_like, found.conditions)]
         steps = [*map(torch.empty_like, found.keys[1:])]
         counters = _where(found.counts, live), _where(counts, live)
         lists = (found.theta, g, *found[1:5], out, trace, memory, square, *counters)
         arrays = [pointers(xs) if xs else None for xs in lists]
-        self._run(self._job(arrays, (*found.keys, *steps), conditions), numbers, flags)
+        self._run(self._job(arrays, (*found.keys, *steps), (*found.conditions, *conditions)), numbers, flags)
         if trace:
             entries[self.velocity] = entries[self.velocity]._replace(**{self.trace: tuple(trace)})
         if square:
@@ -512,21 +513,24 @@ class Engine:
         Args:
             arrays: of the addresses of the tensors p to r and of the old and the new counters, in the order of the kernel.
             keys: key, step, and where the next step is written.
-            conditions: over which those of this step are written.
+            conditions: of the last step, and where those of this one are written.
         """
         *lists, before, after = [0 if x is None else _address(x) for x in arrays]
         keyed = (keys[0].data_ptr(), _address(self.draws), *map(Tensor.data_ptr, keys[1:])) if keys else (0, 0, 0, 0)
         counted = 0 if arrays[-1] is None else len(arrays[-1]), before, after
-        kept = conditions[0].data_ptr() if conditions else 0
-        return Job(len(self.sizes), _address(integers(self.sizes)), *lists, *keyed, *counted, kept, self.chains)
+        noted = map(Tensor.data_ptr, conditions) if conditions else (0, 0)
+        return Job(len(self.sizes), _address(integers(self.sizes)), *lists, *keyed, *counted, *noted, self.chains)
 
     def _run(self, job: Any, numbers: Numbers, flags: int) -> None:
         """Do a job with the numbers of this step."""
         learned = 0 if numbers.learned is None else _address(numbers.learned)
-        after = 0 if numbers.after is None else _address(numbers.after)
         threads = torch.get_num_threads() if self.is_large else 1
-        moves = _address(numbers.moves)
-        job[NOW:] = moves, numbers.stride, learned, numbers.learned_stride, numbers.root, after, flags, threads
+        if numbers.given is None:
+            moves = _address(numbers.moves), 0, 0, 0
+        else:
+            live = 0 if numbers.live is None else _address(numbers.live)
+            moves = 0, _address(self.rule), _address(numbers.given), live
+        job[NOW:] = *moves, numbers.stride, learned, numbers.learned_stride, numbers.root, flags, threads
         kernel: Any = sweep_kernel()
         kernel.sweep[self.dtype](job)
 

@@ -1,6 +1,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #include "../random/philox.hpp"
 #include "law.hpp"
@@ -41,17 +42,85 @@ struct Job {
   int64_t counted;
   const int64_t** counts;  // null for a leaf without a gradient
   int64_t** next_counts;
-  Conditions* conditions;
+  const Conditions* conditions;
+  Conditions* next_conditions;
   int64_t chains;
   // of this step
   const Move* numbers;
+  const Rule* rule;     // by which numbers are worked out of what is given; null where they are at hand
+  const double* given;  // the temperature, and the rate of all leaves or of each
+  const uint8_t* live;  // whether a leaf has a gradient; null if all have one
   int64_t stride;
   const Learned* learned;
   int64_t learned_stride;
   void* root;  // a function that takes roots; null for that of C++
-  const Conditions* after;
   int64_t flags, threads;
 };
+
+// The arithmetic of bayesopt_chain.matching: law.py and filters.Scheduled of one branch, on doubles, operation for operation.
+
+Coefficients white_noise(const Level& now, const Level& before, double momentum) {
+  const double variance = 2.0 / (1.0 - momentum) * now.half, last_variance = 2.0 / (1.0 - momentum) * before.half;
+  const bool rises = last_variance > 0 && variance < momentum * momentum * last_variance;
+  const double k = rises ? root(variance / last_variance) : momentum + 0.0 * variance;
+  const double e = 2.0 / (1.0 + momentum) * (now.temperature * variance - k * k * before.temperature * last_variance);
+  return {root(e > 0 ? e : 0.0), 0.0 * e, k, 0.0 * e};
+}
+
+// the numbers of a leaf for the rate of this step, and what its noise has to remember
+Move move_of(const Rule& rule, double rate_now, double now_temperature, const Conditions& last, Conditions& after) {
+  const double behind = rule.behind ? rate_now : 1.0, last_moved = std::fabs(last.rate);
+  const bool moves = behind != 0, last_moves = last.rate >= 0;
+  const double now = moves ? behind : last_moved;
+  const bool runs = now != 0, began = last_moved != 0, has_velocity = rule.mu > 0;
+  const double rate = runs ? now : 1.0, temperature = runs ? now_temperature : 0.0;
+  const double before = began ? last_moved : rate, before_temperature = began ? last.temperature : temperature;
+  const double last_front = began ? last.front : 1.0;
+  const bool moved = began ? last_moves : true;
+  Level level_now = level(rate * rule.gain, rule.mu, temperature, rule.noise_decay);
+  Level level_before = level(before * rule.gain, rule.mu, before_temperature, rule.noise_decay);
+  const double own = rule.mu * last_front;
+  double c = last.surplus;
+  Coefficients k;
+  if (rule.order == 1) {
+    level_before.half = began ? level_before.half : 0.0;
+    k = white_noise(level_now, level_before, rule.mu);
+  } else {
+    if (rule.mu != 0) {
+      level_now.half = moves ? level_now.half : 0.0;
+      level_before.half = moved ? level_before.half : 0.0;
+      level_before.momentum = moved ? rule.mu + 0.0 * rate : -1.0;
+    }
+    c = began ? c : 0.0;
+    k = scheduled_noise(level_now, level_before, c, own);
+  }
+  double scale = 1.0;
+  if (rule.mu != 0) {
+    const double front = 1.0 / (last_front > 0 ? last_front : 1.0);
+    scale = k.velocity == own ? 1.0 + 0.0 * front : k.velocity / rule.mu * front;
+    if (now_temperature == 0 && last.temperature == 0) scale = 1.0;
+  }
+  after = {now_temperature, moves ? now : -now, 1.0, rule.mu != 0 ? k.surplus : (moves ? k.surplus : c), last.other};
+  const double factor = rule.sign * rate_now, previous = began ? k.previous : 0.0;
+  const double alpha2 = temperature * level_now.half, a2 = alpha2 + k.surplus;  // of the step that is made
+  const double deferred = rule.deferred * (alpha2 / (a2 > 0 ? a2 : 1.0));
+  if (rule.order == 1 || rule.deferred > 0)
+    return {factor, rule.momentum, rule.decay, rule.head * k.current, 0.0, 1.0, deferred, scale, 0.0};
+  return {factor, rule.momentum, rule.decay, k.current, previous, rule.head, 0.0, scale, has_velocity || moves ? 1.0 : 2.0};
+}
+
+// the numbers of all leaves; a leaf without a gradient remembers what it did
+void numbers_of(const Job& job, std::vector<Move>& moves, std::vector<Conditions>& after) {
+  const Conditions* last = job.conditions;
+  for (int64_t i = 0; i < job.leaves; ++i) {
+    after[i] = last[i];
+    if (job.live && !job.live[i]) continue;
+    // as most leaves are: like the one before
+    const bool repeats = i && !job.live && !job.stride && !std::memcmp(last + i, last + i - 1, sizeof *last);
+    if (repeats) after[i] = after[i - 1];
+    moves[i] = repeats ? moves[i - 1] : move_of(*job.rule, job.given[1 + i * job.stride], job.given[0], last[i], after[i]);
+  }
+}
 
 // a + k b as torch's add(a, b, alpha=k) rounds it
 template <class Real>
@@ -168,6 +237,11 @@ void sweep(const Job& job) {
   const int form = job.flags & MOMENT ? 3 : first + velocity;
   const Kernel<Real> kernel = table[form][draws ? (job.m ? 2 : 1) : 0][decays];
   const Learned nothing = {0, 0, 0, 0, 1, 1, 1, 0};
+  std::vector<Move> moves(job.rule ? job.leaves : 0);
+  std::vector<Conditions> after(moves.size());
+  if (job.rule) numbers_of(job, moves, after);
+  const Move* numbers = job.rule ? moves.data() : job.numbers;
+  const int64_t stride = job.rule ? 1 : job.stride;
   const auto p = reinterpret_cast<const Real* const*>(job.p), g = reinterpret_cast<const Real* const*>(job.g),
              s = reinterpret_cast<const Real* const*>(job.s), m = reinterpret_cast<const Real* const*>(job.m),
              q = reinterpret_cast<const Real* const*>(job.q), c = reinterpret_cast<const Real* const*>(job.c);
@@ -190,7 +264,7 @@ void sweep(const Job& job) {
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t end = b * BLOCK + BLOCK < size ? b * BLOCK + BLOCK : size;
       Real xi[4 * RUN], d[4 * RUN], shape[4 * RUN];
-      const Move& move = job.numbers[i * job.stride];
+      const Move& move = numbers[i * stride];
       const Learned& learned = job.learned ? job.learned[i * job.learned_stride] : nothing;
       for (int64_t a = b * BLOCK; a < end; a += row_size) {
         const int64_t n = end - a < row_size ? end - a : row_size, at = chain * size + a;
@@ -204,64 +278,11 @@ void sweep(const Job& job) {
     }
   }
   for (int64_t chain = 0; chain < job.chains; ++chain) {
-    if (job.conditions && job.after)
-      std::memcpy(job.conditions + chain * job.leaves, job.after, sizeof(Conditions) * job.leaves);
+    if (job.rule) std::memcpy(job.next_conditions + chain * job.leaves, after.data(), sizeof(Conditions) * job.leaves);
     if (draws) job.next_step[chain] = job.step[chain] + 1;
     for (int64_t i = 0; i < job.counted; ++i)
       if (job.counts[i]) job.next_counts[i][chain] = job.counts[i][chain] + 1;
   }
-}
-
-// The arithmetic of bayesopt_chain.matching: law.py and filters.Scheduled of one branch, on doubles, operation for operation.
-
-Coefficients white_noise(const Level& now, const Level& before, double momentum) {
-  const double variance = 2.0 / (1.0 - momentum) * now.half, last_variance = 2.0 / (1.0 - momentum) * before.half;
-  const bool rises = last_variance > 0 && variance < momentum * momentum * last_variance;
-  const double k = rises ? root(variance / last_variance) : momentum + 0.0 * variance;
-  const double e = 2.0 / (1.0 + momentum) * (now.temperature * variance - k * k * before.temperature * last_variance);
-  return {root(e > 0 ? e : 0.0), 0.0 * e, k, 0.0 * e};
-}
-
-// the numbers of a leaf for the rate of this step, and what its noise has to remember
-Move move_of(const Rule& rule, double rate_now, double now_temperature, const Conditions& last, Conditions& after) {
-  const double behind = rule.behind ? rate_now : 1.0, last_moved = std::fabs(last.rate);
-  const bool moves = behind != 0, last_moves = last.rate >= 0;
-  const double now = moves ? behind : last_moved;
-  const bool runs = now != 0, began = last_moved != 0, has_velocity = rule.mu > 0;
-  const double rate = runs ? now : 1.0, temperature = runs ? now_temperature : 0.0;
-  const double before = began ? last_moved : rate, before_temperature = began ? last.temperature : temperature;
-  const double last_front = began ? last.front : 1.0;
-  const bool moved = began ? last_moves : true;
-  Level level_now = level(rate * rule.gain, rule.mu, temperature, rule.noise_decay);
-  Level level_before = level(before * rule.gain, rule.mu, before_temperature, rule.noise_decay);
-  const double own = rule.mu * last_front;
-  double c = last.surplus;
-  Coefficients k;
-  if (rule.order == 1) {
-    level_before.half = began ? level_before.half : 0.0;
-    k = white_noise(level_now, level_before, rule.mu);
-  } else {
-    if (rule.mu != 0) {
-      level_now.half = moves ? level_now.half : 0.0;
-      level_before.half = moved ? level_before.half : 0.0;
-      level_before.momentum = moved ? rule.mu + 0.0 * rate : -1.0;
-    }
-    c = began ? c : 0.0;
-    k = scheduled_noise(level_now, level_before, c, own);
-  }
-  double scale = 1.0;
-  if (rule.mu != 0) {
-    const double front = 1.0 / (last_front > 0 ? last_front : 1.0);
-    scale = k.velocity == own ? 1.0 + 0.0 * front : k.velocity / rule.mu * front;
-    if (now_temperature == 0 && last.temperature == 0) scale = 1.0;
-  }
-  after = {now_temperature, moves ? now : -now, 1.0, rule.mu != 0 ? k.surplus : (moves ? k.surplus : c), last.other};
-  const double factor = rule.sign * rate_now, previous = began ? k.previous : 0.0;
-  const double alpha2 = temperature * level_now.half, a2 = alpha2 + k.surplus;  // of the step that is made
-  const double deferred = rule.deferred * (alpha2 / (a2 > 0 ? a2 : 1.0));
-  if (rule.order == 1 || rule.deferred > 0)
-    return {factor, rule.momentum, rule.decay, rule.head * k.current, 0.0, 1.0, deferred, scale, 0.0};
-  return {factor, rule.momentum, rule.decay, k.current, previous, rule.head, 0.0, scale, has_velocity || moves ? 1.0 : 2.0};
 }
 
 }  // namespace
@@ -282,16 +303,7 @@ extern "C" int fuses() {
 #endif
 }
 
-// the numbers of all leaves; a leaf that is not live remembers what it did
-extern "C" void numbers(const Rule* rule, int64_t leaves, const uint8_t* live, const double* rates, int64_t stride,
-                        double temperature, const Conditions* last, Move* moves, Conditions* after) {
-  for (int64_t i = 0; i < leaves; ++i) {
-    if (i && !live && !stride && !std::memcmp(last + i, last + i - 1, sizeof *last)) {  // as most leaves are: like the one before
-      moves[i] = moves[i - 1];
-      after[i] = after[i - 1];
-      continue;
-    }
-    after[i] = last[i];
-    if (!live || live[i]) moves[i] = move_of(*rule, rates[i * stride], temperature, last[i], after[i]);
-  }
+// the numbers of one leaf, for comparison with bayesopt_chain.matching
+extern "C" void numbers(const Rule* rule, double rate, double temperature, const Conditions* last, Move* move, Conditions* after) {
+  *move = move_of(*rule, rate, temperature, *last, *after);
 }

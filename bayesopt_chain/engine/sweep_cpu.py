@@ -42,10 +42,10 @@ PARALLEL = {True: 2**15, False: 2**17}
 Pointers = ctypes.Array[ctypes.c_int64]
 
 # ``Job`` of the source, addresses of arrays (0 for none) and integers: leaves, sizes, p, g, s, m, q, c, u, t, w, r, key, draws,
-# step, next_step, counted, counts, next_counts, conditions, chains, and of this step: numbers, stride, learned, learned_stride,
-# root, after, flags, threads
-Job: Any = ctypes.c_int64 * 29
-NOW = 21
+# step, next_step, counted, counts, next_counts, conditions, next_conditions, chains, and of this step: numbers, rule, given,
+# live, stride, learned, learned_stride, root, flags, threads
+Job: Any = ctypes.c_int64 * 32
+NOW = 22
 
 
 class Sweep(NamedTuple):
@@ -53,13 +53,11 @@ class Sweep(NamedTuple):
 
     Attributes:
         sweep: for each dtype, a function of the address of a :data:`Job`; it checks nothing.
-        numbers: the numbers of a step of matched noise under a schedule.
         rounds_alike: whether its ``a + k b`` has the bits of torch's.
         roots: for each dtype the address of the function that takes roots, 0 for that of C++; ``None`` if it is not as torch's.
     """
 
     sweep: dict[torch.dtype, Callable[..., None]]
-    numbers: Callable[..., None]
     rounds_alike: bool
     roots: dict[torch.dtype, int | None]
 
@@ -81,12 +79,9 @@ def sweep_kernel() -> Sweep | None:
     sweeps: dict[torch.dtype, Any] = {torch.float32: library.sweep_float, torch.float64: library.sweep_double}
     for kernel in sweeps.values():
         kernel.restype, kernel.argtypes = None, [ctypes.c_void_p]
-    integer, pointer, numbers = ctypes.c_int64, ctypes.c_void_p, library.numbers
-    numbers.restype = None
-    numbers.argtypes = [pointer, integer, pointer, pointer, integer, ctypes.c_double, pointer, pointer, pointer]
     roots = {torch.float32: library.roots_float, torch.float64: library.roots_double}
     found = {dtype: _root_of(dtype, function) for dtype, function in roots.items()}
-    return Sweep(sweeps, numbers, bool(library.fuses()) == _torch_fuses(), found)
+    return Sweep(sweeps, bool(library.fuses()) == _torch_fuses(), found)
 
 
 def _torch_fuses() -> bool | None:

@@ -143,11 +143,10 @@ class Leaves:
         """Whether state and memory are those of the last step, and what is read for this one has the same form."""
         try:
             tensors = [*chain(self.params, *map(self.tensors_of, self.states))]
-            numbers = [*map(self.numbers_of, self.states)]
+            numbers = [*chain(*map(self.numbers_of, self.states))]
         except KeyError:
             return False
-        # other numbers of the same values do, over which those of this step are written
-        if not are_same(tensors, self.tensors) or numbers != self.listed:
+        if not are_same(tensors, self.tensors) or not are_same(numbers, self.listed):
             return False
         here = _here(tensors) if rule._cache.is_spread else tensors  # the parameters first, as the views of them
         if not all(map(Tensor.is_set_to, here, self.views)) or [*map(Tensor.data_ptr, here)] != self.addresses:
@@ -199,7 +198,6 @@ class Leaves:
                     self.written |= dict(zip(names, torch.frombuffer(self.again, dtype=torch.int64).unbind()))
                 for branch in range(self.linear.branches):
                     self.draws(branch)
-            if is_new or not (kept and self.repeats):
                 for state in self.states:
                     state.update(self.written)
         self.settings = [*self.group.values()]
@@ -208,7 +206,7 @@ class Leaves:
             names = [name for name, x in self.states[0].items() if isinstance(x, Tensor) and name not in self.written]
             self.tensors_of, self.numbers_of = _entries(names), _entries([*self.written])
             self.tensors = [*chain(self.params, *map(self.tensors_of, self.states))]
-            self.listed = [*map(self.numbers_of, self.states)]
+            self.listed = [*chain(*map(self.numbers_of, self.states))]
             # these tell whether ``.data`` was replaced or resized, which a kernel that takes addresses does not see
             here = _here(self.tensors)
             self.views, self.addresses = here[: len(self.params)], [*map(Tensor.data_ptr, here)]

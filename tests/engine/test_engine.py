@@ -14,7 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import bayesopt_chain as bc
 from bayesopt_chain.engine import engine as engine_module
+from bayesopt_chain.engine import sweep_cpu
 from bayesopt_chain.engine.sweep_cpu import sweep_kernel
+from bayesopt_chain.random import compiled
 from bayesopt_chain.links.langevin_noise import _one_leaf
 from bayesopt_chain.matching.filters import Scheduled
 
@@ -128,11 +130,11 @@ def test_the_numbers_of_a_schedule_are_those_of_the_law_in_every_bit(
     process = Scheduled(((gain, mu),), 0.7, order, decay if mu else 0.0)
     deferred = deferred if mu and order == 2 else 0.0
     rule = (ctypes.c_double * 10)(-1.0, mu, 0.0, gain, mu, 0.7, process.decay, order, behind, deferred)
-    last = torch.zeros(1, 5, dtype=torch.float64)
+    last, law = torch.zeros(1, 5, dtype=torch.float64), compiled.load(sweep_cpu._SOURCE).numbers
     for rate, temperature in zip(rates, temperatures):
         (k,), scale, want = _one_leaf(process, temperature, 1.0, rate if behind else 1.0, *last[0].tolist())
         move, after = (ctypes.c_double * 9)(), (ctypes.c_double * 5)()
-        sweep_kernel().numbers(rule, 1, None, (ctypes.c_double * 1)(rate), 0, temperature, last.data_ptr(), move, after)
+        law(rule, ctypes.c_double(rate), ctypes.c_double(temperature), ctypes.c_void_p(last.data_ptr()), move, after)
         white = (0.7 * k.current, 0.0, 1.0, deferred * k.share, 1.0 if scale is None else scale, 0.0)
         matched = (k.current, k.previous, 0.7, 0.0, 1.0 if scale is None else scale, 1.0 if mu or k.moves else 2.0)
         assert [*move] == [-rate, mu, 0.0, *(white if order == 1 or deferred else matched)]
