@@ -68,8 +68,7 @@ class Chain(GradientTransformation):
     @property
     def response(self) -> Any:
         """The response of the only link, or the tuple of all links' responses."""
-        responses = tuple(x.response for x in self.links)
-        return responses[0] if len(responses) == 1 else responses
+        return self.links[0].response if len(self.links) == 1 else tuple([x.response for x in self.links])
 
     @property
     def required_kwargs(self) -> frozenset[str]:

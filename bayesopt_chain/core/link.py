@@ -113,8 +113,7 @@ class LinkContext:
     @property
     def extra(self) -> dict[str, Any]:
         """The keywords of ``update`` that the link takes."""
-        wanted = self.scope.extra_kwargs
-        return {k: v for k, v in self._extra.items() if k in wanted or ANY in wanted}
+        return {k: v for k, v in self._extra.items() if not self.scope.extra_kwargs.isdisjoint((k, ANY))}
 
     def with_noise(self, denominators: Callable[[], Sequence[Tensor]]) -> Leaves:
         """Let the noise enter inside a preconditioner that has just learned ``1 / P``, and return the noisy gradients.
@@ -211,8 +210,7 @@ class LinkContext:
         """The number of elements of the leaves that are present, on all ranks together."""
         if self.scope.shards is not None:
             return self.scope.shards.count(self.present)
-        shapes = dict(zip(self.scope.index, self.scope.shapes))
-        return sum([shapes[j].numel() for j in self.present])
+        return sum([shape.numel() for j, shape in zip(self.scope.index, self.scope.shapes) if j in self.present])
 
 
 OnShards = Literal["refused", "elementwise", "tree"]

@@ -46,12 +46,8 @@ class TensorOps:
         if self.inplace and are_small(xs) and all([f is first for f in factors]) and all([x.dtype in WIDE for x in xs]):
             foreach_mul_(list(xs), first)
             return list(xs)
-        return [self._mul(x, f) if x.ndim else self._times(x, f) for x, f in zip(xs, factors)]
-
-    def _times(self, x: Tensor, f: Any) -> Tensor:
-        """The product of a 0-d leaf in its own dtype, which a 0-d float64 factor, such as a schedule's, would change."""
-        y = self._mul(x, f)
-        return y.to(x.dtype) if isinstance(f, Tensor) and f.dtype == torch.float64 else y
+        # a 0-d leaf has its own dtype, which a 0-d factor of a wider one, such as a schedule's, would change
+        return [_like(self._mul(x, f), x) for x, f in zip(xs, factors)]
 
     def div(self, xs: Sequence[Tensor], by: Sequence[Tensor]) -> Leaves:
         """``x / f``."""

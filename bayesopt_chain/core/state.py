@@ -165,9 +165,8 @@ def warm_start(fresh: State, like: Any) -> State:
 
 def _remembered(entry: Any) -> Any:
     """The names of an entry's class and fields, and its tensors' shapes and dtypes: equal for entries with the same memory."""
-    fields = [f for f in getattr(entry, "_fields", ()) if flattened(getattr(entry, f))[0]]
     return (
         type(entry).__name__,
-        fields,
+        [f for f in getattr(entry, "_fields", ()) if flattened(getattr(entry, f))[0]],
         [(getattr(t, "shape", None), getattr(t, "dtype", None)) for t in flattened(entry)[0]],
     )
