@@ -452,16 +452,20 @@ class Engine:
     def _fit(self, found: _Tensors, present: Sequence[int] | None, own: bool) -> bool:
         """Whether the kernel may run over the memory of all tensors but the gradients."""
         states = (found.trace, 0), (found.memory, 1), (found.square, 0), (found.centre, 0)
-        noted = (*self.axes, len(self.where), _CONDITIONS)  # what the noise has to remember
         return (
             {*map(_LAYOUT, (*found.counts, *found.keys))} <= _COUNTERS
-            and all([_LAYOUT(x) == _NOTED and x.shape == noted and x.is_contiguous() for x in found.conditions])
+            and (not found.conditions or self._remembers(found.conditions[0]))
             and (
                 not self.axes or all([x.shape == self.axes and x.is_contiguous() for x in (*found.counts, *found.keys)])
             )
             and all([self._fits(xs, present, inner=inner) for xs, inner in states if xs])
             and (not found.theta or self._fits(found.theta, present, own))
         )
+
+    def _remembers(self, conditions: Tensor) -> bool:
+        """Whether the kernel may read and write what the noise of all leaves has to remember."""
+        shape = (*self.axes, len(self.where), _CONDITIONS)
+        return _LAYOUT(conditions) == _NOTED and conditions.shape == shape and conditions.is_contiguous()
 
     def _known(
         self, tensors: tuple[Tensor, ...], g: Sequence[Any], found: _Tensors, present: Sequence[int] | None, moves: bool
