@@ -54,6 +54,7 @@ ROUTES = {  # files, and functions where there is an aim
 MISSED = {
     "everything": "the rooms below",
     "files": "pages of one answer each, in posterior, diagnostics and links most of all",
+    "chain": "the part of a draw that waits in the velocity at every rate, and what links hold for each leaf",
     "links": "every optimizer of TorchOpt with the noise that its adaptive scale asks for",
     "random": "models that draw (dropout) are seeded by chain and step, 136 of it",
     "optim": "parameter groups, closures, hooks and ranks as torch has them; noise by a kernel and by tensor operations; IVON",
