@@ -16,9 +16,9 @@ import bayesopt_chain as bc
 from bayesopt_chain.engine import engine as engine_module
 from bayesopt_chain.engine import sweep_cpu
 from bayesopt_chain.engine.sweep_cpu import sweep_kernel
-from bayesopt_chain.random import compiled
 from bayesopt_chain.links.langevin_noise import _one_leaf
 from bayesopt_chain.matching.filters import Scheduled
+from bayesopt_chain.random import compiled
 
 pytestmark = pytest.mark.skipif(sweep_kernel() is None, reason="needs a C++ compiler")
 SHAPES = [(), (0,), (3,), (2, 3), (16,), (33,), (5, 64), (700,)]
