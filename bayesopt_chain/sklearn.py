@@ -95,7 +95,7 @@ class _Posterior(BaseEstimator):
 
     def _prediction(self, X: Any) -> Predictive:
         check_is_fitted(self)
-        X = validate_data(self, X, dtype=np.float64, reset=False)
+        X = validate_data(self, X, dtype=np.float64, order="C", reset=False)  # torch takes no negative strides
         return self.ensemble_.predict(torch.tensor(X, device="cpu"))
 
 
@@ -139,8 +139,10 @@ class PosteriorRegressor(RegressorMixin, _Posterior):
             ValueError: fewer than 9 data; what :func:`bayesopt_chain.posterior_ensemble` refuses.
         """
         _refuse(more, "gaussian")
-        X, y = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True, ensure_min_samples=LEAST)
-        columns = np.asarray(y, dtype=np.float64).reshape(len(X), -1)
+        X, y = validate_data(
+            self, X, y, dtype=np.float64, order="C", multi_output=True, y_numeric=True, ensure_min_samples=LEAST
+        )
+        columns = np.ascontiguousarray(y, dtype=np.float64).reshape(len(X), -1)
         self.single_ = np.ndim(y) == 1
         self._fit(X, torch.tensor(columns, device="cpu"), columns.shape[1], likelihoods.gaussian())
         return self
@@ -244,7 +246,7 @@ class PosteriorClassifier(ClassifierMixin, _Posterior):
             ValueError: one class alone, or fewer than 9 data; what :func:`bayesopt_chain.posterior_ensemble` refuses.
         """
         _refuse(more, "categorical")
-        X, y = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=LEAST)
+        X, y = validate_data(self, X, y, dtype=np.float64, order="C", ensure_min_samples=LEAST)
         check_classification_targets(y)
         self.classes_, numbers = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:

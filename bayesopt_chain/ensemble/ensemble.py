@@ -24,9 +24,21 @@ from bayesopt_chain.runs import files
 from bayesopt_chain.runs.draws import Draws
 from bayesopt_chain.runs.run import describe, difference
 
-FORMAT = 5
+FORMAT = 6
 MOST_NUMBERS = 2**26  # of outputs of all draws that are kept, if they are of classes
-KEYS = {"format", "params", "buffers", "factor", "report", "noise", "seed", "scale", "loop", "about"}  # what a file has
+KEYS = {
+    "format",
+    "params",
+    "buffers",
+    "factor",
+    "report",
+    "noise",
+    "seed",
+    "scale",
+    "loop",
+    "about",
+    "inputs",
+}  # what a file has
 
 
 @dataclass(frozen=True, repr=False)
@@ -179,6 +191,7 @@ class Ensemble:
             "scale": [list(self.scale.inputs), self.scale.outputs, self.scale.log_variance],
             "loop": self.loop,
             "about": _about(self.likelihood, self.members),
+            "inputs": self.members.inputs,
         }
         files.write_tree(Path(path), state)
 
@@ -217,7 +230,8 @@ class Ensemble:
             raise ValueError(f"Ensemble.open: {path} was not written by Ensemble.save of this version")
         params, buffers = state["params"], state["buffers"]
         scale = Scale(*state["scale"])
-        members = members_of(make_model, next(iter(params.values())).shape[1], state["seed"], None).within(scale)
+        count = next(iter(params.values())).shape[1]
+        members = members_of(make_model, count, state["seed"], None, state["inputs"]).within(scale)
         if what := difference(state["about"], _about(likelihood, members)):
             raise ValueError(f"Ensemble.open: this is not what was saved: {what}; pass what the call had")
         if state["noise"] is not None:

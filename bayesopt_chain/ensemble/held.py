@@ -142,11 +142,11 @@ def best_noise(problem: Problem, folds: Sequence[Fold]) -> tuple[Tensor, list[st
     lik, event = problem.likelihood, folds[0].outputs.shape[2:]
     weights = torch.cat([weights_of(lik, fold.targets) for fold in folds])
     table = []
-    for c in NOISES.tolist():
+    for c in NOISES.flip(0).tolist():  # the largest first: it is taken where all score the least that counts
         wider = lik.scaled(1 / c)
         logs = [_floored(wider.log_prob(f.outputs, lik.labels(f.targets)), f).logsumexp(0) for f in folds]
         table.append((torch.cat(logs) * weights).sum(0))
-    at, counts = torch.stack(table).argmax(0), weights.sum(0)
+    at, counts = len(NOISES) - 1 - torch.stack(table).argmax(0), weights.sum(0)
     ends = f"{NOISES[0]:g} and {NOISES[-1]:g}"
     said = f"noise: at an end of its grid (between {ends} of the targets' variance) for an output."
     at_end = bool(((at == 0) | (at == len(NOISES) - 1))[counts > 0].any())

@@ -34,12 +34,14 @@ class Members(NamedTuple):
         params, buffers: stacked, ``[M, *]``, by name.
         training: the network as it is trained, its dropout on and BatchNorm on the batch.
         still: the network in ``eval`` mode, a function of parameters and data alone.
+        inputs: two data of zeros, which make lazy layers again; ``None`` where there are none.
     """
 
     params: Tensors
     buffers: Tensors
     training: Forward
     still: Forward
+    inputs: Any = None
 
     def within(self, scale: Scale) -> Members:
         """The networks between these affine maps."""
@@ -163,14 +165,14 @@ def members_of(
         TypeError: a function that returns no module.
         ValueError: starts that are equal, frozen parameters that differ, or complex parameters.
     """
-    first, parts = _made(make_model, 1000 * seed, inputs, device), []
+    (first, lazy), parts = _made(make_model, 1000 * seed, inputs, device), []
     if any(p.is_complex() for p in first.parameters()):
         raise ValueError(
             "posterior_ensemble: the module has complex parameters, which have no prior here: make it of real ones"
         )
     frozen = frozen_of(first)
     for i in range(members):
-        network = _made(make_model, 1000 * seed + i, inputs, device) if i else first
+        network = _made(make_model, 1000 * seed + i, inputs, device)[0] if i else first
         part = make_functional(network)
         parts.append((part.params, part.buffers))  # a base that make_model made again goes with its network
         if not i:
@@ -202,7 +204,10 @@ def members_of(
         ):
             training.get_submodule(name).eval()
     params, buffers = ({k: torch.stack([x[k] for x in trees]) for k in trees[0]} for trees in zip(*parts))
-    return Members(params, buffers, *(make_functional(m).forward for m in (training, still))).within(Scale())
+    zeros = batches.tree_map(torch.zeros_like, inputs) if lazy else None
+    return Members(params, buffers, *(make_functional(m).forward for m in (training, still)), inputs=zeros).within(
+        Scale()
+    )
 
 
 def principal_axes(members: Members, data: Data, scale: Scale) -> Tensors:
@@ -247,8 +252,9 @@ def _copied(module: nn.Module) -> nn.Module:
     return copied(module, {id(p): p for p in frozen_of(module).values()})
 
 
-def _made(make_model: Any, seed: int, inputs: Any, device: Any) -> nn.Module:
-    """A network of these weights, on a device; frozen ones that it shares with a user's module stay where they are there."""
+def _made(make_model: Any, seed: int, inputs: Any, device: Any) -> tuple[nn.Module, bool]:
+    """A network of these weights, on a device, and whether it had lazy layers; frozen weights that it shares with a user's
+    module stay where they are there."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         anew = isinstance(make_model, nn.Module)
@@ -256,14 +262,15 @@ def _made(make_model: Any, seed: int, inputs: Any, device: Any) -> nn.Module:
         if not isinstance(network, nn.Module):
             raise TypeError(f"posterior_ensemble: make_model returned {type(network).__name__}, not a torch.nn.Module")
         network = inner_of(network)
-        if inputs is not None and any(isinstance(p, nn.UninitializedParameter) for p in network.parameters()):
+        lazy = any(isinstance(p, nn.UninitializedParameter) for p in network.parameters())
+        if inputs is not None and lazy:
             torch.manual_seed(seed)
             arguments, keywords = arguments_of(network, inputs)
             with torch.no_grad(), in_mode(network, training=False):  # so that no norm takes statistics
                 network(*arguments, **keywords)
         network = _drawn_anew(network) if anew else network
         elsewhere = device and any(p.device != torch.device(device) for p in frozen_of(network).values())
-        return (copied(network) if elsewhere else network).to(device)
+        return (copied(network) if elsewhere else network).to(device), lazy
 
 
 def _drawn_anew(module: nn.Module) -> nn.Module:

@@ -54,9 +54,11 @@ def test_a_held_out_score_is_the_mean_density_of_the_members_that_left_the_datum
         torch.testing.assert_close(found[10 * k : 10 * k + 10], wanted)
 
 
-def test_a_surprise_costs_at_most_fifty_nats():
+def test_a_surprise_costs_at_most_fifty_nats_and_of_noise_that_never_suffices_the_largest_is_taken():
     p = problem(members=1)
-    assert float(held.score(p.likelihood, held.folds_of(p, outputs(p, lambda m: 1e3))).min()) == -50
+    folds = held.folds_of(p, outputs(p, lambda m: 1e3))
+    assert float(held.score(p.likelihood, folds).min()) == -50
+    assert float(held.best_noise(p, folds)[0]) == pytest.approx(10)
 
 
 def test_the_noise_of_members_is_their_mean_squared_error_without_outliers():
@@ -139,10 +141,8 @@ def test_the_constant_that_is_scored_is_the_mean_of_the_other_data_with_the_nois
 def test_the_constant_of_classes_is_their_frequencies():
     y = torch.tensor([0] * 10 + [0] * 20 + [1] * 10)
     p = problem(members=2)
-    lik = bc.likelihoods.categorical()
-    p = Problem(p.data._replace(targets=y), lik, p.members, 2, 8, p.folds, 0, p.mine)
-    folds = held.folds_of(p, [torch.zeros(10, 2), torch.zeros(10, 2)])
-    found = held.constant_scores(p, folds)
+    p = replace(p, data=p.data._replace(targets=y), likelihood=bc.likelihoods.categorical())
+    found = held.constant_scores(p, held.folds_of(p, [torch.zeros(10, 2), torch.zeros(10, 2)]))
     torch.testing.assert_close(found, torch.full_like(found, 2 / 3).log(), rtol=1e-3, atol=0)
 
 
