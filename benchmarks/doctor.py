@@ -87,12 +87,16 @@ def modes(chains: int, shapes: dict[str, tuple[int, ...]], loss: Any, data: Any,
     return {k: t.detach() for k, t in p.items()}
 
 
-def network(seed: int) -> Problem:
-    """Diabetes, 20 units, prior N(0, 1) on every weight, noise variance 1/2 of standardised targets; starts at modes."""
+def network(seed: int, stretched: float = 1.0) -> Problem:
+    """Diabetes, 20 units, prior N(0, 1) on every weight, noise variance 1/2 of standardised targets; starts at modes.
+
+    One input may be ``stretched`` by a factor, so that few directions are much stiffer than the others.
+    """
     table = load_diabetes()
     rows = torch.randperm(len(table.target), generator=torch.Generator().manual_seed(seed))[:N]
     x, y = torch.tensor(table.data).float()[rows] * 20, torch.tensor(table.target).float()[rows]
     y = (y - y.mean()) / y.std()
+    x[:, 2] *= stretched
 
     def forward(p: Any, x: Tensor) -> Tensor:
         return (torch.tanh(x @ p["W"] + p["a"]) @ p["v"][..., None])[..., 0] + p["b"]

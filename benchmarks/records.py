@@ -26,6 +26,7 @@ ROOMS = {
     "gpu": ["engine", "loop", "optim", "random"],
     "heat_guard": ["diagnostics/heat_guard.py"],
     "heat_guard_cost": ["diagnostics/heat_guard.py"],
+    "heat_guard_loops": ["diagnostics/heat_guard.py"],
     "influence": ["posterior", "precision"],
     "laplace_default": ["posterior", "curvature", "likelihoods"],
     "leaderboard": ["ensemble"],
