@@ -13,6 +13,9 @@ from pathlib import Path
 from benchmarks.measure import RESULTS, ROOT, git, known, markdown
 
 ROOMS = {
+    "ablation": ["ensemble"],
+    "acquisition": ["posterior"],
+    "adapters": ["lora"],
     "against": ["engine", "links", "core"],
     "calibration": ["testing", "samplers", "posterior"],
     "captures": ["loop/capture"],
@@ -23,13 +26,17 @@ ROOMS = {
     "curvature_fit": ["curvature", "precision", "posterior"],
     "digests": ["engine", "links", "core"],
     "doctor": ["diagnostics"],
+    "forces": ["posterior"],
     "gpu": ["engine", "loop", "optim", "random"],
     "heat_guard": ["diagnostics/heat_guard.py"],
     "heat_guard_cost": ["diagnostics/heat_guard.py"],
     "heat_guard_loops": ["diagnostics/heat_guard.py"],
+    "images": ["posterior"],
     "influence": ["posterior", "precision"],
     "laplace_default": ["posterior", "curvature", "likelihoods"],
     "leaderboard": ["ensemble"],
+    "learning_coefficient": ["diagnostics"],
+    "many_classes": ["posterior", "curvature", "likelihoods"],
     "parallel": ["loop", "engine", "links", "core"],
     "ranks": ["distributed", "optim", "runs"],
     "rates": ["optim", "engine"],
@@ -42,12 +49,12 @@ ROOMS = {
 
 def row(file: Path) -> tuple[str, str, str, int]:
     """Name, commit and date of a record, and how many commits have changed its code since."""
-    at = known(file).get("environment", {}).get("commit")
-    if at is None or at not in git("log", "--format=%H").split():
+    at = str(known(file).get("environment", {}).get("commit")).removesuffix("+")  # "+": and what was not committed
+    if at not in git("log", "--format=%H").split():
         at = git("log", "-1", "--format=%H", "--", str(file)).strip()
     commit, date = git("log", "-1", "--format=%h %cs", at).split()
     code = [f"bayesopt_chain/{room}" for room in ROOMS.get(file.stem, [""])]
-    benchmark = ROOT / "benchmarks" / file.stem
+    benchmark = ROOT / known(file).get("command", f"python -m benchmarks.{file.stem}").split()[2].replace(".", "/")
     code += [str(place) for place in (benchmark, benchmark.with_suffix(".py")) if place.exists()]
     return file.name, commit, date, len(git("log", "--format=%h", f"{commit}..HEAD", "--", *code).split())
 

@@ -388,7 +388,7 @@ def _add_noise(rule: Any, x: Leaves, noise: Noise, branch: int, early: bool) -> 
             checks.rounds_away(f"{rule._name}: a parameter", local(p), step, "keep float32 parameters and use autocast")
     if branch not in x.batches:
         x.batches[branch] = _batches(x, branch)
-    last, now = tuple(x.again[2 * branch : 2 * branch + 2]), (x.group["noise_key"], x.group["noise_count"])
+    last, now = (x.again[2 * branch], x.again[2 * branch + 1]), (x.group["noise_key"], x.group["noise_count"])
     for batch in x.batches[branch]:
         params, velocities, roots = batch.params, batch.velocities, list[Tensor]()
         if rule.adaptive:

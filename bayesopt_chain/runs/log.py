@@ -111,7 +111,7 @@ class Progress:
         from tqdm.auto import tqdm
 
         self.losses = list[torch.Tensor]()
-        self.looked, self.mixed = 0.0, dict[str, str]()
+        self.looked, self.mixed = -math.inf, dict[str, str]()
         self.bar: Any = tqdm(total=steps, initial=done, unit="step")
 
     def update(self, it: Iteration) -> None:

@@ -42,7 +42,11 @@ def cell(value: Mapping[str, float], seeds: int) -> str:
 
 def page(folder: Path = RESULTS) -> str:
     """The whole page."""
-    made = "Made by `python -m benchmarks.experiments.report` from the records in `benchmarks/experiments/results`."
+    made = (
+        "Made by `python -m benchmarks.experiments.report` from the records in `benchmarks/experiments/results`. Each says on "
+        "which day it was measured: its seconds are those of the code of that day, and a step's time now stands on the page on "
+        "speed."
+    )
     return "\n".join([f"# Results\n\n{made}\n", *(section(name, folder) for name in NAMES)])
 
 

@@ -270,7 +270,6 @@ def test_the_empty_chain_is_torchopts_identity_and_chain_flat_exists():
 
 def test_a_state_is_written_flat_by_name_and_read_back_in_place():
     tx = bc.sghmc(0.1, temperature=T)
-    torch.manual_seed(0)
     _, state = tx.update(optree.tree_map(torch.clone, P), tx.init(P), params=P, inplace=False)
     flat = bc.state_dict(state)
     assert "0.Momentum.trace['w']" in flat and "1.LangevinNoise.key" in flat

@@ -98,7 +98,6 @@ def test_a_key_survives_loading_into_parameters_of_any_dtype():
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad"])
 def test_a_state_dict_of_torch_is_taken_over_and_the_temperature_stays(name):
     kwargs = {"SGD": dict(lr=0.1, momentum=0.9), "RMSprop": dict(momentum=0.9)}.get(name, {})
-    torch.manual_seed(0)
     model = nn.Linear(5, 3)
     trained = getattr(torch.optim, name)(model.parameters(), **kwargs)
     walk(trained, 5)

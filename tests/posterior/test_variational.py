@@ -834,7 +834,6 @@ def test_draws_that_round_to_their_mean_are_said():
 )
 def test_16_bit_parameters_have_the_posterior_of_float32_to_the_rounding_of_their_mean(name, dtype):
     """Steps of a log deviation and of a Hessian that remembers 1,000 updates are below the resolution of bfloat16."""
-    torch.manual_seed(0)
     x, means, variances = torch.randn(32, 3).to(dtype), [], []
 
     def forward(p, b):
