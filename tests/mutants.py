@@ -3,8 +3,9 @@
     python -m tests.mutants [--rooms core matching] [--each 10] [--seed 0] [--anew]
     python -m tests.mutants --gone
 
-``--anew`` forgets the record, and begins with the last commit. ``--gone`` makes those mutants again, in the last commit, that
-were noticed by a test which is no longer there, or by none; their rows have that commit. Of each room ``--each`` expressions
+``--anew`` forgets the record, and begins with the last commit. Another ``--seed`` adds mutants of the last commit, and
+``--gone`` makes those again, in the last commit, that were noticed by a test which is no longer there, or by none; their rows
+have that commit. Of each room ``--each`` expressions
 are drawn at random: a sum becomes a difference, ``<`` becomes ``<=``, ``and`` becomes ``or``, a number grows, a sign or a
 ``not`` goes. Messages, annotations and imports are left alone. Each mutant is made in a copy of what is committed, so that the
 tree is never touched, and the quick tests of its room run on it until one fails, first those of the files that name most of
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,11 +96,14 @@ def places(tree: ast.AST) -> Iterator[tuple[ast.AST, str, int | None, ast.AST]]:
 
 
 def sites(file: Path, root: Path) -> list[Site]:
-    """All mutants of a file."""
-    found = enumerate(places(ast.parse(file.read_text())))
-    shown = [(k, node, ast.unparse(node), ast.unparse(changed(node))) for k, (_, _, _, node) in found]  # type: ignore[arg-type]
-    at = file.relative_to(root).as_posix()
-    return [Site(at, k, node.lineno, f"{old} -> {new}") for k, node, old, new in shown]  # type: ignore[attr-defined]
+    """All mutants of a file. Of equal changes on one line all but the first say which they are."""
+    at, found, before = file.relative_to(root).as_posix(), list[Site](), Counter[tuple[int, str]]()
+    for k, (_, _, _, node) in enumerate(places(ast.parse(file.read_text()))):
+        change = f"{ast.unparse(node)} -> {ast.unparse(changed(node))}"  # type: ignore[arg-type]
+        before[node.lineno, change] += 1  # type: ignore[attr-defined]
+        which = f", the {nth}. of the line" if (nth := before[node.lineno, change]) > 1 else ""  # type: ignore[attr-defined]
+        found.append(Site(at, k, node.lineno, change + which))  # type: ignore[attr-defined]
+    return found
 
 
 def mutated(text: str, number: int) -> str:
@@ -186,11 +191,12 @@ def main() -> None:
     git = lambda *what: subprocess.run(["git", *what], cwd=ROOT, check=True, capture_output=True)  # noqa: E731
     commit = git("rev-parse", "--short", "HEAD").stdout.decode().strip()
     record: dict[str, Any] = known(RESULTS)
-    if args.anew or (record.get("seed") != args.seed and not args.gone):
+    if args.anew or not record:
         record = {"commit": commit, "seed": args.seed, "mutants": []}
+    of_the_row = {} if args.seed == record["seed"] else {"commit": commit, "seed": args.seed}
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
-        archive = git("archive", commit if args.gone else record["commit"]).stdout
+        archive = git("archive", commit if args.gone or of_the_row else record["commit"]).stdout
         subprocess.run(["tar", "x", "-C", folder], input=archive, check=True)
         if args.gone:
             again(record, copy, commit)
@@ -206,7 +212,7 @@ def main() -> None:
                 where = f"{site.file}:{site.line}"
                 if any(row["where"] == where and row["change"] == site.change for row in record["mutants"]):
                     continue
-                record["mutants"].append(tried(copy, site, TESTS[room], ill[room]))
+                record["mutants"].append(tried(copy, site, TESTS[room], ill[room]) | of_the_row)
                 write(record)
 
 
@@ -231,9 +237,8 @@ def again(record: dict[str, Any], copy: Path, commit: str) -> None:
             continue
         if (room := file.split("/")[1]) not in ill:
             ill[room] = failures(copy, TESTS[room])
-        record["mutants"][record["mutants"].index(row)] = tried(copy, alike[0], TESTS[room], ill[room]) | {
-            "commit": commit
-        }
+        anew = tried(copy, alike[0], TESTS[room], ill[room])
+        record["mutants"][record["mutants"].index(row)] = row | anew | {"commit": commit}
         write(record)
 
 

@@ -77,7 +77,7 @@ CHAINS = {
 }
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize("schedule", ["StepLR", "cosine"])
 @pytest.mark.parametrize("name", CHAINS)
 def test_chains_of_all_kinds_are_exact_along_a_fall(name, schedule):
