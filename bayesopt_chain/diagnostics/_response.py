@@ -111,7 +111,7 @@ def read(tx: Any, params: Any, state: Any = None) -> Response:
         raise TypeError(f"state must be that of tx, as tx.init and its updates return it, got {state!r:.80}")
     state = OneUpdate(tx, params, warmup=1).next_state if state is None else state
     numbers = [i for i, p in enumerate(optree.tree_leaves(params, none_is_leaf=True)) if p is not None]
-    levels, each = levels_of(tx, state), [polynomials(tx, state, i) for i in numbers]
+    levels, each = levels_of(tx, state), polynomials(tx, state)
     first, later = gains(tx, params, state), gains(tx, params, OneUpdate(tx, params, state).next_state)
     if any(not torch.allclose(x, y, rtol=DRIFT, atol=0.0) for x, y in zip(first, later)):
         raise ValueError(
@@ -119,7 +119,8 @@ def read(tx: Any, params: Any, state: Any = None) -> Response:
             "a run, after its burn-in, as state="
         )
     found, groups = list[Tensor](), dict[Any, list[int]]()
-    for j, (i, gain, (b, a, n, order, behind)) in enumerate(zip(numbers, first, each)):
+    for j, (i, gain) in enumerate(zip(numbers, first)):
+        b, a, n, order, behind = each[i]
         found.append(torch.zeros_like(gain))
         if not gain.any():
             continue
@@ -157,17 +158,36 @@ def _group(leaves: tuple[int, ...], b: law.Poly, a: law.Poly, n: law.Poly, order
     return Group(leaves, A, rows[1:, 1:].T - torch.outer(rows[0, 1:], D), D, sum(n) / sum(b), level)
 
 
-def polynomials(tx: Chain, state: State, j: int) -> Polynomials:
-    """The response of the links that act on leaf ``j``, ``a_0 = 1``.
+def polynomials(tx: Chain, state: State) -> list[Polynomials]:
+    """The response of the links that act on each leaf, ``a_0 = 1``, by the leaf's number.
 
     Raises:
         ValueError: a link brings noise of its own, and has no linear response.
     """
+    acting: list[list[tuple[Link, float]]] = [[] for _ in state.layout.paths]
+    for i, (link, where) in enumerate(zip(tx.links, state.layout.where)):
+        # a rate may change, and is taken as it is in this state
+        rates = link.rate(state[i], len(where)) if isinstance(link.response, Rate) else [1.0] * len(where)
+        for j, rate in zip(where, rates):
+            acting[j].append((link, float(rate)))
+    known: dict[Any, Polynomials] = {}  # many leaves have the same links
+    for each in acting:
+        key = tuple([(id(link), rate) for link, rate in each])
+        if key not in known:
+            known[key] = _polynomials(each)
+    return [known[tuple([(id(link), rate) for link, rate in each])] for each in acting]
+
+
+def _polynomials(acting: Sequence[tuple[Link, float]]) -> Polynomials:
+    """The response of links one after the other, each with its rate (1 where it has none)."""
     b, a, n, order = (1.0,), (1.0,), (0.0,), 0
-    acting = [(i, link) for i, link in enumerate(tx.links) if j in state.layout.where[i]]
-    decays, scaling = ([i for i, link in acting if isinstance(link.response, kind)] for kind in (Decay, Preconditioner))
-    for i, link in acting:
+    decays, scaling = (
+        [i for i, (link, _) in enumerate(acting) if isinstance(link.response, kind)] for kind in (Decay, Preconditioner)
+    )
+    for link, rate in acting:
         x: Any = link.response
+        if getattr(link.part, "flips", False):  # its response is that to the loss which is descended then
+            b, n = law.multiply(b, (-1.0,)), law.multiply(n, (-1.0,))
         if isinstance(x, SelfContainedSampler):
             raise ValueError(
                 f"{link.shown} has noise of its own, as a thermostat or a splitting has; its heating by minibatches is that of "
@@ -178,10 +198,7 @@ def polynomials(tx: Chain, state: State, j: int) -> Polynomials:
         elif isinstance(x, Decay):
             n = law.add(n, [x.weight_decay * v for v in a])
         elif isinstance(x, (Linear, Rate)):
-            up, down = (x.b, x.a) if isinstance(x, Linear) else ((1.0,), (1.0,))
-            if isinstance(x, Rate):  # which may change, as it is in this state
-                where: Any = state.layout.where[i]
-                up = (x.sign * float(link.rate(state[i], len(where))[where.index(j)]),)  # pyright: ignore
+            up, down = (x.b, x.a) if isinstance(x, Linear) else ((x.sign * rate,), (1.0,))
             b, a, n = law.multiply(b, up), law.multiply(a, down), law.multiply(n, up)
     b, n = (tuple([-v / a[0] for v in law.trim(p)]) for p in (b, n))
     a = tuple([v / a[0] for v in law.trim(a)])

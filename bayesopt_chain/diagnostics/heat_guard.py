@@ -20,8 +20,9 @@ it reads is a lower bound of the heat: ``C_AA`` is a principal submatrix of ``C`
 ``C`` (Cauchy's interlacing), and at least the share ``|u_A|^2`` of it for the worst direction ``u``. So models of up to 4096
 elements in 32 leaves are read as they are, larger ones warn later and never more often.
 
-Of a chain ``F_0``, how far a gradient moves each element in its own step, comes from an impulse through ``tx.update``; the
-response of the links, ``F = b / a``, gives ``lr_eff = F(1)`` and the momentum ``mu = -a_1 / a_0``.
+Of a chain the response of the links, ``F = b / a``, gives ``lr_eff = F(1)``, the momentum ``mu = -a_1 / a_0`` and how far a
+gradient moves an element in its own step, ``b_0 / a_0``; behind a preconditioner an impulse through ``tx.update`` gives that of
+each element.
 
 **The heat of a window.** The gradient of a batch is ``g_t = G(theta_t) + n_t``, where ``G`` is the gradient of all data and
 ``n_t`` the noise of the batch, of covariance ``C``. With the displacement ``d_t = theta_{t+1} - theta_t`` and the Hessian
@@ -76,7 +77,7 @@ from bayesopt_chain.diagnostics._response import (
 )
 from bayesopt_chain.diagnostics.findings import Row, judged
 from bayesopt_chain.diagnostics.heating import added
-from bayesopt_chain.matching.response import Noise, SelfContainedSampler
+from bayesopt_chain.matching.response import Noise, Preconditioner, SelfContainedSampler
 
 SHORT = 6  # steps after which a window ends where nothing can be hot
 WINDOW = 80  # steps after these of a full window
@@ -400,17 +401,23 @@ def _rules(tx: Any, params: Any, state: Any) -> list[tuple[float, float, float, 
     tx, state = inner(tx, state)
     levels, leaves = levels_of(tx, state), optree.tree_leaves(params, none_is_leaf=True)
     out: list[tuple[float, float, float, float, float | Tensor] | None] = [None] * len(leaves)
-    numbers = [j for j, p in enumerate(leaves) if p is not None]
-    for j, gain in zip(numbers, gains(tx, params, state) if levels else ()):
+    numbers = [j for j, p in enumerate(leaves) if p is not None and p.numel() and j in levels]
+    each = polynomials(tx, state) if numbers else []
+    # the polynomials say all of a chain whose elements are alike; of others an impulse says what each element does
+    is_alike = not any(isinstance(link.response, Preconditioner) for link in tx.links)
+    impulses = [] if is_alike or not numbers else gains(tx, params, state)
+    of_leaf = dict(zip([j for j, p in enumerate(leaves) if p is not None], impulses))
+    for j in numbers:
+        x = each[j]
+        gain = of_leaf.get(j, torch.tensor(x.b[0], dtype=torch.float64, device="cpu"))
         climbs = bool((gain < 0).any())
-        if j not in levels or not gain.numel() or not bool(((gain > 0) ^ climbs).all()):
+        if not bool(((gain > 0) ^ climbs).all()):
             continue
-        x = polynomials(tx, state, j)
         first, momentum = x.b[0] / (sum(x.b) / sum(x.a)), -x.a[1] if len(x.a) > 1 else 0.0
-        each = gain.abs() / first  # lr_eff P
-        rate = float(each.mean())
-        is_one = float(each.max() - each.min()) <= EQUAL * float(each.max())
-        root = 1.0 if is_one else (each / rate).sqrt().float()
+        size = gain.abs() / first  # lr_eff P
+        rate = float(size.mean())
+        is_one = float(size.max() - size.min()) <= EQUAL * float(size.max())
+        root = 1.0 if is_one else (size / rate).sqrt().float()
         out[j] = rate, levels[j], momentum, first, -root if climbs else root
     return out
 
