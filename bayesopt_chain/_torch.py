@@ -196,6 +196,12 @@ def reshard(module: Any) -> None:
         part.reshard()
 
 
+def is_replicated(module: Any) -> bool:
+    """Whether a module, or a module in it, is wrapped in DistributedDataParallel; what is no module is not."""
+    kind = torch.nn.parallel.DistributedDataParallel
+    return isinstance(module, torch.nn.Module) and any([isinstance(part, kind) for part in module.modules()])
+
+
 def is_flattened(module: Any) -> bool:
     """Whether a module, or one inside it, is a ``FullyShardedDataParallel`` (FSDP1)."""
     return bool(_parts(module, "FullyShardedDataParallel"))

@@ -62,7 +62,6 @@ MISSED = {
     "posterior": "influence, acquisition, forces, images and export (about 700) came after the aim",
     "diagnostics": "observables (702) came after the aim; of the rest 106 too many",
     "ensemble": "what untidy data are refused with; chains behind the networks (123) came after the aim",
-    "distributed": "checkpoints whose pieces must tile and have their digests (189), the comparison of ranks (117)",
     "testing": "calibration by simulation and the fixture came after the aim",
     "base and contrib": "arguments and their messages (287), BoTorch, scikit-learn and plots (343)",
 }

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any, Self
 
 import optree
+import torch
 from torchopt.base import EmptyState, GradientTransformation, IdentityGradientTransformation
 
 from bayesopt_chain import checks
@@ -24,8 +25,11 @@ from bayesopt_chain.core.update import Plan, Update
 from bayesopt_chain.distributed import shards
 from bayesopt_chain.matching.noise_inputs import note
 from bayesopt_chain.matching.response import Noise, SelfContainedSampler
+from bayesopt_chain.schedules import is_schedule, scalar
 from bayesopt_chain.tracing import is_traced
 from bayesopt_chain.trees import paths_of
+
+SCHEDULED = ("step_size", "temperature", "schedule", "omega")  # fields of links that may be functions of the count
 
 
 class Chain(GradientTransformation):
@@ -247,3 +251,26 @@ class Chain(GradientTransformation):
         update.run()
         new = State(update.entries, state.layout)
         return spec.unflatten(g), new if inplace or update.is_new or is_traced() else unshared(new, state)
+
+
+def numbers_of(tx: GradientTransformation, count: int) -> dict[str, Any]:
+    """What the links of a transformation hold besides their states, such as a rate, by the names of link and field.
+
+    Args:
+        tx: a chain, or a wrapper of one; a transformation of TorchOpt has no links.
+        count: how many steps there were, at which schedules are read, as float32: processors may differ in the last place.
+
+    Example:
+        >>> import bayesopt_chain as bc
+        >>> numbers = numbers_of(bc.sgd(bc.schedules.cosine(0.1, 10), 0.9), 5)
+        >>> numbers["Momentum.momentum of link 0"], numbers["Scale.step_size of link 1"]
+        (0.9, tensor(0.0500))
+    """
+    at = torch.tensor(count, device="cpu")
+    return {
+        f"{type(x).__name__}.{name} of link {i}": scalar(value(at), at.device).float()
+        if name in SCHEDULED and is_schedule(value)
+        else value
+        for i, x in enumerate(getattr(tx, "links", ()))
+        for name, value in vars(x).items()
+    }

@@ -27,6 +27,7 @@ they are known in an optimizer, too, that another library builds from the same t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -231,10 +232,9 @@ def part(params: Iterable[tuple[str, Tensor]], where: Where | None = None) -> li
         )
     told = [where(name, p) if callable(where) else (where or {}).get(name, name) for name, p in given]
     places = [_place(name, p, place) for (name, p), place in zip(given, told)]
-    if len(set(places)) < len(places):
-        double = next(place for i, place in enumerate(places) if place in places[:i])
+    if double := [place for place, n in Counter(places).items() if n > 1]:
         raise ValueError(
-            f"part: two tensors are said to be the same elements of {double.name!r}, and would draw the same noise"
+            f"part: two tensors are said to be the same elements of {double[0].name!r}, and would draw the same noise"
         )
     for (_, p), place in zip(given, places):
         _places[p] = place

@@ -20,6 +20,7 @@ A mesh is a ``torch.distributed.device_mesh.DeviceMesh`` of one axis. Of a mesh 
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -165,6 +166,12 @@ def require_named_chain(who: str, generator: torch.Generator | None, instead: st
         )
 
 
+def mesh_of(tree: Any) -> Any:
+    """The largest mesh on which DTensors of a tree lie; ``None`` where there are none."""
+    meshes = [x.device_mesh for x in optree.tree_leaves(tree) if is_dtensor(x)]
+    return max(meshes, key=lambda m: m.size(), default=None)
+
+
 def broadcast(tree: T, mesh: Mesh) -> T:
     """Send the tensors of the first rank to every rank.
 
@@ -189,13 +196,12 @@ def broadcast(tree: T, mesh: Mesh) -> T:
     """
     require_one_axis(mesh, "broadcast")
     spread = {name: runs_of(x) for name, x in named_leaves(tree).items() if is_dtensor(x)}
-    if spread:
-        require_alike(
-            "broadcast: {} are DTensors, of which the ranks of this mesh hold different parts; pass the mesh of the ranks that "
-            "hold the same ones, or plain tensors",
-            spread,
-            mesh,
-        )
+    require_alike(
+        "broadcast: {} are DTensors, of which the ranks of this mesh hold different parts; pass the mesh of the ranks that "
+        "hold the same ones, or plain tensors",
+        spread,
+        mesh,
+    )
 
     def sent(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -266,21 +272,38 @@ DRIFTED = (
 
 
 def require_alike(message: str, mine: Mapping[str, Any], mesh: Mesh | None) -> None:
-    """Refuse, on every rank, values of one name that are not alike on two of them. It takes one message.
+    """Refuse, on every rank, values of one name that are not alike on two of them.
+
+    With a mesh it takes one message of two numbers where all is alike, whatever the number of ranks.
 
     Args:
-        message: of the error, with ``{}`` in the place of the names.
+        message: of the error, with ``{}`` in the place of the names, and of the values where they are numbers.
         mine: this rank's values by name, which can be hashed and pickled and should be small. A name may be absent on some.
         mesh: the ranks; ``None`` for all ranks.
 
     Raises:
         ValueError: there are such values.
     """
+    if mesh is not None and _are_alike(mine, mesh):
+        return
     seen: dict[str, set[Any]] = {}
     for name, value in itertools.chain(*(theirs.items() for theirs in gather_objects(mine, mesh))):
         seen.setdefault(name, set()).add(value)
-    if wrong := [name for name, values in seen.items() if len(values) > 1]:
-        raise ValueError(message.format(shown_some(wrong)))
+    if wrong := {name: values for name, values in seen.items() if len(values) > 1}:
+        shown = [
+            f"{name} ({', '.join(map(str, sorted(xs)))})" if {*map(type, xs)} <= {int, float} else name
+            for name, xs in wrong.items()
+        ]
+        raise ValueError(message.format(shown_some(shown)))
+
+
+def _are_alike(mine: Mapping[str, Any], mesh: Mesh) -> bool:
+    """Whether all ranks of a mesh have the same values by name, of which each sends a hash."""
+    word = int.from_bytes(hashlib.blake2b(repr(sorted(mine.items())).encode(), digest_size=7).digest(), "little")
+    ends = torch.tensor([word, -word], device=mesh.device_type)
+    for axis in range(mesh.ndim):
+        dist.all_reduce(ends, dist.ReduceOp.MIN, group=mesh.get_group(axis))
+    return int(ends.sum()) == 0  # the least of all words is the largest one
 
 
 def shown_some(names: Iterable[Any], most: int = 4, comma: str = ", ") -> str:
@@ -435,34 +458,60 @@ def name_the_first(error: BaseException, who: str, number: int) -> None:
             error.add_note(f"{who}: the first rank that failed was {first}")
 
 
-class DataParallel:
-    """The average of gradient and loss over ranks that each have a part of the batch.
+class Ranks:
+    """The ranks that make the steps of one chain together, with a part of each batch or with parts of the parameters.
 
-    Every tensor of a batch has one entry for each datum on axis 0, except 0-d tensors, which belong to the whole batch. The
-    weight of a rank is the number of its data.
+    Ranks with a part of each batch average gradient and loss. Every tensor of a batch has one entry for each datum on axis 0,
+    except 0-d tensors, which belong to the whole batch. The weight of a rank is the number of its data.
+
+    Both kinds are compared in the calls 1, 2, 4, 16, 64 and so on of the step. Ranks that are alike send one message of two
+    numbers for each comparison and axis of a mesh.
 
     Args:
-        mesh: the ranks, a mesh of one axis.
+        mesh: the ranks with a part of each batch, a mesh of one axis; ``None`` if there are none. Ranks with parts of the
+            parameters are those of the DTensors' meshes.
+
+    Attributes:
+        calls: how many calls of the step there were before.
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        require_one_axis(mesh, "make_step")
-        self.mesh = mesh
-        self._calls = 0
+        if mesh is not None:
+            require_one_axis(mesh, "make_step")
+        self.mesh: Mesh = mesh
+        self.calls = 0
 
-    def compare(self, params: Any, state: Any) -> None:
-        """Refuse ranks whose parameters or states are not equal: where they started, or since their chains differ.
+    def compare(self, numbers: Callable[[int], Mapping[str, Any]], params: Any, state: Any) -> None:
+        """Refuse ranks whose chains have other numbers, replicas that differ, and shards whose whole leaves differ.
 
-        Only the calls 1, 2, 4, 16, 64 and so on compare them, so that the mean cost of a step vanishes.
+        Args:
+            numbers: returns what the chain holds besides its state, by name, after a number of steps.
+            params, state: the arguments of the step.
 
         Raises:
-            ValueError: parameters or states differ between ranks; a call within ``vmap`` or a trace.
+            ValueError: naming what differs; a call within ``vmap`` or a trace.
         """
-        if self._calls in COMPARED:
-            if not tracing.is_plain():
-                raise ValueError(_HIDDEN)
-            require_replicas({"params": params, "state": state}, self.mesh, who="make_step(mesh=)")
-        self._calls += 1
+        tree, spread = {"params": params, "state": state}, mesh_of(params)
+        meshes = [mesh for mesh in (self.mesh, spread) if mesh is not None]
+        if meshes and not tracing.is_plain():
+            raise ValueError(_HIDDEN)
+        for mesh in meshes:
+            told = numbers_in(numbers(self.calls))
+            require_alike(
+                "make_step: ranks step one chain with other {}; give all of them the same links, hyperparameters and schedules",
+                {**told, "links": tuple(told)},
+                mesh,
+            )
+        if self.mesh is not None:
+            require_replicas(tree, self.mesh, who="make_step(mesh=)")
+        if spread is not None:
+            whole = {name: x for name, x in named_leaves(tree).items() if isinstance(x, Tensor) and not _is_part(x)}
+            require_alike(
+                "make_step: {} differ between ranks that hold parts of one chain, and are whole on each of them; start all "
+                "of them alike, with one seed and one checkpoint",
+                {name: digest(local(x)) for name, x in whole.items()},
+                spread,
+            )
 
     def gradient(self, grads: Any, loss: Tensor, batch: Any) -> tuple[Any, Tensor]:
         """Average gradient and loss over the ranks. It takes one message.
@@ -502,8 +551,27 @@ class DataParallel:
         return optree.tree_unflatten(spec, new), next(pieces).view(()).to(loss.dtype)
 
 
+def numbers_in(named: Mapping[str, Any]) -> dict[str, float]:
+    """Those of named values that are numbers, also those in tuples, such as rate, temperature, momentum and decay of a chain.
+
+    Key and count of the noise are left out, by which ranks may differ.
+    """
+    inside = [(f"{name}[{i}]", x) for name, xs in named.items() if isinstance(xs, tuple) for i, x in enumerate(xs)]
+    return {
+        name: float(x)
+        for name, x in (*named.items(), *inside)
+        if not name.startswith("noise_")
+        and (isinstance(x, (int, float)) or (isinstance(x, Tensor) and x.numel() == 1 and not is_dtensor(x)))
+    }
+
+
+def _is_part(x: Tensor) -> bool:
+    """Whether a tensor is a DTensor of which ranks hold different elements."""
+    return not all([placement.is_replicate() for placement in getattr(x, "placements", ())])
+
+
 _HIDDEN = (
-    "make_step(mesh=): ranks exchange messages in every step, which vmap cannot map and a captured step cannot hold: "
+    "make_step: ranks exchange messages in every step, which vmap cannot map and a captured step cannot hold: "
     "run several chains with bc.parallel(step, n, loop=True), and leave the step uncaptured"
 )
 

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import IO, Any, ClassVar
 
 import torch
-from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 
 # By module, the classes and functions that a table of contents of tensors needs.
 DESCRIPTIONS = {
@@ -86,7 +85,7 @@ class RestrictedReader(FileSystemReader):
                 f"load: {path} is damaged, or was made to do harm: {type(err).__name__}: {err}; nothing was read"
             ) from None
         # As torch's own method does behind reading.
-        table.storage_meta = metadata.StorageMeta(load_id=self.load_id)
+        table.storage_meta = StorageMeta(load_id=self.load_id)
         return table
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:

@@ -19,11 +19,9 @@ respect DTensors, as TorchOpt's clipping by norm does, it is given the tree of D
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
-from weakref import WeakSet
 
 import optree
 import torch
@@ -34,7 +32,6 @@ from bayesopt_chain import checks
 from bayesopt_chain._torch import (
     dtensor_of,
     is_dtensor,
-    is_fully_sharded,
     like,
     local,
     local_parts,
@@ -232,9 +229,9 @@ class Sharding:
 
 def _cut_over(spec: Any) -> tuple[Any, ...]:
     """The process groups whose ranks hold different parts of a leaf; none for a plain tensor."""
-    if spec is None:
-        return ()
-    return tuple([spec.mesh.get_group(i) for i, p in enumerate(spec.placements) if not p.is_replicate()])
+    return tuple(
+        [spec.mesh.get_group(i) for i, p in enumerate(getattr(spec, "placements", ())) if not p.is_replicate()]
+    )
 
 
 def start(init: Callable[..., Any], params: Any, *, like: Any = None) -> Any:
@@ -425,87 +422,3 @@ def add(params: Sequence[Any], updates: Sequence[Any], inplace: bool) -> list[An
     if inplace:
         return [p if u is None else (x.add_(u), p)[1] for p, x, u in moves]
     return [p if u is None else x.add(u) if x is p else dtensor_of(x.add(u), spec_of(p)) for p, x, u in moves]
-
-
-def require_reached(leaves: Sequence[Any], grads: Sequence[Any]) -> None:
-    """Refuse a loss that does not depend on a DTensor among the parameters.
-
-    A module under ``fully_shard`` computes with other parameters than those that it is given, so that their gradients are
-    missing.
-
-    Args:
-        leaves: the parameters.
-        grads: the gradients of the loss; ``None`` for a missing one.
-
-    Raises:
-        ValueError: a DTensor has no gradient; the message says what to do instead.
-    """
-    if any(g is None and is_dtensor(x) for x, g in zip(leaves, grads)):
-        raise ValueError(f"loss: does not depend on a DTensor among params; leave it out of params. If {FULLY_SHARDED}")
-
-
-# Two wrappers work with ``loss.backward()`` and ``.grad`` only, while a step computes gradients by ``torch.autograd.grad`` or
-# ``torch.func.grad``. These do not run the hooks of DistributedDataParallel, so that each rank would follow the gradient of its
-# own data, without an error. A module under ``fully_shard`` computes with parameters that it gathers itself and not with those
-# that ``torch.func.functional_call`` gives it, so that the gradient would be zero.
-
-_seen: WeakSet[Callable[..., Any]] = WeakSet()  # losses whose first evaluation was watched
-
-
-def is_replicated(module: Any) -> bool:
-    """Whether a module, or a module in it, is wrapped in DistributedDataParallel.
-
-    Args:
-        module: any object; what is not a module is not wrapped.
-    """
-    kind = torch.nn.parallel.DistributedDataParallel
-    return isinstance(module, torch.nn.Module) and any([isinstance(part, kind) for part in module.modules()])
-
-
-REFUSAL = (
-    "the module is wrapped in DistributedDataParallel, whose hooks see loss.backward() and not the gradients that a step asks "
-    "for, so that every rank would follow its own data. Call the module inside (model.module), and average over the ranks with "
-    "bc.make_step(loss, tx, mesh=mesh)"
-)
-
-
-FULLY_SHARDED = (
-    "the module is under fully_shard and computes with the parameters that it gathers itself, not with those it is handed. "
-    "Train it by loss.backward() and an optimizer of bc.optim, such as bc.optim.SGHMC(model.parameters(), lr, temperature=T, "
-    "generator=bc.distributed.generator(seed))"
-)
-
-
-def refusing_replicated(loss: Callable[..., Any]) -> AbstractContextManager[None]:
-    """A context in which a loss is evaluated, and which refuses modules under DistributedDataParallel or ``fully_shard``.
-
-    Only the first evaluation of each loss is watched, and only if there are several ranks.
-
-    Args:
-        loss: the loss. A loss that cannot be hashed or referenced weakly counts as new every time.
-
-    Returns:
-        The context. Within it, the call of such a module raises a ``ValueError``.
-    """
-    known = dist.get_world_size() == 1
-    with suppress(TypeError):
-        known = known or loss in _seen
-        _seen.add(loss)
-    return nullcontext() if known else _watched()
-
-
-@contextmanager
-def _watched() -> Iterator[None]:
-    """Refuse the call of a wrapped module by a hook in front of every call of a module."""
-
-    def refuse(module: torch.nn.Module, args: Any) -> None:
-        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
-            raise ValueError(f"loss: {REFUSAL}")
-        if is_fully_sharded(module):
-            raise ValueError(f"loss: {FULLY_SHARDED}")
-
-    hook = torch.nn.modules.module.register_module_forward_pre_hook(refuse)
-    try:
-        yield
-    finally:
-        hook.remove()

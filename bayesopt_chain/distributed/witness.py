@@ -14,8 +14,8 @@ At some steps each rank writes records of its parameters and its key, its claims
 group, and reads the records of other ranks. There is no collective operation, and no rank waits for another. The names of the
 records are made of the key or of the gradients:
 
-    key/<key>            groups' hyperparameters, and {leaf: (group, name, hash of the parameter's bits, number of steps that
-                         drew)} of the first rank there; of leaves of which it holds parts, group and name alone
+    key/<key>            {leaf: (name, hyperparameters, hash of the parameter's bits, number of steps that drew)} of the
+                         first rank there; of leaves of which it holds parts, name and hyperparameters alone
     key/<key>/<hash>     the same for parts of leaves, of the first rank there that holds these parts
     gradient/<hash>      (key, hash of the parameters) of the first rank there with these gradients
 
@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from bayesopt_chain.distributed.ranks import COMPARED, hash_of_bits, rendezvous_store
+from bayesopt_chain.distributed.ranks import COMPARED, hash_of_bits, numbers_in, rendezvous_store
 from bayesopt_chain.random.philox import Runs
 
 # The numbers of the witnesses of this process. Ranks that run one program make them in one order, so that equal numbers belong
@@ -74,10 +74,6 @@ _ONE_CHAIN = (
     "Replicas: give bc.optim.as_step the module under DistributedDataParallel, and its loss takes that. A chain on each rank: "
     "generator=bc.distributed.generator(seed, chain=rank), and no average over ranks in the loss or in hooks"
 )
-
-
-# of a leaf, or of some elements of it: number of its group, name, hash and shape of what is held, how often it has drawn
-_Record = list[Any]
 
 
 class Claim(NamedTuple):
@@ -197,17 +193,16 @@ class Witness:
         rank = dist.get_rank()
         bits, refusal = [int(hash_of_bits(c.param)) for c in claims], None
         for key in dict.fromkeys(claim.key for claim in claims):
-            groups, leaves, parts = dict[int, tuple[int, dict[str, Any]]](), dict[str, _Record](), dict[str, _Record]()
+            leaves, parts = dict[str, list[Any]](), dict[str, list[Any]]()
             for c, b in ((c, b) for c, b in zip(claims, bits) if c.key == key):
-                group, _ = groups.setdefault(id(c.group), (len(groups), _numbers(c.group)))
-                here, place, leaf = [group, c.name, [*c.param.shape, b], c.drawn], _place(c), f"{c.number:x}"
-                leaves[leaf] = here if place == leaf else [group, c.name, None, 0]
+                numbers, place, leaf = numbers_in(c.group), _place(c), f"{c.number:x}"
+                here = [c.name, numbers, [*c.param.shape, b], c.drawn]
+                leaves[leaf] = here if place == leaf else [c.name, numbers, None, 0]
                 if place != leaf and c.param.numel():  # a rank may hold nothing of a shard
                     parts[place] = here
-            numbers = [told for _, told in groups.values()]
             for slot, held in ((key, leaves), (f"{key}/{_combined(parts)}", parts)):
                 if held and refusal is None:
-                    refusal = self._compare(store, f"{top}/key/{slot}", numbers, held, rank)
+                    refusal = self._compare(store, f"{top}/key/{slot}", held, rank)
         gradients = [(c, c.gradient, b) for c, b in zip(claims, bits) if c.gradient is not None and c.gradient.any()]
         if refusal is None and gradients:
             name = _combined([(_place(c), int(hash_of_bits(g))) for c, g, _ in gradients])
@@ -218,9 +213,7 @@ class Witness:
                 return _TWO_KEYS.format(*sorted([rank, other[0]]))
         return refusal
 
-    def _compare(
-        self, store: Any, slot: str, numbers: list[dict[str, Any]], mine: dict[str, _Record], rank: int
-    ) -> str | None:
+    def _compare(self, store: Any, slot: str, mine: dict[str, list[Any]], rank: int) -> str | None:
         """Compare the claims of one key with those of other ranks.
 
         They are compared with those of the first rank that has the key, and claims for leaves that it does not have leaf by
@@ -229,20 +222,19 @@ class Witness:
         Args:
             store: the rendezvous store.
             slot: the name of the record.
-            numbers: the hyperparameters of this rank's groups.
-            mine: this rank's claims with this key, by leaf and elements.
+            mine: this rank's claims with this key, by leaf and elements: name and hyperparameters of the leaf, shape and hash
+                of what is held, how often it has drawn.
             rank: this rank.
 
         Returns:
             The message of a refusal; ``None`` without a contradiction.
         """
-        other, others, theirs = _first(store, slot, [rank, numbers, mine])
+        other, theirs = _first(store, slot, [rank, mine])
         for place in sorted(mine.keys() & theirs.keys()) if other != rank else ():
             # Sorted, so that the message is the same whichever of the two ranks finds the contradiction.
-            (a, (g, leaf, held, count), told), (b, (h, _, holds, counted), known) = sorted(
-                [(rank, mine[place], numbers), (other, theirs[place], others)], key=lambda x: x[0]
+            (a, (leaf, here, held, count)), (b, (_, there, holds, counted)) = sorted(
+                [(rank, mine[place]), (other, theirs[place])]
             )
-            here, there = told[g], known[h]
             if wrong := [k for k in here if k in there and here[k] != there[k]]:
                 return _NUMBERS.format(a, b, leaf, wrong[0], here[wrong[0]], there[wrong[0]])
             if held is None or holds is None:
@@ -255,7 +247,7 @@ class Witness:
             if self.apart:
                 return _ONE_CHAIN.format(a, b, leaf)
         missing = [place for place in mine if place not in theirs]
-        found = (self._compare(store, f"{slot}/{place}", numbers, {place: mine[place]}, rank) for place in missing)
+        found = (self._compare(store, f"{slot}/{place}", {place: mine[place]}, rank) for place in missing)
         return next((refusal for refusal in found if refusal is not None), None)
 
 
@@ -268,17 +260,6 @@ def _place(claim: Claim) -> str:
     """The leaf and its elements as text. Two ranks with equal keys draw the same noise for equal places."""
     whole = claim.runs is None or claim.runs == ((0, claim.param.numel()),)
     return f"{claim.number:x}" if whole else f"{claim.number:x}:{_combined(claim.runs or ())}"
-
-
-def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of a group: rate, temperature, momentum, decay and what else is a number or a tuple of numbers."""
-    every = {k: v if isinstance(v, tuple) else (v,) for k, v in group.items() if not k.startswith("noise_")}
-    told = {k: [float(x) for x in xs] for k, xs in every.items() if all(map(_is_number, xs))}
-    return {k: xs if isinstance(group[k], tuple) else xs[0] for k, xs in told.items()}
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, (bool, int, float)) or (isinstance(x, Tensor) and x.numel() == 1)
 
 
 def _combined(values: Iterable[Any]) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
 
 import optree
 import torch
@@ -12,8 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bayesopt_chain import _torch, checks, tracing
-from bayesopt_chain.distributed import shards
-from bayesopt_chain.distributed.shards import refusing_replicated
 
 Loss = Callable[..., Any]  # loss(params, batch), or loss(params, batch, buffers) of a module with buffers
 
@@ -174,7 +174,7 @@ def gradient(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
 def _with_zeros(points: Sequence[Tensor], found: Sequence[Tensor | None]) -> list[Tensor]:
     """Fill in zeros for parameters that the loss does not use; raise ValueError if it uses none."""
     found = found or [None] * len(points)
-    shards.require_reached(points, found)
+    _require_reached(points, found)
     if all(g is None for g in found):
         raise ValueError(no_gradient())
     return [torch.zeros_like(p) if g is None else g for p, g in zip(points, found)]
@@ -209,9 +209,8 @@ def value(loss: Loss, params: Any, batch: Any) -> tuple[Tensor, Any]:
     Raises:
         ValueError: the loss returned no real scalar.
     """
-    if _HAS_RANKS and dist.is_initialized():
-        # torch.autograd.grad does not run the hooks of DistributedDataParallel: each rank would follow its own data
-        with refusing_replicated(loss):
+    if _HAS_RANKS and dist.is_initialized() and dist.get_world_size() > 1 and _is_new(loss):
+        with torch.nn.modules.module.register_module_forward_pre_hook(_refuse_wrapped):
             out = loss(params, batch)
     else:
         out = loss(params, batch)
@@ -267,3 +266,54 @@ def _described(out: Any) -> str:
     if isinstance(out, tuple):
         return f"a tuple of {len(out)}: ({', '.join(type(x).__name__ for x in out)})"
     return type(out).__name__
+
+
+def _require_reached(leaves: Sequence[Any], grads: Sequence[Any]) -> None:
+    """Refuse a loss that does not depend on a DTensor among the parameters.
+
+    A module under ``fully_shard`` computes with other parameters than those that it is given, so that their gradients are
+    missing.
+
+    Args:
+        leaves: the parameters.
+        grads: the gradients of the loss; ``None`` for a missing one.
+
+    Raises:
+        ValueError: a DTensor has no gradient; the message says what to do instead.
+    """
+    if any(g is None and _torch.is_dtensor(x) for x, g in zip(leaves, grads)):
+        raise ValueError(f"loss: does not depend on a DTensor among params; leave it out of params. If {FULLY_SHARDED}")
+
+
+# Two wrappers work with ``loss.backward()`` and ``.grad`` only, while a step computes gradients by ``torch.autograd.grad`` or
+# ``torch.func.grad``. These do not run the hooks of DistributedDataParallel, so that each rank would follow the gradient of its
+# own data, without an error. A module under ``fully_shard`` computes with parameters that it gathers itself and not with those
+# that ``torch.func.functional_call`` gives it, so that the gradient would be zero.
+
+FULLY_SHARDED = (
+    "the module is under fully_shard and computes with the parameters that it gathers itself, not with those it is handed. "
+    "Train it by loss.backward() and an optimizer of bc.optim, such as bc.optim.SGHMC(model.parameters(), lr, temperature=T, "
+    "generator=bc.distributed.generator(seed))"
+)
+_seen: WeakSet[Callable[..., Any]] = WeakSet()  # losses that were evaluated under :func:`_refuse_wrapped` once
+
+
+def _is_new(loss: Callable[..., Any]) -> bool:
+    """Whether a loss is evaluated for the first time. One that cannot be hashed or referenced weakly is new every time."""
+    with suppress(TypeError):
+        known = loss in _seen
+        _seen.add(loss)
+        return not known
+    return True
+
+
+def _refuse_wrapped(module: torch.nn.Module, args: Any) -> None:
+    """A hook in front of every call of a module: refuse one under DistributedDataParallel or ``fully_shard``."""
+    if _torch.is_replicated(module):
+        raise ValueError(
+            "loss: the module is wrapped in DistributedDataParallel, whose hooks see loss.backward() and not the gradients "
+            "that a step asks for, so that every rank would follow its own data. Call the module inside (model.module), and "
+            "average over the ranks with bc.make_step(loss, tx, mesh=mesh)"
+        )
+    if _torch.is_fully_sharded(module):
+        raise ValueError(f"loss: {FULLY_SHARDED}")

@@ -349,7 +349,7 @@ def _at_once(chains: Parallel, params: Any, state: Any, spec: Any, block: list[A
         is one engine (:mod:`bayesopt_chain.engine.engine`), if chains have different numbers, or if the model draws.
     """
     step: Any = chains.step
-    plain = type(step) is Step and type(step.source) is LossGradient and step.memory is None and step.ranks is None
+    plain = type(step) is Step and type(step.source) is LossGradient and step.memory is None and step.ranks.mesh is None
     if not plain or step.finite is not None or step.monitor or chains.model_draws:
         return None
     points, structure = optree.tree_flatten(params, none_is_leaf=True)

@@ -29,7 +29,7 @@ from torchopt.base import GradientTransformation
 from bayesopt_chain import batches, tracing
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import ANY
-from bayesopt_chain.distributed.ranks import DataParallel
+from bayesopt_chain.distributed.ranks import Ranks
 from bayesopt_chain.links.wrapper import keywords_of, state_inside
 from bayesopt_chain.loop.gradients import GradientEstimator
 from bayesopt_chain.loop.loss import (
@@ -115,7 +115,7 @@ class MeanOverRanks:
     """The gradient and the loss of the data of all ranks, by one message per step."""
 
     source: GradientSource
-    ranks: DataParallel
+    ranks: Ranks
 
     def __call__(self, params: Any, state: Any, batch: Any, carried: Any) -> Evaluation:
         """Evaluate the source on this rank's data, and average over ranks."""
@@ -239,7 +239,7 @@ def source_of(
     buffers: Mapping[str, Tensor] | None,
     microbatches: int,
     autocast: torch.dtype | None,
-    ranks: DataParallel | None,
+    ranks: Ranks,
 ) -> GradientSource:
     """Combine the classes of this module to the source that a transformation asks for.
 
@@ -250,7 +250,7 @@ def source_of(
         buffers: the buffers of the module, or ``None``.
         microbatches: the number of parts of a batch.
         autocast: the precision of the loss, or ``None``.
-        ranks: the ranks over which gradients are averaged, or ``None``.
+        ranks: the ranks over which gradients are averaged, if they have a mesh.
 
     Returns:
         The source.
@@ -278,7 +278,7 @@ def source_of(
         if loss is None and "curvature" not in functions:
             raise ValueError(f"make_step: {tx!r} follows a gradient: pass a loss")
         _check_only_losses(loss, particles, buffers is not None or microbatches > 1 or autocast is not None)
-    if ranks is not None and (particles or functions or buffers or not callable(loss)):
+    if ranks.mesh is not None and (particles or functions or buffers or not callable(loss)):
         asks = [*["particles"] * particles, *functions, *["buffers"] * bool(buffers), "an estimated gradient"]
         raise ValueError(
             f"make_step: with mesh= the ranks exchange gradients and losses, and {tx!r} asks for {asks[0]}, which would be "
@@ -287,7 +287,7 @@ def source_of(
 
     source = _innermost(loss, functions, microbatches, autocast)
     # ranks average innermost, so that the keyword ``loss=`` is the mean loss, and each draw has the mean gradient
-    if ranks is not None:
+    if ranks.mesh is not None:
         source = MeanOverRanks(source, ranks)
     # without a loss the curvature is the observation, which the innermost source evaluates
     rest = {name: function for name, function in functions.items() if loss is not None or name != "curvature"}

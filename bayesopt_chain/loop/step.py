@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import optree
@@ -22,10 +23,10 @@ from torch import Tensor
 from torchopt.base import GradientTransformation
 
 from bayesopt_chain import _torch, checks, tracing
-from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.chain import Chain, numbers_of
 from bayesopt_chain.core.op import owned
 from bayesopt_chain.distributed import shards
-from bayesopt_chain.distributed.ranks import DataParallel
+from bayesopt_chain.distributed.ranks import COMPARED, Ranks
 from bayesopt_chain.engine.engine import moved
 from bayesopt_chain.links.master_weights import MasterState
 from bayesopt_chain.links.skip_nonfinite import SkipState
@@ -107,7 +108,7 @@ class Step:
         finite: the check of ``check_finite=True``, or ``None``.
         memory: makes the state of a step that holds buffers or the memory of an estimator, or ``None``.
         monitor: whether the norm of the gradient and the temperature are reported.
-        ranks: the ranks that share this chain, or ``None``.
+        ranks: the ranks that share this chain.
         loss: the loss or estimator that :func:`make_step` was given. A run on disk compares it with that of the run it resumes.
         heat_guard: reads the gradient of each step before anything moves, or ``None``.
         observe: a function of (params, grads, batch), whose result is reported, or ``None``.
@@ -119,7 +120,7 @@ class Step:
     finite: FiniteCheck | None = None
     memory: Memory | None = None
     monitor: bool = False
-    ranks: DataParallel | None = None
+    ranks: Ranks = field(default_factory=lambda: Ranks(None), compare=False)
     loss: Any = field(default=None, compare=False)
     heat_guard: sources.HeatWatch | None = None
     observe: Callable[[Any, Any, Any], Any] | None = field(default=None, compare=False)
@@ -213,8 +214,10 @@ class Step:
         """
         if torch.compiler.is_dynamo_compiling():  # tested here, since dynamo cannot trace what follows
             return _compiled_by_bc_capture_only(self, params, state, batch)
-        if self.ranks is not None:
-            self.ranks.compare(params, state)
+        ranks = self.ranks
+        if ranks.calls in COMPARED:
+            ranks.compare(partial(numbers_of, self.tx), params, state)
+        ranks.calls += 1
         inner, carried = state, None
         if self.memory is not None:
             _require(self.memory, state)
@@ -383,6 +386,9 @@ def make_step(
             have the same chain, so that these stay equal, bit for bit; the steps 1, 2, 4, 16, 64 and so on compare them.
             ``aux`` is not averaged. Default: one process.
 
+    Parameters that are DTensors are shared by the ranks of their mesh, which compare the numbers of the chain, such as rates
+    and schedules, at the same steps, and every leaf that is whole on each of them.
+
     Returns:
         ``step(params, state, batch) -> (params, state, Info(loss, aux))``, detached. Parameters that the loss does not
         use have gradient zero. The noise is a function of the state, so that the same arguments give the same result. If the
@@ -394,9 +400,9 @@ def make_step(
 
     Raises:
         ValueError: ``tx`` needs curvature, and none is given; two links draw; arguments contradict each other; with
-            ``mesh``, a ``tx`` that asks for more than gradient and loss, buffers, or a mesh of several axes; at the first
-            step, ranks that are no replicas, a loss that is not a scalar or depends on none of ``params``, or a sparse
-            gradient.
+            ``mesh``, a ``tx`` that asks for more than gradient and loss, buffers, or a mesh of several axes; at a
+            comparison, ranks of one chain that differ; at the first step, a loss that is not a scalar or depends on none of
+            ``params``, or a sparse gradient.
         TypeError: ``tx`` is no gradient transformation; ``loss`` is neither a function nor an estimator; ``tx`` does not take
             one of the keywords; at the first step, a leaf of params is no tensor.
         FloatingPointError: with ``check_finite``, the loss or the gradient is not finite; the message names call and leaf.
@@ -414,7 +420,7 @@ def make_step(
     if heat_guard is not None:
         heat_guard.require(tx)
     chain = unwrapped(tx)
-    ranks = None if mesh is None else DataParallel(mesh)
+    ranks = Ranks(mesh)
     source = sources.source_of(
         loss,
         chain,

@@ -16,6 +16,7 @@ from torch import Tensor
 from torchopt.base import GradientTransformation
 
 from bayesopt_chain._torch import is_dtensor, local
+from bayesopt_chain.core.chain import numbers_of
 from bayesopt_chain.distributed.ranks import require_named_chain
 from bayesopt_chain.distributed.shards import add, cut_like
 from bayesopt_chain.distributed.witness import Claim
@@ -154,7 +155,8 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
 
         A claim names a parameter by the number of its group and its index in the group.
         """
-        groups = [group | built.constants() for group, built in zip(self.param_groups, self._chains)]
+        count = self._witness.steps
+        groups = [group | numbers_of(built.tx, count) for group, built in zip(self.param_groups, self._chains)]
         return [
             claim(f"{i}.{j}", j, p, group, (int(entry.key), int(getattr(entry, "step", 0))))
             for i, (group, built) in enumerate(zip(groups, self._chains))
@@ -241,11 +243,6 @@ class _Built:
         self.numbers = {k: v for k, v in options.items() if isinstance(v, (int, float, tuple))}
         self.tensors = {k: v for k, v in options.items() if isinstance(v, Tensor) and v.numel() == 1}
         self.state = self.tx.init(group["params"])
-
-    def constants(self) -> dict[str, Any]:
-        """What the links of the chain hold besides their states, such as a rate, by the names of link and field."""
-        links = enumerate(getattr(self.tx, "links", ()))
-        return {f"{type(x).__name__}.{name} of link {i}": v for i, x in links for name, v in vars(x).items()}
 
     def keys(self) -> set[int]:
         """The keys of the random streams in the state; a link that draws nothing has the key 0."""

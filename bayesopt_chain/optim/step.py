@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from bayesopt_chain import checks
-from bayesopt_chain._torch import is_flattened
+from bayesopt_chain._torch import is_flattened, is_replicated
 from bayesopt_chain.distributed.ranks import gather_objects, world
-from bayesopt_chain.distributed.shards import is_replicated
 from bayesopt_chain.loop.loss import Info, detach
 from bayesopt_chain.modules.functional import inner_of
 from bayesopt_chain.optim._ranks import OnRanks

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from bayesopt_chain import checks
-from bayesopt_chain.distributed.ranks import world
+from bayesopt_chain.distributed.ranks import mesh_of, world
 from bayesopt_chain.loop.module_state import ModuleState
 from bayesopt_chain.modules.functional import in_mode, inner_of, logits_of, make_functional
 from bayesopt_chain.runs.draws import Draws, Reduce
 from bayesopt_chain.runs.folder import STEP, Folder, drawn
 from bayesopt_chain.runs.run import Iteration, ResumableBatches, Run, describe_optimizer, require_same
-from bayesopt_chain.runs.store import SHARD_BYTES, Place, Store, gathered, mesh_of, require_given_alike
+from bayesopt_chain.runs.store import SHARD_BYTES, Place, Store, gathered, require_given_alike
 from bayesopt_chain.trees import are_spread
 
 _COUNTING = checks.Kind(lambda x: hasattr(x, "global_step"), "what a trainer gives its callbacks, with global_step")

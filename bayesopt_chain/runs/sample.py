@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain._torch import is_dtensor, local, whole
+from bayesopt_chain._torch import is_dtensor, is_replicated, local, whole
 from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.distributed.ranks import FailedElsewhere, answers, gather_objects, name_the_first, world
-from bayesopt_chain.distributed.shards import is_replicated, mean_everywhere
+from bayesopt_chain.distributed.shards import mean_everywhere
 from bayesopt_chain.loop import monitor
 from bayesopt_chain.loop.parallel import Parallel, seeded_state
 from bayesopt_chain.runs.draws import Draws

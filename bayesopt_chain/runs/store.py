@@ -20,18 +20,19 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain._torch import is_dtensor, local
+from bayesopt_chain._torch import is_dtensor, is_replicated, local
 from bayesopt_chain.distributed.ranks import (
     DRIFTED,
     World,
     answers,
     digest,
     gather_objects,
+    mesh_of,
     require_alike,
     together,
     world,
 )
-from bayesopt_chain.distributed.shards import cut_like, is_replicated
+from bayesopt_chain.distributed.shards import cut_like
 from bayesopt_chain.loop.module_state import ModuleState
 from bayesopt_chain.runs import files
 from bayesopt_chain.runs.draws import Draws
@@ -135,11 +136,6 @@ def require_given_alike(who: str, given: Mapping[str, Any], mesh: Any) -> None:
         require_alike(
             f"{who}: ranks that share a chain were given other {{}}; give the same on all of them", given, mesh
         )
-
-
-def mesh_of(tree: Any) -> Any:
-    """The largest mesh on which DTensors of a tree lie; ``None`` where there are none."""
-    return max([x.device_mesh for x in optree.tree_leaves(tree) if is_dtensor(x)], key=lambda m: m.size(), default=None)
 
 
 def place_of(path: Path | None, step: Any, tree: Any, asked: Mapping[str, Any]) -> Place:

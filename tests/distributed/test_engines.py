@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
@@ -205,11 +206,6 @@ def parting_later(rank, path):
     return train(model, optimizer, steps=20)
 
 
-def apart(rank, path):
-    model, tx = under("fsdp"), bc.sghmc(0.05 * (1 + rank), **noise())
-    return train(model, bc.optim.Optimizer(model.parameters(), lambda group: tx))
-
-
 def joined(rank, path):
     model, optimizer = made("SGHMC", "ddp")
     with model.join():
@@ -224,6 +220,17 @@ def forked(rank, path):
     optimizer.fork(bc.distributed.generator(5, chain=rank))
     made_, said = train(model, optimizer)
     return made_, said or "" if torch.equal(*gather_objects(weights(model), None)) else "drifted"
+
+
+def bare(tx, start=0.0):
+    """A loop of steps on shards of a leaf beside one that is whole on every rank."""
+    params, made = (
+        {"w": distribute_tensor(torch.ones(4), mesh_of(2), [Shard(0)]), "b": torch.full((2,), float(start))},
+        [],
+    )
+    steps = bc.iterate(bc.make_step(lambda p, x: (p["w"] ** 2).sum(), tx), params, tx.init(params), None, steps=20)
+    said = message_of(lambda: [made.append(1) for _ in steps])
+    return len(made), said or ""
 
 
 def by_hooks(model):
@@ -270,7 +277,39 @@ ENDS = {
     "ddp with keys that part later": (13, ("noise of two keys",), parting_later),
     "replicas of unequal numbers of steps": (1, ("have drawn 2 and 5 times", "DistributedSampler"), joined),
     "chains without keys": (2, KEYS, lambda rank, path: trains(network())),
-    "a chain at another rate on shards": (1, ("with Scale.step_size of link 2 = 0.05 and 0.1",), apart),
+    **{
+        f"a chain at {name} on shards": (steps, (f"with {field} = {values}",), lambda rank, path, make=make: train(
+            model := under("fsdp"), bc.optim.Optimizer(model.parameters(), lambda group: make(rank))
+        ))
+        for name, (steps, field, values, make) in {
+            "another rate": (1, "Scale.step_size of link 2", "0.05 and 0.1", lambda r: bc.sghmc(0.05 * (1 + r), **noise())),
+            "another schedule": (
+                1, "Scale.step_size of link 2", "0.025", lambda r: bc.sghmc(lambda n: 0.05 / (1 + n * (1 + r)), **noise())
+            ),
+        }.items()
+    },
+    "steps on shards": (20, (), lambda rank, path: bare(bc.sghmc(0.1, **noise()))),
+    **{
+        f"steps on shards, another {name}": (steps, ("make_step: ranks step one chain with other " + words,), (
+            lambda rank, path, make=make: bare(make(1 + rank))
+        ))
+        for name, (steps, words, make) in {
+            "rate": (0, "Scale.step_size of link 2 (0.1, 0.2);", lambda r: bc.sghmc(0.1 * r, **noise())),
+            "rate, cold": (0, "Scale.step_size of link 0 (0.1, 0.2);", lambda r: bc.sgd(0.1 * r)),
+            "temperature": (0, "LangevinNoise.temperature of link 1 (0.1, 0.2);", lambda r: bc.sghmc(0.1, temperature=0.1 * r)),
+            "temperature in a tensor": (
+                0, "LangevinNoise.temperature of link 1 (0.5, 1.0);", lambda r: bc.sghmc(0.1, temperature=torch.tensor(r / 2))
+            ),
+            "momentum": (0, "Momentum.momentum of link 0 (0.25, 0.5);", lambda r: bc.sgd(0.1, r / 4)),
+            "decay": (0, "AddDecayedWeights.weight_decay of link 0 (0.5, 1.0);", lambda r: bc.sgd(0.1, weight_decay=r / 2)),
+            "average": (0, "ScaleByAdam.b2 of link 0 (0.25, 0.5);", lambda r: bc.adam(0.1, betas=(0.5, r / 4))),
+            "schedule": (1, "Scale.step_size of link 0 (0.25, 0.5);", lambda r: bc.sgd(lambda n: 0.5 / (1 + n * (r - 1)))),
+            "chain": (0, "links;", lambda r: bc.sgd(0.1, 0.9) if r == 1 else bc.sgd(0.1)),
+        }.items()
+    },
+    "steps on shards with another whole leaf": (
+        0, ("params/b differ between ranks that hold parts of one chain",), lambda rank, path: bare(bc.sgd(0.1), rank)
+    ),
     "an optimizer of chains without keys": (1, KEYS, lambda rank, path: trains(network(seed=rank), "Optimizer")),
     "a fork without keys": (0, ("fork: 2 ranks run",), lambda rank, path: (0, message_of(made("SGHMC")[1].fork))),
     "a link that says nothing of shards": (0, ("needs whole leaves, and [0] is a DTensor",), lambda rank, path: (
@@ -372,17 +411,18 @@ def test_gradients_keep_their_dtypes():
 
 
 @on(2, 4)
-def test_a_step_sends_one_message_of_the_gradient_and_two_numbers_and_the_noise_none():
+def test_a_step_sends_one_message_of_the_gradient_and_two_numbers_and_the_noise_none_and_comparisons_two_numbers_each():
     step, params, state, batch, _ = one()
-    for _ in range(4):  # of which the first, the second and the fourth are compared
-        params, state, _ = step(params, state, batch)
     sent, real = [], dist.all_reduce
     with pytest.MonkeyPatch.context() as patch, CommDebugMode() as messages:
-        patch.setattr(dist, "all_reduce", lambda x, **options: (sent.append(x.numel()), real(x, **options))[1])
-        for _ in range(5):
+        patch.setattr(
+            dist, "all_reduce", lambda x, *way, **options: (sent.append(x.numel()), real(x, *way, **options))[1]
+        )
+        for _ in range(9):
             params, state, _ = step(params, state, batch)
         TX.update(start(), state, params=params)
-    assert sent == 5 * [sum(x.numel() for x in params.values()) + 2] and messages.get_total_counts() == 5
+    mean, compared = [sum(x.numel() for x in params.values()) + 2], [2, 2]  # chains, and what they start a step from
+    assert sent == 2 * [*compared, *mean] + mean + compared + 6 * mean and messages.get_total_counts() == len(sent)
 
 
 @on(2)
@@ -394,8 +434,6 @@ def test_what_would_be_silently_wrong_is_refused_on_every_rank():
     own = bc.chain(bc.inject_langevin_noise(0.1, generator=seeded), bc.scale_by_neg_lr(0.1))
     cold, stacked = ({k: p + rank for k, p in params.items()}, {k: torch.stack([p, p]) for k, p in params.items()})
     step = bc.make_step(loss, still, mesh=mesh)
-    dtypes, apart = (torch.float32, torch.float64), bc.make_step(loss, bc.sgd(0.1 + 0.1 * rank), mesh=mesh)
-    parting = apart(params, still.init(params), batch)[:2]
     plain, many = bc.make_step(lambda p, b: loss(p, b[:2]), still, mesh=mesh), bc.parallel(step, 2)
     model = DistributedDataParallel(nn.Linear(3, 1).double())
     weights = {name: p.detach() for name, p in model.named_parameters()}
@@ -412,9 +450,11 @@ def test_what_would_be_silently_wrong_is_refused_on_every_rank():
             ("no replicas", "state/1/key", "bc.distributed.broadcast"): lambda: noisy(params, TX.init(params), batch),
             ("with one seed, 3", "mesh="): lambda: bc.sample(noisy, *spread, parts, steps=4),
             ("no replicas", "params/w"): lambda: step(cold, still.init(cold), batch),
-            ("no replicas", "params/w", "the same chain"): lambda: apart(*parting, batch),
+            ("make_step: ", "other Scale.step_size of link 0 (0.1, 0.2)"): lambda: bc.make_step(
+                loss, bc.sgd(0.1 + 0.1 * rank), mesh=mesh
+            )(params, still.init(params), batch),
             ("no replicas", "tensor differ"): lambda: bc.distributed.require_replicas(
-                torch.zeros(2, dtype=dtypes[rank]), mesh
+                torch.zeros(2, dtype=(torch.float32, torch.float64)[rank]), mesh
             ),
             ("two leaves are named a/b",): lambda: bc.distributed.require_replicas({"a/b": rank, "a": {"b": 0}}, mesh),
             ("5 and 12 entries",): lambda: plain(params, still.init(params), (*batch, torch.zeros(5))),
