@@ -52,8 +52,8 @@ class Before(NamedTuple):
     momentum: float
     gain: float
     surplus: float
-    direct_half: float
-    direct_surplus: float
+    direct_half: float = 0.0
+    direct_surplus: float = 0.0
 
 
 class Linear(NamedTuple):
@@ -161,7 +161,7 @@ def _momentum_branch(now: law.Level, b: float, before: Any) -> Noise:
         current, previous, velocity, surplus = law.scheduled_noise(now, before, before.surplus, own, where=_pick)
         if mu and not (before.momentum and velocity == own):
             scale = velocity * b / (mu * before.gain)
-    return Noise(b * previous, b * current, scale, 0.0, 0.0, Before(*now, b, surplus, 0.0, 0.0))
+    return Noise(b * previous, b * current, scale, before=Before(*now, b, surplus))
 
 
 def _pick(condition: bool, x: float, y: float) -> float:
